@@ -1,0 +1,5 @@
+"""Errors of our own; wrong input raises `ValueError`, a wish we cannot serve `NotImplementedError`."""
+
+
+class PlanMismatchError(RuntimeError):
+    """Ranks of one context-parallel group hold different plans; raised on every rank alike."""

@@ -1,0 +1,363 @@
+"""AttentionMask: which query may look at which key, as a set of disjoint slices on a grid.
+
+Pure data: an int64 array `[n, 6]` of tight slice rows (see `slice.py`) and the two grid sizes. Nothing of
+size queries x keys is ever built, except by `to_dense`, which exists for tests and pictures.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_cp.mask import interval
+from megatron_cp.mask.interval import IntArray, expand_ranges
+from megatron_cp.mask.slice import (
+    HI,
+    K_END,
+    K_START,
+    LO,
+    Q_END,
+    Q_START,
+    MaskSlice,
+    crop_rows,
+    intersect_rows,
+    rows_area,
+    shift_rows,
+    subtract_rows,
+    tighten,
+    transpose_rows,
+)
+
+Range = tuple[int, int]
+PAIRS_PER_BLOCK = 1 << 21  # bounds the memory of the disjointness sweep to about 200 MB
+
+
+class AttentionMask:
+    """An immutable set of allowed (query, key) pairs on a `num_queries x num_keys` grid.
+
+    `array` is int64 `[num_slices, 6]` with the columns q_start, q_end, k_start, k_end, lo, hi; rows are
+    tight, pairwise disjoint and sorted by (q_start, k_start). The constructor is for code that already
+    knows its rows to be disjoint; users call `from_slices` or a named builder.
+    """
+
+    def __init__(self, num_queries: int, num_keys: int, array: IntArray):
+        rows = tighten(np.asarray(array, dtype=np.int64).reshape(-1, 6))
+        rows = np.ascontiguousarray(rows[np.lexsort((rows[:, K_START], rows[:, Q_START]))])
+        rows.setflags(write=False)
+        self.num_queries, self.num_keys, self.array = int(num_queries), int(num_keys), rows
+
+    # ------------------------------------------------------------------ what it holds
+
+    @property
+    def num_slices(self) -> int:
+        """Returns the number of slices."""
+        return len(self.array)
+
+    @cached_property
+    def slices(self) -> tuple[MaskSlice, ...]:
+        """The slices as objects; a side of the band that cuts nothing is None."""
+        return tuple(MaskSlice.from_row(row) for row in self.array)
+
+    @cached_property
+    def _area(self) -> int:
+        return int(rows_area(self.array).sum())
+
+    def area(self) -> int:
+        """Returns the number of allowed pairs."""
+        return self._area
+
+    def density(self) -> float:
+        """Returns the allowed share of the grid, 0 for an empty grid."""
+        return self.area() / max(1, self.num_queries * self.num_keys)
+
+    def area_of_rows(self, bounds: IntArray) -> IntArray:
+        """Returns the pairs of the query rows `[bounds[i], bounds[i+1])`: int64 `[len(bounds) - 1]`.
+
+        `bounds` is non-decreasing. O(slices x chunks that each slice meets).
+        """
+        bounds = np.asarray(bounds, dtype=np.int64)
+        low = np.searchsorted(bounds[1:], self.array[:, Q_START], side="right")
+        high = np.searchsorted(bounds[:-1], self.array[:, Q_END], side="left")
+        which, chunk = expand_ranges(low, np.maximum(low, high))
+        parts = self.array[which]
+        parts[:, Q_START] = np.maximum(parts[:, Q_START], bounds[chunk])
+        parts[:, Q_END] = np.minimum(parts[:, Q_END], bounds[chunk + 1])
+        inside = parts[:, Q_START] < parts[:, Q_END]
+        parts, chunk = parts[inside], chunk[inside]
+        areas = np.zeros(len(bounds) - 1, dtype=np.int64)
+        np.add.at(areas, chunk, rows_area(tighten(parts)))  # rows of a tight slice are never empty
+        return areas
+
+    def needed_keys(self, q_ranges: IntArray) -> IntArray:
+        """Returns the keys that any of these query rows may see, as sorted disjoint intervals."""
+        parts, _ = _cut(self.array, interval.as_intervals(q_ranges), Q_START, Q_END)
+        return interval.normalise(parts[:, [K_START, K_END]])
+
+    # ------------------------------------------------------------------ algebra
+
+    def crop(self, q: Range | None = None, k: Range | None = None) -> "AttentionMask":
+        """Returns the mask of these rows and keys, moved to the origin: `dense[a:b, c:d]`."""
+        q, k = q or (0, self.num_queries), k or (0, self.num_keys)
+        _check_range("q", q, self.num_queries)
+        _check_range("k", k, self.num_keys)
+        rows = shift_rows(crop_rows(self.array, q, k), -q[0], -k[0])
+        return AttentionMask(q[1] - q[0], k[1] - k[0], rows)
+
+    def gather(self, q_ranges: IntArray, k_ranges: IntArray) -> "AttentionMask":
+        """Returns the mask between concatenated row ranges and concatenated key ranges.
+
+        `q_ranges`, `k_ranges`: int64 `[m, 2]`, each disjoint, in any order. In dense form
+        `dense[rows][:, keys]`; this is what a rank computes on rows that it holds in any order.
+        """
+        q_ranges, k_ranges = interval.as_intervals(q_ranges), interval.as_intervals(k_ranges)
+        rows, which = _cut(self.array, q_ranges, Q_START, Q_END)
+        rows = shift_rows(rows, q=(_offsets(q_ranges) - q_ranges[:, 0])[which])
+        rows, which = _cut(rows, k_ranges, K_START, K_END)
+        rows = shift_rows(rows, k=(_offsets(k_ranges) - k_ranges[:, 0])[which])
+        return AttentionMask(interval.length(q_ranges), interval.length(k_ranges), rows)
+
+    def shift(
+        self, q: int = 0, k: int = 0, num_queries: int | None = None, num_keys: int | None = None
+    ) -> "AttentionMask":
+        """Returns the mask moved by `q` rows and `k` keys on a grid that grows by as much, or as given.
+
+        Raises ValueError when a pair would leave the grid.
+        """
+        num_queries = self.num_queries + q if num_queries is None else num_queries
+        num_keys = self.num_keys + k if num_keys is None else num_keys
+        rows = shift_rows(self.array, q, k)
+        _check_inside(rows, num_queries, num_keys)
+        return AttentionMask(num_queries, num_keys, rows)
+
+    def transpose(self) -> "AttentionMask":
+        """Returns the mask with queries and keys exchanged."""
+        return AttentionMask(self.num_keys, self.num_queries, transpose_rows(self.array))
+
+    def __and__(self, other: "AttentionMask") -> "AttentionMask":
+        self._check_same_grid(other)
+        first, second = _meeting_pairs(self.array, other.array)
+        rows = intersect_rows(self.array[first], other.array[second])
+        return AttentionMask(self.num_queries, self.num_keys, rows)
+
+    def __or__(self, other: "AttentionMask") -> "AttentionMask":
+        rest = other - self
+        rows = np.concatenate([self.array, rest.array])
+        return AttentionMask(self.num_queries, self.num_keys, rows)
+
+    def __sub__(self, other: "AttentionMask") -> "AttentionMask":
+        self._check_same_grid(other)
+        mine, theirs = _meeting_pairs(self.array, other.array)
+        untouched = np.ones(len(self.array), dtype=bool)
+        untouched[mine] = False
+        result = [self.array[untouched]]
+        for index in np.unique(mine):
+            pieces = self.array[index][None]
+            for hole in other.array[theirs[mine == index]]:
+                pieces = np.concatenate([subtract_rows(piece, hole) for piece in pieces] or [pieces])
+            result.append(pieces)
+        return AttentionMask(self.num_queries, self.num_keys, np.concatenate(result))
+
+    def merged(self) -> "AttentionMask":
+        """Returns the same pairs in fewer slices: neighbours whose union is a slice are joined."""
+        rows = self.array
+        while True:
+            before = len(rows)
+            for order in ((K_START, Q_END, Q_START), (Q_START, K_END, K_START), (Q_START, K_START)):
+                rows = _join_neighbours(rows[np.lexsort(tuple(rows[:, i] for i in order))])
+            if len(rows) == before:
+                return AttentionMask(self.num_queries, self.num_keys, rows)
+
+    # ------------------------------------------------------------------ identity
+
+    def to_dense(self) -> NDArray[np.bool_]:
+        """Returns the mask as booleans `[num_queries, num_keys]`; for tests and pictures only."""
+        dense = np.zeros((self.num_queries, self.num_keys), dtype=bool)
+        for q0, q1, k0, k1, lo, hi in self.array.tolist():
+            distance = np.arange(k0, k1)[None, :] - np.arange(q0, q1)[:, None]
+            dense[q0:q1, k0:k1] |= (lo <= distance) & (distance <= hi)
+        return dense
+
+    def digest(self) -> str:
+        """Returns a SHA-256 of grid and slices; the same on every machine and process."""
+        header = f"AttentionMask {self.num_queries} {self.num_keys} {len(self.array)}\n".encode()
+        return hashlib.sha256(header + self.array.astype("<i8").tobytes()).hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, AttentionMask):
+            return NotImplemented
+        same_grid = (self.num_queries, self.num_keys) == (other.num_queries, other.num_keys)
+        return same_grid and np.array_equal(self.array, other.array)
+
+    def __hash__(self) -> int:
+        return hash((self.num_queries, self.num_keys, self.array.tobytes()))
+
+    def __repr__(self) -> str:
+        grid = f"{self.num_queries} x {self.num_keys}"
+        return f"AttentionMask({grid}, {self.num_slices} slices, density {self.density():.3g})"
+
+    def _check_same_grid(self, other: "AttentionMask") -> None:
+        mine, theirs = (self.num_queries, self.num_keys), (other.num_queries, other.num_keys)
+        if mine != theirs:
+            raise ValueError(
+                f"other mask has grid {theirs}, this one {mine}; both must have the same grid: "
+                "use shift() or crop() first"
+            )
+
+
+def from_slices(
+    num_queries: int,
+    num_keys: int,
+    slices: Iterable[MaskSlice | Sequence[int | None]],
+) -> AttentionMask:
+    """Returns the mask of disjoint slices `(q_start, q_end, k_start, k_end, lo, hi)`; None = open side.
+
+    Empty slices are allowed and dropped. Raises ValueError, naming the slice, for a range that is
+    reversed or outside the grid, a band with lo > hi, and for two slices that share a pair (a pair
+    counted twice would be a wrong softmax; `mask_a | mask_b` joins overlapping masks instead).
+    """
+    rows = np.zeros((0, 6), dtype=np.int64)
+    items = [s if isinstance(s, MaskSlice) else MaskSlice(*s) for s in slices]
+    for index, item in enumerate(items):
+        _check_slice(index, item, num_queries, num_keys)
+    if items:
+        rows = np.concatenate([item.to_row() for item in items])
+    nonempty = np.flatnonzero((rows[:, Q_START] < rows[:, Q_END]) & (rows[:, K_START] < rows[:, K_END]))
+    overlap = _find_overlap(rows[nonempty])
+    if overlap is not None:
+        i, j = int(nonempty[overlap[0]]), int(nonempty[overlap[1]])
+        raise ValueError(
+            f"slices[{i}]={items[i]} and slices[{j}]={items[j]} share pairs; slices must be disjoint: "
+            "cut one of them, or join two masks with |"
+        )
+    return AttentionMask(num_queries, num_keys, rows)
+
+
+def concat(masks: Sequence[AttentionMask]) -> AttentionMask:
+    """Returns the block-diagonal mask: each mask sees itself only, one after the other."""
+    queries = np.cumsum([0] + [mask.num_queries for mask in masks])
+    keys = np.cumsum([0] + [mask.num_keys for mask in masks])
+    rows = [shift_rows(m.array, int(q), int(k)) for m, q, k in zip(masks, queries, keys, strict=False)]
+    empty = [np.zeros((0, 6), dtype=np.int64)]
+    return AttentionMask(int(queries[-1]), int(keys[-1]), np.concatenate(empty + rows))
+
+
+def _check_slice(index: int, item: MaskSlice, num_queries: int, num_keys: int) -> None:
+    spans = (("q", item.q_start, item.q_end, num_queries), ("k", item.k_start, item.k_end, num_keys))
+    for axis, start, end, size in spans:
+        if not 0 <= start <= end <= size:
+            raise ValueError(
+                f"slices[{index}] has {axis} range [{start}, {end}); ranges must satisfy "
+                f"0 <= start <= end <= {size}: fix that slice"
+            )
+    if item.lo is not None and item.hi is not None and item.lo > item.hi:
+        raise ValueError(
+            f"slices[{index}] has lo={item.lo} > hi={item.hi}; the band needs lo <= hi: exchange them"
+        )
+
+
+def _check_range(name: str, span: Range, size: int) -> None:
+    if not 0 <= span[0] <= span[1] <= size:
+        raise ValueError(f"{name}={span} must satisfy 0 <= start <= end <= {size}; crop inside the grid")
+
+
+def _check_inside(rows: IntArray, num_queries: int, num_keys: int) -> None:
+    if len(rows) and (
+        rows[:, [Q_START, K_START]].min() < 0
+        or rows[:, Q_END].max() > num_queries
+        or rows[:, K_END].max() > num_keys
+    ):
+        raise ValueError(
+            f"shifted slices leave the grid {num_queries} x {num_keys}; "
+            "give a larger num_queries/num_keys or crop first"
+        )
+
+
+def _offsets(ranges: IntArray) -> IntArray:
+    """Returns where each range begins in the concatenation of all."""
+    sizes = ranges[:, 1] - ranges[:, 0]
+    return np.cumsum(sizes) - sizes
+
+
+def _cut(rows: IntArray, ranges: IntArray, start: int, end: int) -> tuple[IntArray, IntArray]:
+    """Returns the tight parts of `rows` inside each disjoint range of one axis, and their range index."""
+    ranges_in_order = np.argsort(ranges[:, 0], kind="stable")
+    ordered = ranges[ranges_in_order]
+    low = np.searchsorted(ordered[:, 1], rows[:, start], side="right")
+    high = np.searchsorted(ordered[:, 0], rows[:, end], side="left")
+    which, span = expand_ranges(low, np.maximum(low, high))
+    parts = rows[which]
+    parts[:, start] = np.maximum(parts[:, start], ordered[span, 0])
+    parts[:, end] = np.minimum(parts[:, end], ordered[span, 1])
+    inside = parts[:, start] < parts[:, end]
+    # The other axis shrinks too, but a tight row keeps at least one pair in every row and column of its
+    # box, so no part vanishes here and the indices stay aligned.
+    return tighten(parts[inside]), ranges_in_order[span[inside]]
+
+
+def _join_neighbours(rows: IntArray) -> IntArray:
+    """Returns `rows` with consecutive rows joined where their bounding slice holds no other pair."""
+    while len(rows) > 1:
+        a, b = rows[:-1], rows[1:]
+        low, high = np.minimum(a, b), np.maximum(a, b)
+        bounding = np.where(np.array([True, False, True, False, True, False]), low, high)
+        joins = rows_area(bounding) == rows_area(a) + rows_area(b)
+        # Of a run of joinable neighbours take every other one; the loop comes back for the rest.
+        index = np.arange(len(joins))
+        run_start = np.maximum.accumulate(np.where(np.r_[True, ~joins[:-1]], index, 0))
+        joins &= (index - run_start) % 2 == 0
+        if not joins.any():
+            return rows
+        rows = rows.copy()
+        rows[:-1][joins] = bounding[joins]
+        rows = np.delete(rows, np.flatnonzero(joins) + 1, axis=0)
+    return rows
+
+
+def _meeting_pairs(a: IntArray, b: IntArray) -> tuple[IntArray, IntArray]:
+    """Returns `(i, j)` for all rows `a[i]`, `b[j]` that share a pair."""
+    order = np.argsort(b[:, Q_START], kind="stable")
+    ordered = b[order]
+    reach = np.maximum.accumulate(ordered[:, Q_END]) if len(b) else ordered[:, Q_END]
+    low = np.searchsorted(reach, a[:, Q_START], side="right")
+    high = np.searchsorted(ordered[:, Q_START], a[:, Q_END], side="left")
+    first, second = expand_ranges(low, np.maximum(low, high))
+    meet = _share_a_pair(a[first], ordered[second])
+    return first[meet], order[second[meet]]
+
+
+def _share_a_pair(a: IntArray, b: IntArray) -> NDArray[np.bool_]:
+    q0, q1, k0, k1, lo, hi = intersect_rows(a, b).T
+    return (q0 < q1) & (k0 < k1) & (lo <= hi) & (lo < k1 - q0) & (k0 - q1 < hi)
+
+
+def _find_overlap(rows: IntArray) -> tuple[int, int] | None:
+    """Returns the indices of two rows that share a pair, or None; sweeps the cheaper of the two axes."""
+    axes = ((Q_START, Q_END), (K_START, K_END))
+    sweeps = [_sweep(rows, start, end) for start, end in axes]
+    order, last = min(sweeps, key=lambda sweep: int((sweep[1] - np.arange(len(rows))).sum()))
+    counts = np.cumsum(last - np.arange(len(rows)) - 1)
+    begin = 0
+    while begin < len(rows):
+        spent = counts[begin - 1] if begin else 0
+        stop = max(begin + 1, int(np.searchsorted(counts, spent + PAIRS_PER_BLOCK, side="right")))
+        first, second = expand_ranges(np.arange(begin, stop) + 1, last[begin:stop])
+        first += begin
+        hits = np.flatnonzero(_share_a_pair(rows[order[first]], rows[order[second]]))
+        if len(hits):
+            i, j = int(order[first[hits[0]]]), int(order[second[hits[0]]])
+            return min(i, j), max(i, j)
+        begin = stop
+    return None
+
+
+def _sweep(rows: IntArray, start: int, end: int) -> tuple[IntArray, IntArray]:
+    """Returns the order by `start` and, for each place in it, the first place that begins after its end."""
+    order = np.argsort(rows[:, start], kind="stable")
+    ordered = rows[order]
+    last = np.searchsorted(ordered[:, start], ordered[:, end], side="left")
+    return order, np.maximum(last, np.arange(len(rows)) + 1)
+
+
+__all__ = ["AttentionMask", "concat", "from_slices", "HI", "LO"]

@@ -1,0 +1,165 @@
+"""The one shape of attention: a box of query rows and key columns, cut by a diagonal band.
+
+    MaskSlice(q_start, q_end, k_start, k_end, lo, hi) allows the pairs (q, k) with
+
+        q_start <= q < q_end,   k_start <= k < k_end,   lo <= k - q <= hi
+
+    k ->        full            causal (hi=0)     window (lo=-2, hi=0)
+    q   # # # #         # . . .           # . . .
+    |   # # # #         # # . .           # # . .
+    v   # # # #         # # # .           # # # .
+        # # # #         # # # #           . # # #
+
+The shape is closed under cropping, shifting, intersection and transposition, and its area is a closed
+form; that is why forward and backward, whole and sharded attention can share every routine.
+
+The functions below work on *rows*: int64 arrays `[n, 6]` with those six columns. A row is **tight** when
+every query row and every key column of its box holds at least one allowed pair and `lo`, `hi` lie inside
+the box. Tight rows make the closed forms branch-free.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_cp.mask.interval import IntArray
+
+Q_START, Q_END, K_START, K_END, LO, HI = range(6)
+
+
+def tighten(rows: IntArray) -> IntArray:
+    """Returns the same pairs as tight rows; rows without any pair are dropped."""
+    q0, q1, k0, k1, lo, hi = rows.T
+    q0, q1 = np.maximum(q0, k0 - hi), np.minimum(q1, k1 - lo)
+    k0, k1 = np.maximum(k0, q0 + lo), np.minimum(k1, q1 + hi)
+    lo, hi = np.maximum(lo, k0 - q1 + 1), np.minimum(hi, k1 - 1 - q0)
+    keep = (q0 < q1) & (k0 < k1) & (lo <= hi)
+    return np.stack([q0, q1, k0, k1, lo, hi], axis=1)[keep]
+
+
+def rows_area(rows: IntArray) -> IntArray:
+    """Returns the number of pairs of each tight row: int64 `[n]`."""
+    q0, q1, k0, k1, lo, hi = rows.T
+    return _sum_of_min(q0, q1, k1 - 1, hi) + _sum_of_min(-q1 + 1, -q0 + 1, -k0, -lo) + (q1 - q0)
+
+
+def _sum_of_min(a: IntArray, b: IntArray, cap: IntArray, offset: IntArray) -> IntArray:
+    """Returns sum over q in [a, b) of min(cap, q + offset)."""
+    bend = np.clip(cap - offset, a, b)  # below the bend q + offset is the smaller
+    rising = (a + bend - 1) * (bend - a) // 2 + offset * (bend - a)
+    return rising + cap * (b - bend)
+
+
+def crop_rows(
+    rows: IntArray, q: tuple[int, int] | None = None, k: tuple[int, int] | None = None
+) -> IntArray:
+    """Returns the pairs inside the query range `q` and the key range `k`, tight, not rebased."""
+    rows = rows.copy()
+    for span, start, end in ((q, Q_START, Q_END), (k, K_START, K_END)):
+        if span is not None:
+            rows[:, start] = np.maximum(rows[:, start], span[0])
+            rows[:, end] = np.minimum(rows[:, end], span[1])
+    return tighten(rows)
+
+
+def shift_rows(rows: IntArray, q: int | IntArray = 0, k: int | IntArray = 0) -> IntArray:
+    """Returns the rows moved by `q` queries and `k` keys (scalars, or one value per row)."""
+    q_, k_ = np.asarray(q), np.asarray(k)
+    moved = [rows[:, Q_START] + q_, rows[:, Q_END] + q_, rows[:, K_START] + k_, rows[:, K_END] + k_]
+    return np.stack([*moved, rows[:, LO] + (k_ - q_), rows[:, HI] + (k_ - q_)], axis=1)
+
+
+def intersect_rows(a: IntArray, b: IntArray) -> IntArray:
+    """Returns row `i` of `a` met with row `i` of `b` (same length), *not* tightened, so counts agree."""
+    low = np.maximum(a[:, [Q_START, K_START, LO]], b[:, [Q_START, K_START, LO]])
+    high = np.minimum(a[:, [Q_END, K_END, HI]], b[:, [Q_END, K_END, HI]])
+    return np.stack([low[:, 0], high[:, 0], low[:, 1], high[:, 1], low[:, 2], high[:, 2]], axis=1)
+
+
+def subtract_rows(a: IntArray, b: IntArray) -> IntArray:
+    """Returns the pairs of one tight row `a` (`[6]`) outside one row `b` (`[6]`): at most six rows."""
+    q0, q1, k0, k1, lo, hi = (int(v) for v in a)
+    bq0, bq1, bk0, bk1, blo, bhi = (int(v) for v in b)
+    q_in, k_in = (max(q0, bq0), min(q1, bq1)), (max(k0, bk0), min(k1, bk1))
+    if q_in[0] >= q_in[1] or k_in[0] >= k_in[1]:
+        return a[None]
+    pieces = [
+        (q0, q_in[0], k0, k1, lo, hi),
+        (q_in[1], q1, k0, k1, lo, hi),
+        (*q_in, k0, k_in[0], lo, hi),
+        (*q_in, k_in[1], k1, lo, hi),
+        (*q_in, *k_in, lo, min(hi, blo - 1)),
+        (*q_in, *k_in, max(lo, bhi + 1), hi),
+    ]
+    return tighten(np.array(pieces, dtype=np.int64))
+
+
+def transpose_rows(rows: IntArray) -> IntArray:
+    """Returns the rows with queries and keys exchanged: `(lo, hi)` becomes `(-hi, -lo)`."""
+    columns = [rows[:, i] for i in (K_START, K_END, Q_START, Q_END)]
+    return np.stack([*columns, -rows[:, HI], -rows[:, LO]], axis=1)
+
+
+@dataclass(frozen=True, slots=True)
+class MaskSlice:
+    """Pairs `q in [q_start, q_end)`, `k in [k_start, k_end)`, `lo <= k - q <= hi`; None = open side."""
+
+    q_start: int
+    q_end: int
+    k_start: int
+    k_end: int
+    lo: int | None = None
+    hi: int | None = None
+
+    def to_row(self) -> IntArray:
+        """Returns the slice as one row `[1, 6]`, open sides replaced by bounds that cut nothing."""
+        lo = self.k_start - self.q_end + 1 if self.lo is None else self.lo
+        hi = self.k_end - 1 - self.q_start if self.hi is None else self.hi
+        row = [self.q_start, self.q_end, self.k_start, self.k_end, lo, hi]
+        return np.array([row], dtype=np.int64)
+
+    @classmethod
+    def from_row(cls, row: IntArray) -> "MaskSlice":
+        """Returns a tight row as a slice; a side that cuts nothing is open (None)."""
+        q0, q1, k0, k1, lo, hi = (int(v) for v in row)
+        open_lo, open_hi = lo <= k0 - q1 + 1, hi >= k1 - 1 - q0
+        return cls(q0, q1, k0, k1, None if open_lo else lo, None if open_hi else hi)
+
+    def area(self) -> int:
+        """Returns the number of allowed pairs."""
+        return int(rows_area(tighten(self.to_row())).sum())
+
+    def keys_of(self, q: int) -> tuple[int, int]:
+        """Returns the half-open range of keys that query `q` may see; `(k, k)` when there is none."""
+        if not self.q_start <= q < self.q_end:
+            return (self.k_start, self.k_start)
+        start = self.k_start if self.lo is None else max(self.k_start, q + self.lo)
+        stop = self.k_end if self.hi is None else min(self.k_end, q + self.hi + 1)
+        return (start, max(start, stop))
+
+    def crop(
+        self, q: tuple[int, int] | None = None, k: tuple[int, int] | None = None
+    ) -> "MaskSlice | None":
+        """Returns the part inside the ranges, in the same coordinates; None when nothing is left."""
+        return _one(crop_rows(self.to_row(), q, k))
+
+    def shift(self, q: int = 0, k: int = 0) -> "MaskSlice":
+        """Returns the slice moved by `q` queries and `k` keys."""
+        lo = None if self.lo is None else self.lo + k - q
+        hi = None if self.hi is None else self.hi + k - q
+        start, end = self.q_start + q, self.q_end + q
+        return MaskSlice(start, end, self.k_start + k, self.k_end + k, lo, hi)
+
+    def intersect(self, other: "MaskSlice") -> "MaskSlice | None":
+        """Returns the pairs of both; None when they share none."""
+        return _one(tighten(intersect_rows(self.to_row(), other.to_row())))
+
+    def transpose(self) -> "MaskSlice":
+        """Returns the slice with queries and keys exchanged."""
+        lo = None if self.hi is None else -self.hi
+        hi = None if self.lo is None else -self.lo
+        return MaskSlice(self.k_start, self.k_end, self.q_start, self.q_end, lo, hi)
+
+
+def _one(rows: IntArray) -> MaskSlice | None:
+    return MaskSlice.from_row(rows[0]) if len(rows) else None
