@@ -1,0 +1,76 @@
+"""Settings of every test: poisoned `torch.empty`, hypothesis profile, rank pools closed at the end."""
+
+import functools
+import sys
+from collections.abc import Callable
+
+import hypothesis
+import pytest
+import torch
+
+from tests import ranks
+
+hypothesis.settings.register_profile(
+    "suite",
+    max_examples=50,
+    deadline=None,  # a busy machine is not a defect
+    derandomize=True,  # the same examples for everybody: a red suite stays red
+    database=None,
+    suppress_health_check=[
+        hypothesis.HealthCheck.too_slow,
+        hypothesis.HealthCheck.differing_executors,
+    ],
+)
+# For a hunt: pytest --hypothesis-profile hunt
+hypothesis.settings.register_profile(
+    "hunt", parent=hypothesis.settings.get_profile("suite"), max_examples=2000, derandomize=False
+)
+hypothesis.settings.load_profile("suite")
+
+
+def _is_ours(module_name: str) -> bool:
+    return module_name.split(".")[0] in ("megatron_cp", "tests")
+
+
+def _poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Returns `allocate` with NaN (largest value for integers) in what our own code allocates.
+
+    `torch.utils.deterministic.fill_uninitialized_memory` would do this too, but only under deterministic
+    algorithms, which change results and refuse operations. Code of others is left alone: Megatron-Core
+    reads padding that it never wrote.
+    """
+
+    @functools.wraps(allocate)
+    def wrapper(*args, **kwargs):
+        tensor = allocate(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return tensor
+        if not _is_ours(sys._getframe(1).f_globals.get("__name__", "")):
+            return tensor
+        with torch.no_grad():
+            if tensor.is_floating_point() or tensor.is_complex():
+                tensor.fill_(float("nan"))
+            elif tensor.dtype == torch.bool:
+                tensor.fill_(True)
+            else:
+                tensor.fill_(torch.iinfo(tensor.dtype).max)
+        return tensor
+
+    return wrapper
+
+
+torch.empty = _poisoned(torch.empty)
+torch.empty_like = _poisoned(torch.empty_like)
+torch.empty_strided = _poisoned(torch.empty_strided)
+torch.Tensor.new_empty = _poisoned(torch.Tensor.new_empty)
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed():
+    """Every test starts from the same state of torch's generator, whatever ran before it."""
+    torch.manual_seed(1234)
+
+
+def pytest_sessionfinish():
+    ranks.close_pools()
