@@ -1,7 +1,7 @@
 """The tests mirror the package, floor by floor.
 
-One thread per process, fixed here before NumPy or torch is imported: rank pools (tests/ranks.py) fork
-this process, which is only safe while it has one thread, and ranks must not fight for the cores.
+One thread per process, fixed here before NumPy or torch is imported: rank pools (tests/ranks.py)
+fork this process, which is only safe while it has one thread, and ranks must not fight for cores.
 """
 
 import os

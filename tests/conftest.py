@@ -1,4 +1,4 @@
-"""Settings of every test: poisoned `torch.empty`, hypothesis profile, rank pools closed at the end."""
+"""What every test gets: poisoned `torch.empty`, a hypothesis profile, pools closed at the end."""
 
 import functools
 import sys
@@ -35,9 +35,9 @@ def _is_ours(module_name: str) -> bool:
 def _poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Returns `allocate` with NaN (largest value for integers) in what our own code allocates.
 
-    `torch.utils.deterministic.fill_uninitialized_memory` would do this too, but only under deterministic
-    algorithms, which change results and refuse operations. Code of others is left alone: Megatron-Core
-    reads padding that it never wrote.
+    `torch.utils.deterministic.fill_uninitialized_memory` would do this too, but only under
+    deterministic algorithms, which change results and refuse operations. Code of others is left
+    alone: Megatron-Core reads padding that it never wrote.
     """
 
     @functools.wraps(allocate)

@@ -1,8 +1,8 @@
 """Tests over several ranks: one forked pool of gloo workers per world size and test session.
 
-Starting processes with torch costs 18 s (two ranks) to 72 s (eight ranks) per test; a call to a waiting
-pool costs 5 to 26 ms. A pool that saw a failure is thrown away, because its other ranks may hang in a
-collective; the next call forks a new one.
+Starting processes with torch costs 18 s (two ranks) to 72 s (eight ranks) per test; a call to a
+waiting pool costs 5 to 26 ms. A pool that saw a failure is thrown away, because its other ranks may
+hang in a collective; the next call forks a new one.
 
     def sum_of_ranks(rank, world_size, start):            # at module level: sent by reference
         x = torch.tensor(float(rank + start))
@@ -53,12 +53,12 @@ def run_on_ranks(
 ) -> list[Any]:
     """Returns `[fn(rank, world_size, *args) for every rank]`, each computed in its own process.
 
-    The default process group is gloo over all ranks; the random generators have a fixed seed. `fn` must
-    be defined at module level, because it is sent by name; arguments and results are pickled. A function
-    that initialises Megatron's parallel state destroys it before it returns.
+    The default process group is gloo over all ranks; torch's generator has a fixed seed. `fn` must
+    be defined at module level, because it is sent by name; arguments and results are pickled. A
+    function that initialises Megatron's parallel state destroys it before it returns.
 
-    With `return_exceptions` a failing rank's exception stands in the list in place of its result, as in
-    `asyncio.gather`; use it where every rank is expected to fail, since nothing interrupts the others.
+    With `return_exceptions` a failing rank's exception stands in the list in place of its result,
+    as in `asyncio.gather`; for tests where every rank must fail: nothing interrupts the others.
 
     Raises:
         The exception of the first rank that failed, caused by a RankError with rank and traceback.
@@ -106,7 +106,7 @@ class _RankPool:
         context = multiprocessing.get_context("fork")
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            # A worker ends when the last copy of our end of its pipe is closed, so it keeps no copy.
+            # A worker ends when the last copy of our end of its pipe closes, so none keeps one.
             not_theirs = [ours, *self.connections, *_connections_of_other_pools(self)]
             process = context.Process(
                 target=_serve, args=(rank, world_size, self.folder, theirs, not_theirs), daemon=True
@@ -219,7 +219,7 @@ def _answer(rank: int, world_size: int, task: bytes) -> bytes:
 
 
 def _as_picklable(exception: BaseException, text: str) -> BaseException:
-    """Returns the exception itself if it survives pickling (and is one to re-raise), else a RankError."""
+    """Returns the exception itself if it may be re-raised and survives pickling, else RankError."""
     if not isinstance(exception, Exception):  # SystemExit and the like must not end the parent
         return RankError(text)
     try:

@@ -1,10 +1,11 @@
 """Dense attention in a dozen lines of torch, for any dtype: the measure of every other attention.
 
-`plain_attention` computes everything in the dtype of its inputs, `exact_attention` in float64; gradients
-come from autograd. The mask is a dense boolean matrix, so nothing here shares code with the package.
+`plain_attention` computes everything in the dtype of its inputs, `exact_attention` in float64;
+gradients come from autograd. The mask is a dense boolean matrix: no code of the package is used.
 
     # Q queries, K keys, N query heads, G key/value heads, H head dim, V value head dim
-    q [Q, N, H], k [K, G, H], v [K, G, V], allowed bool [Q, K], sink [N] -> out [Q, N, V], lse [Q, N]
+    q [Q, N, H], k [K, G, H], v [K, G, V], allowed bool [Q, K], sink [N]
+    -> out [Q, N, V], lse [Q, N]
 """
 
 from typing import NamedTuple
@@ -24,7 +25,7 @@ class AttentionResult(NamedTuple):
 
 
 def dense_attention(q, k, v, allowed, *, softmax_scale=None, softcap=0.0, sink=None):
-    """Returns (out, lse) in the dtype of `q`, differentiable; lse is the natural log, sink included.
+    """Returns (out, lse) in the dtype of `q`, differentiable; lse is a natural log, with the sink.
 
     Rows without keys give 0 and -inf (lse = sink with a sink) and exactly zero gradients.
     Query head n uses key/value head n // (N // G). `softmax_scale` defaults to 1/sqrt(H).
@@ -58,7 +59,8 @@ def plain_attention(q, k, v, allowed, *, dout=None, dlse=None, sink=None, **opti
     """Returns the AttentionResult of the plain formula in the dtype of `q`.
 
     Args:
-        dout: gradient of out; default: ones. dlse: gradient of lse; default: none flows through lse.
+        dout: gradient of out; default: ones.
+        dlse: gradient of lse; default: none flows through lse. Ignored in rows without keys.
         options: `softmax_scale`, `softcap`.
     """
     q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
