@@ -1,0 +1,17 @@
+"""Local attention on slices: `attend` and its raw passes, with interchangeable backends, and the merge of partial results."""
+
+from megatron_cp.attn.attend import attend, attend_backward, attend_forward
+from megatron_cp.attn.merge import apply_sink, merge_partials, merge_rows_, sink_gradient
+from megatron_cp.attn.options import AttendOptions, resolve_options
+
+__all__ = [
+    "AttendOptions",
+    "apply_sink",
+    "attend",
+    "attend_backward",
+    "attend_forward",
+    "merge_partials",
+    "merge_rows_",
+    "resolve_options",
+    "sink_gradient",
+]

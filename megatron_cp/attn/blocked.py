@@ -1,0 +1,2 @@
+from megatron_cp.attn.reference import backward as backward
+from megatron_cp.attn.reference import forward as forward

@@ -1,0 +1,148 @@
+"""What a call of `attend` asks for, checked once at the public boundary.
+
+Every check is made here, on every rank alike, so that a backend may assume good input.
+"""
+
+# Q query rows, K key rows, N query heads, G kv heads, H head dim, Hv value head dim
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_cp.mask import AttentionMask
+
+BACKENDS = ("reference", "cpu", "flex", "hopper", "emulated")
+BUILT_BACKENDS = ("reference", "cpu", "flex")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True)
+class AttendOptions:
+    """Checked settings of one attention call; `softcap` 0 means none.
+
+    `deterministic` asks for the same bits in every run; `reference` and `cpu` always give them.
+    """
+
+    softmax_scale: float
+    softcap: float = 0.0
+    backend: str = "cpu"
+    deterministic: bool = False
+
+
+def resolve_options(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    backend: str | None = None,
+    deterministic: bool = False,
+) -> AttendOptions:
+    """Returns checked options for `q` `[Q, N, H]`, `k` `[K, G, H]`, `v` `[K, G, Hv]`.
+
+    `softmax_scale=None` means `1/sqrt(H)`; `backend=None` means `cpu` for CPU tensors and `flex` for CUDA tensors.
+
+    Raises: ValueError for shapes, dtypes or values that no backend could serve; NotImplementedError for a backend
+    that cannot serve this call, naming those that can.
+    """
+    _check_shapes(q, k, v)
+    _check_dtypes(q, k, v)
+    scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
+    if not math.isfinite(scale):
+        raise ValueError(
+            f"softmax_scale={softmax_scale} must be finite; pass None for 1/sqrt(head_dim)"
+        )
+    if not (math.isfinite(softcap) and softcap >= 0):
+        raise ValueError(f"softcap={softcap} must be finite and >= 0; pass 0.0 for no softcap")
+    if backend is None:
+        backend = "cpu" if q.device.type == "cpu" else "flex"
+    _check_backend(backend, q, deterministic)
+    return AttendOptions(scale, float(softcap), backend, deterministic)
+
+
+def check_mask(q: Tensor, k: Tensor, mask: AttentionMask) -> None:
+    """Raises ValueError unless the mask's grid is that of the tensors' rows."""
+    if (mask.num_queries, mask.num_keys) != (q.shape[0], k.shape[0]):
+        raise ValueError(
+            f"mask grid {mask.num_queries} x {mask.num_keys} must equal the rows of q and k, {q.shape[0]} x {k.shape[0]}; "
+            "crop or shift the mask, or pad the tensors"
+        )
+
+
+def check_sink(q: Tensor, sink: Tensor | None) -> None:
+    """Raises ValueError unless `sink` is None or a floating tensor `[N]` on the device of `q`."""
+    if sink is None:
+        return
+    if (
+        tuple(sink.shape) != (q.shape[1],)
+        or not sink.is_floating_point()
+        or sink.device != q.device
+    ):
+        raise ValueError(
+            f"sink {sink.dtype} {tuple(sink.shape)} on {sink.device} must be a floating tensor ({q.shape[1]},) on {q.device}; "
+            "pass one logit per query head"
+        )
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype of `out`, `lse` and gradients inside: float64 for float64, float32 for all others."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 3:
+            raise ValueError(
+                f"{name} of shape {tuple(tensor.shape)} must be [rows, heads, head_dim]; fold the batch into the rows and "
+                "block-diagonally into the mask"
+            )
+    if k.shape[:2] != v.shape[:2]:
+        raise ValueError(
+            f"k {tuple(k.shape)} and v {tuple(v.shape)} must agree in rows and heads; pass keys and values of the same tokens"
+        )
+    if q.shape[2] != k.shape[2] or min(q.shape[2], v.shape[2]) < 1:
+        raise ValueError(
+            f"head_dim of q={q.shape[2]} must equal that of k={k.shape[2]} and be positive, as that of v={v.shape[2]}; "
+            "only v may differ"
+        )
+    if k.shape[1] < 1 or q.shape[1] % k.shape[1] or q.shape[1] < 1:
+        raise ValueError(
+            f"num_heads={q.shape[1]} must be a positive multiple of num_kv_heads={k.shape[1]}; repeat or drop heads so "
+            "that query head n uses kv head n // (N // G)"
+        )
+
+
+def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            f"dtypes of q, k, v = {q.dtype}, {k.dtype}, {v.dtype} must be equal; cast them to one of them"
+        )
+    if q.dtype not in DTYPES:
+        allowed = ", ".join(str(dtype) for dtype in DTYPES)
+        raise ValueError(f"dtype={q.dtype} must be one of {allowed}; cast q, k and v")
+    if not q.device == k.device == v.device:
+        raise ValueError(
+            f"devices of q, k, v = {q.device}, {k.device}, {v.device} must be equal; move them to one device"
+        )
+
+
+def _check_backend(backend: str, q: Tensor, deterministic: bool) -> None:
+    if backend not in BACKENDS:
+        raise ValueError(
+            f"backend={backend!r} must be one of {', '.join(BACKENDS)}; pass None to let the device choose"
+        )
+    able = ("reference", "cpu") if q.device.type == "cpu" else ("reference", "flex")
+    if backend not in BUILT_BACKENDS:
+        raise NotImplementedError(
+            f"backend={backend!r} is not built yet; use one of {', '.join(able)}"
+        )
+    if backend == "cpu" and q.device.type != "cpu":
+        raise NotImplementedError(
+            f"backend='cpu' cannot compute on {q.device}, only on cpu; use one of {', '.join(able)}"
+        )
+    if backend == "flex" and deterministic:
+        raise NotImplementedError(
+            "backend='flex' cannot promise deterministic=True; use backend='reference'"
+        )
