@@ -1,0 +1,1 @@
+"""From text to planned batches: token files, tokenizers, packing, balance, loader."""

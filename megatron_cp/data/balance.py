@@ -1,0 +1,61 @@
+"""Which rank computes which pack: equal counts, attention costs as equal as they can be.
+
+Packs hold equally many tokens, yet one long document costs far more attention than many short ones.
+The packs of a global batch are dealt to ranks and micro-batches by cost; the *set* of packs in a
+global batch never depends on the number of ranks.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+
+def deal_by_cost(costs: Sequence[int | float], num_groups: int) -> list[list[int]]:
+    """Indices of `costs` in `num_groups` groups of equal size and nearly equal cost.
+
+    Greedy: the dearest first, each to the cheapest group that is not full.
+    Deterministic (ties go to the lower index and the lower group). Groups come out with the dearest
+    item first. O(n log n).
+
+    Raises:
+        ValueError: the groups cannot be of equal size.
+    Source: Graham 1969, longest processing time, with a limit on the size of each group.
+    """
+    if num_groups < 1 or len(costs) % num_groups:
+        raise ValueError(
+            f"num_groups={num_groups} must divide the {len(costs)} packs of a batch; change "
+            "global_batch_size or micro_batch_size"
+        )
+    quota = len(costs) // num_groups
+    groups: list[list[int]] = [[] for _ in range(num_groups)]
+    open_groups: list[tuple[int | float, int]] = [(0, group) for group in range(num_groups)]
+    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        load, group = heapq.heappop(open_groups)
+        groups[group].append(index)
+        if len(groups[group]) < quota:
+            heapq.heappush(open_groups, (load + costs[index], group))
+    return groups
+
+
+def assign_packs(
+    costs: Sequence[int | float], *, dp_size: int, micro_batch_size: int
+) -> list[list[list[int]]]:
+    """`[dp_size][num_microbatches][micro_batch_size]` pack indices, each pack exactly once.
+
+    Cost is balanced over ranks first, then over the micro-batches of a rank. The micro-batches of
+    each rank come dearest first, so that micro-batches computed at the same time cost about the
+    same.
+    """
+    if micro_batch_size < 1 or dp_size < 1 or len(costs) % (dp_size * micro_batch_size):
+        raise ValueError(
+            f"global_batch_size={len(costs)} must be a multiple of dp_size * micro_batch_size = "
+            f"{dp_size} * {micro_batch_size}; "
+            "change --global-batch-size or --micro-batch-size"
+        )
+    plan = []
+    for mine in deal_by_cost(costs, dp_size):
+        micro_batches = deal_by_cost([costs[i] for i in mine], len(mine) // micro_batch_size)
+        chosen = [sorted(mine[j] for j in group) for group in micro_batches]
+        plan.append(sorted(chosen, key=lambda group: (-sum(costs[i] for i in group), group)))
+    return plan

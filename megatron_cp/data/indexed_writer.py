@@ -1,0 +1,145 @@
+"""Writes Megatron's `.bin` / `.idx` token files, streaming, all or nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from array import array
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_cp.data.indexed import HEADER, MAGIC, TOKEN_DTYPES, VERSION
+
+_CODE_OF_DTYPE = {np.dtype(kind): code for code, kind in TOKEN_DTYPES.items()}
+_MAX_SEQUENCE = 2**31 - 1
+
+
+class IndexedWriter:
+    """Writes a corpus document by document; its files appear only when `finish` succeeds.
+
+    A context manager: leaving it through an exception removes the temporary files.
+    """
+
+    def __init__(
+        self, prefix: str | os.PathLike[str], *, dtype: np.dtype[Any] | type[np.integer[Any]]
+    ) -> None:
+        self.prefix, self.dtype = os.fspath(prefix), np.dtype(dtype)
+        if self.dtype not in _CODE_OF_DTYPE:
+            names = sorted(str(kind) for kind in _CODE_OF_DTYPE)
+            raise ValueError(
+                f"dtype={self.dtype} must be one of {names}; use token_dtype(vocab_size)"
+            )
+        Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
+        self._temporary = {
+            suffix: Path(f"{self.prefix}.{suffix}.tmp{os.getpid()}")
+            for suffix in ("bin", "idx", "manifest.json")
+        }
+        self._bin = self._temporary["bin"].open("wb")
+        self._bin_sha256 = hashlib.sha256()
+        self._lengths = array("q")
+        self._documents = array("q", [0])
+        self.num_tokens = 0
+
+    def add_document(
+        self, tokens: NDArray[Any] | Sequence[int], *, sequence_lengths: Sequence[int] | None = None
+    ) -> None:
+        """Appends one document of one sequence, or of sequences of the given lengths.
+
+        Raises:
+            ValueError: ids outside the dtype, or lengths that do not add up.
+        """
+        values = np.asarray(tokens, dtype=np.int64)
+        lengths = [len(values)] if sequence_lengths is None else list(sequence_lengths)
+        if sum(lengths) != len(values) or min(lengths, default=0) < 0:
+            raise ValueError(
+                f"sequence_lengths={lengths} must add up to the document's {len(values)} tokens; "
+                "fix the lengths"
+            )
+        if max(lengths, default=0) > _MAX_SEQUENCE:
+            raise ValueError(
+                f"a sequence of {max(lengths)} tokens exceeds the format's {_MAX_SEQUENCE}; split "
+                "the document"
+            )
+        limits = np.iinfo(self.dtype)
+        if len(values) and (values.min() < limits.min or values.max() > limits.max):
+            raise ValueError(
+                f"token ids of document {len(self._documents) - 1} span [{values.min()}, "
+                f"{values.max()}], {self.dtype} holds "
+                f"[{limits.min}, {limits.max}]; choose the dtype with token_dtype(vocab_size)"
+            )
+        block = values.astype(self.dtype).tobytes()
+        self._bin.write(block)
+        self._bin_sha256.update(block)
+        self._lengths.extend(lengths)
+        self._documents.append(len(self._lengths))
+        self.num_tokens += len(values)
+
+    def finish(self, facts: Mapping[str, Any] | None = None) -> None:
+        """Makes the corpus visible; its manifest also records `facts` (JSON values)."""
+        _sync_and_close(self._bin)
+        lengths, documents = (
+            np.array(self._lengths, dtype=np.int64),
+            np.array(self._documents, dtype=np.int64),
+        )
+        pointers = np.concatenate(([0], np.cumsum(lengths)))[:-1] * self.dtype.itemsize
+        header = HEADER.pack(
+            MAGIC, VERSION, _CODE_OF_DTYPE[self.dtype], len(lengths), len(documents)
+        )
+        index = (
+            header
+            + lengths.astype("<i4").tobytes()
+            + pointers.astype("<i8").tobytes()
+            + documents.astype("<i8").tobytes()
+        )
+        manifest = {
+            **(facts or {}),
+            "documents": len(documents) - 1,
+            "tokens": self.num_tokens,
+            "dtype": str(self.dtype),
+            "bin": {
+                "bytes": self.num_tokens * self.dtype.itemsize,
+                "sha256": self._bin_sha256.hexdigest(),
+            },
+            "idx": {"bytes": len(index), "sha256": hashlib.sha256(index).hexdigest()},
+        }
+        for suffix, content in (
+            ("idx", index),
+            ("manifest.json", (json.dumps(manifest, indent=1) + "\n").encode()),
+        ):
+            with self._temporary[suffix].open("wb") as stream:
+                stream.write(content)
+                _sync_and_close(stream)
+        # No moment at which a new .bin stands beside an old .idx that could be believed.
+        for suffix in ("manifest.json", "idx"):
+            Path(f"{self.prefix}.{suffix}").unlink(missing_ok=True)
+        for suffix in ("bin", "idx", "manifest.json"):
+            self._temporary[suffix].replace(f"{self.prefix}.{suffix}")
+
+    def discard(self) -> None:
+        """Removes the temporary files; the corpus under `prefix`, if any, stays as it was."""
+        self._bin.close()
+        for path in self._temporary.values():
+            path.unlink(missing_ok=True)
+
+    def __enter__(self) -> IndexedWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.discard()  # after finish() there is nothing left to remove
+
+
+def _sync_and_close(stream: Any) -> None:
+    stream.flush()
+    os.fsync(stream.fileno())
+    stream.close()

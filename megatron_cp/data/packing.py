@@ -1,0 +1,257 @@
+"""Documents to packs of a fixed number of tokens, without touching a token.
+
+    split   the documents are one stream, cut every seq_length tokens        | aaaa bb|bbbb cc|c
+    dddd e|     Megatron's way keep    documents stay whole; the best-fitting waiting one goes next
+    | aaaa cc|bbbbbb |dddd eee|     the rest is padding
+
+A `Packer` is a pure function of (document lengths, settings, state): it only moves integers, so
+every data-parallel rank runs the same one, and its whole state is an epoch, a cursor and the pieces
+that were drawn but not yet packed.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+PACKING_POLICIES = ("split", "keep")
+PackingPolicy = Literal["split", "keep"]
+
+
+class Piece(NamedTuple):
+    """Tokens `[start, stop)` of a document."""
+
+    document: int
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Pack:
+    """The pieces of one pack in order.
+
+    `following` is where the stream goes on (`split` only), for the label of the last token.
+    """
+
+    pieces: tuple[Piece, ...]
+    following: tuple[int, int] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens, at most seq_length."""
+        return sum(piece.length for piece in self.pieces)
+
+
+def document_order(
+    num_documents: int, *, seed: int, epoch: int, shuffle: bool = True
+) -> NDArray[np.int64]:
+    """The order in which an epoch visits the documents.
+
+    Sorted by a 64-bit hash of (seed, epoch, document): a hash instead of a library's generator, so
+    that a checkpoint resumes the same stream under any NumPy version.
+    Source: SplitMix64, Steele, Lea and Flood 2014.
+    """
+    ids = np.arange(num_documents, dtype=np.uint64)
+    if not shuffle:
+        return ids.astype(np.int64)
+    start = _splitmix64(
+        _splitmix64(np.array([seed % 2**64], dtype=np.uint64)) ^ np.uint64(epoch % 2**64)
+    )
+    return np.argsort(_splitmix64(ids ^ start), kind="stable").astype(np.int64)
+
+
+def _splitmix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    mixed = values + np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    result: NDArray[np.uint64] = mixed ^ (mixed >> np.uint64(31))
+    return result
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackingConfig:
+    """How documents become packs.
+
+    `keep_buffer`: documents that may wait for a pack they fit (`keep` only).
+    """
+
+    seq_length: int
+    policy: PackingPolicy = "split"
+    seed: int = 1234
+    shuffle: bool = True
+    keep_buffer: int = 512
+
+    def __post_init__(self) -> None:
+        if self.seq_length < 1:
+            raise ValueError(f"seq_length={self.seq_length} must be at least 1; set --seq-length")
+        if self.policy not in PACKING_POLICIES:
+            raise ValueError(
+                f"packing policy {self.policy!r} must be one of {PACKING_POLICIES}; set --packing"
+            )
+        if self.keep_buffer < 1:
+            raise ValueError(
+                f"keep_buffer={self.keep_buffer} must be at least 1; 512 is a good value"
+            )
+
+
+class Packer:
+    """An endless iterator of `Pack`s over epochs; every token appears exactly once per epoch.
+
+    With `split` a pack may run across the end of an epoch; with `keep` an epoch ends with what is
+    left. A document longer than `seq_length` is cut under both policies; `num_documents_cut` counts
+    those of `keep`.
+
+    Raises:
+        ValueError: the corpus has no tokens.
+    """
+
+    def __init__(self, document_lengths: NDArray[np.int64], config: PackingConfig) -> None:
+        if not len(document_lengths) or int(document_lengths.max()) == 0:
+            raise ValueError(
+                f"{len(document_lengths)} documents hold no token; give a corpus (or a --split) "
+                "with at least one token"
+            )
+        self.config = config
+        self.num_documents_cut = 0
+        self._lengths = document_lengths
+        self._carry: dict[int, Piece] = {}  # arrival number -> piece, oldest first
+        # (length, -arrival), sorted: among equals the oldest is last
+        self._by_length: list[tuple[int, int]] = []
+        self._arrivals = 0
+        self._start_epoch(0)
+
+    def _start_epoch(self, epoch: int) -> None:
+        self._epoch, self._cursor = epoch, 0
+        self._order = document_order(
+            len(self._lengths), seed=self.config.seed, epoch=epoch, shuffle=self.config.shuffle
+        )
+
+    @property
+    def epoch(self) -> int:
+        """The epoch from which the next document will be drawn."""
+        return self._epoch
+
+    def state(self) -> dict[str, Any]:
+        """All that the rest of the stream depends on, beside corpus and settings; JSON values."""
+        return {
+            "epoch": self._epoch,
+            "cursor": self._cursor,
+            "carry": [list(piece) for piece in self._carry.values()],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes back to where `state` was taken; ValueError where it cannot be of this corpus."""
+        cursor, carry = int(state["cursor"]), [Piece(*map(int, piece)) for piece in state["carry"]]
+        if not 0 <= cursor <= len(self._lengths) or int(state["epoch"]) < 0:
+            raise ValueError(
+                f"loader state: cursor={cursor} must be in [0, {len(self._lengths)}]; it belongs "
+                "to another corpus"
+            )
+        for piece in carry:
+            known = 0 <= piece.document < len(self._lengths)
+            if not known or not 0 <= piece.start < piece.stop <= self._lengths[piece.document]:
+                raise ValueError(
+                    f"loader state: {piece} is not in this corpus; resume with the corpus of the "
+                    "checkpoint"
+                )
+        self._start_epoch(int(state["epoch"]))
+        self._cursor = cursor
+        self._carry, self._by_length = {}, []
+        for piece in carry:
+            self._wait(piece)
+
+    def __iter__(self) -> Iterator[Pack]:
+        return self
+
+    def __next__(self) -> Pack:
+        return self._next_split() if self.config.policy == "split" else self._next_kept()
+
+    def _draw(self) -> Piece | None:
+        """The next non-empty document of the epoch, whole; None at its end."""
+        while self._cursor < len(self._order):
+            document = int(self._order[self._cursor])
+            self._cursor += 1
+            if self._lengths[document]:
+                return Piece(document, 0, int(self._lengths[document]))
+        return None
+
+    def _draw_across_epochs(self) -> Piece:
+        piece = self._draw()
+        while piece is None:
+            self._start_epoch(self._epoch + 1)
+            piece = self._draw()
+        return piece
+
+    def _wait(self, piece: Piece) -> None:
+        self._carry[self._arrivals] = piece
+        bisect.insort(self._by_length, (piece.length, -self._arrivals))
+        self._arrivals += 1
+
+    def _take(self, arrival: int) -> Piece:
+        piece = self._carry.pop(arrival)
+        del self._by_length[bisect.bisect_left(self._by_length, (piece.length, -arrival))]
+        return piece
+
+    def _next_split(self) -> Pack:
+        pieces: list[Piece] = []
+        room = self.config.seq_length
+        while room:
+            piece = (
+                self._take(next(iter(self._carry))) if self._carry else self._draw_across_epochs()
+            )
+            part = piece._replace(stop=min(piece.stop, piece.start + room))
+            pieces.append(part)
+            room -= part.length
+            if part.stop < piece.stop:
+                self._wait(piece._replace(start=part.stop))
+        if not self._carry:  # the label of the last token is the first token of what comes next
+            self._wait(self._draw_across_epochs())
+        ahead = next(iter(self._carry.values()))
+        return Pack(tuple(pieces), (ahead.document, ahead.start))
+
+    def _next_kept(self) -> Pack:
+        self._fill_buffer()
+        if not self._carry:
+            self._start_epoch(self._epoch + 1)
+            self._fill_buffer()
+        # The piece that waited longest opens the pack, so nothing waits for more than keep_buffer
+        # packs.
+        pieces = [self._take(next(iter(self._carry)))]
+        room = self.config.seq_length - pieces[0].length
+        while fitting := bisect.bisect_right(self._by_length, (room, 0)):
+            pieces.append(self._take(-self._by_length[fitting - 1][1]))
+            room -= pieces[-1].length
+        return Pack(tuple(pieces))
+
+    def _fill_buffer(self) -> None:
+        size = self.config.seq_length
+        while len(self._carry) < self.config.keep_buffer and (piece := self._draw()) is not None:
+            self.num_documents_cut += piece.length > size
+            for start in range(0, piece.stop, size):
+                self._wait(piece._replace(start=start, stop=min(start + size, piece.stop)))
+
+
+def packs_of_one_epoch(document_lengths: NDArray[np.int64], config: PackingConfig) -> list[Pack]:
+    """The packs of epoch 0 in order; with `split` without the last, incomplete one.
+
+    For evaluation, and for planning a run on paper.
+    """
+    packer = Packer(document_lengths, config)
+    if config.policy == "split":
+        return [next(packer) for _ in range(int(document_lengths.sum()) // config.seq_length)]
+    packs: list[Pack] = []
+    while True:
+        pack = next(packer)
+        if packer.epoch:
+            return packs
+        packs.append(pack)
