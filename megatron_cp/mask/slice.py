@@ -25,6 +25,20 @@ import numpy as np
 from megatron_cp.mask.interval import IntArray
 
 Q_START, Q_END, K_START, K_END, LO, HI = range(6)
+OPEN = 1 << 40  # beyond every token index; stands for an open side until `tighten` clamps it
+
+
+def make_rows(
+    q_start: int | IntArray,
+    q_end: int | IntArray,
+    k_start: int | IntArray,
+    k_end: int | IntArray,
+    lo: int | IntArray = -OPEN,
+    hi: int | IntArray = OPEN,
+) -> IntArray:
+    """Returns int64 rows `[n, 6]` from columns given as arrays or as scalars that serve all rows."""
+    columns = np.broadcast_arrays(q_start, q_end, k_start, k_end, lo, hi)
+    return np.stack(columns, axis=-1).reshape(-1, 6).astype(np.int64, copy=False)
 
 
 def tighten(rows: IntArray) -> IntArray:
@@ -77,21 +91,18 @@ def intersect_rows(a: IntArray, b: IntArray) -> IntArray:
 
 
 def subtract_rows(a: IntArray, b: IntArray) -> IntArray:
-    """Returns the pairs of one tight row `a` (`[6]`) outside one row `b` (`[6]`): at most six rows."""
-    q0, q1, k0, k1, lo, hi = (int(v) for v in a)
-    bq0, bq1, bk0, bk1, blo, bhi = (int(v) for v in b)
-    q_in, k_in = (max(q0, bq0), min(q1, bq1)), (max(k0, bk0), min(k1, bk1))
-    if q_in[0] >= q_in[1] or k_in[0] >= k_in[1]:
-        return a[None]
+    """Returns the pairs of tight row `i` of `a` outside row `i` of `b`, whose boxes meet: at most 6n rows."""
+    q0, q1, k0, k1, lo, hi = a.T
+    q_in0, q_in1, k_in0, k_in1, lo_in, hi_in = intersect_rows(a, b).T
     pieces = [
-        (q0, q_in[0], k0, k1, lo, hi),
-        (q_in[1], q1, k0, k1, lo, hi),
-        (*q_in, k0, k_in[0], lo, hi),
-        (*q_in, k_in[1], k1, lo, hi),
-        (*q_in, *k_in, lo, min(hi, blo - 1)),
-        (*q_in, *k_in, max(lo, bhi + 1), hi),
+        make_rows(q0, q_in0, k0, k1, lo, hi),
+        make_rows(q_in1, q1, k0, k1, lo, hi),
+        make_rows(q_in0, q_in1, k0, k_in0, lo, hi),
+        make_rows(q_in0, q_in1, k_in1, k1, lo, hi),
+        make_rows(q_in0, q_in1, k_in0, k_in1, lo, lo_in - 1),
+        make_rows(q_in0, q_in1, k_in0, k_in1, hi_in + 1, hi),
     ]
-    return tighten(np.array(pieces, dtype=np.int64))
+    return tighten(np.concatenate(pieces))
 
 
 def transpose_rows(rows: IntArray) -> IntArray:

@@ -1,0 +1,82 @@
+"""CPConfig and Topology: everything a planner may know besides the mask and the number of ranks."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Topology:
+    """One kind of machine: rates per rank, bandwidth inside and between nodes, latency per transfer.
+
+    A bandwidth is what one rank can send and, at the same time, receive on that level; `node_size`
+    consecutive ranks share the inner level. `megatron_cp.plan.topology` holds the rows we ship.
+    """
+
+    name: str
+    forward_tflops: float
+    backward_tflops: float
+    node_size: int
+    inner_gbytes_per_s: float
+    outer_gbytes_per_s: float
+    latency_us: float
+
+
+
+@dataclass(frozen=True, kw_only=True)
+class CPConfig:
+    """Settings of `make_plan`; equal settings and an equal mask give equal plan bytes on every rank.
+
+    Raises ValueError on construction for values that no planner can serve.
+    """
+
+    planner: str = "auto"
+    """Name of the planner; `megatron_cp.plan.PLANNERS` lists them, "auto" is ours."""
+
+    chunk_size: int | None = None
+    """Tokens per unit of dispatch; None lets the planner choose from the length and the rank count."""
+
+    num_heads: int = 1
+    """Query heads N of the attention that will run (per tensor-parallel rank)."""
+
+    num_kv_heads: int = 1
+    """Key/value heads G; divides num_heads."""
+
+    head_dim: int = 128
+    """Width of one query or key head."""
+
+    value_head_dim: int | None = None
+    """Width of one value head; None = head_dim."""
+
+    topology: str | Topology = "h100"
+    """Hardware of the cost model: cpu, a800, h100, h200, or a row of your own."""
+
+    token_multiple: int = 1
+    """Tokens per rank are a multiple of this (tensor parallel size under sequence parallelism)."""
+
+    element_bytes: int = 2
+    """Bytes of one activation element on the wire."""
+
+    num_stages: int | None = None
+    """Stages of overlap for remote keys; None lets the cost model choose."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "num_kv_heads", "head_dim", "token_multiple", "element_bytes"):
+            _check_positive(name, getattr(self, name))
+        for name in ("chunk_size", "value_head_dim", "num_stages"):
+            if getattr(self, name) is not None:
+                _check_positive(name, getattr(self, name))
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}; "
+                "give the head counts of one tensor-parallel rank"
+            )
+
+    @property
+    def kv_ratio(self) -> float:
+        """Elements of one key plus value row over twice those of one query row (rho of the papers)."""
+        value_dim = self.value_head_dim or self.head_dim
+        return self.num_kv_heads * (self.head_dim + value_dim) / (2 * self.num_heads * self.head_dim)
+
+
+def _check_positive(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}={value!r} must be a positive integer; leave it out for the default")

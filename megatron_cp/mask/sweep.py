@@ -1,0 +1,137 @@
+"""Joins over many slices at once: which meet, which overlap, what is left of one set outside another.
+
+All functions take tight rows `[n, 6]`. The pairs of rows whose boxes meet on the cheaper axis are
+enumerated with sorted searches, so two sets of 10^4 slices are joined without looking at 10^8 pairs.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_cp.mask.interval import IntArray, expand_ranges
+from megatron_cp.mask.slice import (
+    HI,
+    K_END,
+    K_START,
+    LO,
+    Q_END,
+    Q_START,
+    intersect_rows,
+    rows_area,
+    subtract_rows,
+)
+
+AXES = ((Q_START, Q_END), (K_START, K_END))
+PAIRS_PER_BLOCK = 1 << 20  # bounds what one step of a join may hold to about 200 MB
+
+
+def meeting_pairs(a: IntArray, b: IntArray) -> tuple[IntArray, IntArray]:
+    """Returns `(i, j)`, sorted, for all rows `a[i]` and `b[j]` that share a pair."""
+    joins = [_AxisJoin(a, b, start, end) for start, end in AXES]
+    cheaper = min(joins, key=lambda join: join.num_candidates)
+    blocks = [np.zeros((2, 0), dtype=np.int64)]
+    for first, second in cheaper.candidates():
+        meet = _share_a_pair(a[first], b[second])
+        blocks.append(np.stack([first[meet], second[meet]]))
+    first, second = np.concatenate(blocks, axis=1)
+    order = np.lexsort((second, first))
+    return first[order], second[order]
+
+
+def subtract(a: IntArray, b: IntArray) -> IntArray:
+    """Returns disjoint rows that hold the pairs of `a` outside `b`; both sets are disjoint and sorted."""
+    finished = []
+    while True:
+        first, second = meeting_pairs(a, b)
+        touched, begin, count = np.unique(first, return_index=True, return_counts=True)
+        finished.append(np.delete(a, touched, axis=0))
+        if not len(touched):
+            return np.concatenate(finished)
+        # Cut out the middle hole of each row: what remains meets about half of its holes each.
+        a = subtract_rows(a[touched], b[second[begin + count // 2]])
+
+
+def find_overlap(rows: IntArray) -> tuple[int, int] | None:
+    """Returns the indices, in order, of two rows that share a pair, or None."""
+    joins = [_AxisJoin(rows, rows, start, end) for start, end in AXES]
+    for first, second in min(joins, key=lambda join: join.num_candidates).candidates():
+        apart = first != second
+        first, second = first[apart], second[apart]
+        hits = np.flatnonzero(_share_a_pair(rows[first], rows[second]))
+        if len(hits):
+            i, j = int(first[hits[0]]), int(second[hits[0]])
+            return min(i, j), max(i, j)
+    return None
+
+
+def merge(rows: IntArray) -> IntArray:
+    """Returns the same pairs in fewer rows: two rows become one where their union is a slice."""
+    # Neighbours side by side, above each other, on one diagonal, and of one corner, in turn.
+    orders = (
+        (K_START, Q_END, Q_START),
+        (Q_START, K_END, K_START),
+        (Q_START, LO),
+        (Q_START, HI),
+        (Q_START, K_START),
+    )
+    while True:
+        before = len(rows)
+        for order in orders:
+            rows = _join_neighbours(rows[np.lexsort(tuple(rows[:, i] for i in order))])
+        if len(rows) == before:
+            return rows
+
+
+class _AxisJoin:
+    """The pairs of rows of `a` and `b` whose boxes meet on one axis, counted before they are listed."""
+
+    def __init__(self, a: IntArray, b: IntArray, start: int, end: int):
+        # Either b starts inside a (ties included), or a starts strictly inside b: each pair once.
+        self.parts = []
+        for owner, other, tie in ((a, b, "left"), (b, a, "right")):
+            order = np.argsort(other[:, start], kind="stable")
+            starts = other[order, start]
+            low = np.searchsorted(starts, owner[:, start], side=tie)  # type: ignore[call-overload]
+            high = np.searchsorted(starts, owner[:, end], side="left")
+            self.parts.append((order, low, np.maximum(low, high), owner is a and tie == "left"))
+        self.num_candidates = sum(int((high - low).sum()) for _, low, high, _ in self.parts)
+
+    def candidates(self) -> Iterator[tuple[IntArray, IntArray]]:
+        """Yields `(i, j)` in blocks of bounded size."""
+        for order, low, high, a_owns in self.parts:
+            spent = np.cumsum(high - low)
+            begin = 0
+            while begin < len(low):
+                limit = (spent[begin - 1] if begin else 0) + PAIRS_PER_BLOCK
+                stop = max(begin + 1, int(np.searchsorted(spent, limit, side="right")))
+                owner, place = expand_ranges(low[begin:stop], high[begin:stop])
+                owner, other = owner + begin, order[place]
+                yield (owner, other) if a_owns else (other, owner)
+                begin = stop
+
+
+def _share_a_pair(a: IntArray, b: IntArray) -> NDArray[np.bool_]:
+    q0, q1, k0, k1, lo, hi = intersect_rows(a, b).T
+    return (q0 < q1) & (k0 < k1) & (lo <= hi) & (lo < k1 - q0) & (k0 - q1 < hi)
+
+
+def _join_neighbours(rows: IntArray) -> IntArray:
+    """Returns `rows` with consecutive rows joined where their bounding slice holds no other pair."""
+    while len(rows) > 1:
+        a, b = rows[:-1], rows[1:]
+        low, high = np.minimum(a, b), np.maximum(a, b)
+        # The bounding slice of two tight rows is tight: it contains their convex hull and its sides
+        # are integers on every row and column, so the closed form of the area holds.
+        bounding = np.where(np.array([True, False, True, False, True, False]), low, high)
+        joins = rows_area(bounding) == rows_area(a) + rows_area(b)
+        # Of a run of joinable neighbours take every other one; the loop comes back for the rest.
+        index = np.arange(len(joins))
+        run_start = np.maximum.accumulate(np.where(np.r_[True, ~joins[:-1]], index, 0))
+        joins &= (index - run_start) % 2 == 0
+        if not joins.any():
+            return rows
+        rows = rows.copy()
+        rows[:-1][joins] = bounding[joins]
+        rows = np.delete(rows, np.flatnonzero(joins) + 1, axis=0)
+    return rows

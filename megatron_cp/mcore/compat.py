@@ -1,0 +1,98 @@
+"""Megatron-Core versions: the only module that asks for one.
+
+One source serves megatron-core 0.16.1 (Python <= 3.11) to 0.20.  What differs between them and concerns us is decided
+here, by looking at what is there rather than at numbers wherever that is possible.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+import warnings
+from typing import Any
+
+OLDEST, TOO_NEW = (0, 16, 1), (0, 21, 0)
+
+
+def megatron_version() -> tuple[int, int, int]:
+    """The installed megatron-core, e.g. (0, 16, 1).
+
+    Raises:
+        ImportError: if it is not installed.
+    """
+    # The imported package knows best: a source tree on PYTHONPATH shadows what is installed.
+    try:
+        package_info = importlib.import_module("megatron.core.package_info")
+        text = str(package_info.__version__)
+    except ImportError:
+        text = importlib.metadata.version("megatron-core")
+    numbers = [int(number) for number in re.findall(r"\d+", text)[:3]]
+    major, minor, patch = (*numbers, 0, 0, 0)[:3]
+    return major, minor, patch
+
+
+def check_megatron_version() -> None:
+    """Returns if the installed megatron-core is one that this package was written for.
+
+    Raises:
+        ImportError: naming the version found and the versions allowed.
+    """
+    found = megatron_version()
+    if not OLDEST <= found < TOO_NEW:
+        raise ImportError(
+            f"megatron-core {_dotted(found)} is installed; megatron_cp needs >={_dotted(OLDEST)},<{_dotted(TOO_NEW)}; "
+            f"install one of these: pip install 'megatron-core>={_dotted(OLDEST)},<{_dotted(TOO_NEW)}'"
+        )
+
+
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine's torch part is there (Megatron then prefers its modules).
+
+    The bare index package `transformer-engine` has no torch part and makes `import megatron.core` itself fail.
+    """
+    try:
+        return importlib.util.find_spec("transformer_engine.pytorch") is not None
+    except (ImportError, RuntimeError):  # the bare package raises on import
+        return False
+
+
+def local_layer_spec(**wishes: Any) -> Any:
+    """Megatron's layer spec without Transformer Engine; keywords that this version dropped are left out."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    return gpt_layer_specs.get_gpt_layer_local_spec(**wishes)
+
+
+def transformer_engine_layer_spec(**wishes: Any) -> Any:
+    """Megatron's layer spec on Transformer Engine.  Never run here yet: needs a GPU."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(**wishes)
+
+
+def repair_local_moe_and_mla() -> None:
+    """Makes mixture-of-experts and multi-latent attention of 0.16.1 usable without Transformer Engine.
+
+    0.16.1 names a Transformer Engine function that it never imported (`NameError: te_general_gemm`) and takes Transformer
+    Engine for installed in multi-latent attention.  Later versions repaired both; then nothing is touched.
+    """
+    if has_transformer_engine():
+        return
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    if getattr(multi_latent_attention, "HAVE_TE", False):
+        multi_latent_attention.HAVE_TE = False
+
+
+def silence_fallback_warnings() -> None:
+    """Drops Megatron's import-time notes that apex or Transformer Engine are missing: here that is a choice."""
+    warnings.filterwarnings("ignore", message="Apex is not installed")
+    warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+
+
+def _dotted(version: tuple[int, int, int]) -> str:
+    return ".".join(map(str, version))

@@ -1,0 +1,118 @@
+"""RoPE by position id: row i of this rank is rotated by `params.positions[i]`, wherever dispatch put it.
+
+Megatron rotates by row index, after slicing its table zigzag over the context ranks; a packed document would need a length
+divisible by 2 x cp_size.  Here positions travel with the tokens, so any dispatch, packing and restart is right.
+
+Megatron's rotary modules are asked twice per forward: `get_rotary_seq_len(..., packed_seq_params)`, then
+`forward(that length)`.  The length we return *carries* the positions, so nothing is stored between the two calls: safe
+for interleaved pipeline stages, micro-batches in flight and recomputation.  Frequencies are linear in the position, so one
+row of Megatron's own table (position 1) gives all of them, for RoPE, its scaled forms and YaRN alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import (
+    MultimodalRotaryEmbedding,
+    RotaryEmbedding,
+)
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+
+from megatron_cp.mcore.batch import ContextParallelParams
+
+
+class PositionedLength(int):
+    """A rotary sequence length that carries the positions of this micro-batch's rows."""
+
+    positions: torch.Tensor
+
+    def __new__(cls, length: int, positions: torch.Tensor) -> PositionedLength:
+        """The length, with `positions` int64 [T]."""
+        self = super().__new__(cls, length)
+        self.positions = positions
+        return self
+
+
+class _ByPosition:
+    """Mixed into a rotary class of Megatron; without `ContextParallelParams` the behaviour is Megatron's."""
+
+    row_shape: tuple[int, ...] = (1, 1)
+    """Dimensions between rows and width: [T, 1, 1, D] for [s, b, n, d] heads; MLA squeezes the batch: [T, 1, D]."""
+
+    def get_rotary_seq_len(
+        self, inference_context: Any, transformer: Any, transformer_input: Any, transformer_config: Any,
+        packed_seq_params: Any = None, **kwargs: Any,
+    ) -> int:  # fmt: skip
+        """Megatron's length; with `ContextParallelParams` it carries their positions."""
+        if isinstance(packed_seq_params, ContextParallelParams):
+            if packed_seq_params.positions is None:
+                raise ValueError(
+                    "packed_seq_params.positions=None; RoPE needs one position per local row; "
+                    "make the parameters with megatron_cp.mcore.batch.local_batch or context_parallel_params"
+                )
+            return PositionedLength(packed_seq_params.max_seqlen_q, packed_seq_params.positions)
+        return super().get_rotary_seq_len(  # type: ignore[misc]
+            inference_context, transformer, transformer_input, transformer_config, packed_seq_params, **kwargs
+        )
+
+    def forward(self, max_seq_len: int, *args: Any, **kwargs: Any) -> Any:
+        """Angles [T, 1, 1, D] (MLA: [T, 1, D]) at the carried positions; YaRN returns (angles, mscale)."""
+        if not isinstance(max_seq_len, PositionedLength):
+            return super().forward(max_seq_len, *args, **kwargs)  # type: ignore[misc]
+        table = self.get_emb(2)  # type: ignore[attr-defined]
+        emb, mscale = table if isinstance(table, tuple) else (table, None)
+        angle_of_one_D = emb[1].reshape(-1)
+        positions_T = max_seq_len.positions.to(device=emb.device, dtype=emb.dtype)
+        angles = torch.outer(positions_T, angle_of_one_D).view(-1, *self.row_shape, angle_of_one_D.numel())
+        return angles if mscale is None else (angles, mscale)
+
+
+class PositionRotaryEmbedding(_ByPosition, RotaryEmbedding):
+    """Megatron's RotaryEmbedding, by position id."""
+
+
+class PositionYarnRotaryEmbedding(_ByPosition, YarnRotaryEmbedding):
+    """Megatron's YarnRotaryEmbedding, by position id."""
+
+
+_REPLACEMENTS: dict[type, type] = {
+    RotaryEmbedding: PositionRotaryEmbedding,
+    YarnRotaryEmbedding: PositionYarnRotaryEmbedding,
+}
+
+
+def install_position_rotary(model: torch.nn.Module | Iterable[torch.nn.Module]) -> int:
+    """Makes every rotary embedding of the model (or of its pipeline chunks) follow position ids; returns how many there were.
+
+    Call it once after the model is built, on every pipeline stage, before wrapping it.  Parameters and checkpoints do not change: the
+    modules keep their state and only change class.  A second call changes nothing.
+
+    Raises:
+        NotImplementedError: for multimodal RoPE and rotary classes that Megatron does not ship.
+    """
+    chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
+    num_installed = 0
+    for parent in (module for chunk in chunks for module in chunk.modules()):
+        rotary = getattr(parent, "rotary_pos_emb", None)
+        if not isinstance(rotary, torch.nn.Module):
+            continue
+        if not isinstance(rotary, _ByPosition):
+            rotary.__class__ = _replacement_of(rotary)
+        if isinstance(parent, MultiLatentAttention):
+            rotary.row_shape = (1,)  # type: ignore[assignment]
+        num_installed += 1
+    return num_installed
+
+
+def _replacement_of(rotary: torch.nn.Module) -> type:
+    if type(rotary) in _REPLACEMENTS:
+        return _REPLACEMENTS[type(rotary)]
+    kind = "multimodal RoPE" if isinstance(rotary, MultimodalRotaryEmbedding) else type(rotary).__name__
+    raise NotImplementedError(
+        f"rotary_pos_emb={kind}; position ids are served for RotaryEmbedding and YarnRotaryEmbedding; "
+        "use --position-embedding-type rope, yarn, learned_absolute or none"
+    )

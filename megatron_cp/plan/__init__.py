@@ -1,0 +1,17 @@
+"""Plans: who owns, computes and sends what. Pure functions from a mask to frozen data; NumPy only."""
+
+from megatron_cp.plan.planner import PLANNERS, make_plan, make_plans, plan_on_placement
+from megatron_cp.plan.schema import AttentionPlan, HeadSplit, Hop, Pass, Stage, Transfer
+
+__all__ = [
+    "PLANNERS",
+    "AttentionPlan",
+    "HeadSplit",
+    "Hop",
+    "Pass",
+    "Stage",
+    "Transfer",
+    "make_plan",
+    "make_plans",
+    "plan_on_placement",
+]

@@ -1,0 +1,90 @@
+"""Which tokens each rank owns: int64 `[cp_size, tokens_per_rank]`, equal counts on every rank, always.
+
+Ids at or above the number of tokens are padding; they sit at the tail of the pack only. A placement is a
+deal of equal chunks of the padded stream, or a fixed rule (zigzag).
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_cp.config import CPConfig
+from megatron_cp.mask.interval import IntArray
+
+MAX_CHUNKS_PER_RANK = 32
+MIN_CHUNKS_PER_RANK = 8
+TARGET_CHUNKS = 512  # over all ranks; planning time grows with its square
+MIN_CHUNK_TOKENS = 64
+
+
+def tokens_per_rank(num_tokens: int, cp_size: int, config: CPConfig, pieces: int = 1) -> int:
+    """Returns the smallest legal row count per rank that divides into `pieces` equal pieces."""
+    multiple = math.lcm(config.token_multiple, pieces)
+    return math.ceil(num_tokens / (cp_size * multiple)) * multiple
+
+
+def contiguous(num_tokens: int, cp_size: int, config: CPConfig) -> IntArray:
+    """Returns the stream cut into `cp_size` equal pieces, in order."""
+    rows = tokens_per_rank(num_tokens, cp_size, config)
+    return np.arange(cp_size * rows, dtype=np.int64).reshape(cp_size, rows)
+
+
+def zigzag(num_tokens: int, cp_size: int, config: CPConfig) -> IntArray:
+    """Returns pieces r and 2P-1-r of 2P for rank r: balanced under a causal mask.
+
+    Source: Megatron-Core and ring-flash-attention; exactly Megatron's split when 2P divides the tokens.
+    """
+    rows = tokens_per_rank(num_tokens, cp_size, config, pieces=2)
+    halves = np.arange(cp_size * rows, dtype=np.int64).reshape(2 * cp_size, rows // 2)
+    ranks = np.arange(cp_size)
+    return np.concatenate([halves[ranks], halves[2 * cp_size - 1 - ranks]], axis=1)
+
+
+def per_document_zigzag(lengths: Sequence[int], cp_size: int) -> IntArray:
+    """Returns the zigzag split of every document by itself, documents in order.
+
+    Source: TransformerEngine's and Megatron's THD context parallelism. Raises ValueError, naming the
+    document, when a length does not divide by 2P: that layout pads documents, ours never does.
+    """
+    rows: list[list[IntArray]] = [[] for _ in range(cp_size)]
+    start = 0
+    for index, length in enumerate(lengths):
+        if length % (2 * cp_size):
+            near = math.ceil(length / (2 * cp_size)) * 2 * cp_size
+            raise ValueError(
+                f"document {index} has {length} tokens; the per-document zigzag layout needs a multiple "
+                f"of 2 * cp_size = {2 * cp_size} (nearest: {near}): pad it, or use planner='auto'"
+            )
+        halves = np.arange(start, start + length, dtype=np.int64).reshape(2 * cp_size, -1)
+        for rank in range(cp_size):
+            rows[rank] += [halves[rank], halves[2 * cp_size - 1 - rank]]
+        start += length
+    return np.stack([np.concatenate([np.zeros(0, np.int64), *pieces]) for pieces in rows])
+
+
+def chunk_layout(num_tokens: int, cp_size: int, config: CPConfig) -> tuple[int, int]:
+    """Returns (chunk size, chunks per rank) of a deal; the chunk is the config's or a good one."""
+    rows = tokens_per_rank(num_tokens, cp_size, config)
+    if config.chunk_size is not None:
+        chunk = config.chunk_size
+        rows = tokens_per_rank(num_tokens, cp_size, config, pieces=chunk)
+        return chunk, rows // chunk
+    multiple = config.token_multiple
+    wished = min(MAX_CHUNKS_PER_RANK, max(MIN_CHUNKS_PER_RANK, TARGET_CHUNKS // cp_size))
+    most = min(wished, max(rows // MIN_CHUNK_TOKENS, min(4, rows // multiple), 1))
+    counts = range(most, max(1, most // 2), -1) if most > 1 else range(1, 2)
+    padded = {n: n * _round_up(math.ceil(rows / n), multiple) for n in counts}
+    count = min(counts, key=lambda n: (padded[n], -n))
+    return padded[count] // count, count
+
+
+def deal(chunks_of_rank: IntArray, chunk_size: int) -> IntArray:
+    """Returns the placement in which rank r owns the chunks `chunks_of_rank[r]` `[P, n]`, in order."""
+    chunks = np.sort(chunks_of_rank, axis=1)
+    tokens = chunks[:, :, None] * chunk_size + np.arange(chunk_size)
+    return tokens.reshape(len(chunks), -1)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return math.ceil(value / multiple) * multiple

@@ -1,0 +1,294 @@
+"""The intermediate language between planners and the runtime: who computes what on which rows.
+
+    AttentionPlan
+      global_from_local[rank]      which tokens a rank owns, in its local order
+      forward, backward : Pass
+    Pass
+      head_split                   optional exchange of tokens against heads before and after (Ulysses)
+      stages                       the transfers of stage i+1 run while stage i computes
+    Stage
+      k_cast, q_cast : Transfer    key/value rows and query-side rows that ranks receive for this stage
+      work[rank] : AttentionMask   what the rank computes, on the rows that it then holds
+
+**Rows that a rank holds.** A rank starts a pass with its own rows: `tokens_per_rank` of them, or, under a
+head split, those of all members of its group one after the other. A transfer appends what each hop brings,
+hop by hop, source by source:
+
+    [ own rows | received in hop 0 | received in hop 1 | ... ]
+
+Key columns of `work[rank]` count in the row space of `k_cast`, query rows in that of `q_cast`; without a
+cast the space is the own rows. A hop may forward rows that an earlier hop brought.
+
+Everything is pure data: frozen, comparable, hashable by `digest()`, made without torch. The runtime does
+what is written here and decides nothing.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from megatron_cp.config import CPConfig
+from megatron_cp.mask import AttentionMask
+from megatron_cp.mask.interval import IntArray, to_indices
+
+SRC, DST, START, STOP = range(4)
+PassName = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True, eq=False)
+class Hop:
+    """One all-to-all-v: int64 `[m, 4]` messages (src, dst, start, stop), rows of the source's row space.
+
+    Messages are kept sorted by (src, dst); a destination appends them source by source, each source's
+    messages in their order here. A rank never sends to itself.
+    """
+
+    messages: IntArray
+
+    def __post_init__(self) -> None:
+        messages = np.asarray(self.messages, dtype=np.int64).reshape(-1, 4)
+        messages = messages[messages[:, START] < messages[:, STOP]]
+        order = np.lexsort((messages[:, DST], messages[:, SRC]))  # stable: keeps the order of a pair
+        messages = np.ascontiguousarray(messages[order])
+        messages.setflags(write=False)
+        object.__setattr__(self, "messages", messages)
+
+    def sent_by(self, rank: int) -> IntArray:
+        """Returns the messages that `rank` sends, by destination."""
+        return self.messages[self.messages[:, SRC] == rank]
+
+    def received_by(self, rank: int) -> IntArray:
+        """Returns the messages that `rank` receives, in the order in which their rows are appended."""
+        return self.messages[self.messages[:, DST] == rank]
+
+    def rows_received(self, num_ranks: int) -> IntArray:
+        """Returns the rows that each rank receives: int64 `[num_ranks]`."""
+        rows = self.messages[:, STOP] - self.messages[:, START]
+        return np.bincount(self.messages[:, DST], weights=rows, minlength=num_ranks).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Row movement in one or more hops; `group_reduce` runs the same hops backwards."""
+
+    hops: tuple[Hop, ...]
+
+    def rows_held(self, num_ranks: int, own_rows: int) -> IntArray:
+        """Returns the size of each rank's row space after the last hop: int64 `[num_ranks]`."""
+        return own_rows + sum((h.rows_received(num_ranks) for h in self.hops), np.zeros(num_ranks, np.int64))
+
+    def held_ids(self, own_ids: IntArray) -> list[IntArray]:
+        """Returns, for each rank, the ids of all rows it holds, given the ids of its own rows `[P, R]`."""
+        held = list(own_ids)
+        for hop in self.hops:
+            arrived = [
+                [held[src][start:stop] for src, _, start, stop in hop.received_by(rank).tolist()]
+                for rank in range(len(held))
+            ]
+            held = [np.concatenate([rows, *new]) for rows, new in zip(held, arrived, strict=True)]
+        return held
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step of a pass: what arrives, and what each rank then computes."""
+
+    work: tuple[AttentionMask, ...]
+    k_cast: Transfer | None = None
+    q_cast: Transfer | None = None
+
+
+@dataclass(frozen=True)
+class HeadSplit:
+    """Groups of ranks that exchange tokens against heads; all of one size, covering every rank once.
+
+    The member at position j of a group keeps query heads `[j N/h, (j+1) N/h)` and the key/value heads
+    they use, for the tokens of the whole group. Members at the same position of different groups run the
+    stages together. Source: DeepSpeed-Ulysses (arXiv 2309.14509); the outer factor of USP (2405.07719).
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+
+    @property
+    def degree(self) -> int:
+        """Returns the group size h."""
+        return len(self.groups[0])
+
+    def group_of(self, rank: int) -> tuple[int, ...]:
+        """Returns the group that holds `rank`."""
+        return next(group for group in self.groups if rank in group)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward or a backward pass: optional head split, then stages in order."""
+
+    stages: tuple[Stage, ...]
+    head_split: HeadSplit | None = None
+
+    def transfers(self) -> Iterator[tuple[Literal["k", "q"], Transfer]]:
+        """Yields every transfer of the pass with the side it moves."""
+        for stage in self.stages:
+            if stage.k_cast is not None:
+                yield "k", stage.k_cast
+            if stage.q_cast is not None:
+                yield "q", stage.q_cast
+
+    def own_ids(self, global_from_local: IntArray) -> IntArray:
+        """Returns the token ids of each rank's own rows at the start of the stages: `[P, h * T]`."""
+        if self.head_split is None:
+            return global_from_local
+        groups = [self.head_split.group_of(rank) for rank in range(len(global_from_local))]
+        return np.stack([global_from_local[list(group)].reshape(-1) for group in groups])
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionPlan:
+    """Who owns, computes and sends what, for one mask on `cp_size` ranks; equal by `digest()`."""
+
+    mask: AttentionMask
+    config: CPConfig
+    planner: str
+    global_from_local: IntArray
+    """int64 `[cp_size, tokens_per_rank]`; ids >= num_tokens are padding at the tail of the pack."""
+    forward: Pass
+    backward: Pass
+    plan_ms: float = field(default=0.0, compare=False)
+
+    @property
+    def cp_size(self) -> int:
+        """Returns the number of ranks."""
+        return len(self.global_from_local)
+
+    @property
+    def tokens_per_rank(self) -> int:
+        """Returns the number of rows that each rank owns, padding included; the same on every rank."""
+        return self.global_from_local.shape[1]
+
+    @property
+    def num_tokens(self) -> int:
+        """Returns the number of real tokens."""
+        return self.mask.num_queries
+
+    def get_pass(self, name: PassName) -> Pass:
+        """Returns the pass called `name`."""
+        return self.forward if name == "forward" else self.backward
+
+    def digest(self) -> str:
+        """Returns a SHA-256 over everything that decides the execution; equal bytes on equal plans."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
+        state = hashlib.sha256()
+        head = {"planner": self.planner, "config": asdict(self.config), "ranks": self.cp_size}
+        state.update(json.dumps(head, sort_keys=True, default=str).encode())
+        state.update(self.mask.digest().encode())
+        state.update(self.global_from_local.astype("<i8").tobytes())
+        for pass_ in (self.forward, self.backward):
+            groups = pass_.head_split.groups if pass_.head_split else ()
+            state.update(f"pass {groups} {len(pass_.stages)}".encode())
+            for stage in pass_.stages:
+                for work in stage.work:
+                    state.update(f"{work.num_queries} {work.num_keys} {work.num_slices};".encode())
+                    state.update(work.array.astype("<i8").tobytes())
+                for cast in (stage.k_cast, stage.q_cast):
+                    state.update(b"none" if cast is None else f"{len(cast.hops)}".encode())
+                    for hop in cast.hops if cast else ():
+                        state.update(f"{len(hop.messages)}:".encode())
+                        state.update(hop.messages.astype("<i8").tobytes())
+        return state.hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AttentionPlan) and self.digest() == other.digest()
+
+    def __hash__(self) -> int:
+        return hash(self.digest())
+
+    @cached_property
+    def local_from_global(self) -> tuple[IntArray, IntArray]:
+        """Owner rank and local row of every token id, padding included: two int64 `[P * T]`."""
+        owner = np.empty(self.global_from_local.size, dtype=np.int64)
+        row = np.empty_like(owner)
+        owner[self.global_from_local] = np.arange(self.cp_size)[:, None]
+        row[self.global_from_local] = np.arange(self.tokens_per_rank)[None, :]
+        return owner, row
+
+    def stats(self, pass_name: PassName = "forward") -> dict[str, float]:
+        """Returns the figures of one pass, counted from the plan itself; see `plan/stats.py`."""
+        from megatron_cp.plan.stats import pass_stats
+
+        return pass_stats(self, pass_name)
+
+    def explain(self) -> str:
+        """Returns a table for people: area, rows moved and predicted time per rank and stage."""
+        from megatron_cp.plan.explain import explain
+
+        return explain(self)
+
+    def __str__(self) -> str:
+        return self.explain()
+
+    def __repr__(self) -> str:
+        shape = f"{self.cp_size} ranks x {self.tokens_per_rank} tokens"
+        return f"AttentionPlan({self.planner}, {shape}, {self.digest()[:12]})"
+
+    def validate(self) -> None:
+        """Checks that the plan is executable and covers the mask; raises ValueError naming the fault.
+
+        Exact but for one thing: that the pairs computed are *the* pairs of the mask is checked by their
+        number (tests check it pair by pair).
+        """
+        ids = np.sort(self.global_from_local.reshape(-1))
+        if not np.array_equal(ids, np.arange(ids.size)) or ids.size < self.num_tokens:
+            raise ValueError(
+                f"global_from_local of planner {self.planner!r} must hold every token id 0..P*T-1 exactly "
+                f"once and at least {self.num_tokens} of them; fix the placement"
+            )
+        for name in ("forward", "backward"):
+            _validate_pass(self, self.get_pass(name), f"{self.planner} {name}")
+
+
+def _validate_pass(plan: AttentionPlan, pass_: Pass, where: str) -> None:
+    own_rows, degree = plan.tokens_per_rank, 1
+    if pass_.head_split is not None:
+        degree = pass_.head_split.degree
+        own_rows *= degree
+        members = sorted(rank for group in pass_.head_split.groups for rank in group)
+        if members != list(range(plan.cp_size)) or {len(g) for g in pass_.head_split.groups} != {degree}:
+            raise ValueError(f"{where}: head_split must cover all {plan.cp_size} ranks in equal groups")
+    for index, stage in enumerate(pass_.stages):
+        rows = []
+        for cast in (stage.q_cast, stage.k_cast):
+            _validate_transfer(cast, plan.cp_size, own_rows, f"{where} stage {index}")
+            held = np.full(plan.cp_size, own_rows) if cast is None else cast.rows_held(plan.cp_size, own_rows)
+            rows.append(held.tolist())
+        grids = [(work.num_queries, work.num_keys) for work in stage.work]
+        if grids != list(zip(*rows, strict=True)):
+            raise ValueError(f"{where} stage {index}: work grids {grids} do not match the rows held {rows}")
+    area = sum(work.area() for stage in pass_.stages for work in stage.work)
+    if area != plan.mask.area() * degree:
+        raise ValueError(
+            f"{where}: stages compute {area} pairs, the mask has {plan.mask.area()} x head degree {degree}; "
+            "every pair must be computed exactly once"
+        )
+
+
+def _validate_transfer(cast: Transfer | None, num_ranks: int, own_rows: int, where: str) -> None:
+    held = np.full(num_ranks, own_rows)
+    for hop in cast.hops if cast else ():
+        src, dst, start, stop = hop.messages.T
+        known = (src >= 0) & (src < num_ranks) & (dst >= 0) & (dst < num_ranks) & (src != dst)
+        if not known.all() or (start < 0).any() or (stop > held[src]).any():
+            raise ValueError(f"{where}: a message leaves the ranks or the rows held: {hop.messages.tolist()}")
+        held = held + hop.rows_received(num_ranks)
+
+
+def message_rows(messages: IntArray) -> IntArray:
+    """Returns the row indices that messages name, one after the other: int64."""
+    return to_indices(messages[:, START:])

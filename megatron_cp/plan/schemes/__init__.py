@@ -1,0 +1,1 @@
+"""Published context-parallel schemes, each a short function that emits the common plan schema."""

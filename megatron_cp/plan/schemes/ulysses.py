@@ -1,0 +1,38 @@
+"""DeepSpeed-Ulysses: all ranks exchange tokens against heads, then each attends over the whole context."""
+
+from megatron_cp.config import CPConfig
+from megatron_cp.mask import AttentionMask, interval
+from megatron_cp.plan.placement import contiguous
+from megatron_cp.plan.schema import AttentionPlan, HeadSplit, Pass, Stage
+from megatron_cp.plan.schemes.gather import one_pass_plan
+
+
+def plan_ulysses(mask: AttentionMask, cp_size: int, config: CPConfig) -> AttentionPlan:
+    """Returns one head split over all ranks; perfectly balanced under any mask.
+
+    Volume per rank: 2 (1 + max(G, P)/N) (P-1)/P; key/value heads are replicated where P exceeds them.
+    Source: arXiv 2309.14509. Raises ValueError when the heads do not divide.
+    """
+    check_head_degree(cp_size, config)
+    placement = contiguous(mask.num_queries, cp_size, config)
+    rows = interval.as_intervals([(0, placement.size)])
+    work = mask.gather(rows, rows).merged()
+    split = HeadSplit((tuple(range(cp_size)),)) if cp_size > 1 else None
+    both = Pass((Stage(work=(work,) * cp_size),), split)
+    return one_pass_plan(mask, config, "ulysses", placement, both)
+
+
+def check_head_degree(degree: int, config: CPConfig) -> None:
+    """Raises ValueError unless query heads split `degree` ways with whole key/value heads per rank."""
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    fits = heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
+    if not fits:
+        legal = [
+            h
+            for h in range(1, heads + 1)
+            if heads % h == 0 and (kv_heads % h == 0 or h % kv_heads == 0)
+        ]
+        raise ValueError(
+            f"head degree {degree} does not divide num_heads={heads} with num_kv_heads={kv_heads}; "
+            f"legal degrees are {legal}: change cp_size or use planner='auto', which has no head limit"
+        )

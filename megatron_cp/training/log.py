@@ -1,0 +1,120 @@
+"""What a run prints: Megatron-LM's lines, word for word, so that tools which read its logs read ours.
+
+Rank 0 tells what is being set up, the last rank (which holds the loss under pipeline parallelism) prints the training lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import torch.distributed as dist
+
+
+def print_rank_0(message: str) -> None:
+    """Prints on rank 0 alone (or without a process group)."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(message, flush=True)
+
+
+def print_rank_last(message: str) -> None:
+    """Prints on the last rank alone (or without a process group)."""
+    if not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1:
+        print(message, flush=True)
+
+
+def print_datetime(event: str) -> None:
+    """``[event] datetime: ...`` on rank 0."""
+    print_rank_0(f"[{event}] datetime: {datetime.now():%Y-%m-%d %H:%M:%S} ")
+
+
+def arguments_block(args: argparse.Namespace) -> str:
+    """The dotted block of all arguments, sorted by name."""
+    names = sorted(name for name in vars(args) if name != "notes")
+    lines = [f"  {name} {'.' * (48 - len(name))} {getattr(args, name)}" for name in names]
+    title = "arguments"
+    return "\n".join(
+        [f"------------------------ {title} ------------------------", *lines, f"-------------------- end of {title} ---------------------"]
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What one log line says; a mean over the steps since the last line where that makes sense."""
+
+    iteration: int
+    train_iters: int
+    consumed_samples: int
+    elapsed_ms: float
+    learning_rate: float
+    global_batch_size: int
+    losses: dict[str, float]
+    grad_norm: float | None
+    skipped_iterations: int = 0
+    nan_iterations: int = 0
+    tflops: float | None = None
+    num_zeros: float | None = None
+    params_norm: float | None = None
+
+
+def training_line(report: StepReport, now: datetime | None = None) -> str:
+    """Megatron-LM's line of one step.
+
+    Source: the format strings of Megatron-LM core_v0.19.0, training_log.
+    """
+    parts = [
+        f" [{now or datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {report.iteration:8d}/{report.train_iters:8d}",
+        f" consumed samples: {report.consumed_samples:12d}",
+        f" elapsed time per iteration (ms): {report.elapsed_ms:.1f}",
+    ]
+    if report.tflops is not None:
+        parts.append(f" throughput per GPU (TFLOP/s/GPU): {report.tflops:.1f}")
+    parts.append(f" learning rate: {report.learning_rate:.6E}")
+    parts.append(f" global batch size: {report.global_batch_size:5d}")
+    parts += [f" {name}: {value:.6E}" for name, value in report.losses.items()]
+    parts.append(" loss scale: 1.0")
+    for name, value in (
+        ("grad norm", report.grad_norm),
+        ("num zeros", report.num_zeros),
+        ("params norm", report.params_norm),
+    ):
+        if value is not None:
+            parts.append(f" {name}: {value:.1f}" if name == "num zeros" else f" {name}: {value:.3f}")
+    parts.append(f" number of skipped iterations: {report.skipped_iterations:3d}")
+    parts.append(f" number of nan iterations: {report.nan_iterations:3d}")
+    return " |".join(parts) + " |"
+
+
+def evaluation_lines(where: str, split: str, losses: dict[str, float], perplexities: dict[str, float]) -> str:
+    """Megatron-LM's three lines of an evaluation: the values between two rules."""
+    line = f" validation loss at {where} on {split} set | "
+    for name, value in losses.items():
+        line += f"{name} value: {value:.6E} | {name} PPL: {perplexities[name]:.6E} | "
+    rule = "-" * (len(line) + 1)
+    return "\n".join((rule, line, rule))
+
+
+class ProgressBar:
+    """A bar on rank 0 where standard error is a terminal; nothing anywhere else."""
+
+    def __init__(self, *, total: int, done: int) -> None:
+        """A bar of ``total`` steps of which ``done`` lie behind (a resumed run)."""
+        self._bar: Any = None
+        is_first = not dist.is_initialized() or dist.get_rank() == 0
+        if is_first and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, initial=done, unit="it", desc="train", dynamic_ncols=True)
+
+    def step(self) -> None:
+        """One step is done."""
+        if self._bar is not None:
+            self._bar.update(1)
+
+    def close(self) -> None:
+        """Leaves the finished bar on its line."""
+        if self._bar is not None:
+            self._bar.close()
