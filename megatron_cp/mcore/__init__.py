@@ -32,7 +32,9 @@ __all__ = sorted(_HOME)
 def __getattr__(name: str) -> Any:
     """The public name, imported from its module on first use (PEP 562)."""
     if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it offers {', '.join(__all__)}")
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}; it offers {', '.join(__all__)}"
+        )
     return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
 
 

@@ -42,7 +42,9 @@ class LocalBatch:
     """Tokens that count in the loss over *all* ranks of the context-parallel group."""
 
 
-def local_batch(planned: Any, cp_rank: int, device: torch.device | str, *, cp_group: Any = None) -> LocalBatch:
+def local_batch(
+    planned: Any, cp_rank: int, device: torch.device | str, *, cp_group: Any = None
+) -> LocalBatch:
     """The rows that rank `cp_rank` owns, labels and loss mask dispatched like the tokens.
 
     Labels are shifted before dispatch (in the pack), so no neighbour's token is needed at a shard's edge.  Tail padding gets

@@ -73,7 +73,9 @@ def _disable_compilation() -> None:
     """
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     dynamo_config = sys.modules.get("torch._dynamo.config")
-    if dynamo_config is not None and os.environ["TORCH_COMPILE_DISABLE"] == "1":  # read its environment long ago
+    if (
+        dynamo_config is not None and os.environ["TORCH_COMPILE_DISABLE"] == "1"
+    ):  # read its environment long ago
         dynamo_config.disable = True  # type: ignore[attr-defined]
 
 

@@ -31,7 +31,11 @@ class TorchNorm:
                 f"normalization={config.normalization!r}; without Transformer Engine it must be one of "
                 f"{sorted(kinds)}; choose one of them"
             )
-        for option in ("layernorm_zero_centered_gamma", "persist_layer_norm", "memory_efficient_layer_norm"):
+        for option in (
+            "layernorm_zero_centered_gamma",
+            "persist_layer_norm",
+            "memory_efficient_layer_norm",
+        ):
             if getattr(config, option, False):
                 raise NotImplementedError(
                     f"{option}=True; without Transformer Engine or apex it must be False; switch it off"

@@ -56,7 +56,12 @@ class _ByPosition:
                 )
             return PositionedLength(packed_seq_params.max_seqlen_q, packed_seq_params.positions)
         return super().get_rotary_seq_len(  # type: ignore[misc]
-            inference_context, transformer, transformer_input, transformer_config, packed_seq_params, **kwargs
+            inference_context,
+            transformer,
+            transformer_input,
+            transformer_config,
+            packed_seq_params,
+            **kwargs,
         )
 
     def forward(self, max_seq_len: int, *args: Any, **kwargs: Any) -> Any:
@@ -67,7 +72,9 @@ class _ByPosition:
         emb, mscale = table if isinstance(table, tuple) else (table, None)
         angle_of_one_D = emb[1].reshape(-1)
         positions_T = max_seq_len.positions.to(device=emb.device, dtype=emb.dtype)
-        angles = torch.outer(positions_T, angle_of_one_D).view(-1, *self.row_shape, angle_of_one_D.numel())
+        angles = torch.outer(positions_T, angle_of_one_D).view(
+            -1, *self.row_shape, angle_of_one_D.numel()
+        )
         return angles if mscale is None else (angles, mscale)
 
 
@@ -111,7 +118,11 @@ def install_position_rotary(model: torch.nn.Module | Iterable[torch.nn.Module]) 
 def _replacement_of(rotary: torch.nn.Module) -> type:
     if type(rotary) in _REPLACEMENTS:
         return _REPLACEMENTS[type(rotary)]
-    kind = "multimodal RoPE" if isinstance(rotary, MultimodalRotaryEmbedding) else type(rotary).__name__
+    kind = (
+        "multimodal RoPE"
+        if isinstance(rotary, MultimodalRotaryEmbedding)
+        else type(rotary).__name__
+    )
     raise NotImplementedError(
         f"rotary_pos_emb={kind}; position ids are served for RotaryEmbedding and YarnRotaryEmbedding; "
         "use --position-embedding-type rope, yarn, learned_absolute or none"

@@ -115,10 +115,15 @@ def _layer_spec() -> ModuleSpec:
     attention = spec.submodules.self_attention
     attention = dataclasses.replace(
         attention,
-        submodules=dataclasses.replace(attention.submodules, q_layernorm=QueryKeyNorm, k_layernorm=QueryKeyNorm),
+        submodules=dataclasses.replace(
+            attention.submodules, q_layernorm=QueryKeyNorm, k_layernorm=QueryKeyNorm
+        ),
     )
     submodules = dataclasses.replace(
-        spec.submodules, self_attention=attention, input_layernorm=TorchNorm, pre_mlp_layernorm=TorchNorm
+        spec.submodules,
+        self_attention=attention,
+        input_layernorm=TorchNorm,
+        pre_mlp_layernorm=TorchNorm,
     )
     return dataclasses.replace(spec, module=DenseTransformerLayer, submodules=submodules)
 
@@ -127,7 +132,9 @@ gpt_layer_spec = _layer_spec()
 """For `--spec megatron_cp.mcore.spec gpt_layer_spec`; Megatron wants an object, not a function."""
 
 
-def gpt_block_spec(config: Any, *, vp_stage: int | None = None, **attention_options: Any) -> TransformerBlockSubmodules:
+def gpt_block_spec(
+    config: Any, *, vp_stage: int | None = None, **attention_options: Any
+) -> TransformerBlockSubmodules:
     """The decoder block of this pipeline stage with our attention: layers, and a final norm for sequence parallelism.
 
     Give it to `GPTModel` as `transformer_layer_spec`.  Query-key norms follow `config.qk_layernorm`.

@@ -1,0 +1,69 @@
+"""Our few flags beside Megatron-LM's.  What exists there keeps its name and meaning; these are new."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from typing import Any
+
+from megatron_cp.config import CPConfig
+
+ATTENTION_BACKENDS = ("reference", "cpu", "flex", "hopper", "emulated")
+
+
+def add_context_parallel_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """The parser, with the group "context parallel" added; also fit for Megatron-LM's `extra_args_provider`."""
+    group = parser.add_argument_group("context parallel")
+    group.add_argument(
+        "--cp-planner",
+        default="auto",
+        help="How work and transfers are laid out over the context ranks: auto (predicted fastest), or one published scheme: "
+        "contiguous, ring, zigzag, stripe, double_ring, allgather, per_document_zigzag, ulysses, usp, distflashattn, "
+        "ultraattn, magi, dcp, document_groups.",
+    )
+    group.add_argument(
+        "--cp-chunk-size",
+        type=int,
+        default=None,
+        metavar="TOKENS",
+        help="Tokens per unit of dispatch. Default: chosen from length and ranks.",
+    )
+    group.add_argument(
+        "--cp-topology",
+        default=None,
+        help="Hardware row of the cost model: cpu, a800, h100, h200. Default: cpu without CUDA, else h100.",
+    )
+    group.add_argument(
+        "--cp-backend",
+        choices=ATTENTION_BACKENDS,
+        default=None,
+        help="Kernel of attention. Default: chosen by device; a wish it cannot serve is an error.",
+    )
+    return parser
+
+
+def cp_config_from_arguments(
+    args: Namespace, *, on_cuda: bool, element_bytes: int | None = None
+) -> CPConfig:
+    """The planner's settings that these arguments (Megatron-LM's names and ours) mean.
+
+    Args:
+        args: parsed and completed arguments.
+        on_cuda: decides the default topology.
+        element_bytes: bytes of an activation; None follows --bf16 and --fp16.
+    """
+    tp = getattr(args, "tensor_model_parallel_size", 1)
+    heads = args.num_attention_heads
+    kv_heads = args.num_query_groups if getattr(args, "group_query_attention", False) else heads
+    head_dim = args.kv_channels or args.hidden_size // heads
+    half = getattr(args, "bf16", False) or getattr(args, "fp16", False)
+    settings: dict[str, Any] = {
+        "planner": args.cp_planner,
+        "chunk_size": args.cp_chunk_size,
+        "num_heads": heads // tp,
+        "num_kv_heads": max(1, kv_heads // tp),
+        "head_dim": head_dim,
+        "topology": args.cp_topology or ("h100" if on_cuda else "cpu"),
+        "token_multiple": tp if getattr(args, "sequence_parallel", False) else 1,
+        "element_bytes": element_bytes or (2 if half else 4),
+    }
+    return CPConfig(**settings)

@@ -1,0 +1,268 @@
+"""Context-parallel core attention, with the constructor and `forward` of Megatron's own.
+
+    SelfAttention -> core_attention(query, key, value, attention_mask, packed_seq_params=...) -> [s, b, n * h]
+
+What a query may see comes from the plan of the micro-batch:
+
+    packed_seq_params            plan                                            made by
+    ContextParallelParams        params.plans["full"], or ["window"] in          the data loader, for any mask
+                                 sliding-window layers
+    PackedSeqParams (thd)        Megatron's zigzag per document                  split.py, cached
+    None                         Megatron's zigzag over the sequence             split.py, cached
+
+The module holds no parameters, so checkpoints are exchanged freely with Megatron's attention; a learnable sink
+(`softmax_type="learnable"`) is called `softmax_offset` and sharded as there.
+"""
+
+# s local rows, b batch, n query heads, g kv heads, h head width (v may have its own); all per tensor-parallel rank
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import (
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
+
+from megatron_cp.api import cp_attention
+from megatron_cp.config import CPConfig
+from megatron_cp.mcore import split
+from megatron_cp.mcore.batch import ContextParallelParams
+from megatron_cp.mcore.validation import check_dropout, validate_config
+from megatron_cp.plan.schema import AttentionPlan
+
+
+class ContextParallelAttention(MegatronModule):
+    """Softmax attention over the whole context, on the rows of this rank.
+
+    Args (Megatron's, by keyword):
+        config, layer_number (from 1), attn_mask_type, attention_type ("self"), attention_dropout, softmax_scale, k_channels,
+        v_channels, num_splits, cp_comm_type (the plan decides instead), pg_collection with tp and cp.
+        backend: attention backend of `megatron_cp.attend`; None chooses by device.
+        topology: row of the cost model for plans made here.
+
+    Raises:
+        NotImplementedError: for settings it cannot honour; see validation.py.
+    """
+
+    def __init__(  # noqa: PLR0913  Megatron's constructor
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        num_splits: int | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        backend: str | None = None,
+        topology: str = "h100",
+    ) -> None:
+        super().__init__(config=config)
+        validate_config(config)
+        check_dropout(config.attention_dropout if attention_dropout is None else attention_dropout)
+        if attention_type != "self":
+            raise NotImplementedError(
+                f"attention_type={attention_type!r}; context parallelism serves 'self' attention; "
+                "leave cross attention to Megatron's own module"
+            )
+        if num_splits is not None:
+            raise NotImplementedError(
+                f"num_splits={num_splits} is for inference kernels; leave it None"
+            )
+        self.layer_number = max(1, layer_number)
+        self.attn_mask_type = attn_mask_type
+        self.backend = backend
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(
+            required_pgs=["tp", "cp"]
+        )
+        self.tp_group, self.cp_group = groups.tp, groups.cp
+        # apply_query_key_layer_scaling divides before and multiplies inside the fp32 softmax: no change in value here.
+        head_dim = k_channels or config.kv_channels
+        self.softmax_scale = 1.0 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
+        windowed = is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        )
+        self.window: tuple[int, int] | None = tuple(config.window_size) if windowed else None
+        num_heads = config.num_attention_heads // self.tp_group.size()
+        self.plan_config = CPConfig(
+            num_heads=num_heads,
+            num_kv_heads=max(1, config.num_query_groups // self.tp_group.size()),
+            head_dim=head_dim,
+            value_head_dim=v_channels,
+            topology=topology,
+            element_bytes=config.params_dtype.itemsize,
+        )
+        self.current_max_attn_logits = None  # read by Megatron's logit logging; qk_clip is refused
+        self._make_softmax_offset(num_heads)
+
+    def _make_softmax_offset(self, num_heads: int) -> None:
+        """The sink logit per head: none, zero ("off-by-one") or a parameter, drawn as Megatron draws it."""
+        self.softmax_offset: torch.Tensor | None = None
+        if self.config.softmax_type == "vanilla":
+            return
+        where = {"device": torch.cuda.current_device(), "dtype": self.config.params_dtype}
+        if self.config.softmax_type == "off-by-one":
+            self.softmax_offset = torch.zeros(num_heads, **where)
+            return
+        offset = torch.nn.Parameter(torch.zeros(num_heads, **where))
+        if self.config.perform_initialization:
+            self.config.init_method(offset)
+        # Each tensor-parallel rank holds other heads: count them all in the gradient norm.
+        offset.tensor_model_parallel = True  # type: ignore[attr-defined]
+        offset.partition_dim, offset.partition_stride = 0, 1  # type: ignore[attr-defined]
+        del self.softmax_offset
+        self.register_parameter("softmax_offset", offset)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+        **variant_inputs: Any,
+    ) -> torch.Tensor:
+        """Attention output [s, b, n * h] of this rank's rows.  Every rank of the context group must call it.
+
+        Args:
+            query: [s, b, n, h]; or [t, n, h] for thd and under multi-latent attention (the result is then [t, 1, n * h]).
+            key, value: [s, b, g, h], likewise.
+            attention_mask: None, or the causal mask of this rank's rows; any other is refused, never ignored.
+            attn_mask_type: overrides the constructor's; with ContextParallelParams the plan alone says who sees whom.
+            attention_bias: must be None.
+            packed_seq_params: see the module's head.
+            variant_inputs: keywords of Megatron's attention variants; must be None.
+        """
+        _refuse_extras(attention_bias, variant_inputs)
+        batch = query.shape[1] if query.dim() == 4 else 1
+        if query.shape[0] != key.shape[0]:
+            raise NotImplementedError(
+                f"query has {query.shape[0]} rows, key {key.shape[0]}; training needs equal counts (a key-value cache is for "
+                "inference); run inference with Megatron's own attention"
+            )
+        mask_type = attn_mask_type or self.attn_mask_type
+        group = self._group(packed_seq_params)
+        plan = self._plan(query.shape[0], group, mask_type, attention_mask, packed_seq_params)
+        sink = self.softmax_offset
+        if sink is not None:
+            sink = sink.to(device=query.device, dtype=torch.float32).repeat(batch)
+        out, _ = cp_attention(
+            _fold_batch(query),
+            _fold_batch(key),
+            _fold_batch(value),
+            plan,
+            group,
+            softmax_scale=self.softmax_scale,
+            sink=sink,
+            backend=self.backend,
+            deterministic=bool(getattr(self.config, "deterministic_mode", False)),
+        )
+        return out.reshape(query.shape[0], batch, -1)
+
+    def _group(self, params: Any) -> Any:
+        if params is None or params.cp_group is None:
+            return self.cp_group
+        return params.cp_group
+
+    def _plan(
+        self,
+        num_rows: int,
+        group: Any,
+        mask_type: AttnMaskType,
+        attention_mask: torch.Tensor | None,
+        params: Any,
+    ) -> AttentionPlan:
+        if isinstance(params, ContextParallelParams):
+            return self._plan_of_params(params, num_rows, group, attention_mask)
+        if params is not None and params.qkv_format != "thd":
+            raise NotImplementedError(
+                f"packed_seq_params.qkv_format={params.qkv_format!r}; Megatron's own parameters must be 'thd'; "
+                "use ContextParallelParams for anything else"
+            )
+        band = split.band_of(mask_type, self.window)
+        if params is not None:
+            starts, lengths = split.documents_of(params)
+        else:
+            starts, lengths = (0, num_rows * group.size()), (num_rows * group.size(),)
+        plan = split.plan_of_split(starts, lengths, group.size(), band, self.plan_config)
+        _check_rows(plan, num_rows, group)
+        if attention_mask is not None:
+            split.check_mask_is_causal(attention_mask, plan.global_from_local[group.rank()], band)
+        return plan
+
+    def _plan_of_params(
+        self,
+        params: ContextParallelParams,
+        num_rows: int,
+        group: Any,
+        attention_mask: torch.Tensor | None,
+    ) -> AttentionPlan:
+        if attention_mask is not None:
+            raise ValueError(
+                f"attention_mask of shape {tuple(attention_mask.shape)} beside ContextParallelParams; the plan is the mask; "
+                "pass attention_mask=None"
+            )
+        name = "full" if self.window is None else "window"
+        if name not in params.plans:
+            raise ValueError(
+                f"packed_seq_params.plans={sorted(params.plans)} has no {name!r} plan for layer {self.layer_number}; plans need "
+                "'full', and 'window' where the model has sliding-window layers; make both with make_plans"
+            )
+        plan: AttentionPlan = params.plans[name]
+        _check_rows(plan, num_rows, group)
+        return plan
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Nothing, or the learnable sink sharded over tensor-parallel ranks: the same keys as Megatron's attention."""
+        state = (
+            self.state_dict(prefix="", keep_vars=True)
+            if self.config.softmax_type == "learnable"
+            else {}
+        )
+        groups: dict[str, Any] = {}
+        if metadata and "dp_cp_group" in metadata:
+            groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
+        return make_sharded_tensors_for_checkpoint(
+            state, prefix, {"softmax_offset": 0}, sharded_offsets, **groups
+        )
+
+
+def _fold_batch(heads: torch.Tensor) -> torch.Tensor:
+    """[s, b, n, h] -> [s, b * n, h]: sequences of a batch share the mask, so they are more heads; groups stay together."""
+    return heads if heads.dim() == 3 else heads.flatten(1, 2)
+
+
+def _check_rows(plan: AttentionPlan, num_rows: int, group: Any) -> None:
+    if (plan.tokens_per_rank, plan.cp_size) != (num_rows, group.size()):
+        raise ValueError(
+            f"query has {num_rows} rows on each of {group.size()} context ranks; the plan is for {plan.tokens_per_rank} rows on "
+            f"{plan.cp_size} ranks; build the batch and the plan from the same pack and context-parallel size"
+        )
+
+
+def _refuse_extras(attention_bias: torch.Tensor | None, variant_inputs: dict[str, Any]) -> None:
+    given = [name for name, value in variant_inputs.items() if value is not None]
+    if attention_bias is not None:
+        given.append("attention_bias")
+    if given:
+        raise NotImplementedError(
+            f"core attention was given {', '.join(given)}; only query, key, value and a mask are served; "
+            "use Megatron's own attention for this variant"
+        )
