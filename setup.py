@@ -1,9 +1,9 @@
 """Decides what is packaged; metadata is in pyproject.toml.
 
-The folders `models/` and `kernels/` stand at the top of the source tree, where readers look for them, and
-are installed inside the package: no generic top-level name reaches a user's site-packages. In the tree,
-links of the same names in megatron_cp/ make them importable without an installation, and visible to
-mypy and the import linter; packaging does not need the links.
+The folders `models/` and `kernels/` stand at the top of the source tree, where readers look for
+them, and are installed inside the package: no generic top-level name reaches site-packages. In the
+tree, links of the same names in megatron_cp/ make them importable without an installation, and
+visible to mypy and the import linter; packaging does not need the links.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ MOVED_INSIDE = ("models", "kernels")
 
 
 def packages_and_folders() -> tuple[list[str], dict[str, str]]:
-    """Returns the names of all packages, and the folders of those that are not where their name says."""
+    """Returns all packages' names, and the folders of those that are not where their name says."""
     inside = tuple(f"megatron_cp.{folder}" for folder in MOVED_INSIDE)
     packages = [
         name

@@ -1,0 +1,76 @@
+# make pretrain   .venv, install, train a GPT with context parallelism on two CPU ranks, report
+# make test       .venv, install with the tools, every check and every test
+#
+# Another interpreter or torch:  make PYTHON=python3.12 TORCH=torch==2.11.0 test
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help pretrain test check lint types floors sizes format bench clean
+
+PYTHON ?= python3
+# Fixed, and installed first: a CPU build of this version exists; a newer one may bring gigabytes of CUDA.
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed-$(TORCH)
+INSTALLED_DEV := $(VENV)/.installed-dev-$(TORCH)
+# Stands while pip works: an environment that was interrupted half-way is made anew.
+UNFINISHED := $(VENV)/.unfinished
+
+define install
+	@if [ -e $(UNFINISHED) ] || ! $(BIN)/python -m pip --version > /dev/null 2>&1; then \
+		echo "making $(VENV)"; rm -rf $(VENV); $(PYTHON) -m venv $(VENV); \
+	fi
+	@touch $(UNFINISHED)
+	@echo "installing $(TORCH), then $(1)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" --editable "$(1)"
+	@rm -f $(UNFINISHED)
+	@touch $@
+endef
+
+help:
+	@sed -n '1,4s/^# \{0,1\}//p' Makefile
+
+$(INSTALLED): pyproject.toml setup.py
+	$(call install,.)
+
+$(INSTALLED_DEV): pyproject.toml setup.py
+	$(call install,.[dev])
+	@touch $(INSTALLED)
+
+pretrain: $(INSTALLED)
+	@PATH="$(abspath $(BIN)):$$PATH" bash examples/pretrain_on_python_docs.sh
+
+test: check
+	$(BIN)/python -m pytest
+
+# Everything that needs no test run.
+check: lint types floors sizes
+
+lint: $(INSTALLED_DEV)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(INSTALLED_DEV)
+	$(BIN)/mypy
+
+floors: $(INSTALLED_DEV)
+	$(BIN)/lint-imports
+
+sizes: $(INSTALLED_DEV)
+	$(BIN)/python tools/check_sizes.py
+
+format: $(INSTALLED_DEV)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(INSTALLED_DEV)
+	@for file in benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python "$$file"; done
+
+# Leaves .venv and what runs have written.
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
