@@ -1,8 +1,9 @@
-"""Masks of one sequence: full, causal, windows, chunks, prefixes, global tokens, image spans, dilation.
+"""Masks of one sequence: full, causal, windows, chunks, prefixes, global tokens, image spans.
 
-Every builder states its formula for "query q may see key k" over the whole grid, and draws it small (`#` is
-allowed, rows are queries). All of them return disjoint slices, a handful wherever the formula permits; none
-builds anything of size queries x keys. Packed documents are in `packed.py`, block tables in `patterns.py`.
+Every builder states its formula for "query q may see key k" over the whole grid, and draws it small
+(`#` is allowed, rows are queries). All of them return disjoint slices, a handful wherever the
+formula permits; none builds anything of size queries x keys. Packed documents are in `packed.py`,
+block tables in `patterns.py`.
 """
 
 from collections.abc import Sequence
@@ -18,22 +19,23 @@ from megatron_cp.mask.slice import OPEN, make_rows
 def full(num_queries: int, num_keys: int | None = None) -> AttentionMask:
     """Returns the mask of all pairs; `num_keys` defaults to `num_queries`.
 
-        # # #
-        # # #        allowed(q, k) = true
-        # # #
+    # # #
+    # # #        allowed(q, k) = true
+    # # #
     """
     num_queries, num_keys = _grid(num_queries, num_keys)
     return AttentionMask(num_queries, num_keys, make_rows(0, num_queries, 0, num_keys))
 
 
 def causal(num_queries: int, num_keys: int | None = None) -> AttentionMask:
-    """Returns the mask of keys not after the query, aligned at the bottom right when the counts differ.
+    """Returns the mask of keys not after the query, aligned at the bottom right of the grid.
 
         # . .
         # # .        allowed(q, k) = k - q <= num_keys - num_queries
         # # #
 
-    Source: the alignment is FlashAttention's since 2.1; with more queries than keys the first rows are empty.
+    Source: the alignment is FlashAttention's since 2.1; with more queries than keys the first rows
+    are empty.
     """
     num_queries, num_keys = _grid(num_queries, num_keys)
     rows = make_rows(0, num_queries, 0, num_keys, hi=num_keys - num_queries)
@@ -41,18 +43,19 @@ def causal(num_queries: int, num_keys: int | None = None) -> AttentionMask:
 
 
 def sliding_window(num_tokens: int, left: int, right: int = 0, num_sink: int = 0) -> AttentionMask:
-    """Returns a window of `left` keys before and `right` keys after the query, and the first keys as sinks.
+    """Returns a window of `left` keys before and `right` after the query, and first keys as sinks.
 
         # . . . . .
         # # . . . .      left=1, right=0, num_sink=1
         # # # . . .
-        # . # # . .      allowed(q, k) = -left <= k - q <= right   or   (k < num_sink and k - q <= right)
-        # . . # # .
+        # . # # . .      allowed(q, k) = k - q <= right
+        # . . # # .                      and (q - k <= left or k < num_sink)
         # . . . # #
 
-    Both ends are inclusive, so a query sees `left + right + 1` keys; -1 means no limit on that side. Sinks widen
-    the left side only: with right=0 the mask stays causal. Source: window_size of FlashAttention and Megatron;
-    Mistral, Gemma, gpt-oss (which say "window 128" for left=127); sinks: StreamingLLM (arXiv 2309.17453).
+    Both ends are inclusive, so a query sees `left + right + 1` keys; -1 means no limit on that
+    side. Sinks widen the left side only: with right=0 the mask stays causal. Source: window_size of
+    FlashAttention and Megatron; Mistral, Gemma, gpt-oss (which say "window 128" for left=127);
+    sinks: StreamingLLM (arXiv 2309.17453).
     """
     num_tokens, num_sink = as_count("num_tokens", num_tokens), as_count("num_sink", num_sink)
     reach_left, reach_right = as_window_side("left", left), as_window_side("right", right)
@@ -89,8 +92,8 @@ def prefix_lm(num_tokens: int, prefix: int) -> AttentionMask:
         # # # .        allowed(q, k) = k <= q or k < prefix
         # # # #
 
-    Token `prefix` itself is causal. Source: T5, PaliGemma; `prefix_lm_causal` of LongCA-bench (whose
-    FlexAttention form lets one key too many in; this is its slice form).
+    Token `prefix` itself is causal. Source: T5, PaliGemma; `prefix_lm_causal` of LongCA-bench
+    (whose FlexAttention form lets one key too many in; this is its slice form).
     """
     num_tokens, prefix = as_count("num_tokens", num_tokens), as_count("prefix", prefix)
     if prefix > num_tokens:
@@ -99,8 +102,8 @@ def prefix_lm(num_tokens: int, prefix: int) -> AttentionMask:
 
 
 def prefix_rows(start: int | IntArray, end: int | IntArray, prefix: int | IntArray) -> IntArray:
-    """Returns the rows of prefix-LM documents `[start, end)` with `prefix` bidirectional tokens each."""
-    bend = np.asarray(start) + prefix
+    """Returns the rows of documents `[start, end)` with `prefix` bidirectional first tokens."""
+    bend = np.asarray(start, dtype=np.int64) + prefix
     both_ways = make_rows(start, bend, start, bend)
     return np.concatenate([both_ways, make_rows(bend, end, start, end, hi=0)])
 
@@ -108,7 +111,7 @@ def prefix_rows(start: int | IntArray, end: int | IntArray, prefix: int | IntArr
 def global_sliding_window(
     num_tokens: int, window: int, num_global: int, causal: bool = False
 ) -> AttentionMask:
-    """Returns a window of `window` keys on each side, and first tokens that see and are seen by everyone.
+    """Returns a window on both sides, and first tokens that see and are seen by everyone.
 
         # # # # #
         # # # . .        window=1, num_global=1
@@ -116,8 +119,9 @@ def global_sliding_window(
         # . # # #                        and, with causal=True, k <= q
         # . . # #
 
-    Source: Longformer (arXiv 2004.05150), BigBird. LongCA-bench defines it twice and differently (2 * window
-    global tokens in one form, nearly none in the other), so here the number is an argument.
+    Source: Longformer (arXiv 2004.05150), BigBird. LongCA-bench defines it twice and differently (2
+    * window global tokens in one form, nearly none in the other), so here the number is an
+    argument.
     """
     num_tokens, window = as_count("num_tokens", num_tokens), as_count("window", window)
     num_global = min(as_count("num_global", num_global), num_tokens)
@@ -130,17 +134,20 @@ def global_sliding_window(
     return AttentionMask(num_tokens, num_tokens, np.concatenate(rows))
 
 
-def image_spans(num_tokens: int, spans: Sequence[Sequence[int]] | IntArray, left: int = -1) -> AttentionMask:
+def image_spans(
+    num_tokens: int, spans: Sequence[Sequence[int]] | IntArray, left: int = -1
+) -> AttentionMask:
     """Returns causal text in which the tokens of one image see each other in both directions.
 
         # . . . .
         # # # . .        spans=[(1, 3)]
-        # # # . .        allowed(q, k) = (k <= q and q - k <= left)  or  q and k lie in the same span
+        # # # . .        allowed(q, k) = 0 <= q - k <= left or span(q) == span(k)
         # # # # .
         # # # # #
 
-    `spans`: disjoint ranges `[n, 2]`. `left` is the window of a sliding-window layer (-1: none); an image sees
-    itself even beyond the window. Source: Gemma 3, `token_type_ids_mask_function` of Hugging Face.
+    `spans`: disjoint ranges `[n, 2]`. `left` is the window of a sliding-window layer (-1: none); an
+    image sees itself even beyond the window. Source: Gemma 3, `token_type_ids_mask_function` of
+    Hugging Face.
     """
     num_tokens, reach = as_count("num_tokens", num_tokens), as_window_side("left", left)
     ranges = as_ranges("spans", spans)
@@ -148,7 +155,8 @@ def image_spans(num_tokens: int, spans: Sequence[Sequence[int]] | IntArray, left
     ranges = ranges[ranges[:, 0] < ranges[:, 1]]
     if (ranges[1:, 0] < ranges[:-1, 1]).any() or (ranges[-1:, 1] > num_tokens).any():
         raise ValueError(
-            f"spans={_shortened(ranges)} must be disjoint and end at or before num_tokens={num_tokens}; "
+            f"spans={_shortened(ranges)} must be disjoint and end at or before "
+            f"num_tokens={num_tokens}; "
             "join or cut the image spans"
         )
     start, end = ranges.T
@@ -170,10 +178,13 @@ def dilated(num_tokens: int, left: int, right: int = 0, dilation: int = 2) -> At
         . # . # .
         . . # . #
 
-    -1 means no limit on that side. One slice per diagonal: `(left + right) / dilation`, whatever `num_tokens`.
-    Source: Sparse Transformer (arXiv 1904.10509), LongNet.
+    -1 means no limit on that side. One slice per diagonal: `(left + right) / dilation`, whatever
+    `num_tokens`. Source: Sparse Transformer (arXiv 1904.10509), LongNet.
     """
-    num_tokens, dilation = as_count("num_tokens", num_tokens), as_count("dilation", dilation, minimum=1)
+    num_tokens, dilation = (
+        as_count("num_tokens", num_tokens),
+        as_count("dilation", dilation, minimum=1),
+    )
     reach_left, reach_right = as_window_side("left", left), as_window_side("right", right)
     furthest = max(0, num_tokens - 1)
     steps_left = min(furthest, furthest if reach_left is None else reach_left) // dilation
@@ -181,7 +192,9 @@ def dilated(num_tokens: int, left: int, right: int = 0, dilation: int = 2) -> At
     diagonal = np.arange(-steps_left, steps_right + 1, dtype=np.int64) * dilation
     if dilation == 1:
         return AttentionMask(
-            num_tokens, num_tokens, make_rows(0, num_tokens, 0, num_tokens, -steps_left, steps_right)
+            num_tokens,
+            num_tokens,
+            make_rows(0, num_tokens, 0, num_tokens, -steps_left, steps_right),
         )
     return AttentionMask(
         num_tokens, num_tokens, make_rows(0, num_tokens, 0, num_tokens, diagonal, diagonal)

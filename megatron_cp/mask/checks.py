@@ -1,17 +1,19 @@
 """Checks of what a caller hands to a mask builder: counts, lengths, ranges, cumulative lengths.
 
-Each function returns its input as plain Python or int64 NumPy data, or raises a ValueError that says what was
-received, what is allowed and what to do. Anything that `np.asarray` understands is accepted, tensors included.
+Each function returns its input as plain Python or int64 NumPy data, or raises a ValueError that
+says what was received, what is allowed and what to do. Anything that `np.asarray` understands is
+accepted, tensors included.
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_cp.mask.interval import IntArray
+from megatron_cp.mask.slice import OPEN, MaskSlice
 
 INFINITE = -1  # Megatron's word for a window side without limit
 
@@ -23,7 +25,9 @@ def as_count(name: str, value: object, *, minimum: int = 0) -> int:
     except TypeError:
         count = minimum - 1
     if count < minimum or isinstance(value, bool):
-        raise ValueError(f"{name}={value!r} must be an integer >= {minimum}; give a whole number of tokens")
+        raise ValueError(
+            f"{name}={value!r} must be an integer >= {minimum}; give a whole number of tokens"
+        )
     return count
 
 
@@ -42,13 +46,14 @@ def as_window_side(name: str, value: object) -> int | None:
 
 
 def as_integers(name: str, values: Sequence[int] | IntArray) -> IntArray:
-    """Returns a one-dimensional collection of integers as int64 `[n]`; refuses floats, NaN and booleans."""
+    """Returns integers in one dimension as int64 `[n]`; refuses floats, NaN and booleans."""
     array: NDArray[Any] = np.asarray(values)
     if array.ndim == 1 and not array.size:
         return np.zeros(0, dtype=np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise ValueError(
-            f"{name} has dtype {array.dtype} and shape {array.shape}; it must hold integers in one dimension: "
+            f"{name} has dtype {array.dtype} and shape {array.shape}; it must hold integers in "
+            "one dimension: "
             f"convert it to int64 (floats may hide NaN or rounding)"
         )
     return array.astype(np.int64)
@@ -60,7 +65,8 @@ def as_lengths(name: str, values: Sequence[int] | IntArray) -> IntArray:
     if len(lengths) and lengths.min() < 0:
         index = int(np.argmax(lengths < 0))
         raise ValueError(
-            f"{name}[{index}]={lengths[index]} must be >= 0; drop that document or give its number of tokens"
+            f"{name}[{index}]={lengths[index]} must be >= 0; drop that document or give its "
+            "number of tokens"
         )
     return lengths
 
@@ -70,12 +76,15 @@ def as_cu_seqlens(name: str, values: Sequence[int] | IntArray) -> IntArray:
     cumulative = as_integers(name, values)
     if not len(cumulative) or cumulative[0] != 0:
         first = cumulative[0] if len(cumulative) else "nothing"
-        raise ValueError(f"{name} begins with {first}; it must begin with 0: prepend 0 to the running sums")
+        raise ValueError(
+            f"{name} begins with {first}; it must begin with 0: prepend 0 to the running sums"
+        )
     falls = np.flatnonzero(np.diff(cumulative) < 0)
     if len(falls):
         index = int(falls[0]) + 1
         raise ValueError(
-            f"{name}[{index}]={cumulative[index]} is below {name}[{index - 1}]={cumulative[index - 1]}; "
+            f"{name}[{index}]={cumulative[index]} is below "
+            f"{name}[{index - 1}]={cumulative[index - 1]}; "
             "cumulative lengths must never fall: pass running sums, not lengths"
         )
     return cumulative
@@ -88,7 +97,8 @@ def as_ranges(name: str, values: Sequence[Sequence[int]] | IntArray) -> IntArray
         return np.zeros((0, 2), dtype=np.int64)
     if array.ndim != 2 or array.shape[1] != 2 or array.dtype.kind not in "iu":
         raise ValueError(
-            f"{name} has dtype {array.dtype} and shape {array.shape}; it must be integers of shape [n, 2]: "
+            f"{name} has dtype {array.dtype} and shape {array.shape}; it must be integers of "
+            "shape [n, 2]: "
             "give one (start, end) pair per range"
         )
     ranges = array.astype(np.int64)
@@ -96,6 +106,66 @@ def as_ranges(name: str, values: Sequence[Sequence[int]] | IntArray) -> IntArray
     if len(bad):
         index = int(bad[0])
         raise ValueError(
-            f"{name}[{index}]={tuple(ranges[index].tolist())} must satisfy 0 <= start <= end; fix that range"
+            f"{name}[{index}]={tuple(ranges[index].tolist())} must satisfy 0 <= start <= end; fix "
+            "that range"
         )
     return ranges
+
+
+def as_slices(
+    slices: Iterable[MaskSlice | Sequence[int | None]] | IntArray, num_queries: int, num_keys: int
+) -> IntArray:
+    """Returns slices as int64 rows `[n, 6]`, checked to lie inside the grid; None becomes open."""
+    if isinstance(slices, np.ndarray):
+        rows = slices.reshape(-1, 6) if slices.size else np.zeros((0, 6), dtype=np.int64)
+    else:
+        rows = _stacked([_six_numbers(index, item) for index, item in enumerate(slices)])
+    if rows.dtype.kind not in "iu":
+        raise ValueError(
+            f"slices have dtype {rows.dtype}; all numbers must be integers (or None for an open "
+            "side): "
+            "convert them to int"
+        )
+    rows = rows.astype(np.int64, copy=False)
+    for axis, column, size in (("q", 0, num_queries), ("k", 2, num_keys)):
+        start, end = rows[:, column], rows[:, column + 1]
+        bad = np.flatnonzero((start < 0) | (start > end) | (end > size))
+        if len(bad):
+            raise ValueError(
+                f"slices[{bad[0]}] has {axis} range [{start[bad[0]]}, {end[bad[0]]}); ranges must "
+                "satisfy "
+                f"0 <= start <= end <= {size}: fix that slice"
+            )
+    bad = np.flatnonzero(rows[:, 4] > rows[:, 5])
+    if len(bad):
+        lo, hi = rows[bad[0], 4:]
+        raise ValueError(
+            f"slices[{bad[0]}] has lo={lo} > hi={hi}; the band needs lo <= hi: exchange them"
+        )
+    return np.clip(rows, -OPEN, OPEN)
+
+
+def _six_numbers(index: int, item: MaskSlice | Sequence[int | None]) -> tuple[int, ...]:
+    if isinstance(item, MaskSlice):
+        item = (item.q_start, item.q_end, item.k_start, item.k_end, item.lo, item.hi)
+    if len(item) not in (4, 5, 6):
+        raise ValueError(
+            f"slices[{index}]={item!r} must be (q_start, q_end, k_start, k_end, lo, hi); "
+            "give four to six numbers, None for an open side"
+        )
+    q_start, q_end, k_start, k_end, lo, hi = (*item, None, None)[:6]
+    if q_start is None or q_end is None or k_start is None or k_end is None:
+        raise ValueError(
+            f"slices[{index}]={item!r} has None as a range bound; only lo and hi may be None: "
+            "give the bound"
+        )
+    return (q_start, q_end, k_start, k_end, -OPEN if lo is None else lo, OPEN if hi is None else hi)
+
+
+def _stacked(items: list[tuple[int, ...]]) -> IntArray:
+    if not items:
+        return np.zeros((0, 6), dtype=np.int64)
+    try:
+        return np.array(items)
+    except OverflowError:
+        return np.array(items, dtype=object)

@@ -1,4 +1,4 @@
-"""Sets of half-open integer intervals as int64 arrays `[n, 2]`, sorted, disjoint, non-empty, non-adjacent.
+"""Sets of half-open integer intervals: int64 `[n, 2]`, sorted, disjoint, non-empty, apart.
 
 Rows of the array are `(start, stop)`. All functions are pure, vectorised and O(n log n).
 """
@@ -60,7 +60,7 @@ def subtract(a: IntArray, b: IntArray) -> IntArray:
 
 
 def to_indices(intervals: IntArray) -> IntArray:
-    """Returns the integers of the intervals one after another, in the order given: int64 `[length]`."""
+    """Returns the integers of the intervals, one after another in the order given: int64."""
     sizes = intervals[:, 1] - intervals[:, 0]
     total = int(sizes.sum())
     if not total:
@@ -70,7 +70,7 @@ def to_indices(intervals: IntArray) -> IntArray:
 
 
 def from_indices(indices: IntArray) -> IntArray:
-    """Returns the runs of consecutive values of `indices` in their order; `to_indices` undoes it."""
+    """Returns the runs of consecutive values of `indices`, in order; `to_indices` undoes it."""
     if not len(indices):
         return EMPTY
     breaks = np.flatnonzero(np.diff(indices) != 1) + 1

@@ -1,7 +1,8 @@
 """AttentionMask: which query may look at which key, as a set of disjoint slices on a grid.
 
-Pure data: an int64 array `[n, 6]` of tight slice rows (see `slice.py`) and the two grid sizes. Nothing of
-size queries x keys is ever built, except by `to_dense`, which exists for tests and pictures.
+Pure data: an int64 array `[n, 6]` of tight slice rows (see `slice.py`) and the two grid sizes.
+Nothing of size queries x keys is ever built, except by `to_dense`, which exists for tests and
+pictures.
 """
 
 import hashlib
@@ -11,13 +12,12 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_cp.mask import interval
+from megatron_cp.mask import interval, sweep
+from megatron_cp.mask.checks import as_count, as_slices
 from megatron_cp.mask.interval import IntArray, expand_ranges
 from megatron_cp.mask.slice import (
-    HI,
     K_END,
     K_START,
-    LO,
     Q_END,
     Q_START,
     MaskSlice,
@@ -25,26 +25,25 @@ from megatron_cp.mask.slice import (
     intersect_rows,
     rows_area,
     shift_rows,
-    subtract_rows,
     tighten,
     transpose_rows,
 )
 
 Range = tuple[int, int]
-PAIRS_PER_BLOCK = 1 << 21  # bounds the memory of the disjointness sweep to about 200 MB
 
 
 class AttentionMask:
     """An immutable set of allowed (query, key) pairs on a `num_queries x num_keys` grid.
 
-    `array` is int64 `[num_slices, 6]` with the columns q_start, q_end, k_start, k_end, lo, hi; rows are
-    tight, pairwise disjoint and sorted by (q_start, k_start). The constructor is for code that already
-    knows its rows to be disjoint; users call `from_slices` or a named builder.
+    `array` is int64 `[num_slices, 6]` with the columns q_start, q_end, k_start, k_end, lo, hi; rows
+    are tight, pairwise disjoint and sorted by (q_start, k_start, then the rest). The constructor is
+    for code that already knows its rows to be disjoint; users call `from_slices` or a named
+    builder.
     """
 
     def __init__(self, num_queries: int, num_keys: int, array: IntArray):
         rows = tighten(np.asarray(array, dtype=np.int64).reshape(-1, 6))
-        rows = np.ascontiguousarray(rows[np.lexsort((rows[:, K_START], rows[:, Q_START]))])
+        rows = np.ascontiguousarray(rows[np.lexsort(rows.T[[5, 4, 3, 1, 2, 0]])])
         rows.setflags(write=False)
         self.num_queries, self.num_keys, self.array = int(num_queries), int(num_keys), rows
 
@@ -73,7 +72,7 @@ class AttentionMask:
         return self.area() / max(1, self.num_queries * self.num_keys)
 
     def area_of_rows(self, bounds: IntArray) -> IntArray:
-        """Returns the pairs of the query rows `[bounds[i], bounds[i+1])`: int64 `[len(bounds) - 1]`.
+        """Returns the area of every run of rows `[bounds[i], bounds[i+1])`: int64 `[runs]`.
 
         `bounds` is non-decreasing. O(slices x chunks that each slice meets).
         """
@@ -92,7 +91,8 @@ class AttentionMask:
 
     def needed_keys(self, q_ranges: IntArray) -> IntArray:
         """Returns the keys that any of these query rows may see, as sorted disjoint intervals."""
-        parts, _ = _cut(self.array, interval.as_intervals(q_ranges), Q_START, Q_END)
+        ranges = interval.normalise(interval.as_intervals(q_ranges))
+        parts, _ = _cut(self.array, ranges, Q_START, Q_END)
         return interval.normalise(parts[:, [K_START, K_END]])
 
     # ------------------------------------------------------------------ algebra
@@ -110,8 +110,11 @@ class AttentionMask:
 
         `q_ranges`, `k_ranges`: int64 `[m, 2]`, each disjoint, in any order. In dense form
         `dense[rows][:, keys]`; this is what a rank computes on rows that it holds in any order.
+
+        Raises ValueError for ranges outside the grid or overlapping.
         """
-        q_ranges, k_ranges = interval.as_intervals(q_ranges), interval.as_intervals(k_ranges)
+        q_ranges = _checked_ranges("q_ranges", q_ranges, self.num_queries)
+        k_ranges = _checked_ranges("k_ranges", k_ranges, self.num_keys)
         rows, which = _cut(self.array, q_ranges, Q_START, Q_END)
         rows = shift_rows(rows, q=(_offsets(q_ranges) - q_ranges[:, 0])[which])
         rows, which = _cut(rows, k_ranges, K_START, K_END)
@@ -121,7 +124,7 @@ class AttentionMask:
     def shift(
         self, q: int = 0, k: int = 0, num_queries: int | None = None, num_keys: int | None = None
     ) -> "AttentionMask":
-        """Returns the mask moved by `q` rows and `k` keys on a grid that grows by as much, or as given.
+        """Returns the mask moved by `q` rows and `k` keys; the grid grows by as much, or as given.
 
         Raises ValueError when a pair would leave the grid.
         """
@@ -137,37 +140,25 @@ class AttentionMask:
 
     def __and__(self, other: "AttentionMask") -> "AttentionMask":
         self._check_same_grid(other)
-        first, second = _meeting_pairs(self.array, other.array)
+        first, second = sweep.meeting_pairs(self.array, other.array)
         rows = intersect_rows(self.array[first], other.array[second])
         return AttentionMask(self.num_queries, self.num_keys, rows)
 
     def __or__(self, other: "AttentionMask") -> "AttentionMask":
-        rest = other - self
-        rows = np.concatenate([self.array, rest.array])
+        # The parts of either mask may be kept whole; fewer slices are cheaper for all that follows.
+        choices = [(self, other - self), (other, self - other)]
+        whole, rest = min(choices, key=lambda choice: choice[0].num_slices + choice[1].num_slices)
+        rows = np.concatenate([whole.array, rest.array])
         return AttentionMask(self.num_queries, self.num_keys, rows)
 
     def __sub__(self, other: "AttentionMask") -> "AttentionMask":
         self._check_same_grid(other)
-        mine, theirs = _meeting_pairs(self.array, other.array)
-        untouched = np.ones(len(self.array), dtype=bool)
-        untouched[mine] = False
-        result = [self.array[untouched]]
-        for index in np.unique(mine):
-            pieces = self.array[index][None]
-            for hole in other.array[theirs[mine == index]]:
-                pieces = np.concatenate([subtract_rows(piece, hole) for piece in pieces] or [pieces])
-            result.append(pieces)
-        return AttentionMask(self.num_queries, self.num_keys, np.concatenate(result))
+        rows = sweep.subtract(self.array, other.array)
+        return AttentionMask(self.num_queries, self.num_keys, rows)
 
     def merged(self) -> "AttentionMask":
         """Returns the same pairs in fewer slices: neighbours whose union is a slice are joined."""
-        rows = self.array
-        while True:
-            before = len(rows)
-            for order in ((K_START, Q_END, Q_START), (Q_START, K_END, K_START), (Q_START, K_START)):
-                rows = _join_neighbours(rows[np.lexsort(tuple(rows[:, i] for i in order))])
-            if len(rows) == before:
-                return AttentionMask(self.num_queries, self.num_keys, rows)
+        return AttentionMask(self.num_queries, self.num_keys, sweep.merge(self.array))
 
     # ------------------------------------------------------------------ identity
 
@@ -209,26 +200,30 @@ class AttentionMask:
 def from_slices(
     num_queries: int,
     num_keys: int,
-    slices: Iterable[MaskSlice | Sequence[int | None]],
+    slices: Iterable[MaskSlice | Sequence[int | None]] | IntArray,
 ) -> AttentionMask:
-    """Returns the mask of disjoint slices `(q_start, q_end, k_start, k_end, lo, hi)`; None = open side.
+    """Returns the mask of disjoint `(q_start, q_end, k_start, k_end, lo, hi)`; None = open side.
 
     Empty slices are allowed and dropped. Raises ValueError, naming the slice, for a range that is
     reversed or outside the grid, a band with lo > hi, and for two slices that share a pair (a pair
     counted twice would be a wrong softmax; `mask_a | mask_b` joins overlapping masks instead).
     """
-    rows = np.zeros((0, 6), dtype=np.int64)
-    items = [s if isinstance(s, MaskSlice) else MaskSlice(*s) for s in slices]
-    for index, item in enumerate(items):
-        _check_slice(index, item, num_queries, num_keys)
-    if items:
-        rows = np.concatenate([item.to_row() for item in items])
-    nonempty = np.flatnonzero((rows[:, Q_START] < rows[:, Q_END]) & (rows[:, K_START] < rows[:, K_END]))
-    overlap = _find_overlap(rows[nonempty])
+    num_queries, num_keys = as_count("num_queries", num_queries), as_count("num_keys", num_keys)
+    rows = as_slices(slices, num_queries, num_keys)
+    return from_rows(num_queries, num_keys, rows, "slices")
+
+
+def from_rows(num_queries: int, num_keys: int, rows: IntArray, name: str) -> AttentionMask:
+    """Returns the mask of rows inside the grid; ValueError if `name[i]` and `name[j]` overlap."""
+    solid = np.flatnonzero(
+        (rows[:, Q_START] < rows[:, Q_END]) & (rows[:, K_START] < rows[:, K_END])
+    )
+    overlap = sweep.find_overlap(rows[solid])
     if overlap is not None:
-        i, j = int(nonempty[overlap[0]]), int(nonempty[overlap[1]])
+        i, j = (int(solid[index]) for index in overlap)
+        first, second = (MaskSlice.from_row(rows[index]) for index in (i, j))
         raise ValueError(
-            f"slices[{i}]={items[i]} and slices[{j}]={items[j]} share pairs; slices must be disjoint: "
+            f"{name}[{i}]={first} and {name}[{j}]={second} share pairs; slices must be disjoint: "
             "cut one of them, or join two masks with |"
         )
     return AttentionMask(num_queries, num_keys, rows)
@@ -238,28 +233,36 @@ def concat(masks: Sequence[AttentionMask]) -> AttentionMask:
     """Returns the block-diagonal mask: each mask sees itself only, one after the other."""
     queries = np.cumsum([0] + [mask.num_queries for mask in masks])
     keys = np.cumsum([0] + [mask.num_keys for mask in masks])
-    rows = [shift_rows(m.array, int(q), int(k)) for m, q, k in zip(masks, queries, keys, strict=False)]
-    empty = [np.zeros((0, 6), dtype=np.int64)]
-    return AttentionMask(int(queries[-1]), int(keys[-1]), np.concatenate(empty + rows))
-
-
-def _check_slice(index: int, item: MaskSlice, num_queries: int, num_keys: int) -> None:
-    spans = (("q", item.q_start, item.q_end, num_queries), ("k", item.k_start, item.k_end, num_keys))
-    for axis, start, end, size in spans:
-        if not 0 <= start <= end <= size:
-            raise ValueError(
-                f"slices[{index}] has {axis} range [{start}, {end}); ranges must satisfy "
-                f"0 <= start <= end <= {size}: fix that slice"
-            )
-    if item.lo is not None and item.hi is not None and item.lo > item.hi:
-        raise ValueError(
-            f"slices[{index}] has lo={item.lo} > hi={item.hi}; the band needs lo <= hi: exchange them"
-        )
+    counts = [mask.num_slices for mask in masks]
+    rows = np.concatenate([np.zeros((0, 6), dtype=np.int64)] + [mask.array for mask in masks])
+    rows = shift_rows(rows, np.repeat(queries[:-1], counts), np.repeat(keys[:-1], counts))
+    return AttentionMask(int(queries[-1]), int(keys[-1]), rows)
 
 
 def _check_range(name: str, span: Range, size: int) -> None:
     if not 0 <= span[0] <= span[1] <= size:
-        raise ValueError(f"{name}={span} must satisfy 0 <= start <= end <= {size}; crop inside the grid")
+        raise ValueError(
+            f"{name}={span} must satisfy 0 <= start <= end <= {size}; crop inside the grid"
+        )
+
+
+def _checked_ranges(name: str, ranges: IntArray, size: int) -> IntArray:
+    """Returns disjoint, non-empty ranges inside `[0, size)`, in the order given."""
+    ranges = interval.as_intervals(ranges)
+    ranges = ranges[ranges[:, 0] != ranges[:, 1]]
+    in_order = ranges[np.argsort(ranges[:, 0])]
+    if len(ranges) and (
+        (ranges[:, 0] > ranges[:, 1]).any()
+        or (in_order[1:, 0] < in_order[:-1, 1]).any()
+        or in_order[0, 0] < 0
+        or in_order[-1, 1] > size
+    ):
+        raise ValueError(
+            f"{name}={ranges[:8].tolist()} must be disjoint ranges with 0 <= start <= end <= "
+            f"{size}; "
+            "take each row or key once"
+        )
+    return ranges
 
 
 def _check_inside(rows: IntArray, num_queries: int, num_keys: int) -> None:
@@ -281,7 +284,10 @@ def _offsets(ranges: IntArray) -> IntArray:
 
 
 def _cut(rows: IntArray, ranges: IntArray, start: int, end: int) -> tuple[IntArray, IntArray]:
-    """Returns the tight parts of `rows` inside each disjoint range of one axis, and their range index."""
+    """Returns the tight parts of `rows` inside ranges of one axis, and the range of each part.
+
+    The ranges are disjoint and not empty.
+    """
     ranges_in_order = np.argsort(ranges[:, 0], kind="stable")
     ordered = ranges[ranges_in_order]
     low = np.searchsorted(ordered[:, 1], rows[:, start], side="right")
@@ -290,7 +296,6 @@ def _cut(rows: IntArray, ranges: IntArray, start: int, end: int) -> tuple[IntArr
     parts = rows[which]
     parts[:, start] = np.maximum(parts[:, start], ordered[span, 0])
     parts[:, end] = np.minimum(parts[:, end], ordered[span, 1])
-    inside = parts[:, start] < parts[:, end]
-    # The other axis shrinks too, but a tight row keeps at least one pair in every row and column of its
-    # box, so no part vanishes here and the indices stay aligned.
-    return tighten(parts[inside]), ranges_in_order[span[inside]]
+    # The other axis shrinks too, but a tight row keeps at least one pair in every row and column of
+    # its box, so no part vanishes here and the indices stay aligned.
+    return tighten(parts), ranges_in_order[span]

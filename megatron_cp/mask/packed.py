@@ -1,11 +1,11 @@
 """Masks of several documents packed into one sequence: independent, prefixed, tree-shaped, video.
 
-A document is a run of tokens; `lengths` lists their sizes in order, and a length of 0 is legal. Everything is
-vectorised: 10^4 documents in 1M tokens take milliseconds.
+A document is a run of tokens; `lengths` lists their sizes in order, and a length of 0 is legal.
+Everything is vectorised: 10^4 documents in 1M tokens take milliseconds.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import numpy as np
 
@@ -15,8 +15,9 @@ from megatron_cp.mask.interval import IntArray, expand_ranges
 from megatron_cp.mask.mask import AttentionMask
 from megatron_cp.mask.slice import OPEN, make_rows, shift_rows
 
-Builder: TypeAlias = Callable[[int], AttentionMask]
-Kind: TypeAlias = str | tuple[str | int, ...] | AttentionMask | Builder
+NamedKind: TypeAlias = str | tuple[str | int, ...]
+CustomKind: TypeAlias = AttentionMask | Callable[[int], AttentionMask]
+Kind: TypeAlias = NamedKind | CustomKind
 Kinds: TypeAlias = Kind | Sequence[Kind]
 
 KINDS_ALLOWED = (
@@ -26,7 +27,7 @@ KINDS_ALLOWED = (
 
 
 def documents(lengths: Sequence[int] | IntArray, within: Kinds = "causal") -> AttentionMask:
-    """Returns packed documents that never see each other, each with the attention that `within` names.
+    """Returns documents that never see each other, each with the attention that `within` names.
 
         # . . . .
         # # . . .        lengths=[2, 3], within=["causal", "full"]
@@ -34,27 +35,23 @@ def documents(lengths: Sequence[int] | IntArray, within: Kinds = "causal") -> At
         . . # # #                        and within(q - start, k - start)
         . . # # #
 
-    `within` is one kind for all documents or a list with one per document. A kind is "causal", "full",
-    `("prefix", p)` (the first p tokens in both directions), `("window", left, right=0)`, an AttentionMask, or a
-    function from the length to an AttentionMask (any builder). Rules on top of all documents are cheaper as
-    algebra: `documents(lengths) & sliding_window(n, 4095)`.
+    `within` is one kind for all documents or a list with one per document. A kind is "causal",
+    "full", `("prefix", p)` (the first p tokens in both directions), `("window", left, right=0)`, an
+    AttentionMask, or a function from the length to an AttentionMask (any builder). Rules on top of
+    all documents are cheaper as algebra: `documents(lengths) & sliding_window(n, 4095)`.
 
-    Source: Llama 3 (intra-document causal), every packed SFT stack; full_document, causal_document of LongCA-bench.
+    Source: Llama 3 (intra-document causal), every packed SFT stack; full_document, causal_document
+    of LongCA-bench.
     """
     sizes = as_lengths("lengths", lengths)
     end = np.cumsum(sizes)
     start, total = end - sizes, int(sizes.sum())
-    kinds = _kinds_per_document(within, len(sizes))
-    if not isinstance(kinds, list):
-        chosen = {kinds: np.arange(len(sizes))} if isinstance(kinds, (str, tuple)) else {}
-        custom = [] if chosen else [(index, kinds) for index in range(len(sizes))]
-    else:
-        chosen, custom = _group_kinds(kinds)
+    named, custom = _group_kinds(_kind_of_each(within, len(sizes)))
     rows = [make_rows(0, 0, 0, 0)]
-    for kind, which in chosen.items():
+    for kind, which in named.items():
         rows.append(_rows_of_kind(kind, start[which], end[which], which))
-    for index, kind in custom:
-        mask = _custom_mask(kind, int(sizes[index]), index)
+    for index, other in custom:
+        mask = _custom_mask(other, int(sizes[index]), index)
         rows.append(shift_rows(mask.array, q=int(start[index]), k=int(start[index])))
     return AttentionMask(total, total, np.concatenate(rows))
 
@@ -64,10 +61,10 @@ def from_cu_seqlens(
     within: Kinds = "causal",
     cu_seqlens_k: Sequence[int] | IntArray | None = None,
 ) -> AttentionMask:
-    """Returns packed documents from running sums `[0, end of document 0, ...]`, as FlashAttention takes them.
+    """Returns packed documents from running sums `[0, end of document 0, ...]`.
 
-    With `cu_seqlens_k` the keys have lengths of their own; then `within` is "full" or "causal" (aligned at
-    the bottom right of each document's box).
+    This is the form of FlashAttention. With `cu_seqlens_k` the keys have lengths of their own; then
+    `within` is "full" or "causal" (aligned at the bottom right of each document's box).
     """
     queries = as_cu_seqlens("cu_seqlens", cu_seqlens)
     if cu_seqlens_k is None:
@@ -75,7 +72,8 @@ def from_cu_seqlens(
     keys = as_cu_seqlens("cu_seqlens_k", cu_seqlens_k)
     if len(keys) != len(queries):
         raise ValueError(
-            f"cu_seqlens_k has {len(keys)} entries and cu_seqlens {len(queries)}; both need one more than "
+            f"cu_seqlens_k has {len(keys)} entries and cu_seqlens {len(queries)}; both need one "
+            "more than "
             "there are documents: pass the pair of one pack"
         )
     if within not in ("causal", "full"):
@@ -91,7 +89,7 @@ def from_cu_seqlens(
 def prefix_lm_documents(
     lengths: Sequence[int] | IntArray, prefix: int | Sequence[int] | IntArray
 ) -> AttentionMask:
-    """Returns packed prefix-LM documents: in each, the first tokens see each other in both directions.
+    """Returns packed prefix-LM documents: in each, the first tokens see each other both ways.
 
         # # . . . .
         # # . . . .      lengths=[3, 3], prefix=[2, 1]
@@ -100,8 +98,8 @@ def prefix_lm_documents(
         . . . # # .                      and (k <= q or k - start < prefix)
         . . . # # #
 
-    One number serves all documents (those not longer than it are full), a sequence gives each its own.
-    Source: `prefix_lm_document` of LongCA-bench.
+    One number serves all documents (those not longer than it are full), a sequence gives each its
+    own. Source: `prefix_lm_document` of LongCA-bench.
     """
     sizes = as_lengths("lengths", lengths)
     end = np.cumsum(sizes)
@@ -111,11 +109,13 @@ def prefix_lm_documents(
         prefixes = as_lengths("prefix", prefix)  # type: ignore[arg-type]
         _check_count("prefix", len(prefixes), len(sizes))
         _check_prefixes(prefixes, sizes, np.arange(len(sizes)))
-    return AttentionMask(int(sizes.sum()), int(sizes.sum()), prefix_rows(end - sizes, end, prefixes))
+    return AttentionMask(
+        int(sizes.sum()), int(sizes.sum()), prefix_rows(end - sizes, end, prefixes)
+    )
 
 
 def shared_question(lengths: Sequence[int] | IntArray) -> AttentionMask:
-    """Returns one question followed by answers that see the question and themselves, not each other.
+    """Returns one question and then answers that see the question and themselves only.
 
         # . . . . .
         # # . . . .      lengths=[2, 2, 2]: question, answer, answer
@@ -130,8 +130,10 @@ def shared_question(lengths: Sequence[int] | IntArray) -> AttentionMask:
     return prefix_tree(sizes, np.minimum(0, np.arange(len(sizes)) - 1))
 
 
-def prefix_tree(lengths: Sequence[int] | IntArray, parents: Sequence[int] | IntArray) -> AttentionMask:
-    """Returns a forest of documents: each token sees its own document causally and all ancestors fully.
+def prefix_tree(
+    lengths: Sequence[int] | IntArray, parents: Sequence[int] | IntArray
+) -> AttentionMask:
+    """Returns a forest of documents: a token sees its own causally and all ancestors fully.
 
         # . . . .
         # # . . .        lengths=[1, 1, 1, 2], parents=[-1, 0, 1, 0]
@@ -139,8 +141,9 @@ def prefix_tree(lengths: Sequence[int] | IntArray, parents: Sequence[int] | IntA
         # . . # .                        or one of its ancestors
         # . . # #
 
-    `parents[i]` is the index of an earlier document, or -1 for a root; any depth. A chain whose members lie one
-    after another costs one slice. Source: tree-structured rollouts; shared_question is the tree of depth 1.
+    `parents[i]` is the index of an earlier document, or -1 for a root; any depth. A chain whose
+    members lie one after another costs one slice. Source: tree-structured rollouts; shared_question
+    is the tree of depth 1.
     """
     sizes, parent = as_lengths("lengths", lengths), as_integers("parents", parents)
     _check_count("parents", len(parent), len(sizes))
@@ -153,13 +156,12 @@ def prefix_tree(lengths: Sequence[int] | IntArray, parents: Sequence[int] | IntA
         )
     end = np.cumsum(sizes)
     start = end - sizes
-    # A chain is a maximal run of documents each of which is the parent of the next: it acts as one document.
-    opens = np.flatnonzero(parent != node - 1) if len(node) else node
-    if len(node) and (not len(opens) or opens[0] != 0):
-        opens = np.r_[0, opens]
-    closes = np.r_[opens[1:], len(node)] - 1
+    # A chain is a maximal run of documents each of which is the parent of the next: it acts as one
+    # document.
+    opens = np.flatnonzero((parent != node - 1) | (node == 0))
+    closes = np.r_[opens[1:], len(node)][: len(opens)] - 1
     top = np.repeat(opens, closes - opens + 1)
-    q_start, q_end = start[opens], end[closes] if len(node) else end
+    q_start, q_end = start[opens], end[closes]
     rows = [make_rows(q_start, q_end, q_start, q_end, hi=0)]
     ancestor = parent[opens]
     while True:
@@ -193,7 +195,7 @@ def causal_blockwise(lengths: Sequence[int] | IntArray) -> AttentionMask:
 
 
 def block_causal_documents(lengths: Sequence[int] | IntArray, block: int) -> AttentionMask:
-    """Returns documents of blocks: a token sees its whole block and all earlier blocks of its document.
+    """Returns documents of blocks: a token sees its block and all earlier ones of its document.
 
         # # . . .
         # # . . .        lengths=[3, 2], block=2 (a document's last block may be short)
@@ -219,36 +221,36 @@ def block_causal_documents(lengths: Sequence[int] | IntArray, block: int) -> Att
 # ---------------------------------------------------------------------- kinds of one document
 
 
-def _kinds_per_document(within: Kinds, num_documents: int) -> Kind | list[Kind]:
-    """Returns one kind for all documents, or a list of checked length."""
+def _kind_of_each(within: Kinds, num_documents: int) -> list[Kind]:
+    """Returns the kind of every document."""
     if isinstance(within, str | AttentionMask) or callable(within):
-        return within
-    if isinstance(within, tuple) and within[:1] in (("prefix",), ("window",)):
-        return within  # type: ignore[return-value]
+        return [within] * num_documents
+    if isinstance(within, tuple) and within and isinstance(within[-1], int):
+        return [cast(NamedKind, within)] * num_documents
     if not isinstance(within, Sequence):
-        raise ValueError(f"within={within!r} is no kind of attention; use {KINDS_ALLOWED}, or a list of these")
+        raise ValueError(
+            f"within={within!r} is no kind of attention; use {KINDS_ALLOWED}, or a list of these"
+        )
     _check_count("within", len(within), num_documents)
-    return list(within)
+    return list(cast(Sequence[Kind], within))
 
 
 def _group_kinds(
     kinds: list[Kind],
-) -> tuple[dict[str | tuple[str | int, ...], IntArray], list[tuple[int, Kind]]]:
-    """Returns the documents of each vectorisable kind, and the `(index, kind)` that need a call each."""
-    groups: dict[str | tuple[str | int, ...], list[int]] = {}
-    custom: list[tuple[int, Kind]] = []
+) -> tuple[dict[NamedKind, IntArray], list[tuple[int, CustomKind]]]:
+    """Returns the documents of each named kind, and the `(index, kind)` that need a call each."""
+    named: dict[NamedKind, list[int]] = {}
+    custom: list[tuple[int, CustomKind]] = []
     for index, kind in enumerate(kinds):
         if isinstance(kind, str | tuple):
-            groups.setdefault(kind, []).append(index)
+            named.setdefault(kind, []).append(index)
         else:
             custom.append((index, kind))
-    return {kind: np.array(which, dtype=np.int64) for kind, which in groups.items()}, custom
+    return {kind: np.array(which, dtype=np.int64) for kind, which in named.items()}, custom
 
 
-def _rows_of_kind(
-    kind: str | tuple[str | int, ...], start: IntArray, end: IntArray, which: IntArray
-) -> IntArray:
-    """Returns the rows of the documents `which`, `[start, end)`, that all have the same named kind."""
+def _rows_of_kind(kind: NamedKind, start: IntArray, end: IntArray, which: IntArray) -> IntArray:
+    """Returns the rows of the documents `which`, all of one named kind."""
     if kind == "full":
         return make_rows(start, end, start, end)
     if kind == "causal":
@@ -265,13 +267,16 @@ def _rows_of_kind(
     raise ValueError(f"within={kind!r} is no kind of attention; use {KINDS_ALLOWED}")
 
 
-def _custom_mask(kind: Kind, length: int, index: int) -> AttentionMask:
+def _custom_mask(kind: CustomKind, length: int, index: int) -> AttentionMask:
     mask = kind(length) if callable(kind) else kind
     if not isinstance(mask, AttentionMask):
-        raise ValueError(f"within={mask!r} for document {index} is no kind of attention; use {KINDS_ALLOWED}")
+        raise ValueError(
+            f"within={mask!r} for document {index} is no kind of attention; use {KINDS_ALLOWED}"
+        )
     if (mask.num_queries, mask.num_keys) != (length, length):
         raise ValueError(
-            f"within for document {index} is {mask.num_queries} x {mask.num_keys}; it must be {length} x {length}, "
+            f"within for document {index} is {mask.num_queries} x {mask.num_keys}; it must be "
+            f"{length} x {length}, "
             "the document's length: build it for that length"
         )
     return mask
@@ -281,7 +286,8 @@ def _check_prefixes(prefixes: IntArray, sizes: IntArray, which: IntArray) -> Non
     bad = np.flatnonzero(prefixes > sizes)
     if len(bad):
         raise ValueError(
-            f"prefix={prefixes[bad[0]]} of document {which[bad[0]]} must be <= its length {sizes[bad[0]]}; "
+            f"prefix={prefixes[bad[0]]} of document {which[bad[0]]} must be <= its length "
+            f"{sizes[bad[0]]}; "
             "shorten the prefix"
         )
 
@@ -289,6 +295,7 @@ def _check_prefixes(prefixes: IntArray, sizes: IntArray, which: IntArray) -> Non
 def _check_count(name: str, count: int, num_documents: int) -> None:
     if count != num_documents:
         raise ValueError(
-            f"{name} has {count} entries for {num_documents} documents; it must have one per document: "
+            f"{name} has {count} entries for {num_documents} documents; it must have one per "
+            "document: "
             "give both lists the same length"
         )

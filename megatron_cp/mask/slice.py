@@ -10,12 +10,12 @@
     v   # # # #         # # # .           # # # .
         # # # #         # # # #           . # # #
 
-The shape is closed under cropping, shifting, intersection and transposition, and its area is a closed
-form; that is why forward and backward, whole and sharded attention can share every routine.
+The shape is closed under cropping, shifting, intersection and transposition, and its area is a
+closed form; that is why forward and backward, whole and sharded attention can share every routine.
 
-The functions below work on *rows*: int64 arrays `[n, 6]` with those six columns. A row is **tight** when
-every query row and every key column of its box holds at least one allowed pair and `lo`, `hi` lie inside
-the box. Tight rows make the closed forms branch-free.
+The functions below work on *rows*: int64 arrays `[n, 6]` with those six columns. A row is **tight**
+when every query row and every key column of its box holds at least one allowed pair and `lo`, `hi`
+lie inside the box. Tight rows make the closed forms branch-free.
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ def make_rows(
     lo: int | IntArray = -OPEN,
     hi: int | IntArray = OPEN,
 ) -> IntArray:
-    """Returns int64 rows `[n, 6]` from columns given as arrays or as scalars that serve all rows."""
+    """Returns int64 rows `[n, 6]` from columns; a scalar serves all rows."""
     columns = np.broadcast_arrays(q_start, q_end, k_start, k_end, lo, hi)
     return np.stack(columns, axis=-1).reshape(-1, 6).astype(np.int64, copy=False)
 
@@ -84,14 +84,14 @@ def shift_rows(rows: IntArray, q: int | IntArray = 0, k: int | IntArray = 0) -> 
 
 
 def intersect_rows(a: IntArray, b: IntArray) -> IntArray:
-    """Returns row `i` of `a` met with row `i` of `b` (same length), *not* tightened, so counts agree."""
+    """Returns row `i` of `a` met with row `i` of `b`, *not* tightened, so that counts agree."""
     low = np.maximum(a[:, [Q_START, K_START, LO]], b[:, [Q_START, K_START, LO]])
     high = np.minimum(a[:, [Q_END, K_END, HI]], b[:, [Q_END, K_END, HI]])
     return np.stack([low[:, 0], high[:, 0], low[:, 1], high[:, 1], low[:, 2], high[:, 2]], axis=1)
 
 
 def subtract_rows(a: IntArray, b: IntArray) -> IntArray:
-    """Returns the pairs of tight row `i` of `a` outside row `i` of `b`, whose boxes meet: at most 6n rows."""
+    """Returns the pairs of row `i` of `a` outside row `i` of `b`; boxes meet. At most 6n rows."""
     q0, q1, k0, k1, lo, hi = a.T
     q_in0, q_in1, k_in0, k_in1, lo_in, hi_in = intersect_rows(a, b).T
     pieces = [
@@ -113,7 +113,7 @@ def transpose_rows(rows: IntArray) -> IntArray:
 
 @dataclass(frozen=True, slots=True)
 class MaskSlice:
-    """Pairs `q in [q_start, q_end)`, `k in [k_start, k_end)`, `lo <= k - q <= hi`; None = open side."""
+    """Pairs `q_start <= q < q_end`, `k_start <= k < k_end`, `lo <= k - q <= hi`; None = open."""
 
     q_start: int
     q_end: int
@@ -141,7 +141,7 @@ class MaskSlice:
         return int(rows_area(tighten(self.to_row())).sum())
 
     def keys_of(self, q: int) -> tuple[int, int]:
-        """Returns the half-open range of keys that query `q` may see; `(k, k)` when there is none."""
+        """Returns the half-open range of keys that query `q` may see; `(k, k)` if there is none."""
         if not self.q_start <= q < self.q_end:
             return (self.k_start, self.k_start)
         start = self.k_start if self.lo is None else max(self.k_start, q + self.lo)
@@ -151,7 +151,7 @@ class MaskSlice:
     def crop(
         self, q: tuple[int, int] | None = None, k: tuple[int, int] | None = None
     ) -> "MaskSlice | None":
-        """Returns the part inside the ranges, in the same coordinates; None when nothing is left."""
+        """Returns the part inside the ranges, in the same coordinates; None if nothing is left."""
         return _one(crop_rows(self.to_row(), q, k))
 
     def shift(self, q: int = 0, k: int = 0) -> "MaskSlice":

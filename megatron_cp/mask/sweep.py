@@ -1,7 +1,8 @@
-"""Joins over many slices at once: which meet, which overlap, what is left of one set outside another.
+"""Joins over many slices at once: which meet, which overlap, what one set leaves of another.
 
 All functions take tight rows `[n, 6]`. The pairs of rows whose boxes meet on the cheaper axis are
-enumerated with sorted searches, so two sets of 10^4 slices are joined without looking at 10^8 pairs.
+enumerated with sorted searches, so two sets of 10^4 slices are joined without looking at 10^8
+pairs.
 """
 
 from collections.abc import Iterator
@@ -40,7 +41,7 @@ def meeting_pairs(a: IntArray, b: IntArray) -> tuple[IntArray, IntArray]:
 
 
 def subtract(a: IntArray, b: IntArray) -> IntArray:
-    """Returns disjoint rows that hold the pairs of `a` outside `b`; both sets are disjoint and sorted."""
+    """Returns disjoint rows of the pairs of `a` outside `b`; both sets are disjoint and sorted."""
     finished = []
     while True:
         first, second = meeting_pairs(a, b)
@@ -84,17 +85,17 @@ def merge(rows: IntArray) -> IntArray:
 
 
 class _AxisJoin:
-    """The pairs of rows of `a` and `b` whose boxes meet on one axis, counted before they are listed."""
+    """The pairs of rows whose boxes meet on one axis, counted before they are listed."""
 
     def __init__(self, a: IntArray, b: IntArray, start: int, end: int):
         # Either b starts inside a (ties included), or a starts strictly inside b: each pair once.
         self.parts = []
-        for owner, other, tie in ((a, b, "left"), (b, a, "right")):
+        for owner, other, a_owns in ((a, b, True), (b, a, False)):
             order = np.argsort(other[:, start], kind="stable")
             starts = other[order, start]
-            low = np.searchsorted(starts, owner[:, start], side=tie)  # type: ignore[call-overload]
+            low = np.searchsorted(starts, owner[:, start], side="left" if a_owns else "right")
             high = np.searchsorted(starts, owner[:, end], side="left")
-            self.parts.append((order, low, np.maximum(low, high), owner is a and tie == "left"))
+            self.parts.append((order, low, np.maximum(low, high), a_owns))
         self.num_candidates = sum(int((high - low).sum()) for _, low, high, _ in self.parts)
 
     def candidates(self) -> Iterator[tuple[IntArray, IntArray]]:
@@ -117,7 +118,7 @@ def _share_a_pair(a: IntArray, b: IntArray) -> NDArray[np.bool_]:
 
 
 def _join_neighbours(rows: IntArray) -> IntArray:
-    """Returns `rows` with consecutive rows joined where their bounding slice holds no other pair."""
+    """Returns `rows` with neighbours joined where their bounding slice holds no other pair."""
     while len(rows) > 1:
         a, b = rows[:-1], rows[1:]
         low, high = np.minimum(a, b), np.maximum(a, b)

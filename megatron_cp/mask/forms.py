@@ -1,0 +1,100 @@
+"""Masks from the two plainest forms: (query range, key range, type) triples and dense booleans."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_cp.mask.checks import as_count, as_ranges
+from megatron_cp.mask.interval import IntArray
+from megatron_cp.mask.mask import AttentionMask, from_rows
+from megatron_cp.mask.slice import OPEN, make_rows
+
+RANGE_TYPES = ("full", "causal", "inv_causal", "bi_causal")
+
+
+def from_ranges(
+    q_ranges: Sequence[Sequence[int]] | IntArray,
+    k_ranges: Sequence[Sequence[int]] | IntArray,
+    types: Sequence[str | int] | str | int,
+    *,
+    num_queries: int | None = None,
+    num_keys: int | None = None,
+) -> AttentionMask:
+    """Returns the mask of boxes `q_ranges[i] x k_ranges[i]`, each cut as `types[i]` says.
+
+        full (0)     causal (1)     inv_causal (2)     bi_causal (3)
+        # # # #      # # . .        # # # #            # # . .
+        # # # #      # # # .        . # # #            . # # .
+        # # # #      # # # #        . . # #            . . # #
+
+    causal is aligned at the bottom right of its box (`k - q <= k_end - q_end`), inv_causal at the
+    top left (`k - q >= k_start - q_start`), bi_causal is both. One type serves all boxes. Unless
+    given, the grid ends where the last range ends. Raises ValueError naming two boxes that share a
+    pair.
+
+    Source: MagiAttention's AttnSlice and its type numbers.
+    """
+    queries, keys = as_ranges("q_ranges", q_ranges), as_ranges("k_ranges", k_ranges)
+    if len(queries) != len(keys):
+        raise ValueError(
+            f"q_ranges has {len(queries)} entries and k_ranges {len(keys)}; each box needs one of "
+            "both: give lists of one length"
+        )
+    codes = _type_codes(types, len(queries))
+    hi = np.where(codes & 1, keys[:, 1] - queries[:, 1], OPEN)
+    lo = np.where(codes & 2, keys[:, 0] - queries[:, 0], -OPEN)
+    rows = make_rows(queries[:, 0], queries[:, 1], keys[:, 0], keys[:, 1], lo, hi)
+    grid_queries = _grid_size("num_queries", num_queries, queries, "q_ranges")
+    grid_keys = _grid_size("num_keys", num_keys, keys, "k_ranges")
+    return from_rows(grid_queries, grid_keys, rows, "ranges")
+
+
+def from_dense(dense: NDArray[np.bool_]) -> AttentionMask:
+    """Returns the mask of a boolean matrix `[num_queries, num_keys]` (True = allowed).
+
+    Costs O(queries x keys): for small masks and tests. Full, causal and banded regions come back as
+    single slices.
+    """
+    matrix: NDArray[Any] = np.asarray(dense)
+    if matrix.ndim != 2 or matrix.dtype != np.bool_:
+        raise ValueError(
+            f"dense has dtype {matrix.dtype} and shape {matrix.shape}; it must be bool of shape "
+            "[num_queries, num_keys]: compare an additive mask with 0 first"
+        )
+    num_queries, num_keys = matrix.shape
+    edges = np.zeros((num_queries, num_keys + 1), dtype=np.int8)
+    edges[:, :-1] += matrix
+    edges[:, 1:] -= matrix
+    q, k_start = np.nonzero(edges == 1)
+    k_end = np.nonzero(edges == -1)[1]
+    return AttentionMask(num_queries, num_keys, make_rows(q, q + 1, k_start, k_end)).merged()
+
+
+def _type_codes(types: Sequence[str | int] | str | int, count: int) -> IntArray:
+    """Returns one code per box: bit 0 = upper bound on `k - q`, bit 1 = lower bound."""
+    items = [types] * count if isinstance(types, str | int) else list(types)
+    if len(items) != count:
+        raise ValueError(
+            f"types has {len(items)} entries for {count} boxes; give one per box, or one for all"
+        )
+    codes = {name: code for code, name in enumerate(RANGE_TYPES)} | {c: c for c in range(4)}
+    unknown = [index for index, item in enumerate(items) if item not in codes]
+    if unknown:
+        raise ValueError(
+            f"types[{unknown[0]}]={items[unknown[0]]!r} is unknown; allowed are "
+            f"{', '.join(RANGE_TYPES)} or 0, 1, 2, 3: use one of these"
+        )
+    return np.array([codes[item] for item in items], dtype=np.int64)
+
+
+def _grid_size(name: str, size: int | None, ranges: IntArray, ranges_name: str) -> int:
+    reach = int(ranges[:, 1].max()) if len(ranges) else 0
+    if size is None:
+        return reach
+    if reach > as_count(name, size):
+        raise ValueError(
+            f"{name}={size} must be at least {reach}, where {ranges_name} end; enlarge the grid"
+        )
+    return int(size)
