@@ -14,19 +14,24 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 
 BIN := $(VENV)/bin
-INSTALLED := $(VENV)/.installed-$(TORCH)
-INSTALLED_DEV := $(VENV)/.installed-dev-$(TORCH)
+# One stamp per choice of interpreter and torch: the second call is instant, another choice is not.
+CHOICE := $(shell printf '%s' '$(PYTHON) $(TORCH)' | cksum | cut -d ' ' -f 1)
+INSTALLED := $(VENV)/.installed-$(CHOICE)
+INSTALLED_DEV := $(VENV)/.installed-dev-$(CHOICE)
 # Stands while pip works: an environment that was interrupted half-way is made anew.
 UNFINISHED := $(VENV)/.unfinished
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 define install
-	@if [ -e $(UNFINISHED) ] || ! $(BIN)/python -m pip --version > /dev/null 2>&1; then \
+	@if [ -e $(UNFINISHED) ] || ! $(BIN)/python -m pip --version > /dev/null 2>&1 \
+		|| [ "$$($(BIN)/python -V)" != "$$($(PYTHON) -V)" ]; then \
 		echo "making $(VENV)"; rm -rf $(VENV); $(PYTHON) -m venv $(VENV); \
 	fi
+	@rm -f $(VENV)/.installed-*
 	@touch $(UNFINISHED)
-	@echo "installing $(TORCH), then $(1)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" --editable "$(1)"
+	@echo "installing $(TORCH), then $(1) (a few minutes the first time)"
+	@$(PIP_INSTALL) '$(TORCH)'
+	@$(PIP_INSTALL) '$(TORCH)' --editable '$(1)'
 	@rm -f $(UNFINISHED)
 	@touch $@
 endef
