@@ -1,1 +1,38 @@
-"""From text to planned batches: token files, tokenizers, packing, balance, loader."""
+"""From text to planned batches: token files, tokenizers, packing, balance, loader. No torch."""
+
+from megatron_cp.data.batch import BatchConfig, PackedBatch, PlannedBatch, PlanRequest
+from megatron_cp.data.document_set import DocumentSet, open_documents, split_documents
+from megatron_cp.data.indexed import IndexedDataset, token_dtype
+from megatron_cp.data.indexed_writer import IndexedWriter
+from megatron_cp.data.loader import LoaderConfig, PackedLoader
+from megatron_cp.data.packing import Pack, Packer, PackingConfig, Piece, packs_of_one_epoch
+from megatron_cp.data.tokenizer import (
+    ByteLevelTokenizer,
+    HuggingFaceTokenizer,
+    Tokenizer,
+    build_tokenizer,
+)
+
+__all__ = [
+    "BatchConfig",
+    "ByteLevelTokenizer",
+    "DocumentSet",
+    "HuggingFaceTokenizer",
+    "IndexedDataset",
+    "IndexedWriter",
+    "LoaderConfig",
+    "Pack",
+    "PackedBatch",
+    "PackedLoader",
+    "Packer",
+    "PackingConfig",
+    "Piece",
+    "PlanRequest",
+    "PlannedBatch",
+    "Tokenizer",
+    "build_tokenizer",
+    "open_documents",
+    "packs_of_one_epoch",
+    "split_documents",
+    "token_dtype",
+]

@@ -171,7 +171,8 @@ def train_byte_level_bpe(
 ) -> HuggingFaceTokenizer:
     """A byte-level BPE learned from `texts`, written to `path` and opened.
 
-    `<|endoftext|>` is id 0, `<|pad|>` id 1.     About 0.5 MB of text a second on two cores at a vocabulary of 32K.
+    `<|endoftext|>` is id 0, `<|pad|>` id 1. About 0.5 MB of text a second on two cores
+    at a vocabulary of 32K.
     """
     if vocab_size < 258:
         raise ValueError(

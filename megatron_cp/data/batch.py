@@ -1,0 +1,246 @@
+"""A pack becomes tokens, labels, loss mask, positions and a mask; several packs become one batch.
+
+Flags keep Megatron-LM's meaning. Without `reset_attention_mask` a pack is one causal sequence and
+the label of a document's last token is the first token of the next. With it, documents see
+themselves only and no label crosses from one to another:
+
+    tokens     a0 a1 a2 a3 | b0 b1 b2 | -  -        documents a (cut here, a4 follows) and b (ends)
+    labels     a1 a2 a3 a4 | b1 b2  . | .  .        shifted before anything is dispatched to ranks
+    loss        1  1  1  1 |  1  1  0 | 0  0        a0, a1 a prefix: loss 0 1 1 1; bidirectional: 0
+
+Boundaries are the true document boundaries of the corpus, not a search for end tokens. A position
+carries loss only if it cannot see its label, so the first p - 1 positions of a prefix and all of
+a bidirectional document carry none: under those masks next-token loss would reward copying.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_cp.config import CPConfig
+from megatron_cp.data.document_set import BIDIRECTIONAL, DocumentSet
+from megatron_cp.data.packing import Pack, Piece
+from megatron_cp.mask import AttentionMask, concat, from_slices, sliding_window
+from megatron_cp.plan import AttentionPlan, make_plans
+
+_Slice = tuple[int, int, int, int, int | None, int | None]
+_NO_LABEL = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchConfig:
+    """How a pack becomes arrays; the three flags are Megatron-LM's."""
+
+    seq_length: int
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    eod_mask_loss: bool = False
+    eod_token: int | None = None
+    vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.eod_mask_loss and self.eod_token is None:
+            raise ValueError("eod_token=None: --eod-mask-loss needs the tokenizer's eod; pass it")
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """S tokens with everything that training needs to know about them. Arrays are `[S]`.
+
+    The tail behind the last document is padding: token 0, loss 0, and no row or key in the mask.
+    """
+
+    tokens: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    loss_mask: NDArray[np.float32]
+    position_ids: NDArray[np.int64]
+    mask: AttentionMask
+    document_lengths: tuple[int, ...]
+    document_kinds: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PlannedBatch:
+    """A micro-batch and its plans by layer kind; `metrics` are numbers for the log."""
+
+    batch: PackedBatch
+    plans: Mapping[str, AttentionPlan]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """Which plans a batch needs: "full" always, "window" if some layers slide a window.
+
+    `window` is `(left, right)` as in Megatron's --window-size: keys before and after the query.
+    """
+
+    cp_size: int = 1
+    config: CPConfig = field(default_factory=CPConfig)
+    num_full_layers: int = 1
+    num_window_layers: int = 0
+    window: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.window is None) != (self.num_window_layers == 0):
+            raise ValueError(
+                f"window={self.window} and num_window_layers={self.num_window_layers} must be "
+                "given together; leave both out for a model without sliding-window layers"
+            )
+
+
+# Without document masks every pack has the same mask, so the same plans.
+@functools.lru_cache(maxsize=8)
+def make_batch_plans(mask: AttentionMask, request: PlanRequest) -> Mapping[str, AttentionPlan]:
+    """The plans of a mask, all on one placement. The last few are remembered."""
+    wanted = {"full": (mask, float(request.num_full_layers))}
+    if request.window is not None:
+        left, right = request.window
+        narrow = mask & sliding_window(mask.num_queries, left, right)
+        wanted["window"] = (narrow, float(request.num_window_layers))
+    return make_plans(wanted, request.cp_size, request.config)
+
+
+def build_batch(documents: DocumentSet, packs: Sequence[Pack], config: BatchConfig) -> PackedBatch:
+    """One batch of `len(packs) * seq_length` tokens; packs do not see each other.
+
+    Raises:
+        ValueError: a token id is outside the vocabulary (names the document), or a document with a
+            prefix meets a configuration that would ignore it.
+    """
+    return join_batches([_build_pack(documents, pack, config) for pack in packs])
+
+
+def join_batches(batches: Sequence[PackedBatch]) -> PackedBatch:
+    """The batches one after the other, block-diagonal."""
+    if len(batches) == 1:
+        return batches[0]
+    return PackedBatch(
+        tokens=np.concatenate([b.tokens for b in batches]),
+        labels=np.concatenate([b.labels for b in batches]),
+        loss_mask=np.concatenate([b.loss_mask for b in batches]),
+        position_ids=np.concatenate([b.position_ids for b in batches]),
+        mask=concat([b.mask for b in batches]),
+        document_lengths=tuple(n for b in batches for n in b.document_lengths),
+        document_kinds=tuple(kind for b in batches for kind in b.document_kinds),
+    )
+
+
+def plan_batch(batch: PackedBatch, request: PlanRequest) -> PlannedBatch:
+    """The batch with its plans and what the log wants to know about both."""
+    started = time.perf_counter()
+    plans = make_batch_plans(batch.mask, request)
+    plan_ms = (time.perf_counter() - started) * 1e3
+    p50, p99 = np.percentile(batch.document_lengths, [50, 99])
+    metrics = {
+        "docs_per_pack": float(len(batch.document_lengths)),
+        "doc_len_p50": float(p50),
+        "doc_len_p99": float(p99),
+        "plan_ms": plan_ms,
+        "area": float(batch.mask.area()),
+        "padding": float(len(batch.tokens) - sum(batch.document_lengths)),
+    }
+    return PlannedBatch(batch, plans, metrics)
+
+
+def visible_prefix(documents: DocumentSet, piece: Piece) -> int:
+    """Leading tokens of a piece that all its tokens see; the whole piece if bidirectional."""
+    prefix = int(documents.prefix_lengths[piece.document])
+    if prefix == BIDIRECTIONAL:
+        return piece.length
+    return min(max(prefix - piece.start, 0), piece.length)
+
+
+def pack_area(documents: DocumentSet, pack: Pack, config: BatchConfig) -> int:
+    """Pairs in the mask of a pack, in closed form: what attention costs. O(documents)."""
+    if not config.reset_attention_mask:
+        return pack.num_tokens * (pack.num_tokens + 1) // 2
+    lengths = [(piece.length, visible_prefix(documents, piece)) for piece in pack.pieces]
+    return sum(n * (n + 1) // 2 + p * (p - 1) // 2 for n, p in lengths)
+
+
+def _build_pack(documents: DocumentSet, pack: Pack, config: BatchConfig) -> PackedBatch:
+    size, used = config.seq_length, pack.num_tokens
+    tokens = np.zeros(size, dtype=np.int64)
+    labels = np.full(size, _NO_LABEL, dtype=np.int64)
+    # Padding positions restart where documents do, so they stay below seq_length either way.
+    position_ids = np.arange(size, dtype=np.int64)
+    no_loss = np.zeros(size, dtype=np.bool_)
+    slices: list[_Slice] = []
+    kinds: list[str] = []
+    start = 0
+    for piece in pack.pieces:
+        stop = start + piece.length
+        words = _read_with_next(documents, piece, config.vocab_size)
+        tokens[start:stop] = words[: piece.length]
+        labels[start : start + len(words) - 1] = words[1:]
+        if config.reset_position_ids:
+            position_ids[start:stop] = np.arange(piece.length)
+        prefix = visible_prefix(documents, piece)
+        kinds.append(_kind(documents, piece, prefix))
+        without = piece.length if kinds[-1] == "bidirectional" else max(prefix - 1, 0)
+        no_loss[start : start + without] = True
+        slices += _document_slices(start, stop, prefix)
+        start = stop
+    if config.reset_position_ids:
+        position_ids[used:] = np.arange(size - used)
+    if not config.reset_attention_mask:
+        if set(kinds) != {"causal"}:
+            raise ValueError(
+                f"reset_attention_mask=False: {documents.name(pack.pieces[0].document)} and its "
+                f"neighbours have kinds {sorted(set(kinds))}, one causal sequence would ignore "
+                "that; set --reset-attention-mask"
+            )
+        slices = [(0, used, 0, used, None, 0)]
+        labels[: used - 1] = tokens[1:used]
+        if pack.following is not None:
+            document, offset = pack.following
+            following = Piece(document, offset, offset + 1)
+            labels[used - 1] = _read_with_next(documents, following, config.vocab_size)[0]
+    if config.eod_mask_loss:
+        no_loss |= tokens == config.eod_token
+    no_loss |= labels == _NO_LABEL
+    return PackedBatch(
+        tokens=tokens,
+        labels=np.where(labels == _NO_LABEL, 0, labels),
+        loss_mask=(~no_loss).astype(np.float32),
+        position_ids=position_ids,
+        mask=from_slices(size, size, slices),
+        document_lengths=tuple(piece.length for piece in pack.pieces),
+        document_kinds=tuple(kinds),
+    )
+
+
+def _read_with_next(
+    documents: DocumentSet, piece: Piece, vocab_size: int | None
+) -> NDArray[np.int64]:
+    """Tokens of the piece and the one after it, if the document goes on."""
+    length = int(documents.lengths[piece.document])
+    words = documents.read(piece.document, piece.start, min(piece.stop + 1, length))
+    low, high = int(words.min()), int(words.max())
+    if low < 0 or (vocab_size is not None and high >= vocab_size):
+        wrong = low if low < 0 else high
+        where = piece.start + int((words == wrong).argmax())
+        raise ValueError(
+            f"token id {wrong} at position {where} of {documents.name(piece.document)} must be in "
+            f"[0, {vocab_size}); preprocess with the tokenizer that the model is trained with"
+        )
+    return words
+
+
+def _kind(documents: DocumentSet, piece: Piece, prefix: int) -> str:
+    if documents.prefix_lengths[piece.document] == BIDIRECTIONAL:
+        return "bidirectional"
+    return "prefix" if prefix else "causal"
+
+
+def _document_slices(start: int, stop: int, prefix: int) -> list[_Slice]:
+    bend = start + prefix
+    both_ways: list[_Slice] = [(start, bend, start, bend, None, None)] if prefix else []
+    return [*both_ways, (bend, stop, start, stop, None, 0)] if bend < stop else both_ways

@@ -1,0 +1,150 @@
+"""The documents that one loader sees: a range of a corpus, and which part of each is a prefix.
+
+A document is causal unless the file `<prefix>.prefix_lengths.npy` says otherwise (int64, one entry
+per document of the corpus):
+
+     0   causal          every token sees the tokens before it
+     p   prefix          the first p tokens see each other both ways, the rest is causal
+    -1   bidirectional   every token sees the whole document
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_cp.data.indexed import IndexedDataset
+
+BIDIRECTIONAL = -1
+
+
+def prefix_lengths_path(prefix: str | os.PathLike[str]) -> Path:
+    """`<prefix>.prefix_lengths.npy`."""
+    return Path(f"{os.fspath(prefix)}.prefix_lengths.npy")
+
+
+def write_prefix_lengths(prefix: str | os.PathLike[str], lengths: NDArray[np.int64]) -> None:
+    """Records the kind of every document beside the token files; ValueError if it cannot be."""
+    _check_prefix_lengths(lengths, IndexedDataset(prefix), "lengths")
+    path = prefix_lengths_path(prefix)
+    temporary = path.with_suffix(f".tmp{os.getpid()}")
+    with temporary.open("wb") as stream:
+        np.save(stream, np.asarray(lengths, dtype=np.int64), allow_pickle=False)
+    temporary.replace(path)
+
+
+def _read_prefix_lengths(dataset: IndexedDataset) -> NDArray[np.int64]:
+    path = prefix_lengths_path(dataset.prefix)
+    if not path.is_file():
+        return np.zeros(len(dataset), dtype=np.int64)
+    try:
+        lengths = np.load(path, allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise ValueError(f"{path} is not an .npy file ({error}); write it again") from None
+    _check_prefix_lengths(lengths, dataset, str(path))
+    return np.asarray(lengths, dtype=np.int64)
+
+
+def _check_prefix_lengths(lengths: NDArray[Any], dataset: IndexedDataset, name: str) -> None:
+    if lengths.shape != (len(dataset),) or not np.issubdtype(lengths.dtype, np.integer):
+        raise ValueError(
+            f"{name} has shape {lengths.shape} and dtype {lengths.dtype}, want one integer for "
+            f"each of the {len(dataset)} documents of {dataset.prefix}; write it again"
+        )
+    wrong = (lengths < BIDIRECTIONAL) | (lengths > dataset.document_lengths)
+    if wrong.any():
+        document = int(wrong.argmax())
+        raise ValueError(
+            f"{name}[{document}]={lengths[document]} must be -1, or in [0, "
+            f"{dataset.document_lengths[document]}], the length of the document; write it again"
+        )
+
+
+@dataclass(frozen=True)
+class DocumentSet:
+    """Documents `[first, last)` of a token file, numbered from 0.
+
+    Picklable: another process opens the files itself and refuses replaced ones.
+    """
+
+    dataset: IndexedDataset
+    first: int
+    last: int
+    prefix_lengths: NDArray[np.int64] = field(repr=False)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each document."""
+        return self.dataset.document_lengths[self.first : self.last]
+
+    def __len__(self) -> int:
+        """Number of documents, empty ones included."""
+        return self.last - self.first
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all documents together."""
+        return int(self.lengths.sum())
+
+    def read(self, document: int, start: int, stop: int) -> NDArray[np.int64]:
+        """Tokens `[start, stop)` of a document as int64."""
+        return self.dataset.read(self.first + document, start, stop).astype(np.int64)
+
+    def name(self, document: int) -> str:
+        """What to call a document in a message."""
+        return f"document {self.first + document} of {self.dataset.prefix}"
+
+    def digest(self) -> str:
+        """SHA-256 of what determines a stream: tokens (sampled), boundaries, kinds, the range."""
+        total = hashlib.sha256(f"{self.dataset.digest()} {self.first} {self.last}".encode())
+        total.update(self.prefix_lengths.tobytes())
+        return total.hexdigest()
+
+
+def open_documents(prefix: str | os.PathLike[str]) -> DocumentSet:
+    """All documents of a corpus."""
+    dataset = IndexedDataset(prefix)
+    return DocumentSet(dataset, 0, len(dataset), _read_prefix_lengths(dataset))
+
+
+def split_documents(documents: DocumentSet, split: str | Sequence[float]) -> list[DocumentSet]:
+    """Train, validation and test documents of Megatron's `--split`, "90,5,5".
+
+    Weights are normalised and missing ones are zero. The ranges are contiguous in file order, with
+    Megatron's rounding, so both draw the same documents.
+
+    Raises:
+        ValueError: not one to three non-negative weights with a positive sum.
+    """
+    try:
+        weights = [float(w) for w in (split.split(",") if isinstance(split, str) else split)]
+    except ValueError:
+        weights = []
+    valid = 1 <= len(weights) <= 3 and min(weights) >= 0 and 0 < sum(weights) < float("inf")
+    if not valid:
+        raise ValueError(
+            f"split={split!r} must be one to three non-negative numbers, train,validation,test; "
+            'write --split "90,5,5"'
+        )
+    weights += [0.0] * (3 - len(weights))
+    total, seen, bounds = sum(weights), 0.0, [0]
+    for weight in weights:
+        seen += weight / total
+        bounds.append(min(round(seen * len(documents)), len(documents)))
+    return [
+        DocumentSet(
+            documents.dataset,
+            documents.first + start,
+            documents.first + stop,
+            documents.prefix_lengths[start:stop],
+        )
+        for start, stop in itertools.pairwise(bounds)
+    ]

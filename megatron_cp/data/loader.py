@@ -1,0 +1,273 @@
+"""Planned batches for one data-parallel rank, built ahead by workers, resumable exactly.
+
+                      every rank alike, integers only            |        workers (or inline, 0 of them)
+    documents -> Packer -> packs of a global batch -> assign     |   tokens, labels, mask -> make_plans
+                                    by attention cost to ranks   |   -> PlannedBatch
+
+Because packs are drawn before they are dealt, the packs of a global batch, and with them the
+state, do not depend on the number of ranks or workers: either may change between two runs.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from megatron_cp.data.balance import assign_packs
+from megatron_cp.data.batch import BatchConfig, PlannedBatch, PlanRequest, pack_area
+from megatron_cp.data.document_set import DocumentSet
+from megatron_cp.data.packing import Pack, Packer, PackingConfig, PackingPolicy
+from megatron_cp.data.worker import BatchBuilder, WorkerProcess
+
+_STATE_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderConfig:
+    """Settings of a loader, under Megatron-LM's names where it has them.
+
+    `global_batch_size` counts packs of `seq_length` tokens over all data-parallel ranks.
+    """
+
+    seq_length: int
+    global_batch_size: int
+    micro_batch_size: int = 1
+    seed: int = 1234
+    packing: PackingPolicy = "split"
+    shuffle: bool = True
+    keep_buffer: int = 512
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    eod_mask_loss: bool = False
+    eod_token: int | None = None
+    vocab_size: int | None = None
+    num_workers: int = 0
+    worker_timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name in ("seq_length", "global_batch_size", "micro_batch_size"):
+            if getattr(self, name) < 1:
+                flag = name.replace("_", "-")
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1; set --{flag}")
+        if self.num_workers < 0:
+            raise ValueError(
+                f"num_workers={self.num_workers} must be at least 0; 0 builds batches inline"
+            )
+
+    def packing_config(self) -> PackingConfig:
+        """The part that decides what is in a pack."""
+        return PackingConfig(
+            seq_length=self.seq_length,
+            policy=self.packing,
+            seed=self.seed,
+            shuffle=self.shuffle,
+            keep_buffer=self.keep_buffer,
+        )
+
+    def batch_config(self) -> BatchConfig:
+        """The part that decides how a pack becomes arrays."""
+        return BatchConfig(
+            seq_length=self.seq_length,
+            reset_position_ids=self.reset_position_ids,
+            reset_attention_mask=self.reset_attention_mask,
+            eod_mask_loss=self.eod_mask_loss,
+            eod_token=self.eod_token,
+            vocab_size=self.vocab_size,
+        )
+
+
+@dataclass
+class _Task:
+    """Packs of one micro-batch; `state_after` is set on the last one of a global batch."""
+
+    packs: tuple[Pack, ...]
+    state_after: dict[str, Any] | None
+
+
+class PackedLoader:
+    """An endless iterator of `PlannedBatch`, `num_microbatches` of them per training step.
+
+    All ranks of a data-parallel replica (context, tensor, pipeline) make the same loader with the
+    same `dp_rank` and get the same batches and plan bytes, without communication. No collective.
+
+    Raises:
+        ValueError: settings that cannot work, before any worker starts.
+    """
+
+    def __init__(
+        self,
+        documents: DocumentSet,
+        config: LoaderConfig,
+        request: PlanRequest | None = None,
+        *,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+    ) -> None:
+        if not 0 <= dp_rank < dp_size:
+            raise ValueError(f"dp_rank={dp_rank} must be in [0, {dp_size}); check dp_size")
+        if config.global_batch_size % (dp_size * config.micro_batch_size):
+            raise ValueError(
+                f"global_batch_size={config.global_batch_size} must be a multiple of dp_size * "
+                f"micro_batch_size = {dp_size} * {config.micro_batch_size}; change "
+                "--global-batch-size or --micro-batch-size"
+            )
+        if documents.prefix_lengths.any() and not config.reset_attention_mask:
+            raise ValueError(
+                f"reset_attention_mask=False: {documents.dataset.prefix} has documents with prefix "
+                "or bidirectional attention; set --reset-attention-mask"
+            )
+        self.config = config
+        self.num_microbatches = config.global_batch_size // (dp_size * config.micro_batch_size)
+        self._documents, self._dp_rank, self._dp_size = documents, dp_rank, dp_size
+        self._packer = Packer(documents.lengths, config.packing_config())
+        self._builder = BatchBuilder(documents, config.batch_config(), request or PlanRequest())
+        self._corpus = documents.digest()
+        self._workers: list[WorkerProcess] = []
+        self._in_flight: collections.deque[tuple[WorkerProcess, _Task]] = collections.deque()
+        self._closed = False
+        self._begin(self._packer.state(), 0)
+
+    def _begin(self, packer_state: dict[str, Any], consumed_samples: int) -> None:
+        self._consumed_samples = consumed_samples
+        self._resume_at: dict[str, Any] | None = packer_state
+        self._tasks = self._draw_tasks()
+
+    def _draw_tasks(self) -> Iterator[_Task]:
+        config = self.config
+        while True:
+            packs = [next(self._packer) for _ in range(config.global_batch_size)]
+            areas = [pack_area(self._documents, p, self._builder.config) for p in packs]
+            shares = assign_packs(
+                areas, dp_size=self._dp_size, micro_batch_size=config.micro_batch_size
+            )
+            state = self._packer.state()
+            mine = shares[self._dp_rank]
+            for number, chosen in enumerate(mine, start=1):
+                last = number == len(mine)
+                yield _Task(tuple(packs[i] for i in chosen), state if last else None)
+
+    def __iter__(self) -> Iterator[PlannedBatch]:
+        return self
+
+    def __next__(self) -> PlannedBatch:
+        """The next micro-batch.
+
+        Raises:
+            ValueError: the data is wrong (names file and document).
+            RuntimeError: a worker died or hangs (names it); the loader is closed then.
+        """
+        if self._closed:
+            raise RuntimeError("this loader is closed; make a new one")
+        try:
+            task, batch = self._build_inline() if not self.config.num_workers else self._receive()
+        except BaseException:
+            self.close()  # no worker outlives an error
+            raise
+        self._resume_at = task.state_after
+        if task.state_after is not None:
+            self._consumed_samples += self.config.global_batch_size
+        return batch
+
+    def _build_inline(self) -> tuple[_Task, PlannedBatch]:
+        task = next(self._tasks)
+        return task, self._builder(task.packs)
+
+    def _receive(self) -> tuple[_Task, PlannedBatch]:
+        while len(self._workers) < self.config.num_workers:
+            index, timeout_s = len(self._workers), self.config.worker_timeout_s
+            worker = WorkerProcess(index, self._builder, timeout_s=timeout_s)
+            self._workers.append(worker)
+            self._submit(worker)
+        worker, task = self._in_flight.popleft()
+        batch = worker.receive()
+        self._submit(worker)  # the next batch is built while this one is trained on
+        return task, batch
+
+    def _submit(self, worker: WorkerProcess) -> None:
+        task = next(self._tasks)
+        worker.submit(task.packs)
+        self._in_flight.append((worker, task))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands, in JSON values; equal on all ranks; only between two steps.
+
+        Raises:
+            RuntimeError: in the middle of a global batch.
+        """
+        if self._resume_at is None:
+            raise RuntimeError(
+                f"state_dict() between the {self.num_microbatches} micro-batches of a step; take "
+                "the step's remaining batches first"
+            )
+        return {
+            "version": _STATE_VERSION,
+            **self._identity(),
+            **self._resume_at,
+            "consumed_samples": self._consumed_samples,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues the stream of `state`: the very batches that would have come next.
+
+        The number of data-parallel ranks, of workers, and both batch sizes may differ.
+
+        Raises:
+            ValueError: the state is of another corpus, sequence length, seed or packing.
+        """
+        wanted = {"version": _STATE_VERSION, **self._identity()}
+        for name, value in wanted.items():
+            if state.get(name) != value:
+                raise ValueError(
+                    f"loader state: {name}={state.get(name)!r}, this run has {value!r}; resume with "
+                    "the data and flags of the checkpoint, or start without the loader's state"
+                )
+        try:
+            packer_state = {name: state[name] for name in ("epoch", "cursor", "carry")}
+            consumed = int(state["consumed_samples"])
+            self._packer.restore(packer_state)
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"loader state is damaged ({error!r}); use another checkpoint"
+            ) from None
+        self._stop_workers()  # what they were building belongs to the old place
+        self._begin(packer_state, consumed)
+
+    def _identity(self) -> dict[str, Any]:
+        config = self.config
+        return {
+            "corpus": self._corpus,
+            "seq_length": config.seq_length,
+            "packing": config.packing,
+            "seed": config.seed,
+            "shuffle": config.shuffle,
+            "keep_buffer": config.keep_buffer if config.packing == "keep" else 0,
+        }
+
+    @property
+    def consumed_samples(self) -> int:
+        """Packs of all ranks in the steps completed so far."""
+        return self._consumed_samples
+
+    def _stop_workers(self) -> None:
+        self._in_flight.clear()
+        while self._workers:
+            self._workers.pop().close()
+
+    def close(self) -> None:
+        """Ends the workers; safe to call twice."""
+        self._closed = True
+        self._stop_workers()
+
+    def __enter__(self) -> PackedLoader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

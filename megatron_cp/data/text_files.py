@@ -1,0 +1,153 @@
+"""Text documents from JSONL files, text files and folders, with a count of everything skipped.
+
+One document per line of a .jsonl or .json file, per text file, and per file of a folder. What is
+not text (not UTF-8, NUL bytes, bad JSON, a missing field) is counted, never dropped silently.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+_JSON_SUFFIXES = (".jsonl", ".json")
+_TOO_LONG = "longer than the limit"
+
+
+class TextInputs:
+    """Iterates over {field: text} of all documents of `paths`, in a fixed order.
+
+    `skipped` counts by reason, `sources` lists what was read ({path, bytes, sha256}, relative
+    names), `bytes_read` grows as files are read. A file inside a folder may not lead out of it by
+    a link. Text files stand for every field of `fields`.
+
+    Raises:
+        FileNotFoundError: a path does not exist.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        *,
+        fields: Sequence[str] = ("text",),
+        patterns: Sequence[str] = ("*",),
+        max_document_bytes: int = 1 << 26,
+    ) -> None:
+        for path in paths:
+            if not path.exists():
+                raise FileNotFoundError(f"--input {path} does not exist; give files or folders")
+        self.paths, self.fields, self.patterns = tuple(paths), tuple(fields), tuple(patterns)
+        self.max_document_bytes = max_document_bytes
+        self.skipped: Counter[str] = Counter()
+        self.sources: list[dict[str, Any]] = []
+        self.bytes_read = 0
+
+    def files(self) -> Iterator[tuple[Path, str]]:
+        """(file, its name under the input) in sorted order."""
+        for path in self.paths:
+            if path.is_dir():
+                yield from self._files_of_folder(path.resolve())
+            else:
+                yield path, path.name
+
+    def _files_of_folder(self, root: Path) -> Iterator[tuple[Path, str]]:
+        for folder, subfolders, names in os.walk(root):  # does not follow links to folders
+            subfolders.sort()
+            for name in sorted(names):
+                file = Path(folder, name)
+                if not any(fnmatch.fnmatch(name, pattern) for pattern in self.patterns):
+                    continue
+                if file.is_file() and file.resolve().is_relative_to(root):
+                    yield file, file.relative_to(root).as_posix()
+                else:
+                    self.skipped["not a file of the folder"] += 1
+
+    def __iter__(self) -> Iterator[dict[str, str]]:
+        for file, name in self.files():
+            if file.suffix in _JSON_SUFFIXES:
+                yield from self._lines(file, name)
+            else:
+                yield from self._whole(file, name)
+
+    def _whole(self, file: Path, name: str) -> Iterator[dict[str, str]]:
+        if file.stat().st_size > self.max_document_bytes:
+            self.skipped[_TOO_LONG] += 1
+            return
+        raw = file.read_bytes()
+        self.bytes_read += len(raw)
+        text = self._decode(raw)
+        if text is not None:
+            self._remember(name, len(raw), hashlib.sha256(raw).hexdigest())
+            yield dict.fromkeys(self.fields, text)
+
+    def _lines(self, file: Path, name: str) -> Iterator[dict[str, str]]:
+        total, num_bytes = hashlib.sha256(), 0
+        with file.open("rb") as stream:
+            while line := stream.readline(self.max_document_bytes):
+                total.update(line)
+                num_bytes += len(line)
+                self.bytes_read += len(line)
+                complete = line.endswith(b"\n") or len(line) < self.max_document_bytes
+                while not complete:  # memory stays bounded whatever the file holds
+                    rest = stream.readline(1 << 20)
+                    total.update(rest)
+                    num_bytes += len(rest)
+                    self.bytes_read += len(rest)
+                    complete = rest.endswith(b"\n") or not rest
+                    line = b""
+                record = self._record(line)
+                if record is not None:
+                    yield record
+        self._remember(name, num_bytes, total.hexdigest())
+
+    def _record(self, line: bytes) -> dict[str, str] | None:
+        if not line:
+            self.skipped[_TOO_LONG] += 1
+            return None
+        text = self._decode(line)
+        if text is None:
+            return None
+        try:
+            record = json.loads(text)
+        except (ValueError, RecursionError):
+            self.skipped["not JSON"] += 1
+            return None
+        values = {f: record.get(f) for f in self.fields} if isinstance(record, dict) else {}
+        texts = {field: value for field, value in values.items() if isinstance(value, str)}
+        if len(texts) < len(self.fields):
+            self.skipped[f"no text in field {' or '.join(self.fields)}"] += 1
+            return None
+        return self._checked(texts)
+
+    def _checked(self, record: dict[str, str]) -> dict[str, str] | None:
+        """The record, unless its texts are empty or no text (JSON may escape anything)."""
+        joined = "".join(record.values())
+        if not joined.strip():
+            self.skipped["empty"] += 1
+        elif "\0" in joined:
+            self.skipped["NUL character"] += 1
+        elif not joined.isascii() and any("\ud800" <= c <= "\udfff" for c in joined):
+            self.skipped["lone surrogate"] += 1
+        else:
+            return record
+        return None
+
+    def _decode(self, raw: bytes) -> str | None:
+        if not raw.strip():
+            self.skipped["empty"] += 1
+        elif b"\0" in raw:
+            self.skipped["NUL character"] += 1
+        else:
+            try:
+                return raw.decode("utf-8")
+            except UnicodeDecodeError:
+                self.skipped["not UTF-8"] += 1
+        return None
+
+    def _remember(self, name: str, num_bytes: int, sha256: str) -> None:
+        self.sources.append({"path": name, "bytes": num_bytes, "sha256": sha256})

@@ -1,0 +1,147 @@
+"""A loader worker: a Python process that turns packs into planned batches.
+
+Started as `python -m megatron_cp.data.worker FD`, it imports NumPy and this package, never torch,
+and inherits neither threads, locks nor a CUDA context from the trainer, as a fork would. It
+answers one task at a time over a socket, and ends when the trainer's end of the socket closes,
+however that came about. If the worker dies, the trainer sees the closed socket at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from megatron_cp.data.batch import BatchConfig, PlannedBatch, PlanRequest, build_batch, plan_batch
+from megatron_cp.data.document_set import DocumentSet
+from megatron_cp.data.packing import Pack
+
+
+@dataclass(frozen=True)
+class BatchBuilder:
+    """Packs in, planned batch out; a pure function that can be sent to another process."""
+
+    documents: DocumentSet
+    config: BatchConfig
+    request: PlanRequest
+
+    def __call__(self, packs: tuple[Pack, ...]) -> PlannedBatch:
+        """The planned batch of these packs."""
+        return plan_batch(build_batch(self.documents, packs, self.config), self.request)
+
+
+class WorkerProcess:
+    """The trainer's end of one worker.
+
+    At most one task is in flight, so neither side can block on a full socket for ever.
+    """
+
+    def __init__(self, index: int, builder: BatchBuilder, *, timeout_s: float = 600.0) -> None:
+        self.index, self._timeout_s = index, timeout_s
+        ours, theirs = socket.socketpair()
+        # The package may be on the trainer's sys.path without being installed.
+        root = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "megatron_cp.data.worker", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            )
+        self._connection = Connection(ours.detach())
+        self._send(builder)
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    def submit(self, packs: tuple[Pack, ...]) -> None:
+        """Gives the worker its next task; the one before must have been received."""
+        self._send(packs)
+
+    def receive(self) -> PlannedBatch:
+        """The result of the task in flight.
+
+        Raises:
+            ValueError: the worker raised one (bad data); the message is the worker's.
+            RuntimeError: the worker failed otherwise, died, or did not answer in time.
+        """
+        try:
+            if not self._connection.poll(self._timeout_s):
+                raise RuntimeError(
+                    f"{self._name()} gave no batch within {self._timeout_s:.0f} s; look at what it "
+                    "waits for, or use fewer --num-workers"
+                )
+            result, text = self._connection.recv()
+        except (EOFError, OSError):
+            raise self._death() from None
+        if isinstance(result, PlannedBatch):
+            return result
+        if result == "ValueError":
+            raise ValueError(text)
+        raise RuntimeError(f"{self._name()} failed with\n{text}")
+
+    def close(self) -> None:
+        """Ends the worker; safe to call twice."""
+        self._connection.close()
+        if self._process.poll() is None:
+            self._process.terminate()
+        self._process.wait()
+
+    def _send(self, message: Any) -> None:
+        try:
+            self._connection.send(message)
+        except OSError:  # a broken pipe is one
+            raise self._death() from None
+
+    def _death(self) -> RuntimeError:
+        try:
+            code: int | str = self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            code = "unknown: it closed its socket but lives"
+        if isinstance(code, int) and code < 0:
+            code = f"{code} ({signal.Signals(-code).name})"
+        return RuntimeError(
+            f"{self._name()} died, exit status {code}; see its output above. A killed worker often "
+            "means too little host memory: use fewer --num-workers. Restart from the last checkpoint"
+        )
+
+    def _name(self) -> str:
+        return f"data worker {self.index} (pid {self.pid})"
+
+
+def serve(connection: Connection) -> None:
+    """Answers tasks until the trainer goes away. The first message is the builder."""
+    try:
+        builder = None
+        while True:
+            message = connection.recv()
+            if builder is None:
+                builder = message
+            else:
+                connection.send(_answer(builder, message))
+    except (EOFError, OSError):
+        return  # the trainer is gone
+
+
+def _answer(builder: BatchBuilder, packs: tuple[Pack, ...]) -> tuple[PlannedBatch | str, str]:
+    try:
+        return builder(packs), ""
+    except ValueError as error:
+        return "ValueError", str(error)
+    except Exception:
+        return "Exception", traceback.format_exc()
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
+    serve(Connection(int(sys.argv[1])))

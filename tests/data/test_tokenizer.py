@@ -1,0 +1,81 @@
+"""Tokenizers: exact for every text, local only, clear when something is missing."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_cp.data.tokenizer import (
+    ByteLevelTokenizer,
+    HuggingFaceTokenizer,
+    build_tokenizer,
+    train_byte_level_bpe,
+)
+
+TEXTS = ["def attention(q, k, v):\n    return softmax(q @ k.T) @ v\n" * 3, "Größe 尺寸 📐\x00"] * 4
+
+
+@pytest.fixture(scope="module")
+def bpe_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
+    train_byte_level_bpe(TEXTS, vocab_size=300, path=path)
+    return path
+
+
+@given(st.text())
+def test_bytes_round_trip(text):
+    tokenizer = ByteLevelTokenizer()
+    ids = tokenizer.tokenize(text)
+    assert ids == list(text.encode())
+    assert tokenizer.detokenize([*ids, tokenizer.eod, tokenizer.pad]) == text
+    assert max([*ids, tokenizer.eod, tokenizer.pad]) < tokenizer.vocab_size
+
+
+@given(text=st.text())
+def test_a_trained_byte_level_bpe_round_trips_every_text(bpe_file, text):
+    tokenizer = HuggingFaceTokenizer(bpe_file)
+    ids = tokenizer.tokenize(text)
+    assert tokenizer.detokenize(ids) == text
+    assert all(0 <= i < tokenizer.vocab_size for i in ids)
+    assert tokenizer.eod not in ids
+
+
+def test_a_tokenizer_may_be_named_by_its_directory(bpe_file):
+    by_file = build_tokenizer("HuggingFaceTokenizer", str(bpe_file))
+    by_folder = build_tokenizer("HuggingFaceTokenizer", str(bpe_file.parent))
+    assert by_file.unique_identifiers == by_folder.unique_identifiers
+    assert by_file.tokenize("attention") == by_folder.tokenize("attention")
+    assert (by_file.eod, by_file.pad) == (0, 1)
+    assert len(by_file.tokenize("attention")) < len("attention")
+
+
+@pytest.mark.parametrize("eos", ["<|pad|>", {"content": "<|pad|>"}])
+def test_the_end_token_of_the_configuration_wins(bpe_file, tmp_path, eos):
+    (tmp_path / "tokenizer.json").write_bytes(bpe_file.read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+    assert HuggingFaceTokenizer(tmp_path).eod == 1
+
+
+def test_a_vocabulary_without_end_token_is_refused(bpe_file, tmp_path):
+    content = bpe_file.read_text().replace("<|endoftext|>", "<|nothing|>")
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ValueError, match="no end-of-document token"):
+        HuggingFaceTokenizer(tmp_path)
+
+
+def test_names_on_a_hub_and_broken_files_are_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="not downloaded"):
+        build_tokenizer("HuggingFaceTokenizer", "openai-community/gpt2")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="is not a tokenizers file"):
+        HuggingFaceTokenizer(tmp_path)
+    with pytest.raises(ValueError, match="--tokenizer-model"):
+        build_tokenizer("HuggingFaceTokenizer")
+    with pytest.raises(ValueError, match="tokenizer_type='GPT2BPETokenizer' must be one of"):
+        build_tokenizer("GPT2BPETokenizer")
+
+
+def test_ids_of_another_tokenizer_are_refused():
+    with pytest.raises(ValueError, match="token id 300"):
+        ByteLevelTokenizer().detokenize([65, 300])

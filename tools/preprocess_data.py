@@ -1,0 +1,233 @@
+#!/usr/bin/env python
+r"""Documents to Megatron token files: `<prefix>_<key>_document.bin` and `.idx`.
+
+    python tools/preprocess_data.py --input docs/ notes.txt train.jsonl --output-prefix data/train \
+        --tokenizer-type HuggingFaceTokenizer --tokenizer-model data/tokenizer.json --append-eod
+
+Inputs are JSONL files (one document a line), text files and folders (one document a file,
+recursively). What cannot be read as text is counted and named in the summary. Beside the token
+files: `.manifest.json` (checksums, settings, what was skipped) and `.sources.jsonl` (the inputs
+with theirs). `--train-bpe N` first learns a byte-level BPE of N tokens from the same documents and
+writes it to --tokenizer-model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import itertools
+import json
+import multiprocessing
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from megatron_cp.data.document_set import prefix_lengths_path, write_prefix_lengths
+from megatron_cp.data.indexed import token_dtype
+from megatron_cp.data.indexed_writer import IndexedWriter
+from megatron_cp.data.text_files import TextInputs
+from megatron_cp.data.tokenizer import TOKENIZER_TYPES, build_tokenizer, train_byte_level_bpe
+
+_BATCH = 32  # documents per message to a worker
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Megatron-LM's flags of the same tool, plus folders, patterns, prefixes and BPE training."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    group = parser.add_argument_group("input")
+    group.add_argument("--input", nargs="+", type=Path, required=True, help="files and folders")
+    group.add_argument("--json-keys", nargs="+", default=["text"], help="fields of a JSON line")
+    group.add_argument("--prefix-json-key", help="field that stands before the text as its prefix")
+    group.add_argument("--patterns", default="*", help='names in folders, "*.py,*.md"')
+    group.add_argument("--max-document-mib", type=int, default=64, help="longer ones are skipped")
+    group = parser.add_argument_group("tokenizer")
+    group.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, required=True)
+    group.add_argument("--tokenizer-model", help="tokenizer.json or its directory, local")
+    group.add_argument("--append-eod", action="store_true", help="end every document with eod")
+    group.add_argument("--train-bpe", type=int, metavar="VOCAB", help="learn a BPE first")
+    group.add_argument("--train-bpe-mib", type=int, default=16, help="text to learn it from")
+    group = parser.add_argument_group("output")
+    group.add_argument("--output-prefix", type=Path, required=True)
+    group.add_argument("--workers", type=int, default=1, help="processes; 1 = this one")
+    group.add_argument("--log-interval", type=int, default=1000, help="documents between lines")
+    arguments = parser.parse_args(argv)
+    _check(parser, arguments)
+    return arguments
+
+
+def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    for key in arguments.json_keys:
+        if not re.fullmatch(r"[\w-]+", key):  # becomes part of a file name
+            parser.error(f"--json-keys {key!r} must consist of letters, digits, _ and -")
+    if arguments.prefix_json_key and len(arguments.json_keys) > 1:
+        parser.error("--prefix-json-key goes with one --json-keys field; run once per field")
+    if arguments.workers < 1:
+        parser.error(f"--workers {arguments.workers} must be at least 1")
+    if arguments.train_bpe and arguments.tokenizer_type != "HuggingFaceTokenizer":
+        parser.error("--train-bpe makes a HuggingFaceTokenizer; set --tokenizer-type")
+    if arguments.train_bpe and not arguments.tokenizer_model:
+        parser.error("--train-bpe needs --tokenizer-model, the file to write")
+
+
+def text_inputs(arguments: argparse.Namespace) -> TextInputs:
+    """The documents that the arguments name."""
+    fields = [*arguments.json_keys, *filter(None, [arguments.prefix_json_key])]
+    return TextInputs(
+        arguments.input,
+        fields=fields,
+        patterns=arguments.patterns.split(","),
+        max_document_bytes=arguments.max_document_mib << 20,
+    )
+
+
+def _sample(inputs: TextInputs, max_bytes: int) -> Iterator[str]:
+    """Texts of every n-th document, so that the first inputs do not decide the vocabulary alone."""
+    total = sum(file.stat().st_size for file, _ in inputs.files())
+    step = max(1, -(-total // max_bytes))
+    for record in itertools.islice(iter(inputs), 0, None, step):
+        yield from record.values()
+
+
+class Encoder:
+    """Records to token arrays; lives in each worker."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.tokenizer = build_tokenizer(arguments.tokenizer_type, arguments.tokenizer_model)
+        self.keys = arguments.json_keys
+        self.prefix_key = arguments.prefix_json_key
+        self.end = [self.tokenizer.eod] if arguments.append_eod else []
+        self.dtype = token_dtype(self.tokenizer.vocab_size)
+
+    def encode(self, record: dict[str, str]) -> dict[str, tuple[np.ndarray, int]]:
+        """Tokens and prefix length of each field."""
+        prefix = self.tokenizer.tokenize(record[self.prefix_key]) if self.prefix_key else []
+        return {
+            key: (
+                np.array(prefix + self.tokenizer.tokenize(record[key]) + self.end, self.dtype),
+                len(prefix),
+            )
+            for key in self.keys
+        }
+
+
+_encoder: Encoder | None = None
+
+
+def _start_worker(arguments: argparse.Namespace) -> None:
+    global _encoder
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per worker process
+    _encoder = Encoder(arguments)
+
+
+def _encode_batch(records: list[dict[str, str]]) -> list[dict[str, tuple[np.ndarray, int]]]:
+    assert _encoder is not None
+    return [_encoder.encode(record) for record in records]
+
+
+def _batches(records: Iterable[dict[str, str]]) -> Iterator[list[dict[str, str]]]:
+    iterator = iter(records)
+    while batch := list(itertools.islice(iterator, _BATCH)):
+        yield batch
+
+
+def encoded(arguments: argparse.Namespace, records: Iterable[dict[str, str]]) -> Iterator[Any]:
+    """Encoded documents in input order, with a bounded number of batches in flight."""
+    if arguments.workers == 1:
+        _start_worker(arguments)
+        for batch in _batches(records):
+            yield from _encode_batch(batch)
+        return
+    with multiprocessing.Pool(arguments.workers, _start_worker, (arguments,)) as pool:
+        waiting: collections.deque[Any] = collections.deque()
+        for batch in _batches(records):
+            waiting.append(pool.apply_async(_encode_batch, (batch,)))
+            if len(waiting) > 4 * arguments.workers:
+                yield from waiting.popleft().get()
+        while waiting:
+            yield from waiting.popleft().get()
+
+
+def write_corpus(arguments: argparse.Namespace, inputs: TextInputs) -> dict[str, Any]:
+    """Writes all files; returns the summary that is also in the manifests."""
+    tokenizer = build_tokenizer(arguments.tokenizer_type, arguments.tokenizer_model)
+    dtype = token_dtype(tokenizer.vocab_size)
+    prefixes = {k: f"{arguments.output_prefix}_{k}_document" for k in arguments.json_keys}
+    with ExitStack() as stack:
+        writers = {
+            key: stack.enter_context(IndexedWriter(prefix, dtype=dtype))
+            for key, prefix in prefixes.items()
+        }
+        prefix_lengths = _write_documents(arguments, inputs, writers)
+        if not prefix_lengths:
+            raise ValueError(f"--input holds no document; skipped: {dict(inputs.skipped)}")
+        facts = {
+            "tokenizer": {"vocab_size": tokenizer.vocab_size, **tokenizer.unique_identifiers},
+            "eod_appended": arguments.append_eod,
+            "eod": tokenizer.eod,
+            "skipped": dict(inputs.skipped),
+        }
+        for prefix, writer in zip(prefixes.values(), writers.values(), strict=True):
+            prefix_lengths_path(prefix).unlink(missing_ok=True)  # those of an older corpus
+            writer.finish(facts)
+    for prefix in prefixes.values():
+        if arguments.prefix_json_key:
+            write_prefix_lengths(prefix, np.array(prefix_lengths))
+        lines = "".join(json.dumps(source) + "\n" for source in inputs.sources)
+        Path(f"{prefix}.sources.jsonl").write_text(lines, encoding="utf-8")
+    tokens = {key: writer.num_tokens for key, writer in writers.items()}
+    return {"documents": len(prefix_lengths), "tokens": tokens, "skipped": dict(inputs.skipped)}
+
+
+def _write_documents(
+    arguments: argparse.Namespace, inputs: TextInputs, writers: dict[str, IndexedWriter]
+) -> list[int]:
+    """Tokenizes everything under a progress bar; returns the prefix length of each document."""
+    total = sum(file.stat().st_size for file, _ in inputs.files())
+    inputs.skipped.clear()  # counting sizes walked the folders once already
+    interactive = sys.stderr.isatty()
+    prefix_lengths: list[int] = []
+    start = time.monotonic()
+    with tqdm(total=total, unit="B", unit_scale=True, disable=not interactive) as bar:
+        for document in encoded(arguments, inputs):
+            for key, (tokens, prefix_length) in document.items():
+                writers[key].add_document(tokens)
+            prefix_lengths.append(prefix_length)
+            bar.update(inputs.bytes_read - bar.n)
+            if not interactive and len(prefix_lengths) % arguments.log_interval == 0:
+                rate = len(prefix_lengths) / (time.monotonic() - start)
+                message = f"processed {len(prefix_lengths)} documents ({rate:.1f} docs/s)"
+                print(message, file=sys.stderr)
+    return prefix_lengths
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the tool; 0, or 1 with one line on stderr."""
+    arguments = parse_arguments(argv)
+    try:
+        if arguments.train_bpe:
+            texts = _sample(text_inputs(arguments), arguments.train_bpe_mib << 20)
+            train_byte_level_bpe(
+                texts, vocab_size=arguments.train_bpe, path=arguments.tokenizer_model
+            )
+        summary = write_corpus(arguments, text_inputs(arguments))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    skipped = ", ".join(f"{count} {reason}" for reason, count in sorted(summary["skipped"].items()))
+    for key, num_tokens in summary["tokens"].items():
+        name = f"{arguments.output_prefix}_{key}_document"
+        print(f"{name}: {summary['documents']} documents, {num_tokens} tokens")
+    print(f"skipped: {skipped or 'nothing'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
