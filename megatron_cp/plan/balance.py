@@ -102,7 +102,8 @@ def _best_exchange(
         if gain.max() <= 1e-9 * loads[a]:
             continue
         moved = _extra_rows(owned[a], owned[b], needs)
-        cost = np.where(gain >= USEFUL_SHARE * gain.max(), moved / gain, np.inf)
+        cost = np.full_like(gain, np.inf)
+        np.divide(moved, gain, out=cost, where=gain >= USEFUL_SHARE * gain.max())
         i, j = np.unravel_index(int(cost.argmin()), cost.shape)
         if best is None or cost[i, j] < best[0]:
             best = (float(cost[i, j]), a, int(i), b, int(j))

@@ -19,7 +19,7 @@ class Owners:
     """Where every token lives: runs of consecutive ids per rank, and one table sorted by id."""
 
     def __init__(self, own_ids: IntArray):
-        self.own_rows = own_ids.shape[1]
+        self.own_rows, self.num_ids = own_ids.shape[1], int(own_ids.max()) + 1
         self.runs = [interval.from_indices(ids) for ids in own_ids]
         parts = [self._rows(rank, runs) for rank, runs in enumerate(self.runs)]
         table = np.concatenate(parts)
@@ -31,6 +31,12 @@ class Owners:
         return np.stack(
             [runs[:, 0], runs[:, 1], np.full(len(runs), rank), np.cumsum(sizes) - sizes], axis=1
         )
+
+    def pad(self, mask: AttentionMask) -> AttentionMask:
+        """Returns `mask` on the grid of all ids: padding at the tail sees nothing and is not seen."""
+        if mask.num_queries == self.num_ids:
+            return mask
+        return mask.shift(num_queries=self.num_ids, num_keys=self.num_ids)
 
     def locate(self, wanted: IntArray) -> IntArray:
         """Returns the pieces of `wanted` (normalised id intervals) as table rows, by (owner, local row)."""
@@ -48,6 +54,7 @@ class Owners:
 
 def remote_keys(mask: AttentionMask, owners: Owners) -> list[IntArray]:
     """Returns, for each rank, the keys that its queries may see and it does not own, as id intervals."""
+    mask = owners.pad(mask)
     mine = [interval.normalise(runs) for runs in owners.runs]
     return [
         interval.subtract(mask.needed_keys(runs), own)
@@ -57,6 +64,7 @@ def remote_keys(mask: AttentionMask, owners: Owners) -> list[IntArray]:
 
 def local_stage(mask: AttentionMask, owners: Owners) -> Stage:
     """Returns the stage in which every rank attends to the keys that it owns; nothing moves."""
+    mask = owners.pad(mask)
     return Stage(work=tuple(mask.gather(runs, runs).merged() for runs in owners.runs))
 
 
@@ -68,6 +76,7 @@ def key_stage(
     `wanted[r]`: normalised id intervals without r's own tokens. With `include_own` the rank attends to
     its own keys in the same stage.
     """
+    mask = owners.pad(mask)
     messages, work = [], []
     for rank, intervals in enumerate(wanted):
         pieces = owners.locate(intervals)

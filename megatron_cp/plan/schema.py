@@ -260,8 +260,13 @@ def _validate_pass(plan: AttentionPlan, pass_: Pass, where: str) -> None:
         degree = pass_.head_split.degree
         own_rows *= degree
         members = sorted(rank for group in pass_.head_split.groups for rank in group)
-        if members != list(range(plan.cp_size)) or {len(g) for g in pass_.head_split.groups} != {degree}:
-            raise ValueError(f"{where}: head_split must cover all {plan.cp_size} ranks in equal groups")
+        ascending = all(list(group) == sorted(group) for group in pass_.head_split.groups)
+        equal = {len(group) for group in pass_.head_split.groups} == {degree}
+        if members != list(range(plan.cp_size)) or not equal or not ascending:
+            raise ValueError(
+                f"{where}: head_split groups {pass_.head_split.groups} must cover all {plan.cp_size} ranks "
+                "once, in equal ascending groups"
+            )
     for index, stage in enumerate(pass_.stages):
         rows = []
         for cast in (stage.q_cast, stage.k_cast):

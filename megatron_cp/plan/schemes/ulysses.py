@@ -1,7 +1,7 @@
 """DeepSpeed-Ulysses: all ranks exchange tokens against heads, then each attends over the whole context."""
 
 from megatron_cp.config import CPConfig
-from megatron_cp.mask import AttentionMask, interval
+from megatron_cp.mask import AttentionMask
 from megatron_cp.plan.placement import contiguous
 from megatron_cp.plan.schema import AttentionPlan, HeadSplit, Pass, Stage
 from megatron_cp.plan.schemes.gather import one_pass_plan
@@ -15,8 +15,7 @@ def plan_ulysses(mask: AttentionMask, cp_size: int, config: CPConfig) -> Attenti
     """
     check_head_degree(cp_size, config)
     placement = contiguous(mask.num_queries, cp_size, config)
-    rows = interval.as_intervals([(0, placement.size)])
-    work = mask.gather(rows, rows).merged()
+    work = mask.shift(num_queries=placement.size, num_keys=placement.size).merged()
     split = HeadSplit((tuple(range(cp_size)),)) if cp_size > 1 else None
     both = Pass((Stage(work=(work,) * cp_size),), split)
     return one_pass_plan(mask, config, "ulysses", placement, both)

@@ -1,0 +1,67 @@
+"""The public face of the runtime: one call from local q, k, v to local out and lse."""
+
+# T tokens of this rank, N query heads, G key/value heads, H head dim, Hv value head dim
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_cp.attn.attend import attend
+from megatron_cp.attn.options import check_sink, resolve_options
+from megatron_cp.plan.schema import AttentionPlan
+from megatron_cp.runtime.dist_attn import DistributedAttention
+from megatron_cp.runtime.session import open_session
+from megatron_cp.runtime.shards import dispatch, position_ids, roll, undispatch
+
+
+def cp_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: AttentionPlan,
+    group: dist.ProcessGroup | None,
+    *,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    backend: str | None = None,
+    deterministic: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Returns attention over the whole context for the tokens of this rank, in the plan's local order.
+
+    q `[T, N, H]`, k `[T, G, H]`, v `[T, G, Hv]` -> out `[T, N, Hv]` in the input dtype, lse `[T, N]` fp32
+    (fp64 for fp64 inputs), natural log, including `sink` `[N]` when there is one. Rows without keys give
+    out 0, lse -inf (or the sink) and zero gradients. Differentiable in q, k, v and sink, through out and
+    lse. `sink` is replicated: its gradient is this rank's share, to be summed over the group like that of
+    any replicated parameter.
+
+    Collective over `group` (None for cp_size 1), forward and backward: every rank calls it with the same
+    plan, dtypes and options.
+
+    Raises:
+        ValueError, NotImplementedError: wrong input, before any collective.
+        PlanMismatchError: on every rank, when the ranks' plans or calls differ.
+    """
+    if q.shape[0] != plan.tokens_per_rank or k.shape[0] != plan.tokens_per_rank:
+        raise ValueError(
+            f"q and k have {q.shape[0]} and {k.shape[0]} rows, the plan gives every rank "
+            f"{plan.tokens_per_rank}; dispatch(x, plan, group) makes the local rows"
+        )
+    options = resolve_options(q, k, v, softmax_scale, softcap, backend, deterministic)
+    check_sink(q, sink)
+    if plan.forward.head_split is not None:
+        _check_heads(q.shape[1], k.shape[1], plan.forward.head_split.degree)
+    call = f"{q.dtype} {tuple(q.shape)} {tuple(k.shape)} {tuple(v.shape)} {options} {sink is None}"
+    session = open_session(plan, group, q.device, call)
+    out, lse = DistributedAttention.apply(q, k, v, sink, session, options)
+    return out, lse
+
+
+def _check_heads(num_heads: int, num_kv_heads: int, degree: int) -> None:
+    if num_heads % degree or (num_kv_heads % degree and degree % num_kv_heads):
+        raise ValueError(
+            f"the plan splits heads {degree} ways, q has {num_heads} and k has {num_kv_heads} heads; "
+            "make the plan with CPConfig(num_heads=..., num_kv_heads=...) of this model"
+        )
+
+
+__all__ = ["attend", "cp_attention", "dispatch", "position_ids", "roll", "undispatch"]

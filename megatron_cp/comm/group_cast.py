@@ -1,0 +1,200 @@
+"""group_cast sends rows along a plan's Transfer; group_reduce is its adjoint.
+
+A rank's row space is `[own | received in hop 0 | received in hop 1 | ...]`. `group_cast` fills the part
+behind `own`, hop by hop. `group_reduce` takes one contribution per received row and runs the hops
+backwards: each goes back to the rank that sent the row and is combined there with what that rank holds
+for it, own or received, so a relay merges before it passes on. For sums
+
+    <group_cast(x), y> = <x, group_reduce(y)>
+
+Rows are tuples of tensors with a common dim 0; they travel as bytes in one message. The order of
+combination is fixed (hops backwards, destinations ascending), so results repeat bit for bit.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_cp.comm.all_to_all import PendingRows, pack_rows, start_all_to_all, unpack_rows
+from megatron_cp.plan.schema import DST, Hop, Transfer, message_rows
+
+Rows = tuple[Tensor, ...]
+Combine = Callable[[Rows, Tensor, Rows], None]  # (target rows, int64 indices, contributions), in place
+
+
+@dataclass(frozen=True)
+class _Return:
+    """Where contributions coming back from one destination go: rows `index` of one segment."""
+
+    segment: int  # 0 = own rows, i + 1 = rows received in hop i
+    begin: int  # first row of the contribution within what came back
+    index: Tensor
+
+
+@dataclass(frozen=True)
+class RankHop:
+    """One hop as one rank sees it."""
+
+    send_index: Tensor  # int64, rows of the space before this hop, by destination
+    send_splits: list[int]
+    recv_splits: list[int]
+    returns: tuple[_Return, ...]
+    is_silent: bool  # nobody sends anything: no collective takes place
+
+
+@dataclass(frozen=True)
+class RankTransfer:
+    """A Transfer compiled for one rank and device."""
+
+    hops: tuple[RankHop, ...]
+    own_rows: int
+
+    @property
+    def num_received(self) -> int:
+        """Returns how many rows this rank receives over all hops."""
+        return sum(sum(hop.recv_splits) for hop in self.hops)
+
+    @classmethod
+    def compile(
+        cls, transfer: Transfer, rank: int, num_ranks: int, own_rows: int, device: torch.device
+    ) -> "RankTransfer":
+        """Returns what `rank` of `num_ranks` does in `transfer`, with index tensors on `device`."""
+        hops: list[RankHop] = []
+        segment_ends = [own_rows]
+        for hop in transfer.hops:
+            hops.append(_compile_hop(hop, rank, num_ranks, segment_ends, device))
+            segment_ends.append(segment_ends[-1] + sum(hops[-1].recv_splits))
+        return cls(tuple(hops), own_rows)
+
+
+def _compile_hop(
+    hop: Hop, rank: int, num_ranks: int, segment_ends: list[int], device: torch.device
+) -> RankHop:
+    sent, received = hop.sent_by(rank), hop.received_by(rank)
+    send_splits, recv_splits = [0] * num_ranks, [0] * num_ranks
+    for _, dst, start, stop in sent.tolist():
+        send_splits[dst] += stop - start
+    for src, _, start, stop in received.tolist():
+        recv_splits[src] += stop - start
+    returns, begin = [], 0
+    for dst in sorted(set(sent[:, DST].tolist())):
+        rows = torch.from_numpy(message_rows(sent[sent[:, DST] == dst]))
+        segments = torch.bucketize(rows, torch.tensor(segment_ends), right=True)
+        for segment in segments.unique_consecutive().tolist():
+            where = (segments == segment).nonzero().flatten()
+            first = segment_ends[segment - 1] if segment else 0
+            index = (rows[where] - first).to(device)
+            returns.append(_Return(segment, begin + int(where[0]), index))
+        begin += len(rows)
+    send_index = torch.from_numpy(message_rows(sent)).to(device)
+    return RankHop(send_index, send_splits, recv_splits, tuple(returns), not len(hop.messages))
+
+
+@dataclass
+class PendingCast:
+    """A cast whose first hop is under way; `wait()` finishes it."""
+
+    rows: Rows
+    transfer: RankTransfer
+    group: dist.ProcessGroup
+    first: PendingRows | None
+
+    def wait(self) -> Rows:
+        """Returns the received rows of all hops, `[num_received, ...]` each, in the order of the space."""
+        arrived: list[Rows] = []
+        for index, hop in enumerate(self.transfer.hops):
+            pending = self.first if index == 0 else _start_hop(self._space(arrived), hop, self.group)
+            packed = None if pending is None else pending.wait()
+            arrived.append(_empty_rows(self.rows) if packed is None else unpack_rows(packed, self.rows))
+        if len(arrived) == 1:
+            return arrived[0]
+        return _concatenate([_empty_rows(self.rows), *arrived])
+
+    def _space(self, arrived: Sequence[Rows]) -> Rows:
+        return _concatenate([self.rows, *arrived])
+
+
+def group_cast(rows: Rows, transfer: RankTransfer, group: dist.ProcessGroup) -> PendingCast:
+    """Starts sending `rows` (`[own_rows, ...]` each) along `transfer`; `wait()` on the result.
+
+    Collective: every rank of `group` calls it with the same plan; one without rows to send or receive
+    takes part too. The first hop runs in the background until `wait()`.
+    """
+    first = _start_hop(rows, transfer.hops[0], group) if transfer.hops else None
+    return PendingCast(rows, transfer, group, first)
+
+
+def _start_hop(space: Rows, hop: RankHop, group: dist.ProcessGroup) -> PendingRows | None:
+    if hop.is_silent:
+        return None
+    packed = pack_rows(tuple(tensor.index_select(0, hop.send_index) for tensor in space))
+    return start_all_to_all(packed, hop.send_splits, hop.recv_splits, group)
+
+
+@dataclass
+class PendingReduce:
+    """A reduce whose last hop is on its way back; `wait()` finishes it into the caller's `own` rows."""
+
+    own: Rows
+    received: list[Rows]
+    transfer: RankTransfer
+    group: dist.ProcessGroup
+    combine: Combine
+    last: PendingRows | None
+
+    def wait(self) -> None:
+        """Combines everything that came back into `own`, in place."""
+        segments = [self.own, *self.received]
+        for index in range(len(self.transfer.hops) - 1, -1, -1):
+            hop = self.transfer.hops[index]
+            is_last = index == len(self.transfer.hops) - 1
+            pending = self.last if is_last else _start_return(segments[index + 1], hop, self.group)
+            if pending is None:
+                continue
+            back = unpack_rows(pending.wait(), self.own)
+            for item in hop.returns:
+                part = tuple(t[item.begin : item.begin + len(item.index)] for t in back)
+                self.combine(segments[item.segment], item.index, part)
+
+
+def group_reduce(
+    own: Rows, received: Rows, transfer: RankTransfer, group: dist.ProcessGroup, combine: Combine
+) -> PendingReduce:
+    """Starts returning contributions for received rows to their owners; `wait()` on the result.
+
+    `own`: what this rank holds for its own rows, `[own_rows, ...]` each, updated in place by `wait()`.
+    `received`: one contribution per received row, `[num_received, ...]` each, same dtypes and row shapes.
+    `combine(target, index, part)` joins `part` into rows `index` (without repeats) of `target`, in place:
+    `add_rows_` for gradients, the merge of partial `(out, lse)` for results. Collective.
+    """
+    sizes = [sum(hop.recv_splits) for hop in transfer.hops]
+    pieces = [torch.split(tensor, sizes) for tensor in received]
+    segments = [tuple(parts) for parts in zip(*pieces, strict=True)]
+    last = _start_return(segments[-1], transfer.hops[-1], group) if transfer.hops else None
+    return PendingReduce(own, segments, transfer, group, combine, last)
+
+
+def add_rows_(target: Rows, index: Tensor, part: Rows) -> None:
+    """Adds `part` to rows `index` (without repeats) of `target`, in place, in the target's dtype."""
+    for tensor, rows in zip(target, part, strict=True):
+        tensor.index_add_(0, index, rows.to(tensor.dtype))
+
+
+def _start_return(rows: Rows, hop: RankHop, group: dist.ProcessGroup) -> PendingRows | None:
+    if hop.is_silent:
+        return None
+    return start_all_to_all(pack_rows(rows), hop.recv_splits, hop.send_splits, group)
+
+
+def _concatenate(parts: Sequence[Rows]) -> Rows:
+    return tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True))
+
+
+def _empty_rows(like: Rows) -> Rows:
+    return tuple(tensor[:0] for tensor in like)
+
+
+__all__ = ["PendingCast", "PendingReduce", "RankTransfer", "add_rows_", "group_cast", "group_reduce"]

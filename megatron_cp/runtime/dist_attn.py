@@ -1,0 +1,216 @@
+"""The stage loops: attention over a whole context of which every rank holds a part.
+
+    forward                                          backward
+      heads <- tokens (if the plan splits heads)       heads <- tokens
+      for each stage:                                  for each stage:
+        rows of this stage have arrived                  rows of this stage have arrived
+        start sending the rows of the next               start sending the rows of the next
+        attend -> partial (out, lse)                     attend backward -> partial dq, dk, dv
+        merge own rows; return the others                add own rows; return the others
+      tokens <- heads                                  tokens <- heads
+
+Partial results are merged and gradients summed in fp32 in the order of the plan: results repeat bit for
+bit and the error does not grow with the number of ranks. Everything a rank does is in its `RankPass`.
+"""
+
+# T tokens of this rank, R rows of this rank inside the pass (h T under a head split), N query heads,
+# G key/value heads, H head dim, Hv value head dim
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_cp.attn.attend import attend_backward, attend_forward
+from megatron_cp.attn.merge import apply_sink, merge_rows_, merge_span_, sink_gradient
+from megatron_cp.attn.options import AttendOptions, accumulation_dtype
+from megatron_cp.comm import PendingCast, PendingReduce, add_rows_, group_cast, group_reduce
+from megatron_cp.runtime.session import RankPass, RankStage, Session, Side
+
+Rows = tuple[Tensor, ...]
+
+
+class DistributedAttention(torch.autograd.Function):
+    """Autograd of `cp_attention`; keeps q, k, v, out and lse of this rank's tokens, nothing else."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_TNH: Tensor,
+        k_TGH: Tensor,
+        v_TGH: Tensor,
+        sink_N: Tensor | None,
+        session: Session,
+        options: AttendOptions,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = forward_pass(q_TNH, k_TGH, v_TGH, session, options)
+        if sink_N is not None:
+            out, lse = apply_sink(out, lse, sink_N)
+        out = out.to(q_TNH.dtype)
+        ctx.save_for_backward(q_TNH, k_TGH, v_TGH, sink_N, out, lse)
+        ctx.session, ctx.options = session, options
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, sink, out, lse = ctx.saved_tensors
+        # A rank whose out is unused must still take part: its keys serve others' queries.
+        dout = torch.zeros_like(out) if dout is None else dout
+        delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)
+        if dlse is not None:
+            delta = delta - dlse
+        dq, dk, dv = backward_pass(dout, q, k, v, lse, delta, ctx.session, ctx.options)
+        dsink = None if sink is None else sink_gradient(lse, sink, delta).to(sink.dtype)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink, None, None
+
+
+def forward_pass(
+    q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor, session: Session, options: AttendOptions
+) -> tuple[Tensor, Tensor]:
+    """Returns (out `[T, N, Hv]`, lse `[T, N]`) over the whole context, in fp32 (fp64 for fp64 inputs)."""
+    rank_pass, num_heads = session.forward, q_TNH.shape[1]
+    q, k, v = _enter(rank_pass, q_TNH, k_TGH, v_TGH)
+    dtype = accumulation_dtype(q.dtype)
+    out = torch.zeros((*q.shape[:2], v.shape[2]), dtype=dtype, device=q.device)
+    lse = torch.full(q.shape[:2], -torch.inf, dtype=dtype, device=q.device)
+    returns: list[PendingReduce] = []
+
+    def compute(stage: RankStage, query: Rows, key: Rows) -> None:
+        part = attend_forward(query[0], key[0], key[1], stage.work, options)
+        own, received = stage.query.parts(part)
+        if own is not None:
+            merge_span_(out, lse, *own)
+        if received is not None:
+            returns.append(_start_reduce((out, lse), received, stage.query, session, _merge_rows_))
+
+    _run_stages(rank_pass, (q,), (k, v), session, compute, returns)
+    if rank_pass.exchange is not None:
+        out = rank_pass.exchange.join_heads(out, num_heads)
+        lse = rank_pass.exchange.join_heads(lse.unsqueeze(-1), num_heads).squeeze(-1)
+    return out, lse
+
+
+@dataclass
+class _Gradients:
+    """fp32 sums for this rank's own rows."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+def backward_pass(
+    dout: Tensor,
+    q_TNH: Tensor,
+    k_TGH: Tensor,
+    v_TGH: Tensor,
+    lse_TN: Tensor,
+    delta_TN: Tensor,
+    session: Session,
+    options: AttendOptions,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns (dq `[T, N, H]`, dk `[T, G, H]`, dv `[T, G, Hv]`) in fp32 (fp64 for fp64 inputs).
+
+    `lse` and `delta = rowsum(dout * out) - dlse` are those of the merged result of this rank's tokens.
+    """
+    rank_pass = session.backward
+    num_heads, num_kv_heads = q_TNH.shape[1], k_TGH.shape[1]
+    q, k, v = _enter(rank_pass, q_TNH, k_TGH, v_TGH)
+    dout, lse, delta = _enter(rank_pass, dout, lse_TN.unsqueeze(-1), delta_TN.unsqueeze(-1))
+    query_rows = (q, dout, lse.squeeze(-1), delta.squeeze(-1))
+    total = _Gradients(*(torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v)))
+    returns: list[PendingReduce] = []
+
+    def compute(stage: RankStage, query: Rows, key: Rows) -> None:
+        q_held, dout_held, lse_held, delta_held = query
+        dq, dk, dv = attend_backward(
+            dout_held, q_held, key[0], key[1], lse_held, delta_held, stage.work, options
+        )
+        for side, own_sum, part in (
+            (stage.query, (total.dq,), (dq,)),
+            (stage.key, (total.dk, total.dv), (dk, dv)),
+        ):
+            own, received = side.parts(part)
+            if own is not None:
+                for tensor, rows in zip(own_sum, own, strict=True):
+                    tensor.add_(rows)
+            if received is not None:
+                returns.append(_start_reduce(own_sum, received, side, session, add_rows_))
+
+    _run_stages(rank_pass, query_rows, (k, v), session, compute, returns)
+    if rank_pass.exchange is None:
+        return total.dq, total.dk, total.dv
+    join = rank_pass.exchange.join_heads
+    return join(total.dq, num_heads), join(total.dk, num_kv_heads), join(total.dv, num_kv_heads)
+
+
+def _run_stages(
+    rank_pass: RankPass,
+    query_own: Rows,
+    key_own: Rows,
+    session: Session,
+    compute: Callable[[RankStage, Rows, Rows], None],
+    returns: list[PendingReduce],
+) -> None:
+    """Runs `compute` stage by stage while the next stage's rows and the last stage's results travel."""
+    arriving = _start_casts(rank_pass, 0, query_own, key_own, session)
+    for index, stage in enumerate(rank_pass.stages):
+        received = [() if cast is None else cast.wait() for cast in arriving]
+        arriving = _start_casts(rank_pass, index + 1, query_own, key_own, session)
+        travelling = len(returns)
+        query = stage.query.held(query_own, received[0])
+        key = stage.key.held(key_own, received[1])
+        compute(stage, query, key)
+        for pending in returns[:travelling]:  # of earlier stages: they had this stage to come home
+            pending.wait()
+        del returns[:travelling]
+    for pending in returns:
+        pending.wait()
+
+
+def _start_casts(
+    rank_pass: RankPass, index: int, query_own: Rows, key_own: Rows, session: Session
+) -> list[PendingCast | None]:
+    if index >= len(rank_pass.stages):
+        return []
+    stage = rank_pass.stages[index]
+    casts: list[PendingCast | None] = []
+    for side, own in ((stage.query, query_own), (stage.key, key_own)):
+        if side.transfer is None:
+            casts.append(None)
+        else:
+            casts.append(group_cast(own, side.transfer, _group(session)))
+    return casts
+
+
+def _start_reduce(
+    own: Rows,
+    received: Rows,
+    side: Side,
+    session: Session,
+    combine: Callable[[Rows, Tensor, Rows], None],
+) -> PendingReduce:
+    assert side.transfer is not None
+    return group_reduce(own, received, side.transfer, _group(session), combine)
+
+
+def _merge_rows_(target: Rows, index: Tensor, part: Rows) -> None:
+    merge_rows_(target[0], target[1], index, part[0], part[1])
+
+
+def _enter(rank_pass: RankPass, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Returns the tensors `[T, heads, ...]` as the stages see them: heads exchanged if the plan says so."""
+    if rank_pass.exchange is None:
+        return tuple(tensor.contiguous() for tensor in tensors)
+    return tuple(rank_pass.exchange.split_heads(tensor) for tensor in tensors)
+
+
+def _group(session: Session) -> dist.ProcessGroup:
+    assert session.group is not None, "a plan for one rank moves nothing"
+    return session.group

@@ -1,0 +1,163 @@
+"""Tokens between their global order and the ranks: dispatch, undispatch, roll, positions.
+
+Rows of padding at the tail of the pack are zero after `dispatch` and dropped by `undispatch`.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_cp.comm.all_to_all import start_all_to_all
+from megatron_cp.plan.schema import AttentionPlan
+from megatron_cp.runtime.session import open_session
+
+
+def local_indices(plan: AttentionPlan, rank: int, device: torch.device | None = None) -> Tensor:
+    """Returns the global token index of each row of `rank`: int64 `[T]`; ids >= num_tokens are padding."""
+    return torch.from_numpy(plan.global_from_local[rank].copy()).to(device or "cpu")
+
+
+def position_ids(plan: AttentionPlan, rank: int, relative: bool = False) -> Tensor:
+    """Returns the position of each row of `rank`: int64 `[T]`, the RoPE positions to use.
+
+    `relative=False`: the global token index (padding counts on). `relative=True`: the index inside the
+    row's document, where documents are the connected blocks of the mask; padding rows get 0.
+    """
+    ids = plan.global_from_local[rank]
+    if not relative:
+        return torch.from_numpy(ids.copy())
+    starts = document_starts(plan)
+    real = ids < plan.num_tokens
+    positions = np.zeros_like(ids)
+    positions[real] = ids[real] - starts[np.searchsorted(starts, ids[real], side="right") - 1]
+    return torch.from_numpy(positions)
+
+
+def document_starts(plan: AttentionPlan) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Returns the first token of each document: the finest cut that no slice of the mask crosses."""
+    rows = plan.mask.array
+    low = np.minimum(rows[:, 0], rows[:, 2])
+    high = np.maximum(rows[:, 1], rows[:, 3])
+    crossed = np.zeros(plan.num_tokens + 1, dtype=np.int64)
+    np.add.at(crossed, low + 1, 1)  # a slice forbids the cuts strictly inside its extent
+    np.add.at(crossed, high, -1)
+    inside = np.cumsum(crossed)[: plan.num_tokens]
+    cuts = np.flatnonzero(inside == 0)
+    return cuts if len(cuts) and cuts[0] == 0 else np.r_[0, cuts]
+
+
+def dispatch(x: Tensor, plan: AttentionPlan, group: dist.ProcessGroup | None, dim: int = 0) -> Tensor:
+    """Returns this rank's rows of the whole `x`, which every rank holds: `[..., T, ...]` along `dim`.
+
+    Differentiable: the gradient is gathered from all ranks, so every rank gets the whole of it. Collective
+    in backward, and in forward for the first use of a plan.
+    """
+    _check_length(x, plan.num_tokens, dim, "x")
+    open_session(plan, group, x.device)
+    local: Tensor = _Dispatch.apply(x.movedim(dim, 0), plan, group)
+    return local.movedim(0, dim)
+
+
+def undispatch(
+    x_local: Tensor, plan: AttentionPlan, group: dist.ProcessGroup | None, dim: int = 0
+) -> Tensor:
+    """Returns the whole tensor in global order on every rank, `[..., num_tokens, ...]` along `dim`.
+
+    `undispatch(dispatch(x)) == x` bit for bit. Differentiable: each rank keeps the gradient of its own
+    rows of *its* copy, as if the whole had been computed once; use the same loss on every rank.
+    Collective: every rank of the group calls it.
+    """
+    _check_length(x_local, plan.tokens_per_rank, dim, "x_local")
+    open_session(plan, group, x_local.device)
+    whole: Tensor = _Undispatch.apply(x_local.movedim(dim, 0), plan, group)
+    return whole.movedim(0, dim)
+
+
+def roll(
+    x_local: Tensor, plan: AttentionPlan, group: dist.ProcessGroup | None, shifts: int = -1, dim: int = 0
+) -> Tensor:
+    """Returns `torch.roll` by the *global* order of tokens, on this rank's rows.
+
+    Row of token i gets the value of token i - shifts (modulo num_tokens); padding rows stay as they are.
+    Not differentiable (labels, masks and ids are rolled). Collective; only rows that cross ranks move.
+    """
+    _check_length(x_local, plan.tokens_per_rank, dim, "x_local")
+    open_session(plan, group, x_local.device)
+    rows = x_local.detach().movedim(dim, 0)
+    rank = 0 if group is None else dist.get_rank(group)
+    owner, row = plan.local_from_global
+    ids = plan.global_from_local
+    source = np.where(ids < plan.num_tokens, (ids - shifts) % plan.num_tokens, ids)
+    rolled = torch.empty_like(rows)
+    outgoing, send_splits, recv_splits = [], [], []
+    arrivals = []
+    for peer in range(plan.cp_size):
+        wanted = source[peer][owner[source[peer]] == rank]  # what this rank gives to the peer
+        outgoing.append(row[wanted])
+        send_splits.append(len(wanted))
+        targets = np.flatnonzero(owner[source[rank]] == peer)  # rows of ours that the peer fills
+        arrivals.append(targets)
+        recv_splits.append(len(targets))
+    sent = rows[torch.from_numpy(np.concatenate(outgoing)).to(rows.device)]
+    if group is not None and plan.cp_size > 1:
+        sent = start_all_to_all(sent, send_splits, recv_splits, group).wait()
+    rolled[torch.from_numpy(np.concatenate(arrivals)).to(rows.device)] = sent
+    return rolled.movedim(0, dim)
+
+
+class _Dispatch(torch.autograd.Function):
+    """Local rows of a replicated tensor; backward gathers all ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, plan: AttentionPlan, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.plan, ctx.group = plan, group
+        return _take_rows(x, plan, 0 if group is None else dist.get_rank(group))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _gather_rows(grad, ctx.plan, ctx.group), None, None
+
+
+class _Undispatch(torch.autograd.Function):
+    """The whole tensor from all ranks' rows; backward keeps the local rows of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, plan: AttentionPlan, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.plan, ctx.group = plan, group
+        return _gather_rows(x, plan, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        rank = 0 if ctx.group is None else dist.get_rank(ctx.group)
+        return _take_rows(grad, ctx.plan, rank), None, None
+
+
+def _take_rows(x: Tensor, plan: AttentionPlan, rank: int) -> Tensor:
+    ids = local_indices(plan, rank, x.device)
+    is_real = ids < plan.num_tokens
+    rows = x.new_zeros((len(ids), *x.shape[1:]))
+    rows[is_real] = x[ids[is_real]]
+    return rows
+
+
+def _gather_rows(x: Tensor, plan: AttentionPlan, group: dist.ProcessGroup | None) -> Tensor:
+    x = x.contiguous()
+    parts = [x]
+    if group is not None and plan.cp_size > 1:
+        parts = [torch.empty_like(x) for _ in range(plan.cp_size)]
+        dist.all_gather(parts, x, group=group)
+    whole = x.new_empty((plan.global_from_local.size, *x.shape[1:]))
+    for rank, part in enumerate(parts):
+        whole[local_indices(plan, rank, x.device)] = part
+    return whole[: plan.num_tokens]
+
+
+def _check_length(x: Tensor, expected: int, dim: int, name: str) -> None:
+    if x.shape[dim] != expected:
+        raise ValueError(
+            f"{name} has {x.shape[dim]} rows along dim {dim}, the plan has {expected}; "
+            "pass the tensor of the pack that the plan was made for, or another dim"
+        )

@@ -1,0 +1,74 @@
+"""Distributed attention equals dense attention, for every planner, CP size, mask and option."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megatron_cp as mcp
+from megatron_cp.plan import PLANNERS, make_plan
+from tests.closeness import assert_within_budget
+from tests.oracles.attention import exact_attention, plain_attention
+from tests.ranks import run_on_ranks
+from tests.runtime.cases import HEAD_DIM, HEADS, KV_HEADS, local_rows, mask_cases, restore, tensors
+
+CP_SIZES = (1, 2, 3, 4, 8)
+
+
+def attention_on_ranks(rank, world_size, plans, inputs, options):
+    """Returns (out, lse, dq, dk, dv, dsink) of this rank for each plan."""
+    results = []
+    for plan, (q, k, v, dout, dlse) in zip(plans, inputs, strict=True):
+        q, k, v = (local_rows(x, plan, rank).requires_grad_() for x in (q, k, v))
+        sink = options.get("sink")
+        sink = None if sink is None else sink.clone().requires_grad_()
+        out, lse = mcp.cp_attention(q, k, v, plan, dist.group.WORLD, **{**options, "sink": sink})
+        grads = local_rows(dout, plan, rank), local_rows(dlse, plan, rank).to(lse.dtype)
+        finite = torch.isfinite(lse)
+        torch.autograd.backward(
+            (out, torch.where(finite, lse, torch.zeros_like(lse))),
+            (grads[0], grads[1]),
+        )
+        dsink = torch.zeros(1) if sink is None else sink.grad
+        results.append(tuple(x.detach() for x in (out, lse, q.grad, k.grad, v.grad, dsink)))
+    return results
+
+
+def check_against_dense(cp_size, plans, inputs, options):
+    """Runs the plans on `cp_size` ranks and holds every result against the float64 oracle."""
+    per_rank = run_on_ranks(cp_size, attention_on_ranks, plans, inputs, options, timeout=100)
+    for index, (plan, (q, k, v, dout, dlse)) in enumerate(zip(plans, inputs, strict=True)):
+        allowed = torch.from_numpy(plan.mask.to_dense())
+        oracle_options = {key: value for key, value in options.items() if key != "backend"}
+        gradients = {"dout": dout, "dlse": dlse}
+        exact = exact_attention(q, k, v, allowed, **gradients, **oracle_options)
+        plain = plain_attention(q, k, v, allowed, **gradients, **oracle_options)
+        where = f"{plan.planner}, {cp_size} ranks, {plan.mask}"
+        size = max(4.0, plan.num_tokens**0.5)  # sums of S terms of size one round like a random walk
+        for field, place in (("out", 0), ("lse", 1), ("dq", 2), ("dk", 3), ("dv", 4)):
+            actual = restore([results[index][place] for results in per_rank], plan)
+            assert_within_budget(
+                actual, getattr(plain, field), getattr(exact, field), f"{field} of {where}", size=size
+            )
+        if options.get("sink") is not None:
+            actual = sum(results[index][5].double() for results in per_rank)
+            assert_within_budget(actual, plain.dsink, exact.dsink, f"dsink of {where}", size=16.0)
+
+
+def plans_for(planner, cp_size, config_options=None):
+    """Returns the plans that `planner` makes for the mask cases, and their inputs."""
+    config = mcp.CPConfig(
+        planner=planner, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, **(config_options or {})
+    )
+    plans = [make_plan(mask, cp_size, config) for mask in mask_cases().values()]
+    return plans, [tensors(plan.num_tokens, seed=i) for i, plan in enumerate(plans)]
+
+
+@pytest.mark.parametrize("cp_size", CP_SIZES)
+@pytest.mark.parametrize("planner", sorted(PLANNERS))
+def test_attention_on_ranks_equals_dense_attention(planner, cp_size):
+    if planner == "ulysses" and HEADS % cp_size:
+        with pytest.raises(ValueError, match="head degree"):
+            plans_for(planner, cp_size)
+        return
+    plans, inputs = plans_for(planner, cp_size)
+    check_against_dense(cp_size, plans, inputs, {})
