@@ -57,6 +57,13 @@ def has_transformer_engine() -> bool:
         return False
 
 
+def has_fused_adam() -> bool:
+    """Whether Megatron took its Adam from Transformer Engine or apex rather than from torch."""
+    from megatron.core.optimizer import distrib_optimizer
+
+    return bool(distrib_optimizer.HAVE_APEX_OR_TE)
+
+
 def local_layer_spec(**wishes: Any) -> Any:
     """Megatron's layer spec without Transformer Engine; keywords that this version dropped are left out."""
     from megatron.core.models.gpt import gpt_layer_specs

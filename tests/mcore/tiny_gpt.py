@@ -1,0 +1,349 @@
+"""A tiny GPT trained by Megatron-Core's own loop parts on gloo ranks, with Megatron's attention or ours.
+
+Everything here runs inside a rank of `tests.ranks`; Megatron is imported there only, after the CPU
+stand-ins. Weights come from the parameter's global name, not from a random stream, so that every
+layout of ranks starts from the same model.
+"""
+
+import contextlib
+import dataclasses
+import zlib
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+VOCABULARY = 64
+SEQUENCE = 128
+NUM_PACKS = 4  # per step, over all data-parallel ranks and micro-batches
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One training run; the defaults are Megatron's own attention on one rank."""
+
+    attention: str = "megatron"  # megatron | split (ours, rows where Megatron put them) | planned
+    planner: str = "auto"
+    tp: int = 1
+    pp: int = 1
+    vpp: int | None = None
+    cp: int = 1
+    sequence_parallel: bool = False
+    distributed_optimizer: bool = False
+    per_token: bool = True
+    packed: bool = False
+    steps: int = 20
+    num_layers: int = 2
+    position: str = "rope"
+    options: tuple[tuple[str, object], ...] = ()  # further fields of TransformerConfig
+
+    def with_options(self, **options: object) -> "Case":
+        return dataclasses.replace(self, options=(*self.options, *options.items()))
+
+
+def enter_megatron() -> None:
+    """Puts the CPU stand-ins into this worker process, keeping the poison of `torch.empty`.
+
+    The poison looks at its caller; behind a stand-in it would take Megatron's calls for ours.
+    """
+    from megatron_cp.mcore import cpu
+    from tests import conftest
+
+    if cpu.is_installed():
+        return
+    names = ("empty", "empty_like")
+    for name in names:
+        setattr(torch, name, getattr(torch, name).__wrapped__)
+    cpu.install()
+    for name in names:
+        setattr(torch, name, conftest._poisoned(getattr(torch, name)))
+
+
+@contextlib.contextmanager
+def parallel_state(case: Case):
+    """Megatron's process groups for this case; destroyed at the end, as the rank pool asks."""
+    enter_megatron()
+    from megatron.core import parallel_state as groups
+    from megatron.core import tensor_parallel
+
+    groups.initialize_model_parallel(
+        tensor_model_parallel_size=case.tp,
+        pipeline_model_parallel_size=case.pp,
+        virtual_pipeline_model_parallel_size=case.vpp,
+        context_parallel_size=case.cp,
+    )
+    try:
+        tensor_parallel.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
+        groups.set_global_memory_buffer() if groups._GLOBAL_MEMORY_BUFFER is None else None
+        yield groups
+    finally:
+        groups.destroy_model_parallel()
+
+
+def make_config(case: Case):
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    fields = {
+        "num_layers": case.num_layers,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "tensor_model_parallel_size": case.tp,
+        "pipeline_model_parallel_size": case.pp,
+        "virtual_pipeline_model_parallel_size": case.vpp,
+        "context_parallel_size": case.cp,
+        "sequence_parallel": case.sequence_parallel,
+        "pipeline_dtype": torch.float32,
+        "use_cpu_initialization": True,
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "persist_layer_norm": False,
+        "calculate_per_token_loss": case.per_token,
+        **dict(case.options),
+    }
+    return TransformerConfig(**fields)
+
+
+def build_chunks(case: Case, config) -> list:
+    """The pipeline chunks of this rank: one, or `vpp` of them."""
+    from megatron.core import parallel_state as groups
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    from megatron_cp.mcore.rope import install_position_rotary
+    from megatron_cp.mcore.spec import gpt_block_spec
+
+    chunks = []
+    for stage in range(case.vpp or 1):
+        vp_stage = stage if case.vpp else None
+        spec = (
+            get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm)
+            if case.attention == "megatron"
+            else gpt_block_spec(config, vp_stage=vp_stage)
+        )
+        model = GPTModel(
+            config,
+            spec,
+            VOCABULARY,
+            SEQUENCE,
+            pre_process=groups.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=groups.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            share_embeddings_and_output_weights=False,
+            position_embedding_type=case.position,
+            vp_stage=vp_stage,
+        )
+        if case.attention == "planned":
+            install_position_rotary(model)
+        fill_by_name(model)
+        chunks.append(model)
+    return chunks
+
+
+def fill_by_name(model) -> None:
+    """Draws every parameter from its global name and takes this tensor-parallel rank's part."""
+    from megatron.core import parallel_state as groups
+
+    first = model.decoder.layers[0].layer_number - 1 if len(model.decoder.layers) else 0
+    rank, size = groups.get_tensor_model_parallel_rank(), groups.get_tensor_model_parallel_world_size()
+    for name, parameter in model.named_parameters():
+        parts = name.split(".")
+        if parts[:2] == ["decoder", "layers"]:
+            parts[2] = str(int(parts[2]) + first)
+        whole = list(parameter.shape)
+        is_split = getattr(parameter, "tensor_model_parallel", False)
+        if is_split:
+            whole[parameter.partition_dim] *= size
+        generator = torch.Generator().manual_seed(zlib.crc32(".".join(parts).encode()))
+        values = torch.randn(whole, generator=generator) * 0.06
+        if "norm" in name:
+            values += 1.0 if name.endswith("weight") else 0.0
+        if is_split:
+            values = values.chunk(size, dim=parameter.partition_dim)[rank]
+        parameter.data.copy_(values)
+
+
+@dataclass(frozen=True)
+class Pack:
+    """What `data.batch.PackedBatch` holds, as far as the model needs it."""
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    loss_mask: np.ndarray
+    position_ids: np.ndarray
+    lengths: tuple[int, ...]
+
+
+def packs(case: Case):
+    """Endless packs: counting sequences of random start and step; odd lengths when packed."""
+    random = np.random.default_rng(3)
+    while True:
+        lengths = [SEQUENCE]
+        if case.packed:
+            cuts = np.sort(random.choice(np.arange(1, SEQUENCE), size=4, replace=False))
+            lengths = np.diff([0, *cuts, SEQUENCE]).tolist()
+        parts = []
+        for length in lengths:
+            start, step = random.integers(VOCABULARY), random.integers(1, 4)
+            parts.append((start + step * np.arange(length + 1)) % VOCABULARY)
+        loss_mask = np.ones(SEQUENCE, np.float32)
+        loss_mask[random.random(SEQUENCE) < 0.3] = 0.0
+        loss_mask[: random.integers(SEQUENCE // 2)] = 0.0  # ranks hold unequal numbers of loss tokens
+        yield Pack(
+            tokens=np.concatenate([part[:-1] for part in parts]),
+            labels=np.concatenate([part[1:] for part in parts]),
+            loss_mask=loss_mask,
+            position_ids=np.concatenate([np.arange(length) for length in lengths]),
+            lengths=tuple(lengths),
+        )
+
+
+def planned(case: Case, config, pack: Pack) -> SimpleNamespace:
+    """The pack with its plans, as the data loader makes it."""
+    from megatron_cp.config import CPConfig
+    from megatron_cp.mask import packed
+    from megatron_cp.plan.planner import make_plans
+
+    masks = {"full": (packed.documents(pack.lengths), 1.0)}
+    if config.window_size is not None:
+        within = ("window", config.window_size[0], 0)
+        masks["window"] = (packed.documents(pack.lengths, within=[within] * len(pack.lengths)), 1.0)
+    settings = CPConfig(
+        planner=case.planner,
+        num_heads=config.num_attention_heads // case.tp,
+        num_kv_heads=max(1, config.num_query_groups // case.tp),
+        head_dim=config.kv_channels,
+        topology="cpu",
+        element_bytes=4,
+        token_multiple=case.tp if case.sequence_parallel else 1,
+    )
+    return SimpleNamespace(batch=pack, plans=make_plans(masks, case.cp, settings))
+
+
+def tensors_of_pack(case: Case, config, pack: Pack, groups) -> SimpleNamespace:
+    """This rank's inputs: `tokens, labels, loss_mask, position_ids`, `attention_mask`, `params`."""
+    from megatron_cp.mcore.batch import local_batch
+
+    cp_rank = groups.get_context_parallel_rank()
+    if case.attention == "planned":
+        local = local_batch(
+            planned(case, config, pack), cp_rank, "cpu", cp_group=groups.get_context_parallel_group()
+        )
+        return SimpleNamespace(attention_mask=None, **vars(local))
+    pieces = np.arange(SEQUENCE).reshape(2 * case.cp, -1)
+    rows = np.concatenate([pieces[cp_rank], pieces[2 * case.cp - 1 - cp_rank]])
+    attention_mask = None
+    if case.packed:  # Megatron's own: a dense mask, True = hidden; positions run on, RoPE is relative
+        document = np.repeat(np.arange(len(pack.lengths)), pack.lengths)
+        hidden = (document[:, None] != document[None, :]) | np.triu(np.ones((SEQUENCE,) * 2, bool), 1)
+        attention_mask = torch.from_numpy(hidden)[None, None]
+    fields = {
+        name: torch.from_numpy(getattr(pack, name)[rows])[None]
+        for name in ("tokens", "labels", "loss_mask", "position_ids")
+    }
+    num = int(pack.loss_mask.sum())
+    return SimpleNamespace(attention_mask=attention_mask, params=None, num_loss_tokens=num, **fields)
+
+
+class Trainer:
+    """Model, optimizer and data of one case on this rank."""
+
+    def __init__(self, case: Case, groups) -> None:
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        from megatron_cp.mcore.optimizer import install_foreach_adam
+
+        install_foreach_adam()
+        self.case, self.groups = case, groups
+        self.config = make_config(case)
+        settings = DistributedDataParallelConfig(
+            use_distributed_optimizer=case.distributed_optimizer, grad_reduce_in_fp32=True
+        )
+        self.chunks = [
+            DistributedDataParallel(self.config, settings, chunk)
+            for chunk in build_chunks(case, self.config)
+        ]
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=3e-3,
+                weight_decay=0.01,
+                clip_grad=1.0,
+                adam_eps=1e-5,
+                bf16=self.config.bf16,
+                params_dtype=self.config.params_dtype,
+                use_distributed_optimizer=case.distributed_optimizer,
+            ),
+            self.chunks,
+        )
+        self.config.grad_scale_func = self.optimizer.scale_loss
+        self.config.finalize_model_grads_func = finalize_model_grads
+        self.stream = packs(case)
+
+    def step(self) -> tuple[float, float]:
+        """(loss per token of the global batch before the step, gradient norm)."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        from megatron_cp.mcore.loss import reduce_report
+
+        dp_rank, dp_size = (
+            self.groups.get_data_parallel_rank(),
+            self.groups.get_data_parallel_world_size(),
+        )
+        every = [next(self.stream) for _ in range(NUM_PACKS)]
+        mine = every[dp_rank :: dp_size]
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        reports = get_forward_backward_func()(
+            forward_step_func=self.forward_step,
+            data_iterator=[iter(mine) for _ in self.chunks] if len(self.chunks) > 1 else iter(mine),
+            model=self.chunks,
+            num_microbatches=len(mine),
+            seq_length=SEQUENCE,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        _, norm, _ = self.optimizer.step()
+        if not self.groups.is_pipeline_last_stage():
+            return float("nan"), float(norm)
+        report = reduce_report(
+            reports, dp_cp_group=self.groups.get_data_parallel_group(with_context_parallel=True)
+        )
+        return report["lm loss"], float(norm)
+
+    def forward_step(self, packs_of_rank, model):
+        from megatron_cp.mcore.loss import make_loss_function
+
+        inputs = tensors_of_pack(self.case, self.config, next(packs_of_rank), self.groups)
+        output = model(
+            inputs.tokens,
+            inputs.position_ids,
+            inputs.attention_mask,
+            labels=inputs.labels,
+            packed_seq_params=inputs.params,
+        )
+        return output, make_loss_function(
+            inputs.loss_mask,
+            per_token=self.case.per_token,
+            cp_group=self.groups.get_context_parallel_group(),
+            num_loss_tokens=inputs.num_loss_tokens,
+        )
+
+
+def train(rank: int, world_size: int, case: Case) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of every step, from the last pipeline stage; empty elsewhere."""
+    with parallel_state(case) as groups:
+        trainer = Trainer(case, groups)
+        steps = [trainer.step() for _ in range(case.steps)]
+        is_last = groups.get_pipeline_model_parallel_rank() == case.pp - 1
+        return steps if is_last else []
