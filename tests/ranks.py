@@ -4,6 +4,9 @@ Starting processes with torch costs 18 s (two ranks) to 72 s (eight ranks) per t
 waiting pool costs 5 to 26 ms. A pool that saw a failure is thrown away, because its other ranks may
 hang in a collective; the next call forks a new one.
 
+Import what the ranks need at the top of the test module: the workers inherit it from the parent. An
+import of megatron.core inside `fn` costs seconds on every rank (26 s on four ranks and two cores).
+
     def sum_of_ranks(rank, world_size, start):            # at module level: sent by reference
         x = torch.tensor(float(rank + start))
         dist.all_reduce(x)
