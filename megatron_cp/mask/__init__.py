@@ -1,5 +1,14 @@
 """Masks: which query may look at which key. NumPy only; `slice.py` has the one shape of all."""
 
+from megatron_cp.mask.blocks import (
+    BlockTable,
+    block_table,
+    cell_areas,
+    from_block_mask,
+    from_mask_mod,
+    row_intervals,
+    to_mask_mod,
+)
 from megatron_cp.mask.builders import (
     causal,
     chunked_causal,
@@ -10,7 +19,16 @@ from megatron_cp.mask.builders import (
     prefix_lm,
     sliding_window,
 )
-from megatron_cp.mask.forms import from_dense, from_ranges
+from megatron_cp.mask.forms import from_dense, from_ranges, to_ranges
+from megatron_cp.mask.interop import (
+    from_flashmask,
+    from_huggingface,
+    from_huggingface_4d,
+    from_packed_seq_params,
+    to_cu_seqlens,
+    to_flashmask,
+    to_packed_seq_params,
+)
 from megatron_cp.mask.mask import AttentionMask, concat, from_slices
 from megatron_cp.mask.packed import (
     block_causal_documents,
@@ -21,28 +39,59 @@ from megatron_cp.mask.packed import (
     prefix_tree,
     shared_question,
 )
+from megatron_cp.mask.patterns import (
+    block_causal,
+    block_diffusion,
+    block_sparse,
+    global_local,
+    star,
+    streaming,
+    strided,
+)
 from megatron_cp.mask.slice import MaskSlice
 
 __all__ = [
     "AttentionMask",
+    "BlockTable",
     "MaskSlice",
+    "block_causal",
     "block_causal_documents",
+    "block_diffusion",
+    "block_sparse",
+    "block_table",
     "causal",
     "causal_blockwise",
+    "cell_areas",
     "chunked_causal",
     "concat",
     "dilated",
     "documents",
+    "from_block_mask",
     "from_cu_seqlens",
     "from_dense",
+    "from_flashmask",
+    "from_huggingface",
+    "from_huggingface_4d",
+    "from_mask_mod",
+    "from_packed_seq_params",
     "from_ranges",
     "from_slices",
     "full",
+    "global_local",
     "global_sliding_window",
     "image_spans",
     "prefix_lm",
     "prefix_lm_documents",
     "prefix_tree",
+    "row_intervals",
     "shared_question",
     "sliding_window",
+    "star",
+    "streaming",
+    "strided",
+    "to_cu_seqlens",
+    "to_flashmask",
+    "to_mask_mod",
+    "to_packed_seq_params",
+    "to_ranges",
 ]

@@ -1,4 +1,4 @@
-"""Masks from the two plainest forms: (query range, key range, type) triples and dense booleans."""
+"""Masks from and to the plainest forms: (query range, key range, type) triples, dense booleans."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from megatron_cp.mask.checks import as_count, as_ranges
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.mask.mask import AttentionMask, from_rows
-from megatron_cp.mask.slice import OPEN, make_rows
+from megatron_cp.mask.slice import K_END, K_START, OPEN, Q_END, Q_START, make_rows, tighten
 
 RANGE_TYPES = ("full", "causal", "inv_causal", "bi_causal")
 
@@ -70,6 +70,30 @@ def from_dense(dense: NDArray[np.bool_]) -> AttentionMask:
     q, k_start = np.nonzero(edges == 1)
     k_end = np.nonzero(edges == -1)[1]
     return AttentionMask(num_queries, num_keys, make_rows(q, q + 1, k_start, k_end)).merged()
+
+
+def to_ranges(mask: AttentionMask) -> tuple[IntArray, IntArray, IntArray]:
+    """Returns `(q_ranges [n, 2], k_ranges [n, 2], types [n])`, types 0..3 as in `from_ranges`.
+
+    A slice whose band bends inside its box becomes up to three boxes.
+    """
+    q0, q1, k0, k1, lo, hi = mask.array.T
+    # Before row `rises` the first key is k0, from there it is q + lo. Before row `caps` the last
+    # key is q + hi, from there k1 - 1. On the bend itself both hold, so a side that cuts nothing
+    # gets no part.
+    rises = np.where(k0 - lo == q1 - 1, q1, k0 - lo)
+    caps = np.where(k1 - 1 - hi == q0, q0, k1 - hi)
+    caps = np.minimum(caps, q1)
+    first, second = np.minimum(rises, caps), np.maximum(rises, caps)
+    parts, types = [], []
+    for start, end in ((q0, first), (first, second), (second, q1)):
+        solid = start < end
+        row = tighten(make_rows(start, end, k0, k1, lo, hi)[solid])
+        parts.append(row)
+        types.append(np.where(end <= caps, 1, 0)[solid] + np.where(start >= rises, 2, 0)[solid])
+    rows, codes = np.concatenate(parts), np.concatenate(types)
+    order = np.lexsort((rows[:, K_START], rows[:, Q_START]))
+    return rows[order, Q_START : Q_END + 1], rows[order, K_START : K_END + 1], codes[order]
 
 
 def _type_codes(types: Sequence[str | int] | str | int, count: int) -> IntArray:

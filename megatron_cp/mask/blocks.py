@@ -1,0 +1,259 @@
+"""A mask seen by rows and by blocks, computed from its slices: what kernels and pictures ask for.
+
+row_intervals      per query, the key intervals it sees            [R, num_queries, 2]
+cell_areas         allowed pairs in every cell of a coarse grid    [rows, columns]
+block_table        which blocks are empty, partial, full: FlexAttention's BlockMask
+to_mask_mod        FlexAttention's mask function over row intervals
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_cp.mask.checks import as_count
+from megatron_cp.mask.forms import from_dense
+from megatron_cp.mask.interval import IntArray, expand_ranges
+from megatron_cp.mask.mask import AttentionMask
+from megatron_cp.mask.patterns import block_sparse
+from megatron_cp.mask.slice import (
+    HI,
+    K_END,
+    K_START,
+    LO,
+    Q_END,
+    Q_START,
+    make_rows,
+    rows_area,
+    tighten,
+)
+
+MaskMod = Callable[[Any, Any, Any, Any], Any]
+Int32Array = NDArray[np.int32]
+
+
+def row_intervals(mask: AttentionMask) -> IntArray:
+    """Returns the keys of every query as R sorted, disjoint intervals: `[R, num_queries, 2]`.
+
+    R is the largest number that any query needs (at least 1); unused intervals are (0, 0). O(R x
+    queries).
+    """
+    which, q = expand_ranges(mask.array[:, Q_START], mask.array[:, Q_END])
+    rows = mask.array[which]
+    start = np.maximum(rows[:, K_START], q + rows[:, LO])
+    end = np.minimum(rows[:, K_END], q + rows[:, HI] + 1)
+    order = np.lexsort((start, q))
+    q, start, end = q[order], start[order], end[order]
+    # Slices are disjoint, so neighbours of one row either touch (one interval) or leave a gap.
+    touches = (q[1:] == q[:-1]) & (start[1:] == end[:-1])
+    opens = np.flatnonzero(np.r_[True, ~touches][: len(q)])
+    closes = np.r_[opens[1:], len(q)][: len(opens)] - 1
+    q, start, end = q[opens], start[opens], end[closes]
+    place = np.arange(len(q)) - np.searchsorted(q, q, side="left")
+    intervals = np.zeros((int(place.max(initial=0)) + 1, mask.num_queries, 2), dtype=np.int64)
+    intervals[place, q, 0] = start
+    intervals[place, q, 1] = end
+    return intervals
+
+
+def cell_areas(mask: AttentionMask, q_bounds: IntArray, k_bounds: IntArray) -> IntArray:
+    """Returns the allowed pairs in each cell of a coarse grid: int64 `[rows, columns]`.
+
+    Cell (i, j) is `[q_bounds[i], q_bounds[i+1]) x [k_bounds[j], k_bounds[j+1])`; bounds never fall.
+    """
+    q_bounds, k_bounds = np.asarray(q_bounds, np.int64), np.asarray(k_bounds, np.int64)
+    strips, i = _cut_at(mask.array, q_bounds, Q_START, Q_END)
+    areas = np.zeros((len(q_bounds) - 1, len(k_bounds) - 1), dtype=np.int64)
+    cells, j, strip = _cut_with_source(strips, k_bounds, K_START, K_END)
+    np.add.at(areas, (i[strip], j), rows_area(cells))
+    return areas
+
+
+@dataclass(frozen=True)
+class BlockTable:
+    """Which blocks of `q_block x k_block` pairs a mask touches.
+
+    `partial` int64 `[n, 2]`: (query block, key block) with some pairs; `full` int64 `[m, 3]`:
+    (query block, first key block, last + 1) with all pairs of every block in the range. Both are
+    sorted. A block cut short by the end of the grid is never full, as in FlexAttention.
+    """
+
+    q_block: int
+    k_block: int
+    num_q_blocks: int
+    num_k_blocks: int
+    partial: IntArray
+    full: IntArray
+
+    def kv_arrays(self) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array]:
+        """Returns kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices of a BlockMask.
+
+        int32, `[query blocks]` and `[query blocks, key blocks]`; `BlockMask.from_kv_blocks` takes
+        them with two leading dimensions of 1. Entries behind the counts are 0.
+        """
+        which, j = expand_ranges(self.full[:, 1], self.full[:, 2])
+        return (
+            *self._listed(self.partial[:, 0], self.partial[:, 1]),
+            *self._listed(self.full[which, 0], j),
+        )
+
+    def _listed(self, i: IntArray, j: IntArray) -> tuple[Int32Array, Int32Array]:
+        counts = np.bincount(i, minlength=self.num_q_blocks).astype(np.int32)
+        indices = np.zeros((self.num_q_blocks, self.num_k_blocks), dtype=np.int32)
+        indices[i, np.arange(len(i)) - np.searchsorted(i, i, side="left")] = j
+        return counts, indices
+
+
+def block_table(mask: AttentionMask, q_block: int = 128, k_block: int = 128) -> BlockTable:
+    """Returns the blocks of a mask from its slices; no pair is looked at one by one."""
+    q_block = as_count("q_block", q_block, minimum=1)
+    k_block = as_count("k_block", k_block, minimum=1)
+    num_q, num_k = -(-mask.num_queries // q_block), -(-mask.num_keys // k_block)
+    strips, i = _cut_at(mask.array, np.arange(num_q + 1) * q_block, Q_START, Q_END)
+    q0, q1, k0, k1, lo, hi = strips.T
+    first, last = k0 // k_block, -(-k1 // k_block)
+    # Keys that every query of a whole strip sees; the blocks inside them are full in this slice
+    # alone.
+    inner = -(-np.maximum(k0, q1 - 1 + lo) // k_block)
+    outer = np.minimum(k1, q0 + hi + 1) // k_block
+    whole = (q1 - q0 == q_block) & (inner < outer)
+    inner, outer = np.where(whole, inner, last), np.where(whole, outer, last)
+    edge = np.concatenate([np.stack([first, inner], 1), np.stack([outer, last], 1)])
+    owner, j = expand_ranges(edge[:, 0], edge[:, 1])
+    owner = owner % max(1, len(strips))
+    cells = strips[owner]
+    cells[:, K_START] = np.maximum(cells[:, K_START], j * k_block)
+    cells[:, K_END] = np.minimum(cells[:, K_END], (j + 1) * k_block)
+    # Several slices may fill one block together: add up before deciding.
+    blocks, inverse = np.unique(i[owner] * num_k + j, return_inverse=True)
+    areas = np.zeros(len(blocks), dtype=np.int64)
+    np.add.at(areas, inverse, rows_area(tighten(cells)))
+    together = blocks[areas == q_block * k_block]
+    rest = blocks[areas < q_block * k_block]
+    full = np.concatenate(
+        [
+            np.stack([i[whole], inner[whole], outer[whole]], axis=1),
+            np.stack([together // num_k, together % num_k, together % num_k + 1], axis=1)
+            if num_k
+            else np.zeros((0, 3), dtype=np.int64),
+        ]
+    )
+    full = full[np.lexsort((full[:, 1], full[:, 0]))]
+    partial = np.stack(np.divmod(rest, max(1, num_k)), axis=1)
+    return BlockTable(q_block, k_block, num_q, num_k, partial, full)
+
+
+def to_mask_mod(mask: AttentionMask, convert: Callable[[Int32Array], Any] = np.asarray) -> MaskMod:
+    """Returns `mask_mod(batch, head, q, k)` for FlexAttention: true where query q sees key k.
+
+    The function reads `2 R` integers per query (`row_intervals`). `convert` puts its tables where q
+    and k live: `lambda table: torch.from_numpy(table).to(device)` for FlexAttention, nothing for
+    NumPy.
+    """
+    intervals = row_intervals(mask).astype(np.int32)
+    tables = [
+        (convert(np.ascontiguousarray(part[:, 0])), convert(np.ascontiguousarray(part[:, 1])))
+        for part in intervals
+    ]
+
+    def mask_mod(batch: Any, head: Any, q: Any, k: Any) -> Any:
+        del batch, head  # one mask serves all
+        start, end = tables[0]
+        allowed = (start[q] <= k) & (k < end[q])
+        for start, end in tables[1:]:
+            allowed = allowed | ((start[q] <= k) & (k < end[q]))
+        return allowed
+
+    return mask_mod
+
+
+def from_mask_mod(
+    mask_mod: MaskMod, num_queries: int, num_keys: int | None = None
+) -> AttentionMask:
+    """Returns the mask of a FlexAttention mask function, asked once per pair: O(queries x keys).
+
+    The function is called with NumPy index arrays, batch 0 and head 0. Rows are asked in blocks, so
+    memory stays small, but use a builder for long sequences.
+    """
+    num_queries = as_count("num_queries", num_queries)
+    num_keys = num_queries if num_keys is None else as_count("num_keys", num_keys)
+    step = max(1, (1 << 22) // max(1, num_keys))
+    parts = [np.zeros((0, 6), dtype=np.int64)]
+    for start in range(0, num_queries, step):
+        q = np.arange(start, min(start + step, num_queries))
+        dense = _asked(mask_mod, q, np.arange(num_keys))
+        parts.append(from_dense(dense).shift(q=start).array)
+    return AttentionMask(num_queries, num_keys, np.concatenate(parts)).merged()
+
+
+def from_block_mask(block_mask: Any) -> AttentionMask:
+    """Returns the mask of a FlexAttention BlockMask (any object with its fields).
+
+    Full blocks become boxes, the mask function is asked for the pairs of partial blocks only.
+    Raises NotImplementedError if batch entries or heads differ: one AttentionMask serves all heads.
+    """
+    q_block, k_block = (int(size) for size in block_mask.BLOCK_SIZE)
+    num_queries, num_keys = (int(size) for size in block_mask.seq_lengths)
+    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    arrays = [_same_for_all(name, getattr(block_mask, name)) for name in names]
+    mask = AttentionMask(num_queries, num_keys, make_rows(0, 0, 0, 0))
+    if arrays[2] is not None:
+        table = _table_of(arrays[2], arrays[3])
+        mask = block_sparse(table, q_block, k_block).crop((0, num_queries), (0, num_keys))
+    rows = [mask.array]
+    for i, j in np.argwhere(_table_of(arrays[0], arrays[1])).tolist():
+        q = np.arange(i * q_block, min((i + 1) * q_block, num_queries))
+        k = np.arange(j * k_block, min((j + 1) * k_block, num_keys))
+        part = from_dense(_asked(block_mask.mask_mod, q, k)).shift(i * q_block, j * k_block)
+        rows.append(part.array)
+    return AttentionMask(num_queries, num_keys, np.concatenate(rows)).merged()
+
+
+def _asked(mask_mod: MaskMod, q: IntArray, k: IntArray) -> NDArray[np.bool_]:
+    """Returns what a mask function says about every pair of `q` and `k`: bool `[queries, keys]`."""
+    allowed = np.asarray(mask_mod(0, 0, q[:, None], k[None]))
+    return np.broadcast_to(allowed.astype(bool), (len(q), len(k)))
+
+
+def _same_for_all(name: str, tensor: Any) -> IntArray | None:
+    """Returns the entry of batch 0 and head 0, or None for None; refuses entries that differ."""
+    if tensor is None:
+        return None
+    array = np.asarray(tensor)
+    if (array != array[:1, :1]).any():
+        raise NotImplementedError(
+            f"{name} differs between batch entries or heads of the block mask; one AttentionMask "
+            "serves "
+            "all: convert each entry by itself"
+        )
+    return array[0, 0].astype(np.int64)
+
+
+def _table_of(counts: IntArray | None, indices: IntArray | None) -> NDArray[np.bool_]:
+    assert counts is not None and indices is not None
+    table = np.zeros(indices.shape, dtype=bool)
+    i, place = expand_ranges(np.zeros_like(counts), counts)
+    table[i, indices[i, place]] = True
+    return table
+
+
+def _cut_at(rows: IntArray, bounds: IntArray, start: int, end: int) -> tuple[IntArray, IntArray]:
+    """Returns the tight parts of rows between consecutive bounds of one axis, and their cell."""
+    parts, cell, _ = _cut_with_source(rows, bounds, start, end)
+    return parts, cell
+
+
+def _cut_with_source(
+    rows: IntArray, bounds: IntArray, start: int, end: int
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Returns the tight parts of rows between consecutive bounds, their cell and source row."""
+    low = np.searchsorted(bounds[1:], rows[:, start], side="right")
+    high = np.searchsorted(bounds[:-1], rows[:, end], side="left")
+    source, cell = expand_ranges(low, np.maximum(low, high))
+    parts = rows[source]
+    parts[:, start] = np.maximum(parts[:, start], bounds[cell])
+    parts[:, end] = np.minimum(parts[:, end], bounds[cell + 1])
+    solid = parts[:, start] < parts[:, end]  # bounds may repeat
+    return tighten(parts[solid]), cell[solid], source[solid]
