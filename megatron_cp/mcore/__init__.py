@@ -1,8 +1,9 @@
-"""Context parallelism inside Megatron-Core: the only floor, with training/ above it, that imports `megatron.core`.
+"""Context parallelism inside Megatron-Core: the floor that imports `megatron.core`.
 
-Nothing is imported until a name is used, so that `megatron_cp.mcore.cpu.install()` can run before the first import of
-`megatron.core` (see cpu.py).  The reader's path: attention.py (the swapped-in core attention), batch.py (what rides in
-`packed_seq_params`), rope.py (positions), loss.py (the normaliser), spec.py (how a model gets it all).
+Nothing is imported until a name is used, so that `megatron_cp.mcore.cpu.install()` can run before
+the first import of `megatron.core` (see cpu.py).  The reader's path: attention.py (the swapped-in
+core attention), batch.py (what rides in `packed_seq_params`), rope.py (positions), loss.py (the
+normaliser), spec.py (how a model gets it all).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Our few flags beside Megatron-LM's.  What exists there keeps its name and meaning; these are new."""
+"""Our few flags beside Megatron-LM's, whose names and meanings stay as they are."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ ATTENTION_BACKENDS = ("reference", "cpu", "flex", "hopper", "emulated")
 
 
 def add_context_parallel_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """The parser, with the group "context parallel" added; also fit for Megatron-LM's `extra_args_provider`."""
+    """The parser with our flags added; also fit as Megatron-LM's `extra_args_provider`."""
     group = parser.add_argument_group("context parallel")
     group.add_argument(
         "--cp-planner",
         default="auto",
-        help="How work and transfers are laid out over the context ranks: auto (predicted fastest), or one published scheme: "
-        "contiguous, ring, zigzag, stripe, double_ring, allgather, per_document_zigzag, ulysses, usp, distflashattn, "
-        "ultraattn, magi, dcp, document_groups.",
+        help="How work and transfers are laid out over the context ranks: auto (predicted "
+        "fastest) or the name of a published scheme, e.g. zigzag, allgather, ring, ulysses.",
     )
     group.add_argument(
         "--cp-chunk-size",
@@ -30,7 +29,7 @@ def add_context_parallel_arguments(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument(
         "--cp-topology",
         default=None,
-        help="Hardware row of the cost model: cpu, a800, h100, h200. Default: cpu without CUDA, else h100.",
+        help="Hardware row of the cost model: cpu, a800, h100, h200. Default: by device.",
     )
     group.add_argument(
         "--cp-backend",

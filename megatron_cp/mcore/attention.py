@@ -1,20 +1,23 @@
 """Context-parallel core attention, with the constructor and `forward` of Megatron's own.
 
-    SelfAttention -> core_attention(query, key, value, attention_mask, packed_seq_params=...) -> [s, b, n * h]
+    SelfAttention -> core_attention(query, key, value, attention_mask, packed_seq_params=...) -> [s,
+    b, n * h]
 
 What a query may see comes from the plan of the micro-batch:
 
     packed_seq_params            plan                                            made by
-    ContextParallelParams        params.plans["full"], or ["window"] in          the data loader, for any mask
+    ContextParallelParams        params.plans["full"], or ["window"] in          the data loader,
+    for any mask
                                  sliding-window layers
     PackedSeqParams (thd)        Megatron's zigzag per document                  split.py, cached
     None                         Megatron's zigzag over the sequence             split.py, cached
 
-The module holds no parameters, so checkpoints are exchanged freely with Megatron's attention; a learnable sink
-(`softmax_type="learnable"`) is called `softmax_offset` and sharded as there.
+The module holds no parameters, so checkpoints are exchanged freely with Megatron's attention; a
+learnable sink (`softmax_type="learnable"`) is called `softmax_offset` and sharded as there.
 """
 
-# s local rows, b batch, n query heads, g kv heads, h head width (v may have its own); all per tensor-parallel rank
+# s local rows, b batch, n query heads, g kv heads, h head width (v may have its own); all per
+# tensor-parallel rank
 
 from __future__ import annotations
 
@@ -34,6 +37,7 @@ from megatron_cp.api import cp_attention
 from megatron_cp.config import CPConfig
 from megatron_cp.mcore import split
 from megatron_cp.mcore.batch import ContextParallelParams
+from megatron_cp.mcore.mtp import install_order_roll
 from megatron_cp.mcore.validation import check_dropout, validate_config
 from megatron_cp.plan.schema import AttentionPlan
 
@@ -42,10 +46,10 @@ class ContextParallelAttention(MegatronModule):
     """Softmax attention over the whole context, on the rows of this rank.
 
     Args (Megatron's, by keyword):
-        config, layer_number (from 1), attn_mask_type, attention_type ("self"), attention_dropout, softmax_scale, k_channels,
-        v_channels, num_splits, cp_comm_type (the plan decides instead), pg_collection with tp and cp.
+        config, layer_number (from 1), attn_mask_type, attention_type ("self"), attention_dropout,
+        softmax_scale, k_channels, v_channels, num_splits, cp_comm_type (the plan decides instead),
+        pg_collection with tp and cp.
         backend: attention backend of `megatron_cp.attend`; None chooses by device.
-        topology: row of the cost model for plans made here.
 
     Raises:
         NotImplementedError: for settings it cannot honour; see validation.py.
@@ -65,7 +69,6 @@ class ContextParallelAttention(MegatronModule):
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
         backend: str | None = None,
-        topology: str = "h100",
     ) -> None:
         super().__init__(config=config)
         validate_config(config)
@@ -86,7 +89,8 @@ class ContextParallelAttention(MegatronModule):
             required_pgs=["tp", "cp"]
         )
         self.tp_group, self.cp_group = groups.tp, groups.cp
-        # apply_query_key_layer_scaling divides before and multiplies inside the fp32 softmax: no change in value here.
+        # apply_query_key_layer_scaling divides before and multiplies inside the fp32 softmax: no
+        # change in value here.
         head_dim = k_channels or config.kv_channels
         self.softmax_scale = 1.0 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
         windowed = is_layer_window_attention(
@@ -99,16 +103,17 @@ class ContextParallelAttention(MegatronModule):
             num_kv_heads=max(1, config.num_query_groups // self.tp_group.size()),
             head_dim=head_dim,
             value_head_dim=v_channels,
-            topology=topology,
             element_bytes=config.params_dtype.itemsize,
         )
         self.current_max_attn_logits = None  # read by Megatron's logit logging; qk_clip is refused
         self._make_softmax_offset(num_heads)
+        if getattr(config, "mtp_num_layers", None):
+            install_order_roll()
 
     def _make_softmax_offset(self, num_heads: int) -> None:
-        """The sink logit per head: none, zero ("off-by-one") or a parameter, drawn as Megatron draws it."""
-        self.softmax_offset: torch.Tensor | None = None
+        """The sink logit per head: none, zero ("off-by-one") or a parameter, as Megatron's."""
         if self.config.softmax_type == "vanilla":
+            self.softmax_offset = None
             return
         where = {"device": torch.cuda.current_device(), "dtype": self.config.params_dtype}
         if self.config.softmax_type == "off-by-one":
@@ -120,8 +125,7 @@ class ContextParallelAttention(MegatronModule):
         # Each tensor-parallel rank holds other heads: count them all in the gradient norm.
         offset.tensor_model_parallel = True  # type: ignore[attr-defined]
         offset.partition_dim, offset.partition_stride = 0, 1  # type: ignore[attr-defined]
-        del self.softmax_offset
-        self.register_parameter("softmax_offset", offset)
+        self.softmax_offset = offset
 
     def forward(
         self,
@@ -134,13 +138,19 @@ class ContextParallelAttention(MegatronModule):
         packed_seq_params: Any = None,
         **variant_inputs: Any,
     ) -> torch.Tensor:
-        """Attention output [s, b, n * h] of this rank's rows.  Every rank of the context group must call it.
+        """Attention output [s, b, n * h] of this rank's rows.
+
+        Collective: every rank of the context group calls it, forward and backward.
 
         Args:
-            query: [s, b, n, h]; or [t, n, h] for thd and under multi-latent attention (the result is then [t, 1, n * h]).
-            key, value: [s, b, g, h], likewise.
-            attention_mask: None, or the causal mask of this rank's rows; any other is refused, never ignored.
-            attn_mask_type: overrides the constructor's; with ContextParallelParams the plan alone says who sees whom.
+            query: [s, b, n, h]; or [t, n, h] for thd and under multi-latent attention (the result
+                is then [t, 1, n * h]).
+            key: [s, b, g, h], likewise.
+            value: [s, b, g, hv], likewise.
+            attention_mask: None, or the causal mask of this rank's rows; any other is refused,
+                never ignored.
+            attn_mask_type: overrides the constructor's; with ContextParallelParams the plan alone
+                says who sees whom.
             attention_bias: must be None.
             packed_seq_params: see the module's head.
             variant_inputs: keywords of Megatron's attention variants; must be None.
@@ -149,8 +159,8 @@ class ContextParallelAttention(MegatronModule):
         batch = query.shape[1] if query.dim() == 4 else 1
         if query.shape[0] != key.shape[0]:
             raise NotImplementedError(
-                f"query has {query.shape[0]} rows, key {key.shape[0]}; training needs equal counts (a key-value cache is for "
-                "inference); run inference with Megatron's own attention"
+                f"query has {query.shape[0]} rows, key {key.shape[0]}; training needs equal counts "
+                "(a key-value cache is inference); run inference with Megatron's own attention"
             )
         mask_type = attn_mask_type or self.attn_mask_type
         group = self._group(packed_seq_params)
@@ -188,8 +198,8 @@ class ContextParallelAttention(MegatronModule):
             return self._plan_of_params(params, num_rows, group, attention_mask)
         if params is not None and params.qkv_format != "thd":
             raise NotImplementedError(
-                f"packed_seq_params.qkv_format={params.qkv_format!r}; Megatron's own parameters must be 'thd'; "
-                "use ContextParallelParams for anything else"
+                f"packed_seq_params.qkv_format={params.qkv_format!r}; Megatron's own parameters "
+                "must be 'thd'; use ContextParallelParams for anything else"
             )
         band = split.band_of(mask_type, self.window)
         if params is not None:
@@ -211,14 +221,15 @@ class ContextParallelAttention(MegatronModule):
     ) -> AttentionPlan:
         if attention_mask is not None:
             raise ValueError(
-                f"attention_mask of shape {tuple(attention_mask.shape)} beside ContextParallelParams; the plan is the mask; "
-                "pass attention_mask=None"
+                f"attention_mask of shape {tuple(attention_mask.shape)} beside "
+                "ContextParallelParams; the plan is the mask; pass attention_mask=None"
             )
         name = "full" if self.window is None else "window"
         if name not in params.plans:
             raise ValueError(
-                f"packed_seq_params.plans={sorted(params.plans)} has no {name!r} plan for layer {self.layer_number}; plans need "
-                "'full', and 'window' where the model has sliding-window layers; make both with make_plans"
+                f"packed_seq_params.plans={sorted(params.plans)} has no {name!r} plan for layer "
+                f"{self.layer_number}; plans need 'full', and 'window' where the model has "
+                "sliding-window layers; make both with make_plans"
             )
         plan: AttentionPlan = params.plans[name]
         _check_rows(plan, num_rows, group)
@@ -230,7 +241,7 @@ class ContextParallelAttention(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Nothing, or the learnable sink sharded over tensor-parallel ranks: the same keys as Megatron's attention."""
+        """Nothing, or the sharded learnable sink: the same keys as Megatron's attention."""
         state = (
             self.state_dict(prefix="", keep_vars=True)
             if self.config.softmax_type == "learnable"
@@ -245,15 +256,20 @@ class ContextParallelAttention(MegatronModule):
 
 
 def _fold_batch(heads: torch.Tensor) -> torch.Tensor:
-    """[s, b, n, h] -> [s, b * n, h]: sequences of a batch share the mask, so they are more heads; groups stay together."""
+    """[s, b, n, h] -> [s, b * n, h].
+
+    The sequences of a batch share the mask, so they are more heads; groups stay together.
+    """
     return heads if heads.dim() == 3 else heads.flatten(1, 2)
 
 
 def _check_rows(plan: AttentionPlan, num_rows: int, group: Any) -> None:
     if (plan.tokens_per_rank, plan.cp_size) != (num_rows, group.size()):
         raise ValueError(
-            f"query has {num_rows} rows on each of {group.size()} context ranks; the plan is for {plan.tokens_per_rank} rows on "
-            f"{plan.cp_size} ranks; build the batch and the plan from the same pack and context-parallel size"
+            f"query has {num_rows} rows on each of {group.size()} context ranks; the plan is for "
+            f"{plan.tokens_per_rank} rows on "
+            f"{plan.cp_size} ranks; build the batch and the plan from the same pack and "
+            "context-parallel size"
         )
 
 
@@ -263,6 +279,7 @@ def _refuse_extras(attention_bias: torch.Tensor | None, variant_inputs: dict[str
         given.append("attention_bias")
     if given:
         raise NotImplementedError(
-            f"core attention was given {', '.join(given)}; only query, key, value and a mask are served; "
+            f"core attention was given {', '.join(given)}; only query, key, value and a mask are "
+            "served; "
             "use Megatron's own attention for this variant"
         )

@@ -1,8 +1,9 @@
 """From a planned micro-batch (NumPy, the same on every rank) to this rank's tensors, in one place.
 
-Megatron hands `packed_seq_params` from the model's forward to every layer, through recomputation and pipeline stages.
-`ContextParallelParams` rides in that channel: the plans for attention, the positions for RoPE.  Its `qkv_format` stays
-"sbhd", so that Megatron neither squeezes the batch dimension nor slices RoPE per document by itself.
+Megatron hands `packed_seq_params` from the model's forward to every layer, through recomputation
+and pipeline stages. `ContextParallelParams` rides in that channel: the plans for attention, the
+positions for RoPE.  Its `qkv_format` stays "sbhd", so that Megatron neither squeezes the batch
+dimension nor slices RoPE per document by itself.
 """
 
 # T tokens on this rank, S tokens of the whole micro-batch
@@ -20,18 +21,20 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 @dataclass
 class ContextParallelParams(PackedSeqParams):
-    """What attention and RoPE must know about one micro-batch.  Shared by its layers; never written after it is made."""
+    """What attention and RoPE must know about one micro-batch; shared by all its layers."""
 
     qkv_format: str = "sbhd"
     plans: Mapping[str, Any] = field(default_factory=dict)
-    """Attention plan per kind of layer: "full" always, "window" where the model has sliding-window layers."""
+    """Attention plan per kind of layer: "full" always, "window" where the model has sliding-window
+    layers.
+    """
     positions: torch.Tensor | None = None
     """int64 [T]: RoPE position of each of this rank's rows, on the device of the model."""
 
 
 @dataclass(frozen=True)
 class LocalBatch:
-    """One rank's share of a micro-batch, in dispatched order; tensors [1, T] as GPTModel.forward takes them."""
+    """One rank's share of a micro-batch, in dispatched order; tensors [1, T] for GPTModel."""
 
     tokens: torch.Tensor
     labels: torch.Tensor
@@ -47,8 +50,9 @@ def local_batch(
 ) -> LocalBatch:
     """The rows that rank `cp_rank` owns, labels and loss mask dispatched like the tokens.
 
-    Labels are shifted before dispatch (in the pack), so no neighbour's token is needed at a shard's edge.  Tail padding gets
-    token 0, label 0, position 0 and loss mask 0.  No collective: each rank cuts its own share.
+    Labels are shifted before dispatch (in the pack), so no neighbour's token is needed at a shard's
+    edge.  Tail padding gets token 0, label 0, position 0 and loss mask 0.  No collective: each rank
+    cuts its own share.
 
     Args:
         planned: `data.batch.PlannedBatch` (or anything with its `batch` and `plans`).

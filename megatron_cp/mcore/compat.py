@@ -1,7 +1,8 @@
 """Megatron-Core versions: the only module that asks for one.
 
-One source serves megatron-core 0.16.1 (Python <= 3.11) to 0.20.  What differs between them and concerns us is decided
-here, by looking at what is there rather than at numbers wherever that is possible.
+One source serves megatron-core 0.16.1 (Python <= 3.11) to 0.20.  What differs between them and
+concerns us is decided here, by looking at what is there rather than at numbers wherever that is
+possible.
 """
 
 from __future__ import annotations
@@ -41,15 +42,18 @@ def check_megatron_version() -> None:
     found = megatron_version()
     if not OLDEST <= found < TOO_NEW:
         raise ImportError(
-            f"megatron-core {_dotted(found)} is installed; megatron_cp needs >={_dotted(OLDEST)},<{_dotted(TOO_NEW)}; "
-            f"install one of these: pip install 'megatron-core>={_dotted(OLDEST)},<{_dotted(TOO_NEW)}'"
+            f"megatron-core {_dotted(found)} is installed; megatron_cp needs "
+            f">={_dotted(OLDEST)},<{_dotted(TOO_NEW)}; "
+            "install one of these: pip install "
+            f"'megatron-core>={_dotted(OLDEST)},<{_dotted(TOO_NEW)}'"
         )
 
 
 def has_transformer_engine() -> bool:
     """Whether Transformer Engine's torch part is there (Megatron then prefers its modules).
 
-    The bare index package `transformer-engine` has no torch part and makes `import megatron.core` itself fail.
+    The bare index package `transformer-engine` has no torch part and makes `import megatron.core`
+    itself fail.
     """
     try:
         return importlib.util.find_spec("transformer_engine.pytorch") is not None
@@ -65,7 +69,7 @@ def has_fused_adam() -> bool:
 
 
 def local_layer_spec(**wishes: Any) -> Any:
-    """Megatron's layer spec without Transformer Engine; keywords that this version dropped are left out."""
+    """Megatron's layer spec without Transformer Engine."""
     from megatron.core.models.gpt import gpt_layer_specs
 
     return gpt_layer_specs.get_gpt_layer_local_spec(**wishes)
@@ -79,10 +83,11 @@ def transformer_engine_layer_spec(**wishes: Any) -> Any:
 
 
 def repair_local_moe_and_mla() -> None:
-    """Makes mixture-of-experts and multi-latent attention of 0.16.1 usable without Transformer Engine.
+    """Makes experts and multi-latent attention usable without Transformer Engine on 0.16.1.
 
-    0.16.1 names a Transformer Engine function that it never imported (`NameError: te_general_gemm`) and takes Transformer
-    Engine for installed in multi-latent attention.  Later versions repaired both; then nothing is touched.
+    0.16.1 names a Transformer Engine function that it never imported (`NameError: te_general_gemm`)
+    and takes Transformer Engine for installed in multi-latent attention.  Later versions repaired
+    both; then nothing is touched.
     """
     if has_transformer_engine():
         return
@@ -96,7 +101,7 @@ def repair_local_moe_and_mla() -> None:
 
 
 def silence_fallback_warnings() -> None:
-    """Drops Megatron's import-time notes that apex or Transformer Engine are missing: here that is a choice."""
+    """Drops Megatron's import-time notes on missing apex and Transformer Engine: our choice."""
     warnings.filterwarnings("ignore", message="Apex is not installed")
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
 

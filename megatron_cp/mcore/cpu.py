@@ -1,17 +1,23 @@
 """Lets Megatron-Core train on CPU ranks (gloo): the one place that stands in for CUDA.
 
-Megatron-Core has no CPU mode: it asks `torch.cuda` for the current device, its random streams, its streams and events,
-and creates tensors with `device="cuda"`.  `install()` answers these calls on a machine without CUDA, before Megatron is
-imported.  With CUDA it does nothing at all, so the same script serves both.
+Megatron-Core has no CPU mode: it asks `torch.cuda` for the current device, its random streams, its
+streams and events, and creates tensors with `device="cuda"`.  `install()` answers these calls on a
+machine without CUDA, before Megatron is imported.  With CUDA it does nothing at all, so the same
+script serves both.
 
 What this module must never do (each was a measured fault, notes in docs/megatron.md):
-  * leave `torch.cuda._lazy_call` alone: Megatron sets its random streams through it, and without CUDA the queue never
-    runs: dropout then differs between tensor-parallel ranks and initial weights depend on the tensor-parallel size;
-  * bind one function object under two torch names: dynamo keys its rules by object and refuses the second;
-  * replace `torch.cuda.manual_seed_all`: `torch.manual_seed`, which the stand-ins call, calls it (endless recursion);
+  * leave `torch.cuda._lazy_call` alone: Megatron sets its random streams through it, and without
+    CUDA the queue never runs: dropout then differs between tensor-parallel ranks and initial
+    weights depend on the tensor-parallel size;
+  * bind one function object under two torch names: dynamo keys its rules by object and refuses the
+    second;
+  * replace `torch.cuda.manual_seed_all`: `torch.manual_seed`, which the stand-ins call, calls it
+    (endless recursion);
   * make `torch.cuda.is_available()` true, or touch anything when it is;
-  * run after the first import of `megatron.core`, which copies some of these names at import (install() raises).
-The stand-ins are process-wide and stay; a process that trains Megatron on the CPU does nothing else with CUDA.
+  * run after the first import of `megatron.core`, which copies some of these names at import
+    (install() raises).
+The stand-ins are process-wide and stay; a process that trains Megatron on the CPU does nothing else
+with CUDA.
 """
 
 from __future__ import annotations
@@ -36,9 +42,10 @@ _IGNORED_CALLS = ("set_device", "synchronize", "empty_cache", "reset_peak_memory
 
 
 def install() -> bool:
-    """True when the stand-ins are in place (no CUDA), False when CUDA is there and nothing was changed.
+    """True when the stand-ins are in place, False when CUDA is there and nothing was changed.
 
-    Call it first in the entry script and in every worker process that trains; a second call changes nothing.
+    Call it first in the entry script and in every worker process that trains; a second call changes
+    nothing.
 
     Raises:
         RuntimeError: if `megatron.core` was imported before the first call.
@@ -49,7 +56,8 @@ def install() -> bool:
         return True
     if "megatron.core" in sys.modules:
         raise RuntimeError(
-            "megatron.core is already imported, without CUDA and without the CPU stand-ins; it must come after them: "
+            "megatron.core is already imported, without CUDA and without the CPU stand-ins; it "
+            "must come after them: "
             "call megatron_cp.mcore.cpu.install() before anything that imports megatron.core"
         )
     _disable_compilation()
@@ -67,8 +75,9 @@ def is_installed() -> bool:
 
 
 def _disable_compilation() -> None:
-    """Fused functions stay plain Python: Megatron compiles them at import, which costs 25 s and needs a C++ compiler.
+    """Keeps fused functions plain Python.
 
+    Megatron compiles them at import, which costs 25 s and needs a C++ compiler.
     An explicit TORCH_COMPILE_DISABLE=0 keeps compilation.
     """
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
@@ -80,7 +89,7 @@ def _disable_compilation() -> None:
 
 
 class _NullStream:
-    """Stands for a CUDA stream or event: work is done when its call returns, so every wait is over."""
+    """Stands for a CUDA stream or event: work is done when its call returns, waits are over."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.device = _CPU
@@ -146,7 +155,7 @@ def _answer_device_calls() -> None:
 
 
 def _answer_random_calls() -> None:
-    """One generator, the CPU's, serves as "the GPU's": Megatron's tracker saves and restores its state per stream."""
+    """The CPU's generator serves as "the GPU's"; Megatron's tracker swaps its state per stream."""
     cuda: Any = torch.cuda
     for module in (cuda, cuda.random):
         _bind(module, "get_rng_state", lambda device=None: torch.get_rng_state())
@@ -154,7 +163,8 @@ def _answer_random_calls() -> None:
         _bind(module, "manual_seed", lambda seed: torch.manual_seed(seed))
     cuda.default_generators = _DefaultGenerators()
     _bind(cuda, "_lazy_call", lambda callback, **kwargs: callback())
-    # At every fork the tracker warns that the CPU's generator moved; here that is the generator it forked.
+    # At every fork the tracker warns that the CPU's generator moved; here that is the generator it
+    # forked.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
 
 
@@ -197,7 +207,8 @@ def _send_tensor_methods_to_cpu() -> None:
         return plain_to(self, *args, **kwargs)
 
     def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        # Megatron's optimizers and gradient clipping compare this string with 'torch.cuda.FloatTensor'.
+        # Megatron's optimizers and gradient clipping compare this string with
+        # 'torch.cuda.FloatTensor'.
         answer = plain_type(self, *args, **kwargs)
         return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
 

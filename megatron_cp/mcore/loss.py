@@ -1,15 +1,19 @@
-"""The loss, normalised over the context-parallel group: the same value and gradients at every CP size.
+"""The loss, normalised over the context group: same value and gradients at every CP size.
 
-A rank sees some tokens of a micro-batch and perhaps none that count.  Dividing by its own count weighs tokens by where they
-were dispatched.  Megatron's schedule has two protocols; each is exact only in one way:
+A rank sees some tokens of a micro-batch and perhaps none that count.  Dividing by its own count
+weighs tokens by where they were dispatched.  Megatron's schedule has two protocols; each is exact
+only in one way:
 
     per token (`--calculate-per-token-loss`):  return (sum, count, report)
-        gradients are *summed* over data and context ranks and divided once by the count of the whole global batch.
+        gradients are *summed* over data and context ranks and divided once by the count of the
+        whole global batch.
     otherwise:  return (loss, report)
-        the schedule multiplies by cp_size and divides by the micro-batches, DDP *averages* over data x context ranks; so the
-        loss returned is  local sum / count over the context group,  and cp_size cancels.
+        the schedule multiplies by cp_size and divides by the micro-batches, DDP *averages* over
+        data x context ranks; so the loss returned is  local sum / count over the context group,
+        and cp_size cancels.
 
-Without context parallelism both equal what Megatron-LM computes.  A mask without any token gives loss 0, gradients exactly 0.
+Without context parallelism both equal what Megatron-LM computes.  A mask without any token gives
+loss 0, gradients exactly 0.
 """
 
 from __future__ import annotations
@@ -30,16 +34,19 @@ def make_loss_function(
     cp_group: Any,
     num_loss_tokens: int | None = None,
 ) -> Callable[[torch.Tensor], tuple[Any, ...]]:
-    """The `loss_func` that a forward step returns to Megatron's schedule, beside the model's output.
+    """The `loss_func` that a forward step returns to Megatron's schedule.
 
-    Its report is `{"lm loss": tensor([sum, count])}` of this rank; `reduce_report` adds it up over ranks and micro-batches.
+    Its report is `{"lm loss": tensor([sum, count])}` of this rank; `reduce_report` adds it up over
+    ranks and micro-batches.
 
     Args:
-        loss_mask: 0 or 1 per token of this rank, any shape of as many elements as the model's output.
+        loss_mask: 0 or 1 per token of this rank, any shape of as many elements as the model's
+            output.
         per_token: the value of `calculate_per_token_loss` in the model's configuration.
         cp_group: the context-parallel group.
-        num_loss_tokens: tokens that count over the whole group (`LocalBatch.num_loss_tokens`).  None: the ranks of
-            `cp_group` add it up inside the loss function, one all-reduce per micro-batch, which all of them must reach.
+        num_loss_tokens: tokens that count over the whole group (`LocalBatch.num_loss_tokens`).
+            None: the ranks of `cp_group` add it up inside the loss function, one all-reduce per
+            micro-batch, which all of them must reach.
     """
     mask = loss_mask.reshape(-1).float()
 
@@ -65,7 +72,7 @@ def _count_over_group(local_count: torch.Tensor, known: int | None, cp_group: An
 
 
 def reduce_report(reports: list[dict[str, torch.Tensor]], *, dp_cp_group: Any) -> dict[str, float]:
-    """The step's mean loss per token, from the reports of this rank's micro-batches; the same on every rank of the group.
+    """The step's mean loss per token over all ranks, from this rank's micro-batch reports.
 
     Collective: every rank of `dp_cp_group` on the last pipeline stage calls it once per step.
 

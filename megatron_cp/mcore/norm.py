@@ -1,8 +1,9 @@
 """Layer norm for sequence parallelism without Transformer Engine or apex.
 
-Megatron's own fall-back (`WrappedTorchNorm`) refuses sequence parallelism.  The computation is per token and needs
-nothing new; only the *gradients* of the norm's weights do, because each tensor-parallel rank sees a part of the tokens.
-Megatron sums them over the tensor-parallel group for every parameter whose `sequence_parallel` attribute is set.
+Megatron's own fall-back (`WrappedTorchNorm`) refuses sequence parallelism.  The computation is per
+token and needs nothing new; only the *gradients* of the norm's weights do, because each
+tensor-parallel rank sees a part of the tokens. Megatron sums them over the tensor-parallel group
+for every parameter whose `sequence_parallel` attribute is set.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import torch
 
 
 class TorchNorm:
-    """Builds torch's LayerNorm or RMSNorm as `config` says, its parameters marked for sequence parallelism.
+    """Builds torch's LayerNorm or RMSNorm, its parameters marked for sequence parallelism.
 
-    Same constructor as Megatron's norms; a drop-in for `input_layernorm`, `pre_mlp_layernorm`, the query and key norms
-    and a block's final norm.
+    Same constructor as Megatron's norms; a drop-in for `input_layernorm`, `pre_mlp_layernorm`, the
+    query and key norms and a block's final norm.
     """
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> Any:
@@ -28,7 +29,8 @@ class TorchNorm:
         kinds = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
         if config.normalization not in kinds:
             raise NotImplementedError(
-                f"normalization={config.normalization!r}; without Transformer Engine it must be one of "
+                f"normalization={config.normalization!r}; without Transformer Engine it must be "
+                "one of "
                 f"{sorted(kinds)}; choose one of them"
             )
         for option in (
@@ -38,11 +40,12 @@ class TorchNorm:
         ):
             if getattr(config, option, False):
                 raise NotImplementedError(
-                    f"{option}=True; without Transformer Engine or apex it must be False; switch it off"
+                    f"{option}=True; without Transformer Engine or apex it must be False; switch "
+                    "it off"
                 )
         norm = kinds[config.normalization](hidden_size, eps=eps)
         for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            parameter.sequence_parallel = config.sequence_parallel
         return norm
 
 

@@ -58,7 +58,7 @@ class ForeachAdam(torch.optim.Optimizer):
 
     def _update(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
         beta1, beta2 = group["betas"]
-        grads = [param.grad for param in params]
+        grads = [param.grad for param in params if param.grad is not None]
         for param in params:
             if not self.state[param]:
                 self.state[param]["exp_avg"] = torch.zeros_like(param)

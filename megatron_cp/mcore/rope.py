@@ -1,12 +1,14 @@
-"""RoPE by position id: row i of this rank is rotated by `params.positions[i]`, wherever dispatch put it.
+"""RoPE by position id: local row i is rotated by `params.positions[i]`, wherever it came from.
 
-Megatron rotates by row index, after slicing its table zigzag over the context ranks; a packed document would need a length
-divisible by 2 x cp_size.  Here positions travel with the tokens, so any dispatch, packing and restart is right.
+Megatron rotates by row index, after slicing its table zigzag over the context ranks; a packed
+document would need a length divisible by 2 x cp_size.  Here positions travel with the tokens, so
+any dispatch, packing and restart is right.
 
-Megatron's rotary modules are asked twice per forward: `get_rotary_seq_len(..., packed_seq_params)`, then
-`forward(that length)`.  The length we return *carries* the positions, so nothing is stored between the two calls: safe
-for interleaved pipeline stages, micro-batches in flight and recomputation.  Frequencies are linear in the position, so one
-row of Megatron's own table (position 1) gives all of them, for RoPE, its scaled forms and YaRN alike.
+Megatron's rotary modules are asked twice per forward: `get_rotary_seq_len(..., packed_seq_params)`,
+then `forward(that length)`.  The length we return *carries* the positions, so nothing is stored
+between the two calls: safe for interleaved pipeline stages, micro-batches in flight and
+recomputation.  Frequencies are linear in the position, so one row of Megatron's own table (position
+1) gives all of them, for RoPE, its scaled forms and YaRN alike.
 """
 
 from __future__ import annotations
@@ -38,21 +40,29 @@ class PositionedLength(int):
 
 
 class _ByPosition:
-    """Mixed into a rotary class of Megatron; without `ContextParallelParams` the behaviour is Megatron's."""
+    """Mixed into a rotary class of Megatron, whose behaviour stays without our parameters."""
 
     row_shape: tuple[int, ...] = (1, 1)
-    """Dimensions between rows and width: [T, 1, 1, D] for [s, b, n, d] heads; MLA squeezes the batch: [T, 1, D]."""
+    """Dimensions between rows and width: [T, 1, 1, D] for [s, b, n, d] heads; MLA squeezes the
+    batch: [T, 1, D].
+    """
 
     def get_rotary_seq_len(
-        self, inference_context: Any, transformer: Any, transformer_input: Any, transformer_config: Any,
-        packed_seq_params: Any = None, **kwargs: Any,
-    ) -> int:  # fmt: skip
+        self,
+        inference_context: Any,
+        transformer: Any,
+        transformer_input: Any,
+        transformer_config: Any,
+        packed_seq_params: Any = None,
+        **kwargs: Any,
+    ) -> int:
         """Megatron's length; with `ContextParallelParams` it carries their positions."""
         if isinstance(packed_seq_params, ContextParallelParams):
             if packed_seq_params.positions is None:
                 raise ValueError(
                     "packed_seq_params.positions=None; RoPE needs one position per local row; "
-                    "make the parameters with megatron_cp.mcore.batch.local_batch or context_parallel_params"
+                    "make the parameters with megatron_cp.mcore.batch.local_batch or "
+                    "context_parallel_params"
                 )
             return PositionedLength(packed_seq_params.max_seqlen_q, packed_seq_params.positions)
         return super().get_rotary_seq_len(  # type: ignore[misc]
@@ -65,7 +75,7 @@ class _ByPosition:
         )
 
     def forward(self, max_seq_len: int, *args: Any, **kwargs: Any) -> Any:
-        """Angles [T, 1, 1, D] (MLA: [T, 1, D]) at the carried positions; YaRN returns (angles, mscale)."""
+        """Angles [T, 1, 1, D] (MLA: [T, 1, D]) at the carried positions; YaRN: with mscale."""
         if not isinstance(max_seq_len, PositionedLength):
             return super().forward(max_seq_len, *args, **kwargs)  # type: ignore[misc]
         table = self.get_emb(2)  # type: ignore[attr-defined]
@@ -93,10 +103,11 @@ _REPLACEMENTS: dict[type, type] = {
 
 
 def install_position_rotary(model: torch.nn.Module | Iterable[torch.nn.Module]) -> int:
-    """Makes every rotary embedding of the model (or of its pipeline chunks) follow position ids; returns how many there were.
+    """Makes every rotary embedding of the model follow position ids; returns their number.
 
-    Call it once after the model is built, on every pipeline stage, before wrapping it.  Parameters and checkpoints do not change: the
-    modules keep their state and only change class.  A second call changes nothing.
+    Call it once after the model is built, on every pipeline stage, before wrapping it.  Parameters
+    and checkpoints do not change: the modules keep their state and only change class.  A second
+    call changes nothing.
 
     Raises:
         NotImplementedError: for multimodal RoPE and rotary classes that Megatron does not ship.
@@ -124,6 +135,7 @@ def _replacement_of(rotary: torch.nn.Module) -> type:
         else type(rotary).__name__
     )
     raise NotImplementedError(
-        f"rotary_pos_emb={kind}; position ids are served for RotaryEmbedding and YarnRotaryEmbedding; "
+        f"rotary_pos_emb={kind}; position ids are served for RotaryEmbedding and "
+        "YarnRotaryEmbedding; "
         "use --position-embedding-type rope, yarn, learned_absolute or none"
     )

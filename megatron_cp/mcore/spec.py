@@ -1,7 +1,7 @@
 """Specs: how a Megatron model gets our core attention.
 
-    spec = with_context_parallel(get_gpt_layer_local_spec())                  # any layer, block or MTP spec
-    GPTModel(config, spec, ...)
+    spec = with_context_parallel(get_gpt_layer_local_spec())                  # any layer, block or
+    MTP spec GPTModel(config, spec, ...)
 
     torchrun pretrain_gpt.py ... --spec megatron_cp.mcore.spec gpt_layer_spec  # stock Megatron-LM
 
@@ -32,12 +32,15 @@ def with_context_parallel(spec: Any, **attention_options: Any) -> Any:
     """A copy of `spec` whose self-attention layers compute with `ContextParallelAttention`.
 
     Args:
-        spec: a layer spec, a block's submodules or an MTP block spec of Megatron; it is not changed.
-        attention_options: extra constructor arguments of `ContextParallelAttention`, e.g. `backend="cpu"`.
+        spec: a layer spec, a block's submodules or an MTP block spec of Megatron; it is not
+            changed.
+        attention_options: extra constructor arguments of `ContextParallelAttention`, e.g.
+            `backend="cpu"`.
 
     Raises:
         ValueError: if there is no core attention in it.
-        NotImplementedError: for cross attention, and for attention variants that are more than softmax attention.
+        NotImplementedError: for cross attention, and for attention variants that are more than
+            softmax attention.
     """
     replacement: Any = ContextParallelAttention
     if attention_options:
@@ -45,7 +48,8 @@ def with_context_parallel(spec: Any, **attention_options: Any) -> Any:
     copy, num_replaced = _replace_core_attention(spec, replacement)
     if not num_replaced:
         raise ValueError(
-            f"spec={type(spec).__name__} holds no core_attention; give a layer spec such as get_gpt_layer_local_spec(), "
+            f"spec={type(spec).__name__} holds no core_attention; give a layer spec such as "
+            "get_gpt_layer_local_spec(), "
             "a TransformerBlockSubmodules or an MTP block spec"
         )
     return copy
@@ -80,27 +84,30 @@ def _replace_core_attention(node: Any, replacement: Any) -> tuple[Any, int]:
 
 
 def _check_is_softmax_attention(core_attention: Any) -> None:
-    """A core attention with modules of its own (sparse indexers and the like) is not ours to replace."""
+    """Refuses a core attention with modules of its own, such as sparse indexers."""
     if getattr(core_attention, "submodules", None) is not None:
         raise NotImplementedError(
-            f"core_attention={getattr(core_attention, 'module', core_attention)!r} has modules of its own; only plain "
+            f"core_attention={getattr(core_attention, 'module', core_attention)!r} has modules of "
+            "its own; only plain "
             "softmax attention can be replaced; remove experimental_attention_variant"
         )
 
 
 class DenseTransformerLayer(TransformerLayer):
-    """Megatron's layer, refusing the settings that a spec made without a configuration cannot honour."""
+    """Megatron's layer, refusing settings that a spec made without a configuration ignores."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         """As Megatron's layer.
 
         Raises:
-            NotImplementedError: for experts and multi-latent attention, which need a spec of their own.
+            NotImplementedError: for experts and multi-latent attention, which need a spec of their
+                own.
         """
         for name in ("num_moe_experts", "multi_latent_attention"):
             if getattr(config, name, None):
                 raise NotImplementedError(
-                    f"{name}={getattr(config, name)}; gpt_layer_spec is for dense layers with plain attention; build the "
+                    f"{name}={getattr(config, name)}; gpt_layer_spec is for dense layers with "
+                    "plain attention; build the "
                     "spec in code: with_context_parallel(get_gpt_decoder_block_spec(config, ...))"
                 )
         super().__init__(config, *args, **kwargs)
@@ -135,9 +142,10 @@ gpt_layer_spec = _layer_spec()
 def gpt_block_spec(
     config: Any, *, vp_stage: int | None = None, **attention_options: Any
 ) -> TransformerBlockSubmodules:
-    """The decoder block of this pipeline stage with our attention: layers, and a final norm for sequence parallelism.
+    """The decoder block of this pipeline stage with our attention and norms.
 
-    Give it to `GPTModel` as `transformer_layer_spec`.  Query-key norms follow `config.qk_layernorm`.
+    Give it to `GPTModel` as `transformer_layer_spec`.  Query-key norms follow
+    `config.qk_layernorm`.
 
     Args:
         config: Megatron's TransformerConfig.

@@ -1,17 +1,21 @@
 """Plans for batches that Megatron has split over the context ranks by itself.
 
-Swapped into an existing Megatron configuration, our attention must take the rows where Megatron put them.  Megatron has two
-splits, both zigzag (2 x cp_size pieces, rank r holds pieces r and 2 x cp_size - 1 - r):
+Swapped into an existing Megatron configuration, our attention must take the rows where Megatron put
+them.  Megatron has two splits, both zigzag (2 x cp_size pieces, rank r holds pieces r and 2 x
+cp_size - 1 - r):
 
-    [s, b, n, d]   the sequence                cp_size=2:   0 1 | 2 3 | 4 5 | 6 7   ->   rank 0: 0 1 6 7   rank 1: 2 3 4 5
-    thd            every document by itself    documents of 4, 4:  rank 0: 0 3 4 7   rank 1: 1 2 5 6
+    [s, b, n, d]   the sequence                cp_size=2:   0 1 | 2 3 | 4 5 | 6 7   ->   rank 0: 0 1
+    6 7   rank 1: 2 3 4 5 thd            every document by itself    documents of 4, 4:  rank 0: 0 3
+    4 7   rank 1: 1 2 5 6
 
-The placement is made here and given to the planner, which adds the transfers; plans are cached, since lengths repeat.
+The placement is made here and given to the planner, which adds the transfers; plans are cached,
+since lengths repeat.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import torch
@@ -36,16 +40,20 @@ def band_of(mask_type: AttnMaskType, window: tuple[int, int] | None) -> Band:
     """Bounds (lo, hi) of key - query inside one document: the layer's static mask.
 
     Args:
-        mask_type: Megatron's static mask type.  Query and key lengths are equal, so bottom-right causal is causal.
-        window: (left, right) keys that a query sees beside its own, -1 = all; None without a window.
+        mask_type: Megatron's static mask type.  Query and key lengths are equal, so bottom-right
+            causal is causal.
+        window: (left, right) keys that a query sees beside its own, -1 = all; None without a
+            window.
 
     Raises:
         NotImplementedError: for `arbitrary`, whose mask only a dense tensor holds.
     """
     if mask_type not in (*_CAUSAL, *_FULL):
         raise NotImplementedError(
-            f"attn_mask_type={mask_type}; without ContextParallelParams it must be causal, padding_causal, "
-            "causal_bottom_right, no_mask or (packed) padding; give any other mask as a plan in packed_seq_params"
+            f"attn_mask_type={mask_type}; without ContextParallelParams it must be causal, "
+            "padding_causal, "
+            "causal_bottom_right, no_mask or (packed) padding; give any other mask as a plan in "
+            "packed_seq_params"
         )
     low, high = (None, None) if window is None else window
     lo = None if low is None or low < 0 else -low
@@ -63,7 +71,8 @@ def plan_of_split(
 
     Args:
         starts: first row of each document in the padded stream, and its end behind: n + 1 values.
-        lengths: real tokens of each document; what follows up to the next start is padding, seen by and seeing nobody.
+        lengths: real tokens of each document; what follows up to the next start is padding, seen by
+            and seeing nobody.
         cp_size: ranks of the context group.
         band: bounds (lo, hi) of key - query inside a document.
         config: sizes for the cost model; its planner is not asked, Megatron has placed the tokens.
@@ -71,7 +80,7 @@ def plan_of_split(
     Raises:
         ValueError: if a padded document cannot have been split zigzag.
     """
-    padded = [stop - start for start, stop in zip(starts[:-1], starts[1:], strict=True)]
+    padded = [stop - start for start, stop in itertools.pairwise(starts)]
     placement = per_document_zigzag(padded, cp_size)
     mask = from_slices(
         starts[-1],
@@ -102,7 +111,8 @@ def documents_of(params: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
             and (queries is None or not torch.equal(queries, keys))
         ):
             raise NotImplementedError(
-                "cu_seqlens_q and cu_seqlens_kv differ; context-parallel self attention needs the same documents on "
+                "cu_seqlens_q and cu_seqlens_kv differ; context-parallel self attention needs the "
+                "same documents on "
                 "both sides; pass one cu_seqlens for both"
             )
     rows = zip(padded[:-1], padded[1:], real[:-1], real[1:], strict=True)
@@ -129,7 +139,9 @@ def check_mask_is_causal(attention_mask: torch.Tensor, rows_T: Any, band: Band) 
     fits = attention_mask.shape[-2] == rows.numel() and band[1] == 0
     if not fits or not bool((attention_mask.bool() == hidden).all()):
         raise NotImplementedError(
-            f"attention_mask of shape {tuple(attention_mask.shape)} is not the causal mask; a dense mask is not served (and never "
-            "ignored); drop it (--no-create-attention-mask-in-dataloader), or give the mask as a plan in packed_seq_params"
+            f"attention_mask of shape {tuple(attention_mask.shape)} is not the causal mask; a "
+            "dense mask is not served (and never "
+            "ignored); drop it (--no-create-attention-mask-in-dataloader), or give the mask as a "
+            "plan in packed_seq_params"
         )
     _checked_masks[attention_mask] = attention_mask._version

@@ -1,7 +1,8 @@
-"""What context parallelism cannot honour is refused here, before the model is built, with one line that says what to do.
+"""What cannot be honoured is refused here, before the model is built, in one line each.
 
-`validate_config` looks at Megatron's TransformerConfig (the attention module calls it too, so a bare swap-in is covered);
-`validate_arguments` looks at parsed command-line arguments in Megatron-LM's names.  Both are pure: every rank decides alike.
+`validate_config` looks at Megatron's TransformerConfig (the attention module calls it too, so a
+bare swap-in is covered); `validate_arguments` looks at parsed command-line arguments in
+Megatron-LM's names.  Both are pure: every rank decides alike.
 """
 
 from __future__ import annotations
@@ -17,16 +18,19 @@ _REFUSED_SETTINGS = {
     "log_max_attention_logit": "the largest logit is not collected; switch it off",
     "fp8_dot_product_attention": "attention computes in fp32, bf16 or fp16; switch it off",
     "fp8_multi_head_attention": "attention computes in fp32, bf16 or fp16; switch it off",
-    "hybrid_context_parallel": "packs of any lengths are balanced by the planner; drop --hybrid-context-parallel",
-    "dynamic_context_parallel": "packs of any lengths are balanced by the planner; drop --dynamic-context-parallel",
-    "hierarchical_context_parallel_sizes": "the planner knows nodes by its topology; drop the flag, set --cp-topology",
+    "hybrid_context_parallel": "packs of any lengths are balanced by the planner; drop "
+    "--hybrid-context-parallel",
+    "dynamic_context_parallel": "packs of any lengths are balanced by the planner; drop "
+    "--dynamic-context-parallel",
+    "hierarchical_context_parallel_sizes": "the planner knows nodes by its topology; drop the "
+    "flag, set --cp-topology",
     "experimental_attention_variant": "only softmax attention is served; drop it",
     "flash_decode": "is for inference; switch it off",
 }
 
 
 def validate_config(config: Any) -> None:
-    """Returns if `ContextParallelAttention` honours every attention setting of this TransformerConfig.
+    """Returns if our attention honours every attention setting of this TransformerConfig.
 
     Raises:
         NotImplementedError: naming the setting, its value and what to do.
@@ -40,27 +44,26 @@ def validate_config(config: Any) -> None:
     _check_window(config.window_size)
     if config.softmax_type not in ("vanilla", "off-by-one", "learnable"):
         raise NotImplementedError(
-            f"softmax_type={config.softmax_type!r}; allowed are 'vanilla', 'off-by-one' and 'learnable'; choose one"
+            f"softmax_type={config.softmax_type!r}; allowed are 'vanilla', 'off-by-one' and "
+            "'learnable'; choose one"
         )
     if getattr(config, "cuda_graph_impl", "none") not in (None, "none") or getattr(
         config, "enable_cuda_graph", False
     ):
         raise NotImplementedError(
-            "CUDA graphs are on; plans change with every batch and cannot be captured; use --cuda-graph-impl none"
+            "CUDA graphs are on; plans change with every batch and cannot be captured; use "
+            "--cuda-graph-impl none"
         )
     if getattr(config, "multi_latent_attention", False) and config.apply_rope_fusion:
         raise NotImplementedError(
-            "apply_rope_fusion=True with multi-latent attention slices positions by itself; give --no-rope-fusion"
-        )
-    if getattr(config, "mtp_num_layers", None) and config.context_parallel_size > 1:
-        raise NotImplementedError(
-            f"mtp_num_layers={config.mtp_num_layers} with context_parallel_size={config.context_parallel_size}: Megatron "
-            "rolls tokens by its own split; train multi-token prediction with context_parallel_size=1"
+            "apply_rope_fusion=True with multi-latent attention slices positions by itself; give "
+            "--no-rope-fusion"
         )
     kinds = getattr(config, "cp_comm_type", None)
     if isinstance(kinds, (list, tuple)) and len(set(kinds)) > 1:
         raise NotImplementedError(
-            f"cp_comm_type={list(kinds)} differs by layer; one plan serves all layers; give one kind, or choose with --cp-planner"
+            f"cp_comm_type={list(kinds)} differs by layer; one plan serves all layers; give one "
+            "kind, or choose with --cp-planner"
         )
 
 
@@ -72,8 +75,8 @@ def check_dropout(attention_dropout: float) -> None:
     """
     if attention_dropout:
         raise NotImplementedError(
-            f"attention_dropout={attention_dropout}; attention probabilities are never held, so it must be 0 "
-            "(Megatron's default is 0.1); give --attention-dropout 0"
+            f"attention_dropout={attention_dropout}; attention probabilities are never held, so it "
+            "must be 0 (Megatron's default is 0.1); give --attention-dropout 0"
         )
 
 
@@ -83,12 +86,13 @@ def _check_window(window_size: Any) -> None:
     left, right = window_size
     if left < -1 or right not in (-1, 0):
         raise NotImplementedError(
-            f"window_size=({left}, {right}); a causal window is (keys before the query or -1, 0); give --window-size {max(left, 0)},0"
+            f"window_size=({left}, {right}); a causal window is (keys before the query or -1, 0); "
+            f"give --window-size {max(left, 0)},0"
         )
 
 
 def validate_arguments(args: Namespace, *, world_size: int) -> None:
-    """Returns if these arguments (Megatron-LM's names) can train with context parallelism on `world_size` ranks.
+    """Returns if these arguments can train with context parallelism on `world_size` ranks.
 
     Only what is present is looked at, so it serves our parser's result and Megatron-LM's.
 
@@ -102,26 +106,31 @@ def validate_arguments(args: Namespace, *, world_size: int) -> None:
     replica = tp * pp * cp
     if world_size % replica:
         raise ValueError(
-            f"world size {world_size} must be a multiple of tensor x pipeline x context parallel sizes = {tp} x {pp} x {cp} = "
-            f"{replica}; start {max(1, world_size // replica) * replica} ranks or change a size"
+            f"world size {world_size} must be a multiple of tensor x pipeline x context parallel "
+            f"sizes = {tp} x {pp} x {cp} = {replica}; start "
+            f"{max(1, world_size // replica) * replica} ranks or change a size"
         )
     _check_heads(args, tp)
     seq_length = getattr(args, "seq_length", None)
     if seq_length is not None and seq_length < cp:
         raise ValueError(
-            f"--seq-length {seq_length} must be at least --context-parallel-size {cp}; give --seq-length {cp}"
+            f"--seq-length {seq_length} must be at least --context-parallel-size {cp}; give "
+            f"--seq-length {cp}"
         )
     for name in _REFUSED_SETTINGS:
         if getattr(args, name, None):
             raise NotImplementedError(
-                f"--{name.replace('_', '-')} is not served with context parallelism: {_REFUSED_SETTINGS[name]}"
+                f"--{name.replace('_', '-')} is not served with context parallelism: "
+                f"{_REFUSED_SETTINGS[name]}"
             )
     check_dropout(getattr(args, "attention_dropout", 0.0))
     _check_window(getattr(args, "window_size", None))
     _check_precision_and_engine(args)
-    if cp > 1 and getattr(args, "mtp_num_layers", None):
+    position = getattr(args, "position_embedding_type", "rope")
+    if position not in ("rope", "yarn", "learned_absolute", "none"):
         raise NotImplementedError(
-            f"--mtp-num-layers {args.mtp_num_layers} needs --context-parallel-size 1 (given: {cp}); drop one of them"
+            f"--position-embedding-type {position} is not served: positions travel with the tokens "
+            "for rope, yarn, learned_absolute and none; choose one of them"
         )
 
 
@@ -129,8 +138,8 @@ def _check_heads(args: Namespace, tp: int) -> None:
     heads = getattr(args, "num_attention_heads", None)
     if heads is not None and heads % tp:
         raise ValueError(
-            f"--num-attention-heads {heads} must be a multiple of --tensor-model-parallel-size {tp}; give "
-            f"{max(1, round(heads / tp)) * tp} heads or another size"
+            f"--num-attention-heads {heads} must be a multiple of --tensor-model-parallel-size "
+            f"{tp}; give {max(1, round(heads / tp)) * tp} heads or another size"
         )
 
 
@@ -138,12 +147,14 @@ def _check_precision_and_engine(args: Namespace) -> None:
     for name in ("fp8", "fp8_format", "fp4", "fp4_format"):
         if getattr(args, name, None):
             raise NotImplementedError(
-                f"--{name.replace('_', '-')} {getattr(args, name)} is not served; train with --bf16 or in fp32"
+                f"--{name.replace('_', '-')} {getattr(args, name)} is not served; train with "
+                "--bf16 or in fp32"
             )
     if (
         getattr(args, "transformer_impl", "local") == "transformer_engine"
         and not compat.has_transformer_engine()
     ):
         raise ValueError(
-            "--transformer-impl transformer_engine, but Transformer Engine is not installed; give --transformer-impl local"
+            "--transformer-impl transformer_engine, but Transformer Engine is not installed; give "
+            "--transformer-impl local"
         )

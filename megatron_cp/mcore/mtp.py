@@ -1,0 +1,91 @@
+"""Multi-token prediction under dispatch: rows are rolled by their *global* order.
+
+Megatron's MTP layers need each token's successor. It rolls the local rows, knowing only its own
+zigzag split; a dispatched pack needs the successor wherever it lives, and none across the end of a
+document.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_cp.mcore.batch import ContextParallelParams
+from megatron_cp.plan.schema import AttentionPlan
+from megatron_cp.runtime.shards import document_starts, roll
+
+
+def install_order_roll() -> None:
+    """Makes Megatron's `roll_tensor` follow the plan where `ContextParallelParams` are given.
+
+    Our attention calls it where MTP layers are configured. A second call changes nothing.
+    """
+    from megatron.core.models.gpt import gpt_model
+    from megatron.core.transformer import multi_token_prediction
+
+    plain = multi_token_prediction.roll_tensor
+    if hasattr(plain, "_megatron_cp"):
+        return
+
+    @functools.wraps(plain)
+    def roll_tensor(
+        tensor: torch.Tensor,
+        shifts: int = -1,
+        dims: int = -1,
+        cp_group: Any = None,
+        packed_seq_params: Any = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not isinstance(packed_seq_params, ContextParallelParams):
+            return plain(tensor, shifts, dims, cp_group, packed_seq_params)
+        if (shifts, dims) != (-1, -1):
+            raise NotImplementedError(
+                f"roll_tensor(shifts={shifts}, dims={dims}); a pack is rolled by shifts=-1 along "
+                "dims=-1"
+            )
+        return roll_by_order(tensor, packed_seq_params, cp_group)
+
+    roll_tensor._megatron_cp = True  # type: ignore[attr-defined]
+    for module in (multi_token_prediction, gpt_model):
+        if hasattr(module, "roll_tensor"):
+            module.roll_tensor = roll_tensor
+
+
+def roll_by_order(
+    values_T: torch.Tensor, params: ContextParallelParams, cp_group: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(each row's successor in its document, their sum over the context group / cp_size).
+
+    The last token of a document, and padding, get 0. The sum is Megatron's count of loss tokens
+    when a loss mask is rolled; divided by cp_size it makes the averages over ranks that Megatron
+    takes equal the mean over the whole pack, at every CP size.
+
+    Collective: every rank of the context group calls it.
+
+    Args:
+        values_T: [..., T], this rank's rows in dispatched order.
+        params: the micro-batch's parameters.
+        cp_group: used where `params.cp_group` is None.
+    """
+    plan, group = params.plans["full"], params.cp_group or cp_group
+    rank = 0 if group is None else dist.get_rank(group)
+    keep_T = torch.from_numpy(_has_successor(plan)[rank].copy()).to(values_T.device)
+    rolled = roll(values_T, plan, group, shifts=-1, dim=-1)
+    rolled = torch.where(keep_T, rolled, torch.zeros_like(rolled))
+    total = rolled.sum()
+    if plan.cp_size > 1:
+        dist.all_reduce(total, group=group)
+    return rolled, total.clamp(min=1) / plan.cp_size
+
+
+@functools.lru_cache(maxsize=64)
+def _has_successor(plan: AttentionPlan) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Bool [P, T]: whether the row's token is followed by another one of its document."""
+    is_last = np.ones(plan.global_from_local.size, dtype=np.bool_)
+    is_last[: plan.num_tokens - 1] = False
+    starts = document_starts(plan)
+    is_last[starts[starts > 0] - 1] = True
+    return ~is_last[plan.global_from_local]
