@@ -13,11 +13,27 @@ from megatron_cp.mask import AttentionMask, MaskSlice
 from megatron_cp.plan import AttentionPlan, make_plan, make_plans
 
 if TYPE_CHECKING:
-    from megatron_cp.api import attend, cp_attention, dispatch, position_ids, roll, undispatch
+    from megatron_cp.api import (
+        attend,
+        checkpoint,
+        cp_attention,
+        dispatch,
+        position_ids,
+        roll,
+        undispatch,
+    )
 
 __version__ = "0.1.0"
 
-_NEEDS_TORCH = ("attend", "cp_attention", "dispatch", "position_ids", "roll", "undispatch")
+_NEEDS_TORCH = (
+    "attend",
+    "checkpoint",
+    "cp_attention",
+    "dispatch",
+    "position_ids",
+    "roll",
+    "undispatch",
+)
 
 
 def __getattr__(name: str) -> Any:
@@ -34,6 +50,7 @@ __all__ = [
     "PlanMismatchError",
     "Topology",
     "attend",
+    "checkpoint",
     "cp_attention",
     "dispatch",
     "make_plan",

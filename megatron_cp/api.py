@@ -8,6 +8,7 @@ from torch import Tensor
 from megatron_cp.attn.attend import attend
 from megatron_cp.attn.options import check_sink, resolve_options
 from megatron_cp.plan.schema import AttentionPlan
+from megatron_cp.runtime.checkpoint import checkpoint, record_result, recorded_result
 from megatron_cp.runtime.dist_attn import DistributedAttention
 from megatron_cp.runtime.session import open_session
 from megatron_cp.runtime.shards import dispatch, position_ids, roll, undispatch
@@ -52,7 +53,9 @@ def cp_attention(
         _check_heads(q.shape[1], k.shape[1], plan.forward.head_split.degree)
     call = f"{q.dtype} {tuple(q.shape)} {tuple(k.shape)} {tuple(v.shape)} {options} {sink is None}"
     session = open_session(plan, group, q.device, call)
-    out, lse = DistributedAttention.apply(q, k, v, sink, session, options)
+    kept = recorded_result()
+    out, lse = DistributedAttention.apply(q, k, v, sink, session, options, kept)
+    record_result(out, lse)
     return out, lse
 
 
@@ -64,4 +67,12 @@ def _check_heads(num_heads: int, num_kv_heads: int, degree: int) -> None:
         )
 
 
-__all__ = ["attend", "cp_attention", "dispatch", "position_ids", "roll", "undispatch"]
+__all__ = [
+    "attend",
+    "checkpoint",
+    "cp_attention",
+    "dispatch",
+    "position_ids",
+    "roll",
+    "undispatch",
+]

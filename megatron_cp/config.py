@@ -20,7 +20,6 @@ class Topology:
     latency_us: float
 
 
-
 @dataclass(frozen=True, kw_only=True)
 class CPConfig:
     """Settings of `make_plan`; equal settings and an equal mask give equal plan bytes on every rank.
@@ -74,9 +73,13 @@ class CPConfig:
     def kv_ratio(self) -> float:
         """Elements of one key plus value row over twice those of one query row (rho of the papers)."""
         value_dim = self.value_head_dim or self.head_dim
-        return self.num_kv_heads * (self.head_dim + value_dim) / (2 * self.num_heads * self.head_dim)
+        return (
+            self.num_kv_heads * (self.head_dim + value_dim) / (2 * self.num_heads * self.head_dim)
+        )
 
 
 def _check_positive(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name}={value!r} must be a positive integer; leave it out for the default")
+        raise ValueError(
+            f"{name}={value!r} must be a positive integer; leave it out for the default"
+        )

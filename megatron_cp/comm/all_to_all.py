@@ -59,4 +59,3 @@ def unpack_rows(packed: Tensor, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         tensors.append(part.reshape(packed.shape[0], *model.shape[1:]))
         begin += size
     return tuple(tensors)
-

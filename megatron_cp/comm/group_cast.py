@@ -22,7 +22,9 @@ from megatron_cp.comm.all_to_all import PendingRows, pack_rows, start_all_to_all
 from megatron_cp.plan.schema import DST, Hop, Transfer, message_rows
 
 Rows = tuple[Tensor, ...]
-Combine = Callable[[Rows, Tensor, Rows], None]  # (target rows, int64 indices, contributions), in place
+Combine = Callable[
+    [Rows, Tensor, Rows], None
+]  # (target rows, int64 indices, contributions), in place
 
 
 @dataclass(frozen=True)
@@ -106,9 +108,13 @@ class PendingCast:
         """Returns the received rows of all hops, `[num_received, ...]` each, in the order of the space."""
         arrived: list[Rows] = []
         for index, hop in enumerate(self.transfer.hops):
-            pending = self.first if index == 0 else _start_hop(self._space(arrived), hop, self.group)
+            pending = (
+                self.first if index == 0 else _start_hop(self._space(arrived), hop, self.group)
+            )
             packed = None if pending is None else pending.wait()
-            arrived.append(_empty_rows(self.rows) if packed is None else unpack_rows(packed, self.rows))
+            arrived.append(
+                _empty_rows(self.rows) if packed is None else unpack_rows(packed, self.rows)
+            )
         if len(arrived) == 1:
             return arrived[0]
         return _concatenate([_empty_rows(self.rows), *arrived])
@@ -197,4 +203,11 @@ def _empty_rows(like: Rows) -> Rows:
     return tuple(tensor[:0] for tensor in like)
 
 
-__all__ = ["PendingCast", "PendingReduce", "RankTransfer", "add_rows_", "group_cast", "group_reduce"]
+__all__ = [
+    "PendingCast",
+    "PendingReduce",
+    "RankTransfer",
+    "add_rows_",
+    "group_cast",
+    "group_reduce",
+]

@@ -25,7 +25,9 @@ class HeadExchange:
     group: dist.ProcessGroup
 
     @classmethod
-    def compile(cls, split: HeadSplit, rank: int, num_ranks: int, group: dist.ProcessGroup) -> "HeadExchange":
+    def compile(
+        cls, split: HeadSplit, rank: int, num_ranks: int, group: dist.ProcessGroup
+    ) -> "HeadExchange":
         """Returns the exchange of `rank` under `split`."""
         return cls(split.group_of(rank), num_ranks, group)
 

@@ -18,7 +18,12 @@ from megatron_cp.plan import balance, placement
 from megatron_cp.plan.cost import makespan_seconds
 from megatron_cp.plan.routing import Owners, key_stage, local_stage, remote_keys, split_evenly
 from megatron_cp.plan.schema import AttentionPlan, Pass
-from megatron_cp.plan.schemes.gather import one_pass_plan, plan_allgather, plan_contiguous, with_needed_keys
+from megatron_cp.plan.schemes.gather import (
+    one_pass_plan,
+    plan_allgather,
+    plan_contiguous,
+    with_needed_keys,
+)
 from megatron_cp.plan.schemes.ring import plan_ring, plan_zigzag
 from megatron_cp.plan.schemes.ulysses import plan_ulysses
 from megatron_cp.plan.topology import get_topology
@@ -30,9 +35,7 @@ TOLERANCES = (0.02, 0.005)
 MAX_CHUNKS_TO_EXCHANGE = 1024  # beyond, the square matrix of needs costs more than it earns
 
 
-def make_plan(
-    mask: AttentionMask, cp_size: int, config: CPConfig | None = None
-) -> AttentionPlan:
+def make_plan(mask: AttentionMask, cp_size: int, config: CPConfig | None = None) -> AttentionPlan:
     """Returns a validated plan for `mask` on `cp_size` ranks; pure, deterministic, no collective.
 
     `mask` is square: queries and keys are the same tokens. Raises ValueError for an empty or non-square
@@ -87,7 +90,8 @@ def _best_family(
     for tokens in _candidate_placements(masks, cp_size, config):
         plans = {name: _best_stages(mask, tokens, config) for name, (mask, _) in masks.items()}
         seconds = sum(
-            weight * (makespan_seconds(plans[name], "forward") + makespan_seconds(plans[name], "backward"))
+            weight
+            * (makespan_seconds(plans[name], "forward") + makespan_seconds(plans[name], "backward"))
             for name, (_, weight) in masks.items()
         )
         if best is None or seconds < best[0] * (1 - 1e-9):

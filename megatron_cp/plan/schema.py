@@ -45,7 +45,7 @@ class Hop:
     """One all-to-all-v: int64 `[m, 4]` messages (src, dst, start, stop), rows of the source's row space.
 
     Messages are kept sorted by (src, dst); a destination appends them source by source, each source's
-    messages in their order here. A rank never sends to itself.
+    messages in their order here. A rank never sends to itself, nor a row twice to one destination.
     """
 
     messages: IntArray
@@ -53,7 +53,9 @@ class Hop:
     def __post_init__(self) -> None:
         messages = np.asarray(self.messages, dtype=np.int64).reshape(-1, 4)
         messages = messages[messages[:, START] < messages[:, STOP]]
-        order = np.lexsort((messages[:, DST], messages[:, SRC]))  # stable: keeps the order of a pair
+        order = np.lexsort(
+            (messages[:, DST], messages[:, SRC])
+        )  # stable: keeps the order of a pair
         messages = np.ascontiguousarray(messages[order])
         messages.setflags(write=False)
         object.__setattr__(self, "messages", messages)
@@ -69,7 +71,9 @@ class Hop:
     def rows_received(self, num_ranks: int) -> IntArray:
         """Returns the rows that each rank receives: int64 `[num_ranks]`."""
         rows = self.messages[:, STOP] - self.messages[:, START]
-        return np.bincount(self.messages[:, DST], weights=rows, minlength=num_ranks).astype(np.int64)
+        return np.bincount(self.messages[:, DST], weights=rows, minlength=num_ranks).astype(
+            np.int64
+        )
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,9 @@ class Transfer:
 
     def rows_held(self, num_ranks: int, own_rows: int) -> IntArray:
         """Returns the size of each rank's row space after the last hop: int64 `[num_ranks]`."""
-        return own_rows + sum((h.rows_received(num_ranks) for h in self.hops), np.zeros(num_ranks, np.int64))
+        return own_rows + sum(
+            (h.rows_received(num_ranks) for h in self.hops), np.zeros(num_ranks, np.int64)
+        )
 
     def held_ids(self, own_ids: IntArray) -> list[IntArray]:
         """Returns, for each rank, the ids of all rows it holds, given the ids of its own rows `[P, R]`."""
@@ -271,11 +277,17 @@ def _validate_pass(plan: AttentionPlan, pass_: Pass, where: str) -> None:
         rows = []
         for cast in (stage.q_cast, stage.k_cast):
             _validate_transfer(cast, plan.cp_size, own_rows, f"{where} stage {index}")
-            held = np.full(plan.cp_size, own_rows) if cast is None else cast.rows_held(plan.cp_size, own_rows)
+            held = (
+                np.full(plan.cp_size, own_rows)
+                if cast is None
+                else cast.rows_held(plan.cp_size, own_rows)
+            )
             rows.append(held.tolist())
         grids = [(work.num_queries, work.num_keys) for work in stage.work]
         if grids != list(zip(*rows, strict=True)):
-            raise ValueError(f"{where} stage {index}: work grids {grids} do not match the rows held {rows}")
+            raise ValueError(
+                f"{where} stage {index}: work grids {grids} do not match the rows held {rows}"
+            )
     area = sum(work.area() for stage in pass_.stages for work in stage.work)
     if area != plan.mask.area() * degree:
         raise ValueError(
@@ -290,8 +302,23 @@ def _validate_transfer(cast: Transfer | None, num_ranks: int, own_rows: int, whe
         src, dst, start, stop = hop.messages.T
         known = (src >= 0) & (src < num_ranks) & (dst >= 0) & (dst < num_ranks) & (src != dst)
         if not known.all() or (start < 0).any() or (stop > held[src]).any():
-            raise ValueError(f"{where}: a message leaves the ranks or the rows held: {hop.messages.tolist()}")
+            raise ValueError(
+                f"{where}: a message leaves the ranks or the rows held: {hop.messages.tolist()}"
+            )
+        repeated = _first_repeated_row(hop)
+        if repeated is not None:
+            raise ValueError(
+                f"{where}: rank {repeated[0]} sends a row twice to {repeated[1]} in one hop"
+            )
         held = held + hop.rows_received(num_ranks)
+
+
+def _first_repeated_row(hop: Hop) -> tuple[int, int] | None:
+    """Returns (src, dst) of two messages of one pair that share a row, or None."""
+    src, dst, start, stop = hop.messages[np.lexsort(hop.messages[:, [START, DST, SRC]].T)].T
+    shares = (src[1:] == src[:-1]) & (dst[1:] == dst[:-1]) & (start[1:] < stop[:-1])
+    where = np.flatnonzero(shares)
+    return (int(src[where[0]]), int(dst[where[0]])) if len(where) else None
 
 
 def message_rows(messages: IntArray) -> IntArray:

@@ -24,5 +24,7 @@ def get_topology(name: str | Topology) -> Topology:
     if isinstance(name, Topology):
         return name
     if name not in TOPOLOGIES:
-        raise ValueError(f"topology={name!r} is unknown; choose one of {', '.join(sorted(TOPOLOGIES))}")
+        raise ValueError(
+            f"topology={name!r} is unknown; choose one of {', '.join(sorted(TOPOLOGIES))}"
+        )
     return TOPOLOGIES[name]

@@ -46,11 +46,16 @@ class DistributedAttention(torch.autograd.Function):
         sink_N: Tensor | None,
         session: Session,
         options: AttendOptions,
+        kept: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = forward_pass(q_TNH, k_TGH, v_TGH, session, options)
-        if sink_N is not None:
-            out, lse = apply_sink(out, lse, sink_N)
-        out = out.to(q_TNH.dtype)
+        """`kept`: the result of an earlier identical call, when a layer is recomputed."""
+        if kept is None:
+            out, lse = forward_pass(q_TNH, k_TGH, v_TGH, session, options)
+            if sink_N is not None:
+                out, lse = apply_sink(out, lse, sink_N)
+            out = out.to(q_TNH.dtype)
+        else:
+            out, lse = (tensor.detach() for tensor in kept)
         ctx.save_for_backward(q_TNH, k_TGH, v_TGH, sink_N, out, lse)
         ctx.session, ctx.options = session, options
         ctx.set_materialize_grads(False)
@@ -67,7 +72,7 @@ class DistributedAttention(torch.autograd.Function):
             delta = delta - dlse
         dq, dk, dv = backward_pass(dout, q, k, v, lse, delta, ctx.session, ctx.options)
         dsink = None if sink is None else sink_gradient(lse, sink, delta).to(sink.dtype)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink, None, None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink, None, None, None
 
 
 def forward_pass(

@@ -26,7 +26,9 @@ class Side:
     """Where the rows of one side (queries, or keys and values) of a stage come from."""
 
     transfer: RankTransfer | None
-    uses_own: bool  # False: the work names received rows only, so own rows need not be copied beside them
+    uses_own: (
+        bool  # False: the work names received rows only, so own rows need not be copied beside them
+    )
 
     def held(self, own: tuple[Tensor, ...], received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Returns the rows that the stage's work counts in."""
@@ -36,7 +38,9 @@ class Side:
             return received
         return tuple(torch.cat(pair) for pair in zip(own, received, strict=True))
 
-    def parts(self, held: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...] | None, tuple[Tensor, ...] | None]:
+    def parts(
+        self, held: tuple[Tensor, ...]
+    ) -> tuple[tuple[Tensor, ...] | None, tuple[Tensor, ...] | None]:
         """Returns (own, received) results of rows that `held` put side by side; None where there are none."""
         if self.transfer is None:
             return held, None

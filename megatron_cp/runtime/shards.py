@@ -49,7 +49,9 @@ def document_starts(plan: AttentionPlan) -> np.ndarray[Any, np.dtype[np.int64]]:
     return cuts if len(cuts) and cuts[0] == 0 else np.r_[0, cuts]
 
 
-def dispatch(x: Tensor, plan: AttentionPlan, group: dist.ProcessGroup | None, dim: int = 0) -> Tensor:
+def dispatch(
+    x: Tensor, plan: AttentionPlan, group: dist.ProcessGroup | None, dim: int = 0
+) -> Tensor:
     """Returns this rank's rows of the whole `x`, which every rank holds: `[..., T, ...]` along `dim`.
 
     Differentiable: the gradient is gathered from all ranks, so every rank gets the whole of it. Collective
@@ -77,7 +79,11 @@ def undispatch(
 
 
 def roll(
-    x_local: Tensor, plan: AttentionPlan, group: dist.ProcessGroup | None, shifts: int = -1, dim: int = 0
+    x_local: Tensor,
+    plan: AttentionPlan,
+    group: dist.ProcessGroup | None,
+    shifts: int = -1,
+    dim: int = 0,
 ) -> Tensor:
     """Returns `torch.roll` by the *global* order of tokens, on this rank's rows.
 
@@ -112,7 +118,9 @@ class _Dispatch(torch.autograd.Function):
     """Local rows of a replicated tensor; backward gathers all ranks' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: AttentionPlan, group: dist.ProcessGroup | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, plan: AttentionPlan, group: dist.ProcessGroup | None
+    ) -> Tensor:
         ctx.plan, ctx.group = plan, group
         return _take_rows(x, plan, 0 if group is None else dist.get_rank(group))
 
@@ -125,7 +133,9 @@ class _Undispatch(torch.autograd.Function):
     """The whole tensor from all ranks' rows; backward keeps the local rows of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: AttentionPlan, group: dist.ProcessGroup | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, plan: AttentionPlan, group: dist.ProcessGroup | None
+    ) -> Tensor:
         ctx.plan, ctx.group = plan, group
         return _gather_rows(x, plan, group)
 

@@ -24,7 +24,9 @@ def mask_cases():
     }
 
 
-def tensors(num_tokens, dtype=torch.float32, seed=0, heads=(HEADS, KV_HEADS), dims=(HEAD_DIM, HEAD_DIM)):
+def tensors(
+    num_tokens, dtype=torch.float32, seed=0, heads=(HEADS, KV_HEADS), dims=(HEAD_DIM, HEAD_DIM)
+):
     """Returns q, k, v, dout, dlse in global order, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
     num_heads, num_kv_heads = heads

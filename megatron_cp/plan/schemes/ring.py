@@ -31,6 +31,8 @@ def _ring(
     owners = Owners(placement)
     held = [interval.normalise(runs) for runs in owners.runs]
     cp_size = len(held)
-    steps = [[held[(rank - step) % cp_size] for rank in range(cp_size)] for step in range(1, cp_size)]
+    steps = [
+        [held[(rank - step) % cp_size] for rank in range(cp_size)] for step in range(1, cp_size)
+    ]
     stages = [local_stage(mask, owners)] + [key_stage(mask, owners, wanted) for wanted in steps]
     return one_pass_plan(mask, config, planner, placement, Pass(tuple(stages)))

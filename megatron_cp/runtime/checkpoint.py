@@ -1,0 +1,90 @@
+"""Activation recomputation that stops at attention: layers are recomputed, attention is not.
+
+Attention needs only q, k, v, out and lse for its backward pass. A tape keeps (out, lse) of every
+`cp_attention` call in the first forward; the recomputation of the layer gets q, k, v back from the cheap
+projections and takes (out, lse) from the tape, so neither attention nor its communication runs twice.
+The cost is one activation of hidden size and one fp32 scalar per head and token, per layer.
+
+Source: DISTFLASHATTN (arXiv 2310.03294), section 3.3: 1.31x end to end at 32K tokens per GPU.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+
+class AttentionTape:
+    """(out, lse) of the attention calls of one checkpointed region, in call order."""
+
+    def __init__(self) -> None:
+        self._results: list[tuple[Tensor, Tensor]] = []
+        self._next = 0
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """While open, every `cp_attention` of this thread leaves its result here."""
+        self._results.clear()
+        token = _recorder.set(self)
+        try:
+            yield
+        finally:
+            _recorder.reset(token)
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """While open, `cp_attention` takes its results from here, from the first on, and computes nothing."""
+        self._next = 0
+        token = _player.set(self)
+        try:
+            yield
+        finally:
+            _player.reset(token)
+
+    def keep(self, out: Tensor, lse: Tensor) -> None:
+        """Appends one result, without its graph."""
+        self._results.append((out.detach(), lse.detach()))
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """Returns the next result; RuntimeError when the recomputation calls attention more often."""
+        if self._next >= len(self._results):
+            raise RuntimeError(
+                f"recomputation made attention call {self._next + 1}, the first forward made "
+                f"{len(self._results)}; a checkpointed function must do the same on both runs"
+            )
+        self._next += 1
+        return self._results[self._next - 1]
+
+
+_recorder: ContextVar[AttentionTape | None] = ContextVar("attention_recorder", default=None)
+_player: ContextVar[AttentionTape | None] = ContextVar("attention_player", default=None)
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Returns `function(*args, **kwargs)`, keeping only its inputs and its attention results for backward.
+
+    As `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`, except that `cp_attention` calls
+    inside are not repeated.
+    """
+    tape = AttentionTape()
+
+    def contexts() -> tuple[Any, Any]:
+        return tape.recording(), tape.replaying()
+
+    return torch_checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def recorded_result() -> tuple[Tensor, Tensor] | None:
+    """Returns the next kept (out, lse) when a tape is replaying, else None."""
+    tape = _player.get()
+    return None if tape is None else tape.take()
+
+
+def record_result(out: Tensor, lse: Tensor) -> None:
+    """Keeps (out, lse) when a tape is recording."""
+    tape = _recorder.get()
+    if tape is not None:
+        tape.keep(out, lse)
