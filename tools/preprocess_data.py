@@ -197,9 +197,9 @@ def _write_documents(
     start = time.monotonic()
     with tqdm(total=total, unit="B", unit_scale=True, disable=not interactive) as bar:
         for document in encoded(arguments, inputs):
-            for key, (tokens, prefix_length) in document.items():
+            for key, (tokens, _) in document.items():
                 writers[key].add_document(tokens)
-            prefix_lengths.append(prefix_length)
+            prefix_lengths.append(document[arguments.json_keys[0]][1])
             bar.update(inputs.bytes_read - bar.n)
             if not interactive and len(prefix_lengths) % arguments.log_interval == 0:
                 rate = len(prefix_lengths) / (time.monotonic() - start)

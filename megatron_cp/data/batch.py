@@ -8,9 +8,9 @@ themselves only and no label crosses from one to another:
     labels     a1 a2 a3 a4 | b1 b2  . | .  .        shifted before anything is dispatched to ranks
     loss        1  1  1  1 |  1  1  0 | 0  0        a0, a1 a prefix: loss 0 1 1 1; bidirectional: 0
 
-Boundaries are the true document boundaries of the corpus, not a search for end tokens. A position
-carries loss only if it cannot see its label, so the first p - 1 positions of a prefix and all of
-a bidirectional document carry none: under those masks next-token loss would reward copying.
+Boundaries are the true document boundaries of the corpus, not a search for end tokens. Labels that
+belong to a prefix carry no loss, nor does any in a bidirectional document: those positions see
+their label, and next-token loss would reward copying it.
 """
 
 from __future__ import annotations
@@ -184,8 +184,7 @@ def _build_pack(documents: DocumentSet, pack: Pack, config: BatchConfig) -> Pack
             position_ids[start:stop] = np.arange(piece.length)
         prefix = visible_prefix(documents, piece)
         kinds.append(_kind(documents, piece, prefix))
-        without = piece.length if kinds[-1] == "bidirectional" else max(prefix - 1, 0)
-        no_loss[start : start + without] = True
+        no_loss[start : start + _without_loss(documents, piece)] = True
         slices += _document_slices(start, stop, prefix)
         start = stop
     if config.reset_position_ids:
@@ -238,6 +237,14 @@ def _kind(documents: DocumentSet, piece: Piece, prefix: int) -> str:
     if documents.prefix_lengths[piece.document] == BIDIRECTIONAL:
         return "bidirectional"
     return "prefix" if prefix else "causal"
+
+
+def _without_loss(documents: DocumentSet, piece: Piece) -> int:
+    """Leading positions of a piece whose labels belong to the prefix; all if bidirectional."""
+    prefix = int(documents.prefix_lengths[piece.document])
+    if prefix == BIDIRECTIONAL:
+        return piece.length
+    return min(max(prefix - 1 - piece.start, 0), piece.length)
 
 
 def _document_slices(start: int, stop: int, prefix: int) -> list[_Slice]:

@@ -1,8 +1,8 @@
 """Planned batches for one data-parallel rank, built ahead by workers, resumable exactly.
 
-                      every rank alike, integers only            |        workers (or inline, 0 of them)
-    documents -> Packer -> packs of a global batch -> assign     |   tokens, labels, mask -> make_plans
-                                    by attention cost to ranks   |   -> PlannedBatch
+              every rank alike, integers only                |  workers, or inline
+    documents -> Packer -> packs of a global batch -> dealt  |  tokens, labels, mask -> make_plans
+                               to ranks by attention cost    |  -> PlannedBatch
 
 Because packs are drawn before they are dealt, the packs of a global batch, and with them the
 state, do not depend on the number of ranks or workers: either may change between two runs.
@@ -221,8 +221,8 @@ class PackedLoader:
         for name, value in wanted.items():
             if state.get(name) != value:
                 raise ValueError(
-                    f"loader state: {name}={state.get(name)!r}, this run has {value!r}; resume with "
-                    "the data and flags of the checkpoint, or start without the loader's state"
+                    f"loader state: {name}={state.get(name)!r}, this run has {value!r}; resume "
+                    "with the data and flags of the checkpoint, or start the data anew"
                 )
         try:
             packer_state = {name: state[name] for name in ("epoch", "cursor", "carry")}

@@ -1,9 +1,9 @@
 """A loader worker: a Python process that turns packs into planned batches.
 
-Started as `python -m megatron_cp.data.worker FD`, it imports NumPy and this package, never torch,
-and inherits neither threads, locks nor a CUDA context from the trainer, as a fork would. It
-answers one task at a time over a socket, and ends when the trainer's end of the socket closes,
-however that came about. If the worker dies, the trainer sees the closed socket at once.
+A fresh interpreter, not a fork: it imports NumPy and this package, never torch, and inherits
+neither threads, locks nor a CUDA context from the trainer. It answers one task at a time over a
+socket, and ends when the trainer's end of the socket closes, however that came about. If the worker
+dies, the trainer sees the closed socket at once.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from typing import Any
 from megatron_cp.data.batch import BatchConfig, PlannedBatch, PlanRequest, build_batch, plan_batch
 from megatron_cp.data.document_set import DocumentSet
 from megatron_cp.data.packing import Pack
+
+_COMMAND = "import sys; from megatron_cp.data.worker import main; main(int(sys.argv[1]))"
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class WorkerProcess:
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "megatron_cp.data.worker", str(theirs.fileno())],
+                [sys.executable, "-c", _COMMAND, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
@@ -94,7 +96,7 @@ class WorkerProcess:
         """Ends the worker; safe to call twice."""
         self._connection.close()
         if self._process.poll() is None:
-            self._process.terminate()
+            self._process.kill()  # it has nothing to save, and a stopped one ignores the rest
         self._process.wait()
 
     def _send(self, message: Any) -> None:
@@ -112,7 +114,7 @@ class WorkerProcess:
             code = f"{code} ({signal.Signals(-code).name})"
         return RuntimeError(
             f"{self._name()} died, exit status {code}; see its output above. A killed worker often "
-            "means too little host memory: use fewer --num-workers. Restart from the last checkpoint"
+            "means too little host memory: use fewer --num-workers, then resume the run"
         )
 
     def _name(self) -> str:
@@ -142,6 +144,7 @@ def _answer(builder: BatchBuilder, packs: tuple[Pack, ...]) -> tuple[PlannedBatc
         return "Exception", traceback.format_exc()
 
 
-if __name__ == "__main__":
+def main(descriptor: int) -> None:
+    """Serves on an inherited socket until the trainer closes it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
-    serve(Connection(int(sys.argv[1])))
+    serve(Connection(descriptor))

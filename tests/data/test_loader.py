@@ -1,0 +1,221 @@
+"""The loader: same stream whatever the workers, resumable at every step, never hanging."""
+
+import hashlib
+import json
+import os
+import signal
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_cp.config import CPConfig
+from megatron_cp.data.batch import PlanRequest
+from megatron_cp.data.loader import LoaderConfig, PackedLoader
+from tests.data.corpora import write_corpus
+
+REQUEST = PlanRequest(cp_size=2, config=CPConfig(planner="zigzag"))
+CONFIG = LoaderConfig(
+    seq_length=16, global_batch_size=4, packing="keep", keep_buffer=5, reset_attention_mask=True
+)
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory):
+    lengths = np.random.default_rng(3).integers(0, 40, 30).tolist()
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "c", lengths)
+
+
+def fingerprint(planned):
+    batch = planned.batch
+    content = hashlib.sha256()
+    for array in (batch.tokens, batch.labels, batch.loss_mask, batch.position_ids):
+        content.update(array.tobytes())
+    plans = {name: plan.digest() for name, plan in planned.plans.items()}
+    return content.hexdigest(), batch.mask.digest(), plans, batch.document_lengths
+
+
+def steps_of(loader, count):
+    return [
+        [fingerprint(next(loader)) for _ in range(loader.num_microbatches)] for _ in range(count)
+    ]
+
+
+def packs_of_step(documents, config, dp_size, state=None):
+    """The packs of the next global batch over all ranks, and the state after it on each."""
+    packs, states = [], []
+    for rank in range(dp_size):
+        with PackedLoader(documents, config, dp_rank=rank, dp_size=dp_size) as loader:
+            if state is not None:
+                loader.load_state_dict(state)
+            for _ in range(loader.num_microbatches):
+                batch = next(loader).batch
+                packs += [row.tobytes() for row in batch.tokens.reshape(-1, config.seq_length)]
+            states.append(loader.state_dict())
+    return sorted(packs), states
+
+
+@pytest.mark.parametrize("packing", ["split", "keep"])
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_resuming_at_every_step_replays_the_same_stream(documents, packing, num_workers):
+    config = replace(CONFIG, packing=packing, micro_batch_size=2)
+    num_steps = 12  # more than one epoch
+    with PackedLoader(documents, config, REQUEST) as loader:
+        states = [loader.state_dict()]
+        stream = []
+        for _ in range(num_steps):
+            stream += steps_of(loader, 1)
+            states.append(json.loads(json.dumps(loader.state_dict())))
+    assert states[-1]["epoch"] >= 1
+    with PackedLoader(documents, replace(config, num_workers=num_workers), REQUEST) as loader:
+        for step in range(num_steps) if num_workers == 0 else (0, 5, 11):
+            loader.load_state_dict(states[step])
+            assert loader.consumed_samples == 4 * step
+            count = min(3, num_steps - step)
+            assert steps_of(loader, count) == stream[step : step + count]
+            assert loader.state_dict() == states[step + count]
+
+
+@pytest.mark.parametrize("packing", ["split", "keep"])
+def test_the_packs_of_a_global_batch_do_not_depend_on_the_number_of_ranks(documents, packing):
+    config = replace(CONFIG, packing=packing, global_batch_size=8)
+    state = None
+    for dp_size in (1, 2, 4, 2, 8, 1):  # the run changes its size after every step
+        expected, states = packs_of_step(documents, config, 1, state)
+        packs, states = packs_of_step(documents, config, dp_size, state)
+        assert packs == expected
+        assert all(s == states[0] for s in states)
+        state = states[0]
+
+
+def test_the_batch_size_may_change_on_resume(documents):
+    first = replace(CONFIG, global_batch_size=2)
+    with PackedLoader(documents, first) as loader:
+        steps_of(loader, 3)
+        state = loader.state_dict()
+        small = [p.batch.tokens.tobytes() for p in (next(loader) for _ in range(6))]
+    with PackedLoader(documents, replace(CONFIG, global_batch_size=6)) as loader:
+        loader.load_state_dict(state)
+        large = [next(loader).batch.tokens.tobytes() for _ in range(6)]
+    assert sorted(large) == sorted(small)
+
+
+def test_work_is_balanced_over_ranks_by_area(tmp_path):
+    documents = write_corpus(tmp_path / "c", [64] * 4 + [8] * 96)
+    config = LoaderConfig(
+        seq_length=64, global_batch_size=16, reset_attention_mask=True, shuffle=False
+    )
+    areas = []
+    for rank in range(4):
+        with PackedLoader(documents, config, dp_rank=rank, dp_size=4) as loader:
+            areas.append(sum(next(loader).metrics["area"] for _ in range(loader.num_microbatches)))
+    assert len(set(areas)) == 1  # each has one long document; in order, rank 0 would have all four
+
+
+def test_every_rank_of_a_replica_makes_the_same_plans(documents):
+    loaders = [PackedLoader(documents, CONFIG, REQUEST, dp_rank=1, dp_size=2) for _ in range(2)]
+    assert steps_of(loaders[0], 4) == steps_of(loaders[1], 4)
+
+
+def test_the_state_is_small_and_taken_between_steps_only(documents):
+    with PackedLoader(documents, CONFIG) as loader:
+        next(loader)
+        with pytest.raises(RuntimeError, match="between the 4 micro-batches"):
+            loader.state_dict()
+        for _ in range(3):
+            next(loader)
+        assert len(json.dumps(loader.state_dict())) < 1000
+        assert loader.consumed_samples == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"seq_length": 32}, "seq_length=16, this run has 32"),
+        ({"packing": "split"}, "packing='keep', this run has 'split'"),
+        ({"seed": 1}, "seed=1234, this run has 1"),
+        ({"keep_buffer": 9}, "keep_buffer=5, this run has 9"),
+        ({"shuffle": False}, "shuffle=True"),
+    ],
+)
+def test_a_state_of_other_settings_is_refused(documents, change, name):
+    with PackedLoader(documents, CONFIG) as loader:
+        state = loader.state_dict()
+    other = PackedLoader(documents, replace(CONFIG, **change))
+    with other, pytest.raises(ValueError, match=name):
+        other.load_state_dict(state)
+
+
+def test_a_state_of_another_corpus_or_damaged_is_refused(documents, tmp_path):
+    with PackedLoader(documents, CONFIG) as loader:
+        state = loader.state_dict()
+        for name in ("carry", "cursor", "consumed_samples"):
+            broken = {k: v for k, v in state.items() if k != name}
+            with pytest.raises(ValueError, match="loader state is damaged"):
+                loader.load_state_dict(broken)
+        with pytest.raises(ValueError, match="version=None"):
+            loader.load_state_dict({})
+    other = write_corpus(tmp_path / "other", [5, 6])
+    with PackedLoader(other, CONFIG) as loader, pytest.raises(ValueError, match="corpus="):
+        loader.load_state_dict(state)
+
+
+def test_a_killed_worker_is_an_error_that_names_it(documents):
+    loader = PackedLoader(documents, replace(CONFIG, num_workers=2))
+    next(loader)
+    pids = [worker.pid for worker in loader._workers]
+    os.kill(pids[1], signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match=rf"data worker 1 \(pid {pids[1]}\) died.*SIGKILL"):
+        for _ in range(10):
+            next(loader)
+    assert time.monotonic() - started < 20
+    for pid in pids:  # no worker outlives the error
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    with pytest.raises(RuntimeError, match="closed"):
+        next(loader)
+
+
+def test_a_stopped_worker_is_an_error_after_the_timeout(documents):
+    loader = PackedLoader(documents, replace(CONFIG, num_workers=1, worker_timeout_s=1.0))
+    next(loader)
+    pid = loader._workers[0].pid
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(RuntimeError, match="gave no batch within 1 s"):
+        for _ in range(10):
+            next(loader)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_bad_data_is_the_same_error_inline_and_in_a_worker(documents, num_workers):
+    config = replace(CONFIG, vocab_size=1000, num_workers=num_workers)
+    message = r"token id \d+ at position \d+ of document \d+ of"
+    with PackedLoader(documents, config) as loader, pytest.raises(ValueError, match=message):
+        next(loader)
+
+
+def test_settings_that_cannot_work_are_refused_before_any_worker_starts(documents, tmp_path):
+    with pytest.raises(ValueError, match="global_batch_size=4 must be a multiple of dp_size"):
+        PackedLoader(documents, CONFIG, dp_size=3)
+    with pytest.raises(ValueError, match=r"dp_rank=2 must be in \[0, 2\)"):
+        PackedLoader(documents, CONFIG, dp_rank=2, dp_size=2)
+    with pytest.raises(ValueError, match="num_workers=-1"):
+        replace(CONFIG, num_workers=-1)
+    mixed = write_corpus(tmp_path / "c", [5, 6], [0, -1])
+    with pytest.raises(ValueError, match="set --reset-attention-mask"):
+        PackedLoader(mixed, replace(CONFIG, reset_attention_mask=False))
+
+
+def test_metrics_tell_the_shape_of_a_batch(documents):
+    with PackedLoader(documents, CONFIG) as loader:
+        planned = next(loader)
+    lengths = planned.batch.document_lengths
+    assert planned.metrics["docs_per_pack"] == len(lengths)
+    assert planned.metrics["doc_len_p50"] == np.median(lengths)
+    assert planned.metrics["padding"] == 16 - sum(lengths)
+    assert planned.metrics["area"] == planned.batch.mask.to_dense().sum()
+    assert planned.metrics["plan_ms"] >= 0
