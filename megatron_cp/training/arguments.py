@@ -1,7 +1,10 @@
-"""The command line of ``pretrain_gpt.py``: parsed, completed and checked before anything else happens.
+"""The command line of ``pretrain_gpt.py``.
 
-``parse_arguments`` needs no process group: the world size is read from the launcher's environment, so every rank reaches
-the same verdict by itself, before the first collective, and a refusal is one line on standard error and exit code 2.
+Parsed, completed and checked before anything else happens.
+
+``parse_arguments`` needs no process group: the world size is read from the launcher's environment,
+so every rank reaches the same verdict by itself, before the first collective, and a refusal is one
+line on standard error and exit code 2.
 """
 
 from __future__ import annotations
@@ -51,10 +54,12 @@ def _add_context_parallel_flags(parser: argparse.ArgumentParser) -> None:
 def parse_arguments(
     argv: Sequence[str] | None = None, environment: Mapping[str, str] | None = None
 ) -> Arguments:
-    """The complete, checked arguments of this rank; leaves with code 2 and one line on bad input.
+    """The complete, checked arguments of this rank.
 
-    Adds to what was given: ``rank``, ``world_size``, ``local_rank``, ``data_parallel_size``, ``notes`` (lines to print once)
-    and every default that follows from other flags.
+    Leaves with code 2 and one line on bad input.
+
+    Adds to what was given: ``rank``, ``world_size``, ``local_rank``, ``data_parallel_size``,
+    ``notes`` (lines to print once) and every default that follows from other flags.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     environment = os.environ if environment is None else environment
@@ -107,14 +112,21 @@ def _unknown_message(parser: OneLineParser, word: str) -> str:
 
 
 def _launcher(args: Arguments, environment: Mapping[str, str]) -> tuple[int, int, int]:
-    """(rank, world size, local rank) as torchrun or SLURM's wrapper exported them; (0, 1, 0) without a launcher."""
+    """(rank, world size, local rank) as torchrun or SLURM's wrapper exported them.
+
+    (0, 1, 0) without a launcher.
+    """
     values = []
     for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", args.local_rank or 0)):
         text = environment.get(name, str(default))
         if not text.isdigit():
-            raise ValueError(f"environment {name}={text!r} must be a whole number; start with torchrun")
+            raise ValueError(
+                f"environment {name}={text!r} must be a whole number; start with torchrun"
+            )
         values.append(int(text))
     rank, world_size, local_rank = values
     if not 0 <= rank < world_size:
-        raise ValueError(f"environment RANK={rank} must lie in [0, WORLD_SIZE={world_size}); start with torchrun")
+        raise ValueError(
+            f"environment RANK={rank} must lie in [0, WORLD_SIZE={world_size}); start with torchrun"
+        )
     return rank, world_size, local_rank

@@ -1,11 +1,15 @@
-"""Floating-point operations of one training step, with attention counted by the area of its mask.
+"""Floating-point operations of one training step.
 
-Megatron-LM counts half of seq_length^2 whatever the mask; packed documents look at far fewer pairs, so that count would
-claim work that nobody did. Here a pair (query, key) that the mask allows costs 4 x head size per head in forward (scores and
-weighted values, a multiplication and an addition each), a parameter of a matrix 2 per real token, and backward twice as
-much as forward. Recomputed activations, norms, softmax and embeddings' look-ups are not counted ("model FLOPs").
+With attention counted by the area of its mask.
 
-Source: Narayanan et al. 2021 (arXiv 2104.04473), appendix, with the area of the mask in place of s^2.
+Megatron-LM counts half of seq_length^2 whatever the mask; packed documents look at far fewer pairs,
+so that count would claim work that nobody did. Here a pair (query, key) that the mask allows costs
+4 x head size per head in forward (scores and weighted values, a multiplication and an addition
+each), a parameter of a matrix 2 per real token, and backward twice as much as forward. Recomputed
+activations, norms, softmax and embeddings' look-ups are not counted ("model FLOPs").
+
+Source: Narayanan et al. 2021 (arXiv 2104.04473), appendix, with the area of the mask in place of
+s^2.
 """
 
 from __future__ import annotations
@@ -17,10 +21,16 @@ _PASSES = 3  # forward, and backward with respect to the inputs and to the weigh
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFlops:
-    """What the count needs to know of a model: parameters that tokens multiply, and attention layers."""
+    """What the count needs to know of a model.
+
+    Parameters that tokens multiply, and attention layers.
+    """
 
     matrix_parameters: int
-    """Parameters of all matrices that every token multiplies, output layer included, embedding look-up excluded."""
+    """Parameters of all matrices that every token multiplies, output layer included.
+
+    Embedding look-up excluded.
+    """
 
     score_width: int
     """Query heads x (head size of queries + head size of values)."""
@@ -29,7 +39,10 @@ class ModelFlops:
     """Layers per mask name, e.g. ``{"full": 2, "window": 22}``."""
 
     def of_step(self, num_tokens: int, area: dict[str, int]) -> int:
-        """Operations of forward and backward over ``num_tokens`` real tokens whose masks allow ``area`` pairs by name."""
+        """Operations of forward and backward over ``num_tokens`` real tokens.
+
+        ``area`` says how many pairs the mask of each name allows.
+        """
         pairs = sum(area[name] * layers for name, layers in self.num_layers.items())
         return _PASSES * 2 * (num_tokens * self.matrix_parameters + pairs * self.score_width)
 

@@ -1,6 +1,9 @@
-"""What a run prints: Megatron-LM's lines, word for word, so that tools which read its logs read ours.
+"""What a run prints: Megatron-LM's lines, word for word.
 
-Rank 0 tells what is being set up, the last rank (which holds the loss under pipeline parallelism) prints the training lines.
+So that tools which read its logs read ours.
+
+Rank 0 tells what is being set up, the last rank (which holds the loss under pipeline parallelism)
+prints the training lines.
 """
 
 from __future__ import annotations
@@ -37,7 +40,11 @@ def arguments_block(args: argparse.Namespace) -> str:
     lines = [f"  {name} {'.' * (48 - len(name))} {getattr(args, name)}" for name in names]
     title = "arguments"
     return "\n".join(
-        [f"------------------------ {title} ------------------------", *lines, f"-------------------- end of {title} ---------------------"]
+        [
+            f"------------------------ {title} ------------------------",
+            *lines,
+            f"-------------------- end of {title} ---------------------",
+        ]
     )
 
 
@@ -66,7 +73,8 @@ def training_line(report: StepReport, now: datetime | None = None) -> str:
     Source: the format strings of Megatron-LM core_v0.19.0, training_log.
     """
     parts = [
-        f" [{now or datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {report.iteration:8d}/{report.train_iters:8d}",
+        f" [{now or datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration "
+        f"{report.iteration:8d}/{report.train_iters:8d}",
         f" consumed samples: {report.consumed_samples:12d}",
         f" elapsed time per iteration (ms): {report.elapsed_ms:.1f}",
     ]
@@ -82,13 +90,17 @@ def training_line(report: StepReport, now: datetime | None = None) -> str:
         ("params norm", report.params_norm),
     ):
         if value is not None:
-            parts.append(f" {name}: {value:.1f}" if name == "num zeros" else f" {name}: {value:.3f}")
+            parts.append(
+                f" {name}: {value:.1f}" if name == "num zeros" else f" {name}: {value:.3f}"
+            )
     parts.append(f" number of skipped iterations: {report.skipped_iterations:3d}")
     parts.append(f" number of nan iterations: {report.nan_iterations:3d}")
     return " |".join(parts) + " |"
 
 
-def evaluation_lines(where: str, split: str, losses: dict[str, float], perplexities: dict[str, float]) -> str:
+def evaluation_lines(
+    where: str, split: str, losses: dict[str, float], perplexities: dict[str, float]
+) -> str:
     """Megatron-LM's three lines of an evaluation: the values between two rules."""
     line = f" validation loss at {where} on {split} set | "
     for name, value in losses.items():

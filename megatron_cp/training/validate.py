@@ -1,18 +1,32 @@
-"""Completes the arguments (what follows from others) and refuses what cannot be run, before any process group exists.
+"""Completes the arguments (what follows from others) and refuses what cannot be run.
 
-The order is that of a reader: parallel layout, model, batch, schedule, precision, recompute, data, checkpoint. Each check
-is a plain function of the arguments, so every rank comes to the same verdict.
+Before any process group exists.
+
+The order is that of a reader: parallel layout, model, batch, schedule, precision, recompute, data,
+checkpoint. Each check is a plain function of the arguments, so every rank comes to the same
+verdict.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
 
+from megatron_cp.mcore.validation import validate_arguments
+from megatron_cp.training.validate_steps import (
+    complete_batch,
+    complete_schedule,
+    complete_weight_decay,
+    require,
+)
+
 OUR_SPECS = frozenset({("megatron_cp.mcore.spec", "gpt_layer_spec")})
 
 
 def complete_and_check(args: Namespace) -> None:
-    """Fills in what follows from other flags. Raises ValueError or NotImplementedError with one line."""
+    """Fills in what follows from other flags.
+
+    Raises ValueError or NotImplementedError with one line.
+    """
     _layout(args)
     _model(args)
     _positions(args)
@@ -21,80 +35,103 @@ def complete_and_check(args: Namespace) -> None:
     _recompute(args)
     _data(args)
     if not args.plan_only:
-        _batch(args)
-        _schedule(args)
-        _weight_decay(args)
+        complete_batch(args)
+        complete_schedule(args)
+        complete_weight_decay(args)
     else:
         args.micro_batch_size = args.micro_batch_size or 1
     _records(args)
     _spec(args)
-
-
-def _require(args: Namespace, *names: str) -> None:
-    """Refuses a missing or non-positive value of the named arguments."""
-    for name in names:
-        value = getattr(args, name)
-        flag = "--" + name.replace("_", "-")
-        if value is None:
-            raise ValueError(f"{flag} is missing; it has no default")
-        if value <= 0:
-            raise ValueError(f"{flag} {value} must be positive")
+    validate_arguments(args, world_size=args.world_size)
 
 
 def _layout(args: Namespace) -> None:
     """World size = tensor x context x pipeline x data."""
     sizes = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
-    _require(args, *sizes)
+    require(args, *sizes)
     tp, cp, pp = (getattr(args, name) for name in sizes)
     per_replica = tp * cp * pp
     if args.world_size % per_replica:
         raise ValueError(
-            f"world size {args.world_size} must be a multiple of tensor x context x pipeline parallel size = "
-            f"{tp} x {cp} x {pp} = {per_replica}; start {per_replica} ranks (or a multiple), or change the sizes"
+            f"world size {args.world_size} must be a multiple of tensor x context x pipeline "
+            "parallel size = "
+            f"{tp} x {cp} x {pp} = {per_replica}; start {per_replica} ranks (or a multiple), or "
+            "change the sizes"
         )
     args.data_parallel_size = args.world_size // per_replica
     if args.sequence_parallel and tp == 1:
         args.sequence_parallel = False
-        args.notes.append("--sequence-parallel changes nothing here: there is one tensor-parallel rank")
+        args.notes.append(
+            "--sequence-parallel changes nothing here: there is one tensor-parallel rank"
+        )
     if args.overlap_param_gather and not args.use_distributed_optimizer:
         raise ValueError("--overlap-param-gather needs --use-distributed-optimizer; give it too")
     if args.overlap_param_gather and not args.overlap_grad_reduce:
         raise ValueError("--overlap-param-gather needs --overlap-grad-reduce; give it too")
     if args.distributed_timeout_minutes <= 0:
-        raise ValueError(f"--distributed-timeout-minutes {args.distributed_timeout_minutes} must be positive")
+        raise ValueError(
+            f"--distributed-timeout-minutes {args.distributed_timeout_minutes} must be positive"
+        )
 
 
 def _model(args: Namespace) -> None:
     """Sizes of the layers, and their divisibility by the tensor-parallel size."""
-    _require(args, "num_layers", "hidden_size", "num_attention_heads", "seq_length", "make_vocab_size_divisible_by")
-    heads, tp = args.num_attention_heads, args.tensor_model_parallel_size
+    require(
+        args,
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "seq_length",
+        "make_vocab_size_divisible_by",
+    )
+    heads = args.num_attention_heads
     if args.kv_channels is None:
         if args.hidden_size % heads:
             raise ValueError(
-                f"--hidden-size {args.hidden_size} must be a multiple of --num-attention-heads {heads}; or give --kv-channels"
+                f"--hidden-size {args.hidden_size} must be a multiple of --num-attention-heads "
+                f"{heads}; or give --kv-channels"
             )
         args.kv_channels = args.hidden_size // heads
-    if args.ffn_hidden_size is None:  # Megatron-LM's rule: 8/3 of the width for a gated MLP, in multiples of 64
-        args.ffn_hidden_size = int(4 * args.hidden_size * 2 / 3 / 64) * 64 if args.swiglu else 4 * args.hidden_size
-    if not args.group_query_attention:
-        args.num_query_groups = heads
-    if args.num_query_groups <= 0 or heads % args.num_query_groups:
-        raise ValueError(f"--num-attention-heads {heads} must be a multiple of --num-query-groups {args.num_query_groups}")
-    for name in ("num_attention_heads", "ffn_hidden_size"):
-        if getattr(args, name) % tp:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{flag} {getattr(args, name)} must be a multiple of --tensor-model-parallel-size {tp}")
-    if args.num_query_groups % tp and tp % args.num_query_groups:
-        raise ValueError(f"--num-query-groups {args.num_query_groups} must divide, or be a multiple of, tensor size {tp}")
+    # Megatron-LM's rule: 8/3 of the width for a gated MLP, in multiples of 64
+    if args.ffn_hidden_size is None:
+        args.ffn_hidden_size = (
+            int(4 * args.hidden_size * 2 / 3 / 64) * 64 if args.swiglu else 4 * args.hidden_size
+        )
+    _heads(args)
     if args.swiglu and args.squared_relu:
         raise ValueError("--swiglu and --squared-relu exclude each other; give one")
     if args.attention_dropout != 0.0:
         raise NotImplementedError(
-            f"--attention-dropout {args.attention_dropout} is not served: attention has no dropout under context "
-            "parallelism; give --attention-dropout 0.0 (Megatron-LM's default is 0.1)"
+            f"--attention-dropout {args.attention_dropout} is not served: attention has no "
+            "dropout under context parallelism; give --attention-dropout 0.0 (Megatron-LM's "
+            "default is 0.1)"
         )
     if not 0.0 <= args.hidden_dropout < 1.0:
         raise ValueError(f"--hidden-dropout {args.hidden_dropout} must lie in [0, 1)")
+
+
+def _heads(args: Namespace) -> None:
+    """Key/value heads, and what tensor parallelism must divide."""
+    heads, tp = args.num_attention_heads, args.tensor_model_parallel_size
+    if not args.group_query_attention:
+        args.num_query_groups = heads
+    if args.num_query_groups <= 0 or heads % args.num_query_groups:
+        raise ValueError(
+            f"--num-attention-heads {heads} must be a multiple of --num-query-groups "
+            f"{args.num_query_groups}"
+        )
+    for name in ("num_attention_heads", "ffn_hidden_size"):
+        if getattr(args, name) % tp:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(
+                f"{flag} {getattr(args, name)} must be a multiple of "
+                f"--tensor-model-parallel-size {tp}"
+            )
+    if args.num_query_groups % tp and tp % args.num_query_groups:
+        raise ValueError(
+            f"--num-query-groups {args.num_query_groups} must divide, or be a multiple of, "
+            f"tensor size {tp}"
+        )
 
 
 def _positions(args: Namespace) -> None:
@@ -105,7 +142,8 @@ def _positions(args: Namespace) -> None:
         args.max_position_embeddings = args.seq_length
     if args.max_position_embeddings < args.seq_length:
         raise ValueError(
-            f"--max-position-embeddings {args.max_position_embeddings} must be at least --seq-length {args.seq_length}"
+            f"--max-position-embeddings {args.max_position_embeddings} must be at least "
+            f"--seq-length {args.seq_length}"
         )
     if not 0.0 < args.rotary_percent <= 1.0:
         raise ValueError(f"--rotary-percent {args.rotary_percent} must lie in (0, 1]")
@@ -115,11 +153,17 @@ def _pipeline(args: Namespace) -> None:
     """Layers per stage and per virtual stage."""
     pp, layers = args.pipeline_model_parallel_size, args.num_layers
     if layers % pp:
-        raise ValueError(f"--num-layers {layers} must be a multiple of --pipeline-model-parallel-size {pp}")
-    per_virtual, num_virtual = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
+        raise ValueError(
+            f"--num-layers {layers} must be a multiple of --pipeline-model-parallel-size {pp}"
+        )
+    per_virtual, num_virtual = (
+        args.num_layers_per_virtual_pipeline_stage,
+        args.num_virtual_stages_per_pipeline_rank,
+    )
     if per_virtual is not None and num_virtual is not None:
         raise ValueError(
-            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank say the same; give one"
+            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank "
+            "say the same; give one"
         )
     args.virtual_pipeline_model_parallel_size = None
     if per_virtual is None and num_virtual is None:
@@ -128,95 +172,17 @@ def _pipeline(args: Namespace) -> None:
         raise ValueError("virtual pipeline stages need --pipeline-model-parallel-size of 2 or more")
     if per_virtual is not None:
         if per_virtual <= 0 or (layers // pp) % per_virtual:
-            raise ValueError(f"--num-layers-per-virtual-pipeline-stage {per_virtual} must divide {layers // pp} layers a rank")
+            raise ValueError(
+                f"--num-layers-per-virtual-pipeline-stage {per_virtual} must divide "
+                f"{layers // pp} layers a rank"
+            )
         num_virtual = layers // pp // per_virtual
     if num_virtual <= 0 or (layers // pp) % num_virtual:
-        raise ValueError(f"--num-virtual-stages-per-pipeline-rank {num_virtual} must divide {layers // pp} layers a rank")
+        raise ValueError(
+            f"--num-virtual-stages-per-pipeline-rank {num_virtual} must divide {layers // pp} "
+            "layers a rank"
+        )
     args.virtual_pipeline_model_parallel_size = num_virtual if num_virtual > 1 else None
-
-
-def _batch(args: Namespace) -> None:
-    """Micro-batches per step, and the number of steps."""
-    _require(args, "micro_batch_size", "log_interval", "tensorboard_log_interval")
-    per_round = args.micro_batch_size * args.data_parallel_size
-    if args.global_batch_size is None:
-        args.global_batch_size = per_round
-    _require(args, "global_batch_size")
-    if args.global_batch_size % per_round:
-        raise ValueError(
-            f"--global-batch-size {args.global_batch_size} must be a multiple of micro-batch size x data-parallel size = "
-            f"{args.micro_batch_size} x {args.data_parallel_size} = {per_round}"
-        )
-    args.num_micro_batches = args.global_batch_size // per_round
-    if args.virtual_pipeline_model_parallel_size and args.num_micro_batches % args.pipeline_model_parallel_size:
-        raise ValueError(
-            f"micro-batches per step {args.num_micro_batches} must be a multiple of --pipeline-model-parallel-size "
-            f"{args.pipeline_model_parallel_size} with virtual stages; raise --global-batch-size"
-        )
-    if (args.train_iters is None) == (args.train_samples is None):
-        raise ValueError("give exactly one of --train-iters and --train-samples")
-    if args.train_samples is not None:
-        _require(args, "train_samples")
-        args.train_iters = args.train_samples // args.global_batch_size
-    if args.train_iters <= 0:
-        raise ValueError(f"--train-iters {args.train_iters} must be positive")
-    for name in ("exit_interval", "exit_duration_in_mins", "save_interval", "eval_interval", "save_retain_interval"):
-        if getattr(args, name) is not None:
-            _require(args, name)
-    if args.eval_iters < 0:
-        raise ValueError(f"--eval-iters {args.eval_iters} must not be negative; 0 is no evaluation")
-
-
-def _schedule(args: Namespace) -> None:
-    """The learning rate's phases, in packs: what Megatron-Core's scheduler counts."""
-    if args.lr is None:
-        raise ValueError("--lr is missing; it has no default")
-    if not 0.0 <= args.min_lr <= args.lr or not 0.0 <= args.lr_warmup_init <= args.lr:
-        raise ValueError(f"--min-lr {args.min_lr} and --lr-warmup-init {args.lr_warmup_init} must lie in [0, --lr {args.lr}]")
-    by_samples = args.train_samples is not None
-    wrong, right = ("iters", "samples") if by_samples else ("samples", "iters")
-    for phase in ("lr_decay", "lr_wsd_decay", "lr_warmup"):
-        if getattr(args, f"{phase}_{wrong}"):
-            flag = f"--{phase.replace('_', '-')}"
-            raise ValueError(f"{flag}-{wrong} does not go with --train-{right}; give {flag}-{right}")
-    unit = 1 if by_samples else args.global_batch_size
-    total = args.train_samples if by_samples else args.train_iters
-    decay = getattr(args, f"lr_decay_{right}") or total
-    warmup = getattr(args, f"lr_warmup_{right}")
-    if args.lr_warmup_fraction is not None:
-        if warmup:
-            raise ValueError(f"--lr-warmup-fraction and --lr-warmup-{right} exclude each other; give one")
-        if not 0.0 <= args.lr_warmup_fraction < 1.0:
-            raise ValueError(f"--lr-warmup-fraction {args.lr_warmup_fraction} must lie in [0, 1)")
-        warmup = args.lr_warmup_fraction * decay
-    if warmup < 0 or decay <= 0 or warmup >= decay:
-        raise ValueError(f"warm-up of {warmup:g} {right} must be shorter than the decay of {decay}; lower --lr-warmup-{right}")
-    args.lr_decay_steps, args.lr_warmup_steps = decay * unit, warmup * unit
-    wsd = getattr(args, f"lr_wsd_decay_{right}")
-    args.wsd_decay_steps = None if wsd is None else wsd * unit
-    if args.lr_decay_style == "WSD" and (wsd is None or not 0 < wsd <= decay):
-        raise ValueError(f"--lr-decay-style WSD needs --lr-wsd-decay-{right} in (0, {decay}]; it is {wsd}")
-    if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
-        raise ValueError(
-            "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other; give one"
-        )
-
-
-def _weight_decay(args: Namespace) -> None:
-    """Start and end of a growing weight decay, and the ranges of the optimizer's numbers."""
-    if args.weight_decay_incr_style == "constant":
-        if args.start_weight_decay is not None or args.end_weight_decay is not None:
-            raise ValueError("--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine")
-        args.start_weight_decay = args.end_weight_decay = args.weight_decay
-    elif args.start_weight_decay is None or args.end_weight_decay is None:
-        raise ValueError(
-            f"--weight-decay-incr-style {args.weight_decay_incr_style} needs --start-weight-decay and --end-weight-decay"
-        )
-    if args.clip_grad < 0.0:
-        raise ValueError(f"--clip-grad {args.clip_grad} must not be negative; 0 is no clipping")
-    for name in ("adam_beta1", "adam_beta2"):
-        if not 0.0 <= getattr(args, name) < 1.0:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must lie in [0, 1)")
 
 
 def _precision(args: Namespace) -> None:
@@ -224,7 +190,10 @@ def _precision(args: Namespace) -> None:
     if args.grad_reduce_in_bf16 and not args.bf16:
         raise ValueError("--grad-reduce-in-bf16 needs --bf16; give it too or drop the flag")
     if args.grad_reduce_in_bf16 and args.accumulate_allreduce_grads_in_fp32:
-        raise ValueError("--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; give one")
+        raise ValueError(
+            "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; "
+            "give one"
+        )
     if args.bf16 and not args.grad_reduce_in_bf16:
         args.accumulate_allreduce_grads_in_fp32 = True
 
@@ -233,7 +202,10 @@ def _recompute(args: Namespace) -> None:
     """Recompute flags that belong together."""
     if args.recompute_activations:
         if args.recompute_granularity == "full":
-            raise ValueError("--recompute-activations means --recompute-granularity selective, not full; give one")
+            raise ValueError(
+                "--recompute-activations means --recompute-granularity selective, not full; give "
+                "one"
+            )
         args.recompute_granularity = "selective"
     if args.recompute_granularity == "full" and args.recompute_method is None:
         raise ValueError("--recompute-granularity full needs --recompute-method uniform or block")
@@ -242,7 +214,7 @@ def _recompute(args: Namespace) -> None:
     if args.recompute_method is not None:
         if args.recompute_num_layers is None:
             args.recompute_num_layers = 1
-        _require(args, "recompute_num_layers")
+        require(args, "recompute_num_layers")
 
 
 def _data(args: Namespace) -> None:
@@ -253,16 +225,23 @@ def _data(args: Namespace) -> None:
     num_sources = sum((bool(args.data_path), any(per_split), args.mock_data))
     if num_sources != 1:
         raise ValueError(
-            f"{num_sources} sources of documents given; exactly one of --data-path, --train-data-path (with "
+            f"{num_sources} sources of documents given; exactly one of --data-path, "
+            "--train-data-path (with "
             "--valid-data-path, --test-data-path) and --mock-data is needed"
         )
-    for flag, paths in zip(("", "train-", "valid-", "test-"), [args.data_path, *per_split], strict=True):
+    for flag, paths in zip(
+        ("", "train-", "valid-", "test-"), [args.data_path, *per_split], strict=True
+    ):
         if paths and len(paths) > 1:
             raise NotImplementedError(
-                f"--{flag}data-path with {len(paths)} values is not served: blending comes later; give one prefix"
+                f"--{flag}data-path with {len(paths)} values is not served: blending comes "
+                "later; give one prefix"
             )
     if args.num_workers < 0:
-        raise ValueError(f"--num-workers {args.num_workers} must not be negative; 0 plans in the training process")
+        raise ValueError(
+            f"--num-workers {args.num_workers} must not be negative; 0 plans in the training "
+            "process"
+        )
 
 
 def _records(args: Namespace) -> None:
@@ -284,8 +263,12 @@ def _spec(args: Namespace) -> None:
     if args.spec is None:
         return
     if len(args.spec) != 2:
-        raise ValueError(f"--spec {' '.join(args.spec)} must be a module and a name: --spec megatron_cp.mcore.spec gpt_layer_spec")
+        raise ValueError(
+            f"--spec {' '.join(args.spec)} must be a module and a name: --spec "
+            "megatron_cp.mcore.spec gpt_layer_spec"
+        )
     if tuple(args.spec) not in OUR_SPECS and not args.allow_custom_spec:
         raise ValueError(
-            f"--spec {' '.join(args.spec)} imports code that is not ours; give --allow-custom-spec if you trust it"
+            f"--spec {' '.join(args.spec)} imports code that is not ours; give "
+            "--allow-custom-spec if you trust it"
         )

@@ -1,0 +1,146 @@
+"""Names and small files of a checkpoint folder, in Megatron-LM's layout; no tensors here.
+
+<save>/latest_checkpointed_iteration.txt     text, written last and atomically: points only at
+complete checkpoints <save>/iter_0000010/                         what
+megatron.core.dist_checkpointing writes, and <save>/iter_0000010/megatron_cp.json         our
+manifest: model shape, layout, loader state, size of every file <save>/progress.txt
+with --log-progress
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+TRACKER = "latest_checkpointed_iteration.txt"
+MANIFEST = "megatron_cp.json"
+
+# What must be equal between a checkpoint and the model that loads it.
+SHAPE_ARGUMENTS = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "padded_vocab_size",
+    "normalization",
+    "swiglu",
+    "squared_relu",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "untie_embeddings_and_output_weights",
+    "position_embedding_type",
+    "softmax_type",
+)
+
+
+def iteration_folder(root: str | Path, iteration: int) -> Path:
+    """``<root>/iter_0000010``."""
+    return Path(root) / f"iter_{iteration:07d}"
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """The file holds either its old or its new text, whatever happens in between."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def latest_iteration(root: str | Path) -> int | None:
+    """The iteration that the tracker names, None without a tracker.
+
+    Raises ValueError on a damaged one.
+    """
+    tracker = Path(root) / TRACKER
+    if not tracker.is_file():
+        return None
+    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    if not text.isdigit():
+        raise ValueError(
+            f"{tracker} holds {text[:40]!r}; it must be an iteration number; write the number of "
+            "a complete iter_ folder "
+            "into it, or give --ckpt-step"
+        )
+    return int(text)
+
+
+def write_manifest(folder: Path, content: dict[str, Any]) -> None:
+    """Our manifest, with the size of every file of the checkpoint as it is now."""
+    files = {p.relative_to(folder).as_posix(): p.stat().st_size for p in files_of(folder)}
+    write_atomically(
+        folder / MANIFEST, json.dumps({**content, "files": files}, indent=1, sort_keys=True)
+    )
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Every file below the folder but the manifest (and its temporary twins), sorted."""
+    return sorted(p for p in folder.rglob("*") if p.is_file() and MANIFEST not in p.name)
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """Our manifest, None for a checkpoint that Megatron-LM wrote.
+
+    Raises ValueError where the manifest is damaged, or a file that it lists is missing or has
+    another size.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        return None
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        files = dict(content["files"])
+    except (ValueError, KeyError, TypeError) as problem:
+        raise ValueError(
+            f"{path} is damaged ({problem}); load another checkpoint with --ckpt-step"
+        ) from None
+    for name, size in files.items():
+        file = folder / name
+        found = file.stat().st_size if file.is_file() else None
+        if found != size:
+            state = "missing" if found is None else f"{found} bytes"
+            raise ValueError(
+                f"{file} is {state}; it must have {size} bytes; load another checkpoint with "
+                "--ckpt-step"
+            )
+    return content
+
+
+def check_shape(folder: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Refuses a checkpoint of another model, naming the first argument that differs."""
+    for name in SHAPE_ARGUMENTS:
+        if name in saved and saved[name] != wanted[name]:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(
+                f"{folder} was saved with {flag} {saved[name]}, this run has {wanted[name]}; "
+                "give the checkpoint's value, "
+                "or another --load"
+            )
+
+
+def remove_replaced(
+    root: Path, previous: int | None, current: int, retain_interval: int | None
+) -> Path | None:
+    """Removes the checkpoint before ``current`` unless --save-retain-interval keeps it.
+
+    The folder removed, or None.
+    """
+    if (
+        retain_interval is None
+        or previous is None
+        or previous == current
+        or previous % retain_interval == 0
+    ):
+        return None
+    folder = iteration_folder(root, previous)
+    if not folder.is_dir() or folder.is_symlink():
+        return None
+    shutil.rmtree(folder)
+    return folder

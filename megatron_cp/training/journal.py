@@ -1,0 +1,260 @@
+"""Keeps the run's books: counts operations, averages between log lines.
+
+Prints Megatron-LM's lines, feeds the trackers.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_cp.data.batch import PlannedBatch
+from megatron_cp.mcore.loss import LOSS_NAME
+from megatron_cp.training.checkpointing import RunState
+from megatron_cp.training.flops import ModelFlops
+from megatron_cp.training.log import StepReport, evaluation_lines, print_rank_last, training_line
+from megatron_cp.training.metrics import memory_metrics, plan_metrics, work_of_step
+from megatron_cp.training.optim import learning_rate
+from megatron_cp.training.records import RunFiles, plan_sample
+from megatron_cp.training.scrub import scrubbed_words
+from megatron_cp.training.step import StepResult, params_norm
+from megatron_cp.training.tracking import Tracker, start_tensorboard, start_wandb
+
+_NUM_PLAN_SAMPLES = 4
+
+
+class Journal:
+    """The books of one run. Every rank calls every method; the last rank prints and tracks."""
+
+    def __init__(self, state: RunState, flops: ModelFlops, data: dict[str, Any]) -> None:
+        """Opens the trackers on the last rank."""
+        self._state, self._flops = state, flops
+        self._keeps = dist.get_rank() == dist.get_world_size() - 1
+        self._tracker = _open_tracker(state, data) if self._keeps else Tracker()
+        self._losses: list[float] = []
+        self._skipped = self._nan = 0
+        self._window_flops = 0
+        self._window_start = time.perf_counter()
+        self._window_steps = self._num_samples = 0
+        self._last: dict[str, Any] = {}
+        self._evaluated: dict[str, int] = {}
+
+    def step(self, batches: list[PlannedBatch], result: StepResult, device: torch.device) -> None:
+        """Books one training step, and prints a line every ``--log-interval`` steps."""
+        args, state = self._state.args, self._state
+        work = work_of_step(batches, device)
+        operations = self._flops.of_step(work.num_tokens, work.area)
+        state.flops += operations
+        self._window_flops += operations
+        self._window_steps += 1
+        if result.loss is not None and math.isfinite(result.loss):
+            self._losses.append(result.loss)
+        self._nan += result.loss is not None and not math.isfinite(result.loss)
+        self._skipped += not result.updated
+        norm = params_norm(state.model) if args.log_params_norm else None
+        seconds = (time.perf_counter() - self._window_start) / self._window_steps
+        if self._keeps and state.iteration % args.tensorboard_log_interval == 0:
+            self._track(batches, result, seconds, norm, device)
+        if (
+            self._keeps
+            and self._tracker.wants_plan_samples
+            and self._num_samples < _NUM_PLAN_SAMPLES
+        ):
+            self._sample(batches)
+        if state.iteration % args.log_interval == 0:
+            self._print(result, seconds, norm)
+
+    def _track(
+        self,
+        batches: list[PlannedBatch],
+        result: StepResult,
+        seconds: float,
+        norm: float | None,
+        device: torch.device,
+    ) -> None:
+        """One row under Megatron-LM's keys, and ours."""
+        args, state = self._state.args, self._state
+        row: dict[str, Any] = {
+            LOSS_NAME: result.loss,
+            "learning-rate": learning_rate(state.optimizer),
+            "grad-norm": result.grad_norm,
+            "num-zeros": result.num_zeros,
+            "params-norm": norm,
+            "batch-size": args.global_batch_size,
+            "loss-scale": 1.0,
+            "samples vs steps": state.consumed_samples,
+            "iteration-time": seconds,
+            "throughput": self._tflops(seconds),
+            "loss/valid_tokens": result.valid_tokens,
+            "grad/nonfinite": float(
+                result.grad_norm is not None and not math.isfinite(result.grad_norm)
+            ),
+            "data/cursor": float(state.data.get("cursor", 0)),
+            "restart/count": float(state.restarts),
+            **plan_metrics(args, batches),
+        }
+        if args.log_world_size_to_tensorboard:
+            row["world-size"] = args.world_size
+        if args.log_memory_to_tensorboard:
+            row |= memory_metrics(device)
+        row = {key: value for key, value in row.items() if value is not None}
+        self._last = row
+        self._tracker.log(state.iteration, row, samples=state.consumed_samples)
+
+    def _sample(self, batches: list[PlannedBatch]) -> None:
+        """Keeps the packs of the first steps for the report."""
+        for item in batches[: _NUM_PLAN_SAMPLES - self._num_samples]:
+            batch = item.batch
+            sample = plan_sample(
+                self._state.iteration,
+                batch.mask,
+                item.plans["full"],
+                batch.document_lengths,
+                batch.document_kinds,
+            )
+            self._tracker.add_plan_sample(sample)
+            self._num_samples += 1
+
+    def _tflops(self, seconds: float) -> float:
+        """TFLOP/s per rank since the last log line."""
+        return self._window_flops / (
+            self._window_steps * seconds * 1e12 * self._state.args.world_size
+        )
+
+    def _print(self, result: StepResult, seconds: float, norm: float | None) -> None:
+        """Megatron-LM's line over the steps since the last one."""
+        args, state = self._state.args, self._state
+        mean = sum(self._losses) / len(self._losses) if self._losses else float("nan")
+        report = StepReport(
+            iteration=state.iteration,
+            train_iters=args.train_iters,
+            consumed_samples=state.consumed_samples,
+            elapsed_ms=seconds * 1e3,
+            tflops=self._tflops(seconds) if args.log_throughput else None,
+            learning_rate=learning_rate(state.optimizer),
+            global_batch_size=args.global_batch_size,
+            losses={LOSS_NAME: mean},
+            grad_norm=result.grad_norm,
+            num_zeros=None if result.num_zeros is None else float(result.num_zeros),
+            params_norm=norm,
+            skipped_iterations=self._skipped,
+            nan_iterations=self._nan,
+        )
+        print_rank_last(training_line(report))
+        self._losses, self._skipped, self._nan = [], 0, 0
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """The next steps are timed from now on."""
+        self._window_flops = self._window_steps = 0
+        self._window_start = time.perf_counter()
+
+    def evaluated(self, split: str, where: str, loss: float | None) -> None:
+        """Books the loss on ``split`` documents; its time is not that of a step."""
+        self.restart_clock()
+        self._evaluated[split] = self._state.iteration
+        if loss is None:
+            return
+        perplexity = math.exp(min(20.0, loss))
+        print_rank_last(evaluation_lines(where, split, {LOSS_NAME: loss}, {LOSS_NAME: perplexity}))
+        row = {f"{LOSS_NAME} {split}": loss}
+        if self._state.args.log_validation_ppl_to_tensorboard:
+            row[f"{LOSS_NAME} {split} ppl"] = perplexity
+        self._last |= row
+        self._tracker.log(self._state.iteration, row, samples=self._state.consumed_samples)
+
+    def knows(self, split: str) -> bool:
+        """Whether the model as it is now has been evaluated on ``split``; the same on every rank."""
+        return self._evaluated.get(split) == self._state.iteration
+
+    def saved(self, seconds: float) -> None:
+        """Books a checkpoint; its time is not that of a step."""
+        self.restart_clock()
+        args, state = self._state.args, self._state
+        row = {"ckpt/save_s": seconds, "ckpt/blocked_s": seconds}
+        self._tracker.log(state.iteration, row, samples=state.consumed_samples)
+        if args.log_progress and dist.get_rank() == 0:
+            with (Path(args.save) / "progress.txt").open("a", encoding="utf-8") as file:
+                file.write(
+                    f"{time.strftime('%Y-%m-%d %H:%M:%S')}\t# GPUs: {args.world_size}\tSaved "
+                    "checkpoint\tIteration: "
+                    f"{state.iteration}\tFloating-point operations: {state.flops:.2e}\n"
+                )
+
+    def finish(self) -> None:
+        """Closes the trackers."""
+        self._tracker.finish(
+            {"iteration": self._state.iteration, "flops": self._state.flops, **self._last}
+        )
+
+
+def _open_tracker(state: RunState, data: dict[str, Any]) -> Tracker:
+    """The sinks that the arguments ask for."""
+    args = state.args
+    run_dir = None if args.run_dir is None else Path(args.run_dir)
+    wandb_dir = Path(args.wandb_save_dir or (run_dir / "wandb" if run_dir else "wandb"))
+    files = None if run_dir is None else RunFiles(run_dir, _description(state, data))
+    return Tracker(
+        wandb_run=start_wandb(args, wandb_dir), writer=start_tensorboard(args), files=files
+    )
+
+
+def _description(state: RunState, data: dict[str, Any]) -> dict[str, Any]:
+    """What ``run.json`` says of the run at its start."""
+    args = state.args
+    arguments = {name: value for name, value in vars(args).items() if name != "notes"}
+    return {
+        "name": args.wandb_exp_name or Path(args.run_dir).name,
+        "created": time.time(),
+        "iteration": state.iteration,
+        "command": scrubbed_words(sys.argv),
+        "arguments": arguments,
+        "layout": {
+            "world_size": args.world_size,
+            "tensor": args.tensor_model_parallel_size,
+            "pipeline": args.pipeline_model_parallel_size,
+            "context": args.context_parallel_size,
+            "data": args.data_parallel_size,
+        },
+        "num_parameters": _num_parameters(state.model, args),
+        "data": data,
+        "versions": _versions(),
+        "machine": {
+            "platform": platform.platform(),
+            "processor": platform.machine(),
+            "device": _device_name(),
+        },
+    }
+
+
+def _num_parameters(model: list[Any], args: Any) -> int:
+    """Parameters of the whole model, from its shape."""
+    from megatron_cp.training.gpt import shape_from_arguments
+
+    del model
+    return shape_from_arguments(args).num_parameters()
+
+
+def _versions() -> dict[str, str]:
+    """Versions of what decides results."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"python": platform.python_version()}
+    for name in ("megatron_cp", "megatron-core", "torch", "numpy", "wandb"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def _device_name() -> str:
+    """The GPU's name, or cpu."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,150 @@
+"""The files that a run leaves for the report.
+
+``run.json``, ``metrics.jsonl`` and ``plan.json`` (schema: docs/training.md).
+
+Plain JSON, scrubbed of secrets, written by one rank; a run that dies leaves every line up to its
+last step.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from megatron_cp.mask import AttentionMask
+from megatron_cp.plan import AttentionPlan, make_plan
+from megatron_cp.plan.cost import stage_areas
+from megatron_cp.plan.stats import traffic
+from megatron_cp.training.checkpoint_files import write_atomically
+from megatron_cp.training.scrub import scrubbed
+
+SCHEMA = 1
+
+
+class RunFiles:
+    """Writes the records of one run into a folder; a resumed run goes on in the same files."""
+
+    def __init__(self, folder: Path, description: dict[str, Any]) -> None:
+        """Creates the folder and ``run.json``; rows of ``metrics.jsonl`` are appended."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self._run = {"schema": SCHEMA, **scrubbed(description), "finished": None}
+        self._samples: list[dict[str, Any]] = (
+            _read_samples(folder / "plan.json") if description["iteration"] else []
+        )
+        self._metrics: TextIO = _open_metrics(folder / "metrics.jsonl", description["iteration"])
+        self._write_run()
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Appends one row; values that are not finite become null, as JSON has none."""
+        self._metrics.write(json.dumps({"time": time.time(), **_finite(row)}) + "\n")
+        self._metrics.flush()
+
+    def add_plan_sample(self, sample: dict[str, Any]) -> None:
+        """Adds one pack to ``plan.json``."""
+        self._samples.append(sample)
+        write_atomically(
+            self.folder / "plan.json", json.dumps({"schema": SCHEMA, "samples": self._samples})
+        )
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Writes how the run ended into ``run.json``."""
+        self._run["finished"] = {"time": time.time(), **_finite(summary)}
+        self._write_run()
+        self._metrics.close()
+
+    def _write_run(self) -> None:
+        write_atomically(self.folder / "run.json", json.dumps(self._run, indent=1, default=str))
+
+
+def _finite(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with null for NaN and infinities."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+
+
+def _read_samples(path: Path) -> list[dict[str, Any]]:
+    """The samples that an earlier part of the run left."""
+    if not path.is_file():
+        return []
+    samples: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["samples"]
+    return samples
+
+
+def _open_metrics(path: Path, iteration: int) -> TextIO:
+    """The metrics file without rows after ``iteration``: a resumed run writes those again."""
+    kept = []
+    if iteration and path.is_file():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                if json.loads(line)["iteration"] <= iteration:
+                    kept.append(line + "\n")
+            except (ValueError, KeyError, TypeError):
+                continue  # the last line of a run that was killed while it wrote
+    write_atomically(path, "".join(kept))
+    return path.open("a", encoding="utf-8")
+
+
+def plan_sample(
+    iteration: int,
+    mask: AttentionMask,
+    plan: AttentionPlan,
+    lengths: tuple[int, ...],
+    kinds: tuple[str, ...],
+) -> dict[str, Any]:
+    """One pack as the report draws it: its mask, and its plan beside the zigzag one."""
+    plans = {"ours": _plan_record(plan)}
+    if plan.cp_size > 1:
+        plans["zigzag"] = _plan_record(_zigzag(mask, plan))
+    return {
+        "iteration": iteration,
+        "num_tokens": plan.num_tokens,
+        "cp_size": plan.cp_size,
+        "document_lengths": list(lengths),
+        "document_kinds": list(kinds),
+        "mask": mask.array.tolist(),
+        "mask_area": int(mask.area()),
+        "plans": plans,
+    }
+
+
+def _zigzag(mask: AttentionMask, plan: AttentionPlan) -> AttentionPlan:
+    """The plan that zigzag ring attention would have followed for the same pack."""
+    from dataclasses import replace
+
+    return make_plan(
+        mask, plan.cp_size, replace(plan.config, planner="zigzag", chunk_size=None, num_stages=None)
+    )
+
+
+def _plan_record(plan: AttentionPlan) -> dict[str, Any]:
+    """One plan: who owns which tokens, the area and the rows of each rank, predicted figures."""
+    row_bytes = plan.config.num_heads * plan.config.head_dim * plan.config.element_bytes
+    return {
+        "planner": plan.planner,
+        "digest": plan.digest(),
+        "token_runs": [_runs(ids) for ids in plan.global_from_local],
+        "area_per_rank": stage_areas(plan, "forward").sum(axis=0).astype(int).tolist(),
+        "comm_bytes": {
+            name: (traffic(plan, name) * plan.tokens_per_rank * row_bytes)
+            .round()
+            .astype(int)
+            .tolist()
+            for name in ("forward", "backward")
+        },
+        "stats": {"forward": plan.stats("forward"), "backward": plan.stats("backward")},
+    }
+
+
+def _runs(ids: np.ndarray[Any, np.dtype[np.int64]]) -> list[list[int]]:
+    """Token ids of a rank, in local order, as half-open runs ``[start, stop]``.
+
+    Local order is the order of the runs.
+    """
+    breaks = np.flatnonzero(np.diff(ids) != 1) + 1
+    starts, stops = np.concatenate(([0], breaks)), np.concatenate((breaks, [len(ids)]))
+    return [[int(ids[a]), int(ids[b - 1]) + 1] for a, b in zip(starts, stops, strict=True)]

@@ -1,0 +1,158 @@
+"""Process groups, seeds and the model: everything between checked arguments and the first step."""
+
+from __future__ import annotations
+
+import os
+import random
+from argparse import Namespace
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.transformer.module import Float16Module
+
+from megatron_cp.training.log import print_rank_0
+
+ModelProvider = Callable[..., Any]
+
+
+def initialize_distributed(args: Namespace) -> torch.device:
+    """Starts the process group and Megatron's parallel groups; the device of this rank.
+
+    Collective: every rank of the job calls it.
+    """
+    on_cuda = torch.cuda.is_available()
+    device = torch.device("cuda", args.local_rank) if on_cuda else torch.device("cpu")
+    if on_cuda:  # never run on a GPU yet
+        torch.cuda.set_device(device)
+    backend = args.distributed_backend or ("nccl" if on_cuda else "gloo")
+    print_rank_0("> initializing torch distributed ...") if args.rank == 0 else None
+    os.environ.setdefault("MASTER_ADDR", "localhost")
+    os.environ.setdefault("MASTER_PORT", "29511")
+    dist.init_process_group(
+        backend,
+        rank=args.rank,
+        world_size=args.world_size,
+        timeout=timedelta(minutes=args.distributed_timeout_minutes),
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
+        context_parallel_size=args.context_parallel_size,
+    )
+    return device
+
+
+def set_seeds(args: Namespace) -> None:
+    """Seeds every generator; equal on context ranks (they share weights).
+
+    Different on pipeline stages.
+
+    Tensor-parallel ranks differ where Megatron wants them to (its random tracker sees to that).
+    """
+    print_rank_0(f"> setting random seeds to {args.seed} ...")
+    seed = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    if args.data_parallel_random_init:
+        seed += 10 * parallel_state.get_data_parallel_rank()
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    if args.deterministic_mode:
+        torch.use_deterministic_algorithms(True)
+
+
+def build_model(args: Namespace, provider: ModelProvider, device: torch.device) -> list[Any]:
+    """The chunks of this pipeline stage (one without virtual stages).
+
+    Wrapped for bf16 and gradient reduction.
+
+    ``provider(args, pre_process=, post_process=, vp_stage=)`` builds one chunk. Collective: every
+    rank calls it.
+    """
+    print_rank_0("building GPT model ...")
+    num_chunks = args.virtual_pipeline_model_parallel_size or 1
+    chunks = []
+    for place in range(num_chunks):
+        stage = place if num_chunks > 1 else None
+        chunk = provider(
+            args,
+            pre_process=parallel_state.is_pipeline_first_stage(
+                ignore_virtual=False, vp_stage=stage
+            ),
+            post_process=parallel_state.is_pipeline_last_stage(
+                ignore_virtual=False, vp_stage=stage
+            ),
+            vp_stage=stage,
+        )
+        for parameter in chunk.parameters():
+            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        chunks.append(chunk.to(device))
+    _print_num_parameters(chunks)
+    config = chunks[0].config
+    if args.bf16:
+        chunks = [Float16Module(config, chunk) for chunk in chunks]
+    wrapped = [_wrap(args, chunk, is_first=place == 0) for place, chunk in enumerate(chunks)]
+    if args.data_parallel_random_init:
+        for chunk in wrapped:
+            chunk.broadcast_params()
+    return wrapped
+
+
+def _print_num_parameters(chunks: list[Any]) -> None:
+    """Megatron-LM's line about the size of the model, once per tensor and pipeline rank."""
+    if parallel_state.get_data_parallel_rank(with_context_parallel=True) != 0:
+        return
+    place = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+    )
+    count = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
+    print(
+        f" > number of parameters on (tensor, pipeline) model parallel rank ({place[0]}, "
+        f"{place[1]}): {count}",
+        flush=True,
+    )
+
+
+def _wrap(args: Namespace, chunk: Any, *, is_first: bool) -> Any:
+    """The chunk inside Megatron's DistributedDataParallel."""
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=args.accumulate_allreduce_grads_in_fp32,
+        overlap_grad_reduce=args.overlap_grad_reduce,
+        overlap_param_gather=args.overlap_param_gather,
+        use_distributed_optimizer=args.use_distributed_optimizer,
+        check_for_nan_in_grad=args.check_for_nan_in_loss_and_grad,
+        bucket_size=args.ddp_bucket_size or max(40_000_000, 1_000_000 * dist.get_world_size()),
+    )
+    return DistributedDataParallel(
+        config=chunk.config, ddp_config=config, module=chunk, disable_bucketing=not is_first
+    )
+
+
+def connect_schedule(model: list[Any], optimizer: Any) -> None:
+    """Tells Megatron's pipeline schedule how to scale losses.
+
+    Hold back gradient sends and finish gradients.
+    """
+    config, ddp = model[0].config, model[0].ddp_config
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
+    if ddp.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in model]
+        config.no_sync_func = no_sync if len(model) > 1 else no_sync[0]
+        start = [chunk.start_grad_sync for chunk in model]
+        config.grad_sync_func = start if len(model) > 1 else start[0]
+    if ddp.overlap_param_gather:
+        gather = [chunk.start_param_sync for chunk in model]
+        config.param_sync_func = gather if len(model) > 1 else gather[0]

@@ -1,0 +1,181 @@
+"""One training step and one evaluation.
+
+Micro-batches through Megatron's schedule, then the optimizer.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megatron_cp.data.batch import PlannedBatch
+from megatron_cp.data.loader import PackedLoader
+from megatron_cp.mcore.loss import LOSS_NAME
+
+ForwardStep = Callable[[Namespace, PlannedBatch, Any, torch.device], tuple[Any, Any]]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step came to; loss and tokens are those of the whole global batch.
+
+    On the last pipeline stage alone.
+    """
+
+    loss: float | None
+    valid_tokens: int
+    grad_norm: float | None
+    num_zeros: int | None
+    updated: bool
+
+
+@dataclass(frozen=True)
+class Runner:
+    """How this rank runs micro-batches; shared by training and evaluation."""
+
+    args: Namespace
+    model: list[Any]
+    device: torch.device
+    forward_step: ForwardStep
+
+    def run(self, batches: list[PlannedBatch], *, forward_only: bool) -> torch.Tensor | None:
+        """(loss sum, tokens) over the global batch as float64 [2].
+
+        None before the last pipeline stage.
+
+        Collective: every rank calls it, with the batches of its replica.
+        """
+        plan = batches[0].plans["full"]
+        reports = get_forward_backward_func()(
+            forward_step_func=self._forward,
+            data_iterator=self._iterators(batches),
+            model=self.model if len(self.model) > 1 else self.model[0],
+            num_microbatches=len(batches),
+            seq_length=plan.tokens_per_rank
+            * plan.cp_size,  # a rank's share must not vary between packs
+            micro_batch_size=1,  # packs of a micro-batch are joined into one sequence
+            forward_only=forward_only,
+        )
+        if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            return None
+        total = torch.stack([report[LOSS_NAME].double() for report in reports]).sum(dim=0)
+        dist.all_reduce(
+            total, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
+        )
+        return total
+
+    def _iterators(self, batches: list[PlannedBatch]) -> Any:
+        """One iterator per model chunk.
+
+        Each walks through the same micro-batches at its own pace.
+        """
+        if len(self.model) == 1:
+            return iter(batches)
+        return [iter(batches) for _ in self.model]
+
+    def _forward(self, batches: Iterator[PlannedBatch], chunk: Any) -> tuple[Any, Any]:
+        """Megatron's forward_step_func."""
+        return self.forward_step(self.args, next(batches), chunk, self.device)
+
+
+def next_batches(loader: PackedLoader) -> list[PlannedBatch]:
+    """The micro-batches of the next step."""
+    return [next(loader) for _ in range(loader.num_microbatches)]
+
+
+def train_step(
+    runner: Runner, batches: list[PlannedBatch], optimizer: Any, scheduler: Any
+) -> StepResult:
+    """Forward, backward, clipping and update over one global batch.
+
+    Collective: every rank calls it. Raises RuntimeError when the loss is not finite and that is to
+    be checked.
+    """
+    args = runner.args
+    for chunk in runner.model:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    total = runner.run(batches, forward_only=False)
+    loss, tokens = (None, 0) if total is None else _mean(total)
+    if loss is not None and loss != loss and args.check_for_nan_in_loss_and_grad:
+        raise RuntimeError(
+            "the loss is NaN; lower --lr or look at the data of this step "
+            "(--no-check-for-nan-in-loss-and-grad goes on)"
+        )
+    updated, grad_norm, num_zeros = optimizer.step()
+    if updated:
+        scheduler.step(increment=args.global_batch_size)
+    return StepResult(
+        loss=loss,
+        valid_tokens=tokens,
+        grad_norm=None if grad_norm is None else float(grad_norm),
+        num_zeros=None if num_zeros is None else int(num_zeros),
+        updated=bool(updated),
+    )
+
+
+def _mean(total: torch.Tensor) -> tuple[float, int]:
+    """Mean loss and number of tokens from (sum, count)."""
+    loss_sum, count = total.tolist()
+    return loss_sum / max(count, 1.0), int(count)
+
+
+def evaluate(runner: Runner, loader: PackedLoader, num_batches: int) -> float | None:
+    """Mean loss per token over the next ``num_batches`` batches; the loader goes back afterwards.
+
+    None before the last pipeline stage. Collective: every rank calls it.
+    """
+    start = loader.state_dict()
+    for chunk in runner.model:
+        chunk.eval()
+    total = None
+    with torch.no_grad():
+        for _ in range(num_batches):
+            part = runner.run(next_batches(loader), forward_only=True)
+            if part is not None:
+                total = part if total is None else total + part
+    for chunk in runner.model:
+        chunk.train()
+    loader.load_state_dict(start)
+    return None if total is None else _mean(total)[0]
+
+
+def params_norm(model: list[Any]) -> float:
+    """L2 norm of all parameters, each counted once. Collective: every rank calls it."""
+    from megatron.core.transformer.module import param_is_not_shared
+
+    squares = torch.zeros((), dtype=torch.float64)
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    for chunk in model:
+        for parameter in chunk.parameters():
+            split = getattr(parameter, "tensor_model_parallel", False)
+            if param_is_not_shared(parameter) and (split or tp_rank == 0):
+                squares += parameter.detach().double().square().sum().cpu()
+    group = parallel_state.get_model_parallel_group()
+    on_device = squares.to(next(model[0].parameters()).device)
+    dist.all_reduce(on_device, group=group)
+    return float(on_device.sqrt())
+
+
+@contextmanager
+def whole_parameters(runner: Runner) -> Iterator[None]:
+    """Inside, every rank holds complete parameters.
+
+    Also with --overlap-param-gather (which gathers them in forward).
+    """
+    if not runner.args.overlap_param_gather:
+        yield
+        return
+    for chunk in runner.model:
+        chunk.disable_forward_pre_hook()
+    yield
+    for chunk in runner.model:
+        chunk.enable_forward_pre_hook()

@@ -1,0 +1,1 @@
+"""Configurations of known GPTs (presets.py) and their builder on Megatron-Core (gpt.py)."""

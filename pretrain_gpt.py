@@ -1,0 +1,35 @@
+#!/usr/bin/env python
+"""Pretrain a GPT with context parallelism. Arguments are those of Megatron-LM.
+
+``--help`` lists the ones that are served.
+
+    torchrun --nproc-per-node 2 pretrain_gpt.py --context-parallel-size 2 --data-path corpus ...
+
+The loop is ``megatron_cp/training/pretrain.py``; how a GPT is built and what one micro-batch does
+is ``megatron_cp/training/gpt.py``: write your own two functions like these to train another model.
+"""
+
+from megatron_cp.training.arguments import parse_arguments
+
+
+def main() -> None:
+    """Parses, installs what stands in for CUDA on a CPU, and trains."""
+    args = parse_arguments()
+
+    from megatron_cp.mcore import cpu
+
+    cpu.install()  # before the first import of megatron.core; does nothing where there is a GPU
+
+    from megatron_cp.training.gpt import flops_from_arguments, forward_step, model_provider
+    from megatron_cp.training.pretrain import pretrain
+
+    pretrain(
+        args,
+        model_provider=model_provider,
+        forward_step=forward_step,
+        flops_provider=flops_from_arguments,
+    )
+
+
+if __name__ == "__main__":  # writing a checkpoint starts a process that imports this file
+    main()
