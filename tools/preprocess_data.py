@@ -145,7 +145,9 @@ def encoded(arguments: argparse.Namespace, records: Iterable[dict[str, str]]) ->
         for batch in _batches(records):
             yield from _encode_batch(batch)
         return
-    with multiprocessing.Pool(arguments.workers, _start_worker, (arguments,)) as pool:
+    # spawn: forking a process that has threads (a caller's, the tokenizer's) may deadlock
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(arguments.workers, _start_worker, (arguments,)) as pool:
         waiting: collections.deque[Any] = collections.deque()
         for batch in _batches(records):
             waiting.append(pool.apply_async(_encode_batch, (batch,)))

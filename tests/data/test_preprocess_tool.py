@@ -1,0 +1,111 @@
+"""tools/preprocess_data.py: what goes in as text comes out as the same tokens."""
+
+import json
+
+import numpy as np
+import pytest
+
+from megatron_cp.data.document_set import open_documents
+from megatron_cp.data.indexed import IndexedDataset
+from megatron_cp.data.tokenizer import ByteLevelTokenizer, build_tokenizer
+from tools import preprocess_data
+
+BYTES = ["--tokenizer-type", "ByteLevel"]
+
+
+def run(*arguments):
+    return preprocess_data.main([str(a) for a in arguments])
+
+
+def write_jsonl(path, records):
+    path.write_text("".join(json.dumps(r) + "\n" for r in records))
+    return path
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_documents_come_back_in_order_with_their_end(tmp_path, capsys, workers):
+    records = [{"text": f"document {i} ä" * (i % 7 + 1)} for i in range(150)]
+    path = write_jsonl(tmp_path / "in.jsonl", [*records, {"text": ""}, {"no": 1}])
+    prefix = tmp_path / "out"
+    command = ("--input", path, "--output-prefix", prefix, "--append-eod", "--workers", workers)
+    assert run(*command, "--log-interval", 50, *BYTES) == 0
+    dataset = IndexedDataset(f"{prefix}_text_document")
+    dataset.verify()
+    tokenizer = ByteLevelTokenizer()
+    got = [dataset.read(i) for i in range(len(dataset))]
+    assert [tokenizer.detokenize(t[:-1].tolist()) for t in got] == [r["text"] for r in records]
+    assert all(t[-1] == tokenizer.eod for t in got)
+    output = capsys.readouterr()
+    assert "150 documents" in output.out
+    assert "skipped: 1 empty, 1 no text in field text" in output.out
+    assert "processed 100 documents" in output.err
+    manifest = json.loads((tmp_path / "out_text_document.manifest.json").read_text())
+    assert manifest["documents"] == 150
+    assert manifest["skipped"] == {"empty": 1, "no text in field text": 1}
+    assert manifest["tokenizer"]["vocab_size"] == 258
+
+
+def test_each_key_gets_its_own_files(tmp_path):
+    path = write_jsonl(tmp_path / "in.jsonl", [{"text": "ab", "summary": "c"}] * 2)
+    keys = ("--json-keys", "text", "summary")
+    assert run("--input", path, "--output-prefix", tmp_path / "o", *keys, *BYTES) == 0
+    assert IndexedDataset(tmp_path / "o_text_document").document_lengths.tolist() == [2, 2]
+    assert IndexedDataset(tmp_path / "o_summary_document").document_lengths.tolist() == [1, 1]
+
+
+def test_a_prefix_field_makes_prefix_documents(tmp_path):
+    records = [{"q": "what?", "text": "that"}, {"q": "é", "text": "so"}]
+    path = write_jsonl(tmp_path / "in.jsonl", records)
+    command = ("--input", path, "--output-prefix", tmp_path / "o", *BYTES)
+    assert run(*command, "--prefix-json-key", "q") == 0
+    documents = open_documents(tmp_path / "o_text_document")
+    assert documents.prefix_lengths.tolist() == [5, 2]
+    assert bytes(documents.read(0, 0, 9).tolist()) == b"what?that"
+    assert run(*command) == 0  # again without: no prefix of the older corpus may stay
+    assert not open_documents(tmp_path / "o_text_document").prefix_lengths.any()
+
+
+def test_a_trained_vocabulary_encodes_the_corpus(tmp_path):
+    for i in range(20):
+        (tmp_path / f"doc{i}.py").write_text(f"def function_{i}(argument):\n    return argument\n")
+    model = tmp_path / "tok" / "tokenizer.json"
+    tokenizer_flags = ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", model)
+    paths = ("--input", tmp_path, "--patterns", "*.py", "--output-prefix", tmp_path / "o")
+    assert run(*paths, *tokenizer_flags, "--train-bpe", 300) == 0
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", str(model))
+    dataset = IndexedDataset(tmp_path / "o_text_document")
+    assert dataset.dtype == np.uint16
+    names = sorted(f"doc{i}.py" for i in range(20))
+    for i, name in enumerate(names):
+        text = tokenizer.detokenize(dataset.read(i).tolist())
+        assert text == (tmp_path / name).read_text()
+    sources = (tmp_path / "o_text_document.sources.jsonl").read_text().splitlines()
+    assert [json.loads(line)["path"] for line in sources] == names
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--json-keys", "../up"], "must consist of letters"),
+        (["--json-keys", "a", "b", "--prefix-json-key", "q"], "run once per field"),
+        (["--workers", "0"], "--workers 0 must be at least 1"),
+        (["--train-bpe", "300"], "set --tokenizer-type"),
+    ],
+)
+def test_wrong_arguments_are_one_line_and_a_failure(tmp_path, capsys, arguments, message):
+    path = write_jsonl(tmp_path / "in.jsonl", [{"text": "a"}])
+    with pytest.raises(SystemExit) as stop:
+        run("--input", path, "--output-prefix", tmp_path / "o", *BYTES, *arguments)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_nothing_is_written_when_nothing_can_be_read(tmp_path, capsys):
+    path = write_jsonl(tmp_path / "in.jsonl", [{"text": ""}, {"x": 1}])
+    assert run("--input", path, "--output-prefix", tmp_path / "o", *BYTES) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: --input holds no document; skipped:")
+    assert error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == [path]
+    assert run("--input", tmp_path / "no", "--output-prefix", tmp_path / "o", *BYTES) == 1
+    assert "does not exist" in capsys.readouterr().err

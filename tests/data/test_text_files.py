@@ -1,0 +1,97 @@
+"""Reading documents: what is text comes out unchanged, what is not is counted."""
+
+import hashlib
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_cp.data.text_files import TextInputs
+
+
+def texts(paths, **settings):
+    inputs = TextInputs(paths, **settings)
+    return list(inputs), dict(inputs.skipped), inputs
+
+
+@given(st.lists(st.text(min_size=1), max_size=6))
+def test_every_text_of_a_json_file_comes_out_unchanged(tmp_path_factory, documents):
+    path = tmp_path_factory.mktemp("text") / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": t}) + "\n" for t in documents))
+    records, skipped, _ = texts([path])
+    kept = [t for t in documents if t.strip() and "\0" not in t]
+    assert [r["text"] for r in records] == kept
+    assert sum(skipped.values()) == len(documents) - len(kept)
+
+
+def test_lines_that_hold_no_document_are_counted(tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(
+        b'{"text": "good"}\n'
+        b"\n   \n"
+        b'{"text": ""}\n'
+        b'{"other": "x"}\n{"text": 5}\n[1]\n'
+        b'{"text": "a\\u0000b"}\n{"text": "a\0b"}\n'
+        b'{"text": "\xff"}\n'
+        b'{"text": "\\ud800"}\n'
+        b"{broken\n" + b"[" * 100_000 + b"\n"
+        b'{"text": "' + b"x" * 200_000 + b'"}\n'
+        b'{"text": "last, without end of line"}'
+    )
+    records, skipped, inputs = texts([path], max_document_bytes=150_000)
+    assert [r["text"] for r in records] == ["good", "last, without end of line"]
+    assert skipped == {
+        "empty": 3,
+        "no text in field text": 3,
+        "NUL character": 2,
+        "not UTF-8": 1,
+        "lone surrogate": 1,
+        "not JSON": 2,
+        "longer than the limit": 1,
+    }
+    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+    size = path.stat().st_size
+    assert inputs.sources == [{"path": "bad.jsonl", "bytes": size, "sha256": sha256}]
+    assert inputs.bytes_read == size
+
+
+@pytest.mark.parametrize("extra", [-1, 0, 1])
+def test_a_line_as_long_as_the_limit_is_still_read(tmp_path, extra):
+    line = b'{"text": "abc"}\n'
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(line * 3)
+    records, skipped, _ = texts([path], max_document_bytes=len(line) + extra)
+    assert len(records) == (0 if extra < 0 else 3)
+    assert sum(skipped.values()) == (3 if extra < 0 else 0)
+
+
+def test_a_folder_gives_one_document_per_file_in_sorted_order(tmp_path):
+    for name in ("b/z.md", "a.txt", "b/c/x.txt", "skip.bin"):
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_text(f"text of {name}")
+    (tmp_path / "in/b/raw.md").write_bytes(b"\xff\xfe")
+    records, skipped, inputs = texts([tmp_path / "in"], patterns=["*.txt", "*.md"])
+    names = ["a.txt", "b/z.md", "b/c/x.txt"]
+    assert [r["text"] for r in records] == [f"text of {name}" for name in names]
+    assert [source["path"] for source in inputs.sources] == names
+    assert skipped == {"not UTF-8": 1}
+
+
+def test_links_do_not_lead_out_of_a_folder(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "secret.txt").write_text("secret")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/other.txt").write_text("secret too")
+    (tmp_path / "in/own.txt").write_text("own")
+    (tmp_path / "in/link.txt").symlink_to(tmp_path / "secret.txt")
+    (tmp_path / "in/dangling.txt").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "in/folder").symlink_to(tmp_path / "folder")
+    records, skipped, _ = texts([tmp_path / "in"])
+    assert records == [{"text": "own"}]
+    assert skipped == {"not a file of the folder": 2}
+
+
+def test_a_missing_input_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"--input .*nowhere does not exist"):
+        TextInputs([tmp_path / "nowhere"])
