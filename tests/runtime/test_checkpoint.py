@@ -1,0 +1,52 @@
+"""Recomputation of a layer repeats neither attention nor its communication, and changes no bit."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megatron_cp as mcp
+from megatron_cp.plan import make_plan
+from megatron_cp.runtime import dist_attn
+from tests.ranks import run_on_ranks
+from tests.runtime.cases import HEAD_DIM, HEADS, KV_HEADS, mask_cases
+
+
+def train_layer(rank, world_size, plan, recompute):
+    """Returns (gradients, number of attention forwards) of two layers with projections."""
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(plan.tokens_per_rank, 16, generator=generator).requires_grad_()
+    weights = torch.randn(
+        2, 16, (HEADS + 2 * KV_HEADS) * HEAD_DIM, generator=torch.Generator().manual_seed(9)
+    ).requires_grad_()
+    calls = []
+    plain = dist_attn.attend_forward
+
+    def counted(*args):
+        calls.append(1)
+        return plain(*args)
+
+    def layer(x, weight):
+        q, k, v = (x @ weight).view(len(x), -1, HEAD_DIM).split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+        out, _ = mcp.cp_attention(q, k, v, plan, dist.group.WORLD)
+        return x + out.mean(dim=1).repeat(1, 2)
+
+    dist_attn.attend_forward = counted
+    try:
+        y = x
+        for weight in weights:
+            y = mcp.checkpoint(layer, y, weight) if recompute else layer(y, weight)
+        y.square().sum().backward()
+    finally:
+        dist_attn.attend_forward = plain
+    return [x.grad, weights.grad], len(calls)
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 3])
+def test_recomputed_layers_give_the_same_bits_without_a_second_attention(cp_size):
+    config = mcp.CPConfig(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+    plan = make_plan(mask_cases()["documents"], cp_size, config)
+    plain = run_on_ranks(cp_size, train_layer, plan, False)
+    recomputed = run_on_ranks(cp_size, train_layer, plan, True)
+    for (grads, calls), (grads_again, calls_again) in zip(plain, recomputed, strict=True):
+        assert calls_again == calls == 2 * len(plan.forward.stages)
+        assert all(map(torch.equal, grads, grads_again))

@@ -1,0 +1,82 @@
+"""Dispatch, undispatch, roll and positions against plain indexing."""
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.distributed as dist
+
+import megatron_cp as mcp
+from megatron_cp import mask as masks
+from megatron_cp.plan import make_plan
+from tests.ranks import run_on_ranks
+from tests.runtime.cases import local_rows, mask_cases, restore
+from tests.runtime.handmade import random_plan
+
+
+def round_trip(rank, world_size, plan, x):
+    local = mcp.dispatch(x, plan, dist.group.WORLD)
+    return local, mcp.undispatch(local, plan, dist.group.WORLD)
+
+
+@hypothesis.given(
+    st.lists(st.integers(0, 20), min_size=1, max_size=6), st.sampled_from([1, 2, 3, 4])
+)
+@hypothesis.settings(max_examples=20)
+def test_undispatch_undoes_dispatch_bit_for_bit(lengths, cp_size):
+    hypothesis.assume(sum(lengths) > 0)
+    plan = make_plan(masks.documents(lengths), cp_size)
+    x = torch.randn(plan.num_tokens, 3, 2, dtype=torch.bfloat16)
+    for rank, (local, whole) in enumerate(run_on_ranks(cp_size, round_trip, plan, x)):
+        assert torch.equal(local, local_rows(x, plan, rank))
+        assert torch.equal(whole, x)
+
+
+def gradients_through_dispatch(rank, world_size, plan, x, weights):
+    x = x.clone().requires_grad_()
+    local = mcp.dispatch(x, plan, dist.group.WORLD, dim=1)
+    (local * local_rows(weights, plan, rank).T).sum().backward()
+    y = local_rows(x.detach().T, plan, rank).requires_grad_()
+    (mcp.undispatch(y, plan, dist.group.WORLD) * weights).sum().backward()
+    return x.grad, y.grad
+
+
+@pytest.mark.parametrize("cp_size", [1, 3])
+def test_gradients_pass_through_dispatch_and_undispatch(cp_size):
+    plan = random_plan(mask_cases()["causal 37"], cp_size, seed=1)
+    x, weights = torch.randn(2, 37), torch.randn(37, 2)
+    for rank, (dx, dy) in enumerate(
+        run_on_ranks(cp_size, gradients_through_dispatch, plan, x, weights)
+    ):
+        assert torch.equal(dx, weights.T)
+        assert torch.equal(dy, local_rows(weights, plan, rank))
+
+
+def rolled(rank, world_size, plan, x, shifts):
+    return mcp.roll(local_rows(x, plan, rank), plan, dist.group.WORLD, shifts=shifts)
+
+
+@pytest.mark.parametrize("shifts", [-1, 1, 0, -5, 40])
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_roll_follows_the_global_order(cp_size, shifts):
+    x = torch.arange(37) * 10
+    for plan in (
+        make_plan(masks.documents([20, 17]), cp_size),
+        random_plan(mask_cases()["causal 37"], cp_size, seed=2),
+    ):
+        parts = run_on_ranks(cp_size, rolled, plan, x, shifts)
+        assert torch.equal(restore(parts, plan).long(), torch.roll(x, shifts))
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 5])
+def test_positions_are_global_or_restart_in_every_document(cp_size):
+    lengths = [5, 0, 13, 1, 1, 17]
+    plan = make_plan(masks.documents(lengths), cp_size)
+    expected = torch.cat([torch.arange(length) for length in lengths])
+    for rank in range(cp_size):
+        ids = torch.from_numpy(plan.global_from_local[rank].copy())
+        assert torch.equal(mcp.position_ids(plan, rank), ids)
+        relative = mcp.position_ids(plan, rank, relative=True)
+        real = ids < plan.num_tokens
+        assert torch.equal(relative[real], expected[ids[real]])
+        assert not relative[~real].any()
