@@ -16,8 +16,9 @@ def main() -> None:
     """Parses, installs what stands in for CUDA on a CPU, and trains."""
     args = parse_arguments()
 
-    from megatron_cp.mcore import cpu
+    from megatron_cp.mcore import compat, cpu
 
+    compat.silence_fallback_warnings()
     cpu.install()  # before the first import of megatron.core; does nothing where there is a GPU
 
     from megatron_cp.training.gpt import flops_from_arguments, forward_step, model_provider
