@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_cp.mask.checks import as_count
+from megatron_cp.mask.checks import as_bounds, as_count
 from megatron_cp.mask.forms import from_dense
 from megatron_cp.mask.interval import IntArray, expand_ranges
 from megatron_cp.mask.mask import AttentionMask
@@ -27,6 +27,7 @@ from megatron_cp.mask.slice import (
     Q_START,
     make_rows,
     rows_area,
+    shift_rows,
     tighten,
 )
 
@@ -63,7 +64,7 @@ def cell_areas(mask: AttentionMask, q_bounds: IntArray, k_bounds: IntArray) -> I
 
     Cell (i, j) is `[q_bounds[i], q_bounds[i+1]) x [k_bounds[j], k_bounds[j+1])`; bounds never fall.
     """
-    q_bounds, k_bounds = np.asarray(q_bounds, np.int64), np.asarray(k_bounds, np.int64)
+    q_bounds, k_bounds = as_bounds("q_bounds", q_bounds), as_bounds("k_bounds", k_bounds)
     strips, i = _cut_at(mask.array, q_bounds, Q_START, Q_END)
     areas = np.zeros((len(q_bounds) - 1, len(k_bounds) - 1), dtype=np.int64)
     cells, j, strip = _cut_with_source(strips, k_bounds, K_START, K_END)
@@ -170,12 +171,16 @@ def to_mask_mod(mask: AttentionMask, convert: Callable[[Int32Array], Any] = np.a
 
 
 def from_mask_mod(
-    mask_mod: MaskMod, num_queries: int, num_keys: int | None = None
+    mask_mod: MaskMod,
+    num_queries: int,
+    num_keys: int | None = None,
+    convert: Callable[[IntArray], Any] = np.asarray,
 ) -> AttentionMask:
     """Returns the mask of a FlexAttention mask function, asked once per pair: O(queries x keys).
 
-    The function is called with NumPy index arrays, batch 0 and head 0. Rows are asked in blocks, so
-    memory stays small, but use a builder for long sequences.
+    The function is called with index arrays, batch 0 and head 0; `convert` makes them what it can
+    work with (`torch.from_numpy` for one that reads tensors). Rows are asked in blocks, so memory
+    stays small, but use a builder for long sequences.
     """
     num_queries = as_count("num_queries", num_queries)
     num_keys = num_queries if num_keys is None else as_count("num_keys", num_keys)
@@ -183,12 +188,14 @@ def from_mask_mod(
     parts = [np.zeros((0, 6), dtype=np.int64)]
     for start in range(0, num_queries, step):
         q = np.arange(start, min(start + step, num_queries))
-        dense = _asked(mask_mod, q, np.arange(num_keys))
-        parts.append(from_dense(dense).shift(q=start).array)
+        dense = _asked(mask_mod, q, np.arange(num_keys), convert)
+        parts.append(shift_rows(from_dense(dense).array, q=start))
     return AttentionMask(num_queries, num_keys, np.concatenate(parts)).merged()
 
 
-def from_block_mask(block_mask: Any) -> AttentionMask:
+def from_block_mask(
+    block_mask: Any, convert: Callable[[IntArray], Any] = np.asarray
+) -> AttentionMask:
     """Returns the mask of a FlexAttention BlockMask (any object with its fields).
 
     Full blocks become boxes, the mask function is asked for the pairs of partial blocks only.
@@ -206,14 +213,16 @@ def from_block_mask(block_mask: Any) -> AttentionMask:
     for i, j in np.argwhere(_table_of(arrays[0], arrays[1])).tolist():
         q = np.arange(i * q_block, min((i + 1) * q_block, num_queries))
         k = np.arange(j * k_block, min((j + 1) * k_block, num_keys))
-        part = from_dense(_asked(block_mask.mask_mod, q, k)).shift(i * q_block, j * k_block)
-        rows.append(part.array)
+        part = from_dense(_asked(block_mask.mask_mod, q, k, convert))
+        rows.append(shift_rows(part.array, i * q_block, j * k_block))
     return AttentionMask(num_queries, num_keys, np.concatenate(rows)).merged()
 
 
-def _asked(mask_mod: MaskMod, q: IntArray, k: IntArray) -> NDArray[np.bool_]:
+def _asked(
+    mask_mod: MaskMod, q: IntArray, k: IntArray, convert: Callable[[IntArray], Any]
+) -> NDArray[np.bool_]:
     """Returns what a mask function says about every pair of `q` and `k`: bool `[queries, keys]`."""
-    allowed = np.asarray(mask_mod(0, 0, q[:, None], k[None]))
+    allowed = np.asarray(mask_mod(0, 0, convert(q[:, None]), convert(k[None])))
     return np.broadcast_to(allowed.astype(bool), (len(q), len(k)))
 
 

@@ -90,6 +90,18 @@ def as_cu_seqlens(name: str, values: Sequence[int] | IntArray) -> IntArray:
     return cumulative
 
 
+def as_bounds(name: str, values: Sequence[int] | IntArray) -> IntArray:
+    """Returns the ends of consecutive runs, which never fall, as int64 `[runs + 1]`."""
+    bounds = as_integers(name, values)
+    falls = np.flatnonzero(np.diff(bounds) < 0)
+    if len(falls) or not len(bounds):
+        where = f"falls after entry {falls[0]}" if len(falls) else "is empty"
+        raise ValueError(
+            f"{name} {where}; bounds are one start, then the end of every run: sort them"
+        )
+    return bounds
+
+
 def as_ranges(name: str, values: Sequence[Sequence[int]] | IntArray) -> IntArray:
     """Returns half-open ranges as int64 `[n, 2]`, each with 0 <= start <= end."""
     array: NDArray[Any] = np.asarray(values)

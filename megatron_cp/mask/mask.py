@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_cp.mask import interval, sweep
-from megatron_cp.mask.checks import as_count, as_slices
+from megatron_cp.mask.checks import as_bounds, as_count, as_slices
 from megatron_cp.mask.interval import IntArray, expand_ranges
 from megatron_cp.mask.slice import (
     K_END,
@@ -74,9 +74,9 @@ class AttentionMask:
     def area_of_rows(self, bounds: IntArray) -> IntArray:
         """Returns the area of every run of rows `[bounds[i], bounds[i+1])`: int64 `[runs]`.
 
-        `bounds` is non-decreasing. O(slices x chunks that each slice meets).
+        `bounds` never falls. O(slices x chunks that each slice meets).
         """
-        bounds = np.asarray(bounds, dtype=np.int64)
+        bounds = as_bounds("bounds", bounds)
         low = np.searchsorted(bounds[1:], self.array[:, Q_START], side="right")
         high = np.searchsorted(bounds[:-1], self.array[:, Q_END], side="left")
         which, chunk = expand_ranges(low, np.maximum(low, high))

@@ -1,5 +1,7 @@
 """The algebra of masks against dense matrices: every operation commutes with rendering."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -25,7 +27,7 @@ def assert_is(mask: AttentionMask, dense: np.ndarray) -> None:
 @st.composite
 def disjoint_ranges(draw, size):
     cuts = sorted(draw(st.lists(st.integers(0, size), max_size=8, unique=True)))
-    ranges = [pair for pair in zip(cuts, cuts[1:], strict=False) if draw(st.booleans())]
+    ranges = [pair for pair in itertools.pairwise(cuts) if draw(st.booleans())]
     ranges += [(cut, cut) for cut in cuts[:1]]  # an empty range changes nothing
     return np.array(draw(st.permutations(ranges)), dtype=np.int64).reshape(-1, 2)
 
@@ -131,7 +133,7 @@ def test_area_of_rows_counts_each_run_of_rows(drawn, data):
     mask, dense = drawn
     cuts = st.lists(st.integers(0, mask.num_queries), min_size=1, max_size=9)
     runs = np.array(sorted(data.draw(cuts)))
-    expected = [dense[a:b].sum() for a, b in zip(runs, runs[1:], strict=False)]
+    expected = [dense[a:b].sum() for a, b in itertools.pairwise(runs)]
     np.testing.assert_array_equal(mask.area_of_rows(runs), expected)
 
 
