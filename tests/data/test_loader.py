@@ -4,8 +4,11 @@ import hashlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -219,3 +222,32 @@ def test_metrics_tell_the_shape_of_a_batch(documents):
     assert planned.metrics["padding"] == 16 - sum(lengths)
     assert planned.metrics["area"] == planned.batch.mask.to_dense().sum()
     assert planned.metrics["plan_ms"] >= 0
+
+
+def test_workers_end_when_the_trainer_is_killed(documents):
+    program = (
+        "import os, signal, sys\n"
+        "from megatron_cp.data import LoaderConfig, PackedLoader, open_documents\n"
+        "config = LoaderConfig(seq_length=16, global_batch_size=4, num_workers=2)\n"
+        "loader = PackedLoader(open_documents(sys.argv[1]), config)\n"
+        "next(loader)\n"
+        "print(*[worker.pid for worker in loader._workers], flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    command = [sys.executable, "-c", program, documents.dataset.prefix]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    result = subprocess.run(command, stdout=subprocess.PIPE, env=environment, timeout=60)
+    assert result.returncode == -signal.SIGKILL
+    pids = [int(pid) for pid in result.stdout.split()]
+    assert len(pids) == 2
+    deadline = time.monotonic() + 20
+    while any(_runs(pid) for pid in pids):
+        assert time.monotonic() < deadline, "a worker outlived its trainer"
+
+
+def _runs(pid):
+    """Whether the process exists and is not a zombie that nobody has reaped yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
