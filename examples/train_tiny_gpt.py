@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_cp.mcore import compat, cpu
 
-compat.silence_fallback_warnings()
+compat.silence_known_warnings()
 cpu.install()  # before megatron.core is imported; does nothing where there is a GPU
 
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
