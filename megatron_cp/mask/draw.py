@@ -3,9 +3,8 @@
     ascii(mask)    # . . .      `#` all pairs, `+` some, `.` none; large masks are drawn by cells
     svg(mask)      slices as shapes, so that the size of the picture follows the slices, not the tokens
 
-Queries run downwards, keys to the right. In the SVG a colour is a group of query rows that share
-slices (a document, for packed documents), boxes are solid, and slices cut by a diagonal are
-lighter.
+Queries run downwards, keys to the right. In the SVG every document of a pack has a colour; boxes are
+solid, slices cut by a diagonal are lighter.
 """
 
 from itertools import pairwise
@@ -99,7 +98,7 @@ def ranks_of_tokens(global_from_local: IntArray, num_tokens: int) -> IntArray:
 def _shapes(mask: AttentionMask, scale: float) -> list[str]:
     """Returns one path per colour and kind: large slices as polygons, small ones as pixels."""
     rows = mask.array
-    colour = _row_groups(rows) % len(COLOURS)
+    colour = (_groups(rows) - 1) % len(COLOURS)
     extent = np.maximum(rows[:, Q_END] - rows[:, Q_START], rows[:, K_END] - rows[:, K_START])
     large = extent * scale >= 1
     is_box = (rows[:, LO] <= rows[:, K_START] - rows[:, Q_END] + 1) & (
@@ -114,19 +113,27 @@ def _shapes(mask: AttentionMask, scale: float) -> list[str]:
                 outline = _stairs(chosen, scale) if exact else _polygons(chosen, scale)
                 opacity = 0.9 if box else 0.6
                 result.append(f'<path fill="{fill}" fill-opacity="{opacity}" d="{outline}"/>')
-        small = rows[~large & (colour == index)]
-        if len(small):
-            pixels = np.unique((small[:, [K_START, Q_START]] * scale).astype(np.int64), axis=0)
-            outline = "".join(f"M{x} {y}h1v1h-1z" for x, y in pixels.tolist())
-            result.append(f'<path fill="{fill}" fill-opacity="0.75" d="{outline}"/>')
+    small = rows[~large]
+    if len(small):
+        pixels = np.unique((small[:, [K_START, Q_START]] * scale).astype(np.int64), axis=0)
+        outline = "".join(f"M{x} {y}h1v1h-1z" for x, y in pixels.tolist())
+        result.append(f'<path fill="{COLOURS[0]}" fill-opacity="0.75" d="{outline}"/>')
     return result
 
 
-def _row_groups(rows: IntArray) -> IntArray:
-    """Returns a number per slice; slices with common query rows, also through others, share it."""
-    # Rows are sorted by q_start, so a group ends where no earlier slice reaches.
-    reach = np.maximum.accumulate(rows[:, Q_END])
-    return np.cumsum(np.r_[False, rows[1:, Q_START] >= reach[:-1]][: len(rows)])
+def _groups(rows: IntArray) -> IntArray:
+    """Returns a number per slice, equal for the slices of one document of a pack.
+
+    Slices that touch the diagonal span an interval of tokens; overlapping intervals are one group.
+    A slice off the diagonal (an answer that looks at its question) is in the group of its queries.
+    """
+    q0, q1, k0, k1, _, _ = rows.T
+    on_diagonal = np.maximum(q0, k0) < np.minimum(q1, k1)
+    low, high = np.minimum(q0, k0)[on_diagonal], np.maximum(q1, k1)[on_diagonal]
+    order = np.argsort(low, kind="stable")
+    low, reach = low[order], np.maximum.accumulate(high[order])
+    starts = low[np.r_[True, low[1:] >= reach[:-1]][: len(low)]]
+    return np.searchsorted(starts, q0, side="right").astype(np.int64)
 
 
 def _polygons(rows: IntArray, scale: float) -> str:
