@@ -18,7 +18,7 @@ def main() -> None:
 
     from megatron_cp.mcore import compat, cpu
 
-    compat.silence_fallback_warnings()
+    compat.silence_known_warnings()
     cpu.install()  # before the first import of megatron.core; does nothing where there is a GPU
 
     from megatron_cp.training.gpt import flops_from_arguments, forward_step, model_provider

@@ -7,9 +7,10 @@ stand here; a flag of Megatron-LM that does not is refused by name (``known_flag
 
     names  kind  default | help
 
-with ``on`` for a switch, ``off:dest`` for one that sets ``dest`` to False, ``words`` for any number
-of values, and ``-`` for no default. The defaults of --distributed-backend, --transformer-impl and
---wandb-project differ from Megatron-LM's, whose own need a GPU, a package or a key.
+with ``on`` for a switch, ``off:dest`` for one that sets ``dest`` to False, ``words`` for any number of
+values, ``kind:dest`` where the attribute has another name, and ``-`` for no default. The defaults of
+--distributed-backend, --transformer-impl and --wandb-project differ from Megatron-LM's, whose own need
+a GPU, a package or a key.
 
 Source: the parser of Megatron-LM core_v0.19.0 (names, types and defaults are its interface).
 """
@@ -46,8 +47,10 @@ def _options(row: re.Match[str]) -> dict[str, Any]:
         return {"nargs": "*", "default": None}
     convert = _CONVERTERS[kind]
     default = None if row["default"] == "-" else convert(row["default"])
-    choices = {"choices": detail.split(",")} if detail else {}
-    return {"type": convert, "default": default, **choices}
+    extra: dict[str, Any] = {}
+    if detail:
+        extra = {"choices": detail.split(",")} if kind == "one-of" else {"dest": detail}
+    return {"type": convert, "default": default, **extra}
 
 
 def _window(text: str) -> tuple[int, int]:
@@ -129,7 +132,7 @@ TABLE = """
 --num-query-groups int 1 | key/value heads with --group-query-attention
 --kv-channels int - | head size; default hidden / heads
 --normalization one-of:LayerNorm,RMSNorm LayerNorm | norm of every layer
---norm-epsilon float 1e-05 | epsilon of the norms
+--norm-epsilon float:layernorm_epsilon 1e-05 | epsilon of the norms
 --swiglu on - | gated SiLU in the MLP
 --squared-relu on - | squared ReLU in the MLP
 --disable-bias-linear off:add_bias_linear - | linear layers without bias

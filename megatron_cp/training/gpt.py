@@ -41,7 +41,7 @@ def shape_from_arguments(args: Namespace) -> GPTShape:
         rotary_base=args.rotary_base,
         rope_scaling_factor=args.rope_scaling_factor if args.use_rope_scaling else None,
         normalization=args.normalization,
-        norm_epsilon=args.norm_epsilon,
+        norm_epsilon=args.layernorm_epsilon,
         activation=activation,
         linear_bias=args.add_bias_linear,
         qkv_bias=args.add_qkv_bias,

@@ -1,0 +1,193 @@
+"""The command line against Megatron-LM's parser, and refusals in one line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_cp.training.arguments import build_parser, parse_arguments
+from megatron_cp.training.flags import _layers
+from tests.training.commands import DATA, MODEL, SMALL_RUN, STEPS
+
+# What Megatron-LM core_v0.19.0's own parser answered, flag by flag.
+MEGATRON = json.loads((Path(__file__).parent / "megatron_defaults.json").read_text())
+OUR_DEFAULTS = {
+    "--distributed-backend": None,  # Megatron-LM: nccl, which needs a GPU
+    "--transformer-impl": None,  # Megatron-LM: transformer_engine, which needs a GPU
+    "--local-rank": None,  # Megatron-LM: 0; the launcher's LOCAL_RANK decides
+    "--use-cpu-initialization": False,  # Megatron-LM: None
+    "--no-save-optim": False,
+    "--no-save-rng": False,
+    "--no-load-optim": False,
+    "--no-load-rng": False,
+}
+
+
+def parse(*flags: str, world_size: int = 1, rank: int = 0):
+    return parse_arguments(flags, {"WORLD_SIZE": str(world_size), "RANK": str(rank)})
+
+
+def refusal(capsys, *flags: str, world_size: int = 1, rank: int = 0) -> str:
+    with pytest.raises(SystemExit) as stop:
+        parse(*flags, world_size=world_size, rank=rank)
+    assert stop.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1, "a refusal is one line"
+    return lines[0].removeprefix("pretrain_gpt.py: error: ")
+
+
+@pytest.mark.parametrize("flag", sorted(MEGATRON))
+def test_a_served_flag_has_megatrons_destination_and_default(flag: str):
+    action = next(a for a in build_parser()._actions if flag in a.option_strings)
+    assert action.dest == MEGATRON[flag]["dest"]
+    assert action.default == OUR_DEFAULTS.get(flag, MEGATRON[flag]["default"])
+    assert (action.nargs != 0) == MEGATRON[flag]["takes_value"]
+
+
+def test_a_script_of_megatron_is_completed_as_megatron_completes_it():
+    args = parse(*SMALL_RUN, "--lr-warmup-fraction", "0.5", world_size=2)
+    assert args.data_parallel_size == 2
+    assert args.kv_channels == 16
+    assert args.ffn_hidden_size == 128  # int(4 * 64 * 2 / 3 / 64) * 64
+    assert args.num_micro_batches == 1
+    assert (args.lr_decay_steps, args.lr_warmup_steps) == (8, 4.0)
+    assert args.max_position_embeddings == 128
+
+
+@pytest.mark.parametrize("hidden", [64, 256, 4096])
+def test_the_default_width_of_a_gated_mlp_is_two_thirds_in_multiples_of_64(hidden: int):
+    args = parse(*SMALL_RUN, "--hidden-size", str(hidden))
+    assert args.ffn_hidden_size % 64 == 0
+    assert 0 <= 8 * hidden / 3 - args.ffn_hidden_size < 64
+
+
+def test_flags_that_change_nothing_are_noted_and_their_values_taken():
+    flags = ["--use-mcore-models", "--attention-backend", "fused", "--data-cache-path=/x"]
+    args = parse(*flags, *SMALL_RUN)
+    assert [note.split()[0] for note in args.notes] == [
+        "--use-mcore-models",
+        "--attention-backend",
+        "--data-cache-path",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "advice"),
+    [
+        (["--num-experts", "8"], "--num-experts", "dense"),
+        (["--moe-router-topk", "2"], "--moe-router-topk", "dense"),
+        (["--fp16"], "--fp16", "--bf16"),
+        (["--fp8-format", "hybrid"], "--fp8-format", "--bf16"),
+        (["--cp-comm-type", "p2p"], "--cp-comm-type", "--cp-planner"),
+        (["--rampup-batch-size", "1", "1", "1"], "--rampup-batch-size", "--global-batch-size"),
+        (["--async-save"], "--async-save", "drop"),
+        (["--vocab-file=v.json"], "--vocab-file", "HuggingFaceTokenizer"),
+        (["--use-megatron-fsdp"], "--use-megatron-fsdp", "--use-distributed-optimizer"),
+    ],
+)
+def test_what_megatron_knows_and_we_do_not_serve_is_refused_by_name(capsys, flags, name, advice):
+    line = refusal(capsys, *SMALL_RUN, *flags)
+    assert line.startswith(f"{name} is an argument of Megatron-LM that is not served here")
+    assert advice in line
+
+
+def test_an_unknown_flag_is_refused_with_the_nearest_known_one(capsys):
+    line = refusal(capsys, *SMALL_RUN, "--contxt-parallel-size", "2")
+    assert "--contxt-parallel-size is unknown" in line
+    assert "--context-parallel-size" in line
+
+
+def test_a_flag_is_not_guessed_from_its_beginning(capsys):
+    assert "--micro-batch is unknown" in refusal(capsys, *SMALL_RUN, "--micro-batch", "2")
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_every_rank_refuses_a_wrong_world_size_with_the_same_line(capsys, rank: int):
+    line = refusal(capsys, *SMALL_RUN, "--context-parallel-size", "2", world_size=3, rank=rank)
+    assert "world size 3" in line
+    assert "1 x 2 x 1 = 2" in line
+
+
+BAD = [
+    (["--attention-dropout", "0.1"], "--attention-dropout"),
+    (["--hidden-dropout", "1.5"], "--hidden-dropout"),
+    (["--num-attention-heads", "5"], "--kv-channels"),
+    (["--num-query-groups", "3"], "--num-query-groups"),
+    (["--global-batch-size", "3", "--micro-batch-size", "2"], "--global-batch-size"),
+    (["--train-samples", "10"], "exactly one"),
+    (["--train-iters", "0"], "--train-iters"),
+    (["--lr-warmup-iters", "4"], "warm-up"),
+    (["--lr-warmup-samples", "1"], "--lr-warmup-samples"),
+    (["--lr-decay-style", "WSD"], "--lr-wsd-decay-iters"),
+    (["--min-lr", "1"], "--min-lr"),
+    (["--lr", "nothing"], "--lr"),
+    (["--clip-grad", "-1"], "--clip-grad"),
+    (["--weight-decay-incr-style", "linear"], "--start-weight-decay"),
+    (["--max-position-embeddings", "16"], "--max-position-embeddings"),
+    (["--overlap-param-gather"], "--use-distributed-optimizer"),
+    (["--recompute-granularity", "full"], "--recompute-method"),
+    (["--save-interval", "2"], "--save"),
+    (["--ckpt-step", "2"], "--load"),
+    (["--wandb-exp-name", ""], "--wandb-exp-name"),
+    (["--spec", "os", "system"], "--allow-custom-spec"),
+    (["--spec", "os"], "--spec"),
+    (["--data-path", "a", "b"], "sources"),
+    (["--num-layers", "0"], "--num-layers"),
+    (["--eval-interval", "0"], "--eval-interval"),
+    (["--ckpt-format", "torch"], "--ckpt-format"),
+    (["stray"], "stray"),
+    (["--cp-backend", "magic"], "--cp-backend"),
+    (["--grad-reduce-in-bf16"], "--bf16"),
+]
+
+
+@pytest.mark.parametrize(("flags", "named"), BAD, ids=lambda value: " ".join(value)[:40])
+def test_bad_input_is_one_line_that_names_the_flag(capsys, flags: list[str], named: str):
+    assert named in refusal(capsys, *SMALL_RUN, *flags)
+
+
+@pytest.mark.parametrize("missing", ["--num-layers", "--seq-length", "--micro-batch-size", "--lr"])
+def test_a_missing_required_flag_is_named(capsys, missing: str):
+    flags = [*MODEL, *DATA, *STEPS]
+    place = flags.index(missing)
+    assert missing in refusal(capsys, *flags[:place], *flags[place + 2 :])
+
+
+def test_virtual_stages_need_a_pipeline_and_enough_micro_batches(capsys):
+    flags = ["--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1"]
+    assert "--pipeline-model-parallel-size" in refusal(capsys, *SMALL_RUN, *flags)
+    flags += ["--pipeline-model-parallel-size", "2"]
+    assert parse(*SMALL_RUN, *flags, world_size=2).virtual_pipeline_model_parallel_size == 2
+    flags += ["--global-batch-size", "3"]
+    assert "--global-batch-size" in refusal(capsys, *SMALL_RUN, *flags, world_size=2)
+
+
+def test_our_own_layer_spec_is_allowed():
+    args = parse(*SMALL_RUN, "--spec", "megatron_cp.mcore.spec", "gpt_layer_spec")
+    assert args.spec == ["megatron_cp.mcore.spec", "gpt_layer_spec"]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("2", 2),
+        ("[1,0,1]", [1, 0, 1]),
+        ("([1]*3+[0]*1)*2", [1, 1, 1, 0, 1, 1, 1, 0]),
+        ("[1]*2 + [0]", [1, 1, 0]),
+    ],
+)
+def test_layer_lists_are_read_as_megatron_reads_them(text: str, value):
+    assert _layers(text) == value
+
+
+@pytest.mark.parametrize("text", ["__import__('os')", "[1]*x", "", "[a]"])
+def test_layer_lists_are_not_evaluated_as_python(text: str):
+    with pytest.raises(ValueError):
+        _layers(text)
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK"])
+def test_a_launcher_that_exports_nonsense_is_refused(capsys, name: str):
+    with pytest.raises(SystemExit):
+        parse_arguments(SMALL_RUN, {name: "-3"})
+    assert name in capsys.readouterr().err
