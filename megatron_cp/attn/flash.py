@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_cp.attn.options import AttendOptions, accumulation_dtype
-from megatron_cp.attn.pieces import Piece
+from megatron_cp.attn.pieces import BLOCK_ROWS, MAX_BAND_KEYS, TALL_BLOCK_ROWS, Piece
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -35,7 +35,7 @@ def forward(
         k,
         v,
         0.0,
-        piece.kind == "causal",
+        False,
         attn_mask=_additive_mask(piece, q.dtype),
         scale=options.softmax_scale,
     )
@@ -77,7 +77,7 @@ def backward(
         stand_in,
         lse,
         0.0,
-        piece.kind == "causal",
+        False,
         attn_mask=_additive_mask(piece, q.dtype),
         scale=options.softmax_scale,
     )
@@ -115,14 +115,26 @@ def _sum_group(x_BRKH: Tensor, num_kv_heads: int) -> Tensor:
 
 
 def _additive_mask(piece: Piece, dtype: torch.dtype) -> Tensor | None:
-    """Returns 0 on the piece's pairs and -inf elsewhere, `[Q, K]`; None where the operator needs no mask."""
-    if piece.kind != "band":
+    """Returns 0 on the piece's pairs and -inf elsewhere, `[Q, K]`; None for a full box.
+
+    It is a view: a band depends on `column - row` alone, so all blocks along one diagonal share one matrix, whose left
+    column is the piece's column `start`. A side that cuts nothing is moved out to a fixed width, to share more.
+    """
+    if not (piece.cuts_lower or piece.cuts_upper):
         return None
-    return _additive_band(piece.num_rows, piece.num_keys, piece.lo, piece.hi, dtype)
+    width = piece.hi - piece.lo
+    start = piece.lo
+    if not (piece.cuts_lower and piece.cuts_upper):
+        width = MAX_BAND_KEYS + TALL_BLOCK_ROWS
+        start = piece.hi - width if piece.cuts_upper else piece.lo
+    max_rows = BLOCK_ROWS if piece.num_rows <= BLOCK_ROWS else TALL_BLOCK_ROWS
+    band = _additive_band(max_rows, width, dtype)
+    return band[: piece.num_rows, -start : piece.num_keys - start]
 
 
-@lru_cache(maxsize=4)  # the inner blocks of a window all have the same mask
-def _additive_band(num_rows: int, num_keys: int, lo: int, hi: int, dtype: torch.dtype) -> Tensor:
-    distance = torch.arange(num_keys) - torch.arange(num_rows)[:, None]
-    outside = (distance < lo) | (distance > hi)
-    return torch.zeros(num_rows, num_keys, dtype=dtype).masked_fill_(outside, -torch.inf)
+@lru_cache(maxsize=8)  # at most 4.6 MB each (float32), never written to
+def _additive_band(num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Returns `[num_rows, num_rows + width]`, 0 where `0 <= column - row <= width`, else -inf."""
+    distance = torch.arange(num_rows + width) - torch.arange(num_rows)[:, None]
+    outside = (distance < 0) | (distance > width)
+    return torch.zeros(outside.shape, dtype=dtype).masked_fill_(outside, -torch.inf)

@@ -111,7 +111,7 @@ def _softcap_(scores: Tensor, softcap: float) -> Tensor | None:
 
 def _mask_(scores: Tensor, tile: Piece, value: float) -> None:
     """Writes `value` over the pairs of `scores` `[G, R * Q, K]` that are not the tile's."""
-    if tile.kind != "full":
+    if tile.cuts_lower or tile.cuts_upper:
         outside = _outside_band(tile.num_rows, tile.num_keys, tile.lo, tile.hi)
         scores.unflatten(1, (-1, tile.num_rows)).masked_fill_(outside, value)
 
