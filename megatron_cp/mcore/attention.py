@@ -209,7 +209,7 @@ class ContextParallelAttention(MegatronModule):
         plan = split.plan_of_split(starts, lengths, group.size(), band, self.plan_config)
         _check_rows(plan, num_rows, group)
         if attention_mask is not None:
-            split.check_mask_is_causal(attention_mask, plan.global_from_local[group.rank()], band)
+            split.check_mask_is_causal(attention_mask, plan, group.rank(), band)
         return plan
 
     def _plan_of_params(

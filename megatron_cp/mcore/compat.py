@@ -100,10 +100,16 @@ def repair_local_moe_and_mla() -> None:
         multi_latent_attention.HAVE_TE = False
 
 
-def silence_fallback_warnings() -> None:
-    """Drops Megatron's import-time notes on missing apex and Transformer Engine: our choice."""
+def silence_known_warnings() -> None:
+    """Drops warnings of Megatron-Core that nobody here can act on.
+
+    Its import-time notes that apex and Transformer Engine are missing (our choice), and its use of
+    collectives and sharded tensors that newer torch has renamed.
+    """
     warnings.filterwarnings("ignore", message="Apex is not installed")
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated")
+    warnings.filterwarnings("ignore", message="Please use DTensor instead")
 
 
 def _dotted(version: tuple[int, int, int]) -> str:

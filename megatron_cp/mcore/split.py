@@ -123,25 +123,34 @@ def documents_of(params: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return starts, lengths
 
 
-def check_mask_is_causal(attention_mask: torch.Tensor, rows_T: Any, band: Band) -> None:
-    """Returns if a dense mask (True = hidden) says no more than that no query sees later keys.
+def check_mask_is_causal(
+    attention_mask: torch.Tensor, plan: AttentionPlan, rank: int, band: Band
+) -> None:
+    """Returns if a dense mask (True = hidden) only says that no query sees later keys.
 
-    Megatron-LM's loader makes this mask by default.  Each mask tensor is looked at once.
+    Megatron-LM's loader makes this mask by default. Each mask tensor is looked at once.
+
+    Args:
+        attention_mask: bool [..., T, S], queries of this rank against all keys.
+        plan: where the rows of this rank come from.
+        rank: rank in the context group.
+        band: bounds of the layer's own mask; a layer that sees later keys takes no dense mask.
 
     Raises:
         NotImplementedError: for every other mask; it is never ignored.
     """
-    if _checked_masks.get(attention_mask) == attention_mask._version:
+    seen = (attention_mask._version, plan.digest())
+    if band[1] == 0 and _checked_masks.get(attention_mask) == seen:
         return
-    rows = torch.as_tensor(rows_T, device=attention_mask.device)
+    rows = torch.from_numpy(plan.global_from_local[rank].copy()).to(attention_mask.device)
     keys = torch.arange(attention_mask.shape[-1], device=attention_mask.device)
     hidden = keys[None, :] > rows[:, None]
     fits = attention_mask.shape[-2] == rows.numel() and band[1] == 0
     if not fits or not bool((attention_mask.bool() == hidden).all()):
         raise NotImplementedError(
             f"attention_mask of shape {tuple(attention_mask.shape)} is not the causal mask; a "
-            "dense mask is not served (and never "
-            "ignored); drop it (--no-create-attention-mask-in-dataloader), or give the mask as a "
-            "plan in packed_seq_params"
+            "dense mask is not served (and never ignored); drop it "
+            "(--no-create-attention-mask-in-dataloader), or give the mask as a plan in "
+            "packed_seq_params"
         )
-    _checked_masks[attention_mask] = attention_mask._version
+    _checked_masks[attention_mask] = seen

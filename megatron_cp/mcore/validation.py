@@ -59,6 +59,16 @@ def validate_config(config: Any) -> None:
             "apply_rope_fusion=True with multi-latent attention slices positions by itself; give "
             "--no-rope-fusion"
         )
+    if (
+        getattr(config, "virtual_pipeline_model_parallel_size", None)
+        and config.pipeline_model_parallel_size == 2
+        and not config.overlap_p2p_comm
+    ):
+        raise ValueError(
+            "overlap_p2p_comm=False with two interleaved pipeline stages: neighbours on both sides "
+            "are one rank, and its messages cross silently; set overlap_p2p_comm=True and "
+            "batch_p2p_comm=False"
+        )
     kinds = getattr(config, "cp_comm_type", None)
     if isinstance(kinds, (list, tuple)) and len(set(kinds)) > 1:
         raise NotImplementedError(

@@ -1,4 +1,5 @@
-"""A tiny GPT trained by Megatron-Core's own loop parts on gloo ranks, with Megatron's attention or ours.
+"""A tiny GPT trained by Megatron-Core's own loop parts on gloo ranks, with Megatron's attention or
+ours.
 
 Everything here runs inside a rank of `tests.ranks`; Megatron is imported there only, after the CPU
 stand-ins. Weights come from the parameter's global name, not from a random stream, so that every
@@ -7,6 +8,7 @@ layout of ranks starts from the same model.
 
 import contextlib
 import dataclasses
+import functools
 import zlib
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -16,7 +18,7 @@ import torch
 
 VOCABULARY = 64
 SEQUENCE = 128
-NUM_PACKS = 4  # per step, over all data-parallel ranks and micro-batches
+NUM_PACKS = 2  # per step, over all data-parallel ranks and micro-batches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,7 @@ def enter_megatron() -> None:
 
     The poison looks at its caller; behind a stand-in it would take Megatron's calls for ours.
     """
-    from megatron_cp.mcore import cpu
+    from megatron_cp.mcore import compat, cpu
     from tests import conftest
 
     if cpu.is_installed():
@@ -56,6 +58,7 @@ def enter_megatron() -> None:
     for name in names:
         setattr(torch, name, getattr(torch, name).__wrapped__)
     cpu.install()
+    compat.silence_known_warnings()
     for name in names:
         setattr(torch, name, conftest._poisoned(getattr(torch, name)))
 
@@ -75,7 +78,6 @@ def parallel_state(case: Case):
     )
     try:
         tensor_parallel.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
-        groups.set_global_memory_buffer() if groups._GLOBAL_MEMORY_BUFFER is None else None
         yield groups
     finally:
         groups.destroy_model_parallel()
@@ -104,6 +106,8 @@ def make_config(case: Case):
         "bias_dropout_fusion": False,
         "persist_layer_norm": False,
         "calculate_per_token_loss": case.per_token,
+        "overlap_p2p_comm": case.vpp is not None,  # two stages cross their messages otherwise
+        "batch_p2p_comm": case.vpp is None,
         **dict(case.options),
     }
     return TransformerConfig(**fields)
@@ -149,7 +153,10 @@ def fill_by_name(model) -> None:
     from megatron.core import parallel_state as groups
 
     first = model.decoder.layers[0].layer_number - 1 if len(model.decoder.layers) else 0
-    rank, size = groups.get_tensor_model_parallel_rank(), groups.get_tensor_model_parallel_world_size()
+    rank, size = (
+        groups.get_tensor_model_parallel_rank(),
+        groups.get_tensor_model_parallel_world_size(),
+    )
     for name, parameter in model.named_parameters():
         parts = name.split(".")
         if parts[:2] == ["decoder", "layers"]:
@@ -192,7 +199,9 @@ def packs(case: Case):
             parts.append((start + step * np.arange(length + 1)) % VOCABULARY)
         loss_mask = np.ones(SEQUENCE, np.float32)
         loss_mask[random.random(SEQUENCE) < 0.3] = 0.0
-        loss_mask[: random.integers(SEQUENCE // 2)] = 0.0  # ranks hold unequal numbers of loss tokens
+        loss_mask[: random.integers(SEQUENCE // 2)] = (
+            0.0  # ranks hold unequal numbers of loss tokens
+        )
         yield Pack(
             tokens=np.concatenate([part[:-1] for part in parts]),
             labels=np.concatenate([part[1:] for part in parts]),
@@ -205,13 +214,7 @@ def packs(case: Case):
 def planned(case: Case, config, pack: Pack) -> SimpleNamespace:
     """The pack with its plans, as the data loader makes it."""
     from megatron_cp.config import CPConfig
-    from megatron_cp.mask import packed
-    from megatron_cp.plan.planner import make_plans
 
-    masks = {"full": (packed.documents(pack.lengths), 1.0)}
-    if config.window_size is not None:
-        within = ("window", config.window_size[0], 0)
-        masks["window"] = (packed.documents(pack.lengths, within=[within] * len(pack.lengths)), 1.0)
     settings = CPConfig(
         planner=case.planner,
         num_heads=config.num_attention_heads // case.tp,
@@ -221,7 +224,21 @@ def planned(case: Case, config, pack: Pack) -> SimpleNamespace:
         element_bytes=4,
         token_multiple=case.tp if case.sequence_parallel else 1,
     )
-    return SimpleNamespace(batch=pack, plans=make_plans(masks, case.cp, settings))
+    return SimpleNamespace(
+        batch=pack, plans=plans_of(pack.lengths, config.window_size, case.cp, settings)
+    )
+
+
+@functools.cache
+def plans_of(lengths: tuple[int, ...], window: tuple[int, int] | None, cp: int, settings) -> dict:
+    from megatron_cp.mask import packed
+    from megatron_cp.plan.planner import make_plans
+
+    masks = {"full": (packed.documents(lengths), 1.0)}
+    if window is not None:
+        within = [("window", window[0], 0)] * len(lengths)
+        masks["window"] = (packed.documents(lengths, within=within), 1.0)
+    return make_plans(masks, cp, settings)
 
 
 def tensors_of_pack(case: Case, config, pack: Pack, groups) -> SimpleNamespace:
@@ -231,22 +248,31 @@ def tensors_of_pack(case: Case, config, pack: Pack, groups) -> SimpleNamespace:
     cp_rank = groups.get_context_parallel_rank()
     if case.attention == "planned":
         local = local_batch(
-            planned(case, config, pack), cp_rank, "cpu", cp_group=groups.get_context_parallel_group()
+            planned(case, config, pack),
+            cp_rank,
+            "cpu",
+            cp_group=groups.get_context_parallel_group(),
         )
         return SimpleNamespace(attention_mask=None, **vars(local))
     pieces = np.arange(SEQUENCE).reshape(2 * case.cp, -1)
     rows = np.concatenate([pieces[cp_rank], pieces[2 * case.cp - 1 - cp_rank]])
     attention_mask = None
-    if case.packed:  # Megatron's own: a dense mask, True = hidden; positions run on, RoPE is relative
+    if (
+        case.packed
+    ):  # Megatron's own: a dense mask, True = hidden; positions run on, RoPE is relative
         document = np.repeat(np.arange(len(pack.lengths)), pack.lengths)
-        hidden = (document[:, None] != document[None, :]) | np.triu(np.ones((SEQUENCE,) * 2, bool), 1)
+        hidden = (document[:, None] != document[None, :]) | np.triu(
+            np.ones((SEQUENCE,) * 2, bool), 1
+        )
         attention_mask = torch.from_numpy(hidden)[None, None]
     fields = {
         name: torch.from_numpy(getattr(pack, name)[rows])[None]
         for name in ("tokens", "labels", "loss_mask", "position_ids")
     }
     num = int(pack.loss_mask.sum())
-    return SimpleNamespace(attention_mask=attention_mask, params=None, num_loss_tokens=num, **fields)
+    return SimpleNamespace(
+        attention_mask=attention_mask, params=None, num_loss_tokens=num, **fields
+    )
 
 
 class Trainer:
@@ -300,7 +326,7 @@ class Trainer:
             self.groups.get_data_parallel_world_size(),
         )
         every = [next(self.stream) for _ in range(NUM_PACKS)]
-        mine = every[dp_rank :: dp_size]
+        mine = every[dp_rank::dp_size]
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()

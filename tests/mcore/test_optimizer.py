@@ -1,0 +1,119 @@
+"""ForeachAdam against torch's own, and exact resume of the distributed optimizer."""
+
+import functools
+import multiprocessing
+
+import pytest
+import torch
+
+from megatron_cp.mcore.optimizer import ForeachAdam
+from tests.mcore.tiny_gpt import Case, Trainer, parallel_state
+from tests.ranks import run_on_ranks
+
+
+@pytest.mark.parametrize("adam_w_mode", [True, False])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_foreach_adam_equals_torchs_adam(adam_w_mode: bool, weight_decay: float):
+    start = [torch.randn(5, 3, dtype=torch.float64), torch.randn(7, dtype=torch.float64)]
+    settings = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": weight_decay}
+    params, theirs = ([x.clone().requires_grad_() for x in start] for _ in range(2))
+    ours = ForeachAdam([{"params": params}], adam_w_mode=adam_w_mode, **settings)
+    reference = (torch.optim.AdamW if adam_w_mode else torch.optim.Adam)(theirs, **settings)
+    for _ in range(10):
+        for mine, other in zip(params, theirs, strict=True):
+            mine.grad = torch.randn_like(mine)
+            other.grad = mine.grad.clone()
+        ours.step()
+        reference.step()
+    for mine, other in zip(params, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+
+
+def test_the_step_count_lives_in_the_group_and_parameters_without_gradient_stay():
+    trained, frozen = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    optimizer = ForeachAdam([{"params": [trained, frozen]}, {"params": []}], lr=0.1)
+    trained.grad = torch.ones(2)
+    optimizer.step()
+    optimizer.step()
+    assert [group["step"] for group in optimizer.param_groups] == [2, 2]
+    assert torch.equal(frozen, torch.ones(2)) and not optimizer.state[frozen]
+    assert set(optimizer.state[trained]) == {"exp_avg", "exp_avg_sq"}
+    with pytest.raises(ValueError, match="closure"):
+        optimizer.step(lambda: 0.0)
+
+
+def _sharded_state(trainer: Trainer, sharding: str, is_loading: bool) -> dict:
+    from megatron.core.utils import unwrap_model
+
+    model = unwrap_model(trainer.chunks)[0].sharded_state_dict()
+    options = {}
+    if trainer.case.distributed_optimizer:
+        options = {"metadata": {"distrib_optim_sharding_type": sharding}}
+    optimizer = trainer.optimizer.sharded_state_dict(model, is_loading, **options)
+    return {"model": model, "optimizer": optimizer}
+
+
+def _load(trainer: Trainer, folder: str, sharding: str) -> None:
+    from megatron.core import dist_checkpointing
+    from megatron.core.utils import unwrap_model
+
+    state = dist_checkpointing.load(_sharded_state(trainer, sharding, True), folder)
+    unwrap_model(trainer.chunks)[0].load_state_dict(state["model"])
+    trainer.optimizer.load_state_dict(state["optimizer"])
+
+
+def _save_and_go_on(rank, world_size, case, folder, sharding):
+    with parallel_state(case) as groups:
+        from megatron.core import dist_checkpointing
+
+        trainer = Trainer(case, groups)
+        for _ in range(3):
+            trainer.step()
+        # The pool's workers are daemons, which may not have children; Megatron's writers are.
+        multiprocessing.current_process()._config["daemon"] = False
+        dist_checkpointing.save(_sharded_state(trainer, sharding, False), folder)
+        return [trainer.step() for _ in range(3)]
+
+
+def _resume(rank, world_size, case, folder, sharding):
+    with parallel_state(case) as groups:
+        trainer = Trainer(case, groups)
+        for _ in range(3 * 2):  # the data of the steps before
+            next(trainer.stream)
+        _load(trainer, folder, sharding)
+        return [trainer.step() for _ in range(3)]
+
+
+@functools.cache
+def _layout(name: str) -> Case:
+    layouts = {
+        "cp2": Case(attention="planned", cp=2, distributed_optimizer=True),
+        "tp2": Case(attention="planned", tp=2, distributed_optimizer=True),
+        "one": Case(attention="planned", distributed_optimizer=True),
+        "plain cp2": Case(attention="planned", cp=2),
+        "plain megatron": Case(),
+    }
+    return layouts[name]
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed", "sharding"),
+    [
+        ("cp2", "cp2", "dp_reshardable"),
+        ("cp2", "cp2", "fully_reshardable"),
+        ("cp2", "tp2", "fully_reshardable"),
+        ("cp2", "one", "fully_reshardable"),
+        ("plain cp2", "plain cp2", "none"),
+        ("plain cp2", "plain megatron", "none"),
+        ("plain megatron", "plain cp2", "none"),
+    ],
+)
+def test_training_goes_on_where_it_was_saved(tmp_path, saved: str, resumed: str, sharding: str):
+    """Also across layouts, and between Megatron's attention and ours."""
+    before, after = _layout(saved), _layout(resumed)
+    on = run_on_ranks(before.tp * before.cp, _save_and_go_on, before, str(tmp_path), sharding)[0]
+    again = run_on_ranks(after.tp * after.cp, _resume, after, str(tmp_path), sharding)[0]
+    if saved == resumed:
+        assert again == on, "the same layout must resume bit for bit"
+    for step, values in enumerate(on):
+        assert again[step] == pytest.approx(values, rel=2e-5), step
