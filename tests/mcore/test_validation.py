@@ -1,0 +1,111 @@
+"""Wrong settings are refused in one line that names the value and a way out."""
+
+from argparse import ArgumentParser, Namespace
+
+import pytest
+
+from megatron_cp.mcore.arguments import add_context_parallel_arguments, cp_config_from_arguments
+from megatron_cp.mcore.validation import validate_arguments, validate_config
+
+GOOD_ARGUMENTS = {
+    "tensor_model_parallel_size": 2,
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 2,
+    "num_attention_heads": 8,
+    "seq_length": 128,
+    "attention_dropout": 0.0,
+    "transformer_impl": "local",
+}
+
+GOOD_CONFIG = {
+    "attention_dropout": 0.0,
+    "window_size": None,
+    "softmax_type": "vanilla",
+    "context_parallel_size": 2,
+    "pipeline_model_parallel_size": 2,
+    "virtual_pipeline_model_parallel_size": None,
+    "overlap_p2p_comm": False,
+    "apply_rope_fusion": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "world_size", "parts"),
+    [
+        ({}, 6, ["world size 6", "2 x 1 x 2 = 4", "start 4 ranks"]),
+        ({"num_attention_heads": 7}, 4, ["--num-attention-heads 7", "size 2", "give 8 heads"]),
+        ({"seq_length": 1}, 4, ["--seq-length 1", "--seq-length 2"]),
+        ({"attention_dropout": 0.1}, 4, ["attention_dropout=0.1", "--attention-dropout 0"]),
+        ({"window_size": (4, 4)}, 4, ["window_size=(4, 4)", "--window-size 4,0"]),
+        ({"fp8": "hybrid"}, 4, ["--fp8 hybrid", "--bf16"]),
+        ({"hybrid_context_parallel": True}, 4, ["--hybrid-context-parallel", "drop"]),
+        ({"hierarchical_context_parallel_sizes": [2, 2]}, 4, ["--cp-topology"]),
+        ({"transformer_impl": "transformer_engine"}, 4, ["--transformer-impl local"]),
+        ({"position_embedding_type": "mrope"}, 4, ["--position-embedding-type mrope", "rope"]),
+        ({"qk_clip": True}, 4, ["--qk-clip", "switch it off"]),
+    ],
+    ids=str,
+)
+def test_arguments_that_cannot_run_are_refused_in_one_line(change, world_size, parts):
+    validate_arguments(Namespace(**GOOD_ARGUMENTS), world_size=4)
+    with pytest.raises((ValueError, NotImplementedError)) as refusal:
+        validate_arguments(Namespace(**{**GOOD_ARGUMENTS, **change}), world_size=world_size)
+    message = str(refusal.value)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        ({"attention_dropout": 0.1}, ["attention_dropout=0.1"]),
+        ({"window_size": (-2, 0)}, ["window_size=(-2, 0)"]),
+        ({"softmax_type": "tanh"}, ["softmax_type='tanh'", "learnable"]),
+        ({"qk_clip": True}, ["qk_clip=True"]),
+        ({"fp8_multi_head_attention": True}, ["fp8_multi_head_attention"]),
+        ({"cuda_graph_impl": "local"}, ["--cuda-graph-impl none"]),
+        (
+            {"multi_latent_attention": True, "apply_rope_fusion": True},
+            ["apply_rope_fusion=True", "--no-rope-fusion"],
+        ),
+        ({"cp_comm_type": ["p2p", "a2a"]}, ["cp_comm_type=['p2p', 'a2a']", "--cp-planner"]),
+        ({"virtual_pipeline_model_parallel_size": 2}, ["overlap_p2p_comm=True"]),
+    ],
+    ids=str,
+)
+def test_configurations_that_cannot_be_honoured_are_refused_in_one_line(change, parts):
+    validate_config(Namespace(**GOOD_CONFIG))
+    validate_config(Namespace(**{**GOOD_CONFIG, "window_size": (16, 0)}))
+    with pytest.raises((ValueError, NotImplementedError)) as refusal:
+        validate_config(Namespace(**{**GOOD_CONFIG, **change}))
+    message = str(refusal.value)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+
+
+def test_flags_become_the_planners_settings_per_tensor_parallel_rank():
+    parser = ArgumentParser()
+    add_context_parallel_arguments(parser)
+    flags = "--cp-planner zigzag --cp-chunk-size 64 --cp-topology h200 --cp-backend cpu"
+    args = parser.parse_args(flags.split())
+    assert args.cp_backend == "cpu"
+    model = {
+        "num_attention_heads": 8,
+        "group_query_attention": True,
+        "num_query_groups": 4,
+        "kv_channels": None,
+        "hidden_size": 256,
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "bf16": True,
+    }
+    config = cp_config_from_arguments(Namespace(**vars(args), **model), on_cuda=False)
+    assert (config.planner, config.chunk_size, config.topology) == ("zigzag", 64, "h200")
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 2, 32)
+    assert (config.token_multiple, config.element_bytes) == (2, 2)
+    defaults = Namespace(**vars(parser.parse_args([])), **{**model, "bf16": False})
+    config = cp_config_from_arguments(defaults, on_cuda=False)
+    assert (config.planner, config.topology, config.element_bytes) == ("auto", "cpu", 4)
+    assert cp_config_from_arguments(defaults, on_cuda=True).topology == "h100"
