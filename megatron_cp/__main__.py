@@ -1,0 +1,189 @@
+"""`python -m megatron_cp doctor | plan | report`: what is installed, a dry run, the HTML report.
+
+Bad input is one line on standard error and exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from megatron_cp.config import CPConfig
+from megatron_cp.data.packing import PACKING_POLICIES, PackingConfig
+from megatron_cp.plan import PLANNERS
+from megatron_cp.plan.topology import TOPOLOGIES
+from megatron_cp.report import dry_run
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A parser that refuses in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the message and leaves with code 2."""
+        refuse(f"{self.prog}: error: {message}")
+
+
+def refuse(message: str) -> NoReturn:
+    """Prints one line on standard error and leaves with code 2."""
+    print(" ".join(message.split()), file=sys.stderr, flush=True)
+    raise SystemExit(2)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; returns its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    args = build_parser().parse_args(words)
+    try:
+        return int(args.run(args, words))
+    except BrokenPipeError:  # `... | head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, NotImplementedError, OSError) as problem:
+        refuse(f"python -m megatron_cp {args.command}: error: {problem}")
+
+
+def build_parser() -> OneLineParser:
+    """Returns the parser of all commands."""
+    parser = OneLineParser(prog="python -m megatron_cp", description=__doc__, allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    doctor = commands.add_parser("doctor", help="what is installed, what works, can training run")
+    doctor.set_defaults(run=_doctor)
+    _add_plan(commands.add_parser("plan", help="a dry run on your data, without a GPU"))
+    report = commands.add_parser("report", help="one offline HTML file of a training run")
+    report.add_argument("run_dir", type=Path, help="what --run-dir named when training")
+    report.add_argument("--output", type=Path, help="default: report.html in the run's folder")
+    report.add_argument(
+        "--compare", type=Path, metavar="RUN_DIR", help="overlay another run's loss"
+    )
+    report.set_defaults(run=_report)
+    return parser
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--data-path", metavar="PREFIX", help="PREFIX.bin and PREFIX.idx")
+    source.add_argument("--lengths", type=_lengths, help="document lengths: 137,2041,89")
+    parser.add_argument("--mask", choices=dry_run.MASKS, help="default: documents")
+    parser.add_argument("--window-size", type=_window, help="sliding window, keys before,after")
+    parser.add_argument("--seq-length", type=_count, help="tokens of a pack")
+    parser.add_argument(
+        "--split", default="969,30,1", help="as in training; its first part is used"
+    )
+    parser.add_argument("--packing", choices=PACKING_POLICIES, default="split")
+    parser.add_argument("--seed", type=int, default=1234, help="order of the documents")
+    parser.add_argument("--packs", type=_count, default=2, help="packs to plan")
+    parser.add_argument("--context-parallel-size", type=_count, default=8)
+    parser.add_argument("--tensor-model-parallel-size", type=_count, default=1)
+    parser.add_argument("--num-attention-heads", type=_count, default=32)
+    parser.add_argument("--num-query-groups", type=_count, help="default: as many as heads")
+    parser.add_argument("--kv-channels", type=_count, default=128, help="size of a head")
+    parser.add_argument("--cp-planner", default="auto", choices=sorted(PLANNERS))
+    parser.add_argument("--cp-chunk-size", type=_count, help="tokens per unit of dispatch")
+    parser.add_argument("--cp-topology", default="h100", choices=sorted(TOPOLOGIES))
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the pictures here")
+    parser.set_defaults(run=_plan)
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return int(text)
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        words = f"{text!r} must be whole numbers separated by commas, as in 137,2041,89"
+        raise argparse.ArgumentTypeError(words) from None
+
+
+def _lengths(text: str) -> list[int]:
+    return _numbers(text)
+
+
+def _window(text: str) -> tuple[int, int]:
+    sides = _numbers(text)
+    if len(sides) != 2 or min(sides) < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} must be two counts, before,after, as in 1024,0")
+    return sides[0], sides[1]
+
+
+def _doctor(args: argparse.Namespace, words: Sequence[str]) -> int:
+    from megatron_cp import doctor
+
+    findings = doctor.examine()
+    print(doctor.doctor_text(findings))
+    return 0 if doctor.can_train(findings) else 1
+
+
+def _plan(args: argparse.Namespace, words: Sequence[str]) -> int:
+    corpus = _corpus(args)
+    if args.window_size is not None:
+        corpus = dry_run.with_window(corpus, args.window_size)
+    run = dry_run.plan_corpus(corpus, args.context_parallel_size, _config(args))
+    print(dry_run.dry_run_text(run))
+    if args.html is not None:
+        command = shlex.join(["python", "-m", "megatron_cp", *words])
+        print(f"wrote {dry_run.write_dry_run_report(run, args.html, command)}")
+    return 0
+
+
+def _corpus(args: argparse.Namespace) -> dry_run.Corpus:
+    if args.data_path is not None:
+        if args.seq_length is None:
+            raise ValueError("--data-path needs --seq-length, the tokens of a pack")
+        packing = PackingConfig(seq_length=args.seq_length, policy=args.packing, seed=args.seed)
+        return dry_run.corpus_of_files(
+            args.data_path,
+            split=args.split,
+            config=packing,
+            mask=args.mask or "documents",
+            num_packs=args.packs,
+        )
+    if args.lengths is not None:
+        return dry_run.corpus_of_lengths(
+            args.lengths,
+            seq_length=args.seq_length,
+            mask=args.mask or "documents",
+            num_packs=args.packs,
+        )
+    if args.mask not in dry_run.WHOLE_MASKS or args.seq_length is None:
+        raise ValueError(
+            "nothing to plan; give --data-path PREFIX --seq-length N, or --lengths 137,2041,89, or "
+            "--mask causal --seq-length N"
+        )
+    return dry_run.corpus_of_mask(args.mask, args.seq_length)
+
+
+def _config(args: argparse.Namespace) -> CPConfig:
+    heads, tp = args.num_attention_heads, args.tensor_model_parallel_size
+    if heads % tp:
+        raise ValueError(
+            f"--num-attention-heads {heads} must be a multiple of --tensor-model-parallel-size {tp}"
+        )
+    return CPConfig(
+        planner=args.cp_planner,
+        chunk_size=args.cp_chunk_size,
+        num_heads=heads // tp,
+        num_kv_heads=max(1, (args.num_query_groups or heads) // tp),
+        head_dim=args.kv_channels,
+        topology=args.cp_topology,
+    )
+
+
+def _report(args: argparse.Namespace, words: Sequence[str]) -> int:
+    from megatron_cp.report import write_run_report
+
+    written = write_run_report(args.run_dir, args.output, args.compare)
+    print(f"wrote {written} ({written.stat().st_size / 1e3:,.0f} kB)")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

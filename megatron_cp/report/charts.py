@@ -1,0 +1,175 @@
+"""Line charts: values over steps, and shares over document lengths."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatron_cp.report.svg import (
+    Markup,
+    Scale,
+    line,
+    nice_ticks,
+    path,
+    picture,
+    rect,
+    short,
+    tag,
+    text,
+)
+
+MAX_POINTS = 500
+LONGEST_NAME = 32
+LEFT, RIGHT, TOP, BOTTOM = 54.0, 14.0, 26.0, 34.0
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Series:
+    """A named line: finite points in order of x, a colour 1 ... 8, and how it is drawn."""
+
+    name: str
+    points: tuple[Point, ...]
+    colour: int = 1
+    style: str = "line"
+    """"line", "faint" (behind a smooth line of the same colour; not in the legend) or "dots"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axes:
+    """Size, words and range of a chart; a None side of the y range follows the data."""
+
+    x_label: str
+    y_label: str
+    width: float = 580.0
+    height: float = 250.0
+    x_log2: bool = False
+    y_low: float | None = None
+    y_high: float | None = None
+    x_text: Callable[[float], str] = short
+    y_text: Callable[[float], str] = short
+    level: float | None = None
+    """A dashed reference line at this y."""
+    mark: tuple[float, str] | None = None
+    """A dashed vertical line at this x, with words."""
+
+
+def finite_points(xs: Sequence[float | None], ys: Sequence[float | None]) -> tuple[Point, ...]:
+    """Returns the pairs in which both numbers are there and finite."""
+    pairs = ((x, y) for x, y in zip(xs, ys, strict=True) if x is not None and y is not None)
+    return tuple((float(x), float(y)) for x, y in pairs if math.isfinite(x) and math.isfinite(y))
+
+
+def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
+    """Returns at most about `limit` points: of every bucket the lowest and the highest stay."""
+    if len(points) <= limit:
+        return list(points)
+    size = math.ceil(2 * len(points) / limit)
+    kept: list[Point] = []
+    for start in range(0, len(points), size):
+        bucket = points[start : start + size]
+        low, high = min(bucket, key=lambda p: p[1]), max(bucket, key=lambda p: p[1])
+        kept += sorted({low, high})
+    return kept
+
+
+def smoothed(points: Sequence[Point], window: int) -> tuple[Point, ...]:
+    """Returns the mean of the `window` points around each point (fewer at both ends)."""
+    sums, half = [0.0], window // 2
+    for _, y in points:
+        sums.append(sums[-1] + y)
+    spans = [(max(0, i - half), min(len(points), i + half + 1)) for i in range(len(points))]
+    means = ((sums[stop] - sums[start]) / (stop - start) for start, stop in spans)
+    return tuple((x, mean) for (x, _), mean in zip(points, means, strict=True))
+
+
+def line_chart(label: str, series: Sequence[Series], axes: Axes) -> Markup:
+    """Returns a chart of all series on one pair of axes; a sentence in it where there is no point."""
+    drawn = [one for one in series if one.points]
+    if not drawn:
+        words = text(axes.width / 2, axes.height / 2, "no values logged", "muted", "middle")
+        return picture(axes.width, axes.height, label, words)
+    x, y = _scales(drawn, axes)
+    parts = [*_y_axis(y, axes), *_x_axis(x, axes)]
+    if axes.level is not None and y.low <= axes.level <= y.high:
+        parts.append(line(x.start, y(axes.level), x.end, y(axes.level), "mean"))
+    if axes.mark is not None and x.low <= axes.mark[0] <= x.high:
+        parts += _mark(x(axes.mark[0]), axes)
+    for one in drawn:
+        parts += _draw(one, x, y)
+    if len([one for one in drawn if one.style != "faint"]) > 1:
+        parts += _legend(drawn, axes.y_label)
+    return picture(axes.width, axes.height, label, *parts)
+
+
+def _scales(drawn: Sequence[Series], axes: Axes) -> tuple[Scale, Scale]:
+    xs = [x for one in drawn for x, _ in one.points]
+    ys = [y for one in drawn for _, y in one.points]
+    low = min(ys) if axes.y_low is None else axes.y_low
+    high = max(ys) if axes.y_high is None else axes.y_high
+    if axes.level is not None:
+        low, high = min(low, axes.level), max(high, axes.level)
+    spare = (high - low) * 0.06 or abs(high) * 0.05 or 1.0
+    low = low - spare if axes.y_low is None else low
+    high = high + spare if axes.y_high is None else high
+    x = Scale(min(xs), max(xs), LEFT, axes.width - RIGHT, log=axes.x_log2)
+    return x, Scale(low, high, axes.height - BOTTOM, TOP)
+
+
+def _y_axis(y: Scale, axes: Axes) -> list[Markup]:
+    parts = [text(2, 11, axes.y_label, "muted")]
+    for value in nice_ticks(y.low, y.high):
+        parts.append(line(LEFT, y(value), axes.width - RIGHT, y(value), "grid"))
+        parts.append(text(LEFT - 7, y(value) + 4, axes.y_text(value), anchor="end"))
+    return parts
+
+
+def _x_axis(x: Scale, axes: Axes) -> list[Markup]:
+    bottom = axes.height - BOTTOM
+    if axes.x_log2:
+        low, high = math.ceil(math.log2(x.low)), math.floor(math.log2(x.high))
+        stride = 1 if high - low <= 10 else 2
+        ticks = [2.0**power for power in range(low, high + 1, stride)]
+    else:
+        ticks = nice_ticks(x.low, x.high, 6)
+    parts = [line(LEFT, bottom, axes.width - RIGHT, bottom, "axis")]
+    parts += [text(x(value), bottom + 15, axes.x_text(value), anchor="middle") for value in ticks]
+    middle = (x.start + x.end) / 2
+    return [*parts, text(middle, axes.height - 3, axes.x_label, "muted", "middle")]
+
+
+def _mark(at: float, axes: Axes) -> list[Markup]:
+    assert axes.mark is not None
+    near_end = at > axes.width * 0.7
+    words = text(
+        at - 5 if near_end else at + 5, TOP + 10, axes.mark[1], "muted", "end" if near_end else ""
+    )
+    return [line(at, TOP, at, axes.height - BOTTOM, "mean"), words]
+
+
+def _draw(one: Series, x: Scale, y: Scale) -> list[Markup]:
+    points = [(x(a), y(b)) for a, b in thin(one.points)]
+    colour = (one.colour - 1) % 8 + 1
+    parts = []
+    if one.style != "dots" and len(points) > 1:
+        style = "faint" if one.style == "faint" else "line"
+        parts.append(path(points, f"{style} l{colour}"))
+    if one.style == "dots" or len(points) == 1:
+        parts += [tag("circle", cx=a, cy=b, r=3.0, class_=f"s{colour}") for a, b in points]
+    if one.style == "line+dots":
+        parts += [tag("circle", cx=a, cy=b, r=2.6, class_=f"s{colour}") for a, b in points]
+    return parts
+
+
+def _legend(drawn: Sequence[Series], y_label: str) -> list[Markup]:
+    parts, at = [], 22 + 6.6 * len(y_label)
+    for one in drawn:
+        if one.style == "faint":
+            continue
+        colour = (one.colour - 1) % 8 + 1
+        parts.append(rect(at, 4, 10, 8, f"s{colour}", rx=2))
+        name = one.name if len(one.name) <= LONGEST_NAME else one.name[: LONGEST_NAME - 1] + "…"
+        parts.append(text(at + 14, 11.5, name))
+        at += 30 + 6.3 * len(name)
+    return parts

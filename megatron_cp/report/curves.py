@@ -1,0 +1,145 @@
+"""Curves of a run: loss, balance, step time, and two runs laid over each other."""
+
+from __future__ import annotations
+
+import bisect
+
+import numpy as np
+
+from megatron_cp.report.charts import Axes, Series, finite_points, line_chart, smoothed
+from megatron_cp.report.html import Figure, Table
+from megatron_cp.report.run import HELD_OUT_LOSS, LOSS, Run
+
+_STEP = "iteration"
+
+
+def loss_figure(run: Run, columns: int = 6) -> Figure:
+    """Returns the training loss, plain and smoothed, and the loss on held-out documents."""
+    points = finite_points(*run.column(LOSS))
+    window = max(1, len(points) // 30) | 1
+    held_out = finite_points(*run.column(HELD_OUT_LOSS))
+    series = [
+        Series("training, each step", points, 1, "faint"),
+        Series(f"training, mean of {window} around", smoothed(points, window), 1),
+        Series("held-out documents", held_out, 2, "line+dots"),
+    ]
+    at = dict(held_out)
+    trained = dict(points)
+    steps = sorted({*trained, *at})
+    rows = [(int(x), trained.get(x, ""), at.get(x, "")) for x in steps]
+    axes = Axes(x_label=_STEP, y_label="loss per token (nats)")
+    return Figure(
+        title="Loss",
+        caption="Should fall and flatten. Held-out documents are never trained on: a growing gap to "
+        "the training curve would be memorising.",
+        picture=line_chart("training and held-out loss", series, axes),
+        table=Table((_STEP, LOSS, HELD_OUT_LOSS), rows),
+        columns=columns,
+    )
+
+
+def balance_figure(run: Run, columns: int = 6) -> Figure:
+    """Returns the balance of every step, worst micro-batch."""
+    points = finite_points(*run.column("cp/area_max_over_mean"))
+    values = [y for _, y in points]
+    words = (
+        f"Half of the steps stay below {np.median(values):.3f}, 99% below "
+        f"{np.percentile(values, 99):.3f}. "
+        if values
+        else ""
+    )
+    axes = Axes(
+        x_label=_STEP,
+        y_label="max / mean area",
+        level=1.0,
+        y_high=max([1.1, *values]) if values else None,
+        y_text=lambda v: f"{v:.4g}",
+    )
+    return Figure(
+        title="Balance of every step",
+        caption=f"{words}1 (dashed) is perfect: every rank waits for the busiest. Worst micro-batch "
+        "of a step.",
+        picture=line_chart("balance by step", [Series("balance", points, 1)], axes),
+        table=Table((_STEP, "max over mean area"), [(int(x), y) for x, y in points]),
+        columns=columns,
+    )
+
+
+def step_time_figure(run: Run, columns: int = 6) -> Figure:
+    """Returns seconds per step."""
+    points = finite_points(*run.column("iteration-time"))
+    values = [y for _, y in points]
+    middle = f"Median {np.median(values):.3g} s. " if values else ""
+    axes = Axes(
+        x_label=_STEP,
+        y_label="seconds per step",
+        y_low=0.0,
+        y_high=_without_spikes(values),
+    )
+    inside = tuple((x, min(y, axes.y_high or y)) for x, y in points)
+    cut = sum(y > (axes.y_high or y) for y in values)
+    above = f" {cut} steps above the frame are drawn at its edge." if cut else ""
+    return Figure(
+        title="Step time",
+        caption=f"{middle}Measured. Flat is good; spikes are checkpoints, evaluation or other users "
+        f"of the machine.{above}",
+        picture=line_chart("seconds per step", [Series("step time", inside, 1)], axes),
+        table=Table((_STEP, "seconds"), [(int(x), y) for x, y in points]),
+        columns=columns,
+    )
+
+
+def _without_spikes(values: list[float]) -> float | None:
+    """An upper end that a few slow steps do not decide."""
+    if not values:
+        return None
+    return float(min(max(values), 3 * np.percentile(values, 90))) * 1.05
+
+
+def comparison_figures(run: Run, other: Run) -> tuple[Figure, Figure]:
+    """Returns both losses in one chart, and their difference at the steps that both logged."""
+    mine, theirs = finite_points(*run.column(LOSS)), finite_points(*other.column(LOSS))
+    names = (run.name, other.name) if run.name != other.name else ("this run", "the other")
+    overlaid = line_chart(
+        "losses of two runs",
+        [Series(names[0], mine, 1), Series(names[1], theirs, 2)],
+        Axes(x_label=_STEP, y_label="training loss"),
+    )
+    rows = common_steps(mine, theirs)
+    gaps = tuple((x, a - b) for x, a, b in rows)
+    largest = max((abs(gap) for _, gap in gaps), default=float("nan"))
+    difference = line_chart(
+        "difference of the losses",
+        [Series("difference", gaps, 5)],
+        Axes(x_label=_STEP, y_label="difference", level=0.0, y_text=lambda v: f"{v:.2g}"),
+    )
+    table = Table((_STEP, *names), [(int(x), a, b) for x, a, b in rows])
+    gap_table = Table((_STEP, "difference"), [(int(x), gap) for x, gap in gaps])
+    return (
+        Figure(
+            "Loss of two runs",
+            "The same data and seed should give the same curve whatever the number of ranks.",
+            overlaid,
+            table,
+        ),
+        Figure(
+            "Difference of the two losses",
+            f"First minus second at {len(gaps)} common steps; the largest is {largest:.2g}. Rounding "
+            "wanders around 0, an error drifts away from it.",
+            difference,
+            gap_table,
+        ),
+    )
+
+
+def common_steps(
+    mine: tuple[tuple[float, float], ...], theirs: tuple[tuple[float, float], ...]
+) -> list[tuple[float, float, float]]:
+    """Returns (step, mine, theirs) for the steps that both have."""
+    steps = [x for x, _ in theirs]
+    found = []
+    for x, y in mine:
+        index = bisect.bisect_left(steps, x)
+        if index < len(steps) and steps[index] == x:
+            found.append((x, y, theirs[index][1]))
+    return found

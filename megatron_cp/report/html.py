@@ -1,0 +1,150 @@
+"""A page: header, headline strip, rows of figures, tables, foot. One file, no script, no network."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_cp.report.style import style_sheet
+from megatron_cp.report.svg import EMPTY, Markup, escape, join, tag
+
+MAX_PAGE_BYTES = 3_000_000
+MAX_CSV_ROWS = 1000
+PREDICTED = tag("span", Markup("predicted"), class_="badge")
+
+
+@dataclass(frozen=True)
+class Table:
+    """The numbers behind a picture."""
+
+    columns: tuple[str, ...]
+    rows: Sequence[Sequence[object]]
+
+    def as_csv(self) -> str:
+        """Returns comma-separated values; beyond MAX_CSV_ROWS every n-th row, and the last."""
+        stride = -(-len(self.rows) // MAX_CSV_ROWS) if self.rows else 1
+        kept = [*self.rows[::stride]]
+        if stride > 1 and self.rows[-1] is not kept[-1]:
+            kept.append(self.rows[-1])
+        stream = io.StringIO()
+        writer = csv.writer(stream, lineterminator="\n")
+        writer.writerow(self.columns)
+        writer.writerows([[_cell(value) for value in row] for row in kept])
+        note = f"# every {stride}th of {len(self.rows)} rows\n" if stride > 1 else ""
+        return note + stream.getvalue()
+
+
+def _cell(value: object) -> object:
+    return f"{value:.7g}" if isinstance(value, float) else value
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A picture, what to see in it, and its numbers."""
+
+    title: str
+    caption: str
+    picture: Markup
+    table: Table
+    columns: int = 6
+    """Width of 12."""
+    predicted: bool = False
+
+    def markup(self) -> Markup:
+        """Returns the figure as HTML."""
+        badge = Markup(f" {PREDICTED}") if self.predicted else EMPTY
+        return tag(
+            "figure",
+            tag("h2", escape(self.title), badge),
+            tag("figcaption", escape(self.caption)),
+            tag("div", self.picture, class_="plot wide" if self.columns > 5 else "plot"),
+            tag("details", tag("summary", Markup("CSV")), tag("pre", escape(self.table.as_csv()))),
+            class_=f"w{self.columns}",
+        )
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One number of the headline strip."""
+
+    label: str
+    value: str
+    detail: str
+    predicted: bool = False
+
+    def markup(self) -> Markup:
+        """Returns the tile as HTML."""
+        badge = Markup(f" {PREDICTED}") if self.predicted else EMPTY
+        return tag(
+            "div",
+            tag("span", escape(self.label), badge),
+            tag("b", escape(self.value)),
+            tag("small", escape(self.detail)),
+            class_="tile",
+        )
+
+
+def strip(tiles: Iterable[Tile]) -> Markup:
+    """Returns the headline strip."""
+    return tag("section", *(tile.markup() for tile in tiles), class_="strip")
+
+
+def row(*figures: Figure) -> Markup:
+    """Returns figures side by side."""
+    return tag("section", *(figure.markup() for figure in figures), class_="row")
+
+
+def heading(words: str) -> Markup:
+    """Returns a section's heading."""
+    return tag("h3", escape(words))
+
+
+def note(words: str) -> Markup:
+    """Returns a remark as wide as the page."""
+    return tag("p", escape(words), class_="note")
+
+
+def page(
+    title: str, subtitle: str, sections: Iterable[Markup], foot: Mapping[str, object]
+) -> Markup:
+    """Returns the whole page."""
+    terms = [Markup(tag("dt", escape(k)) + tag("dd", escape(v))) for k, v in foot.items()]
+    head = join(
+        [
+            tag("meta", charset="utf-8"),
+            tag("meta", name="viewport", content="width=device-width,initial-scale=1"),
+            # Belt and braces: even if something slipped through, nothing could be fetched or run.
+            tag(
+                "meta",
+                http_equiv="Content-Security-Policy",
+                content="default-src 'none'; style-src 'unsafe-inline'",
+            ),
+            tag("title", escape(title)),
+            tag("style", Markup(style_sheet())),
+        ]
+    )
+    body = tag(
+        "main",
+        tag("header", tag("h1", escape(title)), tag("p", escape(subtitle))),
+        *sections,
+        tag("footer", tag("dl", *terms)),
+    )
+    return Markup(
+        f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>{body}</body></html>\n'
+    )
+
+
+def write_page(path: Path, content: Markup) -> int:
+    """Writes the page and returns its bytes; ValueError above MAX_PAGE_BYTES, nothing is written."""
+    data = content.encode("utf-8")
+    if len(data) > MAX_PAGE_BYTES:
+        raise ValueError(
+            f"the page for {path} has {len(data):,} bytes, allowed {MAX_PAGE_BYTES:,}; "
+            "report a run with fewer ranks or give fewer packs"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return len(data)

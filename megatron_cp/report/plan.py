@@ -1,0 +1,208 @@
+"""Pictures of a plan: who computes how much of which chunk, and who sends how much to whom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_cp.mask.interval import IntArray
+from megatron_cp.report.style import HEAT_STEPS
+from megatron_cp.report.svg import (
+    EMPTY,
+    Markup,
+    join,
+    line,
+    picture,
+    rect,
+    short,
+    short_bytes,
+    short_tokens,
+    text,
+)
+from megatron_cp.report.view import PlanView
+
+FloatArray = NDArray[np.float64]
+MAX_ROWS_LABELLED = 16
+MAX_NUMBERS = 8  # ranks up to which a matrix has its values written in
+TITLE = 20.0
+
+
+def heat_step(value: float, high: float) -> int:
+    """Returns the colour step 1 ... HEAT_STEPS-1 of a value in `(0, high]`, 0 for nothing."""
+    if value <= 0 or high <= 0:
+        return 0
+    return max(1, min(HEAT_STEPS - 1, int(np.ceil(value / high * (HEAT_STEPS - 1)))))
+
+
+# ---------------------------------------------------------------------- rank x chunk
+
+
+def heat_maps(named: Sequence[tuple[str, PlanView, FloatArray]], bounds: IntArray) -> Markup:
+    """Returns one panel per plan, one above the other, on one colour scale.
+
+    `named`: title, plan, area `[P, chunks]`. Bars at the right: area and tokens of each rank, on
+    one scale over all panels.
+    """
+    width, height = 740.0, 0.0
+    high = max(float(heat.max()) for _, _, heat in named)
+    widest = max(float(view.area.max() / max(view.area.mean(), 1.0)) for _, view, _ in named)
+    parts = []
+    for title, view, heat in named:
+        panel, used = _panel(title, view, heat, bounds, (high, widest, height))
+        parts.append(panel)
+        height += used + 12
+    parts.append(_heat_legend(high, height + 4))
+    return picture(width, height + 20, "area by rank and chunk", *parts)
+
+
+def _panel(
+    title: str,
+    view: PlanView,
+    heat: FloatArray,
+    bounds: IntArray,
+    frame: tuple[float, float, float],
+) -> tuple[Markup, float]:
+    """Returns a panel and its height; `frame` is largest cell, largest bar, top."""
+    high, widest, top = frame
+    left, map_width, num_ranks = 52.0, 452.0, view.cp_size
+    row_height = max(4.0, min(52.0, 128.0 / num_ranks))
+    first = top + TITLE + 14
+    parts = [text(0, top + 13, title, "strong")]
+    parts += [text(left, first - 5, "chunks of the pack →", "tiny muted")]
+    parts += _bar_heads(first)
+    edges = left + bounds / bounds[-1] * map_width
+    gap = 1.0 if row_height > 8 else 0.4
+    owned = _owned(view, bounds)
+    for rank in range(num_ranks):
+        y = first + rank * row_height
+        if num_ranks <= MAX_ROWS_LABELLED or rank % 8 == 0:
+            parts.append(text(left - 8, y + row_height / 2 + 4, f"rank {rank}", anchor="end"))
+        parts.append(rect(left, y, map_width, row_height - gap, "empty"))
+        for chunk in np.flatnonzero((heat[rank] > 0) | owned[rank]).tolist():
+            parts.append(
+                rect(
+                    float(edges[chunk]),
+                    y,
+                    float(edges[chunk + 1] - edges[chunk]) - min(gap, 0.5),
+                    row_height - gap,
+                    f"h{heat_step(heat[rank, chunk], high)}",
+                    f"rank {rank}, tokens {bounds[chunk]}–{bounds[chunk + 1]}: "
+                    f"{short(heat[rank, chunk])} pairs",
+                )
+            )
+        parts += _rank_bars(view, rank, y, row_height - gap, widest)
+    bottom = first + num_ranks * row_height
+    mean = _bar_start() + _BAR / max(widest, 1.0)
+    parts.append(line(mean, first - 2, mean, bottom, "mean"))
+    return join(parts), bottom - top
+
+
+_BAR = 118.0
+
+
+def _bar_start() -> float:
+    return 516.0
+
+
+def _bar_heads(first: float) -> list[Markup]:
+    start = _bar_start()
+    return [
+        text(start, first - 5, "area / mean", "tiny muted"),
+        text(start + _BAR + 42, first - 5, "tokens", "tiny muted"),
+    ]
+
+
+def _rank_bars(view: PlanView, rank: int, y: float, height: float, widest: float) -> list[Markup]:
+    """The rank's area over the mean, and its tokens."""
+    share = float(view.area[rank] / max(view.area.mean(), 1.0))
+    start, thick = _bar_start(), min(height, 18.0)
+    middle = y + height / 2
+    parts = [
+        rect(start, middle - thick / 2, share / max(widest, 1.0) * _BAR, thick, "bar", rx=1.5),
+        rect(start + _BAR + 42, middle - thick / 2, 30, thick, "bar-quiet", rx=1.5),
+    ]
+    if view.cp_size <= MAX_ROWS_LABELLED:
+        parts.append(text(start + _BAR + 4, middle + 4, f"{share:.2f}"))
+        tokens = short_tokens(view.tokens.shape[1])
+        parts.append(text(start + _BAR + 76, middle + 4, tokens))
+    return parts
+
+
+def _owned(view: PlanView, bounds: IntArray) -> NDArray[np.bool_]:
+    """Returns whether a rank owns a token of a chunk: `[P, chunks]`."""
+    owned = np.zeros((view.cp_size, len(bounds) - 1), dtype=bool)
+    for rank, ids in enumerate(view.tokens):
+        owned[rank, np.unique(np.searchsorted(bounds, ids, side="right") - 1)] = True
+    return owned
+
+
+def _heat_legend(high: float, y: float) -> Markup:
+    parts = [text(52, y + 9, "area of a cell: 0", "muted")]
+    x = 52 + 92.0
+    for step in range(HEAT_STEPS):
+        parts.append(rect(x + step * 15, y, 15, 10, f"h{step}"))
+    parts.append(text(x + HEAT_STEPS * 15 + 6, y + 9, f"{short(high)} pairs", "muted"))
+    return join(parts)
+
+
+# ---------------------------------------------------------------------- rank x rank
+
+
+def matrices(panels: Sequence[tuple[str, str, FloatArray]]) -> Markup:
+    """Returns matrices of bytes side by side on one colour scale: (title, subtitle, `[src, dst]`)."""
+    side, pitch, left, top = 168.0, 268.0, 30.0, 62.0
+    high = max(float(matrix.max()) for _, _, matrix in panels)
+    parts = []
+    for index, (title, subtitle, matrix) in enumerate(panels):
+        x = left + index * pitch
+        parts.append(text(x - 22, 22, title, "strong"))
+        parts.append(text(x - 22, 38, subtitle))
+        parts.append(_matrix(matrix, high, (x, top, side)))
+    width = left + (len(panels) - 1) * pitch + side + 60
+    return picture(width, top + side + 4, "bytes sent from rank to rank", *parts)
+
+
+def _matrix(matrix: FloatArray, high: float, box: tuple[float, float, float]) -> Markup:
+    x, y, side = box
+    count = len(matrix)
+    cell = side / count
+    gap = 1.0 if cell > 6 else 0.0
+    parts = [rect(x, y, side, side, "empty")]
+    for src in range(count):
+        if count <= MAX_ROWS_LABELLED or src % 8 == 0:
+            at = (src + 0.5) * cell
+            parts.append(text(x - 6, y + at + 4, src, "tiny muted", "end"))
+            parts.append(text(x + at, y - 5, src, "tiny muted", "middle"))
+        for dst in np.flatnonzero(matrix[src] > 0).tolist():
+            step = heat_step(matrix[src, dst], high)
+            left, top = x + dst * cell, y + src * cell
+            hint = f"rank {src} to rank {dst}: {short_bytes(matrix[src, dst])}"
+            parts.append(rect(left, top, cell - gap, cell - gap, f"h{step}", hint))
+    if count <= MAX_NUMBERS:
+        parts += [_number(matrix, src, dst, high, box) for src, dst in np.argwhere(matrix > 0)]
+    return join(parts)
+
+
+def _number(
+    matrix: FloatArray, src: int, dst: int, high: float, box: tuple[float, float, float]
+) -> Markup:
+    x, y, side = box
+    cell = side / len(matrix)
+    value = matrix[src, dst] / byte_unit(high)[0]
+    words = f"{value:.1f}" if value < 9.95 else f"{value:.0f}"
+    if words == "0.0":  # its colour and hint say more
+        return EMPTY
+    shade = f"t{heat_step(matrix[src, dst], high)}"
+    return text(
+        x + (dst + 0.5) * cell, y + (src + 0.5) * cell + 4, words, f"tiny {shade}", "middle"
+    )
+
+
+def byte_unit(high: float) -> tuple[float, str]:
+    """Returns the unit in which the largest value has at most four digits before the point."""
+    for size, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if high >= size:
+            return size, name
+    return 1.0, "B"

@@ -1,0 +1,146 @@
+"""The page of a training run."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+
+import numpy as np
+
+from megatron_cp.report.curves import (
+    balance_figure,
+    comparison_figures,
+    loss_figure,
+    step_time_figure,
+)
+from megatron_cp.report.html import Figure, Tile, heading, note, page, row, strip, write_page
+from megatron_cp.report.lengths import (
+    LengthShares,
+    lengths_figure,
+    shares_of_bins,
+    shares_of_lengths,
+)
+from megatron_cp.report.packs import (
+    balance_tile,
+    communication_figure,
+    dispatch_figure,
+    mask_figure,
+    volume_tile,
+)
+from megatron_cp.report.run import HELD_OUT_LOSS, LOSS, Run, read_run
+from megatron_cp.report.svg import Markup, short
+
+
+def write_run_report(folder: Path, output: Path | None = None, compare: Path | None = None) -> Path:
+    """Writes the page of the run in `folder` and returns where: `report.html` in it by default.
+
+    Raises ValueError, one line, for records that are missing or damaged.
+    """
+    run = read_run(folder)
+    other = None if compare is None else read_run(compare)
+    output = folder / "report.html" if output is None else output
+    write_page(output, run_page(run, other))
+    return output
+
+
+def run_page(run: Run, other: Run | None = None) -> Markup:
+    """Returns the page: headline, mask and dispatch on the first screen, then the rest."""
+    sections = [strip(_tiles(run))]
+    if run.packs:
+        pack = run.packs[0]
+        sections += [row(mask_figure(pack), dispatch_figure(pack))]
+    else:
+        sections += [note("The run kept no packs (plan.json is missing), so no plan can be drawn.")]
+    sections += [heading("Training"), row(loss_figure(run), balance_figure(run))]
+    data: list[Figure] = []
+    shares = length_shares(run)
+    if shares is not None:
+        seq_length = run.argument("seq_length")
+        data.append(lengths_figure(shares, seq_length if isinstance(seq_length, int) else None))
+    sections += [row(step_time_figure(run), *data)]
+    if other is not None:
+        sections += [heading("Against another run"), row(*comparison_figures(run, other))]
+    if run.packs and run.packs[0].ours.cp_size > 1:
+        sections += [heading("Communication"), row(communication_figure(run.packs[0]))]
+    return page(f"{run.name} · training report", _subtitle(run), sections, _foot(run, other))
+
+
+def length_shares(run: Run) -> LengthShares | None:
+    """Returns the shares of the training documents, or of those in the kept packs; None without."""
+    train = run.section("data").get("train")
+    if isinstance(train, dict) and train.get("length_edges"):
+        return shares_of_bins(
+            np.asarray(train["length_edges"]),
+            *(np.asarray(train[f"{name}_by_length"]) for name in ("documents", "tokens", "area")),
+        )
+    lengths = [length for pack in run.packs for length in pack.document_lengths]
+    return shares_of_lengths(np.array(lengths)) if lengths else None
+
+
+def _tiles(run: Run) -> list[Tile]:
+    tiles = [_speed_tile(run)]
+    if run.packs:
+        tiles += [balance_tile(run.packs), volume_tile(run.packs)]
+    _, losses = run.column(LOSS)
+    _, held_out = run.column(HELD_OUT_LOSS)
+    if losses:
+        last = losses[-max(1, len(losses) // 25) :]
+        words = f"from {losses[0]:.2f}; mean of the last {len(last)} steps"
+        tiles.append(Tile("Training loss", f"{np.mean(last):.3f}", words))
+    if held_out:
+        best = f"best {min(held_out):.3f}, from {held_out[0]:.2f}"
+        tiles.append(Tile("Held-out loss", f"{held_out[-1]:.3f}", best))
+    return tiles
+
+
+def _speed_tile(run: Run) -> Tile:
+    """Tokens per second over the median step: packs are full, so a step's tokens are known."""
+    _, seconds = run.column("iteration-time")
+    batch, seq_length = run.argument("global_batch_size"), run.argument("seq_length")
+    if not seconds or not isinstance(batch, int) or not isinstance(seq_length, int):
+        return Tile("Tokens per second", "n/a", "no step time logged")
+    middle = float(np.median(seconds))
+    detail = f"median step {middle:.3g} s, {short(batch * seq_length)} tokens; {_ranks(run)}"
+    return Tile("Tokens per second", short(batch * seq_length / max(middle, 1e-9)), detail)
+
+
+def _ranks(run: Run) -> str:
+    world = run.section("layout").get("world_size")
+    return f"{world} rank{'' if world == 1 else 's'}"
+
+
+def _subtitle(run: Run) -> str:
+    layout = run.section("layout")
+    sizes = (("CP", "context"), ("TP", "tensor"), ("PP", "pipeline"), ("DP", "data"))
+    split = " × ".join(f"{name} {layout[key]}" for name, key in sizes if key in layout)
+    steps = int(run.rows[-1]["iteration"]) if run.rows else 0
+    parts = [f"GPT of {short(run.description.get('num_parameters') or float('nan'))} parameters"]
+    if run.argument("seq_length"):
+        parts.append(f"{run.argument('seq_length')} tokens per pack")
+    state = "" if run.description.get("finished") else " (not finished)"
+    return ", ".join([*parts, split, f"{steps} steps{state}"])
+
+
+def _foot(run: Run, other: Run | None) -> dict[str, object]:
+    command = run.description.get("command") or []
+    machine = run.section("machine")
+    foot: dict[str, object] = {
+        "run": f"{run.folder}, begun {_date(run.description.get('created'))}",
+        "command": " ".join(str(word) for word in command),
+        "machine": ", ".join(str(value) for value in machine.values()),
+        "versions": ", ".join(f"{k} {v}" for k, v in run.section("versions").items()),
+        "seed": run.argument("seed", "unknown"),
+        "packs drawn": f"the first of {len(run.packs)} kept; headline figures are means over all",
+        "this page": f"python -m megatron_cp report {run.folder}",
+        "counted": "areas and bytes come from the plans; times are measured",
+    }
+    if other is not None:
+        foot["compared with"] = f"{other.name} in {other.folder}"
+    return foot
+
+
+def _date(seconds: object) -> str:
+    if not isinstance(seconds, (int, float)):
+        return "at an unknown time"
+    moment = datetime.datetime.fromtimestamp(seconds, tz=datetime.timezone.utc)
+    return f"{moment:%Y-%m-%d %H:%M} UTC"

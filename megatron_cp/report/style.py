@@ -1,0 +1,110 @@
+"""Colours and layout of every page: light and dark by the reader's system, one column when narrow.
+
+Colour has three jobs, kept apart: a series or a rank (--s1 ...), a magnitude (--h0 ... --h8, one
+hue), and everything else in ink.
+"""
+
+from megatron_cp.mask.draw import COLOURS
+
+HEAT_STEPS = 9
+NUM_SERIES = 8
+
+_LIGHT = """
+--page:#f4f4f1;--card:#fdfdfc;--ink:#14140f;--soft:#55544f;--muted:#85837c;--grid:#e4e3dd;
+--rule:#cfcec7;--good:#0a7d3c;--warn:#a35a00;--badge:#fff3d6;--doc-a:#2a78d6;--doc-b:#79aeea;
+--s1:#2a78d6;--s2:#eb6834;--s3:#1baf7a;--s4:#eda100;--s5:#4a3aa7;--s6:#e87ba4;--s7:#008300;
+--s8:#e34948;
+--h0:#e9f1fb;--h1:#cde2fb;--h2:#a9cdf5;--h3:#86b6ef;--h4:#5f9fe6;--h5:#3987e5;--h6:#256abf;
+--h7:#184f95;--h8:#0d366b;
+"""
+_DARK = """
+--page:#0f0f0e;--card:#1a1a19;--ink:#f7f7f4;--soft:#c3c2b7;--muted:#8f8d85;--grid:#2b2b29;
+--rule:#403f3b;--good:#4cc27f;--warn:#f0b04a;--badge:#3a2e12;--doc-a:#3987e5;--doc-b:#24558f;
+--s1:#3987e5;--s2:#d95926;--s3:#199e70;--s4:#c98500;--s5:#9085e9;--s6:#d55181;--s7:#2f9e2f;
+--s8:#e66767;
+--h0:#14202f;--h1:#10294a;--h2:#123a6b;--h3:#184f95;--h4:#1f63b6;--h5:#2a78d6;--h6:#5598e7;
+--h7:#8fbdf1;--h8:#d3e6fc;
+"""
+
+_LAYOUT = """
+*{box-sizing:border-box}
+body{margin:0;background:var(--page);color:var(--ink);
+font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif}
+main{max-width:1280px;margin:0 auto;padding:20px 20px 48px}
+header{display:flex;flex-wrap:wrap;gap:4px 20px;align-items:baseline;margin-bottom:14px}
+h1{font-size:22px;line-height:1.25;margin:0;overflow-wrap:anywhere}
+header p{margin:0;color:var(--soft)}
+h2{font-size:15px;margin:0 0 2px;font-weight:650}
+h3{font-size:17px;margin:30px 0 10px;font-weight:650}
+.strip{display:grid;grid-template-columns:repeat(auto-fit,minmax(168px,1fr));gap:12px;margin-bottom:12px}
+.tile,figure,.note{background:var(--card);border:1px solid var(--grid);border-radius:10px}
+.tile{padding:10px 14px}
+.tile b{display:block;font-size:26px;line-height:1.2;font-weight:650;letter-spacing:-.01em}
+.tile>span{display:block;color:var(--soft);font-size:13px}
+.tile small{display:block;color:var(--muted);font-size:12px;line-height:1.4}
+.row{display:grid;grid-template-columns:repeat(12,minmax(0,1fr));gap:12px;margin-bottom:12px}
+.w4{grid-column:span 4}.w5{grid-column:span 5}.w6{grid-column:span 6}.w7{grid-column:span 7}
+.w8{grid-column:span 8}.w12{grid-column:span 12}
+figure{margin:0;padding:12px 14px;min-width:0;display:flex;flex-direction:column}
+figcaption{color:var(--soft);font-size:13px;margin-bottom:8px}
+.plot{overflow-x:auto;margin:auto 0}
+.plot>svg{display:block;width:100%;height:auto;margin:0 auto}
+svg text{font-size:11.5px;fill:var(--soft);font-family:inherit}
+svg .strong{fill:var(--ink);font-weight:600}svg .muted{fill:var(--muted)}svg .tiny{font-size:10px}
+.grid{stroke:var(--grid);stroke-width:1}.axis{stroke:var(--rule);stroke-width:1}
+.mean{stroke:var(--ink);stroke-width:1.2;stroke-dasharray:3 3}
+.frame{fill:none;stroke:var(--rule);stroke-width:1}.empty{fill:var(--page)}
+.mask [fill-opacity="0.6"]{fill-opacity:.75}.mask [fill-opacity="0.9"]{fill-opacity:1}
+.bar{fill:var(--doc-a)}.bar-quiet{fill:var(--doc-b)}
+.line{fill:none;stroke-width:2;stroke-linejoin:round;stroke-linecap:round}
+.faint{fill:none;stroke-width:1;opacity:.35}
+details{margin-top:8px;font-size:12px;color:var(--muted)}
+summary{cursor:pointer}
+pre{max-height:260px;overflow:auto;margin:6px 0 0;padding:8px;background:var(--page);border-radius:6px;
+font:11.5px/1.45 ui-monospace,"DejaVu Sans Mono",monospace;color:var(--soft)}
+.badge{display:inline-block;background:var(--badge);color:var(--warn);border:1px solid currentColor;
+border-radius:99px;padding:0 8px;font-size:11px;font-weight:600;line-height:17px;vertical-align:2px}
+.scroll{overflow-x:auto}
+table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
+th{font-size:12px;font-weight:600;color:var(--muted);text-align:right;padding:5px 8px;vertical-align:bottom}
+td{text-align:right;padding:5px 8px;border-top:1px solid var(--grid);white-space:nowrap}
+th:first-child,td:first-child{text-align:left;padding-left:0}
+tr.chosen td{font-weight:650}
+td.why{text-align:left;color:var(--muted);white-space:normal}
+.meter{display:inline-block;width:70px;height:8px;background:var(--page);
+border-radius:2px;vertical-align:1px}
+.meter i{display:block;height:8px;background:var(--doc-b);border-radius:2px}
+.chosen .meter i{background:var(--doc-a)}
+.note{padding:10px 14px;margin-bottom:12px;color:var(--soft);font-size:13px}
+footer{margin-top:28px;padding-top:12px;border-top:1px solid var(--rule);color:var(--soft);font-size:12.5px}
+footer dl{display:grid;grid-template-columns:max-content minmax(0,1fr);gap:2px 16px;margin:0}
+footer dt{color:var(--muted)}footer dd{margin:0;overflow-wrap:anywhere}
+code{font:12px ui-monospace,"DejaVu Sans Mono",monospace}
+@media (max-width:900px){.row>*{grid-column:1/-1}main{padding:14px 10px 32px}
+.strip{grid-template-columns:repeat(2,minmax(0,1fr))}.wide>svg{min-width:480px}}
+@media print{body{background:#fff}figure,.tile{break-inside:avoid}}
+"""
+
+
+def style_sheet() -> str:
+    """Returns the page's only style sheet."""
+    colours = "".join(
+        f".s{i}{{fill:var(--s{i})}}.l{i}{{stroke:var(--s{i})}}" for i in range(1, NUM_SERIES + 1)
+    )
+    heat = "".join(
+        f".h{i}{{fill:var(--h{i})}}svg .t{i}{{fill:{'#14140f' if i < 5 else '#fff'}}}"
+        for i in range(HEAT_STEPS)
+    )
+    heat_dark = "".join(
+        f"svg .t{i}{{fill:{'#fff' if i < 6 else '#14140f'}}}" for i in range(HEAT_STEPS)
+    )
+    # A mask's drawing gives each document one of COLOURS; those are the ranks' here, so two tones.
+    documents = "".join(
+        f".mask [fill='{colour}']{{fill:var(--doc-{'ab'[i % 2]})}}"
+        for i, colour in enumerate(COLOURS)
+    )
+    return (
+        f":root{{color-scheme:light dark;{_LIGHT}}}"
+        f"@media (prefers-color-scheme:dark){{:root{{{_DARK}}}}}"
+        f"{_LAYOUT}{colours}{documents}{heat}@media (prefers-color-scheme:dark){{{heat_dark}}}"
+    )
