@@ -2,54 +2,95 @@
 
 Starts from the stream in order (the best locality there is) and exchanges single chunks between a loaded
 and an idle rank, always the pair that moves the fewest additional key rows among those that help enough.
-Compare MagiAttention's area dispatch (min-heap over chunks sorted by area), which balances as well but
-scatters documents over ranks; it is here too, as the start for masks where the exchanges get stuck.
+With several nodes the nodes are balanced first, then the ranks inside each, so that most exchanges stay
+inside a node. Compare MagiAttention's area dispatch (min-heap over chunks sorted by area), which balances
+as well but scatters documents over ranks; it is here too, for masks where exchanges get stuck.
+
+All sums are of whole numbers, so they are exact in any order of summation: the same on every machine.
 """
 
 import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray, expand_ranges
-from megatron_cp.mask.slice import K_END, K_START, Q_END, Q_START, tighten
+from megatron_cp.mask.slice import K_END, K_START, Q_START, rows_area, tighten
 
 FloatArray = NDArray[np.float64]
 MAX_EXCHANGES_PER_RANK = 64
+PARTNERS = 4  # idle ranks looked at per exchange; an eighth of all ranks if that is more
 USEFUL_SHARE = 0.5  # an exchange must reach this share of the best improvement on offer
 
 
-def chunk_areas(mask: AttentionMask, chunk_size: int, num_chunks: int) -> FloatArray:
-    """Returns the mask area of each chunk's query rows: float64 `[num_chunks]`."""
-    bounds = np.minimum(np.arange(num_chunks + 1) * chunk_size, mask.num_queries)
-    return mask.area_of_rows(bounds).astype(np.float64)
+@dataclass(frozen=True)
+class ChunkTable:
+    """What chunks of the stream have to do with each other."""
+
+    areas: FloatArray
+    """Pairs between the queries of chunk i and the keys of chunk j: `[C, C]`."""
+    needs: FloatArray
+    """Key rows of chunk j that queries of chunk i may see: `[C, C]`."""
+    chunk_size: int
+
+    @property
+    def chunk_areas(self) -> FloatArray:
+        """Returns the area of each chunk's query rows: `[C]`."""
+        return self.areas.sum(axis=1)
 
 
-def chunk_needs(mask: AttentionMask, chunk_size: int, num_chunks: int) -> FloatArray:
-    """Returns how many key rows of chunk j the queries of chunk i may see: float64 `[i, j]`.
+def chunk_table(mask: AttentionMask, chunk_size: int, num_chunks: int) -> ChunkTable:
+    """Returns the table of a mask; areas are exact.
 
-    Slices of one chunk that share keys are counted once each, capped at the chunk: an estimate.
+    Slices of one chunk that share keys are counted once each in `needs`, capped at the chunk: an estimate
+    from above. O(slices x chunks that they meet).
     """
-    rows = mask.array
-    first, last = rows[:, Q_START] // chunk_size, (rows[:, Q_END] - 1) // chunk_size + 1
-    which, chunk = expand_ranges(first, last)
+    parts, _ = _cut(mask.array, Q_START, chunk_size)
+    parts, column = _cut(parts, K_START, chunk_size)
+    chunk = parts[:, Q_START] // chunk_size
+    cell, shape = chunk * num_chunks + column, (num_chunks, num_chunks)
+    areas = np.bincount(cell, rows_area(parts), minlength=num_chunks**2)
+    rows = parts[:, K_END] - parts[:, K_START]
+    needs = np.bincount(cell, rows, minlength=num_chunks**2)
+    return ChunkTable(
+        areas.reshape(shape).astype(np.float64),
+        np.minimum(needs, chunk_size).reshape(shape).astype(np.float64),
+        chunk_size,
+    )
+
+
+def _cut(rows: IntArray, start: int, size: int) -> tuple[IntArray, IntArray]:
+    """Returns tight rows cut along one axis at multiples of `size`, and the index of each part."""
+    stop = start + 1
+    which, part = expand_ranges(rows[:, start] // size, (rows[:, stop] - 1) // size + 1)
     parts = rows[which]
-    parts[:, Q_START] = np.maximum(parts[:, Q_START], chunk * chunk_size)
-    parts[:, Q_END] = np.minimum(parts[:, Q_END], (chunk + 1) * chunk_size)
-    parts = tighten(parts)  # tight rows cut along q keep a pair in every row: none vanishes
-    begin, end = parts[:, K_START] // chunk_size, (parts[:, K_END] - 1) // chunk_size + 1
-    piece, column = expand_ranges(begin, end)
-    low = np.maximum(parts[piece, K_START], column * chunk_size)
-    high = np.minimum(parts[piece, K_END], (column + 1) * chunk_size)
-    needs = np.zeros((num_chunks, num_chunks))
-    np.add.at(needs, (chunk[piece], column), high - low)
-    return np.minimum(needs, chunk_size)
+    parts[:, start] = np.maximum(parts[:, start], part * size)
+    parts[:, stop] = np.minimum(parts[:, stop], (part + 1) * size)
+    return tighten(parts), part  # tight rows cut along one axis keep a pair each: none vanishes
+
+
+def weighted_sum(tables: Sequence[ChunkTable], weights: Sequence[float]) -> ChunkTable:
+    """Returns the table of a family of masks, each counted as often as its layers run."""
+    areas = sum((w * t.areas for t, w in zip(tables, weights, strict=True)), np.zeros(1))
+    needs = sum((w * t.needs for t, w in zip(tables, weights, strict=True)), np.zeros(1))
+    return ChunkTable(areas, needs, tables[0].chunk_size)
 
 
 def in_order(num_chunks: int, cp_size: int) -> IntArray:
     """Returns the stream in order: rank r owns the r-th run of chunks, int64 `[P, n]`."""
     return np.arange(num_chunks, dtype=np.int64).reshape(cp_size, -1)
+
+
+def zigzag(num_chunks: int, cp_size: int) -> IntArray:
+    """Returns runs r and 2P-1-r of 2P runs for rank r (one run over for an odd number goes in order)."""
+    half = num_chunks // cp_size // 2
+    ranks = np.arange(cp_size)
+    runs = np.arange(2 * cp_size * half, dtype=np.int64).reshape(2 * cp_size, half)
+    rest = np.arange(2 * cp_size * half, num_chunks, dtype=np.int64).reshape(cp_size, -1)
+    return np.concatenate([runs[ranks], runs[2 * cp_size - 1 - ranks], rest], axis=1)
 
 
 def largest_first(areas: FloatArray, cp_size: int) -> IntArray:
@@ -68,58 +109,71 @@ def largest_first(areas: FloatArray, cp_size: int) -> IntArray:
     return np.array(owned, dtype=np.int64)
 
 
-def exchange_chunks(
-    owned: IntArray, areas: FloatArray, needs: FloatArray, tolerance: float
+def nodes_first(
+    table: ChunkTable,
+    cp_size: int,
+    node_size: int,
+    start: Callable[[int, int], IntArray],
+    tolerance: float,
 ) -> IntArray:
+    """Returns a deal whose nodes are balanced first, then the ranks inside each, both by exchanges.
+
+    `start(num_chunks, parts)` is the deal to begin with, on either level.
+    """
+    nodes = exchange_chunks(start(len(table.areas), cp_size // node_size), table, tolerance / 2)
+    inside = [np.sort(chunks)[start(len(chunks), node_size)] for chunks in nodes]
+    return np.concatenate([exchange_chunks(deal, table, tolerance / 2) for deal in inside])
+
+
+def exchange_chunks(owned: IntArray, table: ChunkTable, tolerance: float) -> IntArray:
     """Returns `owned` after exchanges that bring max/mean area to `1 + tolerance`, or as near as they go."""
-    owned = owned.copy()
-    loads = areas[owned].sum(axis=1)
-    target = loads.mean() * (1 + tolerance)
+    state = _Deal(owned.copy(), table)
+    target = state.loads.mean() * (1 + tolerance)
     for _ in range(MAX_EXCHANGES_PER_RANK * len(owned)):
-        if loads.max() <= target:
+        if state.loads.max() <= target or not state.exchange_best_pair():
             break
-        move = _best_exchange(owned, areas, needs, loads)
-        if move is None:
-            break
-        a, i, b, j = move
-        owned[a, i], owned[b, j] = owned[b, j], owned[a, i]
-        loads[[a, b]] = areas[owned[[a, b]]].sum(axis=1)
-    return owned
+    return state.owned
 
 
-def _best_exchange(
-    owned: IntArray, areas: FloatArray, needs: FloatArray, loads: FloatArray
-) -> tuple[int, int, int, int] | None:
-    """Returns (rank a, slot, rank b, slot) to exchange, a being the most loaded rank; None if stuck."""
-    a = int(loads.argmax())
-    best: tuple[float, int, int, int, int] | None = None
-    for b in np.argsort(loads, kind="stable")[: max(4, len(owned) // 8)].tolist():
-        if b == a:
-            continue
-        change = areas[owned[a]][:, None] - areas[owned[b]][None, :]
-        after = np.maximum(loads[a] - change, loads[b] + change)
-        gain = loads[a] - after
-        if gain.max() <= 1e-9 * loads[a]:
-            continue
-        moved = _extra_rows(owned[a], owned[b], needs)
-        cost = np.full_like(gain, np.inf)
-        np.divide(moved, gain, out=cost, where=gain >= USEFUL_SHARE * gain.max())
-        i, j = np.unravel_index(int(cost.argmin()), cost.shape)
-        if best is None or cost[i, j] < best[0]:
-            best = (float(cost[i, j]), a, int(i), b, int(j))
-    return None if best is None else best[1:]
+class _Deal:
+    """Chunks of ranks under exchange, with what each rank computes and which key rows it holds anyway."""
 
+    def __init__(self, owned: IntArray, table: ChunkTable):
+        self.owned, self.needs, self.areas = owned, table.needs, table.chunk_areas
+        self.loads = self.areas[owned].sum(axis=1)
+        self.covered = np.stack([self._covered_by(chunks) for chunks in owned])
 
-def _extra_rows(mine: IntArray, theirs: IntArray, needs: FloatArray) -> FloatArray:
-    """Returns an estimate of the key rows moved more when slot i of `mine` and j of `theirs` change."""
+    def _covered_by(self, chunks: IntArray) -> FloatArray:
+        covered: FloatArray = self.needs[chunks].max(axis=0)
+        covered[chunks] = np.inf  # own rows are never received
+        return covered
 
-    def cost_at(chunks: IntArray, home: IntArray) -> FloatArray:
-        covered = needs[home].max(axis=0)
-        covered[home] = np.inf  # own rows are never received
-        return np.maximum(needs[chunks] - covered, 0).sum(axis=1)
+    def exchange_best_pair(self) -> bool:
+        """Exchanges a chunk of the most loaded rank for one of an idle rank; False if nothing helps."""
+        a = int(self.loads.argmax())
+        idle = np.argsort(self.loads, kind="stable")[: max(PARTNERS, len(self.loads) // 8)]
+        idle = idle[idle != a]
+        mine, theirs = self.owned[a], self.owned[idle]
+        change = self.areas[mine][None, :, None] - self.areas[theirs][:, None, :]
+        after = np.maximum(self.loads[a] - change, self.loads[idle][:, None, None] + change)
+        gain = self.loads[a] - after
+        best_gain = gain.max(axis=(1, 2), initial=0.0)
+        useful = (gain >= USEFUL_SHARE * best_gain[:, None, None]) & (gain > 1e-9 * self.loads[a])
+        if not useful.any():
+            return False
+        cost = np.full(gain.shape, np.inf)
+        np.divide(1 + self._extra_rows(a, mine, idle, theirs), gain, out=cost, where=useful)
+        which, i, j = (int(x) for x in np.unravel_index(int(cost.argmin()), cost.shape))
+        b = int(idle[which])
+        self.owned[a, i], self.owned[b, j] = self.owned[b, j], self.owned[a, i]
+        for rank in (a, b):
+            chunks = self.owned[rank]
+            self.loads[rank] = self.areas[chunks].sum()
+            self.covered[rank] = self._covered_by(chunks)
+        return True
 
-    here, there = cost_at(mine, mine), cost_at(theirs, theirs)
-    leave = cost_at(mine, theirs) - here
-    enter = cost_at(theirs, mine) - there
-    total = leave[:, None] + enter[None, :]
-    return np.maximum(total - total.min() + 1.0, 1.0)
+    def _extra_rows(self, a: int, mine: IntArray, idle: IntArray, theirs: IntArray) -> FloatArray:
+        """Returns an estimate of the key rows moved more if chunks `[b, i, j]` change places."""
+        leave = np.maximum(self.needs[mine][None] - self.covered[idle][:, None], 0).sum(axis=2)
+        enter = np.maximum(self.needs[theirs] - self.covered[a], 0).sum(axis=2)
+        return leave[:, :, None] + enter[:, None, :]

@@ -1,17 +1,30 @@
 """Seconds from area, rows, heads and a hardware row: the predicted time of a pass.
 
 A stage costs every rank `compute` (pairs x FLOPs / rate) and its transfer costs the busiest of its links.
-Stage i+1's transfer runs under stage i's compute; the first transfer, the last return and a head split
-are exposed. Nothing here is measured on the machine that asks: figures are predictions.
+Stage i+1's transfer and stage i-1's results run under stage i's compute; the first transfer, the last
+return and a head split are exposed. Nothing here is measured on the machine that asks: all figures are
+predictions.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_cp.config import CPConfig, Topology
-from megatron_cp.plan.schema import DST, SRC, START, STOP, AttentionPlan, PassName, Transfer
+from megatron_cp.mask import AttentionMask
+from megatron_cp.mask.interval import IntArray
+from megatron_cp.plan.schema import (
+    DST,
+    SRC,
+    START,
+    STOP,
+    AttentionPlan,
+    HeadSplit,
+    PassName,
+    Transfer,
+)
 from megatron_cp.plan.topology import get_topology
 
 FloatArray = NDArray[np.float64]
@@ -25,6 +38,31 @@ class RowBytes:
 
     there: int
     back: int
+
+
+@dataclass(frozen=True)
+class Movement:
+    """What a transfer (and, by symmetry, its adjoint) costs every rank, before row sizes are known."""
+
+    seconds_per_byte: FloatArray  # [P], for rows of one byte: the rank's busiest link
+    latency: float
+
+    def seconds(self, bytes_per_row: int) -> FloatArray:
+        """Returns each rank's time for rows of this size, 0 for rows that do not move."""
+        return (self.seconds_per_byte * bytes_per_row + self.latency) * (bytes_per_row > 0)
+
+    def part(self, count: int) -> "Movement":
+        """Returns the movement of one of `count` equal parts of the rows."""
+        return Movement(self.seconds_per_byte / count, self.latency)
+
+
+@dataclass(frozen=True)
+class StageLoad:
+    """One stage as the cost model sees it."""
+
+    areas: FloatArray  # [P] pairs, in units of all heads of a rank
+    keys: Movement | None = None
+    queries: Movement | None = None
 
 
 def row_bytes(config: CPConfig, pass_name: PassName, side: str, head_degree: int = 1) -> RowBytes:
@@ -55,40 +93,70 @@ def compute_seconds(area: FloatArray, config: CPConfig, pass_name: PassName) -> 
     return BACKWARD_FLOPS * flops / (topology.backward_tflops * 1e12)
 
 
-def transfer_seconds(
-    transfer: Transfer | None, bytes_per_row: int, num_ranks: int, topology: Topology
-) -> FloatArray:
-    """Returns each rank's time for a transfer (or, by symmetry, its adjoint): float64 `[num_ranks]`."""
-    seconds = np.zeros(num_ranks)
-    for hop in transfer.hops if transfer and bytes_per_row else ():
+def hop_movement(
+    src: IntArray, dst: IntArray, rows: IntArray | FloatArray, num_ranks: int, topology: Topology
+) -> Movement:
+    """Returns the cost of one all-to-all of `rows[i]` rows from `src[i]` to `dst[i]`.
+
+    A rank sends and receives on both levels at once; the slowest of these four decides.
+    """
+    same_node = src // topology.node_size == dst // topology.node_size
+    levels = ((same_node, topology.inner_gbytes_per_s), (~same_node, topology.outer_gbytes_per_s))
+    busiest = np.zeros(num_ranks)
+    for chosen, gbytes in levels:
+        for end in (src, dst):
+            moved = np.bincount(end[chosen], rows[chosen], minlength=num_ranks)
+            busiest = np.maximum(busiest, moved / (gbytes * 1e9))
+    return Movement(busiest, topology.latency_us * 1e-6 if rows.any() else 0.0)
+
+
+def transfer_movement(
+    transfer: Transfer | None, num_ranks: int, topology: Topology
+) -> Movement | None:
+    """Returns the cost of a transfer's hops, one after the other."""
+    if transfer is None:
+        return None
+    total = Movement(np.zeros(num_ranks), 0.0)
+    for hop in transfer.hops:
         messages = hop.messages
-        rows = (messages[:, STOP] - messages[:, START]).astype(np.float64)
-        same_node = messages[:, SRC] // topology.node_size == messages[:, DST] // topology.node_size
-        links = (
-            (same_node, topology.inner_gbytes_per_s),
-            (~same_node, topology.outer_gbytes_per_s),
-        )
-        busiest = np.zeros(num_ranks)
-        for chosen, gbytes in links:
-            for end in (SRC, DST):
-                moved = np.bincount(messages[chosen, end], rows[chosen], minlength=num_ranks)
-                busiest = np.maximum(busiest, moved * bytes_per_row / (gbytes * 1e9))
-        seconds += busiest + topology.latency_us * 1e-6
-    return seconds
+        rows = messages[:, STOP] - messages[:, START]
+        one = hop_movement(messages[:, SRC], messages[:, DST], rows, num_ranks, topology)
+        total = Movement(total.seconds_per_byte + one.seconds_per_byte, total.latency + one.latency)
+    return total
 
 
-def head_split_seconds(plan: AttentionPlan, pass_name: PassName) -> float:
+def pass_seconds(
+    loads: Sequence[StageLoad], config: CPConfig, pass_name: PassName, head_degree: int = 1
+) -> float:
+    """Returns the predicted time of the slowest rank for the stages of one pass of one layer."""
+    compute = compute_seconds(np.stack([load.areas for load in loads]), config, pass_name)
+    arrive, leave = np.zeros_like(compute), np.zeros_like(compute)
+    for index, load in enumerate(loads):
+        for side, movement in (("k", load.keys), ("q", load.queries)):
+            if movement is not None:
+                size = row_bytes(config, pass_name, side, head_degree)
+                arrive[index] += movement.seconds(size.there)
+                leave[index] += movement.seconds(size.back)
+    under = np.zeros_like(compute)  # what travels while stage i computes
+    under[:-1] += arrive[1:]
+    under[1:] += leave[:-1]
+    per_rank = arrive[0] + np.maximum(compute, under).sum(axis=0) + leave[-1]
+    return float(per_rank.max())
+
+
+def head_split_seconds(
+    split: HeadSplit | None, tokens_per_rank: int, config: CPConfig, pass_name: PassName
+) -> float:
     """Returns the exposed time of exchanging tokens against heads and back."""
-    split = plan.get_pass(pass_name).head_split
     if split is None or split.degree == 1:
         return 0.0
-    config, topology, degree = plan.config, get_topology(plan.config.topology), split.degree
+    topology, degree = get_topology(config.topology), split.degree
     value_dim = config.value_head_dim or config.head_dim
     query = config.num_heads * config.head_dim
     out = config.num_heads * value_dim
     keys = max(config.num_kv_heads, degree) * (config.head_dim + value_dim)
     elements = query + keys + out if pass_name == "forward" else 2 * (query + keys) + out
-    sent = plan.tokens_per_rank * elements * config.element_bytes * (degree - 1) / degree
+    sent = tokens_per_rank * elements * config.element_bytes * (degree - 1) / degree
     within = all(len({rank // topology.node_size for rank in group}) == 1 for group in split.groups)
     gbytes = topology.inner_gbytes_per_s if within else topology.outer_gbytes_per_s
     return sent / (gbytes * 1e9) + 2 * topology.latency_us * 1e-6
@@ -106,21 +174,21 @@ def makespan_seconds(plan: AttentionPlan, pass_name: PassName) -> float:
     """Returns the predicted time of the slowest rank for one pass of one layer."""
     pass_, topology = plan.get_pass(pass_name), get_topology(plan.config.topology)
     degree = pass_.head_split.degree if pass_.head_split else 1
-    compute = compute_seconds(stage_areas(plan, pass_name), plan.config, pass_name)
-    arrive, leave = np.zeros_like(compute), np.zeros_like(compute)
-    for index, stage in enumerate(pass_.stages):
-        for side, cast in (("k", stage.k_cast), ("q", stage.q_cast)):
-            size = row_bytes(plan.config, pass_name, side, degree)
-            arrive[index] += transfer_seconds(cast, size.there, plan.cp_size, topology)
-            leave[index] += transfer_seconds(cast, size.back, plan.cp_size, topology)
-    under = np.zeros_like(compute)  # what travels while stage i computes
-    under[:-1] += arrive[1:]
-    under[1:] += leave[:-1]
-    per_rank = arrive[0] + np.maximum(compute, under).sum(axis=0) + leave[-1]
-    return float(per_rank.max()) + head_split_seconds(plan, pass_name)
+    loads = [
+        StageLoad(
+            areas,
+            transfer_movement(stage.k_cast, plan.cp_size, topology),
+            transfer_movement(stage.q_cast, plan.cp_size, topology),
+        )
+        for areas, stage in zip(stage_areas(plan, pass_name), pass_.stages, strict=True)
+    ]
+    exposed = head_split_seconds(pass_.head_split, plan.tokens_per_rank, plan.config, pass_name)
+    return pass_seconds(loads, plan.config, pass_name, degree) + exposed
 
 
-def bound_seconds(plan: AttentionPlan, pass_name: PassName) -> float:
+def load_bound_seconds(
+    mask: AttentionMask, cp_size: int, config: CPConfig, pass_name: PassName
+) -> float:
     """Returns the load bound: the mask's area spread evenly, nothing moved. No plan can be faster."""
-    even = np.array(plan.mask.area() / plan.cp_size)
-    return float(compute_seconds(even, plan.config, pass_name))
+    even = np.array(mask.area() / cp_size)
+    return float(compute_seconds(even, config, pass_name))

@@ -1,38 +1,32 @@
-"""make_plan: the mask and the rank count in, the plan with the smallest predicted makespan out.
+"""make_plan: the mask and the rank count in, a validated plan out.
 
-"auto" tries placements (in order, zigzag, exchanged and largest-first deals of chunks) with one to four
-stages of remote keys, predicts every candidate and keeps the best. Ties go to the earlier candidate, so
-equal inputs give equal bytes in every process.
+Planner "auto" takes the plan with the smallest predicted time from its portfolio (`plan/portfolio.py`);
+the others emit one published scheme each. Equal inputs give equal bytes in every process.
 """
 
+import difflib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-import numpy as np
-
 from megatron_cp.config import CPConfig
-from megatron_cp.mask import AttentionMask, interval
+from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.plan import balance, placement
-from megatron_cp.plan.cost import makespan_seconds
-from megatron_cp.plan.routing import Owners, key_stage, local_stage, remote_keys, split_evenly
-from megatron_cp.plan.schema import AttentionPlan, Pass
+from megatron_cp.plan.placement import check_chunk_size
+from megatron_cp.plan.portfolio import best_family
+from megatron_cp.plan.routing import PlacedMask
+from megatron_cp.plan.schema import AttentionPlan
 from megatron_cp.plan.schemes.gather import (
+    needed_keys_pass,
     one_pass_plan,
     plan_allgather,
     plan_contiguous,
-    with_needed_keys,
 )
 from megatron_cp.plan.schemes.ring import plan_ring, plan_zigzag
 from megatron_cp.plan.schemes.ulysses import plan_ulysses
 from megatron_cp.plan.topology import get_topology
 
 Planner = Callable[[AttentionMask, int, CPConfig], AttentionPlan]
-
-STAGE_COUNTS = (1, 2, 4)
-TOLERANCES = (0.02, 0.005)
-MAX_CHUNKS_TO_EXCHANGE = 1024  # beyond, the square matrix of needs costs more than it earns
 
 
 def make_plan(mask: AttentionMask, cp_size: int, config: CPConfig | None = None) -> AttentionPlan:
@@ -56,7 +50,7 @@ def make_plans(
     started = time.perf_counter()
     _check_inputs(masks, cp_size, config)
     if config.planner == "auto":
-        plans = _best_family(masks, cp_size, config)
+        plans = best_family(masks, cp_size, config)
     else:
         planner = PLANNERS[config.planner]
         plans = {name: planner(mask, cp_size, config) for name, (mask, _) in masks.items()}
@@ -68,7 +62,7 @@ def make_plans(
 
 def plan_auto(mask: AttentionMask, cp_size: int, config: CPConfig) -> AttentionPlan:
     """Returns our plan: equal tokens, balanced area, needed keys only, overlapped as predicted best."""
-    return _best_family({"mask": (mask, 1)}, cp_size, config)["mask"]
+    return best_family({"mask": (mask, 1)}, cp_size, config)["mask"]
 
 
 def plan_on_placement(
@@ -78,88 +72,25 @@ def plan_on_placement(
 
     For frameworks that have split their batch already, for instance Megatron's own zigzag.
     """
-    plan = with_needed_keys(mask, tokens, config, planner)
+    both = needed_keys_pass(PlacedMask(mask, tokens))
+    plan = one_pass_plan(mask, config, planner, tokens, both)
     plan.validate()
     return plan
-
-
-def _best_family(
-    masks: Mapping[str, tuple[AttentionMask, float]], cp_size: int, config: CPConfig
-) -> dict[str, AttentionPlan]:
-    best: tuple[float, dict[str, AttentionPlan]] | None = None
-    for tokens in _candidate_placements(masks, cp_size, config):
-        plans = {name: _best_stages(mask, tokens, config) for name, (mask, _) in masks.items()}
-        seconds = sum(
-            weight
-            * (makespan_seconds(plans[name], "forward") + makespan_seconds(plans[name], "backward"))
-            for name, (_, weight) in masks.items()
-        )
-        if best is None or seconds < best[0] * (1 - 1e-9):
-            best = (seconds, plans)
-    assert best is not None
-    return best[1]
-
-
-def _candidate_placements(
-    masks: Mapping[str, tuple[AttentionMask, float]], cp_size: int, config: CPConfig
-) -> Iterator[IntArray]:
-    """Yields token placements worth predicting, those with better locality first."""
-    first = next(iter(masks.values()))[0]
-    num_tokens = first.num_queries
-    chunk, per_rank = placement.chunk_layout(num_tokens, cp_size, config)
-    num_chunks = cp_size * per_rank
-    yield balance_in_order(num_chunks, cp_size, chunk)
-    if cp_size == 1:
-        return
-    zigzag = placement.zigzag(num_tokens, cp_size, config)
-    if zigzag.size == num_chunks * chunk:
-        yield zigzag
-    areas = sum(w * balance.chunk_areas(m, chunk, num_chunks) for m, w in masks.values())
-    by_area = balance.largest_first(np.asarray(areas), cp_size)
-    yield placement.deal(by_area, chunk)
-    if num_chunks > MAX_CHUNKS_TO_EXCHANGE:
-        return
-    needs = sum(w * balance.chunk_needs(m, chunk, num_chunks) for m, w in masks.values())
-    for start in (balance.in_order(num_chunks, cp_size), by_area):
-        for tolerance in TOLERANCES:
-            owned = balance.exchange_chunks(start, np.asarray(areas), np.asarray(needs), tolerance)
-            yield placement.deal(owned, chunk)
-
-
-def balance_in_order(num_chunks: int, cp_size: int, chunk: int) -> IntArray:
-    """Returns the placement of the stream in order, in whole chunks."""
-    return placement.deal(balance.in_order(num_chunks, cp_size), chunk)
-
-
-def _best_stages(mask: AttentionMask, tokens: IntArray, config: CPConfig) -> AttentionPlan:
-    """Returns the plan of a placement with the number of remote stages that is predicted fastest."""
-    owners = Owners(tokens)
-    wanted = remote_keys(mask, owners)
-    local = local_stage(mask, owners)
-    if not any(len(intervals) for intervals in wanted):
-        return one_pass_plan(mask, config, "auto", tokens, Pass((local,)))
-    counts = STAGE_COUNTS if config.num_stages is None else (config.num_stages,)
-    best: tuple[float, AttentionPlan] | None = None
-    for count in counts:
-        parts = [split_evenly(interval.normalise(intervals), count) for intervals in wanted]
-        remote = [key_stage(mask, owners, [part[i] for part in parts]) for i in range(count)]
-        both = Pass((local, *remote))
-        plan = one_pass_plan(mask, config, "auto", tokens, both)
-        seconds = makespan_seconds(plan, "forward") + makespan_seconds(plan, "backward")
-        if best is None or seconds < best[0] * (1 - 1e-9):
-            best = (seconds, plan)
-    assert best is not None
-    return best[1]
 
 
 def _check_inputs(
     masks: Mapping[str, tuple[AttentionMask, float]], cp_size: int, config: CPConfig
 ) -> None:
-    if not isinstance(cp_size, int) or cp_size < 1:
-        raise ValueError(f"cp_size={cp_size!r} must be a positive integer; use 1 for a single rank")
-    if config.planner not in PLANNERS:
+    if not isinstance(cp_size, int) or isinstance(cp_size, bool) or cp_size < 1:
         raise ValueError(
-            f"planner={config.planner!r} is unknown; choose one of {', '.join(sorted(PLANNERS))}"
+            f"cp_size={cp_size!r} must be a positive integer, the size of the context-parallel group; "
+            "use 1 for a single rank"
+        )
+    if config.planner not in PLANNERS:
+        near = difflib.get_close_matches(str(config.planner), PLANNERS, n=1, cutoff=0.0)[0]
+        raise ValueError(
+            f"planner={config.planner!r} is unknown; choose one of {', '.join(sorted(PLANNERS))} "
+            f"(nearest: {near})"
         )
     get_topology(config.topology)
     if not masks:
@@ -171,6 +102,13 @@ def _check_inputs(
             f"mask grids {grids} must be square, of one length, with at least one token; "
             "crop or concat the masks to the tokens of one pack"
         )
+    weights = {name: weight for name, (_, weight) in masks.items()}
+    if not all(0 < weight < float("inf") for weight in weights.values()):
+        raise ValueError(
+            f"mask weights {weights} must be positive and finite: the number of layers that use each mask; "
+            "leave out masks that no layer uses"
+        )
+    check_chunk_size(lengths.pop(), cp_size, config)
 
 
 PLANNERS: dict[str, Planner] = {

@@ -1,116 +1,214 @@
-"""Turns "this rank wants these keys" into a Stage: messages, and the work in local coordinates.
+"""Turns "these ranks want these keys" into a Stage: messages, and the work in local coordinates.
 
-The casts built here are zero-redundant: a rank receives exactly the key rows that its queries may see and
-it does not own, each once, straight from the owner (the group-cast of MagiAttention).
+The casts built here are zero-redundant: a rank receives exactly the key rows that it asked for and does
+not own, each once, straight from the owner (the group-cast of MagiAttention).
+
+All ranks are handled at once, because a Python loop over ranks and stages would cost more than the plan.
+Their rows stand below each other, and each rank sees a copy of all keys of its own:
+
+    key r * stride + k   =   key k as rank r sees it          (stride > number of ids: copies never touch)
 """
 
-from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_cp.mask import AttentionMask, interval
 from megatron_cp.mask.interval import IntArray
+from megatron_cp.mask.slice import K_END, K_START, Q_START, rows_area, shift_rows
 from megatron_cp.plan.schema import Hop, Stage, Transfer
 
-GLOBAL_START, GLOBAL_STOP, OWNER, LOCAL_START = range(4)
+ID_START, ID_STOP, OWNER, LOCAL_START, READER = range(5)
 
 
 class Owners:
-    """Where every token lives: runs of consecutive ids per rank, and one table sorted by id."""
+    """Where every token lives, as runs of consecutive ids: rank by rank, and in one table sorted by id."""
 
     def __init__(self, own_ids: IntArray):
-        self.own_rows, self.num_ids = own_ids.shape[1], int(own_ids.max()) + 1
-        self.runs = [interval.from_indices(ids) for ids in own_ids]
-        parts = [self._rows(rank, runs) for rank, runs in enumerate(self.runs)]
-        table = np.concatenate(parts)
-        self.table = table[np.argsort(table[:, GLOBAL_START], kind="stable")]
+        self.num_ranks, self.own_rows = own_ids.shape
+        self.num_ids = own_ids.size
+        self.stride = self.num_ids + 1
+        ids = own_ids.reshape(-1)
+        opens = np.ones(ids.size, dtype=bool)
+        opens[1:] = ids[1:] != ids[:-1] + 1
+        opens[:: self.own_rows] = True
+        first = np.flatnonzero(opens)
+        sizes = np.diff(np.r_[first, ids.size])
+        rank, local = np.divmod(first, self.own_rows)
+        self.runs = np.stack([ids[first], ids[first] + sizes], axis=1)
+        self.rank_of_run = rank
+        table = np.column_stack([self.runs, rank, local])
+        self.table = table[np.argsort(table[:, ID_START], kind="stable")]
 
-    @staticmethod
-    def _rows(rank: int, runs: IntArray) -> IntArray:
-        sizes = runs[:, 1] - runs[:, 0]
-        return np.stack(
-            [runs[:, 0], runs[:, 1], np.full(len(runs), rank), np.cumsum(sizes) - sizes], axis=1
-        )
+    @cached_property
+    def own_keys(self) -> IntArray:
+        """The keys that each rank owns, as it sees them, in its local order: int64 `[runs, 2]`."""
+        return self.runs + (self.rank_of_run * self.stride)[:, None]
 
-    def pad(self, mask: AttentionMask) -> AttentionMask:
-        """Returns `mask` on the grid of all ids: padding at the tail sees nothing and is not seen."""
-        if mask.num_queries == self.num_ids:
-            return mask
-        return mask.shift(num_queries=self.num_ids, num_keys=self.num_ids)
+    @cached_property
+    def all_keys(self) -> IntArray:
+        """Every key as every rank sees it: int64 `[P, 2]`."""
+        start = np.arange(self.num_ranks, dtype=np.int64) * self.stride
+        return np.stack([start, start + self.num_ids], axis=1)
+
+    def without_own(self, keys: IntArray) -> IntArray:
+        """Returns `keys` (normalised) less those that the rank asking owns."""
+        return interval.subtract(keys, interval.normalise(self.own_keys))
 
     def locate(self, wanted: IntArray) -> IntArray:
-        """Returns the pieces of `wanted` (normalised id intervals) as table rows, by (owner, local row)."""
-        table = self.table
-        low = np.searchsorted(table[:, GLOBAL_STOP], wanted[:, 0], side="right")
-        high = np.searchsorted(table[:, GLOBAL_START], wanted[:, 1], side="left")
+        """Returns the pieces of `wanted`, int64 `[n, 5]`: table rows, and the rank that reads them.
+
+        `wanted`: normalised keys as ranks see them. Pieces are sorted by (reader, owner, local row), the
+        order in which they arrive.
+        """
+        reader = wanted[:, 0] // self.stride
+        ids = wanted - (reader * self.stride)[:, None]
+        low = np.searchsorted(self.table[:, ID_STOP], ids[:, 0], side="right")
+        high = np.searchsorted(self.table[:, ID_START], ids[:, 1], side="left")
         which, run = interval.expand_ranges(low, np.maximum(low, high))
-        pieces = table[run]
-        start = np.maximum(pieces[:, GLOBAL_START], wanted[which, 0])
-        pieces[:, LOCAL_START] += start - pieces[:, GLOBAL_START]
-        pieces[:, GLOBAL_START] = start
-        pieces[:, GLOBAL_STOP] = np.minimum(pieces[:, GLOBAL_STOP], wanted[which, 1])
-        return pieces[np.lexsort((pieces[:, LOCAL_START], pieces[:, OWNER]))]
+        pieces = np.column_stack([self.table[run], reader[which]])
+        start = np.maximum(pieces[:, ID_START], ids[which, 0])
+        pieces[:, LOCAL_START] += start - pieces[:, ID_START]
+        pieces[:, ID_START] = start
+        pieces[:, ID_STOP] = np.minimum(pieces[:, ID_STOP], ids[which, 1])
+        return pieces[np.lexsort(pieces[:, [LOCAL_START, OWNER, READER]].T)]
 
 
-def remote_keys(mask: AttentionMask, owners: Owners) -> list[IntArray]:
-    """Returns, for each rank, the keys that its queries may see and it does not own, as id intervals."""
-    mask = owners.pad(mask)
-    mine = [interval.normalise(runs) for runs in owners.runs]
-    return [
-        interval.subtract(mask.needed_keys(runs), own)
-        for runs, own in zip(owners.runs, mine, strict=True)
-    ]
+def split_evenly(pieces: IntArray, num_parts: int) -> list[IntArray]:
+    """Returns located pieces in `num_parts` sets, with an equal share (to one row) of every pair of ranks.
 
-
-def local_stage(mask: AttentionMask, owners: Owners) -> Stage:
-    """Returns the stage in which every rank attends to the keys that it owns; nothing moves."""
-    mask = owners.pad(mask)
-    return Stage(work=tuple(mask.gather(runs, runs).merged() for runs in owners.runs))
-
-
-def key_stage(
-    mask: AttentionMask, owners: Owners, wanted: Sequence[IntArray], include_own: bool = False
-) -> Stage:
-    """Returns the stage in which rank r receives the keys `wanted[r]` and attends to them.
-
-    `wanted[r]`: normalised id intervals without r's own tokens. With `include_own` the rank attends to
-    its own keys in the same stage.
+    Every set loads every link alike: cutting by key instead would send all readers of a document to the
+    owner of its beginning at the same time.
     """
-    mask = owners.pad(mask)
-    messages, work = [], []
-    for rank, intervals in enumerate(wanted):
-        pieces = owners.locate(intervals)
-        messages.append(_messages(rank, pieces))
-        q_runs, received = owners.runs[rank], pieces[:, [GLOBAL_START, GLOBAL_STOP]]
-        own_rows = owners.own_rows
+    opens = np.r_[True, (np.diff(pieces[:, [OWNER, READER]], axis=0) != 0).any(axis=1)]
+    pair = np.cumsum(opens) - 1
+    ends = np.cumsum(pieces[:, ID_STOP] - pieces[:, ID_START])
+    begins = np.r_[0, ends[:-1]]
+    first = begins[opens][pair]  # where the piece's pair begins
+    total = np.diff(np.r_[begins[opens], ends[-1]])[pair]
+    parts = []
+    for part in range(num_parts):
+        skip = np.maximum(first + total * part // num_parts - begins, 0)
+        drop = np.maximum(ends - first - total * (part + 1) // num_parts, 0)
+        cut = pieces.copy()
+        cut[:, [ID_START, LOCAL_START]] += skip[:, None]
+        cut[:, ID_STOP] -= drop
+        parts.append(cut[cut[:, ID_START] < cut[:, ID_STOP]])
+    return parts
+
+
+class PlacedMask:
+    """A mask on a placement: knows who needs what, and builds stages."""
+
+    def __init__(self, mask: AttentionMask, placement: IntArray):
+        self.mask, self.placement = mask, placement
+        self.owners = Owners(placement)
+
+    @cached_property
+    def _spread(self) -> AttentionMask:
+        """The rows of all ranks below each other, each with its rank's copy of the keys."""
+        owners = self.owners
+        padded = self.mask.shift(num_queries=owners.num_ids, num_keys=owners.num_ids)
+        rows = padded.gather(owners.runs, interval.as_intervals([(0, owners.num_ids)])).array
+        rank = rows[:, Q_START] // owners.own_rows
+        num_keys = owners.num_ranks * owners.stride
+        return AttentionMask(owners.num_ids, num_keys, shift_rows(rows, k=rank * owners.stride))
+
+    @cached_property
+    def remote_pieces(self) -> IntArray:
+        """The keys that each rank's queries may see and it does not own, located."""
+        seen = interval.normalise(self._spread.array[:, [K_START, K_END]])
+        return self.owners.locate(self.owners.without_own(seen))
+
+    def areas_by_owner(self) -> NDArray[np.float64]:
+        """Returns the pairs between the queries of one rank and the keys of another: float64 `[q, k]`."""
+        owners, num_ranks = self.owners, self.owners.num_ranks
+        ranks = np.arange(num_ranks, dtype=np.int64)
+        ids = np.tile(owners.table[:, [ID_START, ID_STOP]], (num_ranks, 1))
+        keys = ids + np.repeat(ranks * owners.stride, len(owners.table))[:, None]
+        # Keys gathered in the order of ids, rank by rank: key k of rank r stands at r * num_ids + k.
+        rows = self._spread.gather(_everything(owners.num_ids), keys).array
+        rank = rows[:, Q_START] // owners.own_rows
+        start = rows[:, K_START] - rank * owners.num_ids
+        run = np.searchsorted(owners.table[:, ID_START], start, side="right") - 1
+        pair = rank * num_ranks + owners.table[run, OWNER]
+        return _square(pair, rows_area(rows), num_ranks)
+
+    def rows_by_owner(self) -> NDArray[np.float64]:
+        """Returns the key rows that one rank needs of another: float64 `[owner, reader]`."""
+        num_ranks = self.owners.num_ranks
+        pieces = self.remote_pieces
+        sizes = pieces[:, ID_STOP] - pieces[:, ID_START]
+        pair = pieces[:, OWNER] * num_ranks + pieces[:, READER]
+        return _square(pair, sizes, num_ranks)
+
+    def local_stage(self) -> Stage:
+        """Returns the stage in which every rank attends to the keys that it owns; nothing moves."""
+        owners = self.owners
+        held = np.full(owners.num_ranks, owners.own_rows)
+        return Stage(work=self._work(owners.own_keys, owners.rank_of_run, held, first_row=0))
+
+    def key_stage(self, pieces: IntArray, include_own: bool = False) -> Stage:
+        """Returns the stage in which ranks receive the keys of `pieces` (as `locate` gives them) and use them.
+
+        With `include_own` every rank attends to its own keys in the same stage.
+        """
+        owners = self.owners
+        reader, received = pieces[:, READER], pieces[:, ID_STOP] - pieces[:, ID_START]
+        held = owners.own_rows + np.bincount(reader, received, owners.num_ranks).astype(np.int64)
+        keys = pieces[:, [ID_START, ID_STOP]] + (reader * owners.stride)[:, None]
+        hop = Hop(_messages(pieces))
+        first_row = owners.own_rows
         if include_own:
-            work.append(mask.gather(q_runs, np.concatenate([q_runs, received])).merged())
-        else:
-            arrived = mask.gather(q_runs, received)
-            work.append(arrived.shift(k=own_rows, num_keys=own_rows + arrived.num_keys).merged())
-    return Stage(work=tuple(work), k_cast=Transfer((Hop(np.concatenate(messages)),)))
+            keys, reader = np.r_[owners.own_keys, keys], np.r_[owners.rank_of_run, reader]
+            order = np.argsort(reader, kind="stable")
+            keys, reader, first_row = keys[order], reader[order], 0
+        return Stage(work=self._work(keys, reader, held, first_row), k_cast=Transfer((hop,)))
+
+    def _work(
+        self, keys: IntArray, rank_of_keys: IntArray, held: IntArray, first_row: int
+    ) -> tuple[AttentionMask, ...]:
+        """Returns each rank's mask on `own_rows x held[rank]`; `keys` stand in its rows from `first_row` on.
+
+        `keys` are sorted by rank. All ranks are merged in one go, on a diagonal of blocks so far apart
+        that slices of two ranks are never neighbours, in queries, keys or distance.
+        """
+        owners = self.owners
+        rows = self._spread.gather(_everything(owners.num_ids), keys).array
+        rank = rows[:, Q_START] // owners.own_rows
+        ends = np.cumsum(keys[:, 1] - keys[:, 0])
+        begin = np.r_[0, ends][np.searchsorted(rank_of_keys, np.arange(owners.num_ranks))]
+        q_step = owners.own_rows + 1
+        k_step = 2 * q_step + int(held.max())
+        rows = shift_rows(rows, q=rank, k=first_row - begin[rank] + rank * k_step)
+        shape = owners.num_ranks * q_step, owners.num_ranks * k_step
+        rows = AttentionMask(*shape, rows).merged().array
+        rank = rows[:, Q_START] // q_step
+        rows = shift_rows(rows, q=-rank * q_step, k=-rank * k_step)
+        cuts = np.searchsorted(rank, np.arange(owners.num_ranks + 1))
+        return tuple(
+            AttentionMask(owners.own_rows, int(held[r]), rows[cuts[r] : cuts[r + 1]])
+            for r in range(owners.num_ranks)
+        )
 
 
-def _messages(dst: int, pieces: IntArray) -> IntArray:
-    """Returns the messages that bring `pieces` to `dst`; neighbours in the owner's rows travel as one."""
-    src, start = pieces[:, OWNER], pieces[:, LOCAL_START]
-    stop = start + pieces[:, GLOBAL_STOP] - pieces[:, GLOBAL_START]
+def _square(cell: IntArray, amounts: IntArray, size: int) -> NDArray[np.float64]:
+    """Returns the sums of `amounts` by cell of a square matrix: float64 `[size, size]`."""
+    sums = np.bincount(cell, amounts, minlength=size * size).astype(np.float64)
+    return sums.reshape(size, size)
+
+
+def _everything(size: int) -> IntArray:
+    return interval.as_intervals([(0, size)])
+
+
+def _messages(pieces: IntArray) -> IntArray:
+    """Returns the messages that bring `pieces` to their readers; neighbours in the owner's rows travel as one."""
+    src, dst, start = pieces[:, OWNER], pieces[:, READER], pieces[:, LOCAL_START]
+    stop = start + pieces[:, ID_STOP] - pieces[:, ID_START]
     opens = np.ones(len(pieces), dtype=bool)
-    opens[1:] = (src[1:] != src[:-1]) | (start[1:] != stop[:-1])
+    opens[1:] = (dst[1:] != dst[:-1]) | (src[1:] != src[:-1]) | (start[1:] != stop[:-1])
     first = np.flatnonzero(opens)
     last = np.r_[first[1:], len(pieces)] - 1 if len(first) else first
-    return np.stack([src[first], np.full(len(first), dst), start[first], stop[last]], axis=1)
-
-
-def split_evenly(intervals: IntArray, num_parts: int) -> list[IntArray]:
-    """Returns the intervals cut into `num_parts` sets of equal size (to one), in order."""
-    sizes = intervals[:, 1] - intervals[:, 0]
-    ends = np.cumsum(sizes)
-    total = int(ends[-1]) if len(ends) else 0
-    cuts = np.linspace(0, total, num_parts + 1).astype(np.int64)
-    parts = []
-    for low, high in zip(cuts[:-1], cuts[1:], strict=True):
-        start = intervals[:, 0] + np.maximum(low - (ends - sizes), 0)
-        stop = intervals[:, 1] - np.maximum(ends - high, 0)
-        parts.append(np.stack([start, stop], axis=1)[start < stop])
-    return parts
+    return np.stack([src[first], dst[first], start[first], stop[last]], axis=1)

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_cp.config import CPConfig
-from megatron_cp.plan.cost import bound_seconds, makespan_seconds, stage_areas
+from megatron_cp.plan.cost import load_bound_seconds, makespan_seconds, stage_areas
 from megatron_cp.plan.schema import DST, SRC, START, STOP, AttentionPlan, PassName
 
 FloatArray = NDArray[np.float64]
@@ -90,6 +90,6 @@ def pass_stats(plan: AttentionPlan, pass_name: PassName) -> dict[str, float]:
         "slices_max": float(max(work.num_slices for stage in stages for work in stage.work)),
         "messages_max": float(sent.max()),
         "makespan_ms": makespan_seconds(plan, pass_name) * 1e3,
-        "bound_ms": bound_seconds(plan, pass_name) * 1e3,
+        "bound_ms": load_bound_seconds(plan.mask, plan.cp_size, plan.config, pass_name) * 1e3,
         "plan_ms": plan.plan_ms,
     }

@@ -3,6 +3,8 @@
 The only place with hardware constants; sources stand beside the rows.
 """
 
+import difflib
+
 from megatron_cp.config import Topology
 
 TOPOLOGIES = {
@@ -24,7 +26,9 @@ def get_topology(name: str | Topology) -> Topology:
     if isinstance(name, Topology):
         return name
     if name not in TOPOLOGIES:
+        near = difflib.get_close_matches(str(name), TOPOLOGIES, n=1, cutoff=0.0)[0]
         raise ValueError(
-            f"topology={name!r} is unknown; choose one of {', '.join(sorted(TOPOLOGIES))}"
+            f"topology={name!r} is unknown; choose one of {', '.join(sorted(TOPOLOGIES))} "
+            f"(nearest: {near}) or pass a Topology of your own"
         )
     return TOPOLOGIES[name]

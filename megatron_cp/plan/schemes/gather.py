@@ -1,10 +1,10 @@
-"""Schemes that move keys once: contiguous and per-document group-cast, and all-gather KV."""
+"""Schemes that move keys once: exactly those that a rank needs (group-cast), or all of them (all-gather)."""
 
 from megatron_cp.config import CPConfig
-from megatron_cp.mask import AttentionMask, interval
+from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.placement import contiguous, zigzag
-from megatron_cp.plan.routing import Owners, key_stage, local_stage, remote_keys
+from megatron_cp.plan.routing import PlacedMask, split_evenly
 from megatron_cp.plan.schema import AttentionPlan, Pass
 
 
@@ -14,7 +14,9 @@ def plan_contiguous(mask: AttentionMask, cp_size: int, config: CPConfig) -> Atte
     Volume per rank: 2 rho times the needed remote keys; imbalance (2P-1)/P on one causal document.
     """
     placement = contiguous(mask.num_queries, cp_size, config)
-    return with_needed_keys(mask, placement, config, "contiguous")
+    return one_pass_plan(
+        mask, config, "contiguous", placement, needed_keys_pass(PlacedMask(mask, placement))
+    )
 
 
 def plan_allgather(mask: AttentionMask, cp_size: int, config: CPConfig) -> AttentionPlan:
@@ -23,23 +25,24 @@ def plan_allgather(mask: AttentionMask, cp_size: int, config: CPConfig) -> Atten
     Volume per rank: 2 rho (P-1) rows of queries, whatever the mask. Source: Llama 3 (arXiv 2407.21783).
     """
     placement = zigzag(mask.num_queries, cp_size, config)
-    owners = Owners(placement)
-    everything = interval.as_intervals([(0, placement.size)])
-    wanted = [interval.subtract(everything, interval.normalise(runs)) for runs in owners.runs]
-    stages = (key_stage(mask, owners, wanted, include_own=True),)
-    return one_pass_plan(mask, config, "allgather", placement, Pass(stages))
+    return one_pass_plan(
+        mask, config, "allgather", placement, allgather_pass(PlacedMask(mask, placement))
+    )
 
 
-def with_needed_keys(
-    mask: AttentionMask, placement: IntArray, config: CPConfig, planner: str
-) -> AttentionPlan:
-    """Returns the two-stage plan of a placement: own keys while the needed remote keys travel."""
-    owners = Owners(placement)
-    wanted = remote_keys(mask, owners)
-    stages = [local_stage(mask, owners)]
-    if any(len(intervals) for intervals in wanted):
-        stages.append(key_stage(mask, owners, wanted))
-    return one_pass_plan(mask, config, planner, placement, Pass(tuple(stages)))
+def needed_keys_pass(placed: PlacedMask, num_stages: int = 1) -> Pass:
+    """Returns own keys first while the needed remote keys travel, then those in `num_stages` equal parts."""
+    stages = [placed.local_stage()]
+    if len(placed.remote_pieces):
+        stages += map(placed.key_stage, split_evenly(placed.remote_pieces, num_stages))
+    return Pass(tuple(stages))
+
+
+def allgather_pass(placed: PlacedMask) -> Pass:
+    """Returns the one stage in which every rank receives all keys that it does not own."""
+    owners = placed.owners
+    wanted = owners.locate(owners.without_own(owners.all_keys))
+    return Pass((placed.key_stage(wanted, include_own=True),))
 
 
 def one_pass_plan(

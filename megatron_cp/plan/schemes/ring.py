@@ -8,31 +8,30 @@ ring-flash-attention and Megatron-Core for zigzag.
 
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask, interval
-from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.placement import contiguous, zigzag
-from megatron_cp.plan.routing import Owners, key_stage, local_stage
+from megatron_cp.plan.routing import PlacedMask
 from megatron_cp.plan.schema import AttentionPlan, Pass
 from megatron_cp.plan.schemes.gather import one_pass_plan
 
 
 def plan_ring(mask: AttentionMask, cp_size: int, config: CPConfig) -> AttentionPlan:
     """Returns the ring over the stream cut in order; imbalance (2P-1)/P on one causal document."""
-    return _ring(mask, contiguous(mask.num_queries, cp_size, config), config, "ring")
+    placement = contiguous(mask.num_queries, cp_size, config)
+    return one_pass_plan(mask, config, "ring", placement, ring_pass(PlacedMask(mask, placement)))
 
 
 def plan_zigzag(mask: AttentionMask, cp_size: int, config: CPConfig) -> AttentionPlan:
     """Returns the ring over zigzag tokens; balanced in every step on one causal document."""
-    return _ring(mask, zigzag(mask.num_queries, cp_size, config), config, "zigzag")
+    placement = zigzag(mask.num_queries, cp_size, config)
+    return one_pass_plan(mask, config, "zigzag", placement, ring_pass(PlacedMask(mask, placement)))
 
 
-def _ring(
-    mask: AttentionMask, placement: IntArray, config: CPConfig, planner: str
-) -> AttentionPlan:
-    owners = Owners(placement)
-    held = [interval.normalise(runs) for runs in owners.runs]
-    cp_size = len(held)
-    steps = [
-        [held[(rank - step) % cp_size] for rank in range(cp_size)] for step in range(1, cp_size)
-    ]
-    stages = [local_stage(mask, owners)] + [key_stage(mask, owners, wanted) for wanted in steps]
-    return one_pass_plan(mask, config, planner, placement, Pass(tuple(stages)))
+def ring_pass(placed: PlacedMask) -> Pass:
+    """Returns P stages: own keys, then those of the rank one place before, two places before, ..."""
+    owners = placed.owners
+    stages = [placed.local_stage()]
+    for step in range(1, owners.num_ranks):
+        reader = (owners.rank_of_run + step) % owners.num_ranks
+        wanted = owners.runs + (reader * owners.stride)[:, None]
+        stages.append(placed.key_stage(owners.locate(interval.normalise(wanted))))
+    return Pass(tuple(stages))

@@ -15,23 +15,36 @@ def plan_ulysses(mask: AttentionMask, cp_size: int, config: CPConfig) -> Attenti
     """
     check_head_degree(cp_size, config)
     placement = contiguous(mask.num_queries, cp_size, config)
-    work = mask.shift(num_queries=placement.size, num_keys=placement.size).merged()
-    split = HeadSplit((tuple(range(cp_size)),)) if cp_size > 1 else None
-    both = Pass((Stage(work=(work,) * cp_size),), split)
+    both = ulysses_pass(mask, cp_size, placement.size)
     return one_pass_plan(mask, config, "ulysses", placement, both)
 
 
-def check_head_degree(degree: int, config: CPConfig) -> None:
-    """Raises ValueError unless query heads split `degree` ways with whole key/value heads per rank."""
+def ulysses_pass(mask: AttentionMask, cp_size: int, num_rows: int) -> Pass:
+    """Returns the head split over all ranks, for tokens that lie in order."""
+    work = mask.shift(num_queries=num_rows, num_keys=num_rows).merged()
+    return Pass((Stage(work=(work,) * cp_size),), full_split(cp_size))
+
+
+def full_split(cp_size: int) -> HeadSplit | None:
+    """Returns the head split over all ranks; None for a single rank."""
+    return HeadSplit((tuple(range(cp_size)),)) if cp_size > 1 else None
+
+
+def fits_heads(degree: int, config: CPConfig) -> bool:
+    """Returns whether query heads split `degree` ways with whole key/value heads per rank."""
     heads, kv_heads = config.num_heads, config.num_kv_heads
-    fits = heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
-    if not fits:
-        legal = [
-            h
-            for h in range(1, heads + 1)
-            if heads % h == 0 and (kv_heads % h == 0 or h % kv_heads == 0)
-        ]
-        raise ValueError(
-            f"head degree {degree} does not divide num_heads={heads} with num_kv_heads={kv_heads}; "
-            f"legal degrees are {legal}: change cp_size or use planner='auto', which has no head limit"
-        )
+    return heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
+
+
+def check_head_degree(degree: int, config: CPConfig) -> None:
+    """Raises ValueError, with the legal degrees, unless `fits_heads`."""
+    if fits_heads(degree, config):
+        return
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    legal = [other for other in range(1, heads + 1) if fits_heads(other, config)]
+    nearest = min(legal, key=lambda other: (abs(other - degree), other))
+    raise ValueError(
+        f"head degree {degree} does not divide num_heads={heads} with num_kv_heads={kv_heads}; "
+        f"legal degrees are {legal}, the nearest is {nearest}: change cp_size or use planner='auto', "
+        "which has no head limit"
+    )
