@@ -36,6 +36,9 @@ import torch
 import torch.distributed as dist
 
 _SEED = 1234
+# gloo never quite forgets a process group: its threads keep polling. Megatron makes dozens of groups per
+# set-up; without renewal 2,000 threads a rank leave no time for the tests.
+_MAX_THREADS = 40
 _pools: dict[int, "_RankPool"] = {}
 
 
@@ -80,6 +83,9 @@ def run_on_ranks(
         if failed or len(answers) < world_size:
             del _pools[world_size]
             pool.kill()
+        elif pool.num_threads() > _MAX_THREADS:
+            del _pools[world_size]
+            pool.close()
     if failed and not return_exceptions:
         failure = answers[min(failed)]
         if isinstance(failure.exception, RankError):
@@ -160,6 +166,10 @@ class _RankPool:
         return (
             f"ranks {ranks} of {self.world_size} did not answer in {timeout} s: deadlock?\n{stacks}"
         )
+
+    def num_threads(self) -> int:
+        """Returns the largest number of threads of a worker."""
+        return max(len(list(Path(f"/proc/{p.pid}/task").iterdir())) for p in self.processes)
 
     def close(self) -> None:
         for connection in self.connections:
