@@ -1,19 +1,18 @@
 #!/usr/bin/env python
 """Pretrain a GPT with context parallelism. Arguments are those of Megatron-LM.
 
-``--help`` lists the ones that are served.
-
     torchrun --nproc-per-node 2 pretrain_gpt.py --context-parallel-size 2 --data-path corpus ...
 
-The loop is ``megatron_cp/training/pretrain.py``; how a GPT is built and what one micro-batch does
-is ``megatron_cp/training/gpt.py``: write your own two functions like these to train another model.
+``--help`` lists the flags that are served. The loop is ``megatron_cp/training/pretrain.py``; how a GPT is
+built and what one micro-batch does is ``megatron_cp/training/gpt.py``: write your own functions like those
+two to train another model.
 """
-
-from megatron_cp.training.arguments import parse_arguments
 
 
 def main() -> None:
     """Parses, installs what stands in for CUDA on a CPU, and trains."""
+    from megatron_cp.training.arguments import parse_arguments
+
     args = parse_arguments()
 
     from megatron_cp.mcore import compat, cpu
@@ -32,5 +31,7 @@ def main() -> None:
     )
 
 
-if __name__ == "__main__":  # writing a checkpoint starts a process that imports this file
+# Writing a checkpoint starts a process that imports this file: hence the guard, and the imports above
+# stand inside the function.
+if __name__ == "__main__":
     main()

@@ -12,7 +12,7 @@ import json
 import math
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
@@ -37,13 +37,13 @@ class RunFiles:
         self._samples: list[dict[str, Any]] = (
             _read_samples(folder / "plan.json") if description["iteration"] else []
         )
-        self._metrics: TextIO = _open_metrics(folder / "metrics.jsonl", description["iteration"])
+        _keep_rows_until(folder / "metrics.jsonl", description["iteration"])
         self._write_run()
 
     def log(self, row: dict[str, Any]) -> None:
         """Appends one row; values that are not finite become null, as JSON has none."""
-        self._metrics.write(json.dumps({"time": time.time(), **_finite(row)}) + "\n")
-        self._metrics.flush()
+        with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"time": time.time(), **_finite(row)}) + "\n")
 
     def add_plan_sample(self, sample: dict[str, Any]) -> None:
         """Adds one pack to ``plan.json``."""
@@ -56,7 +56,6 @@ class RunFiles:
         """Writes how the run ended into ``run.json``."""
         self._run["finished"] = {"time": time.time(), **_finite(summary)}
         self._write_run()
-        self._metrics.close()
 
     def _write_run(self) -> None:
         write_atomically(self.folder / "run.json", json.dumps(self._run, indent=1, default=str))
@@ -75,8 +74,8 @@ def _read_samples(path: Path) -> list[dict[str, Any]]:
     return samples
 
 
-def _open_metrics(path: Path, iteration: int) -> TextIO:
-    """The metrics file without rows after ``iteration``: a resumed run writes those again."""
+def _keep_rows_until(path: Path, iteration: int) -> None:
+    """Removes the rows after ``iteration``: a resumed run writes those again."""
     kept = []
     if iteration and path.is_file():
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -86,7 +85,6 @@ def _open_metrics(path: Path, iteration: int) -> TextIO:
             except (ValueError, KeyError, TypeError):
                 continue  # the last line of a run that was killed while it wrote
     write_atomically(path, "".join(kept))
-    return path.open("a", encoding="utf-8")
 
 
 def plan_sample(

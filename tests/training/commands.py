@@ -3,24 +3,25 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-MODEL = (
+MODEL = shlex.split(
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --group-query-attention "
     "--num-query-groups 2 --swiglu --normalization RMSNorm --disable-bias-linear "
     "--position-embedding-type rope --attention-dropout 0.0 --hidden-dropout 0.0"
-).split()  # noqa: SIM905 - read as a command line
-DATA = (
+)
+DATA = shlex.split(
     "--mock-data --vocab-size 512 --seq-length 128 --reset-attention-mask --reset-position-ids "
     "--num-workers 0"
-).split()  # noqa: SIM905
-STEPS = (
+)
+STEPS = shlex.split(
     "--micro-batch-size 1 --global-batch-size 2 --train-iters 4 --lr 1e-3 --log-interval 1"
-).split()  # noqa: SIM905
+)
 SMALL_RUN = [*MODEL, *DATA, *STEPS, "--eval-iters", "1"]
 
 

@@ -1,0 +1,100 @@
+"""The tracker, the manifest and the folders of a checkpoint."""
+
+from argparse import Namespace
+
+import pytest
+
+from megatron_cp.training import checkpoint_files as files
+
+SHAPE = dict.fromkeys(files.SHAPE_ARGUMENTS, 1)
+
+
+def make_checkpoint(root, iteration: int, **content):
+    folder = files.iteration_folder(root, iteration)
+    folder.mkdir(parents=True)
+    (folder / "__0_0.distcp").write_bytes(b"x" * 100)
+    (folder / "metadata.json").write_text("{}")
+    files.write_manifest(folder, {"shape": SHAPE, "data": {}, "restarts": 0, **content})
+    return folder
+
+
+def test_the_layout_is_megatrons(tmp_path):
+    assert files.iteration_folder(tmp_path, 5).name == "iter_0000005"
+    files.write_atomically(tmp_path / files.TRACKER, "5")
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "5"
+    assert files.latest_iteration(tmp_path) == 5
+
+
+def test_without_a_tracker_there_is_no_checkpoint(tmp_path):
+    assert files.latest_iteration(tmp_path) is None
+
+
+@pytest.mark.parametrize("text", ["", "abc", "-1", "1.5"])
+def test_a_damaged_tracker_is_named(tmp_path, text: str):
+    (tmp_path / files.TRACKER).write_text(text)
+    with pytest.raises(ValueError, match=r"latest_checkpointed_iteration\.txt.*--ckpt-step"):
+        files.latest_iteration(tmp_path)
+
+
+def test_an_atomic_write_that_fails_leaves_the_old_text(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    files.write_atomically(path, "old")
+    monkeypatch.setattr(
+        files.os, "fsync", lambda number: (_ for _ in ()).throw(OSError("disk full"))
+    )
+    with pytest.raises(OSError, match="disk full"):
+        files.write_atomically(path, "new")
+    assert path.read_text() == "old"
+
+
+def test_a_whole_checkpoint_reads_back(tmp_path):
+    folder = make_checkpoint(tmp_path, 3, data={"cursor": 7})
+    manifest = files.read_manifest(folder)
+    assert manifest["data"] == {"cursor": 7}
+    assert manifest["files"] == {"__0_0.distcp": 100, "metadata.json": 2}
+
+
+@pytest.mark.parametrize("damage", ["truncate", "remove"])
+def test_a_damaged_shard_is_named_with_its_sizes(tmp_path, damage: str):
+    folder = make_checkpoint(tmp_path, 3)
+    shard = folder / "__0_0.distcp"
+    shard.write_bytes(b"x" * 40) if damage == "truncate" else shard.unlink()
+    with pytest.raises(ValueError, match=r"__0_0\.distcp is (40 bytes|missing).*100 bytes"):
+        files.read_manifest(folder)
+
+
+def test_a_damaged_manifest_is_named(tmp_path):
+    folder = make_checkpoint(tmp_path, 3)
+    (folder / files.MANIFEST).write_text("{")
+    with pytest.raises(ValueError, match=r"megatron_cp\.json is damaged"):
+        files.read_manifest(folder)
+
+
+def test_a_checkpoint_of_megatron_has_no_manifest(tmp_path):
+    assert files.read_manifest(tmp_path) is None
+
+
+@pytest.mark.parametrize("name", files.SHAPE_ARGUMENTS)
+def test_another_model_is_refused_by_the_flag_that_differs(tmp_path, name: str):
+    wanted = vars(Namespace(**{**SHAPE, name: 2}))
+    with pytest.raises(ValueError, match="--" + name.replace("_", "-") + " 1, this run has 2"):
+        files.check_shape(tmp_path, SHAPE, wanted)
+    files.check_shape(tmp_path, SHAPE, SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("previous", "interval", "removed"),
+    [(10, None, False), (10, 10, False), (10, 20, True), (15, 10, True), (20, 7, False)],
+)
+def test_older_checkpoints_are_kept_as_megatron_keeps_them(tmp_path, previous, interval, removed):
+    folder = make_checkpoint(tmp_path, previous)
+    assert files.remove_replaced(tmp_path, previous, 20, interval) == (folder if removed else None)
+    assert folder.is_dir() != removed
+
+
+def test_a_link_is_never_followed_to_remove_a_checkpoint(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    files.iteration_folder(tmp_path, 15).symlink_to(elsewhere)
+    assert files.remove_replaced(tmp_path, 15, 20, 10) is None
+    assert elsewhere.is_dir()

@@ -1,0 +1,55 @@
+"""Megatron-LM's lines, word for word."""
+
+import re
+from datetime import datetime
+
+from megatron_cp.training.log import StepReport, evaluation_lines, training_line
+
+# Captured from Megatron-LM core_v0.19.2.
+MEGATRONS_LINE = (
+    " [2026-11-20 18:52:28.793548] iteration        5/       5 | consumed samples:           20 | "
+    "elapsed time per iteration (ms): 112.1 | throughput per GPU (TFLOP/s/GPU): 0.0 | "
+    "learning rate: 0.000000E+00 | global batch size:     4 | lm loss: 5.199499E+00 | "
+    "loss scale: 1.0 | grad norm: 1.688 | num zeros: 0.0 | params norm: 18.816 | "
+    "number of skipped iterations:   0 | number of nan iterations:   0 |"
+)
+MEGATRONS_EVALUATION = (
+    " validation loss at iteration 5 on validation set | lm loss value: 5.106568E+00 | "
+    "lm loss PPL: 1.651027E+02 | "
+)
+
+
+def report(**changes) -> StepReport:
+    fields = {
+        "iteration": 5,
+        "train_iters": 5,
+        "consumed_samples": 20,
+        "elapsed_ms": 112.1,
+        "learning_rate": 0.0,
+        "global_batch_size": 4,
+        "losses": {"lm loss": 5.199499},
+        "grad_norm": 1.688,
+        "tflops": 0.0,
+        "num_zeros": 0.0,
+        "params_norm": 18.816,
+    }
+    return StepReport(**(fields | changes))
+
+
+def test_a_step_is_printed_as_megatron_prints_it():
+    now = datetime(2026, 11, 20, 18, 52, 28, 793548)
+    assert training_line(report(), now) == MEGATRONS_LINE
+
+
+def test_parts_that_were_not_asked_for_are_left_out():
+    now = datetime(2026, 11, 20, 18, 52, 28, 793548)
+    line = training_line(report(tflops=None, num_zeros=None, params_norm=None), now)
+    cut = re.sub(r" (throughput per GPU|num zeros|params norm)[^|]*\|", "", MEGATRONS_LINE)
+    assert line == cut
+
+
+def test_an_evaluation_is_printed_as_megatron_prints_it():
+    loss, perplexity = {"lm loss": 5.106568}, {"lm loss": 165.1027}
+    rule, line, end = evaluation_lines("iteration 5", "validation", loss, perplexity).split("\n")
+    assert line == MEGATRONS_EVALUATION
+    assert rule == end == "-" * (len(line) + 1)

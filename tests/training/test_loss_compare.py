@@ -1,0 +1,63 @@
+"""tools/loss_compare.py: what it reads, what it says, how it exits."""
+
+import importlib.util
+import json
+
+import pytest
+
+from tests.training.commands import ROOT
+
+spec = importlib.util.spec_from_file_location("loss_compare", ROOT / "tools" / "loss_compare.py")
+loss_compare = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(loss_compare)
+
+LINE = " [2026-11-20 18:52:28.793548] iteration {:8d}/      50 | lm loss: {:.6E} | grad norm: 1.0 |"
+
+
+def write_metrics(folder, losses: dict[int, float | None]):
+    folder.mkdir()
+    rows = [json.dumps({"iteration": i, "lm loss": loss}) for i, loss in losses.items()]
+    rows.append(json.dumps({"iteration": 2, "lm loss validation": 9.0}))
+    (folder / "metrics.jsonl").write_text("\n".join(rows) + '\n{"iteration": 9, "lm')
+    return folder
+
+
+def test_equal_runs_are_equal(tmp_path, capsys):
+    a = write_metrics(tmp_path / "a", {1: 3.0, 2: 2.5})
+    b = write_metrics(tmp_path / "b", {1: 3.0, 2: 2.5, 3: 2.0})
+    assert loss_compare.main([str(a), str(b), "--assert-equal"]) == 0
+    out = capsys.readouterr().out
+    assert "2 common iterations, 1 in one run alone" in out
+    assert "largest difference 0.000E+00, within" in out
+
+
+def test_the_largest_difference_decides_and_is_shown(tmp_path, capsys):
+    a = write_metrics(tmp_path / "a", dict.fromkeys(range(1, 101), 1.0))
+    b = write_metrics(tmp_path / "b", {i: 1.0 + (0.25 if i == 37 else 0.0) for i in range(1, 101)})
+    assert loss_compare.main([str(a), str(b), "--tolerance", "0.25"]) == 0
+    assert loss_compare.main([str(a), str(b), "--tolerance", "0.2", "--max-rows", "3"]) == 1
+    worst = next(line for line in capsys.readouterr().out.splitlines() if "<- largest" in line)
+    assert worst.split()[0] == "37"
+
+
+def test_a_log_and_a_folder_can_be_compared(tmp_path):
+    log = tmp_path / "run.log"
+    log.write_text("\n".join(["noise", LINE.format(1, 3.0), LINE.format(2, 2.5), "iteration x"]))
+    assert loss_compare.read_losses(log) == {1: 3.0, 2: 2.5}
+    assert loss_compare.main([str(log), str(write_metrics(tmp_path / "a", {1: 3.0, 2: 2.5}))]) == 0
+
+
+@pytest.mark.parametrize(("other", "code"), [(None, 0), (2.5, 1)])
+def test_nan_equals_nan_and_nothing_else(tmp_path, other, code: int):
+    a = write_metrics(tmp_path / "a", {1: 3.0, 2: None})
+    b = write_metrics(tmp_path / "b", {1: 3.0, 2: other})
+    assert loss_compare.main([str(a), str(b)]) == code
+
+
+def test_nothing_to_compare_is_an_error_of_its_own(tmp_path, capsys):
+    a = write_metrics(tmp_path / "a", {1: 3.0})
+    assert loss_compare.main([str(a), str(tmp_path / "missing")]) == 2
+    assert loss_compare.main([str(a), str(write_metrics(tmp_path / "b", {5: 3.0}))]) == 2
+    (tmp_path / "empty.log").write_text("nothing here")
+    assert loss_compare.main([str(a), str(tmp_path / "empty.log")]) == 2
+    assert capsys.readouterr().err.count("error: ") == 3

@@ -1,0 +1,259 @@
+"""Whole runs of pretrain_gpt.py on gloo ranks: resume, layouts, dry run, refusals."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader, load
+
+from megatron_cp.data.indexed_writer import IndexedWriter
+from megatron_cp.training.arguments import parse_arguments
+from megatron_cp.training.checkpoint_files import TRACKER, iteration_folder
+from megatron_cp.training.datasets import open_data
+from tests.training.commands import SMALL_RUN, error_lines, launch, metrics, train
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+CP2 = ["--context-parallel-size", "2"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """Four steps on two context ranks without interruption, with a checkpoint after steps 2 and 4."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    output = train(
+        2,
+        *SMALL_RUN,
+        *CP2,
+        "--save",
+        str(folder),
+        "--save-interval",
+        "2",
+        "--hidden-dropout",
+        "0.1",
+    )
+    (folder / "output.txt").write_text(output)
+    return folder
+
+
+def cut_to(run: Path, folder: Path, iteration: int) -> Path:
+    """The run as it was after ``iteration`` steps."""
+    name = iteration_folder(run, iteration).name
+    shutil.copytree(run / name, folder / name)
+    (folder / TRACKER).write_text(str(iteration))
+    return folder
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, weights and optimizer state."""
+    reader = FileSystemReader(folder)
+    entries = reader.read_metadata().state_dict_metadata
+    state = {
+        name: torch.zeros(m.size, dtype=m.properties.dtype)
+        for name, m in entries.items()
+        if hasattr(m, "size")
+    }
+    load(state, storage_reader=reader, no_dist=True)
+    return state
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(run: Path, tmp_path: Path):
+    half = cut_to(run, tmp_path / "half", 2)
+    rest = tmp_path / "rest"
+    flags = [
+        "--load",
+        str(half),
+        "--save",
+        str(rest),
+        "--save-interval",
+        "2",
+        "--hidden-dropout",
+        "0.1",
+    ]
+    train(2, *SMALL_RUN, *CP2, *flags)
+    for key in ("lm loss", "grad-norm", "learning-rate", "data/cursor", "lm loss validation"):
+        whole = metrics(run, key)
+        resumed = metrics(rest, key)
+        assert resumed, key
+        assert resumed == {i: whole[i] for i in resumed}, key
+    assert sorted(metrics(rest)) == [3, 4]
+    expected, found = (tensors_of(iteration_folder(folder, 4)) for folder in (run, rest))
+    assert expected.keys() == found.keys()
+    assert len(expected) > 10
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_a_run_goes_on_with_another_context_parallel_size(tmp_path: Path):
+    whole = tmp_path / "whole"
+    train(2, *SMALL_RUN, *CP2, "--save", str(whole), "--save-interval", "2")
+    half = cut_to(whole, tmp_path / "half", 2)
+    train(1, *SMALL_RUN, "--load", str(half), "--run-dir", str(tmp_path / "one"))
+    losses, whole_losses = metrics(tmp_path / "one"), metrics(whole)
+    assert sorted(losses) == [3, 4]
+    for iteration, loss in losses.items():
+        assert loss == pytest.approx(whole_losses[iteration], rel=1e-6)
+
+
+def test_what_a_run_prints_and_leaves_is_complete(run: Path):
+    output = (run / "output.txt").read_text()
+    line = r"iteration +4/ +4 \| consumed samples: +8 \| elapsed time per iteration \(ms\): [\d.]+ \| learning rate: "
+    assert len(re.findall(line, output)) == 1
+    assert "validation loss at iteration 4 on validation set | lm loss value: " in output
+    assert "on test set" in output
+    description = json.loads((run / "run.json").read_text())
+    assert description["layout"] == {
+        "world_size": 2,
+        "tensor": 1,
+        "pipeline": 1,
+        "context": 2,
+        "data": 1,
+    }
+    assert description["finished"]["iteration"] == 4
+    assert description["data"]["train"]["tokens"] > 0
+    row = next(
+        r
+        for r in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        if "lm loss" in r
+    )
+    wanted = {"cp/area_max_over_mean", "cp/tokens_per_rank", "cp/plan_ms", "cp/comm_bytes_sent"}
+    wanted |= {"data/doc_len_p50", "data/doc_len_p99", "data/docs_per_pack", "data/cursor"}
+    wanted |= {
+        "loss/valid_tokens",
+        "grad/nonfinite",
+        "restart/count",
+        "learning-rate",
+        "throughput",
+    }
+    assert wanted <= row.keys()
+    assert len(json.loads((run / "plan.json").read_text())["samples"]) == 4
+    assert len(list(run.rglob("*.wandb"))) == 1
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "--tensor-model-parallel-size 2 --sequence-parallel",
+        "--pipeline-model-parallel-size 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1",
+        "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    ],
+)
+def test_other_layouts_learn_and_print_from_the_last_rank(tmp_path: Path, layout: str):
+    output = train(2, *SMALL_RUN, *layout.split(), "--run-dir", str(tmp_path / "run"), "--no-wandb")
+    losses = metrics(tmp_path / "run")
+    assert sorted(losses) == [1, 2, 3, 4]
+    assert 5.5 < losses[4] < losses[1] < 7.0
+    assert output.count("iteration        4/       4 |") == 1
+
+
+def test_the_distributed_optimizer_resumes_bitwise(tmp_path: Path):
+    flags = [*SMALL_RUN, "--use-distributed-optimizer", "--no-wandb"]
+    whole = tmp_path / "whole"
+    train(2, *flags, "--save", str(whole), "--save-interval", "2")
+    half = cut_to(whole, tmp_path / "half", 2)
+    train(2, *flags, "--load", str(half), "--run-dir", str(tmp_path / "rest"))
+    for key in ("lm loss", "grad-norm"):
+        expected = metrics(whole, key)
+        assert metrics(tmp_path / "rest", key) == {3: expected[3], 4: expected[4]}
+
+
+def test_plan_only_prints_plans_and_builds_nothing(tmp_path: Path):
+    flags = [*SMALL_RUN, "--plan-only", "--plan-batches", "2", "--context-parallel-size", "4"]
+    done = launch(4, *flags, "--save", str(tmp_path / "none"))
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("[full]") == 2
+    assert "building GPT model" not in done.stdout
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_refusal_reaches_the_user_once_per_rank_and_as_an_exit_code():
+    done = launch(3, *SMALL_RUN, "--context-parallel-size", "2")
+    assert done.returncode != 0
+    lines = error_lines(done.stderr)
+    assert lines
+    assert len(set(lines)) == 1
+    assert "world size 3" in lines[0]
+    assert (
+        "Traceback"
+        not in done.stderr.split("ChildFailedError")[0].split("torch/distributed/run.py")[0]
+    )
+
+
+@pytest.mark.parametrize("damage", ["shard", "shape", "nan"])
+def test_a_bad_checkpoint_is_one_line(run: Path, tmp_path: Path, damage: str):
+    half = cut_to(run, tmp_path / "half", 2)
+    flags = [*SMALL_RUN, "--load", str(half), "--no-wandb"]
+    folder = iteration_folder(half, 2)
+    if damage == "shard":
+        shard = next(folder.glob("*.distcp"))
+        shard.write_bytes(shard.read_bytes()[:-7])
+    elif damage == "shape":
+        flags += ["--hidden-size", "128"]
+    else:
+        poison_one_weight(folder)
+    done = launch(1, *flags)
+    assert done.returncode != 0
+    (line,) = set(error_lines(done.stderr))
+    assert str(half) in line
+    assert {"shard": "bytes", "shape": "--hidden-size 64", "nan": "not finite"}[damage] in line
+
+
+def poison_one_weight(folder: Path) -> None:
+    """Overwrites the first numbers of a weight in the checkpoint's file by NaN, sizes unchanged."""
+    reader = FileSystemReader(folder)
+    metadata = reader.read_metadata()
+    name = next(
+        n
+        for n in metadata.state_dict_metadata
+        if n.endswith("linear_fc1.weight") and "optim" not in n
+    )
+    place = next(place for index, place in metadata.storage_data.items() if index.fqn == name)
+    shard = folder / place.relative_path
+    content = bytearray(shard.read_bytes())
+    start = place.offset + place.length // 2
+    content[start : start + 64] = b"\xff" * 64
+    shard.write_bytes(content)
+
+
+def write_corpus(prefix: Path, documents: list[list[int]]) -> None:
+    with IndexedWriter(prefix, dtype="uint16") as writer:
+        for tokens in documents:
+            writer.add_document(tokens)
+        writer.finish()
+
+
+def parsed(*flags: str):
+    base = [f for f in SMALL_RUN if f != "--mock-data"]
+    return parse_arguments([*base, *flags], {})
+
+
+def test_data_that_is_not_there_is_named(tmp_path: Path):
+    with pytest.raises((ValueError, OSError), match="nowhere"):
+        open_data(parsed("--data-path", str(tmp_path / "nowhere")))
+
+
+def test_a_corpus_without_tokens_is_refused(tmp_path: Path):
+    write_corpus(tmp_path / "empty", [[]])
+    with pytest.raises(ValueError, match=r"no token|empty"):
+        open_data(parsed("--data-path", str(tmp_path / "empty"), "--split", "1,0,0"))
+
+
+def test_a_vocabulary_that_nobody_knows_is_refused(tmp_path: Path):
+    args = parsed("--data-path", str(tmp_path / "x"))
+    args.vocab_size = None
+    with pytest.raises(ValueError, match="--tokenizer-type"):
+        open_data(args)
+
+
+def test_the_vocabulary_is_padded_for_tensor_parallel_ranks(tmp_path: Path):
+    write_corpus(tmp_path / "some", [[1, 2, 3]] * 20)
+    args = parsed("--data-path", str(tmp_path / "some"), "--vocab-size", "500")
+    data = open_data(args)
+    assert args.padded_vocab_size == 512
+    assert [name for name, documents in data.splits.items() if documents is not None] == [
+        "train",
+        "valid",
+    ]

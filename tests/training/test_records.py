@@ -1,0 +1,91 @@
+"""run.json, metrics.jsonl and plan.json: what they say, and that they survive a killed run."""
+
+import itertools
+import json
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_cp import mask as masks
+from megatron_cp.config import CPConfig
+from megatron_cp.plan import make_plan
+from megatron_cp.training.records import RunFiles, _runs, plan_sample
+
+
+def rows_of(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_rows_are_appended_and_what_is_not_finite_is_null(tmp_path):
+    files = RunFiles(tmp_path, {"iteration": 0, "arguments": {"api_key": "x", "lr": 1.0}})
+    files.log({"iteration": 1, "lm loss": float("nan"), "grad-norm": 2.0})
+    row = rows_of(tmp_path)[0]
+    assert (row["iteration"], row["lm loss"], row["grad-norm"]) == (1, None, 2.0)
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert run["arguments"] == {"api_key": "<removed>", "lr": 1.0}
+    assert run["finished"] is None
+    files.finish({"iteration": 1})
+    assert json.loads((tmp_path / "run.json").read_text())["finished"]["iteration"] == 1
+
+
+def test_a_resumed_run_replaces_the_rows_after_its_checkpoint(tmp_path):
+    files = RunFiles(tmp_path, {"iteration": 0})
+    for iteration in range(1, 6):
+        files.log({"iteration": iteration, "lm loss": float(iteration)})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"iteration": 6, "lm l')  # killed while it wrote
+    resumed = RunFiles(tmp_path, {"iteration": 3})
+    resumed.log({"iteration": 4, "lm loss": 40.0})
+    assert [(r["iteration"], r["lm loss"]) for r in rows_of(tmp_path)] == [
+        (1, 1.0),
+        (2, 2.0),
+        (3, 3.0),
+        (4, 40.0),
+    ]
+
+
+def test_a_new_run_in_an_old_folder_starts_its_metrics_again(tmp_path):
+    RunFiles(tmp_path, {"iteration": 0}).log({"iteration": 1})
+    RunFiles(tmp_path, {"iteration": 0})
+    assert rows_of(tmp_path) == []
+
+
+@given(st.permutations(range(12)))
+def test_runs_say_the_local_order_of_tokens(ids):
+    runs = _runs(np.array(ids))
+    assert [i for start, stop in runs for i in range(start, stop)] == list(ids)
+    assert all(a[1] != b[0] for a, b in itertools.pairwise(runs))
+
+
+def test_a_plan_sample_agrees_with_a_count_on_the_dense_mask():
+    lengths = (40, 3, 61, 24)
+    mask = masks.documents(list(lengths), within="causal")
+    config = CPConfig(num_heads=4, num_kv_heads=2, head_dim=8, topology="cpu", element_bytes=4)
+    plan = make_plan(mask, 2, config)
+    sample = json.loads(json.dumps(plan_sample(7, mask, plan, lengths, ("causal",) * 4)))
+    dense = mask.to_dense()
+    assert sample["iteration"] == 7
+    assert sample["mask_area"] == dense.sum()
+    assert sample["document_lengths"] == list(lengths)
+    for name in ("ours", "zigzag"):
+        record = sample["plans"][name]
+        assert sum(record["area_per_rank"]) == dense.sum()
+        tokens = sorted(i for runs in record["token_runs"] for a, b in runs for i in range(a, b))
+        assert tokens == list(range(len(tokens)))
+        assert len(tokens) >= 128
+        traffic = np.array(record["comm_bytes"]["forward"])
+        assert traffic.shape == (2, 2)
+        assert (np.diag(traffic) == 0).all()
+    own = [
+        np.concatenate([np.arange(a, b) for a, b in runs])
+        for runs in sample["plans"]["ours"]["token_runs"]
+    ]
+    # Rows of keys and values that a rank needs and does not hold, if queries stay where they are.
+    needed = [
+        int(dense[np.ix_(own[r][own[r] < 128], own[1 - r][own[1 - r] < 128])].any(axis=0).sum())
+        for r in (0, 1)
+    ]
+    row_bytes = 2 * 2 * 8 * 4  # keys and values of 2 heads of 8 fp32 numbers
+    arrived = np.array(sample["plans"]["ours"]["comm_bytes"]["forward"]).sum(axis=0)
+    assert arrived.tolist() == [count * row_bytes for count in needed]
