@@ -51,10 +51,18 @@ def build_parser() -> OneLineParser:
     """Returns the parser of all commands."""
     parser = OneLineParser(prog="python -m megatron_cp", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    doctor = commands.add_parser("doctor", help="what is installed, what works, can training run")
+    doctor = commands.add_parser(
+        "doctor", help="what is installed, what works, can training run", allow_abbrev=False
+    )
     doctor.set_defaults(run=_doctor)
-    _add_plan(commands.add_parser("plan", help="a dry run on your data, without a GPU"))
-    report = commands.add_parser("report", help="one offline HTML file of a training run")
+    _add_plan(
+        commands.add_parser(
+            "plan", help="a dry run on your data, without a GPU", allow_abbrev=False
+        )
+    )
+    report = commands.add_parser(
+        "report", help="one offline HTML file of a training run", allow_abbrev=False
+    )
     report.add_argument("run_dir", type=Path, help="what --run-dir named when training")
     report.add_argument("--output", type=Path, help="default: report.html in the run's folder")
     report.add_argument(

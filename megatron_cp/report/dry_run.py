@@ -195,7 +195,7 @@ def dry_run_text(run: DryRun) -> str:
             continue
         lines.append(
             f"{mark} {row.planner:14s}{row.balance:9.3f}{row.volume_mean:9.2f}{row.volume_max:9.2f}"
-            f"{row.forward_ms:11.3f}{row.backward_ms:11.3f}{row.gap:9.2f}{row.plan_ms:13.1f}"
+            f"{row.forward_ms:11.3f}{row.backward_ms:11.3f}{row.gap:9.4g}{row.plan_ms:13.1f}"
         )
     return "\n".join(lines)
 

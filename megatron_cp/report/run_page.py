@@ -68,13 +68,15 @@ def run_page(run: Run, other: Run | None = None) -> Markup:
 def length_shares(run: Run) -> LengthShares | None:
     """Returns the shares of the training documents, or of those in the kept packs; None without."""
     train = run.section("data").get("train")
-    if isinstance(train, dict) and train.get("length_edges"):
-        return shares_of_bins(
-            np.asarray(train["length_edges"]),
-            *(np.asarray(train[f"{name}_by_length"]) for name in ("documents", "tokens", "area")),
-        )
+    names = ("length_edges", "documents_by_length", "tokens_by_length", "area_by_length")
+    if isinstance(train, dict) and all(_are_counts(train.get(name)) for name in names):
+        return shares_of_bins(*(np.asarray(train[name]) for name in names))
     lengths = [length for pack in run.packs for length in pack.document_lengths]
     return shares_of_lengths(np.array(lengths)) if lengths else None
+
+
+def _are_counts(values: object) -> bool:
+    return isinstance(values, list) and bool(values) and all(isinstance(v, int) for v in values)
 
 
 def _tiles(run: Run) -> list[Tile]:

@@ -1,0 +1,79 @@
+"""Run folders for the tests of the report: real plans, made-up metrics, the training loop's writer."""
+
+from pathlib import Path
+
+import numpy as np
+
+from megatron_cp import CPConfig, make_plan
+from megatron_cp.mask import documents
+from megatron_cp.training.records import RunFiles, plan_sample
+
+CONFIG = CPConfig(num_heads=4, num_kv_heads=2, head_dim=16, topology="cpu", element_bytes=4)
+LENGTHS = (137, 2, 301, 1, 64, 519)
+
+
+def arguments(cp_size, num_tokens):
+    """The arguments from which the report finds the planner's settings: those of CONFIG."""
+    return {
+        "seq_length": num_tokens,
+        "global_batch_size": 4,
+        "seed": 1234,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "group_query_attention": True,
+        "kv_channels": 16,
+        "hidden_size": 64,
+        "context_parallel_size": cp_size,
+        "tensor_model_parallel_size": 1,
+        "cp_planner": "auto",
+        "cp_chunk_size": None,
+        "cp_topology": None,
+    }
+
+
+def description(name, cp_size, num_tokens):
+    """What the training loop says of a run at its start."""
+    lengths = np.array(LENGTHS)
+    edges = 2 ** np.arange(11)
+    binned = {
+        f"{key}_by_length": np.histogram(lengths, edges, weights=weights)[0].tolist()
+        for key, weights in (
+            ("documents", np.ones(len(lengths))),
+            ("tokens", lengths),
+            ("area", lengths * (lengths + 1) / 2),
+        )
+    }
+    return {
+        "name": name,
+        "created": 1.7e9,
+        "iteration": 0,
+        "command": ["pretrain_gpt.py", "--seq-length", str(num_tokens)],
+        "arguments": arguments(cp_size, num_tokens),
+        "layout": {
+            "world_size": cp_size,
+            "tensor": 1,
+            "pipeline": 1,
+            "context": cp_size,
+            "data": 1,
+        },
+        "num_parameters": 12345,
+        "data": {"train": {"length_edges": edges.tolist(), **binned}},
+        "versions": {"python": "3.11", "torch": "2.13"},
+        "machine": {"platform": "Linux", "device": "cpu"},
+    }
+
+
+def write_run(folder: Path, *, name="a run", cp_size=4, steps=20, lengths=LENGTHS, planner="auto"):
+    """Writes run.json, metrics.jsonl and plan.json as a training run does; returns the plan."""
+    config = CPConfig(**{**vars(CONFIG), "planner": planner})
+    mask = documents(list(lengths))
+    plan = make_plan(mask, cp_size, config)
+    files = RunFiles(folder, description(name, cp_size, sum(lengths)))
+    files.add_plan_sample(plan_sample(1, mask, plan, lengths, ("causal",) * len(lengths)))
+    for step in range(1, steps + 1):
+        row = {"lm loss": 9 - 0.1 * step, "iteration-time": 0.5, "cp/area_max_over_mean": 1.01}
+        files.log({"iteration": step, **row})
+        if step % 10 == 0:
+            files.log({"iteration": step, "lm loss validation": 9.5 - 0.1 * step})
+    files.finish({"iteration": steps})
+    return plan
