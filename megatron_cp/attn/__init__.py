@@ -1,4 +1,4 @@
-"""Local attention on slices: `attend` and its raw passes, with interchangeable backends, and the merge of partial results."""
+"""Attention on one device over a mask's slices: `attend`, its raw passes, the merge of partial results."""
 
 from megatron_cp.attn.attend import attend, attend_backward, attend_forward
 from megatron_cp.attn.merge import apply_sink, merge_partials, merge_rows_, sink_gradient

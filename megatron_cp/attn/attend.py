@@ -23,7 +23,7 @@ from megatron_cp.mask import AttentionMask
 _BACKEND_MODULES: dict[str, ModuleType] = {"reference": reference, "cpu": blocked, "flex": flex}
 
 
-def attend(
+def attend(  # noqa: PLR0913  the public signature of DESIGN section 9
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -37,10 +37,11 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Returns `(out [Q, N, Hv] in the dtype of q, lse [Q, N] float32 (float64 for float64 inputs))`.
 
-    Shapes: q `[Q, N, H]`, k `[K, G, H]`, v `[K, G, Hv]`; query head n uses kv head `n // (N // G)`. `lse` is the natural
-    log of the softmax denominator and includes `sink` `[N]`, a learned logit per head without a value. Rows without keys
-    give `out = 0`, `lse = -inf` (`sink` if there is one) and exactly zero gradients. Rows of q, k, v outside every slice
-    influence nothing. Differentiable once in q, k, v and sink, through `out` and through `lse`.
+    Shapes: q `[Q, N, H]`, k `[K, G, H]`, v `[K, G, Hv]`; query head n uses kv head `n // (N // G)`.
+    `lse` is the natural log of the softmax denominator and includes `sink` `[N]`, a learned logit per
+    head without a value. Rows without keys give `out = 0`, `lse = -inf` (`sink` if there is one) and
+    exactly zero gradients. Rows of q, k, v outside every slice influence nothing. Differentiable once
+    in q, k, v and sink, through `out` and through `lse`.
 
     Raises: ValueError for wrong input, NotImplementedError for a backend that cannot serve the call.
     """
@@ -73,8 +74,8 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns `(dq, dk, dv)` in the accumulation dtype.
 
-    `lse` and `delta = rowsum(dout * out) - dlse`, both `[Q, N]`, are those of the result merged over *all* keys, of which
-    `k` and `v` may be a part. Rows with `lse = -inf` get and give exactly 0.
+    `lse` and `delta = rowsum(dout * out) - dlse`, both `[Q, N]`, are those of the result merged over
+    *all* keys, of which `k` and `v` may be a part. Rows with `lse = -inf` get and give exactly 0.
     """
     check_mask(q, k, mask)
     with torch.no_grad():
@@ -107,7 +108,7 @@ class _Attend(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, sink, out, lse = ctx.saved_tensors
         delta = torch.zeros_like(lse)

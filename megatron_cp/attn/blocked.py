@@ -1,8 +1,9 @@
 """The `cpu` backend: exact attention with memory O(rows), made of few large operations.
 
-The mask's slices are cut into pieces (pieces.py); each is one call of PyTorch's flash operator (flash.py) or, where
-that cannot, matrix products over tiles (tiles.py). Partial results are merged by their lse, gradients are added, both in
-the order of the pieces: every run gives the same bits. Work follows the mask's area, not its grid.
+The mask's slices are cut into pieces (pieces.py); each is one call of PyTorch's flash operator
+(flash.py) or, where that cannot, matrix products over tiles (tiles.py). Partial results are merged by
+their lse, gradients are added, both in the order of the pieces: every run gives the same bits. Work
+follows the mask's area, not its grid.
 """
 
 # Q query rows, K key rows, N query heads, G kv heads, H head dim, Hv value head dim

@@ -58,7 +58,8 @@ def resolve_options(
         raise ValueError(f"softcap={softcap} must be finite and >= 0; pass 0.0 for no softcap")
     if backend is None:
         backend = "cpu" if q.device.type == "cpu" else "flex"
-    _check_backend(backend, q, deterministic)
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    _check_backend(backend, q, deterministic, needs_grad)
     return AttendOptions(scale, float(softcap), backend, deterministic)
 
 
@@ -66,8 +67,8 @@ def check_mask(q: Tensor, k: Tensor, mask: AttentionMask) -> None:
     """Raises ValueError unless the mask's grid is that of the tensors' rows."""
     if (mask.num_queries, mask.num_keys) != (q.shape[0], k.shape[0]):
         raise ValueError(
-            f"mask grid {mask.num_queries} x {mask.num_keys} must equal the rows of q and k, {q.shape[0]} x {k.shape[0]}; "
-            "crop or shift the mask, or pad the tensors"
+            f"mask grid {mask.num_queries} x {mask.num_keys} must equal the rows of q and k, "
+            f"{q.shape[0]} x {k.shape[0]}; crop or shift the mask, or pad the tensors"
         )
 
 
@@ -81,8 +82,8 @@ def check_sink(q: Tensor, sink: Tensor | None) -> None:
         or sink.device != q.device
     ):
         raise ValueError(
-            f"sink {sink.dtype} {tuple(sink.shape)} on {sink.device} must be a floating tensor ({q.shape[1]},) on {q.device}; "
-            "pass one logit per query head"
+            f"sink {sink.dtype} {tuple(sink.shape)} on {sink.device} must be a floating tensor "
+            f"({q.shape[1]},) on {q.device}; pass one logit per query head"
         )
 
 
@@ -95,12 +96,13 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 3:
             raise ValueError(
-                f"{name} of shape {tuple(tensor.shape)} must be [rows, heads, head_dim]; fold the batch into the rows and "
-                "block-diagonally into the mask"
+                f"{name} of shape {tuple(tensor.shape)} must be [rows, heads, head_dim]; "
+                "fold the batch into the rows and block-diagonally into the mask"
             )
     if k.shape[:2] != v.shape[:2]:
         raise ValueError(
-            f"k {tuple(k.shape)} and v {tuple(v.shape)} must agree in rows and heads; pass keys and values of the same tokens"
+            f"k {tuple(k.shape)} and v {tuple(v.shape)} must agree in rows and heads; "
+            "pass keys and values of the same tokens"
         )
     if q.shape[2] != k.shape[2] or min(q.shape[2], v.shape[2]) < 1:
         raise ValueError(
@@ -128,21 +130,28 @@ def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def _check_backend(backend: str, q: Tensor, deterministic: bool) -> None:
+def _check_backend(backend: str, q: Tensor, deterministic: bool, needs_grad: bool) -> None:
     if backend not in BACKENDS:
         raise ValueError(
-            f"backend={backend!r} must be one of {', '.join(BACKENDS)}; pass None to let the device choose"
+            f"backend={backend!r} must be one of {', '.join(BACKENDS)}; "
+            "pass None to let the device choose"
         )
-    able = ("reference", "cpu") if q.device.type == "cpu" else ("reference", "flex")
+    on_cpu = q.device.type == "cpu"
+    able = "backend='cpu' or 'reference'" if on_cpu else "backend='flex' or 'reference'"
     if backend not in BUILT_BACKENDS:
         raise NotImplementedError(
-            f"backend={backend!r} is not built yet; use one of {', '.join(able)}"
+            f"backend={backend!r} is not built yet, only reference, cpu and flex are; use {able}"
         )
-    if backend == "cpu" and q.device.type != "cpu":
+    if backend == "cpu" and not on_cpu:
         raise NotImplementedError(
-            f"backend='cpu' cannot compute on {q.device}, only on cpu; use one of {', '.join(able)}"
+            f"backend='cpu' cannot compute on device={q.device}, only on cpu; use {able}"
         )
     if backend == "flex" and deterministic:
         raise NotImplementedError(
-            "backend='flex' cannot promise deterministic=True; use backend='reference'"
+            "backend='flex' cannot promise deterministic=True, only reference and cpu can; "
+            "use backend='reference'"
+        )
+    if backend == "flex" and on_cpu and needs_grad:
+        raise NotImplementedError(
+            f"backend='flex' has no backward pass on device=cpu, only on GPUs; use {able}"
         )

@@ -41,7 +41,9 @@ def forward(
         total = weights.sum(dim=-1, keepdim=True)
         tile_out = torch.bmm(weights, v).div_(total.masked_fill(total == 0, 1.0))
         tile_lse = top.add_(total.log_())
-        merge_span_(out[rows], lse[rows], _unfold(tile_out, num_heads), _unfold(tile_lse, num_heads)[..., 0])
+        merge_span_(
+            out[rows], lse[rows], _unfold(tile_out, num_heads), _unfold(tile_lse, num_heads)[..., 0]
+        )
     return out, lse
 
 
@@ -73,7 +75,9 @@ def backward(
             dscores.mul_(slope)
         dv[keys] += torch.bmm(weights.transpose(1, 2), dout).transpose(0, 1)
         dq[rows] += _unfold(torch.bmm(dscores, k), num_heads).mul_(options.softmax_scale)
-        dk[keys] += torch.bmm(dscores.transpose(1, 2), q).transpose(0, 1).mul_(options.softmax_scale)
+        dk[keys] += (
+            torch.bmm(dscores.transpose(1, 2), q).transpose(0, 1).mul_(options.softmax_scale)
+        )
     return dq, dk, dv
 
 
