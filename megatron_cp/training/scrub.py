@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from numbers import Number
 from typing import Any
 
 REMOVED = "<removed>"
@@ -21,6 +22,9 @@ _URL_QUERY = re.compile(
 )
 # Names that only sound like secrets; their values are sizes and kinds.
 _HARMLESS = frozenset({"reset_position_ids", "calculate_per_token_loss", "eod_token", "pad_token"})
+
+
+_COUNT_NAME = re.compile(r"(^|_)tokens($|_)")  # numbers under such a name are counts
 
 
 def is_secret_name(name: str) -> bool:
@@ -37,7 +41,8 @@ def scrubbed(value: Any, name: str = "") -> Any:
 
     Mappings and sequences are copied, other objects become text.
     """
-    if is_secret_name(name) and value not in (None, "", False):
+    is_count = _COUNT_NAME.search(name) is not None and not isinstance(value, str)
+    if is_secret_name(name) and not is_count and value not in (None, "", False):
         return REMOVED
     if isinstance(value, Mapping):
         return {str(key): scrubbed(item, str(key)) for key, item in value.items()}
@@ -51,6 +56,13 @@ def scrubbed(value: Any, name: str = "") -> Any:
         return value
     text = _URL_USER.sub(lambda match: match["scheme"], str(value))
     return _URL_QUERY.sub(lambda match: match["name"] + REMOVED, text)
+
+
+def _may_hold_text(value: Any) -> bool:
+    """Whether something is there to hide: numbers are counts (``tokens_per_rank``), never secrets."""
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return any(_may_hold_text(item) for item in value)
+    return value not in (None, "") and not isinstance(value, Number)
 
 
 def scrubbed_words(words: Iterable[str]) -> list[str]:
