@@ -18,9 +18,10 @@ def loss_figure(run: Run, columns: int = 6) -> Figure:
     points = finite_points(*run.column(LOSS))
     window = max(1, len(points) // 30) | 1
     held_out = finite_points(*run.column(HELD_OUT_LOSS))
+    name = "training" if window == 1 else f"training, mean of {window} steps"
     series = [
         Series("training, each step", points, 1, "faint"),
-        Series(f"training, mean of {window} around", smoothed(points, window), 1),
+        Series(name, smoothed(points, window), 1),
         Series("held-out documents", held_out, 2, "line+dots"),
     ]
     at = dict(held_out)

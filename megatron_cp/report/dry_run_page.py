@@ -25,7 +25,8 @@ def dry_run_page(run: DryRun, command: str) -> Markup:
     packs = pack_views(run)
     first = packs[0]
     seq_length = first.mask.num_queries
-    lengths = lengths_figure(shares_of_lengths(run.corpus.document_lengths), seq_length, columns=5)
+    shares = shares_of_lengths(run.corpus.document_lengths, "before they are cut into packs,")
+    lengths = lengths_figure(shares, seq_length, columns=5)
     sections = [
         strip(_tiles(run, packs)),
         row(mask_figure(first), dispatch_figure(first)),

@@ -24,9 +24,11 @@ class LengthShares:
     area: FloatArray
     num_documents: int
     num_tokens: int
+    source: str
+    """Whose documents: goes behind their number."""
 
 
-def shares_of_lengths(lengths: NDArray[np.int64]) -> LengthShares:
+def shares_of_lengths(lengths: NDArray[np.int64], source: str = "") -> LengthShares:
     """Returns the shares of documents of these lengths, in bins of powers of two.
 
     The area of a document is that of its causal mask, n (n + 1) / 2. Empty documents are left out.
@@ -39,11 +41,17 @@ def shares_of_lengths(lengths: NDArray[np.int64]) -> LengthShares:
     edges = 2 ** np.arange(int(lengths.max()).bit_length() + 1)
     sizes = lengths.astype(np.float64)
     weights = (np.ones_like(sizes), sizes, sizes * (sizes + 1) / 2)
-    return shares_of_bins(edges, *(np.histogram(lengths, edges, weights=w)[0] for w in weights))
+    counts = (np.histogram(lengths, edges, weights=w)[0] for w in weights)
+    return shares_of_bins(edges, *counts, source=source)
 
 
 def shares_of_bins(
-    edges: NDArray[np.int64], documents: FloatArray, tokens: FloatArray, area: FloatArray
+    edges: NDArray[np.int64],
+    documents: FloatArray,
+    tokens: FloatArray,
+    area: FloatArray,
+    *,
+    source: str = "",
 ) -> LengthShares:
     """Returns the shares of bins that were counted already; ValueError for bins that hold nothing."""
     edges = np.asarray(edges, dtype=np.int64)
@@ -57,7 +65,7 @@ def shares_of_bins(
     edges, counts = edges[first:], [c[first:] for c in counts]
     in_documents, in_tokens, in_area = (c / c.sum() for c in counts)
     totals = int(counts[0].sum()), int(counts[1].sum())
-    return LengthShares(edges, in_documents, in_tokens, in_area, *totals)
+    return LengthShares(edges, in_documents, in_tokens, in_area, *totals, source)
 
 
 def lengths_figure(shares: LengthShares, seq_length: int | None, columns: int = 6) -> Figure:
@@ -90,9 +98,9 @@ def lengths_figure(shares: LengthShares, seq_length: int | None, columns: int = 
     ]  # fmt: skip
     return Figure(
         title="Document lengths",
-        caption=f"{shares.num_documents:,} documents, {short(shares.num_tokens)} tokens. "
-        f"{_long_share(shares)} Whole documents, each under a causal mask of its own; longer than a "
-        "pack, they are cut.",
+        caption=f"{shares.num_documents:,} documents {shares.source} with "
+        f"{short(shares.num_tokens)} tokens. {_long_share(shares)} Area: each under a causal mask of "
+        "its own.",
         picture=line_chart("shares by document length", series, axes),
         table=Table(("from", "to", "documents", "tokens", "area"), rows),
         columns=columns,

@@ -84,10 +84,10 @@ def _legend(pack: PackView) -> list[Markup]:
     for rank in range(min(pack.ours.cp_size, MAX_RANKS_NAMED)):
         parts.append(rect(x, low - 9, 10, 10, rx=2, **rank_colour(rank, pack.ours.cp_size)))
         parts.append(text(x + 14, low, rank))
-        x += 34
+        x += 28
     if pack.ours.cp_size > MAX_RANKS_NAMED:
         parts.append(text(x, low, f"… {pack.ours.cp_size - 1}"))
     if set(pack.document_kinds) - {"causal"}:
-        words = "darker squares: documents, or their prefixes, that look both ways"
+        words = "darker: documents or prefixes that look both ways"
         parts.append(text(at, low + 18, words, "muted"))
     return [join(parts)]

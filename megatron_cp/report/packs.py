@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_cp.report.html import Figure, Table, Tile
 from megatron_cp.report.mask import mask_picture
-from megatron_cp.report.plan import FloatArray, byte_unit, heat_maps, matrices
+from megatron_cp.report.plan import MAX_NUMBERS, FloatArray, byte_unit, heat_maps, matrices
 from megatron_cp.report.svg import short, short_bytes, short_tokens
 from megatron_cp.report.view import (
     PackView,
@@ -30,7 +30,7 @@ def mask_figure(pack: PackView) -> Figure:
         if kind in pack.document_kinds
     ]
     caption = (
-        f"{' and '.join(kinds)} documents of {short_tokens(min(lengths))} to "
+        f"{', '.join(kinds)} documents of {short_tokens(min(lengths))} to "
         f"{short_tokens(max(lengths))} tokens: {mask.density():.1%} of all pairs. Work is the "
         "coloured area; the bands say which rank owns which rows and keys."
     )
@@ -90,9 +90,10 @@ def communication_figure(pack: PackView) -> Figure:
             if view.sent_bytes[src, dst] or needed[src, dst]
         ]
     unit = byte_unit(max(float(matrix.max()) for _, _, matrix in panels))[1]
+    numbers = f"numbers in {unit}, " if pack.ours.cp_size <= MAX_NUMBERS else ""
     caption = (
         "Bytes of one layer's forward pass, counted from the plans: row = sender, column = "
-        f"receiver, numbers in {unit}, one colour scale. Needed: keys and values that the receiver's "
+        f"receiver, {numbers}one colour scale. Needed: keys and values that the receiver's "
         "queries look at, each once."
     )
     table = Table(("planner", "from", "to", "bytes sent", "bytes needed"), rows)

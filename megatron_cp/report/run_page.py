@@ -66,13 +66,15 @@ def run_page(run: Run, other: Run | None = None) -> Markup:
 
 
 def length_shares(run: Run) -> LengthShares | None:
-    """Returns the shares of the training documents, or of those in the kept packs; None without."""
+    """Returns the shares of the training documents, or of the kept packs' pieces; None without."""
     train = run.section("data").get("train")
     names = ("length_edges", "documents_by_length", "tokens_by_length", "area_by_length")
     if isinstance(train, dict) and all(_are_counts(train.get(name)) for name in names):
-        return shares_of_bins(*(np.asarray(train[name]) for name in names))
+        counts = (np.asarray(train[name]) for name in names)
+        return shares_of_bins(*counts, source="of the training split")
     lengths = [length for pack in run.packs for length in pack.document_lengths]
-    return shares_of_lengths(np.array(lengths)) if lengths else None
+    source = f"of {len(run.packs)} kept packs, cut where a pack ends"
+    return shares_of_lengths(np.array(lengths), source) if lengths else None
 
 
 def _are_counts(values: object) -> bool:
@@ -87,7 +89,8 @@ def _tiles(run: Run) -> list[Tile]:
     _, held_out = run.column(HELD_OUT_LOSS)
     if losses:
         last = losses[-max(1, len(losses) // 25) :]
-        words = f"from {losses[0]:.2f}; mean of the last {len(last)} steps"
+        steps = "the last step" if len(last) == 1 else f"mean of the last {len(last)} steps"
+        words = f"from {losses[0]:.2f}; {steps}"
         tiles.append(Tile("Training loss", f"{np.mean(last):.3f}", words))
     if held_out:
         best = f"best {min(held_out):.3f}, from {held_out[0]:.2f}"

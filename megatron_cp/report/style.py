@@ -92,7 +92,7 @@ def style_sheet() -> str:
         f".s{i}{{fill:var(--s{i})}}.l{i}{{stroke:var(--s{i})}}" for i in range(1, NUM_SERIES + 1)
     )
     heat = "".join(
-        f".h{i}{{fill:var(--h{i})}}svg .t{i}{{fill:{'#14140f' if i < 5 else '#fff'}}}"
+        f".h{i}{{fill:var(--h{i});shape-rendering:crispEdges}}svg .t{i}{{fill:{'#14140f' if i < 5 else '#fff'}}}"
         for i in range(HEAT_STEPS)
     )
     heat_dark = "".join(

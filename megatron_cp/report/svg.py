@@ -1,8 +1,8 @@
 """SVG and HTML as text, escaped by construction.
 
 `Markup` is text that may stand in the page as it is; `str` is anything else, for instance a run's
-name. Only `escape`, `tag` and `join` make Markup, and only Markup can become a child of a tag, so
-the type checker refuses what a reviewer would have to look for.
+name. Only Markup can become a child of a tag; `escape`, `tag` and `join` make it, and what is trusted
+as it stands says `Markup(...)` in plain sight. The type checker refuses the rest.
 """
 
 from __future__ import annotations

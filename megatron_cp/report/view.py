@@ -63,8 +63,10 @@ class PackView:
 
     @property
     def plans(self) -> tuple[PlanView, ...]:
-        """Returns our plan and, where there is one, zigzag's."""
-        return (self.ours,) if self.zigzag is None else (self.ours, self.zigzag)
+        """Returns our plan and, where it is another, zigzag's."""
+        if self.zigzag is None or self.zigzag.planner == self.ours.planner:
+            return (self.ours,)
+        return self.ours, self.zigzag
 
 
 def view_of_plan(plan: AttentionPlan) -> PlanView:
