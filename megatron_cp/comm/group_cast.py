@@ -11,6 +11,7 @@ Rows are tuples of tensors with a common dim 0; they travel as bytes in one mess
 combination is fixed (hops backwards, destinations ascending), so results repeat bit for bit.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -85,11 +86,12 @@ def _compile_hop(
     for dst in sorted(set(sent[:, DST].tolist())):
         rows = torch.from_numpy(message_rows(sent[sent[:, DST] == dst]))
         segments = torch.bucketize(rows, torch.tensor(segment_ends), right=True)
-        for segment in segments.unique_consecutive().tolist():
-            where = (segments == segment).nonzero().flatten()
-            first = segment_ends[segment - 1] if segment else 0
-            index = (rows[where] - first).to(device)
-            returns.append(_Return(segment, begin + int(where[0]), index))
+        cuts = (segments.diff().nonzero().flatten() + 1).tolist()
+        for first, stop in itertools.pairwise([0, *cuts, len(rows)]):
+            segment = int(segments[first])  # messages may name segments in any order, and again
+            base = segment_ends[segment - 1] if segment else 0
+            index = (rows[first:stop] - base).to(device)
+            returns.append(_Return(segment, begin + first, index))
         begin += len(rows)
     send_index = torch.from_numpy(message_rows(sent)).to(device)
     return RankHop(send_index, send_splits, recv_splits, tuple(returns), not len(hop.messages))
