@@ -16,7 +16,7 @@ MAX_CHUNKS_PER_RANK = 32
 MIN_CHUNKS_PER_RANK = 8
 TARGET_CHUNKS = 512  # over all ranks; planning time grows with its square
 MIN_CHUNK_TOKENS = 64
-MAX_CHUNKS = 4096  # over all ranks; time and memory grow with its square
+MAX_CHUNKS = 1024  # over all ranks, or two per rank if that is more; the table of chunks is square
 
 
 def tokens_per_rank(num_tokens: int, cp_size: int, config: CPConfig, pieces: int = 1) -> int:
@@ -73,7 +73,7 @@ def chunk_layout(num_tokens: int, cp_size: int, config: CPConfig) -> tuple[int, 
         return chunk, rows // chunk
     multiple = config.token_multiple
     wished = min(MAX_CHUNKS_PER_RANK, max(MIN_CHUNKS_PER_RANK, TARGET_CHUNKS // cp_size))
-    wished = min(wished, max(1, MAX_CHUNKS // 2 // cp_size))
+    wished = min(wished, most_chunks(cp_size) // cp_size)
     most = min(wished, max(rows // MIN_CHUNK_TOKENS, min(4, rows // multiple), 1))
     counts = range(most, max(1, most // 2), -1) if most > 1 else range(1, 2)
     padded = {n: n * _round_up(math.ceil(rows / n), multiple) for n in counts}
@@ -81,10 +81,15 @@ def chunk_layout(num_tokens: int, cp_size: int, config: CPConfig) -> tuple[int, 
     return padded[count] // count, count
 
 
+def most_chunks(cp_size: int) -> int:
+    """Returns the largest number of chunks that a deal may have over all ranks."""
+    return max(MAX_CHUNKS, 2 * cp_size)
+
+
 def check_chunk_size(num_tokens: int, cp_size: int, config: CPConfig) -> None:
     """Raises ValueError, with the nearest legal value, for a chunk size that no sensible deal can have.
 
-    Too large: it would more than double the rows of a rank. Too small: more than `MAX_CHUNKS` chunks.
+    Too large: it would more than double the rows of a rank. Too small: more than `most_chunks` chunks.
     """
     chosen = config.chunk_size
     if chosen is None:
@@ -97,7 +102,7 @@ def check_chunk_size(num_tokens: int, cp_size: int, config: CPConfig) -> None:
 
     def is_legal(chunk: int) -> bool:
         rows, num_chunks = layout(chunk)
-        return rows <= 2 * least and num_chunks <= MAX_CHUNKS
+        return rows <= 2 * least and num_chunks <= most_chunks(cp_size)
 
     if not is_legal(chosen):
         rows, num_chunks = layout(chosen)
@@ -105,7 +110,7 @@ def check_chunk_size(num_tokens: int, cp_size: int, config: CPConfig) -> None:
         near = min(sizes, key=lambda size: (abs(size - chosen), size))
         raise ValueError(
             f"chunk_size={chosen} deals {num_tokens} tokens to {cp_size} ranks as {num_chunks} chunks, {rows} "
-            f"rows each; at most {MAX_CHUNKS} chunks and {2 * least} rows are allowed: use chunk_size={near} "
+            f"rows each; at most {most_chunks(cp_size)} chunks and {2 * least} rows are allowed: use chunk_size={near} "
             "(the nearest) or leave it out"
         )
 

@@ -1,0 +1,71 @@
+"""Replays a plan row by row and pair by pair, from the plain numbers it holds: the measure of planners.
+
+Only arrays are read (`global_from_local`, `messages`, `array`); no code of the package takes part.
+"""
+
+import numpy as np
+
+
+def own_ids(plan, pass_name):
+    """Returns the token ids of each rank's own rows at the start of the stages, a list per rank."""
+    split = getattr(plan, pass_name).head_split
+    rows = [ids.tolist() for ids in plan.global_from_local]
+    if split is None:
+        return rows
+    groups = {rank: group for group in split.groups for rank in group}
+    return [[i for member in groups[rank] for i in rows[member]] for rank in range(len(rows))]
+
+
+def held_ids(own, transfer):
+    """Returns each rank's rows after a transfer, by the order that the schema promises."""
+    held = [list(ids) for ids in own]
+    for hop in transfer.hops if transfer else ():
+        arrived = [[] for _ in held]
+        for src in range(len(held)):  # a destination appends source by source
+            for source, dst, start, stop in hop.messages.tolist():
+                if source == src:
+                    assert 0 <= start < stop <= len(held[src])
+                    arrived[dst] += held[src][start:stop]
+        held = [ids + new for ids, new in zip(held, arrived, strict=True)]
+    return held
+
+
+def times_computed(plan, pass_name):
+    """Returns how often each (query id, key id) is computed: int64 `[head groups, ids, ids]`."""
+    pass_ = getattr(plan, pass_name)
+    own = own_ids(plan, pass_name)
+    size = plan.global_from_local.size
+    degree, position = 1, dict.fromkeys(range(len(own)), 0)
+    if pass_.head_split is not None:
+        degree = len(pass_.head_split.groups[0])
+        position = {r: group.index(r) for group in pass_.head_split.groups for r in group}
+    times = np.zeros((degree, size, size), dtype=np.int64)
+    for stage in pass_.stages:
+        queries, keys = held_ids(own, stage.q_cast), held_ids(own, stage.k_cast)
+        for rank, work in enumerate(stage.work):
+            assert (work.num_queries, work.num_keys) == (len(queries[rank]), len(keys[rank]))
+            for q_start, q_end, k_start, k_end, lo, hi in work.array.tolist():
+                for q in range(q_start, q_end):
+                    for k in range(max(k_start, q + lo), min(k_end, q + hi + 1)):
+                        times[position[rank], queries[rank][q], keys[rank][k]] += 1
+    return times
+
+
+def received_ids(plan, pass_name):
+    """Returns the key ids that each rank receives over all stages, in order of arrival, with repeats."""
+    own = own_ids(plan, pass_name)
+    received = [[] for _ in own]
+    for stage in getattr(plan, pass_name).stages:
+        for rank, ids in enumerate(held_ids(own, stage.k_cast)):
+            received[rank] += ids[len(own[rank]) :]
+    return received
+
+
+def needed_remote_ids(plan, allowed):
+    """Returns, by brute force, the keys that each rank's queries may see and it does not own, as sets."""
+    needed = []
+    for ids in plan.global_from_local.tolist():
+        queries = [i for i in ids if i < len(allowed)]
+        keys = np.flatnonzero(allowed[queries].any(axis=0)).tolist()
+        needed.append(set(keys) - set(ids))
+    return needed

@@ -1,0 +1,35 @@
+"""Masks, lengths and configurations that the plan tests share."""
+
+import numpy as np
+
+from megatron_cp import mask as masks
+from megatron_cp.config import CPConfig
+
+CP_SIZES = (1, 2, 3, 4, 8)
+PLANNERS = ("allgather", "auto", "contiguous", "ring", "ulysses", "zigzag")
+HEADS = 24  # every CP size divides it, so that ulysses serves them all
+
+
+def config(planner="auto", **options):
+    """Returns a CPConfig under which every planner can serve every CP size of the tests."""
+    options = {"num_heads": HEADS, "num_kv_heads": HEADS, "head_dim": 64, **options}
+    return CPConfig(planner=planner, **options)
+
+
+def pack_lengths(kind, num_tokens, num_documents, seed):
+    """Returns document lengths that fill a pack: log-normal, uniform, one long among many, equal."""
+    rng = np.random.default_rng(seed)
+    weights = {
+        "log-normal": lambda: rng.lognormal(8, 1.6, num_documents),
+        "uniform": lambda: rng.uniform(0.1, 2.0, num_documents),
+        "one long": lambda: np.r_[num_documents, np.ones(num_documents - 1)],
+        "equal": lambda: np.ones(num_documents),
+    }[kind]()
+    lengths = np.maximum(1, (weights / weights.sum() * num_tokens).astype(int))
+    lengths[lengths.argmax()] += num_tokens - lengths.sum()
+    return lengths
+
+
+def packed(kind, num_tokens, num_documents, seed=0, within="causal"):
+    """Returns the mask of a pack of such documents."""
+    return masks.documents(pack_lengths(kind, num_tokens, num_documents, seed), within=within)

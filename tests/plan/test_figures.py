@@ -1,0 +1,271 @@
+"""Volumes against the closed forms of the literature, balance, and the promise of planner "auto"."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_cp import mask as masks
+from megatron_cp.config import CPConfig, Topology
+from megatron_cp.plan import PLANNERS, Hop, Pass, Stage, Transfer, balance, make_plan, make_plans
+from megatron_cp.plan.cost import makespan_seconds
+from megatron_cp.plan.pricing import choices, deal_figures, placement_figures
+from megatron_cp.plan.routing import PlacedMask
+from megatron_cp.plan.schema import AttentionPlan
+from megatron_cp.plan.schemes.ulysses import fits_heads
+from tests.plan.cases import config, packed
+from tests.strategies import attention_masks
+
+RATIOS = [(8, 8), (8, 2), (8, 1)]
+
+
+@pytest.mark.parametrize("cp_size", [2, 4, 8])
+@pytest.mark.parametrize("heads", RATIOS)
+@pytest.mark.parametrize("planner", ["ring", "zigzag", "allgather"])
+def test_ring_and_allgather_move_2_rho_times_p_minus_1(planner, heads, cp_size):
+    options = config(planner, num_heads=heads[0], num_kv_heads=heads[1])
+    plan = make_plan(masks.causal(64 * cp_size), cp_size, options)
+    rho = heads[1] / heads[0]
+    volume = 2 * rho * (cp_size - 1)
+    for name, factor in (("forward", 1), ("backward", 2)):  # backward sends dk, dv back
+        stats = plan.stats(name)
+        assert stats["volume_mean"] == pytest.approx(factor * volume)
+        assert stats["volume_max"] == pytest.approx(factor * volume)
+        assert stats["link_max"] == pytest.approx(factor * volume)
+
+
+@pytest.mark.parametrize("cp_size", [2, 4, 8])
+@pytest.mark.parametrize("heads", RATIOS)
+def test_ulysses_moves_two_query_and_two_key_rows_of_every_token(heads, cp_size):
+    num_heads, num_kv_heads = heads
+    options = config("ulysses", num_heads=num_heads, num_kv_heads=num_kv_heads)
+    plan = make_plan(masks.causal(64 * cp_size), cp_size, options)
+    keys = (
+        max(num_kv_heads, cp_size) / num_heads
+    )  # replicated where there are fewer heads than ranks
+    volume = 2 * (1 + keys) * (cp_size - 1) / cp_size
+    assert plan.stats("forward")["volume_mean"] == pytest.approx(volume)
+    # backward: q, k, v, dout there and dq, dk, dv back
+    backward = (3 + 4 * keys) * (cp_size - 1) / cp_size
+    assert plan.stats("backward")["volume_mean"] == pytest.approx(backward)
+    assert plan.stats("forward")["imbalance"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("cp_size", [2, 4, 8])
+def test_contiguous_causal_moves_rho_times_p_minus_1_on_average(cp_size):
+    plan = make_plan(masks.causal(64 * cp_size), cp_size, config("contiguous"))
+    stats = plan.stats("forward")
+    assert stats["volume_mean"] == pytest.approx(cp_size - 1)
+    assert stats["volume_max"] == pytest.approx(2 * (cp_size - 1))
+    rows = 64
+    ideal = (2 * cp_size - 1) / cp_size  # for long documents; diagonal blocks add a little
+    exact = (rows * (cp_size - 1) + (rows + 1) / 2) / ((rows * cp_size + 1) / 2)
+    assert stats["imbalance"] == pytest.approx(exact)
+    assert stats["imbalance"] == pytest.approx(ideal, rel=0.02)
+
+
+def test_contiguous_documents_move_what_lies_left_of_each_edge():
+    lengths = [100, 300, 50, 190]
+    plan = make_plan(masks.documents(lengths), 4, config("contiguous"))
+    starts = np.cumsum([0, *lengths])
+    edges = [r * 160 for r in range(4)]
+    left = [edge - starts[np.searchsorted(starts, edge, side="right") - 1] for edge in edges]
+    expected = np.array(left) * 2 / 160  # a key and a value row each, rho = 1
+    moved = np.array([float(line.split()[3]) for line in _rank_lines(plan)])
+    assert np.allclose(moved, expected, atol=0.006)
+    assert plan.stats("forward")["volume_max"] == pytest.approx(expected.max())
+
+
+def _rank_lines(plan):
+    block = str(plan).split("backward:")[0]
+    return [line for line in block.splitlines() if line.startswith("     ")]
+
+
+def test_a_sliding_window_costs_its_halo_and_no_more():
+    plan = make_plan(masks.sliding_window(8 * 512, 63), 8, config())
+    stats = plan.stats("forward")
+    assert stats["volume_max"] == pytest.approx(2 * 63 / 512)
+    assert stats["imbalance"] <= 1.01
+
+
+# ------------------------------------------------------------------ auto
+
+KINDS = ["log-normal", "uniform", "one long", "equal"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("heads", [(32, 32), (32, 8), (64, 8)])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_packed_causal_documents_are_balanced_within_5_percent(kind, heads, seed):
+    mask = packed(kind, 262_144, 100, seed)
+    options = CPConfig(num_heads=heads[0], num_kv_heads=heads[1], head_dim=128)
+    plan = make_plan(mask, 8, options)
+    for name in ("forward", "backward"):
+        assert plan.stats(name)["imbalance"] <= 1.05
+
+
+def predicted(plan):
+    return makespan_seconds(plan, "forward") + makespan_seconds(plan, "backward")
+
+
+CASES = {
+    "causal": masks.causal(6000),
+    "full": masks.full(4096),
+    "window": masks.sliding_window(9000, 500),
+    "one token": masks.causal(1),
+    "nothing to compute": masks.from_slices(100, 100, []),
+    "prime": masks.causal(4099),
+    **{kind: packed(kind, 20_000, 30) for kind in KINDS},
+    "tiny documents": packed("log-normal", 3000, 200),
+}
+PAIRS = Topology("nodes of two", 300.0, 250.0, 2, 200.0, 10.0, 5.0)
+GROUPS = [(1, "h100"), (2, "cpu"), (2, "h100"), (3, "a800"), (4, PAIRS), (8, "h100"), (8, PAIRS)]
+
+
+@pytest.mark.parametrize(("cp_size", "topology"), [*GROUPS, (16, "h100")])
+def test_auto_is_never_predicted_slower_than_a_published_scheme(cp_size, topology):
+    for heads in ((1, 1), (16, 16), (16, 2)):
+        options = {
+            "num_heads": heads[0],
+            "num_kv_heads": heads[1],
+            "head_dim": 128,
+            "topology": topology,
+        }
+        for name, mask in CASES.items():
+            ours = predicted(make_plan(mask, cp_size, config("auto", **options)))
+            for planner in PLANNERS:
+                scheme = config(planner, **options)
+                if planner == "ulysses" and not fits_heads(cp_size, scheme):
+                    continue
+                other = predicted(make_plan(mask, cp_size, scheme))
+                assert ours <= other * (1 + 1e-8), f"{planner} on {name}, {cp_size} ranks, {heads}"
+
+
+def test_a_family_is_never_predicted_slower_than_a_published_scheme_for_all_its_masks():
+    full = packed("log-normal", 20_000, 30)
+    window = full & masks.sliding_window(20_000, 256)
+    weights = {"full": (full, 6), "window": (window, 26)}
+    for cp_size in (2, 8):
+        plans = make_plans(weights, cp_size, config())
+        ours = sum(weights[name][1] * predicted(plan) for name, plan in plans.items())
+        for planner in PLANNERS:
+            others = make_plans(weights, cp_size, config(planner))
+            theirs = sum(weights[name][1] * predicted(plan) for name, plan in others.items())
+            assert ours <= theirs * (1 + 1e-8), planner
+
+
+@pytest.mark.parametrize("planner", ["contiguous", "ring", "zigzag", "allgather", "ulysses"])
+@pytest.mark.parametrize("cp_size", [2, 3, 8])
+def test_the_price_of_a_published_scheme_is_the_prediction_of_its_plan(planner, cp_size):
+    for mask in (packed("log-normal", 5003, 12), masks.causal(1000), masks.sliding_window(777, 9)):
+        options = config(planner, topology="a800")
+        plan = make_plan(mask, cp_size, options)
+        is_in_order = planner in ("contiguous", "ring", "ulysses")
+        figures = placement_figures(mask, plan.global_from_local)
+        prices = [c.seconds for c in choices(mask, figures, options, is_in_order=is_in_order)]
+        assert min(abs(price / predicted(plan) - 1) for price in prices) < 1e-9
+
+
+# ------------------------------------------------------------------ what prices are made of
+
+
+@given(case=attention_masks(max_queries=30, square=True), cp_size=st.sampled_from([1, 2, 3, 4]))
+@settings(max_examples=60)
+def test_figures_of_a_placement_count_pairs_and_needed_rows_between_ranks(case, cp_size):
+    mask, allowed = case
+    rows = -(-len(allowed) // cp_size)
+    placement = np.random.default_rng(len(allowed)).permutation(cp_size * rows).reshape(cp_size, -1)
+    figures = placement_figures(mask, placement)
+    whole = np.zeros((placement.size, placement.size), dtype=bool)
+    whole[: len(allowed), : len(allowed)] = allowed
+    for reader, queries in enumerate(placement):
+        for owner, keys in enumerate(placement):
+            block = whole[np.ix_(queries, keys)]
+            assert figures.areas[reader, owner] == block.sum()
+            expected = 0 if reader == owner else block.any(axis=0).sum()
+            assert figures.rows[owner, reader] == expected
+
+
+@given(case=attention_masks(max_queries=30, square=True), chunk=st.integers(1, 9))
+@settings(max_examples=60)
+def test_a_chunk_table_holds_the_area_of_every_two_chunks_and_no_fewer_rows_than_needed(
+    case, chunk
+):
+    mask, allowed = case
+    num_chunks = -(-len(allowed) // chunk)
+    table = balance.chunk_table(mask, chunk, num_chunks)
+    for i in range(num_chunks):
+        for j in range(num_chunks):
+            block = allowed[i * chunk : (i + 1) * chunk, j * chunk : (j + 1) * chunk]
+            assert table.areas[i, j] == block.sum()
+            assert block.any(axis=0).sum() <= table.needs[i, j] <= chunk
+
+
+def test_figures_of_a_deal_are_exact_for_documents():
+    mask = packed("uniform", 4096, 9)
+    table = balance.chunk_table(mask, 64, 64)
+    owned = np.random.default_rng(3).permutation(64).reshape(4, 16)
+    tokens = (np.sort(owned, axis=1)[:, :, None] * 64 + np.arange(64)).reshape(4, -1)
+    deal, exact = deal_figures(table, owned), placement_figures(mask, tokens)
+    assert np.array_equal(deal.areas, exact.areas)
+    assert np.array_equal(deal.rows, exact.rows)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cp_size", [2, 3, 8])
+def test_deals_give_every_rank_equally_many_chunks_and_exchanges_balance_them(kind, cp_size):
+    table = balance.chunk_table(packed(kind, 24_000, 40), 24_000 // (cp_size * 20), cp_size * 20)
+    count = cp_size * 20
+    for start in (balance.in_order(count, cp_size), balance.zigzag(count, cp_size)):
+        owned = balance.exchange_chunks(start, table, 0.02)
+        assert sorted(owned.reshape(-1).tolist()) == list(range(count))
+        loads = table.chunk_areas[owned].sum(axis=1)
+        assert loads.max() <= 1.03 * loads.mean()
+    if cp_size == 8:
+        owned = balance.nodes_first(table, 8, 4, balance.zigzag, 0.04)
+        assert sorted(owned.reshape(-1).tolist()) == list(range(count))
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+def test_every_stage_of_needed_keys_loads_every_link_alike(num_stages):
+    mask = packed("log-normal", 9000, 12)
+    plan = make_plan(mask, 4, config(num_stages=num_stages))
+    counts = []
+    for stage in plan.forward.stages[1:]:
+        rows = np.zeros((4, 4), dtype=int)
+        for src, dst, start, stop in stage.k_cast.hops[0].messages.tolist():
+            rows[src, dst] += stop - start
+        counts.append(rows)
+    assert len(counts) == num_stages
+    assert np.ptp(np.stack(counts), axis=0).max() <= 1
+
+
+def test_a_stage_costs_what_its_slowest_link_and_its_pairs_cost():
+    """Two ranks, one node: 4 rows come while 100 pairs are computed; then 60 pairs on them."""
+    topology = Topology(
+        "made up", 1e-6, 1e-6, 8, 1e-3, 1.0, 1e6
+    )  # 1e6 FLOP/s, 1e6 B/s, 1 s latency
+    options = CPConfig(head_dim=16, topology=topology)
+    local = masks.full(10)
+    own = (local, masks.from_slices(10, 10, []))
+    remote = (masks.from_slices(10, 14, [(0, 10, 10, 14), (0, 10, 0, 2)]), own[1])
+    stages = (Stage(own), Stage(remote, k_cast=Transfer((Hop([(1, 0, 0, 4)]),))))
+    both = Pass(stages)
+    plan = AttentionPlan(
+        masks.full(20), options, "by hand", np.arange(20).reshape(2, 10), both, both
+    )
+    pair = 4 * 16 / 1e6  # two matrix products of 16 multiply-adds
+    arrive = 1 + 4 * (16 + 16) * 2 / 1e6
+    assert makespan_seconds(plan, "forward") == pytest.approx(max(100 * pair, arrive) + 60 * pair)
+    leave = 1 + 4 * (16 + 16) * 4 / 1e6  # gradients return in fp32
+    expected = max(250 * pair, arrive) + 150 * pair + leave
+    assert makespan_seconds(plan, "backward") == pytest.approx(expected)
+
+
+def test_silent_hops_cost_no_latency():
+    placed = PlacedMask(masks.documents([8, 8]), np.arange(16).reshape(2, 8))
+    silent = Stage(placed.local_stage().work, k_cast=Transfer((Hop(np.zeros((0, 4))),)))
+    both = Pass((silent,))
+    plan = AttentionPlan(placed.mask, config(), "by hand", placed.placement, both, both)
+    without = make_plan(placed.mask, 2, config("contiguous"))
+    assert makespan_seconds(plan, "forward") == makespan_seconds(without, "forward")
