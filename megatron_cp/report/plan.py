@@ -85,7 +85,7 @@ def _panel(
                 rect(
                     float(edges[chunk]),
                     y,
-                    float(edges[chunk + 1] - edges[chunk]) - min(gap, 0.5),
+                    float(edges[chunk + 1] - edges[chunk]),
                     row_height - gap,
                     f"h{heat_step(heat[rank, chunk], high)}",
                     f"rank {rank}, tokens {bounds[chunk]}–{bounds[chunk + 1]}: "
