@@ -63,24 +63,59 @@ def enter_megatron() -> None:
         setattr(torch, name, conftest._poisoned(getattr(torch, name)))
 
 
+_group_of_ranks: dict[tuple[int, ...], object] = {}
+_state_of_layout: dict[tuple, dict[str, object]] = {}
+
+
 @contextlib.contextmanager
 def parallel_state(case: Case):
-    """Megatron's process groups for this case; destroyed at the end, as the rank pool asks."""
+    """Megatron's process groups for this case, and its random streams; put back at the end.
+
+    gloo never quite forgets a group, so each layout is made once per worker and each set of ranks
+    has one group. Megatron's own destroy function would close groups that are still in use here.
+    """
     enter_megatron()
     from megatron.core import parallel_state as groups
     from megatron.core import tensor_parallel
 
-    groups.initialize_model_parallel(
-        tensor_model_parallel_size=case.tp,
-        pipeline_model_parallel_size=case.pp,
-        virtual_pipeline_model_parallel_size=case.vpp,
-        context_parallel_size=case.cp,
-    )
+    def state() -> dict[str, object]:
+        return {name: value for name, value in vars(groups).items() if name.startswith("_")}
+
+    before = state()
+    layout = (torch.distributed.get_world_size(), case.tp, case.pp, case.vpp, case.cp)
+    if layout in _state_of_layout:
+        vars(groups).update(_state_of_layout[layout])
+    else:
+        with _one_group_per_set_of_ranks():
+            groups.initialize_model_parallel(
+                tensor_model_parallel_size=case.tp,
+                pipeline_model_parallel_size=case.pp,
+                virtual_pipeline_model_parallel_size=case.vpp,
+                context_parallel_size=case.cp,
+            )
+        _state_of_layout[layout] = state()
     try:
         tensor_parallel.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
         yield groups
     finally:
-        groups.destroy_model_parallel()
+        vars(groups).update(before)
+
+
+@contextlib.contextmanager
+def _one_group_per_set_of_ranks():
+    plain = torch.distributed.new_group
+
+    def new_group(ranks=None, *args, **kwargs):
+        key = tuple(range(torch.distributed.get_world_size()) if ranks is None else ranks)
+        if key not in _group_of_ranks:
+            _group_of_ranks[key] = plain(list(key))
+        return _group_of_ranks[key]
+
+    torch.distributed.new_group = new_group
+    try:
+        yield
+    finally:
+        torch.distributed.new_group = plain
 
 
 def make_config(case: Case):
