@@ -24,17 +24,7 @@ CP2 = ["--context-parallel-size", "2"]
 def run(tmp_path_factory) -> Path:
     """Four steps on two context ranks without interruption, with a checkpoint after steps 2 and 4."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
-    output = train(
-        2,
-        *SMALL_RUN,
-        *CP2,
-        "--save",
-        str(folder),
-        "--save-interval",
-        "2",
-        "--hidden-dropout",
-        "0.1",
-    )
+    output = train(2, *SMALL_RUN, *CP2, "--save", str(folder), "--save-interval", "2")
     (folder / "output.txt").write_text(output)
     return folder
 
@@ -64,17 +54,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(run: Path, tmp_path: Path):
     half = cut_to(run, tmp_path / "half", 2)
     rest = tmp_path / "rest"
-    flags = [
-        "--load",
-        str(half),
-        "--save",
-        str(rest),
-        "--save-interval",
-        "2",
-        "--hidden-dropout",
-        "0.1",
-    ]
-    train(2, *SMALL_RUN, *CP2, *flags)
+    train(2, *SMALL_RUN, *CP2, "--load", str(half), "--save", str(rest), "--save-interval", "2")
     for key in ("lm loss", "grad-norm", "learning-rate", "data/cursor", "lm loss validation"):
         whole = metrics(run, key)
         resumed = metrics(rest, key)
@@ -87,15 +67,13 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(run: Path, tmp_path: Pat
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
-def test_a_run_goes_on_with_another_context_parallel_size(tmp_path: Path):
-    whole = tmp_path / "whole"
-    train(2, *SMALL_RUN, *CP2, "--save", str(whole), "--save-interval", "2")
-    half = cut_to(whole, tmp_path / "half", 2)
-    train(1, *SMALL_RUN, "--load", str(half), "--run-dir", str(tmp_path / "one"))
-    losses, whole_losses = metrics(tmp_path / "one"), metrics(whole)
+def test_a_run_goes_on_with_another_context_parallel_size(run: Path, tmp_path: Path):
+    half = cut_to(run, tmp_path / "half", 2)
+    train(1, *SMALL_RUN, "--load", str(half), "--run-dir", str(tmp_path / "one"), "--no-wandb")
+    losses, whole = metrics(tmp_path / "one"), metrics(run)
     assert sorted(losses) == [3, 4]
     for iteration, loss in losses.items():
-        assert loss == pytest.approx(whole_losses[iteration], rel=1e-6)
+        assert loss == pytest.approx(whole[iteration], rel=1e-6)
 
 
 def test_what_a_run_prints_and_leaves_is_complete(run: Path):
@@ -149,8 +127,8 @@ def test_other_layouts_learn_and_print_from_the_last_rank(tmp_path: Path, layout
     assert output.count("iteration        4/       4 |") == 1
 
 
-def test_the_distributed_optimizer_resumes_bitwise(tmp_path: Path):
-    flags = [*SMALL_RUN, "--use-distributed-optimizer", "--no-wandb"]
+def test_the_distributed_optimizer_with_dropout_resumes_bitwise(tmp_path: Path):
+    flags = [*SMALL_RUN, "--use-distributed-optimizer", "--hidden-dropout", "0.1", "--no-wandb"]
     whole = tmp_path / "whole"
     train(2, *flags, "--save", str(whole), "--save-interval", "2")
     half = cut_to(whole, tmp_path / "half", 2)
@@ -161,8 +139,8 @@ def test_the_distributed_optimizer_resumes_bitwise(tmp_path: Path):
 
 
 def test_plan_only_prints_plans_and_builds_nothing(tmp_path: Path):
-    flags = [*SMALL_RUN, "--plan-only", "--plan-batches", "2", "--context-parallel-size", "4"]
-    done = launch(4, *flags, "--save", str(tmp_path / "none"))
+    flags = [*SMALL_RUN, "--plan-only", "--plan-batches", "2", "--context-parallel-size", "2"]
+    done = launch(2, *flags, "--save", str(tmp_path / "none"))
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("[full]") == 2
     assert "building GPT model" not in done.stdout
@@ -176,29 +154,23 @@ def test_a_refusal_reaches_the_user_once_per_rank_and_as_an_exit_code():
     assert lines
     assert len(set(lines)) == 1
     assert "world size 3" in lines[0]
-    assert (
-        "Traceback"
-        not in done.stderr.split("ChildFailedError")[0].split("torch/distributed/run.py")[0]
-    )
+    assert "megatron_cp/" not in done.stderr, "a traceback of ours"
 
 
-@pytest.mark.parametrize("damage", ["shard", "shape", "nan"])
+@pytest.mark.parametrize("damage", ["shard", "nan"])
 def test_a_bad_checkpoint_is_one_line(run: Path, tmp_path: Path, damage: str):
     half = cut_to(run, tmp_path / "half", 2)
-    flags = [*SMALL_RUN, "--load", str(half), "--no-wandb"]
     folder = iteration_folder(half, 2)
     if damage == "shard":
         shard = next(folder.glob("*.distcp"))
         shard.write_bytes(shard.read_bytes()[:-7])
-    elif damage == "shape":
-        flags += ["--hidden-size", "128"]
     else:
         poison_one_weight(folder)
-    done = launch(1, *flags)
+    done = launch(1, *SMALL_RUN, "--load", str(half), "--no-wandb")
     assert done.returncode != 0
     (line,) = set(error_lines(done.stderr))
     assert str(half) in line
-    assert {"shard": "bytes", "shape": "--hidden-size 64", "nan": "not finite"}[damage] in line
+    assert {"shard": "bytes", "nan": "not finite"}[damage] in line
 
 
 def poison_one_weight(folder: Path) -> None:

@@ -56,6 +56,11 @@ def test_a_planted_secret_is_gone(value):
     assert REMOVED in text or "https://host/path" in text
 
 
+def test_counts_of_tokens_are_not_secrets_but_texts_are():
+    counts = {"tokens": 7, "tokens_by_length": [1, 2], "api_tokens": SECRET}
+    assert scrubbed(counts) == {**counts, "api_tokens": REMOVED}
+
+
 def test_everything_else_of_a_command_line_stays():
     words = ["run", "--lr", "1e-3", "--tokenizer-model", "a/b.json", "--no-wandb"]
     assert scrubbed_words(words) == words
