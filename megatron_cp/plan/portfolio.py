@@ -100,7 +100,11 @@ def _candidates(masks: Family, cp_size: int, config: CPConfig) -> Iterator[Candi
     chunk, per_rank = placement.chunk_layout(num_tokens, cp_size, config)
     tables = {n: balance.chunk_table(m, chunk, cp_size * per_rank) for n, (m, _) in masks.items()}
     weights = [weight for _, weight in masks.values()]
+    seen = set()
     for owned in _deals(balance.weighted_sum(list(tables.values()), weights), cp_size, config):
+        if owned.tobytes() in seen:
+            continue
+        seen.add(owned.tobytes())
         figures = {name: deal_figures(table, owned) for name, table in tables.items()}
         yield _price(masks, placement.deal(owned, chunk), figures, config)
 

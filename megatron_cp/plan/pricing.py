@@ -6,6 +6,7 @@ schemes. Two things are estimated: the rows needed by a deal of chunks (from abo
 how areas split over several stages of needed keys (evenly). Rows split evenly over stages by construction.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -80,8 +81,7 @@ def choices(
     The published schemes need exact figures, and Ulysses tokens in order; a config that asks for a number
     of stages gets just that.
     """
-    counts = STAGE_COUNTS if config.num_stages is None else (config.num_stages,)
-    found = [_needed_keys(figures, count, config, is_in_order) for count in counts]
+    found = _needed_keys(figures, config, is_in_order)
     if figures.is_exact and config.num_stages is None:
         found += [_ring(figures, config), _allgather(figures, config)]
         if is_in_order and fits_heads(len(figures.areas), config):
@@ -89,15 +89,20 @@ def choices(
     return sorted(found, key=lambda choice: choice.seconds)
 
 
-def _needed_keys(figures: Figures, count: int, config: CPConfig, is_in_order: bool) -> Choice:
-    local = np.diagonal(figures.areas)
-    loads = [StageLoad(local)]
-    if figures.rows.any():
-        src, dst = np.nonzero(figures.rows)
-        movement = _movement(src, dst, figures.rows[src, dst], figures, config).part(count)
-        loads += [StageLoad((figures.loads - local) / count, movement)] * count
-    is_published = is_in_order and (count == 1 or len(loads) == 1)
-    return Choice(_seconds(loads, config), is_published, lambda p: needed_keys_pass(p, count))
+def _needed_keys(figures: Figures, config: CPConfig, is_in_order: bool) -> list[Choice]:
+    counts = STAGE_COUNTS if config.num_stages is None else (config.num_stages,)
+    local = StageLoad(np.diagonal(figures.areas))
+    src, dst = np.nonzero(figures.rows)
+    if not len(src):
+        return [Choice(_seconds([local], config), is_in_order, needed_keys_pass)]
+    movement = _movement(src, dst, figures.rows[src, dst], figures, config)
+    remote = figures.loads - local.areas
+    found = []
+    for count in counts:
+        loads = [local] + [StageLoad(remote / count, movement.part(count))] * count
+        build = functools.partial(needed_keys_pass, num_stages=count)
+        found.append(Choice(_seconds(loads, config), is_in_order and count == 1, build))
+    return found
 
 
 def _ring(figures: Figures, config: CPConfig) -> Choice:

@@ -78,7 +78,7 @@ def test_bad_input_is_refused_in_one_line_that_says_what_to_do(name):
         assert fragment in message
 
 
-@pytest.mark.parametrize("chunk_size", [750, 375, 3, 13])
+@pytest.mark.parametrize("chunk_size", [750, 375, 25, 13])
 def test_the_nearest_legal_chunk_sizes_are_legal(chunk_size):
     plan = make_plan(CAUSAL, 8, CPConfig(chunk_size=chunk_size))
     assert plan.tokens_per_rank <= 2 * 375
