@@ -48,7 +48,9 @@ def main():
     lengths = (TEXT, PROMPT_AND_ANSWER, IMAGE)
     assert torch.equal(whole, torch.cat([torch.arange(n) for n in lengths]))
     if rank == 0:
-        print(f"rows that moved: text {text.sum()}, prompt and answer {answer.sum()}, image {image.sum()}")
+        print(
+            f"rows that moved: text {text.sum()}, prompt and answer {answer.sum()}, image {image.sum()}"
+        )
         print("RoPE positions restart in every document")
     dist.destroy_process_group()
 

@@ -37,7 +37,7 @@ def main():
     torch.manual_seed(0)
     q, k, v = torch.randn(mask.num_queries, 2, 16), *torch.randn(2, mask.num_queries, 1, 16)
     local = [mcp.dispatch(x, plan, group) for x in (q, k, v)]
-    out, lse = mcp.cp_attention(*local, plan, group)
+    out, _ = mcp.cp_attention(*local, plan, group)
     out = mcp.undispatch(out, plan, group)
 
     scores = torch.einsum("qnh,kh->nqk", q, k[:, 0]) / 4.0

@@ -14,7 +14,7 @@ from megatron_cp.runtime.session import open_session
 from megatron_cp.runtime.shards import dispatch, position_ids, roll, undispatch
 
 
-def cp_attention(
+def cp_attention(  # noqa: PLR0913  the public signature
     q: Tensor,
     k: Tensor,
     v: Tensor,

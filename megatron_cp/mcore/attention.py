@@ -21,6 +21,7 @@ learnable sink (`softmax_type="learnable"`) is called `softmax_offset` and shard
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -40,6 +41,7 @@ from megatron_cp.mcore.batch import ContextParallelParams
 from megatron_cp.mcore.mtp import install_order_roll
 from megatron_cp.mcore.validation import check_dropout, validate_config
 from megatron_cp.plan.schema import AttentionPlan
+from megatron_cp.runtime.checkpoint import AttentionTape
 
 
 class ContextParallelAttention(MegatronModule):
@@ -168,18 +170,33 @@ class ContextParallelAttention(MegatronModule):
         sink = self.softmax_offset
         if sink is not None:
             sink = sink.to(device=query.device, dtype=torch.float32).repeat(batch)
-        out, _ = cp_attention(
-            _fold_batch(query),
-            _fold_batch(key),
-            _fold_batch(value),
-            plan,
-            group,
-            softmax_scale=self.softmax_scale,
-            sink=sink,
-            backend=self.backend,
-            deterministic=bool(getattr(self.config, "deterministic_mode", False)),
-        )
+        with self._results_kept(packed_seq_params):
+            out, _ = cp_attention(
+                _fold_batch(query),
+                _fold_batch(key),
+                _fold_batch(value),
+                plan,
+                group,
+                softmax_scale=self.softmax_scale,
+                sink=sink,
+                backend=self.backend,
+                deterministic=bool(getattr(self.config, "deterministic_mode", False)),
+            )
         return out.reshape(query.shape[0], batch, -1)
+
+    def _results_kept(self, params: Any) -> contextlib.AbstractContextManager[None]:
+        """Context in which a recomputed layer takes its attention from the first forward.
+
+        Megatron runs a checkpointed layer without gradients first and with them in backward, with
+        the same `packed_seq_params`; the tape lies there, one per layer and micro-batch.
+        """
+        is_recomputed = self.training and self.config.recompute_granularity is not None
+        if not is_recomputed or not isinstance(params, ContextParallelParams):
+            return contextlib.nullcontext()
+        if not torch.is_grad_enabled():
+            return params.tapes.setdefault(id(self), AttentionTape()).recording()
+        tape = params.tapes.pop(id(self), None)
+        return contextlib.nullcontext() if tape is None else tape.replaying()
 
     def _group(self, params: Any) -> Any:
         if params is None or params.cp_group is None:

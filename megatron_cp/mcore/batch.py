@@ -30,6 +30,8 @@ class ContextParallelParams(PackedSeqParams):
     """
     positions: torch.Tensor | None = None
     """int64 [T]: RoPE position of each of this rank's rows, on the device of the model."""
+    tapes: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
+    """Attention results that recomputed layers wait for; filled and emptied by the layers."""
 
 
 @dataclass(frozen=True)

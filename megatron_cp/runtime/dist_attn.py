@@ -64,6 +64,7 @@ class DistributedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Gradients of q, k, v and sink; collective, like forward."""
         q, k, v, sink, out, lse = ctx.saved_tensors
         # A rank whose out is unused must still take part: its keys serve others' queries.
         dout = torch.zeros_like(out) if dout is None else dout

@@ -93,6 +93,36 @@ def test_recomputation_repeats_the_dropout_of_the_first_forward(granularity: str
     assert without[0][0] != pytest.approx(plain[0][0], rel=1e-6), "nothing was dropped"
 
 
+def _count_attention(rank, world_size, case):
+    """How often attention was computed in one training step."""
+    from megatron_cp.runtime import dist_attn
+
+    plain, calls = dist_attn.attend_forward, []
+
+    def counted(*args):
+        calls.append(1)
+        return plain(*args)
+
+    dist_attn.attend_forward = counted
+    try:
+        _train_with_dropout(rank, world_size, case)
+    finally:
+        dist_attn.attend_forward = plain
+    return len(calls)
+
+
+@pytest.mark.parametrize("granularity", ["selective", "full"])
+def test_recomputed_layers_do_not_repeat_attention(granularity: str):
+    case = Case(attention="planned", cp=2, steps=1, packed=True)
+    method = {"recompute_method": "uniform", "recompute_num_layers": 1}
+    recomputed = case.with_options(
+        recompute_granularity=granularity, **(method if granularity == "full" else {})
+    )
+    plain = run_on_ranks(2, _count_attention, case)
+    assert run_on_ranks(2, _count_attention, recomputed) == plain
+    assert min(plain) > 0
+
+
 def _run(script: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=100
