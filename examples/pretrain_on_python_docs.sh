@@ -15,7 +15,7 @@ RUN="${RUN:-full}"
 if [[ "$RUN" == quick ]]; then
     MIB=2 VOCAB=1024 SEQ=2048 STEPS=8 EVAL_EVERY=8 EVAL_BATCHES=2
 else
-    MIB=12 VOCAB=4096 SEQ=8192 STEPS=60 EVAL_EVERY=20 EVAL_BATCHES=4
+    MIB=10 VOCAB=1024 SEQ=8192 STEPS=100 EVAL_EVERY=25 EVAL_BATCHES=3
 fi
 OUT="${OUT:-runs/python-docs}"
 DATA="$OUT/data-$RUN"
@@ -28,7 +28,7 @@ export WANDB_MODE="${WANDB_MODE:-offline}"
 
 if [[ ! -f "$DATA/valid_text_document.idx" ]]; then
     mkdir -p "$DATA"
-    python tools/python_docs_corpus.py --output "$DATA" --max-mib "$MIB"
+    python tools/python_docs_corpus.py --output "$DATA" --max-mib "$MIB" --max-document-kib 32
     python tools/preprocess_data.py --input "$DATA/train.jsonl" --output-prefix "$DATA/train" \
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$DATA/tokenizer.json" \
         --train-bpe "$VOCAB" --train-bpe-mib 4 --append-eod --workers "$CORES"
@@ -40,10 +40,10 @@ fi
 rm -rf "$RUN_DIR"
 torchrun --standalone --nproc-per-node "$CP" pretrain_gpt.py \
     --context-parallel-size "$CP" \
-    --num-layers 4 --hidden-size 256 --ffn-hidden-size 704 \
-    --num-attention-heads 8 --group-query-attention --num-query-groups 2 \
+    --num-layers 2 --hidden-size 384 --ffn-hidden-size 1024 \
+    --num-attention-heads 6 --group-query-attention --num-query-groups 2 \
     --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear \
-    --attention-dropout 0.0 --hidden-dropout 0.0 \
+    --attention-dropout 0.0 --hidden-dropout 0.0 --init-method-std 0.04 \
     --train-data-path "$DATA/train_text_document" --valid-data-path "$DATA/valid_text_document" \
     --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$DATA/tokenizer.json" \
     --seq-length "$SEQ" --reset-position-ids --reset-attention-mask --num-workers 1 \
