@@ -4,6 +4,9 @@ The mask's slices are cut into pieces (pieces.py); each is one call of PyTorch's
 (flash.py) or, where that cannot, matrix products over tiles (tiles.py). Partial results are merged by
 their lse, gradients are added, both in the order of the pieces: every run gives the same bits. Work
 follows the mask's area, not its grid.
+
+Half-precision inputs are computed in float32: the operator would round `out` of every piece and every
+partial sum of the gradients to 16 bits (docs/numerics.md has the price).
 """
 
 # Q query rows, K key rows, N query heads, G kv heads, H head dim, Hv value head dim
@@ -13,37 +16,39 @@ import torch
 from torch import Tensor
 
 from megatron_cp.attn import flash, tiles
+from megatron_cp.attn.heads import head_groups
 from megatron_cp.attn.merge import merge_span_
 from megatron_cp.attn.options import AttendOptions, accumulation_dtype
 from megatron_cp.attn.pieces import Piece, pieces_of
 from megatron_cp.mask import AttentionMask
 
-# Larger pieces are computed a few kv heads at a time, which bounds what an operation holds beside its results.
-MAX_PIECE_NUMEL = 1 << 22
-
 
 def forward(
     q_QNH: Tensor, k_KGH: Tensor, v_KGH: Tensor, mask: AttentionMask, options: AttendOptions
 ) -> tuple[Tensor, Tensor]:
-    """Returns `(out [Q, N, Hv], lse [Q, N])` in the accumulation dtype; rows without keys are `(0, -inf)`."""
-    dtype = accumulation_dtype(q_QNH.dtype)
+    """Returns `(out [Q, N, Hv], lse [Q, N])` in the accumulation dtype, (0, -inf) without keys."""
+    dtype, head_dim = _compute_format(q_QNH, v_KGH)
     num_rows, num_heads, _ = q_QNH.shape
-    out = torch.zeros(num_rows, num_heads, v_KGH.shape[-1], dtype=dtype)
+    out = torch.empty(num_rows, num_heads, v_KGH.shape[-1], dtype=dtype)
     lse = torch.full((num_rows, num_heads), -torch.inf, dtype=dtype)
-    written = np.zeros(num_rows, dtype=np.bool_)
+    pieces = list(pieces_of(mask))
+    overwrites, others = _writing_order(pieces, num_rows)
+    out[torch.from_numpy(others)] = 0.0
     kernel = tiles if options.softcap else flash
-    for piece in pieces_of(mask):
-        rows, keys = slice(piece.q_start, piece.q_end), slice(piece.k_start, piece.k_end)
-        is_first = not written[rows].any()
-        written[rows] = True
-        for heads, kv_heads in _head_groups(piece, q_QNH, k_KGH):
+    for group in head_groups(q_QNH, k_KGH):
+        q = group.read_rows(q_QNH, dtype, head_dim)
+        k, v = (group.read_keys(x, dtype, head_dim) for x in (k_KGH, v_KGH))
+        out_view, lse_view = group.rows_view(out), group.read_numbers(lse)
+        for piece, overwrite in zip(pieces, overwrites, strict=True):
+            rows, keys = _spans(piece)
             part_out, part_lse = kernel.forward(
-                q_QNH[rows, heads], k_KGH[keys, kv_heads], v_KGH[keys, kv_heads], piece, options
+                q[:, :, rows], k[:, :, keys], v[:, :, keys], piece, options
             )
-            if is_first:
-                out[rows, heads], lse[rows, heads] = part_out, part_lse
+            part_out = part_out[..., : v_KGH.shape[-1]]
+            if overwrite:
+                out_view[:, :, rows], lse_view[:, :, rows] = part_out, part_lse
             else:
-                merge_span_(out[rows, heads], lse[rows, heads], part_out, part_lse)
+                merge_span_(out_view[:, :, rows], lse_view[:, :, rows], part_out, part_lse)
     return out, lse
 
 
@@ -58,49 +63,69 @@ def backward(
     options: AttendOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns `(dq, dk, dv)` in the accumulation dtype for a given global `lse` and `delta`."""
-    dtype = accumulation_dtype(q_QNH.dtype)
+    dtype, head_dim = _compute_format(q_QNH, v_KGH)
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype) for x in (q_QNH, k_KGH, v_KGH))
-    for piece in pieces_of(mask):
-        rows, keys = slice(piece.q_start, piece.q_end), slice(piece.k_start, piece.k_end)
-        # exp(s - inf) = 0: a row that no rank gave keys gets and gives nothing.
-        no_keys = lse_QN[rows] == -torch.inf
-        lse = lse_QN[rows].to(dtype).masked_fill(no_keys, torch.inf)
-        delta = delta_QN[rows].to(dtype).masked_fill(no_keys, 0.0)
-        for heads, kv_heads in _head_groups(piece, q_QNH, k_KGH):
-            k, v = k_KGH[keys, kv_heads], v_KGH[keys, kv_heads]
-            rest = (lse[:, heads], delta[:, heads], piece, options)
-            part_dq, part_dk, part_dv = _piece_backward(
-                dout_QNH[rows, heads], q_QNH[rows, heads], k, v, *rest
-            )
-            dq[rows, heads] += part_dq
-            dk[keys, kv_heads] += part_dk
-            dv[keys, kv_heads] += part_dv
+    pieces = list(pieces_of(mask))
+    # exp(s - inf) = 0: a row that no rank gave keys gets and gives nothing.
+    no_keys = lse_QN == -torch.inf
+    lse_QN = lse_QN.to(dtype).masked_fill(no_keys, torch.inf)
+    delta_QN = delta_QN.to(dtype).masked_fill(no_keys, 0.0)
+    for group in head_groups(q_QNH, k_KGH):
+        inputs = (
+            group.read_rows(dout_QNH, dtype, head_dim),
+            group.read_rows(q_QNH, dtype, head_dim),
+            group.read_keys(k_KGH, dtype, head_dim),
+            group.read_keys(v_KGH, dtype, head_dim),
+            group.read_numbers(lse_QN),
+            group.read_numbers(delta_QN),
+        )
+        views = group.rows_view(dq), group.keys_view(dk), group.keys_view(dv)
+        _add_gradients_(views, inputs, pieces, options)
     return dq, dk, dv
 
 
-def _piece_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    piece: Piece,
+def _add_gradients_(
+    results: tuple[Tensor, Tensor, Tensor],
+    inputs: tuple[Tensor, ...],
+    pieces: list[Piece],
     options: AttendOptions,
-) -> tuple[Tensor, Tensor, Tensor]:
-    if not options.softcap:
-        gradients = flash.backward(dout, q, k, v, lse, delta, piece, options)
-        if gradients is not None:
-            return gradients
-    return tiles.backward(dout, q, k, v, lse, delta, piece, options)
+) -> None:
+    """Adds the gradients of all pieces for one group of heads to `results` = (dq, dk, dv)."""
+    dout, q, k, v, lse, delta = inputs
+    dq, dk, dv = results
+    stand_in = None if options.softcap else flash.stand_in_for_out(dout, delta)
+    for piece in pieces:
+        rows, keys = _spans(piece)
+        q_, k_, v_ = q[:, :, rows], k[:, :, keys], v[:, :, keys]
+        dout_, lse_ = dout[:, :, rows], lse[:, :, rows]
+        if stand_in is None:
+            delta_ = delta[:, :, rows]
+            parts = tiles.backward(dout_, q_, k_, v_, lse_, delta_, piece, options)
+        else:
+            stand_in_ = stand_in[:, :, rows]
+            parts = flash.backward(dout_, stand_in_, q_, k_, v_, lse_, piece, options)
+        dq[:, :, rows] += parts[0][..., : dq.shape[-1]]
+        dk[:, :, keys] += parts[1][..., : dk.shape[-1]]
+        dv[:, :, keys] += parts[2][..., : dv.shape[-1]]
 
 
-def _head_groups(piece: Piece, q_QNH: Tensor, k_KGH: Tensor) -> list[tuple[slice, slice]]:
-    """Returns pairs (query heads, kv heads) that are computed together; never fewer query heads than threads."""
-    num_heads, num_kv_heads = q_QNH.shape[1], k_KGH.shape[1]
-    repeats = num_heads // num_kv_heads
-    numel_per_kv_head = (piece.num_rows + piece.num_keys) * repeats * q_QNH.shape[2]
-    fewest = -(-torch.get_num_threads() // repeats)
-    step = min(num_kv_heads, max(fewest, MAX_PIECE_NUMEL // numel_per_kv_head))
-    starts = range(0, num_kv_heads, step)
-    return [(slice(g * repeats, (g + step) * repeats), slice(g, g + step)) for g in starts]
+def _compute_format(q_QNH: Tensor, v_KGH: Tensor) -> tuple[torch.dtype, int]:
+    """Returns the dtype and the head dim of the computation; the operator wants one for q, k and v."""
+    return accumulation_dtype(q_QNH.dtype), max(q_QNH.shape[-1], v_KGH.shape[-1])
+
+
+def _spans(piece: Piece) -> tuple[slice, slice]:
+    return slice(piece.q_start, piece.q_end), slice(piece.k_start, piece.k_end)
+
+
+def _writing_order(pieces: list[Piece], num_rows: int) -> tuple[list[bool], np.ndarray]:
+    """Returns which pieces may overwrite their rows, being the first of all of them; and the other rows."""
+    is_written = np.zeros(num_rows, dtype=np.bool_)
+    is_overwritten = np.zeros(num_rows, dtype=np.bool_)
+    overwrites = []
+    for piece in pieces:
+        rows = slice(piece.q_start, piece.q_end)
+        overwrites.append(not is_written[rows].any())
+        is_overwritten[rows] |= overwrites[-1]
+        is_written[rows] = True
+    return overwrites, ~is_overwritten

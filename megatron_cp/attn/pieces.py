@@ -100,8 +100,9 @@ def _cut_trapezoid(q0: int, q1: int, k0: int, k1: int, hi: int) -> Iterator[Piec
     Its first row sees the keys `[k0, q0 + hi]`, each row one more, and from row `bend` on all.
     """
     bend = k1 - 1 - hi
-    for a in range(q0, bend, TRIANGLE_ROWS):
-        b = min(a + TRIANGLE_ROWS, bend)
+    end = bend + 1 if bend > q0 else q0
+    for a in range(q0, end, TRIANGLE_ROWS):
+        b = min(a + TRIANGLE_ROWS, end)
         corner = a + hi
         if corner - k0 >= MAX_BAND_KEYS - TRIANGLE_ROWS:
             yield _full(a, b, k0, corner)
@@ -110,7 +111,8 @@ def _cut_trapezoid(q0: int, q1: int, k0: int, k1: int, hi: int) -> Iterator[Piec
         for c in range(a, b, BLOCK_ROWS):
             d = min(c + BLOCK_ROWS, b)
             yield _box(c, d, corner, d + hi, corner - d + 1, hi)
-    yield _full(max(bend, q0), q1, k0, k1)
+    if end < q1:
+        yield _full(end, q1, k0, k1)
 
 
 def _cut_band(q0: int, q1: int, k0: int, k1: int, lo: int, hi: int) -> Iterator[Piece]:

@@ -1,10 +1,10 @@
 """One piece of attention by matrix products over small tiles: what the flash operator cannot do.
 
-That is softcap, and a gradient of `lse` in rows without a gradient of `out`. Query heads that share a kv head are rows
-of one matrix, so keys are never repeated.
+That is softcap, and a gradient of `lse` in rows without a gradient of `out`. Query heads that share a
+kv head are rows of one matrix, so keys are never repeated.
 """
 
-# G kv heads, R query heads per kv head, Q rows and K keys of a tile, H head dim, Hv value head dim
+# B, R as in heads.py, G kv heads of the group, Q rows and K keys of a tile, H head dim
 
 from functools import lru_cache
 
@@ -12,95 +12,83 @@ import torch
 from torch import Tensor
 
 from megatron_cp.attn.merge import merge_span_
-from megatron_cp.attn.options import AttendOptions, accumulation_dtype
+from megatron_cp.attn.options import AttendOptions
 from megatron_cp.attn.pieces import Piece, tiles_of
 
 # Scores of one tile over all heads: 4 MB in float32, so that a tile's passes stay in the shared cache.
 MAX_TILE_SCORES = 1 << 20
 MAX_TILE_ROWS = 256
+MIN_TILE_KEYS = 64
 
 
 def forward(
-    q_QNH: Tensor, k_KGH: Tensor, v_KGH: Tensor, piece: Piece, options: AttendOptions
+    q_BRQH: Tensor, k_BRKH: Tensor, v_BRKH: Tensor, piece: Piece, options: AttendOptions
 ) -> tuple[Tensor, Tensor]:
-    """Returns `(out [Q, N, Hv], lse [Q, N])` of the piece's rows over the piece's keys."""
-    dtype = accumulation_dtype(q_QNH.dtype)
-    num_rows, num_heads, _ = q_QNH.shape
-    out = q_QNH.new_zeros(num_rows, num_heads, v_KGH.shape[-1], dtype=dtype)
-    lse = q_QNH.new_full((num_rows, num_heads), -torch.inf, dtype=dtype)
-    for tile in _tiles(piece, num_heads):
-        rows, keys = _spans(tile, piece)
-        q = _fold(q_QNH[rows].to(dtype), k_KGH.shape[1])
-        k, v = (x[keys].to(dtype).transpose(0, 1) for x in (k_KGH, v_KGH))
+    """Returns `(out [B, R, Q, H], lse [B, R, Q])` of the piece's rows over the piece's keys."""
+    out, lse = torch.zeros_like(q_BRQH), q_BRQH.new_full(q_BRQH.shape[:3], -torch.inf)
+    for tile, rows, keys in _tiles(piece, q_BRQH):
+        k, v = _fold(k_BRKH[:, :, keys], k_BRKH), _fold(v_BRKH[:, :, keys], k_BRKH)
+        q = _fold(q_BRQH[:, :, rows], k_BRKH)
         scores = torch.bmm(q, k.transpose(1, 2)).mul_(options.softmax_scale)
         if options.softcap:
             scores.div_(options.softcap).tanh_().mul_(options.softcap)
         _mask_(scores, tile, -torch.inf)
-        top = scores.amax(dim=-1, keepdim=True).nan_to_num_(neginf=0.0)
+        top = scores.amax(dim=-1, keepdim=True)
         weights = scores.sub_(top).exp_()
         total = weights.sum(dim=-1, keepdim=True)
-        tile_out = torch.bmm(weights, v).div_(total.masked_fill(total == 0, 1.0))
-        tile_lse = top.add_(total.log_())
-        merge_span_(
-            out[rows], lse[rows], _unfold(tile_out, num_heads), _unfold(tile_lse, num_heads)[..., 0]
-        )
+        tile_out = torch.bmm(weights, v).div_(total).view(out[:, :, rows].shape)
+        tile_lse = top.add_(total.log_()).view(lse[:, :, rows].shape)
+        merge_span_(out[:, :, rows], lse[:, :, rows], tile_out, tile_lse)
     return out, lse
 
 
 def backward(
-    dout_QNH: Tensor,
-    q_QNH: Tensor,
-    k_KGH: Tensor,
-    v_KGH: Tensor,
-    lse_QN: Tensor,
-    delta_QN: Tensor,
+    dout_BRQH: Tensor,
+    q_BRQH: Tensor,
+    k_BRKH: Tensor,
+    v_BRKH: Tensor,
+    lse_BRQ: Tensor,
+    delta_BRQ: Tensor,
     piece: Piece,
     options: AttendOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns `(dq, dk, dv)` of the piece; `lse` must be free of -inf (+inf makes a row's probabilities 0)."""
-    dtype = accumulation_dtype(q_QNH.dtype)
-    num_heads, num_kv_heads = q_QNH.shape[1], k_KGH.shape[1]
-    dq, dk, dv = (torch.zeros(x.shape, dtype=dtype) for x in (q_QNH, k_KGH, v_KGH))
-    for tile in _tiles(piece, num_heads):
-        rows, keys = _spans(tile, piece)
-        q, dout = (_fold(x[rows].to(dtype), num_kv_heads) for x in (q_QNH, dout_QNH))
-        lse, delta = (_fold(x[rows].unsqueeze(-1), num_kv_heads) for x in (lse_QN, delta_QN))
-        k, v = (x[keys].to(dtype).transpose(0, 1) for x in (k_KGH, v_KGH))
-        scores = torch.bmm(q, k.transpose(1, 2)).mul_(options.softmax_scale)
+    """Returns `(dq, dk, dv)` of the piece in the shapes of q, k, v; `lse` must be free of -inf."""
+    dq, dk, dv = (torch.zeros_like(x) for x in (q_BRQH, k_BRKH, v_BRKH))
+    scale = options.softmax_scale
+    for tile, rows, keys in _tiles(piece, q_BRQH):
+        k, v = _fold(k_BRKH[:, :, keys], k_BRKH), _fold(v_BRKH[:, :, keys], k_BRKH)
+        q, dout = _fold(q_BRQH[:, :, rows], k_BRKH), _fold(dout_BRQH[:, :, rows], k_BRKH)
+        lse = lse_BRQ[:, :, rows].reshape(*q.shape[:2], 1)
+        delta = delta_BRQ[:, :, rows].reshape(*q.shape[:2], 1)
+        scores = torch.bmm(q, k.transpose(1, 2)).mul_(scale)
         slope = _softcap_(scores, options.softcap)
         weights = scores.sub_(lse).exp_()
         _mask_(weights, tile, 0.0)
         dscores = torch.baddbmm(delta, dout, v.transpose(1, 2), beta=-1.0).mul_(weights)
         if slope is not None:
             dscores.mul_(slope)
-        dv[keys] += torch.bmm(weights.transpose(1, 2), dout).transpose(0, 1)
-        dq[rows] += _unfold(torch.bmm(dscores, k), num_heads).mul_(options.softmax_scale)
-        dk[keys] += (
-            torch.bmm(dscores.transpose(1, 2), q).transpose(0, 1).mul_(options.softmax_scale)
-        )
+        dv[:, :, keys] += torch.bmm(weights.transpose(1, 2), dout).view(v_BRKH[:, :, keys].shape)
+        dq_tile, dk_tile = torch.bmm(dscores, k), torch.bmm(dscores.transpose(1, 2), q)
+        dq[:, :, rows] += dq_tile.mul_(scale).view(q_BRQH[:, :, rows].shape)
+        dk[:, :, keys] += dk_tile.mul_(scale).view(k_BRKH[:, :, keys].shape)
     return dq, dk, dv
 
 
-def _tiles(piece: Piece, num_heads: int) -> list[Piece]:
-    max_rows = max(1, min(MAX_TILE_ROWS, piece.num_rows))
-    return list(tiles_of(piece, max_rows, max(64, MAX_TILE_SCORES // (max_rows * num_heads))))
-
-
-def _spans(tile: Piece, piece: Piece) -> tuple[slice, slice]:
-    """Returns the tile's rows and keys, counted from the piece's corner."""
+def _tiles(piece: Piece, q_BRQH: Tensor) -> list[tuple[Piece, slice, slice]]:
+    """Returns tiles with their rows and keys counted from the piece's corner."""
+    num_heads = q_BRQH.shape[0] * q_BRQH.shape[1]
+    max_rows = min(MAX_TILE_ROWS, piece.num_rows)
+    max_keys = max(MIN_TILE_KEYS, MAX_TILE_SCORES // (max_rows * num_heads))
     q0, k0 = piece.q_start, piece.k_start
-    return slice(tile.q_start - q0, tile.q_end - q0), slice(tile.k_start - k0, tile.k_end - k0)
+    return [
+        (tile, slice(tile.q_start - q0, tile.q_end - q0), slice(tile.k_start - k0, tile.k_end - k0))
+        for tile in tiles_of(piece, max_rows, max_keys)
+    ]
 
 
-def _fold(x_QNH: Tensor, num_kv_heads: int) -> Tensor:
-    """Returns `[G, R * Q, H]`: the query heads of a kv head as rows of one matrix."""
-    return x_QNH.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
-
-
-def _unfold(x: Tensor, num_heads: int) -> Tensor:
-    """Returns `[Q, N, H]` from `[G, R * Q, H]`."""
-    repeats = num_heads // x.shape[0]
-    return x.unflatten(1, (repeats, -1)).permute(2, 0, 1, 3).flatten(1, 2)
+def _fold(x: Tensor, k_BRKH: Tensor) -> Tensor:
+    """Returns `[G, rows, H]`: one matrix per kv head, the rows of its query heads one after another."""
+    return x.reshape(k_BRKH.shape[0] * k_BRKH.shape[1], -1, x.shape[-1])
 
 
 def _softcap_(scores: Tensor, softcap: float) -> Tensor | None:
@@ -114,7 +102,7 @@ def _softcap_(scores: Tensor, softcap: float) -> Tensor | None:
 
 
 def _mask_(scores: Tensor, tile: Piece, value: float) -> None:
-    """Writes `value` over the pairs of `scores` `[G, R * Q, K]` that are not the tile's."""
+    """Writes `value` over the pairs of `scores` `[G, query heads * Q, K]` that are not the tile's."""
     if tile.cuts_lower or tile.cuts_upper:
         outside = _outside_band(tile.num_rows, tile.num_keys, tile.lo, tile.hi)
         scores.unflatten(1, (-1, tile.num_rows)).masked_fill_(outside, value)
