@@ -5,7 +5,7 @@ delta of the globally merged result, so it gets a stand-in for `out` with that v
 
     stand_in = dout * delta / |dout|^2
 
-Where `dout` is (nearly) zero and delta is not, because only `lse` has a gradient, there is none.
+There is none where `dout` is (nearly) zero and delta is not: only `lse` has a gradient there.
 """
 
 # B, R as in heads.py, Q rows and K keys of the piece, H head dim (padded to max(H, Hv))
@@ -21,8 +21,8 @@ from megatron_cp.attn.pieces import BLOCK_ROWS, MAX_BAND_KEYS, TALL_BLOCK_ROWS, 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
-# Below this |dout|^2 the quotient delta / |dout|^2 loses digits in float32.
-_SMALLEST_SQUARE = 1e-30
+# Outside these |dout|^2 or its quotient lose digits in float32.
+_SMALLEST_SQUARE, _LARGEST_SQUARE = 1e-30, 1e30
 
 
 def forward(
@@ -59,10 +59,10 @@ def backward(
 def stand_in_for_out(dout_BRQH: Tensor, delta_BRQ: Tensor) -> Tensor | None:
     """Returns a tensor whose row sums with `dout` are `delta`; None if a row has no such tensor."""
     square_BRQ = torch.linalg.vecdot(dout_BRQH, dout_BRQH)
-    too_small = square_BRQ < _SMALLEST_SQUARE
-    if bool((too_small & (delta_BRQ != 0)).any()):
+    unusable = ~((square_BRQ >= _SMALLEST_SQUARE) & (square_BRQ <= _LARGEST_SQUARE))
+    if bool((unusable & (delta_BRQ != 0)).any()):
         return None
-    ratio_BRQ = (delta_BRQ / square_BRQ).masked_fill_(too_small, 0.0)
+    ratio_BRQ = (delta_BRQ / square_BRQ).masked_fill_(unusable, 0.0)
     return dout_BRQH * ratio_BRQ.unsqueeze(-1)
 
 

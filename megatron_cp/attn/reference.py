@@ -44,10 +44,10 @@ def backward(
     num_kv_heads = k_KGH.shape[1]
     allowed_QK = _dense(mask, q_QNH.device)
     q_QGRH, k_KGH, v_KGH = _clean_inputs(q_QNH, k_KGH, v_KGH, allowed_QK)
-    unused_rows = ~allowed_QK.any(dim=1)
+    silent_QN = (lse_QN == -torch.inf) | ~allowed_QK.any(dim=1, keepdim=True)
     dout_QGRH = _heads_by_group(dout_QNH.to(q_QGRH.dtype), num_kv_heads)
-    dout_QGRH = dout_QGRH.masked_fill(unused_rows[:, None, None, None], 0.0)
-    delta_QN = delta_QN.to(q_QGRH.dtype).masked_fill(unused_rows[:, None], 0.0)
+    dout_QGRH = dout_QGRH.masked_fill(_heads_by_group(silent_QN.unsqueeze(-1), num_kv_heads), 0.0)
+    delta_QN = delta_QN.to(q_QGRH.dtype).masked_fill(silent_QN, 0.0)
     lse_GRQ = lse_QN.to(q_QGRH.dtype).t().unflatten(0, (num_kv_heads, -1))
     x_GRQK = _capped_scores(q_QGRH, k_KGH, options)
     p_GRQK = _probabilities(x_GRQK, lse_GRQ, allowed_QK)
