@@ -13,9 +13,9 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 CP="${CP:-2}"
 RUN="${RUN:-full}"
 if [[ "$RUN" == quick ]]; then
-    MIB=2 VOCAB=1024 SEQ=2048 STEPS=8 EVAL_EVERY=8 EVAL_BATCHES=2
+    MIB=2 VOCAB=512 SEQ=2048 STEPS=8 EVAL_EVERY=8 EVAL_BATCHES=2
 else
-    MIB=10 VOCAB=1024 SEQ=8192 STEPS=100 EVAL_EVERY=25 EVAL_BATCHES=3
+    MIB=10 VOCAB=512 SEQ=8192 STEPS=90 EVAL_EVERY=30 EVAL_BATCHES=3
 fi
 OUT="${OUT:-runs/python-docs}"
 DATA="$OUT/data-$RUN"
@@ -28,7 +28,7 @@ export WANDB_MODE="${WANDB_MODE:-offline}"
 
 if [[ ! -f "$DATA/valid_text_document.idx" ]]; then
     mkdir -p "$DATA"
-    python tools/python_docs_corpus.py --output "$DATA" --max-mib "$MIB" --max-document-kib 32
+    python tools/python_docs_corpus.py --output "$DATA" --max-mib "$MIB" --max-document-kib 16
     python tools/preprocess_data.py --input "$DATA/train.jsonl" --output-prefix "$DATA/train" \
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$DATA/tokenizer.json" \
         --train-bpe "$VOCAB" --train-bpe-mib 4 --append-eod --workers "$CORES"
