@@ -61,6 +61,16 @@ def has_transformer_engine() -> bool:
         return False
 
 
+def counts_mtp_tokens_per_rank() -> bool:
+    """Whether multi-token prediction weighs its loss by each rank's own count of loss tokens.
+
+    So since 0.17, for `calculate_per_token_loss`: exact only if all context ranks count alike.
+    """
+    from megatron.core.transformer import multi_token_prediction
+
+    return hasattr(multi_token_prediction, "process_mtp_loss")
+
+
 def has_fused_adam() -> bool:
     """Whether Megatron took its Adam from Transformer Engine or apex rather than from torch."""
     from megatron.core.optimizer import distrib_optimizer

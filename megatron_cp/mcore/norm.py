@@ -47,16 +47,3 @@ class TorchNorm:
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel
         return norm
-
-
-class QueryKeyNorm:
-    """`TorchNorm` where the configuration asks for query-key normalisation, the identity elsewhere.
-
-    A spec made without a configuration (`--spec`) follows `config.qk_layernorm` all the same.
-    """
-
-    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> Any:
-        """The norm of the query or key heads, or the identity."""
-        if config.qk_layernorm:
-            return TorchNorm(config, hidden_size, eps)
-        return torch.nn.Identity()

@@ -35,7 +35,13 @@ class ForeachAdam(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         adam_w_mode: bool = True,
+        capturable: bool = False,
     ) -> None:
+        if capturable:
+            raise NotImplementedError(
+                "capturable=True is not served: the step count is a Python number; switch "
+                "optimizer_cuda_graph off"
+            )
         self.adam_w_mode = adam_w_mode
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)

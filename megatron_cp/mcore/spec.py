@@ -11,6 +11,7 @@ A spec is a tree of dataclasses; only its `core_attention` leaves are exchanged,
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from typing import Any
 
 from megatron.core.transformer.attention import CrossAttentionSubmodules
@@ -23,7 +24,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_cp.mcore import compat
 from megatron_cp.mcore.attention import ContextParallelAttention
-from megatron_cp.mcore.norm import QueryKeyNorm, TorchNorm
+from megatron_cp.mcore.norm import TorchNorm
 
 compat.check_megatron_version()
 
@@ -80,7 +81,7 @@ def _replace_core_attention(node: Any, replacement: Any) -> tuple[Any, int]:
         if count:
             changes[field.name] = copied
             total += count
-    return (dataclasses.replace(node, **changes) if changes else node), total
+    return (replace(node, **changes) if changes else node), total
 
 
 def _check_is_softmax_attention(core_attention: Any) -> None:
@@ -94,45 +95,49 @@ def _check_is_softmax_attention(core_attention: Any) -> None:
 
 
 class DenseTransformerLayer(TransformerLayer):
-    """Megatron's layer, refusing settings that a spec made without a configuration ignores."""
+    """Megatron's layer for a spec that was made before the configuration was known.
 
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+    Query-key norms follow `config.qk_layernorm`; what the spec cannot follow is refused.
+    """
+
+    def __init__(self, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
         """As Megatron's layer.
 
         Raises:
-            NotImplementedError: for experts and multi-latent attention, which need a spec of their
-                own.
+            NotImplementedError: for experts and multi-latent attention, which need another spec.
         """
         for name in ("num_moe_experts", "multi_latent_attention"):
             if getattr(config, name, None):
                 raise NotImplementedError(
                     f"{name}={getattr(config, name)}; gpt_layer_spec is for dense layers with "
-                    "plain attention; build the "
-                    "spec in code: with_context_parallel(get_gpt_decoder_block_spec(config, ...))"
+                    "plain attention; build the spec in code: "
+                    "with_context_parallel(get_gpt_decoder_block_spec(config, ...))"
                 )
-        super().__init__(config, *args, **kwargs)
+        if config.qk_layernorm:
+            norms = {"q_layernorm": _norm_class(), "k_layernorm": _norm_class()}
+            attention = submodules.self_attention
+            attention = replace(attention, submodules=replace(attention.submodules, **norms))
+            submodules = replace(submodules, self_attention=attention)
+        super().__init__(config, submodules, *args, **kwargs)
+
+
+def _norm_class() -> Any:
+    """The norm that works under sequence parallelism: Transformer Engine's, else ours."""
+    if not compat.has_transformer_engine():
+        return TorchNorm
+    from megatron.core.extensions.transformer_engine import TENorm  # never run on a GPU yet
+
+    return TENorm
 
 
 def _layer_spec() -> ModuleSpec:
     """A dense GPT layer with our core attention, on Transformer Engine where it is installed."""
     if compat.has_transformer_engine():
         spec = compat.transformer_engine_layer_spec()
-        return with_context_parallel(dataclasses.replace(spec, module=DenseTransformerLayer))
+        return with_context_parallel(replace(spec, module=DenseTransformerLayer))
     spec = with_context_parallel(compat.local_layer_spec())
-    attention = spec.submodules.self_attention
-    attention = dataclasses.replace(
-        attention,
-        submodules=dataclasses.replace(
-            attention.submodules, q_layernorm=QueryKeyNorm, k_layernorm=QueryKeyNorm
-        ),
-    )
-    submodules = dataclasses.replace(
-        spec.submodules,
-        self_attention=attention,
-        input_layernorm=TorchNorm,
-        pre_mlp_layernorm=TorchNorm,
-    )
-    return dataclasses.replace(spec, module=DenseTransformerLayer, submodules=submodules)
+    norms = {"input_layernorm": TorchNorm, "pre_mlp_layernorm": TorchNorm}
+    return replace(spec, module=DenseTransformerLayer, submodules=replace(spec.submodules, **norms))
 
 
 gpt_layer_spec = _layer_spec()
@@ -153,10 +158,5 @@ def gpt_block_spec(
         attention_options: extra constructor arguments of `ContextParallelAttention`.
     """
     layer = with_context_parallel(gpt_layer_spec, **attention_options)
-    final_norm: Any = TorchNorm
-    if compat.has_transformer_engine():  # never run on a GPU yet
-        from megatron.core.extensions.transformer_engine import TENorm
-
-        final_norm = TENorm
     num_layers = get_num_layers_to_build(config, vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=final_norm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=_norm_class())
