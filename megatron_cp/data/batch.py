@@ -31,6 +31,9 @@ from megatron_cp.plan import AttentionPlan, make_plans
 
 _Slice = tuple[int, int, int, int, int | None, int | None]
 _NO_LABEL = -1
+# Weight of the full mask where every layer slides a window: its plan is made (the batch is placed and
+# described by it), but has no say in the placement.
+_NO_LAYERS = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +102,7 @@ class PlanRequest:
 @functools.lru_cache(maxsize=8)
 def make_batch_plans(mask: AttentionMask, request: PlanRequest) -> Mapping[str, AttentionPlan]:
     """The plans of a mask, all on one placement. The last few are remembered."""
-    wanted = {"full": (mask, float(request.num_full_layers))}
+    wanted = {"full": (mask, float(request.num_full_layers or _NO_LAYERS))}
     if request.window is not None:
         left, right = request.window
         narrow = mask & sliding_window(mask.num_queries, left, right)
