@@ -16,8 +16,7 @@ What this module must never do (each was a measured fault, notes in docs/megatro
   * make `torch.cuda.is_available()` true, or touch anything when it is;
   * run after the first import of `megatron.core`, which copies some of these names at import
     (install() raises).
-The stand-ins are process-wide and stay; a process that trains Megatron on the CPU does nothing else
-with CUDA.
+The stand-ins are process-wide and stay.
 """
 
 from __future__ import annotations
@@ -75,11 +74,7 @@ def is_installed() -> bool:
 
 
 def _disable_compilation() -> None:
-    """Keeps fused functions plain Python.
-
-    Megatron compiles them at import, which costs 25 s and needs a C++ compiler.
-    An explicit TORCH_COMPILE_DISABLE=0 keeps compilation.
-    """
+    """Keeps fused functions plain: compiling them at import takes 25 s and a C++ compiler."""
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     dynamo_config = sys.modules.get("torch._dynamo.config")
     if (
@@ -100,24 +95,11 @@ class _NullStream:
     def __exit__(self, *exc_info: object) -> None:
         return None
 
-    def record(self, *args: Any) -> None:
-        """Nothing to record."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-    def query(self) -> bool:
+    def query(self, *args: Any) -> bool:
         """All work is done."""
         return True
 
-    def wait(self, *args: Any) -> None:
-        """Nothing to wait for."""
-
-    def wait_stream(self, stream: object) -> None:
-        """Nothing to wait for."""
-
-    def wait_event(self, event: object) -> None:
-        """Nothing to wait for."""
+    record = synchronize = wait = wait_stream = wait_event = query
 
     def elapsed_time(self, end: object) -> float:
         """No device clock: 0 ms."""

@@ -102,17 +102,17 @@ def test_any_loss_mask_gives_the_same_loss_and_gradient_at_every_size(per_token,
 def _train_with_mask(rank, world_size, case, valid_tokens):
     """(loss, gradient norm) of two real steps whose packs count only these tokens."""
 
-    def packs(case):
-        for pack in plain(case):
+    def packs(is_packed):
+        for pack in plain(is_packed):
             pack.loss_mask[:] = 0.0
             pack.loss_mask[list(valid_tokens)] = 1.0
             yield pack
 
-    plain, tiny_gpt.packs = tiny_gpt.packs, packs
+    plain, tiny_gpt.endless_packs = tiny_gpt.endless_packs, packs
     try:
         return tiny_gpt.train(rank, world_size, case)
     finally:
-        tiny_gpt.packs = plain
+        tiny_gpt.endless_packs = plain
 
 
 @functools.cache

@@ -1,5 +1,4 @@
-"""A tiny GPT trained by Megatron-Core's own loop parts on gloo ranks, with Megatron's attention or
-ours.
+"""A tiny GPT trained by Megatron-Core's own parts on gloo ranks, with its attention or ours.
 
 Everything here runs inside a rank of `tests.ranks`; Megatron is imported there only, after the CPU
 stand-ins. Weights come from the parameter's global name, not from a random stream, so that every
@@ -8,7 +7,6 @@ layout of ranks starts from the same model.
 
 import contextlib
 import dataclasses
-import functools
 import zlib
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -16,8 +14,8 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-VOCABULARY = 64
-SEQUENCE = 128
+from tests.mcore.packs import SEQUENCE, VOCABULARY, Pack, endless_packs, planned
+
 NUM_PACKS = 2  # per step, over all data-parallel ranks and micro-batches
 
 
@@ -215,73 +213,6 @@ def fill_by_name(model) -> None:
         parameter.data.copy_(values)
 
 
-@dataclass(frozen=True)
-class Pack:
-    """What `data.batch.PackedBatch` holds, as far as the model needs it."""
-
-    tokens: np.ndarray
-    labels: np.ndarray
-    loss_mask: np.ndarray
-    position_ids: np.ndarray
-    lengths: tuple[int, ...]
-
-
-def packs(case: Case):
-    """Endless packs: counting sequences of random start and step; odd lengths when packed."""
-    random = np.random.default_rng(3)
-    while True:
-        lengths = [SEQUENCE]
-        if case.packed:
-            cuts = np.sort(random.choice(np.arange(1, SEQUENCE), size=4, replace=False))
-            lengths = np.diff([0, *cuts, SEQUENCE]).tolist()
-        parts = []
-        for length in lengths:
-            start, step = random.integers(VOCABULARY), random.integers(1, 4)
-            parts.append((start + step * np.arange(length + 1)) % VOCABULARY)
-        loss_mask = np.ones(SEQUENCE, np.float32)
-        loss_mask[random.random(SEQUENCE) < 0.3] = 0.0
-        loss_mask[: random.integers(SEQUENCE // 2)] = (
-            0.0  # ranks hold unequal numbers of loss tokens
-        )
-        yield Pack(
-            tokens=np.concatenate([part[:-1] for part in parts]),
-            labels=np.concatenate([part[1:] for part in parts]),
-            loss_mask=loss_mask,
-            position_ids=np.concatenate([np.arange(length) for length in lengths]),
-            lengths=tuple(lengths),
-        )
-
-
-def planned(case: Case, config, pack: Pack) -> SimpleNamespace:
-    """The pack with its plans, as the data loader makes it."""
-    from megatron_cp.config import CPConfig
-
-    settings = CPConfig(
-        planner=case.planner,
-        num_heads=config.num_attention_heads // case.tp,
-        num_kv_heads=max(1, config.num_query_groups // case.tp),
-        head_dim=config.kv_channels,
-        topology="cpu",
-        element_bytes=4,
-        token_multiple=case.tp if case.sequence_parallel else 1,
-    )
-    return SimpleNamespace(
-        batch=pack, plans=plans_of(pack.lengths, config.window_size, case.cp, settings)
-    )
-
-
-@functools.cache
-def plans_of(lengths: tuple[int, ...], window: tuple[int, int] | None, cp: int, settings) -> dict:
-    from megatron_cp.mask import packed
-    from megatron_cp.plan.planner import make_plans
-
-    masks = {"full": (packed.documents(lengths), 1.0)}
-    if window is not None:
-        within = [("window", window[0], 0)] * len(lengths)
-        masks["window"] = (packed.documents(lengths, within=within), 1.0)
-    return make_plans(masks, cp, settings)
-
-
 def tensors_of_pack(case: Case, config, pack: Pack, groups) -> SimpleNamespace:
     """This rank's inputs: `tokens, labels, loss_mask, position_ids`, `attention_mask`, `params`."""
     from megatron_cp.mcore.batch import local_batch
@@ -354,7 +285,7 @@ class Trainer:
         )
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.config.finalize_model_grads_func = finalize_model_grads
-        self.stream = packs(case)
+        self.stream = endless_packs(case.packed)
 
     def step(self) -> tuple[float, float]:
         """(loss per token of the global batch before the step, gradient norm)."""
