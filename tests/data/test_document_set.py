@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from megatron.core.datasets import blended_megatron_dataset_config as megatron_split
 
 from megatron_cp.data.document_set import (
     open_documents,
@@ -15,6 +14,7 @@ from megatron_cp.data.document_set import (
     split_documents,
     write_prefix_lengths,
 )
+from tests.data import megatron_oracle
 from tests.data.corpora import write_corpus
 
 
@@ -30,8 +30,7 @@ def corpus_of(folder, count):
 def test_a_split_draws_the_documents_that_megatron_draws(tmp_path_factory, count, weights):
     documents = corpus_of(tmp_path_factory.getbasetemp(), count)
     parts = split_documents(documents, ",".join(map(str, weights)))
-    vector = megatron_split.parse_and_normalize_split(",".join(map(str, weights)))
-    bookends = megatron_split.convert_split_vector_to_split_matrix(vector)
+    bookends = megatron_oracle.split_matrix(",".join(map(str, weights)))
     for part, bookend in zip(parts, bookends, strict=True):
         ends = (0, 0) if bookend is None else tuple(round(b * count) for b in bookend)
         expected = [[1000 * (d + 1)] for d in range(*ends)]

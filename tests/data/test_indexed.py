@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from megatron.core.datasets import indexed_dataset as megatron_format
 
 from megatron_cp.data.indexed import HEADER, IndexedDataset, manifest_path, token_dtype
 from megatron_cp.data.indexed_writer import IndexedWriter
+from tests.data import megatron_oracle
 
 documents_of_tokens = st.lists(
     hnp.arrays(np.int64, st.integers(0, 7), elements=st.integers(0, 65535)), max_size=8
@@ -41,10 +41,7 @@ def prefix(tmp_path):
 def test_files_are_byte_equal_to_those_of_megatron(tmp_path_factory, documents, dtype):
     folder = tmp_path_factory.mktemp("both")
     idx, bin_ = write(folder / "ours", documents, dtype)
-    builder = megatron_format.IndexedDatasetBuilder(str(folder / "theirs.bin"), dtype=dtype)
-    for tokens in documents:
-        builder.add_document(tokens, [len(tokens)])
-    builder.finalize(str(folder / "theirs.idx"))
+    megatron_oracle.write_documents(folder / "theirs", documents, dtype)
     assert bin_.read_bytes() == (folder / "theirs.bin").read_bytes()
     assert idx.read_bytes() == (folder / "theirs.idx").read_bytes()
     dataset = IndexedDataset(folder / "theirs")
@@ -55,16 +52,14 @@ def test_files_are_byte_equal_to_those_of_megatron(tmp_path_factory, documents, 
 def test_megatron_reads_our_files(prefix):
     documents = [np.arange(5), np.array([65535, 0]), np.arange(100, 103)]
     write(prefix, documents)
-    theirs = megatron_format.IndexedDataset(str(prefix), mmap=True)
-    assert [theirs[i].tolist() for i in range(3)] == [d.tolist() for d in documents]
-    assert theirs.document_indices.tolist() == [0, 1, 2, 3]
+    theirs, indices = megatron_oracle.read_documents(prefix)
+    assert theirs == [d.tolist() for d in documents]
+    assert indices == [0, 1, 2, 3]
 
 
 def test_documents_of_several_sequences_are_read_whole(prefix):
-    builder = megatron_format.IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)
-    builder.add_document(np.arange(7), [3, 0, 4])
-    builder.add_document(np.array([9, 8]), [1, 1])
-    builder.finalize(f"{prefix}.idx")
+    documents = [np.arange(7), np.array([9, 8])]
+    megatron_oracle.write_documents(prefix, documents, np.int32, [[3, 0, 4], [1, 1]])
     dataset = IndexedDataset(prefix)
     assert read_all(dataset) == [[0, 1, 2, 3, 4, 5, 6], [9, 8]]
     assert dataset.read(0, 2, 5).tolist() == [2, 3, 4]

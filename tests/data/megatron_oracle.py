@@ -1,0 +1,60 @@
+"""Megatron-Core's own token files and splits, asked in another process.
+
+Importing Megatron-Core here would put it, without the CPU stand-ins, into every rank that later tests fork.
+"""
+
+import functools
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+
+def asked_elsewhere(function):
+    """Makes `function` run in the one process that has imported Megatron-Core."""
+
+    @functools.wraps(function)
+    def ask(*args, **kwargs):
+        return _process().submit(_run, function.__name__, args, kwargs).result(timeout=100)
+
+    _FUNCTIONS[function.__name__] = function
+    return ask
+
+
+_FUNCTIONS = {}
+
+
+@functools.lru_cache
+def _process():
+    return ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+
+
+def _run(name, args, kwargs):
+    return _FUNCTIONS[name](*args, **kwargs)
+
+
+@asked_elsewhere
+def write_documents(prefix, documents, dtype, sequence_lengths=None):
+    """Writes documents (lists of arrays) with Megatron's builder."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    for index, tokens in enumerate(documents):
+        lengths = [len(tokens)] if sequence_lengths is None else sequence_lengths[index]
+        builder.add_document(tokens, lengths)
+    builder.finalize(f"{prefix}.idx")
+
+
+@asked_elsewhere
+def read_documents(prefix):
+    """Returns (documents as lists, document indices as a list) by Megatron's reader."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    dataset = IndexedDataset(str(prefix), mmap=True)
+    return [dataset[i].tolist() for i in range(len(dataset))], dataset.document_indices.tolist()
+
+
+@asked_elsewhere
+def split_matrix(split):
+    """Returns Megatron's bookends of a --split text: a list of (begin, end) shares or None."""
+    from megatron.core.datasets import blended_megatron_dataset_config as config
+
+    return config.convert_split_vector_to_split_matrix(config.parse_and_normalize_split(split))
