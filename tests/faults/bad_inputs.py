@@ -1,0 +1,292 @@
+"""Bad input and what is said to it: one table for the test and for docs/bad-input.md.
+
+    python -m tests.faults.bad_inputs          writes docs/bad-input.md from the answers themselves
+
+A case of the library is a call that raises; a case of the program is a command line that every rank refuses
+alike. ``says`` holds the value received and what is allowed. ``pending`` names what is still missing.
+"""
+
+# ruff: noqa: E501  a table is read row by row
+
+import struct
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import megatron_cp as mcp
+from megatron_cp import mask as masks
+from megatron_cp.data.indexed import IndexedDataset, manifest_path
+from megatron_cp.data.indexed_writer import IndexedWriter
+from megatron_cp.data.text_files import TextInputs
+from megatron_cp.plan import make_plan
+from tests.faults.program import Launch, Outcome, run_program
+from tests.training.commands import MODEL, STEPS
+
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class LibraryCase:
+    """A call that raises ``kind``; ``call`` gets an empty folder of its own."""
+
+    group: str
+    input: str
+    call: Callable[[Path], object]
+    says: tuple[str, ...]
+    kind: type[Exception] = ValueError
+
+
+@dataclass(frozen=True)
+class ProgramCase:
+    """Flags that pretrain_gpt.py refuses on each of ``world_size`` ranks, before any process group."""
+
+    group: str
+    input: str
+    says: tuple[str, ...]
+    world_size: int = 2
+    data: str = "good"
+    pending: str = ""
+
+    def launch(self, corpora: Path) -> Launch:
+        """How to run it; ``corpora`` holds what ``write_corpora`` wrote."""
+        data = ["--data-path", str(corpora / self.data)] if self.data else []
+        save = ["--save", str(self.saved(corpora))]
+        return Launch((*BASE, *save, *data, *self.input.split()), self.world_size, timeout=40.0)
+
+    def saved(self, corpora: Path) -> Path:
+        """Where the run would leave something if it were not refused."""
+        return corpora / f"run{PROGRAM.index(self)}"
+
+
+BASE = (
+    *MODEL, *STEPS, "--seq-length", "128", "--vocab-size", "512", "--num-workers", "0",
+    "--split", "1,0,0", "--eval-iters", "0", "--no-wandb",
+)  # fmt: skip
+
+
+def write_corpus(prefix: Path, documents: list[list[int]], dtype: str = "uint16") -> Path:
+    """The prefix of a corpus without a manifest, as Megatron's own tool leaves it."""
+    with IndexedWriter(prefix, dtype=dtype) as writer:
+        for tokens in documents:
+            writer.add_document(tokens)
+        writer.finish()
+    manifest_path(prefix).unlink()
+    return prefix
+
+
+def write_corpora(folder: Path) -> None:
+    """The corpora that cases of the program name."""
+    good = [[(7 * i + j) % 512 for j in range(40 + i)] for i in range(40)]
+    write_corpus(folder / "good", good)
+    write_corpus(folder / "other", good[::-1])
+    write_corpus(folder / "large-ids", [[*tokens, 600] for tokens in good])
+    write_corpus(folder / "empty", [[], [], []])
+    short = write_corpus(folder / "short", good)
+    raw = Path(f"{short}.bin").read_bytes()
+    Path(f"{short}.bin").write_bytes(raw[:-10])
+
+
+def _lie(offset: int, form: str, value: object) -> Callable[[Path], object]:
+    """Opens three documents of 3, 2 and 4 uint16 tokens after one number of the index was changed."""
+
+    def call(folder: Path) -> object:
+        prefix = write_corpus(folder / "corpus", [[1, 2, 3], [4, 5], [6, 7, 8, 9]])
+        path = Path(f"{prefix}.idx")
+        raw = bytearray(path.read_bytes())
+        struct.pack_into(form, raw, offset, value)
+        path.write_bytes(raw)
+        return IndexedDataset(prefix)
+
+    return call
+
+
+def _cut(suffix: str, num_bytes: int) -> Callable[[Path], object]:
+    """Opens the same corpus after one file was cut to ``num_bytes``."""
+
+    def call(folder: Path) -> object:
+        prefix = write_corpus(folder / "corpus", [[1, 2, 3], [4, 5], [6, 7, 8, 9]])
+        path = Path(f"{prefix}{suffix}")
+        path.write_bytes(path.read_bytes()[:num_bytes])
+        return IndexedDataset(prefix)
+
+    return call
+
+
+def _attend(**changes: object) -> Callable[[Path], object]:
+    """One-rank attention over 8 causal tokens, with one thing wrong."""
+
+    def call(folder: Path) -> object:
+        rows = {name: torch.zeros(8, 4, 16) for name in "qkv"} | changes
+        mask = rows.pop("mask", masks.causal(8))
+        return mcp.attend(rows.pop("q"), rows.pop("k"), rows.pop("v"), mask, **rows)
+
+    return call
+
+
+def _of(call: Callable[[], object]) -> Callable[[Path], object]:
+    return lambda folder: call()
+
+
+IDX, MASK, PLAN, ATTN = "Token files", "Masks", "Plans", "Attention"
+SIZES, DATA, OTHER = "Sizes and layout", "Data of a run", "Settings"
+
+LIBRARY = (
+    LibraryCase(IDX, "`.idx` with another magic number", _lie(0, "<9s", b"MMIDIDY\0\0"), ("byte 0", "magic number", "want", "have")),
+    LibraryCase(IDX, "`.idx` of version 2", _lie(9, "<Q", 2), ("byte 9", "want 1, have 2")),
+    LibraryCase(IDX, "`.idx` with dtype code 77", _lie(17, "<B", 77), ("byte 17", "dtype code", "have 77")),
+    LibraryCase(IDX, "`.idx` that counts 2^62 sequences", _lie(18, "<Q", 2**62), ("byte 34", str(2**62), "bytes")),
+    LibraryCase(IDX, "`.idx` that counts -1 sequences", _lie(18, "<q", -1), ("byte 34", "lengths section", "want")),
+    LibraryCase(IDX, "a document of negative length", _lie(34, "<i", -3), ("length of sequence 0", "at least 0", "have -3")),
+    LibraryCase(IDX, "a pointer beyond the `.bin`", _lie(62, "<q", 9000), ("sequence 2", "beyond the .bin", "9000")),
+    LibraryCase(IDX, "a negative pointer", _lie(46, "<q", -2), ("sequence 0", "negative", "have -2")),
+    LibraryCase(IDX, "an unaligned pointer", _lie(54, "<q", 7), ("sequence 1", "unaligned", "have 7")),
+    LibraryCase(IDX, "an overlapping pointer", _lie(54, "<q", 4), ("sequence 1", "overlaps", "have 4")),
+    LibraryCase(IDX, "`.idx` cut in its header", _cut(".idx", 20), ("truncated header", "34 bytes", "20 bytes")),
+    LibraryCase(IDX, "`.idx` cut in its lengths", _cut(".idx", 40), ("lengths section", "40 bytes")),
+    LibraryCase(IDX, "`.idx` cut in its pointers", _cut(".idx", 50), ("pointers section", "50 bytes")),
+    LibraryCase(IDX, "`.idx` cut in its documents", _cut(".idx", 80), ("documents section", "80 bytes")),
+    LibraryCase(IDX, "`.bin` shorter than promised", _cut(".bin", 10), ("beyond the .bin", "sequence 2")),
+    LibraryCase(IDX, "token files that are not there", lambda f: IndexedDataset(f / "nowhere"), ("nowhere", "does not exist", "prefix"), FileNotFoundError),
+    LibraryCase(IDX, "text that is not there", lambda f: TextInputs([f / "nowhere.txt"]), ("nowhere.txt does not exist",), FileNotFoundError),
+    LibraryCase(MASK, "documents of negative length", _of(lambda: masks.documents([3, -1])), ("lengths[1]=-1", ">= 0")),
+    LibraryCase(MASK, "overlapping slices", _of(lambda: masks.from_slices(4, 4, [(0, 2, 0, 2), (1, 4, 1, 2)])), ("slices[0]", "slices[1]", "share pairs")),
+    LibraryCase(MASK, "duplicate slices", _of(lambda: masks.from_slices(4, 4, [(0, 2, 0, 2)] * 2)), ("slices[0]", "slices[1]", "share pairs")),
+    LibraryCase(MASK, "a reversed slice", _of(lambda: masks.from_slices(4, 4, [(3, 2, 0, 4)])), ("slices[0]", "q range [3, 2)")),
+    LibraryCase(MASK, "a slice out of range", _of(lambda: masks.from_slices(4, 4, [(0, 4, 0, 5)])), ("slices[0]", "k range [0, 5)")),
+    LibraryCase(MASK, "`cu_seqlens` that fall", _of(lambda: masks.from_cu_seqlens([0, 5, 3])), ("cu_seqlens[2]=3",)),
+    LibraryCase(MASK, "`cu_seqlens` that do not start at 0", _of(lambda: masks.from_cu_seqlens([1, 4])), ("begins with 1",)),
+    LibraryCase(MASK, "NaN in `cu_seqlens`", _of(lambda: masks.from_cu_seqlens([0, NAN, 3])), ("dtype float64", "integer")),
+    LibraryCase(PLAN, "no token at all", _of(lambda: make_plan(masks.causal(0), 2)), ("(0, 0)", "at least one token")),
+    LibraryCase(PLAN, "a mask that is not square", _of(lambda: make_plan(masks.from_slices(4, 5, [(0, 4, 0, 5)]), 2)), ("(4, 5)", "square")),
+    LibraryCase(PLAN, "`cp_size=0`", _of(lambda: make_plan(masks.causal(8), 0)), ("cp_size=0", "positive integer")),
+    LibraryCase(PLAN, "chunks that pad more than there is", _of(lambda: make_plan(masks.causal(3000), 8, mcp.CPConfig(chunk_size=1000))), ("chunk_size=1000", "chunk_size=750")),
+    LibraryCase(PLAN, "head splitting over more ranks than heads", _of(lambda: make_plan(masks.causal(64), 8, mcp.CPConfig(planner="ulysses", num_heads=4))), ("head degree 8", "[1, 2, 4]")),
+    LibraryCase(PLAN, "an unknown planner", _of(lambda: make_plan(masks.causal(8), 2, mcp.CPConfig(planner="zig-zag"))), ("'zig-zag'", "nearest: zigzag")),
+    LibraryCase(ATTN, "a mask of another size", _attend(mask=masks.causal(9)), ("9 x 9", "8 x 8")),
+    LibraryCase(ATTN, "heads that do not divide", _attend(k=torch.zeros(8, 3, 16), v=torch.zeros(8, 3, 16)), ("num_heads=4", "num_kv_heads=3")),
+    LibraryCase(ATTN, "queries and keys of another head size", _attend(k=torch.zeros(8, 4, 8)), ("q=16", "k=8")),
+    LibraryCase(ATTN, "mixed dtypes", _attend(k=torch.zeros(8, 4, 16, dtype=torch.bfloat16)), ("float32", "bfloat16")),
+    LibraryCase(ATTN, "fp8", _attend(**{n: torch.zeros(8, 4, 16).to(torch.float8_e4m3fn) for n in "qkv"}), ("float8_e4m3fn", "bfloat16")),
+    LibraryCase(ATTN, "an unknown backend", _attend(backend="magic"), ("'magic'", "cpu")),
+    LibraryCase(ATTN, "a backend that is not built", _attend(backend="hopper"), ("'hopper'", "cpu"), NotImplementedError),
+    LibraryCase(ATTN, "`softmax_scale=nan`", _attend(softmax_scale=NAN), ("nan", "finite")),
+    LibraryCase(ATTN, "one sink too many", _attend(sink=torch.zeros(5)), ("(5,)", "(4,)")),
+    LibraryCase(ATTN, "a group of another size than the plan's", _of(lambda: mcp.cp_attention(*[torch.zeros(4, 1, 8)] * 3, make_plan(masks.causal(8), 2), None)), ("group has 1 ranks", "cp_size=2")),
+)  # fmt: skip
+
+_FIRST_BATCH = "raised at the first batch, outside one_line_errors"
+_NOT_CHECKED = "not checked"
+PROGRAM = (
+    ProgramCase(SIZES, "--context-parallel-size 0", ("--context-parallel-size 0", "positive")),
+    ProgramCase(SIZES, "--context-parallel-size -1", ("--context-parallel-size -1", "positive")),
+    ProgramCase(SIZES, "--context-parallel-size 2", ("world size 3", "1 x 2 x 1 = 2"), 3),
+    ProgramCase(SIZES, "--tensor-model-parallel-size 2 --context-parallel-size 2", ("world size 2", "= 4")),
+    ProgramCase(SIZES, "--tensor-model-parallel-size 3", ("--num-attention-heads 4", "3"), 3),
+    ProgramCase(SIZES, "--num-query-groups 3", ("--num-query-groups 3", "4")),
+    ProgramCase(SIZES, "--num-layers 3 --pipeline-model-parallel-size 2", ("--num-layers 3", "2")),
+    ProgramCase(SIZES, "--seq-length 1 --context-parallel-size 2", ("--seq-length 1", "give --seq-length 2")),
+    ProgramCase(SIZES, "--max-position-embeddings 16", ("16", "at least", "128")),
+    ProgramCase(SIZES, "--global-batch-size 3", ("--global-batch-size 3", "multiple", "2")),
+    ProgramCase(SIZES, "--hidden-size 66", ("--hidden-size 66", "--num-attention-heads 4")),
+    ProgramCase(SIZES, "--kv-channels 15", ("15", "even"), pending=_NOT_CHECKED),
+    ProgramCase(SIZES, "--kv-channels 0", ("--kv-channels 0", "positive"), pending=_NOT_CHECKED),
+    ProgramCase(SIZES, "--ffn-hidden-size 0", ("--ffn-hidden-size 0", "positive"), pending=_NOT_CHECKED),
+    ProgramCase(SIZES, "--cp-chunk-size 0", ("chunk_size=0", "positive")),
+    ProgramCase(SIZES, "--cp-chunk-size 1000 --context-parallel-size 2", ("chunk_size=1000", "128"), pending=_FIRST_BATCH),
+    ProgramCase(SIZES, "--cp-planner ulysses --context-parallel-size 3", ("head degree 3", "[1, 2, 4]"), 3, pending=_FIRST_BATCH),
+    ProgramCase(DATA, "--context-parallel-size 2", ("nowhere", "does not exist"), data="nowhere"),
+    ProgramCase(DATA, "--context-parallel-size 2", ("beyond the .bin",), data="short"),
+    ProgramCase(DATA, "--context-parallel-size 2", ("no token",), data="empty"),
+    ProgramCase(DATA, "--context-parallel-size 2", ("token id 600", "[0, 512)"), data="large-ids", pending=_FIRST_BATCH),
+    ProgramCase(DATA, "--context-parallel-size 2", ("0 sources", "--data-path"), data=""),
+    ProgramCase(DATA, "--mock-data", ("2 sources", "--data-path")),
+    ProgramCase(DATA, "--split 0,0,0", ("0,0,0", "non-negative")),
+    ProgramCase(DATA, "--eod-mask-loss", ("--eod-mask-loss", "--tokenizer-type")),
+    ProgramCase(DATA, "--tokenizer-type GPT2BPETokenizer", ("GPT2BPETokenizer", "HuggingFaceTokenizer")),
+    ProgramCase(DATA, "--load nowhere --exit-on-missing-checkpoint", ("nowhere", "no checkpoint")),
+    ProgramCase(OTHER, "--attention-dropout 0.1", ("--attention-dropout 0.1", "0.0")),
+    ProgramCase(OTHER, "--hidden-dropout 1.5", ("--hidden-dropout 1.5", "[0, 1)")),
+    ProgramCase(OTHER, "--fp16", ("--fp16", "--bf16")),
+    ProgramCase(OTHER, "--fp8-format hybrid", ("--fp8-format", "--bf16")),
+    ProgramCase(OTHER, "--window-size 4,4", ("(4, 4)", "4,0")),
+    ProgramCase(OTHER, "--window-size 4,0 --window-attn-skip-freq 0", ("--window-attn-skip-freq 0",), pending=_NOT_CHECKED),
+    ProgramCase(OTHER, "--window-size 4,0 --window-attn-skip-freq [1]", ("--window-attn-skip-freq", "2"), pending=_NOT_CHECKED),
+    ProgramCase(OTHER, "--lr nan", ("nan",)),
+    ProgramCase(OTHER, "--cp-planner zig-zag", ("'zig-zag'", "nearest: zigzag"), pending=_FIRST_BATCH),
+    ProgramCase(OTHER, "--cp-topology H100", ("'H100'", "nearest: h100"), pending=_FIRST_BATCH),
+    ProgramCase(OTHER, "--cp-backend hopper", ("'hopper'", "cpu"), pending=_FIRST_BATCH),
+    ProgramCase(OTHER, "--spec os system", ("os system", "--allow-custom-spec")),
+    ProgramCase(OTHER, "--contxt-parallel-size 2", ("--contxt-parallel-size", "--context-parallel-size")),
+    ProgramCase(OTHER, "--save /proc/none", ("/proc/none",), pending=_NOT_CHECKED),
+)  # fmt: skip
+
+
+def answer_of(case: LibraryCase, folder: Path) -> str:
+    """What the library says to a case. Raises whatever is not the exception that the case promises."""
+    try:
+        case.call(folder)
+    except case.kind as problem:
+        assert type(problem) is case.kind, f"{type(problem).__name__} is not {case.kind.__name__}"
+        return str(problem)
+    raise AssertionError("nothing was refused")
+
+
+def page(library: list[str], program: list[list[Outcome]], folder: Path) -> str:
+    """docs/bad-input.md: each case with the answer that it got."""
+
+    def row(what: str, answer: str) -> str:
+        text = answer.replace(f"{folder}/", "").removeprefix("pretrain_gpt.py: error: ")
+        return f"| {what} | {text.strip().replace('|', chr(92) + '|')} |"
+
+    lines = [
+        "# Bad input, and what is said to it",
+        "",
+        "Written by `python -m tests.faults.bad_inputs` from the answers themselves; `tests/faults/test_bad_input.py` runs",
+        "every row. One line that names the value received and what is allowed: an exception of the library, or exit code 2",
+        "of `pretrain_gpt.py` with the same line on every rank, before the first collective and before anything is written.",
+        "",
+    ]
+    for group in dict.fromkeys(case.group for case in LIBRARY):
+        lines += [f"## {group}", "", "| input | exception | message |", "|---|---|---|"]
+        for case, answer in zip(LIBRARY, library, strict=True):
+            if case.group == group:
+                lines.append(row(f"{case.input} | {case.kind.__name__}", answer))
+        lines.append("")
+    done = [case for case in PROGRAM if not case.pending]
+    for group in dict.fromkeys(case.group for case in done):
+        lines += [
+            f"## pretrain_gpt.py: {group}",
+            "",
+            "| flags | ranks | message |",
+            "|---|---|---|",
+        ]
+        for case, outcomes in zip(PROGRAM, program, strict=True):
+            if case.group == group and not case.pending:
+                data = "" if case.data == "good" else f" (data: {case.data or 'none'})"
+                words = f"`{case.input}`{data} | {case.world_size}"
+                lines.append(row(words, outcomes[0].stderr))
+        lines.append("")
+    return "\n".join(lines)
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "bad-input.md"
+
+
+def main() -> None:
+    """Asks every case and writes the page."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_corpora(folder)
+        library = []
+        for number, case in enumerate(LIBRARY):
+            own = folder / str(number)
+            own.mkdir()
+            library.append(answer_of(case, own).replace(f"{own}/", ""))
+        PAGE.write_text(page(library, run_program([c.launch(folder) for c in PROGRAM]), folder))
+
+
+if __name__ == "__main__":
+    main()

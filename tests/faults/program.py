@@ -1,0 +1,177 @@
+"""Many runs of pretrain_gpt.py for the price of one import: each rank is a fork of a warm process.
+
+A launch costs ten seconds and more, nearly all of it imports; a fork costs milliseconds. The forks run
+the real ``main()`` with their own command line, environment, output and exit code, over real gloo groups.
+A rank may be told to kill itself at the n-th call of a function: a fault at an exact place, every time.
+
+    outcomes = run_program([Launch(flags, world_size=2), ...])        # outcomes[i][rank]
+"""
+
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Kill:
+    """SIGKILL of ``rank`` at the ``call``-th call (from 1) of ``module``.``function``, before or after it."""
+
+    rank: int
+    module: str
+    function: str
+    call: int = 1
+    after: bool = False
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One run. ``per_rank`` adds flags to single ranks, to make them disagree."""
+
+    flags: tuple[str, ...]
+    world_size: int = 1
+    per_rank: tuple[tuple[str, ...], ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    kill: Kill | None = None
+    timeout: float = 60.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a rank ended: exit code (negative: signal; None: it hung and was killed), and what it said."""
+
+    code: int | None
+    stdout: str
+    stderr: str
+    seconds: float
+
+
+def run_program(launches: list[Launch]) -> list[list[Outcome]]:
+    """The outcome of every rank of every launch, run one launch after the other in a process of its own."""
+    environment = {name: v for name, v in os.environ.items() if not name.startswith("WANDB_")}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).resolve())],
+        input=json.dumps([asdict(launch) for launch in launches]),
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+        timeout=60 + sum(launch.timeout for launch in launches),
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [[Outcome(**rank) for rank in ranks] for ranks in json.loads(done.stdout)]
+
+
+def _serve() -> None:
+    """Reads launches on stdin, runs them, writes outcomes on stdout."""
+    launches = json.load(sys.stdin)
+    sys.path.insert(0, str(ROOT))
+    from megatron_cp.mcore import compat, cpu
+
+    compat.silence_known_warnings()
+    cpu.install()
+    for name in ("arguments", "gpt", "pretrain"):
+        importlib.import_module(f"megatron_cp.training.{name}")
+    json.dump([_run(launch) for launch in launches], sys.stdout)
+
+
+def _run(launch: dict) -> list[dict]:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    start, waiting, outcomes = time.monotonic(), {}, {}
+    with tempfile.TemporaryDirectory() as folder:
+        for rank in range(launch["world_size"]):
+            pid = os.fork()
+            if pid == 0:
+                _become_rank(launch, rank, port, Path(folder))
+            waiting[pid] = rank
+        while waiting:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            seconds = time.monotonic() - start
+            late = seconds > launch["timeout"]
+            if late:
+                for stuck in waiting:
+                    os.kill(stuck, signal.SIGKILL)
+                pid, status = os.waitpid(-1, 0)
+            if pid in waiting:
+                code = None if late else os.waitstatus_to_exitcode(status)
+                rank = waiting.pop(pid)
+                said = [
+                    (Path(folder) / f"{rank}.{name}").read_text(errors="replace")
+                    for name in ("out", "err")
+                ]
+                outcomes[rank] = asdict(Outcome(code, *said, seconds))
+            elif not pid:
+                time.sleep(0.02)
+    return [outcomes[rank] for rank in range(launch["world_size"])]
+
+
+def _become_rank(launch: dict, rank: int, port: int, folder: Path) -> None:
+    """Never returns: this process is now a rank of the launched program."""
+    code = 1
+    try:
+        for number, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT), number)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(launch["world_size"]),
+            MASTER_ADDR="localhost",
+            MASTER_PORT=str(port),
+            **launch["environment"],
+        )
+        own = launch["per_rank"][rank] if launch["per_rank"] else ()
+        sys.argv = ["pretrain_gpt.py", *launch["flags"], *own]
+        kill = launch["kill"]
+        if kill is not None and kill["rank"] == rank:
+            _arm(Kill(**kill))
+        from pretrain_gpt import main
+
+        main()
+        code = 0
+    except SystemExit as leave:
+        code = leave.code if isinstance(leave.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _arm(kill: Kill) -> None:
+    """Replaces the function by one that kills this process at the wanted call."""
+    owner = importlib.import_module(kill.module)
+    *path, name = kill.function.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    function, calls = getattr(owner, name), [0]
+
+    def wrapper(*args, **kwargs):
+        calls[0] += 1
+        fatal = calls[0] == kill.call
+        if fatal and not kill.after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = function(*args, **kwargs)
+        if fatal:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, name, wrapper)
+
+
+if __name__ == "__main__":
+    _serve()
