@@ -1,4 +1,7 @@
-"""Attention of one device on a mask's slices: `attend`, and the raw passes that the distributed runtime calls."""
+"""Attention of one device on a mask's slices: `attend`, and the raw passes that the distributed runtime calls.
+
+Both passes leave an enclosing autocast: the dtype of q, k and v decides the precision, nothing else.
+"""
 
 # Q query rows, K key rows, N query heads, G kv heads, H head dim, Hv value head dim
 
@@ -57,7 +60,7 @@ def attend_forward(
 ) -> tuple[Tensor, Tensor]:
     """Returns `(out [Q, N, Hv], lse [Q, N])` in the accumulation dtype, without autograd and without a sink."""
     check_mask(q, k, mask)
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         out, lse = _BACKEND_MODULES[options.backend].forward(q, k, v, mask, options)
     return out, lse
 
@@ -78,7 +81,7 @@ def attend_backward(
     *all* keys, of which `k` and `v` may be a part. Rows with `lse = -inf` get and give exactly 0.
     """
     check_mask(q, k, mask)
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         dq, dk, dv = _BACKEND_MODULES[options.backend].backward(
             dout, q, k, v, lse, delta, mask, options
         )
@@ -121,4 +124,7 @@ class _Attend(torch.autograd.Function):
             delta -= dlse
         dq, dk, dv = attend_backward(dout, q, k, v, lse, delta, ctx.mask, ctx.options)
         dsink = None if sink is None else sink_gradient(lse, sink, delta).to(sink.dtype)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink, None, None
+        dq = dq.to(q.dtype)  # one after another: each frees its float32 twin
+        dk = dk.to(k.dtype)
+        dv = dv.to(v.dtype)
+        return dq, dk, dv, dsink, None, None

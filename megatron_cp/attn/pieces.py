@@ -24,6 +24,8 @@ BLOCK_ROWS = 64
 # Blocks of a wide band may be taller; blocks of a narrow one must be flatter.
 WIDE_BAND, TALL_BLOCK_ROWS = 2048, 256
 NARROW_BAND, FLAT_BLOCK_ROWS = 96, 32
+# Full boxes are computed in parts of this size, which bounds what the operator's backward allocates.
+MAX_FULL_ROWS, MAX_FULL_KEYS = 4096, 8192
 # Longer key ranges are computed apart, as full boxes, so that masks stay small.
 MAX_BAND_KEYS = 2048
 
@@ -90,8 +92,13 @@ def _box(q0: int, q1: int, k0: int, k1: int, lo: int, hi: int) -> Piece:
     return Piece(q0, q1, k0, k1, max(lo - shift, q0 - q1 + 1), min(hi - shift, k1 - k0 - 1))
 
 
-def _full(q0: int, q1: int, k0: int, k1: int) -> Piece:
-    return Piece(q0, q1, k0, k1, q0 - q1 + 1, k1 - k0 - 1)
+def _cut_full(q0: int, q1: int, k0: int, k1: int) -> Iterator[Piece]:
+    """Yields a full box in parts small enough for what an operator allocates."""
+    for a in range(q0, q1, MAX_FULL_ROWS):
+        b = min(a + MAX_FULL_ROWS, q1)
+        for c in range(k0, k1, MAX_FULL_KEYS):
+            d = min(c + MAX_FULL_KEYS, k1)
+            yield Piece(a, b, c, d, a - b + 1, d - c - 1)
 
 
 def _cut_trapezoid(q0: int, q1: int, k0: int, k1: int, hi: int) -> Iterator[Piece]:
@@ -105,14 +112,14 @@ def _cut_trapezoid(q0: int, q1: int, k0: int, k1: int, hi: int) -> Iterator[Piec
         b = min(a + TRIANGLE_ROWS, end)
         corner = a + hi
         if corner - k0 >= MAX_BAND_KEYS - TRIANGLE_ROWS:
-            yield _full(a, b, k0, corner)
+            yield from _cut_full(a, b, k0, corner)
         else:
             corner = k0
         for c in range(a, b, BLOCK_ROWS):
             d = min(c + BLOCK_ROWS, b)
             yield _box(c, d, corner, d + hi, corner - d + 1, hi)
     if end < q1:
-        yield _full(end, q1, k0, k1)
+        yield from _cut_full(end, q1, k0, k1)
 
 
 def _cut_band(q0: int, q1: int, k0: int, k1: int, lo: int, hi: int) -> Iterator[Piece]:
@@ -129,6 +136,6 @@ def _cut_band(q0: int, q1: int, k0: int, k1: int, lo: int, hi: int) -> Iterator[
             continue
         if first < inner_first:
             yield _box(a, min(b, inner_first - lo), first, inner_first, lo, hi)
-        yield _full(a, b, inner_first, inner_last)
+        yield from _cut_full(a, b, inner_first, inner_last)
         if inner_last < last:
             yield _box(max(a, inner_last - hi), b, inner_last, last, lo, hi)
