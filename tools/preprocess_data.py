@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from tqdm import tqdm
@@ -39,9 +39,18 @@ from megatron_cp.data.tokenizer import TOKENIZER_TYPES, build_tokenizer, train_b
 _BATCH = 32  # documents per message to a worker
 
 
+class OneLineParser(argparse.ArgumentParser):
+    """A parser that refuses in one line, without printing its usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the message and leaves with code 2."""
+        print(f"{self.prog}: error: {message}; see --help", file=sys.stderr)
+        raise SystemExit(2)
+
+
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Megatron-LM's flags of the same tool, plus folders, patterns, prefixes and BPE training."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = OneLineParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     group = parser.add_argument_group("input")
     group.add_argument("--input", nargs="+", type=Path, required=True, help="files and folders")
     group.add_argument("--json-keys", nargs="+", default=["text"], help="fields of a JSON line")
@@ -69,8 +78,10 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
             parser.error(f"--json-keys {key!r} must consist of letters, digits, _ and -")
     if arguments.prefix_json_key and len(arguments.json_keys) > 1:
         parser.error("--prefix-json-key goes with one --json-keys field; run once per field")
-    if arguments.workers < 1:
-        parser.error(f"--workers {arguments.workers} must be at least 1")
+    for name in ("workers", "log_interval", "max_document_mib", "train_bpe_mib"):
+        if getattr(arguments, name) < 1:
+            flag = "--" + name.replace("_", "-")
+            parser.error(f"{flag} {getattr(arguments, name)} must be at least 1")
     if arguments.train_bpe and arguments.tokenizer_type != "HuggingFaceTokenizer":
         parser.error("--train-bpe makes a HuggingFaceTokenizer; set --tokenizer-type")
     if arguments.train_bpe and not arguments.tokenizer_model:

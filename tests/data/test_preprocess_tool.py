@@ -109,3 +109,23 @@ def test_nothing_is_written_when_nothing_can_be_read(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == [path]
     assert run("--input", tmp_path / "no", "--output-prefix", tmp_path / "o", *BYTES) == 1
     assert "does not exist" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--tokenizer-type", "ByteLevel", "--log-interval", "0"], "--log-interval 0 must be"),
+        (["--tokenizer-type", "ByteLevel", "--max-document-mib", "0"], "--max-document-mib 0 must"),
+        (["--tokenizer-type", "ByteLevel", "--workers", "0"], "--workers 0 must be at least 1"),
+        (["--tokenizer-type", "GPT2BPETokenizer"], "choose from"),
+        ([], "--tokenizer-type"),
+    ],
+)
+def test_wrong_flags_are_one_line_without_usage(tmp_path, capsys, arguments, named):
+    (tmp_path / "some.txt").write_text("some text")
+    with pytest.raises(SystemExit) as stop:
+        run("--input", tmp_path / "some.txt", "--output-prefix", tmp_path / "out", *arguments)
+    assert stop.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert named in line
+    assert [path.name for path in tmp_path.iterdir()] == ["some.txt"]
