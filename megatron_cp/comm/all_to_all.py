@@ -55,7 +55,10 @@ def unpack_rows(packed: Tensor, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     tensors, begin = [], 0
     for model in like:
         size = math.prod(model.shape[1:]) * model.element_size()
-        part = packed[:, begin : begin + size].contiguous().view(model.dtype)
+        part = packed[:, begin : begin + size]
+        if size < packed.shape[1]:  # a single row counts as contiguous wherever it begins
+            part = part.clone(memory_format=torch.contiguous_format)
+        part = part.view(model.dtype)
         tensors.append(part.reshape(packed.shape[0], *model.shape[1:]))
         begin += size
     return tuple(tensors)

@@ -107,7 +107,10 @@ def make_batch_plans(mask: AttentionMask, request: PlanRequest) -> Mapping[str, 
         left, right = request.window
         narrow = mask & sliding_window(mask.num_queries, left, right)
         wanted["window"] = (narrow, float(request.num_window_layers))
-    return make_plans(wanted, request.cp_size, request.config)
+    plans = make_plans(wanted, request.cp_size, request.config)
+    for plan in plans.values():
+        plan.digest()  # made here, in a worker: it travels with the plan, the training step only reads it
+    return plans
 
 
 def build_batch(documents: DocumentSet, packs: Sequence[Pack], config: BatchConfig) -> PackedBatch:

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import is_checkpointing
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import (
@@ -188,13 +189,19 @@ class ContextParallelAttention(MegatronModule):
         """Context in which a recomputed layer takes its attention from the first forward.
 
         Megatron runs a checkpointed layer without gradients first and with them in backward, with
-        the same `packed_seq_params`; the tape lies there, one per layer and micro-batch.
+        the same `packed_seq_params`; the tape lies there, one per layer and micro-batch. Under a
+        checkpoint of another library attention is simply computed again.
         """
-        is_recomputed = self.training and self.config.recompute_granularity is not None
-        if not is_recomputed or not isinstance(params, ContextParallelParams):
+        if not is_checkpointing() or not isinstance(params, ContextParallelParams):
             return contextlib.nullcontext()
         if not torch.is_grad_enabled():
-            return params.tapes.setdefault(id(self), AttentionTape()).recording()
+            if id(self) in params.tapes:
+                raise RuntimeError(
+                    f"layer {self.layer_number} runs checkpointed twice with one packed_seq_params "
+                    "before its backward pass; make new ContextParallelParams for every micro-batch"
+                )
+            tape = params.tapes[id(self)] = AttentionTape()
+            return tape.recording()
         tape = params.tapes.pop(id(self), None)
         return contextlib.nullcontext() if tape is None else tape.replaying()
 

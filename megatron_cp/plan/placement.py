@@ -14,6 +14,7 @@ from megatron_cp.mask.interval import IntArray
 
 MAX_CHUNKS_PER_RANK = 32
 MIN_CHUNKS_PER_RANK = 8
+MAX_PADDING = 1 / 64  # more rows than needed, for the sake of finer chunks
 TARGET_CHUNKS = 512  # over all ranks; planning time grows with its square
 MIN_CHUNK_TOKENS = 64
 MAX_CHUNKS = 1024  # over all ranks, or two per rank if that is more; the table of chunks is square
@@ -71,13 +72,11 @@ def chunk_layout(num_tokens: int, cp_size: int, config: CPConfig) -> tuple[int, 
         chunk = config.chunk_size
         rows = tokens_per_rank(num_tokens, cp_size, config, pieces=chunk)
         return chunk, rows // chunk
-    multiple = config.token_multiple
     wished = min(MAX_CHUNKS_PER_RANK, max(MIN_CHUNKS_PER_RANK, TARGET_CHUNKS // cp_size))
     wished = min(wished, most_chunks(cp_size) // cp_size)
-    most = min(wished, max(rows // MIN_CHUNK_TOKENS, min(4, rows // multiple), 1))
-    counts = range(most, max(1, most // 2), -1) if most > 1 else range(1, 2)
-    padded = {n: n * _round_up(math.ceil(rows / n), multiple) for n in counts}
-    count = min(counts, key=lambda n: (padded[n], -n))
+    most = min(wished, max(rows // MIN_CHUNK_TOKENS, min(4, rows), 1))
+    padded = {n: tokens_per_rank(num_tokens, cp_size, config, pieces=n) for n in range(1, most + 1)}
+    count = max(n for n, size in padded.items() if size <= rows * (1 + MAX_PADDING))
     return padded[count] // count, count
 
 
@@ -120,7 +119,3 @@ def deal(chunks_of_rank: IntArray, chunk_size: int) -> IntArray:
     chunks = np.sort(chunks_of_rank, axis=1)
     tokens = chunks[:, :, None] * chunk_size + np.arange(chunk_size)
     return tokens.reshape(len(chunks), -1)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return math.ceil(value / multiple) * multiple

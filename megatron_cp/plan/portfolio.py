@@ -4,8 +4,9 @@ The published schemes are in the portfolio with their exact prices, so our plan 
 than the best of them.
 """
 
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -86,9 +87,14 @@ def _build_choice(
 def _candidates(masks: Family, cp_size: int, config: CPConfig) -> Iterator[Candidate]:
     """Yields the published placements, then, unless one is as good as perfect, deals of chunks."""
     num_tokens = next(iter(masks.values()))[0].num_queries
+    # One row count for all candidates: it must not depend on the data, pipeline shapes are fixed by it.
+    pieces = 2 if cp_size > 1 else 1  # zigzag halves every rank's rows
+    even = replace(config, token_multiple=math.lcm(config.token_multiple, pieces))
+    chunk, per_rank = placement.chunk_layout(num_tokens, cp_size, even)
+    padded = replace(config, token_multiple=chunk * per_rank)
     seconds = []
     for rule in (placement.contiguous, placement.zigzag)[:cp_size]:  # the same for one rank
-        tokens = rule(num_tokens, cp_size, config)
+        tokens = rule(num_tokens, cp_size, padded)
         figures = {name: placement_figures(mask, tokens) for name, (mask, _) in masks.items()}
         is_in_order = rule is placement.contiguous
         candidate = _price(masks, tokens, figures, config, is_in_order=is_in_order)
@@ -97,7 +103,6 @@ def _candidates(masks: Family, cp_size: int, config: CPConfig) -> Iterator[Candi
     bound = sum(weight * _bound(mask, cp_size, config) for mask, weight in masks.values())
     if min(seconds) <= CLOSE_TO_BOUND * bound or cp_size == 1:
         return
-    chunk, per_rank = placement.chunk_layout(num_tokens, cp_size, config)
     tables = {n: balance.chunk_table(m, chunk, cp_size * per_rank) for n, (m, _) in masks.items()}
     weights = [weight for _, weight in masks.values()]
     seen = set()

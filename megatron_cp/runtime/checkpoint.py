@@ -21,13 +21,15 @@ class AttentionTape:
     """(out, lse) of the attention calls of one checkpointed region, in call order."""
 
     def __init__(self) -> None:
-        self._results: list[tuple[Tensor, Tensor]] = []
+        self._results: list[tuple[Tensor, Tensor, int]] = []
         self._next = 0
+        self._outer: AttentionTape | None = None
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """While open, every `cp_attention` of this thread leaves its result here."""
         self._results.clear()
+        self._outer = _recorder.get()
         token = _recorder.set(self)
         try:
             yield
@@ -45,8 +47,10 @@ class AttentionTape:
             _player.reset(token)
 
     def keep(self, out: Tensor, lse: Tensor) -> None:
-        """Appends one result, without its graph."""
-        self._results.append((out.detach(), lse.detach()))
+        """Appends one result, without its graph, here and in the tapes of enclosing regions."""
+        self._results.append((out.detach(), lse.detach(), out._version))
+        if self._outer is not None:
+            self._outer.keep(out, lse)
 
     def take(self) -> tuple[Tensor, Tensor]:
         """Returns the next result; RuntimeError when the recomputation calls attention more often."""
@@ -55,8 +59,14 @@ class AttentionTape:
                 f"recomputation made attention call {self._next + 1}, the first forward made "
                 f"{len(self._results)}; a checkpointed function must do the same on both runs"
             )
+        out, lse, version = self._results[self._next]
+        if out._version != version:
+            raise RuntimeError(
+                f"the output of attention call {self._next + 1} was changed in place after the first "
+                "forward of a checkpointed function; use an operation that returns a new tensor"
+            )
         self._next += 1
-        return self._results[self._next - 1]
+        return out, lse
 
 
 _recorder: ContextVar[AttentionTape | None] = ContextVar("attention_recorder", default=None)

@@ -1,7 +1,9 @@
 """What one rank keeps of a plan: its part compiled to index tensors, checked once against its peers.
 
 `open_session` is the gate in front of the first collective of a plan object: all ranks of the group
-compare digests there, so that a mismatch is an error everywhere and never a hang or a wrong result.
+compare digests there, so that ranks that bring different new plans get an error everywhere, never a hang or a
+wrong result. A rank that goes on with a plan agreed on earlier while another brings a new one is not noticed
+here: it ends in the process group's time-out.
 """
 
 import hashlib
@@ -18,7 +20,7 @@ from megatron_cp.errors import PlanMismatchError
 from megatron_cp.mask import AttentionMask
 from megatron_cp.plan.schema import AttentionPlan, Pass, PassName, Stage, Transfer
 
-MAX_SESSIONS = 64  # compiled plans kept per process: micro-batches in flight, not history
+MAX_SESSIONS = 16  # compiled plans kept per process: micro-batches in flight, not history
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Side:
 
     def held(self, own: tuple[Tensor, ...], received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Returns the rows that the stage's work counts in."""
-        if self.transfer is None:
+        if self.transfer is None or not self.transfer.num_received:
             return own
         if not self.uses_own:
             return received
@@ -44,6 +46,8 @@ class Side:
         """Returns (own, received) results of rows that `held` put side by side; None where there are none."""
         if self.transfer is None:
             return held, None
+        if not self.transfer.num_received:
+            return held, tuple(t[:0] for t in held)
         if not self.uses_own:
             return None, held
         split = self.transfer.own_rows
@@ -77,7 +81,7 @@ class Session:
     tokens_per_rank: int
 
 
-_sessions: OrderedDict[tuple[str, int, str], Session] = OrderedDict()
+_sessions: OrderedDict[tuple[str, str, int, str], Session] = OrderedDict()
 _agreed: dict[tuple[int, str], weakref.ref[AttentionPlan]] = {}
 
 
@@ -102,7 +106,7 @@ def open_session(
     if group is not None and size > 1:
         _agree(plan, group, device, call)
     rank = 0 if group is None else dist.get_rank(group)
-    key = (f"{plan.digest()} {rank} {id(group)}", rank, str(device))
+    key = (plan.digest(), _name(group), rank, str(device))
     if key not in _sessions:
         _sessions[key] = _compile(plan, rank, group, device)
         if len(_sessions) > MAX_SESSIONS:
@@ -117,7 +121,7 @@ def _agree(plan: AttentionPlan, group: dist.ProcessGroup, device: torch.device, 
     Objects, not digests: two ranks that alternate between two known plans out of step would otherwise
     both believe to have agreed already.
     """
-    key = (id(plan), f"{id(group)} {call}")
+    key = (id(plan), f"{_name(group)} {call}")
     if key in _agreed and _agreed[key]() is plan:
         return
     mine = hashlib.sha256(f"{plan.digest()} {call}".encode()).digest()
@@ -134,6 +138,11 @@ def _agree(plan: AttentionPlan, group: dist.ProcessGroup, device: torch.device, 
             "CPConfig, dtype and options"
         )
     _agreed[key] = weakref.ref(plan, lambda _: _agreed.pop(key, None))
+
+
+def _name(group: dist.ProcessGroup | None) -> str:
+    """Returns a name that no other group of this process has had; ids of dead groups come back."""
+    return "" if group is None else str(group.group_name)
 
 
 def _compile(
@@ -167,7 +176,8 @@ def _compile_stage(
     sides = []
     for axis, cast in ((0, stage.q_cast), (2, stage.k_cast)):
         transfer = _compile_transfer(cast, rank, num_ranks, own_rows, device)
-        uses_own = transfer is None or bool((work.array[:, axis] < own_rows).any())
+        brings_nothing = transfer is None or not transfer.num_received
+        uses_own = brings_nothing or bool((work.array[:, axis] < own_rows).any())
         sides.append(Side(transfer, uses_own))
     query, key = sides
     work = work.crop(

@@ -113,6 +113,9 @@ def load_checkpoint(state: RunState) -> bool:
             state.restarts = int(manifest["restarts"]) + 1
         _restore_optimizer(state, loaded)
         _restore_random(state, loaded)
+    else:
+        # The optimizer's fp32 copies still hold the initial weights; they would overwrite the loaded ones.
+        state.optimizer.reload_model_params()
     print_rank_0(
         f"  successfully loaded checkpoint from {args.load} at iteration {state.iteration}"
     )

@@ -5,6 +5,7 @@ Micro-batches through Megatron's schedule, then the optimizer.
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -105,9 +106,9 @@ def train_step(
     optimizer.zero_grad()
     total = runner.run(batches, forward_only=False)
     loss, tokens = (None, 0) if total is None else _mean(total)
-    if loss is not None and loss != loss and args.check_for_nan_in_loss_and_grad:
+    if loss is not None and not math.isfinite(loss) and args.check_for_nan_in_loss_and_grad:
         raise RuntimeError(
-            "the loss is NaN; lower --lr or look at the data of this step "
+            f"the loss is {loss}; lower --lr or look at the data of this step "
             "(--no-check-for-nan-in-loss-and-grad goes on)"
         )
     updated, grad_norm, num_zeros = optimizer.step()

@@ -40,6 +40,9 @@ def complete_and_check(args: Namespace) -> None:
         complete_weight_decay(args)
     else:
         args.micro_batch_size = args.micro_batch_size or 1
+        args.global_batch_size = (
+            args.global_batch_size or args.micro_batch_size * args.data_parallel_size
+        )
     _records(args)
     _spec(args)
     validate_arguments(args, world_size=args.world_size)

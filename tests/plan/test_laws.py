@@ -167,3 +167,18 @@ def test_plans_are_equal_by_what_they_execute_not_by_how_long_planning_took():
     again = dataclasses.replace(plan, plan_ms=plan.plan_ms + 5)
     assert plan == again
     assert hash(plan) == hash(again)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "cp_size"), [(8192, 6), (4096, 3), (5000, 4), (1002, 2), (37, 8)]
+)
+def test_the_row_count_does_not_depend_on_the_documents(num_tokens, cp_size):
+    """Pipeline stages exchange tensors of one shape in every step, whatever the packs hold."""
+    rng = np.random.default_rng(0)
+    rows = set()
+    for _ in range(12):
+        cuts = np.sort(rng.integers(0, num_tokens, rng.integers(0, 12)))
+        lengths = np.diff(np.r_[0, cuts, num_tokens]).tolist()
+        plan = make_plan(masks.documents(lengths), cp_size, config("auto"))
+        rows.add(plan.tokens_per_rank)
+    assert len(rows) == 1

@@ -50,3 +50,42 @@ def test_recomputed_layers_give_the_same_bits_without_a_second_attention(cp_size
     for (grads, calls), (grads_again, calls_again) in zip(plain, recomputed, strict=True):
         assert calls_again == calls == 2 * len(plan.forward.stages)
         assert all(map(torch.equal, grads, grads_again))
+
+
+def nested_regions(rank, world_size, plan):
+    """Returns the gradient of x through a checkpoint inside a checkpoint, and through neither."""
+    gradients = []
+    for wrap in (mcp.checkpoint, lambda function, *args: function(*args)):
+        x = torch.randn(
+            plan.tokens_per_rank, HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(rank)
+        ).requires_grad_()
+
+        def inner(x):
+            return mcp.cp_attention(x, x[:, :KV_HEADS], x[:, :KV_HEADS], plan, dist.group.WORLD)[0]
+
+        def outer(x, inner=inner, wrap=wrap):
+            return wrap(inner, x).tanh() + inner(2 * x)
+
+        wrap(outer, x).square().sum().backward()
+        gradients.append(x.grad)
+    return gradients
+
+
+def test_a_region_inside_a_region_replays_its_own_results():
+    config = mcp.CPConfig(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+    plan = make_plan(mask_cases()["documents"], 2, config)
+    for nested, plain in run_on_ranks(2, nested_regions, plan):
+        assert torch.equal(nested, plain)
+
+
+def test_a_result_changed_in_place_after_its_first_forward_is_an_error():
+    config = mcp.CPConfig(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+    plan = make_plan(mask_cases()["causal 37"], 1, config)
+    x = torch.randn(plan.tokens_per_rank, HEADS, HEAD_DIM, requires_grad=True)
+
+    def layer(x):
+        out, _ = mcp.cp_attention(x, x[:, :KV_HEADS], x[:, :KV_HEADS], plan, None)
+        return out.mul_(3)
+
+    with pytest.raises(RuntimeError, match="changed in place"):
+        mcp.checkpoint(layer, x).sum().backward()
