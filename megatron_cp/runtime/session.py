@@ -6,6 +6,7 @@ wrong result. A rank that goes on with a plan agreed on earlier while another br
 here: it ends in the process group's time-out.
 """
 
+import atexit
 import hashlib
 import weakref
 from collections import OrderedDict
@@ -83,6 +84,16 @@ class Session:
 
 _sessions: OrderedDict[tuple[str, str, int, str], Session] = OrderedDict()
 _agreed: dict[tuple[int, str], weakref.ref[AttentionPlan]] = {}
+
+
+@atexit.register
+def forget_plans() -> None:
+    """Drops compiled plans, and with them the groups they hold.
+
+    A process group that is still referenced when the interpreter ends aborts in its threads' destructors.
+    """
+    _sessions.clear()
+    _agreed.clear()
 
 
 def open_session(

@@ -11,6 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from megatron_cp import mask as masks
 from tests.mask.test_algebra import assert_is
+from tests.mcore.tiny_gpt import enter_megatron
 from tests.oracles import masks as oracle
 from tests.strategies import attention_masks, document_lengths
 
@@ -235,6 +236,7 @@ def test_huggingface_4d_masks_bool_and_additive(drawn):
 
 @given(LENGTHS, st.sampled_from(["causal", "full"]))
 def test_packed_seq_params_there_and_back(lengths, within):
+    enter_megatron()
     from megatron.core.packed_seq_params import PackedSeqParams
 
     mask = masks.documents(lengths, within)
