@@ -188,6 +188,15 @@ def build_loader(
     return PackedLoader(documents, config, request, dp_rank=dp_rank, dp_size=dp_size)
 
 
+def digests(data: RunData) -> dict[str, str]:
+    """The digest of each split's documents: equal on all ranks of a job."""
+    return {
+        f"the documents of the {name} split": documents.digest()
+        for name, documents in data.splits.items()
+        if documents is not None
+    }
+
+
 def describe(data: RunData) -> dict[str, Any]:
     """Sizes of each split for the run's records, with the quantiles of its document lengths."""
     result: dict[str, Any] = {}

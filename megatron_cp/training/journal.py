@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megatron_cp.data.batch import PlannedBatch
 from megatron_cp.mcore.loss import LOSS_NAME
+from megatron_cp.training.agreement import versions
 from megatron_cp.training.checkpointing import RunState
 from megatron_cp.training.flops import ModelFlops
 from megatron_cp.training.log import StepReport, evaluation_lines, print_rank_last, training_line
@@ -225,7 +226,7 @@ def _description(state: RunState, data: dict[str, Any]) -> dict[str, Any]:
         },
         "num_parameters": _num_parameters(state.model, args),
         "data": data,
-        "versions": _versions(),
+        "versions": versions(),
         "machine": {
             "platform": platform.platform(),
             "processor": platform.machine(),
@@ -240,19 +241,6 @@ def _num_parameters(model: list[Any], args: Any) -> int:
 
     del model
     return shape_from_arguments(args).num_parameters()
-
-
-def _versions() -> dict[str, str]:
-    """Versions of what decides results."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {"python": platform.python_version()}
-    for name in ("megatron_cp", "megatron-core", "torch", "numpy", "wandb"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
 
 
 def _device_name() -> str:

@@ -93,7 +93,7 @@ def pretrain(
     if args.plan_only:
         show_plans(args, check)
         return
-    device = initialize_distributed(args)
+    device = initialize_distributed(args, datasets.digests(data))
     try:
         _announce(args)
         set_seeds(args)

@@ -20,15 +20,17 @@ from megatron.core.distributed import (
 )
 from megatron.core.transformer.module import Float16Module
 
+from megatron_cp.training.agreement import check_agreement
 from megatron_cp.training.log import print_rank_0
 
 ModelProvider = Callable[..., Any]
 
 
-def initialize_distributed(args: Namespace) -> torch.device:
+def initialize_distributed(args: Namespace, identity: dict[str, Any]) -> torch.device:
     """Starts the process group and Megatron's parallel groups; the device of this rank.
 
-    Collective: every rank of the job calls it.
+    ``identity`` is what must be equal on all ranks beside the arguments. Collective: every rank of
+    the job calls it. Raises PlanMismatchError on every rank where ranks were started differently.
     """
     on_cuda = torch.cuda.is_available()
     device = torch.device("cuda", args.local_rank) if on_cuda else torch.device("cpu")
@@ -44,6 +46,7 @@ def initialize_distributed(args: Namespace) -> torch.device:
         world_size=args.world_size,
         timeout=timedelta(minutes=args.distributed_timeout_minutes),
     )
+    check_agreement(args, identity)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
