@@ -50,13 +50,13 @@ def enter_megatron() -> None:
     from megatron_cp.mcore import compat, cpu
     from tests import conftest
 
+    compat.silence_known_warnings()  # pytest puts its filters back around every test
     if cpu.is_installed():
         return
     names = ("empty", "empty_like")
     for name in names:
         setattr(torch, name, getattr(torch, name).__wrapped__)
     cpu.install()
-    compat.silence_known_warnings()
     plain_load = torch.storage._load_from_bytes
     import megatron.core  # noqa: F401  its import is what puts the loader there
 
