@@ -188,6 +188,20 @@ def build_loader(
     return PackedLoader(documents, config, request, dp_rank=dp_rank, dp_size=dp_size)
 
 
+def check_first_batch(args: Namespace, data: RunData, request: PlanRequest) -> None:
+    """Draws and plans one batch in this process, as every context rank will.
+
+    Raises ValueError or NotImplementedError for what planner, topology, chunks and tokens allow.
+    """
+    inline = Namespace(**{**vars(args), "num_workers": 0})
+    loader = build_loader(
+        inline, data, request, split="train", dp_rank=0, dp_size=args.data_parallel_size
+    )
+    assert loader is not None
+    next(loader)
+    loader.close()
+
+
 def digests(data: RunData) -> dict[str, str]:
     """The digest of each split's documents: equal on all ranks of a job."""
     return {

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_cp.attn.options import resolve_options
 from megatron_cp.data.batch import PlanRequest
 from megatron_cp.data.loader import PackedLoader
 from megatron_cp.training import datasets
@@ -88,6 +89,8 @@ def pretrain(
             args, data, request, split="train", dp_rank=0, dp_size=args.data_parallel_size
         )
         assert check is not None
+        datasets.check_first_batch(args, data, request)
+        check_backend(args)
         if args.load is not None:
             check_checkpoint(args)
     if args.plan_only:
@@ -121,6 +124,20 @@ def one_line_errors(args: Namespace) -> Iterator[None]:
         text = " ".join(str(problem).split())
         print(f"pretrain_gpt.py: error: {text}", file=sys.stderr, flush=True)
         raise SystemExit(2) from problem
+
+
+def check_backend(args: Namespace) -> None:
+    """Raises ValueError or NotImplementedError where ``--cp-backend`` cannot serve this run."""
+    on_cuda = torch.cuda.is_available()
+    rows = torch.zeros(
+        (1, 1, args.kv_channels),
+        device=torch.device("cuda", args.local_rank) if on_cuda else torch.device("cpu"),
+        dtype=torch.bfloat16 if args.bf16 else torch.float32,
+        requires_grad=True,
+    )
+    resolve_options(
+        rows, rows, rows, backend=args.cp_backend, deterministic=args.deterministic_mode
+    )
 
 
 def show_plans(args: Namespace, loader: PackedLoader) -> None:

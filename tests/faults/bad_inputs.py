@@ -177,7 +177,6 @@ LIBRARY = (
     LibraryCase(ATTN, "a group of another size than the plan's", _of(lambda: mcp.cp_attention(*[torch.zeros(4, 1, 8)] * 3, make_plan(masks.causal(8), 2), None)), ("group has 1 ranks", "cp_size=2")),
 )  # fmt: skip
 
-_FIRST_BATCH = "raised at the first batch, outside one_line_errors"
 _NOT_CHECKED = "not checked"
 PROGRAM = (
     ProgramCase(SIZES, "--context-parallel-size 0", ("--context-parallel-size 0", "positive")),
@@ -195,12 +194,12 @@ PROGRAM = (
     ProgramCase(SIZES, "--kv-channels 0", ("--kv-channels 0", "positive"), pending=_NOT_CHECKED),
     ProgramCase(SIZES, "--ffn-hidden-size 0", ("--ffn-hidden-size 0", "positive"), pending=_NOT_CHECKED),
     ProgramCase(SIZES, "--cp-chunk-size 0", ("chunk_size=0", "positive")),
-    ProgramCase(SIZES, "--cp-chunk-size 1000 --context-parallel-size 2", ("chunk_size=1000", "128"), pending=_FIRST_BATCH),
-    ProgramCase(SIZES, "--cp-planner ulysses --context-parallel-size 3", ("head degree 3", "[1, 2, 4]"), 3, pending=_FIRST_BATCH),
+    ProgramCase(SIZES, "--cp-chunk-size 1000 --context-parallel-size 2", ("chunk_size=1000", "128")),
+    ProgramCase(SIZES, "--cp-planner ulysses --context-parallel-size 3", ("head degree 3", "[1, 2, 4]"), 3),
     ProgramCase(DATA, "--context-parallel-size 2", ("nowhere", "does not exist"), data="nowhere"),
     ProgramCase(DATA, "--context-parallel-size 2", ("beyond the .bin",), data="short"),
     ProgramCase(DATA, "--context-parallel-size 2", ("no token",), data="empty"),
-    ProgramCase(DATA, "--context-parallel-size 2", ("token id 600", "[0, 512)"), data="large-ids", pending=_FIRST_BATCH),
+    ProgramCase(DATA, "--context-parallel-size 2", ("token id 600", "[0, 512)"), data="large-ids"),
     ProgramCase(DATA, "--context-parallel-size 2", ("0 sources", "--data-path"), data=""),
     ProgramCase(DATA, "--mock-data", ("2 sources", "--data-path")),
     ProgramCase(DATA, "--split 0,0,0", ("0,0,0", "non-negative")),
@@ -215,9 +214,9 @@ PROGRAM = (
     ProgramCase(OTHER, "--window-size 4,0 --window-attn-skip-freq 0", ("--window-attn-skip-freq 0",), pending=_NOT_CHECKED),
     ProgramCase(OTHER, "--window-size 4,0 --window-attn-skip-freq [1]", ("--window-attn-skip-freq", "2"), pending=_NOT_CHECKED),
     ProgramCase(OTHER, "--lr nan", ("nan",)),
-    ProgramCase(OTHER, "--cp-planner zig-zag", ("'zig-zag'", "nearest: zigzag"), pending=_FIRST_BATCH),
-    ProgramCase(OTHER, "--cp-topology H100", ("'H100'", "nearest: h100"), pending=_FIRST_BATCH),
-    ProgramCase(OTHER, "--cp-backend hopper", ("'hopper'", "cpu"), pending=_FIRST_BATCH),
+    ProgramCase(OTHER, "--cp-planner zig-zag", ("'zig-zag'", "nearest: zigzag")),
+    ProgramCase(OTHER, "--cp-topology H100", ("'H100'", "nearest: h100")),
+    ProgramCase(OTHER, "--cp-backend hopper", ("'hopper'", "cpu")),
     ProgramCase(OTHER, "--spec os system", ("os system", "--allow-custom-spec")),
     ProgramCase(OTHER, "--contxt-parallel-size 2", ("--contxt-parallel-size", "--context-parallel-size")),
     ProgramCase(OTHER, "--save /proc/none", ("/proc/none",), pending=_NOT_CHECKED),
