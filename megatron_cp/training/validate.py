@@ -12,6 +12,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from megatron_cp.mcore.validation import validate_arguments
+from megatron_cp.training.validate_ranges import check_layers, check_ranges
 from megatron_cp.training.validate_steps import (
     complete_batch,
     complete_schedule,
@@ -27,12 +28,14 @@ def complete_and_check(args: Namespace) -> None:
 
     Raises ValueError or NotImplementedError with one line.
     """
+    check_ranges(args)
     _layout(args)
     _model(args)
     _positions(args)
     _pipeline(args)
     _precision(args)
     _recompute(args)
+    check_layers(args)
     _data(args)
     if not args.plan_only:
         complete_batch(args)
@@ -71,10 +74,6 @@ def _layout(args: Namespace) -> None:
         raise ValueError("--overlap-param-gather needs --use-distributed-optimizer; give it too")
     if args.overlap_param_gather and not args.overlap_grad_reduce:
         raise ValueError("--overlap-param-gather needs --overlap-grad-reduce; give it too")
-    if args.distributed_timeout_minutes <= 0:
-        raise ValueError(
-            f"--distributed-timeout-minutes {args.distributed_timeout_minutes} must be positive"
-        )
 
 
 def _model(args: Namespace) -> None:
@@ -109,8 +108,6 @@ def _model(args: Namespace) -> None:
             "dropout under context parallelism; give --attention-dropout 0.0 (Megatron-LM's "
             "default is 0.1)"
         )
-    if not 0.0 <= args.hidden_dropout < 1.0:
-        raise ValueError(f"--hidden-dropout {args.hidden_dropout} must lie in [0, 1)")
 
 
 def _heads(args: Namespace) -> None:
@@ -148,8 +145,6 @@ def _positions(args: Namespace) -> None:
             f"--max-position-embeddings {args.max_position_embeddings} must be at least "
             f"--seq-length {args.seq_length}"
         )
-    if not 0.0 < args.rotary_percent <= 1.0:
-        raise ValueError(f"--rotary-percent {args.rotary_percent} must lie in (0, 1]")
 
 
 def _pipeline(args: Namespace) -> None:
@@ -240,11 +235,6 @@ def _data(args: Namespace) -> None:
                 f"--{flag}data-path with {len(paths)} values is not served: blending comes "
                 "later; give one prefix"
             )
-    if args.num_workers < 0:
-        raise ValueError(
-            f"--num-workers {args.num_workers} must not be negative; 0 plans in the training "
-            "process"
-        )
 
 
 def _records(args: Namespace) -> None:

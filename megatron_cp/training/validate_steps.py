@@ -55,8 +55,6 @@ def complete_batch(args: Namespace) -> None:
     ):
         if getattr(args, name) is not None:
             require(args, name)
-    if args.eval_iters < 0:
-        raise ValueError(f"--eval-iters {args.eval_iters} must not be negative; 0 is no evaluation")
 
 
 def complete_schedule(args: Namespace) -> None:
@@ -114,7 +112,7 @@ def _warmup(args: Namespace, unit: str, decay: int) -> float:
 
 
 def complete_weight_decay(args: Namespace) -> None:
-    """Start and end of a growing weight decay, and the ranges of the optimizer's numbers."""
+    """Start and end of a growing weight decay."""
     if args.weight_decay_incr_style == "constant":
         if args.start_weight_decay is not None or args.end_weight_decay is not None:
             raise ValueError(
@@ -127,8 +125,3 @@ def complete_weight_decay(args: Namespace) -> None:
             f"--weight-decay-incr-style {args.weight_decay_incr_style} needs "
             "--start-weight-decay and --end-weight-decay"
         )
-    if args.clip_grad < 0.0:
-        raise ValueError(f"--clip-grad {args.clip_grad} must not be negative; 0 is no clipping")
-    for name in ("adam_beta1", "adam_beta2"):
-        if not 0.0 <= getattr(args, name) < 1.0:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must lie in [0, 1)")

@@ -138,6 +138,32 @@ BAD = [
     (["stray"], "stray"),
     (["--cp-backend", "magic"], "--cp-backend"),
     (["--grad-reduce-in-bf16"], "--bf16"),
+    *(
+        ([flag, value], f"{flag} {value}")
+        for flag, values in {
+            "--seq-length": ["1"],
+            "--ffn-hidden-size": ["0", "-64"],
+            "--kv-channels": ["0", "15"],
+            "--norm-epsilon": ["0.0", "nan"],
+            "--init-method-std": ["0.0", "nan", "inf"],
+            "--rotary-base": ["0"],
+            "--rotary-percent": ["0.0", "1.5", "nan"],
+            "--rope-scaling-factor": ["0.0"],
+            "--ddp-bucket-size": ["0", "-1"],
+            "--plan-batches": ["0"],
+            "--seed": ["-1"],
+            "--lr": ["inf", "nan", "-1.0"],
+            "--lr-decay-iters": ["0"],
+            "--weight-decay": ["nan", "-0.1", "inf"],
+            "--clip-grad": ["nan", "-1.0"],
+            "--adam-eps": ["0.0", "-1.0", "nan"],
+            "--sgd-momentum": ["1.0"],
+            "--window-attn-skip-freq": ["0", "[1]", "[1, 2]"],
+            "--recompute-modules": ["everything"],
+            "--recompute-num-layers": ["0", "3"],
+        }.items()
+        for value in values
+    ),
 ]
 
 

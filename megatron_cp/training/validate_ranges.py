@@ -1,0 +1,101 @@
+"""The range of every single number, as a table; and lists that must fit the number of layers."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+_POSITIVE, _NOT_NEGATIVE = "(0, inf)", "[0, inf)"
+
+# attribute -> where its value lies; not a number lies nowhere, None (not given) is left alone.
+RANGES = {
+    "seq_length": "[2, inf)",
+    "ffn_hidden_size": _POSITIVE,
+    "kv_channels": _POSITIVE,
+    "layernorm_epsilon": _POSITIVE,
+    "init_method_std": _POSITIVE,
+    "rotary_base": _POSITIVE,
+    "rotary_percent": "(0, 1]",
+    "rotary_seq_len_interpolation_factor": _POSITIVE,
+    "rope_scaling_factor": _POSITIVE,
+    "hidden_dropout": "[0, 1)",
+    "ddp_bucket_size": _POSITIVE,
+    "distributed_timeout_minutes": _POSITIVE,
+    "plan_batches": _POSITIVE,
+    "seed": "[0, 4000000000]",
+    "lr": _NOT_NEGATIVE,
+    "lr_decay_iters": _POSITIVE,
+    "lr_decay_samples": _POSITIVE,
+    "weight_decay": _NOT_NEGATIVE,
+    "start_weight_decay": _NOT_NEGATIVE,
+    "end_weight_decay": _NOT_NEGATIVE,
+    "clip_grad": _NOT_NEGATIVE,
+    "adam_beta1": "[0, 1)",
+    "adam_beta2": "[0, 1)",
+    "adam_eps": _POSITIVE,
+    "sgd_momentum": "[0, 1)",
+    "num_workers": _NOT_NEGATIVE,
+    "eval_iters": _NOT_NEGATIVE,
+    "manual_gc_interval": _NOT_NEGATIVE,
+    "tensorboard_queue_size": _POSITIVE,
+}
+_ADVICE = {
+    "seq_length": "a token needs one to predict; give --seq-length 2 or more",
+    "clip_grad": "0 is no clipping",
+    "num_workers": "0 plans in the training process",
+    "eval_iters": "0 is no evaluation",
+}
+_FLAGS = {"layernorm_epsilon": "--norm-epsilon"}
+_WORDS = {_POSITIVE: "be positive and finite", _NOT_NEGATIVE: "be finite and not negative"}
+RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp")
+
+
+def check_ranges(args: Namespace) -> None:
+    """Returns if every number lies in its range. Raises ValueError naming the first that does not."""
+    for name, interval in RANGES.items():
+        value = getattr(args, name)
+        if value is None or _lies_in(value, interval):
+            continue
+        flag = _FLAGS.get(name, "--" + name.replace("_", "-"))
+        advice = f"; {_ADVICE[name]}" if name in _ADVICE else ""
+        raise ValueError(
+            f"{flag} {value} must {_WORDS.get(interval, f'lie in {interval}')}{advice}"
+        )
+
+
+def _lies_in(value: float, interval: str) -> bool:
+    """Whether the value lies in ``[low, high)``, with either bracket at either end."""
+    low, high = (float(end) for end in interval[1:-1].split(","))
+    above = value >= low if interval[0] == "[" else value > low
+    below = value <= high if interval[-1] == "]" else value < high
+    return above and below
+
+
+def check_layers(args: Namespace) -> None:
+    """Returns if what is said of layers fits their number and size.
+
+    Raises ValueError for window layers, recomputed layers or modules, and heads that cannot rotate.
+    """
+    layers, frequency = args.num_layers, args.window_attn_skip_freq
+    if isinstance(frequency, int) and frequency <= 0:
+        raise ValueError(f"--window-attn-skip-freq {frequency} must be positive, or a list")
+    if isinstance(frequency, list) and (len(frequency) != layers or set(frequency) - {0, 1}):
+        raise ValueError(
+            f"--window-attn-skip-freq {frequency} must hold one 0 (full) or 1 (window) for each of "
+            f"--num-layers {layers}"
+        )
+    if args.position_embedding_type == "rope" and args.kv_channels % 2:
+        raise ValueError(
+            f"--kv-channels {args.kv_channels} must be even with rotary positions; they turn pairs"
+        )
+    per_stage = layers // args.pipeline_model_parallel_size
+    most = per_stage // (args.virtual_pipeline_model_parallel_size or 1)
+    wanted = args.recompute_num_layers
+    if wanted is not None and not 0 < wanted <= most:
+        raise ValueError(
+            f"--recompute-num-layers {wanted} must lie in [1, {most}], the layers of a stage"
+        )
+    unknown = [name for name in args.recompute_modules or () if name not in RECOMPUTE_MODULES]
+    if unknown:
+        raise ValueError(
+            f"--recompute-modules {unknown[0]} must be one of {', '.join(RECOMPUTE_MODULES)}"
+        )
