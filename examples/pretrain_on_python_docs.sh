@@ -37,6 +37,10 @@ if [[ ! -f "$DATA/valid_text_document.idx" ]]; then
 fi
 
 # A new run, not the continuation of an old one (give --load to go on).
+if [[ -e "$RUN_DIR" && ! -f "$RUN_DIR/run.json" && -n "$(ls -A "$RUN_DIR")" ]]; then
+    echo "RUN_DIR=$RUN_DIR exists and holds no run; give another folder, or empty it" >&2
+    exit 2
+fi
 rm -rf "$RUN_DIR"
 torchrun --standalone --nproc-per-node "$CP" pretrain_gpt.py \
     --context-parallel-size "$CP" \
