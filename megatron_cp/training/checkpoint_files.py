@@ -44,6 +44,54 @@ def iteration_folder(root: str | Path, iteration: int) -> Path:
     return Path(root) / f"iter_{iteration:07d}"
 
 
+def unfinished_folder(root: str | Path, iteration: int) -> Path:
+    """Where the checkpoint of ``iteration`` is written before ``publish`` puts it in its place."""
+    return Path(root) / f"{iteration_folder(root, iteration).name}.unfinished"
+
+
+def remove_folder(folder: Path) -> None:
+    """Nothing is left of the folder; what a link points at stays."""
+    if folder.is_symlink():
+        folder.unlink()
+    elif folder.exists():
+        shutil.rmtree(folder)
+
+
+def publish(root: Path, iteration: int) -> None:
+    """The complete, unfinished folder stands in its place and the tracker names it.
+
+    Where the tracker already names this iteration, it names the newest earlier complete one, or
+    nothing, while one folder replaces the other.
+    """
+    unfinished, folder = unfinished_folder(root, iteration), iteration_folder(root, iteration)
+    tracker, replaced = root / TRACKER, folder.with_name(f"{folder.name}.replaced")
+    remove_folder(replaced)
+    if folder.exists() or folder.is_symlink():
+        if latest_iteration(root) == iteration:
+            earlier = earlier_iteration(root, iteration)
+            if earlier is None:
+                tracker.unlink()
+            else:
+                write_atomically(tracker, str(earlier))
+        folder.replace(replaced)
+    unfinished.replace(folder)
+    write_atomically(tracker, str(iteration))
+    remove_folder(replaced)
+
+
+def earlier_iteration(root: Path, iteration: int) -> int | None:
+    """The newest iteration before this one whose checkpoint is complete; None without one."""
+    found = (p.name.removeprefix("iter_") for p in root.glob("iter_*") if p.is_dir())
+    for number in sorted((int(text) for text in found if text.isdigit()), reverse=True):
+        folder = iteration_folder(root, number)
+        try:
+            if number < iteration and read_manifest(folder) is not None:
+                return number
+        except ValueError:
+            continue
+    return None
+
+
 def write_atomically(path: Path, text: str) -> None:
     """The file holds either its old or its new text, whatever happens in between."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -97,6 +145,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         files = dict(content["files"])
+        dict(content["shape"]), dict(content["data"]), int(content["restarts"])
     except (ValueError, KeyError, TypeError) as problem:
         raise ValueError(
             f"{path} is damaged ({problem}); load another checkpoint with --ckpt-step"

@@ -12,6 +12,7 @@ again.
 from __future__ import annotations
 
 import copy
+import pickle
 import random
 import time
 from argparse import Namespace
@@ -25,11 +26,28 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.utils import unwrap_model
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_cp.training import checkpoint_files as files
 from megatron_cp.training.log import print_rank_0
 
 _RANK_ARGUMENTS = ("rank", "local_rank", "notes")
+# What Megatron, torch and pickle raise for a checkpoint that is damaged or of something else;
+# torch's own CheckpointException is a BaseException.
+_UNREADABLE = (
+    dist_checkpointing.core.CheckpointingException,
+    CheckpointException,
+    pickle.UnpicklingError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    IndexError,
+    KeyError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 @dataclass
@@ -52,28 +70,28 @@ class RunState:
 def save_checkpoint(state: RunState) -> float:
     """Seconds that it took to write ``<save>/iter_N`` completely and then point the tracker at it.
 
-    Collective: every rank calls it.
+    Written aside and renamed: whenever it is killed, the tracker names a complete checkpoint, or
+    none. Collective: every rank calls it.
     """
     start = time.perf_counter()
     args, root = state.args, Path(state.args.save)
-    folder = files.iteration_folder(root, state.iteration)
+    folder = files.unfinished_folder(root, state.iteration)
     print_rank_0(
         f"saving checkpoint at iteration {state.iteration:7d} to {root} in torch_dist format"
     )
     is_first = dist.get_rank() == 0
     if is_first:
-        folder.mkdir(parents=True, exist_ok=True)
-        for stale in files.files_of(folder):  # a save that was killed half-way leaves parts behind
-            stale.unlink()
+        files.remove_folder(folder)  # a save that was killed half-way leaves parts behind
+        folder.mkdir(parents=True)
     dist.barrier()
     metadata = _sharding_metadata(args)
     content = {name: value for name, value in metadata.items() if name != "dp_cp_group"}
-    tensors = _sharded_state(state, metadata, is_loading=False)
+    tensors = _sharded_state(state, metadata, is_loading=False, with_random=not args.no_save_rng)
     dist_checkpointing.save(tensors, str(folder), content_metadata=content)
     if is_first:
         previous = files.latest_iteration(root)
         files.write_manifest(folder, _manifest(state))
-        files.write_atomically(root / files.TRACKER, str(state.iteration))
+        files.publish(root, state.iteration)
         files.remove_replaced(root, previous, state.iteration, args.save_retain_interval)
     dist.barrier()
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
@@ -99,7 +117,8 @@ def load_checkpoint(state: RunState) -> bool:
     folder = files.iteration_folder(args.load, iteration)
     manifest = check_checkpoint(args)
     print_rank_0(f" loading distributed checkpoint from {args.load} at iteration {iteration}")
-    loaded = _load_tensors(state, folder)
+    with_random = _random_states_fit(args, manifest)
+    loaded = _load_tensors(state, folder, with_random=with_random)
     _restore_model(state, loaded)
     _check_finite(state.model, folder)
     if not args.finetune:
@@ -111,7 +130,7 @@ def load_checkpoint(state: RunState) -> bool:
         if manifest is not None:
             state.data = manifest["data"]
             state.restarts = int(manifest["restarts"]) + 1
-        _restore_optimizer(state, loaded)
+        _restore_optimizer(state, loaded, folder)
         _restore_random(state, loaded)
     else:
         # The optimizer's fp32 copies still hold the initial weights; they would overwrite the loaded ones.
@@ -149,6 +168,21 @@ def check_checkpoint(args: Namespace) -> dict[str, Any] | None:
     return manifest
 
 
+def _random_states_fit(args: Namespace, manifest: dict[str, Any] | None) -> bool:
+    """Whether the checkpoint holds a random state for each tensor and pipeline rank of this run."""
+    if args.finetune or args.no_load_rng or manifest is None:
+        return not (args.finetune or args.no_load_rng)
+    saved = manifest.get("layout", {})
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        if saved.get(name) != vars(args)[name]:
+            print_rank_0(
+                f" random states are not loaded: the checkpoint has --{name.replace('_', '-')} "
+                f"{saved.get(name)}, this run {vars(args)[name]}; dropout goes on from --seed"
+            )
+            return False
+    return True
+
+
 def _sharding_metadata(args: Namespace) -> dict[str, Any]:
     """Megatron's description of how optimizer state is cut into shards."""
     metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
@@ -162,7 +196,7 @@ def _sharding_metadata(args: Namespace) -> dict[str, Any]:
 
 
 def _sharded_state(
-    state: RunState, metadata: dict[str, Any], *, is_loading: bool
+    state: RunState, metadata: dict[str, Any], *, is_loading: bool, with_random: bool
 ) -> dict[str, Any]:
     """Megatron-LM's state dict: the same keys, every tensor with its place in the global one."""
     args = state.args
@@ -184,7 +218,6 @@ def _sharded_state(
             content, is_loading=is_loading, metadata=metadata
         )
         content["opt_param_scheduler"] = state.scheduler.state_dict()
-    with_random = not (args.finetune or args.no_load_rng) if is_loading else not args.no_save_rng
     if with_random:
         content["rng_state"] = _random_state()
     return content
@@ -241,27 +274,27 @@ def _manifest(state: RunState) -> dict[str, Any]:
     }
 
 
-def _load_tensors(state: RunState, folder: Path) -> dict[str, Any]:
+def _load_tensors(state: RunState, folder: Path, *, with_random: bool) -> dict[str, Any]:
     """The loaded state dict.
 
     Raises ValueError with the checkpoint's name where tensors are missing or of other shapes.
     """
-    wanted = _sharded_state(state, _sharding_metadata(state.args), is_loading=True)
+    metadata = _sharding_metadata(state.args)
     try:
+        wanted = _sharded_state(state, metadata, is_loading=True, with_random=with_random)
         loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(folder))
-    except (
-        dist_checkpointing.core.CheckpointingException,
-        KeyError,
-        RuntimeError,
-        ValueError,
-    ) as problem:
-        first_line = (str(problem).strip() or type(problem).__name__).splitlines()[0][:300]
+    except _UNREADABLE as problem:
         raise ValueError(
-            f"{folder} cannot be loaded into this model: {first_line}; give the arguments it was "
-            "saved with, or --finetune, "
-            "--no-load-optim, --no-load-rng to leave parts out"
+            f"{folder} cannot be loaded into this model: {_first_line(problem)}; give the "
+            "arguments it was saved with, or --finetune, --no-load-optim, --no-load-rng to leave "
+            "parts out"
         ) from problem
     return loaded
+
+
+def _first_line(problem: BaseException) -> str:
+    """What a problem says, in at most one line."""
+    return (str(problem).strip() or type(problem).__name__).splitlines()[0][:300]
 
 
 def _restore_model(state: RunState, loaded: dict[str, Any]) -> None:
@@ -271,16 +304,30 @@ def _restore_model(state: RunState, loaded: dict[str, Any]) -> None:
         chunk.load_state_dict(loaded["model" if len(chunks) == 1 else f"model{place}"], strict=True)
 
 
-def _restore_optimizer(state: RunState, loaded: dict[str, Any]) -> None:
+def _restore_optimizer(state: RunState, loaded: dict[str, Any], folder: Path) -> None:
     """Puts back moments, main copies and the schedule.
 
-    Without them, main copies follow the loaded weights.
+    Without them, main copies follow the loaded weights. Raises ValueError for the state of another
+    optimizer or schedule.
     """
     if "optimizer" not in loaded or state.args.no_load_optim:
         state.optimizer.reload_model_params()
         return
-    state.optimizer.load_state_dict(loaded["optimizer"])
-    state.scheduler.load_state_dict(loaded["opt_param_scheduler"])
+    try:
+        state.optimizer.load_state_dict(loaded["optimizer"])
+    except _UNREADABLE as problem:
+        raise ValueError(
+            f"{folder} holds the state of another optimizer: {_first_line(problem)}; give the "
+            "arguments it was saved with, or --no-load-optim"
+        ) from problem
+    try:
+        state.scheduler.load_state_dict(loaded["opt_param_scheduler"])
+    except (AssertionError, KeyError) as problem:
+        raise ValueError(
+            f"{folder} was saved with another schedule: {_first_line(problem)}; give its values, "
+            "or --override-opt-param-scheduler (these flags win) or "
+            "--use-checkpoint-opt-param-scheduler (the checkpoint wins)"
+        ) from problem
 
 
 def _restore_random(state: RunState, loaded: dict[str, Any]) -> None:

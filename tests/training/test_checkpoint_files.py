@@ -98,3 +98,47 @@ def test_a_link_is_never_followed_to_remove_a_checkpoint(tmp_path):
     files.iteration_folder(tmp_path, 15).symlink_to(elsewhere)
     assert files.remove_replaced(tmp_path, 15, 20, 10) is None
     assert elsewhere.is_dir()
+
+
+class KilledError(Exception):
+    """Stands for a kill."""
+
+
+@pytest.mark.parametrize("place", range(6))
+@pytest.mark.parametrize("earlier", [True, False])
+def test_a_kill_while_a_checkpoint_is_replaced_leaves_the_tracker_on_a_complete_one(
+    tmp_path, monkeypatch, place: int, earlier: bool
+):
+    if earlier:
+        make_checkpoint(tmp_path, 2)
+    make_checkpoint(tmp_path, 4)
+    files.write_atomically(tmp_path / files.TRACKER, "4")
+    new = make_checkpoint(tmp_path / "new", 4, mark="new")
+    new.rename(files.unfinished_folder(tmp_path, 4))
+    left = [place]
+
+    def stopping(function):
+        def call(*args, **kwargs):
+            if not left[0]:
+                raise KilledError
+            left[0] -= 1
+            return function(*args, **kwargs)
+
+        return call
+
+    for owner, name in ((files.Path, "replace"), (files.Path, "unlink"), (files.shutil, "rmtree")):
+        monkeypatch.setattr(owner, name, stopping(getattr(owner, name)))
+    try:
+        files.publish(tmp_path, 4)
+        done = True
+    except KilledError:
+        done = False
+    found = files.latest_iteration(tmp_path)
+    if found is None:
+        assert not earlier
+        return
+    manifest = files.read_manifest(files.iteration_folder(tmp_path, found))
+    assert manifest is not None
+    if done:
+        assert (found, manifest["mark"]) == (4, "new")
+        assert not list(tmp_path.glob("iter_*.*"))

@@ -1,0 +1,107 @@
+"""What a checkpoint meets on resume: another layout, another schedule, another optimizer, damage."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron_cp.training.checkpoint_files import MANIFEST, iteration_folder
+from tests.faults.program import Launch, Outcome, run_program
+from tests.training.commands import DATA, MODEL
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+RUN = (
+    *MODEL, *DATA, "--micro-batch-size", "1", "--global-batch-size", "2", "--lr-decay-iters", "4",
+    "--log-interval", "1", "--eval-iters", "0", "--no-wandb",
+)  # fmt: skip
+LAYOUTS = {
+    "tensor": ("--tensor-model-parallel-size", "2"),
+    "pipeline": ("--pipeline-model-parallel-size", "2"),
+}
+SAME = ("--train-iters", "4", "--lr", "1e-3")
+OTHER = {
+    "learning rate": ("--train-iters", "4", "--lr", "2e-3"),
+    "number of steps": ("--train-iters", "6", "--lr", "1e-3"),
+}
+REFUSED = {
+    **{name: (flags, "--override-opt-param-scheduler") for name, flags in OTHER.items()},
+    "optimizer": ((*SAME, "--optimizer", "sgd"), "--no-load-optim"),
+    "damage": (SAME, "cannot be loaded"),
+}
+
+
+def losses_of(folder: Path) -> dict[int, float]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {row["iteration"]: row["lm loss"] for row in rows if "lm loss" in row}
+
+
+def damage(folder: Path) -> None:
+    """Other bytes of the same number in every tensor file: what sizes do not show."""
+    for file in folder.glob("*.distcp"):
+        file.write_bytes(bytes(file.stat().st_size))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> tuple[Path, dict[str, list[Outcome]]]:
+    """Four steps with a checkpoint after two, and every way to go on from there."""
+    root = tmp_path_factory.mktemp("resume")
+
+    def launch(name: str, *flags: str, load: str = "half") -> Launch:
+        where = ("--run-dir", str(root / name), "--load", str(root / load))
+        return Launch((*RUN, *flags, *where), 2, timeout=90.0)
+
+    cp2 = ("--context-parallel-size", "2")
+    save = ("--save", str(root / "whole"), "--save-interval", "2")
+    (whole,) = run_program([Launch((*RUN, *SAME, *cp2, *save), 2, timeout=90.0)])
+    assert [rank.code for rank in whole] == [0, 0], whole[0].stderr[-3000:]
+    for name in ("half", "broken"):
+        source = iteration_folder(root / "whole", 2)
+        shutil.copytree(source, root / name / source.name)
+        (root / name / "latest_checkpointed_iteration.txt").write_text("2")
+    damage(iteration_folder(root / "broken", 2))
+    launches = {name: launch(name, *SAME, *flags) for name, flags in LAYOUTS.items()}
+    for name, (flags, _) in REFUSED.items():
+        load = "broken" if name == "damage" else "half"
+        launches[name] = launch(name, *flags, *cp2, load=load)
+    for name, flags in OTHER.items():
+        override = "--override-opt-param-scheduler"
+        launches[f"override {name}"] = launch(f"override {name}", *flags, *cp2, override)
+    return root, dict(zip(launches, run_program(list(launches.values())), strict=True))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_context_parallel_checkpoint_goes_on_with_other_parallelism(runs, name: str):
+    root, outcomes = runs
+    ranks = outcomes[name]
+    assert [rank.code for rank in ranks] == [0, 0], ranks[0].stderr[-3000:]
+    assert ranks[0].stdout.count("random states are not loaded") == 1
+    whole, found = losses_of(root / "whole"), losses_of(root / name)
+    assert sorted(found) == [3, 4]
+    for iteration, loss in found.items():
+        assert loss == pytest.approx(whole[iteration], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_one_line_that_names_the_folder(runs, name: str):
+    for rank in runs[1][name]:
+        assert rank.code == 2, rank.stderr[-3000:]
+        (line,) = [x for x in rank.stderr.splitlines() if x.startswith("pretrain_gpt.py: error: ")]
+        assert "iter_0000002" in line
+        assert REFUSED[name][1] in line
+        assert "Traceback" not in rank.stderr
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_the_advice_on_another_schedule_works(runs, name: str):
+    ranks = runs[1][f"override {name}"]
+    assert [rank.code for rank in ranks] == [0, 0], ranks[0].stderr[-3000:]
+
+
+def test_a_manifest_that_lost_its_entries_is_damaged(tmp_path: Path):
+    from megatron_cp.training.checkpoint_files import read_manifest
+
+    (tmp_path / MANIFEST).write_text(json.dumps({"files": {}}))
+    with pytest.raises(ValueError, match="damaged"):
+        read_manifest(tmp_path)
