@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,24 @@ def write_atomically(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+
+
+def check_writable(flag: str, folder: str | None) -> None:
+    """Returns if files can be written in the folder, which exists then; None needs no folder.
+
+    Raises ValueError with the flag and the folder.
+    """
+    if folder is None:
+        return
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as problem:
+        raise ValueError(
+            f"{flag} {folder} cannot be written ({problem.strerror}); give a folder in which files "
+            "may be made"
+        ) from None
 
 
 def latest_iteration(root: str | Path) -> int | None:

@@ -25,6 +25,7 @@ from megatron_cp.attn.options import resolve_options
 from megatron_cp.data.batch import PlanRequest
 from megatron_cp.data.loader import PackedLoader
 from megatron_cp.training import datasets
+from megatron_cp.training.checkpoint_files import check_writable
 from megatron_cp.training.checkpointing import (
     RunState,
     check_checkpoint,
@@ -93,6 +94,9 @@ def pretrain(
         check_backend(args)
         if args.load is not None:
             check_checkpoint(args)
+        if not args.plan_only:  # last, as it makes the folders
+            check_writable("--save", args.save)
+            check_writable("--run-dir", args.run_dir)
     if args.plan_only:
         show_plans(args, check)
         return

@@ -177,7 +177,6 @@ LIBRARY = (
     LibraryCase(ATTN, "a group of another size than the plan's", _of(lambda: mcp.cp_attention(*[torch.zeros(4, 1, 8)] * 3, make_plan(masks.causal(8), 2), None)), ("group has 1 ranks", "cp_size=2")),
 )  # fmt: skip
 
-_NOT_CHECKED = "not checked"
 PROGRAM = (
     ProgramCase(SIZES, "--context-parallel-size 0", ("--context-parallel-size 0", "positive")),
     ProgramCase(SIZES, "--context-parallel-size -1", ("--context-parallel-size -1", "positive")),
@@ -225,7 +224,9 @@ PROGRAM = (
     ProgramCase(OTHER, "--cp-backend hopper", ("'hopper'", "cpu")),
     ProgramCase(OTHER, "--spec os system", ("os system", "--allow-custom-spec")),
     ProgramCase(OTHER, "--contxt-parallel-size 2", ("--contxt-parallel-size", "--context-parallel-size")),
-    ProgramCase(OTHER, "--save /proc/none", ("/proc/none",), pending=_NOT_CHECKED),
+    ProgramCase(OTHER, "--save /proc/none", ("--save /proc/none", "folder")),
+    ProgramCase(OTHER, "--save /dev/null", ("--save /dev/null", "folder")),
+    ProgramCase(OTHER, "--save /proc --run-dir /dev/null/run", ("--save /proc", "folder")),
 )  # fmt: skip
 
 

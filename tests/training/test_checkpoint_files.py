@@ -142,3 +142,13 @@ def test_a_kill_while_a_checkpoint_is_replaced_leaves_the_tracker_on_a_complete_
     if done:
         assert (found, manifest["mark"]) == (4, "new")
         assert not list(tmp_path.glob("iter_*.*"))
+
+
+def test_a_folder_that_cannot_hold_files_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ValueError, match=rf"--run-dir {path} cannot be written"):
+            files.check_writable("--run-dir", str(path))
+    files.check_writable("--save", None)
+    files.check_writable("--save", str(tmp_path / "new" / "folder"))
+    assert not list((tmp_path / "new" / "folder").iterdir())
