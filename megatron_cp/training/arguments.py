@@ -28,7 +28,8 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Prints ``error: message`` on standard error and leaves with code 2."""
-        print(f"{self.prog}: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+        # One write: lines of several ranks must not run into each other.
+        sys.stderr.write(f"{self.prog}: error: {' '.join(message.split())}\n")
         raise SystemExit(2)
 
 

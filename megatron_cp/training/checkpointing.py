@@ -12,7 +12,6 @@ again.
 from __future__ import annotations
 
 import copy
-import pickle
 import random
 import time
 from argparse import Namespace
@@ -32,22 +31,9 @@ from megatron_cp.training import checkpoint_files as files
 from megatron_cp.training.log import print_rank_0
 
 _RANK_ARGUMENTS = ("rank", "local_rank", "notes")
-# What Megatron, torch and pickle raise for a checkpoint that is damaged or of something else;
+# A checkpoint that is damaged or of something else makes Megatron and torch raise nearly anything;
 # torch's own CheckpointException is a BaseException.
-_UNREADABLE = (
-    dist_checkpointing.core.CheckpointingException,
-    CheckpointException,
-    pickle.UnpicklingError,
-    AssertionError,
-    AttributeError,
-    EOFError,
-    IndexError,
-    KeyError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
+_UNREADABLE = (CheckpointException, Exception)
 
 
 @dataclass

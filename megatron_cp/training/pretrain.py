@@ -126,7 +126,7 @@ def one_line_errors(args: Namespace) -> Iterator[None]:
         yield
     except (ValueError, NotImplementedError, OSError) as problem:
         text = " ".join(str(problem).split())
-        print(f"pretrain_gpt.py: error: {text}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"pretrain_gpt.py: error: {text}\n")  # one write: ranks share the stream
         raise SystemExit(2) from problem
 
 
