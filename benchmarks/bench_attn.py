@@ -58,9 +58,9 @@ def main() -> None:
     facts["threads"] = str(arguments.threads)
     facts["protocol"] = f"{arguments.rounds} interleaved rounds after two warm-up rounds"
     facts["command"] = f"python benchmarks/bench_attn.py --threads {arguments.threads}"
-    tables = [dense_table(dtype, arguments.rounds) for dtype in (torch.float32, torch.bfloat16)]
+    tables = [memory_table()]
+    tables += [dense_table(dtype, arguments.rounds) for dtype in (torch.float32, torch.bfloat16)]
     tables += [mask_table(dtype, arguments.rounds) for dtype in (torch.float32, torch.bfloat16)]
-    tables.append(memory_table())
     publish("Attention on a CPU", facts, tables, arguments.output)
 
 
@@ -191,7 +191,9 @@ def _resident_mb() -> float:
 
 
 def _peak_mb() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+    # Not getrusage: its maximum survives exec, and would be that of the process that started this one.
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e6
 
 
 if __name__ == "__main__":
