@@ -1,0 +1,54 @@
+// Parameters of the attention kernels: one plain struct per kernel, the same bytes on the device, in the emulator and
+// in the launcher's mirror. Strides count elements. T tokens, S key tokens, N query heads, G kv heads, H head dim,
+// Hv value head dim.
+#pragma once
+
+#include <mcp/types.h>
+
+namespace mcp::attn {
+
+// Query rows [row0, row0 + rows) of one work item, rows <= block_m, and their key segments.
+// Forward: every query row is in exactly one tile; tiles without segments write out = 0, lse = -inf.
+struct alignas(16) Tile {
+    i32 row0, rows, seg0, num_segs;
+};
+
+// Row r (absolute, q0 <= r < q1) sees keys [max(k0, r + lo), min(k1, r + hi + 1)). Key tiles start at k0 + j * block_n;
+// those with full_begin <= j < full_end need no mask for any row of the tile. k0 < k1. Open sides: -2^29, 2^29.
+struct alignas(16) Segment {
+    i32 k0, k1, lo, hi;
+    i32 q0, q1, full_begin, full_end;
+};
+
+// out = softmax(scale * q k' + mask) v per query head n, which uses kv head n / (num_heads / num_kv_heads).
+struct FwdParams {
+    // 3-D maps over {H, heads, tokens}, 16-bit, 128-byte swizzle, boxes {64, 1, rows}; rows = block_m for q,
+    // block_n for k and v. Columns past H are filled with zeros.
+    TensorMap q_map, k_map, v_map;
+
+    const Tile* tiles;       // [num_tiles]
+    const Segment* segments;
+    const i32* order;        // [num_tiles] the tiles, longest first
+    i32* counters;           // [2] zero before the first launch; the kernel leaves them zero. One pair per stream
+    void* out;               // [T, N, Hv] float, or the inputs' type
+    float* lse;              // [T, N] natural log of the softmax denominator, sink included
+    const float* sink;       // [N] logits that join the denominator without a value, or null
+
+    i64 out_row_stride, out_head_stride;
+    i64 lse_row_stride, lse_head_stride;
+
+    i32 num_tiles, num_heads, num_kv_heads;
+    i32 heads_per_section;   // heads whose tiles are interleaved, longest first, before the next heads begin
+    i32 num_keys;            // rows of k and v
+
+    // Not capped (softcap == 0): score_scale = softmax_scale * log2(e). Capped: score_scale = log2(e),
+    // cap = softcap, cap_scale = 2 * log2(e) * softmax_scale / softcap. softmax_scale must be > 0; give 1e-30 for 0.
+    float score_scale, cap, cap_scale;
+
+    i32 out_is_float;        // otherwise out has the inputs' type
+    i32 accumulate;          // out and lse hold a partial result over other keys, and receive the merged one
+};
+
+static_assert(sizeof(Tile) == 16 && sizeof(Segment) == 32, "the host writes these as int32 arrays");
+
+}  // namespace mcp::attn
