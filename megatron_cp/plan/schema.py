@@ -19,13 +19,17 @@ hop by hop, source by source:
 Key columns of `work[rank]` count in the row space of `k_cast`, query rows in that of `q_cast`; without a
 cast the space is the own rows. A hop may forward rows that an earlier hop brought.
 
+A stage that *keeps* a side does not start from its own rows but from all that the stage before held, so a
+row used in several stages travels once. Such stages form a chain; what they compute for received rows is
+summed up and goes home once, after the last of them.
+
 Everything is pure data: frozen, comparable, hashable by `digest()`, made without torch. The runtime does
 what is written here and decides nothing.
 """
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -38,6 +42,8 @@ from megatron_cp.mask.interval import IntArray, to_indices
 
 SRC, DST, START, STOP = range(4)
 PassName = Literal["forward", "backward"]
+Side = Literal["k", "q"]
+SIDES: tuple[Side, Side] = ("q", "k")
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,15 +88,15 @@ class Transfer:
 
     hops: tuple[Hop, ...]
 
-    def rows_held(self, num_ranks: int, own_rows: int) -> IntArray:
-        """Returns the size of each rank's row space after the last hop: int64 `[num_ranks]`."""
-        return own_rows + sum(
-            (h.rows_received(num_ranks) for h in self.hops), np.zeros(num_ranks, np.int64)
+    def rows_held(self, before: IntArray) -> IntArray:
+        """Returns the size of each rank's row space after the last hop, given that before: int64 `[P]`."""
+        return before + sum(
+            (h.rows_received(len(before)) for h in self.hops), np.zeros(len(before), np.int64)
         )
 
-    def held_ids(self, own_ids: IntArray) -> list[IntArray]:
-        """Returns, for each rank, the ids of all rows it holds, given the ids of its own rows `[P, R]`."""
-        held = list(own_ids)
+    def held_ids(self, before: Sequence[IntArray]) -> list[IntArray]:
+        """Returns, for each rank, the ids of all rows it holds, given those that it held before."""
+        held = list(before)
         for hop in self.hops:
             arrived = [
                 [held[src][start:stop] for src, _, start, stop in hop.received_by(rank).tolist()]
@@ -107,6 +113,17 @@ class Stage:
     work: tuple[AttentionMask, ...]
     k_cast: Transfer | None = None
     q_cast: Transfer | None = None
+    keeps_k: bool = False
+    """Whether key rows held in the stage before are still there, at the same places."""
+    keeps_q: bool = False
+
+    def cast(self, side: Side) -> Transfer | None:
+        """Returns the transfer of one side."""
+        return self.k_cast if side == "k" else self.q_cast
+
+    def keeps(self, side: Side) -> bool:
+        """Returns whether one side goes on with the rows of the stage before."""
+        return self.keeps_k if side == "k" else self.keeps_q
 
 
 @dataclass(frozen=True)
@@ -137,13 +154,33 @@ class Pass:
     stages: tuple[Stage, ...]
     head_split: HeadSplit | None = None
 
-    def transfers(self) -> Iterator[tuple[Literal["k", "q"], Transfer]]:
+    def transfers(self) -> Iterator[tuple[Side, Transfer]]:
         """Yields every transfer of the pass with the side it moves."""
         for stage in self.stages:
-            if stage.k_cast is not None:
-                yield "k", stage.k_cast
-            if stage.q_cast is not None:
-                yield "q", stage.q_cast
+            for side in SIDES:
+                cast = stage.cast(side)
+                if cast is not None:
+                    yield side, cast
+
+    def chain(self, index: int, side: Side) -> range:
+        """Returns the stages up to `index` whose rows of one side are held in stage `index`."""
+        first = index
+        while first and self.stages[first].keeps(side):
+            first -= 1
+        return range(first, index + 1)
+
+    def ends_chain(self, index: int, side: Side) -> bool:
+        """Returns whether results for received rows of one side go home after stage `index`."""
+        return index + 1 == len(self.stages) or not self.stages[index + 1].keeps(side)
+
+    def held_ids(self, side: Side, own_ids: IntArray) -> list[list[IntArray]]:
+        """Returns the token ids that each rank holds in each stage: `[stages][P]`, of `own_ids` `[P, R]`."""
+        held: list[list[IntArray]] = []
+        for stage in self.stages:
+            before = held[-1] if stage.keeps(side) else list(own_ids)
+            cast = stage.cast(side)
+            held.append(before if cast is None else cast.held_ids(before))
+        return held
 
     def own_ids(self, global_from_local: IntArray) -> IntArray:
         """Returns the token ids of each rank's own rows at the start of the stages: `[P, h * T]`."""
@@ -203,6 +240,7 @@ class AttentionPlan:
                 for work in stage.work:
                     state.update(f"{work.num_queries} {work.num_keys} {work.num_slices};".encode())
                     state.update(work.array.astype("<i8").tobytes())
+                state.update(f"keeps {stage.keeps_k} {stage.keeps_q};".encode())
                 for cast in (stage.k_cast, stage.q_cast):
                     state.update(b"none" if cast is None else f"{len(cast.hops)}".encode())
                     for hop in cast.hops if cast else ():
@@ -250,78 +288,9 @@ class AttentionPlan:
         Exact but for one thing: that the pairs computed are *the* pairs of the mask is checked by their
         number (tests check it pair by pair).
         """
-        ids = self.global_from_local.reshape(-1)
-        seen = np.zeros(ids.size, dtype=bool)
-        seen[ids[(ids >= 0) & (ids < ids.size)]] = True
-        if not seen.all() or ids.size < self.num_tokens:
-            raise ValueError(
-                f"global_from_local of planner {self.planner!r} must hold every token id 0..P*T-1 exactly "
-                f"once and at least {self.num_tokens} of them; fix the placement"
-            )
-        _validate_pass(self, self.forward, f"{self.planner} forward")
-        if self.backward is not self.forward:
-            _validate_pass(self, self.backward, f"{self.planner} backward")
+        from megatron_cp.plan.validation import validate
 
-
-def _validate_pass(plan: AttentionPlan, pass_: Pass, where: str) -> None:
-    own_rows, degree = plan.tokens_per_rank, 1
-    if pass_.head_split is not None:
-        degree = pass_.head_split.degree
-        own_rows *= degree
-        members = sorted(rank for group in pass_.head_split.groups for rank in group)
-        ascending = all(list(group) == sorted(group) for group in pass_.head_split.groups)
-        equal = {len(group) for group in pass_.head_split.groups} == {degree}
-        if members != list(range(plan.cp_size)) or not equal or not ascending:
-            raise ValueError(
-                f"{where}: head_split groups {pass_.head_split.groups} must cover all {plan.cp_size} ranks "
-                "once, in equal ascending groups"
-            )
-    for index, stage in enumerate(pass_.stages):
-        rows = []
-        for cast in (stage.q_cast, stage.k_cast):
-            _validate_transfer(cast, plan.cp_size, own_rows, f"{where} stage {index}")
-            held = (
-                np.full(plan.cp_size, own_rows)
-                if cast is None
-                else cast.rows_held(plan.cp_size, own_rows)
-            )
-            rows.append(held.tolist())
-        grids = [(work.num_queries, work.num_keys) for work in stage.work]
-        if grids != list(zip(*rows, strict=True)):
-            raise ValueError(
-                f"{where} stage {index}: work grids {grids} do not match the rows held {rows}"
-            )
-    area = sum(work.area() for stage in pass_.stages for work in stage.work)
-    if area != plan.mask.area() * degree:
-        raise ValueError(
-            f"{where}: stages compute {area} pairs, the mask has {plan.mask.area()} x head degree {degree}; "
-            "every pair must be computed exactly once"
-        )
-
-
-def _validate_transfer(cast: Transfer | None, num_ranks: int, own_rows: int, where: str) -> None:
-    held = np.full(num_ranks, own_rows)
-    for hop in cast.hops if cast else ():
-        src, dst, start, stop = hop.messages.T
-        known = (src >= 0) & (src < num_ranks) & (dst >= 0) & (dst < num_ranks) & (src != dst)
-        if not known.all() or (start < 0).any() or (stop > held[src]).any():
-            raise ValueError(
-                f"{where}: a message leaves the ranks or the rows held: {hop.messages.tolist()}"
-            )
-        repeated = _first_repeated_row(hop)
-        if repeated is not None:
-            raise ValueError(
-                f"{where}: rank {repeated[0]} sends a row twice to {repeated[1]} in one hop"
-            )
-        held = held + hop.rows_received(num_ranks)
-
-
-def _first_repeated_row(hop: Hop) -> tuple[int, int] | None:
-    """Returns (src, dst) of two messages of one pair that share a row, or None."""
-    src, dst, start, stop = hop.messages[np.lexsort(hop.messages[:, [START, DST, SRC]].T)].T
-    shares = (src[1:] == src[:-1]) & (dst[1:] == dst[:-1]) & (start[1:] < stop[:-1])
-    where = np.flatnonzero(shares)
-    return (int(src[where[0]]), int(dst[where[0]])) if len(where) else None
+        validate(self)
 
 
 def message_rows(messages: IntArray) -> IntArray:

@@ -117,9 +117,8 @@ def area_by_chunk(view: PlanView, mask: AttentionMask, bounds: IntArray) -> Floa
         return heat
     pass_ = view.computed.forward
     degree = pass_.head_split.degree if pass_.head_split else 1
-    own = pass_.own_ids(view.tokens)
-    for stage in pass_.stages:
-        held = list(own) if stage.q_cast is None else stage.q_cast.held_ids(own)
+    queries = pass_.held_ids("q", pass_.own_ids(view.tokens))
+    for stage, held in zip(pass_.stages, queries, strict=True):
         for rank, work in enumerate(stage.work):
             if work.num_slices:
                 _add_rows(heat[rank], work, _cut_runs(held[rank], bounds), bounds, in_order=True)

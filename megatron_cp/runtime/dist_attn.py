@@ -17,21 +17,21 @@ bit and the error does not grow with the number of ranks. Everything a rank does
 # G key/value heads, H head dim, Hv value head dim
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_cp.attn.attend import attend_backward, attend_forward
-from megatron_cp.attn.merge import apply_sink, merge_rows_, merge_span_, sink_gradient
+from megatron_cp.attn.merge import apply_sink, sink_gradient
 from megatron_cp.attn.options import AttendOptions, accumulation_dtype
-from megatron_cp.comm import PendingCast, PendingReduce, add_rows_, group_cast, group_reduce
-from megatron_cp.runtime.session import RankPass, RankStage, Session, Side
+from megatron_cp.comm import PendingReduce
+from megatron_cp.runtime.session import RankPass, RankStage, Rows, Session
+from megatron_cp.runtime.sides import ADD, MERGE, SideResults, SideRows
 
-Rows = tuple[Tensor, ...]
+Counts = tuple[int, int]  # rows received of queries and of keys
+Returns = list[PendingReduce | None]
 
 
 class DistributedAttention(torch.autograd.Function):
@@ -85,30 +85,17 @@ def forward_pass(
     dtype = accumulation_dtype(q.dtype)
     out = torch.zeros((*q.shape[:2], v.shape[2]), dtype=dtype, device=q.device)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=dtype, device=q.device)
-    returns: list[PendingReduce] = []
+    results = SideResults((out, lse), MERGE)
 
-    def compute(stage: RankStage, query: Rows, key: Rows) -> None:
+    def compute(stage: RankStage, query: Rows, key: Rows, received: Counts) -> Returns:
         part = attend_forward(query[0], key[0], key[1], stage.work, options)
-        own, received = stage.query.parts(part)
-        if own is not None:
-            merge_span_(out, lse, *own)
-        if received is not None:
-            returns.append(_start_reduce((out, lse), received, stage.query, session, _merge_rows_))
+        return [results.add(stage.query, part, received[0], session.group)]
 
-    _run_stages(rank_pass, (q,), (k, v), session, compute, returns)
+    _run_stages(rank_pass, SideRows((q,)), SideRows((k, v)), session, compute)
     if rank_pass.exchange is not None:
         out = rank_pass.exchange.join_heads(out, num_heads)
         lse = rank_pass.exchange.join_heads(lse.unsqueeze(-1), num_heads).squeeze(-1)
     return out, lse
-
-
-@dataclass
-class _Gradients:
-    """fp32 sums for this rank's own rows."""
-
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
 
 
 def backward_pass(
@@ -130,84 +117,57 @@ def backward_pass(
     q, k, v = _enter(rank_pass, q_TNH, k_TGH, v_TGH)
     dout, lse, delta = _enter(rank_pass, dout, lse_TN.unsqueeze(-1), delta_TN.unsqueeze(-1))
     query_rows = (q, dout, lse.squeeze(-1), delta.squeeze(-1))
-    total = _Gradients(*(torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v)))
-    returns: list[PendingReduce] = []
+    dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
+    query_results, key_results = SideResults((dq,), ADD), SideResults((dk, dv), ADD)
 
-    def compute(stage: RankStage, query: Rows, key: Rows) -> None:
+    def compute(stage: RankStage, query: Rows, key: Rows, received: Counts) -> Returns:
         q_held, dout_held, lse_held, delta_held = query
-        dq, dk, dv = attend_backward(
+        dq_part, dk_part, dv_part = attend_backward(
             dout_held, q_held, key[0], key[1], lse_held, delta_held, stage.work, options
         )
-        for side, own_sum, part in (
-            (stage.query, (total.dq,), (dq,)),
-            (stage.key, (total.dk, total.dv), (dk, dv)),
-        ):
-            own, received = side.parts(part)
-            if own is not None:
-                for tensor, rows in zip(own_sum, own, strict=True):
-                    tensor.add_(rows)
-            if received is not None:
-                returns.append(_start_reduce(own_sum, received, side, session, add_rows_))
+        return [
+            query_results.add(stage.query, (dq_part,), received[0], session.group),
+            key_results.add(stage.key, (dk_part, dv_part), received[1], session.group),
+        ]
 
-    _run_stages(rank_pass, query_rows, (k, v), session, compute, returns)
+    _run_stages(rank_pass, SideRows(query_rows), SideRows((k, v)), session, compute)
     if rank_pass.exchange is None:
-        return total.dq, total.dk, total.dv
+        return dq, dk, dv
     join = rank_pass.exchange.join_heads
-    return join(total.dq, num_heads), join(total.dk, num_kv_heads), join(total.dv, num_kv_heads)
+    return join(dq, num_heads), join(dk, num_kv_heads), join(dv, num_kv_heads)
 
 
 def _run_stages(
     rank_pass: RankPass,
-    query_own: Rows,
-    key_own: Rows,
+    queries: SideRows,
+    keys: SideRows,
     session: Session,
-    compute: Callable[[RankStage, Rows, Rows], None],
-    returns: list[PendingReduce],
+    compute: Callable[[RankStage, Rows, Rows, Counts], Returns],
 ) -> None:
     """Runs `compute` stage by stage while the next stage's rows and the last stage's results travel."""
-    arriving = _start_casts(rank_pass, 0, query_own, key_own, session)
-    for index, stage in enumerate(rank_pass.stages):
-        received = [() if cast is None else cast.wait() for cast in arriving]
-        arriving = _start_casts(rank_pass, index + 1, query_own, key_own, session)
-        travelling = len(returns)
-        query = stage.query.held(query_own, received[0])
-        key = stage.key.held(key_own, received[1])
-        compute(stage, query, key)
-        for pending in returns[:travelling]:  # of earlier stages: they had this stage to come home
+    stages, group = rank_pass.stages, session.group
+    travelling: list[PendingReduce] = []
+    if stages:
+        arriving = (
+            queries.start_cast(stages[0].query, group),
+            keys.start_cast(stages[0].key, group),
+        )
+    for index, stage in enumerate(stages):
+        query = queries.arrive(stage.query, arriving[0])
+        key = keys.arrive(stage.key, arriving[1])
+        if index + 1 < len(stages):
+            after = stages[index + 1]
+            arriving = (
+                queries.start_cast(after.query, group),
+                keys.start_cast(after.key, group),
+            )
+        received = len(queries.received[0]), len(keys.received[0])
+        returns = compute(stage, query, key, received)
+        for pending in travelling:  # of the stage before: they had this stage to come home
             pending.wait()
-        del returns[:travelling]
-    for pending in returns:
+        travelling = [pending for pending in returns if pending is not None]
+    for pending in travelling:
         pending.wait()
-
-
-def _start_casts(
-    rank_pass: RankPass, index: int, query_own: Rows, key_own: Rows, session: Session
-) -> list[PendingCast | None]:
-    if index >= len(rank_pass.stages):
-        return []
-    stage = rank_pass.stages[index]
-    casts: list[PendingCast | None] = []
-    for side, own in ((stage.query, query_own), (stage.key, key_own)):
-        if side.transfer is None:
-            casts.append(None)
-        else:
-            casts.append(group_cast(own, side.transfer, _group(session)))
-    return casts
-
-
-def _start_reduce(
-    own: Rows,
-    received: Rows,
-    side: Side,
-    session: Session,
-    combine: Callable[[Rows, Tensor, Rows], None],
-) -> PendingReduce:
-    assert side.transfer is not None
-    return group_reduce(own, received, side.transfer, _group(session), combine)
-
-
-def _merge_rows_(target: Rows, index: Tensor, part: Rows) -> None:
-    merge_rows_(target[0], target[1], index, part[0], part[1])
 
 
 def _enter(rank_pass: RankPass, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -215,8 +175,3 @@ def _enter(rank_pass: RankPass, *tensors: Tensor) -> tuple[Tensor, ...]:
     if rank_pass.exchange is None:
         return tuple(tensor.contiguous() for tensor in tensors)
     return tuple(rank_pass.exchange.split_heads(tensor) for tensor in tensors)
-
-
-def _group(session: Session) -> dist.ProcessGroup:
-    assert session.group is not None, "a plan for one rank moves nothing"
-    return session.group

@@ -19,40 +19,54 @@ from torch import Tensor
 from megatron_cp.comm import HeadExchange, RankTransfer
 from megatron_cp.errors import PlanMismatchError
 from megatron_cp.mask import AttentionMask
-from megatron_cp.plan.schema import AttentionPlan, Pass, PassName, Stage, Transfer
+from megatron_cp.plan.schema import (
+    SIDES,
+    START,
+    AttentionPlan,
+    Hop,
+    Pass,
+    PassName,
+    Side,
+    Transfer,
+)
+
+Rows = tuple[Tensor, ...]
 
 MAX_SESSIONS = 16  # compiled plans kept per process: micro-batches in flight, not history
 
 
 @dataclass(frozen=True)
-class Side:
-    """Where the rows of one side (queries, or keys and values) of a stage come from."""
+class RankSide:
+    """Where the rows of one side (queries, or keys and values) of a stage come from, and go back to."""
 
-    transfer: RankTransfer | None
-    uses_own: (
-        bool  # False: the work names received rows only, so own rows need not be copied beside them
-    )
+    cast: RankTransfer | None
+    keeps: bool
+    """Received rows of the stage before stay."""
+    ends_chain: bool
+    """The stage after starts from own rows again."""
+    forwards: bool
+    """The cast sends rows that were received before, so it needs the whole row space."""
+    returns: RankTransfer | None
+    """The casts of the whole chain, where it ends: what was computed for received rows goes home."""
+    own_rows: int
+    uses_own: bool
+    """False: the work names received rows only, so own rows need not be copied beside them."""
 
-    def held(self, own: tuple[Tensor, ...], received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def held(self, own: Rows, received: Rows) -> Rows:
         """Returns the rows that the stage's work counts in."""
-        if self.transfer is None or not self.transfer.num_received:
+        if not len(received[0]):
             return own
         if not self.uses_own:
             return received
         return tuple(torch.cat(pair) for pair in zip(own, received, strict=True))
 
-    def parts(
-        self, held: tuple[Tensor, ...]
-    ) -> tuple[tuple[Tensor, ...] | None, tuple[Tensor, ...] | None]:
-        """Returns (own, received) results of rows that `held` put side by side; None where there are none."""
-        if self.transfer is None:
-            return held, None
-        if not self.transfer.num_received:
+    def parts(self, held: Rows, num_received: int) -> tuple[Rows | None, Rows]:
+        """Returns (own, received) results of rows that `held` put side by side; own may be None."""
+        if not num_received:
             return held, tuple(t[:0] for t in held)
         if not self.uses_own:
             return None, held
-        split = self.transfer.own_rows
-        return tuple(t[:split] for t in held), tuple(t[split:] for t in held)
+        return tuple(t[: self.own_rows] for t in held), tuple(t[self.own_rows :] for t in held)
 
 
 @dataclass(frozen=True)
@@ -60,8 +74,8 @@ class RankStage:
     """One stage as one rank executes it; `work` is on the grid of `query.held x key.held`."""
 
     work: AttentionMask
-    query: Side
-    key: Side
+    query: RankSide
+    key: RankSide
 
 
 @dataclass(frozen=True)
@@ -176,31 +190,53 @@ def _compile_pass(
         assert group is not None
         exchange = HeadExchange.compile(pass_.head_split, rank, plan.cp_size, group)
         own_rows *= pass_.head_split.degree
-    stages = [_compile_stage(stage, rank, plan.cp_size, own_rows, device) for stage in pass_.stages]
+    stages = []
+    for index, stage in enumerate(pass_.stages):
+        query, key = (
+            _compile_side(pass_, index, side, (rank, plan.cp_size, own_rows), device)
+            for side in SIDES
+        )
+        work = stage.work[rank]
+        work = work.crop(
+            q=(0 if query.uses_own else own_rows, work.num_queries),
+            k=(0 if key.uses_own else own_rows, work.num_keys),
+        )
+        stages.append(RankStage(work, query, key))
     return RankPass(tuple(stages), exchange)
 
 
-def _compile_stage(
-    stage: Stage, rank: int, num_ranks: int, own_rows: int, device: torch.device
-) -> RankStage:
-    work = stage.work[rank]
-    sides = []
-    for axis, cast in ((0, stage.q_cast), (2, stage.k_cast)):
-        transfer = _compile_transfer(cast, rank, num_ranks, own_rows, device)
-        brings_nothing = transfer is None or not transfer.num_received
-        uses_own = brings_nothing or bool((work.array[:, axis] < own_rows).any())
-        sides.append(Side(transfer, uses_own))
-    query, key = sides
-    work = work.crop(
-        q=(0 if query.uses_own else own_rows, work.num_queries),
-        k=(0 if key.uses_own else own_rows, work.num_keys),
+def _compile_side(
+    pass_: Pass, index: int, side: Side, who: tuple[int, int, int], device: torch.device
+) -> RankSide:
+    """`who`: rank, number of ranks, own rows."""
+    rank, num_ranks, own_rows = who
+    stage, chain = pass_.stages[index], pass_.chain(index, side)
+    hops = [hop for i in chain[:-1] for hop in _hops(pass_.stages[i].cast(side))]
+    own_hops = _hops(stage.cast(side))
+    before = own_rows + sum(int(hop.rows_received(num_ranks)[rank]) for hop in hops)
+    cast = _compile_hops(own_hops, rank, num_ranks, before, device)
+    ends, returns = pass_.ends_chain(index, side), cast
+    if hops or not ends:
+        returns = (
+            _compile_hops(hops + own_hops, rank, num_ranks, own_rows, device) if ends else None
+        )
+    start, span = (
+        (0, stage.work[rank].num_queries) if side == "q" else (2, stage.work[rank].num_keys)
     )
-    return RankStage(work, query, key)
+    uses_own = span == own_rows or bool((stage.work[rank].array[:, start] < own_rows).any())
+    forwards = len(own_hops) > 1 or any(
+        bool((hop.messages[:, START] >= own_rows).any()) for hop in own_hops
+    )
+    return RankSide(cast, stage.keeps(side), ends, forwards, returns, own_rows, uses_own)
 
 
-def _compile_transfer(
-    cast: Transfer | None, rank: int, num_ranks: int, own_rows: int, device: torch.device
+def _hops(cast: Transfer | None) -> list[Hop]:
+    return [] if cast is None else list(cast.hops)
+
+
+def _compile_hops(
+    hops: list[Hop], rank: int, num_ranks: int, rows: int, device: torch.device
 ) -> RankTransfer | None:
-    if cast is None or not any(len(hop.messages) for hop in cast.hops):
+    if not any(len(hop.messages) for hop in hops):
         return None
-    return RankTransfer.compile(cast, rank, num_ranks, own_rows, device)
+    return RankTransfer.compile(Transfer(tuple(hops)), rank, num_ranks, rows, device)

@@ -40,8 +40,10 @@ def times_computed(plan, pass_name):
         degree = len(pass_.head_split.groups[0])
         position = {r: group.index(r) for group in pass_.head_split.groups for r in group}
     times = np.zeros((degree, size, size), dtype=np.int64)
+    queries = keys = None
     for stage in pass_.stages:
-        queries, keys = held_ids(own, stage.q_cast), held_ids(own, stage.k_cast)
+        queries = held_ids(queries if stage.keeps_q else own, stage.q_cast)
+        keys = held_ids(keys if stage.keeps_k else own, stage.k_cast)
         for rank, work in enumerate(stage.work):
             assert (work.num_queries, work.num_keys) == (len(queries[rank]), len(keys[rank]))
             for q_start, q_end, k_start, k_end, lo, hi in work.array.tolist():
@@ -54,10 +56,12 @@ def times_computed(plan, pass_name):
 def received_ids(plan, pass_name):
     """Returns the key ids that each rank receives over all stages, in order of arrival, with repeats."""
     own = own_ids(plan, pass_name)
-    received = [[] for _ in own]
+    received, held = [[] for _ in own], None
     for stage in getattr(plan, pass_name).stages:
-        for rank, ids in enumerate(held_ids(own, stage.k_cast)):
-            received[rank] += ids[len(own[rank]) :]
+        before = held if stage.keeps_k else own
+        held = held_ids(before, stage.k_cast)
+        for rank, ids in enumerate(held):
+            received[rank] += ids[len(before[rank]) :]
     return received
 
 

@@ -1,8 +1,11 @@
 """Random valid plans: what no planner of ours makes yet, but the schema allows and the runtime must do.
 
 Tokens are placed at random; every pair of the mask is computed by a random rank in a random stage; query
-and key rows reach it directly or through a relay (two hops); heads may be split over groups.
+and key rows reach it directly or through a relay (two hops), or are still there from the stage before; heads may
+be split over groups.
 """
+
+import dataclasses
 
 import numpy as np
 
@@ -45,21 +48,30 @@ def _random_pass(mask, placement, rng, num_stages, head_degree):
         stage = np.kron(rng.integers(0, num_stages, shape), np.ones((block, block), dtype=int))
         size = placement.size
         where[tuple(lane)] = (rank[:size, :size], stage[:size, :size])
-    stages = [_random_stage(dense, own_ids, where, index, rng) for index in range(num_stages)]
+    stages, held = [], (None, None)
+    for index in range(num_stages):
+        keeps = tuple(bool(index and rng.random() < 0.5) for _ in held)
+        before = [rows if keep else list(own_ids) for rows, keep in zip(held, keeps, strict=True)]
+        stage, held = _random_stage(dense, own_ids, where, index, rng, before)
+        stages.append(dataclasses.replace(stage, keeps_q=keeps[0], keeps_k=keeps[1]))
     return Pass(tuple(stages), split)
 
 
-def _random_stage(dense, own_ids, where, index, rng):
+def _random_stage(dense, own_ids, where, index, rng, before):
     needs = {}
     for lane, (rank_of, stage_of) in where.items():
         for rank in lane:
             needs[rank] = (lane, dense & (rank_of == rank) & (stage_of == index))
     casts, held = [], []
     for axis in (1, 0):  # pairs.any(1) are query rows, pairs.any(0) key rows
-        wanted = {rank: np.flatnonzero(pairs.any(axis)) for rank, (_, pairs) in needs.items()}
-        cast = _random_transfer(own_ids, {r: needs[r][0] for r in needs}, wanted, rng)
+        kept = before[1 - axis]
+        wanted = {
+            rank: np.setdiff1d(np.flatnonzero(pairs.any(axis)), kept[rank])
+            for rank, (_, pairs) in needs.items()
+        }
+        cast = _random_transfer(own_ids, {r: needs[r][0] for r in needs}, wanted, rng, kept)
         casts.append(cast)
-        held.append(cast.held_ids(own_ids) if cast else list(own_ids))
+        held.append(cast.held_ids(kept) if cast else kept)
     work = []
     for rank in range(len(own_ids)):
         pairs = needs[rank][1]
@@ -68,11 +80,14 @@ def _random_stage(dense, own_ids, where, index, rng):
         local[_repeated(q_ids)] = False
         local[:, _repeated(k_ids)] = False
         work.append(masks.from_dense(local))
-    return Stage(work=tuple(work), q_cast=casts[0], k_cast=casts[1])
+    return Stage(work=tuple(work), q_cast=casts[0], k_cast=casts[1]), tuple(held)
 
 
-def _random_transfer(own_ids, lane_of, wanted, rng):
-    """Returns a transfer that brings each rank the ids it wants, half of them through a relay."""
+def _random_transfer(own_ids, lane_of, wanted, rng, kept):
+    """Returns a transfer that brings each rank the ids it wants, half of them through a relay.
+
+    Some come from a rank that received them in an earlier stage and keeps them.
+    """
     home = {}
     for rank, ids in enumerate(own_ids):
         for row, token in enumerate(ids.tolist()):
@@ -83,6 +98,12 @@ def _random_transfer(own_ids, lane_of, wanted, rng):
             owner, row = home[(lane_of[rank], token)]
             if owner == rank:
                 continue
+            second_hand = [
+                (other, int(np.flatnonzero(kept[other] == token)[-1]))
+                for other in lane_of[rank]
+                if other != rank and token in kept[other]
+            ]
+            owner, row = second_hand[rng.integers(len(second_hand))]
             relay = int(rng.choice(lane_of[rank]))
             if rng.random() < 0.5 or relay in (owner, rank):
                 first.append((owner, rank, row, row + 1))
@@ -92,7 +113,7 @@ def _random_transfer(own_ids, lane_of, wanted, rng):
     if not first:
         return None
     hop = Hop(np.array(sorted(set(first))))  # a row reaches a rank once per hop
-    held = Transfer((hop,)).held_ids(own_ids)
+    held = Transfer((hop,)).held_ids(kept)
     second = []
     for relay, rank, token in relayed:
         row = int(np.flatnonzero(held[relay] == token)[-1])

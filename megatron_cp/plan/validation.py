@@ -1,0 +1,84 @@
+"""Checks that a plan can be executed and covers its mask: what `AttentionPlan.validate` does."""
+
+import numpy as np
+
+from megatron_cp.mask.interval import IntArray
+from megatron_cp.plan.schema import DST, SIDES, SRC, START, AttentionPlan, Hop, Pass, Side, Transfer
+
+
+def validate(plan: AttentionPlan) -> None:
+    """Raises ValueError naming the first fault of a plan."""
+    ids = plan.global_from_local.reshape(-1)
+    seen = np.zeros(ids.size, dtype=bool)
+    seen[ids[(ids >= 0) & (ids < ids.size)]] = True
+    if not seen.all() or ids.size < plan.num_tokens:
+        raise ValueError(
+            f"global_from_local of planner {plan.planner!r} must hold every token id 0..P*T-1 exactly "
+            f"once and at least {plan.num_tokens} of them; fix the placement"
+        )
+    _validate_pass(plan, plan.forward, f"{plan.planner} forward")
+    if plan.backward is not plan.forward:
+        _validate_pass(plan, plan.backward, f"{plan.planner} backward")
+
+
+def _validate_pass(plan: AttentionPlan, pass_: Pass, where: str) -> None:
+    own_rows, degree = plan.tokens_per_rank, 1
+    if pass_.head_split is not None:
+        degree = pass_.head_split.degree
+        own_rows *= degree
+        members = sorted(rank for group in pass_.head_split.groups for rank in group)
+        ascending = all(list(group) == sorted(group) for group in pass_.head_split.groups)
+        equal = {len(group) for group in pass_.head_split.groups} == {degree}
+        if members != list(range(plan.cp_size)) or not equal or not ascending:
+            raise ValueError(
+                f"{where}: head_split groups {pass_.head_split.groups} must cover all {plan.cp_size} ranks "
+                "once, in equal ascending groups"
+            )
+    if pass_.stages and (pass_.stages[0].keeps_k or pass_.stages[0].keeps_q):
+        raise ValueError(
+            f"{where}: the first stage has no stage before it whose rows it could keep"
+        )
+    own = np.full(plan.cp_size, own_rows, dtype=np.int64)
+    held: dict[Side, IntArray] = {}
+    for index, stage in enumerate(pass_.stages):
+        for side in SIDES:
+            before, cast = held[side] if stage.keeps(side) else own, stage.cast(side)
+            _validate_transfer(cast, before, f"{where} stage {index}")
+            held[side] = before if cast is None else cast.rows_held(before)
+        rows = [held[side].tolist() for side in SIDES]
+        grids = [(work.num_queries, work.num_keys) for work in stage.work]
+        if grids != list(zip(*rows, strict=True)):
+            raise ValueError(
+                f"{where} stage {index}: work grids {grids} do not match the rows held {rows}"
+            )
+    area = sum(work.area() for stage in pass_.stages for work in stage.work)
+    if area != plan.mask.area() * degree:
+        raise ValueError(
+            f"{where}: stages compute {area} pairs, the mask has {plan.mask.area()} x head degree {degree}; "
+            "every pair must be computed exactly once"
+        )
+
+
+def _validate_transfer(cast: Transfer | None, held: IntArray, where: str) -> None:
+    num_ranks = len(held)
+    for hop in cast.hops if cast else ():
+        src, dst, start, stop = hop.messages.T
+        known = (src >= 0) & (src < num_ranks) & (dst >= 0) & (dst < num_ranks) & (src != dst)
+        if not known.all() or (start < 0).any() or (stop > held[src]).any():
+            raise ValueError(
+                f"{where}: a message leaves the ranks or the rows held: {hop.messages.tolist()}"
+            )
+        repeated = _first_repeated_row(hop)
+        if repeated is not None:
+            raise ValueError(
+                f"{where}: rank {repeated[0]} sends a row twice to {repeated[1]} in one hop"
+            )
+        held = held + hop.rows_received(num_ranks)
+
+
+def _first_repeated_row(hop: Hop) -> tuple[int, int] | None:
+    """Returns (src, dst) of two messages of one pair that share a row, or None."""
+    src, dst, start, stop = hop.messages[np.lexsort(hop.messages[:, [START, DST, SRC]].T)].T
+    shares = (src[1:] == src[:-1]) & (dst[1:] == dst[:-1]) & (start[1:] < stop[:-1])
+    where = np.flatnonzero(shares)
+    return (int(src[where[0]]), int(dst[where[0]])) if len(where) else None
