@@ -4,11 +4,18 @@ The folders `models/` and `kernels/` stand at the top of the source tree, where 
 them, and are installed inside the package: no generic top-level name reaches site-packages. In the
 tree, links of the same names in megatron_cp/ make them importable without an installation, and
 visible to mypy and the import linter; packaging does not need the links.
+
+Where nvcc is present, a wheel gets the kernels as cubins (some minutes; MEGATRON_CP_CUBINS=0 leaves them
+out). Without them, and in an editable installation, they are compiled on first use.
 """
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 MOVED_INSIDE = ("models", "kernels")
 
@@ -29,8 +36,23 @@ def packages_and_folders() -> tuple[list[str], dict[str, str]]:
     return packages, folders
 
 
+class BuildWithCubins(build_py):
+    """Copies the package and adds the kernels' cubins; where nvcc is missing it adds none."""
+
+    def run(self) -> None:
+        """Copies, then compiles into the copy."""
+        super().run()
+        if self.editable_mode or os.environ.get("MEGATRON_CP_CUBINS") == "0":
+            return
+        if Path("kernels", "attn", "variants.json").is_file():
+            folder = Path(self.build_lib, "megatron_cp", "kernels", "cubins")
+            command = [sys.executable, str(Path("kernels", "build.py")), "--into", str(folder)]
+            subprocess.run(command, check=True)
+
+
 packages, package_dir = packages_and_folders()
 setup(
+    cmdclass={"build_py": BuildWithCubins},
     packages=packages,
     package_dir=package_dir,
     package_data={

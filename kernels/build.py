@@ -1,0 +1,232 @@
+"""Cubins of the kernels: packaged, cached, or compiled here and now. Standard library only, no GPU needed.
+
+    python -m megatron_cp.kernels.build --all        compile what is missing into the user's cache
+    python -m megatron_cp.kernels.build --list       say what there is
+
+`cubin(name)` looks into the package (cubins that `setup.py` made where nvcc was present), then into the
+user's cache, and compiles otherwise. What may be used is decided by a hash of the sources that the variant
+includes, its definitions and the flags (and, in the cache, the compiler's version), so an edited kernel is
+never run from an old cubin.
+
+The cache is `$XDG_CACHE_HOME/megatron_cp/cubins` (~/.cache without it), readable and writable by its owner
+alone: whoever can write there can run code on the user's GPU. Ranks that need the same cubin at once wait
+for the one that compiles it; a file appears whole or not at all.
+"""
+
+import argparse
+import fcntl
+import hashlib
+import json
+import os
+import re
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+if __package__:
+    from megatron_cp.kernels import compilers
+else:  # run as a file by setup.py, before anything is installed
+    import compilers  # type: ignore[no-redef,import-not-found]
+
+SOURCES = Path(__file__).resolve().parent
+PACKAGED = SOURCES / "cubins"
+VARIANTS = SOURCES / "attn" / "variants.json"
+INCLUDE_FOLDERS = (SOURCES / "include", SOURCES)
+_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*[<"]([^>"]+)[>"]', re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One cubin: a source below `kernels/` and the definitions that make this variant of it."""
+
+    name: str
+    source: str
+    defines: tuple[str, ...]
+
+    @property
+    def path(self) -> Path:
+        """Returns the source file."""
+        return SOURCES / self.source
+
+
+@lru_cache(maxsize=1)
+def variants() -> dict[str, Variant]:
+    """Returns all variants by name, as `attn/variants.json` lists them."""
+    entries = json.loads(VARIANTS.read_text(encoding="utf-8"))["variants"]
+    listed = [
+        Variant(e["name"], e["source"], tuple(f"{k}={v}" for k, v in e["defines"].items()))
+        for e in entries
+    ]
+    return {variant.name: variant for variant in listed}
+
+
+@lru_cache(maxsize=256)
+def cubin(name: str) -> bytes:
+    """Returns the cubin of a variant, compiling it if neither the package nor the cache has it.
+
+    Raises: KeyError for an unknown name; NoCompilerError, CompileError when it must be compiled and cannot;
+    PermissionError for a cache that others can write to.
+    """
+    variant = variants()[name]
+    packaged = PACKAGED / f"{name}.{source_key(variant)[:16]}.cubin"
+    if packaged.is_file():
+        return packaged.read_bytes()
+    return cached_cubin(variant, compilers.find_compiler())
+
+
+def cached_cubin(variant: Variant, compiler: compilers.Compiler) -> bytes:
+    """Returns the cubin of the user's cache, compiled and put there if it is not."""
+    key = hashlib.sha256(f"{source_key(variant)} {compiler.kind} {compiler.version}".encode())
+    path = cache_folder() / f"{variant.name}.{key.hexdigest()[:32]}.cubin"
+    if not path.is_file():
+        with _locked(path.with_suffix(".lock")):
+            if not path.is_file():  # another process may have made it meanwhile
+                write_whole(path, compile_variant(variant, compiler))
+    return path.read_bytes()
+
+
+def compile_variant(variant: Variant, compiler: compilers.Compiler) -> bytes:
+    """Returns the cubin, always compiled. Raises CompileError."""
+    return compiler.compile(variant.path, variant.defines, INCLUDE_FOLDERS)
+
+
+def source_key(variant: Variant) -> str:
+    """Returns a SHA-256 over every file that the variant includes, its definitions and the flags."""
+    flags = (compilers.FLAGS, compilers.NVCC_FLAGS, compilers.NVRTC_FLAGS)
+    digest = hashlib.sha256(repr((variant.source, variant.defines, flags)).encode())
+    for path in included_files(variant.path):
+        digest.update(f"\n{path.relative_to(SOURCES)} {path.stat().st_size}\n".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def included_files(source: Path) -> list[Path]:
+    """Returns the source and all files of ours that it includes, directly or not, in a fixed order.
+
+    Preprocessor conditions are not looked at: a file too many only costs a compilation.
+    """
+    found, waiting = {source.resolve()}, [source.resolve()]
+    while waiting:
+        path = waiting.pop()
+        for name in _INCLUDE.findall(path.read_bytes()):
+            candidates = [folder / os.fsdecode(name) for folder in (path.parent, *INCLUDE_FOLDERS)]
+            target = next((c.resolve() for c in candidates if c.is_file()), None)
+            if target is not None and target not in found:
+                found.add(target)
+                waiting.append(target)
+    return sorted(found)
+
+
+def cache_folder() -> Path:
+    """Returns the user's cache folder, made on first use with mode 0700.
+
+    Raises: PermissionError if it belongs to someone else or if others can write to it.
+    """
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(base, "megatron_cp", "cubins")
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    state = folder.stat()
+    if state.st_uid != os.getuid() or state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(
+            f"cubin cache {folder} has owner {state.st_uid} and mode {stat.S_IMODE(state.st_mode):o}; it must "
+            f"belong to user {os.getuid()} and be writable by nobody else: chmod 700 it, or set XDG_CACHE_HOME"
+        )
+    return folder
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes a file that others see whole or not at all."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).replace(path)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            Path(name).unlink()
+        raise
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds an exclusive lock; where the file system has none, the worst is to compile twice."""
+    with path.open("w") as file:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def build_packaged(folder: Path) -> int:
+    """Compiles all variants into `folder` for an installation; returns how many it holds.
+
+    Returns 0, leaving nothing behind, where nvcc is missing: users then compile on first use.
+    """
+    compiler = compilers.find_nvcc()
+    if compiler is None or not VARIANTS.is_file():
+        return 0
+    folder.mkdir(parents=True, exist_ok=True)
+    wanted = {f"{v.name}.{source_key(v)[:16]}.cubin": v for v in variants().values()}
+    for old in folder.glob("*.cubin"):
+        if old.name not in wanted:
+            old.unlink()
+    for name, variant in wanted.items():
+        if not (folder / name).is_file():
+            write_whole(folder / name, compile_variant(variant, compiler))
+    return len(wanted)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_cp.kernels.build", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("names", nargs="*", metavar="VARIANT", help="variants to make")
+    parser.add_argument("--all", action="store_true", help="make every variant")
+    parser.add_argument("--list", action="store_true", help="print the variants and make nothing")
+    parser.add_argument(
+        "--into", type=Path, metavar="FOLDER", help="make a wheel's cubins with nvcc"
+    )
+    parser.add_argument("--compiler", choices=("nvcc", "nvrtc"), help="default: nvcc, else NVRTC")
+    options = parser.parse_args(arguments)
+    if options.into:
+        _print(f"{build_packaged(options.into)} cubins in {options.into}")
+        return 0
+    unknown = [name for name in options.names if name not in variants()]
+    if unknown:
+        parser.error(f"unknown variant {unknown[0]!r}; one of {', '.join(variants())}")
+    if not (options.names or options.all or options.list):
+        parser.error("name variants, or give --all, --list or --into")
+    chosen = [
+        v for v in variants().values() if options.all or options.list or v.name in options.names
+    ]
+    if options.list:
+        _print(*(f"{v.name}  {v.source}  {' '.join(v.defines)}" for v in chosen))
+        return 0
+    try:
+        compiler = compilers.find_compiler(options.compiler)
+        _print(f"{compiler.kind} {compiler.version} ({compiler.path}) -> {cache_folder()}")
+        for variant in chosen:
+            started = time.perf_counter()
+            size = len(cached_cubin(variant, compiler))
+            _print(f"{variant.name}: {size} bytes, {time.perf_counter() - started:.1f} s")
+    except (compilers.NoCompilerError, compilers.CompileError, PermissionError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
+def _print(*lines: str) -> None:
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

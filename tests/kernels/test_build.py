@@ -1,0 +1,220 @@
+"""Cubins: what is compiled, when, and who may write where. The compiler is a fake that counts."""
+
+import json
+import os
+import shutil
+import stat
+import threading
+
+import pytest
+
+from megatron_cp.kernels import build, compilers
+
+
+class CountingCompiler:
+    """Stands in for nvcc; its 'cubin' says what it was given."""
+
+    kind, path, version = "nvcc", "nvcc", "13.0.1"
+
+    def __init__(self):
+        self.calls = 0
+
+    def compile(self, source, defines, include_folders):
+        self.calls += 1
+        assert all(folder.is_dir() for folder in include_folders)
+        return f"{source.name} {' '.join(defines)} {self.calls}".encode()
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    """A folder of kernels with two variants of one source, and an empty cache."""
+    sources = tmp_path / "kernels"
+    (sources / "include" / "mcp" / "ptx").mkdir(parents=True)
+    (sources / "attn").mkdir()
+    (sources / "attn" / "fwd.cu").write_text('#include <mcp/a.cuh>\n#include "params.h"\n')
+    (sources / "attn" / "params.h").write_text("// parameters\n")
+    (sources / "include" / "mcp" / "a.cuh").write_text("#pragma once\n#include <mcp/ptx/b.cuh>\n")
+    (sources / "include" / "mcp" / "ptx" / "b.cuh").write_text("#include <mcp/a.cuh>\n")
+    (sources / "include" / "mcp" / "other.cuh").write_text("// of another kernel\n")
+    listed = [{"name": f"fwd_{d}", "source": "attn/fwd.cu", "defines": {"D": d}} for d in (64, 128)]
+    (sources / "attn" / "variants.json").write_text(json.dumps({"variants": listed}))
+    monkeypatch.setattr(build, "SOURCES", sources)
+    monkeypatch.setattr(build, "PACKAGED", sources / "cubins")
+    monkeypatch.setattr(build, "VARIANTS", sources / "attn" / "variants.json")
+    monkeypatch.setattr(build, "INCLUDE_FOLDERS", (sources / "include", sources))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    build.variants.cache_clear()
+    build.cubin.cache_clear()
+    yield sources
+    build.variants.cache_clear()
+    build.cubin.cache_clear()
+
+
+def test_include_closure_holds_every_included_file_and_no_other(tree):
+    closure = build.included_files(tree / "attn" / "fwd.cu")
+    names = [str(path.relative_to(tree)) for path in closure]
+    assert names == ["attn/fwd.cu", "attn/params.h", "include/mcp/a.cuh", "include/mcp/ptx/b.cuh"]
+
+
+@pytest.mark.parametrize(
+    ("edited", "changes"),
+    [
+        ("attn/fwd.cu", True),
+        ("attn/params.h", True),
+        ("include/mcp/ptx/b.cuh", True),
+        ("include/mcp/other.cuh", False),
+    ],
+)
+def test_key_follows_exactly_the_files_that_are_included(tree, edited, changes):
+    variant = build.variants()["fwd_64"]
+    before = build.source_key(variant)
+    with (tree / edited).open("a") as file:
+        file.write("// edited\n")
+    assert (build.source_key(variant) != before) is changes
+
+
+def test_variants_of_one_source_have_keys_of_their_own(tree):
+    first, second = build.variants().values()
+    assert build.source_key(first) != build.source_key(second)
+    assert first.defines == ("D=64",)
+
+
+def test_cubin_is_compiled_once_and_again_after_an_edit_or_by_another_compiler(tree):
+    variant, compiler = build.variants()["fwd_64"], CountingCompiler()
+    first = build.cached_cubin(variant, compiler)
+    assert first == b"fwd.cu D=64 1"
+    assert build.cached_cubin(variant, compiler) == first
+    assert compiler.calls == 1
+    newer = CountingCompiler()
+    newer.version = "13.1.0"
+    build.cached_cubin(variant, newer)
+    assert newer.calls == 1
+    (tree / "attn" / "params.h").write_text("// other parameters\n")
+    assert build.cached_cubin(variant, compiler) == b"fwd.cu D=64 2"
+
+
+def test_ranks_that_need_a_cubin_at_once_compile_it_once(tree):
+    variant, compiler = build.variants()["fwd_128"], CountingCompiler()
+    inside, results = threading.Barrier(4), []
+
+    def rank():
+        inside.wait(timeout=20)
+        results.append(build.cached_cubin(variant, compiler))
+
+    threads = [threading.Thread(target=rank) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=20)
+    assert results == [b"fwd.cu D=128 1"] * 4
+    assert compiler.calls == 1
+
+
+def test_cache_is_private_to_its_owner(tree):
+    build.cached_cubin(build.variants()["fwd_64"], CountingCompiler())
+    folder = build.cache_folder()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    cubins = list(folder.glob("*.cubin"))
+    assert len(cubins) == 1
+    assert not stat.S_IMODE(cubins[0].stat().st_mode) & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
+def test_cache_that_others_can_write_to_is_refused(tree, mode):
+    build.cache_folder().chmod(mode)
+    with pytest.raises(PermissionError, match=rf"mode {mode:o}; .* chmod 700 it"):
+        build.cached_cubin(build.variants()["fwd_64"], CountingCompiler())
+
+
+def test_failed_compilation_leaves_nothing_that_is_later_taken_for_a_cubin(tree):
+    compiler = CountingCompiler()
+    compiler.compile = lambda *_: (_ for _ in ()).throw(compilers.CompileError("line 1: no"))
+    with pytest.raises(compilers.CompileError, match="line 1: no"):
+        build.cached_cubin(build.variants()["fwd_64"], compiler)
+    assert [path.suffix for path in build.cache_folder().iterdir()] == [".lock"]
+    assert build.cached_cubin(build.variants()["fwd_64"], CountingCompiler()) == b"fwd.cu D=64 1"
+
+
+def test_interrupted_write_leaves_the_old_file(tree, monkeypatch):
+    target = build.cache_folder() / "x.cubin"
+    build.write_whole(target, b"old")
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError("disk is full")))
+    with pytest.raises(OSError, match="disk is full"):
+        build.write_whole(target, b"new and longer")
+    assert target.read_bytes() == b"old"
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_packaged_cubin_is_used_while_it_fits_the_sources_and_not_after(tree, monkeypatch):
+    packager, user = CountingCompiler(), CountingCompiler()
+    monkeypatch.setattr(compilers, "find_nvcc", lambda: packager)
+    assert build.build_packaged(tree / "cubins") == 2
+    assert packager.calls == 2
+    monkeypatch.setattr(compilers, "find_compiler", lambda: user)
+    assert build.cubin("fwd_128") == b"fwd.cu D=128 2"
+    assert user.calls == 0
+    (tree / "attn" / "params.h").write_text("// edited\n")
+    build.cubin.cache_clear()
+    assert build.cubin("fwd_128") == b"fwd.cu D=128 1"
+    assert user.calls == 1
+    assert build.build_packaged(tree / "cubins") == 2  # the old ones go
+    assert len(list((tree / "cubins").iterdir())) == 2
+
+
+def test_package_without_nvcc_has_no_cubins_and_no_folder(tree, monkeypatch):
+    monkeypatch.setattr(compilers, "find_nvcc", lambda: None)
+    assert build.build_packaged(tree / "cubins") == 0
+    assert not (tree / "cubins").exists()
+
+
+def test_missing_compiler_is_named_with_what_to_do(tree, monkeypatch):
+    monkeypatch.setattr(compilers, "find_nvcc", lambda: None)
+    monkeypatch.setattr(compilers, "find_nvrtc", lambda: None)
+    message = (
+        r"looked for nvcc and NVRTC .*CUDA_HOME.*libnvrtc\.so\.13.*; put nvcc >= 12\.3 on PATH"
+    )
+    with pytest.raises(compilers.NoCompilerError, match=message):
+        build.cubin("fwd_64")
+
+
+def test_compiler_older_than_the_instructions_is_not_taken(tmp_path, monkeypatch):
+    old = tmp_path / "bin" / "nvcc"
+    old.parent.mkdir()
+    old.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 11.8, V11.8.89'\n")
+    old.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    compilers.find_nvcc.cache_clear()
+    found = compilers.find_nvcc()
+    compilers.find_nvcc.cache_clear()
+    assert found is None or found.path != str(old)
+
+
+def test_command_line_says_what_it_made(tree, monkeypatch, capsys):
+    monkeypatch.setattr(compilers, "find_compiler", lambda _=None: CountingCompiler())
+    assert build.main(["--all"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("nvcc 13.0.1")
+    assert [line.split(":")[0] for line in lines[1:]] == ["fwd_64", "fwd_128"]
+    with pytest.raises(SystemExit):
+        build.main(["fwd_65"])
+    assert "unknown variant 'fwd_65'; one of fwd_64, fwd_128" in capsys.readouterr().err
+
+
+_TINY = """#include <mcp/a.cuh>
+extern "C" __global__ void __launch_bounds__(128, 1) tiny(float* x) { x[threadIdx.x] = D; }
+"""
+
+
+@pytest.mark.parametrize("kind", ["nvcc", "nvrtc"])
+def test_real_compiler_makes_a_cubin_and_reports_errors(tree, kind):
+    compiler = compilers.find_nvcc() if kind == "nvcc" else compilers.find_nvrtc()
+    if compiler is None:
+        pytest.skip(f"no {kind} on this machine")
+    (tree / "attn" / "fwd.cu").write_text(_TINY)
+    made = build.compile_variant(build.variants()["fwd_64"], compiler)
+    assert made[:4] == b"\x7fELF"
+    assert b"tiny" in made
+    (tree / "attn" / "fwd.cu").write_text(_TINY.replace("x[", "y["))
+    with pytest.raises(compilers.CompileError, match='identifier "y" is undefined'):
+        build.compile_variant(build.variants()["fwd_64"], compiler)
