@@ -4,11 +4,25 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class KernelRates:
+    """Measured TFLOP/s of local attention by the shape of a slice; see `plan/topology.py: load_profile`."""
+
+    rows: tuple[int, ...]
+    """Query rows of the measured slices, ascending."""
+    keys: tuple[int, ...]
+    """Mean keys per row of the measured slices, ascending."""
+    forward_tflops: tuple[tuple[float, ...], ...]
+    """`[rows][keys]`."""
+    backward_tflops: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
 class Topology:
     """One kind of machine: rates per rank, bandwidth inside and between nodes, latency per transfer.
 
     A bandwidth is what one rank can send and, at the same time, receive on that level; `node_size`
     consecutive ranks share the inner level. `megatron_cp.plan.topology` holds the rows we ship.
+    Raises ValueError for a rate, bandwidth or node size that is not positive.
     """
 
     name: str
@@ -18,6 +32,28 @@ class Topology:
     inner_gbytes_per_s: float
     outer_gbytes_per_s: float
     latency_us: float
+    kernels: KernelRates | None = None
+    """Measured rates by slice shape; None: every slice runs at `forward_tflops` or `backward_tflops`."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "forward_tflops",
+            "backward_tflops",
+            "node_size",
+            "inner_gbytes_per_s",
+            "outer_gbytes_per_s",
+        ):
+            value = getattr(self, name)
+            if not 0 < value < float("inf"):
+                raise ValueError(
+                    f"{name}={value!r} of topology {self.name!r} must be positive and finite; "
+                    "give what one rank reaches"
+                )
+        if not 0 <= self.latency_us < float("inf"):
+            raise ValueError(
+                f"latency_us={self.latency_us!r} of topology {self.name!r} must not be negative; "
+                "use 0 for none"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

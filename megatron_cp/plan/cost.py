@@ -3,7 +3,7 @@
 A stage costs every rank `compute` (pairs x FLOPs / rate) and its transfer costs the busiest of its links.
 Stage i+1's transfer and stage i-1's results run under stage i's compute; the first transfer, the last
 return and a head split are exposed. Nothing here is measured on the machine that asks: all figures are
-predictions.
+predictions. `simulate.py` plays the same stages event by event, where ranks wait for each other.
 """
 
 from collections.abc import Sequence
@@ -12,17 +12,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_cp.config import CPConfig, Topology
+from megatron_cp.config import CPConfig, KernelRates, Topology
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
+from megatron_cp.mask.slice import Q_END, Q_START, rows_area
 from megatron_cp.plan.schema import (
     DST,
+    SIDES,
     SRC,
     START,
     STOP,
     AttentionPlan,
     HeadSplit,
     PassName,
+    Side,
     Transfer,
 )
 from megatron_cp.plan.topology import get_topology
@@ -51,6 +54,14 @@ class Movement:
         """Returns each rank's time for rows of this size, 0 for rows that do not move."""
         return (self.seconds_per_byte * bytes_per_row + self.latency) * (bytes_per_row > 0)
 
+    def plus(self, other: "Movement | None") -> "Movement":
+        """Returns this movement and another one after it."""
+        if other is None:
+            return self
+        return Movement(
+            self.seconds_per_byte + other.seconds_per_byte, self.latency + other.latency
+        )
+
     def part(self, count: int) -> "Movement":
         """Returns the movement of one of `count` equal parts of the rows."""
         return Movement(self.seconds_per_byte / count, self.latency)
@@ -58,14 +69,24 @@ class Movement:
 
 @dataclass(frozen=True)
 class StageLoad:
-    """One stage as the cost model sees it."""
+    """One stage as the cost model sees it.
+
+    A stage that keeps a side goes on with the rows of the stage before; results for received rows go home
+    after the last stage of such a chain.
+    """
 
     areas: FloatArray  # [P] pairs, in units of all heads of a rank
     keys: Movement | None = None
     queries: Movement | None = None
+    keeps_keys: bool = False
+    keeps_queries: bool = False
+
+    def side(self, side: Side) -> tuple[Movement | None, bool]:
+        """Returns what moves on one side, and whether the side is kept."""
+        return (self.keys, self.keeps_keys) if side == "k" else (self.queries, self.keeps_queries)
 
 
-def row_bytes(config: CPConfig, pass_name: PassName, side: str, head_degree: int = 1) -> RowBytes:
+def row_bytes(config: CPConfig, pass_name: PassName, side: Side, head_degree: int = 1) -> RowBytes:
     """Returns the bytes per key-side or query-side row under a head split of `head_degree`.
 
     Partial results and gradients travel in fp32; `lse` and `delta` are fp32 scalars per head.
@@ -100,13 +121,12 @@ def hop_movement(
 
     A rank sends and receives on both levels at once; the slowest of these four decides.
     """
-    same_node = src // topology.node_size == dst // topology.node_size
-    levels = ((same_node, topology.inner_gbytes_per_s), (~same_node, topology.outer_gbytes_per_s))
+    is_remote = src // topology.node_size != dst // topology.node_size
+    seconds_per_byte = 1e-9 / np.array([topology.inner_gbytes_per_s, topology.outer_gbytes_per_s])
     busiest = np.zeros(num_ranks)
-    for chosen, gbytes in levels:
-        for end in (src, dst):
-            moved = np.bincount(end[chosen], rows[chosen], minlength=num_ranks)
-            busiest = np.maximum(busiest, moved / (gbytes * 1e9))
+    for end in (src, dst):
+        moved = np.bincount(2 * end + is_remote, rows, minlength=2 * num_ranks).reshape(-1, 2)
+        busiest = np.maximum(busiest, (moved * seconds_per_byte).max(axis=1))
     return Movement(busiest, topology.latency_us * 1e-6 if rows.any() else 0.0)
 
 
@@ -121,7 +141,7 @@ def transfer_movement(
         messages = hop.messages
         rows = messages[:, STOP] - messages[:, START]
         one = hop_movement(messages[:, SRC], messages[:, DST], rows, num_ranks, topology)
-        total = Movement(total.seconds_per_byte + one.seconds_per_byte, total.latency + one.latency)
+        total = one.plus(total)
     return total
 
 
@@ -131,12 +151,19 @@ def pass_seconds(
     """Returns the predicted time of the slowest rank for the stages of one pass of one layer."""
     compute = compute_seconds(np.stack([load.areas for load in loads]), config, pass_name)
     arrive, leave = np.zeros_like(compute), np.zeros_like(compute)
-    for index, load in enumerate(loads):
-        for side, movement in (("k", load.keys), ("q", load.queries)):
+    for side in SIDES:
+        size = row_bytes(config, pass_name, side, head_degree)
+        chain: Movement | None = None  # of the stages since the side was last let go
+        for index, load in enumerate(loads):
+            movement, keeps = load.side(side)
+            if not keeps:
+                chain = None
             if movement is not None:
-                size = row_bytes(config, pass_name, side, head_degree)
                 arrive[index] += movement.seconds(size.there)
-                leave[index] += movement.seconds(size.back)
+                chain = movement.plus(chain)
+            is_last = index + 1 == len(loads) or not loads[index + 1].side(side)[1]
+            if chain is not None and is_last:
+                leave[index] += chain.seconds(size.back)
     under = np.zeros_like(compute)  # what travels while stage i computes
     under[:-1] += arrive[1:]
     under[1:] += leave[:-1]
@@ -170,6 +197,48 @@ def stage_areas(plan: AttentionPlan, pass_name: PassName) -> FloatArray:
     return np.array(areas, dtype=np.float64).reshape(-1, plan.cp_size) / degree
 
 
+def weighted_areas(plan: AttentionPlan, pass_name: PassName) -> FloatArray:
+    """Returns `stage_areas` with every slice weighted by how much slower than the peak it runs.
+
+    The same as `stage_areas` unless the topology has measured kernel rates.
+    """
+    kernels = get_topology(plan.config.topology).kernels
+    if kernels is None:
+        return stage_areas(plan, pass_name)
+    pass_ = plan.get_pass(pass_name)
+    works = [work.array for stage in pass_.stages for work in stage.work]
+    owner = np.repeat(np.arange(len(works)), [len(work) for work in works])
+    slices = np.concatenate([np.zeros((0, 6), np.int64), *works])
+    weights = rows_area(slices) * slowdown(kernels, slices, pass_name)
+    totals = np.bincount(owner, weights, minlength=len(works)).reshape(-1, plan.cp_size)
+    return totals / (pass_.head_split.degree if pass_.head_split else 1)
+
+
+def slowdown(kernels: KernelRates, slices: IntArray, pass_name: PassName) -> FloatArray:
+    """Returns the peak rate over the rate of each slice: float64 `[n]`, at least 1.
+
+    Rates between measured shapes are interpolated over log2 of rows and of mean keys per row; a slice
+    beyond the table runs like its nearest shape.
+    """
+    table = np.array(kernels.forward_tflops if pass_name == "forward" else kernels.backward_tflops)
+    rows = (slices[:, Q_END] - slices[:, Q_START]).astype(np.float64)
+    keys = rows_area(slices) / rows
+    i, along_rows = _grid_place(np.log2(kernels.rows), np.log2(rows))
+    j, along_keys = _grid_place(np.log2(kernels.keys), np.log2(keys))
+    i_next, j_next = np.minimum(i + 1, len(kernels.rows) - 1), np.minimum(j + 1, table.shape[1] - 1)
+    low = table[i, j] * (1 - along_keys) + table[i, j_next] * along_keys
+    high = table[i_next, j] * (1 - along_keys) + table[i_next, j_next] * along_keys
+    return table.max() / (low * (1 - along_rows) + high * along_rows)
+
+
+def _grid_place(grid: FloatArray, values: FloatArray) -> tuple[IntArray, FloatArray]:
+    """Returns the grid line at or before each value (clamped to the grid) and the way to the next."""
+    values = np.clip(values, grid[0], grid[-1])
+    line = np.clip(np.searchsorted(grid, values, side="right") - 1, 0, max(0, len(grid) - 2))
+    gap = np.diff(grid, append=grid[-1] + 1.0)[line]
+    return line, (values - grid[line]) / gap
+
+
 def makespan_seconds(plan: AttentionPlan, pass_name: PassName) -> float:
     """Returns the predicted time of the slowest rank for one pass of one layer."""
     pass_, topology = plan.get_pass(pass_name), get_topology(plan.config.topology)
@@ -179,8 +248,10 @@ def makespan_seconds(plan: AttentionPlan, pass_name: PassName) -> float:
             areas,
             transfer_movement(stage.k_cast, plan.cp_size, topology),
             transfer_movement(stage.q_cast, plan.cp_size, topology),
+            stage.keeps_k,
+            stage.keeps_q,
         )
-        for areas, stage in zip(stage_areas(plan, pass_name), pass_.stages, strict=True)
+        for areas, stage in zip(weighted_areas(plan, pass_name), pass_.stages, strict=True)
     ]
     exposed = head_split_seconds(pass_.head_split, plan.tokens_per_rank, plan.config, pass_name)
     return pass_seconds(loads, plan.config, pass_name, degree) + exposed

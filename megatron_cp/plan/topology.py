@@ -1,24 +1,83 @@
 """Hardware rows of the cost model: how fast a rank computes and how fast its links carry rows.
 
-The only place with hardware constants; sources stand beside the rows.
+The only place with hardware constants; where each comes from stands beside it. A file that was measured on
+one's own machine takes the place of a row: `load_profile`.
+
+    {"name": "my cluster", "node_size": 8, "inner_gbytes_per_s": 360, "outer_gbytes_per_s": 44,
+     "latency_us": 18,
+     "kernel": [{"rows": 128,  "keys": 128,  "forward_tflops": 90,  "backward_tflops": 70},
+                {"rows": 8192, "keys": 8192, "forward_tflops": 640, "backward_tflops": 540}, ...]}
+
+`kernel` is the measured rate of local attention on one slice of that many query rows and (mean) keys per
+row: every pairing of the rows and the keys that the file names.
 """
 
 import difflib
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
-from megatron_cp.config import Topology
+from megatron_cp.config import KernelRates, Topology
 
 TOPOLOGIES = {
     row.name: row
     for row in (
-        # Two gloo ranks on a 2-core machine; loopback TCP.
-        Topology("cpu", 0.05, 0.04, 1 << 30, 1.0, 1.0, 500.0),
-        # UltraAttn (SC'25) raw A800 points: 216 TFLOP/s, 164 GB/s inside, 23 GB/s between nodes.
-        Topology("a800", 216.0, 190.0, 8, 164.0, 23.0, 20.0),
-        # FlashAttention-3 class kernels on H100; NVLink 370 GB/s and 400 Gb/s InfiniBand, achievable.
-        Topology("h100", 550.0, 450.0, 8, 370.0, 45.0, 20.0),
-        Topology("h200", 600.0, 500.0, 8, 370.0, 45.0, 20.0),
+        Topology(
+            name="cpu",
+            # two gloo ranks, one core each, loopback TCP: orders of magnitude; benchmarks/bench_prediction.py
+            # measures them on the machine that it runs on
+            forward_tflops=0.05,
+            backward_tflops=0.04,
+            node_size=1 << 30,
+            inner_gbytes_per_s=1.0,
+            outer_gbytes_per_s=1.0,
+            latency_us=500.0,
+        ),
+        Topology(
+            name="a800",
+            # raw points of UltraAttn (SC'25), 512K tokens: 214-230 TFLOP/s full, 174 causal
+            forward_tflops=216.0,
+            # the same files, backward: 140-166 TFLOP/s with exposed links, 190 without
+            backward_tflops=190.0,
+            node_size=8,
+            # per-pair tests in the same repository: about 164 GB/s inside, 23 GB/s between nodes
+            inner_gbytes_per_s=164.0,
+            outer_gbytes_per_s=23.0,
+            # a grouped send and receive of NCCL, small message: order of magnitude
+            latency_us=20.0,
+        ),
+        Topology(
+            name="h100",
+            # FlashAttention-3 in LongCA-bench, GQA 64:8, head dim 128: 550-620 full, 558-602 causal
+            forward_tflops=550.0,
+            # the same harness, backward: 434-585; a conservative choice
+            backward_tflops=450.0,
+            node_size=8,
+            # NVLink 4: 450 GB/s per direction nominal, about 370 reached by all-to-all
+            inner_gbytes_per_s=370.0,
+            # one 400 Gb/s InfiniBand port per GPU: 50 GB/s nominal, about 45 reached
+            outer_gbytes_per_s=45.0,
+            latency_us=20.0,
+        ),
+        Topology(
+            name="h200",
+            # the same compute units as H100, more memory bandwidth: cuDNN 9.19 publishes 690 full at best;
+            # 600 and 500 leave the margin of real slices
+            forward_tflops=600.0,
+            backward_tflops=500.0,
+            node_size=8,
+            inner_gbytes_per_s=370.0,  # links as on H100
+            outer_gbytes_per_s=45.0,
+            latency_us=20.0,
+        ),
     )
 }
+
+_LINKS = ("inner_gbytes_per_s", "outer_gbytes_per_s", "latency_us")
+_CELL = ("rows", "keys", "forward_tflops", "backward_tflops")
+_COUNTS = ("node_size", "rows", "keys")
 
 
 def get_topology(name: str | Topology) -> Topology:
@@ -26,9 +85,80 @@ def get_topology(name: str | Topology) -> Topology:
     if isinstance(name, Topology):
         return name
     if name not in TOPOLOGIES:
-        near = difflib.get_close_matches(str(name), TOPOLOGIES, n=1, cutoff=0.0)[0]
+        near = difflib.get_close_matches(str(name).lower(), TOPOLOGIES, n=1, cutoff=0.0)[0]
         raise ValueError(
             f"topology={name!r} is unknown; choose one of {', '.join(sorted(TOPOLOGIES))} "
             f"(nearest: {near}) or pass a Topology of your own"
         )
     return TOPOLOGIES[name]
+
+
+def load_profile(path: str | Path) -> Topology:
+    """Returns the hardware row of a measured file, with its table of kernel rates.
+
+    Raises ValueError, naming the entry and the file, for what is missing, not a number or not positive.
+    """
+    where = f"profile {path}"
+    try:
+        content = json.loads(Path(path).read_text())
+    except ValueError as problem:
+        raise ValueError(
+            f"{where} is not JSON ({problem}); write it as docs/simulate.md shows"
+        ) from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{where} must be a JSON object; write it as docs/simulate.md shows")
+    cells = content.get("kernel")
+    if not isinstance(cells, list) or not cells:
+        raise ValueError(
+            f"{where}: entry 'kernel' is {cells!r}; it must be a list of measured slices, each with "
+            f"{', '.join(_CELL)}"
+        )
+    kernels = _kernel_rates(cells, where)
+    links = {key: _number(content, key, where) for key in _LINKS}
+    return Topology(
+        name=str(content.get("name", Path(path).stem)),
+        forward_tflops=max(map(max, kernels.forward_tflops)),
+        backward_tflops=max(map(max, kernels.backward_tflops)),
+        node_size=int(_number(content, "node_size", where)),
+        kernels=kernels,
+        **links,
+    )
+
+
+def _kernel_rates(cells: list[Any], where: str) -> KernelRates:
+    rates: dict[tuple[int, int], tuple[float, float]] = {}
+    for index, cell in enumerate(cells):
+        entry = f"{where}: kernel[{index}]"
+        if not isinstance(cell, dict):
+            raise ValueError(f"{entry} is {cell!r}; it must have {', '.join(_CELL)}")
+        rows, keys, forward, backward = (_number(cell, key, entry) for key in _CELL)
+        shape = int(rows), int(keys)
+        if shape in rates:
+            raise ValueError(
+                f"{entry} repeats rows={shape[0]}, keys={shape[1]}; keep one of the two"
+            )
+        rates[shape] = forward, backward
+    all_rows, all_keys = (sorted({shape[axis] for shape in rates}) for axis in (0, 1))
+    for shape in ((r, k) for r in all_rows for k in all_keys):
+        if shape not in rates:
+            raise ValueError(
+                f"{where}: kernel has no entry for rows={shape[0]}, keys={shape[1]}; measure every pairing "
+                f"of rows {all_rows} and keys {all_keys}"
+            )
+    forward_table, backward_table = (
+        tuple(tuple(rates[r, k][which] for k in all_keys) for r in all_rows) for which in (0, 1)
+    )
+    return KernelRates(tuple(all_rows), tuple(all_keys), forward_table, backward_table)
+
+
+def _number(entries: Mapping[str, Any], key: str, where: str) -> float:
+    """Returns a positive entry; latency may be 0, counts must be whole."""
+    value = entries.get(key)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is None:
+        raise ValueError(f"{where}: entry {key!r} is missing; give a positive number")
+    least_is_fine = is_number and (value > 0 or (key == "latency_us" and value == 0))
+    if not least_is_fine or not math.isfinite(value) or (key in _COUNTS and value != int(value)):
+        kind = "a positive whole number" if key in _COUNTS else "a positive number"
+        raise ValueError(f"{where}: entry {key!r} is {value!r}; it must be {kind}")
+    return float(value)
