@@ -1,4 +1,4 @@
-// mbarrier objects: 8 bytes of shared memory, 8-byte aligned. PTX ISA: see the instructions named below.
+// mbarrier objects: 8 bytes of shared memory, 8-byte aligned.
 #pragma once
 
 #include <mcp/ptx/keywords.cuh>

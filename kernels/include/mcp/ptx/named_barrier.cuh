@@ -1,4 +1,4 @@
-// Hardware barriers 1..15 of a CTA (0 is sync_threads). PTX ISA: see the instructions named below.
+// Hardware barriers 1..15 of a CTA (0 is sync_threads).
 #pragma once
 
 #include <mcp/ptx/keywords.cuh>

@@ -1,4 +1,4 @@
-// Stores four 8x8 matrices of 16-bit elements to shared memory. PTX ISA: see the instructions named below.
+// Stores four 8x8 matrices of 16-bit elements to shared memory.
 #pragma once
 
 #include <mcp/ptx/keywords.cuh>

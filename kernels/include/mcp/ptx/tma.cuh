@@ -1,4 +1,4 @@
-// Bulk tensor copies between global and shared memory through 3-D tensor maps. PTX ISA: see the instructions named below.
+// Bulk tensor copies between global and shared memory through 3-D tensor maps.
 // Coordinates are in elements, innermost first; boxes may reach outside: loads fill zeros, stores skip.
 // One thread issues a copy; shared addresses are 128-byte aligned (1024 with the 128-byte swizzle).
 #pragma once

@@ -1,4 +1,4 @@
-// Warpgroup matrix multiply-accumulate, D[64][N] += A[64][16] B[16][N], fp32 sums. PTX ISA: see the instructions named below.
+// Warpgroup matrix multiply-accumulate, D[64][N] += A[64][16] B[16][N], fp32 sums.
 //
 // The 128 threads of a warpgroup call together. Register i of lane l of warp w holds
 // D[16w + l/4 + 8*((i>>1)&1)][8*(i>>2) + 2*(l%4) + (i&1)].

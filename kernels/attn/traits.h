@@ -1,0 +1,49 @@
+// Compile-time choices of one variant of a kernel, and what follows from them. Plain C++: the host reads them too.
+#pragma once
+
+#include <mcp/types.h>
+
+namespace mcp::attn {
+
+constexpr int kMaxSharedBytes = 227 * 1024;  // what one CTA may ask for on sm_90
+
+// A producer warpgroup and `kConsumers` consumer warpgroups of 64 query rows each, one CTA per multiprocessor.
+template <class T_, int kHeadDim_, int kValueDim_, int kBlockN_, int kStages_, int kConsumers_, bool kPingPong_,
+          bool kSoftcap_>
+struct FwdTraits {
+    using T = T_;
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kValueDim = kValueDim_;
+    static constexpr int kBlockM = 64 * kConsumers_;
+    static constexpr int kBlockN = kBlockN_;
+    static constexpr int kStages = kStages_;
+    static constexpr int kConsumers = kConsumers_;
+    static constexpr bool kPingPong = kPingPong_;  // consumers take turns: one's softmax under the other's products
+    static constexpr bool kSoftcap = kSoftcap_;
+    static constexpr int kThreads = 128 * (kConsumers + 1);
+
+    // Register pool per lane: 3 x 168 = 24 + 2 x 240, or 4 x 128 = 32 + 3 x 160.
+    static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
+    static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
+
+    static constexpr int kPaddedHeadDim = (kHeadDim + 63) / 64 * 64;
+    static constexpr int kPaddedValueDim = (kValueDim + 63) / 64 * 64;
+    static constexpr int kQueryBytes = kBlockM * kPaddedHeadDim * 2;
+    static constexpr int kKeyBytes = kBlockN * kPaddedHeadDim * 2;
+    static constexpr int kValueBytes = kBlockN * kPaddedValueDim * 2;
+
+    // Shared memory: [align to 1024] q | k stages | v stages | mailbox 32 | barriers.
+    static constexpr int kQueryAt = 0;
+    static constexpr int kKeysAt = kQueryAt + kQueryBytes;
+    static constexpr int kValuesAt = kKeysAt + kStages * kKeyBytes;
+    static constexpr int kMailboxAt = kValuesAt + kStages * kValueBytes;
+    static constexpr int kBarriersAt = kMailboxAt + 32;
+    static constexpr int kNumBarriers = 2 * (1 + 2 * kStages + 1) + 1;
+    static constexpr int kSharedBytes = (1024 + kBarriersAt + 8 * kNumBarriers + 127) / 128 * 128;
+
+    static_assert(kConsumers == 2 || kConsumers == 3, "register pools are computed for 2 and 3");
+    static_assert(kHeadDim % 16 == 0 && kValueDim % 16 == 0 && kBlockN % 16 == 0, "wgmma reduces 16 at a time");
+    static_assert(kSharedBytes <= kMaxSharedBytes, "more shared memory than a CTA can have");
+};
+
+}  // namespace mcp::attn

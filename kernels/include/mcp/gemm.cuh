@@ -1,0 +1,39 @@
+// Products of a warpgroup, issued and committed as one group; the caller waits (ptx::wgmma_wait) and pins.
+#pragma once
+
+#include <mcp/panels.cuh>
+
+namespace mcp {
+
+// d [64, B rows] = A B' for the 64 rows of A that start at `a_row`; both with the reduction along their columns.
+template <class T, class TileA, class TileB, int kSize>
+MCP_DEVICE void issue_a_bt(float (&d)[kSize], TileA a, int a_row, TileB b) {
+    static_assert(kSize == TileB::kRows / 2 && TileA::kColumns == TileB::kColumns, "shapes differ");
+    const u64 a_start = k_major_descriptor(uniform(a.address + a_row * kRowBytes));
+    const u64 b_start = k_major_descriptor(uniform(b.address));
+    ptx::wgmma_fence();
+    MCP_UNROLL
+    for (int k = 0; k < TileA::kColumns / 16; k++) {
+        ptx::wgmma_ss<T, TileB::kRows, 0, 0>(
+            d, step_descriptor(a_start, k_major_step<TileA>(k)),
+            step_descriptor(b_start, k_major_step<TileB>(k)), k != 0);
+    }
+    ptx::wgmma_commit();
+}
+
+// d [64, B columns] += P B, with P [64, B rows] in registers as packed pairs of an accumulator of issue_a_bt.
+template <class T, class TileB, int kSize, int kPacked>
+MCP_DEVICE void issue_p_b(float (&d)[kSize], const u32 (&p)[kPacked], TileB b) {
+    static_assert(kSize == TileB::kColumns / 2 && kPacked == TileB::kRows / 4, "shapes differ");
+    const u64 b_start = mn_major_descriptor(TileB{uniform(b.address)});
+    ptx::wgmma_pin(d);
+    ptx::wgmma_fence();
+    MCP_UNROLL
+    for (int k = 0; k < TileB::kRows / 16; k++) {
+        ptx::wgmma_rs<T, TileB::kColumns, 1>(d, p + 4 * k,
+                                             step_descriptor(b_start, k * kMnMajorStep), true);
+    }
+    ptx::wgmma_commit();
+}
+
+}  // namespace mcp

@@ -1,0 +1,79 @@
+// Tiles of 16-bit elements in shared memory as TMA writes and wgmma reads them: panels of 64 columns (128 bytes per row)
+// side by side, each with the 128-byte swizzle (16-byte chunk c of row r lies at chunk c ^ (r % 8)).
+//
+//     columns   0..63       64..127          panel p starts at address + p * kRows * 128
+//             [kRows x 128 B][kRows x 128 B]
+#pragma once
+
+#include <mcp/platform.cuh>
+
+namespace mcp {
+
+constexpr int kPanelColumns = 64;
+constexpr int kRowBytes = 128;
+constexpr int kSwizzleBytes = 1024;  // the pattern's period: every panel starts at a multiple
+
+template <int kRows_, int kColumns_>
+struct Panels {
+    static constexpr int kRows = kRows_;
+    static constexpr int kColumns = kColumns_;
+    // A last panel that is not full is still loaded whole: TMA fills columns outside the tensor with zeros.
+    static constexpr int kNumPanels = (kColumns + kPanelColumns - 1) / kPanelColumns;
+    static constexpr int kPanelBytes = kRows * kRowBytes;
+    static constexpr int kBytes = kNumPanels * kPanelBytes;
+    static_assert(kPanelBytes % kSwizzleBytes == 0, "a panel would start inside a swizzle period");
+
+    u32 address;
+};
+
+// Fills the tile with rows [row, row + kRows) of `head`; completes kBytes on `barrier`. One thread calls.
+template <class Tile>
+MCP_DEVICE void load_panels(
+    Tile tile, const TensorMap* map, u32 barrier, int head, int row, u64 cache_hint) {
+    MCP_UNROLL
+    for (int p = 0; p < Tile::kNumPanels; p++) {
+        ptx::tma_load_3d(tile.address + p * Tile::kPanelBytes, map, barrier, p * kPanelColumns,
+                         head, row, cache_hint);
+    }
+}
+
+// Clears rows [first_row, kRows). All lanes of one warp call; async readers need a proxy fence after it.
+template <class Tile>
+MCP_DEVICE void clear_rows(Tile tile, int first_row) {
+    for (int at = first_row * kRowBytes + lane_index() * 16; at < Tile::kPanelBytes;
+         at += kWarpSize * 16) {
+        MCP_UNROLL
+        for (int p = 0; p < Tile::kNumPanels; p++) {
+            ptx::store_shared_i32x4(tile.address + p * Tile::kPanelBytes + at, {0, 0, 0, 0});
+        }
+    }
+}
+
+// Matrix descriptors of wgmma. Bits 0-13 address / 16, 16-29 leading offset / 16, 32-45 stride offset / 16, 62 swizzle.
+MCP_DEVICE u64 make_descriptor(u32 address, u32 leading_bytes, u32 stride_bytes) {
+    return static_cast<u64>((address & 0x3ffffu) >> 4) | (static_cast<u64>(leading_bytes >> 4) << 16) |
+           (static_cast<u64>(stride_bytes >> 4) << 32) | (1ull << 62);
+}
+// Moves a descriptor by a constant: only the low word changes, so a step costs one 32-bit addition.
+MCP_DEVICE u64 step_descriptor(u64 descriptor, int bytes) {
+    const u32 low = static_cast<u32>(descriptor) + static_cast<u32>(bytes >> 4);
+    return (descriptor & 0xffffffff00000000ull) | low;
+}
+
+// An operand whose reduction runs along the columns (Q and K of Q K'): 8-row groups are 1024 bytes apart.
+MCP_DEVICE u64 k_major_descriptor(u32 address) {
+    return make_descriptor(address, 16, kSwizzleBytes);
+}
+// An operand whose reduction runs along the rows (V of P V): panels lead, 8-row groups stride.
+template <class Tile>
+MCP_DEVICE u64 mn_major_descriptor(Tile tile) {
+    return make_descriptor(tile.address, Tile::kPanelBytes, kSwizzleBytes);
+}
+// Offset of reduction step `k` (16 columns) of a K-major operand.
+template <class Tile>
+MCP_DEVICE constexpr int k_major_step(int k) {
+    return k / 4 * Tile::kPanelBytes + k % 4 * 32;
+}
+constexpr int kMnMajorStep = 16 * kRowBytes;
+
+}  // namespace mcp
