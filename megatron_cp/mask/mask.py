@@ -22,6 +22,7 @@ from megatron_cp.mask.slice import (
     Q_START,
     MaskSlice,
     crop_rows,
+    cut_rows,
     intersect_rows,
     rows_area,
     shift_rows,
@@ -92,7 +93,7 @@ class AttentionMask:
     def needed_keys(self, q_ranges: IntArray) -> IntArray:
         """Returns the keys that any of these query rows may see, as sorted disjoint intervals."""
         ranges = interval.normalise(interval.as_intervals(q_ranges))
-        parts, _ = _cut(self.array, ranges, Q_START, Q_END)
+        parts, _ = cut_rows(self.array, ranges, Q_START, Q_END)
         return interval.normalise(parts[:, [K_START, K_END]])
 
     # ------------------------------------------------------------------ algebra
@@ -115,9 +116,9 @@ class AttentionMask:
         """
         q_ranges = _checked_ranges("q_ranges", q_ranges, self.num_queries)
         k_ranges = _checked_ranges("k_ranges", k_ranges, self.num_keys)
-        rows, which = _cut(self.array, q_ranges, Q_START, Q_END)
+        rows, which = cut_rows(self.array, q_ranges, Q_START, Q_END)
         rows = shift_rows(rows, q=(_offsets(q_ranges) - q_ranges[:, 0])[which])
-        rows, which = _cut(rows, k_ranges, K_START, K_END)
+        rows, which = cut_rows(rows, k_ranges, K_START, K_END)
         rows = shift_rows(rows, k=(_offsets(k_ranges) - k_ranges[:, 0])[which])
         return AttentionMask(interval.length(q_ranges), interval.length(k_ranges), rows)
 
@@ -281,21 +282,3 @@ def _offsets(ranges: IntArray) -> IntArray:
     """Returns where each range begins in the concatenation of all."""
     sizes = ranges[:, 1] - ranges[:, 0]
     return np.cumsum(sizes) - sizes
-
-
-def _cut(rows: IntArray, ranges: IntArray, start: int, end: int) -> tuple[IntArray, IntArray]:
-    """Returns the tight parts of `rows` inside ranges of one axis, and the range of each part.
-
-    The ranges are disjoint and not empty.
-    """
-    ranges_in_order = np.argsort(ranges[:, 0], kind="stable")
-    ordered = ranges[ranges_in_order]
-    low = np.searchsorted(ordered[:, 1], rows[:, start], side="right")
-    high = np.searchsorted(ordered[:, 0], rows[:, end], side="left")
-    which, span = expand_ranges(low, np.maximum(low, high))
-    parts = rows[which]
-    parts[:, start] = np.maximum(parts[:, start], ordered[span, 0])
-    parts[:, end] = np.minimum(parts[:, end], ordered[span, 1])
-    # The other axis shrinks too, but a tight row keeps at least one pair in every row and column of
-    # its box, so no part vanishes here and the indices stay aligned.
-    return tighten(parts), ranges_in_order[span]

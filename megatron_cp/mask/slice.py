@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_cp.mask.interval import IntArray
+from megatron_cp.mask.interval import IntArray, expand_ranges
 
 Q_START, Q_END, K_START, K_END, LO, HI = range(6)
 OPEN = 1 << 40  # beyond every token index; stands for an open side until `tighten` clamps it
@@ -103,6 +103,24 @@ def subtract_rows(a: IntArray, b: IntArray) -> IntArray:
         make_rows(q_in0, q_in1, k_in0, k_in1, hi_in + 1, hi),
     ]
     return tighten(np.concatenate(pieces))
+
+
+def cut_rows(rows: IntArray, ranges: IntArray, start: int, end: int) -> tuple[IntArray, IntArray]:
+    """Returns the tight parts of `rows` inside ranges of one axis, and the range of each part.
+
+    The ranges are disjoint and not empty.
+    """
+    ranges_in_order = np.argsort(ranges[:, 0], kind="stable")
+    ordered = ranges[ranges_in_order]
+    low = np.searchsorted(ordered[:, 1], rows[:, start], side="right")
+    high = np.searchsorted(ordered[:, 0], rows[:, end], side="left")
+    which, span = expand_ranges(low, np.maximum(low, high))
+    parts = rows[which]
+    parts[:, start] = np.maximum(parts[:, start], ordered[span, 0])
+    parts[:, end] = np.minimum(parts[:, end], ordered[span, 1])
+    # The other axis shrinks too, but a tight row keeps at least one pair in every row and column of
+    # its box, so no part vanishes here and the indices stay aligned.
+    return tighten(parts), ranges_in_order[span]
 
 
 def transpose_rows(rows: IntArray) -> IntArray:

@@ -14,7 +14,6 @@ from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.placement import check_chunk_size
 from megatron_cp.plan.portfolio import best_family
-from megatron_cp.plan.routing import PlacedMask
 from megatron_cp.plan.schema import AttentionPlan
 from megatron_cp.plan.schemes.gather import (
     needed_keys_pass,
@@ -24,6 +23,7 @@ from megatron_cp.plan.schemes.gather import (
 )
 from megatron_cp.plan.schemes.ring import plan_ring, plan_zigzag
 from megatron_cp.plan.schemes.ulysses import plan_ulysses
+from megatron_cp.plan.stages import PlacedMask
 from megatron_cp.plan.topology import get_topology
 
 Planner = Callable[[AttentionMask, int, CPConfig], AttentionPlan]

@@ -16,9 +16,9 @@ from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan import balance, placement
 from megatron_cp.plan.cost import load_bound_seconds, makespan_seconds
 from megatron_cp.plan.pricing import Choice, Figures, choices, deal_figures, placement_figures
-from megatron_cp.plan.routing import PlacedMask
 from megatron_cp.plan.schema import AttentionPlan
 from megatron_cp.plan.schemes.gather import one_pass_plan
+from megatron_cp.plan.stages import PlacedMask
 from megatron_cp.plan.topology import get_topology
 
 Family = Mapping[str, tuple[AttentionMask, float]]  # name -> (mask, number of layers)

@@ -24,11 +24,11 @@ from megatron_cp.plan.cost import (
     hop_movement,
     pass_seconds,
 )
-from megatron_cp.plan.routing import PlacedMask
 from megatron_cp.plan.schema import Pass
 from megatron_cp.plan.schemes.gather import allgather_pass, needed_keys_pass
 from megatron_cp.plan.schemes.ring import ring_pass
 from megatron_cp.plan.schemes.ulysses import fits_heads, full_split, ulysses_pass
+from megatron_cp.plan.stages import PlacedMask
 from megatron_cp.plan.topology import get_topology
 
 STAGE_COUNTS = (1, 2, 4)

@@ -1,214 +1,241 @@
-"""Turns "these ranks want these keys" into a Stage: messages, and the work in local coordinates.
+"""Where rows are, and how they get to the ranks that want them: messages of a Transfer.
 
-The casts built here are zero-redundant: a rank receives exactly the key rows that it asked for and does
-not own, each once, straight from the owner (the group-cast of MagiAttention).
+All ranks are handled at once, because a Python loop over ranks would cost more than the plan. Every rank
+sees a copy of all token ids of its own:
 
-All ranks are handled at once, because a Python loop over ranks and stages would cost more than the plan.
-Their rows stand below each other, and each rank sees a copy of all keys of its own:
+    key r * stride + i   =   token i as rank r sees it        (stride > number of ids: copies never touch)
 
-    key r * stride + k   =   key k as rank r sees it          (stride > number of ids: copies never touch)
+A route turns "these ranks want these keys" into hops. Whatever the route, a rank is never sent a row that it
+holds already.
 """
 
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
-from megatron_cp.mask import AttentionMask, interval
+from megatron_cp.mask import interval
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.mask.slice import K_END, K_START, Q_START, rows_area, shift_rows
-from megatron_cp.plan.schema import Hop, Stage, Transfer
+from megatron_cp.plan.schema import Hop, Transfer
 
-ID_START, ID_STOP, OWNER, LOCAL_START, READER = range(5)
+SRC, DST, ID_START, ID_STOP = range(4)
 
 
-class Owners:
-    """Where every token lives, as runs of consecutive ids: rank by rank, and in one table sorted by id."""
+@dataclass(frozen=True)
+class RowSpace:
+    """The rows of one side that the ranks hold, as runs of consecutive ids in local order."""
 
-    def __init__(self, own_ids: IntArray):
-        self.num_ranks, self.own_rows = own_ids.shape
-        self.num_ids = own_ids.size
-        self.stride = self.num_ids + 1
+    runs: IntArray
+    """Keys int64 `[n, 2]`, rank by rank; a rank's rows stand in the order of its runs."""
+    num_ranks: int
+    stride: int
+
+    @classmethod
+    def own(cls, own_ids: IntArray) -> "RowSpace":
+        """Returns the space in which rank r holds `own_ids[r]` `[R]`."""
+        num_ranks, own_rows = own_ids.shape
         ids = own_ids.reshape(-1)
         opens = np.ones(ids.size, dtype=bool)
         opens[1:] = ids[1:] != ids[:-1] + 1
-        opens[:: self.own_rows] = True
+        opens[::own_rows] = True
         first = np.flatnonzero(opens)
-        sizes = np.diff(np.r_[first, ids.size])
-        rank, local = np.divmod(first, self.own_rows)
-        self.runs = np.stack([ids[first], ids[first] + sizes], axis=1)
-        self.rank_of_run = rank
-        table = np.column_stack([self.runs, rank, local])
-        self.table = table[np.argsort(table[:, ID_START], kind="stable")]
+        stop = np.r_[first[1:], ids.size]
+        start = ids[first] + first // own_rows * (ids.size + 1)
+        return cls(np.stack([start, start + stop - first], axis=1), num_ranks, ids.size + 1)
 
     @cached_property
-    def own_keys(self) -> IntArray:
-        """The keys that each rank owns, as it sees them, in its local order: int64 `[runs, 2]`."""
-        return self.runs + (self.rank_of_run * self.stride)[:, None]
+    def rank_of_run(self) -> IntArray:
+        """The rank that holds each run: int64 `[n]`."""
+        return self.runs[:, 0] // self.stride
 
     @cached_property
-    def all_keys(self) -> IntArray:
-        """Every key as every rank sees it: int64 `[P, 2]`."""
-        start = np.arange(self.num_ranks, dtype=np.int64) * self.stride
-        return np.stack([start, start + self.num_ids], axis=1)
+    def sizes(self) -> IntArray:
+        """The rows that each rank holds: int64 `[P]`."""
+        rows = self.runs[:, 1] - self.runs[:, 0]
+        return np.bincount(self.rank_of_run, rows, self.num_ranks).astype(np.int64)
 
-    def without_own(self, keys: IntArray) -> IntArray:
-        """Returns `keys` (normalised) less those that the rank asking owns."""
-        return interval.subtract(keys, interval.normalise(self.own_keys))
+    @cached_property
+    def first_row_of_run(self) -> IntArray:
+        """Where each run begins among its rank's rows: int64 `[n]`."""
+        begin = np.cumsum(self.runs[:, 1] - self.runs[:, 0]) - (self.runs[:, 1] - self.runs[:, 0])
+        return begin - np.r_[0, np.cumsum(self.sizes)][self.rank_of_run]
 
-    def locate(self, wanted: IntArray) -> IntArray:
-        """Returns the pieces of `wanted`, int64 `[n, 5]`: table rows, and the rank that reads them.
+    def shifts(self, step: int) -> IntArray:
+        """Returns what to add to the keys of each run to stand at `rank * step + local row`: int64 `[n]`."""
+        return self.first_row_of_run + self.rank_of_run * step - self.runs[:, 0]
 
-        `wanted`: normalised keys as ranks see them. Pieces are sorted by (reader, owner, local row), the
-        order in which they arrive.
+    @cached_property
+    def keys(self) -> IntArray:
+        """What is held, as normalised intervals of keys."""
+        return interval.normalise(self.runs)
+
+    def missing(self, wanted: IntArray) -> IntArray:
+        """Returns the keys of `wanted` (normalised) that are not held."""
+        return interval.subtract(wanted, self.keys)
+
+    def send(self, requests: IntArray) -> tuple[Hop, "RowSpace"]:
+        """Returns the hop that serves `requests` int64 `[m, 4]` (src, dst, id start, id stop), and what is held then.
+
+        The sources hold the ids; no two requests bring one id to one rank.
         """
+        order = np.argsort(self.runs[:, 0])
+        table = self.runs[order]
+        wanted = requests[:, ID_START:] + requests[:, [SRC]] * self.stride
+        low = np.searchsorted(table[:, 1], wanted[:, 0], side="right")
+        high = np.searchsorted(table[:, 0], wanted[:, 1], side="left")
+        which, run = interval.expand_ranges(low, np.maximum(low, high))
+        start = np.maximum(table[run, 0], wanted[which, 0])
+        stop = np.minimum(table[run, 1], wanted[which, 1])
+        row = self.first_row_of_run[order][run] + start - table[run, 0]
+        src, dst = requests[which, SRC], requests[which, DST]
+        arrival = np.lexsort((row, src, dst))
+        messages = np.stack([src, dst, row, row + stop - start], axis=1)[arrival]
+        came = np.stack([start, stop], axis=1) + ((dst - src) * self.stride)[:, None]
+        runs = np.concatenate([self.runs, came[arrival]])
+        runs = runs[np.argsort(runs[:, 0] // self.stride, kind="stable")]
+        return Hop(_join(messages)), RowSpace(runs, self.num_ranks, self.stride)
+
+
+class Owners:
+    """Which rank owns which token ids: the runs of the own space sorted by id."""
+
+    def __init__(self, own: RowSpace):
+        rank = own.rank_of_run
+        ids = own.runs - (rank * own.stride)[:, None]
+        order = np.argsort(ids[:, 0])
+        self.ids, self.rank = ids[order], rank[order]
+        self.num_ranks, self.stride = own.num_ranks, own.stride
+
+    def requests(self, wanted: IntArray) -> IntArray:
+        """Returns normalised keys `[n, 2]`, cut by owner: int64 `[m, 4]` (owner, reader, id start, id stop)."""
         reader = wanted[:, 0] // self.stride
         ids = wanted - (reader * self.stride)[:, None]
-        low = np.searchsorted(self.table[:, ID_STOP], ids[:, 0], side="right")
-        high = np.searchsorted(self.table[:, ID_START], ids[:, 1], side="left")
+        low = np.searchsorted(self.ids[:, 1], ids[:, 0], side="right")
+        high = np.searchsorted(self.ids[:, 0], ids[:, 1], side="left")
         which, run = interval.expand_ranges(low, np.maximum(low, high))
-        pieces = np.column_stack([self.table[run], reader[which]])
-        start = np.maximum(pieces[:, ID_START], ids[which, 0])
-        pieces[:, LOCAL_START] += start - pieces[:, ID_START]
-        pieces[:, ID_START] = start
-        pieces[:, ID_STOP] = np.minimum(pieces[:, ID_STOP], ids[which, 1])
-        return pieces[np.lexsort(pieces[:, [LOCAL_START, OWNER, READER]].T)]
+        start = np.maximum(self.ids[run, 0], ids[which, 0])
+        stop = np.minimum(self.ids[run, 1], ids[which, 1])
+        return np.stack([self.rank[run], reader[which], start, stop], axis=1)
+
+    def blocks(self, distances: Iterable[int]) -> IntArray:
+        """Returns requests by which every rank asks for all rows of the ranks so many places before it."""
+        runs = [
+            np.column_stack([self.rank, (self.rank + distance) % self.num_ranks, self.ids])
+            for distance in distances
+        ]
+        return np.concatenate([np.zeros((0, 4), dtype=np.int64), *runs])
 
 
-def split_evenly(pieces: IntArray, num_parts: int) -> list[IntArray]:
-    """Returns located pieces in `num_parts` sets, with an equal share (to one row) of every pair of ranks.
+Route = Callable[[Owners, RowSpace, IntArray], tuple[Transfer, RowSpace]]
+"""(owners, what is held, normalised wanted keys that nobody holds where they are wanted) -> the way they go."""
+
+
+def direct(owners: Owners, held: RowSpace, wanted: IntArray) -> tuple[Transfer, RowSpace]:
+    """Sends every row from its owner straight to each rank that wants it (the group-cast of MagiAttention)."""
+    hop, held = held.send(owners.requests(wanted))
+    return Transfer((hop,)), held
+
+
+@dataclass(frozen=True)
+class ThroughNodes:
+    """Sends a row to another node once, to the rank at its owner's place there, which passes it on inside.
+
+    With `tree`, a row that many nodes want is passed on from node to node as well, in rounds: after t rounds
+    2^t nodes hold it, so no owner's link carries it more than log2(nodes) times. Partial results merge
+    and gradients add up in the ranks between, on the way back.
+    """
+
+    node_size: int
+    tree: bool = False
+
+    def __call__(
+        self, owners: Owners, held: RowSpace, wanted: IntArray
+    ) -> tuple[Transfer, RowSpace]:
+        """See `Route`."""
+        requests = owners.requests(wanted)
+        far = requests[:, SRC] // self.node_size != requests[:, DST] // self.node_size
+        place = requests[:, DST] // self.node_size * self.node_size
+        relay = np.minimum(place + requests[:, SRC] % self.node_size, held.num_ranks - 1)
+        keys = requests[far, ID_START:] + (relay[far] * held.stride)[:, None]
+        first = owners.requests(held.missing(interval.normalise(keys)))
+        rounds = _tree_rounds(first) if self.tree else [first]
+        rounds[0] = np.concatenate([requests[~far], rounds[0]])
+        passed_on = far & (relay != requests[:, DST])
+        last = requests[passed_on]
+        last[:, SRC] = relay[passed_on]
+        hops = []
+        for sent in [*rounds, last]:
+            if len(sent):
+                hop, held = held.send(sent)
+                hops.append(hop)
+        return Transfer(tuple(hops)), held
+
+
+def tree(owners: Owners, held: RowSpace, wanted: IntArray) -> tuple[Transfer, RowSpace]:
+    """Passes every row on from reader to reader: after t hops 2^t ranks hold it, so no rank sends it often."""
+    hops = []
+    for requests in _tree_rounds(owners.requests(wanted)):
+        hop, held = held.send(requests)
+        hops.append(hop)
+    return Transfer(tuple(hops)), held
+
+
+def _tree_rounds(requests: IntArray) -> list[IntArray]:
+    """Returns owner-to-reader requests as rounds in which readers pass rows on.
+
+    Reader number i of a row (counted from 1, in the order of ranks from the owner on) gets it in round
+    floor(log2 i) from reader i - 2^round, where 0 is the owner.
+    """
+    if not len(requests):
+        return [requests]
+    cuts = np.unique(requests[:, ID_START:])
+    low = np.searchsorted(cuts, requests[:, ID_START])
+    high = np.searchsorted(cuts, requests[:, ID_STOP])
+    which, segment = interval.expand_ranges(low, high)
+    src, dst = requests[which, SRC], requests[which, DST]
+    size = int(max(src.max(), dst.max())) + 1
+    order = np.lexsort(((dst - src) % size, segment))
+    src, dst, segment = src[order], dst[order], segment[order]
+    opens = np.flatnonzero(np.r_[True, segment[1:] != segment[:-1]])
+    first = opens[np.searchsorted(opens, np.arange(len(segment)), side="right") - 1]
+    number = np.arange(len(segment)) - first + 1
+    level = np.frexp(number.astype(np.float64))[1] - 1  # exact: floor of log2
+    parent = number - (1 << level)
+    sender = np.where(parent == 0, src, dst[first + np.maximum(parent, 1) - 1])
+    passed = np.stack([sender, dst, cuts[segment], cuts[segment + 1]], axis=1)
+    return [passed[level == t] for t in range(int(level.max()) + 1)]
+
+
+def split_evenly(requests: IntArray, num_parts: int) -> list[IntArray]:
+    """Returns requests in `num_parts` sets, with an equal share (to one row) of every pair of ranks.
 
     Every set loads every link alike: cutting by key instead would send all readers of a document to the
     owner of its beginning at the same time.
     """
-    opens = np.r_[True, (np.diff(pieces[:, [OWNER, READER]], axis=0) != 0).any(axis=1)]
+    requests = requests[np.lexsort(requests[:, [ID_START, SRC, DST]].T)]
+    opens = np.r_[True, (np.diff(requests[:, [SRC, DST]], axis=0) != 0).any(axis=1)]
     pair = np.cumsum(opens) - 1
-    ends = np.cumsum(pieces[:, ID_STOP] - pieces[:, ID_START])
+    ends = np.cumsum(requests[:, ID_STOP] - requests[:, ID_START])
     begins = np.r_[0, ends[:-1]]
-    first = begins[opens][pair]  # where the piece's pair begins
+    first = begins[opens][pair]  # where the request's pair of ranks begins
     total = np.diff(np.r_[begins[opens], ends[-1]])[pair]
     parts = []
     for part in range(num_parts):
         skip = np.maximum(first + total * part // num_parts - begins, 0)
         drop = np.maximum(ends - first - total * (part + 1) // num_parts, 0)
-        cut = pieces.copy()
-        cut[:, [ID_START, LOCAL_START]] += skip[:, None]
+        cut = requests.copy()
+        cut[:, ID_START] += skip
         cut[:, ID_STOP] -= drop
         parts.append(cut[cut[:, ID_START] < cut[:, ID_STOP]])
     return parts
 
 
-class PlacedMask:
-    """A mask on a placement: knows who needs what, and builds stages."""
-
-    def __init__(self, mask: AttentionMask, placement: IntArray):
-        self.mask, self.placement = mask, placement
-        self.owners = Owners(placement)
-
-    @cached_property
-    def _spread(self) -> AttentionMask:
-        """The rows of all ranks below each other, each with its rank's copy of the keys."""
-        owners = self.owners
-        padded = self.mask.shift(num_queries=owners.num_ids, num_keys=owners.num_ids)
-        rows = padded.gather(owners.runs, interval.as_intervals([(0, owners.num_ids)])).array
-        rank = rows[:, Q_START] // owners.own_rows
-        num_keys = owners.num_ranks * owners.stride
-        return AttentionMask(owners.num_ids, num_keys, shift_rows(rows, k=rank * owners.stride))
-
-    @cached_property
-    def remote_pieces(self) -> IntArray:
-        """The keys that each rank's queries may see and it does not own, located."""
-        seen = interval.normalise(self._spread.array[:, [K_START, K_END]])
-        return self.owners.locate(self.owners.without_own(seen))
-
-    def areas_by_owner(self) -> NDArray[np.float64]:
-        """Returns the pairs between the queries of one rank and the keys of another: float64 `[q, k]`."""
-        owners, num_ranks = self.owners, self.owners.num_ranks
-        ranks = np.arange(num_ranks, dtype=np.int64)
-        ids = np.tile(owners.table[:, [ID_START, ID_STOP]], (num_ranks, 1))
-        keys = ids + np.repeat(ranks * owners.stride, len(owners.table))[:, None]
-        # Keys gathered in the order of ids, rank by rank: key k of rank r stands at r * num_ids + k.
-        rows = self._spread.gather(_everything(owners.num_ids), keys).array
-        rank = rows[:, Q_START] // owners.own_rows
-        start = rows[:, K_START] - rank * owners.num_ids
-        run = np.searchsorted(owners.table[:, ID_START], start, side="right") - 1
-        pair = rank * num_ranks + owners.table[run, OWNER]
-        return _square(pair, rows_area(rows), num_ranks)
-
-    def rows_by_owner(self) -> NDArray[np.float64]:
-        """Returns the key rows that one rank needs of another: float64 `[owner, reader]`."""
-        num_ranks = self.owners.num_ranks
-        pieces = self.remote_pieces
-        sizes = pieces[:, ID_STOP] - pieces[:, ID_START]
-        pair = pieces[:, OWNER] * num_ranks + pieces[:, READER]
-        return _square(pair, sizes, num_ranks)
-
-    def local_stage(self) -> Stage:
-        """Returns the stage in which every rank attends to the keys that it owns; nothing moves."""
-        owners = self.owners
-        held = np.full(owners.num_ranks, owners.own_rows)
-        return Stage(work=self._work(owners.own_keys, owners.rank_of_run, held, first_row=0))
-
-    def key_stage(self, pieces: IntArray, include_own: bool = False) -> Stage:
-        """Returns the stage in which ranks receive the keys of `pieces` (as `locate` gives them) and use them.
-
-        With `include_own` every rank attends to its own keys in the same stage.
-        """
-        owners = self.owners
-        reader, received = pieces[:, READER], pieces[:, ID_STOP] - pieces[:, ID_START]
-        held = owners.own_rows + np.bincount(reader, received, owners.num_ranks).astype(np.int64)
-        keys = pieces[:, [ID_START, ID_STOP]] + (reader * owners.stride)[:, None]
-        hop = Hop(_messages(pieces))
-        first_row = owners.own_rows
-        if include_own:
-            keys, reader = np.r_[owners.own_keys, keys], np.r_[owners.rank_of_run, reader]
-            order = np.argsort(reader, kind="stable")
-            keys, reader, first_row = keys[order], reader[order], 0
-        return Stage(work=self._work(keys, reader, held, first_row), k_cast=Transfer((hop,)))
-
-    def _work(
-        self, keys: IntArray, rank_of_keys: IntArray, held: IntArray, first_row: int
-    ) -> tuple[AttentionMask, ...]:
-        """Returns each rank's mask on `own_rows x held[rank]`; `keys` stand in its rows from `first_row` on.
-
-        `keys` are sorted by rank. All ranks are merged in one go, on a diagonal of blocks so far apart
-        that slices of two ranks are never neighbours, in queries, keys or distance.
-        """
-        owners = self.owners
-        rows = self._spread.gather(_everything(owners.num_ids), keys).array
-        rank = rows[:, Q_START] // owners.own_rows
-        ends = np.cumsum(keys[:, 1] - keys[:, 0])
-        begin = np.r_[0, ends][np.searchsorted(rank_of_keys, np.arange(owners.num_ranks))]
-        q_step = owners.own_rows + 1
-        k_step = 2 * q_step + int(held.max())
-        rows = shift_rows(rows, q=rank, k=first_row - begin[rank] + rank * k_step)
-        shape = owners.num_ranks * q_step, owners.num_ranks * k_step
-        rows = AttentionMask(*shape, rows).merged().array
-        rank = rows[:, Q_START] // q_step
-        rows = shift_rows(rows, q=-rank * q_step, k=-rank * k_step)
-        cuts = np.searchsorted(rank, np.arange(owners.num_ranks + 1))
-        return tuple(
-            AttentionMask(owners.own_rows, int(held[r]), rows[cuts[r] : cuts[r + 1]])
-            for r in range(owners.num_ranks)
-        )
-
-
-def _square(cell: IntArray, amounts: IntArray, size: int) -> NDArray[np.float64]:
-    """Returns the sums of `amounts` by cell of a square matrix: float64 `[size, size]`."""
-    sums = np.bincount(cell, amounts, minlength=size * size).astype(np.float64)
-    return sums.reshape(size, size)
-
-
-def _everything(size: int) -> IntArray:
-    return interval.as_intervals([(0, size)])
-
-
-def _messages(pieces: IntArray) -> IntArray:
-    """Returns the messages that bring `pieces` to their readers; neighbours in the owner's rows travel as one."""
-    src, dst, start = pieces[:, OWNER], pieces[:, READER], pieces[:, LOCAL_START]
-    stop = start + pieces[:, ID_STOP] - pieces[:, ID_START]
-    opens = np.ones(len(pieces), dtype=bool)
+def _join(messages: IntArray) -> IntArray:
+    """Returns messages with neighbours in the sender's rows joined; they are sorted by (dst, src, row)."""
+    src, dst, start, stop = messages.T
+    opens = np.ones(len(messages), dtype=bool)
     opens[1:] = (dst[1:] != dst[:-1]) | (src[1:] != src[:-1]) | (start[1:] != stop[:-1])
     first = np.flatnonzero(opens)
-    last = np.r_[first[1:], len(pieces)] - 1 if len(first) else first
+    last = np.r_[first[1:], len(messages)] - 1 if len(first) else first
     return np.stack([src[first], dst[first], start[first], stop[last]], axis=1)

@@ -10,9 +10,9 @@ from megatron_cp.config import CPConfig, Topology
 from megatron_cp.plan import PLANNERS, Hop, Pass, Stage, Transfer, balance, make_plan, make_plans
 from megatron_cp.plan.cost import makespan_seconds
 from megatron_cp.plan.pricing import choices, deal_figures, placement_figures
-from megatron_cp.plan.routing import PlacedMask
 from megatron_cp.plan.schema import AttentionPlan
 from megatron_cp.plan.schemes.ulysses import fits_heads
+from megatron_cp.plan.stages import PassBuilder, PlacedMask
 from tests.plan.cases import config, packed
 from tests.strategies import attention_masks
 
@@ -267,7 +267,9 @@ def test_a_stage_costs_what_its_slowest_link_and_its_pairs_cost():
 
 def test_silent_hops_cost_no_latency():
     placed = PlacedMask(masks.documents([8, 8]), np.arange(16).reshape(2, 8))
-    silent = Stage(placed.local_stage().work, k_cast=Transfer((Hop(np.zeros((0, 4))),)))
+    builder = PassBuilder(placed)
+    builder.add_own()
+    silent = Stage(builder.build().stages[0].work, k_cast=Transfer((Hop(np.zeros((0, 4))),)))
     both = Pass((silent,))
     plan = AttentionPlan(placed.mask, config(), "by hand", placed.placement, both, both)
     without = make_plan(placed.mask, 2, config("contiguous"))

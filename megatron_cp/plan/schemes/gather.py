@@ -4,8 +4,9 @@ from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.placement import contiguous, zigzag
-from megatron_cp.plan.routing import PlacedMask, split_evenly
+from megatron_cp.plan.routing import split_evenly
 from megatron_cp.plan.schema import AttentionPlan, Pass
+from megatron_cp.plan.stages import PassBuilder, PlacedMask
 
 
 def plan_contiguous(mask: AttentionMask, cp_size: int, config: CPConfig) -> AttentionPlan:
@@ -32,17 +33,20 @@ def plan_allgather(mask: AttentionMask, cp_size: int, config: CPConfig) -> Atten
 
 def needed_keys_pass(placed: PlacedMask, num_stages: int = 1) -> Pass:
     """Returns own keys first while the needed remote keys travel, then those in `num_stages` equal parts."""
-    stages = [placed.local_stage()]
-    if len(placed.remote_pieces):
-        stages += map(placed.key_stage, split_evenly(placed.remote_pieces, num_stages))
-    return Pass(tuple(stages))
+    builder = PassBuilder(placed)
+    builder.add_own()
+    if len(placed.remote_keys):
+        for requests in split_evenly(placed.remote_keys, num_stages):
+            builder.add(*placed.parts_on_keys(requests))
+    return builder.build()
 
 
 def allgather_pass(placed: PlacedMask) -> Pass:
     """Returns the one stage in which every rank receives all keys that it does not own."""
-    owners = placed.owners
-    wanted = owners.locate(owners.without_own(owners.all_keys))
-    return Pass((placed.key_stage(wanted, include_own=True),))
+    builder = PassBuilder(placed)
+    everything = placed.owners.blocks(range(1, placed.num_ranks))
+    builder.add(placed.parts, placed.q_owner, all_keys=everything)
+    return builder.build()
 
 
 def one_pass_plan(

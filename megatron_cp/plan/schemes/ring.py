@@ -7,11 +7,11 @@ ring-flash-attention and Megatron-Core for zigzag.
 """
 
 from megatron_cp.config import CPConfig
-from megatron_cp.mask import AttentionMask, interval
+from megatron_cp.mask import AttentionMask
 from megatron_cp.plan.placement import contiguous, zigzag
-from megatron_cp.plan.routing import PlacedMask
 from megatron_cp.plan.schema import AttentionPlan, Pass
 from megatron_cp.plan.schemes.gather import one_pass_plan
+from megatron_cp.plan.stages import PassBuilder, PlacedMask
 
 
 def plan_ring(mask: AttentionMask, cp_size: int, config: CPConfig) -> AttentionPlan:
@@ -28,10 +28,11 @@ def plan_zigzag(mask: AttentionMask, cp_size: int, config: CPConfig) -> Attentio
 
 def ring_pass(placed: PlacedMask) -> Pass:
     """Returns P stages: own keys, then those of the rank one place before, two places before, ..."""
-    owners = placed.owners
-    stages = [placed.local_stage()]
-    for step in range(1, owners.num_ranks):
-        reader = (owners.rank_of_run + step) % owners.num_ranks
-        wanted = owners.runs + (reader * owners.stride)[:, None]
-        stages.append(placed.key_stage(owners.locate(interval.normalise(wanted))))
-    return Pass(tuple(stages))
+    builder = PassBuilder(placed)
+    builder.add_own()
+    distance = (placed.q_owner - placed.k_owner) % placed.num_ranks
+    for step in range(1, placed.num_ranks):
+        now = distance == step
+        blocks = placed.owners.blocks([step])
+        builder.add(placed.parts[now], placed.q_owner[now], all_keys=blocks)
+    return builder.build()

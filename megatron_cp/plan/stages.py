@@ -1,0 +1,152 @@
+"""Turns "this rank computes these pairs in this stage" into a Pass: transfers, and work in local rows.
+
+A scheme says three things: which rank owns which tokens (`PlacedMask`), which rank computes which parts of the
+mask in which stage (`PassBuilder.add`), and which way rows travel (a route). Everything else follows.
+"""
+
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_cp.mask import AttentionMask, interval, sweep
+from megatron_cp.mask.interval import IntArray
+from megatron_cp.mask.slice import (
+    K_END,
+    K_START,
+    Q_END,
+    Q_START,
+    cut_rows,
+    rows_area,
+    shift_rows,
+)
+from megatron_cp.plan.routing import DST, ID_START, ID_STOP, SRC, Owners, Route, RowSpace, direct
+from megatron_cp.plan.schema import HeadSplit, Pass, Side, Stage, Transfer
+
+FloatArray = NDArray[np.float64]
+COLUMNS: dict[Side, tuple[int, int]] = {"q": (Q_START, Q_END), "k": (K_START, K_END)}
+
+
+class PlacedMask:
+    """A mask on a placement of its tokens: which rank's queries meet which rank's keys where."""
+
+    def __init__(self, mask: AttentionMask, placement: IntArray):
+        self.mask, self.placement = mask, placement
+        self.num_ranks, self.own_rows = placement.shape
+        self.space = RowSpace.own(placement)
+        self.owners = Owners(self.space)
+        rows, _ = cut_rows(mask.array, self.owners.ids, Q_START, Q_END)
+        # Slices int64 [n, 6] in token ids, with queries of one rank and keys of one rank each.
+        self.parts, k_run = cut_rows(rows, self.owners.ids, K_START, K_END)
+        q_run = np.searchsorted(self.owners.ids[:, 1], self.parts[:, Q_START], side="right")
+        self.q_owner, self.k_owner = self.owners.rank[q_run], self.owners.rank[k_run]
+
+    @cached_property
+    def remote_keys(self) -> IntArray:
+        """The keys that each rank's queries may see and it does not own: requests (owner, reader, ids)."""
+        wanted = self.parts[:, [K_START, K_END]] + (self.q_owner * self.space.stride)[:, None]
+        return self.owners.requests(self.space.missing(interval.normalise(wanted)))
+
+    def areas_by_owner(self) -> FloatArray:
+        """Returns the pairs between the queries of one rank and the keys of another: float64 `[q, k]`."""
+        pair = self.q_owner * self.num_ranks + self.k_owner
+        return _square(pair, rows_area(self.parts), self.num_ranks)
+
+    def rows_by_owner(self) -> FloatArray:
+        """Returns the key rows that one rank needs of another: float64 `[owner, reader]`."""
+        requests = self.remote_keys
+        pair = requests[:, SRC] * self.num_ranks + requests[:, DST]
+        return _square(pair, requests[:, ID_STOP] - requests[:, ID_START], self.num_ranks)
+
+    def parts_on_keys(self, requests: IntArray) -> tuple[IntArray, IntArray]:
+        """Returns the pairs between a reader's queries and the keys it requests: slices, and their ranks."""
+        stride = self.space.stride
+        keys = requests[:, ID_START:] + (requests[:, [DST]] * stride)
+        shifted = shift_rows(self.parts, k=self.q_owner * stride)
+        rows, _ = cut_rows(shifted, interval.normalise(keys), K_START, K_END)
+        rank = rows[:, K_START] // stride
+        return shift_rows(rows, k=-rank * stride), rank
+
+
+class PassBuilder:
+    """Collects the stages of a pass on one placement."""
+
+    def __init__(self, placed: PlacedMask, route: Route = direct):
+        self.placed, self.route = placed, route
+        self.stages: list[Stage] = []
+        self._held: dict[Side, RowSpace] = {"q": placed.space, "k": placed.space}
+
+    def add(
+        self,
+        parts: IntArray,
+        ranks: IntArray,
+        *,
+        keeps_k: bool = False,
+        keeps_q: bool = False,
+        all_keys: IntArray | None = None,
+    ) -> None:
+        """Appends the stage in which `ranks[i]` computes slice `parts[i]` (int64 `[n, 6]`, token ids).
+
+        Rows that a rank needs and does not hold travel by the route. `keeps_*`: rows of the stage before
+        are still held. `all_keys`: requests (owner, reader, ids) served besides, as schemes do that send
+        whole blocks.
+        """
+        keeps: dict[Side, bool] = {"q": keeps_q, "k": keeps_k}
+        casts: dict[Side, Transfer | None] = {}
+        stride = self.placed.space.stride
+        for side, (start, end) in COLUMNS.items():
+            wanted = parts[:, [start, end]] + (ranks * stride)[:, None]
+            if side == "k" and all_keys is not None:
+                wanted = np.concatenate(
+                    [wanted, all_keys[:, ID_START:] + all_keys[:, [DST]] * stride]
+                )
+            held = self._held[side] if keeps[side] else self.placed.space
+            missing = held.missing(interval.normalise(wanted))
+            casts[side], self._held[side] = None, held
+            if len(missing):
+                casts[side], self._held[side] = self.route(self.placed.owners, held, missing)
+        work = _local_work(parts, ranks, self._held["q"], self._held["k"])
+        self.stages.append(Stage(work, casts["k"], casts["q"], keeps_k, keeps_q))
+
+    def add_own(self) -> None:
+        """Appends the stage in which every rank attends to the keys that it owns; nothing moves."""
+        placed = self.placed
+        own = placed.q_owner == placed.k_owner
+        self.add(placed.parts[own], placed.q_owner[own])
+
+    def build(self, head_split: HeadSplit | None = None) -> Pass:
+        """Returns the pass of the stages added so far."""
+        return Pass(tuple(self.stages), head_split)
+
+
+def _local_work(
+    parts: IntArray, ranks: IntArray, queries: RowSpace, keys: RowSpace
+) -> tuple[AttentionMask, ...]:
+    """Returns each rank's mask on the rows that it holds.
+
+    All ranks are merged in one go, on a diagonal of blocks so far apart that slices of two ranks are
+    never neighbours, in queries, keys or distance.
+    """
+    q_step = int(queries.sizes.max()) + 1
+    k_step = 2 * q_step + int(keys.sizes.max())
+    rows = shift_rows(parts, q=ranks * queries.stride, k=ranks * keys.stride)
+    rows, run = cut_rows(rows, queries.runs, Q_START, Q_END)
+    rows = shift_rows(rows, q=queries.shifts(q_step)[run])
+    rows, run = cut_rows(rows, keys.runs, K_START, K_END)
+    rows = shift_rows(rows, k=keys.shifts(k_step)[run])
+    rows = sweep.merge(rows)
+    rank = rows[:, Q_START] // q_step
+    order = np.argsort(rank, kind="stable")
+    rank = rank[order]
+    rows = shift_rows(rows[order], q=-rank * q_step, k=-rank * k_step)
+    cuts = np.searchsorted(rank, np.arange(queries.num_ranks + 1))
+    return tuple(
+        AttentionMask(int(num_queries), int(num_keys), rows[cuts[r] : cuts[r + 1]])
+        for r, (num_queries, num_keys) in enumerate(zip(queries.sizes, keys.sizes, strict=True))
+    )
+
+
+def _square(cell: IntArray, amounts: IntArray, size: int) -> FloatArray:
+    """Returns the sums of `amounts` by cell of a square matrix: float64 `[size, size]`."""
+    sums = np.bincount(cell, amounts, minlength=size * size).astype(np.float64)
+    return sums.reshape(size, size)
