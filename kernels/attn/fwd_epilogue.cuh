@@ -55,34 +55,44 @@ MCP_DEVICE void store_row_16(u16* row, const float (&out)[kSize], int half, RowM
     }
 }
 
-// Normalises `out` and stores the thread's two rows if they belong to the tile. `row` is the absolute query row of the
-// thread's first fragment row. All lanes of the warp call together.
+// Normalises row `kHalf` of the thread's two and stores it if it belongs to the tile. The row is a template parameter
+// since a loop over both is too large for the compiler to unroll, and accumulators indexed by a variable leave the
+// registers. All lanes of the warp call together.
+template <int kHalf, class T, int kSize>
+MCP_DEVICE void store_row(const FwdParams& params,
+                          const WorkItem& work,
+                          FragmentPlace place,
+                          const float (&out)[kSize],
+                          RowEnd end) {
+    const i32 row = place.row + 8 * kHalf;
+    const bool valid = row < work.row0 + work.rows;
+    RowMerge merge = {end.lse, end.factor, 0.0f};
+    float* lse = params.lse + row * params.lse_row_stride + work.head * params.lse_head_stride;
+    if (params.accumulate && valid) merge = merge_rows(end, *lse);
+    ptx::sync_warp();  // all lanes of the row have read lse
+    if (valid && place.column == 0) *lse = merge.lse;
+    const i64 offset =
+        row * params.out_row_stride + work.head * params.out_head_stride + place.column;
+    if (params.out_is_float) {
+        if (valid) store_row_f32(static_cast<float*>(params.out) + offset, out, kHalf, merge);
+    } else {
+        store_row_16<T>(static_cast<u16*>(params.out) + offset, out, kHalf, merge, valid);
+    }
+}
+
+// Stores the 64 rows of a consumer; `place.row` is an absolute query row.
 template <class T, int kSize>
 MCP_DEVICE void store_rows(const FwdParams& params,
                            const WorkItem& work,
-                           int row,
-                           int column,
+                           FragmentPlace place,
                            const float (&out)[kSize],
                            const OnlineSoftmax& softmax) {
     const float sink =
         params.sink == nullptr ? negative_infinity() : ptx::load_constant_f32(params.sink + work.head);
-    MCP_UNROLL
-    for (int half = 0; half < 2; half++) {
-        const i32 r = row + 8 * half;
-        const bool valid = r < work.row0 + work.rows;
-        const RowEnd end = finish_row(softmax.max[half], softmax.sum[half], params.score_scale, sink);
-        RowMerge merge = {end.lse, end.factor, 0.0f};
-        float* lse = params.lse + r * params.lse_row_stride + work.head * params.lse_head_stride;
-        if (params.accumulate && valid) merge = merge_rows(end, *lse);
-        ptx::sync_warp();  // the row's four lanes have read lse
-        if (valid && column == 0) *lse = merge.lse;
-        const i64 offset = r * params.out_row_stride + work.head * params.out_head_stride + column;
-        if (params.out_is_float) {
-            if (valid) store_row_f32(static_cast<float*>(params.out) + offset, out, half, merge);
-        } else {
-            store_row_16<T>(static_cast<u16*>(params.out) + offset, out, half, merge, valid);
-        }
-    }
+    const RowEnd upper = finish_row(softmax.max[0], softmax.sum[0], params.score_scale, sink);
+    const RowEnd lower = finish_row(softmax.max[1], softmax.sum[1], params.score_scale, sink);
+    store_row<0, T>(params, work, place, out, upper);
+    store_row<1, T>(params, work, place, out, lower);
 }
 
 }  // namespace mcp::attn

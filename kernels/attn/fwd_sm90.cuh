@@ -253,14 +253,14 @@ struct Consumer {
 
     // Scores -> probabilities in place; `rescale` for what was summed before.
     template <bool kMasked>
-    MCP_DEVICE void apply_softmax(const Keys& keys, int row, int column, float (&rescale)[2]) {
+    MCP_DEVICE void apply_softmax(const Keys& keys, FragmentPlace place, float (&rescale)[2]) {
         if constexpr (Traits::kSoftcap) cap_scores(scores, params);
-        if constexpr (kMasked) apply_mask<Traits::kBlockN>(scores, keys, row, column);
+        if constexpr (kMasked) apply_mask<Traits::kBlockN>(scores, keys, place);
         softmax.template step<kMasked>(scores, params.score_scale, rescale);
     }
 
     // The first key tile has no earlier product to overlap with.
-    MCP_DEVICE void first_tile(const Keys& keys, int row, int column) {
+    MCP_DEVICE void first_tile(const Keys& keys, FragmentPlace place) {
         float rescale[2];
         shared.key_ring.wait_full(keys_at);
         issue_scores();
@@ -268,13 +268,13 @@ struct Consumer {
         ptx::wgmma_pin(scores);
         if (speaker) shared.key_ring.release(keys_at);
         keys_at.advance();
-        apply_softmax<true>(keys, row, column, rescale);
+        apply_softmax<true>(keys, place, rescale);
         pack<T>(probs, scores);
     }
 
     // Scores of this key tile, while the output of the one before is still being multiplied.
     template <bool kMasked>
-    MCP_DEVICE void next_tile(const Keys& keys, int row, int column) {
+    MCP_DEVICE void next_tile(const Keys& keys, FragmentPlace place) {
         float rescale[2];
         shared.key_ring.wait_full(keys_at);
         turns.take();
@@ -284,7 +284,7 @@ struct Consumer {
         turns.pass();
         ptx::wgmma_wait<1>();
         ptx::wgmma_pin(scores);
-        apply_softmax<kMasked>(keys, row, column, rescale);
+        apply_softmax<kMasked>(keys, place, rescale);
         // Always true. It makes the arrival depend on the softmax, or ptxas moves the wait below above most of it and
         // the product of probabilities and values overlaps with nothing.
         const bool softmax_done = softmax.sum[0] + softmax.sum[1] != -1.0f;
@@ -307,21 +307,21 @@ struct Consumer {
         values_at.advance();
     }
 
-    MCP_DEVICE void visit_keys(const WorkItem& work, int row, int column) {
+    MCP_DEVICE void visit_keys(const WorkItem& work, FragmentPlace place) {
         Keys keys(params.segments, work);
         shared.query_ring.wait_full(queries_at);
-        first_tile(keys, row, column);
+        first_tile(keys, place);
         bool more = keys.advance();
         MCP_NO_UNROLL
         while (more) {
             if (keys.is_full()) {
                 MCP_NO_UNROLL
                 do {
-                    next_tile<false>(keys, row, column);
+                    next_tile<false>(keys, place);
                     more = keys.advance();
                 } while (more && keys.is_full());
             } else {
-                next_tile<true>(keys, row, column);
+                next_tile<true>(keys, place);
                 more = keys.advance();
             }
         }
@@ -331,16 +331,16 @@ struct Consumer {
     }
 
     MCP_DEVICE void run() {
-        const FragmentPlace place = fragment_place();
         turns.begin();
         for (;;) {
             const WorkItem work = receive();
             if (work.head < 0) break;
-            const int row = work.row0 + consumer * 64 + place.row;
+            FragmentPlace place = fragment_place();
+            place.row += work.row0 + consumer * 64;
             softmax.reset();
             fill(out, 0.0f);
-            if (work.num_segs > 0) visit_keys(work, row, place.column);
-            store_rows<T>(params, work, row, place.column, out, softmax);
+            if (work.num_segs > 0) visit_keys(work, place);
+            store_rows<T>(params, work, place, out, softmax);
         }
         turns.end();
     }

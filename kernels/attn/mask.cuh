@@ -7,13 +7,13 @@
 
 namespace mcp::attn {
 
-// `row` is the absolute query row of the thread's first fragment row, `column` its first column.
+// `place.row` is the absolute query row of the thread's first fragment row.
 template <int kBlockN>
-MCP_DEVICE void apply_mask(float (&scores)[kBlockN / 2], const KeyTiles<kBlockN>& keys, int row, int column) {
-    const i32 first_key = keys.first_key() + column;
+MCP_DEVICE void apply_mask(float (&scores)[kBlockN / 2], const KeyTiles<kBlockN>& keys, FragmentPlace place) {
+    const i32 first_key = keys.first_key() + place.column;
     MCP_UNROLL
     for (int half = 0; half < 2; half++) {
-        const i32 r = row + 8 * half;
+        const i32 r = place.row + 8 * half;
         const i32 begin = ptx::max(keys.k0, r + keys.lo) - first_key;
         const i32 end = ptx::min(keys.k1, r + keys.hi + 1) - first_key;
         const bool inside = r >= keys.q0 && r < keys.q1;

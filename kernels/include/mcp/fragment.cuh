@@ -7,7 +7,7 @@
 namespace mcp {
 
 struct FragmentPlace {
-    int row;     // 0..55, of the warpgroup's 64
+    int row;     // the first of its two, 0..55 of the warpgroup's 64
     int column;  // 0, 2, 4, 6
 };
 
