@@ -104,6 +104,34 @@ def row_bytes(config: CPConfig, pass_name: PassName, side: Side, head_degree: in
     return RowBytes(there, heads * config.head_dim * FP32_BYTES)
 
 
+def row_elements(
+    config: CPConfig, pass_name: PassName, side: Side, head_degree: int
+) -> tuple[float, float]:
+    """Returns elements per row (there, back), in units of one query row of all heads."""
+    value_dim = config.value_head_dim or config.head_dim
+    heads = max(1, config.num_heads // head_degree)
+    unit = config.num_heads * config.head_dim
+    keys = max(1, config.num_kv_heads // head_degree) * (config.head_dim + value_dim)
+    if side == "k":
+        return keys / unit, keys / unit if pass_name == "backward" else 0.0
+    if pass_name == "forward":
+        return heads * config.head_dim / unit, heads * (value_dim + 1) / unit
+    there = heads * (config.head_dim + value_dim + 2) / unit
+    return there, heads * config.head_dim / unit
+
+
+def exchange_elements(config: CPConfig, pass_name: PassName, degree: int) -> float:
+    """Returns what a token's rows hold in a head split of `degree`, over a whole pass, in the same unit.
+
+    forward: q, k, v there and out back; backward: those and dout there, dq, dk, dv back.
+    """
+    value_dim = config.value_head_dim or config.head_dim
+    unit = config.num_heads * config.head_dim
+    keys = max(config.num_kv_heads, degree) * (config.head_dim + value_dim) / unit
+    out = value_dim / config.head_dim
+    return 1 + keys + out if pass_name == "forward" else 2 * (1 + keys) + out
+
+
 def compute_seconds(area: FloatArray, config: CPConfig, pass_name: PassName) -> FloatArray:
     """Returns the time to compute `area` pairs for all heads of one rank, on the config's hardware."""
     topology = get_topology(config.topology)
@@ -171,19 +199,23 @@ def pass_seconds(
     return float(per_rank.max())
 
 
+def head_split_bytes(
+    tokens_per_rank: int, degree: int, config: CPConfig, pass_name: PassName
+) -> float:
+    """Returns what each rank sends to exchange tokens against heads and back, over a whole pass."""
+    query_bytes = config.num_heads * config.head_dim * config.element_bytes
+    elements = exchange_elements(config, pass_name, degree)
+    return tokens_per_rank * query_bytes * elements * (degree - 1) / degree
+
+
 def head_split_seconds(
     split: HeadSplit | None, tokens_per_rank: int, config: CPConfig, pass_name: PassName
 ) -> float:
     """Returns the exposed time of exchanging tokens against heads and back."""
     if split is None or split.degree == 1:
         return 0.0
-    topology, degree = get_topology(config.topology), split.degree
-    value_dim = config.value_head_dim or config.head_dim
-    query = config.num_heads * config.head_dim
-    out = config.num_heads * value_dim
-    keys = max(config.num_kv_heads, degree) * (config.head_dim + value_dim)
-    elements = query + keys + out if pass_name == "forward" else 2 * (query + keys) + out
-    sent = tokens_per_rank * elements * config.element_bytes * (degree - 1) / degree
+    topology = get_topology(config.topology)
+    sent = head_split_bytes(tokens_per_rank, split.degree, config, pass_name)
     within = all(len({rank // topology.node_size for rank in group}) == 1 for group in split.groups)
     gbytes = topology.inner_gbytes_per_s if within else topology.outer_gbytes_per_s
     return sent / (gbytes * 1e9) + 2 * topology.latency_us * 1e-6

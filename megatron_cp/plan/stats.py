@@ -1,29 +1,16 @@
 """Figures of a plan, counted from the plan itself: balance, rows moved, predicted time."""
 
 import numpy as np
-from numpy.typing import NDArray
 
-from megatron_cp.config import CPConfig
-from megatron_cp.plan.cost import load_bound_seconds, makespan_seconds, stage_areas
+from megatron_cp.plan.bounds import time_bound, volume_bound
+from megatron_cp.plan.cost import (
+    FloatArray,
+    exchange_elements,
+    makespan_seconds,
+    row_elements,
+    stage_areas,
+)
 from megatron_cp.plan.schema import DST, SRC, START, STOP, AttentionPlan, PassName
-
-FloatArray = NDArray[np.float64]
-
-
-def row_elements(
-    config: CPConfig, pass_name: PassName, side: str, head_degree: int
-) -> tuple[float, float]:
-    """Returns elements per row (there, back), in units of one query row of all heads."""
-    value_dim = config.value_head_dim or config.head_dim
-    heads = max(1, config.num_heads // head_degree)
-    unit = config.num_heads * config.head_dim
-    keys = max(1, config.num_kv_heads // head_degree) * (config.head_dim + value_dim)
-    if side == "k":
-        return keys / unit, keys / unit if pass_name == "backward" else 0.0
-    if pass_name == "forward":
-        return heads * config.head_dim / unit, heads * (value_dim + 1) / unit
-    there = heads * (config.head_dim + value_dim + 2) / unit
-    return there, heads * config.head_dim / unit
 
 
 def traffic(plan: AttentionPlan, pass_name: PassName) -> FloatArray:
@@ -50,16 +37,10 @@ def traffic(plan: AttentionPlan, pass_name: PassName) -> FloatArray:
 def _head_split_traffic(plan: AttentionPlan, pass_name: PassName) -> FloatArray:
     split = plan.get_pass(pass_name).head_split
     assert split is not None
-    config, degree = plan.config, split.degree
-    value_dim = config.value_head_dim or config.head_dim
-    unit = config.num_heads * config.head_dim
-    keys = max(config.num_kv_heads, degree) * (config.head_dim + value_dim) / unit
-    out = value_dim / config.head_dim
-    # forward: q, k, v there and out back; backward: those and dout there, dq, dk, dv back
-    elements = 1 + keys + out if pass_name == "forward" else 2 * (1 + keys) + out
+    elements = exchange_elements(plan.config, pass_name, split.degree)
     moved = np.zeros((plan.cp_size, plan.cp_size))
     for group in split.groups:
-        moved[np.ix_(group, group)] = elements / degree
+        moved[np.ix_(group, group)] = elements / split.degree
     np.fill_diagonal(moved, 0.0)
     return moved
 
@@ -71,12 +52,16 @@ def pass_stats(plan: AttentionPlan, pass_name: PassName) -> dict[str, float]:
     volume_mean, volume_max   inbound per rank, in units of one rank's query rows
     link_max       the largest in or out over ranks, same unit
     slices_max, messages_max  most slices in one stage, most messages sent by one rank in the pass
-    makespan_ms, bound_ms     predicted time of the slowest rank; the load bound (no plan is faster)
+    volume_bound   the least mean volume of any plan with these areas per rank and this head degree
+    makespan_ms, bound_ms     predicted time of the slowest rank; no plan is predicted faster
+    load_bound_ms             the part of the bound that is the mask's area spread evenly
     plan_ms        wall time that making the plan took (both passes)
     """
     moved = traffic(plan, pass_name)
     loads = stage_areas(plan, pass_name).sum(axis=0)
-    stages = plan.get_pass(pass_name).stages
+    stages, split = plan.get_pass(pass_name).stages, plan.get_pass(pass_name).head_split
+    own, config = plan.tokens_per_rank, plan.config
+    bound = time_bound(plan.mask, plan.cp_size, config, pass_name, own)
     sent = np.zeros(plan.cp_size, dtype=np.int64)
     for _, transfer in plan.get_pass(pass_name).transfers():
         for hop in transfer.hops:
@@ -85,11 +70,15 @@ def pass_stats(plan: AttentionPlan, pass_name: PassName) -> dict[str, float]:
         "imbalance": float(loads.max() / loads.mean()) if loads.any() else 1.0,
         "volume_mean": float(moved.sum(axis=0).mean()),
         "volume_max": float(moved.sum(axis=0).max()),
+        "volume_bound": volume_bound(
+            loads, own, config, pass_name, plan.mask, split.degree if split else 1
+        ),
         "link_max": float(max(moved.sum(axis=0).max(), moved.sum(axis=1).max())),
         "num_stages": float(len(stages)),
         "slices_max": float(max(work.num_slices for stage in stages for work in stage.work)),
         "messages_max": float(sent.max()),
         "makespan_ms": makespan_seconds(plan, pass_name) * 1e3,
-        "bound_ms": load_bound_seconds(plan.mask, plan.cp_size, plan.config, pass_name) * 1e3,
+        "bound_ms": bound.seconds * 1e3,
+        "load_bound_ms": bound.load_seconds * 1e3,
         "plan_ms": plan.plan_ms,
     }
