@@ -229,12 +229,14 @@ def stage_areas(plan: AttentionPlan, pass_name: PassName) -> FloatArray:
     return np.array(areas, dtype=np.float64).reshape(-1, plan.cp_size) / degree
 
 
-def weighted_areas(plan: AttentionPlan, pass_name: PassName) -> FloatArray:
+def weighted_areas(
+    plan: AttentionPlan, pass_name: PassName, topology: Topology | None = None
+) -> FloatArray:
     """Returns `stage_areas` with every slice weighted by how much slower than the peak it runs.
 
-    The same as `stage_areas` unless the topology has measured kernel rates.
+    The same as `stage_areas` unless the topology (by default that of the config) has measured kernel rates.
     """
-    kernels = get_topology(plan.config.topology).kernels
+    kernels = (topology or get_topology(plan.config.topology)).kernels
     if kernels is None:
         return stage_areas(plan, pass_name)
     pass_ = plan.get_pass(pass_name)
