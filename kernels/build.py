@@ -43,10 +43,12 @@ _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*[<"]([^>"]+)[>"]', re.MULTIL
 
 @dataclass(frozen=True)
 class Variant:
-    """One cubin: a source below `kernels/` and the definitions that make this variant of it."""
+    """One cubin: a source below `kernels/`, the definitions that make this variant of it, its entry."""
 
     name: str
+    kernel_pass: str
     source: str
+    entry: str
     defines: tuple[str, ...]
 
     @property
@@ -54,16 +56,24 @@ class Variant:
         """Returns the source file."""
         return SOURCES / self.source
 
+    def value(self, name: str) -> str:
+        """Returns what a definition is set to. Raises KeyError."""
+        return dict(define.split("=", 1) for define in self.defines)[name]
+
 
 @lru_cache(maxsize=1)
 def variants() -> dict[str, Variant]:
     """Returns all variants by name, as `attn/variants.json` lists them."""
     entries = json.loads(VARIANTS.read_text(encoding="utf-8"))["variants"]
     listed = [
-        Variant(e["name"], e["source"], tuple(f"{k}={v}" for k, v in e["defines"].items()))
+        Variant(e["name"], e["pass"], e["source"], e["entry"], _defines(e["defines"]))
         for e in entries
     ]
     return {variant.name: variant for variant in listed}
+
+
+def _defines(values: dict[str, str | int]) -> tuple[str, ...]:
+    return tuple(f"{name}={value}" for name, value in values.items())
 
 
 @lru_cache(maxsize=256)

@@ -36,7 +36,8 @@ def tree(tmp_path, monkeypatch):
     (sources / "include" / "mcp" / "a.cuh").write_text("#pragma once\n#include <mcp/ptx/b.cuh>\n")
     (sources / "include" / "mcp" / "ptx" / "b.cuh").write_text("#include <mcp/a.cuh>\n")
     (sources / "include" / "mcp" / "other.cuh").write_text("// of another kernel\n")
-    listed = [{"name": f"fwd_{d}", "source": "attn/fwd.cu", "defines": {"D": d}} for d in (64, 128)]
+    shared = {"pass": "forward", "source": "attn/fwd.cu", "entry": "tiny"}
+    listed = [{"name": f"fwd_{d}", "defines": {"D": d}, **shared} for d in (64, 128)]
     (sources / "attn" / "variants.json").write_text(json.dumps({"variants": listed}))
     monkeypatch.setattr(build, "SOURCES", sources)
     monkeypatch.setattr(build, "PACKAGED", sources / "cubins")
@@ -76,7 +77,7 @@ def test_key_follows_exactly_the_files_that_are_included(tree, edited, changes):
 def test_variants_of_one_source_have_keys_of_their_own(tree):
     first, second = build.variants().values()
     assert build.source_key(first) != build.source_key(second)
-    assert first.defines == ("D=64",)
+    assert (first.value("D"), second.value("D")) == ("64", "128")
 
 
 def test_cubin_is_compiled_once_and_again_after_an_edit_or_by_another_compiler(tree):
