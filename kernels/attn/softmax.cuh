@@ -33,16 +33,19 @@ struct OnlineSoftmax {
     // and the output so far, to the new maximum. kMasked: a row may have seen no key yet, and its maximum is -inf.
     template <bool kMasked, int kSize>
     MCP_DEVICE void step(float (&scores)[kSize], float score_scale, float (&rescale)[2]) {
-        float new_max[2] = {max[0], max[1]};
+        // Two chains per row: one would be as long as the row and wait for itself.
+        float top[4] = {max[0], scores[1], max[1], scores[3]};
         MCP_UNROLL
-        for (int i = 0; i < kSize; i++) new_max[i / 2 % 2] = ptx::max(new_max[i / 2 % 2], scores[i]);
+        for (int i = 0; i < kSize; i++) {
+            if (i != 1 && i != 3) top[i % 4] = ptx::max(top[i % 4], scores[i]);
+        }
         MCP_UNROLL
         for (int half = 0; half < 2; half++) {
-            new_max[half] = row_max(new_max[half]);
-            const bool empty = kMasked && new_max[half] == negative_infinity();
-            const float shift = empty ? 0.0f : new_max[half] * score_scale;
+            const float new_max = row_max(ptx::max(top[2 * half], top[2 * half + 1]));
+            const bool empty = kMasked && new_max == negative_infinity();
+            const float shift = empty ? 0.0f : new_max * score_scale;
             rescale[half] = ptx::exp2_approx(ptx::fma(max[half], score_scale, -shift));
-            max[half] = new_max[half];
+            max[half] = new_max;
             float tile_sum = 0.0f;
             MCP_UNROLL
             for (int i = 0; i < kSize / 4; i++) {
