@@ -1,141 +1,291 @@
-"""Plans of every planner on packed documents: balance, rows moved, predicted time, planning time.
+"""Every planner on a grid of workloads, masks, heads, ranks and lengths; then the goals of the planner.
 
-python benchmarks/bench_plan.py --output benchmarks/results/plan_<hardware>_<date>
+python benchmarks/bench_plan.py --output benchmarks/results/plan_<hardware>_<date>          some minutes
+python benchmarks/bench_plan.py --full --output ...                                          hours
 
-Writes `.md` and `.json` beside the table that it prints. Predicted milliseconds are those of the cost model
-for one attention layer, forward plus backward, on the H100 row of `plan/topology.py`; they were measured
-nowhere. Planning time is the median of the processor time of single-threaded planning, which other work on
-the machine does not add to.
+Times of passes are predicted by the cost model (forward plus backward of one layer, head dim 128, bf16) and
+simulated; they were measured nowhere. Planning times are processor times of one thread on this machine.
+Cells that we lose stay in the table and are marked. A scheme with a stage per rank is priced from below beyond
+128 ranks (its best case); so the comparison is never unfair to it.
 """
 
 import argparse
-import json
+import itertools
 import os
-import platform
-import statistics
 import time
-from datetime import datetime, timezone
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before NumPy: planning is measured on one thread
 
-from megatron_cp import mask as masks
+from plan_goals import goals_table
+from timing import Cell, Table, environment, publish
+
 from megatron_cp.config import CPConfig
-from megatron_cp.mask import AttentionMask
-from megatron_cp.plan import PLANNERS, AttentionPlan, make_plan
-from megatron_cp.plan.schemes.ulysses import fits_heads
+from megatron_cp.plan import PLANNERS
+from megatron_cp.plan.compare import Outcome, best_other, compare, geometric_mean
+from megatron_cp.plan.workloads import TRAINING_MASKS, named_mask
 
-GROUPS = ((2, 1 << 13), (8, 1 << 18), (16, 1 << 19), (64, 1 << 20))  # ranks, tokens
-HEADS = ((32, 32), (32, 8))  # query heads, key/value heads: rho = 1 and 1/4
-COLUMNS = (
+HEADS = {"64:8": (64, 8), "32:8": (32, 8), "32:32": (32, 32)}
+WORKLOADS = tuple(f"W{number}" for number in range(1, 9))
+DENSE = ("full", "causal", "prefix_lm_causal", "global_sliding_window")
+SPARSE = (
+    "sliding_window",
+    "sliding_window_causal",
+    "block_causal_document",
+    "uniform_block_sparse",
+    "variable_block_sparse",
+    "strided",
+    "global_local",
+    "star",
+    "streaming",
+)
+LOSS = 1 + 1e-6  # rounding of sums in another order
+
+
+@dataclass(frozen=True)
+class GridCell:
+    """One comparison."""
+
+    mask: str
+    workload: str
+    ranks: int
+    tokens: int
+    heads: str
+    topology: str = "h100"
+
+    @property
+    def group(self) -> str:
+        """Returns "dense", "documents" or "sparse"; one whole document is dense."""
+        if self.mask in DENSE or (self.workload == "W6" and self.mask.endswith("_document")):
+            return "dense"
+        return "sparse" if self.mask in SPARSE else "documents"
+
+    @property
+    def name(self) -> str:
+        """Returns the mask, with the documents that it is made of."""
+        return f"{self.mask} {self.workload}" if self.workload else self.mask
+
+
+SIZES = ((8, 1 << 18), (16, 1 << 17), (64, 1 << 18), (64, 1 << 20))  # ranks, tokens
+LARGE = ((256, 1 << 22), (1024, 1 << 22))
+LARGEST = ((8, 1 << 15), (1024, 1 << 24), (4096, 1 << 24))  # and smallest: in the whole grid only
+
+
+def whole_grid() -> Iterator[GridCell]:
+    """Yields every workload under every mask of packed training, and every other mask."""
+    for size, heads in itertools.product((*SIZES, *LARGE, *LARGEST), HEADS):
+        for workload, mask in itertools.product(WORKLOADS, TRAINING_MASKS):
+            yield GridCell(mask, workload, *size, heads)
+        for mask in (*DENSE, *SPARSE):
+            yield GridCell(mask, "", *size, heads)
+
+
+def small_grid() -> Iterator[GridCell]:
+    """Yields what a run of some minutes can hold: documents first, then whole masks, then many ranks."""
+    for size, workload in itertools.product(SIZES, WORKLOADS):
+        for heads in HEADS if size[0] == 64 else ("64:8", "32:32"):
+            yield GridCell("causal_document", workload, *size, heads)
+    for mask in (*TRAINING_MASKS[1:], "causal_blockwise", "prefix_lm_document"):
+        yield GridCell(mask, "W1", *SIZES[1], "64:8")
+        yield GridCell(mask, "W1", *SIZES[3], "32:32")
+    for size, mask in itertools.product(SIZES[1:], (*DENSE, *SPARSE)):
+        for heads in ("64:8", "32:32"):
+            yield GridCell(mask, "", *size, heads)
+    for mask, workload in (("causal_document", "W1"), ("causal", ""), ("strided", "")):
+        for heads in ("64:8", "32:32"):
+            yield GridCell(mask, workload, *LARGE[0], heads)
+    yield GridCell("causal_document", "W1", *LARGE[1], "64:8")
+    yield GridCell("causal", "", *LARGE[1], "32:32")
+
+
+def measure(cell: GridCell, planners: list[str]) -> list[Outcome]:
+    """Returns what every planner makes of a cell."""
+    num_heads, num_kv_heads = HEADS[cell.heads]
+    config = CPConfig(num_heads=num_heads, num_kv_heads=num_kv_heads, topology=cell.topology)
+    mask = named_mask(cell.mask, cell.tokens, workload=cell.workload or "longca")
+    return compare(mask, cell.ranks, config, planners)
+
+
+CELL_COLUMNS = (
+    "mask",
     "ranks",
     "tokens",
-    "documents",
     "heads",
-    "planner",
+    "ours ms",
+    "simulated",
+    "best other",
+    "its ms",
+    "times faster",
+    "x bound",
     "imbalance",
     "volume mean",
-    "volume max",
-    "predicted ms",
-    "x load bound",
+    "max",
+    "slices",
+    "sends",
     "planning ms",
 )
 
 
-def draw_lengths(kind: str, num_tokens: int) -> list[int]:
-    """Returns document lengths that fill `num_tokens`, the last one cut."""
-    rng = np.random.default_rng(0)
-    longest = num_tokens // 16
-    draw = {
-        "log-normal": lambda: int(rng.lognormal(8, 1.6)) + 1,
-        "uniform": lambda: int(rng.integers(longest // 4, longest)),
-        "short": lambda: int(rng.integers(64, 1024)),
-        "one": lambda: num_tokens,
-        "half in one": lambda: int(rng.integers(64, 4096)),
-    }[kind]
-    lengths = [num_tokens // 2] if kind == "half in one" else []
-    while sum(lengths) < num_tokens:
-        lengths.append(min(draw(), num_tokens - sum(lengths)))
-    return lengths
+def cell_row(cell: GridCell, outcomes: list[Outcome]) -> list[Cell]:
+    """Returns the line of a cell: ours, and the best of the others."""
+    ours, other = outcomes[0], best_other(outcomes)
+    where: list[Cell] = [cell.name, cell.ranks, _tokens(cell.tokens), cell.heads]
+    if ours.refusal:
+        return [*where, *[ours.refusal] * (len(CELL_COLUMNS) - len(where))]
+    rival: list[Cell] = ["none", "", ""]
+    if other is not None:
+        ratio = other.predicted_ms / ours.predicted_ms
+        lost = " LOST" if ours.predicted_ms > LOSS * other.predicted_ms else ""
+        least = ">= " if other.is_best_case else ""
+        rival = [other.planner, f"{least}{_ms(other.predicted_ms)}", f"{ratio:.2f}{lost}"]
+    return [
+        *where,
+        _ms(ours.predicted_ms),
+        _ms(ours.simulated_ms),
+        *rival,
+        f"{ours.gap:.2f}",
+        f"{ours.imbalance:.3f}",
+        ours.volume_mean,
+        ours.volume_max,
+        int(ours.slices_max),
+        int(ours.messages_max),
+        f"{ours.plan_ms:.0f}",
+    ]
 
 
-def planning_ms(mask: AttentionMask, cp_size: int, config: CPConfig, rounds: int) -> float:
-    """Returns the median processor time of `make_plan` after one warm-up call."""
-    make_plan(mask, cp_size, config)
-    times = []
-    for _ in range(rounds):
-        started = time.process_time()
-        make_plan(mask, cp_size, config)
-        times.append((time.process_time() - started) * 1e3)
-    return statistics.median(times)
+def planner_table(results: list[tuple[GridCell, list[Outcome]]], planners: list[str]) -> Table:
+    """Returns each planner's predicted time over ours, per group of masks."""
+    rows: list[list[Cell]] = []
+    for place, planner in enumerate(planners):
+        ratios: dict[str, list[float]] = {"dense": [], "documents": [], "sparse": []}
+        imbalances, took = [], []
+        for cell, outcomes in results:
+            one, ours = outcomes[place], outcomes[0]
+            if not one.refusal and not ours.refusal:
+                ratios[cell.group].append(one.predicted_ms / ours.predicted_ms)
+                if not one.is_best_case:
+                    imbalances.append(one.imbalance)
+                    took.append(one.plan_ms)
+        count = sum(map(len, ratios.values()))
+        means = [f"{geometric_mean(values):.2f}" if values else "" for values in ratios.values()]
+        everything = geometric_mean(itertools.chain(*ratios.values()))
+        rows.append(
+            [
+                planner,
+                count,
+                *means,
+                everything,
+                max(imbalances, default=0.0),
+                max(took, default=0.0),
+            ]
+        )
+    columns = ("planner", "cells", "dense", "documents", "sparse", "all", "worst imbalance",
+               "longest planning ms")  # fmt: skip
+    note = "Geometric mean of predicted time over ours; cells that a planner serves."
+    return Table("Planners", columns, rows, note)
 
 
-def row_of(plan: AttentionPlan, kind: str, took_ms: float) -> dict[str, object]:
-    """Returns one line of the table: forward figures, and the predicted time of both passes."""
-    forward, backward = plan.stats("forward"), plan.stats("backward")
-    predicted = forward["makespan_ms"] + backward["makespan_ms"]
-    values = (
-        plan.cp_size,
-        plan.num_tokens,
-        kind,
-        f"{plan.config.num_heads}/{plan.config.num_kv_heads}",
-        plan.planner,
-        round(forward["imbalance"], 3),
-        round(forward["volume_mean"], 2),
-        round(forward["volume_max"], 2),
-        float(f"{predicted:.4g}"),
-        round(predicted / (forward["bound_ms"] + backward["bound_ms"]), 2),
-        round(took_ms, 1),
-    )
-    return dict(zip(COLUMNS, values, strict=True))
+def summary_table(results: list[tuple[GridCell, list[Outcome]]]) -> Table:
+    """Returns how we stand against the best other planner and the bound, per group."""
+    rows: list[list[Cell]] = []
+    for group in ("dense", "documents", "sparse", "all"):
+        kept = [
+            (outcomes[0], best_other(outcomes))
+            for cell, outcomes in results
+            if group in (cell.group, "all") and not outcomes[0].refusal
+        ]
+        pairs = [(ours, other) for ours, other in kept if other is not None]
+        if not pairs:
+            continue
+        ratios = [other.predicted_ms / ours.predicted_ms for ours, other in pairs]
+        simulated = [other.simulated_ms / ours.simulated_ms for ours, other in pairs]
+        lost = sum(ratio * LOSS < 1 for ratio in ratios)
+        rows.append(
+            [
+                group,
+                len(pairs),
+                lost,
+                geometric_mean(ratios),
+                min(ratios),
+                max(ratios),
+                geometric_mean(simulated),
+                geometric_mean(ours.gap for ours, _ in pairs),
+                max(ours.gap for ours, _ in pairs),
+            ]
+        )
+    columns = (
+        "masks", "cells", "lost", "times faster", "least", "most", "simulated: times faster",
+        "x bound", "worst x bound",
+    )  # fmt: skip
+    note = "Against the best other planner in each cell, which may differ from cell to cell."
+    return Table("Summary", columns, rows, note)
 
 
-def measure(rounds: int, largest: int) -> list[dict[str, object]]:
-    """Returns the table, our planner first in each block."""
-    rows = []
-    for cp_size, num_tokens in GROUPS:
-        for kind in ("log-normal", "uniform", "short", "half in one", "one"):
-            if cp_size > largest:
-                continue
-            mask = masks.documents(draw_lengths(kind, num_tokens))
-            for heads, kv_heads in HEADS:
-                for planner in sorted(PLANNERS, key=lambda name: (name != "auto", name)):
-                    config = CPConfig(planner=planner, num_heads=heads, num_kv_heads=kv_heads)
-                    if planner == "ulysses" and not fits_heads(cp_size, config):
-                        continue
-                    took_ms = planning_ms(mask, cp_size, config, rounds)
-                    rows.append(row_of(make_plan(mask, cp_size, config), kind, took_ms))
-                    print(*rows[-1].values(), sep=" | ", flush=True)
-    return rows
+def _tokens(count: int) -> str:
+    return f"{count >> 20}M" if count >= 1 << 20 else f"{count >> 10}K"
+
+
+def _ms(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def run(cells: list[GridCell], planners: list[str]) -> list[tuple[GridCell, list[Outcome]]]:
+    """Returns all results, printing a line each."""
+    results = []
+    for cell in cells:
+        outcomes = measure(cell, planners)
+        print(*cell_row(cell, outcomes), sep=" | ", flush=True)
+        kept = [Outcome(**{**vars(one), "plan": None}) for one in outcomes]
+        results.append((cell, kept))
+    return results
 
 
 def main() -> None:
-    """Prints the table and writes it."""
+    """Prints the tables and writes them."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, help="path of the result without suffix")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--hardware", default=platform.processor() or platform.machine())
-    parser.add_argument("--largest", type=int, default=64, help="largest number of ranks")
+    parser.add_argument("--full", action="store_true", help="the whole grid")
+    parser.add_argument("--only", default="", help="cells whose name holds this")
+    parser.add_argument("--ranks", type=int, nargs="*", help="cells with these numbers of ranks")
+    parser.add_argument("--no-goals", action="store_true", help="the grid alone")
+    parser.add_argument("--no-grid", action="store_true", help="the goals alone")
     arguments = parser.parse_args()
-    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-    rows = measure(arguments.rounds, arguments.largest)
-    facts = {
-        "what": "packed causal documents; volumes forward, in units of one rank's query rows",
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "predicted": "one layer, forward + backward, head dim 128, bf16, topology h100; no GPU was used",
-        "hardware": f"{arguments.hardware} (for planning ms: processor time, one thread)",
-        "software": f"Python {platform.python_version()}, NumPy {np.__version__}",
-        "protocol": f"median of {arguments.rounds} after one warm-up",
-        "load of the machine": load,
-        "command": "python benchmarks/bench_plan.py",
+    started = time.perf_counter()
+    planners = sorted(PLANNERS, key=lambda name: (name != "auto", name))
+    cells = [
+        cell
+        for cell in (whole_grid() if arguments.full else small_grid())
+        if arguments.only in cell.name and (not arguments.ranks or cell.ranks in arguments.ranks)
+    ]
+    facts = environment()
+    results = [] if arguments.no_grid else run(cells, planners)
+    tables = [summary_table(results), planner_table(results, planners)] if results else []
+    if not arguments.no_goals:
+        tables.insert(0, goals_table(results))
+    facts |= {
+        "what": "predicted and simulated times of plans; no GPU was used",
+        "times": "one layer, forward + backward, head dim 128, bf16, topology h100",
+        "planning ms": "processor time of one thread, one call",
+        "took": f"{(time.perf_counter() - started) / 60:.1f} minutes",
+        "command": "python benchmarks/bench_plan.py" + (" --full" if arguments.full else ""),
     }
-    if arguments.output:
-        lines = ["# Plans", "", *(f"- {name}: {value}" for name, value in facts.items()), ""]
-        lines += [f"| {' | '.join(COLUMNS)} |", "|---:|---:|---|---|---|" + "---:|" * 6]
-        lines += [f"| {' | '.join(str(value) for value in row.values())} |" for row in rows]
-        arguments.output.with_suffix(".md").write_text("\n".join(lines) + "\n")
-        text = json.dumps({"facts": facts, "rows": rows}, indent=1)
-        arguments.output.with_suffix(".json").write_text(text + "\n")
+    rows = [cell_row(cell, outcomes) for cell, outcomes in results]
+    tables.append(
+        Table("Cells", CELL_COLUMNS, rows, "Volumes forward, in units of a rank's query rows.")
+    )
+    details = [
+        {"cell": asdict(cell), "outcomes": [_plain(one) for one in outcomes]}
+        for cell, outcomes in results
+    ]
+    publish("Plans", facts, tables, arguments.output, details)
+
+
+def _plain(one: Outcome) -> dict[str, object]:
+    """Returns what JSON can hold: no plan, no NaN."""
+    values = {name: value for name, value in vars(one).items() if name != "plan"}
+    return {name: value for name, value in values.items() if value == value and value != ""}
 
 
 if __name__ == "__main__":

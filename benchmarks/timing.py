@@ -70,9 +70,16 @@ def environment(packages: Sequence[str] = ("numpy",)) -> dict[str, str]:
 
 
 def publish(
-    title: str, facts: Mapping[str, str], tables: Sequence[Table], output: Path | None
+    title: str,
+    facts: Mapping[str, str],
+    tables: Sequence[Table],
+    output: Path | None,
+    details: object = None,
 ) -> None:
-    """Prints the result page and writes `<output>.md` and `<output>.json` (no suffix given) if asked to."""
+    """Prints the result page and writes `<output>.md` and `<output>.json` (no suffix given) if asked to.
+
+    `details`: what only the JSON file holds.
+    """
     parts = [f"# {title}", "\n".join(f"- {name}: {value}" for name, value in facts.items())]
     parts += [_markdown(table) for table in tables]
     page = "\n\n".join(parts) + "\n"
@@ -82,6 +89,8 @@ def publish(
     output.parent.mkdir(parents=True, exist_ok=True)
     output.with_name(output.name + ".md").write_text(page)
     values = {"title": title, "facts": dict(facts), "tables": [asdict(t) for t in tables]}
+    if details is not None:
+        values["details"] = details
     output.with_name(output.name + ".json").write_text(json.dumps(values, indent=1) + "\n")
 
 

@@ -1,0 +1,117 @@
+"""Prices from below for published schemes with a stage per rank, where building the plan would be too large.
+
+A ring on 4096 ranks has 4096 stages of 4096 masks. Its time is at least that of its busiest rank's pairs, and at
+least that of the rows that it moves; here stands the larger of the two. So the rival looks as good as it can
+be, or better: a comparison made with these figures is never unfair to it.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from megatron_cp.config import CPConfig
+from megatron_cp.mask import AttentionMask
+from megatron_cp.plan.cost import FloatArray, compute_seconds, row_bytes
+from megatron_cp.plan.placement import tokens_per_rank
+from megatron_cp.plan.schema import PassName
+from megatron_cp.plan.topology import get_topology
+
+MOST_STEPS = 128  # ranks up to which plans with a stage per rank are built
+
+
+def is_built(planner: str, cp_size: int) -> bool:
+    """Returns whether the planner's plan for so many ranks is built, not priced from below."""
+    return cp_size <= MOST_STEPS or planner not in BEST_CASES
+
+
+def best_case_seconds(
+    planner: str, mask: AttentionMask, cp_size: int, config: CPConfig, pass_name: PassName
+) -> float:
+    """Returns a time that a pass of `planner`, one of BEST_CASES, cannot beat.
+
+    Raises ValueError for a mask that the scheme does not serve.
+    """
+    return BEST_CASES[planner](mask, cp_size, config, pass_name)
+
+
+def busiest_area(mask: AttentionMask, cp_size: int, config: CPConfig, pieces: int) -> float:
+    """Returns the pairs of the busiest rank: in order (1 piece per rank) or zigzag (2)."""
+    size = tokens_per_rank(mask.num_queries, cp_size, config, pieces=pieces) // pieces
+    bounds = np.minimum(np.arange(pieces * cp_size + 1) * size, mask.num_queries)
+    areas = mask.area_of_rows(bounds)
+    if pieces == 2:
+        areas = areas[:cp_size] + areas[: cp_size - 1 : -1]
+    return float(areas.max())
+
+
+def _ring(pieces: int) -> Callable[[AttentionMask, int, CPConfig, PassName], float]:
+    def seconds(mask: AttentionMask, cp_size: int, config: CPConfig, pass_name: PassName) -> float:
+        topology = get_topology(config.topology)
+        remote = max(0, cp_size - topology.node_size)  # steps that cross nodes on every rank
+        steps = cp_size - 1
+        moved = _key_bytes(mask, cp_size, config, pass_name)
+        links = remote * moved / topology.outer_gbytes_per_s
+        links += (steps - remote) * moved / topology.inner_gbytes_per_s
+        area = busiest_area(mask, cp_size, config, pieces) if pieces else mask.area() / cp_size
+        return max(_compute(area, config, pass_name), links * 1e-9 + _latency(steps, config))
+
+    return seconds
+
+
+def _double_ring(mask: AttentionMask, cp_size: int, config: CPConfig, pass_name: PassName) -> float:
+    topology = get_topology(config.topology)
+    nodes = -(-cp_size // topology.node_size)
+    moved = _key_bytes(mask, cp_size, config, pass_name)
+    outer = (nodes - 1) * moved / topology.outer_gbytes_per_s
+    inner = (cp_size - nodes) * moved / topology.inner_gbytes_per_s
+    compute = _compute(mask.area() / cp_size, config, pass_name)
+    return max(compute, max(outer, inner) * 1e-9 + _latency(cp_size - 1, config))
+
+
+def _distflashattn(
+    mask: AttentionMask, cp_size: int, config: CPConfig, pass_name: PassName
+) -> float:
+    num_tokens = mask.num_queries
+    if mask.area() != num_tokens * (num_tokens + 1) // 2 or mask.num_slices != 1:
+        raise ValueError(
+            "planner 'distflashattn' serves one causal document; use planner='auto' for other masks"
+        )
+    topology = get_topology(config.topology)
+    rows = tokens_per_rank(num_tokens, cp_size, config)
+    query, key = (row_bytes(config, pass_name, side) for side in ("q", "k"))
+    moved = rows * (key.there + key.back) * (3 * cp_size / 8 - 0.25)
+    moved += rows * (query.there + query.back) * (cp_size / 8 - 0.25)
+    share = max(0.0, 1 - topology.node_size / cp_size)  # of the rows, from other nodes
+    links = share * moved / (topology.outer_gbytes_per_s * 1e9)
+    compute = _compute(mask.area() / cp_size, config, pass_name)
+    return max(compute, links + _latency(cp_size // 2, config))
+
+
+def _compute(area: float, config: CPConfig, pass_name: PassName) -> float:
+    one: FloatArray = np.full(1, area)
+    return float(compute_seconds(one, config, pass_name)[0])
+
+
+def _key_bytes(mask: AttentionMask, cp_size: int, config: CPConfig, pass_name: PassName) -> float:
+    """Returns the bytes of one rank's keys and values; in a backward pass of the cheaper side.
+
+    LoongTrain and BurstAttention pass queries and their gradients where that is less.
+    """
+    rows = tokens_per_rank(mask.num_queries, cp_size, config)
+    sides = [row_bytes(config, pass_name, side) for side in ("k", "q")]
+    if pass_name == "forward":
+        return float(rows * sides[0].there)
+    return float(rows * min(side.there + side.back for side in sides))
+
+
+def _latency(steps: int, config: CPConfig) -> float:
+    return steps * get_topology(config.topology).latency_us * 1e-6
+
+
+BEST_CASES: dict[str, Callable[[AttentionMask, int, CPConfig, PassName], float]] = {
+    "ring": _ring(1),
+    "zigzag": _ring(2),
+    "stripe": _ring(0),  # balanced to within a diagonal
+    "double_ring": _double_ring,
+    "distflashattn": _distflashattn,
+}
