@@ -15,6 +15,8 @@ struct MBarrier {
     std::int64_t phase = 0;           // phases completed
     std::uint32_t copies_in_flight = 0;
     Epoch init;                       // the initialising thread's clock
+    bool init_fenced = false;         // that thread has made the object visible to the async proxy,
+    Epoch init_fence;                 // at this time
     VectorClock arrivals;             // of the phase in progress
     VectorClock completed;            // what a successful wait learns
 };

@@ -1,0 +1,144 @@
+#include "access.h"
+
+#include <cmath>
+
+#include "cta.h"
+
+namespace mcp::emulator {
+
+namespace {
+
+std::uint32_t bits_of(float value) {
+    std::uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    return bits;
+}
+
+void require_known_memory(const void* address, std::uint32_t num_bytes) {
+    Cta& cta = this_cta();
+    if (reinterpret_cast<std::uintptr_t>(address) % num_bytes != 0) {
+        cta.fail("global address %p must be a multiple of %u", address, num_bytes);
+    }
+    if (cta.config.global_ranges.empty()) return;
+    const auto* at = static_cast<const std::uint8_t*>(address);
+    for (const GlobalRange& range : cta.config.global_ranges) {
+        const auto* begin = static_cast<const std::uint8_t*>(range.begin);
+        if (at >= begin && at + num_bytes <= begin + range.bytes) return;
+    }
+    cta.fail("global address %p + %u lies in no buffer of the launch", address, num_bytes);
+}
+
+// The first fence after mbarrier.init by the thread that initialised.
+void fence_initialised_barriers(const Thread& thread) {
+    for (MBarrier& barrier : this_cta().mbarriers) {
+        if (barrier.init_fenced || barrier.init.component != thread.index) continue;
+        barrier.init_fenced = true;
+        barrier.init_fence = thread.epoch();
+    }
+}
+
+}  // namespace
+
+std::uint32_t dynamic_shared() { return this_cta().shared.base(); }
+
+void load_shared(std::uint32_t address, void* value, std::uint32_t num_bytes) {
+    Cta& cta = this_cta();
+    cta.begin(Instruction::kLoadShared);
+    cta.shared.check_range(address, num_bytes, num_bytes);
+    cta.shared.thread_reads(*cta.running, address, num_bytes);
+    std::memcpy(value, cta.shared.at(address), num_bytes);
+}
+
+void store_shared(std::uint32_t address, const void* value, std::uint32_t num_bytes) {
+    Cta& cta = this_cta();
+    cta.begin(Instruction::kStoreShared);
+    cta.shared.check_range(address, num_bytes, num_bytes);
+    cta.shared.thread_writes(*cta.running, address, num_bytes);
+    std::memcpy(cta.shared.at(address), value, num_bytes);
+}
+
+void load_constant(const void* address, void* value, std::uint32_t num_bytes) {
+    this_cta().begin(Instruction::kLoadConstant);
+    require_known_memory(address, num_bytes);
+    std::memcpy(value, address, num_bytes);
+}
+
+std::int32_t load_acquire(const std::int32_t* address) {
+    Cta& cta = this_cta();
+    const bool polling = cta.running->instruction == Instruction::kLoadAcquire;
+    cta.begin(Instruction::kLoadAcquire);
+    if (polling) cta.block(Wait::kGlobalFlag, 0, 0);
+    return __atomic_load_n(address, __ATOMIC_ACQUIRE);
+}
+
+void store_release(std::int32_t* address, std::int32_t value) {
+    this_cta().begin(Instruction::kStoreRelease);
+    __atomic_store_n(address, value, __ATOMIC_RELEASE);
+}
+
+std::int32_t atomic_add(std::int32_t* address, std::int32_t value) {
+    this_cta().begin(Instruction::kAtomicAdd);
+    return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
+}
+
+void atomic_add(float* address, float value) {
+    this_cta().begin(Instruction::kAtomicAdd);
+    auto* bits = reinterpret_cast<std::uint32_t*>(address);
+    std::uint32_t before = __atomic_load_n(bits, __ATOMIC_RELAXED), after;
+    do {
+        float sum;
+        std::memcpy(&sum, &before, 4);
+        after = bits_of(sum + value);
+    } while (!__atomic_compare_exchange_n(bits, &before, after, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+}
+
+void fence_proxy_async() {
+    Cta& cta = this_cta();
+    cta.begin(Instruction::kFenceProxyAsync);
+    Thread& thread = *cta.running;
+    thread.tick();
+    thread.proxy_fences.push_back(thread.now());
+    fence_initialised_barriers(thread);
+}
+
+void fence_mbarrier_init() {
+    Cta& cta = this_cta();
+    cta.begin(Instruction::kFenceMBarrierInit);
+    cta.running->tick();
+    fence_initialised_barriers(*cta.running);
+}
+
+// Memory of other CTAs is one coherent memory here, so there is nothing to order.
+void fence_gpu() { this_cta().begin(Instruction::kFenceGpu); }
+
+void report_poison(std::uint32_t bits) {
+    Cta& cta = this_cta();
+    cta.fail("an operand holds no value (0x%08x): %s", bits,
+             (bits & 0xffff) == 0xbeef ? "it comes from an accumulator read before wgmma.wait_group"
+                                       : "it comes from a register that was never written");
+}
+
+// PTX ISA, cvt.rn.bf16x2.f32: to nearest even; NaN becomes 0x7fff.
+std::uint16_t float_to_bf16(float value) {
+    const std::uint32_t bits = bits_of(value);
+    if (std::isnan(value)) return 0x7fff;
+    return static_cast<std::uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// PTX ISA, cvt.rn.f16x2.f32: to nearest even, overflow to infinity; NaN becomes 0x7fff.
+std::uint16_t float_to_fp16(float value) {
+    if (std::isnan(value)) return 0x7fff;
+    const auto sign = static_cast<std::uint16_t>(bits_of(value) >> 16 & 0x8000);
+    const float magnitude = std::fabs(value);
+    if (magnitude >= 65520.0f) return static_cast<std::uint16_t>(sign | 0x7c00);
+    int exponent = 0;
+    std::frexp(magnitude, &exponent);
+    exponent = exponent < -13 ? -13 : exponent;  // below: subnormal, steps of 2^-24
+    const float steps = std::nearbyint(std::ldexp(magnitude, 11 - exponent));  // 0 .. 2048
+    const auto mantissa = static_cast<std::uint32_t>(steps);
+    // 1024 steps make the implicit bit; a carry moves into the exponent by itself.
+    const std::uint32_t biased = static_cast<std::uint32_t>(exponent + 13);
+    return static_cast<std::uint16_t>(sign | ((biased << 10) + mantissa));
+}
+
+}  // namespace mcp::emulator

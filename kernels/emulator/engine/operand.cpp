@@ -1,0 +1,116 @@
+#include "operand.h"
+
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+namespace mcp::emulator {
+
+namespace {
+
+std::string hex(std::uint64_t value) {
+    char text[32];
+    std::snprintf(text, sizeof text, "0x%llx", static_cast<unsigned long long>(value));
+    return text;
+}
+
+std::vector<float> fp16_table() {
+    std::vector<float> table(65536);
+    for (std::uint32_t bits = 0; bits < 65536; ++bits) {
+        const std::uint32_t exponent = bits >> 10 & 31, fraction = bits & 1023;
+        float magnitude;
+        if (exponent == 31) {
+            magnitude = fraction == 0 ? INFINITY : NAN;
+        } else if (exponent == 0) {
+            magnitude = std::ldexp(static_cast<float>(fraction), -24);
+        } else {
+            magnitude = std::ldexp(static_cast<float>(fraction + 1024), static_cast<int>(exponent) - 25);
+        }
+        table[bits] = bits >> 15 ? -magnitude : magnitude;
+    }
+    return table;
+}
+
+}  // namespace
+
+// PTX ISA, Matrix Descriptor Format: bits 0-13 start address, 16-29 leading, 32-45 stride (all / 16),
+// 49-51 base offset, 62-63 swizzle mode (0 none, 1 128-byte, 2 64-byte, 3 32-byte).
+std::string decode_descriptor(std::uint64_t bits, MatrixDescriptor& descriptor) {
+    static constexpr Swizzle kModes[] = {Swizzle::kNone, Swizzle::k128, Swizzle::k64, Swizzle::k32};
+    constexpr std::uint64_t kReserved = 0x3ff1c000c000c000ull;
+    if (bits & kReserved) {
+        return "matrix descriptor " + hex(bits) + " sets reserved bits " + hex(bits & kReserved) +
+               " (an offset that does not fit its 14 bits?)";
+    }
+    descriptor.start = static_cast<std::uint32_t>(bits & 0x3fff) << 4;
+    descriptor.leading = static_cast<std::uint32_t>(bits >> 16 & 0x3fff) << 4;
+    descriptor.stride = static_cast<std::uint32_t>(bits >> 32 & 0x3fff) << 4;
+    descriptor.swizzle = kModes[bits >> 62];
+    if (bits >> 49 & 7) {
+        return "matrix descriptor " + hex(bits) + " has a base offset; the emulator follows panels "
+               "that start where the swizzle pattern does (base offset 0)";
+    }
+    const std::uint32_t width = static_cast<std::uint32_t>(descriptor.swizzle);
+    if (descriptor.swizzle != Swizzle::kNone && descriptor.start % (8 * width) >= width) {
+        return "misaligned swizzled panel: the operand at " + hex(descriptor.start) +
+               " starts inside the pattern of its " + std::to_string(width) +
+               "-byte swizzle, which repeats every " + std::to_string(8 * width) +
+               " bytes; align the panel to that";
+    }
+    return {};
+}
+
+// PTX ISA, Leading dimension byte offset and Stride dimension byte offset. K-major: groups of 8 rows
+// are `stride` apart; without swizzle the second chunk is `leading` away, with it in the same row.
+std::uint32_t k_major_address(const MatrixDescriptor& d, int mn, int chunk) {
+    const auto row = static_cast<std::uint32_t>(mn), c = static_cast<std::uint32_t>(chunk);
+    if (d.swizzle == Swizzle::kNone) return d.start + row / 8 * d.stride + row % 8 * 16 + c * d.leading;
+    const std::uint32_t width = static_cast<std::uint32_t>(d.swizzle);
+    return swizzle_address(d.start + row / 8 * d.stride + row % 8 * width + c * 16, d.swizzle);
+}
+
+// MN-major: groups of 8 columns (of the reduction) are `stride` apart, and the next rows beyond one
+// swizzle width `leading`; without swizzle these two change places.
+std::uint32_t mn_major_address(const MatrixDescriptor& d, int k, int chunk) {
+    const auto column = static_cast<std::uint32_t>(k), c = static_cast<std::uint32_t>(chunk);
+    if (d.swizzle == Swizzle::kNone) {
+        return d.start + c * d.stride + column / 8 * d.leading + column % 8 * 16;
+    }
+    const std::uint32_t width = static_cast<std::uint32_t>(d.swizzle);
+    const std::uint32_t chunks_per_row = width / 16;
+    return swizzle_address(d.start + c / chunks_per_row * d.leading + column / 8 * d.stride +
+                               column % 8 * width + c % chunks_per_row * 16,
+                           d.swizzle);
+}
+
+float bf16_to_float(std::uint16_t bits) {
+    const std::uint32_t wide = static_cast<std::uint32_t>(bits) << 16;
+    float value;
+    std::memcpy(&value, &wide, 4);
+    return value;
+}
+
+float fp16_to_float(std::uint16_t bits) {
+    static const std::vector<float> table = fp16_table();
+    return table[bits];
+}
+
+#if defined(__x86_64__) && defined(__GLIBC__)
+__attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#endif
+void multiply(float (*d)[kMaxProductColumns], const float (*a)[kProductDepth],
+              const float (*b)[kMaxProductColumns], int n, bool accumulate) {
+    constexpr int kBlock = 8;  // n is a multiple of 8
+    for (int row = 0; row < kProductRows; ++row) {
+        for (int column = 0; column < n; column += kBlock) {
+            float sum[kBlock];
+            for (int j = 0; j < kBlock; ++j) sum[j] = accumulate ? d[row][column + j] : 0.0f;
+            for (int k = 0; k < kProductDepth; ++k) {
+                for (int j = 0; j < kBlock; ++j) sum[j] += a[row][k] * b[k][column + j];
+            }
+            for (int j = 0; j < kBlock; ++j) d[row][column + j] = sum[j];
+        }
+    }
+}
+
+}  // namespace mcp::emulator

@@ -1,0 +1,67 @@
+// PTX ISA, Data Movement and Conversion Instructions: ld, ld.global.nc, st; atom.
+#pragma once
+
+#include <engine/access.h>
+#include <mcp/ptx/keywords.cuh>
+#include <mcp/types.h>
+
+namespace mcp::ptx {
+
+MCP_DEVICE u32 dynamic_shared() { return emulator::dynamic_shared(); }
+
+MCP_DEVICE u32 load_shared_u32(u32 address) {
+    u32 value;
+    emulator::load_shared(address, &value, 4);
+    return value;
+}
+MCP_DEVICE i32x4 load_shared_i32x4(u32 address) {
+    i32x4 value;
+    emulator::load_shared(address, &value, 16);
+    return value;
+}
+MCP_DEVICE float load_shared_f32(u32 address) {
+    float value;
+    emulator::load_shared(address, &value, 4);
+    return value;
+}
+MCP_DEVICE f32x2 load_shared_f32x2(u32 address) {
+    f32x2 value;
+    emulator::load_shared(address, &value, 8);
+    return value;
+}
+MCP_DEVICE void store_shared_u32(u32 address, u32 value) {
+    emulator::store_shared(address, &value, 4);
+}
+MCP_DEVICE void store_shared_i32x4(u32 address, i32x4 v) { emulator::store_shared(address, &v, 16); }
+MCP_DEVICE void store_shared_f32(u32 address, float value) {
+    emulator::require_value(value);
+    emulator::store_shared(address, &value, 4);
+}
+MCP_DEVICE void store_shared_f32x2(u32 address, float x, float y) {
+    const f32x2 pair{emulator::require_value(x), emulator::require_value(y)};
+    emulator::store_shared(address, &pair, 8);
+}
+
+MCP_DEVICE i32 load_constant_i32(const i32* address) {
+    i32 value;
+    emulator::load_constant(address, &value, 4);
+    return value;
+}
+MCP_DEVICE float load_constant_f32(const float* address) {
+    float value;
+    emulator::load_constant(address, &value, 4);
+    return value;
+}
+MCP_DEVICE i32x4 load_constant_i32x4(const void* address) {
+    i32x4 value;
+    emulator::load_constant(address, &value, 16);
+    return value;
+}
+
+MCP_DEVICE i32 atomic_add(i32* address, i32 value) { return emulator::atomic_add(address, value); }
+MCP_DEVICE void atomic_add(float* address, float value) { emulator::atomic_add(address, value); }
+
+MCP_DEVICE i32 load_acquire(const i32* address) { return emulator::load_acquire(address); }
+MCP_DEVICE void store_release(i32* address, i32 value) { emulator::store_release(address, value); }
+
+}  // namespace mcp::ptx
