@@ -22,6 +22,7 @@ from megatron_cp.plan.schemes.gather import (
     plan_contiguous,
 )
 from megatron_cp.plan.schemes.ring import plan_ring, plan_zigzag
+from megatron_cp.plan.schemes.stripe import plan_stripe
 from megatron_cp.plan.schemes.ulysses import plan_ulysses
 from megatron_cp.plan.stages import PlacedMask
 from megatron_cp.plan.topology import get_topology
@@ -116,6 +117,7 @@ PLANNERS: dict[str, Planner] = {
     "contiguous": plan_contiguous,
     "ring": plan_ring,
     "zigzag": plan_zigzag,
+    "stripe": plan_stripe,
     "allgather": plan_allgather,
     "ulysses": plan_ulysses,
 }

@@ -6,7 +6,15 @@ from megatron_cp import mask as masks
 from megatron_cp.config import CPConfig
 
 CP_SIZES = (1, 2, 3, 4, 8)
-PLANNERS = ("allgather", "auto", "contiguous", "ring", "ulysses", "zigzag")
+PLANNERS = ("allgather", "auto", "contiguous", "ring", "stripe", "ulysses", "zigzag")
+PRICED = (
+    "allgather",
+    "auto",
+    "contiguous",
+    "ring",
+    "ulysses",
+    "zigzag",
+)  # those that "auto" weighs itself against
 HEADS = 24  # every CP size divides it, so that ulysses serves them all
 
 

@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from megatron_cp import mask as masks
 from megatron_cp.config import CPConfig, Topology
-from megatron_cp.plan import PLANNERS, Hop, Pass, Stage, Transfer, balance, make_plan, make_plans
+from megatron_cp.plan import Hop, Pass, Stage, Transfer, balance, make_plan, make_plans
 from megatron_cp.plan.cost import makespan_seconds
 from megatron_cp.plan.pricing import choices, deal_figures, placement_figures
 from megatron_cp.plan.schema import AttentionPlan
 from megatron_cp.plan.schemes.ulysses import fits_heads
 from megatron_cp.plan.stages import PassBuilder, PlacedMask
-from tests.plan.cases import config, packed
+from tests.plan.cases import PRICED, config, packed
 from tests.strategies import attention_masks
 
 RATIOS = [(8, 8), (8, 2), (8, 1)]
@@ -135,7 +135,7 @@ def test_auto_is_never_predicted_slower_than_a_published_scheme(cp_size, topolog
             plan = make_plan(mask, cp_size, config("auto", **options))
             ours = predicted(plan)
             options["token_multiple"] = plan.tokens_per_rank  # the same padding for every scheme
-            for planner in PLANNERS:
+            for planner in PRICED:
                 scheme = config(planner, **options)
                 if planner == "ulysses" and not fits_heads(cp_size, scheme):
                     continue
@@ -151,7 +151,7 @@ def test_a_family_is_never_predicted_slower_than_a_published_scheme_for_all_its_
         plans = make_plans(weights, cp_size, config())
         ours = sum(weights[name][1] * predicted(plan) for name, plan in plans.items())
         rows = plans["full"].tokens_per_rank  # the same padding for every scheme
-        for planner in PLANNERS:
+        for planner in PRICED:
             others = make_plans(weights, cp_size, config(planner, token_multiple=rows))
             theirs = sum(weights[name][1] * predicted(plan) for name, plan in others.items())
             assert ours <= theirs * (1 + 1e-8), planner
