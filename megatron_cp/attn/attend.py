@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_cp.attn import blocked, flex, reference
+from megatron_cp.attn import blocked, flex, hopper, reference
 from megatron_cp.attn.merge import apply_sink, sink_gradient
 from megatron_cp.attn.options import (
     AttendOptions,
@@ -23,7 +23,12 @@ from megatron_cp.attn.options import (
 )
 from megatron_cp.mask import AttentionMask
 
-_BACKEND_MODULES: dict[str, ModuleType] = {"reference": reference, "cpu": blocked, "flex": flex}
+_BACKEND_MODULES: dict[str, ModuleType] = {
+    "reference": reference,
+    "cpu": blocked,
+    "flex": flex,
+    "hopper": hopper,
+}
 
 
 def attend(  # noqa: PLR0913  the public signature of DESIGN section 9
@@ -51,6 +56,8 @@ def attend(  # noqa: PLR0913  the public signature of DESIGN section 9
     options = resolve_options(q, k, v, softmax_scale, softcap, backend, deterministic)
     check_mask(q, k, mask)
     check_sink(q, sink)
+    if options.backend == "hopper":  # the kernel adds the sink and writes the dtype of q itself
+        return hopper.attend(q, k, v, mask, sink, options)
     out, lse = _Attend.apply(q, k, v, sink, mask, options)
     return out, lse
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_cp.attn import hopper_checks
 from megatron_cp.mask import AttentionMask
 
 BACKENDS = ("reference", "cpu", "flex", "hopper", "emulated")
-BUILT_BACKENDS = ("reference", "cpu", "flex")
+BUILT_BACKENDS = ("reference", "cpu", "flex", "hopper")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -45,7 +46,8 @@ def resolve_options(
     `softmax_scale=None` means `1/sqrt(H)`; `backend=None` means `cpu` for CPU tensors and `flex` for CUDA tensors.
 
     Raises: ValueError for shapes, dtypes or values that no backend could serve; NotImplementedError for a backend
-    that cannot serve this call, naming those that can.
+    that cannot serve this call, naming those that can. `hopper` is never chosen by itself: it has no backward
+    pass yet.
     """
     _check_shapes(q, k, v)
     _check_dtypes(q, k, v)
@@ -60,6 +62,8 @@ def resolve_options(
         backend = "cpu" if q.device.type == "cpu" else "flex"
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     _check_backend(backend, q, deterministic, needs_grad)
+    if backend == "hopper":
+        hopper_checks.check_wish(q, v, scale, softcap, needs_grad)
     return AttendOptions(scale, float(softcap), backend, deterministic)
 
 
@@ -140,7 +144,7 @@ def _check_backend(backend: str, q: Tensor, deterministic: bool, needs_grad: boo
     able = "backend='cpu' or 'reference'" if on_cpu else "backend='flex' or 'reference'"
     if backend not in BUILT_BACKENDS:
         raise NotImplementedError(
-            f"backend={backend!r} is not built yet, only reference, cpu and flex are; use {able}"
+            f"backend={backend!r} is not built yet, only reference, cpu, flex and hopper are; use {able}"
         )
     if backend == "cpu" and not on_cpu:
         raise NotImplementedError(
