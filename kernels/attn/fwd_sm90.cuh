@@ -91,7 +91,7 @@ struct Producer {
     u32 tail_parity = 0;
 
     MCP_DEVICE Producer(const FwdParams& params, const Shared& shared)
-        : params(params), shared(shared), leader(ptx::elect_one()) {}
+        : params(params), shared(shared), leader(lane_index() == 0) {}
 
     MCP_DEVICE void post(const WorkItem& work) {
         shared.mail_ring.wait_empty(mail_at);
@@ -152,32 +152,26 @@ struct Producer {
         KeyTiles<Traits::kBlockN> keys(params.segments, work);
         i32 first_key, end;
         load_queries(work);
-        load_keys(kv_head, keys.first_key());
+        load_keys(kv_head, keys.first());
         for (;;) {
-            first_key = keys.first_key(), end = keys.k1;
+            first_key = keys.first(), end = keys.k1;
             if (!keys.advance()) break;
-            load_keys(kv_head, keys.first_key());
+            load_keys(kv_head, keys.first());
             load_values(kv_head, first_key, end);
         }
         load_values(kv_head, first_key, end);
     }
 
     MCP_DEVICE void run() {
-        const i32 num_blocks = static_cast<i32>(ptx::num_blocks());
-        WorkItem work = work_item(params, static_cast<i32>(ptx::block_index()));
+        const WorkQueue<FwdParams> queue = {params, leader};
+        WorkItem work = queue.first();
         for (;;) {
             post(work);
             if (work.head < 0) break;
             if (work.num_segs > 0) load_tiles(work);
-            i32 taken = 0;
-            if (leader) taken = ptx::atomic_add(params.counters, 1);
-            work = work_item(params, num_blocks + ptx::shuffle(taken, 0));
+            work = queue.next();
         }
-        // The last CTA to come here leaves the counters as it found them.
-        if (leader && ptx::atomic_add(params.counters + 1, 1) == num_blocks - 1) {
-            params.counters[0] = 0;
-            params.counters[1] = 0;
-        }
+        queue.finish();
     }
 };
 
@@ -255,7 +249,7 @@ struct Consumer {
     template <bool kMasked>
     MCP_DEVICE void apply_softmax(const Keys& keys, FragmentPlace place, float (&rescale)[2]) {
         if constexpr (Traits::kSoftcap) cap_scores(scores, params);
-        if constexpr (kMasked) apply_mask<Traits::kBlockN>(scores, keys, place);
+        if constexpr (kMasked) apply_mask(scores, keys, place);
         softmax.template step<kMasked>(scores, params.score_scale, rescale);
     }
 

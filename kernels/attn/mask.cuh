@@ -7,20 +7,21 @@
 
 namespace mcp::attn {
 
-// `place.row` is the absolute query row of the thread's first fragment row.
-template <int kBlockN>
-MCP_DEVICE void apply_mask(float (&scores)[kBlockN / 2], const KeyTiles<kBlockN>& keys, FragmentPlace place) {
-    const i32 first_key = keys.first_key() + place.column;
+// `place.row` is the absolute row of the thread's first fragment row: a query, or, in the backward pass, whose scores are
+// transposed, a key; `tiles` stands at the tile of the scores' columns.
+template <class Tiles, int kSize>
+MCP_DEVICE void apply_mask(float (&scores)[kSize], const Tiles& tiles, FragmentPlace place) {
+    const i32 first = tiles.first() + place.column;
     MCP_UNROLL
     for (int half = 0; half < 2; half++) {
         const i32 r = place.row + 8 * half;
-        const i32 begin = ptx::max(keys.k0, r + keys.lo) - first_key;
-        const i32 end = ptx::min(keys.k1, r + keys.hi + 1) - first_key;
-        const bool inside = r >= keys.q0 && r < keys.q1;
+        const i32 begin = ptx::max(tiles.k0, r + tiles.lo) - first;
+        const i32 end = ptx::min(tiles.k1, r + tiles.hi + 1) - first;
+        const bool inside = r >= tiles.q0 && r < tiles.q1;
         // One unsigned comparison tests both bounds and the row.
         const u32 length = inside ? static_cast<u32>(ptx::max(end - begin, 0)) : 0u;
         MCP_UNROLL
-        for (int i = 0; i < kBlockN / 8; i++) {
+        for (int i = 0; i < kSize / 4; i++) {
             MCP_UNROLL
             for (int e = 0; e < 2; e++) {
                 if (static_cast<u32>(8 * i + e - begin) >= length) {

@@ -49,6 +49,69 @@ struct FwdParams {
     i32 accumulate;          // out and lse hold a partial result over other keys, and receive the merged one
 };
 
+// What the backward kernel reads beside the tensors: delta = rowsum(dout * out) - dlse, and lse in base 2. Rows without keys
+// get lse = +inf (their probabilities become 0) and delta = 0. `out` and `lse` are those of the whole row, merged over
+// all stages.
+struct BwdPreprocessParams {
+    const void* out;         // [T, N, Hv] float, or the inputs' type
+    const void* dout;        // [T, N, Hv] the inputs' type
+    const float* lse;        // [T, N] natural log
+    const float* dlse;       // [T, N] gradient of lse, with the strides of lse, or null
+    float* lse_2;            // [N, padded_rows] lse * log2(e)
+    float* delta;            // [N, padded_rows]
+
+    i64 out_row_stride, out_head_stride;
+    i64 dout_row_stride, dout_head_stride;
+    i64 lse_row_stride, lse_head_stride;
+
+    i32 num_rows, padded_rows;  // padded_rows: a multiple of 4, for the tensor map
+    i32 num_heads;
+    i32 out_is_float;
+};
+
+// With p = exp2(s * score_scale - lse_2), dp = dout v', ds = p * (dp - delta):
+//     dv += p' dout     dk += softmax_scale * ds' q     dq += ds k (not scaled: the postprocess does that once)
+// A tile is block_n keys, a segment a range of queries; in Tile and Segment rows are keys and keys are queries.
+struct BwdParams {
+    TensorMap q_map, dout_map;        // as in FwdParams, boxes {64, 1, block_m}
+    TensorMap k_map, v_map;           // boxes {64, 1, block_n}
+    TensorMap lse_map, delta_map;     // float over {padded_rows, N, 1}, boxes {block_m, 1, 1}, no swizzle
+    TensorMap dq_map;                 // float over {H, N, T}, boxes {32, 1, block_m}, 128-byte swizzle
+
+    const Tile* tiles;
+    const Segment* segments;
+    const i32* order;
+    i32* counters;           // [2] as in FwdParams
+    void* dk;                // [S, G, H] float, or the inputs' type
+    void* dv;                // [S, G, Hv]
+
+    // Deterministic dq, or null: who adds to which block_m rows of dq after whom (attn/worklist.py, Turns).
+    const i32* turn_segments;  // [num_segments, 3] number, first run, number of runs
+    const i32* turn_runs;      // [num_runs, 2] end slot, number to wait for
+    i32* turn_counters;        // [N, num_slots] zero before every launch
+
+    i64 dk_row_stride, dk_head_stride;
+    i64 dv_row_stride, dv_head_stride;
+
+    i32 num_tiles, num_heads, num_kv_heads;
+    i32 heads_per_section;   // kv heads, as in FwdParams
+    i32 num_slots;
+    float score_scale, cap, cap_scale;  // as in FwdParams
+    float softmax_scale;
+    i32 grads_are_float;     // dk and dv; otherwise they have the inputs' type
+};
+
+// dq = softmax_scale * dq_sum, converted.
+struct BwdPostprocessParams {
+    const float* dq_sum;     // [T, N, H]
+    void* dq;                // [T, N, H] float (may be dq_sum itself), or the inputs' type
+    i64 sum_row_stride, sum_head_stride;
+    i64 dq_row_stride, dq_head_stride;
+    i32 num_rows, num_heads;
+    float softmax_scale;
+    i32 dq_is_float;
+};
+
 static_assert(sizeof(Tile) == 16 && sizeof(Segment) == 32, "the host writes these as int32 arrays");
 
 }  // namespace mcp::attn

@@ -7,19 +7,23 @@
 
 namespace mcp::attn {
 
-// One query tile of one head.
+// One tile of one head: query rows of a query head in the forward pass, keys of a kv head in the backward.
 struct WorkItem {
     i32 row0, rows, seg0, num_segs;
     i32 head;  // -1: no work is left
 };
 
+MCP_DEVICE i32 num_work_heads(const FwdParams& params) { return params.num_heads; }
+MCP_DEVICE i32 num_work_heads(const BwdParams& params) { return params.num_kv_heads; }
+
 // Work items are numbered head section by head section, so that the keys and values in use fit the second-level cache; in
 // a section tile by tile, longest first, so that the last CTA to finish does so early; heads innermost.
-MCP_DEVICE WorkItem work_item(const FwdParams& params, i32 index) {
-    if (index >= params.num_tiles * params.num_heads) return {0, 0, 0, 0, -1};
+template <class Params>
+MCP_DEVICE WorkItem work_item(const Params& params, i32 index) {
+    if (index >= params.num_tiles * num_work_heads(params)) return {0, 0, 0, 0, -1};
     const i32 section = index / (params.num_tiles * params.heads_per_section);
     const i32 first_head = section * params.heads_per_section;
-    const i32 num_heads = ptx::min(params.heads_per_section, params.num_heads - first_head);
+    const i32 num_heads = ptx::min(params.heads_per_section, num_work_heads(params) - first_head);
     const i32 in_section = index - first_head * params.num_tiles;
     const i32 rank = in_section / num_heads;
     const i32 tile = ptx::load_constant_i32(params.order + rank);
@@ -27,16 +31,43 @@ MCP_DEVICE WorkItem work_item(const FwdParams& params, i32 index) {
     return {t.x, t.y, t.z, t.w, first_head + in_section - rank * num_heads};
 }
 
-// Walks the key tiles of a work item with at least one segment; last tile of a segment first, as that is where a causal
-// mask ends. Every warp of every role sees the same sequence.
-template <int kBlockN>
-struct KeyTiles {
+// Gives out work items to the CTAs of a launch: the first by block index, later ones from a counter. Warps only.
+template <class Params>
+struct WorkQueue {
+    const Params& params;
+    bool leader;  // true in lane 0 only
+
+    MCP_DEVICE WorkItem first() const {
+        return work_item(params, static_cast<i32>(ptx::block_index()));
+    }
+    MCP_DEVICE WorkItem next() const {
+        i32 taken = 0;
+        if (leader) taken = ptx::atomic_add(params.counters, 1);
+        return work_item(params, static_cast<i32>(ptx::num_blocks()) + uniform(taken));
+    }
+    // The last CTA to come here leaves the counters as the launch found them.
+    MCP_DEVICE void finish() const {
+        const i32 num_blocks = static_cast<i32>(ptx::num_blocks());
+        if (leader && ptx::atomic_add(params.counters + 1, 1) == num_blocks - 1) {
+            params.counters[0] = 0;
+            params.counters[1] = 0;
+        }
+    }
+};
+
+enum class Direction { kUpwards, kDownwards };
+
+// Walks the segments of a work item with at least one, each in tiles of `kStep`. Every warp of every role sees the same
+// sequence. In the forward pass it steps through keys, downwards, as a causal mask ends in the last tile; in the backward
+// pass through queries, upwards, as the turns of the deterministic mode ask.
+template <int kStep, Direction kDirection>
+struct SegmentTiles {
     const Segment* next_segment;
     i32 segments_left;  // after this one
     i32 tile;           // index in the segment
     i32 k0, k1, lo, hi, q0, q1, full_begin, full_end;
 
-    MCP_DEVICE KeyTiles(const Segment* segments, const WorkItem& work)
+    MCP_DEVICE SegmentTiles(const Segment* segments, const WorkItem& work)
         : next_segment(segments + work.seg0), segments_left(work.num_segs) {
         enter_segment();
     }
@@ -46,22 +77,32 @@ struct KeyTiles {
         const i32x4 b = ptx::load_constant_i32x4(reinterpret_cast<const i32x4*>(next_segment) + 1);
         k0 = uniform(a.x), k1 = uniform(a.y), lo = uniform(a.z), hi = uniform(a.w);
         q0 = uniform(b.x), q1 = uniform(b.y), full_begin = uniform(b.z), full_end = uniform(b.w);
-        tile = (k1 - k0 - 1) / kBlockN;
+        tile = kDirection == Direction::kUpwards ? 0 : (k1 - k0 - 1) / kStep;
         next_segment++;
         segments_left--;
     }
 
-    // Moves to the next key tile; false if this was the last.
+    // Moves to the next tile; false if this was the last.
     MCP_DEVICE bool advance() {
-        if (--tile >= 0) return true;
+        if (kDirection == Direction::kUpwards) {
+            tile++;
+            if (first() < k1) return true;
+        } else {
+            if (--tile >= 0) return true;
+        }
         if (segments_left == 0) return false;
         enter_segment();
         return true;
     }
 
-    MCP_DEVICE i32 first_key() const { return k0 + tile * kBlockN; }
-    // Every row of the query tile sees every key of this tile.
+    MCP_DEVICE i32 first() const { return k0 + tile * kStep; }
+    // Every row of the work item sees everything in this tile.
     MCP_DEVICE bool is_full() const { return tile >= full_begin && tile < full_end; }
 };
+
+template <int kBlockN>
+using KeyTiles = SegmentTiles<kBlockN, Direction::kDownwards>;
+template <int kBlockM>
+using QueryTiles = SegmentTiles<kBlockM, Direction::kUpwards>;
 
 }  // namespace mcp::attn
