@@ -5,6 +5,7 @@
 #include <mcp/fragment.cuh>
 
 #include "params.h"
+#include "store_row.cuh"
 
 namespace mcp::attn {
 
@@ -80,18 +81,19 @@ MCP_DEVICE RowEnd finish_row(float max, float sum, float score_scale, float sink
     return {(shift + ptx::log2_approx(total)) * kLn2, weight / total};
 }
 
-// Merges a row's result with an earlier partial one over other keys: out = earlier_weight * earlier + factor * this.
+// A row's result merged with an earlier partial one over other keys.
 struct RowMerge {
-    float lse, factor, earlier_weight;
+    float lse;
+    RowScale scale;
 };
 
 MCP_DEVICE RowMerge merge_rows(RowEnd row, float earlier_lse) {
     const float shift = ptx::max(row.lse, earlier_lse);
-    if (shift == negative_infinity()) return {negative_infinity(), 0.0f, 0.0f};
+    if (shift == negative_infinity()) return {negative_infinity(), {0.0f, 0.0f}};
     const float mine = ptx::exp2_approx((row.lse - shift) * kLog2E);
     const float earlier = ptx::exp2_approx((earlier_lse - shift) * kLog2E);
     const float total = mine + earlier;
-    return {shift + ptx::log2_approx(total) * kLn2, row.factor * (mine / total), earlier / total};
+    return {shift + ptx::log2_approx(total) * kLn2, {row.factor * (mine / total), earlier / total}};
 }
 
 }  // namespace mcp::attn

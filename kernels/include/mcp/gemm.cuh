@@ -36,4 +36,20 @@ MCP_DEVICE void issue_p_b(float (&d)[kSize], const u32 (&p)[kPacked], TileB b) {
     ptx::wgmma_commit();
 }
 
+// d [64, columns of d] = A B for the 64 rows of A that start at `a_row` and the columns of B that start at panel `b_panel`;
+// the reduction runs along A's columns and B's rows.
+template <class T, class TileA, class TileB, int kSize>
+MCP_DEVICE void issue_a_b(float (&d)[kSize], TileA a, int a_row, TileB b, int b_panel) {
+    static_assert(TileA::kColumns == TileB::kRows, "shapes differ");
+    const u64 a_start = k_major_descriptor(uniform(a.address + a_row * kRowBytes));
+    const u64 b_start = mn_major_descriptor(TileB{uniform(b.address + b_panel * TileB::kPanelBytes)});
+    ptx::wgmma_fence();
+    MCP_UNROLL
+    for (int k = 0; k < TileA::kColumns / 16; k++) {
+        ptx::wgmma_ss<T, 2 * kSize, 0, 1>(d, step_descriptor(a_start, k_major_step<TileA>(k)),
+                                          step_descriptor(b_start, k * kMnMajorStep), k != 0);
+    }
+    ptx::wgmma_commit();
+}
+
 }  // namespace mcp

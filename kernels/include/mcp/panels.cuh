@@ -49,6 +49,24 @@ MCP_DEVICE void clear_rows(Tile tile, int first_row) {
     }
 }
 
+// Writes a warpgroup's accumulator X [64, 2 * kSize], packed by `pack`, transposed: row c of the tile's panel `panel`
+// receives column c of X. All threads of the warpgroup call; wgmma needs a proxy fence and a barrier after it.
+template <class Tile, int kPacked>
+MCP_DEVICE void store_transposed(Tile tile, int panel, const u32 (&packed)[kPacked]) {
+    static_assert(Tile::kRows == 4 * kPacked && kPanelColumns == 64, "the panel holds all of X");
+    const int thread = thread_in_warpgroup();
+    const int lane = thread % kWarpSize;
+    const int chunk = thread / kWarpSize * 2 + lane / 8 % 2;  // 16-byte chunk: 8 rows of X
+    const int row = lane / 16 * 8 + lane % 8;
+    const u32 address = tile.address + panel * Tile::kPanelBytes + row * kRowBytes +
+                        ((chunk ^ (row % 8)) * 16);
+    MCP_UNROLL
+    for (int i = 0; i < kPacked / 4; i++) {
+        ptx::stmatrix_x4_trans(address + i * 16 * kRowBytes, packed[4 * i], packed[4 * i + 1],
+                               packed[4 * i + 2], packed[4 * i + 3]);
+    }
+}
+
 // Matrix descriptors of wgmma. Bits 0-13 address / 16, 16-29 leading offset / 16, 32-45 stride offset / 16, 62 swizzle.
 MCP_DEVICE u64 make_descriptor(u32 address, u32 leading_bytes, u32 stride_bytes) {
     return static_cast<u64>((address & 0x3ffffu) >> 4) | (static_cast<u64>(leading_bytes >> 4) << 16) |
