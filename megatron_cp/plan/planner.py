@@ -15,6 +15,7 @@ from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.placement import check_chunk_size
 from megatron_cp.plan.portfolio import best_family
 from megatron_cp.plan.schema import AttentionPlan
+from megatron_cp.plan.schemes.double_ring import plan_double_ring
 from megatron_cp.plan.schemes.gather import (
     needed_keys_pass,
     one_pass_plan,
@@ -120,4 +121,5 @@ PLANNERS: dict[str, Planner] = {
     "stripe": plan_stripe,
     "allgather": plan_allgather,
     "ulysses": plan_ulysses,
+    "double_ring": plan_double_ring,
 }

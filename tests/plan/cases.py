@@ -6,7 +6,16 @@ from megatron_cp import mask as masks
 from megatron_cp.config import CPConfig
 
 CP_SIZES = (1, 2, 3, 4, 8)
-PLANNERS = ("allgather", "auto", "contiguous", "ring", "stripe", "ulysses", "zigzag")
+PLANNERS = (
+    "allgather",
+    "auto",
+    "contiguous",
+    "double_ring",
+    "ring",
+    "stripe",
+    "ulysses",
+    "zigzag",
+)
 PRICED = (
     "allgather",
     "auto",

@@ -2,10 +2,14 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_cp import mask as masks
+from megatron_cp.config import Topology
 from megatron_cp.plan import make_plan
 from tests.plan.cases import config, packed
+from tests.plan.test_laws import any_square_mask, check_laws
 
 HEAD_COUNTS = [(8, 8), (8, 2), (8, 1)]
 
@@ -47,3 +51,79 @@ def test_stripes_of_blocks_place_blocks_in_turn():
     plan, _ = scheme("stripe", packed("uniform", 48, 3), 4, chunk_size=3)
     expected = np.arange(48).reshape(4, 4, 3).transpose(1, 0, 2).reshape(4, 12)
     assert np.array_equal(plan.global_from_local, expected)
+
+
+# ------------------------------------------------------------------ double ring
+
+
+def nodes_of(size):
+    """Returns a machine whose nodes hold `size` ranks."""
+    return Topology(f"nodes of {size}", 300.0, 250.0, size, 200.0, 20.0, 5.0)
+
+
+def rows_by_level(plan, node_size, pass_name="forward"):
+    """Returns the rows that each rank receives (inside its node, from other nodes): `[P, 2]`."""
+    received = np.zeros((plan.cp_size, 2), dtype=np.int64)
+    for _, transfer in plan.get_pass(pass_name).transfers():
+        for hop in transfer.hops:
+            for src, dst, start, stop in hop.messages.tolist():
+                received[dst, int(src // node_size != dst // node_size)] += stop - start
+    return received
+
+
+@pytest.mark.parametrize(("cp_size", "node_size"), [(8, 2), (8, 4), (6, 3), (12, 8), (4, 8)])
+def test_the_double_ring_crosses_the_network_n_minus_1_times_and_every_link_alike(
+    cp_size, node_size
+):
+    rows, nodes = 24, cp_size // np.gcd(cp_size, node_size)
+    options = {"topology": nodes_of(node_size)}
+    plan, rho = scheme("double_ring", masks.causal(rows * cp_size), cp_size, (8, 4), **options)
+    inside = cp_size // nodes
+    received = rows_by_level(plan, inside)
+    assert (received == [(cp_size - nodes) * rows, (nodes - 1) * rows]).all()
+    assert plan.stats("forward")["link_max"] == pytest.approx(2 * rho * (cp_size - 1))
+    assert plan.stats("forward")["imbalance"] == pytest.approx(1.0)
+    assert len(plan.forward.stages) == cp_size
+    assert len(plan.forward.stages[-1].k_cast.hops) == (1 if nodes == 1 or inside == 1 else 2)
+    # every stage moves the same rows: at most one block comes in, a w-th of it over the network
+    for stage in plan.forward.stages[1:]:
+        arrived = sum(hop.rows_received(cp_size) for hop in stage.k_cast.hops)
+        assert (arrived == rows).all()
+
+
+@pytest.mark.parametrize(("heads", "per_block"), [((8, 8), 3), ((8, 4), 2), ((8, 2), 1)])
+def test_the_double_ring_passes_queries_backward_where_keys_would_cost_more(heads, per_block):
+    """4 rho a block by keys; 3 a block by queries, and two scalars per row and head of width 64."""
+    options = {"topology": nodes_of(2)}
+    plan, rho = scheme("double_ring", masks.causal(8 * 24), 8, heads, **options)
+    by_queries = rho > 3 / 4
+    stages = plan.backward.stages[1:]
+    assert all((stage.q_cast is not None) == by_queries for stage in stages)
+    assert all((stage.k_cast is None) == by_queries for stage in stages)
+    scalars = 2 / 64 if by_queries else 0.0
+    expected = (per_block + scalars) * 7
+    assert plan.stats("backward")["volume_mean"] == pytest.approx(expected)
+    assert plan.stats("backward")["volume_max"] == pytest.approx(expected)
+    assert (rows_by_level(plan, 2, "backward") == [4 * 24, 3 * 24]).all()
+
+
+def test_the_steps_of_a_double_ring_are_even_under_a_causal_mask():
+    plan, _ = scheme("double_ring", masks.causal(8 * 64), 8, topology=nodes_of(4))
+    areas = np.array([[work.area() for work in stage.work] for stage in plan.forward.stages])
+    assert (areas[1:] == 64 * 64 // 2).all()
+
+
+# ------------------------------------------------------------------ nodes
+
+
+@pytest.mark.parametrize("planner", ["double_ring"])
+@given(
+    case=any_square_mask(),
+    ranks=st.sampled_from([(4, 2), (6, 2), (6, 4), (8, 4), (8, 2), (9, 3)]),
+    heads=st.sampled_from([(24, 24), (24, 4)]),
+)
+@settings(max_examples=25)
+def test_schemes_that_know_nodes_compute_every_pair_once(planner, case, ranks, heads):
+    mask, allowed = case
+    plan, _ = scheme(planner, mask, ranks[0], heads, topology=nodes_of(ranks[1]))
+    check_laws(plan, allowed)

@@ -1,0 +1,106 @@
+"""Double ring: keys go round the nodes, and inside every node they go round its ranks.
+
+P ranks in n nodes of w. Round 0 is a ring inside the node. In each later round the w blocks of another node
+come in, every rank's block over its own link, to the rank at the same place, which passes it on inside:
+
+    node 0   r0 r1            round 1:  r2 -> r0, r3 -> r1  over the network,
+    node 1   r2 r3                      r0 <-> r1           inside, what just arrived
+
+so a row crosses the network once per node, and all links work. The published scheme passes whole blocks
+on and has a round of w steps for the network to bring the next w; here every step moves 1/w of each of
+the w blocks: the same rows per step on every link, hidden under the same w steps, without holding a
+node's keys. A round works through the keys in another order; the result is the same.
+
+Volume per rank: 2 rho (n-1) over the network and 2 rho (P-n) inside. Backward moves keys there and their
+gradients back (4 rho a block) or, where that is less, queries with their output gradient there and query
+gradients back (3 a block, and two scalars per row and head): the same rounds with the two sides exchanged.
+Sources: LoongTrain (arXiv 2406.18485), BurstAttention and BurstEngine (SC'25) for the query-passing backward.
+"""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+
+from megatron_cp.config import CPConfig
+from megatron_cp.mask import AttentionMask
+from megatron_cp.mask.interval import IntArray
+from megatron_cp.plan.cost import row_elements
+from megatron_cp.plan.placement import zigzag
+from megatron_cp.plan.routing import ID_START, ID_STOP, ThroughNodes
+from megatron_cp.plan.schema import AttentionPlan, Pass, Side, Stage
+from megatron_cp.plan.stages import PassBuilder, PlacedMask
+from megatron_cp.plan.topology import get_topology
+
+
+def plan_double_ring(mask: AttentionMask, cp_size: int, config: CPConfig) -> AttentionPlan:
+    """Returns the double ring over zigzag tokens; inner rings are as large as fit nodes evenly."""
+    inner = math.gcd(cp_size, get_topology(config.topology).node_size)
+    placement = zigzag(mask.num_queries, cp_size, config)
+    forward = backward = double_ring_pass(PlacedMask(mask, placement), inner)
+    if passes_queries(config):
+        exchanged = double_ring_pass(PlacedMask(mask.transpose(), placement), inner)
+        backward = transposed(exchanged)
+    return AttentionPlan(mask, config, "double_ring", placement, forward, backward)
+
+
+def passes_queries(config: CPConfig) -> bool:
+    """Returns whether backward moves fewer elements with queries than with keys: rho > 3/4, or nearly."""
+
+    def elements(side: Side) -> float:
+        return sum(row_elements(config, "backward", side, 1))
+
+    return elements("q") < elements("k")
+
+
+def double_ring_pass(placed: PlacedMask, inner: int) -> Pass:
+    """Returns P stages: a ring inside each node, then a round of `inner` steps for every other node."""
+    builder = PassBuilder(placed, ThroughNodes(inner))
+    builder.add_own()
+    for step in range(1, inner):
+        _attend(builder, _inside(placed, inner, step))
+    for distance in range(1, placed.num_ranks // inner):
+        blocks = _of_other_node(placed, inner, distance)
+        for step in range(inner):
+            _attend(builder, _share(blocks, step, inner))
+    return builder.build()
+
+
+def transposed(pass_: Pass) -> Pass:
+    """Returns the pass in which queries do what keys did and keys what queries did."""
+
+    def exchange(stage: Stage) -> Stage:
+        work = tuple(one.transpose() for one in stage.work)
+        return Stage(work, stage.q_cast, stage.k_cast, stage.keeps_q, stage.keeps_k)
+
+    return replace(pass_, stages=tuple(exchange(stage) for stage in pass_.stages))
+
+
+def _inside(placed: PlacedMask, inner: int, step: int) -> IntArray:
+    """Returns requests (owner, reader, ids) for the block of the rank so many places before, in the node."""
+    owner = placed.owners.rank
+    reader = owner // inner * inner + (owner + step) % inner
+    return np.column_stack([owner, reader, placed.owners.ids])
+
+
+def _of_other_node(placed: PlacedMask, inner: int, distance: int) -> IntArray:
+    """Returns requests by which every rank asks for all rows of the node so many places before its own."""
+    owner = placed.owners.rank
+    node = (owner // inner + distance) % (placed.num_ranks // inner)
+    readers = (node * inner + place for place in range(inner))
+    return np.concatenate([np.column_stack([owner, r, placed.owners.ids]) for r in readers])
+
+
+def _share(requests: IntArray, part: int, num_parts: int) -> IntArray:
+    """Returns one of `num_parts` equal pieces of every request, cut alike for all readers of a row."""
+    size = requests[:, ID_STOP] - requests[:, ID_START]
+    piece = requests.copy()
+    piece[:, ID_START] += size * part // num_parts
+    piece[:, ID_STOP] -= size - size * (part + 1) // num_parts
+    return piece[piece[:, ID_START] < piece[:, ID_STOP]]
+
+
+def _attend(builder: PassBuilder, requests: IntArray) -> None:
+    """Appends the stage in which the requested rows arrive and their readers attend to them."""
+    parts, ranks = builder.placed.parts_on_keys(requests)
+    builder.add(parts, ranks, all_keys=requests)
