@@ -130,6 +130,7 @@ std::uint16_t float_to_fp16(float value) {
     if (std::isnan(value)) return 0x7fff;
     const auto sign = static_cast<std::uint16_t>(bits_of(value) >> 16 & 0x8000);
     const float magnitude = std::fabs(value);
+    if (magnitude == 0.0f) return sign;
     if (magnitude >= 65520.0f) return static_cast<std::uint16_t>(sign | 0x7c00);
     int exponent = 0;
     std::frexp(magnitude, &exponent);

@@ -58,11 +58,12 @@ void arrive(const Warp& warp, int id, int num_threads, bool wait) {
         cta.fail("barrier %d is in use with %d threads, this warp says %d", id, barrier.expected,
                  num_threads);
     }
+    // A warp may arrive for others and then wait itself, but not arrive twice.
     const std::uint32_t bit = 1u << caller.warp();
-    if (barrier.arrived_warps & bit) {
+    if (!wait && (barrier.arrived_warps & bit)) {
         cta.fail("warp %d arrives at barrier %d twice before the barrier completes", caller.warp(), id);
     }
-    barrier.arrived_warps |= bit;
+    if (!wait) barrier.arrived_warps |= bit;
     barrier.arrived += kWarpLanes;
     for (int lane = 0; lane < kWarpLanes; ++lane) {
         Thread& thread = lanes_of(warp)[lane];
@@ -70,6 +71,9 @@ void arrive(const Warp& warp, int id, int num_threads, bool wait) {
         thread.tick();
     }
     if (wait) barrier.waiting.push_back(caller.index);
+    if (barrier.arrived > barrier.expected) {
+        cta.fail("barrier %d of %d threads has %d arrivals", id, barrier.expected, barrier.arrived);
+    }
     if (barrier.arrived == barrier.expected) {
         complete(barrier);
     } else if (wait) {

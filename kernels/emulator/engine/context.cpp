@@ -76,7 +76,7 @@ extern "C" void mcp_emulator_start();
 void make_context(Context& context, void* stack, std::size_t stack_bytes, void (*entry)(void*),
                   void* argument) {
     auto top = (reinterpret_cast<std::uintptr_t>(stack) + stack_bytes) & ~std::uintptr_t{63};
-    auto* frame = reinterpret_cast<void**>(top - 64);
+    auto* frame = reinterpret_cast<void**>(top - 72);
     // Popped in this order: r15, r14, r13, r12, rbx, rbp, return address. After the return the
     // stack is 16-byte aligned, as the ABI wants it before a call.
     frame[0] = nullptr;

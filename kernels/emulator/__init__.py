@@ -1,0 +1,1 @@
+"""Runs kernels' own source on the CPU, with the documented semantics of the instructions; g++ only."""

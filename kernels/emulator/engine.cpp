@@ -1,0 +1,12 @@
+// The whole engine in one translation unit: one compiler start instead of ten.
+#include "engine/access.cpp"
+#include "engine/collectives.cpp"
+#include "engine/context.cpp"
+#include "engine/cta.cpp"
+#include "engine/launch.cpp"
+#include "engine/mbarrier.cpp"
+#include "engine/operand.cpp"
+#include "engine/shared_memory.cpp"
+#include "engine/tensor_map.cpp"
+#include "engine/tma.cpp"
+#include "engine/wgmma.cpp"
