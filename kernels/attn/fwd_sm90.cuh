@@ -184,8 +184,9 @@ struct Turns {
     static constexpr int kThreads = 2 * kWarpgroupSize;
     int consumer;
 
+    // The first turn is consumer 0's: the last consumer passes it on.
     MCP_DEVICE void begin() const {
-        if (kOn && consumer == 0) ptx::named_barrier_arrive<kThreads>(1);
+        if (kOn && consumer == kConsumers - 1) ptx::named_barrier_arrive<kThreads>(1);
     }
     MCP_DEVICE void take() const {
         if constexpr (kOn) ptx::named_barrier_sync<kThreads>(1 + consumer);
@@ -193,7 +194,7 @@ struct Turns {
     MCP_DEVICE void pass() const {
         if constexpr (kOn) ptx::named_barrier_arrive<kThreads>(1 + (consumer + 1) % kConsumers);
     }
-    // Takes back the turn that `begin` put into the ring.
+    // Consumer 0 takes the turn that is left over, so that no arrival stays behind.
     MCP_DEVICE void end() const {
         if (kOn && consumer == 0) ptx::named_barrier_sync<kThreads>(1);
     }
@@ -232,7 +233,8 @@ struct Consumer {
         const i32x4 a = ptx::load_shared_i32x4(shared.mailbox());
         const i32 head = static_cast<i32>(ptx::load_shared_u32(shared.mailbox() + 16));
         const WorkItem work = {uniform(a.x), uniform(a.y), uniform(a.z), uniform(a.w), uniform(head)};
-        // Every warp reads, so every warp releases.
+        // Every warp reads, so every warp releases, once all its lanes have read.
+        ptx::sync_warp();
         if (lane_index() == 0) shared.mail_ring.release(mail_at);
         mail_at.advance();
         return work;
