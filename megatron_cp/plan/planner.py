@@ -25,6 +25,7 @@ from megatron_cp.plan.schemes.gather import (
 from megatron_cp.plan.schemes.ring import plan_ring, plan_zigzag
 from megatron_cp.plan.schemes.stripe import plan_stripe
 from megatron_cp.plan.schemes.ulysses import plan_ulysses
+from megatron_cp.plan.schemes.usp import plan_usp
 from megatron_cp.plan.stages import PlacedMask
 from megatron_cp.plan.topology import get_topology
 
@@ -122,4 +123,5 @@ PLANNERS: dict[str, Planner] = {
     "allgather": plan_allgather,
     "ulysses": plan_ulysses,
     "double_ring": plan_double_ring,
+    "usp": plan_usp,
 }

@@ -14,6 +14,7 @@ PLANNERS = (
     "ring",
     "stripe",
     "ulysses",
+    "usp",
     "zigzag",
 )
 PRICED = (

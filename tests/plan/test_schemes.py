@@ -20,6 +20,21 @@ def scheme(planner, mask, cp_size, heads=(8, 8), **options):
     return make_plan(mask, cp_size, options), heads[1] / heads[0]
 
 
+def nodes_of(size):
+    """Returns a machine whose nodes hold `size` ranks."""
+    return Topology(f"nodes of {size}", 300.0, 250.0, size, 200.0, 20.0, 5.0)
+
+
+def rows_by_level(plan, node_size, pass_name="forward"):
+    """Returns the rows that each rank receives (inside its node, from other nodes): `[P, 2]`."""
+    received = np.zeros((plan.cp_size, 2), dtype=np.int64)
+    for _, transfer in plan.get_pass(pass_name).transfers():
+        for hop in transfer.hops:
+            for src, dst, start, stop in hop.messages.tolist():
+                received[dst, int(src // node_size != dst // node_size)] += stop - start
+    return received
+
+
 # ------------------------------------------------------------------ stripe
 
 
@@ -54,21 +69,6 @@ def test_stripes_of_blocks_place_blocks_in_turn():
 
 
 # ------------------------------------------------------------------ double ring
-
-
-def nodes_of(size):
-    """Returns a machine whose nodes hold `size` ranks."""
-    return Topology(f"nodes of {size}", 300.0, 250.0, size, 200.0, 20.0, 5.0)
-
-
-def rows_by_level(plan, node_size, pass_name="forward"):
-    """Returns the rows that each rank receives (inside its node, from other nodes): `[P, 2]`."""
-    received = np.zeros((plan.cp_size, 2), dtype=np.int64)
-    for _, transfer in plan.get_pass(pass_name).transfers():
-        for hop in transfer.hops:
-            for src, dst, start, stop in hop.messages.tolist():
-                received[dst, int(src // node_size != dst // node_size)] += stop - start
-    return received
 
 
 @pytest.mark.parametrize(("cp_size", "node_size"), [(8, 2), (8, 4), (6, 3), (12, 8), (4, 8)])
@@ -113,10 +113,70 @@ def test_the_steps_of_a_double_ring_are_even_under_a_causal_mask():
     assert (areas[1:] == 64 * 64 // 2).all()
 
 
+# ------------------------------------------------------------------ usp
+
+
+@pytest.mark.parametrize("heads", [(16, 16), (16, 4), (16, 2), (16, 1)])
+@pytest.mark.parametrize(("cp_size", "degree"), [(8, 1), (8, 2), (8, 4), (8, 8), (12, 4)])
+def test_usp_moves_an_exchange_of_h_and_a_ring_over_the_groups(cp_size, degree, heads):
+    num_heads, kv_heads = heads
+    mask = masks.causal(24 * cp_size)
+    plan, _ = scheme("usp", mask, cp_size, heads, head_degree=degree)
+    rho = max(kv_heads, degree) / num_heads
+    exchange = (degree - 1) / degree
+    ring = cp_size // degree - 1
+    stats = plan.stats("forward")
+    assert stats["volume_mean"] == pytest.approx(2 * (1 + rho) * exchange + 2 * rho * ring)
+    assert stats["volume_max"] == pytest.approx(stats["volume_mean"])
+    assert stats["imbalance"] == pytest.approx(1.0)
+    # backward: q, k, v, dout there and dq, dk, dv back; keys and their gradients round the ring
+    backward = (3 + 4 * rho) * exchange + 4 * rho * ring
+    assert plan.stats("backward")["volume_mean"] == pytest.approx(backward)
+
+
+def test_usp_of_the_whole_machine_of_64_moves_what_the_notes_say():
+    plan, _ = scheme("usp", masks.causal(64 * 16), 64, (64, 8))
+    assert plan.forward.head_split.degree == 8
+    assert plan.stats("forward")["volume_mean"] == pytest.approx(3.72, abs=0.005)
+    plan, _ = scheme("usp", masks.causal(64 * 16), 64, (32, 32))
+    assert plan.stats("forward")["volume_mean"] == pytest.approx(17.5)
+
+
+@pytest.mark.parametrize(
+    ("cp_size", "heads", "node_size", "degree"),
+    [
+        (8, (24, 24), 8, 8),
+        (8, (6, 2), 8, 2),  # 4 and 8 do not divide six heads
+        (6, (24, 24), 4, 2),  # three would straddle nodes of four, six as well
+        (6, (24, 24), 8, 6),  # one node
+        (16, (24, 24), 8, 8),
+        (5, (4, 4), 8, 1),
+    ],
+)
+def test_usp_takes_the_largest_degree_that_divides_and_stays_in_a_node(
+    cp_size, heads, node_size, degree
+):
+    options = {"topology": nodes_of(node_size)}
+    plan, _ = scheme("usp", masks.causal(60), cp_size, heads, **options)
+    split = plan.forward.head_split
+    assert (split.degree if split else 1) == degree
+    for group in split.groups if split else ():
+        assert len({rank // node_size for rank in group}) == 1
+
+
+def test_usp_refuses_a_degree_that_does_not_divide_and_names_the_nearest():
+    with pytest.raises(ValueError, match=r"head_degree=3 must divide cp_size=8.*use 2 \(the near"):
+        scheme("usp", masks.causal(64), 8, head_degree=3)
+    with pytest.raises(ValueError, match=r"legal degrees are \[1, 2\]: use 2"):
+        scheme("usp", masks.causal(64), 8, (6, 2), head_degree=8)
+    with pytest.raises(ValueError, match="head_degree=0 must be a positive integer"):
+        config("usp", head_degree=0)
+
+
 # ------------------------------------------------------------------ nodes
 
 
-@pytest.mark.parametrize("planner", ["double_ring"])
+@pytest.mark.parametrize("planner", ["double_ring", "usp"])
 @given(
     case=any_square_mask(),
     ranks=st.sampled_from([(4, 2), (6, 2), (6, 4), (8, 4), (8, 2), (9, 3)]),
