@@ -15,6 +15,7 @@ from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.placement import check_chunk_size
 from megatron_cp.plan.portfolio import best_family
 from megatron_cp.plan.schema import AttentionPlan
+from megatron_cp.plan.schemes.distflashattn import plan_distflashattn
 from megatron_cp.plan.schemes.double_ring import plan_double_ring
 from megatron_cp.plan.schemes.gather import (
     needed_keys_pass,
@@ -124,4 +125,5 @@ PLANNERS: dict[str, Planner] = {
     "ulysses": plan_ulysses,
     "double_ring": plan_double_ring,
     "usp": plan_usp,
+    "distflashattn": plan_distflashattn,
 }

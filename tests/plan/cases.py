@@ -10,6 +10,7 @@ PLANNERS = (
     "allgather",
     "auto",
     "contiguous",
+    "distflashattn",
     "double_ring",
     "ring",
     "stripe",

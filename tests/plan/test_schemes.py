@@ -173,10 +173,72 @@ def test_usp_refuses_a_degree_that_does_not_divide_and_names_the_nearest():
         config("usp", head_degree=0)
 
 
+# ------------------------------------------------------------------ distflashattn
+
+
+def helper_blocks(cp_size):
+    """Returns (step, rank that computes, queries of, keys of) of every causal block, as published.
+
+    Step t: rank p >= t takes the keys of p - t; a rank p < t helps rank P + p - t, unless 2 t = P.
+    """
+    blocks = [(0, p, p, p) for p in range(cp_size)]
+    for t in range(1, cp_size // 2 + 1):
+        for p in range(cp_size):
+            if p >= t:
+                blocks.append((t, p, p, p - t))
+            elif 2 * t < cp_size:
+                blocks.append((t, p, cp_size + p - t, p))
+    return blocks
+
+
+@pytest.mark.parametrize("cp_size", [2, 3, 4, 5, 8])
+def test_helpers_compute_the_blocks_of_the_published_schedule(cp_size):
+    rows = 16
+    plan, _ = scheme("distflashattn", masks.causal(rows * cp_size), cp_size)
+    assert len(plan.forward.stages) == cp_size // 2 + 1
+    blocks = helper_blocks(cp_size)
+    assert len({(q, k) for _, _, q, k in blocks}) == cp_size * (cp_size + 1) // 2
+    for step, stage in enumerate(plan.forward.stages):
+        expected = np.zeros(cp_size, dtype=int)
+        for t, rank, queries, keys in blocks:
+            if t == step:
+                expected[rank] += rows * rows if queries != keys else rows * (rows + 1) // 2
+        assert [work.area() for work in stage.work] == expected.tolist()
+
+
+@pytest.mark.parametrize("heads", HEAD_COUNTS)
+@pytest.mark.parametrize("cp_size", [2, 4, 8, 64])
+def test_helpers_move_three_eighths_of_the_keys_and_an_eighth_of_the_queries(cp_size, heads):
+    plan, rho = scheme("distflashattn", masks.causal(16 * cp_size), cp_size, heads)
+    keys, queries = 3 * cp_size / 8 - 1 / 4, cp_size / 8 - 1 / 4
+    lse = 1 / 64  # of head width 64, fp32 counted as one element
+    stats = plan.stats("forward")
+    assert stats["volume_mean"] == pytest.approx(2 * rho * keys + (2 + lse) * queries)
+    back = plan.stats("backward")["volume_mean"]
+    assert back == pytest.approx(4 * rho * keys + (3 + 2 * lse) * queries)
+    exact = (16 * (cp_size / 2 - 1) + 16 + 17 / 2) / ((16 * cp_size + 1) / 2)
+    assert stats["imbalance"] == pytest.approx(exact)
+    assert stats["imbalance"] == pytest.approx((cp_size + 1) / cp_size, rel=0.04)
+
+
+def test_helpers_at_rho_1_move_p_minus_1_on_average_and_half_as_much_again_at_most():
+    for cp_size, worst in ((8, 11), (64, 95)):
+        plan, _ = scheme("distflashattn", masks.causal(16 * cp_size), cp_size, head_dim=4096)
+        stats = plan.stats("forward")
+        assert stats["volume_mean"] == pytest.approx(cp_size - 1, rel=1e-3)
+        assert stats["volume_max"] == pytest.approx(worst, rel=1e-3)
+
+
+@pytest.mark.parametrize("cp_size", [3, 5, 7])
+def test_an_odd_number_of_ranks_leaves_nobody_idle(cp_size):
+    plan, _ = scheme("distflashattn", masks.causal(16 * cp_size), cp_size)
+    assert plan.stats("forward")["imbalance"] == pytest.approx(1.0)
+
+
 # ------------------------------------------------------------------ nodes
 
 
-@pytest.mark.parametrize("planner", ["double_ring", "usp"])
+@pytest.mark.parametrize("planner", ["double_ring", "distflashattn", "usp"])
 @given(
     case=any_square_mask(),
     ranks=st.sampled_from([(4, 2), (6, 2), (6, 4), (8, 4), (8, 2), (9, 3)]),
