@@ -16,6 +16,7 @@ FLOAT16, FLOAT32, BFLOAT16 = 6, 7, 9  # CUtensorMapDataType
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CUfunction_attribute
 _INTERLEAVE_NONE, _SWIZZLE_128B, _L2_PROMOTION_256B, _FILL_ZEROS = 0, 3, 3, 0
 
+_OnePointer = c_void_p * 1
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "cuInit": (c_uint,),
     "cuGetErrorString": (c_int, POINTER(c_char_p)),
@@ -119,7 +120,7 @@ class Driver:
         params: ctypes.Structure,
     ) -> None:
         """Launches a kernel whose one parameter is `params`, which may be changed after the return."""
-        pointers = (c_void_p * 1)(ctypes.addressof(params))
+        pointers = _OnePointer(ctypes.addressof(params))
         status = self._library.cuLaunchKernel(
             kernel, num_blocks, 1, 1, num_threads, 1, 1, shared_bytes, stream, pointers, None
         )

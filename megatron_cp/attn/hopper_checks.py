@@ -2,14 +2,20 @@
 
 # Q query rows, K key rows, N query heads, G kv heads, H head dim, Hv value head dim
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from megatron_cp.kernels import build
+from megatron_cp.kernels.build import Variant
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+ON_DEVICES = ("cuda",)
 CAPABILITY = (9, 0)
 ALIGNMENT = 16  # bytes; what the copy engine wants of addresses and strides
 NO_BACKWARD = (
@@ -18,8 +24,24 @@ NO_BACKWARD = (
 )
 
 
+def outside_compiled_graphs(function: F) -> F:
+    """Returns the function, at which compiled code is left and entered again behind it.
+
+    `torch.compiler.disable` alone does this too, and costs every uncompiled call half a microsecond.
+    """
+    disabled = torch.compiler.disable(function)
+
+    @wraps(function)
+    def call(*arguments: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return disabled(*arguments)
+        return function(*arguments)
+
+    return cast(F, call)
+
+
 @lru_cache(maxsize=1)
-def forward_variants() -> dict[tuple[str, int, int, bool], build.Variant]:
+def forward_variants() -> dict[tuple[str, int, int, bool], Variant]:
     """Returns the forward kernels by (dtype, head dim, value head dim, has softcap)."""
     return {
         (
@@ -33,36 +55,36 @@ def forward_variants() -> dict[tuple[str, int, int, bool], build.Variant]:
     }
 
 
-def find_variant(q: Tensor, v: Tensor, softcap: float) -> build.Variant:
-    """Returns the forward kernel of this call. Raises NotImplementedError as `check_wish`."""
-    head_dims = (q.shape[-1], v.shape[-1])
-    variant = forward_variants().get((DTYPES.get(q.dtype, ""), *head_dims, softcap > 0))
+@lru_cache(maxsize=256)
+def find_variant(dtype: torch.dtype, head_dim: int, value_dim: int, has_softcap: bool) -> Variant:
+    """Returns the forward kernel of such calls. Raises NotImplementedError as `check_wish`."""
+    variant = forward_variants().get((DTYPES.get(dtype, ""), head_dim, value_dim, has_softcap))
     if variant is not None:
         return variant
-    if q.dtype not in DTYPES:
+    if dtype not in DTYPES:
         allowed = " and ".join(str(dtype) for dtype in DTYPES)
         raise NotImplementedError(
-            f"backend='hopper' cannot compute dtype={q.dtype}, only {allowed}; cast q, k and v, or use "
+            f"backend='hopper' cannot compute dtype={dtype}, only {allowed}; cast q, k and v, or use "
             "backend='flex' or 'reference'"
         )
     pairs = sorted({(h, hv) for _, h, hv, _ in forward_variants()})
     raise NotImplementedError(
-        f"backend='hopper' has no kernel for head_dim={head_dims[0]} with a value head_dim={head_dims[1]}, only for "
+        f"backend='hopper' has no kernel for head_dim={head_dim} with a value head_dim={value_dim}, only for "
         f"{', '.join(str(pair) for pair in pairs)}; use backend='flex' or 'reference'"
     )
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # looks things up; nothing to compile
+@outside_compiled_graphs
 def check_wish(
     q: Tensor, v: Tensor, softmax_scale: float, softcap: float, needs_grad: bool
 ) -> None:
     """Raises NotImplementedError for a valid call that the kernels do not serve, naming what does."""
-    if q.device.type != "cuda":
+    if q.device.type not in ON_DEVICES:
         raise NotImplementedError(
             f"backend='hopper' cannot compute on device={q.device}, only on CUDA devices of compute capability 9.0 "
             "(H100, H200, GH200); use backend='cpu' or 'reference', or 'emulated' for the kernels' source on a CPU"
         )
-    find_variant(q, v, softcap)
+    find_variant(q.dtype, q.shape[-1], v.shape[-1], softcap > 0)
     if softmax_scale < 0:
         raise NotImplementedError(
             f"backend='hopper' cannot use softmax_scale={softmax_scale} < 0; negate q and the scale"

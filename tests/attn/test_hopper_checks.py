@@ -40,6 +40,7 @@ def host_device() -> Iterator[HostDevice]:
         patch.setattr(hopper_checks, "_capability", lambda _: (9, 0))
         patch.setattr(hopper, "driver", lambda: host)
         patch.setattr(build, "cubin", lambda name: name.encode())
+        patch.setattr(hopper, "_current_device", lambda: 0)
         patch.setattr(hopper, "_num_sms", lambda _: 132)
         patch.setattr(hopper, "_raw_stream", lambda _: 7)
         zeros = torch.zeros(hopper.MAX_STREAMS * hopper.COUNTER_BYTES // 4, dtype=torch.int32)
