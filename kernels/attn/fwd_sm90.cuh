@@ -77,7 +77,8 @@ struct FwdShared {
 
 // ---------------------------------------------------------------------------------------------------------- producer
 
-// The one warp that fills shared memory. Its lanes stay together; `leader` alone speaks to TMA and the barriers.
+// The one warp that fills shared memory. All lanes wait, the leader alone issues, and not before all have waited: a lane
+// that came late could find that the leader's work has completed the phase a second time.
 template <class Traits>
 struct Producer {
     using Shared = FwdShared<Traits>;
@@ -87,14 +88,14 @@ struct Producer {
     const Shared& shared;
     bool leader;
     Position keys_at, values_at;
-    RingPosition<1> queries_at, mail_at;
-    u32 tail_parity = 0;
+    RingPosition<1> queries_at, mail_at, tail_at;
 
     MCP_DEVICE Producer(const FwdParams& params, const Shared& shared)
         : params(params), shared(shared), leader(lane_index() == 0) {}
 
     MCP_DEVICE void post(const WorkItem& work) {
         shared.mail_ring.wait_empty(mail_at);
+        ptx::sync_warp();
         if (leader) {
             ptx::store_shared_i32x4(shared.mailbox(), {work.row0, work.rows, work.seg0, work.num_segs});
             ptx::store_shared_u32(shared.mailbox() + 16, static_cast<u32>(work.head));
@@ -105,6 +106,7 @@ struct Producer {
 
     MCP_DEVICE void load_queries(const WorkItem& work) {
         shared.query_ring.wait_empty(queries_at);
+        ptx::sync_warp();
         if (leader) {
             const u32 full = shared.query_ring.full(queries_at);
             ptx::mbarrier_arrive_expect_tx(full, Traits::kQueryBytes);
@@ -115,6 +117,7 @@ struct Producer {
 
     MCP_DEVICE void load_keys(int kv_head, int first_key) {
         shared.key_ring.wait_empty(keys_at);
+        ptx::sync_warp();
         if (leader) {
             const u32 full = shared.key_ring.full(keys_at);
             ptx::mbarrier_arrive_expect_tx(full, Traits::kKeyBytes);
@@ -126,19 +129,20 @@ struct Producer {
     // Rows from `end` on have probability 0, but 0 * nan is nan, and a row outside every slice may hold anything: they are
     // cleared. (Scores of such keys are replaced by the mask, and rows past the tensor are zeros already.)
     MCP_DEVICE void load_values(int kv_head, int first_key, int end) {
-        shared.value_ring.wait_empty(values_at);
         const bool has_tail = first_key + Traits::kBlockN > end && end < params.num_keys;
         const u32 full = shared.value_ring.full(values_at);
-        const u32 landed = has_tail ? shared.tail : full;
+        const auto tile = shared.values(values_at.stage);
+        shared.value_ring.wait_empty(values_at);
+        ptx::sync_warp();
         if (leader) {
+            const u32 landed = has_tail ? shared.tail : full;
             ptx::mbarrier_arrive_expect_tx(landed, Traits::kValueBytes);
-            load_panels(shared.values(values_at.stage), &params.v_map, landed, kv_head, first_key,
-                        ptx::kEvictLast);
+            load_panels(tile, &params.v_map, landed, kv_head, first_key, ptx::kEvictLast);
         }
         if (has_tail) {
-            wait(shared.tail, tail_parity);
-            tail_parity ^= 1;
-            clear_rows(shared.values(values_at.stage), end - first_key);
+            wait(shared.tail, tail_at.parity);
+            tail_at.advance();
+            clear_rows(tile, end - first_key);
             ptx::fence_proxy_async();
             ptx::sync_warp();
             if (leader) ptx::mbarrier_arrive(full);
