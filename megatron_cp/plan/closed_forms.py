@@ -27,10 +27,7 @@ def is_built(planner: str, cp_size: int) -> bool:
 def best_case_seconds(
     planner: str, mask: AttentionMask, cp_size: int, config: CPConfig, pass_name: PassName
 ) -> float:
-    """Returns a time that a pass of `planner`, one of BEST_CASES, cannot beat.
-
-    Raises ValueError for a mask that the scheme does not serve.
-    """
+    """Returns a time that a pass of `planner`, one of BEST_CASES, cannot beat."""
     return BEST_CASES[planner](mask, cp_size, config, pass_name)
 
 
@@ -72,10 +69,9 @@ def _distflashattn(
     mask: AttentionMask, cp_size: int, config: CPConfig, pass_name: PassName
 ) -> float:
     num_tokens = mask.num_queries
+    compute = _compute(mask.area() / cp_size, config, pass_name)
     if mask.area() != num_tokens * (num_tokens + 1) // 2 or mask.num_slices != 1:
-        raise ValueError(
-            "planner 'distflashattn' serves one causal document; use planner='auto' for other masks"
-        )
+        return compute  # its volume is known for one causal document
     topology = get_topology(config.topology)
     rows = tokens_per_rank(num_tokens, cp_size, config)
     query, key = (row_bytes(config, pass_name, side) for side in ("q", "k"))
@@ -83,7 +79,6 @@ def _distflashattn(
     moved += rows * (query.there + query.back) * (cp_size / 8 - 0.25)
     share = max(0.0, 1 - topology.node_size / cp_size)  # of the rows, from other nodes
     links = share * moved / (topology.outer_gbytes_per_s * 1e9)
-    compute = _compute(mask.area() / cp_size, config, pass_name)
     return max(compute, links + _latency(cp_size // 2, config))
 
 
