@@ -2,15 +2,14 @@
 
 Starts from the stream in order (the best locality there is) and exchanges single chunks between a loaded
 and an idle rank, always the pair that moves the fewest additional key rows among those that help enough.
-With several nodes the nodes are balanced first, then the ranks inside each, so that most exchanges stay
-inside a node. Compare MagiAttention's area dispatch (min-heap over chunks sorted by area), which balances
+Compare MagiAttention's area dispatch (min-heap over chunks sorted by area), which balances
 as well but scatters documents over ranks; it is here too, for masks where exchanges get stuck.
 
 All sums are of whole numbers, so they are exact in any order of summation: the same on every machine.
 """
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -107,22 +106,6 @@ def largest_first(areas: FloatArray, cp_size: int) -> IntArray:
         if len(owned[rank]) < room:
             heapq.heappush(heap, (load + areas[chunk], rank))
     return np.array(owned, dtype=np.int64)
-
-
-def nodes_first(
-    table: ChunkTable,
-    cp_size: int,
-    node_size: int,
-    start: Callable[[int, int], IntArray],
-    tolerance: float,
-) -> IntArray:
-    """Returns a deal whose nodes are balanced first, then the ranks inside each, both by exchanges.
-
-    `start(num_chunks, parts)` is the deal to begin with, on either level.
-    """
-    nodes = exchange_chunks(start(len(table.areas), cp_size // node_size), table, tolerance / 2)
-    inside = [np.sort(chunks)[start(len(chunks), node_size)] for chunks in nodes]
-    return np.concatenate([exchange_chunks(deal, table, tolerance / 2) for deal in inside])
 
 
 def exchange_chunks(owned: IntArray, table: ChunkTable, tolerance: float) -> IntArray:

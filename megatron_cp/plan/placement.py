@@ -6,6 +6,8 @@ deal of equal chunks of the padded stream, or a fixed rule (zigzag).
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -114,8 +116,31 @@ def check_chunk_size(num_tokens: int, cp_size: int, config: CPConfig) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Deal:
+    """Equal chunks of the stream and who owns them: chunk numbers int64 `[P, n]`, in local order."""
+
+    chunks: IntArray
+    chunk_size: int
+
+    @cached_property
+    def tokens(self) -> IntArray:
+        """The tokens of each rank: int64 `[P, T]`."""
+        tokens = self.chunks[:, :, None] * self.chunk_size + np.arange(self.chunk_size)
+        return tokens.reshape(len(self.chunks), -1)
+
+    def regrouped(self, num_ranks: int) -> "Deal":
+        """Returns the deal to so many ranks, each a piece of a rank here or several that follow each other."""
+        total = self.chunks.size
+        finer = max(1, num_ranks // math.gcd(num_ranks, total))
+        if self.chunk_size % finer:
+            raise ValueError(
+                f"chunk_size={self.chunk_size} must divide by {finer} to deal {total} chunks to {num_ranks} ranks"
+            )
+        chunks = (self.chunks[:, :, None] * finer + np.arange(finer)).reshape(num_ranks, -1)
+        return Deal(chunks, self.chunk_size // finer)
+
+
 def deal(chunks_of_rank: IntArray, chunk_size: int) -> IntArray:
     """Returns the placement in which rank r owns the chunks `chunks_of_rank[r]` `[P, n]`, in order."""
-    chunks = np.sort(chunks_of_rank, axis=1)
-    tokens = chunks[:, :, None] * chunk_size + np.arange(chunk_size)
-    return tokens.reshape(len(chunks), -1)
+    return Deal(np.sort(chunks_of_rank, axis=1), chunk_size).tokens

@@ -1,11 +1,12 @@
-"""The search of planner "auto": many placements, each priced from small arrays; only the best is built.
+"""The search of planner "auto": placements, head groups and ways to run, each priced; only the best is built.
 
-The published schemes are in the portfolio with their exact prices, so our plan is never predicted slower
-than the best of them.
+Published schemes are in the portfolio with their exact prices, so our plan is never predicted slower than the
+best of them. Tokens stay in order or zigzag; compute moves (`plan/assignment.py`). Only where keys are so
+cheap to move that dealing tokens pays (`plan/balance.py`) are tokens dealt by area.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,143 +14,207 @@ import numpy as np
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.plan import balance, placement
+from megatron_cp.plan import balance
 from megatron_cp.plan.cost import load_bound_seconds, makespan_seconds
-from megatron_cp.plan.pricing import Choice, Figures, choices, deal_figures, placement_figures
+from megatron_cp.plan.placement import Deal, chunk_layout
+from megatron_cp.plan.pricing import (
+    Choice,
+    HeadGroups,
+    assigned_choices,
+    moved_key_choices,
+    placement_figures,
+)
 from megatron_cp.plan.schema import AttentionPlan
 from megatron_cp.plan.schemes.gather import one_pass_plan
-from megatron_cp.plan.stages import PlacedMask
+from megatron_cp.plan.schemes.ulysses import fits_heads
 from megatron_cp.plan.topology import get_topology
 
 Family = Mapping[str, tuple[AttentionMask, float]]  # name -> (mask, number of layers)
 
 TOLERANCES = (0.15, 0.04, 0.01)
-NEAR = 1.10  # predictions are no better than this: a better balanced plan this near is preferred
+CHUNKS_DEALT = 256  # over all super-ranks
+MIN_CHUNKS_DEALT = 4  # per super-rank
+DEGREES_SEARCHED = 2  # head degrees for which compute is searched, the most promising ones
+EFFORT = 40.0  # bounds the search, in about milliseconds of one core; counted, not clocked: equal on all ranks
+EFFORT_PER_RANK = 0.2
+NEAR = 1.005  # predictions cannot tell such plans apart: the better balanced, then the one that moves less, is taken
 GOOD_IMBALANCE = 1.02  # below, balance does not decide
-CLOSE_TO_BOUND = 1.01  # a published scheme this near to the load bound ends the search
-ROUNDING = 1 + 1e-9
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A deal of tokens to ranks, a degree of head exchange, and whether compute is searched too."""
+
+    deal: Deal
+    degree: int
+    searches: bool
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A placement, and for every mask of the family its choices, the fastest first."""
+    """A placement, and for every mask of the family the ways to run it."""
 
-    tokens: IntArray
+    deal: Deal
     choices: dict[str, list[Choice]]
-    seconds: float  # of the family: weighted sum of the fastest choices
-    published_seconds: float  # the same over published schemes only, inf if a mask has none
-    imbalance: float
+
+    def pick(self, masks: Family) -> dict[str, Choice]:
+        """Returns the choice to take for every mask."""
+        return {name: _pick(self.choices[name]) for name in masks}
 
 
 def best_family(masks: Family, cp_size: int, config: CPConfig) -> dict[str, AttentionPlan]:
     """Returns one plan per mask, on one placement, with the smallest predicted time in the portfolio.
 
-    Of plans within 10 % of the fastest the best balanced is taken, unless a published scheme is faster.
+    Of plans that are equally fast, as far as predictions go, a balanced one that moves few bytes is taken.
     """
-    candidates = list(_candidates(masks, cp_size, config))
-    surest = min(candidates, key=lambda c: c.published_seconds)
-    limit = surest.published_seconds * ROUNDING
-    fastest = min(candidates, key=lambda c: c.seconds)
-    near = [c for c in candidates if c.seconds <= min(NEAR * fastest.seconds, limit)]
-    balanced = min(near, key=lambda c: (max(c.imbalance, GOOD_IMBALANCE), c.seconds))
-    for candidate in (balanced, fastest):
-        plans, seconds = _build(masks, candidate, config)
-        if seconds <= limit:
-            return plans
-    return _build(masks, surest, config)[0]
+    candidates = _candidates(masks, cp_size, config)
+    limit = min(_published_seconds(masks, c) for c in candidates) * NEAR
+    totals = [_total(masks, candidate.pick(masks)) for candidate in candidates]
+    best = candidates[totals.index(_pick(totals))]
+    plans, seconds = _build(masks, best.deal.tokens, best.pick(masks), config)
+    if seconds <= limit:
+        return plans
+    surest = min(candidates, key=lambda c: _published_seconds(masks, c))
+    return _build(masks, surest.deal.tokens, _published(masks, surest), config)[0]
+
+
+def _pick(choices: Iterable[Choice]) -> Choice:
+    """Returns the fastest choice, or one as good: balanced and with fewer bytes moved."""
+    choices = list(choices)
+    limit = NEAR * min(choice.seconds for choice in choices)
+    near = [choice for choice in choices if choice.seconds <= limit]
+    return min(near, key=lambda c: (max(c.imbalance, GOOD_IMBALANCE), c.moved_bytes, c.seconds))
+
+
+def _total(masks: Family, chosen: Mapping[str, Choice]) -> Choice:
+    """Returns the figures of a family as if it were one choice; imbalances count by time."""
+    weighted = [(weight, chosen[name]) for name, (_, weight) in masks.items()]
+    seconds = sum(weight * choice.seconds for weight, choice in weighted)
+    loads = sum(weight * choice.seconds * choice.imbalance for weight, choice in weighted)
+    return Choice(
+        seconds,
+        sum(weight * choice.moved_bytes for weight, choice in weighted),
+        loads / seconds if seconds else 1.0,
+        is_published=False,
+        build=weighted[0][1].build,
+    )
+
+
+def _published(masks: Family, candidate: Candidate) -> dict[str, Choice]:
+    """Returns the fastest published choices; empty if a mask has none."""
+    found = {}
+    for name in masks:
+        sure = [choice for choice in candidate.choices[name] if choice.is_published]
+        if not sure:
+            return {}
+        found[name] = min(sure, key=lambda choice: choice.seconds)
+    return found
+
+
+def _published_seconds(masks: Family, candidate: Candidate) -> float:
+    chosen = _published(masks, candidate)
+    return _total(masks, chosen).seconds if chosen else float("inf")
 
 
 def _build(
-    masks: Family, candidate: Candidate, config: CPConfig
+    masks: Family, tokens: IntArray, chosen: Mapping[str, Choice], config: CPConfig
 ) -> tuple[dict[str, AttentionPlan], float]:
-    """Returns the plans of a candidate and their predicted seconds, weighted."""
+    """Returns the plans and their predicted seconds, weighted."""
     plans, total = {}, 0.0
     for name, (mask, weight) in masks.items():
-        placed = PlacedMask(mask, candidate.tokens)
-        found = candidate.choices[name]
-        sure = next((choice for choice in found if choice.is_published), found[0])
-        plan, seconds = _build_choice(placed, found[0], config)
-        if sure is not found[0] and seconds > sure.seconds * ROUNDING:
-            plan, seconds = _build_choice(placed, sure, config)
-        plans[name] = plan
-        total += weight * seconds
+        plans[name] = one_pass_plan(mask, config, "auto", tokens, chosen[name].build())
+        both = (makespan_seconds(plans[name], which) for which in ("forward", "backward"))
+        total += weight * sum(both)
     return plans, total
 
 
-def _build_choice(
-    placed: PlacedMask, choice: Choice, config: CPConfig
-) -> tuple[AttentionPlan, float]:
-    both = choice.build(placed)
-    plan = one_pass_plan(placed.mask, config, "auto", placed.placement, both)
-    return plan, makespan_seconds(plan, "forward") + makespan_seconds(plan, "backward")
+def _candidates(masks: Family, cp_size: int, config: CPConfig) -> list[Candidate]:
+    """Returns placements with their priced choices; stops at one as good as perfect, or when effort is spent."""
+    bound = sum(weight * _bound(mask, cp_size, config) for mask, weight in masks.values())
+    found: dict[tuple[bytes, int], Candidate] = {}
+    effort = 0.0
+    for trial in _trials(masks, cp_size, config):
+        key = trial.deal.chunks.tobytes(), trial.deal.chunk_size
+        candidate = found.setdefault(key, Candidate(trial.deal, {name: [] for name in masks}))
+        for name, (mask, _) in masks.items():
+            candidate.choices[name] += _choices(mask, trial, config)
+        fastest = _total(masks, candidate.pick(masks)).seconds
+        groups = cp_size // trial.degree
+        effort += len(masks) * (1 + groups / 16 + trial.searches * (3 + groups / 5))
+        if fastest <= NEAR * bound or effort > EFFORT + EFFORT_PER_RANK * cp_size:
+            break
+    return list(found.values())
 
 
-def _candidates(masks: Family, cp_size: int, config: CPConfig) -> Iterator[Candidate]:
-    """Yields the published placements, then, unless one is as good as perfect, deals of chunks."""
+def _trials(masks: Family, cp_size: int, config: CPConfig) -> Iterator[Trial]:
+    """Yields what to try, the most promising first: tokens in order, zigzag, then deals by area.
+
+    Zigzag and deals are made for super-ranks, groups of ranks that exchange heads.
+    """
     num_tokens = next(iter(masks.values()))[0].num_queries
     # One row count for all candidates: it must not depend on the data, pipeline shapes are fixed by it.
     pieces = 2 if cp_size > 1 else 1  # zigzag halves every rank's rows
     even = replace(config, token_multiple=math.lcm(config.token_multiple, pieces))
-    chunk, per_rank = placement.chunk_layout(num_tokens, cp_size, even)
-    padded = replace(config, token_multiple=chunk * per_rank)
-    seconds = []
-    for rule in (placement.contiguous, placement.zigzag)[:cp_size]:  # the same for one rank
-        tokens = rule(num_tokens, cp_size, padded)
-        figures = {name: placement_figures(mask, tokens) for name, (mask, _) in masks.items()}
-        is_in_order = rule is placement.contiguous
-        candidate = _price(masks, tokens, figures, config, is_in_order=is_in_order)
-        seconds.append(candidate.seconds)
-        yield candidate
-    bound = sum(weight * _bound(mask, cp_size, config) for mask, weight in masks.values())
-    if min(seconds) <= CLOSE_TO_BOUND * bound or cp_size == 1:
-        return
-    tables = {n: balance.chunk_table(m, chunk, cp_size * per_rank) for n, (m, _) in masks.items()}
-    weights = [weight for _, weight in masks.values()]
-    seen = set()
-    for owned in _deals(balance.weighted_sum(list(tables.values()), weights), cp_size, config):
-        if owned.tobytes() in seen:
-            continue
-        seen.add(owned.tobytes())
-        figures = {name: deal_figures(table, owned) for name, table in tables.items()}
-        yield _price(masks, placement.deal(owned, chunk), figures, config)
+    chunk, per_rank = chunk_layout(num_tokens, cp_size, even)
+    rows = chunk * per_rank * -(-num_tokens // (chunk * per_rank * cp_size))
+    degrees = _head_degrees(cp_size, config)
+    in_order = Deal(np.arange(cp_size)[:, None], rows)
+    for place, degree in enumerate(degrees):
+        yield Trial(in_order, degree, place < DEGREES_SEARCHED)
+    split = [(place, d, cp_size // d) for place, d in enumerate(degrees) if d < cp_size]
+    for place, degree, groups in split:
+        half = np.arange(groups)
+        zigzag = Deal(np.stack([half, 2 * groups - 1 - half], axis=1), degree * rows // 2)
+        yield Trial(zigzag.regrouped(cp_size), degree, place < DEGREES_SEARCHED)
+    for _, degree, groups in split:
+        per_group = _chunks_per_group(degree * rows // chunk, groups, config)
+        size = degree * rows // per_group
+        for owned in _deals(masks, groups, size, per_group):
+            deal = Deal(np.sort(owned, axis=1), size)
+            yield Trial(deal.regrouped(cp_size), degree, searches=False)
+
+
+def _chunks_per_group(finest: int, groups: int, config: CPConfig) -> int:
+    """Returns how many chunks a super-rank owns in a deal: a divisor of the finest number."""
+    if config.chunk_size is not None:
+        return finest
+    most = max(MIN_CHUNKS_DEALT, CHUNKS_DEALT // groups)
+    return max(n for n in range(1, finest + 1) if finest % n == 0 and (n <= most or n == 1))
+
+
+def _deals(masks: Family, groups: int, size: int, per_group: int) -> Iterator[IntArray]:
+    """Yields deals of chunks to super-ranks, int64 `[groups, n]`, more and more balanced."""
+    num_chunks = groups * per_group
+    tables = [balance.chunk_table(mask, size, num_chunks) for mask, _ in masks.values()]
+    table = balance.weighted_sum(tables, [weight for _, weight in masks.values()])
+    for start in (balance.zigzag, balance.in_order):
+        owned = start(num_chunks, groups)
+        for tolerance in TOLERANCES:
+            before, owned = owned, balance.exchange_chunks(owned, table, tolerance)
+            if not np.array_equal(before, owned):
+                yield owned
+
+
+def _choices(mask: AttentionMask, trial: Trial, config: CPConfig) -> Iterator[Choice]:
+    """Yields the ways to run a mask on the placement of a trial."""
+    groups = HeadGroups.of(mask, trial.deal, config, trial.degree)
+    yield from moved_key_choices(groups, placement_figures(groups.placed))
+    if trial.searches and groups.placed.num_ranks > 1:
+        yield from assigned_choices(groups)
+
+
+def _head_degrees(cp_size: int, config: CPConfig) -> list[int]:
+    """Returns the head degrees worth a look: those inside a node, and all ranks (Ulysses).
+
+    With several nodes the largest come first, because exchanging heads inside a node is cheap there.
+    """
+    node_size = get_topology(config.topology).node_size
+    inside = [d for d in range(1, min(node_size, cp_size) + 1) if cp_size % d == 0]
+    aligned = [d for d in inside if cp_size <= node_size or node_size % d == 0]
+    legal = [d for d in sorted({*aligned, cp_size}) if fits_heads(d, config)]
+    return legal if cp_size <= node_size else legal[::-1]
 
 
 def _bound(mask: AttentionMask, cp_size: int, config: CPConfig) -> float:
     both = (load_bound_seconds(mask, cp_size, config, name) for name in ("forward", "backward"))
     return sum(both)
-
-
-def _deals(table: balance.ChunkTable, cp_size: int, config: CPConfig) -> Iterator[IntArray]:
-    """Yields deals of chunks to ranks, int64 `[P, n]`, those with better locality first."""
-    num_chunks = len(table.areas)
-    owned = balance.in_order(num_chunks, cp_size)
-    for tolerance in TOLERANCES:
-        owned = balance.exchange_chunks(owned, table, tolerance)
-        yield owned
-    yield balance.exchange_chunks(balance.zigzag(num_chunks, cp_size), table, TOLERANCES[-1])
-    node_size = get_topology(config.topology).node_size
-    if node_size < cp_size and cp_size % node_size == 0:
-        for start in (balance.in_order, balance.zigzag):
-            yield balance.nodes_first(table, cp_size, node_size, start, TOLERANCES[1])
-    yield balance.largest_first(table.chunk_areas, cp_size)
-
-
-def _price(
-    masks: Family,
-    tokens: IntArray,
-    figures: Mapping[str, Figures],
-    config: CPConfig,
-    *,
-    is_in_order: bool = False,
-) -> Candidate:
-    found: dict[str, list[Choice]] = {}
-    seconds = published_seconds = 0.0
-    loads = np.zeros(len(tokens))
-    for name, (mask, weight) in masks.items():
-        found[name] = choices(mask, figures[name], config, is_in_order=is_in_order)
-        published = (choice.seconds for choice in found[name] if choice.is_published)
-        seconds += weight * found[name][0].seconds
-        published_seconds += weight * next(published, float("inf"))
-        loads = loads + weight * figures[name].loads
-    imbalance = float(loads.max() / loads.mean()) if loads.any() else 1.0
-    return Candidate(tokens, found, seconds, published_seconds, imbalance)

@@ -17,6 +17,7 @@ import numpy as np
 
 from megatron_cp.mask import interval
 from megatron_cp.mask.interval import IntArray
+from megatron_cp.plan.placement import Deal
 from megatron_cp.plan.schema import Hop, Transfer
 
 SRC, DST, ID_START, ID_STOP = range(4)
@@ -33,16 +34,22 @@ class RowSpace:
 
     @classmethod
     def own(cls, own_ids: IntArray) -> "RowSpace":
-        """Returns the space in which rank r holds `own_ids[r]` `[R]`."""
-        num_ranks, own_rows = own_ids.shape
-        ids = own_ids.reshape(-1)
-        opens = np.ones(ids.size, dtype=bool)
-        opens[1:] = ids[1:] != ids[:-1] + 1
-        opens[::own_rows] = True
+        """Returns the space in which rank r holds `own_ids[r]` `[R]`; O(tokens)."""
+        return cls.dealt(Deal(own_ids, chunk_size=1))
+
+    @classmethod
+    def dealt(cls, deal: Deal) -> "RowSpace":
+        """Returns the space in which the ranks hold the chunks of a deal; O(chunks)."""
+        num_ranks, per_rank = deal.chunks.shape
+        chunks = deal.chunks.reshape(-1)
+        opens = np.ones(chunks.size, dtype=bool)
+        opens[1:] = chunks[1:] != chunks[:-1] + 1
+        opens[::per_rank] = True
         first = np.flatnonzero(opens)
-        stop = np.r_[first[1:], ids.size]
-        start = ids[first] + first // own_rows * (ids.size + 1)
-        return cls(np.stack([start, start + stop - first], axis=1), num_ranks, ids.size + 1)
+        length = np.diff(np.r_[first, chunks.size]) * deal.chunk_size
+        stride = chunks.size * deal.chunk_size + 1
+        start = chunks[first] * deal.chunk_size + first // per_rank * stride
+        return cls(np.stack([start, start + length], axis=1), num_ranks, stride)
 
     @cached_property
     def rank_of_run(self) -> IntArray:
@@ -106,6 +113,15 @@ class Owners:
         order = np.argsort(ids[:, 0])
         self.ids, self.rank = ids[order], rank[order]
         self.num_ranks, self.stride = own.num_ranks, own.stride
+
+    @property
+    def num_ids(self) -> int:
+        """Returns the number of token ids, padding included."""
+        return self.stride - 1
+
+    def rank_of(self, ids: IntArray) -> IntArray:
+        """Returns the owner of each token id."""
+        return self.rank[np.searchsorted(self.ids[:, 1], ids, side="right")]
 
     def requests(self, wanted: IntArray) -> IntArray:
         """Returns normalised keys `[n, 2]`, cut by owner: int64 `[m, 4]` (owner, reader, id start, id stop)."""

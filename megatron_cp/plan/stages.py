@@ -20,6 +20,7 @@ from megatron_cp.mask.slice import (
     rows_area,
     shift_rows,
 )
+from megatron_cp.plan.placement import Deal
 from megatron_cp.plan.routing import DST, ID_START, ID_STOP, SRC, Owners, Route, RowSpace, direct
 from megatron_cp.plan.schema import HeadSplit, Pass, Side, Stage, Transfer
 
@@ -30,16 +31,39 @@ COLUMNS: dict[Side, tuple[int, int]] = {"q": (Q_START, Q_END), "k": (K_START, K_
 class PlacedMask:
     """A mask on a placement of its tokens: which rank's queries meet which rank's keys where."""
 
-    def __init__(self, mask: AttentionMask, placement: IntArray):
-        self.mask, self.placement = mask, placement
-        self.num_ranks, self.own_rows = placement.shape
-        self.space = RowSpace.own(placement)
+    def __init__(self, mask: AttentionMask, placement: IntArray | Deal):
+        """`placement`: the tokens of ranks int64 `[P, T]`, or a deal of chunks."""
+        deal = placement if isinstance(placement, Deal) else Deal(placement, chunk_size=1)
+        self.mask, self.deal, self.space = mask, deal, RowSpace.dealt(deal)
+        self.num_ranks = len(deal.chunks)
+        self.own_rows = deal.chunks.shape[1] * deal.chunk_size
         self.owners = Owners(self.space)
-        rows, _ = cut_rows(mask.array, self.owners.ids, Q_START, Q_END)
-        # Slices int64 [n, 6] in token ids, with queries of one rank and keys of one rank each.
-        self.parts, k_run = cut_rows(rows, self.owners.ids, K_START, K_END)
-        q_run = np.searchsorted(self.owners.ids[:, 1], self.parts[:, Q_START], side="right")
-        self.q_owner, self.k_owner = self.owners.rank[q_run], self.owners.rank[k_run]
+
+    @property
+    def placement(self) -> IntArray:
+        """The tokens of ranks: int64 `[P, T]`."""
+        return self.deal.tokens
+
+    @cached_property
+    def _by_owner(self) -> tuple[IntArray, IntArray, IntArray]:
+        rows, _ = cut_rows(self.mask.array, self.owners.ids, Q_START, Q_END)
+        parts, k_run = cut_rows(rows, self.owners.ids, K_START, K_END)
+        return parts, self.owners.rank_of(parts[:, Q_START]), self.owners.rank[k_run]
+
+    @property
+    def parts(self) -> IntArray:
+        """The mask cut so that every slice has queries of one rank and keys of one rank: int64 `[n, 6]`, token ids."""
+        return self._by_owner[0]
+
+    @property
+    def q_owner(self) -> IntArray:
+        """The rank that owns the queries of each part: int64 `[n]`."""
+        return self._by_owner[1]
+
+    @property
+    def k_owner(self) -> IntArray:
+        """The rank that owns the keys of each part: int64 `[n]`."""
+        return self._by_owner[2]
 
     @cached_property
     def remote_keys(self) -> IntArray:

@@ -9,13 +9,16 @@ from megatron_cp import mask as masks
 from megatron_cp.config import CPConfig, Topology
 from megatron_cp.plan import Hop, Pass, Stage, Transfer, balance, make_plan, make_plans
 from megatron_cp.plan.cost import makespan_seconds
-from megatron_cp.plan.pricing import choices, deal_figures, placement_figures
+from megatron_cp.plan.placement import Deal
+from megatron_cp.plan.pricing import HeadGroups, moved_key_choices, placement_figures
 from megatron_cp.plan.schema import AttentionPlan
+from megatron_cp.plan.schemes.gather import needed_keys_pass
 from megatron_cp.plan.schemes.ulysses import fits_heads
 from megatron_cp.plan.stages import PassBuilder, PlacedMask
 from tests.plan.cases import PRICED, config, packed
 from tests.strategies import attention_masks
 
+TIE = 1.005  # "auto" prefers fewer bytes among plans whose predictions are so near
 RATIOS = [(8, 8), (8, 2), (8, 1)]
 
 
@@ -140,7 +143,7 @@ def test_auto_is_never_predicted_slower_than_a_published_scheme(cp_size, topolog
                 if planner == "ulysses" and not fits_heads(cp_size, scheme):
                     continue
                 other = predicted(make_plan(mask, cp_size, scheme))
-                assert ours <= other * (1 + 1e-8), f"{planner} on {name}, {cp_size} ranks, {heads}"
+                assert ours <= other * TIE, f"{planner} on {name}, {cp_size} ranks, {heads}"
 
 
 def test_a_family_is_never_predicted_slower_than_a_published_scheme_for_all_its_masks():
@@ -154,7 +157,7 @@ def test_a_family_is_never_predicted_slower_than_a_published_scheme_for_all_its_
         for planner in PRICED:
             others = make_plans(weights, cp_size, config(planner, token_multiple=rows))
             theirs = sum(weights[name][1] * predicted(plan) for name, plan in others.items())
-            assert ours <= theirs * (1 + 1e-8), planner
+            assert ours <= theirs * TIE, planner
 
 
 @pytest.mark.parametrize("planner", ["contiguous", "ring", "zigzag", "allgather", "ulysses"])
@@ -163,9 +166,10 @@ def test_the_price_of_a_published_scheme_is_the_prediction_of_its_plan(planner, 
     for mask in (packed("log-normal", 5003, 12), masks.causal(1000), masks.sliding_window(777, 9)):
         options = config(planner, topology="a800")
         plan = make_plan(mask, cp_size, options)
-        is_in_order = planner in ("contiguous", "ring", "ulysses")
-        figures = placement_figures(mask, plan.global_from_local)
-        prices = [c.seconds for c in choices(mask, figures, options, is_in_order=is_in_order)]
+        degree = cp_size if planner == "ulysses" else 1
+        groups = HeadGroups.of(mask, Deal(plan.global_from_local, 1), options, degree)
+        found = moved_key_choices(groups, placement_figures(groups.placed))
+        prices = [choice.seconds for choice in found]
         assert min(abs(price / predicted(plan) - 1) for price in prices) < 1e-9
 
 
@@ -178,7 +182,7 @@ def test_figures_of_a_placement_count_pairs_and_needed_rows_between_ranks(case, 
     mask, allowed = case
     rows = -(-len(allowed) // cp_size)
     placement = np.random.default_rng(len(allowed)).permutation(cp_size * rows).reshape(cp_size, -1)
-    figures = placement_figures(mask, placement)
+    figures = placement_figures(PlacedMask(mask, placement))
     whole = np.zeros((placement.size, placement.size), dtype=bool)
     whole[: len(allowed), : len(allowed)] = allowed
     for reader, queries in enumerate(placement):
@@ -204,16 +208,6 @@ def test_a_chunk_table_holds_the_area_of_every_two_chunks_and_no_fewer_rows_than
             assert block.any(axis=0).sum() <= table.needs[i, j] <= chunk
 
 
-def test_figures_of_a_deal_are_exact_for_documents():
-    mask = packed("uniform", 4096, 9)
-    table = balance.chunk_table(mask, 64, 64)
-    owned = np.random.default_rng(3).permutation(64).reshape(4, 16)
-    tokens = (np.sort(owned, axis=1)[:, :, None] * 64 + np.arange(64)).reshape(4, -1)
-    deal, exact = deal_figures(table, owned), placement_figures(mask, tokens)
-    assert np.array_equal(deal.areas, exact.areas)
-    assert np.array_equal(deal.rows, exact.rows)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cp_size", [2, 3, 8])
 def test_deals_give_every_rank_equally_many_chunks_and_exchanges_balance_them(kind, cp_size):
@@ -224,17 +218,14 @@ def test_deals_give_every_rank_equally_many_chunks_and_exchanges_balance_them(ki
         assert sorted(owned.reshape(-1).tolist()) == list(range(count))
         loads = table.chunk_areas[owned].sum(axis=1)
         assert loads.max() <= 1.03 * loads.mean()
-    if cp_size == 8:
-        owned = balance.nodes_first(table, 8, 4, balance.zigzag, 0.04)
-        assert sorted(owned.reshape(-1).tolist()) == list(range(count))
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 def test_every_stage_of_needed_keys_loads_every_link_alike(num_stages):
     mask = packed("log-normal", 9000, 12)
-    plan = make_plan(mask, 4, config(num_stages=num_stages))
+    placed = PlacedMask(mask, np.arange(9000).reshape(4, -1))
     counts = []
-    for stage in plan.forward.stages[1:]:
+    for stage in needed_keys_pass(placed, num_stages).stages[1:]:
         rows = np.zeros((4, 4), dtype=int)
         for src, dst, start, stop in stage.k_cast.hops[0].messages.tolist():
             rows[src, dst] += stop - start

@@ -8,7 +8,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_cp import mask as masks
-from megatron_cp.plan import make_plan, make_plans, plan_on_placement
+from megatron_cp.plan import AttentionPlan, make_plan, make_plans, plan_on_placement
+from megatron_cp.plan.schemes.gather import needed_keys_pass
+from megatron_cp.plan.stages import PlacedMask
 from tests.oracles.plans import needed_remote_ids, received_ids, times_computed
 from tests.plan.cases import CP_SIZES, PLANNERS, config
 from tests.strategies import attention_masks, document_lengths, render
@@ -88,19 +90,21 @@ def check_zero_redundant(plan, allowed):
 @given(
     case=any_square_mask(),
     cp_size=st.sampled_from(CP_SIZES),
-    planner=st.sampled_from(["contiguous", "auto"]),
     stages=st.sampled_from([1, 2, 4]),
 )
 @example(
     case=(masks.documents([9, 0, 1]), np.tril(np.ones((10, 10), dtype=bool)) & (
         (np.arange(10) < 9)[:, None] == (np.arange(10) < 9)[None, :]
     )),
-    cp_size=8, planner="auto", stages=4,
+    cp_size=8, stages=4,
 )  # fmt: skip
-def test_only_needed_rows_are_received_and_each_once(case, cp_size, planner, stages):
+def test_only_needed_rows_are_received_and_each_once(case, cp_size, stages):
     mask, allowed = case
-    # With a number of stages given, "auto" may not turn to a scheme that sends more.
-    plan = make_plan(mask, cp_size, config(planner, num_stages=stages))
+    rows = -(-len(allowed) // cp_size)
+    placed = PlacedMask(mask, np.arange(cp_size * rows).reshape(cp_size, rows))
+    both = needed_keys_pass(placed, stages)
+    plan = AttentionPlan(mask, config(), "by hand", placed.placement, both, both)
+    check_laws(plan, allowed)
     check_zero_redundant(plan, allowed)
 
 

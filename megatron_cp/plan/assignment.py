@@ -1,0 +1,238 @@
+"""Which rank computes which pairs: recursive bisection of the mask over the tree of ranks.
+
+Tokens stay where they are; compute moves. A group of ranks, and the pairs that it must compute, are cut in two,
+nodes first, then ranks inside a node, until every group is one rank:
+
+    the pairs of a group, in some order
+    [ at home in the left half | ... | at home in the right half ]
+                       ^ cut where both halves have their share of the area
+
+Sixteen orders compete for every group: by how much pairs are at home in a half (their queries, their keys,
+both, or not looked at), and among equals along queries or keys, up or down. The order that needs the fewest
+remote rows on both sides wins: a rectangle is cut across its longer side, and documents stay with their
+tokens as far as the balance allows. The slice at the cut is cut itself, at a row, so areas are equal to a
+row's pairs. All groups of a level are cut at once, and pairs are looked at in blocks that shrink with the
+groups, so the time grows with the number of ranks and hardly with that of tokens.
+
+Compare the hypergraph partitioners of DCP (SOSP'25) and the integer programs of UltraAttn (SC'25).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_cp.mask import AttentionMask
+from megatron_cp.mask.interval import IntArray
+from megatron_cp.mask.slice import K_END, K_START, Q_END, Q_START, cut_rows, rows_area, tighten
+from megatron_cp.plan.routing import Owners
+
+FloatArray = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
+
+PARTS_PER_GROUP = 96  # blocks are halved until a group has so many, or they are small
+CHUNKS_PER_RANK = 4  # ... which means this fraction of a rank's rows
+HOMES = ((1, 1), (1, 0), (0, 1), (0, 0))  # whether queries and keys pull a pair home
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Cost of a row on its way to a rank that computes with it, results on the way back included."""
+
+    query: float
+    key: float
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Disjoint slices int64 `[n, 6]` in token ids, and the rank that computes each."""
+
+    parts: IntArray
+    ranks: IntArray
+
+
+def assign(
+    mask: AttentionMask, owners: Owners, node_size: int, weights: Weights, loads: FloatArray
+) -> Assignment:
+    """Returns slices for all ranks whose areas are as `loads` `[P]` (relative), with few remote rows."""
+    groups = _Groups(np.zeros(1, np.int64), np.full(1, owners.num_ranks), node_size)
+    parts = _Parts(mask.array, owners)
+    while groups.open.any():
+        parts.refine(len(groups.first))
+        goes_right = _Cut(parts, groups, weights, loads).best()
+        groups = groups.halve(parts, goes_right)
+    return Assignment(parts.rows, groups.first[parts.group])
+
+
+class _Groups:
+    """Ranges of ranks, and where each is cut: between nodes if it holds several, else in the middle."""
+
+    def __init__(self, first: IntArray, stop: IntArray, node_size: int):
+        self.first, self.stop, self.node_size = first, stop, node_size
+        self.open: BoolArray = stop - first > 1
+        low, high = first // node_size + 1, (stop - 1) // node_size
+        middle = (first + stop) // 2
+        between = np.clip((middle + node_size // 2) // node_size, low, np.maximum(low, high))
+        self.middle = np.where(high >= low, between * node_size, middle)
+
+    def halve(self, parts: "_Parts", goes_right: BoolArray) -> "_Groups":
+        """Returns the halves as groups and renumbers the parts."""
+        keeps = np.stack([np.ones(len(self.open), dtype=bool), self.open], axis=1)
+        number = np.cumsum(keeps.reshape(-1)).reshape(keeps.shape) - 1
+        parts.group = number[parts.group, goes_right.astype(np.int64)]
+        first = np.stack([self.first, self.middle], axis=1)[keeps]
+        middle = np.where(self.open, self.middle, self.stop)
+        return _Groups(first, np.stack([middle, self.stop], axis=1)[keeps], self.node_size)
+
+
+class _Parts:
+    """The pairs still to be dealt, as slices inside blocks of `chunk` x `chunk`, and their groups."""
+
+    def __init__(self, rows: IntArray, owners: Owners):
+        self.rows, self.owners = rows, owners
+        self.group = np.zeros(len(rows), dtype=np.int64)
+        own_rows = owners.num_ids // owners.num_ranks
+        self.smallest = max(1, own_rows // CHUNKS_PER_RANK)
+        self.chunk = self.smallest << int(np.log2(owners.num_ids / self.smallest))
+        self._cut_to_chunks()
+
+    def refine(self, num_groups: int) -> None:
+        """Halves the blocks until there are enough for a good cut."""
+        while self.chunk > self.smallest and len(self.rows) < PARTS_PER_GROUP * num_groups:
+            self.chunk //= 2
+            self._cut_to_chunks()
+
+    def _cut_to_chunks(self) -> None:
+        edges = np.arange(0, self.owners.num_ids + self.chunk, self.chunk)
+        cells = np.stack([edges[:-1], edges[1:]], axis=1)
+        for start, end in ((Q_START, Q_END), (K_START, K_END)):
+            self.rows, self.group = _cut_with(self.rows, self.group, cells, (start, end))
+        self._measure()
+
+    def _measure(self) -> None:
+        self.area = rows_area(self.rows).astype(np.float64)
+        self.chunks = [self.rows[:, start] // self.chunk for start in (Q_START, K_START)]
+        self.sizes = [
+            (self.rows[:, end] - self.rows[:, start]).astype(np.float64)
+            for start, end in ((Q_START, Q_END), (K_START, K_END))
+        ]
+        self.owner = [self.owners.rank_of(self.rows[:, start]) for start in (Q_START, K_START)]
+        self.num_chunks = -(-self.owners.num_ids // self.chunk) + 1
+
+    def replace(self, rows: IntArray, group: IntArray) -> None:
+        """Takes other slices of the same pairs."""
+        self.rows, self.group = rows, group
+        self._measure()
+
+
+def _cut_with(
+    rows: IntArray, group: IntArray, cells: IntArray, columns: tuple[int, int]
+) -> tuple[IntArray, IntArray]:
+    """Returns tight rows cut at cells, and the group of each piece."""
+    start, end = columns
+    low, high = rows[:, start] // cells[0, 1], (rows[:, end] - 1) // cells[0, 1] + 1
+    pieces, _ = cut_rows(rows, cells, start, end)
+    return pieces, np.repeat(group, high - low)
+
+
+class _Cut:
+    """One level: every open group is cut in two."""
+
+    def __init__(self, parts: _Parts, groups: _Groups, weights: Weights, loads: FloatArray):
+        self.parts, self.groups, self.weights = parts, groups, weights
+        upto = np.r_[0.0, np.cumsum(loads)]
+        whole = upto[groups.stop] - upto[groups.first]
+        share = (upto[groups.middle] - upto[groups.first]) / np.where(whole > 0, whole, 1.0)
+        self.total = np.bincount(parts.group, parts.area, len(groups.first))
+        self.target = np.where(groups.open, self.total * share, self.total)
+        group = parts.group
+        first, middle, stop = (x[group] for x in (groups.first, groups.middle, groups.stop))
+        self.is_left = [(owner >= first) & (owner < middle) for owner in parts.owner]
+        self.is_right = [(owner >= middle) & (owner < stop) for owner in parts.owner]
+
+    def best(self) -> BoolArray:
+        """Returns which parts go to the right halves; parts at a cut have been cut themselves."""
+        cheapest = np.full(len(self.target), np.inf)
+        place = np.zeros(len(self.parts.group), dtype=np.int64)
+        for order in self._orders():
+            cost = self._cost(order)
+            better = cost < cheapest
+            cheapest[better] = cost[better]
+            order = order[better[self.parts.group[order]]]
+            place[order] = np.arange(len(order))
+        return self._split(np.lexsort((place, self.parts.group)))
+
+    def _orders(self) -> Iterator[IntArray]:
+        """Yields the parts group by group, in the orders that compete."""
+        parts = self.parts
+        along = [np.argsort(chunk, kind="stable") for chunk in parts.chunks]
+        along += [order[::-1] for order in along]
+        pulls = [
+            right.astype(np.int64) - left
+            for left, right in zip(self.is_left, self.is_right, strict=True)
+        ]
+        heavier = 2 if self.weights.query >= self.weights.key else 1
+        for homes in HOMES:
+            pull = 4 + homes[0] * heavier * pulls[0] + homes[1] * (3 - heavier) * pulls[1]
+            key = (parts.group * 8 + pull).astype(
+                np.uint16 if len(self.target) < 8192 else np.int64
+            )
+            for order in along:
+                yield order[np.argsort(key[order], kind="stable")]
+
+    def _sides(self, order: IntArray) -> tuple[IntArray, BoolArray, FloatArray]:
+        """Returns group, side (True = right) and area before each part of an order within its group."""
+        group, area = self.parts.group[order], self.parts.area[order]
+        before = np.cumsum(area) - area
+        before -= (np.cumsum(self.total) - self.total)[group]
+        return group, before + area / 2 > self.target[group], before
+
+    def _cost(self, order: IntArray) -> FloatArray:
+        """Returns the remote rows, weighted, of both halves of every group."""
+        group, goes_right, _ = self._sides(order)
+        cost = np.zeros(len(self.target))
+        half = (group * 2 + goes_right) * self.parts.num_chunks
+        for axis, weight in enumerate((self.weights.query, self.weights.key)):
+            at_home = np.where(goes_right, self.is_right[axis][order], self.is_left[axis][order])
+            away = order[~at_home]
+            rows = np.zeros(2 * len(cost) * self.parts.num_chunks)
+            rows[half[~at_home] + self.parts.chunks[axis][away]] = self.parts.sizes[axis][away]
+            cost += weight * rows.reshape(len(cost), -1).sum(axis=1)
+        return cost
+
+    def _split(self, order: IntArray) -> BoolArray:
+        group, _, before = self._sides(order)
+        area, target = self.parts.area[order], self.target[group]
+        goes_right = before >= target
+        at_cut = np.flatnonzero(~goes_right & (before + area > target))
+        rows = self.parts.rows[order]
+        cut = _row_at_area(rows[at_cut], (target - before)[at_cut])
+        left, right = rows[at_cut].copy(), rows[at_cut].copy()
+        left[:, Q_END], right[:, Q_START] = cut, cut
+        empty_left = cut == rows[at_cut, Q_START]
+        has_both = ~empty_left & (cut < rows[at_cut, Q_END])
+        goes_right[at_cut[empty_left]] = True
+        rows[at_cut[has_both]] = tighten(left[has_both])
+        more = tighten(right[has_both])
+        self.parts.replace(np.concatenate([rows, more]), np.r_[group, group[at_cut[has_both]]])
+        return np.r_[goes_right, np.ones(len(more), dtype=bool)]
+
+
+def _row_at_area(rows: IntArray, wanted: FloatArray) -> IntArray:
+    """Returns the query row at which each tight slice has about the wanted area above it."""
+    low, high = rows[:, Q_START].copy(), rows[:, Q_END].copy()
+    while (high - low > 1).any():
+        middle = (low + high) // 2
+        fits = _area_above(rows, middle) <= wanted
+        low, high = np.where(fits, middle, low), np.where(fits, high, middle)
+    nearer_high = _area_above(rows, high) - wanted < wanted - _area_above(rows, low)
+    return np.where(nearer_high, high, low)
+
+
+def _area_above(rows: IntArray, cut: IntArray) -> FloatArray:
+    above = rows.copy()
+    above[:, Q_END] = np.maximum(
+        cut, rows[:, Q_START] + 1
+    )  # a tight slice keeps a pair in its first row
+    return np.where(cut > rows[:, Q_START], rows_area(tighten(above)), 0.0)
