@@ -225,7 +225,9 @@ def load(source: Source, extra_flags: tuple[str, ...] = ()) -> Kernel:
             with suppress(OSError):  # without locks the worst is to compile twice
                 fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.is_file():
-                _compile_kernel(compiler, source, _engine(compiler, folder, extra_flags), path, extra_flags)
+                _compile_kernel(
+                    compiler, source, _engine(compiler, folder, extra_flags), path, extra_flags
+                )
     return Kernel(path)
 
 
@@ -299,7 +301,11 @@ def _engine(compiler: tuple[str, str], folder: Path, extra_flags: tuple[str, ...
 
 
 def _compile_kernel(
-    compiler: tuple[str, str], source: Source, engine: Path, path: Path, extra_flags: tuple[str, ...]
+    compiler: tuple[str, str],
+    source: Source,
+    engine: Path,
+    path: Path,
+    extra_flags: tuple[str, ...],
 ) -> None:
     macros = (
         f'MCP_EMULATED_SOURCE="{source.path}"',
@@ -309,7 +315,9 @@ def _compile_kernel(
     )
     flags = [*FLAGS, *KERNEL_FLAGS, *extra_flags, *(f"-I{folder}" for folder in INCLUDE_FOLDERS)]
     flags += [f"-D{macro}" for macro in macros]
-    _compile(compiler, (*flags, "-shared", str(EMULATOR / "entry.cpp"), str(engine), "-pthread"), path)
+    _compile(
+        compiler, (*flags, "-shared", str(EMULATOR / "entry.cpp"), str(engine), "-pthread"), path
+    )
 
 
 def _compile(compiler: tuple[str, str], arguments: Sequence[str], target: Path) -> None:

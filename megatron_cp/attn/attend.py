@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_cp.attn import blocked, flex, hopper, reference
+from megatron_cp.attn import blocked, emulated, flex, hopper, reference
 from megatron_cp.attn.merge import apply_sink, sink_gradient
 from megatron_cp.attn.options import (
     AttendOptions,
@@ -28,6 +28,7 @@ _BACKEND_MODULES: dict[str, ModuleType] = {
     "cpu": blocked,
     "flex": flex,
     "hopper": hopper,
+    "emulated": emulated,
 }
 
 
@@ -58,6 +59,8 @@ def attend(  # noqa: PLR0913  the public signature of DESIGN section 9
     check_sink(q, sink)
     if options.backend == "hopper":  # the kernel adds the sink and writes the dtype of q itself
         return hopper.attend(q, k, v, mask, sink, options)
+    if options.backend == "emulated":  # the same kernel
+        return emulated.attend(q, k, v, mask, sink, options)
     out, lse = _Attend.apply(q, k, v, sink, mask, options)
     return out, lse
 

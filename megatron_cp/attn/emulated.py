@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from megatron_cp.attn.device_lists import DeviceList, forward_list
+from megatron_cp.attn.emulated_checks import NO_BACKWARD, find_variant
 from megatron_cp.attn.hopper import PANEL, _heads_per_section, _score_scales
-from megatron_cp.attn.hopper_checks import DTYPES, check_layout, forward_variants
+from megatron_cp.attn.hopper_checks import check_layout
 from megatron_cp.attn.options import AttendOptions
 from megatron_cp.kernels import build
 from megatron_cp.kernels.driver import BFLOAT16, FLOAT16
@@ -26,11 +27,6 @@ from megatron_cp.kernels.emulator import library
 from megatron_cp.kernels.params import FwdParams, TensorMap
 from megatron_cp.mask import AttentionMask
 
-ABLE = "use backend='cpu' or 'reference'"
-NO_BACKWARD = (
-    "backend='emulated' has no backward pass yet, only the forward kernel is built; "
-    f"{ABLE}, or call under torch.no_grad()"
-)
 # Registers that hold nothing, as the emulator marks them; arithmetic keeps all but the sign and the quiet bit.
 POISON = (0x7FA1BEEF, 0x7FA57FA5)
 POISON_MASK = 0x7FBFFFFF
@@ -47,41 +43,6 @@ class Settings:
     num_blocks: int = 2
     host_threads: int = 1
     record_history: bool = False
-
-
-def check_wish(
-    q: Tensor, v: Tensor, softmax_scale: float, softcap: float, needs_grad: bool
-) -> None:
-    """Raises NotImplementedError for a valid call that the kernels do not serve, naming what does."""
-    if q.device.type != "cpu":
-        raise NotImplementedError(
-            f"backend='emulated' cannot compute on device={q.device}, only on cpu; use backend='flex' or 'reference'"
-        )
-    find_variant(q, v, softcap)
-    if softmax_scale < 0:
-        raise NotImplementedError(
-            f"backend='emulated' cannot use softmax_scale={softmax_scale} < 0; negate q and the scale"
-        )
-    if needs_grad:
-        raise NotImplementedError(NO_BACKWARD)
-
-
-def find_variant(q: Tensor, v: Tensor, softcap: float) -> build.Variant:
-    """Returns the forward kernel of this call. Raises NotImplementedError naming backends that can."""
-    if q.dtype not in DTYPES:
-        allowed = " and ".join(str(dtype) for dtype in DTYPES)
-        raise NotImplementedError(
-            f"backend='emulated' cannot compute dtype={q.dtype}, only {allowed}; cast q, k and v, or {ABLE}"
-        )
-    key = (DTYPES[q.dtype], q.shape[-1], v.shape[-1], softcap > 0)
-    variant = forward_variants().get(key)
-    if variant is None:
-        pairs = sorted({(h, hv) for _, h, hv, _ in forward_variants()})
-        raise NotImplementedError(
-            f"backend='emulated' has no kernel for head_dim={key[1]} with a value head_dim={key[2]}, only for "
-            f"{', '.join(str(pair) for pair in pairs)}; {ABLE}"
-        )
-    return variant
 
 
 def attend(
@@ -125,7 +86,7 @@ def backward(
     raise NotImplementedError(NO_BACKWARD)
 
 
-def run_forward(
+def run_forward(  # noqa: PLR0913  inputs, results, and how to run
     q_QNH: Tensor,
     k_KGH: Tensor,
     v_KGH: Tensor,

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_cp.attn import hopper_checks
+from megatron_cp.attn import emulated_checks, hopper_checks
 from megatron_cp.mask import AttentionMask
 
 BACKENDS = ("reference", "cpu", "flex", "hopper", "emulated")
-BUILT_BACKENDS = ("reference", "cpu", "flex", "hopper")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -60,10 +59,12 @@ def resolve_options(
         raise ValueError(f"softcap={softcap} must be finite and >= 0; pass 0.0 for no softcap")
     if backend is None:
         backend = "cpu" if q.device.type == "cpu" else "flex"
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    needs_grad = (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
     _check_backend(backend, q, deterministic, needs_grad)
     if backend == "hopper":
         hopper_checks.check_wish(q, v, scale, softcap, needs_grad)
+    if backend == "emulated":
+        emulated_checks.check_wish(q, v, scale, softcap, needs_grad)
     return AttendOptions(scale, float(softcap), backend, deterministic)
 
 
@@ -103,20 +104,21 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
                 f"{name} of shape {tuple(tensor.shape)} must be [rows, heads, head_dim]; "
                 "fold the batch into the rows and block-diagonally into the mask"
             )
-    if k.shape[:2] != v.shape[:2]:
+    (_, num_heads, head_dim), (num_keys, num_kv_heads, k_dim), v_shape = q.shape, k.shape, v.shape
+    if (num_keys, num_kv_heads) != v_shape[:2]:
         raise ValueError(
             f"k {tuple(k.shape)} and v {tuple(v.shape)} must agree in rows and heads; "
             "pass keys and values of the same tokens"
         )
-    if q.shape[2] != k.shape[2] or min(q.shape[2], v.shape[2]) < 1:
+    if head_dim != k_dim or head_dim < 1 or v_shape[2] < 1:
         raise ValueError(
-            f"head_dim of q={q.shape[2]} must equal that of k={k.shape[2]} and be positive, as that of v={v.shape[2]}; "
+            f"head_dim of q={head_dim} must equal that of k={k_dim} and be positive, as that of v={v_shape[2]}; "
             "only v may differ"
         )
-    if k.shape[1] < 1 or q.shape[1] % k.shape[1] or q.shape[1] < 1:
+    if num_kv_heads < 1 or num_heads % num_kv_heads or num_heads < 1:
         raise ValueError(
-            f"num_heads={q.shape[1]} must be a positive multiple of num_kv_heads={k.shape[1]}; repeat or drop heads so "
-            "that query head n uses kv head n // (N // G)"
+            f"num_heads={num_heads} must be a positive multiple of num_kv_heads={num_kv_heads}; repeat or drop heads "
+            "so that query head n uses kv head n // (N // G)"
         )
 
 
@@ -142,10 +144,6 @@ def _check_backend(backend: str, q: Tensor, deterministic: bool, needs_grad: boo
         )
     on_cpu = q.device.type == "cpu"
     able = "backend='cpu' or 'reference'" if on_cpu else "backend='flex' or 'reference'"
-    if backend not in BUILT_BACKENDS:
-        raise NotImplementedError(
-            f"backend={backend!r} is not built yet, only reference, cpu, flex and hopper are; use {able}"
-        )
     if backend == "cpu" and not on_cpu:
         raise NotImplementedError(
             f"backend='cpu' cannot compute on device={q.device}, only on cpu; use {able}"

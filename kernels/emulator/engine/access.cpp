@@ -113,6 +113,7 @@ void fence_gpu() { this_cta().begin(Instruction::kFenceGpu); }
 
 void report_poison(std::uint32_t bits) {
     Cta& cta = this_cta();
+    cta.running->instruction = Instruction::kArithmetic;
     cta.fail("an operand holds no value (0x%08x): %s", bits,
              (bits & 0xffff) == 0xbeef ? "it comes from an accumulator read before wgmma.wait_group"
                                        : "it comes from a register that was never written");

@@ -61,7 +61,7 @@ void arrive(const Warp& warp, int id, int num_threads, bool wait) {
     // A warp may arrive for others and then wait itself, but not arrive twice.
     const std::uint32_t bit = 1u << caller.warp();
     if (!wait && (barrier.arrived_warps & bit)) {
-        cta.fail("warp %d arrives at barrier %d twice before the barrier completes", caller.warp(), id);
+        cta.fail("warp %d arrives at barrier %d twice before it completes", caller.warp(), id);
     }
     if (!wait) barrier.arrived_warps |= bit;
     barrier.arrived += kWarpLanes;

@@ -53,7 +53,7 @@ namespace mcp::emulator {
       "Asynchronous wgmma Proxy Operations: wgmma.commit_group")                                   \
     X(kWgmmaWait, "wgmma.wait_group", "Asynchronous wgmma Proxy Operations: wgmma.wait_group")     \
     X(kSetMaxRegisters, "setmaxnreg", "Miscellaneous Instructions: setmaxnreg")                    \
-    X(kArithmetic, "arithmetic", "Floating Point Instructions: ex2, lg2, rcp; cvt")                \
+    X(kArithmetic, "arithmetic or store", "Floating Point Instructions: ex2, lg2, rcp; cvt")       \
     X(kExit, "exit", "Control Flow Instructions: exit")
 
 enum class Instruction : std::uint8_t {
