@@ -16,6 +16,7 @@ from megatron_cp.plan.placement import check_chunk_size
 from megatron_cp.plan.portfolio import best_family
 from megatron_cp.plan.schema import AttentionPlan
 from megatron_cp.plan.schemes.distflashattn import plan_distflashattn
+from megatron_cp.plan.schemes.documents import plan_document_groups, plan_per_document_zigzag
 from megatron_cp.plan.schemes.double_ring import plan_double_ring
 from megatron_cp.plan.schemes.gather import (
     needed_keys_pass,
@@ -126,4 +127,6 @@ PLANNERS: dict[str, Planner] = {
     "double_ring": plan_double_ring,
     "usp": plan_usp,
     "distflashattn": plan_distflashattn,
+    "per_document_zigzag": plan_per_document_zigzag,
+    "document_groups": plan_document_groups,
 }

@@ -8,8 +8,12 @@ from hypothesis import strategies as st
 from megatron_cp import mask as masks
 from megatron_cp.config import Topology
 from megatron_cp.plan import make_plan
+from megatron_cp.plan.placement import per_document_zigzag
+from megatron_cp.plan.schemes.documents import document_bounds
+from tests.oracles.plans import received_ids
 from tests.plan.cases import config, packed
 from tests.plan.test_laws import any_square_mask, check_laws
+from tests.strategies import document_lengths
 
 HEAD_COUNTS = [(8, 8), (8, 2), (8, 1)]
 
@@ -235,10 +239,86 @@ def test_an_odd_number_of_ranks_leaves_nobody_idle(cp_size):
     assert plan.stats("forward")["imbalance"] == pytest.approx(1.0)
 
 
+# ------------------------------------------------------------------ documents
+
+
+@pytest.mark.parametrize("cp_size", [2, 4, 8])
+@pytest.mark.parametrize("heads", HEAD_COUNTS)
+def test_per_document_zigzag_moves_all_keys_and_balances_any_documents(cp_size, heads):
+    lengths = [16 * cp_size, 2 * cp_size, 6 * cp_size, 40 * cp_size]
+    plan, rho = scheme("per_document_zigzag", masks.documents(lengths), cp_size, heads)
+    assert np.array_equal(plan.global_from_local, per_document_zigzag(lengths, cp_size))
+    stats = plan.stats("forward")
+    assert stats["volume_mean"] == pytest.approx(2 * rho * (cp_size - 1))
+    assert stats["volume_max"] == pytest.approx(2 * rho * (cp_size - 1))
+    assert stats["imbalance"] == pytest.approx(1.0)
+
+
+@given(lengths=document_lengths(max_documents=6, max_length=60, min_total=1))
+@settings(max_examples=40)
+def test_per_document_zigzag_cuts_documents_of_any_length_into_mirrored_pieces(lengths):
+    cp_size, mask = 4, masks.documents(lengths, within="full")
+    plan, _ = scheme("per_document_zigzag", mask, cp_size)
+    owner = np.empty(plan.global_from_local.size, dtype=int)
+    owner[plan.global_from_local] = np.arange(cp_size)[:, None]
+    start = 0
+    for length in lengths:
+        mine = owner[start : start + length]
+        turns = np.flatnonzero(np.diff(mine, prepend=-1))  # where another rank's piece begins
+        assert len(turns) <= 2 * cp_size
+        counts = np.bincount(mine, minlength=cp_size)
+        assert np.ptp(counts) <= 2
+        start += length
+
+
+def test_documents_of_a_mask_are_its_runs_that_no_pair_leaves():
+    mask = masks.documents([5, 0, 3, 7], within=["causal", "full", "full", ("window", 2)])
+    assert document_bounds(mask).tolist() == [0, 5, 8, 15]
+    apart = masks.from_slices(12, 12, [(1, 3, 5, 6), (4, 5, 4, 5), (8, 9, 8, 9)])
+    assert document_bounds(apart).tolist() == [0, 1, 6, 8, 9, 12]
+    assert document_bounds(masks.from_slices(4, 4, [])).tolist() == [0, 4]
+    assert document_bounds(masks.causal(9)).tolist() == [0, 9]
+
+
+def test_groups_keep_short_documents_local_and_send_long_ones_round_their_node_or_all_ranks():
+    """8 ranks in nodes of 4, 64 rows each: one document of half the tokens, one of a node, short ones."""
+    lengths = [256, 128] + [16] * 8
+    mask = masks.documents(lengths)
+    plan, rho = scheme("document_groups", mask, 8, (8, 4), topology=nodes_of(4))
+    owner = np.empty(512, dtype=int)
+    owner[plan.global_from_local] = np.arange(8)[:, None]
+    ends = np.cumsum(lengths)
+    groups = [set(owner[stop - length : stop]) for length, stop in zip(lengths, ends, strict=True)]
+    assert groups[0] == set(range(8))
+    assert groups[1] in ({0, 1, 2, 3}, {4, 5, 6, 7})
+    local = [length for length, group in zip(lengths, groups, strict=True) if len(group) == 1]
+    assert len(local) >= 6  # of eight: the node with the second document has no room for all
+    moved = sum(length * (len(group) - 1) for length, group in zip(lengths, groups, strict=True))
+    expected = 2 * rho * moved / (8 * 64)
+    assert plan.stats("forward")["volume_mean"] == pytest.approx(expected)
+    assert plan.stats("backward")["volume_mean"] == pytest.approx(2 * expected)
+
+
+@pytest.mark.parametrize("kind", ["log-normal", "uniform", "one long", "equal"])
+@pytest.mark.parametrize("cp_size", [4, 6, 8])
+def test_every_row_of_a_document_reaches_just_the_other_members_of_its_group(kind, cp_size):
+    mask = packed(kind, 1024, 12, seed=3)
+    plan, _ = scheme("document_groups", mask, cp_size, topology=nodes_of(2))
+    document = np.repeat(np.arange(12), np.diff(document_bounds(mask)))
+    owned = [document[ids[ids < 1024]] for ids in plan.global_from_local]
+    for rank, received in enumerate(received_ids(plan, "forward")):
+        assert len(set(received)) == len(received)
+        own = set(plan.global_from_local[rank].tolist())
+        expected = set(np.flatnonzero(np.isin(document, owned[rank]))) - own
+        assert set(received) == expected
+
+
 # ------------------------------------------------------------------ nodes
 
 
-@pytest.mark.parametrize("planner", ["double_ring", "distflashattn", "usp"])
+@pytest.mark.parametrize(
+    "planner", ["double_ring", "per_document_zigzag", "document_groups", "distflashattn", "usp"]
+)
 @given(
     case=any_square_mask(),
     ranks=st.sampled_from([(4, 2), (6, 2), (6, 4), (8, 4), (8, 2), (9, 3)]),
