@@ -10,6 +10,7 @@
 #pragma once
 
 #include <mcp/gemm.cuh>
+#include <mcp/mailbox.cuh>
 #include <mcp/ring.cuh>
 
 #include "fwd_epilogue.cuh"
@@ -94,14 +95,7 @@ struct Producer {
         : params(params), shared(shared), leader(lane_index() == 0) {}
 
     MCP_DEVICE void post(const WorkItem& work) {
-        shared.mail_ring.wait_empty(mail_at);
-        ptx::sync_warp();
-        if (leader) {
-            ptx::store_shared_i32x4(shared.mailbox(), {work.row0, work.rows, work.seg0, work.num_segs});
-            ptx::store_shared_u32(shared.mailbox() + 16, static_cast<u32>(work.head));
-            ptx::mbarrier_arrive(shared.mail_ring.full(mail_at));
-        }
-        mail_at.advance();
+        send(shared.mailbox(), shared.mail_ring, mail_at, leader, to_message(work));
     }
 
     MCP_DEVICE void load_queries(const WorkItem& work) {
@@ -232,18 +226,6 @@ struct Consumer {
           speaker(thread_in_warpgroup() == 0),
           turns{consumer} {}
 
-    MCP_DEVICE WorkItem receive() {
-        shared.mail_ring.wait_full(mail_at);
-        const i32x4 a = ptx::load_shared_i32x4(shared.mailbox());
-        const i32 head = static_cast<i32>(ptx::load_shared_u32(shared.mailbox() + 16));
-        const WorkItem work = {uniform(a.x), uniform(a.y), uniform(a.z), uniform(a.w), uniform(head)};
-        // Every warp reads, so every warp releases, once all its lanes have read.
-        ptx::sync_warp();
-        if (lane_index() == 0) shared.mail_ring.release(mail_at);
-        mail_at.advance();
-        return work;
-    }
-
     MCP_DEVICE void issue_scores() {
         issue_a_bt<T>(scores, shared.queries(), consumer * 64, shared.keys(keys_at.stage));
     }
@@ -333,7 +315,7 @@ struct Consumer {
     MCP_DEVICE void run() {
         turns.begin();
         for (;;) {
-            const WorkItem work = receive();
+            const WorkItem work = to_work_item(receive(shared.mailbox(), shared.mail_ring, mail_at));
             if (work.head < 0) break;
             FragmentPlace place = fragment_place();
             place.row += work.row0 + consumer * 64;

@@ -96,6 +96,7 @@ struct BwdParams {
     i32 num_tiles, num_heads, num_kv_heads;
     i32 heads_per_section;   // kv heads, as in FwdParams
     i32 num_slots;
+    i32 num_queries;         // rows of q and dout
     float score_scale, cap, cap_scale;  // as in FwdParams
     float softmax_scale;
     i32 grads_are_float;     // dk and dv; otherwise they have the inputs' type

@@ -1,6 +1,7 @@
 // Which work a CTA takes next, and the key tiles of one work item in the order in which all roles visit them.
 #pragma once
 
+#include <mcp/mailbox.cuh>
 #include <mcp/platform.cuh>
 
 #include "params.h"
@@ -12,6 +13,13 @@ struct WorkItem {
     i32 row0, rows, seg0, num_segs;
     i32 head;  // -1: no work is left
 };
+
+MCP_DEVICE Message to_message(const WorkItem& work) {
+    return {{work.row0, work.rows, work.seg0, work.num_segs}, work.head};
+}
+MCP_DEVICE WorkItem to_work_item(const Message& message) {
+    return {message.a.x, message.a.y, message.a.z, message.a.w, message.b};
+}
 
 MCP_DEVICE i32 num_work_heads(const FwdParams& params) { return params.num_heads; }
 MCP_DEVICE i32 num_work_heads(const BwdParams& params) { return params.num_kv_heads; }

@@ -46,4 +46,49 @@ struct FwdTraits {
     static_assert(kSharedBytes <= kMaxSharedBytes, "more shared memory than a CTA can have");
 };
 
+// Key tiles of kBlockN keys, 64 per consumer; query tiles of kBlockM pass by. Head dims up to 128.
+template <class T_, int kHeadDim_, int kValueDim_, int kBlockM_, int kStages_, bool kSoftcap_>
+struct BwdTraits {
+    using T = T_;
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kValueDim = kValueDim_;
+    static constexpr int kConsumers = 2;
+    static constexpr int kBlockM = kBlockM_;
+    static constexpr int kBlockN = 64 * kConsumers;
+    static constexpr int kStages = kStages_;
+    static constexpr bool kSoftcap = kSoftcap_;
+    static constexpr int kThreads = 128 * (kConsumers + 1);
+    static constexpr int kProducerRegisters = 24;
+    static constexpr int kConsumerRegisters = 240;
+
+    static constexpr int kPaddedHeadDim = (kHeadDim + 63) / 64 * 64;
+    static constexpr int kPaddedValueDim = (kValueDim + 63) / 64 * 64;
+    // Each consumer computes 64 x 64 of dq: all rows of one 64-column panel, or 64 rows of the only panel.
+    static constexpr bool kSplitRows = kBlockM == 128;
+    static_assert(kSplitRows ? kPaddedHeadDim == 64 : kBlockM == 64 && kPaddedHeadDim == 128, "dq is 2 x 64 x 64");
+
+    static constexpr int kKeyBytes = kBlockN * kPaddedHeadDim * 2;
+    static constexpr int kValueBytes = kBlockN * kPaddedValueDim * 2;
+    static constexpr int kQueryBytes = kBlockM * kPaddedHeadDim * 2;
+    static constexpr int kDoutBytes = kBlockM * kPaddedValueDim * 2;
+    static constexpr int kDsBytes = kBlockM * kBlockN * 2;
+    static constexpr int kDqBytes = kBlockM * kPaddedHeadDim * 4;
+    static constexpr int kRowStatBytes = kBlockM * 4;
+
+    // Shared memory: [align to 1024] k | v | q stages | dout stages | ds x 2 | dq | lse | delta | mailbox | barriers.
+    static constexpr int kKeysAt = 0;
+    static constexpr int kValuesAt = kKeysAt + kKeyBytes;
+    static constexpr int kQueriesAt = kValuesAt + kValueBytes;
+    static constexpr int kDoutAt = kQueriesAt + kStages * kQueryBytes;
+    static constexpr int kDsAt = kDoutAt + kStages * kDoutBytes;
+    static constexpr int kDqAt = kDsAt + 2 * kDsBytes;
+    static constexpr int kLseAt = kDqAt + kDqBytes;
+    static constexpr int kDeltaAt = kLseAt + kStages * kRowStatBytes;
+    static constexpr int kMailboxAt = kDeltaAt + kStages * kRowStatBytes;
+    static constexpr int kBarriersAt = kMailboxAt + 32;
+    static constexpr int kNumBarriers = 2 * (1 + 1 + 1 + 2 * kStages) + 1;
+    static constexpr int kSharedBytes = (1024 + kBarriersAt + 8 * kNumBarriers + 127) / 128 * 128;
+    static_assert(kSharedBytes <= kMaxSharedBytes, "more shared memory than a CTA can have");
+};
+
 }  // namespace mcp::attn

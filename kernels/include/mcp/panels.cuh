@@ -67,6 +67,36 @@ MCP_DEVICE void store_transposed(Tile tile, int panel, const u32 (&packed)[kPack
     }
 }
 
+// Clears the rows of the tile whose bit is 0; bit c of lane l stands for row 32 * c + l. All lanes of one warp call.
+template <class Tile>
+MCP_DEVICE void clear_rows_but(Tile tile, u32 used) {
+    static_assert(Tile::kRows % kWarpSize == 0 && Tile::kRows <= 1024, "one bit per 32 rows");
+    for (int c = 0; c < Tile::kRows / kWarpSize; c++) {
+        if (used >> c & 1) continue;
+        const u32 row = tile.address + (c * kWarpSize + lane_index()) * kRowBytes;
+        for (int at = 0; at < kRowBytes; at += 16) {
+            MCP_UNROLL
+            for (int p = 0; p < Tile::kNumPanels; p++) {
+                ptx::store_shared_i32x4(row + p * Tile::kPanelBytes + at, {0, 0, 0, 0});
+            }
+        }
+    }
+}
+
+// Writes a warpgroup's accumulator [64, 2 * kSize] in fp32 as TMA stores it: panels of 32 columns with the 128-byte
+// swizzle, `panel_rows` rows each. `row` is the thread's first row, in the panels; `column` its first column.
+template <int kSize>
+MCP_DEVICE void store_f32_panels(u32 panels, int panel_rows, int row, int column, const float (&d)[kSize]) {
+    MCP_UNROLL
+    for (int i = 0; i < kSize / 4; i++) {
+        const int chunk = i % 4 * 2 + column / 4;
+        const u32 at = panels + i / 4 * panel_rows * kRowBytes + row * kRowBytes +
+                       ((chunk ^ (row % 8)) * 16) + column % 4 * 4;
+        ptx::store_shared_f32x2(at, d[4 * i], d[4 * i + 1]);
+        ptx::store_shared_f32x2(at + 8 * kRowBytes, d[4 * i + 2], d[4 * i + 3]);
+    }
+}
+
 // Matrix descriptors of wgmma. Bits 0-13 address / 16, 16-29 leading offset / 16, 32-45 stride offset / 16, 62 swizzle.
 MCP_DEVICE u64 make_descriptor(u32 address, u32 leading_bytes, u32 stride_bytes) {
     return static_cast<u64>((address & 0x3ffffu) >> 4) | (static_cast<u64>(leading_bytes >> 4) << 16) |

@@ -35,11 +35,11 @@ struct Ring {
     MCP_DEVICE u32 full(Position at) const { return barriers + 8 * at.stage; }
     MCP_DEVICE u32 empty(Position at) const { return barriers + 8 * (kStages + at.stage); }
 
-    // `num_readers` arrivals make a stage empty again; one arrival (and the bytes it announces) fills it.
-    MCP_DEVICE void init(u32 num_readers) const {
+    // `num_readers` arrivals make a stage empty again; `num_writers` (and the bytes they announce) fill it.
+    MCP_DEVICE void init(u32 num_readers, u32 num_writers = 1) const {
         MCP_UNROLL
         for (int stage = 0; stage < kStages; stage++) {
-            ptx::mbarrier_init(barriers + 8 * stage, 1);
+            ptx::mbarrier_init(barriers + 8 * stage, num_writers);
             ptx::mbarrier_init(barriers + 8 * (kStages + stage), num_readers);
         }
     }
