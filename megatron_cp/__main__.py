@@ -1,4 +1,4 @@
-"""`python -m megatron_cp doctor | plan | report`: what is installed, a dry run, the HTML report.
+"""`python -m megatron_cp doctor | plan | simulate | report`: what is there, a dry run, scale on paper, the report.
 
 Bad input is one line on standard error and exit code 2.
 """
@@ -17,7 +17,7 @@ from megatron_cp.config import CPConfig
 from megatron_cp.data.packing import PACKING_POLICIES, PackingConfig
 from megatron_cp.plan import PLANNERS
 from megatron_cp.plan.topology import TOPOLOGIES
-from megatron_cp.report import dry_run
+from megatron_cp.report import dry_run, simulate_command
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -60,6 +60,11 @@ def build_parser() -> OneLineParser:
             "plan", help="a dry run on your data, without a GPU", allow_abbrev=False
         )
     )
+    simulate = commands.add_parser(
+        "simulate", help="every planner on 8 to 4096 ranks, on paper", allow_abbrev=False
+    )
+    simulate_command.add_arguments(simulate)
+    simulate.set_defaults(run=_simulate)
     report = commands.add_parser(
         "report", help="one offline HTML file of a training run", allow_abbrev=False
     )
@@ -139,6 +144,12 @@ def _plan(args: argparse.Namespace, words: Sequence[str]) -> int:
     if args.html is not None:
         command = shlex.join(["python", "-m", "megatron_cp", *words])
         print(f"wrote {dry_run.write_dry_run_report(run, args.html, command)}")
+    return 0
+
+
+def _simulate(args: argparse.Namespace, words: Sequence[str]) -> int:
+    command = shlex.join(["python", "-m", "megatron_cp", *words])
+    print(*simulate_command.run(args, command), sep="\n")
     return 0
 
 

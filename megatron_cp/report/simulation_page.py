@@ -1,0 +1,189 @@
+"""The page of a simulation: time against ranks, then ours beside the best rival at the first size."""
+
+from __future__ import annotations
+
+import platform
+
+from megatron_cp.plan.compare import PASSES
+from megatron_cp.plan.schema import AttentionPlan
+from megatron_cp.plan.simulate import Simulation, simulate_pass
+from megatron_cp.plan.topology import get_topology
+from megatron_cp.report.charts import Axes, Series, line_chart
+from megatron_cp.report.html import Figure, Table, Tile, heading, page, row, strip
+from megatron_cp.report.plan import byte_unit, heat_maps, matrices
+from megatron_cp.report.simulation import Step, Study
+from megatron_cp.report.svg import EMPTY, Markup, short_tokens
+from megatron_cp.report.timeline import MAX_RANKS_DRAWN, chrome_trace, timeline_picture
+from megatron_cp.report.view import (
+    PlanView,
+    area_by_chunk,
+    chunk_bounds,
+    kv_bytes,
+    needed_bytes,
+    view_of_plan,
+)
+
+MAX_RANKS_PICTURED = 64
+MAX_LINES = 8
+
+
+def simulation_page(study: Study, command: str) -> Markup:
+    """Returns the page; pictures are those of the smallest number of ranks."""
+    step = min(study.steps, key=lambda one: one.cp_size)
+    sections = [strip(_tiles(step))]
+    if len(study.steps) > 1:
+        sections += [heading("Time against ranks"), row(_scaling(study))]
+    plans = _pictured(step)
+    if plans:
+        title = f"On {step.cp_size} ranks, {short_tokens(step.mask.num_queries)} tokens"
+        sections += [heading(title), row(_timeline(plans, step)), row(_heat(plans, step))]
+        sections += [row(_traffic(plans, step))] if step.cp_size > 1 else []
+    config, topology = study.config, get_topology(study.config.topology)
+    subtitle = (
+        f"{study.source.words}; mask {study.mask_name}; {config.num_heads} query and "
+        f"{config.num_kv_heads} key heads of {config.head_dim}"
+    )
+    foot = {
+        "command": command,
+        "simulated": f"every time comes from a model of {topology.name} and was measured nowhere; "
+        "balance and bytes are counted from plans",
+        "topology": f"{topology.forward_tflops:g} and {topology.backward_tflops:g} TFLOP/s forward and "
+        f"backward, {topology.node_size} ranks per node, {topology.inner_gbytes_per_s:g} and "
+        f"{topology.outer_gbytes_per_s:g} GB/s inside and between nodes, {topology.latency_us:g} us",
+        "machine": f"{platform.platform()}, Python {platform.python_version()}",
+    }
+    return page("Simulation · context-parallel plans", subtitle, sections, foot)
+
+
+def trace_of(study: Study) -> dict[str, object]:
+    """Returns a Chrome trace of our plan at the smallest number of ranks, forward then backward."""
+    step = min(study.steps, key=lambda one: one.cp_size)
+    plan = step.ours.plan
+    if plan is None:
+        raise ValueError(
+            f"planner {step.ours.planner!r} has no plan at {step.cp_size} ranks to draw; "
+            f"{step.ours.refusal or 'ask for fewer ranks'}"
+        )
+    runs: dict[str, Simulation] = {
+        name: simulate_pass(plan, name, num_traced=min(plan.cp_size, MAX_RANKS_PICTURED))
+        for name in PASSES
+    }
+    return chrome_trace(runs, f"{study.mask_name}, {study.source.words}, planner {plan.planner}")
+
+
+def _pictured(step: Step) -> list[AttentionPlan]:
+    """Ours and the fastest rival whose plan was built, where pictures of so many ranks can be read."""
+    if step.cp_size > MAX_RANKS_PICTURED:
+        return []
+    plans = [one.plan for one in (step.ours, step.rival) if one is not None]
+    return [plan for plan in plans if plan is not None]
+
+
+def _tiles(step: Step) -> list[Tile]:
+    ours, rival = step.ours, step.rival
+    tiles = [
+        Tile("Attention per layer", f"{ours.simulated_ms:.4g} ms", f"{step.cp_size} ranks", True),
+        Tile("Over the bound", f"{ours.gap:.2f} ×", "1 = no plan can be faster", True),
+        Tile("Balance", f"{ours.imbalance:.3f}", "largest over mean area"),
+        Tile("Volume", f"{ours.volume_mean:.2f}", "mean inbound, a rank's query rows, forward"),
+    ]
+    if rival is not None:
+        ratio = rival.predicted_ms / ours.predicted_ms
+        tiles.insert(1, Tile("Against the best rival", f"{ratio:.2f} ×", rival.planner, True))
+    return tiles
+
+
+def _scaling(study: Study) -> Figure:
+    """Simulated time over the bound of every planner, at each number of ranks."""
+    planners = [one.planner for one in study.steps[0].outcomes]
+    series, rows = [], []
+    for planner in planners:
+        points = []
+        for step in study.steps:
+            one = next(one for one in step.outcomes if one.planner == planner)
+            if not one.refusal:
+                points.append((float(step.cp_size), one.gap))
+                rows.append((step.cp_size, planner, one.simulated_ms, one.bound_ms))
+        series.append((planner, tuple(sorted(points))))
+    drawn = sorted((s for s in series if s[1]), key=lambda s: max(y for _, y in s[1]))[:MAX_LINES]
+    chart = line_chart(
+        "time over the bound against ranks",
+        [
+            Series(name, points, index + 1, "line+dots")
+            for index, (name, points) in enumerate(drawn)
+        ],
+        Axes(x_label="ranks", y_label="× bound", width=900, x_log2=True, y_low=1.0),
+    )
+    caption = "Predicted time over the bound; lower is better, 1 cannot be beaten. The best eight planners."
+    table = Table(("ranks", "planner", "simulated ms", "bound ms"), rows)
+    return Figure("Every planner", caption, chart, table, columns=12, predicted=True)
+
+
+def _timeline(plans: list[AttentionPlan], step: Step) -> Figure:
+    panels, rows = [], []
+    for plan in plans:
+        for name in PASSES:
+            run = simulate_pass(plan, name, num_traced=MAX_RANKS_DRAWN)
+            panels.append((f"{plan.planner}, {name}", run))
+            for rank, (computing, finished) in enumerate(
+                zip(run.computing.tolist(), run.finished.tolist(), strict=True)
+            ):
+                rows.append((plan.planner, name, rank, computing * 1e3, finished * 1e3))
+    caption = (
+        "What each rank does; white is waiting. Dashed: the last rank is done. "
+        f"The first {min(step.cp_size, MAX_RANKS_DRAWN)} of {step.cp_size} ranks."
+    )
+    table = Table(("planner", "pass", "rank", "computing ms", "finished ms"), rows)
+    return Figure("Timeline", caption, timeline_picture(panels), table, columns=12, predicted=True)
+
+
+def _heat(plans: list[AttentionPlan], step: Step) -> Figure:
+    views = [view_of_plan(plan) for plan in plans]
+    bounds = chunk_bounds(views)
+    named = [(view.planner, view, area_by_chunk(view, step.mask, bounds)) for view in views]
+    rows = [
+        (view.planner, rank, area, len(view.tokens[rank]))
+        for view in views
+        for rank, area in enumerate(view.area.tolist())
+    ]
+    caption = (
+        "Who computes how much of which part of the pack, forward. Bars: area over mean, tokens."
+    )
+    table = Table(("planner", "rank", "pairs", "tokens"), rows)
+    return Figure("Work by rank and chunk", caption, heat_maps(named, bounds), table, columns=12)
+
+
+def _traffic(plans: list[AttentionPlan], step: Step) -> Figure:
+    views = [view_of_plan(plan) for plan in plans]
+    row_bytes = kv_bytes(plans[0].config)
+    unit, name = byte_unit(max(float(view.sent_bytes.max()) for view in views))
+    panels = [(f"{view.planner}: sent", _total(view), view.sent_bytes) for view in views]
+    if _computes_where_queries_live(views[0]):
+        needed = needed_bytes(views[0], step.mask, row_bytes)
+        panels.insert(1, (f"{views[0].planner}: needed", f"{needed.sum() / 1e9:.3g} GB", needed))
+    rows = [
+        (view.planner, src, dst, float(view.sent_bytes[src, dst]))
+        for view in views
+        for src in range(step.cp_size)
+        for dst in range(step.cp_size)
+        if view.sent_bytes[src, dst]
+    ]
+    caption = (
+        f"Bytes from rank to rank in one forward pass, {name} where a number stands. Needed: what a plan "
+        "must move that computes where the queries live."
+    )
+    table = Table(("planner", "from", "to", "bytes"), rows)
+    return Figure(
+        "Sent and needed", caption, matrices(panels) if unit else EMPTY, table, columns=12
+    )
+
+
+def _total(view: PlanView) -> str:
+    return f"{view.sent_bytes.sum() / 1e9:.3g} GB"
+
+
+def _computes_where_queries_live(view: PlanView) -> bool:
+    plan = view.computed
+    if plan is None or plan.forward.head_split is not None:
+        return False
+    return all(stage.q_cast is None for stage in plan.forward.stages)
