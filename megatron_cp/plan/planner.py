@@ -24,6 +24,7 @@ from megatron_cp.plan.schemes.gather import (
     plan_allgather,
     plan_contiguous,
 )
+from megatron_cp.plan.schemes.magi import plan_magi
 from megatron_cp.plan.schemes.ring import plan_ring, plan_zigzag
 from megatron_cp.plan.schemes.stripe import plan_stripe
 from megatron_cp.plan.schemes.ulysses import plan_ulysses
@@ -129,4 +130,5 @@ PLANNERS: dict[str, Planner] = {
     "distflashattn": plan_distflashattn,
     "per_document_zigzag": plan_per_document_zigzag,
     "document_groups": plan_document_groups,
+    "magi": plan_magi,
 }

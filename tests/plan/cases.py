@@ -13,6 +13,7 @@ PLANNERS = (
     "distflashattn",
     "document_groups",
     "double_ring",
+    "magi",
     "per_document_zigzag",
     "ring",
     "stripe",

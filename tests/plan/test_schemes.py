@@ -10,7 +10,7 @@ from megatron_cp.config import Topology
 from megatron_cp.plan import make_plan
 from megatron_cp.plan.placement import per_document_zigzag
 from megatron_cp.plan.schemes.documents import document_bounds
-from tests.oracles.plans import received_ids
+from tests.oracles.plans import needed_remote_ids, received_ids
 from tests.plan.cases import config, packed
 from tests.plan.test_laws import any_square_mask, check_laws
 from tests.strategies import document_lengths
@@ -311,6 +311,54 @@ def test_every_row_of_a_document_reaches_just_the_other_members_of_its_group(kin
         own = set(plan.global_from_local[rank].tolist())
         expected = set(np.flatnonzero(np.isin(document, owned[rank]))) - own
         assert set(received) == expected
+
+
+# ------------------------------------------------------------------ magi
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [
+        (masks.causal(16), [[0, 3, 4, 7], [1, 2, 5, 6]]),
+        (masks.from_slices(16, 16, [(0, 16, 0, 16, 0, None)]), [[0, 3, 4, 7], [1, 2, 5, 6]]),
+        (masks.full(16), [[0, 2, 4, 6], [1, 3, 5, 7]]),
+    ],
+)
+def test_magi_deals_chunks_as_published(mask, expected):
+    """The published figures for eight chunks on two ranks (theirs names the ranks of a full mask 1, 0)."""
+    plan, _ = scheme("magi", mask, 2, chunk_size=2)
+    chunks = plan.global_from_local.reshape(2, 4, 2)[:, :, 0] // 2
+    assert sorted(chunks.tolist()) == expected
+
+
+@pytest.mark.parametrize(
+    ("mask", "rows", "imbalance"),
+    [
+        (masks.causal(1 << 17), 115_200, 1.000),
+        (masks.sliding_window(1 << 17, 1023), 8_120, 1.004),
+        (masks.sliding_window(1 << 17, 4095), 32_120, 1.016),
+    ],
+    ids=["causal", "window 1024", "window 4096"],
+)
+def test_magi_moves_what_its_own_code_moves_on_128k_tokens_and_16_ranks(mask, rows, imbalance):
+    plan, _ = scheme("magi", mask, 16, chunk_size=1024)
+    stats = plan.stats("forward")
+    assert stats["imbalance"] == pytest.approx(imbalance, abs=6e-4)
+    volume = 2 * rows / (1 << 13)  # a key and a value row each, of 8K tokens per rank
+    assert stats["volume_mean"] == pytest.approx(volume, rel=0.01)
+
+
+def test_magi_overlaps_two_stages_of_remote_keys_and_moves_no_row_twice():
+    mask = packed("log-normal", 4096, 20)
+    plan, _ = scheme("magi", mask, 4)
+    assert plan.global_from_local.shape == (4, 8 * 128)
+    assert len(plan.forward.stages) == 3
+    needed = needed_remote_ids(plan, mask.to_dense())
+    for ids, expected in zip(received_ids(plan, "forward"), needed, strict=True):
+        assert sorted(ids) == sorted(expected)
+    areas = mask.to_dense().sum(axis=1)[plan.global_from_local].sum(axis=1)
+    assert plan.stats("forward")["imbalance"] == pytest.approx(areas.max() / areas.mean())
+    assert areas.max() <= 1.05 * areas.mean()
 
 
 # ------------------------------------------------------------------ nodes

@@ -1,0 +1,42 @@
+"""MagiAttention: chunks dealt by area, each rank then receives just the keys that it needs, in two stages.
+
+Chunks of the stream, sorted by the area of their query rows, go one by one to the least loaded rank that has
+room (a min-heap): balanced under any mask, blind to where keys are. Group-cast sends every key row once to each
+rank that needs it. Own keys come first, then as many stages of remote keys as the overlap degree says.
+
+Eight chunks per rank unless `chunk_size` says otherwise, and overlap degree 2 unless `num_stages` does, as in
+the published benchmarks. Their stages take chunks of remote keys in turn; ours take an equal share
+of what each pair of ranks exchanges: the same rows, and no fuller links.
+Volume: what the chunks of a rank need; at most 2 rho (P-1). Source: MagiAttention 1.1, static solver.
+"""
+
+import numpy as np
+
+from megatron_cp.config import CPConfig
+from megatron_cp.mask import AttentionMask
+from megatron_cp.plan.balance import largest_first
+from megatron_cp.plan.placement import deal, tokens_per_rank
+from megatron_cp.plan.schema import AttentionPlan
+from megatron_cp.plan.schemes.gather import needed_keys_pass, one_pass_plan
+from megatron_cp.plan.stages import PlacedMask
+
+CHUNKS_PER_RANK = 8
+OVERLAP_DEGREE = 2
+
+
+def plan_magi(mask: AttentionMask, cp_size: int, config: CPConfig) -> AttentionPlan:
+    """Returns chunks dealt largest area first, and needed keys in `num_stages` stages after own keys."""
+    chunk, per_rank = chunk_layout(mask.num_queries, cp_size, config, CHUNKS_PER_RANK)
+    areas = mask.area_of_rows(np.arange(cp_size * per_rank + 1) * chunk)
+    placement = deal(largest_first(areas.astype(np.float64), cp_size), chunk)
+    both = needed_keys_pass(PlacedMask(mask, placement), config.num_stages or OVERLAP_DEGREE)
+    return one_pass_plan(mask, config, "magi", placement, both)
+
+
+def chunk_layout(num_tokens: int, cp_size: int, config: CPConfig, per_rank: int) -> tuple[int, int]:
+    """Returns (chunk size, chunks per rank): the config's chunk, or `per_rank` chunks if tokens suffice."""
+    if config.chunk_size is not None:
+        rows = tokens_per_rank(num_tokens, cp_size, config, pieces=config.chunk_size)
+        return config.chunk_size, rows // config.chunk_size
+    count = min(per_rank, tokens_per_rank(num_tokens, cp_size, config))
+    return tokens_per_rank(num_tokens, cp_size, config, pieces=count) // count, count
