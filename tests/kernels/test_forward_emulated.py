@@ -1,0 +1,205 @@
+"""The forward kernel's own source, run by the emulator, against float64; every asynchrony seed alike."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_cp import mask as masks
+from megatron_cp.attn import attend
+from megatron_cp.attn.emulated import Settings, run_forward
+from megatron_cp.attn.hopper_checks import forward_variants
+from megatron_cp.attn.options import AttendOptions
+from tests.attn.formula import random_case
+from tests.closeness import assert_within_budget
+from tests.oracles.attention import dense_attention
+from tests.strategies import disjoint_slices
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+LSE_TOLERANCE = 1e-5
+NONE = -(10**6)  # an open side
+
+# Full, causal, inverse causal, both, a window, a one-token document, rows without keys, ragged bounds.
+MIXED = (
+    (0, 40, 0, 100, None, None),
+    (40, 170, 40, 170, None, 0),
+    (40, 170, 200, 291, 130, None),
+    (170, 171, 170, 171, None, 0),
+    (180, 260, 130, 260, -37, 5),
+    (180, 260, 261, 300, None, None),
+    (260, 300, 0, 300, None, -128),
+)
+
+
+def _dense(num_queries, num_keys, slices):
+    q, k = torch.arange(num_queries)[:, None], torch.arange(num_keys)[None, :]
+    allowed = torch.zeros(num_queries, num_keys, dtype=torch.bool)
+    for q0, q1, k0, k1, lo, hi in slices:
+        lo, hi = (NONE if lo is None else lo), (-NONE if hi is None else hi)
+        allowed |= (q >= q0) & (q < q1) & (k >= k0) & (k < k1) & (k - q >= lo) & (k - q <= hi)
+    return allowed
+
+
+def _check(out, lse, inputs, allowed, **arguments):
+    """Passes if `out` is within twice the plain formula's error, and `lse` within 1e-5."""
+    __tracebackhide__ = True
+    as_double = {
+        name: value.double() if isinstance(value, torch.Tensor) else value
+        for name, value in arguments.items()
+    }
+    exact_out, exact_lse = dense_attention(*(x.double() for x in inputs), allowed, **as_double)
+    sink = arguments.pop("sink", None)
+    plain_out, _ = dense_attention(
+        *inputs, allowed, sink=None if sink is None else sink.to(inputs[0].dtype), **arguments
+    )
+    assert_within_budget(out, plain_out, exact_out, "out")
+    has_keys = torch.isfinite(exact_lse)
+    assert torch.equal(torch.isfinite(lse), has_keys)
+    assert (lse[~has_keys] == -torch.inf).all()
+    assert ((lse - exact_lse)[has_keys].abs() <= LSE_TOLERANCE).all()
+    assert (out[~has_keys] == 0).all()
+
+
+def _run(inputs, mask, *, softcap=0.0, out_dtype=torch.float32, seed=1, num_blocks=3, **arguments):
+    out = torch.empty(*inputs[0].shape[:2], inputs[2].shape[2], dtype=out_dtype)
+    lse = torch.empty(inputs[0].shape[:2])
+    options = AttendOptions(inputs[0].shape[-1] ** -0.5, softcap, "emulated")
+    how = Settings(seed=seed, num_blocks=num_blocks)
+    run_forward(*inputs, mask, options, into=(out, lse), settings=how, **arguments)
+    return out, lse
+
+
+@pytest.mark.parametrize("variant", forward_variants(), ids=lambda key: "-".join(map(str, key)))
+def test_every_variant_computes_all_kinds_of_slices_in_one_call(variant):
+    dtype, head_dim, value_dim, has_softcap = variant
+    softcap = 3.0 if has_softcap else 0.0
+    inputs, _ = random_case(300, 300, (2, 1), (head_dim, value_dim), DTYPES[dtype])
+    mask = masks.from_slices(300, 300, MIXED)
+    out, lse = _run(inputs, mask, softcap=softcap)
+    _check(out, lse, inputs, _dense(300, 300, MIXED), softcap=softcap)
+
+
+@pytest.mark.parametrize("length", [1, 127, 128, 129, 300])
+@pytest.mark.parametrize("kind", ["causal", "full", "inverse"])
+def test_lengths_around_the_tiles(length, kind):
+    band = {"causal": (None, 0), "full": (None, None), "inverse": (0, None)}[kind]
+    slices = ((0, length, 0, length, *band),)
+    inputs, _ = random_case(length, length, (1, 1), (64, 64), torch.bfloat16, seed=length)
+    out, lse = _run(inputs, masks.from_slices(length, length, slices), seed=length)
+    _check(out, lse, inputs, _dense(length, length, slices))
+
+
+@st.composite
+def _random_cases(draw):
+    num_queries, num_keys = draw(st.integers(1, 290)), draw(st.integers(1, 290))
+    return num_queries, num_keys, draw(disjoint_slices(num_queries, num_keys))
+
+
+@settings(max_examples=25)
+@given(
+    case=_random_cases(),
+    heads=st.sampled_from(((1, 1), (4, 2), (3, 1))),
+    dtype=st.sampled_from((torch.bfloat16, torch.float16)),
+    head_dim=st.sampled_from((64, 128)),
+    seed=st.integers(0, 1000),
+)
+def test_random_slices_under_random_asynchrony(case, heads, dtype, head_dim, seed):
+    num_queries, num_keys, slices = case
+    inputs, _ = random_case(num_queries, num_keys, heads, (head_dim, head_dim), dtype, seed=seed)
+    out, lse = _run(inputs, masks.from_slices(num_queries, num_keys, slices), seed=seed)
+    _check(out, lse, inputs, _dense(num_queries, num_keys, slices))
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_every_seed_and_grid_gives_the_same_bits(dtype):
+    inputs, _ = random_case(300, 300, (2, 2), (128, 128), dtype)
+    mask = masks.from_slices(300, 300, MIXED)
+    first_out, first_lse = _run(inputs, mask, seed=0, num_blocks=1)
+    for seed, num_blocks in itertools.product(range(1, 9), (1, 5)):
+        out, lse = _run(inputs, mask, seed=seed, num_blocks=num_blocks)
+        assert torch.equal(out, first_out), f"seed {seed}, {num_blocks} blocks"
+        assert torch.equal(lse, first_lse), f"seed {seed}, {num_blocks} blocks"
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_attend_agrees_with_the_cpu_backend_in_every_feature(dtype, softcap):
+    inputs, arguments = random_case(300, 300, (6, 2), (64, 64), dtype, sink=True)
+    mask, sink = masks.from_slices(300, 300, MIXED), arguments["sink"]
+    wishes = {"softcap": softcap, "sink": sink, "softmax_scale": 0.21}
+    out, lse = attend(*inputs, mask, backend="emulated", deterministic=True, **wishes)
+    cpu_out, cpu_lse = attend(*inputs, mask, backend="cpu", **wishes)
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    allowed = _dense(300, 300, MIXED)
+    exact_out, exact_lse = dense_attention(
+        *(x.double() for x in inputs), allowed, **{**wishes, "sink": sink.double()}
+    )
+    plain_out, _ = dense_attention(*inputs, allowed, **wishes)
+    assert_within_budget(out, plain_out, exact_out, "out")
+    assert_within_budget(out, cpu_out, exact_out, "out against the cpu backend")
+    assert ((lse - exact_lse).abs() <= LSE_TOLERANCE).all()
+    assert ((lse - cpu_lse).abs() <= LSE_TOLERANCE).all()
+
+
+def test_two_parts_of_the_keys_merge_into_the_whole():
+    inputs, _ = random_case(200, 300, (2, 1), (64, 64), torch.bfloat16)
+    q, k, v = inputs
+    mask = masks.from_slices(200, 300, [(0, 150, 0, 300, None, 90), (170, 200, 60, 220, None, None)])
+    out, lse = _run((q, k[:130], v[:130]), mask.crop(k=(0, 130)))
+    run_forward(
+        *(q, k[130:], v[130:], mask.crop(k=(130, 300)), AttendOptions(64**-0.5, 0.0, "emulated")),
+        into=(out, lse),
+        accumulate=True,
+    )
+    _check(out, lse, inputs, torch.as_tensor(mask.to_dense()))
+
+
+def test_rows_outside_every_slice_may_hold_nan():
+    slices = ((10, 90, 20, 147, None, None), (100, 160, 150, 180, None, 40))
+    inputs, _ = random_case(170, 190, (2, 2), (64, 64), torch.bfloat16)
+    q, k, v = (x.clone() for x in inputs)
+    q[:10] = q[90:100] = q[160:] = torch.nan
+    for x in (k, v):
+        x[:20] = x[147:150] = x[180:] = torch.nan
+    out, lse = _run((q, k, v), masks.from_slices(170, 190, slices))
+    _check(out, lse, inputs, _dense(170, 190, slices))
+
+
+def test_strided_inputs_are_read_where_they_lie():
+    inputs, _ = random_case(150, 150, (2, 2), (64, 64), torch.float16)
+    packed = torch.full((150, 4, 3 * 64), torch.nan, dtype=torch.float16)
+    views = [packed[:, :2, 64 * i : 64 * (i + 1)] for i in range(3)]
+    for view, x in zip(views, inputs, strict=True):
+        view.copy_(x)
+    mask = masks.causal(150)
+    assert torch.equal(_run(views, mask)[0], _run(inputs, mask)[0])
+    with pytest.raises(ValueError, match=r"q of strides .* call q.contiguous\(\)"):
+        _run((packed[:, :2, 1:65], *views[1:]), mask)
+
+
+def test_calls_without_queries_keys_or_slices():
+    for num_queries, num_keys in ((0, 5), (5, 0), (5, 5)):
+        inputs, _ = random_case(num_queries, num_keys, (2, 1), (64, 64), torch.bfloat16)
+        empty = masks.from_slices(num_queries, num_keys, [])
+        out, lse = attend(*inputs, empty, backend="emulated")
+        assert out.shape == (num_queries, 2, 64) and (out == 0).all()
+        assert lse.shape == (num_queries, 2) and (lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": torch.float32}, r"dtype=torch.float32, only torch.bfloat16 and torch.float16.*'cpu'"),
+        ({"head_dim": 80}, r"head_dim=80 with a value head_dim=80, only for \(64, 64\).*'cpu'"),
+        ({"grad": True}, "no backward pass yet.*backend='cpu' or 'reference'"),
+        ({"scale": -1.0}, "softmax_scale=-1.0 < 0; negate q"),
+    ],
+)
+def test_wishes_that_the_kernels_do_not_serve_name_backends_that_do(change, message):
+    head_dim, dtype = change.get("head_dim", 64), change.get("dtype", torch.bfloat16)
+    inputs, _ = random_case(8, 8, (1, 1), (head_dim, head_dim), dtype)
+    inputs[0].requires_grad_(change.get("grad", False))
+    with pytest.raises(NotImplementedError, match=rf"backend='emulated'.*{message}|{message}"):
+        attend(*inputs, masks.causal(8), backend="emulated", softmax_scale=change.get("scale"))
