@@ -1,0 +1,284 @@
+"""The GPU check without a GPU: its cases, its arithmetic, its page, and that its checks can fail."""
+
+import json
+import sys
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_cp import mask as masks
+from megatron_cp.attn import attend
+from tests.attn.test_hopper_checks import host_device
+from tests.kernels import host_device as host
+from tests.oracles.attention import dense_attention
+from tools import gpu_check
+from tools.gpu import cases, measure, peers, report, values
+from tools.gpu.cases import Case
+from tools.gpu.measure import Times
+
+EXACT = Times(2.0, 1.9, 2.1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def operator_on_cpu():
+    """The operator's implementation for CPU tensors, on which the host device works."""
+    from megatron_cp.attn import hopper
+
+    library = torch.library.Library("megatron_cp", "IMPL")
+    library.impl("attention_forward", hopper._forward, "CPU")
+    yield
+    library._destroy()
+
+
+# ---------------------------------------------------------------------- cases
+
+
+def test_grid_has_twelve_masks_at_six_lengths_longest_first():
+    grid = list(cases.grid())
+    assert len({case.mask_name for case in grid}) == 12
+    lengths = [case.num_tokens for case in grid]
+    assert lengths == sorted(lengths, reverse=True)
+    assert sorted(set(lengths)) == [1024, 2048, 4096, 8192, 16384, 32768]
+    assert len(set(grid)) == len(grid) == 72
+    assert all((c.num_heads, c.num_kv_heads, c.head_dim) == (64, 8, 128) for c in grid)
+    assert set(cases.BARS) <= {case.mask_name for case in grid}
+
+
+def test_other_head_dims_are_those_of_the_kernels():
+    dims = {(case.head_dim, case.value_dim) for case in cases.dims()}
+    listed = {
+        (int(v.value("MCP_HEAD_DIM")), int(v.value("MCP_VALUE_DIM")))
+        for v in values.build.variants().values()
+        if v.kernel_pass == "forward"
+    }
+    assert dims | {(128, 128)} == listed
+
+
+@pytest.mark.parametrize("mask_name", cases.MASKS)
+def test_operations_are_those_of_the_masked_pairs(mask_name):
+    case = Case(mask_name, 1024, 64, 32, num_heads=4)
+    pairs = int(case.mask().to_dense().sum())
+    products = 4 * pairs * (64 + 32)  # q k' and p v
+    assert case.tflop("forward", case.mask().area()) == pytest.approx(2 * products / 1e12)
+    assert case.tflop("backward", case.mask().area()) == pytest.approx(5 * products / 1e12)
+
+
+def test_bars_hold_at_32k_only():
+    assert Case("full", 32768).bar("forward") == 700
+    assert Case("causal", 32768).bar("backward") == 586
+    assert Case("full", 32768, 256, 256).bar("backward") == 530
+    assert Case("full", 32768, 256, 256).bar("forward") is None
+    assert Case("full", 16384).bar("forward") is None
+    assert Case("prefix_lm_causal", 32768).bar("forward") is None
+
+
+# ---------------------------------------------------------------------- peers
+
+
+@pytest.mark.parametrize("name", ["causal", "sliding_window", "sliding_window_causal"])
+def test_closed_form_masks_for_flex_are_the_masks(name):
+    case = Case(name, 3 * 1024)
+    q, k = torch.arange(3072)[:, None], torch.arange(3072)[None, :]
+    assert np.array_equal(peers._closed_form(case)(0, 0, q, k).numpy(), case.mask().to_dense())
+
+
+def _documented_flash(q, k, v, causal, window_size=(-1, -1)):
+    """FlashAttention's interface as documented: row i sees i - left to i + right; -1 is open."""
+    distance = torch.arange(k.shape[0])[None, :] - torch.arange(q.shape[0])[:, None]
+    left, right = window_size
+    allowed = torch.ones_like(distance, dtype=torch.bool)
+    allowed &= (distance <= 0) if causal else True
+    allowed &= (distance >= -left) if left >= 0 else True
+    allowed &= (distance <= right) if right >= 0 else True
+    return dense_attention(q, k, v, allowed)[0]
+
+
+def _dense_flash(q, k, v, **options):
+    return _documented_flash(q[0], k[0], v[0], **options)[None], None
+
+
+def _varlen_flash(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal):
+    ends = cu_seqlens_q.tolist()
+    assert torch.equal(cu_seqlens_q, cu_seqlens_k) and cu_seqlens_q.dtype == torch.int32
+    assert max(np.diff(ends)) == max_seqlen_q == max_seqlen_k
+    parts = [slice(a, b) for a, b in pairwise(ends)]
+    return torch.cat([_documented_flash(q[s], k[s], v[s], causal) for s in parts])
+
+
+@pytest.mark.parametrize("name", cases.MASKS)
+def test_flash_attention_is_asked_for_the_mask_or_left_out(name):
+    case = Case(name, 2048, 8, 8, num_heads=1, num_kv_heads=1)
+    x = peers.draw(case, "cpu", torch.float32)
+    contender = peers._flash("fa", _dense_flash, _varlen_flash, case, x)
+    if name in (
+        "full", "causal", "full_document", "causal_document", "sliding_window", "sliding_window_causal",
+    ):  # fmt: skip
+        values.check_rows(contender.rows(contender.forward()), (x.q, x.k, x.v), case.mask())
+        gradients = [gradient.view(-1, 1, 8) for gradient in contender.backward()]
+        assert [g.shape for g in gradients] == [x.q.shape, x.k.shape, x.v.shape]
+    else:
+        assert contender is None
+
+
+# ---------------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize("index", [3, 6, 8])
+def test_value_check_accepts_right_results(index):
+    small = list(values.small_checks(quick=False))[index]
+    with host_device() as device:
+        device.block_n = int(small.variant.value("MCP_BLOCK_N"))
+        assert values.check_small(small, "cpu").startswith("out ")
+
+
+def _without_last_key(row, segs):
+    return _keys_of(row, segs)[:-1]
+
+
+_keys_of = host._keys_of
+
+
+def test_value_check_refuses_a_kernel_that_forgets_a_key(monkeypatch):
+    small = list(values.small_checks(quick=False))[2]
+    monkeypatch.setattr(host, "_keys_of", _without_last_key)
+    with host_device(), pytest.raises(AssertionError):
+        values.check_small(small, "cpu")
+
+
+def test_value_check_refuses_rows_that_are_not_written(monkeypatch):
+    small = list(values.small_checks(quick=False))[2]
+    write = host._write_row
+    monkeypatch.setattr(
+        host, "_write_row", lambda p, row, *rest: None if row == 5 else write(p, row, *rest)
+    )
+    with host_device(), pytest.raises(AssertionError, match="not written, or holds NaN"):
+        values.check_small(small, "cpu")
+
+
+def test_merge_check_accepts_right_results_and_refuses_wrong_ones(monkeypatch):
+    variant = values.build.variants()["fwd_fp16_64"]
+    with host_device():
+        assert values.check_merge(variant, "cpu").startswith("out ")
+        monkeypatch.setattr(host, "_keys_of", _without_last_key)
+        with pytest.raises(AssertionError):
+            values.check_merge(variant, "cpu")
+
+
+def test_row_check_of_large_cases_finds_one_missing_key():
+    mask = masks.sliding_window(300, 20)
+    q, k, v = (torch.randn(300, heads, 16) for heads in (4, 2, 2))
+    out, _ = attend(q, k, v, mask, backend="reference")
+    values.check_rows(out, (q, k, v), mask)
+    wrong, _ = attend(q, k, v, masks.sliding_window(300, 19), backend="reference")
+    with pytest.raises(AssertionError, match=r"row \d+, head \d: relative error"):
+        values.check_rows(wrong, (q, k, v), mask)
+
+
+def test_quick_checks_are_some_of_all_and_meet_every_variant():
+    full, quick = (list(values.small_checks(q)) for q in (False, True))
+    assert {s.name for s in quick} < {s.name for s in full}
+    assert {s.variant.name for s in quick} == {s.variant.name for s in full}
+
+
+# ---------------------------------------------------------------------- report
+
+
+def test_median_and_spread_of_times():
+    assert measure.summary([5.0, 1.0, 2.0, 100.0, 3.0]) == Times(3.0, 2.0, 5.0)
+
+
+def _timed(**times_ms):
+    case = Case("full", 32768)
+    times = {name.replace("_", " "): Times(ms, ms, ms) for name, ms in times_ms.items()}
+    return report.Timed(case, "forward", case.mask().area(), times)
+
+
+def test_speed_is_operations_over_time_and_verdicts_name_who_is_ahead():
+    operations = 4 * 32768**2 * 64 * 128
+    timed = _timed(hopper=operations / 710e9)
+    assert timed.tflops("hopper") == pytest.approx(710)
+    assert timed.tflops("cudnn") is None
+    assert timed.verdict() == "ok"
+    assert _timed(hopper=operations / 650e9).verdict() == "behind bar 700"
+    both = _timed(hopper=operations / 650e9, cudnn=operations / 715e9, fa2=operations / 400e9)
+    assert both.verdict() == "behind bar 700, cudnn +10 %"
+    assert _timed(cudnn=50.0).verdict() == "not run"
+
+
+def test_page_and_values_say_the_same(tmp_path):
+    result = report.Report("Title", {"gpu": "none"}, stopped="because of this")
+    result.checks += [("a|b", "ok", "1e-3"), ("c", "FAILED", "row 3")]
+    result.timed.append(_timed(hopper=50.0, cudnn=60.0))
+    result.write(tmp_path / "out" / "check")
+    page = (tmp_path / "out" / "check.md").read_text()
+    assert "**Stopped early: because of this**" in page
+    assert "2 checks, 1 failed." in page
+    assert "| a/b | ok | 1e-3 |" in page
+    kept = json.loads((tmp_path / "out" / "check.json").read_text())
+    speed = kept["timed"][0]["tflops"]["hopper"]
+    assert f"| full 32K D=128 | {speed:.0f} |" in page
+    assert kept["timed"][0]["times"]["cudnn"]["median_ms"] == 60.0
+    assert speed == pytest.approx(4 * 32768**2 * 64 * 128 / 50e9)
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def test_machine_without_a_gpu_is_told_so_in_the_page(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--output", str(tmp_path / "x")])
+    assert gpu_check.main() == 1
+    (page,) = tmp_path.glob("x_all_*.md")
+    assert "sees no CUDA device; run this on an H100 or H200" in page.read_text()
+    assert "stopped: torch" in capsys.readouterr().out
+
+
+def test_other_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A800")
+    with pytest.raises(gpu_check.StopError, match=r"A800 of compute capability 8\.0; .* 9\.0"):
+        gpu_check.require_gpu()
+
+
+def test_check_stops_at_its_deadline():
+    check = gpu_check.Check(report.Report("t", {}), quick=True, seconds=-1.0)
+    with pytest.raises(
+        gpu_check.StopError, match="time is up; run the remaining parts with --part"
+    ):
+        check.values()
+
+
+def test_failed_values_stop_everything_after_all_were_tried(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(
+        values, "check_small", lambda s: (_ for _ in ()).throw(AssertionError("no"))
+    )
+    monkeypatch.setattr(values, "check_merge", lambda v: "fine")
+    monkeypatch.setattr(gpu_check, "has_backward", lambda: False)
+    check = gpu_check.Check(report.Report("t", {}), quick=True)
+    with pytest.raises(gpu_check.StopError, match="value checks failed; speed of a wrong kernel"):
+        check.values()
+    tried = list(values.small_checks(quick=True))
+    failed = [name for name, verdict, _ in check.report.checks if verdict == "FAILED"]
+    assert failed == [small.name for small in tried]
+
+
+@pytest.mark.parametrize(
+    ("program", "verdict", "detail"),
+    [
+        ("print('========= ERROR SUMMARY: 0 errors')", "ok", "ERROR SUMMARY: 0 errors"),
+        ("print('========= Invalid read'); raise SystemExit(9)", "FAILED", "Invalid read"),
+        ("print('Device not supported'); raise SystemExit(1)", "not run", "Device not supported"),
+    ],
+)
+def test_sanitizer_output_is_read(program, verdict, detail):
+    found = gpu_check._run_sanitizer([sys.executable, "-c", program], 60)
+    assert found[0] == verdict
+    assert detail in found[1]
+
+
+def test_missing_sanitizer_is_no_failure_but_said():
+    assert gpu_check._run_sanitizer(["no-such-sanitizer"], 5)[0] == "not run"

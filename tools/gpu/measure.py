@@ -1,0 +1,72 @@
+"""Times on a GPU: interleaved, cold cache, medians, with the clocks beside them."""
+
+import statistics
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+FLUSH_BYTES = 256 << 20  # several times the second-level cache
+WARMUP, ROUNDS = 5, 20
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds over the counted rounds."""
+
+    median_ms: float
+    low_ms: float
+    high_ms: float
+
+
+def interleaved(
+    calls: Mapping[str, Callable[[], object]], rounds: int = ROUNDS, warmup: int = WARMUP
+) -> dict[str, Times]:
+    """Returns the times of each call: every round runs each once, after writing over the cache."""
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in calls}
+    for current in range(warmup + rounds):
+        for name, call in calls.items():
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            flush.zero_()
+            start.record()
+            call()
+            stop.record()
+            if current >= warmup:
+                events[name].append((start, stop))
+        torch.cuda.synchronize()  # a round at a time: the host must not run far ahead
+    return {name: summary([a.elapsed_time(b) for a, b in pairs]) for name, pairs in events.items()}
+
+
+def summary(milliseconds: list[float]) -> Times:
+    """Returns median and the second and eighth tenth."""
+    ordered = sorted(milliseconds)
+    fifth = len(ordered) // 5
+    return Times(statistics.median(ordered), ordered[fifth], ordered[-1 - fifth])
+
+
+def clocks() -> dict[str, str]:
+    """Returns what nvidia-smi says of the first GPU now; empty where it says nothing."""
+    fields = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "--id=0"]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    values = [value.strip() for value in run.stdout.strip().split(",")]
+    return dict(zip(fields, values, strict=True)) if len(values) == len(fields) else {}
+
+
+def ceilings() -> dict[str, float]:
+    """Returns this GPU's own limits now: bf16 TFLOP/s of a large product, TB/s of a copy (read + written)."""
+    size = 8192
+    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    source = torch.randn(1 << 30, device="cuda", dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    calls = {"product": lambda: a @ b, "copy": lambda: target.copy_(source)}
+    times = interleaved(calls, rounds=10)
+    return {
+        "bf16 product 8192^3, TFLOP/s": 2 * size**3 / times["product"].median_ms / 1e9,
+        "copy, TB/s": 2 * source.nbytes / times["copy"].median_ms / 1e9,
+    }

@@ -1,0 +1,219 @@
+"""Values of every kernel variant on small shapes against float64, with poisoned results.
+
+The budget is that of the test suite: at most about twice the error of the plain formula in the same dtype.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_cp import mask as masks
+from megatron_cp.attn import AttendOptions, attend, hopper
+from megatron_cp.kernels import build
+from megatron_cp.mask import AttentionMask
+from tests.closeness import assert_within_budget
+from tests.oracles.attention import dense_attention, exact_attention, plain_attention
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+SMALL_LENGTHS = (1, 127, 128, 129, 300)
+ROUNDED_ROWS = 16  # per timed case, compared with float64
+ROW_TOLERANCE = (
+    2e-2  # relative norm of rows of large cases: rounding is below 1e-2, a wrong key is not
+)
+LSE_TOLERANCE = 1e-5  # of max(1, lse): float32 sums of exact products
+
+
+@dataclass(frozen=True)
+class Small:
+    """One small check: a variant of the kernel, a mask, heads, and what is asked for."""
+
+    variant: build.Variant
+    mask_name: str
+    mask: AttentionMask
+    num_heads: int
+    num_kv_heads: int
+    has_sink: bool
+
+    @property
+    def name(self) -> str:
+        """Returns what the report calls it."""
+        sink = ", sink" if self.has_sink else ""
+        return f"{self.variant.name}, {self.mask_name}, {self.num_heads}:{self.num_kv_heads}{sink}"
+
+
+def small_masks() -> Iterator[tuple[str, AttentionMask]]:
+    """Yields masks of all slice kinds and awkward sizes."""
+    for n in SMALL_LENGTHS:
+        yield f"causal {n}", masks.causal(n)
+    yield "full 129 x 300", masks.full(129, 300)
+    yield "causal 300 x 129, rows without keys", masks.causal(300, 129)
+    yield "documents with one-token ones", masks.documents([1, 127, 1, 1, 70, 129, 2])
+    kinds = ["full", "causal", ("window", 40), ("prefix", 17), ("window", 9, 9)]
+    yield "documents of five kinds", masks.documents([70, 130, 200, 90, 33], kinds)
+    yield "window both ways with sinks", masks.sliding_window(389, 65, 3, 5)
+    yield "shared question", masks.shared_question([150, 20, 20, 30, 5, 64])
+    yield "block causal documents", masks.block_causal_documents([300, 77], 64)
+    inverse = [(0, 200, 0, 250, 0, None), (0, 200, 250, 300, None, 180)]
+    yield "inverse causal beside a band", masks.from_slices(256, 300, inverse)
+    table = np.random.default_rng(0).random((6, 6)) < 0.4
+    yield "block sparse, empty rows", masks.block_sparse(table, 64, num_queries=384, num_keys=384)
+
+
+def small_checks(quick: bool) -> Iterator[Small]:
+    """Yields every forward variant with every small mask, heads and sink alternating."""
+    heads = ((4, 1), (3, 3), (8, 2))
+    variants = [v for v in build.variants().values() if v.kernel_pass == "forward"]
+    for variant in variants:
+        for index, (name, mask) in enumerate(small_masks()):
+            if not quick or index % 4 == 0:
+                yield Small(variant, name, mask, *heads[index % 3], has_sink=index % 2 == 1)
+
+
+def check_small(small: Small, device: str = "cuda") -> str:
+    """Returns the relative error beside the plain formula's; raises AssertionError beyond the budget.
+
+    Keys and queries that no slice holds are NaN; results are poisoned; a second run must give the same bits.
+    """
+    variant, mask = small.variant, small.mask
+    dtype = DTYPES[variant.value("MCP_TYPE")]
+    dims = int(variant.value("MCP_HEAD_DIM")), int(variant.value("MCP_VALUE_DIM"))
+    softcap = 2.0 if variant.value("MCP_SOFTCAP") == "true" else 0.0
+    generator = torch.Generator().manual_seed(0)
+    shapes = (
+        (mask.num_queries, small.num_heads, dims[0]),
+        (mask.num_keys, small.num_kv_heads, dims[0]),
+    )
+    shapes += ((mask.num_keys, small.num_kv_heads, dims[1]),)
+    q, k, v = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    sink = torch.linspace(-1, 1, small.num_heads) if small.has_sink else None
+    dense = torch.from_numpy(mask.to_dense())
+    options = {"softcap": softcap}
+    exact = dense_attention(
+        *(x.double() for x in (q, k, v)), dense, **options, **_sink(sink, torch.float64)
+    )
+    plain = dense_attention(q, k, v, dense, **options, **_sink(sink, dtype))
+    q[~dense.any(1)], k[~dense.any(0)], v[~dense.any(0)] = (float("nan"),) * 3
+    on = [x.to(device) for x in (q, k, v)]
+    device_sink = None if sink is None else sink.to(device)
+    with torch.no_grad(), poisoned_results():
+        first = attend(*on, mask, backend="hopper", softcap=softcap, sink=device_sink)
+        again = attend(*on, mask, backend="hopper", softcap=softcap, sink=device_sink)
+    for name, one, other in zip(("out", "lse"), first, again, strict=True):
+        assert torch.equal(one.nan_to_num(), other.nan_to_num()), f"{name} differs between two runs"
+    assert not first[0].isnan().any() and not first[1].isnan().any(), (
+        "a row was not written, or holds NaN"
+    )
+    assert_within_budget(first[0].cpu(), plain[0], exact[0], "out")
+    _assert_lse(first[1].cpu(), exact[1])
+    return (
+        f"out {_relative(first[0].cpu(), exact[0]):.1e} (plain {_relative(plain[0], exact[0]):.1e})"
+    )
+
+
+def check_merge(variant: build.Variant, device: str = "cuda") -> str:
+    """Returns the error of two parts of the keys merged in place; raises AssertionError beyond the budget."""
+    dtype = DTYPES[variant.value("MCP_TYPE")]
+    dims = int(variant.value("MCP_HEAD_DIM")), int(variant.value("MCP_VALUE_DIM"))
+    softcap = 2.0 if variant.value("MCP_SOFTCAP") == "true" else 0.0
+    mask, generator = masks.sliding_window(300, 90), torch.Generator().manual_seed(2)
+    shapes = ((300, 4, dims[0]), (300, 2, dims[0]), (300, 2, dims[1]))
+    q, k, v = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    dense = torch.from_numpy(mask.to_dense())
+    exact = dense_attention(q.double(), k.double(), v.double(), dense, softcap=softcap)
+    plain = dense_attention(q, k, v, dense, softcap=softcap)
+    on_q, on_k, on_v = (x.to(device) for x in (q, k, v))
+    options = AttendOptions(dims[0] ** -0.5, softcap, "hopper")
+    head, tail = mask.crop(k=(0, 140)), mask.crop(k=(140, 300))
+    with torch.no_grad():
+        out, lse = hopper.forward(on_q, on_k[:140], on_v[:140], head, options)
+        hopper.forward_onto_(out, lse, on_q, on_k[140:], on_v[140:], tail, options)
+    assert_within_budget(out.cpu(), plain[0], exact[0], "out")
+    _assert_lse(lse.cpu(), exact[1])
+    return f"out {_relative(out.cpu(), exact[0]):.1e}"
+
+
+def _assert_lse(lse: Tensor, exact: Tensor) -> None:
+    infinite = torch.isinf(exact)
+    assert torch.equal(lse[infinite].double(), exact[infinite]), (
+        "lse of rows without keys is not -inf"
+    )
+    error = ((lse.double() - exact).abs() / exact.abs().clamp_min(1))[~infinite]
+    assert not (error > LSE_TOLERANCE).any(), f"lse is off by {error.max():.1e}"
+
+
+def check_gradients(small: Small, device: str = "cuda") -> str:
+    """Returns the relative errors of dq, dk, dv; raises AssertionError beyond the budget."""
+    variant, mask = small.variant, small.mask
+    dtype = DTYPES[variant.value("MCP_TYPE")]
+    dims = int(variant.value("MCP_HEAD_DIM")), int(variant.value("MCP_VALUE_DIM"))
+    softcap = 2.0 if variant.value("MCP_SOFTCAP") == "true" else 0.0
+    generator = torch.Generator().manual_seed(1)
+    shapes = (
+        (mask.num_queries, small.num_heads, dims[0]),
+        (mask.num_keys, small.num_kv_heads, dims[0]),
+    )
+    shapes += ((mask.num_keys, small.num_kv_heads, dims[1]),)
+    shapes += ((mask.num_queries, small.num_heads, dims[1]),)
+    q, k, v, dout = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    dense = torch.from_numpy(mask.to_dense())
+    exact = exact_attention(q, k, v, dense, dout=dout, softcap=softcap)
+    plain = plain_attention(q, k, v, dense, dout=dout, softcap=softcap)
+    leaves = [x.to(device).requires_grad_() for x in (q, k, v)]
+    with poisoned_results():
+        out, _ = attend(*leaves, mask, backend="hopper", softcap=softcap)
+        gradients = torch.autograd.grad(out, leaves, dout.to(device))
+    errors = []
+    for name, gradient in zip(("dq", "dk", "dv"), gradients, strict=True):
+        wanted = getattr(exact, name)
+        assert_within_budget(gradient.cpu(), getattr(plain, name), wanted, name)
+        errors.append(f"{name} {_relative(gradient.cpu(), wanted):.1e}")
+    return ", ".join(errors)
+
+
+def check_rows(out_TNH: Tensor, x: "tuple[Tensor, Tensor, Tensor]", mask: AttentionMask) -> None:
+    """Compares some rows and heads of a large result with float64; raises AssertionError."""
+    q, k, v = x
+    generator = np.random.default_rng(0)
+    rows = generator.choice(q.shape[0], min(ROUNDED_ROWS, q.shape[0]), replace=False)
+    for row in (*rows.tolist(), 0, q.shape[0] - 1):
+        head = int(generator.integers(q.shape[1]))
+        kv_head = head // (q.shape[1] // k.shape[1])
+        keys = mask.crop(q=(row, row + 1)).array[:, 2:4]
+        which = torch.cat(
+            [torch.arange(a, b, device=q.device) for a, b in keys.tolist()] or [_NO_KEYS]
+        )
+        scores = (k[which, kv_head].double() @ q[row, head].double()) * q.shape[2] ** -0.5
+        expected = torch.softmax(scores, 0) @ v[which, kv_head].double()
+        error = (out_TNH[row, head].double() - expected).norm() / expected.norm().clamp_min(1e-6)
+        assert error < ROW_TOLERANCE, f"row {row}, head {head}: relative error {error:.1e}"
+
+
+_NO_KEYS = torch.zeros(0, dtype=torch.int64)
+
+
+class poisoned_results:  # noqa: N801  reads as a statement
+    """Fills what the launch allocates with NaN before the kernel writes it."""
+
+    def __enter__(self) -> None:
+        self._allocate = hopper._allocate
+
+        def poisoned(*arguments: object) -> tuple[Tensor, Tensor]:
+            out, lse = self._allocate(*arguments)
+            return out.fill_(float("nan")), lse.fill_(float("nan"))
+
+        hopper._allocate = poisoned
+
+    def __exit__(self, *_: object) -> None:
+        hopper._allocate = self._allocate
+
+
+def _sink(sink: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:
+    return {} if sink is None else {"sink": sink.to(dtype)}
+
+
+def _relative(actual: Tensor, exact: Tensor) -> float:
+    finite = torch.isfinite(exact)
+    return ((actual.double() - exact)[finite].norm() / exact[finite].norm().clamp_min(1e-30)).item()

@@ -1,0 +1,294 @@
+"""One command for an H100 or H200: build, values, sanitizer, speed. It has not run on a GPU yet.
+
+    python tools/gpu_check.py --output results/h200                 everything that fits in ten minutes
+    python tools/gpu_check.py --output results/h200 --part speed    one part per invocation
+    python tools/gpu_check.py --output results/h200 --quick         a few minutes: is it right, is it fast
+
+Parts, in order:
+    build      every variant of the kernels with nvcc, several at a time
+    values     small shapes of every variant and mask kind against float64, results poisoned, same bits twice
+    sanitize   compute-sanitizer (memcheck, racecheck, synccheck) on tiny cases, each in a process of its own
+    speed      masks x lengths, GQA 64:8, D=128, bf16, interleaved with cuDNN, FlashAttention-2, FlexAttention and
+               FA3, FA4 when importable; the bars for an H200 beside them
+    dims       head dims 64, 96, 192, 256 and 192/128
+
+A wrong value, a missing GPU or compiler, a failed build stop it with the reason, in the page too; a part that
+runs out of time says so. Needs Python >= 3.10, torch with CUDA, nvcc, no network. Writes `<output>_<part>_
+<date>.md` and `.json`. Nothing of the GPU's settings is touched.
+"""
+
+import argparse
+import concurrent.futures
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megatron_cp.kernels import build, compilers  # noqa: E402
+from megatron_cp.mask import AttentionMask  # noqa: E402
+from tools.gpu import cases, measure, peers, values  # noqa: E402
+from tools.gpu.report import Report, Timed  # noqa: E402
+
+PARTS = ("build", "values", "sanitize", "speed", "dims")
+SECONDS = 570.0  # an invocation ends before ten minutes
+SANITIZERS = ("memcheck", "racecheck", "synccheck")
+SANITIZER_SECONDS = 150
+COMPILE_JOBS = 8
+FLEX_LENGTHS = (
+    32 * cases.KILO,
+    4 * cases.KILO,
+)  # its compilations take longer than everything else
+QUICK_MASKS = tuple(cases.BARS)
+
+
+class StopError(Exception):
+    """Nothing after this would mean anything."""
+
+
+class Check:
+    """One invocation: its report, its clock, its parts."""
+
+    def __init__(self, report: Report, quick: bool, seconds: float = SECONDS):
+        self.report, self.quick = report, quick
+        self.deadline = time.monotonic() + seconds
+
+    def build(self) -> None:
+        """Compiles every variant. Raises StopError on the first that does not."""
+        compiler = compilers.find_compiler()
+        self.report.facts["compiler"] = f"{compiler.kind} {compiler.version}"
+        started = time.monotonic()
+        with concurrent.futures.ThreadPoolExecutor(COMPILE_JOBS) as pool:
+            sizes = list(
+                pool.map(lambda v: len(build.cached_cubin(v, compiler)), build.variants().values())
+            )
+        seconds = time.monotonic() - started
+        self.report.checks.append(("build", "ok", f"{len(sizes)} cubins in {seconds:.0f} s"))
+
+    def values(self) -> None:
+        """Checks small shapes. Raises StopError if any is wrong, after all have run."""
+        failed = 0
+        for small in values.small_checks(self.quick):
+            failed += self._one(small.name, lambda small=small: values.check_small(small))
+        for variant in build.variants().values():
+            if variant.kernel_pass == "forward":
+                name = f"{variant.name}, merged parts"
+                failed += self._one(name, lambda variant=variant: values.check_merge(variant))
+        if has_backward():
+            for small in values.small_checks(self.quick):
+                if not small.has_sink:
+                    name = f"gradients, {small.name}"
+                    failed += self._one(name, lambda small=small: values.check_gradients(small))
+        if failed:
+            raise StopError(f"{failed} value checks failed; speed of a wrong kernel means nothing")
+
+    def _one(self, name: str, check: Callable[[], str]) -> int:
+        """Runs one check; returns 1 if it failed. Raises StopError when the device is lost or time is up."""
+        self._check_time()
+        try:
+            detail = check()
+            torch.cuda.synchronize()
+        except AssertionError as error:
+            self.report.checks.append((name, "FAILED", _one_line(error)))
+            return 1
+        except Exception as error:
+            self.report.checks.append((name, "FAILED", _one_line(error)))
+            raise StopError(f"{name}: {_one_line(error)}") from error
+        self.report.checks.append((name, "ok", detail))
+        return 0
+
+    def sanitize(self) -> None:
+        """Runs the tiny cases under compute-sanitizer. Raises StopError if it reports anything."""
+        for tool in SANITIZERS[: 1 if self.quick else None]:
+            self._check_time()
+            command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
+            command += [sys.executable, str(Path(__file__).resolve()), "--tiny"]
+            limit = min(SANITIZER_SECONDS, self.deadline - time.monotonic())
+            verdict, detail = _run_sanitizer(command, limit)
+            self.report.checks.append((f"compute-sanitizer {tool}", verdict, detail))
+            if verdict == "FAILED":
+                raise StopError(f"compute-sanitizer {tool}: {detail}")
+
+    def speed(self) -> None:
+        """Times the grid."""
+        self.report.facts |= {k: f"{v:.1f}" for k, v in measure.ceilings().items()}
+        for case in cases.grid():
+            if not self.quick or (
+                case.mask_name in QUICK_MASKS and case.num_tokens in FLEX_LENGTHS
+            ):
+                self._time(case, flex=case.num_tokens in FLEX_LENGTHS)
+
+    def dims(self) -> None:
+        """Times the other head dims."""
+        for case in cases.dims():
+            if not self.quick or case.num_tokens == 32 * cases.KILO:
+                self._time(case, flex=case.mask_name == "causal" and not self.quick)
+
+    def _time(self, case: cases.Case, flex: bool) -> None:
+        self._check_time()
+        mask, x = case.mask(), peers.draw(case)
+        contenders = [peers.hopper(case, mask, x)]
+        if contenders[0].backward is not None:
+            contenders.append(peers.hopper(case, mask, x, deterministic=True))
+        for make in peers.PEERS:
+            if flex or make is not peers.flex_attention:
+                contenders += self._prepared(make, case, mask, x)
+        with torch.no_grad():
+            for one in contenders:
+                self._check_rows(one, case, mask, x)
+        before = measure.clocks()
+        for kernel_pass in ("forward", "backward"):
+            calls = {c.name: getattr(c, kernel_pass) for c in contenders}
+            calls = {name: call for name, call in calls.items() if call is not None}
+            if kernel_pass == "forward":
+                calls.pop("hopper, deterministic", None)  # the forward pass always is
+            if "hopper" in calls:
+                timed = Timed(case, kernel_pass, mask.area(), measure.interleaved(calls))
+                self.report.timed.append(timed)
+                _say(
+                    f"{case.name} {kernel_pass}: {timed.tflops('hopper'):.0f} TFLOP/s, {timed.verdict()}"
+                )
+        self.report.notes.append(f"clocks, {case.name}: before {before}, after {measure.clocks()}")
+
+    def _prepared(
+        self, make: peers.Make, case: cases.Case, mask: AttentionMask, x: peers.Inputs
+    ) -> list[peers.Contender]:
+        """Returns the peer, or nothing and a note: what a peer cannot do is no fault of ours."""
+        try:
+            contender = make(case, mask, x)
+        except Exception as error:
+            self.report.notes.append(f"{make.__name__} refused {case.name}: {_one_line(error)}")
+            return []
+        return [] if contender is None else [contender]
+
+    def _check_rows(
+        self, one: peers.Contender, case: cases.Case, mask: AttentionMask, x: peers.Inputs
+    ) -> None:
+        """Compares rows with float64. Raises StopError if ours are wrong, notes it if a peer's are."""
+        try:
+            values.check_rows(one.rows(one.forward()), (x.q, x.k, x.v), mask)
+        except AssertionError as error:
+            if one.name.startswith("hopper"):
+                raise StopError(f"{case.name}: {_one_line(error)}") from error
+            self.report.notes.append(f"{one.name} is wrong on {case.name}: {_one_line(error)}")
+
+    def _check_time(self) -> None:
+        if time.monotonic() > self.deadline:
+            raise StopError("time is up; run the remaining parts with --part")
+
+
+def has_backward() -> bool:
+    """Returns whether the package has backward kernels."""
+    return any(v.kernel_pass.startswith("backward") for v in build.variants().values())
+
+
+def require_gpu() -> dict[str, str]:
+    """Returns what the page says of the machine. Raises StopError without a GPU of capability 9.0."""
+    if not torch.cuda.is_available():
+        raise StopError(
+            f"torch {torch.__version__} sees no CUDA device; run this on an H100 or H200"
+        )
+    capability = torch.cuda.get_device_capability()
+    if capability != (9, 0):
+        found = (
+            f"{torch.cuda.get_device_name()} of compute capability {capability[0]}.{capability[1]}"
+        )
+        raise StopError(f"{found}; the kernels are for 9.0 (H100, H200)")
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "clocks at the start": str(measure.clocks()),
+        "software": f"Python {platform.python_version()}, torch {torch.__version__}, CUDA {torch.version.cuda}, "
+        f"cuDNN {torch.backends.cudnn.version()}",
+    }
+
+
+def run_tiny() -> None:
+    """Runs a handful of tiny cases; for compute-sanitizer."""
+    for index, small in enumerate(values.small_checks(quick=True)):
+        if index % 5 == 0 and small.mask.num_queries <= 400:
+            values.check_small(small)
+            if has_backward() and not small.has_sink:
+                values.check_gradients(small)
+
+
+@contextmanager
+def written(report: Report, path: Path) -> Iterator[None]:
+    """Writes the report whatever happens, and turns StopError into its reason."""
+    try:
+        yield
+    except (StopError, compilers.CompileError, compilers.NoCompilerError) as error:
+        report.stopped = str(error)
+        _say(f"stopped: {report.stopped}")
+    finally:
+        report.write(path)
+        _say(f"wrote {path}.md and {path}.json")
+
+
+def _run_sanitizer(command: list[str], seconds: float) -> tuple[str, str]:
+    """Returns (ok, FAILED or "not run", why)."""
+    try:
+        # Without PyTorch's pool every tensor has an allocation of its own, and an access beside it is seen.
+        environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        run = subprocess.run(
+            command, capture_output=True, text=True, timeout=seconds, cwd=ROOT, env=environment
+        )
+    except FileNotFoundError:
+        return "not run", "compute-sanitizer is not on PATH"
+    except subprocess.TimeoutExpired:
+        return "not run", f"not done after {seconds:.0f} s"
+    lines = [line for line in (run.stdout + run.stderr).splitlines() if line.strip()]
+    if any("not supported" in line.lower() for line in lines):
+        return "not run", next(line for line in lines if "not supported" in line.lower())
+    if run.returncode:
+        reported = [line for line in lines if line.startswith("=========")] or lines
+        return "FAILED", " / ".join(reported[:12])
+    return "ok", lines[-1] if lines else ""
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:400]
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def main() -> int:
+    """Runs the parts asked for; returns 0 if nothing stopped them."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--part", choices=("all", *PARTS), default="all")
+    parser.add_argument("--quick", action="store_true", help="fewer masks, lengths and sanitizers")
+    parser.add_argument(
+        "--output", type=Path, default=Path("gpu_check"), help="path without suffix"
+    )
+    parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.tiny:
+        run_tiny()
+        return 0
+    date = datetime.now(timezone.utc).strftime("%Y-%m-%d")
+    facts = {"date": date, "command": f"python tools/gpu_check.py --part {options.part}"}
+    report = Report("Hopper kernels on a GPU", facts)
+    path = options.output.with_name(f"{options.output.name}_{options.part}_{date}")
+    with written(report, path):
+        report.facts |= require_gpu()
+        check = Check(report, options.quick)
+        for part in PARTS if options.part == "all" else dict.fromkeys(("build", options.part)):
+            _say(f"== {part}")
+            getattr(check, part)()
+    return 1 if report.stopped else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
