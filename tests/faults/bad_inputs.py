@@ -171,7 +171,7 @@ LIBRARY = (
     LibraryCase(ATTN, "mixed dtypes", _attend(k=torch.zeros(8, 4, 16, dtype=torch.bfloat16)), ("float32", "bfloat16")),
     LibraryCase(ATTN, "fp8", _attend(**{n: torch.zeros(8, 4, 16).to(torch.float8_e4m3fn) for n in "qkv"}), ("float8_e4m3fn", "bfloat16")),
     LibraryCase(ATTN, "an unknown backend", _attend(backend="magic"), ("'magic'", "cpu")),
-    LibraryCase(ATTN, "a backend that is not built", _attend(backend="hopper"), ("'hopper'", "cpu"), NotImplementedError),
+    LibraryCase(ATTN, "the GPU kernels on a CPU tensor", _attend(backend="hopper"), ("'hopper'", "cpu"), NotImplementedError),
     LibraryCase(ATTN, "`softmax_scale=nan`", _attend(softmax_scale=NAN), ("nan", "finite")),
     LibraryCase(ATTN, "one sink too many", _attend(sink=torch.zeros(5)), ("(5,)", "(4,)")),
     LibraryCase(ATTN, "a group of another size than the plan's", _of(lambda: mcp.cp_attention(*[torch.zeros(4, 1, 8)] * 3, make_plan(masks.causal(8), 2), None)), ("group has 1 ranks", "cp_size=2")),
