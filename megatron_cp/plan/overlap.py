@@ -4,13 +4,15 @@
     work      local       pairs with foreign rows, equal areas           the rest of the local pairs
     moves     -           rows needed for the first time; keys stay      results go home under it
 
-Local pairs hide the first rows on their way; a part of them, left for the end, hides the last results. Pairs of
-foreign queries come before pairs of own queries, because own queries send no results. A foreign query is in one
-stage only; a foreign key arrives with the first stage that needs it and is kept.
+Local pairs hide the first rows on their way; a part of them, left for the end, hides the last results.
+
+One side is kept: its rows arrive with the first stage that needs them and stay, and their results go home at the end.
+A foreign row of the other side is in one stage only, and its results go home under the next. Forward keeps keys
+(they have no results); backward keeps the side whose gradients are cheaper to send late. Pairs with foreign
+rows of the passing side come first, because own rows send no results.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +26,7 @@ from megatron_cp.plan.schema import Pass, Side
 from megatron_cp.plan.stages import COLUMNS, PassBuilder, PlacedMask
 
 FloatArray = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,28 @@ class Staging:
     num_remote: int
     keeps_rest: bool
     """Half of the local pairs come last."""
+    kept: Side
+    """The side whose foreign rows stay over all remote stages."""
+
+    @property
+    def num_stages(self) -> int:
+        """Returns the number of all stages."""
+        return 1 + self.num_remote + self.keeps_rest
+
+    def keeps(self, index: int) -> Side | None:
+        """Returns the side of which a stage keeps what the stage before held."""
+        return self.kept if 1 < index <= self.num_remote else None
+
+
+@dataclass(frozen=True)
+class AssignedStage:
+    """A stage as far as its price goes."""
+
+    areas: FloatArray
+    """Pairs of each rank: `[P]`."""
+    requests: dict[Side, IntArray]
+    """Foreign rows that arrive: (owner, reader, ids)."""
+    keeps: Side | None
 
 
 class AssignedMask:
@@ -45,8 +70,11 @@ class AssignedMask:
             parts, ranks = _cut_at_owners(parts, ranks, placed.owners.ids, (start, end))
         self.parts, self.ranks = parts, ranks
         self.area = rows_area(parts).astype(np.float64)
-        self.has_own_query = placed.owners.rank_of(parts[:, Q_START]) == ranks
-        self.is_local = self.has_own_query & (placed.owners.rank_of(parts[:, K_START]) == ranks)
+        self.is_own: dict[Side, BoolArray] = {
+            side: placed.owners.rank_of(parts[:, start]) == ranks
+            for side, (start, _) in COLUMNS.items()
+        }
+        self.is_local = self.is_own["q"] & self.is_own["k"]
 
     @property
     def local_areas(self) -> FloatArray:
@@ -72,35 +100,52 @@ class AssignedMask:
         """Returns the pass that computes the assignment in these stages."""
         stage = self._stage_of_parts(staging)
         builder = PassBuilder(self.placed, route)
-        for index in range(staging.num_remote + 1 + staging.keeps_rest):
-            now = stage == index
-            is_kept = 1 < index <= staging.num_remote
-            builder.add(self.parts[now], self.ranks[now], keeps_k=is_kept)
+        for index in range(staging.num_stages):
+            now, keeps = stage == index, staging.keeps(index)
+            builder.add(
+                self.parts[now], self.ranks[now], keeps_k=keeps == "k", keeps_q=keeps == "q"
+            )
         return builder.build()
+
+    def stages(self, staging: Staging) -> list[AssignedStage]:
+        """Returns the pairs of every rank and the foreign rows that arrive, stage by stage."""
+        stage, stride = self._stage_of_parts(staging), self.placed.space.stride
+        held: dict[Side, IntArray] = dict.fromkeys(COLUMNS, self.placed.space.keys)
+        found = []
+        for index in range(staging.num_stages):
+            now = stage == index
+            requests: dict[Side, IntArray] = {}
+            for side, (start, end) in COLUMNS.items():
+                keys = self.parts[now][:, [start, end]] + (self.ranks[now] * stride)[:, None]
+                if staging.keeps(index) != side:
+                    held[side] = self.placed.space.keys
+                missing = interval.subtract(interval.normalise(keys), held[side])
+                requests[side] = self.placed.owners.requests(missing)
+                held[side] = interval.normalise(np.concatenate([held[side], missing]))
+            found.append(
+                AssignedStage(self._per_rank(self.area * now), requests, staging.keeps(index))
+            )
+        return found
 
     def _stage_of_parts(self, staging: Staging) -> IntArray:
         stage = np.zeros(len(self.parts), dtype=np.int64)
         if staging.keeps_rest:
-            stage[self.is_local & (self._share_before(self._in_rows, self.is_local) > 0.5)] = (
-                staging.num_remote + 1
-            )
-        remote = ~self.is_local
-        share = self._share_before(self._foreign_first, remote)
-        stage[remote] = 1 + np.minimum(share[remote] * staging.num_remote, staging.num_remote - 1)
+            in_rows = np.stack([self.ranks, self.parts[:, Q_START]])
+            late = self.is_local & (self._share_before(in_rows, self.is_local) > 0.5)
+            stage[late] = staging.num_remote + 1
+        passing: Side = "q" if staging.kept == "k" else "k"
+        share = self._share_before(self._foreign_first(passing), ~self.is_local)[~self.is_local]
+        stage[~self.is_local] = 1 + np.minimum(share * staging.num_remote, staging.num_remote - 1)
         return stage
 
-    @cached_property
-    def _in_rows(self) -> IntArray:
-        """Parts of a rank by query."""
-        return np.stack([self.ranks, self.parts[:, Q_START]])
+    def _foreign_first(self, side: Side) -> IntArray:
+        """Orders the parts of a rank: those of foreign rows of a side, then those of own rows along the other side."""
+        other: Side = "q" if side == "k" else "k"
+        rows, others = (self.parts[:, COLUMNS[one][0]] for one in (side, other))
+        stride = self.placed.space.stride
+        return np.stack([self.ranks, np.where(self.is_own[side], stride + others, rows)])
 
-    @cached_property
-    def _foreign_first(self) -> IntArray:
-        """Parts of a rank: those of foreign queries by query, then those of own queries by key."""
-        along = np.where(self.has_own_query, self.parts[:, K_START], self.parts[:, Q_START])
-        return np.stack([self.ranks, self.has_own_query * self.placed.space.stride + along])
-
-    def _share_before(self, keys: IntArray, chosen: NDArray[np.bool_]) -> FloatArray:
+    def _share_before(self, keys: IntArray, chosen: BoolArray) -> FloatArray:
         """Returns the share of its rank's chosen area that lies before the middle of each part's run of equal keys."""
         order = np.lexsort(keys[::-1])
         area = (self.area * chosen)[order]

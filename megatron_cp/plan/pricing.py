@@ -15,7 +15,7 @@ import numpy as np
 from megatron_cp.config import CPConfig, Topology
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.plan.assignment import Weights, assign
+from megatron_cp.plan.assignment import Assignment, Weights, assign
 from megatron_cp.plan.cost import (
     FloatArray,
     Movement,
@@ -36,7 +36,7 @@ from megatron_cp.plan.schemes.ring import ring_pass
 from megatron_cp.plan.stages import PlacedMask
 from megatron_cp.plan.topology import get_topology
 
-STAGE_COUNTS = (1, 2, 4)
+STAGE_COUNTS = (1, 2, 4, 8)
 PASSES: tuple[PassName, PassName] = ("forward", "backward")
 
 
@@ -56,13 +56,13 @@ class Figures:
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to run one mask on one placement: forward and backward alike."""
+    """One way to run one mask on one placement."""
 
     seconds: float  # forward plus backward of one layer
     moved_bytes: float  # sent by all ranks in both passes
     imbalance: float
     is_published: bool  # priced exactly, and nothing slower may be chosen
-    build: Callable[[], Pass]
+    build: Callable[[], tuple[Pass, Pass]]
 
 
 @dataclass(frozen=True)
@@ -98,33 +98,38 @@ class HeadGroups:
         }
         return Weights(float(both["q"]), float(both["k"]))
 
-    def choice(
-        self,
-        loads: Sequence[StageLoad],
-        rows: dict[Side, float],
-        build: Callable[[], Pass],
-        *,
-        is_published: bool = False,
-    ) -> Choice:
-        """Returns the priced choice.
-
-        `loads`: of the super-ranks, for all heads. `rows`: moved per side by all super-ranks together.
-        """
-        num_ranks = self.placed.num_ranks * self.degree
+    def seconds(self, loads: Sequence[StageLoad], name: PassName) -> float:
+        """Returns the predicted time of one pass; `loads`: of the super-ranks, for all heads."""
         loads = [replace(load, areas=load.areas / self.degree) for load in loads]
-        seconds = sum(pass_seconds(loads, self.config, name, self.degree) for name in PASSES)
+        seconds = pass_seconds(loads, self.config, name, self.degree)
+        split = HeadSplit((tuple(range(self.degree)),))
+        own_rows = self.placed.own_rows // self.degree
+        return seconds + head_split_seconds(split, own_rows, self.config, name)
+
+    def moved_bytes(self, rows: dict[Side, float]) -> float:
+        """Returns what all ranks send in both passes; `rows`: moved per side by all super-ranks together."""
         weights = self.weights()
-        moved = (rows["q"] * weights.query + rows["k"] * weights.key) * self.degree
-        if self.degree > 1:
-            own_rows = self.placed.own_rows // self.degree
-            split = HeadSplit((tuple(range(self.degree)),))
-            for name in PASSES:
-                seconds += head_split_seconds(split, own_rows, self.config, name)
-                moved += num_ranks * head_split_bytes(own_rows, self.degree, self.config, name)
+        own_rows = self.placed.own_rows // self.degree
+        exchanged = sum(head_split_bytes(own_rows, self.degree, self.config, n) for n in PASSES)
+        moved = rows["q"] * weights.query + rows["k"] * weights.key
+        return self.degree * (moved + self.placed.num_ranks * exchanged)
+
+    def same_both_ways(
+        self, loads: Sequence[StageLoad], key_rows: float, build: Callable[[], Pass]
+    ) -> Choice:
+        """Returns the choice whose backward pass moves and computes as its forward pass does; keys move."""
+
+        def build_both() -> tuple[Pass, Pass]:
+            both = split_heads(build(), self.degree)
+            return both, both
+
         areas = np.sum([load.areas for load in loads], axis=0)
-        imbalance = float(areas.max() / areas.mean()) if areas.any() else 1.0
         return Choice(
-            seconds, moved, imbalance, is_published, lambda: split_heads(build(), self.degree)
+            sum(self.seconds(loads, name) for name in PASSES),
+            self.moved_bytes({"q": 0.0, "k": key_rows}),
+            imbalance(areas),
+            is_published=True,
+            build=build_both,
         )
 
     def movement(self, requests: IntArray) -> Movement | None:
@@ -137,74 +142,110 @@ class HeadGroups:
         )
 
 
+def imbalance(areas: FloatArray) -> float:
+    """Returns the largest over the mean area, 1 for none."""
+    return float(areas.max() / areas.mean()) if areas.any() else 1.0
+
+
 def placement_figures(placed: PlacedMask) -> Figures:
     """Returns the exact figures of a mask on any placement of few runs."""
     return Figures(placed.areas_by_owner(), placed.rows_by_owner(), placed.own_rows)
 
 
-def moved_key_choices(groups: HeadGroups, figures: Figures) -> list[Choice]:
-    """Returns the ways in which queries stay: needed keys in some stages, ring, all-gather.
-
-    A config that asks for a number of stages gets just that.
-    """
-    found = _needed_keys(groups, figures)
-    if groups.config.num_stages is None:
-        found += [_ring(groups, figures), _allgather(groups, figures)]
-    return found
+def published_choices(groups: HeadGroups) -> list[Choice]:
+    """Returns the ways in which queries stay: needed keys at once, ring, all-gather; their prices are exact."""
+    figures = placement_figures(groups.placed)
+    return [_needed_keys(groups, figures), _ring(groups, figures), _allgather(groups, figures)]
 
 
-def assigned_choices(groups: HeadGroups) -> list[Choice]:
-    """Returns the ways in which pairs are assigned by search: balanced, with few rows moved on both sides."""
-    placed, config = groups.placed, groups.config
-    node_size, even = groups.topology.node_size, np.ones(placed.num_ranks)
-    found = assign(groups.mask, placed.owners, node_size, groups.weights(), even)
-    assigned = AssignedMask(placed, found)
+def stay_at_home(groups: HeadGroups) -> Assignment:
+    """Returns the assignment of every pair to the rank that owns its query."""
+    return Assignment(groups.placed.parts, groups.placed.q_owner)
+
+
+def move_compute(groups: HeadGroups) -> Assignment:
+    """Returns the assignment by search: equal areas, few rows moved on both sides."""
+    placed, even = groups.placed, np.ones(groups.placed.num_ranks)
+    node_size = groups.topology.node_size
+    return assign(groups.mask, placed.owners, node_size, groups.weights(), even)
+
+
+def assigned_choice(groups: HeadGroups, assignment: Assignment) -> Choice:
+    """Returns the way to run an assignment; forward and backward are staged each for itself, as is predicted best."""
+    assigned = AssignedMask(groups.placed, assignment)
     requests: dict[Side, IntArray] = {side: assigned.requests(side) for side in SIDES}
     rows = {side: float((r[:, ID_STOP] - r[:, ID_START]).sum()) for side, r in requests.items()}
     moves = {side: groups.movement(request) for side, request in requests.items()}
-    counts = STAGE_COUNTS if config.num_stages is None else (config.num_stages,)
+    areas = assigned.areas, assigned.local_areas
+    options = {name: _stagings(groups.config, name, rows) for name in PASSES}
+    seconds = sum(
+        min(groups.seconds(_even_loads(areas, one, moves), name) for one in options[name])
+        for name in PASSES
+    )
+
+    def built(name: PassName) -> Pass:
+        best = min(
+            options[name], key=lambda one: groups.seconds(_exact_loads(groups, assigned, one), name)
+        )
+        return split_heads(assigned.build(best), groups.degree)
+
+    return Choice(
+        seconds,
+        groups.moved_bytes(rows),
+        imbalance(areas[0]),
+        is_published=False,
+        build=lambda: (built("forward"), built("backward")),
+    )
+
+
+def _stagings(config: CPConfig, name: PassName, rows: dict[Side, float]) -> list[Staging]:
+    """Returns the stagings that compete in a pass, given how many rows of each side move."""
     if not any(rows.values()):
-        counts = (0,)
-    choices = []
-    for staging in [
-        Staging(count, rest) for count in counts for rest in (False, True)[: count + 1]
-    ]:
-        loads = _assigned_loads(assigned, staging, moves)
-        build = functools.partial(assigned.build, staging)
-        choices.append(groups.choice(loads, rows, build))
-    return choices
+        return [Staging(0, keeps_rest=False, kept="k")]
+    counts = STAGE_COUNTS if config.num_stages is None else (config.num_stages,)
+    sides: list[Side] = ["k"] if name == "forward" else ["q"]
+    if name == "backward" and rows["q"]:
+        sides.append("k")
+    return [Staging(n, True, kept) for n in counts for kept in (sides if n > 1 else sides[:1])]
 
 
-def _assigned_loads(
-    assigned: AssignedMask, staging: Staging, moves: dict[Side, Movement | None]
+def _even_loads(
+    areas: tuple[FloatArray, FloatArray], staging: Staging, moves: dict[Side, Movement | None]
 ) -> list[StageLoad]:
-    local, count = assigned.local_areas, staging.num_remote
-    remote = assigned.areas - local
+    """Returns the loads of stages as if rows were spread evenly; `areas`: of all pairs, and of local ones."""
+    local, count = areas[1], staging.num_remote
+    remote = areas[0] - local
     parts = {side: None if move is None else move.part(count) for side, move in moves.items()}
     loads = [StageLoad(local / 2 if staging.keeps_rest else local)]
-    for index in range(count):
-        loads.append(StageLoad(remote / count, parts["k"], parts["q"], keeps_keys=index > 0))
+    for index in range(1, count + 1):
+        kept = staging.keeps(index)
+        loads.append(StageLoad(remote / count, parts["k"], parts["q"], kept == "k", kept == "q"))
     return loads + [StageLoad(local / 2)] * staging.keeps_rest
 
 
-def _needed_keys(groups: HeadGroups, figures: Figures) -> list[Choice]:
-    config, placed = groups.config, groups.placed
-    counts = STAGE_COUNTS if config.num_stages is None else (config.num_stages,)
+def _exact_loads(groups: HeadGroups, assigned: AssignedMask, staging: Staging) -> list[StageLoad]:
+    return [
+        StageLoad(
+            stage.areas,
+            groups.movement(stage.requests["k"]),
+            groups.movement(stage.requests["q"]),
+            stage.keeps == "k",
+            stage.keeps == "q",
+        )
+        for stage in assigned.stages(staging)
+    ]
+
+
+def _needed_keys(groups: HeadGroups, figures: Figures) -> Choice:
     local = StageLoad(np.diagonal(figures.areas))
     src, dst = np.nonzero(figures.rows)
-    build = functools.partial(needed_keys_pass, placed)
+    build = functools.partial(needed_keys_pass, groups.placed)
     if not len(src):
-        return [groups.choice([local], _keys_only(0.0), build, is_published=True)]
+        return groups.same_both_ways([local], 0.0, build)
     rows = figures.rows[src, dst]
     movement = hop_movement(src, dst, rows, len(figures.areas), groups.topology)
-    remote = figures.loads - local.areas
-    found = []
-    for count in counts:
-        loads = [local] + [StageLoad(remote / count, movement.part(count))] * count
-        build = functools.partial(needed_keys_pass, placed, num_stages=count)
-        moved = _keys_only(float(rows.sum()))
-        found.append(groups.choice(loads, moved, build, is_published=count == 1))
-    return found
+    loads = [local, StageLoad(figures.loads - local.areas, movement)]
+    return groups.same_both_ways(loads, float(rows.sum()), build)
 
 
 def _ring(groups: HeadGroups, figures: Figures) -> Choice:
@@ -215,9 +256,8 @@ def _ring(groups: HeadGroups, figures: Figures) -> Choice:
         src = (ranks - step) % len(ranks)
         movement = hop_movement(src, ranks, rows, len(ranks), groups.topology)
         loads.append(StageLoad(figures.areas[ranks, src], movement))
-    moved = _keys_only(float((len(ranks) - 1) * rows.sum()))
-    build = functools.partial(ring_pass, groups.placed)
-    return groups.choice(loads, moved, build, is_published=True)
+    key_rows = float((len(ranks) - 1) * rows.sum())
+    return groups.same_both_ways(loads, key_rows, functools.partial(ring_pass, groups.placed))
 
 
 def _allgather(groups: HeadGroups, figures: Figures) -> Choice:
@@ -226,8 +266,4 @@ def _allgather(groups: HeadGroups, figures: Figures) -> Choice:
     movement = hop_movement(src, dst, rows, len(figures.areas), groups.topology)
     loads = [StageLoad(figures.loads, movement)]
     build = functools.partial(allgather_pass, groups.placed)
-    return groups.choice(loads, _keys_only(float(rows.sum())), build, is_published=True)
-
-
-def _keys_only(rows: float) -> dict[Side, float]:
-    return {"q": 0.0, "k": rows}
+    return groups.same_both_ways(loads, float(rows.sum()), build)
