@@ -161,7 +161,7 @@ struct Producer {
     }
 
     MCP_DEVICE void run() {
-        const WorkQueue<FwdParams> queue = {params, leader};
+        const WorkQueue<FwdParams, true> queue = {params, leader};
         WorkItem work = queue.first();
         for (;;) {
             post(work);
@@ -237,7 +237,7 @@ struct Consumer {
     template <bool kMasked>
     MCP_DEVICE void apply_softmax(const Keys& keys, FragmentPlace place, float (&rescale)[2]) {
         if constexpr (Traits::kSoftcap) cap_scores(scores, params);
-        if constexpr (kMasked) apply_mask(scores, keys, place);
+        if constexpr (kMasked) apply_mask(scores, keys, place, negative_infinity());
         softmax.template step<kMasked>(scores, params.score_scale, rescale);
     }
 

@@ -1,4 +1,4 @@
-// Scores of keys that a row may not see become -inf. The kernel knows no mask types: only `row -> [first key, last key)`.
+// The mask of a partial tile. The kernels know no mask types: only `row -> [first key, last key)`.
 #pragma once
 
 #include <mcp/fragment.cuh>
@@ -7,10 +7,11 @@
 
 namespace mcp::attn {
 
-// `place.row` is the absolute row of the thread's first fragment row: a query, or, in the backward pass, whose scores are
-// transposed, a key; `tiles` stands at the tile of the scores' columns.
+// Pairs that may not see each other become `hidden`: -inf for scores, 0 for probabilities.
+// `place.row` is the absolute row of the thread's first fragment row: a query, or, in the backward pass, which is
+// transposed, a key; `tiles` stands at the tile of the values' columns.
 template <class Tiles, int kSize>
-MCP_DEVICE void apply_mask(float (&scores)[kSize], const Tiles& tiles, FragmentPlace place) {
+MCP_DEVICE void apply_mask(float (&values)[kSize], const Tiles& tiles, FragmentPlace place, float hidden) {
     const i32 first = tiles.first() + place.column;
     MCP_UNROLL
     for (int half = 0; half < 2; half++) {
@@ -25,7 +26,7 @@ MCP_DEVICE void apply_mask(float (&scores)[kSize], const Tiles& tiles, FragmentP
             MCP_UNROLL
             for (int e = 0; e < 2; e++) {
                 if (static_cast<u32>(8 * i + e - begin) >= length) {
-                    scores[4 * i + 2 * half + e] = negative_infinity();
+                    values[4 * i + 2 * half + e] = hidden;
                 }
             }
         }

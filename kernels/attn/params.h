@@ -64,7 +64,7 @@ struct BwdPreprocessParams {
     i64 dout_row_stride, dout_head_stride;
     i64 lse_row_stride, lse_head_stride;
 
-    i32 num_rows, padded_rows;  // padded_rows: a multiple of 4, for the tensor map
+    i32 num_rows, padded_rows;  // padded_rows: T rounded up to a multiple of 4, for the tensor map
     i32 num_heads;
     i32 out_is_float;
 };
@@ -75,7 +75,8 @@ struct BwdPreprocessParams {
 struct BwdParams {
     TensorMap q_map, dout_map;        // as in FwdParams, boxes {64, 1, block_m}
     TensorMap k_map, v_map;           // boxes {64, 1, block_n}
-    TensorMap lse_map, delta_map;     // float over {padded_rows, N, 1}, boxes {block_m, 1, 1}, no swizzle
+    // float over {T, N, 1} with padded_rows floats per head, boxes {block_m, 1, 1}, no swizzle
+    TensorMap lse_map, delta_map;
     TensorMap dq_map;                 // float over {H, N, T}, boxes {32, 1, block_m}, 128-byte swizzle
 
     const Tile* tiles;

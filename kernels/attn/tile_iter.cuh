@@ -39,19 +39,22 @@ MCP_DEVICE WorkItem work_item(const Params& params, i32 index) {
     return {t.x, t.y, t.z, t.w, first_head + in_section - rank * num_heads};
 }
 
-// Gives out work items to the CTAs of a launch: the first by block index, later ones from a counter. Warps only.
-template <class Params>
+// Gives out work items to the CTAs of a launch from a counter. `kFirstByBlock`: the first by block index, which saves a
+// CTA one trip to memory at its start. Without it work is started in its order whatever the order in which CTAs start, so
+// that it may wait for earlier work even if not all CTAs run at once. All lanes of one warp call.
+template <class Params, bool kFirstByBlock>
 struct WorkQueue {
     const Params& params;
     bool leader;  // true in lane 0 only
 
     MCP_DEVICE WorkItem first() const {
-        return work_item(params, static_cast<i32>(ptx::block_index()));
+        return kFirstByBlock ? work_item(params, static_cast<i32>(ptx::block_index())) : next();
     }
     MCP_DEVICE WorkItem next() const {
         i32 taken = 0;
         if (leader) taken = ptx::atomic_add(params.counters, 1);
-        return work_item(params, static_cast<i32>(ptx::num_blocks()) + uniform(taken));
+        const i32 given = kFirstByBlock ? static_cast<i32>(ptx::num_blocks()) : 0;
+        return work_item(params, given + uniform(taken));
     }
     // The last CTA to come here leaves the counters as the launch found them.
     MCP_DEVICE void finish() const {

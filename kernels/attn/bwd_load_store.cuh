@@ -1,0 +1,233 @@
+// The two warps of the backward kernel that move data: the loader fills shared memory, the storer adds dq tiles to global
+// memory. Both walk the same sequence of query tiles as the consumers: for each query head of the group, each segment.
+#pragma once
+
+#include "bwd_shared.cuh"
+#include "params.h"
+#include "tile_iter.cuh"
+
+namespace mcp::attn {
+
+// All lanes wait, the leader alone issues, and not before all have waited (see the forward kernel's producer).
+template <class Traits>
+struct BwdLoader {
+    using Shared = BwdShared<Traits>;
+    using Position = RingPosition<Traits::kStages>;
+    static constexpr int kRowChunks = Traits::kBlockN / kWarpSize;
+
+    const BwdParams& params;
+    const Shared& shared;
+    bool leader;
+    Position rows_at;  // of both rings, queries and dout
+    RingPosition<1> keys_at, mail_at, landed_at;
+
+    MCP_DEVICE BwdLoader(const BwdParams& params, const Shared& shared)
+        : params(params), shared(shared), leader(lane_index() == 0) {}
+
+    // Bit c of lane l: key row 32 * c + l of the tile is in some segment.
+    MCP_DEVICE u32 used_rows(const WorkItem& work) const {
+        u32 used = 0;
+        for (i32 s = work.seg0; s < work.seg0 + work.num_segs; s++) {
+            const i32x4 rows = ptx::load_constant_i32x4(&params.segments[s].q0);
+            MCP_UNROLL
+            for (int c = 0; c < kRowChunks; c++) {
+                const i32 row = work.row0 + c * kWarpSize + lane_index();
+                used |= static_cast<u32>(row >= rows.x && row < rows.y) << c;
+            }
+        }
+        return used;
+    }
+
+    MCP_DEVICE void load_keys(const WorkItem& work) {
+        // ds of an unused key is 0, but 0 * nan is nan: dq needs its row of k cleared.
+        const u32 used = used_rows(work);
+        const bool clear = ptx::any_lane(used != (1u << kRowChunks) - 1);
+        const u32 full = shared.key_ring.full(keys_at);
+        shared.key_ring.wait_empty(keys_at);
+        ptx::sync_warp();
+        if (leader) {
+            const u32 landed = clear ? shared.landed : full;
+            ptx::mbarrier_arrive_expect_tx(landed, Traits::kKeyBytes + Traits::kValueBytes);
+            load_panels(shared.keys(), &params.k_map, landed, work.head, work.row0, ptx::kEvictFirst);
+            load_panels(shared.values(), &params.v_map, landed, work.head, work.row0, ptx::kEvictFirst);
+        }
+        if (clear) {
+            wait(shared.landed, landed_at.parity);
+            landed_at.advance();
+            clear_rows_but(shared.keys(), used);
+            hand_over(full);
+        }
+        keys_at.advance();
+    }
+
+    // One tile of q or dout with its row statistics. Rows from `end` on have ds = p = 0, and are cleared because of 0 * nan.
+    template <class Tile>
+    MCP_DEVICE void load_rows(Tile tile,
+                              const TensorMap* map,
+                              u32 stats,
+                              const TensorMap* stats_map,
+                              Ring<Traits::kStages> ring,
+                              i32 head,
+                              const QueryTiles<Traits::kBlockM>& queries) {
+        const i32 first = queries.first();
+        const bool clear = first + Traits::kBlockM > queries.k1 && queries.k1 < params.num_queries;
+        const u32 full = ring.full(rows_at);
+        ring.wait_empty(rows_at);
+        ptx::sync_warp();
+        if (leader) {
+            const u32 landed = clear ? shared.landed : full;
+            ptx::mbarrier_arrive_expect_tx(landed, Tile::kBytes + Traits::kRowStatBytes);
+            load_panels(tile, map, landed, head, first, ptx::kEvictLast);
+            ptx::tma_load_3d(stats, stats_map, landed, first, head, 0, ptx::kEvictLast);
+        }
+        if (clear) {
+            wait(shared.landed, landed_at.parity);
+            landed_at.advance();
+            clear_rows(tile, queries.k1 - first);
+            hand_over(full);
+        }
+    }
+
+    // After all lanes have written to a tile.
+    MCP_DEVICE void hand_over(u32 full) const {
+        ptx::fence_proxy_async();
+        ptx::sync_warp();
+        if (leader) ptx::mbarrier_arrive(full);
+    }
+
+    MCP_DEVICE void load_tiles(const WorkItem& work) {
+        const i32 group = params.num_heads / params.num_kv_heads;
+        load_keys(work);
+        for (i32 head = work.head * group; head < (work.head + 1) * group; head++) {
+            QueryTiles<Traits::kBlockM> queries(params.segments, work);
+            do {
+                load_rows(shared.queries(rows_at.stage), &params.q_map, shared.lse(rows_at.stage),
+                          &params.lse_map, shared.query_ring, head, queries);
+                load_rows(shared.dout(rows_at.stage), &params.dout_map, shared.delta(rows_at.stage),
+                          &params.delta_map, shared.dout_ring, head, queries);
+                rows_at.advance();
+            } while (queries.advance());
+        }
+    }
+
+    MCP_DEVICE void run() {
+        const WorkQueue<BwdParams, false> queue = {params, leader};
+        WorkItem work = queue.first();
+        for (;;) {
+            send(shared.mailbox(), shared.mail_ring, mail_at, leader, to_message(work));
+            if (work.head < 0) break;
+            if (work.num_segs > 0) load_tiles(work);
+            work = queue.next();
+        }
+        queue.finish();
+    }
+};
+
+// The order in which key tiles add to rows of dq, so that the sum has the same bits in every run: a slot of kBlockM rows
+// is open to a segment when the slot's counter shows the number of the segment before it. The leader alone calls.
+template <int kBlockM>
+struct Turns {
+    const BwdParams& params;
+    i32* counters;       // of the head
+    i32 number, run;     // of the segment
+    i32 taken, given;    // slots below are open to this segment; slots below are passed on
+    i32 finished = 0;    // slots below are left for good, once the copies committed so far are complete
+
+    MCP_DEVICE void enter(i32 segment, i32 head, i32 first_row) {
+        counters = params.turn_counters + static_cast<i64>(head) * params.num_slots;
+        number = params.turn_segments[3 * segment];
+        run = params.turn_segments[3 * segment + 1];
+        taken = given = finished = first_row / kBlockM;
+    }
+    MCP_DEVICE void take(i32 end_slot) {
+        for (; taken < end_slot; taken++) {
+            while (taken >= params.turn_runs[2 * run]) run++;
+            const i32 before = params.turn_runs[2 * run + 1];
+            while (ptx::load_acquire(counters + taken) != before) {
+            }
+        }
+        ptx::fence_proxy_async_global();
+    }
+    // The writes of the copies that finished these slots are complete.
+    MCP_DEVICE void give(i32 end_slot) {
+        ptx::fence_proxy_async_global();
+        for (; given < end_slot; given++) ptx::store_release(counters + given, number);
+    }
+};
+
+template <class Traits>
+struct BwdStorer {
+    using Shared = BwdShared<Traits>;
+    static constexpr int kColumns = 32;  // fp32 columns of a panel
+    static constexpr int kPanelBytes = Traits::kBlockM * kRowBytes;
+
+    const BwdParams& params;
+    const Shared& shared;
+    bool leader;
+    RingPosition<1> dq_at, mail_at;
+
+    MCP_DEVICE BwdStorer(const BwdParams& params, const Shared& shared)
+        : params(params), shared(shared), leader(lane_index() == 0) {}
+
+    // Adds the dq tile to rows from `first` of the head, and gives the tile back to the consumers.
+    MCP_DEVICE void add_tile(i32 head, i32 first) {
+        MCP_UNROLL
+        for (int p = 0; p < Traits::kPaddedHeadDim / kColumns; p++) {
+            if (p * kColumns < Traits::kHeadDim) {
+                ptx::tma_reduce_add_3d(&params.dq_map, shared.dq() + p * kPanelBytes, p * kColumns, head, first);
+            }
+        }
+        ptx::tma_commit_group();
+    }
+
+    MCP_DEVICE void store_tiles(const WorkItem& work, i32 head) {
+        const bool in_turn = params.turn_runs != nullptr;
+        Turns<Traits::kBlockM> turns = {params};
+        QueryTiles<Traits::kBlockM> queries(params.segments, work);
+        bool more = true;
+        while (more) {
+            const i32 first = queries.first(), end = ptx::min(first + Traits::kBlockM, queries.k1);
+            const i32 segment = static_cast<i32>(queries.next_segment - params.segments) - 1;
+            const bool enters = queries.tile == 0;
+            more = queries.advance();
+            const bool leaves = !more || queries.tile == 0;
+            wait(shared.dq_ring.full(dq_at), dq_at.parity);
+            ptx::sync_warp();
+            if (leader) {
+                if (in_turn && enters) turns.enter(segment, head, first);
+                if (in_turn) turns.take((end - 1) / Traits::kBlockM + 1);
+                add_tile(head, first);
+                ptx::tma_wait_group_read<0>();
+                shared.dq_ring.release(dq_at);
+                if (in_turn) pass_turns(turns, end, leaves);
+            }
+            dq_at.advance();
+        }
+    }
+
+    // Slots are passed on one tile late, when their copies have had the time to complete.
+    MCP_DEVICE void pass_turns(Turns<Traits::kBlockM>& turns, i32 end, bool leaves) const {
+        ptx::tma_wait_group<1>();
+        turns.give(turns.finished);
+        turns.finished = leaves ? (end - 1) / Traits::kBlockM + 1 : end / Traits::kBlockM;
+        if (leaves) {
+            ptx::tma_wait_group<0>();
+            turns.give(turns.finished);
+        }
+    }
+
+    MCP_DEVICE void run() {
+        const i32 group = params.num_heads / params.num_kv_heads;
+        for (;;) {
+            const WorkItem work = to_work_item(receive(shared.mailbox(), shared.mail_ring, mail_at));
+            if (work.head < 0) break;
+            if (work.num_segs == 0) continue;
+            for (i32 head = work.head * group; head < (work.head + 1) * group; head++) {
+                store_tiles(work, head);
+            }
+        }
+        if (leader) ptx::tma_wait_group<0>();
+    }
+};
+
+}  // namespace mcp::attn

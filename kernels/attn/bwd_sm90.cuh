@@ -1,0 +1,239 @@
+// Attention backward for Hopper, head dims up to 128. One CTA per multiprocessor keeps 128 keys and values in shared memory,
+// their gradients in registers, and lets the query tiles that see them pass by, for every query head of the group:
+//
+//     loader     k v | q0 dout0 q1 dout1 ...                                 TMA, rings of stages
+//     consumers  S' = K Q'   dP' = V dO'   P' = exp2(S' - lse)   dS' = P' (dP' - delta)      64 keys each
+//                dV += P' dO   [dS' -> shared memory, both consumers meet]   dQ = dS K   dK += dS' Q
+//     storer     dQ: fp32 reduce-add to global memory
+//
+// All matrices are transposed (keys are rows), so that P' and dS' are in registers as operand A of dV and dK. A key tile is
+// one CTA's, so dK and dV have the same bits in every run; dQ if the plan gives turns. Method: FlashAttention-3.
+#pragma once
+
+#include <mcp/fragment.cuh>
+#include <mcp/gemm.cuh>
+#include <mcp/mailbox.cuh>
+
+#include "bwd_load_store.cuh"
+#include "bwd_shared.cuh"
+#include "mask.cuh"
+#include "params.h"
+#include "store_row.cuh"
+#include "tile_iter.cuh"
+#include "traits.h"
+
+namespace mcp::attn {
+
+// Gradient of one row of keys or values, fp32 or 16 bits. All lanes of the warp call; `valid` lanes store.
+template <int kHalf, class T, int kSize>
+MCP_DEVICE void store_gradient(
+    void* gradient, i64 offset, bool is_float, const float (&d)[kSize], float factor, bool valid) {
+    const RowScale scale = {factor, 0.0f};
+    if (is_float) {
+        if (valid) store_row_f32(static_cast<float*>(gradient) + offset, d, kHalf, scale);
+    } else {
+        store_row_16<T>(static_cast<u16*>(gradient) + offset, d, kHalf, scale, valid);
+    }
+}
+
+// A warpgroup that owns 64 keys of the tile.
+template <class Traits>
+struct BwdConsumer {
+    using T = typename Traits::T;
+    using Shared = BwdShared<Traits>;
+    using Queries = QueryTiles<Traits::kBlockM>;
+    using Position = RingPosition<Traits::kStages>;
+    static constexpr int kScores = Traits::kBlockM / 2;
+
+    const BwdParams& params;
+    const Shared& shared;
+    int consumer;
+    Position rows_at;
+    RingPosition<1> keys_at, dq_at, mail_at;
+    int ds_half = 0;  // of two buffers for dS: the other consumer may still multiply the last one
+
+    float dk[Traits::kHeadDim / 2];
+    float dv[Traits::kValueDim / 2];
+
+    MCP_DEVICE BwdConsumer(const BwdParams& params, const Shared& shared, int consumer)
+        : params(params), shared(shared), consumer(consumer) {}
+
+    // With p = exp2(score_scale * x - lse) for the capped score x = cap * tanh: scores become x, and dp the gradient of
+    // the uncapped score without its factor p: (dp - delta) * (1 - tanh^2), where 1 - tanh^2 = 4 r (1 - r).
+    MCP_DEVICE void cap_scores(float (&scores)[kScores], float (&dp)[kScores], u32 delta) const {
+        MCP_UNROLL
+        for (int i = 0; i < kScores / 4; i++) {
+            const f32x2 d = ptx::load_shared_f32x2(delta + 32 * i);
+            MCP_UNROLL
+            for (int e = 0; e < 4; e++) {
+                const float r = ptx::rcp_approx(1.0f + ptx::exp2_approx(scores[4 * i + e] * params.cap_scale));
+                scores[4 * i + e] = ptx::fma(-2.0f * params.cap, r, params.cap);
+                dp[4 * i + e] = (dp[4 * i + e] - (e % 2 ? d.y : d.x)) * (4.0f * r * (1.0f - r));
+            }
+        }
+    }
+
+    MCP_DEVICE void to_probabilities(float (&scores)[kScores], u32 lse) const {
+        MCP_UNROLL
+        for (int i = 0; i < kScores / 4; i++) {
+            const f32x2 l = ptx::load_shared_f32x2(lse + 32 * i);
+            MCP_UNROLL
+            for (int e = 0; e < 4; e++) {
+                scores[4 * i + e] =
+                    ptx::exp2_approx(ptx::fma(scores[4 * i + e], params.score_scale, e % 2 ? -l.y : -l.x));
+            }
+        }
+    }
+
+    // dp -> ds. kMasked: a pair outside the mask has p = 0, and its dp may come from rows that hold anything.
+    template <bool kMasked>
+    MCP_DEVICE void to_score_gradients(const float (&probs)[kScores], float (&dp)[kScores], u32 delta) const {
+        MCP_UNROLL
+        for (int i = 0; i < kScores / 4; i++) {
+            f32x2 d = {0.0f, 0.0f};
+            if constexpr (!Traits::kSoftcap) d = ptx::load_shared_f32x2(delta + 32 * i);
+            MCP_UNROLL
+            for (int e = 0; e < 4; e++) {
+                const float p = probs[4 * i + e];
+                const float ds = p * (dp[4 * i + e] - (e % 2 ? d.y : d.x));
+                dp[4 * i + e] = kMasked && p == 0.0f ? 0.0f : ds;
+            }
+        }
+    }
+
+    // The gradients through one query tile.
+    template <bool kMasked>
+    MCP_DEVICE void visit(const Queries& queries, FragmentPlace place) {
+        const auto q = shared.queries(rows_at.stage);
+        const auto dout = shared.dout(rows_at.stage);
+        const u32 lse = shared.lse(rows_at.stage) + 4 * place.column;
+        const u32 delta = shared.delta(rows_at.stage) + 4 * place.column;
+        float scores[kScores], dp[kScores], dq[32];
+        u32 probs_16[kScores / 2], ds_16[kScores / 2];
+
+        shared.query_ring.wait_full(rows_at);
+        issue_a_bt<T>(scores, shared.keys(), consumer * 64, q);
+        shared.dout_ring.wait_full(rows_at);
+        issue_a_bt<T>(dp, shared.values(), consumer * 64, dout);
+        ptx::wgmma_wait<1>();
+        ptx::wgmma_pin(scores);
+        if constexpr (Traits::kSoftcap) {
+            ptx::wgmma_wait<0>();
+            ptx::wgmma_pin(dp);
+            cap_scores(scores, dp, delta);
+        }
+        to_probabilities(scores, lse);
+        if constexpr (kMasked) apply_mask(scores, queries, place, 0.0f);
+        if constexpr (!Traits::kSoftcap) {
+            ptx::wgmma_wait<0>();
+            ptx::wgmma_pin(dp);
+        }
+        to_score_gradients<kMasked>(scores, dp, delta);
+        // Both at the end: packed probabilities beside unpacked gradients would cost registers that are not there.
+        pack<T>(probs_16, scores);
+        pack<T>(ds_16, dp);
+        const auto ds = shared.ds(ds_half);
+        store_transposed(ds, consumer, ds_16);
+        issue_p_b<T>(dv, probs_16, dout);
+
+        ptx::fence_proxy_async();
+        ptx::named_barrier_sync<Shared::kConsumerThreads>(1);
+        issue_a_b<T>(dq, ds, Traits::kSplitRows ? consumer * 64 : 0, shared.keys(),
+                     Traits::kSplitRows ? 0 : consumer);
+        ptx::wgmma_wait<1>();
+        ptx::wgmma_pin(dv);
+        release(shared.dout_ring);
+        issue_p_b<T>(dk, ds_16, q);
+        ptx::wgmma_wait<1>();
+        ptx::wgmma_pin(dq);
+        hand_over_dq(dq);
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_pin(dk);
+        release(shared.query_ring);
+        rows_at.advance();
+        ds_half ^= 1;
+    }
+
+    MCP_DEVICE void release(const Ring<Traits::kStages>& ring) const {
+        ptx::sync_warp();  // all lanes have read the row statistics
+        if (lane_index() == 0) ring.release(rows_at);
+    }
+
+    // A consumer's 64 x 64 of dq: a pair of 32-column panels, or 64 rows of the only pair.
+    MCP_DEVICE void hand_over_dq(const float (&dq)[32]) {
+        const FragmentPlace in_tile = fragment_place();
+        constexpr int kPanelBytes = Traits::kBlockM * kRowBytes;
+        const u32 panels = shared.dq() + (Traits::kSplitRows ? 0 : consumer * 2 * kPanelBytes);
+        const int row = in_tile.row + (Traits::kSplitRows ? consumer * 64 : 0);
+        shared.dq_ring.wait_empty(dq_at);
+        store_f32_panels(panels, Traits::kBlockM, row, in_tile.column, dq);
+        ptx::fence_proxy_async();
+        ptx::mbarrier_arrive(shared.dq_ring.full(dq_at));
+        dq_at.advance();
+    }
+
+    MCP_DEVICE void visit_queries(const WorkItem& work, FragmentPlace place) {
+        const i32 group = params.num_heads / params.num_kv_heads;
+        shared.key_ring.wait_full(keys_at);
+        MCP_NO_UNROLL
+        for (i32 g = 0; g < group; g++) {
+            Queries queries(params.segments, work);
+            bool more = true;
+            MCP_NO_UNROLL
+            while (more) {
+                if (queries.is_full()) {
+                    visit<false>(queries, place);
+                } else {
+                    visit<true>(queries, place);
+                }
+                more = queries.advance();
+            }
+        }
+        if (thread_in_warpgroup() == 0) shared.key_ring.release(keys_at);
+        keys_at.advance();
+    }
+
+    template <int kHalf>
+    MCP_DEVICE void store(const WorkItem& work, FragmentPlace place) const {
+        const i32 row = place.row + 8 * kHalf;
+        const bool valid = row < work.row0 + work.rows;
+        const bool is_float = params.grads_are_float != 0;
+        const i64 dk_at = row * params.dk_row_stride + work.head * params.dk_head_stride + place.column;
+        const i64 dv_at = row * params.dv_row_stride + work.head * params.dv_head_stride + place.column;
+        store_gradient<kHalf, T>(params.dk, dk_at, is_float, dk, params.softmax_scale, valid);
+        store_gradient<kHalf, T>(params.dv, dv_at, is_float, dv, 1.0f, valid);
+    }
+
+    MCP_DEVICE void run() {
+        for (;;) {
+            const WorkItem work = to_work_item(receive(shared.mailbox(), shared.mail_ring, mail_at));
+            if (work.head < 0) break;
+            FragmentPlace place = fragment_place();
+            place.row += work.row0 + consumer * 64;
+            fill(dk, 0.0f);
+            fill(dv, 0.0f);
+            if (work.num_segs > 0) visit_queries(work, place);
+            store<0>(work, place);
+            store<1>(work, place);
+        }
+    }
+};
+
+template <class Traits>
+MCP_DEVICE void backward(const BwdParams& params) {
+    const BwdShared<Traits> shared;
+    const int warpgroup = uniform(static_cast<i32>(ptx::thread_index()) / kWarpgroupSize);
+    const int warp = uniform(static_cast<i32>(ptx::thread_index()) / kWarpSize);
+    if (ptx::thread_index() == 0) shared.init_barriers();
+    ptx::sync_threads();
+    if (warpgroup == 0) {
+        ptx::set_max_registers_down<Traits::kProducerRegisters>();
+        if (warp == 0) BwdLoader<Traits>(params, shared).run();
+        if (warp == 1) BwdStorer<Traits>(params, shared).run();
+    } else {
+        ptx::set_max_registers_up<Traits::kConsumerRegisters>();
+        BwdConsumer<Traits>(params, shared, warpgroup - 1).run();
+    }
+}
+
+}  // namespace mcp::attn
