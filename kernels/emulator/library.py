@@ -24,8 +24,7 @@ from pathlib import Path
 
 KERNELS = Path(__file__).resolve().parent.parent
 EMULATOR = KERNELS / "emulator"
-# The emulator's own wrappers stand before the kernels': the order decides which ones a kernel sees.
-INCLUDE_FOLDERS = (EMULATOR / "include", EMULATOR, KERNELS / "include", KERNELS)
+SOURCE_SUFFIXES = (".cpp", ".cu", ".cuh", ".h")
 FLAGS = ("-std=c++17", "-fPIC", "-fvisibility-inlines-hidden", "-Wall", "-Wextra")
 ENGINE_FLAGS = ("-O2", "-fvisibility=hidden")
 KERNEL_FLAGS = ("-O1", "-Wno-unknown-pragmas")
@@ -63,13 +62,32 @@ class Launch(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Source:
-    """One kernel: a file below `kernels/` or an absolute path, its entry, its parameter type, definitions."""
+    """One kernel: its file, relative to `root`, its entry, its parameter type, definitions.
+
+    `root` stands in for `kernels/`: its `include` and itself are searched after the emulator's headers, and
+    then those of `kernels/`.
+    """
 
     name: str
     path: str
     entry: str
     params: str
     defines: tuple[str, ...] = ()
+    root: Path = KERNELS
+
+    @property
+    def include_folders(self) -> tuple[Path, ...]:
+        """Returns where headers are looked for; the order decides which wrappers a kernel sees."""
+        own = (EMULATOR / "include", EMULATOR)
+        return (*own, self.root / "include", self.root, KERNELS / "include", KERNELS)
+
+    def digest(self) -> str:
+        """Returns a SHA-256 over all sources that can take part: one too many costs one compilation."""
+        digest = hashlib.sha256()
+        for folder in (EMULATOR, KERNELS / "include", KERNELS / "attn", self.root):
+            if folder != KERNELS:
+                _add_sources(digest, folder)
+        return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -261,34 +279,21 @@ def _compiler() -> tuple[str, str]:
     return path, run.stdout.splitlines()[0]
 
 
-def _sources() -> list[Path]:
-    """Returns all files that can take part: a file too many costs one compilation."""
-    folders = (EMULATOR, KERNELS / "include", KERNELS / "attn")
-    suffixes = (".cpp", ".cu", ".cuh", ".h")
-    return sorted(p for folder in folders for p in folder.rglob("*") if p.suffix in suffixes)
-
-
-@lru_cache(maxsize=1)
-def _tree_digest() -> str:
-    digest = hashlib.sha256()
-    for path in _sources():
-        digest.update(f"\n{path.relative_to(KERNELS)} {path.stat().st_size}\n".encode())
+def _add_sources(digest: "hashlib._Hash", folder: Path) -> None:
+    for path in sorted(p for p in folder.rglob("*") if p.suffix in SOURCE_SUFFIXES):
+        digest.update(f"\n{path.relative_to(folder)} {path.stat().st_size}\n".encode())
         digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def _key(compiler: tuple[str, str], source: Source, extra_flags: tuple[str, ...]) -> str:
     flags = (FLAGS, ENGINE_FLAGS, KERNEL_FLAGS, extra_flags)
-    digest = hashlib.sha256(repr((compiler, flags, source, _tree_digest())).encode())
-    if Path(source.path).is_absolute():
-        digest.update(Path(source.path).read_bytes())
-    return digest.hexdigest()
+    what = (source.name, source.path, source.entry, source.params, source.defines)
+    return hashlib.sha256(repr((compiler, flags, what, source.digest())).encode()).hexdigest()
 
 
 def _engine(compiler: tuple[str, str], folder: Path, extra_flags: tuple[str, ...]) -> Path:
     digest = hashlib.sha256(repr((compiler, FLAGS, ENGINE_FLAGS, extra_flags)).encode())
-    for path in sorted((EMULATOR / "engine").iterdir()):
-        digest.update(path.name.encode() + path.read_bytes())
+    _add_sources(digest, EMULATOR / "engine")
     path = folder / f"engine.{digest.hexdigest()[:32]}.o"
     if not path.is_file():
         with path.with_suffix(".lock").open("w") as lock:
@@ -308,12 +313,17 @@ def _compile_kernel(
     extra_flags: tuple[str, ...],
 ) -> None:
     macros = (
-        f'MCP_EMULATED_SOURCE="{source.path}"',
+        f'MCP_EMULATED_SOURCE="{source.root / source.path}"',
         f"MCP_EMULATED_ENTRY={source.entry}",
         f"MCP_EMULATED_PARAMS={source.params}",
         *source.defines,
     )
-    flags = [*FLAGS, *KERNEL_FLAGS, *extra_flags, *(f"-I{folder}" for folder in INCLUDE_FOLDERS)]
+    flags = [
+        *FLAGS,
+        *KERNEL_FLAGS,
+        *extra_flags,
+        *(f"-I{folder}" for folder in source.include_folders),
+    ]
     flags += [f"-D{macro}" for macro in macros]
     _compile(
         compiler, (*flags, "-shared", str(EMULATOR / "entry.cpp"), str(engine), "-pthread"), path

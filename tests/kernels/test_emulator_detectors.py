@@ -117,7 +117,9 @@ EXPECTED = {
 @pytest.fixture(scope="module")
 def kernel():
     return library.load(
-        library.Source("planted", str(SOURCE), "planted_defects", "mcp::planted::Params")
+        library.Source(
+            "planted", SOURCE.name, "planted_defects", "mcp::planted::Params", root=SOURCE.parent
+        )
     )
 
 

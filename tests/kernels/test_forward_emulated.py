@@ -146,7 +146,9 @@ def test_attend_agrees_with_the_cpu_backend_in_every_feature(dtype, softcap):
 def test_two_parts_of_the_keys_merge_into_the_whole():
     inputs, _ = random_case(200, 300, (2, 1), (64, 64), torch.bfloat16)
     q, k, v = inputs
-    mask = masks.from_slices(200, 300, [(0, 150, 0, 300, None, 90), (170, 200, 60, 220, None, None)])
+    mask = masks.from_slices(
+        200, 300, [(0, 150, 0, 300, None, 90), (170, 200, 60, 220, None, None)]
+    )
     out, lse = _run((q, k[:130], v[:130]), mask.crop(k=(0, 130)))
     run_forward(
         *(q, k[130:], v[130:], mask.crop(k=(130, 300)), AttendOptions(64**-0.5, 0.0, "emulated")),
@@ -191,7 +193,10 @@ def test_calls_without_queries_keys_or_slices():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dtype": torch.float32}, r"dtype=torch.float32, only torch.bfloat16 and torch.float16.*'cpu'"),
+        (
+            {"dtype": torch.float32},
+            r"dtype=torch.float32, only torch.bfloat16 and torch.float16.*'cpu'",
+        ),
         ({"head_dim": 80}, r"head_dim=80 with a value head_dim=80, only for \(64, 64\).*'cpu'"),
         ({"grad": True}, "no backward pass yet.*backend='cpu' or 'reference'"),
         ({"scale": -1.0}, "softmax_scale=-1.0 < 0; negate q"),

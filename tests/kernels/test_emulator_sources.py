@@ -1,0 +1,229 @@
+"""The emulator's headers match the device's, its library is built safely, and it finds defects put into the kernel."""
+
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_cp import mask as masks
+from megatron_cp.attn import attend, emulated
+from megatron_cp.kernels.emulator import library
+from tests.attn.formula import random_case
+
+DEVICE = library.KERNELS / "include" / "mcp" / "ptx"
+EMULATED = library.EMULATOR / "include" / "mcp" / "ptx"
+# Names that one side has for itself: how a wrapper is written, not what a kernel sees.
+OWN_NAMES = {"flush_subnormal"}
+
+
+def _declarations(folder: Path) -> set[str]:
+    """Returns `template return-type name(parameter types)` of every wrapper, without parameter names."""
+    found = set()
+    pattern = re.compile(
+        r"((?:template\s*<[^>]*>\s*)*)MCP_DEVICE\s+([\w\s*&]+?)\s(\w+(?:<\w+>)?)\(([^{;]*?)\)\s*[{;]"
+    )
+    for path in sorted(folder.glob("*.cuh")):
+        text = re.sub(r"//[^\n]*", "", path.read_text())
+        for template, result, name, parameters in pattern.findall(text):
+            types = [_type(p) for p in re.split(r",(?![^(]*\))", parameters) if p.strip()]
+            found.add(
+                f"{path.name}: {' '.join(template.split())} {result} {name}({', '.join(types)})"
+            )
+    return found
+
+
+def _type(parameter: str) -> str:
+    """Returns a parameter without its name."""
+    reference = re.search(r"^(.*)\(&\s*\w*\)(.*)$", parameter.strip())
+    if reference:
+        return f"{reference[1].strip()} (&){reference[2]}"
+    words = parameter.split()
+    known = {
+        "u32",
+        "u64",
+        "i32",
+        "i64",
+        "u16",
+        "float",
+        "int",
+        "bool",
+        "const",
+        "void",
+        "f32x2",
+        "i32x4",
+    }
+    if len(words) > 1 and words[-1].strip("*&") not in known and not words[-1].endswith(("*", "&")):
+        words = words[:-1]
+    return " ".join(words)
+
+
+def test_every_wrapper_has_the_same_signature_on_both_sides():
+    device, emulated_side = _declarations(DEVICE), _declarations(EMULATED)
+    assert len(device) > 50
+    emulated_side = {line for line in emulated_side if not any(name in line for name in OWN_NAMES)}
+    assert device == emulated_side
+
+
+def test_both_sides_have_the_same_files():
+    assert {p.name for p in DEVICE.iterdir()} == {p.name for p in EMULATED.iterdir()}
+
+
+# What a careless change of the kernel could look like: (file, text, replacement, what the emulator says).
+MUTATIONS = {
+    "no fence before the scores": (
+        "include/mcp/gemm.cuh",
+        "ptx::wgmma_fence();",
+        "",
+        "no wgmma.fence|changed after the last wgmma.fence",
+    ),
+    "a cleared tail without proxy fence": (
+        "attn/fwd_sm90.cuh",
+        "ptx::fence_proxy_async();\n            ptx::sync_warp();",
+        "ptx::sync_warp();",
+        "through the generic proxy",
+    ),
+    "a tail released before all lanes have cleared it": (
+        "attn/fwd_sm90.cuh",
+        "ptx::fence_proxy_async();\n            ptx::sync_warp();",
+        "ptx::fence_proxy_async();",
+        r"was written by thread \d+, and nothing orders that write before",
+    ),
+    "waits for the other parity": (
+        "include/mcp/ring.cuh",
+        "wait(empty(at), at.parity ^ 1)",
+        "wait(empty(at), at.parity)",
+        "deadlock",
+    ),
+    "no wait for the keys": (
+        "attn/fwd_sm90.cuh",
+        "shared.key_ring.wait_full(keys_at);\n        turns.take();",
+        "turns.take();",
+        "TMA copy that this thread has not waited for|nobody has written",
+    ),
+    "reads the scores too early": (
+        "attn/fwd_sm90.cuh",
+        "ptx::wgmma_wait<1>();",
+        "ptx::wgmma_wait<2>();",
+        "was written between|accumulator read before|in flight",
+    ),
+    "packs probabilities before the wait": (
+        "attn/fwd_sm90.cuh",
+        "ptx::wgmma_wait<0>();\n        ptx::wgmma_pin(out);",
+        "pack<T>(probs, scores);\n        ptx::wgmma_wait<0>();\n        ptx::wgmma_pin(out);",
+        "operand A registers of lane 0 changed",
+    ),
+    "releases the values before the wait": (
+        "attn/fwd_sm90.cuh",
+        "ptx::wgmma_wait<0>();\n        ptx::wgmma_pin(out);\n"
+        "        if (speaker) shared.value_ring.release(values_at);",
+        "if (speaker) shared.value_ring.release(values_at);\n        ptx::wgmma_wait<0>();",
+        "which a wgmma of warpgroup . may still read",
+    ),
+    "expects the bytes of the keys for the queries": (
+        "attn/fwd_sm90.cuh",
+        "expect_tx(full, Traits::kQueryBytes)",
+        "expect_tx(full, Traits::kQueryBytes / 2)",
+        "fewer bytes were expected than copied|bytes more than expected",
+    ),
+    "an unaligned base": (
+        "attn/fwd_sm90.cuh",
+        "(ptx::dynamic_shared() + kSwizzleBytes - 1) / kSwizzleBytes * kSwizzleBytes",
+        "(ptx::dynamic_shared() + 127) / 128 * 128 + 128",
+        "misaligned swizzled panel",
+    ),
+    "one register too many": (
+        "attn/traits.h",
+        "kConsumers == 2 ? 24 : 32",
+        "kConsumers == 2 ? 32 : 32",
+        "deadlock.*setmaxnreg.inc 240",
+    ),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_careless_change_of_the_forward_kernel_is_found(mutation, tmp_path, monkeypatch):
+    name, text, replacement, message = MUTATIONS[mutation]
+    kernels = tmp_path / "kernels"
+    for folder in ("attn", "include"):
+        shutil.copytree(library.KERNELS / folder, kernels / folder)
+    source = (kernels / name).read_text()
+    assert text in source, f"{name} has changed: say this mutation in its new words"
+    (kernels / name).write_text(source.replace(text, replacement))
+
+    whole = emulated._source
+    monkeypatch.setattr(emulated, "_source", lambda variant: replace(whole(variant), root=kernels))
+    slices = [(0, 150, 0, 290, None, None), (150, 260, 0, 140, None, -20)]
+    inputs, _ = random_case(260, 300, (2, 1), (64, 64), torch.bfloat16)
+    with pytest.raises(library.EmulatorError, match=message), torch.no_grad():
+        attend(*inputs, masks.from_slices(260, 300, slices), backend="emulated")
+
+
+def test_without_a_compiler_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    library._compiler.cache_clear()
+    try:
+        with pytest.raises(
+            library.EmulatorBuildError, match=r"g\+\+ is on PATH .*install .* or use backend='cpu'"
+        ):
+            library._compiler()
+    finally:
+        monkeypatch.undo()
+        library._compiler.cache_clear()
+
+
+def test_source_that_does_not_compile_is_shown_with_the_compilers_words(tmp_path):
+    broken = tmp_path / "broken.cu"
+    broken.write_text("int kernel(int x) { return y; }\n")
+    with pytest.raises(library.EmulatorBuildError, match="was not declared"):
+        library.load(library.Source("broken", "broken.cu", "kernel", "int", root=tmp_path))
+
+
+def test_a_cache_that_others_can_write_to_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = library.cache_folder()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o722)
+    with pytest.raises(PermissionError, match="mode 722; it must belong to user"):
+        library.cache_folder()
+
+
+def test_changed_source_gets_another_library(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    source = tmp_path / "kernel.cu"
+    found = []
+    for body in ("*params.out = 1;", "*params.out = 2;"):
+        source.write_text(
+            "struct Params { int* out; };\n#include <mcp/platform.cuh>\n"
+            f"MCP_KERNEL(32) kernel(MCP_PARAMS(Params, params)) {{ {body} }}\n"
+        )
+        library.load.cache_clear()
+        kernel = library.load(
+            library.Source("changing", "kernel.cu", "kernel", "Params", root=tmp_path)
+        )
+        out = torch.zeros(1, dtype=torch.int32)
+        kernel.run(_Pointer(out.data_ptr()), library.Machine(1, 32, 0))
+        found.append(out.item())
+    assert found == [1, 2]
+    names = sorted(p.name for p in library.cache_folder().iterdir() if not p.name.endswith(".lock"))
+    assert [n.split(".")[0] for n in names] == ["changing", "changing", "engine"]
+
+
+class _Pointer(library.ctypes.Structure):
+    _fields_ = (("out", library.ctypes.c_void_p),)
+
+
+def test_portable_context_switches_give_the_same_bits(monkeypatch):
+    inputs, _ = random_case(140, 140, (1, 1), (64, 64), torch.bfloat16)
+    mask = masks.causal(140)
+    expected = attend(*inputs, mask, backend="emulated")
+    load = library.load
+
+    def load_portable(source):
+        return load(source, ("-DMCP_EMULATOR_UCONTEXT", "-Werror"))
+
+    monkeypatch.setattr(emulated.library, "load", load_portable)
+    for got, wanted in zip(attend(*inputs, mask, backend="emulated"), expected, strict=True):
+        assert torch.equal(got, wanted)
