@@ -10,12 +10,13 @@ from collections.abc import Callable
 import numpy as np
 
 from megatron_cp.config import CPConfig
-from megatron_cp.mask import AttentionMask
+from megatron_cp.mask import AttentionMask, cell_areas
 from megatron_cp.plan.cost import FloatArray, compute_seconds, row_bytes
 from megatron_cp.plan.placement import tokens_per_rank
 from megatron_cp.plan.schema import PassName
 from megatron_cp.plan.topology import get_topology
 
+STRIPS = 256
 MOST_STEPS = 128  # ranks up to which plans with a stage per rank are built
 
 
@@ -61,7 +62,7 @@ def _double_ring(mask: AttentionMask, cp_size: int, config: CPConfig, pass_name:
     moved = _key_bytes(mask, cp_size, config, pass_name)
     outer = (nodes - 1) * moved / topology.outer_gbytes_per_s
     inner = (cp_size - nodes) * moved / topology.inner_gbytes_per_s
-    compute = _compute(mask.area() / cp_size, config, pass_name)
+    compute = _compute(busiest_area(mask, cp_size, config, pieces=2), config, pass_name)
     return max(compute, max(outer, inner) * 1e-9 + _latency(cp_size - 1, config))
 
 
@@ -69,7 +70,7 @@ def _distflashattn(
     mask: AttentionMask, cp_size: int, config: CPConfig, pass_name: PassName
 ) -> float:
     num_tokens = mask.num_queries
-    compute = _compute(mask.area() / cp_size, config, pass_name)
+    compute = _compute(_helped_area(mask, cp_size, config), config, pass_name)
     if mask.area() != num_tokens * (num_tokens + 1) // 2 or mask.num_slices != 1:
         return compute  # its volume is known for one causal document
     topology = get_topology(config.topology)
@@ -80,6 +81,21 @@ def _distflashattn(
     share = max(0.0, 1 - topology.node_size / cp_size)  # of the rows, from other nodes
     links = share * moved / (topology.outer_gbytes_per_s * 1e9)
     return max(compute, links + _latency(cp_size // 2, config))
+
+
+def _helped_area(mask: AttentionMask, cp_size: int, config: CPConfig) -> float:
+    """Returns the pairs of DISTFLASHATTN's busiest rank: blocks more than P / 2 places apart go to the keys."""
+    size = tokens_per_rank(mask.num_queries, cp_size, config)
+    bounds = np.minimum(np.arange(cp_size + 1) * size, mask.num_queries)
+    loads = np.zeros(cp_size)
+    keys = np.arange(cp_size)
+    for first in range(0, cp_size, STRIPS):  # the whole table of 4096 ranks would be large
+        queries = np.arange(first, min(first + STRIPS, cp_size))[:, None]
+        areas = cell_areas(mask, bounds[first : first + STRIPS + 1], bounds).astype(np.float64)
+        is_helped = (queries - keys) % cp_size > cp_size / 2
+        loads[queries[:, 0]] += np.where(is_helped, 0.0, areas).sum(axis=1)
+        loads += np.where(is_helped, areas, 0.0).sum(axis=0)
+    return float(loads.max())
 
 
 def _compute(area: float, config: CPConfig, pass_name: PassName) -> float:
@@ -107,6 +123,7 @@ BEST_CASES: dict[str, Callable[[AttentionMask, int, CPConfig, PassName], float]]
     "ring": _ring(1),
     "zigzag": _ring(2),
     "stripe": _ring(0),  # balanced to within a diagonal
+    "per_document_zigzag": _ring(0),  # balanced to within a piece
     "double_ring": _double_ring,
     "distflashattn": _distflashattn,
 }

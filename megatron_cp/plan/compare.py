@@ -16,6 +16,7 @@ from megatron_cp.plan.simulate import simulate_pass
 
 PASSES: tuple[PassName, PassName] = ("forward", "backward")
 NONE = float("nan")
+MOST_RANKS = {"document_groups": 256}
 
 
 @dataclass(frozen=True)
@@ -73,11 +74,18 @@ def measured(mask: AttentionMask, cp_size: int, config: CPConfig) -> Outcome:
     try:
         if not is_built(config.planner, cp_size):
             return _priced(mask, cp_size, config)
+        if cp_size > MOST_RANKS.get(config.planner, cp_size):
+            raise NotImplementedError(
+                f"planner {config.planner!r} is compared up to {MOST_RANKS[config.planner]} ranks: its plans "
+                "have a stage per rank of a group; use make_plan for it alone"
+            )
         started = time.process_time()
         plan = make_plan(mask, cp_size, config)
         plan_ms = (time.process_time() - started) * 1e3
     except (ValueError, NotImplementedError) as problem:
         return Outcome(config.planner, refusal=" ".join(str(problem).split()))
+    except MemoryError:
+        return Outcome(config.planner, refusal="out of memory while planning")
     return outcome_of(plan, plan_ms)
 
 
@@ -113,10 +121,14 @@ def _priced(mask: AttentionMask, cp_size: int, config: CPConfig) -> Outcome:
     )
 
 
-def best_other(outcomes: Iterable[Outcome], ours: str = "auto") -> Outcome | None:
-    """Returns the fastest outcome of another planner by predicted time; None if nobody else serves."""
+def best_other(
+    outcomes: Iterable[Outcome], ours: str = "auto", *, is_simulated: bool = False
+) -> Outcome | None:
+    """Returns the fastest outcome of another planner, predicted or simulated; None if nobody else serves."""
     served = [one for one in outcomes if one.planner != ours and not one.refusal]
-    return min(served, key=lambda one: one.predicted_ms) if served else None
+    if is_simulated:
+        return min(served, key=lambda one: one.simulated_ms, default=None)
+    return min(served, key=lambda one: one.predicted_ms, default=None)
 
 
 def geometric_mean(values: Iterable[float]) -> float:
