@@ -124,34 +124,37 @@ struct BwdLoader {
 };
 
 // The order in which key tiles add to rows of dq, so that the sum has the same bits in every run: a slot of kBlockM rows
-// is open to a segment when the slot's counter shows the number of the segment before it. The leader alone calls.
+// is open to a segment when the slot's counter shows the number of the segment before it. One lane calls. What can be
+// computed is not kept: the storer has 24 registers.
 template <int kBlockM>
 struct Turns {
     const BwdParams& params;
-    i32* counters;       // of the head
-    i32 number, run;     // of the segment
-    i32 taken, given;    // slots below are open to this segment; slots below are passed on
-    i32 finished = 0;    // slots below are left for good, once the copies committed so far are complete
+    i32 head;
+    i32 run = 0;  // of the segment: slots below turn_runs[run][0] are opened by segment turn_runs[run][1]
 
-    MCP_DEVICE void enter(i32 segment, i32 head, i32 first_row) {
-        counters = params.turn_counters + static_cast<i64>(head) * params.num_slots;
-        number = params.turn_segments[3 * segment];
-        run = params.turn_segments[3 * segment + 1];
-        taken = given = finished = first_row / kBlockM;
+    MCP_DEVICE i32* counter(i32 slot) const {
+        return params.turn_counters + static_cast<i64>(head) * params.num_slots + slot;
     }
-    MCP_DEVICE void take(i32 end_slot) {
-        for (; taken < end_slot; taken++) {
-            while (taken >= params.turn_runs[2 * run]) run++;
+    // Before adding to rows [first, end) of a segment whose first row is `begin`.
+    MCP_DEVICE void take(i32 segment, i32 begin, i32 first, i32 end) {
+        if (first == begin) run = params.turn_segments[3 * segment + 1];
+        const i32 open = first == begin ? first / kBlockM : (first - 1) / kBlockM + 1;
+        MCP_NO_UNROLL
+        for (i32 slot = open; slot < (end - 1) / kBlockM + 1; slot++) {
+            MCP_NO_UNROLL
+            while (slot >= params.turn_runs[2 * run]) run++;
             const i32 before = params.turn_runs[2 * run + 1];
-            while (ptx::load_acquire(counters + taken) != before) {
+            while (ptx::load_acquire(counter(slot)) != before) {
             }
         }
         ptx::fence_proxy_async_global();
     }
-    // The writes of the copies that finished these slots are complete.
-    MCP_DEVICE void give(i32 end_slot) {
+    // Passes slots [slot, end_slot) on: the segment's writes to them are complete.
+    MCP_DEVICE void give(i32 segment, i32 slot, i32 end_slot) const {
         ptx::fence_proxy_async_global();
-        for (; given < end_slot; given++) ptx::store_release(counters + given, number);
+        const i32 number = params.turn_segments[3 * segment];
+        MCP_NO_UNROLL
+        for (; slot < end_slot; slot++) ptx::store_release(counter(slot), number);
     }
 };
 
@@ -181,38 +184,39 @@ struct BwdStorer {
     }
 
     MCP_DEVICE void store_tiles(const WorkItem& work, i32 head) {
-        const bool in_turn = params.turn_runs != nullptr;
-        Turns<Traits::kBlockM> turns = {params};
+        Turns<Traits::kBlockM> turns = {params, head};
         QueryTiles<Traits::kBlockM> queries(params.segments, work);
         bool more = true;
         while (more) {
-            const i32 first = queries.first(), end = ptx::min(first + Traits::kBlockM, queries.k1);
+            const i32 begin = queries.k0, first = queries.first();
+            const i32 end = ptx::min(first + Traits::kBlockM, queries.k1);
             const i32 segment = static_cast<i32>(queries.next_segment - params.segments) - 1;
-            const bool enters = queries.tile == 0;
             more = queries.advance();
             const bool leaves = !more || queries.tile == 0;
             wait(shared.dq_ring.full(dq_at), dq_at.parity);
             ptx::sync_warp();
             if (leader) {
-                if (in_turn && enters) turns.enter(segment, head, first);
-                if (in_turn) turns.take((end - 1) / Traits::kBlockM + 1);
+                const bool in_turn = params.turn_runs != nullptr;
+                if (in_turn) turns.take(segment, begin, first, end);
                 add_tile(head, first);
                 ptx::tma_wait_group_read<0>();
                 shared.dq_ring.release(dq_at);
-                if (in_turn) pass_turns(turns, end, leaves);
+                if (in_turn) pass_turns(turns, segment, begin, first, leaves ? end : -1);
             }
             dq_at.advance();
         }
     }
 
-    // Slots are passed on one tile late, when their copies have had the time to complete.
-    MCP_DEVICE void pass_turns(Turns<Traits::kBlockM>& turns, i32 end, bool leaves) const {
+    // Slots are passed on one tile late, when their copies have had the time to complete; at the end of a segment, `end`,
+    // all that are left.
+    MCP_DEVICE void pass_turns(
+        const Turns<Traits::kBlockM>& turns, i32 segment, i32 begin, i32 first, i32 end) const {
+        const i32 slot = first / Traits::kBlockM;
         ptx::tma_wait_group<1>();
-        turns.give(turns.finished);
-        turns.finished = leaves ? (end - 1) / Traits::kBlockM + 1 : end / Traits::kBlockM;
-        if (leaves) {
+        turns.give(segment, ptx::max(slot - 1, begin / Traits::kBlockM), slot);
+        if (end >= 0) {
             ptx::tma_wait_group<0>();
-            turns.give(turns.finished);
+            turns.give(segment, slot, (end - 1) / Traits::kBlockM + 1);
         }
     }
 
