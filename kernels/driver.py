@@ -14,7 +14,7 @@ TENSOR_MAP_BYTES = 128
 # Values of enumerations in cuda.h.
 FLOAT16, FLOAT32, BFLOAT16 = 6, 7, 9  # CUtensorMapDataType
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CUfunction_attribute
-_INTERLEAVE_NONE, _SWIZZLE_128B, _L2_PROMOTION_256B, _FILL_ZEROS = 0, 3, 3, 0
+_INTERLEAVE_NONE, _SWIZZLE_NONE, _SWIZZLE_128B, _L2_PROMOTION_256B, _FILL_ZEROS = 0, 0, 3, 3, 0
 
 _OnePointer = c_void_p * 1
 _SIGNATURES: dict[str, tuple[type, ...]] = {
@@ -82,11 +82,12 @@ class Driver:
         sizes: Sequence[int],
         stride_bytes: Sequence[int],
         box: Sequence[int],
+        swizzled: bool = True,
     ) -> bytes:
-        """Returns the 128 bytes that describe a strided tensor to the copy engine, swizzled by 128 bytes.
+        """Returns the 128 bytes that describe a strided tensor to the copy engine.
 
         `sizes` and `box` begin with the contiguous dimension; `stride_bytes` are those of the others. What
-        lies outside the tensor is read as zero.
+        lies outside the tensor is read as zero. In shared memory a box is swizzled by 128 bytes, or plain.
         """
         storage = ctypes.create_string_buffer(TENSOR_MAP_BYTES + 64)
         aligned = (ctypes.addressof(storage) + 63) // 64 * 64
@@ -101,7 +102,7 @@ class Driver:
             (c_uint32 * rank)(*box),
             (c_uint32 * rank)(*(1,) * rank),
             _INTERLEAVE_NONE,
-            _SWIZZLE_128B,
+            _SWIZZLE_128B if swizzled else _SWIZZLE_NONE,
             _L2_PROMOTION_256B,
             _FILL_ZEROS,
         )

@@ -41,3 +41,82 @@ class FwdParams(ctypes.Structure):
         ("out_is_float", c_int32),
         ("accumulate", c_int32),
     )
+
+
+class BwdPreprocessParams(ctypes.Structure):
+    """Parameters of the kernel before the backward kernel."""
+
+    _fields_ = (
+        ("out", c_void_p),
+        ("dout", c_void_p),
+        ("lse", c_void_p),
+        ("dlse", c_void_p),
+        ("lse_2", c_void_p),
+        ("delta", c_void_p),
+        ("out_row_stride", c_int64),
+        ("out_head_stride", c_int64),
+        ("dout_row_stride", c_int64),
+        ("dout_head_stride", c_int64),
+        ("lse_row_stride", c_int64),
+        ("lse_head_stride", c_int64),
+        ("num_rows", c_int32),
+        ("padded_rows", c_int32),
+        ("num_heads", c_int32),
+        ("out_is_float", c_int32),
+    )
+
+
+class BwdParams(ctypes.Structure):
+    """Parameters of the backward kernel."""
+
+    _fields_ = (
+        ("q_map", TensorMap),
+        ("dout_map", TensorMap),
+        ("k_map", TensorMap),
+        ("v_map", TensorMap),
+        ("lse_map", TensorMap),
+        ("delta_map", TensorMap),
+        ("dq_map", TensorMap),
+        ("tiles", c_void_p),
+        ("segments", c_void_p),
+        ("order", c_void_p),
+        ("counters", c_void_p),
+        ("dk", c_void_p),
+        ("dv", c_void_p),
+        ("turn_segments", c_void_p),
+        ("turn_runs", c_void_p),
+        ("turn_counters", c_void_p),
+        ("dk_row_stride", c_int64),
+        ("dk_head_stride", c_int64),
+        ("dv_row_stride", c_int64),
+        ("dv_head_stride", c_int64),
+        ("num_tiles", c_int32),
+        ("num_heads", c_int32),
+        ("num_kv_heads", c_int32),
+        ("heads_per_section", c_int32),
+        ("num_slots", c_int32),
+        ("num_queries", c_int32),
+        ("score_scale", c_float),
+        ("cap", c_float),
+        ("cap_scale", c_float),
+        ("softmax_scale", c_float),
+        ("grads_are_float", c_int32),
+        ("padding", c_int32 * 11),  # the header's struct is aligned to 64 bytes
+    )
+
+
+class BwdPostprocessParams(ctypes.Structure):
+    """Parameters of the kernel after the backward kernel."""
+
+    _fields_ = (
+        ("dq_sum", c_void_p),
+        ("dq", c_void_p),
+        ("sum_row_stride", c_int64),
+        ("sum_head_stride", c_int64),
+        ("dq_row_stride", c_int64),
+        ("dq_head_stride", c_int64),
+        ("num_rows", c_int32),
+        ("num_heads", c_int32),
+        ("softmax_scale", c_float),
+        ("dq_is_float", c_int32),
+    )

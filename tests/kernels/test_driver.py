@@ -11,7 +11,7 @@ import pytest
 
 from megatron_cp.kernels import driver as driver_module
 from megatron_cp.kernels import params
-from megatron_cp.kernels.driver import BFLOAT16, CudaError, Driver
+from megatron_cp.kernels.driver import BFLOAT16, FLOAT32, CudaError, Driver
 from tests.kernels import fake_cuda
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,6 +45,12 @@ def test_tensor_map_gets_every_argument_in_its_place(driver):
     }
     assert len(encoded) == 128
     assert int.from_bytes(encoded[8:16], "little") == 0x7000
+
+
+def test_tensor_map_may_lie_plainly(driver):
+    driver.encode_tensor_map(FLOAT32, 0x7000, (300, 8), (1216,), (64, 1), swizzled=False)
+    assert fake_cuda.last_map(2)["dtype"] == 7
+    assert fake_cuda.last_map(2)["modes"] == [0, 0, 3, 0]
 
 
 def test_launch_copies_the_parameters_at_once(driver):
@@ -114,10 +120,18 @@ int main() {{
 """
 
 
-@pytest.mark.parametrize("struct", [params.FwdParams])
+STRUCTS = (
+    params.FwdParams,
+    params.BwdPreprocessParams,
+    params.BwdParams,
+    params.BwdPostprocessParams,
+)
+
+
+@pytest.mark.parametrize("struct", STRUCTS)
 def test_mirror_has_the_offsets_of_the_header(struct, tmp_path):
     name = struct.__name__
-    fields = [field[0] for field in struct._fields_]
+    fields = [field[0] for field in struct._fields_ if field[0] != "padding"]
     lines = "\n    ".join(
         f'std::printf("{f} %zu %zu\\n", offsetof({name}, {f}), sizeof({name}::{f}));'
         for f in fields
@@ -133,9 +147,10 @@ def test_mirror_has_the_offsets_of_the_header(struct, tmp_path):
     assert text.splitlines() == mirrored
 
 
-def test_mirror_has_every_field_of_the_header():
+@pytest.mark.parametrize("struct", STRUCTS)
+def test_mirror_has_every_field_of_the_header(struct):
     header = (ROOT / "kernels/attn/params.h").read_text()
-    body = header.split("struct FwdParams {")[1].split("\n};")[0]
+    body = header.split(f"struct {struct.__name__} {{")[1].split("\n};")[0]
     declared = [line.split("//")[0].strip().rstrip(";") for line in body.splitlines()]
     names = [
         name.strip(" *")
@@ -143,7 +158,7 @@ def test_mirror_has_every_field_of_the_header():
         if line
         for name in re.sub(r"^(const )?\w+\*? ", "", line).split(",")
     ]
-    assert names == [field[0] for field in params.FwdParams._fields_]
+    assert names == [field[0] for field in struct._fields_ if field[0] != "padding"]
 
 
 def test_importing_the_kernels_loads_no_driver():
