@@ -1,4 +1,4 @@
-"""`python -m megatron_cp doctor | plan | simulate | report`: what is there, a dry run, scale on paper, the report.
+"""`python -m megatron_cp doctor | plan | simulate | emulate | report`: what there is, on paper, emulated, in pictures.
 
 Bad input is one line on standard error and exit code 2.
 """
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from megatron_cp import emulate_command
 from megatron_cp.config import CPConfig
 from megatron_cp.data.packing import PACKING_POLICIES, PackingConfig
 from megatron_cp.plan import PLANNERS
@@ -65,6 +66,11 @@ def build_parser() -> OneLineParser:
     )
     simulate_command.add_arguments(simulate)
     simulate.set_defaults(run=_simulate)
+    emulate = commands.add_parser(
+        "emulate", help="one case of the Hopper forward kernel on this CPU", allow_abbrev=False
+    )
+    emulate_command.add_arguments(emulate)
+    emulate.set_defaults(run=_emulate)
     report = commands.add_parser(
         "report", help="one offline HTML file of a training run", allow_abbrev=False
     )
@@ -151,6 +157,12 @@ def _simulate(args: argparse.Namespace, words: Sequence[str]) -> int:
     command = shlex.join(["python", "-m", "megatron_cp", *words])
     print(*simulate_command.run(args, command), sep="\n")
     return 0
+
+
+def _emulate(args: argparse.Namespace, words: Sequence[str]) -> int:
+    lines, status = emulate_command.run(args)
+    print(*lines, sep="\n", file=sys.stderr if status else sys.stdout)
+    return status
 
 
 def _corpus(args: argparse.Namespace) -> dry_run.Corpus:

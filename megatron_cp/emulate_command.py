@@ -1,0 +1,167 @@
+"""The words of `python -m megatron_cp emulate`, and what it does: one case of the forward kernel on the CPU.
+
+Prints the distance to float64 beside that of the plain formula, what was executed, and on request every event
+of the kernel's mbarriers. Nothing it prints says anything about the speed of a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_cp import mask as masks
+from megatron_cp.mask import AttentionMask
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DTYPES = ("bf16", "fp16")
+
+
+def _documents(length: int) -> AttentionMask:
+    generator, lengths = random.Random(length), [1]  # one token first
+    while sum(lengths) < length:
+        lengths.append(min(generator.randint(1, 200), length - sum(lengths)))
+    return masks.documents(lengths if length > 1 else [length], within="causal")
+
+
+def _mixed(length: int) -> AttentionMask:
+    """Full, causal, inverse causal and windowed slices, and rows without keys."""
+    third = max(1, length // 3)
+    return masks.from_slices(
+        length,
+        length,
+        [
+            (0, third, 0, length, None, None),
+            (third, 2 * third, third, 2 * third, None, 0),
+            (third, 2 * third, 2 * third, length, third, None),
+            (2 * third + 5, length, 0, length, -40, 7),
+        ]
+        if length >= 24
+        else [(0, length, 0, length, None, 0)],
+    )
+
+
+MASKS: dict[str, Callable[[int], AttentionMask]] = {
+    "full": masks.full,
+    "causal": masks.causal,
+    "inverse_causal": lambda n: masks.from_slices(n, n, [(0, n, 0, n, 0, None)]),
+    "sliding_window": lambda n: masks.sliding_window(n, 100, num_sink=4),
+    "chunked_causal": lambda n: masks.chunked_causal(n, 96),
+    "prefix_lm": lambda n: masks.prefix_lm(n, n // 3),
+    "documents": _documents,
+    "mixed": _mixed,
+    "empty": lambda n: masks.from_slices(n, n, []),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command."""
+    parser.add_argument("--mask", choices=MASKS, default="causal")
+    parser.add_argument("--length", type=_count, default=300, help="queries and keys; default 300")
+    parser.add_argument("--heads", type=_count, default=2)
+    parser.add_argument("--kv-heads", type=_count, help="default: as many as heads")
+    parser.add_argument("--head-dim", type=_count, default=128)
+    parser.add_argument("--value-dim", type=_count, help="default: the head dim")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--softcap", type=float, default=0.0)
+    parser.add_argument(
+        "--seed", type=_seed, default=1,
+        help="order of what is asynchronous, and the inputs; 0 is kind; default 1",
+    )  # fmt: skip
+    parser.add_argument("--blocks", type=_count, default=2, help="CTAs of the grid; default 2")
+    parser.add_argument(
+        "--host-threads", type=_count, default=1, help="1 (default): the same run for the same seed"
+    )
+    parser.add_argument(
+        "--history", type=Path, metavar="FILE", help="write every event of the mbarriers here"
+    )
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 0")
+    return int(text)
+
+
+def run(args: argparse.Namespace) -> tuple[list[str], int]:
+    """Returns the lines to print and the exit code: 1 if the emulator found a defect."""
+    import torch
+
+    from megatron_cp.attn import attend, emulated, resolve_options
+    from megatron_cp.kernels.emulator.library import EmulatorBuildError, EmulatorError
+
+    q, k, v = _inputs(args)
+    mask = MASKS[args.mask](args.length)
+    options = resolve_options(q, k, v, softcap=args.softcap, backend="emulated")
+    out, lse = torch.empty(args.length, args.heads, v.shape[-1]), torch.empty(q.shape[:2])
+    how = emulated.Settings(args.seed, args.blocks, args.host_threads, args.history is not None)
+    started = time.perf_counter()
+    try:
+        done = emulated.run_forward(q, k, v, mask, options, into=(out, lse), settings=how)
+    except (EmulatorError, EmulatorBuildError) as defect:
+        return [f"{args.mask}, seed {args.seed}: {defect}"], 1
+    seconds = time.perf_counter() - started
+    exact_out, exact_lse = attend(
+        q.double(), k.double(), v.double(), mask, softcap=args.softcap, backend="reference"
+    )
+    plain_out = _plain(q, k, v, mask, options.softmax_scale, args.softcap)
+    has_keys = torch.isfinite(exact_lse)
+    lse_error = (lse - exact_lse)[has_keys].abs().max().item() if has_keys.any() else 0.0
+    lines = [
+        f"{args.mask}: {args.length} queries and keys, {mask.area():,} pairs, {args.heads}:{k.shape[1]} heads, head "
+        f"dim {q.shape[-1]} ({v.shape[-1]}), {args.dtype}, seed {args.seed}, {args.blocks} CTAs",
+        f"out  max error against float64 {_max_error(out, exact_out):.2e}, of the plain {args.dtype} formula "
+        f"{_max_error(plain_out, exact_out):.2e}",
+        f"lse  max error against float64 {lse_error:.2e}",
+        f"emulated in {seconds:.2f} s, compilation included where needed; this says nothing about a GPU",
+        "instructions, counted per thread:",
+        *(f"{count:>12,}  {name}" for name, count in sorted(done.counts.items(), key=_by_count)),
+    ]
+    if args.history is not None:
+        args.history.write_text(done.history, encoding="utf-8")
+        lines.append(f"wrote {done.history.count(chr(10)):,} events of mbarriers to {args.history}")
+    return lines, 0
+
+
+def _inputs(args: argparse.Namespace) -> list[Tensor]:
+    import torch
+
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
+    kv_heads, value_dim = args.kv_heads or args.heads, args.value_dim or args.head_dim
+    generator = torch.Generator().manual_seed(args.seed)
+    shapes = ((args.heads, args.head_dim), (kv_heads, args.head_dim), (kv_heads, value_dim))
+    return [torch.randn(args.length, *shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def _plain(
+    q_QNH: Tensor, k_KGH: Tensor, v_KGH: Tensor, mask: AttentionMask, scale: float, softcap: float
+) -> Tensor:
+    """Returns attention in the dtype of the inputs, all of it: the error that the dtype costs."""
+    import torch
+
+    repeats = q_QNH.shape[1] // k_KGH.shape[1]
+    k, v = (x.repeat_interleave(repeats, dim=1) for x in (k_KGH, v_KGH))
+    scores = torch.einsum("qnh,knh->nqk", q_QNH, k) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~torch.from_numpy(mask.to_dense()), -torch.inf)
+    return torch.einsum("nqk,knv->qnv", scores.softmax(dim=-1).nan_to_num(0.0), v)
+
+
+def _max_error(actual: Tensor, exact: Tensor) -> float:
+    return float((actual.double() - exact).abs().max())
+
+
+def _by_count(item: tuple[str, int]) -> int:
+    return -item[1]

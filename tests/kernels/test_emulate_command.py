@@ -1,0 +1,71 @@
+"""`python -m megatron_cp emulate`: one case of the forward kernel, printed."""
+
+import re
+
+import pytest
+
+from megatron_cp.__main__ import main
+from megatron_cp.emulate_command import MASKS
+from megatron_cp.kernels.emulator import library
+
+SMALL = ["--length", "140", "--heads", "2", "--kv-heads", "1", "--head-dim", "64"]
+
+
+def _emulate(capsys, *words):
+    status = main(["emulate", *SMALL, *words])
+    return status, capsys.readouterr()
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_every_mask_prints_an_error_below_that_of_the_plain_formula(capsys, mask, dtype):
+    status, printed = _emulate(capsys, "--mask", mask, "--dtype", dtype, "--seed", "3")
+    assert status == 0 and printed.err == ""
+    errors = re.search(
+        r"out  max error against float64 (\S+), of the plain \w+ formula (\S+)", printed.out
+    )
+    assert float(errors[1]) <= float(errors[2])
+    assert float(re.search(r"lse  max error against float64 (\S+)", printed.out)[1]) < 1e-5
+
+
+def test_instructions_and_barriers_are_counted_as_executed(capsys, tmp_path):
+    history = tmp_path / "history.txt"
+    words = ["--mask", "full", "--blocks", "1", "--softcap", "5", "--history", str(history)]
+    status, printed = _emulate(capsys, *words)
+    assert status == 0
+    # Two query tiles and two heads, two key tiles each, one panel of 64 columns: q, and k and v twice.
+    copies = 2 * 2 * (1 + 2 * 2)
+    assert re.search(rf"\b{copies}  cp\.async\.bulk\.tensor \(load\)", printed.out)
+    # Per key tile 64 / 16 products for the scores and 128 / 16 for the output, by 256 threads.
+    products = 2 * 2 * 2 * (64 // 16 + 128 // 16) * 256
+    assert re.search(rf"\b{products:,}  wgmma\.mma_async", printed.out)
+    events = history.read_text().splitlines()
+    assert sum("receives 16384 bytes" in event for event in events) == copies
+    assert f"wrote {len(events):,} events" in printed.out
+
+
+def test_a_defect_is_one_line_on_standard_error_and_exit_code_1(capsys, monkeypatch):
+    def find(self, params, machine):
+        raise library.EmulatorError("block 0, deadlock")
+
+    monkeypatch.setattr(library.Kernel, "run", find)
+    status, printed = _emulate(capsys)
+    assert status == 1 and printed.out == ""
+    assert printed.err == "causal, seed 1: block 0, deadlock\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--head-dim", "80"], "has no kernel for head_dim=80"),
+        (["--kv-heads", "3"], "num_heads=2 must be a positive multiple of num_kv_heads=3"),
+        (["--length", "0"], "must be a whole number of at least 1"),
+        (["--seed", "-1"], "must be a whole number of at least 0"),
+        (["--mask", "round"], "invalid choice: 'round'"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(capsys, words, message):
+    with pytest.raises(SystemExit) as caught:
+        main(["emulate", *SMALL, *words])
+    printed = capsys.readouterr()
+    assert caught.value.code == 2 and printed.err.count("\n") == 1 and message in printed.err
