@@ -1,10 +1,14 @@
 """A plan as a table for people."""
 
+from collections.abc import Sequence
+
 from megatron_cp.plan.cost import stage_areas
 from megatron_cp.plan.schema import AttentionPlan, PassName
 from megatron_cp.plan.stats import pass_stats, traffic
+from megatron_cp.plan.topology import get_topology
 
 MAX_RANKS_SHOWN = 16
+MAX_STAGES_SHOWN = 8
 
 
 def explain(plan: AttentionPlan) -> str:
@@ -25,27 +29,49 @@ def _explain_pass(plan: AttentionPlan, name: PassName) -> list[str]:
     pass_ = plan.get_pass(name)
     split = f", head split {pass_.head_split.degree}" if pass_.head_split else ""
     gap = stats["makespan_ms"] / stats["bound_ms"] if stats["bound_ms"] else 1.0
-    lines = [
-        f"{name}: {len(pass_.stages)} stages{split}, imbalance {stats['imbalance']:.3f}, volume mean "
-        f"{stats['volume_mean']:.2f} max {stats['volume_max']:.2f} (units of a rank's query rows)",
-        f"  predicted {stats['makespan_ms']:.3f} ms per layer on {_topology_name(plan)}, load bound "
-        f"{stats['bound_ms']:.3f} ms, gap {gap:.2f}x",
-        "  rank         pairs   share      in     out  slices  pairs per stage",
-    ]
+    num_stages = len(pass_.stages)
+    shown = min(num_stages, MAX_STAGES_SHOWN)
+    more = f" (first {shown} of {num_stages})" if shown < num_stages else ""
     mean = max(areas.sum() / plan.cp_size, 1e-9)
+    rows = []
     for rank in range(min(plan.cp_size, MAX_RANKS_SHOWN)):
         total = areas[:, rank].sum()
         slices = sum(stage.work[rank].num_slices for stage in pass_.stages)
-        by_stage = " ".join(f"{area:.3g}" for area in areas[:, rank])
-        lines.append(
-            f"  {rank:4d} {total:13.0f} {total / mean:7.3f} {moved[:, rank].sum():7.2f} "
-            f"{moved[rank].sum():7.2f} {slices:7d}  {by_stage}"
+        rows.append(
+            [
+                f"{rank:5d}",  # a line per rank begins with blanks
+                f"{total:.0f}",
+                f"{total / mean:.3f}",
+                f"{moved[:, rank].sum():.2f}",
+                f"{moved[rank].sum():.2f}",
+                str(slices),
+                *(f"{area:.4g}" for area in areas[:shown, rank]),
+            ]
         )
+    heads = ["rank", "pairs", "share", "in", "out", "slices", f"pairs per stage{more}"]
+    lines = [
+        f"{name}: {num_stages} stages{split}, imbalance {stats['imbalance']:.3f}",
+        f"  volume mean {stats['volume_mean']:.2f} max {stats['volume_max']:.2f} (units of a rank's query "
+        f"rows); at least {stats['volume_bound']:.2f} on average for these pairs per rank",
+        f"  predicted {stats['makespan_ms']:.3f} ms per layer on {get_topology(plan.config.topology).name}; "
+        f"no plan is predicted below {stats['bound_ms']:.3f} ms (pairs alone {stats['load_bound_ms']:.3f}): "
+        f"gap {gap:.2f}x",
+        *_columns(heads, rows),
+    ]
     if plan.cp_size > MAX_RANKS_SHOWN:
         lines.append(f"  ... {plan.cp_size - MAX_RANKS_SHOWN} more ranks")
     return lines
 
 
-def _topology_name(plan: AttentionPlan) -> str:
-    topology = plan.config.topology
-    return topology if isinstance(topology, str) else topology.name
+def _columns(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns lines with right-aligned columns, two blanks apart; the last head names all further columns."""
+    last = len(heads) - 1
+    table = [heads[:last], *rows]
+    count = max(map(len, table))
+    widths = [max(len(row[i]) for row in table if i < len(row)) for i in range(count)]
+    lines = [
+        "  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=False))
+        for row in table
+    ]
+    lines[0] += "  " + heads[last]
+    return lines
