@@ -25,9 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="document lengths: JSON list, a number per line, .npy, or a folder of texts",
     )
-    source.add_argument(
-        "--workload", default="W1", metavar="NAME", help=f"default W1; {', '.join(WORKLOADS)}"
-    )
+    source.add_argument("--workload", metavar="NAME", help=f"default W1; {', '.join(WORKLOADS)}")
     parser.add_argument("--mask", default="causal_document", metavar="NAME", help=", ".join(MASKS))
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--seq-length", type=tokens, help="tokens of a pack, as 131072, 128K or 1M")
@@ -89,7 +87,7 @@ def study_of(args: argparse.Namespace) -> simulation.Study:
     elif args.lengths_path is not None:
         source = simulation.source_of_path(args.lengths_path)
     else:
-        source = simulation.source_of_workload(args.workload)
+        source = simulation.source_of_workload(args.workload or "W1")
     per_rank = args.tokens_per_rank or (8 << 10)
     sizes = [(n, args.seq_length or n * per_rank) for n in args.context_parallel_size]
     heads = args.num_attention_heads

@@ -1,0 +1,241 @@
+"""The simulate command: what it reads, prints, refuses and draws."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from megatron_cp import mask as masks
+from megatron_cp.__main__ import main
+from megatron_cp.config import CPConfig
+from megatron_cp.data import IndexedWriter
+from megatron_cp.plan import PLANNERS, make_plan
+from megatron_cp.plan.simulate import simulate_pass
+from megatron_cp.report.simulate_command import tokens
+from megatron_cp.report.simulation import (
+    run_study,
+    source_of_corpus,
+    source_of_path,
+    source_of_workload,
+    study_text,
+)
+from megatron_cp.report.timeline import chrome_trace, timeline_picture
+
+HEADS = ["--num-attention-heads", "8", "--num-query-groups", "2", "--kv-channels", "64"]
+SMALL = [*HEADS, "--context-parallel-size", "2,4", "--tokens-per-rank", "1K"]
+QUICK = [*SMALL, "--cp-planners", "auto,zigzag,ulysses"]
+LENGTHS = (700, 3, 45, 1200, 88, 301, 2, 999)
+
+
+def refusal(capsys, *words):
+    with pytest.raises(SystemExit) as caught:
+        main(["simulate", *words])
+    printed = capsys.readouterr()
+    assert caught.value.code == 2 and printed.out == "" and printed.err.count("\n") == 1
+    return printed.err
+
+
+def printed_rows(text, planner):
+    """The numbers of a planner's lines: simulated, predicted, gap, ..."""
+    lines = [line for line in text.splitlines() if re.match(rf"[* ] {planner} +[>=\d]", line)]
+    return [[float(word.lstrip(">=")) for word in line[2:].split()[1:]] for line in lines]
+
+
+# ------------------------------------------------------------------ what it prints
+
+
+def test_it_prints_every_planner_at_every_size_with_the_plan_s_own_figures(capsys):
+    assert main(["simulate", "--workload", "W4", "--mask", "causal", *QUICK]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("SIMULATED, not measured")
+    for index, cp_size in enumerate((2, 4)):
+        options = CPConfig(planner="zigzag", num_heads=8, num_kv_heads=2, head_dim=64)
+        plan = make_plan(masks.causal(1024 * cp_size), cp_size, options)
+        stats = [plan.stats(name) for name in ("forward", "backward")]
+        simulated = sum(simulate_pass(plan, name).seconds for name in ("forward", "backward"))
+        row = printed_rows(text, "zigzag")[index]
+        predicted = sum(one["makespan_ms"] for one in stats)
+        assert row[0] == pytest.approx(simulated * 1e3, rel=1e-3)
+        assert row[1] == pytest.approx(predicted, rel=1e-3)
+        assert row[2] == pytest.approx(predicted / sum(s["bound_ms"] for s in stats), abs=0.01)
+        assert row[4] == pytest.approx(stats[0]["volume_mean"], abs=0.01)
+    assert f"{1024 * 4:,} tokens in 1 documents" in text
+
+
+def test_the_ratio_is_that_of_the_fastest_other_planner(capsys):
+    main(["simulate", "--mask", "full", *QUICK])
+    text = capsys.readouterr().out
+    for index, found in enumerate(re.findall(r"auto is ([\d.]+) x \w+ \w+ ?\w* (\w+)", text)):
+        ours = printed_rows(text, "auto")[index][1]
+        others = {name: printed_rows(text, name)[index][1] for name in ("zigzag", "ulysses")}
+        assert found[1] == min(others, key=others.get)
+        assert float(found[0]) == pytest.approx(min(others.values()) / ours, rel=2e-2)
+
+
+def test_a_planner_that_cannot_serve_says_why_beside_the_others(capsys):
+    main(["simulate", *HEADS, "--context-parallel-size", "16", "--tokens-per-rank", "256",
+          "--cp-planners", "contiguous,ulysses"])  # fmt: skip
+    text = capsys.readouterr().out
+    assert "ulysses" in text and "head degree 16" in text and printed_rows(text, "contiguous")
+
+
+def test_rings_on_many_ranks_are_marked_as_prices_from_below(capsys):
+    main(["simulate", *HEADS, "--context-parallel-size", "256", "--tokens-per-rank", "64",
+          "--cp-planners", "contiguous,ring"])  # fmt: skip
+    text = capsys.readouterr().out
+    assert re.search(r"ring +>=[\d.]+ +>=[\d.]+", text) and "priced from below" in text
+
+
+# ------------------------------------------------------------------ what it reads
+
+
+def test_lengths_are_read_from_lists_lines_and_arrays(tmp_path):
+    (tmp_path / "a.json").write_text("[5, 7, 0]")
+    (tmp_path / "a.txt").write_text("5\n7\n0\n")
+    np.save(tmp_path / "a.npy", np.array([5, 7, 0]))
+    for name in ("a.json", "a.txt", "a.npy"):
+        source = source_of_path(tmp_path / name)
+        assert source.lengths.tolist() == [5, 7, 0]
+        assert source.documents(20, seed=0).tolist() == [5, 7, 5, 3]
+
+
+def test_texts_of_a_folder_count_by_their_size(tmp_path):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "a.txt").write_text("x" * 330)
+    (tmp_path / "deep" / "b.md").write_text("y" * 33)
+    (tmp_path / "c.bin").write_text("z" * 999)
+    assert source_of_path(tmp_path).lengths.tolist() == [100, 10]
+
+
+def test_token_files_give_the_lengths_of_their_documents(tmp_path):
+    prefix = tmp_path / "corpus"
+    with IndexedWriter(prefix, dtype=np.dtype(np.uint16)) as writer:
+        for length in LENGTHS:
+            writer.add_document(np.arange(length) % 500)
+        writer.finish()
+    source = source_of_corpus(str(prefix), "1", seed=5)
+    assert sorted(source.lengths.tolist()) == sorted(LENGTHS)
+    other = source_of_corpus(str(prefix), "1", seed=6)
+    assert other.lengths.tolist() != source.lengths.tolist()
+    step = run_study(source, "causal_document", [(2, 3338)], CPConfig(), ["zigzag"]).steps[0]
+    assert step.mask == masks.documents(source.lengths)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("512", 512), ("128K", 131_072), ("2m", 2 << 20), ("16M", 16 << 20)]
+)
+def test_tokens_may_be_written_in_powers_of_two(text, expected):
+    assert tokens(text) == expected
+
+
+BAD = {
+    "unknown workload": (["--workload", "W9"], ["workload='W9'", "nearest: W8"]),
+    "unknown mask": (["--mask", "causl"], ["mask='causl'", "nearest: causal"]),
+    "unknown planner": (["--cp-planners", "auto,zag"], ["planner='zag'", "nearest: zigzag"]),
+    "unknown topology": (["--cp-topology", "H200"], ["topology='H200'", "nearest: h200"]),
+    "no profile": (["--cp-topology", "none.json"], ["none.json"]),
+    "no file": (["--lengths-path", "/none"], ["/none"]),
+    "ranks": (["--context-parallel-size", "8,x"], ["'x' must be a whole number"]),
+    "too many ranks": (["--context-parallel-size", "99999999"], ["at most 65536 ranks"]),
+    "tokens": (["--seq-length", "K"], ["must be a whole number"]),
+    "ranks over tokens": (["--seq-length", "7"], ["cp_size=8 is more than the 7 tokens"]),
+    "heads": (["--num-attention-heads", "6", "--num-query-groups", "4"], ["num_kv_heads=4"]),
+    "two sources": (["--workload", "W1", "--lengths-path", "x"], ["not allowed with"]),
+}
+
+
+@pytest.mark.parametrize("name", sorted(BAD))
+def test_bad_input_is_one_line_and_exit_code_2(capsys, name):
+    words, fragments = BAD[name]
+    said = refusal(capsys, *words)
+    for fragment in fragments:
+        assert fragment in said
+
+
+@pytest.mark.parametrize("content", ["", "five", "[1, [2]]", "3 -1", "0 0", "1.5", '{"a": 1}'])
+def test_a_bad_file_of_lengths_is_named(capsys, tmp_path, content):
+    path = tmp_path / "lengths.txt"
+    path.write_text(content)
+    assert str(path) in refusal(capsys, "--lengths-path", str(path))
+
+
+# ------------------------------------------------------------------ pictures and traces
+
+
+@pytest.fixture(scope="module")
+def runs():
+    options = CPConfig(planner="ring", num_heads=8, num_kv_heads=8, head_dim=64)
+    plan = make_plan(masks.causal(4096), 4, options)
+    return {name: simulate_pass(plan, name, num_traced=3) for name in ("forward", "backward")}
+
+
+def test_a_trace_holds_what_the_traced_ranks_do_one_pass_after_the_other(runs):
+    trace = json.loads(json.dumps(chrome_trace(runs, "a title")))
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert {event["pid"] for event in spans} == {0, 1, 2}
+    for rank in range(3):
+        spent = sum(e["dur"] for e in spans if e["pid"] == rank and e["cat"] == "compute")
+        expected = sum(run.computing[rank] for run in runs.values())
+        assert spent == pytest.approx(expected * 1e6)
+    forward = [e["ts"] + e["dur"] for e in spans if e["name"].startswith("forward")]
+    backward = [e["ts"] for e in spans if e["name"].startswith("backward")]
+    assert max(forward) <= runs["forward"].seconds * 1e6 + 1e-6 <= min(backward) + 2e-6
+    names = {(e["pid"], e["args"]["name"]) for e in trace["traceEvents"] if e["ph"] == "M"}
+    assert (2, "rank 2 (simulated)") in names and (0, "network in") in names
+    assert "nothing was measured" in trace["otherData"]["simulated"]
+
+
+def test_a_timeline_draws_every_event_where_it_happens(runs):
+    drawn = timeline_picture([("ring <forward>", runs["forward"])])
+    assert "ring &lt;forward&gt;" in drawn
+    bars = re.findall(
+        r'<rect x="([\d.]+)" y="[\d.]+" width="([\d.]+)"[^>]*class="s1"><title>', drawn
+    )
+    stages = [e for events in runs["forward"].timeline for e in events if e.resource == "compute"]
+    assert len(bars) == len(stages)
+    left, right = 150, 890
+    ends = sorted(float(x) + float(width) for x, width in bars)
+    expected = max(e.end for e in stages) / runs["forward"].seconds * (right - left) + left
+    assert ends[-1] == pytest.approx(expected, abs=0.6)
+
+
+class Structure(HTMLParser):
+    """Counts figures and refuses what would reach for the network."""
+
+    def __init__(self):
+        super().__init__()
+        self.figures = 0
+
+    def handle_starttag(self, tag, attrs):
+        self.figures += tag == "figure"
+        assert tag not in ("script", "img", "link", "iframe")
+        assert not any(key in ("href", "src") for key, _ in attrs)
+
+
+def test_the_page_shows_ours_beside_the_rival_and_says_that_it_is_simulated(tmp_path, capsys):
+    page, figures, trace = (tmp_path / name for name in ("a.html", "a.json", "t.json"))
+    words = ["--html", str(page), "--json", str(figures), "--trace", str(trace)]
+    assert main(["simulate", "--workload", "W1", *QUICK, *words]) == 0
+    assert f"wrote {page}" in capsys.readouterr().out
+    content = page.read_text()
+    parser = Structure()
+    parser.feed(content)
+    assert parser.figures == 4  # scaling, timeline, heat map, traffic
+    assert "measured nowhere" in content and "predicted" in content
+    assert "auto, forward" in content
+    values = json.loads(figures.read_text())
+    assert [step["ranks"] for step in values["steps"]] == [2, 4]
+    planners = [one["planner"] for one in values["steps"][0]["planners"]]
+    assert planners == ["auto", "zigzag", "ulysses"]
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_a_study_of_every_planner_names_each_once():
+    study = run_study(
+        source_of_workload("W2"), "causal_document", [(4, 2048)], CPConfig(), PLANNERS
+    )
+    text = study_text(study)
+    for planner in PLANNERS:
+        assert len(re.findall(rf"^[* ] {planner} (?!is )", text, flags=re.M)) == 1
