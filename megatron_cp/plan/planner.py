@@ -27,6 +27,7 @@ from megatron_cp.plan.schemes.gather import (
 from megatron_cp.plan.schemes.magi import plan_magi
 from megatron_cp.plan.schemes.ring import plan_ring, plan_zigzag
 from megatron_cp.plan.schemes.stripe import plan_stripe
+from megatron_cp.plan.schemes.ultraattn import plan_ultraattn
 from megatron_cp.plan.schemes.ulysses import plan_ulysses
 from megatron_cp.plan.schemes.usp import plan_usp
 from megatron_cp.plan.stages import PlacedMask
@@ -131,4 +132,5 @@ PLANNERS: dict[str, Planner] = {
     "per_document_zigzag": plan_per_document_zigzag,
     "document_groups": plan_document_groups,
     "magi": plan_magi,
+    "ultraattn": plan_ultraattn,
 }

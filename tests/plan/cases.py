@@ -17,6 +17,7 @@ PLANNERS = (
     "per_document_zigzag",
     "ring",
     "stripe",
+    "ultraattn",
     "ulysses",
     "usp",
     "zigzag",

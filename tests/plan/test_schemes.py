@@ -361,6 +361,75 @@ def test_magi_overlaps_two_stages_of_remote_keys_and_moves_no_row_twice():
     assert areas.max() <= 1.05 * areas.mean()
 
 
+# ------------------------------------------------------------------ ultraattn
+
+
+def best_grid(cp_size, rho):
+    """Returns X and Y with the least 2 (X-1) + 2 rho (Y-1), by trying all."""
+    grids = [(x, cp_size // x) for x in range(1, cp_size + 1) if cp_size % x == 0]
+    return min(grids, key=lambda xy: 2 * (xy[0] - 1) + 2 * rho * (xy[1] - 1))
+
+
+@pytest.mark.parametrize("cp_size", [2, 4, 8, 64])
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2), (8, 1)])
+def test_ultraattn_tiles_a_full_mask_by_the_best_grid(cp_size, heads):
+    plan, rho = scheme("ultraattn", masks.full(16 * cp_size), cp_size, heads)
+    x, y = best_grid(cp_size, rho)
+    lse = (x - 1) / 64  # beside each row of results: one scalar per head of width 64
+    stats = plan.stats("forward")
+    assert stats["volume_mean"] == pytest.approx(2 * (x - 1) + 2 * rho * (y - 1) + lse)
+    assert stats["volume_max"] == pytest.approx(stats["volume_mean"])
+    assert stats["imbalance"] == pytest.approx(1.0)
+    # backward: q and dout there (and two scalars), dq back; keys there and back
+    costs = {g: 3 * (g - 1) + 4 * rho * (cp_size // g - 1) for g in (1, 2, 4, 8) if g <= cp_size}
+    backward = plan.stats("backward")["volume_mean"]
+    assert backward == pytest.approx(min(costs.values()), rel=0.02)
+
+
+def test_the_tiles_of_nodes_cross_the_network_as_the_grid_of_nodes_says():
+    """64 ranks in 8 nodes, rho 1: 2 x 4 nodes of 2 x 4 or 4 x 2 ranks: 8 between nodes, 20 inside."""
+    plan, _ = scheme("ultraattn", masks.full(16 * 64), 64, (8, 8))
+    received = {}
+    for side, transfer in plan.forward.transfers():
+        for hop in transfer.hops:
+            for src, dst, start, stop in hop.messages.tolist():
+                level = int(src // 8 != dst // 8)
+                received[side, level] = received.get((side, level), 0) + stop - start
+    rows = {place: count / (16 * 64) for place, count in received.items()}
+    # rows in a rank: X_n - 1 query blocks over the network, results the same way; Y_n - 1 key blocks
+    assert 2 * rows["q", 1] + 2 * rows["k", 1] == pytest.approx(8)
+    assert 2 * rows["q", 0] + 2 * rows["k", 0] == pytest.approx(20)
+
+
+@pytest.mark.parametrize(
+    ("name", "mask", "cp_size", "volume", "link"),
+    [
+        ("causal", masks.causal(64 * 64), 8, 7, 8.2),
+        ("causal", masks.causal(64 * 64), 64, 31, 38),
+        ("strided", masks.strided(64 * 64, remapped=True), 8, 2.1, 2.1),
+        ("strided", masks.strided(64 * 64, remapped=True), 64, 16.5, 18),
+        ("global+local", masks.global_local(64 * 64), 8, 4, 14),
+        ("global+local", masks.global_local(64 * 64), 64, 19, 57.5),
+        ("star", masks.star(64 * 64), 64, 26, 42),
+        ("streaming", masks.streaming(64 * 64), 64, 25, 40.5),
+    ],
+)
+def test_ultraattn_stays_below_star_broadcast_and_near_partitions_of_the_whole_table(
+    name, mask, cp_size, volume, link
+):
+    """Links: owner of queries, or the best hypergraph partition under star broadcast (notes); loads by blocks."""
+    plan, _ = scheme("ultraattn", mask, cp_size, (8, 8), head_dim=4096)
+    stats = plan.stats("forward")
+    assert stats["volume_mean"] <= volume
+    assert stats["link_max"] <= link
+    assert stats["imbalance"] <= 1.15
+
+
+def test_ultraattn_names_its_limit():
+    with pytest.raises(NotImplementedError, match=r"'ultraattn' would cut.* 16777216 blocks"):
+        scheme("ultraattn", masks.full(4096), 4096)
+
+
 # ------------------------------------------------------------------ nodes
 
 

@@ -11,7 +11,6 @@ document_groups       one rank, one node or all ranks, by the document's share o
 Pieces differ by a token where lengths do not divide; ranks take turns, so that all own equally many.
 """
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,9 +22,9 @@ from megatron_cp.mask.slice import K_END, K_START, Q_END, Q_START
 from megatron_cp.plan.placement import tokens_per_rank
 from megatron_cp.plan.schema import AttentionPlan, Pass
 from megatron_cp.plan.schemes.gather import one_pass_plan
+from megatron_cp.plan.schemes.nodes import ranks_per_node
 from megatron_cp.plan.schemes.ring import ring_pass
 from megatron_cp.plan.stages import PassBuilder, PlacedMask
-from megatron_cp.plan.topology import get_topology
 
 MOST_LOAD = 1.25  # of the fair share: a document that brings more to a group goes to a larger one
 LIGHT = 64  # a document of less than this part of the fair share does not decide the load
@@ -62,8 +61,7 @@ def plan_document_groups(mask: AttentionMask, cp_size: int, config: CPConfig) ->
     """
     rows = tokens_per_rank(mask.num_queries, cp_size, config)
     bounds = document_bounds(mask)
-    node = math.gcd(cp_size, get_topology(config.topology).node_size)
-    groups = _Groups(cp_size, node, rows)
+    groups = _Groups(cp_size, ranks_per_node(cp_size, config), rows)
     shares = groups.place(np.diff(bounds), mask.area_of_rows(bounds))
     padded = np.concatenate([shares, groups.room[None]])
     pieces = _mirrored(padded, bounds)

@@ -17,7 +17,6 @@ gradients back (3 a block, and two scalars per row and head): the same rounds wi
 Sources: LoongTrain (arXiv 2406.18485), BurstAttention and BurstEngine (SC'25) for the query-passing backward.
 """
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -29,13 +28,13 @@ from megatron_cp.plan.cost import row_elements
 from megatron_cp.plan.placement import zigzag
 from megatron_cp.plan.routing import ID_START, ID_STOP, ThroughNodes
 from megatron_cp.plan.schema import AttentionPlan, Pass, Side, Stage
+from megatron_cp.plan.schemes.nodes import ranks_per_node
 from megatron_cp.plan.stages import PassBuilder, PlacedMask
-from megatron_cp.plan.topology import get_topology
 
 
 def plan_double_ring(mask: AttentionMask, cp_size: int, config: CPConfig) -> AttentionPlan:
     """Returns the double ring over zigzag tokens; inner rings are as large as fit nodes evenly."""
-    inner = math.gcd(cp_size, get_topology(config.topology).node_size)
+    inner = ranks_per_node(cp_size, config)
     placement = zigzag(mask.num_queries, cp_size, config)
     forward = backward = double_ring_pass(PlacedMask(mask, placement), inner)
     if passes_queries(config):

@@ -1,0 +1,114 @@
+"""Threshold-accepting exchanges for small block tables: what greedy descent leaves on the table.
+
+In turn a block moves to another part, or two blocks change places; a change stays when the cost rises
+by no more than a threshold that sinks to nothing. Which change is tried comes from a fixed sequence, costs are
+whole numbers and thresholds fractions of them: the same result everywhere.
+Source of the rule: Dueck and Scheuer, Threshold Accepting, J. Comput. Phys. 90 (1990).
+"""
+
+import numpy as np
+
+from megatron_cp.mask.interval import IntArray
+
+FIRST_THRESHOLD = 0.2
+SEED = 0
+
+
+class FlowDeal:
+    """A deal of blocks under the fourth-power cost of the flows, in plain lists: a move takes microseconds."""
+
+    def __init__(
+        self,
+        chunks: tuple[IntArray, IntArray],
+        owners: tuple[IntArray, IntArray],
+        row_costs: tuple[tuple[int, int], tuple[int, int]],
+        areas: IntArray,
+        part: IntArray,
+        num_parts: int,
+    ):
+        """`chunks`, `owners`, `row_costs` (there, back): of queries and of keys."""
+        self.chunks = [side.tolist() for side in chunks]
+        self.owners = [side.tolist() for side in owners]
+        self.row_costs, self.areas = row_costs, areas.tolist()
+        self.part: list[int] = part.tolist()
+        self.num_parts = num_parts
+        self.load = np.bincount(part, areas, num_parts).astype(np.int64).tolist()
+        self.uses = [[[0] * len(owner) for _ in range(num_parts)] for owner in self.owners]
+        self.flow = [0] * (2 * num_parts)  # into each part, then out of each
+        for block, target in enumerate(self.part):
+            self._use(block, target, 1)
+
+    def _use(self, block: int, part: int, sign: int) -> None:
+        """Counts a block at a part in (1) or out (-1); flows change with the first and the last use."""
+        flow, num_parts = self.flow, self.num_parts
+        for chunks, owners, uses, (there, back) in zip(
+            self.chunks, self.owners, self.uses, self.row_costs, strict=True
+        ):
+            chunk = chunks[block]
+            count = uses[part]
+            before = count[chunk]
+            count[chunk] = before + sign
+            home = owners[chunk]
+            if home != part and (before == 0 or before + sign == 0):
+                flow[part] += sign * there
+                flow[home] += sign * back
+                flow[num_parts + part] += sign * back
+                flow[num_parts + home] += sign * there
+
+    def move(self, block: int, part: int) -> None:
+        """Gives a block to a part."""
+        old, area = self.part[block], self.areas[block]
+        self._use(block, old, -1)
+        self._use(block, part, 1)
+        self.load[old] -= area
+        self.load[part] += area
+        self.part[block] = part
+
+    def cost(self) -> int:
+        """Returns the sum of the fourth powers of all flows."""
+        squares = [x * x for x in self.flow]
+        return sum([x * x for x in squares])
+
+
+def exchange_blocks(deal: FlowDeal, free: IntArray, cap: float, num_steps: int) -> IntArray:
+    """Returns the cheapest deal seen in `num_steps` tries with the `free` blocks, loads kept below `cap`."""
+    if not len(free):
+        return np.array(deal.part, dtype=np.int64)
+    draw = np.random.default_rng(SEED).integers
+    blocks = free[draw(0, len(free), num_steps)].tolist()
+    others = free[draw(0, len(free), num_steps)].tolist()
+    parts = draw(0, deal.num_parts, num_steps).tolist()
+    cost = best = deal.cost()
+    found = list(deal.part)
+    for step, (block, other, part) in enumerate(zip(blocks, others, parts, strict=True)):
+        change = _move(deal, block, part, cap) if step % 2 else _swap(deal, block, other, cap)
+        if not change:
+            continue
+        undo = [(moved, deal.part[moved]) for moved, _ in change]
+        for moved, target in change:
+            deal.move(moved, target)
+        now = deal.cost()
+        left = num_steps - step
+        if now <= cost + int(cost * FIRST_THRESHOLD * left / num_steps):
+            cost = now
+            if cost < best:
+                best, found = cost, list(deal.part)
+        else:
+            for moved, target in undo:
+                deal.move(moved, target)
+    return np.array(found, dtype=np.int64)
+
+
+def _move(deal: FlowDeal, block: int, part: int, cap: float) -> list[tuple[int, int]]:
+    """Returns the move of a block to a part, none if it would be too full."""
+    fits = part != deal.part[block] and deal.load[part] + deal.areas[block] <= cap
+    return [(block, part)] if fits else []
+
+
+def _swap(deal: FlowDeal, block: int, other: int, cap: float) -> list[tuple[int, int]]:
+    """Returns the moves by which two blocks change places, none if a part would be too full."""
+    here, there = deal.part[block], deal.part[other]
+    change = deal.areas[block] - deal.areas[other]
+    if there == here or deal.load[there] + change > cap or deal.load[here] - change > cap:
+        return []
+    return [(block, there), (other, here)]
