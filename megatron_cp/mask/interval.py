@@ -59,6 +59,14 @@ def subtract(a: IntArray, b: IntArray) -> IntArray:
     return intersect(a, gaps)
 
 
+def cut(intervals: IntArray, size: int) -> IntArray:
+    """Returns the intervals, in order, cut at the multiples of `size`."""
+    which, part = expand_ranges(intervals[:, 0] // size, (intervals[:, 1] - 1) // size + 1)
+    start = np.maximum(intervals[which, 0], part * size)
+    stop = np.minimum(intervals[which, 1], (part + 1) * size)
+    return np.stack([start, stop], axis=1)
+
+
 def to_indices(intervals: IntArray) -> IntArray:
     """Returns the integers of the intervals, one after another in the order given: int64."""
     sizes = intervals[:, 1] - intervals[:, 0]

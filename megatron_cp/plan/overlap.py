@@ -25,6 +25,9 @@ from megatron_cp.plan.routing import Route, direct
 from megatron_cp.plan.schema import Pass, Side
 from megatron_cp.plan.stages import COLUMNS, PassBuilder, PlacedMask
 
+PIECES = 256  # of the stream: slices are cut so finely, for stages to be equal
+PIECES_PER_RANK = (2, 8)  # at least, at most
+
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
 
@@ -55,8 +58,8 @@ class AssignedStage:
 
     areas: FloatArray
     """Pairs of each rank: `[P]`."""
-    requests: dict[Side, IntArray]
-    """Foreign rows that arrive: (owner, reader, ids)."""
+    arriving: dict[Side, list[IntArray]]
+    """Foreign rows that arrive, hop by hop: requests (owner, reader, ids)."""
     keeps: Side | None
 
 
@@ -66,8 +69,10 @@ class AssignedMask:
     def __init__(self, placed: PlacedMask, assignment: Assignment):
         self.placed = placed
         parts, ranks = assignment.parts, assignment.ranks
+        pieces = np.clip(PIECES // placed.num_ranks, *PIECES_PER_RANK)
+        runs = interval.cut(placed.owners.ids, max(1, placed.own_rows // int(pieces)))
         for start, end in ((Q_START, Q_END), (K_START, K_END)):
-            parts, ranks = _cut_at_owners(parts, ranks, placed.owners.ids, (start, end))
+            parts, ranks = _cut_at(parts, ranks, runs, (start, end))
         self.parts, self.ranks = parts, ranks
         self.area = rows_area(parts).astype(np.float64)
         self.is_own: dict[Side, BoolArray] = {
@@ -89,12 +94,12 @@ class AssignedMask:
     def _per_rank(self, area: FloatArray) -> FloatArray:
         return np.bincount(self.ranks, area, self.placed.num_ranks).astype(np.float64)
 
-    def requests(self, side: Side) -> IntArray:
-        """Returns the foreign rows of one side that ranks need: int64 `[m, 4]` (owner, reader, ids)."""
+    def arriving(self, side: Side, route: Route) -> list[IntArray]:
+        """Returns the foreign rows of one side that ranks need, hop by hop: requests (owner, reader, ids)."""
         start, end = COLUMNS[side]
         space = self.placed.space
         wanted = self.parts[:, [start, end]] + (self.ranks * space.stride)[:, None]
-        return self.placed.owners.requests(space.missing(interval.normalise(wanted)))
+        return route(self.placed.owners, space, space.missing(interval.normalise(wanted)))
 
     def build(self, staging: Staging, route: Route = direct) -> Pass:
         """Returns the pass that computes the assignment in these stages."""
@@ -107,24 +112,25 @@ class AssignedMask:
             )
         return builder.build()
 
-    def stages(self, staging: Staging) -> list[AssignedStage]:
+    def stages(self, staging: Staging, route: Route = direct) -> list[AssignedStage]:
         """Returns the pairs of every rank and the foreign rows that arrive, stage by stage."""
-        stage, stride = self._stage_of_parts(staging), self.placed.space.stride
-        held: dict[Side, IntArray] = dict.fromkeys(COLUMNS, self.placed.space.keys)
+        stage, placed = self._stage_of_parts(staging), self.placed
+        held = dict.fromkeys(COLUMNS, placed.space)
         found = []
         for index in range(staging.num_stages):
             now = stage == index
-            requests: dict[Side, IntArray] = {}
+            arriving: dict[Side, list[IntArray]] = {}
             for side, (start, end) in COLUMNS.items():
-                keys = self.parts[now][:, [start, end]] + (self.ranks[now] * stride)[:, None]
-                if staging.keeps(index) != side:
-                    held[side] = self.placed.space.keys
-                missing = interval.subtract(interval.normalise(keys), held[side])
-                requests[side] = self.placed.owners.requests(missing)
-                held[side] = interval.normalise(np.concatenate([held[side], missing]))
-            found.append(
-                AssignedStage(self._per_rank(self.area * now), requests, staging.keeps(index))
-            )
+                wanted = (
+                    self.parts[now][:, [start, end]]
+                    + (self.ranks[now] * placed.space.stride)[:, None]
+                )
+                before = held[side] if staging.keeps(index) == side else placed.space
+                missing = before.missing(interval.normalise(wanted))
+                arriving[side] = route(placed.owners, before, missing) if len(missing) else []
+                held[side] = before.plus(missing)
+            areas = self._per_rank(self.area * now)
+            found.append(AssignedStage(areas, arriving, staging.keeps(index)))
         return found
 
     def _stage_of_parts(self, staging: Staging) -> IntArray:
@@ -161,7 +167,7 @@ class AssignedMask:
         return share
 
 
-def _cut_at_owners(
+def _cut_at(
     parts: IntArray, ranks: IntArray, ids: IntArray, columns: tuple[int, int]
 ) -> tuple[IntArray, IntArray]:
     start, end = columns

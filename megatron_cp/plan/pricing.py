@@ -29,7 +29,7 @@ from megatron_cp.plan.cost import (
 from megatron_cp.plan.heads import split_heads
 from megatron_cp.plan.overlap import AssignedMask, Staging
 from megatron_cp.plan.placement import Deal
-from megatron_cp.plan.routing import DST, ID_START, ID_STOP, SRC
+from megatron_cp.plan.routing import DST, ID_START, ID_STOP, SRC, Route, ThroughNodes, direct, tree
 from megatron_cp.plan.schema import SIDES, HeadSplit, Pass, PassName, Side
 from megatron_cp.plan.schemes.gather import allgather_pass, needed_keys_pass
 from megatron_cp.plan.schemes.ring import ring_pass
@@ -37,6 +37,8 @@ from megatron_cp.plan.stages import PlacedMask
 from megatron_cp.plan.topology import get_topology
 
 STAGE_COUNTS = (1, 2, 4, 8)
+PRICED_STAGE_COUNTS = (0, 1, 4)  # enough for an estimate
+HUB = 2.0  # an owner that sends so many times the mean is worth a tree
 PASSES: tuple[PassName, PassName] = ("forward", "backward")
 
 
@@ -132,14 +134,30 @@ class HeadGroups:
             build=build_both,
         )
 
-    def movement(self, requests: IntArray) -> Movement | None:
-        """Returns what serving requests (owner, reader, ids) costs, straight from the owners."""
-        if not len(requests):
-            return None
-        rows = requests[:, ID_STOP] - requests[:, ID_START]
-        return hop_movement(
-            requests[:, SRC], requests[:, DST], rows, self.placed.num_ranks, self.topology
-        )
+    def movement(self, hops: Sequence[IntArray]) -> Movement | None:
+        """Returns what serving requests (owner, reader, ids) costs, hop after hop."""
+        total: Movement | None = None
+        for requests in hops:
+            rows = requests[:, ID_STOP] - requests[:, ID_START]
+            ends = requests[:, SRC], requests[:, DST]
+            one = hop_movement(*ends, rows, self.placed.num_ranks, self.topology)
+            total = one.plus(total)
+        return total
+
+    def routes(self, arriving: dict[Side, list[IntArray]]) -> list[Route]:
+        """Returns the routes worth a price, given what arrives when owners send themselves."""
+        num_ranks, node_size = self.placed.num_ranks, self.topology.node_size
+        found: list[Route] = [direct]
+        if 1 < node_size < num_ranks:
+            found.append(ThroughNodes(node_size))
+        for requests in (hop for hops in arriving.values() for hop in hops):
+            rows = requests[:, ID_STOP] - requests[:, ID_START]
+            sent = np.bincount(requests[:, SRC], rows, num_ranks)
+            if len(rows) and sent.max() > HUB * sent.mean():
+                has_nodes = 1 < node_size < num_ranks
+                found.append(ThroughNodes(node_size, tree=True) if has_nodes else tree)
+                break
+        return found
 
 
 def imbalance(areas: FloatArray) -> float:
@@ -173,29 +191,84 @@ def move_compute(groups: HeadGroups) -> Assignment:
 def assigned_choice(groups: HeadGroups, assignment: Assignment) -> Choice:
     """Returns the way to run an assignment; forward and backward are staged each for itself, as is predicted best."""
     assigned = AssignedMask(groups.placed, assignment)
-    requests: dict[Side, IntArray] = {side: assigned.requests(side) for side in SIDES}
-    rows = {side: float((r[:, ID_STOP] - r[:, ID_START]).sum()) for side, r in requests.items()}
-    moves = {side: groups.movement(request) for side, request in requests.items()}
-    areas = assigned.areas, assigned.local_areas
+    straight: dict[Side, list[IntArray]] = {s: assigned.arriving(s, direct) for s in SIDES}
+    rows = {side: sum(map(_num_rows, hops)) for side, hops in straight.items()}
     options = {name: _stagings(groups.config, name, rows) for name in PASSES}
-    seconds = sum(
-        min(groups.seconds(_even_loads(areas, one, moves), name) for one in options[name])
-        for name in PASSES
-    )
-
-    def built(name: PassName) -> Pass:
-        best = min(
-            options[name], key=lambda one: groups.seconds(_exact_loads(groups, assigned, one), name)
-        )
-        return split_heads(assigned.build(best), groups.degree)
-
+    ways = [_Way(groups, assigned, route) for route in groups.routes(straight)]
+    prices = [sum(way.even_seconds(options[name], name) for name in PASSES) for way in ways]
+    way = ways[prices.index(min(prices))]
     return Choice(
-        seconds,
+        min(prices),
         groups.moved_bytes(rows),
-        imbalance(areas[0]),
+        imbalance(assigned.areas),
         is_published=False,
-        build=lambda: (built("forward"), built("backward")),
+        build=lambda: (
+            way.build(options["forward"], "forward"),
+            way.build(options["backward"], "backward"),
+        ),
     )
+
+
+@dataclass(frozen=True)
+class _Way:
+    """An assignment and a route."""
+
+    groups: HeadGroups
+    assigned: AssignedMask
+    route: Route
+
+    @functools.cached_property
+    def _moves(self) -> dict[Side, Movement | None]:
+        return {
+            side: self.groups.movement(self.assigned.arriving(side, self.route)) for side in SIDES
+        }
+
+    def even_seconds(self, stagings: Sequence[Staging], name: PassName) -> float:
+        """Returns about the time of the best staging, as if rows were spread evenly over stages."""
+        some = [one for one in stagings if one.num_remote in PRICED_STAGE_COUNTS] or stagings
+        return min(self.groups.seconds(self._even_loads(one), name) for one in some)
+
+    def build(self, stagings: Sequence[Staging], name: PassName) -> Pass:
+        """Returns the pass of the staging that is best at its exact price.
+
+        Not all are looked at: more stages are tried only where some are better than one.
+        """
+        prices: dict[Staging, float] = {}
+        for one in stagings:
+            fewer = [p for other, p in prices.items() if other.kept == one.kept]
+            if len(fewer) < 2 or fewer[-1] < fewer[-2]:
+                prices[one] = self.groups.seconds(self._exact_loads(one), name)
+        best = min(prices, key=prices.__getitem__)
+        return split_heads(self.assigned.build(best, self.route), self.groups.degree)
+
+    def _even_loads(self, staging: Staging) -> list[StageLoad]:
+        local, count = self.assigned.local_areas, staging.num_remote
+        remote = self.assigned.areas - local
+        parts = {side: move and move.part(max(1, count)) for side, move in self._moves.items()}
+        loads = [StageLoad(local / 2 if staging.keeps_rest else local)]
+        for index in range(1, count + 1):
+            kept = staging.keeps(index)
+            loads.append(
+                StageLoad(remote / count, parts["k"], parts["q"], kept == "k", kept == "q")
+            )
+        return loads + [StageLoad(local / 2)] * staging.keeps_rest
+
+    def _exact_loads(self, staging: Staging) -> list[StageLoad]:
+        movement = self.groups.movement
+        return [
+            StageLoad(
+                stage.areas,
+                movement(stage.arriving["k"]),
+                movement(stage.arriving["q"]),
+                stage.keeps == "k",
+                stage.keeps == "q",
+            )
+            for stage in self.assigned.stages(staging, self.route)
+        ]
+
+
+def _num_rows(requests: IntArray) -> float:
+    return float((requests[:, ID_STOP] - requests[:, ID_START]).sum())
 
 
 def _stagings(config: CPConfig, name: PassName, rows: dict[Side, float]) -> list[Staging]:
@@ -207,33 +280,6 @@ def _stagings(config: CPConfig, name: PassName, rows: dict[Side, float]) -> list
     if name == "backward" and rows["q"]:
         sides.append("k")
     return [Staging(n, True, kept) for n in counts for kept in (sides if n > 1 else sides[:1])]
-
-
-def _even_loads(
-    areas: tuple[FloatArray, FloatArray], staging: Staging, moves: dict[Side, Movement | None]
-) -> list[StageLoad]:
-    """Returns the loads of stages as if rows were spread evenly; `areas`: of all pairs, and of local ones."""
-    local, count = areas[1], staging.num_remote
-    remote = areas[0] - local
-    parts = {side: None if move is None else move.part(count) for side, move in moves.items()}
-    loads = [StageLoad(local / 2 if staging.keeps_rest else local)]
-    for index in range(1, count + 1):
-        kept = staging.keeps(index)
-        loads.append(StageLoad(remote / count, parts["k"], parts["q"], kept == "k", kept == "q"))
-    return loads + [StageLoad(local / 2)] * staging.keeps_rest
-
-
-def _exact_loads(groups: HeadGroups, assigned: AssignedMask, staging: Staging) -> list[StageLoad]:
-    return [
-        StageLoad(
-            stage.areas,
-            groups.movement(stage.requests["k"]),
-            groups.movement(stage.requests["q"]),
-            stage.keeps == "k",
-            stage.keeps == "q",
-        )
-        for stage in assigned.stages(staging)
-    ]
 
 
 def _needed_keys(groups: HeadGroups, figures: Figures) -> Choice:

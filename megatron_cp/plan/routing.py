@@ -81,6 +81,10 @@ class RowSpace:
         """Returns the keys of `wanted` (normalised) that are not held."""
         return interval.subtract(wanted, self.keys)
 
+    def plus(self, keys: IntArray) -> "RowSpace":
+        """Returns the space with other keys besides, as a set: their local rows mean nothing."""
+        return RowSpace(np.concatenate([self.runs, keys]), self.num_ranks, self.stride)
+
     def send(self, requests: IntArray) -> tuple[Hop, "RowSpace"]:
         """Returns the hop that serves `requests` int64 `[m, 4]` (src, dst, id start, id stop), and what is held then.
 
@@ -143,14 +147,21 @@ class Owners:
         return np.concatenate([np.zeros((0, 4), dtype=np.int64), *runs])
 
 
-Route = Callable[[Owners, RowSpace, IntArray], tuple[Transfer, RowSpace]]
-"""(owners, what is held, normalised wanted keys that nobody holds where they are wanted) -> the way they go."""
+Route = Callable[[Owners, RowSpace, IntArray], list[IntArray]]
+"""(owners, what is held, normalised keys that are wanted and not held) -> requests, hop by hop.
+
+A hop's sources hold what they send, from the start or from an earlier hop.
+"""
 
 
-def direct(owners: Owners, held: RowSpace, wanted: IntArray) -> tuple[Transfer, RowSpace]:
+def direct(owners: Owners, held: RowSpace, wanted: IntArray) -> list[IntArray]:
     """Sends every row from its owner straight to each rank that wants it (the group-cast of MagiAttention)."""
-    hop, held = held.send(owners.requests(wanted))
-    return Transfer((hop,)), held
+    return [owners.requests(wanted)]
+
+
+def tree(owners: Owners, held: RowSpace, wanted: IntArray) -> list[IntArray]:
+    """Passes every row on from reader to reader: after t hops 2^t ranks hold it, so no rank sends it often."""
+    return _tree_rounds(owners.requests(wanted))
 
 
 @dataclass(frozen=True)
@@ -165,9 +176,7 @@ class ThroughNodes:
     node_size: int
     tree: bool = False
 
-    def __call__(
-        self, owners: Owners, held: RowSpace, wanted: IntArray
-    ) -> tuple[Transfer, RowSpace]:
+    def __call__(self, owners: Owners, held: RowSpace, wanted: IntArray) -> list[IntArray]:
         """See `Route`."""
         requests = owners.requests(wanted)
         far = requests[:, SRC] // self.node_size != requests[:, DST] // self.node_size
@@ -180,18 +189,15 @@ class ThroughNodes:
         passed_on = far & (relay != requests[:, DST])
         last = requests[passed_on]
         last[:, SRC] = relay[passed_on]
-        hops = []
-        for sent in [*rounds, last]:
-            if len(sent):
-                hop, held = held.send(sent)
-                hops.append(hop)
-        return Transfer(tuple(hops)), held
+        return [sent for sent in [*rounds, last] if len(sent)]
 
 
-def tree(owners: Owners, held: RowSpace, wanted: IntArray) -> tuple[Transfer, RowSpace]:
-    """Passes every row on from reader to reader: after t hops 2^t ranks hold it, so no rank sends it often."""
+def send(
+    route: Route, owners: Owners, held: RowSpace, wanted: IntArray
+) -> tuple[Transfer, RowSpace]:
+    """Returns the transfer that brings what is wanted by a route, and what is held then."""
     hops = []
-    for requests in _tree_rounds(owners.requests(wanted)):
+    for requests in route(owners, held, wanted):
         hop, held = held.send(requests)
         hops.append(hop)
     return Transfer(tuple(hops)), held

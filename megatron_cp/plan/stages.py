@@ -21,7 +21,17 @@ from megatron_cp.mask.slice import (
     shift_rows,
 )
 from megatron_cp.plan.placement import Deal
-from megatron_cp.plan.routing import DST, ID_START, ID_STOP, SRC, Owners, Route, RowSpace, direct
+from megatron_cp.plan.routing import (
+    DST,
+    ID_START,
+    ID_STOP,
+    SRC,
+    Owners,
+    Route,
+    RowSpace,
+    direct,
+    send,
+)
 from megatron_cp.plan.schema import HeadSplit, Pass, Side, Stage, Transfer
 
 FloatArray = NDArray[np.float64]
@@ -128,7 +138,7 @@ class PassBuilder:
             missing = held.missing(interval.normalise(wanted))
             casts[side], self._held[side] = None, held
             if len(missing):
-                casts[side], self._held[side] = self.route(self.placed.owners, held, missing)
+                casts[side], self._held[side] = send(self.route, self.placed.owners, held, missing)
         work = _local_work(parts, ranks, self._held["q"], self._held["k"])
         self.stages.append(Stage(work, casts["k"], casts["q"], keeps_k, keeps_q))
 
