@@ -123,16 +123,17 @@ class _Clock:
         sent = start + takes[0].max(axis=1)
         received = start + takes[1].max(axis=1)
         np.maximum.at(received, dst, sent[src])
-        received[dst] += self.topology.latency_us * 1e-6
+        latency = self.topology.latency_us * 1e-6
+        received[dst] += latency
         through = np.where(takes_part, np.maximum(sent, received), ready)
         self.comm_free = np.where(takes_part, through, self.comm_free)
-        for names, spent, end in (
-            ((LINK_OUT, NODE_OUT), takes[0], sent),
-            ((LINK_IN, NODE_IN), takes[1], received),
-        ):
-            for level, name in enumerate(names):
-                self.busy[name] += spent[:, level]
-                self.note(name, np.where(spent[:, level] > 0, start, end), end, what)
+        for level, (out, into) in enumerate(((LINK_OUT, LINK_IN), (NODE_OUT, NODE_IN))):
+            self.busy[out] += takes[0][:, level]
+            self.busy[into] += takes[1][:, level]
+            self.note(out, start, start + takes[0][:, level], what)
+            # the link is idle while senders are late
+            begin = received - latency - takes[1][:, level]
+            self.note(into, begin, np.where(takes[1][:, level] > 0, received, begin), what)
         return through
 
     def note(self, resource: str, start: FloatArray, end: FloatArray, what: str) -> None:
