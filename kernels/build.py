@@ -116,16 +116,18 @@ def source_key(variant: Variant) -> str:
     return digest.hexdigest()
 
 
-def included_files(source: Path) -> list[Path]:
+def included_files(source: Path, folders: Sequence[Path] | None = None) -> list[Path]:
     """Returns the source and all files of ours that it includes, directly or not, in a fixed order.
 
-    Preprocessor conditions are not looked at: a file too many only costs a compilation.
+    Preprocessor conditions are not looked at: a file too many only costs a compilation. `folders` are where
+    headers are looked for, in this order; default: the device's.
     """
+    folders = INCLUDE_FOLDERS if folders is None else folders
     found, waiting = {source.resolve()}, [source.resolve()]
     while waiting:
         path = waiting.pop()
         for name in _INCLUDE.findall(path.read_bytes()):
-            candidates = [folder / os.fsdecode(name) for folder in (path.parent, *INCLUDE_FOLDERS)]
+            candidates = [folder / os.fsdecode(name) for folder in (path.parent, *folders)]
             target = next((c.resolve() for c in candidates if c.is_file()), None)
             if target is not None and target not in found:
                 found.add(target)

@@ -14,6 +14,13 @@ using mcp::emulator::LaunchConfig;
 using mcp::emulator::LaunchReport;
 
 void* mcp_emulator_run(const void* params, const McpEmulatorLaunch* launch) {
+    if (launch->num_threads > kMcpKernelThreads) {
+        auto* refused = new LaunchReport;
+        refused->error = "num_threads=" + std::to_string(launch->num_threads) +
+                         " must not exceed the " + std::to_string(kMcpKernelThreads) +
+                         " of the kernel's launch bounds";
+        return refused;
+    }
     LaunchConfig config;
     config.num_blocks = launch->num_blocks;
     config.num_threads = launch->num_threads;

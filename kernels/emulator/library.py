@@ -15,16 +15,17 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from ctypes import c_char_p, c_int32, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from megatron_cp.kernels import build
+
 KERNELS = Path(__file__).resolve().parent.parent
 EMULATOR = KERNELS / "emulator"
-SOURCE_SUFFIXES = (".cpp", ".cu", ".cuh", ".h")
 FLAGS = ("-std=c++17", "-fPIC", "-fvisibility-inlines-hidden", "-Wall", "-Wextra")
 ENGINE_FLAGS = ("-O2", "-fvisibility=hidden")
 KERNEL_FLAGS = ("-O1", "-Wno-unknown-pragmas")
@@ -82,12 +83,10 @@ class Source:
         return (*own, self.root / "include", self.root, KERNELS / "include", KERNELS)
 
     def digest(self) -> str:
-        """Returns a SHA-256 over all sources that can take part: one too many costs one compilation."""
-        digest = hashlib.sha256()
-        for folder in (EMULATOR, KERNELS / "include", KERNELS / "attn", self.root):
-            if folder != KERNELS:
-                _add_sources(digest, folder)
-        return digest.hexdigest()
+        """Returns a SHA-256 over every file that takes part."""
+        files = {EMULATOR / "engine.cpp", EMULATOR / "entry.cpp", self.root / self.path}
+        closure = {f for file in files for f in build.included_files(file, self.include_folders)}
+        return _digest_of(closure)
 
 
 @dataclass(frozen=True)
@@ -279,10 +278,12 @@ def _compiler() -> tuple[str, str]:
     return path, run.stdout.splitlines()[0]
 
 
-def _add_sources(digest: "hashlib._Hash", folder: Path) -> None:
-    for path in sorted(p for p in folder.rglob("*") if p.suffix in SOURCE_SUFFIXES):
-        digest.update(f"\n{path.relative_to(folder)} {path.stat().st_size}\n".encode())
+def _digest_of(files: Iterable[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        digest.update(f"\n{path.name} {path.stat().st_size}\n".encode())
         digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _key(compiler: tuple[str, str], source: Source, extra_flags: tuple[str, ...]) -> str:
@@ -292,9 +293,9 @@ def _key(compiler: tuple[str, str], source: Source, extra_flags: tuple[str, ...]
 
 
 def _engine(compiler: tuple[str, str], folder: Path, extra_flags: tuple[str, ...]) -> Path:
-    digest = hashlib.sha256(repr((compiler, FLAGS, ENGINE_FLAGS, extra_flags)).encode())
-    _add_sources(digest, EMULATOR / "engine")
-    path = folder / f"engine.{digest.hexdigest()[:32]}.o"
+    sources = _digest_of(build.included_files(EMULATOR / "engine.cpp", (EMULATOR,)))
+    key = hashlib.sha256(repr((compiler, FLAGS, ENGINE_FLAGS, extra_flags, sources)).encode())
+    path = folder / f"engine.{key.hexdigest()[:32]}.o"
     if not path.is_file():
         with path.with_suffix(".lock").open("w") as lock:
             with suppress(OSError):

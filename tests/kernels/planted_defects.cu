@@ -218,7 +218,7 @@ MCP_DEVICE void bulk_store(const Params& params) {
 
 }  // namespace mcp::planted
 
-MCP_KERNEL(160) planted_defects(MCP_PARAMS(mcp::planted::Params, params)) {
+MCP_KERNEL(384) planted_defects(MCP_PARAMS(mcp::planted::Params, params)) {
     namespace planted = mcp::planted;
     switch (params.scene) {
         case planted::kProduct: return planted::product(params);

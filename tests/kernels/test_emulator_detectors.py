@@ -200,6 +200,7 @@ def test_a_launch_beyond_the_machine_is_refused(kernel):
         (library.Machine(1, 160, 227 * 1024 + 1), "227 KB"),
         (library.Machine(1, 100, 1024), "num_threads=100 must be a multiple of 32"),
         (library.Machine(0, 128, 1024), "num_blocks=0 must be >= 1"),
+        (library.Machine(1, 512, 1024), "num_threads=512 must not exceed the 384 of the kernel"),
         (library.Machine(1, 384, 1024, registers_per_thread=176), "exceeds 64 K registers"),
     ):
         with pytest.raises(library.EmulatorError, match=message):

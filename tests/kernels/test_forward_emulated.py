@@ -181,6 +181,21 @@ def test_strided_inputs_are_read_where_they_lie():
         _run((packed[:, :2, 1:65], *views[1:]), mask)
 
 
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+def test_nothing_but_the_result_is_written(out_dtype):
+    inputs, _ = random_case(140, 300, (2, 1), (64, 64), torch.bfloat16)
+    mask = masks.from_slices(140, 300, [(0, 129, 0, 300, None, None)])
+    around = torch.full((142, 4, 80), 7.0, dtype=out_dtype)
+    lse_around = torch.full((142, 4), 7.0)
+    out, lse = around[1:141, 1:3, 8:72], lse_around[1:141, 1:3]
+    options = AttendOptions(64**-0.5, 0.0, "emulated")
+    run_forward(*inputs, mask, options, into=(out, lse), settings=Settings(seed=5))
+    _check(out, lse, inputs, torch.as_tensor(mask.to_dense()))
+    out.fill_(7.0)
+    lse.fill_(7.0)
+    assert (around == 7.0).all() and (lse_around == 7.0).all()
+
+
 def test_calls_without_queries_keys_or_slices():
     for num_queries, num_keys in ((0, 5), (5, 0), (5, 5)):
         inputs, _ = random_case(num_queries, num_keys, (2, 1), (64, 64), torch.bfloat16)

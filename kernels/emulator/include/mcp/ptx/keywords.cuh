@@ -2,8 +2,10 @@
 #pragma once
 
 #define MCP_DEVICE inline
-// The number of threads is the launcher's business; the emulator's caller passes it along.
-#define MCP_KERNEL(num_threads) extern "C" void
+// One kernel per translation unit: a launch may not have more threads than it was written for.
+#define MCP_KERNEL(num_threads)                                     \
+    [[maybe_unused]] constexpr int kMcpKernelThreads = num_threads; \
+    extern "C" void
 #define MCP_PARAMS(Type, name) const Type& name
 #define MCP_UNROLL
 #define MCP_NO_UNROLL
