@@ -9,16 +9,15 @@
 namespace mcp::attn {
 
 // All lanes wait, the leader alone issues, and not before all have waited (see the forward kernel's producer).
-template <class Traits>
+template <class Traits, class Shared>
 struct BwdLoader {
-    using Shared = BwdShared<Traits>;
-    using Position = RingPosition<Traits::kStages>;
     static constexpr int kRowChunks = Traits::kBlockN / kWarpSize;
 
     const BwdParams& params;
     const Shared& shared;
     bool leader;
-    Position rows_at;  // of both rings, queries and dout
+    RingPosition<Traits::kQueryStages> queries_at;
+    RingPosition<Traits::kDoutStages> dout_at;
     RingPosition<1> keys_at, mail_at, landed_at;
 
     MCP_DEVICE BwdLoader(const BwdParams& params, const Shared& shared)
@@ -61,18 +60,19 @@ struct BwdLoader {
     }
 
     // One tile of q or dout with its row statistics. Rows from `end` on have ds = p = 0, and are cleared because of 0 * nan.
-    template <class Tile>
+    template <class Tile, int kStages>
     MCP_DEVICE void load_rows(Tile tile,
                               const TensorMap* map,
                               u32 stats,
                               const TensorMap* stats_map,
-                              Ring<Traits::kStages> ring,
+                              Ring<kStages> ring,
+                              RingPosition<kStages>& at,
                               i32 head,
                               const QueryTiles<Traits::kBlockM>& queries) {
         const i32 first = queries.first();
         const bool clear = first + Traits::kBlockM > queries.k1 && queries.k1 < params.num_queries;
-        const u32 full = ring.full(rows_at);
-        ring.wait_empty(rows_at);
+        const u32 full = ring.full(at);
+        ring.wait_empty(at);
         ptx::sync_warp();
         if (leader) {
             const u32 landed = clear ? shared.landed : full;
@@ -86,6 +86,7 @@ struct BwdLoader {
             clear_rows(tile, queries.k1 - first);
             hand_over(full);
         }
+        at.advance();
     }
 
     // After all lanes have written to a tile.
@@ -101,11 +102,10 @@ struct BwdLoader {
         for (i32 head = work.head * group; head < (work.head + 1) * group; head++) {
             QueryTiles<Traits::kBlockM> queries(params.segments, work);
             do {
-                load_rows(shared.queries(rows_at.stage), &params.q_map, shared.lse(rows_at.stage),
-                          &params.lse_map, shared.query_ring, head, queries);
-                load_rows(shared.dout(rows_at.stage), &params.dout_map, shared.delta(rows_at.stage),
-                          &params.delta_map, shared.dout_ring, head, queries);
-                rows_at.advance();
+                load_rows(shared.queries(queries_at.stage), &params.q_map, shared.lse(queries_at.stage),
+                          &params.lse_map, shared.query_ring, queries_at, head, queries);
+                load_rows(shared.dout(dout_at.stage), &params.dout_map, shared.delta(dout_at.stage),
+                          &params.delta_map, shared.dout_ring, dout_at, head, queries);
             } while (queries.advance());
         }
     }
@@ -158,30 +158,45 @@ struct Turns {
     }
 };
 
+constexpr int kF32PanelColumns = 32;
+
+// dq tiles that come whole: both consumers have written to one buffer.
 template <class Traits>
-struct BwdStorer {
-    using Shared = BwdShared<Traits>;
-    static constexpr int kColumns = 32;  // fp32 columns of a panel
+struct WholeDqTiles {
+    static constexpr int kCopyGroups = 1;  // per tile
     static constexpr int kPanelBytes = Traits::kBlockM * kRowBytes;
 
+    RingPosition<1> at;
+
+    // Adds the next dq tile to rows from `first` of the head, and gives the buffer back. All lanes of the storer call.
+    template <class Shared>
+    MCP_DEVICE void add(const BwdParams& params, const Shared& shared, bool leader, i32 head, i32 first) {
+        wait(shared.dq_ring.full(at), at.parity);
+        ptx::sync_warp();
+        if (leader) {
+            MCP_UNROLL
+            for (int column = 0; column < Traits::kHeadDim; column += kF32PanelColumns) {
+                ptx::tma_reduce_add_3d(&params.dq_map, shared.dq() + column / kF32PanelColumns * kPanelBytes,
+                                       column, head, first);
+            }
+            ptx::tma_commit_group();
+            ptx::tma_wait_group_read<0>();
+            shared.dq_ring.release(at);
+        }
+        at.advance();
+    }
+};
+
+template <class Traits, class Shared, class DqTiles>
+struct BwdStorer {
     const BwdParams& params;
     const Shared& shared;
     bool leader;
-    RingPosition<1> dq_at, mail_at;
+    DqTiles dq;
+    RingPosition<1> mail_at;
 
     MCP_DEVICE BwdStorer(const BwdParams& params, const Shared& shared)
         : params(params), shared(shared), leader(lane_index() == 0) {}
-
-    // Adds the dq tile to rows from `first` of the head, and gives the tile back to the consumers.
-    MCP_DEVICE void add_tile(i32 head, i32 first) {
-        MCP_UNROLL
-        for (int p = 0; p < Traits::kPaddedHeadDim / kColumns; p++) {
-            if (p * kColumns < Traits::kHeadDim) {
-                ptx::tma_reduce_add_3d(&params.dq_map, shared.dq() + p * kPanelBytes, p * kColumns, head, first);
-            }
-        }
-        ptx::tma_commit_group();
-    }
 
     MCP_DEVICE void store_tiles(const WorkItem& work, i32 head) {
         Turns<Traits::kBlockM> turns = {params, head};
@@ -193,17 +208,10 @@ struct BwdStorer {
             const i32 segment = static_cast<i32>(queries.next_segment - params.segments) - 1;
             more = queries.advance();
             const bool leaves = !more || queries.tile == 0;
-            wait(shared.dq_ring.full(dq_at), dq_at.parity);
-            ptx::sync_warp();
-            if (leader) {
-                const bool in_turn = params.turn_runs != nullptr;
-                if (in_turn) turns.take(segment, begin, first, end);
-                add_tile(head, first);
-                ptx::tma_wait_group_read<0>();
-                shared.dq_ring.release(dq_at);
-                if (in_turn) pass_turns(turns, segment, begin, first, leaves ? end : -1);
-            }
-            dq_at.advance();
+            const bool in_turn = leader && params.turn_runs != nullptr;
+            if (in_turn) turns.take(segment, begin, first, end);
+            dq.add(params, shared, leader, head, first);
+            if (in_turn) pass_turns(turns, segment, begin, first, leaves ? end : -1);
         }
     }
 
@@ -212,7 +220,7 @@ struct BwdStorer {
     MCP_DEVICE void pass_turns(
         const Turns<Traits::kBlockM>& turns, i32 segment, i32 begin, i32 first, i32 end) const {
         const i32 slot = first / Traits::kBlockM;
-        ptx::tma_wait_group<1>();
+        ptx::tma_wait_group<DqTiles::kCopyGroups>();
         turns.give(segment, ptx::max(slot - 1, begin / Traits::kBlockM), slot);
         if (end >= 0) {
             ptx::tma_wait_group<0>();

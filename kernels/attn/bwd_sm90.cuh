@@ -14,27 +14,15 @@
 #include <mcp/gemm.cuh>
 #include <mcp/mailbox.cuh>
 
+#include "bwd_elements.cuh"
 #include "bwd_load_store.cuh"
 #include "bwd_shared.cuh"
 #include "mask.cuh"
 #include "params.h"
-#include "store_row.cuh"
 #include "tile_iter.cuh"
 #include "traits.h"
 
 namespace mcp::attn {
-
-// Gradient of one row of keys or values, fp32 or 16 bits. All lanes of the warp call; `valid` lanes store.
-template <int kHalf, class T, int kSize>
-MCP_DEVICE void store_gradient(
-    void* gradient, i64 offset, bool is_float, const float (&d)[kSize], float factor, bool valid) {
-    const RowScale scale = {factor, 0.0f};
-    if (is_float) {
-        if (valid) store_row_f32(static_cast<float*>(gradient) + offset, d, kHalf, scale);
-    } else {
-        store_row_16<T>(static_cast<u16*>(gradient) + offset, d, kHalf, scale, valid);
-    }
-}
 
 // A warpgroup that owns 64 keys of the tile.
 template <class Traits>
@@ -58,49 +46,6 @@ struct BwdConsumer {
     MCP_DEVICE BwdConsumer(const BwdParams& params, const Shared& shared, int consumer)
         : params(params), shared(shared), consumer(consumer) {}
 
-    // With p = exp2(score_scale * x - lse) for the capped score x = cap * tanh: scores become x, and dp the gradient of
-    // the uncapped score without its factor p: (dp - delta) * (1 - tanh^2), where 1 - tanh^2 = 4 r (1 - r).
-    MCP_DEVICE void cap_scores(float (&scores)[kScores], float (&dp)[kScores], u32 delta) const {
-        MCP_UNROLL
-        for (int i = 0; i < kScores / 4; i++) {
-            const f32x2 d = ptx::load_shared_f32x2(delta + 32 * i);
-            MCP_UNROLL
-            for (int e = 0; e < 4; e++) {
-                const float r = ptx::rcp_approx(1.0f + ptx::exp2_approx(scores[4 * i + e] * params.cap_scale));
-                scores[4 * i + e] = ptx::fma(-2.0f * params.cap, r, params.cap);
-                dp[4 * i + e] = (dp[4 * i + e] - (e % 2 ? d.y : d.x)) * (4.0f * r * (1.0f - r));
-            }
-        }
-    }
-
-    MCP_DEVICE void to_probabilities(float (&scores)[kScores], u32 lse) const {
-        MCP_UNROLL
-        for (int i = 0; i < kScores / 4; i++) {
-            const f32x2 l = ptx::load_shared_f32x2(lse + 32 * i);
-            MCP_UNROLL
-            for (int e = 0; e < 4; e++) {
-                scores[4 * i + e] =
-                    ptx::exp2_approx(ptx::fma(scores[4 * i + e], params.score_scale, e % 2 ? -l.y : -l.x));
-            }
-        }
-    }
-
-    // dp -> ds. kMasked: a pair outside the mask has p = 0, and its dp may come from rows that hold anything.
-    template <bool kMasked>
-    MCP_DEVICE void to_score_gradients(const float (&probs)[kScores], float (&dp)[kScores], u32 delta) const {
-        MCP_UNROLL
-        for (int i = 0; i < kScores / 4; i++) {
-            f32x2 d = {0.0f, 0.0f};
-            if constexpr (!Traits::kSoftcap) d = ptx::load_shared_f32x2(delta + 32 * i);
-            MCP_UNROLL
-            for (int e = 0; e < 4; e++) {
-                const float p = probs[4 * i + e];
-                const float ds = p * (dp[4 * i + e] - (e % 2 ? d.y : d.x));
-                dp[4 * i + e] = kMasked && p == 0.0f ? 0.0f : ds;
-            }
-        }
-    }
-
     // The gradients through one query tile.
     template <bool kMasked>
     MCP_DEVICE void visit(const Queries& queries, FragmentPlace place) {
@@ -120,20 +65,20 @@ struct BwdConsumer {
         if constexpr (Traits::kSoftcap) {
             ptx::wgmma_wait<0>();
             ptx::wgmma_pin(dp);
-            cap_scores(scores, dp, delta);
+            cap_scores(scores, dp, delta, params);
         }
-        to_probabilities(scores, lse);
+        to_probabilities(scores, lse, params.score_scale);
         if constexpr (kMasked) apply_mask(scores, queries, place, 0.0f);
         if constexpr (!Traits::kSoftcap) {
             ptx::wgmma_wait<0>();
             ptx::wgmma_pin(dp);
         }
-        to_score_gradients<kMasked>(scores, dp, delta);
+        to_score_gradients<kMasked, !Traits::kSoftcap>(scores, dp, delta);
         // Both at the end: packed probabilities beside unpacked gradients would cost registers that are not there.
         pack<T>(probs_16, scores);
         pack<T>(ds_16, dp);
         const auto ds = shared.ds(ds_half);
-        store_transposed(ds, consumer, ds_16);
+        store_transposed(ds, consumer, 0, ds_16);
         issue_p_b<T>(dv, probs_16, dout);
 
         ptx::fence_proxy_async();
@@ -228,8 +173,8 @@ MCP_DEVICE void backward(const BwdParams& params) {
     ptx::sync_threads();
     if (warpgroup == 0) {
         ptx::set_max_registers_down<Traits::kProducerRegisters>();
-        if (warp == 0) BwdLoader<Traits>(params, shared).run();
-        if (warp == 1) BwdStorer<Traits>(params, shared).run();
+        if (warp == 0) BwdLoader<Traits, BwdShared<Traits>>(params, shared).run();
+        if (warp == 1) BwdStorer<Traits, BwdShared<Traits>, WholeDqTiles<Traits>>(params, shared).run();
     } else {
         ptx::set_max_registers_up<Traits::kConsumerRegisters>();
         BwdConsumer<Traits>(params, shared, warpgroup - 1).run();

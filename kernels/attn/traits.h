@@ -56,6 +56,8 @@ struct BwdTraits {
     static constexpr int kBlockM = kBlockM_;
     static constexpr int kBlockN = 64 * kConsumers;
     static constexpr int kStages = kStages_;
+    static constexpr int kQueryStages = kStages;
+    static constexpr int kDoutStages = kStages;
     static constexpr bool kSoftcap = kSoftcap_;
     static constexpr int kThreads = 128 * (kConsumers + 1);
     static constexpr int kProducerRegisters = 24;
@@ -87,6 +89,57 @@ struct BwdTraits {
     static constexpr int kMailboxAt = kDeltaAt + kStages * kRowStatBytes;
     static constexpr int kBarriersAt = kMailboxAt + 32;
     static constexpr int kNumBarriers = 2 * (1 + 1 + 1 + 2 * kStages) + 1;
+    static constexpr int kSharedBytes = (1024 + kBarriersAt + 8 * kNumBarriers + 127) / 128 * 128;
+    static_assert(kSharedBytes <= kMaxSharedBytes, "more shared memory than a CTA can have");
+};
+
+// Head dims above 128, multiples of 64: tiles of 64 keys and 64 queries. Scores are split between the two consumers by
+// query, 32 each; everything else by columns, in panels of 64. Probabilities and their gradients pass through shared memory.
+template <class T_, int kHeadDim_, int kValueDim_, int kQueryStages_, int kDoutStages_, bool kSoftcap_>
+struct BwdWideTraits {
+    using T = T_;
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kValueDim = kValueDim_;
+    static constexpr int kConsumers = 2;
+    static constexpr int kBlockM = 64;
+    static constexpr int kBlockN = 64;
+    static constexpr int kQueryStages = kQueryStages_;
+    static constexpr int kDoutStages = kDoutStages_;
+    static constexpr bool kSoftcap = kSoftcap_;
+    static constexpr int kThreads = 128 * (kConsumers + 1);
+    static constexpr int kProducerRegisters = 24;
+    static constexpr int kConsumerRegisters = 240;
+
+    static_assert(kHeadDim % 64 == 0 && kValueDim % 64 == 0, "columns are dealt out in panels of 64");
+    static constexpr int kHeadPanels = kHeadDim / 64;
+    static constexpr int kValuePanels = kValueDim / 64;
+    // Panels of dk, dv and dq of a consumer: an odd panel of dk goes to the first, those of dv and dq to the second.
+    static constexpr int kDkPanels[2] = {(kHeadPanels + 1) / 2, kHeadPanels / 2};
+    static constexpr int kDvPanels[2] = {kValuePanels / 2, (kValuePanels + 1) / 2};
+    static constexpr int kDqPanels[2] = {kHeadPanels / 2, (kHeadPanels + 1) / 2};
+
+    static constexpr int kKeyBytes = kBlockN * kHeadDim * 2;
+    static constexpr int kValueBytes = kBlockN * kValueDim * 2;
+    static constexpr int kQueryBytes = kBlockM * kHeadDim * 2;
+    static constexpr int kDoutBytes = kBlockM * kValueDim * 2;
+    static constexpr int kScoreBytes = kBlockM * kBlockN * 2;
+    static constexpr int kDqBytes = kBlockM * 64 * 4;  // one 64-column panel of a consumer at a time
+    static constexpr int kRowStatBytes = kBlockM * 4;
+
+    // Shared memory: [align to 1024] k | v | q stages | dout stages | p | ds | dq of each consumer | lse | delta | mailbox
+    // | barriers.
+    static constexpr int kKeysAt = 0;
+    static constexpr int kValuesAt = kKeysAt + kKeyBytes;
+    static constexpr int kQueriesAt = kValuesAt + kValueBytes;
+    static constexpr int kDoutAt = kQueriesAt + kQueryStages * kQueryBytes;
+    static constexpr int kProbsAt = kDoutAt + kDoutStages * kDoutBytes;
+    static constexpr int kDsAt = kProbsAt + kScoreBytes;
+    static constexpr int kDqAt = kDsAt + kScoreBytes;
+    static constexpr int kLseAt = kDqAt + kConsumers * kDqBytes;
+    static constexpr int kDeltaAt = kLseAt + kQueryStages * kRowStatBytes;
+    static constexpr int kMailboxAt = kDeltaAt + kDoutStages * kRowStatBytes;
+    static constexpr int kBarriersAt = kMailboxAt + 32;
+    static constexpr int kNumBarriers = 2 * (1 + kConsumers + 1 + kQueryStages + kDoutStages) + 1;
     static constexpr int kSharedBytes = (1024 + kBarriersAt + 8 * kNumBarriers + 127) / 128 * 128;
     static_assert(kSharedBytes <= kMaxSharedBytes, "more shared memory than a CTA can have");
 };

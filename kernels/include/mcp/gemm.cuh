@@ -5,16 +5,17 @@
 
 namespace mcp {
 
-// d [64, B rows] = A B' for the 64 rows of A that start at `a_row`; both with the reduction along their columns.
+// d [64, N] = A B' for the 64 rows of A that start at `a_row` and the N = 2 * kSize rows of B that start at `b_row`; both with
+// the reduction along their columns.
 template <class T, class TileA, class TileB, int kSize>
-MCP_DEVICE void issue_a_bt(float (&d)[kSize], TileA a, int a_row, TileB b) {
-    static_assert(kSize == TileB::kRows / 2 && TileA::kColumns == TileB::kColumns, "shapes differ");
+MCP_DEVICE void issue_a_bt(float (&d)[kSize], TileA a, int a_row, TileB b, int b_row = 0) {
+    static_assert(2 * kSize <= TileB::kRows && TileA::kColumns == TileB::kColumns, "shapes differ");
     const u64 a_start = k_major_descriptor(uniform(a.address + a_row * kRowBytes));
-    const u64 b_start = k_major_descriptor(uniform(b.address));
+    const u64 b_start = k_major_descriptor(uniform(b.address + b_row * kRowBytes));
     ptx::wgmma_fence();
     MCP_UNROLL
     for (int k = 0; k < TileA::kColumns / 16; k++) {
-        ptx::wgmma_ss<T, TileB::kRows, 0, 0>(
+        ptx::wgmma_ss<T, 2 * kSize, 0, 0>(
             d, step_descriptor(a_start, k_major_step<TileA>(k)),
             step_descriptor(b_start, k_major_step<TileB>(k)), k != 0);
     }
@@ -48,6 +49,23 @@ MCP_DEVICE void issue_a_b(float (&d)[kSize], TileA a, int a_row, TileB b, int b_
     for (int k = 0; k < TileA::kColumns / 16; k++) {
         ptx::wgmma_ss<T, 2 * kSize, 0, 1>(d, step_descriptor(a_start, k_major_step<TileA>(k)),
                                           step_descriptor(b_start, k * kMnMajorStep), k != 0);
+    }
+    ptx::wgmma_commit();
+}
+
+// d [64, columns of d] += A' B for the columns of B that start at panel `b_panel`; A has 64 columns, and the reduction runs
+// along the rows of both.
+template <class T, class TileA, class TileB, int kSize>
+MCP_DEVICE void issue_at_b(float (&d)[kSize], TileA a, TileB b, int b_panel) {
+    static_assert(TileA::kColumns == 64 && TileA::kRows == TileB::kRows, "shapes differ");
+    const u64 a_start = mn_major_descriptor(TileA{uniform(a.address)});
+    const u64 b_start = mn_major_descriptor(TileB{uniform(b.address + b_panel * TileB::kPanelBytes)});
+    ptx::wgmma_pin(d);
+    ptx::wgmma_fence();
+    MCP_UNROLL
+    for (int k = 0; k < TileA::kRows / 16; k++) {
+        ptx::wgmma_ss<T, 2 * kSize, 1, 1>(d, step_descriptor(a_start, k * kMnMajorStep),
+                                          step_descriptor(b_start, k * kMnMajorStep), true);
     }
     ptx::wgmma_commit();
 }

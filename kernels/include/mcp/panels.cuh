@@ -49,16 +49,16 @@ MCP_DEVICE void clear_rows(Tile tile, int first_row) {
     }
 }
 
-// Writes a warpgroup's accumulator X [64, 2 * kSize], packed by `pack`, transposed: row c of the tile's panel `panel`
-// receives column c of X. All threads of the warpgroup call; wgmma needs a proxy fence and a barrier after it.
+// Writes a warpgroup's accumulator X [64, 4 * kPacked], packed by `pack`, transposed: row first_row + c of the tile's panel
+// `panel` receives column c of X. All threads of the warpgroup call; wgmma needs a proxy fence and a barrier after it.
 template <class Tile, int kPacked>
-MCP_DEVICE void store_transposed(Tile tile, int panel, const u32 (&packed)[kPacked]) {
-    static_assert(Tile::kRows == 4 * kPacked && kPanelColumns == 64, "the panel holds all of X");
+MCP_DEVICE void store_transposed(Tile tile, int panel, int first_row, const u32 (&packed)[kPacked]) {
+    static_assert(4 * kPacked <= Tile::kRows && kPanelColumns == 64, "the panel holds all of X");
     const int thread = thread_in_warpgroup();
     const int lane = thread % kWarpSize;
     const int chunk = thread / kWarpSize * 2 + lane / 8 % 2;  // 16-byte chunk: 8 rows of X
     const int row = lane / 16 * 8 + lane % 8;
-    const u32 address = tile.address + panel * Tile::kPanelBytes + row * kRowBytes +
+    const u32 address = tile.address + panel * Tile::kPanelBytes + (first_row + row) * kRowBytes +
                         ((chunk ^ (row % 8)) * 16);
     MCP_UNROLL
     for (int i = 0; i < kPacked / 4; i++) {

@@ -37,7 +37,8 @@ constexpr bool kIsBf16<bf16> = true;
 #define MCP_R8(i) \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
         "+f"(d[i + 6]), "+f"(d[i + 7])
-#define MCP_R32 MCP_R8(0), MCP_R8(8), MCP_R8(16), MCP_R8(24)
+#define MCP_R16 MCP_R8(0), MCP_R8(8)
+#define MCP_R32 MCP_R16, MCP_R8(16), MCP_R8(24)
 #define MCP_R40 MCP_R32, MCP_R8(32)
 #define MCP_R48 MCP_R40, MCP_R8(40)
 #define MCP_R56 MCP_R48, MCP_R8(48)
@@ -46,9 +47,8 @@ constexpr bool kIsBf16<bf16> = true;
 #define MCP_R88 MCP_R80, MCP_R8(80)
 #define MCP_R96 MCP_R88, MCP_R8(88)
 #define MCP_R128 MCP_R96, MCP_R8(96), MCP_R8(104), MCP_R8(112), MCP_R8(120)
-#define MCP_T32 \
-    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24," \
-    "%25,%26,%27,%28,%29,%30,%31"
+#define MCP_T16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define MCP_T32 MCP_T16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define MCP_T40 MCP_T32 ",%32,%33,%34,%35,%36,%37,%38,%39"
 #define MCP_T48 MCP_T40 ",%40,%41,%42,%43,%44,%45,%46,%47"
 #define MCP_T56 MCP_T48 ",%48,%49,%50,%51,%52,%53,%54,%55"
@@ -90,9 +90,10 @@ constexpr bool kIsBf16<bf16> = true;
 // `accumulate` false: D is overwritten.
 template <class T, int kN, int kTransA, int kTransB>
 MCP_DEVICE void wgmma_ss(float (&d)[kN / 2], u64 a, u64 b, bool accumulate) {
-    static_assert(kN == 64 || kN == 80 || kN == 96 || kN == 112 || kN == 128 || kN == 160 ||
+    static_assert(kN == 32 || kN == 64 || kN == 80 || kN == 96 || kN == 112 || kN == 128 || kN == 160 ||
                       kN == 176 || kN == 192 || kN == 256,
                   "add the shape below");
+    MCP_SS(32, 16, 16, 17, 18, 19, 20)
     MCP_SS(64, 32, 32, 33, 34, 35, 36)
     MCP_SS(80, 40, 40, 41, 42, 43, 44)
     MCP_SS(96, 48, 48, 49, 50, 51, 52)
@@ -107,9 +108,10 @@ MCP_DEVICE void wgmma_ss(float (&d)[kN / 2], u64 a, u64 b, bool accumulate) {
 // Operand A from four registers a[0..3] of packed pairs, which stay untouched until the wait.
 template <class T, int kN, int kTransB>
 MCP_DEVICE void wgmma_rs(float (&d)[kN / 2], const u32* a, u64 b, bool accumulate) {
-    static_assert(kN == 64 || kN == 80 || kN == 96 || kN == 112 || kN == 128 || kN == 160 ||
+    static_assert(kN == 32 || kN == 64 || kN == 80 || kN == 96 || kN == 112 || kN == 128 || kN == 160 ||
                       kN == 176 || kN == 192 || kN == 256,
                   "add the shape below");
+    MCP_RS(32, 16, 16, 17, 18, 19, 20, 21, 22)
     MCP_RS(64, 32, 32, 33, 34, 35, 36, 37, 38)
     MCP_RS(80, 40, 40, 41, 42, 43, 44, 45, 46)
     MCP_RS(96, 48, 48, 49, 50, 51, 52, 53, 54)

@@ -1,0 +1,71 @@
+// The backward pass element by element, on transposed fragments: rows are keys, columns queries. `lse` and `delta` are shared
+// addresses of the thread's first column; a thread has columns 8 * i and 8 * i + 1 from there.
+#pragma once
+
+#include <mcp/fragment.cuh>
+
+#include "params.h"
+#include "store_row.cuh"
+
+namespace mcp::attn {
+
+// With p = exp2(score_scale * x - lse) for the capped score x = cap * tanh: scores become x, and dp the gradient of
+// the uncapped score without its factor p: (dp - delta) * (1 - tanh^2), where 1 - tanh^2 = 4 r (1 - r).
+template <int kSize>
+MCP_DEVICE void cap_scores(float (&scores)[kSize], float (&dp)[kSize], u32 delta, const BwdParams& params) {
+    MCP_UNROLL
+    for (int i = 0; i < kSize / 4; i++) {
+        const f32x2 d = ptx::load_shared_f32x2(delta + 32 * i);
+        MCP_UNROLL
+        for (int e = 0; e < 4; e++) {
+            const float r = ptx::rcp_approx(1.0f + ptx::exp2_approx(scores[4 * i + e] * params.cap_scale));
+            scores[4 * i + e] = ptx::fma(-2.0f * params.cap, r, params.cap);
+            dp[4 * i + e] = (dp[4 * i + e] - (e % 2 ? d.y : d.x)) * (4.0f * r * (1.0f - r));
+        }
+    }
+}
+
+// Scores, uncapped or capped, -> probabilities.
+template <int kSize>
+MCP_DEVICE void to_probabilities(float (&scores)[kSize], u32 lse, float score_scale) {
+    MCP_UNROLL
+    for (int i = 0; i < kSize / 4; i++) {
+        const f32x2 l = ptx::load_shared_f32x2(lse + 32 * i);
+        MCP_UNROLL
+        for (int e = 0; e < 4; e++) {
+            scores[4 * i + e] =
+                ptx::exp2_approx(ptx::fma(scores[4 * i + e], score_scale, e % 2 ? -l.y : -l.x));
+        }
+    }
+}
+
+// dp -> ds = p * (dp - delta), or p * dp if delta is in dp already. kMasked: a pair outside the mask has p = 0, and its dp
+// may come from rows that hold anything.
+template <bool kMasked, bool kSubtractDelta, int kSize>
+MCP_DEVICE void to_score_gradients(const float (&probs)[kSize], float (&dp)[kSize], u32 delta) {
+    MCP_UNROLL
+    for (int i = 0; i < kSize / 4; i++) {
+        f32x2 d = {0.0f, 0.0f};
+        if constexpr (kSubtractDelta) d = ptx::load_shared_f32x2(delta + 32 * i);
+        MCP_UNROLL
+        for (int e = 0; e < 4; e++) {
+            const float p = probs[4 * i + e];
+            const float ds = p * (dp[4 * i + e] - (e % 2 ? d.y : d.x));
+            dp[4 * i + e] = kMasked && p == 0.0f ? 0.0f : ds;
+        }
+    }
+}
+
+// Gradient of one row of keys or values, fp32 or 16 bits. All lanes of the warp call; `valid` lanes store.
+template <int kHalf, class T, int kSize>
+MCP_DEVICE void store_gradient(
+    void* gradient, i64 offset, bool is_float, const float (&d)[kSize], float factor, bool valid) {
+    const RowScale scale = {factor, 0.0f};
+    if (is_float) {
+        if (valid) store_row_f32(static_cast<float*>(gradient) + offset, d, kHalf, scale);
+    } else {
+        store_row_16<T>(static_cast<u16*>(gradient) + offset, d, kHalf, scale, valid);
+    }
+}
+
+}  // namespace mcp::attn

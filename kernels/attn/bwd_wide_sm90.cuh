@@ -1,0 +1,296 @@
+// Attention backward for Hopper, head dims above 128, where the gradients of 64 keys do not fit one warpgroup's registers.
+// As bwd_sm90.cuh, but a tile has 64 keys and both consumers work on all of them:
+//
+//     consumers  S' = K Q'   dP' = V dO'        32 queries each
+//                P', dS' -> shared memory       [meet]
+//                dV += P' dO   dQ = dS K   dK += dS' Q      some 64-column panels each
+//
+// Operand A of the last three comes from shared memory, transposed by the matrix descriptor where needed.
+#pragma once
+
+#include <mcp/fragment.cuh>
+#include <mcp/gemm.cuh>
+#include <mcp/mailbox.cuh>
+
+#include "bwd_elements.cuh"
+#include "bwd_load_store.cuh"
+#include "mask.cuh"
+#include "params.h"
+#include "tile_iter.cuh"
+#include "traits.h"
+
+namespace mcp::attn {
+
+// Rings as in BwdShared; dq has one per consumer: a 64-column panel of the consumer's part of dq, filled by its 128 threads.
+// Named barrier 1, 256 threads: both consumers have written their queries' rows of p and ds.
+// Named barrier 2, 256 threads: both have multiplied with those of the step before, and they may be overwritten.
+template <class Traits>
+struct BwdWideShared {
+    using Keys = Panels<Traits::kBlockN, Traits::kHeadDim>;
+    using Values = Panels<Traits::kBlockN, Traits::kValueDim>;
+    using Queries = Panels<Traits::kBlockM, Traits::kHeadDim>;
+    using Dout = Panels<Traits::kBlockM, Traits::kValueDim>;
+    using Scores = Panels<Traits::kBlockM, Traits::kBlockN>;  // rows are queries
+    static_assert(Keys::kBytes == Traits::kKeyBytes && Values::kBytes == Traits::kValueBytes &&
+                      Queries::kBytes == Traits::kQueryBytes && Dout::kBytes == Traits::kDoutBytes &&
+                      Scores::kBytes == Traits::kScoreBytes,
+                  "traits.h and panels.cuh disagree");
+    static constexpr int kConsumerWarps = Traits::kConsumers * kWarpsPerWarpgroup;
+    static constexpr int kConsumerThreads = Traits::kConsumers * kWarpgroupSize;
+
+    u32 base;
+    Ring<1> key_ring, dq_rings[2], mail_ring;
+    Ring<Traits::kQueryStages> query_ring;
+    Ring<Traits::kDoutStages> dout_ring;
+    u32 landed;
+
+    MCP_DEVICE BwdWideShared() {
+        base = (ptx::dynamic_shared() + kSwizzleBytes - 1) / kSwizzleBytes * kSwizzleBytes;
+        key_ring.barriers = base + Traits::kBarriersAt;
+        dq_rings[0].barriers = key_ring.barriers + Ring<1>::kBytes;
+        dq_rings[1].barriers = dq_rings[0].barriers + Ring<1>::kBytes;
+        mail_ring.barriers = dq_rings[1].barriers + Ring<1>::kBytes;
+        query_ring.barriers = mail_ring.barriers + Ring<1>::kBytes;
+        dout_ring.barriers = query_ring.barriers + Ring<Traits::kQueryStages>::kBytes;
+        landed = dout_ring.barriers + Ring<Traits::kDoutStages>::kBytes;
+    }
+
+    MCP_DEVICE Keys keys() const { return {base + Traits::kKeysAt}; }
+    MCP_DEVICE Values values() const { return {base + Traits::kValuesAt}; }
+    MCP_DEVICE Queries queries(int stage) const {
+        return {base + Traits::kQueriesAt + stage * Traits::kQueryBytes};
+    }
+    MCP_DEVICE Dout dout(int stage) const {
+        return {base + Traits::kDoutAt + stage * Traits::kDoutBytes};
+    }
+    MCP_DEVICE Scores probs() const { return {base + Traits::kProbsAt}; }
+    MCP_DEVICE Scores ds() const { return {base + Traits::kDsAt}; }
+    MCP_DEVICE u32 dq(int consumer) const { return base + Traits::kDqAt + consumer * Traits::kDqBytes; }
+    MCP_DEVICE u32 lse(int stage) const { return base + Traits::kLseAt + stage * Traits::kRowStatBytes; }
+    MCP_DEVICE u32 delta(int stage) const {
+        return base + Traits::kDeltaAt + stage * Traits::kRowStatBytes;
+    }
+    MCP_DEVICE u32 mailbox() const { return base + Traits::kMailboxAt; }
+
+    // One thread; a CTA barrier must follow.
+    MCP_DEVICE void init_barriers() const {
+        key_ring.init(Traits::kConsumers);
+        query_ring.init(kConsumerWarps);
+        dout_ring.init(kConsumerWarps);
+        dq_rings[0].init(1, kWarpgroupSize);
+        dq_rings[1].init(1, kWarpgroupSize);
+        mail_ring.init(kConsumerWarps + 1);
+        ptx::mbarrier_init(landed, 1);
+        ptx::fence_mbarrier_init();
+        ptx::fence_proxy_async();
+    }
+};
+
+// dq tiles that come in panels of 64 columns, from both consumers in turn.
+template <class Traits>
+struct PanelDqTiles {
+    static constexpr int kCopyGroups = Traits::kHeadPanels;  // per tile
+    static constexpr int kOfFirst = Traits::kDqPanels[0];
+    static constexpr int kOfSecond = Traits::kDqPanels[1];
+    static constexpr int kPanelBytes = Traits::kBlockM * kRowBytes;
+
+    RingPosition<1> at[2];
+
+    template <class Shared>
+    MCP_DEVICE void add(const BwdParams& params, const Shared& shared, bool leader, i32 head, i32 first) {
+        MCP_UNROLL
+        for (int panel = 0; panel < 2; panel++) {
+            MCP_UNROLL
+            for (int consumer = 0; consumer < 2; consumer++) {
+                if (panel >= (consumer == 0 ? kOfFirst : kOfSecond)) continue;
+                const int column = (consumer * kOfFirst + panel) * kPanelColumns;
+                wait(shared.dq_rings[consumer].full(at[consumer]), at[consumer].parity);
+                ptx::sync_warp();
+                if (leader) {
+                    const u32 from = shared.dq(consumer);
+                    ptx::tma_reduce_add_3d(&params.dq_map, from, column, head, first);
+                    ptx::tma_reduce_add_3d(&params.dq_map, from + kPanelBytes, column + kF32PanelColumns,
+                                           head, first);
+                    ptx::tma_commit_group();
+                    ptx::tma_wait_group_read<0>();
+                    shared.dq_rings[consumer].release(at[consumer]);
+                }
+                at[consumer].advance();
+            }
+        }
+    }
+};
+
+// A warpgroup that owns some columns of dk and dv.
+template <class Traits, int kConsumer>
+struct BwdWideConsumer {
+    using T = typename Traits::T;
+    using Shared = BwdWideShared<Traits>;
+    using Queries = QueryTiles<Traits::kBlockM>;
+    static constexpr int kMyQueries = Traits::kBlockM / 2;
+    static constexpr int kScores = kMyQueries / 2;
+    static constexpr int kDkPanels = Traits::kDkPanels[kConsumer];
+    static constexpr int kDvPanels = Traits::kDvPanels[kConsumer];
+    static constexpr int kDqPanels = Traits::kDqPanels[kConsumer];
+    static constexpr int kFirstDkPanel = kConsumer * Traits::kDkPanels[0];
+    static constexpr int kFirstDvPanel = kConsumer * Traits::kDvPanels[0];
+    static constexpr int kFirstDqPanel = kConsumer * Traits::kDqPanels[0];
+
+    const BwdParams& params;
+    const Shared& shared;
+    RingPosition<Traits::kQueryStages> queries_at;
+    RingPosition<Traits::kDoutStages> dout_at;
+    RingPosition<1> keys_at, dq_at, mail_at;
+
+    float dk[32 * kDkPanels];
+    float dv[32 * kDvPanels];
+
+    MCP_DEVICE BwdWideConsumer(const BwdParams& params, const Shared& shared)
+        : params(params), shared(shared) {}
+
+    // The gradients through one query tile. `place.column` counts from the consumer's first query of the tile.
+    template <bool kMasked>
+    MCP_DEVICE void visit(const Queries& queries, FragmentPlace place) {
+        const auto q = shared.queries(queries_at.stage);
+        const auto dout = shared.dout(dout_at.stage);
+        const int first = kConsumer * kMyQueries;
+        place.column += first;
+        const u32 lse = shared.lse(queries_at.stage) + 4 * place.column;
+        const u32 delta = shared.delta(dout_at.stage) + 4 * place.column;
+        float scores[kScores], dp[kScores], dq[32 * kDqPanels];
+        u32 probs_16[kScores / 2], ds_16[kScores / 2];
+
+        shared.query_ring.wait_full(queries_at);
+        issue_a_bt<T>(scores, shared.keys(), 0, q, first);
+        shared.dout_ring.wait_full(dout_at);
+        issue_a_bt<T>(dp, shared.values(), 0, dout, first);
+        ptx::wgmma_wait<1>();
+        ptx::wgmma_pin(scores);
+        if constexpr (Traits::kSoftcap) {
+            ptx::wgmma_wait<0>();
+            ptx::wgmma_pin(dp);
+            cap_scores(scores, dp, delta, params);
+        }
+        to_probabilities(scores, lse, params.score_scale);
+        if constexpr (kMasked) apply_mask(scores, queries, place, 0.0f);
+        if constexpr (!Traits::kSoftcap) {
+            ptx::wgmma_wait<0>();
+            ptx::wgmma_pin(dp);
+        }
+        to_score_gradients<kMasked, !Traits::kSoftcap>(scores, dp, delta);
+        pack<T>(probs_16, scores);
+        pack<T>(ds_16, dp);
+        ptx::named_barrier_sync<Shared::kConsumerThreads>(2);
+        store_transposed(shared.probs(), 0, first, probs_16);
+        store_transposed(shared.ds(), 0, first, ds_16);
+        ptx::fence_proxy_async();
+        ptx::named_barrier_sync<Shared::kConsumerThreads>(1);
+
+        issue_at_b<T>(dv, shared.probs(), dout, kFirstDvPanel);
+        issue_a_b<T>(dq, shared.ds(), 0, shared.keys(), kFirstDqPanel);
+        issue_at_b<T>(dk, shared.ds(), q, kFirstDkPanel);
+        ptx::wgmma_wait<2>();
+        ptx::wgmma_pin(dv);
+        release(shared.dout_ring, dout_at);
+        ptx::wgmma_wait<1>();
+        ptx::wgmma_pin(dq);
+        hand_over_dq(dq);
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_pin(dk);
+        release(shared.query_ring, queries_at);
+    }
+
+    template <int kStages>
+    MCP_DEVICE void release(const Ring<kStages>& ring, RingPosition<kStages>& at) const {
+        ptx::sync_warp();  // all lanes have read the row statistics
+        if (lane_index() == 0) ring.release(at);
+        at.advance();
+    }
+
+    MCP_DEVICE void hand_over_dq(const float (&dq)[32 * kDqPanels]) {
+        const FragmentPlace place = fragment_place();
+        MCP_UNROLL
+        for (int panel = 0; panel < kDqPanels; panel++) {
+            float part[32];
+            MCP_UNROLL
+            for (int i = 0; i < 32; i++) part[i] = dq[32 * panel + i];
+            shared.dq_rings[kConsumer].wait_empty(dq_at);
+            store_f32_panels(shared.dq(kConsumer), Traits::kBlockM, place.row, place.column, part);
+            ptx::fence_proxy_async();
+            ptx::mbarrier_arrive(shared.dq_rings[kConsumer].full(dq_at));
+            dq_at.advance();
+        }
+    }
+
+    MCP_DEVICE void visit_queries(const WorkItem& work, FragmentPlace place) {
+        const i32 group = params.num_heads / params.num_kv_heads;
+        shared.key_ring.wait_full(keys_at);
+        MCP_NO_UNROLL
+        for (i32 g = 0; g < group; g++) {
+            Queries queries(params.segments, work);
+            bool more = true;
+            MCP_NO_UNROLL
+            while (more) {
+                if (queries.is_full()) {
+                    visit<false>(queries, place);
+                } else {
+                    visit<true>(queries, place);
+                }
+                more = queries.advance();
+            }
+        }
+        if (thread_in_warpgroup() == 0) shared.key_ring.release(keys_at);
+        keys_at.advance();
+    }
+
+    template <int kHalf>
+    MCP_DEVICE void store(const WorkItem& work, FragmentPlace place) const {
+        const i32 row = place.row + 8 * kHalf;
+        const bool valid = row < work.row0 + work.rows;
+        const bool is_float = params.grads_are_float != 0;
+        const i64 dk_at = row * params.dk_row_stride + work.head * params.dk_head_stride + place.column +
+                          kFirstDkPanel * kPanelColumns;
+        const i64 dv_at = row * params.dv_row_stride + work.head * params.dv_head_stride + place.column +
+                          kFirstDvPanel * kPanelColumns;
+        store_gradient<kHalf, T>(params.dk, dk_at, is_float, dk, params.softmax_scale, valid);
+        store_gradient<kHalf, T>(params.dv, dv_at, is_float, dv, 1.0f, valid);
+    }
+
+    MCP_DEVICE void run() {
+        for (;;) {
+            const WorkItem work = to_work_item(receive(shared.mailbox(), shared.mail_ring, mail_at));
+            if (work.head < 0) break;
+            FragmentPlace place = fragment_place();
+            place.row += work.row0;
+            fill(dk, 0.0f);
+            fill(dv, 0.0f);
+            if (work.num_segs > 0) visit_queries(work, place);
+            store<0>(work, place);
+            store<1>(work, place);
+        }
+    }
+};
+
+template <class Traits>
+MCP_DEVICE void backward_wide(const BwdParams& params) {
+    using Shared = BwdWideShared<Traits>;
+    const Shared shared;
+    const int warpgroup = uniform(static_cast<i32>(ptx::thread_index()) / kWarpgroupSize);
+    const int warp = uniform(static_cast<i32>(ptx::thread_index()) / kWarpSize);
+    if (ptx::thread_index() == 0) shared.init_barriers();
+    ptx::sync_threads();
+    if (warpgroup == 0) {
+        ptx::set_max_registers_down<Traits::kProducerRegisters>();
+        if (warp == 0) BwdLoader<Traits, Shared>(params, shared).run();
+        if (warp == 1) BwdStorer<Traits, Shared, PanelDqTiles<Traits>>(params, shared).run();
+    } else {
+        ptx::set_max_registers_up<Traits::kConsumerRegisters>();
+        if (warpgroup == 1) {
+            BwdWideConsumer<Traits, 0>(params, shared).run();
+        } else {
+            BwdWideConsumer<Traits, 1>(params, shared).run();
+        }
+    }
+}
+
+}  // namespace mcp::attn
