@@ -19,7 +19,14 @@ from timing import Table, environment, interleaved, publish
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_cp import mask as masks
-from megatron_cp.attn import attend, device_lists, hopper, hopper_checks
+from megatron_cp.attn import (
+    attend,
+    device_lists,
+    hopper,
+    hopper_backward,
+    hopper_checks,
+    hopper_launch,
+)
 from megatron_cp.attn.options import AttendOptions
 from megatron_cp.kernels import build
 from megatron_cp.kernels.driver import Driver
@@ -32,13 +39,16 @@ ALLOWED_US = 15.0
 def stub_the_device() -> None:
     """Makes CPU tensors pass for CUDA tensors, and the stand-in for the driver."""
     driver = Driver(fake_cuda.load())
-    counters = torch.zeros(hopper.MAX_STREAMS * hopper.COUNTER_BYTES // 4, dtype=torch.int32)
+    size = hopper_launch.MAX_STREAMS * hopper_launch.COUNTER_BYTES // 4
+    counters = torch.zeros(size, dtype=torch.int32)
     hopper.LIBRARY.impl("attention_forward", hopper._forward, "CPU")
-    hopper.driver = lambda: driver
-    hopper._current_device = lambda: 0
-    hopper._num_sms = lambda device: 132
-    hopper._raw_stream = lambda device: 7
-    hopper._zeroed_counters = lambda device: counters
+    hopper.LIBRARY.impl("attention_backward", hopper._backward, "CPU")
+    hopper_launch.driver = lambda: driver
+    hopper_launch.current_device = lambda: 0
+    hopper_launch.num_sms = hopper_backward.num_sms = lambda device: 132
+    hopper_launch.zeroed_counters = lambda device: counters
+    for module in (hopper, hopper_launch, hopper_backward):
+        module.raw_stream = lambda device: 7
     hopper_checks.check_capability = lambda device: None
     hopper_checks.ON_DEVICES = ("cpu", "cuda")
     build.cubin = lambda name: name.encode()
@@ -64,8 +74,15 @@ def calls(num_tokens: int) -> dict[str, Callable[[], object]]:
     long_q, long_k, long_v = many
     long_mask = masks.causal(num_tokens)
 
+    dout, lse = torch.randn_like(q), torch.zeros(256, 8)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+
+    def with_gradient() -> None:
+        out, _ = attend(*leaves, mask, backend="hopper")
+        torch.autograd.grad(out, leaves, dout)
+
     def with_new_addresses() -> None:
-        hopper._tensor_maps.clear()
+        hopper_launch._tensor_maps.clear()
         hopper.forward(q, k, v, mask, options)
 
     def with_new_mask() -> None:
@@ -80,7 +97,9 @@ def calls(num_tokens: int) -> dict[str, Callable[[], object]]:
         ),
         "raw pass, three new addresses": with_new_addresses,
         f"raw pass, new causal mask of {num_tokens} tokens": with_new_mask,
-        "two outputs of torch.empty alone": lambda: hopper._allocate(q, v, True),
+        "two outputs of torch.empty alone": lambda: hopper._allocate(q, v, q.dtype),
+        "raw backward pass": lambda: hopper.backward(dout, q, k, v, lse, lse, mask, options),
+        "attend and its gradient": with_gradient,
     }
 
 

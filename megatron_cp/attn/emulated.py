@@ -18,8 +18,8 @@ from torch import Tensor
 
 from megatron_cp.attn.device_lists import DeviceList, forward_list
 from megatron_cp.attn.emulated_checks import NO_BACKWARD, find_variant
-from megatron_cp.attn.hopper import PANEL, _heads_per_section, _score_scales
 from megatron_cp.attn.hopper_checks import check_layout
+from megatron_cp.attn.hopper_launch import PANEL, heads_per_section, score_scales
 from megatron_cp.attn.options import AttendOptions
 from megatron_cp.kernels import build
 from megatron_cp.kernels.driver import BFLOAT16, FLOAT16
@@ -157,7 +157,7 @@ def _params(
     tiles = lists.data.data_ptr()
     segments = tiles + 16 * lists.num_tiles
     key_columns = k_KGH.shape[2] + v_KGH.shape[2]
-    scale, cap, cap_scale = _score_scales(options.softmax_scale, options.softcap)
+    scale, cap, cap_scale = score_scales(options.softmax_scale, options.softcap)
     return FwdParams(
         q_map=maps[0],
         k_map=maps[1],
@@ -176,7 +176,7 @@ def _params(
         num_tiles=lists.num_tiles,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        heads_per_section=_heads_per_section(num_heads, num_kv_heads, k_KGH.shape[0], key_columns),
+        heads_per_section=heads_per_section(num_heads, num_kv_heads, k_KGH.shape[0], key_columns),
         num_keys=k_KGH.shape[0],
         score_scale=scale,
         cap=cap,

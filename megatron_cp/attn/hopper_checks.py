@@ -18,10 +18,6 @@ DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 ON_DEVICES = ("cuda",)
 CAPABILITY = (9, 0)
 ALIGNMENT = 16  # bytes; what the copy engine wants of addresses and strides
-NO_BACKWARD = (
-    "backend='hopper' has no backward pass yet, only the forward pass is built; train with backend='flex' "
-    "('cpu' on CPU tensors), or call under torch.no_grad()"
-)
 
 
 def outside_compiled_graphs(function: F) -> F:
@@ -55,10 +51,35 @@ def forward_variants() -> dict[tuple[str, int, int, bool], Variant]:
     }
 
 
+_Kind = tuple[str, str, int | None, int | None, bool | None]
+
+
+@lru_cache(maxsize=1)
+def _variants() -> dict[_Kind, Variant]:
+    """Returns all kernels by (pass, dtype, head dim, value head dim, has softcap), None where one serves all."""
+    table: dict[_Kind, Variant] = {}
+    for variant in build.variants().values():
+        defines = dict(define.split("=", 1) for define in variant.defines)
+        dims = [
+            int(defines[name]) if name in defines else None
+            for name in ("MCP_HEAD_DIM", "MCP_VALUE_DIM")
+        ]
+        softcap = defines["MCP_SOFTCAP"] == "true" if "MCP_SOFTCAP" in defines else None
+        table[variant.kernel_pass, defines["MCP_TYPE"], dims[0], dims[1], softcap] = variant
+    return table
+
+
 @lru_cache(maxsize=256)
-def find_variant(dtype: torch.dtype, head_dim: int, value_dim: int, has_softcap: bool) -> Variant:
-    """Returns the forward kernel of such calls. Raises NotImplementedError as `check_wish`."""
-    variant = forward_variants().get((DTYPES.get(dtype, ""), head_dim, value_dim, has_softcap))
+def find_variant(
+    kernel_pass: str,
+    dtype: torch.dtype,
+    head_dim: int | None,
+    value_dim: int | None,
+    has_softcap: bool | None,
+) -> Variant:
+    """Returns the kernel of such calls. Raises NotImplementedError as `check_wish`."""
+    kind = (kernel_pass, DTYPES.get(dtype, ""), head_dim, value_dim, has_softcap)
+    variant = _variants().get(kind)
     if variant is not None:
         return variant
     if dtype not in DTYPES:
@@ -67,10 +88,12 @@ def find_variant(dtype: torch.dtype, head_dim: int, value_dim: int, has_softcap:
             f"backend='hopper' cannot compute dtype={dtype}, only {allowed}; cast q, k and v, or use "
             "backend='flex' or 'reference'"
         )
-    pairs = sorted({(h, hv) for _, h, hv, _ in forward_variants()})
+    kinds = [kind for kind in _variants() if kind[0] == kernel_pass and kind[4] == has_softcap]
+    pairs = sorted({(kind[2] or 0, kind[3] or 0) for kind in kinds})
+    cap = " and a softcap" if has_softcap else ""
     raise NotImplementedError(
-        f"backend='hopper' has no kernel for head_dim={head_dim} with a value head_dim={value_dim}, only for "
-        f"{', '.join(str(pair) for pair in pairs)}; use backend='flex' or 'reference'"
+        f"backend='hopper' has no {kernel_pass} kernel for head_dim={head_dim}, value head_dim={value_dim}{cap}, only "
+        f"for {', '.join(str(pair) for pair in pairs) or 'calls without one'}; use backend='flex' or 'reference'"
     )
 
 
@@ -84,13 +107,13 @@ def check_wish(
             f"backend='hopper' cannot compute on device={q.device}, only on CUDA devices of compute capability 9.0 "
             "(H100, H200, GH200); use backend='cpu' or 'reference', or 'emulated' for the kernels' source on a CPU"
         )
-    find_variant(q.dtype, q.shape[-1], v.shape[-1], softcap > 0)
+    find_variant("forward", q.dtype, q.shape[-1], v.shape[-1], softcap > 0)
     if softmax_scale < 0:
         raise NotImplementedError(
             f"backend='hopper' cannot use softmax_scale={softmax_scale} < 0; negate q and the scale"
         )
     if needs_grad:
-        raise NotImplementedError(NO_BACKWARD)
+        find_variant("backward", q.dtype, q.shape[-1], v.shape[-1], softcap > 0)
     check_capability(q.device)
 
 
@@ -104,28 +127,26 @@ def check_capability(device: torch.device) -> None:
         )
 
 
-def check_layout(name: str, x: Tensor) -> None:
-    """Raises ValueError unless the copy engine can read `x` `[rows, heads, head_dim]` where it lies."""
+def is_readable(x: Tensor) -> bool:
+    """Returns whether the copy engine can read `x` `[rows, heads, columns]` where it lies."""
     row_stride, head_stride, stride = x.stride()
     itemsize = x.element_size()
-    aligned = (
+    return (
         stride == 1
         and (head_stride * itemsize % ALIGNMENT == 0 or x.shape[1] == 1)
         and (row_stride * itemsize % ALIGNMENT == 0 or x.shape[0] == 1)
         and x.data_ptr() % ALIGNMENT == 0
     )
-    if not aligned:
+
+
+def check_layout(name: str, x: Tensor) -> None:
+    """Raises ValueError unless `is_readable(x)`."""
+    if not is_readable(x):
         raise ValueError(
             f"{name} of strides {x.stride()} at address {x.data_ptr():#x} must have last stride 1, other strides of a "
-            f"multiple of {ALIGNMENT // itemsize} elements, and begin at a multiple of {ALIGNMENT} bytes; "
+            f"multiple of {ALIGNMENT // x.element_size()} elements, and begin at a multiple of {ALIGNMENT} bytes; "
             f"call {name}.contiguous()"
         )
-
-
-def check_sink_gradient(sink: Tensor | None) -> None:
-    """Raises NotImplementedError where a sink asks for a gradient that nothing would give it."""
-    if sink is not None and sink.requires_grad and torch.is_grad_enabled():
-        raise NotImplementedError(NO_BACKWARD)
 
 
 @lru_cache(maxsize=64)

@@ -4,13 +4,14 @@ It shares no code with the kernels or with `attend`: it reads the parameter bloc
 follows tiles, segments and order, and writes `out` and `lse` where the pointers say.
 """
 
-import ctypes
 import math
 
 import numpy as np
 
-from megatron_cp.kernels.driver import BFLOAT16, FLOAT16
+from megatron_cp.kernels.driver import BFLOAT16, FLOAT16, FLOAT32
 from megatron_cp.kernels.params import FwdParams
+from tests.kernels import host_backward
+from tests.kernels.raw_memory import array_at, decoded, encoded
 
 
 class HostDevice:
@@ -20,44 +21,48 @@ class HostDevice:
         self.block_m, self.block_n = block_m, block_n
         self.maps: list[tuple] = []
         self.launches: list[tuple] = []
+        self.entries: list[tuple[str, str]] = []  # entry point and variant of every loaded kernel
 
     def load_kernel(self, image: bytes, name: str, shared_bytes: int, device: int) -> int:
         assert image and name
-        return 5
+        self.entries.append((name, image.decode()))
+        return len(self.entries)  # not 0
 
     def ensure_context(self, device: int) -> None:
         assert device == 0
 
-    def encode_tensor_map(self, dtype, address, sizes, stride_bytes, box) -> bytes:
+    def encode_tensor_map(self, dtype, address, sizes, stride_bytes, box, swizzled=True) -> bytes:
         assert address % 16 == 0 and all(stride % 16 == 0 for stride in stride_bytes)
-        assert all(size >= 1 for size in sizes) and box[:2] == (64, 1) and 1 <= box[2] <= 256
-        self.maps.append((dtype, address, sizes, stride_bytes, box[2]))
+        assert all(size >= 1 for size in sizes) and all(1 <= side <= 256 for side in box)
+        assert box[0] * (4 if dtype == FLOAT32 else 2) == 128 or not swizzled
+        self.maps.append((dtype, address, sizes, stride_bytes, box, swizzled))
         return len(self.maps).to_bytes(128, "little")
 
     def launch(self, kernel, num_blocks, num_threads, shared_bytes, stream, params) -> None:
         self.launches.append((num_blocks, num_threads, shared_bytes, stream))
-        block = FwdParams.from_buffer_copy(bytes(params))  # all that a kernel would see
-        _run(block, *(self._tensor(m) for m in (block.q_map, block.k_map, block.v_map)), self)
+        raw = bytes(params)  # all that a kernel would see
+        entry, self.last_variant = self.entries[kernel - 1]
+        self.last_dtype = BFLOAT16 if "bf16" in self.last_variant else FLOAT16
+        if entry == "mcp_attention_forward":
+            block = FwdParams.from_buffer_copy(raw)
+            _run(block, *(self.tensor(m) for m in (block.q_map, block.k_map, block.v_map)), self)
+        else:
+            host_backward.RUN[entry](raw, self)
 
-    def _tensor(self, tensor_map) -> tuple[np.ndarray, int]:
-        dtype, address, sizes, (head_stride, row_stride), box_rows = self.maps[
-            int.from_bytes(bytes(tensor_map), "little") - 1
-        ]
-        self.last_dtype = dtype
+    def tensor(self, tensor_map) -> tuple[np.ndarray, int]:
+        """Returns a described 16-bit tensor `[rows, heads, columns]` in float64, and the box's rows."""
+        dtype, address, sizes, (head_stride, row_stride), box, swizzled = self.described(tensor_map)
+        assert dtype == self.last_dtype and swizzled and box[:2] == (64, 1)
         columns, heads, rows = sizes
         count = ((rows - 1) * row_stride + (heads - 1) * head_stride) // 2 + columns
-        flat = _array(address, np.uint16, count)
+        flat = array_at(address, np.uint16, count)
         strides = (row_stride, head_stride, 2)
         bits = np.lib.stride_tricks.as_strided(flat, (rows, heads, columns), strides)
-        if dtype == BFLOAT16:
-            return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64), box_rows
-        assert dtype == FLOAT16
-        return np.ascontiguousarray(bits).view(np.float16).astype(np.float64), box_rows
+        return decoded(bits, dtype), box[2]
 
-
-def _array(address: int, dtype, count: int) -> np.ndarray:
-    size = np.dtype(dtype).itemsize * count
-    return np.frombuffer((ctypes.c_char * size).from_address(address), dtype=dtype)
+    def described(self, tensor_map) -> tuple:
+        """Returns what a map was encoded from."""
+        return self.maps[int.from_bytes(bytes(tensor_map), "little") - 1]
 
 
 def _run(p, query, key, value, device: HostDevice) -> None:
@@ -67,10 +72,10 @@ def _run(p, query, key, value, device: HostDevice) -> None:
     assert k.shape[0] == v.shape[0] == p.num_keys
     assert 1 <= p.heads_per_section <= p.num_heads
     assert p.counters and p.counters % 8 == 0
-    tiles = _array(p.tiles, np.int32, 4 * p.num_tiles).reshape(-1, 4)
-    order = _array(p.order, np.int32, p.num_tiles)
+    tiles = array_at(p.tiles, np.int32, 4 * p.num_tiles).reshape(-1, 4)
+    order = array_at(p.order, np.int32, p.num_tiles)
     num_segs = int(tiles[-1, 2] + tiles[-1, 3])
-    segs = _array(p.segments, np.int32, 8 * num_segs).reshape(-1, 8)
+    segs = array_at(p.segments, np.int32, 8 * num_segs).reshape(-1, 8)
     assert p.tiles % 16 == p.segments % 16 == 0
     for tile in order:
         row0, rows, seg0, count = tiles[tile]
@@ -95,7 +100,7 @@ def _attend_row(p, head, q, k, v) -> tuple[np.ndarray, float]:
     if p.cap:
         scores = p.cap * np.tanh(scores * p.cap_scale / (2 * math.log2(math.e)))
     weights = np.exp2(scores * p.score_scale)
-    sink = math.exp(_array(p.sink, np.float32, p.num_heads)[head]) if p.sink else 0.0
+    sink = math.exp(array_at(p.sink, np.float32, p.num_heads)[head]) if p.sink else 0.0
     total = weights.sum() + sink
     out = weights @ v / total if total else np.zeros(v.shape[1])
     return out, math.log(total) if total else -math.inf
@@ -105,9 +110,9 @@ def _write_row(p, row, head, out, lse, half_dtype) -> None:
     dtype = np.float32 if p.out_is_float else np.uint16
     width = np.dtype(dtype).itemsize
     at = width * (row * p.out_row_stride + head * p.out_head_stride)
-    where = _array(p.out + at, dtype, len(out))
+    where = array_at(p.out + at, dtype, len(out))
     lse_at = 4 * (row * p.lse_row_stride + head * p.lse_head_stride)
-    lse_where = _array(p.lse + lse_at, np.float32, 1)
+    lse_where = array_at(p.lse + lse_at, np.float32, 1)
     if p.accumulate:
         merged = np.logaddexp(lse, lse_where[0])
         weight = 0.0 if lse == -math.inf else math.exp(lse - merged)
@@ -115,9 +120,6 @@ def _write_row(p, row, head, out, lse, half_dtype) -> None:
         out, lse = weight * out + before * where, merged
     if p.out_is_float:
         where[:] = out
-    elif half_dtype == FLOAT16:
-        where[:] = out.astype(np.float16).view(np.uint16)
     else:
-        bits = out.astype(np.float32).view(np.uint32)
-        where[:] = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)  # to even
+        where[:] = encoded(out, half_dtype)
     lse_where[0] = lse

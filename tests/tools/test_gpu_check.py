@@ -10,7 +10,7 @@ import torch
 
 from megatron_cp import mask as masks
 from megatron_cp.attn import attend
-from tests.attn.test_hopper_checks import host_device
+from tests.attn.on_host import host_device, operators_on_cpu
 from tests.kernels import host_device as host
 from tests.oracles.attention import dense_attention
 from tools import gpu_check
@@ -22,14 +22,9 @@ EXACT = Times(2.0, 1.9, 2.1)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def operator_on_cpu():
-    """The operator's implementation for CPU tensors, on which the host device works."""
-    from megatron_cp.attn import hopper
-
-    library = torch.library.Library("megatron_cp", "IMPL")
-    library.impl("attention_forward", hopper._forward, "CPU")
-    yield
-    library._destroy()
+def operators():
+    with operators_on_cpu():
+        yield
 
 
 # ---------------------------------------------------------------------- cases

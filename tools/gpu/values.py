@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp import mask as masks
-from megatron_cp.attn import AttendOptions, attend, hopper
+from megatron_cp.attn import AttendOptions, attend, hopper, hopper_backward
 from megatron_cp.kernels import build
 from megatron_cp.mask import AttentionMask
 from tests.closeness import assert_within_budget
@@ -199,15 +199,18 @@ class poisoned_results:  # noqa: N801  reads as a statement
 
     def __enter__(self) -> None:
         self._allocate = hopper._allocate
+        self._gradient = hopper_backward.empty_gradient
 
         def poisoned(*arguments: object) -> tuple[Tensor, Tensor]:
             out, lse = self._allocate(*arguments)
             return out.fill_(float("nan")), lse.fill_(float("nan"))
 
         hopper._allocate = poisoned
+        hopper_backward.empty_gradient = lambda *x: self._gradient(*x).fill_(float("nan"))
 
     def __exit__(self, *_: object) -> None:
         hopper._allocate = self._allocate
+        hopper_backward.empty_gradient = self._gradient
 
 
 def _sink(sink: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:

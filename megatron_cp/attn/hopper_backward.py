@@ -1,0 +1,260 @@
+"""The launches of the backward pass. Never run on a GPU yet.
+
+    out, dout, lse, dlse -> preprocess -> delta, lse in base 2     [N, rows]: what each row's scores need
+    q, k, v, dout, delta, lse -> main -> dk, dv; dq as a float sum that key tiles add to
+    dq sum -> postprocess -> dq                                    scaled, in the type asked for
+
+Key tiles own rows of dk and dv: no atomics there. They add to dq in any order, or in turns: then the same bits
+come out in every run (`deterministic`).
+"""
+
+# Q query rows, K key rows, N query heads, G kv heads, H head dim, Hv value head dim, P padded rows
+
+import ctypes
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_cp.attn.device_lists import BackwardList
+from megatron_cp.attn.hopper_checks import find_variant, is_readable
+from megatron_cp.attn.hopper_launch import (
+    LOG2_E,
+    SECTION_BYTES,
+    TiledKernel,
+    counters,
+    device_guard,
+    find_map,
+    load_kernel,
+    num_sms,
+    raw_stream,
+    remember_map,
+    score_scales,
+    tensor_map,
+)
+from megatron_cp.kernels.driver import FLOAT32
+from megatron_cp.kernels.params import (
+    BwdParams,
+    BwdPostprocessParams,
+    BwdPreprocessParams,
+    TensorMap,
+)
+
+ROW_PADDING = 4  # rows per head are a multiple: 16 bytes, which the copy engine wants of strides
+BLOCKS_PER_SM = 8  # of the two kernels that only stream
+
+
+class RowStats(NamedTuple):
+    """What the main kernel reads per row, float32 `[N, P]`, rows behind Q unused."""
+
+    lse_2: Tensor  # lse in base 2; +inf for rows without keys
+    delta: Tensor
+
+
+def readable(x: Tensor) -> Tensor:
+    """Returns `x`, copied if the copy engine cannot read it where it lies."""
+    return x if is_readable(x) else x.contiguous()
+
+
+def empty_gradient(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns memory for the gradient of `x`, contiguous, not yet written."""
+    return x.new_empty(x.shape, dtype=dtype)
+
+
+def preprocess(
+    out_QNH: Tensor, dout_QNH: Tensor, lse_QN: Tensor, dlse_QN: Tensor | None
+) -> RowStats:
+    """Returns the row statistics of a whole result; `delta = rowsum(dout * out) - dlse`.
+
+    `out` is float32 or has the dtype of `dout`; its last dimension and that of `dout` are contiguous.
+    """
+    stats, num_items = empty_stats(lse_QN), lse_QN.numel()
+    params, _kept = preprocess_params(out_QNH, dout_QNH, lse_QN, dlse_QN, stats)
+    name = find_variant("backward_preprocess", dout_QNH.dtype, None, dout_QNH.shape[2], None).name
+    _launch_rows(name, dout_QNH, num_items, params)
+    return stats
+
+
+def preprocess_params(
+    out_QNH: Tensor, dout_QNH: Tensor, lse_QN: Tensor, dlse_QN: Tensor | None, stats: RowStats
+) -> tuple[BwdPreprocessParams, Tensor | None]:
+    """Returns the parameters, and `dlse` as they read it: to be kept until the launch."""
+    if dlse_QN is not None and dlse_QN.stride() != lse_QN.stride():
+        dlse_QN = torch.empty_like(lse_QN).copy_(dlse_QN)
+    params = BwdPreprocessParams(
+        out_QNH.data_ptr(),
+        dout_QNH.data_ptr(),
+        lse_QN.data_ptr(),
+        None if dlse_QN is None else dlse_QN.data_ptr(),
+        stats.lse_2.data_ptr(),
+        stats.delta.data_ptr(),
+        *out_QNH.stride()[:2],
+        *dout_QNH.stride()[:2],
+        *lse_QN.stride(),
+        dout_QNH.shape[0],
+        stats.delta.shape[1],
+        dout_QNH.shape[1],
+        out_QNH.dtype == torch.float32,
+    )
+    return params, dlse_QN
+
+
+def stats_of(lse_QN: Tensor, delta_QN: Tensor) -> RowStats:
+    """Returns the row statistics from a `delta` that the caller has."""
+    stats, num_rows = empty_stats(lse_QN), lse_QN.shape[0]
+    empty = lse_QN == -torch.inf
+    stats.lse_2[:, :num_rows] = (lse_QN * LOG2_E).masked_fill_(empty, torch.inf).t()
+    stats.delta[:, :num_rows] = delta_QN.masked_fill(empty, 0.0).t()
+    return stats
+
+
+def launch_backward(
+    dout_QNH: Tensor,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    stats: RowStats,
+    lists: BackwardList,
+    scales: tuple[float, float],
+    *,
+    float_grads: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns `(dq, dk, dv)` of (q, k, v), in float32 or their dtype, from the current stream of their device.
+
+    `scales` are softmax_scale and softcap. Raises: ValueError for layouts that the copy engine cannot read.
+    """
+    q_QNH, k_KGH, v_KGH = tensors
+    dtype = torch.float32 if float_grads else q_QNH.dtype
+    if not lists.num_segs:
+        dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in tensors)
+        return dq, dk, dv
+    dq_sum = q_QNH.new_zeros(q_QNH.shape, dtype=torch.float32)
+    dk, dv = (empty_gradient(x, dtype) for x in (k_KGH, v_KGH))
+    device = q_QNH.device.index or 0
+    has_softcap = scales[1] > 0
+    dims = (q_QNH.shape[2], v_KGH.shape[2])
+    variant = find_variant("backward", q_QNH.dtype, *dims, has_softcap)
+    with device_guard(device):
+        kernel, stream = load_kernel(variant.name, device), raw_stream(device)
+        turn_counters = None
+        if lists.num_runs:
+            size = (q_QNH.shape[1], lists.num_slots)
+            turn_counters = q_QNH.new_zeros(size, dtype=torch.int32)
+        params = main_params(
+            kernel, (q_QNH, k_KGH, v_KGH, dout_QNH), stats, lists, scales, (dq_sum, dk, dv)
+        )
+        params.counters = counters(device, stream)
+        params.turn_counters = None if turn_counters is None else turn_counters.data_ptr()
+        num_blocks = min(kernel.num_sms, lists.num_tiles * k_KGH.shape[1])
+        kernel.launch(num_blocks, stream, params, device)
+    dq = dq_sum if float_grads else empty_gradient(dq_sum, dtype)
+    _postprocess(dq_sum, dq, q_QNH.dtype, scales[0])
+    return dq, dk, dv
+
+
+def main_params(
+    kernel: TiledKernel,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
+    stats: RowStats,
+    lists: BackwardList,
+    scales: tuple[float, float],
+    gradients: tuple[Tensor, Tensor, Tensor],
+) -> BwdParams:
+    """Returns the main kernel's parameters without its counters."""
+    (q, k, v, dout), (dq_sum, dk, dv) = tensors, gradients
+    num_queries, num_heads, _ = q.shape
+    tiles = lists.data.data_ptr()
+    segs = tiles + 16 * lists.num_tiles
+    order = segs + 32 * lists.num_segs
+    turn_segments = order + 4 * lists.num_tiles
+    on, rows, keys = kernel.driver, kernel.tile_rows, kernel.tile_keys
+    params = BwdParams(
+        tensor_map("q", q, rows, on),
+        tensor_map("dout", dout, rows, on),
+        tensor_map("k", k, keys, on),
+        tensor_map("v", v, keys, on),
+        _stats_map(stats.lse_2, num_queries, kernel),
+        _stats_map(stats.delta, num_queries, kernel),
+        tensor_map("dq", dq_sum, rows, on),
+        tiles,
+        segs,
+        order,
+    )
+    params.dk, params.dv = dk.data_ptr(), dv.data_ptr()
+    if lists.num_runs:
+        params.turn_segments = turn_segments
+        params.turn_runs = turn_segments + 12 * lists.num_segs
+    params.dk_row_stride, params.dk_head_stride = dk.stride()[:2]
+    params.dv_row_stride, params.dv_head_stride = dv.stride()[:2]
+    params.num_tiles, params.num_slots = lists.num_tiles, lists.num_slots
+    params.num_heads, params.num_kv_heads = num_heads, k.shape[1]
+    params.heads_per_section = _kv_heads_per_section(q, v, bool(lists.num_runs), k.shape[1])
+    params.num_queries = num_queries
+    params.score_scale, params.cap, params.cap_scale = score_scales(*scales)
+    params.softmax_scale = scales[0]
+    params.grads_are_float = dk.dtype == torch.float32
+    return params
+
+
+def _kv_heads_per_section(q: Tensor, v: Tensor, in_turns: bool, num_kv_heads: int) -> int:
+    """Returns how many kv heads run side by side: those whose queries fit the cache; in turns, all.
+
+    In turns, key tiles of one head wait for each other, so that those of many heads side by side wait less.
+    """
+    if in_turns:
+        return num_kv_heads
+    bytes_per_head = q.shape[0] * (q.shape[1] // num_kv_heads) * (q.shape[2] + v.shape[2]) * 2
+    return min(num_kv_heads, max(1, SECTION_BYTES // max(1, bytes_per_head)))
+
+
+def _stats_map(x_NP: Tensor, num_rows: int, kernel: TiledKernel) -> TensorMap:
+    """Returns the map of row statistics: plain boxes of as many rows as a tile has."""
+    num_heads, padded = x_NP.shape
+    key = ("row statistics", x_NP.data_ptr(), num_rows, num_heads, kernel.tile_rows)
+    cached = find_map(key)
+    if cached is None:
+        strides = (4 * padded, 4 * padded * num_heads)
+        sizes, box = (num_rows, num_heads, 1), (kernel.tile_rows, 1, 1)
+        encoded = kernel.driver.encode_tensor_map(
+            FLOAT32, x_NP.data_ptr(), sizes, strides, box, swizzled=False
+        )
+        cached = remember_map(key, encoded)
+    return cached
+
+
+def _postprocess(dq_sum: Tensor, dq: Tensor, dtype: torch.dtype, softmax_scale: float) -> None:
+    name = find_variant("backward_postprocess", dtype, dq.shape[2], None, None).name
+    num_items = dq.shape[0] * dq.shape[1]
+    _launch_rows(name, dq, num_items, postprocess_params(dq_sum, dq, softmax_scale))
+
+
+def postprocess_params(dq_sum: Tensor, dq: Tensor, softmax_scale: float) -> BwdPostprocessParams:
+    """Returns the parameters of the kernel that scales and converts dq."""
+    return BwdPostprocessParams(
+        dq_sum.data_ptr(),
+        dq.data_ptr(),
+        *dq_sum.stride()[:2],
+        *dq.stride()[:2],
+        dq.shape[0],
+        dq.shape[1],
+        softmax_scale,
+        dq.dtype == torch.float32,
+    )
+
+
+def _launch_rows(name: str, x: Tensor, num_items: int, params: ctypes.Structure) -> None:
+    """Launches a kernel that gives a warp to every row and head."""
+    if not num_items:
+        return
+    device = x.device.index or 0
+    with device_guard(device):
+        kernel = load_kernel(name, device)
+        warps = kernel.num_threads // 32
+        num_blocks = min(-(-num_items // warps), BLOCKS_PER_SM * num_sms(device))
+        kernel.launch(num_blocks, raw_stream(device), params, device)
+
+
+def empty_stats(lse_QN: Tensor) -> RowStats:
+    """Returns room for the statistics of as many rows as `lse` has."""
+    num_rows, num_heads = lse_QN.shape
+    padded = -(-num_rows // ROW_PADDING) * ROW_PADDING
+    both = lse_QN.new_empty((2, num_heads, padded), dtype=torch.float32)
+    return RowStats(both[0], both[1])

@@ -1,0 +1,318 @@
+"""From tensors to a launch: loaded kernels, tensor maps, work counters, all cached. Never run on a GPU yet.
+
+What a call needs besides its tensors is looked up, and found after the first time: kernels by variant and
+device, tensor maps by address, shape and strides, counters by stream. The host never waits for the device.
+"""
+
+import contextlib
+import ctypes
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_cp.attn.device_lists import DeviceList
+from megatron_cp.attn.hopper_checks import check_layout, find_variant
+from megatron_cp.kernels import build
+from megatron_cp.kernels.driver import BFLOAT16, FLOAT16, FLOAT32, Driver, driver
+from megatron_cp.kernels.params import FwdParams, TensorMap
+
+# Q query rows, K key rows, N query heads, G kv heads, H head dim, Hv value head dim
+
+LOG2_E = math.log2(math.e)
+PANEL_BYTES = 128  # of one row of a box: 64 columns of a 16-bit type, 32 of float
+PANEL = 64
+SECTION_BYTES = (
+    32 << 20
+)  # what is to stay in the second-level cache while it is read again and again
+MAX_STREAMS = 256  # per device; each has a pair of work counters
+COUNTER_BYTES = 128  # a cache line per pair
+TINY_SCALE = 1e-30  # stands for softmax_scale = 0, with which masked scores would be -inf * 0
+MAX_TENSOR_MAPS = 4096
+DTYPE_CODES = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.float32: FLOAT32}
+
+
+class MapEncoder(Protocol):
+    """What makes tensor maps: the driver, or what stands in for it."""
+
+    def ensure_context(self, device: int) -> None:
+        """Makes a context of the device current."""
+
+    def encode_tensor_map(
+        self,
+        dtype: int,
+        address: int,
+        sizes: Sequence[int],
+        stride_bytes: Sequence[int],
+        box: Sequence[int],
+        swizzled: bool = True,
+    ) -> bytes:
+        """Returns the 128 bytes of a tensor map."""
+
+
+class TiledKernel(Protocol):
+    """What parameters are made for."""
+
+    @property
+    def driver(self) -> MapEncoder:
+        """Returns what makes its tensor maps."""
+
+    @property
+    def tile_rows(self) -> int:
+        """Returns the query rows of a tile."""
+
+    @property
+    def tile_keys(self) -> int:
+        """Returns the key rows of a tile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A loaded kernel and what its launch needs."""
+
+    handle: int
+    driver: Driver
+    num_threads: int
+    shared_bytes: int
+    num_sms: int
+    tile_rows: int  # 0 where the kernel has no tiles
+    tile_keys: int
+
+    def launch(self, num_blocks: int, stream: int, params: ctypes.Structure, device: int) -> None:
+        """Launches on a raw stream of the current device."""
+        if not hasattr(_thread, "has_context"):
+            self.driver.ensure_context(device)
+            _thread.has_context = True
+        self.driver.launch(
+            self.handle, num_blocks, self.num_threads, self.shared_bytes, stream, params
+        )
+
+
+@lru_cache(maxsize=256)
+def load_kernel(name: str, device: int) -> Kernel:
+    """Returns a variant on a device; its first use by a process may compile it."""
+    variant, on = build.variants()[name], driver()
+    defines = dict(define.split("=", 1) for define in variant.defines)
+    shared_bytes = int(defines.get("MCP_SHARED_BYTES", 0))
+    return Kernel(
+        on.load_kernel(build.cubin(name), variant.entry, shared_bytes, device),
+        on,
+        int(defines["MCP_THREADS"]),
+        shared_bytes,
+        num_sms(device),
+        *tile_shape(name),
+    )
+
+
+@lru_cache(maxsize=256)
+def tile_shape(name: str) -> tuple[int, int]:
+    """Returns `(query rows, key rows)` of a variant's tiles, zeros where it has none."""
+    defines = dict(define.split("=", 1) for define in build.variants()[name].defines)
+    return int(defines.get("MCP_BLOCK_M", 0)), int(defines.get("MCP_BLOCK_N", 0))
+
+
+def launch_forward(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    lists: DeviceList,
+    sink_N: Tensor | None,
+    scales: tuple[float, float],
+    out_QNH: Tensor,
+    lse_QN: Tensor,
+    *,
+    accumulate: bool,
+) -> None:
+    """Fills `out` and `lse` from (q, k, v) on the current stream of their device.
+
+    `scales` are softmax_scale and softcap. With `accumulate` the results are merged onto what they hold.
+    """
+    if not lists.num_segs:
+        fill_without_keys(out_QNH, lse_QN, sink_N, accumulate)
+        return
+    q_QNH, _, v_KGH = tensors
+    device = q_QNH.device.index or 0
+    dims = (q_QNH.shape[2], v_KGH.shape[2])
+    variant = find_variant("forward", q_QNH.dtype, *dims, scales[1] > 0)
+    with device_guard(device):
+        kernel = load_kernel(variant.name, device)
+        stream = raw_stream(device)
+        params = forward_params(kernel, tensors, lists, sink_N, scales, (out_QNH, lse_QN))
+        params.counters, params.accumulate = counters(device, stream), accumulate
+        num_items = lists.num_tiles * q_QNH.shape[1]
+        kernel.launch(min(kernel.num_sms, num_items), stream, params, device)
+
+
+def forward_params(
+    kernel: TiledKernel,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    lists: DeviceList,
+    sink_N: Tensor | None,
+    scales: tuple[float, float],
+    results: tuple[Tensor, Tensor],
+) -> FwdParams:
+    """Returns the kernel's parameters without its counters, for results that hold nothing yet."""
+    (q_QNH, k_KGH, v_KGH), (out_QNH, lse_QN) = tensors, results
+    num_heads, head_dim = q_QNH.shape[1:]
+    num_keys, num_kv_heads, value_dim = v_KGH.shape
+    tiles = lists.data.data_ptr()
+    segs = tiles + 16 * lists.num_tiles
+    return FwdParams(
+        tensor_map("q", q_QNH, kernel.tile_rows, kernel.driver),
+        tensor_map("k", k_KGH, kernel.tile_keys, kernel.driver),
+        tensor_map("v", v_KGH, kernel.tile_keys, kernel.driver),
+        tiles,
+        segs,
+        segs + 32 * lists.num_segs,
+        None,
+        out_QNH.data_ptr(),
+        lse_QN.data_ptr(),
+        None if sink_N is None else sink_N.data_ptr(),
+        *out_QNH.stride()[:2],
+        *lse_QN.stride(),
+        lists.num_tiles,
+        num_heads,
+        num_kv_heads,
+        heads_per_section(num_heads, num_kv_heads, num_keys, head_dim + value_dim),
+        num_keys,
+        *score_scales(*scales),
+        out_QNH.dtype == torch.float32,
+        False,
+    )
+
+
+def fill_without_keys(
+    out_QNH: Tensor, lse_QN: Tensor, sink_N: Tensor | None, accumulate: bool
+) -> None:
+    """Writes what rows without keys hold; there may be no key to point a tensor map at."""
+    if not accumulate:
+        out_QNH.zero_()
+        lse_QN.fill_(-torch.inf) if sink_N is None else lse_QN.copy_(sink_N.expand_as(lse_QN))
+
+
+def score_scales(softmax_scale: float, softcap: float) -> tuple[float, float, float]:
+    """Returns `score_scale, cap, cap_scale` as params.h defines them."""
+    scale = softmax_scale or TINY_SCALE
+    if not softcap:
+        return scale * LOG2_E, 0.0, 0.0
+    return LOG2_E, softcap, 2 * LOG2_E * scale / softcap
+
+
+def heads_per_section(num_heads: int, num_kv_heads: int, num_keys: int, columns: int) -> int:
+    """Returns how many query heads run side by side: those whose keys and values fit the cache."""
+    fitting = SECTION_BYTES // max(1, num_keys * columns * 2)
+    return min(num_heads, max(1, fitting) * (num_heads // num_kv_heads))
+
+
+def tensor_map(name: str, x: Tensor, box_rows: int, on: MapEncoder) -> TensorMap:
+    """Returns the map of `x` `[rows, heads, columns]` with boxes of 128 bytes of `box_rows` rows.
+
+    Raises: ValueError for a layout that the copy engine cannot read.
+    """
+    strides = x.stride()
+    key = (x.data_ptr(), x.shape, strides, x.dtype, box_rows)
+    cached = find_map(key)
+    if cached is None:
+        check_layout(name, x)
+        rows, heads, columns = x.shape
+        # A dimension of size 1 may have any stride in torch, not in a tensor map.
+        head_stride = strides[1] if heads > 1 else columns
+        row_stride = strides[0] if rows > 1 else heads * head_stride
+        size = x.element_size()
+        on.ensure_context(x.device.index or 0)
+        encoded = on.encode_tensor_map(
+            DTYPE_CODES[x.dtype],
+            x.data_ptr(),
+            (columns, heads, rows),
+            (size * head_stride, size * row_stride),
+            (PANEL_BYTES // size, 1, box_rows),
+        )
+        cached = remember_map(key, encoded)
+    return cached
+
+
+def find_map(key: tuple[object, ...]) -> TensorMap | None:
+    """Returns the map that was remembered under this key."""
+    return _tensor_maps.get(key)
+
+
+def remember_map(key: tuple[object, ...], encoded: bytes) -> TensorMap:
+    """Returns an encoded map, found from now on under its key."""
+    if len(_tensor_maps) >= MAX_TENSOR_MAPS:
+        _tensor_maps.clear()  # addresses that never come back
+    made = _tensor_maps[key] = TensorMap.from_buffer_copy(encoded)
+    return made
+
+
+_tensor_maps: dict[tuple[object, ...], TensorMap] = {}
+
+
+@lru_cache(maxsize=64)
+def num_sms(device: int) -> int:
+    """Returns the number of multiprocessors."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def current_device() -> int:
+    """Returns the ordinal of the thread's current device."""
+    return torch.cuda.current_device()
+
+
+def raw_stream(device: int) -> int:
+    """Returns the current stream of a device as the driver knows it."""
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+_NO_GUARD = contextlib.nullcontext()
+
+
+def device_guard(device: int) -> contextlib.AbstractContextManager[object]:
+    """Returns a context in which the device is current."""
+    return _NO_GUARD if current_device() == device else torch.cuda.device(device)
+
+
+_thread = threading.local()
+_counter_lock = threading.Lock()
+_counter_pools: dict[int, Tensor] = {}
+_counter_of_stream: dict[tuple[int, int], int] = {}
+
+
+def counters(device: int, stream: int) -> int:
+    """Returns the address of the stream's pair of work counters, zero between launches.
+
+    Raises: RuntimeError on the first use of a device inside a CUDA graph capture.
+    """
+    address = _counter_of_stream.get((device, stream))
+    if address is None:
+        with _counter_lock:
+            address = _new_counters(device, stream)
+            _counter_of_stream[device, stream] = address
+    return address
+
+
+def _new_counters(device: int, stream: int) -> int:
+    pool = _counter_pools.get(device)
+    if pool is None:
+        pool = _counter_pools[device] = zeroed_counters(device)
+    index = sum(1 for known, other in _counter_of_stream if known == device and other != stream)
+    if index >= MAX_STREAMS:
+        raise RuntimeError(
+            f"stream {stream} is number {index + 1} to run attention on device {device}, at most "
+            f"{MAX_STREAMS} are allowed; reuse streams"
+        )
+    return pool.data_ptr() + COUNTER_BYTES * index
+
+
+def zeroed_counters(device: int) -> Tensor:
+    """Returns the counters of all streams, zero on the device before it returns."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "the first call of backend='hopper' on a device must not be inside a CUDA graph capture; "
+            "call it once before"
+        )
+    pool = torch.zeros(MAX_STREAMS * COUNTER_BYTES // 4, dtype=torch.int32, device=f"cuda:{device}")
+    torch.cuda.synchronize(device)  # once per process: any stream may use its pair next
+    return pool

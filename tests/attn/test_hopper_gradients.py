@@ -1,0 +1,236 @@
+"""Gradients and operators of the Hopper backend without a GPU: a host 'device' follows the parameter blocks."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_cp import mask as masks
+from megatron_cp.attn import attend, hopper, hopper_backward, merge_partials
+from megatron_cp.attn.options import AttendOptions
+from tests.attn.on_host import draw, host_device, operators_on_cpu
+from tests.closeness import assert_within_budget
+from tests.oracles.attention import exact_attention, plain_attention
+from tests.strategies import attention_masks
+
+OPTIONS = AttendOptions(0.25, backend="hopper")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def operators():
+    with operators_on_cpu():
+        yield
+
+
+@pytest.fixture
+def device():
+    with host_device() as host:
+        yield host
+
+
+def _leaves(tensors):
+    return [x.detach().requires_grad_() for x in tensors]
+
+
+def _assert_gradients(made, tensors, dense, dout, dlse=None, names=("dq", "dk", "dv"), **options):
+    exact = exact_attention(*tensors, dense, dout=dout, dlse=dlse, **options)
+    rounded_dlse = None if dlse is None else dlse.to(dout.dtype)
+    plain = plain_attention(*tensors, dense, dout=dout, dlse=rounded_dlse, **options)
+    for name, gradient in zip(names, made, strict=True):
+        wanted = getattr(exact, name)
+        # `out`, rounded to 16 bits, enters delta: a gradient that cancels keeps the size of its terms
+        size = max(1.0, wanted.abs().max().item())
+        assert_within_budget(gradient, getattr(plain, name), wanted, name, size=size)
+
+
+@settings(max_examples=20)
+@given(
+    attention_masks(max_queries=20, max_keys=20),
+    st.sampled_from([(4, 2), (3, 1)]),
+    st.sampled_from([0.0, 1.5]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_gradients_of_the_public_call(case, heads, softcap, deterministic, lse_counts):
+    mask, dense = case
+    dim = 128 if softcap else 64
+    tensors = draw(mask.num_queries, mask.num_keys, heads, (dim, dim), torch.float16)
+    dout = torch.randn(mask.num_queries, heads[0], dim).half()
+    dlse = torch.randn(mask.num_queries, heads[0]) if lse_counts else None
+    leaves = _leaves(tensors)
+    with host_device():
+        out, lse = attend(
+            *leaves,
+            mask,
+            backend="hopper",
+            softmax_scale=0.25,
+            softcap=softcap,
+            deterministic=deterministic,
+        )
+        results, weights = ((out, lse), (dout, dlse)) if lse_counts else ((out,), (dout,))
+        made = torch.autograd.grad(results, leaves, weights)
+    assert {gradient.dtype for gradient in made} == {torch.float16}
+    options = {"softmax_scale": 0.25, "softcap": softcap}
+    dlse = dlse if dlse is not None else torch.zeros(mask.num_queries, heads[0])
+    _assert_gradients(made, tensors, dense, dout, dlse, **options)
+
+
+def test_gradient_of_a_sink_and_of_rows_without_keys(device):
+    mask = masks.from_slices(6, 5, [(0, 3, 0, 5, None, 0), (4, 6, 2, 5, None, None)])
+    tensors = draw(6, 5, dtype=torch.float16)
+    sink = torch.linspace(-1, 1, 4).double().requires_grad_()
+    leaves = _leaves(tensors)
+    out, lse = attend(*leaves, mask, backend="hopper", sink=sink)
+    dout, dlse = torch.randn(6, 4, 64).half(), torch.randn(6, 4)
+    made = torch.autograd.grad((out, lse), (*leaves, sink), (dout, dlse))
+    assert made[3].dtype == torch.float64
+    assert (made[0][3] == 0).all()
+    names = ("dq", "dk", "dv", "dsink")
+    dense = mask.to_dense()
+    exact = exact_attention(*tensors, dense, dout=dout, dlse=dlse, sink=sink.detach())
+    for name, gradient in zip(names, made, strict=True):
+        assert torch.allclose(gradient.double(), getattr(exact, name), rtol=2e-2, atol=2e-2), name
+
+
+def test_raw_gradients_of_parts_add_up_to_those_of_the_whole(device):
+    mask, dense = masks.sliding_window(20, 7), masks.sliding_window(20, 7).to_dense()
+    q, k, v = draw(20, 20, dtype=torch.float16)
+    parts = [mask.crop(k=span) for span in ((0, 9), (9, 20))]
+    halves = [(k[:9], v[:9]), (k[9:], v[9:])]
+    first, second = (
+        hopper.forward(q, *half, part, OPTIONS) for half, part in zip(halves, parts, strict=True)
+    )
+    out, lse = merge_partials(*first, *second)
+    dout = torch.randn(20, 4, 64).half()
+    delta = (dout.float() * out).sum(-1)
+    one, other = (
+        hopper.backward(dout, q, *half, lse, delta, part, OPTIONS)
+        for half, part in zip(halves, parts, strict=True)
+    )
+    made = (one[0] + other[0], torch.cat([one[1], other[1]]), torch.cat([one[2], other[2]]))
+    assert {gradient.dtype for gradient in made} == {torch.float32}
+    _assert_gradients(made, (q, k, v), dense, dout, softmax_scale=0.25)
+
+
+def test_gradient_that_is_expanded_or_of_another_type_is_made_right(device):
+    mask = masks.causal(9)
+    tensors = draw(9, 9, dtype=torch.float16)
+    leaves = _leaves(tensors)
+    out, _ = attend(*leaves, mask, backend="hopper", softmax_scale=0.25)
+    made = torch.autograd.grad(out.sum(), leaves)  # a gradient with strides of zero
+    ones = torch.ones(9, 4, 64)
+    _assert_gradients(made, tensors, mask.to_dense(), ones.half(), softmax_scale=0.25)
+    out, lse = hopper.forward(*tensors, mask, OPTIONS)
+    delta = (ones * out).sum(-1)
+    made = hopper.backward(ones.expand(9, 4, 64), *tensors, lse, delta, mask, OPTIONS)
+    _assert_gradients(made, tensors, mask.to_dense(), ones.half(), softmax_scale=0.25)
+
+
+def test_nothing_is_launched_for_a_mask_without_pairs(device):
+    tensors = draw(4, 5)
+    mask = masks.from_slices(4, 5, [])
+    zeros = torch.zeros(4, 4)
+    made = hopper.backward(tensors[0], *tensors, zeros, zeros, mask, OPTIONS)
+    assert all((gradient == 0).all() for gradient in made)
+    assert device.launches == []
+
+
+def test_only_the_deterministic_mode_takes_turns(device):
+    mask = masks.causal(300)
+    tensors = draw(300, 300, (1, 1))
+    for deterministic in (False, True):
+        options = AttendOptions(0.25, 0.0, "hopper", deterministic)
+        lists = hopper._grad_list(tensors[0], tensors[2], mask, options)
+        assert (lists.num_runs > 0) == deterministic
+        expected = 4 * lists.num_tiles + 8 * lists.num_segs + lists.num_tiles
+        if deterministic:
+            expected += 3 * lists.num_segs + 2 * lists.num_runs
+        assert lists.data.numel() == expected
+
+
+@pytest.mark.parametrize(
+    ("num_queries", "in_turns", "heads"),
+    [(1 << 10, False, 8), (1 << 14, False, 1), (1 << 14, True, 8)],
+)
+def test_kv_heads_side_by_side_are_those_whose_queries_fit_the_cache(num_queries, in_turns, heads):
+    # 8 query heads per kv head, 128 + 128 columns of 2 bytes: 2^10 queries are 4 MB per kv head.
+    q, v = torch.empty(num_queries, 64, 128, device="meta"), torch.empty(7, 8, 128, device="meta")
+    assert hopper_backward._kv_heads_per_section(q, v, in_turns, 8) == heads
+
+
+# ---------------------------------------------------------------------- the operators
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("sink", [None, torch.zeros(4)])
+def test_forward_operator_keeps_the_rules_of_operators(device, needs_grad, sink):
+    q, k, v = draw(9, 9, dtype=torch.float16)
+    mask = masks.causal(9)
+    grad_data, *counts = hopper._grad_list(q, v, mask, OPTIONS)
+    arguments = (q, k, v, *hopper._work_list(q, v, mask, 0.0), sink, 0.125, 0.0, grad_data, counts)
+    if needs_grad:
+        arguments = (*_leaves((q, k, v)), *arguments[3:])
+    torch.library.opcheck(torch.ops.megatron_cp.attention_forward.default, arguments)
+
+
+def test_backward_operator_keeps_the_rules_of_operators(device):
+    q, k, v = draw(9, 9, dtype=torch.float16)
+    mask = masks.causal(9)
+    data, *counts = hopper._grad_list(q, v, mask, OPTIONS)
+    out, lse = attend(q, k, v, mask, backend="hopper")
+    arguments = (out, torch.zeros_like(lse), q, k, v, out, lse, data, counts, 0.125, 0.0)
+    operator = torch.ops.megatron_cp.attention_backward.default
+    torch.library.opcheck(operator, arguments)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks at it behind a graph break
+def test_compiled_attention_gives_the_bits_of_the_plain_call(device):
+    mask = masks.documents([4, 9])
+
+    def layer(q, k, v):
+        out, lse = attend(q * 1.0, k, v, mask, backend="hopper")
+        return out * 2.0, lse
+
+    tensors = draw(13, 13)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager")
+    for _ in range(2):
+        plain, made = layer(*tensors), compiled(*tensors)
+        assert all(torch.equal(a, b) for a, b in zip(plain, made, strict=True))
+    gradients = [
+        torch.autograd.grad(function(*leaves)[0].sum(), leaves)
+        for function in (layer, compiled)
+        for leaves in [_leaves(tensors)]
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_operator_in_one_graph_gives_the_bits_of_the_plain_call(device):
+    q, k, v = draw(13, 13)
+    mask = masks.documents([4, 9])
+    data, num_tiles, num_segs = hopper._work_list(q, v, mask, 0.0)
+    grad_data, *counts = hopper._grad_list(q, v, mask, OPTIONS)
+
+    def layer(q, k, v, data, grad_data):
+        out, _ = torch.ops.megatron_cp.attention_forward(
+            q, k, v, data, num_tiles, num_segs, None, 0.125, 0.0, grad_data, counts
+        )
+        return out * 2.0
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    results = []
+    for function in (layer, compiled):
+        leaves = _leaves((q, k, v))
+        out = function(*leaves, data, grad_data)
+        results.append((out, *torch.autograd.grad(out.sum(), leaves)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_gradient_of_an_operator_called_without_a_list_for_it_is_refused(device):
+    q, k, v = draw(9, 9)
+    lists = hopper._work_list(q, v, masks.causal(9), 0.0)
+    operator = torch.ops.megatron_cp.attention_forward
+    out, _ = operator(q.requires_grad_(), k, v, *lists, None, 0.125, 0.0, None, [])
+    with pytest.raises(RuntimeError, match=r"without grad_work, .*; call attend\(\)"):
+        out.sum().backward()
