@@ -45,8 +45,8 @@ def resolve_options(
     `softmax_scale=None` means `1/sqrt(H)`; `backend=None` means `cpu` for CPU tensors and `flex` for CUDA tensors.
 
     Raises: ValueError for shapes, dtypes or values that no backend could serve; NotImplementedError for a backend
-    that cannot serve this call, naming those that can. `hopper` is never chosen by itself: it has no backward
-    pass yet.
+    that cannot serve this call, naming those that can. `hopper` is never chosen by itself: it has not run on
+    a GPU yet.
     """
     _check_shapes(q, k, v)
     _check_dtypes(q, k, v)
