@@ -32,6 +32,8 @@ class Topology:
     inner_gbytes_per_s: float
     outer_gbytes_per_s: float
     latency_us: float
+    contention: float = 0.0
+    """Share of its compute that a rank loses while rows move: collectives run on the same processors."""
     kernels: KernelRates | None = None
     """Measured rates by slice shape; None: every slice runs at `forward_tflops` or `backward_tflops`."""
 
@@ -49,6 +51,11 @@ class Topology:
                     f"{name}={value!r} of topology {self.name!r} must be positive and finite; "
                     "give what one rank reaches"
                 )
+        if not 0 <= self.contention < 1:
+            raise ValueError(
+                f"contention={self.contention!r} of topology {self.name!r} must be at least 0 and below 1; "
+                "use 0 if moving rows costs no compute"
+            )
         if not 0 <= self.latency_us < float("inf"):
             raise ValueError(
                 f"latency_us={self.latency_us!r} of topology {self.name!r} must not be negative; "

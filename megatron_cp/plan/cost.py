@@ -1,6 +1,8 @@
 """Seconds from area, rows, heads and a hardware row: the predicted time of a pass.
 
 A stage costs every rank `compute` (pairs x FLOPs / rate) and its transfer costs the busiest of its links.
+Moving rows takes a share of the compute meanwhile (`contention`), so of two plans that hide their transfers the
+one that moves less is faster.
 Stage i+1's transfer and stage i-1's results run under stage i's compute; the first transfer, the last
 return and a head split are exposed. Nothing here is measured on the machine that asks: all figures are
 predictions. `simulate.py` plays the same stages event by event, where ranks wait for each other.
@@ -195,7 +197,8 @@ def pass_seconds(
     under = np.zeros_like(compute)  # what travels while stage i computes
     under[:-1] += arrive[1:]
     under[1:] += leave[:-1]
-    per_rank = arrive[0] + np.maximum(compute, under).sum(axis=0) + leave[-1]
+    slowed = compute + get_topology(config.topology).contention * under
+    per_rank = arrive[0] + np.maximum(slowed, under).sum(axis=0) + leave[-1]
     return float(per_rank.max())
 
 

@@ -5,44 +5,34 @@ best of them.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from megatron_cp.config import CPConfig
-from megatron_cp.mask.interval import IntArray
-from megatron_cp.plan.cost import makespan_seconds
 from megatron_cp.plan.pricing import Choice
 from megatron_cp.plan.schema import AttentionPlan
 from megatron_cp.plan.search import Candidate, Family, candidates
 
 NEAR = 1.005  # predictions cannot tell such plans apart: balance, then bytes decide
 GOOD_IMBALANCE = 1.02  # below, balance does not decide
-SURE = 1.01  # a built plan so near to the others' estimates is taken: estimates are low rather than high
-ROUNDING = 1 + 1e-12
-
-Chosen = Mapping[str, Choice]
 
 
 def best_family(masks: Family, cp_size: int, config: CPConfig) -> dict[str, AttentionPlan]:
     """Returns one plan per mask, on one placement, with the smallest predicted time in the portfolio.
 
     Of plans that are equally fast, as far as predictions go, a balanced one that moves few bytes is taken.
-    Some prices are estimates: what turns out slower once built competes again at its true price.
+    Some prices are estimates: the winner is priced exactly, and competes again until it wins at that.
     """
-    options: list[tuple[Candidate, Chosen]] = []
-    for candidate in candidates(masks, cp_size, config):
-        options.append((candidate, {name: _pick(candidate.choices[name]) for name in masks}))
-        sure = {name: _published(candidate.choices[name]) for name in masks}
-        if all(sure.values()):
-            options.append((candidate, {name: _pick(found) for name, found in sure.items()}))
-    totals = [_total(masks, chosen) for _, chosen in options]
+    found = candidates(masks, cp_size, config)
     while True:
+        chosen = [{name: _pick(one.choices[name]) for name in masks} for one in found]
+        totals = [_total(masks, choices) for choices in chosen]
         best = totals.index(_pick(totals))
-        candidate, chosen = options[best]
-        plans, seconds = _build(masks, candidate.deal.tokens, chosen, config)
-        is_fast = all(seconds <= _slack(other) * other.seconds for other in totals)
-        totals[best] = replace(totals[best], seconds=seconds * ROUNDING)
-        if is_fast or _pick(totals) is totals[best]:
-            return plans
+        estimates = [(name, choice) for name, choice in chosen[best].items() if choice.refine]
+        if not estimates:
+            return _build(masks, found[best], chosen[best], config)
+        for name, choice in estimates:
+            assert choice.refine is not None
+            choices = found[best].choices[name]
+            choices[choices.index(choice)] = choice.refine()
 
 
 def _pick(choices: Sequence[Choice]) -> Choice:
@@ -52,16 +42,7 @@ def _pick(choices: Sequence[Choice]) -> Choice:
     return min(near, key=lambda c: (max(c.imbalance, GOOD_IMBALANCE), c.moved_bytes, c.seconds))
 
 
-def _published(choices: Sequence[Choice]) -> list[Choice]:
-    return [choice for choice in choices if choice.is_published]
-
-
-def _slack(other: Choice) -> float:
-    """Returns how much slower a built plan may be than another's price."""
-    return NEAR if other.is_published else SURE
-
-
-def _total(masks: Family, chosen: Chosen) -> Choice:
+def _total(masks: Family, chosen: Mapping[str, Choice]) -> Choice:
     """Returns the figures of a family as if it were one choice; imbalances count by time."""
     weighted = [(weight, chosen[name]) for name, (_, weight) in masks.items()]
     seconds = sum(weight * choice.seconds for weight, choice in weighted)
@@ -76,13 +57,10 @@ def _total(masks: Family, chosen: Chosen) -> Choice:
 
 
 def _build(
-    masks: Family, tokens: IntArray, chosen: Chosen, config: CPConfig
-) -> tuple[dict[str, AttentionPlan], float]:
-    """Returns the plans and their predicted seconds, weighted."""
-    plans, total = {}, 0.0
-    for name, (mask, weight) in masks.items():
-        passes = chosen[name].build()
-        plans[name] = AttentionPlan(mask, config, "auto", tokens, *passes)
-        both = (makespan_seconds(plans[name], which) for which in ("forward", "backward"))
-        total += weight * sum(both)
-    return plans, total
+    masks: Family, candidate: Candidate, chosen: Mapping[str, Choice], config: CPConfig
+) -> dict[str, AttentionPlan]:
+    tokens = candidate.deal.tokens
+    return {
+        name: AttentionPlan(mask, config, "auto", tokens, *chosen[name].build())
+        for name, (mask, _) in masks.items()
+    }

@@ -63,8 +63,11 @@ class Choice:
     seconds: float  # forward plus backward of one layer
     moved_bytes: float  # sent by all ranks in both passes
     imbalance: float
-    is_published: bool  # priced exactly, and nothing slower may be chosen
+    is_published: bool  # nothing slower may be chosen
     build: Callable[[], tuple[Pass, Pass]]
+    refine: "Callable[[], Choice] | None" = (
+        None  # the same at its exact price; None if that is the price
+    )
 
 
 @dataclass(frozen=True)
@@ -197,16 +200,25 @@ def assigned_choice(groups: HeadGroups, assignment: Assignment) -> Choice:
     ways = [_Way(groups, assigned, route) for route in groups.routes(straight)]
     prices = [sum(way.even_seconds(options[name], name) for name in PASSES) for way in ways]
     way = ways[prices.index(min(prices))]
-    return Choice(
+    choice = Choice(
         min(prices),
         groups.moved_bytes(rows),
         imbalance(assigned.areas),
         is_published=False,
-        build=lambda: (
-            way.build(options["forward"], "forward"),
-            way.build(options["backward"], "backward"),
-        ),
+        build=lambda: refined().build(),
     )
+
+    def refined() -> Choice:
+        found = [way.best_staging(options[name], name) for name in PASSES]
+        forward, backward = (staging for staging, _ in found)
+        return replace(
+            choice,
+            seconds=sum(seconds for _, seconds in found),
+            build=lambda: (way.build(forward), way.build(backward)),
+            refine=None,
+        )
+
+    return replace(choice, refine=refined)
 
 
 @dataclass(frozen=True)
@@ -228,18 +240,22 @@ class _Way:
         some = [one for one in stagings if one.num_remote in PRICED_STAGE_COUNTS] or stagings
         return min(self.groups.seconds(self._even_loads(one), name) for one in some)
 
-    def build(self, stagings: Sequence[Staging], name: PassName) -> Pass:
-        """Returns the pass of the staging that is best at its exact price.
+    def best_staging(self, stagings: Sequence[Staging], name: PassName) -> tuple[Staging, float]:
+        """Returns the staging that is best at its exact price, and that price.
 
-        Not all are looked at: more stages are tried only where some are better than one.
+        Not all are looked at: more stages are tried only where some are better than fewer.
         """
         prices: dict[Staging, float] = {}
         for one in stagings:
-            fewer = [p for other, p in prices.items() if other.kept == one.kept]
+            fewer = [price for other, price in prices.items() if other.kept == one.kept]
             if len(fewer) < 2 or fewer[-1] < fewer[-2]:
                 prices[one] = self.groups.seconds(self._exact_loads(one), name)
         best = min(prices, key=prices.__getitem__)
-        return split_heads(self.assigned.build(best, self.route), self.groups.degree)
+        return best, prices[best]
+
+    def build(self, staging: Staging) -> Pass:
+        """Returns the pass of a staging."""
+        return split_heads(self.assigned.build(staging, self.route), self.groups.degree)
 
     def _even_loads(self, staging: Staging) -> list[StageLoad]:
         local, count = self.assigned.local_areas, staging.num_remote

@@ -8,7 +8,7 @@ and computes; then it starts the results of stage i on their way home and waits 
 transfers of one rank run one after the other, in the order in which it starts them, as in one queue of a
 communication library. In a hop a rank sends all its messages at once, inside and between nodes at the same
 time; a receiver has its rows when every sender has sent them, and no sooner than its own links can take them.
-Before and after the stages comes the head split, if there is one.
+While rows move, a rank computes more slowly (`contention`). Before and after the stages comes the head split.
 
 Compared with `cost.py` ranks wait here for late senders, and a link is busy in one direction only: the
 result is usually a little above or below the predicted time. Nothing here was measured; sources of the
@@ -202,7 +202,9 @@ class _Player:
                 now = np.maximum(now, home)
             if self.overlap and index + 1 < len(stages):
                 arrived = self._cast(index + 1, now)
-            done = clock.run(now, seconds[index], f"stage {index}")
+            moving = np.maximum(arrived, home) - now if self.overlap else np.zeros_like(now)
+            slowed = clock.topology.contention * np.clip(moving, 0.0, seconds[index])
+            done = clock.run(now, seconds[index] + slowed, f"stage {index}")
             now = np.maximum(done, home)
             home = self._returns(index, done)
             if not self.overlap and index + 1 < len(stages):

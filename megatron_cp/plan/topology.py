@@ -47,6 +47,7 @@ TOPOLOGIES = {
             outer_gbytes_per_s=23.0,
             # a grouped send and receive of NCCL, small message: order of magnitude
             latency_us=20.0,
+            contention=0.1,  # as on H100
         ),
         Topology(
             name="h100",
@@ -60,6 +61,8 @@ TOPOLOGIES = {
             # one 400 Gb/s InfiniBand port per GPU: 50 GB/s nominal, about 45 reached
             outer_gbytes_per_s=45.0,
             latency_us=20.0,
+            # NCCL moves rows with about 16 of 132 multiprocessors (MagiAttention's own kernels take up to 48)
+            contention=0.1,
         ),
         Topology(
             name="h200",
@@ -71,6 +74,7 @@ TOPOLOGIES = {
             inner_gbytes_per_s=370.0,  # links as on H100
             outer_gbytes_per_s=45.0,
             latency_us=20.0,
+            contention=0.1,
         ),
     )
 }
