@@ -93,13 +93,19 @@ class _Clock:
     comm_free: FloatArray
     computing: FloatArray
     busy: dict[str, FloatArray]
+    moving: FloatArray  # seconds of the transfers that were started since the last stage
     timeline: list[list[Event]] = field(default_factory=list)
 
     def run(self, ready: FloatArray, seconds: FloatArray, what: str) -> FloatArray:
-        """Computes on every rank from when it is ready; returns when each is done."""
+        """Computes on every rank from when it is ready; returns when each is done.
+
+        What travels meanwhile takes its share of the processors.
+        """
         start = np.maximum(ready, self.compute_free)
-        self.compute_free = start + seconds
-        self.computing += seconds
+        slowed = seconds + self.topology.contention * np.minimum(self.moving, seconds)
+        self.moving = np.zeros_like(self.moving)
+        self.compute_free = start + slowed
+        self.computing += slowed
         self.note(COMPUTE, start, self.compute_free, what)
         return self.compute_free
 
@@ -117,6 +123,7 @@ class _Clock:
             np.bincount(2 * end + is_remote, size, 2 * self.num_ranks).reshape(-1, 2) / rates
             for end in (src, dst)
         ]
+        self.moving = self.moving + np.maximum(takes[0].max(axis=1), takes[1].max(axis=1))
         takes_part = np.zeros(self.num_ranks, dtype=bool)
         takes_part[src] = takes_part[dst] = True
         start = np.maximum(ready, self.comm_free)
@@ -181,7 +188,7 @@ class _Player:
         busy = {name: np.zeros(num_ranks) for name in RESOURCES[1:]}
         num_traced = min(num_traced, num_ranks)
         self.clock = _Clock(
-            topology, num_ranks, num_traced, zero, zero, zero.copy(), busy,
+            topology, num_ranks, num_traced, zero, zero, zero.copy(), busy, zero,
             [[] for _ in range(num_traced)],
         )  # fmt: skip
 
@@ -195,6 +202,7 @@ class _Player:
         seconds = compute_seconds(areas, self.config, self.pass_name)
         now = self._exchange(np.zeros(plan.cp_size), exchange / 2, "heads for tokens")
         arrived = self._cast(0, now)
+        clock.moving = np.zeros(plan.cp_size)  # nothing is computed yet
         home = now  # when the results of the stage before are home
         for index in range(len(stages)):
             now = np.maximum(now, arrived)
@@ -202,9 +210,9 @@ class _Player:
                 now = np.maximum(now, home)
             if self.overlap and index + 1 < len(stages):
                 arrived = self._cast(index + 1, now)
-            moving = np.maximum(arrived, home) - now if self.overlap else np.zeros_like(now)
-            slowed = clock.topology.contention * np.clip(moving, 0.0, seconds[index])
-            done = clock.run(now, seconds[index] + slowed, f"stage {index}")
+            if not self.overlap:
+                clock.moving = np.zeros(plan.cp_size)
+            done = clock.run(now, seconds[index], f"stage {index}")
             now = np.maximum(done, home)
             home = self._returns(index, done)
             if not self.overlap and index + 1 < len(stages):

@@ -4,10 +4,11 @@ The only place with hardware constants; where each comes from stands beside it. 
 one's own machine takes the place of a row: `load_profile`.
 
     {"name": "my cluster", "node_size": 8, "inner_gbytes_per_s": 360, "outer_gbytes_per_s": 44,
-     "latency_us": 18,
+     "latency_us": 18, "contention": 0.1,
      "kernel": [{"rows": 128,  "keys": 128,  "forward_tflops": 90,  "backward_tflops": 70},
                 {"rows": 8192, "keys": 8192, "forward_tflops": 640, "backward_tflops": 540}, ...]}
 
+`contention` (0 if left out) is the share of its compute that a rank loses while rows move.
 `kernel` is the measured rate of local attention on one slice of that many query rows and (mean) keys per
 row: every pairing of the rows and the keys that the file names.
 """
@@ -82,6 +83,7 @@ TOPOLOGIES = {
 _LINKS = ("inner_gbytes_per_s", "outer_gbytes_per_s", "latency_us")
 _CELL = ("rows", "keys", "forward_tflops", "backward_tflops")
 _COUNTS = ("node_size", "rows", "keys")
+_MAY_BE_0 = ("latency_us", "contention")
 
 
 def get_topology(name: str | Topology) -> Topology:
@@ -124,6 +126,7 @@ def load_profile(path: str | Path) -> Topology:
         forward_tflops=max(map(max, kernels.forward_tflops)),
         backward_tflops=max(map(max, kernels.backward_tflops)),
         node_size=int(_number(content, "node_size", where)),
+        contention=_number({"contention": 0.0, **content}, "contention", where),
         kernels=kernels,
         **links,
     )
@@ -161,7 +164,7 @@ def _number(entries: Mapping[str, Any], key: str, where: str) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is None:
         raise ValueError(f"{where}: entry {key!r} is missing; give a positive number")
-    least_is_fine = is_number and (value > 0 or (key == "latency_us" and value == 0))
+    least_is_fine = is_number and (value > 0 or (key in _MAY_BE_0 and value == 0))
     if not least_is_fine or not math.isfinite(value) or (key in _COUNTS and value != int(value)):
         kind = "a positive whole number" if key in _COUNTS else "a positive number"
         raise ValueError(f"{where}: entry {key!r} is {value!r}; it must be {kind}")

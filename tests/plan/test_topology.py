@@ -47,6 +47,7 @@ def test_a_profile_holds_what_its_file_says(write):
     assert (row.name, row.node_size, row.latency_us) == ("measured", 8, 0.0)
     assert (row.inner_gbytes_per_s, row.outer_gbytes_per_s) == (300.0, 40.5)
     assert (row.forward_tflops, row.backward_tflops) == (400.0, 200.0)  # the peaks
+    assert row.contention == 0 and load_profile(write(profile(contention=0.2))).contention == 0.2
     assert row.kernels.forward_tflops == ((50.0, 100.0), (200.0, 400.0))
     assert get_topology(row) is row
 
@@ -68,6 +69,7 @@ BAD_PROFILES = {
     "negative link": (profile(outer_gbytes_per_s=-4), ["'outer_gbytes_per_s' is -4", "positive"]),
     "no latency": (profile(latency_us=None), ["'latency_us' is missing"]),
     "negative latency": (profile(latency_us=-1), ["'latency_us' is -1"]),
+    "negative share": (profile(contention=-0.1), ["'contention' is -0.1"]),
     "text": (profile(outer_gbytes_per_s="fast"), ["'outer_gbytes_per_s' is 'fast'"]),
     "true": (profile(inner_gbytes_per_s=True), ["'inner_gbytes_per_s' is True"]),
     "half a node": (profile(node_size=2.5), ["'node_size' is 2.5", "whole number"]),
