@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,9 +22,9 @@ from tests.oracles.attention import dense_attention
 
 
 @contextmanager
-def host_device() -> Iterator[HostDevice]:
-    """CPU tensors pass for tensors of an H100 whose driver is a HostDevice; nothing is compiled."""
-    host = HostDevice(128, 128)
+def host_device(driver: Any = None) -> Iterator[Any]:
+    """CPU tensors pass for tensors of an H100 whose driver is `driver`, by default a HostDevice; yields it."""
+    host = driver or HostDevice(128, 128)
     on_gpu = torch.device("cuda", 0)
     check_wish = hopper_checks.check_wish
 

@@ -11,6 +11,7 @@ import torch
 from megatron_cp import mask as masks
 from megatron_cp.attn import attend
 from tests.attn.on_host import host_device, operators_on_cpu
+from tests.kernels import host_backward
 from tests.kernels import host_device as host
 from tests.oracles.attention import dense_attention
 from tools import gpu_check
@@ -152,6 +153,21 @@ def test_value_check_refuses_rows_that_are_not_written(monkeypatch):
         values.check_small(small, "cpu")
 
 
+@pytest.mark.parametrize("index", [4, 8])
+def test_gradient_check_accepts_right_gradients(index):
+    small = list(values.small_checks(quick=False))[index]
+    with host_device():
+        assert values.check_gradients(small, "cpu").startswith("dq ")
+
+
+def test_gradient_check_refuses_wrong_gradients(monkeypatch):
+    small = list(values.small_checks(quick=False))[2]
+    slopes = host_backward._slopes
+    monkeypatch.setattr(host_backward, "_slopes", lambda *x: (slopes(*x)[0], 1.1 * slopes(*x)[1]))
+    with host_device(), pytest.raises(AssertionError, match=r"dq .* outside its error budget"):
+        values.check_gradients(small, "cpu")
+
+
 def test_merge_check_accepts_right_results_and_refuses_wrong_ones(monkeypatch):
     variant = values.build.variants()["fwd_fp16_64"]
     with host_device():
@@ -252,7 +268,7 @@ def test_failed_values_stop_everything_after_all_were_tried(monkeypatch):
         values, "check_small", lambda s: (_ for _ in ()).throw(AssertionError("no"))
     )
     monkeypatch.setattr(values, "check_merge", lambda v: "fine")
-    monkeypatch.setattr(gpu_check, "has_backward", lambda: False)
+    monkeypatch.setattr(values, "has_gradients", lambda v: False)
     check = gpu_check.Check(report.Report("t", {}), quick=True)
     with pytest.raises(gpu_check.StopError, match="value checks failed; speed of a wrong kernel"):
         check.values()
