@@ -108,10 +108,12 @@ def run(args: argparse.Namespace) -> tuple[list[str], int]:
     how = emulated.Settings(args.seed, args.blocks, args.host_threads, args.history is not None)
     started = time.perf_counter()
     try:
-        done = emulated.run_forward(q, k, v, mask, options, into=(out, lse), settings=how)
+        with emulated.running(how) as session:
+            emulated.run_forward(q, k, v, mask, options, into=(out, lse))
     except (EmulatorError, EmulatorBuildError) as defect:
         return [f"{args.mask}, seed {args.seed}: {defect}"], 1
     seconds = time.perf_counter() - started
+    counts = session.runs[0].counts if session.runs else {}
     exact_out, exact_lse = attend(
         q.double(), k.double(), v.double(), mask, softcap=args.softcap, backend="reference"
     )
@@ -126,11 +128,12 @@ def run(args: argparse.Namespace) -> tuple[list[str], int]:
         f"lse  max error against float64 {lse_error:.2e}",
         f"emulated in {seconds:.2f} s, compilation included where needed; this says nothing about a GPU",
         "instructions, counted per thread:",
-        *(f"{count:>12,}  {name}" for name, count in sorted(done.counts.items(), key=_by_count)),
+        *(f"{count:>12,}  {name}" for name, count in sorted(counts.items(), key=_by_count)),
     ]
     if args.history is not None:
-        args.history.write_text(done.history, encoding="utf-8")
-        lines.append(f"wrote {done.history.count(chr(10)):,} events of mbarriers to {args.history}")
+        history = "".join(run.history for run in session.runs)
+        args.history.write_text(history, encoding="utf-8")
+        lines.append(f"wrote {history.count(chr(10)):,} events of mbarriers to {args.history}")
     return lines, 0
 
 

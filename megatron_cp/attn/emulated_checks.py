@@ -4,14 +4,8 @@
 
 from torch import Tensor
 
-from megatron_cp.attn.hopper_checks import DTYPES, forward_variants
+from megatron_cp.attn import hopper_checks
 from megatron_cp.kernels import build
-
-ABLE = "use backend='cpu' or 'reference'"
-NO_BACKWARD = (
-    "backend='emulated' has no backward pass yet, only the forward kernel is built; "
-    f"{ABLE}, or call under torch.no_grad()"
-)
 
 
 def check_wish(
@@ -22,28 +16,27 @@ def check_wish(
         raise NotImplementedError(
             f"backend='emulated' cannot compute on device={q.device}, only on cpu; use backend='flex' or 'reference'"
         )
-    find_variant(q, v, softcap)
+    find_variant("forward", q, v.shape[2], softcap)
     if softmax_scale < 0:
         raise NotImplementedError(
             f"backend='emulated' cannot use softmax_scale={softmax_scale} < 0; negate q and the scale"
         )
     if needs_grad:
-        raise NotImplementedError(NO_BACKWARD)
+        find_variant("backward", q, v.shape[2], softcap)
 
 
-def find_variant(q: Tensor, v: Tensor, softcap: float) -> build.Variant:
-    """Returns the forward kernel of this call. Raises NotImplementedError naming backends that can."""
-    if q.dtype not in DTYPES:
-        allowed = " and ".join(str(dtype) for dtype in DTYPES)
-        raise NotImplementedError(
-            f"backend='emulated' cannot compute dtype={q.dtype}, only {allowed}; cast q, k and v, or {ABLE}"
-        )
-    key = (DTYPES[q.dtype], q.shape[-1], v.shape[-1], softcap > 0)
-    variant = forward_variants().get(key)
-    if variant is None:
-        pairs = sorted({(h, hv) for _, h, hv, _ in forward_variants()})
-        raise NotImplementedError(
-            f"backend='emulated' has no kernel for head_dim={key[1]} with a value head_dim={key[2]}, only for "
-            f"{', '.join(str(pair) for pair in pairs)}; {ABLE}"
-        )
-    return variant
+def find_variant(
+    kernel_pass: str, x: Tensor, value_dim: int | None, softcap: float | None
+) -> build.Variant:
+    """Returns the kernel of this pass for `x` `[rows, heads, head dim]`, the head dim where the pass has one.
+
+    Raises: NotImplementedError naming backends that can.
+    """
+    head_dim = None if kernel_pass == "backward_preprocess" else x.shape[2]
+    has_softcap = None if softcap is None else softcap > 0
+    try:
+        return hopper_checks.find_variant(kernel_pass, x.dtype, head_dim, value_dim, has_softcap)
+    except NotImplementedError as refusal:  # the same kernels: the same limits, other ways out
+        words = str(refusal).replace("backend='hopper'", "backend='emulated'")
+        words = words.replace("backend='flex' or 'reference'", "backend='cpu' or 'reference'")
+        raise NotImplementedError(words) from None

@@ -57,7 +57,7 @@ def test_a_defect_is_one_line_on_standard_error_and_exit_code_1(capsys, monkeypa
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--head-dim", "80"], "has no kernel for head_dim=80"),
+        (["--head-dim", "80"], "no forward kernel for head_dim=80"),
         (["--kv-heads", "3"], "num_heads=2 must be a positive multiple of num_kv_heads=3"),
         (["--length", "0"], "must be a whole number of at least 1"),
         (["--seed", "-1"], "must be a whole number of at least 0"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_cp import mask as masks
-from megatron_cp.attn import attend, emulated
+from megatron_cp.attn import attend, emulated_kernels
 from megatron_cp.kernels.emulator import library
 from tests.attn.formula import random_case
 
@@ -153,8 +153,10 @@ def test_a_careless_change_of_the_forward_kernel_is_found(mutation, tmp_path, mo
     assert text in source, f"{name} has changed: say this mutation in its new words"
     (kernels / name).write_text(source.replace(text, replacement))
 
-    whole = emulated._source
-    monkeypatch.setattr(emulated, "_source", lambda variant: replace(whole(variant), root=kernels))
+    whole = emulated_kernels.source_of
+    monkeypatch.setattr(
+        emulated_kernels, "source_of", lambda variant: replace(whole(variant), root=kernels)
+    )
     slices = [(0, 150, 0, 290, None, None), (150, 260, 0, 140, None, -20)]
     inputs, _ = random_case(260, 300, (2, 1), (64, 64), torch.bfloat16)
     with pytest.raises(library.EmulatorError, match=message), torch.no_grad():
@@ -224,6 +226,6 @@ def test_portable_context_switches_give_the_same_bits(monkeypatch):
     def load_portable(source):
         return load(source, ("-DMCP_EMULATOR_UCONTEXT", "-Werror"))
 
-    monkeypatch.setattr(emulated.library, "load", load_portable)
+    monkeypatch.setattr(emulated_kernels.library, "load", load_portable)
     for got, wanted in zip(attend(*inputs, mask, backend="emulated"), expected, strict=True):
         assert torch.equal(got, wanted)

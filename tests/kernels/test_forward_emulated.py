@@ -9,37 +9,17 @@ from hypothesis import strategies as st
 
 from megatron_cp import mask as masks
 from megatron_cp.attn import attend
-from megatron_cp.attn.emulated import Settings, run_forward
+from megatron_cp.attn.emulated import Settings, run_forward, running
 from megatron_cp.attn.hopper_checks import forward_variants
 from megatron_cp.attn.options import AttendOptions
 from tests.attn.formula import random_case
 from tests.closeness import assert_within_budget
+from tests.kernels.masks import MIXED, dense_mask
 from tests.oracles.attention import dense_attention
 from tests.strategies import disjoint_slices
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LSE_TOLERANCE = 1e-5
-NONE = -(10**6)  # an open side
-
-# Full, causal, inverse causal, both, a window, a one-token document, rows without keys, ragged bounds.
-MIXED = (
-    (0, 40, 0, 100, None, None),
-    (40, 170, 40, 170, None, 0),
-    (40, 170, 200, 291, 130, None),
-    (170, 171, 170, 171, None, 0),
-    (180, 260, 130, 260, -37, 5),
-    (180, 260, 261, 300, None, None),
-    (260, 300, 0, 300, None, -128),
-)
-
-
-def _dense(num_queries, num_keys, slices):
-    q, k = torch.arange(num_queries)[:, None], torch.arange(num_keys)[None, :]
-    allowed = torch.zeros(num_queries, num_keys, dtype=torch.bool)
-    for q0, q1, k0, k1, lo, hi in slices:
-        lo, hi = (NONE if lo is None else lo), (-NONE if hi is None else hi)
-        allowed |= (q >= q0) & (q < q1) & (k >= k0) & (k < k1) & (k - q >= lo) & (k - q <= hi)
-    return allowed
 
 
 def _check(out, lse, inputs, allowed, **arguments):
@@ -66,8 +46,8 @@ def _run(inputs, mask, *, softcap=0.0, out_dtype=torch.float32, seed=1, num_bloc
     out = torch.empty(*inputs[0].shape[:2], inputs[2].shape[2], dtype=out_dtype)
     lse = torch.empty(inputs[0].shape[:2])
     options = AttendOptions(inputs[0].shape[-1] ** -0.5, softcap, "emulated")
-    how = Settings(seed=seed, num_blocks=num_blocks)
-    run_forward(*inputs, mask, options, into=(out, lse), settings=how, **arguments)
+    with running(Settings(seed=seed, num_blocks=num_blocks, host_threads=1)):
+        run_forward(*inputs, mask, options, into=(out, lse), **arguments)
     return out, lse
 
 
@@ -78,7 +58,7 @@ def test_every_variant_computes_all_kinds_of_slices_in_one_call(variant):
     inputs, _ = random_case(300, 300, (2, 1), (head_dim, value_dim), DTYPES[dtype])
     mask = masks.from_slices(300, 300, MIXED)
     out, lse = _run(inputs, mask, softcap=softcap)
-    _check(out, lse, inputs, _dense(300, 300, MIXED), softcap=softcap)
+    _check(out, lse, inputs, dense_mask(300, 300, MIXED), softcap=softcap)
 
 
 @pytest.mark.parametrize("length", [1, 127, 128, 129, 300])
@@ -88,7 +68,7 @@ def test_lengths_around_the_tiles(length, kind):
     slices = ((0, length, 0, length, *band),)
     inputs, _ = random_case(length, length, (1, 1), (64, 64), torch.bfloat16, seed=length)
     out, lse = _run(inputs, masks.from_slices(length, length, slices), seed=length)
-    _check(out, lse, inputs, _dense(length, length, slices))
+    _check(out, lse, inputs, dense_mask(length, length, slices))
 
 
 @st.composite
@@ -109,7 +89,7 @@ def test_random_slices_under_random_asynchrony(case, heads, dtype, head_dim, see
     num_queries, num_keys, slices = case
     inputs, _ = random_case(num_queries, num_keys, heads, (head_dim, head_dim), dtype, seed=seed)
     out, lse = _run(inputs, masks.from_slices(num_queries, num_keys, slices), seed=seed)
-    _check(out, lse, inputs, _dense(num_queries, num_keys, slices))
+    _check(out, lse, inputs, dense_mask(num_queries, num_keys, slices))
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -132,7 +112,7 @@ def test_attend_agrees_with_the_cpu_backend_in_every_feature(dtype, softcap):
     out, lse = attend(*inputs, mask, backend="emulated", deterministic=True, **wishes)
     cpu_out, cpu_lse = attend(*inputs, mask, backend="cpu", **wishes)
     assert out.dtype == dtype and lse.dtype == torch.float32
-    allowed = _dense(300, 300, MIXED)
+    allowed = dense_mask(300, 300, MIXED)
     exact_out, exact_lse = dense_attention(
         *(x.double() for x in inputs), allowed, **{**wishes, "sink": sink.double()}
     )
@@ -166,7 +146,7 @@ def test_rows_outside_every_slice_may_hold_nan():
     for x in (k, v):
         x[:20] = x[147:150] = x[180:] = torch.nan
     out, lse = _run((q, k, v), masks.from_slices(170, 190, slices))
-    _check(out, lse, inputs, _dense(170, 190, slices))
+    _check(out, lse, inputs, dense_mask(170, 190, slices))
 
 
 def test_strided_inputs_are_read_where_they_lie():
@@ -189,7 +169,7 @@ def test_nothing_but_the_result_is_written(out_dtype):
     lse_around = torch.full((142, 4), 7.0)
     out, lse = around[1:141, 1:3, 8:72], lse_around[1:141, 1:3]
     options = AttendOptions(64**-0.5, 0.0, "emulated")
-    run_forward(*inputs, mask, options, into=(out, lse), settings=Settings(seed=5))
+    run_forward(*inputs, mask, options, into=(out, lse))
     _check(out, lse, inputs, torch.as_tensor(mask.to_dense()))
     out.fill_(7.0)
     lse.fill_(7.0)
@@ -212,14 +192,12 @@ def test_calls_without_queries_keys_or_slices():
             {"dtype": torch.float32},
             r"dtype=torch.float32, only torch.bfloat16 and torch.float16.*'cpu'",
         ),
-        ({"head_dim": 80}, r"head_dim=80 with a value head_dim=80, only for \(64, 64\).*'cpu'"),
-        ({"grad": True}, "no backward pass yet.*backend='cpu' or 'reference'"),
+        ({"head_dim": 80}, r"head_dim=80, value head_dim=80, only for \(64, 64\).*'cpu'"),
         ({"scale": -1.0}, "softmax_scale=-1.0 < 0; negate q"),
     ],
 )
 def test_wishes_that_the_kernels_do_not_serve_name_backends_that_do(change, message):
     head_dim, dtype = change.get("head_dim", 64), change.get("dtype", torch.bfloat16)
     inputs, _ = random_case(8, 8, (1, 1), (head_dim, head_dim), dtype)
-    inputs[0].requires_grad_(change.get("grad", False))
     with pytest.raises(NotImplementedError, match=rf"backend='emulated'.*{message}|{message}"):
         attend(*inputs, masks.causal(8), backend="emulated", softmax_scale=change.get("scale"))

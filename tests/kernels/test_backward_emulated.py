@@ -1,0 +1,133 @@
+"""The backward kernels' own source, run by the emulator through the host code of the GPU path, against float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_cp import mask as masks
+from megatron_cp.attn import attend, attend_backward, resolve_options
+from megatron_cp.attn.emulated import Settings, running
+from megatron_cp.kernels import build
+from tests.attn.formula import assert_attention, random_case
+from tests.kernels.masks import MIXED, dense_mask
+from tests.oracles.attention import exact_attention
+from tests.strategies import disjoint_slices
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+VARIANTS = [v for v in build.variants().values() if v.kernel_pass == "backward"]
+
+
+def _gradients(inputs, mask, arguments, *, seed=1, num_blocks=3, **options):
+    """Returns (out, lse, dq, dk, dv[, dsink]) of the emulated backend."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    sink = arguments.get("sink")
+    if sink is not None:
+        sink = sink.detach().clone().requires_grad_()
+        leaves.append(sink)
+    with running(Settings(seed=seed, num_blocks=num_blocks)):
+        out, lse = attend(*leaves[:3], mask, sink=sink, backend="emulated", **options)
+        finite_lse = lse.masked_fill(~torch.isfinite(lse), 0.0)
+        dlse = arguments["dlse"].to(lse.dtype)
+        loss = (out * arguments["dout"]).sum(dtype=lse.dtype) + (finite_lse * dlse).sum()
+        return (out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves))
+
+
+def _check(slices, size, heads, head_dims, dtype, *, sink=False, seed=1, softcap=0.0, **options):
+    mask = masks.from_slices(*size, slices)
+    inputs, arguments = random_case(*size, heads, head_dims, dtype, seed=seed, sink=sink)
+    actual = _gradients(inputs, mask, arguments, seed=seed, softcap=softcap, **options)
+    wanted = {"softcap": softcap, **arguments}
+    assert_attention(actual, inputs, dense_mask(*size, slices), plain_dtype=dtype, **wanted)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.name)
+def test_every_variant_differentiates_all_kinds_of_slices_in_one_call(variant):
+    head_dims = int(variant.value("MCP_HEAD_DIM")), int(variant.value("MCP_VALUE_DIM"))
+    softcap = 3.0 if variant.value("MCP_SOFTCAP") == "true" else 0.0
+    dtype = DTYPES[variant.value("MCP_TYPE")]
+    _check(MIXED, (300, 300), (2, 1), head_dims, dtype, softcap=softcap)
+
+
+@pytest.mark.parametrize("length", [1, 127, 128, 129])
+@pytest.mark.parametrize("hi", [0, None])
+def test_lengths_around_the_tiles(length, hi):
+    slices = ((0, length, 0, length, None, hi),)
+    _check(slices, (length, length), (1, 1), (64, 64), torch.bfloat16, seed=length)
+
+
+@st.composite
+def _random_cases(draw):
+    num_queries, num_keys = draw(st.integers(1, 200)), draw(st.integers(1, 200))
+    return num_queries, num_keys, draw(disjoint_slices(num_queries, num_keys))
+
+
+@settings(max_examples=10)
+@given(
+    case=_random_cases(),
+    heads=st.sampled_from(((1, 1), (4, 2), (3, 1))),
+    dtype=st.sampled_from((torch.bfloat16, torch.float16)),
+    head_dim=st.sampled_from((64, 128)),
+    deterministic=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_random_slices_under_random_asynchrony(case, heads, dtype, head_dim, deterministic, seed):
+    num_queries, num_keys, slices = case
+    size, head_dims = (num_queries, num_keys), (head_dim, head_dim)
+    _check(slices, size, heads, head_dims, dtype, seed=seed, deterministic=deterministic)
+
+
+def test_sinks_and_softcap_have_gradients():
+    size, heads = (300, 300), (4, 2)
+    _check(MIXED, size, heads, (128, 128), torch.bfloat16, sink=True, softcap=2.0)
+    _check(MIXED, size, heads, (64, 64), torch.float16, sink=True)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_deterministic_mode_gives_the_same_bits_under_every_seed_and_grid(head_dim):
+    mask = masks.from_slices(300, 300, MIXED)
+    inputs, arguments = random_case(300, 300, (2, 1), (head_dim, head_dim), torch.bfloat16)
+    first = None
+    for seed, num_blocks in ((0, 1), (1, 1), (2, 2), (3, 4), (4, 3), (5, 1)):
+        got = _gradients(
+            inputs, mask, arguments, seed=seed, num_blocks=num_blocks, deterministic=True
+        )
+        first = got if first is None else first
+        assert all(torch.equal(a, b) for a, b in zip(got, first, strict=True)), f"seed {seed}"
+
+
+def test_gradients_of_a_part_of_the_keys_come_in_float32():
+    """What the distributed runtime asks for: lse and delta of the whole, gradients of one part."""
+    slices = ((0, 150, 0, 300, None, 90), (170, 200, 60, 220, None, None))
+    inputs, arguments = random_case(200, 300, (2, 1), (64, 64), torch.bfloat16)
+    dout = arguments["dout"]
+    whole = exact_attention(*inputs, dense_mask(200, 300, slices), dout=dout)
+    lse = whole.lse.float()
+    delta = (whole.out * dout.double()).sum(dim=-1).float()
+    mask, options = (
+        masks.from_slices(200, 300, slices),
+        resolve_options(*inputs, backend="emulated"),
+    )
+    q, k, v = inputs
+    parts = [
+        attend_backward(dout, q, k[a:b], v[a:b], lse, delta, mask.crop(k=(a, b)), options)
+        for a, b in ((0, 130), (130, 300))
+    ]
+    assert all(x.dtype == torch.float32 for part in parts for x in part)
+    dq = parts[0][0] + parts[1][0]
+    dk, dv = (torch.cat([part[i] for part in parts]) for i in (1, 2))
+    for got, exact in ((dq, whole.dq), (dk, whole.dk), (dv, whole.dv)):
+        assert (got - exact).norm() <= 0.01 * exact.norm()
+
+
+def test_rows_outside_every_slice_may_hold_nan():
+    slices = ((10, 90, 20, 147, None, None), (100, 160, 150, 180, None, 40))
+    mask = masks.from_slices(170, 190, slices)
+    inputs, arguments = random_case(170, 190, (2, 2), (64, 64), torch.bfloat16)
+    expected = _gradients(inputs, mask, arguments)
+    q, k, v = (x.clone() for x in inputs)
+    q[:10] = q[90:100] = q[160:] = torch.nan
+    for x in (k, v):
+        x[:20] = x[147:150] = x[180:] = torch.nan
+    got = _gradients((q, k, v), mask, arguments)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
