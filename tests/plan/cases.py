@@ -3,13 +3,15 @@
 import numpy as np
 
 from megatron_cp import mask as masks
-from megatron_cp.config import CPConfig
+from megatron_cp.config import CPConfig, Topology
+from megatron_cp.plan import make_plan
 
 CP_SIZES = (1, 2, 3, 4, 8)
 PLANNERS = (
     "allgather",
     "auto",
     "contiguous",
+    "dcp",
     "distflashattn",
     "document_groups",
     "double_ring",
@@ -31,6 +33,9 @@ PRICED = (
     "zigzag",
 )  # those that "auto" weighs itself against
 HEADS = 24  # every CP size divides it, so that ulysses serves them all
+
+
+HEAD_COUNTS = [(8, 8), (8, 2), (8, 1)]  # of queries and keys: rho 1, 1/4, 1/8
 
 
 def config(planner="auto", **options):
@@ -56,3 +61,14 @@ def pack_lengths(kind, num_tokens, num_documents, seed):
 def packed(kind, num_tokens, num_documents, seed=0, within="causal"):
     """Returns the mask of a pack of such documents."""
     return masks.documents(pack_lengths(kind, num_tokens, num_documents, seed), within=within)
+
+
+def scheme(planner, mask, cp_size, heads=(8, 8), **options):
+    """Returns the plan of a scheme for these query and key/value heads, and rho."""
+    options = config(planner, num_heads=heads[0], num_kv_heads=heads[1], **options)
+    return make_plan(mask, cp_size, options), heads[1] / heads[0]
+
+
+def nodes_of(size):
+    """Returns a machine whose nodes hold `size` ranks."""
+    return Topology(f"nodes of {size}", 300.0, 250.0, size, 200.0, 20.0, 5.0)

@@ -4,8 +4,6 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron_cp.plan.schemes.blocks import Blocks, RowWeights, least_max, least_sum
 from tests.plan.cases import config
@@ -46,8 +44,13 @@ def triangle(num_chunks):
 
 @pytest.mark.parametrize(
     ("table", "num_parts", "optimum"),
-    [(triangle(8), 8, 6), (triangle(4), 2, 4), (np.eye(8, dtype=int), 8, 0)],
-    ids=["causal, 8 parts", "causal, 2 parts", "diagonal"],
+    [
+        (triangle(8), 8, 6),
+        (triangle(4), 2, 4),
+        (np.full((8, 8), 2), 8, 8),
+        (np.eye(8, dtype=int), 8, 0),
+    ],
+    ids=["causal, 8 parts", "causal, 2 parts", "full, 8 parts", "diagonal"],
 )
 def test_the_fullest_link_is_within_a_fifth_of_the_published_optimum(table, num_parts, optimum):
     """Eight parts: proved by an exact solver for the published model; two: by hand, two columns each."""
@@ -58,45 +61,44 @@ def test_the_fullest_link_is_within_a_fifth_of_the_published_optimum(table, num_
     assert loads(blocks, part).max() <= 1.125 * table.sum() / num_parts
 
 
-@st.composite
-def small_tables(draw):
-    """Returns blocks of up to four chunks on two or three parts, at most 3^6 deals."""
-    num_parts = draw(st.sampled_from([2, 3]))
-    size = draw(st.integers(num_parts, 4))
-    cells = draw(
-        st.lists(
-            st.tuples(st.integers(0, size - 1), st.integers(0, size - 1)),
-            min_size=1,
-            max_size=6,
-            unique=True,
-        )
+def small_table(seed):
+    """Returns two to six blocks of up to four chunks on two or three parts: at most 3^6 deals."""
+    rng = np.random.default_rng(seed)
+    num_parts = int(rng.integers(2, 4))
+    size = int(rng.integers(num_parts, 5))
+    table = np.zeros(size * size, dtype=int)
+    cells = rng.choice(size * size, min(int(rng.integers(2, 7)), size * size), replace=False)
+    table[cells] = rng.integers(1, 4, len(cells))
+    return Blocks.of_table(
+        table.reshape(size, size), np.arange(size) * num_parts // size, num_parts
     )
-    table = np.zeros((size, size), dtype=int)
-    for i, j in cells:
-        table[i, j] = draw(st.integers(1, 3))
-    return Blocks.of_table(table, np.arange(size) * num_parts // size, num_parts)
 
 
-@given(blocks=small_tables(), planner=st.sampled_from([least_sum, least_max]))
-@settings(max_examples=120)
-def test_a_deal_costs_at_most_half_more_than_the_best_that_is_as_balanced(blocks, planner):
-    """Brute force over all deals; for `least_max` the cost is the sum of fourth powers: an eighth on a link."""
-    part = planner(blocks, FORWARD, tolerance=0.1)
-    home = blocks.q_owner[blocks.rows] == blocks.k_owner[blocks.columns]
-    assert np.array_equal(part[home], blocks.q_owner[blocks.rows][home])
+@pytest.mark.parametrize("planner", [least_sum, least_max])
+def test_nine_of_ten_small_deals_are_the_best_that_are_as_balanced(planner):
+    """Brute force over all deals; for `least_max` the cost is the sum of fourth powers of the flows."""
 
-    def cost(deal):
+    def cost(blocks, deal):
         into, out = flows(blocks, FORWARD, deal)
         return sum(into) if planner is least_sum else sum(x**4 for x in into + out)
 
-    cap = max(loads(blocks, part).max(), 1.1 * blocks.areas.sum() / blocks.num_parts)
-    choices = [
-        [int(owner)] if pinned else range(blocks.num_parts)
-        for owner, pinned in zip(blocks.q_owner[blocks.rows], home, strict=True)
-    ]
-    deals = (np.array(deal) for deal in itertools.product(*choices))
-    best = min(cost(deal) for deal in deals if loads(blocks, deal).max() <= cap)
-    assert cost(part) <= 1.5 * best
+    num_best = 0
+    for seed in range(100):
+        blocks = small_table(seed)
+        part = planner(blocks, FORWARD, tolerance=0.1)
+        diagonal = blocks.rows == blocks.columns
+        home = blocks.q_owner[blocks.rows]
+        assert np.array_equal(part[diagonal], home[diagonal])
+        cap = max(loads(blocks, part).max(), 1.1 * blocks.areas.sum() / blocks.num_parts)
+        choices = [
+            [int(owner)] if pinned else range(blocks.num_parts)
+            for owner, pinned in zip(home, diagonal, strict=True)
+        ]
+        deals = (np.array(deal) for deal in itertools.product(*choices))
+        best = min(cost(blocks, deal) for deal in deals if loads(blocks, deal).max() <= cap)
+        assert cost(blocks, part) >= best
+        num_best += cost(blocks, part) == best
+    assert num_best >= 90
 
 
 def test_row_weights_follow_the_heads_and_the_pass():

@@ -60,7 +60,7 @@ def test_every_pair_is_computed_exactly_once_in_each_pass(planner, case, cp_size
     stages = data.draw(st.sampled_from([None, 1, 3]))
     multiple = data.draw(st.sampled_from([1, 1, 4]))
     options = {"num_stages": stages, "token_multiple": multiple}
-    if planner in ("auto", "magi", "stripe"):
+    if planner in ("auto", "dcp", "magi", "stripe"):
         options["chunk_size"] = chunk_size
     plan = make_plan(mask, cp_size, config(planner, **options))
     assert plan.tokens_per_rank % multiple == 0

@@ -10,10 +10,10 @@ a node); a part that computes a block of foreign chunks receives them, and sends
              3              0 1 . 1
 
 Published planners hand this to solvers (Gurobi for UltraAttn, KaHyPar or PaToH for DCP). Here it is a greedy
-descent: blocks start where their queries (or keys) live, loaded parts hand over the blocks that cost least per
-pair, and single blocks then move while that lowers the cost, first under a loose load cap, then the real one.
-Small tables then go through exchanges (`exchange.py`). No optimum is promised: what it reaches stands beside the
-known optima in tests/plan/test_blocks.py.
+descent: blocks start where their queries live, or their keys, or on a grid between; loaded parts hand over the
+blocks that cost least per pair, and single blocks then move while that lowers the cost, first under a loose load
+cap, then the real one. Small tables then go through exchanges (`exchange.py`). No optimum is promised: what it
+reaches stands beside the known optima in tests/plan/test_blocks.py.
 All figures are whole numbers and ties go to the earlier block and part: the same deal everywhere.
 """
 
@@ -37,6 +37,7 @@ POWER = 4
 LOOSE = 0.25  # more load than the cap, while blocks look for a place
 ROUNDS = 3
 PASSES = 8
+AT_ONCE = 32  # one in so many blocks of a full part moves before prices are looked at again
 MOST_TRIES = 10_000
 TRIES_PER_BLOCK = 1_000
 
@@ -84,8 +85,8 @@ class Blocks:
 
     @property
     def is_pinned(self) -> NDArray[np.bool_]:
-        """Returns whether a block is at home on both sides; it costs nothing there, and stays."""
-        return self.q_owner[self.rows] == self.k_owner[self.columns]
+        """Returns whether a block is on the diagonal: those stay with their owner, as published."""
+        return self.rows == self.columns
 
 
 def least_sum(blocks: Blocks, weights: RowWeights, tolerance: float) -> IntArray:
@@ -109,9 +110,12 @@ def least_max(
 def _best_descent(
     blocks: Blocks, weights: RowWeights, objective: Objective, tolerance: float
 ) -> IntArray:
+    # X x Y grids, from X = 1 (blocks where their queries live) to X = parts (where their keys do).
+    q_home, k_home = blocks.q_owner[blocks.rows], blocks.k_owner[blocks.columns]
+    widths = [x for x in range(1, blocks.num_parts + 1) if blocks.num_parts % x == 0]
     found = [
-        _descend(_Deal(blocks, weights, objective, owner[chunks]), tolerance)
-        for owner, chunks in ((blocks.q_owner, blocks.rows), (blocks.k_owner, blocks.columns))
+        _descend(_Deal(blocks, weights, objective, q_home // x * x + k_home % x), tolerance)
+        for x in widths
     ]
     return min(found, key=lambda one: one[0])[1]
 
@@ -243,8 +247,15 @@ class _Deal:
                 return
             change = self.changes(mine)
             price = np.where(helps, (change + (change >= 0)) / areas, np.inf)
-            block, part = (int(x) for x in np.unravel_index(int(price.argmin()), price.shape))
-            self.move(int(mine[block]), part)
+            cheapest = np.argsort(price.min(axis=1), kind="stable")[: 1 + len(mine) // AT_ONCE]
+            for place in cheapest.tolist():
+                self._shed(int(mine[place]), int(price[place].argmin()), cap)
+
+    def _shed(self, block: int, part: int, cap: float) -> None:
+        """Moves a block off a part that is too full, unless that has changed, or the other would be fuller."""
+        old, area = self.part[block], self.blocks.areas[block]
+        if self.load[old] > cap and self.load[part] + area < self.load[old]:
+            self.move(block, part)
 
     def improve(self, cap: float) -> None:
         """Moves single blocks to where they cost less, as long as the load there stays below `cap`."""

@@ -22,7 +22,7 @@ from megatron_cp.mask.slice import K_END, K_START, Q_END, Q_START
 from megatron_cp.plan.placement import tokens_per_rank
 from megatron_cp.plan.schema import AttentionPlan, Pass
 from megatron_cp.plan.schemes.gather import one_pass_plan
-from megatron_cp.plan.schemes.nodes import ranks_per_node
+from megatron_cp.plan.schemes.layout import ranks_per_node
 from megatron_cp.plan.schemes.ring import ring_pass
 from megatron_cp.plan.stages import PassBuilder, PlacedMask
 

@@ -28,7 +28,7 @@ from megatron_cp.plan.cost import row_elements
 from megatron_cp.plan.placement import zigzag
 from megatron_cp.plan.routing import ID_START, ID_STOP, ThroughNodes
 from megatron_cp.plan.schema import AttentionPlan, Pass, Side, Stage
-from megatron_cp.plan.schemes.nodes import ranks_per_node
+from megatron_cp.plan.schemes.layout import ranks_per_node
 from megatron_cp.plan.stages import PassBuilder, PlacedMask
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from megatron_cp.mask.interval import IntArray
 
 FIRST_THRESHOLD = 0.2
+SLACK = 0.25
 SEED = 0
 
 
@@ -71,17 +72,18 @@ class FlowDeal:
 
 
 def exchange_blocks(deal: FlowDeal, free: IntArray, cap: float, num_steps: int) -> IntArray:
-    """Returns the cheapest deal seen in `num_steps` tries with the `free` blocks, loads kept below `cap`."""
+    """Returns the cheapest deal seen in `num_steps` tries with the `free` blocks and loads below `cap`."""
     if not len(free):
         return np.array(deal.part, dtype=np.int64)
     draw = np.random.default_rng(SEED).integers
     blocks = free[draw(0, len(free), num_steps)].tolist()
     others = free[draw(0, len(free), num_steps)].tolist()
     parts = draw(0, deal.num_parts, num_steps).tolist()
+    loose = cap * (1 + SLACK)  # on the way from one deal to another
     cost = best = deal.cost()
     found = list(deal.part)
     for step, (block, other, part) in enumerate(zip(blocks, others, parts, strict=True)):
-        change = _move(deal, block, part, cap) if step % 2 else _swap(deal, block, other, cap)
+        change = _move(deal, block, part, loose) if step % 2 else _swap(deal, block, other, loose)
         if not change:
             continue
         undo = [(moved, deal.part[moved]) for moved, _ in change]
@@ -91,7 +93,7 @@ def exchange_blocks(deal: FlowDeal, free: IntArray, cap: float, num_steps: int) 
         left = num_steps - step
         if now <= cost + int(cost * FIRST_THRESHOLD * left / num_steps):
             cost = now
-            if cost < best:
+            if cost < best and max(deal.load) <= cap:
                 best, found = cost, list(deal.part)
         else:
             for moved, target in undo:

@@ -15,9 +15,10 @@ import numpy as np
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.plan.balance import largest_first
-from megatron_cp.plan.placement import deal, tokens_per_rank
+from megatron_cp.plan.placement import deal
 from megatron_cp.plan.schema import AttentionPlan
 from megatron_cp.plan.schemes.gather import needed_keys_pass, one_pass_plan
+from megatron_cp.plan.schemes.layout import chunk_layout
 from megatron_cp.plan.stages import PlacedMask
 
 CHUNKS_PER_RANK = 8
@@ -31,12 +32,3 @@ def plan_magi(mask: AttentionMask, cp_size: int, config: CPConfig) -> AttentionP
     placement = deal(largest_first(areas.astype(np.float64), cp_size), chunk)
     both = needed_keys_pass(PlacedMask(mask, placement), config.num_stages or OVERLAP_DEGREE)
     return one_pass_plan(mask, config, "magi", placement, both)
-
-
-def chunk_layout(num_tokens: int, cp_size: int, config: CPConfig, per_rank: int) -> tuple[int, int]:
-    """Returns (chunk size, chunks per rank): the config's chunk, or `per_rank` chunks if tokens suffice."""
-    if config.chunk_size is not None:
-        rows = tokens_per_rank(num_tokens, cp_size, config, pieces=config.chunk_size)
-        return config.chunk_size, rows // config.chunk_size
-    count = min(per_rank, tokens_per_rank(num_tokens, cp_size, config))
-    return tokens_per_rank(num_tokens, cp_size, config, pieces=count) // count, count

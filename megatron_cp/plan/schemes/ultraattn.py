@@ -30,13 +30,12 @@ from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.blocks import cell_areas
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.mask.slice import K_END, K_START, Q_END, Q_START, cut_rows
 from megatron_cp.plan.placement import deal, tokens_per_rank
 from megatron_cp.plan.routing import ThroughNodes
 from megatron_cp.plan.schema import AttentionPlan, Pass, PassName
 from megatron_cp.plan.schemes.blocks import MOST_TRIES, Blocks, RowWeights, least_max
-from megatron_cp.plan.schemes.divisions import pass_in_divisions
-from megatron_cp.plan.schemes.nodes import ranks_per_node
+from megatron_cp.plan.schemes.divisions import cut_to_chunks, pass_in_divisions
+from megatron_cp.plan.schemes.layout import ranks_per_node
 from megatron_cp.plan.stages import PlacedMask
 
 BoolArray = NDArray[np.bool_]
@@ -81,7 +80,7 @@ def plan_ultraattn(mask: AttentionMask, cp_size: int, config: CPConfig) -> Atten
     def one_pass(name: PassName) -> Pass:
         ranks = _Tiling(levels, RowWeights.of(config, name)).ranks(areas, is_full)
         divisions = config.num_stages or DIVISIONS
-        tiles = _cut(mask, ranks, chunk)
+        tiles = cut_to_chunks(mask, ranks, chunk)
         return pass_in_divisions(placed, *tiles, divisions, ThroughNodes(inner))
 
     passes = one_pass("forward"), one_pass("backward")
@@ -132,15 +131,6 @@ def _chunks_of_ranks(levels: list[Level]) -> IntArray:
         owner = (owner[:, None] * level.parts + part).reshape(-1)
     num_ranks = math.prod(level.parts for level in levels)
     return np.argsort(owner, kind="stable").reshape(num_ranks, -1)
-
-
-def _cut(mask: AttentionMask, ranks: IntArray, chunk: int) -> tuple[IntArray, IntArray]:
-    """Returns the mask in blocks of chunks, slices int64 `[n, 6]`, and the rank of each."""
-    edges = np.arange(len(ranks) + 1) * chunk
-    cells = np.stack([edges[:-1], edges[1:]], axis=1)
-    parts, _ = cut_rows(mask.array, cells, Q_START, Q_END)
-    parts, column = cut_rows(parts, cells, K_START, K_END)
-    return parts, ranks[parts[:, Q_START] // chunk, column]
 
 
 class _Tiling:
