@@ -15,6 +15,7 @@ from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.placement import check_chunk_size
 from megatron_cp.plan.portfolio import best_family
 from megatron_cp.plan.schema import AttentionPlan
+from megatron_cp.plan.schemes.dcp import plan_dcp
 from megatron_cp.plan.schemes.distflashattn import plan_distflashattn
 from megatron_cp.plan.schemes.documents import plan_document_groups, plan_per_document_zigzag
 from megatron_cp.plan.schemes.double_ring import plan_double_ring
@@ -133,4 +134,5 @@ PLANNERS: dict[str, Planner] = {
     "document_groups": plan_document_groups,
     "magi": plan_magi,
     "ultraattn": plan_ultraattn,
+    "dcp": plan_dcp,
 }
