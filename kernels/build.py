@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -189,9 +190,12 @@ def build_packaged(folder: Path) -> int:
     for old in folder.glob("*.cubin"):
         if old.name not in wanted:
             old.unlink()
-    for name, variant in wanted.items():
-        if not (folder / name).is_file():
-            write_whole(folder / name, compile_variant(variant, compiler))
+    missing = [(folder / name, v) for name, v in wanted.items() if not (folder / name).is_file()]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for path, cubin_bytes in pool.map(
+            lambda m: (m[0], compile_variant(m[1], compiler)), missing
+        ):
+            write_whole(path, cubin_bytes)
     return len(wanted)
 
 
