@@ -18,11 +18,13 @@ from megatron_cp.plan.topology import get_topology
 
 STRIPS = 256
 MOST_STEPS = 128  # ranks up to which plans with a stage per rank are built
+MOST_STRIPES = 32  # the same where tokens are dealt one by one: slices are many
 
 
 def is_built(planner: str, cp_size: int) -> bool:
     """Returns whether the planner's plan for so many ranks is built, not priced from below."""
-    return cp_size <= MOST_STEPS or planner not in BEST_CASES
+    most = MOST_STRIPES if planner == "stripe" else MOST_STEPS
+    return cp_size <= most or planner not in BEST_CASES
 
 
 def best_case_seconds(
