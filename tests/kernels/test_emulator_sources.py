@@ -141,26 +141,78 @@ MUTATIONS = {
         "deadlock.*setmaxnreg.inc 240",
     ),
 }
+BACKWARD_MUTATIONS = {
+    "consumers that do not meet before dq": (
+        "attn/bwd_sm90.cuh",
+        "ptx::named_barrier_sync<Shared::kConsumerThreads>(1);",
+        "",
+        r"was written by thread \d+, and nothing orders|nobody has written|through the generic proxy",
+    ),
+    "ds without proxy fence": (
+        "attn/bwd_sm90.cuh",
+        "ptx::fence_proxy_async();\n        ptx::named_barrier_sync",
+        "ptx::named_barrier_sync",
+        "through the generic proxy",
+    ),
+    "queries released before dk is done": (
+        "attn/bwd_sm90.cuh",
+        "ptx::wgmma_wait<0>();\n        ptx::wgmma_pin(dk);\n        release(shared.query_ring);",
+        "release(shared.query_ring);\n        ptx::wgmma_wait<0>();",
+        "which a wgmma of warpgroup . may still read",
+    ),
+    "a single buffer for ds": (
+        "attn/bwd_sm90.cuh",
+        "ds_half ^= 1;",
+        "",
+        "which a wgmma of warpgroup . may still read",
+    ),
+    "dq handed over without proxy fence": (
+        "attn/bwd_sm90.cuh",
+        "ptx::fence_proxy_async();\n        ptx::mbarrier_arrive(shared.dq_ring",
+        "ptx::mbarrier_arrive(shared.dq_ring",
+        "through the generic proxy",
+    ),
+    "dq given back while it is read": (
+        "attn/bwd_load_store.cuh",
+        "ptx::tma_wait_group_read<0>();\n            shared.dq_ring.release(at);",
+        "shared.dq_ring.release(at);",
+        "which a bulk store of thread .* may still read",
+    ),
+}
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS)
-def test_a_careless_change_of_the_forward_kernel_is_found(mutation, tmp_path, monkeypatch):
-    name, text, replacement, message = MUTATIONS[mutation]
+def _break(mutation, tmp_path, monkeypatch):
+    """Lets the emulated backend run a copy of the kernels with one change."""
+    name, text, replacement, _ = mutation
     kernels = tmp_path / "kernels"
     for folder in ("attn", "include"):
         shutil.copytree(library.KERNELS / folder, kernels / folder)
     source = (kernels / name).read_text()
     assert text in source, f"{name} has changed: say this mutation in its new words"
     (kernels / name).write_text(source.replace(text, replacement))
-
     whole = emulated_kernels.source_of
     monkeypatch.setattr(
         emulated_kernels, "source_of", lambda variant: replace(whole(variant), root=kernels)
     )
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS.values(), ids=MUTATIONS)
+def test_a_careless_change_of_the_forward_kernel_is_found(mutation, tmp_path, monkeypatch):
+    _break(mutation, tmp_path, monkeypatch)
     slices = [(0, 150, 0, 290, None, None), (150, 260, 0, 140, None, -20)]
     inputs, _ = random_case(260, 300, (2, 1), (64, 64), torch.bfloat16)
-    with pytest.raises(library.EmulatorError, match=message), torch.no_grad():
+    with pytest.raises(library.EmulatorError, match=mutation[-1]):
         attend(*inputs, masks.from_slices(260, 300, slices), backend="emulated")
+
+
+@pytest.mark.parametrize("mutation", BACKWARD_MUTATIONS.values(), ids=BACKWARD_MUTATIONS)
+def test_a_careless_change_of_the_backward_kernel_is_found(mutation, tmp_path, monkeypatch):
+    _break(mutation, tmp_path, monkeypatch)
+    inputs, _ = random_case(300, 200, (2, 1), (128, 128), torch.bfloat16)
+    leaves = [x.requires_grad_() for x in inputs]
+    out, _ = attend(*leaves, masks.full(300, 200), backend="emulated")
+    with pytest.raises(library.EmulatorError, match=mutation[-1]):
+        out.sum().backward()
 
 
 def test_without_a_compiler_the_error_says_what_to_install(monkeypatch):

@@ -1,7 +1,5 @@
 """The forward kernel's own source, run by the emulator, against float64; every asynchrony seed alike."""
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -97,7 +95,7 @@ def test_every_seed_and_grid_gives_the_same_bits(dtype):
     inputs, _ = random_case(300, 300, (2, 2), (128, 128), dtype)
     mask = masks.from_slices(300, 300, MIXED)
     first_out, first_lse = _run(inputs, mask, seed=0, num_blocks=1)
-    for seed, num_blocks in itertools.product(range(1, 9), (1, 5)):
+    for seed, num_blocks in ((1, 1), (2, 5), (3, 2), (4, 1), (5, 3), (6, 5)):
         out, lse = _run(inputs, mask, seed=seed, num_blocks=num_blocks)
         assert torch.equal(out, first_out), f"seed {seed}, {num_blocks} blocks"
         assert torch.equal(lse, first_lse), f"seed {seed}, {num_blocks} blocks"
