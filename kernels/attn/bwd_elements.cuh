@@ -1,5 +1,6 @@
-// The backward pass element by element, on transposed fragments: rows are keys, columns queries. `lse` and `delta` are shared
-// addresses of the thread's first column; a thread has columns 8 * i and 8 * i + 1 from there.
+// The backward pass element by element, on transposed fragments: rows are keys, columns queries.
+// `lse` and `delta` are shared addresses of the thread's first column; a thread has columns 8 * i
+// and 8 * i + 1 from there.
 #pragma once
 
 #include <mcp/fragment.cuh>
@@ -9,16 +10,21 @@
 
 namespace mcp::attn {
 
-// With p = exp2(score_scale * x - lse) for the capped score x = cap * tanh: scores become x, and dp the gradient of
-// the uncapped score without its factor p: (dp - delta) * (1 - tanh^2), where 1 - tanh^2 = 4 r (1 - r).
+// With p = exp2(score_scale * x - lse) for the capped score x = cap * tanh: scores become x, and dp
+// the gradient of the uncapped score without its factor p: (dp - delta) * (1 - tanh^2), where 1 -
+// tanh^2 = 4 r (1 - r).
 template <int kSize>
-MCP_DEVICE void cap_scores(float (&scores)[kSize], float (&dp)[kSize], u32 delta, const BwdParams& params) {
+MCP_DEVICE void cap_scores(float (&scores)[kSize],
+                           float (&dp)[kSize],
+                           u32 delta,
+                           const BwdParams& params) {
     MCP_UNROLL
     for (int i = 0; i < kSize / 4; i++) {
         const f32x2 d = ptx::load_shared_f32x2(delta + 32 * i);
         MCP_UNROLL
         for (int e = 0; e < 4; e++) {
-            const float r = ptx::rcp_approx(1.0f + ptx::exp2_approx(scores[4 * i + e] * params.cap_scale));
+            const float r =
+                ptx::rcp_approx(1.0f + ptx::exp2_approx(scores[4 * i + e] * params.cap_scale));
             scores[4 * i + e] = ptx::fma(-2.0f * params.cap, r, params.cap);
             dp[4 * i + e] = (dp[4 * i + e] - (e % 2 ? d.y : d.x)) * (4.0f * r * (1.0f - r));
         }
@@ -39,8 +45,8 @@ MCP_DEVICE void to_probabilities(float (&scores)[kSize], u32 lse, float score_sc
     }
 }
 
-// dp -> ds = p * (dp - delta), or p * dp if delta is in dp already. kMasked: a pair outside the mask has p = 0, and its dp
-// may come from rows that hold anything.
+// dp -> ds = p * (dp - delta), or p * dp if delta is in dp already. kMasked: a pair outside the
+// mask has p = 0, and its dp may come from rows that hold anything.
 template <bool kMasked, bool kSubtractDelta, int kSize>
 MCP_DEVICE void to_score_gradients(const float (&probs)[kSize], float (&dp)[kSize], u32 delta) {
     MCP_UNROLL
@@ -56,7 +62,8 @@ MCP_DEVICE void to_score_gradients(const float (&probs)[kSize], float (&dp)[kSiz
     }
 }
 
-// Gradient of one row of keys or values, fp32 or 16 bits. All lanes of the warp call; `valid` lanes store.
+// Gradient of one row of keys or values, fp32 or 16 bits. All lanes of the warp call; `valid` lanes
+// store.
 template <int kHalf, class T, int kSize>
 MCP_DEVICE void store_gradient(
     void* gradient, i64 offset, bool is_float, const float (&d)[kSize], float factor, bool valid) {

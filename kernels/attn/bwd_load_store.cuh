@@ -1,5 +1,6 @@
-// The two warps of the backward kernel that move data: the loader fills shared memory, the storer adds dq tiles to global
-// memory. Both walk the same sequence of query tiles as the consumers: for each query head of the group, each segment.
+// The two warps of the backward kernel that move data: the loader fills shared memory, the storer
+// adds dq tiles to global memory. Both walk the same sequence of query tiles as the consumers: for
+// each query head of the group, each segment.
 #pragma once
 
 #include "bwd_shared.cuh"
@@ -8,7 +9,8 @@
 
 namespace mcp::attn {
 
-// All lanes wait, the leader alone issues, and not before all have waited (see the forward kernel's producer).
+// All lanes wait, the leader alone issues, and not before all have waited (see the forward kernel's
+// producer).
 template <class Traits, class Shared>
 struct BwdLoader {
     static constexpr int kRowChunks = Traits::kBlockN / kWarpSize;
@@ -47,8 +49,10 @@ struct BwdLoader {
         if (leader) {
             const u32 landed = clear ? shared.landed : full;
             ptx::mbarrier_arrive_expect_tx(landed, Traits::kKeyBytes + Traits::kValueBytes);
-            load_panels(shared.keys(), &params.k_map, landed, work.head, work.row0, ptx::kEvictFirst);
-            load_panels(shared.values(), &params.v_map, landed, work.head, work.row0, ptx::kEvictFirst);
+            load_panels(shared.keys(), &params.k_map, landed, work.head, work.row0,
+                        ptx::kEvictFirst);
+            load_panels(shared.values(), &params.v_map, landed, work.head, work.row0,
+                        ptx::kEvictFirst);
         }
         if (clear) {
             wait(shared.landed, landed_at.parity);
@@ -59,7 +63,8 @@ struct BwdLoader {
         keys_at.advance();
     }
 
-    // One tile of q or dout with its row statistics. Rows from `end` on have ds = p = 0, and are cleared because of 0 * nan.
+    // One tile of q or dout with its row statistics. Rows from `end` on have ds = p = 0, and are
+    // cleared because of 0 * nan.
     template <class Tile, int kStages>
     MCP_DEVICE void load_rows(Tile tile,
                               const TensorMap* map,
@@ -102,8 +107,9 @@ struct BwdLoader {
         for (i32 head = work.head * group; head < (work.head + 1) * group; head++) {
             QueryTiles<Traits::kBlockM> queries(params.segments, work);
             do {
-                load_rows(shared.queries(queries_at.stage), &params.q_map, shared.lse(queries_at.stage),
-                          &params.lse_map, shared.query_ring, queries_at, head, queries);
+                load_rows(shared.queries(queries_at.stage), &params.q_map,
+                          shared.lse(queries_at.stage), &params.lse_map, shared.query_ring,
+                          queries_at, head, queries);
                 load_rows(shared.dout(dout_at.stage), &params.dout_map, shared.delta(dout_at.stage),
                           &params.delta_map, shared.dout_ring, dout_at, head, queries);
             } while (queries.advance());
@@ -123,14 +129,15 @@ struct BwdLoader {
     }
 };
 
-// The order in which key tiles add to rows of dq, so that the sum has the same bits in every run: a slot of kBlockM rows
-// is open to a segment when the slot's counter shows the number of the segment before it. One lane calls. What can be
-// computed is not kept: the storer has 24 registers.
+// The order in which key tiles add to rows of dq, so that the sum has the same bits in every run: a
+// slot of kBlockM rows is open to a segment when the slot's counter shows the number of the segment
+// before it. One lane calls. What can be computed is not kept: the storer has 24 registers.
 template <int kBlockM>
-struct Turns {
+struct DqTurns {
     const BwdParams& params;
     i32 head;
-    i32 run = 0;  // of the segment: slots below turn_runs[run][0] are opened by segment turn_runs[run][1]
+    i32 run =
+        0;  // of the segment: slots below turn_runs[run][0] are opened by segment turn_runs[run][1]
 
     MCP_DEVICE i32* counter(i32 slot) const {
         return params.turn_counters + static_cast<i64>(head) * params.num_slots + slot;
@@ -168,15 +175,18 @@ struct WholeDqTiles {
 
     RingPosition<1> at;
 
-    // Adds the next dq tile to rows from `first` of the head, and gives the buffer back. All lanes of the storer call.
+    // Adds the next dq tile to rows from `first` of the head, and gives the buffer back. All lanes
+    // of the storer call.
     template <class Shared>
-    MCP_DEVICE void add(const BwdParams& params, const Shared& shared, bool leader, i32 head, i32 first) {
+    MCP_DEVICE void add(
+        const BwdParams& params, const Shared& shared, bool leader, i32 head, i32 first) {
         wait(shared.dq_ring.full(at), at.parity);
         ptx::sync_warp();
         if (leader) {
             MCP_UNROLL
             for (int column = 0; column < Traits::kHeadDim; column += kF32PanelColumns) {
-                ptx::tma_reduce_add_3d(&params.dq_map, shared.dq() + column / kF32PanelColumns * kPanelBytes,
+                ptx::tma_reduce_add_3d(&params.dq_map,
+                                       shared.dq() + column / kF32PanelColumns * kPanelBytes,
                                        column, head, first);
             }
             ptx::tma_commit_group();
@@ -199,7 +209,7 @@ struct BwdStorer {
         : params(params), shared(shared), leader(lane_index() == 0) {}
 
     MCP_DEVICE void store_tiles(const WorkItem& work, i32 head) {
-        Turns<Traits::kBlockM> turns = {params, head};
+        DqTurns<Traits::kBlockM> turns = {params, head};
         QueryTiles<Traits::kBlockM> queries(params.segments, work);
         bool more = true;
         while (more) {
@@ -215,10 +225,10 @@ struct BwdStorer {
         }
     }
 
-    // Slots are passed on one tile late, when their copies have had the time to complete; at the end of a segment, `end`,
-    // all that are left.
+    // Slots are passed on one tile late, when their copies have had the time to complete; at the
+    // end of a segment, `end`, all that are left.
     MCP_DEVICE void pass_turns(
-        const Turns<Traits::kBlockM>& turns, i32 segment, i32 begin, i32 first, i32 end) const {
+        const DqTurns<Traits::kBlockM>& turns, i32 segment, i32 begin, i32 first, i32 end) const {
         const i32 slot = first / Traits::kBlockM;
         ptx::tma_wait_group<DqTiles::kCopyGroups>();
         turns.give(segment, ptx::max(slot - 1, begin / Traits::kBlockM), slot);
@@ -231,7 +241,8 @@ struct BwdStorer {
     MCP_DEVICE void run() {
         const i32 group = params.num_heads / params.num_kv_heads;
         for (;;) {
-            const WorkItem work = to_work_item(receive(shared.mailbox(), shared.mail_ring, mail_at));
+            const WorkItem work =
+                to_work_item(receive(shared.mailbox(), shared.mail_ring, mail_at));
             if (work.head < 0) break;
             if (work.num_segs == 0) continue;
             for (i32 head = work.head * group; head < (work.head + 1) * group; head++) {

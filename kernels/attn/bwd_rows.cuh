@@ -1,4 +1,5 @@
-// The two small kernels around the backward kernel: a warp per row and head, two columns per lane and step.
+// The two small kernels around the backward kernel: a warp per row and head, two columns per lane
+// and step.
 #pragma once
 
 #include <mcp/fragment.cuh>
@@ -14,7 +15,9 @@ constexpr int kRowWarps = kRowThreads / kWarpSize;
 MCP_DEVICE i64 first_row_of_warp() {
     return static_cast<i64>(ptx::block_index()) * kRowWarps + ptx::thread_index() / kWarpSize;
 }
-MCP_DEVICE i64 num_warps_of_grid() { return static_cast<i64>(ptx::num_blocks()) * kRowWarps; }
+MCP_DEVICE i64 num_warps_of_grid() {
+    return static_cast<i64>(ptx::num_blocks()) * kRowWarps;
+}
 
 // Two neighbouring elements of a row that is fp32 or has type T.
 template <class T>
@@ -44,7 +47,8 @@ MCP_DEVICE void preprocess(const BwdPreprocessParams& params) {
             const float lse = params.lse[lse_at];
             const bool empty = lse == negative_infinity();
             const float dlse = params.dlse == nullptr ? 0.0f : params.dlse[lse_at];
-            params.lse_2[head * params.padded_rows + row] = empty ? positive_infinity() : lse * kLog2E;
+            params.lse_2[head * params.padded_rows + row] =
+                empty ? positive_infinity() : lse * kLog2E;
             params.delta[head * params.padded_rows + row] = empty ? 0.0f : delta - dlse;
         }
     }

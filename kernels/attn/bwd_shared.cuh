@@ -9,16 +9,18 @@
 
 namespace mcp::attn {
 
-// Consumer threads read lse, delta and the mailbox themselves, so each warp releases those; wgmma reads the tiles.
-//   ring      filled by                               emptied by (arrivals)           what a reader may read
-//   keys      loader: bytes of k and v, or 1          1 thread per consumer           the k and v tiles
-//             arrival after clearing rows of k
-//   queries   loader: bytes of q and lse, or 1        1 lane per consumer warp        the stage's q tile and lse
-//             arrival after clearing the tail
-//   dout      loader: the same of dout and delta      1 lane per consumer warp        the stage's dout tile and delta
-//   dq        consumers: every thread                 1 thread of the storer          the dq tile
-//   mail      loader: 1 arrival                       1 lane per warp of consumers    the mailbox
-//                                                     and storer
+// Consumer threads read lse, delta and the mailbox themselves, so each warp releases those; wgmma
+// reads the tiles.
+//   ring     filled by                     emptied by (arrivals)       what a reader may read
+//   keys     loader: bytes of k and v, or  1 thread per consumer       the k and v tiles
+//            1 arrival after clearing rows
+//   queries  loader: bytes of q and lse,   1 lane per consumer warp    the stage's q tile and lse
+//            or 1 arrival after clearing
+//   dout     loader: the same of dout      1 lane per consumer warp    the stage's dout tile and
+//            and delta                                                 delta
+//   dq       consumers: every thread       1 thread of the storer      the dq tile
+//   mail     loader: 1 arrival             1 lane per warp of          the mailbox
+//                                          consumers and storer
 // `landed` is the loader's own: a tile of which it must clear rows has arrived.
 // Named barrier 1, 256 threads: both consumers have written their half of ds.
 template <class Traits>
@@ -30,8 +32,8 @@ struct BwdShared {
     using Ds = Panels<Traits::kBlockM, Traits::kBlockN>;
     using Stages = Ring<Traits::kStages>;
     static_assert(Keys::kBytes == Traits::kKeyBytes && Values::kBytes == Traits::kValueBytes &&
-                      Queries::kBytes == Traits::kQueryBytes && Dout::kBytes == Traits::kDoutBytes &&
-                      Ds::kBytes == Traits::kDsBytes,
+                      Queries::kBytes == Traits::kQueryBytes &&
+                      Dout::kBytes == Traits::kDoutBytes && Ds::kBytes == Traits::kDsBytes,
                   "traits.h and panels.cuh disagree");
     static constexpr int kConsumerWarps = Traits::kConsumers * kWarpsPerWarpgroup;
     static constexpr int kConsumerThreads = Traits::kConsumers * kWarpgroupSize;
@@ -62,7 +64,9 @@ struct BwdShared {
     }
     MCP_DEVICE Ds ds(int half) const { return {base + Traits::kDsAt + half * Traits::kDsBytes}; }
     MCP_DEVICE u32 dq() const { return base + Traits::kDqAt; }
-    MCP_DEVICE u32 lse(int stage) const { return base + Traits::kLseAt + stage * Traits::kRowStatBytes; }
+    MCP_DEVICE u32 lse(int stage) const {
+        return base + Traits::kLseAt + stage * Traits::kRowStatBytes;
+    }
     MCP_DEVICE u32 delta(int stage) const {
         return base + Traits::kDeltaAt + stage * Traits::kRowStatBytes;
     }

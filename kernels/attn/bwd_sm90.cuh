@@ -1,13 +1,16 @@
-// Attention backward for Hopper, head dims up to 128. One CTA per multiprocessor keeps 128 keys and values in shared memory,
-// their gradients in registers, and lets the query tiles that see them pass by, for every query head of the group:
+// Attention backward for Hopper, head dims up to 128. One CTA per multiprocessor keeps 128 keys and
+// values in shared memory, their gradients in registers, and lets the query tiles that see them
+// pass by, for every query head of the group:
 //
-//     loader     k v | q0 dout0 q1 dout1 ...                                 TMA, rings of stages
-//     consumers  S' = K Q'   dP' = V dO'   P' = exp2(S' - lse)   dS' = P' (dP' - delta)      64 keys each
-//                dV += P' dO   [dS' -> shared memory, both consumers meet]   dQ = dS K   dK += dS' Q
+//     loader     k v | q0 dout0 q1 dout1 ...                       TMA, rings of stages
+//     consumers  S' = K Q'   dP' = V dO'                           64 keys each
+//                P' = exp2(S' - lse)   dS' = P' (dP' - delta)
+//                dV += P' dO   [dS' -> shared memory, meet]   dQ = dS K   dK += dS' Q
 //     storer     dQ: fp32 reduce-add to global memory
 //
-// All matrices are transposed (keys are rows), so that P' and dS' are in registers as operand A of dV and dK. A key tile is
-// one CTA's, so dK and dV have the same bits in every run; dQ if the plan gives turns. Method: FlashAttention-3.
+// All matrices are transposed (keys are rows), so that P' and dS' are in registers as operand A of
+// dV and dK. A key tile is one CTA's, so dK and dV have the same bits in every run; dQ if the plan
+// gives turns. Method: FlashAttention-3.
 #pragma once
 
 #include <mcp/fragment.cuh>
@@ -74,7 +77,8 @@ struct BwdConsumer {
             ptx::wgmma_pin(dp);
         }
         to_score_gradients<kMasked, !Traits::kSoftcap>(scores, dp, delta);
-        // Both at the end: packed probabilities beside unpacked gradients would cost registers that are not there.
+        // Both at the end: packed probabilities beside unpacked gradients would cost registers that
+        // are not there.
         pack<T>(probs_16, scores);
         pack<T>(ds_16, dp);
         const auto ds = shared.ds(ds_half);
@@ -143,15 +147,18 @@ struct BwdConsumer {
         const i32 row = place.row + 8 * kHalf;
         const bool valid = row < work.row0 + work.rows;
         const bool is_float = params.grads_are_float != 0;
-        const i64 dk_at = row * params.dk_row_stride + work.head * params.dk_head_stride + place.column;
-        const i64 dv_at = row * params.dv_row_stride + work.head * params.dv_head_stride + place.column;
+        const i64 dk_at =
+            row * params.dk_row_stride + work.head * params.dk_head_stride + place.column;
+        const i64 dv_at =
+            row * params.dv_row_stride + work.head * params.dv_head_stride + place.column;
         store_gradient<kHalf, T>(params.dk, dk_at, is_float, dk, params.softmax_scale, valid);
         store_gradient<kHalf, T>(params.dv, dv_at, is_float, dv, 1.0f, valid);
     }
 
     MCP_DEVICE void run() {
         for (;;) {
-            const WorkItem work = to_work_item(receive(shared.mailbox(), shared.mail_ring, mail_at));
+            const WorkItem work =
+                to_work_item(receive(shared.mailbox(), shared.mail_ring, mail_at));
             if (work.head < 0) break;
             FragmentPlace place = fragment_place();
             place.row += work.row0 + consumer * 64;
@@ -174,7 +181,8 @@ MCP_DEVICE void backward(const BwdParams& params) {
     if (warpgroup == 0) {
         ptx::set_max_registers_down<Traits::kProducerRegisters>();
         if (warp == 0) BwdLoader<Traits, BwdShared<Traits>>(params, shared).run();
-        if (warp == 1) BwdStorer<Traits, BwdShared<Traits>, WholeDqTiles<Traits>>(params, shared).run();
+        if (warp == 1)
+            BwdStorer<Traits, BwdShared<Traits>, WholeDqTiles<Traits>>(params, shared).run();
     } else {
         ptx::set_max_registers_up<Traits::kConsumerRegisters>();
         BwdConsumer<Traits>(params, shared, warpgroup - 1).run();

@@ -1,11 +1,13 @@
-// Attention backward for Hopper, head dims above 128, where the gradients of 64 keys do not fit one warpgroup's registers.
-// As bwd_sm90.cuh, but a tile has 64 keys and both consumers work on all of them:
+// Attention backward for Hopper, head dims above 128, where the gradients of 64 keys do not fit one
+// warpgroup's registers. As bwd_sm90.cuh, but a tile has 64 keys and both consumers work on all of
+// them:
 //
 //     consumers  S' = K Q'   dP' = V dO'        32 queries each
 //                P', dS' -> shared memory       [meet]
 //                dV += P' dO   dQ = dS K   dK += dS' Q      some 64-column panels each
 //
-// Operand A of the last three comes from shared memory, transposed by the matrix descriptor where needed.
+// Operand A of the last three comes from shared memory, transposed by the matrix descriptor where
+// needed.
 #pragma once
 
 #include <mcp/fragment.cuh>
@@ -21,9 +23,11 @@
 
 namespace mcp::attn {
 
-// Rings as in BwdShared; dq has one per consumer: a 64-column panel of the consumer's part of dq, filled by its 128 threads.
+// Rings as in BwdShared; dq has one per consumer: a 64-column panel of the consumer's part of dq,
+// filled by its 128 threads.
 // Named barrier 1, 256 threads: both consumers have written their queries' rows of p and ds.
-// Named barrier 2, 256 threads: both have multiplied with those of the step before, and they may be overwritten.
+// Named barrier 2, 256 threads: both have multiplied with those of the step before, and they may be
+// overwritten.
 template <class Traits>
 struct BwdWideShared {
     using Keys = Panels<Traits::kBlockN, Traits::kHeadDim>;
@@ -32,8 +36,8 @@ struct BwdWideShared {
     using Dout = Panels<Traits::kBlockM, Traits::kValueDim>;
     using Scores = Panels<Traits::kBlockM, Traits::kBlockN>;  // rows are queries
     static_assert(Keys::kBytes == Traits::kKeyBytes && Values::kBytes == Traits::kValueBytes &&
-                      Queries::kBytes == Traits::kQueryBytes && Dout::kBytes == Traits::kDoutBytes &&
-                      Scores::kBytes == Traits::kScoreBytes,
+                      Queries::kBytes == Traits::kQueryBytes &&
+                      Dout::kBytes == Traits::kDoutBytes && Scores::kBytes == Traits::kScoreBytes,
                   "traits.h and panels.cuh disagree");
     static constexpr int kConsumerWarps = Traits::kConsumers * kWarpsPerWarpgroup;
     static constexpr int kConsumerThreads = Traits::kConsumers * kWarpgroupSize;
@@ -65,8 +69,12 @@ struct BwdWideShared {
     }
     MCP_DEVICE Scores probs() const { return {base + Traits::kProbsAt}; }
     MCP_DEVICE Scores ds() const { return {base + Traits::kDsAt}; }
-    MCP_DEVICE u32 dq(int consumer) const { return base + Traits::kDqAt + consumer * Traits::kDqBytes; }
-    MCP_DEVICE u32 lse(int stage) const { return base + Traits::kLseAt + stage * Traits::kRowStatBytes; }
+    MCP_DEVICE u32 dq(int consumer) const {
+        return base + Traits::kDqAt + consumer * Traits::kDqBytes;
+    }
+    MCP_DEVICE u32 lse(int stage) const {
+        return base + Traits::kLseAt + stage * Traits::kRowStatBytes;
+    }
     MCP_DEVICE u32 delta(int stage) const {
         return base + Traits::kDeltaAt + stage * Traits::kRowStatBytes;
     }
@@ -97,7 +105,8 @@ struct PanelDqTiles {
     RingPosition<1> at[2];
 
     template <class Shared>
-    MCP_DEVICE void add(const BwdParams& params, const Shared& shared, bool leader, i32 head, i32 first) {
+    MCP_DEVICE void add(
+        const BwdParams& params, const Shared& shared, bool leader, i32 head, i32 first) {
         MCP_UNROLL
         for (int panel = 0; panel < 2; panel++) {
             MCP_UNROLL
@@ -109,8 +118,8 @@ struct PanelDqTiles {
                 if (leader) {
                     const u32 from = shared.dq(consumer);
                     ptx::tma_reduce_add_3d(&params.dq_map, from, column, head, first);
-                    ptx::tma_reduce_add_3d(&params.dq_map, from + kPanelBytes, column + kF32PanelColumns,
-                                           head, first);
+                    ptx::tma_reduce_add_3d(&params.dq_map, from + kPanelBytes,
+                                           column + kF32PanelColumns, head, first);
                     ptx::tma_commit_group();
                     ptx::tma_wait_group_read<0>();
                     shared.dq_rings[consumer].release(at[consumer]);
@@ -148,7 +157,8 @@ struct BwdWideConsumer {
     MCP_DEVICE BwdWideConsumer(const BwdParams& params, const Shared& shared)
         : params(params), shared(shared) {}
 
-    // The gradients through one query tile. `place.column` counts from the consumer's first query of the tile.
+    // The gradients through one query tile. `place.column` counts from the consumer's first query
+    // of the tile.
     template <bool kMasked>
     MCP_DEVICE void visit(const Queries& queries, FragmentPlace place) {
         const auto q = shared.queries(queries_at.stage);
@@ -248,17 +258,18 @@ struct BwdWideConsumer {
         const i32 row = place.row + 8 * kHalf;
         const bool valid = row < work.row0 + work.rows;
         const bool is_float = params.grads_are_float != 0;
-        const i64 dk_at = row * params.dk_row_stride + work.head * params.dk_head_stride + place.column +
-                          kFirstDkPanel * kPanelColumns;
-        const i64 dv_at = row * params.dv_row_stride + work.head * params.dv_head_stride + place.column +
-                          kFirstDvPanel * kPanelColumns;
+        const i64 dk_at = row * params.dk_row_stride + work.head * params.dk_head_stride +
+                          place.column + kFirstDkPanel * kPanelColumns;
+        const i64 dv_at = row * params.dv_row_stride + work.head * params.dv_head_stride +
+                          place.column + kFirstDvPanel * kPanelColumns;
         store_gradient<kHalf, T>(params.dk, dk_at, is_float, dk, params.softmax_scale, valid);
         store_gradient<kHalf, T>(params.dv, dv_at, is_float, dv, 1.0f, valid);
     }
 
     MCP_DEVICE void run() {
         for (;;) {
-            const WorkItem work = to_work_item(receive(shared.mailbox(), shared.mail_ring, mail_at));
+            const WorkItem work =
+                to_work_item(receive(shared.mailbox(), shared.mail_ring, mail_at));
             if (work.head < 0) break;
             FragmentPlace place = fragment_place();
             place.row += work.row0;

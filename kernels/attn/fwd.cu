@@ -1,8 +1,14 @@
 // One variant of the forward kernel; variants.json gives the MCP_* values, one cubin each.
 #include "fwd_sm90.cuh"
 
-using Traits = mcp::attn::FwdTraits<mcp::MCP_TYPE, MCP_HEAD_DIM, MCP_VALUE_DIM, MCP_BLOCK_N, MCP_STAGES, MCP_CONSUMERS,
-                                    MCP_PING_PONG, MCP_SOFTCAP>;
+using Traits = mcp::attn::FwdTraits<mcp::MCP_TYPE,
+                                    MCP_HEAD_DIM,
+                                    MCP_VALUE_DIM,
+                                    MCP_BLOCK_N,
+                                    MCP_STAGES,
+                                    MCP_CONSUMERS,
+                                    MCP_PING_PONG,
+                                    MCP_SOFTCAP>;
 static_assert(Traits::kBlockM == MCP_BLOCK_M && Traits::kThreads == MCP_THREADS &&
                   Traits::kSharedBytes == MCP_SHARED_BYTES,
               "variants.json and traits.h disagree");

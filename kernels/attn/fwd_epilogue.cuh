@@ -10,9 +10,9 @@
 
 namespace mcp::attn {
 
-// Normalises row `kHalf` of the thread's two and stores it if it belongs to the tile. The row is a template parameter
-// since a loop over both is too large for the compiler to unroll, and accumulators indexed by a variable leave the
-// registers. All lanes of the warp call together.
+// Normalises row `kHalf` of the thread's two and stores it if it belongs to the tile. The row is a
+// template parameter since a loop over both is too large for the compiler to unroll, and
+// accumulators indexed by a variable leave the registers. All lanes of the warp call together.
 template <int kHalf, class T, int kSize>
 MCP_DEVICE void store_row(const FwdParams& params,
                           const WorkItem& work,
@@ -42,8 +42,8 @@ MCP_DEVICE void store_rows(const FwdParams& params,
                            FragmentPlace place,
                            const float (&out)[kSize],
                            const OnlineSoftmax& softmax) {
-    const float sink =
-        params.sink == nullptr ? negative_infinity() : ptx::load_constant_f32(params.sink + work.head);
+    const float sink = params.sink == nullptr ? negative_infinity()
+                                              : ptx::load_constant_f32(params.sink + work.head);
     const RowEnd upper = finish_row(softmax.max[0], softmax.sum[0], params.score_scale, sink);
     const RowEnd lower = finish_row(softmax.max[1], softmax.sum[1], params.score_scale, sink);
     store_row<0, T>(params, work, place, out, upper);

@@ -1,12 +1,14 @@
 // Attention forward for Hopper. One CTA per multiprocessor runs
 //
-//     producer warp     q(i)  k0 k1 v0 k2 v1 ... v(n-1)   q(i+1) ...         global -> shared memory (TMA)
-//     consumer 0        S0 .. | S1=QK1'  O+=P0V0 | softmax S1 |  S2 ..       64 query rows each; the products of one
-//     consumer 1              softmax S0 | S1=QK1'  O+=P0V0 | softmax S1     run under the softmax of the other, and
-//                                                                            P V of a key tile under the next softmax
+//     producer    q(0) k0 k1 v0 k2 v1 ... v(n-1)  q(1) ...        global -> shared memory by TMA
+//     consumer 0  S0 | softmax | S1=QK1' O+=P0V0 | softmax .....  64 query rows each
+//     consumer 1       S0 | ... softmax | S1=QK1' O+=P0V0 | softmax ...
 //
-// and takes query tiles from a counter until none is left. Every query row is in one tile, so nothing is added by two
-// CTAs: the same bits in every run. Method: FlashAttention-3 (Shah et al. 2024), with the mask given as key segments.
+// so that the products of one consumer run under the softmax of the other, and the product of
+// probabilities and values of a key tile under the next softmax. A CTA takes query tiles from a
+// counter until none is left. Every query row is in one tile, so nothing is added by two CTAs: the
+// same bits in every run. Method: FlashAttention-3 (Shah et al. 2024), with the mask given as key
+// segments.
 #pragma once
 
 #include <mcp/gemm.cuh>
@@ -23,12 +25,12 @@
 namespace mcp::attn {
 
 // Shared memory and its barriers. Consumer threads read the mailbox, wgmma reads the tiles.
-//   ring      filled by                          emptied by (arrivals)              what a reader may read
-//   queries   producer: bytes of the q tile      1 thread per consumer              the q tile
-//   keys      producer: bytes of a k tile        1 thread per consumer              the stage's k tile
-//   values    producer: bytes of a v tile, or    1 thread per consumer              the stage's v tile
-//             1 arrival after clearing its tail
-//   mail      producer: 1 arrival                1 lane per consumer warp           the mailbox
+//   ring     filled by                    emptied by (arrivals)       what a reader may read
+//   queries  producer: bytes of q         1 thread per consumer       the q tile
+//   keys     producer: bytes of k         1 thread per consumer       the stage's k tile
+//   values   producer: bytes of v, or 1   1 thread per consumer       the stage's v tile
+//            arrival after clearing rows
+//   mail     producer: 1 arrival          1 lane per consumer warp    the mailbox
 // `tail` is the producer's own: a v tile whose last rows it must clear has landed.
 template <class Traits>
 struct FwdShared {
@@ -76,10 +78,11 @@ struct FwdShared {
     }
 };
 
-// ---------------------------------------------------------------------------------------------------------- producer
+// --------------------------------------------------------------------------------------- producer
 
-// The one warp that fills shared memory. All lanes wait, the leader alone issues, and not before all have waited: a lane
-// that came late could find that the leader's work has completed the phase a second time.
+// The one warp that fills shared memory. All lanes wait, the leader alone issues, and not before
+// all have waited: a lane that came late could find that the leader's work has completed the phase
+// a second time.
 template <class Traits>
 struct Producer {
     using Shared = FwdShared<Traits>;
@@ -104,7 +107,8 @@ struct Producer {
         if (leader) {
             const u32 full = shared.query_ring.full(queries_at);
             ptx::mbarrier_arrive_expect_tx(full, Traits::kQueryBytes);
-            load_panels(shared.queries(), &params.q_map, full, work.head, work.row0, ptx::kEvictFirst);
+            load_panels(shared.queries(), &params.q_map, full, work.head, work.row0,
+                        ptx::kEvictFirst);
         }
         queries_at.advance();
     }
@@ -115,13 +119,15 @@ struct Producer {
         if (leader) {
             const u32 full = shared.key_ring.full(keys_at);
             ptx::mbarrier_arrive_expect_tx(full, Traits::kKeyBytes);
-            load_panels(shared.keys(keys_at.stage), &params.k_map, full, kv_head, first_key, ptx::kEvictLast);
+            load_panels(shared.keys(keys_at.stage), &params.k_map, full, kv_head, first_key,
+                        ptx::kEvictLast);
         }
         keys_at.advance();
     }
 
-    // Rows from `end` on have probability 0, but 0 * nan is nan, and a row outside every slice may hold anything: they are
-    // cleared. (Scores of such keys are replaced by the mask, and rows past the tensor are zeros already.)
+    // Rows from `end` on have probability 0, but 0 * nan is nan, and a row outside every slice may
+    // hold anything: they are cleared. (Scores of such keys are replaced by the mask, and rows past
+    // the tensor are zeros already.)
     MCP_DEVICE void load_values(int kv_head, int first_key, int end) {
         const bool has_tail = first_key + Traits::kBlockN > end && end < params.num_keys;
         const u32 full = shared.value_ring.full(values_at);
@@ -173,12 +179,12 @@ struct Producer {
     }
 };
 
-// --------------------------------------------------------------------------------------------------------- consumers
+// -------------------------------------------------------------------------------------- consumers
 
-// Consumers issue their products in turn, so that the tensor cores work for one while the others do softmax.
-// Named barrier 1 + consumer: 128 threads of the consumer before arrive, its own 128 wait.
+// Consumers issue their products in turn, so that the tensor cores work for one while the others do
+// softmax. Named barrier 1 + consumer: 128 threads of the consumer before arrive, its own 128 wait.
 template <bool kOn, int kConsumers>
-struct Turns {
+struct ConsumerTurns {
     static constexpr int kThreads = 2 * kWarpgroupSize;
     int consumer;
 
@@ -210,7 +216,7 @@ struct Consumer {
     const Shared& shared;
     int consumer;
     bool speaker;  // the thread that arrives for the warpgroup
-    Turns<Traits::kPingPong, Traits::kConsumers> turns;
+    ConsumerTurns<Traits::kPingPong, Traits::kConsumers> turns;
     Position keys_at, values_at;
     RingPosition<1> queries_at, mail_at;
 
@@ -229,9 +235,7 @@ struct Consumer {
     MCP_DEVICE void issue_scores() {
         issue_a_bt<T>(scores, shared.queries(), consumer * 64, shared.keys(keys_at.stage));
     }
-    MCP_DEVICE void issue_output() {
-        issue_p_b<T>(out, probs, shared.values(values_at.stage));
-    }
+    MCP_DEVICE void issue_output() { issue_p_b<T>(out, probs, shared.values(values_at.stage)); }
 
     // Scores -> probabilities in place; `rescale` for what was summed before.
     template <bool kMasked>
@@ -267,8 +271,8 @@ struct Consumer {
         ptx::wgmma_wait<1>();
         ptx::wgmma_pin(scores);
         apply_softmax<kMasked>(keys, place, rescale);
-        // Always true. It makes the arrival depend on the softmax, or ptxas moves the wait below above most of it and
-        // the product of probabilities and values overlaps with nothing.
+        // Always true. It makes the arrival depend on the softmax, or ptxas moves the wait below
+        // above most of it and the product of probabilities and values overlaps with nothing.
         const bool softmax_done = softmax.sum[0] + softmax.sum[1] != -1.0f;
         if (speaker && softmax_done) shared.key_ring.release(keys_at);
         keys_at.advance();
@@ -315,7 +319,8 @@ struct Consumer {
     MCP_DEVICE void run() {
         turns.begin();
         for (;;) {
-            const WorkItem work = to_work_item(receive(shared.mailbox(), shared.mail_ring, mail_at));
+            const WorkItem work =
+                to_work_item(receive(shared.mailbox(), shared.mail_ring, mail_at));
             if (work.head < 0) break;
             FragmentPlace place = fragment_place();
             place.row += work.row0 + consumer * 64;

@@ -8,10 +8,13 @@
 namespace mcp::attn {
 
 // Pairs that may not see each other become `hidden`: -inf for scores, 0 for probabilities.
-// `place.row` is the absolute row of the thread's first fragment row: a query, or, in the backward pass, which is
-// transposed, a key; `tiles` stands at the tile of the values' columns.
+// `place.row` is the absolute row of the thread's first fragment row: a query, or, in the backward
+// pass, which is transposed, a key; `tiles` stands at the tile of the values' columns.
 template <class Tiles, int kSize>
-MCP_DEVICE void apply_mask(float (&values)[kSize], const Tiles& tiles, FragmentPlace place, float hidden) {
+MCP_DEVICE void apply_mask(float (&values)[kSize],
+                           const Tiles& tiles,
+                           FragmentPlace place,
+                           float hidden) {
     const i32 first = tiles.first() + place.column;
     MCP_UNROLL
     for (int half = 0; half < 2; half++) {

@@ -1,6 +1,6 @@
-// Parameters of the attention kernels: one plain struct per kernel, the same bytes on the device, in the emulator and
-// in the launcher's mirror. Strides count elements. T tokens, S key tokens, N query heads, G kv heads, H head dim,
-// Hv value head dim.
+// Parameters of the attention kernels: one plain struct per kernel, the same bytes on the device,
+// in the emulator and in the launcher's mirror. Strides count elements. T tokens, S key tokens, N
+// query heads, G kv heads, H head dim, Hv value head dim.
 #pragma once
 
 #include <mcp/types.h>
@@ -8,57 +8,64 @@
 namespace mcp::attn {
 
 // Query rows [row0, row0 + rows) of one work item, rows <= block_m, and their key segments.
-// Forward: every query row is in exactly one tile; tiles without segments write out = 0, lse = -inf.
+// Forward: every query row is in exactly one tile; tiles without segments write out = 0, lse =
+// -inf.
 struct alignas(16) Tile {
     i32 row0, rows, seg0, num_segs;
 };
 
-// Row r (absolute, q0 <= r < q1) sees keys [max(k0, r + lo), min(k1, r + hi + 1)). Key tiles start at k0 + j * block_n;
-// those with full_begin <= j < full_end need no mask for any row of the tile. k0 < k1. Open sides: -2^29, 2^29.
+// Row r (absolute, q0 <= r < q1) sees keys [max(k0, r + lo), min(k1, r + hi + 1)). Key tiles start
+// at k0 + j * block_n; those with full_begin <= j < full_end need no mask for any row of the tile.
+// k0 < k1. Open sides: -2^29, 2^29.
 struct alignas(16) Segment {
     i32 k0, k1, lo, hi;
     i32 q0, q1, full_begin, full_end;
 };
 
-// out = softmax(scale * q k' + mask) v per query head n, which uses kv head n / (num_heads / num_kv_heads).
+// out = softmax(scale * q k' + mask) v per query head n, which uses kv head n / (num_heads /
+// num_kv_heads).
 struct FwdParams {
-    // 3-D maps over {H, heads, tokens}, 16-bit, 128-byte swizzle, boxes {64, 1, rows}; rows = block_m for q,
-    // block_n for k and v. Columns past H are filled with zeros.
+    // 3-D maps over {H, heads, tokens}, 16-bit, 128-byte swizzle, boxes {64, 1, rows}; rows =
+    // block_m for q, block_n for k and v. Columns past H are filled with zeros.
     TensorMap q_map, k_map, v_map;
 
-    const Tile* tiles;       // [num_tiles]
+    const Tile* tiles;  // [num_tiles]
     const Segment* segments;
-    const i32* order;        // [num_tiles] the tiles, longest first
-    i32* counters;           // [2] zero before the first launch; the kernel leaves them zero. One pair per stream
-    void* out;               // [T, N, Hv] float, or the inputs' type
-    float* lse;              // [T, N] natural log of the softmax denominator, sink included
-    const float* sink;       // [N] logits that join the denominator without a value, or null
+    const i32* order;  // [num_tiles] the tiles, longest first
+    i32* counters;  // [2] zero before the first launch; the kernel leaves them zero. One pair per
+                    // stream
+    void* out;      // [T, N, Hv] float, or the inputs' type
+    float* lse;     // [T, N] natural log of the softmax denominator, sink included
+    const float* sink;  // [N] logits that join the denominator without a value, or null
 
     i64 out_row_stride, out_head_stride;
     i64 lse_row_stride, lse_head_stride;
 
     i32 num_tiles, num_heads, num_kv_heads;
-    i32 heads_per_section;   // heads whose tiles are interleaved, longest first, before the next heads begin
-    i32 num_keys;            // rows of k and v
+    i32 heads_per_section;  // heads whose tiles are interleaved, longest first, before the next
+                            // heads begin
+    i32 num_keys;           // rows of k and v
 
-    // Not capped (softcap == 0): score_scale = softmax_scale * log2(e). Capped: score_scale = log2(e),
-    // cap = softcap, cap_scale = 2 * log2(e) * softmax_scale / softcap. softmax_scale must be > 0; give 1e-30 for 0.
+    // Not capped (softcap == 0): score_scale = softmax_scale * log2(e). Capped: score_scale =
+    // log2(e), cap = softcap, cap_scale = 2 * log2(e) * softmax_scale / softcap. softmax_scale must
+    // be > 0; give 1e-30 for 0.
     float score_scale, cap, cap_scale;
 
-    i32 out_is_float;        // otherwise out has the inputs' type
-    i32 accumulate;          // out and lse hold a partial result over other keys, and receive the merged one
+    i32 out_is_float;  // otherwise out has the inputs' type
+    i32 accumulate;    // out and lse hold a partial result over other keys, and receive the merged
+                       // one
 };
 
-// What the backward kernel reads beside the tensors: delta = rowsum(dout * out) - dlse, and lse in base 2. Rows without keys
-// get lse = +inf (their probabilities become 0) and delta = 0. `out` and `lse` are those of the whole row, merged over
-// all stages.
+// What the backward kernel reads beside the tensors: delta = rowsum(dout * out) - dlse, and lse in
+// base 2. Rows without keys get lse = +inf (their probabilities become 0) and delta = 0. `out` and
+// `lse` are those of the whole row, merged over all stages.
 struct BwdPreprocessParams {
-    const void* out;         // [T, N, Hv] float, or the inputs' type
-    const void* dout;        // [T, N, Hv] the inputs' type
-    const float* lse;        // [T, N] natural log
-    const float* dlse;       // [T, N] gradient of lse, with the strides of lse, or null
-    float* lse_2;            // [N, padded_rows] lse * log2(e)
-    float* delta;            // [N, padded_rows]
+    const void* out;    // [T, N, Hv] float, or the inputs' type
+    const void* dout;   // [T, N, Hv] the inputs' type
+    const float* lse;   // [T, N] natural log
+    const float* dlse;  // [T, N] gradient of lse, with the strides of lse, or null
+    float* lse_2;       // [N, padded_rows] lse * log2(e)
+    float* delta;       // [N, padded_rows]
 
     i64 out_row_stride, out_head_stride;
     i64 dout_row_stride, dout_head_stride;
@@ -70,23 +77,26 @@ struct BwdPreprocessParams {
 };
 
 // With p = exp2(s * score_scale - lse_2), dp = dout v', ds = p * (dp - delta):
-//     dv += p' dout     dk += softmax_scale * ds' q     dq += ds k (not scaled: the postprocess does that once)
-// A tile is block_n keys, a segment a range of queries; in Tile and Segment rows are keys and keys are queries.
+//     dv += p' dout     dk += softmax_scale * ds' q     dq += ds k
+// (dq is not scaled: the postprocess does that once.)
+// A tile is block_n keys, a segment a range of queries; in Tile and Segment rows are keys and keys
+// are queries.
 struct BwdParams {
-    TensorMap q_map, dout_map;        // as in FwdParams, boxes {64, 1, block_m}
-    TensorMap k_map, v_map;           // boxes {64, 1, block_n}
+    TensorMap q_map, dout_map;  // as in FwdParams, boxes {64, 1, block_m}
+    TensorMap k_map, v_map;     // boxes {64, 1, block_n}
     // float over {T, N, 1} with padded_rows floats per head, boxes {block_m, 1, 1}, no swizzle
     TensorMap lse_map, delta_map;
-    TensorMap dq_map;                 // float over {H, N, T}, boxes {32, 1, block_m}, 128-byte swizzle
+    TensorMap dq_map;  // float over {H, N, T}, boxes {32, 1, block_m}, 128-byte swizzle
 
     const Tile* tiles;
     const Segment* segments;
     const i32* order;
-    i32* counters;           // [2] as in FwdParams
-    void* dk;                // [S, G, H] float, or the inputs' type
-    void* dv;                // [S, G, Hv]
+    i32* counters;  // [2] as in FwdParams
+    void* dk;       // [S, G, H] float, or the inputs' type
+    void* dv;       // [S, G, Hv]
 
-    // Deterministic dq, or null: who adds to which block_m rows of dq after whom (attn/worklist.py, Turns).
+    // Deterministic dq, or null: who adds to which block_m rows of dq after whom (attn/worklist.py,
+    // Turns).
     const i32* turn_segments;  // [num_segments, 3] number, first run, number of runs
     const i32* turn_runs;      // [num_runs, 2] end slot, number to wait for
     i32* turn_counters;        // [N, num_slots] zero before every launch
@@ -95,18 +105,18 @@ struct BwdParams {
     i64 dv_row_stride, dv_head_stride;
 
     i32 num_tiles, num_heads, num_kv_heads;
-    i32 heads_per_section;   // kv heads, as in FwdParams
+    i32 heads_per_section;  // kv heads, as in FwdParams
     i32 num_slots;
-    i32 num_queries;         // rows of q and dout
+    i32 num_queries;                    // rows of q and dout
     float score_scale, cap, cap_scale;  // as in FwdParams
     float softmax_scale;
-    i32 grads_are_float;     // dk and dv; otherwise they have the inputs' type
+    i32 grads_are_float;  // dk and dv; otherwise they have the inputs' type
 };
 
 // dq = softmax_scale * dq_sum, converted.
 struct BwdPostprocessParams {
-    const float* dq_sum;     // [T, N, H]
-    void* dq;                // [T, N, H] float (may be dq_sum itself), or the inputs' type
+    const float* dq_sum;  // [T, N, H]
+    void* dq;             // [T, N, H] float (may be dq_sum itself), or the inputs' type
     i64 sum_row_stride, sum_head_stride;
     i64 dq_row_stride, dq_head_stride;
     i32 num_rows, num_heads;

@@ -1,5 +1,6 @@
-// Online softmax over key tiles (Milakov and Gimelshein 2018; FlashAttention-2) on accumulator fragments, in base 2:
-// exp(softmax_scale * (s - m)) = exp2(s * score_scale - m * score_scale), one multiply-add and one exp2 per score.
+// Online softmax over key tiles (Milakov and Gimelshein 2018; FlashAttention-2) on accumulator
+// fragments, in base 2: exp(softmax_scale * (s - m)) = exp2(s * score_scale - m * score_scale), one
+// multiply-add and one exp2 per score.
 #pragma once
 
 #include <mcp/fragment.cuh>
@@ -9,8 +10,8 @@
 
 namespace mcp::attn {
 
-// cap * tanh(softmax_scale * s / cap) with tanh x = 1 - 2 / (1 + e^2x): absolute error cap * 2^-22, where tanh.approx
-// would leave cap * 2^-11.
+// cap * tanh(softmax_scale * s / cap) with tanh x = 1 - 2 / (1 + e^2x): absolute error cap * 2^-22,
+// where tanh.approx would leave cap * 2^-11.
 template <int kSize>
 MCP_DEVICE void cap_scores(float (&scores)[kSize], const FwdParams& params) {
     MCP_UNROLL
@@ -30,8 +31,9 @@ struct OnlineSoftmax {
         sum[0] = sum[1] = 0.0f;
     }
 
-    // Replaces the scores of a key tile by their exponentials and returns in `rescale` the factor that brings earlier sums,
-    // and the output so far, to the new maximum. kMasked: a row may have seen no key yet, and its maximum is -inf.
+    // Replaces the scores of a key tile by their exponentials and returns in `rescale` the factor
+    // that brings earlier sums, and the output so far, to the new maximum. kMasked: a row may have
+    // seen no key yet, and its maximum is -inf.
     template <bool kMasked, int kSize>
     MCP_DEVICE void step(float (&scores)[kSize], float score_scale, float (&rescale)[2]) {
         // Two chains per row: one would be as long as the row and wait for itself.
@@ -67,8 +69,9 @@ struct RowEnd {
     float lse, factor;
 };
 
-// Joins the lanes' sums. `sink` is a logit (natural log) that adds to the denominator, -inf for none. A row without keys
-// gets factor 0, and the sink, or -inf, as lse. All lanes of a row call together.
+// Joins the lanes' sums. `sink` is a logit (natural log) that adds to the denominator, -inf for
+// none. A row without keys gets factor 0, and the sink, or -inf, as lse. All lanes of a row call
+// together.
 MCP_DEVICE RowEnd finish_row(float max, float sum, float score_scale, float sink) {
     sum = row_sum(sum);
     const float top = max * score_scale;

@@ -1,4 +1,5 @@
-// One row of an accumulator fragment to global memory, scaled, and added to an earlier result if wanted.
+// One row of an accumulator fragment to global memory, scaled, and added to an earlier result if
+// wanted.
 #pragma once
 
 #include <mcp/fragment.cuh>
@@ -29,10 +30,12 @@ MCP_DEVICE void store_row_f32(float* row, const float (&out)[kSize], int half, R
     }
 }
 
-// One row in 16 bits. Two lanes exchange halves of two column groups, so that each writes 8 contiguous bytes and four
-// lanes the 32 bytes of two groups, a whole sector. All lanes of the warp call; `valid` lanes store.
+// One row in 16 bits. Two lanes exchange halves of two column groups, so that each writes 8
+// contiguous bytes and four lanes the 32 bytes of two groups, a whole sector. All lanes of the warp
+// call; `valid` lanes store.
 template <class T, int kSize>
-MCP_DEVICE void store_row_16(u16* row, const float (&out)[kSize], int half, RowScale scale, bool valid) {
+MCP_DEVICE void store_row_16(
+    u16* row, const float (&out)[kSize], int half, RowScale scale, bool valid) {
     const bool odd = lane_index() % 2 != 0;
     MCP_UNROLL
     for (int i = 0; i < kSize / 4; i += 2) {
@@ -49,7 +52,8 @@ MCP_DEVICE void store_row_16(u16* row, const float (&out)[kSize], int half, RowS
         }
         const u32 received = ptx::shuffle_xor(odd ? packed[0] : packed[1], 1);
         const u32x2 pair = odd ? u32x2{received, packed[1]} : u32x2{packed[0], received};
-        // The even lane keeps group i, the odd lane takes group i + 1, whose columns begin 2 before its own.
+        // The even lane keeps group i, the odd lane takes group i + 1, whose columns begin 2 before
+        // its own.
         if (valid) *reinterpret_cast<u32x2*>(row + 8 * i + (odd ? 6 : 0)) = pair;
     }
 }

@@ -1,4 +1,5 @@
-// Which work a CTA takes next, and the key tiles of one work item in the order in which all roles visit them.
+// Which work a CTA takes next, and the key tiles of one work item in the order in which all roles
+// visit them.
 #pragma once
 
 #include <mcp/mailbox.cuh>
@@ -8,7 +9,8 @@
 
 namespace mcp::attn {
 
-// One tile of one head: query rows of a query head in the forward pass, keys of a kv head in the backward.
+// One tile of one head: query rows of a query head in the forward pass, keys of a kv head in the
+// backward.
 struct WorkItem {
     i32 row0, rows, seg0, num_segs;
     i32 head;  // -1: no work is left
@@ -21,11 +23,16 @@ MCP_DEVICE WorkItem to_work_item(const Message& message) {
     return {message.a.x, message.a.y, message.a.z, message.a.w, message.b};
 }
 
-MCP_DEVICE i32 num_work_heads(const FwdParams& params) { return params.num_heads; }
-MCP_DEVICE i32 num_work_heads(const BwdParams& params) { return params.num_kv_heads; }
+MCP_DEVICE i32 num_work_heads(const FwdParams& params) {
+    return params.num_heads;
+}
+MCP_DEVICE i32 num_work_heads(const BwdParams& params) {
+    return params.num_kv_heads;
+}
 
-// Work items are numbered head section by head section, so that the keys and values in use fit the second-level cache; in
-// a section tile by tile, longest first, so that the last CTA to finish does so early; heads innermost.
+// Work items are numbered head section by head section, so that the keys and values in use fit the
+// second-level cache; in a section tile by tile, longest first, so that the last CTA to finish does
+// so early; heads innermost.
 template <class Params>
 MCP_DEVICE WorkItem work_item(const Params& params, i32 index) {
     if (index >= params.num_tiles * num_work_heads(params)) return {0, 0, 0, 0, -1};
@@ -39,9 +46,10 @@ MCP_DEVICE WorkItem work_item(const Params& params, i32 index) {
     return {t.x, t.y, t.z, t.w, first_head + in_section - rank * num_heads};
 }
 
-// Gives out work items to the CTAs of a launch from a counter. `kFirstByBlock`: the first by block index, which saves a
-// CTA one trip to memory at its start. Without it work is started in its order whatever the order in which CTAs start, so
-// that it may wait for earlier work even if not all CTAs run at once. All lanes of one warp call.
+// Gives out work items to the CTAs of a launch from a counter. `kFirstByBlock`: the first by block
+// index, which saves a CTA one trip to memory at its start. Without it work is started in its order
+// whatever the order in which CTAs start, so that it may wait for earlier work even if not all CTAs
+// run at once. All lanes of one warp call.
 template <class Params, bool kFirstByBlock>
 struct WorkQueue {
     const Params& params;
@@ -68,9 +76,10 @@ struct WorkQueue {
 
 enum class Direction { kUpwards, kDownwards };
 
-// Walks the segments of a work item with at least one, each in tiles of `kStep`. Every warp of every role sees the same
-// sequence. In the forward pass it steps through keys, downwards, as a causal mask ends in the last tile; in the backward
-// pass through queries, upwards, as the turns of the deterministic mode ask.
+// Walks the segments of a work item with at least one, each in tiles of `kStep`. Every warp of
+// every role sees the same sequence. In the forward pass it steps through keys, downwards, as a
+// causal mask ends in the last tile; in the backward pass through queries, upwards, as the turns of
+// the deterministic mode ask.
 template <int kStep, Direction kDirection>
 struct SegmentTiles {
     const Segment* next_segment;

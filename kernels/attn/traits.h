@@ -1,4 +1,5 @@
-// Compile-time choices of one variant of a kernel, and what follows from them. Plain C++: the host reads them too.
+// Compile-time choices of one variant of a kernel, and what follows from them. Plain C++: the host
+// reads them too.
 #pragma once
 
 #include <mcp/types.h>
@@ -7,8 +8,15 @@ namespace mcp::attn {
 
 constexpr int kMaxSharedBytes = 227 * 1024;  // what one CTA may ask for on sm_90
 
-// A producer warpgroup and `kConsumers` consumer warpgroups of 64 query rows each, one CTA per multiprocessor.
-template <class T_, int kHeadDim_, int kValueDim_, int kBlockN_, int kStages_, int kConsumers_, bool kPingPong_,
+// A producer warpgroup and `kConsumers` consumer warpgroups of 64 query rows each, one CTA per
+// multiprocessor.
+template <class T_,
+          int kHeadDim_,
+          int kValueDim_,
+          int kBlockN_,
+          int kStages_,
+          int kConsumers_,
+          bool kPingPong_,
           bool kSoftcap_>
 struct FwdTraits {
     using T = T_;
@@ -18,7 +26,8 @@ struct FwdTraits {
     static constexpr int kBlockN = kBlockN_;
     static constexpr int kStages = kStages_;
     static constexpr int kConsumers = kConsumers_;
-    static constexpr bool kPingPong = kPingPong_;  // consumers take turns: one's softmax under the other's products
+    static constexpr bool kPingPong =
+        kPingPong_;  // consumers take turns: one's softmax under the other's products
     static constexpr bool kSoftcap = kSoftcap_;
     static constexpr int kThreads = 128 * (kConsumers + 1);
 
@@ -42,7 +51,8 @@ struct FwdTraits {
     static constexpr int kSharedBytes = (1024 + kBarriersAt + 8 * kNumBarriers + 127) / 128 * 128;
 
     static_assert(kConsumers == 2 || kConsumers == 3, "register pools are computed for 2 and 3");
-    static_assert(kHeadDim % 16 == 0 && kValueDim % 16 == 0 && kBlockN % 16 == 0, "wgmma reduces 16 at a time");
+    static_assert(kHeadDim % 16 == 0 && kValueDim % 16 == 0 && kBlockN % 16 == 0,
+                  "wgmma reduces 16 at a time");
     static_assert(kSharedBytes <= kMaxSharedBytes, "more shared memory than a CTA can have");
 };
 
@@ -65,9 +75,11 @@ struct BwdTraits {
 
     static constexpr int kPaddedHeadDim = (kHeadDim + 63) / 64 * 64;
     static constexpr int kPaddedValueDim = (kValueDim + 63) / 64 * 64;
-    // Each consumer computes 64 x 64 of dq: all rows of one 64-column panel, or 64 rows of the only panel.
+    // Each consumer computes 64 x 64 of dq: all rows of one 64-column panel, or 64 rows of the only
+    // panel.
     static constexpr bool kSplitRows = kBlockM == 128;
-    static_assert(kSplitRows ? kPaddedHeadDim == 64 : kBlockM == 64 && kPaddedHeadDim == 128, "dq is 2 x 64 x 64");
+    static_assert(kSplitRows ? kPaddedHeadDim == 64 : kBlockM == 64 && kPaddedHeadDim == 128,
+                  "dq is 2 x 64 x 64");
 
     static constexpr int kKeyBytes = kBlockN * kPaddedHeadDim * 2;
     static constexpr int kValueBytes = kBlockN * kPaddedValueDim * 2;
@@ -77,7 +89,8 @@ struct BwdTraits {
     static constexpr int kDqBytes = kBlockM * kPaddedHeadDim * 4;
     static constexpr int kRowStatBytes = kBlockM * 4;
 
-    // Shared memory: [align to 1024] k | v | q stages | dout stages | ds x 2 | dq | lse | delta | mailbox | barriers.
+    // Shared memory: [align to 1024] k | v | q stages | dout stages | ds x 2 | dq | lse | delta |
+    // mailbox | barriers.
     static constexpr int kKeysAt = 0;
     static constexpr int kValuesAt = kKeysAt + kKeyBytes;
     static constexpr int kQueriesAt = kValuesAt + kValueBytes;
@@ -93,9 +106,15 @@ struct BwdTraits {
     static_assert(kSharedBytes <= kMaxSharedBytes, "more shared memory than a CTA can have");
 };
 
-// Head dims above 128, multiples of 64: tiles of 64 keys and 64 queries. Scores are split between the two consumers by
-// query, 32 each; everything else by columns, in panels of 64. Probabilities and their gradients pass through shared memory.
-template <class T_, int kHeadDim_, int kValueDim_, int kQueryStages_, int kDoutStages_, bool kSoftcap_>
+// Head dims above 128, multiples of 64: tiles of 64 keys and 64 queries. Scores are split between
+// the two consumers by query, 32 each; everything else by columns, in panels of 64. Probabilities
+// and their gradients pass through shared memory.
+template <class T_,
+          int kHeadDim_,
+          int kValueDim_,
+          int kQueryStages_,
+          int kDoutStages_,
+          bool kSoftcap_>
 struct BwdWideTraits {
     using T = T_;
     static constexpr int kHeadDim = kHeadDim_;
@@ -110,10 +129,12 @@ struct BwdWideTraits {
     static constexpr int kProducerRegisters = 24;
     static constexpr int kConsumerRegisters = 240;
 
-    static_assert(kHeadDim % 64 == 0 && kValueDim % 64 == 0, "columns are dealt out in panels of 64");
+    static_assert(kHeadDim % 64 == 0 && kValueDim % 64 == 0,
+                  "columns are dealt out in panels of 64");
     static constexpr int kHeadPanels = kHeadDim / 64;
     static constexpr int kValuePanels = kValueDim / 64;
-    // Panels of dk, dv and dq of a consumer: an odd panel of dk goes to the first, those of dv and dq to the second.
+    // Panels of dk, dv and dq of a consumer: an odd panel of dk goes to the first, those of dv and
+    // dq to the second.
     static constexpr int kDkPanels[2] = {(kHeadPanels + 1) / 2, kHeadPanels / 2};
     static constexpr int kDvPanels[2] = {kValuePanels / 2, (kValuePanels + 1) / 2};
     static constexpr int kDqPanels[2] = {kHeadPanels / 2, (kHeadPanels + 1) / 2};
@@ -123,11 +144,12 @@ struct BwdWideTraits {
     static constexpr int kQueryBytes = kBlockM * kHeadDim * 2;
     static constexpr int kDoutBytes = kBlockM * kValueDim * 2;
     static constexpr int kScoreBytes = kBlockM * kBlockN * 2;
-    static constexpr int kDqBytes = kBlockM * 64 * 4;  // one 64-column panel of a consumer at a time
+    static constexpr int kDqBytes =
+        kBlockM * 64 * 4;  // one 64-column panel of a consumer at a time
     static constexpr int kRowStatBytes = kBlockM * 4;
 
-    // Shared memory: [align to 1024] k | v | q stages | dout stages | p | ds | dq of each consumer | lse | delta | mailbox
-    // | barriers.
+    // Shared memory: [align to 1024] k | v | q stages | dout stages | p | ds | dq of each consumer
+    // | lse | delta | mailbox | barriers.
     static constexpr int kKeysAt = 0;
     static constexpr int kValuesAt = kKeysAt + kKeyBytes;
     static constexpr int kQueriesAt = kValuesAt + kValueBytes;

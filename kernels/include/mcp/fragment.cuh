@@ -1,5 +1,6 @@
-// The accumulator of a warpgroup, D [64, 2 * kSize], as one thread sees it: rows `row` and `row + 8` of its warp's 16,
-// and of every 8 columns the two that start at `column`. Register 4 * i + 2 * half + e is row + 8 * half, column + 8 * i + e.
+// The accumulator of a warpgroup, D [64, 2 * kSize], as one thread sees it: rows `row` and `row +
+// 8` of its warp's 16, and of every 8 columns the two that start at `column`. Register 4 * i + 2 *
+// half + e is row + 8 * half, column + 8 * i + e.
 #pragma once
 
 #include <mcp/platform.cuh>

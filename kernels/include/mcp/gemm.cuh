@@ -1,12 +1,13 @@
-// Products of a warpgroup, issued and committed as one group; the caller waits (ptx::wgmma_wait) and pins.
+// Products of a warpgroup, issued and committed as one group; the caller waits (ptx::wgmma_wait)
+// and pins.
 #pragma once
 
 #include <mcp/panels.cuh>
 
 namespace mcp {
 
-// d [64, N] = A B' for the 64 rows of A that start at `a_row` and the N = 2 * kSize rows of B that start at `b_row`; both with
-// the reduction along their columns.
+// d [64, N] = A B' for the 64 rows of A that start at `a_row` and the N = 2 * kSize rows of B that
+// start at `b_row`; both with the reduction along their columns.
 template <class T, class TileA, class TileB, int kSize>
 MCP_DEVICE void issue_a_bt(float (&d)[kSize], TileA a, int a_row, TileB b, int b_row = 0) {
     static_assert(2 * kSize <= TileB::kRows && TileA::kColumns == TileB::kColumns, "shapes differ");
@@ -15,14 +16,14 @@ MCP_DEVICE void issue_a_bt(float (&d)[kSize], TileA a, int a_row, TileB b, int b
     ptx::wgmma_fence();
     MCP_UNROLL
     for (int k = 0; k < TileA::kColumns / 16; k++) {
-        ptx::wgmma_ss<T, 2 * kSize, 0, 0>(
-            d, step_descriptor(a_start, k_major_step<TileA>(k)),
-            step_descriptor(b_start, k_major_step<TileB>(k)), k != 0);
+        ptx::wgmma_ss<T, 2 * kSize, 0, 0>(d, step_descriptor(a_start, k_major_step<TileA>(k)),
+                                          step_descriptor(b_start, k_major_step<TileB>(k)), k != 0);
     }
     ptx::wgmma_commit();
 }
 
-// d [64, B columns] += P B, with P [64, B rows] in registers as packed pairs of an accumulator of issue_a_bt.
+// d [64, B columns] += P B, with P [64, B rows] in registers as packed pairs of an accumulator of
+// issue_a_bt.
 template <class T, class TileB, int kSize, int kPacked>
 MCP_DEVICE void issue_p_b(float (&d)[kSize], const u32 (&p)[kPacked], TileB b) {
     static_assert(kSize == TileB::kColumns / 2 && kPacked == TileB::kRows / 4, "shapes differ");
@@ -37,13 +38,14 @@ MCP_DEVICE void issue_p_b(float (&d)[kSize], const u32 (&p)[kPacked], TileB b) {
     ptx::wgmma_commit();
 }
 
-// d [64, columns of d] = A B for the 64 rows of A that start at `a_row` and the columns of B that start at panel `b_panel`;
-// the reduction runs along A's columns and B's rows.
+// d [64, columns of d] = A B for the 64 rows of A that start at `a_row` and the columns of B that
+// start at panel `b_panel`; the reduction runs along A's columns and B's rows.
 template <class T, class TileA, class TileB, int kSize>
 MCP_DEVICE void issue_a_b(float (&d)[kSize], TileA a, int a_row, TileB b, int b_panel) {
     static_assert(TileA::kColumns == TileB::kRows, "shapes differ");
     const u64 a_start = k_major_descriptor(uniform(a.address + a_row * kRowBytes));
-    const u64 b_start = mn_major_descriptor(TileB{uniform(b.address + b_panel * TileB::kPanelBytes)});
+    const u64 b_start =
+        mn_major_descriptor(TileB{uniform(b.address + b_panel * TileB::kPanelBytes)});
     ptx::wgmma_fence();
     MCP_UNROLL
     for (int k = 0; k < TileA::kColumns / 16; k++) {
@@ -53,13 +55,14 @@ MCP_DEVICE void issue_a_b(float (&d)[kSize], TileA a, int a_row, TileB b, int b_
     ptx::wgmma_commit();
 }
 
-// d [64, columns of d] += A' B for the columns of B that start at panel `b_panel`; A has 64 columns, and the reduction runs
-// along the rows of both.
+// d [64, columns of d] += A' B for the columns of B that start at panel `b_panel`; A has 64
+// columns, and the reduction runs along the rows of both.
 template <class T, class TileA, class TileB, int kSize>
 MCP_DEVICE void issue_at_b(float (&d)[kSize], TileA a, TileB b, int b_panel) {
     static_assert(TileA::kColumns == 64 && TileA::kRows == TileB::kRows, "shapes differ");
     const u64 a_start = mn_major_descriptor(TileA{uniform(a.address)});
-    const u64 b_start = mn_major_descriptor(TileB{uniform(b.address + b_panel * TileB::kPanelBytes)});
+    const u64 b_start =
+        mn_major_descriptor(TileB{uniform(b.address + b_panel * TileB::kPanelBytes)});
     ptx::wgmma_pin(d);
     ptx::wgmma_fence();
     MCP_UNROLL

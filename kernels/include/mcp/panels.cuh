@@ -1,5 +1,6 @@
-// Tiles of 16-bit elements in shared memory as TMA writes and wgmma reads them: panels of 64 columns (128 bytes per row)
-// side by side, each with the 128-byte swizzle (16-byte chunk c of row r lies at chunk c ^ (r % 8)).
+// Tiles of 16-bit elements in shared memory as TMA writes and wgmma reads them: panels of 64
+// columns (128 bytes per row) side by side, each with the 128-byte swizzle (16-byte chunk c of row
+// r lies at chunk c ^ (r % 8)).
 //
 //     columns   0..63       64..127          panel p starts at address + p * kRows * 128
 //             [kRows x 128 B][kRows x 128 B]
@@ -17,7 +18,8 @@ template <int kRows_, int kColumns_>
 struct Panels {
     static constexpr int kRows = kRows_;
     static constexpr int kColumns = kColumns_;
-    // A last panel that is not full is still loaded whole: TMA fills columns outside the tensor with zeros.
+    // A last panel that is not full is still loaded whole: TMA fills columns outside the tensor
+    // with zeros.
     static constexpr int kNumPanels = (kColumns + kPanelColumns - 1) / kPanelColumns;
     static constexpr int kPanelBytes = kRows * kRowBytes;
     static constexpr int kBytes = kNumPanels * kPanelBytes;
@@ -26,7 +28,8 @@ struct Panels {
     u32 address;
 };
 
-// Fills the tile with rows [row, row + kRows) of `head`; completes kBytes on `barrier`. One thread calls.
+// Fills the tile with rows [row, row + kRows) of `head`; completes kBytes on `barrier`. One thread
+// calls.
 template <class Tile>
 MCP_DEVICE void load_panels(
     Tile tile, const TensorMap* map, u32 barrier, int head, int row, u64 cache_hint) {
@@ -37,7 +40,8 @@ MCP_DEVICE void load_panels(
     }
 }
 
-// Clears rows [first_row, kRows). All lanes of one warp call; async readers need a proxy fence after it.
+// Clears rows [first_row, kRows). All lanes of one warp call; async readers need a proxy fence
+// after it.
 template <class Tile>
 MCP_DEVICE void clear_rows(Tile tile, int first_row) {
     for (int at = first_row * kRowBytes + lane_index() * 16; at < Tile::kPanelBytes;
@@ -49,10 +53,14 @@ MCP_DEVICE void clear_rows(Tile tile, int first_row) {
     }
 }
 
-// Writes a warpgroup's accumulator X [64, 4 * kPacked], packed by `pack`, transposed: row first_row + c of the tile's panel
-// `panel` receives column c of X. All threads of the warpgroup call; wgmma needs a proxy fence and a barrier after it.
+// Writes a warpgroup's accumulator X [64, 4 * kPacked], packed by `pack`, transposed: row first_row
+// + c of the tile's panel `panel` receives column c of X. All threads of the warpgroup call; wgmma
+// needs a proxy fence and a barrier after it.
 template <class Tile, int kPacked>
-MCP_DEVICE void store_transposed(Tile tile, int panel, int first_row, const u32 (&packed)[kPacked]) {
+MCP_DEVICE void store_transposed(Tile tile,
+                                 int panel,
+                                 int first_row,
+                                 const u32 (&packed)[kPacked]) {
     static_assert(4 * kPacked <= Tile::kRows && kPanelColumns == 64, "the panel holds all of X");
     const int thread = thread_in_warpgroup();
     const int lane = thread % kWarpSize;
@@ -67,7 +75,8 @@ MCP_DEVICE void store_transposed(Tile tile, int panel, int first_row, const u32 
     }
 }
 
-// Clears the rows of the tile whose bit is 0; bit c of lane l stands for row 32 * c + l. All lanes of one warp call.
+// Clears the rows of the tile whose bit is 0; bit c of lane l stands for row 32 * c + l. All lanes
+// of one warp call.
 template <class Tile>
 MCP_DEVICE void clear_rows_but(Tile tile, u32 used) {
     static_assert(Tile::kRows % kWarpSize == 0 && Tile::kRows <= 1024, "one bit per 32 rows");
@@ -83,10 +92,12 @@ MCP_DEVICE void clear_rows_but(Tile tile, u32 used) {
     }
 }
 
-// Writes a warpgroup's accumulator [64, 2 * kSize] in fp32 as TMA stores it: panels of 32 columns with the 128-byte
-// swizzle, `panel_rows` rows each. `row` is the thread's first row, in the panels; `column` its first column.
+// Writes a warpgroup's accumulator [64, 2 * kSize] in fp32 as TMA stores it: panels of 32 columns
+// with the 128-byte swizzle, `panel_rows` rows each. `row` is the thread's first row, in the
+// panels; `column` its first column.
 template <int kSize>
-MCP_DEVICE void store_f32_panels(u32 panels, int panel_rows, int row, int column, const float (&d)[kSize]) {
+MCP_DEVICE void store_f32_panels(
+    u32 panels, int panel_rows, int row, int column, const float (&d)[kSize]) {
     MCP_UNROLL
     for (int i = 0; i < kSize / 4; i++) {
         const int chunk = i % 4 * 2 + column / 4;
@@ -97,9 +108,11 @@ MCP_DEVICE void store_f32_panels(u32 panels, int panel_rows, int row, int column
     }
 }
 
-// Matrix descriptors of wgmma. Bits 0-13 address / 16, 16-29 leading offset / 16, 32-45 stride offset / 16, 62 swizzle.
+// Matrix descriptors of wgmma. Bits 0-13 address / 16, 16-29 leading offset / 16, 32-45 stride
+// offset / 16, 62 swizzle.
 MCP_DEVICE u64 make_descriptor(u32 address, u32 leading_bytes, u32 stride_bytes) {
-    return static_cast<u64>((address & 0x3ffffu) >> 4) | (static_cast<u64>(leading_bytes >> 4) << 16) |
+    return static_cast<u64>((address & 0x3ffffu) >> 4) |
+           (static_cast<u64>(leading_bytes >> 4) << 16) |
            (static_cast<u64>(stride_bytes >> 4) << 32) | (1ull << 62);
 }
 // Moves a descriptor by a constant: only the low word changes, so a step costs one 32-bit addition.
@@ -108,7 +121,8 @@ MCP_DEVICE u64 step_descriptor(u64 descriptor, int bytes) {
     return (descriptor & 0xffffffff00000000ull) | low;
 }
 
-// An operand whose reduction runs along the columns (Q and K of Q K'): 8-row groups are 1024 bytes apart.
+// An operand whose reduction runs along the columns (Q and K of Q K'): 8-row groups are 1024 bytes
+// apart.
 MCP_DEVICE u64 k_major_descriptor(u32 address) {
     return make_descriptor(address, 16, kSwizzleBytes);
 }

@@ -1,4 +1,5 @@
-// Buffers handed from one writer to its readers and back: a ring of stages, each with a `full` and an `empty` mbarrier.
+// Buffers handed from one writer to its readers and back: a ring of stages, each with a `full` and
+// an `empty` mbarrier.
 #pragma once
 
 #include <mcp/platform.cuh>
@@ -35,7 +36,8 @@ struct Ring {
     MCP_DEVICE u32 full(Position at) const { return barriers + 8 * at.stage; }
     MCP_DEVICE u32 empty(Position at) const { return barriers + 8 * (kStages + at.stage); }
 
-    // `num_readers` arrivals make a stage empty again; `num_writers` (and the bytes they announce) fill it.
+    // `num_readers` arrivals make a stage empty again; `num_writers` (and the bytes they announce)
+    // fill it.
     MCP_DEVICE void init(u32 num_readers, u32 num_writers = 1) const {
         MCP_UNROLL
         for (int stage = 0; stage < kStages; stage++) {

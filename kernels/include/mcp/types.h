@@ -10,7 +10,8 @@ using u64 = unsigned long long;
 using i32 = int;
 using i64 = long long;
 
-// 16-bit floating formats as bits: kernels convert explicitly (ptx/math.cuh) and never compute in them.
+// 16-bit floating formats as bits: kernels convert explicitly (ptx/math.cuh) and never compute in
+// them.
 struct bf16 {
     u16 bits;
 };

@@ -1,14 +1,17 @@
 // Orders between accesses of threads and of the asynchronous units. PTX ISA: membar, fence.
 #pragma once
 
-#include <mcp/ptx/keywords.cuh>
 #include <mcp/types.h>
+
+#include <mcp/ptx/keywords.cuh>
 
 namespace mcp::ptx {
 
-// Makes the caller's shared-memory accesses visible to wgmma and TMA (the async proxy), and the reverse.
-// Every writing thread calls it, before the barrier that the issuing thread waits on.
-MCP_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Makes the caller's shared-memory accesses visible to wgmma and TMA (the async proxy), and the
+// reverse. Every writing thread calls it, before the barrier that the issuing thread waits on.
+MCP_DEVICE void fence_proxy_async() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 // The same for global memory: before a thread reads what TMA wrote, or TMA what a thread wrote.
 MCP_DEVICE void fence_proxy_async_global() {
     asm volatile("fence.proxy.async.global;" ::: "memory");
@@ -18,6 +21,8 @@ MCP_DEVICE void fence_mbarrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 // Orders the caller's accesses for all threads of the GPU.
-MCP_DEVICE void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+MCP_DEVICE void fence_gpu() {
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+}
 
 }  // namespace mcp::ptx

@@ -1,8 +1,9 @@
 // Arithmetic that is one instruction, and conversions of 16-bit floating formats.
 #pragma once
 
-#include <mcp/ptx/keywords.cuh>
 #include <mcp/types.h>
+
+#include <mcp/ptx/keywords.cuh>
 
 namespace mcp::ptx {
 
@@ -25,14 +26,26 @@ MCP_DEVICE float rcp_approx(float x) {
     return y;
 }
 // a * b + c, rounded once.
-MCP_DEVICE float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+MCP_DEVICE float fma(float a, float b, float c) {
+    return __fmaf_rn(a, b, c);
+}
 // The operand that is no NaN, if one is.
-MCP_DEVICE float max(float a, float b) { return fmaxf(a, b); }
-MCP_DEVICE i32 max(i32 a, i32 b) { return a > b ? a : b; }
-MCP_DEVICE i32 min(i32 a, i32 b) { return a < b ? a : b; }
+MCP_DEVICE float max(float a, float b) {
+    return fmaxf(a, b);
+}
+MCP_DEVICE i32 max(i32 a, i32 b) {
+    return a > b ? a : b;
+}
+MCP_DEVICE i32 min(i32 a, i32 b) {
+    return a < b ? a : b;
+}
 
-MCP_DEVICE float as_float(u32 bits) { return __uint_as_float(bits); }
-MCP_DEVICE u32 as_bits(float x) { return __float_as_uint(x); }
+MCP_DEVICE float as_float(u32 bits) {
+    return __uint_as_float(bits);
+}
+MCP_DEVICE u32 as_bits(float x) {
+    return __float_as_uint(x);
+}
 
 // Two numbers rounded to nearest even: `low` in bits 0-15, `high` in bits 16-31.
 template <class T>

@@ -1,8 +1,9 @@
 // mbarrier objects: 8 bytes of shared memory, 8-byte aligned.
 #pragma once
 
-#include <mcp/ptx/keywords.cuh>
 #include <mcp/types.h>
+
+#include <mcp/ptx/keywords.cuh>
 
 namespace mcp::ptx {
 
@@ -20,7 +21,8 @@ MCP_DEVICE void mbarrier_arrive_expect_tx(u32 barrier, u32 num_bytes) {
                  "r"(num_bytes)
                  : "memory");
 }
-// Whether the phase of this parity has completed; may suspend the thread for a while. True acquires.
+// Whether the phase of this parity has completed; may suspend the thread for a while. True
+// acquires.
 MCP_DEVICE bool mbarrier_try_wait(u32 barrier, u32 parity) {
     u32 done;
     asm volatile(

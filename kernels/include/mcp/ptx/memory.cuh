@@ -1,12 +1,15 @@
-// Loads, stores and atomics. Shared memory is addressed by 32-bit shared-window addresses everywhere.
+// Loads, stores and atomics. Shared memory is addressed by 32-bit shared-window addresses
+// everywhere.
 #pragma once
 
-#include <mcp/ptx/keywords.cuh>
 #include <mcp/types.h>
+
+#include <mcp/ptx/keywords.cuh>
 
 namespace mcp::ptx {
 
-// Address of the first byte of dynamic shared memory; at least 16-byte aligned, align further by hand.
+// Address of the first byte of dynamic shared memory; at least 16-byte aligned, align further by
+// hand.
 MCP_DEVICE u32 dynamic_shared() {
     extern __shared__ u8 mcp_dynamic_shared[];
     return static_cast<u32>(__cvta_generic_to_shared(mcp_dynamic_shared));
@@ -54,8 +57,12 @@ MCP_DEVICE void store_shared_f32x2(u32 address, float x, float y) {
 }
 
 // Through the read-only cache: the data must not change while the kernel runs.
-MCP_DEVICE i32 load_constant_i32(const i32* address) { return __ldg(address); }
-MCP_DEVICE float load_constant_f32(const float* address) { return __ldg(address); }
+MCP_DEVICE i32 load_constant_i32(const i32* address) {
+    return __ldg(address);
+}
+MCP_DEVICE float load_constant_f32(const float* address) {
+    return __ldg(address);
+}
 MCP_DEVICE i32x4 load_constant_i32x4(const void* address) {
     i32x4 v;
     asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -65,8 +72,12 @@ MCP_DEVICE i32x4 load_constant_i32x4(const void* address) {
 }
 
 // Returns the value before. Relaxed, whole GPU.
-MCP_DEVICE i32 atomic_add(i32* address, i32 value) { return atomicAdd(address, value); }
-MCP_DEVICE void atomic_add(float* address, float value) { atomicAdd(address, value); }
+MCP_DEVICE i32 atomic_add(i32* address, i32 value) {
+    return atomicAdd(address, value);
+}
+MCP_DEVICE void atomic_add(float* address, float value) {
+    atomicAdd(address, value);
+}
 
 // A flag between CTAs: what was written before the release is seen after the acquire.
 MCP_DEVICE i32 load_acquire(const i32* address) {

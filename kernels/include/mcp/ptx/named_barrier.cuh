@@ -1,8 +1,9 @@
 // Hardware barriers 1..15 of a CTA (0 is sync_threads).
 #pragma once
 
-#include <mcp/ptx/keywords.cuh>
 #include <mcp/types.h>
+
+#include <mcp/ptx/keywords.cuh>
 
 namespace mcp::ptx {
 

@@ -1,9 +1,11 @@
 // Moves registers between the warpgroups of a CTA. PTX ISA: setmaxnreg.
-// All warps of a warpgroup call; the sum over warpgroups may never exceed what the launch allocated.
+// All warps of a warpgroup call; the sum over warpgroups may never exceed what the launch
+// allocated.
 #pragma once
 
-#include <mcp/ptx/keywords.cuh>
 #include <mcp/types.h>
+
+#include <mcp/ptx/keywords.cuh>
 
 namespace mcp::ptx {
 

@@ -1,19 +1,30 @@
 // Who am I, and what the lanes of a warp tell each other. PTX ISA: shfl, vote, elect, bar.
 #pragma once
 
-#include <mcp/ptx/keywords.cuh>
 #include <mcp/types.h>
+
+#include <mcp/ptx/keywords.cuh>
 
 namespace mcp::ptx {
 
-MCP_DEVICE u32 thread_index() { return threadIdx.x; }
-MCP_DEVICE u32 block_index() { return blockIdx.x; }
-MCP_DEVICE u32 num_blocks() { return gridDim.x; }
+MCP_DEVICE u32 thread_index() {
+    return threadIdx.x;
+}
+MCP_DEVICE u32 block_index() {
+    return blockIdx.x;
+}
+MCP_DEVICE u32 num_blocks() {
+    return gridDim.x;
+}
 
 // All threads of the CTA (named barrier 0).
-MCP_DEVICE void sync_threads() { __syncthreads(); }
+MCP_DEVICE void sync_threads() {
+    __syncthreads();
+}
 // All lanes of the warp; orders their memory accesses.
-MCP_DEVICE void sync_warp() { __syncwarp(); }
+MCP_DEVICE void sync_warp() {
+    __syncwarp();
+}
 
 // Value of `source_lane`. All 32 lanes call together.
 MCP_DEVICE u32 shuffle(u32 value, int source_lane) {
@@ -30,15 +41,18 @@ MCP_DEVICE float shuffle_xor(float value, int lane_mask) {
     return __shfl_xor_sync(0xffffffffu, value, lane_mask);
 }
 // Whether `predicate` holds in any (all) of the 32 lanes, which call together.
-MCP_DEVICE bool any_lane(bool predicate) { return __any_sync(0xffffffffu, predicate) != 0; }
-MCP_DEVICE bool all_lanes(bool predicate) { return __all_sync(0xffffffffu, predicate) != 0; }
+MCP_DEVICE bool any_lane(bool predicate) {
+    return __any_sync(0xffffffffu, predicate) != 0;
+}
+MCP_DEVICE bool all_lanes(bool predicate) {
+    return __all_sync(0xffffffffu, predicate) != 0;
+}
 
 // True in exactly one lane of the warp, the same at every call. All 32 lanes call together.
 MCP_DEVICE bool elect_one() {
     u32 elected;
-    asm volatile(
-        "{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.b32 %0, 1, 0, p;\n}\n"
-        : "=r"(elected));
+    asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.b32 %0, 1, 0, p;\n}\n"
+                 : "=r"(elected));
     return elected != 0;
 }
 

@@ -1,10 +1,12 @@
 // Bulk tensor copies between global and shared memory through 3-D tensor maps.
-// Coordinates are in elements, innermost first; boxes may reach outside: loads fill zeros, stores skip.
-// One thread issues a copy; shared addresses are 128-byte aligned (1024 with the 128-byte swizzle).
+// Coordinates are in elements, innermost first; boxes may reach outside: loads fill zeros, stores
+// skip. One thread issues a copy; shared addresses are 128-byte aligned (1024 with the 128-byte
+// swizzle).
 #pragma once
 
-#include <mcp/ptx/keywords.cuh>
 #include <mcp/types.h>
+
+#include <mcp/ptx/keywords.cuh>
 
 namespace mcp::ptx {
 
@@ -40,13 +42,16 @@ MCP_DEVICE void tma_reduce_add_3d(const TensorMap* map, u32 source, int x, int y
         : "memory");
 }
 // The calling thread's stores and reductions since the last commit become one group.
-MCP_DEVICE void tma_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+MCP_DEVICE void tma_commit_group() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
 // Waits until at most `kPending` of the thread's groups are still reading their shared memory.
 template <int kPending>
 MCP_DEVICE void tma_wait_group_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
-// Waits until at most `kPending` of the thread's groups are incomplete: the others' writes are done.
+// Waits until at most `kPending` of the thread's groups are incomplete: the others' writes are
+// done.
 template <int kPending>
 MCP_DEVICE void tma_wait_group() {
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");

@@ -2,20 +2,25 @@
 //
 // The 128 threads of a warpgroup call together. Register i of lane l of warp w holds
 // D[16w + l/4 + 8*((i>>1)&1)][8*(i>>2) + 2*(l%4) + (i&1)].
-// Order: wgmma_pin(accumulators), wgmma_fence, products, wgmma_commit, wgmma_wait, wgmma_pin. Nothing touches the
-// accumulators, or registers given as A, between fence and wait. (A pin between fence and product makes ptxas
-// serialise every product of the kernel, warning C7520.)
+// Order: wgmma_pin(accumulators), wgmma_fence, products, wgmma_commit, wgmma_wait, wgmma_pin.
+// Nothing touches the accumulators, or registers given as A, between fence and wait. (A pin between
+// fence and product makes ptxas serialise every product of the kernel, warning C7520.)
 #pragma once
 
-#include <mcp/ptx/keywords.cuh>
 #include <mcp/types.h>
+
+#include <mcp/ptx/keywords.cuh>
 
 namespace mcp::ptx {
 
 // Orders register and shared-memory accesses of the warpgroup before the products that follow.
-MCP_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+MCP_DEVICE void wgmma_fence() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
 // The products since the last commit become one group.
-MCP_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+MCP_DEVICE void wgmma_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
 // Waits until at most `kPending` of the latest groups are incomplete.
 template <int kPending>
 MCP_DEVICE void wgmma_wait() {
@@ -33,6 +38,7 @@ constexpr bool kIsBf16 = false;
 template <>
 constexpr bool kIsBf16<bf16> = true;
 
+// clang-format off
 // Operand lists of 8 registers each: their C++ side and their numbers in the instruction's text.
 #define MCP_R8(i) \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
@@ -85,13 +91,14 @@ constexpr bool kIsBf16<bf16> = true;
         if constexpr (kIsBf16<T>) MCP_WGMMA_RS(N, R, "bf16", O1, O2, O3, O4, O5, O6, O7);    \
         else MCP_WGMMA_RS(N, R, "f16", O1, O2, O3, O4, O5, O6, O7);                          \
     }
+// clang-format on
 
 // Operands A and B from shared memory through matrix descriptors; kTrans 0: K-major, 1: MN-major.
 // `accumulate` false: D is overwritten.
 template <class T, int kN, int kTransA, int kTransB>
 MCP_DEVICE void wgmma_ss(float (&d)[kN / 2], u64 a, u64 b, bool accumulate) {
-    static_assert(kN == 32 || kN == 64 || kN == 80 || kN == 96 || kN == 112 || kN == 128 || kN == 160 ||
-                      kN == 176 || kN == 192 || kN == 256,
+    static_assert(kN == 32 || kN == 64 || kN == 80 || kN == 96 || kN == 112 || kN == 128 ||
+                      kN == 160 || kN == 176 || kN == 192 || kN == 256,
                   "add the shape below");
     MCP_SS(32, 16, 16, 17, 18, 19, 20)
     MCP_SS(64, 32, 32, 33, 34, 35, 36)
@@ -108,8 +115,8 @@ MCP_DEVICE void wgmma_ss(float (&d)[kN / 2], u64 a, u64 b, bool accumulate) {
 // Operand A from four registers a[0..3] of packed pairs, which stay untouched until the wait.
 template <class T, int kN, int kTransB>
 MCP_DEVICE void wgmma_rs(float (&d)[kN / 2], const u32* a, u64 b, bool accumulate) {
-    static_assert(kN == 32 || kN == 64 || kN == 80 || kN == 96 || kN == 112 || kN == 128 || kN == 160 ||
-                      kN == 176 || kN == 192 || kN == 256,
+    static_assert(kN == 32 || kN == 64 || kN == 80 || kN == 96 || kN == 112 || kN == 128 ||
+                      kN == 160 || kN == 176 || kN == 192 || kN == 256,
                   "add the shape below");
     MCP_RS(32, 16, 16, 17, 18, 19, 20, 21, 22)
     MCP_RS(64, 32, 32, 33, 34, 35, 36, 37, 38)
