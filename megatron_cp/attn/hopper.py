@@ -145,8 +145,10 @@ def _is_plain(q_QNH: Tensor, k_KGH: Tensor, v_KGH: Tensor) -> bool:
 
 def _allocate(q_QNH: Tensor, v_KGH: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     num_rows, num_heads, _ = q_QNH.shape
-    out = torch.empty((num_rows, num_heads, v_KGH.shape[-1]), dtype=dtype, device=q_QNH.device)
-    return out, torch.empty((num_rows, num_heads), dtype=torch.float32, device=q_QNH.device)
+    shape = (num_rows, num_heads, v_KGH.shape[-1])
+    # Without a dtype new_empty is twice as fast.
+    out = q_QNH.new_empty(shape) if dtype == q_QNH.dtype else q_QNH.new_empty(shape, dtype=dtype)
+    return out, q_QNH.new_empty((num_rows, num_heads), dtype=torch.float32)
 
 
 # ---------------------------------------------------------------------- the operators

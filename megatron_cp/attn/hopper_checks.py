@@ -102,19 +102,31 @@ def check_wish(
     q: Tensor, v: Tensor, softmax_scale: float, softcap: float, needs_grad: bool
 ) -> None:
     """Raises NotImplementedError for a valid call that the kernels do not serve, naming what does."""
-    if q.device.type not in ON_DEVICES:
-        raise NotImplementedError(
-            f"backend='hopper' cannot compute on device={q.device}, only on CUDA devices of compute capability 9.0 "
-            "(H100, H200, GH200); use backend='cpu' or 'reference', or 'emulated' for the kernels' source on a CPU"
-        )
-    find_variant("forward", q.dtype, q.shape[-1], v.shape[-1], softcap > 0)
     if softmax_scale < 0:
         raise NotImplementedError(
             f"backend='hopper' cannot use softmax_scale={softmax_scale} < 0; negate q and the scale"
         )
+    _check_kind(q.device, q.dtype, q.shape[-1], v.shape[-1], softcap > 0, needs_grad)
+
+
+@lru_cache(maxsize=256)  # what is refused raises, and is asked again
+def _check_kind(
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    has_softcap: bool,
+    needs_grad: bool,
+) -> None:
+    if device.type not in ON_DEVICES:
+        raise NotImplementedError(
+            f"backend='hopper' cannot compute on device={device}, only on CUDA devices of compute capability 9.0 "
+            "(H100, H200, GH200); use backend='cpu' or 'reference', or 'emulated' for the kernels' source on a CPU"
+        )
+    find_variant("forward", dtype, head_dim, value_dim, has_softcap)
     if needs_grad:
-        find_variant("backward", q.dtype, q.shape[-1], v.shape[-1], softcap > 0)
-    check_capability(q.device)
+        find_variant("backward", dtype, head_dim, value_dim, has_softcap)
+    check_capability(device)
 
 
 def check_capability(device: torch.device) -> None:

@@ -52,6 +52,7 @@ def host_device(driver: Any = None) -> Iterator[Any]:
 
 
 def _forget():
+    hopper_checks._check_kind.cache_clear()
     hopper_launch.load_kernel.cache_clear()
     hopper_launch._tensor_maps.clear()
     hopper_launch._counter_pools.clear()

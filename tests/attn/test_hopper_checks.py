@@ -242,6 +242,7 @@ def test_wishes_without_a_kernel_name_what_there_is(device, change, options, mes
 @pytest.mark.parametrize("capability", [(8, 0), (10, 0), (12, 0)])
 def test_other_compute_capabilities_are_refused(device, monkeypatch, capability):
     monkeypatch.setattr(hopper_checks, "_capability", lambda _: capability)
+    hopper_checks._check_kind.cache_clear()
     found = f"{capability[0]}.{capability[1]}"
     with pytest.raises(
         NotImplementedError, match=rf"cuda:0 of compute capability {found}, only on 9\.0 .*'flex'"
