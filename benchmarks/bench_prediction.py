@@ -69,31 +69,31 @@ def best(call: Callable[[], object], rounds: int) -> float:
 
 
 def measure_kernels(rounds: int) -> list[dict[str, float]]:
-    """Returns the rate of local attention for boxes of every shape, all ranks computing at once."""
+    """Returns the rate of local attention for boxes and bands of every shape, all ranks computing at once."""
     cells = []
     for rows, keys in itertools.product(SHAPES, SHAPES):
-        q, k, v = tensors(rows, HEADS, 0), tensors(keys, KV_HEADS, 1), tensors(keys, KV_HEADS, 2)
-        options = resolve_options(q, k, v, None, 0.0, None, False)
-        mask = masks.full(rows, keys)
-        out, lse = attend_forward(q, k, v, mask, options)
-        delta = (out * out).sum(-1)
-
-        def backward(q=q, k=k, v=v, out=out, lse=lse, delta=delta, mask=mask, options=options):
-            attend_backward(out, q, k, v, lse, delta, mask, options)
-
-        def forward(q=q, k=k, v=v, mask=mask, options=options):
-            attend_forward(q, k, v, mask, options)
-
-        flops = 4.0 * rows * keys * HEADS * DIM
-        cells.append(
-            {
-                "rows": rows,
-                "keys": keys,
-                "forward_tflops": flops / best(forward, rounds) / 1e12,
-                "backward_tflops": 2.5 * flops / best(backward, rounds) / 1e12,
-            }
-        )
+        cell: dict[str, float] = {"rows": rows, "keys": keys}
+        band = masks.from_slices(rows, rows + keys, [(0, rows, 0, rows + keys, 1, keys)])
+        for prefix, mask in (("", masks.full(rows, keys)), ("slanted_", band)):
+            flops = 4.0 * mask.area() * HEADS * DIM / 1e12
+            forward, backward = local_passes(mask)
+            cell[f"{prefix}forward_tflops"] = flops / best(forward, rounds)
+            cell[f"{prefix}backward_tflops"] = 2.5 * flops / best(backward, rounds)
+        cells.append(cell)
     return cells
+
+
+def local_passes(mask: AttentionMask) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Returns calls of local attention on a mask, forward and backward."""
+    q = tensors(mask.num_queries, HEADS, 0)
+    k, v = (tensors(mask.num_keys, KV_HEADS, seed) for seed in (1, 2))
+    options = resolve_options(q, k, v, None, 0.0, None, False)
+    out, lse = attend_forward(q, k, v, mask, options)
+    delta = (out * out).sum(-1)
+    return (
+        lambda: attend_forward(q, k, v, mask, options),
+        lambda: attend_backward(out, q, k, v, lse, delta, mask, options),
+    )
 
 
 def measure_links(world_size: int, rounds: int) -> dict[str, float]:

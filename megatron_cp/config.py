@@ -5,15 +5,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class KernelRates:
-    """Measured TFLOP/s of local attention by the shape of a slice; see `plan/topology.py: load_profile`."""
+    """Measured TFLOP/s of local attention by the shape of a slice; see `plan/topology.py: load_profile`.
+
+    Tables are `[box, slanted][rows][keys]`: slices that a diagonal cuts have rates of their own.
+    """
 
     rows: tuple[int, ...]
     """Query rows of the measured slices, ascending."""
     keys: tuple[int, ...]
     """Mean keys per row of the measured slices, ascending."""
-    forward_tflops: tuple[tuple[float, ...], ...]
-    """`[rows][keys]`."""
-    backward_tflops: tuple[tuple[float, ...], ...]
+    forward_tflops: tuple[tuple[tuple[float, ...], ...], ...]
+    backward_tflops: tuple[tuple[tuple[float, ...], ...], ...]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from megatron_cp.config import CPConfig, KernelRates, Topology
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.mask.slice import Q_END, Q_START, rows_area
+from megatron_cp.mask.slice import rows_area
 from megatron_cp.plan.schema import (
     DST,
     SIDES,
@@ -258,13 +258,17 @@ def slowdown(kernels: KernelRates, slices: IntArray, pass_name: PassName) -> Flo
     beyond the table runs like its nearest shape.
     """
     table = np.array(kernels.forward_tflops if pass_name == "forward" else kernels.backward_tflops)
-    rows = (slices[:, Q_END] - slices[:, Q_START]).astype(np.float64)
+    q_start, q_end, k_start, k_end, lo, hi = slices.T
+    kind = ((lo > k_start - q_end + 1) | (hi < k_end - 1 - q_start)).astype(np.int64)
+    rows = (q_end - q_start).astype(np.float64)
     keys = rows_area(slices) / rows
     i, along_rows = _grid_place(np.log2(kernels.rows), np.log2(rows))
     j, along_keys = _grid_place(np.log2(kernels.keys), np.log2(keys))
-    i_next, j_next = np.minimum(i + 1, len(kernels.rows) - 1), np.minimum(j + 1, table.shape[1] - 1)
-    low = table[i, j] * (1 - along_keys) + table[i, j_next] * along_keys
-    high = table[i_next, j] * (1 - along_keys) + table[i_next, j_next] * along_keys
+    i_next, j_next = (
+        np.minimum(line + 1, size - 1) for line, size in zip((i, j), table.shape[1:], strict=True)
+    )
+    low = table[kind, i, j] * (1 - along_keys) + table[kind, i, j_next] * along_keys
+    high = table[kind, i_next, j] * (1 - along_keys) + table[kind, i_next, j_next] * along_keys
     return table.max() / (low * (1 - along_rows) + high * along_rows)
 
 

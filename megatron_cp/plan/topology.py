@@ -10,7 +10,8 @@ one's own machine takes the place of a row: `load_profile`.
 
 `contention` (0 if left out) is the share of its compute that a rank loses while rows move.
 `kernel` is the measured rate of local attention on one slice of that many query rows and (mean) keys per
-row: every pairing of the rows and the keys that the file names.
+row: every pairing of the rows and the keys that the file names. Entries may also have `slanted_forward_tflops`
+and `slanted_backward_tflops`, the rate of a slice that a diagonal cuts (all entries, or none).
 """
 
 import difflib
@@ -82,6 +83,7 @@ TOPOLOGIES = {
 
 _LINKS = ("inner_gbytes_per_s", "outer_gbytes_per_s", "latency_us")
 _CELL = ("rows", "keys", "forward_tflops", "backward_tflops")
+_SLANTED = ("slanted_forward_tflops", "slanted_backward_tflops")
 _COUNTS = ("node_size", "rows", "keys")
 _MAY_BE_0 = ("latency_us", "contention")
 
@@ -123,8 +125,8 @@ def load_profile(path: str | Path) -> Topology:
     links = {key: _number(content, key, where) for key in _LINKS}
     return Topology(
         name=str(content.get("name", Path(path).stem)),
-        forward_tflops=max(map(max, kernels.forward_tflops)),
-        backward_tflops=max(map(max, kernels.backward_tflops)),
+        forward_tflops=_peak(kernels.forward_tflops),
+        backward_tflops=_peak(kernels.backward_tflops),
         node_size=int(_number(content, "node_size", where)),
         contention=_number({"contention": 0.0, **content}, "contention", where),
         kernels=kernels,
@@ -132,19 +134,25 @@ def load_profile(path: str | Path) -> Topology:
     )
 
 
+def _peak(table: tuple[tuple[tuple[float, ...], ...], ...]) -> float:
+    return max(rate for kind in table for row in kind for rate in row)
+
+
 def _kernel_rates(cells: list[Any], where: str) -> KernelRates:
-    rates: dict[tuple[int, int], tuple[float, float]] = {}
+    has_slanted = any(set(_SLANTED) & set(cell) for cell in cells if isinstance(cell, dict))
+    names = _CELL + (_SLANTED if has_slanted else ())
+    rates: dict[tuple[int, int], list[float]] = {}
     for index, cell in enumerate(cells):
         entry = f"{where}: kernel[{index}]"
         if not isinstance(cell, dict):
             raise ValueError(f"{entry} is {cell!r}; it must have {', '.join(_CELL)}")
-        rows, keys, forward, backward = (_number(cell, key, entry) for key in _CELL)
+        rows, keys, *measured = (_number(cell, key, entry) for key in names)
         shape = int(rows), int(keys)
         if shape in rates:
             raise ValueError(
                 f"{entry} repeats rows={shape[0]}, keys={shape[1]}; keep one of the two"
             )
-        rates[shape] = forward, backward
+        rates[shape] = measured
     all_rows, all_keys = (sorted({shape[axis] for shape in rates}) for axis in (0, 1))
     for shape in ((r, k) for r in all_rows for k in all_keys):
         if shape not in rates:
@@ -152,10 +160,14 @@ def _kernel_rates(cells: list[Any], where: str) -> KernelRates:
                 f"{where}: kernel has no entry for rows={shape[0]}, keys={shape[1]}; measure every pairing "
                 f"of rows {all_rows} and keys {all_keys}"
             )
-    forward_table, backward_table = (
-        tuple(tuple(rates[r, k][which] for k in all_keys) for r in all_rows) for which in (0, 1)
-    )
-    return KernelRates(tuple(all_rows), tuple(all_keys), forward_table, backward_table)
+
+    def table(which: int) -> tuple[tuple[tuple[float, ...], ...], ...]:
+        kinds = (which, which + len(names) - len(_CELL))  # box; slanted, or box again
+        return tuple(
+            tuple(tuple(rates[r, k][kind] for k in all_keys) for r in all_rows) for kind in kinds
+        )
+
+    return KernelRates(tuple(all_rows), tuple(all_keys), table(0), table(1))
 
 
 def _number(entries: Mapping[str, Any], key: str, where: str) -> float:

@@ -48,7 +48,8 @@ def test_a_profile_holds_what_its_file_says(write):
     assert (row.inner_gbytes_per_s, row.outer_gbytes_per_s) == (300.0, 40.5)
     assert (row.forward_tflops, row.backward_tflops) == (400.0, 200.0)  # the peaks
     assert row.contention == 0 and load_profile(write(profile(contention=0.2))).contention == 0.2
-    assert row.kernels.forward_tflops == ((50.0, 100.0), (200.0, 400.0))
+    boxes = ((50.0, 100.0), (200.0, 400.0))
+    assert row.kernels.forward_tflops == (boxes, boxes)
     assert get_topology(row) is row
 
 
@@ -77,6 +78,7 @@ BAD_PROFILES = {
     "negative rate": (cells_without(2, forward_tflops=-1), ["kernel[2]", "'forward_tflops' is -1"]),
     "no rate": (cells_without(1, backward_tflops=None), ["kernel[1]", "'backward_tflops' is missing"]),
     "no rows": (cells_without(0, rows=0), ["kernel[0]", "'rows' is 0"]),
+    "slanted once": (cells_without(1, slanted_forward_tflops=5), ["kernel[0]", "'slanted_forward_tflops' is missing"]),
     "repeated": (cells_without(3, rows=128), ["kernel[3] repeats rows=128, keys=2048"]),
     "hole": (profile(kernel=profile()["kernel"][:3]), ["no entry for rows=1024, keys=2048"]),
 }  # fmt: skip
@@ -127,6 +129,18 @@ def test_rates_are_interpolated_over_the_logarithm_of_rows_and_keys(write):
     assert 400.0 / slowdown(kernels, half, "forward")[0] == pytest.approx(
         200 + 200 * np.log2(512.5 / 128) / 4
     )
+
+
+def test_slices_that_a_diagonal_cuts_have_rates_of_their_own(write):
+    cell = {"rows": 64, "keys": 64, "forward_tflops": 80, "backward_tflops": 60}
+    slanted = {"slanted_forward_tflops": 20, "slanted_backward_tflops": 90}
+    row = load_profile(write(profile(kernel=[cell | slanted])))
+    assert (row.forward_tflops, row.backward_tflops) == (80.0, 90.0)
+    slices = np.array([m.array[0] for m in (masks.full(8), masks.causal(8), masks.causal(1))])
+    assert slowdown(row.kernels, slices, "forward").tolist() == [1.0, 4.0, 1.0]
+    assert slowdown(row.kernels, slices, "backward").tolist() == [1.5, 1.0, 1.5]
+    window = masks.sliding_window(9, 2).array[:1]
+    assert slowdown(row.kernels, window, "forward").tolist() == [4.0]
 
 
 def test_measured_rates_slow_a_plan_down_slice_by_slice(write):
