@@ -1,6 +1,6 @@
-// Attention backward for Hopper, head dims above 128, where the gradients of 64 keys do not fit one
-// warpgroup's registers. As bwd_sm90.cuh, but a tile has 64 keys and both consumers work on all of
-// them:
+// Attention backward for Hopper, head dims above 128 (and 64 with softcap), where the gradients of
+// 64 keys do not fit one warpgroup's registers. As bwd_sm90.cuh, but a tile has 64 keys and both
+// consumers work on all of them:
 //
 //     consumers  S' = K Q'   dP' = V dO'        32 queries each
 //                P', dS' -> shared memory       [meet]
@@ -141,6 +141,10 @@ struct BwdWideConsumer {
     static constexpr int kDkPanels = Traits::kDkPanels[kConsumer];
     static constexpr int kDvPanels = Traits::kDvPanels[kConsumer];
     static constexpr int kDqPanels = Traits::kDqPanels[kConsumer];
+    static constexpr int kDqRegisters = 32 * (kDqPanels > 0 ? kDqPanels : 1);
+    // Products issued after those of dv, and after those of dq.
+    static constexpr int kAfterDq = kDkPanels > 0 ? 1 : 0;
+    static constexpr int kAfterDv = kAfterDq + (kDqPanels > 0 ? 1 : 0);
     static constexpr int kFirstDkPanel = kConsumer * Traits::kDkPanels[0];
     static constexpr int kFirstDvPanel = kConsumer * Traits::kDvPanels[0];
     static constexpr int kFirstDqPanel = kConsumer * Traits::kDqPanels[0];
@@ -151,8 +155,9 @@ struct BwdWideConsumer {
     RingPosition<Traits::kDoutStages> dout_at;
     RingPosition<1> keys_at, dq_at, mail_at;
 
-    float dk[32 * kDkPanels];
-    float dv[32 * kDvPanels];
+    // A consumer without panels of a gradient (head dim 64) never touches it.
+    float dk[32 * (kDkPanels > 0 ? kDkPanels : 1)];
+    float dv[32 * (kDvPanels > 0 ? kDvPanels : 1)];
 
     MCP_DEVICE BwdWideConsumer(const BwdParams& params, const Shared& shared)
         : params(params), shared(shared) {}
@@ -167,7 +172,7 @@ struct BwdWideConsumer {
         place.column += first;
         const u32 lse = shared.lse(queries_at.stage) + 4 * place.column;
         const u32 delta = shared.delta(dout_at.stage) + 4 * place.column;
-        float scores[kScores], dp[kScores], dq[32 * kDqPanels];
+        float scores[kScores], dp[kScores], dq[kDqRegisters];
         u32 probs_16[kScores / 2], ds_16[kScores / 2];
 
         shared.query_ring.wait_full(queries_at);
@@ -196,15 +201,15 @@ struct BwdWideConsumer {
         ptx::fence_proxy_async();
         ptx::named_barrier_sync<Shared::kConsumerThreads>(1);
 
-        issue_at_b<T>(dv, shared.probs(), dout, kFirstDvPanel);
-        issue_a_b<T>(dq, shared.ds(), 0, shared.keys(), kFirstDqPanel);
-        issue_at_b<T>(dk, shared.ds(), q, kFirstDkPanel);
-        ptx::wgmma_wait<2>();
+        if constexpr (kDvPanels > 0) issue_at_b<T>(dv, shared.probs(), dout, kFirstDvPanel);
+        if constexpr (kDqPanels > 0) issue_a_b<T>(dq, shared.ds(), 0, shared.keys(), kFirstDqPanel);
+        if constexpr (kDkPanels > 0) issue_at_b<T>(dk, shared.ds(), q, kFirstDkPanel);
+        ptx::wgmma_wait<kAfterDv>();
         ptx::wgmma_pin(dv);
         release(shared.dout_ring, dout_at);
-        ptx::wgmma_wait<1>();
+        ptx::wgmma_wait<kAfterDq>();
         ptx::wgmma_pin(dq);
-        hand_over_dq(dq);
+        if constexpr (kDqPanels > 0) hand_over_dq(dq);
         ptx::wgmma_wait<0>();
         ptx::wgmma_pin(dk);
         release(shared.query_ring, queries_at);
@@ -217,7 +222,7 @@ struct BwdWideConsumer {
         at.advance();
     }
 
-    MCP_DEVICE void hand_over_dq(const float (&dq)[32 * kDqPanels]) {
+    MCP_DEVICE void hand_over_dq(const float (&dq)[kDqRegisters]) {
         const FragmentPlace place = fragment_place();
         MCP_UNROLL
         for (int panel = 0; panel < kDqPanels; panel++) {
@@ -262,8 +267,10 @@ struct BwdWideConsumer {
                           place.column + kFirstDkPanel * kPanelColumns;
         const i64 dv_at = row * params.dv_row_stride + work.head * params.dv_head_stride +
                           place.column + kFirstDvPanel * kPanelColumns;
-        store_gradient<kHalf, T>(params.dk, dk_at, is_float, dk, params.softmax_scale, valid);
-        store_gradient<kHalf, T>(params.dv, dv_at, is_float, dv, 1.0f, valid);
+        if constexpr (kDkPanels > 0)
+            store_gradient<kHalf, T>(params.dk, dk_at, is_float, dk, params.softmax_scale, valid);
+        if constexpr (kDvPanels > 0)
+            store_gradient<kHalf, T>(params.dv, dv_at, is_float, dv, 1.0f, valid);
     }
 
     MCP_DEVICE void run() {
