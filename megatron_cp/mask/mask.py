@@ -173,6 +173,10 @@ class AttentionMask:
 
     def digest(self) -> str:
         """Returns a SHA-256 of grid and slices; the same on every machine and process."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
         header = f"AttentionMask {self.num_queries} {self.num_keys} {len(self.array)}\n".encode()
         return hashlib.sha256(header + self.array.astype("<i8").tobytes()).hexdigest()
 
@@ -183,7 +187,7 @@ class AttentionMask:
         return same_grid and np.array_equal(self.array, other.array)
 
     def __hash__(self) -> int:
-        return hash((self.num_queries, self.num_keys, self.array.tobytes()))
+        return hash(self._digest)
 
     def __repr__(self) -> str:
         grid = f"{self.num_queries} x {self.num_keys}"

@@ -1,6 +1,12 @@
 """Plans: who owns, computes and sends what. Pure functions from a mask to frozen data; NumPy only."""
 
-from megatron_cp.plan.planner import PLANNERS, make_plan, make_plans, plan_on_placement
+from megatron_cp.plan.planner import (
+    PLANNERS,
+    forget_plans,
+    make_plan,
+    make_plans,
+    plan_on_placement,
+)
 from megatron_cp.plan.schema import AttentionPlan, HeadSplit, Hop, Pass, Stage, Transfer
 
 __all__ = [
@@ -11,6 +17,7 @@ __all__ = [
     "Pass",
     "Stage",
     "Transfer",
+    "forget_plans",
     "make_plan",
     "make_plans",
     "plan_on_placement",

@@ -10,7 +10,7 @@ from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.plan.bounds import time_bound
 from megatron_cp.plan.closed_forms import best_case_seconds, is_built
-from megatron_cp.plan.planner import make_plan
+from megatron_cp.plan.planner import forget_plans, make_plan
 from megatron_cp.plan.schema import AttentionPlan, PassName
 from megatron_cp.plan.simulate import simulate_pass
 
@@ -79,6 +79,7 @@ def measured(mask: AttentionMask, cp_size: int, config: CPConfig) -> Outcome:
                 f"planner {config.planner!r} is compared up to {MOST_RANKS[config.planner]} ranks: its plans "
                 "have a stage per rank of a group; use make_plan for it alone"
             )
+        forget_plans()
         started = time.process_time()
         plan = make_plan(mask, cp_size, config)
         plan_ms = (time.process_time() - started) * 1e3

@@ -155,7 +155,8 @@ class AssignedMask:
         """Returns the share of its rank's chosen area that lies before the middle of each part's run of equal keys."""
         order = np.lexsort(keys[::-1])
         area = (self.area * chosen)[order]
-        opens = np.r_[True, (np.diff(keys[:, order]) != 0).any(axis=0)]
+        opens = np.ones(len(order), dtype=bool)
+        opens[1:] = (np.diff(keys[:, order]) != 0).any(axis=0)
         run = np.cumsum(opens) - 1
         size = np.bincount(run, area)
         middle = (np.cumsum(size) - size / 2)[run]

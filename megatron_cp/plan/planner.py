@@ -6,6 +6,7 @@ the others emit one published scheme each. Equal inputs give equal bytes in ever
 
 import difflib
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -34,6 +35,9 @@ from megatron_cp.plan.schemes.usp import plan_usp
 from megatron_cp.plan.stages import PlacedMask
 from megatron_cp.plan.topology import get_topology
 
+MAX_RECENT = 4  # families of plans kept, for masks that come again; a plan of 1M tokens holds 8 MB
+_recent: OrderedDict[object, dict[str, AttentionPlan]] = OrderedDict()
+
 Planner = Callable[[AttentionMask, int, CPConfig], AttentionPlan]
 
 
@@ -57,6 +61,23 @@ def make_plans(
     config = config or CPConfig()
     started = time.perf_counter()
     _check_inputs(masks, cp_size, config)
+    key = (tuple((name, mask.digest(), w) for name, (mask, w) in masks.items()), cp_size, config)
+    if key not in _recent:
+        _recent[key] = _make(masks, cp_size, config, started)
+        if len(_recent) > MAX_RECENT:
+            _recent.popitem(last=False)
+    _recent.move_to_end(key)
+    return dict(_recent[key])
+
+
+def forget_plans() -> None:
+    """Drops the plans kept for masks that come again; for measurements of planning."""
+    _recent.clear()
+
+
+def _make(
+    masks: Mapping[str, tuple[AttentionMask, float]], cp_size: int, config: CPConfig, started: float
+) -> dict[str, AttentionPlan]:
     if config.planner == "auto":
         plans = best_family(masks, cp_size, config)
     else:

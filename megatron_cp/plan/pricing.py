@@ -25,6 +25,7 @@ from megatron_cp.plan.cost import (
     hop_movement,
     pass_seconds,
     row_bytes,
+    transfer_movement,
 )
 from megatron_cp.plan.heads import split_heads
 from megatron_cp.plan.overlap import AssignedMask, Staging
@@ -38,6 +39,8 @@ from megatron_cp.plan.topology import get_topology
 
 STAGE_COUNTS = (1, 2, 4, 8)
 PRICED_STAGE_COUNTS = (0, 1, 4)  # enough for an estimate
+FEW_STAGES = 2  # so few may do without local pairs at the end: better where latency decides
+STAGINGS_PRICED = 3  # exactly, once an estimate has won
 HUB = 2.0  # an owner that sends so many times the mean is worth a tree
 PASSES: tuple[PassName, PassName] = ("forward", "backward")
 
@@ -179,6 +182,34 @@ def published_choices(groups: HeadGroups) -> list[Choice]:
     return [_needed_keys(groups, figures), _ring(groups, figures), _allgather(groups, figures)]
 
 
+def even_keys_choice(groups: HeadGroups, num_stages: int = 2) -> Choice:
+    """Returns the way in which needed keys come in stages of equal rows (MagiAttention's static overlap)."""
+    figures, num_ranks = placement_figures(groups.placed), groups.placed.num_ranks
+    local = np.diagonal(figures.areas)
+    src, dst = np.nonzero(figures.rows)
+    rows = figures.rows[src, dst]
+    movement = hop_movement(src, dst, rows / num_stages, num_ranks, groups.topology)
+    remote = StageLoad((figures.loads - local) / num_stages, movement)
+
+    def build() -> Pass:
+        return needed_keys_pass(groups.placed, num_stages)
+
+    def refined() -> Choice:
+        pass_ = build()
+        loads = []
+        for stage in pass_.stages:
+            areas = np.array([work.area() for work in stage.work], dtype=np.float64)
+            moved = transfer_movement(stage.k_cast, num_ranks, groups.topology)
+            loads.append(StageLoad(areas, moved))
+        exact = groups.same_both_ways(loads, float(rows.sum()), lambda: pass_)
+        return replace(exact, is_published=False)
+
+    choice = groups.same_both_ways(
+        [StageLoad(local)] + [remote] * num_stages, float(rows.sum()), build
+    )
+    return replace(choice, is_published=False, refine=refined)
+
+
 def stay_at_home(groups: HeadGroups) -> Assignment:
     """Returns the assignment of every pair to the rank that owns its query."""
     return Assignment(groups.placed.parts, groups.placed.q_owner)
@@ -238,20 +269,16 @@ class _Way:
     def even_seconds(self, stagings: Sequence[Staging], name: PassName) -> float:
         """Returns about the time of the best staging, as if rows were spread evenly over stages."""
         some = [one for one in stagings if one.num_remote in PRICED_STAGE_COUNTS] or stagings
-        return min(self.groups.seconds(self._even_loads(one), name) for one in some)
+        return min(self._even_price(one, name) for one in some)
+
+    def _even_price(self, staging: Staging, name: PassName) -> float:
+        return self.groups.seconds(self._even_loads(staging), name)
 
     def best_staging(self, stagings: Sequence[Staging], name: PassName) -> tuple[Staging, float]:
-        """Returns the staging that is best at its exact price, and that price.
-
-        Not all are looked at: more stages are tried only where some are better than fewer.
-        """
-        prices: dict[Staging, float] = {}
-        for one in stagings:
-            fewer = [price for other, price in prices.items() if other.kept == one.kept]
-            if len(fewer) < 2 or fewer[-1] < fewer[-2]:
-                prices[one] = self.groups.seconds(self._exact_loads(one), name)
-        best = min(prices, key=prices.__getitem__)
-        return best, prices[best]
+        """Returns the best staging and its price; only those that look best are priced exactly."""
+        promising = sorted(stagings, key=lambda one: self._even_price(one, name))[:STAGINGS_PRICED]
+        prices = [self.groups.seconds(self._exact_loads(one), name) for one in promising]
+        return promising[prices.index(min(prices))], min(prices)
 
     def build(self, staging: Staging) -> Pass:
         """Returns the pass of a staging."""
@@ -295,7 +322,8 @@ def _stagings(config: CPConfig, name: PassName, rows: dict[Side, float]) -> list
     sides: list[Side] = ["k"] if name == "forward" else ["q"]
     if name == "backward" and rows["q"]:
         sides.append("k")
-    return [Staging(n, True, kept) for n in counts for kept in (sides if n > 1 else sides[:1])]
+    late = [Staging(n, True, kept) for n in counts for kept in (sides if n > 1 else sides[:1])]
+    return late + [replace(one, keeps_rest=False) for one in late if one.num_remote <= FEW_STAGES]
 
 
 def _needed_keys(groups: HeadGroups, figures: Figures) -> Choice:

@@ -1,6 +1,7 @@
 """What planner "auto" looks at: placements of tokens, degrees of head exchange, and who computes what.
 
     published     tokens in order and zigzag, every head degree: needed keys, ring, all-gather, Ulysses, USP
+    balanced      one deal of tokens by area for every head degree
     then, for the degrees that did best, until effort is spent or a plan is as good as perfect:
       stages      the same placements with keys in as many stages as hide them best
       compute     moved away from the queries' owners, by recursive bisection (`plan/assignment.py`)
@@ -27,6 +28,7 @@ from megatron_cp.plan.pricing import (
     Choice,
     HeadGroups,
     assigned_choice,
+    even_keys_choice,
     move_compute,
     published_choices,
     stay_at_home,
@@ -37,7 +39,8 @@ from megatron_cp.plan.topology import get_topology
 Family = Mapping[str, tuple[AttentionMask, float]]  # name -> (mask, number of layers)
 Ways = Callable[[HeadGroups], list[Choice]]
 
-TOLERANCES = (0.04, 0.01)
+ROUGH, FINE = 0.04, 0.01  # balance of deals
+SMALL = 32  # super-ranks; a first deal for more takes too long
 CHUNKS_DEALT = 256  # over all super-ranks
 MIN_CHUNKS_DEALT = 4  # per super-rank
 EFFORT = 60.0  # of what follows the published schemes, in about milliseconds of one core
@@ -57,12 +60,11 @@ class Candidate:
 def candidates(masks: Family, cp_size: int, config: CPConfig) -> list[Candidate]:
     """Returns all placements looked at, with their priced choices; each mask has at least one on each."""
     search = _Search(masks, cp_size, config)
-    if config.num_stages is None:
-        search.price_published()
+    search.look_around()
     for degree in search.degrees_by_promise():
-        search.improve(degree)
         if search.is_over():
             break
+        search.improve(degree)
     return [one for one in search.found.values() if all(one.choices.values())]
 
 
@@ -83,35 +85,39 @@ class _Search:
         )
         self.found: dict[tuple[bytes, int], Candidate] = {}
         self.fastest = dict.fromkeys(self.degrees, math.inf)
+        self.by_mask = {name: dict.fromkeys(self.degrees, math.inf) for name in masks}
+        self._dealers = {degree: self._area_deals(degree) for degree in self.degrees}
         self.effort = 0.0
 
-    def price_published(self) -> None:
-        """Prices the published schemes exactly."""
+    def look_around(self) -> None:
+        """Prices the published schemes exactly, and one balanced deal per degree."""
         for degree in self.degrees:
-            for deal in self._fixed_deals(degree):
-                self._price(deal, degree, published_choices)
+            if self.config.num_stages is None:
+                for deal in self._fixed_deals(degree):
+                    self._price(deal, degree, published_choices)
+            if 1 < self.cp_size // degree <= SMALL:
+                self._price(next(self._dealers[degree]), degree, _stay_dealt)
 
     def degrees_by_promise(self) -> list[int]:
-        """Returns the degrees at which published schemes are fastest first."""
+        """Returns the degrees of head exchange, the one that did best so far first."""
         return sorted(self.degrees, key=self.fastest.__getitem__)
 
     def improve(self, degree: int) -> None:
         """Searches stages, compute and tokens for one degree of head exchange."""
         groups = self.cp_size // degree
         for deal in self._fixed_deals(degree):
-            self._price(deal, degree, lambda g: [assigned_choice(g, stay_at_home(g))])
-            self.effort += 3 + groups / 8
+            self._price(deal, degree, _stay)
+            self.effort += 2 + groups / 8
             if groups > 1 and not self.is_over():
-                self._price(deal, degree, lambda g: [assigned_choice(g, move_compute(g))])
-                self.effort += 6 + groups / 3
+                self._price(deal, degree, _move)
+                self.effort += 4 + groups / 3
             if self.is_over():
                 return
-        if groups > 1:
-            for deal in self._area_deals(degree):
-                self._price(deal, degree, lambda g: [assigned_choice(g, stay_at_home(g))])
-                self.effort += 5 + groups / 8
-                if self.is_over():
-                    return
+        for deal in self._dealers[degree] if groups > 1 else ():
+            self._price(deal, degree, _stay_dealt)
+            self.effort += 2 + groups / 4
+            if self.is_over():
+                return
 
     def is_over(self) -> bool:
         """Returns whether nothing better can be expected, or enough has been tried."""
@@ -119,14 +125,24 @@ class _Search:
         return is_perfect or self.effort > EFFORT + EFFORT_PER_RANK * self.cp_size
 
     def _price(self, deal: Deal, degree: int, ways: Ways) -> None:
+        """Prices all masks on a deal, with this degree of head exchange or the one that suits a mask best."""
         key = deal.chunks.tobytes(), deal.chunk_size
         candidate = self.found.setdefault(key, Candidate(deal, {name: [] for name in self.masks}))
         total = 0.0
         for name, (mask, weight) in self.masks.items():
-            choices = ways(HeadGroups.of(mask, deal, self.config, degree))
-            candidate.choices[name].extend(choices)
-            total += weight * min(choice.seconds for choice in choices)
+            seconds = []
+            for each in {degree: None, self._favourite(name, degree): None}:
+                choices = ways(HeadGroups.of(mask, deal, self.config, each))
+                candidate.choices[name].extend(choices)
+                seconds.append(min(choice.seconds for choice in choices))
+                self.by_mask[name][each] = min(self.by_mask[name][each], seconds[-1])
+            total += weight * min(seconds)
         self.fastest[degree] = min(self.fastest[degree], total)
+
+    def _favourite(self, name: str, degree: int) -> int:
+        """Returns the degree at which a mask did best so far; masks of one plan need not share it."""
+        by_degree = self.by_mask[name]
+        return min(by_degree, key=by_degree.__getitem__) if len(self.masks) > 1 else degree
 
     def _fixed_deals(self, degree: int) -> Iterator[Deal]:
         """Yields tokens in order and zigzag over super-ranks of `degree` ranks."""
@@ -138,18 +154,22 @@ class _Search:
             yield Deal(halves, degree * self.rows // 2).regrouped(self.cp_size)
 
     def _area_deals(self, degree: int) -> Iterator[Deal]:
-        """Yields deals of chunks to super-ranks, more and more balanced."""
+        """Yields deals of chunks to super-ranks; the first is balanced, the others are on the way to balance."""
         groups = self.cp_size // degree
         per_group = self._chunks_per_group(degree * self.rows // self.chunk, groups)
         size, count = degree * self.rows // per_group, groups * per_group
         tables = [balance.chunk_table(mask, size, count) for mask, _ in self.masks.values()]
         table = balance.weighted_sum(tables, [weight for _, weight in self.masks.values()])
         for start in (balance.zigzag, balance.in_order):
-            owned: IntArray = start(count, groups)
-            for tolerance in TOLERANCES:
-                before, owned = owned, balance.exchange_chunks(owned, table, tolerance)
-                if not np.array_equal(before, owned):
-                    yield Deal(np.sort(owned, axis=1), size).regrouped(self.cp_size)
+            owned = balance.exchange_chunks(start(count, groups), table, ROUGH)
+            fine = balance.exchange_chunks(owned, table, FINE)
+            yield self._deal(fine, size)
+            if not np.array_equal(fine, owned):
+                yield self._deal(owned, size)
+        yield self._deal(balance.largest_first(table.chunk_areas, groups), size)
+
+    def _deal(self, owned: IntArray, size: int) -> Deal:
+        return Deal(np.sort(owned, axis=1), size).regrouped(self.cp_size)
 
     def _chunks_per_group(self, finest: int, groups: int) -> int:
         """Returns how many chunks a super-rank owns in a deal: a divisor of the finest number."""
@@ -157,6 +177,18 @@ class _Search:
             return finest
         most = max(MIN_CHUNKS_DEALT, CHUNKS_DEALT // groups)
         return max(n for n in range(1, finest + 1) if finest % n == 0 and (n <= most or n == 1))
+
+
+def _stay(groups: HeadGroups) -> list[Choice]:
+    return [assigned_choice(groups, stay_at_home(groups))]
+
+
+def _stay_dealt(groups: HeadGroups) -> list[Choice]:
+    return [*_stay(groups), even_keys_choice(groups)]
+
+
+def _move(groups: HeadGroups) -> list[Choice]:
+    return [assigned_choice(groups, move_compute(groups))]
 
 
 def _head_degrees(cp_size: int, config: CPConfig) -> list[int]:
