@@ -192,6 +192,20 @@ void SharedMemory::product_reads(std::uint32_t address, std::uint32_t num_bytes,
     }
 }
 
+EpochSet SharedMemory::visibility(const EpochSet& writes) const {
+    EpochSet events;
+    for (const Epoch& write : writes) {
+        if (!is_thread(write.component)) {
+            events.push_back(write);
+            continue;
+        }
+        const auto& fences = this_cta().threads[write.component].proxy_fences;
+        const auto fence = std::upper_bound(fences.begin(), fences.end(), write.value);
+        events.push_back({write.component, fence == fences.end() ? UINT32_MAX : *fence});
+    }
+    return events;
+}
+
 void SharedMemory::require_visible(const Thread& thread, const EpochSet& writes,
                                    std::uint32_t address) const {
     for (const Epoch& write : writes) {

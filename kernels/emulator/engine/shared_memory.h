@@ -55,7 +55,10 @@ class SharedMemory {
 
     // wgmma: notes the read under `done` and adds the writes it depends on to `writes`.
     void product_reads(std::uint32_t address, std::uint32_t num_bytes, Epoch done, EpochSet& writes);
-    // Fails unless `thread`, about to issue asynchronous work, may rely on these writes.
+    // What a thread must know to rely on these writes through the async proxy: a copy's completion, or the
+    // first proxy fence of the writer after its write.
+    EpochSet visibility(const EpochSet& writes) const;
+    // Says why it does not: fails unless `thread`, about to issue asynchronous work, may rely on these writes.
     void require_visible(const Thread& thread, const EpochSet& writes, std::uint32_t address) const;
 
     void mark_mbarrier(std::uint32_t address);

@@ -91,6 +91,7 @@ void read_operands(IssuedProduct& issued, Epoch done) {
     };
     if (!product.a_in_registers) for_each_chunk(product.a, kProductRows, product.transpose_a, note);
     for_each_chunk(product.b, product.n, product.transpose_b, note);
+    issued.visibility = shared.visibility(issued.writes);
 }
 
 // The accumulator's entry in the warp's list, made if these registers are not in flight yet.
@@ -246,7 +247,10 @@ void issue(Warp& warp, const Product& product, void** arguments) {
     const Thread* lanes = &cta.threads[static_cast<std::size_t>(cta.running->warp()) * kWarpLanes];
     const std::uint32_t address = static_cast<std::uint32_t>(product.b & 0x3fff) << 4;
     for (int lane = 0; lane < kWarpLanes; ++lane) {
-        cta.shared.require_visible(lanes[lane], issued.writes, address);
+        const VectorClock& clock = lanes[lane].clock;
+        const bool visible = std::all_of(issued.visibility.begin(), issued.visibility.end(),
+                                         [&](const Epoch& event) { return clock.knows(event); });
+        if (!visible) cta.shared.require_visible(lanes[lane], issued.writes, address);
     }
     Registers d{{}, product.n / 2}, a{{}, 4};
     for (int lane = 0; lane < kWarpLanes; ++lane) {

@@ -44,7 +44,8 @@ struct IssuedProduct {
     std::uint32_t issued_warps = 0;
     std::shared_ptr<Accumulator> accumulator;
     std::uint32_t a_registers[128][4];
-    EpochSet writes;  // that the operands in shared memory depend on
+    EpochSet writes;      // that the operands in shared memory depend on
+    EpochSet visibility;  // what a thread must know to rely on them
 };
 
 struct Warpgroup {
