@@ -197,11 +197,6 @@ def test_ultraattn_stays_below_star_broadcast_and_near_partitions_of_the_whole_t
     assert stats["imbalance"] <= 1.15
 
 
-def test_ultraattn_names_its_limit():
-    with pytest.raises(NotImplementedError, match=r"'ultraattn' would cut.* 16777216 blocks"):
-        scheme("ultraattn", masks.full(4096), 4096)
-
-
 # ------------------------------------------------------------------ dcp
 
 
@@ -244,6 +239,15 @@ def test_dcp_moves_nothing_for_documents_that_fit_a_rank():
     assert plan.stats("forward")["volume_max"] == 0
 
 
-def test_dcp_names_its_limit():
-    with pytest.raises(NotImplementedError, match=r"planner='dcp' would weigh .* at most 16777216"):
-        scheme("dcp", masks.causal(1 << 16), 1024)
+@pytest.mark.parametrize(
+    ("planner", "mask", "cp_size", "message"),
+    [
+        ("stripe", masks.documents([512] * 128), 512, "33554432 slices .* at most 8388608"),
+        ("per_document_zigzag", masks.documents([2048] * 64), 512, "33554432 slices"),
+        ("ultraattn", masks.full(4096), 4096, "16777216 slices"),
+        ("dcp", masks.causal(1 << 16), 1024, "ways to deal this mask .* at most 16777216"),
+    ],
+)
+def test_schemes_name_the_sizes_that_they_do_not_serve(planner, mask, cp_size, message):
+    with pytest.raises(NotImplementedError, match=f"planner='{planner}' would .*{message}"):
+        scheme(planner, mask, cp_size)

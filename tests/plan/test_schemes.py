@@ -223,9 +223,7 @@ def test_an_odd_number_of_ranks_leaves_nobody_idle(cp_size):
 # ------------------------------------------------------------------ nodes
 
 
-@pytest.mark.parametrize(
-    "planner", ["double_ring", "per_document_zigzag", "document_groups", "distflashattn", "usp"]
-)
+@pytest.mark.parametrize("planner", ["dcp", "document_groups", "double_ring", "ultraattn", "usp"])
 @given(
     case=any_square_mask(),
     ranks=st.sampled_from([(4, 2), (6, 2), (6, 4), (8, 4), (8, 2), (9, 3)]),

@@ -22,7 +22,7 @@ from megatron_cp.mask.slice import K_END, K_START, Q_END, Q_START
 from megatron_cp.plan.placement import tokens_per_rank
 from megatron_cp.plan.schema import AttentionPlan, Pass
 from megatron_cp.plan.schemes.gather import one_pass_plan
-from megatron_cp.plan.schemes.layout import ranks_per_node
+from megatron_cp.plan.schemes.layout import check_pieces, ranks_per_node
 from megatron_cp.plan.schemes.ring import ring_pass
 from megatron_cp.plan.stages import PassBuilder, PlacedMask
 
@@ -40,6 +40,10 @@ def plan_per_document_zigzag(mask: AttentionMask, cp_size: int, config: CPConfig
     rows = tokens_per_rank(mask.num_queries, cp_size, config)
     bounds = np.r_[document_bounds(mask), cp_size * rows]  # the last one is padding
     lengths = np.diff(bounds)
+    pieces = np.minimum(
+        lengths[:-1], 2 * cp_size
+    )  # of each document; about half of all pairs are seen
+    check_pieces("per_document_zigzag", int((pieces**2).sum()) // 2, cp_size)
     before = np.cumsum(lengths % (2 * cp_size)) - lengths % (2 * cp_size)
     extra = lengths % (2 * cp_size)  # tokens over; ranks take turns, on through all documents
     turn = (np.arange(cp_size) - before[:, None]) % cp_size

@@ -6,6 +6,8 @@ from megatron_cp.config import CPConfig
 from megatron_cp.plan.placement import tokens_per_rank
 from megatron_cp.plan.topology import get_topology
 
+MOST_PIECES = 1 << 23  # slices of a plan: hundreds of megabytes
+
 
 def ranks_per_node(cp_size: int, config: CPConfig) -> int:
     """Returns the largest group size that divides ranks and nodes; all ranks if one node holds them."""
@@ -20,3 +22,12 @@ def chunk_layout(num_tokens: int, cp_size: int, config: CPConfig, per_rank: int)
         return config.chunk_size, rows // config.chunk_size
     count = min(per_rank, tokens_per_rank(num_tokens, cp_size, config))
     return tokens_per_rank(num_tokens, cp_size, config, pieces=count) // count, count
+
+
+def check_pieces(planner: str, num_pieces: int, cp_size: int) -> None:
+    """Raises NotImplementedError for a scheme that would cut a mask into more slices than anybody can hold."""
+    if num_pieces > MOST_PIECES:
+        raise NotImplementedError(
+            f"planner={planner!r} would cut this mask into about {num_pieces} slices on cp_size={cp_size} ranks; at "
+            f"most {MOST_PIECES} are served: use fewer ranks, or planner='auto'"
+        )

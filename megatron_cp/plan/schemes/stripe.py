@@ -24,6 +24,7 @@ from megatron_cp.mask.slice import make_rows, shift_rows, tighten
 from megatron_cp.plan.placement import deal, tokens_per_rank
 from megatron_cp.plan.schema import AttentionPlan, Hop, Pass, Stage, Transfer
 from megatron_cp.plan.schemes.gather import one_pass_plan
+from megatron_cp.plan.schemes.layout import check_pieces
 from megatron_cp.plan.schemes.ring import ring_pass
 from megatron_cp.plan.stages import PlacedMask
 
@@ -31,6 +32,7 @@ from megatron_cp.plan.stages import PlacedMask
 def plan_stripe(mask: AttentionMask, cp_size: int, config: CPConfig) -> AttentionPlan:
     """Returns the ring over stripes of `config.chunk_size` tokens, one token if it is left out."""
     chunk = config.chunk_size or 1
+    check_pieces("stripe", mask.num_slices * cp_size**2, cp_size)
     rows = tokens_per_rank(mask.num_queries, cp_size, config, pieces=chunk)
     stripes = np.arange(cp_size * (rows // chunk), dtype=np.int64).reshape(-1, cp_size).T
     placement = deal(stripes, chunk)
@@ -53,7 +55,8 @@ def token_stripes_pass(mask: AttentionMask, cp_size: int, own_rows: int) -> Pass
         work = []
         for rank, source in zip(ranks.tolist(), sources.tolist(), strict=True):
             rows = shift_rows(_stripe(mask.array, cp_size, rank, source), k=num_keys - own_rows)
-            work.append(AttentionMask(own_rows, num_keys, rows).merged())
+            one = AttentionMask(own_rows, num_keys, rows)
+            work.append(one.merged() if one.num_slices > 1 else one)
         cast = Transfer((Hop(messages),)) if step else None
         stages.append(Stage(tuple(work), k_cast=cast))
     return Pass(tuple(stages))

@@ -35,7 +35,7 @@ from megatron_cp.plan.routing import ThroughNodes
 from megatron_cp.plan.schema import AttentionPlan, Pass, PassName
 from megatron_cp.plan.schemes.blocks import MOST_TRIES, Blocks, RowWeights, least_max
 from megatron_cp.plan.schemes.divisions import cut_to_chunks, pass_in_divisions
-from megatron_cp.plan.schemes.layout import ranks_per_node
+from megatron_cp.plan.schemes.layout import check_pieces, ranks_per_node
 from megatron_cp.plan.stages import PlacedMask
 
 BoolArray = NDArray[np.bool_]
@@ -45,7 +45,6 @@ MOST_PIECES = 4  # chunks per part
 FEWER_TRIES = 2_000  # per pattern below the first level
 MOST_PARTS = 16  # of one table; more nodes make one more level
 DIVISIONS = 4
-MOST_BLOCKS = 1 << 21
 FINE_CHUNKS = (
     256  # over all ranks: below the first level chunks are halved as long as they are no more
 )
@@ -69,7 +68,7 @@ def plan_ultraattn(mask: AttentionMask, cp_size: int, config: CPConfig) -> Atten
     inner = ranks_per_node(cp_size, config)
     levels = _levels(mask, cp_size, inner)
     chunks = math.prod(level.chunks for level in levels)
-    _check_size(mask, chunks, cp_size)
+    check_pieces("ultraattn", math.ceil(mask.density() * chunks**2), cp_size)
     rows = tokens_per_rank(mask.num_queries, cp_size, config, pieces=chunks // cp_size)
     chunk = cp_size * rows // chunks
     bounds = np.minimum(np.arange(chunks + 1) * chunk, mask.num_queries)
@@ -112,15 +111,6 @@ def _pieces(density: float, parts: int) -> int:
         if blocks and math.ceil(blocks) + 0.5 <= blocks * (1 + TOLERANCE):
             return pieces
     return MOST_PIECES
-
-
-def _check_size(mask: AttentionMask, chunks: int, cp_size: int) -> None:
-    blocks = math.ceil(mask.density() * chunks**2)
-    if blocks > MOST_BLOCKS:
-        raise NotImplementedError(
-            f"planner='ultraattn' would cut this mask into {blocks} blocks or more on cp_size={cp_size} ranks; at "
-            f"most {MOST_BLOCKS} are served: use fewer ranks, or planner='auto'"
-        )
 
 
 def _chunks_of_ranks(levels: list[Level]) -> IntArray:
