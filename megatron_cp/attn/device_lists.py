@@ -1,7 +1,8 @@
 """Work lists on the device: made once per mask and tile shape, copied once, found again in a microsecond.
 
 An entry lives as long as its mask. Nothing is proportional to queries x keys, and no call waits for the
-device: a stream that uses a list for the first time waits for the copy on the device.
+device: a stream that uses a list for the first time waits for the copy on the device. A CUDA graph keeps the
+address of a list: who keeps the graph must keep the mask.
 """
 
 import weakref
@@ -109,7 +110,7 @@ def _ready(key: _Key, mask: AttentionMask, stream: int) -> _Entry | None:
     entry = _entries.get(key)
     if entry is None or entry.mask() is not mask:
         return None
-    if stream not in entry.streams:
+    if stream not in entry.streams and not _is_capturing(entry.lists.data.device):
         _share(entry)
         entry.streams.add(stream)
     return entry
@@ -131,6 +132,11 @@ def _copy(
     parts: "list[np.ndarray[Any, np.dtype[np.int32]]]", device: torch.device
 ) -> "tuple[Tensor, torch.cuda.Event | None]":
     """Returns the parts one after another on the device, copied on the current stream, and an event behind."""
+    if _is_capturing(device):
+        raise RuntimeError(
+            "the first call of backend='hopper' with a mask must not be inside a CUDA graph capture; call it once "
+            "before, and keep the mask as long as the graph"
+        )
     packed = torch.from_numpy(np.concatenate([part.ravel() for part in parts]))
     if device.type != "cuda":
         return packed.to(device), None
@@ -138,6 +144,14 @@ def _copy(
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     return data, event
+
+
+def _is_capturing(device: torch.device) -> bool:
+    """Returns whether the current stream records a CUDA graph.
+
+    A capture begins behind a synchronisation, so that lists copied before are there without waiting.
+    """
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _share(entry: _Entry) -> None:

@@ -310,6 +310,70 @@ def test_first_call_inside_a_graph_capture_is_refused(monkeypatch):
         hopper_launch.zeroed_counters(0)
 
 
+def test_first_call_with_a_mask_inside_a_graph_capture_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    message = r"with a mask must not be inside a CUDA graph capture; call it once before, and keep"
+    for make in (device_lists.forward_list, device_lists.backward_list):
+        more = {"has_turns": True} if make is device_lists.backward_list else {}
+        with pytest.raises(RuntimeError, match=message):
+            make(masks.causal(4), 128, 128, torch.device("cuda", 0), 7, **more)
+    assert device_lists.num_cached() == 0
+
+
+class _Recorder:
+    """Stands for a CUDA tensor and event; notes who waits."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        return lambda *_: self.calls.append(name)
+
+
+def test_another_stream_waits_once_for_the_copy_and_a_capture_does_not(device, monkeypatch):
+    mask = masks.causal(4)
+    on_cpu = torch.device("cpu")
+    device_lists.forward_list(mask, 128, 128, on_cpu, 7)
+    (entry,) = device_lists._entries.values()
+    data, stream = _Recorder(), _Recorder()
+    entry.lists = entry.lists._replace(data=data)
+    entry.copied = object()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    capturing = [True]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    device_lists.forward_list(mask, 128, 128, on_cpu, 8)
+    assert (stream.calls, data.calls) == ([], [])
+    capturing[0] = False
+    for _ in range(2):
+        device_lists.forward_list(mask, 128, 128, on_cpu, 8)
+        device_lists.forward_list(mask, 128, 128, on_cpu, 7)
+    assert (stream.calls, data.calls) == (["wait_event"], ["record_stream"])
+
+
+def test_device_that_is_not_current_is_made_so_for_the_launch(device, monkeypatch):
+    entered = []
+
+    class Guard:
+        def __init__(self, index):
+            self.index = index
+
+        def __enter__(self):
+            entered.append(self.index)
+
+        def __exit__(self, *_):
+            entered.append("left")
+
+    monkeypatch.setattr(hopper_launch, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "device", Guard)
+    attend(*draw(4, 4), masks.causal(4), backend="hopper")
+    assert entered == [0, "left"]
+    monkeypatch.setattr(hopper_launch, "current_device", lambda: 0)
+    attend(*draw(4, 4), masks.causal(4), backend="hopper")
+    assert entered == [0, "left"]
+
+
 def test_hopper_is_never_chosen_by_itself():
     q, k, v = (x.to("meta") for x in draw(4, 4))
     assert resolve_options(q, k, v).backend == "flex"
