@@ -208,6 +208,7 @@ struct BwdStorer {
     MCP_DEVICE BwdStorer(const BwdParams& params, const Shared& shared)
         : params(params), shared(shared), leader(lane_index() == 0) {}
 
+    template <bool kInTurn>
     MCP_DEVICE void store_tiles(const WorkItem& work, i32 head) {
         DqTurns<Traits::kBlockM> turns = {params, head};
         QueryTiles<Traits::kBlockM> queries(params.segments, work);
@@ -218,10 +219,9 @@ struct BwdStorer {
             const i32 segment = static_cast<i32>(queries.next_segment - params.segments) - 1;
             more = queries.advance();
             const bool leaves = !more || queries.tile == 0;
-            const bool in_turn = leader && params.turn_runs != nullptr;
-            if (in_turn) turns.take(segment, begin, first, end);
+            if (kInTurn && leader) turns.take(segment, begin, first, end);
             dq.add(params, shared, leader, head, first);
-            if (in_turn) pass_turns(turns, segment, begin, first, leaves ? end : -1);
+            if (kInTurn && leader) pass_turns(turns, segment, begin, first, leaves ? end : -1);
         }
     }
 
@@ -238,7 +238,8 @@ struct BwdStorer {
         }
     }
 
-    MCP_DEVICE void run() {
+    template <bool kInTurn>
+    MCP_DEVICE void store_work() {
         const i32 group = params.num_heads / params.num_kv_heads;
         for (;;) {
             const WorkItem work =
@@ -246,10 +247,19 @@ struct BwdStorer {
             if (work.head < 0) break;
             if (work.num_segs == 0) continue;
             for (i32 head = work.head * group; head < (work.head + 1) * group; head++) {
-                store_tiles(work, head);
+                store_tiles<kInTurn>(work, head);
             }
         }
         if (leader) ptx::tma_wait_group<0>();
+    }
+
+    // Two copies, so that the usual one is spared the registers of the turns.
+    MCP_DEVICE void run() {
+        if (params.turn_runs == nullptr) {
+            store_work<false>();
+        } else {
+            store_work<true>();
+        }
     }
 };
 
