@@ -102,13 +102,18 @@ class CPConfig:
     num_stages: int | None = None
     """Stages of overlap for remote keys; None lets the cost model choose."""
 
+    max_received_mb: int | None = None
+    """Most megabytes of received rows that a rank may hold at once in planner "auto"; None: no limit."""
+
     head_degree: int | None = None
     """Ranks that exchange tokens against heads in planner "usp"; None: the most that fit into a node."""
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim", "token_multiple", "element_bytes"):
             _check_positive(name, getattr(self, name))
-        for name in ("chunk_size", "value_head_dim", "num_stages", "head_degree"):
+        for name in (
+            "chunk_size", "value_head_dim", "num_stages", "max_received_mb", "head_degree"
+        ):  # fmt: skip
             if getattr(self, name) is not None:
                 _check_positive(name, getattr(self, name))
         if self.num_heads % self.num_kv_heads:

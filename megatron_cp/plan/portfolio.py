@@ -4,10 +4,13 @@ Published schemes are among the candidates with their exact prices, so our plan 
 best of them.
 """
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from megatron_cp.config import CPConfig
-from megatron_cp.plan.pricing import Choice
+from megatron_cp.plan.memory import received_bytes
+from megatron_cp.plan.pricing import PASSES, Choice
 from megatron_cp.plan.schema import AttentionPlan
 from megatron_cp.plan.search import Candidate, Family, candidates
 
@@ -28,11 +31,41 @@ def best_family(masks: Family, cp_size: int, config: CPConfig) -> dict[str, Atte
         best = totals.index(_pick(totals))
         estimates = [(name, choice) for name, choice in chosen[best].items() if choice.refine]
         if not estimates:
-            return _build(masks, found[best], chosen[best], config)
+            plans = _build(masks, found[best], chosen[best], config)
+            too_large = _too_large(plans, config, totals[best].seconds)
+            if not too_large:
+                return plans
+            for name in too_large:
+                choices, choice = found[best].choices[name], chosen[best][name]
+                choices[choices.index(choice)] = replace(choice, seconds=math.inf)
+            continue
         for name, choice in estimates:
             assert choice.refine is not None
             choices = found[best].choices[name]
             choices[choices.index(choice)] = choice.refine()
+
+
+def _too_large(
+    plans: Mapping[str, AttentionPlan], config: CPConfig, seconds: float
+) -> dict[str, float]:
+    """Returns the plans that hold more received rows than the config allows, with their megabytes.
+
+    Raises ValueError when nothing is left to try: `seconds` of the best choice is infinite.
+    """
+    limit = config.max_received_mb
+    if limit is None:
+        return {}
+    held = {
+        name: max(float(received_bytes(plan, which).max()) for which in PASSES) / 1e6
+        for name, plan in plans.items()
+    }
+    if math.isinf(seconds):
+        raise ValueError(
+            f"max_received_mb={limit} cannot be kept by any plan that planner 'auto' knows (the last holds "
+            f"{math.ceil(max(held.values()))} MB of received rows on a rank); raise it, or use planner='zigzag', "
+            "which holds two ranks' keys at a time"
+        )
+    return {name: size for name, size in held.items() if size > limit}
 
 
 def _pick(choices: Sequence[Choice]) -> Choice:

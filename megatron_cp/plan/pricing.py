@@ -153,14 +153,12 @@ class HeadGroups:
     def routes(self, arriving: dict[Side, list[IntArray]]) -> list[Route]:
         """Returns the routes worth a price, given what arrives when owners send themselves."""
         num_ranks, node_size = self.placed.num_ranks, self.topology.node_size
-        found: list[Route] = [direct]
-        if 1 < node_size < num_ranks:
-            found.append(ThroughNodes(node_size))
+        has_nodes = 1 < node_size < num_ranks
+        found: list[Route] = [ThroughNodes(node_size) if has_nodes else direct]
         for requests in (hop for hops in arriving.values() for hop in hops):
             rows = requests[:, ID_STOP] - requests[:, ID_START]
             sent = np.bincount(requests[:, SRC], rows, num_ranks)
             if len(rows) and sent.max() > HUB * sent.mean():
-                has_nodes = 1 < node_size < num_ranks
                 found.append(ThroughNodes(node_size, tree=True) if has_nodes else tree)
                 break
         return found

@@ -10,6 +10,7 @@ from megatron_cp.plan.cost import (
     row_elements,
     stage_areas,
 )
+from megatron_cp.plan.memory import received_bytes
 from megatron_cp.plan.schema import DST, SRC, START, STOP, AttentionPlan, PassName
 
 
@@ -51,6 +52,7 @@ def pass_stats(plan: AttentionPlan, pass_name: PassName) -> dict[str, float]:
     imbalance      max over mean of the pairs that ranks compute (1 for an empty mask)
     volume_mean, volume_max   inbound per rank, in units of one rank's query rows
     link_max       the largest in or out over ranks, same unit
+    received_mb_max   the most megabytes of received rows and results for them that a rank holds at once
     slices_max, messages_max  most slices in one stage, most messages sent by one rank in the pass
     volume_bound   the least mean volume of any plan with these areas per rank and this head degree
     makespan_ms, bound_ms     predicted time of the slowest rank; no plan is predicted faster
@@ -73,6 +75,7 @@ def pass_stats(plan: AttentionPlan, pass_name: PassName) -> dict[str, float]:
         "volume_bound": volume_bound(
             loads, own, config, pass_name, plan.mask, split.degree if split else 1
         ),
+        "received_mb_max": float(received_bytes(plan, pass_name).max()) / 1e6,
         "link_max": float(max(moved.sum(axis=0).max(), moved.sum(axis=1).max())),
         "num_stages": float(len(stages)),
         "slices_max": float(max(work.num_slices for stage in stages for work in stage.work)),

@@ -1,0 +1,38 @@
+"""How much memory received rows take on a rank while a pass runs."""
+
+import numpy as np
+
+from megatron_cp.plan.cost import FloatArray, row_bytes
+from megatron_cp.plan.schema import SIDES, AttentionPlan, PassName
+
+
+def received_bytes(plan: AttentionPlan, pass_name: PassName) -> FloatArray:
+    """Returns the most bytes of received rows that each rank holds at once in a pass: `[P]`.
+
+    Counted: the rows of a stage and of the chain before it, what is computed for them, and the rows of the next
+    stage that arrive meanwhile. A rank's own rows, and those that it exchanges for heads, are not received.
+    """
+    pass_ = plan.get_pass(pass_name)
+    degree = pass_.head_split.degree if pass_.head_split else 1
+    none = np.zeros(plan.cp_size)
+    held, arriving = [], []
+    for index, stage in enumerate(pass_.stages):
+        stage_held, stage_arriving = none, none
+        for side in SIDES:
+            size = row_bytes(plan.config, pass_name, side, degree)
+            rows = [_rows(plan, pass_name, i, side) for i in pass_.chain(index, side)]
+            stage_held = stage_held + sum(rows, none) * (size.there + size.back)
+            cast = stage.cast(side)
+            if cast is not None:
+                stage_arriving = stage_arriving + rows[-1] * size.there
+        held.append(stage_held)
+        arriving.append(stage_arriving)
+    peaks = [now + after for now, after in zip(held, [*arriving[1:], none], strict=True)]
+    return np.max([none, *peaks], axis=0)
+
+
+def _rows(plan: AttentionPlan, pass_name: PassName, index: int, side: str) -> FloatArray:
+    cast = plan.get_pass(pass_name).stages[index].cast("k" if side == "k" else "q")
+    hops = cast.hops if cast is not None else ()
+    rows = sum((hop.rows_received(plan.cp_size) for hop in hops), np.zeros(plan.cp_size))
+    return np.asarray(rows, dtype=np.float64)

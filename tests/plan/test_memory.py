@@ -1,0 +1,52 @@
+"""Received rows are counted as they are held, and a limit on them is kept or refused."""
+
+import numpy as np
+import pytest
+
+from megatron_cp import mask as masks
+from megatron_cp.config import CPConfig
+from megatron_cp.plan import AttentionPlan, Hop, Pass, Stage, Transfer, make_plan
+from megatron_cp.plan.memory import received_bytes
+
+OPTIONS = CPConfig(num_heads=2, num_kv_heads=1, head_dim=16)
+
+
+def test_a_chain_holds_its_rows_and_results_and_a_prefetch_beside_them():
+    """Rank 0 computes nothing; rank 1 receives 3 rows, keeps them, receives 2 more, then starts anew with 4."""
+
+    def brings(rows):
+        return Transfer((Hop(np.array([[0, 1, 0, rows]])),))
+
+    def work(held):
+        return (masks.from_slices(10, 10, []), masks.from_slices(10, 10 + held, []))
+
+    stages = (
+        Stage(work(3), k_cast=brings(3)),
+        Stage(work(5), k_cast=brings(2), keeps_k=True),
+        Stage(work(4), k_cast=brings(4)),
+    )
+    mask = masks.from_slices(20, 20, [])
+    both = Pass(stages)
+    plan = AttentionPlan(mask, OPTIONS, "by hand", np.arange(20).reshape(2, 10), both, both)
+    plan.validate()
+    there = (16 + 16) * 2  # one key and one value row in bf16
+    assert received_bytes(plan, "forward").tolist() == [0, (5 + 4) * there]
+    back = (16 + 16) * 4  # their gradients in fp32, for rows that are held
+    expected = 5 * (there + back) + 4 * there
+    assert received_bytes(plan, "backward").tolist() == [0, expected]
+
+
+@pytest.mark.parametrize("limit", [60, 20, 6])
+def test_auto_keeps_a_limit_on_received_rows(limit):
+    options = {"num_heads": 16, "num_kv_heads": 16, "head_dim": 64}
+    free = make_plan(masks.causal(8192), 4, CPConfig(**options))
+    plan = make_plan(masks.causal(8192), 4, CPConfig(**options, max_received_mb=limit))
+    for name in ("forward", "backward"):
+        assert plan.stats(name)["received_mb_max"] <= limit
+    assert free.stats("backward")["received_mb_max"] > 20  # the limit means something
+
+
+def test_a_limit_that_no_plan_keeps_is_refused_in_one_line():
+    config = CPConfig(head_dim=128, max_received_mb=1)  # one head: nothing to exchange
+    with pytest.raises(ValueError, match="max_received_mb=1 cannot be kept"):
+        make_plan(masks.full(65_536), 4, config)
