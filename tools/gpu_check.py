@@ -13,7 +13,7 @@ Parts, in order:
     dims       head dims 64, 96, 192, 256 and 192/128
 
 A wrong value, a missing GPU or compiler, a failed build stop it with the reason, in the page too; a part that
-runs out of time says so. Needs Python >= 3.10, torch with CUDA, nvcc, no network. Writes `<output>_<part>_
+runs out of time or hangs says so. Needs Python >= 3.10, torch with CUDA, nvcc, no network. Writes `<output>_<part>_
 <date>.md` and `.json`. Nothing of the GPU's settings is touched.
 """
 
@@ -23,6 +23,7 @@ import os
 import platform
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -44,10 +45,10 @@ SECONDS = 570.0  # an invocation ends before ten minutes
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 SANITIZER_SECONDS = 150
 COMPILE_JOBS = 8
-FLEX_LENGTHS = (
-    32 * cases.KILO,
-    4 * cases.KILO,
-)  # its compilations take longer than everything else
+# FlexAttention's compilations take longer than everything else.
+FLEX_LENGTHS = (32 * cases.KILO, 4 * cases.KILO)
+# How long one step may be silent: a kernel whose barriers do not fit hangs and never fails.
+CHECK_SECONDS, CASE_SECONDS = 60.0, 180.0
 QUICK_MASKS = tuple(cases.BARS)
 
 
@@ -55,11 +56,32 @@ class StopError(Exception):
     """Nothing after this would mean anything."""
 
 
+class Watchdog:
+    """Ends the process when a step takes too long, after telling which: a GPU that hangs cannot be interrupted."""
+
+    def __init__(self, on_silence: Callable[[str], None]):
+        self._on_silence = on_silence
+        self._timer: threading.Timer | None = None
+
+    def watch(self, step: str, seconds: float) -> None:
+        """Begins to wait for the next step, or for `stop`."""
+        self.stop()
+        text = f"{step} did not end within {seconds:.0f} s; the kernel may wait for itself forever"
+        self._timer = threading.Timer(seconds, self._on_silence, (text,))
+        self._timer.daemon = True
+        self._timer.start()
+
+    def stop(self) -> None:
+        """Ends waiting."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+
 class Check:
     """One invocation: its report, its clock, its parts."""
 
-    def __init__(self, report: Report, quick: bool, seconds: float = SECONDS):
-        self.report, self.quick = report, quick
+    def __init__(self, report: Report, quick: bool, watchdog: Watchdog, seconds: float = SECONDS):
+        self.report, self.quick, self.watchdog = report, quick, watchdog
         self.deadline = time.monotonic() + seconds
 
     def build(self) -> None:
@@ -93,6 +115,7 @@ class Check:
     def _one(self, name: str, check: Callable[[], str]) -> int:
         """Runs one check; returns 1 if it failed. Raises StopError when the device is lost or time is up."""
         self._check_time()
+        self.watchdog.watch(name, CHECK_SECONDS)
         try:
             detail = check()
             torch.cuda.synchronize()
@@ -107,6 +130,7 @@ class Check:
 
     def sanitize(self) -> None:
         """Runs the tiny cases under compute-sanitizer. Raises StopError if it reports anything."""
+        self.watchdog.stop()  # they are processes with a limit of their own
         for tool in SANITIZERS[: 1 if self.quick else None]:
             self._check_time()
             command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
@@ -134,6 +158,7 @@ class Check:
 
     def _time(self, case: cases.Case, flex: bool) -> None:
         self._check_time()
+        self.watchdog.watch(case.name, CASE_SECONDS)
         mask, x = case.mask(), peers.draw(case)
         contenders = [peers.hopper(case, mask, x)]
         if contenders[0].backward is not None:
@@ -227,6 +252,14 @@ def written(report: Report, path: Path) -> Iterator[None]:
         _say(f"wrote {path}.md and {path}.json")
 
 
+def _give_up(report: Report, path: Path, why: str) -> None:
+    """Writes what there is and ends the process at once: nothing else ends a hanging GPU call."""
+    report.stopped = why
+    report.write(path)
+    _say(f"stopped: {why}")
+    os._exit(3)
+
+
 def _run_sanitizer(command: list[str], seconds: float) -> tuple[str, str]:
     """Returns (ok, FAILED or "not run", why)."""
     try:
@@ -277,10 +310,11 @@ def main() -> int:
     path = options.output.with_name(f"{options.output.name}_{options.part}_{date}")
     with written(report, path):
         report.facts |= require_gpu()
-        check = Check(report, options.quick)
+        check = Check(report, options.quick, Watchdog(lambda why: _give_up(report, path, why)))
         for part in PARTS if options.part == "all" else dict.fromkeys(("build", options.part)):
             _say(f"== {part}")
             getattr(check, part)()
+        check.watchdog.stop()
     return 1 if report.stopped else 0
 
 

@@ -1,6 +1,7 @@
 """The GPU check without a GPU: its cases, its arithmetic, its page, and that its checks can fail."""
 
 import json
+import subprocess
 import sys
 from itertools import pairwise
 
@@ -255,11 +256,39 @@ def test_other_gpus_are_refused(monkeypatch):
 
 
 def test_check_stops_at_its_deadline():
-    check = gpu_check.Check(report.Report("t", {}), quick=True, seconds=-1.0)
+    check = gpu_check.Check(report.Report("t", {}), True, gpu_check.Watchdog(print), seconds=-1.0)
     with pytest.raises(
         gpu_check.StopError, match="time is up; run the remaining parts with --part"
     ):
         check.values()
+
+
+def test_step_that_hangs_is_named_in_the_page_and_ends_the_process(tmp_path):
+    program = f"""
+import threading
+from pathlib import Path
+from tools import gpu_check
+from tools.gpu.report import Report
+report, path = Report("t", {{}}), Path({str(tmp_path)!r}, "x")
+dog = gpu_check.Watchdog(lambda why: gpu_check._give_up(report, path, why))
+dog.watch("quick step", 60)
+dog.watch("slow step", 0.1)
+threading.Event().wait(60)
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=gpu_check.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert run.returncode == 3, run.stderr
+    assert "slow step did not end within 0 s" in (tmp_path / "x.md").read_text()
+    assert run.stdout.startswith("stopped: slow step")
+
+
+def test_long_rounds_become_fewer_but_never_too_few():
+    assert [measure.num_rounds(seconds) for seconds in (0.001, 0.4, 0.5, 5.0)] == [20, 20, 16, 10]
 
 
 def test_failed_values_stop_everything_after_all_were_tried(monkeypatch):
@@ -269,10 +298,11 @@ def test_failed_values_stop_everything_after_all_were_tried(monkeypatch):
     )
     monkeypatch.setattr(values, "check_merge", lambda v: "fine")
     monkeypatch.setattr(values, "has_gradients", lambda v: False)
-    check = gpu_check.Check(report.Report("t", {}), quick=True)
+    check = gpu_check.Check(report.Report("t", {}), True, gpu_check.Watchdog(print))
     with pytest.raises(gpu_check.StopError, match="value checks failed; speed of a wrong kernel"):
         check.values()
     tried = list(values.small_checks(quick=True))
+    check.watchdog.stop()
     failed = [name for name, verdict, _ in check.report.checks if verdict == "FAILED"]
     assert failed == [small.name for small in tried]
 

@@ -2,13 +2,16 @@
 
 import statistics
 import subprocess
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 FLUSH_BYTES = 256 << 20  # several times the second-level cache
-WARMUP, ROUNDS = 5, 20
+WARMUP = 5
+MIN_ROUNDS, MAX_ROUNDS = 10, 20
+CASE_SECONDS = 8.0  # what the rounds of one case may take together before they become fewer
 
 
 @dataclass(frozen=True)
@@ -20,22 +23,31 @@ class Times:
     high_ms: float
 
 
-def interleaved(
-    calls: Mapping[str, Callable[[], object]], rounds: int = ROUNDS, warmup: int = WARMUP
-) -> dict[str, Times]:
+def num_rounds(seconds_per_round: float) -> int:
+    """Returns how often to measure a case of which one round takes so long."""
+    affordable = int(CASE_SECONDS / max(seconds_per_round, 1e-6))
+    return max(MIN_ROUNDS, min(MAX_ROUNDS, affordable))
+
+
+def interleaved(calls: Mapping[str, Callable[[], object]]) -> dict[str, Times]:
     """Returns the times of each call: every round runs each once, after writing over the cache."""
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in calls}
-    for current in range(warmup + rounds):
+    current, rounds = 0, MAX_ROUNDS
+    while current < WARMUP + rounds:
+        began = time.monotonic()
         for name, call in calls.items():
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             flush.zero_()
             start.record()
             call()
             stop.record()
-            if current >= warmup:
+            if current >= WARMUP:
                 events[name].append((start, stop))
         torch.cuda.synchronize()  # a round at a time: the host must not run far ahead
+        current += 1
+        if current == WARMUP:
+            rounds = num_rounds(time.monotonic() - began)
     return {name: summary([a.elapsed_time(b) for a, b in pairs]) for name, pairs in events.items()}
 
 
@@ -65,7 +77,7 @@ def ceilings() -> dict[str, float]:
     source = torch.randn(1 << 30, device="cuda", dtype=torch.bfloat16)
     target = torch.empty_like(source)
     calls = {"product": lambda: a @ b, "copy": lambda: target.copy_(source)}
-    times = interleaved(calls, rounds=10)
+    times = interleaved(calls)
     return {
         "bf16 product 8192^3, TFLOP/s": 2 * size**3 / times["product"].median_ms / 1e9,
         "copy, TB/s": 2 * source.nbytes / times["copy"].median_ms / 1e9,

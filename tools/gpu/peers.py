@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron_cp.attn import attend, flex
 from megatron_cp.mask import AttentionMask
 from megatron_cp.plan.workloads import WINDOW, document_lengths
-from tools.gpu.cases import Case
+from tools.gpu.cases import KILO, Case
 
 # T tokens, N query heads, G kv heads, H head dim, Hv value head dim
 Call = Callable[[], Any]
@@ -85,7 +85,12 @@ def cudnn(case: Case, mask: AttentionMask, x: Inputs) -> Contender | None:
 
 
 def flash2(case: Case, mask: AttentionMask, x: Inputs) -> Contender | None:
-    """Returns torch's scaled_dot_product_attention on FlashAttention-2; None as for cuDNN."""
+    """Returns torch's scaled_dot_product_attention on FlashAttention-2; None as for cuDNN, and beyond 8K.
+
+    It is far behind the others on Hopper, and its minutes are better spent on them.
+    """
+    if case.num_tokens > 8 * KILO:
+        return None
     return _sdpa("fa2", SDPBackend.FLASH_ATTENTION, case, x)
 
 
