@@ -6,6 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_cp import mask as masks
+from megatron_cp.plan import Transfer
+from tests.oracles.plans import held_ids
 from tests.plan.cases import HEAD_COUNTS, config, nodes_of, packed, scheme
 from tests.plan.test_laws import any_square_mask, check_laws
 
@@ -234,3 +236,39 @@ def test_schemes_that_know_nodes_compute_every_pair_once(planner, case, ranks, h
     mask, allowed = case
     plan, _ = scheme(planner, mask, ranks[0], heads, topology=nodes_of(ranks[1]))
     check_laws(plan, allowed)
+
+
+def arrivals(plan, pass_name):
+    """Returns (side, token id, source, destination) of every row that moves, replayed from plain numbers."""
+    moved = []
+    for side in ("k", "q"):
+        own, held = plan.global_from_local.tolist(), None
+        for stage in plan.get_pass(pass_name).stages:
+            held = held if getattr(stage, f"keeps_{side}") else own
+            cast = getattr(stage, f"{side}_cast")
+            for hop in cast.hops if cast else ():
+                for src, dst, start, stop in hop.messages.tolist():
+                    moved += [(side, token, src, dst) for token in held[src][start:stop]]
+                held = held_ids(held, Transfer((hop,)))
+    return moved
+
+
+@pytest.mark.parametrize("planner", ["dcp", "double_ring", "ultraattn"])
+@pytest.mark.parametrize("cp_size", [6, 8])
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2)])
+def test_a_row_enters_a_node_once_and_reaches_a_rank_once(planner, cp_size, heads):
+    node = cp_size // 2
+    for mask in (masks.causal(150), packed("log-normal", 190, 7), masks.star(160), masks.full(96)):
+        plan, _ = scheme(planner, mask, cp_size, heads, topology=nodes_of(node))
+        for name in ("forward", "backward"):
+            moved = arrivals(plan, name)
+            reached = [(side, token, dst) for side, token, _, dst in moved]
+            assert len(set(reached)) == len(reached)
+            entered = [
+                (side, token, dst // node)
+                for side, token, src, dst in moved
+                if src // node != dst // node
+            ]
+            assert len(set(entered)) == len(entered)
+            home = {t: r // node for r, ids in enumerate(plan.global_from_local) for t in ids}
+            assert all(home[token] != where for _, token, where in entered)
