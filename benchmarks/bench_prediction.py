@@ -2,11 +2,13 @@
 
 python benchmarks/bench_prediction.py --output benchmarks/results/prediction_<hardware>_<date>
 
-First each number of ranks measures itself, all ranks at once: local attention by slice shape, and all-to-all by
-size. That gives a profile file as a user would write it (kept beside the result). Then every plan is executed
-through `cp_attention`, forward and backward, and compared with the time that the profile predicts: by the
-cost model, and by the simulation with and without overlap. On CPU ranks the cores that compute also copy,
-so little of the transfers is hidden.
+In every round each number of ranks measures itself, all ranks at once (local attention by slice shape, all-to-all
+by size), and executes every plan through `cp_attention`, forward and backward; of each the least time over the
+rounds counts. The calibration becomes a profile file as a user would write it, and every plan is compared with
+the time that the profile predicts: by the cost model, and by the simulation with and without overlap.
+
+Two clocks: the wall, and the processor time of a rank (all its threads), which other work on the machine adds less
+to; the latter knows no waiting and no overlap, so it is compared with the plain sum of compute and transfers.
 """
 
 import argparse
@@ -32,17 +34,23 @@ from megatron_cp import mask as masks
 from megatron_cp.api import cp_attention
 from megatron_cp.attn.attend import attend_backward, attend_forward
 from megatron_cp.attn.options import resolve_options
-from megatron_cp.config import CPConfig
+from megatron_cp.config import CPConfig, Topology
 from megatron_cp.mask import AttentionMask
 from megatron_cp.plan import PLANNERS, AttentionPlan, make_plan
+from megatron_cp.plan.schema import PassName
 from megatron_cp.plan.simulate import simulate_pass
 from megatron_cp.plan.topology import load_profile
 from megatron_cp.plan.workloads import document_lengths
 
 HEADS, KV_HEADS, DIM = 4, 4, 64
-SHAPES = (64, 256, 1024, 4096)
+SHAPES = (64, 256, 1024, 2048)
 MESSAGE_BYTES = (1 << 12, 1 << 18, 1 << 22)
-PASSES = ("forward", "backward")
+PASSES: tuple[PassName, PassName] = ("forward", "backward")
+WALL, PROCESSOR = 0, 1
+Clocks = list[float]  # wall and processor seconds
+CHOSEN = (
+    "auto", "contiguous", "zigzag", "allgather", "ulysses", "double_ring", "distflashattn", "magi",
+)  # fmt: skip
 
 
 def tensors(rows: int, heads: int, seed: int) -> torch.Tensor:
@@ -50,37 +58,41 @@ def tensors(rows: int, heads: int, seed: int) -> torch.Tensor:
     return torch.randn(rows, heads, DIM, generator=torch.Generator().manual_seed(seed))
 
 
-def slowest(call: Callable[[], object]) -> float:
-    """Returns the seconds of the slowest rank."""
+def slowest(call: Callable[[], object]) -> Clocks:
+    """Returns wall and processor seconds of the slowest rank."""
     dist.barrier()
-    started = time.perf_counter()
+    started = time.perf_counter(), time.process_time()
     call()
-    worst = torch.tensor(time.perf_counter() - started)
+    worst = torch.tensor([time.perf_counter() - started[0], time.process_time() - started[1]])
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    return worst.item()
+    return worst.tolist()
 
 
-def best(call: Callable[[], object], rounds: int) -> float:
-    """Returns the least time over rounds: what other work on the machine disturbed least."""
-    return min(slowest(call) for _ in range(rounds + 1))
+class Least:
+    """Named calls, each with the least wall and processor time so far."""
+
+    def __init__(self, calls: dict[Any, Callable[[], object]]):
+        self.calls = calls
+        self.clocks: dict[Any, Clocks] = {name: [np.inf, np.inf] for name in calls}
+
+    def run(self) -> None:
+        """Runs every call once, in order."""
+        for name, call in self.calls.items():
+            self.clocks[name] = list(map(min, self.clocks[name], slowest(call)))
 
 
 # ---------------------------------------------------------------------- calibration
 
 
-def measure_kernels(rounds: int) -> list[dict[str, float]]:
-    """Returns the rate of local attention for boxes and bands of every shape, all ranks computing at once."""
-    cells = []
+def kernel_calls() -> dict[Any, Callable[[], object]]:
+    """Returns local attention on boxes and bands of every shape, by (rows, keys, kind, pass)."""
+    calls: dict[Any, Callable[[], object]] = {}
     for rows, keys in itertools.product(SHAPES, SHAPES):
-        cell: dict[str, float] = {"rows": rows, "keys": keys}
         band = masks.from_slices(rows, rows + keys, [(0, rows, 0, rows + keys, 1, keys)])
-        for prefix, mask in (("", masks.full(rows, keys)), ("slanted_", band)):
-            flops = 4.0 * mask.area() * HEADS * DIM / 1e12
-            forward, backward = local_passes(mask)
-            cell[f"{prefix}forward_tflops"] = flops / best(forward, rounds)
-            cell[f"{prefix}backward_tflops"] = 2.5 * flops / best(backward, rounds)
-        cells.append(cell)
-    return cells
+        for kind, mask in (("", masks.full(rows, keys)), ("slanted_", band)):
+            for name, call in zip(PASSES, local_passes(mask), strict=True):
+                calls[rows, keys, kind, name] = call
+    return calls
 
 
 def local_passes(mask: AttentionMask) -> tuple[Callable[[], object], Callable[[], object]]:
@@ -96,52 +108,56 @@ def local_passes(mask: AttentionMask) -> tuple[Callable[[], object], Callable[[]
     )
 
 
-def measure_links(world_size: int, rounds: int) -> dict[str, float]:
-    """Returns bandwidth and latency of an all-to-all, fitted over message sizes (per rank, one way)."""
-    sizes, times = [], []
-    for size in MESSAGE_BYTES:
+def link_calls(world_size: int) -> dict[Any, Callable[[], object]]:
+    """Returns all-to-alls by bytes that a rank sends to others."""
+
+    def exchange(size: int) -> Callable[[], object]:
         sent = torch.zeros(size * world_size, dtype=torch.uint8)
         received = torch.zeros_like(sent)
-        seconds = best(lambda r=received, s=sent: dist.all_to_all_single(r, s), 4 * rounds)
-        sizes.append(size * (world_size - 1))
-        times.append(seconds)
-    slope, latency = np.polyfit(sizes, times, 1, w=1 / np.array(times))
-    gbytes = 1 / max(slope, 1e-12) / 1e9
+        return lambda: dist.all_to_all_single(received, sent)
+
+    return {size * (world_size - 1): exchange(size) for size in MESSAGE_BYTES}
+
+
+def profile_of(kernels: Least, links: Least, clock: int, world_size: int) -> dict[str, Any]:
+    """Returns the profile that one clock gives."""
+    cells: dict[tuple[int, int], dict[str, float]] = {}
+    for (rows, keys, kind, name), clocks in kernels.clocks.items():
+        flops = 4.0 * rows * keys * HEADS * DIM * (1.0 if name == "forward" else 2.5)
+        cell = cells.setdefault((rows, keys), {"rows": rows, "keys": keys})
+        cell[f"{kind}{name}_tflops"] = flops / clocks[clock] / 1e12
+    sizes = np.array(list(links.clocks), dtype=float)
+    times = np.array([clocks[clock] for clocks in links.clocks.values()])
+    slope, latency = np.polyfit(sizes, times, 1, w=1 / times)
+    gbytes = 1e-9 / max(slope, 1e-12)
     return {
+        "name": f"gloo, {world_size} ranks",
+        "node_size": world_size,
         "inner_gbytes_per_s": gbytes,
         "outer_gbytes_per_s": gbytes,
         "latency_us": max(0.0, latency * 1e6),
+        "kernel": list(cells.values()),
     }
 
 
 # ---------------------------------------------------------------------- execution
 
 
-class Executed:
-    """A plan and its tensors on one rank; the least time of each pass so far."""
+def plan_calls(plan: AttentionPlan) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Returns calls of a plan's forward pass, and of the backward pass of the last forward."""
+    q, k, v = (
+        tensors(plan.tokens_per_rank, heads, seed).requires_grad_()
+        for seed, heads in enumerate((HEADS, KV_HEADS, KV_HEADS))
+    )
+    result: list[torch.Tensor] = []
 
-    def __init__(self, plan: AttentionPlan):
-        rows = plan.tokens_per_rank
-        self.plan = plan
-        self.inputs = [
-            tensors(rows, heads, seed).requires_grad_()
-            for seed, heads in enumerate((HEADS, KV_HEADS, KV_HEADS))
-        ]
-        self.seconds = dict.fromkeys(PASSES, float("inf"))
+    def forward() -> None:
+        result[:] = [cp_attention(q, k, v, plan, dist.group.WORLD)[0]]
 
-    def run(self) -> None:
-        """Runs both passes once."""
-        q, k, v = self.inputs
-        result: list[torch.Tensor] = []
+    def backward() -> None:
+        torch.autograd.grad(result[0], (q, k, v), torch.ones_like(result[0]))
 
-        def forward() -> None:
-            result[:] = [cp_attention(q, k, v, self.plan, dist.group.WORLD)[0]]
-
-        def backward() -> None:
-            torch.autograd.grad(result[0], (q, k, v), torch.ones_like(result[0]))
-
-        for name, call in zip(PASSES, (forward, backward), strict=True):
-            self.seconds[name] = min(self.seconds[name], slowest(call))
+    return forward, backward
 
 
 def cases() -> list[tuple[str, str, AttentionMask]]:
@@ -154,7 +170,8 @@ def cases() -> list[tuple[str, str, AttentionMask]]:
         "documents 4K": documents,
         "window 256 of 4K": masks.sliding_window(4096, 255),
     }
-    return [(name, planner, mask) for name, mask in named.items() for planner in PLANNERS]
+    known = [planner for planner in CHOSEN if planner in PLANNERS]
+    return [(name, planner, mask) for name, mask in named.items() for planner in known]
 
 
 def worker(rank: int, world_size: int, folder: str, rounds: int) -> None:
@@ -164,22 +181,21 @@ def worker(rank: int, world_size: int, folder: str, rounds: int) -> None:
         "gloo", init_method=f"file://{folder}/store{world_size}", rank=rank,
         world_size=world_size, timeout=datetime.timedelta(seconds=300),
     )  # fmt: skip
-    profile = {"name": f"gloo, {world_size} ranks", "node_size": world_size}
-    profile |= measure_links(world_size, rounds) | {"kernel": measure_kernels(rounds)}
-    plans: dict[tuple[str, str], Executed] = {}
+    calls: dict[Any, Callable[[], object]] = {}
     for name, planner, mask in cases():
         with contextlib.suppress(ValueError, NotImplementedError):  # what a scheme does not serve
-            plans[name, planner] = Executed(make_plan(mask, world_size, config(planner)))
-    for _ in range(rounds + 1):  # interleaved: a busy moment hits different plans in each round
-        for one in plans.values():
+            plan = make_plan(mask, world_size, config(planner))
+            for pass_name, call in zip(PASSES, plan_calls(plan), strict=True):
+                calls[name, planner, pass_name] = call
+    kernels, links, plans = Least(kernel_calls()), Least(link_calls(world_size)), Least(calls)
+    for _ in range(rounds):  # interleaved: a busy moment hits different calls in each round
+        for one in (kernels, links, plans):
             one.run()
     if rank == 0:
-        measured = [
-            {"mask": name, "planner": planner, **one.seconds}
-            for (name, planner), one in plans.items()
-        ]
+        profiles = [profile_of(kernels, links, clock, world_size) for clock in (WALL, PROCESSOR)]
         path = Path(folder) / f"measured{world_size}.json"
-        path.write_text(json.dumps({"profile": profile, "measured": measured}))
+        measured = [[*key, *clocks] for key, clocks in plans.clocks.items()]
+        path.write_text(json.dumps({"profiles": profiles, "measured": measured}))
     dist.destroy_process_group()
 
 
@@ -194,51 +210,78 @@ def config(planner: str) -> CPConfig:
 # ---------------------------------------------------------------------- comparison
 
 
-def predictions(plan: AttentionPlan, name: str) -> dict[str, float]:
-    """Returns the predicted milliseconds of one pass by each model."""
+def predictions(
+    plan: AttentionPlan, name: PassName, profiles: list[Topology]
+) -> dict[str, tuple[int, float]]:
+    """Returns the clock and the predicted milliseconds of one pass, by model."""
+    wall, processor = (replace(plan, config=replace(plan.config, topology=p)) for p in profiles)
+    spent = simulate_pass(processor, name, overlap=False)
+    hops = sum(len(transfer.hops) for _, transfer in plan.get_pass(name).transfers())
+    hops *= 1 if name == "forward" else 2
+    total = spent.computing + np.maximum(*(spent.busy[f"node link {way}"] for way in ("in", "out")))
     return {
-        "cost model": plan.stats(name)["makespan_ms"],
-        "simulation": simulate_pass(plan, name).seconds * 1e3,
-        "no overlap": simulate_pass(plan, name, overlap=False).seconds * 1e3,
+        "cost model": (WALL, wall.stats(name)["makespan_ms"]),
+        "simulation": (WALL, simulate_pass(wall, name).seconds * 1e3),
+        "without overlap": (WALL, simulate_pass(wall, name, overlap=False).seconds * 1e3),
+        "sum, processor time": (
+            PROCESSOR,
+            float(total.max()) * 1e3 + hops * profiles[PROCESSOR].latency_us / 1e3,
+        ),
     }
 
 
-def compare(found: dict[str, Any], world_size: int, profile_path: Path) -> list[list[Cell]]:
-    """Returns a line per plan and pass: executed and predicted."""
-    profile_path.write_text(json.dumps(found["profile"], indent=1) + "\n")
-    topology = load_profile(profile_path)
+def compare(found: dict[str, Any], world_size: int, folder: Path) -> list[dict[str, Any]]:
+    """Returns a record per plan and pass: executed and predicted."""
+    profiles = []
+    for content in found["profiles"]:
+        (folder / "profile.json").write_text(json.dumps(content))
+        profiles.append(load_profile(folder / "profile.json"))
     by_name = {(name, planner): mask for name, planner, mask in cases()}
-    rows: list[list[Cell]] = []
-    for one in found["measured"]:
-        mask = by_name[one["mask"], one["planner"]]
-        plan = make_plan(mask, world_size, config(one["planner"]))
-        plan = replace(plan, config=replace(plan.config, topology=topology))
-        for name in PASSES:
-            ms = predictions(plan, name)
-            rows.append(
-                [world_size, one["mask"], one["planner"], name, one[name] * 1e3, *ms.values()]
-            )
-    return rows
+    records = []
+    for mask_name, planner, name, *clocks in found["measured"]:
+        plan = make_plan(by_name[mask_name, planner], world_size, config(planner))
+        records.append(
+            {
+                "ranks": world_size,
+                "mask": mask_name,
+                "planner": planner,
+                "pass": name,
+                "executed": [seconds * 1e3 for seconds in clocks],
+                "predicted": predictions(plan, name, profiles),
+            }
+        )
+    return records
 
 
-def agreement(rows: list[list[Cell]]) -> list[list[Cell]]:
-    """Returns R2, its logarithmic form, mean and worst error of each model, per number of ranks."""
+def agreement(records: list[dict[str, Any]]) -> list[list[Cell]]:
+    """Returns R2, its logarithmic form, median and worst error of each model, per number of ranks."""
     lines: list[list[Cell]] = []
-    for world_size in sorted({row[0] for row in rows}):
-        kept = [row for row in rows if row[0] == world_size]
-        executed = np.array([row[4] for row in kept], float)
-        for place, model in enumerate(("cost model", "simulation", "no overlap"), start=5):
-            predicted = np.array([row[place] for row in kept], float)
+    for world_size in sorted({record["ranks"] for record in records}):
+        kept = [record for record in records if record["ranks"] == world_size]
+        for model, (clock, _) in kept[0]["predicted"].items():
+            executed = np.array([record["executed"][clock] for record in kept])
+            predicted = np.array([record["predicted"][model][1] for record in kept])
             errors = np.abs(predicted / executed - 1)
             worst = kept[int(errors.argmax())]
             lines.append(
                 [
                     world_size, model, len(kept), f"{r2(predicted, executed):.3f}",
                     f"{r2(np.log(predicted), np.log(executed)):.3f}", f"{np.median(errors):.0%}",
-                    f"{errors.max():.0%}", f"{worst[1]}, {worst[2]}, {worst[3]}",
+                    f"{errors.max():.0%}", f"{worst['mask']}, {worst['planner']}, {worst['pass']}",
                 ]
             )  # fmt: skip
     return lines
+
+
+def detail_rows(records: list[dict[str, Any]]) -> list[list[Cell]]:
+    """Returns a line per plan and pass."""
+    return [
+        [
+            record["ranks"], record["mask"], record["planner"], record["pass"],
+            *record["executed"], *(ms for _, ms in record["predicted"].values()),
+        ]
+        for record in records
+    ]  # fmt: skip
 
 
 def r2(predicted: np.ndarray, executed: np.ndarray) -> float:
@@ -256,21 +299,20 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
     arguments = parser.parse_args()
     facts = environment(("numpy", "torch"))
-    rows: list[list[Cell]] = []
+    records: list[dict[str, Any]] = []
     profiles = []
     with tempfile.TemporaryDirectory() as folder:
         for world_size in arguments.ranks:
             mp.spawn(worker, (world_size, folder, arguments.rounds), nprocs=world_size)
             found = json.loads((Path(folder) / f"measured{world_size}.json").read_text())
-            rows += compare(found, world_size, Path(folder) / "profile.json")
-            profiles.append(found["profile"])
+            records += compare(found, world_size, Path(folder))
+            profiles.append(found["profiles"])
     facts |= {
         "what": f"one call of cp_attention, {HEADS} heads of {DIM}, fp32, one thread per rank, gloo",
-        "protocol": f"slowest rank, least of {arguments.rounds + 1} interleaved rounds: what other work "
-        "disturbed least; calibration likewise",
+        "protocol": f"slowest rank, least of {arguments.rounds} interleaved rounds; calibration likewise",
         "load of the machine at the end": f"{os.getloadavg()[0]:.1f}",
-        "caution": "two cores for all ranks, and other work ran on the machine: calibration and execution "
-        "were disturbed alike, not equally",
+        "caution": "two cores for all ranks, and much other work on the machine at the time: calibration "
+        "and execution were disturbed alike, not equally; processor time is the surer column",
         "yardstick": "UltraAttn (SC'25) reports R2 .993 inside a node and .918 between nodes",
         "command": "python benchmarks/bench_prediction.py",
     }
@@ -285,18 +327,11 @@ def main() -> None:
         "where",
     )
     details = (
-        "ranks",
-        "mask",
-        "planner",
-        "pass",
-        "executed ms",
-        "cost model",
-        "simulation",
-        "no overlap",
-    )
+        "ranks", "mask", "planner", "pass", "executed ms", "its processor ms", *records[0]["predicted"]
+    )  # fmt: skip
     tables = [
-        Table("Agreement", columns, agreement(rows)),
-        Table("Passes", details, rows, "Milliseconds."),
+        Table("Agreement", columns, agreement(records)),
+        Table("Passes", details, detail_rows(records), "Milliseconds."),
     ]
     publish(
         "Predicted against executed time", facts, tables, arguments.output, {"profiles": profiles}
