@@ -124,7 +124,7 @@ def launch_backward(
     q_QNH, k_KGH, v_KGH = tensors
     dtype = torch.float32 if float_grads else q_QNH.dtype
     if not lists.num_segs:
-        dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in tensors)
+        dq, dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in tensors)
         return dq, dk, dv
     dq_sum = q_QNH.new_zeros(q_QNH.shape, dtype=torch.float32)
     dk, dv = (empty_gradient(x, dtype) for x in (k_KGH, v_KGH))

@@ -173,9 +173,12 @@ def test_forward_operator_keeps_the_rules_of_operators(device, needs_grad, sink)
     torch.library.opcheck(torch.ops.megatron_cp.attention_forward.default, arguments)
 
 
-def test_backward_operator_keeps_the_rules_of_operators(device):
+@pytest.mark.parametrize("mask", [masks.causal(9), masks.from_slices(9, 9, [])], ids=str)
+def test_backward_operator_keeps_the_rules_of_operators(device, mask):
     q, k, v = draw(9, 9, dtype=torch.float16)
-    mask = masks.causal(9)
+    q = (
+        q.transpose(0, 1).contiguous().transpose(0, 1)
+    )  # gradients are contiguous whatever the inputs are
     data, *counts = hopper._grad_list(q, v, mask, OPTIONS)
     out, lse = attend(q, k, v, mask, backend="hopper")
     arguments = (out, torch.zeros_like(lse), q, k, v, out, lse, data, counts, 0.125, 0.0)
