@@ -67,7 +67,7 @@ def build_parser() -> OneLineParser:
     simulate_command.add_arguments(simulate)
     simulate.set_defaults(run=_simulate)
     emulate = commands.add_parser(
-        "emulate", help="one case of the Hopper forward kernel on this CPU", allow_abbrev=False
+        "emulate", help="one case of the Hopper kernels on this CPU", allow_abbrev=False
     )
     emulate_command.add_arguments(emulate)
     emulate.set_defaults(run=_emulate)

@@ -1,4 +1,4 @@
-"""The words of `python -m megatron_cp emulate`, and what it does: one case of the forward kernel on the CPU.
+"""The words of `python -m megatron_cp emulate`, and what it does: one case of the attention kernels on the CPU.
 
 Prints the distance to float64 beside that of the plain formula, what was executed, and on request every event
 of the kernel's mbarriers. Nothing it prints says anything about the speed of a GPU.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,6 +79,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--host-threads", type=_count, default=1, help="1 (default): the same run for the same seed"
     )
     parser.add_argument(
+        "--backward", action="store_true", help="the backward kernels too, with a random gradient"
+    )
+    parser.add_argument(
         "--history", type=Path, metavar="FILE", help="write every event of the mbarriers here"
     )
 
@@ -106,35 +110,72 @@ def run(args: argparse.Namespace) -> tuple[list[str], int]:
     options = resolve_options(q, k, v, softcap=args.softcap, backend="emulated")
     out, lse = torch.empty(args.length, args.heads, v.shape[-1]), torch.empty(q.shape[:2])
     how = emulated.Settings(args.seed, args.blocks, args.host_threads, args.history is not None)
-    started = time.perf_counter()
-    try:
-        with emulated.running(how) as session:
-            emulated.run_forward(q, k, v, mask, options, into=(out, lse))
-    except (EmulatorError, EmulatorBuildError) as defect:
-        return [f"{args.mask}, seed {args.seed}: {defect}"], 1
-    seconds = time.perf_counter() - started
-    counts = session.runs[0].counts if session.runs else {}
     exact_out, exact_lse = attend(
         q.double(), k.double(), v.double(), mask, softcap=args.softcap, backend="reference"
     )
-    plain_out = _plain(q, k, v, mask, options.softmax_scale, args.softcap)
+    plain = _plain(q, k, v, mask, options.softmax_scale, args.softcap)
     has_keys = torch.isfinite(exact_lse)
+    started, gradients = time.perf_counter(), []
+    try:
+        with emulated.running(how) as session:
+            emulated.run_forward(q, k, v, mask, options, into=(out, lse))
+            if args.backward:
+                gradients = _gradient_lines(args, q, k, v, mask)
+    except (EmulatorError, EmulatorBuildError) as defect:
+        return [f"{args.mask}, seed {args.seed}: {defect}"], 1
+    seconds = time.perf_counter() - started
+    counts = sum((Counter(run.counts) for run in session.runs), Counter())
     lse_error = (lse - exact_lse)[has_keys].abs().max().item() if has_keys.any() else 0.0
     lines = [
         f"{args.mask}: {args.length} queries and keys, {mask.area():,} pairs, {args.heads}:{k.shape[1]} heads, head "
         f"dim {q.shape[-1]} ({v.shape[-1]}), {args.dtype}, seed {args.seed}, {args.blocks} CTAs",
-        f"out  max error against float64 {_max_error(out, exact_out):.2e}, of the plain {args.dtype} formula "
-        f"{_max_error(plain_out, exact_out):.2e}",
+        _error_line("out", out, plain, exact_out, args.dtype),
         f"lse  max error against float64 {lse_error:.2e}",
+        *gradients,
         f"emulated in {seconds:.2f} s, compilation included where needed; this says nothing about a GPU",
         "instructions, counted per thread:",
-        *(f"{count:>12,}  {name}" for name, count in sorted(counts.items(), key=_by_count)),
+        *(f"{count:>12,}  {name}" for name, count in counts.most_common()),
     ]
     if args.history is not None:
         history = "".join(run.history for run in session.runs)
         args.history.write_text(history, encoding="utf-8")
         lines.append(f"wrote {history.count(chr(10)):,} events of mbarriers to {args.history}")
     return lines, 0
+
+
+def _gradient_lines(
+    args: argparse.Namespace, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
+) -> list[str]:
+    """Returns the errors of dq, dk and dv: a forward and a backward pass by the kernels."""
+    import torch
+
+    from megatron_cp.attn import attend
+
+    dout = torch.randn(*q.shape[:2], v.shape[2], generator=torch.Generator().manual_seed(args.seed))
+    dout = dout.to(q.dtype)
+
+    Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+    def gradients(dtype: torch.dtype, compute: Compute) -> Sequence[Tensor]:
+        a, b, c = (x.to(dtype).requires_grad_() for x in (q, k, v))
+        return torch.autograd.grad(compute(a, b, c), (a, b, c), dout.to(dtype))
+
+    def by(backend: str) -> Compute:
+        return lambda a, b, c: attend(a, b, c, mask, softcap=args.softcap, backend=backend)[0]
+
+    scale = q.shape[-1] ** -0.5
+    made = gradients(q.dtype, by("emulated"))
+    exact = gradients(torch.float64, by("reference"))
+    plain = gradients(q.dtype, lambda a, b, c: _plain(a, b, c, mask, scale, args.softcap))
+    return [
+        _error_line(name, x, y, z, args.dtype)
+        for name, x, y, z in zip(("dq", "dk", "dv"), made, plain, exact, strict=True)
+    ]
+
+
+def _error_line(name: str, made: Tensor, plain: Tensor, exact: Tensor, dtype: str) -> str:
+    errors = [float((x.double() - exact).abs().nan_to_num(0.0).max()) for x in (made, plain)]
+    return f"{name:4} max error against float64 {errors[0]:.2e}, of the plain {dtype} formula {errors[1]:.2e}"
 
 
 def _inputs(args: argparse.Namespace) -> list[Tensor]:
@@ -160,11 +201,3 @@ def _plain(
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~torch.from_numpy(mask.to_dense()), -torch.inf)
     return torch.einsum("nqk,knv->qnv", scores.softmax(dim=-1).nan_to_num(0.0), v)
-
-
-def _max_error(actual: Tensor, exact: Tensor) -> float:
-    return float((actual.double() - exact).abs().max())
-
-
-def _by_count(item: tuple[str, int]) -> int:
-    return -item[1]

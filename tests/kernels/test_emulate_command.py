@@ -44,6 +44,17 @@ def test_instructions_and_barriers_are_counted_as_executed(capsys, tmp_path):
     assert f"wrote {len(events):,} events" in printed.out
 
 
+@pytest.mark.parametrize("mask", ["mixed", "causal"])
+def test_gradients_are_as_close_to_float64_as_the_plain_formula(capsys, mask):
+    status, printed = _emulate(capsys, "--mask", mask, "--backward", "--seed", "2")
+    assert status == 0
+    for name in ("dq", "dk", "dv"):
+        line = rf"{name}   max error against float64 (\S+), of the plain bf16 formula (\S+)"
+        error, plain = (float(x) for x in re.search(line, printed.out).groups())
+        assert 0 < error <= 2 * plain
+    assert "cp.reduce.async.bulk.tensor" in printed.out
+
+
 def test_a_defect_is_one_line_on_standard_error_and_exit_code_1(capsys, monkeypatch):
     def find(self, params, machine):
         raise library.EmulatorError("block 0, deadlock")

@@ -122,17 +122,20 @@ bool Cta::run() {
 // Only threads that poll flags in global memory are left: other CTAs may set them.
 void Cta::wait_for_other_blocks() {
     const auto now = std::chrono::steady_clock::now();
-    if (progress_ != progress_at_poll_) {
+    const bool progressed = progress_ != progress_at_poll_;
+    if (progressed) {
         progress_at_poll_ = progress_;
         polling_since_ = now;
     }
+    const bool alone = config.num_blocks == 1 && !progressed;
+    const bool patient = !alone && now - polling_since_ < kFlagPatience;
     bool someone = false;
     for (Thread& thread : threads) {
         if (thread.wait != Wait::kGlobalFlag) continue;
         someone = true;
-        if (now - polling_since_ < kFlagPatience) wake(thread);
+        if (patient) wake(thread);
     }
-    if (!someone || now - polling_since_ >= kFlagPatience) report_deadlock();
+    if (!someone || !patient) report_deadlock();
     std::this_thread::yield();
 }
 
