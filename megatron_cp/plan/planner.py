@@ -10,6 +10,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+import numpy as np
+
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
@@ -83,10 +85,22 @@ def _make(
     else:
         planner = PLANNERS[config.planner]
         plans = {name: planner(mask, cp_size, config) for name, (mask, _) in masks.items()}
+        _check_one_placement(plans, config)
     for plan in plans.values():
         plan.validate()
     plan_ms = (time.perf_counter() - started) * 1e3 / len(plans)
     return {name: replace(plan, plan_ms=plan_ms) for name, plan in plans.items()}
+
+
+def _check_one_placement(plans: Mapping[str, AttentionPlan], config: CPConfig) -> None:
+    """Raises NotImplementedError when a scheme that looks at the mask places tokens differently for two."""
+    first, *others = plans.items()
+    for name, plan in others:
+        if not np.array_equal(plan.global_from_local, first[1].global_from_local):
+            raise NotImplementedError(
+                f"planner={config.planner!r} places tokens by the mask, and differently for {first[0]!r} and {name!r}; "
+                "masks of one family need one placement: use planner='auto', or a planner that looks at lengths only"
+            )
 
 
 def plan_auto(mask: AttentionMask, cp_size: int, config: CPConfig) -> AttentionPlan:

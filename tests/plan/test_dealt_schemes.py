@@ -5,10 +5,11 @@ import pytest
 from hypothesis import given, settings
 
 from megatron_cp import mask as masks
+from megatron_cp.plan import make_plans
 from megatron_cp.plan.placement import per_document_zigzag
 from megatron_cp.plan.schemes.documents import document_bounds
 from tests.oracles.plans import needed_remote_ids, received_ids
-from tests.plan.cases import HEAD_COUNTS, nodes_of, packed, scheme
+from tests.plan.cases import HEAD_COUNTS, config, nodes_of, packed, scheme
 from tests.strategies import document_lengths
 
 # ------------------------------------------------------------------ documents
@@ -251,3 +252,12 @@ def test_dcp_moves_nothing_for_documents_that_fit_a_rank():
 def test_schemes_name_the_sizes_that_they_do_not_serve(planner, mask, cp_size, message):
     with pytest.raises(NotImplementedError, match=f"planner='{planner}' would .*{message}"):
         scheme(planner, mask, cp_size)
+
+
+def test_a_family_that_a_scheme_would_place_twice_is_refused():
+    full = masks.documents([300, 40, 500, 184])
+    family = {"full": (full, 1), "window": (full & masks.sliding_window(1024, 64), 3)}
+    with pytest.raises(NotImplementedError, match=r"'magi' places tokens by the mask.*'window'"):
+        make_plans(family, 4, config("magi"))
+    plans = make_plans(family, 4, config("zigzag"))
+    assert np.array_equal(plans["full"].global_from_local, plans["window"].global_from_local)
