@@ -20,6 +20,8 @@ from megatron_cp.mask import AttentionMask
 if TYPE_CHECKING:
     from torch import Tensor
 
+    Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
+
 DTYPES = ("bf16", "fp16")
 
 
@@ -153,8 +155,6 @@ def _gradient_lines(
 
     dout = torch.randn(*q.shape[:2], v.shape[2], generator=torch.Generator().manual_seed(args.seed))
     dout = dout.to(q.dtype)
-
-    Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 
     def gradients(dtype: torch.dtype, compute: Compute) -> Sequence[Tensor]:
         a, b, c = (x.to(dtype).requires_grad_() for x in (q, k, v))
