@@ -6,6 +6,9 @@ Without nvcc and nvdisasm nothing can be said, and the tests say that.
 import importlib.util
 import re
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,13 +48,31 @@ def judge(sass: str, log: str = LOG, shared_bytes: int = 1024) -> tuple[str, ...
     return gate.judge("fwd_test", values, log, gate.read_listing(sass), 0.0).faults
 
 
+@pytest.fixture(scope="module")
+def verdicts(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future]]:
+    """Checks the variants of all selected tests, two at a time."""
+    folder = tmp_path_factory.mktemp("gate")
+    wanted = [
+        item.callspec.params["name"]
+        for item in request.session.items
+        if "verdicts" in getattr(item, "fixturenames", ())
+    ]
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        yield {
+            name: pool.submit(gate.check_variant, VARIANTS[name], NVCC, NVDISASM, folder)
+            for name in wanted
+        }
+
+
 @needs_compiler
 @needs_disassembler
 @pytest.mark.parametrize("name", list(VARIANTS))
 def test_variant_compiles_without_spills_and_with_parallel_matrix_products(
-    name: str, tmp_path: Path
+    name: str, verdicts: dict[str, Future]
 ) -> None:
-    verdict = gate.check_variant(VARIANTS[name], NVCC, NVDISASM, tmp_path)
+    verdict = verdicts[name].result()
     assert verdict.faults == (), str(verdict)
 
 
@@ -62,9 +83,7 @@ def test_variant_whose_consumers_spill_is_refused(tmp_path: Path) -> None:
     defines = dict(define.split("=") for define in VARIANTS["fwd_bf16_64"].defines)
     defines |= {"MCP_CONSUMERS": "3", "MCP_STAGES": "2", "MCP_BLOCK_M": "192", "MCP_THREADS": "512"}
     defines["MCP_SHARED_BYTES"] = "91392"
-    greedy = build.Variant(
-        "fwd_greedy", "attn/fwd.cu", tuple(f"{k}={v}" for k, v in defines.items())
-    )
+    greedy = replace(VARIANTS["fwd_bf16_64"], defines=tuple(f"{k}={v}" for k, v in defines.items()))
     verdict = gate.check_variant(greedy, NVCC, NVDISASM, tmp_path)
     assert verdict.consumer_spills > 0
     assert any("consumers have" in fault for fault in verdict.faults)
@@ -77,7 +96,7 @@ def test_declared_shared_memory_that_differs_from_the_source_does_not_compile(
     variant = VARIANTS["fwd_bf16_128"]
     wrong = tuple(d.replace("MCP_SHARED_BYTES=", "MCP_SHARED_BYTES=1") for d in variant.defines)
     with pytest.raises(compilers.CompileError, match=r"variants\.json and traits\.h disagree"):
-        gate.compile_with_log(build.Variant("wrong", variant.source, wrong), NVCC, tmp_path)
+        gate.compile_with_log(replace(variant, defines=wrong), NVCC, tmp_path)
 
 
 def test_good_code_has_no_fault() -> None:
