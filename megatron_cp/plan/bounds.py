@@ -17,7 +17,7 @@ bounded for given areas per rank, because an unbalanced plan can move nothing at
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -83,7 +83,8 @@ class Bound:
     critical_seconds: float
     """Latency, then the work that cannot start before foreign rows are there."""
     seconds: float
-    """No plan is faster: the largest of the three, and the exchange of the head split, at its best."""
+    """No plan is faster: the largest of the three (the load with what moving rows takes from it), after the
+    exchange of the head split, at the best head degree."""
     head_degree: int
     """The head degree at which `seconds` is smallest."""
     volume_units: float
@@ -252,6 +253,29 @@ def head_degrees(cp_size: int, config: CPConfig) -> list[int]:
     ]
 
 
+@dataclass(frozen=True)
+class _Level:
+    """Ranks, or nodes as one head position sees them: units that share pairs and rows evenly or not."""
+
+    mean: float
+    """Pairs of a unit on average."""
+    own: float
+    """Rows that a unit owns."""
+    pair_seconds: float
+    """Seconds that a unit takes for a pair."""
+    byte_seconds: float
+    """Seconds that a unit's links take for a byte, one way."""
+
+    def at_once(self, there: RowCost, extent: MaskExtent) -> float:
+        """Returns the least time of the unit with the largest area to receive its rows."""
+        return least_cost(self.mean, self.own, there, extent) * self.byte_seconds
+
+    def moving(self, seconds: float, both: RowCost, extent: MaskExtent) -> float:
+        """Returns the least mean time that rows travel if no unit computes longer than `seconds`."""
+        most = seconds / self.pair_seconds
+        return _even_cost(self.mean, most, self.own, both, extent) * self.byte_seconds
+
+
 def _seconds_of_degree(
     extent: MaskExtent,
     cp_size: int,
@@ -262,56 +286,51 @@ def _seconds_of_degree(
 ) -> Iterator[tuple[float, float, float]]:
     """Yields (bound, volume, critical path) of head groups inside nodes, and of groups across nodes."""
     topology = get_topology(config.topology)
-    pair = (
-        float(compute_seconds(np.ones(1), config, pass_name)[0]) / degree
-    )  # seconds, 1/h of the heads
-    area, rows = extent.area * degree, own * degree
+    pair = float(compute_seconds(np.ones(1), config, pass_name)[0]) / degree  # of 1/h of the heads
     there, both = _byte_cost(config, pass_name, degree)
     has_nodes = cp_size > topology.node_size
     gbytes = topology.inner_gbytes_per_s + (topology.outer_gbytes_per_s if has_nodes else 0.0)
-    load = area / cp_size * pair
-    volume = _volume_seconds(area / cp_size, rows, pair, there, both, gbytes, extent)
-    foreign = area / cp_size - extent.local_pairs(rows)
+    ranks = _Level(extent.area * degree / cp_size, own * degree, pair, 1e-9 / gbytes)
+    foreign = ranks.mean - extent.local_pairs(ranks.own)
     critical = topology.latency_us * 1e-6 + foreign * pair if foreign > 0 else 0.0
-    exchange = head_split_bytes(own, degree, config, pass_name)
+    exchange = head_split_bytes(own, degree, config, pass_name) * 1e-9
     latency = 2e-6 * topology.latency_us if degree > 1 else 0.0
+
+    def bound(levels: list[_Level], gbytes_per_s: float) -> tuple[float, float, float]:
+        exposed = exchange / gbytes_per_s + latency
+        at_once = max(level.at_once(there, extent) for level in levels)
+
+        def moving(seconds: float) -> float:
+            return max(level.moving(seconds, both, extent) for level in levels)
+
+        volume = max(at_once, _least_time(0.0, 1.0, moving))
+        # every rank computes, and loses a share while its rows travel; on average no less than this
+        slowed = _least_time(ranks.mean * pair, topology.contention, moving)
+        return exposed + max(slowed, volume, critical), exposed + volume, critical
+
     if (
         has_nodes and degree > 1
-    ):  # groups across nodes: the exchange is slow, nodes may hold every row
-        slow = exchange / (topology.outer_gbytes_per_s * 1e9) + latency
-        yield slow + max(load, volume, critical), slow + volume, critical
+    ):  # groups across nodes: a slow exchange, and nodes may hold every row
+        yield bound([ranks], topology.outer_gbytes_per_s)
     if degree > topology.node_size:
         return
-    fast = exchange / (topology.inner_gbytes_per_s * 1e9) + latency
+    levels = [ranks]
     if (
         has_nodes
     ):  # per head position a node is one rank with the rows and links of all of its ranks
         nodes, size = -(-cp_size // topology.node_size), topology.node_size
-        per_position = extent.area / nodes, own * size, pair * degree / size
         outer = topology.outer_gbytes_per_s * size / degree
-        volume = max(volume, _volume_seconds(*per_position, there, both, outer, extent))
-    yield fast + max(load, volume, critical), fast + volume, critical
+        node = _Level(extent.area / nodes, own * size, pair * degree / size, 1e-9 / outer)
+        levels.append(node)
+    yield bound(levels, topology.inner_gbytes_per_s)
 
 
-def _volume_seconds(
-    mean: float,
-    own: float,
-    pair_seconds: float,
-    there: RowCost,
-    both: RowCost,
-    gbytes_per_s: float,
-    extent: MaskExtent,
-) -> float:
-    """Returns the least time in which units of this size can bring in what they need.
-
-    In time T a unit computes T / pair_seconds pairs at most, and receives T x bandwidth.
-    """
-    seconds = 1e-9 / gbytes_per_s
-    at_once = least_cost(mean, own, there, extent) * seconds  # of the unit with the largest area
-    low, high = at_once, max(at_once, least_cost(mean, own, both, extent) * seconds)
+def _least_time(least: float, share: float, moving: Callable[[float], float]) -> float:
+    """Returns the smallest T with `least + share * moving(T) <= T`; `moving` falls as T grows."""
+    low, high = least, least + share * moving(least)
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        if _even_cost(mean, middle / pair_seconds, own, both, extent) * seconds <= middle:
+        if least + share * moving(middle) <= middle:
             high = middle
         else:
             low = middle

@@ -102,7 +102,7 @@ class _Clock:
         What travels meanwhile takes its share of the processors.
         """
         start = np.maximum(ready, self.compute_free)
-        slowed = seconds + self.topology.contention * np.minimum(self.moving, seconds)
+        slowed = seconds + self.topology.contention * self.moving
         self.moving = np.zeros_like(self.moving)
         self.compute_free = start + slowed
         self.computing += slowed

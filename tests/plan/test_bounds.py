@@ -18,7 +18,7 @@ from tests.strategies import attention_masks
 
 SLACK = 1 - 1e-9  # rounding of sums in another order
 PAIRS = Topology("nodes of two", 300.0, 250.0, 2, 200.0, 10.0, 5.0)
-SLOW = Topology("slow links", 300.0, 250.0, 2, 2.0, 0.1, 50.0)
+SLOW = Topology("slow links", 300.0, 250.0, 2, 2.0, 0.1, 50.0, contention=0.2)
 
 MASKS = {
     "causal": masks.causal(1536),

@@ -146,7 +146,7 @@ class Scalar:
                 arrived = self.cast(index + 1, now)
             lost = self.topology.contention if self.overlap else 0.0
             alone = {r: stage.work[r].area() * flops / rate for r in self.ranks}
-            done = {r: now[r] + alone[r] + lost * min(self.moving[r], alone[r]) for r in self.ranks}
+            done = {r: now[r] + alone[r] + lost * self.moving[r] for r in self.ranks}
             self.moving = dict.fromkeys(self.ranks, 0.0)
             now = {r: max(done[r], home[r]) for r in self.ranks}
             home = self.home(index, done)
