@@ -2,13 +2,22 @@
 
 import json
 import os
+import runpy
 import shutil
 import stat
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
+import setuptools
+from setuptools import Distribution
+from setuptools.command.build_py import build_py
 
 from megatron_cp.kernels import build, compilers
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class CountingCompiler:
@@ -219,3 +228,33 @@ def test_real_compiler_makes_a_cubin_and_reports_errors(tree, kind):
     (tree / "attn" / "fwd.cu").write_text(_TINY.replace("x[", "y["))
     with pytest.raises(compilers.CompileError, match='identifier "y" is undefined'):
         build.compile_variant(build.variants()["fwd_64"], compiler)
+
+
+@pytest.mark.parametrize(
+    ("editable", "switch", "made"), [(False, None, True), (True, None, False), (False, "0", False)]
+)
+def test_installation_makes_cubins_unless_editable_or_told_not_to(
+    monkeypatch, editable, switch, made
+):
+    given, commands = {}, []
+    monkeypatch.setattr(setuptools, "setup", given.update)
+    monkeypatch.chdir(ROOT)
+    setup = runpy.run_path("setup.py")
+    monkeypatch.setattr(build_py, "run", lambda _: None)
+    monkeypatch.setattr(subprocess, "run", lambda command, check: commands.append(command))
+    monkeypatch.delenv("MEGATRON_CP_CUBINS", raising=False)
+    if switch is not None:
+        monkeypatch.setenv("MEGATRON_CP_CUBINS", switch)
+    command = setup["BuildWithCubins"](Distribution())
+    command.build_lib, command.editable_mode = "out", editable
+    command.run()
+    expected = [str(Path("kernels", "build.py")), "--into", "out/megatron_cp/kernels/cubins"]
+    assert [words[1:] for words in commands] == ([expected] if made else [])
+    assert given["cmdclass"]["build_py"] is setup["BuildWithCubins"]
+
+
+def test_build_runs_as_a_file_before_anything_is_installed(tmp_path):
+    program = [sys.executable, str(ROOT / "kernels" / "build.py"), "--list"]
+    run = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    names = [line.split()[0] for line in run.stdout.splitlines()]
+    assert names == list(build.variants()), run.stderr
