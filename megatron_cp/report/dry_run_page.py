@@ -85,7 +85,7 @@ def _tiles(run: DryRun, packs: list[PackView]) -> list[Tile]:
             f"on {name}; {gain:.2f} × faster than zigzag ring",
             predicted=True,
         ),
-        Tile("Gap to bound", f"{mine.gap:.2f} ×", "1 = area even, nothing moved", True),
+        Tile("Gap to bound", f"{mine.gap:.2f} ×", "1 = no plan can be predicted faster", True),
         Tile(
             "Area of a pack",
             area_words(pack),
@@ -110,7 +110,7 @@ def planner_table(run: DryRun) -> Markup:
     caption = (
         "One layer, mean over the packs, fastest first. Balance: max / mean area. Volume: rows "
         "received, forward and backward, in units of a rank's query rows; both are counted. "
-        "Milliseconds and the gap to the bound (area spread evenly, nothing moved) come from the cost "
+        "Milliseconds and the gap to the bound (no plan is predicted faster) come from the cost "
         "model, not from a measurement."
     )
     return tag(
