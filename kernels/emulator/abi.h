@@ -34,15 +34,16 @@ std::uint64_t mcp_emulator_count(const void* report, int instruction);
 
 std::uint64_t mcp_emulator_params_bytes();
 // The arguments of cuTensorMapEncodeTiled. Returns 0, or 1 with the reason in `reason`.
-int mcp_emulator_encode_tiled(void* map,
-                              std::uint32_t type,
-                              std::uint32_t rank,
-                              const void* address,
-                              const std::uint64_t* dims,
-                              const std::uint64_t* strides,
-                              const std::uint32_t* box,
-                              const std::uint32_t* element_strides,
-                              const std::uint32_t* modes,  // interleave, swizzle, L2 promotion, fill
-                              char* reason,
-                              std::uint64_t reason_bytes);
+int mcp_emulator_encode_tiled(
+    void* map,
+    std::uint32_t type,
+    std::uint32_t rank,
+    const void* address,
+    const std::uint64_t* dims,
+    const std::uint64_t* strides,
+    const std::uint32_t* box,
+    const std::uint32_t* element_strides,
+    const std::uint32_t* modes,  // interleave, swizzle, L2 promotion, fill
+    char* reason,
+    std::uint64_t reason_bytes);
 }

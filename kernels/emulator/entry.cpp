@@ -1,9 +1,9 @@
 // One kernel as a library: the kernel's own source, and the C interface around it.
-// MCP_EMULATED_SOURCE is the file to include, MCP_EMULATED_ENTRY its kernel, MCP_EMULATED_PARAMS the
-// type of the kernel's one parameter.
-#include "abi.h"
-
+// MCP_EMULATED_SOURCE is the file to include, MCP_EMULATED_ENTRY its kernel, MCP_EMULATED_PARAMS
+// the type of the kernel's one parameter.
 #include <cstdio>
+
+#include "abi.h"
 
 #include MCP_EMULATED_SOURCE
 
@@ -38,7 +38,9 @@ void* mcp_emulator_run(const void* params, const McpEmulatorLaunch* launch) {
         mcp::emulator::launch(config, [&arguments] { MCP_EMULATED_ENTRY(arguments); }));
 }
 
-void mcp_emulator_free(void* report) { delete static_cast<LaunchReport*>(report); }
+void mcp_emulator_free(void* report) {
+    delete static_cast<LaunchReport*>(report);
+}
 
 const char* mcp_emulator_error(const void* report) {
     return static_cast<const LaunchReport*>(report)->error.c_str();
@@ -48,7 +50,9 @@ const char* mcp_emulator_history(const void* report) {
     return static_cast<const LaunchReport*>(report)->history.c_str();
 }
 
-int mcp_emulator_num_instructions() { return mcp::emulator::kNumInstructions; }
+int mcp_emulator_num_instructions() {
+    return mcp::emulator::kNumInstructions;
+}
 
 const char* mcp_emulator_instruction(int instruction) {
     return name_of(static_cast<mcp::emulator::Instruction>(instruction));
@@ -58,7 +62,9 @@ std::uint64_t mcp_emulator_count(const void* report, int instruction) {
     return static_cast<const LaunchReport*>(report)->counts[instruction];
 }
 
-std::uint64_t mcp_emulator_params_bytes() { return sizeof(MCP_EMULATED_PARAMS); }
+std::uint64_t mcp_emulator_params_bytes() {
+    return sizeof(MCP_EMULATED_PARAMS);
+}
 
 // One function of the driver, with its argument list.
 int mcp_emulator_encode_tiled(void* map,
@@ -72,9 +78,9 @@ int mcp_emulator_encode_tiled(void* map,
                               const std::uint32_t* modes,
                               char* reason,
                               std::uint64_t reason_bytes) {
-    const std::string problem = mcp::emulator::encode_tiled(
-        map, {type, rank, address, dims, strides, box, element_strides, modes[0], modes[1], modes[2],
-              modes[3]});
+    const std::string problem =
+        mcp::emulator::encode_tiled(map, {type, rank, address, dims, strides, box, element_strides,
+                                          modes[0], modes[1], modes[2], modes[3]});
     std::snprintf(reason, reason_bytes, "%s", problem.c_str());
     return problem.empty() ? 0 : 1;
 }

@@ -1,4 +1,5 @@
-// One thing each that the emulator must do as documented; the test computes the same from the documents.
+// One thing each that the emulator must do as documented; the test computes the same from the
+// documents.
 #include <mcp/ring.cuh>
 
 namespace mcp::probes {
@@ -28,8 +29,10 @@ struct Memory {
             ptx::mbarrier_init(barrier, 1);
             ptx::fence_mbarrier_init();
             ptx::mbarrier_arrive_expect_tx(barrier, u32(params.a_bytes + params.b_bytes));
-            ptx::tma_load_3d(a, &params.a_map, barrier, params.x, params.y, params.z, ptx::kEvictFirst);
-            if (params.b_bytes > 0) ptx::tma_load_3d(b, &params.b_map, barrier, 0, 0, 0, ptx::kEvictLast);
+            ptx::tma_load_3d(a, &params.a_map, barrier, params.x, params.y, params.z,
+                             ptx::kEvictFirst);
+            if (params.b_bytes > 0)
+                ptx::tma_load_3d(b, &params.b_map, barrier, 0, 0, 0, ptx::kEvictLast);
         }
         ptx::sync_threads();
         wait(barrier, 0);
@@ -50,18 +53,31 @@ MCP_DEVICE void multiply(const Params& params, float (&d)[32], u64 a, u64 b) {
     u32 pairs[4];
     for (u32 i = 0; i < 4; i++) {
         // Element (row, column) of A is row + column / 64.
-        const float row = float(ptx::thread_index() / 32 * 16 + ptx::thread_index() % 32 / 4 + 8 * (i % 2));
+        const float row =
+            float(ptx::thread_index() / 32 * 16 + ptx::thread_index() % 32 / 4 + 8 * (i % 2));
         const float column = float(2 * (ptx::thread_index() % 4) + 8 * (i / 2));
         pairs[i] = ptx::pack2<T>(row + column / 64, row + (column + 1) / 64);
     }
     ptx::wgmma_fence();
     switch (params.variant & ~4) {
-        case 0: ptx::wgmma_ss<T, 64, 0, 0>(d, a, b, false); break;
-        case 1: ptx::wgmma_ss<T, 64, 1, 0>(d, a, b, false); break;
-        case 2: ptx::wgmma_ss<T, 64, 0, 1>(d, a, b, false); break;
-        case 3: ptx::wgmma_ss<T, 64, 1, 1>(d, a, b, false); break;
-        case 8: ptx::wgmma_rs<T, 64, 0>(d, pairs, b, false); break;
-        default: ptx::wgmma_rs<T, 64, 1>(d, pairs, b, false); break;
+        case 0:
+            ptx::wgmma_ss<T, 64, 0, 0>(d, a, b, false);
+            break;
+        case 1:
+            ptx::wgmma_ss<T, 64, 1, 0>(d, a, b, false);
+            break;
+        case 2:
+            ptx::wgmma_ss<T, 64, 0, 1>(d, a, b, false);
+            break;
+        case 3:
+            ptx::wgmma_ss<T, 64, 1, 1>(d, a, b, false);
+            break;
+        case 8:
+            ptx::wgmma_rs<T, 64, 0>(d, pairs, b, false);
+            break;
+        default:
+            ptx::wgmma_rs<T, 64, 1>(d, pairs, b, false);
+            break;
     }
     ptx::wgmma_commit();
     ptx::wgmma_wait<0>();
@@ -73,8 +89,10 @@ MCP_DEVICE void product(const Params& params) {
     float d[32];
     const u64 a = params.a_modes | ((memory.a + u32(params.a_offset)) >> 4);
     const u64 b = params.b_modes | ((memory.b + u32(params.b_offset)) >> 4);
-    if (params.variant & 4) multiply<fp16>(params, d, a, b);
-    else multiply<bf16>(params, d, a, b);
+    if (params.variant & 4)
+        multiply<fp16>(params, d, a, b);
+    else
+        multiply<bf16>(params, d, a, b);
     for (int i = 0; i < 32; i++) params.out[32 * ptx::thread_index() + u32(i)] = ptx::as_bits(d[i]);
 }
 
@@ -86,8 +104,10 @@ MCP_DEVICE void matrix_store(const Params& params) {
     u32 r[4];
     for (u32 i = 0; i < 4; i++) r[i] = (256 * i + 2 * lane) | (256 * i + 2 * lane + 1) << 16;
     if (ptx::thread_index() < 32) {
-        if (params.variant == 1) ptx::stmatrix_x4_trans(row, r[0], r[1], r[2], r[3]);
-        else ptx::stmatrix_x4(row, r[0], r[1], r[2], r[3]);
+        if (params.variant == 1)
+            ptx::stmatrix_x4_trans(row, r[0], r[1], r[2], r[3]);
+        else
+            ptx::stmatrix_x4(row, r[0], r[1], r[2], r[3]);
     }
     ptx::sync_threads();
     for (u32 at = ptx::thread_index(); at < 128; at += 128) {
@@ -117,8 +137,10 @@ MCP_DEVICE void reduce(const Params& params) {
     ptx::fence_proxy_async();
     ptx::sync_threads();
     if (ptx::thread_index() != 0) return;
-    if (params.variant == 1) ptx::tma_store_3d(&params.a_map, memory.a, params.x, params.y, params.z);
-    else ptx::tma_reduce_add_3d(&params.a_map, memory.a, params.x, params.y, params.z);
+    if (params.variant == 1)
+        ptx::tma_store_3d(&params.a_map, memory.a, params.x, params.y, params.z);
+    else
+        ptx::tma_reduce_add_3d(&params.a_map, memory.a, params.x, params.y, params.z);
     ptx::tma_commit_group();
     ptx::tma_wait_group<0>();
 }
@@ -142,11 +164,17 @@ MCP_DEVICE void convert(const Params& params) {
 MCP_KERNEL(128) layout_probes(MCP_PARAMS(mcp::probes::Params, params)) {
     namespace probes = mcp::probes;
     switch (params.probe) {
-        case probes::kCopy: return probes::copy(params);
-        case probes::kProduct: return probes::product(params);
-        case probes::kMatrixStore: return probes::matrix_store(params);
-        case probes::kWarp: return probes::warp(params);
-        case probes::kReduce: return probes::reduce(params);
-        default: return probes::convert(params);
+        case probes::kCopy:
+            return probes::copy(params);
+        case probes::kProduct:
+            return probes::product(params);
+        case probes::kMatrixStore:
+            return probes::matrix_store(params);
+        case probes::kWarp:
+            return probes::warp(params);
+        case probes::kReduce:
+            return probes::reduce(params);
+        default:
+            return probes::convert(params);
     }
 }

@@ -1,4 +1,5 @@
-// Tiny kernels, each right when `defect` is kNone and wrong in one way otherwise. The emulator must find each.
+// Tiny kernels, each right when `defect` is kNone and wrong in one way otherwise. The emulator must
+// find each.
 #include <mcp/panels.cuh>
 #include <mcp/ring.cuh>
 
@@ -9,24 +10,57 @@ enum Scene : i32 { kProduct, kPhases, kMailbox, kThreads, kRegisters, kBulkStore
 
 enum Defect : i32 {
     kNone,
-    kReadBeforeWait, kStoreBeforeWait, kWriteBeforeWait, kNoFence, kWriteAfterFence, kOperandChanged,
-    kNoCommit, kNoWaitForCopy, kUnwrittenRows, kShiftedDescriptor, kBaseOffset, kWarpsDisagree,
-    kExitInFlight, kUninitialised, kOverwriteOperand, kReleaseTooEarly, kStoreWithoutProxyFence,
-    kTooManyArrivals, kTooFewBytes, kTooManyBytes, kNoInitFence, kNoInitSync, kMisalignedPanel,
-    kOutOfPhase, kTooFewArrivals, kDataOverBarrier, kParityTwo,
-    kNoWaitForMail, kReleasedByOneLane,
-    kUnwrittenWord, kDivergence, kLaneExits, kBarrierCountsDiffer, kBarrierWarpMissing, kArrivesTwice,
-    kOutsideBuffer, kOutsideShared, kNoAlignment,
-    kTooManyRegisters, kIncreaseDownwards,
-    kStoreUnfenced, kOverwriteStored, kExitWhileStoring,
+    kReadBeforeWait,
+    kStoreBeforeWait,
+    kWriteBeforeWait,
+    kNoFence,
+    kWriteAfterFence,
+    kOperandChanged,
+    kNoCommit,
+    kNoWaitForCopy,
+    kUnwrittenRows,
+    kShiftedDescriptor,
+    kBaseOffset,
+    kWarpsDisagree,
+    kExitInFlight,
+    kUninitialised,
+    kOverwriteOperand,
+    kReleaseTooEarly,
+    kStoreWithoutProxyFence,
+    kTooManyArrivals,
+    kTooFewBytes,
+    kTooManyBytes,
+    kNoInitFence,
+    kNoInitSync,
+    kMisalignedPanel,
+    kOutOfPhase,
+    kTooFewArrivals,
+    kDataOverBarrier,
+    kParityTwo,
+    kNoWaitForMail,
+    kReleasedByOneLane,
+    kUnwrittenWord,
+    kDivergence,
+    kLaneExits,
+    kBarrierCountsDiffer,
+    kBarrierWarpMissing,
+    kArrivesTwice,
+    kOutsideBuffer,
+    kOutsideShared,
+    kNoAlignment,
+    kTooManyRegisters,
+    kIncreaseDownwards,
+    kStoreUnfenced,
+    kOverwriteStored,
+    kExitWhileStoring,
     kFlagNeverSet,
 };
 
 struct Params {
-    TensorMap tile;      // bf16 [64, 1, 64], boxes of all of it, 128-byte swizzle
-    TensorMap sums;      // float [32, 1, 64], boxes of all of it, 128-byte swizzle
-    float* out;          // [128, 32]
-    const i32* words;    // [4]
+    TensorMap tile;    // bf16 [64, 1, 64], boxes of all of it, 128-byte swizzle
+    TensorMap sums;    // float [32, 1, 64], boxes of all of it, 128-byte swizzle
+    float* out;        // [128, 32]
+    const i32* words;  // [4]
     i32 scene, defect;
 };
 
@@ -59,7 +93,8 @@ MCP_DEVICE void load_tiles(const Params& params, const Memory& memory) {
     ptx::mbarrier_arrive_expect_tx(memory.full, bytes);
     if (params.defect == kTooManyArrivals) ptx::mbarrier_arrive(memory.full);
     const u32 shift = params.defect == kMisalignedPanel ? 128 : 0;
-    load_panels(Panels<64, 64>{memory.a.address + shift}, &params.tile, memory.full, 0, 0, ptx::kEvictFirst);
+    load_panels(Panels<64, 64>{memory.a.address + shift}, &params.tile, memory.full, 0, 0,
+                ptx::kEvictFirst);
     load_panels(memory.b, &params.tile, memory.full, 0, 0, ptx::kEvictFirst);
 }
 
@@ -78,7 +113,8 @@ MCP_DEVICE void issue(i32 defect, const Memory& memory, float (&d)[32], const u3
     if (defect != kNoFence) ptx::wgmma_fence();
     if (defect == kWriteAfterFence) d[7] += 2.0f;
     ptx::wgmma_ss<bf16, 64, 0, 0>(d, k_major_descriptor(a_start), b_descriptor, true);
-    ptx::wgmma_ss<bf16, 64, 0, 0>(d, k_major_descriptor(a_start + 32), step_descriptor(b_descriptor, 32), true);
+    ptx::wgmma_ss<bf16, 64, 0, 0>(d, k_major_descriptor(a_start + 32),
+                                  step_descriptor(b_descriptor, 32), true);
     ptx::wgmma_rs<bf16, 64, 0>(d, a, step_descriptor(b_descriptor, 64), true);
     if (defect != kNoCommit) ptx::wgmma_commit();
 }
@@ -233,12 +269,19 @@ MCP_DEVICE void flags(const Params& params) {
 MCP_KERNEL(384) planted_defects(MCP_PARAMS(mcp::planted::Params, params)) {
     namespace planted = mcp::planted;
     switch (params.scene) {
-        case planted::kProduct: return planted::product(params);
-        case planted::kPhases: return planted::phases(params);
-        case planted::kMailbox: return planted::mailbox(params);
-        case planted::kThreads: return planted::threads(params);
-        case planted::kRegisters: return planted::registers(params);
-        case planted::kBulkStore: return planted::bulk_store(params);
-        default: return planted::flags(params);
+        case planted::kProduct:
+            return planted::product(params);
+        case planted::kPhases:
+            return planted::phases(params);
+        case planted::kMailbox:
+            return planted::mailbox(params);
+        case planted::kThreads:
+            return planted::threads(params);
+        case planted::kRegisters:
+            return planted::registers(params);
+        case planted::kBulkStore:
+            return planted::bulk_store(params);
+        default:
+            return planted::flags(params);
     }
 }

@@ -39,7 +39,9 @@ void fence_initialised_barriers(const Thread& thread) {
 
 }  // namespace
 
-std::uint32_t dynamic_shared() { return this_cta().shared.base(); }
+std::uint32_t dynamic_shared() {
+    return this_cta().shared.base();
+}
 
 void load_shared(std::uint32_t address, void* value, std::uint32_t num_bytes) {
     Cta& cta = this_cta();
@@ -89,7 +91,8 @@ void atomic_add(float* address, float value) {
         float sum;
         std::memcpy(&sum, &before, 4);
         after = bits_of(sum + value);
-    } while (!__atomic_compare_exchange_n(bits, &before, after, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+    } while (!__atomic_compare_exchange_n(bits, &before, after, true, __ATOMIC_RELAXED,
+                                          __ATOMIC_RELAXED));
 }
 
 void fence_proxy_async() {
@@ -109,7 +112,9 @@ void fence_mbarrier_init() {
 }
 
 // Memory of other CTAs is one coherent memory here, so there is nothing to order.
-void fence_gpu() { this_cta().begin(Instruction::kFenceGpu); }
+void fence_gpu() {
+    this_cta().begin(Instruction::kFenceGpu);
+}
 
 void report_poison(std::uint32_t bits) {
     Cta& cta = this_cta();

@@ -19,7 +19,8 @@ void store_release(std::int32_t* address, std::int32_t value);
 std::int32_t atomic_add(std::int32_t* address, std::int32_t value);
 void atomic_add(float* address, float value);
 
-// PTX ISA, fence.proxy.async: orders the thread's earlier generic accesses before the async proxy's.
+// PTX ISA, fence.proxy.async: orders the thread's earlier generic accesses before the async
+// proxy's.
 void fence_proxy_async();
 // PTX ISA, fence.mbarrier_init.release.cluster.
 void fence_mbarrier_init();
@@ -27,8 +28,8 @@ void fence_gpu();
 
 [[noreturn]] void report_poison(std::uint32_t bits);
 
-// Fails if the register holds no value: an accumulator in flight or one never written. Quiet bit and
-// sign are ignored, since arithmetic changes them.
+// Fails if the register holds no value: an accumulator in flight or one never written. Quiet bit
+// and sign are ignored, since arithmetic changes them.
 inline float require_value(float value) {
     std::uint32_t bits;
     std::memcpy(&bits, &value, 4);

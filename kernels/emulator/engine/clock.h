@@ -1,9 +1,10 @@
 // Vector clocks: what each thread knows to have happened.
 //
-// A race is found from the order that synchronisation promises, not from the order in which this run
-// happened to execute: two accesses conflict unless one is known to the other's thread. A clock has a
-// component per thread, and one for each kind of work that completes asynchronously:
-//   - a warpgroup's wgmma instructions, numbered in issue order and known to be done after wait_group;
+// A race is found from the order that synchronisation promises, not from the order in which this
+// run happened to execute: two accesses conflict unless one is known to the other's thread. A clock
+// has a component per thread, and one for each kind of work that completes asynchronously:
+//   - a warpgroup's wgmma instructions, numbered in issue order and known to be done after
+//   wait_group;
 //   - an mbarrier's phases: a TMA load is done when the phase that counts its bytes has completed;
 //   - the bulk stores of a thread, numbered by group and known to have read after wait_group.read.
 #pragma once
@@ -36,7 +37,9 @@ struct Epoch {
 struct alignas(64) VectorClock {
     std::uint32_t value[kNumComponents] = {};
 
-    bool knows(Epoch event) const { return event.value == 0 || value[event.component] >= event.value; }
+    bool knows(Epoch event) const {
+        return event.value == 0 || value[event.component] >= event.value;
+    }
     void learn(Epoch event) {
         value[event.component] = std::max(value[event.component], event.value);
     }

@@ -27,7 +27,8 @@ std::uint32_t exchange(std::uint32_t value, int source) {
         }
     });
     if (mine.result == kInFlight) {
-        cta.fail("the value of lane %d is an accumulator in flight; wgmma.wait_group first", source);
+        cta.fail("the value of lane %d is an accumulator in flight; wgmma.wait_group first",
+                 source);
     }
     return mine.result;
 }
@@ -37,7 +38,8 @@ void complete(NamedBarrier& barrier) {
     for (int index : barrier.waiting) {
         Thread& waiter = cta.threads[static_cast<std::size_t>(index)];
         Warp& warp = cta.warps[static_cast<std::size_t>(waiter.warp())];
-        for (int lane = 0; lane < kWarpLanes; ++lane) lanes_of(warp)[lane].clock.join(barrier.clock);
+        for (int lane = 0; lane < kWarpLanes; ++lane)
+            lanes_of(warp)[lane].clock.join(barrier.clock);
         if (waiter.wait == Wait::kNamedBarrier) cta.wake(waiter);
     }
     barrier = NamedBarrier{};
@@ -108,8 +110,8 @@ std::uint32_t ballot(bool predicate) {
 bool elect_one() {
     Cta& cta = this_cta();
     collective(Instruction::kElect, 0, nullptr, [](Warp&, void**) {});
-    const int leader = static_cast<int>((cta.config.seed * 7 + 31 * static_cast<unsigned>(
-                                             cta.running->warp())) % kWarpLanes);
+    const int leader = static_cast<int>(
+        (cta.config.seed * 7 + 31 * static_cast<unsigned>(cta.running->warp())) % kWarpLanes);
     return cta.running->lane() == leader;
 }
 
@@ -134,7 +136,9 @@ void bar_arrive(int id, int num_threads) {
                [&](Warp& warp, void**) { arrive(warp, id, num_threads, false); });
 }
 
-void sync_threads() { bar_sync(0, static_cast<int>(this_cta().threads.size())); }
+void sync_threads() {
+    bar_sync(0, static_cast<int>(this_cta().threads.size()));
+}
 
 void set_max_registers(int registers, bool increase) {
     Cta& cta = this_cta();
@@ -174,7 +178,8 @@ void stmatrix_x4(std::uint32_t row_address, const std::uint32_t (&values)[4], bo
         for (int matrix = 0; matrix < 4; ++matrix) {
             for (int row = 0; row < 8; ++row) {
                 const int giver = matrix * 8 + row;
-                const std::uint32_t address = static_cast<const Argument*>(arguments[giver])->address;
+                const std::uint32_t address =
+                    static_cast<const Argument*>(arguments[giver])->address;
                 shared.check_range(address, 16, 16);
                 for (int pair = 0; pair < 4; ++pair) {
                     // Element (r, c) is in lane 4 * r + c / 2, half c % 2.
@@ -182,7 +187,8 @@ void stmatrix_x4(std::uint32_t row_address, const std::uint32_t (&values)[4], bo
                     if (transpose) {
                         const int shift = row % 2 * 16;
                         const std::uint32_t low = value(4 * (2 * pair) + row / 2, matrix) >> shift;
-                        const std::uint32_t high = value(4 * (2 * pair + 1) + row / 2, matrix) >> shift;
+                        const std::uint32_t high =
+                            value(4 * (2 * pair + 1) + row / 2, matrix) >> shift;
                         word = (low & 0xffffu) | (high << 16);
                     }
                     const std::uint32_t at = address + 4 * static_cast<std::uint32_t>(pair);

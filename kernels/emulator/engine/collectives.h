@@ -8,7 +8,8 @@
 namespace mcp::emulator {
 
 // Waits for all 32 lanes at the same instruction with the same operands; the last to come runs
-// `action(warp, arguments)`, which may block, and then all go on. No order of memory accesses follows.
+// `action(warp, arguments)`, which may block, and then all go on. No order of memory accesses
+// follows.
 template <class Action>
 void collective(Instruction instruction, std::uint64_t operands, void* argument, Action action) {
     Cta& cta = this_cta();
@@ -23,11 +24,12 @@ void collective(Instruction instruction, std::uint64_t operands, void* argument,
         meeting.instruction = instruction;
         meeting.operands = operands;
     } else if (meeting.instruction != instruction || meeting.operands != operands) {
-        cta.fail("divergence: lanes 0x%08x of the warp wait in %s (operands 0x%llx), this lane has "
-                 "operands 0x%llx",
-                 meeting.arrived, name_of(meeting.instruction),
-                 static_cast<unsigned long long>(meeting.operands),
-                 static_cast<unsigned long long>(operands));
+        cta.fail(
+            "divergence: lanes 0x%08x of the warp wait in %s (operands 0x%llx), this lane has "
+            "operands 0x%llx",
+            meeting.arrived, name_of(meeting.instruction),
+            static_cast<unsigned long long>(meeting.operands),
+            static_cast<unsigned long long>(operands));
     }
     meeting.arguments[thread.lane()] = argument;
     meeting.arrived |= 1u << thread.lane();

@@ -17,8 +17,8 @@ void start(unsigned entry_high, unsigned entry_low, unsigned arg_high, unsigned 
 
 }  // namespace
 
-void make_context(Context& context, void* stack, std::size_t stack_bytes, void (*entry)(void*),
-                  void* argument) {
+void make_context(
+    Context& context, void* stack, std::size_t stack_bytes, void (*entry)(void*), void* argument) {
     getcontext(&context.state);
     context.state.uc_stack.ss_sp = stack;
     context.state.uc_stack.ss_size = stack_bytes;
@@ -30,7 +30,9 @@ void make_context(Context& context, void* stack, std::size_t stack_bytes, void (
                 static_cast<unsigned>(a >> 32), static_cast<unsigned>(a));
 }
 
-void switch_context(Context& from, Context& to) { swapcontext(&from.state, &to.state); }
+void switch_context(Context& from, Context& to) {
+    swapcontext(&from.state, &to.state);
+}
 
 #else
 
@@ -73,8 +75,8 @@ mcp_emulator_start:
 extern "C" void mcp_emulator_switch(void** save, void* go_on);
 extern "C" void mcp_emulator_start();
 
-void make_context(Context& context, void* stack, std::size_t stack_bytes, void (*entry)(void*),
-                  void* argument) {
+void make_context(
+    Context& context, void* stack, std::size_t stack_bytes, void (*entry)(void*), void* argument) {
     auto top = (reinterpret_cast<std::uintptr_t>(stack) + stack_bytes) & ~std::uintptr_t{63};
     auto* frame = reinterpret_cast<void**>(top - 72);
     // Popped in this order: r15, r14, r13, r12, rbx, rbp, return address. After the return the

@@ -26,8 +26,8 @@ struct Context {
 
 // Makes `context` start `entry(argument)` on the given stack when it is first switched to.
 // `entry` must never return.
-void make_context(Context& context, void* stack, std::size_t stack_bytes, void (*entry)(void*),
-                  void* argument);
+void make_context(
+    Context& context, void* stack, std::size_t stack_bytes, void (*entry)(void*), void* argument);
 
 // Saves the running stack in `from` and goes on where `to` was saved.
 void switch_context(Context& from, Context& to);

@@ -35,7 +35,9 @@ int launch_registers(const LaunchConfig& config) {
 
 }  // namespace
 
-Cta& this_cta() { return *current_cta; }
+Cta& this_cta() {
+    return *current_cta;
+}
 
 Cta::Cta(const LaunchConfig& launch_config, int block, const std::function<void()>& kernel)
     : config(launch_config),
@@ -79,8 +81,8 @@ Cta::~Cta() {
     if (stacks_ != nullptr) munmap(stacks_, threads.size() * kStackBytes);
 }
 
-// Seed 0 is kind: work completes soon. Other seeds delay it, some until nothing else can happen, and
-// some let a few warps run far ahead of the others.
+// Seed 0 is kind: work completes soon. Other seeds delay it, some until nothing else can happen,
+// and some let a few warps run far ahead of the others.
 void Cta::choose_policy() {
     static constexpr std::uint32_t kEagerness[] = {0, 0, 2, 16, 128};
     eagerness_ = config.seed == 0 ? 512 : kEagerness[random.below(5)];
@@ -184,9 +186,11 @@ void Cta::finish_thread() {
         if (issuer.thread != thread.index) continue;
         const std::uint32_t known = thread.clock.value[kFirstBulk + i];
         if (issuer.open != 0 || known < issuer.num_groups) {
-            fail("exits while bulk stores may still read shared memory: %u uncommitted, %u of %u groups "
-                 "waited for; cp.async.bulk.wait_group.read 0 first",
-                 issuer.open, known, issuer.num_groups);
+            fail(
+                "exits while bulk stores may still read shared memory: %u uncommitted, %u of %u "
+                "groups "
+                "waited for; cp.async.bulk.wait_group.read 0 first",
+                issuer.open, known, issuer.num_groups);
         }
     }
     if (!warp.products.in_flight.empty()) {
@@ -279,9 +283,10 @@ void Cta::remember(const char* format, ...) {
 void Cta::check_end() {
     for (const MBarrier& barrier : mbarriers) {
         if (barrier.copies_in_flight != 0) {
-            fail("the CTA ended while %u copies into its shared memory were in flight (mbarrier "
-                 "0x%x); wait for them before the last thread exits",
-                 barrier.copies_in_flight, barrier.address);
+            fail(
+                "the CTA ended while %u copies into its shared memory were in flight (mbarrier "
+                "0x%x); wait for them before the last thread exits",
+                barrier.copies_in_flight, barrier.address);
         }
     }
 }
@@ -319,7 +324,8 @@ std::string Cta::waiting_for(const Thread& thread) {
                           thread.wait_on, thread.wait_detail, free_registers);
             break;
         case Wait::kWgmma:
-            std::snprintf(text, sizeof text, "wgmma.wait_group: products that not all warps issued");
+            std::snprintf(text, sizeof text,
+                          "wgmma.wait_group: products that not all warps issued");
             break;
         case Wait::kBulkGroup:
             std::snprintf(text, sizeof text, "cp.async.bulk.wait_group");

@@ -29,7 +29,14 @@ constexpr std::uint32_t kInFlight = 0x7fa1beefu;
 
 // What a blocked thread waits for; decides what a deadlock report says about it.
 enum class Wait : std::uint8_t {
-    kNothing, kLanes, kMBarrier, kNamedBarrier, kRegisters, kWgmma, kBulkGroup, kGlobalFlag
+    kNothing,
+    kLanes,
+    kMBarrier,
+    kNamedBarrier,
+    kRegisters,
+    kWgmma,
+    kBulkGroup,
+    kGlobalFlag
 };
 
 struct Thread {
@@ -80,7 +87,7 @@ struct NamedBarrier {
 
 // Work that completes later, when the scheduler chooses.
 struct Pending {
-    std::uint64_t order_key;            // work with equal non-zero keys completes in issue order
+    std::uint64_t order_key;  // work with equal non-zero keys completes in issue order
     std::function<void()> complete;
 };
 
@@ -88,15 +95,16 @@ struct Pending {
 // Instructions: async-group mechanism of bulk copies.
 struct BulkIssuer {
     int thread = -1;
-    std::uint32_t num_groups = 0;      // committed
-    std::uint32_t open = 0;            // operations since the last commit
-    std::vector<std::uint32_t> unread;   // per group: operations that still read shared memory
+    std::uint32_t num_groups = 0;          // committed
+    std::uint32_t open = 0;                // operations since the last commit
+    std::vector<std::uint32_t> unread;     // per group: operations that still read shared memory
     std::vector<std::uint32_t> unwritten;  // per group: operations that have not written
 };
 
 class Random {
   public:
-    explicit Random(std::uint64_t seed) : state_(seed * 0x9e3779b97f4a7c15ull + 0x853c49e6748fea9bull) {}
+    explicit Random(std::uint64_t seed)
+        : state_(seed * 0x9e3779b97f4a7c15ull + 0x853c49e6748fea9bull) {}
     std::uint64_t next() {
         std::uint64_t z = (state_ += 0x9e3779b97f4a7c15ull);
         z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
@@ -170,7 +178,7 @@ class Cta {
     std::vector<Pending> pending_;
     std::uint32_t ready_warps_ = 0;
     int alive_ = 0;
-    std::uint64_t progress_ = 0;          // instructions that are no polls of global flags
+    std::uint64_t progress_ = 0;  // instructions that are no polls of global flags
     std::uint64_t progress_at_poll_ = 0;
     std::chrono::steady_clock::time_point polling_since_;
     // Policy, drawn from the seed.
@@ -181,6 +189,8 @@ class Cta {
 
 // The CTA that this host thread is running; its `running` thread is the caller.
 Cta& this_cta();
-inline Thread& this_thread() { return *this_cta().running; }
+inline Thread& this_thread() {
+    return *this_cta().running;
+}
 
 }  // namespace mcp::emulator

@@ -12,7 +12,8 @@ namespace mcp::emulator {
 namespace {
 
 std::string check(const LaunchConfig& config) {
-    if (config.num_blocks < 1) return "num_blocks=" + std::to_string(config.num_blocks) + " must be >= 1";
+    if (config.num_blocks < 1)
+        return "num_blocks=" + std::to_string(config.num_blocks) + " must be >= 1";
     if (config.num_threads < kWarpLanes || config.num_threads > kMaxThreads ||
         config.num_threads % kWarpLanes != 0) {
         return "num_threads=" + std::to_string(config.num_threads) +

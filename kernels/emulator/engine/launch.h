@@ -25,7 +25,8 @@ struct LaunchConfig {
     int num_blocks = 1;
     int num_threads = 128;
     std::uint32_t shared_bytes = 0;
-    // What the compiler allocated per thread at launch; 0: all that `num_threads` leave, in steps of 8.
+    // What the compiler allocated per thread at launch; 0: all that `num_threads` leave, in steps
+    // of 8.
     int registers_per_thread = 0;
     std::uint64_t seed = 0;
     int host_threads = 1;

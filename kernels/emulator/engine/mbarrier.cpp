@@ -6,7 +6,8 @@ namespace mcp::emulator {
 
 namespace {
 
-// PTX ISA, mbarrier: "Phase", "Pending count", "tx-count": arrivals 1 .. 2^20 - 1, bytes +-(2^20 - 1).
+// PTX ISA, mbarrier: "Phase", "Pending count", "tx-count": arrivals 1 .. 2^20 - 1, bytes +-(2^20 -
+// 1).
 constexpr std::int64_t kMaxCount = (1 << 20) - 1;
 
 MBarrier& find(std::uint32_t address) {
@@ -24,9 +25,10 @@ std::uint16_t component_of(const MBarrier& barrier) {
 void require_initialised(const MBarrier& barrier) {
     Cta& cta = this_cta();
     if (!cta.running->clock.knows(barrier.init)) {
-        cta.fail("mbarrier 0x%x was initialised by thread %u, and nothing has synchronised with "
-                 "that thread since",
-                 barrier.address, barrier.init.component);
+        cta.fail(
+            "mbarrier 0x%x was initialised by thread %u, and nothing has synchronised with "
+            "that thread since",
+            barrier.address, barrier.init.component);
     }
 }
 
@@ -34,16 +36,18 @@ void complete_phase_if_due(MBarrier& barrier) {
     Cta& cta = this_cta();
     if (barrier.pending != 0) return;
     if (barrier.transactions < 0) {
-        cta.fail("mbarrier 0x%x phase %lld: all %u arrivals came, and %lld bytes more than expected "
-                 "(transaction underflow)",
-                 barrier.address, static_cast<long long>(barrier.phase), barrier.expected,
-                 static_cast<long long>(-barrier.transactions));
+        cta.fail(
+            "mbarrier 0x%x phase %lld: all %u arrivals came, and %lld bytes more than expected "
+            "(transaction underflow)",
+            barrier.address, static_cast<long long>(barrier.phase), barrier.expected,
+            static_cast<long long>(-barrier.transactions));
     }
     if (barrier.transactions > 0) return;
     if (barrier.copies_in_flight != 0) {
-        cta.fail("mbarrier 0x%x phase %lld completes while %u copies that will complete bytes on it "
-                 "are in flight: fewer bytes were expected than copied",
-                 barrier.address, static_cast<long long>(barrier.phase), barrier.copies_in_flight);
+        cta.fail(
+            "mbarrier 0x%x phase %lld completes while %u copies that will complete bytes on it "
+            "are in flight: fewer bytes were expected than copied",
+            barrier.address, static_cast<long long>(barrier.phase), barrier.copies_in_flight);
     }
     ++barrier.phase;
     barrier.pending = barrier.expected;
@@ -105,7 +109,8 @@ void mbarrier_arrive(std::uint32_t address, std::uint32_t expected_bytes, bool w
 }
 
 // PTX ISA, mbarrier.test_wait / mbarrier.try_wait, parity form: potentially blocking; waits for the
-// completion of the phase with the given parity, which is the current or the immediately preceding one.
+// completion of the phase with the given parity, which is the current or the immediately preceding
+// one.
 bool mbarrier_try_wait(std::uint32_t address, std::uint32_t parity) {
     Cta& cta = this_cta();
     cta.begin(Instruction::kMBarrierTryWait);
@@ -114,8 +119,8 @@ bool mbarrier_try_wait(std::uint32_t address, std::uint32_t parity) {
     require_initialised(barrier);
     if (parity > 1) cta.fail("parity %u must be 0 or 1", parity);
     const int slot = component_of(barrier) - kFirstMBarrier;
-    // The phase that the thread means: its last one again, or the next, as the parity says. Phase -1 is
-    // the one "before" the first, which counts as complete.
+    // The phase that the thread means: its last one again, or the next, as the parity says. Phase
+    // -1 is the one "before" the first, which counts as complete.
     std::int64_t wanted = thread.observed_phase[slot];
     if (wanted == -2) {
         wanted = parity == 0 ? 0 : -1;
@@ -130,10 +135,10 @@ bool mbarrier_try_wait(std::uint32_t address, std::uint32_t parity) {
         cta.block(Wait::kMBarrier, address, parity);
     }
     if (barrier.phase > wanted + 1) {
-        cta.fail("mbarrier 0x%x is out of phase: the thread waits for phase %lld (parity %u), and "
-                 "phase %lld has completed too, so the parity names a phase to come",
-                 address, static_cast<long long>(wanted), parity,
-                 static_cast<long long>(wanted + 1));
+        cta.fail(
+            "mbarrier 0x%x is out of phase: the thread waits for phase %lld (parity %u), and "
+            "phase %lld has completed too, so the parity names a phase to come",
+            address, static_cast<long long>(wanted), parity, static_cast<long long>(wanted + 1));
     }
     if (barrier.phase <= wanted) return false;
     thread.observed_phase[slot] = wanted;
@@ -146,9 +151,10 @@ Epoch mbarrier_copy_issued(std::uint32_t address) {
     MBarrier& barrier = find(address);
     require_initialised(barrier);
     if (!barrier.init_fenced || !cta.running->clock.knows(barrier.init_fence)) {
-        cta.fail("mbarrier 0x%x may be invisible to the asynchronous unit: its initialiser must "
-                 "execute fence.mbarrier_init or fence.proxy.async before the CTA synchronises",
-                 address);
+        cta.fail(
+            "mbarrier 0x%x may be invisible to the asynchronous unit: its initialiser must "
+            "execute fence.mbarrier_init or fence.proxy.async before the CTA synchronises",
+            address);
     }
     ++barrier.copies_in_flight;
     return {component_of(barrier), static_cast<std::uint32_t>(barrier.phase + 1)};
@@ -164,7 +170,8 @@ void mbarrier_copy_completed(std::uint32_t address, std::uint32_t bytes, Epoch p
     --barrier.copies_in_flight;
     barrier.transactions -= bytes;
     if (barrier.transactions < -kMaxCount) {
-        cta.fail("mbarrier 0x%x received more than 2^20 - 1 bytes before any were expected", address);
+        cta.fail("mbarrier 0x%x received more than 2^20 - 1 bytes before any were expected",
+                 address);
     }
     cta.remember("mbarrier 0x%x phase %lld receives %u bytes: %u arrivals and %lld bytes missing",
                  address, static_cast<long long>(barrier.phase), bytes, barrier.pending,

@@ -24,7 +24,8 @@ std::vector<float> fp16_table() {
         } else if (exponent == 0) {
             magnitude = std::ldexp(static_cast<float>(fraction), -24);
         } else {
-            magnitude = std::ldexp(static_cast<float>(fraction + 1024), static_cast<int>(exponent) - 25);
+            magnitude =
+                std::ldexp(static_cast<float>(fraction + 1024), static_cast<int>(exponent) - 25);
         }
         table[bits] = bits >> 15 ? -magnitude : magnitude;
     }
@@ -33,8 +34,8 @@ std::vector<float> fp16_table() {
 
 }  // namespace
 
-// PTX ISA, Matrix Descriptor Format: bits 0-13 start address, 16-29 leading, 32-45 stride (all / 16),
-// 49-51 base offset, 62-63 swizzle mode (0 none, 1 128-byte, 2 64-byte, 3 32-byte).
+// PTX ISA, Matrix Descriptor Format: bits 0-13 start address, 16-29 leading, 32-45 stride (all /
+// 16), 49-51 base offset, 62-63 swizzle mode (0 none, 1 128-byte, 2 64-byte, 3 32-byte).
 std::string decode_descriptor(std::uint64_t bits, MatrixDescriptor& descriptor) {
     static constexpr Swizzle kModes[] = {Swizzle::kNone, Swizzle::k128, Swizzle::k64, Swizzle::k32};
     constexpr std::uint64_t kReserved = 0x3ff1c000c000c000ull;
@@ -47,7 +48,8 @@ std::string decode_descriptor(std::uint64_t bits, MatrixDescriptor& descriptor) 
     descriptor.stride = static_cast<std::uint32_t>(bits >> 32 & 0x3fff) << 4;
     descriptor.swizzle = kModes[bits >> 62];
     if (bits >> 49 & 7) {
-        return "matrix descriptor " + hex(bits) + " has a base offset; the emulator follows panels "
+        return "matrix descriptor " + hex(bits) +
+               " has a base offset; the emulator follows panels "
                "that start where the swizzle pattern does (base offset 0)";
     }
     const std::uint32_t width = static_cast<std::uint32_t>(descriptor.swizzle);
@@ -60,11 +62,13 @@ std::string decode_descriptor(std::uint64_t bits, MatrixDescriptor& descriptor) 
     return {};
 }
 
-// PTX ISA, Leading dimension byte offset and Stride dimension byte offset. K-major: groups of 8 rows
-// are `stride` apart; without swizzle the second chunk is `leading` away, with it in the same row.
+// PTX ISA, Leading dimension byte offset and Stride dimension byte offset. K-major: groups of 8
+// rows are `stride` apart; without swizzle the second chunk is `leading` away, with it in the same
+// row.
 std::uint32_t k_major_address(const MatrixDescriptor& d, int mn, int chunk) {
     const auto row = static_cast<std::uint32_t>(mn), c = static_cast<std::uint32_t>(chunk);
-    if (d.swizzle == Swizzle::kNone) return d.start + row / 8 * d.stride + row % 8 * 16 + c * d.leading;
+    if (d.swizzle == Swizzle::kNone)
+        return d.start + row / 8 * d.stride + row % 8 * 16 + c * d.leading;
     const std::uint32_t width = static_cast<std::uint32_t>(d.swizzle);
     return swizzle_address(d.start + row / 8 * d.stride + row % 8 * width + c * 16, d.swizzle);
 }
@@ -98,8 +102,11 @@ float fp16_to_float(std::uint16_t bits) {
 #if defined(__x86_64__) && defined(__GLIBC__)
 __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #endif
-void multiply(float (*d)[kMaxProductColumns], const float (*a)[kProductDepth],
-              const float (*b)[kMaxProductColumns], int n, bool accumulate) {
+void multiply(float (*d)[kMaxProductColumns],
+              const float (*a)[kProductDepth],
+              const float (*b)[kMaxProductColumns],
+              int n,
+              bool accumulate) {
     constexpr int kBlock = 8;  // n is a multiple of 8
     for (int row = 0; row < kProductRows; ++row) {
         for (int column = 0; column < n; column += kBlock) {

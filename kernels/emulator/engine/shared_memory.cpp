@@ -10,7 +10,9 @@ namespace {
 
 constexpr std::uint16_t kPoison = 0x7fa5;  // a NaN as bf16, as fp16 and, twice, as fp32
 
-bool is_thread(std::uint16_t component) { return component < kMaxThreads; }
+bool is_thread(std::uint16_t component) {
+    return component < kMaxThreads;
+}
 
 }  // namespace
 
@@ -22,7 +24,8 @@ SharedMemory::SharedMemory(std::uint32_t base, std::uint32_t bytes)
     }
 }
 
-void SharedMemory::check_range(std::uint32_t address, std::uint32_t num_bytes,
+void SharedMemory::check_range(std::uint32_t address,
+                               std::uint32_t num_bytes,
                                std::uint32_t alignment) const {
     if (address % alignment != 0) {
         this_cta().fail("shared address 0x%x must be a multiple of %u", address, alignment);
@@ -33,7 +36,8 @@ void SharedMemory::check_range(std::uint32_t address, std::uint32_t num_bytes,
     }
 }
 
-void SharedMemory::require_written(const Word& word, std::uint32_t address,
+void SharedMemory::require_written(const Word& word,
+                                   std::uint32_t address,
                                    std::uint32_t mask) const {
     if ((word.written & mask) != mask) {
         this_cta().fail("reads shared memory 0x%x, which nobody has written", address);
@@ -41,52 +45,60 @@ void SharedMemory::require_written(const Word& word, std::uint32_t address,
 }
 
 // The write happened before `thread`'s present.
-void SharedMemory::require_after_write(const Thread& thread, const Word& word,
+void SharedMemory::require_after_write(const Thread& thread,
+                                       const Word& word,
                                        std::uint32_t address) const {
     if (word.writer == kNoComponent || thread.clock.knows({word.writer, word.write_value})) return;
     if (is_thread(word.writer)) {
-        this_cta().fail("shared memory 0x%x was written by thread %u, and nothing orders that write "
-                        "before this access",
-                        address, word.writer);
+        this_cta().fail(
+            "shared memory 0x%x was written by thread %u, and nothing orders that write "
+            "before this access",
+            address, word.writer);
     }
-    this_cta().fail("shared memory 0x%x is written by a TMA copy that this thread has not waited for "
-                    "(mbarrier 0x%x, phase %u)",
-                    address,
-                    this_cta().mbarriers[static_cast<std::size_t>(word.writer - kFirstMBarrier)].address,
-                    word.write_value - 1);
+    this_cta().fail(
+        "shared memory 0x%x is written by a TMA copy that this thread has not waited for "
+        "(mbarrier 0x%x, phase %u)",
+        address,
+        this_cta().mbarriers[static_cast<std::size_t>(word.writer - kFirstMBarrier)].address,
+        word.write_value - 1);
 }
 
 // All reads since the last write happened before `thread`'s present.
-void SharedMemory::require_after_reads(const Thread& thread, const Word& word,
+void SharedMemory::require_after_reads(const Thread& thread,
+                                       const Word& word,
                                        std::uint32_t address) {
     Cta& cta = this_cta();
     for (int wg = 0; wg < kMaxWarpgroups; ++wg) {
         const auto component = static_cast<std::uint16_t>(kFirstWarpgroup + wg);
         if (!thread.clock.knows({component, word.wgmma_value[wg]})) {
-            cta.fail("overwrites shared memory 0x%x, which a wgmma of warpgroup %d may still read: "
-                     "nothing since its wgmma.wait_group orders that read before this write",
-                     address, wg);
+            cta.fail(
+                "overwrites shared memory 0x%x, which a wgmma of warpgroup %d may still read: "
+                "nothing since its wgmma.wait_group orders that read before this write",
+                address, wg);
         }
     }
     if (!thread.clock.knows({word.bulk_reader, word.bulk_value})) {
-        cta.fail("overwrites shared memory 0x%x, which a bulk store of thread %d may still read: "
-                 "nothing since its wait_group.read orders that read before this write",
-                 address,
-                 cta.bulk_issuers[static_cast<std::size_t>(word.bulk_reader - kFirstBulk)].thread);
+        cta.fail(
+            "overwrites shared memory 0x%x, which a bulk store of thread %d may still read: "
+            "nothing since its wait_group.read orders that read before this write",
+            address,
+            cta.bulk_issuers[static_cast<std::size_t>(word.bulk_reader - kFirstBulk)].thread);
     }
     if (word.reader == kManyReaders) {
         const VectorClock& readers = *many_readers_[address];
         for (std::uint16_t t = 0; t < kMaxThreads; ++t) {
             if (!thread.clock.knows({t, readers.value[t]})) {
-                cta.fail("overwrites shared memory 0x%x, which thread %u has read, and nothing orders "
-                         "that read before this write",
-                         address, t);
+                cta.fail(
+                    "overwrites shared memory 0x%x, which thread %u has read, and nothing orders "
+                    "that read before this write",
+                    address, t);
             }
         }
     } else if (!thread.clock.knows({word.reader, word.read_value})) {
-        cta.fail("overwrites shared memory 0x%x, which thread %u has read, and nothing orders that "
-                 "read before this write",
-                 address, word.reader);
+        cta.fail(
+            "overwrites shared memory 0x%x, which thread %u has read, and nothing orders that "
+            "read before this write",
+            address, word.reader);
     }
 }
 
@@ -96,10 +108,11 @@ void SharedMemory::require_fenced(const Thread& issuer, Epoch write, std::uint32
     const auto& fences = cta.threads[write.component].proxy_fences;
     const auto fence = std::upper_bound(fences.begin(), fences.end(), write.value);
     if (fence == fences.end() || !issuer.clock.knows({write.component, *fence})) {
-        cta.fail("shared memory 0x%x was written by thread %u through the generic proxy; the async "
-                 "proxy needs fence.proxy.async by that thread between its write and the "
-                 "synchronisation",
-                 address, write.component);
+        cta.fail(
+            "shared memory 0x%x was written by thread %u through the generic proxy; the async "
+            "proxy needs fence.proxy.async by that thread between its write and the "
+            "synchronisation",
+            address, write.component);
     }
 }
 
@@ -144,7 +157,9 @@ void SharedMemory::thread_writes(Thread& thread, std::uint32_t address, std::uin
     }
 }
 
-void SharedMemory::copy_writes(const Thread& thread, std::uint32_t address, std::uint32_t num_bytes,
+void SharedMemory::copy_writes(const Thread& thread,
+                               std::uint32_t address,
+                               std::uint32_t num_bytes,
                                Epoch done) {
     for (std::uint32_t at = address; at < address + num_bytes; at += 4) {
         Word& w = word(at);
@@ -161,7 +176,9 @@ void SharedMemory::copy_writes(const Thread& thread, std::uint32_t address, std:
     std::fill(halves, halves + num_bytes / 2, kPoison);
 }
 
-void SharedMemory::copy_reads(const Thread& thread, std::uint32_t address, std::uint32_t num_bytes,
+void SharedMemory::copy_reads(const Thread& thread,
+                              std::uint32_t address,
+                              std::uint32_t num_bytes,
                               Epoch done) {
     for (std::uint32_t at = address; at < address + num_bytes; at += 4) {
         Word& w = word(at);
@@ -169,16 +186,19 @@ void SharedMemory::copy_reads(const Thread& thread, std::uint32_t address, std::
         require_after_write(thread, w, at);
         if (is_thread(w.writer)) require_fenced(thread, {w.writer, w.write_value}, at);
         if (w.bulk_reader != kNoComponent && w.bulk_reader != done.component) {
-            this_cta().fail("shared memory 0x%x is read by bulk stores of two threads at once, which "
-                            "the emulator does not follow",
-                            at);
+            this_cta().fail(
+                "shared memory 0x%x is read by bulk stores of two threads at once, which "
+                "the emulator does not follow",
+                at);
         }
         w.bulk_reader = done.component;
         w.bulk_value = done.value;
     }
 }
 
-void SharedMemory::product_reads(std::uint32_t address, std::uint32_t num_bytes, Epoch done,
+void SharedMemory::product_reads(std::uint32_t address,
+                                 std::uint32_t num_bytes,
+                                 Epoch done,
                                  EpochSet& writes) {
     check_range(address, num_bytes, 16);
     for (std::uint32_t at = address; at < address + num_bytes; at += 4) {
@@ -206,7 +226,8 @@ EpochSet SharedMemory::visibility(const EpochSet& writes) const {
     return events;
 }
 
-void SharedMemory::require_visible(const Thread& thread, const EpochSet& writes,
+void SharedMemory::require_visible(const Thread& thread,
+                                   const EpochSet& writes,
                                    std::uint32_t address) const {
     for (const Epoch& write : writes) {
         Word written;

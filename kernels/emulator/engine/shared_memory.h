@@ -1,8 +1,9 @@
 // Shared memory of a CTA, with a shadow that knows who wrote and read each 4-byte word.
 //
-// PTX ISA, Memory Consistency Model: threads access through the generic proxy, wgmma and TMA through
-// the async proxy; an access of one proxy after a write of the other needs fence.proxy.async, except
-// that waiting for the completion of asynchronous work makes its writes visible.
+// PTX ISA, Memory Consistency Model: threads access through the generic proxy, wgmma and TMA
+// through the async proxy; an access of one proxy after a write of the other needs
+// fence.proxy.async, except that waiting for the completion of asynchronous work makes its writes
+// visible.
 #pragma once
 
 #include <cstdint>
@@ -49,16 +50,26 @@ class SharedMemory {
     void thread_writes(Thread& thread, std::uint32_t address, std::uint32_t num_bytes);
 
     // A TMA load that `thread` issues and that is complete when `done` is known.
-    void copy_writes(const Thread& thread, std::uint32_t address, std::uint32_t num_bytes, Epoch done);
+    void copy_writes(const Thread& thread,
+                     std::uint32_t address,
+                     std::uint32_t num_bytes,
+                     Epoch done);
     // A bulk store that `thread` issues and that has read when `done` is known.
-    void copy_reads(const Thread& thread, std::uint32_t address, std::uint32_t num_bytes, Epoch done);
+    void copy_reads(const Thread& thread,
+                    std::uint32_t address,
+                    std::uint32_t num_bytes,
+                    Epoch done);
 
     // wgmma: notes the read under `done` and adds the writes it depends on to `writes`.
-    void product_reads(std::uint32_t address, std::uint32_t num_bytes, Epoch done, EpochSet& writes);
-    // What a thread must know to rely on these writes through the async proxy: a copy's completion, or the
-    // first proxy fence of the writer after its write.
+    void product_reads(std::uint32_t address,
+                       std::uint32_t num_bytes,
+                       Epoch done,
+                       EpochSet& writes);
+    // What a thread must know to rely on these writes through the async proxy: a copy's completion,
+    // or the first proxy fence of the writer after its write.
     EpochSet visibility(const EpochSet& writes) const;
-    // Says why it does not: fails unless `thread`, about to issue asynchronous work, may rely on these writes.
+    // Says why it does not: fails unless `thread`, about to issue asynchronous work, may rely on
+    // these writes.
     void require_visible(const Thread& thread, const EpochSet& writes, std::uint32_t address) const;
 
     void mark_mbarrier(std::uint32_t address);

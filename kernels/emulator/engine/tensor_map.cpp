@@ -11,7 +11,9 @@ constexpr std::uint32_t kInterleaveNone = 0;
 constexpr std::uint32_t kMaxL2Promotion = 3;
 constexpr Swizzle kSwizzles[] = {Swizzle::kNone, Swizzle::k32, Swizzle::k64, Swizzle::k128};
 
-bool is_float(std::uint32_t type) { return type >= static_cast<std::uint32_t>(TensorType::kFloat16); }
+bool is_float(std::uint32_t type) {
+    return type >= static_cast<std::uint32_t>(TensorType::kFloat16);
+}
 
 std::string bad(const char* name, std::uint64_t value, const std::string& rule) {
     return std::string(name) + "=" + std::to_string(value) + " must " + rule;
@@ -19,7 +21,8 @@ std::string bad(const char* name, std::uint64_t value, const std::string& rule) 
 
 std::string check_kind(const void* map, const TensorMapArguments& a) {
     if (reinterpret_cast<std::uintptr_t>(map) % 64 != 0) return "tensorMap must be 64-byte aligned";
-    if (a.type >= static_cast<std::uint32_t>(TensorType::kCount)) return bad("dataType", a.type, "be known");
+    if (a.type >= static_cast<std::uint32_t>(TensorType::kCount))
+        return bad("dataType", a.type, "be known");
     if (a.rank < 1 || a.rank > kMaxRank) return bad("rank", a.rank, "be in 1 .. 5");
     if (a.interleave != kInterleaveNone) {
         return bad("interleave", a.interleave, "be NONE: the emulator follows no other");
@@ -40,13 +43,15 @@ std::string check_kind(const void* map, const TensorMapArguments& a) {
 std::string check_shape(const TensorMapArguments& a) {
     const std::uint32_t element = kElementBytes[a.type];
     for (std::uint32_t i = 0; i < a.rank; ++i) {
-        if (a.dims[i] < 1 || a.dims[i] > 1ull << 32) return bad("globalDim", a.dims[i], "be in 1 .. 2^32");
+        if (a.dims[i] < 1 || a.dims[i] > 1ull << 32)
+            return bad("globalDim", a.dims[i], "be in 1 .. 2^32");
         if (a.box[i] < 1 || a.box[i] > 256) return bad("boxDim", a.box[i], "be in 1 .. 256");
         if (a.element_strides[i] < 1 || a.element_strides[i] > 8) {
             return bad("elementStrides", a.element_strides[i], "be in 1 .. 8");
         }
         if (a.element_strides[i] != 1) {
-            return bad("elementStrides", a.element_strides[i], "be 1: the emulator follows no other");
+            return bad("elementStrides", a.element_strides[i],
+                       "be 1: the emulator follows no other");
         }
     }
     for (std::uint32_t i = 0; i + 1 < a.rank; ++i) {

@@ -13,8 +13,20 @@ constexpr int kMaxRank = 5;
 
 // Values of the driver's enumerations.
 enum class TensorType : std::uint32_t {
-    kUint8, kUint16, kUint32, kInt32, kUint64, kInt64, kFloat16, kFloat32, kFloat64, kBfloat16,
-    kFloat32Ftz, kTfloat32, kTfloat32Ftz, kCount
+    kUint8,
+    kUint16,
+    kUint32,
+    kInt32,
+    kUint64,
+    kInt64,
+    kFloat16,
+    kFloat32,
+    kFloat64,
+    kBfloat16,
+    kFloat32Ftz,
+    kTfloat32,
+    kTfloat32Ftz,
+    kCount
 };
 
 struct TensorMapArguments {

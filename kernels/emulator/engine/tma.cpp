@@ -25,26 +25,33 @@ const EncodedTensorMap& require_map(const void* map) {
 // Shared memory side of a box: rows of the innermost dimension, dense, each a swizzle width wide.
 void require_box(const EncodedTensorMap& map, std::uint32_t address, const BoxAt& box) {
     Cta& cta = this_cta();
-    if (box.rank != map.rank) cta.fail("%d coordinates for a tensor map of rank %d", box.rank, map.rank);
+    if (box.rank != map.rank)
+        cta.fail("%d coordinates for a tensor map of rank %d", box.rank, map.rank);
     const auto width = static_cast<std::uint32_t>(map.swizzle);
     if (map.swizzle != Swizzle::kNone) {
         if (map.inner_bytes() != width) {
-            cta.fail("boxes of %u bytes per row with a %u-byte swizzle: the emulator follows full rows "
-                     "only",
-                     map.inner_bytes(), width);
+            cta.fail(
+                "boxes of %u bytes per row with a %u-byte swizzle: the emulator follows full rows "
+                "only",
+                map.inner_bytes(), width);
         }
         if (address % (8 * width) != 0) {
-            cta.fail("misaligned swizzled panel: 0x%x must be a multiple of %u, where the %u-byte "
-                     "swizzle pattern starts",
-                     address, 8 * width, width);
+            cta.fail(
+                "misaligned swizzled panel: 0x%x must be a multiple of %u, where the %u-byte "
+                "swizzle pattern starts",
+                address, 8 * width, width);
         }
     }
     cta.shared.check_range(address, map.box_bytes(), 128);
 }
 
-// Calls visit(shared address, global address or null, bytes) for each run of up to 16 bytes of the box.
+// Calls visit(shared address, global address or null, bytes) for each run of up to 16 bytes of the
+// box.
 template <class Visit>
-void for_each_run(const EncodedTensorMap& map, std::uint32_t address, const BoxAt& box, Visit visit) {
+void for_each_run(const EncodedTensorMap& map,
+                  std::uint32_t address,
+                  const BoxAt& box,
+                  Visit visit) {
     const int element = map.element_bytes;
     const std::uint32_t rows = map.box_bytes() / map.inner_bytes();
     for (std::uint32_t row = 0; row < rows; ++row) {
@@ -57,7 +64,8 @@ void for_each_run(const EncodedTensorMap& map, std::uint32_t address, const BoxA
             inside = inside && at >= 0 && at < static_cast<std::int64_t>(map.dims[i]);
             if (inside) line += static_cast<std::uint64_t>(at) * map.strides[i - 1];
         }
-        for (std::uint32_t byte = 0; byte < map.inner_bytes(); byte += static_cast<std::uint32_t>(element)) {
+        for (std::uint32_t byte = 0; byte < map.inner_bytes();
+             byte += static_cast<std::uint32_t>(element)) {
             const std::int64_t x = box.start[0] + byte / static_cast<std::uint32_t>(element);
             const bool in = inside && x >= 0 && x < static_cast<std::int64_t>(map.dims[0]);
             std::uint32_t shared = address + row * map.inner_bytes() + byte;
@@ -115,11 +123,15 @@ void add_atomically(float* target, float value) {
         std::memcpy(&sum, &before, 4);
         sum += value;
         std::memcpy(&after, &sum, 4);
-    } while (!__atomic_compare_exchange_n(bits, &before, after, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+    } while (!__atomic_compare_exchange_n(bits, &before, after, true, __ATOMIC_RELAXED,
+                                          __ATOMIC_RELAXED));
 }
 
-void write_box(const EncodedTensorMap& map, const BoxAt& box, const std::vector<std::uint8_t>& copy,
-               std::uint32_t address, bool add) {
+void write_box(const EncodedTensorMap& map,
+               const BoxAt& box,
+               const std::vector<std::uint8_t>& copy,
+               std::uint32_t address,
+               bool add) {
     for_each_run(map, address, box, [&](std::uint32_t shared, std::uint8_t* global, int bytes) {
         if (global == nullptr) return;
         const std::uint8_t* source = copy.data() + (shared - address);
@@ -135,9 +147,12 @@ void write_box(const EncodedTensorMap& map, const BoxAt& box, const std::vector<
 
 }  // namespace
 
-// PTX ISA, cp.async.bulk.tensor, .shared::cluster.global.tile.mbarrier::complete_tx::bytes. Elements
-// outside the tensor arrive as zeros, or as NaN if the map says so, and count as bytes.
-void tma_load(std::uint32_t destination, const void* map_address, std::uint32_t barrier, BoxAt box) {
+// PTX ISA, cp.async.bulk.tensor, .shared::cluster.global.tile.mbarrier::complete_tx::bytes.
+// Elements outside the tensor arrive as zeros, or as NaN if the map says so, and count as bytes.
+void tma_load(std::uint32_t destination,
+              const void* map_address,
+              std::uint32_t barrier,
+              BoxAt box) {
     Cta& cta = this_cta();
     cta.begin(Instruction::kTmaLoad);
     const EncodedTensorMap& map = require_map(map_address);
@@ -147,19 +162,20 @@ void tma_load(std::uint32_t destination, const void* map_address, std::uint32_t 
     cta.shared.copy_writes(*cta.running, destination, map.box_bytes(), done);
     cta.start(0, [&cta, map, destination, barrier, box, done] {
         const std::uint8_t fill = map.fill_nan ? 0xff : 0;
-        for_each_run(map, destination, box, [&](std::uint32_t shared, std::uint8_t* global, int bytes) {
-            if (global != nullptr) {
-                std::memcpy(cta.shared.at(shared), global, static_cast<std::size_t>(bytes));
-            } else {
-                std::memset(cta.shared.at(shared), fill, static_cast<std::size_t>(bytes));
-            }
-        });
+        for_each_run(
+            map, destination, box, [&](std::uint32_t shared, std::uint8_t* global, int bytes) {
+                if (global != nullptr) {
+                    std::memcpy(cta.shared.at(shared), global, static_cast<std::size_t>(bytes));
+                } else {
+                    std::memset(cta.shared.at(shared), fill, static_cast<std::size_t>(bytes));
+                }
+            });
         mbarrier_copy_completed(barrier, map.box_bytes(), done);
     });
 }
 
-// PTX ISA, cp.async.bulk.tensor and cp.reduce.async.bulk.tensor (.add), .global.shared::cta.bulk_group:
-// what lies outside the tensor is not written.
+// PTX ISA, cp.async.bulk.tensor and cp.reduce.async.bulk.tensor (.add),
+// .global.shared::cta.bulk_group: what lies outside the tensor is not written.
 void tma_store(const void* map_address, std::uint32_t source, BoxAt box, bool add) {
     Cta& cta = this_cta();
     cta.begin(add ? Instruction::kTmaReduce : Instruction::kTmaStore);
@@ -220,7 +236,8 @@ void bulk_wait(int pending, bool read_only) {
     const auto unfinished = [&] {
         const BulkIssuer& issuer = cta.bulk_issuers[slot];
         const auto& counts = read_only ? issuer.unread : issuer.unwritten;
-        return std::any_of(counts.begin(), counts.begin() + end, [](std::uint32_t n) { return n != 0; });
+        return std::any_of(counts.begin(), counts.begin() + end,
+                           [](std::uint32_t n) { return n != 0; });
     };
     while (unfinished()) cta.block(Wait::kBulkGroup, 0, 0);
     thread.clock.learn({component, end});

@@ -32,19 +32,22 @@ std::uint64_t hash_of(const Registers& registers) {
 void require_fence(WarpProducts& products, const Registers& registers, const char* what) {
     Cta& cta = this_cta();
     for (const KnownRegisters& known : products.known) {
-        if (known.registers.lanes[0] != registers.lanes[0] || known.registers.count != registers.count) {
+        if (known.registers.lanes[0] != registers.lanes[0] ||
+            known.registers.count != registers.count) {
             continue;
         }
         const std::uint64_t now = hash_of(registers);
         if (now != known.at_fence && now != known.at_wait) {
-            cta.fail("%s registers changed after the last wgmma.fence; fence between the change and the "
-                     "product",
-                     what);
+            cta.fail(
+                "%s registers changed after the last wgmma.fence; fence between the change and the "
+                "product",
+                what);
         }
         return;
     }
     if (!products.fenced_since_wait) {
-        cta.fail("no wgmma.fence between the last access to the %s registers and the product", what);
+        cta.fail("no wgmma.fence between the last access to the %s registers and the product",
+                 what);
     }
     products.known.push_back({registers, hash_of(registers), 0});
 }
@@ -61,8 +64,8 @@ void require_valid(const Product& product) {
     if (!problem.empty()) cta.fail("%s", problem.c_str());
 }
 
-// Calls visit(address, mn, k) for each 16 bytes of operand [rows, 16]; 8 elements along k, or along mn
-// if transposed.
+// Calls visit(address, mn, k) for each 16 bytes of operand [rows, 16]; 8 elements along k, or along
+// mn if transposed.
 template <class Visit>
 void for_each_chunk(std::uint64_t bits, int rows, bool transpose, Visit visit) {
     MatrixDescriptor descriptor;
@@ -95,19 +98,23 @@ void read_operands(IssuedProduct& issued, Epoch done) {
 }
 
 // The accumulator's entry in the warp's list, made if these registers are not in flight yet.
-std::shared_ptr<Accumulator> join_accumulator(Warp& warp, IssuedProduct& issued,
-                                              const Registers& registers, int warp_in_group) {
+std::shared_ptr<Accumulator> join_accumulator(Warp& warp,
+                                              IssuedProduct& issued,
+                                              const Registers& registers,
+                                              int warp_in_group) {
     Cta& cta = this_cta();
     WarpProducts& products = warp.products;
     for (InFlight& entry : products.in_flight) {
-        const bool same = std::equal(registers.lanes, registers.lanes + 32, entry.registers.lanes) &&
-                          registers.count == entry.registers.count;
+        const bool same =
+            std::equal(registers.lanes, registers.lanes + 32, entry.registers.lanes) &&
+            registers.count == entry.registers.count;
         for (int lane = 0; lane < kWarpLanes && !same; ++lane) {
             const auto* first = static_cast<const float*>(registers.lanes[lane]);
             const auto* other = static_cast<const float*>(entry.registers.lanes[lane]);
             if (first < other + entry.registers.count && other < first + registers.count) {
-                cta.fail("accumulator registers overlap those of a product of another shape that is "
-                         "in flight");
+                cta.fail(
+                    "accumulator registers overlap those of a product of another shape that is "
+                    "in flight");
             }
         }
         if (!same) continue;
@@ -115,8 +122,9 @@ std::shared_ptr<Accumulator> join_accumulator(Warp& warp, IssuedProduct& issued,
             const auto* words = static_cast<const std::uint32_t*>(lane);
             if (std::any_of(words, words + registers.count,
                             [](std::uint32_t word) { return word != kInFlight; })) {
-                cta.fail("accumulator registers were written while a product is in flight; "
-                         "wgmma.wait_group first");
+                cta.fail(
+                    "accumulator registers were written while a product is in flight; "
+                    "wgmma.wait_group first");
             }
         }
         entry.last_product = products.num_issued;
@@ -133,7 +141,8 @@ std::shared_ptr<Accumulator> join_accumulator(Warp& warp, IssuedProduct& issued,
             if (issued.product.accumulate) {
                 std::uint32_t bits;
                 std::memcpy(&bits, d + i, 4);
-                if (bits == kUninitialised) cta.fail("accumulator register %d was never written", i);
+                if (bits == kUninitialised)
+                    cta.fail("accumulator register %d was never written", i);
                 const int row = 16 * warp_in_group + lane / 4 + 8 * (i >> 1 & 1);
                 issued.accumulator->values[row][8 * (i >> 2) + 2 * (lane % 4) + (i & 1)] = d[i];
             }
@@ -144,7 +153,9 @@ std::shared_ptr<Accumulator> join_accumulator(Warp& warp, IssuedProduct& issued,
     return issued.accumulator;
 }
 
-void take_a_registers(Warp& warp, IssuedProduct& issued, const Registers& registers,
+void take_a_registers(Warp& warp,
+                      IssuedProduct& issued,
+                      const Registers& registers,
                       int warp_in_group) {
     Cta& cta = this_cta();
     require_fence(warp.products, registers, "operand A");
@@ -155,8 +166,9 @@ void take_a_registers(Warp& warp, IssuedProduct& issued, const Registers& regist
         const auto* words = static_cast<const std::uint32_t*>(registers.lanes[lane]);
         for (int i = 0; i < 4; ++i) {
             if (words[i] == kInFlight || words[i] == kUninitialised) {
-                cta.fail("operand A register %d of lane %d %s", i, lane,
-                         words[i] == kInFlight ? "is an accumulator in flight" : "was never written");
+                cta.fail(
+                    "operand A register %d of lane %d %s", i, lane,
+                    words[i] == kInFlight ? "is an accumulator in flight" : "was never written");
             }
             operand.values[lane][i] = words[i];
             issued.a_registers[32 * warp_in_group + lane][i] = words[i];
@@ -165,8 +177,12 @@ void take_a_registers(Warp& warp, IssuedProduct& issued, const Registers& regist
     warp.products.operands.push_back(operand);
 }
 
-void load_shared_operand(std::uint64_t bits, int rows, bool transpose, bool is_bf16,
-                         float (*rows_first)[kProductDepth], float (*k_first)[kMaxProductColumns]) {
+void load_shared_operand(std::uint64_t bits,
+                         int rows,
+                         bool transpose,
+                         bool is_bf16,
+                         float (*rows_first)[kProductDepth],
+                         float (*k_first)[kMaxProductColumns]) {
     SharedMemory& shared = this_cta().shared;
     for_each_chunk(bits, rows, transpose, [&](std::uint32_t address, int mn, int k) {
         std::uint16_t halves[8];
@@ -207,7 +223,8 @@ void execute(Warpgroup& group) {
     if (product.a_in_registers) {
         load_register_operand(issued, a);
     } else {
-        load_shared_operand(product.a, kProductRows, product.transpose_a, product.is_bf16, a, nullptr);
+        load_shared_operand(product.a, kProductRows, product.transpose_a, product.is_bf16, a,
+                            nullptr);
     }
     load_shared_operand(product.b, product.n, product.transpose_b, product.is_bf16, nullptr, b);
     multiply(issued.accumulator->values, a, b, product.n, product.accumulate);
@@ -242,7 +259,8 @@ void issue(Warp& warp, const Product& product, void** arguments) {
     }
     IssuedProduct& issued = group.products[at];
     if (!(issued.product == product) || issued.commits != products.group_ends.size()) {
-        cta.fail("divergence: the warps of the warpgroup do not issue the same sequence of products");
+        cta.fail(
+            "divergence: the warps of the warpgroup do not issue the same sequence of products");
     }
     const Thread* lanes = &cta.threads[static_cast<std::size_t>(cta.running->warp()) * kWarpLanes];
     const std::uint32_t address = static_cast<std::uint32_t>(product.b & 0x3fff) << 4;
@@ -259,7 +277,8 @@ void issue(Warp& warp, const Product& product, void** arguments) {
         a.lanes[lane] = const_cast<std::uint32_t*>(call.a);
     }
     if (product.a_in_registers) take_a_registers(warp, issued, a, warp_in_group);
-    const std::shared_ptr<Accumulator> accumulator = join_accumulator(warp, issued, d, warp_in_group);
+    const std::shared_ptr<Accumulator> accumulator =
+        join_accumulator(warp, issued, d, warp_in_group);
     if (issued.accumulator == nullptr) issued.accumulator = accumulator;
     if (issued.accumulator != accumulator) {
         cta.fail("divergence: the warps of the warpgroup give different accumulators");
@@ -288,9 +307,10 @@ void finish(Warp& warp, std::uint64_t end) {
         if (operand.product >= end) continue;
         for (int lane = 0; lane < kWarpLanes; ++lane) {
             if (std::memcmp(operand.registers.lanes[lane], operand.values[lane], 16) != 0) {
-                cta.fail("operand A registers of lane %d changed between wgmma.mma_async and "
-                         "wgmma.wait_group",
-                         lane);
+                cta.fail(
+                    "operand A registers of lane %d changed between wgmma.mma_async and "
+                    "wgmma.wait_group",
+                    lane);
             }
         }
         known(operand.registers);
@@ -301,9 +321,10 @@ void finish(Warp& warp, std::uint64_t end) {
             auto* d = static_cast<float*>(entry.registers.lanes[lane]);
             for (int i = 0; i < entry.registers.count; ++i) {
                 if (std::memcmp(d + i, &kInFlight, 4) != 0) {
-                    cta.fail("accumulator register %d of lane %d was written between "
-                             "wgmma.mma_async and wgmma.wait_group",
-                             i, lane);
+                    cta.fail(
+                        "accumulator register %d of lane %d was written between "
+                        "wgmma.mma_async and wgmma.wait_group",
+                        i, lane);
                 }
                 const int row = 16 * warp_in_group + lane / 4 + 8 * (i >> 1 & 1);
                 d[i] = entry.accumulator->values[row][8 * (i >> 2) + 2 * (lane % 4) + (i & 1)];
@@ -353,7 +374,8 @@ void wgmma_wait(int pending) {
                    }
                    finish(warp, end);
                    products.fenced_since_wait = false;
-                   Thread* lanes = &cta.threads[static_cast<std::size_t>(cta.running->warp()) * kWarpLanes];
+                   Thread* lanes =
+                       &cta.threads[static_cast<std::size_t>(cta.running->warp()) * kWarpLanes];
                    for (int lane = 0; lane < kWarpLanes; ++lane) {
                        lanes[lane].clock.learn({static_cast<std::uint16_t>(kFirstWarpgroup + group),
                                                 static_cast<std::uint32_t>(end)});

@@ -1,9 +1,9 @@
 // Warpgroup matrix multiply-accumulate. PTX ISA, Asynchronous Warpgroup Level Matrix Instructions.
 //
-// Each warp of a warpgroup issues the same sequence of products; a product can run once all four have
-// issued it, in order, at a time that the scheduler chooses. Between issue and wait_group the
-// accumulator registers hold a pattern that no computation produces, and registers given as operand A
-// must keep their values.
+// Each warp of a warpgroup issues the same sequence of products; a product can run once all four
+// have issued it, in order, at a time that the scheduler chooses. Between issue and wait_group the
+// accumulator registers hold a pattern that no computation produces, and registers given as operand
+// A must keep their values.
 #pragma once
 
 #include <cstdint>
@@ -50,7 +50,7 @@ struct IssuedProduct {
 
 struct Warpgroup {
     std::deque<IssuedProduct> products;
-    std::uint64_t num_retired = 0;   // products dropped from the front
+    std::uint64_t num_retired = 0;  // products dropped from the front
     std::uint64_t num_executed = 0;
 };
 
@@ -72,8 +72,8 @@ struct OperandInFlight {
     std::uint64_t product;
 };
 
-// Registers seen in a product before: their contents at the last wgmma.fence, and what the last wait
-// left in them. A product may use them unfenced only in the latter state.
+// Registers seen in a product before: their contents at the last wgmma.fence, and what the last
+// wait left in them. A product may use them unfenced only in the latter state.
 struct KnownRegisters {
     Registers registers;
     std::uint64_t at_fence;

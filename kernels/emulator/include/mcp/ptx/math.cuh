@@ -1,15 +1,15 @@
-// PTX ISA, Floating Point Instructions: ex2, lg2, rcp, fma, max; cvt. Subnormal operands and results
-// are flushed to zero where the instruction says .ftz; values are rounded correctly, which is closer
-// than the approximate instructions promise.
+// PTX ISA, Floating Point Instructions: ex2, lg2, rcp, fma, max; cvt. Subnormal operands and
+// results are flushed to zero where the instruction says .ftz; values are rounded correctly, which
+// is closer than the approximate instructions promise.
 #pragma once
-
-#include <cmath>
-#include <cstring>
 
 #include <engine/access.h>
 #include <engine/operand.h>
-#include <mcp/ptx/keywords.cuh>
 #include <mcp/types.h>
+
+#include <cmath>
+#include <cstring>
+#include <mcp/ptx/keywords.cuh>
 
 namespace mcp::ptx {
 
@@ -37,10 +37,18 @@ MCP_DEVICE float log2_approx(float x) {
 MCP_DEVICE float rcp_approx(float x) {
     return flush_subnormal(1.0f / flush_subnormal(emulator::require_value(x)));
 }
-MCP_DEVICE float fma(float a, float b, float c) { return std::fma(a, b, c); }
-MCP_DEVICE float max(float a, float b) { return a > b || std::isnan(b) ? a : b; }
-MCP_DEVICE i32 max(i32 a, i32 b) { return a > b ? a : b; }
-MCP_DEVICE i32 min(i32 a, i32 b) { return a < b ? a : b; }
+MCP_DEVICE float fma(float a, float b, float c) {
+    return std::fma(a, b, c);
+}
+MCP_DEVICE float max(float a, float b) {
+    return a > b || std::isnan(b) ? a : b;
+}
+MCP_DEVICE i32 max(i32 a, i32 b) {
+    return a > b ? a : b;
+}
+MCP_DEVICE i32 min(i32 a, i32 b) {
+    return a < b ? a : b;
+}
 
 template <class T>
 MCP_DEVICE u32 pack2(float low, float high);

@@ -2,12 +2,15 @@
 #pragma once
 
 #include <engine/access.h>
-#include <mcp/ptx/keywords.cuh>
 #include <mcp/types.h>
+
+#include <mcp/ptx/keywords.cuh>
 
 namespace mcp::ptx {
 
-MCP_DEVICE u32 dynamic_shared() { return emulator::dynamic_shared(); }
+MCP_DEVICE u32 dynamic_shared() {
+    return emulator::dynamic_shared();
+}
 
 MCP_DEVICE u32 load_shared_u32(u32 address) {
     u32 value;
@@ -32,7 +35,9 @@ MCP_DEVICE f32x2 load_shared_f32x2(u32 address) {
 MCP_DEVICE void store_shared_u32(u32 address, u32 value) {
     emulator::store_shared(address, &value, 4);
 }
-MCP_DEVICE void store_shared_i32x4(u32 address, i32x4 v) { emulator::store_shared(address, &v, 16); }
+MCP_DEVICE void store_shared_i32x4(u32 address, i32x4 v) {
+    emulator::store_shared(address, &v, 16);
+}
 MCP_DEVICE void store_shared_f32(u32 address, float value) {
     emulator::require_value(value);
     emulator::store_shared(address, &value, 4);
@@ -58,10 +63,18 @@ MCP_DEVICE i32x4 load_constant_i32x4(const void* address) {
     return value;
 }
 
-MCP_DEVICE i32 atomic_add(i32* address, i32 value) { return emulator::atomic_add(address, value); }
-MCP_DEVICE void atomic_add(float* address, float value) { emulator::atomic_add(address, value); }
+MCP_DEVICE i32 atomic_add(i32* address, i32 value) {
+    return emulator::atomic_add(address, value);
+}
+MCP_DEVICE void atomic_add(float* address, float value) {
+    emulator::atomic_add(address, value);
+}
 
-MCP_DEVICE i32 load_acquire(const i32* address) { return emulator::load_acquire(address); }
-MCP_DEVICE void store_release(i32* address, i32 value) { emulator::store_release(address, value); }
+MCP_DEVICE i32 load_acquire(const i32* address) {
+    return emulator::load_acquire(address);
+}
+MCP_DEVICE void store_release(i32* address, i32 value) {
+    emulator::store_release(address, value);
+}
 
 }  // namespace mcp::ptx

@@ -2,8 +2,9 @@
 #pragma once
 
 #include <engine/collectives.h>
-#include <mcp/ptx/keywords.cuh>
 #include <mcp/types.h>
+
+#include <mcp/ptx/keywords.cuh>
 
 namespace mcp::ptx {
 

@@ -1,21 +1,35 @@
-// PTX ISA, Special Registers: tid, ctaid, nctaid; shfl.sync, vote.sync, elect.sync, bar.warp.sync, bar.
+// PTX ISA, Special Registers: tid, ctaid, nctaid; shfl.sync, vote.sync, elect.sync, bar.warp.sync,
+// bar.
 #pragma once
 
 #include <engine/collectives.h>
+#include <mcp/types.h>
+
 #include <mcp/ptx/keywords.cuh>
 #include <mcp/ptx/math.cuh>
-#include <mcp/types.h>
 
 namespace mcp::ptx {
 
-MCP_DEVICE u32 thread_index() { return static_cast<u32>(emulator::this_thread().index); }
-MCP_DEVICE u32 block_index() { return static_cast<u32>(emulator::this_cta().block_index); }
-MCP_DEVICE u32 num_blocks() { return static_cast<u32>(emulator::this_cta().config.num_blocks); }
+MCP_DEVICE u32 thread_index() {
+    return static_cast<u32>(emulator::this_thread().index);
+}
+MCP_DEVICE u32 block_index() {
+    return static_cast<u32>(emulator::this_cta().block_index);
+}
+MCP_DEVICE u32 num_blocks() {
+    return static_cast<u32>(emulator::this_cta().config.num_blocks);
+}
 
-MCP_DEVICE void sync_threads() { emulator::sync_threads(); }
-MCP_DEVICE void sync_warp() { emulator::sync_warp(); }
+MCP_DEVICE void sync_threads() {
+    emulator::sync_threads();
+}
+MCP_DEVICE void sync_warp() {
+    emulator::sync_warp();
+}
 
-MCP_DEVICE u32 shuffle(u32 value, int source_lane) { return emulator::shuffle(value, source_lane); }
+MCP_DEVICE u32 shuffle(u32 value, int source_lane) {
+    return emulator::shuffle(value, source_lane);
+}
 MCP_DEVICE i32 shuffle(i32 value, int source_lane) {
     return static_cast<i32>(emulator::shuffle(static_cast<u32>(value), source_lane));
 }
@@ -26,9 +40,15 @@ MCP_DEVICE float shuffle_xor(float value, int lane_mask) {
     emulator::require_value(value);
     return as_float(emulator::shuffle_xor(as_bits(value), lane_mask));
 }
-MCP_DEVICE bool any_lane(bool predicate) { return emulator::ballot(predicate) != 0; }
-MCP_DEVICE bool all_lanes(bool predicate) { return emulator::ballot(predicate) == 0xffffffffu; }
+MCP_DEVICE bool any_lane(bool predicate) {
+    return emulator::ballot(predicate) != 0;
+}
+MCP_DEVICE bool all_lanes(bool predicate) {
+    return emulator::ballot(predicate) == 0xffffffffu;
+}
 
-MCP_DEVICE bool elect_one() { return emulator::elect_one(); }
+MCP_DEVICE bool elect_one() {
+    return emulator::elect_one();
+}
 
 }  // namespace mcp::ptx
