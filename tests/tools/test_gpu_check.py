@@ -119,6 +119,37 @@ def test_flash_attention_is_asked_for_the_mask_or_left_out(name):
         assert contender is None
 
 
+class _RawFlash3:
+    """FlashAttention-3's operators as documented; the backward pass is autograd of the forward."""
+
+    @staticmethod
+    def fwd(q, k, v, is_causal, window_size_left=-1, window_size_right=-1, **lengths):
+        if lengths:
+            return _varlen_flash(q, k, v, causal=is_causal, **lengths), torch.zeros(1), None, None
+        window = (window_size_left, window_size_right)
+        return _dense_flash(q, k, v, causal=is_causal, window_size=window)[0], torch.zeros(1)
+
+    @classmethod
+    def bwd(cls, dout, q, k, v, out, lse, **options):
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            again = cls.fwd(*leaves, **options)[0]
+        assert torch.equal(again, out) and lse.shape == (1,)
+        return *torch.autograd.grad(again, leaves, dout), None
+
+
+@pytest.mark.parametrize(
+    "name", ["causal", "full_document", "sliding_window", "sliding_window_causal"]
+)
+def test_flash_attention_3_is_served_from_its_bare_library_too(name):
+    case = Case(name, 2048, 8, 8, num_heads=1, num_kv_heads=1)
+    x = peers.draw(case, "cpu", torch.float32)
+    raw = peers._flash("fa3", *peers.flash3_functions(_RawFlash3), case, x)
+    wrapped = peers._flash("fa3", _dense_flash, _varlen_flash, case, x)
+    values.check_rows(raw.rows(raw.forward()), (x.q, x.k, x.v), case.mask())
+    assert all(torch.equal(a, b) for a, b in zip(raw.backward(), wrapped.backward(), strict=True))
+
+
 # ---------------------------------------------------------------------- values
 
 

@@ -11,8 +11,11 @@ published comparisons fell into, and what is done here:
 - FA3 and FA4 get variable-length inputs for documents, and a window for windows.
 """
 
+import ctypes
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -149,12 +152,56 @@ def _closed_form(case: Case) -> Callable[..., Tensor] | None:
 
 
 def flash3(case: Case, mask: AttentionMask, x: Inputs) -> Contender | None:
-    """Returns FlashAttention-3; None where it is not importable or has no such mask."""
+    """Returns FlashAttention-3; None where it is neither importable nor a library, or has no such mask."""
     try:
         from flash_attn_interface import flash_attn_func, flash_attn_varlen_func
     except ImportError:
-        return None
+        operators = _flash3_operators()
+        if operators is None:
+            return None
+        flash_attn_func, flash_attn_varlen_func = flash3_functions(operators)
     return _flash("fa3", flash_attn_func, flash_attn_varlen_func, case, x)
+
+
+def _flash3_operators() -> Any:
+    """Returns the operators of a bare `flash_attn_3/_C.so`, as some packages carry it; None without one."""
+    spec = importlib.util.find_spec("flash_attn_3")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        for library in Path(folder).glob("_C*.so"):
+            for runtime in Path(folder).parent.glob("nvidia/*/lib/libcudart.so.12"):
+                ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
+            torch.ops.load_library(str(library))
+            return torch.ops.flash_attn_3
+    return None
+
+
+def flash3_functions(operators: Any) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """Returns differentiable (dense, varlen) functions over FlashAttention-3's raw operators."""
+
+    class Flash3(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+            out, lse, *_ = operators.fwd(q, k, v, **options)
+            ctx.save_for_backward(q, k, v, out, lse)
+            ctx.options = options
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+            dq, dk, dv, *_ = operators.bwd(dout.contiguous(), *ctx.saved_tensors, **ctx.options)
+            return dq, dk, dv, None
+
+    def dense(
+        q: Tensor, k: Tensor, v: Tensor, causal: bool, window_size: tuple[int, int] = (-1, -1)
+    ) -> Tensor:
+        left, right = window_size
+        options = {"is_causal": causal, "window_size_left": left, "window_size_right": right}
+        return Flash3.apply(q, k, v, options)
+
+    def varlen(q: Tensor, k: Tensor, v: Tensor, causal: bool, **lengths: Any) -> Tensor:
+        return Flash3.apply(q, k, v, {"is_causal": causal, **lengths})
+
+    return dense, varlen
 
 
 def flash4(case: Case, mask: AttentionMask, x: Inputs) -> Contender | None:
