@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> tuple[list[str], int]:
             if args.backward:
                 gradients = _gradient_lines(args, q, k, v, mask)
     except (EmulatorError, EmulatorBuildError) as defect:
-        return [f"{args.mask}, seed {args.seed}: {defect}"], 1
+        return [f"{args.mask}: {defect}"], 1
     seconds = time.perf_counter() - started
     counts = sum((Counter(run.counts) for run in session.runs), Counter())
     lse_error = (lse - exact_lse)[has_keys].abs().max().item() if has_keys.any() else 0.0

@@ -173,7 +173,7 @@ class Kernel:
         try:
             error = self._library.mcp_emulator_error(report).decode()
             if error:
-                raise EmulatorError(error)
+                raise EmulatorError(f"seed {machine.seed}, {error}")
             history = self._library.mcp_emulator_history(report).decode()
             return Run(self._counts(report), history)
         finally:

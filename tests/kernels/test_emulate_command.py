@@ -57,12 +57,12 @@ def test_gradients_are_as_close_to_float64_as_the_plain_formula(capsys, mask):
 
 def test_a_defect_is_one_line_on_standard_error_and_exit_code_1(capsys, monkeypatch):
     def find(self, params, machine):
-        raise library.EmulatorError("block 0, deadlock")
+        raise library.EmulatorError("seed 1, block 0, deadlock")
 
     monkeypatch.setattr(library.Kernel, "run", find)
     status, printed = _emulate(capsys)
     assert status == 1 and printed.out == ""
-    assert printed.err == "causal, seed 1: block 0, deadlock\n"
+    assert printed.err == "causal: seed 1, block 0, deadlock\n"
 
 
 @pytest.mark.parametrize(

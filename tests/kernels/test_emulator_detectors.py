@@ -194,7 +194,7 @@ def test_a_report_names_block_thread_instruction_address_and_section(kernel):
     with pytest.raises(library.EmulatorError) as report:
         _run(kernel, Scene.MAILBOX, "kReleasedByOneLane", 0)
     assert re.search(
-        r"^block 0, thread 128 \(warp 4, lane 0\), st.shared: overwrites shared memory 0x[0-9a-f]+, .*"
+        r"^seed 0, block 0, thread 128 \(warp 4, lane 0\), st.shared: overwrites shared memory 0x[0-9a-f]+, .*"
         r"\[PTX ISA, Data Movement and Conversion Instructions: st\]$",
         str(report.value),
     )
