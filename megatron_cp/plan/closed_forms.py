@@ -11,20 +11,24 @@ import numpy as np
 
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask, cell_areas
-from megatron_cp.plan.cost import FloatArray, compute_seconds, row_bytes
+from megatron_cp.plan.bounds import head_degrees
+from megatron_cp.plan.cost import FloatArray, compute_seconds, head_split_bytes, row_bytes
 from megatron_cp.plan.placement import tokens_per_rank
 from megatron_cp.plan.schema import PassName
 from megatron_cp.plan.topology import get_topology
 
 STRIPS = 256
 MOST_STEPS = 128  # ranks up to which plans with a stage per rank are built
-MOST_STRIPES = 32  # the same where tokens are dealt one by one: slices are many
+MOST_BUILT = {
+    "stripe": 32,  # tokens are dealt one by one: slices are many
+    "allgather": 512,  # a message for every two ranks
+    "usp": 512,  # a stage per node
+}
 
 
 def is_built(planner: str, cp_size: int) -> bool:
     """Returns whether the planner's plan for so many ranks is built, not priced from below."""
-    most = MOST_STRIPES if planner == "stripe" else MOST_STEPS
-    return cp_size <= most or planner not in BEST_CASES
+    return planner not in BEST_CASES or cp_size <= MOST_BUILT.get(planner, MOST_STEPS)
 
 
 def best_case_seconds(
@@ -66,6 +70,36 @@ def _double_ring(mask: AttentionMask, cp_size: int, config: CPConfig, pass_name:
     inner = (cp_size - nodes) * moved / topology.inner_gbytes_per_s
     compute = _compute(busiest_area(mask, cp_size, config, pieces=2), config, pass_name)
     return max(compute, max(outer, inner) * 1e-9 + _latency(cp_size - 1, config))
+
+
+def _allgather(mask: AttentionMask, cp_size: int, config: CPConfig, pass_name: PassName) -> float:
+    topology = get_topology(config.topology)
+    rows = tokens_per_rank(mask.num_queries, cp_size, config)
+    key = row_bytes(config, pass_name, "k")
+    remote = max(0, cp_size - topology.node_size) * rows / topology.outer_gbytes_per_s
+    inner = (min(cp_size, topology.node_size) - 1) * rows / topology.inner_gbytes_per_s
+    links = max(remote, inner) * (key.there + key.back) * 1e-9
+    area = busiest_area(mask, cp_size, config, pieces=2)
+    return links + _compute(area, config, pass_name)  # one stage: nothing to hide behind
+
+
+def _usp(mask: AttentionMask, cp_size: int, config: CPConfig, pass_name: PassName) -> float:
+    """The best head degree: the exchange, then a ring over what is left, balanced."""
+    topology = get_topology(config.topology)
+    rows = tokens_per_rank(mask.num_queries, cp_size, config)
+    compute = _compute(mask.area() / cp_size, config, pass_name)
+    times = []
+    for degree in head_degrees(cp_size, config):
+        is_inside = degree <= topology.node_size
+        gbytes = topology.inner_gbytes_per_s if is_inside else topology.outer_gbytes_per_s
+        exchange = head_split_bytes(rows, degree, config, pass_name) / (gbytes * 1e9)
+        key, query = (row_bytes(config, pass_name, side, degree) for side in ("k", "q"))
+        size = min(key.there + key.back, query.there + query.back) if key.back else key.there
+        inside = max(1, topology.node_size // degree)  # steps that may stay in the node
+        steps = max(0, cp_size // degree - inside)
+        links = steps * rows * degree * size / (topology.outer_gbytes_per_s * 1e9)
+        times.append(exchange + max(compute, links))
+    return min(times)
 
 
 def _distflashattn(
@@ -125,6 +159,8 @@ BEST_CASES: dict[str, Callable[[AttentionMask, int, CPConfig, PassName], float]]
     "ring": _ring(1),
     "zigzag": _ring(2),
     "stripe": _ring(0),  # balanced to within a diagonal
+    "allgather": _allgather,
+    "usp": _usp,
     "per_document_zigzag": _ring(0),  # balanced to within a piece
     "double_ring": _double_ring,
     "distflashattn": _distflashattn,

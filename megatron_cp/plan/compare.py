@@ -16,7 +16,7 @@ from megatron_cp.plan.simulate import simulate_pass
 
 PASSES: tuple[PassName, PassName] = ("forward", "backward")
 NONE = float("nan")
-MOST_RANKS = {"document_groups": 256}
+MOST_RANKS = {"document_groups": 256, "ultraattn": 1024, "dcp": 1024, "magi": 2048}
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ def measured(mask: AttentionMask, cp_size: int, config: CPConfig) -> Outcome:
             return _priced(mask, cp_size, config)
         if cp_size > MOST_RANKS.get(config.planner, cp_size):
             raise NotImplementedError(
-                f"planner {config.planner!r} is compared up to {MOST_RANKS[config.planner]} ranks: its plans "
-                "have a stage per rank of a group; use make_plan for it alone"
+                f"planner {config.planner!r} is compared up to {MOST_RANKS[config.planner]} ranks, planning "
+                "takes it minutes beyond; use make_plan for it alone"
             )
         forget_plans()
         started = time.process_time()
