@@ -100,7 +100,7 @@ float fp16_to_float(std::uint16_t bits) {
 }
 
 #if defined(__x86_64__) && defined(__GLIBC__)
-__attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+__attribute__((target_clones("avx512f", "avx2", "default")))
 #endif
 void multiply(float (*d)[kMaxProductColumns],
               const float (*a)[kProductDepth],
