@@ -7,12 +7,12 @@ nodes first, then ranks inside a node, until every group is one rank:
     [ at home in the left half | ... | at home in the right half ]
                        ^ cut where both halves have their share of the area
 
-Sixteen orders compete for every group: by how much pairs are at home in a half (their queries, their keys,
-both, or not looked at), and among equals along queries or keys, up or down. The order that needs the fewest
-remote rows on both sides wins: a rectangle is cut across its longer side, and documents stay with their
-tokens as far as the balance allows. The slice at the cut is cut itself, at a row, so areas are equal to a
-row's pairs. All groups of a level are cut at once, and pairs are looked at in blocks that shrink with the
-groups, so the time grows with the number of ranks and hardly with that of tokens.
+Seventeen orders compete for every group: by how much pairs are at home in a half (their queries, their keys,
+both, or not looked at), among equals along queries or keys, up or down; and by how many rows a pair keeps
+at home. The order that needs the fewest remote rows on both sides wins: a rectangle is cut across its longer
+side, and documents stay with their tokens as far as the balance allows. The slice at the cut is cut itself, at
+a row, so areas are equal to a row's pairs. All groups of a level are cut at once, and pairs are looked at in
+blocks that shrink with the groups, so the time grows with the number of ranks and hardly with that of tokens.
 
 Compare the hypergraph partitioners of DCP (SOSP'25) and the integer programs of UltraAttn (SC'25).
 """
@@ -59,7 +59,7 @@ def assign(
     groups = _Groups(np.zeros(1, np.int64), np.full(1, owners.num_ranks), node_size)
     parts = _Parts(mask.array, owners)
     while groups.open.any():
-        parts.refine(len(groups.first))
+        parts.refine(groups)
         goes_right = _Cut(parts, groups, weights, loads).best()
         groups = groups.halve(parts, goes_right)
     return Assignment(parts.rows, groups.first[parts.group])
@@ -75,6 +75,11 @@ class _Groups:
         middle = (first + stop) // 2
         between = np.clip((middle + node_size // 2) // node_size, low, np.maximum(low, high))
         self.middle = np.where(high >= low, between * node_size, middle)
+
+    def half_of_rank(self, num_ranks: int) -> IntArray:
+        """Returns a number for each rank that differs between halves of groups."""
+        edges = np.unique(np.r_[self.first, self.middle])
+        return np.searchsorted(edges, np.arange(num_ranks), side="right")
 
     def halve(self, parts: "_Parts", goes_right: BoolArray) -> "_Groups":
         """Returns the halves as groups and renumbers the parts."""
@@ -95,20 +100,28 @@ class _Parts:
         own_rows = owners.num_ids // owners.num_ranks
         self.smallest = max(1, own_rows // CHUNKS_PER_RANK)
         self.chunk = self.smallest << int(np.log2(owners.num_ids / self.smallest))
-        self._cut_to_chunks()
 
-    def refine(self, num_groups: int) -> None:
-        """Halves the blocks until there are enough for a good cut."""
-        while self.chunk > self.smallest and len(self.rows) < PARTS_PER_GROUP * num_groups:
+    def refine(self, groups: "_Groups") -> None:
+        """Cuts parts where the owner's half changes, and halves blocks until there are enough for a good cut."""
+        half = groups.half_of_rank(self.owners.num_ranks)[self.owners.rank]
+        opens = np.flatnonzero(np.r_[True, half[1:] != half[:-1]])
+        ends = np.r_[opens[1:], len(half)] - 1
+        self._cut(np.stack([self.owners.ids[opens, 0], self.owners.ids[ends, 1]], axis=1))
+        while self.chunk > self.smallest and len(self.rows) < PARTS_PER_GROUP * len(groups.first):
             self.chunk //= 2
             self._cut_to_chunks()
+        self._measure()
 
     def _cut_to_chunks(self) -> None:
         edges = np.arange(0, self.owners.num_ids + self.chunk, self.chunk)
-        cells = np.stack([edges[:-1], edges[1:]], axis=1)
+        self._cut(np.stack([edges[:-1], edges[1:]], axis=1))
+
+    def _cut(self, cells: IntArray) -> None:
         for start, end in ((Q_START, Q_END), (K_START, K_END)):
-            self.rows, self.group = _cut_with(self.rows, self.group, cells, (start, end))
-        self._measure()
+            low = np.searchsorted(cells[:, 1], self.rows[:, start], side="right")
+            high = np.searchsorted(cells[:, 0], self.rows[:, end], side="left")
+            self.rows, _ = cut_rows(self.rows, cells, start, end)
+            self.group = np.repeat(self.group, high - low)
 
     def _measure(self) -> None:
         self.area = rows_area(self.rows).astype(np.float64)
@@ -118,22 +131,11 @@ class _Parts:
             for start, end in ((Q_START, Q_END), (K_START, K_END))
         ]
         self.owner = [self.owners.rank_of(self.rows[:, start]) for start in (Q_START, K_START)]
-        self.num_chunks = -(-self.owners.num_ids // self.chunk) + 1
 
     def replace(self, rows: IntArray, group: IntArray) -> None:
         """Takes other slices of the same pairs."""
         self.rows, self.group = rows, group
         self._measure()
-
-
-def _cut_with(
-    rows: IntArray, group: IntArray, cells: IntArray, columns: tuple[int, int]
-) -> tuple[IntArray, IntArray]:
-    """Returns tight rows cut at cells, and the group of each piece."""
-    start, end = columns
-    low, high = rows[:, start] // cells[0, 1], (rows[:, end] - 1) // cells[0, 1] + 1
-    pieces, _ = cut_rows(rows, cells, start, end)
-    return pieces, np.repeat(group, high - low)
 
 
 class _Cut:
@@ -148,6 +150,10 @@ class _Cut:
         self.target = np.where(groups.open, self.total * share, self.total)
         group = parts.group
         first, middle, stop = (x[group] for x in (groups.first, groups.middle, groups.stop))
+        # Parts of a group that begin at the same row share rows: they are counted once.
+        self.runs = [
+            _runs(group, rows) for rows in (parts.rows[:, Q_START], parts.rows[:, K_START])
+        ]
         self.is_left = [(owner >= first) & (owner < middle) for owner in parts.owner]
         self.is_right = [(owner >= middle) & (owner < stop) for owner in parts.owner]
 
@@ -180,6 +186,13 @@ class _Cut:
             )
             for order in along:
                 yield order[np.argsort(key[order], kind="stable")]
+        # Parts that would cost many rows for little area are those to leave at home.
+        weights = (self.weights.query, self.weights.key)
+        value = sum(
+            weight * pull * size
+            for weight, pull, size in zip(weights, pulls, parts.sizes, strict=True)
+        )
+        yield np.lexsort((value / parts.area, parts.group))
 
     def _sides(self, order: IntArray) -> tuple[IntArray, BoolArray, FloatArray]:
         """Returns group, side (True = right) and area before each part of an order within its group."""
@@ -190,15 +203,15 @@ class _Cut:
 
     def _cost(self, order: IntArray) -> FloatArray:
         """Returns the remote rows, weighted, of both halves of every group."""
-        group, goes_right, _ = self._sides(order)
+        _, goes_right, _ = self._sides(order)
         cost = np.zeros(len(self.target))
-        half = (group * 2 + goes_right) * self.parts.num_chunks
         for axis, weight in enumerate((self.weights.query, self.weights.key)):
             at_home = np.where(goes_right, self.is_right[axis][order], self.is_left[axis][order])
             away = order[~at_home]
-            rows = np.zeros(2 * len(cost) * self.parts.num_chunks)
-            rows[half[~at_home] + self.parts.chunks[axis][away]] = self.parts.sizes[axis][away]
-            cost += weight * rows.reshape(len(cost), -1).sum(axis=1)
+            run, group_of_run = self.runs[axis]
+            rows = np.zeros((2, len(group_of_run)))
+            rows[goes_right[~at_home].astype(np.int64), run[away]] = self.parts.sizes[axis][away]
+            cost += weight * np.bincount(group_of_run, rows.sum(axis=0), len(cost))
         return cost
 
     def _split(self, order: IntArray) -> BoolArray:
@@ -217,6 +230,13 @@ class _Cut:
         more = tighten(right[has_both])
         self.parts.replace(np.concatenate([rows, more]), np.r_[group, group[at_cut[has_both]]])
         return np.r_[goes_right, np.ones(len(more), dtype=bool)]
+
+
+def _runs(group: IntArray, start: IntArray) -> tuple[IntArray, IntArray]:
+    """Returns a number for each (group, first row), and the group of each number."""
+    stride = int(start.max(initial=0)) + 1
+    found, number = np.unique(group * stride + start, return_inverse=True)
+    return number, found // stride
 
 
 def _row_at_area(rows: IntArray, wanted: FloatArray) -> IntArray:
