@@ -53,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write pictures of the first size"
     )
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write its timeline alone")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace of it")
 
 
@@ -119,6 +120,12 @@ def run(args: argparse.Namespace, command: str) -> list[str]:
 
         _write(args.trace, trace_of(study))
         printed.append(f"wrote {args.trace}; open it in ui.perfetto.dev or chrome://tracing")
+    if args.svg is not None:
+        from megatron_cp.report.simulation_page import timeline_file
+
+        args.svg.parent.mkdir(parents=True, exist_ok=True)
+        args.svg.write_text(timeline_file(study))
+        printed.append(f"wrote {args.svg}")
     if args.html is not None:
         from megatron_cp.report.html import write_page
         from megatron_cp.report.simulation_page import simulation_page

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -142,20 +142,23 @@ def run_study(
     planners: Sequence[str],
     seed: int = 0,
 ) -> Study:
-    """Returns every planner at each (ranks, tokens) of `sizes`.
+    """Returns every planner at each (ranks, tokens) of `sizes`; plans are kept of the fewest ranks.
 
     Raises ValueError for unknown names and for more ranks than tokens.
     """
     for name in planners:
         _check_planner(name)
     steps = []
+    smallest = min(cp_size for cp_size, _ in sizes)  # pictures are drawn of it alone
     for cp_size, num_tokens in sizes:
         lengths = source.documents(num_tokens, seed)
         if mask_name in MASKS and not MASKS[mask_name].has_documents:
             lengths = np.array([num_tokens], dtype=np.int64)
         mask = named_mask(mask_name, num_tokens, lengths=lengths, seed=seed)
-        outcomes = tuple(compare(mask, cp_size, config, planners))
-        steps.append(Step(cp_size, mask, lengths, outcomes))
+        outcomes = compare(mask, cp_size, config, planners)
+        if cp_size != smallest:
+            outcomes = [replace(one, plan=None) for one in outcomes]
+        steps.append(Step(cp_size, mask, lengths, tuple(outcomes)))
     return Study(source, mask_name, config, seed, tuple(steps))
 
 

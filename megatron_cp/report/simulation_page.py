@@ -12,7 +12,8 @@ from megatron_cp.report.charts import Axes, Series, line_chart
 from megatron_cp.report.html import Figure, Table, Tile, heading, page, row, strip
 from megatron_cp.report.plan import byte_unit, heat_maps, matrices
 from megatron_cp.report.simulation import Step, Study
-from megatron_cp.report.svg import EMPTY, Markup, short_tokens
+from megatron_cp.report.style import style_sheet
+from megatron_cp.report.svg import EMPTY, Markup, short_tokens, tag
 from megatron_cp.report.timeline import MAX_RANKS_DRAWN, chrome_trace, timeline_picture
 from megatron_cp.report.view import (
     PlanView,
@@ -71,6 +72,28 @@ def trace_of(study: Study) -> dict[str, object]:
     return chrome_trace(runs, f"{study.mask_name}, {study.source.words}, planner {plan.planner}")
 
 
+def timeline_file(study: Study) -> Markup:
+    """Returns the timeline of ours beside the best rival as an SVG file that stands alone."""
+    step = min(study.steps, key=lambda one: one.cp_size)
+    plans = _pictured(step)
+    if not plans:
+        raise ValueError(
+            f"there is no plan at {step.cp_size} ranks to draw; ask for at most {MAX_RANKS_PICTURED} ranks and "
+            "a planner that serves them"
+        )
+    drawing = timeline_picture([panel for plan in plans for panel in _panels(plan)])
+    style = tag("style", Markup(style_sheet()))
+    opened = drawing.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+    return Markup(opened.replace(">", f">{style}", 1) + "\n")
+
+
+def _panels(plan: AttentionPlan) -> list[tuple[str, Simulation]]:
+    return [
+        (f"{plan.planner}, {name}", simulate_pass(plan, name, num_traced=MAX_RANKS_DRAWN))
+        for name in PASSES
+    ]
+
+
 def _pictured(step: Step) -> list[AttentionPlan]:
     """Ours and the fastest rival whose plan was built, where pictures of so many ranks can be read."""
     if step.cp_size > MAX_RANKS_PICTURED:
@@ -120,20 +143,17 @@ def _scaling(study: Study) -> Figure:
 
 
 def _timeline(plans: list[AttentionPlan], step: Step) -> Figure:
-    panels, rows = [], []
-    for plan in plans:
-        for name in PASSES:
-            run = simulate_pass(plan, name, num_traced=MAX_RANKS_DRAWN)
-            panels.append((f"{plan.planner}, {name}", run))
-            for rank, (computing, finished) in enumerate(
-                zip(run.computing.tolist(), run.finished.tolist(), strict=True)
-            ):
-                rows.append((plan.planner, name, rank, computing * 1e3, finished * 1e3))
+    panels = [panel for plan in plans for panel in _panels(plan)]
+    rows = [
+        (title, rank, float(run.computing[rank]) * 1e3, float(run.finished[rank]) * 1e3)
+        for title, run in panels
+        for rank in range(step.cp_size)
+    ]
     caption = (
         "What each rank does; white is waiting. Dashed: the last rank is done. "
         f"The first {min(step.cp_size, MAX_RANKS_DRAWN)} of {step.cp_size} ranks."
     )
-    table = Table(("planner", "pass", "rank", "computing ms", "finished ms"), rows)
+    table = Table(("plan", "rank", "computing ms", "finished ms"), rows)
     return Figure("Timeline", caption, timeline_picture(panels), table, columns=12, predicted=True)
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 from html.parser import HTMLParser
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -216,7 +217,8 @@ class Structure(HTMLParser):
 
 def test_the_page_shows_ours_beside_the_rival_and_says_that_it_is_simulated(tmp_path, capsys):
     page, figures, trace = (tmp_path / name for name in ("a.html", "a.json", "t.json"))
-    words = ["--html", str(page), "--json", str(figures), "--trace", str(trace)]
+    svg = tmp_path / "a.svg"
+    words = ["--html", str(page), "--json", str(figures), "--trace", str(trace), "--svg", str(svg)]
     assert main(["simulate", "--workload", "W1", *QUICK, *words]) == 0
     assert f"wrote {page}" in capsys.readouterr().out
     content = page.read_text()
@@ -230,6 +232,22 @@ def test_the_page_shows_ours_beside_the_rival_and_says_that_it_is_simulated(tmp_
     planners = [one["planner"] for one in values["steps"][0]["planners"]]
     assert planners == ["auto", "zigzag", "ulysses"]
     assert json.loads(trace.read_text())["traceEvents"]
+    root = ElementTree.parse(svg).getroot()
+    assert root.tag == "{http://www.w3.org/2000/svg}svg" and len(root.findall(".//*")) > 50
+    assert "auto, backward" in svg.read_text()
+
+
+def test_pictures_of_many_ranks_are_refused_in_one_line(capsys, tmp_path):
+    words = [
+        "--context-parallel-size",
+        "65",
+        "--tokens-per-rank",
+        "64",
+        "--cp-planners",
+        "contiguous",
+    ]
+    said = refusal(capsys, *HEADS, *words, "--svg", str(tmp_path / "a.svg"))
+    assert "no plan at 65 ranks to draw; ask for at most 64 ranks" in said
 
 
 def test_a_study_of_every_planner_names_each_once():
