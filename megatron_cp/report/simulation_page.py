@@ -117,7 +117,7 @@ def _tiles(step: Step) -> list[Tile]:
 
 
 def _scaling(study: Study) -> Figure:
-    """Simulated time over the bound of every planner, at each number of ranks."""
+    """The bound over the predicted time of every planner, at each number of ranks."""
     planners = [one.planner for one in study.steps[0].outcomes]
     series, rows = [], []
     for planner in planners:
@@ -125,19 +125,28 @@ def _scaling(study: Study) -> Figure:
         for step in study.steps:
             one = next(one for one in step.outcomes if one.planner == planner)
             if not one.refusal:
-                points.append((float(step.cp_size), one.gap))
+                points.append((float(step.cp_size), 1 / one.gap))
                 rows.append((step.cp_size, planner, one.simulated_ms, one.bound_ms))
         series.append((planner, tuple(sorted(points))))
-    drawn = sorted((s for s in series if s[1]), key=lambda s: max(y for _, y in s[1]))[:MAX_LINES]
+    drawn = sorted((s for s in series if s[1]), key=lambda s: -min(y for _, y in s[1]))[:MAX_LINES]
     chart = line_chart(
-        "time over the bound against ranks",
+        "bound over time against ranks",
         [
             Series(name, points, index + 1, "line+dots")
             for index, (name, points) in enumerate(drawn)
         ],
-        Axes(x_label="ranks", y_label="× bound", width=900, x_log2=True, y_low=1.0),
+        Axes(
+            x_label="ranks",
+            y_label="bound / time",
+            width=900,
+            x_log2=True,
+            y_low=0.0,
+            y_high=1.05,
+            x_text=lambda ranks: f"{ranks:.0f}",
+            level=1.0,
+        ),
     )
-    caption = "Predicted time over the bound; lower is better, 1 cannot be beaten. The best eight planners."
+    caption = "The bound over the predicted time: higher is better, 1 cannot be beaten. The best eight planners."
     table = Table(("ranks", "planner", "simulated ms", "bound ms"), rows)
     return Figure("Every planner", caption, chart, table, columns=12, predicted=True)
 
