@@ -1,9 +1,8 @@
-"""Predicted seconds of the ways to run a mask on a placement, without building a plan.
+"""Predicted seconds of the published ways to run a mask on a placement, without building a plan.
 
-Two kinds of ways: queries stay and keys travel (the published schemes, from two figures: the pairs between
-the queries of one rank and the keys of another, and the key rows that one needs of the other); or pairs are
-assigned to ranks by search and rows of both sides travel. Areas and rows are exact. One thing is estimated:
-how they divide over several stages (evenly); the winner is priced again once it is built.
+Queries stay and keys travel. Two figures of a mask on a placement decide: the pairs between the queries of one
+rank and the keys of another, and the key rows that one needs of the other. `HeadGroups` prices any way on
+super-ranks; `plan/assigned.py` does so for pairs that move.
 """
 
 import functools
@@ -15,7 +14,7 @@ import numpy as np
 from megatron_cp.config import CPConfig, Topology
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.plan.assignment import Assignment, Weights, assign
+from megatron_cp.plan.assignment import Weights
 from megatron_cp.plan.cost import (
     FloatArray,
     Movement,
@@ -28,20 +27,14 @@ from megatron_cp.plan.cost import (
     transfer_movement,
 )
 from megatron_cp.plan.heads import split_heads
-from megatron_cp.plan.overlap import AssignedMask, Staging
 from megatron_cp.plan.placement import Deal
-from megatron_cp.plan.routing import DST, ID_START, ID_STOP, SRC, Route, ThroughNodes, direct, tree
+from megatron_cp.plan.routing import DST, ID_START, ID_STOP, SRC
 from megatron_cp.plan.schema import SIDES, HeadSplit, Pass, PassName, Side
 from megatron_cp.plan.schemes.gather import allgather_pass, needed_keys_pass
 from megatron_cp.plan.schemes.ring import ring_pass
 from megatron_cp.plan.stages import PlacedMask
 from megatron_cp.plan.topology import get_topology
 
-STAGE_COUNTS = (1, 2, 4, 8)
-PRICED_STAGE_COUNTS = (0, 1, 4)  # enough for an estimate
-FEW_STAGES = 2  # so few may do without local pairs at the end: better where latency decides
-STAGINGS_PRICED = 3  # exactly, once an estimate has won
-HUB = 2.0  # an owner that sends so many times the mean is worth a tree
 PASSES: tuple[PassName, PassName] = ("forward", "backward")
 
 
@@ -150,19 +143,6 @@ class HeadGroups:
             total = one.plus(total)
         return total
 
-    def routes(self, arriving: dict[Side, list[IntArray]]) -> list[Route]:
-        """Returns the routes worth a price, given what arrives when owners send themselves."""
-        num_ranks, node_size = self.placed.num_ranks, self.topology.node_size
-        has_nodes = 1 < node_size < num_ranks
-        found: list[Route] = [ThroughNodes(node_size) if has_nodes else direct]
-        for requests in (hop for hops in arriving.values() for hop in hops):
-            rows = requests[:, ID_STOP] - requests[:, ID_START]
-            sent = np.bincount(requests[:, SRC], rows, num_ranks)
-            if len(rows) and sent.max() > HUB * sent.mean():
-                found.append(ThroughNodes(node_size, tree=True) if has_nodes else tree)
-                break
-        return found
-
 
 def imbalance(areas: FloatArray) -> float:
     """Returns the largest over the mean area, 1 for none."""
@@ -206,122 +186,6 @@ def even_keys_choice(groups: HeadGroups, num_stages: int = 2) -> Choice:
         [StageLoad(local)] + [remote] * num_stages, float(rows.sum()), build
     )
     return replace(choice, is_published=False, refine=refined)
-
-
-def stay_at_home(groups: HeadGroups) -> Assignment:
-    """Returns the assignment of every pair to the rank that owns its query."""
-    return Assignment(groups.placed.parts, groups.placed.q_owner)
-
-
-def move_compute(groups: HeadGroups) -> Assignment:
-    """Returns the assignment by search: equal areas, few rows moved on both sides."""
-    placed, even = groups.placed, np.ones(groups.placed.num_ranks)
-    node_size = groups.topology.node_size
-    return assign(groups.mask, placed.owners, node_size, groups.weights(), even)
-
-
-def assigned_choice(groups: HeadGroups, assignment: Assignment) -> Choice:
-    """Returns the way to run an assignment; forward and backward are staged each for itself, as is predicted best."""
-    assigned = AssignedMask(groups.placed, assignment)
-    straight: dict[Side, list[IntArray]] = {s: assigned.arriving(s, direct) for s in SIDES}
-    rows = {side: sum(map(_num_rows, hops)) for side, hops in straight.items()}
-    options = {name: _stagings(groups.config, name, rows) for name in PASSES}
-    ways = [_Way(groups, assigned, route) for route in groups.routes(straight)]
-    prices = [sum(way.even_seconds(options[name], name) for name in PASSES) for way in ways]
-    way = ways[prices.index(min(prices))]
-    choice = Choice(
-        min(prices),
-        groups.moved_bytes(rows),
-        imbalance(assigned.areas),
-        is_published=False,
-        build=lambda: refined().build(),
-    )
-
-    def refined() -> Choice:
-        found = [way.best_staging(options[name], name) for name in PASSES]
-        forward, backward = (staging for staging, _ in found)
-        return replace(
-            choice,
-            seconds=sum(seconds for _, seconds in found),
-            build=lambda: (way.build(forward), way.build(backward)),
-            refine=None,
-        )
-
-    return replace(choice, refine=refined)
-
-
-@dataclass(frozen=True)
-class _Way:
-    """An assignment and a route."""
-
-    groups: HeadGroups
-    assigned: AssignedMask
-    route: Route
-
-    @functools.cached_property
-    def _moves(self) -> dict[Side, Movement | None]:
-        return {
-            side: self.groups.movement(self.assigned.arriving(side, self.route)) for side in SIDES
-        }
-
-    def even_seconds(self, stagings: Sequence[Staging], name: PassName) -> float:
-        """Returns about the time of the best staging, as if rows were spread evenly over stages."""
-        some = [one for one in stagings if one.num_remote in PRICED_STAGE_COUNTS] or stagings
-        return min(self._even_price(one, name) for one in some)
-
-    def _even_price(self, staging: Staging, name: PassName) -> float:
-        return self.groups.seconds(self._even_loads(staging), name)
-
-    def best_staging(self, stagings: Sequence[Staging], name: PassName) -> tuple[Staging, float]:
-        """Returns the best staging and its price; only those that look best are priced exactly."""
-        promising = sorted(stagings, key=lambda one: self._even_price(one, name))[:STAGINGS_PRICED]
-        prices = [self.groups.seconds(self._exact_loads(one), name) for one in promising]
-        return promising[prices.index(min(prices))], min(prices)
-
-    def build(self, staging: Staging) -> Pass:
-        """Returns the pass of a staging."""
-        return split_heads(self.assigned.build(staging, self.route), self.groups.degree)
-
-    def _even_loads(self, staging: Staging) -> list[StageLoad]:
-        local, count = self.assigned.local_areas, staging.num_remote
-        remote = self.assigned.areas - local
-        parts = {side: move and move.part(max(1, count)) for side, move in self._moves.items()}
-        loads = [StageLoad(local / 2 if staging.keeps_rest else local)]
-        for index in range(1, count + 1):
-            kept = staging.keeps(index)
-            loads.append(
-                StageLoad(remote / count, parts["k"], parts["q"], kept == "k", kept == "q")
-            )
-        return loads + [StageLoad(local / 2)] * staging.keeps_rest
-
-    def _exact_loads(self, staging: Staging) -> list[StageLoad]:
-        movement = self.groups.movement
-        return [
-            StageLoad(
-                stage.areas,
-                movement(stage.arriving["k"]),
-                movement(stage.arriving["q"]),
-                stage.keeps == "k",
-                stage.keeps == "q",
-            )
-            for stage in self.assigned.stages(staging, self.route)
-        ]
-
-
-def _num_rows(requests: IntArray) -> float:
-    return float((requests[:, ID_STOP] - requests[:, ID_START]).sum())
-
-
-def _stagings(config: CPConfig, name: PassName, rows: dict[Side, float]) -> list[Staging]:
-    """Returns the stagings that compete in a pass, given how many rows of each side move."""
-    if not any(rows.values()):
-        return [Staging(0, keeps_rest=False, kept="k")]
-    counts = STAGE_COUNTS if config.num_stages is None else (config.num_stages,)
-    sides: list[Side] = ["k"] if name == "forward" else ["q"]
-    if name == "backward" and rows["q"]:
-        sides.append("k")
-    late = [Staging(n, True, kept) for n in counts for kept in (sides if n > 1 else sides[:1])]
-    return late + [replace(one, keeps_rest=False) for one in late if one.num_remote <= FEW_STAGES]
 
 
 def _needed_keys(groups: HeadGroups, figures: Figures) -> Choice:

@@ -21,17 +21,15 @@ from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan import balance
+from megatron_cp.plan.assigned import assigned_choice, move_compute, stay_at_home
 from megatron_cp.plan.cost import load_bound_seconds
 from megatron_cp.plan.placement import Deal, chunk_layout
 from megatron_cp.plan.pricing import (
     PASSES,
     Choice,
     HeadGroups,
-    assigned_choice,
     even_keys_choice,
-    move_compute,
     published_choices,
-    stay_at_home,
 )
 from megatron_cp.plan.schemes.ulysses import fits_heads
 from megatron_cp.plan.topology import get_topology
