@@ -312,9 +312,13 @@ def main() -> None:
 
 
 def _plain(one: Outcome) -> dict[str, object]:
-    """Returns what JSON can hold: no plan, no NaN."""
+    """Returns what JSON can hold: no plan, no NaN, six digits."""
     values = {name: value for name, value in vars(one).items() if name != "plan"}
-    return {name: value for name, value in values.items() if value == value and value != ""}
+    return {
+        name: float(f"{value:.6g}") if isinstance(value, float) else value
+        for name, value in values.items()
+        if value == value and value != ""
+    }
 
 
 if __name__ == "__main__":
