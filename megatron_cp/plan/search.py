@@ -38,11 +38,11 @@ Family = Mapping[str, tuple[AttentionMask, float]]  # name -> (mask, number of l
 Ways = Callable[[HeadGroups], list[Choice]]
 
 ROUGH, FINE = 0.04, 0.01  # balance of deals
-SMALL = 32  # super-ranks; a first deal for more takes too long
+SMALL = 8  # super-ranks; a first deal for more takes too long
 CHUNKS_DEALT = 256  # over all super-ranks
 MIN_CHUNKS_DEALT = 4  # per super-rank
-EFFORT = 60.0  # of what follows the published schemes, in about milliseconds of one core
-EFFORT_PER_RANK = 0.2
+EFFORT = 20.0  # of what follows the published schemes, in about milliseconds of one core
+EFFORT_PER_RANK = 0.1
 MAX_SUPER_RANKS = 256  # more are looked at only where heads cannot be exchanged
 PERFECT = 1.005  # times the load bound: nothing found later could be told from it
 

@@ -10,7 +10,8 @@ def validate(plan: AttentionPlan) -> None:
     """Raises ValueError naming the first fault of a plan."""
     ids = plan.global_from_local.reshape(-1)
     seen = np.zeros(ids.size, dtype=bool)
-    seen[ids[(ids >= 0) & (ids < ids.size)]] = True
+    if ids.size and 0 <= ids.min() and ids.max() < ids.size:
+        seen[ids] = True
     if not seen.all() or ids.size < plan.num_tokens:
         raise ValueError(
             f"global_from_local of planner {plan.planner!r} must hold every token id 0..P*T-1 exactly "
