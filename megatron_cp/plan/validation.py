@@ -10,7 +10,7 @@ def validate(plan: AttentionPlan) -> None:
     """Raises ValueError naming the first fault of a plan."""
     ids = plan.global_from_local.reshape(-1)
     seen = np.zeros(ids.size, dtype=bool)
-    if ids.size and 0 <= ids.min() and ids.max() < ids.size:
+    if ids.size and ids.min() >= 0 and ids.max() < ids.size:
         seen[ids] = True
     if not seen.all() or ids.size < plan.num_tokens:
         raise ValueError(
