@@ -17,7 +17,16 @@ from megatron_cp.plan.cost import Movement, StageLoad
 from megatron_cp.plan.heads import split_heads
 from megatron_cp.plan.overlap import AssignedMask, Staging
 from megatron_cp.plan.pricing import PASSES, Choice, HeadGroups, imbalance
-from megatron_cp.plan.routing import ID_START, ID_STOP, SRC, Route, ThroughNodes, direct, tree
+from megatron_cp.plan.routing import (
+    ID_START,
+    ID_STOP,
+    SRC,
+    Route,
+    ThroughNodes,
+    direct,
+    enters_twice,
+    tree,
+)
 from megatron_cp.plan.schema import SIDES, Pass, PassName, Side
 
 STAGE_COUNTS = (1, 2, 4, 8)
@@ -72,7 +81,10 @@ def assigned_choice(groups: HeadGroups, assignment: Assignment) -> Choice:
 def _routes(groups: HeadGroups, arriving: dict[Side, list[IntArray]]) -> list[Route]:
     """Returns the routes worth a price, given what arrives when owners send themselves."""
     num_ranks, node_size = groups.placed.num_ranks, groups.topology.node_size
-    has_nodes = 1 < node_size < num_ranks
+    stride = groups.placed.space.stride
+    has_nodes = 1 < node_size < num_ranks and any(
+        enters_twice(hop, node_size, stride) for hops in arriving.values() for hop in hops
+    )
     found: list[Route] = [ThroughNodes(node_size) if has_nodes else direct]
     for requests in (hop for hops in arriving.values() for hop in hops):
         rows = requests[:, ID_STOP] - requests[:, ID_START]

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_cp.mask import interval
 from megatron_cp.mask.interval import IntArray
@@ -169,10 +168,9 @@ def tree(owners: Owners, held: RowSpace, wanted: IntArray) -> list[IntArray]:
 class ThroughNodes:
     """Sends a row to another node once, to the rank at its owner's place there, which passes it on inside.
 
-    A row that only one rank of a node wants goes to it straight. With `tree`, a row that many nodes want is
-    passed on from node to node as well, in rounds: after t rounds 2^t nodes hold it, so no owner's link
-    carries it more than log2(nodes) times. Partial results merge and gradients add up in the ranks between,
-    on the way back.
+    With `tree`, a row that many nodes want is passed on from node to node as well, in rounds: after t rounds
+    2^t nodes hold it, so no owner's link carries it more than log2(nodes) times. Partial results merge
+    and gradients add up in the ranks between, on the way back.
     """
 
     node_size: int
@@ -181,9 +179,7 @@ class ThroughNodes:
     def __call__(self, owners: Owners, held: RowSpace, wanted: IntArray) -> list[IntArray]:
         """See `Route`."""
         requests = owners.requests(wanted)
-        node = requests[:, DST] // self.node_size
-        far = requests[:, SRC] // self.node_size != node
-        far[far] = _is_shared(requests[far, ID_START:] + (node[far] * held.stride)[:, None])
+        far = requests[:, SRC] // self.node_size != requests[:, DST] // self.node_size
         place = requests[:, DST] // self.node_size * self.node_size
         relay = np.minimum(place + requests[:, SRC] % self.node_size, held.num_ranks - 1)
         keys = requests[far, ID_START:] + (relay[far] * held.stride)[:, None]
@@ -196,16 +192,12 @@ class ThroughNodes:
         return [sent for sent in [*rounds, last] if len(sent)]
 
 
-def _is_shared(intervals: IntArray) -> NDArray[np.bool_]:
-    """Returns which intervals overlap another one."""
-    order = np.argsort(intervals[:, 0], kind="stable")
-    start, stop = intervals[order].T
-    overlaps = np.zeros(len(order), dtype=bool)
-    overlaps[1:] = start[1:] < np.maximum.accumulate(stop)[:-1]
-    overlaps[:-1] |= stop[:-1] > start[1:]
-    shared = np.empty_like(overlaps)
-    shared[order] = overlaps
-    return shared
+def enters_twice(requests: IntArray, node_size: int, stride: int) -> bool:
+    """Returns whether some row, sent straight, would enter a node for several of its ranks."""
+    node = requests[:, DST] // node_size
+    far = requests[:, SRC] // node_size != node
+    keys = requests[far, ID_START:] + (node[far] * stride)[:, None]
+    return interval.length(interval.normalise(keys)) < interval.length(keys)
 
 
 def send(

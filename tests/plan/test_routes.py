@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_cp import mask as masks
 from megatron_cp.plan import AttentionPlan
-from megatron_cp.plan.routing import ThroughNodes, direct, tree
+from megatron_cp.plan.routing import ThroughNodes, direct, enters_twice, tree
 from megatron_cp.plan.stages import PassBuilder, PlacedMask
 from tests.oracles.plans import held_ids
 from tests.plan.cases import config
@@ -83,3 +83,22 @@ def test_a_row_crosses_to_another_node_once_and_never_from_a_node_that_did_not_n
         crossing = messages[:, 0] // 4 != messages[:, 1] // 4
         entered += (messages[crossing, 1] // 4).tolist()
     assert sorted(entered) == [1, 2, 3]
+
+
+@given(
+    pieces=st.lists(
+        st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(0, 20), st.integers(1, 9)),
+        max_size=8,
+    ),
+    node_size=st.sampled_from([1, 2, 3]),
+)
+def test_a_row_that_two_ranks_of_a_node_want_is_noticed(pieces, node_size):
+    entries = [
+        (dst // node_size, token)
+        for src, dst, start, size in pieces
+        for token in range(start, start + size)
+        if src // node_size != dst // node_size
+    ]
+    rows = [(src, dst, start, start + size) for src, dst, start, size in pieces]
+    requests = np.array(rows, dtype=np.int64).reshape(-1, 4)
+    assert enters_twice(requests, node_size, stride=100) == (len(set(entries)) < len(entries))
