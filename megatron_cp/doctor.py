@@ -171,7 +171,9 @@ def _nvcc() -> Finding:
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     nvcc = shutil.which("nvcc") or shutil.which("nvcc", path=str(Path(home, "bin")))
     if nvcc is None:
-        return Finding("nvcc", "note", "not found; Hopper kernels come packaged, or are compiled by NVRTC")
+        return Finding(
+            "nvcc", "note", "not found; Hopper kernels come packaged, or are compiled by NVRTC"
+        )
     try:
         said = subprocess.run(
             [nvcc, "--version"], capture_output=True, text=True, timeout=60, check=False
