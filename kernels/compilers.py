@@ -5,6 +5,7 @@ PyTorch installs beside itself.
 """
 
 import ctypes
+import errno
 import importlib.util
 import os
 import shutil
@@ -80,6 +81,23 @@ def find_nvcc() -> Compiler | None:
     return None
 
 
+def run_program(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Runs a compiler or reader of machine code and returns what it said.
+
+    A start that fails with EFAULT is tried again: seen once in some hundred starts, on a virtual machine whose
+    memory was being reclaimed; the program itself had not begun.
+    """
+    for tries_left in (2, 1, 0):
+        try:
+            return subprocess.run(
+                list(command), capture_output=True, text=True, stdin=subprocess.DEVNULL
+            )
+        except OSError as error:
+            if error.errno != errno.EFAULT or not tries_left:
+                raise
+    raise AssertionError("unreachable")
+
+
 @lru_cache(maxsize=1)
 def find_nvrtc() -> Compiler | None:
     """Returns the NVRTC library of the linker's path or of PyTorch's packages, if one is new enough."""
@@ -112,7 +130,7 @@ def _compile_with_nvcc(path: str, source: Path, options: Sequence[str]) -> bytes
     with tempfile.TemporaryDirectory(prefix="mcp-nvcc-") as folder:
         output = Path(folder, "kernel.cubin")
         command = [path, *NVCC_FLAGS, *options, "-o", str(output), str(source)]
-        run = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        run = run_program(command)
         if run.returncode != 0:
             raise CompileError(f"{' '.join(command)}\n{run.stdout}{run.stderr}".rstrip())
         return output.read_bytes()

@@ -13,7 +13,6 @@ package nvidia-cuda-nvdisasm of the dev extra). Nothing is run on a GPU.
 import argparse
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -133,7 +132,7 @@ def compile_with_log(
     command += [f"-D{define}" for define in variant.defines]
     command += [f"-I{include}" for include in build.INCLUDE_FOLDERS]
     command += ["-o", str(output), str(variant.path)]
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    done = compilers.run_program(command)
     log = done.stdout + done.stderr
     if done.returncode != 0:
         raise compilers.CompileError(f"{variant.name} does not compile:\n{log}")
@@ -146,10 +145,9 @@ def check_variant(
     """Returns the verdict on one variant. Raises CompileError."""
     started = time.perf_counter()
     cubin, log = compile_with_log(variant, compiler, folder)
-    sass = subprocess.run(
-        [nvdisasm, "-c", str(cubin)], capture_output=True, text=True, check=True
-    ).stdout
-    listing = read_listing(sass)
+    read = compilers.run_program([nvdisasm, "-c", str(cubin)])
+    read.check_returncode()
+    listing = read_listing(read.stdout)
     values = dict(define.split("=", 1) for define in variant.defines)
     return judge(variant.name, values, log, listing, time.perf_counter() - started)
 
