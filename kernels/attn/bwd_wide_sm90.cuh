@@ -16,6 +16,7 @@
 
 #include "bwd_elements.cuh"
 #include "bwd_load_store.cuh"
+#include "bwd_work.cuh"
 #include "mask.cuh"
 #include "params.h"
 #include "tile_iter.cuh"
@@ -237,27 +238,6 @@ struct BwdWideConsumer {
         }
     }
 
-    MCP_DEVICE void visit_queries(const WorkItem& work, FragmentPlace place) {
-        const i32 group = params.num_heads / params.num_kv_heads;
-        shared.key_ring.wait_full(keys_at);
-        MCP_NO_UNROLL
-        for (i32 g = 0; g < group; g++) {
-            Queries queries(params.segments, work);
-            bool more = true;
-            MCP_NO_UNROLL
-            while (more) {
-                if (queries.is_full()) {
-                    visit<false>(queries, place);
-                } else {
-                    visit<true>(queries, place);
-                }
-                more = queries.advance();
-            }
-        }
-        if (thread_in_warpgroup() == 0) shared.key_ring.release(keys_at);
-        keys_at.advance();
-    }
-
     template <int kHalf>
     MCP_DEVICE void store(const WorkItem& work, FragmentPlace place) const {
         const i32 row = place.row + 8 * kHalf;
@@ -273,20 +253,8 @@ struct BwdWideConsumer {
             store_gradient<kHalf, T>(params.dv, dv_at, is_float, dv, 1.0f, valid);
     }
 
-    MCP_DEVICE void run() {
-        for (;;) {
-            const WorkItem work =
-                to_work_item(receive(shared.mailbox(), shared.mail_ring, mail_at));
-            if (work.head < 0) break;
-            FragmentPlace place = fragment_place();
-            place.row += work.row0;
-            fill(dk, 0.0f);
-            fill(dv, 0.0f);
-            if (work.num_segs > 0) visit_queries(work, place);
-            store<0>(work, place);
-            store<1>(work, place);
-        }
-    }
+    // Of the keys of a tile, where this consumer's begin.
+    MCP_DEVICE int first_row() const { return 0; }
 };
 
 template <class Traits>
@@ -304,9 +272,11 @@ MCP_DEVICE void backward_wide(const BwdParams& params) {
     } else {
         ptx::set_max_registers_up<Traits::kConsumerRegisters>();
         if (warpgroup == 1) {
-            BwdWideConsumer<Traits, 0>(params, shared).run();
+            BwdWideConsumer<Traits, 0> consumer(params, shared);
+            consume(consumer);
         } else {
-            BwdWideConsumer<Traits, 1>(params, shared).run();
+            BwdWideConsumer<Traits, 1> consumer(params, shared);
+            consume(consumer);
         }
     }
 }

@@ -1,0 +1,53 @@
+// How a consumer of either backward kernel goes through its work: item by item; for each query head of
+// the group, the query tiles that see its keys; then its gradients to memory.
+#pragma once
+
+#include <mcp/fragment.cuh>
+#include <mcp/mailbox.cuh>
+
+#include "params.h"
+#include "tile_iter.cuh"
+
+namespace mcp::attn {
+
+template <class Consumer>
+MCP_DEVICE void visit_queries(Consumer& consumer, const WorkItem& work, FragmentPlace place) {
+    const BwdParams& params = consumer.params;
+    const i32 group = params.num_heads / params.num_kv_heads;
+    consumer.shared.key_ring.wait_full(consumer.keys_at);
+    MCP_NO_UNROLL
+    for (i32 g = 0; g < group; g++) {
+        typename Consumer::Queries queries(params.segments, work);
+        bool more = true;
+        MCP_NO_UNROLL
+        while (more) {
+            if (queries.is_full()) {
+                consumer.template visit<false>(queries, place);
+            } else {
+                consumer.template visit<true>(queries, place);
+            }
+            more = queries.advance();
+        }
+    }
+    if (thread_in_warpgroup() == 0) consumer.shared.key_ring.release(consumer.keys_at);
+    consumer.keys_at.advance();
+}
+
+template <class Consumer>
+MCP_DEVICE void consume(Consumer& consumer) {
+    const auto& shared = consumer.shared;
+    for (;;) {
+        const WorkItem work =
+            to_work_item(receive(shared.mailbox(), shared.mail_ring, consumer.mail_at));
+        if (work.head < 0) break;
+        FragmentPlace place = fragment_place();
+        place.row += work.row0 + consumer.first_row();
+        fill(consumer.dk, 0.0f);
+        fill(consumer.dv, 0.0f);
+        if (work.num_segs > 0) visit_queries(consumer, work, place);
+        consumer.template store<0>(work, place);
+        consumer.template store<1>(work, place);
+    }
+}
+
+}  // namespace mcp::attn
