@@ -8,31 +8,26 @@ user's cache, and compiles otherwise. What may be used is decided by a hash of t
 includes, its definitions and the flags (and, in the cache, the compiler's version), so an edited kernel is
 never run from an old cubin.
 
-The cache is `$XDG_CACHE_HOME/megatron_cp/cubins` (~/.cache without it), readable and writable by its owner
-alone: whoever can write there can run code on the user's GPU. Ranks that need the same cubin at once wait
-for the one that compiles it; a file appears whole or not at all.
+Ranks that need the same cubin at once wait for the one that compiles it (`kernels/cache.py`).
 """
 
 import argparse
-import fcntl
 import hashlib
 import json
 import os
 import re
-import stat
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 if __package__:
-    from megatron_cp.kernels import compilers
+    from megatron_cp.kernels import cache, compilers
 else:  # run as a file by setup.py, before anything is installed
+    import cache  # type: ignore[no-redef,import-not-found]
     import compilers  # type: ignore[no-redef,import-not-found]
 
 SOURCES = Path(__file__).resolve().parent
@@ -95,10 +90,7 @@ def cached_cubin(variant: Variant, compiler: compilers.Compiler) -> bytes:
     """Returns the cubin of the user's cache, compiled and put there if it is not."""
     key = hashlib.sha256(f"{source_key(variant)} {compiler.kind} {compiler.version}".encode())
     path = cache_folder() / f"{variant.name}.{key.hexdigest()[:32]}.cubin"
-    if not path.is_file():
-        with _locked(path.with_suffix(".lock")):
-            if not path.is_file():  # another process may have made it meanwhile
-                write_whole(path, compile_variant(variant, compiler))
+    cache.make_once(path, lambda: cache.write_whole(path, compile_variant(variant, compiler)))
     return path.read_bytes()
 
 
@@ -137,44 +129,8 @@ def included_files(source: Path, folders: Sequence[Path] | None = None) -> list[
 
 
 def cache_folder() -> Path:
-    """Returns the user's cache folder, made on first use with mode 0700.
-
-    Raises: PermissionError if it belongs to someone else or if others can write to it.
-    """
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(base, "megatron_cp", "cubins")
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    state = folder.stat()
-    if state.st_uid != os.getuid() or state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PermissionError(
-            f"cubin cache {folder} has owner {state.st_uid} and mode {stat.S_IMODE(state.st_mode):o}; it must "
-            f"belong to user {os.getuid()} and be writable by nobody else: chmod 700 it, or set XDG_CACHE_HOME"
-        )
-    return folder
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file that others see whole or not at all."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).replace(path)
-    except BaseException:
-        with suppress(FileNotFoundError):
-            Path(name).unlink()
-        raise
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds an exclusive lock; where the file system has none, the worst is to compile twice."""
-    with path.open("w") as file:
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    """Returns the user's folder of cubins. Raises PermissionError if others can write to it."""
+    return cache.user_folder("cubins", "cubin")
 
 
 def build_packaged(folder: Path) -> int:
@@ -195,7 +151,7 @@ def build_packaged(folder: Path) -> int:
         for path, cubin_bytes in pool.map(
             lambda m: (m[0], compile_variant(m[1], compiler)), missing
         ):
-            write_whole(path, cubin_bytes)
+            cache.write_whole(path, cubin_bytes)
     return len(wanted)
 
 

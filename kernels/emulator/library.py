@@ -8,11 +8,9 @@ loaded and nothing is ever overwritten.
 """
 
 import ctypes
-import fcntl
 import hashlib
 import os
 import shutil
-import stat
 import subprocess
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -22,7 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from megatron_cp.kernels import build
+from megatron_cp.kernels import build, cache
 
 KERNELS = Path(__file__).resolve().parent.parent
 EMULATOR = KERNELS / "emulator"
@@ -238,32 +236,17 @@ def load(source: Source, extra_flags: tuple[str, ...] = ()) -> Kernel:
     folder = cache_folder()
     key = _key(compiler, source, extra_flags)
     path = folder / f"{source.name}.{key[:32]}.so"
-    if not path.is_file():
-        with path.with_suffix(".lock").open("w") as lock:
-            with suppress(OSError):  # without locks the worst is to compile twice
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            if not path.is_file():
-                _compile_kernel(
-                    compiler, source, _engine(compiler, folder, extra_flags), path, extra_flags
-                )
-    return Kernel(path)
+
+    def make() -> None:
+        engine = _engine(compiler, folder, extra_flags)
+        _compile_kernel(compiler, source, engine, path, extra_flags)
+
+    return Kernel(cache.make_once(path, make))
 
 
 def cache_folder() -> Path:
-    """Returns the user's cache folder, made on first use with mode 0700.
-
-    Raises: PermissionError if it belongs to someone else or if others can write to it.
-    """
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(base, "megatron_cp", "emulator")
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    state = folder.stat()
-    if state.st_uid != os.getuid() or state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PermissionError(
-            f"emulator cache {folder} has owner {state.st_uid} and mode {stat.S_IMODE(state.st_mode):o}; it must "
-            f"belong to user {os.getuid()} and be writable by nobody else: chmod 700 it, or set XDG_CACHE_HOME"
-        )
-    return folder
+    """Returns the user's folder of emulated kernels. Raises PermissionError if others can write to it."""
+    return cache.user_folder("emulator", "emulator")
 
 
 @lru_cache(maxsize=1)
@@ -297,14 +280,9 @@ def _engine(compiler: tuple[str, str], folder: Path, extra_flags: tuple[str, ...
     sources = _digest_of(build.included_files(EMULATOR / "engine.cpp", (EMULATOR,)))
     key = hashlib.sha256(repr((compiler, FLAGS, ENGINE_FLAGS, extra_flags, sources)).encode())
     path = folder / f"engine.{key.hexdigest()[:32]}.o"
-    if not path.is_file():
-        with path.with_suffix(".lock").open("w") as lock:
-            with suppress(OSError):
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            if not path.is_file():
-                flags = (*FLAGS, *ENGINE_FLAGS, *extra_flags, f"-I{EMULATOR}", "-c")
-                _compile(compiler, (*flags, str(EMULATOR / "engine.cpp")), path)
-    return path
+    flags = (*FLAGS, *ENGINE_FLAGS, *extra_flags, f"-I{EMULATOR}", "-c")
+    arguments = (*flags, str(EMULATOR / "engine.cpp"))
+    return cache.make_once(path, lambda: _compile(compiler, arguments, path))
 
 
 def _compile_kernel(

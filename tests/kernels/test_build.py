@@ -15,7 +15,7 @@ import setuptools
 from setuptools import Distribution
 from setuptools.command.build_py import build_py
 
-from megatron_cp.kernels import build, compilers
+from megatron_cp.kernels import build, cache, compilers
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -147,10 +147,10 @@ def test_failed_compilation_leaves_nothing_that_is_later_taken_for_a_cubin(tree)
 
 def test_interrupted_write_leaves_the_old_file(tree, monkeypatch):
     target = build.cache_folder() / "x.cubin"
-    build.write_whole(target, b"old")
+    cache.write_whole(target, b"old")
     monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError("disk is full")))
     with pytest.raises(OSError, match="disk is full"):
-        build.write_whole(target, b"new and longer")
+        cache.write_whole(target, b"new and longer")
     assert target.read_bytes() == b"old"
     assert list(target.parent.iterdir()) == [target]
 
