@@ -39,7 +39,7 @@ def length(intervals: IntArray) -> int:
 
 def intersect(a: IntArray, b: IntArray) -> IntArray:
     """Returns the integers that are in both normalised sets."""
-    first, second = _overlapping_pairs(a, b)
+    first, second = overlapping_pairs(a, b)
     start = np.maximum(a[first, 0], b[second, 0])
     stop = np.minimum(a[first, 1], b[second, 1])
     return np.stack([start, stop], axis=1)
@@ -67,6 +67,12 @@ def cut(intervals: IntArray, size: int) -> IntArray:
     return np.stack([start, stop], axis=1)
 
 
+def chunks(count: int, size: int) -> IntArray:
+    """Returns the first `count` chunks of `size` integers."""
+    start = np.arange(count, dtype=np.int64) * size
+    return np.stack([start, start + size], axis=1)
+
+
 def to_indices(intervals: IntArray) -> IntArray:
     """Returns the integers of the intervals, one after another in the order given: int64."""
     sizes = intervals[:, 1] - intervals[:, 0]
@@ -87,8 +93,8 @@ def from_indices(indices: IntArray) -> IntArray:
     return np.stack([indices[first], indices[last] + 1], axis=1)
 
 
-def _overlapping_pairs(a: IntArray, b: IntArray) -> tuple[IntArray, IntArray]:
-    """Returns index pairs `(i, j)` with `a[i]` meeting `b[j]`, for normalised sets."""
+def overlapping_pairs(a: IntArray, b: IntArray) -> tuple[IntArray, IntArray]:
+    """Returns index pairs `(i, j)` with `a[i]` meeting `b[j]`, i ascending; `b` is sorted and disjoint."""
     low = np.searchsorted(b[:, 1], a[:, 0], side="right")
     high = np.searchsorted(b[:, 0], a[:, 1], side="left")
     return expand_ranges(low, np.maximum(high, low))

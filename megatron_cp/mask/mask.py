@@ -93,7 +93,7 @@ class AttentionMask:
     def needed_keys(self, q_ranges: IntArray) -> IntArray:
         """Returns the keys that any of these query rows may see, as sorted disjoint intervals."""
         ranges = interval.normalise(interval.as_intervals(q_ranges))
-        parts, _ = cut_rows(self.array, ranges, Q_START, Q_END)
+        parts, _, _ = cut_rows(self.array, ranges, Q_START, Q_END)
         return interval.normalise(parts[:, [K_START, K_END]])
 
     # ------------------------------------------------------------------ algebra
@@ -116,9 +116,9 @@ class AttentionMask:
         """
         q_ranges = _checked_ranges("q_ranges", q_ranges, self.num_queries)
         k_ranges = _checked_ranges("k_ranges", k_ranges, self.num_keys)
-        rows, which = cut_rows(self.array, q_ranges, Q_START, Q_END)
+        rows, _, which = cut_rows(self.array, q_ranges, Q_START, Q_END)
         rows = shift_rows(rows, q=(_offsets(q_ranges) - q_ranges[:, 0])[which])
-        rows, which = cut_rows(rows, k_ranges, K_START, K_END)
+        rows, _, which = cut_rows(rows, k_ranges, K_START, K_END)
         rows = shift_rows(rows, k=(_offsets(k_ranges) - k_ranges[:, 0])[which])
         return AttentionMask(interval.length(q_ranges), interval.length(k_ranges), rows)
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_cp.mask.interval import IntArray, expand_ranges
+from megatron_cp.mask.interval import IntArray, overlapping_pairs
 
 Q_START, Q_END, K_START, K_END, LO, HI = range(6)
 OPEN = 1 << 40  # beyond every token index; stands for an open side until `tighten` clamps it
@@ -105,22 +105,22 @@ def subtract_rows(a: IntArray, b: IntArray) -> IntArray:
     return tighten(np.concatenate(pieces))
 
 
-def cut_rows(rows: IntArray, ranges: IntArray, start: int, end: int) -> tuple[IntArray, IntArray]:
-    """Returns the tight parts of `rows` inside ranges of one axis, and the range of each part.
+def cut_rows(
+    rows: IntArray, ranges: IntArray, start: int, end: int
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Returns the tight parts of `rows` inside ranges of one axis, and the row and the range of each part.
 
     The ranges are disjoint and not empty.
     """
     ranges_in_order = np.argsort(ranges[:, 0], kind="stable")
     ordered = ranges[ranges_in_order]
-    low = np.searchsorted(ordered[:, 1], rows[:, start], side="right")
-    high = np.searchsorted(ordered[:, 0], rows[:, end], side="left")
-    which, span = expand_ranges(low, np.maximum(low, high))
+    which, span = overlapping_pairs(rows[:, [start, end]], ordered)
     parts = rows[which]
     parts[:, start] = np.maximum(parts[:, start], ordered[span, 0])
     parts[:, end] = np.minimum(parts[:, end], ordered[span, 1])
     # The other axis shrinks too, but a tight row keeps at least one pair in every row and column of
     # its box, so no part vanishes here and the indices stay aligned.
-    return tighten(parts), ranges_in_order[span]
+    return tighten(parts), which, ranges_in_order[span]
 
 
 def transpose_rows(rows: IntArray) -> IntArray:

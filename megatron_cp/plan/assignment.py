@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_cp.mask import AttentionMask
+from megatron_cp.mask import AttentionMask, interval
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.mask.slice import K_END, K_START, Q_END, Q_START, cut_rows, rows_area, tighten
 from megatron_cp.plan.routing import Owners
@@ -113,15 +113,12 @@ class _Parts:
         self._measure()
 
     def _cut_to_chunks(self) -> None:
-        edges = np.arange(0, self.owners.num_ids + self.chunk, self.chunk)
-        self._cut(np.stack([edges[:-1], edges[1:]], axis=1))
+        self._cut(interval.chunks(-(-self.owners.num_ids // self.chunk), self.chunk))
 
     def _cut(self, cells: IntArray) -> None:
         for start, end in ((Q_START, Q_END), (K_START, K_END)):
-            low = np.searchsorted(cells[:, 1], self.rows[:, start], side="right")
-            high = np.searchsorted(cells[:, 0], self.rows[:, end], side="left")
-            self.rows, _ = cut_rows(self.rows, cells, start, end)
-            self.group = np.repeat(self.group, high - low)
+            self.rows, source, _ = cut_rows(self.rows, cells, start, end)
+            self.group = self.group[source]
 
     def _measure(self) -> None:
         self.area = rows_area(self.rows).astype(np.float64)
@@ -133,9 +130,8 @@ class _Parts:
         self.owner = [self.owners.rank_of(self.rows[:, start]) for start in (Q_START, K_START)]
 
     def replace(self, rows: IntArray, group: IntArray) -> None:
-        """Takes other slices of the same pairs."""
+        """Takes other slices of the same pairs; `refine` measures them."""
         self.rows, self.group = rows, group
-        self._measure()
 
 
 class _Cut:

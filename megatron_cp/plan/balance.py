@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_cp.mask import AttentionMask
-from megatron_cp.mask.interval import IntArray, expand_ranges
-from megatron_cp.mask.slice import K_END, K_START, Q_START, rows_area, tighten
+from megatron_cp.mask import AttentionMask, interval
+from megatron_cp.mask.interval import IntArray
+from megatron_cp.mask.slice import K_END, K_START, Q_END, Q_START, cut_rows, rows_area
 
 FloatArray = NDArray[np.float64]
 MAX_EXCHANGES_PER_RANK = 64
@@ -47,8 +47,9 @@ def chunk_table(mask: AttentionMask, chunk_size: int, num_chunks: int) -> ChunkT
     Slices of one chunk that share keys are counted once each in `needs`, capped at the chunk: an estimate
     from above. O(slices x chunks that they meet).
     """
-    parts, _ = _cut(mask.array, Q_START, chunk_size)
-    parts, column = _cut(parts, K_START, chunk_size)
+    cells = interval.chunks(num_chunks, chunk_size)
+    parts, _, _ = cut_rows(mask.array, cells, Q_START, Q_END)
+    parts, _, column = cut_rows(parts, cells, K_START, K_END)
     chunk = parts[:, Q_START] // chunk_size
     cell, shape = chunk * num_chunks + column, (num_chunks, num_chunks)
     areas = np.bincount(cell, rows_area(parts), minlength=num_chunks**2)
@@ -59,16 +60,6 @@ def chunk_table(mask: AttentionMask, chunk_size: int, num_chunks: int) -> ChunkT
         np.minimum(needs, chunk_size).reshape(shape).astype(np.float64),
         chunk_size,
     )
-
-
-def _cut(rows: IntArray, start: int, size: int) -> tuple[IntArray, IntArray]:
-    """Returns tight rows cut along one axis at multiples of `size`, and the index of each part."""
-    stop = start + 1
-    which, part = expand_ranges(rows[:, start] // size, (rows[:, stop] - 1) // size + 1)
-    parts = rows[which]
-    parts[:, start] = np.maximum(parts[:, start], part * size)
-    parts[:, stop] = np.minimum(parts[:, stop], (part + 1) * size)
-    return tighten(parts), part  # tight rows cut along one axis keep a pair each: none vanishes
 
 
 def weighted_sum(tables: Sequence[ChunkTable], weights: Sequence[float]) -> ChunkTable:

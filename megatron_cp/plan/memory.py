@@ -14,25 +14,17 @@ def received_bytes(plan: AttentionPlan, pass_name: PassName) -> FloatArray:
     """
     pass_ = plan.get_pass(pass_name)
     degree = pass_.head_split.degree if pass_.head_split else 1
-    none = np.zeros(plan.cp_size)
+    none, nobody = np.zeros(plan.cp_size), np.zeros(plan.cp_size, dtype=np.int64)
     held, arriving = [], []
-    for index, stage in enumerate(pass_.stages):
+    for index in range(len(pass_.stages)):
         stage_held, stage_arriving = none, none
         for side in SIDES:
             size = row_bytes(plan.config, pass_name, side, degree)
-            rows = [_rows(plan, pass_name, i, side) for i in pass_.chain(index, side)]
+            casts = [pass_.stages[i].cast(side) for i in pass_.chain(index, side)]
+            rows = [none if cast is None else cast.rows_held(nobody) for cast in casts]
             stage_held = stage_held + sum(rows, none) * (size.there + size.back)
-            cast = stage.cast(side)
-            if cast is not None:
-                stage_arriving = stage_arriving + rows[-1] * size.there
+            stage_arriving = stage_arriving + rows[-1] * size.there
         held.append(stage_held)
         arriving.append(stage_arriving)
     peaks = [now + after for now, after in zip(held, [*arriving[1:], none], strict=True)]
     return np.max([none, *peaks], axis=0)
-
-
-def _rows(plan: AttentionPlan, pass_name: PassName, index: int, side: str) -> FloatArray:
-    cast = plan.get_pass(pass_name).stages[index].cast("k" if side == "k" else "q")
-    hops = cast.hops if cast is not None else ()
-    rows = sum((hop.rows_received(plan.cp_size) for hop in hops), np.zeros(plan.cp_size))
-    return np.asarray(rows, dtype=np.float64)

@@ -72,7 +72,8 @@ class AssignedMask:
         pieces = np.clip(PIECES // placed.num_ranks, *PIECES_PER_RANK)
         runs = interval.cut(placed.owners.ids, max(1, placed.own_rows // int(pieces)))
         for start, end in ((Q_START, Q_END), (K_START, K_END)):
-            parts, ranks = _cut_at(parts, ranks, runs, (start, end))
+            parts, source, _ = cut_rows(parts, runs, start, end)
+            ranks = ranks[source]
         self.parts, self.ranks = parts, ranks
         self.area = rows_area(parts).astype(np.float64)
         self.is_own: dict[Side, BoolArray] = {
@@ -96,9 +97,8 @@ class AssignedMask:
 
     def arriving(self, side: Side, route: Route) -> list[IntArray]:
         """Returns the foreign rows of one side that ranks need, hop by hop: requests (owner, reader, ids)."""
-        start, end = COLUMNS[side]
         space = self.placed.space
-        wanted = self.parts[:, [start, end]] + (self.ranks * space.stride)[:, None]
+        wanted = space.keys_of(self.parts[:, COLUMNS[side]], self.ranks)
         return route(self.placed.owners, space, space.missing(interval.normalise(wanted)))
 
     def build(self, staging: Staging, route: Route = direct) -> Pass:
@@ -120,11 +120,8 @@ class AssignedMask:
         for index in range(staging.num_stages):
             now = stage == index
             arriving: dict[Side, list[IntArray]] = {}
-            for side, (start, end) in COLUMNS.items():
-                wanted = (
-                    self.parts[now][:, [start, end]]
-                    + (self.ranks[now] * placed.space.stride)[:, None]
-                )
+            for side, columns in COLUMNS.items():
+                wanted = placed.space.keys_of(self.parts[now][:, columns], self.ranks[now])
                 before = held[side] if staging.keeps(index) == side else placed.space
                 missing = before.missing(interval.normalise(wanted))
                 arriving[side] = route(placed.owners, before, missing) if len(missing) else []
@@ -166,13 +163,3 @@ class AssignedMask:
         share = np.zeros(len(order))
         share[order] = (middle - before) / np.where(total > 0, total, 1.0)[rank]
         return share
-
-
-def _cut_at(
-    parts: IntArray, ranks: IntArray, ids: IntArray, columns: tuple[int, int]
-) -> tuple[IntArray, IntArray]:
-    start, end = columns
-    low = np.searchsorted(ids[:, 1], parts[:, start], side="right")
-    high = np.searchsorted(ids[:, 0], parts[:, end], side="left")
-    pieces, _ = cut_rows(parts, ids, start, end)
-    return pieces, np.repeat(ranks, high - low)

@@ -35,6 +35,7 @@ from megatron_cp.plan.schemes.ring import ring_pass
 from megatron_cp.plan.stages import PlacedMask
 from megatron_cp.plan.topology import get_topology
 
+EVEN_STAGES = 2  # of MagiAttention's static overlap
 PASSES: tuple[PassName, PassName] = ("forward", "backward")
 
 
@@ -160,17 +161,17 @@ def published_choices(groups: HeadGroups) -> list[Choice]:
     return [_needed_keys(groups, figures), _ring(groups, figures), _allgather(groups, figures)]
 
 
-def even_keys_choice(groups: HeadGroups, num_stages: int = 2) -> Choice:
+def even_keys_choice(groups: HeadGroups) -> Choice:
     """Returns the way in which needed keys come in stages of equal rows (MagiAttention's static overlap)."""
     figures, num_ranks = placement_figures(groups.placed), groups.placed.num_ranks
     local = np.diagonal(figures.areas)
     src, dst = np.nonzero(figures.rows)
     rows = figures.rows[src, dst]
-    movement = hop_movement(src, dst, rows / num_stages, num_ranks, groups.topology)
-    remote = StageLoad((figures.loads - local) / num_stages, movement)
+    movement = hop_movement(src, dst, rows / EVEN_STAGES, num_ranks, groups.topology)
+    remote = StageLoad((figures.loads - local) / EVEN_STAGES, movement)
 
     def build() -> Pass:
-        return needed_keys_pass(groups.placed, num_stages)
+        return needed_keys_pass(groups.placed, EVEN_STAGES)
 
     def refined() -> Choice:
         pass_ = build()
@@ -183,7 +184,7 @@ def even_keys_choice(groups: HeadGroups, num_stages: int = 2) -> Choice:
         return replace(exact, is_published=False)
 
     choice = groups.same_both_ways(
-        [StageLoad(local)] + [remote] * num_stages, float(rows.sum()), build
+        [StageLoad(local)] + [remote] * EVEN_STAGES, float(rows.sum()), build
     )
     return replace(choice, is_published=False, refine=refined)
 

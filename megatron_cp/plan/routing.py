@@ -51,6 +51,10 @@ class RowSpace:
         start = chunks[first] * deal.chunk_size + first // per_rank * stride
         return cls(np.stack([start, start + length], axis=1), num_ranks, stride)
 
+    def keys_of(self, ids: IntArray, ranks: IntArray) -> IntArray:
+        """Returns ranges of token ids `[n, 2]` as `ranks` `[n]` see them."""
+        return ids + (ranks * self.stride)[:, None]
+
     @cached_property
     def rank_of_run(self) -> IntArray:
         """The rank that holds each run: int64 `[n]`."""
@@ -92,17 +96,15 @@ class RowSpace:
         """
         order = np.argsort(self.runs[:, 0])
         table = self.runs[order]
-        wanted = requests[:, ID_START:] + requests[:, [SRC]] * self.stride
-        low = np.searchsorted(table[:, 1], wanted[:, 0], side="right")
-        high = np.searchsorted(table[:, 0], wanted[:, 1], side="left")
-        which, run = interval.expand_ranges(low, np.maximum(low, high))
+        wanted = self.keys_of(requests[:, ID_START:], requests[:, SRC])
+        which, run = interval.overlapping_pairs(wanted, table)
         start = np.maximum(table[run, 0], wanted[which, 0])
         stop = np.minimum(table[run, 1], wanted[which, 1])
         row = self.first_row_of_run[order][run] + start - table[run, 0]
         src, dst = requests[which, SRC], requests[which, DST]
         arrival = np.lexsort((row, src, dst))
         messages = np.stack([src, dst, row, row + stop - start], axis=1)[arrival]
-        came = np.stack([start, stop], axis=1) + ((dst - src) * self.stride)[:, None]
+        came = self.keys_of(np.stack([start, stop], axis=1), dst - src)
         runs = np.concatenate([self.runs, came[arrival]])
         runs = runs[np.argsort(runs[:, 0] // self.stride, kind="stable")]
         return Hop(_join(messages)), RowSpace(runs, self.num_ranks, self.stride)
@@ -113,7 +115,7 @@ class Owners:
 
     def __init__(self, own: RowSpace):
         rank = own.rank_of_run
-        ids = own.runs - (rank * own.stride)[:, None]
+        ids = own.keys_of(own.runs, -rank)
         order = np.argsort(ids[:, 0])
         self.ids, self.rank = ids[order], rank[order]
         self.num_ranks, self.stride = own.num_ranks, own.stride
@@ -131,9 +133,7 @@ class Owners:
         """Returns normalised keys `[n, 2]`, cut by owner: int64 `[m, 4]` (owner, reader, id start, id stop)."""
         reader = wanted[:, 0] // self.stride
         ids = wanted - (reader * self.stride)[:, None]
-        low = np.searchsorted(self.ids[:, 1], ids[:, 0], side="right")
-        high = np.searchsorted(self.ids[:, 0], ids[:, 1], side="left")
-        which, run = interval.expand_ranges(low, np.maximum(low, high))
+        which, run = interval.overlapping_pairs(ids, self.ids)
         start = np.maximum(self.ids[run, 0], ids[which, 0])
         stop = np.minimum(self.ids[run, 1], ids[which, 1])
         return np.stack([self.rank[run], reader[which], start, stop], axis=1)
@@ -182,7 +182,7 @@ class ThroughNodes:
         far = requests[:, SRC] // self.node_size != requests[:, DST] // self.node_size
         place = requests[:, DST] // self.node_size * self.node_size
         relay = np.minimum(place + requests[:, SRC] % self.node_size, held.num_ranks - 1)
-        keys = requests[far, ID_START:] + (relay[far] * held.stride)[:, None]
+        keys = held.keys_of(requests[far, ID_START:], relay[far])
         first = owners.requests(held.missing(interval.normalise(keys)))
         rounds = _tree_rounds(first) if self.tree else [first]
         rounds[0] = np.concatenate([requests[~far], rounds[0]])

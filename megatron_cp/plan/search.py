@@ -13,7 +13,7 @@ the same plan.
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -53,6 +53,7 @@ class Candidate:
 
     deal: Deal
     choices: dict[str, list[Choice]]
+    groups: dict[tuple[str, int], HeadGroups] = field(default_factory=dict)
 
 
 def candidates(masks: Family, cp_size: int, config: CPConfig) -> list[Candidate]:
@@ -127,15 +128,23 @@ class _Search:
         key = deal.chunks.tobytes(), deal.chunk_size
         candidate = self.found.setdefault(key, Candidate(deal, {name: [] for name in self.masks}))
         total = 0.0
-        for name, (mask, weight) in self.masks.items():
+        for name, (_, weight) in self.masks.items():
             seconds = []
             for each in {degree: None, self._favourite(name, degree): None}:
-                choices = ways(HeadGroups.of(mask, deal, self.config, each))
+                choices = ways(self._groups_of(candidate, name, each))
                 candidate.choices[name].extend(choices)
                 seconds.append(min(choice.seconds for choice in choices))
                 self.by_mask[name][each] = min(self.by_mask[name][each], seconds[-1])
             total += weight * min(seconds)
         self.fastest[degree] = min(self.fastest[degree], total)
+
+    def _groups_of(self, candidate: Candidate, name: str, degree: int) -> HeadGroups:
+        """Returns a mask on the head groups of a candidate; placed once for all ways."""
+        if (name, degree) not in candidate.groups:
+            mask, _ = self.masks[name]
+            groups = HeadGroups.of(mask, candidate.deal, self.config, degree)
+            candidate.groups[name, degree] = groups
+        return candidate.groups[name, degree]
 
     def _favourite(self, name: str, degree: int) -> int:
         """Returns the degree at which a mask did best so far; masks of one plan need not share it."""

@@ -32,10 +32,10 @@ from megatron_cp.plan.routing import (
     direct,
     send,
 )
-from megatron_cp.plan.schema import HeadSplit, Pass, Side, Stage, Transfer
+from megatron_cp.plan.schema import Pass, Side, Stage, Transfer
 
 FloatArray = NDArray[np.float64]
-COLUMNS: dict[Side, tuple[int, int]] = {"q": (Q_START, Q_END), "k": (K_START, K_END)}
+COLUMNS: dict[Side, list[int]] = {"q": [Q_START, Q_END], "k": [K_START, K_END]}
 
 
 class PlacedMask:
@@ -56,8 +56,8 @@ class PlacedMask:
 
     @cached_property
     def _by_owner(self) -> tuple[IntArray, IntArray, IntArray]:
-        rows, _ = cut_rows(self.mask.array, self.owners.ids, Q_START, Q_END)
-        parts, k_run = cut_rows(rows, self.owners.ids, K_START, K_END)
+        rows, _, _ = cut_rows(self.mask.array, self.owners.ids, Q_START, Q_END)
+        parts, _, k_run = cut_rows(rows, self.owners.ids, K_START, K_END)
         return parts, self.owners.rank_of(parts[:, Q_START]), self.owners.rank[k_run]
 
     @property
@@ -78,7 +78,7 @@ class PlacedMask:
     @cached_property
     def remote_keys(self) -> IntArray:
         """The keys that each rank's queries may see and it does not own: requests (owner, reader, ids)."""
-        wanted = self.parts[:, [K_START, K_END]] + (self.q_owner * self.space.stride)[:, None]
+        wanted = self.space.keys_of(self.parts[:, COLUMNS["k"]], self.q_owner)
         return self.owners.requests(self.space.missing(interval.normalise(wanted)))
 
     def areas_by_owner(self) -> FloatArray:
@@ -95,9 +95,9 @@ class PlacedMask:
     def parts_on_keys(self, requests: IntArray) -> tuple[IntArray, IntArray]:
         """Returns the pairs between a reader's queries and the keys it requests: slices, and their ranks."""
         stride = self.space.stride
-        keys = requests[:, ID_START:] + (requests[:, [DST]] * stride)
+        keys = self.space.keys_of(requests[:, ID_START:], requests[:, DST])
         shifted = shift_rows(self.parts, k=self.q_owner * stride)
-        rows, _ = cut_rows(shifted, interval.normalise(keys), K_START, K_END)
+        rows, _, _ = cut_rows(shifted, interval.normalise(keys), K_START, K_END)
         rank = rows[:, K_START] // stride
         return shift_rows(rows, k=-rank * stride), rank
 
@@ -127,13 +127,12 @@ class PassBuilder:
         """
         keeps: dict[Side, bool] = {"q": keeps_q, "k": keeps_k}
         casts: dict[Side, Transfer | None] = {}
-        stride = self.placed.space.stride
-        for side, (start, end) in COLUMNS.items():
-            wanted = parts[:, [start, end]] + (ranks * stride)[:, None]
+        keys_of = self.placed.space.keys_of
+        for side, columns in COLUMNS.items():
+            wanted = keys_of(parts[:, columns], ranks)
             if side == "k" and all_keys is not None:
-                wanted = np.concatenate(
-                    [wanted, all_keys[:, ID_START:] + all_keys[:, [DST]] * stride]
-                )
+                more = keys_of(all_keys[:, ID_START:], all_keys[:, DST])
+                wanted = np.concatenate([wanted, more])
             held = self._held[side] if keeps[side] else self.placed.space
             missing = held.missing(interval.normalise(wanted))
             casts[side], self._held[side] = None, held
@@ -148,9 +147,9 @@ class PassBuilder:
         own = placed.q_owner == placed.k_owner
         self.add(placed.parts[own], placed.q_owner[own])
 
-    def build(self, head_split: HeadSplit | None = None) -> Pass:
+    def build(self) -> Pass:
         """Returns the pass of the stages added so far."""
-        return Pass(tuple(self.stages), head_split)
+        return Pass(tuple(self.stages))
 
 
 def _local_work(
@@ -164,9 +163,9 @@ def _local_work(
     q_step = int(queries.sizes.max()) + 1
     k_step = 2 * q_step + int(keys.sizes.max())
     rows = shift_rows(parts, q=ranks * queries.stride, k=ranks * keys.stride)
-    rows, run = cut_rows(rows, queries.runs, Q_START, Q_END)
+    rows, _, run = cut_rows(rows, queries.runs, Q_START, Q_END)
     rows = shift_rows(rows, q=queries.shifts(q_step)[run])
-    rows, run = cut_rows(rows, keys.runs, K_START, K_END)
+    rows, _, run = cut_rows(rows, keys.runs, K_START, K_END)
     rows = shift_rows(rows, k=keys.shifts(k_step)[run])
     rows = sweep.merge(rows)
     rank = rows[:, Q_START] // q_step

@@ -11,7 +11,7 @@ as many new rows; each stage has the same share of the rank's pairs.
 
 import numpy as np
 
-from megatron_cp.mask import AttentionMask
+from megatron_cp.mask import AttentionMask, interval
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.mask.slice import K_END, K_START, Q_END, Q_START, cut_rows, rows_area
 from megatron_cp.plan.routing import Route
@@ -21,10 +21,9 @@ from megatron_cp.plan.stages import PassBuilder, PlacedMask
 
 def cut_to_chunks(mask: AttentionMask, ranks: IntArray, chunk: int) -> tuple[IntArray, IntArray]:
     """Returns the mask in blocks of chunks, slices int64 `[n, 6]`, and the rank of each."""
-    edges = np.arange(len(ranks) + 1) * chunk
-    cells = np.stack([edges[:-1], edges[1:]], axis=1)
-    parts, _ = cut_rows(mask.array, cells, Q_START, Q_END)
-    parts, column = cut_rows(parts, cells, K_START, K_END)
+    cells = interval.chunks(len(ranks), chunk)
+    parts, _, _ = cut_rows(mask.array, cells, Q_START, Q_END)
+    parts, _, column = cut_rows(parts, cells, K_START, K_END)
     return parts, ranks[parts[:, Q_START] // chunk, column]
 
 
