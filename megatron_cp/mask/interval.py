@@ -27,8 +27,9 @@ def normalise(intervals: IntArray) -> IntArray:
         return intervals
     intervals = intervals[np.argsort(intervals[:, 0], kind="stable")]
     reach = np.maximum.accumulate(intervals[:, 1])
-    opens = np.flatnonzero(np.r_[True, intervals[1:, 0] > reach[:-1]])
-    closes = np.r_[opens[1:] - 1, len(intervals) - 1]
+    opens, closes = np.ones((2, len(intervals)), dtype=bool)
+    opens[1:] = intervals[1:, 0] > reach[:-1]
+    closes[:-1] = opens[1:]
     return np.stack([intervals[opens, 0], reach[closes]], axis=1)
 
 
@@ -49,13 +50,9 @@ def subtract(a: IntArray, b: IntArray) -> IntArray:
     """Returns the integers of normalised `a` that are not in normalised `b`."""
     if not len(a) or not len(b):
         return a
-    gaps = np.stack(
-        [
-            np.r_[min(a[0, 0], b[0, 0]) - 1, b[:, 1]],
-            np.r_[b[:, 0], max(a[-1, 1], b[-1, 1]) + 1],
-        ],
-        axis=1,
-    )
+    gaps = np.empty((len(b) + 1, 2), dtype=np.int64)
+    gaps[0, 0], gaps[1:, 0] = min(a[0, 0], b[0, 0]) - 1, b[:, 1]
+    gaps[:-1, 1], gaps[-1, 1] = b[:, 0], max(a[-1, 1], b[-1, 1]) + 1
     return intersect(a, gaps)
 
 

@@ -48,6 +48,28 @@ class AttentionMask:
         rows.setflags(write=False)
         self.num_queries, self.num_keys, self.array = int(num_queries), int(num_keys), rows
 
+    @classmethod
+    def many(
+        cls, num_queries: IntArray, num_keys: IntArray, rows: IntArray, owner: IntArray
+    ) -> tuple["AttentionMask", ...]:
+        """Returns a mask per grid (sizes int64 `[n]`); the tight slice `rows[i]` is of mask `owner[i]`.
+
+        As the constructor does, all in one go: a plan has thousands of small masks.
+        """
+        order = np.lexsort((*rows.T[[5, 4, 3, 1, 2, 0]], owner))
+        rows = rows[order]
+        rows.setflags(write=False)
+        cuts = np.searchsorted(owner[order], np.arange(len(num_queries) + 1)).tolist()
+        upto = np.concatenate([[0], np.cumsum(rows_area(rows))])[cuts].tolist()
+        masks = []
+        for index, sizes in enumerate(zip(num_queries.tolist(), num_keys.tolist(), strict=True)):
+            mask = cls.__new__(cls)
+            mask.num_queries, mask.num_keys = sizes
+            mask.array = rows[cuts[index] : cuts[index + 1]]
+            mask._area = upto[index + 1] - upto[index]
+            masks.append(mask)
+        return tuple(masks)
+
     # ------------------------------------------------------------------ what it holds
 
     @property

@@ -119,20 +119,23 @@ def _share_a_pair(a: IntArray, b: IntArray) -> NDArray[np.bool_]:
 
 def _join_neighbours(rows: IntArray) -> IntArray:
     """Returns `rows` with neighbours joined where their bounding slice holds no other pair."""
+    area = rows_area(rows)
     while len(rows) > 1:
-        a, b = rows[:-1], rows[1:]
-        low, high = np.minimum(a, b), np.maximum(a, b)
+        low, high = np.minimum(rows[:-1], rows[1:]), np.maximum(rows[:-1], rows[1:])
         # The bounding slice of two tight rows is tight: it contains their convex hull and its sides
         # are integers on every row and column, so the closed form of the area holds.
         bounding = np.where(np.array([True, False, True, False, True, False]), low, high)
-        joins = rows_area(bounding) == rows_area(a) + rows_area(b)
-        # Of a run of joinable neighbours take every other one; the loop comes back for the rest.
-        index = np.arange(len(joins))
-        run_start = np.maximum.accumulate(np.where(np.r_[True, ~joins[:-1]], index, 0))
-        joins &= (index - run_start) % 2 == 0
+        joined_area = rows_area(bounding)
+        joins = joined_area == area[:-1] + area[1:]
         if not joins.any():
             return rows
-        rows = rows.copy()
-        rows[:-1][joins] = bounding[joins]
-        rows = np.delete(rows, np.flatnonzero(joins) + 1, axis=0)
+        # Of a run of joinable neighbours take every other one; the loop comes back for the rest.
+        index = np.arange(len(joins))
+        run_start = index.copy()
+        run_start[1:][joins[:-1]] = 0
+        joins &= (index - np.maximum.accumulate(run_start)) % 2 == 0
+        first = np.flatnonzero(joins)
+        rows, area = rows.copy(), area.copy()
+        rows[first], area[first] = bounding[first], joined_area[first]
+        rows, area = np.delete(rows, first + 1, axis=0), np.delete(area, first + 1)
     return rows

@@ -5,7 +5,7 @@ estimate is refined: its stagings are priced exactly, stage by stage.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from megatron_cp.config import CPConfig
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.assignment import Assignment, assign
-from megatron_cp.plan.cost import Movement, StageLoad
+from megatron_cp.plan.cost import BoolArray, FloatArray, Movement, PassLoads, SideLoads
 from megatron_cp.plan.heads import split_heads
 from megatron_cp.plan.overlap import AssignedMask, Staging
 from megatron_cp.plan.pricing import PASSES, Choice, HeadGroups, imbalance
@@ -33,6 +33,7 @@ STAGE_COUNTS = (1, 2, 4, 8)
 PRICED_STAGE_COUNTS = (0, 1, 4)  # enough for an estimate
 FEW_STAGES = 2  # so few may do without local pairs at the end: better where latency decides
 STAGINGS_PRICED = 3  # exactly, once an estimate has won
+EQUAL = 1.0005  # times the fastest staging: one with fewer stages, and so fewer slices and sends, is better
 HUB = 2.0  # an owner that sends so many times the mean is worth a tree
 
 
@@ -55,7 +56,7 @@ def assigned_choice(groups: HeadGroups, assignment: Assignment) -> Choice:
     rows = {side: sum(map(_num_rows, hops)) for side, hops in straight.items()}
     options = {name: _stagings(groups.config, name, rows) for name in PASSES}
     ways = [_Way(groups, assigned, route) for route in _routes(groups, straight)]
-    prices = [sum(way.even_seconds(options[name], name) for name in PASSES) for way in ways]
+    prices = [way.estimate(options) for way in ways]
     way = ways[prices.index(min(prices))]
     choice = Choice(
         min(prices),
@@ -109,48 +110,85 @@ class _Way:
             side: self.groups.movement(self.assigned.arriving(side, self.route)) for side in SIDES
         }
 
-    def even_seconds(self, stagings: Sequence[Staging], name: PassName) -> float:
-        """Returns about the time of the best staging, as if rows were spread evenly over stages."""
-        some = [one for one in stagings if one.num_remote in PRICED_STAGE_COUNTS] or stagings
-        return min(self._even_price(one, name) for one in some)
+    def estimate(self, options: Mapping[PassName, Sequence[Staging]]) -> float:
+        """Returns about the time of both passes, each in the best of its stagings."""
+        seconds = 0.0
+        for name, stagings in options.items():
+            some = [one for one in stagings if one.num_remote in PRICED_STAGE_COUNTS] or stagings
+            seconds += float(self.even_seconds(some, name).min())
+        return seconds
 
-    def _even_price(self, staging: Staging, name: PassName) -> float:
-        return self.groups.seconds(self._even_loads(staging), name)
+    def even_seconds(self, stagings: Sequence[Staging], name: PassName) -> FloatArray:
+        """Returns about the time of each staging, as if rows were spread evenly over stages."""
+        shares = _even_shares(tuple(stagings))
+        local, remote = self.assigned.local_areas, shares.remote[:, None]
+        areas = shares.local[:, None] * local + remote * (self.assigned.areas - local)
+        loads = PassLoads(areas, self._even_moves("k", shares), self._even_moves("q", shares))
+        return self.groups.seconds_of_each(loads, shares.opens, name)
+
+    def _even_moves(self, side: Side, shares: "_EvenShares") -> SideLoads | None:
+        move = self._moves[side]
+        if move is None:
+            return None
+        seconds_per_byte: FloatArray = shares.remote[:, None] * move.seconds_per_byte
+        latency = np.where(shares.remote > 0, move.latency, 0.0)
+        return SideLoads(seconds_per_byte, latency, shares.keeps[side])
 
     def best_staging(self, stagings: Sequence[Staging], name: PassName) -> tuple[Staging, float]:
-        """Returns the best staging and its price; only those that look best are priced exactly."""
-        promising = sorted(stagings, key=lambda one: self._even_price(one, name))[:STAGINGS_PRICED]
+        """Returns the best staging and its price, of equal ones that with the fewest stages.
+
+        Only those that look best are priced exactly.
+        """
+        estimates = self.even_seconds(stagings, name)
+        promising = [stagings[i] for i in np.argsort(estimates, kind="stable")[:STAGINGS_PRICED]]
         prices = [self.groups.seconds(self._exact_loads(one), name) for one in promising]
-        return promising[prices.index(min(prices))], min(prices)
+        limit = min(prices) * EQUAL
+        good = [pair for pair in zip(promising, prices, strict=True) if pair[1] <= limit]
+        return min(good, key=lambda pair: pair[0].num_stages)
 
     def build(self, staging: Staging) -> Pass:
         """Returns the pass of a staging."""
         return split_heads(self.assigned.build(staging, self.route), self.groups.degree)
 
-    def _even_loads(self, staging: Staging) -> list[StageLoad]:
-        local, count = self.assigned.local_areas, staging.num_remote
-        remote = self.assigned.areas - local
-        parts = {side: move and move.part(max(1, count)) for side, move in self._moves.items()}
-        loads = [StageLoad(local / 2 if staging.keeps_rest else local)]
-        for index in range(1, count + 1):
-            kept = staging.keeps(index)
-            loads.append(
-                StageLoad(remote / count, parts["k"], parts["q"], kept == "k", kept == "q")
+    def _exact_loads(self, staging: Staging) -> PassLoads:
+        stages = self.assigned.stages(staging, self.route)
+        sides = {
+            side: SideLoads.of(
+                [self.groups.movement(stage.arriving[side]) for stage in stages],
+                [stage.keeps == side for stage in stages],
             )
-        return loads + [StageLoad(local / 2)] * staging.keeps_rest
+            for side in SIDES
+        }
+        return PassLoads(np.array([stage.areas for stage in stages]), sides["k"], sides["q"])
 
-    def _exact_loads(self, staging: Staging) -> list[StageLoad]:
-        movement = self.groups.movement
-        return [
-            StageLoad(
-                stage.areas,
-                movement(stage.arriving["k"]),
-                movement(stage.arriving["q"]),
-                stage.keeps == "k",
-                stage.keeps == "q",
-            )
-            for stage in self.assigned.stages(staging, self.route)
-        ]
+
+@dataclass(frozen=True)
+class _EvenShares:
+    """Stagings one after another, each with an idle stage behind: what every stage has of the whole."""
+
+    local: FloatArray  # [stages], of the local pairs
+    remote: FloatArray  # [stages], of the other pairs and of the rows that arrive
+    keeps: dict[Side, BoolArray]
+    opens: IntArray  # the first stage of each staging
+
+
+@functools.lru_cache(maxsize=64)
+def _even_shares(stagings: tuple[Staging, ...]) -> _EvenShares:
+    local: list[float] = []
+    remote: list[float] = []
+    kept: list[Side | None] = []
+    opens = []
+    for one in stagings:
+        count = one.num_remote
+        opens.append(len(local))
+        local += [0.5, *[0.0] * count, 0.5] if one.keeps_rest else [1.0, *[0.0] * count]
+        remote += [0.0, *[1 / max(1, count)] * count, *[0.0] * one.keeps_rest]
+        kept += [one.keeps(index) for index in range(one.num_stages)]
+        local.append(0.0)
+        remote.append(0.0)
+        kept.append(None)
+    keeps = {side: np.array([one == side for one in kept]) for side in SIDES}
+    return _EvenShares(np.array(local), np.array(remote), keeps, np.array(opens))
 
 
 def _num_rows(requests: IntArray) -> float:

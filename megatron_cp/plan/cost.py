@@ -33,6 +33,7 @@ from megatron_cp.plan.schema import (
 from megatron_cp.plan.topology import get_topology
 
 FloatArray = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
 BACKWARD_FLOPS = 2.5  # five matrix products against two
 FP32_BYTES = 4
 
@@ -52,10 +53,6 @@ class Movement:
     seconds_per_byte: FloatArray  # [P], for rows of one byte: the rank's busiest link
     latency: float
 
-    def seconds(self, bytes_per_row: int) -> FloatArray:
-        """Returns each rank's time for rows of this size, 0 for rows that do not move."""
-        return (self.seconds_per_byte * bytes_per_row + self.latency) * (bytes_per_row > 0)
-
     def plus(self, other: "Movement | None") -> "Movement":
         """Returns this movement and another one after it."""
         if other is None:
@@ -70,22 +67,70 @@ class Movement:
 
 
 @dataclass(frozen=True)
-class StageLoad:
-    """One stage as the cost model sees it.
+class SideLoads:
+    """What moves on one side, stage by stage.
 
-    A stage that keeps a side goes on with the rows of the stage before; results for received rows go home
+    A stage that keeps the side goes on with the rows of the stage before; results for received rows go home
     after the last stage of such a chain.
     """
 
-    areas: FloatArray  # [P] pairs, in units of all heads of a rank
-    keys: Movement | None = None
-    queries: Movement | None = None
-    keeps_keys: bool = False
-    keeps_queries: bool = False
+    seconds_per_byte: FloatArray  # [stages, P], see Movement
+    latency: FloatArray  # [stages]
+    keeps: BoolArray  # [stages]
 
-    def side(self, side: Side) -> tuple[Movement | None, bool]:
-        """Returns what moves on one side, and whether the side is kept."""
-        return (self.keys, self.keeps_keys) if side == "k" else (self.queries, self.keeps_queries)
+    @classmethod
+    def of(cls, moves: Sequence[Movement | None], keeps: Sequence[bool]) -> "SideLoads | None":
+        """Returns the loads of stages that move so much each (None: nothing); None if none moves anything."""
+        moving = [index for index, move in enumerate(moves) if move is not None]
+        if not moving:
+            return None
+        first = moves[moving[0]]
+        assert first is not None
+        seconds_per_byte, latency = (
+            np.zeros((len(moves), len(first.seconds_per_byte))),
+            np.zeros(len(moves)),
+        )
+        for index in moving:
+            move = moves[index]
+            assert move is not None
+            seconds_per_byte[index], latency[index] = move.seconds_per_byte, move.latency
+        return cls(seconds_per_byte, latency, np.array(keeps, dtype=bool))
+
+    def arrive(self, size: RowBytes) -> FloatArray:
+        """Returns the seconds in which the rows of each stage travel: `[stages, P]`."""
+        return _travel(self.seconds_per_byte, self.latency, size.there)
+
+    def leave(self, size: RowBytes) -> FloatArray:
+        """Returns the seconds in which results go home after each stage: `[stages, P]`."""
+        if not self.keeps.any():
+            return _travel(self.seconds_per_byte, self.latency, size.back)
+        opens = np.flatnonzero(~self.keeps)
+        seconds = np.zeros_like(self.seconds_per_byte)
+        closes = np.concatenate([opens[1:], [len(self.keeps)]]) - 1
+        seconds[closes] = _travel(
+            np.add.reduceat(self.seconds_per_byte, opens),
+            np.add.reduceat(self.latency, opens),
+            size.back,
+        )
+        return seconds
+
+
+def _travel(seconds_per_byte: FloatArray, latency: FloatArray, bytes_per_row: int) -> FloatArray:
+    """Returns each rank's time for rows of this size, 0 for rows that do not move."""
+    return (seconds_per_byte * bytes_per_row + latency[:, None]) * (bytes_per_row > 0)
+
+
+@dataclass(frozen=True)
+class PassLoads:
+    """The stages of a pass as the cost model sees them."""
+
+    areas: FloatArray  # [stages, P] pairs, in units of all heads of a rank
+    keys: SideLoads | None = None
+    queries: SideLoads | None = None
+
+    def side(self, side: Side) -> SideLoads | None:
+        """Returns what moves on one side."""
+        return self.keys if side == "k" else self.queries
 
 
 def row_bytes(config: CPConfig, pass_name: PassName, side: Side, head_degree: int = 1) -> RowBytes:
@@ -152,12 +197,15 @@ def hop_movement(
     A rank sends and receives on both levels at once; the slowest of these four decides.
     """
     is_remote = src // topology.node_size != dst // topology.node_size
-    seconds_per_byte = 1e-9 / np.array([topology.inner_gbytes_per_s, topology.outer_gbytes_per_s])
-    busiest = np.zeros(num_ranks)
-    for end in (src, dst):
-        moved = np.bincount(2 * end + is_remote, rows, minlength=2 * num_ranks).reshape(-1, 2)
-        busiest = np.maximum(busiest, (moved * seconds_per_byte).max(axis=1))
-    return Movement(busiest, topology.latency_us * 1e-6 if rows.any() else 0.0)
+    ends = np.concatenate([2 * src + is_remote, 2 * (num_ranks + dst) + is_remote])
+    moved = np.bincount(ends, np.concatenate([rows, rows]), minlength=4 * num_ranks)
+    seconds = moved.reshape(2, num_ranks, 2) * seconds_per_byte(topology)
+    return Movement(seconds.max(axis=(0, 2)), topology.latency_us * 1e-6 if rows.any() else 0.0)
+
+
+def seconds_per_byte(topology: Topology) -> FloatArray:
+    """Returns the seconds in which a rank moves a byte inside a node and between nodes."""
+    return 1e-9 / np.array([topology.inner_gbytes_per_s, topology.outer_gbytes_per_s])
 
 
 def transfer_movement(
@@ -175,31 +223,34 @@ def transfer_movement(
     return total
 
 
+def stage_seconds(
+    loads: PassLoads, config: CPConfig, pass_name: PassName, head_degree: int = 1
+) -> FloatArray:
+    """Returns the predicted time of every rank in every stage of a pass of one layer: `[stages, P]`.
+
+    What nothing hides counts to the first and to the last stage.
+    """
+    compute = compute_seconds(loads.areas, config, pass_name)
+    under, exposed = np.zeros_like(compute), np.zeros_like(compute)
+    for side in SIDES:
+        moved = loads.side(side)
+        if moved is None:
+            continue
+        size = row_bytes(config, pass_name, side, head_degree)
+        arrive, leave = moved.arrive(size), moved.leave(size)
+        under[:-1] += arrive[1:]
+        under[1:] += leave[:-1]
+        exposed[0] += arrive[0]
+        exposed[-1] += leave[-1]
+    slowed = compute + get_topology(config.topology).contention * under
+    return np.maximum(slowed, under) + exposed
+
+
 def pass_seconds(
-    loads: Sequence[StageLoad], config: CPConfig, pass_name: PassName, head_degree: int = 1
+    loads: PassLoads, config: CPConfig, pass_name: PassName, head_degree: int = 1
 ) -> float:
     """Returns the predicted time of the slowest rank for the stages of one pass of one layer."""
-    compute = compute_seconds(np.stack([load.areas for load in loads]), config, pass_name)
-    arrive, leave = np.zeros_like(compute), np.zeros_like(compute)
-    for side in SIDES:
-        size = row_bytes(config, pass_name, side, head_degree)
-        chain: Movement | None = None  # of the stages since the side was last let go
-        for index, load in enumerate(loads):
-            movement, keeps = load.side(side)
-            if not keeps:
-                chain = None
-            if movement is not None:
-                arrive[index] += movement.seconds(size.there)
-                chain = movement.plus(chain)
-            is_last = index + 1 == len(loads) or not loads[index + 1].side(side)[1]
-            if chain is not None and is_last:
-                leave[index] += chain.seconds(size.back)
-    under = np.zeros_like(compute)  # what travels while stage i computes
-    under[:-1] += arrive[1:]
-    under[1:] += leave[:-1]
-    slowed = compute + get_topology(config.topology).contention * under
-    per_rank = arrive[0] + np.maximum(slowed, under).sum(axis=0) + leave[-1]
-    return float(per_rank.max())
+    return float(stage_seconds(loads, config, pass_name, head_degree).sum(axis=0).max())
 
 
 def head_split_bytes(
@@ -284,16 +335,14 @@ def makespan_seconds(plan: AttentionPlan, pass_name: PassName) -> float:
     """Returns the predicted time of the slowest rank for one pass of one layer."""
     pass_, topology = plan.get_pass(pass_name), get_topology(plan.config.topology)
     degree = pass_.head_split.degree if pass_.head_split else 1
-    loads = [
-        StageLoad(
-            areas,
-            transfer_movement(stage.k_cast, plan.cp_size, topology),
-            transfer_movement(stage.q_cast, plan.cp_size, topology),
-            stage.keeps_k,
-            stage.keeps_q,
+    sides = {
+        side: SideLoads.of(
+            [transfer_movement(stage.cast(side), plan.cp_size, topology) for stage in pass_.stages],
+            [stage.keeps(side) for stage in pass_.stages],
         )
-        for areas, stage in zip(weighted_areas(plan, pass_name), pass_.stages, strict=True)
-    ]
+        for side in SIDES
+    }
+    loads = PassLoads(weighted_areas(plan, pass_name), sides["k"], sides["q"])
     exposed = head_split_seconds(pass_.head_split, plan.tokens_per_rank, plan.config, pass_name)
     return pass_seconds(loads, plan.config, pass_name, degree) + exposed
 

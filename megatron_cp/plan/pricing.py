@@ -18,12 +18,14 @@ from megatron_cp.plan.assignment import Weights
 from megatron_cp.plan.cost import (
     FloatArray,
     Movement,
-    StageLoad,
+    PassLoads,
+    SideLoads,
     head_split_bytes,
     head_split_seconds,
     hop_movement,
-    pass_seconds,
     row_bytes,
+    seconds_per_byte,
+    stage_seconds,
     transfer_movement,
 )
 from megatron_cp.plan.heads import split_heads
@@ -36,6 +38,7 @@ from megatron_cp.plan.stages import PlacedMask
 from megatron_cp.plan.topology import get_topology
 
 EVEN_STAGES = 2  # of MagiAttention's static overlap
+FIRST_STAGE: IntArray = np.zeros(1, dtype=np.int64)
 PASSES: tuple[PassName, PassName] = ("forward", "backward")
 
 
@@ -100,13 +103,22 @@ class HeadGroups:
         }
         return Weights(float(both["q"]), float(both["k"]))
 
-    def seconds(self, loads: Sequence[StageLoad], name: PassName) -> float:
+    def seconds(self, loads: PassLoads, name: PassName) -> float:
         """Returns the predicted time of one pass; `loads`: of the super-ranks, for all heads."""
-        loads = [replace(load, areas=load.areas / self.degree) for load in loads]
-        seconds = pass_seconds(loads, self.config, name, self.degree)
+        return float(self.seconds_of_each(loads, FIRST_STAGE, name)[0])
+
+    def seconds_of_each(self, loads: PassLoads, opens: IntArray, name: PassName) -> FloatArray:
+        """Returns the times of passes that stand in `loads` one after another, from stages `opens` on: `[passes]`.
+
+        Each but the last ends with a stage in which nothing is computed and nothing arrives.
+        """
+        per_head_group = replace(loads, areas=loads.areas / self.degree)
+        stages = stage_seconds(per_head_group, self.config, name, self.degree)
         split = HeadSplit((tuple(range(self.degree)),))
         own_rows = self.placed.own_rows // self.degree
-        return seconds + head_split_seconds(split, own_rows, self.config, name)
+        exchange = head_split_seconds(split, own_rows, self.config, name)
+        slowest: FloatArray = np.add.reduceat(stages, opens).max(axis=1)
+        return slowest + exchange
 
     def moved_bytes(self, rows: dict[Side, float]) -> float:
         """Returns what all ranks send in both passes; `rows`: moved per side by all super-ranks together."""
@@ -117,7 +129,7 @@ class HeadGroups:
         return self.degree * (moved + self.placed.num_ranks * exchanged)
 
     def same_both_ways(
-        self, loads: Sequence[StageLoad], key_rows: float, build: Callable[[], Pass]
+        self, loads: PassLoads, key_rows: float, build: Callable[[], Pass]
     ) -> Choice:
         """Returns the choice whose backward pass moves and computes as its forward pass does; keys move."""
 
@@ -125,11 +137,10 @@ class HeadGroups:
             both = split_heads(build(), self.degree)
             return both, both
 
-        areas = np.sum([load.areas for load in loads], axis=0)
         return Choice(
             sum(self.seconds(loads, name) for name in PASSES),
             self.moved_bytes({"q": 0.0, "k": key_rows}),
-            imbalance(areas),
+            imbalance(loads.areas.sum(axis=0)),
             is_published=True,
             build=build_both,
         )
@@ -167,56 +178,61 @@ def even_keys_choice(groups: HeadGroups) -> Choice:
     local = np.diagonal(figures.areas)
     src, dst = np.nonzero(figures.rows)
     rows = figures.rows[src, dst]
-    movement = hop_movement(src, dst, rows / EVEN_STAGES, num_ranks, groups.topology)
-    remote = StageLoad((figures.loads - local) / EVEN_STAGES, movement)
+    moved = hop_movement(src, dst, rows / EVEN_STAGES, num_ranks, groups.topology)
+    remote = (figures.loads - local) / EVEN_STAGES
 
     def build() -> Pass:
         return needed_keys_pass(groups.placed, EVEN_STAGES)
 
     def refined() -> Choice:
         pass_ = build()
-        loads = []
-        for stage in pass_.stages:
-            areas = np.array([work.area() for work in stage.work], dtype=np.float64)
-            moved = transfer_movement(stage.k_cast, num_ranks, groups.topology)
-            loads.append(StageLoad(areas, moved))
+        areas = [[work.area() for work in stage.work] for stage in pass_.stages]
+        moves = [transfer_movement(s.k_cast, num_ranks, groups.topology) for s in pass_.stages]
+        loads = _key_loads(np.array(areas, dtype=np.float64), moves)
         exact = groups.same_both_ways(loads, float(rows.sum()), lambda: pass_)
         return replace(exact, is_published=False)
 
-    choice = groups.same_both_ways(
-        [StageLoad(local)] + [remote] * EVEN_STAGES, float(rows.sum()), build
-    )
+    loads = _key_loads(np.array([local, *[remote] * EVEN_STAGES]), [None, *[moved] * EVEN_STAGES])
+    choice = groups.same_both_ways(loads, float(rows.sum()), build)
     return replace(choice, is_published=False, refine=refined)
 
 
+def _key_loads(areas: FloatArray, moves: Sequence[Movement | None]) -> PassLoads:
+    """Returns the loads of stages that receive keys and keep none."""
+    return PassLoads(areas, SideLoads.of(moves, [False] * len(moves)))
+
+
 def _needed_keys(groups: HeadGroups, figures: Figures) -> Choice:
-    local = StageLoad(np.diagonal(figures.areas))
+    local = np.diagonal(figures.areas)
     src, dst = np.nonzero(figures.rows)
     build = functools.partial(needed_keys_pass, groups.placed)
     if not len(src):
-        return groups.same_both_ways([local], 0.0, build)
+        return groups.same_both_ways(PassLoads(local[None]), 0.0, build)
     rows = figures.rows[src, dst]
-    movement = hop_movement(src, dst, rows, len(figures.areas), groups.topology)
-    loads = [local, StageLoad(figures.loads - local.areas, movement)]
+    moved = hop_movement(src, dst, rows, len(figures.areas), groups.topology)
+    loads = _key_loads(np.stack([local, figures.loads - local]), [None, moved])
     return groups.same_both_ways(loads, float(rows.sum()), build)
 
 
 def _ring(groups: HeadGroups, figures: Figures) -> Choice:
-    ranks = np.arange(len(figures.areas))
-    loads = [StageLoad(np.diagonal(figures.areas))]
-    rows = np.full(len(ranks), figures.own_rows)
-    for step in range(1, len(ranks)):
-        src = (ranks - step) % len(ranks)
-        movement = hop_movement(src, ranks, rows, len(ranks), groups.topology)
-        loads.append(StageLoad(figures.areas[ranks, src], movement))
-    key_rows = float((len(ranks) - 1) * rows.sum())
+    topology, num_ranks = groups.topology, len(figures.areas)
+    ranks, steps = np.arange(num_ranks), np.arange(num_ranks)[:, None]
+    src, dst = (ranks - steps) % num_ranks, (ranks + steps) % num_ranks
+    # In a step every rank has one partner to receive from and one to send to: the slower link decides.
+    node = ranks // topology.node_size
+    is_far = ((node != node[src]) | (node != node[dst])).astype(np.int64)
+    per_byte: FloatArray = seconds_per_byte(topology)[is_far] * (figures.own_rows * (steps > 0))
+    latency = np.where(steps[:, 0] > 0, topology.latency_us * 1e-6, 0.0)
+    moved = SideLoads(per_byte, latency, np.zeros(num_ranks, dtype=bool))
+    loads = PassLoads(figures.areas[ranks, src], moved if num_ranks > 1 else None)
+    key_rows = float((num_ranks - 1) * num_ranks * figures.own_rows)
     return groups.same_both_ways(loads, key_rows, functools.partial(ring_pass, groups.placed))
 
 
 def _allgather(groups: HeadGroups, figures: Figures) -> Choice:
     src, dst = np.nonzero(~np.eye(len(figures.areas), dtype=bool))
     rows = np.full(len(src), figures.own_rows)
-    movement = hop_movement(src, dst, rows, len(figures.areas), groups.topology)
-    loads = [StageLoad(figures.loads, movement)]
+    moved = hop_movement(src, dst, rows, len(figures.areas), groups.topology)
+    loads = _key_loads(figures.loads[None], [moved])
     build = functools.partial(allgather_pass, groups.placed)
     return groups.same_both_ways(loads, float(rows.sum()), build)

@@ -169,14 +169,8 @@ def _local_work(
     rows = shift_rows(rows, k=keys.shifts(k_step)[run])
     rows = sweep.merge(rows)
     rank = rows[:, Q_START] // q_step
-    order = np.argsort(rank, kind="stable")
-    rank = rank[order]
-    rows = shift_rows(rows[order], q=-rank * q_step, k=-rank * k_step)
-    cuts = np.searchsorted(rank, np.arange(queries.num_ranks + 1))
-    return tuple(
-        AttentionMask(int(num_queries), int(num_keys), rows[cuts[r] : cuts[r + 1]])
-        for r, (num_queries, num_keys) in enumerate(zip(queries.sizes, keys.sizes, strict=True))
-    )
+    rows = shift_rows(rows, q=-rank * q_step, k=-rank * k_step)
+    return AttentionMask.many(queries.sizes, keys.sizes, rows, rank)
 
 
 def _square(cell: IntArray, amounts: IntArray, size: int) -> FloatArray:
