@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_cp.comm.all_to_all import PendingRows, pack_rows, start_all_to_all, unpack_rows
+from megatron_cp.comm.all_to_all import pack_rows, start_all_to_all, unpack_rows
+from megatron_cp.comm.streams import Chain, Pending, start_chain
 from megatron_cp.plan.schema import DST, Hop, Transfer, message_rows
 
 Rows = tuple[Tensor, ...]
@@ -60,6 +61,11 @@ class RankTransfer:
         """Returns how many rows this rank receives over all hops."""
         return sum(sum(hop.recv_splits) for hop in self.hops)
 
+    @property
+    def num_collectives(self) -> int:
+        """Returns how many hops move anything on any rank: the same number on all of them."""
+        return sum(not hop.is_silent for hop in self.hops)
+
     @classmethod
     def compile(
         cls, transfer: Transfer, rank: int, num_ranks: int, own_rows: int, device: torch.device
@@ -97,104 +103,74 @@ def _compile_hop(
     return RankHop(send_index, send_splits, recv_splits, tuple(returns), not len(hop.messages))
 
 
-@dataclass
-class PendingCast:
-    """A cast whose first hop is under way; `wait()` finishes it."""
-
-    rows: Rows
-    transfer: RankTransfer
-    group: dist.ProcessGroup
-    first: PendingRows | None
-
-    def wait(self) -> Rows:
-        """Returns the received rows of all hops, `[num_received, ...]` each, in the order of the space."""
-        arrived: list[Rows] = []
-        for index, hop in enumerate(self.transfer.hops):
-            pending = (
-                self.first if index == 0 else _start_hop(self._space(arrived), hop, self.group)
-            )
-            packed = None if pending is None else pending.wait()
-            arrived.append(
-                _empty_rows(self.rows) if packed is None else unpack_rows(packed, self.rows)
-            )
-        if len(arrived) == 1:
-            return arrived[0]
-        return _concatenate([_empty_rows(self.rows), *arrived])
-
-    def _space(self, arrived: Sequence[Rows]) -> Rows:
-        return _concatenate([self.rows, *arrived])
-
-
-def group_cast(rows: Rows, transfer: RankTransfer, group: dist.ProcessGroup) -> PendingCast:
+def group_cast(rows: Rows, transfer: RankTransfer, group: dist.ProcessGroup) -> Pending[Rows]:
     """Starts sending `rows` (`[own_rows, ...]` each) along `transfer`; `wait()` on the result.
 
+    `wait()` returns the received rows of all hops, `[num_received, ...]` each, in the order of the space.
     Collective: every rank of `group` calls it with the same plan; one without rows to send or receive
-    takes part too. The first hop runs in the background until `wait()`.
+    takes part too. `streams.py` says which hops run before `wait()`.
     """
-    first = _start_hop(rows, transfer.hops[0], group) if transfer.hops else None
-    return PendingCast(rows, transfer, group, first)
+    return start_chain(_cast_chain(rows, transfer, group), transfer.num_collectives, rows)
 
 
-def _start_hop(space: Rows, hop: RankHop, group: dist.ProcessGroup) -> PendingRows | None:
-    if hop.is_silent:
-        return None
-    packed = pack_rows(tuple(tensor.index_select(0, hop.send_index) for tensor in space))
-    return start_all_to_all(packed, hop.send_splits, hop.recv_splits, group)
-
-
-@dataclass
-class PendingReduce:
-    """A reduce whose last hop is on its way back; `wait()` finishes it into the caller's `own` rows."""
-
-    own: Rows
-    received: list[Rows]
-    transfer: RankTransfer
-    group: dist.ProcessGroup
-    combine: Combine
-    last: PendingRows | None
-
-    def wait(self) -> None:
-        """Combines everything that came back into `own`, in place."""
-        segments = [self.own, *self.received]
-        for index in range(len(self.transfer.hops) - 1, -1, -1):
-            hop = self.transfer.hops[index]
-            is_last = index == len(self.transfer.hops) - 1
-            pending = self.last if is_last else _start_return(segments[index + 1], hop, self.group)
-            if pending is None:
-                continue
-            back = unpack_rows(pending.wait(), self.own)
-            for item in hop.returns:
-                part = tuple(t[item.begin : item.begin + len(item.index)] for t in back)
-                self.combine(segments[item.segment], item.index, part)
+def _cast_chain(rows: Rows, transfer: RankTransfer, group: dist.ProcessGroup) -> Chain[Rows]:
+    arrived: list[Rows] = []
+    for hop in transfer.hops:
+        if hop.is_silent:
+            continue
+        space = _concatenate([rows, *arrived]) if arrived else rows
+        packed = pack_rows(tuple(tensor.index_select(0, hop.send_index) for tensor in space))
+        pending = start_all_to_all(packed, hop.send_splits, hop.recv_splits, group)
+        yield (pending.received, pending.sent, *itertools.chain.from_iterable(arrived))
+        arrived.append(unpack_rows(pending.wait(), rows))
+    if len(arrived) == 1:
+        return arrived[0]
+    return _concatenate([_empty_rows(rows), *arrived])
 
 
 def group_reduce(
     own: Rows, received: Rows, transfer: RankTransfer, group: dist.ProcessGroup, combine: Combine
-) -> PendingReduce:
+) -> Pending[None]:
     """Starts returning contributions for received rows to their owners; `wait()` on the result.
 
-    `own`: what this rank holds for its own rows, `[own_rows, ...]` each, updated in place by `wait()`.
-    `received`: one contribution per received row, `[num_received, ...]` each, same dtypes and row shapes.
+    `own`: what this rank holds for its own rows, `[own_rows, ...]` each, updated in place by `wait()` alone.
+    `received`: one contribution per received row, `[num_received, ...]` each, same dtypes and row shapes; a
+    relay combines in it what it passes on, so it belongs to the reduce from now on.
     `combine(target, index, part)` joins `part` into rows `index` (without repeats) of `target`, in place:
     `add_rows_` for gradients, the merge of partial `(out, lse)` for results. Collective.
     """
+    chain = _reduce_chain(own, received, transfer, group, combine)
+    return start_chain(chain, transfer.num_collectives, received)
+
+
+def _reduce_chain(
+    own: Rows, received: Rows, transfer: RankTransfer, group: dist.ProcessGroup, combine: Combine
+) -> Chain[None]:
     sizes = [sum(hop.recv_splits) for hop in transfer.hops]
-    pieces = [torch.split(tensor, sizes) for tensor in received]
-    segments = [tuple(parts) for parts in zip(*pieces, strict=True)]
-    last = _start_return(segments[-1], transfer.hops[-1], group) if transfer.hops else None
-    return PendingReduce(own, segments, transfer, group, combine, last)
+    segments = list(zip(*(torch.split(tensor, sizes) for tensor in received), strict=True))
+    home: list[
+        tuple[Tensor, Rows]
+    ] = []  # for own rows, which the caller goes on changing until `wait()`
+    for hop, segment in zip(reversed(transfer.hops), reversed(segments), strict=True):
+        if hop.is_silent:
+            continue
+        pending = start_all_to_all(pack_rows(segment), hop.recv_splits, hop.send_splits, group)
+        yield (pending.received, pending.sent, *(tensor for _, part in home for tensor in part))
+        back = unpack_rows(pending.wait(), own)
+        for item in hop.returns:
+            part = tuple(tensor[item.begin : item.begin + len(item.index)] for tensor in back)
+            if item.segment:
+                combine(segments[item.segment - 1], item.index, part)
+            else:
+                home.append((item.index, part))
+    for index, part in home:
+        combine(own, index, part)
 
 
 def add_rows_(target: Rows, index: Tensor, part: Rows) -> None:
     """Adds `part` to rows `index` (without repeats) of `target`, in place, in the target's dtype."""
     for tensor, rows in zip(target, part, strict=True):
         tensor.index_add_(0, index, rows.to(tensor.dtype))
-
-
-def _start_return(rows: Rows, hop: RankHop, group: dist.ProcessGroup) -> PendingRows | None:
-    if hop.is_silent:
-        return None
-    return start_all_to_all(pack_rows(rows), hop.recv_splits, hop.send_splits, group)
 
 
 def _concatenate(parts: Sequence[Rows]) -> Rows:
@@ -206,8 +182,6 @@ def _empty_rows(like: Rows) -> Rows:
 
 
 __all__ = [
-    "PendingCast",
-    "PendingReduce",
     "RankTransfer",
     "add_rows_",
     "group_cast",

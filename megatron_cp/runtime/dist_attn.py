@@ -26,12 +26,12 @@ from torch.autograd.function import once_differentiable
 from megatron_cp.attn.attend import attend_backward, attend_forward
 from megatron_cp.attn.merge import apply_sink, sink_gradient
 from megatron_cp.attn.options import AttendOptions, accumulation_dtype
-from megatron_cp.comm import PendingReduce
+from megatron_cp.comm import Pending
 from megatron_cp.runtime.session import RankPass, RankStage, Rows, Session
 from megatron_cp.runtime.sides import ADD, MERGE, SideResults, SideRows
 
 Counts = tuple[int, int]  # rows received of queries and of keys
-Returns = list[PendingReduce | None]
+Returns = list[Pending[None] | None]
 
 
 class DistributedAttention(torch.autograd.Function):
@@ -146,7 +146,7 @@ def _run_stages(
 ) -> None:
     """Runs `compute` stage by stage while the next stage's rows and the last stage's results travel."""
     stages, group = rank_pass.stages, session.group
-    travelling: list[PendingReduce] = []
+    travelling: list[Pending[None]] = []
     if stages:
         arriving = (
             queries.start_cast(stages[0].query, group),

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp.attn.merge import merge_rows_, merge_span_
-from megatron_cp.comm import PendingCast, PendingReduce, add_rows_, group_cast, group_reduce
+from megatron_cp.comm import Pending, add_rows_, group_cast, group_reduce
 from megatron_cp.runtime.session import RankSide, Rows
 
 
@@ -52,7 +52,7 @@ class SideRows:
     def __init__(self, own: Rows):
         self.own, self.received = own, tuple(t[:0] for t in own)
 
-    def start_cast(self, side: RankSide, group: dist.ProcessGroup | None) -> PendingCast | None:
+    def start_cast(self, side: RankSide, group: dist.ProcessGroup | None) -> Pending[Rows] | None:
         """Starts the cast of the next stage; None if that stage brings nothing to anybody."""
         if side.cast is None:
             return None
@@ -61,7 +61,7 @@ class SideRows:
             space = _concatenate(self.own, self.received)
         return group_cast(space, side.cast, _moving(group))
 
-    def arrive(self, side: RankSide, pending: PendingCast | None) -> Rows:
+    def arrive(self, side: RankSide, pending: Pending[Rows] | None) -> Rows:
         """Waits for the rows of a stage and returns those that its work counts in."""
         new = tuple(t[:0] for t in self.own) if pending is None else pending.wait()
         self.received = _concatenate(self.received, new) if side.keeps else new
@@ -77,7 +77,7 @@ class SideResults:
 
     def add(
         self, side: RankSide, part: Rows, num_received: int, group: dist.ProcessGroup | None
-    ) -> PendingReduce | None:
+    ) -> Pending[None] | None:
         """Takes the results of a stage; returns what is then on its way home, if anything."""
         own, received = side.parts(part, num_received)
         if own is not None:

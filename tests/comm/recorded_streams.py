@@ -1,0 +1,148 @@
+"""A device's streams, played on a CPU: every operation runs at once, and what could race on a GPU is noted.
+
+Each stream has a vector clock. An operation reads and writes storages at its stream's time; another stream
+may touch them only after it has waited for that time. Memory that is freed goes back to the stream that
+allocated it, which may use it again at once: by then it must know of every use, unless the storage was recorded
+on a stream that does. Collectives run on a stream of their own, as NCCL's do.
+"""
+
+import contextlib
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_cp.comm import streams
+
+
+class Stream:
+    def __init__(self, name, clock=()):
+        self.name, self.clock = name, dict(clock)
+
+    def wait(self, clock):
+        for name, time in clock.items():
+            self.clock[name] = max(self.clock.get(name, 0), time)
+
+    def wait_stream(self, other):
+        self.wait(other.clock)
+
+    def wait_event(self, event):
+        self.wait(event)
+
+    def tick(self):
+        self.clock[self.name] = self.clock.get(self.name, 0) + 1
+        return self.name, self.clock[self.name]
+
+    def knows(self, moment):
+        name, time = moment
+        return self.clock.get(name, 0) >= time
+
+
+class _Storage:
+    """What is known of one storage: its allocating stream, last write, reads since, streams recorded on."""
+
+    def __init__(self, tensor, owner):
+        self.alive = StorageWeakRef(tensor.untyped_storage())
+        self.owner, self.write, self.uses, self.recorded = owner, None, [], []
+
+
+class RecordedStreams(TorchDispatchMode):
+    """Stands for `torch.cuda` in `comm.streams`; `faults` lists what could go wrong on a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.compute, self.nccl = Stream("compute"), Stream("nccl")
+        self.current = self.compute
+        self.faults, self.collectives = (
+            [],
+            [],
+        )  # collectives: the streams that they were issued from
+        self._storages, self._is_paused = {}, False
+        self._all_to_all = dist.all_to_all_single
+
+    # --- what comm.streams calls
+
+    def Stream(self, device, priority):
+        return Stream("side")
+
+    def current_stream(self, device):
+        return self.current
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def record(self, tensor, stream):
+        self._find(tensor).recorded.append(stream)
+
+    # --- what runs
+
+    def all_to_all_single(self, received, sent, *splits, group, async_op):
+        self._sweep()
+        self.collectives.append(self.current.name)
+        self._is_paused = True
+        self._all_to_all(received, sent, *splits, group=group)
+        self._is_paused = False
+        self.nccl.wait(self.current.clock)
+        self._touch(self.nccl, [sent], [received], "all_to_all_single")
+        done, recorder = dict(self.nccl.clock), self
+        return mock.Mock(wait=lambda: recorder.current.wait_event(done))
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if self._is_paused or func.is_view:
+            return result
+        self._sweep()
+        reads = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        writes = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        self._touch(self.current, reads, writes, str(func))
+        return result
+
+    def _find(self, tensor):
+        key = tensor.untyped_storage()._cdata
+        if key not in self._storages:
+            self._storages[key] = _Storage(tensor, self.current)
+        return self._storages[key]
+
+    def _touch(self, stream, reads, writes, what):
+        moment = stream.tick()
+        written = [self._find(tensor) for tensor in writes]
+        for storage in [self._find(tensor) for tensor in reads]:
+            if storage.write is not None and not stream.knows(storage.write):
+                self.faults.append(f"{what} on {stream.name} reads what {storage.write} writes")
+            storage.uses.append(moment)
+        for storage in written:
+            if not all(stream.knows(use) for use in storage.uses):
+                self.faults.append(f"{what} on {stream.name} writes what {storage.uses} use")
+            storage.write, storage.uses = moment, [*storage.uses, moment]
+
+    def _sweep(self):
+        """Checks the storages that were freed since the last operation."""
+        for key, storage in list(self._storages.items()):
+            if not storage.alive.expired():
+                continue
+            del self._storages[key]
+            for use in storage.uses:
+                if not any(stream.knows(use) for stream in [storage.owner, *storage.recorded]):
+                    self.faults.append(f"memory of {storage.owner.name} goes back before {use}")
+
+
+@contextlib.contextmanager
+def recorded_streams():
+    """Runs the transfers inside on recorded streams instead of the CPU's order."""
+    recorder = RecordedStreams()
+    with (
+        mock.patch.object(streams, "_streams_of", lambda device: recorder),
+        mock.patch.dict(streams._side_streams, clear=True),
+        mock.patch.object(
+            torch.Tensor, "record_stream", lambda x, stream: recorder.record(x, stream)
+        ),
+        mock.patch.object(dist, "all_to_all_single", recorder.all_to_all_single),
+        recorder,
+    ):
+        yield recorder
