@@ -43,11 +43,16 @@ def pack_rows(tensors: tuple[Tensor, ...]) -> Tensor:
 
     `tensors` share dim 0; the result is uint8 `[rows, bytes per row]`.
     """
-    parts = [
-        t.contiguous().reshape(t.shape[0], math.prod(t.shape[1:])).view(torch.uint8)
-        for t in tensors
-    ]
+    parts = [_bytes_of(tensor) for tensor in tensors]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    # A contiguous tensor may have any stride along a dim of one element; a view as bytes wants it to be 1.
+    flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8).view(
+        len(tensor), math.prod(tensor.shape[1:]) * tensor.element_size()
+    )
 
 
 def unpack_rows(packed: Tensor, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

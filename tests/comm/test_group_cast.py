@@ -122,6 +122,16 @@ def test_tensors_of_different_dtypes_travel_in_one_message():
             assert torch.equal(tensor, whole[source].double())
 
 
+@pytest.mark.parametrize("num_rows", [0, 1, 4])
+def test_rows_of_one_element_are_packed_whatever_their_last_stride(num_rows):
+    wide = torch.arange(30.0).view(5, 6)[:num_rows]
+    column = torch.arange(50.0, 60.0).as_strided((num_rows, 1), (1, 7), 3)
+    packed = all_to_all.pack_rows((column, wide))
+    expected = np.c_[np.arange(53, 53 + num_rows), wide.numpy()].astype(np.float32)
+    assert packed.numpy().tobytes() == expected.tobytes()
+    assert all(map(torch.equal, all_to_all.unpack_rows(packed, (column, wide)), (column, wide)))
+
+
 def reduce_floats(rank, world_size, transfer, interleave):
     """Returns the fp32 sums of random contributions; with `interleave` two reduces are under way at once."""
     compiled = RankTransfer.compile(transfer, rank, world_size, OWN_ROWS, CPU)
