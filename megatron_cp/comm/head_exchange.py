@@ -2,18 +2,24 @@
 
     [T tokens, N heads] on each of h ranks   <->   [h T tokens, N/h heads]
 
-A member whose query heads share a key/value head with other members gets a copy of it (GQA with fewer
-key/value heads than members); on the way back the copies' gradients are summed. Source: arXiv 2309.14509.
+All tensors of one direction travel in one message, as bytes side by side. A member whose query heads share a
+key/value head with other members gets a copy of it (GQA with fewer key/value heads than members); on the way
+back the copies' gradients are summed. Source: arXiv 2309.14509.
 """
 
+# T tokens of a rank, h members, n heads of this rank inside the pass; trailing dims are free
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_cp.comm.all_to_all import start_all_to_all
+from megatron_cp.comm.all_to_all import pack_rows, start_all_to_all, unpack_rows
 from megatron_cp.plan.schema import HeadSplit
+
+Rows = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -21,6 +27,7 @@ class HeadExchange:
     """The exchange as one rank sees it: who its group is. Collective calls over the whole `group`."""
 
     members: tuple[int, ...]  # ascending ranks of this rank's head group
+    rank: int
     num_ranks: int
     group: dist.ProcessGroup
 
@@ -29,7 +36,7 @@ class HeadExchange:
         cls, split: HeadSplit, rank: int, num_ranks: int, group: dist.ProcessGroup
     ) -> "HeadExchange":
         """Returns the exchange of `rank` under `split`."""
-        return cls(split.group_of(rank), num_ranks, group)
+        return cls(split.group_of(rank), rank, num_ranks, group)
 
     def head_ranges(self, num_heads: int) -> list[tuple[int, int]]:
         """Returns the heads that each member works on; overlapping where heads are fewer than members.
@@ -46,28 +53,50 @@ class HeadExchange:
         starts = [member * num_heads // degree for member in range(degree)]
         return [(start, start + width) for start in starts]
 
-    def split_heads(self, x_TNH: Tensor) -> Tensor:
-        """Returns `[h T, n, H]`: all tokens of the group, in member order, for this rank's heads."""
-        ranges = self.head_ranges(x_TNH.shape[1])
-        sent = torch.cat([x_TNH[:, start:stop] for start, stop in ranges])
-        splits = self._splits(x_TNH.shape[0])
-        return start_all_to_all(sent, splits, splits, self.group).wait()
+    def own_heads(self, num_heads: int) -> slice:
+        """Returns the heads that this rank works on."""
+        return slice(*self.head_ranges(num_heads)[self.members.index(self.rank)])
 
-    def join_heads(self, x_RNH: Tensor, num_heads: int) -> Tensor:
-        """Returns `[T, num_heads, H]` of this rank's tokens; contributions to one head are summed in order.
+    def split_heads(self, tensors: Rows) -> Rows:
+        """Returns `[h T, n, ...]` for each `[T, heads, ...]`: the group's tokens in member order, own heads.
 
-        The adjoint of `split_heads`, and its inverse where no head was repeated.
+        Collective: one message to every member.
         """
-        num_tokens = x_RNH.shape[0] // len(self.members)
-        splits = self._splits(num_tokens)
-        received = start_all_to_all(x_RNH, splits, splits, self.group).wait()
-        joined = received.new_zeros((num_tokens, num_heads, *x_RNH.shape[2:]))
-        for (start, stop), part in zip(
-            self.head_ranges(num_heads), received.split(num_tokens), strict=True
-        ):
+        by_member = tuple(
+            torch.cat([x[:, start:stop] for start, stop in self.head_ranges(x.shape[1])])
+            for x in tensors
+        )
+        return self._exchange(by_member)
+
+    def join_heads(self, tensors: Rows, whole: Sequence[tuple[int, torch.dtype]]) -> Rows:
+        """Returns `[T, heads, ...]` of this rank's tokens for each `[h T, n, ...]`; `whole`: its heads and dtype.
+
+        A head that one member holds travels in that dtype: nothing is added to it any more, so it rounds once,
+        here or there. Copies of a head travel as they are (gradients: fp32) and are summed in member order, then
+        rounded. The adjoint of `split_heads`, and its inverse where no head was repeated. Collective.
+        """
+        degree = len(self.members)
+        sent = tuple(
+            x if num_heads < degree else x.to(dtype)
+            for x, (num_heads, dtype) in zip(tensors, whole, strict=True)
+        )
+        return tuple(
+            self._join(x, num_heads).to(dtype)
+            for x, (num_heads, dtype) in zip(self._exchange(sent), whole, strict=True)
+        )
+
+    def _join(self, received: Tensor, num_heads: int) -> Tensor:
+        parts = received.chunk(len(self.members))
+        if num_heads >= len(parts):
+            return torch.cat(parts, dim=1)
+        joined = received.new_zeros((len(parts[0]), num_heads, *received.shape[2:]))
+        for (start, stop), part in zip(self.head_ranges(num_heads), parts, strict=True):
             joined[:, start:stop] += part
         return joined
 
-    def _splits(self, num_tokens: int) -> list[int]:
-        members = set(self.members)
-        return [num_tokens if rank in members else 0 for rank in range(self.num_ranks)]
+    def _exchange(self, tensors: Rows) -> Rows:
+        """Sends rows `[h T, ...]`, T for each member, and returns as many from each, in member order."""
+        num_tokens = tensors[0].shape[0] // len(self.members)
+        splits = [num_tokens if rank in self.members else 0 for rank in range(self.num_ranks)]
+        packed = start_all_to_all(pack_rows(tensors), splits, splits, self.group).wait()
+        return unpack_rows(packed, tensors)

@@ -50,10 +50,7 @@ class DistributedAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """`kept`: the result of an earlier identical call, when a layer is recomputed."""
         if kept is None:
-            out, lse = forward_pass(q_TNH, k_TGH, v_TGH, session, options)
-            if sink_N is not None:
-                out, lse = apply_sink(out, lse, sink_N)
-            out = out.to(q_TNH.dtype)
+            out, lse = forward_pass(q_TNH, k_TGH, v_TGH, sink_N, session, options)
         else:
             out, lse = (tensor.detach() for tensor in kept)
         ctx.save_for_backward(q_TNH, k_TGH, v_TGH, sink_N, out, lse)
@@ -73,15 +70,20 @@ class DistributedAttention(torch.autograd.Function):
             delta = delta - dlse
         dq, dk, dv = backward_pass(dout, q, k, v, lse, delta, ctx.session, ctx.options)
         dsink = None if sink is None else sink_gradient(lse, sink, delta).to(sink.dtype)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink, None, None, None
+        return dq, dk, dv, dsink, None, None, None
 
 
 def forward_pass(
-    q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor, session: Session, options: AttendOptions
+    q_TNH: Tensor,
+    k_TGH: Tensor,
+    v_TGH: Tensor,
+    sink_N: Tensor | None,
+    session: Session,
+    options: AttendOptions,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (out `[T, N, Hv]`, lse `[T, N]`) over the whole context, in fp32 (fp64 for fp64 inputs)."""
+    """Returns attention over the whole context: out `[T, N, Hv]` in the input dtype, lse `[T, N]` in fp32 (fp64)."""
     rank_pass, num_heads = session.forward, q_TNH.shape[1]
-    q, k, v = _enter(rank_pass, q_TNH, k_TGH, v_TGH)
+    q, k, v = _enter(rank_pass, (q_TNH, k_TGH, v_TGH))
     dtype = accumulation_dtype(q.dtype)
     out = torch.zeros((*q.shape[:2], v.shape[2]), dtype=dtype, device=q.device)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=dtype, device=q.device)
@@ -92,9 +94,12 @@ def forward_pass(
         return [results.add(stage.query, part, received[0], session.group)]
 
     _run_stages(rank_pass, SideRows((q,)), SideRows((k, v)), session, compute)
-    if rank_pass.exchange is not None:
-        out = rank_pass.exchange.join_heads(out, num_heads)
-        lse = rank_pass.exchange.join_heads(lse.unsqueeze(-1), num_heads).squeeze(-1)
+    if sink_N is not None:
+        exchange = rank_pass.exchange
+        heads = slice(None) if exchange is None else exchange.own_heads(num_heads)
+        out, lse = apply_sink(out, lse, sink_N[heads])
+    # Everything is merged, so out can travel in the dtype in which it is returned; lse is exponentiated later.
+    out, lse = _leave(rank_pass, (out, lse), ((num_heads, q.dtype), (num_heads, dtype)))
     return out, lse
 
 
@@ -108,16 +113,15 @@ def backward_pass(
     session: Session,
     options: AttendOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (dq `[T, N, H]`, dk `[T, G, H]`, dv `[T, G, Hv]`) in fp32 (fp64 for fp64 inputs).
+    """Returns (dq `[T, N, H]`, dk `[T, G, H]`, dv `[T, G, Hv]`) in the dtypes of q, k and v.
 
     `lse` and `delta = rowsum(dout * out) - dlse` are those of the merged result of this rank's tokens.
     """
     rank_pass = session.backward
-    num_heads, num_kv_heads = q_TNH.shape[1], k_TGH.shape[1]
-    q, k, v = _enter(rank_pass, q_TNH, k_TGH, v_TGH)
-    dout, lse, delta = _enter(rank_pass, dout, lse_TN.unsqueeze(-1), delta_TN.unsqueeze(-1))
-    query_rows = (q, dout, lse.squeeze(-1), delta.squeeze(-1))
-    dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
+    local = (q_TNH, k_TGH, v_TGH, dout, lse_TN, delta_TN)
+    q, k, v, *of_results = _enter(rank_pass, local)
+    query_rows = (q, *of_results)
+    dq, dk, dv = (torch.zeros_like(x, dtype=lse_TN.dtype) for x in (q, k, v))
     query_results, key_results = SideResults((dq,), ADD), SideResults((dk, dv), ADD)
 
     def compute(stage: RankStage, query: Rows, key: Rows, received: Counts) -> Returns:
@@ -131,10 +135,9 @@ def backward_pass(
         ]
 
     _run_stages(rank_pass, SideRows(query_rows), SideRows((k, v)), session, compute)
-    if rank_pass.exchange is None:
-        return dq, dk, dv
-    join = rank_pass.exchange.join_heads
-    return join(dq, num_heads), join(dk, num_kv_heads), join(dv, num_kv_heads)
+    whole = tuple((x.shape[1], x.dtype) for x in local[:3])
+    dq, dk, dv = _leave(rank_pass, (dq, dk, dv), whole)
+    return dq, dk, dv
 
 
 def _run_stages(
@@ -170,8 +173,15 @@ def _run_stages(
         pending.wait()
 
 
-def _enter(rank_pass: RankPass, *tensors: Tensor) -> tuple[Tensor, ...]:
+def _enter(rank_pass: RankPass, tensors: Rows) -> Rows:
     """Returns the tensors `[T, heads, ...]` as the stages see them: heads exchanged if the plan says so."""
     if rank_pass.exchange is None:
         return tuple(tensor.contiguous() for tensor in tensors)
-    return tuple(rank_pass.exchange.split_heads(tensor) for tensor in tensors)
+    return rank_pass.exchange.split_heads(tensors)
+
+
+def _leave(rank_pass: RankPass, tensors: Rows, whole: tuple[tuple[int, torch.dtype], ...]) -> Rows:
+    """Returns the stages' results for this rank's tokens, with the heads and dtypes of `whole`."""
+    if rank_pass.exchange is None:
+        return tuple(x.to(dtype) for x, (_, dtype) in zip(tensors, whole, strict=True))
+    return rank_pass.exchange.join_heads(tensors, whole)

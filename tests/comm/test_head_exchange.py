@@ -1,5 +1,7 @@
 """Tokens against heads and back, over gloo ranks, against plain indexing."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -29,9 +31,9 @@ def exchange(rank, world_size, groups, num_heads, dtype):
     """Returns (x split by heads, that joined again, a weighted copy joined)."""
     ours = HeadExchange.compile(HeadSplit(groups), rank, world_size, dist.group.WORLD)
     x = whole(world_size, num_heads)[rank].to(dtype)
-    inside = ours.split_heads(x)
-    weighted = inside * (rank + 1)
-    return inside, ours.join_heads(inside, num_heads), ours.join_heads(weighted, num_heads)
+    (inside,) = ours.split_heads((x,))
+    joined = ours.join_heads((inside, inside * (rank + 1)), [(num_heads, dtype)] * 2)
+    return inside, *joined
 
 
 def heads_of(position, degree, num_heads):
@@ -77,9 +79,10 @@ def adjoint(rank, world_size, groups, num_heads):
     ours = HeadExchange.compile(HeadSplit(groups), rank, world_size, dist.group.WORLD)
     generator = torch.Generator().manual_seed(rank)
     x = torch.randint(-9, 9, (TOKENS, num_heads, HEAD_DIM), generator=generator).double()
-    inside = ours.split_heads(x)
+    (inside,) = ours.split_heads((x,))
     y = torch.randint(-9, 9, inside.shape, generator=generator).double()
-    return (inside * y).sum().item(), (x * ours.join_heads(y, num_heads)).sum().item()
+    (joined,) = ours.join_heads((y,), [(num_heads, torch.float64)])
+    return (inside * y).sum().item(), (x * joined).sum().item()
 
 
 @pytest.mark.parametrize("name", sorted(GROUPS))
@@ -91,10 +94,49 @@ def test_joining_heads_is_the_adjoint_of_splitting_them(name, num_heads):
     assert left == right
 
 
+def exchange_mixed(rank, world_size, num_heads):
+    """Returns three tensors of other dtypes, head counts and widths by heads, and joined to narrower dtypes."""
+    ours = HeadExchange.compile(HeadSplit(((0, 1, 2, 3),)), rank, world_size, dist.group.WORLD)
+    tensors = mixed(rank, num_heads)
+    with mock.patch.object(dist, "all_to_all_single", side_effect=dist.all_to_all_single) as calls:
+        inside = ours.split_heads(tensors)
+        halves = tuple(x / 3 for x in inside)
+        joined = ours.join_heads(
+            halves, [(n, torch.bfloat16 if n > 1 else torch.float32) for n in num_heads]
+        )
+    return tensors, inside, halves, joined, calls.call_count
+
+
+def mixed(rank, num_heads):
+    generator = torch.Generator().manual_seed(rank)
+    shapes = ((torch.float32, (3,)), (torch.float64, ()), (torch.float32, (2, 2)))
+    return tuple(
+        torch.randn(TOKENS, n, *shape, generator=generator, dtype=dtype)
+        for n, (dtype, shape) in zip(num_heads, shapes, strict=True)
+    )
+
+
+def test_tensors_of_all_shapes_travel_in_one_message_each_way_and_round_once():
+    num_heads = (8, 4, 1)
+    answers = run_on_ranks(4, exchange_mixed, num_heads)
+    for rank, (tensors, inside, _, joined, num_calls) in enumerate(answers):
+        assert num_calls == 2
+        for index, n in enumerate(num_heads):
+            heads = heads_of(rank, 4, n)
+            expected = torch.cat([answer[0][index][:, heads] for answer in answers])
+            assert torch.equal(inside[index], expected)
+            ours = [answer[2][index].chunk(4)[rank] for answer in answers]
+            back = torch.zeros(tensors[index].shape, dtype=ours[0].dtype)
+            for member, part in enumerate(ours):  # ascending, in the dtype of the parts
+                back[:, heads_of(member, 4, n)] += part
+            dtype = torch.bfloat16 if n > 1 else torch.float32
+            assert torch.equal(joined[index], back.to(dtype))
+
+
 def refuse(rank, world_size, num_heads):
     ours = HeadExchange.compile(HeadSplit(((0, 1),)), rank, world_size, dist.group.WORLD)
     with pytest.raises(ValueError, match=f"num_heads={num_heads} must divide or be a multiple"):
-        ours.split_heads(torch.zeros(2, num_heads, 1))
+        ours.split_heads((torch.zeros(2, num_heads, 1),))
 
 
 def test_heads_that_can_be_neither_cut_nor_repeated_are_refused_on_every_rank():
