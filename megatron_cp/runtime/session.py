@@ -3,7 +3,7 @@
 `open_session` is the gate in front of the first collective of a plan object: all ranks of the group
 compare digests there, so that ranks that bring different new plans get an error everywhere, never a hang or a
 wrong result. A rank that goes on with a plan agreed on earlier while another brings a new one is not noticed
-here: it ends in the process group's time-out.
+here: it ends in the process group's time-out; docs/runtime.md says why and how to see it.
 """
 
 import atexit

@@ -133,6 +133,34 @@ def test_different_plans_are_an_error_on_every_rank_within_five_seconds():
         assert seconds < 5
 
 
+def go_on_with_an_agreed_plan(rank, world_size, old, new):
+    """All agree on `old`; then rank 1 brings `new` and the others `old` again, on a group in debug mode."""
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        group = dist.new_group(list(range(world_size)))
+        for plan in (old, new if rank == 1 else old):
+            rows = torch.zeros(plan.tokens_per_rank, HEADS, HEAD_DIM)
+            keys = rows[:, :KV_HEADS]
+            mcp.cp_attention(rows, keys, keys, plan, group)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        dist.set_debug_level(level)
+    return None
+
+
+def test_a_rank_that_goes_on_with_an_agreed_plan_is_seen_by_every_rank_in_torchs_debug_mode():
+    """Without it this ends in the group's time-out: docs/runtime.md says why."""
+    plans = [
+        make_plan(mask_cases()["documents"], 3, mcp.CPConfig(planner=planner, **CONFIG))
+        for planner in ("zigzag", "contiguous")
+    ]
+    answers = run_on_ranks(3, go_on_with_an_agreed_plan, *plans)
+    assert all("Detected mismatch between collectives" in str(answer) for answer in answers)
+    assert any("ALLTOALL_BASE" in answer for answer in answers)
+
+
 def call_with_options_of_ones_own(rank, world_size, plan):
     rows = torch.zeros(plan.tokens_per_rank, HEADS, HEAD_DIM)
     keys = torch.zeros(plan.tokens_per_rank, KV_HEADS, HEAD_DIM)
