@@ -1,0 +1,140 @@
+"""Optional improvers of a compute assignment: solvers that are given a start and return something better, or nothing.
+
+    improve(problem, start, "cp_sat", effort=10) -> Assignment | None
+
+The mask is cut into blocks (`block_model.py`), nodes first, then ranks inside each node, and a solver deals
+blocks anew: OR-tools' CP-SAT (`cp_sat`) or HiGHS (`milp`), a few units at a time (`windows.py`), or the hypergraph
+partitioner Mt-KaHyPar (`hypergraph`). What comes back is judged by `measure`, exact to a row.
+
+All count their work instead of looking at the clock: the same assignment in every process, for one version
+of the solver. Equal plans on all ranks therefore need equal solver versions.
+"""
+
+import difflib
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from megatron_cp.mask.interval import IntArray
+from megatron_cp.mask.slice import Q_START
+from megatron_cp.plan.assignment import Assignment
+from megatron_cp.plan.improvers import cp_sat, hypergraph, milp
+from megatron_cp.plan.improvers.block_model import (
+    BlockModel,
+    Problem,
+    Units,
+    cut_into_blocks,
+    measure,
+)
+from megatron_cp.plan.improvers.windows import GAIN
+
+__all__ = ["IMPROVERS", "Problem", "improve", "measure"]
+
+
+@dataclass(frozen=True)
+class _Improver:
+    package: str
+    deal: Callable[[BlockModel, float], IntArray]
+    """(model, effort) -> the unit of each block, never slower than the start."""
+    max_size: int
+    """(blocks + pins) x units of a model."""
+
+
+_IMPROVERS = {
+    "cp_sat": _Improver("ortools", cp_sat.deal, 20_000),
+    "milp": _Improver("scipy", milp.deal, 8_000),
+    "hypergraph": _Improver("mtkahypar", hypergraph.deal, 200_000),
+}
+IMPROVERS = tuple(_IMPROVERS)
+
+
+def improve(problem: Problem, start: Assignment, improver: str, effort: int) -> Assignment | None:
+    """Returns an assignment that is faster by `measure`, or None: nothing found, nothing to win, or too large.
+
+    `effort`: about seconds on one core, counted and not clocked. Raises ValueError for an unknown improver or an
+    effort below 1, ModuleNotFoundError where its package is not installed.
+    """
+    by = _named(improver)
+    if effort < 1:
+        raise ValueError(
+            f"effort={effort} must be at least 1, about a second of one core; give 10 or more"
+        )
+    found = min(_attempts(problem, start, by, effort), key=partial(measure, problem), default=start)
+    is_better = measure(problem, found) < measure(problem, start) * (1 - GAIN)
+    return found if is_better else None
+
+
+def _named(improver: str) -> _Improver:
+    if improver not in _IMPROVERS:
+        near = difflib.get_close_matches(str(improver), IMPROVERS, n=1, cutoff=0.0)[0]
+        raise ValueError(
+            f"improver={improver!r} is unknown; choose one of {', '.join(IMPROVERS)} (nearest: {near})"
+        )
+    package = _IMPROVERS[improver].package
+    if importlib.util.find_spec(package) is None:
+        raise ModuleNotFoundError(
+            f"improver={improver!r} needs {package}; pip install 'megatron_cp[solvers]'"
+        )
+    return _IMPROVERS[improver]
+
+
+def _attempts(
+    problem: Problem, start: Assignment, by: _Improver, effort: int
+) -> Iterator[Assignment]:
+    """Yields assignments that may be better than the start."""
+    if not len(start.parts) or problem.placed.num_ranks == 1:
+        return
+    if problem.placed.num_ranks <= problem.node_size:
+        yield _deal_inside(problem, start, by, effort)
+        return
+    if problem.node_size > 1:
+        yield _deal_inside(problem, start, by, effort / 2)
+    nodes = _deal_nodes(problem, start, by, effort / (4 if problem.node_size > 1 else 1))
+    if nodes is not None:
+        yield nodes
+        yield _deal_inside(problem, nodes, by, effort / 4)
+
+
+def _deal_inside(problem: Problem, start: Assignment, by: _Improver, effort: float) -> Assignment:
+    """Returns the assignment with the pairs of every node dealt anew inside it; foreign rows are at their relays."""
+    num_ranks, size = problem.placed.num_ranks, problem.node_size
+    firsts = range(0, num_ranks, size)
+    parts, ranks = [], []
+    for first in firsts:
+        width = min(size, num_ranks - first)
+        inside = start.ranks // size == first // size
+        node = Assignment(start.parts[inside], start.ranks[inside] - first)
+        place = np.minimum(np.arange(num_ranks) % size, width - 1)
+        units = Units(width, np.ones(width), place, problem.seconds_per_byte[0])
+        model = cut_into_blocks(problem, node.parts, node.ranks, units, by.max_size)
+        if model is not None and len(node.parts):
+            node = Assignment(model.slices, by.deal(model, effort / len(firsts))[model.block])
+        parts.append(node.parts)
+        ranks.append(node.ranks + first)
+    return Assignment(np.concatenate(parts), np.concatenate(ranks))
+
+
+def _deal_nodes(
+    problem: Problem, start: Assignment, by: _Improver, effort: float
+) -> Assignment | None:
+    """Returns the assignment with pairs dealt anew to nodes, or None when all stay.
+
+    In a new node pairs are with the rank at their queries' owner's place, until they are dealt inside.
+    """
+    num_ranks, size = problem.placed.num_ranks, problem.node_size
+    node_of_rank = np.arange(num_ranks) // size
+    width = np.bincount(node_of_rank).astype(np.float64)
+    units = Units(len(width), width, node_of_rank, problem.seconds_per_byte[1])
+    model = cut_into_blocks(problem, start.parts, node_of_rank[start.ranks], units, by.max_size)
+    if model is None:
+        return None
+    dealt = by.deal(model, effort)
+    if (dealt == model.start).all():
+        return None
+    node, place = dealt[model.block], problem.placed.owners.rank_of(model.slices[:, Q_START]) % size
+    ranks = start.ranks[model.source]
+    moved = np.minimum(node * size + place, num_ranks - 1)
+    return Assignment(model.slices, np.where(node_of_rank[ranks] == node, ranks, moved))

@@ -1,0 +1,148 @@
+"""Improves a deal window by window: a few units, the slowest among them, deal their blocks anew; others keep theirs.
+
+    units  0  1  2  3  4  5  6  7        solve for {2, 5}; better: again from the slowest unit;
+           .  .  #  .  .  #  .  .        not better: {2, 6}, ...; no partner helps: windows of three, four
+
+A window is a small 0/1 program that a solver takes as plain arrays (`Program`); whole deals of eight ranks are
+beyond exact solvers, and their own searches spend most of their time on units that do not matter.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_cp.mask.interval import IntArray
+from megatron_cp.plan.improvers.block_model import BlockModel, BoolArray, FloatArray
+
+WINDOW_SIZES = (2, 3, 4)
+EFFORT_PER_UNIT = 0.1  # of a window: proofs take longer than finding
+GAIN = 1e-6  # relative: less is rounding
+DONE = 1e-4  # so close to equal loads and nothing moved there is nothing to win
+
+
+@dataclass(frozen=True)
+class Program:
+    """Minimise T over 0/1 variables: exactly one of each group, implications, and loads.
+
+    Variables `group * choices + choice` come first; the others are implied (may be continuous in [0, 1]).
+    """
+
+    num_groups: int
+    num_choices: int
+    num_variables: int
+    implications: IntArray
+    """`[n, 2]`: the first variable implies the second."""
+    terms: tuple[IntArray, IntArray, FloatArray]
+    """Load, variable, amount, of loads in units of T to begin with."""
+    base: FloatArray
+    """What each load is without any variable: `[loads]`."""
+    is_in_objective: BoolArray
+    """Whether a load counts in T; the others must stay at most 1: `[loads]`."""
+    start: BoolArray
+    """Values to begin with: `[variables]`."""
+    most: float
+    """T of the start."""
+
+
+Solver = Callable[[Program, float], tuple[BoolArray | None, float]]
+"""(program, effort) -> the values of the grouped variables or None, and the effort spent."""
+
+
+def deal_by_windows(model: BlockModel, solver: Solver, effort: float) -> IntArray:
+    """Returns the unit of each block `[blocks]`, never slower than `model.start`."""
+    deal, size = model.start, 0
+    sizes = [size for size in WINDOW_SIZES if size <= model.units.count]
+    while effort > 0 and size < len(sizes):
+        seconds = model.unit_seconds(deal)
+        if seconds.max() <= model.least_seconds() * (1 + DONE):
+            break
+        better = None
+        for window in _windows(seconds, sizes[size]):
+            budget = min(effort, EFFORT_PER_UNIT * sizes[size])
+            better, spent = _deal_window(model, deal, window, solver, budget)
+            effort -= spent
+            if better is not None or effort <= 0:
+                break
+        deal, size = (deal, size + 1) if better is None else (better, 0)
+    return deal
+
+
+def _windows(seconds: FloatArray, size: int) -> Iterator[IntArray]:
+    """Yields the slowest unit with every set of others, the fastest first."""
+    slowest = int(seconds.argmax())
+    others = [unit for unit in np.argsort(seconds, kind="stable").tolist() if unit != slowest]
+    for partners in itertools.combinations(others, size - 1):
+        yield np.sort(np.array([slowest, *partners], dtype=np.int64))
+
+
+def _deal_window(
+    model: BlockModel, deal: IntArray, window: IntArray, solver: Solver, effort: float
+) -> tuple[IntArray | None, float]:
+    program, blocks = _program(model, deal, window)
+    values, spent = solver(program, effort)
+    if values is None:
+        return None, spent
+    dealt = deal.copy()
+    dealt[blocks] = window[values.reshape(len(blocks), len(window)).argmax(axis=1)]
+    before, after = model.unit_seconds(deal), model.unit_seconds(dealt)
+    is_better = after[window].max() < before[window].max() * (1 - GAIN)
+    return (dealt if is_better and after.max() <= before.max() else None), spent
+
+
+def _program(model: BlockModel, deal: IntArray, window: IntArray) -> tuple[Program, IntArray]:
+    """Returns the program of a window, and its blocks."""
+    count, width, size = model.units.count, model.units.width, len(window)
+    scale = 1 / float(model.unit_seconds(deal).max())
+    place = np.full(count, -1)
+    place[window] = np.arange(size)
+    blocks = np.flatnonzero(place[deal] >= 0)
+    number = np.full(model.num_blocks, -1)
+    number[blocks] = np.arange(len(blocks))
+    is_inside = number[model.pins[:, 1]] >= 0
+    pins, rest = model.pins[is_inside], model.pins[~is_inside]
+    # y: whether a unit of the window needs a net that it does not own
+    nets, net_of_pin = np.unique(pins[:, 0], return_inverse=True)
+    is_foreign = model.owner[nets][:, None] != window
+    y = np.full(is_foreign.shape, -1)
+    num_x = len(blocks) * size
+    y[is_foreign] = num_x + np.arange(int(is_foreign.sum()))
+    x_of_pin = (number[pins[:, 1]] * size)[:, None] + np.arange(size)
+    implications = np.stack([x_of_pin, y[net_of_pin]], axis=2)[is_foreign[net_of_pin]]
+    net, at = np.nonzero(is_foreign)
+    start = np.zeros(num_x + len(net), dtype=bool)
+    start[np.arange(len(blocks)) * size + place[deal[blocks]]] = True
+    start[implications[start[implications[:, 0]], 1]] = True
+    # loads: (compute + contention x link, link) x (in, out) of every unit
+    compute = np.bincount(
+        deal[number < 0], model.compute[number < 0] / width[deal[number < 0]], count
+    )
+    x = np.arange(num_x)
+    own = (window[x % size], x, model.compute[blocks][x // size] / width[window[x % size]])
+    terms: list[tuple[IntArray, IntArray, FloatArray]] = []
+    base: list[FloatArray] = []
+    for fixed, end in zip(
+        model.links(rest, deal), (window[at], model.owner[nets[net]]), strict=True
+    ):
+        moved = (end, num_x + np.arange(len(net)), model.travel[nets[net]] / width[end])
+        slowed = (end, moved[1], moved[2] * model.contention)
+        for is_slowed, parts in ((False, [moved]), (True, [own, slowed])):
+            terms += [
+                (load + count * len(base), variable, amount) for load, variable, amount in parts
+            ]
+            base.append(compute + model.contention * fixed if is_slowed else fixed)
+    load, variable, amount = (np.concatenate(column) for column in zip(*terms, strict=True))
+    is_in_objective = np.tile(place >= 0, len(base))
+    program = Program(
+        len(blocks),
+        size,
+        len(start),
+        implications,
+        (load, variable, amount * scale),
+        np.concatenate(base) * scale,
+        is_in_objective,
+        start,
+        float(model.unit_seconds(deal)[window].max()) * scale,
+    )
+    return program, blocks
