@@ -5,6 +5,7 @@ estimate is refined: its stagings are priced exactly, stage by stage.
 """
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -33,7 +34,7 @@ STAGE_COUNTS = (1, 2, 4, 8)
 PRICED_STAGE_COUNTS = (0, 1, 4)  # enough for an estimate
 FEW_STAGES = 2  # so few may do without local pairs at the end: better where latency decides
 STAGINGS_PRICED = 3  # exactly, once an estimate has won
-EQUAL = 1.0005  # times the fastest staging: one with fewer stages, and so fewer slices and sends, is better
+STAGE_TOLL = 2e-4  # share of the time that one more stage must save
 HUB = 2.0  # an owner that sends so many times the mean is worth a tree
 
 
@@ -135,16 +136,20 @@ class _Way:
         return SideLoads(seconds_per_byte, latency, shares.keeps[side])
 
     def best_staging(self, stagings: Sequence[Staging], name: PassName) -> tuple[Staging, float]:
-        """Returns the best staging and its price, of equal ones that with the fewest stages.
+        """Returns the best staging and its price; a few that look best are priced exactly.
 
-        Only those that look best are priced exactly.
+        A stage has its price as well: of stagings that are as good as equal, that with fewer slices and sends wins.
         """
-        estimates = self.even_seconds(stagings, name)
-        promising = [stagings[i] for i in np.argsort(estimates, kind="stable")[:STAGINGS_PRICED]]
-        prices = [self.groups.seconds(self._exact_loads(one), name) for one in promising]
-        limit = min(prices) * EQUAL
-        good = [pair for pair in zip(promising, prices, strict=True) if pair[1] <= limit]
-        return min(good, key=lambda pair: pair[0].num_stages)
+        tolls = np.array([1 + STAGE_TOLL * one.num_stages for one in stagings])
+        estimates = self.even_seconds(stagings, name) * tolls
+        best, best_price, best_seconds = stagings[0], math.inf, math.inf
+        for index in np.argsort(estimates, kind="stable")[:STAGINGS_PRICED]:
+            if estimates[index] >= best_price:  # even rows are the best case, nearly always
+                break
+            seconds = self.groups.seconds(self._exact_loads(stagings[index]), name)
+            if seconds * tolls[index] < best_price:
+                best, best_price, best_seconds = stagings[index], seconds * tolls[index], seconds
+        return best, best_seconds
 
     def build(self, staging: Staging) -> Pass:
         """Returns the pass of a staging."""

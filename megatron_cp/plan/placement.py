@@ -12,6 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from megatron_cp.config import CPConfig
+from megatron_cp.mask import interval
 from megatron_cp.mask.interval import IntArray
 
 MAX_CHUNKS_PER_RANK = 32
@@ -117,30 +118,62 @@ def check_chunk_size(num_tokens: int, cp_size: int, config: CPConfig) -> None:
 
 
 @dataclass(frozen=True)
-class Deal:
-    """Equal chunks of the stream and who owns them: chunk numbers int64 `[P, n]`, in local order."""
+class Placement:
+    """The tokens of ranks, equally many for each, as runs of consecutive ids: O(runs) where a table is O(tokens)."""
 
-    chunks: IntArray
-    chunk_size: int
+    ids: IntArray
+    """int64 `[n, 2]`, rank by rank, in local order; neighbours of one rank do not touch."""
+    rank: IntArray
+    """The owner of each run: int64 `[n]`, ascending."""
+    num_ranks: int
+
+    @classmethod
+    def of_chunks(cls, chunks_of_rank: IntArray, chunk_size: int) -> "Placement":
+        """Returns the placement in which rank r owns the chunks `chunks_of_rank[r]` `[P, n]`, in this order."""
+        num_ranks, per_rank = chunks_of_rank.shape
+        start = chunks_of_rank.reshape(-1) * chunk_size
+        return cls.of_runs(
+            np.stack([start, start + chunk_size], axis=1),
+            np.repeat(np.arange(num_ranks), per_rank),
+            num_ranks,
+        )
+
+    @classmethod
+    def of_runs(cls, ids: IntArray, rank: IntArray, num_ranks: int) -> "Placement":
+        """Returns the placement of runs in local order, rank by rank; runs that touch are joined."""
+        opens, closes = np.ones((2, len(ids)), dtype=bool)
+        opens[1:] = (ids[1:, 0] != ids[:-1, 1]) | (rank[1:] != rank[:-1])
+        closes[:-1] = opens[1:]
+        return cls(np.stack([ids[opens, 0], ids[closes, 1]], axis=1), rank[opens], num_ranks)
+
+    def in_order(self) -> "Placement":
+        """Returns the placement with the tokens of every rank ascending; runs may be in any order before."""
+        order = np.lexsort((self.ids[:, 0], self.rank))
+        return Placement.of_runs(self.ids[order], self.rank[order], self.num_ranks)
 
     @cached_property
     def tokens(self) -> IntArray:
         """The tokens of each rank: int64 `[P, T]`."""
-        tokens = self.chunks[:, :, None] * self.chunk_size + np.arange(self.chunk_size)
-        return tokens.reshape(len(self.chunks), -1)
+        return interval.to_indices(self.ids).reshape(self.num_ranks, -1)
 
-    def regrouped(self, num_ranks: int) -> "Deal":
-        """Returns the deal to so many ranks, each a piece of a rank here or several that follow each other."""
-        total = self.chunks.size
-        finer = max(1, num_ranks // math.gcd(num_ranks, total))
-        if self.chunk_size % finer:
-            raise ValueError(
-                f"chunk_size={self.chunk_size} must divide by {finer} to deal {total} chunks to {num_ranks} ranks"
-            )
-        chunks = (self.chunks[:, :, None] * finer + np.arange(finer)).reshape(num_ranks, -1)
-        return Deal(chunks, self.chunk_size // finer)
+    @property
+    def own_rows(self) -> int:
+        """Returns how many tokens each rank owns."""
+        return interval.length(self.ids) // self.num_ranks
+
+    def regrouped(self, num_ranks: int) -> "Placement":
+        """Returns the placement on so many ranks, each a piece of a rank here or several that follow each other."""
+        rows = interval.length(self.ids) // num_ranks
+        sizes = self.ids[:, 1] - self.ids[:, 0]
+        stop = np.cumsum(sizes)  # of each run, in the order of ranks
+        start = stop - sizes
+        which, rank = interval.expand_ranges(start // rows, (stop - 1) // rows + 1)
+        shift = (self.ids[:, 0] - start)[which]
+        low = np.maximum(start[which], rank * rows) + shift
+        high = np.minimum(stop[which], (rank + 1) * rows) + shift
+        return Placement.of_runs(np.stack([low, high], axis=1), rank, num_ranks)
 
 
 def deal(chunks_of_rank: IntArray, chunk_size: int) -> IntArray:
-    """Returns the placement in which rank r owns the chunks `chunks_of_rank[r]` `[P, n]`, in order."""
-    return Deal(np.sort(chunks_of_rank, axis=1), chunk_size).tokens
+    """Returns the tokens of ranks that own the chunks `chunks_of_rank[r]` `[P, n]`, in order: int64 `[P, T]`."""
+    return Placement.of_chunks(np.sort(chunks_of_rank, axis=1), chunk_size).tokens

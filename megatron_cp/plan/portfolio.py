@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from megatron_cp.config import CPConfig
+from megatron_cp.plan.deals import Family
 from megatron_cp.plan.memory import received_bytes
 from megatron_cp.plan.pricing import PASSES, Choice
 from megatron_cp.plan.schema import AttentionPlan
-from megatron_cp.plan.search import Candidate, Family, candidates
+from megatron_cp.plan.search import Candidate, candidates
 
-NEAR = 1.005  # predictions cannot tell such plans apart: balance, then bytes decide
+NEAR = 1.0025  # predictions cannot tell such plans apart: balance, then bytes decide
 GOOD_IMBALANCE = 1.02  # below, balance does not decide
 
 
@@ -92,7 +93,7 @@ def _total(masks: Family, chosen: Mapping[str, Choice]) -> Choice:
 def _build(
     masks: Family, candidate: Candidate, chosen: Mapping[str, Choice], config: CPConfig
 ) -> dict[str, AttentionPlan]:
-    tokens = candidate.deal.tokens
+    tokens = candidate.placement.tokens
     return {
         name: AttentionPlan(mask, config, "auto", tokens, *chosen[name].build())
         for name, (mask, _) in masks.items()

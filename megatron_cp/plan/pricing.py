@@ -29,7 +29,7 @@ from megatron_cp.plan.cost import (
     transfer_movement,
 )
 from megatron_cp.plan.heads import split_heads
-from megatron_cp.plan.placement import Deal
+from megatron_cp.plan.placement import Placement
 from megatron_cp.plan.routing import DST, ID_START, ID_STOP, SRC
 from megatron_cp.plan.schema import SIDES, HeadSplit, Pass, PassName, Side
 from megatron_cp.plan.schemes.gather import allgather_pass, needed_keys_pass
@@ -81,9 +81,11 @@ class HeadGroups:
     """The mask on the super-ranks."""
 
     @classmethod
-    def of(cls, mask: AttentionMask, deal: Deal, config: CPConfig, degree: int) -> "HeadGroups":
-        """Returns the groups of `degree` consecutive ranks of a deal to ranks."""
-        placed = PlacedMask(mask, deal.regrouped(len(deal.chunks) // degree))
+    def of(
+        cls, mask: AttentionMask, placement: Placement, config: CPConfig, degree: int
+    ) -> "HeadGroups":
+        """Returns the groups of `degree` consecutive ranks of a placement on ranks."""
+        placed = PlacedMask(mask, placement.regrouped(placement.num_ranks // degree))
         return cls(mask, config, degree, placed)
 
     @property

@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_cp.mask import interval
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.plan.placement import Deal
+from megatron_cp.plan.placement import Placement
 from megatron_cp.plan.schema import Hop, Transfer
 
 SRC, DST, ID_START, ID_STOP = range(4)
@@ -35,21 +35,14 @@ class RowSpace:
     @classmethod
     def own(cls, own_ids: IntArray) -> "RowSpace":
         """Returns the space in which rank r holds `own_ids[r]` `[R]`; O(tokens)."""
-        return cls.dealt(Deal(own_ids, chunk_size=1))
+        return cls.placed(Placement.of_chunks(own_ids, chunk_size=1))
 
     @classmethod
-    def dealt(cls, deal: Deal) -> "RowSpace":
-        """Returns the space in which the ranks hold the chunks of a deal; O(chunks)."""
-        num_ranks, per_rank = deal.chunks.shape
-        chunks = deal.chunks.reshape(-1)
-        opens = np.ones(chunks.size, dtype=bool)
-        opens[1:] = chunks[1:] != chunks[:-1] + 1
-        opens[::per_rank] = True
-        first = np.flatnonzero(opens)
-        length = np.diff(np.r_[first, chunks.size]) * deal.chunk_size
-        stride = chunks.size * deal.chunk_size + 1
-        start = chunks[first] * deal.chunk_size + first // per_rank * stride
-        return cls(np.stack([start, start + length], axis=1), num_ranks, stride)
+    def placed(cls, placement: Placement) -> "RowSpace":
+        """Returns the space in which the ranks hold the rows of their own tokens; O(runs)."""
+        stride = placement.num_ranks * placement.own_rows + 1
+        runs = placement.ids + (placement.rank * stride)[:, None]
+        return cls(runs, placement.num_ranks, stride)
 
     def keys_of(self, ids: IntArray, ranks: IntArray) -> IntArray:
         """Returns ranges of token ids `[n, 2]` as `ranks` `[n]` see them."""

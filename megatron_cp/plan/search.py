@@ -1,29 +1,23 @@
 """What planner "auto" looks at: placements of tokens, degrees of head exchange, and who computes what.
 
-    published     tokens in order and zigzag, every head degree: needed keys, ring, all-gather, Ulysses, USP
-    balanced      one deal of tokens by area for every head degree
-    then, for the degrees that did best, until effort is spent or a plan is as good as perfect:
-      stages      the same placements with keys in as many stages as hide them best
-      compute     moved away from the queries' owners, by recursive bisection (`plan/assignment.py`)
-      tokens      dealt by area among super-ranks, groups of ranks that exchange heads (`plan/balance.py`)
+    look      every head degree: the published schemes on tokens in order and zigzag (needed keys, ring,
+              all-gather, Ulysses, USP), and one placement by documents or by area
+    improve   the degree that did best so far, a step at a time: other placements (`plan/deals.py`), and compute
+              moved away from the queries' owners by recursive bisection (`plan/assignment.py`)
 
-Everything is priced from small arrays; nothing is built here. Effort is counted, not clocked, so every rank finds
-the same plan.
+until effort is spent or a plan is as good as perfect. Everything is priced from small arrays; nothing is built
+here. Effort is counted, not clocked, so every rank finds the same plan.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-
-import numpy as np
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 from megatron_cp.config import CPConfig
-from megatron_cp.mask import AttentionMask
-from megatron_cp.mask.interval import IntArray
-from megatron_cp.plan import balance
 from megatron_cp.plan.assigned import assigned_choice, move_compute, stay_at_home
 from megatron_cp.plan.cost import load_bound_seconds
-from megatron_cp.plan.placement import Deal, chunk_layout
+from megatron_cp.plan.deals import Deals, Family
+from megatron_cp.plan.placement import Placement
 from megatron_cp.plan.pricing import (
     PASSES,
     Choice,
@@ -34,156 +28,29 @@ from megatron_cp.plan.pricing import (
 from megatron_cp.plan.schemes.ulysses import fits_heads
 from megatron_cp.plan.topology import get_topology
 
-Family = Mapping[str, tuple[AttentionMask, float]]  # name -> (mask, number of layers)
-Ways = Callable[[HeadGroups], list[Choice]]
-
-ROUGH, FINE = 0.04, 0.01  # balance of deals
-SMALL = 8  # super-ranks; a first deal for more takes too long
-CHUNKS_DEALT = 256  # over all super-ranks
-MIN_CHUNKS_DEALT = 4  # per super-rank
-EFFORT = 20.0  # of what follows the published schemes, in about milliseconds of one core
-EFFORT_PER_RANK = 0.1
+LOOSE, TIGHT = 1.08, 1.0  # load of a rank by one document, times the fair share
+SMALL = 16  # super-ranks; a first deal for more takes too long
 MAX_SUPER_RANKS = 256  # more are looked at only where heads cannot be exchanged
-PERFECT = 1.005  # times the load bound: nothing found later could be told from it
+EFFORT, EFFORT_PER_RANK = 22.0, 0.06  # for each mask, in about milliseconds of one core
+PATIENCE = 1.01  # times slower, for every step already taken, and another degree has its turn
+PROMISING = 1.5  # times the fastest way found, without overlap: more stages may win
+PERFECT = 1.002  # times the load bound: nothing found later could be told from it
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A placement, and for every mask of the family the ways to run it found so far."""
+class Way:
+    """A way to run a mask on a placement, and the effort of pricing it."""
 
-    deal: Deal
-    choices: dict[str, list[Choice]]
-    groups: dict[tuple[str, int], HeadGroups] = field(default_factory=dict)
+    choices: Callable[[HeadGroups], list[Choice]]
+    fixed: float
+    per_rank: float
+    per_part: float
+    """For each slice of the mask cut by owners."""
 
-
-def candidates(masks: Family, cp_size: int, config: CPConfig) -> list[Candidate]:
-    """Returns all placements looked at, with their priced choices; each mask has at least one on each."""
-    search = _Search(masks, cp_size, config)
-    search.look_around()
-    for degree in search.degrees_by_promise():
-        if search.is_over():
-            break
-        search.improve(degree)
-    return [one for one in search.found.values() if all(one.choices.values())]
-
-
-class _Search:
-    def __init__(self, masks: Family, cp_size: int, config: CPConfig):
-        self.masks, self.cp_size, self.config = masks, cp_size, config
-        # One row count for all candidates: it must not depend on the data, pipeline shapes are fixed by it.
-        num_tokens = next(iter(masks.values()))[0].num_queries
-        pieces = 2 if cp_size > 1 else 1  # zigzag halves every rank's rows
-        even = replace(config, token_multiple=math.lcm(config.token_multiple, pieces))
-        self.chunk, per_rank = chunk_layout(num_tokens, cp_size, even)
-        self.rows = self.chunk * per_rank
-        self.degrees = _head_degrees(cp_size, config)
-        self.bound = sum(
-            weight * load_bound_seconds(mask, cp_size, config, name)
-            for mask, weight in masks.values()
-            for name in PASSES
-        )
-        self.found: dict[tuple[bytes, int], Candidate] = {}
-        self.fastest = dict.fromkeys(self.degrees, math.inf)
-        self.by_mask = {name: dict.fromkeys(self.degrees, math.inf) for name in masks}
-        self._dealers = {degree: self._area_deals(degree) for degree in self.degrees}
-        self.effort = 0.0
-
-    def look_around(self) -> None:
-        """Prices the published schemes exactly, and one balanced deal per degree."""
-        for degree in self.degrees:
-            if self.config.num_stages is None:
-                for deal in self._fixed_deals(degree):
-                    self._price(deal, degree, published_choices)
-            if 1 < self.cp_size // degree <= SMALL:
-                self._price(next(self._dealers[degree]), degree, _stay_dealt)
-
-    def degrees_by_promise(self) -> list[int]:
-        """Returns the degrees of head exchange, the one that did best so far first."""
-        return sorted(self.degrees, key=self.fastest.__getitem__)
-
-    def improve(self, degree: int) -> None:
-        """Searches stages, compute and tokens for one degree of head exchange."""
-        groups = self.cp_size // degree
-        for deal in self._fixed_deals(degree):
-            self._price(deal, degree, _stay)
-            self.effort += 2 + groups / 8
-            if groups > 1 and not self.is_over():
-                self._price(deal, degree, _move)
-                self.effort += 4 + groups / 3
-            if self.is_over():
-                return
-        for deal in self._dealers[degree] if groups > 1 else ():
-            self._price(deal, degree, _stay_dealt)
-            self.effort += 2 + groups / 4
-            if self.is_over():
-                return
-
-    def is_over(self) -> bool:
-        """Returns whether nothing better can be expected, or enough has been tried."""
-        is_perfect = min(self.fastest.values()) <= PERFECT * self.bound
-        return is_perfect or self.effort > EFFORT + EFFORT_PER_RANK * self.cp_size
-
-    def _price(self, deal: Deal, degree: int, ways: Ways) -> None:
-        """Prices all masks on a deal, with this degree of head exchange or the one that suits a mask best."""
-        key = deal.chunks.tobytes(), deal.chunk_size
-        candidate = self.found.setdefault(key, Candidate(deal, {name: [] for name in self.masks}))
-        total = 0.0
-        for name, (_, weight) in self.masks.items():
-            seconds = []
-            for each in {degree: None, self._favourite(name, degree): None}:
-                choices = ways(self._groups_of(candidate, name, each))
-                candidate.choices[name].extend(choices)
-                seconds.append(min(choice.seconds for choice in choices))
-                self.by_mask[name][each] = min(self.by_mask[name][each], seconds[-1])
-            total += weight * min(seconds)
-        self.fastest[degree] = min(self.fastest[degree], total)
-
-    def _groups_of(self, candidate: Candidate, name: str, degree: int) -> HeadGroups:
-        """Returns a mask on the head groups of a candidate; placed once for all ways."""
-        if (name, degree) not in candidate.groups:
-            mask, _ = self.masks[name]
-            groups = HeadGroups.of(mask, candidate.deal, self.config, degree)
-            candidate.groups[name, degree] = groups
-        return candidate.groups[name, degree]
-
-    def _favourite(self, name: str, degree: int) -> int:
-        """Returns the degree at which a mask did best so far; masks of one plan need not share it."""
-        by_degree = self.by_mask[name]
-        return min(by_degree, key=by_degree.__getitem__) if len(self.masks) > 1 else degree
-
-    def _fixed_deals(self, degree: int) -> Iterator[Deal]:
-        """Yields tokens in order and zigzag over super-ranks of `degree` ranks."""
-        groups = self.cp_size // degree
-        yield Deal(np.arange(self.cp_size)[:, None], self.rows)
-        if groups > 1:
-            first = np.arange(groups)
-            halves = np.stack([first, 2 * groups - 1 - first], axis=1)
-            yield Deal(halves, degree * self.rows // 2).regrouped(self.cp_size)
-
-    def _area_deals(self, degree: int) -> Iterator[Deal]:
-        """Yields deals of chunks to super-ranks; the first is balanced, the others are on the way to balance."""
-        groups = self.cp_size // degree
-        per_group = self._chunks_per_group(degree * self.rows // self.chunk, groups)
-        size, count = degree * self.rows // per_group, groups * per_group
-        tables = [balance.chunk_table(mask, size, count) for mask, _ in self.masks.values()]
-        table = balance.weighted_sum(tables, [weight for _, weight in self.masks.values()])
-        for start in (balance.zigzag, balance.in_order):
-            owned = balance.exchange_chunks(start(count, groups), table, ROUGH)
-            fine = balance.exchange_chunks(owned, table, FINE)
-            yield self._deal(fine, size)
-            if not np.array_equal(fine, owned):
-                yield self._deal(owned, size)
-        yield self._deal(balance.largest_first(table.chunk_areas, groups), size)
-
-    def _deal(self, owned: IntArray, size: int) -> Deal:
-        return Deal(np.sort(owned, axis=1), size).regrouped(self.cp_size)
-
-    def _chunks_per_group(self, finest: int, groups: int) -> int:
-        """Returns how many chunks a super-rank owns in a deal: a divisor of the finest number."""
-        if self.config.chunk_size is not None:
-            return finest
-        most = max(MIN_CHUNKS_DEALT, CHUNKS_DEALT // groups)
-        return max(n for n in range(1, finest + 1) if finest % n == 0 and (n <= most or n == 1))
+    def effort(self, groups: HeadGroups) -> float:
+        """Returns about the milliseconds that `choices` takes."""
+        placed = groups.placed
+        return self.fixed + self.per_rank * placed.num_ranks + self.per_part * len(placed.parts)
 
 
 def _stay(groups: HeadGroups) -> list[Choice]:
@@ -196,6 +63,142 @@ def _stay_dealt(groups: HeadGroups) -> list[Choice]:
 
 def _move(groups: HeadGroups) -> list[Choice]:
     return [assigned_choice(groups, move_compute(groups))]
+
+
+PUBLISHED = Way(published_choices, 0.4, 0.003, 1e-4)
+STAY = Way(_stay, 1.0, 0.02, 7e-4)
+STAY_DEALT = Way(_stay_dealt, 1.3, 0.02, 8e-4)
+MOVE = Way(_move, 4.0, 0.25, 1.4e-3)
+DEAL_EFFORT = 4.0
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A placement, and for every mask of the family the ways to run it found so far."""
+
+    placement: Placement
+    choices: dict[str, list[Choice]]
+    groups: dict[tuple[str, int], HeadGroups] = field(default_factory=dict)
+
+
+def candidates(masks: Family, cp_size: int, config: CPConfig) -> list[Candidate]:
+    """Returns all placements looked at, with their priced choices; each mask has at least one on each."""
+    search = _Search(masks, cp_size, config)
+    search.look()
+    search.improve()
+    return [one for one in search.found.values() if all(one.choices.values())]
+
+
+class _Search:
+    def __init__(self, masks: Family, cp_size: int, config: CPConfig):
+        self.masks, self.cp_size, self.config = masks, cp_size, config
+        self.degrees = _head_degrees(cp_size, config)
+        self.deals = Deals(masks, cp_size, config, min(self.degrees))
+        self.bounds = {
+            key: sum(load_bound_seconds(mask, cp_size, config, name) for name in PASSES)
+            for key, (mask, _) in masks.items()
+        }
+        self.bound = sum(weight * self.bounds[key] for key, (_, weight) in masks.items())
+        self.found: dict[bytes, Candidate] = {}
+        self.fastest = dict.fromkeys(self.degrees, math.inf)
+        self.promise = dict.fromkeys(self.degrees, math.inf)
+        self.by_mask = {name: dict.fromkeys(self.degrees, math.inf) for name in masks}
+        self._by_area = {degree: self.deals.by_area(degree) for degree in self.degrees}
+        self.effort = 0.0
+
+    def look(self) -> None:
+        """Prices the published schemes exactly, and one placement by documents or by area per degree."""
+        needed = {}
+        for degree in self.degrees:
+            if self.config.num_stages is None:
+                needed[degree] = self._price(self.deals.in_order(), degree, PUBLISHED)
+                self._price(self.deals.zigzag(degree), degree, PUBLISHED)
+            by_documents = self.deals.by_documents(degree, LOOSE)
+            if by_documents is not None:
+                self._price(by_documents, degree, STAY)
+            elif 1 < self.cp_size // degree <= SMALL:
+                self._price_next_deal(degree)
+        limit = PROMISING * min(self.fastest.values())
+        for degree, seconds in needed.items():
+            if seconds <= limit:  # windows: tokens in order need the fewest rows there can be
+                self._price(self.deals.in_order(), degree, STAY)
+
+    def improve(self) -> None:
+        """Takes steps of the degree that promises most; one that is nearly as good has its turn as well."""
+        steps = {degree: self._steps(degree) for degree in self.degrees}
+        taken = dict.fromkeys(self.degrees, 0)
+        while steps and not self._is_over():
+            degree = min(steps, key=lambda one: self.promise[one] * PATIENCE ** taken[one])
+            taken[degree] += 1
+            if next(steps[degree], None) is None:
+                del steps[degree]
+
+    def _steps(self, degree: int) -> Iterator[float | None]:
+        """Prices more and more for one degree of head exchange, a placement and a way at a time."""
+        in_order = self.deals.in_order()
+        if self.cp_size == degree:
+            yield self._price(in_order, degree, STAY)
+            return
+        loose, tight = (self.deals.by_documents(degree, load) for load in (LOOSE, TIGHT))
+        first = loose or self.deals.zigzag(degree)
+        yield self._price(tight or first, degree, STAY)
+        yield self._price_next_deal(degree) or 0.0
+        yield self._price(first, degree, MOVE)
+        yield self._price(in_order, degree, STAY)
+        yield self._price(in_order, degree, MOVE)
+        while (seconds := self._price_next_deal(degree)) is not None:
+            yield seconds
+
+    def _price_next_deal(self, degree: int) -> float | None:
+        self.effort += DEAL_EFFORT
+        placement = next(self._by_area[degree], None)
+        return None if placement is None else self._price(placement, degree, STAY_DEALT)
+
+    def _is_over(self) -> bool:
+        """Returns whether nothing better can be expected, or enough has been tried."""
+        is_perfect = min(self.fastest.values()) <= PERFECT * self.bound
+        per_mask = self.effort / len(self.masks)
+        return is_perfect or per_mask > EFFORT + EFFORT_PER_RANK * self.cp_size
+
+    def _price(self, placement: Placement, degree: int, way: Way) -> float:
+        """Returns the price of all masks on a placement, with this head degree or the one that suits a mask best.
+
+        A degree promises what its fastest way would take if nobody waited for the busiest rank.
+        """
+        new = Candidate(placement, {name: [] for name in self.masks})
+        candidate = self.found.setdefault(placement.ids.tobytes(), new)
+        total = promise = 0.0
+        for name, (_, weight) in self.masks.items():
+            priced = []
+            for each in {degree: None, self._favourite(name, degree, way): None}:
+                groups = self._groups_of(candidate, name, each)
+                self.effort += way.effort(groups)
+                choices = way.choices(groups)
+                candidate.choices[name].extend(choices)
+                priced.append(min(choices, key=lambda choice: choice.seconds))
+                self.by_mask[name][each] = min(self.by_mask[name][each], priced[-1].seconds)
+            best = min(priced, key=lambda choice: choice.seconds)
+            total += weight * best.seconds
+            waiting = self.bounds[name] * (best.imbalance - 1)
+            promise += weight * max(self.bounds[name], best.seconds - waiting)
+        self.fastest[degree] = min(self.fastest[degree], total)
+        self.promise[degree] = min(self.promise[degree], total if way is PUBLISHED else promise)
+        return total
+
+    def _groups_of(self, candidate: Candidate, name: str, degree: int) -> HeadGroups:
+        """Returns a mask on the head groups of a candidate; placed once for all ways."""
+        if (name, degree) not in candidate.groups:
+            mask, _ = self.masks[name]
+            groups = HeadGroups.of(mask, candidate.placement, self.config, degree)
+            candidate.groups[name, degree] = groups
+        return candidate.groups[name, degree]
+
+    def _favourite(self, name: str, degree: int, way: Way) -> int:
+        """Returns the degree at which a mask did best so far; masks of one plan need not share it."""
+        by_degree = self.by_mask[name]
+        if len(self.masks) == 1 or way is PUBLISHED:
+            return degree
+        return min(by_degree, key=by_degree.__getitem__)
 
 
 def _head_degrees(cp_size: int, config: CPConfig) -> list[int]:

@@ -20,7 +20,7 @@ from megatron_cp.mask.slice import (
     rows_area,
     shift_rows,
 )
-from megatron_cp.plan.placement import Deal
+from megatron_cp.plan.placement import Placement
 from megatron_cp.plan.routing import (
     DST,
     ID_START,
@@ -41,18 +41,19 @@ COLUMNS: dict[Side, list[int]] = {"q": [Q_START, Q_END], "k": [K_START, K_END]}
 class PlacedMask:
     """A mask on a placement of its tokens: which rank's queries meet which rank's keys where."""
 
-    def __init__(self, mask: AttentionMask, placement: IntArray | Deal):
-        """`placement`: the tokens of ranks int64 `[P, T]`, or a deal of chunks."""
-        deal = placement if isinstance(placement, Deal) else Deal(placement, chunk_size=1)
-        self.mask, self.deal, self.space = mask, deal, RowSpace.dealt(deal)
-        self.num_ranks = len(deal.chunks)
-        self.own_rows = deal.chunks.shape[1] * deal.chunk_size
+    def __init__(self, mask: AttentionMask, placement: IntArray | Placement):
+        """`placement`: also as the table of tokens int64 `[P, T]`."""
+        if not isinstance(placement, Placement):
+            placement = Placement.of_chunks(placement, chunk_size=1)
+        self.mask, self.tokens = mask, placement
+        self.space = RowSpace.placed(placement)
+        self.num_ranks, self.own_rows = placement.num_ranks, placement.own_rows
         self.owners = Owners(self.space)
 
     @property
     def placement(self) -> IntArray:
         """The tokens of ranks: int64 `[P, T]`."""
-        return self.deal.tokens
+        return self.tokens.tokens
 
     @cached_property
     def _by_owner(self) -> tuple[IntArray, IntArray, IntArray]:

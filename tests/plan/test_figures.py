@@ -9,7 +9,7 @@ from megatron_cp import mask as masks
 from megatron_cp.config import CPConfig, Topology
 from megatron_cp.plan import Hop, Pass, Stage, Transfer, balance, make_plan, make_plans
 from megatron_cp.plan.cost import makespan_seconds
-from megatron_cp.plan.placement import Deal
+from megatron_cp.plan.placement import Placement
 from megatron_cp.plan.pricing import HeadGroups, placement_figures, published_choices
 from megatron_cp.plan.schema import AttentionPlan
 from megatron_cp.plan.schemes.gather import needed_keys_pass
@@ -167,7 +167,9 @@ def test_the_price_of_a_published_scheme_is_the_prediction_of_its_plan(planner, 
         options = config(planner, topology="a800")
         plan = make_plan(mask, cp_size, options)
         degree = cp_size if planner == "ulysses" else 1
-        groups = HeadGroups.of(mask, Deal(plan.global_from_local, 1), options, degree)
+        groups = HeadGroups.of(
+            mask, Placement.of_chunks(plan.global_from_local, 1), options, degree
+        )
         prices = [choice.seconds for choice in published_choices(groups)]
         assert min(abs(price / predicted(plan) - 1) for price in prices) < 1e-9
 

@@ -1,0 +1,119 @@
+"""Placements worth a look: tokens in order, zigzag, by documents, or dealt by area.
+
+Each is made for super-ranks, groups of `degree` ranks that exchange heads, and then cut evenly among their ranks:
+what a super-rank holds is in order, so slices are few and large.
+"""
+
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from megatron_cp.config import CPConfig
+from megatron_cp.mask import AttentionMask
+from megatron_cp.mask.interval import IntArray
+from megatron_cp.plan import balance
+from megatron_cp.plan.documents import FloatArray, document_bounds, group_sizes, whole_documents
+from megatron_cp.plan.placement import Placement, chunk_layout
+from megatron_cp.plan.topology import get_topology
+
+Family = Mapping[str, tuple[AttentionMask, float]]  # name -> (mask, number of layers)
+
+ROUGH, FINE = 0.04, 0.01  # balance of deals
+CHUNKS_DEALT = 256  # over all super-ranks
+MIN_CHUNKS_DEALT = 4  # per super-rank
+MOST_PARTS = 1 << 13  # of a mask on documents in mirrored pieces: planning time grows with them
+
+
+class Deals:
+    """The placements of one family of masks on `cp_size` ranks; all have the same number of rows."""
+
+    def __init__(self, masks: Family, cp_size: int, config: CPConfig, smallest_degree: int):
+        self.masks, self.cp_size, self.config = masks, cp_size, config
+        self.smallest_degree = smallest_degree
+        # One row count for all: it must not depend on the data, pipeline shapes are fixed by it.
+        num_tokens = next(iter(masks.values()))[0].num_queries
+        pieces = 2 if cp_size > 1 else 1  # zigzag halves every rank's rows
+        even = replace(config, token_multiple=math.lcm(config.token_multiple, pieces))
+        self.chunk, per_rank = chunk_layout(num_tokens, cp_size, even)
+        self.rows = self.chunk * per_rank
+        self._documents: dict[float, Placement] = {}
+
+    def in_order(self) -> Placement:
+        """Returns the stream cut into equal pieces, in order."""
+        return Placement.of_chunks(np.arange(self.cp_size)[:, None], self.rows)
+
+    def zigzag(self, degree: int) -> Placement:
+        """Returns two mirrored pieces of the stream for every super-rank."""
+        groups = self.cp_size // degree
+        if groups == 1:
+            return self.in_order()
+        first = np.arange(groups)
+        halves = np.stack([first, 2 * groups - 1 - first], axis=1)
+        return Placement.of_chunks(halves, degree * self.rows // 2).regrouped(self.cp_size)
+
+    def by_documents(self, degree: int, most_load: float) -> Placement | None:
+        """Returns documents on as few ranks as they fit, and on more if one would have over `most_load` of its share.
+
+        None if the mask is one document, if the pieces would be too many, or if the user chose a chunk size, which
+        documents do not keep to.
+        """
+        if len(self._bounds) <= 2 or self.config.chunk_size is not None:
+            return None
+        if most_load not in self._documents:
+            self._documents[most_load] = self._whole_documents(most_load)
+        groups = self._documents[most_load].regrouped(self.cp_size // degree).in_order()
+        document = np.searchsorted(self._bounds, groups.ids[:, 0], side="right")
+        pieces = np.bincount(document)
+        if (pieces * (pieces + 1) // 2).sum() > MOST_PARTS:
+            return None
+        return groups.regrouped(self.cp_size)
+
+    @functools.cached_property
+    def _bounds(self) -> IntArray:
+        """Where documents of all masks begin, and the end."""
+        return functools.reduce(
+            np.intersect1d, (document_bounds(mask) for mask, _ in self.masks.values())
+        )
+
+    @functools.cached_property
+    def _areas(self) -> FloatArray:
+        """Pairs of the documents, over all layers."""
+        areas = [weight * mask.area_of_rows(self._bounds) for mask, weight in self.masks.values()]
+        return np.sum(areas, axis=0)
+
+    def _whole_documents(self, most_load: float) -> Placement:
+        """Returns documents placed on the smallest super-ranks that are looked at."""
+        degree = self.smallest_degree
+        groups, node_size = self.cp_size // degree, get_topology(self.config.topology).node_size
+        inside = max(1, node_size // degree)
+        node = groups if self.cp_size <= node_size else math.gcd(groups, inside)
+        sizes = group_sizes(groups, node)
+        return whole_documents(self._bounds, self._areas, sizes, degree * self.rows, most_load)
+
+    def by_area(self, degree: int) -> Iterator[Placement]:
+        """Yields deals of chunks to super-ranks; the first is balanced, the others are on the way to balance."""
+        groups = self.cp_size // degree
+        per_group = self._chunks_per_group(degree * self.rows // self.chunk, groups)
+        size, count = degree * self.rows // per_group, groups * per_group
+        tables = [balance.chunk_table(mask, size, count) for mask, _ in self.masks.values()]
+        table = balance.weighted_sum(tables, [weight for _, weight in self.masks.values()])
+        for start in (balance.zigzag, balance.in_order):
+            owned = balance.exchange_chunks(start(count, groups), table, ROUGH)
+            fine = balance.exchange_chunks(owned, table, FINE)
+            yield self._dealt(fine, size)
+            if not np.array_equal(fine, owned):
+                yield self._dealt(owned, size)
+        yield self._dealt(balance.largest_first(table.chunk_areas, groups), size)
+
+    def _dealt(self, owned: IntArray, size: int) -> Placement:
+        return Placement.of_chunks(np.sort(owned, axis=1), size).regrouped(self.cp_size)
+
+    def _chunks_per_group(self, finest: int, groups: int) -> int:
+        """Returns how many chunks a super-rank owns in a deal: a divisor of the finest number."""
+        if self.config.chunk_size is not None:
+            return finest
+        most = max(MIN_CHUNKS_DEALT, CHUNKS_DEALT // groups)
+        return max(n for n in range(1, finest + 1) if finest % n == 0 and (n <= most or n == 1))

@@ -1,0 +1,175 @@
+"""Tokens placed document by document: as few ranks per document as its size allows.
+
+A document is a run of tokens that no pair of the mask leaves; any mask falls apart into such runs, if only
+into one. Its group's members own two mirrored pieces of it each, so that a causal document is balanced:
+
+    ranks 0 1, documents of 8 and 4 tokens     0 0 1 1 1 1 0 0 | 0 1 1 0
+
+Pieces differ by a token where lengths do not divide; ranks take turns, so that all own equally many.
+Sources: Zeppelin (EuroSys'26), FlexSP (ASPLOS'25), ByteScale (arXiv 2502.21231).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_cp.mask import AttentionMask, interval
+from megatron_cp.mask.interval import IntArray
+from megatron_cp.mask.slice import K_END, K_START, Q_END, Q_START
+from megatron_cp.plan.placement import Placement
+
+FloatArray = NDArray[np.float64]
+LIGHT = 64  # a document of less than this part of the fair share does not decide the load
+MOST_PLACED = (
+    4  # documents per rank that are placed one by one; the others fill the room that is left
+)
+
+
+def whole_documents(
+    bounds: IntArray, areas: FloatArray, sizes: Sequence[int], rows: int, most_load: float
+) -> Placement:
+    """Returns documents `bounds[i]` to `bounds[i+1]` on as few ranks as they fit, `rows` tokens for each rank.
+
+    `areas` float64 `[documents]`; `sizes`, `most_load`: see `DocumentGroups`. The largest documents, by tokens or
+    pairs, are placed one by one; the others, and padding behind the last, follow each other through the room that
+    is left, so that few are cut.
+    """
+    num_ranks = sizes[-1]
+    groups = DocumentGroups(sizes, rows, float(areas.sum()), most_load)
+    lengths = np.diff(bounds)
+    largest = np.argsort(-groups.ranks_wanted(lengths, areas), kind="stable")
+    heavy = np.sort(largest[: MOST_PLACED * num_ranks])
+    light = np.delete(np.arange(len(lengths) + 1), heavy)  # the last one is padding
+    shares = groups.place(lengths[heavy], areas[heavy])
+    pieces = mirrored(shares, bounds[heavy])
+    amounts = np.append(lengths, num_ranks * rows - bounds[-1])[light]
+    stop, end_of_room = np.cumsum(amounts), np.cumsum(groups.room)
+    start, begin_of_room = stop - amounts, end_of_room - groups.room
+    free = np.flatnonzero(groups.room)
+    which, rank = interval.overlapping_pairs(
+        np.stack([start, stop], axis=1), np.stack([begin_of_room, end_of_room], axis=1)[free]
+    )
+    rank = free[rank]
+    shift = bounds[light[which]] - start[which]
+    low = np.maximum(start[which], begin_of_room[rank]) + shift
+    high = np.minimum(stop[which], end_of_room[rank]) + shift
+    ids = np.concatenate([pieces.ids, np.stack([low, high], axis=1)])
+    return Placement(ids, np.concatenate([pieces.rank, rank]), num_ranks).in_order()
+
+
+def group_sizes(num_ranks: int, node: int) -> list[int]:
+    """Returns group sizes of which each divides the next, from one rank over a node to all ranks.
+
+    For 24 ranks in nodes of 8: 1, 2, 4, 8, 24. `node` divides `num_ranks`.
+    """
+    sizes = [1]
+    for whole in (node, num_ranks):
+        while sizes[-1] < whole:
+            left = whole // sizes[-1]
+            sizes.append(sizes[-1] * next(n for n in range(2, left + 1) if left % n == 0))
+    return sizes
+
+
+def document_bounds(mask: AttentionMask) -> IntArray:
+    """Returns where documents begin, and the number of tokens behind: int64 `[documents + 1]`."""
+    rows = mask.array
+    start = np.minimum(rows[:, Q_START], rows[:, K_START])
+    stop = np.maximum(rows[:, Q_END], rows[:, K_END])
+    order = np.argsort(start, kind="stable")
+    reach = np.maximum.accumulate(stop[order])
+    start = start[order]
+    opens = np.r_[True, start[1:] >= reach[:-1]][: len(start)]
+    closes = np.r_[opens[1:], True][: len(start)]
+    ends = np.array([0, mask.num_queries])
+    return np.unique(np.concatenate([ends, start[opens], reach[closes]]))
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Runs of tokens: which document, whose."""
+
+    document: IntArray
+    rank: IntArray
+    ids: IntArray  # [n, 2]
+    num_ranks: int
+
+    @cached_property
+    def placement(self) -> Placement:
+        """The tokens of every rank, ascending."""
+        return Placement(self.ids, self.rank, self.num_ranks).in_order()
+
+
+def mirrored(shares: IntArray, starts: IntArray) -> Pieces:
+    """Returns two pieces of each document for each rank, in order and then in reverse, `shares` `[D, P]` in all."""
+    num_documents, num_ranks = shares.shape
+    sizes = np.concatenate([shares - shares // 2, (shares // 2)[:, ::-1]], axis=1)
+    stops = starts[:, None] + np.cumsum(sizes, axis=1)
+    ranks = np.arange(num_ranks)
+    rank = np.tile(np.r_[ranks, ranks[::-1]], num_documents)
+    document = np.repeat(np.arange(num_documents), 2 * num_ranks)
+    ids = np.stack([(stops - sizes).reshape(-1), stops.reshape(-1)], axis=1)
+    solid = ids[:, 0] < ids[:, 1]
+    return Pieces(document[solid], rank[solid], ids[solid], num_ranks)
+
+
+class DocumentGroups:
+    """Ranks while documents are placed: room in tokens, load in pairs."""
+
+    def __init__(self, sizes: Sequence[int], rows: int, area: float, most_load: float):
+        """Groups are of `sizes`, ascending, each divides the next, the last is all ranks.
+
+        `area`: of all documents. A document that would bring a group more than `most_load` times its fair share
+        of it goes to a larger one.
+        """
+        self.sizes, self.rows, self.most_load = sizes, rows, most_load
+        self.fair = max(1.0, area / sizes[-1])
+        self.room = np.full(sizes[-1], rows, dtype=np.int64)
+        self.load = np.zeros(sizes[-1])
+
+    def ranks_wanted(self, lengths: IntArray, areas: FloatArray) -> FloatArray:
+        """Returns to how many ranks' tokens or pairs each document comes: `[D]`."""
+        wanted: FloatArray = np.maximum(lengths / self.rows, areas / self.fair)
+        return wanted
+
+    def place(self, lengths: IntArray, areas: FloatArray) -> IntArray:
+        """Returns the tokens of each document that each rank takes: int64 `[D, P]`."""
+        zone = np.searchsorted(self.sizes[:-1], self.ranks_wanted(lengths, areas))
+        shares = np.zeros((len(lengths), len(self.room)), dtype=np.int64)
+        for document in np.lexsort((-areas, -zone)).tolist():
+            length, area = int(lengths[document]), float(areas[document])
+            limit = self.most_load * self.fair if area > self.fair / LIGHT else np.inf
+            first, size = self._group(length, area, self.sizes[int(zone[document]) :], limit)
+            members = slice(first, first + size)
+            taken = _even_shares(self.room[members], length) if size > 1 else np.array([length])
+            shares[document, members] = taken
+            self.room[members] -= taken
+            self.load[members] += area * taken / max(1, length)
+        return shares
+
+    def _group(
+        self, length: int, area: float, sizes: Sequence[int], limit: float
+    ) -> tuple[int, int]:
+        """Returns first rank and size of the least loaded group with room, of the first size that keeps to `limit`."""
+        for size in sizes:
+            room, load = self.room, self.load + area / size
+            if size > 1:
+                room, load = room.reshape(-1, size).sum(axis=1), load.reshape(-1, size).max(axis=1)
+            has_room = room >= length
+            least = int(np.where(has_room, load, np.inf).argmin())
+            if has_room[least] and (load[least] <= limit or size == sizes[-1]):
+                return least * size, size
+        raise AssertionError("all ranks together have room for all tokens")
+
+
+def _even_shares(room: IntArray, amount: int) -> IntArray:
+    """Returns what each rank takes of `amount`, as evenly as room allows; most room takes what is over."""
+    ascending, others = np.sort(room), np.arange(len(room), 0, -1)
+    left = amount - (np.cumsum(ascending) - ascending)  # when all ranks with less room are full
+    first = int((left <= ascending * others).argmax())  # from this one on all take the same
+    shares = np.minimum(room, left[first] // others[first])
+    over = amount - int(shares.sum())
+    shares[np.argsort(-(room - shares), kind="stable")[:over]] += 1
+    return shares
