@@ -27,6 +27,7 @@ from megatron_cp.plan.improvers.block_model import (
     Problem,
     Units,
     cut_into_blocks,
+    link_seconds,
     measure,
 )
 from megatron_cp.plan.improvers.windows import GAIN
@@ -101,14 +102,21 @@ def _attempts(
 def _deal_inside(problem: Problem, start: Assignment, by: _Improver, effort: float) -> Assignment:
     """Returns the assignment with the pairs of every node dealt anew inside it; foreign rows are at their relays."""
     num_ranks, size = problem.placed.num_ranks, problem.node_size
-    firsts = range(0, num_ranks, size)
+    firsts, between = range(0, num_ranks, size), link_seconds(problem, start)[1]
     parts, ranks = [], []
     for first in firsts:
         width = min(size, num_ranks - first)
         inside = start.ranks // size == first // size
         node = Assignment(start.parts[inside], start.ranks[inside] - first)
         place = np.minimum(np.arange(num_ranks) % size, width - 1)
-        units = Units(width, np.ones(width), place, problem.seconds_per_byte[0])
+        units = Units(
+            width=np.ones(width, dtype=np.int64),
+            num_ports=1,
+            of_owner=place,
+            port_of_owner=np.zeros_like(place),
+            seconds_per_byte=problem.seconds_per_byte[0],
+            other_link=between[first : first + width],
+        )
         model = cut_into_blocks(problem, node.parts, node.ranks, units, by.max_size)
         if model is not None and len(node.parts):
             node = Assignment(model.slices, by.deal(model, effort / len(firsts))[model.block])
@@ -126,8 +134,15 @@ def _deal_nodes(
     """
     num_ranks, size = problem.placed.num_ranks, problem.node_size
     node_of_rank = np.arange(num_ranks) // size
-    width = np.bincount(node_of_rank).astype(np.float64)
-    units = Units(len(width), width, node_of_rank, problem.seconds_per_byte[1])
+    width = np.bincount(node_of_rank)
+    units = Units(
+        width=width,
+        num_ports=size,
+        of_owner=node_of_rank,
+        port_of_owner=np.arange(num_ranks) % size,
+        seconds_per_byte=problem.seconds_per_byte[1],
+        other_link=np.zeros(len(width)),
+    )
     model = cut_into_blocks(problem, start.parts, node_of_rank[start.ranks], units, by.max_size)
     if model is None:
         return None

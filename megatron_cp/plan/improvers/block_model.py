@@ -52,19 +52,28 @@ class Problem:
 
 @dataclass(frozen=True)
 class Units:
-    """Who shares blocks: the ranks of one node, or nodes."""
+    """Who shares blocks: the ranks of one node, or nodes, which have a link (a port) for each of their places."""
 
-    count: int
-    width: FloatArray
-    """Ranks in each unit: `[units]`. They share its pairs and its links evenly."""
+    width: IntArray
+    """Ranks in each unit, which share its pairs evenly: `[units]`."""
+    num_ports: int
     of_owner: IntArray
     """The unit that has a rank's own rows, or gets them first: `[P]`."""
+    port_of_owner: IntArray
+    """The port over which a rank's own rows leave, and enter other units that have it (else their last): `[P]`."""
     seconds_per_byte: float
+    other_link: FloatArray
+    """Seconds of links that no deal changes: `[units]`."""
+
+    @property
+    def count(self) -> int:
+        """Returns the number of units."""
+        return len(self.width)
 
 
 @dataclass(frozen=True)
 class BlockModel:
-    """Blocks, nets and their costs. All seconds are for a unit of one rank."""
+    """Blocks, nets and their costs. All seconds are those of one rank."""
 
     slices: IntArray
     """The pairs, int64 `[n, 6]` in token ids."""
@@ -80,6 +89,8 @@ class BlockModel:
     """Which net is needed for which block: int64 `[pins, 2]`, sorted."""
     owner: IntArray
     """The unit that has the rows of each net: `[nets]`."""
+    port: IntArray
+    """The port over which they travel: `[nets]`."""
     travel: FloatArray
     """Seconds to bring the rows of each net to another unit: `[nets]`."""
     units: Units
@@ -96,18 +107,25 @@ class BlockModel:
 
     def unit_seconds(self, deal: IntArray) -> FloatArray:
         """Returns the time of every unit: `[units]`."""
-        compute = np.bincount(deal, self.compute, self.units.count) / self.units.width
-        return _seconds(compute, self.links(self.pins, deal).max(axis=0), self.contention)
+        units = self.units
+        compute = np.bincount(deal, self.compute, units.count) / units.width
+        busiest = self.links(self.pins, deal).reshape(2, units.count, -1).max(axis=(0, 2))
+        return _seconds(compute, np.maximum(busiest, units.other_link), self.contention)
 
     def links(self, pins: IntArray, deal: IntArray) -> FloatArray:
-        """Returns the seconds that foreign rows of some pins take, in and out: `[2, units]`."""
+        """Returns the seconds that foreign rows of some pins take, in and out: `[2, units * ports]`."""
         count = self.units.count
         needs = np.unique(pins[:, 0] * count + deal[pins[:, 1]])
         net, unit = needs // count, needs % count
         foreign = unit != self.owner[net]
-        net, unit = net[foreign], unit[foreign]
-        ends = [np.bincount(end, self.travel[net], count) for end in (unit, self.owner[net])]
-        return np.array(ends) / self.units.width
+        ends, travel = self.ends(net[foreign], unit[foreign]), self.travel[net[foreign]]
+        return np.array([np.bincount(end, travel, count * self.units.num_ports) for end in ends])
+
+    def ends(self, net: IntArray, unit: IntArray) -> tuple[IntArray, IntArray]:
+        """Returns where foreign nets come in at units that need them, and where they go out: unit * ports + port."""
+        ports, last = self.units.num_ports, self.units.width[unit] - 1
+        came = unit * ports + np.minimum(self.port[net], last)
+        return came, self.owner[net] * ports + self.port[net]
 
     def least_seconds(self) -> float:
         """Returns T of equal loads when nothing moves; no deal is faster."""
@@ -120,9 +138,17 @@ def _seconds(compute: FloatArray, link: FloatArray, contention: float) -> FloatA
 
 def measure(problem: Problem, assignment: Assignment) -> float:
     """Returns T of an assignment to ranks, exact to a row: what every improver is judged by."""
-    placed, num_ranks = problem.placed, problem.placed.num_ranks
-    area = np.bincount(assignment.ranks, rows_area(assignment.parts), num_ranks)
+    area = np.bincount(
+        assignment.ranks, rows_area(assignment.parts), minlength=problem.placed.num_ranks
+    )
     compute = area.astype(np.float64) * problem.seconds_per_pair
+    link = link_seconds(problem, assignment).max(axis=0)
+    return float(_seconds(compute, link, problem.contention).max())
+
+
+def link_seconds(problem: Problem, assignment: Assignment) -> FloatArray:
+    """Returns the seconds of every rank's link inside its node and between nodes, the busier end: `[2, P]`."""
+    placed, num_ranks = problem.placed, problem.placed.num_ranks
     ends = np.zeros((2, 2, num_ranks))  # (in, out) x (inside, between nodes)
     route, space = ThroughNodes(problem.node_size), placed.space
     for columns, weight in _sides(problem.weights):
@@ -134,8 +160,7 @@ def measure(problem: Problem, assignment: Assignment) -> float:
             for end, column in enumerate((DST, SRC)):
                 for level, chosen in enumerate((~far, far)):
                     ends[end, level] += np.bincount(hop[chosen, column], rows[chosen], num_ranks)
-    link = (ends * np.array(problem.seconds_per_byte)[:, None]).max(axis=(0, 1))
-    return float(_seconds(compute, link, problem.contention).max())
+    return ends.max(axis=0) * np.array(problem.seconds_per_byte)[:, None]
 
 
 def _sides(weights: Weights) -> tuple[tuple[list[int], float], ...]:
@@ -178,8 +203,9 @@ def _cut(
         net_pins, rows, first_row = _nets(parts[:, columns], block)
         net_pins[:, 0] += sum(len(one) for one in owners)
         pins.append(net_pins)
-        owners.append(units.of_owner[problem.placed.owners.rank_of(first_row)])
+        owners.append(problem.placed.owners.rank_of(first_row))
         travel.append(rows.astype(np.float64) * weight * units.seconds_per_byte)
+    owner = np.concatenate(owners)
     return BlockModel(
         slices=parts,
         source=source,
@@ -187,7 +213,8 @@ def _cut(
         compute=area.astype(np.float64) * problem.seconds_per_pair,
         start=start[first],
         pins=np.concatenate(pins),
-        owner=np.concatenate(owners),
+        owner=units.of_owner[owner],
+        port=units.port_of_owner[owner],
         travel=np.concatenate(travel),
         units=units,
         contention=problem.contention,

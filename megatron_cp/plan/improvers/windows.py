@@ -93,9 +93,8 @@ def _deal_window(
 
 def _program(model: BlockModel, deal: IntArray, window: IntArray) -> tuple[Program, IntArray]:
     """Returns the program of a window, and its blocks."""
-    count, width, size = model.units.count, model.units.width, len(window)
-    scale = 1 / float(model.unit_seconds(deal).max())
-    place = np.full(count, -1)
+    size = len(window)
+    place = np.full(model.units.count, -1)
     place[window] = np.arange(size)
     blocks = np.flatnonzero(place[deal] >= 0)
     number = np.full(model.num_blocks, -1)
@@ -105,8 +104,8 @@ def _program(model: BlockModel, deal: IntArray, window: IntArray) -> tuple[Progr
     # y: whether a unit of the window needs a net that it does not own
     nets, net_of_pin = np.unique(pins[:, 0], return_inverse=True)
     is_foreign = model.owner[nets][:, None] != window
-    y = np.full(is_foreign.shape, -1)
     num_x = len(blocks) * size
+    y = np.full(is_foreign.shape, -1)
     y[is_foreign] = num_x + np.arange(int(is_foreign.sum()))
     x_of_pin = (number[pins[:, 1]] * size)[:, None] + np.arange(size)
     implications = np.stack([x_of_pin, y[net_of_pin]], axis=2)[is_foreign[net_of_pin]]
@@ -114,35 +113,77 @@ def _program(model: BlockModel, deal: IntArray, window: IntArray) -> tuple[Progr
     start = np.zeros(num_x + len(net), dtype=bool)
     start[np.arange(len(blocks)) * size + place[deal[blocks]]] = True
     start[implications[start[implications[:, 0]], 1]] = True
-    # loads: (compute + contention x link, link) x (in, out) of every unit
-    compute = np.bincount(
-        deal[number < 0], model.compute[number < 0] / width[deal[number < 0]], count
-    )
-    x = np.arange(num_x)
-    own = (window[x % size], x, model.compute[blocks][x // size] / width[window[x % size]])
-    terms: list[tuple[IntArray, IntArray, FloatArray]] = []
-    base: list[FloatArray] = []
-    for fixed, end in zip(
-        model.links(rest, deal), (window[at], model.owner[nets[net]]), strict=True
-    ):
-        moved = (end, num_x + np.arange(len(net)), model.travel[nets[net]] / width[end])
-        slowed = (end, moved[1], moved[2] * model.contention)
-        for is_slowed, parts in ((False, [moved]), (True, [own, slowed])):
-            terms += [
-                (load + count * len(base), variable, amount) for load, variable, amount in parts
-            ]
-            base.append(compute + model.contention * fixed if is_slowed else fixed)
-    load, variable, amount = (np.concatenate(column) for column in zip(*terms, strict=True))
-    is_in_objective = np.tile(place >= 0, len(base))
+    loads = _Loads(model, place >= 0)
+    unit, block = np.tile(window, len(blocks)), np.repeat(blocks, size)
+    own = unit, model.compute[block] / model.units.width[unit]
+    outside = np.bincount(deal[number < 0], model.compute[number < 0], model.units.count)
+    ends = model.ends(nets[net], window[at])
+    for fixed, end in zip(model.links(rest, deal), ends, strict=True):
+        loads.add(own, outside / model.units.width, (end, model.travel[nets[net]]), fixed)
+    seconds = model.unit_seconds(deal)
     program = Program(
-        len(blocks),
-        size,
-        len(start),
-        implications,
-        (load, variable, amount * scale),
-        np.concatenate(base) * scale,
-        is_in_objective,
-        start,
-        float(model.unit_seconds(deal)[window].max()) * scale,
+        num_groups=len(blocks),
+        num_choices=size,
+        num_variables=len(start),
+        implications=implications,
+        terms=loads.terms(1 / float(seconds.max())),
+        base=np.concatenate(loads.base) / seconds.max(),
+        is_in_objective=np.concatenate(loads.is_in_objective),
+        start=start,
+        most=float(seconds[window].max() / seconds.max()),
     )
     return program, blocks
+
+
+class _Loads:
+    """Collects (compute + contention x link, link) of all ports: sums of variables, and what is there without."""
+
+    def __init__(self, model: BlockModel, is_in_window: BoolArray):
+        self.model, self.is_in_window = model, is_in_window
+        self.base: list[FloatArray] = []
+        self.is_in_objective: list[BoolArray] = []
+        self._terms: list[tuple[IntArray, IntArray, FloatArray]] = []
+
+    def add(
+        self,
+        own: tuple[IntArray, FloatArray],
+        compute: FloatArray,
+        moved: tuple[IntArray, FloatArray],
+        link: FloatArray,
+    ) -> None:
+        """Adds the loads of all ports in one direction.
+
+        `own`: unit and compute of the first variables; `moved`: port and travel of the rest; `compute` `[units]` and
+        `link` `[ports]`: what the window does not change.
+        """
+        ports, other, share = (
+            self.model.units.num_ports,
+            self.model.units.other_link,
+            self.model.contention,
+        )
+        x = np.arange(len(own[0]))
+        y = len(x) + np.arange(len(moved[0]))
+        self._put([(moved[0], y, moved[1])], link, ports)
+        slowed = [(own[0] * ports + port, x, own[1]) for port in range(ports)]
+        self._put(
+            [*slowed, (moved[0], y, moved[1] * share)],
+            np.repeat(compute, ports) + share * link,
+            ports,
+        )
+        self._put([], other, 1)
+        self._put([(own[0], x, own[1])], compute + share * other, 1)
+
+    def _put(
+        self, terms: list[tuple[IntArray, IntArray, FloatArray]], base: FloatArray, ports: int
+    ) -> None:
+        first = sum(len(one) for one in self.base)
+        self._terms += [(first + load, variable, amount) for load, variable, amount in terms]
+        self.base.append(base)
+        self.is_in_objective.append(np.repeat(self.is_in_window, ports))
+
+    def terms(self, scale: float) -> tuple[IntArray, IntArray, FloatArray]:
+        """Returns load, variable and scaled amount of all terms."""
+        load, variable, amount = (
+            np.concatenate(column) for column in zip(*self._terms, strict=True)
+        )
+        return load, variable, amount * scale
