@@ -94,9 +94,9 @@ def test_group_sizes_fill_nodes_first(ranks, node, sizes):
 
 
 def test_documents_of_a_family_begin_where_those_of_all_masks_do():
-    family = {"a": (masks.documents([8, 24, 32]), 1.0), "b": (masks.documents([32, 32]), 2.0)}
+    family = {"a": (masks.documents([16, 16, 16, 16]), 1.0), "b": (masks.documents([32, 32]), 2.0)}
     options = config(num_heads=4, num_kv_heads=4)
-    placement = Deals(family, 2, options, 1).by_documents(1, 2.0)
+    placement = Deals(family, 2, options, 1).by_documents(1, 1.08)
     assert placement is not None
     assert placement.tokens.tolist() == [list(range(32)), list(range(32, 64))]
 
