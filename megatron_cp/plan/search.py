@@ -22,7 +22,6 @@ from megatron_cp.plan.pricing import (
     PASSES,
     Choice,
     HeadGroups,
-    even_keys_choice,
     published_choices,
 )
 from megatron_cp.plan.schemes.ulysses import fits_heads
@@ -31,7 +30,7 @@ from megatron_cp.plan.topology import get_topology
 LOOSE, TIGHT = 1.08, 1.0  # load of a rank by one document, times the fair share
 SMALL = 16  # super-ranks; a first deal for more takes too long
 MAX_SUPER_RANKS = 256  # more are looked at only where heads cannot be exchanged
-EFFORT, EFFORT_PER_RANK = 22.0, 0.06  # for each mask, in about milliseconds of one core
+EFFORT, EFFORT_PER_RANK = 24.0, 0.06  # for each mask, in about milliseconds of one core
 PATIENCE = 1.01  # times slower, for every step already taken, and another degree has its turn
 PROMISING = 1.5  # times the fastest way found, without overlap: more stages may win
 PERFECT = 1.002  # times the load bound: nothing found later could be told from it
@@ -57,19 +56,14 @@ def _stay(groups: HeadGroups) -> list[Choice]:
     return [assigned_choice(groups, stay_at_home(groups))]
 
 
-def _stay_dealt(groups: HeadGroups) -> list[Choice]:
-    return [*_stay(groups), even_keys_choice(groups)]
-
-
 def _move(groups: HeadGroups) -> list[Choice]:
     return [assigned_choice(groups, move_compute(groups))]
 
 
 PUBLISHED = Way(published_choices, 0.4, 0.003, 1e-4)
 STAY = Way(_stay, 1.0, 0.02, 7e-4)
-STAY_DEALT = Way(_stay_dealt, 1.3, 0.02, 8e-4)
 MOVE = Way(_move, 4.0, 0.25, 1.4e-3)
-DEAL_EFFORT = 4.0
+DEAL_EFFORT = 3.0
 
 
 @dataclass(frozen=True)
@@ -79,6 +73,7 @@ class Candidate:
     placement: Placement
     choices: dict[str, list[Choice]]
     groups: dict[tuple[str, int], HeadGroups] = field(default_factory=dict)
+    priced: set[tuple[int, Way]] = field(default_factory=set)
 
 
 def candidates(masks: Family, cp_size: int, config: CPConfig) -> list[Candidate]:
@@ -142,8 +137,10 @@ class _Search:
         loose, tight = (self.deals.by_documents(degree, load) for load in (LOOSE, TIGHT))
         first = loose or self.deals.zigzag(degree)
         yield self._price(tight or first, degree, STAY)
-        yield self._price_next_deal(degree) or 0.0
+        if self.cp_size // degree > SMALL:  # moving compute among many takes longer
+            yield self._price_next_deal(degree) or 0.0
         yield self._price(first, degree, MOVE)
+        yield self._price_next_deal(degree) or 0.0
         yield self._price(in_order, degree, STAY)
         yield self._price(in_order, degree, MOVE)
         while (seconds := self._price_next_deal(degree)) is not None:
@@ -152,7 +149,7 @@ class _Search:
     def _price_next_deal(self, degree: int) -> float | None:
         self.effort += DEAL_EFFORT
         placement = next(self._by_area[degree], None)
-        return None if placement is None else self._price(placement, degree, STAY_DEALT)
+        return None if placement is None else self._price(placement, degree, STAY)
 
     def _is_over(self) -> bool:
         """Returns whether nothing better can be expected, or enough has been tried."""
@@ -167,6 +164,9 @@ class _Search:
         """
         new = Candidate(placement, {name: [] for name in self.masks})
         candidate = self.found.setdefault(placement.ids.tobytes(), new)
+        if (degree, way) in candidate.priced:
+            return self.fastest[degree]
+        candidate.priced.add((degree, way))
         total = promise = 0.0
         for name, (_, weight) in self.masks.items():
             priced = []
