@@ -107,6 +107,8 @@ def _deal_inside(problem: Problem, start: Assignment, by: _Improver, effort: flo
     for first in firsts:
         width = min(size, num_ranks - first)
         inside = start.ranks // size == first // size
+        if not inside.any():
+            continue
         node = Assignment(start.parts[inside], start.ranks[inside] - first)
         place = np.minimum(np.arange(num_ranks) % size, width - 1)
         units = Units(
@@ -118,7 +120,7 @@ def _deal_inside(problem: Problem, start: Assignment, by: _Improver, effort: flo
             other_link=between[first : first + width],
         )
         model = cut_into_blocks(problem, node.parts, node.ranks, units, by.max_size)
-        if model is not None and len(node.parts):
+        if model is not None:
             node = Assignment(model.slices, by.deal(model, effort / len(firsts))[model.block])
         parts.append(node.parts)
         ranks.append(node.ranks + first)

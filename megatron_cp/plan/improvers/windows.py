@@ -17,7 +17,7 @@ from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.improvers.block_model import BlockModel, BoolArray, FloatArray
 
 WINDOW_SIZES = (2, 3, 4)
-EFFORT_PER_UNIT = 0.1  # of a window: proofs take longer than finding
+EFFORT_SHARE = 1 / 50  # of all effort, for each unit of a window: proofs take longer than finding
 GAIN = 1e-6  # relative: less is rounding
 DONE = 1e-4  # so close to equal loads and nothing moved there is nothing to win
 
@@ -52,7 +52,7 @@ Solver = Callable[[Program, float], tuple[BoolArray | None, float]]
 
 def deal_by_windows(model: BlockModel, solver: Solver, effort: float) -> IntArray:
     """Returns the unit of each block `[blocks]`, never slower than `model.start`."""
-    deal, size = model.start, 0
+    deal, size, per_unit = model.start, 0, effort * EFFORT_SHARE
     sizes = [size for size in WINDOW_SIZES if size <= model.units.count]
     while effort > 0 and size < len(sizes):
         seconds = model.unit_seconds(deal)
@@ -60,7 +60,7 @@ def deal_by_windows(model: BlockModel, solver: Solver, effort: float) -> IntArra
             break
         better = None
         for window in _windows(seconds, sizes[size]):
-            budget = min(effort, EFFORT_PER_UNIT * sizes[size])
+            budget = min(effort, per_unit * sizes[size])
             better, spent = _deal_window(model, deal, window, solver, budget)
             effort -= spent
             if better is not None or effort <= 0:
