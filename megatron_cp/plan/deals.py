@@ -94,19 +94,21 @@ class Deals:
         return whole_documents(self._bounds, self._areas, sizes, degree * self.rows, most_load)
 
     def by_area(self, degree: int) -> Iterator[Placement]:
-        """Yields deals of chunks to super-ranks; the first is balanced, the others are on the way to balance."""
+        """Yields deals of chunks to super-ranks: three balanced ones, then two on the way to balance."""
         groups = self.cp_size // degree
         per_group = self._chunks_per_group(degree * self.rows // self.chunk, groups)
         size, count = degree * self.rows // per_group, groups * per_group
         tables = [balance.chunk_table(mask, size, count) for mask, _ in self.masks.values()]
         table = balance.weighted_sum(tables, [weight for _, weight in self.masks.values()])
+        rough_deals = []
         for start in (balance.zigzag, balance.in_order):
-            owned = balance.exchange_chunks(start(count, groups), table, ROUGH)
-            fine = balance.exchange_chunks(owned, table, FINE)
-            yield self._dealt(fine, size)
-            if not np.array_equal(fine, owned):
-                yield self._dealt(owned, size)
-        yield self._dealt(balance.largest_first(table.chunk_areas, groups), size)
+            rough = balance.exchange_chunks(start(count, groups), table, ROUGH)
+            rough_deals.append(rough)
+            yield self._dealt(balance.exchange_chunks(rough, table, FINE), size)
+            if start is balance.zigzag:
+                yield self._dealt(balance.largest_first(table.chunk_areas, groups), size)
+        for rough in rough_deals:
+            yield self._dealt(rough, size)
 
     def _dealt(self, owned: IntArray, size: int) -> Placement:
         return Placement.of_chunks(np.sort(owned, axis=1), size).regrouped(self.cp_size)

@@ -26,6 +26,7 @@ from megatron_cp.plan.cost import (
     row_bytes,
     seconds_per_byte,
     stage_seconds,
+    transfer_movement,
 )
 from megatron_cp.plan.heads import split_heads
 from megatron_cp.plan.placement import Placement
@@ -36,6 +37,7 @@ from megatron_cp.plan.schemes.ring import ring_pass
 from megatron_cp.plan.stages import PlacedMask
 from megatron_cp.plan.topology import get_topology
 
+EVEN_STAGES = 2  # of MagiAttention's static overlap
 FIRST_STAGE: IntArray = np.zeros(1, dtype=np.int64)
 PASSES: tuple[PassName, PassName] = ("forward", "backward")
 
@@ -170,6 +172,31 @@ def published_choices(groups: HeadGroups) -> list[Choice]:
     """Returns the ways in which queries stay: needed keys at once, ring, all-gather; their prices are exact."""
     figures = placement_figures(groups.placed)
     return [_needed_keys(groups, figures), _ring(groups, figures), _allgather(groups, figures)]
+
+
+def even_keys_choice(groups: HeadGroups) -> Choice:
+    """Returns the way in which needed keys come in stages of equal rows (MagiAttention's static overlap)."""
+    figures, num_ranks = placement_figures(groups.placed), groups.placed.num_ranks
+    local = np.diagonal(figures.areas)
+    src, dst = np.nonzero(figures.rows)
+    rows = figures.rows[src, dst]
+    moved = hop_movement(src, dst, rows / EVEN_STAGES, num_ranks, groups.topology)
+    remote = (figures.loads - local) / EVEN_STAGES
+
+    def build() -> Pass:
+        return needed_keys_pass(groups.placed, EVEN_STAGES)
+
+    def refined() -> Choice:
+        pass_ = build()
+        areas = [[work.area() for work in stage.work] for stage in pass_.stages]
+        moves = [transfer_movement(s.k_cast, num_ranks, groups.topology) for s in pass_.stages]
+        loads = _key_loads(np.array(areas, dtype=np.float64), moves)
+        exact = groups.same_both_ways(loads, float(rows.sum()), lambda: pass_)
+        return replace(exact, is_published=False)
+
+    loads = _key_loads(np.array([local, *[remote] * EVEN_STAGES]), [None, *[moved] * EVEN_STAGES])
+    choice = groups.same_both_ways(loads, float(rows.sum()), build)
+    return replace(choice, is_published=False, refine=refined)
 
 
 def _key_loads(areas: FloatArray, moves: Sequence[Movement | None]) -> PassLoads:

@@ -22,6 +22,7 @@ from megatron_cp.plan.pricing import (
     PASSES,
     Choice,
     HeadGroups,
+    even_keys_choice,
     published_choices,
 )
 from megatron_cp.plan.schemes.ulysses import fits_heads
@@ -53,7 +54,7 @@ class Way:
 
 
 def _stay(groups: HeadGroups) -> list[Choice]:
-    return [assigned_choice(groups, stay_at_home(groups))]
+    return [assigned_choice(groups, stay_at_home(groups)), even_keys_choice(groups)]
 
 
 def _move(groups: HeadGroups) -> list[Choice]:
@@ -61,9 +62,9 @@ def _move(groups: HeadGroups) -> list[Choice]:
 
 
 PUBLISHED = Way(published_choices, 0.4, 0.003, 1e-4)
-STAY = Way(_stay, 1.0, 0.02, 7e-4)
+STAY = Way(_stay, 1.2, 0.02, 7e-4)
 MOVE = Way(_move, 4.0, 0.25, 1.4e-3)
-DEAL_EFFORT = 3.0
+DEAL_EFFORT = 2.0
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,7 @@ class _Search:
         if self.cp_size // degree > SMALL:  # moving compute among many takes longer
             yield self._price_next_deal(degree) or 0.0
         yield self._price(first, degree, MOVE)
+        yield self._price_next_deal(degree) or 0.0
         yield self._price_next_deal(degree) or 0.0
         yield self._price(in_order, degree, STAY)
         yield self._price(in_order, degree, MOVE)
