@@ -256,10 +256,18 @@ def pass_seconds(
 def head_split_bytes(
     tokens_per_rank: int, degree: int, config: CPConfig, pass_name: PassName
 ) -> float:
-    """Returns what each rank sends to exchange tokens against heads and back, over a whole pass."""
+    """Returns what each rank sends to exchange tokens against heads and back, over a whole pass.
+
+    `lse` returns forward; it and `delta` go there backward, in fp32. Gradients of copied key/value heads are added
+    up in fp32.
+    """
     query_bytes = config.num_heads * config.head_dim * config.element_bytes
-    elements = exchange_elements(config, pass_name, degree)
-    return tokens_per_rank * query_bytes * elements * (degree - 1) / degree
+    per_token = query_bytes * exchange_elements(config, pass_name, degree)
+    per_token += FP32_BYTES * config.num_heads * (1 if pass_name == "forward" else 2)
+    if pass_name == "backward" and config.num_kv_heads < degree:
+        value_dim = config.value_head_dim or config.head_dim
+        per_token += degree * (config.head_dim + value_dim) * (FP32_BYTES - config.element_bytes)
+    return tokens_per_rank * per_token * (degree - 1) / degree
 
 
 def head_split_seconds(
