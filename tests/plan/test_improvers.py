@@ -14,6 +14,7 @@ from megatron_cp import mask as masks
 from megatron_cp.config import CPConfig
 from megatron_cp.plan.assignment import Assignment, Weights, assign
 from megatron_cp.plan.improvers import IMPROVERS, Problem, improve, measure
+from megatron_cp.plan.improvers.block_model import Units, cut_into_blocks
 from megatron_cp.plan.placement import contiguous, zigzag
 from megatron_cp.plan.stages import PlacedMask
 
@@ -176,11 +177,25 @@ def test_what_is_too_large_for_a_solver_is_left_alone(improver):
     assert improve(problem, at_home(problem), improver, 1) is None
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_the_model_of_blocks_prices_any_deal_as_the_oracle_does(name):
+    mask, cp_size, _, place, _ = CASES[name]
+    problem = problem_of(mask, cp_size, place=place)
+    ranks = np.arange(cp_size)
+    units = Units(np.ones_like(ranks), 1, ranks, 0 * ranks, INSIDE, np.zeros(cp_size))
+    start = recursive_cut(problem)
+    model = cut_into_blocks(problem, start.parts, start.ranks, units, max_size=10_000)
+    rng = np.random.default_rng(7)
+    for deal in (model.start, *rng.integers(0, cp_size, (5, model.num_blocks))):
+        pairs = rendered(Assignment(model.slices, deal[model.block]), mask.num_queries)[1]
+        assert model.seconds(deal) == pytest.approx(slowest_rank(problem, pairs), rel=1e-9)
+
+
 # ------------------------------------------------------------------ the same everywhere
 
 
 def digest(improver):
-    problem = problem_of(masks.documents([9, 2, 11, 2]), 4, node_size=2)
+    problem = problem_of(masks.documents([5, 2, 4, 1]), 4, node_size=2)
     found = improve(problem, at_home(problem), improver, 1)
     return hashlib.sha256(found.parts.tobytes() + found.ranks.tobytes()).hexdigest()
 

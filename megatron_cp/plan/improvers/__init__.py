@@ -18,8 +18,9 @@ from functools import partial
 
 import numpy as np
 
+from megatron_cp.mask import sweep
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.mask.slice import Q_START
+from megatron_cp.mask.slice import Q_START, shift_rows
 from megatron_cp.plan.assignment import Assignment
 from megatron_cp.plan.improvers import cp_sat, hypergraph, milp
 from megatron_cp.plan.improvers.block_model import (
@@ -65,7 +66,19 @@ def improve(problem: Problem, start: Assignment, improver: str, effort: int) -> 
         )
     found = min(_attempts(problem, start, by, effort), key=partial(measure, problem), default=start)
     is_better = measure(problem, found) < measure(problem, start) * (1 - GAIN)
-    return found if is_better else None
+    return _merged(found, problem.placed.owners.num_ids) if is_better else None
+
+
+def _merged(assignment: Assignment, num_ids: int) -> Assignment:
+    """Returns the same pairs on the same ranks in few slices: blocks that a rank has side by side become one."""
+    q_step = (
+        num_ids + 1
+    )  # ranks so far apart that slices of two are never neighbours, not even in k - q
+    k_step = 3 * q_step
+    ranks = assignment.ranks
+    rows = sweep.merge(shift_rows(assignment.parts, q=ranks * q_step, k=ranks * k_step))
+    ranks = rows[:, Q_START] // q_step
+    return Assignment(shift_rows(rows, q=-ranks * q_step, k=-ranks * k_step), ranks)
 
 
 def _named(improver: str) -> _Improver:
