@@ -105,11 +105,19 @@ class CPConfig:
     max_received_mb: int | None = None
     """Most megabytes of received rows that a rank may hold at once in planner "auto"; None: no limit."""
 
+    improver: str | None = None
+    """Solver that goes on from the plan of planner "auto": cp_sat, milp or hypergraph (extra `solvers`); None: none."""
+
+    improver_effort: int = 10
+    """Work of the improver, about seconds of one core: counted, not clocked, so that all ranks find the same plan."""
+
     head_degree: int | None = None
     """Ranks that exchange tokens against heads in planner "usp"; None: the most that fit into a node."""
 
     def __post_init__(self) -> None:
-        for name in ("num_heads", "num_kv_heads", "head_dim", "token_multiple", "element_bytes"):
+        for name in (
+            "num_heads", "num_kv_heads", "head_dim", "token_multiple", "element_bytes", "improver_effort"
+        ):  # fmt: skip
             _check_positive(name, getattr(self, name))
         for name in (
             "chunk_size", "value_head_dim", "num_stages", "max_received_mb", "head_degree"

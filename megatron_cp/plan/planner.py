@@ -15,6 +15,7 @@ import numpy as np
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
+from megatron_cp.plan.improvers import check_improver
 from megatron_cp.plan.placement import check_chunk_size
 from megatron_cp.plan.portfolio import best_family
 from megatron_cp.plan.schema import AttentionPlan
@@ -135,6 +136,8 @@ def _check_inputs(
             f"planner={config.planner!r} is unknown; choose one of {', '.join(sorted(PLANNERS))} "
             f"(nearest: {near})"
         )
+    if config.improver is not None:
+        check_improver(config.improver)
     get_topology(config.topology)
     if not masks:
         raise ValueError("masks is empty; give at least one mask by name")

@@ -5,18 +5,22 @@
     improve   the degree that did best so far, a step at a time: other placements (`plan/deals.py`), and compute
               moved away from the queries' owners by recursive bisection (`plan/assignment.py`)
 
-until effort is spent or a plan is as good as perfect. Everything is priced from small arrays; nothing is built
-here. Effort is counted, not clocked, so every rank finds the same plan.
+until effort is spent or a plan is as good as perfect; then an optional improver (`plan/improvers`). Everything is
+priced from small arrays; nothing is built here. Effort is counted, not clocked, so every rank finds the same plan.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from megatron_cp.config import CPConfig
 from megatron_cp.plan.assigned import assigned_choice, move_compute, stay_at_home
-from megatron_cp.plan.cost import load_bound_seconds
+from megatron_cp.plan.cost import compute_seconds, load_bound_seconds, seconds_per_byte
 from megatron_cp.plan.deals import Deals, Family
+from megatron_cp.plan.improvers import Problem, improve, measure
 from megatron_cp.plan.placement import Placement
 from megatron_cp.plan.pricing import (
     PASSES,
@@ -61,6 +65,27 @@ def _move(groups: HeadGroups) -> list[Choice]:
     return [assigned_choice(groups, move_compute(groups))]
 
 
+def _solved(groups: HeadGroups) -> list[Choice]:
+    """Returns what the config's improver makes of the better of both assignments, if it finds anything."""
+    config, one_pair = groups.config, np.ones(1)
+    pair = sum(float(compute_seconds(one_pair, config, name)[0]) for name in PASSES)
+    topology = groups.topology
+    inner, outer = seconds_per_byte(topology).tolist()
+    problem = Problem(
+        groups.placed,
+        groups.weights(),
+        pair / groups.degree,
+        (inner, outer),
+        topology.node_size,
+        topology.contention,
+    )
+    starts = (stay_at_home(groups), move_compute(groups))
+    start = min(starts, key=functools.partial(measure, problem))
+    assert config.improver is not None
+    better = improve(problem, start, config.improver, config.improver_effort)
+    return [] if better is None else [assigned_choice(groups, better)]
+
+
 PUBLISHED = Way(published_choices, 0.4, 0.003, 1e-4)
 STAY = Way(_stay, 1.2, 0.02, 7e-4)
 MOVE = Way(_move, 4.0, 0.25, 1.4e-3)
@@ -75,6 +100,8 @@ class Candidate:
     choices: dict[str, list[Choice]]
     groups: dict[tuple[str, int], HeadGroups] = field(default_factory=dict)
     priced: set[tuple[int, Way]] = field(default_factory=set)
+    fastest: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """Seconds of each mask at its best, and the head degree."""
 
 
 def candidates(masks: Family, cp_size: int, config: CPConfig) -> list[Candidate]:
@@ -82,7 +109,10 @@ def candidates(masks: Family, cp_size: int, config: CPConfig) -> list[Candidate]
     search = _Search(masks, cp_size, config)
     search.look()
     search.improve()
-    return [one for one in search.found.values() if all(one.choices.values())]
+    found = [one for one in search.found.values() if all(one.choices.values())]
+    if config.improver is not None:
+        search.solve(found)
+    return found
 
 
 class _Search:
@@ -153,6 +183,17 @@ class _Search:
         placement = next(self._by_area[degree], None)
         return None if placement is None else self._price(placement, degree, STAY)
 
+    def solve(self, found: list[Candidate]) -> None:
+        """Lets the config's improver deal the compute of the best candidate anew."""
+
+        def seconds(one: Candidate) -> float:
+            return sum(weight * one.fastest[name][0] for name, (_, weight) in self.masks.items())
+
+        best = min(found, key=seconds)
+        for name in self.masks:
+            groups = self._groups_of(best, name, best.fastest[name][1])
+            best.choices[name].extend(_solved(groups))
+
     def _is_over(self) -> bool:
         """Returns whether nothing better can be expected, or enough has been tried."""
         is_perfect = min(self.fastest.values()) <= PERFECT * self.bound
@@ -179,6 +220,8 @@ class _Search:
                 candidate.choices[name].extend(choices)
                 priced.append(min(choices, key=lambda choice: choice.seconds))
                 self.by_mask[name][each] = min(self.by_mask[name][each], priced[-1].seconds)
+                known = candidate.fastest.get(name, (math.inf, 0))
+                candidate.fastest[name] = min(known, (priced[-1].seconds, each))
             best = min(priced, key=lambda choice: choice.seconds)
             total += weight * best.seconds
             waiting = self.bounds[name] * (best.imbalance - 1)

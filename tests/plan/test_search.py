@@ -243,3 +243,27 @@ def test_plans_are_the_same_in_another_process_with_another_hash_seed_and_thread
         found.append(done.stdout.split())
     assert len(found[0]) == 9
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("improver", ["cp_sat", "milp", "hypergraph"])
+def test_an_improver_never_makes_a_plan_slower_and_computes_every_pair(improver):
+    mask = packed("log-normal", 4096, 9)
+    options = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 128, "topology": PAIRS}
+    ours = make_plan(mask, 4, config(**options))
+    improved = make_plan(mask, 4, config(improver=improver, improver_effort=1, **options))
+    again = make_plans(
+        {"a": (mask, 1.0)}, 4, config(improver=improver, improver_effort=1, **options)
+    )
+    assert improved.digest() == again["a"].digest()
+    for plan in (ours, improved):
+        plan.validate()
+    seconds = [
+        sum(makespan_seconds(plan, name) for name in ("forward", "backward"))
+        for plan in (improved, ours)
+    ]
+    assert seconds[0] <= seconds[1] * 1.0025  # plans so near count as equal
+
+
+def test_an_unknown_improver_is_named_with_the_nearest():
+    with pytest.raises(ValueError, match=r"improver='cpsat' is unknown; .*nearest: cp_sat"):
+        make_plan(masks.causal(64), 2, config(improver="cpsat"))

@@ -33,7 +33,7 @@ from megatron_cp.plan.improvers.block_model import (
 )
 from megatron_cp.plan.improvers.windows import GAIN
 
-__all__ = ["IMPROVERS", "Problem", "improve", "measure"]
+__all__ = ["IMPROVERS", "Problem", "check_improver", "improve", "measure"]
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,11 @@ def _merged(assignment: Assignment, num_ids: int) -> Assignment:
     rows = sweep.merge(shift_rows(assignment.parts, q=ranks * q_step, k=ranks * k_step))
     ranks = rows[:, Q_START] // q_step
     return Assignment(shift_rows(rows, q=-ranks * q_step, k=-ranks * k_step), ranks)
+
+
+def check_improver(improver: str) -> None:
+    """Raises ValueError for an unknown improver, ModuleNotFoundError where its package is not installed."""
+    _named(improver)
 
 
 def _named(improver: str) -> _Improver:
