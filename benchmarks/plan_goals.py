@@ -213,6 +213,10 @@ def over_the_grid(results: Sequence[tuple[object, list[Outcome]]]) -> list[Goal]
     built = [(outs[0], best_other(o for o in outs if not o.is_best_case)) for _, outs in served]
     lost = sum(ours.predicted_ms > ROUNDING * o.predicted_ms for ours, o in built if o)
     wide = [ratio for cell, ratio in ratios if getattr(cell, "group", "") != "dense"]
+    ceiling = geometric_mean(
+        other.predicted_ms / ours.bound_ms for cell, ours, other in pairs
+        if other and getattr(cell, "group", "") != "dense"
+    )  # fmt: skip
     loads = [
         ours.imbalance for cell, ours, _ in pairs
         if getattr(cell, "workload", "") and getattr(cell, "ranks", 0) <= 64
@@ -221,8 +225,8 @@ def over_the_grid(results: Sequence[tuple[object, list[Outcome]]]) -> list[Goal]
     return [
         Goal(f"grid, {len(ratios)} cells: cells where another planner is predicted faster", "0",
              str(lost), lost == 0),
-        Goal("grid, documents and sparse masks: times faster than the best other (geometric mean)",
-             ">= 1.5", f"{mean:.2f}", mean >= 1.5),
+        Goal("grid, documents and sparse masks: times faster than the best other (geometric mean; a plan at "
+             f"the lower bound in every cell would be {ceiling:.2f} times faster)", ">= 1.5", f"{mean:.2f}", mean >= 1.5),
         at_most("grid: predicted time over the bound (geometric mean)",
                 geometric_mean(ours.gap for _, ours, _ in pairs), 1.15),
         at_most("grid, document workloads up to 64 ranks: worst imbalance", max(loads, default=1.0),

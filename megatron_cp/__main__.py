@@ -17,7 +17,7 @@ from megatron_cp import emulate_command
 from megatron_cp.config import CPConfig
 from megatron_cp.data.packing import PACKING_POLICIES, PackingConfig
 from megatron_cp.plan import PLANNERS
-from megatron_cp.plan.topology import TOPOLOGIES
+from megatron_cp.plan.topology import TOPOLOGIES, read_topology
 from megatron_cp.report import dry_run, simulate_command
 
 
@@ -103,7 +103,10 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-channels", type=_count, default=128, help="size of a head")
     parser.add_argument("--cp-planner", default="auto", choices=sorted(PLANNERS))
     parser.add_argument("--cp-chunk-size", type=_count, help="tokens per unit of dispatch")
-    parser.add_argument("--cp-topology", default="h100", choices=sorted(TOPOLOGIES))
+    parser.add_argument(
+        "--cp-topology", default="h100", metavar="NAME",
+        help=f"{', '.join(TOPOLOGIES)}, or a measured profile (.json)",
+    )  # fmt: skip
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the pictures here")
     parser.set_defaults(run=_plan)
 
@@ -204,7 +207,7 @@ def _config(args: argparse.Namespace) -> CPConfig:
         num_heads=heads // tp,
         num_kv_heads=max(1, (args.num_query_groups or heads) // tp),
         head_dim=args.kv_channels,
-        topology=args.cp_topology,
+        topology=read_topology(args.cp_topology),
     )
 
 

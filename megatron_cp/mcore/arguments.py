@@ -6,6 +6,7 @@ from argparse import ArgumentParser, Namespace
 from typing import Any
 
 from megatron_cp.config import CPConfig
+from megatron_cp.plan.topology import read_topology
 
 ATTENTION_BACKENDS = ("reference", "cpu", "flex", "hopper", "emulated")
 
@@ -29,7 +30,30 @@ def add_context_parallel_arguments(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument(
         "--cp-topology",
         default=None,
-        help="Hardware row of the cost model: cpu, a800, h100, h200. Default: by device.",
+        metavar="NAME",
+        help="Hardware row of the cost model: cpu, a800, h100, h200, or a measured profile (.json, "
+        "docs/simulate.md). Default: by device.",
+    )
+    group.add_argument(
+        "--cp-max-received-mb",
+        type=int,
+        default=None,
+        metavar="MB",
+        help="Most memory of received rows on a rank, in planner auto. Default: no limit.",
+    )
+    group.add_argument(
+        "--cp-improver",
+        default=None,
+        metavar="SOLVER",
+        help="Solver that goes on from the plan of auto: cp_sat, milp or hypergraph (extra "
+        "`solvers`). Default: none.",
+    )
+    group.add_argument(
+        "--cp-improver-effort",
+        type=int,
+        default=10,
+        metavar="SECONDS",
+        help="Work of the improver for each plan, counted and not clocked. Default: %(default)s.",
     )
     group.add_argument(
         "--cp-backend",
@@ -61,7 +85,11 @@ def cp_config_from_arguments(
         "num_heads": heads // tp,
         "num_kv_heads": max(1, kv_heads // tp),
         "head_dim": head_dim,
-        "topology": args.cp_topology or ("h100" if on_cuda else "cpu"),
+        "topology": read_topology(args.cp_topology or ("h100" if on_cuda else "cpu")),
+        # Runs recorded before these flags existed are reported all the same.
+        "max_received_mb": getattr(args, "cp_max_received_mb", None),
+        "improver": getattr(args, "cp_improver", None),
+        "improver_effort": getattr(args, "cp_improver_effort", 10),
         "token_multiple": tp if getattr(args, "sequence_parallel", False) else 1,
         "element_bytes": element_bytes or (2 if half else 4),
     }

@@ -101,6 +101,14 @@ def get_topology(name: str | Topology) -> Topology:
     return TOPOLOGIES[name]
 
 
+def read_topology(word: str) -> str | Topology:
+    """Returns a word of a command line for `CPConfig.topology`: the name of a row, or the row of a .json file.
+
+    Raises ValueError for an unknown name or a file with a fault, OSError for one that cannot be read.
+    """
+    return load_profile(word) if word.endswith(".json") else get_topology(word).name
+
+
 def load_profile(path: str | Path) -> Topology:
     """Returns the hardware row of a measured file, with its table of kernel rates.
 

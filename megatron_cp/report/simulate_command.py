@@ -6,9 +6,9 @@ import argparse
 import json
 from pathlib import Path
 
-from megatron_cp.config import CPConfig, Topology
+from megatron_cp.config import CPConfig
 from megatron_cp.plan import PLANNERS
-from megatron_cp.plan.topology import TOPOLOGIES, get_topology, load_profile
+from megatron_cp.plan.topology import TOPOLOGIES, read_topology
 from megatron_cp.plan.workloads import MASKS, WORKLOADS
 from megatron_cp.report import simulation
 
@@ -97,15 +97,10 @@ def study_of(args: argparse.Namespace) -> simulation.Study:
         num_heads=heads,
         num_kv_heads=args.num_query_groups or max(1, heads // 8),
         head_dim=args.kv_channels,
-        topology=topology_of(args.cp_topology),
+        topology=read_topology(args.cp_topology),
     )
     planners = args.cp_planners or sorted(PLANNERS, key=lambda name: (name != "auto", name))
     return simulation.run_study(source, args.mask, sizes, config, planners, args.seed)
-
-
-def topology_of(word: str) -> Topology:
-    """Returns a hardware row by name, or a measured profile from a file."""
-    return load_profile(word) if word.endswith(".json") else get_topology(word)
 
 
 def run(args: argparse.Namespace, command: str) -> list[str]:

@@ -1,5 +1,6 @@
 """Wrong settings are refused in one line that names the value and a way out."""
 
+import json
 from argparse import ArgumentParser, Namespace
 
 import pytest
@@ -88,7 +89,10 @@ def test_configurations_that_cannot_be_honoured_are_refused_in_one_line(change, 
 def test_flags_become_the_planners_settings_per_tensor_parallel_rank():
     parser = ArgumentParser()
     add_context_parallel_arguments(parser)
-    flags = "--cp-planner zigzag --cp-chunk-size 64 --cp-topology h200 --cp-backend cpu"
+    flags = (
+        "--cp-planner zigzag --cp-chunk-size 64 --cp-topology h200 --cp-backend cpu "
+        "--cp-max-received-mb 300 --cp-improver milp --cp-improver-effort 2"
+    )
     args = parser.parse_args(flags.split())
     assert args.cp_backend == "cpu"
     model = {
@@ -105,7 +109,21 @@ def test_flags_become_the_planners_settings_per_tensor_parallel_rank():
     assert (config.planner, config.chunk_size, config.topology) == ("zigzag", 64, "h200")
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 2, 32)
     assert (config.token_multiple, config.element_bytes) == (2, 2)
+    assert (config.max_received_mb, config.improver, config.improver_effort) == (300, "milp", 2)
     defaults = Namespace(**vars(parser.parse_args([])), **{**model, "bf16": False})
     config = cp_config_from_arguments(defaults, on_cuda=False)
     assert (config.planner, config.topology, config.element_bytes) == ("auto", "cpu", 4)
+    assert (config.max_received_mb, config.improver) == (None, None)
     assert cp_config_from_arguments(defaults, on_cuda=True).topology == "h100"
+
+
+def test_a_measured_profile_serves_as_topology(tmp_path):
+    cell = {"rows": 128, "keys": 128, "forward_tflops": 90, "backward_tflops": 70}
+    links = {"node_size": 4, "inner_gbytes_per_s": 300, "outer_gbytes_per_s": 40, "latency_us": 9}
+    path = tmp_path / "ours.json"
+    path.write_text(json.dumps({"name": "ours", "kernel": [cell], **links}))
+    parser = add_context_parallel_arguments(ArgumentParser())
+    args = parser.parse_args(["--cp-topology", str(path)])
+    model = {"num_attention_heads": 8, "kv_channels": 16, "hidden_size": 128}
+    topology = cp_config_from_arguments(Namespace(**vars(args), **model), on_cuda=True).topology
+    assert (topology.name, topology.node_size, topology.backward_tflops) == ("ours", 4, 70)
