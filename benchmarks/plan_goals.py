@@ -226,7 +226,8 @@ def over_the_grid(results: Sequence[tuple[object, list[Outcome]]]) -> list[Goal]
         Goal(f"grid, {len(ratios)} cells: cells where another planner is predicted faster", "0",
              str(lost), lost == 0),
         Goal("grid, documents and sparse masks: times faster than the best other (geometric mean; a plan at "
-             f"the lower bound in every cell would be {ceiling:.2f} times faster)", ">= 1.5", f"{mean:.2f}", mean >= 1.5),
+             f"the lower bound in every cell would be {ceiling:.2f} times faster)", ">= 1.5",
+             f"{mean:.2f}", mean >= 1.5),
         at_most("grid: predicted time over the bound (geometric mean)",
                 geometric_mean(ours.gap for _, ours, _ in pairs), 1.15),
         at_most("grid, document workloads up to 64 ranks: worst imbalance", max(loads, default=1.0),

@@ -24,7 +24,7 @@ Family = Mapping[str, tuple[AttentionMask, float]]  # name -> (mask, number of l
 ROUGH, FINE = 0.04, 0.01  # balance of deals
 CHUNKS_DEALT = 256  # over all super-ranks
 MIN_CHUNKS_DEALT = 4  # per super-rank
-MOST_PARTS = 1 << 13  # of a mask on documents in mirrored pieces: planning time grows with them
+MOST_PARTS = 1 << 12  # of a mask on documents in mirrored pieces: planning time grows with them
 
 
 class Deals:

@@ -6,6 +6,7 @@ super-ranks; `plan/assigned.py` does so for pairs that move.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,6 +21,7 @@ from megatron_cp.plan.cost import (
     Movement,
     PassLoads,
     SideLoads,
+    compute_seconds,
     head_split_bytes,
     head_split_seconds,
     hop_movement,
@@ -122,6 +124,18 @@ class HeadGroups:
         slowest: FloatArray = np.add.reduceat(stages, opens).max(axis=1)
         return slowest + exchange
 
+    def compute_seconds(self, load: float) -> float:
+        """Returns the time of both passes to compute so many pairs of a super-rank."""
+        pairs = np.array(load / self.degree)
+        return sum(float(compute_seconds(pairs, self.config, name)) for name in PASSES)
+
+    def all_keys_seconds(self) -> float:
+        """Returns what both passes take at least where every super-rank receives all keys."""
+        num_ranks, node_size = self.placed.num_ranks, self.topology.node_size
+        inside = min(node_size, num_ranks)
+        rows = np.array([inside - 1, num_ranks - inside]) * self.placed.own_rows
+        return float((rows * self.weights().key * seconds_per_byte(self.topology)).max())
+
     def moved_bytes(self, rows: dict[Side, float]) -> float:
         """Returns what all ranks send in both passes; `rows`: moved per side by all super-ranks together."""
         weights = self.weights()
@@ -168,10 +182,19 @@ def placement_figures(placed: PlacedMask) -> Figures:
     return Figures(placed.areas_by_owner(), placed.rows_by_owner(), placed.own_rows)
 
 
-def published_choices(groups: HeadGroups) -> list[Choice]:
-    """Returns the ways in which queries stay: needed keys at once, ring, all-gather; their prices are exact."""
-    figures = placement_figures(groups.placed)
-    return [_needed_keys(groups, figures), _ring(groups, figures), _allgather(groups, figures)]
+def published_choices(groups: HeadGroups, limit: float = math.inf) -> list[Choice]:
+    """Returns the ways in which queries stay: needed keys at once, ring, all-gather; their prices are exact.
+
+    Those that cannot take less than `limit` seconds, by their busiest rank or by moving all keys, are left out.
+    """
+    areas = groups.placed.areas_by_owner()
+    if groups.compute_seconds(areas.sum(axis=1).max()) > limit:
+        return []
+    figures = Figures(areas, groups.placed.rows_by_owner(), groups.placed.own_rows)
+    choices = [_needed_keys(groups, figures)]
+    if groups.all_keys_seconds() <= limit:
+        choices += [_ring(groups, figures), _allgather(groups, figures)]
+    return choices
 
 
 def even_keys_choice(groups: HeadGroups) -> Choice:

@@ -45,7 +45,8 @@ PERFECT = 1.002  # times the load bound: nothing found later could be told from 
 class Way:
     """A way to run a mask on a placement, and the effort of pricing it."""
 
-    choices: Callable[[HeadGroups], list[Choice]]
+    choices: Callable[[HeadGroups, float], list[Choice]]
+    """(mask on head groups, seconds beyond which nothing is of use) -> ways to run it."""
     fixed: float
     per_rank: float
     per_part: float
@@ -57,11 +58,11 @@ class Way:
         return self.fixed + self.per_rank * placed.num_ranks + self.per_part * len(placed.parts)
 
 
-def _stay(groups: HeadGroups) -> list[Choice]:
+def _stay(groups: HeadGroups, limit: float) -> list[Choice]:
     return [assigned_choice(groups, stay_at_home(groups)), even_keys_choice(groups)]
 
 
-def _move(groups: HeadGroups) -> list[Choice]:
+def _move(groups: HeadGroups, limit: float) -> list[Choice]:
     return [assigned_choice(groups, move_compute(groups))]
 
 
@@ -134,20 +135,26 @@ class _Search:
 
     def look(self) -> None:
         """Prices the published schemes exactly, and one placement by documents or by area per degree."""
-        needed = {}
         for degree in self.degrees:
-            if self.config.num_stages is None:
-                needed[degree] = self._price(self.deals.in_order(), degree, PUBLISHED)
-                self._price(self.deals.zigzag(degree), degree, PUBLISHED)
             by_documents = self.deals.by_documents(degree, LOOSE)
             if by_documents is not None:
                 self._price(by_documents, degree, STAY)
             elif 1 < self.cp_size // degree <= SMALL:
                 self._price_next_deal(degree)
+        needed = {}
+        for degree in self.degrees if self.config.num_stages is None else ():
+            needed[degree] = self._price(self.deals.in_order(), degree, PUBLISHED)
+            self._price(self.deals.zigzag(degree), degree, PUBLISHED)
         limit = PROMISING * min(self.fastest.values())
         for degree, seconds in needed.items():
             if seconds <= limit:  # windows: tokens in order need the fewest rows there can be
                 self._price(self.deals.in_order(), degree, STAY)
+
+    def _limit(self) -> float:
+        """Returns the seconds beyond which a way is no use; none where masks share a placement or memory is short."""
+        if len(self.masks) > 1 or self.config.max_received_mb is not None:
+            return math.inf
+        return PROMISING * min(self.fastest.values())
 
     def improve(self) -> None:
         """Takes steps of the degree that promises most; one that is nearly as good has its turn as well."""
@@ -216,7 +223,9 @@ class _Search:
             for each in {degree: None, self._favourite(name, degree, way): None}:
                 groups = self._groups_of(candidate, name, each)
                 self.effort += way.effort(groups)
-                choices = way.choices(groups)
+                choices = way.choices(groups, self._limit())
+                if not choices:
+                    return math.inf
                 candidate.choices[name].extend(choices)
                 priced.append(min(choices, key=lambda choice: choice.seconds))
                 self.by_mask[name][each] = min(self.by_mask[name][each], priced[-1].seconds)

@@ -119,7 +119,14 @@ class Scalar:
         rows = 2 * options.num_heads + keys  # q and out, k and v
         if self.pass_name == "backward":
             rows = 3 * options.num_heads + 2 * keys  # q, dout, dq; k, v, dk, dv
-        sent = self.plan.tokens_per_rank * rows * options.head_dim * options.element_bytes
+        row_bytes = rows * options.head_dim * options.element_bytes
+        row_bytes += (
+            4 * options.num_heads * (2 if self.pass_name == "backward" else 1)
+        )  # lse, delta
+        if self.pass_name == "backward" and self.degree > options.num_kv_heads:
+            wider = 4 - options.element_bytes  # dk and dv of copied heads are added up in fp32
+            row_bytes += 2 * self.degree * options.head_dim * wider
+        sent = self.plan.tokens_per_rank * row_bytes
         nodes = [{r // self.topology.node_size for r in group} for group in split.groups]
         rate = self.topology.inner_gbytes_per_s
         if any(len(one) > 1 for one in nodes):
