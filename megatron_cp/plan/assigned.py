@@ -6,7 +6,7 @@ estimate is refined: its stagings are priced exactly, stage by stage.
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,7 +17,7 @@ from megatron_cp.plan.assignment import Assignment, assign
 from megatron_cp.plan.cost import BoolArray, FloatArray, Movement, PassLoads, SideLoads
 from megatron_cp.plan.heads import split_heads
 from megatron_cp.plan.overlap import AssignedMask, Staging
-from megatron_cp.plan.pricing import PASSES, Choice, HeadGroups, imbalance
+from megatron_cp.plan.pricing import PASSES, Both, Choice, HeadGroups, imbalance
 from megatron_cp.plan.routing import (
     ID_START,
     ID_STOP,
@@ -43,41 +43,40 @@ def stay_at_home(groups: HeadGroups) -> Assignment:
     return Assignment(groups.placed.parts, groups.placed.q_owner)
 
 
-def move_compute(groups: HeadGroups) -> Assignment:
-    """Returns the assignment by search: equal areas, few rows moved on both sides."""
+def move_compute(groups: HeadGroups, names: Sequence[PassName] = PASSES) -> Assignment:
+    """Returns the assignment by search: equal areas, and few rows moved on both sides, weighed for these passes."""
     placed, even = groups.placed, np.ones(groups.placed.num_ranks)
     node_size = groups.topology.node_size
-    return assign(groups.mask, placed.owners, node_size, groups.weights(), even)
+    return assign(groups.mask, placed.owners, node_size, groups.weights(names), even)
 
 
-def assigned_choice(groups: HeadGroups, assignment: Assignment) -> Choice:
-    """Returns the way to run an assignment; forward and backward are staged each for itself, as is predicted best."""
+def assigned_choice(groups: HeadGroups, assignment: Assignment) -> Both:
+    """Returns the way to run an assignment; route and stages of each pass as is predicted best."""
     assigned = AssignedMask(groups.placed, assignment)
     straight: dict[Side, list[IntArray]] = {s: assigned.arriving(s, direct) for s in SIDES}
     rows = {side: sum(map(_num_rows, hops)) for side, hops in straight.items()}
-    options = {name: _stagings(groups.config, name, rows) for name in PASSES}
     ways = [_Way(groups, assigned, route) for route in _routes(groups, straight)]
-    prices = [way.estimate(options) for way in ways]
-    way = ways[prices.index(min(prices))]
-    choice = Choice(
-        min(prices),
-        groups.moved_bytes(rows),
-        imbalance(assigned.areas),
-        is_published=False,
-        build=lambda: refined().build(),
-    )
+    uneven = imbalance(assigned.areas)
 
-    def refined() -> Choice:
-        found = [way.best_staging(options[name], name) for name in PASSES]
-        forward, backward = (staging for staging, _ in found)
-        return replace(
-            choice,
-            seconds=sum(seconds for _, seconds in found),
-            build=lambda: (way.build(forward), way.build(backward)),
-            refine=None,
+    def choice_of(name: PassName) -> Choice:
+        options = _stagings(groups.config, name, rows)
+        prices = [way.estimate(options, name) for way in ways]
+        way = ways[prices.index(min(prices))]
+
+        def refined() -> Choice:
+            staging, seconds = way.best_staging(options, name)
+            return replace(choice, seconds=seconds, build=lambda: way.build(staging), refine=None)
+
+        choice = Choice(
+            min(prices),
+            groups.moved_bytes(rows, name),
+            uneven,
+            build=lambda: refined().build(),
+            refine=refined,
         )
+        return choice
 
-    return replace(choice, refine=refined)
+    return {name: choice_of(name) for name in PASSES}
 
 
 def _routes(groups: HeadGroups, arriving: dict[Side, list[IntArray]]) -> list[Route]:
@@ -111,13 +110,10 @@ class _Way:
             side: self.groups.movement(self.assigned.arriving(side, self.route)) for side in SIDES
         }
 
-    def estimate(self, options: Mapping[PassName, Sequence[Staging]]) -> float:
-        """Returns about the time of both passes, each in the best of its stagings."""
-        seconds = 0.0
-        for name, stagings in options.items():
-            some = [one for one in stagings if one.num_remote in PRICED_STAGE_COUNTS] or stagings
-            seconds += float(self.even_seconds(some, name).min())
-        return seconds
+    def estimate(self, stagings: Sequence[Staging], name: PassName) -> float:
+        """Returns about the time of a pass in the best of its stagings."""
+        some = [one for one in stagings if one.num_remote in PRICED_STAGE_COUNTS] or stagings
+        return float(self.even_seconds(some, name).min())
 
     def even_seconds(self, stagings: Sequence[Staging], name: PassName) -> FloatArray:
         """Returns about the time of each staging, as if rows were spread evenly over stages."""

@@ -45,6 +45,14 @@ class Deals:
         """Returns the stream cut into equal pieces, in order."""
         return Placement.of_chunks(np.arange(self.cp_size)[:, None], self.rows)
 
+    @functools.cached_property
+    def is_even_in_order(self) -> bool:
+        """Whether tokens in order have equal areas already, as under a full mask."""
+        bounds = np.arange(self.cp_size + 1) * self.rows
+        areas = [weight * mask.area_of_rows(bounds) for mask, weight in self.masks.values()]
+        per_rank = np.sum(areas, axis=0)
+        return bool(per_rank.max() <= (1 + FINE) * per_rank.mean())
+
     def zigzag(self, degree: int) -> Placement:
         """Returns two mirrored pieces of the stream for every super-rank."""
         groups = self.cp_size // degree

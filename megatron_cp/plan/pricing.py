@@ -7,7 +7,7 @@ super-ranks; `plan/assigned.py` does so for pairs that move.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -60,16 +60,19 @@ class Figures:
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to run one mask on one placement."""
+    """One way to run one pass of one mask on one placement."""
 
-    seconds: float  # forward plus backward of one layer
-    moved_bytes: float  # sent by all ranks in both passes
+    seconds: float  # of one layer
+    moved_bytes: float  # sent by all ranks
     imbalance: float
-    is_published: bool  # nothing slower may be chosen
-    build: Callable[[], tuple[Pass, Pass]]
+    build: Callable[[], Pass]
     refine: "Callable[[], Choice] | None" = (
         None  # the same at its exact price; None if that is the price
     )
+
+
+Both = Mapping[PassName, Choice]
+"""A way to run both passes; each may be taken without the other."""
 
 
 @dataclass(frozen=True)
@@ -96,16 +99,16 @@ class HeadGroups:
         topology = get_topology(self.config.topology)
         return replace(topology, node_size=max(1, topology.node_size // self.degree))
 
-    def weights(self) -> Weights:
-        """Returns bytes per row there and back, over both passes."""
-        both = {
-            side: sum(
+    def weights(self, names: Iterable[PassName] = PASSES) -> Weights:
+        """Returns bytes per row there and back, over these passes."""
+        query, key = (
+            sum(
                 size.there + size.back
-                for size in (row_bytes(self.config, name, side, self.degree) for name in PASSES)
+                for size in (row_bytes(self.config, name, side, self.degree) for name in names)
             )
             for side in SIDES
-        }
-        return Weights(float(both["q"]), float(both["k"]))
+        )
+        return Weights(float(query), float(key))
 
     def seconds(self, loads: PassLoads, name: PassName) -> float:
         """Returns the predicted time of one pass; `loads`: of the super-ranks, for all heads."""
@@ -124,10 +127,10 @@ class HeadGroups:
         slowest: FloatArray = np.add.reduceat(stages, opens).max(axis=1)
         return slowest + exchange
 
-    def compute_seconds(self, load: float) -> float:
-        """Returns the time of both passes to compute so many pairs of a super-rank."""
+    def compute_seconds(self, load: float, names: Iterable[PassName] = PASSES) -> float:
+        """Returns the time of these passes to compute so many pairs of a super-rank."""
         pairs = np.array(load / self.degree)
-        return sum(float(compute_seconds(pairs, self.config, name)) for name in PASSES)
+        return sum(float(compute_seconds(pairs, self.config, name)) for name in names)
 
     def all_keys_seconds(self) -> float:
         """Returns what both passes take at least where every super-rank receives all keys."""
@@ -136,30 +139,26 @@ class HeadGroups:
         rows = np.array([inside - 1, num_ranks - inside]) * self.placed.own_rows
         return float((rows * self.weights().key * seconds_per_byte(self.topology)).max())
 
-    def moved_bytes(self, rows: dict[Side, float]) -> float:
-        """Returns what all ranks send in both passes; `rows`: moved per side by all super-ranks together."""
-        weights = self.weights()
+    def moved_bytes(self, rows: dict[Side, float], name: PassName) -> float:
+        """Returns what all ranks send in a pass; `rows`: moved per side by all super-ranks together."""
         own_rows = self.placed.own_rows // self.degree
-        exchanged = sum(head_split_bytes(own_rows, self.degree, self.config, n) for n in PASSES)
-        moved = rows["q"] * weights.query + rows["k"] * weights.key
-        return self.degree * (moved + self.placed.num_ranks * exchanged)
+        moved = self.placed.num_ranks * head_split_bytes(own_rows, self.degree, self.config, name)
+        for side in SIDES:
+            size = row_bytes(self.config, name, side, self.degree)
+            moved += rows[side] * (size.there + size.back)
+        return self.degree * moved
 
-    def same_both_ways(
-        self, loads: PassLoads, key_rows: float, build: Callable[[], Pass]
-    ) -> Choice:
-        """Returns the choice whose backward pass moves and computes as its forward pass does; keys move."""
-
-        def build_both() -> tuple[Pass, Pass]:
-            both = split_heads(build(), self.degree)
-            return both, both
-
-        return Choice(
-            sum(self.seconds(loads, name) for name in PASSES),
-            self.moved_bytes({"q": 0.0, "k": key_rows}),
-            imbalance(loads.areas.sum(axis=0)),
-            is_published=True,
-            build=build_both,
-        )
+    def same_both_ways(self, loads: PassLoads, key_rows: float, build: Callable[[], Pass]) -> Both:
+        """Returns the way whose backward pass moves and computes as its forward pass does; keys move."""
+        rows: dict[Side, float] = {"q": 0.0, "k": key_rows}
+        build_once = functools.cache(lambda: split_heads(build(), self.degree))
+        uneven = imbalance(loads.areas.sum(axis=0))
+        return {
+            name: Choice(
+                self.seconds(loads, name), self.moved_bytes(rows, name), uneven, build_once
+            )
+            for name in PASSES
+        }
 
     def movement(self, hops: Sequence[IntArray]) -> Movement | None:
         """Returns what serving requests (owner, reader, ids) costs, hop after hop."""
@@ -182,7 +181,7 @@ def placement_figures(placed: PlacedMask) -> Figures:
     return Figures(placed.areas_by_owner(), placed.rows_by_owner(), placed.own_rows)
 
 
-def published_choices(groups: HeadGroups, limit: float = math.inf) -> list[Choice]:
+def published_choices(groups: HeadGroups, limit: float = math.inf) -> list[Both]:
     """Returns the ways in which queries stay: needed keys at once, ring, all-gather; their prices are exact.
 
     Those that cannot take less than `limit` seconds, by their busiest rank or by moving all keys, are left out.
@@ -197,7 +196,7 @@ def published_choices(groups: HeadGroups, limit: float = math.inf) -> list[Choic
     return choices
 
 
-def even_keys_choice(groups: HeadGroups) -> Choice:
+def even_keys_choice(groups: HeadGroups) -> Both:
     """Returns the way in which needed keys come in stages of equal rows (MagiAttention's static overlap)."""
     figures, num_ranks = placement_figures(groups.placed), groups.placed.num_ranks
     local = np.diagonal(figures.areas)
@@ -206,20 +205,24 @@ def even_keys_choice(groups: HeadGroups) -> Choice:
     moved = hop_movement(src, dst, rows / EVEN_STAGES, num_ranks, groups.topology)
     remote = (figures.loads - local) / EVEN_STAGES
 
+    @functools.cache
     def build() -> Pass:
         return needed_keys_pass(groups.placed, EVEN_STAGES)
 
-    def refined() -> Choice:
-        pass_ = build()
-        areas = [[work.area() for work in stage.work] for stage in pass_.stages]
-        moves = [transfer_movement(s.k_cast, num_ranks, groups.topology) for s in pass_.stages]
+    @functools.cache
+    def exact() -> Both:
+        stages = build().stages
+        areas = [[work.area() for work in stage.work] for stage in stages]
+        moves = [transfer_movement(stage.k_cast, num_ranks, groups.topology) for stage in stages]
         loads = _key_loads(np.array(areas, dtype=np.float64), moves)
-        exact = groups.same_both_ways(loads, float(rows.sum()), lambda: pass_)
-        return replace(exact, is_published=False)
+        return groups.same_both_ways(loads, float(rows.sum()), build)
 
     loads = _key_loads(np.array([local, *[remote] * EVEN_STAGES]), [None, *[moved] * EVEN_STAGES])
-    choice = groups.same_both_ways(loads, float(rows.sum()), build)
-    return replace(choice, is_published=False, refine=refined)
+    estimate = groups.same_both_ways(loads, float(rows.sum()), build)
+    return {
+        name: replace(choice, refine=functools.partial(lambda name: exact()[name], name))
+        for name, choice in estimate.items()
+    }
 
 
 def _key_loads(areas: FloatArray, moves: Sequence[Movement | None]) -> PassLoads:
@@ -227,7 +230,7 @@ def _key_loads(areas: FloatArray, moves: Sequence[Movement | None]) -> PassLoads
     return PassLoads(areas, SideLoads.of(moves, [False] * len(moves)))
 
 
-def _needed_keys(groups: HeadGroups, figures: Figures) -> Choice:
+def _needed_keys(groups: HeadGroups, figures: Figures) -> Both:
     local = np.diagonal(figures.areas)
     src, dst = np.nonzero(figures.rows)
     build = functools.partial(needed_keys_pass, groups.placed)
@@ -239,7 +242,7 @@ def _needed_keys(groups: HeadGroups, figures: Figures) -> Choice:
     return groups.same_both_ways(loads, float(rows.sum()), build)
 
 
-def _ring(groups: HeadGroups, figures: Figures) -> Choice:
+def _ring(groups: HeadGroups, figures: Figures) -> Both:
     topology, num_ranks = groups.topology, len(figures.areas)
     ranks, steps = np.arange(num_ranks), np.arange(num_ranks)[:, None]
     src, dst = (ranks - steps) % num_ranks, (ranks + steps) % num_ranks
@@ -254,7 +257,7 @@ def _ring(groups: HeadGroups, figures: Figures) -> Choice:
     return groups.same_both_ways(loads, key_rows, functools.partial(ring_pass, groups.placed))
 
 
-def _allgather(groups: HeadGroups, figures: Figures) -> Choice:
+def _allgather(groups: HeadGroups, figures: Figures) -> Both:
     src, dst = np.nonzero(~np.eye(len(figures.areas), dtype=bool))
     rows = np.full(len(src), figures.own_rows)
     moved = hop_movement(src, dst, rows, len(figures.areas), groups.topology)

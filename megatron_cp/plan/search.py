@@ -11,7 +11,7 @@ priced from small arrays; nothing is built here. Effort is counted, not clocked,
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,11 +24,13 @@ from megatron_cp.plan.improvers import Problem, improve, measure
 from megatron_cp.plan.placement import Placement
 from megatron_cp.plan.pricing import (
     PASSES,
+    Both,
     Choice,
     HeadGroups,
     even_keys_choice,
     published_choices,
 )
+from megatron_cp.plan.schema import PassName
 from megatron_cp.plan.schemes.ulysses import fits_heads
 from megatron_cp.plan.topology import get_topology
 
@@ -37,6 +39,7 @@ SMALL = 16  # super-ranks; a first deal for more takes too long
 MAX_SUPER_RANKS = 256  # more are looked at only where heads cannot be exchanged
 EFFORT, EFFORT_PER_RANK = 24.0, 0.06  # for each mask, in about milliseconds of one core
 PATIENCE = 1.01  # times slower, for every step already taken, and another degree has its turn
+LINKED = 1.1  # times its pairs alone, and a pass waits for its links
 PROMISING = 1.5  # times the fastest way found, without overlap: more stages may win
 PERFECT = 1.002  # times the load bound: nothing found later could be told from it
 
@@ -45,7 +48,7 @@ PERFECT = 1.002  # times the load bound: nothing found later could be told from 
 class Way:
     """A way to run a mask on a placement, and the effort of pricing it."""
 
-    choices: Callable[[HeadGroups, float], list[Choice]]
+    choices: Callable[[HeadGroups, float], list[Both]]
     """(mask on head groups, seconds beyond which nothing is of use) -> ways to run it."""
     fixed: float
     per_rank: float
@@ -58,15 +61,21 @@ class Way:
         return self.fixed + self.per_rank * placed.num_ranks + self.per_part * len(placed.parts)
 
 
-def _stay(groups: HeadGroups, limit: float) -> list[Choice]:
+def _stay(groups: HeadGroups, limit: float) -> list[Both]:
     return [assigned_choice(groups, stay_at_home(groups)), even_keys_choice(groups)]
 
 
-def _move(groups: HeadGroups, limit: float) -> list[Choice]:
-    return [assigned_choice(groups, move_compute(groups))]
+def _move(groups: HeadGroups, limit: float) -> list[Both]:
+    both = assigned_choice(groups, move_compute(groups))
+    pairs = groups.compute_seconds(groups.mask.area() / groups.placed.num_ranks, ["forward"])
+    if both["forward"].seconds <= LINKED * pairs:
+        return [both]
+    # Rows weigh otherwise forward, where no gradients return: more keys move, fewer queries.
+    own = assigned_choice(groups, move_compute(groups, ["forward"]))
+    return [both, {"forward": own["forward"], "backward": both["backward"]}]
 
 
-def _solved(groups: HeadGroups) -> list[Choice]:
+def _solved(groups: HeadGroups) -> list[Both]:
     """Returns what the config's improver makes of the better of both assignments, if it finds anything."""
     config, one_pair = groups.config, np.ones(1)
     pair = sum(float(compute_seconds(one_pair, config, name)[0]) for name in PASSES)
@@ -95,14 +104,21 @@ DEAL_EFFORT = 2.0
 
 @dataclass(frozen=True)
 class Candidate:
-    """A placement, and for every mask of the family the ways to run it found so far."""
+    """A placement, and for every pass of every mask of the family the ways to run it found so far."""
 
     placement: Placement
-    choices: dict[str, list[Choice]]
+    choices: dict[tuple[str, PassName], list[Choice]]
     groups: dict[tuple[str, int], HeadGroups] = field(default_factory=dict)
     priced: set[tuple[int, Way]] = field(default_factory=set)
     fastest: dict[str, tuple[float, int]] = field(default_factory=dict)
     """Seconds of each mask at its best, and the head degree."""
+
+    def add(self, name: str, ways: Iterable[Both]) -> None:
+        """Adds ways to run a mask."""
+        for way in ways:
+            for which, choice in way.items():
+                if not any(choice is known for known in self.choices[name, which]):
+                    self.choices[name, which].append(choice)
 
 
 def candidates(masks: Family, cp_size: int, config: CPConfig) -> list[Candidate]:
@@ -139,6 +155,8 @@ class _Search:
             by_documents = self.deals.by_documents(degree, LOOSE)
             if by_documents is not None:
                 self._price(by_documents, degree, STAY)
+            elif self.deals.is_even_in_order:
+                self._price(self.deals.in_order(), degree, STAY)
             elif 1 < self.cp_size // degree <= SMALL:
                 self._price_next_deal(degree)
         needed = {}
@@ -173,7 +191,7 @@ class _Search:
             yield self._price(in_order, degree, STAY)
             return
         loose, tight = (self.deals.by_documents(degree, load) for load in (LOOSE, TIGHT))
-        first = loose or self.deals.zigzag(degree)
+        first = loose or (in_order if self.deals.is_even_in_order else self.deals.zigzag(degree))
         yield self._price(tight or first, degree, STAY)
         if self.cp_size // degree > SMALL:  # moving compute among many takes longer
             yield self._price_next_deal(degree) or 0.0
@@ -199,7 +217,7 @@ class _Search:
         best = min(found, key=seconds)
         for name in self.masks:
             groups = self._groups_of(best, name, best.fastest[name][1])
-            best.choices[name].extend(_solved(groups))
+            best.add(name, _solved(groups))
 
     def _is_over(self) -> bool:
         """Returns whether nothing better can be expected, or enough has been tried."""
@@ -212,29 +230,30 @@ class _Search:
 
         A degree promises what its fastest way would take if nobody waited for the busiest rank.
         """
-        new = Candidate(placement, {name: [] for name in self.masks})
+        new = Candidate(placement, {(name, which): [] for name in self.masks for which in PASSES})
         candidate = self.found.setdefault(placement.ids.tobytes(), new)
         if (degree, way) in candidate.priced:
             return self.fastest[degree]
         candidate.priced.add((degree, way))
         total = promise = 0.0
         for name, (_, weight) in self.masks.items():
-            priced = []
+            ways = []
             for each in {degree: None, self._favourite(name, degree, way): None}:
                 groups = self._groups_of(candidate, name, each)
                 self.effort += way.effort(groups)
-                choices = way.choices(groups, self._limit())
-                if not choices:
+                found = way.choices(groups, self._limit())
+                if not found:
                     return math.inf
-                candidate.choices[name].extend(choices)
-                priced.append(min(choices, key=lambda choice: choice.seconds))
-                self.by_mask[name][each] = min(self.by_mask[name][each], priced[-1].seconds)
+                candidate.add(name, found)
+                ways += found
+                seconds = _seconds(min(found, key=_seconds))
+                self.by_mask[name][each] = min(self.by_mask[name][each], seconds)
                 known = candidate.fastest.get(name, (math.inf, 0))
-                candidate.fastest[name] = min(known, (priced[-1].seconds, each))
-            best = min(priced, key=lambda choice: choice.seconds)
-            total += weight * best.seconds
-            waiting = self.bounds[name] * (best.imbalance - 1)
-            promise += weight * max(self.bounds[name], best.seconds - waiting)
+                candidate.fastest[name] = min(known, (seconds, each))
+            best = min(ways, key=_seconds)
+            total += weight * _seconds(best)
+            waiting = self.bounds[name] * (best["forward"].imbalance - 1)
+            promise += weight * max(self.bounds[name], _seconds(best) - waiting)
         self.fastest[degree] = min(self.fastest[degree], total)
         self.promise[degree] = min(self.promise[degree], total if way is PUBLISHED else promise)
         return total
@@ -253,6 +272,10 @@ class _Search:
         if len(self.masks) == 1 or way is PUBLISHED:
             return degree
         return min(by_degree, key=by_degree.__getitem__)
+
+
+def _seconds(way: Both) -> float:
+    return sum(choice.seconds for choice in way.values())
 
 
 def _head_degrees(cp_size: int, config: CPConfig) -> list[int]:
