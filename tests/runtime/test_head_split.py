@@ -1,5 +1,6 @@
 """Head splits on ranks: against dense attention, and message by message against what the planner counts."""
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -63,6 +64,21 @@ def test_heads_split_inside_groups_and_keys_copied_equal_dense_attention(cp_size
         tensors(plan.num_tokens, seed=i, heads=(4, 1), dims=DIMS) for i, plan in enumerate(plans)
     ]
     check_against_dense(cp_size, plans, inputs, {"backend": "reference"})
+
+
+@pytest.mark.parametrize("forward_splits", [True, False])
+def test_passes_may_differ_in_their_head_degree(forward_splits):
+    heads, plans, inputs = (8, 4), [], []
+    for seed, name in enumerate(("documents", "rows without keys", "one token")):
+        split, whole = (
+            make_plan(mask_cases()[name], 4, config_of(heads, planner))
+            for planner in ("ulysses", "contiguous")
+        )
+        first, second = (split, whole) if forward_splits else (whole, split)
+        plans.append(replace(first, backward=second.backward))
+        plans[-1].validate()
+        inputs.append(tensors(plans[-1].num_tokens, seed=seed, heads=heads, dims=DIMS))
+    check_against_dense(4, plans, inputs, {"backend": "reference"})
 
 
 def bytes_handed_over(rank, world_size, plan, inputs):
