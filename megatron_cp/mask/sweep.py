@@ -122,20 +122,24 @@ def _join_neighbours(rows: IntArray) -> IntArray:
     area = rows_area(rows)
     while len(rows) > 1:
         low, high = np.minimum(rows[:-1], rows[1:]), np.maximum(rows[:-1], rows[1:])
+        touch = (high[:, Q_START] <= low[:, Q_END]) & (high[:, K_START] <= low[:, K_END])
+        near = np.flatnonzero(touch)  # few: a slice's keys move on by one from row to row
         # The bounding slice of two tight rows is tight: it contains their convex hull and its sides
         # are integers on every row and column, so the closed form of the area holds.
-        bounding = np.where(np.array([True, False, True, False, True, False]), low, high)
+        starts = np.array([True, False, True, False, True, False])
+        bounding = np.where(starts, low[near], high[near])
         joined_area = rows_area(bounding)
-        joins = joined_area == area[:-1] + area[1:]
+        joins = joined_area == area[near] + area[near + 1]
         if not joins.any():
             return rows
         # Of a run of joinable neighbours take every other one; the loop comes back for the rest.
-        index = np.arange(len(joins))
-        run_start = index.copy()
-        run_start[1:][joins[:-1]] = 0
-        joins &= (index - np.maximum.accumulate(run_start)) % 2 == 0
-        first = np.flatnonzero(joins)
+        pair = near[joins]
+        opens = np.ones(len(pair), dtype=bool)
+        opens[1:] = pair[1:] != pair[:-1] + 1
+        run_start = np.maximum.accumulate(np.where(opens, pair, 0))
+        taken = (pair - run_start) % 2 == 0
+        first = pair[taken]
         rows, area = rows.copy(), area.copy()
-        rows[first], area[first] = bounding[first], joined_area[first]
+        rows[first], area[first] = bounding[joins][taken], joined_area[joins][taken]
         rows, area = np.delete(rows, first + 1, axis=0), np.delete(area, first + 1)
     return rows

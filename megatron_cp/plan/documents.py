@@ -23,9 +23,7 @@ from megatron_cp.plan.placement import Placement
 
 FloatArray = NDArray[np.float64]
 LIGHT = 64  # a document of less than this part of the fair share does not decide the load
-MOST_PLACED = (
-    4  # documents per rank that are placed one by one; the others fill the room that is left
-)
+MOST_PLACED = 2  # documents per rank placed one by one; others fill the room that is left
 
 
 def whole_documents(

@@ -39,7 +39,7 @@ SMALL = 16  # super-ranks; a first deal for more takes too long
 MAX_SUPER_RANKS = 256  # more are looked at only where heads cannot be exchanged
 EFFORT, EFFORT_PER_RANK = 24.0, 0.06  # for each mask, in about milliseconds of one core
 PATIENCE = 1.01  # times slower, for every step already taken, and another degree has its turn
-LINKED = 1.1  # times its pairs alone, and a pass waits for its links
+LINKED = 1.25  # times its pairs alone, and a pass waits for its links
 PROMISING = 1.5  # times the fastest way found, without overlap: more stages may win
 PERFECT = 1.002  # times the load bound: nothing found later could be told from it
 
@@ -98,7 +98,7 @@ def _solved(groups: HeadGroups) -> list[Both]:
 
 PUBLISHED = Way(published_choices, 0.4, 0.003, 1e-4)
 STAY = Way(_stay, 1.2, 0.02, 7e-4)
-MOVE = Way(_move, 4.0, 0.25, 1.4e-3)
+MOVE = Way(_move, 4.0, 0.35, 1.4e-3)
 DEAL_EFFORT = 2.0
 
 
@@ -152,6 +152,8 @@ class _Search:
     def look(self) -> None:
         """Prices the published schemes exactly, and one placement by documents or by area per degree."""
         for degree in self.degrees:
+            if self._is_perfect():
+                return
             by_documents = self.deals.by_documents(degree, LOOSE)
             if by_documents is not None:
                 self._price(by_documents, degree, STAY)
@@ -193,13 +195,14 @@ class _Search:
         loose, tight = (self.deals.by_documents(degree, load) for load in (LOOSE, TIGHT))
         first = loose or (in_order if self.deals.is_even_in_order else self.deals.zigzag(degree))
         yield self._price(tight or first, degree, STAY)
-        if self.cp_size // degree > SMALL:  # moving compute among many takes longer
-            yield self._price_next_deal(degree) or 0.0
-        yield self._price(first, degree, MOVE)
-        yield self._price_next_deal(degree) or 0.0
-        yield self._price_next_deal(degree) or 0.0
-        yield self._price(in_order, degree, STAY)
-        yield self._price(in_order, degree, MOVE)
+        steps = [(first, MOVE), (None, STAY), (None, STAY), (in_order, STAY), (in_order, MOVE)]
+        if self.cp_size // degree > SMALL:  # moving compute among many takes longest
+            steps.sort(key=lambda step: step[1] is MOVE)
+        for placement, way in steps:
+            if placement is None:
+                yield self._price_next_deal(degree) or 0.0
+            else:
+                yield self._price(placement, degree, way)
         while (seconds := self._price_next_deal(degree)) is not None:
             yield seconds
 
@@ -221,9 +224,11 @@ class _Search:
 
     def _is_over(self) -> bool:
         """Returns whether nothing better can be expected, or enough has been tried."""
-        is_perfect = min(self.fastest.values()) <= PERFECT * self.bound
         per_mask = self.effort / len(self.masks)
-        return is_perfect or per_mask > EFFORT + EFFORT_PER_RANK * self.cp_size
+        return self._is_perfect() or per_mask > EFFORT + EFFORT_PER_RANK * self.cp_size
+
+    def _is_perfect(self) -> bool:
+        return min(self.fastest.values()) <= PERFECT * self.bound
 
     def _price(self, placement: Placement, degree: int, way: Way) -> float:
         """Returns the price of all masks on a placement, with this head degree or the one that suits a mask best.

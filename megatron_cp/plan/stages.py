@@ -4,6 +4,7 @@ A scheme says three things: which rank owns which tokens (`PlacedMask`), which r
 mask in which stage (`PassBuilder.add`), and which way rows travel (a route). Everything else follows.
 """
 
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -35,6 +36,9 @@ from megatron_cp.plan.routing import (
 from megatron_cp.plan.schema import Pass, Side, Stage, Transfer
 
 FloatArray = NDArray[np.float64]
+FARTHEST = (
+    1 << 36
+)  # row numbers below it times the rows of a rank fit into 64 bits: areas of slices do
 COLUMNS: dict[Side, list[int]] = {"q": [Q_START, Q_END], "k": [K_START, K_END]}
 
 
@@ -103,12 +107,23 @@ class PlacedMask:
         return shift_rows(rows, k=-rank * stride), rank
 
 
+@dataclass(frozen=True)
+class _Added:
+    """A stage before its work is in local rows: who computes what, what moves, what is held then."""
+
+    parts: IntArray
+    ranks: IntArray
+    casts: dict[Side, Transfer | None]
+    keeps: dict[Side, bool]
+    held: dict[Side, RowSpace]
+
+
 class PassBuilder:
     """Collects the stages of a pass on one placement."""
 
     def __init__(self, placed: PlacedMask, route: Route = direct):
         self.placed, self.route = placed, route
-        self.stages: list[Stage] = []
+        self._added: list[_Added] = []
         self._held: dict[Side, RowSpace] = {"q": placed.space, "k": placed.space}
 
     def add(
@@ -139,8 +154,7 @@ class PassBuilder:
             casts[side], self._held[side] = None, held
             if len(missing):
                 casts[side], self._held[side] = send(self.route, self.placed.owners, held, missing)
-        work = _local_work(parts, ranks, self._held["q"], self._held["k"])
-        self.stages.append(Stage(work, casts["k"], casts["q"], keeps_k, keeps_q))
+        self._added.append(_Added(parts, ranks, casts, keeps, dict(self._held)))
 
     def add_own(self) -> None:
         """Appends the stage in which every rank attends to the keys that it owns; nothing moves."""
@@ -150,28 +164,54 @@ class PassBuilder:
 
     def build(self) -> Pass:
         """Returns the pass of the stages added so far."""
-        return Pass(tuple(self.stages))
+        works = _local_works(self._added) if self._added else []
+        return Pass(
+            tuple(
+                Stage(work, one.casts["k"], one.casts["q"], one.keeps["k"], one.keeps["q"])
+                for work, one in zip(works, self._added, strict=True)
+            )
+        )
 
 
-def _local_work(
-    parts: IntArray, ranks: IntArray, queries: RowSpace, keys: RowSpace
-) -> tuple[AttentionMask, ...]:
-    """Returns each rank's mask on the rows that it holds.
+def _local_works(added: list[_Added]) -> list[tuple[AttentionMask, ...]]:
+    """Returns each rank's mask on the rows that it holds, for every stage.
 
-    All ranks are merged in one go, on a diagonal of blocks so far apart that slices of two ranks are
-    never neighbours, in queries, keys or distance.
+    Ranks and stages are merged in one go, on a diagonal of blocks so far apart that slices of two are
+    never neighbours, in queries, keys or distance; for very many, in several goes.
     """
-    q_step = int(queries.sizes.max()) + 1
-    k_step = 2 * q_step + int(keys.sizes.max())
-    rows = shift_rows(parts, q=ranks * queries.stride, k=ranks * keys.stride)
+    q_sizes, k_sizes = (np.stack([one.held[side].sizes for one in added]) for side in COLUMNS)
+    q_step = int(q_sizes.max()) + 1
+    k_step = 2 * q_step + int(k_sizes.max())
+    num_ranks = q_sizes.shape[1]
+    together = max(1, FARTHEST // (num_ranks * k_step))
+    works = []
+    for first in range(0, len(added), together):
+        some = added[first : first + together]
+        blocks = [
+            shift_rows(
+                _on_diagonal(one, q_step, k_step),
+                stage * num_ranks * q_step,
+                stage * num_ranks * k_step,
+            )
+            for stage, one in enumerate(some)
+        ]
+        rows = sweep.merge(np.concatenate(blocks))
+        block = rows[:, Q_START] // q_step
+        rows = shift_rows(rows, q=-block * q_step, k=-block * k_step)
+        queries, keys = (t[first : first + together].reshape(-1) for t in (q_sizes, k_sizes))
+        masks = AttentionMask.many(queries, keys, rows, block)
+        works += [masks[i : i + num_ranks] for i in range(0, len(masks), num_ranks)]
+    return works
+
+
+def _on_diagonal(one: _Added, q_step: int, k_step: int) -> IntArray:
+    """Returns the slices of a stage in local rows, those of rank r in block r of the diagonal."""
+    queries, keys = one.held["q"], one.held["k"]
+    rows = shift_rows(one.parts, q=one.ranks * queries.stride, k=one.ranks * keys.stride)
     rows, _, run = cut_rows(rows, queries.runs, Q_START, Q_END)
     rows = shift_rows(rows, q=queries.shifts(q_step)[run])
     rows, _, run = cut_rows(rows, keys.runs, K_START, K_END)
-    rows = shift_rows(rows, k=keys.shifts(k_step)[run])
-    rows = sweep.merge(rows)
-    rank = rows[:, Q_START] // q_step
-    rows = shift_rows(rows, q=-rank * q_step, k=-rank * k_step)
-    return AttentionMask.many(queries.sizes, keys.sizes, rows, rank)
+    return shift_rows(rows, k=keys.shifts(k_step)[run])
 
 
 def _square(cell: IntArray, amounts: IntArray, size: int) -> FloatArray:
