@@ -2,7 +2,7 @@
 
     look      every head degree: the published schemes on tokens in order and zigzag (needed keys, ring,
               all-gather, Ulysses, USP), and one placement by documents or by area
-    improve   the degree that did best so far, a step at a time: other placements (`plan/deals.py`), and compute
+    improve   the degree that promises most, a step at a time: other placements (`plan/deals.py`), and compute
               moved away from the queries' owners by recursive bisection (`plan/assignment.py`)
 
 until effort is spent or a plan is as good as perfect; then an optional improver (`plan/improvers`). Everything is
