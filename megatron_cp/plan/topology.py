@@ -86,6 +86,8 @@ _CELL = ("rows", "keys", "forward_tflops", "backward_tflops")
 _SLANTED = ("slanted_forward_tflops", "slanted_backward_tflops")
 _COUNTS = ("node_size", "rows", "keys")
 _MAY_BE_0 = ("latency_us", "contention")
+_ENTRIES = ("name", "node_size", *_LINKS, "contention", "kernel")
+_MOST = 2.0**31  # of a count; larger ones leave the integers that plans are made of
 
 
 def get_topology(name: str | Topology) -> Topology:
@@ -112,27 +114,34 @@ def read_topology(word: str) -> str | Topology:
 def load_profile(path: str | Path) -> Topology:
     """Returns the hardware row of a measured file, with its table of kernel rates.
 
-    Raises ValueError, naming the entry and the file, for what is missing, not a number or not positive.
+    Raises ValueError, naming the entry and the file, for what is missing, unknown, not a number or not
+    positive, and for a name that is no string.
     """
     where = f"profile {path}"
     try:
         content = json.loads(Path(path).read_text())
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise ValueError(
             f"{where} is not JSON ({problem}); write it as docs/simulate.md shows"
         ) from None
     if not isinstance(content, dict):
         raise ValueError(f"{where} must be a JSON object; write it as docs/simulate.md shows")
+    _check_keys(content, _ENTRIES, where)
+    name = content.get("name", Path(path).stem)
+    if not isinstance(name, str):
+        raise ValueError(
+            f"{where}: entry 'name' is {_shown(name)}; it must be a string, as in \"my cluster\""
+        )
     cells = content.get("kernel")
     if not isinstance(cells, list) or not cells:
         raise ValueError(
-            f"{where}: entry 'kernel' is {cells!r}; it must be a list of measured slices, each with "
+            f"{where}: entry 'kernel' is {_shown(cells)}; it must be a list of measured slices, each with "
             f"{', '.join(_CELL)}"
         )
     kernels = _kernel_rates(cells, where)
     links = {key: _number(content, key, where) for key in _LINKS}
     return Topology(
-        name=str(content.get("name", Path(path).stem)),
+        name=name,
         forward_tflops=_peak(kernels.forward_tflops),
         backward_tflops=_peak(kernels.backward_tflops),
         node_size=int(_number(content, "node_size", where)),
@@ -153,7 +162,8 @@ def _kernel_rates(cells: list[Any], where: str) -> KernelRates:
     for index, cell in enumerate(cells):
         entry = f"{where}: kernel[{index}]"
         if not isinstance(cell, dict):
-            raise ValueError(f"{entry} is {cell!r}; it must have {', '.join(_CELL)}")
+            raise ValueError(f"{entry} is {_shown(cell)}; it must have {', '.join(_CELL)}")
+        _check_keys(cell, _CELL + _SLANTED, entry)
         rows, keys, *measured = (_number(cell, key, entry) for key in names)
         shape = int(rows), int(keys)
         if shape in rates:
@@ -178,14 +188,42 @@ def _kernel_rates(cells: list[Any], where: str) -> KernelRates:
     return KernelRates(tuple(all_rows), tuple(all_keys), table(0), table(1))
 
 
+def _check_keys(entries: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
+    """Raises ValueError for the first key that is not known: a misspelt one would be left out silently."""
+    for key in entries:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
+            raise ValueError(
+                f"{where}: entry {_shown(key)} is unknown; use only {', '.join(known)} (nearest: {near})"
+            )
+
+
 def _number(entries: Mapping[str, Any], key: str, where: str) -> float:
-    """Returns a positive entry; latency may be 0, counts must be whole."""
+    """Returns a positive entry; latency and contention may be 0, counts must be whole."""
     value = entries.get(key)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    kind = "0 or a positive number" if key in _MAY_BE_0 else "a positive number"
+    if key in _COUNTS:
+        kind = f"a positive whole number, at most {_MOST:.0f}"
     if value is None:
-        raise ValueError(f"{where}: entry {key!r} is missing; give a positive number")
-    least_is_fine = is_number and (value > 0 or (key in _MAY_BE_0 and value == 0))
-    if not least_is_fine or not math.isfinite(value) or (key in _COUNTS and value != int(value)):
-        kind = "a positive whole number" if key in _COUNTS else "a positive number"
-        raise ValueError(f"{where}: entry {key!r} is {value!r}; it must be {kind}")
-    return float(value)
+        raise ValueError(f"{where}: entry {key!r} is missing; give {kind}")
+    number = _finite(value)
+    is_legal = number > 0 or (key in _MAY_BE_0 and number == 0)
+    if not is_legal or (key in _COUNTS and (number > _MOST or number % 1)):
+        raise ValueError(f"{where}: entry {key!r} is {_shown(value)}; it must be {kind}")
+    return number
+
+
+def _finite(value: object) -> float:
+    """Returns a JSON number as a float, and -1 for all that is no finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return -1.0
+    try:
+        number = float(value)
+    except OverflowError:  # JSON integers know no limit
+        return -1.0
+    return number if math.isfinite(number) else -1.0
+
+
+def _shown(value: object) -> str:
+    words = repr(value)
+    return words if len(words) <= 60 else f"{words[:57]}..."

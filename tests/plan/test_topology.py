@@ -53,6 +53,10 @@ def test_a_profile_holds_what_its_file_says(write):
     assert get_topology(row) is row
 
 
+def test_a_profile_without_a_name_has_that_of_its_file(write):
+    assert load_profile(write(profile(name=None))).name == "profile"
+
+
 def cells_without(index, **entries):
     cells = profile()["kernel"]
     changed = {**cells[index], **entries}
@@ -74,12 +78,20 @@ BAD_PROFILES = {
     "text": (profile(outer_gbytes_per_s="fast"), ["'outer_gbytes_per_s' is 'fast'"]),
     "true": (profile(inner_gbytes_per_s=True), ["'inner_gbytes_per_s' is True"]),
     "half a node": (profile(node_size=2.5), ["'node_size' is 2.5", "whole number"]),
-    "infinite": ('{"kernel": [1], "x": Infinity}', ["kernel[0]"]),
+    "infinite": (profile(inner_gbytes_per_s=float("inf")), ["'inner_gbytes_per_s' is inf"]),
     "negative rate": (cells_without(2, forward_tflops=-1), ["kernel[2]", "'forward_tflops' is -1"]),
     "no rate": (cells_without(1, backward_tflops=None), ["kernel[1]", "'backward_tflops' is missing"]),
     "no rows": (cells_without(0, rows=0), ["kernel[0]", "'rows' is 0"]),
     "slanted once": (cells_without(1, slanted_forward_tflops=5), ["kernel[0]", "'slanted_forward_tflops' is missing"]),
     "repeated": (cells_without(3, rows=128), ["kernel[3] repeats rows=128, keys=2048"]),
+    "huge node": (profile(node_size=10**400), ["'node_size' is 1000", "whole number, at most 2147483648"]),
+    "more than a node": (profile(node_size=2**31 + 1), ["'node_size' is 2147483649", "at most 2147483648"]),
+    "huge link": (profile(inner_gbytes_per_s=10**400), ["'inner_gbytes_per_s' is 1000", "a positive number"]),
+    "latency of text": (profile(latency_us="x"), ["'latency_us' is 'x'; it must be 0 or a positive number"]),
+    "latency left out": (profile(latency_us=None), ["give 0 or a positive number"]),
+    "misspelt": (profile(node_sizes=8), ["entry 'node_sizes' is unknown", "nearest: node_size)"]),
+    "misspelt in a cell": (cells_without(1, row=5), ["kernel[1]: entry 'row' is unknown", "nearest: rows)"]),
+    "name no string": (profile(name=[1, 2]), ["entry 'name' is [1, 2]; it must be a string"]),
     "hole": (profile(kernel=profile()["kernel"][:3]), ["no entry for rows=1024, keys=2048"]),
 }  # fmt: skip
 
@@ -91,7 +103,7 @@ def test_a_bad_profile_is_refused_in_one_line_with_entry_and_file(write, name):
     with pytest.raises(ValueError) as caught:
         load_profile(path)
     message = str(caught.value)
-    assert "\n" not in message and str(path) in message
+    assert "\n" not in message and str(path) in message and len(message) < 400
     for fragment in fragments:
         assert fragment in message
 
