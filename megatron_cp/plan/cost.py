@@ -61,10 +61,6 @@ class Movement:
             self.seconds_per_byte + other.seconds_per_byte, self.latency + other.latency
         )
 
-    def part(self, count: int) -> "Movement":
-        """Returns the movement of one of `count` equal parts of the rows."""
-        return Movement(self.seconds_per_byte / count, self.latency)
-
 
 @dataclass(frozen=True)
 class SideLoads:

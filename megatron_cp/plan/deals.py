@@ -54,9 +54,9 @@ class Deals:
         return bool(per_rank.max() <= (1 + FINE) * per_rank.mean())
 
     def zigzag(self, degree: int) -> Placement:
-        """Returns two mirrored pieces of the stream for every super-rank."""
+        """Returns two mirrored pieces of the stream per super-rank; in order where a chosen chunk would be cut."""
         groups = self.cp_size // degree
-        if groups == 1:
+        if groups == 1 or degree * self.rows // 2 % (self.config.chunk_size or 1):
             return self.in_order()
         first = np.arange(groups)
         halves = np.stack([first, 2 * groups - 1 - first], axis=1)

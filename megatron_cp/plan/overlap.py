@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from megatron_cp.mask import interval
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.mask.slice import K_END, K_START, Q_END, Q_START, cut_rows, rows_area
+from megatron_cp.mask.slice import Q_START, cut_rows, rows_area
 from megatron_cp.plan.assignment import Assignment
-from megatron_cp.plan.routing import Route, direct
+from megatron_cp.plan.routing import DST, ID_START, Route, direct
 from megatron_cp.plan.schema import Pass, Side
 from megatron_cp.plan.stages import COLUMNS, PassBuilder, PlacedMask
 
@@ -69,12 +69,15 @@ class AssignedMask:
     def __init__(self, placed: PlacedMask, assignment: Assignment):
         self.placed = placed
         parts, ranks = assignment.parts, assignment.ranks
-        pieces = np.clip(PIECES // placed.num_ranks, *PIECES_PER_RANK)
-        runs = interval.cut(placed.owners.ids, max(1, placed.own_rows // int(pieces)))
-        for start, end in ((Q_START, Q_END), (K_START, K_END)):
-            parts, source, _ = cut_rows(parts, runs, start, end)
+        per_rank = int(np.clip(PIECES // placed.num_ranks, *PIECES_PER_RANK))
+        runs = interval.cut(placed.owners.ids, max(1, placed.own_rows // per_rank))
+        pieces: dict[Side, IntArray] = {}
+        for side, (start, end) in COLUMNS.items():
+            parts, source, piece = cut_rows(parts, runs, start, end)
             ranks = ranks[source]
+            pieces = {**{one: known[source] for one, known in pieces.items()}, side: piece}
         self.parts, self.ranks = parts, ranks
+        self.pieces, self.num_pieces = pieces, len(runs)
         self.area = rows_area(parts).astype(np.float64)
         self.is_own: dict[Side, BoolArray] = {
             side: placed.owners.rank_of(parts[:, start]) == ranks
@@ -125,7 +128,9 @@ class AssignedMask:
                 before = held[side] if staging.keeps(index) == side else placed.space
                 missing = before.missing(interval.normalise(wanted))
                 arriving[side] = route(placed.owners, before, missing) if len(missing) else []
-                held[side] = before.plus(missing)
+                for hop in arriving[side]:  # relays hold what they pass on
+                    before = before.plus(before.keys_of(hop[:, ID_START:], hop[:, DST]))
+                held[side] = before
             areas = self._per_rank(self.area * now)
             found.append(AssignedStage(areas, arriving, staging.keeps(index)))
         return found
@@ -144,9 +149,8 @@ class AssignedMask:
     def _foreign_first(self, side: Side) -> IntArray:
         """Orders the parts of a rank: those of foreign rows of a side, then those of own rows along the other side."""
         other: Side = "q" if side == "k" else "k"
-        rows, others = (self.parts[:, COLUMNS[one][0]] for one in (side, other))
-        stride = self.placed.space.stride
-        return np.stack([self.ranks, np.where(self.is_own[side], stride + others, rows)])
+        along = np.where(self.is_own[side], self.num_pieces + self.pieces[other], self.pieces[side])
+        return np.stack([self.ranks, along])
 
     def _share_before(self, keys: IntArray, chosen: BoolArray) -> FloatArray:
         """Returns the share of its rank's chosen area that lies before the middle of each part's run of equal keys."""

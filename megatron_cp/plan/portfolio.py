@@ -1,22 +1,40 @@
 """Planner "auto": the best of everything that `plan/search.py` looks at, built.
 
-Published schemes are among the candidates with their exact prices, so our plan is never predicted slower than the
-best of them.
+Published schemes are among the candidates with their exact prices; only those that cannot come near the best are
+left out before.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from megatron_cp.config import CPConfig
+from megatron_cp.plan.cost import makespan_seconds
 from megatron_cp.plan.deals import Family
 from megatron_cp.plan.memory import received_bytes
 from megatron_cp.plan.pricing import PASSES, Choice
 from megatron_cp.plan.schema import AttentionPlan, PassName
 from megatron_cp.plan.search import Candidate, candidates
+from megatron_cp.plan.topology import get_topology
 
-NEAR = 1.0025  # predictions cannot tell such plans apart: balance, then bytes decide
+NEAR = 1.00125  # predictions cannot tell such passes, or plans, apart: balance, then bytes decide
 GOOD_IMBALANCE = 1.02  # below, balance does not decide
+MOST_MEASURED = 12  # plans built to price them with measured kernel rates
+
+Chosen = dict[tuple[str, PassName], Choice]
+
+
+@dataclass(frozen=True)
+class _Total:
+    """The figures of all passes of a family on one placement; imbalances count by time."""
+
+    seconds: float
+    moved_bytes: float
+    imbalance: float
+
+
+Priced = TypeVar("Priced", Choice, _Total)
 
 
 def best_family(masks: Family, cp_size: int, config: CPConfig) -> dict[str, AttentionPlan]:
@@ -26,75 +44,81 @@ def best_family(masks: Family, cp_size: int, config: CPConfig) -> dict[str, Atte
     pass by itself. Some prices are estimates: the winner is priced exactly, and competes again until it wins at that.
     """
     found = candidates(masks, cp_size, config)
+    has_rates = get_topology(config.topology).kernels is not None
+    measured: list[tuple[float, dict[str, AttentionPlan]]] = []
+    least_held = math.inf
     while True:
-        chosen = [{key: _pick(choices) for key, choices in one.choices.items()} for one in found]
-        totals = [_total(masks, choices) for choices in chosen]
+        choices = [{key: _pick(ways) for key, ways in one.choices.items()} for one in found]
+        totals = [_total(masks, chosen) for chosen in choices]
         best = totals.index(_pick(totals))
-        estimates = [(key, choice) for key, choice in chosen[best].items() if choice.refine]
-        if not estimates:
-            plans = _build(masks, found[best], chosen[best], config)
-            too_large = _too_large(plans, config, totals[best].seconds)
-            if not too_large:
-                return plans
-            for key in too_large:
-                choices, choice = found[best].choices[key], chosen[best][key]
-                choices[choices.index(choice)] = replace(choice, seconds=math.inf)
+        candidate, chosen = found[best], choices[best]
+        estimates = {key: one.refine() for key, one in chosen.items() if one.refine is not None}
+        if estimates:
+            _replace(candidate, chosen, estimates)
             continue
-        for key, choice in estimates:
-            assert choice.refine is not None
-            choices = found[best].choices[key]
-            choices[choices.index(choice)] = choice.refine()
+        plans = _build(masks, candidate, chosen, config)
+        if has_rates:
+            prices = {key: makespan_seconds(plans[key[0]], key[1]) for key in chosen}
+            measured.append((sum(masks[key[0]][1] * prices[key] for key in prices), plans))
+            slower = {key: prices[key] for key, one in chosen.items() if prices[key] > one.seconds}
+            if slower and len(measured) < MOST_MEASURED and config.max_received_mb is None:
+                slow = {key: replace(chosen[key], seconds=price) for key, price in slower.items()}
+                _replace(candidate, chosen, slow)
+                continue
+            _, plans = min(measured, key=lambda one: one[0])
+        too_large, held = _too_large(plans, config)
+        if not too_large:
+            return plans
+        least_held = min(least_held, held)
+        if math.isinf(totals[best].seconds):
+            raise ValueError(
+                f"max_received_mb={config.max_received_mb} cannot be kept by any plan that planner 'auto' knows; the "
+                f"smallest holds {math.ceil(least_held)} MB of received rows on a rank: raise it to that, or plan "
+                "for more ranks"
+            )
+        _replace(candidate, chosen, {k: replace(chosen[k], seconds=math.inf) for k in too_large})
+
+
+def _replace(candidate: Candidate, chosen: Chosen, others: Chosen) -> None:
+    for key, other in others.items():
+        ways = candidate.choices[key]
+        ways[ways.index(chosen[key])] = other
 
 
 def _too_large(
-    plans: Mapping[str, AttentionPlan], config: CPConfig, seconds: float
-) -> dict[tuple[str, PassName], float]:
-    """Returns the passes that hold more received rows than the config allows, with their megabytes.
-
-    Raises ValueError when nothing is left to try: `seconds` of the best choice is infinite.
-    """
+    plans: Mapping[str, AttentionPlan], config: CPConfig
+) -> tuple[list[tuple[str, PassName]], float]:
+    """Returns the passes that hold more received rows than the config allows, and the most megabytes that one holds."""
     limit = config.max_received_mb
     if limit is None:
-        return {}
+        return [], 0.0
     held = {
         (name, which): float(received_bytes(plan, which).max()) / 1e6
         for name, plan in plans.items()
         for which in PASSES
     }
-    if math.isinf(seconds):
-        raise ValueError(
-            f"max_received_mb={limit} cannot be kept by any plan that planner 'auto' knows (the last holds "
-            f"{math.ceil(max(held.values()))} MB of received rows on a rank); raise it, or use planner='zigzag', "
-            "which holds two ranks' keys at a time"
-        )
-    return {key: size for key, size in held.items() if size > limit}
+    return [key for key, size in held.items() if size > limit], max(held.values())
 
 
-def _pick(choices: Sequence[Choice]) -> Choice:
+def _pick(choices: Sequence[Priced]) -> Priced:
     """Returns the fastest choice, or one as good: balanced and with fewer bytes moved."""
     limit = NEAR * min(choice.seconds for choice in choices)
     near = [choice for choice in choices if choice.seconds <= limit]
     return min(near, key=lambda c: (max(c.imbalance, GOOD_IMBALANCE), c.moved_bytes, c.seconds))
 
 
-def _total(masks: Family, chosen: Mapping[tuple[str, PassName], Choice]) -> Choice:
-    """Returns the figures of a family as if it were one choice; imbalances count by time."""
+def _total(masks: Family, chosen: Chosen) -> _Total:
     weighted = [(masks[name][1], choice) for (name, _), choice in chosen.items()]
     seconds = sum(weight * choice.seconds for weight, choice in weighted)
+    if not 0 < seconds < math.inf:
+        return _Total(seconds, 0.0, 1.0)
     loads = sum(weight * choice.seconds * choice.imbalance for weight, choice in weighted)
-    return Choice(
-        seconds,
-        sum(weight * choice.moved_bytes for weight, choice in weighted),
-        loads / seconds if seconds else 1.0,
-        build=weighted[0][1].build,
-    )
+    moved = sum(weight * choice.moved_bytes for weight, choice in weighted)
+    return _Total(seconds, moved, loads / seconds)
 
 
 def _build(
-    masks: Family,
-    candidate: Candidate,
-    chosen: Mapping[tuple[str, PassName], Choice],
-    config: CPConfig,
+    masks: Family, candidate: Candidate, chosen: Chosen, config: CPConfig
 ) -> dict[str, AttentionPlan]:
     tokens, plans = candidate.placement.tokens, {}
     for name, (mask, _) in masks.items():

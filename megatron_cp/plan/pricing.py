@@ -63,7 +63,7 @@ class Choice:
     """One way to run one pass of one mask on one placement."""
 
     seconds: float  # of one layer
-    moved_bytes: float  # sent by all ranks
+    moved_bytes: float  # to all ranks that compute, and back; relays not counted
     imbalance: float
     build: Callable[[], Pass]
     refine: "Callable[[], Choice] | None" = (
@@ -199,15 +199,16 @@ def published_choices(groups: HeadGroups, limit: float = math.inf) -> list[Both]
 def even_keys_choice(groups: HeadGroups) -> Both:
     """Returns the way in which needed keys come in stages of equal rows (MagiAttention's static overlap)."""
     figures, num_ranks = placement_figures(groups.placed), groups.placed.num_ranks
+    count = groups.config.num_stages or EVEN_STAGES
     local = np.diagonal(figures.areas)
     src, dst = np.nonzero(figures.rows)
     rows = figures.rows[src, dst]
-    moved = hop_movement(src, dst, rows / EVEN_STAGES, num_ranks, groups.topology)
-    remote = (figures.loads - local) / EVEN_STAGES
+    moved = hop_movement(src, dst, rows / count, num_ranks, groups.topology)
+    remote = (figures.loads - local) / count
 
     @functools.cache
     def build() -> Pass:
-        return needed_keys_pass(groups.placed, EVEN_STAGES)
+        return needed_keys_pass(groups.placed, count)
 
     @functools.cache
     def exact() -> Both:
@@ -217,12 +218,13 @@ def even_keys_choice(groups: HeadGroups) -> Both:
         loads = _key_loads(np.array(areas, dtype=np.float64), moves)
         return groups.same_both_ways(loads, float(rows.sum()), build)
 
-    loads = _key_loads(np.array([local, *[remote] * EVEN_STAGES]), [None, *[moved] * EVEN_STAGES])
+    loads = _key_loads(np.array([local, *[remote] * count]), [None, *[moved] * count])
     estimate = groups.same_both_ways(loads, float(rows.sum()), build)
-    return {
-        name: replace(choice, refine=functools.partial(lambda name: exact()[name], name))
-        for name, choice in estimate.items()
-    }
+
+    def estimate_of(name: PassName) -> Choice:
+        return replace(estimate[name], refine=lambda: exact()[name])
+
+    return {name: estimate_of(name) for name in PASSES}
 
 
 def _key_loads(areas: FloatArray, moves: Sequence[Movement | None]) -> PassLoads:
@@ -247,9 +249,9 @@ def _ring(groups: HeadGroups, figures: Figures) -> Both:
     ranks, steps = np.arange(num_ranks), np.arange(num_ranks)[:, None]
     src, dst = (ranks - steps) % num_ranks, (ranks + steps) % num_ranks
     # In a step every rank has one partner to receive from and one to send to: the slower link decides.
-    node = ranks // topology.node_size
-    is_far = ((node != node[src]) | (node != node[dst])).astype(np.int64)
-    per_byte: FloatArray = seconds_per_byte(topology)[is_far] * (figures.own_rows * (steps > 0))
+    node, levels = ranks // topology.node_size, seconds_per_byte(topology)
+    slower = np.maximum(*(levels[(node != node[end]).astype(np.int64)] for end in (src, dst)))
+    per_byte: FloatArray = slower * (figures.own_rows * (steps > 0))
     latency = np.where(steps[:, 0] > 0, topology.latency_us * 1e-6, 0.0)
     moved = SideLoads(per_byte, latency, np.zeros(num_ranks, dtype=bool))
     loads = PassLoads(figures.areas[ranks, src], moved if num_ranks > 1 else None)

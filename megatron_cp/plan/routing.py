@@ -33,11 +33,6 @@ class RowSpace:
     stride: int
 
     @classmethod
-    def own(cls, own_ids: IntArray) -> "RowSpace":
-        """Returns the space in which rank r holds `own_ids[r]` `[R]`; O(tokens)."""
-        return cls.placed(Placement.of_chunks(own_ids, chunk_size=1))
-
-    @classmethod
     def placed(cls, placement: Placement) -> "RowSpace":
         """Returns the space in which the ranks hold the rows of their own tokens; O(runs)."""
         stride = placement.num_ranks * placement.own_rows + 1

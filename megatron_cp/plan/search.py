@@ -1,7 +1,7 @@
 """What planner "auto" looks at: placements of tokens, degrees of head exchange, and who computes what.
 
-    look      every head degree: the published schemes on tokens in order and zigzag (needed keys, ring,
-              all-gather, Ulysses, USP), and one placement by documents or by area
+    look      every head degree: one placement by documents or by area, then the published schemes on tokens in
+              order and zigzag (needed keys, ring, all-gather, Ulysses, USP) that may come near
     improve   the degree that promises most, a step at a time: other placements (`plan/deals.py`), and compute
               moved away from the queries' owners by recursive bisection (`plan/assignment.py`)
 
@@ -14,11 +14,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from megatron_cp.config import CPConfig
 from megatron_cp.plan.assigned import assigned_choice, move_compute, stay_at_home
-from megatron_cp.plan.cost import compute_seconds, load_bound_seconds, seconds_per_byte
+from megatron_cp.plan.cost import load_bound_seconds, seconds_per_byte
 from megatron_cp.plan.deals import Deals, Family
 from megatron_cp.plan.improvers import Problem, improve, measure
 from megatron_cp.plan.placement import Placement
@@ -77,22 +75,21 @@ def _move(groups: HeadGroups, limit: float) -> list[Both]:
 
 def _solved(groups: HeadGroups) -> list[Both]:
     """Returns what the config's improver makes of the better of both assignments, if it finds anything."""
-    config, one_pair = groups.config, np.ones(1)
-    pair = sum(float(compute_seconds(one_pair, config, name)[0]) for name in PASSES)
     topology = groups.topology
     inner, outer = seconds_per_byte(topology).tolist()
     problem = Problem(
         groups.placed,
         groups.weights(),
-        pair / groups.degree,
+        groups.compute_seconds(1.0),
         (inner, outer),
         topology.node_size,
         topology.contention,
     )
     starts = (stay_at_home(groups), move_compute(groups))
     start = min(starts, key=functools.partial(measure, problem))
-    assert config.improver is not None
-    better = improve(problem, start, config.improver, config.improver_effort)
+    improver, effort = groups.config.improver, groups.config.improver_effort
+    assert improver is not None
+    better = improve(problem, start, improver, effort)
     return [] if better is None else [assigned_choice(groups, better)]
 
 
@@ -152,8 +149,6 @@ class _Search:
     def look(self) -> None:
         """Prices the published schemes exactly, and one placement by documents or by area per degree."""
         for degree in self.degrees:
-            if self._is_perfect():
-                return
             by_documents = self.deals.by_documents(degree, LOOSE)
             if by_documents is not None:
                 self._price(by_documents, degree, STAY)
@@ -231,9 +226,10 @@ class _Search:
         return min(self.fastest.values()) <= PERFECT * self.bound
 
     def _price(self, placement: Placement, degree: int, way: Way) -> float:
-        """Returns the price of all masks on a placement, with this head degree or the one that suits a mask best.
+        """Adds the ways to run all masks on a placement, with this head degree or the one that suits a mask best.
 
-        A degree promises what its fastest way would take if nobody waited for the busiest rank.
+        Returns the price, or the best of the degree where these ways are known already. A degree promises what its
+        fastest way would take if nobody waited for the busiest rank.
         """
         new = Candidate(placement, {(name, which): [] for name in self.masks for which in PASSES})
         candidate = self.found.setdefault(placement.ids.tobytes(), new)

@@ -1,5 +1,8 @@
 """Received rows are counted as they are held, and a limit on them is kept or refused."""
 
+import re
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -47,7 +50,15 @@ def test_auto_keeps_a_limit_on_received_rows(share):
     assert held(limit) <= limit
 
 
-def test_a_limit_that_no_plan_keeps_is_refused_in_one_line():
+def test_where_nothing_may_be_received_heads_are_exchanged():
+    config = CPConfig(num_heads=32, num_kv_heads=8, max_received_mb=1)
+    plan = make_plan(masks.causal(1 << 17), 8, config)
+    assert all(plan.stats(name)["received_mb_max"] == 0 for name in ("forward", "backward"))
+
+
+def test_a_limit_that_no_plan_keeps_is_refused_with_one_that_a_plan_keeps():
     config = CPConfig(head_dim=128, max_received_mb=1)  # one head: nothing to exchange
-    with pytest.raises(ValueError, match="max_received_mb=1 cannot be kept"):
+    with pytest.raises(ValueError, match="max_received_mb=1 cannot be kept") as refused:
         make_plan(masks.full(65_536), 4, config)
+    held = int(re.search(r"smallest holds (\d+) MB", str(refused.value)).group(1))
+    assert make_plan(masks.full(65_536), 4, replace(config, max_received_mb=held))

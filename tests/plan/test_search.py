@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_cp import mask as masks
-from megatron_cp.config import Topology
+from megatron_cp.config import KernelRates, Topology
 from megatron_cp.plan import AttentionPlan, forget_plans, make_plan, make_plans
 from megatron_cp.plan.assignment import Weights, assign
 from megatron_cp.plan.cost import makespan_seconds
@@ -267,3 +267,26 @@ def test_an_improver_never_makes_a_plan_slower_and_computes_every_pair(improver)
 def test_an_unknown_improver_is_named_with_the_nearest():
     with pytest.raises(ValueError, match=r"improver='cpsat' is unknown; .*nearest: cp_sat"):
         make_plan(masks.causal(64), 2, config(improver="cpsat"))
+
+
+def test_measured_kernel_rates_decide_between_few_large_and_many_small_slices():
+    """Rates that grow with the slice: exchanging heads keeps slices whole, moving compute cuts them."""
+    sizes = (128, 2048, 32_768)
+    table = tuple(tuple(40.0 + r / 64 + k / 128 for k in sizes) for r in sizes)
+    rates = KernelRates(sizes, sizes, (table, table), (table, table))
+    machine = Topology("measured", 808.0, 808.0, 8, 370.0, 45.0, 20.0, kernels=rates)
+    options = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 128, "topology": machine}
+    seconds = {}
+    for planner in ("auto", *KNOWN):
+        plan = make_plan(masks.causal(32_768), 8, config(planner, **options))
+        seconds[planner] = sum(makespan_seconds(plan, name) for name in ("forward", "backward"))
+    assert seconds["auto"] <= 1.0025 * min(seconds.values()), seconds
+
+
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_a_chosen_number_of_stages_is_kept(num_stages):
+    options = config(num_heads=8, num_kv_heads=8, head_dim=128, num_stages=num_stages)
+    plan = make_plan(masks.causal(1 << 15), 4, options)
+    for pass_ in (plan.forward, plan.backward):
+        moving = [stage for stage in pass_.stages if stage.k_cast or stage.q_cast]
+        assert len(moving) in (0, num_stages)
