@@ -19,6 +19,15 @@ from megatron_cp.data.packing import PACKING_POLICIES, PackingConfig
 from megatron_cp.plan import PLANNERS
 from megatron_cp.plan.topology import TOPOLOGIES, read_topology
 from megatron_cp.report import dry_run, simulate_command
+from megatron_cp.report.arguments import (
+    SPLIT,
+    count,
+    lengths,
+    rank_count,
+    refuse_unused,
+    tokens,
+    window,
+)
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -46,6 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except (ValueError, NotImplementedError, OSError) as problem:
         refuse(f"python -m megatron_cp {args.command}: error: {problem}")
+    except MemoryError as problem:
+        refuse(
+            f"python -m megatron_cp {args.command}: error: out of memory ({problem}); plan fewer tokens, "
+            "documents or ranks"
+        )
 
 
 def build_parser() -> OneLineParser:
@@ -86,54 +100,29 @@ def build_parser() -> OneLineParser:
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--data-path", metavar="PREFIX", help="PREFIX.bin and PREFIX.idx")
-    source.add_argument("--lengths", type=_lengths, help="document lengths: 137,2041,89")
+    source.add_argument("--lengths", type=lengths, help="document lengths: 137,2041,89")
     parser.add_argument("--mask", choices=dry_run.MASKS, help="default: documents")
-    parser.add_argument("--window-size", type=_window, help="sliding window, keys before,after")
-    parser.add_argument("--seq-length", type=_count, help="tokens of a pack")
+    parser.add_argument("--window-size", type=window, help="sliding window, keys before,after")
+    parser.add_argument("--seq-length", type=tokens, help="tokens of a pack, as 131072 or 128K")
+    parser.add_argument("--split", help=f"of --data-path, first part used; default {SPLIT}")
     parser.add_argument(
-        "--split", default="969,30,1", help="as in training; its first part is used"
+        "--packing", choices=PACKING_POLICIES, help="of --data-path; default: split"
     )
-    parser.add_argument("--packing", choices=PACKING_POLICIES, default="split")
-    parser.add_argument("--seed", type=int, default=1234, help="order of the documents")
-    parser.add_argument("--packs", type=_count, default=2, help="packs to plan")
-    parser.add_argument("--context-parallel-size", type=_count, default=8)
-    parser.add_argument("--tensor-model-parallel-size", type=_count, default=1)
-    parser.add_argument("--num-attention-heads", type=_count, default=32)
-    parser.add_argument("--num-query-groups", type=_count, help="default: as many as heads")
-    parser.add_argument("--kv-channels", type=_count, default=128, help="size of a head")
+    parser.add_argument("--seed", type=int, help="order of --data-path's documents; default 1234")
+    parser.add_argument("--packs", type=count, default=2, help="packs to plan")
+    parser.add_argument("--context-parallel-size", type=rank_count, default=8)
+    parser.add_argument("--tensor-model-parallel-size", type=count, default=1)
+    parser.add_argument("--num-attention-heads", type=count, default=32)
+    parser.add_argument("--num-query-groups", type=count, help="default: as many as heads")
+    parser.add_argument("--kv-channels", type=count, default=128, help="size of a head")
     parser.add_argument("--cp-planner", default="auto", choices=sorted(PLANNERS))
-    parser.add_argument("--cp-chunk-size", type=_count, help="tokens per unit of dispatch")
+    parser.add_argument("--cp-chunk-size", type=count, help="tokens per unit of dispatch")
     parser.add_argument(
         "--cp-topology", default="h100", metavar="NAME",
         help=f"{', '.join(TOPOLOGIES)}, or a measured profile (.json)",
     )  # fmt: skip
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the pictures here")
     parser.set_defaults(run=_plan)
-
-
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
-    return int(text)
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(word) for word in text.split(",")]
-    except ValueError:
-        words = f"{text!r} must be whole numbers separated by commas, as in 137,2041,89"
-        raise argparse.ArgumentTypeError(words) from None
-
-
-def _lengths(text: str) -> list[int]:
-    return _numbers(text)
-
-
-def _window(text: str) -> tuple[int, int]:
-    sides = _numbers(text)
-    if len(sides) != 2 or min(sides) < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} must be two counts, before,after, as in 1024,0")
-    return sides[0], sides[1]
 
 
 def _doctor(args: argparse.Namespace, words: Sequence[str]) -> int:
@@ -172,14 +161,19 @@ def _corpus(args: argparse.Namespace) -> dry_run.Corpus:
     if args.data_path is not None:
         if args.seq_length is None:
             raise ValueError("--data-path needs --seq-length, the tokens of a pack")
-        packing = PackingConfig(seq_length=args.seq_length, policy=args.packing, seed=args.seed)
+        packing = PackingConfig(
+            seq_length=args.seq_length,
+            policy=args.packing or "split",
+            seed=1234 if args.seed is None else args.seed,
+        )
         return dry_run.corpus_of_files(
             args.data_path,
-            split=args.split,
+            split=SPLIT if args.split is None else args.split,
             config=packing,
             mask=args.mask or "documents",
             num_packs=args.packs,
         )
+    refuse_unused(args, "split", "packing", "seed")
     if args.lengths is not None:
         return dry_run.corpus_of_lengths(
             args.lengths,

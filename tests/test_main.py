@@ -103,6 +103,42 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, words):
     refusal(capsys, *words)
 
 
+NEVER_MEANT = {  # flags, what the line must say
+    "a length beyond int64": (["--lengths", "9" * 23], ["--lengths", "to 2147483648"]),
+    "a total of terabytes": (["--lengths", "9999999999999"], ["--lengths", "to 2147483648"]),
+    "a sum beyond the limit": (["--lengths", "2147483648,1"], ["at most 2147483648 tokens in all"]),
+    "more digits than int reads": (["--lengths", "9" * 5000], ["--lengths", "to 2147483648"]),
+    "a long pack": (["--mask", "causal", "--seq-length", "9" * 23], ["--seq-length", "at most 2147483648"]),
+    "a wide window": (["--lengths", "8", "--window-size", f"{10**20},0"], ["--window-size"]),
+    "many ranks": (["--lengths", "8", "--context-parallel-size", "65537"], ["at most 65536"]),
+    "a wide head": (["--lengths", "8", "--kv-channels", "9" * 30], ["--kv-channels", "at most"]),
+    "split of lengths": (["--lengths", "8", "--split", "0,0,0"], ["--split 0,0,0 is for --data-path"]),
+    "seed of lengths": (["--lengths", "8", "--seed", "0"], ["--seed 0 is for --data-path"]),
+    "packing of a mask": (
+        ["--mask", "causal", "--seq-length", "8", "--packing", "keep"],
+        ["--packing keep is for --data-path"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(NEVER_MEANT))
+def test_what_cannot_be_meant_is_refused_by_name_and_limit(capsys, name):
+    words, fragments = NEVER_MEANT[name]
+    said = refusal(capsys, "plan", *words)
+    assert len(said) < 400
+    for fragment in fragments:
+        assert fragment in said
+
+
+def test_out_of_memory_is_one_line(capsys, monkeypatch):
+    def allocate(*_):
+        raise MemoryError("Unable to allocate 72.8 TiB")
+
+    monkeypatch.setattr("megatron_cp.report.dry_run.plan_corpus", allocate)
+    said = refusal(capsys, "plan", "--lengths", "64", *QUICK)
+    assert "out of memory (Unable to allocate 72.8 TiB); plan fewer tokens" in said
+
+
 def test_damaged_index_is_named_in_the_line(capsys, corpus):
     os.truncate(f"{corpus}.idx", 40)
     assert f"{corpus}.idx" in refusal(capsys, "plan", "--data-path", corpus, "--seq-length", "64")

@@ -25,6 +25,7 @@ FloatArray = NDArray[np.float64]
 Draw = Callable[[FloatArray, int], FloatArray]
 """From uniform numbers `[n, 2]` and the pack's tokens to lengths `[n]`."""
 
+MAX_TOKENS = 1 << 31  # of a pack: its token ids alone are 16 GiB, in every plan
 WINDOW = 1024
 VIDEO_BLOCK = 1024
 MAX_BLOCKS = (
@@ -179,7 +180,7 @@ WORKLOADS: Mapping[str, Workload] = {
 def document_lengths(workload: str, num_tokens: int, seed: int = 0) -> IntArray:
     """Returns lengths of at least 1 that sum to `num_tokens`; the last document is cut.
 
-    Raises ValueError for an unknown workload (naming the nearest) or fewer than one token.
+    Raises ValueError for an unknown workload (naming the nearest), fewer than one token or more than MAX_TOKENS.
     """
     rule = _known("workload", workload, WORKLOADS)
     _check_tokens(num_tokens)
@@ -309,7 +310,7 @@ def named_mask(
     """Returns the mask called `name` over `num_tokens` tokens.
 
     Masks of documents take `lengths` (cut or repeated to fill the tokens) or draw those of `workload`.
-    Raises ValueError for unknown names (with the nearest) and fewer than one token.
+    Raises ValueError for unknown names (with the nearest), fewer than one token and more than MAX_TOKENS.
     """
     rule = _known("mask", name, MASKS)
     _check_tokens(num_tokens)
@@ -326,9 +327,14 @@ def named_mask(
 
 
 def _check_tokens(num_tokens: int) -> None:
-    if not isinstance(num_tokens, int) or isinstance(num_tokens, bool) or num_tokens < 1:
+    if (
+        not isinstance(num_tokens, int)
+        or isinstance(num_tokens, bool)
+        or not (1 <= num_tokens <= MAX_TOKENS)
+    ):
         raise ValueError(
-            f"num_tokens={num_tokens!r} must be a positive integer, the tokens of a pack"
+            f"num_tokens={num_tokens!r} must be a positive integer of at most {MAX_TOKENS}, the tokens of a "
+            "pack; choose a shorter one"
         )
 
 

@@ -9,10 +9,9 @@ from pathlib import Path
 from megatron_cp.config import CPConfig
 from megatron_cp.plan import PLANNERS
 from megatron_cp.plan.topology import TOPOLOGIES, read_topology
-from megatron_cp.plan.workloads import MASKS, WORKLOADS
+from megatron_cp.plan.workloads import MASKS, MAX_TOKENS, WORKLOADS
 from megatron_cp.report import simulation
-
-MAX_RANKS = 1 << 16
+from megatron_cp.report.arguments import SPLIT, count, ranks, refuse_unused, tokens
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,18 +35,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--context-parallel-size", type=ranks, default=[8, 64, 512], metavar="N[,N...]",
         help="default: 8,64,512",
     )  # fmt: skip
-    parser.add_argument("--num-attention-heads", type=_count, default=64)
-    parser.add_argument("--num-query-groups", type=_count, help="default: an eighth of the heads")
-    parser.add_argument("--kv-channels", type=_count, default=128, help="size of a head")
+    parser.add_argument("--num-attention-heads", type=count, default=64)
+    parser.add_argument("--num-query-groups", type=count, help="default: an eighth of the heads")
+    parser.add_argument("--kv-channels", type=count, default=128, help="size of a head")
     parser.add_argument("--cp-planners", type=_words, help="default: all; as auto,zigzag,usp")
-    parser.add_argument("--cp-chunk-size", type=_count, help="tokens per unit of dispatch")
+    parser.add_argument("--cp-chunk-size", type=count, help="tokens per unit of dispatch")
     parser.add_argument(
         "--cp-topology", default="h100", metavar="NAME",
         help=f"{', '.join(TOPOLOGIES)}, or a measured profile (FILE.json)",
     )  # fmt: skip
-    parser.add_argument(
-        "--split", default="969,30,1", help="as in training; its first part is used"
-    )
+    parser.add_argument("--split", help=f"of --data-path, first part used; default {SPLIT}")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn, or of the order")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     parser.add_argument(
@@ -57,40 +54,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace of it")
 
 
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
-    return int(text)
-
-
-def tokens(text: str) -> int:
-    """Returns a number of tokens: 131072, 128K or 16M."""
-    factor = {"K": 1 << 10, "M": 1 << 20}.get(text[-1:].upper(), 1)
-    return _count(text if factor == 1 else text[:-1]) * factor
-
-
-def ranks(text: str) -> list[int]:
-    """Returns numbers of ranks: 8 or 8,64,512."""
-    found = [_count(word) for word in text.split(",")]
-    if max(found) > MAX_RANKS:
-        raise argparse.ArgumentTypeError(f"{text!r} must be at most {MAX_RANKS} ranks")
-    return found
-
-
 def _words(text: str) -> list[str]:
     return [word for word in text.split(",") if word]
 
 
 def study_of(args: argparse.Namespace) -> simulation.Study:
     """Returns the study that the arguments ask for; ValueError or OSError for what cannot be."""
+    if args.data_path is None:
+        refuse_unused(args, "split")
     if args.data_path is not None:
-        source = simulation.source_of_corpus(args.data_path, args.split, args.seed)
+        split = SPLIT if args.split is None else args.split
+        source = simulation.source_of_corpus(args.data_path, split, args.seed)
     elif args.lengths_path is not None:
         source = simulation.source_of_path(args.lengths_path)
     else:
         source = simulation.source_of_workload(args.workload or "W1")
     per_rank = args.tokens_per_rank or (8 << 10)
     sizes = [(n, args.seq_length or n * per_rank) for n in args.context_parallel_size]
+    for cp_size, num_tokens in sizes:
+        if num_tokens > MAX_TOKENS:
+            raise ValueError(
+                f"--tokens-per-rank {per_rank} on {cp_size} ranks is a pack of {num_tokens} tokens; it must "
+                f"be at most {MAX_TOKENS}: give at most {MAX_TOKENS // cp_size}"
+            )
     heads = args.num_attention_heads
     config = CPConfig(
         chunk_size=args.cp_chunk_size,

@@ -22,7 +22,14 @@ from megatron_cp.mask import AttentionMask
 from megatron_cp.plan import PLANNERS
 from megatron_cp.plan.compare import Outcome, best_other, compare
 from megatron_cp.plan.topology import get_topology
-from megatron_cp.plan.workloads import MASKS, WORKLOADS, document_lengths, fitted, named_mask
+from megatron_cp.plan.workloads import (
+    MASKS,
+    MAX_TOKENS,
+    WORKLOADS,
+    document_lengths,
+    fitted,
+    named_mask,
+)
 
 IntArray = NDArray[np.int64]
 CHARACTERS_PER_TOKEN = 3.3  # of a 32K byte-level BPE on mixed text and code
@@ -106,20 +113,34 @@ def source_of_path(path: Path) -> Source:
         lengths = np.array(sizes, dtype=np.float64) / CHARACTERS_PER_TOKEN
         words = f"{path}: {len(sizes):,} text files, sizes over {CHARACTERS_PER_TOKEN} characters a token"
         return Source(words, lengths=_checked(np.floor(lengths).astype(np.int64), path))
-    if path.suffix == ".npy":
-        numbers = np.load(path, allow_pickle=False)
-    else:
-        text = path.read_text().strip()
-        try:
-            numbers = np.array(json.loads(text) if text.startswith("[") else text.split(), float)
-        except (ValueError, TypeError):
-            numbers = np.array([np.nan])
-    if numbers.ndim != 1 or not np.isfinite(numbers).all() or (numbers % 1).any():
+    numbers = _numbers_in(path)
+    if (
+        numbers.ndim != 1
+        or not np.isfinite(numbers).all()
+        or (numbers % 1).any()
+        or (abs(numbers) > MAX_TOKENS).any()
+    ):
         raise ValueError(
-            f"{path} must hold whole numbers, one document length per line, a JSON list or a flat .npy array"
+            f"{path} must hold whole numbers up to {MAX_TOKENS}, one document length per line, a JSON list or "
+            "a flat .npy array"
         )
     counts = _checked(numbers.astype(np.int64), path)
     return Source(f"{path}: {len(counts):,} documents", lengths=counts)
+
+
+def _numbers_in(path: Path) -> NDArray[np.float64]:
+    """Returns the numbers of a file, and one that is no number for a file of anything else."""
+    try:
+        if path.suffix == ".npy":
+            content = np.load(path, allow_pickle=False)
+            if content.dtype.kind in "iuf":
+                return np.asarray(content, dtype=np.float64)
+        else:
+            text = path.read_text().strip()
+            return np.array(json.loads(text) if text.startswith("[") else text.split(), float)
+    except (ValueError, TypeError, OverflowError, EOFError, AttributeError, RecursionError):
+        pass  # whatever it holds, it is no list of numbers
+    return np.array([np.nan])
 
 
 def _checked(lengths: IntArray, path: Path) -> IntArray:

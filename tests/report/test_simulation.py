@@ -14,7 +14,7 @@ from megatron_cp.config import CPConfig
 from megatron_cp.data import IndexedWriter
 from megatron_cp.plan import PLANNERS, make_plan
 from megatron_cp.plan.simulate import simulate_pass
-from megatron_cp.report.simulate_command import tokens
+from megatron_cp.report.arguments import tokens
 from megatron_cp.report.simulation import (
     run_study,
     source_of_corpus,
@@ -139,9 +139,23 @@ BAD = {
     "no profile": (["--cp-topology", "none.json"], ["none.json"]),
     "no file": (["--lengths-path", "/none"], ["/none"]),
     "ranks": (["--context-parallel-size", "8,x"], ["'x' must be a whole number"]),
-    "too many ranks": (["--context-parallel-size", "99999999"], ["at most 65536 ranks"]),
+    "too many ranks": (["--context-parallel-size", "99999999"], ["at most 65536"]),
     "tokens": (["--seq-length", "K"], ["must be a whole number"]),
     "ranks over tokens": (["--seq-length", "7"], ["cp_size=8 is more than the 7 tokens"]),
+    "a pack that nobody plans": (
+        ["--seq-length", "9999999999999"],
+        ["--seq-length", "at most 2147483648"],
+    ),
+    "3G by letter": (["--seq-length", "3000M"], ["'3000M'", "at most 2147483648"]),
+    "more digits than int reads": (
+        ["--tokens-per-rank", "9" * 5000],
+        ["--tokens-per-rank", "at most 2147483648"],
+    ),
+    "a pack that grows too long": (
+        ["--tokens-per-rank", "1024M"],
+        ["--tokens-per-rank 1073741824 on 8 ranks", "give at most 268435456"],
+    ),
+    "split of no corpus": (["--split", "0,0,0"], ["--split 0,0,0 is for --data-path"]),
     "heads": (["--num-attention-heads", "6", "--num-query-groups", "4"], ["num_kv_heads=4"]),
     "two sources": (["--workload", "W1", "--lengths-path", "x"], ["not allowed with"]),
 }
@@ -160,6 +174,25 @@ def test_a_bad_file_of_lengths_is_named(capsys, tmp_path, content):
     path = tmp_path / "lengths.txt"
     path.write_text(content)
     assert str(path) in refusal(capsys, "--lengths-path", str(path))
+
+
+NO_LENGTHS = {
+    "strings": np.array(["5", "7"]), "booleans": np.array([True]), "a square": np.ones((2, 2)),
+    "dates": np.array(["2020-01-01"], "M8[D]"), "complex": np.array([5 + 1j]), "long": np.array([2**62]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(NO_LENGTHS))
+def test_an_array_of_anything_but_lengths_is_named(capsys, tmp_path, name):
+    path = tmp_path / "lengths.npy"
+    np.save(path, NO_LENGTHS[name])
+    assert f"{path} must hold whole numbers" in refusal(capsys, "--lengths-path", str(path))
+
+
+def test_an_empty_array_file_is_named(capsys, tmp_path):
+    path = tmp_path / "lengths.npy"
+    path.write_bytes(b"")
+    assert f"{path} must hold whole numbers" in refusal(capsys, "--lengths-path", str(path))
 
 
 # ------------------------------------------------------------------ pictures and traces
