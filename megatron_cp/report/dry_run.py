@@ -17,9 +17,13 @@ from megatron_cp.data.document_set import open_documents, split_documents
 from megatron_cp.data.packing import Packer, PackingConfig, PackingPolicy
 from megatron_cp.mask import AttentionMask
 from megatron_cp.plan import PLANNERS, AttentionPlan, make_plan
+from megatron_cp.report.table import text_table
 
 WHOLE_MASKS = ("causal", "full")
 MASKS = ("documents", *WHOLE_MASKS)
+HEADER = (
+    "  planner", "balance", "volume", "max", "fwd ms", "bwd ms", "x bound", "planning ms",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -185,19 +189,32 @@ def dry_run_text(run: DryRun) -> str:
     lines += [
         f"planners, mean over {len(run.plans)} packs; one layer; times are predicted for "
         f"{_topology(run.config)}, volumes in units of a rank's query rows, forward + backward",
-        f"  {'planner':14s}{'balance':>9s}{'volume':>9s}{'max':>9s}{'fwd ms':>11s}{'bwd ms':>11s}"
-        f"{'x bound':>9s}{'planning ms':>13s}",
     ]
-    for row in run.planners:
-        mark = "*" if row.planner == run.config.planner else " "
-        if row.refusal:
-            lines.append(f"{mark} {row.planner:14s}{row.refusal}")
-            continue
-        lines.append(
-            f"{mark} {row.planner:14s}{row.balance:9.3f}{row.volume_mean:9.2f}{row.volume_max:9.2f}"
-            f"{row.forward_ms:11.3f}{row.backward_ms:11.3f}{row.gap:9.4g}{row.plan_ms:13.1f}"
-        )
+    served = [row for row in run.planners if not row.refusal]
+    refused = [row for row in run.planners if row.refusal]
+    lines += text_table(
+        HEADER,
+        [_figures(row, run.config.planner) for row in served],
+        [(_marked(row, run.config.planner), row.refusal) for row in refused],
+    )
     return "\n".join(lines)
+
+
+def _figures(row: PlannerRow, chosen: str) -> list[str]:
+    return [
+        _marked(row, chosen),
+        f"{row.balance:.3f}",
+        f"{row.volume_mean:.2f}",
+        f"{row.volume_max:.2f}",
+        f"{row.forward_ms:.3f}",
+        f"{row.backward_ms:.3f}",
+        f"{row.gap:.4g}",
+        f"{row.plan_ms:.1f}",
+    ]
+
+
+def _marked(row: PlannerRow, chosen: str) -> str:
+    return f"{'*' if row.planner == chosen else ' '} {row.planner}"
 
 
 def _topology(config: CPConfig) -> str:

@@ -30,10 +30,14 @@ from megatron_cp.plan.workloads import (
     fitted,
     named_mask,
 )
+from megatron_cp.report.table import text_table
 
 IntArray = NDArray[np.int64]
 CHARACTERS_PER_TOKEN = 3.3  # of a 32K byte-level BPE on mixed text and code
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".json", ".html", ".c", ".h", ".cpp", ".tex")
+HEADER = (
+    "  planner", "simulated ms", "predicted ms", "x bound", "imbalance", "volume mean", "max", "planning ms",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -213,19 +217,14 @@ def _step_lines(step: Step) -> list[str]:
         f"{mask.area():.4g} pairs (density {mask.density():.2g})"
     ]
     lines[0] += f"; no plan is faster than {served[0].bound_ms:.4g} ms" if served else ""
-    lines.append(
-        f"  {'planner':20s}{'simulated ms':>13s}{'predicted ms':>13s}{'x bound':>9s}{'imbalance':>10s}"
-        f"{'volume mean':>12s}{'max':>9s}{'planning ms':>12s}"
+    lines += text_table(
+        HEADER,
+        [
+            _figures(one, "* " if one is step.ours else "  ")
+            for one in sorted(served, key=lambda one: one.predicted_ms)
+        ],
+        [(f"  {one.planner}", one.refusal) for one in step.outcomes if one.refusal],
     )
-    for one in sorted(served, key=lambda one: one.predicted_ms):
-        mark, least = ("*" if one is step.ours else " "), (">=" if one.is_best_case else "")
-        lines.append(
-            f"{mark} {one.planner:20s}{least + f'{one.simulated_ms:.4g}':>13s}"
-            f"{least + f'{one.predicted_ms:.4g}':>13s}{_number(one.gap, 9, 2)}"
-            f"{_number(one.imbalance, 10, 3)}{_number(one.volume_mean, 12, 2)}"
-            f"{_number(one.volume_max, 9, 2)}{_number(one.plan_ms, 12, 1)}"
-        )
-    lines += [f"  {one.planner:20s} {one.refusal}" for one in step.outcomes if one.refusal]
     rival = step.rival
     if rival is not None and not step.ours.refusal:
         ratio = rival.predicted_ms / step.ours.predicted_ms
@@ -239,8 +238,22 @@ def _step_lines(step: Step) -> list[str]:
     return lines
 
 
-def _number(value: float, width: int, digits: int) -> str:
-    return f"{'' if value != value else f'{value:.{digits}f}':>{width}s}"
+def _figures(one: Outcome, mark: str) -> list[str]:
+    least = ">=" if one.is_best_case else ""
+    return [
+        f"{mark}{one.planner}",
+        f"{least}{one.simulated_ms:.4g}",
+        f"{least}{one.predicted_ms:.4g}",
+        _number(one.gap, 2),
+        _number(one.imbalance, 3),
+        _number(one.volume_mean, 2),
+        _number(one.volume_max, 2),
+        _number(one.plan_ms, 1),
+    ]
+
+
+def _number(value: float, digits: int) -> str:
+    return "" if value != value else f"{value:.{digits}f}"
 
 
 def study_values(study: Study) -> dict[str, object]:
