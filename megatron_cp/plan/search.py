@@ -160,10 +160,10 @@ class _Search:
         for degree in self.degrees if self.config.num_stages is None else ():
             needed[degree] = self._price(self.deals.in_order(), degree, PUBLISHED)
             self._price(self.deals.zigzag(degree), degree, PUBLISHED)
-        limit = PROMISING * min(self.fastest.values())
-        for degree, seconds in needed.items():
-            if seconds <= limit:  # windows: tokens in order need the fewest rows there can be
-                self._price(self.deals.in_order(), degree, STAY)
+        best = min(needed, key=needed.__getitem__, default=None)
+        if best is not None and needed[best] <= PROMISING * min(self.fastest.values()):
+            # Windows: tokens in order need the fewest rows there can be.
+            self._price(self.deals.in_order(), best, STAY)
 
     def _limit(self) -> float:
         """Returns the seconds beyond which a way is no use; none where masks share a placement or memory is short."""
@@ -191,7 +191,8 @@ class _Search:
         first = loose or (in_order if self.deals.is_even_in_order else self.deals.zigzag(degree))
         yield self._price(tight or first, degree, STAY)
         steps = [(first, MOVE), (None, STAY), (None, STAY), (in_order, STAY), (in_order, MOVE)]
-        if self.cp_size // degree > SMALL:  # moving compute among many takes longest
+        if loose is not None and self.cp_size // degree > SMALL:
+            # Moving compute among many takes longest, and whole documents leave little to move.
             steps.sort(key=lambda step: step[1] is MOVE)
         for placement, way in steps:
             if placement is None:
