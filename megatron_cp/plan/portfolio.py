@@ -57,26 +57,30 @@ def best_family(masks: Family, cp_size: int, config: CPConfig) -> dict[str, Atte
             _replace(candidate, chosen, estimates)
             continue
         plans = _build(masks, candidate, chosen, config)
-        if has_rates:
-            prices = {key: makespan_seconds(plans[key[0]], key[1]) for key in chosen}
-            measured.append((sum(masks[key[0]][1] * prices[key] for key in prices), plans))
-            slower = {key: prices[key] for key, one in chosen.items() if prices[key] > one.seconds}
-            if slower and len(measured) < MOST_MEASURED and config.max_received_mb is None:
-                slow = {key: replace(chosen[key], seconds=price) for key, price in slower.items()}
-                _replace(candidate, chosen, slow)
-                continue
-            _, plans = min(measured, key=lambda one: one[0])
         too_large, held = _too_large(plans, config)
-        if not too_large:
+        if too_large:
+            least_held = min(least_held, held)
+            if math.isinf(totals[best].seconds):
+                raise ValueError(
+                    f"max_received_mb={config.max_received_mb} cannot be kept by any plan that planner 'auto' knows; "
+                    f"the smallest holds {math.ceil(least_held)} MB of received rows on a rank: raise it to that, or "
+                    "plan for more ranks"
+                )
+            never = {key: replace(chosen[key], seconds=math.inf) for key in too_large}
+            _replace(candidate, chosen, never)
+            continue
+        if not has_rates:
             return plans
-        least_held = min(least_held, held)
-        if math.isinf(totals[best].seconds):
-            raise ValueError(
-                f"max_received_mb={config.max_received_mb} cannot be kept by any plan that planner 'auto' knows; the "
-                f"smallest holds {math.ceil(least_held)} MB of received rows on a rank: raise it to that, or plan "
-                "for more ranks"
-            )
-        _replace(candidate, chosen, {k: replace(chosen[k], seconds=math.inf) for k in too_large})
+        prices = {key: makespan_seconds(plans[key[0]], key[1]) for key in chosen}
+        measured.append((sum(masks[key[0]][1] * prices[key] for key in prices), plans))
+        slower = {
+            key: replace(one, seconds=prices[key])
+            for key, one in chosen.items()
+            if prices[key] > one.seconds
+        }
+        if not slower or len(measured) == MOST_MEASURED:
+            return min(measured, key=lambda one: one[0])[1]
+        _replace(candidate, chosen, slower)
 
 
 def _replace(candidate: Candidate, chosen: Chosen, others: Chosen) -> None:

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from megatron_cp import mask as masks
-from megatron_cp.config import CPConfig
+from megatron_cp.config import CPConfig, KernelRates
 from megatron_cp.plan import AttentionPlan, Hop, Pass, Stage, Transfer, make_plan
 from megatron_cp.plan.memory import received_bytes
+from megatron_cp.plan.topology import get_topology
 
 OPTIONS = CPConfig(num_heads=2, num_kv_heads=1, head_dim=16)
 
@@ -54,6 +55,21 @@ def test_where_nothing_may_be_received_heads_are_exchanged():
     config = CPConfig(num_heads=32, num_kv_heads=8, max_received_mb=1)
     plan = make_plan(masks.causal(1 << 17), 8, config)
     assert all(plan.stats(name)["received_mb_max"] == 0 for name in ("forward", "backward"))
+
+
+def test_a_limit_is_kept_with_measured_kernel_rates_too():
+    sizes = (128, 32_768)
+    table = ((500.0, 590.0), (590.0, 600.0))
+    rates = KernelRates(sizes, sizes, (table, table), (table, table))
+    machine = replace(get_topology("h100"), kernels=rates)
+
+    def held(limit):
+        config = CPConfig(num_heads=32, num_kv_heads=32, topology=machine, max_received_mb=limit)
+        plan = make_plan(masks.causal(1 << 17), 8, config)
+        return max(plan.stats(name)["received_mb_max"] for name in ("forward", "backward"))
+
+    limit = int(held(None) * 0.9)
+    assert held(limit) <= limit
 
 
 def test_a_limit_that_no_plan_keeps_is_refused_with_one_that_a_plan_keeps():
