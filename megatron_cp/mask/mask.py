@@ -16,8 +16,10 @@ from megatron_cp.mask import interval, sweep
 from megatron_cp.mask.checks import as_bounds, as_count, as_slices
 from megatron_cp.mask.interval import IntArray, expand_ranges
 from megatron_cp.mask.slice import (
+    HI,
     K_END,
     K_START,
+    LO,
     Q_END,
     Q_START,
     MaskSlice,
@@ -31,6 +33,7 @@ from megatron_cp.mask.slice import (
 )
 
 Range = tuple[int, int]
+ORDER = [HI, LO, K_END, Q_END, K_START, Q_START]  # of an array's rows, the last decides first
 
 
 class AttentionMask:
@@ -44,7 +47,7 @@ class AttentionMask:
 
     def __init__(self, num_queries: int, num_keys: int, array: IntArray):
         rows = tighten(np.asarray(array, dtype=np.int64).reshape(-1, 6))
-        rows = np.ascontiguousarray(rows[np.lexsort(rows.T[[5, 4, 3, 1, 2, 0]])])
+        rows = np.ascontiguousarray(rows[np.lexsort(rows.T[ORDER])])
         rows.setflags(write=False)
         self.num_queries, self.num_keys, self.array = int(num_queries), int(num_keys), rows
 
@@ -56,7 +59,7 @@ class AttentionMask:
 
         As the constructor does, all in one go: a plan has thousands of small masks.
         """
-        order = np.lexsort((*rows.T[[5, 4, 3, 1, 2, 0]], owner))
+        order = np.lexsort((*rows.T[ORDER], owner))
         rows = rows[order]
         rows.setflags(write=False)
         cuts = np.searchsorted(owner[order], np.arange(len(num_queries) + 1)).tolist()

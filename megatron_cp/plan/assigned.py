@@ -182,12 +182,10 @@ def _even_shares(stagings: tuple[Staging, ...]) -> _EvenShares:
     for one in stagings:
         count = one.num_remote
         opens.append(len(local))
-        local += [0.5, *[0.0] * count, 0.5] if one.keeps_rest else [1.0, *[0.0] * count]
-        remote += [0.0, *[1 / max(1, count)] * count, *[0.0] * one.keeps_rest]
-        kept += [one.keeps(index) for index in range(one.num_stages)]
-        local.append(0.0)
-        remote.append(0.0)
-        kept.append(None)
+        ends, rest = ([0.5], [0.5]) if one.keeps_rest else ([1.0], [])
+        local += [*ends, *[0.0] * count, *rest, 0.0]
+        remote += [0.0, *[1 / max(1, count)] * count, *[0.0] * len(rest), 0.0]
+        kept += [*map(one.keeps, range(one.num_stages)), None]
     keeps = {side: np.array([one == side for one in kept]) for side in SIDES}
     return _EvenShares(np.array(local), np.array(remote), keeps, np.array(opens))
 

@@ -77,20 +77,14 @@ class SideLoads:
     @classmethod
     def of(cls, moves: Sequence[Movement | None], keeps: Sequence[bool]) -> "SideLoads | None":
         """Returns the loads of stages that move so much each (None: nothing); None if none moves anything."""
-        moving = [index for index, move in enumerate(moves) if move is not None]
+        moving = {index: move for index, move in enumerate(moves) if move is not None}
         if not moving:
             return None
-        first = moves[moving[0]]
-        assert first is not None
-        seconds_per_byte, latency = (
-            np.zeros((len(moves), len(first.seconds_per_byte))),
-            np.zeros(len(moves)),
-        )
-        for index in moving:
-            move = moves[index]
-            assert move is not None
-            seconds_per_byte[index], latency[index] = move.seconds_per_byte, move.latency
-        return cls(seconds_per_byte, latency, np.array(keeps, dtype=bool))
+        num_ranks = len(next(iter(moving.values())).seconds_per_byte)
+        per_byte, latency = np.zeros((len(moves), num_ranks)), np.zeros(len(moves))
+        for index, move in moving.items():
+            per_byte[index], latency[index] = move.seconds_per_byte, move.latency
+        return cls(per_byte, latency, np.array(keeps, dtype=bool))
 
     def arrive(self, size: RowBytes) -> FloatArray:
         """Returns the seconds in which the rows of each stage travel: `[stages, P]`."""

@@ -178,7 +178,7 @@ def imbalance(areas: FloatArray) -> float:
 
 def placement_figures(placed: PlacedMask) -> Figures:
     """Returns the exact figures of a mask on any placement of few runs."""
-    return Figures(placed.areas_by_owner(), placed.rows_by_owner(), placed.own_rows)
+    return Figures(placed.areas_by_owner, placed.rows_by_owner, placed.own_rows)
 
 
 def published_choices(groups: HeadGroups, limit: float = math.inf) -> list[Both]:
@@ -186,10 +186,9 @@ def published_choices(groups: HeadGroups, limit: float = math.inf) -> list[Both]
 
     Those that cannot take less than `limit` seconds, by their busiest rank or by moving all keys, are left out.
     """
-    areas = groups.placed.areas_by_owner()
-    if groups.compute_seconds(areas.sum(axis=1).max()) > limit:
+    if groups.compute_seconds(groups.placed.areas_by_owner.sum(axis=1).max()) > limit:
         return []
-    figures = Figures(areas, groups.placed.rows_by_owner(), groups.placed.own_rows)
+    figures = placement_figures(groups.placed)
     choices = [_needed_keys(groups, figures)]
     if groups.all_keys_seconds() <= limit:
         choices += [_ring(groups, figures), _allgather(groups, figures)]

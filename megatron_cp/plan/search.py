@@ -33,12 +33,13 @@ from megatron_cp.plan.schemes.ulysses import fits_heads
 from megatron_cp.plan.topology import get_topology
 
 LOOSE, TIGHT = 1.08, 1.0  # load of a rank by one document, times the fair share
-SMALL = 16  # super-ranks; a first deal for more takes too long
+SMALL = 16  # super-ranks; a first deal for more, and moving compute among them, takes long
 MAX_SUPER_RANKS = 256  # more are looked at only where heads cannot be exchanged
 EFFORT, EFFORT_PER_RANK = 24.0, 0.06  # for each mask, in about milliseconds of one core
 PATIENCE = 1.01  # times slower, for every step already taken, and another degree has its turn
 LINKED = 1.25  # times its pairs alone, and a pass waits for its links
 PROMISING = 1.5  # times the fastest way found, without overlap: more stages may win
+DONE = object()
 PERFECT = 1.002  # times the load bound: nothing found later could be told from it
 
 
@@ -178,34 +179,42 @@ class _Search:
         while steps and not self._is_over():
             degree = min(steps, key=lambda one: self.promise[one] * PATIENCE ** taken[one])
             taken[degree] += 1
-            if next(steps[degree], None) is None:
+            if next(steps[degree], DONE) is DONE:
                 del steps[degree]
 
-    def _steps(self, degree: int) -> Iterator[float | None]:
+    def _steps(self, degree: int) -> Iterator[None]:
         """Prices more and more for one degree of head exchange, a placement and a way at a time."""
         in_order = self.deals.in_order()
         if self.cp_size == degree:
-            yield self._price(in_order, degree, STAY)
+            self._price(in_order, degree, STAY)
+            yield
             return
         loose, tight = (self.deals.by_documents(degree, load) for load in (LOOSE, TIGHT))
         first = loose or (in_order if self.deals.is_even_in_order else self.deals.zigzag(degree))
-        yield self._price(tight or first, degree, STAY)
-        steps = [(first, MOVE), (None, STAY), (None, STAY), (in_order, STAY), (in_order, MOVE)]
+        self._price(tight or first, degree, STAY)
+        yield
+        moved = functools.partial(self._price, first, degree, MOVE)
+        deal = functools.partial(self._price_next_deal, degree)
+        stays, moves = (
+            functools.partial(self._price, in_order, degree, way) for way in (STAY, MOVE)
+        )
+        steps: list[Callable[[], object]] = [moved, deal, deal, stays, moves]
         if loose is not None and self.cp_size // degree > SMALL:
             # Moving compute among many takes longest, and whole documents leave little to move.
-            steps.sort(key=lambda step: step[1] is MOVE)
-        for placement, way in steps:
-            if placement is None:
-                yield self._price_next_deal(degree) or 0.0
-            else:
-                yield self._price(placement, degree, way)
-        while (seconds := self._price_next_deal(degree)) is not None:
-            yield seconds
+            steps = [deal, deal, stays, moved, moves]
+        for step in steps:
+            step()
+            yield
+        while deal():
+            yield
 
-    def _price_next_deal(self, degree: int) -> float | None:
+    def _price_next_deal(self, degree: int) -> bool:
+        """Returns whether there was one more deal by area to price."""
         self.effort += DEAL_EFFORT
         placement = next(self._by_area[degree], None)
-        return None if placement is None else self._price(placement, degree, STAY)
+        if placement is not None:
+            self._price(placement, degree, STAY)
+        return placement is not None
 
     def solve(self, found: list[Candidate]) -> None:
         """Lets the config's improver deal the compute of the best candidate anew."""

@@ -86,13 +86,15 @@ class PlacedMask:
         wanted = self.space.keys_of(self.parts[:, COLUMNS["k"]], self.q_owner)
         return self.owners.requests(self.space.missing(interval.normalise(wanted)))
 
+    @cached_property
     def areas_by_owner(self) -> FloatArray:
-        """Returns the pairs between the queries of one rank and the keys of another: float64 `[q, k]`."""
+        """The pairs between the queries of one rank and the keys of another: float64 `[q, k]`."""
         pair = self.q_owner * self.num_ranks + self.k_owner
         return _square(pair, rows_area(self.parts), self.num_ranks)
 
+    @cached_property
     def rows_by_owner(self) -> FloatArray:
-        """Returns the key rows that one rank needs of another: float64 `[owner, reader]`."""
+        """The key rows that one rank needs of another: float64 `[owner, reader]`."""
         requests = self.remote_keys
         pair = requests[:, SRC] * self.num_ranks + requests[:, DST]
         return _square(pair, requests[:, ID_STOP] - requests[:, ID_START], self.num_ranks)
