@@ -47,7 +47,7 @@ class AttentionMask:
 
     def __init__(self, num_queries: int, num_keys: int, array: IntArray):
         rows = tighten(np.asarray(array, dtype=np.int64).reshape(-1, 6))
-        rows = np.ascontiguousarray(rows[np.lexsort(rows.T[ORDER])])
+        rows = rows.take(np.lexsort(rows.T[ORDER]), axis=0)
         rows.setflags(write=False)
         self.num_queries, self.num_keys, self.array = int(num_queries), int(num_keys), rows
 
@@ -60,7 +60,7 @@ class AttentionMask:
         As the constructor does, all in one go: a plan has thousands of small masks.
         """
         order = np.lexsort((*rows.T[ORDER], owner))
-        rows = rows[order]
+        rows = rows.take(order, axis=0)
         rows.setflags(write=False)
         cuts = np.searchsorted(owner[order], np.arange(len(num_queries) + 1)).tolist()
         upto = np.concatenate([[0], np.cumsum(rows_area(rows))])[cuts].tolist()

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_cp.mask.interval import IntArray, overlapping_pairs
+from megatron_cp.mask.interval import IntArray, columns, overlapping_pairs
 
 Q_START, Q_END, K_START, K_END, LO, HI = range(6)
 OPEN = 1 << 40  # beyond every token index; stands for an open side until `tighten` clamps it
@@ -48,7 +48,7 @@ def tighten(rows: IntArray) -> IntArray:
     k0, k1 = np.maximum(k0, q0 + lo), np.minimum(k1, q1 + hi)
     lo, hi = np.maximum(lo, k0 - q1 + 1), np.minimum(hi, k1 - 1 - q0)
     keep = (q0 < q1) & (k0 < k1) & (lo <= hi)
-    return np.stack([q0, q1, k0, k1, lo, hi], axis=1)[keep]
+    return columns(q0, q1, k0, k1, lo, hi).compress(keep, axis=0)
 
 
 def rows_area(rows: IntArray) -> IntArray:
@@ -59,7 +59,7 @@ def rows_area(rows: IntArray) -> IntArray:
 
 def _sum_of_min(a: IntArray, b: IntArray, cap: IntArray, offset: IntArray) -> IntArray:
     """Returns sum over q in [a, b) of min(cap, q + offset)."""
-    bend = np.clip(cap - offset, a, b)  # below the bend q + offset is the smaller
+    bend = np.minimum(np.maximum(cap - offset, a), b)  # below the bend q + offset is the smaller
     rising = (a + bend - 1) * (bend - a) // 2 + offset * (bend - a)
     return rising + cap * (b - bend)
 
@@ -80,14 +80,14 @@ def shift_rows(rows: IntArray, q: int | IntArray = 0, k: int | IntArray = 0) -> 
     """Returns the rows moved by `q` queries and `k` keys (scalars, or one value per row)."""
     q_, k_ = np.asarray(q), np.asarray(k)
     moved = [rows[:, Q_START] + q_, rows[:, Q_END] + q_, rows[:, K_START] + k_, rows[:, K_END] + k_]
-    return np.stack([*moved, rows[:, LO] + (k_ - q_), rows[:, HI] + (k_ - q_)], axis=1)
+    return columns(*moved, rows[:, LO] + (k_ - q_), rows[:, HI] + (k_ - q_))
 
 
 def intersect_rows(a: IntArray, b: IntArray) -> IntArray:
     """Returns row `i` of `a` met with row `i` of `b`, *not* tightened, so that counts agree."""
     low = np.maximum(a[:, [Q_START, K_START, LO]], b[:, [Q_START, K_START, LO]])
     high = np.minimum(a[:, [Q_END, K_END, HI]], b[:, [Q_END, K_END, HI]])
-    return np.stack([low[:, 0], high[:, 0], low[:, 1], high[:, 1], low[:, 2], high[:, 2]], axis=1)
+    return columns(low[:, 0], high[:, 0], low[:, 1], high[:, 1], low[:, 2], high[:, 2])
 
 
 def subtract_rows(a: IntArray, b: IntArray) -> IntArray:
@@ -112,21 +112,21 @@ def cut_rows(
 
     The ranges are disjoint and not empty.
     """
-    ranges_in_order = np.argsort(ranges[:, 0], kind="stable")
-    ordered = ranges[ranges_in_order]
+    ranges_in_order = ranges[:, 0].argsort(kind="stable")
+    ordered = ranges.take(ranges_in_order, axis=0)
     which, span = overlapping_pairs(rows[:, [start, end]], ordered)
-    parts = rows[which]
-    parts[:, start] = np.maximum(parts[:, start], ordered[span, 0])
-    parts[:, end] = np.minimum(parts[:, end], ordered[span, 1])
+    parts = rows.take(which, axis=0)
+    parts[:, start] = np.maximum(parts[:, start], ordered[:, 0].take(span))
+    parts[:, end] = np.minimum(parts[:, end], ordered[:, 1].take(span))
     # The other axis shrinks too, but a tight row keeps at least one pair in every row and column of
     # its box, so no part vanishes here and the indices stay aligned.
-    return tighten(parts), which, ranges_in_order[span]
+    return tighten(parts), which, ranges_in_order.take(span)
 
 
 def transpose_rows(rows: IntArray) -> IntArray:
     """Returns the rows with queries and keys exchanged: `(lo, hi)` becomes `(-hi, -lo)`."""
-    columns = [rows[:, i] for i in (K_START, K_END, Q_START, Q_END)]
-    return np.stack([*columns, -rows[:, HI], -rows[:, LO]], axis=1)
+    swapped = [rows[:, i] for i in (K_START, K_END, Q_START, Q_END)]
+    return columns(*swapped, -rows[:, HI], -rows[:, LO])
 
 
 @dataclass(frozen=True, slots=True)

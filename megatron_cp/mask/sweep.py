@@ -79,7 +79,7 @@ def merge(rows: IntArray) -> IntArray:
     while True:
         before = len(rows)
         for order in orders:
-            rows = _join_neighbours(rows[np.lexsort(tuple(rows[:, i] for i in order))])
+            rows = _join_neighbours(rows.take(np.lexsort(rows.T[list(order)]), axis=0))
         if len(rows) == before:
             return rows
 

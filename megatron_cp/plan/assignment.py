@@ -106,7 +106,7 @@ class _Parts:
         half = groups.half_of_rank(self.owners.num_ranks)[self.owners.rank]
         opens = np.flatnonzero(np.r_[True, half[1:] != half[:-1]])
         ends = np.r_[opens[1:], len(half)] - 1
-        self._cut(np.stack([self.owners.ids[opens, 0], self.owners.ids[ends, 1]], axis=1))
+        self._cut(interval.columns(self.owners.ids[opens, 0], self.owners.ids[ends, 1]))
         while self.chunk > self.smallest and len(self.rows) < PARTS_PER_GROUP * len(groups.first):
             self.chunk //= 2
             self._cut_to_chunks()

@@ -48,13 +48,13 @@ def whole_documents(
     start, begin_of_room = stop - amounts, end_of_room - groups.room
     free = np.flatnonzero(groups.room)
     which, rank = interval.overlapping_pairs(
-        np.stack([start, stop], axis=1), np.stack([begin_of_room, end_of_room], axis=1)[free]
+        interval.columns(start, stop), interval.columns(begin_of_room, end_of_room)[free]
     )
     rank = free[rank]
     shift = bounds[light[which]] - start[which]
     low = np.maximum(start[which], begin_of_room[rank]) + shift
     high = np.minimum(stop[which], end_of_room[rank]) + shift
-    ids = np.concatenate([pieces.ids, np.stack([low, high], axis=1)])
+    ids = np.concatenate([pieces.ids, interval.columns(low, high)])
     return Placement(ids, np.concatenate([pieces.rank, rank]), num_ranks).in_order()
 
 
@@ -108,7 +108,7 @@ def mirrored(shares: IntArray, starts: IntArray) -> Pieces:
     ranks = np.arange(num_ranks)
     rank = np.tile(np.r_[ranks, ranks[::-1]], num_documents)
     document = np.repeat(np.arange(num_documents), 2 * num_ranks)
-    ids = np.stack([(stops - sizes).reshape(-1), stops.reshape(-1)], axis=1)
+    ids = interval.columns((stops - sizes).reshape(-1), stops.reshape(-1))
     solid = ids[:, 0] < ids[:, 1]
     return Pieces(document[solid], rank[solid], ids[solid], num_ranks)
 

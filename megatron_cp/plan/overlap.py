@@ -100,9 +100,12 @@ class AssignedMask:
 
     def arriving(self, side: Side, route: Route) -> list[IntArray]:
         """Returns the foreign rows of one side that ranks need, hop by hop: requests (owner, reader, ids)."""
-        space = self.placed.space
-        wanted = space.keys_of(self.parts[:, COLUMNS[side]], self.ranks)
-        return route(self.placed.owners, space, space.missing(interval.normalise(wanted)))
+        return route(self.placed.owners, self.placed.space, self._foreign(side, ~self.is_own[side]))
+
+    def _foreign(self, side: Side, chosen: BoolArray) -> IntArray:
+        """Returns the rows of one side of the chosen parts, as normalised keys of the ranks that compute them."""
+        ids = self.parts[:, COLUMNS[side]].compress(chosen, axis=0)
+        return interval.normalise(self.placed.space.keys_of(ids, self.ranks.compress(chosen)))
 
     def build(self, staging: Staging, route: Route = direct) -> Pass:
         """Returns the pass that computes the assignment in these stages."""
@@ -110,9 +113,8 @@ class AssignedMask:
         builder = PassBuilder(self.placed, route)
         for index in range(staging.num_stages):
             now, keeps = stage == index, staging.keeps(index)
-            builder.add(
-                self.parts[now], self.ranks[now], keeps_k=keeps == "k", keeps_q=keeps == "q"
-            )
+            parts, ranks = self.parts.compress(now, axis=0), self.ranks[now]
+            builder.add(parts, ranks, keeps_k=keeps == "k", keeps_q=keeps == "q")
         return builder.build()
 
     def stages(self, staging: Staging, route: Route = direct) -> list[AssignedStage]:
@@ -123,10 +125,9 @@ class AssignedMask:
         for index in range(staging.num_stages):
             now = stage == index
             arriving: dict[Side, list[IntArray]] = {}
-            for side, columns in COLUMNS.items():
-                wanted = placed.space.keys_of(self.parts[now][:, columns], self.ranks[now])
+            for side in COLUMNS:
                 before = held[side] if staging.keeps(index) == side else placed.space
-                missing = before.missing(interval.normalise(wanted))
+                missing = before.missing(self._foreign(side, now & ~self.is_own[side]))
                 arriving[side] = route(placed.owners, before, missing) if len(missing) else []
                 for hop in arriving[side]:  # relays hold what they pass on
                     before = before.plus(before.keys_of(hop[:, ID_START:], hop[:, DST]))

@@ -133,7 +133,7 @@ class Placement:
         num_ranks, per_rank = chunks_of_rank.shape
         start = chunks_of_rank.reshape(-1) * chunk_size
         return cls.of_runs(
-            np.stack([start, start + chunk_size], axis=1),
+            interval.columns(start, start + chunk_size),
             np.repeat(np.arange(num_ranks), per_rank),
             num_ranks,
         )
@@ -144,12 +144,13 @@ class Placement:
         opens, closes = np.ones((2, len(ids)), dtype=bool)
         opens[1:] = (ids[1:, 0] != ids[:-1, 1]) | (rank[1:] != rank[:-1])
         closes[:-1] = opens[1:]
-        return cls(np.stack([ids[opens, 0], ids[closes, 1]], axis=1), rank[opens], num_ranks)
+        joined = interval.columns(ids[:, 0].compress(opens), ids[:, 1].compress(closes))
+        return cls(joined, rank.compress(opens), num_ranks)
 
     def in_order(self) -> "Placement":
         """Returns the placement with the tokens of every rank ascending; runs may be in any order before."""
         order = np.lexsort((self.ids[:, 0], self.rank))
-        return Placement.of_runs(self.ids[order], self.rank[order], self.num_ranks)
+        return Placement.of_runs(self.ids.take(order, axis=0), self.rank[order], self.num_ranks)
 
     @cached_property
     def tokens(self) -> IntArray:
@@ -168,10 +169,10 @@ class Placement:
         stop = np.cumsum(sizes)  # of each run, in the order of ranks
         start = stop - sizes
         which, rank = interval.expand_ranges(start // rows, (stop - 1) // rows + 1)
-        shift = (self.ids[:, 0] - start)[which]
-        low = np.maximum(start[which], rank * rows) + shift
-        high = np.minimum(stop[which], (rank + 1) * rows) + shift
-        return Placement.of_runs(np.stack([low, high], axis=1), rank, num_ranks)
+        shift = (self.ids[:, 0] - start).take(which)
+        low = np.maximum(start.take(which), rank * rows) + shift
+        high = np.minimum(stop.take(which), (rank + 1) * rows) + shift
+        return Placement.of_runs(interval.columns(low, high), rank, num_ranks)
 
 
 def deal(chunks_of_rank: IntArray, chunk_size: int) -> IntArray:

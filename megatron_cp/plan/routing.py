@@ -83,18 +83,18 @@ class RowSpace:
         The sources hold the ids; no two requests bring one id to one rank.
         """
         order = np.argsort(self.runs[:, 0])
-        table = self.runs[order]
+        table = self.runs.take(order, axis=0)
         wanted = self.keys_of(requests[:, ID_START:], requests[:, SRC])
         which, run = interval.overlapping_pairs(wanted, table)
-        start = np.maximum(table[run, 0], wanted[which, 0])
-        stop = np.minimum(table[run, 1], wanted[which, 1])
-        row = self.first_row_of_run[order][run] + start - table[run, 0]
-        src, dst = requests[which, SRC], requests[which, DST]
+        start = np.maximum(table[:, 0].take(run), wanted[:, 0].take(which))
+        stop = np.minimum(table[:, 1].take(run), wanted[:, 1].take(which))
+        row = self.first_row_of_run.take(order.take(run)) + start - table[:, 0].take(run)
+        src, dst = requests[:, SRC].take(which), requests[:, DST].take(which)
         arrival = np.lexsort((row, src, dst))
-        messages = np.stack([src, dst, row, row + stop - start], axis=1)[arrival]
-        came = self.keys_of(np.stack([start, stop], axis=1), dst - src)
-        runs = np.concatenate([self.runs, came[arrival]])
-        runs = runs[np.argsort(runs[:, 0] // self.stride, kind="stable")]
+        messages = interval.columns(src, dst, row, row + stop - start).take(arrival, axis=0)
+        came = self.keys_of(interval.columns(start, stop), dst - src)
+        runs = np.concatenate([self.runs, came.take(arrival, axis=0)])
+        runs = runs.take((runs[:, 0] // self.stride).argsort(kind="stable"), axis=0)
         return Hop(_join(messages)), RowSpace(runs, self.num_ranks, self.stride)
 
 
@@ -105,7 +105,7 @@ class Owners:
         rank = own.rank_of_run
         ids = own.keys_of(own.runs, -rank)
         order = np.argsort(ids[:, 0])
-        self.ids, self.rank = ids[order], rank[order]
+        self.ids, self.rank = ids.take(order, axis=0), rank.take(order)
         self.num_ranks, self.stride = own.num_ranks, own.stride
 
     @property
@@ -122,9 +122,9 @@ class Owners:
         reader = wanted[:, 0] // self.stride
         ids = wanted - (reader * self.stride)[:, None]
         which, run = interval.overlapping_pairs(ids, self.ids)
-        start = np.maximum(self.ids[run, 0], ids[which, 0])
-        stop = np.minimum(self.ids[run, 1], ids[which, 1])
-        return np.stack([self.rank[run], reader[which], start, stop], axis=1)
+        start = np.maximum(self.ids[:, 0].take(run), ids[:, 0].take(which))
+        stop = np.minimum(self.ids[:, 1].take(run), ids[:, 1].take(which))
+        return interval.columns(self.rank.take(run), reader.take(which), start, stop)
 
     def blocks(self, distances: Iterable[int]) -> IntArray:
         """Returns requests by which every rank asks for all rows of the ranks so many places before it."""
@@ -170,12 +170,12 @@ class ThroughNodes:
         far = requests[:, SRC] // self.node_size != requests[:, DST] // self.node_size
         place = requests[:, DST] // self.node_size * self.node_size
         relay = np.minimum(place + requests[:, SRC] % self.node_size, held.num_ranks - 1)
-        keys = held.keys_of(requests[far, ID_START:], relay[far])
+        keys = held.keys_of(requests[:, ID_START:].compress(far, axis=0), relay[far])
         first = owners.requests(held.missing(interval.normalise(keys)))
         rounds = _tree_rounds(first) if self.tree else [first]
-        rounds[0] = np.concatenate([requests[~far], rounds[0]])
+        rounds[0] = np.concatenate([requests.compress(~far, axis=0), rounds[0]])
         passed_on = far & (relay != requests[:, DST])
-        last = requests[passed_on]
+        last = requests.compress(passed_on, axis=0)
         last[:, SRC] = relay[passed_on]
         return [sent for sent in [*rounds, last] if len(sent)]
 
@@ -184,7 +184,8 @@ def enters_twice(requests: IntArray, node_size: int, stride: int) -> bool:
     """Returns whether some row, sent straight, would enter a node for several of its ranks."""
     node = requests[:, DST] // node_size
     far = requests[:, SRC] // node_size != node
-    keys = requests[far, ID_START:] + (node[far] * stride)[:, None]
+    ids = requests[:, ID_START:].compress(far, axis=0)
+    keys = ids + (node[far] * stride)[:, None]
     return interval.length(interval.normalise(keys)) < interval.length(keys)
 
 
@@ -221,7 +222,7 @@ def _tree_rounds(requests: IntArray) -> list[IntArray]:
     level = np.frexp(number.astype(np.float64))[1] - 1  # exact: floor of log2
     parent = number - (1 << level)
     sender = np.where(parent == 0, src, dst[first + np.maximum(parent, 1) - 1])
-    passed = np.stack([sender, dst, cuts[segment], cuts[segment + 1]], axis=1)
+    passed = interval.columns(sender, dst, cuts[segment], cuts[segment + 1])
     return [passed[level == t] for t in range(int(level.max()) + 1)]
 
 
@@ -256,4 +257,4 @@ def _join(messages: IntArray) -> IntArray:
     opens[1:] = (dst[1:] != dst[:-1]) | (src[1:] != src[:-1]) | (start[1:] != stop[:-1])
     first = np.flatnonzero(opens)
     last = np.r_[first[1:], len(messages)] - 1 if len(first) else first
-    return np.stack([src[first], dst[first], start[first], stop[last]], axis=1)
+    return interval.columns(src[first], dst[first], start[first], stop[last])

@@ -3,7 +3,8 @@
     look      every head degree: one placement by documents or by area, then the published schemes on tokens in
               order and zigzag (needed keys, ring, all-gather, Ulysses, USP) that may come near
     improve   the degree that promises most, a step at a time: other placements (`plan/deals.py`), and compute
-              moved away from the queries' owners by recursive bisection (`plan/assignment.py`)
+              moved away from the queries' owners by recursive bisection (`plan/assignment.py`); at last on the best
+              placement, among the few super-ranks of a large degree
 
 until effort is spent or a plan is as good as perfect; then an optional improver (`plan/improvers`). Everything is
 priced from small arrays; nothing is built here. Effort is counted, not clocked, so every rank finds the same plan.
@@ -34,13 +35,16 @@ from megatron_cp.plan.topology import get_topology
 
 LOOSE, TIGHT = 1.08, 1.0  # load of a rank by one document, times the fair share
 SMALL = 16  # super-ranks; a first deal for more, and moving compute among them, takes long
+FEW = 8  # super-ranks; moving compute among them is quick
 MAX_SUPER_RANKS = 256  # more are looked at only where heads cannot be exchanged
-EFFORT, EFFORT_PER_RANK = 24.0, 0.06  # for each mask, in about milliseconds of one core
-PATIENCE = 1.01  # times slower, for every step already taken, and another degree has its turn
+EFFORT, EFFORT_PER_RANK = 22.0, 0.06  # for each mask, in about milliseconds of one core
+PATIENCE = 1.02  # times slower, for every step already taken, and another degree has its turn
 LINKED = 1.25  # times its pairs alone, and a pass waits for its links
 PROMISING = 1.5  # times the fastest way found, without overlap: more stages may win
+HOPELESS = 1.1  # times the fastest way found, whose price may be an estimate
 DONE = object()
 PERFECT = 1.002  # times the load bound: nothing found later could be told from it
+GOOD = 1.05  # times the load bound: one more step would not pay
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,8 @@ class Way:
 
 
 def _stay(groups: HeadGroups, limit: float) -> list[Both]:
+    if groups.least_seconds() > limit:
+        return []
     return [assigned_choice(groups, stay_at_home(groups)), even_keys_choice(groups)]
 
 
@@ -98,6 +104,7 @@ PUBLISHED = Way(published_choices, 0.4, 0.003, 1e-4)
 STAY = Way(_stay, 1.2, 0.02, 7e-4)
 MOVE = Way(_move, 4.0, 0.35, 1.4e-3)
 DEAL_EFFORT = 2.0
+HOPELESS_EFFORT = 0.3
 
 
 @dataclass(frozen=True)
@@ -170,7 +177,7 @@ class _Search:
         """Returns the seconds beyond which a way is no use; none where masks share a placement or memory is short."""
         if len(self.masks) > 1 or self.config.max_received_mb is not None:
             return math.inf
-        return PROMISING * min(self.fastest.values())
+        return HOPELESS * min(self.fastest.values())
 
     def improve(self) -> None:
         """Takes steps of the degree that promises most; one that is nearly as good has its turn as well."""
@@ -181,6 +188,7 @@ class _Search:
             taken[degree] += 1
             if next(steps[degree], DONE) is DONE:
                 del steps[degree]
+        self._move_on_best()
 
     def _steps(self, degree: int) -> Iterator[None]:
         """Prices more and more for one degree of head exchange, a placement and a way at a time."""
@@ -193,11 +201,10 @@ class _Search:
         first = loose or (in_order if self.deals.is_even_in_order else self.deals.zigzag(degree))
         self._price(tight or first, degree, STAY)
         yield
-        moved = functools.partial(self._price, first, degree, MOVE)
+        moved = functools.partial(self._move_if_there_is_time, first, degree)
         deal = functools.partial(self._price_next_deal, degree)
-        stays, moves = (
-            functools.partial(self._price, in_order, degree, way) for way in (STAY, MOVE)
-        )
+        stays = functools.partial(self._price, in_order, degree, STAY)
+        moves = functools.partial(self._move_if_there_is_time, in_order, degree)
         steps: list[Callable[[], object]] = [moved, deal, deal, stays, moves]
         if loose is not None and self.cp_size // degree > SMALL:
             # Moving compute among many takes longest, and whole documents leave little to move.
@@ -207,6 +214,28 @@ class _Search:
             yield
         while deal():
             yield
+
+    def _move_if_there_is_time(self, placement: Placement, degree: int) -> None:
+        groups = self.cp_size // degree
+        if groups <= FEW or MOVE.fixed + MOVE.per_rank * groups <= self._effort_left():
+            self._price(placement, degree, MOVE)
+
+    def _move_on_best(self) -> None:
+        few = [degree for degree in self.degrees if 1 < self.cp_size // degree <= FEW]
+        if few and min(self.fastest.values()) > GOOD * self.bound:
+            best = self._best(self.found.values())
+            for degree in {max(best.fastest[name][1], min(few)): None for name in self.masks}:
+                self._price(best.placement, degree, MOVE)
+
+    def _best(self, candidates: Iterable[Candidate]) -> Candidate:
+        """Returns the candidate on which all masks together are fastest."""
+        unknown = (math.inf, 0)
+
+        def seconds(one: Candidate) -> float:
+            fastest = [(one.fastest.get(name, unknown), w) for name, (_, w) in self.masks.items()]
+            return sum(weight * least for (least, _), weight in fastest)
+
+        return min(candidates, key=seconds)
 
     def _price_next_deal(self, degree: int) -> bool:
         """Returns whether there was one more deal by area to price."""
@@ -218,19 +247,18 @@ class _Search:
 
     def solve(self, found: list[Candidate]) -> None:
         """Lets the config's improver deal the compute of the best candidate anew."""
-
-        def seconds(one: Candidate) -> float:
-            return sum(weight * one.fastest[name][0] for name, (_, weight) in self.masks.items())
-
-        best = min(found, key=seconds)
+        best = self._best(found)
         for name in self.masks:
             groups = self._groups_of(best, name, best.fastest[name][1])
             best.add(name, _solved(groups))
 
     def _is_over(self) -> bool:
         """Returns whether nothing better can be expected, or enough has been tried."""
-        per_mask = self.effort / len(self.masks)
-        return self._is_perfect() or per_mask > EFFORT + EFFORT_PER_RANK * self.cp_size
+        return self._is_perfect() or self._effort_left() < 0
+
+    def _effort_left(self) -> float:
+        """Returns what may still be spent on each mask."""
+        return EFFORT + EFFORT_PER_RANK * self.cp_size - self.effort / len(self.masks)
 
     def _is_perfect(self) -> bool:
         return min(self.fastest.values()) <= PERFECT * self.bound
@@ -251,8 +279,8 @@ class _Search:
             ways = []
             for each in {degree: None, self._favourite(name, degree, way): None}:
                 groups = self._groups_of(candidate, name, each)
-                self.effort += way.effort(groups)
                 found = way.choices(groups, self._limit())
+                self.effort += way.effort(groups) if found else HOPELESS_EFFORT
                 if not found:
                     return math.inf
                 candidate.add(name, found)

@@ -60,10 +60,21 @@ class PlacedMask:
         return self.tokens.tokens
 
     @cached_property
+    def _by_q_owner(self) -> tuple[IntArray, IntArray]:
+        rows, _, q_run = cut_rows(self.mask.array, self.owners.ids, Q_START, Q_END)
+        return rows, self.owners.rank.take(q_run)
+
+    @cached_property
     def _by_owner(self) -> tuple[IntArray, IntArray, IntArray]:
-        rows, _, _ = cut_rows(self.mask.array, self.owners.ids, Q_START, Q_END)
-        parts, _, k_run = cut_rows(rows, self.owners.ids, K_START, K_END)
-        return parts, self.owners.rank_of(parts[:, Q_START]), self.owners.rank[k_run]
+        rows, q_owner = self._by_q_owner
+        parts, row, k_run = cut_rows(rows, self.owners.ids, K_START, K_END)
+        return parts, q_owner.take(row), self.owners.rank.take(k_run)
+
+    @cached_property
+    def loads(self) -> FloatArray:
+        """The pairs of each rank's queries: float64 `[P]`; known before the mask is cut by keys."""
+        rows, q_owner = self._by_q_owner
+        return np.bincount(q_owner, rows_area(rows), self.num_ranks).astype(np.float64)
 
     @property
     def parts(self) -> IntArray:
@@ -83,8 +94,10 @@ class PlacedMask:
     @cached_property
     def remote_keys(self) -> IntArray:
         """The keys that each rank's queries may see and it does not own: requests (owner, reader, ids)."""
-        wanted = self.space.keys_of(self.parts[:, COLUMNS["k"]], self.q_owner)
-        return self.owners.requests(self.space.missing(interval.normalise(wanted)))
+        remote = self.q_owner != self.k_owner
+        ids = self.parts[:, COLUMNS["k"]].compress(remote, axis=0)
+        wanted = self.space.keys_of(ids, self.q_owner.compress(remote))
+        return self.owners.requests(interval.normalise(wanted))
 
     @cached_property
     def areas_by_owner(self) -> FloatArray:
