@@ -52,16 +52,22 @@ def tighten(rows: IntArray) -> IntArray:
 
 
 def rows_area(rows: IntArray) -> IntArray:
-    """Returns the number of pairs of each tight row: int64 `[n]`."""
+    """Returns the number of pairs of each tight row: int64 `[n]`; the box without two corners."""
     q0, q1, k0, k1, lo, hi = rows.T
-    return _sum_of_min(q0, q1, k1 - 1, hi) + _sum_of_min(-q1 + 1, -q0 + 1, -k0, -lo) + (q1 - q0)
+    upper, lower = k1 - 1 - q0 - hi, q1 - 1 - k0 + lo  # legs; tight rows cut whole triangles off
+    return (q1 - q0) * (k1 - k0) - _triangle(upper) - _triangle(lower)
 
 
-def _sum_of_min(a: IntArray, b: IntArray, cap: IntArray, offset: IntArray) -> IntArray:
-    """Returns sum over q in [a, b) of min(cap, q + offset)."""
-    bend = np.minimum(np.maximum(cap - offset, a), b)  # below the bend q + offset is the smaller
-    rising = (a + bend - 1) * (bend - a) // 2 + offset * (bend - a)
-    return rising + cap * (b - bend)
+def area_above(rows: IntArray, cut: IntArray) -> IntArray:
+    """Returns the number of pairs of each tight row above query row `cut[i]` of its box: int64 `[n]`."""
+    q0, _, k0, k1, lo, hi = rows.T
+    upper = k1 - 1 - q0 - hi
+    rest, lower = np.maximum(upper - (cut - q0), 0), np.maximum(cut - 1 - k0 + lo, 0)
+    return (cut - q0) * (k1 - k0) - _triangle(upper) + _triangle(rest) - _triangle(lower)
+
+
+def _triangle(leg: IntArray) -> IntArray:
+    return leg * (leg + 1) // 2
 
 
 def crop_rows(

@@ -25,7 +25,16 @@ from numpy.typing import NDArray
 
 from megatron_cp.mask import AttentionMask, interval
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.mask.slice import K_END, K_START, Q_END, Q_START, cut_rows, rows_area, tighten
+from megatron_cp.mask.slice import (
+    K_END,
+    K_START,
+    Q_END,
+    Q_START,
+    area_above,
+    cut_rows,
+    rows_area,
+    tighten,
+)
 from megatron_cp.plan.routing import Owners
 
 FloatArray = NDArray[np.float64]
@@ -118,7 +127,7 @@ class _Parts:
     def _cut(self, cells: IntArray) -> None:
         for start, end in ((Q_START, Q_END), (K_START, K_END)):
             self.rows, source, _ = cut_rows(self.rows, cells, start, end)
-            self.group = self.group[source]
+            self.group = self.group.take(source)
 
     def _measure(self) -> None:
         self.area = rows_area(self.rows).astype(np.float64)
@@ -215,9 +224,9 @@ class _Cut:
         area, target = self.parts.area[order], self.target[group]
         goes_right = before >= target
         at_cut = np.flatnonzero(~goes_right & (before + area > target))
-        rows = self.parts.rows[order]
-        cut = _row_at_area(rows[at_cut], (target - before)[at_cut])
-        left, right = rows[at_cut].copy(), rows[at_cut].copy()
+        rows = self.parts.rows.take(order, axis=0)
+        left, right = (rows.take(at_cut, axis=0) for _ in range(2))
+        cut = _row_at_area(left, (target - before)[at_cut])
         left[:, Q_END], right[:, Q_START] = cut, cut
         empty_left = cut == rows[at_cut, Q_START]
         has_both = ~empty_left & (cut < rows[at_cut, Q_END])
@@ -240,15 +249,7 @@ def _row_at_area(rows: IntArray, wanted: FloatArray) -> IntArray:
     low, high = rows[:, Q_START].copy(), rows[:, Q_END].copy()
     while (high - low > 1).any():
         middle = (low + high) // 2
-        fits = _area_above(rows, middle) <= wanted
+        fits = area_above(rows, middle) <= wanted
         low, high = np.where(fits, middle, low), np.where(fits, high, middle)
-    nearer_high = _area_above(rows, high) - wanted < wanted - _area_above(rows, low)
+    nearer_high = area_above(rows, high) - wanted < wanted - area_above(rows, low)
     return np.where(nearer_high, high, low)
-
-
-def _area_above(rows: IntArray, cut: IntArray) -> FloatArray:
-    above = rows.copy()
-    above[:, Q_END] = np.maximum(
-        cut, rows[:, Q_START] + 1
-    )  # a tight slice keeps a pair in its first row
-    return np.where(cut > rows[:, Q_START], rows_area(tighten(above)), 0.0)

@@ -36,9 +36,6 @@ from megatron_cp.plan.routing import (
 from megatron_cp.plan.schema import Pass, Side, Stage, Transfer
 
 FloatArray = NDArray[np.float64]
-FARTHEST = (
-    1 << 36
-)  # row numbers below it times the rows of a rank fit into 64 bits: areas of slices do
 COLUMNS: dict[Side, list[int]] = {"q": [Q_START, Q_END], "k": [K_START, K_END]}
 
 
@@ -192,31 +189,25 @@ def _local_works(added: list[_Added]) -> list[tuple[AttentionMask, ...]]:
     """Returns each rank's mask on the rows that it holds, for every stage.
 
     Ranks and stages are merged in one go, on a diagonal of blocks so far apart that slices of two are
-    never neighbours, in queries, keys or distance; for very many, in several goes.
+    never neighbours, in queries, keys or distance.
     """
     q_sizes, k_sizes = (np.stack([one.held[side].sizes for one in added]) for side in COLUMNS)
     q_step = int(q_sizes.max()) + 1
     k_step = 2 * q_step + int(k_sizes.max())
     num_ranks = q_sizes.shape[1]
-    together = max(1, FARTHEST // (num_ranks * k_step))
-    works = []
-    for first in range(0, len(added), together):
-        some = added[first : first + together]
-        blocks = [
-            shift_rows(
-                _on_diagonal(one, q_step, k_step),
-                stage * num_ranks * q_step,
-                stage * num_ranks * k_step,
-            )
-            for stage, one in enumerate(some)
-        ]
-        rows = sweep.merge(np.concatenate(blocks))
-        block = rows[:, Q_START] // q_step
-        rows = shift_rows(rows, q=-block * q_step, k=-block * k_step)
-        queries, keys = (t[first : first + together].reshape(-1) for t in (q_sizes, k_sizes))
-        masks = AttentionMask.many(queries, keys, rows, block)
-        works += [masks[i : i + num_ranks] for i in range(0, len(masks), num_ranks)]
-    return works
+    blocks = [
+        shift_rows(
+            _on_diagonal(one, q_step, k_step),
+            stage * num_ranks * q_step,
+            stage * num_ranks * k_step,
+        )
+        for stage, one in enumerate(added)
+    ]
+    rows = sweep.merge(np.concatenate(blocks))
+    block = rows[:, Q_START] // q_step
+    rows = shift_rows(rows, q=-block * q_step, k=-block * k_step)
+    masks = AttentionMask.many(q_sizes.reshape(-1), k_sizes.reshape(-1), rows, block)
+    return [masks[i : i + num_ranks] for i in range(0, len(masks), num_ranks)]
 
 
 def _on_diagonal(one: _Added, q_step: int, k_step: int) -> IntArray:
