@@ -102,15 +102,19 @@ class Pieces:
 
 def mirrored(shares: IntArray, starts: IntArray) -> Pieces:
     """Returns two pieces of each document for each rank, in order and then in reverse, `shares` `[D, P]` in all."""
-    num_documents, num_ranks = shares.shape
-    sizes = np.concatenate([shares - shares // 2, (shares // 2)[:, ::-1]], axis=1)
-    stops = starts[:, None] + np.cumsum(sizes, axis=1)
-    ranks = np.arange(num_ranks)
-    rank = np.tile(np.r_[ranks, ranks[::-1]], num_documents)
-    document = np.repeat(np.arange(num_documents), 2 * num_ranks)
-    ids = interval.columns((stops - sizes).reshape(-1), stops.reshape(-1))
-    solid = ids[:, 0] < ids[:, 1]
-    return Pieces(document[solid], rank[solid], ids[solid], num_ranks)
+    document, rank = np.nonzero(shares)
+    share = shares[document, rank]
+    sizes = np.concatenate([share - share // 2, share // 2])
+    turn = np.concatenate([rank, -rank])  # there, and back behind it
+    is_back = np.arange(len(turn)) >= len(rank)
+    order = np.lexsort((turn, is_back, np.tile(document, 2)))
+    order = order[sizes[order] > 0]
+    document, sizes = np.tile(document, 2)[order], sizes[order]
+    stop = np.cumsum(sizes)
+    before = np.searchsorted(document, document)  # the first piece of the same document
+    stop += starts[document] - (stop - sizes)[before]
+    ids = interval.columns(stop - sizes, stop)
+    return Pieces(document, np.abs(turn)[order], ids, shares.shape[1])
 
 
 class DocumentGroups:
@@ -140,8 +144,13 @@ class DocumentGroups:
             length, area = int(lengths[document]), float(areas[document])
             limit = self.most_load * self.fair if area > self.fair / LIGHT else np.inf
             first, size = self._group(length, area, self.sizes[int(zone[document]) :], limit)
+            if size == 1:
+                shares[document, first] = length
+                self.room[first] -= length
+                self.load[first] += area
+                continue
             members = slice(first, first + size)
-            taken = _even_shares(self.room[members], length) if size > 1 else np.array([length])
+            taken = _even_shares(self.room[members], length)
             shares[document, members] = taken
             self.room[members] -= taken
             self.load[members] += area * taken / max(1, length)
@@ -152,12 +161,13 @@ class DocumentGroups:
     ) -> tuple[int, int]:
         """Returns first rank and size of the least loaded group with room, of the first size that keeps to `limit`."""
         for size in sizes:
-            room, load = self.room, self.load + area / size
+            room, load = self.room, self.load
             if size > 1:
                 room, load = room.reshape(-1, size).sum(axis=1), load.reshape(-1, size).max(axis=1)
-            has_room = room >= length
-            least = int(np.where(has_room, load, np.inf).argmin())
-            if has_room[least] and (load[least] <= limit or size == sizes[-1]):
+            open_load = np.where(room >= length, load, np.inf)
+            least = int(open_load.argmin())
+            after = open_load[least] + area / size
+            if after < np.inf and (after <= limit or size == sizes[-1]):
                 return least * size, size
         raise AssertionError("all ranks together have room for all tokens")
 
