@@ -16,7 +16,7 @@ from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.assignment import Assignment, assign
 from megatron_cp.plan.cost import BoolArray, FloatArray, Movement, PassLoads, SideLoads
 from megatron_cp.plan.heads import split_heads
-from megatron_cp.plan.overlap import AssignedMask, Staging
+from megatron_cp.plan.overlap import ORDERS, AssignedMask, Staging
 from megatron_cp.plan.pricing import PASSES, Both, Choice, HeadGroups, imbalance
 from megatron_cp.plan.routing import (
     ID_START,
@@ -34,6 +34,7 @@ STAGE_COUNTS = (1, 2, 4, 8)
 PRICED_STAGE_COUNTS = (0, 1, 4)  # enough for an estimate
 FEW_STAGES = 2  # so few may do without local pairs at the end: better where latency decides
 STAGINGS_PRICED = 3  # exactly, once an estimate has won
+AS_EVEN = 1.005  # times the estimate: no other order of rows is worth a look
 STAGE_TOLL = 2e-4  # share of the time that one more stage must save
 HUB = 2.0  # an owner that sends so many times the mean is worth a tree
 
@@ -132,9 +133,10 @@ class _Way:
         return SideLoads(seconds_per_byte, latency, shares.keeps[side])
 
     def best_staging(self, stagings: Sequence[Staging], name: PassName) -> tuple[Staging, float]:
-        """Returns the best staging and its price; a few that look best are priced exactly.
+        """Returns the best staging and its price; a few that look best are priced exactly, in every order of rows.
 
-        A stage has its price as well: of stagings that are as good as equal, that with fewer slices and sends wins.
+        A stage has its price as well, and so has an order: of stagings that are as good as equal, that with fewer
+        slices and sends wins.
         """
         tolls = np.array([1 + STAGE_TOLL * one.num_stages for one in stagings])
         estimates = self.even_seconds(stagings, name) * tolls
@@ -142,9 +144,13 @@ class _Way:
         for index in np.argsort(estimates, kind="stable")[:STAGINGS_PRICED]:
             if estimates[index] >= best_price:  # even rows are the best case, nearly always
                 break
-            seconds = self.groups.seconds(self._exact_loads(stagings[index]), name)
-            if seconds * tolls[index] < best_price:
-                best, best_price, best_seconds = stagings[index], seconds * tolls[index], seconds
+            for staging in _in_every_order(stagings[index]):
+                seconds = self.groups.seconds(self._exact_loads(staging), name)
+                price = seconds * (tolls[index] + STAGE_TOLL * ORDERS.index(staging.order))
+                if price < best_price:
+                    best, best_price, best_seconds = staging, price, seconds
+                if price <= AS_EVEN * estimates[index]:
+                    break
         return best, best_seconds
 
     def build(self, staging: Staging) -> Pass:
@@ -188,6 +194,11 @@ def _even_shares(stagings: tuple[Staging, ...]) -> _EvenShares:
         kept += [*map(one.keeps, range(one.num_stages)), None]
     keeps = {side: np.array([one == side for one in kept]) for side in SIDES}
     return _EvenShares(np.array(local), np.array(remote), keeps, np.array(opens))
+
+
+def _in_every_order(staging: Staging) -> list[Staging]:
+    orders = ORDERS if staging.num_remote > 1 else ORDERS[:1]
+    return [replace(staging, order=order) for order in orders]
 
 
 def _num_rows(requests: IntArray) -> float:

@@ -15,7 +15,7 @@ from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan import balance
-from megatron_cp.plan.documents import FloatArray, document_bounds, group_sizes, whole_documents
+from megatron_cp.plan.documents import FloatArray, document_bounds, whole_documents
 from megatron_cp.plan.placement import Placement, chunk_layout
 from megatron_cp.plan.topology import get_topology
 
@@ -24,7 +24,10 @@ Family = Mapping[str, tuple[AttentionMask, float]]  # name -> (mask, number of l
 ROUGH, FINE = 0.04, 0.01  # balance of deals
 CHUNKS_DEALT = 256  # over all super-ranks
 MIN_CHUNKS_DEALT = 4  # per super-rank
-MOST_PARTS = 1 << 12  # of a mask on documents in mirrored pieces: planning time grows with them
+MOST_PARTS, MOST_PARTS_PER_RANK = (
+    1 << 12,
+    48,
+)  # on documents in mirrored pieces: they take planning time
 
 
 class Deals:
@@ -75,7 +78,8 @@ class Deals:
         groups = self._documents[most_load].regrouped(self.cp_size // degree).in_order()
         document = np.searchsorted(self._bounds, groups.ids[:, 0], side="right")
         pieces = np.bincount(document)
-        if (pieces * (pieces + 1) // 2).sum() > MOST_PARTS:
+        most = max(MOST_PARTS, MOST_PARTS_PER_RANK * self.cp_size)
+        if (pieces * (pieces + 1) // 2).sum() > most:
             return None
         return groups.regrouped(self.cp_size)
 
@@ -98,8 +102,8 @@ class Deals:
         groups, node_size = self.cp_size // degree, get_topology(self.config.topology).node_size
         inside = max(1, node_size // degree)
         node = groups if self.cp_size <= node_size else math.gcd(groups, inside)
-        sizes = group_sizes(groups, node)
-        return whole_documents(self._bounds, self._areas, sizes, degree * self.rows, most_load)
+        rows = degree * self.rows
+        return whole_documents(self._bounds, self._areas, groups, node, rows, most_load)
 
     def by_area(self, degree: int) -> Iterator[Placement]:
         """Yields deals of chunks to super-ranks: three balanced ones, then two on the way to balance."""

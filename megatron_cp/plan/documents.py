@@ -23,20 +23,24 @@ from megatron_cp.plan.placement import Placement
 
 FloatArray = NDArray[np.float64]
 LIGHT = 64  # a document of less than this part of the fair share does not decide the load
+WIDEST = (
+    8  # times the ranks that a document wants, in groups; rather scattered than in a larger one
+)
+STEP = 0.01  # of the fair share, by which the limit is raised until a scattered document fits
 MOST_PLACED = 2  # documents per rank placed one by one; others fill the room that is left
 
 
 def whole_documents(
-    bounds: IntArray, areas: FloatArray, sizes: Sequence[int], rows: int, most_load: float
+    bounds: IntArray, areas: FloatArray, num_ranks: int, node: int, rows: int, most_load: float
 ) -> Placement:
     """Returns documents `bounds[i]` to `bounds[i+1]` on as few ranks as they fit, `rows` tokens for each rank.
 
-    `areas` float64 `[documents]`; `sizes`, `most_load`: see `DocumentGroups`. The largest documents, by tokens or
-    pairs, are placed one by one; the others, and padding behind the last, follow each other through the room that
-    is left, so that few are cut.
+    `areas` float64 `[documents]`; `node` ranks share a node and divide `num_ranks`; `most_load`: see
+    `DocumentGroups`. The largest documents, by tokens or pairs, are placed one by one; the others, and padding
+    behind the last, follow each other through the room that is left, so that few are cut.
     """
-    num_ranks = sizes[-1]
-    groups = DocumentGroups(sizes, rows, float(areas.sum()), most_load)
+    sizes = group_sizes(num_ranks, node)
+    groups = DocumentGroups(sizes, rows, float(areas.sum()), most_load, node)
     lengths = np.diff(bounds)
     largest = np.argsort(-groups.ranks_wanted(lengths, areas), kind="stable")
     heavy = np.sort(largest[: MOST_PLACED * num_ranks])
@@ -120,13 +124,21 @@ def mirrored(shares: IntArray, starts: IntArray) -> Pieces:
 class DocumentGroups:
     """Ranks while documents are placed: room in tokens, load in pairs."""
 
-    def __init__(self, sizes: Sequence[int], rows: int, area: float, most_load: float):
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        rows: int,
+        area: float,
+        most_load: float,
+        node: int | None = None,
+    ):
         """Groups are of `sizes`, ascending, each divides the next, the last is all ranks.
 
         `area`: of all documents. A document that would bring a group more than `most_load` times its fair share
-        of it goes to a larger one.
+        of it goes to a larger one; to one much larger only without `node`, the ranks of a node. With it, such a
+        document is scattered over few ranks.
         """
-        self.sizes, self.rows, self.most_load = sizes, rows, most_load
+        self.sizes, self.rows, self.most_load, self.node = sizes, rows, most_load, node
         self.fair = max(1.0, area / sizes[-1])
         self.room = np.full(sizes[-1], rows, dtype=np.int64)
         self.load = np.zeros(sizes[-1])
@@ -143,23 +155,24 @@ class DocumentGroups:
         for document in np.lexsort((-areas, -zone)).tolist():
             length, area = int(lengths[document]), float(areas[document])
             limit = self.most_load * self.fair if area > self.fair / LIGHT else np.inf
-            first, size = self._group(length, area, self.sizes[int(zone[document]) :], limit)
-            if size == 1:
-                shares[document, first] = length
-                self.room[first] -= length
-                self.load[first] += area
-                continue
-            members = slice(first, first + size)
-            taken = _even_shares(self.room[members], length)
-            shares[document, members] = taken
-            self.room[members] -= taken
-            self.load[members] += area * taken / max(1, length)
+            wanted, most = self.sizes[int(zone[document])], self.sizes[-1]
+            widest = most if self.node is None else WIDEST * wanted
+            sizes = [size for size in self.sizes if wanted <= size <= widest]
+            ranks = self._group(length, area, sizes, limit)
+            if ranks is None and self.node is not None and wanted < most:
+                ranks, taken = self._scattered(length, area, limit, self.node)
+            else:
+                ranks = np.arange(most) if ranks is None else ranks
+                taken = _even_shares(self.room[ranks], length)
+            shares[document, ranks] = taken
+            self.room[ranks] -= taken
+            self.load[ranks] += area * taken / max(1, length)
         return shares
 
     def _group(
         self, length: int, area: float, sizes: Sequence[int], limit: float
-    ) -> tuple[int, int]:
-        """Returns first rank and size of the least loaded group with room, of the first size that keeps to `limit`."""
+    ) -> IntArray | None:
+        """Returns the least loaded group with room, of the first size that keeps to `limit`, if any does."""
         for size in sizes:
             room, load = self.room, self.load
             if size > 1:
@@ -167,13 +180,41 @@ class DocumentGroups:
             open_load = np.where(room >= length, load, np.inf)
             least = int(open_load.argmin())
             after = open_load[least] + area / size
-            if after < np.inf and (after <= limit or size == sizes[-1]):
-                return least * size, size
-        raise AssertionError("all ranks together have room for all tokens")
+            if after < np.inf and after <= limit:
+                return np.arange(least * size, (least + 1) * size)
+        return None
+
+    def _scattered(
+        self, length: int, area: float, limit: float, node: int
+    ) -> tuple[IntArray, IntArray]:
+        """Returns few ranks that have room within `limit`, of one node if one has enough, and what each takes."""
+        capacity = self._capacity(length, area, limit)
+        while capacity.sum() < length:
+            limit += STEP * self.fair
+            capacity = self._capacity(length, area, limit)
+        of_node = capacity.reshape(-1, node).sum(axis=1)
+        ranks = np.arange(len(capacity))
+        if of_node.max() >= length:
+            ranks = ranks[ranks // node == of_node.argmax()]
+        ranks = ranks[np.argsort(-capacity[ranks], kind="stable")]
+        upto = np.cumsum(capacity[ranks])
+        ranks = ranks[: int(np.searchsorted(upto, length)) + 1]
+        taken = capacity[ranks]
+        taken[-1] -= upto[len(ranks) - 1] - length
+        return ranks, taken
+
+    def _capacity(self, length: int, area: float, limit: float) -> IntArray:
+        """Returns how many tokens of a document each rank has room for, within the limit of its load: `[P]`."""
+        if limit == np.inf:
+            return self.room
+        most = np.maximum(limit - self.load, 0.0) * (length / area)
+        return np.minimum(self.room, np.ceil(most)).astype(np.int64)
 
 
 def _even_shares(room: IntArray, amount: int) -> IntArray:
     """Returns what each rank takes of `amount`, as evenly as room allows; most room takes what is over."""
+    if len(room) == 1:
+        return np.array([amount])
     ascending, others = np.sort(room), np.arange(len(room), 0, -1)
     left = amount - (np.cumsum(ascending) - ascending)  # when all ranks with less room are full
     first = int((left <= ascending * others).argmax())  # from this one on all take the same

@@ -9,10 +9,15 @@ Local pairs hide the first rows on their way; a part of them, left for the end, 
 One side is kept: its rows arrive with the first stage that needs them and stay, and their results go home at the end.
 A foreign row of the other side is in one stage only, and its results go home under the next. Forward keeps keys
 (they have no results); backward keeps the side whose gradients are cheaper to send late. Pairs with foreign
-rows of the passing side come first, because own rows send no results.
+rows of the passing side come first, because own rows send no results. Foreign rows come in one of three orders:
+
+    tokens    as they stand in the stream: fewest slices, but readers of a document all begin with its first owner
+    ring      owner after owner, beginning behind the rank itself: every owner serves a part of its readers in a stage
+    shares    an equal share of every owner's rows in each stage: links are even, slices are most
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +35,8 @@ PIECES_PER_RANK = (2, 8)  # at least, at most
 
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
+Order = Literal["tokens", "ring", "shares"]
+ORDERS: tuple[Order, ...] = ("tokens", "ring", "shares")
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,8 @@ class Staging:
     """Half of the local pairs come last."""
     kept: Side
     """The side whose foreign rows stay over all remote stages."""
+    order: Order = "tokens"
+    """In which foreign rows come."""
 
     @property
     def num_stages(self) -> int:
@@ -79,9 +88,11 @@ class AssignedMask:
         self.parts, self.ranks = parts, ranks
         self.pieces, self.num_pieces = pieces, len(runs)
         self.area = rows_area(parts).astype(np.float64)
+        self.owner: dict[Side, IntArray] = {
+            side: placed.owners.rank_of(parts[:, start]) for side, (start, _) in COLUMNS.items()
+        }
         self.is_own: dict[Side, BoolArray] = {
-            side: placed.owners.rank_of(parts[:, start]) == ranks
-            for side, (start, _) in COLUMNS.items()
+            side: owner == ranks for side, owner in self.owner.items()
         }
         self.is_local = self.is_own["q"] & self.is_own["k"]
 
@@ -126,11 +137,15 @@ class AssignedMask:
             now = stage == index
             arriving: dict[Side, list[IntArray]] = {}
             for side in COLUMNS:
-                before = held[side] if staging.keeps(index) == side else placed.space
-                missing = before.missing(self._foreign(side, now & ~self.is_own[side]))
+                keeps, before = staging.keeps(index) == side, placed.space
+                missing = self._foreign(side, now & ~self.is_own[side])
+                if keeps:
+                    before = held[side]
+                    missing = before.missing(missing)
                 arriving[side] = route(placed.owners, before, missing) if len(missing) else []
-                for hop in arriving[side]:  # relays hold what they pass on
-                    before = before.plus(before.keys_of(hop[:, ID_START:], hop[:, DST]))
+                if staging.keeps(index + 1) == side:
+                    for hop in arriving[side]:  # relays hold what they pass on
+                        before = before.plus(before.keys_of(hop[:, ID_START:], hop[:, DST]))
                 held[side] = before
             areas = self._per_rank(self.area * now)
             found.append(AssignedStage(areas, arriving, staging.keeps(index)))
@@ -139,32 +154,45 @@ class AssignedMask:
     def _stage_of_parts(self, staging: Staging) -> IntArray:
         stage = np.zeros(len(self.parts), dtype=np.int64)
         if staging.keeps_rest:
-            in_rows = np.stack([self.ranks, self.parts[:, Q_START]])
-            late = self.is_local & (self._share_before(in_rows, self.is_local) > 0.5)
-            stage[late] = staging.num_remote + 1
-        passing: Side = "q" if staging.kept == "k" else "k"
-        share = self._share_before(self._foreign_first(passing), ~self.is_local)[~self.is_local]
+            in_rows = self._share_before(self.ranks, self.parts[:, Q_START], self.is_local)
+            stage[self.is_local & (in_rows > 0.5)] = staging.num_remote + 1
+        share = self._share_before(*self._foreign_first(staging), ~self.is_local)[~self.is_local]
         stage[~self.is_local] = 1 + np.minimum(share * staging.num_remote, staging.num_remote - 1)
         return stage
 
-    def _foreign_first(self, side: Side) -> IntArray:
-        """Orders the parts of a rank: those of foreign rows of a side, then those of own rows along the other side."""
-        other: Side = "q" if side == "k" else "k"
-        along = np.where(self.is_own[side], self.num_pieces + self.pieces[other], self.pieces[side])
-        return np.stack([self.ranks, along])
+    def _foreign_first(self, staging: Staging) -> tuple[IntArray, IntArray]:
+        """Returns the groups that are spread over stages, each by itself, and the places of parts in their group.
 
-    def _share_before(self, keys: IntArray, chosen: BoolArray) -> FloatArray:
-        """Returns the share of its rank's chosen area that lies before the middle of each part's run of equal keys."""
-        order = np.lexsort(keys[::-1])
+        Foreign rows of the side that passes come first, then own ones along the side that is kept.
+        """
+        kept, num_ranks = staging.kept, self.placed.num_ranks
+        passing: Side = "q" if kept == "k" else "k"
+        is_own = self.is_own[passing]
+        owner = np.where(is_own, self.owner[kept], self.owner[passing])
+        piece = np.where(is_own, self.pieces[kept], self.pieces[passing])
+        if staging.order == "shares":
+            return (self.ranks * 2 + is_own) * num_ranks + owner, piece
+        turn = (owner - self.ranks) % num_ranks if staging.order == "ring" else 0
+        return self.ranks, (is_own * num_ranks + turn) * self.num_pieces + piece
+
+    def _share_before(self, group: IntArray, along: IntArray, chosen: BoolArray) -> FloatArray:
+        """Returns the share of its group's chosen area that lies before the middle of each part's run of equals."""
+        order = np.lexsort((along, group))
         area = (self.area * chosen)[order]
-        opens = np.ones(len(order), dtype=bool)
-        opens[1:] = (np.diff(keys[:, order]) != 0).any(axis=0)
-        run = np.cumsum(opens) - 1
+        opens_group = _differs(group[order])
+        run = np.cumsum(opens_group | _differs(along[order])) - 1
         size = np.bincount(run, area)
         middle = (np.cumsum(size) - size / 2)[run]
-        rank = self.ranks[order]
-        total = np.bincount(rank, area, self.placed.num_ranks)
-        before = (np.cumsum(total) - total)[rank]
+        which = np.cumsum(opens_group) - 1
+        total = np.bincount(which, area)
+        before = (np.cumsum(total) - total)[which]
         share = np.zeros(len(order))
-        share[order] = (middle - before) / np.where(total > 0, total, 1.0)[rank]
+        share[order] = (middle - before) / np.where(total > 0, total, 1.0)[which]
         return share
+
+
+def _differs(values: IntArray) -> BoolArray:
+    """Returns whether each value differs from the one before; the first does."""
+    differs = np.ones(len(values), dtype=bool)
+    differs[1:] = values[1:] != values[:-1]
+    return differs

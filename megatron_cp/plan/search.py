@@ -36,8 +36,8 @@ from megatron_cp.plan.topology import get_topology
 LOOSE, TIGHT = 1.08, 1.0  # load of a rank by one document, times the fair share
 SMALL = 16  # super-ranks; a first deal for more, and moving compute among them, takes long
 FEW = 8  # super-ranks; moving compute among them is quick
-MAX_SUPER_RANKS = 256  # more are looked at only where heads cannot be exchanged
-EFFORT, EFFORT_PER_RANK = 22.0, 0.06  # for each mask, in about milliseconds of one core
+MANY = 256  # super-ranks; where heads can be exchanged, more are looked at for tokens in order only
+EFFORT, EFFORT_PER_RANK = 16.0, 0.06  # for each mask, in about milliseconds of one core
 PATIENCE = 1.02  # times slower, for every step already taken, and another degree has its turn
 LINKED = 1.25  # times its pairs alone, and a pass waits for its links
 PROMISING = 1.5  # times the fastest way found, without overlap: more stages may win
@@ -100,10 +100,10 @@ def _solved(groups: HeadGroups) -> list[Both]:
     return [] if better is None else [assigned_choice(groups, better)]
 
 
-PUBLISHED = Way(published_choices, 0.4, 0.003, 1e-4)
-STAY = Way(_stay, 1.2, 0.02, 7e-4)
-MOVE = Way(_move, 4.0, 0.35, 1.4e-3)
-DEAL_EFFORT = 2.0
+PUBLISHED = Way(published_choices, 0.4, 0.007, 1.2e-4)
+STAY = Way(_stay, 0.8, 0.004, 5e-4)
+MOVE = Way(_move, 2.5, 0.27, 1.4e-3)
+DEAL_EFFORT, DEAL_EFFORT_PER_RANK = 1.5, 0.004
 HOPELESS_EFFORT = 0.3
 
 
@@ -141,7 +141,9 @@ class _Search:
     def __init__(self, masks: Family, cp_size: int, config: CPConfig):
         self.masks, self.cp_size, self.config = masks, cp_size, config
         self.degrees = _head_degrees(cp_size, config)
-        self.deals = Deals(masks, cp_size, config, min(self.degrees))
+        few = [degree for degree in self.degrees if cp_size // degree <= MANY]
+        self.searched = few or self.degrees[-1:]
+        self.deals = Deals(masks, cp_size, config, min(self.searched))
         self.bounds = {
             key: sum(load_bound_seconds(mask, cp_size, config, name) for name in PASSES)
             for key, (mask, _) in masks.items()
@@ -151,21 +153,23 @@ class _Search:
         self.fastest = dict.fromkeys(self.degrees, math.inf)
         self.promise = dict.fromkeys(self.degrees, math.inf)
         self.by_mask = {name: dict.fromkeys(self.degrees, math.inf) for name in masks}
-        self._by_area = {degree: self.deals.by_area(degree) for degree in self.degrees}
+        self._by_area = {degree: self.deals.by_area(degree) for degree in self.searched}
         self.effort = 0.0
 
     def look(self) -> None:
         """Prices the published schemes exactly, and one placement by documents or by area per degree."""
         for degree in self.degrees:
-            by_documents = self.deals.by_documents(degree, LOOSE)
+            by_documents = (
+                self.deals.by_documents(degree, LOOSE) if degree in self.searched else None
+            )
             if by_documents is not None:
                 self._price(by_documents, degree, STAY)
             elif self.deals.is_even_in_order:
                 self._price(self.deals.in_order(), degree, STAY)
-            elif 1 < self.cp_size // degree <= SMALL:
+            elif degree in self.searched and 1 < self.cp_size // degree <= SMALL:
                 self._price_next_deal(degree)
         needed = {}
-        for degree in self.degrees if self.config.num_stages is None else ():
+        for degree in self.searched if self.config.num_stages is None else ():
             needed[degree] = self._price(self.deals.in_order(), degree, PUBLISHED)
             self._price(self.deals.zigzag(degree), degree, PUBLISHED)
         best = min(needed, key=needed.__getitem__, default=None)
@@ -181,8 +185,8 @@ class _Search:
 
     def improve(self) -> None:
         """Takes steps of the degree that promises most; one that is nearly as good has its turn as well."""
-        steps = {degree: self._steps(degree) for degree in self.degrees}
-        taken = dict.fromkeys(self.degrees, 0)
+        steps = {degree: self._steps(degree) for degree in self.searched}
+        taken = dict.fromkeys(self.searched, 0)
         while steps and not self._is_over():
             degree = min(steps, key=lambda one: self.promise[one] * PATIENCE ** taken[one])
             taken[degree] += 1
@@ -239,7 +243,7 @@ class _Search:
 
     def _price_next_deal(self, degree: int) -> bool:
         """Returns whether there was one more deal by area to price."""
-        self.effort += DEAL_EFFORT
+        self.effort += DEAL_EFFORT + DEAL_EFFORT_PER_RANK * self.cp_size
         placement = next(self._by_area[degree], None)
         if placement is not None:
             self._price(placement, degree, STAY)
@@ -322,6 +326,4 @@ def _head_degrees(cp_size: int, config: CPConfig) -> list[int]:
     node_size = get_topology(config.topology).node_size
     inside = [d for d in range(1, min(node_size, cp_size) + 1) if cp_size % d == 0]
     aligned = [d for d in inside if cp_size <= node_size or node_size % d == 0]
-    legal = [d for d in sorted({*aligned, cp_size}) if fits_heads(d, config)]
-    few = [d for d in legal if cp_size // d <= MAX_SUPER_RANKS]
-    return few or legal[-1:]
+    return [d for d in sorted({*aligned, cp_size}) if fits_heads(d, config)]

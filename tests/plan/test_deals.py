@@ -41,7 +41,7 @@ def test_documents_and_padding_are_placed_once_in_equal_numbers(lengths, ranks, 
     bounds = np.cumsum([0, *lengths])
     areas = np.array(lengths, dtype=np.float64) ** 2
     rows = -(-sum(lengths) // ranks) + slack
-    placed = whole_documents(bounds, areas, group_sizes(ranks, ranks), rows, most_load)
+    placed = whole_documents(bounds, areas, ranks, ranks, rows, most_load)
     assert placed.tokens.shape == (ranks, rows)
     assert np.array_equal(np.sort(placed.tokens.reshape(-1)), np.arange(ranks * rows))
 
@@ -56,7 +56,7 @@ def test_documents_that_fit_stay_whole_and_a_large_one_takes_neighbours():
     lengths = [64, 16, 8, 8, 16, 16]  # 128 tokens on 8 ranks of 16; the first is half of them
     bounds = np.cumsum([0, *lengths])
     areas = np.array(lengths, dtype=np.float64)
-    placed = whole_documents(bounds, areas, group_sizes(8, 4), 16, 1.25)
+    placed = whole_documents(bounds, areas, 8, 4, 16, 1.25)
     found = ranks_of_documents(placed.tokens, bounds)
     assert found[0] in ({0, 1, 2, 3}, {4, 5, 6, 7})
     assert all(len(ranks) == 1 for ranks in found[1:])
@@ -67,7 +67,7 @@ def test_of_many_small_documents_one_per_rank_is_cut():
     lengths = rng.integers(1, 9, size=400)
     bounds = np.concatenate([[0], np.cumsum(lengths)])
     rows = -(-int(bounds[-1]) // 4)
-    placed = whole_documents(bounds, lengths**2.0, group_sizes(4, 4), rows, 1.25)
+    placed = whole_documents(bounds, lengths**2.0, 4, 4, rows, 1.25)
     cut = sum(len(ranks) > 1 for ranks in ranks_of_documents(placed.tokens, bounds))
     assert cut <= 3
 
@@ -75,7 +75,7 @@ def test_of_many_small_documents_one_per_rank_is_cut():
 @pytest.mark.parametrize("cp_size", [2, 4, 8])
 def test_one_document_over_all_ranks_is_zigzag(cp_size):
     bounds, rows = np.array([0, 32 * cp_size]), 32
-    placed = whole_documents(bounds, np.ones(1), group_sizes(cp_size, cp_size), rows, 1.0)
+    placed = whole_documents(bounds, np.ones(1), cp_size, cp_size, rows, 1.0)
     assert np.array_equal(placed.tokens, zigzag(32 * cp_size, cp_size, config()))
 
 
