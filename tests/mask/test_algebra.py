@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_cp.mask import AttentionMask, MaskSlice, concat, from_dense, from_slices
-from megatron_cp.mask.slice import tighten
+from megatron_cp.mask.slice import area_above, tighten
 from tests.strategies import attention_masks, bounds, masks, render, slices
 
 
@@ -126,6 +126,15 @@ def test_concat_is_block_diagonal(drawn):
         expected[q : q + dense.shape[0], k : k + dense.shape[1]] = dense
         q, k = q + dense.shape[0], k + dense.shape[1]
     assert_is(concat([mask for mask, _ in drawn]), expected)
+
+
+@given(attention_masks(), st.data())
+def test_area_above_a_row_of_each_slice_counts_its_pairs(drawn, data):
+    mask, dense = drawn
+    cuts = [data.draw(st.integers(row[0], row[1])) for row in mask.array.tolist()]
+    alone = [from_slices(*dense.shape, [one]).to_dense() for one in mask.slices]
+    counted = [one[:cut].sum() for one, cut in zip(alone, cuts, strict=True)]
+    np.testing.assert_array_equal(area_above(mask.array, np.array(cuts, dtype=np.int64)), counted)
 
 
 @given(attention_masks(), st.data())

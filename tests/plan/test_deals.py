@@ -72,6 +72,17 @@ def test_of_many_small_documents_one_per_rank_is_cut():
     assert cut <= 3
 
 
+@pytest.mark.parametrize("most_load", [1.0, 1.08])
+def test_documents_that_leave_no_room_are_cut_among_few_ranks(most_load):
+    """Two thirds of a rank each, all ranks full: every third document has to be cut."""
+    ranks, length = 64, 96
+    bounds = np.arange(97) * length
+    placed = whole_documents(bounds, np.full(96, length**2.0), ranks, 8, 144, most_load)
+    found = ranks_of_documents(placed.tokens, bounds)
+    assert max(map(len, found)) <= 8
+    assert sum(len(each) for each in found) <= 2 * len(found)
+
+
 @pytest.mark.parametrize("cp_size", [2, 4, 8])
 def test_one_document_over_all_ranks_is_zigzag(cp_size):
     bounds, rows = np.array([0, 32 * cp_size]), 32
