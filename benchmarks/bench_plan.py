@@ -1,6 +1,6 @@
 """Every planner on a grid of workloads, masks, heads, ranks and lengths; then the goals of the planner.
 
-python benchmarks/bench_plan.py --output benchmarks/results/plan_<hardware>_<date>     a quarter of an hour
+python benchmarks/bench_plan.py --output benchmarks/results/plan_<hardware>_<date>     twenty minutes
 python benchmarks/bench_plan.py --full --output ...                                      many hours
 
 Times of passes are predicted by the cost model (forward plus backward of one layer, head dim 128, bf16) and
@@ -95,10 +95,13 @@ def small_grid() -> Iterator[GridCell]:
     for size, mask in itertools.product(SIZES[1:3], (*DENSE, *SPARSE)):
         for heads in ("64:8", "32:32"):
             yield GridCell(mask, "", *size, heads)
-    for mask, workload in (("causal_document", "W1"), ("causal", ""), ("strided", "")):
-        for heads in ("64:8", "32:32"):
-            yield GridCell(mask, workload, *LARGE[0], heads)
-    yield GridCell("causal_document", "W1", *LARGE[1], "64:8")
+    for heads in ("64:8", "32:32"):
+        for workload in WORKLOADS:
+            yield GridCell("causal_document", workload, *LARGE[0], heads)
+        for mask in ("causal", "strided"):
+            yield GridCell(mask, "", *LARGE[0], heads)
+    for workload in WORKLOADS:
+        yield GridCell("causal_document", workload, *LARGE[1], "64:8")
     yield GridCell("causal", "", *LARGE[1], "32:32")
 
 

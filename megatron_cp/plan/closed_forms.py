@@ -15,6 +15,9 @@ from megatron_cp.plan.bounds import head_degrees
 from megatron_cp.plan.cost import FloatArray, compute_seconds, head_split_bytes, row_bytes
 from megatron_cp.plan.placement import tokens_per_rank
 from megatron_cp.plan.schema import PassName
+from megatron_cp.plan.schemes.documents import local_intra_inter
+from megatron_cp.plan.schemes.layout import ranks_per_node
+from megatron_cp.plan.stages import PlacedMask
 from megatron_cp.plan.topology import get_topology
 
 STRIPS = 256
@@ -23,6 +26,7 @@ MOST_BUILT = {
     "stripe": 32,  # tokens are dealt one by one: slices are many
     "allgather": 512,  # a message for every two ranks
     "usp": 512,  # a stage per node
+    "document_groups": 256,  # a stage per rank, wherever a document is on all of them
 }
 
 
@@ -119,6 +123,23 @@ def _distflashattn(
     return max(compute, links + _latency(cp_size // 2, config))
 
 
+def _document_groups(
+    mask: AttentionMask, cp_size: int, config: CPConfig, pass_name: PassName
+) -> float:
+    """The busiest rank's pairs, or the other members' rows of its documents, inside its node or from others."""
+    pieces, shares = local_intra_inter(mask, cp_size, config)
+    topology, node = get_topology(config.topology), ranks_per_node(cp_size, config)
+    in_node = shares.reshape(len(shares), -1, node).sum(axis=2).repeat(node, axis=1)
+    is_member = shares > 0
+    inner = int(((in_node - shares) * is_member).sum(axis=0).max())
+    outer = int(((shares.sum(axis=1)[:, None] - in_node) * is_member).sum(axis=0).max())
+    links = max(inner / topology.inner_gbytes_per_s, outer / topology.outer_gbytes_per_s)
+    rows = tokens_per_rank(mask.num_queries, cp_size, config)
+    per_row = _key_bytes(mask, cp_size, config, pass_name) / rows
+    loads = PlacedMask(mask, pieces.placement).loads
+    return max(_compute(loads.max(), config, pass_name), links * per_row * 1e-9)
+
+
 def _helped_area(mask: AttentionMask, cp_size: int, config: CPConfig) -> float:
     """Returns the pairs of DISTFLASHATTN's busiest rank: blocks more than P / 2 places apart go to the keys."""
     size = tokens_per_rank(mask.num_queries, cp_size, config)
@@ -164,4 +185,5 @@ BEST_CASES: dict[str, Callable[[AttentionMask, int, CPConfig, PassName], float]]
     "per_document_zigzag": _ring(0),  # balanced to within a piece
     "double_ring": _double_ring,
     "distflashattn": _distflashattn,
+    "document_groups": _document_groups,
 }

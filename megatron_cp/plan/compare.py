@@ -16,7 +16,7 @@ from megatron_cp.plan.simulate import simulate_pass
 
 PASSES: tuple[PassName, PassName] = ("forward", "backward")
 NONE = float("nan")
-MOST_RANKS = {"document_groups": 256, "ultraattn": 1024, "dcp": 1024, "magi": 2048}
+MOST_RANKS = {"document_groups": 1024, "ultraattn": 1024, "dcp": 1024, "magi": 2048}
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,13 @@ def compare(
 def measured(mask: AttentionMask, cp_size: int, config: CPConfig) -> Outcome:
     """Returns how the planner of `config` does on a mask."""
     try:
-        if not is_built(config.planner, cp_size):
-            return _priced(mask, cp_size, config)
         if cp_size > MOST_RANKS.get(config.planner, cp_size):
             raise NotImplementedError(
                 f"planner {config.planner!r} is compared up to {MOST_RANKS[config.planner]} ranks, planning "
                 "takes it minutes beyond; use make_plan for it alone"
             )
+        if not is_built(config.planner, cp_size):
+            return _priced(mask, cp_size, config)
         forget_plans()
         started = time.process_time()
         plan = make_plan(mask, cp_size, config)

@@ -35,7 +35,7 @@ from megatron_cp.plan.topology import get_topology
 
 LOOSE, TIGHT = 1.08, 1.0  # load of a rank by one document, times the fair share
 SMALL = 16  # super-ranks; a first deal for more, and moving compute among them, takes long
-FEW = 8  # super-ranks; moving compute among them is quick
+FEW = 8  # super-ranks; moving compute among them is quick. More, if there is no such degree, take their time
 MANY = 256  # super-ranks; where heads can be exchanged, more are looked at for tokens in order only
 EFFORT, EFFORT_PER_RANK = 16.0, 0.06  # for each mask, in about milliseconds of one core
 PATIENCE = 1.02  # times slower, for every step already taken, and another degree has its turn
@@ -143,6 +143,8 @@ class _Search:
         self.degrees = _head_degrees(cp_size, config)
         few = [degree for degree in self.degrees if cp_size // degree <= MANY]
         self.searched = few or self.degrees[-1:]
+        groups = [cp_size // degree for degree in self.searched if degree < cp_size]
+        self.few = max((n for n in groups if n <= FEW), default=min(groups, default=1))
         self.deals = Deals(masks, cp_size, config, min(self.searched))
         self.bounds = {
             key: sum(load_bound_seconds(mask, cp_size, config, name) for name in PASSES)
@@ -221,14 +223,16 @@ class _Search:
 
     def _move_if_there_is_time(self, placement: Placement, degree: int) -> None:
         groups = self.cp_size // degree
-        if groups <= FEW or MOVE.fixed + MOVE.per_rank * groups <= self._effort_left():
+        if groups <= self.few or MOVE.fixed + MOVE.per_rank * groups <= self._effort_left():
             self._price(placement, degree, MOVE)
 
     def _move_on_best(self) -> None:
-        few = [degree for degree in self.degrees if 1 < self.cp_size // degree <= FEW]
-        if few and min(self.fastest.values()) > GOOD * self.bound:
-            best = self._best(self.found.values())
-            for degree in {max(best.fastest[name][1], min(few)): None for name in self.masks}:
+        if self.few == 1 or min(self.fastest.values()) <= GOOD * self.bound:
+            return
+        best = self._best(self.found.values())
+        least = self.cp_size // self.few
+        for degree in {max(best.fastest[name][1], least): None for name in self.masks}:
+            if degree < self.cp_size:
                 self._price(best.placement, degree, MOVE)
 
     def _best(self, candidates: Iterable[Candidate]) -> Candidate:

@@ -53,17 +53,24 @@ def plan_document_groups(mask: AttentionMask, cp_size: int, config: CPConfig) ->
     balance is as good as the lengths allow.
     Sources: Zeppelin (EuroSys'26), FlexSP (ASPLOS'25), ByteScale (arXiv 2502.21231).
     """
-    rows = tokens_per_rank(mask.num_queries, cp_size, config)
     bounds = document_bounds(mask)
-    areas = mask.area_of_rows(bounds).astype(np.float64)
-    sizes = sorted({1, ranks_per_node(cp_size, config), cp_size})
-    groups = DocumentGroups(sizes, rows, float(areas.sum()), MOST_LOAD)
-    shares = groups.place(np.diff(bounds), areas)
-    padded = np.concatenate([shares, groups.room[None]])
-    pieces = mirrored(padded, bounds)
+    pieces, shares = local_intra_inter(mask, cp_size, config)
     placed = PlacedMask(mask, pieces.placement)
     both = group_rings_pass(placed, pieces, bounds, shares)
     return one_pass_plan(mask, config, "document_groups", placed.placement, both)
+
+
+def local_intra_inter(
+    mask: AttentionMask, cp_size: int, config: CPConfig
+) -> tuple[Pieces, IntArray]:
+    """Returns documents on one rank, one node or all ranks, and how many tokens each rank has of each: `[D, P]`."""
+    bounds = document_bounds(mask)
+    areas = mask.area_of_rows(bounds).astype(np.float64)
+    sizes = sorted({1, ranks_per_node(cp_size, config), cp_size})
+    rows = tokens_per_rank(mask.num_queries, cp_size, config)
+    groups = DocumentGroups(sizes, rows, float(areas.sum()), MOST_LOAD)
+    shares = groups.place(np.diff(bounds), areas)
+    return mirrored(np.concatenate([shares, groups.room[None]]), bounds), shares
 
 
 def group_rings_pass(
