@@ -36,6 +36,7 @@ FEW_STAGES = 2  # so few may do without local pairs at the end: better where lat
 STAGINGS_PRICED = 3  # exactly, once an estimate has won
 AS_EVEN = 1.005  # times the estimate: no other order of rows is worth a look
 STAGE_TOLL = 2e-4  # share of the time that one more stage must save
+ORDER_TOLL = 1e-3  # ... that the next order of rows must, which has more slices
 HUB = 2.0  # an owner that sends so many times the mean is worth a tree
 
 
@@ -146,7 +147,7 @@ class _Way:
                 break
             for staging in _in_every_order(stagings[index]):
                 seconds = self.groups.seconds(self._exact_loads(staging), name)
-                price = seconds * (tolls[index] + STAGE_TOLL * ORDERS.index(staging.order))
+                price = seconds * (tolls[index] + ORDER_TOLL * ORDERS.index(staging.order))
                 if price < best_price:
                     best, best_price, best_seconds = staging, price, seconds
                 if price <= AS_EVEN * estimates[index]:
