@@ -34,6 +34,7 @@ STAGE_COUNTS = (1, 2, 4, 8)
 PRICED_STAGE_COUNTS = (0, 1, 4)  # enough for an estimate
 FEW_STAGES = 2  # so few may do without local pairs at the end: better where latency decides
 STAGINGS_PRICED = 3  # exactly, once an estimate has won
+EXACT_PRICES = 576  # over all super-ranks: for more of them one takes longer
 AS_EVEN = 1.005  # times the estimate: no other order of rows is worth a look
 STAGE_TOLL = 2e-4  # share of the time that one more stage must save
 ORDER_TOLL = 1e-3  # ... that the next order of rows must, which has more slices
@@ -142,10 +143,12 @@ class _Way:
         tolls = np.array([1 + STAGE_TOLL * one.num_stages for one in stagings])
         estimates = self.even_seconds(stagings, name) * tolls
         best, best_price, best_seconds = stagings[0], math.inf, math.inf
+        left = max(len(ORDERS), EXACT_PRICES // self.groups.placed.num_ranks)
         for index in np.argsort(estimates, kind="stable")[:STAGINGS_PRICED]:
             if estimates[index] >= best_price:  # even rows are the best case, nearly always
                 break
-            for staging in _in_every_order(stagings[index]):
+            for staging in _in_every_order(stagings[index])[:left]:
+                left -= 1
                 seconds = self.groups.seconds(self._exact_loads(staging), name)
                 price = seconds * (tolls[index] + ORDER_TOLL * ORDERS.index(staging.order))
                 if price < best_price:

@@ -35,7 +35,8 @@ from megatron_cp.plan.topology import get_topology
 
 LOOSE, TIGHT = 1.08, 1.0  # load of a rank by one document, times the fair share
 SMALL = 16  # super-ranks; a first deal for more, and moving compute among them, takes long
-FEW = 8  # super-ranks; moving compute among them is quick. More, if there is no such degree, take their time
+FEW = 8  # super-ranks; moving compute among them is quick, and always tried: or among the fewest there can be
+MOST_MOVED = 64  # super-ranks among which compute is moved although the effort is spent
 MANY = 256  # super-ranks; where heads can be exchanged, more are looked at for tokens in order only
 EFFORT, EFFORT_PER_RANK = 13.0, 0.06  # for each mask, in about milliseconds of one core
 PATIENCE = 1.02  # times slower, for every step already taken, and another degree has its turn
@@ -45,6 +46,7 @@ HOPELESS = 1.1  # times the fastest way found, whose price may be an estimate
 DONE = object()
 PERFECT = 1.002  # times the load bound: nothing found later could be told from it
 GOOD = 1.05  # times the load bound: one more step would not pay
+FAR = 2.0  # times the load bound: links limit, and moving compute is worth its time
 
 
 @dataclass(frozen=True)
@@ -141,10 +143,10 @@ class _Search:
     def __init__(self, masks: Family, cp_size: int, config: CPConfig):
         self.masks, self.cp_size, self.config = masks, cp_size, config
         self.degrees = _head_degrees(cp_size, config)
-        few = [degree for degree in self.degrees if cp_size // degree <= MANY]
-        self.searched = few or self.degrees[-1:]
-        groups = [cp_size // degree for degree in self.searched if degree < cp_size]
-        self.few = max((n for n in groups if n <= FEW), default=min(groups, default=1))
+        searched = [degree for degree in self.degrees if cp_size // degree <= MANY]
+        self.searched = searched or self.degrees[-1:]
+        moved = [n for d in self.searched if 1 < (n := cp_size // d) <= MOST_MOVED]
+        self.always_moved = max((n for n in moved if n <= FEW), default=min(moved, default=1))
         self.deals = Deals(masks, cp_size, config, min(self.searched))
         self.bounds = {
             key: sum(load_bound_seconds(mask, cp_size, config, name) for name in PASSES)
@@ -207,10 +209,10 @@ class _Search:
         first = loose or (in_order if self.deals.is_even_in_order else self.deals.zigzag(degree))
         self._price(tight or first, degree, STAY)
         yield
-        moved = functools.partial(self._move_if_there_is_time, first, degree)
+        moved = functools.partial(self._move_if_worthwhile, first, degree)
         deal = functools.partial(self._price_next_deal, degree)
         stays = functools.partial(self._price, in_order, degree, STAY)
-        moves = functools.partial(self._move_if_there_is_time, in_order, degree)
+        moves = functools.partial(self._move_if_worthwhile, in_order, degree)
         steps: list[Callable[[], object]] = [moved, deal, deal, stays, moves]
         if loose is not None and self.cp_size // degree > SMALL:
             # Moving compute among many takes longest, and whole documents leave little to move.
@@ -221,16 +223,17 @@ class _Search:
         while deal():
             yield
 
-    def _move_if_there_is_time(self, placement: Placement, degree: int) -> None:
+    def _move_if_worthwhile(self, placement: Placement, degree: int) -> None:
         groups = self.cp_size // degree
-        if groups <= self.few or MOVE.fixed + MOVE.per_rank * groups <= self._effort_left():
+        has_time = MOVE.fixed + MOVE.per_rank * groups <= self._effort_left()
+        if has_time or groups <= self.always_moved or not self._is_within(FAR):
             self._price(placement, degree, MOVE)
 
     def _move_on_best(self) -> None:
-        if self.few == 1 or min(self.fastest.values()) <= GOOD * self.bound:
+        if self.always_moved == 1 or self._is_within(GOOD):
             return
         best = self._best(self.found.values())
-        least = self.cp_size // self.few
+        least = self.cp_size // self.always_moved
         for degree in {max(best.fastest[name][1], least): None for name in self.masks}:
             if degree < self.cp_size:
                 self._price(best.placement, degree, MOVE)
@@ -262,14 +265,15 @@ class _Search:
 
     def _is_over(self) -> bool:
         """Returns whether nothing better can be expected, or enough has been tried."""
-        return self._is_perfect() or self._effort_left() < 0
+        return self._is_within(PERFECT) or self._effort_left() < 0
 
     def _effort_left(self) -> float:
         """Returns what may still be spent on each mask."""
         return EFFORT + EFFORT_PER_RANK * self.cp_size - self.effort / len(self.masks)
 
-    def _is_perfect(self) -> bool:
-        return min(self.fastest.values()) <= PERFECT * self.bound
+    def _is_within(self, factor: float) -> bool:
+        """Returns whether a plan was found that takes no more than `factor` times the load bound."""
+        return min(self.fastest.values()) <= factor * self.bound
 
     def _price(self, placement: Placement, degree: int, way: Way) -> float:
         """Adds the ways to run all masks on a placement, with this head degree or the one that suits a mask best.
