@@ -4,18 +4,20 @@ Volumes are those of the forward pass in units of one rank's query rows; remote 
 rank receives, keys and queries alike, mean over ranks.
 """
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from timing import Cell, Table
 
 from megatron_cp import mask as masks
-from megatron_cp.config import CPConfig
+from megatron_cp.config import CPConfig, Topology
 from megatron_cp.mask import AttentionMask
 from megatron_cp.plan import PLANNERS, AttentionPlan, forget_plans, make_plan, make_plans
 from megatron_cp.plan.compare import PASSES, Outcome, best_other, geometric_mean
+from megatron_cp.plan.topology import get_topology
 from megatron_cp.plan.workloads import document_lengths, named_mask
 
 K = 1 << 10
@@ -42,12 +44,13 @@ def at_most(what: str, reached: float, limit: float, digits: int = 2) -> Goal:
 
 def plan_of(
     mask: AttentionMask, ranks: int, heads: int, kv_heads: int, planner: str = "auto",
-    chunk_size: int | None = None,
+    chunk_size: int | None = None, topology: str | Topology = "h100",
 ) -> AttentionPlan:  # fmt: skip
     """Returns a plan under the settings that all goals share."""
     config = CPConfig(
-        planner=planner, num_heads=heads, num_kv_heads=kv_heads, chunk_size=chunk_size
-    )
+        planner=planner, num_heads=heads, num_kv_heads=kv_heads, chunk_size=chunk_size,
+        topology=topology,
+    )  # fmt: skip
     return make_plan(mask, ranks, config)
 
 
@@ -62,11 +65,15 @@ def remote_tokens(plan: AttentionPlan) -> float:
 
 
 def dense_volumes() -> list[Goal]:
-    """MHA and GQA on one causal document: what moves."""
+    """MHA and GQA on one causal document: what moves, in nodes of eight and where every link is a network's."""
     goals = []
-    for ranks, mean, most in ((64, 25, 32), (8, 6, 8)):
-        stats = plan_of(masks.causal(4 * K * ranks), ranks, 32, 32).stats()
-        name = f"causal, {ranks} ranks, 4K tokens each, 32:32: volume"
+    flat = replace(get_topology("h100"), name="h100, nodes of one", node_size=1)
+    for topology, (ranks, mean, most) in itertools.product(
+        (get_topology("h100"), flat), ((64, 25, 32), (8, 6, 8))
+    ):
+        mask = masks.causal(4 * K * ranks)
+        stats = plan_of(mask, ranks, 32, 32, topology=topology).stats()
+        name = f"causal, {ranks} ranks, 4K tokens each, 32:32, {topology.name}: volume"
         goals.append(at_most(f"{name} mean", stats["volume_mean"], mean))
         goals.append(at_most(f"{name} max", stats["link_max"], most))
     volumes = [
