@@ -24,10 +24,8 @@ Family = Mapping[str, tuple[AttentionMask, float]]  # name -> (mask, number of l
 ROUGH, FINE = 0.04, 0.01  # balance of deals
 CHUNKS_DEALT = 256  # over all super-ranks
 MIN_CHUNKS_DEALT = 4  # per super-rank
-MOST_PARTS, MOST_PARTS_PER_RANK = (
-    1 << 12,
-    48,
-)  # on documents in mirrored pieces: they take planning time
+MOST_PARTS = 1 << 12  # of a mask on documents in mirrored pieces: planning time grows with them
+MOST_PARTS_PER_RANK = 48  # ... and more ranks may take more
 
 
 class Deals:
@@ -78,8 +76,8 @@ class Deals:
         groups = self._documents[most_load].regrouped(self.cp_size // degree).in_order()
         document = np.searchsorted(self._bounds, groups.ids[:, 0], side="right")
         pieces = np.bincount(document)
-        most = max(MOST_PARTS, MOST_PARTS_PER_RANK * self.cp_size)
-        if (pieces * (pieces + 1) // 2).sum() > most:
+        parts = (pieces * (pieces + 1) // 2).sum()
+        if parts > max(MOST_PARTS, MOST_PARTS_PER_RANK * self.cp_size):
             return None
         return groups.regrouped(self.cp_size)
 

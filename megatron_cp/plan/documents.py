@@ -23,9 +23,7 @@ from megatron_cp.plan.placement import Placement
 
 FloatArray = NDArray[np.float64]
 LIGHT = 64  # a document of less than this part of the fair share does not decide the load
-WIDEST = (
-    8  # times the ranks that a document wants, in groups; rather scattered than in a larger one
-)
+WIDEST = 8  # times the ranks that a document wants: it is scattered rather than in a larger group
 STEP = 0.01  # of the fair share, by which the limit is raised until a scattered document fits
 MOST_PLACED = 2  # documents per rank placed one by one; others fill the room that is left
 
