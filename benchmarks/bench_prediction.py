@@ -311,8 +311,8 @@ def main() -> None:
         "what": f"one call of cp_attention, {HEADS} heads of {DIM}, fp32, one thread per rank, gloo",
         "protocol": f"slowest rank, least of {arguments.rounds} interleaved rounds; calibration likewise",
         "load of the machine at the end": f"{os.getloadavg()[0]:.1f}",
-        "caution": "two cores for all ranks, and much other work on the machine at the time: calibration "
-        "and execution were disturbed alike, not equally; processor time is the surer column",
+        "caution": f"{os.cpu_count()} cores for all ranks: more ranks than cores take turns, which predictions "
+        "do not know; processor time is the surer column then",
         "yardstick": "UltraAttn (SC'25) reports R2 .993 inside a node and .918 between nodes",
         "command": "python benchmarks/bench_prediction.py",
     }
