@@ -29,6 +29,8 @@ from megatron_cp.report.arguments import (
     window,
 )
 
+PACKS = 2  # that `plan` plans
+
 
 class OneLineParser(argparse.ArgumentParser):
     """A parser that refuses in one line."""
@@ -109,7 +111,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         "--packing", choices=PACKING_POLICIES, help="of --data-path; default: split"
     )
     parser.add_argument("--seed", type=int, help="order of --data-path's documents; default 1234")
-    parser.add_argument("--packs", type=count, default=2, help="packs to plan")
+    parser.add_argument("--packs", type=count, help=f"packs to plan; default {PACKS}")
     parser.add_argument("--context-parallel-size", type=rank_count, default=8)
     parser.add_argument("--tensor-model-parallel-size", type=count, default=1)
     parser.add_argument("--num-attention-heads", type=count, default=32)
@@ -171,7 +173,7 @@ def _corpus(args: argparse.Namespace) -> dry_run.Corpus:
             split=SPLIT if args.split is None else args.split,
             config=packing,
             mask=args.mask or "documents",
-            num_packs=args.packs,
+            num_packs=args.packs or PACKS,
         )
     refuse_unused(args, "split", "packing", "seed")
     if args.lengths is not None:
@@ -179,13 +181,14 @@ def _corpus(args: argparse.Namespace) -> dry_run.Corpus:
             args.lengths,
             seq_length=args.seq_length,
             mask=args.mask or "documents",
-            num_packs=args.packs,
+            num_packs=args.packs or PACKS,
         )
     if args.mask not in dry_run.WHOLE_MASKS or args.seq_length is None:
         raise ValueError(
             "nothing to plan; give --data-path PREFIX --seq-length N, or --lengths 137,2041,89, or "
             "--mask causal --seq-length N"
         )
+    refuse_unused(args, "packs", source="--data-path or --lengths")
     return dry_run.corpus_of_mask(args.mask, args.seq_length)
 
 

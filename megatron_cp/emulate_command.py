@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from megatron_cp import mask as masks
 from megatron_cp.mask import AttentionMask
+from megatron_cp.report.arguments import count
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,20 +66,20 @@ MASKS: dict[str, Callable[[int], AttentionMask]] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
     parser.add_argument("--mask", choices=MASKS, default="causal")
-    parser.add_argument("--length", type=_count, default=300, help="queries and keys; default 300")
-    parser.add_argument("--heads", type=_count, default=2)
-    parser.add_argument("--kv-heads", type=_count, help="default: as many as heads")
-    parser.add_argument("--head-dim", type=_count, default=128)
-    parser.add_argument("--value-dim", type=_count, help="default: the head dim")
+    parser.add_argument("--length", type=count, default=300, help="queries and keys; default 300")
+    parser.add_argument("--heads", type=count, default=2)
+    parser.add_argument("--kv-heads", type=count, help="default: as many as heads")
+    parser.add_argument("--head-dim", type=count, default=128)
+    parser.add_argument("--value-dim", type=count, help="default: the head dim")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--softcap", type=float, default=0.0)
     parser.add_argument(
         "--seed", type=_seed, default=1,
         help="order of what is asynchronous, and the inputs; 0 is kind; default 1",
     )  # fmt: skip
-    parser.add_argument("--blocks", type=_count, default=2, help="CTAs of the grid; default 2")
+    parser.add_argument("--blocks", type=count, default=2, help="CTAs of the grid; default 2")
     parser.add_argument(
-        "--host-threads", type=_count, default=1, help="1 (default): the same run for the same seed"
+        "--host-threads", type=count, default=1, help="1 (default): the same run for the same seed"
     )
     parser.add_argument(
         "--backward", action="store_true", help="the backward kernels too, with a random gradient"
@@ -86,12 +87,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--history", type=Path, metavar="FILE", help="write every event of the mbarriers here"
     )
-
-
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
-    return int(text)
 
 
 def _seed(text: str) -> int:

@@ -118,6 +118,10 @@ NEVER_MEANT = {  # flags, what the line must say
         ["--mask", "causal", "--seq-length", "8", "--packing", "keep"],
         ["--packing keep is for --data-path"],
     ),
+    "packs of a mask": (
+        ["--mask", "causal", "--seq-length", "8", "--packs", "3"],
+        ["--packs 3 is for --data-path or --lengths"],
+    ),
 }  # fmt: skip
 
 

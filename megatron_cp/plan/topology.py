@@ -85,7 +85,8 @@ _LINKS = ("inner_gbytes_per_s", "outer_gbytes_per_s", "latency_us")
 _CELL = ("rows", "keys", "forward_tflops", "backward_tflops")
 _SLANTED = ("slanted_forward_tflops", "slanted_backward_tflops")
 _COUNTS = ("node_size", "rows", "keys")
-_MAY_BE_0 = ("latency_us", "contention")
+_SHARES = ("contention",)
+_MAY_BE_0 = ("latency_us", *_SHARES)
 _ENTRIES = ("name", "node_size", *_LINKS, "contention", "kernel")
 _MOST = 2.0**31  # of a count; larger ones leave the integers that plans are made of
 
@@ -199,15 +200,18 @@ def _check_keys(entries: Mapping[str, Any], known: tuple[str, ...], where: str) 
 
 
 def _number(entries: Mapping[str, Any], key: str, where: str) -> float:
-    """Returns a positive entry; latency and contention may be 0, counts must be whole."""
+    """Returns a positive entry; latency and contention may be 0, counts must be whole, a share is below 1."""
     value = entries.get(key)
     kind = "0 or a positive number" if key in _MAY_BE_0 else "a positive number"
     if key in _COUNTS:
         kind = f"a positive whole number, at most {_MOST:.0f}"
+    if key in _SHARES:
+        kind = "a number from 0 to below 1"
     if value is None:
         raise ValueError(f"{where}: entry {key!r} is missing; give {kind}")
     number = _finite(value)
     is_legal = number > 0 or (key in _MAY_BE_0 and number == 0)
+    is_legal &= number < 1 or key not in _SHARES
     if not is_legal or (key in _COUNTS and (number > _MOST or number % 1)):
         raise ValueError(f"{where}: entry {key!r} is {_shown(value)}; it must be {kind}")
     return number

@@ -60,12 +60,12 @@ def window(text: str) -> tuple[int, int]:
     return sides[0], sides[1]
 
 
-def refuse_unused(args: Namespace, *names: str) -> None:
-    """Raises ValueError for a flag that was given and says nothing without --data-path."""
+def refuse_unused(args: Namespace, *names: str, source: str = "--data-path") -> None:
+    """Raises ValueError for a flag that was given and says nothing without `source`, another flag."""
     for name in names:
         if getattr(args, name) is not None:
             raise ValueError(
-                f"--{name} {getattr(args, name)} is for --data-path, which is not given; leave it out"
+                f"--{name} {getattr(args, name)} is for {source}, which is not given; leave it out"
             )
 
 

@@ -75,6 +75,7 @@ BAD_PROFILES = {
     "no latency": (profile(latency_us=None), ["'latency_us' is missing"]),
     "negative latency": (profile(latency_us=-1), ["'latency_us' is -1"]),
     "negative share": (profile(contention=-0.1), ["'contention' is -0.1"]),
+    "all of it": (profile(contention=1), ["'contention' is 1;", "from 0 to below 1"]),
     "text": (profile(outer_gbytes_per_s="fast"), ["'outer_gbytes_per_s' is 'fast'"]),
     "true": (profile(inner_gbytes_per_s=True), ["'inner_gbytes_per_s' is True"]),
     "half a node": (profile(node_size=2.5), ["'node_size' is 2.5", "whole number"]),
