@@ -24,6 +24,7 @@ K = 1 << 10
 SEEDS = range(5)
 ROUNDING = 1 + 1e-6
 LOOKUPS = 1000
+ATTAINED = 1.05  # times the bound: compute is the limit, so it has to be balanced
 SLOW_MS = 4000
 
 
@@ -224,10 +225,12 @@ def over_the_grid(results: Sequence[tuple[object, list[Outcome]]]) -> list[Goal]
         other.predicted_ms / ours.bound_ms for cell, ours, other in pairs
         if other and getattr(cell, "group", "") != "dense"
     )  # fmt: skip
-    loads = [
-        ours.imbalance for cell, ours, _ in pairs
+    small = [
+        ours for cell, ours, _ in pairs
         if getattr(cell, "workload", "") and getattr(cell, "ranks", 0) <= 64
     ]  # fmt: skip
+    loads = [ours.imbalance for ours in small]
+    attained = [ours.imbalance for ours in small if ours.gap <= ATTAINED]
     mean = geometric_mean(wide)
     return [
         Goal(f"grid, {len(ratios)} cells: cells where another planner is predicted faster", "0",
@@ -237,8 +240,10 @@ def over_the_grid(results: Sequence[tuple[object, list[Outcome]]]) -> list[Goal]
              f"{mean:.2f}", mean >= 1.5),
         at_most("grid: predicted time over the bound (geometric mean)",
                 geometric_mean(ours.gap for _, ours, _ in pairs), 1.15),
-        at_most("grid, document workloads up to 64 ranks: worst imbalance", max(loads, default=1.0),
-                1.02, 3),
+        at_most(f"grid, document workloads up to 64 ranks, the {len(attained)} cells within {ATTAINED:g} of the "
+                "bound: worst imbalance", max(attained, default=1.0), 1.02, 3),
+        at_most(f"all {len(loads)}, also where links are the limit: worst imbalance",
+                max(loads, default=1.0), 1.02, 3),
         Goal("the same: cells within 1.02", "all", f"{sum(x <= 1.02 for x in loads)} of {len(loads)}",
              all(x <= 1.02 for x in loads)),
     ]  # fmt: skip
