@@ -29,6 +29,7 @@ from megatron_cp.report.packs import (
 )
 from megatron_cp.report.run import HELD_OUT_LOSS, LOSS, Run, read_run
 from megatron_cp.report.svg import Markup, short
+from megatron_cp.report.view import PackView
 
 
 def write_run_report(folder: Path, output: Path | None = None, compare: Path | None = None) -> Path:
@@ -46,8 +47,8 @@ def write_run_report(folder: Path, output: Path | None = None, compare: Path | N
 def run_page(run: Run, other: Run | None = None) -> Markup:
     """Returns the page: headline, mask and dispatch on the first screen, then the rest."""
     sections = [strip(_tiles(run))]
-    if run.packs:
-        pack = run.packs[0]
+    pack = pack_drawn(run)
+    if pack is not None:
         sections += [row(mask_figure(pack), dispatch_figure(pack))]
     else:
         sections += [note("The run kept no packs (plan.json is missing), so no plan can be drawn.")]
@@ -60,9 +61,14 @@ def run_page(run: Run, other: Run | None = None) -> Markup:
     sections += [row(step_time_figure(run), *data)]
     if other is not None:
         sections += [heading("Against another run"), row(*comparison_figures(run, other))]
-    if run.packs and run.packs[0].ours.cp_size > 1:
-        sections += [heading("Communication"), row(communication_figure(run.packs[0]))]
+    if pack is not None and pack.ours.cp_size > 1:
+        sections += [heading("Communication"), row(communication_figure(pack))]
     return page(f"{run.name} · training report", _subtitle(run), sections, _foot(run, other))
+
+
+def pack_drawn(run: Run) -> PackView | None:
+    """Returns the kept pack with the most documents, the first of equals: it shows most."""
+    return max(run.packs, key=lambda pack: len(pack.document_lengths), default=None)
 
 
 def length_shares(run: Run) -> LengthShares | None:
@@ -135,7 +141,7 @@ def _foot(run: Run, other: Run | None) -> dict[str, object]:
         "machine": ", ".join(str(value) for value in machine.values()),
         "versions": ", ".join(f"{k} {v}" for k, v in run.section("versions").items()),
         "seed": run.argument("seed", "unknown"),
-        "packs drawn": f"the first of {len(run.packs)} kept; headline figures are means over all",
+        "packs drawn": f"of {len(run.packs)} kept, that with the most documents; headline figures are means over all",
         "this page": f"python -m megatron_cp report {run.folder}",
         "counted": "areas and bytes come from the plans; times are measured",
     }
