@@ -23,7 +23,7 @@ def as_intervals(pairs: Iterable[tuple[int, int]] | IntArray) -> IntArray:
 
 
 def columns(*parts: IntArray) -> IntArray:
-    """Returns equally long columns side by side: int64 `[n, len(parts)]`."""
+    """Returns equally long columns side by side: int64 `[n, len(parts)]`; quicker than `np.stack` on few rows."""
     table = np.empty((len(parts[0]), len(parts)), dtype=np.int64)
     for index, part in enumerate(parts):
         table[:, index] = part
@@ -51,10 +51,7 @@ def length(intervals: IntArray) -> int:
 
 def intersect(a: IntArray, b: IntArray) -> IntArray:
     """Returns the integers that are in both normalised sets."""
-    first, second = overlapping_pairs(a, b)
-    start = np.maximum(a[:, 0].take(first), b[:, 0].take(second))
-    stop = np.minimum(a[:, 1].take(first), b[:, 1].take(second))
-    return columns(start, stop)
+    return overlaps(a, b)[2]
 
 
 def subtract(a: IntArray, b: IntArray) -> IntArray:
@@ -83,12 +80,7 @@ def chunks(count: int, size: int) -> IntArray:
 
 def to_indices(intervals: IntArray) -> IntArray:
     """Returns the integers of the intervals, one after another in the order given: int64."""
-    sizes = intervals[:, 1] - intervals[:, 0]
-    total = int(sizes.sum())
-    if not total:
-        return np.zeros(0, dtype=np.int64)
-    before = np.cumsum(sizes) - sizes
-    return np.arange(total, dtype=np.int64) + np.repeat(intervals[:, 0] - before, sizes)
+    return _count_on(intervals[:, 0], intervals[:, 1] - intervals[:, 0])
 
 
 def from_indices(indices: IntArray) -> IntArray:
@@ -108,10 +100,23 @@ def overlapping_pairs(a: IntArray, b: IntArray) -> tuple[IntArray, IntArray]:
     return expand_ranges(low, np.maximum(high, low))
 
 
+def overlaps(a: IntArray, b: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """Returns `overlapping_pairs(a, b)`, and what each pair shares: int64 `[n, 2]`."""
+    first, second = overlapping_pairs(a, b)
+    start = np.maximum(a[:, 0].take(first), b[:, 0].take(second))
+    stop = np.minimum(a[:, 1].take(first), b[:, 1].take(second))
+    return first, second, columns(start, stop)
+
+
 def expand_ranges(low: IntArray, high: IntArray) -> tuple[IntArray, IntArray]:
     """Returns `(i, j)` for every `i` and every `j` in `[low[i], high[i])`, as two flat arrays."""
     counts = high - low
     first = np.arange(len(low), dtype=np.int64).repeat(counts)
-    before = counts.cumsum() - counts
-    second = np.arange(len(first), dtype=np.int64) + (low - before).take(first)
-    return first, second
+    return first, _count_on(low, counts)
+
+
+def _count_on(start: IntArray, counts: IntArray) -> IntArray:
+    """Returns `counts[i]` integers from `start[i]` on, for one `i` after another."""
+    stop = counts.cumsum()
+    total = int(stop[-1]) if len(stop) else 0
+    return np.arange(total, dtype=np.int64) + (start - stop + counts).repeat(counts)

@@ -134,10 +134,10 @@ def _document_groups(
     inner = int(((in_node - shares) * is_member).sum(axis=0).max())
     outer = int(((shares.sum(axis=1)[:, None] - in_node) * is_member).sum(axis=0).max())
     links = max(inner / topology.inner_gbytes_per_s, outer / topology.outer_gbytes_per_s)
-    rows = tokens_per_rank(mask.num_queries, cp_size, config)
-    per_row = _key_bytes(mask, cp_size, config, pass_name) / rows
     loads = PlacedMask(mask, pieces.placement).loads
-    return max(_compute(loads.max(), config, pass_name), links * per_row * 1e-9)
+    return max(
+        _compute(loads.max(), config, pass_name), links * _row_bytes(config, pass_name) * 1e-9
+    )
 
 
 def _helped_area(mask: AttentionMask, cp_size: int, config: CPConfig) -> float:
@@ -161,15 +161,19 @@ def _compute(area: float, config: CPConfig, pass_name: PassName) -> float:
 
 
 def _key_bytes(mask: AttentionMask, cp_size: int, config: CPConfig, pass_name: PassName) -> float:
-    """Returns the bytes of one rank's keys and values; in a backward pass of the cheaper side.
+    """Returns the bytes of one rank's keys and values; in a backward pass of the cheaper side."""
+    return float(tokens_per_rank(mask.num_queries, cp_size, config) * _row_bytes(config, pass_name))
+
+
+def _row_bytes(config: CPConfig, pass_name: PassName) -> int:
+    """Returns the bytes of a row's key and value; in a backward pass of the cheaper side.
 
     LoongTrain and BurstAttention pass queries and their gradients where that is less.
     """
-    rows = tokens_per_rank(mask.num_queries, cp_size, config)
     sides = [row_bytes(config, pass_name, side) for side in ("k", "q")]
     if pass_name == "forward":
-        return float(rows * sides[0].there)
-    return float(rows * min(side.there + side.back for side in sides))
+        return sides[0].there
+    return min(side.there + side.back for side in sides)
 
 
 def _latency(steps: int, config: CPConfig) -> float:

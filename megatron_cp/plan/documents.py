@@ -49,15 +49,12 @@ def whole_documents(
     stop, end_of_room = np.cumsum(amounts), np.cumsum(groups.room)
     start, begin_of_room = stop - amounts, end_of_room - groups.room
     free = np.flatnonzero(groups.room)
-    which, rank = interval.overlapping_pairs(
+    which, place, shared = interval.overlaps(
         interval.columns(start, stop), interval.columns(begin_of_room, end_of_room)[free]
     )
-    rank = free[rank]
     shift = bounds[light[which]] - start[which]
-    low = np.maximum(start[which], begin_of_room[rank]) + shift
-    high = np.minimum(stop[which], end_of_room[rank]) + shift
-    ids = np.concatenate([pieces.ids, interval.columns(low, high)])
-    return Placement(ids, np.concatenate([pieces.rank, rank]), num_ranks).in_order()
+    ids = np.concatenate([pieces.ids, shared + shift[:, None]])
+    return Placement(ids, np.concatenate([pieces.rank, free[place]]), num_ranks).in_order()
 
 
 def group_sizes(num_ranks: int, node: int) -> list[int]:

@@ -9,7 +9,6 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 
@@ -94,7 +93,7 @@ class HeadGroups:
         placed = PlacedMask(mask, placement.regrouped(placement.num_ranks // degree))
         return cls(mask, config, degree, placed)
 
-    @cached_property
+    @functools.cached_property
     def topology(self) -> Topology:
         """Returns the machine as super-ranks see it."""
         topology = get_topology(self.config.topology)

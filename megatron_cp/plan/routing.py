@@ -85,14 +85,13 @@ class RowSpace:
         order = np.argsort(self.runs[:, 0])
         table = self.runs.take(order, axis=0)
         wanted = self.keys_of(requests[:, ID_START:], requests[:, SRC])
-        which, run = interval.overlapping_pairs(wanted, table)
-        start = np.maximum(table[:, 0].take(run), wanted[:, 0].take(which))
-        stop = np.minimum(table[:, 1].take(run), wanted[:, 1].take(which))
+        which, run, shared = interval.overlaps(wanted, table)
+        start, stop = shared.T
         row = self.first_row_of_run.take(order.take(run)) + start - table[:, 0].take(run)
         src, dst = requests[:, SRC].take(which), requests[:, DST].take(which)
         arrival = np.lexsort((row, src, dst))
         messages = interval.columns(src, dst, row, row + stop - start).take(arrival, axis=0)
-        came = self.keys_of(interval.columns(start, stop), dst - src)
+        came = self.keys_of(shared, dst - src)
         runs = np.concatenate([self.runs, came.take(arrival, axis=0)])
         runs = runs.take((runs[:, 0] // self.stride).argsort(kind="stable"), axis=0)
         return Hop(_join(messages)), RowSpace(runs, self.num_ranks, self.stride)
@@ -121,10 +120,8 @@ class Owners:
         """Returns normalised keys `[n, 2]`, cut by owner: int64 `[m, 4]` (owner, reader, id start, id stop)."""
         reader = wanted[:, 0] // self.stride
         ids = wanted - (reader * self.stride)[:, None]
-        which, run = interval.overlapping_pairs(ids, self.ids)
-        start = np.maximum(self.ids[:, 0].take(run), ids[:, 0].take(which))
-        stop = np.minimum(self.ids[:, 1].take(run), ids[:, 1].take(which))
-        return interval.columns(self.rank.take(run), reader.take(which), start, stop)
+        which, run, shared = interval.overlaps(ids, self.ids)
+        return interval.columns(self.rank.take(run), reader.take(which), *shared.T)
 
     def blocks(self, distances: Iterable[int]) -> IntArray:
         """Returns requests by which every rank asks for all rows of the ranks so many places before it."""
