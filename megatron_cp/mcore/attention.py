@@ -1,22 +1,19 @@
-"""Context-parallel core attention, with the constructor and `forward` of Megatron's own.
+"""The core attention that Megatron is given: its own constructor and `forward`, over the whole context.
 
-    SelfAttention -> core_attention(query, key, value, attention_mask, packed_seq_params=...) -> [s,
-    b, n * h]
+    SelfAttention -> core_attention(query, key, value, attention_mask, packed_seq_params=...) -> [s, b, n * h]
 
-What a query may see comes from the plan of the micro-batch:
+Every rank brings the rows that it holds. The plan of the micro-batch says which query sees which key:
 
-    packed_seq_params            plan                                            made by
-    ContextParallelParams        params.plans["full"], or ["window"] in          the data loader,
-    for any mask
-                                 sliding-window layers
-    PackedSeqParams (thd)        Megatron's zigzag per document                  split.py, cached
-    None                         Megatron's zigzag over the sequence             split.py, cached
+    packed_seq_params        plan                                               made by
+    ContextParallelParams    plans["full"]; plans["window"] in window layers    the data loader, for any mask
+    PackedSeqParams (thd)    Megatron's zigzag per document                     split.py, cached
+    None                     Megatron's zigzag over the sequence                split.py, cached
 
-The module holds no parameters, so checkpoints are exchanged freely with Megatron's attention; a
-learnable sink (`softmax_type="learnable"`) is called `softmax_offset` and sharded as there.
+The module has no parameters, so checkpoints go to Megatron's attention and back. A learnable sink
+(`softmax_type="learnable"`) is called `softmax_offset` and sharded as there.
 """
 
-# s local rows, b batch, n query heads, g kv heads, h head width (v may have its own); all per
+# s rows of this rank, b batch, n query heads, g key/value heads, h head dim (hv of values); all of one
 # tensor-parallel rank
 
 from __future__ import annotations
@@ -46,16 +43,14 @@ from megatron_cp.runtime.checkpoint import AttentionTape
 
 
 class ContextParallelAttention(MegatronModule):
-    """Softmax attention over the whole context, on the rows of this rank.
+    """Computes softmax attention over the whole context, on the rows of this rank.
 
-    Args (Megatron's, by keyword):
-        config, layer_number (from 1), attn_mask_type, attention_type ("self"), attention_dropout,
-        softmax_scale, k_channels, v_channels, num_splits, cp_comm_type (the plan decides instead),
-        pg_collection with tp and cp.
-        backend: attention backend of `megatron_cp.attend`; None chooses by device.
+    The constructor takes Megatron's arguments: `config`, `layer_number` (from 1), `attn_mask_type`,
+    `attention_type` ("self"), `attention_dropout` (0), `softmax_scale`, `k_channels`, `v_channels`,
+    `num_splits` (None), `cp_comm_type` (the plan decides instead) and `pg_collection` with `tp` and `cp`.
+    `backend` is a backend of `megatron_cp.attend`; None chooses by device.
 
-    Raises:
-        NotImplementedError: for settings it cannot honour; see validation.py.
+    Raises NotImplementedError for settings that it cannot honour; validation.py lists them.
     """
 
     def __init__(  # noqa: PLR0913  Megatron's constructor
@@ -114,7 +109,7 @@ class ContextParallelAttention(MegatronModule):
             install_order_roll()
 
     def _make_softmax_offset(self, num_heads: int) -> None:
-        """The sink logit per head: none, zero ("off-by-one") or a parameter, as Megatron's."""
+        """Makes the sink logit of each head as Megatron does: none, zero ("off-by-one") or a parameter."""
         if self.config.softmax_type == "vanilla":
             self.softmax_offset = None
             return
@@ -141,22 +136,15 @@ class ContextParallelAttention(MegatronModule):
         packed_seq_params: Any = None,
         **variant_inputs: Any,
     ) -> torch.Tensor:
-        """Attention output [s, b, n * h] of this rank's rows.
+        """Returns the attention output `[s, b, n * hv]` of this rank's rows.
+
+        `query` is `[s, b, n, h]`, `key` `[s, b, g, h]` and `value` `[s, b, g, hv]`; without the batch dimension
+        under thd and multi-latent attention, where the result is `[s, 1, n * hv]`. `attention_mask` is None or
+        the causal mask of this rank's rows: any other is refused, never ignored. `attn_mask_type` overrides the
+        constructor's; with ContextParallelParams the plan alone says who sees whom. `attention_bias` and the
+        inputs of Megatron's attention variants must be None.
 
         Collective: every rank of the context group calls it, forward and backward.
-
-        Args:
-            query: [s, b, n, h]; or [t, n, h] for thd and under multi-latent attention (the result
-                is then [t, 1, n * h]).
-            key: [s, b, g, h], likewise.
-            value: [s, b, g, hv], likewise.
-            attention_mask: None, or the causal mask of this rank's rows; any other is refused,
-                never ignored.
-            attn_mask_type: overrides the constructor's; with ContextParallelParams the plan alone
-                says who sees whom.
-            attention_bias: must be None.
-            packed_seq_params: see the module's head.
-            variant_inputs: keywords of Megatron's attention variants; must be None.
         """
         _refuse_extras(attention_bias, variant_inputs)
         batch = query.shape[1] if query.dim() == 4 else 1
@@ -186,11 +174,11 @@ class ContextParallelAttention(MegatronModule):
         return out.reshape(query.shape[0], batch, -1)
 
     def _results_kept(self, params: Any) -> contextlib.AbstractContextManager[None]:
-        """Context in which a recomputed layer takes its attention from the first forward.
+        """Returns a context in which a recomputed layer takes its attention from the first forward.
 
-        Megatron runs a checkpointed layer without gradients first and with them in backward, with
-        the same `packed_seq_params`; the tape lies there, one per layer and micro-batch. Under a
-        checkpoint of another library attention is simply computed again.
+        Megatron runs a checkpointed layer without gradients first and with them in backward, with the same
+        `packed_seq_params`: the tape lies there, one for each layer and micro-batch. Under another library's
+        checkpoint attention is computed again.
         """
         if not is_checkpointing() or not isinstance(params, ContextParallelParams):
             return contextlib.nullcontext()
@@ -265,7 +253,7 @@ class ContextParallelAttention(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Nothing, or the sharded learnable sink: the same keys as Megatron's attention."""
+        """Returns nothing, or the sharded learnable sink, under the keys of Megatron's attention."""
         state = (
             self.state_dict(prefix="", keep_vars=True)
             if self.config.softmax_type == "learnable"
@@ -280,9 +268,9 @@ class ContextParallelAttention(MegatronModule):
 
 
 def _fold_batch(heads: torch.Tensor) -> torch.Tensor:
-    """[s, b, n, h] -> [s, b * n, h].
+    """Returns `[s, b * n, h]`: the sequences of a batch share the mask, so they are more heads.
 
-    The sequences of a batch share the mask, so they are more heads; groups stay together.
+    The query heads of a key/value group stay side by side.
     """
     return heads if heads.dim() == 3 else heads.flatten(1, 2)
 

@@ -1,14 +1,14 @@
-"""RoPE by position id: local row i is rotated by `params.positions[i]`, wherever it came from.
+"""RoPE by position id: row i of this rank is rotated by `params.positions[i]`, wherever it came from.
 
-Megatron rotates by row index, after slicing its table zigzag over the context ranks; a packed
-document would need a length divisible by 2 x cp_size.  Here positions travel with the tokens, so
-any dispatch, packing and restart is right.
+Megatron rotates by row index, after it has cut its table zigzag over the context ranks: a packed document
+would need a length divisible by 2 x cp_size. Here positions travel with the tokens, so every dispatch,
+packing and restart is right.
 
-Megatron's rotary modules are asked twice per forward: `get_rotary_seq_len(..., packed_seq_params)`,
-then `forward(that length)`.  The length we return *carries* the positions, so nothing is stored
-between the two calls: safe for interleaved pipeline stages, micro-batches in flight and
-recomputation.  Frequencies are linear in the position, so one row of Megatron's own table (position
-1) gives all of them, for RoPE, its scaled forms and YaRN alike.
+Megatron asks a rotary module twice per forward: `get_rotary_seq_len(..., packed_seq_params)`, then
+`forward(that length)`. The length that we return *carries* the positions. Nothing is stored between the two
+calls, so interleaved pipeline stages, micro-batches in flight and recomputation cannot meet. Angles are
+linear in the position: the row of position 1 in Megatron's own table gives all of them, for RoPE, its
+scaled forms and YaRN alike.
 """
 
 from __future__ import annotations
@@ -33,19 +33,17 @@ class PositionedLength(int):
     positions: torch.Tensor
 
     def __new__(cls, length: int, positions: torch.Tensor) -> PositionedLength:
-        """The length, with `positions` int64 [T]."""
+        """Returns the length, with `positions` int64 `[T]`."""
         self = super().__new__(cls, length)
         self.positions = positions
         return self
 
 
 class _ByPosition:
-    """Mixed into a rotary class of Megatron, whose behaviour stays without our parameters."""
+    """Makes a rotary class of Megatron follow our parameters; without them it behaves as before."""
 
     row_shape: tuple[int, ...] = (1, 1)
-    """Dimensions between rows and width: [T, 1, 1, D] for [s, b, n, d] heads; MLA squeezes the
-    batch: [T, 1, D].
-    """
+    """Dimensions between rows and width: `[T, 1, 1, D]`; MLA squeezes the batch: `[T, 1, D]`."""
 
     def get_rotary_seq_len(
         self,
@@ -56,7 +54,7 @@ class _ByPosition:
         packed_seq_params: Any = None,
         **kwargs: Any,
     ) -> int:
-        """Megatron's length; with `ContextParallelParams` it carries their positions."""
+        """Returns Megatron's length; with ContextParallelParams it carries their positions."""
         if isinstance(packed_seq_params, ContextParallelParams):
             if packed_seq_params.positions is None:
                 raise ValueError(
@@ -75,7 +73,7 @@ class _ByPosition:
         )
 
     def forward(self, max_seq_len: int, *args: Any, **kwargs: Any) -> Any:
-        """Angles [T, 1, 1, D] (MLA: [T, 1, D]) at the carried positions; YaRN: with mscale."""
+        """Returns the angles `[T, 1, 1, D]` (MLA: `[T, 1, D]`) at the carried positions; YaRN: and mscale."""
         if not isinstance(max_seq_len, PositionedLength):
             return super().forward(max_seq_len, *args, **kwargs)  # type: ignore[misc]
         table = self.get_emb(2)  # type: ignore[attr-defined]
@@ -89,11 +87,11 @@ class _ByPosition:
 
 
 class PositionRotaryEmbedding(_ByPosition, RotaryEmbedding):
-    """Megatron's RotaryEmbedding, by position id."""
+    """Rotates as Megatron's RotaryEmbedding, by position id."""
 
 
 class PositionYarnRotaryEmbedding(_ByPosition, YarnRotaryEmbedding):
-    """Megatron's YarnRotaryEmbedding, by position id."""
+    """Rotates as Megatron's YarnRotaryEmbedding, by position id."""
 
 
 _REPLACEMENTS: dict[type, type] = {
@@ -103,14 +101,11 @@ _REPLACEMENTS: dict[type, type] = {
 
 
 def install_position_rotary(model: torch.nn.Module | Iterable[torch.nn.Module]) -> int:
-    """Makes every rotary embedding of the model follow position ids; returns their number.
+    """Returns the number of rotary embeddings in the model, all of which now follow position ids.
 
-    Call it once after the model is built, on every pipeline stage, before wrapping it.  Parameters
-    and checkpoints do not change: the modules keep their state and only change class.  A second
-    call changes nothing.
-
-    Raises:
-        NotImplementedError: for multimodal RoPE and rotary classes that Megatron does not ship.
+    Call it after the model is built, on every pipeline stage, before it is wrapped. Parameters and
+    checkpoints do not change: the modules keep their state and change class only. A second call changes
+    nothing. Raises NotImplementedError for multimodal RoPE and rotary classes that Megatron does not ship.
     """
     chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
     num_installed = 0

@@ -1,15 +1,13 @@
-"""Plans for batches that Megatron has split over the context ranks by itself.
+"""Makes plans for batches that Megatron has split over the context ranks by itself.
 
-Swapped into an existing Megatron configuration, our attention must take the rows where Megatron put
-them.  Megatron has two splits, both zigzag (2 x cp_size pieces, rank r holds pieces r and 2 x
-cp_size - 1 - r):
+Swapped into an existing Megatron configuration, our attention takes the rows where Megatron put them. Both
+of its splits are zigzag: of 2 x cp_size pieces, rank r holds pieces r and 2 x cp_size - 1 - r.
 
-    [s, b, n, d]   the sequence                cp_size=2:   0 1 | 2 3 | 4 5 | 6 7   ->   rank 0: 0 1
-    6 7   rank 1: 2 3 4 5 thd            every document by itself    documents of 4, 4:  rank 0: 0 3
-    4 7   rank 1: 1 2 5 6
+    layout         what is cut                example, cp_size=2     rank 0     rank 1
+    [s, b, n, h]   the sequence               8 tokens               0 1 6 7    2 3 4 5
+    thd            every document by itself   documents of 4 and 4   0 3 4 7    1 2 5 6
 
-The placement is made here and given to the planner, which adds the transfers; plans are cached,
-since lengths repeat.
+The placement is made here; the planner adds the transfers. Plans are cached, since lengths repeat.
 """
 
 from __future__ import annotations
@@ -37,16 +35,11 @@ _checked_masks: Any = WeakIdKeyDictionary()
 
 
 def band_of(mask_type: AttnMaskType, window: tuple[int, int] | None) -> Band:
-    """Bounds (lo, hi) of key - query inside one document: the layer's static mask.
+    """Returns the bounds (lo, hi) of key - query inside one document: the layer's static mask.
 
-    Args:
-        mask_type: Megatron's static mask type.  Query and key lengths are equal, so bottom-right
-            causal is causal.
-        window: (left, right) keys that a query sees beside its own, -1 = all; None without a
-            window.
-
-    Raises:
-        NotImplementedError: for `arbitrary`, whose mask only a dense tensor holds.
+    `window` counts the keys (left, right) that a query sees beside its own, -1 for all; None is no window.
+    Queries and keys are equally many, so bottom-right causal is causal. Raises NotImplementedError for
+    `arbitrary`, whose mask only a dense tensor holds.
     """
     if mask_type not in (*_CAUSAL, *_FULL):
         raise NotImplementedError(
@@ -67,18 +60,13 @@ def band_of(mask_type: AttnMaskType, window: tuple[int, int] | None) -> Band:
 def plan_of_split(
     starts: tuple[int, ...], lengths: tuple[int, ...], cp_size: int, band: Band, config: CPConfig
 ) -> AttentionPlan:
-    """The plan over documents that Megatron split zigzag, one by one.
+    """Returns the plan over documents that Megatron split zigzag, one by one.
 
-    Args:
-        starts: first row of each document in the padded stream, and its end behind: n + 1 values.
-        lengths: real tokens of each document; what follows up to the next start is padding, seen by
-            and seeing nobody.
-        cp_size: ranks of the context group.
-        band: bounds (lo, hi) of key - query inside a document.
-        config: sizes for the cost model; its planner is not asked, Megatron has placed the tokens.
-
-    Raises:
-        ValueError: if a padded document cannot have been split zigzag.
+    `starts` holds the first row of each document in the padded stream, then the end of the last one.
+    `lengths` counts the real tokens of each; what follows up to the next start is padding, which sees nobody
+    and is seen by nobody. `band` bounds key - query inside a document. `config` has the sizes for the cost
+    model; its planner is not asked, because Megatron has placed the tokens. Raises ValueError if a padded
+    document cannot have been split zigzag.
     """
     padded = [stop - start for start, stop in itertools.pairwise(starts)]
     placement = per_document_zigzag(padded, cp_size)
@@ -91,10 +79,9 @@ def plan_of_split(
 
 
 def documents_of(params: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(starts, lengths) of the documents in Megatron's THD parameters, empty ones dropped.
+    """Returns (starts, lengths) of the documents in Megatron's THD parameters, without empty ones.
 
-    Raises:
-        NotImplementedError: when queries and keys are packed differently.
+    Raises NotImplementedError when queries and keys are packed differently.
     """
     known = getattr(params, "_megatron_cp_documents", None)
     if known is not None:  # one transfer from the device per micro-batch, not one per layer
@@ -128,16 +115,10 @@ def check_mask_is_causal(
 ) -> None:
     """Returns if a dense mask (True = hidden) only says that no query sees later keys.
 
-    Megatron-LM's loader makes this mask by default. Each mask tensor is looked at once.
-
-    Args:
-        attention_mask: bool [..., T, S], queries of this rank against all keys.
-        plan: where the rows of this rank come from.
-        rank: rank in the context group.
-        band: bounds of the layer's own mask; a layer that sees later keys takes no dense mask.
-
-    Raises:
-        NotImplementedError: for every other mask; it is never ignored.
+    `attention_mask` is bool `[..., T, S]`: queries of rank `rank`, which `plan` places, against all keys.
+    Megatron-LM's loader makes this mask by default; each tensor is looked at once. A layer whose own `band`
+    lets queries see later keys takes no dense mask. Raises NotImplementedError for every other mask: it is
+    never ignored.
     """
     seen = (attention_mask._version, plan.digest())
     if band[1] == 0 and _checked_masks.get(attention_mask) == seen:
