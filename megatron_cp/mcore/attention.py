@@ -6,8 +6,8 @@ Every rank brings the rows that it holds. The plan of the micro-batch says which
 
     packed_seq_params        plan                                               made by
     ContextParallelParams    plans["full"]; plans["window"] in window layers    the data loader, for any mask
-    PackedSeqParams (thd)    Megatron's zigzag per document                     split.py, cached
-    None                     Megatron's zigzag over the sequence                split.py, cached
+    PackedSeqParams (thd)    documents that Megatron has cut itself             split.py, cached
+    None                     the sequence, which Megatron has cut itself        split.py, cached
 
 The module has no parameters, so checkpoints go to Megatron's attention and back. A learnable sink
 (`softmax_type="learnable"`) is called `softmax_offset` and sharded as there.
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -34,7 +34,7 @@ from megatron.core.transformer.utils import (
 
 from megatron_cp.api import cp_attention
 from megatron_cp.config import CPConfig
-from megatron_cp.mcore import split
+from megatron_cp.mcore import layers, split
 from megatron_cp.mcore.batch import ContextParallelParams
 from megatron_cp.mcore.mtp import install_order_roll
 from megatron_cp.mcore.validation import check_dropout, validate_config
@@ -48,7 +48,9 @@ class ContextParallelAttention(MegatronModule):
     The constructor takes Megatron's arguments: `config`, `layer_number` (from 1), `attn_mask_type`,
     `attention_type` ("self"), `attention_dropout` (0), `softmax_scale`, `k_channels`, `v_channels`,
     `num_splits` (None), `cp_comm_type` (the plan decides instead) and `pg_collection` with `tp` and `cp`.
-    `backend` is a backend of `megatron_cp.attend`; None chooses by device.
+    `backend` is a backend of `megatron_cp.attend`; None chooses by device. `thd_split="per_document"` says that
+    batches with thd parameters were cut zigzag in each document; None knows no cut and takes them on one
+    context rank only.
 
     Raises NotImplementedError for settings that it cannot honour; validation.py lists them.
     """
@@ -67,8 +69,10 @@ class ContextParallelAttention(MegatronModule):
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
         backend: str | None = None,
+        thd_split: str | None = None,
     ) -> None:
         super().__init__(config=config)
+        split.check_thd_split(thd_split)
         validate_config(config)
         check_dropout(config.attention_dropout if attention_dropout is None else attention_dropout)
         if attention_type != "self":
@@ -82,7 +86,7 @@ class ContextParallelAttention(MegatronModule):
             )
         self.layer_number = max(1, layer_number)
         self.attn_mask_type = attn_mask_type
-        self.backend = backend
+        self.backend, self.thd_split = backend, thd_split
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(
             required_pgs=["tp", "cp"]
         )
@@ -105,6 +109,7 @@ class ContextParallelAttention(MegatronModule):
         )
         self.current_max_attn_logits = None  # read by Megatron's logit logging; qk_clip is refused
         self._make_softmax_offset(num_heads)
+        layers.register(config, self.plan_config)
         if getattr(config, "mtp_num_layers", None):
             install_order_roll()
 
@@ -156,14 +161,16 @@ class ContextParallelAttention(MegatronModule):
         mask_type = attn_mask_type or self.attn_mask_type
         group = self._group(packed_seq_params)
         plan = self._plan(query.shape[0], group, mask_type, attention_mask, packed_seq_params)
+        rows = _Rows(query.shape[0], batch, getattr(packed_seq_params, "num_samples", 1) > 1)
         sink = self.softmax_offset
         if sink is not None:
-            sink = sink.to(device=query.device, dtype=torch.float32).repeat(batch)
+            sink = sink.to(device=query.device, dtype=torch.float32)
+            sink = sink if rows.are_one_stream else sink.repeat(batch)
         with self._results_kept(packed_seq_params):
             out, _ = cp_attention(
-                _fold_batch(query),
-                _fold_batch(key),
-                _fold_batch(value),
+                rows.fold(query),
+                rows.fold(key),
+                rows.fold(value),
                 plan,
                 group,
                 softmax_scale=self.softmax_scale,
@@ -171,7 +178,7 @@ class ContextParallelAttention(MegatronModule):
                 backend=self.backend,
                 deterministic=bool(getattr(self.config, "deterministic_mode", False)),
             )
-        return out.reshape(query.shape[0], batch, -1)
+        return rows.unfold(out)
 
     def _results_kept(self, params: Any) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which a recomputed layer takes its attention from the first forward.
@@ -208,17 +215,9 @@ class ContextParallelAttention(MegatronModule):
     ) -> AttentionPlan:
         if isinstance(params, ContextParallelParams):
             return self._plan_of_params(params, num_rows, group, attention_mask)
-        if params is not None and params.qkv_format != "thd":
-            raise NotImplementedError(
-                f"packed_seq_params.qkv_format={params.qkv_format!r}; Megatron's own parameters "
-                "must be 'thd'; use ContextParallelParams for anything else"
-            )
         band = split.band_of(mask_type, self.window)
-        if params is not None:
-            starts, lengths = split.documents_of(params)
-        else:
-            starts, lengths = (0, num_rows * group.size()), (num_rows * group.size(),)
-        plan = split.plan_of_split(starts, lengths, group.size(), band, self.plan_config)
+        documents = split.documents_of_batch(params, num_rows, group.size(), self.thd_split)
+        plan = split.plan_of_split(*documents, group.size(), band, self.plan_config)
         _check_rows(plan, num_rows, group)
         if attention_mask is not None:
             split.check_mask_is_causal(attention_mask, plan, group.rank(), band)
@@ -244,7 +243,7 @@ class ContextParallelAttention(MegatronModule):
                 "sliding-window layers; make both with make_plans"
             )
         plan: AttentionPlan = params.plans[name]
-        _check_rows(plan, num_rows, group)
+        _check_rows(plan, num_rows * params.num_samples, group)
         return plan
 
     def sharded_state_dict(
@@ -267,12 +266,25 @@ class ContextParallelAttention(MegatronModule):
         )
 
 
-def _fold_batch(heads: torch.Tensor) -> torch.Tensor:
-    """Returns `[s, b * n, h]`: the sequences of a batch share the mask, so they are more heads.
+class _Rows(NamedTuple):
+    """Says how the samples of a batch lie in the rows and heads that attention is given."""
 
-    The query heads of a key/value group stay side by side.
-    """
-    return heads if heads.dim() == 3 else heads.flatten(1, 2)
+    num_rows: int
+    num_samples: int
+    are_one_stream: bool
+    """The samples follow one another in the plan; otherwise they share it, so they are more heads."""
+
+    def fold(self, heads: torch.Tensor) -> torch.Tensor:
+        """Returns `[b * s, n, h]` of one stream, else `[s, b * n, h]`: the heads of a group stay side by side."""
+        if heads.dim() == 3:
+            return heads
+        return heads.transpose(0, 1).flatten(0, 1) if self.are_one_stream else heads.flatten(1, 2)
+
+    def unfold(self, out: torch.Tensor) -> torch.Tensor:
+        """Returns Megatron's `[s, b, n * h]`."""
+        if not self.are_one_stream:
+            return out.reshape(self.num_rows, self.num_samples, -1)
+        return out.reshape(self.num_samples, self.num_rows, -1).transpose(0, 1).contiguous()
 
 
 def _check_rows(plan: AttentionPlan, num_rows: int, group: Any) -> None:

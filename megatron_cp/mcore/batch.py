@@ -28,6 +28,9 @@ class ContextParallelParams(PackedSeqParams):
     """Plan of each kind of layer: "full" always, "window" where the model has sliding-window layers."""
     positions: torch.Tensor | None = None
     """RoPE position of each of this rank's rows: int64 `[T]` on the device of the model."""
+    num_samples: int = 1
+    """Samples that Megatron keeps side by side: b. The rows `[T]` of this rank lie in the model as `[T / b, b]`,
+    the first column holding the first T / b of them."""
     tapes: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
     """Attention results that recomputed layers wait for; the layers fill and empty it."""
 

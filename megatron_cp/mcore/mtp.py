@@ -66,8 +66,11 @@ def roll_by_order(
     plan, group = params.plans["full"], params.cp_group or cp_group
     rank = 0 if group is None else dist.get_rank(group)
     keep_T = torch.from_numpy(_has_successor(plan)[rank].copy()).to(values_T.device)
+    shape = values_T.shape
+    if params.num_samples > 1:  # [..., b, T / b] is one stream
+        values_T = values_T.flatten(-2)
     rolled = roll(values_T, plan, group, shifts=-1, dim=-1)
-    rolled = torch.where(keep_T, rolled, torch.zeros_like(rolled))
+    rolled = torch.where(keep_T, rolled, torch.zeros_like(rolled)).reshape(shape)
     total = rolled.sum()
     if plan.cp_size > 1:
         dist.all_reduce(total, group=group)

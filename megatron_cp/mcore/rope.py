@@ -33,7 +33,7 @@ class PositionedLength(int):
     positions: torch.Tensor
 
     def __new__(cls, length: int, positions: torch.Tensor) -> PositionedLength:
-        """Returns the length, with `positions` int64 `[T]`."""
+        """Returns the length, with `positions` int64 `[T / b, b]`, as the rows lie in the model."""
         self = super().__new__(cls, length)
         self.positions = positions
         return self
@@ -42,8 +42,8 @@ class PositionedLength(int):
 class _ByPosition:
     """Makes a rotary class of Megatron follow our parameters; without them it behaves as before."""
 
-    row_shape: tuple[int, ...] = (1, 1)
-    """Dimensions between rows and width: `[T, 1, 1, D]`; MLA squeezes the batch: `[T, 1, D]`."""
+    squeezes_batch = False
+    """Whether the layer drops the batch dimension under packed_seq_params, as multi-latent attention does."""
 
     def get_rotary_seq_len(
         self,
@@ -62,7 +62,8 @@ class _ByPosition:
                     "make the parameters with megatron_cp.mcore.batch.local_batch or "
                     "context_parallel_params"
                 )
-            return PositionedLength(packed_seq_params.max_seqlen_q, packed_seq_params.positions)
+            positions = packed_seq_params.positions.view(packed_seq_params.num_samples, -1).t()
+            return PositionedLength(packed_seq_params.max_seqlen_q, positions)
         return super().get_rotary_seq_len(  # type: ignore[misc]
             inference_context,
             transformer,
@@ -73,16 +74,20 @@ class _ByPosition:
         )
 
     def forward(self, max_seq_len: int, *args: Any, **kwargs: Any) -> Any:
-        """Returns the angles `[T, 1, 1, D]` (MLA: `[T, 1, D]`) at the carried positions; YaRN: and mscale."""
+        """Returns the angles `[T / b, b, 1, D]` (MLA: `[T, 1, D]`) at the carried positions; YaRN: and mscale."""
         if not isinstance(max_seq_len, PositionedLength):
             return super().forward(max_seq_len, *args, **kwargs)  # type: ignore[misc]
         table = self.get_emb(2)  # type: ignore[attr-defined]
         emb, mscale = table if isinstance(table, tuple) else (table, None)
         angle_of_one_D = emb[1].reshape(-1)
-        positions_T = max_seq_len.positions.to(device=emb.device, dtype=emb.dtype)
-        angles = torch.outer(positions_T, angle_of_one_D).view(
-            -1, *self.row_shape, angle_of_one_D.numel()
-        )
+        positions = max_seq_len.positions.to(device=emb.device, dtype=emb.dtype)
+        if self.squeezes_batch and positions.shape[1] > 1:
+            raise NotImplementedError(
+                f"multi-latent attention with {positions.shape[1]} samples in a micro-batch of documents: Megatron "
+                "squeezes the batch there; give --micro-batch-size 1 and the same --global-batch-size"
+            )
+        angles = positions[:, :, None, None] * angle_of_one_D
+        angles = angles.squeeze(1) if self.squeezes_batch else angles
         return angles if mscale is None else (angles, mscale)
 
 
@@ -116,7 +121,7 @@ def install_position_rotary(model: torch.nn.Module | Iterable[torch.nn.Module]) 
         if not isinstance(rotary, _ByPosition):
             rotary.__class__ = _replacement_of(rotary)
         if isinstance(parent, MultiLatentAttention):
-            rotary.row_shape = (1,)  # type: ignore[assignment]
+            rotary.squeezes_batch = True  # type: ignore[assignment]
         num_installed += 1
     return num_installed
 

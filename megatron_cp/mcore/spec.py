@@ -22,11 +22,12 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_cp.mcore import compat
+from megatron_cp.mcore import compat, hooks
 from megatron_cp.mcore.attention import ContextParallelAttention
 from megatron_cp.mcore.norm import TorchNorm
 
 compat.check_megatron_version()
+hooks.install()
 
 
 def with_context_parallel(spec: Any, **attention_options: Any) -> Any:

@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import from_slices
+from megatron_cp.mcore.documents import current_rule
 from megatron_cp.plan.placement import per_document_zigzag
 from megatron_cp.plan.planner import plan_on_placement
 from megatron_cp.plan.schema import AttentionPlan
@@ -78,6 +79,50 @@ def plan_of_split(
     return plan_on_placement(mask, placement, config, "megatron_split")
 
 
+def check_thd_split(thd_split: str | None) -> None:
+    """Returns if `thd_split` names a cut of thd batches over the context ranks that can be followed.
+
+    Raises ValueError for any other. Zigzag over the *sequence* with documents' cu_seqlens cannot be followed:
+    Megatron's RoPE rotates such rows by positions of the other cut.
+    """
+    if thd_split not in (None, "per_document"):
+        raise ValueError(
+            f"thd_split={thd_split!r}; allowed are None and 'per_document'; batches that are cut in another way "
+            "must pass the hooks of megatron_cp.mcore.hooks, which cut them themselves"
+        )
+
+
+def documents_of_batch(
+    params: Any, num_rows: int, cp_size: int, thd_split: str | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns (starts, lengths) of the documents in a batch of `num_rows` rows a rank that Megatron has cut.
+
+    Without thd parameters the batch is one document. Raises RuntimeError where Megatron-LM's flags ask for
+    documents that did not come along, and ValueError where it is unknown how a thd batch was cut.
+    """
+    if params is None:
+        rule = current_rule()
+        if rule.asks_for_documents:
+            raise RuntimeError(
+                f"{rule.asked_by} asks for documents that do not see each other, but this batch came without them: "
+                "its loop does not use Megatron-LM's batch functions as they stand in its modules; call "
+                "megatron_cp.mcore.hooks.install() after the imports of the training script"
+            )
+        return (0, num_rows * cp_size), (num_rows * cp_size,)
+    if params.qkv_format != "thd":
+        raise NotImplementedError(
+            f"packed_seq_params.qkv_format={params.qkv_format!r}; Megatron's own parameters "
+            "must be 'thd'; use ContextParallelParams for anything else"
+        )
+    if cp_size > 1 and thd_split is None:
+        raise ValueError(
+            f"packed_seq_params.qkv_format='thd' on {cp_size} context ranks does not say how the rows were cut, and "
+            "Megatron has two ways; let the hooks cut the batch (docs/megatron.md), or, where each document was cut "
+            "zigzag, say so: with_context_parallel(spec, thd_split='per_document')"
+        )
+    return documents_of(params)
+
+
 def documents_of(params: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns (starts, lengths) of the documents in Megatron's THD parameters, without empty ones.
 
@@ -130,8 +175,8 @@ def check_mask_is_causal(
     if not fits or not bool((attention_mask.bool() == hidden).all()):
         raise NotImplementedError(
             f"attention_mask of shape {tuple(attention_mask.shape)} is not the causal mask; a "
-            "dense mask is not served (and never ignored); drop it "
-            "(--no-create-attention-mask-in-dataloader), or give the mask as a plan in "
-            "packed_seq_params"
+            "dense mask of another kind is not served here, and never ignored; a batch with documents "
+            "must pass the hooks of megatron_cp.mcore.hooks, which see it whole; in a loop of your own "
+            "give the mask as a plan in packed_seq_params"
         )
     _checked_masks[attention_mask] = seen
