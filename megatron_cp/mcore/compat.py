@@ -1,6 +1,6 @@
 """Megatron-Core versions: the only module that asks for one.
 
-One source serves megatron-core 0.16.1 (Python <= 3.11) to 0.20.  What differs between them and
+One source serves megatron-core 0.16.1 (Python <= 3.11) to 0.20. What differs between them and
 concerns us is decided here, by looking at what is there rather than at numbers wherever that is
 possible.
 """
@@ -17,7 +17,7 @@ OLDEST, TOO_NEW = (0, 16, 1), (0, 21, 0)
 
 
 def megatron_version() -> tuple[int, int, int]:
-    """The installed megatron-core, e.g. (0, 16, 1).
+    """Returns the version of the installed megatron-core, e.g. (0, 16, 1).
 
     Raises:
         ImportError: if it is not installed.
@@ -50,7 +50,7 @@ def check_megatron_version() -> None:
 
 
 def has_transformer_engine() -> bool:
-    """Whether Transformer Engine's torch part is there (Megatron then prefers its modules).
+    """Returns whether Transformer Engine's torch part is there; Megatron then prefers its modules.
 
     The bare index package `transformer-engine` has no torch part and makes `import megatron.core`
     itself fail.
@@ -62,9 +62,10 @@ def has_transformer_engine() -> bool:
 
 
 def counts_mtp_tokens_per_rank() -> bool:
-    """Whether multi-token prediction weighs its loss by each rank's own count of loss tokens.
+    """Returns whether multi-token prediction weighs its loss by each rank's own count of tokens.
 
-    So since 0.17, for `calculate_per_token_loss`: exact only if all context ranks count alike.
+    It does so since 0.17 under `calculate_per_token_loss`, which is exact only if all context ranks
+    count alike.
     """
     from megatron.core.transformer import multi_token_prediction
 
@@ -72,21 +73,21 @@ def counts_mtp_tokens_per_rank() -> bool:
 
 
 def has_fused_adam() -> bool:
-    """Whether Megatron took its Adam from Transformer Engine or apex rather than from torch."""
+    """Returns whether Megatron took its Adam from Transformer Engine or apex, not from torch."""
     from megatron.core.optimizer import distrib_optimizer
 
     return bool(distrib_optimizer.HAVE_APEX_OR_TE)
 
 
 def local_layer_spec(**wishes: Any) -> Any:
-    """Megatron's layer spec without Transformer Engine."""
+    """Returns Megatron's layer spec without Transformer Engine."""
     from megatron.core.models.gpt import gpt_layer_specs
 
     return gpt_layer_specs.get_gpt_layer_local_spec(**wishes)
 
 
 def transformer_engine_layer_spec(**wishes: Any) -> Any:
-    """Megatron's layer spec on Transformer Engine.  Never run here yet: needs a GPU."""
+    """Returns Megatron's layer spec on Transformer Engine. It needs a GPU and never ran on one."""
     from megatron.core.models.gpt import gpt_layer_specs
 
     return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(**wishes)
@@ -96,7 +97,7 @@ def repair_local_moe_and_mla() -> None:
     """Makes experts and multi-latent attention usable without Transformer Engine on 0.16.1.
 
     0.16.1 names a Transformer Engine function that it never imported (`NameError: te_general_gemm`)
-    and takes Transformer Engine for installed in multi-latent attention.  Later versions repaired
+    and takes Transformer Engine for installed in multi-latent attention. Later versions repaired
     both; then nothing is touched.
     """
     if has_transformer_engine():
@@ -113,8 +114,8 @@ def repair_local_moe_and_mla() -> None:
 def silence_known_warnings() -> None:
     """Drops warnings of Megatron-Core that nobody here can act on.
 
-    Its import-time notes that apex and Transformer Engine are missing (our choice), and its use of
-    collectives and sharded tensors that newer torch has renamed.
+    They are its notes at import that apex and Transformer Engine are missing (our choice), and
+    torch's that it uses collectives and sharded tensors under their old names.
     """
     warnings.filterwarnings("ignore", message="Apex is not installed")
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")

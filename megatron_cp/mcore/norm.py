@@ -1,7 +1,7 @@
 """Layer norm for sequence parallelism without Transformer Engine or apex.
 
-Megatron's own fall-back (`WrappedTorchNorm`) refuses sequence parallelism.  The computation is per
-token and needs nothing new; only the *gradients* of the norm's weights do, because each
+Megatron's own fall-back (`WrappedTorchNorm`) refuses sequence parallelism. The computation is per
+token and needs nothing new; only the gradients of the norm's weights do, because each
 tensor-parallel rank sees a part of the tokens. Megatron sums them over the tensor-parallel group
 for every parameter whose `sequence_parallel` attribute is set.
 """
@@ -16,12 +16,12 @@ import torch
 class TorchNorm:
     """Builds torch's LayerNorm or RMSNorm, its parameters marked for sequence parallelism.
 
-    Same constructor as Megatron's norms; a drop-in for `input_layernorm`, `pre_mlp_layernorm`, the
-    query and key norms and a block's final norm.
+    The constructor is that of Megatron's norms, so it serves as `input_layernorm`,
+    `pre_mlp_layernorm`, query and key norm, and final norm of a block.
     """
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> Any:
-        """A LayerNorm or RMSNorm over the last dimension.
+        """Returns a LayerNorm or RMSNorm over the last dimension.
 
         Raises:
             NotImplementedError: for a normalisation or an option that torch's norms do not have.

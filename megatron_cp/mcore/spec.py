@@ -1,9 +1,9 @@
 """Specs: how a Megatron model gets our core attention.
 
-    spec = with_context_parallel(get_gpt_layer_local_spec())                  # any layer, block or
-    MTP spec GPTModel(config, spec, ...)
+    spec = with_context_parallel(get_gpt_layer_local_spec())    # any layer, block or MTP spec
+    GPTModel(config, spec, ...)
 
-    torchrun pretrain_gpt.py ... --spec megatron_cp.mcore.spec gpt_layer_spec  # stock Megatron-LM
+    pretrain_gpt.py ... --spec megatron_cp.mcore.spec gpt_layer_spec         # stock Megatron-LM
 
 A spec is a tree of dataclasses; only its `core_attention` leaves are exchanged, in a copy.
 """
@@ -30,7 +30,7 @@ compat.check_megatron_version()
 
 
 def with_context_parallel(spec: Any, **attention_options: Any) -> Any:
-    """A copy of `spec` whose self-attention layers compute with `ContextParallelAttention`.
+    """Returns a copy of `spec` whose self-attention layers compute with `ContextParallelAttention`.
 
     Args:
         spec: a layer spec, a block's submodules or an MTP block spec of Megatron; it is not
@@ -57,7 +57,7 @@ def with_context_parallel(spec: Any, **attention_options: Any) -> Any:
 
 
 def _replace_core_attention(node: Any, replacement: Any) -> tuple[Any, int]:
-    """The copied node and how many core attentions were exchanged below it."""
+    """Returns the copied node and how many core attentions were exchanged below it."""
     if isinstance(node, CrossAttentionSubmodules):
         raise NotImplementedError(
             "the spec has cross attention; context parallelism serves self attention only; "
@@ -101,7 +101,7 @@ class DenseTransformerLayer(TransformerLayer):
     """
 
     def __init__(self, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
-        """As Megatron's layer.
+        """Builds it as Megatron's layer.
 
         Raises:
             NotImplementedError: for experts and multi-latent attention, which need another spec.
@@ -122,7 +122,7 @@ class DenseTransformerLayer(TransformerLayer):
 
 
 def _norm_class() -> Any:
-    """The norm that works under sequence parallelism: Transformer Engine's, else ours."""
+    """Returns the norm that works under sequence parallelism: Transformer Engine's, else ours."""
     if not compat.has_transformer_engine():
         return TorchNorm
     from megatron.core.extensions.transformer_engine import TENorm  # never run on a GPU yet
@@ -131,7 +131,7 @@ def _norm_class() -> Any:
 
 
 def _layer_spec() -> ModuleSpec:
-    """A dense GPT layer with our core attention, on Transformer Engine where it is installed."""
+    """Returns a dense layer with our attention, on Transformer Engine where it is installed."""
     if compat.has_transformer_engine():
         spec = compat.transformer_engine_layer_spec()
         return with_context_parallel(replace(spec, module=DenseTransformerLayer))
@@ -147,10 +147,9 @@ gpt_layer_spec = _layer_spec()
 def gpt_block_spec(
     config: Any, *, vp_stage: int | None = None, **attention_options: Any
 ) -> TransformerBlockSubmodules:
-    """The decoder block of this pipeline stage with our attention and norms.
+    """Returns the decoder block of this pipeline stage with our attention and norms.
 
-    Give it to `GPTModel` as `transformer_layer_spec`.  Query-key norms follow
-    `config.qk_layernorm`.
+    Give it to `GPTModel` as `transformer_layer_spec`. Query-key norms follow `config.qk_layernorm`.
 
     Args:
         config: Megatron's TransformerConfig.

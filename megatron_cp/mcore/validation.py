@@ -2,7 +2,7 @@
 
 `validate_config` looks at Megatron's TransformerConfig (the attention module calls it too, so a
 bare swap-in is covered); `validate_arguments` looks at parsed command-line arguments in
-Megatron-LM's names.  Both are pure: every rank decides alike.
+Megatron-LM's names. Both are pure: every rank decides alike.
 """
 
 from __future__ import annotations
