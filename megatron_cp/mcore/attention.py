@@ -40,7 +40,7 @@ from megatron_cp.config import CPConfig
 from megatron_cp.mcore import split
 from megatron_cp.mcore.batch import ContextParallelParams
 from megatron_cp.mcore.mtp import install_order_roll
-from megatron_cp.mcore.validation import check_dropout, validate_config
+from megatron_cp.mcore.validation import check_dropout, check_padding, validate_config
 from megatron_cp.plan.schema import AttentionPlan
 from megatron_cp.runtime.checkpoint import AttentionTape
 
@@ -257,6 +257,7 @@ class ContextParallelAttention(MegatronModule):
             )
         plan: AttentionPlan = params.plans[name]
         _check_rows(plan, num_rows, group)
+        check_padding(self.config, num_rows * plan.cp_size, plan.num_tokens)
         return plan
 
     def sharded_state_dict(
