@@ -146,18 +146,26 @@ def repair_megatron() -> None:
 
 
 def _repair_names() -> None:
-    """Repairs two names of 0.16.1, which later versions put right.
+    """Repairs names of single versions, where they are wrong.
 
-    It uses a Transformer Engine function that it never imported (`NameError: te_general_gemm`) and
-    takes Transformer Engine for installed in multi-latent attention.
+    0.16.1 uses a Transformer Engine function that it never imported (`NameError: te_general_gemm`)
+    and takes Transformer Engine for installed in multi-latent attention. 0.20 asks in multi-token
+    prediction whether a layer is of a class that it could not define.
     """
-    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer import multi_latent_attention, multi_token_prediction
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
     if getattr(multi_latent_attention, "HAVE_TE", False):
         multi_latent_attention.HAVE_TE = False
+    if hasattr(multi_token_prediction, "is_inference_column_parallel_linear"):
+        multi_token_prediction.is_inference_column_parallel_linear = _is_no_inference_layer
+
+
+def _is_no_inference_layer(module: Any) -> bool:
+    """Returns False: layers of inference exist on Transformer Engine alone."""
+    return False
 
 
 def _repair_split_sizes() -> None:

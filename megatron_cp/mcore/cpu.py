@@ -30,6 +30,8 @@ from typing import Any
 
 import torch
 
+from megatron_cp.mcore import triton_free
+
 _CPU = torch.device("cpu")
 
 _FACTORIES = (
@@ -64,6 +66,7 @@ def install() -> bool:
     _answer_random_calls()
     _send_factories_to_cpu()
     _send_tensor_methods_to_cpu()
+    triton_free.install()
     torch.cuda._megatron_cp_on_cpu = True  # type: ignore[attr-defined]
     return True
 

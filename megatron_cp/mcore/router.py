@@ -25,6 +25,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 class EqualWeightRouter(TopKRouter):
     """Megatron's top-k router for versions before 0.19."""
 
+    tp_cp_group: Any
+
     def attach_and_log_load_balancing_loss(
         self, activation: torch.Tensor, *args: Any, valid_token_count: Any = None, **kwargs: Any
     ) -> torch.Tensor:
@@ -40,8 +42,7 @@ class EqualWeightRouter(TopKRouter):
             return super().apply_z_loss(logits, *args, **kwargs)
         # Megatron divides the coefficient by the size of this group; a mean over the group's
         # tokens needs that only where gradients are averaged.
-        both: Any = self.tp_cp_group
-        self.tp_cp_group = self.tp_group
+        both, self.tp_cp_group = self.tp_cp_group, self.tp_group
         try:
             return super().apply_z_loss(logits, *args, **kwargs)
         finally:
