@@ -1,7 +1,7 @@
 """Context parallelism inside Megatron-Core: the floor that imports `megatron.core`.
 
 Nothing is imported until a name is used, so that `megatron_cp.mcore.cpu.install()` can run before
-the first import of `megatron.core` (see cpu.py).  The reader's path: attention.py (the swapped-in
+the first import of `megatron.core` (see cpu.py). The reader's path: attention.py (the swapped-in
 core attention), batch.py (what rides in `packed_seq_params`), rope.py (positions), loss.py (the
 normaliser), spec.py (how a model gets it all).
 """
@@ -31,7 +31,7 @@ __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
-    """The public name, imported from its module on first use (PEP 562)."""
+    """Returns the public name, imported from its module on first use (PEP 562)."""
     if name not in _HOME:
         raise AttributeError(
             f"module {__name__!r} has no attribute {name!r}; it offers {', '.join(__all__)}"

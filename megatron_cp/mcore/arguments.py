@@ -12,7 +12,7 @@ ATTENTION_BACKENDS = ("reference", "cpu", "flex", "hopper", "emulated")
 
 
 def add_context_parallel_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """The parser with our flags added; also fit as Megatron-LM's `extra_args_provider`."""
+    """Returns the parser with our flags added; fit as Megatron-LM's `extra_args_provider`."""
     group = parser.add_argument_group("context parallel")
     group.add_argument(
         "--cp-planner",
@@ -67,7 +67,7 @@ def add_context_parallel_arguments(parser: ArgumentParser) -> ArgumentParser:
 def cp_config_from_arguments(
     args: Namespace, *, on_cuda: bool, element_bytes: int | None = None
 ) -> CPConfig:
-    """The planner's settings that these arguments (Megatron-LM's names and ours) mean.
+    """Returns the planner's settings that these arguments (Megatron-LM's names and ours) mean.
 
     Args:
         args: parsed and completed arguments.

@@ -37,7 +37,7 @@ from megatron_cp.config import CPConfig
 from megatron_cp.mcore import layers, split
 from megatron_cp.mcore.batch import ContextParallelParams
 from megatron_cp.mcore.mtp import install_order_roll
-from megatron_cp.mcore.validation import check_dropout, validate_config
+from megatron_cp.mcore.validation import check_dropout, check_padding, validate_config
 from megatron_cp.plan.schema import AttentionPlan
 from megatron_cp.runtime.checkpoint import AttentionTape
 
@@ -243,7 +243,9 @@ class ContextParallelAttention(MegatronModule):
                 "sliding-window layers; make both with make_plans"
             )
         plan: AttentionPlan = params.plans[name]
-        _check_rows(plan, num_rows * params.num_samples, group)
+        num_rows *= params.num_samples
+        _check_rows(plan, num_rows, group)
+        check_padding(self.config, num_rows * plan.cp_size, plan.num_tokens)
         return plan
 
     def sharded_state_dict(

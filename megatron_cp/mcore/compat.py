@@ -1,23 +1,26 @@
 """Megatron-Core versions: the only module that asks for one.
 
-One source serves megatron-core 0.16.1 (Python <= 3.11) to 0.20.  What differs between them and
+One source serves megatron-core 0.16.1 (Python <= 3.11) to 0.20. What differs between them and
 concerns us is decided here, by looking at what is there rather than at numbers wherever that is
 possible.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import re
 import warnings
 from typing import Any
 
+import torch
+
 OLDEST, TOO_NEW = (0, 16, 1), (0, 21, 0)
 
 
 def megatron_version() -> tuple[int, int, int]:
-    """The installed megatron-core, e.g. (0, 16, 1).
+    """Returns the version of the installed megatron-core, e.g. (0, 16, 1).
 
     Raises:
         ImportError: if it is not installed.
@@ -50,7 +53,7 @@ def check_megatron_version() -> None:
 
 
 def has_transformer_engine() -> bool:
-    """Whether Transformer Engine's torch part is there (Megatron then prefers its modules).
+    """Returns whether Transformer Engine's torch part is there; Megatron then prefers its modules.
 
     The bare index package `transformer-engine` has no torch part and makes `import megatron.core`
     itself fail.
@@ -62,9 +65,10 @@ def has_transformer_engine() -> bool:
 
 
 def counts_mtp_tokens_per_rank() -> bool:
-    """Whether multi-token prediction weighs its loss by each rank's own count of loss tokens.
+    """Returns whether multi-token prediction weighs its loss by each rank's own count of tokens.
 
-    So since 0.17, for `calculate_per_token_loss`: exact only if all context ranks count alike.
+    It does so since 0.17 under `calculate_per_token_loss`, which is exact only if all context ranks
+    count alike.
     """
     from megatron.core.transformer import multi_token_prediction
 
@@ -72,49 +76,124 @@ def counts_mtp_tokens_per_rank() -> bool:
 
 
 def has_fused_adam() -> bool:
-    """Whether Megatron took its Adam from Transformer Engine or apex rather than from torch."""
+    """Returns whether Megatron took its Adam from Transformer Engine or apex, not from torch."""
     from megatron.core.optimizer import distrib_optimizer
 
     return bool(distrib_optimizer.HAVE_APEX_OR_TE)
 
 
-def local_layer_spec(**wishes: Any) -> Any:
-    """Megatron's layer spec without Transformer Engine."""
-    from megatron.core.models.gpt import gpt_layer_specs
+def has_apex_norm() -> bool:
+    """Returns whether Megatron found a fused LayerNorm of apex."""
+    from megatron.core.fusions import fused_layer_norm
 
-    return gpt_layer_specs.get_gpt_layer_local_spec(**wishes)
-
-
-def transformer_engine_layer_spec(**wishes: Any) -> Any:
-    """Megatron's layer spec on Transformer Engine.  Never run here yet: needs a GPU."""
-    from megatron.core.models.gpt import gpt_layer_specs
-
-    return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(**wishes)
+    return bool(fused_layer_norm.HAVE_FUSED_LAYER_NORM or fused_layer_norm.HAVE_PERSIST_LAYER_NORM)
 
 
-def repair_local_moe_and_mla() -> None:
-    """Makes experts and multi-latent attention usable without Transformer Engine on 0.16.1.
+def has_apex_weight_gradients() -> bool:
+    """Returns whether apex's kernel is there that adds weight gradients into Megatron's buffer."""
+    return importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
 
-    0.16.1 names a Transformer Engine function that it never imported (`NameError: te_general_gemm`)
-    and takes Transformer Engine for installed in multi-latent attention.  Later versions repaired
-    both; then nothing is touched.
+
+def weighs_auxiliary_losses_by_rank() -> bool:
+    """Returns whether auxiliary losses of experts weigh less on more context ranks.
+
+    So before 0.19, under `calculate_per_token_loss`; see router.py.
     """
-    if has_transformer_engine():
-        return
-    from megatron.core.transformer import multi_latent_attention
+    return megatron_version() < (0, 19, 0)
+
+
+def decoder_layer_specs(config: Any, *, use_transformer_engine: bool) -> list[Any]:
+    """Returns Megatron's spec of every decoder layer of the model, in order.
+
+    Dense and expert layers alternate as `config.moe_layer_freq` says; multi-latent attention,
+    query-key norms and kinds of norm follow the configuration. The branch of Transformer Engine
+    needs a GPU and never ran on one.
+    """
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    return list(
+        gpt_layer_specs.get_gpt_decoder_layer_specs(
+            config,
+            use_transformer_engine=use_transformer_engine,
+            normalization=config.normalization,
+            qk_l2_norm=getattr(config, "qk_l2_norm", False),
+        )
+    )
+
+
+def decoder_block_spec(config: Any, *, use_transformer_engine: bool, vp_stage: int | None) -> Any:
+    """Returns Megatron's spec of this pipeline stage: its layers of the above and a final norm."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    return gpt_layer_specs.get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=use_transformer_engine,
+        normalization=config.normalization,
+        qk_l2_norm=getattr(config, "qk_l2_norm", False),
+        vp_stage=vp_stage,
+    )
+
+
+def repair_megatron() -> None:
+    """Repairs what keeps experts and latent attention from running without Transformer Engine.
+
+    It is called where specs are imported, so that no user has to. A second call changes nothing.
+    """
+    if not has_transformer_engine():
+        _repair_names()
+    if not torch.cuda.is_available():
+        _repair_split_sizes()
+
+
+def _repair_names() -> None:
+    """Repairs names of single versions, where they are wrong.
+
+    0.16.1 uses a Transformer Engine function that it never imported (`NameError: te_general_gemm`)
+    and takes Transformer Engine for installed in multi-latent attention. 0.20 asks in multi-token
+    prediction whether a layer is of a class that it could not define.
+    """
+    from megatron.core.transformer import multi_latent_attention, multi_token_prediction
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
     if getattr(multi_latent_attention, "HAVE_TE", False):
         multi_latent_attention.HAVE_TE = False
+    if hasattr(multi_token_prediction, "is_inference_column_parallel_linear"):
+        multi_token_prediction.is_inference_column_parallel_linear = _is_no_inference_layer
+
+
+def _is_no_inference_layer(module: Any) -> bool:
+    """Returns False: layers of inference exist on Transformer Engine alone."""
+    return False
+
+
+def _repair_split_sizes() -> None:
+    """Makes the all-to-all dispatcher hand its collective plain numbers on CPU ranks too.
+
+    Megatron turns split sizes into arrays while it copies them off the GPU, and leaves a tensor
+    that is not there as it is; torch's collective then refuses the tensor.
+    """
+    from megatron.core.transformer.moe import token_dispatcher
+
+    plain = token_dispatcher.maybe_move_tensor_to_cpu
+    if hasattr(plain, "_megatron_cp"):
+        return
+
+    @functools.wraps(plain)
+    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        moved = plain(tensor, as_numpy, record_stream)
+        return moved.numpy() if as_numpy and torch.is_tensor(moved) else moved
+
+    move._megatron_cp = True  # type: ignore[attr-defined]
+    token_dispatcher.maybe_move_tensor_to_cpu = move
 
 
 def silence_known_warnings() -> None:
     """Drops warnings of Megatron-Core that nobody here can act on.
 
-    Its import-time notes that apex and Transformer Engine are missing (our choice), and its use of
-    collectives and sharded tensors that newer torch has renamed.
+    They are its notes at import that apex and Transformer Engine are missing (our choice), and
+    torch's that it uses collectives and sharded tensors under their old names.
     """
     warnings.filterwarnings("ignore", message="Apex is not installed")
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")

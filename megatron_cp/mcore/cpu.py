@@ -1,8 +1,8 @@
 """Lets Megatron-Core train on CPU ranks (gloo): the one place that stands in for CUDA.
 
 Megatron-Core has no CPU mode: it asks `torch.cuda` for the current device, its random streams, its
-streams and events, and creates tensors with `device="cuda"`.  `install()` answers these calls on a
-machine without CUDA, before Megatron is imported.  With CUDA it does nothing at all, so the same
+streams and events, and creates tensors with `device="cuda"`. `install()` answers these calls on a
+machine without CUDA, before Megatron is imported. With CUDA it does nothing at all, so the same
 script serves both.
 
 What this module must never do (each was a measured fault, notes in docs/megatron.md):
@@ -30,6 +30,8 @@ from typing import Any
 
 import torch
 
+from megatron_cp.mcore import triton_free
+
 _CPU = torch.device("cpu")
 
 _FACTORIES = (
@@ -41,9 +43,9 @@ _IGNORED_CALLS = ("set_device", "synchronize", "empty_cache", "reset_peak_memory
 
 
 def install() -> bool:
-    """True when the stand-ins are in place, False when CUDA is there and nothing was changed.
+    """Returns True with the stand-ins in place, False where CUDA is there and nothing was changed.
 
-    Call it first in the entry script and in every worker process that trains; a second call changes
+    Call it first in the entry script and in every worker process that trains. A second call changes
     nothing.
 
     Raises:
@@ -64,17 +66,18 @@ def install() -> bool:
     _answer_random_calls()
     _send_factories_to_cpu()
     _send_tensor_methods_to_cpu()
+    triton_free.install()
     torch.cuda._megatron_cp_on_cpu = True  # type: ignore[attr-defined]
     return True
 
 
 def is_installed() -> bool:
-    """Whether this process runs on the stand-ins."""
+    """Returns whether this process runs on the stand-ins."""
     return bool(getattr(torch.cuda, "_megatron_cp_on_cpu", False))
 
 
 def _disable_compilation() -> None:
-    """Keeps fused functions plain: compiling them at import takes 25 s and a C++ compiler."""
+    """Keeps fused functions plain; compiling them at import takes 25 s and a C++ compiler."""
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     dynamo_config = sys.modules.get("torch._dynamo.config")
     if (
@@ -96,25 +99,29 @@ class _NullStream:
         return None
 
     def query(self, *args: Any) -> bool:
-        """All work is done."""
+        """Returns True: all work is done."""
         return True
 
     record = synchronize = wait = wait_stream = wait_event = query
 
+    def record_event(self, event: Any = None) -> Any:
+        """Returns an event that has happened."""
+        return _NullStream() if event is None else event
+
     def elapsed_time(self, end: object) -> float:
-        """No device clock: 0 ms."""
+        """Returns 0 ms: there is no device clock."""
         return 0.0
 
 
 class _DefaultGenerators:
-    """`torch.cuda.default_generators[any device]` is the CPU's generator."""
+    """Stands for `torch.cuda.default_generators`: the CPU's generator under every device."""
 
     def __getitem__(self, device: object) -> torch.Generator:
         return torch.default_generator
 
 
 def _bind(module: Any, name: str, function: Callable[..., Any]) -> None:
-    """Puts a fresh function object under `module.name`; one object per name, or dynamo refuses."""
+    """Puts a fresh function object under `module.name`, because dynamo refuses one under two names."""
 
     def stand_in(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
@@ -137,7 +144,7 @@ def _answer_device_calls() -> None:
 
 
 def _answer_random_calls() -> None:
-    """The CPU's generator serves as "the GPU's"; Megatron's tracker swaps its state per stream."""
+    """Lets the CPU's generator serve as the GPU's; Megatron's tracker swaps its state per stream."""
     cuda: Any = torch.cuda
     for module in (cuda, cuda.random):
         _bind(module, "get_rng_state", lambda device=None: torch.get_rng_state())

@@ -23,8 +23,10 @@ from megatron_cp.mcore import compat
 class ForeachAdam(torch.optim.Optimizer):
     """Adam or AdamW with apex's interface: the step count lives in the parameter group.
 
-    State per parameter: `exp_avg`, `exp_avg_sq`, in the parameter's dtype. Bias correction as in
-    torch. Source: Kingma and Ba (arXiv 1412.6980), Loshchilov and Hutter (arXiv 1711.05101).
+    The state of a parameter is `exp_avg` and `exp_avg_sq`, in the parameter's dtype. Bias is
+    corrected as in torch.
+
+    Source: Kingma and Ba (arXiv 1412.6980), Loshchilov and Hutter (arXiv 1711.05101).
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class ForeachAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient.
+        """Updates every parameter that has a gradient.
 
         Raises:
             ValueError: if a closure is given; Megatron never does.
@@ -86,7 +88,7 @@ class ForeachAdam(torch.optim.Optimizer):
 
 
 def install_foreach_adam() -> bool:
-    """True if Megatron's optimizers now build `ForeachAdam`; False where TE or apex serve it.
+    """Returns True if Megatron now builds `ForeachAdam`, False where TE or apex serve it.
 
     Call it before `get_megatron_optimizer`. A second call changes nothing.
     """

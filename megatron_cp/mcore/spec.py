@@ -1,37 +1,56 @@
 """Specs: how a Megatron model gets our core attention.
 
-    spec = with_context_parallel(get_gpt_layer_local_spec())                  # any layer, block or
-    MTP spec GPTModel(config, spec, ...)
+    spec = with_context_parallel(get_gpt_layer_local_spec())    # any layer, block or MTP spec
+    spec = gpt_block_spec(config)                               # dense, experts, latent attention
+    GPTModel(config, spec, ...)
 
-    torchrun pretrain_gpt.py ... --spec megatron_cp.mcore.spec gpt_layer_spec  # stock Megatron-LM
+    pretrain_gpt.py ... --spec megatron_cp.mcore.spec gpt_layer_spec         # stock Megatron-LM
 
-A spec is a tree of dataclasses; only its `core_attention` leaves are exchanged, in a copy.
+A spec is a tree of dataclasses. In a copy of it three kinds of leaves are exchanged:
+
+    core_attention    for `ContextParallelAttention`
+    a local norm      for `LocalNorm`, the same but fit for sequence parallelism
+    router            for `EqualWeightRouter` where this Megatron's weighs losses by the ranks
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
+from megatron.core.transformer import transformer_block
 from megatron.core.transformer.attention import CrossAttentionSubmodules
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import (
-    TransformerBlockSubmodules,
-    get_num_layers_to_build,
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    get_transformer_layer_offset,
 )
-from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_cp.mcore import compat, hooks
 from megatron_cp.mcore.attention import ContextParallelAttention
-from megatron_cp.mcore.norm import TorchNorm
+from megatron_cp.mcore.norm import MEGATRONS_OWN, LocalNorm
+from megatron_cp.mcore.router import EqualWeightRouter
+from megatron_cp.mcore.validation import check_engine, check_spec
 
 compat.check_megatron_version()
+compat.repair_megatron()
 hooks.install()
+# A block made from a layer spec takes its final norm from here. Without Transformer Engine that one
+# refuses sequence parallelism (apex: RMSNorm); ours builds the same norm where it does not.
+if transformer_block.LayerNormImpl in MEGATRONS_OWN:
+    transformer_block.LayerNormImpl = LocalNorm
+
+_log = logging.getLogger(__name__)
 
 
 def with_context_parallel(spec: Any, **attention_options: Any) -> Any:
-    """A copy of `spec` whose self-attention layers compute with `ContextParallelAttention`.
+    """Returns a copy of `spec` whose self-attention layers compute with our attention.
 
     Args:
         spec: a layer spec, a block's submodules or an MTP block spec of Megatron; it is not
@@ -44,10 +63,22 @@ def with_context_parallel(spec: Any, **attention_options: Any) -> Any:
         NotImplementedError: for cross attention, and for attention variants that are more than
             softmax attention.
     """
-    replacement: Any = ContextParallelAttention
+    if getattr(spec, "module", None) is ConfiguredLayer:
+        return replace(spec, params={**spec.params, "attention_options": attention_options})
+    attention: Any = ContextParallelAttention
     if attention_options:
-        replacement = ModuleSpec(module=ContextParallelAttention, params=attention_options)
-    copy, num_replaced = _replace_core_attention(spec, replacement)
+        attention = ModuleSpec(module=ContextParallelAttention, params=attention_options)
+    num_replaced = 0
+
+    def exchange(name: str, leaf: Any) -> Any:
+        nonlocal num_replaced
+        if name == "core_attention" and leaf is not None:
+            _check_is_softmax_attention(leaf)
+            num_replaced += 1
+            return attention
+        return _exchange_norm_or_router(name, leaf)
+
+    copy = _copy_with(spec, exchange)
     if not num_replaced:
         raise ValueError(
             f"spec={type(spec).__name__} holds no core_attention; give a layer spec such as "
@@ -57,32 +88,43 @@ def with_context_parallel(spec: Any, **attention_options: Any) -> Any:
     return copy
 
 
-def _replace_core_attention(node: Any, replacement: Any) -> tuple[Any, int]:
-    """The copied node and how many core attentions were exchanged below it."""
+def _exchange_norm_or_router(name: str, leaf: Any) -> Any:
+    """Returns what stands for a norm or router of Megatron; any other leaf as it is."""
+    if any(leaf is norm for norm in MEGATRONS_OWN):
+        return LocalNorm
+    if leaf is TopKRouter and compat.weighs_auxiliary_losses_by_rank():
+        return EqualWeightRouter
+    return leaf
+
+
+def _copy_with(node: Any, exchange: Callable[[str, Any], Any], name: str = "") -> Any:
+    """Returns the node with every leaf below it exchanged; the node itself where none was."""
+    changed = exchange(name, node)
+    if changed is not node:
+        return changed
     if isinstance(node, CrossAttentionSubmodules):
         raise NotImplementedError(
             "the spec has cross attention; context parallelism serves self attention only; "
             "leave encoder-decoder layers to Megatron's own attention"
         )
     if isinstance(node, (list, tuple)):
-        items = [_replace_core_attention(item, replacement) for item in node]
-        return type(node)(item for item, _ in items), sum(count for _, count in items)
-    if not dataclasses.is_dataclass(node) or isinstance(node, type):
-        return node, 0
-    changes: dict[str, Any] = {}
-    total = 0
-    for field in dataclasses.fields(node):
-        value = getattr(node, field.name)
-        if field.name == "core_attention" and value is not None:
-            _check_is_softmax_attention(value)
-            changes[field.name] = replacement
-            total += 1
-            continue
-        copied, count = _replace_core_attention(value, replacement)
-        if count:
-            changes[field.name] = copied
-            total += count
-    return (replace(node, **changes) if changes else node), total
+        items = [_copy_with(item, exchange) for item in node]
+        is_same = all(copy is item for copy, item in zip(items, node, strict=True))
+        return node if is_same else type(node)(items)
+    if isinstance(node, functools.partial):
+        keywords = _changes(node.keywords, exchange)
+        return functools.partial(node, **keywords) if keywords else node
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        fields = {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
+        changes = _changes(fields, exchange)
+        return replace(node, **changes) if changes else node
+    return node
+
+
+def _changes(values: dict[str, Any], exchange: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """Returns those of the named values in which something was exchanged."""
+    copies = {name: _copy_with(value, exchange, name) for name, value in values.items()}
+    return {name: copy for name, copy in copies.items() if copy is not values[name]}
 
 
 def _check_is_softmax_attention(core_attention: Any) -> None:
@@ -95,69 +137,100 @@ def _check_is_softmax_attention(core_attention: Any) -> None:
         )
 
 
-class DenseTransformerLayer(TransformerLayer):
-    """Megatron's layer for a spec that was made before the configuration was known.
+class ConfiguredLayer(TransformerLayer):
+    """A decoder layer that reads its own parts from the configuration when it is built.
 
-    Query-key norms follow `config.qk_layernorm`; what the spec cannot follow is refused.
+    A spec named on a command line is made before the configuration is known. This layer asks for
+    the parts in its constructor, where the configuration, its number and the pipeline stage are
+    given: dense or experts, plain or latent attention, Transformer Engine or not.
     """
 
-    def __init__(self, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
-        """As Megatron's layer.
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int = 1,
+        *,
+        pg_collection: Any = None,
+        vp_stage: int | None = None,
+        attention_options: dict[str, Any] | None = None,
+        **megatrons: Any,
+    ) -> None:
+        """Builds Megatron's layer from the parts that `config` means.
 
         Raises:
-            NotImplementedError: for experts and multi-latent attention, which need another spec.
+            NotImplementedError: for a setting that the spec cannot follow, by its name.
+            ValueError: for an engine that is not installed.
         """
-        for name in ("num_moe_experts", "multi_latent_attention"):
-            if getattr(config, name, None):
-                raise NotImplementedError(
-                    f"{name}={getattr(config, name)}; gpt_layer_spec is for dense layers with "
-                    "plain attention; build the spec in code: "
-                    "with_context_parallel(get_gpt_decoder_block_spec(config, ...))"
-                )
-        if config.qk_layernorm:
-            norms = {"q_layernorm": _norm_class(), "k_layernorm": _norm_class()}
-            attention = submodules.self_attention
-            attention = replace(attention, submodules=replace(attention.submodules, **norms))
-            submodules = replace(submodules, self_attention=attention)
-        super().__init__(config, submodules, *args, **kwargs)
+        use_te = _uses_transformer_engine(config)
+        check_spec(config)
+        if config.mtp_num_layers and config.context_parallel_size > 1:
+            raise NotImplementedError(
+                f"mtp_num_layers={config.mtp_num_layers} with a spec from the command line: "
+                "Megatron-LM builds these layers with its own attention, which does not see the "
+                "rows of other context ranks; build the model in code with "
+                "get_gpt_mtp_block_spec(config, gpt_block_spec(config), ...)"
+            )
+        offset = 0
+        if megatrons.get("add_layer_offset", True):
+            stage = None if pg_collection is None else pg_collection.pp.rank()
+            offset = get_transformer_layer_offset(config, vp_stage, stage)
+        layers = compat.decoder_layer_specs(config, use_transformer_engine=use_te)
+        layer = with_context_parallel(
+            layers[layer_number + offset - 1], **(attention_options or {})
+        )
+        super().__init__(
+            config,
+            layer.submodules,
+            layer_number,
+            pg_collection=pg_collection,
+            vp_stage=vp_stage,
+            **megatrons,
+        )
 
 
-def _norm_class() -> Any:
-    """The norm that works under sequence parallelism: Transformer Engine's, else ours."""
-    if not compat.has_transformer_engine():
-        return TorchNorm
-    from megatron.core.extensions.transformer_engine import TENorm  # never run on a GPU yet
-
-    return TENorm
-
-
-def _layer_spec() -> ModuleSpec:
-    """A dense GPT layer with our core attention, on Transformer Engine where it is installed."""
-    if compat.has_transformer_engine():
-        spec = compat.transformer_engine_layer_spec()
-        return with_context_parallel(replace(spec, module=DenseTransformerLayer))
-    spec = with_context_parallel(compat.local_layer_spec())
-    norms = {"input_layernorm": TorchNorm, "pre_mlp_layernorm": TorchNorm}
-    return replace(spec, module=DenseTransformerLayer, submodules=replace(spec.submodules, **norms))
-
-
-gpt_layer_spec = _layer_spec()
+gpt_layer_spec = ModuleSpec(module=ConfiguredLayer)
 """For `--spec megatron_cp.mcore.spec gpt_layer_spec`; Megatron wants an object, not a function."""
 
 
-def gpt_block_spec(
-    config: Any, *, vp_stage: int | None = None, **attention_options: Any
-) -> TransformerBlockSubmodules:
-    """The decoder block of this pipeline stage with our attention and norms.
+def gpt_block_spec(config: Any, *, vp_stage: int | None = None, **attention_options: Any) -> Any:
+    """Returns the decoder block of this pipeline stage with our attention and norms.
 
-    Give it to `GPTModel` as `transformer_layer_spec`.  Query-key norms follow
-    `config.qk_layernorm`.
+    Give it to `GPTModel` as `transformer_layer_spec`, and to `get_gpt_mtp_block_spec`. Experts,
+    latent attention, norms and engine follow the configuration.
 
     Args:
-        config: Megatron's TransformerConfig.
+        config: Megatron's TransformerConfig. Its `transformer_impl` is set to "local" where
+            Transformer Engine was asked for on a CPU.
         vp_stage: the virtual pipeline stage, where interleaving is on.
         attention_options: extra constructor arguments of `ContextParallelAttention`.
+
+    Raises:
+        NotImplementedError: for a setting that the spec cannot follow, by its name.
+        ValueError: for an engine that is not installed.
     """
-    layer = with_context_parallel(gpt_layer_spec, **attention_options)
-    num_layers = get_num_layers_to_build(config, vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=_norm_class())
+    use_te = _uses_transformer_engine(config)
+    check_spec(config)
+    block = compat.decoder_block_spec(config, use_transformer_engine=use_te, vp_stage=vp_stage)
+    if not block.layer_specs:  # a pipeline stage may hold the embedding or the loss alone
+        return _copy_with(block, _exchange_norm_or_router)
+    return with_context_parallel(block, **attention_options)
+
+
+def _uses_transformer_engine(config: Any) -> bool:
+    """Returns whether layers are built from Transformer Engine's modules."""
+    check_engine(config.transformer_impl)
+    if config.transformer_impl == "transformer_engine" and not compat.has_transformer_engine():
+        # Megatron asks this field again while it builds latent attention.
+        config.transformer_impl = "local"
+        _note_local_layers()
+    return bool(config.transformer_impl == "transformer_engine")
+
+
+@functools.cache
+def _note_local_layers() -> None:
+    """Says once, on one rank, that the CPU runs Megatron's local layers."""
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        _log.warning(
+            "transformer_impl=transformer_engine, but Transformer Engine needs a GPU and there is "
+            "none: Megatron's local layers are built, the same computation"
+        )

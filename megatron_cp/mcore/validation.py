@@ -2,13 +2,15 @@
 
 `validate_config` looks at Megatron's TransformerConfig (the attention module calls it too, so a
 bare swap-in is covered); `validate_arguments` looks at parsed command-line arguments in
-Megatron-LM's names.  Both are pure: every rank decides alike.
+Megatron-LM's names. Both are pure: every rank decides alike.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
 from typing import Any
+
+import torch
 
 from megatron_cp.mcore import compat
 
@@ -42,6 +44,8 @@ def validate_config(config: Any) -> None:
             )
     check_dropout(config.attention_dropout)
     _check_window(config.window_size)
+    _check_low_precision(config)
+    _check_experts(config)
     if config.softmax_type not in ("vanilla", "off-by-one", "learnable"):
         raise NotImplementedError(
             f"softmax_type={config.softmax_type!r}; allowed are 'vanilla', 'off-by-one' and "
@@ -54,11 +58,7 @@ def validate_config(config: Any) -> None:
             "CUDA graphs are on; plans change with every batch and cannot be captured; use "
             "--cuda-graph-impl none"
         )
-    if getattr(config, "multi_latent_attention", False) and config.apply_rope_fusion:
-        raise NotImplementedError(
-            "apply_rope_fusion=True with multi-latent attention slices positions by itself; give "
-            "--no-rope-fusion"
-        )
+    _check_latent_attention(config)
     if (
         getattr(config, "virtual_pipeline_model_parallel_size", None)
         and config.pipeline_model_parallel_size == 2
@@ -85,6 +85,151 @@ def validate_config(config: Any) -> None:
             f"cp_comm_type={list(kinds)} differs by layer; one plan serves all layers; give one "
             "kind, or choose with --cp-planner"
         )
+
+
+def check_engine(transformer_impl: str) -> None:
+    """Returns if layers can be built from these modules on this machine.
+
+    Raises:
+        NotImplementedError: for an engine of inference.
+        ValueError: for Transformer Engine on a GPU without it. A CPU cannot have it; there
+            Megatron's local layers do the same computation.
+    """
+    if transformer_impl not in ("local", "transformer_engine"):
+        raise NotImplementedError(
+            f"transformer_impl={transformer_impl!r}; training needs 'local' or "
+            "'transformer_engine'; choose one"
+        )
+    if (
+        transformer_impl == "transformer_engine"
+        and not compat.has_transformer_engine()
+        and torch.cuda.is_available()
+    ):
+        raise ValueError(
+            "transformer_impl=transformer_engine, but Transformer Engine is not installed; install "
+            "it, or give --transformer-impl local (the same computation without its kernels)"
+        )
+
+
+def check_spec(config: Any) -> None:
+    """Returns if our specs can follow this TransformerConfig.
+
+    Raises:
+        NotImplementedError: naming the setting and what to do.
+    """
+    for name, advice in (
+        ("heterogeneous_block_specs", "its layers differ one by one"),
+        ("use_kitchen", "its quantised layers bring an attention of their own"),
+    ):
+        if getattr(config, name, False):
+            raise NotImplementedError(
+                f"{name}=True: {advice}; gpt_layer_spec and gpt_block_spec cannot follow it; make "
+                "the spec with Megatron's function and swap attention in: "
+                "with_context_parallel(spec)"
+            )
+    if getattr(config, "moe_grouped_gemm", False) and config.transformer_impl == "local":
+        raise NotImplementedError(
+            "moe_grouped_gemm=True needs Transformer Engine (transformer_impl='transformer_engine' "
+            "on a GPU); without it give moe_grouped_gemm=False: experts are computed one by one, "
+            "with other initial random weights and the same mathematics"
+        )
+
+
+def _check_low_precision(config: Any) -> None:
+    """Refuses what is not fp8 in linear layers of Transformer Engine around 16-bit attention."""
+    if getattr(config, "fp4", None):
+        raise NotImplementedError(
+            f"fp4={config.fp4!r} is not served with context parallelism; train in bf16 or with fp8 "
+            "linear layers (--fp8-format)"
+        )
+    if not getattr(config, "fp8", None):
+        return
+    if not compat.has_transformer_engine():
+        raise ValueError(
+            f"fp8={config.fp8!r} computes linear layers in Transformer Engine, which is not "
+            "installed; install it (it needs a GPU), or train in bf16"
+        )
+    if config.transformer_impl != "transformer_engine":
+        raise ValueError(
+            f"fp8={config.fp8!r} with transformer_impl={config.transformer_impl!r}, whose layers "
+            "would silently stay in 16 bits; give --transformer-impl transformer_engine"
+        )
+
+
+def _check_latent_attention(config: Any) -> None:
+    """Refuses latent attention where Megatron's own layers are wrong or slice positions."""
+    if not getattr(config, "multi_latent_attention", False):
+        return
+    if config.apply_rope_fusion:
+        raise NotImplementedError(
+            "apply_rope_fusion=True with multi-latent attention slices positions by itself; give "
+            "--no-rope-fusion"
+        )
+    tp = getattr(config, "tensor_model_parallel_size", 1)
+    if tp > 1 and getattr(config, "transformer_impl", None) == "local":
+        # Measured on 0.16.1, with Megatron's attention too: the gradient norm of the first step is
+        # 1.5905 on two tensor-parallel ranks and 1.5908 on one. The rotary part of the keys is
+        # gathered over the ranks, and its gradient is split again without being summed.
+        raise NotImplementedError(
+            f"multi_latent_attention with tensor_model_parallel_size={tp} and "
+            "transformer_impl='local': these layers of Megatron lose part of a gradient; use "
+            "tensor_model_parallel_size=1, or transformer_impl='transformer_engine'"
+        )
+
+
+def _check_experts(config: Any) -> None:
+    """Refuses routing that depends on how tokens are dealt to context ranks."""
+    if not getattr(config, "num_moe_experts", None) or config.context_parallel_size == 1:
+        return
+    if getattr(config, "moe_expert_capacity_factor", None) is not None:
+        raise NotImplementedError(
+            f"moe_expert_capacity_factor={config.moe_expert_capacity_factor} with "
+            f"context_parallel_size={config.context_parallel_size}: Megatron drops tokens by the "
+            "load of each rank's own rows, so results would depend on the dispatch; train without "
+            "a capacity (no token is dropped) or with context_parallel_size=1"
+        )
+    kinds = getattr(config, "moe_router_load_balancing_type", "aux_loss")
+    for kind in [kinds] if isinstance(kinds, str) else kinds:
+        if kind not in ("aux_loss", "seq_aux_loss", "global_aux_loss", "none"):
+            raise NotImplementedError(
+                f"moe_router_load_balancing_type={kind!r} with context_parallel_size="
+                f"{config.context_parallel_size}: Megatron balances each rank's own rows, so "
+                "results would depend on the dispatch; aux_loss, seq_aux_loss, global_aux_loss and "
+                "none do not; choose one or use context_parallel_size=1"
+            )
+
+
+def check_padding(config: Any, num_rows: int, num_tokens: int) -> None:
+    """Returns if rows that only fill the ranks up cannot change how experts are balanced.
+
+    Args:
+        config: Megatron's TransformerConfig.
+        num_rows: rows of a micro-batch over all context ranks.
+        num_tokens: how many of them hold a token.
+
+    Raises:
+        NotImplementedError: where the router would count rows that exist at this number of context
+            ranks alone.
+    """
+    if num_rows == num_tokens or not getattr(config, "num_moe_experts", None):
+        return
+    coefficients = getattr(config, "moe_aux_loss_coeff", 0.0)
+    has_loss = any(coefficients) if isinstance(coefficients, list) else bool(coefficients)
+    for name, is_set in (
+        ("moe_aux_loss_coeff", has_loss),
+        ("moe_z_loss_coeff", bool(getattr(config, "moe_z_loss_coeff", None))),
+        (
+            "moe_router_enable_expert_bias",
+            getattr(config, "moe_router_enable_expert_bias", False),
+        ),
+    ):
+        if is_set:
+            raise NotImplementedError(
+                f"{name}={getattr(config, name)} with packs of {num_tokens} tokens on {num_rows} "
+                "rows: the rows that fill up would be counted as tokens of experts; give a "
+                "sequence length that is a multiple of the context-parallel size times the chunk "
+                "size"
+            )
 
 
 def check_dropout(attention_dropout: float) -> None:

@@ -69,11 +69,6 @@ def main() -> None:
     root = Path(os.environ["MEGATRON_LM"])
     sys.path.insert(0, str(root))
     cpu.install()
-    if "TRITON_STUB" in os.environ:  # TEMPORARY
-        import torch._dynamo.repro.after_dynamo, torch._inductor.codecache, functorch.compile, torch._inductor.runtime.triton_compat, torch._inductor.compile_fx  # noqa
-
-        sys.path.append(os.environ["TRITON_STUB"])
-        import triton  # noqa
     answer_device_queries()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")  # Megatron-LM then skips the set-up of its device

@@ -1,5 +1,6 @@
 """The CPU stand-ins: Megatron's random streams work, and CUDA machines are left alone."""
 
+import importlib.util
 import subprocess
 import sys
 
@@ -163,3 +164,58 @@ print(before == (dict(vars(torch.cuda)), torch.zeros, torch.Tensor.to, torch.Ten
 """
     result = _run(script)
     assert result.stdout.splitlines() == ["False False", "True"], result.stderr
+
+
+UNGUARDED = """
+import triton
+import triton.language as tl
+
+@triton.jit
+def plain(pointer, SIZE: tl.constexpr):
+    tl.load(pointer)
+
+@triton.jit(do_not_specialize=["pointer"])
+def configured(pointer):
+    pass
+"""
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is not None,
+    reason="triton is installed: nothing to stand in",
+)
+def test_a_module_of_megatron_is_imported_without_triton_and_nobody_else_sees_the_stand_in(
+    tmp_path,
+):
+    name = "megatron.core.transformer.moe.ops.paged_stash"
+    folder = tmp_path.joinpath(*name.split(".")[:-1])
+    folder.mkdir(parents=True)
+    for parent in [folder, *folder.parents][:5]:
+        (parent / "__init__.py").touch()
+    (folder / "paged_stash.py").write_text(UNGUARDED)
+    (folder / "other.py").write_text(UNGUARDED)
+    script = f"""
+import importlib, importlib.util, sys
+sys.path.insert(0, {str(tmp_path)!r})
+from megatron_cp.mcore import triton_free
+print(triton_free.install(), triton_free.install())
+kernels = importlib.import_module({name!r})
+for kernel in (kernels.plain, kernels.configured):
+    try:
+        kernel[(1,)](None)
+    except RuntimeError as error:
+        print(error)
+for module in ("triton", {name.replace("paged_stash", "other")!r}):
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        print("ImportError", error.name)
+from torch.utils._triton import has_triton_package
+print(importlib.util.find_spec("triton"), has_triton_package(), "triton" in sys.modules)
+"""
+    result = _run(script)
+    lines = result.stdout.splitlines()
+    assert result.returncode == 0, result.stderr
+    assert lines[0] == "True True"
+    assert "kernel plain was launched" in lines[1] and "kernel configured was" in lines[2]
+    assert lines[3:] == ["ImportError triton", "ImportError triton", "None False False"]

@@ -137,7 +137,7 @@ def _mla_config(case):
         field: getattr(make_config(case), field)
         for field in (
             "num_layers", "hidden_size", "num_attention_heads", "hidden_dropout",
-            "attention_dropout", "context_parallel_size", "use_cpu_initialization",
+            "attention_dropout", "transformer_impl", "context_parallel_size", "use_cpu_initialization",
             "gradient_accumulation_fusion", "masked_softmax_fusion", "bias_activation_fusion",
             "bias_dropout_fusion", "persist_layer_norm", "calculate_per_token_loss",
         )
@@ -151,14 +151,13 @@ def _mla_config(case):
 def _mla_chunks(case, config):
     from megatron.core.models.gpt import GPTModel
 
-    from megatron_cp.mcore import compat
     from megatron_cp.mcore.rope import install_position_rotary
-    from megatron_cp.mcore.spec import with_context_parallel
+    from megatron_cp.mcore.spec import gpt_block_spec
     from tests.mcore.tiny_gpt import SEQUENCE, VOCABULARY, fill_by_name
 
-    compat.repair_local_moe_and_mla()
-    spec = with_context_parallel(compat.local_layer_spec(multi_latent_attention=True))
-    model = GPTModel(config, spec, VOCABULARY, SEQUENCE, position_embedding_type="rope")
+    model = GPTModel(
+        config, gpt_block_spec(config), VOCABULARY, SEQUENCE, position_embedding_type="rope"
+    )
     if case.attention == "planned":
         install_position_rotary(model)
     fill_by_name(model)

@@ -1,7 +1,5 @@
 """Specs: only core attention is exchanged, in a copy, and what a spec cannot honour is refused."""
 
-import functools
-
 import pytest
 
 from tests.mcore.tiny_gpt import Case, build_chunks, enter_megatron, make_config, parallel_state
@@ -26,11 +24,9 @@ def _exchange(rank, world_size):
         from megatron.core.transformer.dot_product_attention import DotProductAttention
         from megatron.core.transformer.spec_utils import ModuleSpec
 
-        from megatron_cp.mcore import compat
         from megatron_cp.mcore.attention import ContextParallelAttention
         from megatron_cp.mcore.spec import with_context_parallel
 
-        compat.repair_local_moe_and_mla()
         layer = get_gpt_layer_local_spec()
         ours = with_context_parallel(layer)
         config = make_config(Case().with_options(mtp_num_layers=1))
@@ -74,41 +70,119 @@ def test_only_core_attention_is_exchanged_and_only_in_a_copy():
     assert "cross attention" in refusals["cross"]
 
 
+EXPERTS = {"num_moe_experts": 4, "add_bias_linear": False, "moe_layer_freq": (0, 1)}
+LATENT = {"multi_latent_attention": True, "apply_rope_fusion": False, "num_query_groups": 4}
+MODELS = (
+    {},
+    {"qk_layernorm": True, "normalization": "RMSNorm"},
+    {**EXPERTS, "moe_shared_expert_intermediate_size": 32},
+    {**LATENT, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_layernorm": True},
+    {**LATENT, **EXPERTS, "q_lora_rank": None, "kv_lora_rank": 32},
+)
+
+
 def _command_line_spec(rank, world_size):
-    """What `--spec megatron_cp.mcore.spec gpt_layer_spec` builds."""
+    """Parameters of what `--spec megatron_cp.mcore.spec gpt_layer_spec` builds, and two others."""
     with parallel_state(Case()):
-        from megatron.core.models.gpt import GPTModel
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
         from megatron.core.transformer.spec_utils import ModuleSpec, import_module
-        from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+        from megatron_cp.mcore.spec import gpt_block_spec, with_context_parallel
 
         spec = import_module(("megatron_cp.mcore.spec", "gpt_layer_spec"))
         assert isinstance(spec, ModuleSpec)
         names = []
-        for qk_layernorm in (False, True):
-            config = make_config(Case().with_options(qk_layernorm=qk_layernorm))
-            model = GPTModel(config, spec, 64, 128, position_embedding_type="rope")
-            names.append(sorted(name for name, _ in model.named_parameters()))
-        experts = make_config(Case())
-        experts.num_moe_experts = 4
-        latent = MLATransformerConfig(
-            num_layers=1, hidden_size=64, num_attention_heads=4, attention_dropout=0.0
-        )
-        refusals = [
-            _refusal(functools.partial(GPTModel, refused, spec, 64, 128))
-            for refused in (experts, latent)
-        ]
-        own = [
-            sorted(name for name, _ in chunk.named_parameters())
-            for case in (Case(), Case().with_options(qk_layernorm=True))
-            for chunk in build_chunks(case, make_config(case))
-        ]
-        return names, own, refusals
+        for options in MODELS:
+            config = make_config(Case().with_options(**options))
+            megatrons = get_gpt_decoder_block_spec(config, False, config.normalization)
+            specs = (spec, gpt_block_spec(config), with_context_parallel(megatrons))
+            names.append([_parameters(config, each) for each in specs])
+        backend = _model(make_config(Case()), with_context_parallel(spec, backend="reference"))
+        return names, [layer.self_attention.core_attention.backend for layer in backend]
 
 
-def test_the_command_line_spec_follows_the_configuration_or_refuses_it():
-    ((names, own, refusals),) = run_on_ranks(1, _command_line_spec)
-    assert names == own, "parameters differ from those of Megatron's own layers"
-    assert "num_moe_experts=4" in refusals[0] and "multi_latent_attention=True" in refusals[1]
+def _model(config, spec):
+    from megatron.core.models.gpt import GPTModel
+
+    return GPTModel(config, spec, 64, 128, position_embedding_type="rope").decoder.layers
+
+
+def _parameters(config, spec):
+    layers = _model(config, spec)
+    return sorted((name, tuple(value.shape)) for name, value in layers.named_parameters())
+
+
+def test_the_command_line_spec_follows_the_configuration():
+    ((names, backends),) = run_on_ranks(1, _command_line_spec)
+    for options, (command_line, block, exchanged) in zip(MODELS, names, strict=True):
+        assert command_line == block == exchanged, options
+    assert any("1.mlp.experts" in name for name, _ in names[2][0])
+    assert not any("0.mlp.experts" in name for name, _ in names[2][0])
+    assert any("linear_q_up_proj" in name for name, _ in names[3][0])
+    assert any("linear_q_proj" in name for name, _ in names[4][0])
+    assert backends == ["reference"] * 2
+
+
+def _engines(rank, world_size):
+    """What becomes of `transformer_impl` where Transformer Engine is not installed."""
+    import logging
+
+    import torch
+
+    with parallel_state(Case()):
+        from megatron_cp.mcore import spec as specs
+        from megatron_cp.mcore.norm import LocalNorm
+        from megatron_cp.mcore.validation import check_engine
+
+        def model(**options):
+            return _model(make_config(Case().with_options(**options)), specs.gpt_layer_spec)
+
+        notes = []
+        handler = logging.Handler()
+        handler.emit = lambda record: notes.append(record.getMessage())
+        specs._log.addHandler(handler)
+        specs._note_local_layers.cache_clear()
+        layer = model(transformer_impl="transformer_engine")[0]
+        model(transformer_impl="transformer_engine")
+        specs._log.removeHandler(handler)
+        kinds = type(layer.self_attention.linear_qkv).__name__, layer.config.transformer_impl
+        refused = {
+            "heterogeneous_block_specs": _refusal(lambda: _check(heterogeneous_block_specs=True)),
+            "use_kitchen": _refusal(lambda: _check(use_kitchen=True)),
+            "moe_grouped_gemm": _refusal(lambda: _check(moe_grouped_gemm=True)),
+            "inference": _refusal(lambda: check_engine("inference_optimized")),
+            "mtp": _refusal(lambda: model(mtp_num_layers=1, context_parallel_size=2)),
+        }
+        without, torch.cuda.is_available = torch.cuda.is_available, lambda: True
+        try:
+            refused["cuda"] = _refusal(lambda: model(transformer_impl="transformer_engine"))
+        finally:
+            torch.cuda.is_available = without
+        from megatron.core.transformer import transformer_block
+
+        return kinds, notes, refused, transformer_block.LayerNormImpl is LocalNorm
+
+
+def _check(**fields):
+    from types import SimpleNamespace
+
+    from megatron_cp.mcore.validation import check_spec
+
+    check_spec(SimpleNamespace(transformer_impl="local", **fields))
+
+
+def test_without_transformer_engine_a_cpu_runs_local_layers_and_a_gpu_refuses():
+    ((kinds, notes, refused, has_norm),) = run_on_ranks(1, _engines)
+    assert kinds == ("ColumnParallelLinear", "local")
+    assert len(notes) == 1 and "local layers" in notes[0]
+    assert (
+        refused["cuda"].startswith("ValueError") and "--transformer-impl local" in refused["cuda"]
+    )
+    for name in ("heterogeneous_block_specs=True", "use_kitchen=True", "moe_grouped_gemm=True"):
+        assert name in refused[name.split("=")[0]]
+    assert "inference_optimized" in refused["inference"]
+    assert "gpt_block_spec" in refused["mtp"]
+    assert has_norm, "a block made from a layer spec would refuse sequence parallelism"
 
 
 def _checkpoint_keys(rank, world_size, softmax_type):
@@ -149,14 +223,26 @@ def _norms(rank, world_size):
     x = torch.randn(3, 8)
     expected = x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt()
     marked = [p.sequence_parallel for norm in (layer, rms) for p in norm.parameters()]
+    is_centred = []
+    for kind, plain in (
+        ("LayerNorm", layer),
+        ("RMSNorm", TorchNorm(config(normalization="RMSNorm"), 8)),
+    ):
+        centred = TorchNorm(config(normalization=kind, layernorm_zero_centered_gamma=True), 8)
+        is_centred.append(torch.allclose(centred(x), plain(x), atol=1e-6))
+        assert not centred.weight.any()
+        with torch.no_grad():
+            centred.weight += 0.5
+        is_centred.append(torch.allclose(centred(x), 1.5 * plain(x), atol=1e-6))
     refused = [
         _refusal(lambda: TorchNorm(config(normalization="L2Norm"), 8)),
         _refusal(lambda: TorchNorm(config(persist_layer_norm=True), 8)),
     ]
-    return marked, torch.allclose(rms(x), expected, atol=1e-6), refused
+    is_rms = torch.allclose(rms(x), expected, atol=1e-6)
+    return marked, is_rms, all(is_centred), refused
 
 
 def test_norms_are_torchs_and_marked_for_sequence_parallelism():
-    ((marked, is_rms, refused),) = run_on_ranks(1, _norms)
-    assert marked == [True] * 3 and is_rms
+    ((marked, is_rms, is_centred, refused),) = run_on_ranks(1, _norms)
+    assert marked == [True] * 3 and is_rms and is_centred
     assert "L2Norm" in refused[0] and "persist_layer_norm" in refused[1]

@@ -32,6 +32,7 @@ class Case:
     pp: int = 1
     vpp: int | None = None
     cp: int = 1
+    ep: int = 1
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
     per_token: bool = True
@@ -39,6 +40,7 @@ class Case:
     steps: int = 20
     num_layers: int = 2
     position: str = "rope"
+    command_line: bool = False  # the spec that Megatron-LM's --spec names, not the block's
     options: tuple[tuple[str, object], ...] = ()  # further fields of TransformerConfig
 
     def with_options(self, **options: object) -> "Case":
@@ -89,7 +91,7 @@ def parallel_state(case: Case):
         return {name: value for name, value in vars(groups).items() if name.startswith("_")}
 
     before = state()
-    layout = (torch.distributed.get_world_size(), case.tp, case.pp, case.vpp, case.cp)
+    layout = (torch.distributed.get_world_size(), case.tp, case.pp, case.vpp, case.cp, case.ep)
     if layout in _state_of_layout:
         vars(groups).update(_state_of_layout[layout])
     else:
@@ -99,6 +101,8 @@ def parallel_state(case: Case):
                 pipeline_model_parallel_size=case.pp,
                 virtual_pipeline_model_parallel_size=case.vpp,
                 context_parallel_size=case.cp,
+                expert_model_parallel_size=case.ep,
+                expert_tensor_parallel_size=1 if case.ep > 1 else None,
             )
         _state_of_layout[layout] = state()
     try:
@@ -126,7 +130,10 @@ def _one_group_per_set_of_ranks():
 
 
 def make_config(case: Case):
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import (
+        MLATransformerConfig,
+        TransformerConfig,
+    )
 
     fields = {
         "num_layers": case.num_layers,
@@ -139,6 +146,8 @@ def make_config(case: Case):
         "pipeline_model_parallel_size": case.pp,
         "virtual_pipeline_model_parallel_size": case.vpp,
         "context_parallel_size": case.cp,
+        "expert_model_parallel_size": case.ep,
+        "transformer_impl": "local",
         "sequence_parallel": case.sequence_parallel,
         "pipeline_dtype": torch.float32,
         "use_cpu_initialization": True,
@@ -150,28 +159,36 @@ def make_config(case: Case):
         "calculate_per_token_loss": case.per_token,
         "overlap_p2p_comm": case.vpp is not None,  # two stages cross their messages otherwise
         "batch_p2p_comm": case.vpp is None,
-        **dict(case.options),
+        **{name: _as_megatron_reads_it(name, value) for name, value in case.options},
     }
+    if fields.get("multi_latent_attention"):
+        return MLATransformerConfig(**fields)
     return TransformerConfig(**fields)
+
+
+def _as_megatron_reads_it(name: str, value: object) -> object:
+    """Lists stand as tuples in a Case, which must be hashable."""
+    is_list = name.startswith("moe_") or name == "recompute_modules"
+    return list(value) if is_list and isinstance(value, tuple) else value
 
 
 def build_chunks(case: Case, config) -> list:
     """The pipeline chunks of this rank: one, or `vpp` of them."""
     from megatron.core import parallel_state as groups
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     from megatron_cp.mcore.rope import install_position_rotary
-    from megatron_cp.mcore.spec import gpt_block_spec
+    from megatron_cp.mcore.spec import gpt_block_spec, gpt_layer_spec
 
     chunks = []
     for stage in range(case.vpp or 1):
         vp_stage = stage if case.vpp else None
-        spec = (
-            get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm)
-            if case.attention == "megatron"
-            else gpt_block_spec(config, vp_stage=vp_stage)
-        )
+        spec = gpt_layer_spec if case.command_line else gpt_block_spec(config, vp_stage=vp_stage)
+        if case.attention == "megatron":
+            spec = get_gpt_decoder_block_spec(
+                config, use_transformer_engine=False, normalization=config.normalization
+            )
         model = GPTModel(
             config,
             spec,
@@ -203,6 +220,11 @@ def fill_by_name(model) -> None:
         parts = name.split(".")
         if parts[:2] == ["decoder", "layers"]:
             parts[2] = str(int(parts[2]) + first)
+        if "local_experts" in parts:
+            place, per_rank = parts.index("local_experts") + 1, model.config.num_moe_experts
+            per_rank //= groups.get_expert_model_parallel_world_size()
+            offset = groups.get_expert_model_parallel_rank() * per_rank
+            parts[place] = str(int(parts[place]) + offset)
         whole = list(parameter.shape)
         is_split = getattr(parameter, "tensor_model_parallel", False)
         if is_split:

@@ -1,0 +1,49 @@
+"""The router of experts, with auxiliary losses that weigh the same at every context-parallel size.
+
+Megatron adds each rank's part of an auxiliary loss to the gradient. Under
+`calculate_per_token_loss` gradients are summed over the context ranks and divided by the tokens of
+the whole batch, so the part is multiplied by tokens first:
+
+    before 0.19    part x tokens of this rank                  weight falls as 1 / (tp x cp)
+    since 0.19     part x tokens of this rank x tp x cp        the same weight on any ranks
+
+Here the first is made exact in cp. It keeps its 1 / tp under sequence parallelism, because that is
+what the same Megatron does without context parallelism. Without per-token loss both are right.
+
+The loss itself is one over the rows of all context ranks (Megatron sums expert counts over them),
+so it does not matter which rank a row was dispatched to.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+
+
+class EqualWeightRouter(TopKRouter):
+    """Megatron's top-k router for versions before 0.19."""
+
+    tp_cp_group: Any
+
+    def attach_and_log_load_balancing_loss(
+        self, activation: torch.Tensor, *args: Any, valid_token_count: Any = None, **kwargs: Any
+    ) -> torch.Tensor:
+        """Returns `activation` with the loss attached, weighed by the tokens of all ranks."""
+        tokens = activation.shape[0] if valid_token_count is None else valid_token_count
+        return super().attach_and_log_load_balancing_loss(
+            activation, *args, valid_token_count=tokens * self.cp_group.size(), **kwargs
+        )
+
+    def apply_z_loss(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Returns `logits` with the z-loss attached, weighed by the tokens of all ranks."""
+        if not self.calculate_per_token_loss:
+            return super().apply_z_loss(logits, *args, **kwargs)
+        # Megatron divides the coefficient by the size of this group; a mean over the group's
+        # tokens needs that only where gradients are averaged.
+        both, self.tp_cp_group = self.tp_cp_group, self.tp_group
+        try:
+            return super().apply_z_loss(logits, *args, **kwargs)
+        finally:
+            self.tp_cp_group = both
