@@ -83,7 +83,7 @@ def check_stored(
 ) -> tuple[list[Stored], list[str]]:
     """(pieces with their keys and types, names left behind) of a Megatron checkpoint.
 
-    State of a run is left behind, and what ``leave_out`` names.
+    State of a run is left behind and counted by kind, and what ``leave_out`` names.
 
     Raises:
         ConversionError: listing every tensor that is missing, of another shape, or unknown.
@@ -109,13 +109,18 @@ def check_stored(
         stored.append((key, piece, entry.properties.dtype))
     used = {key for key, _, _ in stored}
     present = [*reader.tensors, *reader.objects]
-    left, unknown = _sort_out(
-        sorted(set(present) - used), (*_STATE_OF_A_RUN, *leave_out)
-    )
+    left, other = _sort_out(sorted(set(present) - used), leave_out)
+    states, unknown = _sort_out(other, _STATE_OF_A_RUN)
     reasons += list(_unknown_lines(reader, unknown))
     if reasons:
         raise ConversionError(dict.fromkeys(reasons))
-    return stored, left
+    return stored, left + _counted(states)
+
+
+def _counted(names: Sequence[str]) -> list[str]:
+    """How many names each pattern of a run's state matches."""
+    counts = [(sum(fnmatchcase(name, p) for name in names), p) for p in _STATE_OF_A_RUN]
+    return [f"{pattern} ({count})" for count, pattern in counts if count]
 
 
 def _fits(piece: Piece, found: tuple[int, ...], expected: tuple[int, ...]) -> bool:

@@ -16,7 +16,7 @@ import json
 import math
 import pickle
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ Stored = tuple[str, Piece, torch.dtype]
 class _ChunkSaver(SavePlanner):
     """Gives the storage writer each chunk when it asks for it."""
 
-    def __init__(self, value_of: Callable[[MetadataIndex], torch.Tensor]) -> None:
+    def __init__(self, value_of: Callable[[MetadataIndex], torch.Tensor | io.BytesIO]) -> None:
         self.value_of = value_of
 
     def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
@@ -95,7 +95,7 @@ def write_tensors(
 ) -> None:
     """Writes every piece, in order, into files of about ``max_file_bytes``, and their metadata."""
     piece_at: dict[tuple[str, torch.Size], Piece] = {}
-    plans: list[list[WriteItem]] = [[]]
+    plans: list[list[WriteItem]] = [[*_empty_states(stored)]]
     filled = 0
     for key, piece, dtype in stored:
         item = _write_item(key, piece, dtype)
@@ -108,8 +108,9 @@ def write_tensors(
         assert item.index.offset is not None
         piece_at[key, item.index.offset] = piece
 
-    def chunk_at(index: MetadataIndex) -> torch.Tensor:
-        assert index.offset is not None
+    def chunk_at(index: MetadataIndex) -> torch.Tensor | io.BytesIO:
+        if index.offset is None:
+            return _empty_state()
         piece = piece_at[index.fqn, index.offset]
         return value_of(piece).reshape((1,) * len(piece.index) + piece.shape)
 
@@ -135,6 +136,23 @@ def _write_item(key: str, piece: Piece, dtype: torch.dtype) -> WriteItem:
             size=torch.Size((*piece.leading, *piece.shape)),
         ),
     )
+
+
+def _empty_states(stored: Sequence[Stored]) -> Iterator[WriteItem]:
+    """Yields the objects without content that Megatron's linear layers look for beside weights."""
+    for key, piece, _ in stored:
+        module, _, name = key.rpartition(".")
+        if name == "weight" and module.rpartition(".")[2].startswith("linear_"):
+            index, sizes = piece.index or (0,), piece.leading or (1,)
+            shard = f"{'.'.join(map(str, index))}_{'.'.join(map(str, sizes))}"
+            state = MetadataIndex(f"{module}._extra_state/shard_{shard}")
+            yield WriteItem(index=state, type=WriteItemType.BYTE_IO)
+
+
+def _empty_state() -> io.BytesIO:
+    content = io.BytesIO()
+    torch.save([None], content)
+    return content
 
 
 def write_common(folder: Path, arguments: Namespace) -> None:
