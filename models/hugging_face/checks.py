@@ -20,6 +20,7 @@ _STATE_OF_A_RUN = (
     "rng_state*",
     "rerun_state_machine_state*",
     "*._extra_state*",
+    "common_state*",
 )
 
 

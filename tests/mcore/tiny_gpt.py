@@ -29,6 +29,7 @@ class Case:
     pp: int = 1
     vpp: int | None = None
     cp: int = 1
+    ep: int = 1
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
     per_token: bool = True
@@ -86,7 +87,7 @@ def parallel_state(case: Case):
         return {name: value for name, value in vars(groups).items() if name.startswith("_")}
 
     before = state()
-    layout = (torch.distributed.get_world_size(), case.tp, case.pp, case.vpp, case.cp)
+    layout = (torch.distributed.get_world_size(), case.tp, case.pp, case.vpp, case.cp, case.ep)
     if layout in _state_of_layout:
         vars(groups).update(_state_of_layout[layout])
     else:
@@ -96,6 +97,7 @@ def parallel_state(case: Case):
                 pipeline_model_parallel_size=case.pp,
                 virtual_pipeline_model_parallel_size=case.vpp,
                 context_parallel_size=case.cp,
+                expert_model_parallel_size=case.ep,
             )
         _state_of_layout[layout] = state()
     try:
