@@ -105,7 +105,6 @@ MODELS = {
         {
             "head_dim": 32,
             "intermediate_size": 48,
-            "num_hidden_layers": 3,
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
             "sliding_window": 8,
@@ -124,7 +123,14 @@ MODELS = {
         },
     ),
     "deepseek_v3_plain": Tiny(
-        "DeepseekV3", {**_DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1}
+        "DeepseekV3",
+        {
+            **_DEEPSEEK,
+            "num_hidden_layers": 2,
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+        },
     ),
 }
 
