@@ -11,10 +11,11 @@ Families, limits and memory: docs/convert.md. One process, no GPU.
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -101,11 +102,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         refuse(problem.reasons)
     except OSError as problem:
         refuse([f"{problem.filename}: {problem.strerror}; give folders that can be used"])
-    print(f"{arguments.save}: {report.num_tensors} tensors, {report.num_bytes / 1e9:.3f} GB")
+    show(arguments.save, report)
+    flags = training_flags(report.arguments) if to_megatron else []
+    if flags:
+        print(f"flags of pretrain_gpt.py: --finetune --load {arguments.save} {shlex.join(flags)}")
+    return 0
+
+
+def show(save: Path, report: Any) -> None:
+    """Prints what was converted, carried along and left behind."""
+    print(f"{save}: {report.num_tensors} tensors, {report.num_bytes / 1e9:.3f} GB")
     print(f"carried along: {', '.join(report.carried) or 'nothing'}")
     for name in (*report.left, *report.left_files):
         print(f"left behind: {name}")
-    return 0
+
+
+def training_flags(arguments: dict[str, Any]) -> list[str]:
+    """The model's flags for pretrain_gpt.py; none for models that its loop does not train."""
+    if arguments["num_experts"] or arguments["multi_latent_attention"]:
+        return []
+    from megatron_cp.training.gpt import shape_from_arguments
+
+    absent = {"squared_relu": False, "rope_scaling_factor": None}
+    return shape_from_arguments(argparse.Namespace(**absent | arguments)).flags()
 
 
 if __name__ == "__main__":

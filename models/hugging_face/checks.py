@@ -143,11 +143,9 @@ def _unknown_lines(reader: TorchDistReader, unknown: Iterable[str]) -> Iterator[
 
 def _sort_out(names: Iterable[str], patterns: Sequence[str]) -> tuple[list[str], list[str]]:
     """(names that a pattern matches, the others)."""
-    left, other = [], []
-    for name in names:
-        is_left = any(fnmatchcase(name, pattern) for pattern in patterns)
-        (left if is_left else other).append(name)
-    return left, other
+    found = list(names)
+    left = [name for name in found if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    return left, [name for name in found if name not in left]
 
 
 def check_output(folder_exists: bool, name: str) -> None:

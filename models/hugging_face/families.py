@@ -187,8 +187,13 @@ _PLAIN = {
     "attention_dropout": (0, None),
     "quantization_config": (None,),
     "partial_rotary_factor": (1, None),
+    "pretraining_tp": (1, None),
 }
-_NO_WINDOW = {"use_sliding_window": (False, None), "layer_types": (None, "full_attention")}
+_NO_WINDOW = {
+    "use_sliding_window": (False, None),
+    "layer_types": (None, "full_attention"),
+    "use_mrope": (False, None),
+}
 _NO_BIAS = {"attention_bias": (False, None), "mlp_bias": (False, None)}
 _SHAPE = (*s.SIZES, s.TIED)
 _EXPERTS_AFTER_SOFTMAX = {"moe_router_score_function": "softmax"}
@@ -199,7 +204,7 @@ LLAMA = Family(
     weights={"model": OUTER, "layer": ATTENTION, "dense layer": (*DENSE_NORM, *DENSE)},
     settings=(*_SHAPE, s.ROPE),
     constants=_LLAMA_LIKE,
-    only=_PLAIN | _NO_BIAS | {"pretraining_tp": (1, None)},
+    only=_PLAIN | _NO_BIAS,
 )
 QWEN2 = Family(
     model_type="qwen2",
@@ -349,7 +354,6 @@ DEEPSEEK_V3 = Family(
         "moe_layer_freq": (1, None),
         # The norms inside the attention have 1e-6 whatever the configuration says.
         "rms_norm_eps": (1e-6,),
-        "pretraining_tp": (1, None),
     },
 )
 

@@ -10,7 +10,10 @@ class ConversionError(ValueError):
 
     def __init__(self, reasons: Iterable[str]) -> None:
         self.reasons = tuple(reasons)
-        super().__init__("\n".join(self.reasons))
+        super().__init__(self.reasons)
+
+    def __str__(self) -> str:
+        return "\n".join(self.reasons)
 
 
 def refuse(*reasons: str) -> ConversionError:

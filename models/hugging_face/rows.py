@@ -237,9 +237,7 @@ def _expert_pieces(
             )
 
 
-def _rows(
-    tables: Mapping[Place, tuple[Row, ...]], place: Place, arguments: Arguments
-) -> list[Row]:
+def _rows(tables: Mapping[Place, tuple[Row, ...]], place: Place, arguments: Arguments) -> list[Row]:
     """The rows of one place that exist under these arguments."""
     return [
         row

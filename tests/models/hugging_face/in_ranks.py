@@ -20,6 +20,18 @@ def convert(rank: int, world_size: int, to: str, load: Path, save: Path, options
     return {"left": report.left, "carried": report.carried, "num_tensors": report.num_tensors}
 
 
+def refusal(rank: int, world_size: int, to: str, load: Path, save: Path, options: dict):
+    """Why a conversion is refused; caught here, because a rank that fails is started anew."""
+    enter_megatron()
+    from megatron_cp.models.hugging_face.refusal import ConversionError
+
+    try:
+        convert(rank, world_size, to, load, save, options)
+    except ConversionError as problem:
+        return problem.reasons
+    return None
+
+
 def logits(
     rank: int, world_size: int, root: Path, case: Case, tokens: np.ndarray, lengths: tuple
 ) -> tuple[np.ndarray, np.ndarray] | None:
@@ -94,3 +106,12 @@ def forward(model, plans, groups, num_rows: int) -> torch.Tensor | None:
             collect_non_loss_data=True,
         )
     return outputs[0] if outputs else None
+
+
+def flags(rank: int, world_size: int, folder: Path) -> list[str]:
+    """The command line of pretrain_gpt.py for a Hugging Face folder, as the tool prints it."""
+    enter_megatron()
+    from megatron_cp.models.hugging_face.config_file import arguments_of, read_config
+    from tools.convert_checkpoint import training_flags
+
+    return training_flags(arguments_of(read_config(folder)))

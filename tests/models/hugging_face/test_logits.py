@@ -35,9 +35,7 @@ def converted(tmp_path_factory) -> Path:
 def computed_logits(root: Path, case: Case) -> torch.Tensor:
     """Logits [tokens, vocabulary], put together from context and tensor-parallel ranks."""
     world_size = case.tp * case.pp * case.cp * case.ep
-    answers = run_on_ranks(
-        world_size, in_ranks.logits, root, case, tokens(), LENGTHS, timeout=100
-    )
+    answers = run_on_ranks(world_size, in_ranks.logits, root, case, tokens(), LENGTHS, timeout=100)
     answers = [answer for answer in answers if answer is not None]
     padded = VOCABULARY + -VOCABULARY % 128
     whole = torch.full((sum(LENGTHS), padded), float("nan"))
