@@ -1,6 +1,7 @@
 """Hugging Face checkpoints to Megatron's and back; the tool is tools/convert_checkpoint.py.
 
-    settings.py, config_file.py       config.json as Megatron-LM's arguments, and back
+    config_file.py                    config.json as Megatron-LM's arguments, and back
+    settings.py, rope_settings.py     the tables for it
     rows.py, families.py              tables of weights: names, and how tensors are joined and cut
     safetensors_folder.py             Hugging Face folders
     torch_dist_folder.py              Megatron folders

@@ -138,12 +138,12 @@ def to_hugging_face(request: Request) -> Report:
     by_layer = any(key.startswith(f"{LAYERS}self_attention.") for key in reader.tensors)
     pieces = list(pieces_of(family.weights, arguments, by_layer=by_layer))
     stored, left = checks.check_stored(reader, pieces, request.leave_out)
-    bytes_of = dict(_bytes_of(stored))
+    specs = dict(_specs(stored))
     carried: list[str] = []
     left_files: list[str] = []
     with _written_aside(request.save) as root, _progress(request, stored) as progress:
-        shards = hf.plan_shards(bytes_of, request.max_file_bytes)
-        hf.write_safetensors(root, _tensors(reader, stored, progress), shards)
+        shards = hf.plan_shards(specs, request.max_file_bytes)
+        hf.write_safetensors(root, _tensors(reader, stored, progress), specs, shards)
         if source.is_dir():
             carried, left_files = hf.carry_files(source, root)
         config = _with_dtype(config, stored[0][2])
@@ -151,8 +151,8 @@ def to_hugging_face(request: Request) -> Report:
         (root / "config.json").write_text(text, encoding="utf-8")
     return Report(
         arguments=arguments,
-        num_tensors=len(bytes_of),
-        num_bytes=sum(bytes_of.values()),
+        num_tensors=len(specs),
+        num_bytes=progress.total,
         left=tuple(left),
         carried=tuple(carried),
         left_files=tuple(left_files),
@@ -194,13 +194,14 @@ def _names(piece: Piece) -> tuple[str, ...]:
     return tuple(source.name for source in piece.sources)
 
 
-def _bytes_of(stored: Sequence[megatron.Stored]) -> Iterator[tuple[str, int]]:
-    """Yields (name, bytes) of every tensor of Hugging Face, in the order of ``_tensors``."""
+def _specs(
+    stored: Sequence[megatron.Stored],
+) -> Iterator[tuple[str, tuple[tuple[int, ...], torch.dtype]]]:
+    """Yields name, shape and type of every tensor of Hugging Face, in the order of ``_tensors``."""
     for _, piece, dtype in stored:
         for source in piece.sources:
-            num_stacked = 1 if source.expert is None else piece.sizes["E"]
-            num_elements = num_stacked * torch.Size(source.shape).numel()
-            yield source.name, num_elements * dtype.itemsize
+            stacked = () if source.expert is None else (piece.sizes["E"],)
+            yield source.name, ((*stacked, *source.shape), dtype)
 
 
 def _with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_cp.models.hugging_face import rope_settings as rope
 from megatron_cp.models.hugging_face import settings as s
 from megatron_cp.models.hugging_face.rows import Place, Row, by_group, evens_then_odds
 
@@ -202,7 +203,7 @@ LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
     weights={"model": OUTER, "layer": ATTENTION, "dense layer": (*DENSE_NORM, *DENSE)},
-    settings=(*_SHAPE, s.ROPE),
+    settings=(*_SHAPE, rope.ROPE),
     constants=_LLAMA_LIKE,
     only=_PLAIN | _NO_BIAS,
 )
@@ -214,7 +215,7 @@ QWEN2 = Family(
         "layer": (*ATTENTION, *QKV_BIAS),
         "dense layer": (*DENSE_NORM, *DENSE),
     },
-    settings=(*_SHAPE, s.ROPE),
+    settings=(*_SHAPE, rope.ROPE),
     constants=_LLAMA_LIKE | {"add_qkv_bias": True},
     only=_PLAIN | _NO_WINDOW,
 )
@@ -226,7 +227,7 @@ QWEN3 = Family(
         "layer": (*ATTENTION, *QK_NORM),
         "dense layer": (*DENSE_NORM, *DENSE),
     },
-    settings=(*_SHAPE, s.ROPE),
+    settings=(*_SHAPE, rope.ROPE),
     constants=_LLAMA_LIKE | {"qk_layernorm": True},
     only=_PLAIN | _NO_WINDOW | _NO_BIAS,
 )
@@ -242,7 +243,7 @@ QWEN3_MOE = Family(
     },
     settings=(
         *_SHAPE,
-        s.ROPE,
+        rope.ROPE,
         s.NUM_EXPERTS,
         s.TOP_K,
         s.EXPERT_WIDTH,
@@ -264,7 +265,7 @@ MIXTRAL = Family(
         ),
         "expert": MIXTRAL_EXPERTS,
     },
-    settings=(*_SHAPE, s.ROPE, s.NUM_EXPERTS, s.TOP_K, s.EXPERTS_AS_WIDE_AS_MLP),
+    settings=(*_SHAPE, rope.ROPE, s.NUM_EXPERTS, s.TOP_K, s.EXPERTS_AS_WIDE_AS_MLP),
     constants=_LLAMA_LIKE
     | _EXPERTS_AFTER_SOFTMAX
     | {"moe_layer_freq": 1, "moe_router_pre_softmax": False},
@@ -281,7 +282,7 @@ GPT_OSS = Family(
     },
     settings=(
         *_SHAPE,
-        s.YARN,
+        rope.YARN,
         s.NUM_EXPERTS,
         s.TOP_K,
         s.EXPERTS_AS_WIDE_AS_MLP,
@@ -326,7 +327,7 @@ DEEPSEEK_V3 = Family(
     settings=(
         *s.LATENT_SIZES,
         s.TIED,
-        s.LATENT_ROPE,
+        rope.LATENT_ROPE,
         s.ROUTED_EXPERTS,
         s.TOP_K,
         s.EXPERT_WIDTH,

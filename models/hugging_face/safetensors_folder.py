@@ -1,13 +1,16 @@
 """A Hugging Face folder: safetensors in one file or in shards, and the files beside them.
 
-Reading opens one shard at a time and takes tensors out of it one by one; writing holds one shard.
+Reading opens one shard at a time and takes tensors out of it one by one; writing puts each tensor
+into its file as it comes.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,6 @@ from megatron_cp.models.hugging_face.rows import Source
 
 try:
     import safetensors
-    import safetensors.torch
 except ImportError as problem:
     raise ImportError(
         "safetensors is not installed; reading and writing Hugging Face weights needs it; "
@@ -133,6 +135,10 @@ def _header(path: Path) -> dict[str, TensorInfo]:
         ) from None
 
 
+Specs = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and type of each tensor that is to be written, in the order in which they come."""
+
+
 @dataclass(frozen=True)
 class Shard:
     """One file to be written and the tensors that go into it."""
@@ -141,11 +147,12 @@ class Shard:
     names: tuple[str, ...]
 
 
-def plan_shards(bytes_of: dict[str, int], max_bytes: int) -> list[Shard]:
+def plan_shards(specs: Specs, max_bytes: int) -> list[Shard]:
     """Shards of at most ``max_bytes`` (a larger tensor gets its own), in the order given."""
     groups: list[list[str]] = [[]]
     filled = 0
-    for name, num_bytes in bytes_of.items():
+    for name in specs:
+        num_bytes = _num_bytes(*specs[name])
         if groups[-1] and filled + num_bytes > max_bytes:
             groups.append([])
             filled = 0
@@ -160,30 +167,57 @@ def plan_shards(bytes_of: dict[str, int], max_bytes: int) -> list[Shard]:
 
 
 def write_safetensors(
-    folder: Path,
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    shards: list[Shard],
+    folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], specs: Specs, shards: list[Shard]
 ) -> None:
-    """Writes the tensors, which come in the order of ``shards``, and the index of several."""
+    """Writes the tensors, which come in the order of ``shards``, and the index of several.
+
+    Each tensor goes to its place in the file as it comes: the library would hold a whole shard,
+    and a second time as bytes.
+    """
     stream = iter(tensors)
-    total = 0
     for shard in shards:
-        content = dict(_next_of(stream, shard.names))
-        total += sum(tensor.nbytes for tensor in content.values())
-        safetensors.torch.save_file(content, folder / shard.file, metadata={"format": "pt"})
+        header, start_of = _layout({name: specs[name] for name in shard.names})
+        with (folder / shard.file).open("wb") as file:
+            file.write(header)
+            for expected in shard.names:
+                name, tensor = next(stream)
+                assert (name, tensor.shape, tensor.dtype) == (expected, *specs[expected])
+                file.seek(start_of[name])
+                file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            file.flush()
+            os.fsync(file.fileno())
     if len(shards) > 1:
         where = {name: shard.file for shard in shards for name in shard.names}
+        total = sum(_num_bytes(*spec) for spec in specs.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _next_of(
-    stream: Iterator[tuple[str, torch.Tensor]], names: tuple[str, ...]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    for expected in names:
-        name, tensor = next(stream)
-        assert name == expected, f"{name} came where {expected} was planned"
-        yield name, tensor
+def _layout(specs: Specs) -> tuple[bytes, dict[str, int]]:
+    """(everything before the tensors, where each begins in the file) of the safetensors format.
+
+    Eight bytes with the length of a JSON header, the header, then tensors without gaps; those of
+    wider types stand first, so that each is aligned.
+    """
+    names = {dtype: text for text, dtype in DTYPES.items()}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in sorted(specs, key=lambda name: (-specs[name][1].itemsize, name)):
+        shape, dtype = specs[name]
+        start, end = end, end + _num_bytes(shape, dtype)
+        entries[name] = {
+            "dtype": names[dtype],
+            "shape": list(shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    return header, {name: len(header) + entries[name]["data_offsets"][0] for name in specs}
+
+
+def _num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize
 
 
 def carry_files(source: Path, target: Path) -> tuple[list[str], list[str]]:

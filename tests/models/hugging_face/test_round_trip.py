@@ -11,7 +11,12 @@ from safetensors.torch import load_file, save_file
 from megatron_cp.models.hugging_face import convert
 from megatron_cp.models.hugging_face.refusal import ConversionError
 from tests.models.hugging_face import in_ranks
-from tests.models.hugging_face.tiny_models import MODELS, save_tiny
+from tests.models.hugging_face.tiny_models import (
+    MODELS,
+    expected_logits,
+    logits_of_folder,
+    save_tiny,
+)
 from tests.ranks import run_on_ranks
 
 
@@ -124,3 +129,10 @@ def test_a_tensor_without_a_place_is_refused_and_left_out_only_when_told(tmp_pat
     assert not (tmp_path / "megatron").exists()
     report = to_megatron(source, tmp_path / "megatron", leave_out=("*.inv_freq",))
     assert report.left == tuple(extra)
+
+
+def test_transformers_loads_what_came_back_from_many_shards(tmp_path: Path):
+    source = save_tiny("gpt_oss", tmp_path / "source")
+    to_megatron(source, tmp_path / "megatron")
+    to_hugging_face(tmp_path / "megatron", tmp_path / "back", max_file_bytes=50_000)
+    assert torch.equal(logits_of_folder(tmp_path / "back"), expected_logits("gpt_oss"))

@@ -19,7 +19,10 @@ RUN = (
     "--global-batch-size 2 --train-iters 1 --lr 1e-30 --weight-decay 0.0 --eval-iters 0 "
     "--log-interval 1 --finetune"
 ).split()
-LAYOUTS = {"llama3": ["--tensor-model-parallel-size", "2"], "qwen2": ["--context-parallel-size", "2"]}
+LAYOUTS = {
+    "llama3": ["--tensor-model-parallel-size", "2"],
+    "qwen2": ["--context-parallel-size", "2"],
+}
 
 
 def test_every_dense_model_has_a_layout_or_is_like_another():
