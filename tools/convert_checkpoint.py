@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+MAX_LINES = 50
+
 
 class OneLineParser(argparse.ArgumentParser):
     """A parser that refuses in one line, without printing its usage."""
@@ -27,9 +29,11 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def refuse(reasons: Sequence[str]) -> NoReturn:
-    """Prints one line per reason and leaves with code 2."""
-    for reason in reasons:
-        print(f"convert_checkpoint.py: error: {' '.join(reason.split())}", file=sys.stderr)
+    """Prints one line per reason, as far as they can be read at once, and leaves with code 2."""
+    lines = [" ".join(reason.split()) for reason in reasons[:MAX_LINES]]
+    if len(reasons) > MAX_LINES:
+        lines.append(f"and {len(reasons) - MAX_LINES} more like these")
+    sys.stderr.write("".join(f"convert_checkpoint.py: error: {line}\n" for line in lines))
     raise SystemExit(2)
 
 
@@ -101,7 +105,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConversionError as problem:
         refuse(problem.reasons)
     except OSError as problem:
-        refuse([f"{problem.filename}: {problem.strerror}; give folders that can be used"])
+        name = problem.filename or arguments.save
+        refuse(
+            [f"{name}: {problem.strerror}; reading and writing must be allowed; free or change it"]
+        )
+    except KeyboardInterrupt:
+        print("convert_checkpoint.py: interrupted; nothing was written", file=sys.stderr)
+        return 130
     show(arguments.save, report)
     flags = training_flags(report.arguments) if to_megatron else []
     if flags:

@@ -145,7 +145,24 @@ SWIGLU_LIMIT = same("swiglu_limit", "activation_func_clamp_value")
 
 NUM_EXPERTS = same("num_local_experts", "num_experts", "num_experts")
 ROUTED_EXPERTS = same("n_routed_experts", "num_experts", "num_local_experts")
-TOP_K = same("num_experts_per_tok", "moe_router_topk")
+
+
+def _top_k_from_config(config: Config) -> Arguments:
+    """Megatron-Core's weights of chosen experts sum to 1 only where there are at least two."""
+    top_k = config["num_experts_per_tok"]
+    if top_k < 2:
+        raise NotImplementedError(
+            f"num_experts_per_tok={top_k} in config.json is not served; Megatron-Core scales the "
+            "weights of at least 2; convert a model with 2 or more"
+        )
+    return {"moe_router_topk": top_k}
+
+
+TOP_K = Setting(
+    keys=("num_experts_per_tok",),
+    to_arguments=_top_k_from_config,
+    to_config=lambda arguments: {"num_experts_per_tok": arguments["moe_router_topk"]},
+)
 EXPERT_WIDTH = same("moe_intermediate_size", "moe_ffn_hidden_size")
 EXPERTS_AS_WIDE_AS_MLP = Setting(
     keys=(),

@@ -213,7 +213,7 @@ class TorchDistReader:
         self._reader = FileSystemReader(folder)
         try:
             self._metadata = self._reader.read_metadata()
-        except (OSError, pickle.UnpicklingError, EOFError, ImportError, AttributeError) as problem:
+        except Exception as problem:  # a damaged pickle raises nearly anything
             raise refuse(
                 f"{folder / '.metadata'} cannot be read ({problem}); it must be the metadata of a "
                 "torch_dist checkpoint; give another --ckpt-step"
@@ -246,7 +246,14 @@ class TorchDistReader:
         """The arguments of the run that wrote it; empty where it holds none."""
         from megatron.core import dist_checkpointing
 
-        common = dist_checkpointing.load_common_state_dict(str(self.folder))
+        try:
+            common = dist_checkpointing.load_common_state_dict(str(self.folder))
+        except Exception as problem:  # a damaged pickle raises nearly anything
+            line = (str(problem).splitlines() or [""])[0]
+            raise refuse(
+                f"the arguments of {self.folder} cannot be read ({line}); they must be as Megatron "
+                "saves them; give another --ckpt-step"
+            ) from None
         return dict(vars(common["args"])) if "args" in common else {}
 
     def read(self, key: str, piece: Piece) -> torch.Tensor:

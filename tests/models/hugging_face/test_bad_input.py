@@ -154,6 +154,33 @@ def test_an_existing_output_is_never_touched(llama: Path, tmp_path: Path):
     assert not list((tmp_path / "out").iterdir())
 
 
+def test_a_stored_tensor_without_a_place_is_listed_and_left_out_when_told(
+    llama: Path, tmp_path: Path
+):
+    root = tmp_path / "megatron"
+    convert.to_megatron(convert.Request(load=llama, save=root, show_progress=False))
+    change_config(root / "hugging_face", tie_word_embeddings=True)
+    forget_arguments(root)
+    (reasons,) = run_on_ranks(1, in_ranks.refusal, "hf", root, tmp_path / "back", {})
+    assert reasons
+    assert "output_layer.weight, of shape [256, 64], is not part" in reasons[0]
+    (report,) = run_on_ranks(
+        1,
+        in_ranks.convert,
+        "hf",
+        root,
+        tmp_path / "back",
+        {"leave_out": ("output_layer.*",)},
+    )
+    assert "output_layer.weight" in report["left"]
+
+
+def forget_arguments(root: Path) -> None:
+    """Lets the checkpoint's own arguments say nothing."""
+    path = root / "iter_0000001" / "common.pt"
+    torch.save({"iteration": 0}, path)
+
+
 def test_an_interrupted_conversion_leaves_nothing_and_a_killed_one_is_replaced(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -197,6 +224,19 @@ def remove_tensors(root: Path) -> None:
     (root / "iter_0000001" / "__0_0.distcp").unlink()
 
 
+def damage_arguments(root: Path) -> None:
+    (root / "iter_0000001" / "common.pt").write_bytes(b"no pickle")
+
+
+def remove_arguments(root: Path) -> None:
+    (root / "iter_0000001" / "common.pt").unlink()
+
+
+def damage_a_tensor(root: Path) -> None:
+    path = root / "iter_0000001" / "__0_0.distcp"
+    path.write_bytes(b"x" * path.stat().st_size)
+
+
 def remove_config(root: Path) -> None:
     (root / "hugging_face" / "config.json").unlink()
 
@@ -206,7 +246,7 @@ def give_other_config(root: Path) -> None:
 
 
 def give_other_family(root: Path) -> None:
-    change_config(root / "hugging_face", model_type="qwen3", attention_bias=False)
+    change_config(root / "hugging_face", model_type="qwen3")
 
 
 @pytest.mark.parametrize(
@@ -218,6 +258,9 @@ def give_other_family(root: Path) -> None:
         (damage_metadata, [".metadata cannot be read"]),
         (truncate_tensors, ["__0_0.distcp is", "bytes"]),
         (remove_tensors, ["__0_0.distcp is missing"]),
+        (damage_arguments, ["the arguments of", "cannot be read"]),
+        (remove_arguments, ["the arguments of", "cannot be read"]),
+        (damage_a_tensor, ["cannot be read", "the file is damaged"]),
         (remove_config, ["config.json is missing", "--hf-folder"]),
         (give_other_config, ["ffn_hidden_size: config.json says 128", "layernorm_epsilon"]),
         (give_other_family, ["qk_layernorm: config.json says True, the checkpoint False"]),

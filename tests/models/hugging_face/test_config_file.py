@@ -13,6 +13,7 @@ from megatron_cp.models.hugging_face.config_file import (
     family_of,
     read_config,
 )
+from megatron_cp.models.hugging_face.refusal import ConversionError
 from megatron_cp.models.hugging_face.rows import pieces_of
 from tests.models.hugging_face.tiny_models import MODELS, make_tiny
 
@@ -193,8 +194,8 @@ PUBLISHED = {
         "vocab_size": 129280,
     },
 }
-# Published with the models; DeepSeek-V3 without its layer of multi-token prediction, and the 256
-# biases of each router (58 layers), which are no parameters there.
+# As published with the models; DeepSeek-V3, published as 671B, by the digits of its main model with
+# the biases of its routers.
 PARAMETERS = {
     "Llama-3.1-8B": 8_030_261_248,
     "Qwen2.5-7B": 7_615_616_512,
@@ -202,7 +203,7 @@ PARAMETERS = {
     "Qwen3-30B-A3B": 30_532_122_624,
     "Mixtral-8x7B": 46_702_792_704,
     "gpt-oss-20b": 20_914_757_184,
-    "DeepSeek-V3": 671_026_404_352 + 58 * 256,
+    "DeepSeek-V3": 671_026_419_200,
 }
 
 
@@ -252,6 +253,31 @@ def test_layers_with_windows_may_lie_anywhere():
     assert arguments["window_size"] == (127, 0)
     assert arguments["window_attn_skip_freq"] == [0, 1, 1]
     assert config_of(family_of(config), arguments)["layer_types"] == kinds
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("DeepSeek-V3", {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05"),
+        ("DeepSeek-V3", {"topk_group": 2}, "num_experts_per_tok=8 with topk_group=2"),
+        ("DeepSeek-V3", {"num_key_value_heads": 8}, "num_key_value_heads=8"),
+        ("DeepSeek-V3", {"norm_topk_prob": False}, "norm_topk_prob=False"),
+        ("DeepSeek-V3", {"rope_interleave": False}, "rope_interleave=False"),
+        ("DeepSeek-V3", {"n_shared_experts": 0}, "n_shared_experts=0"),
+        ("gpt-oss-20b", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0"),
+        ("gpt-oss-20b", {"rope_scaling": None}, "rope_type='default'"),
+        ("gpt-oss-20b", {"layer_types": ["chunked_attention"] * 24}, "chunked_attention"),
+        ("Mixtral-8x7B", {"sliding_window": 4096}, "sliding_window=4096"),
+        ("Mixtral-8x7B", {"num_experts_per_tok": 1}, "num_experts_per_tok=1"),
+        ("Qwen2.5-7B", {"use_sliding_window": True}, "use_sliding_window=True"),
+        ("Qwen3-8B", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
+    ],
+)
+def test_what_a_family_does_not_serve_is_named(name: str, change: dict, said: str):
+    with pytest.raises(ConversionError) as caught:
+        arguments_of(PUBLISHED[name] | change)
+    assert len(caught.value.reasons) == 1
+    assert said in caught.value.reasons[0]
 
 
 def test_configurations_are_json_afterwards():

@@ -1,5 +1,6 @@
 """The training loop loads what was converted, and what it saves converts back."""
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,11 @@ from tests.training.commands import train
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 # So small a step changes no weight in fp32: what comes back must be what went in.
-RUN = (
+RUN = shlex.split(
     "--mock-data --vocab-size 131 --seq-length 64 --num-workers 0 --micro-batch-size 1 "
     "--global-batch-size 2 --train-iters 1 --lr 1e-30 --weight-decay 0.0 --eval-iters 0 "
     "--log-interval 1 --finetune"
-).split()
+)
 LAYOUTS = {
     "llama3": ["--tensor-model-parallel-size", "2"],
     "qwen2": ["--context-parallel-size", "2"],
