@@ -152,9 +152,19 @@ def config_of(family: Family, arguments: Arguments) -> dict[str, Any]:
     return config
 
 
+# Sizes that a run may choose: they are read from the tensors or change nothing.
+_FREE = {"vocab_size", "padded_vocab_size", "max_position_embeddings", "moe_router_dtype"}
+
+
 def disagreements(expected: Arguments, saved: Arguments) -> list[str]:
     """How a checkpoint's own arguments contradict config.json; arguments it lacks are not asked."""
-    free = {"vocab_size", "padded_vocab_size", "max_position_embeddings", "moe_router_dtype"}
+    free = _FREE | {"group_query_attention"}  # num_query_groups says it
+    if expected["multi_latent_attention"]:
+        free |= {"kv_channels", "num_query_groups"}  # Megatron does not read them then
+    if expected["add_bias_linear"]:
+        free |= {"add_qkv_bias"}  # this neither
+    if saved.get("group_query_attention") is False:  # so the number of groups says nothing
+        saved = saved | {"num_query_groups": saved.get("num_attention_heads")}
     return [
         f"{name}: config.json says {value!r}, the checkpoint {saved[name]!r}"
         for name, value in expected.items()

@@ -246,6 +246,14 @@ def test_a_checkpoint_of_another_model_is_told_by_every_argument_that_differs():
     assert disagreements(arguments, {"num_layers": 32}) == []
 
 
+def test_ungrouped_attention_says_nothing_by_its_number_of_groups():
+    config = PUBLISHED["Llama-3.1-8B"]
+    ungrouped = arguments_of(config | {"num_key_value_heads": 32})
+    saved = ungrouped | {"num_query_groups": 1}  # Megatron-LM's default
+    assert disagreements(ungrouped, saved) == []
+    assert disagreements(arguments_of(config), saved) != []
+
+
 def test_layers_with_windows_may_lie_anywhere():
     config = PUBLISHED["gpt-oss-20b"] | {"num_hidden_layers": 3}
     kinds = ["full_attention", "sliding_attention", "sliding_attention"]

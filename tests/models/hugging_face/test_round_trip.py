@@ -113,6 +113,7 @@ def test_config_is_recomputed_where_none_was_carried(tmp_path: Path, name: str):
     for file in (tmp_path / "megatron" / "hugging_face").iterdir():
         file.unlink()
     to_hugging_face(tmp_path / "megatron", tmp_path / "back", family=family)
+    assert torch.equal(logits_of_folder(tmp_path / "back"), expected_logits(name))
     again = to_megatron(tmp_path / "back", tmp_path / "again")
     first = to_megatron(source, tmp_path / "first")
     assert again.arguments == first.arguments

@@ -4,17 +4,12 @@ Nothing of ours is imported here, and everything runs in the parent process: wit
 CUDA installed, ``from_pretrained`` would leave RoPE's frequencies uninitialised.
 """
 
-import contextlib
-import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # warns of its own dependencies while it is imported
-    import transformers
+import transformers
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -138,11 +133,9 @@ MODELS = {
 def make_tiny(name: str) -> "transformers.PreTrainedModel":
     """The model with every parameter random, also norms, biases and sinks, which start constant."""
     tiny = MODELS[name]
-    with warnings.catch_warnings():  # of a context shorter than the one that was scaled from
-        warnings.simplefilter("ignore")
-        config = getattr(transformers, f"{tiny.kind}Config")(**_SIZES | tiny.options)
-        config._attn_implementation = "eager"
-        model = getattr(transformers, f"{tiny.kind}ForCausalLM")(config).eval()
+    config = getattr(transformers, f"{tiny.kind}Config")(**_SIZES | tiny.options)
+    config._attn_implementation = "eager"
+    model = getattr(transformers, f"{tiny.kind}ForCausalLM")(config).eval()
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for key, value in model.state_dict().items():
@@ -153,8 +146,7 @@ def make_tiny(name: str) -> "transformers.PreTrainedModel":
 
 def save_tiny(name: str, folder: Path, *, max_shard_size: str = "5GB") -> Path:
     """A Hugging Face folder of the model, with files that stand for a tokenizer's."""
-    with contextlib.redirect_stderr(None):
-        make_tiny(name).save_pretrained(folder, max_shard_size=max_shard_size)
+    make_tiny(name).save_pretrained(folder, max_shard_size=max_shard_size)
     (folder / "tokenizer.json").write_text('{"version": "1.0"}\n', encoding="utf-8")
     (folder / "tokenizer_config.json").write_text('{"model_max_length": 256}', encoding="utf-8")
     (folder / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
@@ -173,11 +165,7 @@ def expected_logits(name: str) -> torch.Tensor:
 
 def logits_of_folder(folder: Path) -> torch.Tensor:
     """The same of the model that transformers loads from a folder."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, attn_implementation="eager"
-        )
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     return _logits(model.eval())
 
 
