@@ -1,5 +1,6 @@
 """What runs inside ranks: conversions, and logits of a converted model in megatron-core."""
 
+import multiprocessing
 from pathlib import Path
 
 import numpy as np
@@ -115,3 +116,28 @@ def flags(rank: int, world_size: int, folder: Path) -> list[str]:
     from tools.convert_checkpoint import training_flags
 
     return training_flags(arguments_of(read_config(folder)))
+
+
+def load_and_save(rank: int, world_size: int, root: Path, saved: Path, case: Case) -> None:
+    """Loads the converted model at this layout and saves it with megatron-core."""
+    with parallel_state(case) as groups:
+        from megatron.core import dist_checkpointing
+
+        model, _, _ = load_model(root, case, groups)
+        metadata = {
+            "singleton_local_shards": False,
+            "dp_cp_group": groups.get_data_parallel_group(with_context_parallel=True),
+        }
+        content = {"model": model.sharded_state_dict(metadata=metadata), "iteration": 7}
+        folder = saved / "iter_0000007"
+        if rank == 0:
+            folder.mkdir(parents=True)
+            (saved / "latest_checkpointed_iteration.txt").write_text("7")
+        torch.distributed.barrier()
+        # The pool's workers are daemons, which may not have children; Megatron's writers are.
+        process = multiprocessing.current_process()
+        process._config["daemon"] = False
+        try:
+            dist_checkpointing.save(content, str(folder))
+        finally:
+            process._config["daemon"] = True

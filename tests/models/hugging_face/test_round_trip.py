@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_cp.models.hugging_face import convert
 from megatron_cp.models.hugging_face.refusal import ConversionError
+from tests.mcore.tiny_gpt import Case
 from tests.models.hugging_face import in_ranks
 from tests.models.hugging_face.tiny_models import (
     MODELS,
@@ -137,3 +138,21 @@ def test_transformers_loads_what_came_back_from_many_shards(tmp_path: Path):
     to_megatron(source, tmp_path / "megatron")
     to_hugging_face(tmp_path / "megatron", tmp_path / "back", max_file_bytes=50_000)
     assert torch.equal(logits_of_folder(tmp_path / "back"), expected_logits("gpt_oss"))
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        ("deepseek_v3", Case(tp=2)),
+        ("qwen3_moe", Case(ep=2)),
+        ("gpt_oss", Case(pp=2)),
+        ("qwen3_tied", Case(pp=2)),
+    ],
+    ids=str,
+)
+def test_what_megatron_saves_at_another_layout_converts_back(tmp_path: Path, name: str, case: Case):
+    source = save_tiny(name, tmp_path / "source")
+    to_megatron(source, tmp_path / "megatron")
+    run_on_ranks(2, in_ranks.load_and_save, tmp_path / "megatron", tmp_path / "saved", case)
+    to_hugging_face(tmp_path / "saved", tmp_path / "back", hf_folder=source)
+    assert_same_folders(source, tmp_path / "back")
