@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 import torch
 
@@ -148,10 +149,10 @@ def _sort_out(names: Iterable[str], patterns: Sequence[str]) -> tuple[list[str],
     return left, [name for name in found if name not in left]
 
 
-def check_output(folder_exists: bool, name: str) -> None:
-    """Refuses an output folder that is there."""
-    if folder_exists:
+def check_output(save: Path) -> None:
+    """Refuses an output that is there."""
+    if save.exists() or save.is_symlink():
         raise refuse(
-            f"--save {name} exists; a conversion writes a new folder; give another name or remove "
+            f"--save {save} exists; a conversion writes a new folder; give another name or remove "
             "it"
         )

@@ -75,9 +75,9 @@ def to_megatron(request: Request) -> Report:
     """A checkpoint in ``torch_dist`` format from a Hugging Face folder.
 
     Raises:
-        ConversionError: before anything is written, with every reason.
+        ConversionError: with every reason; nothing is left of the output.
     """
-    checks.check_output(request.save.exists(), str(request.save))
+    checks.check_output(request.save)
     config = read_config(request.load)
     family = family_of(config)
     arguments = arguments_of(
@@ -119,9 +119,9 @@ def to_hugging_face(request: Request) -> Report:
     """A Hugging Face folder from a checkpoint in ``torch_dist`` format.
 
     Raises:
-        ConversionError: before anything is written, with every reason.
+        ConversionError: with every reason; nothing is left of the output.
     """
-    checks.check_output(request.save.exists(), str(request.save))
+    checks.check_output(request.save)
     folder = megatron.checkpoint_folder(request.load, request.iteration)
     reader = megatron.TorchDistReader(folder)
     saved = reader.arguments()
@@ -146,9 +146,7 @@ def to_hugging_face(request: Request) -> Report:
         hf.write_safetensors(root, _tensors(reader, stored, progress), specs, shards)
         if source.is_dir():
             carried, left_files = hf.carry_files(source, root)
-        config = _with_dtype(config, stored[0][2])
-        text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-        (root / "config.json").write_text(text, encoding="utf-8")
+        _write_config(root, _with_dtype(config, stored[0][2]))
     return Report(
         arguments=arguments,
         num_tensors=len(specs),
@@ -202,6 +200,14 @@ def _specs(
         for source in piece.sources:
             stacked = () if source.expert is None else (piece.sizes["E"],)
             yield source.name, ((*stacked, *source.shape), dtype)
+
+
+def _write_config(folder: Path, config: dict[str, Any]) -> None:
+    """Writes config.json, unless the one that was carried along says the same."""
+    path = folder / "config.json"
+    if not path.is_file() or read_config(folder) != config:
+        text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+        path.write_text(text, encoding="utf-8")
 
 
 def _with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
