@@ -3,9 +3,9 @@
     <root>/latest_checkpointed_iteration.txt      <root>/iter_0000001/.metadata, *.distcp
     <root>/hugging_face/                          <root>/iter_0000001/common.pt, metadata.json
 
-The format is torch.distributed.checkpoint's: chunks of tensors with their places, so any parallel
-layout can load what one process wrote. Its storage writer asks for each chunk when it is that
-chunk's turn, so no more than one is in memory; reading asks for the chunks that cover one piece.
+The format is torch.distributed.checkpoint's: parts of tensors with their places, so any parallel
+layout can load what one process wrote. Its storage writer asks for each piece when it is that
+piece's turn, so no more than one is in memory; reading asks for the parts that cover one piece.
 Neither needs a process group.
 """
 
@@ -59,8 +59,8 @@ Stored = tuple[str, Piece, torch.dtype]
 """A piece under the key that it is stored under, and its type."""
 
 
-class _ChunkSaver(SavePlanner):
-    """Gives the storage writer each chunk when it asks for it."""
+class _PieceSaver(SavePlanner):
+    """Gives the storage writer each piece when it asks for it."""
 
     def __init__(self, value_of: Callable[[MetadataIndex], torch.Tensor | io.BytesIO]) -> None:
         self.value_of = value_of
@@ -81,7 +81,7 @@ class _ChunkSaver(SavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The chunk's values."""
+        """The piece's values."""
         return self.value_of(write_item.index)
 
 
@@ -107,13 +107,13 @@ def write_tensors(
         assert item.index.offset is not None
         piece_at[key, item.index.offset] = piece
 
-    def chunk_at(index: MetadataIndex) -> torch.Tensor | io.BytesIO:
+    def piece_value(index: MetadataIndex) -> torch.Tensor | io.BytesIO:
         if index.offset is None:
             return _empty_state()
         piece = piece_at[index.fqn, index.offset]
         return value_of(piece).reshape((1,) * len(piece.index) + piece.shape)
 
-    planner = _ChunkSaver(chunk_at)
+    planner = _PieceSaver(piece_value)
     writer = FileSystemWriter(folder)
     writer.set_up_storage_writer(True)
     global_plans, metadata = planner.create_global_plan([SavePlan(items) for items in plans])
@@ -272,7 +272,7 @@ class TorchDistReader:
                 f"{self.folder}; the checkpoint must hold all; give another --ckpt-step"
             )
         try:
-            self._reader.read_data(LoadPlan(items), _ChunkLoader(target)).wait()
+            self._reader.read_data(LoadPlan(items), _PieceLoader(target)).wait()
         except Exception as problem:  # so does a damaged tensor
             line = (str(problem).splitlines() or [""])[0]
             raise refuse(
@@ -282,7 +282,7 @@ class TorchDistReader:
         return target.reshape(shape)
 
 
-class _ChunkLoader(LoadPlanner):
+class _PieceLoader(LoadPlanner):
     """Puts what the storage reader reads into one tensor."""
 
     def __init__(self, target: torch.Tensor) -> None:
