@@ -26,7 +26,7 @@ from megatron_cp.mcore.spec import gpt_block_spec
 from megatron_cp.models.presets import GPTShape
 
 # Fusions need CUDA extensions or compile at import; none of them changes a result beyond rounding.
-_NO_FUSION: dict[str, Any] = {
+NO_FUSION: dict[str, Any] = {
     "gradient_accumulation_fusion": False,
     "masked_softmax_fusion": False,
     "bias_activation_fusion": False,
@@ -89,7 +89,7 @@ def transformer_config(
         "bf16": dtype is torch.bfloat16,
         "use_cpu_initialization": not torch.cuda.is_available(),
         "calculate_per_token_loss": True,
-        **_NO_FUSION,
+        **NO_FUSION,
     }
     with warnings.catch_warnings():  # 0.16.1 warns of its own default
         warnings.filterwarnings("ignore", message="full scope is deprecated")
