@@ -27,7 +27,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_cp.training import checkpoint_files as files
+from megatron_cp.training.checkpoint import files
+from megatron_cp.training.checkpoint.writer import saving_in_this_process
 from megatron_cp.training.log import print_rank_0
 
 _RANK_ARGUMENTS = ("rank", "local_rank", "notes")
@@ -73,7 +74,8 @@ def save_checkpoint(state: RunState) -> float:
     metadata = _sharding_metadata(args)
     content = {name: value for name, value in metadata.items() if name != "dp_cp_group"}
     tensors = _sharded_state(state, metadata, is_loading=False, with_random=not args.no_save_rng)
-    dist_checkpointing.save(tensors, str(folder), content_metadata=content)
+    with saving_in_this_process():
+        dist_checkpointing.save(tensors, str(folder), content_metadata=content)
     if is_first:
         previous = files.latest_iteration(root)
         files.write_manifest(folder, _manifest(state))

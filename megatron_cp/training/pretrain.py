@@ -25,7 +25,7 @@ from megatron_cp.attn.options import resolve_options
 from megatron_cp.data.batch import PlanRequest
 from megatron_cp.data.loader import PackedLoader
 from megatron_cp.training import datasets
-from megatron_cp.training.checkpoint_files import check_writable
+from megatron_cp.training.checkpoint.files import check_writable
 from megatron_cp.training.checkpointing import (
     RunState,
     check_checkpoint,

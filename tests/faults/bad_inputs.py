@@ -54,7 +54,7 @@ class ProgramCase:
         """How to run it; ``corpora`` holds what ``write_corpora`` wrote."""
         data = ["--data-path", str(corpora / self.data)] if self.data else []
         save = ["--save", str(self.saved(corpora))]
-        return Launch((*BASE, *save, *data, *self.input.split()), self.world_size, timeout=40.0)
+        return Launch((*BASE, *save, *data, *self.input.split()), self.world_size)
 
     def saved(self, corpora: Path) -> Path:
         """Where the run would leave something if it were not refused."""

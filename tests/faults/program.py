@@ -20,6 +20,8 @@ import traceback
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from tests.processes import HANG_SECONDS
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -43,7 +45,7 @@ class Launch:
     per_rank: tuple[tuple[str, ...], ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     kill: Kill | None = None
-    timeout: float = 60.0
+    timeout: float = HANG_SECONDS
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def run_program(launches: list[Launch]) -> list[list[Outcome]]:
         text=True,
         env=environment,
         check=False,
-        timeout=60 + sum(launch.timeout for launch in launches),
+        timeout=HANG_SECONDS * (1 + len(launches)),
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return [[Outcome(**rank) for rank in ranks] for ranks in json.loads(done.stdout)]

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_cp.training.checkpoint_files import MANIFEST, iteration_folder
+from megatron_cp.training.checkpoint.files import MANIFEST, iteration_folder
 from tests.faults.program import Launch, Outcome, run_program
 from tests.training.commands import DATA, MODEL
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 RUN = (
     *MODEL, *DATA, "--micro-batch-size", "1", "--global-batch-size", "2", "--lr-decay-iters", "4",
@@ -50,11 +50,11 @@ def runs(tmp_path_factory) -> tuple[Path, dict[str, list[Outcome]]]:
 
     def launch(name: str, *flags: str, load: str = "half") -> Launch:
         where = ("--run-dir", str(root / name), "--load", str(root / load))
-        return Launch((*RUN, *flags, *where), 2, timeout=90.0)
+        return Launch((*RUN, *flags, *where), 2)
 
     cp2 = ("--context-parallel-size", "2")
     save = ("--save", str(root / "whole"), "--save-interval", "2")
-    (whole,) = run_program([Launch((*RUN, *SAME, *cp2, *save), 2, timeout=90.0)])
+    (whole,) = run_program([Launch((*RUN, *SAME, *cp2, *save), 2)])
     assert [rank.code for rank in whole] == [0, 0], whole[0].stderr[-3000:]
     for name in ("half", "broken"):
         source = iteration_folder(root / "whole", 2)
@@ -100,7 +100,7 @@ def test_the_advice_on_another_schedule_works(runs, name: str):
 
 
 def test_a_manifest_that_lost_its_entries_is_damaged(tmp_path: Path):
-    from megatron_cp.training.checkpoint_files import read_manifest
+    from megatron_cp.training.checkpoint.files import read_manifest
 
     (tmp_path / MANIFEST).write_text(json.dumps({"files": {}}))
     with pytest.raises(ValueError, match="damaged"):

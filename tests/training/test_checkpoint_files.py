@@ -4,7 +4,7 @@ from argparse import Namespace
 
 import pytest
 
-from megatron_cp.training import checkpoint_files as files
+from megatron_cp.training.checkpoint import files
 
 SHAPE = dict.fromkeys(files.SHAPE_ARGUMENTS, 1)
 
