@@ -39,6 +39,11 @@ SHAPE_ARGUMENTS = (
     "softmax_type",
 )
 
+# Of these, what decides which tensors there are, but not the shape or the meaning of the others.
+_WHICH_TENSORS = frozenset(
+    {"add_bias_linear", "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights"}
+)
+
 
 def iteration_folder(root: str | Path, iteration: int) -> Path:
     """``<root>/iter_0000010``."""
@@ -181,9 +186,16 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     return content
 
 
-def check_shape(folder: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Refuses a checkpoint of another model, naming the first argument that differs."""
+def check_shape(
+    folder: Path, saved: dict[str, Any], wanted: dict[str, Any], *, may_add_tensors: bool = False
+) -> None:
+    """Raises ValueError for a checkpoint of another model, naming the first argument that differs.
+
+    With `may_add_tensors` it passes over arguments that only decide which tensors there are.
+    """
     for name in SHAPE_ARGUMENTS:
+        if may_add_tensors and name in _WHICH_TENSORS:
+            continue
         if name in saved and saved[name] != wanted[name]:
             flag = "--" + name.replace("_", "-")
             raise ValueError(

@@ -1,0 +1,322 @@
+"""The format torch_dist: one file set for all ranks, loaded by any layout.
+
+Written and read by `megatron.core.dist_checkpointing` under Megatron-LM's keys, so either program loads
+what the other saved. Before a load, torch's index says what the checkpoint holds, and every rank says what it
+wants; the comparison is the same everywhere.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from argparse import Namespace
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from megatron_cp.training.checkpoint import content, names, safe_load
+from megatron_cp.training.checkpoint.compare import Differences, Shape, compare
+from megatron_cp.training.checkpoint.content import Content
+from megatron_cp.training.checkpoint.state import (
+    RunState,
+    chunks_by_name,
+    counters,
+    first_line,
+    raise_together,
+    random_states,
+    wants_optimizer,
+)
+from megatron_cp.training.checkpoint.writer import saving_in_this_process
+from megatron_cp.training.log import print_rank_0
+
+_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
+# State of Megatron-LM's rerun machine, which this loop has not.
+_RERUN = "rerun_state_machine"
+# A checkpoint that is damaged or of something else makes Megatron and torch raise nearly anything;
+# torch's own CheckpointException is a BaseException.
+_UNREADABLE = (CheckpointException, Exception)
+
+
+def save(state: RunState, folder: Path) -> None:
+    """Writes the run into an empty folder. Collective: every rank calls it."""
+    metadata = _sharding_metadata(state.args)
+    described = {name: value for name, value in metadata.items() if name != "dp_cp_group"}
+    tensors = _sharded_state(
+        state,
+        metadata,
+        is_loading=False,
+        with_optimizer=not state.args.no_save_optim,
+        with_random=not state.args.no_save_rng,
+    )
+    with saving_in_this_process():
+        dist_checkpointing.save(tensors, str(folder), content_metadata=described)
+
+
+def load(state: RunState, folder: Path) -> Content:
+    """Returns what the run asked for, judged against what the checkpoint holds.
+
+    Collective: every rank calls it. Raises ValueError on every rank alike, before any tensor is read
+    unless a file is damaged.
+    """
+    index, entries = _read_index(folder)
+    saved = _saved_shapes(index)
+    extra = {name for name in saved if names.is_extra_state(name)}
+    fp8 = _extra_states_with_fp8(folder, index)
+    metadata = _sharding_metadata(state.args, entries.get("content_metadata"))
+    with_optimizer = wants_optimizer(state.args)
+    wanted = _sharded_state(
+        state,
+        metadata,
+        is_loading=True,
+        with_optimizer=with_optimizer,
+        with_random=_random_states_fit(state.args, saved),
+    )
+    _drop(wanted, lambda item: isinstance(item, ShardedObject) and names.is_extra_state(item.key))
+    asked, padded = _asked_of_all_ranks(wanted)
+    saved_model = {n: s for n, s in saved.items() if _kind(n) == "model" and n not in extra}
+    saved_model |= {name: saved[name] for name in fp8}
+    model = _without_padding(
+        compare({n: s for n, s in asked.items() if _kind(n) == "model"}, saved_model),
+        padded,
+        state.args.vocab_size,
+    )
+    saved_optimizer = {n: s for n, s in saved.items() if _kind(n) == "optimizer"}
+    optimizer = None
+    if with_optimizer:
+        if not saved_optimizer and "optimizer" not in entries:
+            raise ValueError(
+                f"{folder} holds no optimizer state; give --no-load-optim to go on with a fresh one, or "
+                "--finetune to begin at iteration 0"
+            )
+        asked_optimizer = {n: s for n, s in asked.items() if _kind(n) == "optimizer"}
+        optimizer = compare(asked_optimizer, saved_optimizer)
+    content.judge(state, folder, model, optimizer)
+    content.note_what_stays(
+        state,
+        has_optimizer=bool(saved_optimizer) or "optimizer" in entries,
+        extra_states=sorted(extra - fp8),
+    )
+    _drop(wanted, lambda item: item.key in model.missing)
+    return _read(wanted, folder, index, chunks_by_name(state))
+
+
+def _read(wanted: dict[str, Any], folder: Path, index: Metadata, chunks: Iterable[str]) -> Content:
+    """Returns the wanted state, its tensors read from the files."""
+    problem = None
+    loaded: dict[str, Any] = {}
+    try:
+        _check_objects(wanted, folder, index)
+    except ValueError as refusal:
+        problem = refusal
+    raise_together(problem)
+    try:
+        with safe_load.trusting():
+            loaded = dist_checkpointing.load(wanted, str(folder))
+    except _UNREADABLE as failure:
+        problem = ValueError(
+            f"{folder} cannot be loaded: {first_line(failure)}; a file of it is damaged, or it was saved "
+            "by another version: load another checkpoint with --ckpt-step"
+        )
+    raise_together(problem)
+    states = loaded.get("rng_state")
+    return Content(
+        model={name: loaded[name] for name in chunks},
+        entries=loaded,
+        optimizer=loaded.get("optimizer") if "optimizer" in wanted else None,
+        random=states[0] if states else None,
+    )
+
+
+def _read_index(folder: Path) -> tuple[Metadata, dict[str, Any]]:
+    """Returns torch's index and the entries that are equal on every rank; collective."""
+    problem: Exception | None = None
+    index, entries = None, {}
+    try:
+        safe_load.check_index(folder / ".metadata")
+        index = FileSystemReader(folder).read_metadata()
+        entries = safe_load.load_trusted_types(folder / "common.pt")
+    except ValueError as refusal:
+        problem = refusal
+    except _UNREADABLE as failure:
+        problem = ValueError(
+            f"{folder / '.metadata'} is damaged ({first_line(failure)}); load another checkpoint with "
+            "--ckpt-step"
+        )
+    raise_together(problem)
+    assert index is not None
+    return index, entries
+
+
+def _saved_shapes(index: Metadata) -> dict[str, Shape]:
+    """Returns what a checkpoint holds: tensors with their shape, objects with their grid of shards."""
+    shapes: dict[str, Shape] = {}
+    for key, entry in index.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            shapes[key] = tuple(entry.size)
+        else:
+            item = ShardedObject.empty_from_unique_key(key)
+            shapes[item.key] = tuple(item.global_shape)
+    return shapes
+
+
+def _asked_of_all_ranks(wanted: dict[str, Any]) -> tuple[dict[str, Shape], set[str]]:
+    """Returns what all ranks want together, and which of it may have rows of padding; collective."""
+    prepared, _, _ = load_preprocess(wanted)
+    sharded, _ = extract_sharded_base(prepared)
+    own = {
+        (item.key, tuple(item.global_shape), getattr(item, "allow_shape_mismatch", False))
+        for item in nested_values(sharded)
+    }
+    gathered: list[set[tuple[str, Shape, bool]]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
+    together = set().union(*gathered)
+    return {key: shape for key, shape, _ in together}, {key for key, _, free in together if free}
+
+
+def _kind(name: str) -> str:
+    """Returns whose a key is: model, optimizer, random or rerun."""
+    if _OPTIMIZER.match(name):
+        return "optimizer"
+    if name.startswith(_RERUN):
+        return "rerun"
+    return "random" if name == "rng_state" else "model"
+
+
+def _without_padding(found: Differences, padded: set[str], vocab_size: int) -> Differences:
+    """Returns the differences without those that are rows behind the vocabulary."""
+
+    def is_padding(name: str) -> bool:
+        saved, wanted = found.reshaped[name]
+        rows = min(saved[0], wanted[0])
+        return name in padded and saved[1:] == wanted[1:] and rows >= vocab_size
+
+    reshaped = {name: pair for name, pair in found.reshaped.items() if not is_padding(name)}
+    for name in sorted(found.reshaped.keys() - reshaped.keys()):
+        saved, wanted = found.reshaped[name]
+        print_rank_0(
+            f" note: {name} has {saved[0]} rows in the checkpoint and {wanted[0]} in the model; the "
+            f"vocabulary of {vocab_size} is in both, the rest is padding"
+        )
+    return Differences(found.missing, found.unexpected, reshaped)
+
+
+def _drop(wanted: dict[str, Any], is_dropped: Any) -> None:
+    """Removes from the models' state dicts what is not to be asked for."""
+    for name, part in wanted.items():
+        if re.fullmatch(r"model\d*", name):
+            for key in [key for key, item in part.items() if is_dropped(item)]:
+                del part[key]
+
+
+def _extra_states_with_fp8(folder: Path, index: Metadata) -> set[str]:
+    """Returns the `_extra_state` keys that hold fp8 state, as rank 0 read them; collective."""
+    found: list[Any] = [set()]
+    if dist.get_rank() == 0:
+        for key in index.state_dict_metadata:
+            name = key.rpartition("/")[0]
+            if names.is_extra_state(name) and _holds_fp8(folder, index, key):
+                found[0].add(name)
+    dist.broadcast_object_list(found, src=0)
+    return set(found[0])
+
+
+def _holds_fp8(folder: Path, index: Metadata, key: str) -> bool:
+    try:
+        found = safe_load.load_trusted_types(_object_bytes(folder, index, key))
+    except (ValueError, OSError):
+        return True  # what cannot be read is not taken for nothing
+    # Megatron-Core wraps every object in a list of one.
+    return any(map(names.holds_fp8_state, found if isinstance(found, list) else [found]))
+
+
+def _check_objects(wanted: dict[str, Any], folder: Path, index: Metadata) -> None:
+    """Raises ValueError if an object that is asked for holds a type that is not allowed.
+
+    torch reads these without any check of its own.
+    """
+    prepared, _, _ = load_preprocess(wanted)
+    for item in nested_values(prepared):
+        if isinstance(item, ShardedObject) and item.unique_key in index.state_dict_metadata:
+            raw = _object_bytes(folder, index, item.unique_key)
+            safe_load.load_trusted_types(raw, f"{folder}: {item.key}")
+
+
+def _object_bytes(folder: Path, index: Metadata, key: str) -> io.BytesIO:
+    """Returns the bytes of one saved object."""
+    place = next(place for entry, place in index.storage_data.items() if entry.fqn == key)
+    with (folder / place.relative_path).open("rb") as file:
+        file.seek(place.offset)
+        return io.BytesIO(file.read(place.length))
+
+
+def _random_states_fit(args: Namespace, saved: dict[str, Shape]) -> bool:
+    """Whether the checkpoint holds a random state for each tensor and pipeline rank of this run."""
+    if args.finetune or args.no_load_rng:
+        return False
+    grid = (args.pipeline_model_parallel_size, args.tensor_model_parallel_size)
+    found = saved.get("rng_state")
+    if found == grid:
+        return True
+    reason = "the checkpoint holds none"
+    if found is not None:
+        reason = (
+            f"the checkpoint has them for pipeline and tensor sizes {list(found)}, this run has "
+            f"{list(grid)}"
+        )
+    print_rank_0(f" random states are not loaded: {reason}; dropout goes on from --seed")
+    return False
+
+
+def _sharding_metadata(args: Namespace, saved: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Returns Megatron's description of how optimizer state is cut: the checkpoint's, or ours."""
+    metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    if args.use_distributed_optimizer:
+        full = args.dist_ckpt_optim_fully_reshardable
+        metadata["distrib_optim_sharding_type"] = "fully_reshardable" if full else "dp_reshardable"
+        if full:
+            metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
+    if saved is not None:
+        metadata = {**metadata, **saved}
+    metadata["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return metadata
+
+
+def _sharded_state(
+    state: RunState,
+    metadata: dict[str, Any],
+    *,
+    is_loading: bool,
+    with_optimizer: bool,
+    with_random: bool,
+) -> dict[str, Any]:
+    """Returns Megatron-LM's state dict: the same keys, every tensor with its place in the global one."""
+    parts = counters(state)
+    for name, chunk in chunks_by_name(state).items():
+        parts[name] = chunk.sharded_state_dict(metadata=metadata)
+    if with_optimizer:
+        parts["optimizer"] = state.optimizer.sharded_state_dict(
+            parts, is_loading=is_loading, metadata=metadata
+        )
+        parts["opt_param_scheduler"] = state.scheduler.state_dict()
+    if with_random:
+        pp = parallel_state.get_pipeline_model_parallel_group()
+        tp = parallel_state.get_tensor_model_parallel_group()
+        # Context ranks share the state of their tensor and pipeline rank.
+        parts["rng_state"] = ShardedObject(
+            "rng_state",
+            [random_states()],
+            (pp.size(), tp.size()),
+            (pp.rank(), tp.rank()),
+            replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+        )
+    return parts
