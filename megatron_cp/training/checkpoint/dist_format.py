@@ -74,13 +74,7 @@ def load(state: RunState, folder: Path) -> Content:
     fp8 = _extra_states_with_fp8(folder, index)
     metadata = _sharding_metadata(state.args, entries.get("content_metadata"))
     with_optimizer = wants_optimizer(state.args)
-    wanted = _sharded_state(
-        state,
-        metadata,
-        is_loading=True,
-        with_optimizer=with_optimizer,
-        with_random=_random_states_fit(state.args, saved),
-    )
+    wanted = _ask(state, folder, metadata, with_random=_random_states_fit(state.args, saved))
     _drop(wanted, lambda item: isinstance(item, ShardedObject) and names.is_extra_state(item.key))
     asked, padded = _asked_of_all_ranks(wanted)
     saved_model = {n: s for n, s in saved.items() if _kind(n) == "model" and n not in extra}
@@ -108,6 +102,30 @@ def load(state: RunState, folder: Path) -> Content:
     )
     _drop(wanted, lambda item: item.key in model.missing)
     return _read(wanted, folder, index, chunks_by_name(state))
+
+
+def _ask(
+    state: RunState, folder: Path, metadata: dict[str, Any], *, with_random: bool
+) -> dict[str, Any]:
+    """Returns what this rank wants, as Megatron-Core describes it. Collective."""
+    problem: Exception | None = None
+    wanted: dict[str, Any] = {}
+    try:
+        wanted = _sharded_state(
+            state,
+            metadata,
+            is_loading=True,
+            with_optimizer=wants_optimizer(state.args),
+            with_random=with_random,
+        )
+    except _UNREADABLE as failure:  # Megatron-Core asks for the state of Adam alone
+        problem = ValueError(
+            f"{folder} cannot give --optimizer {state.args.optimizer} its state "
+            f"({type(failure).__name__}: {first_line(failure)}); give --no-load-optim to go on with a "
+            "fresh one, or --finetune to begin at iteration 0"
+        )
+    raise_together(problem)
+    return wanted
 
 
 def _read(wanted: dict[str, Any], folder: Path, index: Metadata, chunks: Iterable[str]) -> Content:
@@ -220,23 +238,25 @@ def _drop(wanted: dict[str, Any], is_dropped: Any) -> None:
 
 def _extra_states_with_fp8(folder: Path, index: Metadata) -> set[str]:
     """Returns the `_extra_state` keys that hold fp8 state, as rank 0 read them; collective."""
-    found: list[Any] = [set()]
-    if dist.get_rank() == 0:
-        for key in index.state_dict_metadata:
-            name = key.rpartition("/")[0]
-            if names.is_extra_state(name) and _holds_fp8(folder, index, key):
-                found[0].add(name)
-    dist.broadcast_object_list(found, src=0)
-    return set(found[0])
-
-
-def _holds_fp8(folder: Path, index: Metadata, key: str) -> bool:
+    found: set[str] = set()
+    problem: Exception | None = None
+    keys = index.state_dict_metadata if dist.get_rank() == 0 else ()
     try:
-        found = safe_load.load_trusted_types(_object_bytes(folder, index, key))
-    except (ValueError, OSError):
-        return True  # what cannot be read is not taken for nothing
-    # Megatron-Core wraps every object in a list of one.
-    return any(map(names.holds_fp8_state, found if isinstance(found, list) else [found]))
+        for key in keys:
+            name = key.rpartition("/")[0]
+            if names.is_extra_state(name):
+                entry = safe_load.load_trusted_types(
+                    _object_bytes(folder, index, key), f"{folder}: {name}"
+                )
+                # Megatron-Core wraps every object in a list of one.
+                entries = entry if isinstance(entry, list) else [entry]
+                found |= {name} if any(map(names.holds_fp8_state, entries)) else set()
+    except (ValueError, OSError) as failure:
+        problem = ValueError(f"{folder} cannot be loaded: {failure}")
+    raise_together(problem)
+    told = [found]
+    dist.broadcast_object_list(told, src=0)
+    return told[0]
 
 
 def _check_objects(wanted: dict[str, Any], folder: Path, index: Metadata) -> None:

@@ -83,6 +83,7 @@ def load(state: RunState, folder: Path) -> Content:
     return Content(model, found, optimizer, shards, _random_entry(state.args, found))
 
 
+@torch.no_grad()  # main parameters are leaves that it writes into
 def restore_shards(optimizer: Any, shards: Any) -> None:
     """Puts the distributed optimizer's tensors back. Collective: every rank calls it."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
