@@ -102,7 +102,9 @@ def write_legacy(folder: Path, weights: dict[str, object], **entries: object) ->
     return own.parent
 
 
-def write_dist(folder: Path, weights: dict[str, torch.Tensor], extra: dict[str, object]) -> Path:
+def write_dist(
+    folder: Path, weights: dict[str, torch.Tensor], extra: dict[str, object], **entries: object
+) -> Path:
     """A checkpoint of Megatron-Core in the format torch_dist, by one rank that has process groups."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedTensor
@@ -112,7 +114,7 @@ def write_dist(folder: Path, weights: dict[str, torch.Tensor], extra: dict[str, 
 
     own = folder / "iter_0000005"
     own.mkdir(parents=True)
-    state: dict[str, object] = {"iteration": 5, "checkpoint_version": 3.0}
+    state: dict[str, object] = {"iteration": 5, "checkpoint_version": 3.0, **entries}
     for name, tensor in weights.items():
         state[name] = ShardedTensor.from_rank_offsets(name, tensor)
     for name, entry in extra.items():
@@ -120,6 +122,8 @@ def write_dist(folder: Path, weights: dict[str, torch.Tensor], extra: dict[str, 
         layer, _, rest = tail.partition(".")
         key = f"{head}.layers.{rest}" if dot else name
         grid, place = ((NUM_LAYERS,), (int(layer),)) if dot else ((1,), (0,))
+        if name == "rng_state":
+            grid, place = (1, 1), (0, 0)
         state[name] = ShardedObject(key, entry, grid, place)
     with saving_in_this_process():
         dist_checkpointing.save(state, str(own))

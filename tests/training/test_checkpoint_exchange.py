@@ -64,6 +64,57 @@ def test_a_torch_checkpoint_of_either_layers_loads_into_ours(tmp_path, layers, k
     assert "is in the format torch and is read as such" in said
 
 
+def train_by_megatron(rank, world_size, folder, form):
+    """Trains Megatron's own layers and saves by Megatron-Core and torch alone; goes on with our loop."""
+    with pytest.MonkeyPatch.context() as patch, made.run_state() as _:
+        from megatron.core import dist_checkpointing, parallel_state
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.utils import unwrap_model
+
+        from megatron_cp.training import gpt
+        from megatron_cp.training.checkpoint.writer import saving_in_this_process
+
+        spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+        patch.setattr(gpt, "_layer_spec", lambda *_: spec)
+        with made.run_state() as theirs:
+            made.step(theirs, 1)
+            model = unwrap_model(theirs.model)[0]
+            own = Path(folder) / "iter_0000005"
+            content = {"iteration": 5, "checkpoint_version": 3.0, "args": theirs.args}
+            content["opt_param_scheduler"] = theirs.scheduler.state_dict()
+            if form == "torch":
+                content |= {"model": model.state_dict_for_save_checkpoint()}
+                content |= {"optimizer": theirs.optimizer.state_dict()}
+                (own / "mp_rank_00").mkdir(parents=True)
+                torch.save(content, own / "mp_rank_00" / "model_optim_rng.pt")
+            else:
+                group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+                metadata = {"singleton_local_shards": False, "dp_cp_group": group}
+                content["model"] = model.sharded_state_dict(metadata=metadata)
+                content["optimizer"] = theirs.optimizer.sharded_state_dict(
+                    content, metadata=metadata
+                )
+                own.mkdir(parents=True)
+                with saving_in_this_process():
+                    dist_checkpointing.save(content, str(own))
+            made.step(theirs, 2)
+            expected = made.weights_of(theirs)
+    (Path(folder) / "latest_checkpointed_iteration.txt").write_text("5")
+    with made.run_state("--load", folder, "--no-load-rng") as ours:
+        from megatron_cp.training.checkpoint.load import load_checkpoint
+
+        load_checkpoint(ours)
+        made.step(ours, 2)
+        return expected, made.weights_of(ours)
+
+
+@pytest.mark.parametrize("form", ["torch_dist", "torch"])
+def test_a_run_of_megatrons_own_layers_goes_on_in_ours_with_its_optimizer(tmp_path, form):
+    ((expected, found),) = run_on_ranks(1, train_by_megatron, str(tmp_path), form)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def save_ours(rank, world_size, folder, form):
     """Saves our model in a format; returns its weights."""
     with made.run_state("--save", folder, "--ckpt-format", form) as state:

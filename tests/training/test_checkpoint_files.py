@@ -29,7 +29,7 @@ def test_without_a_tracker_there_is_no_checkpoint(tmp_path):
     assert files.latest_iteration(tmp_path) is None
 
 
-@pytest.mark.parametrize("text", ["", "abc", "-1", "1.5"])
+@pytest.mark.parametrize("text", ["", "abc", "-1", "1.5", "10\N{SUPERSCRIPT TWO}"])
 def test_a_damaged_tracker_is_named(tmp_path, text: str):
     (tmp_path / files.TRACKER).write_text(text)
     with pytest.raises(ValueError, match=r"latest_checkpointed_iteration\.txt.*--ckpt-step"):

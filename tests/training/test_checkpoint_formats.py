@@ -193,6 +193,29 @@ def test_a_name_that_reaches_through_an_allowed_module_is_refused(tmp_path):
     )
 
 
+def with_a_command(rank, world_size, folder, name):
+    """A checkpoint in the format torch_dist with one object that runs a command."""
+    with made.parallel_state(made.Case()):
+        made.allow_children()
+        weights = made.stacked(made.fused_weights())
+        made.write_dist(Path(folder), weights, {name: Command()}, args=Namespace())
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("rng_state", ("--no-load-optim",)),
+        ("decoder.final_layernorm._extra_state", ("--finetune",)),
+    ],
+)
+def test_an_object_among_the_tensors_is_not_executed_either(tmp_path, monkeypatch, name, flags):
+    monkeypatch.chdir(tmp_path)
+    run_on_ranks(1, with_a_command, str(tmp_path), name)
+    text = refused(tmp_path, *flags)
+    assert f"{name} holds posix.system" in text
+    assert not list(tmp_path.rglob("executed"))
+
+
 def hand_made(rank, world_size, folder):
     """A good checkpoint in the format torch_dist."""
     with made.parallel_state(made.Case()):

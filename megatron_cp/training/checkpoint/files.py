@@ -1,10 +1,9 @@
 """Names and small files of a checkpoint folder, in Megatron-LM's layout; no tensors here.
 
-<save>/latest_checkpointed_iteration.txt     text, written last and atomically: points only at
-complete checkpoints <save>/iter_0000010/                         what
-megatron.core.dist_checkpointing writes, and <save>/iter_0000010/megatron_cp.json         our
-manifest: model shape, layout, loader state, size of every file <save>/progress.txt
-with --log-progress
+<save>/latest_checkpointed_iteration.txt    written last: names only complete checkpoints
+<save>/iter_0000010/                        the tensors, in one of two formats
+<save>/iter_0000010/megatron_cp.json        our manifest: model shape, layout, loader state, file sizes
+<save>/progress.txt                         with --log-progress
 """
 
 from __future__ import annotations
@@ -46,17 +45,17 @@ _WHICH_TENSORS = frozenset(
 
 
 def iteration_folder(root: str | Path, iteration: int) -> Path:
-    """``<root>/iter_0000010``."""
+    """Returns `<root>/iter_0000010`."""
     return Path(root) / f"iter_{iteration:07d}"
 
 
 def unfinished_folder(root: str | Path, iteration: int) -> Path:
-    """Where the checkpoint of ``iteration`` is written before ``publish`` puts it in its place."""
+    """Returns where the checkpoint of `iteration` is written before `publish` puts it in its place."""
     return Path(root) / f"{iteration_folder(root, iteration).name}.unfinished"
 
 
 def remove_folder(folder: Path) -> None:
-    """Nothing is left of the folder; what a link points at stays."""
+    """Removes the folder with all it holds; what a link points at stays."""
     if folder.is_symlink():
         folder.unlink()
     elif folder.exists():
@@ -64,7 +63,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def publish(root: Path, iteration: int) -> None:
-    """The complete, unfinished folder stands in its place and the tracker names it.
+    """Puts the complete, unfinished folder in its place and makes the tracker name it.
 
     Where the tracker already names this iteration, it names the newest earlier complete one, or
     nothing, while one folder replaces the other.
@@ -86,7 +85,7 @@ def publish(root: Path, iteration: int) -> None:
 
 
 def earlier_iteration(root: Path, iteration: int) -> int | None:
-    """The newest iteration before this one whose checkpoint is complete; None without one."""
+    """Returns the newest iteration before this one whose checkpoint is complete; None without one."""
     found = (p.name.removeprefix("iter_") for p in root.glob("iter_*") if p.is_dir())
     for number in sorted((int(text) for text in found if text.isdigit()), reverse=True):
         folder = iteration_folder(root, number)
@@ -99,7 +98,7 @@ def earlier_iteration(root: Path, iteration: int) -> int | None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """The file holds either its old or its new text, whatever happens in between."""
+    """Writes the file so that it holds its old or its new text, whatever happens in between."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -109,9 +108,9 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def check_writable(flag: str, folder: str | None) -> None:
-    """Returns if files can be written in the folder, which exists then; None needs no folder.
+    """Makes the folder, and raises ValueError with flag and folder if no file can be written there.
 
-    Raises ValueError with the flag and the folder.
+    None needs no folder.
     """
     if folder is None:
         return
@@ -127,7 +126,7 @@ def check_writable(flag: str, folder: str | None) -> None:
 
 
 def latest_iteration(root: str | Path) -> int | None:
-    """The iteration that the tracker names, None without a tracker.
+    """Returns the iteration that the tracker names; None without a tracker.
 
     Raises ValueError on a damaged one.
     """
@@ -135,7 +134,7 @@ def latest_iteration(root: str | Path) -> int | None:
     if not tracker.is_file():
         return None
     text = tracker.read_text(encoding="utf-8", errors="replace").strip()
-    if not text.isdigit():
+    if not (text.isascii() and text.isdigit()):
         raise ValueError(
             f"{tracker} holds {text[:40]!r}; it must be an iteration number; write the number of "
             "a complete iter_ folder "
@@ -145,7 +144,7 @@ def latest_iteration(root: str | Path) -> int | None:
 
 
 def write_manifest(folder: Path, content: dict[str, Any]) -> None:
-    """Our manifest, with the size of every file of the checkpoint as it is now."""
+    """Writes our manifest, with the size of every file of the checkpoint as it is now."""
     files = {p.relative_to(folder).as_posix(): p.stat().st_size for p in files_of(folder)}
     write_atomically(
         folder / MANIFEST, json.dumps({**content, "files": files}, indent=1, sort_keys=True)
@@ -153,12 +152,12 @@ def write_manifest(folder: Path, content: dict[str, Any]) -> None:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Every file below the folder but the manifest (and its temporary twins), sorted."""
+    """Returns every file below the folder but the manifest (and its temporary twins), sorted."""
     return sorted(p for p in folder.rglob("*") if p.is_file() and MANIFEST not in p.name)
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Our manifest, None for a checkpoint that Megatron-LM wrote.
+    """Returns our manifest; None for a checkpoint that Megatron-LM wrote.
 
     Raises ValueError where the manifest is damaged, or a file that it lists is missing or has
     another size.
@@ -208,9 +207,9 @@ def check_shape(
 def remove_replaced(
     root: Path, previous: int | None, current: int, retain_interval: int | None
 ) -> Path | None:
-    """Removes the checkpoint before ``current`` unless --save-retain-interval keeps it.
+    """Removes the checkpoint before `current` unless --save-retain-interval keeps it.
 
-    The folder removed, or None.
+    Returns the folder removed, or None.
     """
     if (
         retain_interval is None
