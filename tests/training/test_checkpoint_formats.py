@@ -256,13 +256,48 @@ def megatron_arguments(rank, world_size, folder):
         assert torch.equal(torch.rand(3), expected)
 
 
+def load_a_release(rank, world_size, folder):
+    with made.run_state("--load", folder) as state:
+        from megatron_cp.training.checkpoint.load import load_checkpoint
+
+        with contextlib.redirect_stdout(io.StringIO()):
+            assert load_checkpoint(state)
+        return state.args.notes, state.iteration, made.weights_of(state)
+
+
+def test_a_release_of_a_converter_gives_its_weights_alone(tmp_path):
+    own = made.write_legacy(tmp_path, made.local_weights())
+    own.rename(tmp_path / "release")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
+    ((notes, iteration, weights),) = run_on_ranks(1, load_a_release, str(tmp_path))
+    assert iteration == 0
+    assert [note for note in notes if "is a release" in note]
+    assert all(torch.equal(weights[name], x) for name, x in made.local_weights().items())
+
+
+def test_weights_without_an_iteration_are_for_finetuning(tmp_path):
+    own = made.write_legacy(tmp_path, made.local_weights())
+    file = own / "mp_rank_00" / "model_optim_rng.pt"
+    torch.save({"model": made.local_weights()}, file)
+    text = refused(tmp_path, "--no-load-optim")
+    assert "says no iteration number; give --finetune" in text
+    run_on_ranks(1, load_weights_alone, str(tmp_path))
+
+
+def load_weights_alone(rank, world_size, folder):
+    with made.run_state("--load", folder, "--finetune") as state:
+        from megatron_cp.training.checkpoint.load import load_checkpoint
+
+        load_checkpoint(state)
+
+
 def test_damaged_files_are_named(tmp_path):
     own = made.write_legacy(tmp_path / "torch", made.local_weights())
     file = own / "mp_rank_00" / "model_optim_rng.pt"
     file.write_bytes(file.read_bytes()[:-200])
     assert "model_optim_rng.pt is damaged" in refused(tmp_path / "torch", "--finetune")
     torch.save({"weights": 1}, file)
-    assert "no entry 'iteration'" in refused(tmp_path / "torch", "--finetune")
+    assert "no entry 'model'" in refused(tmp_path / "torch", "--finetune")
     folder = Path(run_on_ranks(1, hand_made, str(tmp_path / "dist"))[0])
     for name in (".metadata", "common.pt"):
         content = (folder / name).read_bytes()

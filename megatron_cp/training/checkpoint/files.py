@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"  # what a tracker holds in place of a number, and the folder it means
 MANIFEST = "megatron_cp.json"
 
 # What must be equal between a checkpoint and the model that loads it.
@@ -126,7 +127,7 @@ def check_writable(flag: str, folder: str | None) -> None:
 
 
 def latest_iteration(root: str | Path) -> int | None:
-    """Returns the iteration that the tracker names; None without a tracker.
+    """Returns the iteration that the tracker names; None without a tracker, and for a release.
 
     Raises ValueError on a damaged one.
     """
@@ -134,6 +135,8 @@ def latest_iteration(root: str | Path) -> int | None:
     if not tracker.is_file():
         return None
     text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    if text == RELEASE:
+        return None
     if not (text.isascii() and text.isdigit()):
         raise ValueError(
             f"{tracker} holds {text[:40]!r}; it must be an iteration number; write the number of "
@@ -141,6 +144,12 @@ def latest_iteration(root: str | Path) -> int | None:
             "into it, or give --ckpt-step"
         )
     return int(text)
+
+
+def is_release(root: str | Path) -> bool:
+    """Whether the tracker names a release: weights alone, as Megatron-LM's converters leave them."""
+    tracker = Path(root) / TRACKER
+    return tracker.is_file() and tracker.read_text(errors="replace").strip() == RELEASE
 
 
 def write_manifest(folder: Path, content: dict[str, Any]) -> None:

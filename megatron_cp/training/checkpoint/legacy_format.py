@@ -95,9 +95,9 @@ def restore_shards(optimizer: Any, shards: Any) -> None:
 def _read(path: Path) -> dict[str, Any]:
     """Returns the entries of one file. Raises ValueError for a file that is none of a checkpoint."""
     found = load_trusted_types(path)
-    if not isinstance(found, dict) or "iteration" not in found:
+    if not isinstance(found, dict) or not any(str(name).startswith("model") for name in found):
         raise ValueError(
-            f"{path} holds no checkpoint of Megatron-LM (no entry 'iteration'); give another --load"
+            f"{path} holds no checkpoint of Megatron-LM (no entry 'model'); give another --load"
         )
     return found
 

@@ -35,7 +35,8 @@ _LOAD = {"torch_dist": dist_format.load, "torch": legacy_format.load}
 def check_checkpoint(args: Namespace) -> dict[str, Any] | None:
     """Returns the manifest of the checkpoint that `--load` names; None without one.
 
-    Needs no process group. Raises ValueError for a missing, damaged or foreign checkpoint.
+    Needs no process group. A release turns `--finetune` on, with a note in the arguments. Raises
+    ValueError for a missing, damaged or foreign checkpoint.
     """
     folder = _find(args)
     if folder is None:
@@ -44,6 +45,12 @@ def check_checkpoint(args: Namespace) -> dict[str, Any] | None:
                 f"--load {args.load} holds no checkpoint and --exit-on-missing-checkpoint was given"
             )
         return None
+    if folder.name == files.RELEASE and not args.finetune:
+        args.finetune = True
+        args.notes.append(
+            f"{folder} is a release: its weights are loaded and training begins at iteration 0, as "
+            "with --finetune"
+        )
     if formats.detect(folder) == "torch":
         formats.check_legacy_layout(folder, args)
     manifest = files.read_manifest(folder)
@@ -76,6 +83,10 @@ def load_checkpoint(state: RunState) -> bool:
             f"{args.ckpt_format} is how this run saves"
         )
     content = _LOAD[kind](state, folder)
+    if not args.finetune and not isinstance(content.entries.get("iteration"), int):
+        raise ValueError(
+            f"{folder} says no iteration number; give --finetune to take its weights alone"
+        )
     put_into_model(state, content, chunks_by_name(state))
     _check_finite(state.model, folder)
     if args.finetune:
@@ -98,6 +109,8 @@ def load_checkpoint(state: RunState) -> bool:
 
 def _find(args: Namespace) -> Path | None:
     """Returns the folder of the checkpoint to load; None where the tracker names none."""
+    if args.ckpt_step is None and files.is_release(args.load):
+        return Path(args.load) / files.RELEASE
     iteration = args.ckpt_step if args.ckpt_step is not None else files.latest_iteration(args.load)
     return None if iteration is None else files.iteration_folder(args.load, iteration)
 
