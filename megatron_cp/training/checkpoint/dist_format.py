@@ -290,7 +290,7 @@ def _random_states_fit(args: Namespace, saved: dict[str, Shape]) -> bool:
     reason = "the checkpoint holds none"
     if found is not None:
         reason = (
-            f"the checkpoint has them for pipeline and tensor sizes {list(found)}, this run has "
+            f"the checkpoint has them for sizes (pipeline, tensor, ...) {list(found)}, this run has "
             f"{list(grid)}"
         )
     print_rank_0(f" random states are not loaded: {reason}; dropout goes on from --seed")

@@ -120,9 +120,9 @@ def load_trusted_types(path: Path | io.BytesIO, name: str | None = None) -> Any:
         unsafe = _unsafe_names(path)
         if unsafe:
             raise ValueError(
-                f"{shown} holds {', '.join(unsafe[:3])}; to read it would execute code of the file, and "
-                "this type is not among those of Megatron-LM's arguments: save the checkpoint again "
-                "without it, in --ckpt-format torch_dist"
+                f"{shown} holds {', '.join(unsafe[:3])}; to read it would execute code of the file; "
+                "this type is not among those of Megatron-LM's arguments; give another --load, or save the "
+                "checkpoint again without it"
             ) from None
         text = " ".join(str(problem).split())[:160]
         raise ValueError(
