@@ -150,6 +150,16 @@ def load_and_save(rank, world_size, source, target, flags):
             save_checkpoint(state)
 
 
+def test_another_number_of_virtual_stages_is_refused_with_the_flag_that_helps(tmp_path):
+    world_size, flags = LAYOUTS["pipeline stages"]
+    run_on_ranks(world_size, save_and_go_on, str(tmp_path), ("--ckpt-format", "torch", *flags))
+    plain = ("--pipeline-model-parallel-size", "2", "--num-layers", "4")
+    text = refused(tmp_path, *plain, world_size=2)
+    assert "has 2 model chunks a pipeline stage, this run 1" in text
+    advice = text.rpartition("give ")[2].split()
+    run_on_ranks(2, resume, str(tmp_path), (*plain, *advice))
+
+
 def test_optimizer_state_of_other_layers_or_another_optimizer_is_refused(tmp_path):
     optimizer = {"state": {}, "param_groups": []}
     made.write_legacy(tmp_path / "fused", made.fused_weights(), optimizer=optimizer)

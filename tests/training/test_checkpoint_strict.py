@@ -147,6 +147,41 @@ def test_the_advice_of_a_refusal_loads_it(tmp_path, form):
     assert all(torch.equal(after[name], x) for name, x in richer_weights().items())
 
 
+def save_richer(rank, world_size, folder):
+    with made.run_state("--save", folder, "--qk-layernorm") as state:
+        from megatron_cp.training.checkpoint.save import save_checkpoint
+
+        save_checkpoint(state)
+
+
+def test_the_advice_on_a_checkpoint_of_ours_loads_it(tmp_path):
+    run_on_ranks(1, save_richer, str(tmp_path))
+    refusal = run_on_ranks(1, load_again, str(tmp_path), ())[0]
+    assert "was saved with --qk-layernorm True, this run has False" in refusal
+    advice = re.search(r"--dist-ckpt-strictness \w+", refusal)[0].split()
+    assert run_on_ranks(1, load_again, str(tmp_path), (*advice, "--finetune"))[0] is None
+    assert run_on_ranks(1, load_again, str(tmp_path), (*advice, "--no-load-optim"))[0] is None
+
+
+def load_again(rank, world_size, folder, flags):
+    """The refusal of a load, None if it succeeds."""
+    with made.run_state("--load", folder, *flags) as state:
+        from megatron_cp.training.checkpoint.load import load_checkpoint
+
+        try:
+            load_checkpoint(state)
+        except ValueError as refusal:
+            return str(refusal)
+
+
+def test_an_optimizer_that_megatron_core_cannot_ask_for_is_refused_and_left_out_on_advice(tmp_path):
+    run_on_ranks(1, save_richer, str(tmp_path))
+    same = ("--qk-layernorm", "--optimizer", "sgd")
+    (refusal,) = run_on_ranks(1, load_again, str(tmp_path), same)
+    assert "--no-load-optim" in refusal
+    assert run_on_ranks(1, load_again, str(tmp_path), (*same, "--no-load-optim"))[0] is None
+
+
 def attempt_with_fp8(rank, world_size, folder, form):
     """A checkpoint whose `_extra_state` entries hold something."""
     extra = made.extra_states("with fp8")

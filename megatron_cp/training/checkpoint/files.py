@@ -44,6 +44,12 @@ _WHICH_TENSORS = frozenset(
     {"add_bias_linear", "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights"}
 )
 
+# Flags that are not the argument's name with dashes.
+_SPELLED = {
+    "add_bias_linear": "--disable-bias-linear",
+    "padded_vocab_size": "a padded --vocab-size (see --make-vocab-size-divisible-by) of",
+}
+
 
 def iteration_folder(root: str | Path, iteration: int) -> Path:
     """Returns `<root>/iter_0000010`."""
@@ -205,12 +211,17 @@ def check_shape(
         if may_add_tensors and name in _WHICH_TENSORS:
             continue
         if name in saved and saved[name] != wanted[name]:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(
-                f"{folder} was saved with {flag} {saved[name]}, this run has {wanted[name]}; "
-                "give the checkpoint's value, "
-                "or another --load"
+            flag, was, now = (
+                _SPELLED.get(name, "--" + name.replace("_", "-")),
+                saved[name],
+                wanted[name],
             )
+            if name == "add_bias_linear":  # its flag says the opposite
+                was, now = not was, not now
+            advice = "give the checkpoint's value, or another --load"
+            if name in _WHICH_TENSORS:
+                advice += ", or --dist-ckpt-strictness log_all with --finetune or --no-load-optim"
+            raise ValueError(f"{folder} was saved with {flag} {was}, this run has {now}; {advice}")
 
 
 def remove_replaced(

@@ -17,7 +17,7 @@ from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_cp.training.checkpoint import dist_format, files, formats, legacy_format
-from megatron_cp.training.checkpoint.compare import keeps_initial_values, leaves_out
+from megatron_cp.training.checkpoint.compare import leaves_out
 from megatron_cp.training.checkpoint.content import Content, put_into_model
 from megatron_cp.training.checkpoint.state import (
     RunState,
@@ -55,8 +55,8 @@ def check_checkpoint(args: Namespace) -> dict[str, Any] | None:
         formats.check_legacy_layout(folder, args)
     manifest = files.read_manifest(folder)
     if manifest is not None:
-        strictness = args.dist_ckpt_strictness
-        tolerant = keeps_initial_values(strictness) and leaves_out(strictness)
+        # Which tensors there are is compared, and judged, when they are known.
+        tolerant = leaves_out(args.dist_ckpt_strictness)
         files.check_shape(folder, manifest["shape"], vars(args), may_add_tensors=tolerant)
     return manifest
 
