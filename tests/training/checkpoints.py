@@ -122,7 +122,7 @@ def write_dist(
         layer, _, rest = tail.partition(".")
         key = f"{head}.layers.{rest}" if dot else name
         grid, place = ((NUM_LAYERS,), (int(layer),)) if dot else ((1,), (0,))
-        if name == "rng_state":
+        if name in ("rng_state", "rerun_state_machine_state"):
             grid, place = (1, 1), (0, 0)
         state[name] = ShardedObject(key, entry, grid, place)
     with saving_in_this_process():

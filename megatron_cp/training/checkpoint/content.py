@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,8 +48,14 @@ def judge(
         print_rank_0(f" note: {note}")
 
 
-def note_what_stays(state: RunState, *, has_optimizer: bool, extra_states: list[str]) -> None:
+def note_what_stays(
+    state: RunState, *, has_optimizer: bool, has_rerun: bool, extra_states: Collection[str]
+) -> None:
     """Says in one line each what a checkpoint holds and this run does not take."""
+    if has_rerun:
+        print_rank_0(
+            " note: the state of Megatron-LM's rerun machine is not loaded; there is none here"
+        )
     if has_optimizer and not wants_optimizer(state.args):
         flag = "--finetune" if state.args.finetune else "--no-load-optim"
         print_rank_0(f" note: {flag}: the checkpoint's optimizer state is not loaded")

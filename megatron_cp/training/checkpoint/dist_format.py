@@ -70,35 +70,30 @@ def load(state: RunState, folder: Path) -> Content:
     """
     index, entries = _read_index(folder)
     saved = _saved_shapes(index)
-    extra = {name for name in saved if names.is_extra_state(name)}
-    fp8 = _extra_states_with_fp8(folder, index)
+    saved_optimizer = _of_kind(saved, "optimizer")
+    has_optimizer = bool(saved_optimizer) or "optimizer" in entries
+    if wants_optimizer(state.args) and not has_optimizer:
+        raise ValueError(
+            f"{folder} holds no optimizer state; give --no-load-optim to go on with a fresh one, or "
+            "--finetune to begin at iteration 0"
+        )
+    empty = _extra_states(saved) - _extra_states_with_fp8(folder, index)
     metadata = _sharding_metadata(state.args, entries.get("content_metadata"))
-    with_optimizer = wants_optimizer(state.args)
     wanted = _ask(state, folder, metadata, with_random=_random_states_fit(state.args, saved))
     _drop(wanted, lambda item: isinstance(item, ShardedObject) and names.is_extra_state(item.key))
     asked, padded = _asked_of_all_ranks(wanted)
-    saved_model = {n: s for n, s in saved.items() if _kind(n) == "model" and n not in extra}
-    saved_model |= {name: saved[name] for name in fp8}
-    model = _without_padding(
-        compare({n: s for n, s in asked.items() if _kind(n) == "model"}, saved_model),
-        padded,
-        state.args.vocab_size,
-    )
-    saved_optimizer = {n: s for n, s in saved.items() if _kind(n) == "optimizer"}
+    saved_model = {n: s for n, s in _of_kind(saved, "model").items() if n not in empty}
+    model = compare(_of_kind(asked, "model"), saved_model)
+    model = _without_padding(model, padded, state.args.vocab_size)
     optimizer = None
-    if with_optimizer:
-        if not saved_optimizer and "optimizer" not in entries:
-            raise ValueError(
-                f"{folder} holds no optimizer state; give --no-load-optim to go on with a fresh one, or "
-                "--finetune to begin at iteration 0"
-            )
-        asked_optimizer = {n: s for n, s in asked.items() if _kind(n) == "optimizer"}
-        optimizer = compare(asked_optimizer, saved_optimizer)
+    if wants_optimizer(state.args):
+        optimizer = compare(_of_kind(asked, "optimizer"), saved_optimizer)
     content.judge(state, folder, model, optimizer)
     content.note_what_stays(
         state,
-        has_optimizer=bool(saved_optimizer) or "optimizer" in entries,
-        extra_states=sorted(extra - fp8),
+        has_optimizer=has_optimizer,
+        has_rerun=bool(_of_kind(saved, "rerun")),
+        extra_states=empty,
     )
     _drop(wanted, lambda item: item.key in model.missing)
     return _read(wanted, folder, index, chunks_by_name(state))
@@ -208,6 +203,14 @@ def _kind(name: str) -> str:
     if name.startswith(_RERUN):
         return "rerun"
     return "random" if name == "rng_state" else "model"
+
+
+def _of_kind(shapes: dict[str, Shape], kind: str) -> dict[str, Shape]:
+    return {name: shape for name, shape in shapes.items() if _kind(name) == kind}
+
+
+def _extra_states(shapes: dict[str, Shape]) -> set[str]:
+    return {name for name in shapes if names.is_extra_state(name)}
 
 
 def _without_padding(found: Differences, padded: set[str], vocab_size: int) -> Differences:

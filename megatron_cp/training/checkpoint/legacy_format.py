@@ -79,7 +79,12 @@ def load(state: RunState, folder: Path) -> Content:
         except ValueError as refusal:
             problem = refusal
         raise_together(problem)
-    contents.note_what_stays(state, has_optimizer="optimizer" in found, extra_states=extra)
+    contents.note_what_stays(
+        state,
+        has_optimizer="optimizer" in found,
+        has_rerun=bool(found.get("rerun_state_machine")),
+        extra_states=extra,
+    )
     return Content(model, found, optimizer, shards, _random_entry(state.args, found))
 
 
