@@ -70,7 +70,7 @@ def run_program(launches: list[Launch]) -> list[list[Outcome]]:
             input=json.dumps([asdict(launch) for launch in launches]),
             capture_output=True,
             text=True,
-            env={**environment, "TMPDIR": folder},
+            env={**environment, "TMPDIR": folder, "HOME": folder},
             check=False,
             timeout=HANG_SECONDS * (1 + len(launches)),
         )

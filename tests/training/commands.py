@@ -50,10 +50,10 @@ def command_line(world_size: int, *flags: str) -> list[str]:
 
 
 def environment(folder: str) -> dict[str, str]:
-    """The variables of a run: nothing of the user's wandb, and temporary files in ``folder``."""
+    """The variables of a run: nothing of the user's wandb; caches and temporary files in ``folder``."""
     kept = {name: v for name, v in os.environ.items() if not name.startswith("WANDB_")}
     ours = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WANDB_MODE": "offline"}
-    return {**kept, **ours, "TMPDIR": folder}
+    return {**kept, **ours, "TMPDIR": folder, "HOME": folder}
 
 
 def train(world_size: int, *flags: str) -> str:
