@@ -180,11 +180,10 @@ def test_ours_in_torch_dist_has_transformer_engines_keys(tmp_path):
     (ours,) = run_on_ranks(1, save_ours, str(tmp_path), "torch_dist")
     (saved,) = run_on_ranks(1, saved_tensors, str(tmp_path / "iter_0000005"))
     weights = {name: x for name, x in saved.items() if not name.startswith("optimizer.")}
-    assert weights.keys() == made.stacked(made.fused_weights()).keys()
-    for layer in range(made.NUM_LAYERS):
-        for local, fused in made.FUSED_OF.items():
-            expected = ours[f"decoder.layers.{layer}.{local}"]
-            assert torch.equal(weights[f"decoder.layers.{fused}"][layer], expected)
+    fused_of = dict(zip(made.local_weights(), made.fused_weights(), strict=True))
+    expected = made.stacked({fused_of[name]: tensor for name, tensor in ours.items()})
+    assert weights.keys() == expected.keys() == made.stacked(made.fused_weights()).keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
 class FusedModel(torch.nn.Module):
