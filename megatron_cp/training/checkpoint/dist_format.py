@@ -155,7 +155,12 @@ def _read_index(folder: Path) -> tuple[Metadata, dict[str, Any]]:
     problem: Exception | None = None
     index, entries = None, {}
     try:
-        safe_load.check_index(folder / ".metadata")
+        if dist.get_rank() == 0:  # opcode by opcode: seconds for an index of many megabytes
+            safe_load.check_index(folder / ".metadata")
+    except ValueError as refusal:
+        problem = refusal
+    raise_together(problem)
+    try:
         index = FileSystemReader(folder).read_metadata()
         entries = safe_load.load_trusted_types(folder / "common.pt")
     except ValueError as refusal:
@@ -243,13 +248,13 @@ def _extra_states_with_fp8(folder: Path, index: Metadata) -> set[str]:
     """Returns the `_extra_state` keys that hold fp8 state, as rank 0 read them; collective."""
     found: set[str] = set()
     problem: Exception | None = None
-    keys = index.state_dict_metadata if dist.get_rank() == 0 else ()
+    places = _places_of_objects(index) if dist.get_rank() == 0 else {}
     try:
-        for key in keys:
+        for key in places:
             name = key.rpartition("/")[0]
             if names.is_extra_state(name):
                 entry = safe_load.load_trusted_types(
-                    _object_bytes(folder, index, key), f"{folder}: {name}"
+                    _object_bytes(folder, places[key]), f"{folder}: {name}"
                 )
                 # Megatron-Core wraps every object in a list of one.
                 entries = entry if isinstance(entry, list) else [entry]
@@ -268,15 +273,25 @@ def _check_objects(wanted: dict[str, Any], folder: Path, index: Metadata) -> Non
     torch reads these without any check of its own.
     """
     prepared, _, _ = load_preprocess(wanted)
+    places = _places_of_objects(index)
     for item in nested_values(prepared):
-        if isinstance(item, ShardedObject) and item.unique_key in index.state_dict_metadata:
-            raw = _object_bytes(folder, index, item.unique_key)
+        if isinstance(item, ShardedObject) and item.unique_key in places:
+            raw = _object_bytes(folder, places[item.unique_key])
             safe_load.load_trusted_types(raw, f"{folder}: {item.key}")
 
 
-def _object_bytes(folder: Path, index: Metadata, key: str) -> io.BytesIO:
+def _places_of_objects(index: Metadata) -> dict[str, Any]:
+    """Returns where the bytes of each saved object are, by its key."""
+    kinds = index.state_dict_metadata
+    return {
+        entry.fqn: place
+        for entry, place in index.storage_data.items()
+        if not isinstance(kinds.get(entry.fqn), TensorStorageMetadata)
+    }
+
+
+def _object_bytes(folder: Path, place: Any) -> io.BytesIO:
     """Returns the bytes of one saved object."""
-    place = next(place for entry, place in index.storage_data.items() if entry.fqn == key)
     with (folder / place.relative_path).open("rb") as file:
         file.seek(place.offset)
         return io.BytesIO(file.read(place.length))
