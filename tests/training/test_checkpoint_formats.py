@@ -71,6 +71,15 @@ def test_a_run_resumes_bitwise_from_the_format_torch(tmp_path, layout: str):
         assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
+@pytest.mark.parametrize("sharding", [(), ("--dist-ckpt-optim-fully-reshardable",)])
+def test_the_sharding_of_the_optimizer_is_read_from_the_checkpoint(tmp_path, sharding):
+    flags = ("--use-distributed-optimizer",)
+    whole = run_on_ranks(2, save_and_go_on, str(tmp_path), (*flags, *sharding))
+    resumed = run_on_ranks(2, resume, str(tmp_path), flags)
+    for (expected, _), (found, _) in zip(whole, resumed, strict=True):
+        assert all(torch.equal(found[name], x) for name, x in expected.items())
+
+
 def through_both_formats(rank, world_size, folder):
     """From torch to torch_dist to torch; returns the weights and moments at both ends."""
     kept = []
