@@ -50,11 +50,13 @@ def _end_with_the_rank() -> None:
 
     A writer whose results nobody takes would wait for ever.
     """
+    global _rank_that_saves
     if _rank_that_saves is None:
         return
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != _rank_that_saves:  # it died before the line above
         os._exit(1)
+    _rank_that_saves = None  # what this process forks has another parent
 
 
 os.register_at_fork(after_in_child=_end_with_the_rank)
