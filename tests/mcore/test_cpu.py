@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.mcore.tiny_gpt import Case, build_chunks, make_config, parallel_state
+from tests.processes import HANG_SECONDS
 from tests.ranks import run_on_ranks
 
 
@@ -126,7 +127,10 @@ def test_recomputed_layers_do_not_repeat_attention(granularity: str):
 
 def _run(script: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=100
+        [sys.executable, "-W", "ignore", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
     )
 
 
