@@ -44,7 +44,7 @@ def validate_config(config: Any) -> None:
             )
     check_dropout(config.attention_dropout)
     _check_window(config.window_size)
-    _check_low_precision(config)
+    check_low_precision(config, getattr(config, "transformer_impl", "local"))
     _check_experts(config)
     if config.softmax_type not in ("vanilla", "off-by-one", "learnable"):
         raise NotImplementedError(
@@ -135,24 +135,40 @@ def check_spec(config: Any) -> None:
         )
 
 
-def _check_low_precision(config: Any) -> None:
-    """Refuses what is not fp8 in linear layers of Transformer Engine around 16-bit attention."""
-    if getattr(config, "fp4", None):
+def check_low_precision(settings: Any, transformer_impl: str) -> None:
+    """Returns if low precision is that of Transformer Engine's linear layers alone.
+
+    Megatron opens Transformer Engine's fp8 context around whole layers, attention included. Only
+    modules of Transformer Engine ask for it; attention has none and computes in the dtype of its
+    inputs, inside the context as outside. It is not left: leaving and entering again would make
+    the engine reduce its scales once more per layer.
+
+    Args:
+        settings: Megatron's TransformerConfig or parsed arguments.
+        transformer_impl: what layers are built from.
+
+    Raises:
+        NotImplementedError: for fp4.
+        ValueError: for fp8 where no linear layer would compute in it.
+    """
+    fp4 = getattr(settings, "fp4", None)
+    if fp4:
         raise NotImplementedError(
-            f"fp4={config.fp4!r} is not served with context parallelism; train in bf16 or with fp8 "
+            f"fp4={fp4!r} is not served with context parallelism; train in bf16 or with fp8 "
             "linear layers (--fp8-format)"
         )
-    if not getattr(config, "fp8", None):
+    fp8 = getattr(settings, "fp8", None)
+    if not fp8:
         return
     if not compat.has_transformer_engine():
         raise ValueError(
-            f"fp8={config.fp8!r} computes linear layers in Transformer Engine, which is not "
-            "installed; install it (it needs a GPU), or train in bf16"
+            f"fp8={fp8!r} computes linear layers in Transformer Engine, which is not installed; "
+            "install it (it needs a GPU), or train in bf16"
         )
-    if config.transformer_impl != "transformer_engine":
+    if transformer_impl != "transformer_engine":
         raise ValueError(
-            f"fp8={config.fp8!r} with transformer_impl={config.transformer_impl!r}, whose layers "
-            "would silently stay in 16 bits; give --transformer-impl transformer_engine"
+            f"fp8={fp8!r} with transformer_impl={transformer_impl!r}, whose layers would silently "
+            "stay in 16 bits; give --transformer-impl transformer_engine"
         )
 
 
@@ -290,7 +306,8 @@ def validate_arguments(args: Namespace, *, world_size: int) -> None:
             )
     check_dropout(getattr(args, "attention_dropout", 0.0))
     _check_window(getattr(args, "window_size", None))
-    _check_precision_and_engine(args)
+    check_engine(getattr(args, "transformer_impl", None) or "local")
+    check_low_precision(args, getattr(args, "transformer_impl", None) or "local")
     position = getattr(args, "position_embedding_type", "rope")
     if position not in ("rope", "yarn", "learned_absolute", "none"):
         raise NotImplementedError(
@@ -305,21 +322,4 @@ def _check_heads(args: Namespace, tp: int) -> None:
         raise ValueError(
             f"--num-attention-heads {heads} must be a multiple of --tensor-model-parallel-size "
             f"{tp}; give {max(1, round(heads / tp)) * tp} heads or another size"
-        )
-
-
-def _check_precision_and_engine(args: Namespace) -> None:
-    for name in ("fp8", "fp8_format", "fp4", "fp4_format"):
-        if getattr(args, name, None):
-            raise NotImplementedError(
-                f"--{name.replace('_', '-')} {getattr(args, name)} is not served; train with "
-                "--bf16 or in fp32"
-            )
-    if (
-        getattr(args, "transformer_impl", "local") == "transformer_engine"
-        and not compat.has_transformer_engine()
-    ):
-        raise ValueError(
-            "--transformer-impl transformer_engine, but Transformer Engine is not installed; give "
-            "--transformer-impl local"
         )
