@@ -16,17 +16,21 @@ from megatron_cp.mcore import compat
 
 # name -> why, and what to do; refused when the value is true.
 _REFUSED_SETTINGS = {
-    "qk_clip": "needs the largest logit of every head, which is not collected; switch it off",
+    "qk_clip": "needs the largest logit of every head, which is not collected; train without it "
+    "(other weights), or with Megatron's own attention",
     "log_max_attention_logit": "the largest logit is not collected; switch it off",
-    "fp8_dot_product_attention": "attention computes in fp32, bf16 or fp16; switch it off",
-    "fp8_multi_head_attention": "attention computes in fp32, bf16 or fp16; switch it off",
+    "fp8_dot_product_attention": "attention computes in fp32, bf16 or fp16; switch it off (fp8 "
+    "linear layers are served)",
+    "fp8_multi_head_attention": "attention computes in fp32, bf16 or fp16; switch it off (fp8 "
+    "linear layers are served)",
     "hybrid_context_parallel": "packs of any lengths are balanced by the planner; drop "
     "--hybrid-context-parallel",
     "dynamic_context_parallel": "packs of any lengths are balanced by the planner; drop "
     "--dynamic-context-parallel",
     "hierarchical_context_parallel_sizes": "the planner knows nodes by its topology; drop the "
     "flag, set --cp-topology",
-    "experimental_attention_variant": "only softmax attention is served; drop it",
+    "experimental_attention_variant": "only softmax attention is served; train such a model with "
+    "Megatron's own attention",
     "flash_decode": "is for inference; switch it off",
 }
 
@@ -268,7 +272,7 @@ def _check_window(window_size: Any) -> None:
     if left < -1 or right not in (-1, 0):
         raise NotImplementedError(
             f"window_size=({left}, {right}); a causal window is (keys before the query or -1, 0); "
-            f"give --window-size {max(left, 0)},0"
+            f"--window-size {max(left, 0)},0 is its causal part, which is another model"
         )
 
 

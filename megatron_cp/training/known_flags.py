@@ -47,6 +47,7 @@ NOTED: dict[str, tuple[int, str]] = {
     "--lazy-mpu-init": (0, "groups are made at the start"),
 }
 
+_NO_EQUIVALENT = "nothing here does what it asks for, and results without it may differ"
 _EXPERTS = (
     "mixture of experts is not part of this loop; Megatron-LM trains it with our attention: give "
     "its pretrain_gpt.py --spec megatron_cp.mcore.spec gpt_layer_spec (docs/megatron.md)"
@@ -128,7 +129,7 @@ def refusal(flag: str) -> str | None:
     name = flag.removeprefix("--")
     if name not in _MEGATRON_NAMES:
         return None
-    advice = next((text for prefix, text in _REASONS if name.startswith(prefix)), "drop the flag")
+    advice = next((text for prefix, text in _REASONS if name.startswith(prefix)), _NO_EQUIVALENT)
     return f"{flag} is an argument of Megatron-LM that is not served here: {advice}"
 
 

@@ -44,7 +44,7 @@ GOOD_CONFIG = {
         ({"hierarchical_context_parallel_sizes": [2, 2]}, 4, ["--cp-topology"]),
         ({"transformer_impl": "inference_optimized"}, 4, ["inference_optimized", "'local'"]),
         ({"position_embedding_type": "mrope"}, 4, ["--position-embedding-type mrope", "rope"]),
-        ({"qk_clip": True}, 4, ["--qk-clip", "switch it off"]),
+        ({"qk_clip": True}, 4, ["--qk-clip", "Megatron's own attention"]),
     ],
     ids=str,
 )
