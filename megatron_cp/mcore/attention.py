@@ -1,29 +1,26 @@
-"""Context-parallel core attention, with the constructor and `forward` of Megatron's own.
+"""The core attention that Megatron is given: its own constructor and `forward`, over the whole context.
 
-    SelfAttention -> core_attention(query, key, value, attention_mask, packed_seq_params=...) -> [s,
-    b, n * h]
+    SelfAttention -> core_attention(query, key, value, attention_mask, packed_seq_params=...) -> [s, b, n * h]
 
-What a query may see comes from the plan of the micro-batch:
+Every rank brings the rows that it holds. The plan of the micro-batch says which query sees which key:
 
-    packed_seq_params            plan                                            made by
-    ContextParallelParams        params.plans["full"], or ["window"] in          the data loader,
-    for any mask
-                                 sliding-window layers
-    PackedSeqParams (thd)        Megatron's zigzag per document                  split.py, cached
-    None                         Megatron's zigzag over the sequence             split.py, cached
+    packed_seq_params        plan                                               made by
+    ContextParallelParams    plans["full"]; plans["window"] in window layers    the data loader, for any mask
+    PackedSeqParams (thd)    documents that Megatron has cut itself             split.py, cached
+    None                     the sequence, which Megatron has cut itself        split.py, cached
 
-The module holds no parameters, so checkpoints are exchanged freely with Megatron's attention; a
-learnable sink (`softmax_type="learnable"`) is called `softmax_offset` and sharded as there.
+The module has no parameters, so checkpoints go to Megatron's attention and back. A learnable sink
+(`softmax_type="learnable"`) is called `softmax_offset` and sharded as there.
 """
 
-# s local rows, b batch, n query heads, g kv heads, h head width (v may have its own); all per
+# s rows of this rank, b batch, n query heads, g key/value heads, h head dim (hv of values); all of one
 # tensor-parallel rank
 
 from __future__ import annotations
 
 import contextlib
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -37,7 +34,7 @@ from megatron.core.transformer.utils import (
 
 from megatron_cp.api import cp_attention
 from megatron_cp.config import CPConfig
-from megatron_cp.mcore import split
+from megatron_cp.mcore import layers, split
 from megatron_cp.mcore.batch import ContextParallelParams
 from megatron_cp.mcore.mtp import install_order_roll
 from megatron_cp.mcore.validation import check_dropout, check_padding, validate_config
@@ -46,16 +43,16 @@ from megatron_cp.runtime.checkpoint import AttentionTape
 
 
 class ContextParallelAttention(MegatronModule):
-    """Softmax attention over the whole context, on the rows of this rank.
+    """Computes softmax attention over the whole context, on the rows of this rank.
 
-    Args (Megatron's, by keyword):
-        config, layer_number (from 1), attn_mask_type, attention_type ("self"), attention_dropout,
-        softmax_scale, k_channels, v_channels, num_splits, cp_comm_type (the plan decides instead),
-        pg_collection with tp and cp.
-        backend: attention backend of `megatron_cp.attend`; None chooses by device.
+    The constructor takes Megatron's arguments: `config`, `layer_number` (from 1), `attn_mask_type`,
+    `attention_type` ("self"), `attention_dropout` (0), `softmax_scale`, `k_channels`, `v_channels`,
+    `num_splits` (None), `cp_comm_type` (the plan decides instead) and `pg_collection` with `tp` and `cp`.
+    `backend` is a backend of `megatron_cp.attend`; None chooses by device. `thd_split="per_document"` says that
+    batches with thd parameters were cut zigzag in each document; None knows no cut and takes them on one
+    context rank only.
 
-    Raises:
-        NotImplementedError: for settings it cannot honour; see validation.py.
+    Raises NotImplementedError for settings that it cannot honour; validation.py lists them.
     """
 
     def __init__(  # noqa: PLR0913  Megatron's constructor
@@ -72,8 +69,10 @@ class ContextParallelAttention(MegatronModule):
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
         backend: str | None = None,
+        thd_split: str | None = None,
     ) -> None:
         super().__init__(config=config)
+        split.check_thd_split(thd_split)
         validate_config(config)
         check_dropout(config.attention_dropout if attention_dropout is None else attention_dropout)
         if attention_type != "self":
@@ -87,7 +86,7 @@ class ContextParallelAttention(MegatronModule):
             )
         self.layer_number = max(1, layer_number)
         self.attn_mask_type = attn_mask_type
-        self.backend = backend
+        self.backend, self.thd_split = backend, thd_split
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(
             required_pgs=["tp", "cp"]
         )
@@ -110,11 +109,12 @@ class ContextParallelAttention(MegatronModule):
         )
         self.current_max_attn_logits = None  # read by Megatron's logit logging; qk_clip is refused
         self._make_softmax_offset(num_heads)
+        layers.register(config, self.plan_config)
         if getattr(config, "mtp_num_layers", None):
             install_order_roll()
 
     def _make_softmax_offset(self, num_heads: int) -> None:
-        """The sink logit per head: none, zero ("off-by-one") or a parameter, as Megatron's."""
+        """Makes the sink logit of each head as Megatron does: none, zero ("off-by-one") or a parameter."""
         if self.config.softmax_type == "vanilla":
             self.softmax_offset = None
             return
@@ -141,22 +141,15 @@ class ContextParallelAttention(MegatronModule):
         packed_seq_params: Any = None,
         **variant_inputs: Any,
     ) -> torch.Tensor:
-        """Attention output [s, b, n * h] of this rank's rows.
+        """Returns the attention output `[s, b, n * hv]` of this rank's rows.
+
+        `query` is `[s, b, n, h]`, `key` `[s, b, g, h]` and `value` `[s, b, g, hv]`; without the batch dimension
+        under thd and multi-latent attention, where the result is `[s, 1, n * hv]`. `attention_mask` is None or
+        the causal mask of this rank's rows: any other is refused, never ignored. `attn_mask_type` overrides the
+        constructor's; with ContextParallelParams the plan alone says who sees whom. `attention_bias` and the
+        inputs of Megatron's attention variants must be None.
 
         Collective: every rank of the context group calls it, forward and backward.
-
-        Args:
-            query: [s, b, n, h]; or [t, n, h] for thd and under multi-latent attention (the result
-                is then [t, 1, n * h]).
-            key: [s, b, g, h], likewise.
-            value: [s, b, g, hv], likewise.
-            attention_mask: None, or the causal mask of this rank's rows; any other is refused,
-                never ignored.
-            attn_mask_type: overrides the constructor's; with ContextParallelParams the plan alone
-                says who sees whom.
-            attention_bias: must be None.
-            packed_seq_params: see the module's head.
-            variant_inputs: keywords of Megatron's attention variants; must be None.
         """
         _refuse_extras(attention_bias, variant_inputs)
         batch = query.shape[1] if query.dim() == 4 else 1
@@ -168,14 +161,16 @@ class ContextParallelAttention(MegatronModule):
         mask_type = attn_mask_type or self.attn_mask_type
         group = self._group(packed_seq_params)
         plan = self._plan(query.shape[0], group, mask_type, attention_mask, packed_seq_params)
+        rows = _Rows(query.shape[0], batch, getattr(packed_seq_params, "num_samples", 1) > 1)
         sink = self.softmax_offset
         if sink is not None:
-            sink = sink.to(device=query.device, dtype=torch.float32).repeat(batch)
+            sink = sink.to(device=query.device, dtype=torch.float32)
+            sink = sink if rows.are_one_stream else sink.repeat(batch)
         with self._results_kept(packed_seq_params):
             out, _ = cp_attention(
-                _fold_batch(query),
-                _fold_batch(key),
-                _fold_batch(value),
+                rows.fold(query),
+                rows.fold(key),
+                rows.fold(value),
                 plan,
                 group,
                 softmax_scale=self.softmax_scale,
@@ -183,14 +178,14 @@ class ContextParallelAttention(MegatronModule):
                 backend=self.backend,
                 deterministic=bool(getattr(self.config, "deterministic_mode", False)),
             )
-        return out.reshape(query.shape[0], batch, -1)
+        return rows.unfold(out)
 
     def _results_kept(self, params: Any) -> contextlib.AbstractContextManager[None]:
-        """Context in which a recomputed layer takes its attention from the first forward.
+        """Returns a context in which a recomputed layer takes its attention from the first forward.
 
-        Megatron runs a checkpointed layer without gradients first and with them in backward, with
-        the same `packed_seq_params`; the tape lies there, one per layer and micro-batch. Under a
-        checkpoint of another library attention is simply computed again.
+        Megatron runs a checkpointed layer without gradients first and with them in backward, with the same
+        `packed_seq_params`: the tape lies there, one for each layer and micro-batch. Under another library's
+        checkpoint attention is computed again.
         """
         if not is_checkpointing() or not isinstance(params, ContextParallelParams):
             return contextlib.nullcontext()
@@ -220,17 +215,9 @@ class ContextParallelAttention(MegatronModule):
     ) -> AttentionPlan:
         if isinstance(params, ContextParallelParams):
             return self._plan_of_params(params, num_rows, group, attention_mask)
-        if params is not None and params.qkv_format != "thd":
-            raise NotImplementedError(
-                f"packed_seq_params.qkv_format={params.qkv_format!r}; Megatron's own parameters "
-                "must be 'thd'; use ContextParallelParams for anything else"
-            )
         band = split.band_of(mask_type, self.window)
-        if params is not None:
-            starts, lengths = split.documents_of(params)
-        else:
-            starts, lengths = (0, num_rows * group.size()), (num_rows * group.size(),)
-        plan = split.plan_of_split(starts, lengths, group.size(), band, self.plan_config)
+        documents = split.documents_of_batch(params, num_rows, group.size(), self.thd_split)
+        plan = split.plan_of_split(*documents, group.size(), band, self.plan_config)
         _check_rows(plan, num_rows, group)
         if attention_mask is not None:
             split.check_mask_is_causal(attention_mask, plan, group.rank(), band)
@@ -256,6 +243,7 @@ class ContextParallelAttention(MegatronModule):
                 "sliding-window layers; make both with make_plans"
             )
         plan: AttentionPlan = params.plans[name]
+        num_rows *= params.num_samples
         _check_rows(plan, num_rows, group)
         check_padding(self.config, num_rows * plan.cp_size, plan.num_tokens)
         return plan
@@ -266,7 +254,7 @@ class ContextParallelAttention(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Nothing, or the sharded learnable sink: the same keys as Megatron's attention."""
+        """Returns nothing, or the sharded learnable sink, under the keys of Megatron's attention."""
         state = (
             self.state_dict(prefix="", keep_vars=True)
             if self.config.softmax_type == "learnable"
@@ -280,12 +268,25 @@ class ContextParallelAttention(MegatronModule):
         )
 
 
-def _fold_batch(heads: torch.Tensor) -> torch.Tensor:
-    """[s, b, n, h] -> [s, b * n, h].
+class _Rows(NamedTuple):
+    """Says how the samples of a batch lie in the rows and heads that attention is given."""
 
-    The sequences of a batch share the mask, so they are more heads; groups stay together.
-    """
-    return heads if heads.dim() == 3 else heads.flatten(1, 2)
+    num_rows: int
+    num_samples: int
+    are_one_stream: bool
+    """The samples follow one another in the plan; otherwise they share it, so they are more heads."""
+
+    def fold(self, heads: torch.Tensor) -> torch.Tensor:
+        """Returns `[b * s, n, h]` of one stream, else `[s, b * n, h]`: the heads of a group stay side by side."""
+        if heads.dim() == 3:
+            return heads
+        return heads.transpose(0, 1).flatten(0, 1) if self.are_one_stream else heads.flatten(1, 2)
+
+    def unfold(self, out: torch.Tensor) -> torch.Tensor:
+        """Returns Megatron's `[s, b, n * h]`."""
+        if not self.are_one_stream:
+            return out.reshape(self.num_rows, self.num_samples, -1)
+        return out.reshape(self.num_samples, self.num_rows, -1).transpose(0, 1).contiguous()
 
 
 def _check_rows(plan: AttentionPlan, num_rows: int, group: Any) -> None:

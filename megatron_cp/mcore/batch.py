@@ -1,9 +1,9 @@
-"""From a planned micro-batch (NumPy, the same on every rank) to this rank's tensors, in one place.
+"""Cuts this rank's tensors out of a planned micro-batch, which is NumPy and the same on every rank.
 
-Megatron hands `packed_seq_params` from the model's forward to every layer, through recomputation
-and pipeline stages. `ContextParallelParams` rides in that channel: the plans for attention, the
-positions for RoPE.  Its `qkv_format` stays "sbhd", so that Megatron neither squeezes the batch
-dimension nor slices RoPE per document by itself.
+Megatron hands `packed_seq_params` from the model's forward to every layer, through recomputation and
+pipeline stages. `ContextParallelParams` rides in that channel: plans for attention, positions for RoPE.
+Its `qkv_format` stays "sbhd", so that Megatron neither squeezes the batch nor rotates each document by
+itself.
 """
 
 # T tokens on this rank, S tokens of the whole micro-batch
@@ -21,22 +21,23 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 @dataclass
 class ContextParallelParams(PackedSeqParams):
-    """What attention and RoPE must know about one micro-batch; shared by all its layers."""
+    """Holds what attention and RoPE must know about one micro-batch; all its layers share it."""
 
     qkv_format: str = "sbhd"
     plans: Mapping[str, Any] = field(default_factory=dict)
-    """Attention plan per kind of layer: "full" always, "window" where the model has sliding-window
-    layers.
-    """
+    """Plan of each kind of layer: "full" always, "window" where the model has sliding-window layers."""
     positions: torch.Tensor | None = None
-    """int64 [T]: RoPE position of each of this rank's rows, on the device of the model."""
+    """RoPE position of each of this rank's rows: int64 `[T]` on the device of the model."""
+    num_samples: int = 1
+    """Samples that Megatron keeps side by side: b. The rows `[T]` of this rank lie in the model as `[T / b, b]`,
+    the first column holding the first T / b of them."""
     tapes: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
-    """Attention results that recomputed layers wait for; filled and emptied by the layers."""
+    """Attention results that recomputed layers wait for; the layers fill and empty it."""
 
 
 @dataclass(frozen=True)
 class LocalBatch:
-    """One rank's share of a micro-batch, in dispatched order; tensors [1, T] for GPTModel."""
+    """Holds one rank's share of a micro-batch in dispatched order: tensors `[1, T]` for GPTModel."""
 
     tokens: torch.Tensor
     labels: torch.Tensor
@@ -44,23 +45,18 @@ class LocalBatch:
     position_ids: torch.Tensor
     params: ContextParallelParams
     num_loss_tokens: int
-    """Tokens that count in the loss over *all* ranks of the context-parallel group."""
+    """Tokens that count in the loss, over all ranks of the context group."""
 
 
 def local_batch(
     planned: Any, cp_rank: int, device: torch.device | str, *, cp_group: Any = None
 ) -> LocalBatch:
-    """The rows that rank `cp_rank` owns, labels and loss mask dispatched like the tokens.
+    """Returns the rows that rank `cp_rank` owns; labels and loss mask are dispatched like the tokens.
 
-    Labels are shifted before dispatch (in the pack), so no neighbour's token is needed at a shard's
-    edge.  Tail padding gets token 0, label 0, position 0 and loss mask 0.  No collective: each rank
-    cuts its own share.
-
-    Args:
-        planned: `data.batch.PlannedBatch` (or anything with its `batch` and `plans`).
-        cp_rank: rank inside the context-parallel group.
-        device: where the tensors go.
-        cp_group: the group attention runs over; None means the layer's own.
+    `planned` is a `data.batch.PlannedBatch`, or anything with its `batch` and `plans`. Labels are shifted in
+    the pack, before dispatch, so no neighbour's token is needed at the edge of a shard. Padding at the tail
+    gets token, label, position and loss mask 0. Attention runs over `cp_group`; None means the layer's own.
+    No collective: each rank cuts its own share.
     """
     batch, plan = planned.batch, planned.plans["full"]
     rows = np.asarray(plan.global_from_local)[cp_rank]
@@ -84,14 +80,10 @@ def context_parallel_params(
     position_ids: np.ndarray | None = None,
     cp_group: Any = None,
 ) -> ContextParallelParams:
-    """What goes into `packed_seq_params` for these plans.
+    """Returns what goes into `packed_seq_params` for these plans, which share the placement of "full".
 
-    Args:
-        plans: attention plan per kind of layer; all share one placement, that of "full".
-        cp_rank: rank inside the context-parallel group.
-        device: where `positions` goes.
-        position_ids: int [S], position of each global token; None counts through the pack.
-        cp_group: the group attention runs over; None means the layer's own.
+    `position_ids`, int `[S]`, is the position of each global token; None counts through the pack. Positions
+    go to `device`. Attention runs over `cp_group`; None means the layer's own.
     """
     plan = plans["full"]
     rows = np.asarray(plan.global_from_local)[cp_rank]
@@ -107,7 +99,7 @@ def context_parallel_params(
 
 
 def _rows_of(values_S: np.ndarray, rows: np.ndarray, device: torch.device | str) -> torch.Tensor:
-    """[1, T]: values of these global rows, 0 for the padding behind the last token."""
+    """Returns the values of these global rows, `[1, T]`; 0 for the padding behind the last token."""
     values_S = np.asarray(values_S)
     is_token = rows < values_S.shape[0]
     values_T = np.where(is_token, values_S[np.where(is_token, rows, 0)], 0).astype(values_S.dtype)

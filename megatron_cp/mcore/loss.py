@@ -1,19 +1,17 @@
-"""The loss, normalised over the context group: same value and gradients at every CP size.
+"""The loss, normalised over the context group: the same value and gradients at every CP size.
 
-A rank sees some tokens of a micro-batch and perhaps none that count.  Dividing by its own count
-weighs tokens by where they were dispatched.  Megatron's schedule has two protocols; each is exact
-only in one way:
+A rank sees some tokens of a micro-batch, perhaps none that count. Dividing by its own count would weigh
+tokens by where they were dispatched. Megatron's schedule has two protocols, and each is exact in one way
+only:
 
-    per token (`--calculate-per-token-loss`):  return (sum, count, report)
-        gradients are *summed* over data and context ranks and divided once by the count of the
-        whole global batch.
-    otherwise:  return (loss, report)
-        the schedule multiplies by cp_size and divides by the micro-batches, DDP *averages* over
-        data x context ranks; so the loss returned is  local sum / count over the context group,
-        and cp_size cancels.
+    --calculate-per-token-loss    return (sum, count, report)
+        Gradients are summed over data and context ranks and divided once, by the count of the global batch.
+    otherwise                     return (loss, report)
+        The schedule multiplies by cp_size and divides by the micro-batches; DDP averages over data x context
+        ranks. The loss returned is the local sum / count over the context group, and cp_size cancels.
 
-Without context parallelism both equal what Megatron-LM computes.  A mask without any token gives
-loss 0, gradients exactly 0.
+Without context parallelism both equal what Megatron-LM computes. A mask without any token gives loss 0 and
+gradients of exactly 0.
 """
 
 from __future__ import annotations
@@ -34,19 +32,13 @@ def make_loss_function(
     cp_group: Any,
     num_loss_tokens: int | None = None,
 ) -> Callable[[torch.Tensor], tuple[Any, ...]]:
-    """The `loss_func` that a forward step returns to Megatron's schedule.
+    """Returns the `loss_func` that a forward step gives to Megatron's schedule.
 
-    Its report is `{"lm loss": tensor([sum, count])}` of this rank; `reduce_report` adds it up over
-    ranks and micro-batches.
-
-    Args:
-        loss_mask: 0 or 1 per token of this rank, any shape of as many elements as the model's
-            output.
-        per_token: the value of `calculate_per_token_loss` in the model's configuration.
-        cp_group: the context-parallel group.
-        num_loss_tokens: tokens that count over the whole group (`LocalBatch.num_loss_tokens`).
-            None: the ranks of `cp_group` add it up inside the loss function, one all-reduce per
-            micro-batch, which all of them must reach.
+    `loss_mask` has a 0 or 1 for each token of this rank, in any shape. `per_token` is
+    `calculate_per_token_loss` of the model's configuration. `num_loss_tokens` counts the tokens in the loss
+    over the whole group (`LocalBatch.num_loss_tokens`); with None the ranks of `cp_group` add it up, one
+    all-reduce per micro-batch, which all of them must reach. The report is `{"lm loss": tensor([sum,
+    count])}` of this rank; `reduce_report` adds it up over ranks and micro-batches.
     """
     mask = loss_mask.reshape(-1).float()
 
@@ -72,13 +64,11 @@ def _count_over_group(local_count: torch.Tensor, known: int | None, cp_group: An
 
 
 def reduce_report(reports: list[dict[str, torch.Tensor]], *, dp_cp_group: Any) -> dict[str, float]:
-    """The step's mean loss per token over all ranks, from this rank's micro-batch reports.
+    """Returns the step's mean loss per token over all ranks.
 
-    Collective: every rank of `dp_cp_group` on the last pipeline stage calls it once per step.
-
-    Args:
-        reports: what the schedule's forward-backward function returned.
-        dp_cp_group: `get_data_parallel_group(with_context_parallel=True)`.
+    `reports` is what the schedule's forward-backward function returned on this rank; `dp_cp_group` is
+    `get_data_parallel_group(with_context_parallel=True)`. Collective: every rank of `dp_cp_group` on the last
+    pipeline stage calls it once per step.
     """
     total = torch.stack([report[LOSS_NAME].double() for report in reports]).sum(dim=0)
     dist.all_reduce(total, group=dp_cp_group)

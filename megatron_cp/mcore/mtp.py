@@ -1,8 +1,7 @@
 """Multi-token prediction under dispatch: rows are rolled by their *global* order.
 
-Megatron's MTP layers need each token's successor. It rolls the local rows, knowing only its own
-zigzag split; a dispatched pack needs the successor wherever it lives, and none across the end of a
-document.
+An MTP layer needs the successor of each token. Megatron rolls the rows of a rank and knows its own zigzag
+split only. In a dispatched pack the successor may live on any rank, and a document's last token has none.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from megatron_cp.runtime.shards import document_starts, roll
 
 
 def install_order_roll() -> None:
-    """Makes Megatron's `roll_tensor` follow the plan where `ContextParallelParams` are given.
+    """Makes Megatron's `roll_tensor` follow the plan where ContextParallelParams are given.
 
     Our attention calls it where MTP layers are configured. A second call changes nothing.
     """
@@ -57,24 +56,21 @@ def install_order_roll() -> None:
 def roll_by_order(
     values_T: torch.Tensor, params: ContextParallelParams, cp_group: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(each row's successor in its document, their sum over the context group / cp_size).
+    """Returns each row's successor in its document, and their sum over the context group / cp_size.
 
-    The last token of a document, and padding, get 0. The sum is Megatron's count of loss tokens
-    when a loss mask is rolled; divided by cp_size it makes the averages over ranks that Megatron
-    takes equal the mean over the whole pack, at every CP size.
-
-    Collective: every rank of the context group calls it.
-
-    Args:
-        values_T: [..., T], this rank's rows in dispatched order.
-        params: the micro-batch's parameters.
-        cp_group: used where `params.cp_group` is None.
+    `values_T` holds this rank's rows in dispatched order, `[..., T]`. The last token of a document, and
+    padding, get 0. The sum is Megatron's count of loss tokens when a loss mask is rolled: divided by cp_size
+    it makes the averages over ranks that Megatron takes equal the mean over the whole pack, at every CP size.
+    `cp_group` serves where `params.cp_group` is None. Collective: every rank of the context group calls it.
     """
     plan, group = params.plans["full"], params.cp_group or cp_group
     rank = 0 if group is None else dist.get_rank(group)
     keep_T = torch.from_numpy(_has_successor(plan)[rank].copy()).to(values_T.device)
+    shape = values_T.shape
+    if params.num_samples > 1:  # [..., b, T / b] is one stream
+        values_T = values_T.flatten(-2)
     rolled = roll(values_T, plan, group, shifts=-1, dim=-1)
-    rolled = torch.where(keep_T, rolled, torch.zeros_like(rolled))
+    rolled = torch.where(keep_T, rolled, torch.zeros_like(rolled)).reshape(shape)
     total = rolled.sum()
     if plan.cp_size > 1:
         dist.all_reduce(total, group=group)
@@ -83,7 +79,7 @@ def roll_by_order(
 
 @functools.lru_cache(maxsize=64)
 def _has_successor(plan: AttentionPlan) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Bool [P, T]: whether the row's token is followed by another one of its document."""
+    """Returns bool `[P, T]`: whether the row's token is followed by another one of its document."""
     is_last = np.ones(plan.global_from_local.size, dtype=np.bool_)
     is_last[: plan.num_tokens - 1] = False
     starts = document_starts(plan)

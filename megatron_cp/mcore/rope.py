@@ -1,14 +1,14 @@
-"""RoPE by position id: local row i is rotated by `params.positions[i]`, wherever it came from.
+"""RoPE by position id: row i of this rank is rotated by `params.positions[i]`, wherever it came from.
 
-Megatron rotates by row index, after slicing its table zigzag over the context ranks; a packed
-document would need a length divisible by 2 x cp_size.  Here positions travel with the tokens, so
-any dispatch, packing and restart is right.
+Megatron rotates by row index, after it has cut its table zigzag over the context ranks: a packed document
+would need a length divisible by 2 x cp_size. Here positions travel with the tokens, so every dispatch,
+packing and restart is right.
 
-Megatron's rotary modules are asked twice per forward: `get_rotary_seq_len(..., packed_seq_params)`,
-then `forward(that length)`.  The length we return *carries* the positions, so nothing is stored
-between the two calls: safe for interleaved pipeline stages, micro-batches in flight and
-recomputation.  Frequencies are linear in the position, so one row of Megatron's own table (position
-1) gives all of them, for RoPE, its scaled forms and YaRN alike.
+Megatron asks a rotary module twice per forward: `get_rotary_seq_len(..., packed_seq_params)`, then
+`forward(that length)`. The length that we return *carries* the positions. Nothing is stored between the two
+calls, so interleaved pipeline stages, micro-batches in flight and recomputation cannot meet. Angles are
+linear in the position: the row of position 1 in Megatron's own table gives all of them, for RoPE, its
+scaled forms and YaRN alike.
 """
 
 from __future__ import annotations
@@ -33,19 +33,17 @@ class PositionedLength(int):
     positions: torch.Tensor
 
     def __new__(cls, length: int, positions: torch.Tensor) -> PositionedLength:
-        """The length, with `positions` int64 [T]."""
+        """Returns the length, with `positions` int64 `[T / b, b]`, as the rows lie in the model."""
         self = super().__new__(cls, length)
         self.positions = positions
         return self
 
 
 class _ByPosition:
-    """Mixed into a rotary class of Megatron, whose behaviour stays without our parameters."""
+    """Makes a rotary class of Megatron follow our parameters; without them it behaves as before."""
 
-    row_shape: tuple[int, ...] = (1, 1)
-    """Dimensions between rows and width: [T, 1, 1, D] for [s, b, n, d] heads; MLA squeezes the
-    batch: [T, 1, D].
-    """
+    squeezes_batch = False
+    """Whether the layer drops the batch dimension under packed_seq_params, as multi-latent attention does."""
 
     def get_rotary_seq_len(
         self,
@@ -56,7 +54,7 @@ class _ByPosition:
         packed_seq_params: Any = None,
         **kwargs: Any,
     ) -> int:
-        """Megatron's length; with `ContextParallelParams` it carries their positions."""
+        """Returns Megatron's length; with ContextParallelParams it carries their positions."""
         if isinstance(packed_seq_params, ContextParallelParams):
             if packed_seq_params.positions is None:
                 raise ValueError(
@@ -64,7 +62,8 @@ class _ByPosition:
                     "make the parameters with megatron_cp.mcore.batch.local_batch or "
                     "context_parallel_params"
                 )
-            return PositionedLength(packed_seq_params.max_seqlen_q, packed_seq_params.positions)
+            positions = packed_seq_params.positions.view(packed_seq_params.num_samples, -1).t()
+            return PositionedLength(packed_seq_params.max_seqlen_q, positions)
         return super().get_rotary_seq_len(  # type: ignore[misc]
             inference_context,
             transformer,
@@ -75,25 +74,29 @@ class _ByPosition:
         )
 
     def forward(self, max_seq_len: int, *args: Any, **kwargs: Any) -> Any:
-        """Angles [T, 1, 1, D] (MLA: [T, 1, D]) at the carried positions; YaRN: with mscale."""
+        """Returns the angles `[T / b, b, 1, D]` (MLA: `[T, 1, D]`) at the carried positions; YaRN: and mscale."""
         if not isinstance(max_seq_len, PositionedLength):
             return super().forward(max_seq_len, *args, **kwargs)  # type: ignore[misc]
         table = self.get_emb(2)  # type: ignore[attr-defined]
         emb, mscale = table if isinstance(table, tuple) else (table, None)
         angle_of_one_D = emb[1].reshape(-1)
-        positions_T = max_seq_len.positions.to(device=emb.device, dtype=emb.dtype)
-        angles = torch.outer(positions_T, angle_of_one_D).view(
-            -1, *self.row_shape, angle_of_one_D.numel()
-        )
+        positions = max_seq_len.positions.to(device=emb.device, dtype=emb.dtype)
+        if self.squeezes_batch and positions.shape[1] > 1:
+            raise NotImplementedError(
+                f"multi-latent attention with {positions.shape[1]} samples in a micro-batch of documents: Megatron "
+                "squeezes the batch there; give --micro-batch-size 1 and the same --global-batch-size"
+            )
+        angles = positions[:, :, None, None] * angle_of_one_D
+        angles = angles.squeeze(1) if self.squeezes_batch else angles
         return angles if mscale is None else (angles, mscale)
 
 
 class PositionRotaryEmbedding(_ByPosition, RotaryEmbedding):
-    """Megatron's RotaryEmbedding, by position id."""
+    """Rotates as Megatron's RotaryEmbedding, by position id."""
 
 
 class PositionYarnRotaryEmbedding(_ByPosition, YarnRotaryEmbedding):
-    """Megatron's YarnRotaryEmbedding, by position id."""
+    """Rotates as Megatron's YarnRotaryEmbedding, by position id."""
 
 
 _REPLACEMENTS: dict[type, type] = {
@@ -103,14 +106,11 @@ _REPLACEMENTS: dict[type, type] = {
 
 
 def install_position_rotary(model: torch.nn.Module | Iterable[torch.nn.Module]) -> int:
-    """Makes every rotary embedding of the model follow position ids; returns their number.
+    """Returns the number of rotary embeddings in the model, all of which now follow position ids.
 
-    Call it once after the model is built, on every pipeline stage, before wrapping it.  Parameters
-    and checkpoints do not change: the modules keep their state and only change class.  A second
-    call changes nothing.
-
-    Raises:
-        NotImplementedError: for multimodal RoPE and rotary classes that Megatron does not ship.
+    Call it after the model is built, on every pipeline stage, before it is wrapped. Parameters and
+    checkpoints do not change: the modules keep their state and change class only. A second call changes
+    nothing. Raises NotImplementedError for multimodal RoPE and rotary classes that Megatron does not ship.
     """
     chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
     num_installed = 0
@@ -121,7 +121,7 @@ def install_position_rotary(model: torch.nn.Module | Iterable[torch.nn.Module]) 
         if not isinstance(rotary, _ByPosition):
             rotary.__class__ = _replacement_of(rotary)
         if isinstance(parent, MultiLatentAttention):
-            rotary.row_shape = (1,)  # type: ignore[assignment]
+            rotary.squeezes_batch = True  # type: ignore[assignment]
         num_installed += 1
     return num_installed
 

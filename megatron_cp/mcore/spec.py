@@ -32,7 +32,7 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from megatron_cp.mcore import compat
+from megatron_cp.mcore import compat, hooks
 from megatron_cp.mcore.attention import ContextParallelAttention
 from megatron_cp.mcore.norm import MEGATRONS_OWN, LocalNorm
 from megatron_cp.mcore.router import EqualWeightRouter
@@ -40,6 +40,7 @@ from megatron_cp.mcore.validation import check_engine, check_spec
 
 compat.check_megatron_version()
 compat.repair_megatron()
+hooks.install()
 # A block made from a layer spec takes its final norm from here. Without Transformer Engine that one
 # refuses sequence parallelism (apex: RMSNorm); ours builds the same norm where it does not.
 if transformer_block.LayerNormImpl in MEGATRONS_OWN:

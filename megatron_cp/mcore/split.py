@@ -1,15 +1,13 @@
-"""Plans for batches that Megatron has split over the context ranks by itself.
+"""Makes plans for batches that Megatron has split over the context ranks by itself.
 
-Swapped into an existing Megatron configuration, our attention must take the rows where Megatron put
-them.  Megatron has two splits, both zigzag (2 x cp_size pieces, rank r holds pieces r and 2 x
-cp_size - 1 - r):
+Swapped into an existing Megatron configuration, our attention takes the rows where Megatron put them. Both
+of its splits are zigzag: of 2 x cp_size pieces, rank r holds pieces r and 2 x cp_size - 1 - r.
 
-    [s, b, n, d]   the sequence                cp_size=2:   0 1 | 2 3 | 4 5 | 6 7   ->   rank 0: 0 1
-    6 7   rank 1: 2 3 4 5 thd            every document by itself    documents of 4, 4:  rank 0: 0 3
-    4 7   rank 1: 1 2 5 6
+    layout         what is cut                example, cp_size=2     rank 0     rank 1
+    [s, b, n, h]   the sequence               8 tokens               0 1 6 7    2 3 4 5
+    thd            every document by itself   documents of 4 and 4   0 3 4 7    1 2 5 6
 
-The placement is made here and given to the planner, which adds the transfers; plans are cached,
-since lengths repeat.
+The placement is made here; the planner adds the transfers. Plans are cached, since lengths repeat.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import from_slices
+from megatron_cp.mcore.documents import current_rule
 from megatron_cp.plan.placement import per_document_zigzag
 from megatron_cp.plan.planner import plan_on_placement
 from megatron_cp.plan.schema import AttentionPlan
@@ -37,16 +36,11 @@ _checked_masks: Any = WeakIdKeyDictionary()
 
 
 def band_of(mask_type: AttnMaskType, window: tuple[int, int] | None) -> Band:
-    """Bounds (lo, hi) of key - query inside one document: the layer's static mask.
+    """Returns the bounds (lo, hi) of key - query inside one document: the layer's static mask.
 
-    Args:
-        mask_type: Megatron's static mask type.  Query and key lengths are equal, so bottom-right
-            causal is causal.
-        window: (left, right) keys that a query sees beside its own, -1 = all; None without a
-            window.
-
-    Raises:
-        NotImplementedError: for `arbitrary`, whose mask only a dense tensor holds.
+    `window` counts the keys (left, right) that a query sees beside its own, -1 for all; None is no window.
+    Queries and keys are equally many, so bottom-right causal is causal. Raises NotImplementedError for
+    `arbitrary`, whose mask only a dense tensor holds.
     """
     if mask_type not in (*_CAUSAL, *_FULL):
         raise NotImplementedError(
@@ -67,18 +61,13 @@ def band_of(mask_type: AttnMaskType, window: tuple[int, int] | None) -> Band:
 def plan_of_split(
     starts: tuple[int, ...], lengths: tuple[int, ...], cp_size: int, band: Band, config: CPConfig
 ) -> AttentionPlan:
-    """The plan over documents that Megatron split zigzag, one by one.
+    """Returns the plan over documents that Megatron split zigzag, one by one.
 
-    Args:
-        starts: first row of each document in the padded stream, and its end behind: n + 1 values.
-        lengths: real tokens of each document; what follows up to the next start is padding, seen by
-            and seeing nobody.
-        cp_size: ranks of the context group.
-        band: bounds (lo, hi) of key - query inside a document.
-        config: sizes for the cost model; its planner is not asked, Megatron has placed the tokens.
-
-    Raises:
-        ValueError: if a padded document cannot have been split zigzag.
+    `starts` holds the first row of each document in the padded stream, then the end of the last one.
+    `lengths` counts the real tokens of each; what follows up to the next start is padding, which sees nobody
+    and is seen by nobody. `band` bounds key - query inside a document. `config` has the sizes for the cost
+    model; its planner is not asked, because Megatron has placed the tokens. Raises ValueError if a padded
+    document cannot have been split zigzag.
     """
     padded = [stop - start for start, stop in itertools.pairwise(starts)]
     placement = per_document_zigzag(padded, cp_size)
@@ -90,11 +79,54 @@ def plan_of_split(
     return plan_on_placement(mask, placement, config, "megatron_split")
 
 
-def documents_of(params: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(starts, lengths) of the documents in Megatron's THD parameters, empty ones dropped.
+def check_thd_split(thd_split: str | None) -> None:
+    """Returns if `thd_split` names a cut of thd batches over the context ranks that can be followed.
 
-    Raises:
-        NotImplementedError: when queries and keys are packed differently.
+    Raises ValueError for any other. Zigzag over the *sequence* with documents' cu_seqlens cannot be followed:
+    Megatron's RoPE rotates such rows by positions of the other cut.
+    """
+    if thd_split not in (None, "per_document"):
+        raise ValueError(
+            f"thd_split={thd_split!r}; allowed are None and 'per_document'; batches that are cut in another way "
+            "must pass the hooks of megatron_cp.mcore.hooks, which cut them themselves"
+        )
+
+
+def documents_of_batch(
+    params: Any, num_rows: int, cp_size: int, thd_split: str | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns (starts, lengths) of the documents in a batch of `num_rows` rows a rank that Megatron has cut.
+
+    Without thd parameters the batch is one document. Raises RuntimeError where Megatron-LM's flags ask for
+    documents that did not come along, and ValueError where it is unknown how a thd batch was cut.
+    """
+    if params is None:
+        rule = current_rule()
+        if rule.asks_for_documents:
+            raise RuntimeError(
+                f"{rule.asked_by} asks for documents that do not see each other, but this batch came without them: "
+                "its loop does not use Megatron-LM's batch functions as they stand in its modules; call "
+                "megatron_cp.mcore.hooks.install() after the imports of the training script"
+            )
+        return (0, num_rows * cp_size), (num_rows * cp_size,)
+    if params.qkv_format != "thd":
+        raise NotImplementedError(
+            f"packed_seq_params.qkv_format={params.qkv_format!r}; Megatron's own parameters "
+            "must be 'thd'; use ContextParallelParams for anything else"
+        )
+    if cp_size > 1 and thd_split is None:
+        raise ValueError(
+            f"packed_seq_params.qkv_format='thd' on {cp_size} context ranks does not say how the rows were cut, and "
+            "Megatron has two ways; let the hooks cut the batch (docs/megatron.md), or, where each document was cut "
+            "zigzag, say so: with_context_parallel(spec, thd_split='per_document')"
+        )
+    return documents_of(params)
+
+
+def documents_of(params: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns (starts, lengths) of the documents in Megatron's THD parameters, without empty ones.
+
+    Raises NotImplementedError when queries and keys are packed differently.
     """
     known = getattr(params, "_megatron_cp_documents", None)
     if known is not None:  # one transfer from the device per micro-batch, not one per layer
@@ -128,16 +160,10 @@ def check_mask_is_causal(
 ) -> None:
     """Returns if a dense mask (True = hidden) only says that no query sees later keys.
 
-    Megatron-LM's loader makes this mask by default. Each mask tensor is looked at once.
-
-    Args:
-        attention_mask: bool [..., T, S], queries of this rank against all keys.
-        plan: where the rows of this rank come from.
-        rank: rank in the context group.
-        band: bounds of the layer's own mask; a layer that sees later keys takes no dense mask.
-
-    Raises:
-        NotImplementedError: for every other mask; it is never ignored.
+    `attention_mask` is bool `[..., T, S]`: queries of rank `rank`, which `plan` places, against all keys.
+    Megatron-LM's loader makes this mask by default; each tensor is looked at once. A layer whose own `band`
+    lets queries see later keys takes no dense mask. Raises NotImplementedError for every other mask: it is
+    never ignored.
     """
     seen = (attention_mask._version, plan.digest())
     if band[1] == 0 and _checked_masks.get(attention_mask) == seen:
@@ -149,8 +175,8 @@ def check_mask_is_causal(
     if not fits or not bool((attention_mask.bool() == hidden).all()):
         raise NotImplementedError(
             f"attention_mask of shape {tuple(attention_mask.shape)} is not the causal mask; a "
-            "dense mask is not served (and never ignored); drop it "
-            "(--no-create-attention-mask-in-dataloader), or give the mask as a plan in "
-            "packed_seq_params"
+            "dense mask of another kind is not served here, and never ignored; a batch with documents "
+            "must pass the hooks of megatron_cp.mcore.hooks, which see it whole; in a loop of your own "
+            "give the mask as a plan in packed_seq_params"
         )
     _checked_masks[attention_mask] = seen

@@ -18,8 +18,12 @@ from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
-NEEDS_TRITON = frozenset({"megatron.core.transformer.moe.ops.paged_stash"})
-"""Modules of Megatron that import triton unguarded and are imported in order to train."""
+NEEDS_TRITON = (
+    "megatron.core.transformer.moe.ops.paged_stash",
+    "megatron.core.transformer.custom_layers.batch_invariant_kernels",  # 0.16 and 0.17, by megatron.training
+    "megatron.core.ssm.",  # 0.19 and 0.20, by megatron.training
+)
+"""Beginnings of the names of modules that import triton unguarded and are imported in order to train."""
 
 
 def install() -> bool:
@@ -55,17 +59,41 @@ def _jit(function: Any = None, **options: Any) -> Any:
     return _jit if function is None else _Kernel(function.__name__)
 
 
+def _decorator(*options: Any, **more: Any) -> Any:
+    """Returns what `@triton.autotune(...)` and `@triton.heuristics(...)` do to a kernel here: nothing."""
+    return lambda kernel: kernel
+
+
+class _Name:
+    """Stands for a name that a declaration of a kernel mentions: a type, a configuration."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
 def _stand_ins() -> dict[str, ModuleType]:
     """Returns `triton` and `triton.language`, with what a declaration of a kernel names."""
     triton, language = ModuleType("triton"), ModuleType("triton.language")
-    vars(triton).update(jit=_jit, language=language)
-    vars(language).update(constexpr=object)
+    vars(triton).update(
+        __version__="0", jit=_jit, autotune=_decorator, heuristics=_decorator, language=language
+    )
+    vars(language).update(__getattr__=_a_name)
+    vars(triton).update(__getattr__=_a_name)
     return {"triton": triton, "triton.language": language}
+
+
+def _a_name(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _Name
 
 
 @contextlib.contextmanager
 def _visible() -> Iterator[None]:
-    """Context in which `import triton` finds the stand-in."""
+    """Context in which `import triton` finds the stand-in; modules that import each other nest."""
+    if "triton" in sys.modules:
+        yield
+        return
     stand_ins = _stand_ins()
     sys.modules.update(stand_ins)
     try:
@@ -96,7 +124,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """Returns the wrapped spec of such a module, None for every other name."""
-        if name not in NEEDS_TRITON:
+        if not name.startswith(NEEDS_TRITON):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:

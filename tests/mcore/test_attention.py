@@ -48,7 +48,9 @@ def attend_packed(rank, cp, real, padded, mask_type, three_dimensional):
         from megatron.core.packed_seq_params import PackedSeqParams
         from megatron.core.transformer.enums import AttnMaskType
 
-        attention = make_attention(Case(cp=cp), attn_mask_type=AttnMaskType[mask_type])
+        attention = make_attention(
+            Case(cp=cp), attn_mask_type=AttnMaskType[mask_type], thd_split="per_document"
+        )
         cu_real, cu_padded = (
             torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32) for lengths in (real, padded)
         )
@@ -160,6 +162,7 @@ def _refusals(rank, world_size):
         case = Case()
         note("dropout", lambda: make_attention(case.with_options(attention_dropout=0.1)))
         note("dropout argument", lambda: make_attention(case, attention_dropout=0.1))
+        note("thd split", lambda: make_attention(case, thd_split="per_sequence"))
         note("cross", lambda: make_attention(case, attention_type="cross"))
         attention = make_attention(case)
         q, k, v = random_heads(16)
@@ -205,6 +208,7 @@ def test_what_cannot_be_honoured_is_refused_with_a_way_out():
     expected = {
         "dropout": "attention_dropout=0.1",
         "dropout argument": "attention_dropout=0.1",
+        "thd split": "thd_split='per_sequence'",
         "cross": "attention_type='cross'",
         "document mask": "is not the causal mask",
         "mask changed after it was accepted": "is not the causal mask",
@@ -227,7 +231,7 @@ def _split_is_refused(rank, world_size):
     with parallel_state(Case(cp=2)):
         from megatron.core.packed_seq_params import PackedSeqParams
 
-        attention = make_attention(Case(cp=2))
+        attention = make_attention(Case(cp=2), thd_split="per_document")
         cu_seqlens = torch.tensor([0, 6, 16], dtype=torch.int32)
         params = PackedSeqParams(
             qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens

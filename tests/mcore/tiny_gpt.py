@@ -7,6 +7,7 @@ layout of ranks starts from the same model.
 
 import contextlib
 import dataclasses
+import functools
 import zlib
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -23,7 +24,9 @@ NUM_PACKS = 2  # per step, over all data-parallel ranks and micro-batches
 class Case:
     """One training run; the defaults are Megatron's own attention on one rank."""
 
-    attention: str = "megatron"  # megatron | split (ours, rows where Megatron put them) | planned
+    # megatron | split (ours, rows where Megatron put them) | planned | hooked (as under Megatron-LM)
+    attention: str = "megatron"
+    documents: str = "mask"  # hooked: how the batch tells its documents
     planner: str = "auto"
     tp: int = 1
     pp: int = 1
@@ -240,6 +243,8 @@ def tensors_of_pack(case: Case, config, pack: Pack, groups) -> SimpleNamespace:
     from megatron_cp.mcore.batch import local_batch
 
     cp_rank = groups.get_context_parallel_rank()
+    if case.attention == "hooked":
+        return stock_batch(case, pack)
     if case.attention == "planned":
         local = local_batch(
             planned(case, config, pack),
@@ -254,11 +259,7 @@ def tensors_of_pack(case: Case, config, pack: Pack, groups) -> SimpleNamespace:
     if (
         case.packed
     ):  # Megatron's own: a dense mask, True = hidden; positions run on, RoPE is relative
-        document = np.repeat(np.arange(len(pack.lengths)), pack.lengths)
-        hidden = (document[:, None] != document[None, :]) | np.triu(
-            np.ones((SEQUENCE,) * 2, bool), 1
-        )
-        attention_mask = torch.from_numpy(hidden)[None, None]
+        attention_mask = dense_mask(pack.lengths)
     fields = {
         name: torch.from_numpy(getattr(pack, name)[rows])[None]
         for name in ("tokens", "labels", "loss_mask", "position_ids")
@@ -267,6 +268,35 @@ def tensors_of_pack(case: Case, config, pack: Pack, groups) -> SimpleNamespace:
     return SimpleNamespace(
         attention_mask=attention_mask, params=None, num_loss_tokens=num, **fields
     )
+
+
+def stock_batch(case: Case, pack: Pack) -> SimpleNamespace:
+    """This rank's inputs as Megatron-LM's get_batch makes them, with the functions as they stand in their module."""
+    import inspect
+
+    from megatron.core import utils
+
+    names = ("tokens", "labels", "loss_mask", "position_ids")
+    batch = {name: torch.from_numpy(getattr(pack, name).copy())[None] for name in names}
+    if case.documents == "mask":
+        batch["attention_mask"] = dense_mask(pack.lengths)
+    elif case.documents == "cu_seqlens":
+        batch["cu_seqlens"] = torch.tensor([[0, *np.cumsum(pack.lengths)]], dtype=torch.int32)
+    cut = utils.get_batch_on_this_cp_rank
+    more = {"is_hybrid_cp": False} if "is_hybrid_cp" in inspect.signature(cut).parameters else {}
+    cut(batch, **more)
+    for name in ("attention_mask", "cu_seqlens"):
+        batch.setdefault(name, None)
+    return SimpleNamespace(params=None, **batch)
+
+
+def dense_mask(lengths: tuple[int, ...]) -> torch.Tensor:
+    """Megatron's own form, [1, 1, S, S], True = hidden: each document by itself, causal."""
+    document = np.repeat(np.arange(len(lengths)), lengths)
+    hidden = (document[:, None] != document[None, :]) | np.triu(
+        np.ones((len(document),) * 2, bool), 1
+    )
+    return torch.from_numpy(hidden)[None, None]
 
 
 class Trainer:
@@ -352,12 +382,22 @@ class Trainer:
             labels=inputs.labels,
             packed_seq_params=inputs.params,
         )
+        if self.case.attention == "hooked":
+            return output, functools.partial(loss_of_rank, inputs.loss_mask)
         return output, make_loss_function(
             inputs.loss_mask,
             per_token=self.case.per_token,
             cp_group=self.groups.get_context_parallel_group(),
             num_loss_tokens=inputs.num_loss_tokens,
         )
+
+
+def loss_of_rank(loss_mask, losses):
+    """What Megatron-LM's own loss function gives: the sum and the count of this rank alone."""
+    mask = loss_mask.view(-1)
+    loss, count = (losses.view(-1).float() * mask).sum(), mask.sum()
+    report = {"lm loss": torch.stack((loss.detach(), count))}
+    return loss, count.to(torch.int), report
 
 
 def train(rank: int, world_size: int, case: Case) -> list[tuple[float, float]]:

@@ -1,0 +1,92 @@
+"""Cuts a micro-batch that Megatron-LM has loaded, by the plan of its documents.
+
+    batch [b, S]  ->  one stream of b x S tokens  ->  T rows of this rank  ->  batch [b, T / b]
+
+Shapes are those of Megatron's own cut, so pipeline stages and sequence parallelism see nothing new; which
+token a row holds is the plan's affair.
+"""
+
+# b samples of a micro-batch, S tokens of a sample, P context ranks, T = b S / P rows of a rank
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_cp.data.batch import PlanRequest, make_batch_plans
+from megatron_cp.mask import packed
+from megatron_cp.mcore import layers
+from megatron_cp.mcore.batch import ContextParallelParams
+from megatron_cp.plan.placement import chunk_layout
+
+Lengths = tuple[int, ...]
+
+SEQUENCE_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
+PARAMS = "_megatron_cp_params"
+"""Attribute of the cut tensors: the parameters that go with them into the model."""
+
+
+def cut_batch(batch: dict[str, Any], lengths: Lengths, group: Any) -> ContextParallelParams:
+    """Returns the parameters of this micro-batch; the batch holds this rank's rows from now on.
+
+    `batch` has Megatron-LM's keys, with whole sequences `[b, S]`; they become `[b, S / P]`. Samples lie one
+    after the other in the plan's stream of b x S tokens. The dense mask and cu_seqlens are taken out: the plan
+    is the mask. No collective: every rank cuts its own share.
+    """
+    whole = next(batch[key] for key in SEQUENCE_KEYS if batch.get(key) is not None)
+    num_samples, device = whole.shape[0], whole.device
+    params = params_of_documents(lengths, num_samples, device, group)
+    rows = torch.from_numpy(_rows_of(params, group)).to(device)
+    for key in SEQUENCE_KEYS:
+        if batch.get(key) is not None:
+            batch[key] = batch[key].reshape(-1)[rows].view(num_samples, -1)
+            setattr(batch[key], PARAMS, params)
+    for key in ("attention_mask", "cu_seqlens", "cu_seqlens_padded", "max_seqlen"):
+        if key in batch:
+            batch[key] = None
+    return params
+
+
+def params_of_documents(
+    lengths: Lengths, num_samples: int, device: torch.device, group: Any
+) -> ContextParallelParams:
+    """Returns plans of these documents, and positions that count in each."""
+    num_tokens = sum(lengths)
+    request = _without_padding(layers.plan_request(num_samples), num_tokens)
+    plans = make_batch_plans(packed.documents(lengths), request)
+    plan = plans["full"]
+    if plan.tokens_per_rank * group.size() != num_tokens:
+        raise ValueError(
+            f"a micro-batch of {num_tokens} tokens cannot be cut into equal shares of {request.cp_size} context "
+            f"ranks, in multiples of {request.config.token_multiple}; give a --seq-length that divides by context x "
+            "tensor parallel size"
+        )
+    rows, starts = plan.global_from_local[group.rank()], np.cumsum([0, *lengths[:-1]])
+    positions = rows - starts[np.searchsorted(starts, rows, side="right") - 1]
+    return ContextParallelParams(
+        plans=dict(plans),
+        positions=torch.from_numpy(positions).to(device),
+        num_samples=num_samples,
+        max_seqlen_q=num_tokens,
+        max_seqlen_kv=num_tokens,
+    )
+
+
+def _without_padding(request: PlanRequest, num_tokens: int) -> PlanRequest:
+    """Returns the request with a chunk size that pads no rows: Megatron's shapes leave no room for them.
+
+    By itself a planner may pad up to a 64th of the rows, to get finer chunks of an odd length.
+    """
+    rows, config = num_tokens // request.cp_size, request.config
+    chunk, count = chunk_layout(num_tokens, request.cp_size, config)
+    if config.chunk_size is not None or chunk * count == rows:
+        return request
+    finest = max(n for n in range(1, count + 1) if rows % n == 0)
+    return replace(request, config=replace(config, chunk_size=rows // finest))
+
+
+def _rows_of(params: ContextParallelParams, group: Any) -> np.ndarray[Any, Any]:
+    return params.plans["full"].global_from_local[group.rank()].copy()

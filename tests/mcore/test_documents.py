@@ -1,0 +1,144 @@
+"""Documents found in a batch, against lists made one token at a time as Megatron-LM describes its flags."""
+
+from argparse import Namespace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_cp.mcore.documents import DocumentRule, find_documents, rule_from_arguments
+
+EOD = 9
+samples = st.lists(st.integers(0, EOD), min_size=1, max_size=40)
+
+
+def loaded(sample: list[int]) -> tuple[list[int], list[int], list[list[bool]]]:
+    """(lengths, positions, hidden) of a sample: a document ends with EOD, and sees itself only, causally."""
+    document, position, number, place = [], [], 0, 0
+    for token in sample:
+        document.append(number)
+        position.append(place)
+        place += 1
+        if token == EOD:
+            number, place = number + 1, 0
+    lengths = [document.count(d) for d in sorted(set(document))]
+    size = range(len(sample))
+    hidden = [[k > q or document[q] != document[k] for k in size] for q in size]
+    return lengths, position, hidden
+
+
+def batch_of(samples: list[list[int]]) -> tuple[dict[str, torch.Tensor], tuple[int, ...]]:
+    made = [loaded(sample) for sample in samples]
+    batch = {
+        "tokens": torch.tensor(samples),
+        "position_ids": torch.tensor([positions for _, positions, _ in made]),
+        "attention_mask": torch.tensor([hidden for _, _, hidden in made])[:, None],
+    }
+    return batch, tuple(length for lengths, _, _ in made for length in lengths)
+
+
+@given(samples, st.integers(1, 3))
+def test_every_source_finds_the_documents_of_every_sample(sample, num_samples):
+    batch, lengths = batch_of([sample[i:] + sample[:i] for i in range(num_samples)])
+    for source in ("positions", "mask", "eod"):
+        assert find_documents(batch, DocumentRule(source, "--flags", EOD)) == lengths
+    assert find_documents(batch, DocumentRule("none")) is None
+    found = find_documents({"attention_mask": batch["attention_mask"]}, DocumentRule())
+    assert found == (lengths if len(lengths) > num_samples else None)
+    ends = [0]
+    for length in lengths:
+        ends.append(ends[-1] + length)
+    thd = {
+        "cu_seqlens": torch.tensor([[*ends, ends[-1]]], dtype=torch.int32)
+    }  # empty ones count for nothing
+    assert find_documents(thd, DocumentRule()) == lengths
+    thd["position_ids"] = batch["position_ids"].view(1, -1)
+    assert find_documents(thd, DocumentRule("cu_seqlens", "--sft")) == lengths
+
+
+def test_padding_belongs_to_its_document_and_the_rest_of_the_pack_is_one_more():
+    batch = {
+        "tokens": torch.zeros(1, 16, dtype=torch.int64),
+        "cu_seqlens": torch.tensor([[0, 3, 8]]),
+        "cu_seqlens_padded": torch.tensor([[0, 4, 12]]),
+    }
+    assert find_documents(batch, DocumentRule()) == (4, 8, 4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({}, "none"),
+        ({"reset_position_ids": True}, "none"),  # positions alone hide nobody
+        ({"eod_mask_loss": True}, "none"),
+        ({"reset_attention_mask": True}, "mask"),
+        ({"reset_attention_mask": True, "reset_position_ids": True}, "positions"),
+        ({"reset_attention_mask": True, "create_attention_mask_in_dataloader": False}, "eod"),
+        ({"dataloader_inter_document_masking": True, "reset_attention_mask": True}, "cu_seqlens"),
+        ({"sft": True}, "cu_seqlens"),
+    ],
+)
+def test_flags_say_where_documents_are_known_from(flags, expected):
+    rule = rule_from_arguments(Namespace(**flags), SimpleNamespace(eod=EOD, pad=0))
+    assert rule.source == expected
+    assert rule.asks_for_documents == (expected != "none")
+    assert rule.eod == (EOD if expected == "eod" else None)
+
+
+class _NoSuchToken:
+    eod = EOD
+
+    @property
+    def pad(self):
+        raise NotImplementedError("no pad")
+
+
+def test_a_tokenizer_whose_documents_ends_cannot_be_seen_is_refused():
+    flags = {"reset_attention_mask": True, "create_attention_mask_in_dataloader": False}
+    assert rule_from_arguments(Namespace(**flags), _NoSuchToken()).eod == EOD
+    same = SimpleNamespace(eod=EOD, pad=EOD)
+    # Megatron's loader then keeps every pad token, unless it was told not to.
+    assert rule_from_arguments(Namespace(**flags), same).eod == EOD
+    with pytest.raises(ValueError, match="one token, 9, for padding and for the end"):
+        rule_from_arguments(Namespace(**flags, allow_ambiguous_pad_tokens=True), same)
+    with pytest.raises(ValueError, match="names no end-of-document token"):
+        rule_from_arguments(Namespace(**flags), None)
+
+
+def _dense(*allowed: str) -> torch.Tensor:
+    return torch.tensor([[[[c == "." for c in row] for row in allowed]]])
+
+
+@pytest.mark.parametrize(
+    ("rule", "batch", "message"),
+    [
+        ("positions", {"position_ids": torch.tensor([[0, 1, 3, 4]])}, r"position_ids\[0, 2\]=3"),
+        ("positions", {"position_ids": torch.tensor([[0, 1], [2, 3]])}, r"position_ids\[1, 0\]=2"),
+        ("positions", {}, "the batch has no position_ids"),
+        ("eod", {}, "the batch has no tokens"),
+        ("cu_seqlens", {}, "the batch has no cu_seqlens"),
+        ("batch", {"cu_seqlens": torch.tensor([1, 4])}, "must begin at 0"),
+        ("batch", {"cu_seqlens": torch.tensor([0, 4, 3])}, "must begin at 0 and never fall"),
+        ("batch", {"cu_seqlens": torch.tensor([0, 9]), "tokens": torch.zeros(1, 8)}, "ends at 9"),
+        (
+            "batch",
+            {"cu_seqlens": torch.tensor([0, 2, 4]), "position_ids": torch.tensor([[0, 1, 2, 0]])},
+            "start again at token 3",
+        ),
+        (
+            "batch",
+            {"cu_seqlens": torch.tensor([0, 1, 2, 4]), "position_ids": torch.tensor([[0, 1, 0, 1]])},
+            "begins at token 1, whose position is 1",
+        ),
+        ("mask", {"attention_mask": _dense("#..", "##.", "#.#")}, "is not that of causal documents"),
+        ("batch", {"attention_mask": _dense("#..", "#.#", "###")}, "is not that of causal documents"),
+        ("mask", {"attention_mask": _dense("#..", ".#.", ".##")[..., :2, :]}, "not that of causal"),
+        ("mask", {"attention_mask": _dense("#..", ".#.", "###")}, "is not that of causal documents"),
+        ("mask", {"attention_mask": _dense("#..", "...", "..#")}, "is not that of causal documents"),
+    ],
+)  # fmt: skip
+def test_what_does_not_describe_documents_is_refused(rule, batch, message):
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        find_documents(batch, DocumentRule(rule, "--flags", EOD))

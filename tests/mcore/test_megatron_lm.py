@@ -1,0 +1,126 @@
+"""Megatron-LM's own pretrain_gpt.py, unchanged, with our spec: its losses against those of its own attention.
+
+Needs a checkout, named by the variable MEGATRON_LM, and what its imports need (six, einops, omegaconf, ...).
+"""
+
+import functools
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_cp.data.indexed_writer import IndexedWriter
+
+ROOT = Path(__file__).resolve().parents[2]
+CHECKOUT = os.environ.get("MEGATRON_LM")
+EOD = 127
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(not CHECKOUT, reason="MEGATRON_LM names no checkout of Megatron-LM"),
+]
+
+MODEL = shlex.split("""
+    --num-layers 2 --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2
+    --seq-length 64 --max-position-embeddings 64 --position-embedding-type rope --attention-dropout 0
+    --hidden-dropout 0 --untie-embeddings-and-output-weights --transformer-impl local --micro-batch-size 1
+    --global-batch-size 2 --train-iters 20 --lr 3e-3 --lr-decay-style constant --split 90,10,0
+    --tokenizer-type NullTokenizer --distributed-backend gloo --use-cpu-initialization --log-interval 1
+    --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion --no-rope-fusion
+    --no-bias-dropout-fusion --no-persist-layer-norm --eval-interval 1000 --eval-iters 1 --num-workers 0
+""")
+SPEC = ["--spec", "megatron_cp.mcore.spec", "gpt_layer_spec"]
+RESET = ["--reset-attention-mask", "--reset-position-ids"]
+NO_MASK = ["--no-create-attention-mask-in-dataloader"]
+EOD_LOSS = ["--eod-mask-loss"]
+TWO_SAMPLES = ["--micro-batch-size", "2", "--global-batch-size", "4"]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    """Counting documents of 4 to 70 tokens, each closed by the end token; longer ones than a sample too."""
+    prefix = tmp_path_factory.mktemp("corpus") / "documents"
+    random = np.random.default_rng(0)
+    with IndexedWriter(prefix, dtype=np.uint16) as writer:
+        for _ in range(300):
+            length, start, step = (
+                random.integers(3, 70),
+                random.integers(100),
+                random.integers(1, 4),
+            )
+            writer.add_document(np.append((start + step * np.arange(length)) % 100, EOD))
+        writer.finish()
+    return prefix
+
+
+def minor_version() -> int:
+    """The version of the checkout: 16 for 0.16.1."""
+    text = Path(CHECKOUT, "megatron/core/package_info.py").read_text()
+    return int(re.search(r"MINOR = (\d+)", text)[1])
+
+
+@functools.cache
+def losses(corpus: Path, ranks: int, *flags: str) -> tuple[list[float], list[str]]:
+    """(the loss of every step, our lines) as Megatron-LM's log has them."""
+    eod_counts = minor_version() >= 19  # its NullTokenizer counts the end token in the vocabulary
+    data = ["--data-path", str(corpus), "--data-cache-path", str(corpus.parent / "cache")]
+    vocabulary = ["--vocab-size", str(EOD + eod_counts)]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCH_COMPILE_DISABLE": "1",
+        "PYTHONPATH": os.pathsep.join([CHECKOUT, str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }  # fmt: skip
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    script = str(ROOT / "tests/mcore/megatron_lm_on_cpu.py")
+    done = subprocess.run(
+        [*launcher, str(ranks), script, *MODEL, *vocabulary, *data, *flags],
+        capture_output=True, text=True, env=environment, cwd=corpus.parent, check=False,
+    )  # fmt: skip
+    problems = [line for line in done.stderr.splitlines() if line.startswith("[rank0]:")]
+    assert done.returncode == 0, "\n".join(problems) or done.stderr[-3000:]
+    found = [float(x) for x in re.findall(r"lm loss: ([0-9.E+-]+)", done.stdout)]
+    return found, re.findall(r"^megatron_cp: .*$", done.stdout, flags=re.MULTILINE)
+
+
+LAYOUTS = {
+    "cp1": (1, []),
+    "cp2": (2, ["--context-parallel-size", "2"]),
+    "cp4": (4, ["--context-parallel-size", "4"]),
+    "tp2-cp2": (4, ["--tensor-model-parallel-size", "2", "--context-parallel-size", "2"]),
+    "pp2-cp2": (4, ["--pipeline-model-parallel-size", "2", "--context-parallel-size", "2"]),
+}
+FLAGS = {
+    "positions": (RESET, "position ids"),
+    "positions, no mask": ([*RESET, *NO_MASK], "position ids"),
+    "mask": (["--reset-attention-mask"], "the dense attention mask"),
+    "eod": (["--reset-attention-mask", *NO_MASK], "end-of-document tokens"),
+    "two samples": ([*RESET, *NO_MASK, *TWO_SAMPLES], "position ids"),
+    "inter-document": (["--dataloader-inter-document-masking"], "cu_seqlens"),
+}
+
+
+@pytest.mark.parametrize("documents", FLAGS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_twenty_losses_equal_those_of_megatrons_own_attention(corpus, layout, documents):
+    flags, source = FLAGS[documents]
+    if documents == "inter-document" and minor_version() < 19:
+        pytest.skip("this Megatron-LM has no --dataloader-inter-document-masking")
+    ranks, parallel = LAYOUTS[layout]
+    # Weights are drawn by layout: the reference has the same tensor and pipeline ranks, no context ranks, and
+    # the dense mask that Megatron's attention needs.
+    own = [flag for flag in parallel if flag != "--context-parallel-size"]
+    if len(own) < len(parallel):
+        del own[-1]
+    size = ranks // (int(layout[-1]) if "cp" in layout else 1)
+    batch = TWO_SAMPLES if "two" in documents else []
+    expected, _ = losses(corpus, size, *own, *RESET, *EOD_LOSS, *batch)
+    assert expected[-1] < expected[0] - 0.3, "the reference does not learn"
+    found, lines = losses(corpus, ranks, *parallel, *flags, *EOD_LOSS, *SPEC)
+    assert len(found) == 20 and len(lines) == 1
+    assert lines[0].startswith(f"megatron_cp: documents: from {source}, ")
+    np.testing.assert_allclose(found, expected, rtol=0, atol=3e-6)
