@@ -1,12 +1,10 @@
-"""A GPTModel of Megatron-Core from a shape and a layout.
-
-With context-parallel attention in every layer.
+"""A GPTModel of Megatron-Core from a shape and a layout, with our attention in every layer.
 
     config = transformer_config(PRESETS["tiny"], layout=Layout(context=2))
     model = build_gpt(config, PRESETS["tiny"], vocab_size=4096)
 
-Install the CPU stand-ins (``megatron_cp.mcore.cpu.install``) before importing this module on a
-machine without CUDA.
+Install the CPU stand-ins (`megatron_cp.mcore.cpu.install`) before importing this module on a machine
+without CUDA.
 """
 
 from __future__ import annotations
@@ -21,19 +19,32 @@ from megatron.core.activations import squared_relu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_cp.mcore import compat
 from megatron_cp.mcore.rope import install_position_rotary
 from megatron_cp.mcore.spec import gpt_block_spec
 from megatron_cp.models.presets import GPTShape
 
-# Fusions need CUDA extensions or compile at import; none of them changes a result beyond rounding.
-NO_FUSION: dict[str, Any] = {
-    "gradient_accumulation_fusion": False,
-    "masked_softmax_fusion": False,
-    "bias_activation_fusion": False,
-    "bias_dropout_fusion": False,
-    "apply_rope_fusion": False,
-    "persist_layer_norm": False,
-}
+
+def default_fusions(
+    *, activation: str, linear_bias: bool, normalization: str, position: str
+) -> dict[str, bool]:
+    """Returns Megatron's fusions as this machine can run them: its defaults on CUDA, none on a CPU.
+
+    None of them changes a result beyond rounding. Each is on only where what it needs is
+    installed, because Megatron would stop otherwise. The CUDA side never ran on a GPU.
+    """
+    on_cuda = torch.cuda.is_available()
+    # Megatron fuses a bias with GELU, and SwiGLU with or without one.
+    has_fused_activation = activation == "swiglu" or (activation == "gelu" and linear_bias)
+    is_apex_norm = normalization == "LayerNorm" and compat.has_apex_norm()
+    return {
+        "gradient_accumulation_fusion": on_cuda and compat.has_apex_weight_gradients(),
+        "masked_softmax_fusion": False,  # softmax is part of the attention kernel
+        "bias_activation_fusion": on_cuda and has_fused_activation,
+        "bias_dropout_fusion": on_cuda,
+        "apply_rope_fusion": on_cuda and position == "rope" and compat.has_transformer_engine(),
+        "persist_layer_norm": on_cuda and is_apex_norm and not compat.has_transformer_engine(),
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +65,7 @@ def transformer_config(
     dtype: torch.dtype = torch.float32,
     **extra: Any,
 ) -> TransformerConfig:
-    """Megatron's configuration of this shape.
-
-    ``extra`` are further fields of ``TransformerConfig`` and win.
-    """
+    """Returns Megatron's configuration of this shape; `extra` are further fields of it and win."""
     layout = layout or Layout()
     activations = {"swiglu": F.silu, "gelu": F.gelu, "squared_relu": squared_relu}
     fields: dict[str, Any] = {
@@ -89,7 +97,13 @@ def transformer_config(
         "bf16": dtype is torch.bfloat16,
         "use_cpu_initialization": not torch.cuda.is_available(),
         "calculate_per_token_loss": True,
-        **NO_FUSION,
+        "transformer_impl": ("transformer_engine" if compat.has_transformer_engine() else "local"),
+        **default_fusions(
+            activation=shape.activation,
+            linear_bias=shape.linear_bias,
+            normalization=shape.normalization,
+            position=shape.position,
+        ),
     }
     with warnings.catch_warnings():  # 0.16.1 warns of its own default
         warnings.filterwarnings("ignore", message="full scope is deprecated")
@@ -107,12 +121,17 @@ def build_gpt(
     vp_stage: int | None = None,
     **model_options: Any,
 ) -> Any:
-    """One pipeline stage of the model.
+    """Returns one pipeline stage of a `GPTModel` whose attention and RoPE follow the plans.
 
-    ``GPTModel`` whose attention and RoPE follow the plan of each micro-batch.
-
-    ``vocab_size`` is the padded one; ``spec`` replaces our decoder block; ``model_options`` go to
-    ``GPTModel``.
+    Args:
+        config: of `transformer_config`.
+        shape: what the configuration was made from.
+        vocab_size: the padded one.
+        spec: replaces our decoder block.
+        pre_process: whether the stage holds the embedding.
+        post_process: whether it holds the output layer and the loss.
+        vp_stage: the virtual pipeline stage, where interleaving is on.
+        model_options: further arguments of `GPTModel`.
     """
     model = GPTModel(
         config,

@@ -64,6 +64,16 @@ def add_context_parallel_arguments(parser: ArgumentParser) -> ArgumentParser:
     return parser
 
 
+def _rows_multiple(args: Namespace, tp: int) -> int:
+    """Returns what the rows of a rank must be a multiple of.
+
+    Sequence parallelism splits them over the tensor-parallel ranks. An fp8 matrix product needs a
+    multiple of 16 rows, with block scaling of 32 (documentation of Transformer Engine).
+    """
+    split = tp if getattr(args, "sequence_parallel", False) else 1
+    return split * (32 if getattr(args, "fp8", None) else 1)
+
+
 def cp_config_from_arguments(
     args: Namespace, *, on_cuda: bool, element_bytes: int | None = None
 ) -> CPConfig:
@@ -90,7 +100,7 @@ def cp_config_from_arguments(
         "max_received_mb": getattr(args, "cp_max_received_mb", None),
         "improver": getattr(args, "cp_improver", None),
         "improver_effort": getattr(args, "cp_improver_effort", 10),
-        "token_multiple": tp if getattr(args, "sequence_parallel", False) else 1,
+        "token_multiple": _rows_multiple(args, tp),
         "element_bytes": element_bytes or (2 if half else 4),
     }
     return CPConfig(**settings)

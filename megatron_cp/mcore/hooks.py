@@ -278,6 +278,11 @@ def _give_plan_to_layers(plain: Callable[..., Any]) -> Callable[..., Any]:
         if params is None:
             return plain(self, *args, **kwargs)
         _check_model(self)
+        if params.num_samples > 1 and getattr(self.config, "apply_rope_fusion", False):
+            raise NotImplementedError(
+                f"{params.num_samples} samples of documents in a micro-batch with fused RoPE, which knows one table of "
+                "angles for all of them; give --no-rope-fusion (the same values, unfused)"
+            )
         inputs["packed_seq_params"], inputs["attention_mask"] = params, None
         return plain(*call.args, **call.kwargs)
 

@@ -16,17 +16,21 @@ from megatron_cp.mcore import compat
 
 # name -> why, and what to do; refused when the value is true.
 _REFUSED_SETTINGS = {
-    "qk_clip": "needs the largest logit of every head, which is not collected; switch it off",
+    "qk_clip": "needs the largest logit of every head, which is not collected; train without it "
+    "(other weights), or with Megatron's own attention",
     "log_max_attention_logit": "the largest logit is not collected; switch it off",
-    "fp8_dot_product_attention": "attention computes in fp32, bf16 or fp16; switch it off",
-    "fp8_multi_head_attention": "attention computes in fp32, bf16 or fp16; switch it off",
+    "fp8_dot_product_attention": "attention computes in fp32, bf16 or fp16; switch it off (fp8 "
+    "linear layers are served)",
+    "fp8_multi_head_attention": "attention computes in fp32, bf16 or fp16; switch it off (fp8 "
+    "linear layers are served)",
     "hybrid_context_parallel": "packs of any lengths are balanced by the planner; drop "
     "--hybrid-context-parallel",
     "dynamic_context_parallel": "packs of any lengths are balanced by the planner; drop "
     "--dynamic-context-parallel",
     "hierarchical_context_parallel_sizes": "the planner knows nodes by its topology; drop the "
     "flag, set --cp-topology",
-    "experimental_attention_variant": "only softmax attention is served; drop it",
+    "experimental_attention_variant": "only softmax attention is served; train such a model with "
+    "Megatron's own attention",
     "flash_decode": "is for inference; switch it off",
 }
 
@@ -44,7 +48,7 @@ def validate_config(config: Any) -> None:
             )
     check_dropout(config.attention_dropout)
     _check_window(config.window_size)
-    _check_low_precision(config)
+    check_low_precision(config, getattr(config, "transformer_impl", "local"))
     _check_experts(config)
     if config.softmax_type not in ("vanilla", "off-by-one", "learnable"):
         raise NotImplementedError(
@@ -135,24 +139,40 @@ def check_spec(config: Any) -> None:
         )
 
 
-def _check_low_precision(config: Any) -> None:
-    """Refuses what is not fp8 in linear layers of Transformer Engine around 16-bit attention."""
-    if getattr(config, "fp4", None):
+def check_low_precision(settings: Any, transformer_impl: str) -> None:
+    """Returns if low precision is that of Transformer Engine's linear layers alone.
+
+    Megatron opens Transformer Engine's fp8 context around whole layers, attention included. Only
+    modules of Transformer Engine ask for it; attention has none and computes in the dtype of its
+    inputs, inside the context as outside. It is not left: leaving and entering again would make
+    the engine reduce its scales once more per layer.
+
+    Args:
+        settings: Megatron's TransformerConfig or parsed arguments.
+        transformer_impl: what layers are built from.
+
+    Raises:
+        NotImplementedError: for fp4.
+        ValueError: for fp8 where no linear layer would compute in it.
+    """
+    fp4 = getattr(settings, "fp4", None)
+    if fp4:
         raise NotImplementedError(
-            f"fp4={config.fp4!r} is not served with context parallelism; train in bf16 or with fp8 "
+            f"fp4={fp4!r} is not served with context parallelism; train in bf16 or with fp8 "
             "linear layers (--fp8-format)"
         )
-    if not getattr(config, "fp8", None):
+    fp8 = getattr(settings, "fp8", None)
+    if not fp8:
         return
     if not compat.has_transformer_engine():
         raise ValueError(
-            f"fp8={config.fp8!r} computes linear layers in Transformer Engine, which is not "
-            "installed; install it (it needs a GPU), or train in bf16"
+            f"fp8={fp8!r} computes linear layers in Transformer Engine, which is not installed; "
+            "install it (it needs a GPU), or train in bf16"
         )
-    if config.transformer_impl != "transformer_engine":
+    if transformer_impl != "transformer_engine":
         raise ValueError(
-            f"fp8={config.fp8!r} with transformer_impl={config.transformer_impl!r}, whose layers "
-            "would silently stay in 16 bits; give --transformer-impl transformer_engine"
+            f"fp8={fp8!r} with transformer_impl={transformer_impl!r}, whose layers would silently "
+            "stay in 16 bits; give --transformer-impl transformer_engine"
         )
 
 
@@ -252,7 +272,7 @@ def _check_window(window_size: Any) -> None:
     if left < -1 or right not in (-1, 0):
         raise NotImplementedError(
             f"window_size=({left}, {right}); a causal window is (keys before the query or -1, 0); "
-            f"give --window-size {max(left, 0)},0"
+            f"--window-size {max(left, 0)},0 is its causal part, which is another model"
         )
 
 
@@ -290,7 +310,8 @@ def validate_arguments(args: Namespace, *, world_size: int) -> None:
             )
     check_dropout(getattr(args, "attention_dropout", 0.0))
     _check_window(getattr(args, "window_size", None))
-    _check_precision_and_engine(args)
+    check_engine(getattr(args, "transformer_impl", None) or "local")
+    check_low_precision(args, getattr(args, "transformer_impl", None) or "local")
     position = getattr(args, "position_embedding_type", "rope")
     if position not in ("rope", "yarn", "learned_absolute", "none"):
         raise NotImplementedError(
@@ -305,21 +326,4 @@ def _check_heads(args: Namespace, tp: int) -> None:
         raise ValueError(
             f"--num-attention-heads {heads} must be a multiple of --tensor-model-parallel-size "
             f"{tp}; give {max(1, round(heads / tp)) * tp} heads or another size"
-        )
-
-
-def _check_precision_and_engine(args: Namespace) -> None:
-    for name in ("fp8", "fp8_format", "fp4", "fp4_format"):
-        if getattr(args, name, None):
-            raise NotImplementedError(
-                f"--{name.replace('_', '-')} {getattr(args, name)} is not served; train with "
-                "--bf16 or in fp32"
-            )
-    if (
-        getattr(args, "transformer_impl", "local") == "transformer_engine"
-        and not compat.has_transformer_engine()
-    ):
-        raise ValueError(
-            "--transformer-impl transformer_engine, but Transformer Engine is not installed; give "
-            "--transformer-impl local"
         )

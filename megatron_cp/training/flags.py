@@ -49,7 +49,9 @@ def _options(row: re.Match[str]) -> dict[str, Any]:
     default = None if row["default"] == "-" else convert(row["default"])
     extra: dict[str, Any] = {}
     if detail:
-        extra = {"choices": detail.split(",")} if kind == "one-of" else {"dest": detail}
+        choices, _, dest = detail.partition(":") if kind == "one-of" else ("", "", detail)
+        extra = {"choices": choices.split(",")} if choices else {}
+        extra.update({"dest": dest} if dest else {})
     return {"type": convert, "default": default, **extra}
 
 
@@ -141,6 +143,7 @@ TABLE = """
 --untie-embeddings-and-output-weights on - | a separate output matrix
 --attention-dropout float 0.1 | must be 0.0: attention has no dropout here
 --hidden-dropout float 0.1 | dropout on the residual branches
+--apply-layernorm-1p on:layernorm_zero_centered_gamma - | store the weights of norms minus one
 --softmax-type one-of:vanilla,off-by-one,learnable vanilla | attention sink
 --window-size window - | left,right of a sliding window; -1 is open
 --window-attn-skip-freq layers - | which layers attend in full
@@ -149,6 +152,20 @@ TABLE = """
 --make-vocab-size-divisible-by int 128 | padding of the vocabulary
 --transformer-impl one-of:local,transformer_engine - | default: the second where it is installed
 --spec words - | module and name of a layer spec; ours, or --allow-custom-spec
+
+[engine]
+--no-bias-gelu-fusion off:bias_gelu_fusion - | bias and GELU in two kernels
+--no-bias-swiglu-fusion off:bias_swiglu_fusion - | bias and SwiGLU in two kernels
+--no-bias-dropout-fusion off:bias_dropout_fusion - | bias and dropout in two kernels
+--no-rope-fusion off:apply_rope_fusion - | rotary embedding by torch, not Transformer Engine
+--no-gradient-accumulation-fusion off:gradient_accumulation_fusion - | not apex's kernel for it
+--no-persist-layer-norm on - | not apex's persistent LayerNorm kernel
+--fp8-format one-of:e4m3,hybrid:fp8 - | linear layers of Transformer Engine in fp8; attention is not
+--fp8-recipe one-of:delayed,tensorwise,mxfp8,blockwise delayed | how fp8 scales are found
+--fp8-margin int 0 | margin of delayed scaling
+--fp8-amax-history-len int 1 | steps that delayed scaling looks back
+--fp8-amax-compute-algo one-of:most_recent,max most_recent | what it takes from them
+--no-fp8-wgrad off:fp8_wgrad - | weight gradients in higher precision
 
 [position embedding]
 --max-position-embeddings int - | longest position; default --seq-length

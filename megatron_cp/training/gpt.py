@@ -98,6 +98,7 @@ def model_provider(
         "recompute_method": args.recompute_method,
         "recompute_num_layers": args.recompute_num_layers,
     }
+    extra.update(_engine_fields(args))
     if args.recompute_modules is not None:
         extra["recompute_modules"] = args.recompute_modules
     if args.use_cpu_initialization:
@@ -115,6 +116,25 @@ def model_provider(
         rotary_percent=args.rotary_percent,
         seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
     )
+
+
+def _engine_fields(args: Namespace) -> dict[str, Any]:
+    """Fields of the configuration that choose kernels: engine, fp8 and fusions switched off."""
+    fields: dict[str, Any] = {
+        "transformer_impl": args.transformer_impl,
+        "layernorm_zero_centered_gamma": args.layernorm_zero_centered_gamma,
+    }
+    if args.fp8 is not None:  # never run on a GPU yet
+        names = ("fp8", "fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
+        fields.update({name: getattr(args, name) for name in (*names, "fp8_wgrad")})
+    is_wanted = {
+        "bias_activation_fusion": args.bias_swiglu_fusion if args.swiglu else args.bias_gelu_fusion,
+        "bias_dropout_fusion": args.bias_dropout_fusion,
+        "apply_rope_fusion": args.apply_rope_fusion,
+        "gradient_accumulation_fusion": args.gradient_accumulation_fusion,
+        "persist_layer_norm": not args.no_persist_layer_norm,
+    }
+    return {**fields, **{name: False for name, wanted in is_wanted.items() if not wanted}}
 
 
 def _layer_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:

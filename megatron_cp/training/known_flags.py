@@ -22,12 +22,6 @@ NOTED: dict[str, tuple[int, str]] = {
     "--attention-softmax-in-fp32": (0, "softmax is always computed in fp32 or better"),
     "--no-create-attention-mask-in-dataloader": (0, "no dense mask is ever built"),
     "--no-masked-softmax-fusion": (0, "softmax is part of the attention kernel"),
-    "--no-bias-gelu-fusion": (0, "that fusion is never used"),
-    "--no-bias-swiglu-fusion": (0, "that fusion is never used"),
-    "--no-bias-dropout-fusion": (0, "that fusion is never used"),
-    "--no-rope-fusion": (0, "rotary embedding is applied by position, unfused"),
-    "--no-gradient-accumulation-fusion": (0, "that fusion is never used"),
-    "--no-persist-layer-norm": (0, "that kernel is never used"),
     "--use-dist-ckpt": (0, "--ckpt-format torch_dist, the default, is the distributed format"),
     "--auto-detect-ckpt-format": (0, "the format is read from the checkpoint"),
     "--ckpt-fully-parallel-save": (
@@ -52,25 +46,35 @@ NOTED: dict[str, tuple[int, str]] = {
     "--lazy-mpu-init": (0, "groups are made at the start"),
 }
 
+_NO_EQUIVALENT = "nothing here does what it asks for, and results without it may differ"
+_EXPERTS = (
+    "mixture of experts is not part of this loop; Megatron-LM trains it with our attention: give "
+    "its pretrain_gpt.py --spec megatron_cp.mcore.spec gpt_layer_spec (docs/megatron.md)"
+)
+_LATENT = (
+    "latent attention is not part of this loop; Megatron-LM trains it with our attention: give "
+    "its pretrain_gpt.py --spec megatron_cp.mcore.spec gpt_layer_spec (docs/megatron.md)"
+)
+
 # first match by prefix wins; the sentence completes "... is an argument of Megatron-LM that is not
 # served here: "
 _REASONS: tuple[tuple[str, str], ...] = (
-    (
-        "moe-",
-        "mixture of experts is not part of this loop; train a dense model, or use Megatron-LM "
-        "with --spec",
-    ),
-    ("num-experts", "mixture of experts is not part of this loop; train a dense model"),
-    ("expert-", "mixture of experts is not part of this loop; train a dense model"),
+    ("moe-", _EXPERTS),
+    ("num-experts", _EXPERTS),
+    ("expert-", _EXPERTS),
     ("fp16", "loss scaling is not served; use --bf16"),
     ("loss-scale", "loss scaling is not served; use --bf16"),
     ("initial-loss-scale", "loss scaling is not served; use --bf16"),
-    ("fp8", "fp8 needs transformer-engine; use --bf16"),
-    ("fp4", "fp4 needs transformer-engine; use --bf16"),
-    (
-        "multi-latent-attention",
-        "latent attention is not built by this loop; use with_context_parallel in your own model",
-    ),
+    ("fp8-param-gather", "parameters stay in 16 bits; linear layers compute in fp8 without it"),
+    ("fp8", "of fp8, --fp8-format, --fp8-recipe and their scaling flags are served"),
+    ("fp4", "linear layers compute in --bf16 or fp8 (--fp8-format)"),
+    ("multi-latent-attention", _LATENT),
+    ("q-lora-rank", _LATENT),
+    ("kv-lora-rank", _LATENT),
+    ("qk-head-dim", _LATENT),
+    ("qk-pos-emb-head-dim", _LATENT),
+    ("v-head-dim", _LATENT),
+    ("mscale", _LATENT),
     (
         "mtp-",
         "multi-token prediction is not built by this loop yet; use with_context_parallel in your "
@@ -124,7 +128,7 @@ def refusal(flag: str) -> str | None:
     name = flag.removeprefix("--")
     if name not in _MEGATRON_NAMES:
         return None
-    advice = next((text for prefix, text in _REASONS if name.startswith(prefix)), "drop the flag")
+    advice = next((text for prefix, text in _REASONS if name.startswith(prefix)), _NO_EQUIVALENT)
     return f"{flag} is an argument of Megatron-LM that is not served here: {advice}"
 
 

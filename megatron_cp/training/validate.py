@@ -11,6 +11,9 @@ from __future__ import annotations
 
 from argparse import Namespace
 
+import torch
+
+from megatron_cp.mcore import compat
 from megatron_cp.mcore.validation import validate_arguments
 from megatron_cp.training.checkpoint.compare import STRICTNESS
 from megatron_cp.training.validate_ranges import check_layers, check_ranges
@@ -35,6 +38,7 @@ def complete_and_check(args: Namespace) -> None:
     _positions(args)
     _pipeline(args)
     _precision(args)
+    _engine(args)
     _recompute(args)
     check_layers(args)
     _data(args)
@@ -195,6 +199,19 @@ def _precision(args: Namespace) -> None:
         )
     if args.bf16 and not args.grad_reduce_in_bf16:
         args.accumulate_allreduce_grads_in_fp32 = True
+
+
+def _engine(args: Namespace) -> None:
+    """What layers are built from: Megatron-LM's default where it is installed."""
+    is_installed = compat.has_transformer_engine()
+    if args.transformer_impl is None:
+        args.transformer_impl = "transformer_engine" if is_installed else "local"
+    elif args.transformer_impl != "local" and not is_installed and not torch.cuda.is_available():
+        args.transformer_impl = "local"
+        args.notes.append(
+            "--transformer-impl transformer_engine needs a GPU: Megatron's local layers are built, "
+            "the same computation"
+        )
 
 
 def _recompute(args: Namespace) -> None:

@@ -18,13 +18,12 @@ import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_cp.mcore import compat
 from megatron_cp.mcore.rope import install_position_rotary
-from megatron_cp.mcore.spec import gpt_block_spec, with_context_parallel
-from megatron_cp.models.gpt import NO_FUSION, Layout
+from megatron_cp.mcore.spec import gpt_block_spec
+from megatron_cp.models.gpt import Layout, default_fusions
 from megatron_cp.models.hugging_face.settings import Arguments
 
 
@@ -59,7 +58,14 @@ def config_for(
         "bf16": dtype is torch.bfloat16,
         "use_cpu_initialization": not torch.cuda.is_available(),
         "calculate_per_token_loss": True,
-        **NO_FUSION,
+        "transformer_impl": "transformer_engine" if compat.has_transformer_engine() else "local",
+        **default_fusions(
+            activation="swiglu" if arguments["swiglu"] else "quick_geglu",
+            linear_bias=arguments["add_bias_linear"],
+            normalization=arguments["normalization"],
+            # Latent attention takes its positions unfused.
+            position="none" if is_latent else arguments["position_embedding_type"],
+        ),
     }
     with warnings.catch_warnings():  # 0.16.1 warns of its own default
         warnings.filterwarnings("ignore", message="full scope is deprecated")
@@ -81,7 +87,7 @@ def build_model(
     """One pipeline stage: ``GPTModel`` whose attention and RoPE follow the plan of a batch."""
     model = GPTModel(
         config,
-        _block_spec(arguments, config, vp_stage),
+        gpt_block_spec(config, vp_stage=vp_stage),
         arguments["padded_vocab_size"],
         arguments["max_position_embeddings"],
         pre_process=pre_process,
@@ -95,18 +101,3 @@ def build_model(
     )
     install_position_rotary(model)
     return model
-
-
-def _block_spec(arguments: Arguments, config: TransformerConfig, vp_stage: int | None) -> Any:
-    """Our decoder block; with experts or multi-latent attention Megatron's, with our attention."""
-    if not arguments["num_experts"] and not arguments["multi_latent_attention"]:
-        return gpt_block_spec(config, vp_stage=vp_stage)
-    compat.repair_local_moe_and_mla()
-    return with_context_parallel(
-        get_gpt_decoder_block_spec(
-            config,
-            use_transformer_engine=compat.has_transformer_engine(),
-            normalization=arguments["normalization"],
-            vp_stage=vp_stage,
-        )
-    )

@@ -1,5 +1,6 @@
 """Multi-latent attention against a dense softmax, which Megatron's own local attention cannot do."""
 
+import contextlib
 import dataclasses
 import functools
 
@@ -42,16 +43,22 @@ class _Dense:
         return _dense_attention(*args, **kwargs)
 
 
+@contextlib.contextmanager
+def dense_attention_in_place_of_ours():
+    """Specs made inside name a dense softmax where they would name our attention."""
+    from megatron_cp.mcore import spec
+
+    plain, spec.ContextParallelAttention = spec.ContextParallelAttention, _Dense
+    try:
+        yield
+    finally:
+        spec.ContextParallelAttention = plain
+
+
 def _train_dense(rank, world_size, case):
     """Megatron's spec as it is, but for a core attention that takes latent heads."""
-    with parallel_state(case):
-        from megatron_cp.mcore import spec
-
-        plain, spec.ContextParallelAttention = spec.ContextParallelAttention, _Dense
-        try:
-            return train(rank, world_size, case)
-        finally:
-            spec.ContextParallelAttention = plain
+    with parallel_state(case), dense_attention_in_place_of_ours():
+        return train(rank, world_size, case)
 
 
 @functools.cache

@@ -38,12 +38,13 @@ GOOD_CONFIG = {
         ({"seq_length": 1}, 4, ["--seq-length 1", "--seq-length 2"]),
         ({"attention_dropout": 0.1}, 4, ["attention_dropout=0.1", "--attention-dropout 0"]),
         ({"window_size": (4, 4)}, 4, ["window_size=(4, 4)", "--window-size 4,0"]),
-        ({"fp8": "hybrid"}, 4, ["--fp8 hybrid", "--bf16"]),
+        ({"fp8": "hybrid"}, 4, ["fp8='hybrid'", "not installed", "bf16"]),
+        ({"fp4": "e2m1"}, 4, ["fp4='e2m1'", "--fp8-format"]),
         ({"hybrid_context_parallel": True}, 4, ["--hybrid-context-parallel", "drop"]),
         ({"hierarchical_context_parallel_sizes": [2, 2]}, 4, ["--cp-topology"]),
-        ({"transformer_impl": "transformer_engine"}, 4, ["--transformer-impl local"]),
+        ({"transformer_impl": "inference_optimized"}, 4, ["inference_optimized", "'local'"]),
         ({"position_embedding_type": "mrope"}, 4, ["--position-embedding-type mrope", "rope"]),
-        ({"qk_clip": True}, 4, ["--qk-clip", "switch it off"]),
+        ({"qk_clip": True}, 4, ["--qk-clip", "Megatron's own attention"]),
     ],
     ids=str,
 )
@@ -65,6 +66,23 @@ def test_arguments_that_cannot_run_are_refused_in_one_line(change, world_size, p
         ({"softmax_type": "tanh"}, ["softmax_type='tanh'", "learnable"]),
         ({"qk_clip": True}, ["qk_clip=True"]),
         ({"fp8_multi_head_attention": True}, ["fp8_multi_head_attention"]),
+        ({"fp8_dot_product_attention": True}, ["fp8_dot_product_attention", "switch it off"]),
+        (
+            {"num_moe_experts": 4, "moe_expert_capacity_factor": 1.5},
+            ["moe_expert_capacity_factor=1.5", "context_parallel_size=2"],
+        ),
+        (
+            {"num_moe_experts": 4, "moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]},
+            ["'sinkhorn'", "seq_aux_loss"],
+        ),
+        (
+            {
+                "multi_latent_attention": True,
+                "tensor_model_parallel_size": 2,
+                "transformer_impl": "local",
+            },
+            ["tensor_model_parallel_size=2", "transformer_impl='transformer_engine'"],
+        ),
         ({"cuda_graph_impl": "local"}, ["--cuda-graph-impl none"]),
         (
             {"multi_latent_attention": True, "apply_rope_fusion": True},
@@ -84,6 +102,69 @@ def test_configurations_that_cannot_be_honoured_are_refused_in_one_line(change, 
     assert "\n" not in message
     for part in parts:
         assert part in message
+
+
+@pytest.mark.parametrize("has_engine", [False, True])
+@pytest.mark.parametrize("engine", ["local", "transformer_engine"])
+@pytest.mark.parametrize(
+    "precision", [{}, {"fp8": "hybrid"}, {"fp4": "e2m1"}, {"fp8_dot_product_attention": True}]
+)
+def test_the_swap_in_and_the_loop_give_one_verdict_on_low_precision(
+    monkeypatch, precision, engine, has_engine
+):
+    def verdict(check, settings) -> str:
+        try:
+            check(Namespace(**settings, **precision))
+        except (ValueError, NotImplementedError) as refusal:
+            return type(refusal).__name__
+        return "accepted"
+
+    monkeypatch.setattr("megatron_cp.mcore.compat.has_transformer_engine", lambda: has_engine)
+    config = {**GOOD_CONFIG, "transformer_impl": engine}
+    arguments = {**GOOD_ARGUMENTS, "transformer_impl": engine}
+    swap_in = verdict(validate_config, config)
+    assert swap_in == verdict(lambda args: validate_arguments(args, world_size=4), arguments)
+    if "fp8" in precision:
+        is_served = has_engine and engine == "transformer_engine"
+        assert swap_in == ("accepted" if is_served else "ValueError")
+    else:
+        assert swap_in == ("NotImplementedError" if precision else "accepted")
+
+
+def test_fp8_rows_are_a_multiple_that_matrix_products_take():
+    parser = add_context_parallel_arguments(ArgumentParser())
+    model = {"num_attention_heads": 8, "kv_channels": 16, "hidden_size": 128, "fp8": "hybrid"}
+    args = Namespace(**vars(parser.parse_args([])), **model)
+    assert cp_config_from_arguments(args, on_cuda=False).token_multiple == 32
+    args.sequence_parallel, args.tensor_model_parallel_size = True, 2
+    assert cp_config_from_arguments(args, on_cuda=False).token_multiple == 64
+
+
+@pytest.mark.parametrize("on_cuda", [False, True])
+def test_fusions_are_megatrons_on_cuda_where_their_kernels_are_and_off_on_a_cpu(
+    monkeypatch, on_cuda
+):
+    import torch
+
+    from megatron_cp.mcore import compat
+    from megatron_cp.models.gpt import default_fusions
+    from megatron_cp.models.presets import GPT_125M, LLAMA3_8B
+
+    def on(shape):
+        return {name for name, is_on in default_fusions(shape).items() if is_on}
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_cuda)
+    plain = {"bias_activation_fusion", "bias_dropout_fusion"} if on_cuda else set()
+    assert on(LLAMA3_8B) == on(GPT_125M) == plain
+    for name in ("has_apex_norm", "has_apex_weight_gradients"):
+        monkeypatch.setattr(compat, name, lambda: True)
+    weights = {"gradient_accumulation_fusion"} if on_cuda else set()
+    assert on(LLAMA3_8B) == plain | weights
+    assert on(GPT_125M) == plain | weights | ({"persist_layer_norm"} if on_cuda else set())
+    monkeypatch.setattr(compat, "has_transformer_engine", lambda: True)
+    rope = {"apply_rope_fusion"} if on_cuda else set()
+    assert on(LLAMA3_8B) == plain | weights | rope
+    assert on(GPT_125M) == plain | weights
 
 
 def test_flags_become_the_planners_settings_per_tensor_parallel_rank():

@@ -74,10 +74,11 @@ def test_flags_that_change_nothing_are_noted_and_their_values_taken():
 @pytest.mark.parametrize(
     ("flags", "name", "advice"),
     [
-        (["--num-experts", "8"], "--num-experts", "dense"),
-        (["--moe-router-topk", "2"], "--moe-router-topk", "dense"),
+        (["--num-experts", "8"], "--num-experts", "gpt_layer_spec"),
+        (["--moe-router-topk", "2"], "--moe-router-topk", "gpt_layer_spec"),
+        (["--multi-latent-attention"], "--multi-latent-attention", "gpt_layer_spec"),
         (["--fp16"], "--fp16", "--bf16"),
-        (["--fp8-format", "hybrid"], "--fp8-format", "--bf16"),
+        (["--fp8-param-gather"], "--fp8-param-gather", "16 bits"),
         (["--cp-comm-type", "p2p"], "--cp-comm-type", "--cp-planner"),
         (["--rampup-batch-size", "1", "1", "1"], "--rampup-batch-size", "--global-batch-size"),
         (["--async-save"], "--async-save", "drop"),
@@ -89,6 +90,16 @@ def test_what_megatron_knows_and_we_do_not_serve_is_refused_by_name(capsys, flag
     line = refusal(capsys, *SMALL_RUN, *flags)
     assert line.startswith(f"{name} is an argument of Megatron-LM that is not served here")
     assert advice in line
+
+
+def test_the_engine_is_the_local_one_on_a_cpu_and_an_error_on_a_gpu_without_it(capsys, monkeypatch):
+    wish = ["--transformer-impl", "transformer_engine"]
+    assert parse(*SMALL_RUN).transformer_impl == "local"
+    args = parse(*SMALL_RUN, *wish)
+    assert args.transformer_impl == "local"
+    assert [note for note in args.notes if "local layers" in note] == args.notes
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert "--transformer-impl local" in refusal(capsys, *SMALL_RUN, *wish)
 
 
 def test_an_unknown_flag_is_refused_with_the_nearest_known_one(capsys):
@@ -139,6 +150,7 @@ BAD = [
     (["stray"], "stray"),
     (["--cp-backend", "magic"], "--cp-backend"),
     (["--grad-reduce-in-bf16"], "--bf16"),
+    (["--fp8-format", "hybrid"], "fp8='hybrid' computes linear layers in Transformer Engine"),
     *(
         ([flag, value], f"{flag} {value}")
         for flag, values in {

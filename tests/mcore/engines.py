@@ -1,0 +1,124 @@
+"""What is built and computed where Transformer Engine or apex is installed; prints JSON.
+
+Run as `python -m tests.mcore.engines` with the stand-ins of stubs/ on PYTHONPATH: a process has
+either engine from its first import on.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from tests.mcore.tiny_gpt import Case, Trainer, build_chunks, make_config, parallel_state
+
+
+def _layer(model) -> dict[str, str]:
+    """Class of each part of the last layer and of the final norm."""
+    layer = model.decoder.layers[-1]
+    parts = {
+        "qkv": layer.self_attention.linear_qkv,
+        "fc1": getattr(layer.mlp, "linear_fc1", None),
+        "attention": layer.self_attention.core_attention,
+        "input norm": layer.input_layernorm,
+        "final norm": model.decoder.final_layernorm,
+    }
+    return {name: type(part).__name__ for name, part in parts.items()}
+
+
+def _keys(model) -> list[str]:
+    """Names under which the model's tensors and extra states lie in a checkpoint."""
+    return sorted(value.key for value in model.sharded_state_dict().values())
+
+
+def _built(case: Case) -> tuple[dict[str, str], list[str]]:
+    with parallel_state(case):
+        (model,) = build_chunks(case, make_config(case))
+        return _layer(model), _keys(model)
+
+
+def _megatrons_keys(case: Case, uses_te: bool) -> list[str]:
+    """Checkpoint keys of Megatron's own layers."""
+    with parallel_state(case):
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+        config = make_config(case)
+        spec = get_gpt_decoder_block_spec(config, uses_te)
+        options = {"share_embeddings_and_output_weights": False, "position_embedding_type": "rope"}
+        model = GPTModel(config, spec, 64, 128, **options)
+        return _keys(model)
+
+
+def _trained(case: Case) -> dict[str, object]:
+    """Losses of three steps, and the optimizer's class."""
+    with parallel_state(case) as groups:
+        trainer = Trainer(case, groups)
+        inner = trainer.optimizer.chained_optimizers[0].optimizer
+        return {
+            "losses": [trainer.step()[0] for _ in range(3)],
+            "adam": f"{type(inner).__module__}.{type(inner).__name__}",
+        }
+
+
+def _transformer_engine() -> dict[str, object]:
+    import transformer_engine
+
+    from megatron_cp.runtime import dist_attn
+
+    on_te = Case(attention="planned").with_options(transformer_impl="transformer_engine")
+    answers = {}
+    for name, case in {
+        "te": on_te,
+        "local": Case(attention="planned"),
+        "command line": Case(attention="planned", command_line=True, options=on_te.options),
+        "te experts": on_te.with_options(num_moe_experts=2, add_bias_linear=False),
+    }.items():
+        answers[name], answers[f"{name} keys"] = _built(case)
+    answers["megatron's keys"] = _megatrons_keys(on_te, uses_te=True)
+    answers["bf16"] = _trained(on_te)
+
+    seen: list[tuple[bool, str]] = []
+    plain = dist_attn.attend_forward
+
+    def recorded(query, *args):
+        from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+
+        seen.append((FP8GlobalStateManager.is_fp8_enabled(), str(query.dtype)))
+        return plain(query, *args)
+
+    dist_attn.attend_forward = recorded
+    transformer_engine.events.clear()
+    answers["fp8"] = _trained(on_te.with_options(fp8="hybrid", fp8_recipe="delayed"))
+    answers["fp8 layers"] = sorted(set(transformer_engine.events))
+    answers["attention in fp8"] = sorted(set(seen))
+    return answers
+
+
+def _apex() -> dict[str, object]:
+    answers = {}
+    for kind in ("LayerNorm", "RMSNorm"):
+        case = Case(attention="planned").with_options(normalization=kind)
+        answers[kind], _ = _built(case)
+        case = Case(attention="planned", command_line=True, options=case.options)
+        answers[f"{kind} command line"], _ = _built(case)
+    answers["train"] = _trained(Case(attention="planned"))
+    return answers
+
+
+def main() -> None:
+    import importlib.util
+
+    has_te = importlib.util.find_spec("transformer_engine") is not None
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        store = torch.distributed.FileStore(str(Path(folder) / "store"), 1)
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        answers = _transformer_engine() if has_te else _apex()
+        torch.distributed.destroy_process_group()
+    sys.stdout.write(json.dumps(answers) + "\n")
+
+
+if __name__ == "__main__":
+    main()

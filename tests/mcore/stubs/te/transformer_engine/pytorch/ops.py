@@ -1,0 +1,6 @@
+class Sequential:
+    """Named in annotations of Megatron alone."""
+
+
+class FusibleOperation:
+    """Named in annotations of Megatron alone."""

@@ -1,0 +1,5 @@
+import torch
+
+
+class QuantizedTensor(torch.Tensor):
+    pass
