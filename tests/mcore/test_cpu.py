@@ -163,3 +163,14 @@ print(before == (dict(vars(torch.cuda)), torch.zeros, torch.Tensor.to, torch.Ten
 """
     result = _run(script)
     assert result.stdout.splitlines() == ["False False", "True"], result.stderr
+
+
+def test_a_device_context_holds_beside_the_stand_ins():
+    program = (
+        "import torch; from megatron_cp.mcore import cpu; cpu.install()\n"
+        "with torch.device('meta'): print(torch.arange(3).device, torch.zeros(2).device)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split() == ["meta", "meta"]
