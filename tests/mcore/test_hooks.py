@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.mcore.tiny_gpt import Case, Trainer, dense_mask, enter_megatron, parallel_state, train
+from tests.mcore.packs import dense_mask
+from tests.mcore.stock import stock_program
+from tests.mcore.tiny_gpt import Case, Trainer, enter_megatron, parallel_state, train
 from tests.ranks import run_on_ranks
 
 STEPS = 6
@@ -27,26 +29,6 @@ def _flags_of(source: str) -> dict[str, object]:
         "positions": {"reset_attention_mask": True, "reset_position_ids": True},
         "cu_seqlens": {"dataloader_inter_document_masking": True},
     }[source]
-
-
-@contextlib.contextmanager
-def stock_program(**flags):
-    """Makes this process Megatron-LM with these flags, as far as the hooks can see."""
-    enter_megatron()
-    from megatron_cp.mcore import hooks, layers
-
-    program = ModuleType("megatron.training.global_vars")
-    program._GLOBAL_ARGS = SimpleNamespace(**({"micro_batch_size": 1, "seq_length": 128} | flags))
-    program.get_args = lambda: program._GLOBAL_ARGS
-    layers.forget()
-    hooks._said.clear()
-    hooks.install()
-    sys.modules[program.__name__] = program
-    try:
-        yield program
-    finally:
-        del sys.modules[program.__name__]
-        layers.forget()
 
 
 def _train_hooked(rank, world_size, case: Case):

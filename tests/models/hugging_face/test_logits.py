@@ -61,7 +61,8 @@ def test_logits_of_packed_documents_equal_transformers(converted: Path, name: st
     assert_same_logits(converted, name, Case(cp=cp))
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3", "mixtral", "deepseek_v3"])
+# Latent attention needs TransformerEngine's layers there: Megatron's local ones are refused.
+@pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3", "mixtral"])
 def test_two_tensor_parallel_ranks_load_the_same_checkpoint(converted: Path, name: str):
     assert_same_logits(converted, name, Case(tp=2))
 

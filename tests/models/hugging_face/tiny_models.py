@@ -1,7 +1,6 @@
 """Tiny random models of every family, made and computed by ``transformers``: the oracle.
 
-Nothing of ours is imported here, and everything runs in the parent process: with the stand-ins for
-CUDA installed, ``from_pretrained`` would leave RoPE's frequencies uninitialised.
+Nothing of ours is imported here, and everything runs in the parent process.
 """
 
 from dataclasses import dataclass, field
