@@ -82,15 +82,15 @@ class DotProductAttention(_Module):
 
 class LayerNorm(torch.nn.LayerNorm):
     def __init__(
-        self, hidden_size, eps=1e-5, sequence_parallel=False, params_dtype=None,
-        zero_centered_gamma=False, device=None,
+        self, normalized_shape=None, eps=1e-5, sequence_parallel=False, params_dtype=None,
+        zero_centered_gamma=False, hidden_size=None, device=None, **kernels,
     ):  # fmt: skip
-        super().__init__(hidden_size, eps=eps)
+        super().__init__(normalized_shape or hidden_size, eps=eps)
 
 
 class RMSNorm(torch.nn.RMSNorm):
     def __init__(
-        self, hidden_size, eps=1e-5, sequence_parallel=False, params_dtype=None,
-        zero_centered_gamma=False, device=None,
+        self, normalized_shape=None, eps=1e-5, sequence_parallel=False, params_dtype=None,
+        zero_centered_gamma=False, hidden_size=None, device=None, **kernels,
     ):  # fmt: skip
-        super().__init__(hidden_size, eps=eps)
+        super().__init__(normalized_shape or hidden_size, eps=eps)
