@@ -106,7 +106,9 @@ FLAGS = {
 
 @pytest.mark.parametrize("documents", FLAGS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_twenty_losses_equal_those_of_megatrons_own_attention(corpus, layout, documents):
+def test_twenty_losses_equal_those_of_megatrons_own_attention(
+    corpus, layout, documents, record_property
+):
     flags, source = FLAGS[documents]
     if documents == "inter-document" and minor_version() < 19:
         pytest.skip("this Megatron-LM has no --dataloader-inter-document-masking")
@@ -123,4 +125,6 @@ def test_twenty_losses_equal_those_of_megatrons_own_attention(corpus, layout, do
     found, lines = losses(corpus, ranks, *parallel, *flags, *EOD_LOSS, *SPEC)
     assert len(found) == 20 and len(lines) == 1
     assert lines[0].startswith(f"megatron_cp: documents: from {source}, ")
+    # Losses are printed with seven digits, and Adam lets roundings of a run drift apart.
+    record_property("largest difference", np.abs(np.subtract(found, expected)).max())
     np.testing.assert_allclose(found, expected, rtol=0, atol=3e-6)
