@@ -31,7 +31,7 @@ def main() -> None:
     )
 
 
-# Writing a checkpoint starts a process that imports this file: hence the guard, and the imports above
-# stand inside the function.
+# A process that Python spawns imports this file (a checkpoint written in the background is one): hence the guard,
+# and the imports above stand inside the function.
 if __name__ == "__main__":
     main()

@@ -71,6 +71,12 @@ def build_parser() -> OneLineParser:
     doctor = commands.add_parser(
         "doctor", help="what is installed, what works, can training run", allow_abbrev=False
     )
+    doctor.add_argument(
+        "--megatron",
+        type=Path,
+        metavar="CHECKOUT",
+        help="look at this Megatron-LM checkout instead: do our hooks fit it? nothing of it is run",
+    )
     doctor.set_defaults(run=_doctor)
     _add_plan(
         commands.add_parser(
@@ -128,8 +134,14 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def _doctor(args: argparse.Namespace, words: Sequence[str]) -> int:
-    from megatron_cp import doctor
+    from megatron_cp import checkout, doctor
 
+    if args.megatron is not None:
+        findings = checkout.examine_checkout(args.megatron)
+        fits = doctor.can_train(findings)
+        verdict = "our hooks fit this checkout" if fits else "our hooks do not fit this checkout"
+        print(doctor.findings_text(findings), verdict, sep="\n")
+        return 0 if fits else 1
     findings = doctor.examine()
     print(doctor.doctor_text(findings))
     return 0 if doctor.can_train(findings) else 1

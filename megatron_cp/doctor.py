@@ -78,14 +78,18 @@ def can_train(findings: Sequence[Finding]) -> bool:
 
 def doctor_text(findings: Sequence[Finding]) -> str:
     """Returns the findings as lines, and the verdict."""
-    width = max(len(finding.name) for finding in findings)
-    lines = [
-        f"{_MARKS[finding.state]:>2}  {finding.name:{width}}  {finding.text}"
-        for finding in findings
-    ]
     failed = [finding.name for finding in findings if finding.state == "fail"]
     verdict = f"training cannot run: {', '.join(failed)}" if failed else "training can run"
-    return "\n".join([*lines, verdict])
+    return f"{findings_text(findings)}\n{verdict}"
+
+
+def findings_text(findings: Sequence[Finding]) -> str:
+    """Returns the findings as lines."""
+    width = max(len(finding.name) for finding in findings)
+    return "\n".join(
+        f"{_MARKS[finding.state]:>2}  {finding.name:{width}}  {finding.text}"
+        for finding in findings
+    )
 
 
 def _python() -> Finding:

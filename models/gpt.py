@@ -25,7 +25,9 @@ from megatron_cp.mcore.spec import gpt_block_spec
 from megatron_cp.models.presets import GPTShape
 
 
-def default_fusions(shape: GPTShape) -> dict[str, bool]:
+def default_fusions(
+    *, activation: str, linear_bias: bool, normalization: str, position: str
+) -> dict[str, bool]:
     """Returns Megatron's fusions as this machine can run them: its defaults on CUDA, none on a CPU.
 
     None of them changes a result beyond rounding. Each is on only where what it needs is
@@ -33,18 +35,14 @@ def default_fusions(shape: GPTShape) -> dict[str, bool]:
     """
     on_cuda = torch.cuda.is_available()
     # Megatron fuses a bias with GELU, and SwiGLU with or without one.
-    has_fused_activation = shape.activation == "swiglu" or (
-        shape.activation == "gelu" and shape.linear_bias
-    )
-    is_apex_norm = shape.normalization == "LayerNorm" and compat.has_apex_norm()
+    has_fused_activation = activation == "swiglu" or (activation == "gelu" and linear_bias)
+    is_apex_norm = normalization == "LayerNorm" and compat.has_apex_norm()
     return {
         "gradient_accumulation_fusion": on_cuda and compat.has_apex_weight_gradients(),
         "masked_softmax_fusion": False,  # softmax is part of the attention kernel
         "bias_activation_fusion": on_cuda and has_fused_activation,
         "bias_dropout_fusion": on_cuda,
-        "apply_rope_fusion": on_cuda
-        and shape.position == "rope"
-        and compat.has_transformer_engine(),
+        "apply_rope_fusion": on_cuda and position == "rope" and compat.has_transformer_engine(),
         "persist_layer_norm": on_cuda and is_apex_norm and not compat.has_transformer_engine(),
     }
 
@@ -100,7 +98,12 @@ def transformer_config(
         "use_cpu_initialization": not torch.cuda.is_available(),
         "calculate_per_token_loss": True,
         "transformer_impl": ("transformer_engine" if compat.has_transformer_engine() else "local"),
-        **default_fusions(shape),
+        **default_fusions(
+            activation=shape.activation,
+            linear_bias=shape.linear_bias,
+            normalization=shape.normalization,
+            position=shape.position,
+        ),
     }
     with warnings.catch_warnings():  # 0.16.1 warns of its own default
         warnings.filterwarnings("ignore", message="full scope is deprecated")

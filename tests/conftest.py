@@ -1,14 +1,14 @@
-"""What every test gets: poisoned `torch.empty`, a hypothesis profile, pools closed at the end."""
+"""What every test gets: poisoned `torch.empty`, a hypothesis profile, and nothing left behind at the end."""
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import hypothesis
 import pytest
 import torch
 
-from tests import ranks
+from tests import processes, ranks
 
 hypothesis.settings.register_profile(
     "suite",
@@ -65,6 +65,9 @@ torch.empty_strided = _poisoned(torch.empty_strided)
 torch.Tensor.new_empty = _poisoned(torch.Tensor.new_empty)
 torch.set_num_threads(1)
 
+# Folders of tests that start programs.
+_STARTS_PROGRAMS = ("training", "faults", "data", "tools", "mcore", "report")
+
 
 @pytest.fixture(autouse=True)
 def _fixed_seed():
@@ -72,5 +75,22 @@ def _fixed_seed():
     torch.manual_seed(1234)
 
 
-def pytest_sessionfinish():
+@pytest.fixture(scope="session", autouse=True)
+def _the_session_leaves_nothing() -> Iterator[None]:
+    """At the end no process of any test runs, and shared memory is as it was."""
+    processes.adopt_orphans()
+    before = processes.shared_memory()
+    yield
     ranks.close_pools()
+    processes.check_nothing_is_left(before)
+
+
+@pytest.fixture(autouse=True)
+def _the_test_leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Where tests start programs, each of them leaves no process and no shared memory."""
+    if request.path.parent.name not in _STARTS_PROGRAMS:
+        yield
+        return
+    before = processes.shared_memory()
+    yield
+    processes.check_nothing_is_left(before)

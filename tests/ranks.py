@@ -35,6 +35,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.processes import HANG_SECONDS
+
 _SEED = 1234
 # gloo never quite forgets a process group: its threads keep polling. Megatron makes dozens of groups per
 # set-up; without renewal 2,000 threads a rank leave no time for the tests.
@@ -54,7 +56,7 @@ def run_on_ranks(
     world_size: int,
     fn: Callable[..., Any],
     *args: Any,
-    timeout: float = 60.0,
+    timeout: float = HANG_SECONDS,
     return_exceptions: bool = False,
 ) -> list[Any]:
     """Returns `[fn(rank, world_size, *args) for every rank]`, each computed in its own process.
@@ -159,9 +161,8 @@ class _RankPool:
     def _describe_hang(self, ranks: list[int], timeout: float) -> str:
         for rank in ranks:
             os.kill(self.processes[rank].pid, signal.SIGUSR1)
-        time.sleep(0.2)  # for faulthandler to write; nothing to wait on
         stacks = "\n".join(
-            f"--- rank {rank}:\n{_stack_file(self.folder, rank).read_text()}" for rank in ranks
+            f"--- rank {rank}:\n{_written_stack(_stack_file(self.folder, rank))}" for rank in ranks
         )
         return (
             f"ranks {ranks} of {self.world_size} did not answer in {timeout} s: deadlock?\n{stacks}"
@@ -195,6 +196,17 @@ def _connections_of_other_pools(pool: _RankPool) -> list[Connection]:
 
 def _stack_file(folder: Path, rank: int) -> Path:
     return folder / f"stack.{rank}"
+
+
+def _written_stack(path: Path) -> str:
+    """Returns a stack once it stands still; what there is after ten seconds (a stopped rank)."""
+    before, text = None, ""
+    for _ in range(100):
+        if text and text == before:
+            break
+        time.sleep(0.1)  # faulthandler writes in a signal handler: there is nothing to wait on
+        before, text = text, path.read_text()
+    return text
 
 
 def _serve(

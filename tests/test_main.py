@@ -10,6 +10,7 @@ from megatron_cp import doctor
 from megatron_cp.__main__ import build_parser, main
 from megatron_cp.data import IndexedWriter
 from megatron_cp.mask import documents, sliding_window
+from tests.processes import HANG_SECONDS
 from tests.report.runs import write_run
 
 SMALL = ["--context-parallel-size", "2", "--num-attention-heads", "4", "--kv-channels", "16"]
@@ -178,7 +179,9 @@ def test_module_runs_as_a_program_and_survives_a_closed_pipe():
     words = [sys.executable, "-m", "megatron_cp", "plan", "--lengths", "64", *QUICK]
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=100)
+    done = subprocess.run(
+        words, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=HANG_SECONDS
+    )
     os.close(writer)
     assert done.returncode == 0 and done.stderr == ""
 

@@ -1,8 +1,8 @@
 """Which rank computes which pack: equal counts, attention costs as equal as they can be.
 
-Packs hold equally many tokens, yet one long document costs far more attention than many short ones.
-The packs of a global batch are dealt to ranks and micro-batches by cost; the *set* of packs in a
-global batch never depends on the number of ranks.
+All packs hold equally many tokens, yet one long document costs far more attention than many short
+ones. So the packs of a global batch are shared out to ranks and micro-batches by cost. The *set* of
+packs in a global batch never depends on the number of ranks.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Sequence
 
 
 def deal_by_cost(costs: Sequence[int | float], num_groups: int) -> list[list[int]]:
-    """Indices of `costs` in `num_groups` groups of equal size and nearly equal cost.
+    """Returns the indices of `costs` in `num_groups` groups of equal size and nearly equal cost.
 
-    Greedy: the dearest first, each to the cheapest group that is not full.
-    Deterministic (ties go to the lower index and the lower group). Groups come out with the dearest
-    item first. O(n log n).
+    The dearest item goes first, each item to the cheapest group that is not full; ties go to the
+    lower index and the lower group. Each group lists its dearest item first. O(n log n).
 
     Raises:
         ValueError: the groups cannot be of equal size.
+
     Source: Graham 1969, longest processing time, with a limit on the size of each group.
     """
     if num_groups < 1 or len(costs) % num_groups:
@@ -41,11 +41,13 @@ def deal_by_cost(costs: Sequence[int | float], num_groups: int) -> list[list[int
 def assign_packs(
     costs: Sequence[int | float], *, dp_size: int, micro_batch_size: int
 ) -> list[list[list[int]]]:
-    """`[dp_size][num_microbatches][micro_batch_size]` pack indices, each pack exactly once.
+    """Returns pack indices `[dp_size][num_microbatches][micro_batch_size]`, each exactly once.
 
     Cost is balanced over ranks first, then over the micro-batches of a rank. The micro-batches of
-    each rank come dearest first, so that micro-batches computed at the same time cost about the
-    same.
+    each rank come dearest first, so those that are computed at the same time cost about the same.
+
+    Raises:
+        ValueError: the number of packs is no multiple of `dp_size * micro_batch_size`.
     """
     if micro_batch_size < 1 or dp_size < 1 or len(costs) % (dp_size * micro_batch_size):
         raise ValueError(

@@ -31,8 +31,8 @@ from megatron_cp.plan import AttentionPlan, make_plans
 
 _Slice = tuple[int, int, int, int, int | None, int | None]
 _NO_LABEL = -1
-# Weight of the full mask where every layer slides a window: its plan is made (the batch is placed and
-# described by it), but has no say in the placement.
+# Weight of the full mask where every layer slides a window: its plan is made, because it
+# describes the batch, but it has no say in the placement.
 _NO_LAYERS = 1e-6
 
 
@@ -101,7 +101,7 @@ class PlanRequest:
 # Without document masks every pack has the same mask, so the same plans.
 @functools.lru_cache(maxsize=8)
 def make_batch_plans(mask: AttentionMask, request: PlanRequest) -> Mapping[str, AttentionPlan]:
-    """The plans of a mask, all on one placement. The last few are remembered."""
+    """Returns the plans of a mask, all on one placement; the last eight are remembered."""
     wanted = {"full": (mask, float(request.num_full_layers or _NO_LAYERS))}
     if request.window is not None:
         left, right = request.window
@@ -109,12 +109,12 @@ def make_batch_plans(mask: AttentionMask, request: PlanRequest) -> Mapping[str, 
         wanted["window"] = (narrow, float(request.num_window_layers))
     plans = make_plans(wanted, request.cp_size, request.config)
     for plan in plans.values():
-        plan.digest()  # made here, in a worker: it travels with the plan, the training step only reads it
+        plan.digest()  # made here, in a worker: it travels with the plan and is only read in training
     return plans
 
 
 def build_batch(documents: DocumentSet, packs: Sequence[Pack], config: BatchConfig) -> PackedBatch:
-    """One batch of `len(packs) * seq_length` tokens; packs do not see each other.
+    """Returns one batch of `len(packs) * seq_length` tokens; packs do not see each other.
 
     Raises:
         ValueError: a token id is outside the vocabulary (names the document), or a document with a
@@ -124,7 +124,7 @@ def build_batch(documents: DocumentSet, packs: Sequence[Pack], config: BatchConf
 
 
 def join_batches(batches: Sequence[PackedBatch]) -> PackedBatch:
-    """The batches one after the other, block-diagonal."""
+    """Returns one batch of the batches one after the other; none sees another."""
     if len(batches) == 1:
         return batches[0]
     return PackedBatch(
@@ -139,7 +139,7 @@ def join_batches(batches: Sequence[PackedBatch]) -> PackedBatch:
 
 
 def plan_batch(batch: PackedBatch, request: PlanRequest) -> PlannedBatch:
-    """The batch with its plans and what the log wants to know about both."""
+    """Returns the batch with its plans, and what the log wants to know about both."""
     started = time.perf_counter()
     plans = make_batch_plans(batch.mask, request)
     plan_ms = (time.perf_counter() - started) * 1e3
@@ -156,7 +156,7 @@ def plan_batch(batch: PackedBatch, request: PlanRequest) -> PlannedBatch:
 
 
 def visible_prefix(documents: DocumentSet, piece: Piece) -> int:
-    """Leading tokens of a piece that all its tokens see; the whole piece if bidirectional."""
+    """Returns how many leading tokens of a piece all its tokens see; all of a bidirectional one."""
     prefix = int(documents.prefix_lengths[piece.document])
     if prefix == BIDIRECTIONAL:
         return piece.length
@@ -164,7 +164,7 @@ def visible_prefix(documents: DocumentSet, piece: Piece) -> int:
 
 
 def pack_area(documents: DocumentSet, pack: Pack, config: BatchConfig) -> int:
-    """Pairs in the mask of a pack, in closed form: what attention costs. O(documents)."""
+    """Returns the pairs in the mask of a pack, in closed form: what attention costs. O(documents)."""
     if not config.reset_attention_mask:
         return pack.num_tokens * (pack.num_tokens + 1) // 2
     lengths = [(piece.length, visible_prefix(documents, piece)) for piece in pack.pieces]
@@ -225,7 +225,7 @@ def _build_pack(documents: DocumentSet, pack: Pack, config: BatchConfig) -> Pack
 def _read_with_next(
     documents: DocumentSet, piece: Piece, vocab_size: int | None
 ) -> NDArray[np.int64]:
-    """Tokens of the piece and the one after it, if the document goes on."""
+    """Returns the tokens of the piece, and the one after it if the document goes on."""
     length = int(documents.lengths[piece.document])
     words = documents.read(piece.document, piece.start, min(piece.stop + 1, length))
     low, high = int(words.min()), int(words.max())
@@ -246,7 +246,7 @@ def _kind(documents: DocumentSet, piece: Piece, prefix: int) -> str:
 
 
 def _without_loss(documents: DocumentSet, piece: Piece) -> int:
-    """Leading positions of a piece whose labels belong to the prefix; all if bidirectional."""
+    """Returns how many leading labels of a piece belong to the prefix; all of a bidirectional one."""
     prefix = int(documents.prefix_lengths[piece.document])
     if prefix == BIDIRECTIONAL:
         return piece.length

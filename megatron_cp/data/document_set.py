@@ -27,12 +27,16 @@ BIDIRECTIONAL = -1
 
 
 def prefix_lengths_path(prefix: str | os.PathLike[str]) -> Path:
-    """`<prefix>.prefix_lengths.npy`."""
+    """Returns `<prefix>.prefix_lengths.npy`."""
     return Path(f"{os.fspath(prefix)}.prefix_lengths.npy")
 
 
 def write_prefix_lengths(prefix: str | os.PathLike[str], lengths: NDArray[np.int64]) -> None:
-    """Records the kind of every document beside the token files; ValueError if it cannot be."""
+    """Writes the kind of every document beside the token files.
+
+    Raises:
+        ValueError: not one kind for every document of the corpus, or a kind that it cannot have.
+    """
     _check_prefix_lengths(lengths, IndexedDataset(prefix), "lengths")
     path = prefix_lengths_path(prefix)
     temporary = path.with_suffix(f".tmp{os.getpid()}")
@@ -82,11 +86,11 @@ class DocumentSet:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each document."""
+        """Tokens of each document: int64 `[num_documents]`."""
         return self.dataset.document_lengths[self.first : self.last]
 
     def __len__(self) -> int:
-        """Number of documents, empty ones included."""
+        """Returns the number of documents, empty ones included."""
         return self.last - self.first
 
     @property
@@ -95,31 +99,31 @@ class DocumentSet:
         return int(self.lengths.sum())
 
     def read(self, document: int, start: int, stop: int) -> NDArray[np.int64]:
-        """Tokens `[start, stop)` of a document as int64."""
+        """Returns the tokens `[start, stop)` of a document as int64."""
         return self.dataset.read(self.first + document, start, stop).astype(np.int64)
 
     def name(self, document: int) -> str:
-        """What to call a document in a message."""
+        """Returns what a message calls a document."""
         return f"document {self.first + document} of {self.dataset.prefix}"
 
     def digest(self) -> str:
-        """SHA-256 of what determines a stream: tokens (sampled), boundaries, kinds, the range."""
+        """Returns a SHA-256 of what determines a stream: sampled tokens, boundaries, kinds, range."""
         total = hashlib.sha256(f"{self.dataset.digest()} {self.first} {self.last}".encode())
         total.update(self.prefix_lengths.tobytes())
         return total.hexdigest()
 
 
 def open_documents(prefix: str | os.PathLike[str]) -> DocumentSet:
-    """All documents of a corpus."""
+    """Returns all documents of a corpus."""
     dataset = IndexedDataset(prefix)
     return DocumentSet(dataset, 0, len(dataset), _read_prefix_lengths(dataset))
 
 
 def split_documents(documents: DocumentSet, split: str | Sequence[float]) -> list[DocumentSet]:
-    """Train, validation and test documents of Megatron's `--split`, "90,5,5".
+    """Returns the train, validation and test documents of Megatron's `--split`, "90,5,5".
 
     Weights are normalised and missing ones are zero. The ranges are contiguous in file order, with
-    Megatron's rounding, so both draw the same documents.
+    Megatron's rounding: both programs draw the same documents.
 
     Raises:
         ValueError: not one to three non-negative weights with a positive sum.

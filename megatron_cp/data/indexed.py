@@ -1,10 +1,10 @@
 """Megatron's `.bin` / `.idx` token files: a reader that believes nothing.
 
-    prefix.bin   token | token | token | ...                                  one dtype, documents
-    back to back prefix.idx   magic 9 | version u64 | dtype u8 | sequences u64 | documents u64
-    bytes 0 .. 34
-                 lengths i32[sequences] | pointers i64[sequences] | first sequence of each document
-                 i64[documents]
+    prefix.bin   token | token | token | ...                 one dtype, documents back to back
+    prefix.idx   magic 9 bytes | version u64 | dtype u8 | sequences u64 | documents u64
+                 lengths i32[sequences]                      from byte 34 on
+                 pointers i64[sequences]                     bytes into the .bin
+                 first sequence of each document i64[documents]
 
 The bytes are those of `megatron.core.datasets.indexed_dataset`, in both directions. Megatron's
 reader trusts the index; a wrong one feeds it neighbouring or uninitialised memory. Here every
@@ -35,7 +35,7 @@ _REBUILD = "rebuild the corpus with tools/preprocess_data.py"
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The narrowest dtype for ids `0 .. vocab_size - 1`: uint16 up to 65536, else int32."""
+    """Returns the narrowest dtype for ids `0 .. vocab_size - 1`: uint16 up to 65536, else int32."""
     if vocab_size < 1:
         raise ValueError(
             f"vocab_size={vocab_size} must be at least 1; pass the tokenizer's vocab_size"
@@ -44,7 +44,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 def manifest_path(prefix: str | os.PathLike[str]) -> Path:
-    """`<prefix>.manifest.json`: sizes and checksums, written by `IndexedWriter.finish`."""
+    """Returns `<prefix>.manifest.json`: sizes and checksums, written by `IndexedWriter.finish`."""
     return Path(f"{os.fspath(prefix)}.manifest.json")
 
 
@@ -100,7 +100,7 @@ class IndexedDataset:
         self.document_lengths.flags.writeable = False
 
     def __len__(self) -> int:
-        """Number of documents, empty ones included."""
+        """Returns the number of documents, empty ones included."""
         return len(self.document_lengths)
 
     @property
@@ -109,7 +109,7 @@ class IndexedDataset:
         return int(self.document_starts[-1])
 
     def read(self, document: int, start: int = 0, stop: int | None = None) -> NDArray[Any]:
-        """Tokens `[start, stop)` of a document, in the file's dtype.
+        """Returns the tokens `[start, stop)` of a document, in the file's dtype.
 
         Raises:
             IndexError: no such document, or the range leaves it.
@@ -157,7 +157,7 @@ class IndexedDataset:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def digest(self) -> str:
-        """SHA-256 over dtype, all document boundaries and 64 evenly spaced 4 KiB blocks of tokens.
+        """Returns a SHA-256 over dtype, document boundaries and 64 evenly spaced blocks of 4 KiB.
 
         Corpora below 256 KiB are read whole; `verify` reads every byte of any corpus.
         """
@@ -174,7 +174,11 @@ class IndexedDataset:
         return total.hexdigest()
 
     def verify(self) -> None:
-        """Compares the whole `.bin` with the manifest's checksum; ValueError where they differ."""
+        """Compares the whole `.bin` with the manifest's checksum.
+
+        Raises:
+            ValueError: they differ, or there is no manifest.
+        """
         path = manifest_path(self.prefix)
         if not path.is_file():
             raise ValueError(
@@ -238,7 +242,11 @@ def _check_manifest(path: Path, idx_path: Path, index_bytes: bytes, bin_bytes: i
 
 
 def _parse_index(path: Path, raw: bytes, bin_bytes: int) -> tuple[np.dtype[Any], NDArray[np.int64]]:
-    """(dtype, first token of each document, then the total); ValueError if the index lies."""
+    """Returns the dtype and the first token of each document, then the total.
+
+    Raises:
+        ValueError: the index contradicts itself or the size of the token file.
+    """
     dtype, num_sequences, num_documents = _parse_header(path, raw)
     sections = {
         "lengths": (np.int32, num_sequences),
@@ -305,7 +313,7 @@ def _check_pointers(
     bin_bytes: int,
     offsets: Mapping[str, int],
 ) -> None:
-    """Sequences must fill the token file back to back, which is what Megatron writes."""
+    """Checks that sequences fill the token file back to back, which is what Megatron writes."""
     index = _first_true(lengths < 0)
     if index is not None:
         _refuse(

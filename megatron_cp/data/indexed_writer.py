@@ -23,7 +23,7 @@ _MAX_SEQUENCE = 2**31 - 1
 class IndexedWriter:
     """Writes a corpus document by document; its files appear only when `finish` succeeds.
 
-    A context manager: leaving it through an exception removes the temporary files.
+    It is a context manager; leaving it through an exception removes the temporary files.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class IndexedWriter:
         self.num_tokens += len(values)
 
     def finish(self, facts: Mapping[str, Any] | None = None) -> None:
-        """Makes the corpus visible; its manifest also records `facts` (JSON values)."""
+        """Puts the finished corpus in its place; its manifest also records `facts` (JSON values)."""
         _sync_and_close(self._bin)
         lengths, documents = (
             np.array(self._lengths, dtype=np.int64),

@@ -1,11 +1,11 @@
 """Planned batches for one data-parallel rank, built ahead by workers, resumable exactly.
 
-              every rank alike, integers only                |  workers, or inline
-    documents -> Packer -> packs of a global batch -> dealt  |  tokens, labels, mask -> make_plans
-                               to ranks by attention cost    |  -> PlannedBatch
+    every rank alike, integers only                          |  workers, or inline
+    documents -> Packer -> packs of a global batch           |  tokens, labels, mask
+              -> shared out to ranks by attention cost       |  -> make_plans -> PlannedBatch
 
-Because packs are drawn before they are dealt, the packs of a global batch, and with them the
-state, do not depend on the number of ranks or workers: either may change between two runs.
+Packs are drawn before they are shared out. So the packs of a global batch, and with them the state,
+do not depend on the number of ranks or workers: either may change between two runs.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class LoaderConfig:
             )
 
     def packing_config(self) -> PackingConfig:
-        """The part that decides what is in a pack."""
+        """Returns the part that decides what is in a pack."""
         return PackingConfig(
             seq_length=self.seq_length,
             policy=self.packing,
@@ -68,7 +68,7 @@ class LoaderConfig:
         )
 
     def batch_config(self) -> BatchConfig:
-        """The part that decides how a pack becomes arrays."""
+        """Returns the part that decides how a pack becomes arrays."""
         return BatchConfig(
             seq_length=self.seq_length,
             reset_position_ids=self.reset_position_ids,
@@ -81,7 +81,7 @@ class LoaderConfig:
 
 @dataclass
 class _Task:
-    """Packs of one micro-batch; `state_after` is set on the last one of a global batch."""
+    """The packs of one micro-batch; `state_after` is set on the last one of a global batch."""
 
     packs: tuple[Pack, ...]
     state_after: dict[str, Any] | None
@@ -153,7 +153,7 @@ class PackedLoader:
         return self
 
     def __next__(self) -> PlannedBatch:
-        """The next micro-batch.
+        """Returns the next micro-batch.
 
         Raises:
             ValueError: the data is wrong (names file and document).
@@ -192,7 +192,7 @@ class PackedLoader:
         self._in_flight.append((worker, task))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands, in JSON values; equal on all ranks; only between two steps.
+        """Returns where the stream stands, in JSON values: equal on all ranks, between two steps.
 
         Raises:
             RuntimeError: in the middle of a global batch.
@@ -210,7 +210,7 @@ class PackedLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues the stream of `state`: the very batches that would have come next.
+        """Goes on with the stream of `state`: the very batches that would have come next.
 
         The number of data-parallel ranks, of workers, and both batch sizes may differ.
 

@@ -1,8 +1,9 @@
 """Documents to packs of a fixed number of tokens, without touching a token.
 
-    split   the documents are one stream, cut every seq_length tokens        | aaaa bb|bbbb cc|c
-    dddd e|     Megatron's way keep    documents stay whole; the best-fitting waiting one goes next
-    | aaaa cc|bbbbbb |dddd eee|     the rest is padding
+    split   | aaaa bb | bbbb cc | c dddd e |     one stream, cut every seq_length tokens:
+                                                 Megatron's way
+    keep    | aaaa cc | bbbbbb  | dddd eee |     documents stay whole; the waiting one that fits
+                                                 best goes next, the rest is padding
 
 A `Packer` is a pure function of (document lengths, settings, state): it only moves integers, so
 every data-parallel rank runs the same one, and its whole state is an epoch, a cursor and the pieces
@@ -55,10 +56,11 @@ class Pack:
 def document_order(
     num_documents: int, *, seed: int, epoch: int, shuffle: bool = True
 ) -> NDArray[np.int64]:
-    """The order in which an epoch visits the documents.
+    """Returns the order in which an epoch visits the documents.
 
-    Sorted by a 64-bit hash of (seed, epoch, document): a hash instead of a library's generator, so
-    that a checkpoint resumes the same stream under any NumPy version.
+    They are sorted by a 64-bit hash of (seed, epoch, document). A library's generator may change
+    with its version; a hash gives a resumed run the same stream under any NumPy.
+
     Source: SplitMix64, Steele, Lea and Flood 2014.
     """
     ids = np.arange(num_documents, dtype=np.uint64)
@@ -142,7 +144,7 @@ class Packer:
         return self._epoch
 
     def state(self) -> dict[str, Any]:
-        """All that the rest of the stream depends on, beside corpus and settings; JSON values."""
+        """Returns what the rest of the stream depends on beside corpus and settings: JSON values."""
         return {
             "epoch": self._epoch,
             "cursor": self._cursor,
@@ -150,7 +152,11 @@ class Packer:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes back to where `state` was taken; ValueError where it cannot be of this corpus."""
+        """Goes to where `state` was taken.
+
+        Raises:
+            ValueError: the state cannot be of this corpus.
+        """
         cursor, carry = int(state["cursor"]), [Piece(*map(int, piece)) for piece in state["carry"]]
         if not 0 <= cursor <= len(self._lengths) or int(state["epoch"]) < 0:
             raise ValueError(
@@ -177,7 +183,7 @@ class Packer:
         return self._next_split() if self.config.policy == "split" else self._next_kept()
 
     def _draw(self) -> Piece | None:
-        """The next non-empty document of the epoch, whole; None at its end."""
+        """Returns the next non-empty document of the epoch, whole; None at its end."""
         while self._cursor < len(self._order):
             document = int(self._order[self._cursor])
             self._cursor += 1
@@ -242,9 +248,9 @@ class Packer:
 
 
 def packs_of_one_epoch(document_lengths: NDArray[np.int64], config: PackingConfig) -> list[Pack]:
-    """The packs of epoch 0 in order; with `split` without the last, incomplete one.
+    """Returns the packs of epoch 0 in order; with `split` without the last, incomplete one.
 
-    For evaluation, and for planning a run on paper.
+    They serve evaluation, and planning a run on paper.
     """
     packer = Packer(document_lengths, config)
     if config.policy == "split":

@@ -1,7 +1,7 @@
 """Text documents from JSONL files, text files and folders, with a count of everything skipped.
 
-One document per line of a .jsonl or .json file, per text file, and per file of a folder. What is
-not text (not UTF-8, NUL bytes, bad JSON, a missing field) is counted, never dropped silently.
+A line of a .jsonl or .json file is a document; so is a text file, and each file of a folder. What
+is not text (not UTF-8, NUL bytes, bad JSON, a missing field) is counted, never dropped silently.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TOO_LONG = "longer than the limit"
 
 
 class TextInputs:
-    """Iterates over {field: text} of all documents of `paths`, in a fixed order.
+    """An iterable of {field: text} over all documents of `paths`, in a fixed order.
 
     `skipped` counts by reason, `sources` lists what was read ({path, bytes, sha256}, relative
     names), `bytes_read` grows as files are read. A file inside a folder may not lead out of it by
@@ -48,7 +48,7 @@ class TextInputs:
         self.bytes_read = 0
 
     def files(self) -> Iterator[tuple[Path, str]]:
-        """(file, its name under the input) in sorted order."""
+        """Returns pairs (file, its name under the input) in sorted order."""
         for path in self.paths:
             if path.is_dir():
                 yield from self._files_of_folder(path.resolve())
@@ -125,7 +125,7 @@ class TextInputs:
         return self._checked(texts)
 
     def _checked(self, record: dict[str, str]) -> dict[str, str] | None:
-        """The record, unless its texts are empty or no text (JSON may escape anything)."""
+        """Returns the record; None if its texts are empty or no text (JSON may escape anything)."""
         joined = "".join(record.values())
         if not joined.strip():
             self.skipped["empty"] += 1

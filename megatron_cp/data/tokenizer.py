@@ -37,10 +37,10 @@ class Tokenizer(Protocol):
         """What tells this tokenizer from another, for manifests and Megatron's dataset caches."""
 
     def tokenize(self, text: str) -> list[int]:
-        """Ids of `text`, without any special token added."""
+        """Returns the ids of `text`, without any special token added."""
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Text of `ids`; inverse of `tokenize` for byte-level vocabularies."""
+        """Returns the text of `ids`; the inverse of `tokenize` for byte-level vocabularies."""
 
 
 class ByteLevelTokenizer:
@@ -56,11 +56,11 @@ class ByteLevelTokenizer:
         return {"class": "ByteLevel"}
 
     def tokenize(self, text: str) -> list[int]:
-        """One id per byte of the text's UTF-8 form."""
+        """Returns one id per byte of the text's UTF-8 form."""
         return list(text.encode("utf-8"))
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Text of the byte ids; `eod` and `pad` vanish, bytes that are not UTF-8 become U+FFFD."""
+        """Returns the text without `eod` and `pad`; bytes that are not UTF-8 become U+FFFD."""
         outside = [i for i in ids if not 0 <= i < self.vocab_size]
         if outside:
             raise ValueError(
@@ -85,9 +85,7 @@ class HuggingFaceTokenizer:
                 "tokenizer.json or its directory on this machine "
                 "(names on a hub are not downloaded)"
             )
-        from tokenizers import (
-            Tokenizer as Backend,
-        )  # here: the package is needed by this class alone
+        from tokenizers import Tokenizer as Backend  # the package is needed by this class alone
 
         try:
             self._backend = Backend.from_file(str(file))
@@ -107,9 +105,7 @@ class HuggingFaceTokenizer:
         self.path = file
         self.eod: int = eod
         self.pad: int = eod if pad is None else pad
-        self.vocab_size: int = (
-            max(vocabulary.values()) + 1
-        )  # ids may have holes, so not the number of entries
+        self.vocab_size: int = max(vocabulary.values()) + 1  # ids may have holes
 
     @property
     def unique_identifiers(self) -> dict[str, str]:
@@ -122,11 +118,11 @@ class HuggingFaceTokenizer:
         }
 
     def tokenize(self, text: str) -> list[int]:
-        """Ids of the text alone; no beginning or end token is added."""
+        """Returns the ids of the text alone; no beginning or end token is added."""
         return list(self._backend.encode(text, add_special_tokens=False).ids)
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Text of the ids; special tokens vanish."""
+        """Returns the text of the ids without special tokens."""
         return str(self._backend.decode(list(ids), skip_special_tokens=True))
 
 
@@ -141,7 +137,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _special(vocabulary: dict[str, int], configured: Any, known: Iterable[str]) -> int | None:
-    """Id of the configured token (a string or {"content": ...}), else of the first known name."""
+    """Returns the id of the configured token (a string or {"content": ...}), else of a known name."""
     if isinstance(configured, dict):
         configured = configured.get("content")
     for name in [configured, *known]:
@@ -151,7 +147,7 @@ def _special(vocabulary: dict[str, int], configured: Any, known: Iterable[str]) 
 
 
 def build_tokenizer(tokenizer_type: str, tokenizer_model: str | None = None) -> Tokenizer:
-    """The tokenizer of Megatron's `--tokenizer-type` and `--tokenizer-model`."""
+    """Returns the tokenizer of Megatron's `--tokenizer-type` and `--tokenizer-model`."""
     if tokenizer_type == "ByteLevel":
         return ByteLevelTokenizer()
     if tokenizer_type == "HuggingFaceTokenizer":
@@ -169,10 +165,10 @@ def build_tokenizer(tokenizer_type: str, tokenizer_model: str | None = None) -> 
 def train_byte_level_bpe(
     texts: Iterable[str], *, vocab_size: int, path: str | os.PathLike[str]
 ) -> HuggingFaceTokenizer:
-    """A byte-level BPE learned from `texts`, written to `path` and opened.
+    """Returns a byte-level BPE learned from `texts` and written to `path`.
 
-    `<|endoftext|>` is id 0, `<|pad|>` id 1. About 0.5 MB of text a second on two cores
-    at a vocabulary of 32K.
+    `<|endoftext|>` is id 0, `<|pad|>` id 1. Two cores read about 0.5 MB of text a second at a
+    vocabulary of 32K.
     """
     if vocab_size < 258:
         raise ValueError(

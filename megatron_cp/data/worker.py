@@ -1,8 +1,8 @@
 """A loader worker: a Python process that turns packs into planned batches.
 
-A fresh interpreter, not a fork: it imports NumPy and this package, never torch, and inherits
+It is a fresh interpreter, not a fork: it imports NumPy and this package, never torch, and inherits
 neither threads, locks nor a CUDA context from the trainer. It answers one task at a time over a
-socket, and ends when the trainer's end of the socket closes, however that came about. If the worker
+socket. It ends when the trainer's end of the socket closes, however that came about; if the worker
 dies, the trainer sees the closed socket at once.
 """
 
@@ -28,14 +28,14 @@ _COMMAND = "import sys; from megatron_cp.data.worker import main; main(int(sys.a
 
 @dataclass(frozen=True)
 class BatchBuilder:
-    """Packs in, planned batch out; a pure function that can be sent to another process."""
+    """What turns packs into a planned batch: a pure function that can be sent to a process."""
 
     documents: DocumentSet
     config: BatchConfig
     request: PlanRequest
 
     def __call__(self, packs: tuple[Pack, ...]) -> PlannedBatch:
-        """The planned batch of these packs."""
+        """Returns the planned batch of these packs."""
         return plan_batch(build_batch(self.documents, packs, self.config), self.request)
 
 
@@ -71,7 +71,7 @@ class WorkerProcess:
         self._send(packs)
 
     def receive(self) -> PlannedBatch:
-        """The result of the task in flight.
+        """Returns the result of the task in flight.
 
         Raises:
             ValueError: the worker raised one (bad data); the message is the worker's.

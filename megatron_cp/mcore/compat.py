@@ -10,16 +10,19 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+import logging
 import re
 import warnings
 from typing import Any
 
 import torch
 
-OLDEST, TOO_NEW = (0, 16, 1), (0, 21, 0)
+from megatron_cp.mcore.hook_points import OLDEST, TESTED, Version, dotted
+
+_log = logging.getLogger(__name__)
 
 
-def megatron_version() -> tuple[int, int, int]:
+def megatron_version() -> Version:
     """Returns the version of the installed megatron-core, e.g. (0, 16, 1).
 
     Raises:
@@ -37,18 +40,25 @@ def megatron_version() -> tuple[int, int, int]:
 
 
 def check_megatron_version() -> None:
-    """Returns if the installed megatron-core is one that this package was written for.
+    """Returns if the installed megatron-core is old enough; says so in one line if it was not tested.
+
+    A version that is newer than those tested goes on: what the hooks rely on is checked for itself.
 
     Raises:
-        ImportError: naming the version found and the versions allowed.
+        ImportError: for a version that is too old, naming it and what is needed.
     """
     found = megatron_version()
-    if not OLDEST <= found < TOO_NEW:
+    if found < OLDEST:
         raise ImportError(
-            f"megatron-core {_dotted(found)} is installed; megatron_cp needs "
-            f">={_dotted(OLDEST)},<{_dotted(TOO_NEW)}; "
-            "install one of these: pip install "
-            f"'megatron-core>={_dotted(OLDEST)},<{_dotted(TOO_NEW)}'"
+            f"megatron-core {dotted(found)} is installed; megatron_cp needs {dotted(OLDEST)} or later; "
+            f"pip install 'megatron-core>={dotted(OLDEST)}'"
+        )
+    if found[:2] not in {version[:2] for version in TESTED}:
+        _log.warning(
+            "megatron-core %s is installed; megatron_cp was tested with %s; it goes on, because the functions "
+            "that it hooks are as expected",
+            dotted(found),
+            dotted(*TESTED),
         )
 
 
@@ -199,7 +209,3 @@ def silence_known_warnings() -> None:
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated")
     warnings.filterwarnings("ignore", message="Please use DTensor instead")
-
-
-def _dotted(version: tuple[int, int, int]) -> str:
-    return ".".join(map(str, version))

@@ -29,6 +29,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 from megatron_cp.mcore import triton_free
 
@@ -172,6 +173,9 @@ def _redirect(kwargs: dict[str, Any]) -> None:
 
 
 def _send_factories_to_cpu() -> None:
+    # `with torch.device(...)` tells factories by identity, from a list made at its first use: made
+    # later, it would hold the stand-ins, and such a context would silently do nothing.
+    _device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _redirected(getattr(torch, name)))
 

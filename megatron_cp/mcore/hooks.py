@@ -31,7 +31,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import schedules  # noqa: F401  its loss function gets a hook
 from torch import Tensor
 
-from megatron_cp.mcore import layers
+from megatron_cp.mcore import compat, layers
 from megatron_cp.mcore.attention import ContextParallelAttention
 from megatron_cp.mcore.batch import ContextParallelParams
 from megatron_cp.mcore.cut import PARAMS, Lengths, cut_batch, params_of_documents
@@ -42,6 +42,7 @@ from megatron_cp.mcore.documents import (
     starts_from_eod,
     starts_from_positions,
 )
+from megatron_cp.mcore.hook_points import HOOK_POINTS, TESTED, HookPoint, dotted, mismatch
 from megatron_cp.mcore.rope import install_position_rotary
 
 _DOCUMENTS = "megatron_cp_documents"  # key of the lengths in a batch, between the two hooks
@@ -54,6 +55,7 @@ _said: set[str] = set()
 def install(**plan_wishes: Any) -> None:
     """Installs the hooks; a second call changes nothing. `plan_wishes` are fields of CPConfig."""
     layers.wish(**plan_wishes)
+    check_hook_points()
     replacements = {
         "get_batch_on_this_tp_rank": _tell_documents,
         "get_batch_on_this_cp_rank": _cut_by_plan,
@@ -65,6 +67,44 @@ def install(**plan_wishes: Any) -> None:
         _replace_everywhere(name, wrap)
     if not hasattr(GPTModel.forward, _MARK):
         GPTModel.forward = _marked(_give_plan_to_layers)(GPTModel.forward)
+
+
+def check_hook_points() -> None:
+    """Returns if every function that gets a hook is there, with the parameters that its hook relies on.
+
+    Raises ImportError, naming the version and the function, where hooks would not be called as they expect.
+    """
+    for point in HOOK_POINTS:
+        function = _function(point)
+        if function is None:
+            continue
+        lack = mismatch(point, list(inspect.signature(function).parameters))
+        if lack is not None:
+            raise ImportError(
+                f"megatron-core {dotted(compat.megatron_version())} has another {point.name}: {lack}; megatron_cp "
+                f"cannot plan its batches; install one of {dotted(*TESTED)}, or look at a checkout with `python -m "
+                "megatron_cp doctor --megatron CHECKOUT`"
+            )
+
+
+def _function(point: HookPoint) -> Any:
+    """Returns the function, if a module that defines it is loaded; GPTModel.forward as Megatron wrote it.
+
+    Raises ImportError where a loaded module of Megatron-Core should define it and does not.
+    """
+    if point.name == "GPTModel.forward":
+        return getattr(GPTModel.forward, _MARK, GPTModel.forward)
+    names = sorted({file.removesuffix(".py").replace("/", ".") for file in point.files})
+    loaded = [sys.modules[name] for name in names if name in sys.modules]
+    found = [getattr(module, point.name) for module in loaded if hasattr(module, point.name)]
+    if found:
+        return getattr(found[0], _MARK, found[0])
+    if point.is_needed and len(loaded) == len(names):
+        raise ImportError(
+            f"megatron-core {dotted(compat.megatron_version())} has no {point.name} in {' or '.join(names)}; "
+            f"megatron_cp cannot plan its batches; install one of {dotted(*TESTED)}"
+        )
+    return None
 
 
 def _marked(wrap: Callable[..., Any]) -> Callable[..., Any]:
@@ -238,6 +278,11 @@ def _give_plan_to_layers(plain: Callable[..., Any]) -> Callable[..., Any]:
         if params is None:
             return plain(self, *args, **kwargs)
         _check_model(self)
+        if params.num_samples > 1 and getattr(self.config, "apply_rope_fusion", False):
+            raise NotImplementedError(
+                f"{params.num_samples} samples of documents in a micro-batch with fused RoPE, which knows one table of "
+                "angles for all of them; give --no-rope-fusion (the same values, unfused)"
+            )
         inputs["packed_seq_params"], inputs["attention_mask"] = params, None
         return plain(*call.args, **call.kwargs)
 

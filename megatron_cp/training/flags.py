@@ -256,7 +256,8 @@ TABLE = """
 --load str - | folder of checkpoints to go on from
 --dist-ckpt-optim-fully-reshardable on - | sharded optimizer state that any layout can load
 --ckpt-step int - | iteration to load; default the latest
---ckpt-format one-of:torch_dist torch_dist | format of a checkpoint
+--ckpt-format one-of:torch_dist,torch torch_dist | format to save in; --load reads the folder's own
+--dist-ckpt-strictness str raise_all | which tensors model and checkpoint need not share
 --exit-on-missing-checkpoint on - | an empty --load is an error
 --finetune on - | load the weights alone and start at iteration 0
 --no-save-optim on - | leave the optimizer out of checkpoints

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron_cp.data.batch import PlannedBatch
 from megatron_cp.mcore.loss import LOSS_NAME
 from megatron_cp.training.agreement import versions
-from megatron_cp.training.checkpointing import RunState
+from megatron_cp.training.checkpoint.state import RunState
 from megatron_cp.training.flops import ModelFlops
 from megatron_cp.training.log import StepReport, evaluation_lines, print_rank_last, training_line
 from megatron_cp.training.metrics import memory_metrics, plan_metrics, work_of_step

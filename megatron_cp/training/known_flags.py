@@ -22,7 +22,7 @@ NOTED: dict[str, tuple[int, str]] = {
     "--attention-softmax-in-fp32": (0, "softmax is always computed in fp32 or better"),
     "--no-create-attention-mask-in-dataloader": (0, "no dense mask is ever built"),
     "--no-masked-softmax-fusion": (0, "softmax is part of the attention kernel"),
-    "--use-dist-ckpt": (0, "checkpoints are always distributed ones"),
+    "--use-dist-ckpt": (0, "--ckpt-format torch_dist, the default, is the distributed format"),
     "--auto-detect-ckpt-format": (0, "the format is read from the checkpoint"),
     "--ckpt-fully-parallel-save": (
         0,
@@ -30,8 +30,7 @@ NOTED: dict[str, tuple[int, str]] = {
     ),
     "--ckpt-fully-parallel-load": (0, "every rank reads what it needs"),
     "--ckpt-assume-constant-structure": (0, "the save plan is made anew each time"),
-    "--dist-ckpt-format": (1, "--ckpt-format torch_dist is the only one"),
-    "--dist-ckpt-strictness": (1, "missing and unexpected tensors are always reported"),
+    "--dist-ckpt-format": (1, "--ckpt-format says in which format checkpoints are saved"),
     "--no-mmap-bin-files": (0, "token files are always mapped"),
     "--data-cache-path": (1, "no index caches are written"),
     "--num-dataset-builder-threads": (1, "no indices are built ahead"),

@@ -25,13 +25,10 @@ from megatron_cp.attn.options import resolve_options
 from megatron_cp.data.batch import PlanRequest
 from megatron_cp.data.loader import PackedLoader
 from megatron_cp.training import datasets
-from megatron_cp.training.checkpoint_files import check_writable
-from megatron_cp.training.checkpointing import (
-    RunState,
-    check_checkpoint,
-    load_checkpoint,
-    save_checkpoint,
-)
+from megatron_cp.training.checkpoint.files import check_writable
+from megatron_cp.training.checkpoint.load import check_checkpoint, load_checkpoint
+from megatron_cp.training.checkpoint.save import save_checkpoint
+from megatron_cp.training.checkpoint.state import RunState
 from megatron_cp.training.flops import ModelFlops
 from megatron_cp.training.journal import Journal
 from megatron_cp.training.log import ProgressBar, arguments_block, print_datetime, print_rank_0

@@ -15,6 +15,7 @@ import torch
 
 from megatron_cp.mcore import compat
 from megatron_cp.mcore.validation import validate_arguments
+from megatron_cp.training.checkpoint.compare import STRICTNESS
 from megatron_cp.training.validate_ranges import check_layers, check_ranges
 from megatron_cp.training.validate_steps import (
     complete_batch,
@@ -260,6 +261,11 @@ def _records(args: Namespace) -> None:
         args.run_dir = args.save
     if args.save_interval is not None and args.save is None:
         raise ValueError("--save-interval needs --save <folder>; give it too")
+    if args.dist_ckpt_strictness not in STRICTNESS:
+        raise ValueError(
+            f"--dist-ckpt-strictness {args.dist_ckpt_strictness} is unknown; choose one of "
+            f"{', '.join(STRICTNESS)}"
+        )
     if args.ckpt_step is not None and args.load is None:
         raise ValueError("--ckpt-step needs --load <folder>; give it too")
     if args.exit_on_missing_checkpoint and args.load is None:

@@ -24,6 +24,7 @@ from megatron_cp.attn import (
 from megatron_cp.attn.options import AttendOptions
 from megatron_cp.kernels import build
 from tests.attn.on_host import assert_attention, draw, host_device, operators_on_cpu
+from tests.processes import HANG_SECONDS
 from tests.strategies import attention_masks
 
 
@@ -193,14 +194,14 @@ def test_streams_that_begin_together_share_no_counters(device):
     barrier, found = threading.Barrier(8), []
 
     def first_use(stream):
-        barrier.wait(timeout=20)
+        barrier.wait(timeout=HANG_SECONDS)
         found.append(hopper_launch.counters(0, stream))
 
     threads = [threading.Thread(target=first_use, args=(100 + i,)) for i in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=20)
+        thread.join(timeout=HANG_SECONDS)
     assert len(set(found)) == 8
 
 

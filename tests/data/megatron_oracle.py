@@ -7,13 +7,15 @@ import functools
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
+from tests.processes import HANG_SECONDS
+
 
 def asked_elsewhere(function):
     """Makes `function` run in the one process that has imported Megatron-Core."""
 
     @functools.wraps(function)
     def ask(*args, **kwargs):
-        return _process().submit(_run, function.__name__, args, kwargs).result(timeout=100)
+        return _process().submit(_run, function.__name__, args, kwargs).result(timeout=HANG_SECONDS)
 
     _FUNCTIONS[function.__name__] = function
     return ask

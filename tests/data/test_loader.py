@@ -6,9 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +15,7 @@ from megatron_cp.config import CPConfig
 from megatron_cp.data.batch import PlanRequest
 from megatron_cp.data.loader import LoaderConfig, PackedLoader
 from tests.data.corpora import write_corpus
+from tests.processes import HANG_SECONDS, is_running, wait_until
 
 REQUEST = PlanRequest(cp_size=2, config=CPConfig(planner="zigzag"))
 CONFIG = LoaderConfig(
@@ -169,11 +168,9 @@ def test_a_killed_worker_is_an_error_that_names_it(documents):
     next(loader)
     pids = [worker.pid for worker in loader._workers]
     os.kill(pids[1], signal.SIGKILL)
-    started = time.monotonic()
     with pytest.raises(RuntimeError, match=rf"data worker 1 \(pid {pids[1]}\) died.*SIGKILL"):
         for _ in range(10):
             next(loader)
-    assert time.monotonic() - started < 20
     for pid in pids:  # no worker outlives the error
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
@@ -182,8 +179,9 @@ def test_a_killed_worker_is_an_error_that_names_it(documents):
 
 
 def test_a_stopped_worker_is_an_error_after_the_timeout(documents):
-    loader = PackedLoader(documents, replace(CONFIG, num_workers=1, worker_timeout_s=1.0))
+    loader = PackedLoader(documents, replace(CONFIG, num_workers=1))
     next(loader)
+    loader._workers[0]._timeout_s = 1.0  # only now: its start takes as long as the machine needs
     pid = loader._workers[0].pid
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(RuntimeError, match="gave no batch within 1 s"):
@@ -236,18 +234,8 @@ def test_workers_end_when_the_trainer_is_killed(documents):
     )
     command = [sys.executable, "-c", program, documents.dataset.prefix]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    result = subprocess.run(command, stdout=subprocess.PIPE, env=environment, timeout=60)
+    result = subprocess.run(command, stdout=subprocess.PIPE, env=environment, timeout=HANG_SECONDS)
     assert result.returncode == -signal.SIGKILL
     pids = [int(pid) for pid in result.stdout.split()]
     assert len(pids) == 2
-    deadline = time.monotonic() + 20
-    while any(_runs(pid) for pid in pids):
-        assert time.monotonic() < deadline, "a worker outlived its trainer"
-
-
-def _runs(pid):
-    """Whether the process exists and is not a zombie that nobody has reaped yet."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    wait_until(lambda: not any(map(is_running, pids)), "a worker outlived its trainer")

@@ -54,7 +54,11 @@ class ProgramCase:
         """How to run it; ``corpora`` holds what ``write_corpora`` wrote."""
         data = ["--data-path", str(corpora / self.data)] if self.data else []
         save = ["--save", str(self.saved(corpora))]
-        return Launch((*BASE, *save, *data, *self.input.split()), self.world_size, timeout=40.0)
+        words = self.input.split()
+        for place, word in enumerate(words):
+            if place and words[place - 1] == "--load" and word in CHECKPOINTS:
+                words[place] = str(corpora / "checkpoints" / word)
+        return Launch((*BASE, *save, *data, *words), self.world_size)
 
     def saved(self, corpora: Path) -> Path:
         """Where the run would leave something if it were not refused."""
@@ -77,8 +81,36 @@ def write_corpus(prefix: Path, documents: list[list[int]], dtype: str = "uint16"
     return prefix
 
 
+# Folders that are no checkpoint of this run: files and what they hold.
+_DIST = {"metadata.json": '{"sharded_backend": "torch_dist"}', ".metadata": "", "common.pt": ""}
+CHECKPOINTS: dict[str, dict[str, str]] = {
+    "two-formats": {**_DIST, "mp_rank_00/model_optim_rng.pt": ""},
+    "unfinished": {"__0_0.distcp": ""},
+    "of-fsdp": {".metadata": ""},
+    "zarr": {"metadata.json": '{"sharded_backend": "zarr"}'},
+    "two-tensor-ranks": {"mp_rank_00/model_optim_rng.pt": "", "mp_rank_01/model_optim_rng.pt": ""},
+    "two-stages": {
+        "mp_rank_00_000/model_optim_rng.pt": "",
+        "mp_rank_00_001/model_optim_rng.pt": "",
+    },
+    "half": {"mp_rank_00_001/model_optim_rng.pt": ""},
+    "cut-manifest": {**_DIST, "megatron_cp.json": "{"},
+}
+
+
+def write_checkpoints(folder: Path) -> None:
+    """The folders that cases of the program load, and a tracker that is none."""
+    for name, files in CHECKPOINTS.items():
+        for file, text in files.items():
+            path = folder / name / "iter_0000005" / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        (folder / name / "latest_checkpointed_iteration.txt").write_text("5")
+
+
 def write_corpora(folder: Path) -> None:
-    """The corpora that cases of the program name."""
+    """The corpora and checkpoints that cases of the program name."""
+    write_checkpoints(folder / "checkpoints")
     good = [[(7 * i + j) % 512 for j in range(40 + i)] for i in range(40)]
     write_corpus(folder / "good", good)
     write_corpus(folder / "other", good[::-1])
@@ -131,7 +163,7 @@ def _of(call: Callable[[], object]) -> Callable[[Path], object]:
 
 
 IDX, MASK, PLAN, ATTN = "Token files", "Masks", "Plans", "Attention"
-SIZES, DATA, OTHER = "Sizes and layout", "Data of a run", "Settings"
+SIZES, DATA, OTHER, LOAD = "Sizes and layout", "Data of a run", "Settings", "Checkpoints"
 
 LIBRARY = (
     LibraryCase(IDX, "`.idx` with another magic number", _lie(0, "<9s", b"MMIDIDY\0\0"), ("byte 0", "magic number", "want", "have")),
@@ -227,6 +259,17 @@ PROGRAM = (
     ProgramCase(OTHER, "--save /proc/none", ("--save /proc/none", "folder")),
     ProgramCase(OTHER, "--save /dev/null", ("--save /dev/null", "folder")),
     ProgramCase(OTHER, "--save /proc --run-dir /dev/null/run", ("--save /proc", "folder")),
+    ProgramCase(OTHER, "--ckpt-format zarr", ("'zarr'", "torch_dist")),
+    ProgramCase(OTHER, "--dist-ckpt-strictness none", ("none", "raise_all")),
+    ProgramCase(LOAD, "--load two-formats", ("metadata.json", "mp_rank_00", "two formats")),
+    ProgramCase(LOAD, "--load unfinished", ("iter_0000005", "not a complete checkpoint")),
+    ProgramCase(LOAD, "--load unfinished --ckpt-step 7", ("iter_0000007", "does not exist")),
+    ProgramCase(LOAD, "--load of-fsdp", ("fsdp_dtensor", "torch_dist and torch")),
+    ProgramCase(LOAD, "--load zarr", ("'zarr'", "torch_dist and torch")),
+    ProgramCase(LOAD, "--load two-tensor-ranks", ("--tensor-model-parallel-size 2", "has 1 and 1", "torch_dist")),
+    ProgramCase(LOAD, "--load two-stages", ("--pipeline-model-parallel-size 2", "has 1 and 1", "torch_dist")),
+    ProgramCase(LOAD, "--load half --pipeline-model-parallel-size 2", ("no mp_rank_00_000/model_optim_rng.pt", "not a complete")),
+    ProgramCase(LOAD, "--load cut-manifest", ("megatron_cp.json is damaged", "--ckpt-step")),
 )  # fmt: skip
 
 

@@ -11,7 +11,6 @@ import importlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,10 @@ import time
 import traceback
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+import torch.distributed as dist
+
+from tests.processes import HANG_SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -43,7 +46,7 @@ class Launch:
     per_rank: tuple[tuple[str, ...], ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     kill: Kill | None = None
-    timeout: float = 60.0
+    timeout: float = HANG_SECONDS
 
 
 @dataclass(frozen=True)
@@ -60,15 +63,17 @@ def run_program(launches: list[Launch]) -> list[list[Outcome]]:
     """The outcome of every rank of every launch, run one launch after the other in a process of its own."""
     environment = {name: v for name, v in os.environ.items() if not name.startswith("WANDB_")}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).resolve())],
-        input=json.dumps([asdict(launch) for launch in launches]),
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-        timeout=60 + sum(launch.timeout for launch in launches),
-    )
+    # A killed rank cannot remove its temporary files.
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, str(Path(__file__).resolve())],
+            input=json.dumps([asdict(launch) for launch in launches]),
+            capture_output=True,
+            text=True,
+            env={**environment, "TMPDIR": folder, "HOME": folder},
+            check=False,
+            timeout=HANG_SECONDS * (1 + len(launches)),
+        )
     assert done.returncode == 0, done.stderr[-4000:]
     return [[Outcome(**rank) for rank in ranks] for ranks in json.loads(done.stdout)]
 
@@ -87,15 +92,14 @@ def _serve() -> None:
 
 
 def _run(launch: dict) -> list[dict]:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    # As torchrun does: the starter serves the store, on a port that it holds from the beginning.
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     start, waiting, outcomes = time.monotonic(), {}, {}
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(launch["world_size"]):
             pid = os.fork()
             if pid == 0:
-                _become_rank(launch, rank, port, Path(folder))
+                _become_rank(launch, rank, store.port, Path(folder))
             waiting[pid] = rank
         while waiting:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -131,6 +135,7 @@ def _become_rank(launch: dict, rank: int, port: int, folder: Path) -> None:
             WORLD_SIZE=str(launch["world_size"]),
             MASTER_ADDR="localhost",
             MASTER_PORT=str(port),
+            TORCHELASTIC_USE_AGENT_STORE="True",
             **launch["environment"],
         )
         own = launch["per_rank"][rank] if launch["per_rank"] else ()

@@ -6,6 +6,8 @@ import tempfile
 from functools import lru_cache
 from pathlib import Path
 
+from tests.processes import HANG_SECONDS
+
 SOURCE = Path(__file__).with_name("fake_cuda.cpp")
 
 
@@ -16,7 +18,7 @@ def load() -> ctypes.CDLL:
         target = Path(folder, "libfake_cuda.so")
         command = ["g++", "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
         command += ["-isystem", "/usr/local/cuda/include", "-o", str(target), str(SOURCE)]
-        subprocess.run(command, check=True, timeout=60)
+        subprocess.run(command, check=True, timeout=HANG_SECONDS)
         return ctypes.CDLL(str(target))
 
 

@@ -16,6 +16,7 @@ from setuptools import Distribution
 from setuptools.command.build_py import build_py
 
 from megatron_cp.kernels import build, cache, compilers
+from tests.processes import HANG_SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -108,14 +109,14 @@ def test_ranks_that_need_a_cubin_at_once_compile_it_once(tree):
     inside, results = threading.Barrier(4), []
 
     def rank():
-        inside.wait(timeout=20)
+        inside.wait(timeout=HANG_SECONDS)
         results.append(build.cached_cubin(variant, compiler))
 
     threads = [threading.Thread(target=rank) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=20)
+        thread.join(timeout=HANG_SECONDS)
     assert results == [b"fwd.cu D=128 1"] * 4
     assert compiler.calls == 1
 
@@ -255,6 +256,8 @@ def test_installation_makes_cubins_unless_editable_or_told_not_to(
 
 def test_build_runs_as_a_file_before_anything_is_installed(tmp_path):
     program = [sys.executable, str(ROOT / "kernels" / "build.py"), "--list"]
-    run = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    run = subprocess.run(
+        program, cwd=tmp_path, capture_output=True, text=True, timeout=HANG_SECONDS
+    )
     names = [line.split()[0] for line in run.stdout.splitlines()]
     assert names == list(build.variants()), run.stderr

@@ -13,6 +13,7 @@ from megatron_cp.kernels import driver as driver_module
 from megatron_cp.kernels import params
 from megatron_cp.kernels.driver import BFLOAT16, FLOAT32, CudaError, Driver
 from tests.kernels import fake_cuda
+from tests.processes import HANG_SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -73,7 +74,7 @@ def test_thread_without_a_context_gets_the_primary_one_and_others_keep_theirs(dr
     assert fake_cuda.number("fake_num_retained") == before + 1
     thread = threading.Thread(target=driver.ensure_context, args=(0,))
     thread.start()
-    thread.join(timeout=20)
+    thread.join(timeout=HANG_SECONDS)
     assert fake_cuda.number("fake_num_retained") == before + 2
 
 
@@ -167,6 +168,6 @@ def test_importing_the_kernels_loads_no_driver():
         "print('libcuda' in open('/proc/self/maps').read())"
     )
     run = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=HANG_SECONDS
     )
     assert run.stdout == "False\n", run.stderr

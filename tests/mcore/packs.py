@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
+import torch
 
 VOCABULARY = 64
 SEQUENCE = 128
@@ -75,3 +76,12 @@ def plans_of(lengths: tuple[int, ...], window: tuple[int, int] | None, cp: int, 
         within = [("window", window[0], 0)] * len(lengths)
         masks["window"] = (packed.documents(lengths, within=within), 1.0)
     return make_plans(masks, cp, settings)
+
+
+def dense_mask(lengths: tuple[int, ...]) -> torch.Tensor:
+    """Megatron's own form, [1, 1, S, S], True = hidden: each document by itself, causal."""
+    document = np.repeat(np.arange(len(lengths)), lengths)
+    hidden = (document[:, None] != document[None, :]) | np.triu(
+        np.ones((len(document),) * 2, bool), 1
+    )
+    return torch.from_numpy(hidden)[None, None]

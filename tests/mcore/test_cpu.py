@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.mcore.tiny_gpt import Case, build_chunks, make_config, parallel_state
+from tests.processes import HANG_SECONDS
 from tests.ranks import run_on_ranks
 
 
@@ -126,7 +127,10 @@ def test_recomputed_layers_do_not_repeat_attention(granularity: str):
 
 def _run(script: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=100
+        [sys.executable, "-W", "ignore", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
     )
 
 
@@ -219,3 +223,14 @@ print(importlib.util.find_spec("triton"), has_triton_package(), "triton" in sys.
     assert lines[0] == "True True"
     assert "kernel plain was launched" in lines[1] and "kernel configured was" in lines[2]
     assert lines[3:] == ["ImportError triton", "ImportError triton", "None False False"]
+
+
+def test_a_device_context_holds_beside_the_stand_ins():
+    program = (
+        "import torch; from megatron_cp.mcore import cpu; cpu.install()\n"
+        "with torch.device('meta'): print(torch.arange(3).device, torch.zeros(2).device)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["meta", "meta"]

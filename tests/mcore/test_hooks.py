@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.mcore.tiny_gpt import Case, Trainer, dense_mask, enter_megatron, parallel_state, train
+from tests.mcore.packs import dense_mask
+from tests.mcore.stock import stock_program
+from tests.mcore.tiny_gpt import Case, Trainer, enter_megatron, parallel_state, train
 from tests.ranks import run_on_ranks
 
 STEPS = 6
@@ -27,26 +29,6 @@ def _flags_of(source: str) -> dict[str, object]:
         "positions": {"reset_attention_mask": True, "reset_position_ids": True},
         "cu_seqlens": {"dataloader_inter_document_masking": True},
     }[source]
-
-
-@contextlib.contextmanager
-def stock_program(**flags):
-    """Makes this process Megatron-LM with these flags, as far as the hooks can see."""
-    enter_megatron()
-    from megatron_cp.mcore import hooks, layers
-
-    program = ModuleType("megatron.training.global_vars")
-    program._GLOBAL_ARGS = SimpleNamespace(**({"micro_batch_size": 1, "seq_length": 128} | flags))
-    program.get_args = lambda: program._GLOBAL_ARGS
-    layers.forget()
-    hooks._said.clear()
-    hooks.install()
-    sys.modules[program.__name__] = program
-    try:
-        yield program
-    finally:
-        del sys.modules[program.__name__]
-        layers.forget()
 
 
 def _train_hooked(rank, world_size, case: Case):
@@ -338,3 +320,78 @@ def test_one_line_says_what_was_found():
         "megatron_cp: documents: from the dense attention mask, 5 in the first pack; planner auto\n"
     )
     assert second == ""
+
+
+def _other_megatron(rank, world_size):
+    """What installing says where Megatron's functions are not as the hooks know them."""
+    enter_megatron()
+    from megatron.core import utils
+    from megatron.core.pipeline_parallel import schedules
+
+    from megatron_cp.mcore import hooks
+
+    messages = []
+    for module, name, other in (
+        (utils, "get_batch_on_this_cp_rank", lambda data, group=None: data),
+        (utils, "get_batch_on_this_cp_rank", lambda batch, process_group=None: batch),
+        (schedules, "forward_step_calc_loss", None),
+    ):
+        plain = getattr(module, name)
+        try:
+            if other is None:
+                delattr(module, name)
+            else:
+                setattr(module, name, other)
+            hooks.install()
+            messages.append("no error")
+        except ImportError as error:
+            messages.append(str(error))
+        finally:
+            setattr(module, name, plain)
+    return messages
+
+
+def test_another_megatron_is_refused_by_version_and_function():
+    (messages,) = run_on_ranks(1, _other_megatron)
+    assert "its first parameter is data, the hook knows batch" in messages[0]
+    assert "it has no parameter cp_group" in messages[1]
+    assert (
+        "has no forward_step_calc_loss in megatron.core.pipeline_parallel.schedules" in messages[2]
+    )
+    assert all("doctor --megatron" in text for text in messages[:2])
+
+
+def _versions(rank, world_size, found):
+    enter_megatron()
+    import logging
+
+    from megatron_cp.mcore import compat
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    plain, compat.megatron_version = compat.megatron_version, lambda: found
+    logging.getLogger("megatron_cp.mcore.compat").addHandler(handler)
+    try:
+        compat.check_megatron_version()
+    except ImportError as error:
+        lines.append(f"error: {error}")
+    finally:
+        compat.megatron_version = plain
+        logging.getLogger("megatron_cp.mcore.compat").removeHandler(handler)
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [
+        ((0, 16, 1), None),
+        ((0, 20, 3), None),
+        ((0, 21, 0), "megatron-core 0.21.0 is installed; megatron_cp was tested with 0.16.1, "),
+        ((0, 15, 3), "error: megatron-core 0.15.3 is installed; megatron_cp needs 0.16.1 or later"),
+    ],
+)
+def test_a_version_that_was_not_tested_is_one_line_and_one_too_old_an_error(version, expected):
+    (lines,) = run_on_ranks(1, _versions, version)
+    assert len(lines) == (expected is not None)
+    assert not lines or lines[0].startswith(expected)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_cp.mcore.optimizer import ForeachAdam
+from megatron_cp.training.checkpoint.writer import saving_in_this_process
 from tests.mcore.tiny_gpt import Case, Trainer, parallel_state
 from tests.ranks import run_on_ranks
 
@@ -76,7 +77,8 @@ def _save_and_go_on(rank, world_size, case, folder, sharding):
         multiprocessing.current_process()._config["daemon"] = False
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what torch thinks of Megatron's calls
-            dist_checkpointing.save(_sharded_state(trainer, sharding, False), folder)
+            with saving_in_this_process():
+                dist_checkpointing.save(_sharded_state(trainer, sharding, False), folder)
         return [trainer.step() for _ in range(3)]
 
 
@@ -116,12 +118,9 @@ def _layout(name: str) -> Case:
 def test_training_goes_on_where_it_was_saved(tmp_path, saved: str, resumed: str, sharding: str):
     """Also across layouts, and between Megatron's attention and ours."""
     before, after = _layout(saved), _layout(resumed)
-    on = run_on_ranks(
-        before.tp * before.cp, _save_and_go_on, before, str(tmp_path), sharding, timeout=110
-    )[0]
-    again = run_on_ranks(after.tp * after.cp, _resume, after, str(tmp_path), sharding, timeout=110)[
-        0
-    ]
+    folder = str(tmp_path)
+    on = run_on_ranks(before.tp * before.cp, _save_and_go_on, before, folder, sharding)[0]
+    again = run_on_ranks(after.tp * after.cp, _resume, after, folder, sharding)[0]
     if saved == resumed:
         assert again == on, "the same layout must resume bit for bit"
     for step, values in enumerate(on):

@@ -14,7 +14,7 @@ LOSS_DRIFT, NORM_DRIFT = 2e-5, 2e-4
 
 def losses_of(case: Case, data_parallel: int = 1) -> list[tuple[float, float]]:
     world_size = case.tp * case.pp * case.cp * data_parallel
-    answers = [steps for steps in run_on_ranks(world_size, train, case, timeout=110) if steps]
+    answers = [steps for steps in run_on_ranks(world_size, train, case) if steps]
     assert answers and all(steps == answers[0] for steps in answers), (
         "ranks report different losses"
     )

@@ -14,7 +14,8 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from tests.mcore.packs import SEQUENCE, VOCABULARY, Pack, endless_packs, planned
+from tests.mcore.packs import SEQUENCE, VOCABULARY, Pack, dense_mask, endless_packs, planned
+from tests.mcore.stock import loss_of_rank, stock_batch
 from tests.mcore.weights import fill_by_name
 
 NUM_PACKS = 2  # per step, over all data-parallel ranks and micro-batches
@@ -239,35 +240,6 @@ def tensors_of_pack(case: Case, config, pack: Pack, groups) -> SimpleNamespace:
     )
 
 
-def stock_batch(case: Case, pack: Pack) -> SimpleNamespace:
-    """This rank's inputs as Megatron-LM's get_batch makes them, with the functions as they stand in their module."""
-    import inspect
-
-    from megatron.core import utils
-
-    names = ("tokens", "labels", "loss_mask", "position_ids")
-    batch = {name: torch.from_numpy(getattr(pack, name).copy())[None] for name in names}
-    if case.documents == "mask":
-        batch["attention_mask"] = dense_mask(pack.lengths)
-    elif case.documents == "cu_seqlens":
-        batch["cu_seqlens"] = torch.tensor([[0, *np.cumsum(pack.lengths)]], dtype=torch.int32)
-    cut = utils.get_batch_on_this_cp_rank
-    more = {"is_hybrid_cp": False} if "is_hybrid_cp" in inspect.signature(cut).parameters else {}
-    cut(batch, **more)
-    for name in ("attention_mask", "cu_seqlens"):
-        batch.setdefault(name, None)
-    return SimpleNamespace(params=None, **batch)
-
-
-def dense_mask(lengths: tuple[int, ...]) -> torch.Tensor:
-    """Megatron's own form, [1, 1, S, S], True = hidden: each document by itself, causal."""
-    document = np.repeat(np.arange(len(lengths)), lengths)
-    hidden = (document[:, None] != document[None, :]) | np.triu(
-        np.ones((len(document),) * 2, bool), 1
-    )
-    return torch.from_numpy(hidden)[None, None]
-
-
 class Trainer:
     """Model, optimizer and data of one case on this rank."""
 
@@ -359,14 +331,6 @@ class Trainer:
             cp_group=self.groups.get_context_parallel_group(),
             num_loss_tokens=inputs.num_loss_tokens,
         )
-
-
-def loss_of_rank(loss_mask, losses):
-    """What Megatron-LM's own loss function gives: the sum and the count of this rank alone."""
-    mask = loss_mask.view(-1)
-    loss, count = (losses.view(-1).float() * mask).sum(), mask.sum()
-    report = {"lm loss": torch.stack((loss.detach(), count))}
-    return loss, count.to(torch.int), report
 
 
 def train(rank: int, world_size: int, case: Case) -> list[tuple[float, float]]:

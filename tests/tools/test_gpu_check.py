@@ -15,6 +15,7 @@ from tests.attn.on_host import host_device, operators_on_cpu
 from tests.kernels import host_backward
 from tests.kernels import host_device as host
 from tests.oracles.attention import dense_attention
+from tests.processes import HANG_SECONDS
 from tools import gpu_check
 from tools.gpu import cases, measure, peers, report, values
 from tools.gpu.cases import Case
@@ -302,16 +303,16 @@ from tools import gpu_check
 from tools.gpu.report import Report
 report, path = Report("t", {{}}), Path({str(tmp_path)!r}, "x")
 dog = gpu_check.Watchdog(lambda why: gpu_check._give_up(report, path, why))
-dog.watch("quick step", 60)
+dog.watch("quick step", 3600)
 dog.watch("slow step", 0.1)
-threading.Event().wait(60)
+threading.Event().wait(3600)
 """
     run = subprocess.run(
         [sys.executable, "-c", program],
         cwd=gpu_check.ROOT,
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=HANG_SECONDS,
     )
     assert run.returncode == 3, run.stderr
     assert "slow step did not end within 0 s" in (tmp_path / "x.md").read_text()

@@ -6,7 +6,10 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+
+from tests.processes import HANG_SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,20 +29,31 @@ SMALL_RUN = [*MODEL, *DATA, *STEPS, "--eval-iters", "1"]
 
 
 def launch(
-    world_size: int, *flags: str, timeout: float = 240.0
+    world_size: int, *flags: str, timeout: float = HANG_SECONDS
 ) -> subprocess.CompletedProcess[str]:
     """Runs pretrain_gpt.py on this many ranks and returns what it printed."""
-    environment = {name: v for name, v in os.environ.items() if not name.startswith("WANDB_")}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WANDB_MODE": "offline"}
+    with tempfile.TemporaryDirectory() as folder:
+        return subprocess.run(
+            command_line(world_size, *flags),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env=environment(folder),
+            check=False,
+        )
+
+
+def command_line(world_size: int, *flags: str) -> list[str]:
+    """How torchrun starts pretrain_gpt.py on this many ranks, on a port that it finds free."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return subprocess.run(
-        [*launcher, "--nproc-per-node", str(world_size), str(ROOT / "pretrain_gpt.py"), *flags],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env=environment,
-        check=False,
-    )
+    return [*launcher, "--nproc-per-node", str(world_size), str(ROOT / "pretrain_gpt.py"), *flags]
+
+
+def environment(folder: str) -> dict[str, str]:
+    """The variables of a run: nothing of the user's wandb; caches and temporary files in ``folder``."""
+    kept = {name: v for name, v in os.environ.items() if not name.startswith("WANDB_")}
+    ours = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WANDB_MODE": "offline"}
+    return {**kept, **ours, "TMPDIR": folder, "HOME": folder}
 
 
 def train(world_size: int, *flags: str) -> str:

@@ -1,6 +1,7 @@
 """wandb offline and without questions, no secrets in what is written, and failures that stop nothing."""
 
 import sys
+import tempfile
 import types
 from pathlib import Path
 
@@ -46,6 +47,10 @@ def bytes_of(folder: Path) -> bytes:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 def test_an_offline_run_holds_every_argument_and_metric_and_no_secret(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        tempfile, "tempdir", str(tmp_path)
+    )  # wandb leaves folders there, and logs here
+    monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--api-key", SECRET])
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)

@@ -1,10 +1,9 @@
 """Names and small files of a checkpoint folder, in Megatron-LM's layout; no tensors here.
 
-<save>/latest_checkpointed_iteration.txt     text, written last and atomically: points only at
-complete checkpoints <save>/iter_0000010/                         what
-megatron.core.dist_checkpointing writes, and <save>/iter_0000010/megatron_cp.json         our
-manifest: model shape, layout, loader state, size of every file <save>/progress.txt
-with --log-progress
+<save>/latest_checkpointed_iteration.txt    written last: names only complete checkpoints
+<save>/iter_0000010/                        the tensors, in one of two formats
+<save>/iter_0000010/megatron_cp.json        our manifest: model shape, layout, loader state, file sizes
+<save>/progress.txt                         with --log-progress
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"  # what a tracker holds in place of a number, and the folder it means
 MANIFEST = "megatron_cp.json"
 
 # What must be equal between a checkpoint and the model that loads it.
@@ -39,19 +39,30 @@ SHAPE_ARGUMENTS = (
     "softmax_type",
 )
 
+# Of these, what decides which tensors there are, but not the shape or the meaning of the others.
+_WHICH_TENSORS = frozenset(
+    {"add_bias_linear", "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights"}
+)
+
+# Flags that are not the argument's name with dashes.
+_SPELLED = {
+    "add_bias_linear": "--disable-bias-linear",
+    "padded_vocab_size": "a padded --vocab-size (see --make-vocab-size-divisible-by) of",
+}
+
 
 def iteration_folder(root: str | Path, iteration: int) -> Path:
-    """``<root>/iter_0000010``."""
+    """Returns `<root>/iter_0000010`."""
     return Path(root) / f"iter_{iteration:07d}"
 
 
 def unfinished_folder(root: str | Path, iteration: int) -> Path:
-    """Where the checkpoint of ``iteration`` is written before ``publish`` puts it in its place."""
+    """Returns where the checkpoint of `iteration` is written before `publish` puts it in its place."""
     return Path(root) / f"{iteration_folder(root, iteration).name}.unfinished"
 
 
 def remove_folder(folder: Path) -> None:
-    """Nothing is left of the folder; what a link points at stays."""
+    """Removes the folder with all it holds; what a link points at stays."""
     if folder.is_symlink():
         folder.unlink()
     elif folder.exists():
@@ -59,7 +70,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def publish(root: Path, iteration: int) -> None:
-    """The complete, unfinished folder stands in its place and the tracker names it.
+    """Puts the complete, unfinished folder in its place and makes the tracker name it.
 
     Where the tracker already names this iteration, it names the newest earlier complete one, or
     nothing, while one folder replaces the other.
@@ -81,7 +92,7 @@ def publish(root: Path, iteration: int) -> None:
 
 
 def earlier_iteration(root: Path, iteration: int) -> int | None:
-    """The newest iteration before this one whose checkpoint is complete; None without one."""
+    """Returns the newest iteration before this one whose checkpoint is complete; None without one."""
     found = (p.name.removeprefix("iter_") for p in root.glob("iter_*") if p.is_dir())
     for number in sorted((int(text) for text in found if text.isdigit()), reverse=True):
         folder = iteration_folder(root, number)
@@ -94,7 +105,7 @@ def earlier_iteration(root: Path, iteration: int) -> int | None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """The file holds either its old or its new text, whatever happens in between."""
+    """Writes the file so that it holds its old or its new text, whatever happens in between."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -104,9 +115,9 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def check_writable(flag: str, folder: str | None) -> None:
-    """Returns if files can be written in the folder, which exists then; None needs no folder.
+    """Makes the folder, and raises ValueError with flag and folder if no file can be written there.
 
-    Raises ValueError with the flag and the folder.
+    None needs no folder.
     """
     if folder is None:
         return
@@ -122,7 +133,7 @@ def check_writable(flag: str, folder: str | None) -> None:
 
 
 def latest_iteration(root: str | Path) -> int | None:
-    """The iteration that the tracker names, None without a tracker.
+    """Returns the iteration that the tracker names; None without a tracker, and for a release.
 
     Raises ValueError on a damaged one.
     """
@@ -130,7 +141,9 @@ def latest_iteration(root: str | Path) -> int | None:
     if not tracker.is_file():
         return None
     text = tracker.read_text(encoding="utf-8", errors="replace").strip()
-    if not text.isdigit():
+    if text == RELEASE:
+        return None
+    if not (text.isascii() and text.isdigit()):
         raise ValueError(
             f"{tracker} holds {text[:40]!r}; it must be an iteration number; write the number of "
             "a complete iter_ folder "
@@ -139,8 +152,14 @@ def latest_iteration(root: str | Path) -> int | None:
     return int(text)
 
 
+def is_release(root: str | Path) -> bool:
+    """Whether the tracker names a release: weights alone, as Megatron-LM's converters leave them."""
+    tracker = Path(root) / TRACKER
+    return tracker.is_file() and tracker.read_text(errors="replace").strip() == RELEASE
+
+
 def write_manifest(folder: Path, content: dict[str, Any]) -> None:
-    """Our manifest, with the size of every file of the checkpoint as it is now."""
+    """Writes our manifest, with the size of every file of the checkpoint as it is now."""
     files = {p.relative_to(folder).as_posix(): p.stat().st_size for p in files_of(folder)}
     write_atomically(
         folder / MANIFEST, json.dumps({**content, "files": files}, indent=1, sort_keys=True)
@@ -148,12 +167,12 @@ def write_manifest(folder: Path, content: dict[str, Any]) -> None:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Every file below the folder but the manifest (and its temporary twins), sorted."""
+    """Returns every file below the folder but the manifest (and its temporary twins), sorted."""
     return sorted(p for p in folder.rglob("*") if p.is_file() and MANIFEST not in p.name)
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Our manifest, None for a checkpoint that Megatron-LM wrote.
+    """Returns our manifest; None for a checkpoint that Megatron-LM wrote.
 
     Raises ValueError where the manifest is damaged, or a file that it lists is missing or has
     another size.
@@ -181,24 +200,36 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     return content
 
 
-def check_shape(folder: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Refuses a checkpoint of another model, naming the first argument that differs."""
+def check_shape(
+    folder: Path, saved: dict[str, Any], wanted: dict[str, Any], *, may_add_tensors: bool = False
+) -> None:
+    """Raises ValueError for a checkpoint of another model, naming the first argument that differs.
+
+    With `may_add_tensors` it passes over arguments that only decide which tensors there are.
+    """
     for name in SHAPE_ARGUMENTS:
+        if may_add_tensors and name in _WHICH_TENSORS:
+            continue
         if name in saved and saved[name] != wanted[name]:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(
-                f"{folder} was saved with {flag} {saved[name]}, this run has {wanted[name]}; "
-                "give the checkpoint's value, "
-                "or another --load"
+            flag, was, now = (
+                _SPELLED.get(name, "--" + name.replace("_", "-")),
+                saved[name],
+                wanted[name],
             )
+            if name == "add_bias_linear":  # its flag says the opposite
+                was, now = not was, not now
+            advice = "give the checkpoint's value, or another --load"
+            if name in _WHICH_TENSORS:
+                advice += ", or --dist-ckpt-strictness log_all with --finetune or --no-load-optim"
+            raise ValueError(f"{folder} was saved with {flag} {was}, this run has {now}; {advice}")
 
 
 def remove_replaced(
     root: Path, previous: int | None, current: int, retain_interval: int | None
 ) -> Path | None:
-    """Removes the checkpoint before ``current`` unless --save-retain-interval keeps it.
+    """Removes the checkpoint before `current` unless --save-retain-interval keeps it.
 
-    The folder removed, or None.
+    Returns the folder removed, or None.
     """
     if (
         retain_interval is None

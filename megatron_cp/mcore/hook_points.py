@@ -1,0 +1,77 @@
+"""Which Megatron we know, and where the hooks take hold of it: functions and the parameters they rely on.
+
+Data only, so that `doctor --megatron CHECKOUT` can compare it with a checkout that is never imported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Version = tuple[int, ...]
+
+OLDEST: Version = (0, 16, 1)
+TESTED: tuple[Version, ...] = ((0, 16, 1), (0, 19, 1), (0, 20, 0))
+
+
+def dotted(*versions: Version) -> str:
+    """Returns versions as people write them."""
+    return ", ".join(".".join(map(str, version)) for version in versions)
+
+
+@dataclass(frozen=True)
+class HookPoint:
+    """A function of Megatron that gets a hook."""
+
+    name: str
+    """Its name; with the class, where it is a method."""
+    files: tuple[str, ...]
+    """Files that may define it, by version; a folder stands for all files in it."""
+    parameters: tuple[str, ...]
+    """Parameters that it must have."""
+    first: tuple[str, ...] = ()
+    """What its first parameter may be called; empty: anything."""
+    is_needed: bool = True
+    """False: only some versions have it."""
+
+
+HOOK_POINTS = (
+    HookPoint(
+        "get_batch_on_this_tp_rank",
+        ("megatron/core/utils.py", "megatron/training/utils.py", "megatron/training/utils"),
+        (),
+        first=("data_iterator", "batch"),
+    ),
+    HookPoint("get_batch_on_this_cp_rank", ("megatron/core/utils.py",), ("cp_group",), ("batch",)),
+    HookPoint(
+        "get_thd_batch_on_this_cp_rank",
+        ("megatron/core/utils.py",),
+        ("cu_seqlens", "cu_seqlens_padded"),
+        ("batch",),
+        is_needed=False,
+    ),
+    HookPoint(
+        "is_first_or_last_pipeline_stage",
+        ("megatron/training/utils.py", "megatron/training/utils"),
+        (),
+    ),
+    HookPoint(
+        "forward_step_calc_loss",
+        ("megatron/core/pipeline_parallel/schedules.py",),
+        ("output_tensor", "loss_func", "config"),
+        ("model",),
+    ),
+    HookPoint(
+        "GPTModel.forward",
+        ("megatron/core/models/gpt/gpt_model.py",),
+        ("input_ids", "position_ids", "attention_mask", "labels", "packed_seq_params"),
+        ("self",),
+    ),
+)
+
+
+def mismatch(point: HookPoint, parameters: list[str]) -> str | None:
+    """Returns what a function with these parameters lacks for the hook, in words; None if it fits."""
+    if point.first and parameters[:1] != [] and parameters[0] not in point.first:
+        return f"its first parameter is {parameters[0]}, the hook knows {' or '.join(point.first)}"
+    missing = [name for name in point.parameters if name not in parameters]
+    return f"it has no parameter {', '.join(missing)}" if missing else None

@@ -1,0 +1,360 @@
+"""The format torch_dist: one file set for all ranks, loaded by any layout.
+
+Written and read by `megatron.core.dist_checkpointing` under Megatron-LM's keys, so either program loads
+what the other saved. Before a load, torch's index says what the checkpoint holds, and every rank says what it
+wants; the comparison is the same everywhere.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from argparse import Namespace
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from megatron_cp.training.checkpoint import content, names, safe_load
+from megatron_cp.training.checkpoint.compare import Differences, Shape, compare
+from megatron_cp.training.checkpoint.content import Content
+from megatron_cp.training.checkpoint.state import (
+    RunState,
+    chunks_by_name,
+    counters,
+    first_line,
+    raise_together,
+    random_states,
+    wants_optimizer,
+)
+from megatron_cp.training.checkpoint.writer import saving_in_this_process
+from megatron_cp.training.log import print_rank_0
+
+_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
+# State of Megatron-LM's rerun machine, which this loop has not.
+_RERUN = "rerun_state_machine"
+# A checkpoint that is damaged or of something else makes Megatron and torch raise nearly anything;
+# torch's own CheckpointException is a BaseException.
+_UNREADABLE = (CheckpointException, Exception)
+
+
+def save(state: RunState, folder: Path) -> None:
+    """Writes the run into an empty folder. Collective: every rank calls it."""
+    metadata = _sharding_metadata(state.args)
+    described = {name: value for name, value in metadata.items() if name != "dp_cp_group"}
+    tensors = _sharded_state(
+        state,
+        metadata,
+        is_loading=False,
+        with_optimizer=not state.args.no_save_optim,
+        with_random=not state.args.no_save_rng,
+    )
+    with saving_in_this_process():
+        dist_checkpointing.save(tensors, str(folder), content_metadata=described)
+
+
+def load(state: RunState, folder: Path) -> Content:
+    """Returns what the run asked for, judged against what the checkpoint holds.
+
+    Collective: every rank calls it. Raises ValueError on every rank alike, before any tensor is read
+    unless a file is damaged.
+    """
+    index, entries = _read_index(folder)
+    saved = _saved_shapes(index)
+    saved_optimizer = _of_kind(saved, "optimizer")
+    has_optimizer = bool(saved_optimizer) or "optimizer" in entries
+    if wants_optimizer(state.args) and not has_optimizer:
+        raise ValueError(
+            f"{folder} holds no optimizer state; give --no-load-optim to go on with a fresh one, or "
+            "--finetune to begin at iteration 0"
+        )
+    empty = _extra_states(saved) - _extra_states_with_fp8(folder, index)
+    metadata = _sharding_metadata(state.args, entries.get("content_metadata"))
+    wanted = _ask(state, folder, metadata, with_random=_random_states_fit(state.args, saved))
+    _drop(wanted, lambda item: isinstance(item, ShardedObject) and names.is_extra_state(item.key))
+    asked, padded = _asked_of_all_ranks(wanted)
+    saved_model = {n: s for n, s in _of_kind(saved, "model").items() if n not in empty}
+    model = compare(_of_kind(asked, "model"), saved_model)
+    model = _without_padding(model, padded, state.args.vocab_size)
+    optimizer = None
+    if wants_optimizer(state.args):
+        optimizer = compare(_of_kind(asked, "optimizer"), saved_optimizer)
+    content.judge(state, folder, model, optimizer)
+    content.note_what_stays(
+        state,
+        has_optimizer=has_optimizer,
+        has_rerun=bool(_of_kind(saved, "rerun")),
+        extra_states=empty,
+    )
+    _drop(wanted, lambda item: item.key in model.missing)
+    return _read(wanted, folder, index, chunks_by_name(state))
+
+
+def _ask(
+    state: RunState, folder: Path, metadata: dict[str, Any], *, with_random: bool
+) -> dict[str, Any]:
+    """Returns what this rank wants, as Megatron-Core describes it. Collective."""
+    problem: Exception | None = None
+    wanted: dict[str, Any] = {}
+    try:
+        wanted = _sharded_state(
+            state,
+            metadata,
+            is_loading=True,
+            with_optimizer=wants_optimizer(state.args),
+            with_random=with_random,
+        )
+    except _UNREADABLE as failure:  # Megatron-Core asks for the state of Adam alone
+        problem = ValueError(
+            f"{folder} cannot give --optimizer {state.args.optimizer} its state "
+            f"({type(failure).__name__}: {first_line(failure)}); give --no-load-optim to go on with a "
+            "fresh one, or --finetune to begin at iteration 0"
+        )
+    raise_together(problem)
+    return wanted
+
+
+def _read(wanted: dict[str, Any], folder: Path, index: Metadata, chunks: Iterable[str]) -> Content:
+    """Returns the wanted state, its tensors read from the files."""
+    problem = None
+    loaded: dict[str, Any] = {}
+    try:
+        _check_objects(wanted, folder, index)
+    except ValueError as refusal:
+        problem = refusal
+    raise_together(problem)
+    try:
+        with safe_load.trusting():
+            loaded = dist_checkpointing.load(wanted, str(folder))
+    except _UNREADABLE as failure:
+        problem = ValueError(
+            f"{folder} cannot be loaded: {first_line(failure)}; a file of it is damaged, or it was saved "
+            "by another version: load another checkpoint with --ckpt-step"
+        )
+    raise_together(problem)
+    states = loaded.get("rng_state")
+    return Content(
+        model={name: loaded[name] for name in chunks},
+        entries=loaded,
+        optimizer=loaded.get("optimizer") if "optimizer" in wanted else None,
+        random=states[0] if states else None,
+    )
+
+
+def _read_index(folder: Path) -> tuple[Metadata, dict[str, Any]]:
+    """Returns torch's index and the entries that are equal on every rank; collective."""
+    problem: Exception | None = None
+    index, entries = None, {}
+    try:
+        if dist.get_rank() == 0:  # opcode by opcode: seconds for an index of many megabytes
+            safe_load.check_index(folder / ".metadata")
+    except ValueError as refusal:
+        problem = refusal
+    raise_together(problem)
+    try:
+        index = FileSystemReader(folder).read_metadata()
+        entries = safe_load.load_trusted_types(folder / "common.pt")
+    except ValueError as refusal:
+        problem = refusal
+    except _UNREADABLE as failure:
+        problem = ValueError(
+            f"{folder / '.metadata'} is damaged ({first_line(failure)}); load another checkpoint with "
+            "--ckpt-step"
+        )
+    raise_together(problem)
+    assert index is not None
+    return index, entries
+
+
+def _saved_shapes(index: Metadata) -> dict[str, Shape]:
+    """Returns what a checkpoint holds: tensors with their shape, objects with their grid of shards."""
+    shapes: dict[str, Shape] = {}
+    for key, entry in index.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            shapes[key] = tuple(entry.size)
+        else:
+            item = ShardedObject.empty_from_unique_key(key)
+            shapes[item.key] = tuple(item.global_shape)
+    return shapes
+
+
+def _asked_of_all_ranks(wanted: dict[str, Any]) -> tuple[dict[str, Shape], set[str]]:
+    """Returns what all ranks want together, and which of it may have rows of padding; collective."""
+    prepared, _, _ = load_preprocess(wanted)
+    sharded, _ = extract_sharded_base(prepared)
+    own = {
+        (item.key, tuple(item.global_shape), getattr(item, "allow_shape_mismatch", False))
+        for item in nested_values(sharded)
+    }
+    gathered: list[set[tuple[str, Shape, bool]]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
+    together = set().union(*gathered)
+    return {key: shape for key, shape, _ in together}, {key for key, _, free in together if free}
+
+
+def _kind(name: str) -> str:
+    """Returns whose a key is: model, optimizer, random or rerun."""
+    if _OPTIMIZER.match(name):
+        return "optimizer"
+    if name.startswith(_RERUN):
+        return "rerun"
+    return "random" if name == "rng_state" else "model"
+
+
+def _of_kind(shapes: dict[str, Shape], kind: str) -> dict[str, Shape]:
+    return {name: shape for name, shape in shapes.items() if _kind(name) == kind}
+
+
+def _extra_states(shapes: dict[str, Shape]) -> set[str]:
+    return {name for name in shapes if names.is_extra_state(name)}
+
+
+def _without_padding(found: Differences, padded: set[str], vocab_size: int) -> Differences:
+    """Returns the differences without those that are rows behind the vocabulary."""
+
+    def is_padding(name: str) -> bool:
+        saved, wanted = found.reshaped[name]
+        rows = min(saved[0], wanted[0])
+        return name in padded and saved[1:] == wanted[1:] and rows >= vocab_size
+
+    reshaped = {name: pair for name, pair in found.reshaped.items() if not is_padding(name)}
+    for name in sorted(found.reshaped.keys() - reshaped.keys()):
+        saved, wanted = found.reshaped[name]
+        print_rank_0(
+            f" note: {name} has {saved[0]} rows in the checkpoint and {wanted[0]} in the model; the "
+            f"vocabulary of {vocab_size} is in both, the rest is padding"
+        )
+    return Differences(found.missing, found.unexpected, reshaped)
+
+
+def _drop(wanted: dict[str, Any], is_dropped: Any) -> None:
+    """Removes from the models' state dicts what is not to be asked for."""
+    for name, part in wanted.items():
+        if re.fullmatch(r"model\d*", name):
+            for key in [key for key, item in part.items() if is_dropped(item)]:
+                del part[key]
+
+
+def _extra_states_with_fp8(folder: Path, index: Metadata) -> set[str]:
+    """Returns the `_extra_state` keys that hold fp8 state, as rank 0 read them; collective."""
+    found: set[str] = set()
+    problem: Exception | None = None
+    places = _places_of_objects(index) if dist.get_rank() == 0 else {}
+    try:
+        for key in places:
+            name = key.rpartition("/")[0]
+            if names.is_extra_state(name):
+                entry = safe_load.load_trusted_types(
+                    _object_bytes(folder, places[key]), f"{folder}: {name}"
+                )
+                # Megatron-Core wraps every object in a list of one.
+                entries = entry if isinstance(entry, list) else [entry]
+                found |= {name} if any(map(names.holds_fp8_state, entries)) else set()
+    except (ValueError, OSError) as failure:
+        problem = ValueError(f"{folder} cannot be loaded: {failure}")
+    raise_together(problem)
+    told = [found]
+    dist.broadcast_object_list(told, src=0)
+    return told[0]
+
+
+def _check_objects(wanted: dict[str, Any], folder: Path, index: Metadata) -> None:
+    """Raises ValueError if an object that is asked for holds a type that is not allowed.
+
+    torch reads these without any check of its own.
+    """
+    prepared, _, _ = load_preprocess(wanted)
+    places = _places_of_objects(index)
+    for item in nested_values(prepared):
+        if isinstance(item, ShardedObject) and item.unique_key in places:
+            raw = _object_bytes(folder, places[item.unique_key])
+            safe_load.load_trusted_types(raw, f"{folder}: {item.key}")
+
+
+def _places_of_objects(index: Metadata) -> dict[str, Any]:
+    """Returns where the bytes of each saved object are, by its key."""
+    kinds = index.state_dict_metadata
+    return {
+        entry.fqn: place
+        for entry, place in index.storage_data.items()
+        if not isinstance(kinds.get(entry.fqn), TensorStorageMetadata)
+    }
+
+
+def _object_bytes(folder: Path, place: Any) -> io.BytesIO:
+    """Returns the bytes of one saved object."""
+    with (folder / place.relative_path).open("rb") as file:
+        file.seek(place.offset)
+        return io.BytesIO(file.read(place.length))
+
+
+def _random_states_fit(args: Namespace, saved: dict[str, Shape]) -> bool:
+    """Whether the checkpoint holds a random state for each tensor and pipeline rank of this run."""
+    if args.finetune or args.no_load_rng:
+        return False
+    grid = (args.pipeline_model_parallel_size, args.tensor_model_parallel_size)
+    found = saved.get("rng_state")
+    if found == grid:
+        return True
+    reason = "the checkpoint holds none"
+    if found is not None:
+        reason = (
+            f"the checkpoint has them for sizes (pipeline, tensor, ...) {list(found)}, this run has "
+            f"{list(grid)}"
+        )
+    print_rank_0(f" random states are not loaded: {reason}; dropout goes on from --seed")
+    return False
+
+
+def _sharding_metadata(args: Namespace, saved: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Returns Megatron's description of how optimizer state is cut: the checkpoint's, or ours."""
+    metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    if args.use_distributed_optimizer:
+        full = args.dist_ckpt_optim_fully_reshardable
+        metadata["distrib_optim_sharding_type"] = "fully_reshardable" if full else "dp_reshardable"
+        if full:
+            metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
+    if saved is not None:
+        metadata = {**metadata, **saved}
+    metadata["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return metadata
+
+
+def _sharded_state(
+    state: RunState,
+    metadata: dict[str, Any],
+    *,
+    is_loading: bool,
+    with_optimizer: bool,
+    with_random: bool,
+) -> dict[str, Any]:
+    """Returns Megatron-LM's state dict: the same keys, every tensor with its place in the global one."""
+    parts = counters(state)
+    for name, chunk in chunks_by_name(state).items():
+        parts[name] = chunk.sharded_state_dict(metadata=metadata)
+    if with_optimizer:
+        parts["optimizer"] = state.optimizer.sharded_state_dict(
+            parts, is_loading=is_loading, metadata=metadata
+        )
+        parts["opt_param_scheduler"] = state.scheduler.state_dict()
+    if with_random:
+        pp = parallel_state.get_pipeline_model_parallel_group()
+        tp = parallel_state.get_tensor_model_parallel_group()
+        # Context ranks share the state of their tensor and pipeline rank.
+        parts["rng_state"] = ShardedObject(
+            "rng_state",
+            [random_states()],
+            (pp.size(), tp.size()),
+            (pp.rank(), tp.rank()),
+            replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+        )
+    return parts

@@ -1,0 +1,237 @@
+"""The format torch: one file for each tensor and pipeline rank, as `torch.save` writes it.
+
+    mp_rank_00/model_optim_rng.pt     model or model0.., optimizer, opt_param_scheduler, rng_state, args, iteration
+    mp_rank_00/distrib_optim.pt       the distributed optimizer's tensors, whole
+
+Such a file fits the tensor and pipeline sizes that wrote it and no others. It is a pickle; `safe_load` reads it.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_cp.training.checkpoint import content as contents
+from megatron_cp.training.checkpoint import names
+from megatron_cp.training.checkpoint.compare import Differences, Shape, compare
+from megatron_cp.training.checkpoint.content import Content
+from megatron_cp.training.checkpoint.formats import (
+    LEGACY_MODEL,
+    LEGACY_OPTIMIZER,
+    legacy_folder,
+)
+from megatron_cp.training.checkpoint.safe_load import load_trusted_types
+from megatron_cp.training.checkpoint.state import (
+    RunState,
+    chunks_by_name,
+    counters,
+    raise_together,
+    random_states,
+    wants_optimizer,
+)
+from megatron_cp.training.log import print_rank_0
+
+
+def save(state: RunState, folder: Path) -> None:
+    """Writes the run into an empty folder. Collective: every rank calls it."""
+    args = state.args
+    own = _own_folder(folder, args)
+    if _is_first_replica():
+        own.mkdir()
+        parts = counters(state)
+        for name, chunk in chunks_by_name(state).items():
+            parts[name] = chunk.state_dict_for_save_checkpoint()
+        if not args.no_save_optim:
+            parts["optimizer"] = state.optimizer.state_dict()
+            parts["opt_param_scheduler"] = state.scheduler.state_dict()
+        if not args.no_save_rng:
+            parts["rng_state"] = [random_states()]
+        torch.save(parts, own / LEGACY_MODEL)
+    if args.use_distributed_optimizer and not args.no_save_optim:
+        state.optimizer.save_parameter_state(str(own / LEGACY_OPTIMIZER))
+
+
+def load(state: RunState, folder: Path) -> Content:
+    """Returns what the run asked for, judged against what the checkpoint holds.
+
+    Collective: every rank calls it. Raises ValueError on every rank alike, before anything changes.
+    """
+    problem: Exception | None = None
+    found: dict[str, Any] = {}
+    try:
+        found = _read(_own_folder(folder, state.args) / LEGACY_MODEL)
+        _check_chunks(folder, found, chunks_by_name(state))
+    except ValueError as refusal:
+        problem = refusal
+    raise_together(problem)
+    model, differences, extra, was_renamed = _compare_models(state, found)
+    contents.judge(state, folder, differences, None)
+    optimizer = shards = None
+    if wants_optimizer(state.args):
+        try:
+            optimizer = _optimizer_entry(found, folder, was_renamed, differences)
+            shards = _read_shards(state, folder)
+        except ValueError as refusal:
+            problem = refusal
+        raise_together(problem)
+    contents.note_what_stays(
+        state,
+        has_optimizer="optimizer" in found,
+        has_rerun=bool(found.get("rerun_state_machine")),
+        extra_states=extra,
+    )
+    return Content(model, found, optimizer, shards, _random_entry(state.args, found))
+
+
+@torch.no_grad()  # main parameters are leaves that it writes into
+def restore_shards(optimizer: Any, shards: Any) -> None:
+    """Puts the distributed optimizer's tensors back. Collective: every rank calls it."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    for place, part in enumerate(parts):
+        own = shards if len(parts) == 1 or shards is None else shards[place]
+        part.load_parameter_state_from_dp_zero(own)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Returns the entries of one file. Raises ValueError for a file that is none of a checkpoint."""
+    found = load_trusted_types(path)
+    if not isinstance(found, dict) or not any(str(name).startswith("model") for name in found):
+        raise ValueError(
+            f"{path} holds no checkpoint of Megatron-LM (no entry 'model'); give another --load"
+        )
+    return found
+
+
+def _check_chunks(folder: Path, found: dict[str, Any], chunks: dict[str, Any]) -> None:
+    """Raises ValueError if a checkpoint has another number of virtual stages."""
+    saved = sorted(
+        name for name in found if name == "model" or name.removeprefix("model").isdigit()
+    )
+    if saved != sorted(chunks):
+        raise ValueError(
+            f"{folder} has {len(saved)} model chunks a pipeline stage, this run {len(chunks)}; give "
+            f"--num-virtual-stages-per-pipeline-rank {len(saved)}"
+        )
+
+
+def _compare_models(
+    state: RunState, found: dict[str, Any]
+) -> tuple[dict[str, dict[str, Any]], Differences, list[str], bool]:
+    """Returns this rank's weights under the model's names, and how all ranks' differ.
+
+    Also the `_extra_state` entries that hold nothing, and whether names were translated. Collective.
+    """
+    model: dict[str, dict[str, Any]] = {}
+    wanted: dict[str, Shape] = {}
+    saved: dict[str, Shape] = {}
+    extra: set[str] = set()
+    was_renamed = False
+    for chunk, module in chunks_by_name(state).items():
+        own = module.state_dict_for_save_checkpoint()
+        tensors = found[chunk]
+        fused, saved_fused = names.is_fused(own), names.is_fused(tensors)
+        if fused is not None and saved_fused is not None and fused != saved_fused:
+            tensors, was_renamed = names.renamed(tensors, to_fused=fused), True
+        full = {
+            name
+            for name in tensors
+            if names.is_extra_state(name) and names.holds_fp8_state(tensors[name])
+        }
+        extra |= {name for name in tensors if names.is_extra_state(name)} - full
+        weights = {n: x for n, x in tensors.items() if not names.is_extra_state(n)}
+        prefix = "" if chunk == "model" else f"{chunk}: "
+        wanted |= {
+            prefix + n: tuple(x.shape) for n, x in own.items() if not names.is_extra_state(n)
+        }
+        saved |= {prefix + n: tuple(x.shape) for n, x in weights.items()}
+        saved |= {prefix + n: () for n in full}
+        model[chunk] = {n: x for n, x in weights.items() if n in own}
+    found_here = compare(wanted, saved)
+    return model, _of_all_ranks(found_here), sorted(extra), was_renamed
+
+
+def _of_all_ranks(own: Differences) -> Differences:
+    """Returns the differences of all model-parallel ranks together; collective."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (own.missing, own.unexpected, own.reshaped))
+    missing, unexpected, reshaped = (
+        {name: value for part in parts for name, value in part.items()}
+        for parts in zip(*gathered, strict=True)
+    )
+    return Differences(missing, unexpected, reshaped)
+
+
+def _optimizer_entry(
+    found: dict[str, Any], folder: Path, was_renamed: bool, model: Differences
+) -> Any:
+    """Returns the optimizer's entry. Raises ValueError where it cannot belong to this model."""
+    advice = "give --no-load-optim to go on with a fresh one, or --finetune to begin at iteration 0"
+    if "optimizer" not in found:
+        raise ValueError(f"{folder} holds no optimizer state; {advice}")
+    if was_renamed:
+        raise ValueError(
+            f"{folder} was saved by other layers (Transformer Engine's or Megatron's own); in the "
+            f"format torch their optimizer state is ordered by those layers: {advice}"
+        )
+    if model:
+        raise ValueError(f"{folder} holds the optimizer state of another model; {advice}")
+    return found["optimizer"]
+
+
+def _read_shards(state: RunState, folder: Path) -> Any:
+    """Returns the distributed optimizer's tensors on the first data-parallel rank, None elsewhere.
+
+    Raises ValueError if the checkpoint and the run disagree on the distributed optimizer, or on the
+    number of values in its buffers.
+    """
+    path = _own_folder(folder, state.args) / LEGACY_OPTIMIZER
+    if path.is_file() != bool(state.args.use_distributed_optimizer):
+        word, flag = ("with", "give") if path.is_file() else ("without", "drop")
+        raise ValueError(
+            f"{folder} was saved {word} --use-distributed-optimizer; {flag} it, or give "
+            "--no-load-optim to go on with a fresh optimizer"
+        )
+    if not path.is_file() or not _is_first_replica():
+        return None
+    shards = load_trusted_types(path)
+    parts = getattr(state.optimizer, "chained_optimizers", [state.optimizer])
+    for part, own in zip(parts, shards if len(parts) > 1 else [shards], strict=True):
+        for place, buffer in enumerate(part.buffers):
+            for saved in own.get(place, {"": {}}).values():
+                if saved.get("numel_unpadded") != buffer.numel_unpadded:
+                    raise ValueError(
+                        f"{path} has {saved.get('numel_unpadded')} values in buffer {place}, this run "
+                        f"{buffer.numel_unpadded}; give the arguments it was saved with, or "
+                        "--no-load-optim"
+                    )
+    return shards
+
+
+def _random_entry(args: Namespace, found: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns the random states that this rank goes on with; None where none are wanted or there."""
+    if args.finetune or args.no_load_rng:
+        return None
+    states = found.get("rng_state")
+    if states:
+        place = parallel_state.get_data_parallel_rank() if args.data_parallel_random_init else 0
+        return dict(states[place if place < len(states) else 0])
+    print_rank_0(
+        " random states are not loaded: the checkpoint holds none; dropout goes on from --seed"
+    )
+    return None
+
+
+def _own_folder(folder: Path, args: Namespace) -> Path:
+    tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+    return legacy_folder(
+        folder, args, tensor_rank, parallel_state.get_pipeline_model_parallel_rank()
+    )
+
+
+def _is_first_replica() -> bool:
+    return parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0

@@ -1,0 +1,161 @@
+"""Loads a checkpoint into a run: checks first, then weights, then what a resumed run goes on with.
+
+before any process group    folder, format, manifest, model shape      check_checkpoint
+before anything changes     names and shapes of all tensors            dist_format, legacy_format
+last                        values must be finite
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.utils import unwrap_model
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_cp.training.checkpoint import dist_format, files, formats, legacy_format
+from megatron_cp.training.checkpoint.compare import leaves_out
+from megatron_cp.training.checkpoint.content import Content, put_into_model
+from megatron_cp.training.checkpoint.state import (
+    RunState,
+    chunks_by_name,
+    first_line,
+    raise_together,
+    restore_counters,
+    restore_random_states,
+)
+from megatron_cp.training.log import print_rank_0
+
+_LOAD = {"torch_dist": dist_format.load, "torch": legacy_format.load}
+
+
+def check_checkpoint(args: Namespace) -> dict[str, Any] | None:
+    """Returns the manifest of the checkpoint that `--load` names; None without one.
+
+    Needs no process group. A release turns `--finetune` on, with a note in the arguments. Raises
+    ValueError for a missing, damaged or foreign checkpoint.
+    """
+    folder = _find(args)
+    if folder is None:
+        if args.exit_on_missing_checkpoint:
+            raise ValueError(
+                f"--load {args.load} holds no checkpoint and --exit-on-missing-checkpoint was given"
+            )
+        return None
+    if folder.name == files.RELEASE and not args.finetune:
+        args.finetune = True
+        args.notes.append(
+            f"{folder} is a release: its weights are loaded and training begins at iteration 0, as "
+            "with --finetune"
+        )
+    if formats.detect(folder) == "torch":
+        formats.check_legacy_layout(folder, args)
+    manifest = files.read_manifest(folder)
+    if manifest is not None:
+        # Which tensors there are is compared, and judged, when they are known.
+        tolerant = leaves_out(args.dist_ckpt_strictness)
+        files.check_shape(folder, manifest["shape"], vars(args), may_add_tensors=tolerant)
+    return manifest
+
+
+def load_checkpoint(state: RunState) -> bool:
+    """Returns whether a checkpoint was found in `--load`; `state` then stands where it was saved.
+
+    Collective: every rank calls it. Raises ValueError, on every rank alike, for a checkpoint that
+    is damaged, of another model, or not finite.
+    """
+    args = state.args
+    folder = _find(args)
+    if folder is None:
+        print_rank_0(f"WARNING: could not find the metadata file {Path(args.load) / files.TRACKER}")
+        print_rank_0("    will not load any checkpoints and will start from random")
+        return False
+    manifest = check_checkpoint(args)
+    kind = formats.detect(folder)
+    infix = "distributed " if kind == "torch_dist" else ""
+    print_rank_0(f" loading {infix}checkpoint from {args.load} ({folder.name})")
+    if kind != args.ckpt_format:
+        print_rank_0(
+            f" note: {folder} is in the format {kind} and is read as such; --ckpt-format "
+            f"{args.ckpt_format} is how this run saves"
+        )
+    content = _LOAD[kind](state, folder)
+    if not args.finetune and not isinstance(content.entries.get("iteration"), int):
+        raise ValueError(
+            f"{folder} says no iteration number; give --finetune to take its weights alone"
+        )
+    put_into_model(state, content, chunks_by_name(state))
+    _check_finite(state.model, folder)
+    if args.finetune:
+        # The optimizer's fp32 copies still hold the initial weights; they would overwrite the loaded ones.
+        state.optimizer.reload_model_params()
+    else:
+        restore_counters(state, content.entries)
+        if manifest is not None:
+            state.data = manifest["data"]
+            state.restarts = int(manifest["restarts"]) + 1
+        _restore_optimizer(state, content, folder)
+        if content.random is not None:
+            restore_random_states(content.random)
+    print_rank_0(
+        f"  successfully loaded checkpoint from {args.load} at iteration {state.iteration}"
+    )
+    dist.barrier()
+    return True
+
+
+def _find(args: Namespace) -> Path | None:
+    """Returns the folder of the checkpoint to load; None where the tracker names none."""
+    if args.ckpt_step is None and files.is_release(args.load):
+        return Path(args.load) / files.RELEASE
+    iteration = args.ckpt_step if args.ckpt_step is not None else files.latest_iteration(args.load)
+    return None if iteration is None else files.iteration_folder(args.load, iteration)
+
+
+def _restore_optimizer(state: RunState, content: Content, folder: Path) -> None:
+    """Puts back moments, main copies and the schedule; without them, main copies follow the weights.
+
+    Raises ValueError for the state of another optimizer or schedule.
+    """
+    if content.optimizer is None:
+        state.optimizer.reload_model_params()
+        return
+    problem: Exception | None = None
+    try:
+        state.optimizer.load_state_dict(content.optimizer)
+    except (CheckpointException, Exception) as failure:  # a foreign state raises nearly anything
+        problem = ValueError(
+            f"{folder} holds the state of another optimizer: {first_line(failure)}; give the "
+            "arguments it was saved with, or --no-load-optim"
+        )
+    raise_together(problem)
+    if state.args.use_distributed_optimizer and formats.detect(folder) == "torch":
+        legacy_format.restore_shards(state.optimizer, content.shards)
+    try:
+        state.scheduler.load_state_dict(content.entries["opt_param_scheduler"])
+    except (AssertionError, KeyError) as failure:
+        raise ValueError(
+            f"{folder} was saved with another schedule: {first_line(failure)}; give its values, "
+            "or --override-opt-param-scheduler (these flags win) or "
+            "--use-checkpoint-opt-param-scheduler (the checkpoint wins)"
+        ) from failure
+
+
+def _check_finite(model: list[Any], folder: Path) -> None:
+    """Raises ValueError, on every rank alike, for weights that are not finite; names the first."""
+    bad = None
+    for chunk in unwrap_model(model):
+        for name, parameter in chunk.named_parameters():
+            if bad is None and not torch.isfinite(parameter).all():
+                bad = name
+    found: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, bad)
+    for rank, name in enumerate(found):
+        if name is not None:
+            raise ValueError(
+                f"{folder} holds values that are not finite: {name} on rank {rank}; give an "
+                "earlier --ckpt-step"
+            )

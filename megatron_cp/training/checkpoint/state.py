@@ -1,0 +1,134 @@
+"""What a run is made of, and the part of it that both checkpoint formats share."""
+
+from __future__ import annotations
+
+import copy
+import random
+from argparse import Namespace
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.utils import unwrap_model
+
+from megatron_cp.training.checkpoint import files
+
+_RANK_ARGUMENTS = ("rank", "local_rank", "notes")
+_LAYOUT = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "world_size",
+)
+
+
+@dataclass
+class RunState:
+    """What a run is made of, and where it stands. The loop advances it, a checkpoint keeps it."""
+
+    args: Namespace
+    model: list[Any]
+    optimizer: Any
+    scheduler: Any
+    iteration: int = 0
+    consumed_samples: int = 0
+    consumed_valid_samples: int = 0
+    flops: int = 0
+    restarts: int = 0
+    data: dict[str, Any] = field(default_factory=dict)
+    """State of the training loader after `iteration` steps (JSON)."""
+
+
+def chunks_by_name(state: RunState) -> dict[str, Any]:
+    """Returns this rank's model chunks under Megatron-LM's names: `model`, or `model0`, `model1`, ..."""
+    chunks = unwrap_model(state.model)
+    names = ["model"] if len(chunks) == 1 else [f"model{place}" for place in range(len(chunks))]
+    return dict(zip(names, chunks, strict=True))
+
+
+def counters(state: RunState) -> dict[str, Any]:
+    """Returns the entries of a checkpoint that are equal on every rank."""
+    return {
+        "args": _shared_arguments(state),
+        "checkpoint_version": 3.0,
+        "iteration": state.iteration,
+        "num_floating_point_operations_so_far": state.flops,
+    }
+
+
+def restore_counters(state: RunState, loaded: dict[str, Any]) -> None:
+    """Puts the run where the checkpoint was saved."""
+    saved = loaded.get("args")
+    state.iteration = int(loaded["iteration"])
+    state.flops = int(loaded.get("num_floating_point_operations_so_far", 0))
+    state.consumed_samples = int(getattr(saved, "consumed_train_samples", 0))
+    state.consumed_valid_samples = int(getattr(saved, "consumed_valid_samples", 0))
+
+
+def _shared_arguments(state: RunState) -> Namespace:
+    """Returns the arguments as every rank has them, with the counters that Megatron-LM keeps there."""
+    shared = copy.copy(state.args)
+    for name in _RANK_ARGUMENTS:
+        vars(shared).pop(name, None)
+    shared.iteration = state.iteration
+    shared.consumed_train_samples = state.consumed_samples
+    shared.consumed_valid_samples = state.consumed_valid_samples
+    return shared
+
+
+def random_states() -> dict[str, Any]:
+    """Returns every random state of this rank, under Megatron-LM's names."""
+    return {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": torch.cuda.get_rng_state(),
+        "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def restore_random_states(states: dict[str, Any]) -> None:
+    """Puts back every random state of this rank."""
+    random.setstate(states["random_rng_state"])
+    np.random.set_state(states["np_rng_state"])
+    torch.set_rng_state(states["torch_rng_state"])
+    torch.cuda.set_rng_state(states["cuda_rng_state"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(states["rng_tracker_states"])
+
+
+def manifest_of(state: RunState) -> dict[str, Any]:
+    """Returns what our manifest says of a checkpoint beside its tensors."""
+    args = vars(state.args)
+    return {
+        "format": 1,
+        "iteration": state.iteration,
+        "shape": {name: args[name] for name in files.SHAPE_ARGUMENTS},
+        "layout": {name: args[name] for name in _LAYOUT},
+        "data": state.data,
+        "restarts": state.restarts,
+    }
+
+
+def wants_optimizer(args: Namespace) -> bool:
+    """Whether a load asks for the optimizer's state."""
+    return not (args.finetune or args.no_load_optim)
+
+
+def raise_together(problem: Exception | None) -> None:
+    """Raises ValueError on every rank with the first rank's problem, if any rank has one.
+
+    Collective: every rank calls it, with None where all went well.
+    """
+    said: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, None if problem is None else str(problem))
+    first = next((text for text in said if text is not None), None)
+    if first is not None:
+        raise ValueError(first) from problem
+
+
+def first_line(problem: BaseException) -> str:
+    """Returns what a problem says, in at most one line."""
+    return (str(problem).strip() or type(problem).__name__).splitlines()[0][:300]

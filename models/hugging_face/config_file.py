@@ -1,0 +1,179 @@
+"""config.json as Megatron-LM's arguments and back, checked as a whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_cp.models.hugging_face.families import FAMILIES, Family
+from megatron_cp.models.hugging_face.refusal import ConversionError, listing, refuse
+from megatron_cp.models.hugging_face.settings import Arguments, Config
+
+# What does not change the weights or what they compute. Duplicates of a key that is read
+# (experts_per_token) and counts that follow from others (qk_head_dim) are among them; so is
+# num_nextn_predict_layers: the tensors of those layers, where they are there, are refused by name.
+_CHANGES_NOTHING = """
+    _attn_implementation _name_or_path architectures attn_implementation auto_map bos_token_id
+    cross_attention_hidden_size dtype eos_token_id ep_size experts_per_token head_dim
+    initial_context_length initializer_range max_window_layers model_type num_mtp_layers
+    num_nextn_predict_layers output_attentions output_hidden_states output_router_logits
+    pad_token_id qk_head_dim return_dict router_aux_loss_coef aux_loss_alpha seq_aux
+    sliding_window tokenizer_class torch_dtype transformers_version unsloth_fixed unsloth_version
+    use_cache use_return_dict vocab_padding
+"""
+CHANGES_NOTHING = frozenset(_CHANGES_NOTHING.split())
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The content of config.json. Raises ConversionError where there is none, or no JSON object."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise refuse(f"{path} is missing; a Hugging Face folder has one; give another folder")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as problem:
+        raise refuse(
+            f"{path} is not JSON ({problem}); it must be one object; download it again"
+        ) from None
+    if not isinstance(config, dict):
+        raise refuse(
+            f"{path} holds a {type(config).__name__}; it must be one object; download it again"
+        )
+    return config
+
+
+def family_of(config: Config) -> Family:
+    """The family that ``model_type`` names. Raises ConversionError for any other."""
+    model_type = config.get("model_type")
+    if model_type not in FAMILIES:
+        raise refuse(
+            f"model_type={model_type!r} in config.json is not served; served are "
+            f"{', '.join(FAMILIES)}; convert one of these"
+        )
+    return FAMILIES[str(model_type)]
+
+
+def arguments_of(
+    config: Config, *, make_vocab_size_divisible_by: int = 1, ignored_keys: Collection[str] = ()
+) -> Arguments:
+    """Megatron-LM's arguments of the model, with the padded vocabulary.
+
+    Args:
+        config: content of config.json.
+        make_vocab_size_divisible_by: what the padded vocabulary is a multiple of.
+        ignored_keys: keys of config.json that the caller says change nothing.
+
+    Raises:
+        ConversionError: for what is missing, unknown or not served, all reasons at once.
+    """
+    family = family_of(config)
+    arguments: Arguments = dict(family.constants)
+    reasons = list(_not_served(family, config, ignored_keys))
+    for setting in family.settings:
+        try:
+            arguments |= setting.read(config)
+        except (ValueError, NotImplementedError) as problem:
+            reasons.append(str(problem))
+        except (TypeError, AttributeError, IndexError, ZeroDivisionError) as problem:
+            said = {key: config[key] for key in setting.keys if key in config}
+            reasons.append(
+                f"{said} in config.json cannot be read ({problem}); it must be as transformers "
+                "writes it; correct it"
+            )
+    if reasons:
+        raise ConversionError(dict.fromkeys(reasons))
+    _check_counts(arguments)
+    unit = make_vocab_size_divisible_by
+    arguments["padded_vocab_size"] = -(-arguments["vocab_size"] // unit) * unit
+    return arguments
+
+
+def _not_served(family: Family, config: Config, ignored_keys: Collection[str]) -> Iterator[str]:
+    """One reason per key whose value is not served, and one for all keys that nobody knows."""
+    read = {key for setting in family.settings for key in setting.keys}
+    for key, allowed in family.only.items():
+        value = config.get(key, allowed[0])
+        values = value if isinstance(value, list) else [value]
+        if key not in ignored_keys and not all(one in allowed for one in values):
+            shown = ", ".join(repr(one) for one in allowed if one is not None) or "no value"
+            shown_value = sorted({str(one) for one in values}) if len(values) > 1 else value
+            yield (
+                f"{key}={shown_value!r} in config.json is not served for {family.model_type}; "
+                f"served is {shown}; convert a model without it"
+            )
+    unknown = sorted(set(config) - read - set(family.only) - CHANGES_NOTHING - set(ignored_keys))
+    if unknown:
+        yield (
+            f"config.json has keys that {family.model_type} is not known to have: "
+            f"{listing(f'{key}={config[key]!r}' for key in unknown)}; what is unknown may change "
+            f"the model; give --ignore-config-keys {' '.join(unknown)} if it does not"
+        )
+
+
+def _check_counts(arguments: Arguments) -> None:
+    """Refuses sizes that are not positive whole numbers."""
+    names = ("num_layers", "hidden_size", "ffn_hidden_size", "vocab_size", "num_attention_heads")
+    bad = [
+        f"{name}={arguments[name]!r}"
+        for name in names
+        if not isinstance(arguments[name], int) or arguments[name] <= 0
+    ]
+    if bad:
+        raise refuse(f"{listing(bad)} of config.json must be positive whole numbers; correct it")
+
+
+def config_of(family: Family, arguments: Arguments) -> dict[str, Any]:
+    """config.json recomputed from Megatron-LM's arguments: what decides the model, no more.
+
+    Raises:
+        ConversionError: naming the arguments that the checkpoint does not hold.
+    """
+    config: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "hidden_act": "silu",
+    }
+    missing = []
+    for setting in family.settings:
+        try:
+            config |= setting.to_config(arguments)
+        except KeyError as problem:
+            missing.append(str(problem.args[0]))
+    if missing:
+        raise refuse(
+            f"the checkpoint's arguments lack {listing(sorted(set(missing)))}; they decide "
+            "config.json; give --hf-folder with the model's config.json"
+        )
+    for key in ("norm_topk_prob", "attention_bias"):  # their default differs from the family's
+        if family.only.get(key, (None,))[0] is True:
+            config[key] = True
+    return config
+
+
+# Sizes that a run may choose: they are read from the tensors or change nothing.
+_FREE = {"vocab_size", "padded_vocab_size", "max_position_embeddings", "moe_router_dtype"}
+
+
+def disagreements(expected: Arguments, saved: Arguments) -> list[str]:
+    """How a checkpoint's own arguments contradict config.json; arguments it lacks are not asked."""
+    free = _FREE | {"group_query_attention"}  # num_query_groups says it
+    if expected["multi_latent_attention"]:
+        free |= {"kv_channels", "num_query_groups"}  # Megatron does not read them then
+    if expected["add_bias_linear"]:
+        free |= {"add_qkv_bias"}  # this neither
+    if saved.get("group_query_attention") is False:  # so the number of groups says nothing
+        saved = saved | {"num_query_groups": saved.get("num_attention_heads")}
+    return [
+        f"{name}: config.json says {value!r}, the checkpoint {saved[name]!r}"
+        for name, value in expected.items()
+        if name in saved and name not in free and not _means_the_same(value, saved[name])
+    ]
+
+
+def _means_the_same(one: Any, other: Any) -> bool:
+    """Equal, where a tuple may be a list and an absent value may be None, False or 0."""
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return list(one) == list(other)
+    return bool(one == other or (not one and not other))

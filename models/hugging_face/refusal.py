@@ -1,0 +1,28 @@
+"""The one error of a conversion: every reason at once, each with name, value, what is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class ConversionError(ValueError):
+    """A conversion that cannot be done; ``reasons`` are lines for the person who asked for it."""
+
+    def __init__(self, reasons: Iterable[str]) -> None:
+        self.reasons = tuple(reasons)
+        super().__init__(self.reasons)
+
+    def __str__(self) -> str:
+        return "\n".join(self.reasons)
+
+
+def refuse(*reasons: str) -> ConversionError:
+    """The error with these reasons."""
+    return ConversionError(reasons)
+
+
+def listing(names: Iterable[str], limit: int = 20) -> str:
+    """``a, b, c`` with at most ``limit`` names and how many more there are."""
+    found = list(names)
+    more = f" and {len(found) - limit} more" if len(found) > limit else ""
+    return ", ".join(found[:limit]) + more

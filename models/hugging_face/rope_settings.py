@@ -1,0 +1,163 @@
+"""RoPE in config.json's two forms and Megatron's three: plain, Llama 3's, and YaRN.
+
+Older configurations have ``rope_theta`` and ``rope_scaling`` beside each other, newer ones put both
+into ``rope_parameters``; ``rope_type`` was called ``type`` once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_cp.models.hugging_face.settings import Arguments, Config, Keys, Setting
+
+_ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
+
+
+def _rope(config: Config) -> tuple[int | float, str, dict[str, Any]]:
+    """(base, kind, what else is said) of either form: flat with rope_scaling, or rope_parameters."""
+    said = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    theta = said.pop("rope_theta", None)
+    theta = config["rope_theta"] if theta is None else theta
+    kind = said.pop("rope_type", None) or said.pop("type", None) or "default"
+    said.pop("type", None)
+    return (int(theta) if float(theta).is_integer() else theta), kind, said
+
+
+def _take(said: dict[str, Any], allowed: Mapping[str, tuple[Any, ...]], kind: str) -> None:
+    """Refuses what a kind of RoPE says beside the ``allowed`` values (empty: any)."""
+    for name, value in said.items():
+        if name not in allowed or (allowed[name] and value not in allowed[name]):
+            values = " or ".join(map(str, allowed.get(name, ()))) or "no such parameter"
+            raise NotImplementedError(
+                f"{name}={value} of rope type {kind!r} in config.json is not served; Megatron-Core "
+                f"has {values}; convert a model without it"
+            )
+
+
+def _unknown_rope(kind: str, served: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"rope_type={kind!r} in config.json is not served; this family has {served}; convert a "
+        "model with one of these"
+    )
+
+
+# Megatron-Core's scaled RoPE has these three numbers in its code, not in its configuration.
+_LLAMA3 = {
+    "low_freq_factor": (1.0,),
+    "high_freq_factor": (4.0,),
+    "original_max_position_embeddings": (8192,),
+}
+
+
+def _rope_from_config(config: Config) -> Arguments:
+    theta, kind, said = _rope(config)
+    arguments = {
+        "position_embedding_type": "rope",
+        "rotary_base": theta,
+        "rotary_percent": 1.0,
+        "use_rope_scaling": kind == "llama3",
+    }
+    if kind not in ("default", "llama3"):
+        raise _unknown_rope(kind, "'default' and 'llama3'")
+    _take(said, {"factor": (), **_LLAMA3} if kind == "llama3" else {}, kind)
+    if kind == "llama3":
+        arguments["rope_scaling_factor"] = float(Keys(said)["factor"])
+        for name in _LLAMA3:
+            Keys(said)[name]
+    return arguments
+
+
+def _rope_to_config(arguments: Arguments) -> dict[str, Any]:
+    scaling = None
+    if arguments["use_rope_scaling"]:
+        numbers = {name: values[0] for name, values in _LLAMA3.items()}
+        scaling = {"rope_type": "llama3", "factor": arguments["rope_scaling_factor"], **numbers}
+    return {"rope_theta": float(arguments["rotary_base"]), "rope_scaling": scaling}
+
+
+ROPE = Setting(keys=_ROPE_KEYS, to_arguments=_rope_from_config, to_config=_rope_to_config)
+
+_YARN = {
+    "factor": "yarn_rotary_scaling_factor",
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
+    "original_max_position_embeddings": "yarn_original_max_position_embeddings",
+    "truncate": "yarn_correction_range_round_to_int",
+}
+
+
+def _yarn_from_config(config: Config) -> Arguments:
+    theta, kind, said = _rope(config)
+    if kind != "yarn":
+        raise _unknown_rope(kind, "'yarn'")
+    _take(said, dict.fromkeys(_YARN, ()), kind)
+    said = Keys({"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True} | said)
+    return {
+        "position_embedding_type": "yarn",
+        "rotary_base": theta,
+        "rotary_percent": 1.0,
+        "use_rope_scaling": False,
+        **{argument: said[name] for name, argument in _YARN.items()},
+        "yarn_mscale": None,
+        "yarn_mscale_all_dim": None,
+    }
+
+
+YARN = Setting(
+    keys=_ROPE_KEYS,
+    to_arguments=_yarn_from_config,
+    to_config=lambda arguments: {
+        "rope_theta": float(arguments["rotary_base"]),
+        "rope_scaling": {"rope_type": "yarn"}
+        | {name: arguments[argument] for name, argument in _YARN.items()},
+    },
+)
+
+
+_LATENT_YARN = {
+    "factor": "rotary_scaling_factor",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
+    "original_max_position_embeddings": "original_max_position_embeddings",
+}
+
+
+def _latent_rope_from_config(config: Config) -> Arguments:
+    theta, kind, said = _rope(config)
+    arguments = {
+        "position_embedding_type": "rope",
+        "rope_type": "rope" if kind == "default" else "yarn",
+        "rotary_base": theta,
+        "rotary_percent": 1.0,
+        "use_rope_scaling": False,
+        "rotary_scaling_factor": 1.0,
+    }
+    if kind not in ("default", "yarn"):
+        raise _unknown_rope(kind, "'default' and 'yarn'")
+    _take(said, dict.fromkeys(_LATENT_YARN, ()) if kind == "yarn" else {}, kind)
+    if kind == "yarn":
+        if bool(said.get("mscale")) != bool(said.get("mscale_all_dim")):
+            raise NotImplementedError(
+                f"mscale={said.get('mscale')} with mscale_all_dim={said.get('mscale_all_dim')} in "
+                "config.json is not served; both or none of them must be given; convert such a "
+                "model"
+            )
+        said = Keys({"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0} | said)
+        arguments |= {argument: said[name] for name, argument in _LATENT_YARN.items()}
+    return arguments
+
+
+LATENT_ROPE = Setting(
+    keys=_ROPE_KEYS,
+    to_arguments=_latent_rope_from_config,
+    to_config=lambda arguments: {
+        "rope_theta": float(arguments["rotary_base"]),
+        "rope_scaling": None
+        if arguments["rope_type"] == "rope"
+        else {"rope_type": "yarn"}
+        | {name: arguments[argument] for name, argument in _LATENT_YARN.items()},
+    },
+)

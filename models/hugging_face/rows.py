@@ -1,0 +1,258 @@
+"""Tables of weights, and the pieces they stand for: which tensors are joined, in which row order.
+
+A row of a table names one tensor of Megatron and the tensors of Hugging Face that it is made of. A
+piece is a row at one layer (and one expert): the unit that is read, joined or cut, and written.
+
+    joined = concatenate(parts, transposed where the table says so)[order]        to Megatron
+    parts  = split(joined[inverse of order])                                      to Hugging Face
+
+One row order serves both directions, and no value is computed: a round trip is exact.
+"""
+
+# V vocabulary, H hidden, N query heads, D head width, Q = N x D, K = kv heads x D, F width of the
+# MLP, M of an expert, G = 2 x M, S of the shared experts, E experts. Multi-latent attention: A and
+# C low ranks of queries and of keys and values, B = C + rotary width, U and T rows of the two up
+# projections, O = N x value width.
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+Place = Literal["model", "layer", "dense layer", "expert layer", "expert"]
+Arguments = dict[str, Any]
+Sizes = Mapping[str, int]
+LAYERS = "decoder.layers."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One tensor of Megatron and the ones of Hugging Face that it is made of."""
+
+    megatron: str
+    hf: tuple[tuple[str, str], ...]
+    """(name, shape in letters); ``{e}`` stands for the expert, without it experts are stacked."""
+    order: Callable[[Sizes], np.ndarray] | None = None
+    """``joined[i]`` is row ``order[i]`` of the concatenated parts; None keeps their order."""
+    transposed: bool = False
+    padded: bool = False
+    """Rows behind the last are zero, up to the padded vocabulary."""
+    needs: tuple[str, bool] | None = None
+    """An argument, and whether it must be set for the row to exist."""
+    fused: str | None = None
+    """Megatron's name where Transformer Engine's layer spec has another one."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor of Hugging Face, or one expert of a stacked one."""
+
+    name: str
+    shape: tuple[int, ...]
+    expert: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """One row at its place: a tensor of Megatron, without the leading axes that number places."""
+
+    row: Row
+    keys: tuple[str, ...]
+    """Names that Megatron may give it; the first is that of its local layer spec."""
+    index: tuple[int, ...]
+    """Layer and expert, as far as the tensor has an axis for them."""
+    leading: tuple[int, ...]
+    """Sizes of these axes."""
+    sources: tuple[Source, ...]
+    sizes: Sizes
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the joined tensor."""
+        first = _turned(self.sources[0].shape, self.row.transposed)
+        return (self.sizes["padded"] if self.row.padded else self.num_rows, *first[1:])
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the joined tensor."""
+        return math.prod(self.shape)
+
+    @cached_property
+    def num_rows(self) -> int:
+        """Rows that come from Hugging Face."""
+        return sum(_turned(source.shape, self.row.transposed)[0] for source in self.sources)
+
+    def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Megatron's tensor of these parts, given in the order of ``sources``."""
+        turned = [part.t() if self.row.transposed else part for part in parts]
+        whole = turned[0] if len(turned) == 1 else torch.cat(turned)
+        if self.row.order is not None:
+            whole = whole[torch.from_numpy(self.row.order(self.sizes))]
+        if self.shape[0] > self.num_rows:
+            padding = whole.new_zeros(self.shape[0] - self.num_rows, *self.shape[1:])
+            whole = torch.cat([whole, padding])
+        return whole.contiguous()
+
+    def cut(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors of Hugging Face, in the order of ``sources``: the inverse of ``joined``."""
+        whole = whole[: self.num_rows]
+        if self.row.order is not None:
+            whole = whole[torch.from_numpy(np.argsort(self.row.order(self.sizes)))]
+        counts = [_turned(source.shape, self.row.transposed)[0] for source in self.sources]
+        parts = whole.split(counts)
+        return [(part.t() if self.row.transposed else part).contiguous() for part in parts]
+
+
+def by_group(sizes: Sizes) -> np.ndarray:
+    """Order of query, key and value rows: each kv head behind the query heads that share it."""
+    parts = np.split(np.arange(sizes["Q"] + 2 * sizes["K"]), [sizes["Q"], sizes["Q"] + sizes["K"]])
+    num_groups = sizes["K"] // sizes["D"]
+    return np.concatenate([part.reshape(num_groups, -1) for part in parts], axis=1).ravel()
+
+
+def evens_then_odds(sizes: Sizes) -> np.ndarray:
+    """Order of rows that alternate between gate and up: all gates, then all ups."""
+    rows = np.arange(sizes["G"])
+    return np.concatenate([rows[::2], rows[1::2]])
+
+
+def sizes_of(arguments: Arguments) -> Sizes:
+    """The sizes that the letters of the tables stand for, and ``padded``: the vocabulary's rows."""
+    get = arguments.get
+    heads, width = arguments["num_attention_heads"], arguments["kv_channels"]
+    sizes = {
+        "V": arguments["vocab_size"],
+        "H": arguments["hidden_size"],
+        "N": heads,
+        "D": width,
+        "Q": heads * width,
+        "K": arguments["num_query_groups"] * width,
+        "F": arguments["ffn_hidden_size"],
+        "M": get("moe_ffn_hidden_size") or 0,
+        "G": 2 * (get("moe_ffn_hidden_size") or 0),
+        "S": get("moe_shared_expert_intermediate_size") or 0,
+        "E": get("num_experts") or 0,
+        "padded": arguments["padded_vocab_size"],
+    }
+    if get("multi_latent_attention"):
+        key_width, rotary = arguments["qk_head_dim"], arguments["qk_pos_emb_head_dim"]
+        sizes |= {
+            "A": arguments["q_lora_rank"] or 0,
+            "C": arguments["kv_lora_rank"],
+            "B": arguments["kv_lora_rank"] + rotary,
+            "U": heads * (key_width + rotary),
+            "T": heads * (key_width + arguments["v_head_dim"]),
+            "O": heads * arguments["v_head_dim"],
+        }
+    return sizes
+
+
+def has_experts(arguments: Arguments, layer: int) -> bool:
+    """Whether the MLP of this layer (from 0) is a mixture of experts."""
+    if not arguments.get("num_experts"):
+        return False
+    frequency = arguments.get("moe_layer_freq", 1)
+    return frequency[layer] == 1 if isinstance(frequency, list) else layer % frequency == 0
+
+
+def is_stacked_by_layer(arguments: Arguments) -> bool:
+    """Whether Megatron stores a tensor of all layers as one, with an axis for the layer."""
+    return not arguments.get("num_experts") or arguments.get("moe_layer_freq", 1) == 1
+
+
+def pieces_of(
+    tables: Mapping[Place, tuple[Row, ...]], arguments: Arguments, *, by_layer: bool | None = None
+) -> Iterator[Piece]:
+    """Yields every piece of the model: outer ones, then layer by layer.
+
+    Args:
+        tables: the family's rows by place.
+        arguments: Megatron-LM's arguments of the model.
+        by_layer: whether tensors carry an axis for the layer; None as Megatron-Core would.
+    """
+    sizes = sizes_of(arguments)
+    stacked = is_stacked_by_layer(arguments) if by_layer is None else by_layer
+    for row in _rows(tables, "model", arguments):
+        yield Piece(
+            row=row,
+            keys=_names(row, ""),
+            index=(),
+            leading=(),
+            sources=tuple(Source(name, _shape(text, sizes)) for name, text in row.hf),
+            sizes=sizes,
+        )
+    num_layers = arguments["num_layers"]
+    for layer in range(num_layers):
+        index, leading = ((layer,), (num_layers,)) if stacked else ((), ())
+        prefix = LAYERS if stacked else f"{LAYERS}{layer}."
+        mlp: Place = "expert layer" if has_experts(arguments, layer) else "dense layer"
+        for row in (*_rows(tables, "layer", arguments), *_rows(tables, mlp, arguments)):
+            yield Piece(
+                row=row,
+                keys=_names(row, prefix),
+                index=index,
+                leading=leading,
+                sources=tuple(
+                    Source(f"model.layers.{layer}.{name}", _shape(text, sizes))
+                    for name, text in row.hf
+                ),
+                sizes=sizes,
+            )
+        if mlp == "expert layer":
+            rows = _rows(tables, "expert", arguments)
+            yield from _expert_pieces(rows, sizes, layer, prefix, (index, leading))
+
+
+def _expert_pieces(
+    rows: Sequence[Row],
+    sizes: Sizes,
+    layer: int,
+    prefix: str,
+    place: tuple[tuple[int, ...], tuple[int, ...]],
+) -> Iterator[Piece]:
+    """The pieces of one layer's experts; those of one stacked tensor follow each other."""
+    index, leading = place
+    for row in rows:
+        for expert in range(sizes["E"]):
+            yield Piece(
+                row=row,
+                keys=_names(row, f"{prefix}mlp.experts.experts."),
+                index=(*index, expert),
+                leading=(*leading, sizes["E"]),
+                sources=tuple(
+                    Source(
+                        f"model.layers.{layer}.{name.format(e=expert)}",
+                        _shape(text, sizes),
+                        None if "{e}" in name else expert,
+                    )
+                    for name, text in row.hf
+                ),
+                sizes=sizes,
+            )
+
+
+def _rows(tables: Mapping[Place, tuple[Row, ...]], place: Place, arguments: Arguments) -> list[Row]:
+    """The rows of one place that exist under these arguments."""
+    return [
+        row
+        for row in tables.get(place, ())
+        if row.needs is None or bool(arguments.get(row.needs[0])) == row.needs[1]
+    ]
+
+
+def _names(row: Row, prefix: str) -> tuple[str, ...]:
+    return tuple(prefix + name for name in (row.megatron, row.fused) if name is not None)
+
+
+def _shape(letters: str, sizes: Sizes) -> tuple[int, ...]:
+    return tuple(sizes[letter] for letter in letters)
+
+
+def _turned(shape: tuple[int, ...], is_transposed: bool) -> tuple[int, ...]:
+    return shape[::-1] if is_transposed else shape

@@ -1,0 +1,286 @@
+"""What config.json says in the words of Megatron-LM's arguments, and back.
+
+A setting is a pair of functions over a few keys: the one direction is never written twice, and a
+test turns every family's settings round. A key that no setting reads, that is not known to change
+nothing, and whose value is not the one a family must have is refused, never ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Config = Mapping[str, Any]
+Arguments = dict[str, Any]
+
+
+class MissingKeyError(ValueError):
+    """config.json lacks a key that decides the model."""
+
+
+class Keys(dict[str, Any]):
+    """A configuration that names the key it lacks."""
+
+    def __missing__(self, key: str) -> Any:
+        raise MissingKeyError(f"{key} is missing in config.json; it must be there; add it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Keys of config.json and the arguments that say the same."""
+
+    keys: tuple[str, ...]
+    to_arguments: Callable[[Config], Arguments]
+    to_config: Callable[[Arguments], dict[str, Any]]
+
+    def read(self, config: Config) -> Arguments:
+        """The arguments. Raises ValueError or NotImplementedError, naming the key."""
+        return self.to_arguments(Keys(config))
+
+
+def same(key: str, argument: str, *aliases: str) -> Setting:
+    """A value that both sides have under one name each; ``aliases`` are older names of the key."""
+
+    def to_arguments(config: Config) -> Arguments:
+        return {argument: config[next((a for a in aliases if a in config), key)]}
+
+    return Setting(
+        keys=(key, *aliases),
+        to_arguments=to_arguments,
+        to_config=lambda arguments: {key: arguments[argument]},
+    )
+
+
+def negated(key: str, argument: str, default: bool) -> Setting:
+    """A switch that Megatron has the other way round."""
+    return Setting(
+        keys=(key,),
+        to_arguments=lambda config: {argument: not config.get(key, default)},
+        to_config=lambda arguments: {key: not arguments[argument]},
+    )
+
+
+def _heads_from_config(config: Config) -> Arguments:
+    heads = config["num_attention_heads"]
+    groups = config.get("num_key_value_heads") or heads
+    width = config.get("head_dim") or config["hidden_size"] // heads
+    for name, value in (("num_attention_heads", heads), ("num_key_value_heads", groups)):
+        if value <= 0:
+            raise ValueError(f"{name}={value} in config.json must be positive; correct it")
+    if heads % groups:
+        raise ValueError(
+            f"num_attention_heads={heads} in config.json must be a multiple of "
+            f"num_key_value_heads={groups}; correct it"
+        )
+    return {
+        "num_attention_heads": heads,
+        "num_query_groups": groups,
+        "group_query_attention": groups != heads,
+        "kv_channels": width,
+    }
+
+
+HEADS = Setting(
+    keys=("num_attention_heads", "num_key_value_heads", "head_dim"),
+    to_arguments=_heads_from_config,
+    to_config=lambda arguments: {
+        "num_attention_heads": arguments["num_attention_heads"],
+        "num_key_value_heads": arguments["num_query_groups"],
+        "head_dim": arguments["kv_channels"],
+    },
+)
+_WIDTHS = (
+    same("num_hidden_layers", "num_layers"),
+    same("hidden_size", "hidden_size"),
+    same("intermediate_size", "ffn_hidden_size"),
+    same("vocab_size", "vocab_size"),
+    same("max_position_embeddings", "max_position_embeddings"),
+    same("rms_norm_eps", "layernorm_epsilon"),
+)
+SIZES = (*_WIDTHS, HEADS)
+TIED = negated("tie_word_embeddings", "untie_embeddings_and_output_weights", False)
+
+
+def _windows_from_config(config: Config) -> Arguments:
+    """HF: a window of w keys, the query's own among them, in layers of type sliding_attention."""
+    kinds = config["layer_types"]
+    unknown = sorted(set(kinds) - {"sliding_attention", "full_attention"})
+    if unknown:
+        raise NotImplementedError(
+            f"layer_types={unknown} in config.json is not served; layers may be sliding_attention "
+            "or full_attention; convert a model of such layers"
+        )
+    is_window = [int(kind == "sliding_attention") for kind in kinds]
+    if not any(is_window):
+        return {"window_size": None, "window_attn_skip_freq": None}
+    every_second = [(layer + 1) % 2 for layer in range(len(kinds))]
+    return {
+        "window_size": (config["sliding_window"] - 1, 0),
+        "window_attn_skip_freq": 2 if is_window == every_second else is_window,
+    }
+
+
+def _windows_to_config(arguments: Arguments) -> dict[str, Any]:
+    size, frequency = arguments["window_size"], arguments["window_attn_skip_freq"]
+    layers = range(arguments["num_layers"])
+    if size is None:
+        is_window = [False for _ in layers]
+    elif isinstance(frequency, int):
+        is_window = [(layer + 1) % frequency != 0 for layer in layers]
+    else:
+        is_window = [bool(flag) for flag in frequency or [1 for _ in layers]]
+    return {
+        "sliding_window": None if size is None else size[0] + 1,
+        "layer_types": ["sliding_attention" if on else "full_attention" for on in is_window],
+    }
+
+
+WINDOWS = Setting(
+    keys=("sliding_window", "layer_types"),
+    to_arguments=_windows_from_config,
+    to_config=_windows_to_config,
+)
+SWIGLU_LIMIT = same("swiglu_limit", "activation_func_clamp_value")
+
+NUM_EXPERTS = same("num_local_experts", "num_experts", "num_experts")
+ROUTED_EXPERTS = same("n_routed_experts", "num_experts", "num_local_experts")
+
+
+def _top_k_from_config(config: Config) -> Arguments:
+    """Megatron-Core's weights of chosen experts sum to 1 only where there are at least two."""
+    top_k = config["num_experts_per_tok"]
+    if top_k < 2:
+        raise NotImplementedError(
+            f"num_experts_per_tok={top_k} in config.json is not served; Megatron-Core scales the "
+            "weights of at least 2; convert a model with 2 or more"
+        )
+    return {"moe_router_topk": top_k}
+
+
+TOP_K = Setting(
+    keys=("num_experts_per_tok",),
+    to_arguments=_top_k_from_config,
+    to_config=lambda arguments: {"num_experts_per_tok": arguments["moe_router_topk"]},
+)
+EXPERT_WIDTH = same("moe_intermediate_size", "moe_ffn_hidden_size")
+EXPERTS_AS_WIDE_AS_MLP = Setting(
+    keys=(),
+    to_arguments=lambda config: {"moe_ffn_hidden_size": config["intermediate_size"]},
+    to_config=lambda arguments: {},
+)
+# Softmax over the chosen experts alone is softmax over all, scaled to sum 1 over the chosen.
+RENORMALISED = negated("norm_topk_prob", "moe_router_pre_softmax", False)
+
+
+def _frequency(is_expert: list[int]) -> int | list[int]:
+    return 1 if all(is_expert) else is_expert
+
+
+def _expert_layers(arguments: Arguments) -> list[int]:
+    frequency, num_layers = arguments["moe_layer_freq"], arguments["num_layers"]
+    if isinstance(frequency, list):
+        return frequency
+    return [int(layer % frequency == 0) for layer in range(num_layers)]
+
+
+def _sparse_layers_from_config(config: Config) -> Arguments:
+    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    layers = range(config["num_hidden_layers"])
+    is_expert = [int(layer not in dense and (layer + 1) % step == 0) for layer in layers]
+    return {"moe_layer_freq": _frequency(is_expert)}
+
+
+SPARSE_LAYERS = Setting(
+    keys=("decoder_sparse_step", "mlp_only_layers"),
+    to_arguments=_sparse_layers_from_config,
+    to_config=lambda arguments: {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [i for i, on in enumerate(_expert_layers(arguments)) if not on],
+    },
+)
+FIRST_DENSE_LAYERS = Setting(
+    keys=("first_k_dense_replace",),
+    to_arguments=lambda config: {
+        "moe_layer_freq": _frequency(
+            [
+                int(layer >= config["first_k_dense_replace"])
+                for layer in range(config["num_hidden_layers"])
+            ]
+        )
+    },
+    to_config=lambda arguments: {"first_k_dense_replace": _expert_layers(arguments).index(1)},
+)
+
+
+def _shared_from_config(config: Config) -> Arguments:
+    num_shared = config["n_shared_experts"]
+    if not num_shared:
+        raise NotImplementedError(
+            f"n_shared_experts={num_shared} in config.json is not served; this family's models "
+            "have at least 1; convert a model with shared experts"
+        )
+    return {"moe_shared_expert_intermediate_size": num_shared * config["moe_intermediate_size"]}
+
+
+SHARED_WIDTH = Setting(
+    keys=("n_shared_experts",),
+    to_arguments=_shared_from_config,
+    to_config=lambda arguments: {
+        "n_shared_experts": arguments["moe_shared_expert_intermediate_size"]
+        // arguments["moe_ffn_hidden_size"]
+    },
+)
+
+
+def _groups_from_config(config: Config) -> Arguments:
+    """Groups are chosen by the sum of their best experts: HF takes 2, Megatron top-k per group."""
+    groups, chosen, top_k = config["n_group"], config["topk_group"], config["num_experts_per_tok"]
+    if groups == 1:
+        return {"moe_router_num_groups": None, "moe_router_group_topk": None}
+    if top_k // chosen != 2:
+        raise NotImplementedError(
+            f"num_experts_per_tok={top_k} with topk_group={chosen} in config.json is not served; "
+            "Megatron-Core ranks groups by as many experts as it takes of each, which must be 2; "
+            "convert a model with num_experts_per_tok = 2 x topk_group"
+        )
+    return {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
+
+
+GROUPS = Setting(
+    keys=("n_group", "topk_group"),
+    to_arguments=_groups_from_config,
+    to_config=lambda arguments: {
+        "n_group": arguments["moe_router_num_groups"] or 1,
+        "topk_group": arguments["moe_router_group_topk"] or 1,
+    },
+)
+ROUTED_SCALING = same("routed_scaling_factor", "moe_router_topk_scaling_factor")
+
+
+def _latent_heads_from_config(config: Config) -> Arguments:
+    arguments = _heads_from_config(Keys({**config, "head_dim": config["v_head_dim"]}))
+    if arguments["group_query_attention"]:
+        raise NotImplementedError(
+            f"num_key_value_heads={arguments['num_query_groups']} in config.json is not served; "
+            "multi-latent attention has one per query head; set it to num_attention_heads"
+        )
+    return arguments
+
+
+LATENT_SIZES = (
+    *_WIDTHS,
+    Setting(
+        keys=("num_attention_heads", "num_key_value_heads"),
+        to_arguments=_latent_heads_from_config,
+        to_config=lambda arguments: {
+            "num_attention_heads": arguments["num_attention_heads"],
+            "num_key_value_heads": arguments["num_query_groups"],
+        },
+    ),
+    same("q_lora_rank", "q_lora_rank"),
+    same("kv_lora_rank", "kv_lora_rank"),
+    same("qk_nope_head_dim", "qk_head_dim"),
+    same("qk_rope_head_dim", "qk_pos_emb_head_dim"),
+    same("v_head_dim", "v_head_dim"),
+)

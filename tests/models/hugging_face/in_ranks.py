@@ -1,0 +1,143 @@
+"""What runs inside ranks: conversions, and logits of a converted model in megatron-core."""
+
+import multiprocessing
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tests.mcore.packs import Pack, planned
+from tests.mcore.tiny_gpt import Case, enter_megatron, parallel_state
+
+
+def convert(rank: int, world_size: int, to: str, load: Path, save: Path, options: dict):
+    """The report of one conversion."""
+    enter_megatron()
+    from megatron_cp.models.hugging_face import convert
+
+    request = convert.Request(load=load, save=save, show_progress=False, **options)
+    direction = {"megatron": convert.to_megatron, "hf": convert.to_hugging_face}[to]
+    report = direction(request)
+    return {"left": report.left, "carried": report.carried, "num_tensors": report.num_tensors}
+
+
+def refusal(rank: int, world_size: int, to: str, load: Path, save: Path, options: dict):
+    """Why a conversion is refused; caught here, because a rank that fails is started anew."""
+    enter_megatron()
+    from megatron_cp.models.hugging_face.refusal import ConversionError
+
+    try:
+        convert(rank, world_size, to, load, save, options)
+    except ConversionError as problem:
+        return problem.reasons
+    return None
+
+
+def logits(
+    rank: int, world_size: int, root: Path, case: Case, tokens: np.ndarray, lengths: tuple
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """(global rows, logits of this rank's rows and part of the vocabulary), on a last stage."""
+    with parallel_state(case) as groups:
+        model, config, _ = load_model(root, case, groups)
+        pack = Pack(
+            tokens=tokens,
+            labels=tokens,
+            loss_mask=np.ones(tokens.size, np.float32),
+            position_ids=np.concatenate([np.arange(length) for length in lengths]),
+            lengths=lengths,
+        )
+        plans = planned(case, config, pack)
+        rows = np.asarray(plans.plans["full"].global_from_local)[groups.get_context_parallel_rank()]
+        output = forward(model, plans, groups, rows.size)
+        if not groups.is_pipeline_last_stage():
+            return None
+        assert output.shape[1] == rows.size
+        return rows, output[0].numpy()
+
+
+def load_model(root: Path, case: Case, groups):
+    """(this rank's stage with the converted weights, its configuration, the arguments)."""
+    from megatron.core import dist_checkpointing
+
+    from megatron_cp.models.gpt import Layout
+    from megatron_cp.models.hugging_face.build import build_model, config_for
+    from megatron_cp.models.hugging_face.config_file import arguments_of, read_config
+
+    arguments = arguments_of(read_config(root / "hugging_face"), make_vocab_size_divisible_by=128)
+    layout = Layout(tensor=case.tp, pipeline=case.pp, context=case.cp)
+    config = config_for(arguments, layout=layout, expert_parallel=case.ep)
+    model = build_model(
+        arguments,
+        config,
+        pre_process=groups.is_pipeline_first_stage(),
+        post_process=groups.is_pipeline_last_stage(),
+    ).eval()
+    metadata = {
+        "singleton_local_shards": False,
+        "dp_cp_group": groups.get_data_parallel_group(with_context_parallel=True),
+    }
+    wanted = {"model": model.sharded_state_dict(metadata=metadata)}
+    loaded = dist_checkpointing.load(wanted, str(root / "iter_0000001"))
+    model.load_state_dict(loaded["model"], strict=True)
+    return model, config, arguments
+
+
+def forward(model, plans, groups, num_rows: int) -> torch.Tensor | None:
+    """The stage's output after one micro-batch went through the pipeline."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megatron_cp.mcore.batch import local_batch
+
+    cp_group = groups.get_context_parallel_group()
+    local = local_batch(plans, cp_group.rank(), "cpu", cp_group=cp_group)
+
+    def step(_, model):
+        output = model(local.tokens, local.position_ids, None, packed_seq_params=local.params)
+        return output, lambda output, non_loss_data: output
+
+    with torch.no_grad():
+        outputs = get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=None,
+            model=model,
+            num_microbatches=1,
+            seq_length=num_rows * cp_group.size(),
+            micro_batch_size=1,
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
+    return outputs[0] if outputs else None
+
+
+def flags(rank: int, world_size: int, folder: Path) -> list[str]:
+    """The command line of pretrain_gpt.py for a Hugging Face folder, as the tool prints it."""
+    enter_megatron()
+    from megatron_cp.models.hugging_face.config_file import arguments_of, read_config
+    from tools.convert_checkpoint import training_flags
+
+    return training_flags(arguments_of(read_config(folder)))
+
+
+def load_and_save(rank: int, world_size: int, root: Path, saved: Path, case: Case) -> None:
+    """Loads the converted model at this layout and saves it with megatron-core."""
+    with parallel_state(case) as groups:
+        from megatron.core import dist_checkpointing
+
+        model, _, _ = load_model(root, case, groups)
+        metadata = {
+            "singleton_local_shards": False,
+            "dp_cp_group": groups.get_data_parallel_group(with_context_parallel=True),
+        }
+        content = {"model": model.sharded_state_dict(metadata=metadata), "iteration": 7}
+        folder = saved / "iter_0000007"
+        if rank == 0:
+            folder.mkdir(parents=True)
+            (saved / "latest_checkpointed_iteration.txt").write_text("7")
+        torch.distributed.barrier()
+        # The pool's workers are daemons, which may not have children; Megatron's writers are.
+        process = multiprocessing.current_process()
+        process._config["daemon"] = False
+        try:
+            dist_checkpointing.save(content, str(folder))
+        finally:
+            process._config["daemon"] = True

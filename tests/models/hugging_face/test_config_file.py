@@ -1,0 +1,293 @@
+"""config.json to Megatron-LM's arguments: published models, and the way back."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from megatron_cp.models.hugging_face.config_file import (
+    arguments_of,
+    config_of,
+    disagreements,
+    family_of,
+    read_config,
+)
+from megatron_cp.models.hugging_face.refusal import ConversionError
+from megatron_cp.models.hugging_face.rows import pieces_of
+from tests.models.hugging_face.tiny_models import MODELS, make_tiny
+
+# What decides the model in the published config.json of each, in the form in which it was published.
+PUBLISHED = {
+    "Llama-3.1-8B": {
+        "model_type": "llama",
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 128256,
+    },
+    "Qwen2.5-7B": {
+        "model_type": "qwen2",
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "max_position_embeddings": 131072,
+        "max_window_layers": 28,
+        "num_attention_heads": 28,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "sliding_window": 131072,
+        "tie_word_embeddings": False,
+        "use_mrope": False,
+        "use_sliding_window": False,
+        "vocab_size": 152064,
+    },
+    "Qwen3-8B": {
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "max_position_embeddings": 40960,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "Qwen3-30B-A3B": {
+        "model_type": "qwen3_moe",
+        "decoder_sparse_step": 1,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 40960,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 151936,
+    },
+    "Mixtral-8x7B": {
+        "model_type": "mixtral",
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "num_attention_heads": 32,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "vocab_size": 32000,
+    },
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss",
+        "attention_bias": True,
+        "experts_per_token": 4,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 2880,
+        "initial_context_length": 4096,
+        "intermediate_size": 2880,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 8,
+        "num_local_experts": 32,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150000,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 201088,
+    },
+    "DeepSeek-V3": {
+        "model_type": "deepseek_v3",
+        "attention_bias": False,
+        "ep_size": 1,
+        "first_k_dense_replace": 3,
+        "hidden_act": "silu",
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 163840,
+        "moe_intermediate_size": 2048,
+        "moe_layer_freq": 1,
+        "n_group": 8,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 61,
+        "num_key_value_heads": 128,
+        "num_nextn_predict_layers": 1,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "rope_theta": 10000,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "tie_word_embeddings": False,
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+        "v_head_dim": 128,
+        "vocab_size": 129280,
+    },
+}
+# As published with the models; DeepSeek-V3, published as 671B, by the digits of its main model with
+# the biases of its routers.
+PARAMETERS = {
+    "Llama-3.1-8B": 8_030_261_248,
+    "Qwen2.5-7B": 7_615_616_512,
+    "Qwen3-8B": 8_190_735_360,
+    "Qwen3-30B-A3B": 30_532_122_624,
+    "Mixtral-8x7B": 46_702_792_704,
+    "gpt-oss-20b": 20_914_757_184,
+    "DeepSeek-V3": 671_026_419_200,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_pieces_of_a_published_model_have_as_many_elements_as_it_has_parameters(name: str):
+    arguments = arguments_of(PUBLISHED[name])
+    pieces = list(pieces_of(family_of(PUBLISHED[name]).weights, arguments))
+    assert sum(piece.num_elements for piece in pieces) == PARAMETERS[name]
+    sources = {(source.name, source.expert) for piece in pieces for source in piece.sources}
+    assert len(sources) == sum(len(piece.sources) for piece in pieces)
+    assert sum(math.prod(s.shape) for piece in pieces for s in piece.sources) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_configuration_comes_back_from_the_arguments(name: str):
+    arguments = arguments_of(PUBLISHED[name])
+    recomputed = config_of(family_of(PUBLISHED[name]), arguments)
+    assert arguments_of(recomputed) == arguments
+    for key in recomputed.keys() & PUBLISHED[name].keys():
+        if key != "rope_scaling":  # its type was called type once
+            assert recomputed[key] == PUBLISHED[name][key], key
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_configuration_of_transformers_comes_back_from_the_arguments(tmp_path: Path, name: str):
+    make_tiny(name).config.save_pretrained(tmp_path)
+    config = read_config(tmp_path)
+    arguments = arguments_of(config, make_vocab_size_divisible_by=64)
+    assert arguments["padded_vocab_size"] == 192
+    again = arguments_of(config_of(family_of(config), arguments), make_vocab_size_divisible_by=64)
+    assert again == arguments
+    assert disagreements(arguments, again) == []
+
+
+def test_a_checkpoint_of_another_model_is_told_by_every_argument_that_differs():
+    arguments = arguments_of(PUBLISHED["Llama-3.1-8B"])
+    changed = arguments | {"rotary_base": 10000, "num_layers": 30, "padded_vocab_size": 1}
+    lines = disagreements(arguments, changed)
+    assert [line.split(":")[0] for line in lines] == ["num_layers", "rotary_base"]
+    assert disagreements(arguments, {"num_layers": 32}) == []
+
+
+def test_ungrouped_attention_says_nothing_by_its_number_of_groups():
+    config = PUBLISHED["Llama-3.1-8B"]
+    ungrouped = arguments_of(config | {"num_key_value_heads": 32})
+    saved = ungrouped | {"num_query_groups": 1}  # Megatron-LM's default
+    assert disagreements(ungrouped, saved) == []
+    assert disagreements(arguments_of(config), saved) != []
+
+
+def test_layers_with_windows_may_lie_anywhere():
+    config = PUBLISHED["gpt-oss-20b"] | {"num_hidden_layers": 3}
+    kinds = ["full_attention", "sliding_attention", "sliding_attention"]
+    arguments = arguments_of(config | {"layer_types": kinds})
+    assert arguments["window_size"] == (127, 0)
+    assert arguments["window_attn_skip_freq"] == [0, 1, 1]
+    assert config_of(family_of(config), arguments)["layer_types"] == kinds
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("DeepSeek-V3", {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05"),
+        ("DeepSeek-V3", {"topk_group": 2}, "num_experts_per_tok=8 with topk_group=2"),
+        ("DeepSeek-V3", {"num_key_value_heads": 8}, "num_key_value_heads=8"),
+        ("DeepSeek-V3", {"norm_topk_prob": False}, "norm_topk_prob=False"),
+        ("DeepSeek-V3", {"rope_interleave": False}, "rope_interleave=False"),
+        ("DeepSeek-V3", {"n_shared_experts": 0}, "n_shared_experts=0"),
+        ("gpt-oss-20b", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0"),
+        ("gpt-oss-20b", {"rope_scaling": None}, "rope_type='default'"),
+        ("gpt-oss-20b", {"layer_types": ["chunked_attention"] * 24}, "chunked_attention"),
+        ("Mixtral-8x7B", {"sliding_window": 4096}, "sliding_window=4096"),
+        ("Mixtral-8x7B", {"num_experts_per_tok": 1}, "num_experts_per_tok=1"),
+        ("Qwen2.5-7B", {"use_sliding_window": True}, "use_sliding_window=True"),
+        ("Qwen3-8B", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
+    ],
+)
+def test_what_a_family_does_not_serve_is_named(name: str, change: dict, said: str):
+    with pytest.raises(ConversionError) as caught:
+        arguments_of(PUBLISHED[name] | change)
+    assert len(caught.value.reasons) == 1
+    assert said in caught.value.reasons[0]
+
+
+def test_configurations_are_json_afterwards():
+    for config in PUBLISHED.values():
+        json.dumps(config_of(family_of(config), arguments_of(config)))

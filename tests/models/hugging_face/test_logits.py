@@ -1,0 +1,109 @@
+"""A converted model in megatron-core with our attention computes what ``transformers`` computes."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.mcore.tiny_gpt import Case
+from tests.models.hugging_face import in_ranks
+from tests.models.hugging_face.tiny_models import (
+    LENGTHS,
+    MODELS,
+    VOCABULARY,
+    expected_logits,
+    save_tiny,
+    tokens,
+)
+from tests.ranks import run_on_ranks
+
+# Both compute in fp32. Measured: 2.5e-6 to 5.7e-6 with logits up to 6.
+LARGEST_DIFFERENCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory) -> Path:
+    """Checkpoints of every tiny model, converted with a padded vocabulary."""
+    folder = tmp_path_factory.mktemp("converted")
+    for name in MODELS:
+        source = save_tiny(name, folder / "hf" / name)
+        run_on_ranks(1, in_ranks.convert, "megatron", source, folder / name, {})
+    return folder
+
+
+def computed_logits(root: Path, case: Case) -> torch.Tensor:
+    """Logits [tokens, vocabulary], put together from context and tensor-parallel ranks."""
+    world_size = case.tp * case.pp * case.cp * case.ep
+    answers = run_on_ranks(world_size, in_ranks.logits, root, case, tokens(), LENGTHS, timeout=100)
+    answers = [answer for answer in answers if answer is not None]
+    padded = VOCABULARY + -VOCABULARY % 128
+    whole = torch.full((sum(LENGTHS), padded), float("nan"))
+    for place, (rows, part) in enumerate(answers):
+        is_token = rows < sum(LENGTHS)
+        start = place % case.tp * part.shape[1]
+        columns = np.arange(start, start + part.shape[1])
+        whole[rows[is_token][:, None], columns] = torch.from_numpy(part[is_token])
+    return whole[:, :VOCABULARY]
+
+
+def assert_same_logits(root: Path, name: str, case: Case) -> None:
+    expected, computed = expected_logits(name), computed_logits(root / name, case)
+    assert expected.abs().max() > 1
+    assert (computed - expected).abs().max() < LARGEST_DIFFERENCE
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_of_packed_documents_equal_transformers(converted: Path, name: str, cp: int):
+    assert_same_logits(converted, name, Case(cp=cp))
+
+
+# Latent attention needs TransformerEngine's layers there: Megatron's local ones are refused.
+@pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3", "mixtral"])
+def test_two_tensor_parallel_ranks_load_the_same_checkpoint(converted: Path, name: str):
+    assert_same_logits(converted, name, Case(tp=2))
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "qwen3_moe", "gpt_oss", "deepseek_v3_plain"])
+def test_two_pipeline_stages_load_the_same_checkpoint(converted: Path, name: str):
+    assert_same_logits(converted, name, Case(pp=2))
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])
+def test_two_expert_parallel_ranks_load_the_same_checkpoint(converted: Path, name: str):
+    assert_same_logits(converted, name, Case(ep=2))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("llama3", {"rope_parameters": {"factor": 4.0}}),
+        ("qwen3", {"rms_norm_eps": 1e-2}),
+        ("qwen3_moe", {"norm_topk_prob": False}),
+        ("gpt_oss", {"sliding_window": 9}),
+        ("gpt_oss", {"swiglu_limit": 7.0}),
+        ("gpt_oss", {"rope_parameters": {"truncate": True}}),
+        ("deepseek_v3", {"rope_parameters": {"mscale": 1.0}}),
+        ("deepseek_v3", {"rope_parameters": {"mscale_all_dim": 1.0}}),
+        ("deepseek_v3", {"routed_scaling_factor": 2.4}),
+        ("deepseek_v3", {"n_group": 1, "topk_group": 1}),
+    ],
+    ids=str,
+)
+def test_a_setting_that_is_a_little_wrong_is_seen(
+    converted: Path, tmp_path: Path, name: str, change: dict
+):
+    root = tmp_path / name
+    root.mkdir()
+    (root / "iter_0000001").symlink_to(converted / name / "iter_0000001")
+    shutil.copytree(converted / name / "hugging_face", root / "hugging_face")
+    path = root / "hugging_face" / "config.json"
+    config = json.loads(path.read_text())
+    for key, value in change.items():
+        config[key] = config[key] | value if isinstance(value, dict) else value
+    path.write_text(json.dumps(config))
+    difference = (computed_logits(root, Case()) - expected_logits(name)).abs().max()
+    assert difference > 10 * LARGEST_DIFFERENCE

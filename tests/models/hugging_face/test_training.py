@@ -1,0 +1,45 @@
+"""The training loop loads what was converted, and what it saves converts back."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.models.hugging_face import in_ranks
+from tests.models.hugging_face.tiny_models import save_tiny
+from tests.ranks import run_on_ranks
+from tests.training.commands import train
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+# So small a step changes no weight in fp32: what comes back must be what went in.
+RUN = shlex.split(
+    "--mock-data --vocab-size 131 --seq-length 64 --num-workers 0 --micro-batch-size 1 "
+    "--global-batch-size 2 --train-iters 1 --lr 1e-30 --weight-decay 0.0 --eval-iters 0 "
+    "--log-interval 1 --finetune"
+)
+LAYOUTS = {"llama3": (2, ["--tensor-model-parallel-size", "2"]), "qwen2": (1, [])}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_step_of_training_without_effect_gives_back_the_model(tmp_path: Path, name: str):
+    source = save_tiny(name, tmp_path / "source")
+    run_on_ranks(1, in_ranks.convert, "megatron", source, tmp_path / "megatron", {})
+    (flags,) = run_on_ranks(1, in_ranks.flags, source)
+    world_size, layout = LAYOUTS[name]
+    folders = ["--load", str(tmp_path / "megatron"), "--save", str(tmp_path / "trained")]
+    output = train(world_size, *flags, *layout, *RUN, *folders, "--save-interval", "1")
+    assert "successfully loaded checkpoint" in output
+
+    options = {"hf_folder": source}
+    (report,) = run_on_ranks(
+        1, in_ranks.convert, "hf", tmp_path / "trained", tmp_path / "back", options
+    )
+    assert any(line.startswith("optimizer.*") for line in report["left"])
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (source, tmp_path / "back")
+    )
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)

@@ -1,0 +1,174 @@
+"""Tiny random models of every family, made and computed by ``transformers``: the oracle.
+
+Nothing of ours is imported here, and everything runs in the parent process.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+VOCABULARY = 131  # no multiple of anything
+LENGTHS = (37, 21, 6)
+_SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 64,
+}
+_DEEPSEEK = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A model of ``transformers``: its class name without ForCausalLM, and what differs."""
+
+    kind: str
+    options: dict = field(default_factory=dict)
+    is_dense: bool = False
+
+
+MODELS = {
+    "llama3": Tiny("Llama", {"rope_parameters": _LLAMA3}, is_dense=True),
+    "llama_tied": Tiny("Llama", {"tie_word_embeddings": True}, is_dense=True),
+    "qwen2": Tiny("Qwen2", {"tie_word_embeddings": True}, is_dense=True),
+    "qwen3": Tiny("Qwen3", {"head_dim": 32}, is_dense=True),
+    "qwen3_tied": Tiny("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}, is_dense=True),
+    "qwen3_moe": Tiny(
+        "Qwen3Moe",
+        {
+            "head_dim": 32,
+            "moe_intermediate_size": 48,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+        },
+    ),
+    "qwen3_moe_some_dense": Tiny(
+        "Qwen3Moe",
+        {
+            "head_dim": 16,
+            "moe_intermediate_size": 48,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": False,
+            "mlp_only_layers": [1],
+            "num_hidden_layers": 3,
+        },
+    ),
+    "mixtral": Tiny("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt_oss": Tiny(
+        "GptOss",
+        {
+            "head_dim": 32,
+            "intermediate_size": 48,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 8,
+            "swiglu_limit": 0.75,  # so that it is reached
+            "rope_parameters": {**_YARN, "truncate": False},
+        },
+    ),
+    "deepseek_v3": Tiny(
+        "DeepseekV3",
+        {
+            **_DEEPSEEK,
+            "q_lora_rank": 24,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.5},
+        },
+    ),
+    "deepseek_v3_plain": Tiny(
+        "DeepseekV3",
+        {
+            **_DEEPSEEK,
+            "num_hidden_layers": 2,
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+}
+
+
+def make_tiny(name: str) -> "transformers.PreTrainedModel":
+    """The model with every parameter random, also norms, biases and sinks, which start constant."""
+    tiny = MODELS[name]
+    config = getattr(transformers, f"{tiny.kind}Config")(**_SIZES | tiny.options)
+    config._attn_implementation = "eager"
+    model = getattr(transformers, f"{tiny.kind}ForCausalLM")(config).eval()
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for key, value in model.state_dict().items():
+            is_norm = "norm" in key and key.endswith("weight")
+            value.copy_(torch.randn(value.shape, generator=generator) * 0.15 + is_norm)
+    return model
+
+
+def save_tiny(name: str, folder: Path, *, max_shard_size: str = "5GB") -> Path:
+    """A Hugging Face folder of the model, with files that stand for a tokenizer's."""
+    make_tiny(name).save_pretrained(folder, max_shard_size=max_shard_size)
+    (folder / "tokenizer.json").write_text('{"version": "1.0"}\n', encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text('{"model_max_length": 256}', encoding="utf-8")
+    (folder / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
+    return folder
+
+
+def tokens() -> np.ndarray:
+    """One pack of documents of ``LENGTHS``."""
+    return np.random.default_rng(5).integers(VOCABULARY, size=sum(LENGTHS))
+
+
+def expected_logits(name: str) -> torch.Tensor:
+    """Logits [tokens, vocabulary] of the pack; each document is computed by itself."""
+    return _logits(make_tiny(name))
+
+
+def logits_of_folder(folder: Path) -> torch.Tensor:
+    """The same of the model that transformers loads from a folder."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    return _logits(model.eval())
+
+
+def _logits(model: "transformers.PreTrainedModel") -> torch.Tensor:
+    with torch.no_grad():
+        documents = torch.from_numpy(tokens()).split(LENGTHS)
+        return torch.cat([model(document[None]).logits[0] for document in documents])

@@ -1,0 +1,115 @@
+"""What tests leave behind: processes that still run and files in shared memory.
+
+The test session adopts every descendant whose parent died (PR_SET_CHILD_SUBREAPER), so none can hide behind
+a killed parent, a session of its own or a closed pipe. Nothing here has a fixed time: what must happen is
+waited for until it does, and `HANG_SECONDS` later it is a hang, on a slow machine under load too.
+"""
+
+import ctypes
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+HANG_SECONDS = 300.0
+_PR_SET_CHILD_SUBREAPER = 36
+_SHARED_MEMORY = Path("/dev/shm")
+# What torch and Python name theirs; files of other programs are none of our business.
+_OUR_NAMES = ("torch_", "psm_", "sem.mp-")
+
+
+def wait_until(holds: Callable[[], object], what: str) -> None:
+    """Returns when `holds()` is true. Raises AssertionError with `what` if it never is."""
+    end = time.monotonic() + HANG_SECONDS
+    while not holds():
+        assert time.monotonic() < end, f"{what} (waited {HANG_SECONDS:.0f} s)"
+        time.sleep(0.02)
+
+
+def adopt_orphans() -> None:
+    """From now on a descendant whose parent dies becomes a child of this process."""
+    assert ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process exists and is not a zombie that nobody has reaped yet."""
+    return _parent_of(pid) is not None
+
+
+def left_running() -> dict[int, str]:
+    """Returns the command line of every descendant that no pool or executor of the session owns."""
+    parents = {pid: parent for pid in _processes() if (parent := _parent_of(pid)) is not None}
+    children: dict[int, list[int]] = {}
+    for pid, parent in parents.items():
+        children.setdefault(parent, []).append(pid)
+    owned = {process.pid for process in multiprocessing.active_children()}
+    owned.add(resource_tracker._resource_tracker._pid)
+    found: dict[int, str] = {}
+    waiting = [os.getpid()]
+    while waiting:
+        for pid in children.get(waiting.pop(), []):
+            waiting.append(pid)
+            if pid not in owned:
+                found[pid] = _command_of(pid)
+    return found
+
+
+def shared_memory() -> set[str]:
+    """Returns the names of torch's and Python's files in shared memory."""
+    files = _SHARED_MEMORY.iterdir() if _SHARED_MEMORY.is_dir() else ()
+    return {file.name for file in files if file.name.startswith(_OUR_NAMES)}
+
+
+def check_nothing_is_left(shared_before: set[str]) -> None:
+    """Raises AssertionError if a process, or a file in shared memory that nobody holds, stays."""
+    try:
+        wait_until(lambda: not left_running(), "processes are left")
+    except AssertionError as hang:
+        raise AssertionError(f"{hang}: {left_running()}") from None
+    if not shared_memory() - shared_before:
+        return
+
+    def ownerless() -> set[str]:
+        return {name for name in shared_memory() - shared_before if not _is_held(name)}
+
+    try:
+        wait_until(lambda: not ownerless(), "files are left in shared memory")
+    except AssertionError as hang:
+        raise AssertionError(f"{hang}: {ownerless()}") from None
+
+
+def _processes() -> Iterator[int]:
+    return (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
+
+
+def _parent_of(pid: int) -> int | None:
+    """Returns the parent of a process that runs; None for one that ended."""
+    try:
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except OSError:
+        return None
+    return None if state in "ZX" else int(parent)
+
+
+def _command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()[:200]
+    except OSError:
+        return "ended meanwhile"
+
+
+def _is_held(name: str) -> bool:
+    """Whether some process has the file open or mapped: then it is that process's."""
+    path = _SHARED_MEMORY / name
+    for pid in _processes():
+        try:
+            descriptors = Path(f"/proc/{pid}/fd").iterdir()
+            if any(descriptor.readlink() == path for descriptor in descriptors):
+                return True
+            if str(path) in Path(f"/proc/{pid}/maps").read_text():
+                return True
+        except OSError:
+            continue
+    return False

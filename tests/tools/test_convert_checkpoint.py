@@ -1,0 +1,112 @@
+"""The command line of the conversion: what it prints, its exit codes, and that refusals are lines."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.models.hugging_face.tiny_models import save_tiny
+from tools import convert_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_tool(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "convert_checkpoint.py"), *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+
+
+def test_there_and_back_on_the_command_line(tmp_path: Path):
+    source = save_tiny("llama3", tmp_path / "source")
+    there = run_tool(
+        *("--from", "hf", "--to", "megatron"), "--load", source, "--save", tmp_path / "megatron"
+    )
+    assert there.returncode == 0, there.stderr
+    (line,) = [line for line in there.stdout.splitlines() if line.startswith("flags of")]
+    flags = shlex.split(line)
+    for flag in ("--num-layers=2", "--rotary-base=500000", "--use-rope-scaling", "--swiglu"):
+        assert flag in flags
+    assert (tmp_path / "megatron" / "hugging_face" / "tokenizer.json").is_file()
+
+    back = run_tool(
+        *("--from", "megatron", "--to", "hf"), "--load", tmp_path / "megatron",
+        *("--save", tmp_path / "back"),
+    )  # fmt: skip
+    assert back.returncode == 0, back.stderr
+    assert "left behind: *._extra_state* (8)" in back.stdout
+    assert (
+        load_file(source / "model.safetensors").keys()
+        == load_file(tmp_path / "back" / "model.safetensors").keys()
+    )
+
+
+def test_a_refusal_is_one_line_per_reason_with_exit_code_2(tmp_path: Path):
+    source = save_tiny("llama3", tmp_path / "source")
+    config = (source / "config.json").read_text()
+    (source / "config.json").write_text(
+        config.replace('"hidden_act": "silu"', '"hidden_act": "gelu", "new": 1')
+    )
+    done = run_tool(
+        *("--from", "hf", "--to", "megatron"), "--load", source, "--save", tmp_path / "megatron"
+    )
+    assert done.returncode == 2
+    lines = done.stderr.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith("convert_checkpoint.py: error: ") for line in lines)
+    assert "hidden_act='gelu' in config.json is not served for llama" in lines[0]
+    assert "new=1; what is unknown may change the model" in lines[1]
+    assert not (tmp_path / "megatron").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--from hf --to hf --load a --save b", "--from hf --to hf must differ"),
+        ("--from gguf --to hf --load a --save b", "argument --from: invalid choice: 'gguf'"),
+        ("--from hf --to megatron --load a", "required: --save"),
+        ("--from hf --to megatron --load a --save b --max-file-gb 0", "--max-file-gb 0.0 must"),
+        (
+            "--from hf --to megatron --load a --save b --make-vocab-size-divisible-by 0",
+            "--make-vocab-size-divisible-by 0 must",
+        ),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(words: str, said: str, capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit) as caught:
+        convert_checkpoint.parse_arguments(shlex.split(words))
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+def test_many_reasons_are_cut_to_what_can_be_read(capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit):
+        convert_checkpoint.refuse([f"reason {i}" for i in range(53)])
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 51
+    assert lines[-1].endswith("and 3 more like these")
+
+
+def test_without_safetensors_the_tool_says_what_to_install(tmp_path: Path):
+    (tmp_path / "safetensors.py").write_text("raise ImportError('not here')")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); sys.path.insert(1, {str(ROOT)!r}); "
+        "from tools import convert_checkpoint as tool; "
+        "tool.main('--from hf --to megatron --load a --save b'.split())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "pip install 'megatron_cp[hugging_face]'" in line
