@@ -1,10 +1,8 @@
-"""What Megatron-LM's command line knows and this one does not serve.
-
-Refused by name, or accepted with a printed note.
+"""What Megatron-LM's command line knows and this one does not serve: refused by name, or noted.
 
 Nothing of a user's script is dropped in silence. A flag that would change the model or the run and
 is not served here is an error that says what to do; a flag that merely asks for what happens anyway
-is noted; any other name is unknown.
+is noted; any other name is unknown. To leave a flag out is advised only where no result depends on it.
 
 Source: the names are those of Megatron-LM's parser, core_v0.16 to core_v0.19.
 """
@@ -46,14 +44,21 @@ NOTED: dict[str, tuple[int, str]] = {
     "--lazy-mpu-init": (0, "groups are made at the start"),
 }
 
-_NO_EQUIVALENT = "nothing here does what it asks for, and results without it may differ"
-_EXPERTS = (
-    "mixture of experts is not part of this loop; Megatron-LM trains it with our attention: give "
-    "its pretrain_gpt.py --spec megatron_cp.mcore.spec gpt_layer_spec (docs/megatron.md)"
+_UNDER_MEGATRON_LM = (
+    "Megatron-LM trains it with our attention: give its pretrain_gpt.py --spec "
+    "megatron_cp.mcore.spec gpt_layer_spec (docs/megatron.md)"
 )
-_LATENT = (
-    "latent attention is not part of this loop; Megatron-LM trains it with our attention: give "
-    "its pretrain_gpt.py --spec megatron_cp.mcore.spec gpt_layer_spec (docs/megatron.md)"
+_SAME_RESULTS = "leave it out: results stay the same"
+_NO_EQUIVALENT = (
+    "nothing here does what it asks for, and results without it may differ; " + _UNDER_MEGATRON_LM
+)
+_EXPERTS = "mixture of experts is not part of this loop; " + _UNDER_MEGATRON_LM
+_LATENT = "latent attention is not part of this loop; " + _UNDER_MEGATRON_LM
+_LOSS_SCALE = "fp16 and its loss scaling are not served; " + _UNDER_MEGATRON_LM
+_CONSTANT_BATCH = "the batch size of this loop is constant; " + _UNDER_MEGATRON_LM
+_SAME_TOKENS = (
+    "give the tokenizer that wrote the token files as a tokenizer.json: --tokenizer-type "
+    "HuggingFaceTokenizer --tokenizer-model <tokenizer.json>"
 )
 
 # first match by prefix wins; the sentence completes "... is an argument of Megatron-LM that is not
@@ -62,9 +67,9 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("moe-", _EXPERTS),
     ("num-experts", _EXPERTS),
     ("expert-", _EXPERTS),
-    ("fp16", "loss scaling is not served; use --bf16"),
-    ("loss-scale", "loss scaling is not served; use --bf16"),
-    ("initial-loss-scale", "loss scaling is not served; use --bf16"),
+    ("fp16", _LOSS_SCALE),
+    ("loss-scale", _LOSS_SCALE),
+    ("initial-loss-scale", _LOSS_SCALE),
     ("fp8-param-gather", "parameters stay in 16 bits; linear layers compute in fp8 without it"),
     ("fp8", "of fp8, --fp8-format, --fp8-recipe and their scaling flags are served"),
     ("fp4", "linear layers compute in --bf16 or fp8 (--fp8-format)"),
@@ -77,23 +82,20 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("mscale", _LATENT),
     (
         "mtp-",
-        "multi-token prediction is not built by this loop yet; use with_context_parallel in your "
-        "own model",
+        "multi-token prediction is not built by this loop; use with_context_parallel in a model of "
+        "your own",
     ),
     (
         "cp-comm-type",
         "the planner chooses the exchange; --cp-planner names one (ring, allgather, ulysses, usp)",
     ),
-    ("hierarchical-context-parallel", "the planner knows the topology; drop the flag"),
-    ("hybrid-context-parallel", "packs of any lengths are balanced by the planner; drop the flag"),
-    (
-        "max-seqlen-per-dp-cp-rank",
-        "packs of any lengths are balanced by the planner; drop the flag",
-    ),
-    ("rampup-batch-size", "the batch size is constant; give --global-batch-size"),
-    ("step-batch-size", "the batch size is constant; give --global-batch-size"),
-    ("async-save", "checkpoints are written while training waits; drop the flag"),
-    ("ckpt-convert", "use tools/convert_checkpoint.py"),
+    ("hierarchical-context-parallel", "the planner knows the topology; " + _SAME_RESULTS),
+    ("hybrid-context-parallel", "the planner balances packs of any lengths; " + _SAME_RESULTS),
+    ("max-seqlen-per-dp-cp-rank", "the planner balances packs of any lengths; " + _SAME_RESULTS),
+    ("rampup-batch-size", _CONSTANT_BATCH),
+    ("step-batch-size", _CONSTANT_BATCH),
+    ("async-save", "checkpoints are written while training waits; " + _SAME_RESULTS),
+    ("ckpt-convert", "--load reads torch_dist and torch; --ckpt-format says what --save writes"),
     ("exit-signal", "not served yet; use --exit-duration-in-mins before the time limit of the job"),
     ("rl-", "reinforcement learning is not part of this loop"),
     ("grpo-", "reinforcement learning is not part of this loop"),
@@ -103,16 +105,19 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("linear-", "only softmax attention is built here"),
     ("dsa-", "only softmax attention is built here"),
     ("tokenizer-", "--tokenizer-type and --tokenizer-model describe the tokenizer"),
-    ("vocab-file", "use --tokenizer-type HuggingFaceTokenizer --tokenizer-model <tokenizer.json>"),
-    ("merge-file", "use --tokenizer-type HuggingFaceTokenizer --tokenizer-model <tokenizer.json>"),
-    ("tp-comm", "overlap of tensor-parallel sends needs transformer-engine; drop the flag"),
-    ("use-megatron-fsdp", "use --use-distributed-optimizer"),
-    ("use-torch-fsdp2", "use --use-distributed-optimizer"),
-    ("cuda-graph", "CUDA graphs cannot hold plans that change per pack; drop the flag"),
-    ("enable-cuda-graph", "CUDA graphs cannot hold plans that change per pack; drop the flag"),
+    ("vocab-file", _SAME_TOKENS),
+    ("merge-file", _SAME_TOKENS),
+    ("tp-comm", "overlap of tensor-parallel sends needs transformer-engine; " + _SAME_RESULTS),
+    (
+        "use-megatron-fsdp",
+        "--use-distributed-optimizer shards the optimizer, with the same results",
+    ),
+    ("use-torch-fsdp2", "--use-distributed-optimizer shards the optimizer, with the same results"),
+    ("cuda-graph", "CUDA graphs cannot hold plans that change per pack; " + _SAME_RESULTS),
+    ("enable-cuda-graph", "CUDA graphs cannot hold plans that change per pack; " + _SAME_RESULTS),
     ("wandb", "see --wandb-project, --wandb-exp-name, --wandb-save-dir, --wandb-entity"),
-    ("profile", "run under torch.profiler; drop the flag"),
-    ("log-timers-to-tensorboard", "the step is timed as a whole; drop the flag"),
+    ("profile", "run under torch.profiler; " + _SAME_RESULTS),
+    ("log-timers-to-tensorboard", "the step is timed as a whole; " + _SAME_RESULTS),
     ("checkpoint-activations", "use --recompute-granularity selective"),
     ("model-parallel-size", "use --tensor-model-parallel-size"),
     ("batch-size", "use --micro-batch-size"),
@@ -121,10 +126,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
 
 
 def refusal(flag: str) -> str | None:
-    """The line that refuses a flag of Megatron-LM.
-
-    Or None where Megatron-LM does not know it either.
-    """
+    """Returns the line that refuses a flag of Megatron-LM; None where Megatron-LM does not know it either."""
     name = flag.removeprefix("--")
     if name not in _MEGATRON_NAMES:
         return None

@@ -1,10 +1,12 @@
 """The command line against Megatron-LM's parser, and refusals in one line."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from megatron_cp.training import known_flags
 from megatron_cp.training.arguments import build_parser, parse_arguments
 from megatron_cp.training.flags import _layers
 from tests.training.commands import DATA, MODEL, SMALL_RUN, STEPS
@@ -230,3 +232,28 @@ def test_a_launcher_that_exports_nonsense_is_refused(capsys, name: str):
     with pytest.raises(SystemExit):
         parse_arguments(SMALL_RUN, {name: "-3"})
     assert name in capsys.readouterr().err
+
+
+def test_leaving_a_flag_out_is_advised_only_where_no_result_depends_on_it():
+    """Layouts, graphs, overlap, files and clocks; never a model, its data or its optimizer."""
+    advised = {
+        name
+        for name in known_flags._MEGATRON_NAMES
+        if "leave it out" in (known_flags.refusal(name) or "")
+    }
+    harmless = re.compile(
+        r"(hierarchical|hybrid)-context-parallel|max-seqlen-per-dp-cp-rank|async-save|tp-comm-|(enable-)?cuda-graph"
+        r"|profile|log-timers-to-tensorboard"
+    )
+    assert advised and all(harmless.match(name) for name in advised)
+    texts = [known_flags.refusal(name) for name in known_flags._MEGATRON_NAMES]
+    assert not [text for text in texts if "drop the flag" in text]
+    for name in (
+        "openai-gelu",
+        "rotary-interleaved",
+        "data-args-path",
+        "sft",
+        "rampup-batch-size",
+        "fp16",
+    ):
+        assert "--spec megatron_cp.mcore.spec gpt_layer_spec" in known_flags.refusal(f"--{name}")
