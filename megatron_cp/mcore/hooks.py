@@ -278,15 +278,28 @@ def _give_plan_to_layers(plain: Callable[..., Any]) -> Callable[..., Any]:
         if params is None:
             return plain(self, *args, **kwargs)
         _check_model(self)
-        if params.num_samples > 1 and getattr(self.config, "apply_rope_fusion", False):
-            raise NotImplementedError(
-                f"{params.num_samples} samples of documents in a micro-batch with fused RoPE, which knows one table of "
-                "angles for all of them; give --no-rope-fusion (the same values, unfused)"
-            )
+        _check_samples(self.config, params.num_samples)
         inputs["packed_seq_params"], inputs["attention_mask"] = params, None
         return plain(*call.args, **call.kwargs)
 
     return forward
+
+
+def _check_samples(config: Any, num_samples: int) -> None:
+    """Refuses what would take the columns of the batch for samples: they are pieces of one stream."""
+    if num_samples == 1:
+        return
+    kinds = getattr(config, "moe_router_load_balancing_type", None)
+    if getattr(config, "num_moe_experts", None) and "seq_aux_loss" in str(kinds):
+        raise NotImplementedError(
+            f"{num_samples} samples of documents in a micro-batch with moe_router_load_balancing_type={kinds!r}, which "
+            "balances each sample; give --micro-batch-size 1 and the same --global-batch-size"
+        )
+    if getattr(config, "apply_rope_fusion", False):
+        raise NotImplementedError(
+            f"{num_samples} samples of documents in a micro-batch with fused RoPE, which knows one table of angles for "
+            "all of them; give --no-rope-fusion (the same values, unfused)"
+        )
 
 
 def _attached(tensors: Iterable[Any]) -> ContextParallelParams | None:
