@@ -151,7 +151,13 @@ def test_fusions_are_megatrons_on_cuda_where_their_kernels_are_and_off_on_a_cpu(
     from megatron_cp.models.presets import GPT_125M, LLAMA3_8B
 
     def on(shape):
-        return {name for name, is_on in default_fusions(shape).items() if is_on}
+        fusions = default_fusions(
+            activation=shape.activation,
+            linear_bias=shape.linear_bias,
+            normalization=shape.normalization,
+            position=shape.position,
+        )
+        return {name for name, is_on in fusions.items() if is_on}
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_cuda)
     plain = {"bias_activation_fusion", "bias_dropout_fusion"} if on_cuda else set()
