@@ -17,7 +17,6 @@ in a single stream of b x S tokens, so a document is a length, and the samples' 
 from __future__ import annotations
 
 import itertools
-import sys
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,6 +24,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from megatron_cp.mcore import program
 
 Source = Literal["none", "cu_seqlens", "positions", "mask", "eod", "batch"]
 
@@ -251,11 +252,9 @@ _known: tuple[Any, DocumentRule] = (None, DocumentRule())
 def current_rule() -> DocumentRule:
     """Returns the rule of the Megatron-LM program that this process runs; source "batch" outside of one."""
     global _known
-    program = sys.modules.get("megatron.training.global_vars")
-    args = getattr(program, "_GLOBAL_ARGS", None)
+    args = program.arguments()
     if args is None:
         return DocumentRule()
     if args is not _known[0]:
-        tokenizer = getattr(program, "_GLOBAL_TOKENIZER", None)
-        _known = (args, rule_from_arguments(args, tokenizer))
+        _known = (args, rule_from_arguments(args, program.tokenizer()))
     return _known[1]

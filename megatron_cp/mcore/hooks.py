@@ -31,7 +31,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import schedules  # noqa: F401  its loss function gets a hook
 from torch import Tensor
 
-from megatron_cp.mcore import compat, layers
+from megatron_cp.mcore import compat, layers, program
 from megatron_cp.mcore.attention import ContextParallelAttention
 from megatron_cp.mcore.batch import ContextParallelParams
 from megatron_cp.mcore.cut import PARAMS, Lengths, cut_batch, params_of_documents
@@ -179,7 +179,8 @@ def _lengths_on_tensor_ranks(whole: dict[str, Any], rule: DocumentRule) -> Lengt
     Collective over the tensor group: a byte for each token goes out from its first rank.
     """
     group = parallel_state.get_tensor_model_parallel_group()
-    args = sys.modules["megatron.training.global_vars"].get_args()
+    args = program.arguments()
+    assert args is not None
     starts: Tensor
     if group.rank() == 0:
         if rule.source == "positions":

@@ -32,9 +32,10 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from megatron_cp.mcore import compat, hooks
+from megatron_cp.mcore import compat, hooks, program
 from megatron_cp.mcore.attention import ContextParallelAttention
 from megatron_cp.mcore.norm import MEGATRONS_OWN, LocalNorm
+from megatron_cp.mcore.optimizer import install_foreach_adam
 from megatron_cp.mcore.router import EqualWeightRouter
 from megatron_cp.mcore.validation import check_engine, check_spec
 
@@ -162,6 +163,9 @@ class ConfiguredLayer(TransformerLayer):
             ValueError: for an engine that is not installed.
         """
         use_te = _uses_transformer_engine(config)
+        args = program.arguments()
+        if args is not None and getattr(args, "use_distributed_optimizer", False):
+            install_foreach_adam()  # it is built after the model; torch's AdamW could not be resumed
         check_spec(config)
         if config.mtp_num_layers and config.context_parallel_size > 1:
             raise NotImplementedError(
