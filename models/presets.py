@@ -1,6 +1,6 @@
 """Sizes of known GPTs, as data: what a published configuration says, with its source.
 
-A preset becomes flags (``shape.flags()``, for a script) or a model (``models.gpt.build_gpt``); it
+A preset becomes flags (`shape.flags()`, for a script) or a model (`models.gpt.build_gpt`); it
 knows nothing of ranks.
 """
 
@@ -33,7 +33,7 @@ class GPTShape:
     qk_norm: bool = False
     tied_embeddings: bool = False
     window: tuple[int, int] | None = None
-    """(left, right) of the sliding window; a query sees itself and ``left`` keys before it."""
+    """(left, right) of the sliding window; a query sees itself and `left` keys before it."""
     full_attention_every: int | None = None
     """Layers n, 2n, ... attend in full, the others through the window; None.
 
@@ -63,7 +63,7 @@ class GPTShape:
         return self.num_layers * (matrices + vectors) + norm + embeddings
 
     def flags(self) -> list[str]:
-        """The command line of ``pretrain_gpt.py`` for this shape, without the vocabulary."""
+        """The command line of `pretrain_gpt.py` for this shape, without the vocabulary."""
         flags = [
             f"--num-layers={self.num_layers}",
             f"--hidden-size={self.hidden_size}",

@@ -9,7 +9,7 @@
     build.py                          a GPTModel for what was converted
 
 Two libraries were looked at first and do not serve without a GPU: mbridge 0.15.1 fills a GPTModel
-that it builds from Transformer Engine's layer specs (without it: ``NameError: TENorm``), puts
+that it builds from Transformer Engine's layer specs (without it: `NameError: TENorm`), puts
 tensors on the current CUDA device and has no gpt-oss; megatron-bridge 0.3.1 requires
 transformer-engine, mamba-ssm and causal-conv1d, and its import fails without the first.
 """

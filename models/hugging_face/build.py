@@ -4,7 +4,7 @@
     config = config_for(arguments, layout=Layout(context=2))
     model = build_model(arguments, config)
 
-Install the CPU stand-ins (``megatron_cp.mcore.cpu.install``) before importing this module on a
+Install the CPU stand-ins (`megatron_cp.mcore.cpu.install`) before importing this module on a
 machine without CUDA.
 """
 
@@ -35,7 +35,7 @@ def config_for(
     dtype: torch.dtype = torch.float32,
     **extra: Any,
 ) -> TransformerConfig:
-    """Megatron's configuration of the model; ``extra`` are further fields and win."""
+    """Megatron's configuration of the model; `extra` are further fields and win."""
     layout = layout or Layout()
     is_latent = arguments["multi_latent_attention"]
     kind = MLATransformerConfig if is_latent else TransformerConfig
@@ -84,7 +84,7 @@ def build_model(
     post_process: bool = True,
     vp_stage: int | None = None,
 ) -> Any:
-    """One pipeline stage: ``GPTModel`` whose attention and RoPE follow the plan of a batch."""
+    """One pipeline stage: `GPTModel` whose attention and RoPE follow the plan of a batch."""
     model = GPTModel(
         config,
         gpt_block_spec(config, vp_stage=vp_stage),

@@ -85,7 +85,7 @@ def check_stored(
 ) -> tuple[list[Stored], list[str]]:
     """(pieces with their keys and types, names left behind) of a Megatron checkpoint.
 
-    State of a run is left behind and counted by kind, and what ``leave_out`` names.
+    State of a run is left behind and counted by kind, and what `leave_out` names.
 
     Raises:
         ConversionError: listing every tensor that is missing, of another shape, or unknown.

@@ -45,7 +45,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def family_of(config: Config) -> Family:
-    """The family that ``model_type`` names. Raises ConversionError for any other."""
+    """The family that `model_type` names. Raises ConversionError for any other."""
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
         raise refuse(

@@ -72,7 +72,7 @@ class Report:
 
 
 def to_megatron(request: Request) -> Report:
-    """A checkpoint in ``torch_dist`` format from a Hugging Face folder.
+    """A checkpoint in `torch_dist` format from a Hugging Face folder.
 
     Raises:
         ConversionError: with every reason; nothing is left of the output.
@@ -116,7 +116,7 @@ def to_megatron(request: Request) -> Report:
 
 
 def to_hugging_face(request: Request) -> Report:
-    """A Hugging Face folder from a checkpoint in ``torch_dist`` format.
+    """A Hugging Face folder from a checkpoint in `torch_dist` format.
 
     Raises:
         ConversionError: with every reason; nothing is left of the output.
@@ -195,7 +195,7 @@ def _names(piece: Piece) -> tuple[str, ...]:
 def _specs(
     stored: Sequence[megatron.Stored],
 ) -> Iterator[tuple[str, tuple[tuple[int, ...], torch.dtype]]]:
-    """Yields name, shape and type of every tensor of Hugging Face, in the order of ``_tensors``."""
+    """Yields name, shape and type of every tensor of Hugging Face, in the order of `_tensors`."""
     for _, piece, dtype in stored:
         for source in piece.sources:
             stacked = () if source.expert is None else (piece.sizes["E"],)
@@ -251,7 +251,7 @@ def _saved_arguments(request: Request, arguments: Arguments, dtype: torch.dtype)
 
 @contextmanager
 def _written_aside(target: Path) -> Iterator[Path]:
-    """A new folder that becomes ``target`` at the end; after a failure nothing is left of it."""
+    """A new folder that becomes `target` at the end; after a failure nothing is left of it."""
     aside = target.with_name(f"{target.name}.unfinished")
     if aside.exists():  # a conversion that was killed leaves it
         shutil.rmtree(aside)

@@ -1,6 +1,6 @@
 """One entry per model family: its weights, its settings, and the values it must have.
 
-Names and shapes are those of the families' published checkpoints as ``transformers`` saves them;
+Names and shapes are those of the families' published checkpoints as `transformers` saves them;
 Megatron's are the sharded keys of megatron-core's layer specs.
 """
 
@@ -19,7 +19,7 @@ Tables = Mapping[Place, tuple[Row, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What is particular to the models of one ``model_type``."""
+    """What is particular to the models of one `model_type`."""
 
     model_type: str
     architecture: str

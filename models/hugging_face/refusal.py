@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 class ConversionError(ValueError):
-    """A conversion that cannot be done; ``reasons`` are lines for the person who asked for it."""
+    """A conversion that cannot be done; `reasons` are lines for the person who asked for it."""
 
     def __init__(self, reasons: Iterable[str]) -> None:
         self.reasons = tuple(reasons)
@@ -22,7 +22,7 @@ def refuse(*reasons: str) -> ConversionError:
 
 
 def listing(names: Iterable[str], limit: int = 20) -> str:
-    """``a, b, c`` with at most ``limit`` names and how many more there are."""
+    """`a, b, c` with at most `limit` names and how many more there are."""
     found = list(names)
     more = f" and {len(found) - limit} more" if len(found) > limit else ""
     return ", ".join(found[:limit]) + more

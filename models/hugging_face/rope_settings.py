@@ -1,7 +1,7 @@
 """RoPE in config.json's two forms and Megatron's three: plain, Llama 3's, and YaRN.
 
-Older configurations have ``rope_theta`` and ``rope_scaling`` beside each other, newer ones put both
-into ``rope_parameters``; ``rope_type`` was called ``type`` once.
+Older configurations have `rope_theta` and `rope_scaling` beside each other, newer ones put both
+into `rope_parameters`; `rope_type` was called `type` once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _rope(config: Config) -> tuple[int | float, str, dict[str, Any]]:
 
 
 def _take(said: dict[str, Any], allowed: Mapping[str, tuple[Any, ...]], kind: str) -> None:
-    """Refuses what a kind of RoPE says beside the ``allowed`` values (empty: any)."""
+    """Refuses what a kind of RoPE says beside the `allowed` values (empty: any)."""
     for name, value in said.items():
         if name not in allowed or (allowed[name] and value not in allowed[name]):
             values = " or ".join(map(str, allowed.get(name, ()))) or "no such parameter"

@@ -37,9 +37,9 @@ class Row:
 
     megatron: str
     hf: tuple[tuple[str, str], ...]
-    """(name, shape in letters); ``{e}`` stands for the expert, without it experts are stacked."""
+    """(name, shape in letters); `{e}` stands for the expert, without it experts are stacked."""
     order: Callable[[Sizes], np.ndarray] | None = None
-    """``joined[i]`` is row ``order[i]`` of the concatenated parts; None keeps their order."""
+    """`joined[i]` is row `order[i]` of the concatenated parts; None keeps their order."""
     transposed: bool = False
     padded: bool = False
     """Rows behind the last are zero, up to the padded vocabulary."""
@@ -89,7 +89,7 @@ class Piece:
         return sum(_turned(source.shape, self.row.transposed)[0] for source in self.sources)
 
     def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Megatron's tensor of these parts, given in the order of ``sources``."""
+        """Megatron's tensor of these parts, given in the order of `sources`."""
         turned = [part.t() if self.row.transposed else part for part in parts]
         whole = turned[0] if len(turned) == 1 else torch.cat(turned)
         if self.row.order is not None:
@@ -100,7 +100,7 @@ class Piece:
         return whole.contiguous()
 
     def cut(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors of Hugging Face, in the order of ``sources``: the inverse of ``joined``."""
+        """The tensors of Hugging Face, in the order of `sources`: the inverse of `joined`."""
         whole = whole[: self.num_rows]
         if self.row.order is not None:
             whole = whole[torch.from_numpy(np.argsort(self.row.order(self.sizes)))]
@@ -123,7 +123,7 @@ def evens_then_odds(sizes: Sizes) -> np.ndarray:
 
 
 def sizes_of(arguments: Arguments) -> Sizes:
-    """The sizes that the letters of the tables stand for, and ``padded``: the vocabulary's rows."""
+    """The sizes that the letters of the tables stand for, and `padded`: the vocabulary's rows."""
     get = arguments.get
     heads, width = arguments["num_attention_heads"], arguments["kv_channels"]
     sizes = {

@@ -148,7 +148,7 @@ class Shard:
 
 
 def plan_shards(specs: Specs, max_bytes: int) -> list[Shard]:
-    """Shards of at most ``max_bytes`` (a larger tensor gets its own), in the order given."""
+    """Shards of at most `max_bytes` (a larger tensor gets its own), in the order given."""
     groups: list[list[str]] = [[]]
     filled = 0
     for name in specs:
@@ -169,7 +169,7 @@ def plan_shards(specs: Specs, max_bytes: int) -> list[Shard]:
 def write_safetensors(
     folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], specs: Specs, shards: list[Shard]
 ) -> None:
-    """Writes the tensors, which come in the order of ``shards``, and the index of several.
+    """Writes the tensors, which come in the order of `shards`, and the index of several.
 
     Each tensor goes to its place in the file as it comes: the library would hold a whole shard,
     and a second time as bytes.

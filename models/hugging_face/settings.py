@@ -40,7 +40,7 @@ class Setting:
 
 
 def same(key: str, argument: str, *aliases: str) -> Setting:
-    """A value that both sides have under one name each; ``aliases`` are older names of the key."""
+    """A value that both sides have under one name each; `aliases` are older names of the key."""
 
     def to_arguments(config: Config) -> Arguments:
         return {argument: config[next((a for a in aliases if a in config), key)]}

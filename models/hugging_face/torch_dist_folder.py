@@ -1,4 +1,4 @@
-"""A Megatron checkpoint folder in ``torch_dist`` format, written and read piece by piece.
+"""A Megatron checkpoint folder in `torch_dist` format, written and read piece by piece.
 
     <root>/latest_checkpointed_iteration.txt      <root>/iter_0000001/.metadata, *.distcp
     <root>/hugging_face/                          <root>/iter_0000001/common.pt, metadata.json
@@ -92,7 +92,7 @@ def write_tensors(
     *,
     max_file_bytes: int,
 ) -> None:
-    """Writes every piece, in order, into files of about ``max_file_bytes``, and their metadata."""
+    """Writes every piece, in order, into files of about `max_file_bytes`, and their metadata."""
     piece_at: dict[tuple[str, torch.Size], Piece] = {}
     plans: list[list[WriteItem]] = [[*_empty_states(stored)]]
     filled = 0
@@ -168,7 +168,7 @@ def write_common(folder: Path, arguments: Namespace) -> None:
 
 
 def checkpoint_folder(root: Path, iteration: int | None = None) -> Path:
-    """``<root>/iter_N`` or ``<root>/release``, as the tracker says or the iteration given.
+    """`<root>/iter_N` or `<root>/release`, as the tracker says or the iteration given.
 
     Raises:
         ConversionError: where there is no such folder, or no complete one.
