@@ -137,5 +137,5 @@ def _replacement_of(rotary: torch.nn.Module) -> type:
     raise NotImplementedError(
         f"rotary_pos_emb={kind}; position ids are served for RotaryEmbedding and "
         "YarnRotaryEmbedding; "
-        "use --position-embedding-type rope, yarn, learned_absolute or none"
+        "train another one with Megatron's own attention"
     )

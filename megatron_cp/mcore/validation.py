@@ -53,7 +53,7 @@ def validate_config(config: Any) -> None:
     if config.softmax_type not in ("vanilla", "off-by-one", "learnable"):
         raise NotImplementedError(
             f"softmax_type={config.softmax_type!r}; allowed are 'vanilla', 'off-by-one' and "
-            "'learnable'; choose one"
+            "'learnable'; train another with Megatron's own attention"
         )
     if getattr(config, "cuda_graph_impl", "none") not in (None, "none") or getattr(
         config, "enable_cuda_graph", False
@@ -261,7 +261,8 @@ def check_dropout(attention_dropout: float) -> None:
     if attention_dropout:
         raise NotImplementedError(
             f"attention_dropout={attention_dropout}; attention probabilities are never held, so it "
-            "must be 0 (Megatron's default is 0.1); give --attention-dropout 0"
+            "must be 0 (Megatron's default is 0.1); --attention-dropout 0.0 trains without that "
+            "regularisation, as most published recipes do"
         )
 
 
