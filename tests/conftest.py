@@ -66,7 +66,7 @@ torch.Tensor.new_empty = _poisoned(torch.Tensor.new_empty)
 torch.set_num_threads(1)
 
 # Folders of tests that start programs.
-_STARTS_PROGRAMS = ("training", "faults", "data", "tools", "mcore", "report")
+_STARTS_PROGRAMS = ("training", "faults", "data", "tools", "mcore", "report", "hugging_face")
 
 
 @pytest.fixture(autouse=True)

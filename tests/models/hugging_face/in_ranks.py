@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megatron_cp.training.checkpoint.writer import saving_in_this_process
 from tests.mcore.packs import Pack, planned
 from tests.mcore.tiny_gpt import Case, enter_megatron, parallel_state
 
@@ -138,6 +139,7 @@ def load_and_save(rank: int, world_size: int, root: Path, saved: Path, case: Cas
         process = multiprocessing.current_process()
         process._config["daemon"] = False
         try:
-            dist_checkpointing.save(content, str(folder))
+            with saving_in_this_process():  # Megatron's own way leaves a process in this rank
+                dist_checkpointing.save(content, str(folder))
         finally:
             process._config["daemon"] = True
