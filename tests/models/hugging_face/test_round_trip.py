@@ -142,7 +142,7 @@ def test_transformers_loads_what_came_back_from_many_shards(tmp_path: Path):
     ("name", "case"),
     [
         ("llama3", Case(tp=2)),
-        ("deepseek_v3", Case(pp=2)),
+        ("deepseek_v3", Case(ep=2)),
         ("qwen3_moe", Case(ep=2)),
         ("gpt_oss", Case(pp=2)),
         ("qwen3_tied", Case(pp=2)),
