@@ -109,7 +109,9 @@ class ContextParallelAttention(MegatronModule):
         )
         self.current_max_attn_logits = None  # read by Megatron's logit logging; qk_clip is refused
         self._make_softmax_offset(num_heads)
-        layers.register(config, self.plan_config)
+        # Megatron's latent attention is built twice: as plain attention, which is thrown away, then itself.
+        if k_channels is not None or not getattr(config, "multi_latent_attention", False):
+            layers.register(config, self.plan_config)
         if getattr(config, "mtp_num_layers", None):
             install_order_roll()
 
