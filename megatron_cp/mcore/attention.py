@@ -211,7 +211,9 @@ class ContextParallelAttention(MegatronModule):
         params: Any,
     ) -> AttentionPlan:
         if isinstance(params, ContextParallelParams):
+            layers.claim(params)
             return self._plan_of_params(params, num_rows, group, attention_mask)
+        layers.check_none_is_lost()
         band = split.band_of(mask_type, self.window)
         documents = split.documents_of_batch(params, num_rows, group.size(), self.thd_split)
         plan = split.plan_of_split(*documents, group.size(), band, self.plan_config)

@@ -35,7 +35,7 @@ from torch import Tensor
 from megatron_cp.mcore import compat, layers
 from megatron_cp.mcore.attention import ContextParallelAttention
 from megatron_cp.mcore.batch import ContextParallelParams
-from megatron_cp.mcore.cut import PARAMS, Lengths, cut_batch, params_of_documents
+from megatron_cp.mcore.cut import PARAMS, Lengths, cut_batch, params_of_batch, params_of_documents
 from megatron_cp.mcore.documents import (
     DocumentRule,
     current_rule,
@@ -388,7 +388,7 @@ def _loss_over_context(loss_func: Callable[..., Any], output: Any, **kwargs: Any
 
 
 def _planner_of(batch: dict[str, Any]) -> str:
-    params = _attached(batch.values())
+    params = params_of_batch(batch)
     return f"; planner {params.plans['full'].planner}" if params is not None else ""
 
 
