@@ -33,7 +33,6 @@ from megatron.core.transformer.utils import (
 )
 
 from megatron_cp.api import cp_attention
-from megatron_cp.config import CPConfig
 from megatron_cp.mcore import layers, split
 from megatron_cp.mcore.batch import ContextParallelParams
 from megatron_cp.mcore.mtp import install_order_roll
@@ -54,6 +53,8 @@ class ContextParallelAttention(MegatronModule):
 
     Raises NotImplementedError for settings that it cannot honour; validation.py lists them.
     """
+
+    follows_plans = True
 
     def __init__(  # noqa: PLR0913  Megatron's constructor
         self,
@@ -99,17 +100,13 @@ class ContextParallelAttention(MegatronModule):
             config.window_size, config.window_attn_skip_freq, layer_number
         )
         self.window: tuple[int, int] | None = tuple(config.window_size) if windowed else None
-        num_heads = config.num_attention_heads // self.tp_group.size()
-        self.plan_config = CPConfig(
-            num_heads=num_heads,
-            num_kv_heads=max(1, config.num_query_groups // self.tp_group.size()),
-            head_dim=head_dim,
-            value_head_dim=v_channels,
-            element_bytes=config.params_dtype.itemsize,
-        )
+        tp_size = self.tp_group.size()
+        self.plan_config = layers.attention_sizes(config, tp_size, k_channels, v_channels)
         self.current_max_attn_logits = None  # read by Megatron's logit logging; qk_clip is refused
-        self._make_softmax_offset(num_heads)
-        layers.register(config, self.plan_config)
+        self._make_softmax_offset(self.plan_config.num_heads)
+        # Megatron's latent attention is built twice: as plain attention, which is thrown away, then itself.
+        if k_channels is not None or not getattr(config, "multi_latent_attention", False):
+            layers.register(config, self.plan_config)
         if getattr(config, "mtp_num_layers", None):
             install_order_roll()
 
@@ -214,7 +211,9 @@ class ContextParallelAttention(MegatronModule):
         params: Any,
     ) -> AttentionPlan:
         if isinstance(params, ContextParallelParams):
+            layers.claim(params)
             return self._plan_of_params(params, num_rows, group, attention_mask)
+        layers.check_none_is_lost()
         band = split.band_of(mask_type, self.window)
         documents = split.documents_of_batch(params, num_rows, group.size(), self.thd_split)
         plan = split.plan_of_split(*documents, group.size(), band, self.plan_config)

@@ -10,6 +10,7 @@ token a row holds is the plan's affair.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -47,7 +48,17 @@ def cut_batch(batch: dict[str, Any], lengths: Lengths, group: Any) -> ContextPar
     for key in ("attention_mask", "cu_seqlens", "cu_seqlens_padded", "max_seqlen"):
         if key in batch:
             batch[key] = None
+    layers.expect(params)
     return params
+
+
+def params_of_batch(batch: Mapping[str, Any]) -> ContextParallelParams | None:
+    """Returns the parameters of a batch that was cut by a plan: what its model needs in `packed_seq_params`.
+
+    GPTModel finds them by itself, on the tensors that it is given. None: the rows are where Megatron puts them.
+    """
+    found = (getattr(batch.get(key), PARAMS, None) for key in SEQUENCE_KEYS)
+    return next((params for params in found if params is not None), None)
 
 
 def params_of_documents(

@@ -34,6 +34,7 @@ _WORDS = {
     "positions": "position ids",
     "mask": "the dense attention mask",
     "eod": "end-of-document tokens",
+    "batch": "what the batch holds: cu_seqlens or a dense mask",
 }
 
 

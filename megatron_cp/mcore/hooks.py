@@ -8,11 +8,12 @@ ranks and calls the model. The cut is where documents are lost: it is made by ro
     get_batch_on_this_cp_rank,         plans them, and cuts tokens, labels, loss mask and positions by the plan
     get_thd_batch_on_this_cp_rank
     is_first_or_last_pipeline_stage    lets the middle stages load the batch too: they attend as well
+    GPTModel.__init__                  tells stages without layers what the layers of other stages plan with
     GPTModel.forward                   gives the plan to the layers, in packed_seq_params
     forward_step_calc_loss             divides a loss by the tokens of the whole context group, not of one rank
 
 A batch without documents is left to Megatron's own functions. Importing `megatron_cp.mcore.spec` installs
-the hooks, also where a program has imported the functions by name. Nothing happens before a layer with our
+the hooks, also where a program has imported the functions by name. Nothing happens before a model with our
 attention is built.
 """
 
@@ -34,7 +35,7 @@ from torch import Tensor
 from megatron_cp.mcore import compat, layers, program
 from megatron_cp.mcore.attention import ContextParallelAttention
 from megatron_cp.mcore.batch import ContextParallelParams
-from megatron_cp.mcore.cut import PARAMS, Lengths, cut_batch, params_of_documents
+from megatron_cp.mcore.cut import PARAMS, Lengths, cut_batch, params_of_batch, params_of_documents
 from megatron_cp.mcore.documents import (
     DocumentRule,
     current_rule,
@@ -65,6 +66,8 @@ def install(**plan_wishes: Any) -> None:
     }
     for name, wrap in replacements.items():
         _replace_everywhere(name, wrap)
+    if not hasattr(GPTModel.__init__, _MARK):
+        GPTModel.__init__ = _marked(_register_stage)(GPTModel.__init__)
     if not hasattr(GPTModel.forward, _MARK):
         GPTModel.forward = _marked(_give_plan_to_layers)(GPTModel.forward)
 
@@ -263,6 +266,19 @@ def _cut_thd_by_plan(plain: Callable[..., Any]) -> Callable[..., Any]:
 # --- the model
 
 
+def _register_stage(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `GPTModel.__init__(config, transformer_layer_spec, ...)`: a stage may be without layers."""
+
+    def __init__(  # noqa: N807  the name of what it stands for
+        self: Any, config: Any, transformer_layer_spec: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        plain(self, config, transformer_layer_spec, *args, **kwargs)
+        if layers.has_our_attention(transformer_layer_spec):
+            layers.register_stage(config)
+
+    return __init__
+
+
 def _give_plan_to_layers(plain: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `GPTModel.forward`: the plan that came with the tensors goes into packed_seq_params."""
     signature = inspect.signature(plain)
@@ -373,7 +389,7 @@ def _loss_over_context(loss_func: Callable[..., Any], output: Any, **kwargs: Any
 
 
 def _planner_of(batch: dict[str, Any]) -> str:
-    params = _attached(batch.values())
+    params = params_of_batch(batch)
     return f"; planner {params.plans['full'].planner}" if params is not None else ""
 
 

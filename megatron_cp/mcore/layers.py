@@ -2,11 +2,13 @@
 
 A batch is planned before the model sees it, by code that is given the batch only. So each attention layer
 registers, when it is built, what a plan depends on: the heads, the windows of the whole model, and how rows
-are rounded. All pipeline stages know the same, because it follows from the model's configuration.
+are rounded. All pipeline stages know the same, because it follows from the model's configuration: a stage that
+holds the embedding or the loss alone has no such layer, and cuts its batches all the same.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import replace
 from typing import Any
 
@@ -17,26 +19,66 @@ from megatron_cp.config import CPConfig
 from megatron_cp.data.batch import PlanRequest
 
 _requests: set[PlanRequest] = set()
+_requests_without_layers: set[PlanRequest] = set()
 _wishes: dict[str, Any] = {}
+_unclaimed: list[
+    Any
+] = []  # parameters of the batch that was cut last, until attention has taken them
+
+
+def attention_sizes(
+    config: Any, tp_size: int, head_dim: int | None, value_head_dim: int | None
+) -> CPConfig:
+    """Returns the sizes that the attention of one tensor rank plans with; None: as `config` has them."""
+    return CPConfig(
+        num_heads=config.num_attention_heads // tp_size,
+        num_kv_heads=max(1, config.num_query_groups // tp_size),
+        head_dim=head_dim or config.kv_channels,
+        value_head_dim=value_head_dim,
+        element_bytes=config.params_dtype.itemsize,
+    )
 
 
 def register(config: Any, plan_config: CPConfig) -> None:
     """Remembers the model of a layer: Megatron's `config`, and the sizes that its attention plans with."""
+    _requests.add(_request_of(config, plan_config))
+
+
+def register_stage(config: Any) -> None:
+    """Remembers the model of a pipeline stage that may hold no layer; layers that it holds are believed first."""
+    head_dim = value_head_dim = None
+    if getattr(config, "multi_latent_attention", False):
+        head_dim = config.qk_head_dim + config.qk_pos_emb_head_dim
+        value_head_dim = config.v_head_dim
+    sizes = attention_sizes(config, config.tensor_model_parallel_size, head_dim, value_head_dim)
+    _requests_without_layers.add(_request_of(config, sizes))
+
+
+def has_our_attention(spec: Any) -> bool:
+    """Returns whether a spec of Megatron, or a part of one, names our attention."""
+    if isinstance(spec, type):
+        return bool(getattr(spec, "follows_plans", False))
+    if isinstance(spec, list | tuple):
+        return any(map(has_our_attention, spec))
+    if dataclasses.is_dataclass(spec):
+        return any(has_our_attention(getattr(spec, f.name)) for f in dataclasses.fields(spec))
+    return False
+
+
+def _request_of(config: Any, plan_config: CPConfig) -> PlanRequest:
     windows = [
         is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer)
         for layer in range(1, config.num_layers + 1)
     ]
-    _requests.add(
-        PlanRequest(
-            cp_size=config.context_parallel_size,
-            config=replace(
-                plan_config,
-                token_multiple=config.tensor_model_parallel_size if config.sequence_parallel else 1,
-            ),
-            num_full_layers=windows.count(False),
-            num_window_layers=windows.count(True),
-            window=tuple(config.window_size) if any(windows) else None,
-        )
+    return PlanRequest(
+        cp_size=config.context_parallel_size,
+        config=replace(
+            plan_config,
+            token_multiple=config.tensor_model_parallel_size if config.sequence_parallel else 1,
+        ),
+        num_full_layers=windows.count(False),
+        num_window_layers=windows.count(True),
+        window=tuple(config.window_size) if any(windows) else None,
     )
 
 
@@ -47,8 +89,8 @@ def wish(**fields: Any) -> None:
 
 
 def is_known() -> bool:
-    """Returns whether a layer with our attention was built in this process."""
-    return bool(_requests)
+    """Returns whether a model with our attention was built in this process, or its stage without layers."""
+    return bool(_requests or _requests_without_layers)
 
 
 def plan_request(num_samples: int) -> PlanRequest:
@@ -56,12 +98,13 @@ def plan_request(num_samples: int) -> PlanRequest:
 
     Raises NotImplementedError if models with different attention were built: a batch cannot say whose it is.
     """
-    if len(_requests) > 1:
+    requests = _requests or _requests_without_layers
+    if len(requests) > 1:
         raise NotImplementedError(
-            f"{len(_requests)} models with different heads or windows were built in this process; one batch cannot "
+            f"{len(requests)} models with different heads or windows were built in this process; one batch cannot "
             "be planned for all of them; give each its plan in packed_seq_params"
         )
-    (request,) = _requests
+    (request,) = requests
     config = replace(
         request.config,
         topology="h100" if torch.cuda.is_available() else "cpu",
@@ -70,7 +113,34 @@ def plan_request(num_samples: int) -> PlanRequest:
     return replace(request, config=replace(config, **_wishes))
 
 
+def expect(params: Any) -> None:
+    """Remembers that a batch was cut by the plan in `params`: attention must be given them."""
+    _unclaimed[:] = [params]
+
+
+def claim(params: Any) -> None:
+    """Notes that attention was given these parameters."""
+    if _unclaimed and _unclaimed[0] is params:
+        _unclaimed.clear()
+
+
+def check_none_is_lost() -> None:
+    """Returns if attention without a plan is right: no batch was cut by one that did not arrive.
+
+    Raises RuntimeError otherwise: the rows are not where Megatron puts them, and the mask would be lost.
+    """
+    if _unclaimed:
+        raise RuntimeError(
+            "a batch was cut by the plan of its documents, but attention was given no plan: the batch's tensors were "
+            "copied after Megatron's batch function (clone, cat, copy_), or the model does not run GPTModel.forward "
+            "(another model class, --overlap-moe-expert-parallel-comm); give "
+            "packed_seq_params=megatron_cp.mcore.cut.params_of_batch(batch) to GPTModel.forward"
+        )
+
+
 def forget() -> None:
     """Drops what was registered and wished; for processes that build one model after another."""
     _requests.clear()
+    _requests_without_layers.clear()
     _wishes.clear()
+    _unclaimed.clear()

@@ -32,7 +32,7 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from megatron_cp.mcore import compat, hooks, program
+from megatron_cp.mcore import compat, hooks, layers, program
 from megatron_cp.mcore.attention import ContextParallelAttention
 from megatron_cp.mcore.norm import MEGATRONS_OWN, LocalNorm
 from megatron_cp.mcore.optimizer import install_foreach_adam
@@ -146,6 +146,8 @@ class ConfiguredLayer(TransformerLayer):
     given: dense or experts, plain or latent attention, Transformer Engine or not.
     """
 
+    follows_plans = True
+
     def __init__(
         self,
         config: Any,
@@ -178,10 +180,8 @@ class ConfiguredLayer(TransformerLayer):
         if megatrons.get("add_layer_offset", True):
             stage = None if pg_collection is None else pg_collection.pp.rank()
             offset = get_transformer_layer_offset(config, vp_stage, stage)
-        layers = compat.decoder_layer_specs(config, use_transformer_engine=use_te)
-        layer = with_context_parallel(
-            layers[layer_number + offset - 1], **(attention_options or {})
-        )
+        specs = compat.decoder_layer_specs(config, use_transformer_engine=use_te)
+        layer = with_context_parallel(specs[layer_number + offset - 1], **(attention_options or {}))
         super().__init__(
             config,
             layer.submodules,
@@ -216,6 +216,7 @@ def gpt_block_spec(config: Any, *, vp_stage: int | None = None, **attention_opti
     check_spec(config)
     block = compat.decoder_block_spec(config, use_transformer_engine=use_te, vp_stage=vp_stage)
     if not block.layer_specs:  # a pipeline stage may hold the embedding or the loss alone
+        layers.register_stage(config)
         return _copy_with(block, _exchange_norm_or_router)
     return with_context_parallel(block, **attention_options)
 
