@@ -125,6 +125,30 @@ _REASONS: tuple[tuple[str, str], ...] = (
 )
 
 
+# refused flag -> values that it would have decided: they are not judged without it
+_DECIDES: dict[str, tuple[str, ...]] = {
+    "--batch-size": ("micro_batch_size",),
+    "--data-args-path": ("data_path",),
+    "--decoder-first-pipeline-num-layers": ("num_layers",),
+    "--decoder-last-pipeline-num-layers": ("num_layers",),
+    "--account-for-embedding-in-pipeline-split": ("num_layers",),
+    "--account-for-loss-in-pipeline-split": ("num_layers",),
+    "--fp16": ("bf16",),
+    "--model-parallel-size": ("tensor_model_parallel_size",),
+    "--per-split-data-args-path": ("data_path",),
+    "--pipeline-model-parallel-layout": ("num_layers",),
+    "--rampup-batch-size": ("global_batch_size",),
+    "--step-batch-size-schedule": ("global_batch_size",),
+    "--use-checkpoint-args": ("num_layers", "hidden_size", "num_attention_heads", "seq_length"),
+    "--warmup": ("lr_warmup_fraction",),
+}
+
+
+def decided_by(flag: str) -> tuple[str, ...]:
+    """Returns the names of the values that a refused flag would have decided."""
+    return _DECIDES.get(flag, ())
+
+
 def refusal(flag: str) -> str | None:
     """Returns the line that refuses a flag of Megatron-LM; None where Megatron-LM does not know it either."""
     name = flag.removeprefix("--")
