@@ -324,7 +324,7 @@ def test_leaving_a_flag_out_is_advised_only_where_no_result_depends_on_it():
     """Layouts, graphs, overlap, files and clocks; never a model, its data or its optimizer."""
     advised = {
         name
-        for name in known_flags._MEGATRON_NAMES
+        for name in known_flags.MEGATRON_NAMES
         if "leave it out" in (known_flags.refusal(name) or "")
     }
     harmless = re.compile(
@@ -332,7 +332,7 @@ def test_leaving_a_flag_out_is_advised_only_where_no_result_depends_on_it():
         r"|profile|log-timers-to-tensorboard"
     )
     assert advised and all(harmless.match(name) for name in advised)
-    texts = [known_flags.refusal(name) for name in known_flags._MEGATRON_NAMES]
+    texts = [known_flags.refusal(name) for name in known_flags.MEGATRON_NAMES]
     assert not [text for text in texts if "drop the flag" in text]
     for name in (
         "openai-gelu",
