@@ -102,7 +102,8 @@ def _sort_flags(
     for words in _flags_with_values(argv):
         flag, equals, _ = words[0].partition("=")
         if flag in NOTED:
-            num_values, reason = NOTED[flag]
+            wanted, reason = NOTED[flag]
+            num_values = wanted if wanted >= 0 else len(words) - 1
             if not equals and len(words) <= num_values:
                 reasons.append(f"{flag} expects {num_values} value(s)")
             notes.append(f"{flag} changes nothing here: {reason}")

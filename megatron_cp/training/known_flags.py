@@ -9,7 +9,15 @@ from __future__ import annotations
 
 from megatron_cp.training.megatron_names import MEGATRON_NAMES
 
-# flag -> (number of values that follow it, why it changes nothing here)
+_ONE_TIMER = "the step is timed as a whole"
+_STRAGGLERS = "slow ranks are not looked for; results are the same"
+_ONE_LOGGER = "one-logger is never used"
+_WAITS = "training waits while a checkpoint is written"
+_NCCL = "it tunes how NCCL sends, not what; NCCL's own environment variables do that here"
+_NOT_OVERLAPPED = "it hides time of sends, which is not hidden here; results are the same"
+_NOT_DEFERRED = "the embedding's gradient is computed in its own backward pass; it is the same"
+
+# flag -> (number of values that follow it, -1 for any, why it changes nothing here)
 NOTED: dict[str, tuple[int, str]] = {
     "--use-mcore-models": (0, "models are always those of Megatron-Core"),
     "--use-flash-attn": (0, "attention is always that of megatron_cp"),
@@ -42,6 +50,88 @@ NOTED: dict[str, tuple[int, str]] = {
     "--rerun-mode": (1, "there is no rerun machine; bad steps stop the run"),
     "--enable-experimental": (0, "nothing experimental of Megatron-Core is switched by it here"),
     "--lazy-mpu-init": (0, "groups are made at the start"),
+    # what is logged
+    "--log-timers-to-tensorboard": (0, f"{_ONE_TIMER}; tensorboard gets its iteration-time"),
+    "--log-batch-size-to-tensorboard": (0, "the batch size is always logged"),
+    "--no-log-loss-scale-to-tensorboard": (0, "the loss scale is always 1 and logged as such"),
+    "--disable-log-loss-scale-to-tensorboard": (0, "the loss scale is always 1 and logged as such"),
+    "--logging-level": (1, "log lines have no levels; all are printed"),
+    "--log-straggler": (0, _STRAGGLERS),
+    "--disable-straggler-on-startup": (0, _STRAGGLERS),
+    "--straggler-ctrlr-port": (1, _STRAGGLERS),
+    "--straggler-minmax-count": (1, _STRAGGLERS),
+    "--enable-one-logger": (0, _ONE_LOGGER),
+    "--one-logger-project": (1, _ONE_LOGGER),
+    "--one-logger-run-name": (1, _ONE_LOGGER),
+    "--one-logger-async": (0, _ONE_LOGGER),
+    "--app-tag-run-name": (1, _ONE_LOGGER),
+    "--app-tag-run-version": (1, _ONE_LOGGER),
+    # how checkpoints are written
+    "--async-save": (0, _WAITS + "; files and results are the same, ckpt/blocked_s says how long"),
+    "--async-strategy": (1, _WAITS),
+    "--use-persistent-ckpt-worker": (0, _WAITS + "; no worker outlives a save"),
+    "--async-ckpt-use-cpu-shm": (0, _WAITS),
+    "--async-ckpt-cpu-priority": (1, _WAITS),
+    "--async-ckpt-io-priority": (1, _WAITS),
+    "--no-ckpt-fully-parallel-save": (
+        0,
+        "the save is always spread over the replicas where that is possible; it holds the same",
+    ),
+    # where ranks lie and how they send
+    "--use-tp-pp-dp-mapping": (
+        0,
+        "ranks are numbered tensor, context, data, pipeline; their order changes speed alone",
+    ),
+    "--num-distributed-optimizer-instances": (
+        1,
+        "the optimizer is sharded over all replicas; that changes memory and speed alone",
+    ),
+    "--disable-gloo-process-groups": (0, "groups for the CPU are made all the same"),
+    "--enable-gloo-process-groups": (0, "groups for the CPU are always made"),
+    "--distributed-timeout-seconds-after-init": (
+        1,
+        "--distributed-timeout-minutes holds from start to end",
+    ),
+    "--nccl-communicator-config-path": (1, _NCCL),
+    "--high-priority-stream-groups": (-1, _NCCL),
+    "--use-nccl-ub": (0, _NCCL),
+    "--disable-symmetric-registration": (0, _NCCL),
+    "--use-sharp": (0, _NCCL),
+    "--sharp-enabled-group": (1, _NCCL),
+    "--ddp-num-buckets": (1, "--ddp-bucket-size alone sets the size of gradient buckets"),
+    "--ddp-pad-buckets-for-high-nccl-busbw": (0, _NCCL),
+    "--ddp-average-in-collective": (0, "gradients are scaled, then summed: the same mean"),
+    "--no-gradient-reduce-div-fusion": (0, "gradients are scaled, then summed: the same mean"),
+    # when things are computed
+    "--no-align-grad-reduce": (0, "each pipeline stage reduces gradients when they are ready"),
+    "--disable-align-grad-reduce": (0, "each pipeline stage reduces gradients when they are ready"),
+    "--no-align-param-gather": (0, "each pipeline stage gathers parameters when it needs them"),
+    "--overlap-param-gather-with-optimizer-step": (0, _NOT_OVERLAPPED),
+    "--overlap-p2p-communication-warmup-flush": (0, _NOT_OVERLAPPED),
+    "--no-async-tensor-model-parallel-allreduce": (0, "only the order of sends would differ"),
+    "--defer-embedding-wgrad-compute": (0, _NOT_DEFERRED),
+    "--wgrad-deferral-limit": (1, _NOT_DEFERRED),
+    "--tp-comm-overlap": (0, _NOT_OVERLAPPED),
+    "--tp-comm-overlap-cfg": (1, _NOT_OVERLAPPED),
+    "--tp-comm-overlap-rs-dgrad": (0, _NOT_OVERLAPPED),
+    "--tp-comm-bootstrap-backend": (1, _NOT_OVERLAPPED),
+    "--train-sync-interval": (1, "how far the CPU runs ahead of the GPU changes no result"),
+    # memory
+    "--empty-unused-memory-level": (
+        1,
+        "torch keeps the memory that it freed; results are the same",
+    ),
+    "--no-clone-scatter-output-in-embedding": (
+        0,
+        "the embedding's output is always copied, so that its memory is freed",
+    ),
+    "--disable-clone-scatter-output-in-embedding": (
+        0,
+        "the embedding's output is always copied, so that its memory is freed",
+    ),
+    "--no-scaled-masked-softmax-fusion": (0, "softmax is part of the attention kernel"),
+    "--no-manual-gc-eval": (0, "--manual-gc-interval counts training steps alone"),
+    "--disable-manual-gc-eval": (0, "--manual-gc-interval counts training steps alone"),
 }
 
 _UNDER_MEGATRON_LM = (
@@ -94,7 +184,6 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("max-seqlen-per-dp-cp-rank", "the planner balances packs of any lengths; " + _SAME_RESULTS),
     ("rampup-batch-size", _CONSTANT_BATCH),
     ("step-batch-size", _CONSTANT_BATCH),
-    ("async-save", "checkpoints are written while training waits; " + _SAME_RESULTS),
     ("ckpt-convert", "--load reads torch_dist and torch; --ckpt-format says what --save writes"),
     ("exit-signal", "not served yet; use --exit-duration-in-mins before the time limit of the job"),
     ("rl-", "reinforcement learning is not part of this loop"),
@@ -109,6 +198,19 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("merge-file", _SAME_TOKENS),
     ("tp-comm", "overlap of tensor-parallel sends needs transformer-engine; " + _SAME_RESULTS),
     (
+        "check-weight-hash",
+        "weights of replicas are not compared while training; " + _SAME_RESULTS,
+    ),
+    ("verify-integrity", "--load compares sizes of files, not contents; " + _SAME_RESULTS),
+    ("test-mode", "Megatron-LM's tests inside a run are not made; " + _SAME_RESULTS),
+    ("memory-snapshot-path", "record memory with torch; " + _SAME_RESULTS),
+    ("record-memory-history", "record memory with torch; " + _SAME_RESULTS),
+    ("use-pytorch-profiler", "run under torch.profiler; " + _SAME_RESULTS),
+    ("pytorch-profiler", "run under torch.profiler; " + _SAME_RESULTS),
+    ("nvtx-ranges", "run under torch.profiler; " + _SAME_RESULTS),
+    ("decoupled-lr", "one learning rate serves all parameters here; " + _UNDER_MEGATRON_LM),
+    ("decoupled-min-lr", "one learning rate serves all parameters here; " + _UNDER_MEGATRON_LM),
+    (
         "use-megatron-fsdp",
         "--use-distributed-optimizer shards the optimizer, with the same results",
     ),
@@ -117,7 +219,6 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("enable-cuda-graph", "CUDA graphs cannot hold plans that change per pack; " + _SAME_RESULTS),
     ("wandb", "see --wandb-project, --wandb-exp-name, --wandb-save-dir, --wandb-entity"),
     ("profile", "run under torch.profiler; " + _SAME_RESULTS),
-    ("log-timers-to-tensorboard", "the step is timed as a whole; " + _SAME_RESULTS),
     ("checkpoint-activations", "use --recompute-granularity selective"),
     ("model-parallel-size", "use --tensor-model-parallel-size"),
     ("batch-size", "use --micro-batch-size"),
@@ -134,6 +235,9 @@ _DECIDES: dict[str, tuple[str, ...]] = {
     "--account-for-embedding-in-pipeline-split": ("num_layers",),
     "--account-for-loss-in-pipeline-split": ("num_layers",),
     "--fp16": ("bf16",),
+    "--microbatch-group-size-per-virtual-pipeline-stage": (
+        "num_layers_per_virtual_pipeline_stage",
+    ),
     "--model-parallel-size": ("tensor_model_parallel_size",),
     "--per-split-data-args-path": ("data_path",),
     "--pipeline-model-parallel-layout": ("num_layers",),

@@ -18,7 +18,7 @@ import torch
 from megatron_cp.mcore import compat
 from megatron_cp.mcore.validation import SETTING_CHECKS
 from megatron_cp.training.checkpoint.compare import STRICTNESS
-from megatron_cp.training.faults import Check, discard, faults_of, require
+from megatron_cp.training.faults import discard, faults_of, require
 from megatron_cp.training.validate_ranges import (
     check_ranges,
     check_recomputed_layers,
@@ -136,16 +136,17 @@ def _heads(args: Namespace) -> Iterator[str]:
         )
 
 
-def _tensor_shares(name: str) -> Check:
-    """Returns the check that tensor parallelism divides the named size."""
-
-    def check(args: Namespace) -> Iterator[str]:
-        size, tp = getattr(args, name), args.tensor_model_parallel_size
-        if size % tp:
-            flag = "--" + name.replace("_", "-")
-            yield f"{flag} {size} must be a multiple of --tensor-model-parallel-size {tp}"
-
-    return check
+def _tensor_shares(args: Namespace) -> Iterator[str]:
+    """Sizes that tensor parallelism divides."""
+    tp = args.tensor_model_parallel_size
+    uneven = [
+        f"--{name.replace('_', '-')} {getattr(args, name)}"
+        for name in ("num_attention_heads", "ffn_hidden_size")
+        if hasattr(args, name) and getattr(args, name) % tp
+    ]
+    if uneven:
+        yield f"{' and '.join(uneven)} must be a multiple of --tensor-model-parallel-size {tp}"
+        discard(args, "tensor_model_parallel_size")
 
 
 def _tensor_groups(args: Namespace) -> Iterator[str]:
@@ -162,6 +163,11 @@ def _positions(args: Namespace) -> Iterator[str]:
     """Kind of position embedding and the longest position."""
     if args.use_rotary_position_embeddings:
         args.position_embedding_type = "rope"
+    if not args.add_position_embedding and args.position_embedding_type != "rope":
+        yield (
+            f"--no-position-embedding with --position-embedding-type {args.position_embedding_type}"
+            " is not served; give --position-embedding-type none or rope"
+        )
     if args.max_position_embeddings is None:
         args.max_position_embeddings = args.seq_length
     if args.max_position_embeddings < args.seq_length:
@@ -239,7 +245,12 @@ def _engine(args: Namespace) -> Iterator[str]:
             "--transformer-impl transformer_engine needs a GPU: Megatron's local layers are built, "
             "the same computation"
         )
-    yield from ()  # it completes, and finds no fault
+    needs_engine = args.cross_entropy_loss_fusion and args.cross_entropy_fusion_impl == "te"
+    if needs_engine and not is_installed:
+        yield (
+            "--cross-entropy-fusion-impl te needs Transformer Engine, which is not installed; "
+            "give --cross-entropy-fusion-impl native: the same computation"
+        )
 
 
 def _recompute(args: Namespace) -> Iterator[str]:
@@ -348,8 +359,7 @@ _CHECKS: tuple[tuple[Any, ...], ...] = (
     (_head_size, "kv_channels"),
     (_mlp, "ffn_hidden_size"),
     (_heads, "num_query_groups"),
-    (_tensor_shares("num_attention_heads"),),
-    (_tensor_shares("ffn_hidden_size"),),
+    (_tensor_shares,),
     (_tensor_groups,),
     (_dropout,),
     (_positions, "max_position_embeddings"),

@@ -81,6 +81,27 @@ def test_flags_that_change_nothing_are_noted_and_their_values_taken():
     ]
 
 
+def test_a_noted_flag_takes_its_values_and_no_word_more(capsys):
+    groups = ["--high-priority-stream-groups", "tp", "dp"]
+    assert len(parse(*SMALL_RUN, *groups, "--logging-level", "40").notes) == 2
+    assert "'stray'" in refusal(capsys, *SMALL_RUN, "--async-save", "stray")
+    assert "expects 1 value" in refusal(capsys, *SMALL_RUN, "--logging-level", "--async-save")
+
+
+def test_only_flags_of_megatron_are_noted_and_none_that_is_served_too():
+    served = {name for action in build_parser()._actions for name in action.option_strings}
+    names = set(known_flags.NOTED)
+    assert not names & served
+    assert {name.removeprefix("--") for name in names} <= known_flags.MEGATRON_NAMES
+
+
+def test_an_old_switch_against_positions_changes_nothing_with_rotary_ones(capsys):
+    assert parse(*SMALL_RUN, "--no-position-embedding").position_embedding_type == "rope"
+    learned = ["--position-embedding-type", "learned_absolute"]
+    line = refusal(capsys, *SMALL_RUN, *learned, "--no-position-embedding")
+    assert "--position-embedding-type none" in line
+
+
 @pytest.mark.parametrize(
     ("flags", "name", "advice"),
     [
@@ -91,7 +112,6 @@ def test_flags_that_change_nothing_are_noted_and_their_values_taken():
         (["--fp8-param-gather"], "--fp8-param-gather", "16 bits"),
         (["--cp-comm-type", "p2p"], "--cp-comm-type", "--cp-planner"),
         (["--rampup-batch-size", "1", "1", "1"], "--rampup-batch-size", "constant"),
-        (["--async-save"], "--async-save", "leave it out"),
         (["--vocab-file=v.json"], "--vocab-file", "HuggingFaceTokenizer"),
         (["--use-megatron-fsdp"], "--use-megatron-fsdp", "--use-distributed-optimizer"),
     ],
@@ -160,6 +180,7 @@ BAD = [
     (["stray"], "stray"),
     (["--cp-backend", "magic"], "--cp-backend"),
     (["--grad-reduce-in-bf16"], "--bf16"),
+    (["--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te"], "impl native"),
     (["--fp8-format", "hybrid"], "fp8='hybrid' computes linear layers in Transformer Engine"),
     *(
         ([flag, value], f"{flag} {value}")
@@ -265,7 +286,7 @@ def test_all_reasons_are_printed_in_one_write(monkeypatch):
     writes = []
     monkeypatch.setattr("sys.stderr.write", writes.append)
     with pytest.raises(SystemExit):
-        parse(*SMALL_RUN, "--fp16", "--async-save", "--lr", "-1")
+        parse(*SMALL_RUN, "--fp16", "--profile", "--lr", "-1")
     assert [text.count("\n") for text in writes] == [3]
 
 
@@ -328,8 +349,9 @@ def test_leaving_a_flag_out_is_advised_only_where_no_result_depends_on_it():
         if "leave it out" in (known_flags.refusal(name) or "")
     }
     harmless = re.compile(
-        r"(hierarchical|hybrid)-context-parallel|max-seqlen-per-dp-cp-rank|async-save|tp-comm-|(enable-)?cuda-graph"
-        r"|profile|log-timers-to-tensorboard"
+        r"(hierarchical|hybrid)-context-parallel|max-seqlen-per-dp-cp-rank|tp-comm-|(enable-)?cuda-graph"
+        r"|profile|(use-)?pytorch-profiler|nvtx-ranges|check-weight-hash|verify-integrity|test-mode"
+        r"|memory-snapshot-path|record-memory-history"
     )
     assert advised and all(harmless.match(name) for name in advised)
     texts = [known_flags.refusal(name) for name in known_flags.MEGATRON_NAMES]
