@@ -21,9 +21,7 @@ from megatron_cp.data.batch import PlanRequest
 _requests: set[PlanRequest] = set()
 _requests_without_layers: set[PlanRequest] = set()
 _wishes: dict[str, Any] = {}
-_unclaimed: list[
-    Any
-] = []  # parameters of the batch that was cut last, until attention has taken them
+_unclaimed: list[Any] = []  # parameters of the batch cut last, until attention has taken them
 
 
 def attention_sizes(

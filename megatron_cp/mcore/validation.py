@@ -8,6 +8,7 @@ Megatron-LM's names. Both are pure: every rank decides alike.
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -297,28 +298,8 @@ def validate_arguments(args: Namespace, *, world_size: int) -> None:
             f"{max(1, world_size // replica) * replica} ranks or change a size"
         )
     _check_heads(args, tp)
-    seq_length = getattr(args, "seq_length", None)
-    if seq_length is not None and seq_length < cp:
-        raise ValueError(
-            f"--seq-length {seq_length} must be at least --context-parallel-size {cp}; give "
-            f"--seq-length {cp}"
-        )
-    for name in _REFUSED_SETTINGS:
-        if getattr(args, name, None):
-            raise NotImplementedError(
-                f"--{name.replace('_', '-')} is not served with context parallelism: "
-                f"{_REFUSED_SETTINGS[name]}"
-            )
-    check_dropout(getattr(args, "attention_dropout", 0.0))
-    _check_window(getattr(args, "window_size", None))
-    check_engine(getattr(args, "transformer_impl", None) or "local")
-    check_low_precision(args, getattr(args, "transformer_impl", None) or "local")
-    position = getattr(args, "position_embedding_type", "rope")
-    if position not in ("rope", "yarn", "learned_absolute", "none"):
-        raise NotImplementedError(
-            f"--position-embedding-type {position} is not served: positions travel with the tokens "
-            "for rope, yarn, learned_absolute and none; choose one of them"
-        )
+    for check in SETTING_CHECKS:
+        check(args)
 
 
 def _check_heads(args: Namespace, tp: int) -> None:
@@ -328,3 +309,47 @@ def _check_heads(args: Namespace, tp: int) -> None:
             f"--num-attention-heads {heads} must be a multiple of --tensor-model-parallel-size "
             f"{tp}; give {max(1, round(heads / tp)) * tp} heads or another size"
         )
+
+
+def _check_length(args: Namespace) -> None:
+    seq_length = getattr(args, "seq_length", None)
+    cp = getattr(args, "context_parallel_size", 1)
+    if seq_length is not None and seq_length < cp:
+        raise ValueError(
+            f"--seq-length {seq_length} must be at least --context-parallel-size {cp}; give "
+            f"--seq-length {cp}"
+        )
+
+
+def _check_refused_settings(args: Namespace) -> None:
+    for name in _REFUSED_SETTINGS:
+        if getattr(args, name, None):
+            raise NotImplementedError(
+                f"--{name.replace('_', '-')} is not served with context parallelism: "
+                f"{_REFUSED_SETTINGS[name]}"
+            )
+
+
+def _check_position(args: Namespace) -> None:
+    position = getattr(args, "position_embedding_type", "rope")
+    if position not in ("rope", "yarn", "learned_absolute", "none"):
+        raise NotImplementedError(
+            f"--position-embedding-type {position} is not served: positions travel with the tokens "
+            "for rope, yarn, learned_absolute and none; choose one of them"
+        )
+
+
+def _engine_of(args: Namespace) -> str:
+    return getattr(args, "transformer_impl", None) or "local"
+
+
+# What `validate_arguments` asks of single settings; each looks only at what is present.
+SETTING_CHECKS: tuple[Callable[[Namespace], None], ...] = (
+    _check_length,
+    _check_refused_settings,
+    lambda args: check_dropout(getattr(args, "attention_dropout", 0.0)),
+    lambda args: _check_window(getattr(args, "window_size", None)),
+    lambda args: check_engine(_engine_of(args)),
+    lambda args: check_low_precision(args, _engine_of(args)),
+    _check_position,
+)

@@ -3,8 +3,8 @@
 Parsed, completed and checked before anything else happens.
 
 ``parse_arguments`` needs no process group: the world size is read from the launcher's environment,
-so every rank reaches the same verdict by itself, before the first collective, and a refusal is one
-line on standard error and exit code 2.
+so every rank reaches the same verdict by itself, before the first collective, and a refusal is
+one line for each reason on standard error, and exit code 2.
 """
 
 from __future__ import annotations
@@ -12,31 +12,33 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from functools import partial
 from typing import NoReturn
 
+from megatron_cp.training.faults import discard, faults_of
 from megatron_cp.training.flags import add_served_flags
-from megatron_cp.training.known_flags import NOTED, refusal
+from megatron_cp.training.known_flags import NOTED, decided_by, refusal
 from megatron_cp.training.validate import complete_and_check
 
 Arguments = argparse.Namespace
+Parser = argparse.ArgumentParser
+PROGRAM = "pretrain_gpt.py"
 
 
-class OneLineParser(argparse.ArgumentParser):
-    """An ArgumentParser that refuses in one line, without printing its usage."""
-
-    def error(self, message: str) -> NoReturn:
-        """Prints ``error: message`` on standard error and leaves with code 2."""
-        # One write: lines of several ranks must not run into each other.
-        sys.stderr.write(f"{self.prog}: error: {' '.join(message.split())}\n")
-        raise SystemExit(2)
+def refuse(reasons: Sequence[str]) -> NoReturn:
+    """Prints one line for each reason on standard error and leaves with code 2."""
+    # One write: lines of several ranks must not run into each other.
+    sys.stderr.write("".join(f"{PROGRAM}: error: {reason}\n" for reason in reasons))
+    raise SystemExit(2)
 
 
-def build_parser() -> OneLineParser:
-    """The parser of every served flag, Megatron-LM's and ours."""
-    parser = OneLineParser(
-        prog="pretrain_gpt.py",
+def build_parser() -> Parser:
+    """Returns the parser of every served flag, Megatron-LM's and ours."""
+    parser = Parser(
+        prog=PROGRAM,
+        exit_on_error=False,
         description="Pretrain a GPT with context parallelism. Arguments are those of Megatron-LM.",
         allow_abbrev=False,
     )
@@ -55,79 +57,130 @@ def _add_context_parallel_flags(parser: argparse.ArgumentParser) -> None:
 def parse_arguments(
     argv: Sequence[str] | None = None, environment: Mapping[str, str] | None = None
 ) -> Arguments:
-    """The complete, checked arguments of this rank.
+    """Returns the complete, checked arguments of this rank.
 
-    Leaves with code 2 and one line on bad input.
+    Leaves with code 2 and one line for each reason on bad input.
 
     Adds to what was given: ``rank``, ``world_size``, ``local_rank``, ``data_parallel_size``,
     ``notes`` (lines to print once) and every default that follows from other flags.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
-    environment = os.environ if environment is None else environment
-    parser = build_parser()
-    served, notes = _take_noted(parser, argv)
-    args, unknown = parser.parse_known_args(served)
-    if unknown:
-        parser.error(_unknown_message(parser, unknown[0]))
-    args.notes = notes
-    try:
-        args.rank, args.world_size, args.local_rank = _launcher(args, environment)
-        complete_and_check(args)
-    except (ValueError, NotImplementedError) as problem:
-        parser.error(str(problem))
+    args, reasons = judge_arguments(
+        sys.argv[1:] if argv is None else argv, os.environ if environment is None else environment
+    )
+    if reasons:
+        refuse(reasons)
     return args
 
 
-def _take_noted(parser: OneLineParser, argv: list[str]) -> tuple[list[str], list[str]]:
-    """The arguments without those that change nothing, and one note for each of these."""
+def judge_arguments(
+    argv: Sequence[str], environment: Mapping[str, str]
+) -> tuple[Arguments, list[str]]:
+    """Returns the arguments and every reason to refuse them, sorted; complete if there is none.
+
+    Opens no file. A reason that only follows from another is left out.
+    """
+    parser = build_parser()
+    kept, notes, reasons, undecided = _sort_flags(parser, argv)
+    args, found = _parse_kept(parser, kept)
+    reasons += found
+    discard(args, *undecided)
+    args.notes = notes
+    reasons += faults_of(partial(_launcher, environment), args, "rank", "world_size", "local_rank")
+    reasons += complete_and_check(args)
+    return args, sorted({" ".join(reason.split()) for reason in reasons})
+
+
+def _sort_flags(
+    parser: Parser, argv: Sequence[str]
+) -> tuple[list[str], list[str], list[str], list[str]]:
+    """Returns the words that the parser takes, notes, refusals, and the values these leave open."""
+    served = {name: action.dest for action in parser._actions for name in action.option_strings}
     kept: list[str] = []
     notes: list[str] = []
-    place = 0
-    while place < len(argv):
-        flag = argv[place].split("=")[0]
-        place += 1
-        if flag not in NOTED:
-            kept.append(argv[place - 1])
-            continue
-        num_values, reason = NOTED[flag]
-        if "=" not in argv[place - 1]:
-            if place + num_values > len(argv):
-                parser.error(f"{flag} expects {num_values} value(s)")
-            place += num_values
-        notes.append(f"{flag} changes nothing here: {reason}")
-    return kept, notes
+    reasons: list[str] = []
+    undecided: list[str] = []
+    for words in _flags_with_values(argv):
+        flag, equals, _ = words[0].partition("=")
+        if flag in NOTED:
+            wanted, reason = NOTED[flag]
+            num_values = wanted if wanted >= 0 else len(words) - 1
+            if not equals and len(words) <= num_values:
+                reasons.append(f"{flag} expects {num_values} value(s)")
+            notes.append(f"{flag} changes nothing here: {reason}")
+            kept += words[1 if equals else 1 + num_values :]
+        elif flag in served or not _is_flag(flag):
+            kept += words
+        elif (known := refusal(flag)) is not None:
+            reasons.append(known)
+            undecided += decided_by(flag)
+        else:
+            near = get_close_matches(flag, served, n=1)
+            hint = f"did you mean {near[0]}?" if near else "see --help for the served flags"
+            reasons.append(f"{flag} is unknown to Megatron-LM and to megatron_cp; {hint}")
+            undecided += [served[name] for name in near]
+    return kept, notes, reasons, undecided
 
 
-def _unknown_message(parser: OneLineParser, word: str) -> str:
-    """What to say about a word that no served flag took."""
-    flag = word.split("=")[0]
-    if not flag.startswith("--"):
-        return f"{word!r} follows no flag that takes it; every argument is a --flag, see --help"
-    known = refusal(flag)
-    if known is not None:
-        return known
-    served = [name for action in parser._actions for name in action.option_strings]
-    near = get_close_matches(flag, served, n=1)
-    hint = f"did you mean {near[0]}?" if near else "see --help for the served flags"
-    return f"{flag} is unknown to Megatron-LM and to megatron_cp; {hint}"
+def _is_flag(word: str) -> bool:
+    """Whether a word names a flag: -1 is a number."""
+    return word.startswith("--") or (word[:1] == "-" and word[1:2].isalpha())
 
 
-def _launcher(args: Arguments, environment: Mapping[str, str]) -> tuple[int, int, int]:
-    """(rank, world size, local rank) as torchrun or SLURM's wrapper exported them.
+def _flags_with_values(argv: Sequence[str]) -> Iterator[list[str]]:
+    """Yields each flag with the words that follow it."""
+    group: list[str] = []
+    for word in argv:
+        if _is_flag(word) and group:
+            yield group
+            group = []
+        group.append(word)
+    if group:
+        yield group
+
+
+def _parse_kept(parser: Parser, words: list[str]) -> tuple[Arguments, list[str]]:
+    """Returns what the parser makes of the words, and why it refuses some of them.
+
+    The parser stops at the first flag whose value is wrong. That flag is taken out, and the rest is
+    parsed again.
+    """
+    reasons: list[str] = []
+    wrong: list[str] = []
+    while True:
+        try:
+            args, stray = parser.parse_known_args(words)
+            break
+        except argparse.ArgumentError as problem:
+            reasons.append(str(problem))
+            names = (problem.argument_name or "").split("/")
+            wrong += [a.dest for a in parser._actions if set(names) & set(a.option_strings)]
+            groups = list(_flags_with_values(words))
+            left = [group for group in groups if group[0].partition("=")[0] not in names]
+            assert len(left) < len(groups), problem
+            words = [word for group in left for word in group]
+    discard(args, *wrong)
+    reasons += [
+        f"{word!r} follows no flag that takes it; every argument is a --flag, see --help"
+        for word in stray
+    ]
+    return args, reasons
+
+
+def _launcher(environment: Mapping[str, str], args: Arguments) -> Iterator[str]:
+    """Completes rank, world size and local rank as torchrun or SLURM's wrapper exported them.
 
     (0, 1, 0) without a launcher.
     """
-    values = []
-    for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", args.local_rank or 0)):
+    local_rank = getattr(args, "local_rank", None) or 0
+    for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", local_rank)):
         text = environment.get(name, str(default))
-        if not text.isdigit():
-            raise ValueError(
-                f"environment {name}={text!r} must be a whole number; start with torchrun"
-            )
-        values.append(int(text))
-    rank, world_size, local_rank = values
-    if not 0 <= rank < world_size:
-        raise ValueError(
-            f"environment RANK={rank} must lie in [0, WORLD_SIZE={world_size}); start with torchrun"
+        if text.isdigit():
+            setattr(args, name.lower(), int(text))
+            continue
+        yield f"environment {name}={text!r} must be a whole number; start with torchrun"
+        discard(args, name.lower())
+    if not 0 <= args.rank < args.world_size:
+        yield (
+            f"environment RANK={args.rank} must lie in [0, WORLD_SIZE={args.world_size}); start "
+            "with torchrun"
         )
-    return rank, world_size, local_rank

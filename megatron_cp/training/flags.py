@@ -158,6 +158,8 @@ TABLE = """
 --no-bias-swiglu-fusion off:bias_swiglu_fusion - | bias and SwiGLU in two kernels
 --no-bias-dropout-fusion off:bias_dropout_fusion - | bias and dropout in two kernels
 --no-rope-fusion off:apply_rope_fusion - | rotary embedding by torch, not Transformer Engine
+--cross-entropy-loss-fusion on - | the loss in fewer kernels, its gradient rounded to bf16
+--cross-entropy-fusion-impl one-of:native,te native | whose kernels: torch's or Transformer Engine's
 --no-gradient-accumulation-fusion off:gradient_accumulation_fusion - | not apex's kernel for it
 --no-persist-layer-norm on - | not apex's persistent LayerNorm kernel
 --fp8-format one-of:e4m3,hybrid:fp8 - | linear layers of Transformer Engine in fp8; attention is not
@@ -170,6 +172,7 @@ TABLE = """
 [position embedding]
 --max-position-embeddings int - | longest position; default --seq-length
 --position-embedding-type one-of:learned_absolute,rope,none learned_absolute | their kind
+--no-position-embedding off:add_position_embedding - | old; changes nothing with rotary positions
 --use-rotary-position-embeddings on - | old spelling of --position-embedding-type rope
 --rotary-base int 10000 | base of the rotary frequencies
 --rotary-percent float 1.0 | share of the head that rotates

@@ -123,6 +123,8 @@ def _engine_fields(args: Namespace) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "transformer_impl": args.transformer_impl,
         "layernorm_zero_centered_gamma": args.layernorm_zero_centered_gamma,
+        "cross_entropy_loss_fusion": args.cross_entropy_loss_fusion,
+        "cross_entropy_fusion_impl": args.cross_entropy_fusion_impl,
     }
     if args.fp8 is not None:  # never run on a GPU yet
         names = ("fp8", "fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")

@@ -1,89 +1,84 @@
-"""Completes the arguments (what follows from others) and refuses what cannot be run.
+"""Completes the arguments (what follows from others) and finds what cannot be run.
 
 Before any process group exists.
 
 The order is that of a reader: parallel layout, model, batch, schedule, precision, recompute, data,
 checkpoint. Each check is a plain function of the arguments, so every rank comes to the same
-verdict.
+verdict; it yields its faults as `faults.py` describes.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from megatron_cp.mcore import compat
-from megatron_cp.mcore.validation import validate_arguments
+from megatron_cp.mcore.validation import SETTING_CHECKS
 from megatron_cp.training.checkpoint.compare import STRICTNESS
-from megatron_cp.training.validate_ranges import check_layers, check_ranges
+from megatron_cp.training.faults import discard, faults_of, require
+from megatron_cp.training.validate_ranges import (
+    check_ranges,
+    check_recomputed_layers,
+    check_recomputed_modules,
+    check_rotation,
+    check_windows,
+)
 from megatron_cp.training.validate_steps import (
+    check_intervals,
+    check_rates,
+    check_scheduler_source,
+    check_virtual_batches,
     complete_batch,
     complete_schedule,
+    complete_steps,
     complete_weight_decay,
-    require,
 )
 
 OUR_SPECS = frozenset({("megatron_cp.mcore.spec", "gpt_layer_spec")})
 
 
-def complete_and_check(args: Namespace) -> None:
-    """Fills in what follows from other flags.
-
-    Raises ValueError or NotImplementedError with one line.
-    """
-    check_ranges(args)
-    _layout(args)
-    _model(args)
-    _positions(args)
-    _pipeline(args)
-    _precision(args)
-    _engine(args)
-    _recompute(args)
-    check_layers(args)
-    _data(args)
-    if not args.plan_only:
-        complete_batch(args)
-        complete_schedule(args)
-        complete_weight_decay(args)
-    else:
-        args.micro_batch_size = args.micro_batch_size or 1
-        args.global_batch_size = (
-            args.global_batch_size or args.micro_batch_size * args.data_parallel_size
-        )
-    _records(args)
-    _spec(args)
-    validate_arguments(args, world_size=args.world_size)
+def complete_and_check(args: Namespace) -> list[str]:
+    """Returns every fault of the arguments, one line each, and fills in what follows from others."""
+    checks = _CHECKS + (_PLAN_CHECKS if args.plan_only else _STEP_CHECKS) + _LAST_CHECKS
+    return [fault for check, *completes in checks for fault in faults_of(check, args, *completes)]
 
 
-def _layout(args: Namespace) -> None:
+def _layout(args: Namespace) -> Iterator[str]:
     """World size = tensor x context x pipeline x data."""
     sizes = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
-    require(args, *sizes)
+    yield from require(args, *sizes)
     tp, cp, pp = (getattr(args, name) for name in sizes)
     per_replica = tp * cp * pp
     if args.world_size % per_replica:
-        raise ValueError(
+        yield (
             f"world size {args.world_size} must be a multiple of tensor x context x pipeline "
             "parallel size = "
             f"{tp} x {cp} x {pp} = {per_replica}; start {per_replica} ranks (or a multiple), or "
             "change the sizes"
         )
     args.data_parallel_size = args.world_size // per_replica
+
+
+def _overlap(args: Namespace) -> Iterator[str]:
+    """Flags of parallelism that need others."""
+    tp = args.tensor_model_parallel_size
     if args.sequence_parallel and tp == 1:
         args.sequence_parallel = False
         args.notes.append(
             "--sequence-parallel changes nothing here: there is one tensor-parallel rank"
         )
-    if args.overlap_param_gather and not args.use_distributed_optimizer:
-        raise ValueError("--overlap-param-gather needs --use-distributed-optimizer; give it too")
-    if args.overlap_param_gather and not args.overlap_grad_reduce:
-        raise ValueError("--overlap-param-gather needs --overlap-grad-reduce; give it too")
+    needed = ("use_distributed_optimizer", "overlap_grad_reduce")
+    missing = ["--" + name.replace("_", "-") for name in needed if not getattr(args, name)]
+    if args.overlap_param_gather and missing:
+        yield f"--overlap-param-gather needs {' and '.join(missing)}; give it too"
 
 
-def _model(args: Namespace) -> None:
-    """Sizes of the layers, and their divisibility by the tensor-parallel size."""
-    require(
+def _sizes(args: Namespace) -> Iterator[str]:
+    """Sizes that have no default."""
+    yield from require(
         args,
         "num_layers",
         "hidden_size",
@@ -91,109 +86,147 @@ def _model(args: Namespace) -> None:
         "seq_length",
         "make_vocab_size_divisible_by",
     )
+
+
+def _head_size(args: Namespace) -> Iterator[str]:
+    """Head size: by default the width is dealt to the heads."""
+    if args.kv_channels is not None:
+        return
     heads = args.num_attention_heads
-    if args.kv_channels is None:
-        if args.hidden_size % heads:
-            raise ValueError(
-                f"--hidden-size {args.hidden_size} must be a multiple of --num-attention-heads "
-                f"{heads}; or give --kv-channels"
-            )
-        args.kv_channels = args.hidden_size // heads
+    if args.hidden_size % heads:
+        yield (
+            f"--hidden-size {args.hidden_size} must be a multiple of --num-attention-heads "
+            f"{heads}; or give --kv-channels"
+        )
+        discard(args, "num_attention_heads")
+    args.kv_channels = args.hidden_size // heads
+
+
+def _mlp(args: Namespace) -> Iterator[str]:
+    """Width and activation of the MLP."""
+    if args.swiglu and args.squared_relu:
+        yield "--swiglu and --squared-relu exclude each other; give one"
     # Megatron-LM's rule: 8/3 of the width for a gated MLP, in multiples of 64
     if args.ffn_hidden_size is None:
         args.ffn_hidden_size = (
             int(4 * args.hidden_size * 2 / 3 / 64) * 64 if args.swiglu else 4 * args.hidden_size
         )
-    _heads(args)
-    if args.swiglu and args.squared_relu:
-        raise ValueError("--swiglu and --squared-relu exclude each other; give one")
+
+
+def _dropout(args: Namespace) -> Iterator[str]:
+    """Attention has no dropout."""
     if args.attention_dropout != 0.0:
-        raise NotImplementedError(
+        yield (
             f"--attention-dropout {args.attention_dropout} is not served: attention has no "
             "dropout under context parallelism; give --attention-dropout 0.0 (Megatron-LM's "
             "default is 0.1)"
         )
+        discard(args, "attention_dropout")
 
 
-def _heads(args: Namespace) -> None:
-    """Key/value heads, and what tensor parallelism must divide."""
-    heads, tp = args.num_attention_heads, args.tensor_model_parallel_size
+def _heads(args: Namespace) -> Iterator[str]:
+    """Key/value heads."""
+    heads = args.num_attention_heads
     if not args.group_query_attention:
         args.num_query_groups = heads
     if args.num_query_groups <= 0 or heads % args.num_query_groups:
-        raise ValueError(
+        yield (
             f"--num-attention-heads {heads} must be a multiple of --num-query-groups "
             f"{args.num_query_groups}"
         )
-    for name in ("num_attention_heads", "ffn_hidden_size"):
-        if getattr(args, name) % tp:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(
-                f"{flag} {getattr(args, name)} must be a multiple of "
-                f"--tensor-model-parallel-size {tp}"
-            )
+
+
+def _tensor_shares(args: Namespace) -> Iterator[str]:
+    """Sizes that tensor parallelism divides."""
+    tp = args.tensor_model_parallel_size
+    uneven = [
+        f"--{name.replace('_', '-')} {getattr(args, name)}"
+        for name in ("num_attention_heads", "ffn_hidden_size")
+        if hasattr(args, name) and getattr(args, name) % tp
+    ]
+    if uneven:
+        yield f"{' and '.join(uneven)} must be a multiple of --tensor-model-parallel-size {tp}"
+        discard(args, "tensor_model_parallel_size")
+
+
+def _tensor_groups(args: Namespace) -> Iterator[str]:
+    """Key/value heads are split over the tensor-parallel ranks, or repeated."""
+    tp = args.tensor_model_parallel_size
     if args.num_query_groups % tp and tp % args.num_query_groups:
-        raise ValueError(
+        yield (
             f"--num-query-groups {args.num_query_groups} must divide, or be a multiple of, "
             f"tensor size {tp}"
         )
 
 
-def _positions(args: Namespace) -> None:
+def _positions(args: Namespace) -> Iterator[str]:
     """Kind of position embedding and the longest position."""
     if args.use_rotary_position_embeddings:
         args.position_embedding_type = "rope"
+    if not args.add_position_embedding and args.position_embedding_type != "rope":
+        yield (
+            f"--no-position-embedding with --position-embedding-type {args.position_embedding_type}"
+            " is not served; give --position-embedding-type none or rope"
+        )
     if args.max_position_embeddings is None:
         args.max_position_embeddings = args.seq_length
     if args.max_position_embeddings < args.seq_length:
-        raise ValueError(
+        yield (
             f"--max-position-embeddings {args.max_position_embeddings} must be at least "
             f"--seq-length {args.seq_length}"
         )
 
 
-def _pipeline(args: Namespace) -> None:
-    """Layers per stage and per virtual stage."""
+def _pipeline(args: Namespace) -> Iterator[str]:
+    """Layers per stage."""
     pp, layers = args.pipeline_model_parallel_size, args.num_layers
     if layers % pp:
-        raise ValueError(
-            f"--num-layers {layers} must be a multiple of --pipeline-model-parallel-size {pp}"
-        )
+        yield (f"--num-layers {layers} must be a multiple of --pipeline-model-parallel-size {pp}")
+        discard(args, "num_layers")
+
+
+def _virtual_stages(args: Namespace) -> Iterator[str]:
+    """Layers per virtual stage."""
+    pp, layers = args.pipeline_model_parallel_size, args.num_layers
     per_virtual, num_virtual = (
         args.num_layers_per_virtual_pipeline_stage,
         args.num_virtual_stages_per_pipeline_rank,
     )
     if per_virtual is not None and num_virtual is not None:
-        raise ValueError(
+        yield (
             "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank "
             "say the same; give one"
         )
+        return
     args.virtual_pipeline_model_parallel_size = None
     if per_virtual is None and num_virtual is None:
         return
     if pp < 2:
-        raise ValueError("virtual pipeline stages need --pipeline-model-parallel-size of 2 or more")
+        yield "virtual pipeline stages need --pipeline-model-parallel-size of 2 or more"
+        return
     if per_virtual is not None:
         if per_virtual <= 0 or (layers // pp) % per_virtual:
-            raise ValueError(
+            yield (
                 f"--num-layers-per-virtual-pipeline-stage {per_virtual} must divide "
                 f"{layers // pp} layers a rank"
             )
+            return
         num_virtual = layers // pp // per_virtual
     if num_virtual <= 0 or (layers // pp) % num_virtual:
-        raise ValueError(
+        yield (
             f"--num-virtual-stages-per-pipeline-rank {num_virtual} must divide {layers // pp} "
             "layers a rank"
         )
+        return
     args.virtual_pipeline_model_parallel_size = num_virtual if num_virtual > 1 else None
 
 
-def _precision(args: Namespace) -> None:
+def _precision(args: Namespace) -> Iterator[str]:
     """Gradient buffers: fp32 with bf16 parameters unless the user says otherwise."""
     if args.grad_reduce_in_bf16 and not args.bf16:
-        raise ValueError("--grad-reduce-in-bf16 needs --bf16; give it too or drop the flag")
+        yield "--grad-reduce-in-bf16 needs --bf16; give it too or drop the flag"
     if args.grad_reduce_in_bf16 and args.accumulate_allreduce_grads_in_fp32:
-        raise ValueError(
+        yield (
             "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; "
             "give one"
         )
@@ -201,7 +234,7 @@ def _precision(args: Namespace) -> None:
         args.accumulate_allreduce_grads_in_fp32 = True
 
 
-def _engine(args: Namespace) -> None:
+def _engine(args: Namespace) -> Iterator[str]:
     """What layers are built from: Megatron-LM's default where it is installed."""
     is_installed = compat.has_transformer_engine()
     if args.transformer_impl is None:
@@ -212,79 +245,145 @@ def _engine(args: Namespace) -> None:
             "--transformer-impl transformer_engine needs a GPU: Megatron's local layers are built, "
             "the same computation"
         )
+    needs_engine = args.cross_entropy_loss_fusion and args.cross_entropy_fusion_impl == "te"
+    if needs_engine and not is_installed:
+        yield (
+            "--cross-entropy-fusion-impl te needs Transformer Engine, which is not installed; "
+            "give --cross-entropy-fusion-impl native: the same computation"
+        )
 
 
-def _recompute(args: Namespace) -> None:
+def _recompute(args: Namespace) -> Iterator[str]:
     """Recompute flags that belong together."""
     if args.recompute_activations:
         if args.recompute_granularity == "full":
-            raise ValueError(
+            yield (
                 "--recompute-activations means --recompute-granularity selective, not full; give "
                 "one"
             )
         args.recompute_granularity = "selective"
     if args.recompute_granularity == "full" and args.recompute_method is None:
-        raise ValueError("--recompute-granularity full needs --recompute-method uniform or block")
+        yield "--recompute-granularity full needs --recompute-method uniform or block"
     if args.recompute_granularity != "full" and args.recompute_method is not None:
-        raise ValueError("--recompute-method needs --recompute-granularity full")
+        yield "--recompute-method needs --recompute-granularity full"
     if args.recompute_method is not None:
         if args.recompute_num_layers is None:
             args.recompute_num_layers = 1
-        require(args, "recompute_num_layers")
+        yield from require(args, "recompute_num_layers")
 
 
-def _data(args: Namespace) -> None:
+def _data(args: Namespace) -> Iterator[str]:
     """One source of documents, and masks that follow from its flags."""
     if args.dataloader_inter_document_masking:
         args.reset_attention_mask = args.reset_position_ids = True
     per_split = [args.train_data_path, args.valid_data_path, args.test_data_path]
     num_sources = sum((bool(args.data_path), any(per_split), args.mock_data))
     if num_sources != 1:
-        raise ValueError(
+        yield (
             f"{num_sources} sources of documents given; exactly one of --data-path, "
             "--train-data-path (with "
             "--valid-data-path, --test-data-path) and --mock-data is needed"
         )
-    for flag, paths in zip(
-        ("", "train-", "valid-", "test-"), [args.data_path, *per_split], strict=True
-    ):
+
+
+def _blends(args: Namespace) -> Iterator[str]:
+    """One prefix for each source."""
+    for flag in ("", "train-", "valid-", "test-"):
+        paths = getattr(args, f"{flag.replace('-', '_')}data_path")
         if paths and len(paths) > 1:
-            raise NotImplementedError(
+            yield (
                 f"--{flag}data-path with {len(paths)} values is not served: blending comes "
                 "later; give one prefix"
             )
 
 
-def _records(args: Namespace) -> None:
+def _records(args: Namespace) -> Iterator[str]:
     """Where checkpoints and the records of the run go."""
     if args.run_dir is None:
         args.run_dir = args.save
     if args.save_interval is not None and args.save is None:
-        raise ValueError("--save-interval needs --save <folder>; give it too")
+        yield "--save-interval needs --save <folder>; give it too"
     if args.dist_ckpt_strictness not in STRICTNESS:
-        raise ValueError(
+        yield (
             f"--dist-ckpt-strictness {args.dist_ckpt_strictness} is unknown; choose one of "
             f"{', '.join(STRICTNESS)}"
         )
     if args.ckpt_step is not None and args.load is None:
-        raise ValueError("--ckpt-step needs --load <folder>; give it too")
+        yield "--ckpt-step needs --load <folder>; give it too"
     if args.exit_on_missing_checkpoint and args.load is None:
-        raise ValueError("--exit-on-missing-checkpoint needs --load <folder>; give it too")
+        yield "--exit-on-missing-checkpoint needs --load <folder>; give it too"
     if args.wandb_exp_name == "":
-        raise ValueError("--wandb-exp-name is empty; give a name or drop the flag")
+        yield "--wandb-exp-name is empty; give a name or drop the flag"
 
 
-def _spec(args: Namespace) -> None:
+def _spec(args: Namespace) -> Iterator[str]:
     """Only our own layer specs, unless the user allows an import of others: a spec is code."""
     if args.spec is None:
         return
     if len(args.spec) != 2:
-        raise ValueError(
+        yield (
             f"--spec {' '.join(args.spec)} must be a module and a name: --spec "
             "megatron_cp.mcore.spec gpt_layer_spec"
         )
-    if tuple(args.spec) not in OUR_SPECS and not args.allow_custom_spec:
-        raise ValueError(
+    elif tuple(args.spec) not in OUR_SPECS and not args.allow_custom_spec:
+        yield (
             f"--spec {' '.join(args.spec)} imports code that is not ours; give "
             "--allow-custom-spec if you trust it"
         )
+
+
+def _settings(args: Namespace) -> Iterator[str]:
+    """What our attention and Megatron-Core's layers cannot honour."""
+    for check in SETTING_CHECKS:
+        try:
+            check(args)
+        except (ValueError, NotImplementedError) as refusal:
+            yield str(refusal)
+
+
+def _one_batch(args: Namespace) -> Iterator[str]:
+    """Batch sizes of --plan-only, which trains nothing."""
+    args.micro_batch_size = args.micro_batch_size or 1
+    args.global_batch_size = (
+        args.global_batch_size or args.micro_batch_size * args.data_parallel_size
+    )
+    yield from ()  # it completes, and finds no fault
+
+
+# Each row: a check, and what it completes.
+_CHECKS: tuple[tuple[Any, ...], ...] = (
+    (check_ranges,),
+    (_layout, "data_parallel_size"),
+    (_overlap,),
+    (_sizes,),
+    (_head_size, "kv_channels"),
+    (_mlp, "ffn_hidden_size"),
+    (_heads, "num_query_groups"),
+    (_tensor_shares,),
+    (_tensor_groups,),
+    (_dropout,),
+    (_positions, "max_position_embeddings"),
+    (_pipeline,),
+    (_virtual_stages, "virtual_pipeline_model_parallel_size"),
+    (_precision,),
+    (_engine,),
+    (_recompute, "recompute_num_layers"),
+    (check_windows,),
+    (check_rotation,),
+    (check_recomputed_modules,),
+    (check_recomputed_layers,),
+    (_data, "data_path", "train_data_path", "valid_data_path", "test_data_path"),
+    (_blends,),
+)
+_STEP_CHECKS: tuple[tuple[Any, ...], ...] = (
+    (complete_batch, "global_batch_size", "num_micro_batches"),
+    (check_virtual_batches,),
+    (complete_steps, "train_iters"),
+    (check_intervals,),
+    (check_rates,),
+    (complete_schedule,),
+    (check_scheduler_source,),
+    (complete_weight_decay,),
+)
+_PLAN_CHECKS: tuple[tuple[Any, ...], ...] = ((_one_batch, "global_batch_size"),)
+_LAST_CHECKS: tuple[tuple[Any, ...], ...] = ((_records,), (_spec,), (_settings,))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Iterator
+
+from megatron_cp.training.faults import discard
 
 _POSITIVE, _NOT_NEGATIVE = "(0, inf)", "[0, inf)"
 
@@ -49,17 +52,16 @@ _WORDS = {_POSITIVE: "be positive and finite", _NOT_NEGATIVE: "be finite and not
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp")
 
 
-def check_ranges(args: Namespace) -> None:
-    """Returns if every number lies in its range. Raises ValueError naming the first that does not."""
+def check_ranges(args: Namespace) -> Iterator[str]:
+    """Yields a line for each number outside its range."""
     for name, interval in RANGES.items():
-        value = getattr(args, name)
+        value = getattr(args, name, None)
         if value is None or _lies_in(value, interval):
             continue
         flag = _FLAGS.get(name, "--" + name.replace("_", "-"))
         advice = f"; {_ADVICE[name]}" if name in _ADVICE else ""
-        raise ValueError(
-            f"{flag} {value} must {_WORDS.get(interval, f'lie in {interval}')}{advice}"
-        )
+        yield f"{flag} {value} must {_WORDS.get(interval, f'lie in {interval}')}{advice}"
+        discard(args, name)
 
 
 def _lies_in(value: float, interval: str) -> bool:
@@ -70,32 +72,41 @@ def _lies_in(value: float, interval: str) -> bool:
     return above and below
 
 
-def check_layers(args: Namespace) -> None:
-    """Returns if what is said of layers fits their number and size.
-
-    Raises ValueError for window layers, recomputed layers or modules, and heads that cannot rotate.
-    """
-    layers, frequency = args.num_layers, args.window_attn_skip_freq
+def check_windows(args: Namespace) -> Iterator[str]:
+    """Yields a line if the layers with a window do not fit the number of layers."""
+    frequency = args.window_attn_skip_freq
     if isinstance(frequency, int) and frequency <= 0:
-        raise ValueError(f"--window-attn-skip-freq {frequency} must be positive, or a list")
-    if isinstance(frequency, list) and (len(frequency) != layers or set(frequency) - {0, 1}):
-        raise ValueError(
+        yield f"--window-attn-skip-freq {frequency} must be positive, or a list"
+    if isinstance(frequency, list) and (
+        len(frequency) != args.num_layers or set(frequency) - {0, 1}
+    ):
+        yield (
             f"--window-attn-skip-freq {frequency} must hold one 0 (full) or 1 (window) for each of "
-            f"--num-layers {layers}"
+            f"--num-layers {args.num_layers}"
         )
+
+
+def check_rotation(args: Namespace) -> Iterator[str]:
+    """Yields a line for heads that cannot rotate."""
     if args.position_embedding_type == "rope" and args.kv_channels % 2:
-        raise ValueError(
+        yield (
             f"--kv-channels {args.kv_channels} must be even with rotary positions; they turn pairs"
         )
-    per_stage = layers // args.pipeline_model_parallel_size
-    most = per_stage // (args.virtual_pipeline_model_parallel_size or 1)
+
+
+def check_recomputed_modules(args: Namespace) -> Iterator[str]:
+    """Yields a line for each module that cannot be recomputed."""
+    for name in args.recompute_modules or ():
+        if name not in RECOMPUTE_MODULES:
+            yield f"--recompute-modules {name} must be one of {', '.join(RECOMPUTE_MODULES)}"
+
+
+def check_recomputed_layers(args: Namespace) -> Iterator[str]:
+    """Yields a line if more layers are to be recomputed than a stage has."""
     wanted = args.recompute_num_layers
-    if wanted is not None and not 0 < wanted <= most:
-        raise ValueError(
-            f"--recompute-num-layers {wanted} must lie in [1, {most}], the layers of a stage"
-        )
-    unknown = [name for name in args.recompute_modules or () if name not in RECOMPUTE_MODULES]
-    if unknown:
-        raise ValueError(
-            f"--recompute-modules {unknown[0]} must be one of {', '.join(RECOMPUTE_MODULES)}"
-        )
+    if wanted is None:
+        return
+    per_stage = args.num_layers // args.pipeline_model_parallel_size
+    most = per_stage // (args.virtual_pipeline_model_parallel_size or 1)
+    if not 0 < wanted <= most:
+        yield f"--recompute-num-layers {wanted} must lie in [1, {most}], the layers of a stage"

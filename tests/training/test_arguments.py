@@ -1,13 +1,15 @@
-"""The command line against Megatron-LM's parser, and refusals in one line."""
+"""The command line against Megatron-LM's parser, and refusals in one line for each reason."""
 
 import json
 import re
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_cp.training import known_flags
-from megatron_cp.training.arguments import build_parser, parse_arguments
+from megatron_cp.training.arguments import build_parser, judge_arguments, parse_arguments
 from megatron_cp.training.flags import _layers
 from tests.training.commands import DATA, MODEL, SMALL_RUN, STEPS
 
@@ -29,13 +31,19 @@ def parse(*flags: str, world_size: int = 1, rank: int = 0):
     return parse_arguments(flags, {"WORLD_SIZE": str(world_size), "RANK": str(rank)})
 
 
-def refusal(capsys, *flags: str, world_size: int = 1, rank: int = 0) -> str:
+def refusals(capsys, *flags: str, world_size: int = 1, rank: int = 0) -> list[str]:
     with pytest.raises(SystemExit) as stop:
         parse(*flags, world_size=world_size, rank=rank)
     assert stop.value.code == 2
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1, "a refusal is one line"
-    return lines[0].removeprefix("pretrain_gpt.py: error: ")
+    assert all(line.startswith("pretrain_gpt.py: error: ") for line in lines)
+    return [line.removeprefix("pretrain_gpt.py: error: ") for line in lines]
+
+
+def refusal(capsys, *flags: str, world_size: int = 1, rank: int = 0) -> str:
+    lines = refusals(capsys, *flags, world_size=world_size, rank=rank)
+    assert len(lines) == 1, "one fault is one line"
+    return lines[0]
 
 
 @pytest.mark.parametrize("flag", sorted(MEGATRON))
@@ -73,17 +81,37 @@ def test_flags_that_change_nothing_are_noted_and_their_values_taken():
     ]
 
 
+def test_a_noted_flag_takes_its_values_and_no_word_more(capsys):
+    groups = ["--high-priority-stream-groups", "tp", "dp"]
+    assert len(parse(*SMALL_RUN, *groups, "--logging-level", "40").notes) == 2
+    assert "'stray'" in refusal(capsys, *SMALL_RUN, "--async-save", "stray")
+    assert "expects 1 value" in refusal(capsys, *SMALL_RUN, "--logging-level", "--async-save")
+
+
+def test_only_flags_of_megatron_are_noted_and_none_that_is_served_too():
+    served = {name for action in build_parser()._actions for name in action.option_strings}
+    names = set(known_flags.NOTED)
+    assert not names & served
+    assert {name.removeprefix("--") for name in names} <= known_flags.MEGATRON_NAMES
+
+
+def test_an_old_switch_against_positions_changes_nothing_with_rotary_ones(capsys):
+    assert parse(*SMALL_RUN, "--no-position-embedding").position_embedding_type == "rope"
+    learned = ["--position-embedding-type", "learned_absolute"]
+    line = refusal(capsys, *SMALL_RUN, *learned, "--no-position-embedding")
+    assert "--position-embedding-type none" in line
+
+
 @pytest.mark.parametrize(
     ("flags", "name", "advice"),
     [
         (["--num-experts", "8"], "--num-experts", "gpt_layer_spec"),
         (["--moe-router-topk", "2"], "--moe-router-topk", "gpt_layer_spec"),
         (["--multi-latent-attention"], "--multi-latent-attention", "gpt_layer_spec"),
-        (["--fp16"], "--fp16", "--bf16"),
+        (["--fp16"], "--fp16", "loss scaling"),
         (["--fp8-param-gather"], "--fp8-param-gather", "16 bits"),
         (["--cp-comm-type", "p2p"], "--cp-comm-type", "--cp-planner"),
-        (["--rampup-batch-size", "1", "1", "1"], "--rampup-batch-size", "--global-batch-size"),
-        (["--async-save"], "--async-save", "drop"),
+        (["--rampup-batch-size", "1", "1", "1"], "--rampup-batch-size", "constant"),
         (["--vocab-file=v.json"], "--vocab-file", "HuggingFaceTokenizer"),
         (["--use-megatron-fsdp"], "--use-megatron-fsdp", "--use-distributed-optimizer"),
     ],
@@ -152,6 +180,7 @@ BAD = [
     (["stray"], "stray"),
     (["--cp-backend", "magic"], "--cp-backend"),
     (["--grad-reduce-in-bf16"], "--bf16"),
+    (["--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te"], "impl native"),
     (["--fp8-format", "hybrid"], "fp8='hybrid' computes linear layers in Transformer Engine"),
     *(
         ([flag, value], f"{flag} {value}")
@@ -192,6 +221,84 @@ def test_a_missing_required_flag_is_named(capsys, missing: str):
     flags = [*MODEL, *DATA, *STEPS]
     place = flags.index(missing)
     assert missing in refusal(capsys, *flags[:place], *flags[place + 2 :])
+
+
+# Faults that do not follow from one another, and what the line about each begins with.
+FAULTS = {
+    ("--num-experts", "8"): "--num-experts is an argument of Megatron-LM",
+    ("--fp16",): "--fp16 is an argument of Megatron-LM",
+    ("--context-paralel-size", "2"): "--context-paralel-size is unknown",
+    ("--lr", "nothing"): "argument --lr: invalid float value: 'nothing'",
+    ("--cp-backend", "magic"): "argument --cp-backend: invalid choice: 'magic'",
+    ("--attention-dropout", "0.1"): "--attention-dropout 0.1 is not served",
+    ("--clip-grad", "-1"): "--clip-grad -1.0 must be finite",
+    ("--num-query-groups", "3"): "--num-attention-heads 4 must be a multiple of --num-query-groups",
+    ("--max-position-embeddings", "16"): "--max-position-embeddings 16 must be at least",
+    ("--recompute-modules", "all"): "--recompute-modules all must be one of",
+    ("--train-samples", "10"): "give exactly one of --train-iters",
+    ("--save-interval", "2"): "--save-interval needs --save",
+    ("--spec", "os"): "--spec os must be",
+    ("--weight-decay-incr-style", "linear"): "--weight-decay-incr-style linear needs",
+    ("--wandb-exp-name", ""): "--wandb-exp-name is empty",
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sets(st.sampled_from(sorted(FAULTS)), min_size=1))
+def test_every_reason_is_one_line_and_none_hides_another(chosen):
+    words = [word for flags in chosen for word in flags]
+    _, reasons = judge_arguments([*SMALL_RUN, *words], {})
+    assert reasons == sorted(reasons)
+    assert len(reasons) == len(chosen)
+    for flags in chosen:
+        assert sum(reason.startswith(FAULTS[flags]) for reason in reasons) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--num-layers", "x", "--window-attn-skip-freq", "[1]"], "--num-layers"),
+        (["--hidden-size", "-8"], "--hidden-size"),
+        (["--tensor-model-parallel-size", "0"], "--tensor-model-parallel-size"),
+        (["--micro-batch-size", "x"], "--micro-batch-size"),
+        (["--seq-length", "1", "--max-position-embeddings", "1"], "--seq-length"),
+        (["--optimizer", "muon"], "--optimizer"),
+        (["--pipeline-model-parallel-layout", "Et|tL", "--num-layers", "3"], "-layout"),
+    ],
+)
+def test_what_only_follows_from_a_reason_is_left_out(capsys, flags: list[str], named: str):
+    assert named in refusal(capsys, *SMALL_RUN, *flags)
+
+
+def test_a_misspelt_flag_is_not_reported_as_missing_too(capsys):
+    flags = [*MODEL, *DATA, *STEPS]
+    flags[flags.index("--lr")] = "--lrr"
+    assert "--lrr is unknown" in refusal(capsys, *flags)
+
+
+def test_an_empty_command_line_names_everything_that_has_no_default(capsys):
+    lines = refusals(capsys)
+    for flag in ("--num-layers", "--hidden-size", "--seq-length", "--micro-batch-size", "--lr"):
+        assert f"{flag} is missing; it has no default" in lines
+
+
+def test_all_reasons_are_printed_in_one_write(monkeypatch):
+    writes = []
+    monkeypatch.setattr("sys.stderr.write", writes.append)
+    with pytest.raises(SystemExit):
+        parse(*SMALL_RUN, "--fp16", "--profile", "--lr", "-1")
+    assert [text.count("\n") for text in writes] == [3]
+
+
+def test_judging_opens_no_file(monkeypatch):
+    def refuse_to_open(*args, **kwargs):
+        raise AssertionError(f"opened {args[0]}")
+
+    parse(*SMALL_RUN)  # imports are done
+    monkeypatch.setattr("builtins.open", refuse_to_open)
+    monkeypatch.setattr("io.open", refuse_to_open)
+    flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "/nowhere/t.json"]
+    assert parse(*SMALL_RUN, *flags, "--load", "/nowhere", "--save", "/nowhere").save == "/nowhere"
 
 
 def test_virtual_stages_need_a_pipeline_and_enough_micro_batches(capsys):
@@ -238,15 +345,16 @@ def test_leaving_a_flag_out_is_advised_only_where_no_result_depends_on_it():
     """Layouts, graphs, overlap, files and clocks; never a model, its data or its optimizer."""
     advised = {
         name
-        for name in known_flags._MEGATRON_NAMES
+        for name in known_flags.MEGATRON_NAMES
         if "leave it out" in (known_flags.refusal(name) or "")
     }
     harmless = re.compile(
-        r"(hierarchical|hybrid)-context-parallel|max-seqlen-per-dp-cp-rank|async-save|tp-comm-|(enable-)?cuda-graph"
-        r"|profile|log-timers-to-tensorboard"
+        r"(hierarchical|hybrid)-context-parallel|max-seqlen-per-dp-cp-rank|tp-comm-|(enable-)?cuda-graph"
+        r"|profile|(use-)?pytorch-profiler|nvtx-ranges|check-weight-hash|verify-integrity|test-mode"
+        r"|memory-snapshot-path|record-memory-history"
     )
     assert advised and all(harmless.match(name) for name in advised)
-    texts = [known_flags.refusal(name) for name in known_flags._MEGATRON_NAMES]
+    texts = [known_flags.refusal(name) for name in known_flags.MEGATRON_NAMES]
     assert not [text for text in texts if "drop the flag" in text]
     for name in (
         "openai-gelu",

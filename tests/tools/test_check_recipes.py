@@ -1,0 +1,76 @@
+"""Which launch commands are accepted: verdicts, the table of blockers, and bad input."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.training.commands import DATA, MODEL, SMALL_RUN, STEPS
+from tools import check_recipes
+
+WITHOUT_DROPOUT_FLAG = [w for w in MODEL if w not in ("--attention-dropout",)]
+WITHOUT_DROPOUT_FLAG.remove("0.0")
+RECIPES = [
+    {"name": "plain", "world_size": 1, "argv": SMALL_RUN},
+    {
+        "name": "noted",
+        "world_size": 2,
+        "argv": [*WITHOUT_DROPOUT_FLAG, *DATA, *STEPS, "--use-mcore-models"],
+    },
+    {
+        "name": "refused",
+        "world_size": 2,
+        "argv": [*SMALL_RUN, "--num-experts", "8", "--context-parallel-size", "4"],
+    },
+    {"name": "also refused", "world_size": 1, "argv": [*SMALL_RUN, "--num-experts", "4"]},
+]
+
+
+def write(tmp_path: Path, content: object) -> Path:
+    path = tmp_path / "recipes.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def test_recipes_are_accepted_noted_or_refused_for_every_reason(tmp_path: Path, capsys):
+    assert check_recipes.main([str(write(tmp_path, {"recipes": RECIPES}))]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "plain: accepted"
+    assert lines[1] == "noted: accepted with notes"
+    assert lines[2].startswith("    --use-mcore-models changes nothing here")
+    assert lines[3] == "refused: refused"
+    assert lines[4].startswith("    --num-experts is an argument of Megatron-LM")
+    assert lines[5].startswith("    world size 2 must be a multiple")
+    table = lines.index("recipes  alone  reason")
+    assert lines[table + 1].split()[:3] == ["2", "1", "--num-experts"]
+    assert lines[table + 2].split()[:3] == ["1", "0", "world"]
+    assert lines[-2] == "2 of 4 recipes accepted, 1 of them with notes; 2 refused."
+    assert lines[-1].startswith("1 recipes leave Megatron-LM's attention dropout")
+
+
+def test_another_number_of_ranks_can_be_judged(tmp_path: Path, capsys):
+    path = write(tmp_path, {"recipes": [RECIPES[2]]})
+    check_recipes.main([str(path), "--world-size", "4"])
+    assert "world size" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ("{", "is not JSON"),
+        ([], "must hold"),
+        ({"recipes": []}, "must hold"),
+        ({"recipes": [{"name": "a", "world_size": "1", "argv": []}]}, "recipe 0"),
+        ({"recipes": [RECIPES[0], {"name": "a", "world_size": 0, "argv": []}]}, "recipe 1"),
+        ({"recipes": [{"name": "a", "world_size": 1, "argv": "--lr"}]}, "recipe 0"),
+        (None, "No such file"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(tmp_path: Path, capsys, content, named: str):
+    path = tmp_path / "missing.json" if content is None else write(tmp_path, content)
+    with pytest.raises(SystemExit) as stop:
+        check_recipes.main([str(path)])
+    assert stop.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("check_recipes.py: error: ")
+    assert named in line
