@@ -64,10 +64,12 @@ def rule_from_arguments(args: Namespace, tokenizer: Any = None) -> DocumentRule:
     """Returns the rule that Megatron-LM's parsed arguments mean.
 
     `tokenizer` is asked for its end-of-document token where nothing else tells documents. Raises ValueError
-    where documents are asked for and that token cannot be seen in a batch.
+    where documents are asked for and that token cannot be seen in a batch, NotImplementedError where stages of
+    Megatron-LM would disagree about the shape of a batch.
     """
     for name in ("sft", "dataloader_inter_document_masking"):
         if getattr(args, name, False):
+            _check_stages_see_one_stream(args, name)
             return DocumentRule("cu_seqlens", f"--{name.replace('_', '-')}")
     if not getattr(args, "reset_attention_mask", False):
         return DocumentRule("none")
@@ -77,6 +79,20 @@ def rule_from_arguments(args: Namespace, tokenizer: Any = None) -> DocumentRule:
     if getattr(args, "create_attention_mask_in_dataloader", True):
         return DocumentRule("mask", asked_by)
     return DocumentRule("eod", asked_by, _visible_eod(args, tokenizer))
+
+
+def _check_stages_see_one_stream(args: Namespace, name: str) -> None:
+    """Refuses samples that Megatron-LM joins to one stream, between stages that expect them side by side."""
+    size, stages = (
+        getattr(args, key, None) or 1
+        for key in ("micro_batch_size", "pipeline_model_parallel_size")
+    )
+    if size > 1 and stages > 1:
+        raise NotImplementedError(
+            f"--{name.replace('_', '-')} with --micro-batch-size {size} and {stages} pipeline stages: Megatron-LM "
+            "joins the samples to one sequence, and later stages receive them side by side; give --micro-batch-size 1 "
+            "and the same --global-batch-size"
+        )
 
 
 def _visible_eod(args: Namespace, tokenizer: Any) -> int:
@@ -122,6 +138,14 @@ def find_documents(batch: Mapping[str, Any], rule: DocumentRule) -> tuple[int, .
         mask = batch.get("attention_mask")
         lengths = None if mask is None else lengths_from_dense_mask(mask)
         return lengths if mask is not None and len(lengths or ()) > mask.shape[0] else None
+    return _lengths(find_starts(batch, rule))
+
+
+def find_starts(batch: Mapping[str, Any], rule: DocumentRule) -> Tensor:
+    """Returns bool `[b, S]`, the first tokens of documents, where the rule names positions, a mask or a token.
+
+    Raises ValueError where the batch lacks what the rule names.
+    """
     names = {"positions": "position_ids", "mask": "attention_mask", "eod": "tokens"}
     values = batch.get(names[rule.source])
     if values is None:
@@ -130,10 +154,10 @@ def find_documents(batch: Mapping[str, Any], rule: DocumentRule) -> tuple[int, .
             "know them: train through Megatron-LM's get_batch_on_this_tp_rank and get_batch_on_this_cp_rank"
         )
     if rule.source == "positions":
-        return _lengths(starts_from_positions(values))
+        return starts_from_positions(values)
     if rule.source == "mask":
-        return lengths_from_dense_mask(values)
-    return _lengths(starts_from_eod(values, rule.eod))
+        return starts_from_dense_mask(values)
+    return starts_from_eod(values, rule.eod)
 
 
 def starts_from_positions(position_ids: Tensor) -> Tensor:
@@ -160,7 +184,12 @@ def starts_from_eod(tokens: Tensor, eod: int | None) -> Tensor:
 
 
 def lengths_from_dense_mask(attention_mask: Tensor) -> tuple[int, ...]:
-    """Returns the lengths of the documents in a dense mask, bool `[b, 1, S, S]` (True = hidden).
+    """Returns the lengths of the documents in a dense mask, bool `[b, 1, S, S]` (True = hidden)."""
+    return _lengths(starts_from_dense_mask(attention_mask))
+
+
+def starts_from_dense_mask(attention_mask: Tensor) -> Tensor:
+    """Returns bool `[b, S]`: the tokens that see none before them.
 
     Raises NotImplementedError if the mask is anything but causal documents one after the other.
     """
@@ -178,7 +207,7 @@ def lengths_from_dense_mask(attention_mask: Tensor) -> tuple[int, ...]:
             "other; a dense mask of another kind is not served, and never ignored; give the mask as a plan "
             "(megatron_cp.mcore.context_parallel_params) in packed_seq_params"
         )
-    return _lengths(starts)
+    return starts
 
 
 def _from_cu_seqlens(batch: Mapping[str, Any], rule: DocumentRule) -> tuple[int, ...]:

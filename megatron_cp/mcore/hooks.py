@@ -35,14 +35,15 @@ from torch import Tensor
 from megatron_cp.mcore import compat, layers, program
 from megatron_cp.mcore.attention import ContextParallelAttention
 from megatron_cp.mcore.batch import ContextParallelParams
-from megatron_cp.mcore.cut import PARAMS, Lengths, cut_batch, params_of_batch, params_of_documents
-from megatron_cp.mcore.documents import (
-    DocumentRule,
-    current_rule,
-    find_documents,
-    starts_from_eod,
-    starts_from_positions,
+from megatron_cp.mcore.cut import (
+    PARAMS,
+    SEQUENCE_KEYS,
+    Lengths,
+    cut_batch,
+    params_of_batch,
+    params_of_documents,
 )
+from megatron_cp.mcore.documents import DocumentRule, current_rule, find_documents, find_starts
 from megatron_cp.mcore.hook_points import HOOK_POINTS, TESTED, HookPoint, dotted, mismatch
 from megatron_cp.mcore.rope import install_position_rotary
 
@@ -143,7 +144,7 @@ def _tell_documents(plain: Callable[..., Any]) -> Callable[..., Any]:
 
     def get_batch_on_this_tp_rank(source: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         rule = current_rule()
-        if not layers.is_known() or rule.source not in ("positions", "eod"):
+        if not layers.is_known() or rule.source not in ("positions", "mask", "eod"):
             return plain(source, *args, **kwargs)
         if source is None or isinstance(source, dict):
             whole = dict(source or {})
@@ -186,10 +187,7 @@ def _lengths_on_tensor_ranks(whole: dict[str, Any], rule: DocumentRule) -> Lengt
     assert args is not None
     starts: Tensor
     if group.rank() == 0:
-        if rule.source == "positions":
-            starts = starts_from_positions(whole["position_ids"])
-        else:
-            starts = starts_from_eod(whole["tokens"], rule.eod)
+        starts = find_starts(whole, rule)
         starts = starts.to(device=torch.cuda.current_device(), dtype=torch.uint8).contiguous()
     else:
         shape = (args.micro_batch_size, args.seq_length)
@@ -207,9 +205,8 @@ def _load_on_every_stage(plain: Callable[..., Any]) -> Callable[..., Any]:
     def is_first_or_last_pipeline_stage(*args: Any, **kwargs: Any) -> Any:
         rule = current_rule()
         # Where middle stages get cu_seqlens by themselves, GPTModel.forward takes them from there.
-        is_told = rule.source == "cu_seqlens" and not hasattr(
-            utils, "get_thd_batch_on_this_cp_rank"
-        )
+        is_newer = not hasattr(utils, "get_thd_batch_on_this_cp_rank")
+        is_told = rule.source == "cu_seqlens" and is_newer
         if layers.is_known() and rule.asks_for_documents and not is_told:
             return True
         return plain(*args, **kwargs)
@@ -227,6 +224,10 @@ def _cut_by_plan(plain: Callable[..., Any]) -> Callable[..., Any]:
     def get_batch_on_this_cp_rank(batch: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if not layers.is_known():
             return plain(batch, *args, **kwargs)
+        if all(batch.get(key) is None for key in SEQUENCE_KEYS):
+            return (
+                batch  # a middle stage that is given cu_seqlens alone: GPTModel.forward takes them
+            )
         rule = current_rule()
         lengths = batch.pop(_DOCUMENTS, None) or find_documents(batch, rule)
         if lengths is None:

@@ -185,6 +185,7 @@ def _tensor_ranks(rank, world_size, newer: bool, **flags):
         tokens = torch.tensor([[1, 5, 2, 2, 5, 5, 1, 1], [3, 3, 3, 3, 3, 3, 3, 5]])
         positions = torch.tensor([[0, 1, 0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 4, 5, 6, 7]])
         loaded = {"tokens": tokens, "position_ids": positions, "labels": tokens}
+        loaded["attention_mask"] = torch.cat([dense_mask((2, 3, 1, 2)), dense_mask((8,))])
 
         def old(data_iterator, mtp_on_this_rank=False):
             batch = dict(next(data_iterator)) if rank == 0 else {"labels": tokens}
@@ -222,6 +223,7 @@ def _tensor_ranks(rank, world_size, newer: bool, **flags):
     "flags",
     [
         {"reset_attention_mask": True, "reset_position_ids": True},
+        {"reset_attention_mask": True},
         {"reset_attention_mask": True, "create_attention_mask_in_dataloader": False},
     ],
 )
