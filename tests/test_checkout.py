@@ -23,6 +23,7 @@ OLD = {
     ),
     "megatron/core/models/gpt/gpt_model.py": (
         "class GPTModel:\n"
+        "    def __init__(self, config, transformer_layer_spec, vocab_size): ...\n"
         "    def forward(self, input_ids, position_ids, attention_mask, labels=None, *, packed_seq_params=None): ...\n"
     ),
     "gpt_builders.py": "spec = import_module(args.spec)\n",

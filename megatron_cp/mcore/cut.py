@@ -26,6 +26,7 @@ from megatron_cp.plan.placement import chunk_layout
 Lengths = tuple[int, ...]
 
 SEQUENCE_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
+_WHOLE_KEYS = {"attention_mask", "cu_seqlens", "cu_seqlens_padded", "max_seqlen"}
 PARAMS = "_megatron_cp_params"
 """Attribute of the cut tensors: the parameters that go with them into the model."""
 
@@ -41,13 +42,13 @@ def cut_batch(batch: dict[str, Any], lengths: Lengths, group: Any) -> ContextPar
     num_samples, device = whole.shape[0], whole.device
     params = params_of_documents(lengths, num_samples, device, group)
     rows = torch.from_numpy(_rows_of(params, group)).to(device)
-    for key in SEQUENCE_KEYS:
-        if batch.get(key) is not None:
-            batch[key] = batch[key].reshape(-1)[rows].view(num_samples, -1)
+    for key in _WHOLE_KEYS & batch.keys():
+        batch[key] = None
+    for key, value in batch.items():
+        # Whatever has a value for each token goes with the tokens, as in Megatron's own cut.
+        if isinstance(value, torch.Tensor) and value.shape[:2] == whole.shape[:2]:
+            batch[key] = value.flatten(0, 1)[rows].unflatten(0, (num_samples, -1))
             setattr(batch[key], PARAMS, params)
-    for key in ("attention_mask", "cu_seqlens", "cu_seqlens_padded", "max_seqlen"):
-        if key in batch:
-            batch[key] = None
     layers.expect(params)
     return params
 

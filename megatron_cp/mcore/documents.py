@@ -69,10 +69,12 @@ def rule_from_arguments(args: Namespace, tokenizer: Any = None) -> DocumentRule:
     """
     for name in ("sft", "dataloader_inter_document_masking"):
         if getattr(args, name, False):
+            _check_overlap(args)
             _check_stages_see_one_stream(args, name)
             return DocumentRule("cu_seqlens", f"--{name.replace('_', '-')}")
     if not getattr(args, "reset_attention_mask", False):
         return DocumentRule("none")
+    _check_overlap(args)
     asked_by = "--reset-attention-mask"
     if getattr(args, "reset_position_ids", False):
         return DocumentRule("positions", f"{asked_by} --reset-position-ids")
@@ -92,6 +94,22 @@ def _check_stages_see_one_stream(args: Namespace, name: str) -> None:
             f"--{name.replace('_', '-')} with --micro-batch-size {size} and {stages} pipeline stages: Megatron-LM "
             "joins the samples to one sequence, and later stages receive them side by side; give --micro-batch-size 1 "
             "and the same --global-batch-size"
+        )
+    has_middle = stages > 2 or getattr(args, "virtual_pipeline_model_parallel_size", None)
+    if name == "dataloader_inter_document_masking" and has_middle:
+        raise NotImplementedError(
+            f"--dataloader-inter-document-masking with {stages} pipeline stages: Megatron-LM loads no batch for the "
+            "stages between the first and the last, which need its lengths; where every document ends with its end "
+            "token, --reset-attention-mask --reset-position-ids hides the same documents on any number of stages"
+        )
+
+
+def _check_overlap(args: Namespace) -> None:
+    """Refuses a schedule of Megatron-LM that calls the model without packed_seq_params."""
+    if getattr(args, "overlap_moe_expert_parallel_comm", False):
+        raise NotImplementedError(
+            "--overlap-moe-expert-parallel-comm with documents: Megatron-LM's schedule for it gives the layers no "
+            "plan; leave it out: results stay the same"
         )
 
 

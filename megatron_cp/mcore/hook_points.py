@@ -61,6 +61,12 @@ HOOK_POINTS = (
         ("model",),
     ),
     HookPoint(
+        "GPTModel.__init__",
+        ("megatron/core/models/gpt/gpt_model.py",),
+        ("config", "transformer_layer_spec"),
+        ("self",),
+    ),
+    HookPoint(
         "GPTModel.forward",
         ("megatron/core/models/gpt/gpt_model.py",),
         ("input_ids", "position_ids", "attention_mask", "labels", "packed_seq_params"),

@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -32,24 +32,19 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import schedules  # noqa: F401  its loss function gets a hook
 from torch import Tensor
 
-from megatron_cp.mcore import compat, layers, program
-from megatron_cp.mcore.attention import ContextParallelAttention
-from megatron_cp.mcore.batch import ContextParallelParams
+from megatron_cp.mcore import compat, layers, model_hooks, program
 from megatron_cp.mcore.cut import (
-    PARAMS,
     SEQUENCE_KEYS,
     Lengths,
     cut_batch,
     params_of_batch,
-    params_of_documents,
 )
 from megatron_cp.mcore.documents import DocumentRule, current_rule, find_documents, find_starts
 from megatron_cp.mcore.hook_points import HOOK_POINTS, TESTED, HookPoint, dotted, mismatch
-from megatron_cp.mcore.rope import install_position_rotary
+from megatron_cp.mcore.model_hooks import MARK
 
 _DOCUMENTS = "megatron_cp_documents"  # key of the lengths in a batch, between the two hooks
-_MARK = "_megatron_cp_hook"
-_MODEL_INPUTS = ("input_ids", "position_ids", "labels", "loss_mask")
+_NOT_FOUND = 255
 
 _said: set[str] = set()
 
@@ -63,14 +58,14 @@ def install(**plan_wishes: Any) -> None:
         "get_batch_on_this_cp_rank": _cut_by_plan,
         "get_thd_batch_on_this_cp_rank": _cut_thd_by_plan,
         "is_first_or_last_pipeline_stage": _load_on_every_stage,
-        "forward_step_calc_loss": _normalise_over_context,
+        "forward_step_calc_loss": model_hooks.normalise_over_context,
     }
     for name, wrap in replacements.items():
         _replace_everywhere(name, wrap)
-    if not hasattr(GPTModel.__init__, _MARK):
-        GPTModel.__init__ = _marked(_register_stage)(GPTModel.__init__)
-    if not hasattr(GPTModel.forward, _MARK):
-        GPTModel.forward = _marked(_give_plan_to_layers)(GPTModel.forward)
+    if not hasattr(GPTModel.__init__, MARK):
+        GPTModel.__init__ = _marked(model_hooks.register_stage)(GPTModel.__init__)
+    if not hasattr(GPTModel.forward, MARK):
+        GPTModel.forward = _marked(model_hooks.give_plan_to_layers)(GPTModel.forward)
 
 
 def check_hook_points() -> None:
@@ -92,17 +87,18 @@ def check_hook_points() -> None:
 
 
 def _function(point: HookPoint) -> Any:
-    """Returns the function, if a module that defines it is loaded; GPTModel.forward as Megatron wrote it.
+    """Returns the function as Megatron wrote it, if a module that defines it is loaded.
 
     Raises ImportError where a loaded module of Megatron-Core should define it and does not.
     """
-    if point.name == "GPTModel.forward":
-        return getattr(GPTModel.forward, _MARK, GPTModel.forward)
+    if point.name.startswith("GPTModel."):
+        method = getattr(GPTModel, point.name.removeprefix("GPTModel."))
+        return getattr(method, MARK, method)
     names = sorted({file.removesuffix(".py").replace("/", ".") for file in point.files})
     loaded = [sys.modules[name] for name in names if name in sys.modules]
     found = [getattr(module, point.name) for module in loaded if hasattr(module, point.name)]
     if found:
-        return getattr(found[0], _MARK, found[0])
+        return getattr(found[0], MARK, found[0])
     if point.is_needed and len(loaded) == len(names):
         raise ImportError(
             f"megatron-core {dotted(compat.megatron_version())} has no {point.name} in {' or '.join(names)}; "
@@ -114,7 +110,7 @@ def _function(point: HookPoint) -> Any:
 def _marked(wrap: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(plain: Callable[..., Any]) -> Callable[..., Any]:
         hook = functools.wraps(plain)(wrap(plain))
-        setattr(hook, _MARK, plain)
+        setattr(hook, MARK, plain)
         return hook
 
     return wrapped
@@ -125,7 +121,7 @@ def _replace_everywhere(name: str, wrap: Callable[..., Any]) -> None:
     hook_of: dict[Any, Any] = {}
     for module in list(sys.modules.values()):
         plain = getattr(module, "__dict__", {}).get(name)
-        if not inspect.isfunction(plain) or not _is_megatrons(plain) or hasattr(plain, _MARK):
+        if not inspect.isfunction(plain) or not _is_megatrons(plain) or hasattr(plain, MARK):
             continue
         if plain not in hook_of:
             hook_of[plain] = _marked(wrap)(plain)
@@ -186,14 +182,23 @@ def _lengths_on_tensor_ranks(whole: dict[str, Any], rule: DocumentRule) -> Lengt
     args = program.arguments()
     assert args is not None
     starts: Tensor
+    shape, device = (args.micro_batch_size, args.seq_length), torch.cuda.current_device()
+    starts = torch.full(shape, _NOT_FOUND, dtype=torch.uint8, device=device)
+    problem: Exception | None = None
     if group.rank() == 0:
-        starts = find_starts(whole, rule)
-        starts = starts.to(device=torch.cuda.current_device(), dtype=torch.uint8).contiguous()
-    else:
-        shape = (args.micro_batch_size, args.seq_length)
-        starts = torch.zeros(shape, dtype=torch.uint8, device=torch.cuda.current_device())
+        try:
+            starts = find_starts(whole, rule).to(device=device, dtype=torch.uint8).contiguous()
+        except (ValueError, NotImplementedError) as error:
+            problem = (
+                error  # raised when the other ranks have been told: they wait for the broadcast
+            )
     if group.size() > 1:
         dist.broadcast(starts, parallel_state.get_tensor_model_parallel_src_rank(), group=group)
+    if int(starts[0, 0]) == _NOT_FOUND:
+        raise problem or ValueError(
+            f"{rule.asked_by} asks for documents, and the first tensor rank found none in the batch that it "
+            "loaded; its own message says why"
+        )
     places = starts.flatten().nonzero().flatten().tolist()
     ends = [*places[1:], starts.numel()]
     return tuple(end - start for start, end in zip(places, ends, strict=True))
@@ -262,131 +267,6 @@ def _cut_thd_by_plan(plain: Callable[..., Any]) -> Callable[..., Any]:
         return batch, params
 
     return get_thd_batch_on_this_cp_rank
-
-
-# --- the model
-
-
-def _register_stage(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `GPTModel.__init__(config, transformer_layer_spec, ...)`: a stage may be without layers."""
-
-    def __init__(  # noqa: N807  the name of what it stands for
-        self: Any, config: Any, transformer_layer_spec: Any, *args: Any, **kwargs: Any
-    ) -> None:
-        plain(self, config, transformer_layer_spec, *args, **kwargs)
-        if layers.has_our_attention(transformer_layer_spec):
-            layers.register_stage(config)
-
-    return __init__
-
-
-def _give_plan_to_layers(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `GPTModel.forward`: the plan that came with the tensors goes into packed_seq_params."""
-    signature = inspect.signature(plain)
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        call = signature.bind(self, *args, **kwargs)
-        inputs = call.arguments
-        params = _attached(inputs.get(name) for name in _MODEL_INPUTS)
-        given = inputs.get("packed_seq_params")
-        if params is None and _is_middle_stage(inputs) and current_rule().source == "cu_seqlens":
-            params = _params_of_middle_stage(given)
-        if params is None and isinstance(given, ContextParallelParams):
-            params = given
-        if params is None:
-            return plain(self, *args, **kwargs)
-        _check_model(self)
-        _check_samples(self.config, params.num_samples)
-        inputs["packed_seq_params"], inputs["attention_mask"] = params, None
-        return plain(*call.args, **call.kwargs)
-
-    return forward
-
-
-def _check_samples(config: Any, num_samples: int) -> None:
-    """Refuses what would take the columns of the batch for samples: they are pieces of one stream."""
-    if num_samples == 1:
-        return
-    kinds = getattr(config, "moe_router_load_balancing_type", None)
-    if getattr(config, "num_moe_experts", None) and "seq_aux_loss" in str(kinds):
-        raise NotImplementedError(
-            f"{num_samples} samples of documents in a micro-batch with moe_router_load_balancing_type={kinds!r}, which "
-            "balances each sample; give --micro-batch-size 1 and the same --global-batch-size"
-        )
-    if getattr(config, "apply_rope_fusion", False):
-        raise NotImplementedError(
-            f"{num_samples} samples of documents in a micro-batch with fused RoPE, which knows one table of angles for "
-            "all of them; give --no-rope-fusion (the same values, unfused)"
-        )
-
-
-def _attached(tensors: Iterable[Any]) -> ContextParallelParams | None:
-    found = (getattr(tensor, PARAMS, None) for tensor in tensors)
-    return next((params for params in found if params is not None), None)
-
-
-def _is_middle_stage(inputs: dict[str, Any]) -> bool:
-    return all(inputs.get(name) is None for name in _MODEL_INPUTS)
-
-
-def _params_of_middle_stage(given: Any) -> ContextParallelParams | None:
-    """Returns what the outer stages have made of the same cu_seqlens: plans are the same everywhere."""
-    if given is None or not layers.is_known():
-        return None
-    ends = (
-        given.cu_seqlens_q_padded if given.cu_seqlens_q_padded is not None else given.cu_seqlens_q
-    )
-    lengths = find_documents({"cu_seqlens": ends}, current_rule())
-    assert lengths is not None
-    group = parallel_state.get_context_parallel_group()
-    return params_of_documents(lengths, 1, ends.device, group)
-
-
-def _check_model(model: Any) -> None:
-    """Makes the model's RoPE follow the rows, and refuses layers that would not; looks once at each model."""
-    if getattr(model, _MARK, False):
-        return
-    for name, module in model.named_modules():
-        core = getattr(module, "core_attention", None)
-        if isinstance(core, torch.nn.Module) and not isinstance(core, ContextParallelAttention):
-            raise NotImplementedError(
-                f"{name}.core_attention is {type(core).__name__}, which does not follow the plan that the batch was "
-                "cut by; build every layer with the spec: --spec megatron_cp.mcore.spec gpt_layer_spec"
-            )
-    install_position_rotary(model)
-    setattr(model, _MARK, True)
-
-
-def _normalise_over_context(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `forward_step_calc_loss(model, output, loss_func, config, ...)` of Megatron's schedules.
-
-    Without --calculate-per-token-loss it divides the loss of a rank by the tokens of that rank: tokens would
-    weigh by where they were dispatched.
-    """
-
-    def forward_step_calc_loss(
-        model: Any, output: Any, loss_func: Any, config: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        is_ours = layers.is_known() and config.context_parallel_size > 1
-        if is_ours and loss_func is not None and not config.calculate_per_token_loss:
-            loss_func = functools.partial(_loss_over_context, loss_func)
-        return plain(model, output, loss_func, config, *args, **kwargs)
-
-    return forward_step_calc_loss
-
-
-def _loss_over_context(loss_func: Callable[..., Any], output: Any, **kwargs: Any) -> Any:
-    """Returns (loss sum / tokens of the context group, report) where a loss function gave (sum, count, report).
-
-    Collective over the context group.
-    """
-    result = loss_func(output, **kwargs)
-    if not isinstance(result, tuple) or len(result) != 3:
-        return result
-    loss_sum, count, report = result
-    count = count.clone()
-    dist.all_reduce(count, group=parallel_state.get_context_parallel_group())
-    return loss_sum / count.clamp(min=1), report
 
 
 def _planner_of(batch: dict[str, Any]) -> str:

@@ -151,3 +151,21 @@ def test_samples_joined_to_one_sequence_are_refused_between_pipeline_stages():
         rule_from_arguments(args)
     args.pipeline_model_parallel_size = 1
     assert rule_from_arguments(args).source == "cu_seqlens"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"pipeline_model_parallel_size": 3}, "loads no batch for the stages between"),
+        (
+            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+            "loads no batch for the stages between",
+        ),
+        ({"overlap_moe_expert_parallel_comm": True}, "gives the layers no plan"),
+    ],
+)
+def test_programs_whose_layers_would_get_no_plan_are_refused(flags, message):
+    asks = {"dataloader_inter_document_masking": True}
+    with pytest.raises(NotImplementedError, match=message):
+        rule_from_arguments(Namespace(**asks, **flags))
+    assert rule_from_arguments(Namespace(**flags)).source == "none"

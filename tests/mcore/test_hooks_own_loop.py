@@ -59,3 +59,53 @@ def _losses(rank, world_size):
 def test_copies_of_a_cut_batch_are_refused_unless_its_parameters_come_along(cp):
     for found, again in run_on_ranks(cp, _losses):
         np.testing.assert_array_equal(found, again)
+
+
+def _cut_with_more(rank, world_size):
+    """A batch with a tensor of the user's own for each token, and what became of it."""
+    with stock_program(reset_attention_mask=True), parallel_state(Case(cp=world_size)) as groups:
+        from megatron.core import utils
+
+        Trainer(Case(attention="hooked", cp=world_size), groups)
+        tokens = torch.arange(32).view(1, 32)
+        weights = torch.stack([tokens[0], -tokens[0]], dim=-1)[None]
+        batch = {
+            "tokens": tokens, "attention_mask": dense_mask((20, 12)), "weights": weights, "dataset_id": torch.ones(1),
+        }  # fmt: skip
+        more = {"is_hybrid_cp": False} if "is_hybrid_cp" in _parameters(utils) else {}
+        utils.get_batch_on_this_cp_rank(batch, **more)
+        return batch["tokens"][0], batch["weights"][0], batch["dataset_id"]
+
+
+def _parameters(utils) -> list[str]:
+    return list(inspect.signature(utils.get_batch_on_this_cp_rank).parameters)
+
+
+def test_whatever_has_a_value_for_each_token_is_cut_with_the_tokens():
+    for tokens, weights, dataset in run_on_ranks(2, _cut_with_more):
+        assert len(tokens) == 16 and dataset.tolist() == [1.0]
+        assert torch.equal(weights, torch.stack([tokens, -tokens], dim=-1))
+
+
+def _bad_positions(rank, world_size):
+    """What each tensor rank says of a batch whose positions jump, which only the first one sees."""
+    flags = {"reset_attention_mask": True, "reset_position_ids": True}
+    with (
+        stock_program(**flags, seq_length=4, micro_batch_size=1),
+        parallel_state(Case(tp=world_size)) as groups,
+    ):
+        from megatron_cp.mcore import hooks
+
+        Trainer(Case(attention="hooked", tp=world_size), groups)
+        tell = hooks._tell_documents(lambda batch: batch or {})
+        try:
+            tell({"position_ids": torch.tensor([[0, 1, 7, 8]])} if rank == 0 else {})
+        except ValueError as error:
+            return str(error)
+        return "no error"
+
+
+def test_a_batch_without_documents_is_an_error_on_every_tensor_rank():
+    first, second = run_on_ranks(2, _bad_positions)
+    assert "position_ids[0, 2]=7" in first
+    assert "the first tensor rank found none" in second

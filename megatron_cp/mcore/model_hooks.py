@@ -1,0 +1,154 @@
+"""The hooks around Megatron's model and its loss: what goes on with a batch that was cut by a plan.
+
+`hooks.py` installs them, beside those around the functions that make a batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_cp.mcore import layers
+from megatron_cp.mcore.attention import ContextParallelAttention
+from megatron_cp.mcore.batch import ContextParallelParams
+from megatron_cp.mcore.cut import PARAMS, params_of_documents
+from megatron_cp.mcore.documents import current_rule, find_documents
+from megatron_cp.mcore.rope import install_position_rotary
+
+MARK = "_megatron_cp_hook"
+"""Attribute of a hook: the function that it wraps; of a model: that it was looked at."""
+_MODEL_INPUTS = ("input_ids", "position_ids", "labels", "loss_mask")
+
+
+def register_stage(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `GPTModel.__init__(config, transformer_layer_spec, ...)`: a stage may be without layers."""
+
+    def __init__(  # noqa: N807  the name of what it stands for
+        self: Any, config: Any, transformer_layer_spec: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        plain(self, config, transformer_layer_spec, *args, **kwargs)
+        if layers.has_our_attention(transformer_layer_spec):
+            layers.register_stage(config)
+
+    return __init__
+
+
+def give_plan_to_layers(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `GPTModel.forward`: the plan that came with the tensors goes into packed_seq_params."""
+    signature = inspect.signature(plain)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(self, *args, **kwargs)
+        inputs = call.arguments
+        params = _attached(inputs.get(name) for name in _MODEL_INPUTS)
+        given = inputs.get("packed_seq_params")
+        if params is None and _is_middle_stage(inputs) and current_rule().source == "cu_seqlens":
+            params = _params_of_middle_stage(given)
+        if params is None and isinstance(given, ContextParallelParams):
+            params = given
+        if params is None:
+            return plain(self, *args, **kwargs)
+        _check_model(self)
+        _check_samples(self.config, params.num_samples)
+        inputs["packed_seq_params"], inputs["attention_mask"] = params, None
+        return plain(*call.args, **call.kwargs)
+
+    return forward
+
+
+def _check_samples(config: Any, num_samples: int) -> None:
+    """Refuses what would take the columns of the batch for samples: they are pieces of one stream."""
+    if num_samples == 1:
+        return
+    kinds = getattr(config, "moe_router_load_balancing_type", None)
+    if getattr(config, "num_moe_experts", None) and "seq_aux_loss" in str(kinds):
+        raise NotImplementedError(
+            f"{num_samples} samples of documents in a micro-batch with moe_router_load_balancing_type={kinds!r}, which "
+            "balances each sample; give --micro-batch-size 1 and the same --global-batch-size"
+        )
+    if getattr(config, "apply_rope_fusion", False):
+        raise NotImplementedError(
+            f"{num_samples} samples of documents in a micro-batch with fused RoPE, which knows one table of angles for "
+            "all of them; give --no-rope-fusion (the same values, unfused)"
+        )
+
+
+def _attached(tensors: Iterable[Any]) -> ContextParallelParams | None:
+    found = (getattr(tensor, PARAMS, None) for tensor in tensors)
+    return next((params for params in found if params is not None), None)
+
+
+def _is_middle_stage(inputs: dict[str, Any]) -> bool:
+    return all(inputs.get(name) is None for name in _MODEL_INPUTS)
+
+
+def _params_of_middle_stage(given: Any) -> ContextParallelParams | None:
+    """Returns what the outer stages have made of the same cu_seqlens: plans are the same everywhere."""
+    if given is None or not layers.is_known():
+        return None
+    ends = (
+        given.cu_seqlens_q_padded if given.cu_seqlens_q_padded is not None else given.cu_seqlens_q
+    )
+    lengths = find_documents({"cu_seqlens": ends}, current_rule())
+    assert lengths is not None
+    group = parallel_state.get_context_parallel_group()
+    return params_of_documents(lengths, 1, ends.device, group)
+
+
+def _check_model(model: Any) -> None:
+    """Makes the model's RoPE follow the rows, and refuses layers that would not; looks once at each model."""
+    if getattr(model, MARK, False):
+        return
+    for name, module in model.named_modules():
+        core = getattr(module, "core_attention", None)
+        if isinstance(core, torch.nn.Module) and not isinstance(core, ContextParallelAttention):
+            if name.startswith("mtp"):
+                raise NotImplementedError(
+                    "multi-token prediction with documents: Megatron-LM builds its layers with an attention of "
+                    "its own, which does not follow the plan that the batch was cut by; build the model in code "
+                    "with get_gpt_mtp_block_spec(config, gpt_block_spec(config), ...)"
+                )
+            raise NotImplementedError(
+                f"{name}.core_attention is {type(core).__name__}, which does not follow the plan that the batch was "
+                "cut by; build every layer with the spec: --spec megatron_cp.mcore.spec gpt_layer_spec"
+            )
+    install_position_rotary(model)
+    setattr(model, MARK, True)
+
+
+def normalise_over_context(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `forward_step_calc_loss(model, output, loss_func, config, ...)` of Megatron's schedules.
+
+    Without --calculate-per-token-loss it divides the loss of a rank by the tokens of that rank: tokens would
+    weigh by where they were dispatched.
+    """
+
+    def forward_step_calc_loss(
+        model: Any, output: Any, loss_func: Any, config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        is_ours = layers.is_known() and config.context_parallel_size > 1
+        if is_ours and loss_func is not None and not config.calculate_per_token_loss:
+            loss_func = functools.partial(_loss_over_context, loss_func)
+        return plain(model, output, loss_func, config, *args, **kwargs)
+
+    return forward_step_calc_loss
+
+
+def _loss_over_context(loss_func: Callable[..., Any], output: Any, **kwargs: Any) -> Any:
+    """Returns (loss sum / tokens of the context group, report) where a loss function gave (sum, count, report).
+
+    Collective over the context group.
+    """
+    result = loss_func(output, **kwargs)
+    if kwargs.get("non_loss_data") or not isinstance(result, tuple) or len(result) != 3:
+        return result
+    loss_sum, count, report = result
+    count = count.clone()
+    dist.all_reduce(count, group=parallel_state.get_context_parallel_group())
+    return loss_sum / count.clamp(min=1), report
