@@ -16,6 +16,7 @@ _HOME = {
     "ContextParallelParams": "batch",
     "LocalBatch": "batch",
     "local_batch": "batch",
+    "params_of_batch": "cut",
     "make_loss_function": "loss",
     "reduce_report": "loss",
     "install_position_rotary": "rope",
