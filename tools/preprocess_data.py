@@ -34,7 +34,12 @@ from megatron_cp.data.document_set import prefix_lengths_path, write_prefix_leng
 from megatron_cp.data.indexed import token_dtype
 from megatron_cp.data.indexed_writer import IndexedWriter
 from megatron_cp.data.text_files import TextInputs
-from megatron_cp.data.tokenizer import TOKENIZER_TYPES, build_tokenizer, train_byte_level_bpe
+from megatron_cp.data.tokenizer import (
+    TOKENIZER_TYPES,
+    Tokenizer,
+    build_tokenizer,
+    train_byte_level_bpe,
+)
 
 _BATCH = 32  # documents per message to a worker
 
@@ -60,6 +65,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     group = parser.add_argument_group("tokenizer")
     group.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, required=True)
     group.add_argument("--tokenizer-model", help="tokenizer.json or its directory, local")
+    group.add_argument("--vocab-file", help="vocab.json of GPT2BPETokenizer")
+    group.add_argument("--merge-file", help="merges.txt of GPT2BPETokenizer")
     group.add_argument("--append-eod", action="store_true", help="end every document with eod")
     group.add_argument("--train-bpe", type=int, metavar="VOCAB", help="learn a BPE first")
     group.add_argument("--train-bpe-mib", type=int, default=16, help="text to learn it from")
@@ -107,11 +114,20 @@ def _sample(inputs: TextInputs, max_bytes: int) -> Iterator[str]:
         yield from record.values()
 
 
+def _tokenizer(arguments: argparse.Namespace) -> Tokenizer:
+    return build_tokenizer(
+        arguments.tokenizer_type,
+        arguments.tokenizer_model,
+        vocab_file=arguments.vocab_file,
+        merge_file=arguments.merge_file,
+    )
+
+
 class Encoder:
     """Records to token arrays; lives in each worker."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        self.tokenizer = build_tokenizer(arguments.tokenizer_type, arguments.tokenizer_model)
+        self.tokenizer = _tokenizer(arguments)
         self.keys = arguments.json_keys
         self.prefix_key = arguments.prefix_json_key
         self.end = [self.tokenizer.eod] if arguments.append_eod else []
@@ -170,7 +186,7 @@ def encoded(arguments: argparse.Namespace, records: Iterable[dict[str, str]]) ->
 
 def write_corpus(arguments: argparse.Namespace, inputs: TextInputs) -> dict[str, Any]:
     """Writes all files; returns the summary that is also in the manifests."""
-    tokenizer = build_tokenizer(arguments.tokenizer_type, arguments.tokenizer_model)
+    tokenizer = _tokenizer(arguments)
     dtype = token_dtype(tokenizer.vocab_size)
     prefixes = {k: f"{arguments.output_prefix}_{k}_document" for k in arguments.json_keys}
     with ExitStack() as stack:

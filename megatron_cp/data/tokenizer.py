@@ -1,6 +1,6 @@
-"""Text to token ids: a local `tokenizers` file or plain bytes. Never opens a connection.
+"""Text to token ids: a local `tokenizers` file, GPT-2's two files, or plain bytes. Never opens a connection.
 
-Both tokenizers carry what Megatron's datasets ask of one: `eod`, `pad`, `vocab_size`, `tokenize`,
+All tokenizers carry what Megatron's datasets ask of one: `eod`, `pad`, `vocab_size`, `tokenize`,
 `detokenize`, `unique_identifiers`.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-TOKENIZER_TYPES = ("HuggingFaceTokenizer", "ByteLevel")
+TOKENIZER_TYPES = ("HuggingFaceTokenizer", "GPT2BPETokenizer", "ByteLevel")
 _EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|eod|>", "<eod>", "</s>", "<eos>", "[EOS]")
 _PAD_NAMES = ("<|pad|>", "<pad>", "[PAD]", "<|padding|>", "<|finetune_right_pad_id|>")
 
@@ -126,6 +126,62 @@ class HuggingFaceTokenizer:
         return str(self._backend.decode(list(ids), skip_special_tokens=True))
 
 
+class GPT2BPETokenizer:
+    """GPT-2's byte-level BPE from its `vocab.json` and `merges.txt`, as Megatron-LM builds it.
+
+    `<|endoftext|>` ends a document, and pads.
+    """
+
+    def __init__(
+        self, vocab_file: str | os.PathLike[str], merge_file: str | os.PathLike[str]
+    ) -> None:
+        for flag, path in (("--vocab-file", vocab_file), ("--merge-file", merge_file)):
+            if not Path(path).is_file():
+                raise FileNotFoundError(
+                    f"{flag} {os.fspath(path)!r} does not exist; give GPT-2's vocab.json and "
+                    "merges.txt on this machine"
+                )
+        from tokenizers import Tokenizer as Backend  # the package is needed by this class alone
+        from tokenizers import decoders, models, pre_tokenizers
+
+        try:
+            model = models.BPE.from_file(os.fspath(vocab_file), os.fspath(merge_file))
+        except Exception as error:  # the library raises bare Exception for every kind of bad file
+            raise ValueError(
+                f"--vocab-file {os.fspath(vocab_file)!r} and --merge-file "
+                f"{os.fspath(merge_file)!r} are not GPT-2's vocab.json and merges.txt ({error})"
+            ) from None
+        self._backend = Backend(model)
+        self._backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self._backend.decoder = decoders.ByteLevel()
+        vocabulary: dict[str, int] = self._backend.get_vocab()
+        if _EOD_NAMES[0] not in vocabulary:
+            raise ValueError(
+                f"--vocab-file {os.fspath(vocab_file)!r} has no {_EOD_NAMES[0]}; give GPT-2's "
+                "vocab.json"
+            )
+        self.paths = (Path(vocab_file), Path(merge_file))
+        self.eod: int = vocabulary[_EOD_NAMES[0]]
+        self.pad: int = self.eod
+        self.vocab_size: int = max(vocabulary.values()) + 1
+
+    @property
+    def unique_identifiers(self) -> dict[str, str]:
+        """Class and checksums of both files."""
+        import hashlib
+
+        sums = [hashlib.sha256(path.read_bytes()).hexdigest() for path in self.paths]
+        return {"class": "GPT2BPETokenizer", "vocab_sha256": sums[0], "merges_sha256": sums[1]}
+
+    def tokenize(self, text: str) -> list[int]:
+        """Returns the ids of the text; a special token's name in it is ordinary text."""
+        return list(self._backend.encode(text).ids)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Returns the text of the ids."""
+        return str(self._backend.decode(list(ids), skip_special_tokens=False))
+
+
 def _read_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
@@ -146,8 +202,21 @@ def _special(vocabulary: dict[str, int], configured: Any, known: Iterable[str]) 
     return None
 
 
-def build_tokenizer(tokenizer_type: str, tokenizer_model: str | None = None) -> Tokenizer:
-    """Returns the tokenizer of Megatron's `--tokenizer-type` and `--tokenizer-model`."""
+def build_tokenizer(
+    tokenizer_type: str,
+    tokenizer_model: str | None = None,
+    *,
+    vocab_file: str | None = None,
+    merge_file: str | None = None,
+) -> Tokenizer:
+    """Returns the tokenizer of Megatron's `--tokenizer-type` and the files that it reads."""
+    if tokenizer_type == "GPT2BPETokenizer":
+        if vocab_file is None or merge_file is None:
+            raise ValueError(
+                f"vocab_file={vocab_file}, merge_file={merge_file}: GPT2BPETokenizer needs both; "
+                "pass --vocab-file PATH and --merge-file PATH"
+            )
+        return GPT2BPETokenizer(vocab_file, merge_file)
     if tokenizer_type == "ByteLevel":
         return ByteLevelTokenizer()
     if tokenizer_type == "HuggingFaceTokenizer":

@@ -23,6 +23,8 @@ _PER_RANK = frozenset(
         "valid_data_path",
         "test_data_path",
         "tokenizer_model",
+        "vocab_file",
+        "merge_file",
     }
 )
 _LONGEST_VALUE = 200

@@ -79,7 +79,12 @@ def _complete_vocabulary(args: Namespace) -> int | None:
     """
     eod = None
     if args.tokenizer_type is not None and args.tokenizer_type != "NullTokenizer":
-        tokenizer = build_tokenizer(args.tokenizer_type, args.tokenizer_model)
+        tokenizer = build_tokenizer(
+            args.tokenizer_type,
+            args.tokenizer_model,
+            vocab_file=args.vocab_file,
+            merge_file=args.merge_file,
+        )
         eod = tokenizer.eod
         if args.vocab_size is not None and args.vocab_size < tokenizer.vocab_size:
             raise ValueError(

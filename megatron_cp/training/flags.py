@@ -248,8 +248,10 @@ TABLE = """
 --eod-mask-loss on - | no loss on the end-of-document token
 
 [tokenizer]
---tokenizer-type str - | HuggingFaceTokenizer, ByteLevel or NullTokenizer
+--tokenizer-type str - | HuggingFaceTokenizer, GPT2BPETokenizer, ByteLevel or NullTokenizer
 --tokenizer-model str - | file or folder of the tokenizer
+--vocab-file str - | vocab.json of GPT2BPETokenizer, which it and --merge-file choose
+--merge-file str - | merges.txt of GPT2BPETokenizer
 --vocab-size int - | vocabulary before padding; default the tokenizer's
 
 [checkpoint]

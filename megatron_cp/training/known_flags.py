@@ -86,6 +86,7 @@ NOTED: dict[str, tuple[int, str]] = {
         1,
         "the optimizer is sharded over all replicas; that changes memory and speed alone",
     ),
+    "--expert-tensor-parallel-size": (1, "it splits experts alone, and no model here has any"),
     "--disable-gloo-process-groups": (0, "groups for the CPU are made all the same"),
     "--enable-gloo-process-groups": (0, "groups for the CPU are always made"),
     "--distributed-timeout-seconds-after-init": (
@@ -146,10 +147,6 @@ _EXPERTS = "mixture of experts is not part of this loop; " + _UNDER_MEGATRON_LM
 _LATENT = "latent attention is not part of this loop; " + _UNDER_MEGATRON_LM
 _LOSS_SCALE = "fp16 and its loss scaling are not served; " + _UNDER_MEGATRON_LM
 _CONSTANT_BATCH = "the batch size of this loop is constant; " + _UNDER_MEGATRON_LM
-_SAME_TOKENS = (
-    "give the tokenizer that wrote the token files as a tokenizer.json: --tokenizer-type "
-    "HuggingFaceTokenizer --tokenizer-model <tokenizer.json>"
-)
 
 # first match by prefix wins; the sentence completes "... is an argument of Megatron-LM that is not
 # served here: "
@@ -194,8 +191,6 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("linear-", "only softmax attention is built here"),
     ("dsa-", "only softmax attention is built here"),
     ("tokenizer-", "--tokenizer-type and --tokenizer-model describe the tokenizer"),
-    ("vocab-file", _SAME_TOKENS),
-    ("merge-file", _SAME_TOKENS),
     ("tp-comm", "overlap of tensor-parallel sends needs transformer-engine; " + _SAME_RESULTS),
     (
         "check-weight-hash",

@@ -17,8 +17,13 @@ import torch
 
 from megatron_cp.mcore import compat
 from megatron_cp.mcore.validation import SETTING_CHECKS
-from megatron_cp.training.checkpoint.compare import STRICTNESS
 from megatron_cp.training.faults import discard, faults_of, require
+from megatron_cp.training.validate_files import (
+    check_blends,
+    complete_records,
+    complete_sources,
+    complete_tokenizer,
+)
 from megatron_cp.training.validate_ranges import (
     check_ranges,
     check_recomputed_layers,
@@ -73,7 +78,7 @@ def _overlap(args: Namespace) -> Iterator[str]:
     needed = ("use_distributed_optimizer", "overlap_grad_reduce")
     missing = ["--" + name.replace("_", "-") for name in needed if not getattr(args, name)]
     if args.overlap_param_gather and missing:
-        yield f"--overlap-param-gather needs {' and '.join(missing)}; give it too"
+        yield f"--overlap-param-gather needs {' and '.join(missing)}; give that too"
 
 
 def _sizes(args: Namespace) -> Iterator[str]:
@@ -145,7 +150,8 @@ def _tensor_shares(args: Namespace) -> Iterator[str]:
         if hasattr(args, name) and getattr(args, name) % tp
     ]
     if uneven:
-        yield f"{' and '.join(uneven)} must be a multiple of --tensor-model-parallel-size {tp}"
+        word = "a multiple" if len(uneven) == 1 else "multiples"
+        yield f"{' and '.join(uneven)} must be {word} of --tensor-model-parallel-size {tp}"
         discard(args, "tensor_model_parallel_size")
 
 
@@ -272,50 +278,6 @@ def _recompute(args: Namespace) -> Iterator[str]:
         yield from require(args, "recompute_num_layers")
 
 
-def _data(args: Namespace) -> Iterator[str]:
-    """One source of documents, and masks that follow from its flags."""
-    if args.dataloader_inter_document_masking:
-        args.reset_attention_mask = args.reset_position_ids = True
-    per_split = [args.train_data_path, args.valid_data_path, args.test_data_path]
-    num_sources = sum((bool(args.data_path), any(per_split), args.mock_data))
-    if num_sources != 1:
-        yield (
-            f"{num_sources} sources of documents given; exactly one of --data-path, "
-            "--train-data-path (with "
-            "--valid-data-path, --test-data-path) and --mock-data is needed"
-        )
-
-
-def _blends(args: Namespace) -> Iterator[str]:
-    """One prefix for each source."""
-    for flag in ("", "train-", "valid-", "test-"):
-        paths = getattr(args, f"{flag.replace('-', '_')}data_path")
-        if paths and len(paths) > 1:
-            yield (
-                f"--{flag}data-path with {len(paths)} values is not served: blending comes "
-                "later; give one prefix"
-            )
-
-
-def _records(args: Namespace) -> Iterator[str]:
-    """Where checkpoints and the records of the run go."""
-    if args.run_dir is None:
-        args.run_dir = args.save
-    if args.save_interval is not None and args.save is None:
-        yield "--save-interval needs --save <folder>; give it too"
-    if args.dist_ckpt_strictness not in STRICTNESS:
-        yield (
-            f"--dist-ckpt-strictness {args.dist_ckpt_strictness} is unknown; choose one of "
-            f"{', '.join(STRICTNESS)}"
-        )
-    if args.ckpt_step is not None and args.load is None:
-        yield "--ckpt-step needs --load <folder>; give it too"
-    if args.exit_on_missing_checkpoint and args.load is None:
-        yield "--exit-on-missing-checkpoint needs --load <folder>; give it too"
-    if args.wandb_exp_name == "":
-        yield "--wandb-exp-name is empty; give a name or drop the flag"
-
-
 def _spec(args: Namespace) -> Iterator[str]:
     """Only our own layer specs, unless the user allows an import of others: a spec is code."""
     if args.spec is None:
@@ -372,8 +334,9 @@ _CHECKS: tuple[tuple[Any, ...], ...] = (
     (check_rotation,),
     (check_recomputed_modules,),
     (check_recomputed_layers,),
-    (_data, "data_path", "train_data_path", "valid_data_path", "test_data_path"),
-    (_blends,),
+    (complete_sources, "data_path", "train_data_path", "valid_data_path", "test_data_path"),
+    (check_blends,),
+    (complete_tokenizer,),
 )
 _STEP_CHECKS: tuple[tuple[Any, ...], ...] = (
     (complete_batch, "global_batch_size", "num_micro_batches"),
@@ -386,4 +349,4 @@ _STEP_CHECKS: tuple[tuple[Any, ...], ...] = (
     (complete_weight_decay,),
 )
 _PLAN_CHECKS: tuple[tuple[Any, ...], ...] = ((_one_batch, "global_batch_size"),)
-_LAST_CHECKS: tuple[tuple[Any, ...], ...] = ((_records,), (_spec,), (_settings,))
+_LAST_CHECKS: tuple[tuple[Any, ...], ...] = ((complete_records,), (_spec,), (_settings,))

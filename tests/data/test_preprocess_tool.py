@@ -117,7 +117,7 @@ def test_nothing_is_written_when_nothing_can_be_read(tmp_path, capsys):
         (["--tokenizer-type", "ByteLevel", "--log-interval", "0"], "--log-interval 0 must be"),
         (["--tokenizer-type", "ByteLevel", "--max-document-mib", "0"], "--max-document-mib 0 must"),
         (["--tokenizer-type", "ByteLevel", "--workers", "0"], "--workers 0 must be at least 1"),
-        (["--tokenizer-type", "GPT2BPETokenizer"], "choose from"),
+        (["--tokenizer-type", "TikTokenizer"], "choose from"),
         ([], "--tokenizer-type"),
     ],
 )

@@ -95,6 +95,14 @@ def test_only_flags_of_megatron_are_noted_and_none_that_is_served_too():
     assert {name.removeprefix("--") for name in names} <= known_flags.MEGATRON_NAMES
 
 
+def test_two_files_choose_gpt_2s_tokenizer_as_in_megatron():
+    files = ["--vocab-file", "v.json", "--merge-file", "m.txt"]
+    assert parse(*SMALL_RUN, *files).tokenizer_type == "GPT2BPETokenizer"
+    args = parse(*SMALL_RUN, *files, "--tokenizer-type", "NullTokenizer")
+    assert args.tokenizer_type == "NullTokenizer"
+    assert ["--vocab-file and --merge-file" in note for note in args.notes] == [True]
+
+
 def test_an_old_switch_against_positions_changes_nothing_with_rotary_ones(capsys):
     assert parse(*SMALL_RUN, "--no-position-embedding").position_embedding_type == "rope"
     learned = ["--position-embedding-type", "learned_absolute"]
@@ -112,7 +120,6 @@ def test_an_old_switch_against_positions_changes_nothing_with_rotary_ones(capsys
         (["--fp8-param-gather"], "--fp8-param-gather", "16 bits"),
         (["--cp-comm-type", "p2p"], "--cp-comm-type", "--cp-planner"),
         (["--rampup-batch-size", "1", "1", "1"], "--rampup-batch-size", "constant"),
-        (["--vocab-file=v.json"], "--vocab-file", "HuggingFaceTokenizer"),
         (["--use-megatron-fsdp"], "--use-megatron-fsdp", "--use-distributed-optimizer"),
     ],
 )
@@ -180,6 +187,12 @@ BAD = [
     (["stray"], "stray"),
     (["--cp-backend", "magic"], "--cp-backend"),
     (["--grad-reduce-in-bf16"], "--bf16"),
+    (["--vocab-file=v.json"], "--merge-file"),
+    (["--tokenizer-type", "GPT2BPETokenizer"], "--vocab-file and --merge-file"),
+    (
+        ["--merge-file", "m", "--tokenizer-type", "HuggingFaceTokenizer"],
+        "--tokenizer-type GPT2BPETokenizer",
+    ),
     (["--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te"], "impl native"),
     (["--fp8-format", "hybrid"], "fp8='hybrid' computes linear layers in Transformer Engine"),
     *(

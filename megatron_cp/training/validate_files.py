@@ -1,0 +1,73 @@
+"""Completes and checks what a run reads and writes: documents, tokenizer, checkpoints, records.
+
+No file is opened. Each check yields its faults as `faults.py` describes.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+
+from megatron_cp.training.checkpoint.compare import STRICTNESS
+
+
+def complete_sources(args: Namespace) -> Iterator[str]:
+    """One source of documents, and masks that follow from its flags."""
+    if args.dataloader_inter_document_masking:
+        args.reset_attention_mask = args.reset_position_ids = True
+    per_split = [args.train_data_path, args.valid_data_path, args.test_data_path]
+    num_sources = sum((bool(args.data_path), any(per_split), args.mock_data))
+    if num_sources != 1:
+        yield (
+            f"{num_sources} sources of documents given; exactly one of --data-path, "
+            "--train-data-path (with "
+            "--valid-data-path, --test-data-path) and --mock-data is needed"
+        )
+
+
+def check_blends(args: Namespace) -> Iterator[str]:
+    """One prefix for each source."""
+    for flag in ("", "train-", "valid-", "test-"):
+        paths = getattr(args, f"{flag.replace('-', '_')}data_path")
+        if paths and len(paths) > 1:
+            yield (
+                f"--{flag}data-path with {len(paths)} values is not served: blending comes "
+                "later; give one prefix"
+            )
+
+
+def complete_tokenizer(args: Namespace) -> Iterator[str]:
+    """Files of GPT-2's tokenizer, which is Megatron-LM's default."""
+    files = {"--vocab-file": args.vocab_file, "--merge-file": args.merge_file}
+    given = [flag for flag, path in files.items() if path is not None]
+    if given and args.tokenizer_type is None:
+        args.tokenizer_type = "GPT2BPETokenizer"
+    if args.tokenizer_type == "GPT2BPETokenizer":
+        if len(given) < len(files):
+            yield "--tokenizer-type GPT2BPETokenizer needs --vocab-file and --merge-file; give both"
+    elif given and args.tokenizer_type == "NullTokenizer":
+        args.notes.append(f"{' and '.join(given)} change nothing here: NullTokenizer reads no file")
+    elif given:
+        yield (
+            f"{' and '.join(given)} with --tokenizer-type {args.tokenizer_type} is not served; "
+            "give --tokenizer-type GPT2BPETokenizer, which reads both, or neither file"
+        )
+
+
+def complete_records(args: Namespace) -> Iterator[str]:
+    """Where checkpoints and the records of the run go."""
+    if args.run_dir is None:
+        args.run_dir = args.save
+    if args.save_interval is not None and args.save is None:
+        yield "--save-interval needs --save <folder>; give it too"
+    if args.dist_ckpt_strictness not in STRICTNESS:
+        yield (
+            f"--dist-ckpt-strictness {args.dist_ckpt_strictness} is unknown; choose one of "
+            f"{', '.join(STRICTNESS)}"
+        )
+    if args.ckpt_step is not None and args.load is None:
+        yield "--ckpt-step needs --load <folder>; give it too"
+    if args.exit_on_missing_checkpoint and args.load is None:
+        yield "--exit-on-missing-checkpoint needs --load <folder>; give it too"
+    if args.wandb_exp_name == "":
+        yield "--wandb-exp-name is empty; give a name or drop the flag"
