@@ -60,11 +60,13 @@ def with_context_parallel(spec: Any, **attention_options: Any) -> Any:
             `backend="cpu"`.
 
     Raises:
-        ValueError: if there is no core attention in it.
+        ValueError: if there is no core attention in it, or ours with options already.
         NotImplementedError: for cross attention, and for attention variants that are more than
             softmax attention.
     """
     if getattr(spec, "module", None) is ConfiguredLayer:
+        if not _takes_options(spec.params.get("attention_options"), attention_options):
+            return spec
         return replace(spec, params={**spec.params, "attention_options": attention_options})
     attention: Any = ContextParallelAttention
     if attention_options:
@@ -74,6 +76,9 @@ def with_context_parallel(spec: Any, **attention_options: Any) -> Any:
     def exchange(name: str, leaf: Any) -> Any:
         nonlocal num_replaced
         if name == "core_attention" and leaf is not None:
+            if getattr(leaf, "module", leaf) is ContextParallelAttention:
+                num_replaced += 1
+                return attention if _takes_options(_params_of(leaf), attention_options) else leaf
             _check_is_softmax_attention(leaf)
             num_replaced += 1
             return attention
@@ -87,6 +92,20 @@ def with_context_parallel(spec: Any, **attention_options: Any) -> Any:
             "a TransformerBlockSubmodules or an MTP block spec"
         )
     return copy
+
+
+def _params_of(leaf: Any) -> dict[str, Any]:
+    return leaf.params if isinstance(leaf, ModuleSpec) else {}
+
+
+def _takes_options(given: dict[str, Any] | None, wanted: dict[str, Any]) -> bool:
+    """Returns whether attention that has options already is exchanged for one with those wanted."""
+    if given and wanted and given != wanted:
+        raise ValueError(
+            f"the spec has context-parallel attention with options {given} already; {wanted} would "
+            "replace them; apply with_context_parallel once, with all options"
+        )
+    return bool(wanted) and given != wanted
 
 
 def _exchange_norm_or_router(name: str, leaf: Any) -> Any:

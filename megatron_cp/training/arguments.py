@@ -86,6 +86,8 @@ def judge_arguments(
     discard(args, *undecided)
     args.notes = notes
     reasons += faults_of(partial(_launcher, environment), args, "rank", "world_size", "local_rank")
+    if [word.partition("=")[0] for word in argv].count("--spec") > 1:
+        reasons.append("--spec is given twice; give one module and one name")
     reasons += complete_and_check(args)
     return args, sorted({" ".join(reason.split()) for reason in reasons})
 

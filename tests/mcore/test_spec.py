@@ -51,11 +51,15 @@ def _exchange(rank, world_size):
             "same but for attention": ours.submodules.mlp is layer.submodules.mlp,
             "layer": attention_of(ours) is ContextParallelAttention,
             "twice": attention_of(with_context_parallel(ours)) is ContextParallelAttention,
+            "twice, options kept": attention_of(with_context_parallel(chosen)).params
+            == attention_of(with_context_parallel(ours, backend="reference")).params
+            == {"backend": "reference"},
             "block": all(attention_of(s) is ContextParallelAttention for s in block.layer_specs),
             "mtp": attention_of(inner) is ContextParallelAttention,
             "mla": attention_of(mla) is ContextParallelAttention,
             "options": attention_of(chosen).params == {"backend": "reference"},
         }, {
+            "two options": _refusal(lambda: with_context_parallel(chosen, backend="cpu")),
             "empty": _refusal(lambda: with_context_parallel(ModuleSpec(module=object))),
             "sparse": _refusal(lambda: with_context_parallel(sparse)),
             "cross": _refusal(lambda: with_context_parallel(decoder_model_with_local_spec())),
@@ -65,6 +69,7 @@ def _exchange(rank, world_size):
 def test_only_core_attention_is_exchanged_and_only_in_a_copy():
     ((facts, refusals),) = run_on_ranks(1, _exchange)
     assert all(facts.values()), facts
+    assert "options {'backend': 'reference'} already" in refusals["two options"]
     assert "holds no core_attention" in refusals["empty"]
     assert "has modules of its own" in refusals["sparse"]
     assert "cross attention" in refusals["cross"]

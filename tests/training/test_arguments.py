@@ -378,3 +378,9 @@ def test_leaving_a_flag_out_is_advised_only_where_no_result_depends_on_it():
         "fp16",
     ):
         assert "--spec megatron_cp.mcore.spec gpt_layer_spec" in known_flags.refusal(f"--{name}")
+
+
+def test_a_spec_is_named_once(capsys):
+    ours = ["--spec", "megatron_cp.mcore.spec", "gpt_layer_spec"]
+    assert parse(*SMALL_RUN, *ours).spec == ours[1:]
+    assert "--spec is given twice" in refusal(capsys, *SMALL_RUN, *ours, *ours)
