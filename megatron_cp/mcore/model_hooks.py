@@ -132,7 +132,8 @@ def normalise_over_context(plain: Callable[..., Any]) -> Callable[..., Any]:
     def forward_step_calc_loss(
         model: Any, output: Any, loss_func: Any, config: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        is_ours = layers.is_known() and config.context_parallel_size > 1
+        # A schedule's configuration need not be that of a model.
+        is_ours = layers.is_known() and getattr(config, "context_parallel_size", 1) > 1
         if is_ours and loss_func is not None and not config.calculate_per_token_loss:
             loss_func = functools.partial(_loss_over_context, loss_func)
         return plain(model, output, loss_func, config, *args, **kwargs)
