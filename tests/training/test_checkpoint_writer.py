@@ -28,6 +28,8 @@ def save_twice_and_once_in_the_background(rank, world_size, folder):
             value = torch.full((3,), float(number))
             return {"x": ShardedTensor.from_rank_offsets("x", value, replica_id=rank)}
 
+        # Another test may have started the session's own, which this process inherits and must not end.
+        tracker = resource_tracker._resource_tracker._pid
         multiprocessing.current_process()._config["daemon"] = False  # its writers are children
         for number in (1, 2):
             Path(folder, str(number)).mkdir(exist_ok=True)
@@ -42,7 +44,8 @@ def save_twice_and_once_in_the_background(rank, world_size, folder):
         saves.maybe_finalize_async_calls(blocking=True)
         filesystem_async._results_queue._manager.shutdown()  # Megatron-Core's own, which it keeps
         filesystem_async._results_queue = None
-        resource_tracker._resource_tracker._stop()
+        if resource_tracker._resource_tracker._pid != tracker:
+            resource_tracker._resource_tracker._stop()
         found = [
             dist_checkpointing.load(sharded(0), str(Path(folder, str(number))))["x"].tolist()
             for number in (1, 2, 3)
