@@ -55,8 +55,8 @@ def check_megatron_version() -> None:
         )
     if found[:2] not in {version[:2] for version in TESTED}:
         _log.warning(
-            "megatron-core %s is installed; megatron_cp was tested with %s; it goes on, because the functions "
-            "that it hooks are as expected",
+            "megatron-core %s is installed; megatron_cp was tested with %s; it goes on where the "
+            "functions that it hooks are as expected",
             dotted(found),
             dotted(*TESTED),
         )

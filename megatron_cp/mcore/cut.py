@@ -10,11 +10,10 @@ token a row holds is the plan's affair.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from megatron_cp.data.batch import PlanRequest, make_batch_plans
@@ -22,6 +21,7 @@ from megatron_cp.mask import packed
 from megatron_cp.mcore import layers
 from megatron_cp.mcore.batch import ContextParallelParams
 from megatron_cp.plan.placement import chunk_layout
+from megatron_cp.runtime.shards import local_indices, position_ids
 
 Lengths = tuple[int, ...]
 
@@ -41,7 +41,7 @@ def cut_batch(batch: dict[str, Any], lengths: Lengths, group: Any) -> ContextPar
     whole = next(batch[key] for key in SEQUENCE_KEYS if batch.get(key) is not None)
     num_samples, device = whole.shape[0], whole.device
     params = params_of_documents(lengths, num_samples, device, group)
-    rows = torch.from_numpy(_rows_of(params, group)).to(device)
+    rows = local_indices(params.plans["full"], group.rank(), device)
     for key in _WHOLE_KEYS & batch.keys():
         batch[key] = None
     for key, value in batch.items():
@@ -58,7 +58,12 @@ def params_of_batch(batch: Mapping[str, Any]) -> ContextParallelParams | None:
 
     GPTModel finds them by itself, on the tensors that it is given. None: the rows are where Megatron puts them.
     """
-    found = (getattr(batch.get(key), PARAMS, None) for key in SEQUENCE_KEYS)
+    return params_on(batch.get(key) for key in SEQUENCE_KEYS)
+
+
+def params_on(tensors: Iterable[Any]) -> ContextParallelParams | None:
+    """Returns the parameters that `cut_batch` put on the first of these tensors that has some; None on none."""
+    found = (getattr(tensor, PARAMS, None) for tensor in tensors)
     return next((params for params in found if params is not None), None)
 
 
@@ -76,11 +81,9 @@ def params_of_documents(
             f"ranks, in multiples of {request.config.token_multiple}; give a --seq-length that divides by context x "
             "tensor parallel size"
         )
-    rows, starts = plan.global_from_local[group.rank()], np.cumsum([0, *lengths[:-1]])
-    positions = rows - starts[np.searchsorted(starts, rows, side="right") - 1]
     return ContextParallelParams(
         plans=dict(plans),
-        positions=torch.from_numpy(positions).to(device),
+        positions=position_ids(plan, group.rank(), relative=True).to(device),
         num_samples=num_samples,
         max_seqlen_q=num_tokens,
         max_seqlen_kv=num_tokens,
@@ -98,7 +101,3 @@ def _without_padding(request: PlanRequest, num_tokens: int) -> PlanRequest:
         return request
     finest = max(n for n in range(1, count + 1) if rows % n == 0)
     return replace(request, config=replace(config, chunk_size=rows // finest))
-
-
-def _rows_of(params: ContextParallelParams, group: Any) -> np.ndarray[Any, Any]:
-    return params.plans["full"].global_from_local[group.rank()].copy()

@@ -156,7 +156,7 @@ def find_documents(batch: Mapping[str, Any], rule: DocumentRule) -> tuple[int, .
         mask = batch.get("attention_mask")
         lengths = None if mask is None else lengths_from_dense_mask(mask)
         return lengths if mask is not None and len(lengths or ()) > mask.shape[0] else None
-    return _lengths(find_starts(batch, rule))
+    return lengths_of_starts(find_starts(batch, rule))
 
 
 def find_starts(batch: Mapping[str, Any], rule: DocumentRule) -> Tensor:
@@ -203,7 +203,7 @@ def starts_from_eod(tokens: Tensor, eod: int | None) -> Tensor:
 
 def lengths_from_dense_mask(attention_mask: Tensor) -> tuple[int, ...]:
     """Returns the lengths of the documents in a dense mask, bool `[b, 1, S, S]` (True = hidden)."""
-    return _lengths(starts_from_dense_mask(attention_mask))
+    return lengths_of_starts(starts_from_dense_mask(attention_mask))
 
 
 def starts_from_dense_mask(attention_mask: Tensor) -> Tensor:
@@ -287,7 +287,7 @@ def _check_positions(positions: Tensor, ends: list[int]) -> None:
             )
 
 
-def _lengths(starts: Tensor) -> tuple[int, ...]:
+def lengths_of_starts(starts: Tensor) -> tuple[int, ...]:
     """Returns the distances between the set places of bool `[b, S]`, read as one stream."""
     stream = starts.flatten()
     places = stream.nonzero().flatten().tolist()

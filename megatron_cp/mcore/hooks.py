@@ -33,13 +33,15 @@ from megatron.core.pipeline_parallel import schedules  # noqa: F401  its loss fu
 from torch import Tensor
 
 from megatron_cp.mcore import compat, layers, model_hooks, program
-from megatron_cp.mcore.cut import (
-    SEQUENCE_KEYS,
-    Lengths,
-    cut_batch,
-    params_of_batch,
+from megatron_cp.mcore.batch import ContextParallelParams
+from megatron_cp.mcore.cut import SEQUENCE_KEYS, Lengths, cut_batch
+from megatron_cp.mcore.documents import (
+    DocumentRule,
+    current_rule,
+    find_documents,
+    find_starts,
+    lengths_of_starts,
 )
-from megatron_cp.mcore.documents import DocumentRule, current_rule, find_documents, find_starts
 from megatron_cp.mcore.hook_points import HOOK_POINTS, TESTED, HookPoint, dotted, mismatch
 from megatron_cp.mcore.model_hooks import MARK
 
@@ -181,7 +183,6 @@ def _lengths_on_tensor_ranks(whole: dict[str, Any], rule: DocumentRule) -> Lengt
     group = parallel_state.get_tensor_model_parallel_group()
     args = program.arguments()
     assert args is not None
-    starts: Tensor
     shape, device = (args.micro_batch_size, args.seq_length), torch.cuda.current_device()
     starts = torch.full(shape, _NOT_FOUND, dtype=torch.uint8, device=device)
     problem: Exception | None = None
@@ -189,9 +190,7 @@ def _lengths_on_tensor_ranks(whole: dict[str, Any], rule: DocumentRule) -> Lengt
         try:
             starts = find_starts(whole, rule).to(device=device, dtype=torch.uint8).contiguous()
         except (ValueError, NotImplementedError) as error:
-            problem = (
-                error  # raised when the other ranks have been told: they wait for the broadcast
-            )
+            problem = error  # for later: the other ranks wait for the broadcast
     if group.size() > 1:
         dist.broadcast(starts, parallel_state.get_tensor_model_parallel_src_rank(), group=group)
     if int(starts[0, 0]) == _NOT_FOUND:
@@ -199,9 +198,7 @@ def _lengths_on_tensor_ranks(whole: dict[str, Any], rule: DocumentRule) -> Lengt
             f"{rule.asked_by} asks for documents, and the first tensor rank found none in the batch that it "
             "loaded; its own message says why"
         )
-    places = starts.flatten().nonzero().flatten().tolist()
-    ends = [*places[1:], starts.numel()]
-    return tuple(end - start for start, end in zip(places, ends, strict=True))
+    return lengths_of_starts(starts)
 
 
 def _load_on_every_stage(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -230,17 +227,15 @@ def _cut_by_plan(plain: Callable[..., Any]) -> Callable[..., Any]:
         if not layers.is_known():
             return plain(batch, *args, **kwargs)
         if all(batch.get(key) is None for key in SEQUENCE_KEYS):
-            return (
-                batch  # a middle stage that is given cu_seqlens alone: GPTModel.forward takes them
-            )
+            return batch  # a middle stage has cu_seqlens alone: GPTModel.forward takes them
         rule = current_rule()
         lengths = batch.pop(_DOCUMENTS, None) or find_documents(batch, rule)
         if lengths is None:
             _say_once("documents: none are asked for; rows stay where Megatron puts them (zigzag)")
             return plain(batch, *args, **kwargs)
         group = signature.bind(batch, *args, **kwargs).arguments.get("cp_group")
-        cut_batch(batch, lengths, group or parallel_state.get_context_parallel_group())
-        _say_once(rule.describe(lengths) + _planner_of(batch))
+        params = cut_batch(batch, lengths, group or parallel_state.get_context_parallel_group())
+        _say_found(rule, lengths, params)
         return batch
 
     return get_batch_on_this_cp_rank
@@ -263,15 +258,14 @@ def _cut_thd_by_plan(plain: Callable[..., Any]) -> Callable[..., Any]:
         lengths = find_documents(whole, rule)
         assert lengths is not None
         params = cut_batch(batch, lengths, parallel_state.get_context_parallel_group())
-        _say_once(rule.describe(lengths) + _planner_of(batch))
+        _say_found(rule, lengths, params)
         return batch, params
 
     return get_thd_batch_on_this_cp_rank
 
 
-def _planner_of(batch: dict[str, Any]) -> str:
-    params = params_of_batch(batch)
-    return f"; planner {params.plans['full'].planner}" if params is not None else ""
+def _say_found(rule: DocumentRule, lengths: Lengths, params: ContextParallelParams) -> None:
+    _say_once(f"{rule.describe(lengths)}; planner {params.plans['full'].planner}")
 
 
 def _say_once(text: str) -> None:

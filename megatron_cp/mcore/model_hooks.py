@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from megatron_cp.mcore import layers
 from megatron_cp.mcore.attention import ContextParallelAttention
 from megatron_cp.mcore.batch import ContextParallelParams
-from megatron_cp.mcore.cut import PARAMS, params_of_documents
+from megatron_cp.mcore.cut import params_of_documents, params_on
 from megatron_cp.mcore.documents import current_rule, find_documents
 from megatron_cp.mcore.rope import install_position_rotary
 
@@ -46,7 +46,7 @@ def give_plan_to_layers(plain: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         call = signature.bind(self, *args, **kwargs)
         inputs = call.arguments
-        params = _attached(inputs.get(name) for name in _MODEL_INPUTS)
+        params = params_on(inputs.get(name) for name in _MODEL_INPUTS)
         given = inputs.get("packed_seq_params")
         if params is None and _is_middle_stage(inputs) and current_rule().source == "cu_seqlens":
             params = _params_of_middle_stage(given)
@@ -79,11 +79,6 @@ def _check_samples(config: Any, num_samples: int) -> None:
         )
 
 
-def _attached(tensors: Iterable[Any]) -> ContextParallelParams | None:
-    found = (getattr(tensor, PARAMS, None) for tensor in tensors)
-    return next((params for params in found if params is not None), None)
-
-
 def _is_middle_stage(inputs: dict[str, Any]) -> bool:
     return all(inputs.get(name) is None for name in _MODEL_INPUTS)
 
@@ -92,13 +87,11 @@ def _params_of_middle_stage(given: Any) -> ContextParallelParams | None:
     """Returns what the outer stages have made of the same cu_seqlens: plans are the same everywhere."""
     if given is None or not layers.is_known():
         return None
-    ends = (
-        given.cu_seqlens_q_padded if given.cu_seqlens_q_padded is not None else given.cu_seqlens_q
-    )
-    lengths = find_documents({"cu_seqlens": ends}, current_rule())
+    ends = {"cu_seqlens": given.cu_seqlens_q, "cu_seqlens_padded": given.cu_seqlens_q_padded}
+    lengths = find_documents(ends, current_rule())
     assert lengths is not None
     group = parallel_state.get_context_parallel_group()
-    return params_of_documents(lengths, 1, ends.device, group)
+    return params_of_documents(lengths, 1, given.cu_seqlens_q.device, group)
 
 
 def _check_model(model: Any) -> None:
