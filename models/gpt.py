@@ -58,6 +58,25 @@ class Layout:
     sequence_parallel: bool = False
 
 
+def running_fields(layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
+    """Returns what a configuration says of ranks, precision and engine, whatever the model."""
+    return {
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "tensor_model_parallel_size": layout.tensor,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "virtual_pipeline_model_parallel_size": layout.virtual_pipeline,
+        "context_parallel_size": layout.context,
+        "sequence_parallel": layout.sequence_parallel,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "use_cpu_initialization": not torch.cuda.is_available(),
+        "calculate_per_token_loss": True,
+        "transformer_impl": "transformer_engine" if compat.has_transformer_engine() else "local",
+    }
+
+
 def transformer_config(
     shape: GPTShape,
     *,
@@ -66,7 +85,6 @@ def transformer_config(
     **extra: Any,
 ) -> TransformerConfig:
     """Returns Megatron's configuration of this shape; `extra` are further fields of it and win."""
-    layout = layout or Layout()
     activations = {"swiglu": F.silu, "gelu": F.gelu, "squared_relu": squared_relu}
     fields: dict[str, Any] = {
         "num_layers": shape.num_layers,
@@ -85,19 +103,7 @@ def transformer_config(
         "window_size": shape.window,
         "window_attn_skip_freq": shape.full_attention_every,
         "softmax_type": shape.softmax,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "tensor_model_parallel_size": layout.tensor,
-        "pipeline_model_parallel_size": layout.pipeline,
-        "virtual_pipeline_model_parallel_size": layout.virtual_pipeline,
-        "context_parallel_size": layout.context,
-        "sequence_parallel": layout.sequence_parallel,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "bf16": dtype is torch.bfloat16,
-        "use_cpu_initialization": not torch.cuda.is_available(),
-        "calculate_per_token_loss": True,
-        "transformer_impl": ("transformer_engine" if compat.has_transformer_engine() else "local"),
+        **running_fields(layout or Layout(), dtype),
         **default_fusions(
             activation=shape.activation,
             linear_bias=shape.linear_bias,

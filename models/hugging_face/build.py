@@ -20,10 +20,9 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megatron_cp.mcore import compat
 from megatron_cp.mcore.rope import install_position_rotary
 from megatron_cp.mcore.spec import gpt_block_spec
-from megatron_cp.models.gpt import Layout, default_fusions
+from megatron_cp.models.gpt import Layout, default_fusions, running_fields
 from megatron_cp.models.hugging_face.settings import Arguments
 
 
@@ -36,7 +35,6 @@ def config_for(
     **extra: Any,
 ) -> TransformerConfig:
     """Megatron's configuration of the model; `extra` are further fields and win."""
-    layout = layout or Layout()
     is_latent = arguments["multi_latent_attention"]
     kind = MLATransformerConfig if is_latent else TransformerConfig
     names = {field.name for field in dataclasses.fields(kind)}
@@ -45,20 +43,8 @@ def config_for(
         "num_moe_experts": arguments["num_experts"],
         "activation_func": F.silu if arguments["swiglu"] else quick_gelu,
         "gated_linear_unit": True,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "tensor_model_parallel_size": layout.tensor,
-        "pipeline_model_parallel_size": layout.pipeline,
-        "virtual_pipeline_model_parallel_size": layout.virtual_pipeline,
-        "context_parallel_size": layout.context,
         "expert_model_parallel_size": expert_parallel,
-        "sequence_parallel": layout.sequence_parallel,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "bf16": dtype is torch.bfloat16,
-        "use_cpu_initialization": not torch.cuda.is_available(),
-        "calculate_per_token_loss": True,
-        "transformer_impl": "transformer_engine" if compat.has_transformer_engine() else "local",
+        **running_fields(layout or Layout(), dtype),
         **default_fusions(
             activation="swiglu" if arguments["swiglu"] else "quick_geglu",
             linear_bias=arguments["add_bias_linear"],
