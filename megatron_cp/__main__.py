@@ -11,9 +11,9 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from megatron_cp import emulate_command
+from megatron_cp.command_line import OneLineParser, refuse
 from megatron_cp.config import CPConfig
 from megatron_cp.data.packing import PACKING_POLICIES, PackingConfig
 from megatron_cp.plan import PLANNERS
@@ -32,20 +32,6 @@ from megatron_cp.report.arguments import (
 PACKS = 2  # that `plan` plans
 
 
-class OneLineParser(argparse.ArgumentParser):
-    """A parser that refuses in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Prints the message and leaves with code 2."""
-        refuse(f"{self.prog}: error: {message}")
-
-
-def refuse(message: str) -> NoReturn:
-    """Prints one line on standard error and leaves with code 2."""
-    print(" ".join(message.split()), file=sys.stderr, flush=True)
-    raise SystemExit(2)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -56,11 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, NotImplementedError, OSError) as problem:
-        refuse(f"python -m megatron_cp {args.command}: error: {problem}")
+        refuse(f"python -m megatron_cp {args.command}", [str(problem)])
     except MemoryError as problem:
         refuse(
-            f"python -m megatron_cp {args.command}: error: out of memory ({problem}); plan fewer tokens, "
-            "documents or ranks"
+            f"python -m megatron_cp {args.command}",
+            [f"out of memory ({problem}); plan fewer tokens, documents or ranks"],
         )
 
 

@@ -10,16 +10,15 @@ need not exist. Every reason of every recipe is printed, then a table of what bl
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from megatron_cp.command_line import ToolParser
 from megatron_cp.training.arguments import judge_arguments
 
 _NO_DROPOUT = ("--attention-dropout", "0.0")
@@ -46,15 +45,6 @@ class Verdict:
     recipe: Recipe
     reasons: tuple[str, ...]
     notes: tuple[str, ...]
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser that refuses in one line, without printing its usage."""
-
-    def error(self, message: str) -> NoReturn:
-        """Prints the message and leaves with code 2."""
-        sys.stderr.write(f"check_recipes.py: error: {message}; see --help\n")
-        raise SystemExit(2)
 
 
 def read_recipes(path: Path) -> list[Recipe]:
@@ -134,7 +124,7 @@ def summary(verdicts: Sequence[Verdict]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the verdicts and returns the exit code: 2 for bad input, 0 otherwise."""
-    parser = Parser(prog="check_recipes.py", description=(__doc__ or "").split("\n")[0])
+    parser = ToolParser(prog="check_recipes.py", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("file", type=Path, help="JSON file of recipes")
     parser.add_argument("--world-size", type=int, metavar="N", help="ranks; default the recipe's")
     arguments = parser.parse_args(argv)
@@ -143,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         recipes = read_recipes(arguments.file)
     except (OSError, ValueError) as problem:
-        parser.error(" ".join(str(problem).split()))
+        parser.error(str(problem))
     verdicts = [judge(recipe, arguments.world_size) for recipe in recipes]
     print("\n".join(map(describe, verdicts)), summary(verdicts), sep="\n\n")
     return 0

@@ -17,30 +17,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron_cp import command_line
+
+PROGRAM = "convert_checkpoint.py"
 MAX_LINES = 50
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """A parser that refuses in one line, without printing its usage."""
-
-    def error(self, message: str) -> NoReturn:
-        """Prints the message and leaves with code 2."""
-        refuse([f"{message}; see --help"])
 
 
 def refuse(reasons: Sequence[str]) -> NoReturn:
     """Prints one line per reason, as far as they can be read at once, and leaves with code 2."""
-    lines = [" ".join(reason.split()) for reason in reasons[:MAX_LINES]]
-    if len(reasons) > MAX_LINES:
-        lines.append(f"and {len(reasons) - MAX_LINES} more like these")
-    sys.stderr.write("".join(f"convert_checkpoint.py: error: {line}\n" for line in lines))
-    raise SystemExit(2)
+    more = len(reasons) - MAX_LINES
+    rest = [f"and {more} more like these"] if more > 0 else []
+    command_line.refuse(PROGRAM, [*reasons[:MAX_LINES], *rest])
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line, checked as far as it can be by itself."""
     formats = ("hf", "megatron")
-    parser = OneLineParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
+    summary = (__doc__ or "").split("\n")[0]
+    parser = command_line.ToolParser(prog=PROGRAM, description=summary, allow_abbrev=False)
     add = parser.add_argument
     add("--from", dest="source", choices=formats, required=True)
     add("--to", dest="target", choices=formats, required=True)

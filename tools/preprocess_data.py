@@ -25,11 +25,12 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
+from megatron_cp.command_line import ToolParser
 from megatron_cp.data.document_set import prefix_lengths_path, write_prefix_lengths
 from megatron_cp.data.indexed import token_dtype
 from megatron_cp.data.indexed_writer import IndexedWriter
@@ -44,18 +45,9 @@ from megatron_cp.data.tokenizer import (
 _BATCH = 32  # documents per message to a worker
 
 
-class OneLineParser(argparse.ArgumentParser):
-    """A parser that refuses in one line, without printing its usage."""
-
-    def error(self, message: str) -> NoReturn:
-        """Prints the message and leaves with code 2."""
-        print(f"{self.prog}: error: {message}; see --help", file=sys.stderr)
-        raise SystemExit(2)
-
-
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Megatron-LM's flags of the same tool, plus folders, patterns, prefixes and BPE training."""
-    parser = OneLineParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser = ToolParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     group = parser.add_argument_group("input")
     group.add_argument("--input", nargs="+", type=Path, required=True, help="files and folders")
     group.add_argument("--json-keys", nargs="+", default=["text"], help="fields of a JSON line")

@@ -15,8 +15,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
-from typing import NoReturn
 
+from megatron_cp.command_line import refuse
 from megatron_cp.training.faults import discard, faults_of
 from megatron_cp.training.flags import add_served_flags
 from megatron_cp.training.known_flags import NOTED, decided_by, refusal
@@ -25,13 +25,6 @@ from megatron_cp.training.validate import complete_and_check
 Arguments = argparse.Namespace
 Parser = argparse.ArgumentParser
 PROGRAM = "pretrain_gpt.py"
-
-
-def refuse(reasons: Sequence[str]) -> NoReturn:
-    """Prints one line for each reason on standard error and leaves with code 2."""
-    # One write: lines of several ranks must not run into each other.
-    sys.stderr.write("".join(f"{PROGRAM}: error: {reason}\n" for reason in reasons))
-    raise SystemExit(2)
 
 
 def build_parser() -> Parser:
@@ -68,7 +61,7 @@ def parse_arguments(
         sys.argv[1:] if argv is None else argv, os.environ if environment is None else environment
     )
     if reasons:
-        refuse(reasons)
+        refuse(PROGRAM, reasons)
     return args
 
 
