@@ -33,19 +33,24 @@ def stock_program(**flags):
         layers.forget()
 
 
-def stock_batch(case, pack) -> SimpleNamespace:
-    """This rank's inputs as Megatron-LM's get_batch makes them, with the functions as they stand in their module."""
+def cut_by_megatron(batch) -> None:
+    """Calls Megatron-Core's own cut, with whatever hooks it has; newer versions ask for one more word."""
     from megatron.core import utils
 
+    cut = utils.get_batch_on_this_cp_rank
+    is_newer = "is_hybrid_cp" in inspect.signature(cut).parameters
+    cut(batch, **({"is_hybrid_cp": False} if is_newer else {}))
+
+
+def stock_batch(case, pack) -> SimpleNamespace:
+    """This rank's inputs as Megatron-LM's get_batch makes them, with the functions as they stand in their module."""
     names = ("tokens", "labels", "loss_mask", "position_ids")
     batch = {name: torch.from_numpy(getattr(pack, name).copy())[None] for name in names}
     if case.documents == "mask":
         batch["attention_mask"] = dense_mask(pack.lengths)
     elif case.documents == "cu_seqlens":
         batch["cu_seqlens"] = torch.tensor([[0, *np.cumsum(pack.lengths)]], dtype=torch.int32)
-    cut = utils.get_batch_on_this_cp_rank
-    more = {"is_hybrid_cp": False} if "is_hybrid_cp" in inspect.signature(cut).parameters else {}
-    cut(batch, **more)
+    cut_by_megatron(batch)
     for name in ("attention_mask", "cu_seqlens"):
         batch.setdefault(name, None)
     return SimpleNamespace(params=None, **batch)

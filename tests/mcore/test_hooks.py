@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.mcore.packs import dense_mask
-from tests.mcore.stock import stock_program
+from tests.mcore.stock import cut_by_megatron, stock_program
 from tests.mcore.tiny_gpt import Case, Trainer, enter_megatron, parallel_state, train
 from tests.ranks import run_on_ranks
 
@@ -86,8 +86,6 @@ def _cut(rank, world_size, num_samples):
         stock_program(reset_attention_mask=True, reset_position_ids=True),
         parallel_state(Case(cp=world_size)) as groups,
     ):
-        from megatron.core import utils
-
         Trainer(Case(attention="hooked", cp=world_size), groups)
         whole = torch.arange(num_samples * size).view(num_samples, size)
         starts = whole % 5 == 0  # documents of at most five tokens
@@ -101,18 +99,11 @@ def _cut(rank, world_size, num_samples):
             "position_ids": positions, "attention_mask": None,
         }  # fmt: skip
         order = list(batch)
-        more = {"is_hybrid_cp": False} if "is_hybrid_cp" in _parameters(utils) else {}
-        utils.get_batch_on_this_cp_rank(batch, **more)
+        cut_by_megatron(batch)
         assert list(batch) == order  # Megatron-LM 0.16 unpacks the values by place
         params = batch["tokens"]._megatron_cp_params
         rows = params.plans["full"].global_from_local[rank]
         return rows, batch, params.positions, positions.flatten()
-
-
-def _parameters(utils) -> list[str]:
-    import inspect
-
-    return list(inspect.signature(utils.get_batch_on_this_cp_rank).parameters)
 
 
 @pytest.mark.parametrize(("cp", "num_samples"), [(1, 1), (2, 1), (2, 3), (3, 2), (4, 1)])
@@ -134,13 +125,10 @@ def _samples_side_by_side(rank, world_size):
     size = 16 * world_size
     case = Case(attention="hooked", cp=world_size)
     with stock_program(reset_attention_mask=True), parallel_state(case) as groups:
-        from megatron.core import utils
-
         model = Trainer(case, groups).chunks[0]
         generator = torch.Generator().manual_seed(7)
         tokens = torch.randint(64, (3, size), generator=generator)
         lengths = [(size - 3, 3), (size,), (1, 6, size - 7)]
-        more = {"is_hybrid_cp": False} if "is_hybrid_cp" in _parameters(utils) else {}
 
         def logits(which: list[int]) -> torch.Tensor:
             masks = torch.cat([dense_mask(lengths[i]) for i in which])
@@ -149,7 +137,7 @@ def _samples_side_by_side(rank, world_size):
                 "position_ids": tokens[which] * 0,
                 "attention_mask": masks,
             }
-            utils.get_batch_on_this_cp_rank(batch, **more)
+            cut_by_megatron(batch)
             out = model(batch["tokens"], batch["position_ids"], batch["attention_mask"])
             group = groups.get_context_parallel_group()
             params = getattr(batch["tokens"], "_megatron_cp_params", None)
@@ -278,13 +266,11 @@ def _refusals(rank, world_size):
     tokens = torch.arange(128)[None] % 64
     half = slice(64 * rank, 64 * rank + 64)
     with stock_program(reset_attention_mask=True), parallel_state(case) as groups:
-        from megatron.core import utils
         from megatron.core.packed_seq_params import PackedSeqParams
 
         model = Trainer(case, groups).chunks[0]
         # A loop that cuts its batch with a copy of Megatron's function has no documents to show.
         note("own cut", lambda: model(tokens[:, half], tokens[:, half], None))
-        more = {"is_hybrid_cp": False} if "is_hybrid_cp" in _parameters(utils) else {}
         ends = torch.tensor([0, 64, 128], dtype=torch.int32)
         sizes = {"max_seqlen_q": 64, "max_seqlen_kv": 64}
         thd = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, **sizes)
@@ -293,10 +279,10 @@ def _refusals(rank, world_size):
             lambda: model(tokens[:, half], tokens[:, half], None, packed_seq_params=thd),
         )
         odd = {"tokens": torch.zeros(1, 9, dtype=torch.int64), "attention_mask": dense_mask((4, 5))}
-        note("odd length", lambda: utils.get_batch_on_this_cp_rank(odd, **more))
+        note("odd length", lambda: cut_by_megatron(odd))
         other = Trainer(Case(attention="megatron", cp=1), groups).chunks[0]
         batch = {"tokens": tokens.clone(), "attention_mask": dense_mask((100, 28))}
-        utils.get_batch_on_this_cp_rank(batch, **more)
+        cut_by_megatron(batch)
         note("Megatron's attention", lambda: other(batch["tokens"], batch["tokens"], None))
     return messages
 

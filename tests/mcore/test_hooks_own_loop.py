@@ -1,6 +1,5 @@
 """Documents in a loop of one's own, which knows no flags: a plan that does not reach attention is an error."""
 
-import inspect
 import sys
 
 import numpy as np
@@ -8,7 +7,7 @@ import pytest
 import torch
 
 from tests.mcore.packs import dense_mask
-from tests.mcore.stock import stock_program
+from tests.mcore.stock import cut_by_megatron, stock_program
 from tests.mcore.tiny_gpt import Case, Trainer, parallel_state
 from tests.ranks import run_on_ranks
 
@@ -18,7 +17,6 @@ def _losses(rank, world_size):
     case = Case(attention="hooked", cp=world_size)
     with stock_program() as program, parallel_state(case) as groups:
         del sys.modules[program.__name__]  # no program, no flags
-        from megatron.core import utils
 
         from megatron_cp.mcore.cut import params_of_batch
 
@@ -27,15 +25,7 @@ def _losses(rank, world_size):
             tokens = (torch.arange(128)[None] * 7) % 64
             batch = {"tokens": tokens, "labels": tokens, "attention_mask": dense_mask((100, 28))}
             batch["position_ids"] = torch.arange(128)[None]
-            cut = utils.get_batch_on_this_cp_rank
-            cut(
-                batch,
-                **(
-                    {"is_hybrid_cp": False}
-                    if "is_hybrid_cp" in inspect.signature(cut).parameters
-                    else {}
-                ),
-            )
+            cut_by_megatron(batch)
             names = ("tokens", "position_ids", "attention_mask")
             inputs = [batch[name] for name in names]
             copies = [None if tensor is None else tensor.clone() for tensor in inputs]
@@ -64,21 +54,14 @@ def test_copies_of_a_cut_batch_are_refused_unless_its_parameters_come_along(cp):
 def _cut_with_more(rank, world_size):
     """A batch with a tensor of the user's own for each token, and what became of it."""
     with stock_program(reset_attention_mask=True), parallel_state(Case(cp=world_size)) as groups:
-        from megatron.core import utils
-
         Trainer(Case(attention="hooked", cp=world_size), groups)
         tokens = torch.arange(32).view(1, 32)
         weights = torch.stack([tokens[0], -tokens[0]], dim=-1)[None]
         batch = {
             "tokens": tokens, "attention_mask": dense_mask((20, 12)), "weights": weights, "dataset_id": torch.ones(1),
         }  # fmt: skip
-        more = {"is_hybrid_cp": False} if "is_hybrid_cp" in _parameters(utils) else {}
-        utils.get_batch_on_this_cp_rank(batch, **more)
+        cut_by_megatron(batch)
         return batch["tokens"][0], batch["weights"][0], batch["dataset_id"]
-
-
-def _parameters(utils) -> list[str]:
-    return list(inspect.signature(utils.get_batch_on_this_cp_rank).parameters)
 
 
 def test_whatever_has_a_value_for_each_token_is_cut_with_the_tokens():
