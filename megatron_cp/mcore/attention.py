@@ -33,7 +33,7 @@ from megatron.core.transformer.utils import (
 )
 
 from megatron_cp.api import cp_attention
-from megatron_cp.mcore import layers, split
+from megatron_cp.mcore import cut, layers, split
 from megatron_cp.mcore.batch import ContextParallelParams
 from megatron_cp.mcore.mtp import install_order_roll
 from megatron_cp.mcore.validation import check_dropout, check_padding, validate_config
@@ -211,9 +211,9 @@ class ContextParallelAttention(MegatronModule):
         params: Any,
     ) -> AttentionPlan:
         if isinstance(params, ContextParallelParams):
-            layers.claim(params)
+            cut.claim(params)
             return self._plan_of_params(params, num_rows, group, attention_mask)
-        layers.check_none_is_lost()
+        cut.check_none_is_lost()
         band = split.band_of(mask_type, self.window)
         documents = split.documents_of_batch(params, num_rows, group.size(), self.thd_split)
         plan = split.plan_of_split(*documents, group.size(), band, self.plan_config)

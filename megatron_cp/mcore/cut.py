@@ -3,7 +3,8 @@
     batch [b, S]  ->  one stream of b x S tokens  ->  T rows of this rank  ->  batch [b, T / b]
 
 Shapes are those of Megatron's own cut, so pipeline stages and sequence parallelism see nothing new; which
-token a row holds is the plan's affair.
+token a row holds is the plan's affair. Attention without the plan would take them for Megatron's, so a plan that
+does not arrive there is an error.
 """
 
 # b samples of a micro-batch, S tokens of a sample, P context ranks, T = b S / P rows of a rank
@@ -29,6 +30,9 @@ SEQUENCE_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 _WHOLE_KEYS = {"attention_mask", "cu_seqlens", "cu_seqlens_padded", "max_seqlen"}
 PARAMS = "_megatron_cp_params"
 """Attribute of the cut tensors: the parameters that go with them into the model."""
+_unclaimed: list[
+    ContextParallelParams
+] = []  # of the batch cut last, until attention has taken them
 
 
 def cut_batch(batch: dict[str, Any], lengths: Lengths, group: Any) -> ContextParallelParams:
@@ -49,8 +53,33 @@ def cut_batch(batch: dict[str, Any], lengths: Lengths, group: Any) -> ContextPar
         if isinstance(value, torch.Tensor) and value.shape[:2] == whole.shape[:2]:
             batch[key] = value.flatten(0, 1)[rows].unflatten(0, (num_samples, -1))
             setattr(batch[key], PARAMS, params)
-    layers.expect(params)
+    _unclaimed[:] = [params]
     return params
+
+
+def claim(params: ContextParallelParams) -> None:
+    """Notes that attention was given these parameters."""
+    if _unclaimed and _unclaimed[0] is params:
+        _unclaimed.clear()
+
+
+def check_none_is_lost() -> None:
+    """Returns if attention without a plan is right: no batch was cut by one that did not arrive.
+
+    Raises RuntimeError otherwise: the rows are not where Megatron puts them, and the mask would be lost.
+    """
+    if _unclaimed:
+        raise RuntimeError(
+            "a batch was cut by the plan of its documents, but attention was given no plan: the batch's tensors were "
+            "copied after Megatron's batch function (clone, cat, copy_), or the model does not run GPTModel.forward "
+            "(another model class, --overlap-moe-expert-parallel-comm); give "
+            "packed_seq_params=megatron_cp.mcore.params_of_batch(batch) to GPTModel.forward"
+        )
+
+
+def forget() -> None:
+    """Drops the batch that was cut last; for processes that go on to another program."""
+    _unclaimed.clear()
 
 
 def params_of_batch(batch: Mapping[str, Any]) -> ContextParallelParams | None:

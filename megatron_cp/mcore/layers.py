@@ -21,7 +21,6 @@ from megatron_cp.data.batch import PlanRequest
 _requests: set[PlanRequest] = set()
 _requests_without_layers: set[PlanRequest] = set()
 _wishes: dict[str, Any] = {}
-_unclaimed: list[Any] = []  # parameters of the batch cut last, until attention has taken them
 
 
 def attention_sizes(
@@ -111,34 +110,8 @@ def plan_request(num_samples: int) -> PlanRequest:
     return replace(request, config=replace(config, **_wishes))
 
 
-def expect(params: Any) -> None:
-    """Remembers that a batch was cut by the plan in `params`: attention must be given them."""
-    _unclaimed[:] = [params]
-
-
-def claim(params: Any) -> None:
-    """Notes that attention was given these parameters."""
-    if _unclaimed and _unclaimed[0] is params:
-        _unclaimed.clear()
-
-
-def check_none_is_lost() -> None:
-    """Returns if attention without a plan is right: no batch was cut by one that did not arrive.
-
-    Raises RuntimeError otherwise: the rows are not where Megatron puts them, and the mask would be lost.
-    """
-    if _unclaimed:
-        raise RuntimeError(
-            "a batch was cut by the plan of its documents, but attention was given no plan: the batch's tensors were "
-            "copied after Megatron's batch function (clone, cat, copy_), or the model does not run GPTModel.forward "
-            "(another model class, --overlap-moe-expert-parallel-comm); give "
-            "packed_seq_params=megatron_cp.mcore.cut.params_of_batch(batch) to GPTModel.forward"
-        )
-
-
 def forget() -> None:
     """Drops what was registered and wished; for processes that build one model after another."""
     _requests.clear()
     _requests_without_layers.clear()
     _wishes.clear()
-    _unclaimed.clear()

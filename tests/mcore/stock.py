@@ -17,12 +17,13 @@ def stock_program(**flags):
     from tests.mcore.tiny_gpt import enter_megatron
 
     enter_megatron()
-    from megatron_cp.mcore import hooks, layers
+    from megatron_cp.mcore import cut, hooks, layers
 
     program = ModuleType("megatron.training.global_vars")
     program._GLOBAL_ARGS = SimpleNamespace(**({"micro_batch_size": 1, "seq_length": 128} | flags))
     program.get_args = lambda: program._GLOBAL_ARGS
     layers.forget()
+    cut.forget()
     hooks._said.clear()
     hooks.install()
     sys.modules[program.__name__] = program
@@ -31,6 +32,7 @@ def stock_program(**flags):
     finally:
         del sys.modules[program.__name__]
         layers.forget()
+        cut.forget()
 
 
 def cut_by_megatron(batch) -> None:
