@@ -13,7 +13,7 @@ def main() -> None:
     """Parses, installs what stands in for CUDA on a CPU, and trains."""
     from megatron_cp.training.arguments import parse_arguments
 
-    args = parse_arguments()
+    config = parse_arguments()
 
     from megatron_cp.mcore import compat, cpu
 
@@ -24,7 +24,7 @@ def main() -> None:
     from megatron_cp.training.pretrain import pretrain
 
     pretrain(
-        args,
+        config,
         model_provider=model_provider,
         forward_step=forward_step,
         flops_provider=flops_from_arguments,

@@ -203,7 +203,7 @@ def _cache(environment: Mapping[str, str]) -> Finding:
 
 
 def _wandb(environment: Mapping[str, str]) -> Finding:
-    from megatron_cp.training.tracking import wandb_mode
+    from megatron_cp.training.logging.tracking import wandb_mode
 
     if _version("wandb") is None:
         return Finding("wandb mode", "note", "runs are not tracked; run.json and metrics.jsonl are")

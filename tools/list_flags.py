@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_cp.training.arguments import build_parser
-from megatron_cp.training.known_flags import NOTED, refusal
-from megatron_cp.training.megatron_names import MEGATRON_NAMES
+from megatron_cp.training.arguments.known_flags import NOTED, refusal
+from megatron_cp.training.arguments.megatron_names import MEGATRON_NAMES
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
 _HEAD = """# Flags of Megatron-LM

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-from argparse import Namespace
 from collections import Counter
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -12,12 +11,11 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_cp.errors import PlanMismatchError
+from megatron_cp.training.config import TrainConfig
 
 # Of a rank or of a machine: the documents behind a path are compared by their digests.
 _PER_RANK = frozenset(
     {
-        "rank",
-        "local_rank",
         "data_path",
         "train_data_path",
         "valid_data_path",
@@ -30,13 +28,14 @@ _PER_RANK = frozenset(
 _LONGEST_VALUE = 200
 
 
-def check_agreement(args: Namespace, identity: dict[str, Any]) -> None:
-    """Returns if all ranks hold the same arguments and the same ``identity`` (corpora) and versions.
+def check_agreement(config: TrainConfig, identity: dict[str, Any]) -> None:
+    """Returns if all ranks hold the same arguments and the same `identity` (corpora) and versions.
 
     Collective over the whole job. Raises PlanMismatchError on every rank alike, with the first
     entry that differs and the ranks that differ from most.
     """
-    own = {"--" + k.replace("_", "-"): v for k, v in vars(args).items() if k not in _PER_RANK}
+    arguments = config.namespace()
+    own = {"--" + k.replace("_", "-"): v for k, v in vars(arguments).items() if k not in _PER_RANK}
     text = json.dumps(
         {**own, **identity, "installed versions": versions()}, sort_keys=True, default=repr
     )

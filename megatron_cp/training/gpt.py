@@ -18,8 +18,8 @@ from megatron_cp.mcore.loss import make_loss_function
 from megatron_cp.mcore.spec import gpt_block_spec
 from megatron_cp.models.gpt import Layout, build_gpt, transformer_config
 from megatron_cp.models.presets import GPTShape
-from megatron_cp.training.datasets import is_window_layer
-from megatron_cp.training.flops import ModelFlops, gpt_flops
+from megatron_cp.training.config import TrainConfig
+from megatron_cp.training.logging.flops import ModelFlops, gpt_flops
 
 
 def shape_from_arguments(args: Namespace) -> GPTShape:
@@ -53,30 +53,30 @@ def shape_from_arguments(args: Namespace) -> GPTShape:
     )
 
 
-def flops_from_arguments(args: Namespace) -> ModelFlops:
+def flops_from_arguments(config: TrainConfig) -> ModelFlops:
     """The operation count of the model that the arguments describe."""
-    num_window = sum(is_window_layer(args, layer) for layer in range(1, args.num_layers + 1))
-    layers = {"full": args.num_layers - num_window, "window": num_window}
+    model = config.model
     return gpt_flops(
-        num_layers={name: count for name, count in layers.items() if count},
-        hidden_size=args.hidden_size,
-        ffn_hidden_size=args.ffn_hidden_size,
-        num_heads=args.num_attention_heads,
-        num_kv_heads=args.num_query_groups,
-        head_dim=args.kv_channels,
-        vocab_size=args.padded_vocab_size,
-        gated_mlp=args.swiglu,
+        num_layers={name: count for name, count in model.layers_by_mask().items() if count},
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_heads=model.num_attention_heads,
+        num_kv_heads=model.num_query_groups,
+        head_dim=model.kv_channels,
+        vocab_size=config.data.padded_vocab_size,
+        gated_mlp=model.swiglu,
     )
 
 
 def model_provider(
-    args: Namespace,
+    config: TrainConfig,
     *,
     pre_process: bool = True,
     post_process: bool = True,
     vp_stage: int | None = None,
 ) -> Any:
     """One pipeline stage of the GPT that the arguments describe."""
+    args = config.namespace()
     shape = shape_from_arguments(args)
     layout = Layout(
         tensor=args.tensor_model_parallel_size,
@@ -98,18 +98,18 @@ def model_provider(
         "recompute_method": args.recompute_method,
         "recompute_num_layers": args.recompute_num_layers,
     }
-    extra.update(_engine_fields(args))
+    extra.update(_engine_fields(config))
     if args.recompute_modules is not None:
         extra["recompute_modules"] = args.recompute_modules
     if args.use_cpu_initialization:
         extra["use_cpu_initialization"] = True
     dtype = torch.bfloat16 if args.bf16 else torch.float32
-    config = transformer_config(shape, layout=layout, dtype=dtype, **extra)
+    settings = transformer_config(shape, layout=layout, dtype=dtype, **extra)
     return build_gpt(
-        config,
+        settings,
         shape,
         vocab_size=args.padded_vocab_size,
-        spec=_layer_spec(args, config, vp_stage),
+        spec=_layer_spec(config, settings, vp_stage),
         pre_process=pre_process,
         post_process=post_process,
         vp_stage=vp_stage,
@@ -118,8 +118,9 @@ def model_provider(
     )
 
 
-def _engine_fields(args: Namespace) -> dict[str, Any]:
+def _engine_fields(config: TrainConfig) -> dict[str, Any]:
     """Fields of the configuration that choose kernels: engine, fp8 and fusions switched off."""
+    args = config.namespace()
     fields: dict[str, Any] = {
         "transformer_impl": args.transformer_impl,
         "layernorm_zero_centered_gamma": args.layernorm_zero_centered_gamma,
@@ -139,17 +140,18 @@ def _engine_fields(args: Namespace) -> dict[str, Any]:
     return {**fields, **{name: False for name, wanted in is_wanted.items() if not wanted}}
 
 
-def _layer_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
+def _layer_spec(config: TrainConfig, settings: Any, vp_stage: int | None) -> Any:
     """Our decoder block with the backend that was asked for, or the object that --spec names."""
-    if args.spec is None or args.spec[0] == "megatron_cp.mcore.spec":
-        options = {} if args.cp_backend is None else {"backend": args.cp_backend}
-        return gpt_block_spec(config, vp_stage=vp_stage, **options)
-    module, name = args.spec
+    spec, backend = config.model.spec, config.model.cp_backend
+    if spec is None or spec[0] == "megatron_cp.mcore.spec":
+        options = {} if backend is None else {"backend": backend}
+        return gpt_block_spec(settings, vp_stage=vp_stage, **options)
+    module, name = spec
     return getattr(importlib.import_module(module), name)
 
 
 def forward_step(
-    args: Namespace, batch: PlannedBatch, model: Any, device: torch.device
+    config: TrainConfig, batch: PlannedBatch, model: Any, device: torch.device
 ) -> tuple[Any, Any]:
     """This rank's part of one micro-batch through one stage.
 
@@ -162,7 +164,7 @@ def forward_step(
     )
     loss = make_loss_function(
         local.loss_mask,
-        per_token=args.calculate_per_token_loss,
+        per_token=config.model.calculate_per_token_loss,
         cp_group=group,
         num_loss_tokens=local.num_loss_tokens,
     )

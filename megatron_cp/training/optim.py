@@ -1,11 +1,8 @@
-"""The optimizer and the learning-rate schedule.
-
-Megatron-Core's own, configured from the arguments.
-"""
+"""The optimizer and the learning-rate schedule: Megatron-Core's own, configured by the arguments."""
 
 from __future__ import annotations
 
-from argparse import Namespace
+import dataclasses
 from typing import Any
 
 import torch
@@ -13,63 +10,50 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_cp.mcore.optimizer import install_foreach_adam
+from megatron_cp.training.config import TrainConfig
 
 
-def build_optimizer(args: Namespace, model: list[Any]) -> Any:
-    """Megatron's optimizer over the model's chunks.
+def build_optimizer(config: TrainConfig, model: list[Any]) -> Any:
+    """Returns Megatron's optimizer over the model's chunks.
 
-    Clipping, fp32 main copies, sharded state where asked for.
-
-    Collective: every rank calls it.
+    Fields of Megatron's `OptimizerConfig` have the names of the arguments. Collective: every rank
+    calls it.
     """
     install_foreach_adam()
-    config = OptimizerConfig(
-        optimizer=args.optimizer,
-        lr=args.lr,
-        min_lr=args.min_lr,
-        weight_decay=args.weight_decay,
-        adam_beta1=args.adam_beta1,
-        adam_beta2=args.adam_beta2,
-        adam_eps=args.adam_eps,
-        sgd_momentum=args.sgd_momentum,
-        bf16=args.bf16,
-        params_dtype=torch.bfloat16 if args.bf16 else torch.float32,
-        use_distributed_optimizer=args.use_distributed_optimizer,
-        overlap_param_gather=args.overlap_param_gather,
-        clip_grad=args.clip_grad,
-        log_num_zeros_in_grad=args.log_num_zeros_in_grad,
-    )
-    return get_megatron_optimizer(config, model)
+    names = {field.name for field in dataclasses.fields(OptimizerConfig)}
+    given = {name: config.arguments[name] for name in names & config.arguments.keys()}
+    dtype = torch.bfloat16 if config.model.bf16 else torch.float32
+    return get_megatron_optimizer(OptimizerConfig(**{**given, "params_dtype": dtype}), model)
 
 
-def build_scheduler(args: Namespace, optimizer: Any) -> OptimizerParamScheduler:
-    """The schedule of learning rate and weight decay.
+def build_scheduler(config: TrainConfig, optimizer: Any) -> OptimizerParamScheduler:
+    """Returns the schedule of learning rate and weight decay.
 
-    It counts packs, so that the batch size may change on resume.
-
-    ``optimizer`` needs ``param_groups`` alone.
+    It counts packs, so that the batch size may change on resume. `optimizer` needs `param_groups`
+    alone.
     """
+    options = config.optimizer
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=args.lr_warmup_init,
-        max_lr=args.lr,
-        min_lr=args.min_lr,
-        lr_warmup_steps=args.lr_warmup_steps,
-        lr_decay_steps=args.lr_decay_steps,
-        lr_decay_style=args.lr_decay_style,
-        start_wd=args.start_weight_decay,
-        end_wd=args.end_weight_decay,
-        wd_incr_steps=args.train_iters * args.global_batch_size,
-        wd_incr_style=args.weight_decay_incr_style,
-        use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
-        override_opt_param_scheduler=args.override_opt_param_scheduler,
-        wsd_decay_steps=args.wsd_decay_steps,
-        lr_wsd_decay_style=args.lr_wsd_decay_style,
+        init_lr=options.lr_warmup_init,
+        max_lr=options.lr,
+        min_lr=options.min_lr,
+        lr_warmup_steps=options.lr_warmup_steps,
+        lr_decay_steps=options.lr_decay_steps,
+        lr_decay_style=options.lr_decay_style,
+        start_wd=options.start_weight_decay,
+        end_wd=options.end_weight_decay,
+        wd_incr_steps=config.steps.train_iters * config.steps.global_batch_size,
+        wd_incr_style=options.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=options.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=options.override_opt_param_scheduler,
+        wsd_decay_steps=options.wsd_decay_steps,
+        lr_wsd_decay_style=options.lr_wsd_decay_style,
     )
 
 
 def learning_rate(optimizer: Any) -> float:
-    """The learning rate of the ordinary parameters, for the log."""
+    """Returns the learning rate of the ordinary parameters, for the log."""
     groups = optimizer.param_groups
     ordinary = [group for group in groups if group.get("default_config", True)]
     return float((ordinary or groups)[0]["lr"])

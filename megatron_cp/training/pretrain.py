@@ -12,7 +12,6 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,17 +25,24 @@ from megatron_cp.data.batch import PlanRequest
 from megatron_cp.data.loader import PackedLoader
 from megatron_cp.training import datasets
 from megatron_cp.training.checkpoint.files import check_writable
-from megatron_cp.training.checkpoint.load import check_checkpoint, load_checkpoint
+from megatron_cp.training.checkpoint.load import check_checkpoint, follow_release, load_checkpoint
 from megatron_cp.training.checkpoint.save import save_checkpoint
 from megatron_cp.training.checkpoint.state import RunState
-from megatron_cp.training.flops import ModelFlops
-from megatron_cp.training.journal import Journal
-from megatron_cp.training.log import ProgressBar, arguments_block, print_datetime, print_rank_0
+from megatron_cp.training.config import TrainConfig
+from megatron_cp.training.logging.flops import ModelFlops
+from megatron_cp.training.logging.journal import Journal
+from megatron_cp.training.logging.lines import (
+    ProgressBar,
+    arguments_block,
+    print_datetime,
+    print_rank_0,
+)
 from megatron_cp.training.optim import build_optimizer, build_scheduler
 from megatron_cp.training.setup import (
     ModelProvider,
     build_model,
     connect_schedule,
+    count_parameters,
     initialize_distributed,
     set_seeds,
 )
@@ -49,7 +55,7 @@ from megatron_cp.training.step import (
     whole_parameters,
 )
 
-FlopsProvider = Callable[[Namespace], ModelFlops]
+FlopsProvider = Callable[[TrainConfig], ModelFlops]
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,7 @@ class Loaders:
 
 
 def pretrain(
-    args: Namespace,
+    config: TrainConfig,
     *,
     model_provider: ModelProvider,
     forward_step: ForwardStep,
@@ -76,37 +82,43 @@ def pretrain(
 ) -> None:
     """Trains as the (checked) arguments say; every rank of the job calls it once.
 
-    ``model_provider(args, pre_process=, post_process=, vp_stage=)`` builds one pipeline stage;
-    ``forward_step(args, batch, model, device)`` runs one micro-batch and returns output and loss
-    function; ``flops_provider(args)`` says what a step computes.
+    `model_provider(config, pre_process=, post_process=, vp_stage=)` builds one pipeline stage;
+    `forward_step(config, batch, model, device)` runs one micro-batch and returns output and loss
+    function; `flops_provider(config)` says what a step computes.
     """
-    with one_line_errors(args):
-        data = datasets.open_data(args)
-        request = datasets.plan_request(args, on_cuda=torch.cuda.is_available())
+    with one_line_errors():
+        config, data = datasets.open_data(config)
+        request = datasets.plan_request(config, on_cuda=torch.cuda.is_available())
         check = datasets.build_loader(
-            args, data, request, split="train", dp_rank=0, dp_size=args.data_parallel_size
+            config,
+            data,
+            request,
+            split="train",
+            dp_rank=0,
+            dp_size=config.parallel.data_parallel_size,
         )
         assert check is not None
-        datasets.check_first_batch(args, data, request)
-        check_backend(args)
-        if args.load is not None:
-            check_checkpoint(args)
-        if not args.plan_only:  # last, as it makes the folders
-            check_writable("--save", args.save)
-            check_writable("--run-dir", args.run_dir)
-    if args.plan_only:
-        show_plans(args, check)
+        datasets.check_first_batch(config, data, request)
+        check_backend(config)
+        if config.checkpoint.load is not None:
+            config = follow_release(config)
+            check_checkpoint(config)
+        if not config.steps.plan_only:  # last, as it makes the folders
+            check_writable("--save", config.checkpoint.save)
+            check_writable("--run-dir", config.records.run_dir)
+    if config.steps.plan_only:
+        show_plans(config, check)
         return
-    device = initialize_distributed(args, datasets.digests(data))
+    device = initialize_distributed(config, datasets.digests(data))
     try:
-        _announce(args)
-        set_seeds(args)
-        loaders = _build_loaders(args, data, request)
-        state, runner = _build(args, model_provider, forward_step, device)
-        with one_line_errors(args):
-            if args.load is not None and load_checkpoint(state) and state.data:
+        _announce(config)
+        set_seeds(config)
+        loaders = _build_loaders(config, data, request)
+        state, runner = _build(config, model_provider, forward_step, device)
+        with one_line_errors():
+            if config.checkpoint.load is not None and load_checkpoint(state) and state.data:
                 loaders.train.load_state_dict(state.data)
-        journal = Journal(state, flops_provider(args), datasets.describe(data))
+        journal = Journal(state, flops_provider(config), datasets.describe(data))
         try:
             _run(state, runner, loaders, journal)
         finally:
@@ -117,7 +129,7 @@ def pretrain(
 
 
 @contextmanager
-def one_line_errors(args: Namespace) -> Iterator[None]:
+def one_line_errors() -> Iterator[None]:
     """Turns what a user can mend into one line on standard error and exit code 2."""
     try:
         yield
@@ -127,25 +139,29 @@ def one_line_errors(args: Namespace) -> Iterator[None]:
         raise SystemExit(2) from problem
 
 
-def check_backend(args: Namespace) -> None:
-    """Raises ValueError or NotImplementedError where ``--cp-backend`` cannot serve this run."""
+def check_backend(config: TrainConfig) -> None:
+    """Raises ValueError or NotImplementedError where `--cp-backend` cannot serve this run."""
     on_cuda = torch.cuda.is_available()
     rows = torch.zeros(
-        (1, 1, args.kv_channels),
-        device=torch.device("cuda", args.local_rank) if on_cuda else torch.device("cpu"),
-        dtype=torch.bfloat16 if args.bf16 else torch.float32,
+        (1, 1, config.model.kv_channels),
+        device=torch.device("cuda", config.parallel.local_rank) if on_cuda else torch.device("cpu"),
+        dtype=torch.bfloat16 if config.model.bf16 else torch.float32,
         requires_grad=True,
     )
     resolve_options(
-        rows, rows, rows, backend=args.cp_backend, deterministic=args.deterministic_mode
+        rows,
+        rows,
+        rows,
+        backend=config.model.cp_backend,
+        deterministic=config.steps.deterministic_mode,
     )
 
 
-def show_plans(args: Namespace, loader: PackedLoader) -> None:
-    """Prints the plans of the first batches on rank 0: the dry run of ``--plan-only``."""
-    if args.rank != 0:
+def show_plans(config: TrainConfig, loader: PackedLoader) -> None:
+    """Prints the plans of the first batches on rank 0: the dry run of `--plan-only`."""
+    if config.parallel.rank != 0:
         return
-    for number in range(args.plan_batches):
+    for number in range(config.steps.plan_batches):
         planned = next(loader)
         lengths = planned.batch.document_lengths
         print(
@@ -157,48 +173,56 @@ def show_plans(args: Namespace, loader: PackedLoader) -> None:
     loader.close()
 
 
-def _announce(args: Namespace) -> None:
+def _announce(config: TrainConfig) -> None:
     """What Megatron-LM prints before it builds anything."""
+    layout = config.parallel
     print_rank_0(
-        f"using world size: {args.world_size}, data-parallel size: {args.data_parallel_size}, "
-        f"context-parallel size: {args.context_parallel_size}, "
-        f"tensor-model-parallel size: {args.tensor_model_parallel_size}, "
-        f"pipeline-model-parallel size: {args.pipeline_model_parallel_size}"
+        f"using world size: {layout.world_size}, data-parallel size: {layout.data_parallel_size}, "
+        f"context-parallel size: {layout.context_parallel_size}, "
+        f"tensor-model-parallel size: {layout.tensor_model_parallel_size}, "
+        f"pipeline-model-parallel size: {layout.pipeline_model_parallel_size}"
     )
-    for note in args.notes:
+    for note in config.notes:
         print_rank_0(f"note: {note}")
-    print_rank_0(arguments_block(args))
+    print_rank_0(arguments_block(config.arguments))
 
 
-def _build_loaders(args: Namespace, data: datasets.RunData, request: PlanRequest) -> Loaders:
+def _build_loaders(config: TrainConfig, data: datasets.RunData, request: PlanRequest) -> Loaders:
     """The loaders of this rank's replica."""
     print_rank_0("> building train, validation, and test datasets ...")
-    place = {"dp_rank": parallel_state.get_data_parallel_rank(), "dp_size": args.data_parallel_size}
-    train = datasets.build_loader(args, data, request, split="train", **place)
+    place = {
+        "dp_rank": parallel_state.get_data_parallel_rank(),
+        "dp_size": config.parallel.data_parallel_size,
+    }
+    train = datasets.build_loader(config, data, request, split="train", **place)
     assert train is not None
-    if not args.eval_iters:
+    if not config.steps.eval_iters:
         return Loaders(train, None, None)
-    valid = datasets.build_loader(args, data, request, split="valid", **place)
-    test = datasets.build_loader(args, data, request, split="test", **place)
+    valid = datasets.build_loader(config, data, request, split="valid", **place)
+    test = datasets.build_loader(config, data, request, split="test", **place)
     return Loaders(train, valid, test)
 
 
 def _build(
-    args: Namespace, model_provider: ModelProvider, forward_step: ForwardStep, device: torch.device
+    config: TrainConfig,
+    model_provider: ModelProvider,
+    forward_step: ForwardStep,
+    device: torch.device,
 ) -> tuple[RunState, Runner]:
     """Model, optimizer and schedule, connected."""
-    model = build_model(args, model_provider, device)
-    optimizer = build_optimizer(args, model)
-    scheduler = build_scheduler(args, optimizer)
+    model = build_model(config, model_provider, device)
+    optimizer = build_optimizer(config, model)
+    scheduler = build_scheduler(config, optimizer)
     connect_schedule(model, optimizer)
-    return RunState(args, model, optimizer, scheduler), Runner(args, model, device, forward_step)
+    state = RunState(config, model, optimizer, scheduler, count_parameters(model))
+    return state, Runner(config, model, device, forward_step)
 
 
 def _run(state: RunState, runner: Runner, loaders: Loaders, journal: Journal) -> None:
     """Training from where the state stands to the end, then the last evaluations."""
-    args = state.args
+    config = state.config
     print_rank_0("done with setup ...")
-    if not args.skip_train:
+    if not config.steps.skip_train:
         print_rank_0("training ...")
         _train(state, runner, loaders, journal)
         print_datetime("after training is done")
@@ -211,23 +235,24 @@ def _run(state: RunState, runner: Runner, loaders: Loaders, journal: Journal) ->
 
 def _train(state: RunState, runner: Runner, loaders: Loaders, journal: Journal) -> None:
     """Steps until the arguments say stop, with evaluations and checkpoints in between."""
-    args = state.args
+    config = state.config
     start = time.monotonic()
-    saved_at = state.iteration if args.load is not None else None
-    bar = ProgressBar(total=args.train_iters, done=state.iteration)
+    saves, save_interval = config.checkpoint.save is not None, config.checkpoint.save_interval
+    saved_at = state.iteration if config.checkpoint.load is not None else None
+    bar = ProgressBar(total=config.steps.train_iters, done=state.iteration)
     print_datetime("before the start of training step")
-    with _collector(args) as collect:
-        while state.iteration < args.train_iters:
+    with _collector(config) as collect:
+        while state.iteration < config.steps.train_iters:
             batches = next_batches(loaders.train)
             result = train_step(runner, batches, state.optimizer, state.scheduler)
             state.iteration += 1
-            state.consumed_samples += args.global_batch_size
+            state.consumed_samples += config.steps.global_batch_size
             state.data = loaders.train.state_dict()
             journal.step(batches, result, runner.device)
             bar.step()
             if (
-                args.eval_interval
-                and state.iteration % args.eval_interval == 0
+                config.steps.eval_interval
+                and state.iteration % config.steps.eval_interval == 0
                 and loaders.valid is not None
             ):
                 _evaluate(
@@ -238,37 +263,37 @@ def _train(state: RunState, runner: Runner, loaders: Loaders, journal: Journal) 
                     split="validation",
                     where=f"iteration {state.iteration}",
                 )
-            wanted = args.save and args.save_interval and state.iteration % args.save_interval == 0
-            stop = _should_stop(args, state.iteration, start)
-            if wanted or (stop and args.save):
+            wanted = saves and save_interval and state.iteration % save_interval == 0
+            stop = _should_stop(config, state.iteration, start)
+            if wanted or (stop and saves):
                 _save(state, runner, journal)
                 saved_at = state.iteration
             collect(state.iteration)
             if stop:
                 break
     bar.close()
-    if args.save and saved_at != state.iteration:
+    if saves and saved_at != state.iteration:
         _save(state, runner, journal)
 
 
-def _should_stop(args: Namespace, iteration: int, start: float) -> bool:
+def _should_stop(config: TrainConfig, iteration: int, start: float) -> bool:
     """Whether an exit condition holds; the same on every rank.
 
-    Collective with ``--exit-duration-in-mins``.
+    Collective with `--exit-duration-in-mins`.
     """
-    if args.exit_interval and iteration % args.exit_interval == 0:
+    if config.steps.exit_interval and iteration % config.steps.exit_interval == 0:
         print_rank_0(f"exiting program at iteration {iteration}")
         return True
-    if args.exit_duration_in_mins is None:
+    if config.steps.exit_duration_in_mins is None:
         return False
     late = torch.tensor(
-        [time.monotonic() - start > args.exit_duration_in_mins * 60], dtype=torch.int
+        [time.monotonic() - start > config.steps.exit_duration_in_mins * 60], dtype=torch.int
     )
     late = late.to(torch.cuda.current_device())
     dist.all_reduce(late, op=dist.ReduceOp.MAX)
     if late.item():
         print_rank_0(
-            f"exiting program after {args.exit_duration_in_mins} minutes at iteration {iteration}"
+            f"exiting program after {config.steps.exit_duration_in_mins} minutes at iteration {iteration}"
         )
     return bool(late.item())
 
@@ -291,24 +316,24 @@ def _evaluate(
 ) -> None:
     """The loss on held-out documents, logged."""
     with whole_parameters(runner):
-        loss = evaluate(runner, loader, state.args.eval_iters)
+        loss = evaluate(runner, loader, state.config.steps.eval_iters)
     journal.evaluated(split, where, loss)
 
 
 @contextmanager
-def _collector(args: Namespace) -> Iterator[Callable[[int], None]]:
-    """A function that collects garbage where ``--manual-gc`` wants it.
+def _collector(config: TrainConfig) -> Iterator[Callable[[int], None]]:
+    """A function that collects garbage where `--manual-gc` wants it.
 
     Python's own collector is off meanwhile.
     """
-    if not args.manual_gc:
+    if not config.steps.manual_gc:
         yield lambda iteration: None
         return
     gc.disable()
     gc.collect()
 
     def collect(iteration: int) -> None:
-        if args.manual_gc_interval and iteration % args.manual_gc_interval == 0:
+        if config.steps.manual_gc_interval and iteration % config.steps.manual_gc_interval == 0:
             gc.collect()
 
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-from argparse import Namespace
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -18,78 +17,77 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.module import Float16Module, param_is_not_shared
 
 from megatron_cp.training.agreement import check_agreement
-from megatron_cp.training.log import print_rank_0
+from megatron_cp.training.config import TrainConfig
+from megatron_cp.training.logging.lines import print_rank_0
 
 ModelProvider = Callable[..., Any]
 
 
-def initialize_distributed(args: Namespace, identity: dict[str, Any]) -> torch.device:
-    """Starts the process group and Megatron's parallel groups; the device of this rank.
+def initialize_distributed(config: TrainConfig, identity: dict[str, Any]) -> torch.device:
+    """Starts the process group and Megatron's parallel groups; returns the device of this rank.
 
-    ``identity`` is what must be equal on all ranks beside the arguments. Collective: every rank of
+    `identity` is what must be equal on all ranks beside the arguments. Collective: every rank of
     the job calls it. Raises PlanMismatchError on every rank where ranks were started differently.
     """
     on_cuda = torch.cuda.is_available()
-    device = torch.device("cuda", args.local_rank) if on_cuda else torch.device("cpu")
+    device = torch.device("cuda", config.parallel.local_rank) if on_cuda else torch.device("cpu")
     if on_cuda:  # never run on a GPU yet
         torch.cuda.set_device(device)
-    backend = args.distributed_backend or ("nccl" if on_cuda else "gloo")
-    print_rank_0("> initializing torch distributed ...") if args.rank == 0 else None
+    backend = config.parallel.distributed_backend or ("nccl" if on_cuda else "gloo")
+    print_rank_0("> initializing torch distributed ...") if config.parallel.rank == 0 else None
     os.environ.setdefault("MASTER_ADDR", "localhost")
     os.environ.setdefault("MASTER_PORT", "29511")
     dist.init_process_group(
         backend,
-        rank=args.rank,
-        world_size=args.world_size,
-        timeout=timedelta(minutes=args.distributed_timeout_minutes),
+        rank=config.parallel.rank,
+        world_size=config.parallel.world_size,
+        timeout=timedelta(minutes=config.parallel.distributed_timeout_minutes),
     )
-    check_agreement(args, identity)
+    check_agreement(config, identity)
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=args.tensor_model_parallel_size,
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
-        context_parallel_size=args.context_parallel_size,
+        tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=config.parallel.virtual_pipeline_model_parallel_size,
+        context_parallel_size=config.parallel.context_parallel_size,
     )
     return device
 
 
-def set_seeds(args: Namespace) -> None:
-    """Seeds every generator; equal on context ranks (they share weights).
-
-    Different on pipeline stages.
+def set_seeds(config: TrainConfig) -> None:
+    """Seeds every generator: equal on context ranks (they share weights), not on pipeline stages.
 
     Tensor-parallel ranks differ where Megatron wants them to (its random tracker sees to that).
     """
-    print_rank_0(f"> setting random seeds to {args.seed} ...")
-    seed = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
-    if args.data_parallel_random_init:
+    print_rank_0(f"> setting random seeds to {config.steps.seed} ...")
+    seed = config.steps.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    if config.steps.data_parallel_random_init:
         seed += 10 * parallel_state.get_data_parallel_rank()
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    if args.deterministic_mode:
+    if config.steps.deterministic_mode:
         torch.use_deterministic_algorithms(True)
 
 
-def build_model(args: Namespace, provider: ModelProvider, device: torch.device) -> list[Any]:
-    """The chunks of this pipeline stage (one without virtual stages).
+def build_model(config: TrainConfig, provider: ModelProvider, device: torch.device) -> list[Any]:
+    """Returns the chunks of this pipeline stage, wrapped for bf16 and gradient reduction.
 
-    Wrapped for bf16 and gradient reduction.
+    There is one without virtual stages.
 
-    ``provider(args, pre_process=, post_process=, vp_stage=)`` builds one chunk. Collective: every
+    `provider(config, pre_process=, post_process=, vp_stage=)` builds one chunk. Collective: every
     rank calls it.
     """
     print_rank_0("building GPT model ...")
-    num_chunks = args.virtual_pipeline_model_parallel_size or 1
+    num_chunks = config.parallel.virtual_pipeline_model_parallel_size or 1
     chunks = []
     for place in range(num_chunks):
         stage = place if num_chunks > 1 else None
         chunk = provider(
-            args,
+            config,
             pre_process=parallel_state.is_pipeline_first_stage(
                 ignore_virtual=False, vp_stage=stage
             ),
@@ -102,11 +100,10 @@ def build_model(args: Namespace, provider: ModelProvider, device: torch.device) 
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         chunks.append(chunk.to(device))
     _print_num_parameters(chunks)
-    config = chunks[0].config
-    if args.bf16:
-        chunks = [Float16Module(config, chunk) for chunk in chunks]
-    wrapped = [_wrap(args, chunk, is_first=place == 0) for place, chunk in enumerate(chunks)]
-    if args.data_parallel_random_init:
+    if config.model.bf16:
+        chunks = [Float16Module(chunk.config, chunk) for chunk in chunks]
+    wrapped = [_wrap(config, chunk, is_first=place == 0) for place, chunk in enumerate(chunks)]
+    if config.steps.data_parallel_random_init:
         for chunk in wrapped:
             chunk.broadcast_params()
     return wrapped
@@ -128,26 +125,45 @@ def _print_num_parameters(chunks: list[Any]) -> None:
     )
 
 
-def _wrap(args: Namespace, chunk: Any, *, is_first: bool) -> Any:
-    """The chunk inside Megatron's DistributedDataParallel."""
-    config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=args.accumulate_allreduce_grads_in_fp32,
-        overlap_grad_reduce=args.overlap_grad_reduce,
-        overlap_param_gather=args.overlap_param_gather,
-        use_distributed_optimizer=args.use_distributed_optimizer,
-        check_for_nan_in_grad=args.check_for_nan_in_loss_and_grad,
-        bucket_size=args.ddp_bucket_size or max(40_000_000, 1_000_000 * dist.get_world_size()),
+def count_parameters(model: list[Any]) -> int:
+    """Returns the parameters of the whole model, padding included, each counted once.
+
+    Collective: every rank calls it.
+    """
+    is_first_tensor_rank = parallel_state.get_tensor_model_parallel_rank() == 0
+    first_replica = {
+        True: parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0,
+        False: parallel_state.get_expert_data_parallel_rank() == 0,
+    }
+    count = 0
+    for parameter in (parameter for chunk in model for parameter in chunk.parameters()):
+        is_dense = getattr(parameter, "allreduce", True)
+        is_split = getattr(parameter, "tensor_model_parallel", False)
+        if first_replica[is_dense] and param_is_not_shared(parameter):
+            count += parameter.numel() if is_split or is_first_tensor_rank or not is_dense else 0
+    total = torch.tensor([count], dtype=torch.int64, device=next(model[0].parameters()).device)
+    dist.all_reduce(total)
+    return int(total.item())
+
+
+def _wrap(config: TrainConfig, chunk: Any, *, is_first: bool) -> Any:
+    """Returns the chunk inside Megatron's DistributedDataParallel."""
+    options = config.parallel
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=options.accumulate_allreduce_grads_in_fp32,
+        overlap_grad_reduce=options.overlap_grad_reduce,
+        overlap_param_gather=options.overlap_param_gather,
+        use_distributed_optimizer=options.use_distributed_optimizer,
+        check_for_nan_in_grad=config.steps.check_for_nan_in_loss_and_grad,
+        bucket_size=options.ddp_bucket_size or max(40_000_000, 1_000_000 * options.world_size),
     )
     return DistributedDataParallel(
-        config=chunk.config, ddp_config=config, module=chunk, disable_bucketing=not is_first
+        config=chunk.config, ddp_config=settings, module=chunk, disable_bucketing=not is_first
     )
 
 
 def connect_schedule(model: list[Any], optimizer: Any) -> None:
-    """Tells Megatron's pipeline schedule how to scale losses.
-
-    Hold back gradient sends and finish gradients.
-    """
+    """Tells Megatron's pipeline schedule how to scale losses, hold back gradient sends and finish."""
     config, ddp = model[0].config, model[0].ddp_config
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads

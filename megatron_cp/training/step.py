@@ -6,7 +6,6 @@ Micro-batches through Megatron's schedule, then the optimizer.
 from __future__ import annotations
 
 import math
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,8 +19,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_cp.data.batch import PlannedBatch
 from megatron_cp.data.loader import PackedLoader
 from megatron_cp.mcore.loss import LOSS_NAME
+from megatron_cp.training.config import TrainConfig
 
-ForwardStep = Callable[[Namespace, PlannedBatch, Any, torch.device], tuple[Any, Any]]
+ForwardStep = Callable[[TrainConfig, PlannedBatch, Any, torch.device], tuple[Any, Any]]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class StepResult:
 class Runner:
     """How this rank runs micro-batches; shared by training and evaluation."""
 
-    args: Namespace
+    config: TrainConfig
     model: list[Any]
     device: torch.device
     forward_step: ForwardStep
@@ -84,7 +84,7 @@ class Runner:
 
     def _forward(self, batches: Iterator[PlannedBatch], chunk: Any) -> tuple[Any, Any]:
         """Megatron's forward_step_func."""
-        return self.forward_step(self.args, next(batches), chunk, self.device)
+        return self.forward_step(self.config, next(batches), chunk, self.device)
 
 
 def next_batches(loader: PackedLoader) -> list[PlannedBatch]:
@@ -100,20 +100,20 @@ def train_step(
     Collective: every rank calls it. Raises RuntimeError when the loss is not finite and that is to
     be checked.
     """
-    args = runner.args
+    config = runner.config
     for chunk in runner.model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     total = runner.run(batches, forward_only=False)
     loss, tokens = (None, 0) if total is None else _mean(total)
-    if loss is not None and not math.isfinite(loss) and args.check_for_nan_in_loss_and_grad:
+    if loss is not None and not math.isfinite(loss) and config.steps.check_for_nan_in_loss_and_grad:
         raise RuntimeError(
             f"the loss is {loss}; lower --lr or look at the data of this step "
             "(--no-check-for-nan-in-loss-and-grad goes on)"
         )
     updated, grad_norm, num_zeros = optimizer.step()
     if updated:
-        scheduler.step(increment=args.global_batch_size)
+        scheduler.step(increment=config.steps.global_batch_size)
     return StepResult(
         loss=loss,
         valid_tokens=tokens,
@@ -130,7 +130,7 @@ def _mean(total: torch.Tensor) -> tuple[float, int]:
 
 
 def evaluate(runner: Runner, loader: PackedLoader, num_batches: int) -> float | None:
-    """Mean loss per token over the next ``num_batches`` batches; the loader goes back afterwards.
+    """Mean loss per token over the next `num_batches` batches; the loader goes back afterwards.
 
     None before the last pipeline stage. Collective: every rank calls it.
     """
@@ -172,7 +172,7 @@ def whole_parameters(runner: Runner) -> Iterator[None]:
 
     Also with --overlap-param-gather (which gathers them in forward).
     """
-    if not runner.args.overlap_param_gather:
+    if not runner.config.parallel.overlap_param_gather:
         yield
         return
     for chunk in runner.model:

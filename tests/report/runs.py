@@ -6,7 +6,7 @@ import numpy as np
 
 from megatron_cp import CPConfig, make_plan
 from megatron_cp.mask import documents
-from megatron_cp.training.records import RunFiles, plan_sample
+from megatron_cp.training.logging.records import RunFiles, plan_sample
 
 CONFIG = CPConfig(num_heads=4, num_kv_heads=2, head_dim=16, topology="cpu", element_bytes=4)
 LENGTHS = (137, 2, 301, 1, 64, 519)

@@ -1,7 +1,7 @@
 """The page of flags is what the program does with them."""
 
 from megatron_cp.training.arguments import judge_arguments
-from megatron_cp.training.megatron_names import MEGATRON_NAMES
+from megatron_cp.training.arguments.megatron_names import MEGATRON_NAMES
 from tests.training.commands import SMALL_RUN
 from tools import list_flags
 

@@ -132,32 +132,33 @@ def write_dist(
 
 
 def arguments(*flags: str, rank: int = 0, world_size: int = 1):
-    """Checked arguments of a small run."""
+    """The configuration of a small run."""
     from megatron_cp.training.arguments import parse_arguments
 
-    args = parse_arguments(
+    config = parse_arguments(
         [*SMALL_RUN, "--no-wandb", *flags], {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
     )
-    args.padded_vocab_size = VOCABULARY
-    return args
+    return config.with_arguments(padded_vocab_size=VOCABULARY)
 
 
 @contextlib.contextmanager
 def run_state(*flags: str, rank: int = 0, world_size: int = 1):
     """Model, optimizer and schedule of a small run, before its first step."""
-    args = arguments(*flags, rank=rank, world_size=world_size)
+    config = arguments(*flags, rank=rank, world_size=world_size)
     case = Case(
-        tp=args.tensor_model_parallel_size,
-        pp=args.pipeline_model_parallel_size,
-        cp=args.context_parallel_size,
+        tp=config.parallel.tensor_model_parallel_size,
+        pp=config.parallel.pipeline_model_parallel_size,
+        cp=config.parallel.context_parallel_size,
     )
     with parallel_state(case):
         from megatron_cp.training import pretrain, setup
+        from megatron_cp.training.checkpoint.load import follow_release
         from megatron_cp.training.gpt import forward_step, model_provider
 
+        config = follow_release(config)
         allow_children()
-        setup.set_seeds(args)
-        state, _ = pretrain._build(args, model_provider, forward_step, torch.device("cpu"))
+        setup.set_seeds(config)
+        state, _ = pretrain._build(config, model_provider, forward_step, torch.device("cpu"))
         yield state
 
 
@@ -184,7 +185,7 @@ def step(state, number: int) -> None:
                 value(f"{number} {place} {index}", tuple(parameter.shape)) - 0.3
             )
     state.optimizer.step()
-    state.scheduler.step(increment=state.args.global_batch_size)
+    state.scheduler.step(increment=state.config.steps.global_batch_size)
     state.iteration += 1
 
 

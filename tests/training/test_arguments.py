@@ -3,14 +3,19 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_cp.training import known_flags
-from megatron_cp.training.arguments import build_parser, judge_arguments, parse_arguments
-from megatron_cp.training.flags import _layers
+from megatron_cp.training.arguments import (
+    build_parser,
+    judge_arguments,
+    known_flags,
+    parse_arguments,
+)
+from megatron_cp.training.arguments.flags import _layers
 from tests.training.commands import DATA, MODEL, SMALL_RUN, STEPS
 
 # What Megatron-LM core_v0.19.0's own parser answered, flag by flag.
@@ -28,7 +33,10 @@ OUR_DEFAULTS = {
 
 
 def parse(*flags: str, world_size: int = 1, rank: int = 0):
-    return parse_arguments(flags, {"WORLD_SIZE": str(world_size), "RANK": str(rank)})
+    """The completed arguments, and the notes, of a command line that is accepted."""
+    environment = {"WORLD_SIZE": str(world_size), "RANK": str(rank)}
+    config = parse_arguments(flags, environment)
+    return SimpleNamespace(**config.arguments, notes=config.notes)
 
 
 def refusals(capsys, *flags: str, world_size: int = 1, rank: int = 0) -> list[str]:
@@ -134,7 +142,7 @@ def test_the_engine_is_the_local_one_on_a_cpu_and_an_error_on_a_gpu_without_it(c
     assert parse(*SMALL_RUN).transformer_impl == "local"
     args = parse(*SMALL_RUN, *wish)
     assert args.transformer_impl == "local"
-    assert [note for note in args.notes if "local layers" in note] == args.notes
+    assert [note for note in args.notes if "local layers" in note] == list(args.notes)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert "--transformer-impl local" in refusal(capsys, *SMALL_RUN, *wish)
 

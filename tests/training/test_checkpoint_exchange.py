@@ -82,7 +82,7 @@ def train_by_megatron(rank, world_size, folder, form):
             made.step(theirs, 1)
             model = unwrap_model(theirs.model)[0]
             own = Path(folder) / "iter_0000005"
-            content = {"iteration": 5, "checkpoint_version": 3.0, "args": theirs.args}
+            content = {"iteration": 5, "checkpoint_version": 3.0, "args": theirs.config.namespace()}
             content["opt_param_scheduler"] = theirs.scheduler.state_dict()
             if form == "torch":
                 content |= {"model": model.state_dict_for_save_checkpoint()}

@@ -281,7 +281,7 @@ def load_a_release(rank, world_size, folder):
 
         with contextlib.redirect_stdout(io.StringIO()):
             assert load_checkpoint(state)
-        return state.args.notes, state.iteration, made.weights_of(state)
+        return state.config.notes, state.iteration, made.weights_of(state)
 
 
 def test_a_release_of_a_converter_gives_its_weights_alone(tmp_path):
@@ -340,10 +340,10 @@ def test_a_folder_that_is_no_checkpoint_of_ours_is_refused(tmp_path, content, sa
     for name in content:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"sharded_backend": "torch_dist"}')
-    args = Namespace(tensor_model_parallel_size=1, pipeline_model_parallel_size=1)
+    config = made.arguments()
     with pytest.raises(ValueError, match=says):
         if formats.detect(tmp_path) == "torch":
-            formats.check_legacy_layout(tmp_path, args)
+            formats.check_legacy_layout(tmp_path, config)
 
 
 @pytest.mark.parametrize(

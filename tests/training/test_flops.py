@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_cp import mask as masks
-from megatron_cp.training.flops import ModelFlops, gpt_flops
+from megatron_cp.training.logging.flops import ModelFlops, gpt_flops
 
 
 def test_a_tiny_gpt_counted_by_hand():

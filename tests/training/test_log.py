@@ -3,7 +3,7 @@
 import re
 from datetime import datetime
 
-from megatron_cp.training.log import StepReport, evaluation_lines, training_line
+from megatron_cp.training.logging.lines import StepReport, evaluation_lines, training_line
 
 # Captured from Megatron-LM core_v0.19.2.
 MEGATRONS_LINE = (

@@ -69,7 +69,7 @@ def test_the_model_that_megatron_builds_has_the_counted_parameters():
 def test_the_flags_of_a_preset_describe_the_same_model(name: str):
     shape = PRESETS[name]
     flags = [*shape.flags(), f"--vocab-size={shape.vocab_size}", "--mock-data", "--seq-length=128"]
-    args = parse_arguments([*flags, "--plan-only"], {})
+    args = parse_arguments([*flags, "--plan-only"], {}).namespace()
     assert (args.num_layers, args.hidden_size, args.kv_channels) == (
         shape.num_layers,
         shape.hidden_size,

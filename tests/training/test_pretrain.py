@@ -214,17 +214,15 @@ def test_a_corpus_without_tokens_is_refused(tmp_path: Path):
 
 
 def test_a_vocabulary_that_nobody_knows_is_refused(tmp_path: Path):
-    args = parsed("--data-path", str(tmp_path / "x"))
-    args.vocab_size = None
+    config = parsed("--data-path", str(tmp_path / "x")).with_arguments(vocab_size=None)
     with pytest.raises(ValueError, match="--tokenizer-type"):
-        open_data(args)
+        open_data(config)
 
 
 def test_the_vocabulary_is_padded_for_tensor_parallel_ranks(tmp_path: Path):
     write_corpus(tmp_path / "some", [[1, 2, 3]] * 20)
-    args = parsed("--data-path", str(tmp_path / "some"), "--vocab-size", "500")
-    data = open_data(args)
-    assert args.padded_vocab_size == 512
+    config, data = open_data(parsed("--data-path", str(tmp_path / "some"), "--vocab-size", "500"))
+    assert config.data.padded_vocab_size == 512
     assert [name for name, documents in data.splits.items() if documents is not None] == [
         "train",
         "valid",

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron_cp import mask as masks
 from megatron_cp.config import CPConfig
 from megatron_cp.plan import make_plan
-from megatron_cp.training.records import RunFiles, _runs, plan_sample
+from megatron_cp.training.logging.records import RunFiles, _runs, plan_sample
 
 
 def rows_of(folder) -> list[dict]:

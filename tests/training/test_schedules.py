@@ -22,11 +22,11 @@ def rates_of_steps(rank: int, world_size: int, flags: list[str], num_steps: int)
     from megatron_cp.training.optim import build_scheduler
 
     group = {"lr": 0.0, "weight_decay": 0.0}
-    args = parse_arguments([*SMALL_RUN, *flags], {})
-    scheduler = build_scheduler(args, SimpleNamespace(param_groups=[group]))
+    config = parse_arguments([*SMALL_RUN, *flags], {})
+    scheduler = build_scheduler(config, SimpleNamespace(param_groups=[group]))
     rates = [(group["lr"], group["weight_decay"])]
     for _ in range(num_steps):
-        scheduler.step(args.global_batch_size)
+        scheduler.step(config.steps.global_batch_size)
         rates.append((group["lr"], group["weight_decay"]))
     return rates
 
@@ -93,11 +93,11 @@ def rates_by_samples(rank: int, world_size: int, samples: list[str]):
     from megatron_cp.training.optim import build_scheduler
 
     group = {"lr": 0.0, "weight_decay": 0.0}
-    args = parse_arguments(flags, {})
-    scheduler = build_scheduler(args, SimpleNamespace(param_groups=[group]))
+    config = parse_arguments(flags, {})
+    scheduler = build_scheduler(config, SimpleNamespace(param_groups=[group]))
     found = [group["lr"]]
     for _ in range(DECAY):
-        scheduler.step(args.global_batch_size)
+        scheduler.step(config.steps.global_batch_size)
         found.append(group["lr"])
     return found
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_cp.training.scrub import REMOVED, is_secret_name, scrubbed, scrubbed_words
+from megatron_cp.training.logging.scrub import REMOVED, is_secret_name, scrubbed, scrubbed_words
 
 SECRET = "hunter2-PLANTED"
 

@@ -9,7 +9,12 @@ import pytest
 import wandb
 
 from megatron_cp.training.arguments import parse_arguments
-from megatron_cp.training.tracking import Tracker, start_tensorboard, start_wandb, wandb_mode
+from megatron_cp.training.logging.tracking import (
+    Tracker,
+    start_tensorboard,
+    start_wandb,
+    wandb_mode,
+)
 from tests.training.commands import SMALL_RUN
 
 SECRET = "hunter2PLANTED"
@@ -54,10 +59,9 @@ def test_an_offline_run_holds_every_argument_and_metric_and_no_secret(tmp_path, 
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--api-key", SECRET])
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
-    args = parse_arguments([*SMALL_RUN, "--wandb-exp-name", "a-run-name"], {})
-    args.api_key = SECRET
-    args.data_url = f"https://user:{SECRET}@host/x"
-    run = start_wandb(args, tmp_path, {"NETRC": str(tmp_path / "none")})
+    config = parse_arguments([*SMALL_RUN, "--wandb-exp-name", "a-run-name"], {})
+    config = config.with_arguments(api_key=SECRET, data_url=f"https://user:{SECRET}@host/x")
+    run = start_wandb(config, tmp_path, {"NETRC": str(tmp_path / "none")})
     tracker = Tracker(wandb_run=run)
     for iteration in (1, 2):
         tracker.log(iteration, {"lm loss": 1.5 * iteration, "cp/area_max_over_mean": 1.01})
@@ -110,6 +114,6 @@ def test_tensorboard_gets_values_by_iteration_and_by_samples():
 
 def test_a_missing_tensorboard_is_a_warning(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    args = parse_arguments([*SMALL_RUN, "--tensorboard-dir", str(tmp_path)], {})
+    config = parse_arguments([*SMALL_RUN, "--tensorboard-dir", str(tmp_path)], {})
     with pytest.warns(UserWarning, match="install tensorboard"):
-        assert start_tensorboard(args) is None
+        assert start_tensorboard(config) is None

@@ -13,8 +13,8 @@ from megatron_cp.training.checkpoint.compare import (
     consequence,
     keeps_initial_values,
 )
-from megatron_cp.training.checkpoint.state import RunState, wants_optimizer
-from megatron_cp.training.log import print_rank_0
+from megatron_cp.training.checkpoint.state import RunState
+from megatron_cp.training.logging.lines import print_rank_0
 
 
 @dataclass
@@ -38,7 +38,7 @@ def judge(
 
     Every rank calls it with the same differences. Raises ValueError on every rank alike.
     """
-    strictness = state.args.dist_ckpt_strictness
+    strictness = state.config.checkpoint.dist_ckpt_strictness
     for kind, differences in (("model", model), ("optimizer", optimizer)):
         for sentence in differences.sentences() if differences else ():
             print_rank_0(f" checkpoint and {kind} differ, {sentence}")
@@ -56,8 +56,8 @@ def note_what_stays(
         print_rank_0(
             " note: the state of Megatron-LM's rerun machine is not loaded; there is none here"
         )
-    if has_optimizer and not wants_optimizer(state.args):
-        flag = "--finetune" if state.args.finetune else "--no-load-optim"
+    if has_optimizer and not state.config.checkpoint.wants_optimizer:
+        flag = "--finetune" if state.config.checkpoint.finetune else "--no-load-optim"
         print_rank_0(f" note: {flag}: the checkpoint's optimizer state is not loaded")
     note = names.extra_state_note(extra_states)
     if note:
@@ -66,7 +66,7 @@ def note_what_stays(
 
 def put_into_model(state: RunState, content: Content, chunks: dict[str, Any]) -> None:
     """Puts the weights into the model's chunks; `judge` has spoken before."""
-    may_stay = keeps_initial_values(state.args.dist_ckpt_strictness)
+    may_stay = keeps_initial_values(state.config.checkpoint.dist_ckpt_strictness)
     for name, chunk in chunks.items():
         found = chunk.load_state_dict(content.model[name], strict=False)
         missing = list(_weights(found.missing_keys))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import re
-from argparse import Namespace
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -34,10 +33,10 @@ from megatron_cp.training.checkpoint.state import (
     first_line,
     raise_together,
     random_states,
-    wants_optimizer,
 )
 from megatron_cp.training.checkpoint.writer import saving_in_this_process
-from megatron_cp.training.log import print_rank_0
+from megatron_cp.training.config import TrainConfig
+from megatron_cp.training.logging.lines import print_rank_0
 
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 # State of Megatron-LM's rerun machine, which this loop has not.
@@ -49,14 +48,14 @@ _UNREADABLE = (CheckpointException, Exception)
 
 def save(state: RunState, folder: Path) -> None:
     """Writes the run into an empty folder. Collective: every rank calls it."""
-    metadata = _sharding_metadata(state.args)
+    metadata = _sharding_metadata(state.config)
     described = {name: value for name, value in metadata.items() if name != "dp_cp_group"}
     tensors = _sharded_state(
         state,
         metadata,
         is_loading=False,
-        with_optimizer=not state.args.no_save_optim,
-        with_random=not state.args.no_save_rng,
+        with_optimizer=not state.config.checkpoint.no_save_optim,
+        with_random=not state.config.checkpoint.no_save_rng,
     )
     with saving_in_this_process():
         dist_checkpointing.save(tensors, str(folder), content_metadata=described)
@@ -72,21 +71,21 @@ def load(state: RunState, folder: Path) -> Content:
     saved = _saved_shapes(index)
     saved_optimizer = _of_kind(saved, "optimizer")
     has_optimizer = bool(saved_optimizer) or "optimizer" in entries
-    if wants_optimizer(state.args) and not has_optimizer:
+    if state.config.checkpoint.wants_optimizer and not has_optimizer:
         raise ValueError(
             f"{folder} holds no optimizer state; give --no-load-optim to go on with a fresh one, or "
             "--finetune to begin at iteration 0"
         )
     empty = _extra_states(saved) - _extra_states_with_fp8(folder, index)
-    metadata = _sharding_metadata(state.args, entries.get("content_metadata"))
-    wanted = _ask(state, folder, metadata, with_random=_random_states_fit(state.args, saved))
+    metadata = _sharding_metadata(state.config, entries.get("content_metadata"))
+    wanted = _ask(state, folder, metadata, with_random=_random_states_fit(state.config, saved))
     _drop(wanted, lambda item: isinstance(item, ShardedObject) and names.is_extra_state(item.key))
     asked, padded = _asked_of_all_ranks(wanted)
     saved_model = {n: s for n, s in _of_kind(saved, "model").items() if n not in empty}
     model = compare(_of_kind(asked, "model"), saved_model)
-    model = _without_padding(model, padded, state.args.vocab_size)
+    model = _without_padding(model, padded, state.config.data.vocab_size or 0)
     optimizer = None
-    if wants_optimizer(state.args):
+    if state.config.checkpoint.wants_optimizer:
         optimizer = compare(_of_kind(asked, "optimizer"), saved_optimizer)
     content.judge(state, folder, model, optimizer)
     content.note_what_stays(
@@ -110,12 +109,12 @@ def _ask(
             state,
             metadata,
             is_loading=True,
-            with_optimizer=wants_optimizer(state.args),
+            with_optimizer=state.config.checkpoint.wants_optimizer,
             with_random=with_random,
         )
     except _UNREADABLE as failure:  # Megatron-Core asks for the state of Adam alone
         problem = ValueError(
-            f"{folder} cannot give --optimizer {state.args.optimizer} its state "
+            f"{folder} cannot give --optimizer {state.config.optimizer.optimizer} its state "
             f"({type(failure).__name__}: {first_line(failure)}); give --no-load-optim to go on with a "
             "fresh one, or --finetune to begin at iteration 0"
         )
@@ -297,11 +296,14 @@ def _object_bytes(folder: Path, place: Any) -> io.BytesIO:
         return io.BytesIO(file.read(place.length))
 
 
-def _random_states_fit(args: Namespace, saved: dict[str, Shape]) -> bool:
+def _random_states_fit(config: TrainConfig, saved: dict[str, Shape]) -> bool:
     """Whether the checkpoint holds a random state for each tensor and pipeline rank of this run."""
-    if args.finetune or args.no_load_rng:
+    if not config.checkpoint.wants_random_states:
         return False
-    grid = (args.pipeline_model_parallel_size, args.tensor_model_parallel_size)
+    grid = (
+        config.parallel.pipeline_model_parallel_size,
+        config.parallel.tensor_model_parallel_size,
+    )
     found = saved.get("rng_state")
     if found == grid:
         return True
@@ -315,11 +317,11 @@ def _random_states_fit(args: Namespace, saved: dict[str, Shape]) -> bool:
     return False
 
 
-def _sharding_metadata(args: Namespace, saved: dict[str, Any] | None = None) -> dict[str, Any]:
+def _sharding_metadata(config: TrainConfig, saved: dict[str, Any] | None = None) -> dict[str, Any]:
     """Returns Megatron's description of how optimizer state is cut: the checkpoint's, or ours."""
     metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-    if args.use_distributed_optimizer:
-        full = args.dist_ckpt_optim_fully_reshardable
+    if config.parallel.use_distributed_optimizer:
+        full = config.checkpoint.dist_ckpt_optim_fully_reshardable
         metadata["distrib_optim_sharding_type"] = "fully_reshardable" if full else "dp_reshardable"
         if full:
             metadata["distrib_optim_fully_reshardable_mem_efficient"] = False

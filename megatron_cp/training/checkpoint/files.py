@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +202,11 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def check_shape(
-    folder: Path, saved: dict[str, Any], wanted: dict[str, Any], *, may_add_tensors: bool = False
+    folder: Path,
+    saved: Mapping[str, Any],
+    wanted: Mapping[str, Any],
+    *,
+    may_add_tensors: bool = False,
 ) -> None:
     """Raises ValueError for a checkpoint of another model, naming the first argument that differs.
 

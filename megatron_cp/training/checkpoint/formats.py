@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 import re
-from argparse import Namespace
 from pathlib import Path
 from typing import Literal
+
+from megatron_cp.training.config import TrainConfig
 
 Format = Literal["torch_dist", "torch"]
 LEGACY_MODEL = "model_optim_rng.pt"
@@ -50,14 +51,14 @@ def detect(folder: Path) -> Format:
     )
 
 
-def legacy_folder(folder: Path, args: Namespace, tensor_rank: int, pipeline_rank: int) -> Path:
+def legacy_folder(folder: Path, config: TrainConfig, tensor_rank: int, pipeline_rank: int) -> Path:
     """Returns where the format torch keeps what these model-parallel ranks own."""
-    if args.pipeline_model_parallel_size > 1:
+    if config.parallel.pipeline_model_parallel_size > 1:
         return folder / f"mp_rank_{tensor_rank:02d}_{pipeline_rank:03d}"
     return folder / f"mp_rank_{tensor_rank:02d}"
 
 
-def check_legacy_layout(folder: Path, args: Namespace) -> None:
+def check_legacy_layout(folder: Path, config: TrainConfig) -> None:
     """Raises ValueError if a checkpoint in the format torch is of another layout than the run's."""
     found = {path.name for path in _rank_folders(folder)}
     places = [_RANK_FOLDER.fullmatch(name) for name in found]
@@ -68,7 +69,8 @@ def check_legacy_layout(folder: Path, args: Namespace) -> None:
         )
     tensor = 1 + max(int(place[1]) for place in places if place is not None)
     pipeline = 1 + max(int(place[2] or 0) for place in places if place is not None)
-    wanted = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
+    layout = config.parallel
+    wanted = (layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size)
     if (tensor, pipeline) != wanted:
         raise ValueError(
             f"{folder} is in the format torch, which loads into its own layout alone: "
@@ -78,7 +80,7 @@ def check_legacy_layout(folder: Path, args: Namespace) -> None:
         )
     for rank in range(tensor):
         for stage in range(pipeline):
-            file = legacy_folder(folder, args, rank, stage) / LEGACY_MODEL
+            file = legacy_folder(folder, config, rank, stage) / LEGACY_MODEL
             if not file.is_file():
                 raise ValueError(
                     f"{folder} is not a complete checkpoint (no {file.relative_to(folder)}); give "

@@ -8,7 +8,6 @@ Such a file fits the tensor and pipeline sizes that wrote it and no others. It i
 
 from __future__ import annotations
 
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -32,27 +31,27 @@ from megatron_cp.training.checkpoint.state import (
     counters,
     raise_together,
     random_states,
-    wants_optimizer,
 )
-from megatron_cp.training.log import print_rank_0
+from megatron_cp.training.config import TrainConfig
+from megatron_cp.training.logging.lines import print_rank_0
 
 
 def save(state: RunState, folder: Path) -> None:
     """Writes the run into an empty folder. Collective: every rank calls it."""
-    args = state.args
-    own = _own_folder(folder, args)
+    config = state.config
+    own = _own_folder(folder, config)
     if _is_first_replica():
         own.mkdir()
         parts = counters(state)
         for name, chunk in chunks_by_name(state).items():
             parts[name] = chunk.state_dict_for_save_checkpoint()
-        if not args.no_save_optim:
+        if not config.checkpoint.no_save_optim:
             parts["optimizer"] = state.optimizer.state_dict()
             parts["opt_param_scheduler"] = state.scheduler.state_dict()
-        if not args.no_save_rng:
+        if not config.checkpoint.no_save_rng:
             parts["rng_state"] = [random_states()]
         torch.save(parts, own / LEGACY_MODEL)
-    if args.use_distributed_optimizer and not args.no_save_optim:
+    if config.parallel.use_distributed_optimizer and not config.checkpoint.no_save_optim:
         state.optimizer.save_parameter_state(str(own / LEGACY_OPTIMIZER))
 
 
@@ -64,7 +63,7 @@ def load(state: RunState, folder: Path) -> Content:
     problem: Exception | None = None
     found: dict[str, Any] = {}
     try:
-        found = _read(_own_folder(folder, state.args) / LEGACY_MODEL)
+        found = _read(_own_folder(folder, state.config) / LEGACY_MODEL)
         _check_chunks(folder, found, chunks_by_name(state))
     except ValueError as refusal:
         problem = refusal
@@ -72,7 +71,7 @@ def load(state: RunState, folder: Path) -> Content:
     model, differences, extra, was_renamed = _compare_models(state, found)
     contents.judge(state, folder, differences, None)
     optimizer = shards = None
-    if wants_optimizer(state.args):
+    if state.config.checkpoint.wants_optimizer:
         try:
             optimizer = _optimizer_entry(found, folder, was_renamed, differences)
             shards = _read_shards(state, folder)
@@ -85,7 +84,7 @@ def load(state: RunState, folder: Path) -> Content:
         has_rerun=bool(found.get("rerun_state_machine")),
         extra_states=extra,
     )
-    return Content(model, found, optimizer, shards, _random_entry(state.args, found))
+    return Content(model, found, optimizer, shards, _random_entry(state.config, found))
 
 
 @torch.no_grad()  # main parameters are leaves that it writes into
@@ -189,8 +188,8 @@ def _read_shards(state: RunState, folder: Path) -> Any:
     Raises ValueError if the checkpoint and the run disagree on the distributed optimizer, or on the
     number of values in its buffers.
     """
-    path = _own_folder(folder, state.args) / LEGACY_OPTIMIZER
-    if path.is_file() != bool(state.args.use_distributed_optimizer):
+    path = _own_folder(folder, state.config) / LEGACY_OPTIMIZER
+    if path.is_file() != bool(state.config.parallel.use_distributed_optimizer):
         word, flag = ("with", "give") if path.is_file() else ("without", "drop")
         raise ValueError(
             f"{folder} was saved {word} --use-distributed-optimizer; {flag} it, or give "
@@ -212,13 +211,15 @@ def _read_shards(state: RunState, folder: Path) -> Any:
     return shards
 
 
-def _random_entry(args: Namespace, found: dict[str, Any]) -> dict[str, Any] | None:
+def _random_entry(config: TrainConfig, found: dict[str, Any]) -> dict[str, Any] | None:
     """Returns the random states that this rank goes on with; None where none are wanted or there."""
-    if args.finetune or args.no_load_rng:
+    if not config.checkpoint.wants_random_states:
         return None
     states = found.get("rng_state")
     if states:
-        place = parallel_state.get_data_parallel_rank() if args.data_parallel_random_init else 0
+        place = (
+            parallel_state.get_data_parallel_rank() if config.steps.data_parallel_random_init else 0
+        )
         return dict(states[place if place < len(states) else 0])
     print_rank_0(
         " random states are not loaded: the checkpoint holds none; dropout goes on from --seed"
@@ -226,10 +227,10 @@ def _random_entry(args: Namespace, found: dict[str, Any]) -> dict[str, Any] | No
     return None
 
 
-def _own_folder(folder: Path, args: Namespace) -> Path:
+def _own_folder(folder: Path, config: TrainConfig) -> Path:
     tensor_rank = parallel_state.get_tensor_model_parallel_rank()
     return legacy_folder(
-        folder, args, tensor_rank, parallel_state.get_pipeline_model_parallel_rank()
+        folder, config, tensor_rank, parallel_state.get_pipeline_model_parallel_rank()
     )
 
 

@@ -7,7 +7,6 @@ last                        values must be finite
 
 from __future__ import annotations
 
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -27,37 +26,45 @@ from megatron_cp.training.checkpoint.state import (
     restore_counters,
     restore_random_states,
 )
-from megatron_cp.training.log import print_rank_0
+from megatron_cp.training.config import TrainConfig
+from megatron_cp.training.logging.lines import print_rank_0
 
 _LOAD = {"torch_dist": dist_format.load, "torch": legacy_format.load}
 
 
-def check_checkpoint(args: Namespace) -> dict[str, Any] | None:
+def follow_release(config: TrainConfig) -> TrainConfig:
+    """Returns the configuration with `--finetune` where `--load` names a release, and a note of it."""
+    if config.checkpoint.load is None or config.checkpoint.finetune:
+        return config
+    folder = _find(config)
+    if folder is None or folder.name != files.RELEASE:
+        return config
+    return config.with_arguments(finetune=True).with_note(
+        f"{folder} is a release: its weights are loaded and training begins at iteration 0, as "
+        "with --finetune"
+    )
+
+
+def check_checkpoint(config: TrainConfig) -> dict[str, Any] | None:
     """Returns the manifest of the checkpoint that `--load` names; None without one.
 
-    Needs no process group. A release turns `--finetune` on, with a note in the arguments. Raises
-    ValueError for a missing, damaged or foreign checkpoint.
+    Needs no process group. Raises ValueError for a missing, damaged or foreign checkpoint.
     """
-    folder = _find(args)
+    folder = _find(config)
     if folder is None:
-        if args.exit_on_missing_checkpoint:
+        if config.checkpoint.exit_on_missing_checkpoint:
             raise ValueError(
-                f"--load {args.load} holds no checkpoint and --exit-on-missing-checkpoint was given"
+                f"--load {config.checkpoint.load} holds no checkpoint and "
+                "--exit-on-missing-checkpoint was given"
             )
         return None
-    if folder.name == files.RELEASE and not args.finetune:
-        args.finetune = True
-        args.notes.append(
-            f"{folder} is a release: its weights are loaded and training begins at iteration 0, as "
-            "with --finetune"
-        )
     if formats.detect(folder) == "torch":
-        formats.check_legacy_layout(folder, args)
+        formats.check_legacy_layout(folder, config)
     manifest = files.read_manifest(folder)
     if manifest is not None:
         # Which tensors there are is compared, and judged, when they are known.
-        tolerant = leaves_out(args.dist_ckpt_strictness)
-        files.check_shape(folder, manifest["shape"], vars(args), may_add_tensors=tolerant)
+        tolerant = leaves_out(config.checkpoint.dist_ckpt_strictness)
+        files.check_shape(folder, manifest["shape"], config.arguments, may_add_tensors=tolerant)
     return manifest
 
 
@@ -67,29 +74,29 @@ def load_checkpoint(state: RunState) -> bool:
     Collective: every rank calls it. Raises ValueError, on every rank alike, for a checkpoint that
     is damaged, of another model, or not finite.
     """
-    args = state.args
-    folder = _find(args)
+    config, options = state.config, state.config.checkpoint
+    folder = _find(config)
     if folder is None:
-        print_rank_0(f"WARNING: could not find the metadata file {Path(args.load) / files.TRACKER}")
+        print_rank_0(f"WARNING: could not find the metadata file {options.load}/{files.TRACKER}")
         print_rank_0("    will not load any checkpoints and will start from random")
         return False
-    manifest = check_checkpoint(args)
+    manifest = check_checkpoint(config)
     kind = formats.detect(folder)
     infix = "distributed " if kind == "torch_dist" else ""
-    print_rank_0(f" loading {infix}checkpoint from {args.load} ({folder.name})")
-    if kind != args.ckpt_format:
+    print_rank_0(f" loading {infix}checkpoint from {options.load} ({folder.name})")
+    if kind != options.ckpt_format:
         print_rank_0(
             f" note: {folder} is in the format {kind} and is read as such; --ckpt-format "
-            f"{args.ckpt_format} is how this run saves"
+            f"{options.ckpt_format} is how this run saves"
         )
     content = _LOAD[kind](state, folder)
-    if not args.finetune and not isinstance(content.entries.get("iteration"), int):
+    if not options.finetune and not isinstance(content.entries.get("iteration"), int):
         raise ValueError(
             f"{folder} says no iteration number; give --finetune to take its weights alone"
         )
     put_into_model(state, content, chunks_by_name(state))
     _check_finite(state.model, folder)
-    if args.finetune:
+    if options.finetune:
         # The optimizer's fp32 copies still hold the initial weights; they would overwrite the loaded ones.
         state.optimizer.reload_model_params()
     else:
@@ -101,18 +108,20 @@ def load_checkpoint(state: RunState) -> bool:
         if content.random is not None:
             restore_random_states(content.random)
     print_rank_0(
-        f"  successfully loaded checkpoint from {args.load} at iteration {state.iteration}"
+        f"  successfully loaded checkpoint from {options.load} at iteration {state.iteration}"
     )
     dist.barrier()
     return True
 
 
-def _find(args: Namespace) -> Path | None:
+def _find(config: TrainConfig) -> Path | None:
     """Returns the folder of the checkpoint to load; None where the tracker names none."""
-    if args.ckpt_step is None and files.is_release(args.load):
-        return Path(args.load) / files.RELEASE
-    iteration = args.ckpt_step if args.ckpt_step is not None else files.latest_iteration(args.load)
-    return None if iteration is None else files.iteration_folder(args.load, iteration)
+    root, step = config.checkpoint.load, config.checkpoint.ckpt_step
+    assert root is not None
+    if step is None and files.is_release(root):
+        return Path(root) / files.RELEASE
+    iteration = step if step is not None else files.latest_iteration(root)
+    return None if iteration is None else files.iteration_folder(root, iteration)
 
 
 def _restore_optimizer(state: RunState, content: Content, folder: Path) -> None:
@@ -132,7 +141,7 @@ def _restore_optimizer(state: RunState, content: Content, folder: Path) -> None:
             "arguments it was saved with, or --no-load-optim"
         )
     raise_together(problem)
-    if state.args.use_distributed_optimizer and formats.detect(folder) == "torch":
+    if state.config.parallel.use_distributed_optimizer and formats.detect(folder) == "torch":
         legacy_format.restore_shards(state.optimizer, content.shards)
     try:
         state.scheduler.load_state_dict(content.entries["opt_param_scheduler"])

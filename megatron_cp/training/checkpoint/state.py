@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from argparse import Namespace
 from dataclasses import dataclass, field
@@ -15,8 +14,8 @@ from megatron.core import tensor_parallel
 from megatron.core.utils import unwrap_model
 
 from megatron_cp.training.checkpoint import files
+from megatron_cp.training.config import TrainConfig
 
-_RANK_ARGUMENTS = ("rank", "local_rank", "notes")
 _LAYOUT = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -29,10 +28,11 @@ _LAYOUT = (
 class RunState:
     """What a run is made of, and where it stands. The loop advances it, a checkpoint keeps it."""
 
-    args: Namespace
+    config: TrainConfig
     model: list[Any]
     optimizer: Any
     scheduler: Any
+    num_parameters: int = 0
     iteration: int = 0
     consumed_samples: int = 0
     consumed_valid_samples: int = 0
@@ -70,9 +70,7 @@ def restore_counters(state: RunState, loaded: dict[str, Any]) -> None:
 
 def _shared_arguments(state: RunState) -> Namespace:
     """Returns the arguments as every rank has them, with the counters that Megatron-LM keeps there."""
-    shared = copy.copy(state.args)
-    for name in _RANK_ARGUMENTS:
-        vars(shared).pop(name, None)
+    shared = state.config.namespace()
     shared.iteration = state.iteration
     shared.consumed_train_samples = state.consumed_samples
     shared.consumed_valid_samples = state.consumed_valid_samples
@@ -101,20 +99,15 @@ def restore_random_states(states: dict[str, Any]) -> None:
 
 def manifest_of(state: RunState) -> dict[str, Any]:
     """Returns what our manifest says of a checkpoint beside its tensors."""
-    args = vars(state.args)
+    arguments = state.config.arguments
     return {
         "format": 1,
         "iteration": state.iteration,
-        "shape": {name: args[name] for name in files.SHAPE_ARGUMENTS},
-        "layout": {name: args[name] for name in _LAYOUT},
+        "shape": {name: arguments[name] for name in files.SHAPE_ARGUMENTS},
+        "layout": {name: arguments[name] for name in _LAYOUT},
         "data": state.data,
         "restarts": state.restarts,
     }
-
-
-def wants_optimizer(args: Namespace) -> bool:
-    """Whether a load asks for the optimizer's state."""
-    return not (args.finetune or args.no_load_optim)
 
 
 def raise_together(problem: Exception | None) -> None:

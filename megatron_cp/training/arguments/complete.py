@@ -17,21 +17,21 @@ import torch
 
 from megatron_cp.mcore import compat
 from megatron_cp.mcore.validation import SETTING_CHECKS
-from megatron_cp.training.faults import discard, faults_of, require
-from megatron_cp.training.validate_files import (
+from megatron_cp.training.arguments.faults import discard, faults_of, require
+from megatron_cp.training.arguments.files import (
     check_blends,
     complete_records,
     complete_sources,
     complete_tokenizer,
 )
-from megatron_cp.training.validate_ranges import (
+from megatron_cp.training.arguments.ranges import (
     check_ranges,
     check_recomputed_layers,
     check_recomputed_modules,
     check_rotation,
     check_windows,
 )
-from megatron_cp.training.validate_steps import (
+from megatron_cp.training.arguments.steps import (
     check_intervals,
     check_rates,
     check_scheduler_source,
@@ -304,11 +304,14 @@ def _settings(args: Namespace) -> Iterator[str]:
 
 
 def _one_batch(args: Namespace) -> Iterator[str]:
-    """Batch sizes of --plan-only, which trains nothing."""
+    """Batch sizes of --plan-only, which makes no step."""
     args.micro_batch_size = args.micro_batch_size or 1
     args.global_batch_size = (
         args.global_batch_size or args.micro_batch_size * args.data_parallel_size
     )
+    args.train_iters = args.lr_decay_steps = args.lr_warmup_steps = 0
+    args.lr, args.wsd_decay_steps = args.lr or 0.0, None
+    args.start_weight_decay = args.end_weight_decay = args.weight_decay
     yield from ()  # it completes, and finds no fault
 
 

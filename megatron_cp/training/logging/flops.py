@@ -36,12 +36,12 @@ class ModelFlops:
     """Query heads x (head size of queries + head size of values)."""
 
     num_layers: dict[str, int]
-    """Layers per mask name, e.g. ``{"full": 2, "window": 22}``."""
+    """Layers per mask name, e.g. `{"full": 2, "window": 22}`."""
 
     def of_step(self, num_tokens: int, area: dict[str, int]) -> int:
-        """Operations of forward and backward over ``num_tokens`` real tokens.
+        """Operations of forward and backward over `num_tokens` real tokens.
 
-        ``area`` says how many pairs the mask of each name allows.
+        `area` says how many pairs the mask of each name allows.
         """
         pairs = sum(area[name] * layers for name, layers in self.num_layers.items())
         return _PASSES * 2 * (num_tokens * self.matrix_parameters + pairs * self.score_width)
@@ -58,7 +58,7 @@ def gpt_flops(
     vocab_size: int,
     gated_mlp: bool,
 ) -> ModelFlops:
-    """The count for a GPT of this shape; ``num_layers`` by mask name, as in ``ModelFlops``."""
+    """The count for a GPT of this shape; `num_layers` by mask name, as in `ModelFlops`."""
     attention = hidden_size * head_dim * (2 * num_heads + 2 * num_kv_heads)
     mlp = hidden_size * ffn_hidden_size * (3 if gated_mlp else 2)
     return ModelFlops(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator
 
-from megatron_cp.training.faults import discard
+from megatron_cp.training.arguments.faults import discard
 
 _POSITIVE, _NOT_NEGATIVE = "(0, inf)", "[0, inf)"
 
@@ -65,7 +65,7 @@ def check_ranges(args: Namespace) -> Iterator[str]:
 
 
 def _lies_in(value: float, interval: str) -> bool:
-    """Whether the value lies in ``[low, high)``, with either bracket at either end."""
+    """Whether the value lies in `[low, high)`, with either bracket at either end."""
     low, high = (float(end) for end in interval[1:-1].split(","))
     above = value >= low if interval[0] == "[" else value > low
     below = value <= high if interval[-1] == "]" else value < high

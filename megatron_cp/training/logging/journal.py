@@ -19,14 +19,19 @@ from megatron_cp.data.batch import PlannedBatch
 from megatron_cp.mcore.loss import LOSS_NAME
 from megatron_cp.training.agreement import versions
 from megatron_cp.training.checkpoint.state import RunState
-from megatron_cp.training.flops import ModelFlops
-from megatron_cp.training.log import StepReport, evaluation_lines, print_rank_last, training_line
-from megatron_cp.training.metrics import memory_metrics, plan_metrics, work_of_step
+from megatron_cp.training.logging.flops import ModelFlops
+from megatron_cp.training.logging.lines import (
+    StepReport,
+    evaluation_lines,
+    print_rank_last,
+    training_line,
+)
+from megatron_cp.training.logging.metrics import memory_metrics, plan_metrics, work_of_step
+from megatron_cp.training.logging.records import RunFiles, plan_sample
+from megatron_cp.training.logging.scrub import scrubbed_words
+from megatron_cp.training.logging.tracking import Tracker, start_tensorboard, start_wandb
 from megatron_cp.training.optim import learning_rate
-from megatron_cp.training.records import RunFiles, plan_sample
-from megatron_cp.training.scrub import scrubbed_words
 from megatron_cp.training.step import StepResult, params_norm
-from megatron_cp.training.tracking import Tracker, start_tensorboard, start_wandb
 
 _NUM_PLAN_SAMPLES = 4
 
@@ -48,8 +53,8 @@ class Journal:
         self._evaluated: dict[str, int] = {}
 
     def step(self, batches: list[PlannedBatch], result: StepResult, device: torch.device) -> None:
-        """Books one training step, and prints a line every ``--log-interval`` steps."""
-        args, state = self._state.args, self._state
+        """Books one training step, and prints a line every `--log-interval` steps."""
+        config, state = self._state.config, self._state
         work = work_of_step(batches, device)
         operations = self._flops.of_step(work.num_tokens, work.area)
         state.flops += operations
@@ -59,9 +64,9 @@ class Journal:
             self._losses.append(result.loss)
         self._nan += result.loss is not None and not math.isfinite(result.loss)
         self._skipped += not result.updated
-        norm = params_norm(state.model) if args.log_params_norm else None
+        norm = params_norm(state.model) if config.records.log_params_norm else None
         seconds = (time.perf_counter() - self._window_start) / self._window_steps
-        if self._keeps and state.iteration % args.tensorboard_log_interval == 0:
+        if self._keeps and state.iteration % config.records.tensorboard_log_interval == 0:
             self._track(batches, result, seconds, norm, device)
         if (
             self._keeps
@@ -69,7 +74,7 @@ class Journal:
             and self._num_samples < _NUM_PLAN_SAMPLES
         ):
             self._sample(batches)
-        if state.iteration % args.log_interval == 0:
+        if state.iteration % config.records.log_interval == 0:
             self._print(result, seconds, norm)
 
     def _track(
@@ -81,14 +86,14 @@ class Journal:
         device: torch.device,
     ) -> None:
         """One row under Megatron-LM's keys, and ours."""
-        args, state = self._state.args, self._state
+        config, state = self._state.config, self._state
         row: dict[str, Any] = {
             LOSS_NAME: result.loss,
             "learning-rate": learning_rate(state.optimizer),
             "grad-norm": result.grad_norm,
             "num-zeros": result.num_zeros,
             "params-norm": norm,
-            "batch-size": args.global_batch_size,
+            "batch-size": config.steps.global_batch_size,
             "loss-scale": 1.0,
             "samples vs steps": state.consumed_samples,
             "iteration-time": seconds,
@@ -99,11 +104,11 @@ class Journal:
             ),
             "data/cursor": float(state.data.get("cursor", 0)),
             "restart/count": float(state.restarts),
-            **plan_metrics(args, batches),
+            **plan_metrics(config, batches),
         }
-        if args.log_world_size_to_tensorboard:
-            row["world-size"] = args.world_size
-        if args.log_memory_to_tensorboard:
+        if config.records.log_world_size_to_tensorboard:
+            row["world-size"] = config.parallel.world_size
+        if config.records.log_memory_to_tensorboard:
             row |= memory_metrics(device)
         row = {key: value for key, value in row.items() if value is not None}
         self._last = row
@@ -126,21 +131,21 @@ class Journal:
     def _tflops(self, seconds: float) -> float:
         """TFLOP/s per rank since the last log line."""
         return self._window_flops / (
-            self._window_steps * seconds * 1e12 * self._state.args.world_size
+            self._window_steps * seconds * 1e12 * self._state.config.parallel.world_size
         )
 
     def _print(self, result: StepResult, seconds: float, norm: float | None) -> None:
         """Megatron-LM's line over the steps since the last one."""
-        args, state = self._state.args, self._state
+        config, state = self._state.config, self._state
         mean = sum(self._losses) / len(self._losses) if self._losses else float("nan")
         report = StepReport(
             iteration=state.iteration,
-            train_iters=args.train_iters,
+            train_iters=config.steps.train_iters,
             consumed_samples=state.consumed_samples,
             elapsed_ms=seconds * 1e3,
-            tflops=self._tflops(seconds) if args.log_throughput else None,
+            tflops=self._tflops(seconds) if config.records.log_throughput else None,
             learning_rate=learning_rate(state.optimizer),
-            global_batch_size=args.global_batch_size,
+            global_batch_size=config.steps.global_batch_size,
             losses={LOSS_NAME: mean},
             grad_norm=result.grad_norm,
             num_zeros=None if result.num_zeros is None else float(result.num_zeros),
@@ -158,7 +163,7 @@ class Journal:
         self._window_start = time.perf_counter()
 
     def evaluated(self, split: str, where: str, loss: float | None) -> None:
-        """Books the loss on ``split`` documents; its time is not that of a step."""
+        """Books the loss on `split` documents; its time is not that of a step."""
         self.restart_clock()
         self._evaluated[split] = self._state.iteration
         if loss is None:
@@ -166,27 +171,28 @@ class Journal:
         perplexity = math.exp(min(20.0, loss))
         print_rank_last(evaluation_lines(where, split, {LOSS_NAME: loss}, {LOSS_NAME: perplexity}))
         row = {f"{LOSS_NAME} {split}": loss}
-        if self._state.args.log_validation_ppl_to_tensorboard:
+        if self._state.config.records.log_validation_ppl_to_tensorboard:
             row[f"{LOSS_NAME} {split} ppl"] = perplexity
         self._last |= row
         self._tracker.log(self._state.iteration, row, samples=self._state.consumed_samples)
 
     def knows(self, split: str) -> bool:
-        """Whether the model as it is now has been evaluated on ``split``; the same on every rank."""
+        """Whether the model as it is now has been evaluated on `split`; the same on every rank."""
         return self._evaluated.get(split) == self._state.iteration
 
     def saved(self, seconds: float) -> None:
         """Books a checkpoint; its time is not that of a step."""
         self.restart_clock()
-        args, state = self._state.args, self._state
+        config, state = self._state.config, self._state
         row = {"ckpt/save_s": seconds, "ckpt/blocked_s": seconds}
         self._tracker.log(state.iteration, row, samples=state.consumed_samples)
-        if args.log_progress and dist.get_rank() == 0:
-            with (Path(args.save) / "progress.txt").open("a", encoding="utf-8") as file:
+        folder = config.checkpoint.save
+        if config.records.log_progress and folder is not None and dist.get_rank() == 0:
+            with (Path(folder) / "progress.txt").open("a", encoding="utf-8") as file:
                 file.write(
-                    f"{time.strftime('%Y-%m-%d %H:%M:%S')}\t# GPUs: {args.world_size}\tSaved "
-                    "checkpoint\tIteration: "
-                    f"{state.iteration}\tFloating-point operations: {state.flops:.2e}\n"
+                    f"{time.strftime('%Y-%m-%d %H:%M:%S')}\t# GPUs: {config.parallel.world_size}\t"
+                    f"Saved checkpoint\tIteration: {state.iteration}\t"
+                    f"Floating-point operations: {state.flops:.2e}\n"
                 )
 
     def finish(self) -> None:
@@ -198,33 +204,32 @@ class Journal:
 
 def _open_tracker(state: RunState, data: dict[str, Any]) -> Tracker:
     """The sinks that the arguments ask for."""
-    args = state.args
-    run_dir = None if args.run_dir is None else Path(args.run_dir)
-    wandb_dir = Path(args.wandb_save_dir or (run_dir / "wandb" if run_dir else "wandb"))
+    config = state.config
+    run_dir = None if config.records.run_dir is None else Path(config.records.run_dir)
+    wandb_dir = Path(config.records.wandb_save_dir or (run_dir / "wandb" if run_dir else "wandb"))
     files = None if run_dir is None else RunFiles(run_dir, _description(state, data))
     return Tracker(
-        wandb_run=start_wandb(args, wandb_dir), writer=start_tensorboard(args), files=files
+        wandb_run=start_wandb(config, wandb_dir), writer=start_tensorboard(config), files=files
     )
 
 
 def _description(state: RunState, data: dict[str, Any]) -> dict[str, Any]:
-    """What ``run.json`` says of the run at its start."""
-    args = state.args
-    arguments = {name: value for name, value in vars(args).items() if name != "notes"}
+    """What `run.json` says of the run at its start."""
+    config = state.config
     return {
-        "name": args.wandb_exp_name or Path(args.run_dir).name,
+        "name": config.records.wandb_exp_name or Path(config.records.run_dir or "").name,
         "created": time.time(),
         "iteration": state.iteration,
         "command": scrubbed_words(sys.argv),
-        "arguments": arguments,
+        "arguments": dict(config.arguments),
         "layout": {
-            "world_size": args.world_size,
-            "tensor": args.tensor_model_parallel_size,
-            "pipeline": args.pipeline_model_parallel_size,
-            "context": args.context_parallel_size,
-            "data": args.data_parallel_size,
+            "world_size": config.parallel.world_size,
+            "tensor": config.parallel.tensor_model_parallel_size,
+            "pipeline": config.parallel.pipeline_model_parallel_size,
+            "context": config.parallel.context_parallel_size,
+            "data": config.parallel.data_parallel_size,
         },
-        "num_parameters": _num_parameters(state.model, args),
+        "num_parameters": state.num_parameters,
         "data": data,
         "versions": versions(),
         "machine": {
@@ -233,14 +238,6 @@ def _description(state: RunState, data: dict[str, Any]) -> dict[str, Any]:
             "device": _device_name(),
         },
     }
-
-
-def _num_parameters(model: list[Any], args: Any) -> int:
-    """Parameters of the whole model, from its shape."""
-    from megatron_cp.training.gpt import shape_from_arguments
-
-    del model
-    return shape_from_arguments(args).num_parameters()
 
 
 def _device_name() -> str:

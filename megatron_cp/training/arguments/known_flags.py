@@ -7,7 +7,7 @@ is noted; any other name is unknown. To leave a flag out is advised only where n
 
 from __future__ import annotations
 
-from megatron_cp.training.megatron_names import MEGATRON_NAMES
+from megatron_cp.training.arguments.megatron_names import MEGATRON_NAMES
 
 _ONE_TIMER = "the step is timed as a whole"
 _STRAGGLERS = "slow ranks are not looked for; results are the same"

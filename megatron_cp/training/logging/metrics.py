@@ -5,7 +5,6 @@ Balance and traffic of the plans, lengths of the documents, operations done.
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +14,7 @@ from megatron.core import parallel_state
 
 from megatron_cp.data.batch import PlannedBatch
 from megatron_cp.plan.stats import traffic
-from megatron_cp.training.datasets import is_window_layer
+from megatron_cp.training.config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class StepWork:
 
 
 def work_of_step(batches: list[PlannedBatch], device: torch.device) -> StepWork:
-    """Tokens and mask area of the global batch.
+    """Returns tokens and mask area of the global batch.
 
     Collective over data-parallel replicas when there are several.
     """
@@ -44,40 +43,39 @@ def work_of_step(batches: list[PlannedBatch], device: torch.device) -> StepWork:
     return StepWork(counts[0], dict(zip(names, counts[1:], strict=True)))
 
 
-def plan_metrics(args: Namespace, batches: list[PlannedBatch]) -> dict[str, float]:
-    """The ``cp/*`` and ``data/*`` rows of this replica; the worst micro-batch for balance."""
+def plan_metrics(config: TrainConfig, batches: list[PlannedBatch]) -> dict[str, float]:
+    """Returns the `cp/*` and `data/*` rows of this replica; the worst micro-batch for balance."""
     lengths = np.concatenate([item.batch.document_lengths for item in batches])
     p50, p99 = np.percentile(lengths, [50, 99])
-    packs = len(batches) * args.micro_batch_size
+    packs = len(batches) * config.steps.micro_batch_size
     plans = [item.plans["full"] for item in batches]
     return {
         "cp/area_max_over_mean": max(plan.stats("forward")["imbalance"] for plan in plans),
         "cp/tokens_per_rank": float(plans[0].tokens_per_rank),
         "cp/plan_ms": float(np.mean([item.metrics.get("plan_ms", 0.0) for item in batches])),
-        "cp/comm_bytes_sent": float(sum(_bytes_sent(args, item) for item in batches)),
+        "cp/comm_bytes_sent": float(sum(_bytes_sent(config, item) for item in batches)),
         "data/doc_len_p50": float(p50),
         "data/doc_len_p99": float(p99),
         "data/docs_per_pack": len(lengths) / packs,
     }
 
 
-def _bytes_sent(args: Namespace, item: PlannedBatch) -> float:
-    """Bytes that all context ranks of one replica send for attention in one micro-batch.
+def _bytes_sent(config: TrainConfig, item: PlannedBatch) -> float:
+    """Returns the bytes that all context ranks of one replica send for attention in one micro-batch.
 
     Forward and backward, all layers.
     """
-    num_window = sum(is_window_layer(args, layer) for layer in range(1, args.num_layers + 1))
-    layers = {"full": args.num_layers - num_window, "window": num_window}
+    layers = config.model.layers_by_mask()
     total = 0.0
     for name, plan in item.plans.items():
         row_bytes = plan.config.num_heads * plan.config.head_dim * plan.config.element_bytes
         units = traffic(plan, "forward").sum() + traffic(plan, "backward").sum()
         total += layers[name] * units * plan.tokens_per_rank * row_bytes
-    return total * args.tensor_model_parallel_size
+    return total * config.parallel.tensor_model_parallel_size
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
-    """Megatron-LM's memory keys; empty without a GPU."""
+    """Returns Megatron-LM's memory keys; empty without a GPU."""
     if device.type != "cuda":
         return {}
     stats = torch.cuda.memory_stats()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Generator, Iterator
 
-from megatron_cp.training.faults import discard, require
+from megatron_cp.training.arguments.faults import discard, require
 
 _INTERVALS = (
     "exit_interval",
@@ -113,7 +113,7 @@ def _complete_wsd(args: Namespace, right: str, decay: int, unit: int) -> Iterato
 
 
 def _warmup(args: Namespace, unit: str, decay: int) -> Generator[str, None, float]:
-    """Returns the length of the warm-up in ``unit`` (iters or samples), from either of its flags."""
+    """Returns the length of the warm-up in `unit` (iters or samples), from either of its flags."""
     warmup: float = getattr(args, f"lr_warmup_{unit}")
     fraction = args.lr_warmup_fraction
     if fraction is not None:

@@ -1,6 +1,6 @@
 """The files that a run leaves for the report.
 
-``run.json``, ``metrics.jsonl`` and ``plan.json`` (schema: docs/training.md).
+`run.json`, `metrics.jsonl` and `plan.json` (schema: docs/training.md).
 
 Plain JSON, scrubbed of secrets, written by one rank; a run that dies leaves every line up to its
 last step.
@@ -21,7 +21,7 @@ from megatron_cp.plan import AttentionPlan, make_plan
 from megatron_cp.plan.cost import stage_areas
 from megatron_cp.plan.stats import traffic
 from megatron_cp.training.checkpoint.files import write_atomically
-from megatron_cp.training.scrub import scrubbed
+from megatron_cp.training.logging.scrub import scrubbed
 
 SCHEMA = 1
 
@@ -30,7 +30,7 @@ class RunFiles:
     """Writes the records of one run into a folder; a resumed run goes on in the same files."""
 
     def __init__(self, folder: Path, description: dict[str, Any]) -> None:
-        """Creates the folder and ``run.json``; rows of ``metrics.jsonl`` are appended."""
+        """Creates the folder and `run.json`; rows of `metrics.jsonl` are appended."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self._run = {"schema": SCHEMA, **scrubbed(description), "finished": None}
@@ -46,14 +46,14 @@ class RunFiles:
             file.write(json.dumps({"time": time.time(), **_finite(row)}) + "\n")
 
     def add_plan_sample(self, sample: dict[str, Any]) -> None:
-        """Adds one pack to ``plan.json``."""
+        """Adds one pack to `plan.json`."""
         self._samples.append(sample)
         write_atomically(
             self.folder / "plan.json", json.dumps({"schema": SCHEMA, "samples": self._samples})
         )
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Writes how the run ended into ``run.json``."""
+        """Writes how the run ended into `run.json`."""
         self._run["finished"] = {"time": time.time(), **_finite(summary)}
         self._write_run()
 
@@ -75,7 +75,7 @@ def _read_samples(path: Path) -> list[dict[str, Any]]:
 
 
 def _keep_rows_until(path: Path, iteration: int) -> None:
-    """Removes the rows after ``iteration``: a resumed run writes those again."""
+    """Removes the rows after `iteration`: a resumed run writes those again."""
     kept = []
     if iteration and path.is_file():
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -139,7 +139,7 @@ def _plan_record(plan: AttentionPlan) -> dict[str, Any]:
 
 
 def _runs(ids: np.ndarray[Any, np.dtype[np.int64]]) -> list[list[int]]:
-    """Token ids of a rank, in local order, as half-open runs ``[start, stop]``.
+    """Token ids of a rank, in local order, as half-open runs `[start, stop]`.
 
     Local order is the order of the runs.
     """

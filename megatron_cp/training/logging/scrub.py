@@ -30,7 +30,7 @@ _COUNT_NAME = re.compile(r"(^|_)tokens($|_)")  # numbers under such a name are c
 def is_secret_name(name: str) -> bool:
     """Whether a value under this name must not be written.
 
-    ``api_key``, ``HF_TOKEN``, ``dbPassword``, ``--auth-token``.
+    `api_key`, `HF_TOKEN`, `dbPassword`, `--auth-token`.
     """
     words = _CAMEL.sub("_", name).lower().replace("-", "_")
     return words not in _HARMLESS and _SECRET_NAME.search(words) is not None
@@ -59,14 +59,14 @@ def scrubbed(value: Any, name: str = "") -> Any:
 
 
 def _may_hold_text(value: Any) -> bool:
-    """Whether something is there to hide: numbers are counts (``tokens_per_rank``), never secrets."""
+    """Whether something is there to hide: numbers are counts (`tokens_per_rank`), never secrets."""
     if isinstance(value, (list, tuple, set, frozenset)):
         return any(_may_hold_text(item) for item in value)
     return value not in (None, "") and not isinstance(value, Number)
 
 
 def scrubbed_words(words: Iterable[str]) -> list[str]:
-    """A command line without secrets: ``--x-key VALUE`` and ``--x-key=VALUE`` lose the value."""
+    """A command line without secrets: `--x-key VALUE` and `--x-key=VALUE` lose the value."""
     kept: list[str] = []
     hide_next = False
     for word in words:

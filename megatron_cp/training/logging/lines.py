@@ -1,6 +1,4 @@
-"""What a run prints: Megatron-LM's lines, word for word.
-
-So that tools which read its logs read ours.
+"""What a run prints: Megatron-LM's lines, word for word, so that tools which read its logs read ours.
 
 Rank 0 tells what is being set up, the last rank (which holds the loss under pipeline parallelism)
 prints the training lines.
@@ -8,8 +6,8 @@ prints the training lines.
 
 from __future__ import annotations
 
-import argparse
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -30,14 +28,13 @@ def print_rank_last(message: str) -> None:
 
 
 def print_datetime(event: str) -> None:
-    """``[event] datetime: ...`` on rank 0."""
+    """`[event] datetime: ...` on rank 0."""
     print_rank_0(f"[{event}] datetime: {datetime.now():%Y-%m-%d %H:%M:%S} ")
 
 
-def arguments_block(args: argparse.Namespace) -> str:
-    """The dotted block of all arguments, sorted by name."""
-    names = sorted(name for name in vars(args) if name != "notes")
-    lines = [f"  {name} {'.' * (48 - len(name))} {getattr(args, name)}" for name in names]
+def arguments_block(arguments: Mapping[str, Any]) -> str:
+    """Returns the dotted block of all arguments, sorted by name."""
+    lines = [f"  {k} {'.' * (48 - len(k))} {v}" for k, v in sorted(arguments.items())]
     title = "arguments"
     return "\n".join(
         [
@@ -68,7 +65,7 @@ class StepReport:
 
 
 def training_line(report: StepReport, now: datetime | None = None) -> str:
-    """Megatron-LM's line of one step.
+    """Returns Megatron-LM's line of one step.
 
     Source: the format strings of Megatron-LM core_v0.19.0, training_log.
     """
@@ -101,7 +98,7 @@ def training_line(report: StepReport, now: datetime | None = None) -> str:
 def evaluation_lines(
     where: str, split: str, losses: dict[str, float], perplexities: dict[str, float]
 ) -> str:
-    """Megatron-LM's three lines of an evaluation: the values between two rules."""
+    """Returns Megatron-LM's three lines of an evaluation: the values between two rules."""
     line = f" validation loss at {where} on {split} set | "
     for name, value in losses.items():
         line += f"{name} value: {value:.6E} | {name} PPL: {perplexities[name]:.6E} | "
@@ -113,7 +110,7 @@ class ProgressBar:
     """A bar on rank 0 where standard error is a terminal; nothing anywhere else."""
 
     def __init__(self, *, total: int, done: int) -> None:
-        """A bar of ``total`` steps of which ``done`` lie behind (a resumed run)."""
+        """A bar of `total` steps of which `done` lie behind (a resumed run)."""
         self._bar: Any = None
         is_first = not dist.is_initialized() or dist.get_rank() == 0
         if is_first and sys.stderr.isatty():

@@ -1,8 +1,8 @@
-"""The command line of ``pretrain_gpt.py``.
+"""The command line of `pretrain_gpt.py`.
 
 Parsed, completed and checked before anything else happens.
 
-``parse_arguments`` needs no process group: the world size is read from the launcher's environment,
+`parse_arguments` needs no process group: the world size is read from the launcher's environment,
 so every rank reaches the same verdict by itself, before the first collective, and a refusal is
 one line for each reason on standard error, and exit code 2.
 """
@@ -17,12 +17,13 @@ from difflib import get_close_matches
 from functools import partial
 
 from megatron_cp.command_line import refuse
-from megatron_cp.training.faults import discard, faults_of
-from megatron_cp.training.flags import add_served_flags
-from megatron_cp.training.known_flags import NOTED, decided_by, refusal
-from megatron_cp.training.validate import complete_and_check
+from megatron_cp.training.arguments.complete import complete_and_check
+from megatron_cp.training.arguments.faults import discard, faults_of
+from megatron_cp.training.arguments.flags import add_served_flags
+from megatron_cp.training.arguments.known_flags import NOTED, decided_by, refusal
+from megatron_cp.training.config import TrainConfig
 
-Arguments = argparse.Namespace
+Draft = argparse.Namespace
 Parser = argparse.ArgumentParser
 PROGRAM = "pretrain_gpt.py"
 
@@ -32,7 +33,7 @@ def build_parser() -> Parser:
     parser = Parser(
         prog=PROGRAM,
         exit_on_error=False,
-        description="Pretrain a GPT with context parallelism. Arguments are those of Megatron-LM.",
+        description="Pretrain a GPT with context parallelism. Draft are those of Megatron-LM.",
         allow_abbrev=False,
     )
     add_served_flags(parser)
@@ -49,26 +50,21 @@ def _add_context_parallel_flags(parser: argparse.ArgumentParser) -> None:
 
 def parse_arguments(
     argv: Sequence[str] | None = None, environment: Mapping[str, str] | None = None
-) -> Arguments:
-    """Returns the complete, checked arguments of this rank.
+) -> TrainConfig:
+    """Returns the complete, checked configuration of this rank.
 
-    Leaves with code 2 and one line for each reason on bad input.
-
-    Adds to what was given: ``rank``, ``world_size``, ``local_rank``, ``data_parallel_size``,
-    ``notes`` (lines to print once) and every default that follows from other flags.
+    Leaves with code 2, and one line for each reason on standard error, on bad input.
     """
-    args, reasons = judge_arguments(
+    draft, reasons = judge_arguments(
         sys.argv[1:] if argv is None else argv, os.environ if environment is None else environment
     )
     if reasons:
         refuse(PROGRAM, reasons)
-    return args
+    return TrainConfig.from_arguments(vars(draft), tuple(draft.notes))
 
 
-def judge_arguments(
-    argv: Sequence[str], environment: Mapping[str, str]
-) -> tuple[Arguments, list[str]]:
-    """Returns the arguments and every reason to refuse them, sorted; complete if there is none.
+def judge_arguments(argv: Sequence[str], environment: Mapping[str, str]) -> tuple[Draft, list[str]]:
+    """Returns a draft and every reason to refuse it, sorted; complete if there is none.
 
     Opens no file. A reason that only follows from another is left out.
     """
@@ -133,7 +129,7 @@ def _flags_with_values(argv: Sequence[str]) -> Iterator[list[str]]:
         yield group
 
 
-def _parse_kept(parser: Parser, words: list[str]) -> tuple[Arguments, list[str]]:
+def _parse_kept(parser: Parser, words: list[str]) -> tuple[Draft, list[str]]:
     """Returns what the parser makes of the words, and why it refuses some of them.
 
     The parser stops at the first flag whose value is wrong. That flag is taken out, and the rest is
@@ -161,7 +157,7 @@ def _parse_kept(parser: Parser, words: list[str]) -> tuple[Arguments, list[str]]
     return args, reasons
 
 
-def _launcher(environment: Mapping[str, str], args: Arguments) -> Iterator[str]:
+def _launcher(environment: Mapping[str, str], args: Draft) -> Iterator[str]:
     """Completes rank, world size and local rank as torchrun or SLURM's wrapper exported them.
 
     (0, 1, 0) without a launcher.

@@ -2,13 +2,13 @@
 
 As a table.
 
-A shell script written for Megatron-LM's ``pretrain_gpt.py`` runs unchanged as far as its flags
-stand here; a flag of Megatron-LM that does not is refused by name (``known_flags.py``). A row reads
+A shell script written for Megatron-LM's `pretrain_gpt.py` runs unchanged as far as its flags
+stand here; a flag of Megatron-LM that does not is refused by name (`known_flags.py`). A row reads
 
     names  kind  default | help
 
-with ``on`` for a switch, ``off:dest`` for one that sets ``dest`` to False, ``words`` for any number of
-values, ``kind:dest`` where the attribute has another name, and ``-`` for no default. The defaults of
+with `on` for a switch, `off:dest` for one that sets `dest` to False, `words` for any number of
+values, `kind:dest` where the attribute has another name, and `-` for no default. The defaults of
 --distributed-backend, --transformer-impl and --wandb-project differ from Megatron-LM's, whose own need
 a GPU, a package or a key.
 
@@ -38,7 +38,7 @@ def add_served_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _options(row: re.Match[str]) -> dict[str, Any]:
-    """The keywords of ``add_argument`` for one row."""
+    """The keywords of `add_argument` for one row."""
     kind, _, detail = row["kind"].partition(":")
     if kind in ("on", "off"):
         action = "store_true" if kind == "on" else "store_false"
@@ -56,21 +56,21 @@ def _options(row: re.Match[str]) -> dict[str, Any]:
 
 
 def _window(text: str) -> tuple[int, int]:
-    """The pair of ``--window-size 127,0`` (left, right); -1 is an open side."""
+    """The pair of `--window-size 127,0` (left, right); -1 is an open side."""
     left, _, right = text.strip("()").partition(",")
     return int(left), int(right)
 
 
 def _layers(text: str) -> int | list[int]:
-    """The value of ``--window-attn-skip-freq``.
+    """The value of `--window-attn-skip-freq`.
 
-    N, or a list such as ``[1,1,0]`` or ``([1]*3+[0])*2``.
+    N, or a list such as `[1,1,0]` or `([1]*3+[0])*2`.
     """
     return int(text) if text.isdigit() else _list_expression(text.replace(" ", ""))
 
 
 def _list_expression(text: str) -> list[int]:
-    """The list that a sum of ``[..]*n`` terms describes, without evaluating Python; ValueError."""
+    """The list that a sum of `[..]*n` terms describes, without evaluating Python; ValueError."""
     result: list[int] = []
     for term in _terms(text):
         body, star, times = term.rpartition("*") if term[-1:].isdigit() else (term, "", "1")
@@ -87,7 +87,7 @@ def _list_expression(text: str) -> list[int]:
 
 
 def _terms(text: str) -> list[str]:
-    """The summands of ``text`` that stand outside every bracket."""
+    """The summands of `text` that stand outside every bracket."""
     terms: list[str] = []
     depth = start = 0
     for place, char in enumerate(text + "+"):

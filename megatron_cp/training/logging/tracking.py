@@ -1,6 +1,6 @@
-"""Where metrics go: wandb, tensorboard and the run's own files, from one rank (the last.
+"""Where metrics go: wandb, tensorboard and the run's own files.
 
-Which holds the loss).
+One rank sends them: the last, which holds the loss.
 
 wandb is logged whether or not tensorboard is on. Without a key it runs offline and never asks; what
 it is told is scrubbed of secrets; whatever goes wrong with it is a warning, and training goes on.
@@ -11,13 +11,13 @@ from __future__ import annotations
 import netrc
 import os
 import warnings
-from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlparse
 
-from megatron_cp.training.scrub import scrubbed
+from megatron_cp.training.config import TrainConfig
+from megatron_cp.training.logging.scrub import scrubbed
 
 WandbMode = Literal["online", "offline", "disabled"]
 
@@ -29,11 +29,11 @@ class Tracker:
     """
 
     def __init__(self, *, wandb_run: Any = None, writer: Any = None, files: Any = None) -> None:
-        """The sinks: a wandb run, a tensorboard writer, ``records.RunFiles``; each may be None."""
+        """The sinks: a wandb run, a tensorboard writer, `records.RunFiles`; each may be None."""
         self._wandb, self._writer, self._files = wandb_run, writer, files
 
     def log(self, iteration: int, row: Mapping[str, Any], *, samples: int | None = None) -> None:
-        """One row of metrics at ``iteration``.
+        """One row of metrics at `iteration`.
 
         Tensorboard gets "<key> vs samples" too, as in Megatron-LM.
         """
@@ -78,7 +78,7 @@ class Tracker:
 
 
 def wandb_mode(environment: Mapping[str, str]) -> WandbMode:
-    """``online`` only with a key at hand, ``offline`` otherwise.
+    """Returns `online` only with a key at hand, `offline` otherwise.
 
     WANDB_MODE is respected unless it would ask for a key.
     """
@@ -93,7 +93,7 @@ def wandb_mode(environment: Mapping[str, str]) -> WandbMode:
 
 
 def _has_key(environment: Mapping[str, str]) -> bool:
-    """Whether wandb would find a login without asking."""
+    """Returns whether wandb would find a login without asking."""
     if environment.get("WANDB_API_KEY"):
         return True
     host = (
@@ -112,12 +112,12 @@ def _has_key(environment: Mapping[str, str]) -> bool:
     return False
 
 
-def start_wandb(args: Namespace, folder: Path, environment: Mapping[str, str] | None = None) -> Any:
-    """A wandb run, or None with a warning where it cannot be started.
-
-    ``folder`` holds its files.
-    """
-    if not args.wandb:
+def start_wandb(
+    config: TrainConfig, folder: Path, environment: Mapping[str, str] | None = None
+) -> Any:
+    """Returns a wandb run whose files lie in `folder`; None, with a warning, if it cannot start."""
+    options = config.records
+    if not options.wandb:
         return None
     mode = wandb_mode(os.environ if environment is None else environment)
     try:
@@ -136,12 +136,12 @@ def start_wandb(args: Namespace, folder: Path, environment: Mapping[str, str] | 
         )
         return wandb.init(
             dir=str(folder),
-            project=args.wandb_project or "megatron_cp",
-            name=args.wandb_exp_name,
-            entity=args.wandb_entity,
-            id=args.wandb_run_id,
-            resume="allow" if args.wandb_run_id else None,
-            config=scrubbed({name: value for name, value in vars(args).items() if name != "notes"}),
+            project=options.wandb_project or "megatron_cp",
+            name=options.wandb_exp_name,
+            entity=options.wandb_entity,
+            id=options.wandb_run_id,
+            resume="allow" if options.wandb_run_id else None,
+            config=scrubbed(dict(config.arguments)),
             mode=mode,
             settings=settings,
         )
@@ -150,19 +150,22 @@ def start_wandb(args: Namespace, folder: Path, environment: Mapping[str, str] | 
         return None
 
 
-def start_tensorboard(args: Namespace) -> Any:
-    """A tensorboard writer where ``--tensorboard-dir`` is given.
+def start_tensorboard(config: TrainConfig) -> Any:
+    """Returns a tensorboard writer where `--tensorboard-dir` is given; otherwise None.
 
-    Or None (with a warning where the package is missing).
+    None, with a warning, where the package is missing.
     """
-    if not args.tensorboard_dir:
+    options = config.records
+    if not options.tensorboard_dir:
         return None
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         warnings.warn("--tensorboard-dir is not used: install tensorboard", stacklevel=2)
         return None
-    writer = SummaryWriter(log_dir=args.tensorboard_dir, max_queue=args.tensorboard_queue_size)
-    for name, value in scrubbed(vars(args)).items():
+    writer = SummaryWriter(
+        log_dir=options.tensorboard_dir, max_queue=options.tensorboard_queue_size
+    )
+    for name, value in scrubbed(dict(config.arguments)).items():
         writer.add_text(name, str(value))
     return writer

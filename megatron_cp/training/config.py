@@ -1,0 +1,267 @@
+"""What a run is, decided once: the checked command line as frozen, typed sections.
+
+    argv -> arguments/ (draft, completed, checked) -> TrainConfig -> everything else, which only reads
+
+Every value has Megatron-LM's name and lies in one section. Flags that only help to complete others
+(`--train-samples`, `--lr-warmup-fraction`) end in `arguments/`; the whole list stays in
+`TrainConfig.arguments`, for what is logged, compared between ranks, kept in checkpoints, or handed
+to Megatron-Core under the same name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Windows = int | list[int] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Who this rank is, how ranks share the work, and how they exchange gradients."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    tensor_model_parallel_size: int
+    pipeline_model_parallel_size: int
+    virtual_pipeline_model_parallel_size: int | None
+    context_parallel_size: int
+    data_parallel_size: int
+    sequence_parallel: bool
+    overlap_p2p_comm: bool
+    use_distributed_optimizer: bool
+    overlap_grad_reduce: bool
+    overlap_param_gather: bool
+    accumulate_allreduce_grads_in_fp32: bool
+    ddp_bucket_size: int | None
+    distributed_backend: Literal["nccl", "gloo"] | None
+    distributed_timeout_minutes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """What this loop itself must know of the model; Megatron-Core gets `TrainConfig.arguments`."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    swiglu: bool
+    window_size: tuple[int, int] | None
+    window_attn_skip_freq: Windows
+    spec: list[str] | None
+    bf16: bool
+    calculate_per_token_loss: bool
+    cp_backend: str | None
+
+    def is_window_layer(self, layer: int) -> bool:
+        """Whether layer `layer` (from 1) looks through the sliding window.
+
+        Source: Megatron-Core's `is_layer_window_attention`: every Nth layer is full, or a list of 0
+        (full) and 1 (window).
+        """
+        if self.window_size is None:
+            return False
+        frequency = self.window_attn_skip_freq
+        if frequency is None:
+            return True
+        if isinstance(frequency, int):
+            return layer % frequency != 0
+        return bool(frequency[layer - 1])
+
+    def layers_by_mask(self) -> dict[str, int]:
+        """Returns how many layers attend in full and how many through the window."""
+        window = sum(self.is_window_layer(layer) for layer in range(1, self.num_layers + 1))
+        return {"full": self.num_layers - window, "window": window}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepsConfig:
+    """Batches, number of steps, evaluation, and when to stop. Sizes count packs."""
+
+    micro_batch_size: int
+    global_batch_size: int
+    train_iters: int
+    skip_train: bool
+    eval_iters: int
+    eval_interval: int | None
+    exit_interval: int | None
+    exit_duration_in_mins: int | None
+    seed: int
+    data_parallel_random_init: bool
+    deterministic_mode: bool
+    check_for_nan_in_loss_and_grad: bool
+    manual_gc: bool
+    manual_gc_interval: int
+    plan_only: bool
+    plan_batches: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """The optimizer and its schedule; `*_steps` count packs, as Megatron-Core's scheduler does."""
+
+    optimizer: str
+    lr: float
+    min_lr: float
+    weight_decay: float
+    start_weight_decay: float
+    end_weight_decay: float
+    weight_decay_incr_style: str
+    clip_grad: float
+    adam_beta1: float
+    adam_beta2: float
+    adam_eps: float
+    sgd_momentum: float
+    lr_warmup_init: float
+    lr_warmup_steps: float
+    lr_decay_steps: int
+    lr_decay_style: str
+    wsd_decay_steps: int | None
+    lr_wsd_decay_style: str
+    override_opt_param_scheduler: bool
+    use_checkpoint_opt_param_scheduler: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where documents come from, how they are packed, and the vocabulary."""
+
+    data_path: list[str] | None
+    train_data_path: list[str] | None
+    valid_data_path: list[str] | None
+    test_data_path: list[str] | None
+    split: str | None
+    mock_data: bool
+    seq_length: int
+    num_workers: int
+    reset_position_ids: bool
+    reset_attention_mask: bool
+    eod_mask_loss: bool
+    tokenizer_type: str | None
+    tokenizer_model: str | None
+    vocab_file: str | None
+    merge_file: str | None
+    make_vocab_size_divisible_by: int
+    vocab_size: int | None
+    """None until the tokenizer was read."""
+    padded_vocab_size: int
+    """0 until the tokenizer was read."""
+    eod_token: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """What is loaded and saved."""
+
+    save: str | None
+    save_interval: int | None
+    save_retain_interval: int | None
+    load: str | None
+    ckpt_step: int | None
+    ckpt_format: Literal["torch_dist", "torch"]
+    dist_ckpt_strictness: str
+    dist_ckpt_optim_fully_reshardable: bool
+    exit_on_missing_checkpoint: bool
+    finetune: bool
+    no_save_optim: bool
+    no_save_rng: bool
+    no_load_optim: bool
+    no_load_rng: bool
+
+    @property
+    def wants_optimizer(self) -> bool:
+        """Whether a load asks for the optimizer's state."""
+        return not (self.finetune or self.no_load_optim)
+
+    @property
+    def wants_random_states(self) -> bool:
+        """Whether a load asks for random states."""
+        return not (self.finetune or self.no_load_rng)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordsConfig:
+    """What is logged, and where."""
+
+    run_dir: str | None
+    log_interval: int
+    log_throughput: bool
+    log_params_norm: bool
+    log_num_zeros_in_grad: bool
+    log_progress: bool
+    tensorboard_dir: str | None
+    tensorboard_log_interval: int
+    tensorboard_queue_size: int
+    log_validation_ppl_to_tensorboard: bool
+    log_memory_to_tensorboard: bool
+    log_world_size_to_tensorboard: bool
+    wandb: bool
+    wandb_project: str | None
+    wandb_exp_name: str | None
+    wandb_save_dir: str | None
+    wandb_entity: str | None
+    wandb_run_id: str | None
+
+
+# What does not describe the run but this start of it.
+_NOT_OF_THE_RUN = frozenset({"notes", "discarded"})
+_OF_THE_RANK = frozenset({"rank", "local_rank"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A checked command line. Made by `arguments.parse_arguments`, read by everything else."""
+
+    parallel: ParallelConfig
+    model: ModelConfig
+    steps: StepsConfig
+    optimizer: OptimizerConfig
+    data: DataConfig
+    checkpoint: CheckpointConfig
+    records: RecordsConfig
+    arguments: Mapping[str, Any]
+    """Every argument by Megatron-LM's name, completed."""
+    notes: tuple[str, ...]
+    """Lines to print once."""
+
+    @classmethod
+    def from_arguments(cls, arguments: Mapping[str, Any], notes: tuple[str, ...]) -> TrainConfig:
+        """Returns the configuration that holds these completed arguments."""
+        kept = {k: v for k, v in arguments.items() if k not in _NOT_OF_THE_RUN}
+        kept.setdefault("padded_vocab_size", 0)
+        kept.setdefault("eod_token", None)
+        sections = {
+            name: kind(**{field.name: kept[field.name] for field in dataclasses.fields(kind)})
+            for name, kind in SECTIONS.items()
+        }
+        return cls(**sections, arguments=kept, notes=notes)
+
+    def with_arguments(self, **values: Any) -> TrainConfig:
+        """Returns a copy in which these arguments have other values."""
+        return TrainConfig.from_arguments({**self.arguments, **values}, self.notes)
+
+    def with_note(self, note: str) -> TrainConfig:
+        """Returns a copy that says one line more."""
+        return dataclasses.replace(self, notes=(*self.notes, note))
+
+    def namespace(self) -> Namespace:
+        """Returns the arguments of the job, equal on all its ranks, as Megatron-LM keeps them."""
+        return Namespace(**{k: v for k, v in self.arguments.items() if k not in _OF_THE_RANK})
+
+
+SECTIONS: dict[str, Any] = {
+    "parallel": ParallelConfig,
+    "model": ModelConfig,
+    "steps": StepsConfig,
+    "optimizer": OptimizerConfig,
+    "data": DataConfig,
+    "checkpoint": CheckpointConfig,
+    "records": RecordsConfig,
+}

@@ -1,0 +1,1 @@
+"""What a run prints, tracks and leaves for the report."""
