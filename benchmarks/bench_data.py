@@ -85,10 +85,9 @@ def main() -> None:
         print(f"plan it                    {plan_batch(batch, request).metrics['plan_ms']:9.2f} ms")
         for num_workers in (0, 1, 2):
             settings = LoaderConfig(
-                seq_length=size,
+                packing=PackingConfig(seq_length=size, policy="keep"),
+                batch=BatchConfig(seq_length=size, reset_attention_mask=True),
                 global_batch_size=1,
-                packing="keep",
-                reset_attention_mask=True,
                 num_workers=num_workers,
             )
             with PackedLoader(documents, settings, request) as loader:

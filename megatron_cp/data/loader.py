@@ -19,7 +19,7 @@ from typing import Any
 from megatron_cp.data.balance import assign_packs
 from megatron_cp.data.batch import BatchConfig, PlannedBatch, PlanRequest, pack_area
 from megatron_cp.data.document_set import DocumentSet
-from megatron_cp.data.packing import Pack, Packer, PackingConfig, PackingPolicy
+from megatron_cp.data.packing import Pack, Packer, PackingConfig
 from megatron_cp.data.worker import BatchBuilder, WorkerProcess
 
 _STATE_VERSION = 1
@@ -27,28 +27,25 @@ _STATE_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderConfig:
-    """Settings of a loader, under Megatron-LM's names where it has them.
+    """What is in a pack, how it becomes arrays, how many packs a step takes, and who builds them.
 
-    `global_batch_size` counts packs of `seq_length` tokens over all data-parallel ranks.
+    `global_batch_size` counts packs over all data-parallel ranks.
     """
 
-    seq_length: int
+    packing: PackingConfig
+    batch: BatchConfig
     global_batch_size: int
     micro_batch_size: int = 1
-    seed: int = 1234
-    packing: PackingPolicy = "split"
-    shuffle: bool = True
-    keep_buffer: int = 512
-    reset_position_ids: bool = False
-    reset_attention_mask: bool = False
-    eod_mask_loss: bool = False
-    eod_token: int | None = None
-    vocab_size: int | None = None
     num_workers: int = 0
     worker_timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
-        for name in ("seq_length", "global_batch_size", "micro_batch_size"):
+        if self.batch.seq_length != self.packing.seq_length:
+            raise ValueError(
+                f"batch.seq_length={self.batch.seq_length} must equal packing.seq_length="
+                f"{self.packing.seq_length}; give both the same"
+            )
+        for name in ("global_batch_size", "micro_batch_size"):
             if getattr(self, name) < 1:
                 flag = name.replace("_", "-")
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1; set --{flag}")
@@ -56,27 +53,6 @@ class LoaderConfig:
             raise ValueError(
                 f"num_workers={self.num_workers} must be at least 0; 0 builds batches inline"
             )
-
-    def packing_config(self) -> PackingConfig:
-        """Returns the part that decides what is in a pack."""
-        return PackingConfig(
-            seq_length=self.seq_length,
-            policy=self.packing,
-            seed=self.seed,
-            shuffle=self.shuffle,
-            keep_buffer=self.keep_buffer,
-        )
-
-    def batch_config(self) -> BatchConfig:
-        """Returns the part that decides how a pack becomes arrays."""
-        return BatchConfig(
-            seq_length=self.seq_length,
-            reset_position_ids=self.reset_position_ids,
-            reset_attention_mask=self.reset_attention_mask,
-            eod_mask_loss=self.eod_mask_loss,
-            eod_token=self.eod_token,
-            vocab_size=self.vocab_size,
-        )
 
 
 @dataclass
@@ -114,7 +90,7 @@ class PackedLoader:
                 f"micro_batch_size = {dp_size} * {config.micro_batch_size}; change "
                 "--global-batch-size or --micro-batch-size"
             )
-        if documents.prefix_lengths.any() and not config.reset_attention_mask:
+        if documents.prefix_lengths.any() and not config.batch.reset_attention_mask:
             raise ValueError(
                 f"reset_attention_mask=False: {documents.dataset.prefix} has documents with prefix "
                 "or bidirectional attention; set --reset-attention-mask"
@@ -122,8 +98,8 @@ class PackedLoader:
         self.config = config
         self.num_microbatches = config.global_batch_size // (dp_size * config.micro_batch_size)
         self._documents, self._dp_rank, self._dp_size = documents, dp_rank, dp_size
-        self._packer = Packer(documents.lengths, config.packing_config())
-        self._builder = BatchBuilder(documents, config.batch_config(), request or PlanRequest())
+        self._packer = Packer(documents.lengths, config.packing)
+        self._builder = BatchBuilder(documents, config.batch, request or PlanRequest())
         self._corpus = documents.digest()
         self._workers: list[WorkerProcess] = []
         self._in_flight: collections.deque[tuple[WorkerProcess, _Task]] = collections.deque()
@@ -139,7 +115,7 @@ class PackedLoader:
         config = self.config
         while True:
             packs = [next(self._packer) for _ in range(config.global_batch_size)]
-            areas = [pack_area(self._documents, p, self._builder.config) for p in packs]
+            areas = [pack_area(self._documents, p, config.batch) for p in packs]
             shares = assign_packs(
                 areas, dp_size=self._dp_size, micro_batch_size=config.micro_batch_size
             )
@@ -236,14 +212,14 @@ class PackedLoader:
         self._begin(packer_state, consumed)
 
     def _identity(self) -> dict[str, Any]:
-        config = self.config
+        packing = self.config.packing
         return {
             "corpus": self._corpus,
-            "seq_length": config.seq_length,
-            "packing": config.packing,
-            "seed": config.seed,
-            "shuffle": config.shuffle,
-            "keep_buffer": config.keep_buffer if config.packing == "keep" else 0,
+            "seq_length": packing.seq_length,
+            "packing": packing.policy,
+            "seed": packing.seed,
+            "shuffle": packing.shuffle,
+            "keep_buffer": packing.keep_buffer if packing.policy == "keep" else 0,
         }
 
     @property

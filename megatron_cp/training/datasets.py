@@ -14,11 +14,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megatron_cp.data.batch import PlanRequest
+from megatron_cp.data.batch import BatchConfig, PlanRequest
 from megatron_cp.data.document_set import DocumentSet, open_documents, split_documents
 from megatron_cp.data.indexed import token_dtype
 from megatron_cp.data.indexed_writer import IndexedWriter
 from megatron_cp.data.loader import LoaderConfig, PackedLoader
+from megatron_cp.data.packing import PackingConfig
 from megatron_cp.data.tokenizer import build_tokenizer
 from megatron_cp.mcore.arguments import cp_config_from_arguments
 from megatron_cp.training.config import TrainConfig
@@ -154,18 +155,22 @@ def build_loader(
     if documents is None:
         return None
     is_train = split == "train"
+    options = config.data
     settings = LoaderConfig(
-        seq_length=config.data.seq_length,
+        packing=PackingConfig(
+            seq_length=options.seq_length, seed=config.steps.seed, shuffle=is_train
+        ),
+        batch=BatchConfig(
+            seq_length=options.seq_length,
+            reset_position_ids=options.reset_position_ids,
+            reset_attention_mask=options.reset_attention_mask,
+            eod_mask_loss=options.eod_mask_loss,
+            eod_token=options.eod_token,
+            vocab_size=options.vocab_size,
+        ),
         global_batch_size=config.steps.global_batch_size,
         micro_batch_size=config.steps.micro_batch_size,
-        seed=config.steps.seed,
-        shuffle=is_train,
-        reset_position_ids=config.data.reset_position_ids,
-        reset_attention_mask=config.data.reset_attention_mask,
-        eod_mask_loss=config.data.eod_mask_loss,
-        eod_token=config.data.eod_token,
-        vocab_size=config.data.vocab_size,
-        num_workers=config.data.num_workers if is_train else 0,
+        num_workers=options.num_workers if is_train else 0,
     )
     return PackedLoader(documents, settings, request, dp_rank=dp_rank, dp_size=dp_size)
 

@@ -6,21 +6,46 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 
 from megatron_cp.config import CPConfig
-from megatron_cp.data.batch import PlanRequest
+from megatron_cp.data.batch import BatchConfig, PlanRequest
 from megatron_cp.data.loader import LoaderConfig, PackedLoader
+from megatron_cp.data.packing import PackingConfig
 from tests.data.corpora import write_corpus
 from tests.processes import HANG_SECONDS, is_running, wait_until
 
 REQUEST = PlanRequest(cp_size=2, config=CPConfig(planner="zigzag"))
-CONFIG = LoaderConfig(
-    seq_length=16, global_batch_size=4, packing="keep", keep_buffer=5, reset_attention_mask=True
-)
+SETTINGS = {
+    "seq_length": 16,
+    "policy": "keep",
+    "keep_buffer": 5,
+    "reset_attention_mask": True,
+    "global_batch_size": 4,
+}
+
+
+def config_of(**settings):
+    """The config in which each setting stands in every part that knows it."""
+
+    def of(kind):
+        return {f.name: settings[f.name] for f in fields(kind) if f.name in settings}
+
+    return LoaderConfig(
+        packing=PackingConfig(**of(PackingConfig)),
+        batch=BatchConfig(**of(BatchConfig)),
+        **of(LoaderConfig),
+    )
+
+
+def changed(**settings):
+    return config_of(**{**SETTINGS, **settings})
+
+
+CONFIG = config_of(**SETTINGS)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +78,9 @@ def packs_of_step(documents, config, dp_size, state=None):
                 loader.load_state_dict(state)
             for _ in range(loader.num_microbatches):
                 batch = next(loader).batch
-                packs += [row.tobytes() for row in batch.tokens.reshape(-1, config.seq_length)]
+                packs += [
+                    row.tobytes() for row in batch.tokens.reshape(-1, config.packing.seq_length)
+                ]
             states.append(loader.state_dict())
     return sorted(packs), states
 
@@ -61,7 +88,7 @@ def packs_of_step(documents, config, dp_size, state=None):
 @pytest.mark.parametrize("packing", ["split", "keep"])
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
 def test_resuming_at_every_step_replays_the_same_stream(documents, packing, num_workers):
-    config = replace(CONFIG, packing=packing, micro_batch_size=2)
+    config = changed(policy=packing, micro_batch_size=2)
     num_steps = 12  # more than one epoch
     with PackedLoader(documents, config, REQUEST) as loader:
         states = [loader.state_dict()]
@@ -81,7 +108,7 @@ def test_resuming_at_every_step_replays_the_same_stream(documents, packing, num_
 
 @pytest.mark.parametrize("packing", ["split", "keep"])
 def test_the_packs_of_a_global_batch_do_not_depend_on_the_number_of_ranks(documents, packing):
-    config = replace(CONFIG, packing=packing, global_batch_size=8)
+    config = changed(policy=packing, global_batch_size=8)
     state = None
     for dp_size in (1, 2, 4, 2, 8, 1):  # the run changes its size after every step
         expected, states = packs_of_step(documents, config, 1, state)
@@ -92,12 +119,12 @@ def test_the_packs_of_a_global_batch_do_not_depend_on_the_number_of_ranks(docume
 
 
 def test_the_batch_size_may_change_on_resume(documents):
-    first = replace(CONFIG, global_batch_size=2)
+    first = changed(global_batch_size=2)
     with PackedLoader(documents, first) as loader:
         steps_of(loader, 3)
         state = loader.state_dict()
         small = [p.batch.tokens.tobytes() for p in (next(loader) for _ in range(6))]
-    with PackedLoader(documents, replace(CONFIG, global_batch_size=6)) as loader:
+    with PackedLoader(documents, changed(global_batch_size=6)) as loader:
         loader.load_state_dict(state)
         large = [next(loader).batch.tokens.tobytes() for _ in range(6)]
     assert sorted(large) == sorted(small)
@@ -105,7 +132,7 @@ def test_the_batch_size_may_change_on_resume(documents):
 
 def test_work_is_balanced_over_ranks_by_area(tmp_path):
     documents = write_corpus(tmp_path / "c", [64] * 4 + [8] * 96)
-    config = LoaderConfig(
+    config = config_of(
         seq_length=64, global_batch_size=16, reset_attention_mask=True, shuffle=False
     )
     areas = []
@@ -135,7 +162,7 @@ def test_the_state_is_small_and_taken_between_steps_only(documents):
     ("change", "name"),
     [
         ({"seq_length": 32}, "seq_length=16, this run has 32"),
-        ({"packing": "split"}, "packing='keep', this run has 'split'"),
+        ({"policy": "split"}, "packing='keep', this run has 'split'"),
         ({"seed": 1}, "seed=1234, this run has 1"),
         ({"keep_buffer": 9}, "keep_buffer=5, this run has 9"),
         ({"shuffle": False}, "shuffle=True"),
@@ -144,7 +171,7 @@ def test_the_state_is_small_and_taken_between_steps_only(documents):
 def test_a_state_of_other_settings_is_refused(documents, change, name):
     with PackedLoader(documents, CONFIG) as loader:
         state = loader.state_dict()
-    other = PackedLoader(documents, replace(CONFIG, **change))
+    other = PackedLoader(documents, changed(**change))
     with other, pytest.raises(ValueError, match=name):
         other.load_state_dict(state)
 
@@ -164,7 +191,7 @@ def test_a_state_of_another_corpus_or_damaged_is_refused(documents, tmp_path):
 
 
 def test_a_killed_worker_is_an_error_that_names_it(documents):
-    loader = PackedLoader(documents, replace(CONFIG, num_workers=2))
+    loader = PackedLoader(documents, changed(num_workers=2))
     next(loader)
     pids = [worker.pid for worker in loader._workers]
     os.kill(pids[1], signal.SIGKILL)
@@ -179,7 +206,7 @@ def test_a_killed_worker_is_an_error_that_names_it(documents):
 
 
 def test_a_stopped_worker_is_an_error_after_the_timeout(documents):
-    loader = PackedLoader(documents, replace(CONFIG, num_workers=1))
+    loader = PackedLoader(documents, changed(num_workers=1))
     next(loader)
     loader._workers[0]._timeout_s = 1.0  # only now: its start takes as long as the machine needs
     pid = loader._workers[0].pid
@@ -193,7 +220,7 @@ def test_a_stopped_worker_is_an_error_after_the_timeout(documents):
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_bad_data_is_the_same_error_inline_and_in_a_worker(documents, num_workers):
-    config = replace(CONFIG, vocab_size=1000, num_workers=num_workers)
+    config = changed(vocab_size=1000, num_workers=num_workers)
     message = r"token id \d+ at position \d+ of document \d+ of"
     with PackedLoader(documents, config) as loader, pytest.raises(ValueError, match=message):
         next(loader)
@@ -205,10 +232,12 @@ def test_settings_that_cannot_work_are_refused_before_any_worker_starts(document
     with pytest.raises(ValueError, match=r"dp_rank=2 must be in \[0, 2\)"):
         PackedLoader(documents, CONFIG, dp_rank=2, dp_size=2)
     with pytest.raises(ValueError, match="num_workers=-1"):
-        replace(CONFIG, num_workers=-1)
+        changed(num_workers=-1)
+    with pytest.raises(ValueError, match=r"batch\.seq_length=8 must equal packing\.seq_length=16"):
+        replace(CONFIG, batch=BatchConfig(seq_length=8))
     mixed = write_corpus(tmp_path / "c", [5, 6], [0, -1])
     with pytest.raises(ValueError, match="set --reset-attention-mask"):
-        PackedLoader(mixed, replace(CONFIG, reset_attention_mask=False))
+        PackedLoader(mixed, changed(reset_attention_mask=False))
 
 
 def test_metrics_tell_the_shape_of_a_batch(documents):
@@ -225,8 +254,9 @@ def test_metrics_tell_the_shape_of_a_batch(documents):
 def test_workers_end_when_the_trainer_is_killed(documents):
     program = (
         "import os, signal, sys\n"
-        "from megatron_cp.data import LoaderConfig, PackedLoader, open_documents\n"
-        "config = LoaderConfig(seq_length=16, global_batch_size=4, num_workers=2)\n"
+        "from megatron_cp.data import *\n"
+        "packing, batch = PackingConfig(seq_length=16), BatchConfig(seq_length=16)\n"
+        "config = LoaderConfig(packing=packing, batch=batch, global_batch_size=4, num_workers=2)\n"
         "loader = PackedLoader(open_documents(sys.argv[1]), config)\n"
         "next(loader)\n"
         "print(*[worker.pid for worker in loader._workers], flush=True)\n"
