@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 Windows = int | list[int] | None
 
 
@@ -30,12 +32,17 @@ class ParallelConfig:
     pipeline_model_parallel_size: int
     virtual_pipeline_model_parallel_size: int | None
     context_parallel_size: int
+    expert_model_parallel_size: int
+    expert_tensor_parallel_size: int
+    use_tp_pp_dp_mapping: bool
+    num_distributed_optimizer_instances: int
     data_parallel_size: int
     sequence_parallel: bool
     overlap_p2p_comm: bool
     use_distributed_optimizer: bool
     overlap_grad_reduce: bool
     overlap_param_gather: bool
+    fp8_param_gather: bool
     accumulate_allreduce_grads_in_fp32: bool
     ddp_bucket_size: int | None
     distributed_backend: Literal["nccl", "gloo"] | None
@@ -57,8 +64,15 @@ class ModelConfig:
     window_attn_skip_freq: Windows
     spec: list[str] | None
     bf16: bool
+    fp16: bool
+    use_cpu_initialization: bool
     calculate_per_token_loss: bool
     cp_backend: str | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Format of parameters and activations."""
+        return torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else torch.float32
 
     def is_window_layer(self, layer: int) -> bool:
         """Whether layer `layer` (from 1) looks through the sliding window.
@@ -211,7 +225,7 @@ class RecordsConfig:
 
 
 # What does not describe the run but this start of it.
-_NOT_OF_THE_RUN = frozenset({"notes", "discarded"})
+_NOT_OF_THE_RUN = frozenset({"notes", "discarded", "machine"})
 _OF_THE_RANK = frozenset({"rank", "local_rank"})
 
 

@@ -36,6 +36,7 @@ class StepResult:
     grad_norm: float | None
     num_zeros: int | None
     updated: bool
+    loss_scale: float
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ def train_step(
         grad_norm=None if grad_norm is None else float(grad_norm),
         num_zeros=None if num_zeros is None else int(num_zeros),
         updated=bool(updated),
+        loss_scale=float(optimizer.get_loss_scale()),
     )
 
 

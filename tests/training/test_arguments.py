@@ -16,6 +16,7 @@ from megatron_cp.training.arguments import (
     parse_arguments,
 )
 from megatron_cp.training.arguments.flags import _layers
+from megatron_cp.training.arguments.stages import stages_of
 from tests.training.commands import DATA, MODEL, SMALL_RUN, STEPS
 
 # What Megatron-LM core_v0.19.0's own parser answered, flag by flag.
@@ -121,12 +122,10 @@ def test_an_old_switch_against_positions_changes_nothing_with_rotary_ones(capsys
 @pytest.mark.parametrize(
     ("flags", "name", "advice"),
     [
-        (["--num-experts", "8"], "--num-experts", "gpt_layer_spec"),
-        (["--moe-router-topk", "2"], "--moe-router-topk", "gpt_layer_spec"),
-        (["--multi-latent-attention"], "--multi-latent-attention", "gpt_layer_spec"),
-        (["--fp16"], "--fp16", "loss scaling"),
-        (["--fp8-param-gather"], "--fp8-param-gather", "16 bits"),
-        (["--cp-comm-type", "p2p"], "--cp-comm-type", "--cp-planner"),
+        (["--moe-latent-size", "8"], "--moe-latent-size", "gpt_layer_spec"),
+        (["--mtp-standalone"], "--mtp-standalone", "--mtp-num-layers"),
+        (["--use-mup"], "--use-mup", "gpt_layer_spec"),
+        (["--linear-attention-freq", "3"], "--linear-attention-freq", "softmax"),
         (["--rampup-batch-size", "1", "1", "1"], "--rampup-batch-size", "constant"),
         (["--use-megatron-fsdp"], "--use-megatron-fsdp", "--use-distributed-optimizer"),
     ],
@@ -145,6 +144,30 @@ def test_the_engine_is_the_local_one_on_a_cpu_and_an_error_on_a_gpu_without_it(c
     assert [note for note in args.notes if "local layers" in note] == list(args.notes)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert "--transformer-impl local" in refusal(capsys, *SMALL_RUN, *wish)
+
+
+def test_a_layout_of_stages_is_written_out_as_megatron_does():
+    assert stages_of("Et*3|(tt|)*2mL") == ["Ettt", "tt", "tt", "mL"]
+    assert stages_of("E,t*2|t,L") == ["Ett", "tL"]
+    flags = ["--num-layers", "7", "--pipeline-model-parallel-layout", "Et*3|(tt|)*2L"]
+    args = parse(*SMALL_RUN, *flags, "--pipeline-model-parallel-size", "2", world_size=2)
+    assert args.virtual_pipeline_model_parallel_size == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "chunks"),
+    [
+        (["--decoder-first-pipeline-num-layers", "1"], None),
+        (["--num-virtual-stages-per-pipeline-rank", "2", "--num-layers", "8"], 2),
+        (
+            ["--account-for-loss-in-pipeline-split", "--account-for-embedding-in-pipeline-split"],
+            None,
+        ),
+    ],
+)
+def test_uneven_stages_are_accepted(flags: list[str], chunks: int | None):
+    base = [*SMALL_RUN, "--num-layers", "4", "--pipeline-model-parallel-size", "2", *flags]
+    assert parse(*base, world_size=2).virtual_pipeline_model_parallel_size == chunks
 
 
 def test_an_unknown_flag_is_refused_with_the_nearest_known_one(capsys):
@@ -182,8 +205,33 @@ BAD = [
     (["--max-position-embeddings", "16"], "--max-position-embeddings"),
     (["--overlap-param-gather"], "--use-distributed-optimizer"),
     (["--recompute-granularity", "full"], "--recompute-method"),
-    (["--save-interval", "2"], "--save"),
     (["--ckpt-step", "2"], "--load"),
+    (["--fp16", "--bf16"], "--fp16 and --bf16"),
+    (["--num-experts", "3", "--expert-model-parallel-size", "2"], "--num-experts 3"),
+    (["--num-experts", "2", "--moe-router-topk", "3"], "--moe-router-topk 3"),
+    (["--num-experts", "4", "--moe-layer-freq", "[1]"], "--moe-layer-freq [1]"),
+    (["--num-experts", "4", "--moe-router-load-balancing-type", "luck"], "luck"),
+    (["--num-experts", "4", "--moe-router-num-groups", "2"], "--moe-router-group-topk"),
+    (["--num-experts", "4", "--moe-router-enable-expert-bias"], "sigmoid"),
+    (["--num-experts", "4", "--moe-token-dispatcher-type", "flex"], "alltoall"),
+    (["--moe-ffn-hidden-size", "64"], "--num-experts"),
+    (["--expert-model-parallel-size", "2"], "--num-experts"),
+    (["--multi-latent-attention"], "--group-query-attention"),
+    (["--q-lora-rank", "8"], "--multi-latent-attention"),
+    (["--mtp-num-layers", "0"], "--mtp-num-layers 0"),
+    (["--pipeline-model-parallel-layout", "Ett|L"], "2 stages"),
+    (["--pipeline-model-parallel-layout", "EtL"], "1 t"),
+    (["--pipeline-model-parallel-layout", "EttmL"], "1 m"),
+    (["--pipeline-model-parallel-layout", "ttEL"], "one E"),
+    (["--pipeline-model-parallel-layout", "Ett?L"], "'?'"),
+    (
+        ["--pipeline-model-parallel-layout", "EttL", "--account-for-loss-in-pipeline-split"],
+        "leave out",
+    ),
+    (["--exp-avg-dtype", "bf16"], "--use-precision-aware-optimizer"),
+    (["--num-distributed-optimizer-instances", "2", "--use-distributed-optimizer"], "1 x 1"),
+    (["--no-rope-freq", "[1]"], "--no-rope-freq [1]"),
+    (["--swiglu", "--quick-geglu"], "exclude each other"),
     (["--wandb-exp-name", ""], "--wandb-exp-name"),
     (["--spec", "os", "system"], "--allow-custom-spec"),
     (["--spec", "os"], "--spec"),
@@ -246,8 +294,8 @@ def test_a_missing_required_flag_is_named(capsys, missing: str):
 
 # Faults that do not follow from one another, and what the line about each begins with.
 FAULTS = {
-    ("--num-experts", "8"): "--num-experts is an argument of Megatron-LM",
-    ("--fp16",): "--fp16 is an argument of Megatron-LM",
+    ("--use-mup",): "--use-mup is an argument of Megatron-LM",
+    ("--moe-latent-size", "8"): "--moe-latent-size is an argument of Megatron-LM",
     ("--context-paralel-size", "2"): "--context-paralel-size is unknown",
     ("--lr", "nothing"): "argument --lr: invalid float value: 'nothing'",
     ("--cp-backend", "magic"): "argument --cp-backend: invalid choice: 'magic'",
@@ -257,7 +305,7 @@ FAULTS = {
     ("--max-position-embeddings", "16"): "--max-position-embeddings 16 must be at least",
     ("--recompute-modules", "all"): "--recompute-modules all must be one of",
     ("--train-samples", "10"): "give exactly one of --train-iters",
-    ("--save-interval", "2"): "--save-interval needs --save",
+    ("--ckpt-step", "2"): "--ckpt-step needs --load",
     ("--spec", "os"): "--spec os must be",
     ("--weight-decay-incr-style", "linear"): "--weight-decay-incr-style linear needs",
     ("--wandb-exp-name", ""): "--wandb-exp-name is empty",
@@ -307,7 +355,7 @@ def test_all_reasons_are_printed_in_one_write(monkeypatch):
     writes = []
     monkeypatch.setattr("sys.stderr.write", writes.append)
     with pytest.raises(SystemExit):
-        parse(*SMALL_RUN, "--fp16", "--profile", "--lr", "-1")
+        parse(*SMALL_RUN, "--use-mup", "--optimizer", "muon", "--lr", "-1")
     assert [text.count("\n") for text in writes] == [3]
 
 
@@ -370,8 +418,8 @@ def test_leaving_a_flag_out_is_advised_only_where_no_result_depends_on_it():
         if "leave it out" in (known_flags.refusal(name) or "")
     }
     harmless = re.compile(
-        r"(hierarchical|hybrid)-context-parallel|max-seqlen-per-dp-cp-rank|tp-comm-|(enable-)?cuda-graph"
-        r"|profile|(use-)?pytorch-profiler|nvtx-ranges|check-weight-hash|verify-integrity|test-mode"
+        r"hybrid-context-parallel|max-seqlen-per-dp-cp-rank|tp-comm-"
+        r"|profile|(use-)?pytorch-profiler|nvtx-ranges|check-weight-hash|verify-integrity"
         r"|memory-snapshot-path|record-memory-history"
     )
     assert advised and all(harmless.match(name) for name in advised)
@@ -379,11 +427,10 @@ def test_leaving_a_flag_out_is_advised_only_where_no_result_depends_on_it():
     assert not [text for text in texts if "drop the flag" in text]
     for name in (
         "openai-gelu",
-        "rotary-interleaved",
         "data-args-path",
         "sft",
         "rampup-batch-size",
-        "fp16",
+        "use-mup",
     ):
         assert "--spec megatron_cp.mcore.spec gpt_layer_spec" in known_flags.refusal(f"--{name}")
 

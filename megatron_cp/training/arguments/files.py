@@ -59,7 +59,7 @@ def complete_records(args: Namespace) -> Iterator[str]:
     if args.run_dir is None:
         args.run_dir = args.save
     if args.save_interval is not None and args.save is None:
-        yield "--save-interval needs --save <folder>; give it too"
+        args.notes.append("--save-interval changes nothing here: without --save nothing is saved")
     if args.dist_ckpt_strictness not in STRICTNESS:
         yield (
             f"--dist-ckpt-strictness {args.dist_ckpt_strictness} is unknown; choose one of "

@@ -37,14 +37,15 @@ def complete_batch(args: Namespace) -> Iterator[str]:
 
 def check_virtual_batches(args: Namespace) -> Iterator[str]:
     """Yields a line if virtual stages cannot deal their micro-batches evenly."""
-    if (
-        args.virtual_pipeline_model_parallel_size
-        and args.num_micro_batches % args.pipeline_model_parallel_size
-    ):
+    if not args.virtual_pipeline_model_parallel_size:
+        return
+    count, stages = args.num_micro_batches, args.pipeline_model_parallel_size
+    group = args.microbatch_group_size_per_vp_stage or stages
+    if not stages <= group <= count or 0 < count % group < stages:
         yield (
-            f"micro-batches per step {args.num_micro_batches} must be a multiple of "
-            "--pipeline-model-parallel-size "
-            f"{args.pipeline_model_parallel_size} with virtual stages; raise --global-batch-size"
+            f"micro-batches per step {count} must be a multiple of --pipeline-model-parallel-size "
+            f"{stages} with virtual stages (or go into groups of at least {stages}: "
+            "--microbatch-group-size-per-virtual-pipeline-stage); raise --global-batch-size"
         )
 
 

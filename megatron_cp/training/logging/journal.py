@@ -94,7 +94,7 @@ class Journal:
             "num-zeros": result.num_zeros,
             "params-norm": norm,
             "batch-size": config.steps.global_batch_size,
-            "loss-scale": 1.0,
+            "loss-scale": result.loss_scale,
             "samples vs steps": state.consumed_samples,
             "iteration-time": seconds,
             "throughput": self._tflops(seconds),
@@ -150,6 +150,7 @@ class Journal:
             grad_norm=result.grad_norm,
             num_zeros=None if result.num_zeros is None else float(result.num_zeros),
             params_norm=norm,
+            loss_scale=result.loss_scale,
             skipped_iterations=self._skipped,
             nan_iterations=self._nan,
         )
