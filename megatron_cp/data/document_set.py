@@ -16,7 +16,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,6 +70,34 @@ def _check_prefix_lengths(lengths: NDArray[Any], dataset: IndexedDataset, name: 
             f"{name}[{document}]={lengths[document]} must be -1, or in [0, "
             f"{dataset.document_lengths[document]}], the length of the document; write it again"
         )
+
+
+class Documents(Protocol):
+    """Documents numbered from 0, of one corpus or of several: what packing and batches read."""
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each document: int64 `[num_documents]`."""
+
+    @property
+    def prefix_lengths(self) -> NDArray[np.int64]:
+        """Kind of each document: int64 `[num_documents]`."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all documents together."""
+
+    def __len__(self) -> int:
+        """Returns the number of documents, empty ones included."""
+
+    def read(self, document: int, start: int, stop: int) -> NDArray[np.int64]:
+        """Returns the tokens `[start, stop)` of a document as int64."""
+
+    def name(self, document: int) -> str:
+        """Returns what a message calls a document."""
+
+    def digest(self) -> str:
+        """Returns a SHA-256 of what determines a stream."""
 
 
 @dataclass(frozen=True)

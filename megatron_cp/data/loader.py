@@ -18,8 +18,9 @@ from typing import Any
 
 from megatron_cp.data.balance import assign_packs
 from megatron_cp.data.batch import BatchConfig, PlannedBatch, PlanRequest, pack_area
-from megatron_cp.data.document_set import DocumentSet
-from megatron_cp.data.packing import Pack, Packer, PackingConfig
+from megatron_cp.data.blend import make_packer
+from megatron_cp.data.document_set import Documents
+from megatron_cp.data.packing import Pack, PackingConfig
 from megatron_cp.data.worker import BatchBuilder, WorkerProcess
 
 _STATE_VERSION = 1
@@ -75,7 +76,7 @@ class PackedLoader:
 
     def __init__(
         self,
-        documents: DocumentSet,
+        documents: Documents,
         config: LoaderConfig,
         request: PlanRequest | None = None,
         *,
@@ -92,13 +93,13 @@ class PackedLoader:
             )
         if documents.prefix_lengths.any() and not config.batch.reset_attention_mask:
             raise ValueError(
-                f"reset_attention_mask=False: {documents.dataset.prefix} has documents with prefix "
-                "or bidirectional attention; set --reset-attention-mask"
+                f"reset_attention_mask=False: {documents.name(int(documents.prefix_lengths.argmax()))} "
+                "has prefix or bidirectional attention; set --reset-attention-mask"
             )
         self.config = config
         self.num_microbatches = config.global_batch_size // (dp_size * config.micro_batch_size)
         self._documents, self._dp_rank, self._dp_size = documents, dp_rank, dp_size
-        self._packer = Packer(documents.lengths, config.packing)
+        self._packer = make_packer(documents, config.packing)
         self._builder = BatchBuilder(documents, config.batch, request or PlanRequest())
         self._corpus = documents.digest()
         self._workers: list[WorkerProcess] = []
@@ -201,7 +202,7 @@ class PackedLoader:
                     "with the data and flags of the checkpoint, or start the data anew"
                 )
         try:
-            packer_state = {name: state[name] for name in ("epoch", "cursor", "carry")}
+            packer_state = {name: state[name] for name in self._packer.state()}
             consumed = int(state["consumed_samples"])
             self._packer.restore(packer_state)
         except (KeyError, TypeError) as error:
@@ -212,15 +213,7 @@ class PackedLoader:
         self._begin(packer_state, consumed)
 
     def _identity(self) -> dict[str, Any]:
-        packing = self.config.packing
-        return {
-            "corpus": self._corpus,
-            "seq_length": packing.seq_length,
-            "packing": packing.policy,
-            "seed": packing.seed,
-            "shuffle": packing.shuffle,
-            "keep_buffer": packing.keep_buffer if packing.policy == "keep" else 0,
-        }
+        return {"corpus": self._corpus, **self._packer.identity()}
 
     @property
     def consumed_samples(self) -> int:

@@ -60,3 +60,25 @@ def split_matrix(split):
     from megatron.core.datasets import blended_megatron_dataset_config as config
 
     return config.convert_split_vector_to_split_matrix(config.parse_and_normalize_split(split))
+
+
+@asked_elsewhere
+def blend_of_words(words):
+    """Returns Megatron's (prefixes, weights or None) of a --data-path; None where it refuses."""
+    from megatron.core.datasets.utils import get_blend_from_list
+
+    try:
+        return get_blend_from_list(words)
+    except AssertionError:
+        return None
+
+
+@asked_elsewhere
+def blending_order(weights, size):
+    """Returns the corpus of each of the first `size` samples of a blend."""
+    import numpy as np
+    from megatron.core.datasets import helpers
+
+    corpus, sample = np.zeros(size, dtype=np.int16), np.zeros(size, dtype=np.int64)
+    helpers.build_blending_indices(corpus, sample, np.array(weights), len(weights), size, False)
+    return corpus.tolist()
