@@ -38,12 +38,17 @@ _NO_LAYERS = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
-    """How a pack becomes arrays; the three flags are Megatron-LM's."""
+    """How a pack becomes arrays; the three flags are Megatron-LM's.
+
+    `labels_cross_documents`: under `reset_attention_mask` too, the label of a document's last token
+    is the first token of the next, with loss. Megatron's GPTDataset does so.
+    """
 
     seq_length: int
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
     eod_mask_loss: bool = False
+    labels_cross_documents: bool = False
     eod_token: int | None = None
     vocab_size: int | None = None
 
@@ -203,6 +208,7 @@ def _build_pack(documents: Documents, pack: Pack, config: BatchConfig) -> Packed
                 "that; set --reset-attention-mask"
             )
         slices = [(0, used, 0, used, None, 0)]
+    if config.labels_cross_documents or not config.reset_attention_mask:
         labels[: used - 1] = tokens[1:used]
         if pack.following is not None:
             document, offset = pack.following

@@ -72,6 +72,9 @@ class PackSource(Protocol):
     def restore(self, state: dict[str, Any]) -> None:
         """Goes to where `state` was taken. Raises ValueError if it is not of this stream."""
 
+    def __iter__(self) -> Iterator[Pack]:
+        """Returns itself."""
+
     def __next__(self) -> Pack:
         """Returns the next pack; StopIteration behind the last one."""
 

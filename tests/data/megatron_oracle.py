@@ -82,3 +82,34 @@ def blending_order(weights, size):
     corpus, sample = np.zeros(size, dtype=np.int16), np.zeros(size, dtype=np.int64)
     helpers.build_blending_indices(corpus, sample, np.array(weights), len(weights), size, False)
     return corpus.tolist()
+
+
+class Tokens:
+    """A tokenizer for Megatron's datasets: no text, no padding."""
+
+    vocab_size = 100_000
+
+    def __init__(self, eod):
+        self.eod = eod
+        self.unique_identifiers = {"class": "Tokens", "eod": eod}
+
+
+@asked_elsewhere
+def gpt_samples(which, sizes, count, cache, **config):
+    """Returns (length, first `count` samples as lists) of a split by Megatron's own datasets."""
+    import torch.distributed as dist
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    tokenizer = Tokens(config.pop("eod"))
+    settings = GPTDatasetConfig(path_to_cache=str(cache), tokenizer=tokenizer, **config)
+    splits = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, settings).build()
+    samples = splits[which]
+    keys = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
+    return len(samples), [
+        {key: samples[i][key].squeeze(0).tolist() for key in keys} for i in range(count)
+    ]
