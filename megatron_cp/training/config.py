@@ -148,6 +148,9 @@ class DataConfig:
     tokenizer_model: str | None
     vocab_file: str | None
     merge_file: str | None
+    tiktoken_pattern: str | None
+    tiktoken_num_special_tokens: int
+    tokenizer_special_tokens: list[str] | None
     make_vocab_size_divisible_by: int
     vocab_size: int | None
     """None until the tokenizer was read."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import atexit
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from megatron_cp.data.indexed import token_dtype
 from megatron_cp.data.indexed_writer import IndexedWriter
 from megatron_cp.data.loader import LoaderConfig, PackedLoader
 from megatron_cp.data.packing import PackingConfig
-from megatron_cp.data.tokenizer import build_tokenizer
+from megatron_cp.data.tokenizer import TokenizerFiles, build_tokenizer
 from megatron_cp.mcore.arguments import cp_config_from_arguments
 from megatron_cp.training.config import TrainConfig
 
@@ -78,12 +78,9 @@ def _with_vocabulary(config: TrainConfig) -> TrainConfig:
     """
     options, eod, size = config.data, None, config.data.vocab_size
     if options.tokenizer_type is not None and options.tokenizer_type != "NullTokenizer":
-        tokenizer = build_tokenizer(
-            options.tokenizer_type,
-            options.tokenizer_model,
-            vocab_file=options.vocab_file,
-            merge_file=options.merge_file,
-        )
+        names = (field.name for field in fields(TokenizerFiles))
+        files = TokenizerFiles(**{name: getattr(options, name) for name in names})
+        tokenizer = build_tokenizer(options.tokenizer_type, files)
         eod = tokenizer.eod
         if size is not None and size < tokenizer.vocab_size:
             raise ValueError(

@@ -113,3 +113,23 @@ def gpt_samples(which, sizes, count, cache, **config):
     return len(samples), [
         {key: samples[i][key].squeeze(0).tolist() for key in keys} for i in range(count)
     ]
+
+
+@asked_elsewhere
+def token_ids(library, path, texts, **settings):
+    """Returns (eod, pad, vocab_size, ids of each text) of a tokenizer of Megatron-Core."""
+    from megatron.core.tokenizers import MegatronTokenizer
+
+    tokenizer = MegatronTokenizer.from_pretrained(
+        tokenizer_path=str(path), metadata_path={"library": library}, **settings
+    )
+    ids = [[int(i) for i in tokenizer.tokenize(text)] for text in texts]
+    return tokenizer.eod, tokenizer.pad, tokenizer.vocab_size, ids
+
+
+@asked_elsewhere
+def tiktoken_patterns():
+    """Returns Megatron's patterns v1 and v2."""
+    from megatron.core.tokenizers.text.libraries import tiktoken_tokenizer as library
+
+    return {"v1": library._PATTERN_TIKTOKEN_V1, "v2": library._PATTERN_TIKTOKEN_V2}

@@ -236,7 +236,7 @@ PROGRAM = (
     ProgramCase(DATA, "--split 0,0,0", ("0,0,0", "non-negative")),
     ProgramCase(DATA, "--eod-mask-loss", ("--eod-mask-loss", "--tokenizer-type")),
     ProgramCase(DATA, "--tokenizer-type GPT2BPETokenizer", ("GPT2BPETokenizer", "--merge-file")),
-    ProgramCase(DATA, "--tokenizer-type TikTokenizer", ("TikTokenizer", "HuggingFaceTokenizer")),
+    ProgramCase(DATA, "--tokenizer-type BertWordPieceCase", ("BertWordPieceCase", "HuggingFaceTokenizer")),
     ProgramCase(DATA, "--load nowhere --exit-on-missing-checkpoint", ("nowhere", "no checkpoint")),
     ProgramCase(OTHER, "--attention-dropout 0.1", ("--attention-dropout 0.1", "0.0")),
     ProgramCase(OTHER, "--hidden-dropout 1.5", ("--hidden-dropout 1.5", "[0, 1)")),

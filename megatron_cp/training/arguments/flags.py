@@ -248,10 +248,13 @@ TABLE = """
 --eod-mask-loss on - | no loss on the end-of-document token
 
 [tokenizer]
---tokenizer-type str - | HuggingFaceTokenizer, GPT2BPETokenizer, ByteLevel or NullTokenizer
+--tokenizer-type str - | HuggingFaceTokenizer, GPT2BPETokenizer, TikTokenizer, ByteLevel, ...: see docs/data.md
 --tokenizer-model str - | file or folder of the tokenizer
 --vocab-file str - | vocab.json of GPT2BPETokenizer, which it and --merge-file choose
 --merge-file str - | merges.txt of GPT2BPETokenizer
+--tiktoken-pattern one-of:v1,v2 - | how TikTokenizer cuts words; default v2
+--tiktoken-num-special-tokens int 1000 | ids of TikTokenizer's special tokens, named ones and fillers
+--tokenizer-special-tokens/--tiktoken-special-tokens words - | names of TikTokenizer's first ids
 --vocab-size int - | vocabulary before padding; default the tokenizer's
 
 [checkpoint]
