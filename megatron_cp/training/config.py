@@ -134,11 +134,16 @@ class DataConfig:
     """Where documents come from, how they are packed, and the vocabulary."""
 
     data_path: list[str] | None
+    data_args_path: str | None
+    per_split_data_args_path: str | None
     train_data_path: list[str] | None
     valid_data_path: list[str] | None
     test_data_path: list[str] | None
     split: str | None
     mock_data: bool
+    packing: Literal["split", "keep", "megatron"]
+    data_cache_path: str | None
+    mid_level_dataset_surplus: float
     seq_length: int
     num_workers: int
     reset_position_ids: bool

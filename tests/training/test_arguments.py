@@ -188,6 +188,9 @@ BAD = [
     (["--spec", "os", "system"], "--allow-custom-spec"),
     (["--spec", "os"], "--spec"),
     (["--data-path", "a", "b"], "sources"),
+    (["--data-args-path", "f"], "2 sources"),
+    (["--packing", "megatron"], "--packing megatron needs token files"),
+    (["--packing", "first-fit"], "--packing"),
     (["--num-layers", "0"], "--num-layers"),
     (["--eval-interval", "0"], "--eval-interval"),
     (["--ckpt-format", "zarr"], "--ckpt-format"),
@@ -380,7 +383,6 @@ def test_leaving_a_flag_out_is_advised_only_where_no_result_depends_on_it():
     for name in (
         "openai-gelu",
         "rotary-interleaved",
-        "data-args-path",
         "sft",
         "rampup-batch-size",
         "fp16",

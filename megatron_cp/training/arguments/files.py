@@ -8,6 +8,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator
 
+from megatron_cp.data.blend_sources import parse_blend
 from megatron_cp.training.checkpoint.compare import STRICTNESS
 
 
@@ -15,25 +16,38 @@ def complete_sources(args: Namespace) -> Iterator[str]:
     """One source of documents, and masks that follow from its flags."""
     if args.dataloader_inter_document_masking:
         args.reset_attention_mask = args.reset_position_ids = True
-    per_split = [args.train_data_path, args.valid_data_path, args.test_data_path]
-    num_sources = sum((bool(args.data_path), any(per_split), args.mock_data))
+    own_words = (args.train_data_path, args.valid_data_path, args.test_data_path)
+    sources = (
+        args.data_path,
+        args.data_args_path,
+        any(own_words),
+        args.per_split_data_args_path,
+        args.mock_data,
+    )
+    num_sources = sum(map(bool, sources))
     if num_sources != 1:
         yield (
             f"{num_sources} sources of documents given; exactly one of --data-path, "
-            "--train-data-path (with "
-            "--valid-data-path, --test-data-path) and --mock-data is needed"
+            "--data-args-path, --train-data-path (with --valid-data-path, --test-data-path), "
+            "--per-split-data-args-path and --mock-data is needed"
         )
 
 
 def check_blends(args: Namespace) -> Iterator[str]:
-    """One prefix for each source."""
+    """Weights and prefixes of each source, and what Megatron's own samples can be made of."""
     for flag in ("", "train-", "valid-", "test-"):
-        paths = getattr(args, f"{flag.replace('-', '_')}data_path")
-        if paths and len(paths) > 1:
-            yield (
-                f"--{flag}data-path with {len(paths)} values is not served: blending comes "
-                "later; give one prefix"
-            )
+        words = getattr(args, f"{flag.replace('-', '_')}data_path")
+        try:
+            if words:
+                parse_blend(words, f"--{flag}data-path")
+        except ValueError as fault:
+            yield str(fault)
+    if args.packing == "megatron" and args.mock_data:
+        yield "--packing megatron needs token files; give --data-path, or --packing split"
+    if args.packing != "megatron" and args.data_cache_path is not None:
+        args.notes.append(
+            "--data-cache-path changes nothing here: indices are kept with --packing megatron only"
+        )
 
 
 def complete_tokenizer(args: Namespace) -> Iterator[str]:

@@ -234,11 +234,15 @@ TABLE = """
 --recompute-activations on - | short for --recompute-granularity selective
 
 [data]
---data-path words - | prefix of .bin/.idx
+--data-path words - | prefix of .bin/.idx, or several, or a weight before each
+--data-args-path str - | file with the words of --data-path
+--per-split-data-args-path str - | JSON file with the words of train, valid and test
 --train-data-path words - | the same, for training alone
 --valid-data-path words - | the same, for validation alone
 --test-data-path words - | the same, for the test alone
 --split str - | shares of documents for training, validation and test; default 969,30,1
+--data-cache-path str - | folder where --packing megatron keeps its indices; default none are kept
+--mid-level-dataset-surplus float 0.005 | surplus samples of each corpus of a blend, --packing megatron
 --mock-data on - | documents of a seeded generator
 --seq-length int - | tokens per pack
 --num-workers int 2 | loader workers; they also make the plans
@@ -296,6 +300,7 @@ TABLE = """
 --wandb-entity str - | owner of the run
 
 [beyond Megatron-LM]
+--packing one-of:split,keep,megatron split | how documents become packs; megatron: its own samples, in its order
 --allow-custom-spec on - | let --spec import a module that is not ours
 --plan-only on - | print the plans of the first batches and leave; builds no model
 --plan-batches int 4 | batches that --plan-only shows

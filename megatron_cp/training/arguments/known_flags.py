@@ -38,7 +38,6 @@ NOTED: dict[str, tuple[int, str]] = {
     "--ckpt-assume-constant-structure": (0, "the save plan is made anew each time"),
     "--dist-ckpt-format": (1, "--ckpt-format says in which format checkpoints are saved"),
     "--no-mmap-bin-files": (0, "token files are always mapped"),
-    "--data-cache-path": (1, "no index caches are written"),
     "--num-dataset-builder-threads": (1, "no indices are built ahead"),
     "--dataloader-fast-cache-load": (0, "no index caches are read"),
     "--dataloader-type": (1, "packs are drawn in a shuffled order by a loader of its own"),
@@ -224,7 +223,6 @@ _REASONS: tuple[tuple[str, str], ...] = (
 # refused flag -> values that it would have decided: they are not judged without it
 _DECIDES: dict[str, tuple[str, ...]] = {
     "--batch-size": ("micro_batch_size",),
-    "--data-args-path": ("data_path",),
     "--decoder-first-pipeline-num-layers": ("num_layers",),
     "--decoder-last-pipeline-num-layers": ("num_layers",),
     "--account-for-embedding-in-pipeline-split": ("num_layers",),
@@ -234,7 +232,6 @@ _DECIDES: dict[str, tuple[str, ...]] = {
         "num_layers_per_virtual_pipeline_stage",
     ),
     "--model-parallel-size": ("tensor_model_parallel_size",),
-    "--per-split-data-args-path": ("data_path",),
     "--pipeline-model-parallel-layout": ("num_layers",),
     "--rampup-batch-size": ("global_batch_size",),
     "--step-batch-size-schedule": ("global_batch_size",),
