@@ -196,6 +196,9 @@ def _build_pack(documents: Documents, pack: Pack, config: BatchConfig) -> Packed
         prefix = visible_prefix(documents, piece)
         kinds.append(_kind(documents, piece, prefix))
         no_loss[start : start + _without_loss(documents, piece)] = True
+        learned = documents.supervised(piece.document, piece.start + 1, piece.stop + 1)
+        if learned is not None:
+            no_loss[start:stop] |= ~learned
         slices += _document_slices(start, stop, prefix)
         start = stop
     if config.reset_position_ids:

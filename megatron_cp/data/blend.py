@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -68,6 +68,11 @@ class BlendedDocuments:
         corpus, number = self._place(document)
         return corpus.name(number)
 
+    def supervised(self, document: int, start: int, stop: int) -> NDArray[np.bool_] | None:
+        """Returns which tokens `[start, stop)` of a document are learned; None for all."""
+        corpus, number = self._place(document)
+        return corpus.supervised(number, start, stop)
+
     def digest(self) -> str:
         """Returns a SHA-256 of what determines a stream: the corpora, their order and weights."""
         total = hashlib.sha256(repr(self.weights).encode())
@@ -83,13 +88,19 @@ class BlendedDocuments:
         return BlendedDocuments, (self.corpora, self.weights)  # the joined arrays are made anew
 
 
-def open_blend(sources: Sequence[BlendSource]) -> Documents | None:
-    """Returns the documents of a blend; None where no corpus has both weight and tokens."""
-    return _blended([(source.weight, open_documents(source.prefix)) for source in sources])
+Opens = Callable[[str], DocumentSet]
+
+
+def open_blend(sources: Sequence[BlendSource], opens: Opens = open_documents) -> Documents | None:
+    """Returns the documents of a blend; None where no corpus has both weight and tokens.
+
+    `opens` returns the documents of a corpus.
+    """
+    return _blended([(source.weight, opens(source.prefix)) for source in sources])
 
 
 def open_split_blend(
-    sources: Sequence[BlendSource], split: str | Sequence[float]
+    sources: Sequence[BlendSource], split: str | Sequence[float], opens: Opens = open_documents
 ) -> list[Documents | None]:
     """Returns the train, validation and test documents of a blend; `split` applies to each corpus.
 
@@ -100,7 +111,7 @@ def open_split_blend(
     """
     splits: list[list[tuple[float | None, DocumentSet]]] = [[], [], []]
     for weight, prefix in sources:
-        parts = split_documents(open_documents(prefix), split)
+        parts = split_documents(opens(prefix), split)
         for kept, documents in zip(splits, parts, strict=True):
             kept.append((weight, documents))
     for weight, documents in splits[0] if len(sources) > 1 else ():

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_cp.data.indexed import IndexedDataset
+from megatron_cp.data.supervision import Supervision, read_supervision
 
 BIDIRECTIONAL = -1
 
@@ -96,6 +97,9 @@ class Documents(Protocol):
     def name(self, document: int) -> str:
         """Returns what a message calls a document."""
 
+    def supervised(self, document: int, start: int, stop: int) -> NDArray[np.bool_] | None:
+        """Returns which tokens `[start, stop)` of a document are learned; None for all."""
+
     def digest(self) -> str:
         """Returns a SHA-256 of what determines a stream."""
 
@@ -111,6 +115,7 @@ class DocumentSet:
     first: int
     last: int
     prefix_lengths: NDArray[np.int64] = field(repr=False)
+    supervision: Supervision | None = None
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -134,17 +139,28 @@ class DocumentSet:
         """Returns what a message calls a document."""
         return f"document {self.first + document} of {self.dataset.prefix}"
 
+    def supervised(self, document: int, start: int, stop: int) -> NDArray[np.bool_] | None:
+        """Returns which tokens `[start, stop)` of a document are learned; None for all."""
+        if self.supervision is None:
+            return None
+        return self.supervision.covers(self.first + document, start, stop)
+
     def digest(self) -> str:
         """Returns a SHA-256 of what determines a stream: sampled tokens, boundaries, kinds, range."""
         total = hashlib.sha256(f"{self.dataset.digest()} {self.first} {self.last}".encode())
         total.update(self.prefix_lengths.tobytes())
+        if self.supervision is not None:
+            total.update(self.supervision.spans.tobytes())
+            total.update(self.supervision.first_span.tobytes())
         return total.hexdigest()
 
 
 def open_documents(prefix: str | os.PathLike[str]) -> DocumentSet:
     """Returns all documents of a corpus."""
     dataset = IndexedDataset(prefix)
-    return DocumentSet(dataset, 0, len(dataset), _read_prefix_lengths(dataset))
+    return DocumentSet(
+        dataset, 0, len(dataset), _read_prefix_lengths(dataset), read_supervision(dataset)
+    )
 
 
 def split_documents(documents: DocumentSet, split: str | Sequence[float]) -> list[DocumentSet]:
@@ -177,6 +193,7 @@ def split_documents(documents: DocumentSet, split: str | Sequence[float]) -> lis
             documents.first + start,
             documents.first + stop,
             documents.prefix_lengths[start:stop],
+            documents.supervision,
         )
         for start, stop in itertools.pairwise(bounds)
     ]

@@ -22,6 +22,7 @@ from megatron_cp.data.package_tokenizers import (
 
 TOKENIZER_TYPES = (
     "HuggingFaceTokenizer",
+    "SFTTokenizer",
     "GPT2BPETokenizer",
     *SENTENCE_PIECE_TYPES,
     "TikTokenizer",
@@ -29,6 +30,7 @@ TOKENIZER_TYPES = (
 )
 _MODEL_FILES = {
     "HuggingFaceTokenizer": "a tokenizer.json",
+    "SFTTokenizer": "a tokenizer.json",
     "TikTokenizer": "a vocabulary in JSON",
     **dict.fromkeys(SENTENCE_PIECE_TYPES, "a sentencepiece .model"),
 }
@@ -261,7 +263,7 @@ def build_tokenizer(tokenizer_type: str, files: TokenizerFiles | None = None) ->
             f"tokenizer_model=None: {tokenizer_type} needs {_MODEL_FILES[tokenizer_type]}; pass "
             "--tokenizer-model PATH"
         )
-    if tokenizer_type == "HuggingFaceTokenizer":
+    if tokenizer_type in ("HuggingFaceTokenizer", "SFTTokenizer"):
         return HuggingFaceTokenizer(files.tokenizer_model)
     if tokenizer_type == "TikTokenizer":
         return TikTokenizer(

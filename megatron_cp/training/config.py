@@ -141,6 +141,8 @@ class DataConfig:
     test_data_path: list[str] | None
     split: str | None
     mock_data: bool
+    sft: bool
+    sft_tokenizer_prompt_format: str
     packing: Literal["split", "keep", "megatron"]
     data_cache_path: str | None
     mid_level_dataset_surplus: float

@@ -6,25 +6,29 @@ Opened before any process group exists.
 from __future__ import annotations
 
 import atexit
+import json
 import shutil
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
-from megatron_cp.data.blend import open_blend, open_split_blend
+from megatron_cp.data.blend import Opens, open_blend, open_split_blend
 from megatron_cp.data.blend_sources import (
     BlendSource,
     parse_blend,
     read_blend_file,
     read_per_split_file,
 )
+from megatron_cp.data.chat import chat_format
+from megatron_cp.data.conversations import conversations_in_folder
 from megatron_cp.data.document_set import Documents, DocumentSet, open_documents, split_documents
-from megatron_cp.data.indexed import token_dtype
+from megatron_cp.data.indexed import manifest_path, token_dtype
 from megatron_cp.data.indexed_writer import IndexedWriter
 from megatron_cp.data.sample_index import SamplePacker
+from megatron_cp.data.tokenizer import Tokenizer, TokenizerFiles, build_tokenizer
 from megatron_cp.mcore.gpt_dataset import GPTSamples, open_gpt_samples
 from megatron_cp.training.config import DataConfig, TrainConfig
 
@@ -41,6 +45,7 @@ class RunData:
 
     splits: dict[Split, Documents | None]
     samples: dict[Split, SamplePacker] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def train(self) -> Documents:
         """Returns the training documents. Raises ValueError if there are none."""
@@ -59,21 +64,75 @@ def open_corpora(config: TrainConfig) -> RunData:
         ValueError, OSError: with one line.
     """
     options = config.data
+    notes: list[str] = []
     split = options.split or _DEFAULT_SPLIT
+    opens: Opens = open_documents
+    if options.sft:
+        opens = _chat_opener(options, notes)
     if options.mock_data:
         splits: list[Documents | None] = [*split_documents(_mock_documents(config), split)]
     elif options.packing == "megatron":
         return _megatron_samples(config, split)
     elif (sources := _joint_sources(options)) is not None:
-        splits = open_split_blend(sources, split)
+        splits = open_split_blend(sources, split, opens)
     else:
-        splits = [open_blend(part) if part else None for part in _sources_per_split(options)]
+        parts = _sources_per_split(options)
+        splits = [open_blend(part, opens) if part else None for part in parts]
     return RunData(
         {
             name: documents if documents is not None and documents.num_tokens else None
             for name, documents in zip(SPLITS, splits, strict=True)
-        }
+        },
+        notes=tuple(notes),
     )
+
+
+def open_tokenizer(options: DataConfig) -> Tokenizer | None:
+    """Returns the tokenizer of the run; None where there is none, or it has no vocabulary."""
+    if options.tokenizer_type in (None, "NullTokenizer"):
+        return None
+    names = (field.name for field in fields(TokenizerFiles))
+    files = TokenizerFiles(**{name: getattr(options, name) for name in names})
+    return build_tokenizer(options.tokenizer_type, files)
+
+
+def _chat_opener(options: DataConfig, notes: list[str]) -> Opens:
+    """Returns what opens a chat file as documents, and notes how many conversations were cut.
+
+    The corpus is kept in --data-cache-path; without it every rank writes its own and removes it.
+    """
+    tokenizer = open_tokenizer(options)
+    if tokenizer is None:
+        raise ValueError("--sft needs a tokenizer; give --tokenizer-type and --tokenizer-model")
+    name = options.sft_tokenizer_prompt_format
+    render = chat_format(name, options.tokenizer_model)
+    folder = Path(options.data_cache_path or _removed_at_exit())
+
+    def opens(path: str) -> DocumentSet:
+        prefix = conversations_in_folder(
+            path,
+            folder,
+            tokenizer,
+            render,
+            format_name=name,
+            max_tokens=options.seq_length,
+        )
+        documents = open_documents(prefix)
+        cut = json.loads(manifest_path(prefix).read_text(encoding="utf-8"))["truncated"]
+        if cut:
+            notes.append(
+                f"{path}: {cut} of {len(documents)} conversations are longer than --seq-length "
+                f"{options.seq_length} and lose their end"
+            )
+        return documents
+
+    return opens
+
+
+def _removed_at_exit() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="megatron_cp_corpora_"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def _joint_sources(options: DataConfig) -> Sources | None:
@@ -143,9 +202,7 @@ def _mock_documents(config: TrainConfig) -> DocumentSet:
     generator = np.random.default_rng(config.steps.seed)
     median = max(16.0, longest / 8)
     lengths = np.exp(generator.normal(np.log(median), 1.0, _NUM_MOCK_DOCUMENTS))
-    folder = Path(tempfile.mkdtemp(prefix="megatron_cp_mock_"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    prefix = folder / "mock"
+    prefix = _removed_at_exit() / "mock"
     with IndexedWriter(prefix, dtype=token_dtype(size)) as writer:
         for length in lengths.astype(np.int64).clip(2, longest):
             start, step = generator.integers(0, size), generator.integers(1, 4)

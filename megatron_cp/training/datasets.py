@@ -6,7 +6,6 @@ Opened before any process group exists.
 from __future__ import annotations
 
 import copy
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -14,10 +13,9 @@ import numpy as np
 from megatron_cp.data.batch import BatchConfig, PlanRequest
 from megatron_cp.data.loader import LoaderConfig, PackedLoader
 from megatron_cp.data.packing import PackingConfig
-from megatron_cp.data.tokenizer import TokenizerFiles, build_tokenizer
 from megatron_cp.mcore.arguments import cp_config_from_arguments
 from megatron_cp.training.config import TrainConfig
-from megatron_cp.training.corpora import RunData, Split, open_corpora
+from megatron_cp.training.corpora import RunData, Split, open_corpora, open_tokenizer
 
 
 def open_data(config: TrainConfig) -> tuple[TrainConfig, RunData]:
@@ -29,6 +27,8 @@ def open_data(config: TrainConfig) -> tuple[TrainConfig, RunData]:
     config = _with_vocabulary(config)
     data = open_corpora(config)
     data.train()
+    for note in data.notes:
+        config = config.with_note(note)
     return config, data
 
 
@@ -38,10 +38,8 @@ def _with_vocabulary(config: TrainConfig) -> TrainConfig:
     The end-of-document token is known where a tokenizer says it.
     """
     options, eod, size = config.data, None, config.data.vocab_size
-    if options.tokenizer_type is not None and options.tokenizer_type != "NullTokenizer":
-        names = (field.name for field in fields(TokenizerFiles))
-        files = TokenizerFiles(**{name: getattr(options, name) for name in names})
-        tokenizer = build_tokenizer(options.tokenizer_type, files)
+    tokenizer = open_tokenizer(options)
+    if tokenizer is not None:
         eod = tokenizer.eod
         if size is not None and size < tokenizer.vocab_size:
             raise ValueError(

@@ -189,6 +189,7 @@ BAD = [
     (["--spec", "os"], "--spec"),
     (["--data-path", "a", "b"], "sources"),
     (["--data-args-path", "f"], "2 sources"),
+    (["--sft", "--tokenizer-type", "ByteLevel"], "--sft with --mock-data"),
     (["--packing", "megatron"], "--packing megatron needs token files"),
     (["--packing", "first-fit"], "--packing"),
     (["--num-layers", "0"], "--num-layers"),
@@ -383,7 +384,6 @@ def test_leaving_a_flag_out_is_advised_only_where_no_result_depends_on_it():
     for name in (
         "openai-gelu",
         "rotary-interleaved",
-        "sft",
         "rampup-batch-size",
         "fp16",
     ):

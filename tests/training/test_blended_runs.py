@@ -116,6 +116,9 @@ def test_megatron_s_indices_are_kept_in_the_cache_folder_only(prefixes, tmp_path
         ("--data-path 0.5 a b", "--data-path: word 3, 'b', stands where a weight is expected"),
         ("--train-data-path -1 a 2 b", "--train-data-path: weight -1.0 of 'a' must be finite"),
         ("--data-path 0 a 0 b", "--data-path: the weights add to 0"),
+        ("--data-path a --sft", "--sft needs a tokenizer"),
+        ("--data-path a --sft --packing split", "--sft with --packing split would cut"),
+        ("--data-path a --sft --sft-tokenizer-prompt-format llama3", "llama3 is not served; give"),
     ],
 )
 def test_words_of_a_blend_are_judged_with_the_flags(capsys, flags, message):
@@ -134,3 +137,55 @@ def test_words_of_a_blend_are_judged_with_the_flags(capsys, flags, message):
 def test_files_of_words_that_are_not_there_are_named(flags, message):
     with pytest.raises(FileNotFoundError, match=message):
         open_data(parse_arguments([*MODEL, *SIZES, *STEPS, *flags], {}))
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory) -> list[str]:
+    folder = tmp_path_factory.mktemp("chats")
+    for name, count in (("a", 30), ("b", 20)):
+        talks = [
+            {
+                "messages": [
+                    {"role": "user", "content": f"What comes after {number}?"},
+                    {
+                        "role": "assistant",
+                        "content": f"{number + 1}, of course." * (1 + number % 9),
+                    },
+                ]
+            }
+            for number in range(count)
+        ]
+        (folder / name).write_text("\n".join(map(json.dumps, talks)))
+    return ["0.5", str(folder / "a"), "0.5", str(folder / "b")]
+
+
+CHATS = [*["--sft", "--sft-tokenizer-prompt-format", "chatml", "--tokenizer-type", "ByteLevel"]]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_fine_tuning_on_chats_is_resumed_exactly(chats, tmp_path):
+    flags = [*MODEL, *SIZES, *STEPS, *CHATS, "--data-path", *chats, "--context-parallel-size", "2"]
+    flags += ["--data-cache-path", str(tmp_path / "cache"), "--no-wandb"]
+    whole = tmp_path / "whole"
+    output = train(2, *flags, "--save", str(whole), "--save-interval", "2")
+    assert "conversations are longer than --seq-length 128 and lose their end" in output
+    half = cut_to(whole, tmp_path / "half", 2)
+    train(2, *flags, "--load", str(half), "--run-dir", str(tmp_path / "rest"))
+    for key in ("lm loss", "grad-norm", "loss/valid_tokens"):
+        expected = metrics(whole, key)
+        assert metrics(tmp_path / "rest", key) == {3: expected[3], 4: expected[4]}
+
+
+def test_conversations_stay_whole_and_see_themselves_only(chats, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    _, loader = loader_of(*CHATS, "--data-path", *chats)
+    for _ in range(6):
+        batch = next(loader).batch
+        starts = np.flatnonzero(batch.position_ids[: sum(batch.document_lengths)] == 0)
+        assert np.diff([*starts, sum(batch.document_lengths)]).tolist() == list(
+            batch.document_lengths
+        )
+        assert 0 < batch.loss_mask.sum() < sum(batch.document_lengths)
+        triangles = sum(n * (n + 1) // 2 for n in batch.document_lengths)
+        assert batch.mask.area() == triangles

@@ -9,12 +9,15 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from megatron_cp.data.blend_sources import parse_blend
+from megatron_cp.data.chat import PROMPT_FORMATS
 from megatron_cp.training.checkpoint.compare import STRICTNESS
 
 
 def complete_sources(args: Namespace) -> Iterator[str]:
-    """One source of documents, and masks that follow from its flags."""
-    if args.dataloader_inter_document_masking:
+    """One source of documents, and packing and masks that follow from its flags."""
+    if args.packing is None:
+        args.packing = "keep" if args.sft else "split"
+    if args.dataloader_inter_document_masking or args.sft:
         args.reset_attention_mask = args.reset_position_ids = True
     own_words = (args.train_data_path, args.valid_data_path, args.test_data_path)
     sources = (
@@ -44,10 +47,27 @@ def check_blends(args: Namespace) -> Iterator[str]:
             yield str(fault)
     if args.packing == "megatron" and args.mock_data:
         yield "--packing megatron needs token files; give --data-path, or --packing split"
-    if args.packing != "megatron" and args.data_cache_path is not None:
+    if args.packing != "megatron" and not args.sft and args.data_cache_path is not None:
         args.notes.append(
-            "--data-cache-path changes nothing here: indices are kept with --packing megatron only"
+            "--data-cache-path changes nothing here: no index is built without --packing megatron"
         )
+
+
+def check_chats(args: Namespace) -> Iterator[str]:
+    """What fine-tuning on conversations needs."""
+    if not args.sft:
+        return
+    if args.sft_tokenizer_prompt_format not in PROMPT_FORMATS:
+        yield (
+            f"--sft-tokenizer-prompt-format {args.sft_tokenizer_prompt_format} is not served; give "
+            f"one of {', '.join(PROMPT_FORMATS)}"
+        )
+    if args.packing != "keep":
+        yield f"--sft with --packing {args.packing} would cut conversations; give --packing keep"
+    if args.mock_data:
+        yield "--sft with --mock-data is not served; give --data-path and chat files"
+    if args.tokenizer_type in (None, "NullTokenizer"):
+        yield "--sft needs a tokenizer; give --tokenizer-type and --tokenizer-model"
 
 
 def complete_tokenizer(args: Namespace) -> Iterator[str]:

@@ -241,8 +241,10 @@ TABLE = """
 --valid-data-path words - | the same, for validation alone
 --test-data-path words - | the same, for the test alone
 --split str - | shares of documents for training, validation and test; default 969,30,1
---data-cache-path str - | folder where --packing megatron keeps its indices; default none are kept
+--data-cache-path str - | folder that keeps indices (--packing megatron) and tokenized chats (--sft)
 --mid-level-dataset-surplus float 0.005 | surplus samples of each corpus of a blend, --packing megatron
+--sft on - | --data-path and its kin name chat files (.jsonl); answers are learned, packed whole
+--sft-tokenizer-prompt-format str nemotron-h-aligned | how messages become text, see docs/data.md
 --mock-data on - | documents of a seeded generator
 --seq-length int - | tokens per pack
 --num-workers int 2 | loader workers; they also make the plans
@@ -300,7 +302,7 @@ TABLE = """
 --wandb-entity str - | owner of the run
 
 [beyond Megatron-LM]
---packing one-of:split,keep,megatron split | how documents become packs; megatron: its own samples, in its order
+--packing one-of:split,keep,megatron - | how documents become packs (docs/data.md); default split, or keep with --sft
 --allow-custom-spec on - | let --spec import a module that is not ours
 --plan-only on - | print the plans of the first batches and leave; builds no model
 --plan-batches int 4 | batches that --plan-only shows
