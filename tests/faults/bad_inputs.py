@@ -236,6 +236,7 @@ PROGRAM = (
     ProgramCase(DATA, "--data-path 0.5 good b", ("word 3, 'b'", "a weight before every prefix"), data=""),
     ProgramCase(DATA, "--data-path -1 good 2 other", ("weight -1.0 of 'good'", "at least 0"), data=""),
     ProgramCase(DATA, "--mock-data --packing megatron", ("--packing megatron", "--data-path"), data=""),
+    ProgramCase(DATA, "--sft", ("--sft", "--tokenizer-type")),
     ProgramCase(DATA, "--split 0,0,0", ("0,0,0", "non-negative")),
     ProgramCase(DATA, "--eod-mask-loss", ("--eod-mask-loss", "--tokenizer-type")),
     ProgramCase(DATA, "--tokenizer-type GPT2BPETokenizer", ("GPT2BPETokenizer", "--merge-file")),
