@@ -157,7 +157,9 @@ def conversations_in_folder(
     identity = json.dumps([tokenizer.unique_identifiers, format_name, max_tokens])
     total = hashlib.sha256(identity.encode())
     if Path(source).is_file():  # else reading it says what is wrong
-        total.update(Path(source).read_bytes())
+        with Path(source).open("rb") as stream:
+            while block := stream.read(1 << 24):
+                total.update(block)
     target = folder / f"chat_{total.hexdigest()[:24]}"
     if not target.is_dir():
         folder.mkdir(parents=True, exist_ok=True)

@@ -29,6 +29,7 @@ from megatron_cp.data.document_set import (
 from megatron_cp.data.sample_index import SampleIndex, SamplePacker
 
 _SPLITS = ("train", "valid", "test")
+_ARRAYS = ("document", "sample", "shuffle")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,9 +249,6 @@ def _cache_folder(path: Path | None) -> Iterator[Path]:
         for file in sorted(made, key=lambda file: file.suffix):
             assert path is not None
             file.replace(path / file.name)  # .npy comes before .txt
-
-
-_ARRAYS = ("document", "sample", "shuffle")
 
 
 def _read_index(dataset: Any, parts: _Parts, request: GPTSamples) -> GPTSplit:
