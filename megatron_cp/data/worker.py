@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cp.data.batch import BatchConfig, PlannedBatch, PlanRequest, build_batch, plan_batch
-from megatron_cp.data.document_set import DocumentSet
+from megatron_cp.data.document_set import Documents
 from megatron_cp.data.packing import Pack
 
 _COMMAND = "import sys; from megatron_cp.data.worker import main; main(int(sys.argv[1]))"
@@ -30,7 +30,7 @@ _COMMAND = "import sys; from megatron_cp.data.worker import main; main(int(sys.a
 class BatchBuilder:
     """What turns packs into a planned batch: a pure function that can be sent to a process."""
 
-    documents: DocumentSet
+    documents: Documents
     config: BatchConfig
     request: PlanRequest
 

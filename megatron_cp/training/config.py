@@ -148,11 +148,18 @@ class DataConfig:
     """Where documents come from, how they are packed, and the vocabulary."""
 
     data_path: list[str] | None
+    data_args_path: str | None
+    per_split_data_args_path: str | None
     train_data_path: list[str] | None
     valid_data_path: list[str] | None
     test_data_path: list[str] | None
     split: str | None
     mock_data: bool
+    sft: bool
+    sft_tokenizer_prompt_format: str
+    packing: Literal["split", "keep", "megatron"]
+    data_cache_path: str | None
+    mid_level_dataset_surplus: float
     seq_length: int
     num_workers: int
     reset_position_ids: bool
@@ -162,6 +169,9 @@ class DataConfig:
     tokenizer_model: str | None
     vocab_file: str | None
     merge_file: str | None
+    tiktoken_pattern: str | None
+    tiktoken_num_special_tokens: int
+    tokenizer_special_tokens: list[str] | None
     make_vocab_size_divisible_by: int
     vocab_size: int | None
     """None until the tokenizer was read."""

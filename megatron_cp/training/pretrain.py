@@ -29,6 +29,7 @@ from megatron_cp.training.checkpoint.load import check_checkpoint, follow_releas
 from megatron_cp.training.checkpoint.save import save_checkpoint
 from megatron_cp.training.checkpoint.state import RunState
 from megatron_cp.training.config import TrainConfig
+from megatron_cp.training.corpora import RunData
 from megatron_cp.training.logging.flops import ModelFlops
 from megatron_cp.training.logging.journal import Journal
 from megatron_cp.training.logging.lines import (
@@ -116,8 +117,9 @@ def pretrain(
         loaders = _build_loaders(config, data, request)
         state, runner = _build(config, model_provider, forward_step, device)
         with one_line_errors():
-            if config.checkpoint.load is not None and load_checkpoint(state) and state.data:
-                loaders.train.load_state_dict(state.data)
+            if config.checkpoint.load is not None and load_checkpoint(state):
+                consumed = state.consumed_samples
+                datasets.resume_loader(loaders.train, state.data, config, consumed)
         journal = Journal(state, flops_provider(config), datasets.describe(data))
         try:
             _run(state, runner, loaders, journal)
@@ -187,7 +189,7 @@ def _announce(config: TrainConfig) -> None:
     print_rank_0(arguments_block(config.arguments))
 
 
-def _build_loaders(config: TrainConfig, data: datasets.RunData, request: PlanRequest) -> Loaders:
+def _build_loaders(config: TrainConfig, data: RunData, request: PlanRequest) -> Loaders:
     """The loaders of this rank's replica."""
     print_rank_0("> building train, validation, and test datasets ...")
     place = {

@@ -1,6 +1,7 @@
 """Prints the parameters of every preset's model as JSON; the models are built without memory."""
 
 import json
+import sys
 import tempfile
 
 from megatron_cp.mcore import compat, cpu
@@ -27,7 +28,7 @@ def main() -> None:
                 model = build_gpt(config, preset, vocab_size=preset["vocab_size"])
             counts[name] = sum(parameter.numel() for parameter in model.parameters())
         dist.destroy_process_group()
-    print(json.dumps(counts))
+    sys.stdout.write(json.dumps(counts) + "\n")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from megatron_cp.training.arguments.experts import (
 from megatron_cp.training.arguments.faults import discard, faults_of, require
 from megatron_cp.training.arguments.files import (
     check_blends,
+    check_chats,
     complete_records,
     complete_sources,
     complete_tokenizer,
@@ -278,6 +279,7 @@ _CHECKS: tuple[tuple[Any, ...], ...] = (
     (complete_sources, "data_path", "train_data_path", "valid_data_path", "test_data_path"),
     (check_blends,),
     (complete_tokenizer,),
+    (check_chats,),
 )
 _STEP_CHECKS: tuple[tuple[Any, ...], ...] = (
     (complete_batch, "global_batch_size", "num_micro_batches"),

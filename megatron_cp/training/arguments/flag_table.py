@@ -242,11 +242,17 @@ TABLE = """
 --recompute-activations on - | short for --recompute-granularity selective
 
 [data]
---data-path words - | prefix of .bin/.idx
+--data-path words - | prefix of .bin/.idx, or several, or a weight before each
+--data-args-path str - | file with the words of --data-path
+--per-split-data-args-path str - | JSON file with the words of train, valid and test
 --train-data-path words - | the same, for training alone
 --valid-data-path words - | the same, for validation alone
 --test-data-path words - | the same, for the test alone
 --split str - | shares of documents for training, validation and test; default 969,30,1
+--data-cache-path str - | folder that keeps indices (--packing megatron) and tokenized chats (--sft)
+--mid-level-dataset-surplus float 0.005 | surplus samples of each corpus of a blend, --packing megatron
+--sft on - | --data-path and its kin name chat files (.jsonl); answers are learned, packed whole
+--sft-tokenizer-prompt-format str nemotron-h-aligned | how messages become text, see docs/data.md
 --mock-data on - | documents of a seeded generator
 --seq-length int - | tokens per pack
 --num-workers int 2 | loader workers; they also make the plans
@@ -256,10 +262,13 @@ TABLE = """
 --eod-mask-loss on - | no loss on the end-of-document token
 
 [tokenizer]
---tokenizer-type str - | HuggingFaceTokenizer, GPT2BPETokenizer, ByteLevel or NullTokenizer
+--tokenizer-type str - | HuggingFaceTokenizer, GPT2BPETokenizer, TikTokenizer, ByteLevel, ...: see docs/data.md
 --tokenizer-model str - | file or folder of the tokenizer
 --vocab-file str - | vocab.json of GPT2BPETokenizer, which it and --merge-file choose
 --merge-file str - | merges.txt of GPT2BPETokenizer
+--tiktoken-pattern one-of:v1,v2 - | how TikTokenizer cuts words; default v2
+--tiktoken-num-special-tokens int 1000 | ids of TikTokenizer's special tokens, named ones and fillers
+--tokenizer-special-tokens/--tiktoken-special-tokens words - | names of TikTokenizer's first ids
 --vocab-size int - | vocabulary before padding; default the tokenizer's
 
 [checkpoint]
@@ -301,6 +310,7 @@ TABLE = """
 --wandb-entity str - | owner of the run
 
 [beyond Megatron-LM]
+--packing one-of:split,keep,megatron - | how documents become packs (docs/data.md); default split, or keep with --sft
 --allow-custom-spec on - | let --spec import a module that is not ours
 --plan-only on - | print the plans of the first batches and leave; builds no model
 --plan-batches int 4 | batches that --plan-only shows

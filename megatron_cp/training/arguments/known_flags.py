@@ -43,7 +43,6 @@ NOTED: dict[str, tuple[int, str]] = {
     "--ckpt-assume-constant-structure": (0, "the save plan is made anew each time"),
     "--dist-ckpt-format": (1, "--ckpt-format says in which format checkpoints are saved"),
     "--no-mmap-bin-files": (0, "token files are always mapped"),
-    "--data-cache-path": (1, "no index caches are written"),
     "--num-dataset-builder-threads": (1, "no indices are built ahead"),
     "--dataloader-fast-cache-load": (0, "no index caches are read"),
     "--dataloader-type": (1, "packs are drawn in a shuffled order by a loader of its own"),
@@ -211,9 +210,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
 # refused flag -> values that it would have decided: they are not judged without it
 _DECIDES: dict[str, tuple[str, ...]] = {
     "--batch-size": ("micro_batch_size",),
-    "--data-args-path": ("data_path",),
     "--model-parallel-size": ("tensor_model_parallel_size",),
-    "--per-split-data-args-path": ("data_path",),
     "--rampup-batch-size": ("global_batch_size",),
     "--step-batch-size-schedule": ("global_batch_size",),
     "--use-checkpoint-args": ("num_layers", "hidden_size", "num_attention_heads", "seq_length"),

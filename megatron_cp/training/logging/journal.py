@@ -102,7 +102,7 @@ class Journal:
             "grad/nonfinite": float(
                 result.grad_norm is not None and not math.isfinite(result.grad_norm)
             ),
-            "data/cursor": float(state.data.get("cursor", 0)),
+            "data/cursor": float(_documents_drawn(state.data)),
             "restart/count": float(state.restarts),
             **plan_metrics(config, batches),
         }
@@ -244,3 +244,9 @@ def _description(state: RunState, data: dict[str, Any]) -> dict[str, Any]:
 def _device_name() -> str:
     """The GPU's name, or cpu."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+def _documents_drawn(data: dict[str, Any]) -> int:
+    """Returns the documents drawn in the epochs that the corpora are in; samples of Megatron's packing."""
+    corpora = data.get("corpora", [data])
+    return sum(int(corpus.get("cursor", corpus.get("position", 0))) for corpus in corpora)
