@@ -19,6 +19,7 @@ from typing import Any
 
 from megatron_cp.data.balance import assign_in_order, assign_packs
 from megatron_cp.data.batch import BatchConfig, PlannedBatch, PlanRequest, pack_area
+from megatron_cp.data.batch_schedule import BatchSchedule, as_schedule
 from megatron_cp.data.blend import make_packer
 from megatron_cp.data.document_set import Documents
 from megatron_cp.data.packing import Pack, PackingConfig, PackSource
@@ -31,13 +32,14 @@ _STATE_VERSION = 1
 class LoaderConfig:
     """What is in a pack, how it becomes arrays, how many packs a step takes, and who builds them.
 
-    `global_batch_size` counts packs over all data-parallel ranks. They are dealt to ranks and
+    `global_batch_size` counts packs over all data-parallel ranks; a schedule says it by the packs
+    consumed. They are dealt to ranks and
     micro-batches by attention area, or with `balance=False` in order, as Megatron deals samples.
     """
 
     packing: PackingConfig
     batch: BatchConfig
-    global_batch_size: int
+    global_batch_size: int | BatchSchedule
     micro_batch_size: int = 1
     balance: bool = True
     num_workers: int = 0
@@ -49,10 +51,16 @@ class LoaderConfig:
                 f"batch.seq_length={self.batch.seq_length} must equal packing.seq_length="
                 f"{self.packing.seq_length}; give both the same"
             )
-        for name in ("global_batch_size", "micro_batch_size"):
-            if getattr(self, name) < 1:
-                flag = name.replace("_", "-")
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1; set --{flag}")
+        if self.micro_batch_size < 1:
+            raise ValueError(
+                f"micro_batch_size={self.micro_batch_size} must be at least 1; set "
+                "--micro-batch-size"
+            )
+        if isinstance(self.global_batch_size, int) and self.global_batch_size < 1:
+            raise ValueError(
+                f"global_batch_size={self.global_batch_size} must be at least 1; set "
+                "--global-batch-size"
+            )
         if self.num_workers < 0:
             raise ValueError(
                 f"num_workers={self.num_workers} must be at least 0; 0 builds batches inline"
@@ -91,19 +99,20 @@ class PackedLoader:
     ) -> None:
         if not 0 <= dp_rank < dp_size:
             raise ValueError(f"dp_rank={dp_rank} must be in [0, {dp_size}); check dp_size")
-        if config.global_batch_size % (dp_size * config.micro_batch_size):
-            raise ValueError(
-                f"global_batch_size={config.global_batch_size} must be a multiple of dp_size * "
-                f"micro_batch_size = {dp_size} * {config.micro_batch_size}; change "
-                "--global-batch-size or --micro-batch-size"
-            )
+        self._sizes = as_schedule(config.global_batch_size)
+        for size in self._sizes.sizes():
+            if size % (dp_size * config.micro_batch_size):
+                raise ValueError(
+                    f"global_batch_size={size} must be a multiple of dp_size * micro_batch_size = "
+                    f"{dp_size} * {config.micro_batch_size}; change --global-batch-size or "
+                    "--micro-batch-size"
+                )
         if documents.prefix_lengths.any() and not config.batch.reset_attention_mask:
             raise ValueError(
                 f"reset_attention_mask=False: {documents.name(int(documents.prefix_lengths.argmax()))} "
                 "has prefix or bidirectional attention; set --reset-attention-mask"
             )
         self.config = config
-        self.num_microbatches = config.global_batch_size // (dp_size * config.micro_batch_size)
         self._documents, self._dp_rank, self._dp_size = documents, dp_rank, dp_size
         self._packer = packer if packer is not None else make_packer(documents, config.packing)
         self._builder = BatchBuilder(documents, config.batch, request or PlanRequest())
@@ -119,11 +128,13 @@ class PackedLoader:
         self._tasks = self._draw_tasks()
 
     def _draw_tasks(self) -> Iterator[_Task]:
-        config = self.config
+        consumed = self._consumed_samples
         while True:
-            packs = list(itertools.islice(self._packer, config.global_batch_size))
-            if len(packs) < config.global_batch_size:
+            size = self._sizes.size_at(consumed)
+            packs = list(itertools.islice(self._packer, size))
+            if len(packs) < size:
                 return
+            consumed += size
             state = self._packer.state()
             mine = self._deal(packs)[self._dp_rank]
             for number, chosen in enumerate(mine, start=1):
@@ -157,7 +168,7 @@ class PackedLoader:
             raise
         self._resume_at = task.state_after
         if task.state_after is not None:
-            self._consumed_samples += self.config.global_batch_size
+            self._consumed_samples += self._sizes.size_at(self._consumed_samples)
         return batch
 
     def _build_inline(self) -> tuple[_Task, PlannedBatch]:
@@ -187,7 +198,8 @@ class PackedLoader:
     def _end(self) -> ValueError:
         return ValueError(
             f"the samples end after {self._consumed_samples}, no global batch of "
-            f"{self.config.global_batch_size} is left; give more documents or fewer --train-iters"
+            f"{self._sizes.size_at(self._consumed_samples)} is left; give more documents or fewer "
+            "--train-iters"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -236,6 +248,12 @@ class PackedLoader:
 
     def _identity(self) -> dict[str, Any]:
         return {"corpus": self._corpus, **self._packer.identity()}
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches of the step that comes next, or is being taken."""
+        size = self._sizes.size_at(self._consumed_samples)
+        return size // (self._dp_size * self.config.micro_batch_size)
 
     @property
     def consumed_samples(self) -> int:

@@ -101,6 +101,9 @@ class StepsConfig:
 
     micro_batch_size: int
     global_batch_size: int
+    batch_schedule: tuple[tuple[int, int], ...]
+    """(packs consumed, packs per step from there on); the last size is `global_batch_size`."""
+    eval_global_batch_size: int
     train_iters: int
     skip_train: bool
     eval_iters: int
@@ -128,6 +131,7 @@ class OptimizerConfig:
     start_weight_decay: float
     end_weight_decay: float
     weight_decay_incr_style: str
+    wd_incr_steps: int
     clip_grad: float
     adam_beta1: float
     adam_beta2: float

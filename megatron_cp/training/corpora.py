@@ -189,7 +189,8 @@ def _num_samples(config: TrainConfig) -> tuple[int, int, int]:
     num_evaluations = 1
     if steps.eval_interval and not steps.skip_train:
         num_evaluations += steps.train_iters // steps.eval_interval
-    return train, num_evaluations * steps.eval_iters * size, steps.eval_iters * size
+    evaluated = steps.eval_iters * steps.eval_global_batch_size
+    return train, num_evaluations * evaluated, evaluated
 
 
 def _mock_documents(config: TrainConfig) -> DocumentSet:

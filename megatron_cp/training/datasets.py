@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from megatron_cp.data.batch import BatchConfig, PlanRequest
+from megatron_cp.data.batch_schedule import BatchSchedule
 from megatron_cp.data.loader import LoaderConfig, PackedLoader
 from megatron_cp.data.packing import PackingConfig
 from megatron_cp.mcore.arguments import cp_config_from_arguments
@@ -108,7 +109,9 @@ def build_loader(
             eod_token=options.eod_token,
             vocab_size=options.vocab_size,
         ),
-        global_batch_size=config.steps.global_batch_size,
+        global_batch_size=BatchSchedule(config.steps.batch_schedule)
+        if is_train
+        else config.steps.eval_global_batch_size,
         micro_batch_size=config.steps.micro_batch_size,
         balance=samples is None,
         num_workers=options.num_workers if is_train else 0,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import traceback
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_cp.data.batch import PlannedBatch
 from megatron_cp.mcore.batch import local_batch
 from megatron_cp.mcore.loss import make_loss_function
+from megatron_cp.mcore.validation import check_spec, validate_config
 from megatron_cp.models.gpt import build_gpt, transformer_config
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.logging.flops import ModelFlops, gpt_flops
@@ -33,19 +36,9 @@ def model_provider(
     vp_stage: int | None = None,
 ) -> Any:
     """Returns one pipeline stage of the GPT that the arguments describe."""
-    # Megatron overlaps sends between virtual stages only; without, it sends in batches.
-    is_interleaved = config.parallel.virtual_pipeline_model_parallel_size is not None
-    overlaps = config.parallel.overlap_p2p_comm and is_interleaved
-    settings = transformer_config(
-        config.arguments,
-        dtype=config.model.dtype,
-        overlap_p2p_comm=overlaps,
-        batch_p2p_comm=not overlaps,
-        use_cpu_initialization=config.model.use_cpu_initialization or not torch.cuda.is_available(),
-    )
     backend = config.model.cp_backend
     return build_gpt(
-        settings,
+        _settings(config),
         config.arguments,
         vocab_size=config.data.padded_vocab_size,
         spec=_custom_spec(config.model.spec),
@@ -53,6 +46,34 @@ def model_provider(
         post_process=post_process,
         vp_stage=vp_stage,
         **({} if backend is None else {"backend": backend}),
+    )
+
+
+def check_model(config: TrainConfig) -> None:
+    """Returns if Megatron-Core and our attention can build this model; needs no process group.
+
+    Raises ValueError or NotImplementedError with what stands against it.
+    """
+    try:
+        settings = _settings(config)
+    except AssertionError as problem:
+        said = str(problem) or traceback.extract_tb(problem.__traceback__)[-1].line
+        raise ValueError(f"Megatron-Core refuses this model: {said}") from problem
+    validate_config(settings)
+    check_spec(settings)
+
+
+def _settings(config: TrainConfig) -> TransformerConfig:
+    """Returns Megatron-Core's configuration of the model on these ranks."""
+    # Megatron overlaps sends between virtual stages only; without, it sends in batches.
+    is_interleaved = config.parallel.virtual_pipeline_model_parallel_size is not None
+    overlaps = config.parallel.overlap_p2p_comm and is_interleaved
+    return transformer_config(
+        config.arguments,
+        dtype=config.model.dtype,
+        overlap_p2p_comm=overlaps,
+        batch_p2p_comm=not overlaps,
+        use_cpu_initialization=config.model.use_cpu_initialization or not torch.cuda.is_available(),
     )
 
 

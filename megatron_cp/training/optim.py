@@ -52,7 +52,7 @@ def build_scheduler(config: TrainConfig, optimizer: Any) -> OptimizerParamSchedu
         lr_decay_style=options.lr_decay_style,
         start_wd=options.start_weight_decay,
         end_wd=options.end_weight_decay,
-        wd_incr_steps=config.steps.train_iters * config.steps.global_batch_size,
+        wd_incr_steps=options.wd_incr_steps,
         wd_incr_style=options.weight_decay_incr_style,
         use_checkpoint_opt_param_scheduler=options.use_checkpoint_opt_param_scheduler,
         override_opt_param_scheduler=options.override_opt_param_scheduler,

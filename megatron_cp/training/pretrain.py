@@ -57,6 +57,7 @@ from megatron_cp.training.step import (
 )
 
 FlopsProvider = Callable[[TrainConfig], ModelFlops]
+ModelChecker = Callable[[TrainConfig], None]
 
 
 @dataclass(frozen=True)
@@ -80,12 +81,14 @@ def pretrain(
     model_provider: ModelProvider,
     forward_step: ForwardStep,
     flops_provider: FlopsProvider,
+    model_checker: ModelChecker | None = None,
 ) -> None:
     """Trains as the (checked) arguments say; every rank of the job calls it once.
 
     `model_provider(config, pre_process=, post_process=, vp_stage=)` builds one pipeline stage;
     `forward_step(config, batch, model, device)` runs one micro-batch and returns output and loss
-    function; `flops_provider(config)` says what a step computes.
+    function; `flops_provider(config)` says what a step computes; `model_checker(config)` raises
+    ValueError or NotImplementedError, before any process group, for a model that cannot be built.
     """
     with one_line_errors():
         config, data = datasets.open_data(config)
@@ -101,6 +104,8 @@ def pretrain(
         assert check is not None
         datasets.check_first_batch(config, data, request)
         check_backend(config)
+        if model_checker is not None and not config.steps.plan_only:
+            model_checker(config)
         if config.checkpoint.load is not None:
             config = follow_release(config)
             check_checkpoint(config)
@@ -248,7 +253,7 @@ def _train(state: RunState, runner: Runner, loaders: Loaders, journal: Journal) 
             batches = next_batches(loaders.train)
             result = train_step(runner, batches, state.optimizer, state.scheduler)
             state.iteration += 1
-            state.consumed_samples += config.steps.global_batch_size
+            state.consumed_samples += result.num_packs
             state.data = loaders.train.state_dict()
             journal.step(batches, result, runner.device)
             bar.step()

@@ -136,8 +136,12 @@ def count_parameters(model: list[Any]) -> int:
 
     Collective: every rank calls it.
     """
-    is_first_tensor_rank = parallel_state.get_tensor_model_parallel_rank() == 0
-    first_replica = {
+    # By whether a parameter is dense: experts are spread over groups of their own.
+    is_first_tensor_rank = {
+        True: parallel_state.get_tensor_model_parallel_rank() == 0,
+        False: parallel_state.get_expert_tensor_parallel_rank() == 0,
+    }
+    is_first_replica = {
         True: parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0,
         False: parallel_state.get_expert_data_parallel_rank() == 0,
     }
@@ -145,8 +149,9 @@ def count_parameters(model: list[Any]) -> int:
     for parameter in (parameter for chunk in model for parameter in chunk.parameters()):
         is_dense = getattr(parameter, "allreduce", True)
         is_split = getattr(parameter, "tensor_model_parallel", False)
-        if first_replica[is_dense] and param_is_not_shared(parameter):
-            count += parameter.numel() if is_split or is_first_tensor_rank or not is_dense else 0
+        is_own = is_first_replica[is_dense] and param_is_not_shared(parameter)
+        if is_own and (is_split or is_first_tensor_rank[is_dense]):
+            count += parameter.numel()
     total = torch.tensor([count], dtype=torch.int64, device=next(model[0].parameters()).device)
     dist.all_reduce(total)
     return int(total.item())

@@ -84,6 +84,23 @@ def blending_order(weights, size):
     return corpus.tolist()
 
 
+@asked_elsewhere
+def ramped_sizes(start, increment, packs, final, consumed):
+    """Returns Megatron-Core's global batch size of a ramp at each number of packs consumed."""
+    from megatron.core.num_microbatches_calculator import (
+        RampupBatchsizeNumMicroBatchesCalculator,
+    )
+
+    sizes = []
+    for count in consumed:
+        calculator = RampupBatchsizeNumMicroBatchesCalculator(
+            final, 1, 1, False, 1, start, increment, packs
+        )
+        calculator.update(count, consistency_check=False)
+        sizes.append(calculator.get_current_global_batch_size())
+    return sizes
+
+
 class Tokens:
     """A tokenizer for Megatron's datasets: no text, no padding."""
 
@@ -103,11 +120,13 @@ def gpt_samples(which, sizes, count, cache, **config):
     )
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     tokenizer = Tokens(config.pop("eod"))
     settings = GPTDatasetConfig(path_to_cache=str(cache), tokenizer=tokenizer, **config)
-    splits = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, settings).build()
+    try:
+        splits = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, settings).build()
+    finally:
+        dist.destroy_process_group()
     samples = splits[which]
     keys = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
     return len(samples), [

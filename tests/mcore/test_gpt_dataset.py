@@ -14,11 +14,13 @@ from megatron_cp.data.indexed_writer import IndexedWriter
 from megatron_cp.data.loader import LoaderConfig, PackedLoader
 from megatron_cp.data.packing import PackingConfig
 from megatron_cp.mcore.gpt_dataset import GPTSamples, open_gpt_samples
-from tests.data import megatron_oracle
+from tests.child import in_a_child
 from tests.data.corpora import write_corpus
+from tests.data.megatron_oracle import gpt_samples as asked_gpt_samples
 
 EOD = 7
 SEQ_LENGTH = 12
+gpt_samples = asked_gpt_samples.__wrapped__  # every test here runs in a process of its own
 FLAGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 
 
@@ -53,7 +55,7 @@ def loader_of(split, *, flags=(), global_batch_size=1, micro_batch_size=1, **ran
 
 
 def megatrons(which, sizes, count, cache, flags=(), **config):
-    return megatron_oracle.gpt_samples(
+    return gpt_samples(
         which,
         list(sizes),
         count,
@@ -80,6 +82,7 @@ def assert_same_samples(split, flags, expected):
 
 
 @pytest.mark.parametrize("flags", [f for n in range(4) for f in itertools.combinations(FLAGS, n)])
+@in_a_child
 def test_samples_are_megatron_s_token_for_token_over_epochs(prefixes, tmp_path, flags):
     sizes = (150, 12, 4)  # the training share holds about 55
     for which, name in enumerate(("train", "valid", "test")):
@@ -98,10 +101,11 @@ def test_samples_are_megatron_s_token_for_token_over_epochs(prefixes, tmp_path, 
 
 
 @pytest.mark.parametrize("seq_length", [2, 5, 64])
+@in_a_child
 def test_samples_shorter_and_longer_than_documents_are_megatron_s(prefixes, tmp_path, seq_length):
     samples = samples_of(prefixes[:1], "100", (90, 0, 0), seq_length=seq_length)
     split = open_gpt_samples(samples)["train"]
-    _, expected = megatron_oracle.gpt_samples(
+    _, expected = gpt_samples(
         0,
         [90, 0, 0],
         90,
@@ -124,6 +128,7 @@ def test_samples_shorter_and_longer_than_documents_are_megatron_s(prefixes, tmp_
 
 @pytest.mark.parametrize("weights", [None, (3, 1, 2), (0.2, 0.7, 0.1)])
 @pytest.mark.parametrize("per_split", [False, True])
+@in_a_child
 def test_blends_are_megatron_s(prefixes, tmp_path, weights, per_split):
     sizes = (120, 9, 0)
     words = list(prefixes)
@@ -149,6 +154,7 @@ def test_blends_are_megatron_s(prefixes, tmp_path, weights, per_split):
         assert_same_samples(splits[name], (), expected)
 
 
+@in_a_child
 def test_one_corpus_with_a_weight_is_a_blend_as_in_megatron(prefixes, tmp_path):
     sizes = (150, 0, 0)
     split = open_gpt_samples(samples_of(["2", prefixes[0]], "100", sizes))["train"]
@@ -157,6 +163,7 @@ def test_one_corpus_with_a_weight_is_a_blend_as_in_megatron(prefixes, tmp_path):
     assert_same_samples(split, (), expected)
 
 
+@in_a_child
 def test_samples_are_dealt_to_ranks_and_micro_batches_as_megatron_s_sampler_deals(prefixes):
     sizes, ranks, micro, batch = (48, 0, 0), 2, 3, 12
     samples = samples_of(prefixes[:1], "100", sizes)
@@ -178,6 +185,7 @@ def test_samples_are_dealt_to_ranks_and_micro_batches_as_megatron_s_sampler_deal
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
+@in_a_child
 def test_a_run_goes_on_at_the_samples_consumed_and_ends_with_them(prefixes, num_workers):
     samples = samples_of([*prefixes[:2]], "100", (40, 0, 0))
     with loader_of(open_gpt_samples(samples)["train"], global_batch_size=4) as loader:
@@ -199,6 +207,7 @@ def test_a_run_goes_on_at_the_samples_consumed_and_ends_with_them(prefixes, num_
             next(loader)
 
 
+@in_a_child
 def test_a_state_of_another_shuffle_is_refused(prefixes):
     states = []
     for change in ({}, {"seed": 3}, {"num_samples": 200}):
@@ -215,6 +224,7 @@ def files_of(folder):
     return {p.name: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()}
 
 
+@in_a_child
 def test_indices_are_left_in_the_cache_folder_only_and_used_again(prefixes, tmp_path, monkeypatch):
     corpora = files_of(Path(prefixes[0]).parent)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -236,6 +246,7 @@ def test_indices_are_left_in_the_cache_folder_only_and_used_again(prefixes, tmp_
     assert files_of(Path(prefixes[0]).parent) == corpora
 
 
+@in_a_child
 def test_what_megatron_cannot_build_is_refused_in_one_line(prefixes, tmp_path):
     write_corpus(tmp_path / "tiny", [3], eod=EOD)
     both = [prefixes[0], str(tmp_path / "tiny")]

@@ -5,7 +5,7 @@ Names, types and defaults are Megatron-LM's, so that its scripts mean here what 
     names  kind  default | help
 
 with `on` for a switch, `maybe` for one whose default is None, `off:dest` for one that sets `dest` to
-False, `words` and `floats` for any number of values, `kind:dest` where the attribute has another name,
+False, `words`, `ints` and `floats` for any number of values, `kind:dest` where the attribute has another name,
 and `-` for no default. The defaults of
 --distributed-backend, --transformer-impl and --wandb-project differ from Megatron-LM's, whose own need
 a GPU, a package or a key; that of --dist-ckpt-strictness is the strictest.
@@ -166,6 +166,9 @@ TABLE = """
 [training]
 --micro-batch-size int - | packs per replica and micro-batch
 --global-batch-size int - | packs per step; default micro-batch x replicas
+--rampup-batch-size ints - | start, increment and packs of a batch size that grows to --global-batch-size
+--step-batch-size-schedule str - | batch sizes by tokens consumed, e.g. "0:384 200B:768"
+--eval-global-batch-size int - | packs per evaluated batch; default --global-batch-size
 --train-iters int - | steps to train
 --train-samples int - | packs to train on, instead of --train-iters
 --exit-interval int - | stop after an iteration divisible by this

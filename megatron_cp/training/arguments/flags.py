@@ -37,8 +37,8 @@ def _options(row: re.Match[str]) -> dict[str, Any]:
         if kind == "maybe":
             options["default"] = None
         return {**options, "dest": detail} if detail else options
-    if kind in ("words", "floats"):
-        item = _CONVERTERS["float" if kind == "floats" else "str"]
+    if kind in _LISTS:
+        item = _CONVERTERS[_LISTS[kind]]
         default = None if row["default"] == "-" else item(row["default"])
         return {"nargs": "*", "type": item, "default": default}
     convert = _CONVERTERS[kind]
@@ -94,6 +94,7 @@ def _terms(text: str) -> list[str]:
     return terms
 
 
+_LISTS = {"words": "str", "ints": "int", "floats": "float"}
 _CONVERTERS: dict[str, Callable[[str], Any]] = {
     "int": int,
     "float": float,

@@ -159,7 +159,6 @@ _EXPERTS = "of experts, the flags of docs/flags.md are served; " + _UNDER_MEGATR
 _NO_PREDICTION = (
     "of multi-token prediction, --mtp-num-layers and its factor are served; " + _UNDER_MEGATRON_LM
 )
-_CONSTANT_BATCH = "the batch size of this loop is constant; " + _UNDER_MEGATRON_LM
 
 # first match by prefix wins; the sentence completes "... is an argument of Megatron-LM that is not
 # served here: "
@@ -170,8 +169,6 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("mtp-", _NO_PREDICTION),
     ("hybrid-context-parallel", "the planner balances packs of any lengths; " + _SAME_RESULTS),
     ("max-seqlen-per-dp-cp-rank", "the planner balances packs of any lengths; " + _SAME_RESULTS),
-    ("rampup-batch-size", _CONSTANT_BATCH),
-    ("step-batch-size", _CONSTANT_BATCH),
     ("ckpt-convert", "--load reads torch_dist and torch; --ckpt-format says what --save writes"),
     ("exit-signal", "not served yet; use --exit-duration-in-mins before the time limit of the job"),
     ("rl-", "reinforcement learning is not part of this loop"),
@@ -211,8 +208,6 @@ _REASONS: tuple[tuple[str, str], ...] = (
 _DECIDES: dict[str, tuple[str, ...]] = {
     "--batch-size": ("micro_batch_size",),
     "--model-parallel-size": ("tensor_model_parallel_size",),
-    "--rampup-batch-size": ("global_batch_size",),
-    "--step-batch-size-schedule": ("global_batch_size",),
     "--use-checkpoint-args": ("num_layers", "hidden_size", "num_attention_heads", "seq_length"),
     "--warmup": ("lr_warmup_fraction",),
 }

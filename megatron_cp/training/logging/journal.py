@@ -44,7 +44,7 @@ class Journal:
         self._state, self._flops = state, flops
         self._keeps = dist.get_rank() == dist.get_world_size() - 1
         self._tracker = _open_tracker(state, data) if self._keeps else Tracker()
-        self._losses: list[float] = []
+        self._losses: dict[str, list[float]] = {LOSS_NAME: []}
         self._skipped = self._nan = 0
         self._window_flops = 0
         self._window_start = time.perf_counter()
@@ -61,7 +61,9 @@ class Journal:
         self._window_flops += operations
         self._window_steps += 1
         if result.loss is not None and math.isfinite(result.loss):
-            self._losses.append(result.loss)
+            self._losses[LOSS_NAME].append(result.loss)
+        for name, value in result.auxiliary.items():
+            self._losses.setdefault(name, []).append(value)
         self._nan += result.loss is not None and not math.isfinite(result.loss)
         self._skipped += not result.updated
         norm = params_norm(state.model) if config.records.log_params_norm else None
@@ -89,11 +91,12 @@ class Journal:
         config, state = self._state.config, self._state
         row: dict[str, Any] = {
             LOSS_NAME: result.loss,
+            **result.auxiliary,
             "learning-rate": learning_rate(state.optimizer),
             "grad-norm": result.grad_norm,
             "num-zeros": result.num_zeros,
             "params-norm": norm,
-            "batch-size": config.steps.global_batch_size,
+            "batch-size": result.num_packs,
             "loss-scale": result.loss_scale,
             "samples vs steps": state.consumed_samples,
             "iteration-time": seconds,
@@ -137,7 +140,7 @@ class Journal:
     def _print(self, result: StepResult, seconds: float, norm: float | None) -> None:
         """Megatron-LM's line over the steps since the last one."""
         config, state = self._state.config, self._state
-        mean = sum(self._losses) / len(self._losses) if self._losses else float("nan")
+        means = {name: _mean(values) for name, values in self._losses.items()}
         report = StepReport(
             iteration=state.iteration,
             train_iters=config.steps.train_iters,
@@ -145,8 +148,8 @@ class Journal:
             elapsed_ms=seconds * 1e3,
             tflops=self._tflops(seconds) if config.records.log_throughput else None,
             learning_rate=learning_rate(state.optimizer),
-            global_batch_size=config.steps.global_batch_size,
-            losses={LOSS_NAME: mean},
+            global_batch_size=result.num_packs,
+            losses=means,
             grad_norm=result.grad_norm,
             num_zeros=None if result.num_zeros is None else float(result.num_zeros),
             params_norm=norm,
@@ -155,7 +158,7 @@ class Journal:
             nan_iterations=self._nan,
         )
         print_rank_last(training_line(report))
-        self._losses, self._skipped, self._nan = [], 0, 0
+        self._losses, self._skipped, self._nan = {LOSS_NAME: []}, 0, 0
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -201,6 +204,11 @@ class Journal:
         self._tracker.finish(
             {"iteration": self._state.iteration, "flops": self._state.flops, **self._last}
         )
+
+
+def _mean(values: list[float]) -> float:
+    """Returns their mean; NaN where there are none."""
+    return sum(values) / len(values) if values else float("nan")
 
 
 def _open_tracker(state: RunState, data: dict[str, Any]) -> Tracker:
