@@ -88,7 +88,7 @@ def transformer_config(
         fields["q_lora_rank"] = arguments.get("q_lora_rank")
     if arguments.get("init_method_xavier_uniform"):
         fields["init_method"] = fields["output_layer_init_method"] = torch.nn.init.xavier_uniform_
-    fields.update(_fusions(arguments))
+    fields.update(fusions_of(arguments))
     with warnings.catch_warnings():  # 0.16.1 warns of its own default
         warnings.filterwarnings("ignore", message="full scope is deprecated")
         config = kind(**{**fields, **extra})
@@ -132,7 +132,7 @@ def _activation(arguments: Arguments) -> dict[str, Any]:
     return {"activation_func": function, "gated_linear_unit": is_gated}
 
 
-def _fusions(arguments: Arguments) -> dict[str, bool]:
+def fusions_of(arguments: Arguments) -> dict[str, bool]:
     """Returns Megatron's fusions as this machine can run them: its defaults on CUDA, none on a CPU.
 
     None of them changes a result beyond rounding. Each is on only where it is wanted and what it

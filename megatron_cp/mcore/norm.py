@@ -21,7 +21,7 @@ MEGATRONS_OWN: tuple[type, ...] = (WrappedTorchNorm, FusedLayerNorm)
 """The norms of Megatron's local specs; the second is apex's, for LayerNorm alone."""
 
 
-class _LayerNorm(torch.nn.LayerNorm):
+class LayerNorm(torch.nn.LayerNorm):
     """LayerNorm that also takes a residual stream in fp32 between layers of 16 bits."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -32,7 +32,7 @@ class _LayerNorm(torch.nn.LayerNorm):
         return F.layer_norm(x.float(), shape, weight, bias, self.eps).to(self.weight.dtype)
 
 
-class _RMSNorm(torch.nn.RMSNorm):
+class RMSNorm(torch.nn.RMSNorm):
     """RMSNorm that also takes a residual stream in fp32 between layers of 16 bits."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -71,8 +71,8 @@ class _ZeroCentredRMSNorm(torch.nn.RMSNorm):
 
 
 _KINDS: dict[tuple[str, bool], Any] = {
-    ("LayerNorm", False): _LayerNorm,
-    ("RMSNorm", False): _RMSNorm,
+    ("LayerNorm", False): LayerNorm,
+    ("RMSNorm", False): RMSNorm,
     ("LayerNorm", True): _ZeroCentredLayerNorm,
     ("RMSNorm", True): _ZeroCentredRMSNorm,
 }

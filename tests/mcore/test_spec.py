@@ -186,7 +186,7 @@ def test_without_transformer_engine_a_cpu_runs_local_layers_and_a_gpu_refuses():
     for name in ("heterogeneous_block_specs=True", "use_kitchen=True", "moe_grouped_gemm=True"):
         assert name in refused[name.split("=")[0]]
     assert "inference_optimized" in refused["inference"]
-    assert "gpt_block_spec" in refused["mtp"]
+    assert "mtp_block_spec" in refused["mtp"]
     assert has_norm, "a block made from a layer spec would refuse sequence parallelism"
 
 

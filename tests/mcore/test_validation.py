@@ -147,17 +147,11 @@ def test_fusions_are_megatrons_on_cuda_where_their_kernels_are_and_off_on_a_cpu(
     import torch
 
     from megatron_cp.mcore import compat
-    from megatron_cp.models.gpt import default_fusions
+    from megatron_cp.models.gpt import fusions_of
     from megatron_cp.models.presets import GPT_125M, LLAMA3_8B
 
-    def on(shape):
-        fusions = default_fusions(
-            activation=shape.activation,
-            linear_bias=shape.linear_bias,
-            normalization=shape.normalization,
-            position=shape.position,
-        )
-        return {name for name, is_on in fusions.items() if is_on}
+    def on(model):
+        return {name for name, is_on in fusions_of(model).items() if is_on}
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_cuda)
     plain = {"bias_activation_fusion", "bias_dropout_fusion"} if on_cuda else set()
@@ -171,6 +165,9 @@ def test_fusions_are_megatrons_on_cuda_where_their_kernels_are_and_off_on_a_cpu(
     rope = {"apply_rope_fusion"} if on_cuda else set()
     assert on(LLAMA3_8B) == plain | weights | rope
     assert on(GPT_125M) == plain | weights
+    unwanted = ("bias_swiglu_fusion", "bias_dropout_fusion", "apply_rope_fusion")
+    off = dict.fromkeys((*unwanted, "gradient_accumulation_fusion"), False)
+    assert on({**LLAMA3_8B, **off}) == set()
 
 
 def test_flags_become_the_planners_settings_per_tensor_parallel_rank():

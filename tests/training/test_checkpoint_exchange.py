@@ -77,7 +77,7 @@ def train_by_megatron(rank, world_size, folder, form):
         from megatron_cp.training.checkpoint.writer import saving_in_this_process
 
         spec = get_gpt_layer_local_spec(normalization="RMSNorm")
-        patch.setattr(gpt, "_layer_spec", lambda *_: spec)
+        patch.setattr(gpt, "_custom_spec", lambda *_: spec)
         with made.run_state() as theirs:
             made.step(theirs, 1)
             model = unwrap_model(theirs.model)[0]

@@ -25,11 +25,12 @@ def complete_batch(args: Namespace) -> Iterator[str]:
     yield from require(args, "micro_batch_size")
     per_round = args.micro_batch_size * args.data_parallel_size
     sizes = yield from _batch_sizes(args, per_round)
+    named = {"--global-batch-size": sizes.sizes()}
     if args.eval_global_batch_size is None:
         args.eval_global_batch_size = sizes.steps[-1][1]
-    yield from require(args, "eval_global_batch_size")
-    named = {"--global-batch-size": sizes.sizes()}
-    named["--eval-global-batch-size"] = [args.eval_global_batch_size]
+    else:
+        yield from require(args, "eval_global_batch_size")
+        named["--eval-global-batch-size"] = [args.eval_global_batch_size]
     for flag, values in named.items():
         for size in values:
             if size % per_round:
