@@ -74,17 +74,6 @@ def has_transformer_engine() -> bool:
         return False
 
 
-def counts_mtp_tokens_per_rank() -> bool:
-    """Returns whether multi-token prediction weighs its loss by each rank's own count of tokens.
-
-    It does so since 0.17 under `calculate_per_token_loss`, which is exact only if all context ranks
-    count alike.
-    """
-    from megatron.core.transformer import multi_token_prediction
-
-    return hasattr(multi_token_prediction, "process_mtp_loss")
-
-
 def has_fused_adam() -> bool:
     """Returns whether Megatron took its Adam from Transformer Engine or apex, not from torch."""
     from megatron.core.optimizer import distrib_optimizer

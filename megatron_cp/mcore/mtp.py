@@ -7,6 +7,7 @@ split only. In a dispatched pack the successor may live on any rank, and a docum
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,9 @@ from megatron_cp.runtime.shards import document_starts, roll
 
 
 def install_order_roll() -> None:
-    """Makes Megatron's `roll_tensor` follow the plan where ContextParallelParams are given.
+    """Makes Megatron's `roll_tensor`, and its count of loss tokens, follow the plan of a micro-batch.
+
+    Without ContextParallelParams both stay as they are.
 
     Our attention calls it where MTP layers are configured. A second call changes nothing.
     """
@@ -51,6 +54,51 @@ def install_order_roll() -> None:
     for module in (multi_token_prediction, gpt_model):
         if hasattr(module, "roll_tensor"):
             module.roll_tensor = roll_tensor
+        if hasattr(module, "process_mtp_loss"):
+            module.process_mtp_loss = _counting_over_ranks(module.process_mtp_loss)
+
+
+def _counting_over_ranks(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Returns Megatron's loss of predictions with the loss mask's tokens counted over context ranks.
+
+    Since 0.17, under per-token loss, it weighs the loss by tokens before rolling / tokens after. The
+    second is ours (`roll_by_order`); the first would be the rank's own, and weights would depend on
+    where tokens were dispatched.
+    """
+
+    @functools.wraps(plain)
+    def process_mtp_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
+        params, mask = kwargs.get("packed_seq_params"), kwargs.get("loss_mask")
+        if isinstance(params, ContextParallelParams) and mask is not None:
+            counted = mask.as_subclass(_CountedMask)
+            counted.count = _count_per_rank(mask, params, kwargs.get("cp_group"))
+            kwargs["loss_mask"] = counted
+        return plain(*args, **kwargs)
+
+    return process_mtp_loss
+
+
+class _CountedMask(torch.Tensor):
+    """A loss mask whose `sum()` is that of all context ranks / cp_size."""
+
+    count: torch.Tensor
+
+    def sum(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Returns the count over ranks; nothing else is ever asked of a whole loss mask."""
+        assert not args and not kwargs, (
+            "Megatron's loss of predictions sums its mask in another way"
+        )
+        return self.count
+
+
+def _count_per_rank(
+    mask: torch.Tensor, params: ContextParallelParams, cp_group: Any
+) -> torch.Tensor:
+    """Returns the loss tokens of the context group / cp_size. Collective: every rank calls it."""
+    plan, total = params.plans["full"], mask.sum()
+    if plan.cp_size > 1:
+        dist.all_reduce(total, group=params.cp_group or cp_group)
+    return total / plan.cp_size
 
 
 def roll_by_order(
@@ -63,6 +111,7 @@ def roll_by_order(
     it makes the averages over ranks that Megatron takes equal the mean over the whole pack, at every CP size.
     `cp_group` serves where `params.cp_group` is None. Collective: every rank of the context group calls it.
     """
+    values_T = values_T.as_subclass(torch.Tensor)
     plan, group = params.plans["full"], params.cp_group or cp_group
     rank = 0 if group is None else dist.get_rank(group)
     keep_T = torch.from_numpy(_has_successor(plan)[rank].copy()).to(values_T.device)

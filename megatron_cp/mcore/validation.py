@@ -74,16 +74,6 @@ def validate_config(config: Any) -> None:
             "are one rank, and its messages cross silently; set overlap_p2p_comm=True and "
             "batch_p2p_comm=False"
         )
-    if (
-        getattr(config, "mtp_num_layers", None)
-        and config.context_parallel_size > 1
-        and compat.counts_mtp_tokens_per_rank()
-    ):
-        raise NotImplementedError(
-            f"mtp_num_layers={config.mtp_num_layers} with context_parallel_size="
-            f"{config.context_parallel_size}: this Megatron-Core weighs the loss by each rank's own "
-            "token count; use context_parallel_size=1 or megatron-core 0.16.1"
-        )
     kinds = getattr(config, "cp_comm_type", None)
     if isinstance(kinds, (list, tuple)) and len(set(kinds)) > 1:
         raise NotImplementedError(

@@ -121,13 +121,6 @@ def _train_mtp(rank, world_size, case):
         tiny_gpt.build_chunks, tiny_gpt.Trainer.forward_step = plain
 
 
-def _counts_mtp_tokens_per_rank(rank, world_size):
-    tiny_gpt.enter_megatron()
-    from megatron_cp.mcore import compat
-
-    return compat.counts_mtp_tokens_per_rank()
-
-
 def _mtp_chunks(case, config):
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import (
@@ -182,10 +175,6 @@ def test_multi_token_prediction_is_megatrons_at_every_context_parallel_size(per_
     for cp in (1, 2):
         case = Case(attention="planned", cp=cp, steps=4, per_token=per_token)
         case = case.with_options(mtp_num_layers=2)
-        if cp > 1 and run_on_ranks(1, _counts_mtp_tokens_per_rank)[0]:
-            with pytest.raises(NotImplementedError, match="mtp_num_layers=2"):
-                run_on_ranks(cp, _train_mtp, case)
-            continue
         ours = run_on_ranks(cp, _train_mtp, case)[0]
         for step in range(4):
             assert ours[step] == pytest.approx(own[step], rel=5e-5), (cp, step)
