@@ -125,6 +125,8 @@ class OptimizerConfig:
     """The optimizer and its schedule; `*_steps` count packs, as Megatron-Core's scheduler does."""
 
     optimizer: str
+    layer_wise_optimizer: bool
+    """Whole layers of optimizer state are spread over replicas (muon)."""
     lr: float
     min_lr: float
     weight_decay: float

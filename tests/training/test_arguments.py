@@ -12,6 +12,7 @@ from megatron_cp.training.arguments import (
     parse_arguments,
 )
 from megatron_cp.training.arguments.flags import _layers
+from megatron_cp.training.arguments.machine import GPU_MACHINE, Machine
 from megatron_cp.training.arguments.stages import stages_of
 from tests.training.commands import DATA, MODEL, SMALL_RUN, STEPS
 from tests.training.verdicts import parse, refusal
@@ -143,6 +144,19 @@ def test_a_layout_of_stages_is_written_out_as_megatron_does():
 def test_uneven_stages_are_accepted(flags: list[str], chunks: int | None):
     base = [*SMALL_RUN, "--num-layers", "4", "--pipeline-model-parallel-size", "2", *flags]
     assert parse(*base, world_size=2).virtual_pipeline_model_parallel_size == chunks
+
+
+def test_muon_spreads_whole_layers_where_megatron_shards_its_state():
+    flags = [*SMALL_RUN, "--bf16", "--use-distributed-optimizer", "--optimizer"]
+    for name in ("muon", "dist_muon"):
+        draft, reasons = judge_arguments([*flags, name], {}, GPU_MACHINE)
+        assert not reasons
+        assert (draft.optimizer, draft.layer_wise_optimizer) == ("muon", True)
+        assert not draft.use_distributed_optimizer
+    assert not judge_arguments([*flags, "adam"], {}, GPU_MACHINE)[0].layer_wise_optimizer
+    missing = Machine(has_cuda=True, has_transformer_engine=True, has_emerging_optimizers=False)
+    _, reasons = judge_arguments([*flags, "muon"], {}, missing)
+    assert len(reasons) == 1 and "emerging-optimizers" in reasons[0]
 
 
 def test_an_unknown_flag_is_refused_with_the_nearest_known_one(capsys):

@@ -149,7 +149,7 @@ def test_every_reason_is_one_line_and_none_hides_another(chosen):
         (["--tensor-model-parallel-size", "0"], "--tensor-model-parallel-size"),
         (["--micro-batch-size", "x"], "--micro-batch-size"),
         (["--seq-length", "1", "--max-position-embeddings", "1"], "--seq-length"),
-        (["--optimizer", "muon"], "--optimizer"),
+        (["--optimizer", "lion"], "--optimizer"),
         (["--pipeline-model-parallel-layout", "EttL", "--num-layers", "3"], "-layout"),
     ],
 )
@@ -173,5 +173,5 @@ def test_all_reasons_are_printed_in_one_write(monkeypatch):
     writes = []
     monkeypatch.setattr("sys.stderr.write", writes.append)
     with pytest.raises(SystemExit):
-        parse(*SMALL_RUN, "--use-mup", "--optimizer", "muon", "--lr", "-1")
+        parse(*SMALL_RUN, "--use-mup", "--optimizer", "lion", "--lr", "-1")
     assert [text.count("\n") for text in writes] == [3]

@@ -38,6 +38,7 @@ from megatron_cp.training.arguments.precision import (
     check_recomputed_modules,
     complete_engine,
     complete_expert_engine,
+    complete_muon,
     complete_precision,
     complete_recompute,
 )
@@ -270,6 +271,7 @@ _CHECKS: tuple[tuple[Any, ...], ...] = (
     (complete_precision,),
     (complete_engine,),
     (complete_expert_engine,),
+    (complete_muon,),
     (check_optimizer_state,),
     (check_instances,),
     (complete_recompute, "recompute_num_layers"),

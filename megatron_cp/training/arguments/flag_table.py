@@ -167,7 +167,7 @@ TABLE = """
 --micro-batch-size int - | packs per replica and micro-batch
 --global-batch-size int - | packs per step; default micro-batch x replicas
 --rampup-batch-size ints - | start, increment and packs of a batch size that grows to --global-batch-size
---step-batch-size-schedule str - | batch sizes by tokens consumed, e.g. "0:384 200B:768"
+--step-batch-size-schedule words - | batch sizes by tokens consumed, e.g. "0:384 200B:768"
 --eval-global-batch-size int - | packs per evaluated batch; default --global-batch-size
 --train-iters int - | steps to train
 --train-samples int - | packs to train on, instead of --train-iters
@@ -196,7 +196,15 @@ TABLE = """
 --deterministic-mode on - | the same bits on every run
 
 [optimizer]
---optimizer one-of:adam,sgd adam | optimizer function
+--optimizer one-of:adam,sgd,muon,dist_muon adam | optimizer function
+--muon-momentum float 0.9 | momentum of muon
+--muon-nesterov on - | Nesterov's momentum in muon
+--muon-no-split-qkv off:muon_split_qkv - | queries, keys and values as one matrix in muon
+--muon-scale-mode one-of:spectral,unit_rms_norm,shape_scaling spectral | scale of muon's updates
+--muon-extra-scale-factor float 1.0 | further factor on them
+--muon-fp32-matmul-prec one-of:low,medium,high medium | precision of muon's products
+--muon-num-ns-steps int 5 | Newton-Schulz steps of muon
+--muon-tp-mode one-of:blockwise,duplicated,distributed blockwise | muon on tensor-parallel shards
 --weight-decay float 0.01 | decoupled weight decay
 --start-weight-decay float - | initial weight decay of a growing one
 --end-weight-decay float - | final weight decay of a growing one

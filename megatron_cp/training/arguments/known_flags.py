@@ -103,6 +103,10 @@ NOTED: dict[str, tuple[int, str]] = {
     # when things are computed
     "--no-align-grad-reduce": (0, "each pipeline stage reduces gradients when they are ready"),
     "--disable-align-grad-reduce": (0, "each pipeline stage reduces gradients when they are ready"),
+    "--no-use-layer-wise-param-layout": (
+        0,
+        "layers of muon's state lie as Megatron-Core lays them",
+    ),
     "--no-align-param-gather": (0, "each pipeline stage gathers parameters when it needs them"),
     "--overlap-param-gather-with-optimizer-step": (0, _NOT_OVERLAPPED),
     "--overlap-p2p-communication-warmup-flush": (0, _NOT_OVERLAPPED),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 
@@ -15,12 +16,17 @@ class Machine:
 
     has_cuda: bool
     has_transformer_engine: bool
+    has_emerging_optimizers: bool
 
 
-GPU_MACHINE = Machine(has_cuda=True, has_transformer_engine=True)
+GPU_MACHINE = Machine(has_cuda=True, has_transformer_engine=True, has_emerging_optimizers=True)
 """Where most published commands are made for."""
 
 
 def this_machine() -> Machine:
     """Returns the machine of this process."""
-    return Machine(torch.cuda.is_available(), compat.has_transformer_engine())
+    return Machine(
+        torch.cuda.is_available(),
+        compat.has_transformer_engine(),
+        find_spec("emerging_optimizers") is not None,
+    )

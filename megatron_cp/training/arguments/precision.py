@@ -125,6 +125,39 @@ def check_optimizer_state(args: Namespace) -> Iterator[str]:
             )
 
 
+def complete_muon(args: Namespace) -> Iterator[str]:
+    """Completes how muon's state is spread: whole layers over replicas, in place of shards.
+
+    Source: Megatron-LM since 0.19 (`dist_muon` is its older name for it).
+    """
+    args.layer_wise_optimizer = False
+    if args.optimizer not in ("muon", "dist_muon"):
+        return
+    args.layer_wise_optimizer = args.optimizer == "dist_muon" or args.use_distributed_optimizer
+    args.optimizer, args.use_distributed_optimizer = "muon", False
+    if not args.machine.has_emerging_optimizers:
+        yield (
+            "--optimizer muon needs the package emerging-optimizers, which is not installed; "
+            "install it (github.com/NVIDIA-NeMo/Emerging-Optimizers)"
+        )
+    if args.fp16:
+        yield "--optimizer muon with --fp16 is not served by Megatron-Core; give --bf16"
+    if args.multi_latent_attention:
+        yield (
+            "--optimizer muon with --multi-latent-attention is not served: Megatron-Core cuts "
+            "queries, keys and values of plain attention alone; choose another optimizer"
+        )
+    if args.layer_wise_optimizer and not args.bf16:
+        yield "--optimizer muon --use-distributed-optimizer needs --bf16 to be saved; give it too"
+    if args.layer_wise_optimizer and not args.machine.has_cuda:
+        yield (
+            "--optimizer muon --use-distributed-optimizer gathers layers of unequal sizes, which "
+            "gloo cannot; leave out --use-distributed-optimizer: results stay the same"
+        )
+    if args.overlap_param_gather:
+        yield "--optimizer muon has no --overlap-param-gather here; leave it out: results stay the same"
+
+
 def check_instances(args: Namespace) -> Iterator[str]:
     """Yields the faults of several instances of the distributed optimizer."""
     instances = args.num_distributed_optimizer_instances

@@ -58,7 +58,7 @@ def _batch_sizes(args: Namespace, per_round: int) -> Generator[str, None, BatchS
         if steps is not None:
             if size is not None:
                 yield "--step-batch-size-schedule says the batch size; leave out --global-batch-size"
-            return parse_steps(steps, args.seq_length)
+            return parse_steps(" ".join(steps), args.seq_length)
         args.global_batch_size = per_round if size is None else size
         yield from require(args, "global_batch_size")
         if growing is not None:
