@@ -8,6 +8,7 @@ import pytest
 
 from megatron_cp.training.arguments import (
     build_parser,
+    judge_arguments,
     known_flags,
     parse_arguments,
 )
@@ -102,7 +103,6 @@ def test_an_old_switch_against_positions_changes_nothing_with_rotary_ones(capsys
         (["--mtp-standalone"], "--mtp-standalone", "--mtp-num-layers"),
         (["--use-mup"], "--use-mup", "gpt_layer_spec"),
         (["--linear-attention-freq", "3"], "--linear-attention-freq", "softmax"),
-        (["--rampup-batch-size", "1", "1", "1"], "--rampup-batch-size", "constant"),
         (["--use-megatron-fsdp"], "--use-megatron-fsdp", "--use-distributed-optimizer"),
     ],
 )
