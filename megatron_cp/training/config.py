@@ -93,6 +93,8 @@ class StepsConfig:
     eval_interval: int | None
     exit_interval: int | None
     exit_duration_in_mins: int | None
+    exit_signal_handler: bool
+    exit_signal: str
     seed: int
     data_parallel_random_init: bool
     deterministic_mode: bool
@@ -166,6 +168,7 @@ class CheckpointConfig:
     load: str | None
     ckpt_step: int | None
     ckpt_format: Literal["torch_dist", "torch"]
+    async_save: bool
     dist_ckpt_strictness: str
     dist_ckpt_optim_fully_reshardable: bool
     exit_on_missing_checkpoint: bool

@@ -129,10 +129,13 @@ def _mean(total: torch.Tensor) -> tuple[float, int]:
     return loss_sum / max(count, 1.0), int(count)
 
 
-def evaluate(runner: Runner, loader: PackedLoader, num_batches: int) -> float | None:
+def evaluate(
+    runner: Runner, loader: PackedLoader, num_batches: int, *, is_cut: Callable[[], bool]
+) -> float | None:
     """Mean loss per token over the next `num_batches` batches; the loader goes back afterwards.
 
-    None before the last pipeline stage. Collective: every rank calls it.
+    None before the last pipeline stage. It ends early, on every rank, where `is_cut()` holds on every
+    rank. Collective: every rank calls it.
     """
     start = loader.state_dict()
     for chunk in runner.model:
@@ -140,6 +143,8 @@ def evaluate(runner: Runner, loader: PackedLoader, num_batches: int) -> float | 
     total = None
     with torch.no_grad():
         for _ in range(num_batches):
+            if is_cut():
+                break
             part = runner.run(next_batches(loader), forward_only=True)
             if part is not None:
                 total = part if total is None else total + part

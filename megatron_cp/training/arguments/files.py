@@ -60,6 +60,11 @@ def complete_records(args: Namespace) -> Iterator[str]:
         args.run_dir = args.save
     if args.save_interval is not None and args.save is None:
         yield "--save-interval needs --save <folder>; give it too"
+    if args.async_save and args.ckpt_format != "torch_dist":
+        yield (
+            f"--async-save with --ckpt-format {args.ckpt_format} is not served; give --ckpt-format "
+            "torch_dist, or leave --async-save out"
+        )
     if args.dist_ckpt_strictness not in STRICTNESS:
         yield (
             f"--dist-ckpt-strictness {args.dist_ckpt_strictness} is unknown; choose one of "

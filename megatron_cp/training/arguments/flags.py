@@ -187,6 +187,8 @@ TABLE = """
 --train-samples int - | packs to train on, instead of --train-iters
 --exit-interval int - | stop after an iteration divisible by this
 --exit-duration-in-mins int - | stop after this many minutes
+--exit-signal-handler on - | on a signal to any rank, save and leave with code 0
+--exit-signal one-of:SIGTERM,SIGINT,SIGUSR1,SIGUSR2 SIGTERM | which signal
 --seed int 1234 | seed of weights, dropout and shuffling
 --data-parallel-random-init on - | different weights per replica before the first step
 --bf16 on - | train in bfloat16
@@ -262,6 +264,7 @@ TABLE = """
 --dist-ckpt-optim-fully-reshardable on - | sharded optimizer state that any layout can load
 --ckpt-step int - | iteration to load; default the latest
 --ckpt-format one-of:torch_dist,torch torch_dist | format to save in; --load reads the folder's own
+--async-save on - | a forked process writes checkpoints while training goes on
 --dist-ckpt-strictness str raise_all | which tensors model and checkpoint need not share
 --exit-on-missing-checkpoint on - | an empty --load is an error
 --finetune on - | load the weights alone and start at iteration 0

@@ -12,7 +12,7 @@ from megatron_cp.training.arguments.megatron_names import MEGATRON_NAMES
 _ONE_TIMER = "the step is timed as a whole"
 _STRAGGLERS = "slow ranks are not looked for; results are the same"
 _ONE_LOGGER = "one-logger is never used"
-_WAITS = "training waits while a checkpoint is written"
+_ONE_WRITER = "with --async-save a process forked for each save writes it and ends"
 _NCCL = "it tunes how NCCL sends, not what; NCCL's own environment variables do that here"
 _NOT_OVERLAPPED = "it hides time of sends, which is not hidden here; results are the same"
 _NOT_DEFERRED = "the embedding's gradient is computed in its own backward pass; it is the same"
@@ -67,12 +67,12 @@ NOTED: dict[str, tuple[int, str]] = {
     "--app-tag-run-name": (1, _ONE_LOGGER),
     "--app-tag-run-version": (1, _ONE_LOGGER),
     # how checkpoints are written
-    "--async-save": (0, _WAITS + "; files and results are the same, ckpt/blocked_s says how long"),
-    "--async-strategy": (1, _WAITS),
-    "--use-persistent-ckpt-worker": (0, _WAITS + "; no worker outlives a save"),
-    "--async-ckpt-use-cpu-shm": (0, _WAITS),
-    "--async-ckpt-cpu-priority": (1, _WAITS),
-    "--async-ckpt-io-priority": (1, _WAITS),
+    "--async-strategy": (1, _ONE_WRITER),
+    "--use-persistent-ckpt-worker": (0, _ONE_WRITER),
+    "--async-ckpt-use-cpu-shm": (0, _ONE_WRITER),
+    "--async-ckpt-cpu-priority": (1, _ONE_WRITER),
+    "--async-ckpt-io-priority": (1, _ONE_WRITER),
+    "--exit-signal-handler-for-dataloader": (0, "loader workers never see the exit signal"),
     "--no-ckpt-fully-parallel-save": (
         0,
         "the save is always spread over the replicas where that is possible; it holds the same",
@@ -182,7 +182,6 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("rampup-batch-size", _CONSTANT_BATCH),
     ("step-batch-size", _CONSTANT_BATCH),
     ("ckpt-convert", "--load reads torch_dist and torch; --ckpt-format says what --save writes"),
-    ("exit-signal", "not served yet; use --exit-duration-in-mins before the time limit of the job"),
     ("rl-", "reinforcement learning is not part of this loop"),
     ("grpo-", "reinforcement learning is not part of this loop"),
     ("inference-", "there is no inference here"),

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron_cp.data.batch import PlannedBatch
 from megatron_cp.mcore.loss import LOSS_NAME
 from megatron_cp.training.agreement import versions
+from megatron_cp.training.checkpoint.save import Saved
 from megatron_cp.training.checkpoint.state import RunState
 from megatron_cp.training.logging.flops import ModelFlops
 from megatron_cp.training.logging.lines import (
@@ -180,19 +181,19 @@ class Journal:
         """Whether the model as it is now has been evaluated on `split`; the same on every rank."""
         return self._evaluated.get(split) == self._state.iteration
 
-    def saved(self, seconds: float) -> None:
-        """Books a checkpoint; its time is not that of a step."""
+    def saved(self, saved: Saved) -> None:
+        """Books a checkpoint; the time that training waited for it is not that of a step."""
         self.restart_clock()
         config, state = self._state.config, self._state
-        row = {"ckpt/save_s": seconds, "ckpt/blocked_s": seconds}
+        row = {"ckpt/save_s": saved.save_s, "ckpt/blocked_s": saved.blocked_s}
         self._tracker.log(state.iteration, row, samples=state.consumed_samples)
         folder = config.checkpoint.save
         if config.records.log_progress and folder is not None and dist.get_rank() == 0:
             with (Path(folder) / "progress.txt").open("a", encoding="utf-8") as file:
                 file.write(
                     f"{time.strftime('%Y-%m-%d %H:%M:%S')}\t# GPUs: {config.parallel.world_size}\t"
-                    f"Saved checkpoint\tIteration: {state.iteration}\t"
-                    f"Floating-point operations: {state.flops:.2e}\n"
+                    f"Saved checkpoint\tIteration: {saved.iteration}\t"
+                    f"Floating-point operations: {saved.flops:.2e}\n"
                 )
 
     def finish(self) -> None:
