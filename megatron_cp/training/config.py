@@ -199,6 +199,13 @@ class RecordsConfig:
     log_params_norm: bool
     log_num_zeros_in_grad: bool
     log_progress: bool
+    log_straggler: bool
+    straggler_minmax_count: int
+    timing_log_level: int
+    timing_log_option: str
+    log_timers_to_tensorboard: bool
+    barrier_with_L1_time: bool  # noqa: N815  Megatron-LM's name
+    log_memory_interval: int | None
     tensorboard_dir: str | None
     tensorboard_log_interval: int
     tensorboard_queue_size: int

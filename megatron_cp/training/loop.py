@@ -111,8 +111,11 @@ def _train(run: Run) -> None:
 def _step(run: Run) -> None:
     """One step, booked."""
     state = run.state
-    batches = next_batches(run.loaders.train)
-    result = train_step(run.runner, batches, state.optimizer, state.scheduler)
+    busy = run.journal.stragglers
+    with run.runner.timers.measure("batch-generator"), busy.waiting():
+        batches = next_batches(run.loaders.train)
+    with busy.computing():
+        result = train_step(run.runner, batches, state.optimizer, state.scheduler)
     state.iteration += 1
     state.consumed_samples += state.config.steps.global_batch_size
     state.data = run.loaders.train.state_dict()
@@ -121,14 +124,14 @@ def _step(run: Run) -> None:
 
 def _save(run: Run, saver: Saver) -> None:
     """A checkpoint of the run as it is now, or its beginning."""
-    with whole_parameters(run.runner):
+    with whole_parameters(run.runner), run.runner.timers.measure("save-checkpoint"):
         saver.save()
 
 
 def _evaluate(run: Run, loader: PackedLoader, *, split: str) -> None:
     """The loss on held-out documents, logged; nothing if the exit signal comes before its end."""
     num_batches = run.state.config.steps.eval_iters
-    with whole_parameters(run.runner):
+    with whole_parameters(run.runner), run.runner.timers.measure("evaluate"):
         loss = evaluate(run.runner, loader, num_batches, is_cut=run.exits.is_signalled)
     if not run.exits.is_signalled():
         run.journal.evaluated(split, f"iteration {run.state.iteration}", loss)

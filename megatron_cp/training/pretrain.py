@@ -28,6 +28,7 @@ from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.logging.flops import ModelFlops
 from megatron_cp.training.logging.journal import Journal
 from megatron_cp.training.logging.lines import arguments_block, print_rank_0
+from megatron_cp.training.logging.timers import Timers
 from megatron_cp.training.loop import Loaders, Run, go_through
 from megatron_cp.training.optim import build_optimizer, build_scheduler
 from megatron_cp.training.setup import (
@@ -88,7 +89,7 @@ def pretrain(
         with one_line_errors():
             if config.checkpoint.load is not None and load_checkpoint(state) and state.data:
                 loaders.train.load_state_dict(state.data)
-        journal = Journal(state, flops_provider(config), datasets.describe(data))
+        journal = Journal(state, flops_provider(config), datasets.describe(data), runner.timers)
         run = Run(state, runner, loaders, journal)
         try:
             go_through(run)
@@ -186,5 +187,7 @@ def _build(
     optimizer = build_optimizer(config, model)
     scheduler = build_scheduler(config, optimizer)
     connect_schedule(model, optimizer)
+    timers = Timers(config)
+    timers.connect(model, optimizer)
     state = RunState(config, model, optimizer, scheduler, count_parameters(model))
-    return state, Runner(config, model, device, forward_step)
+    return state, Runner(config, model, device, forward_step, timers)

@@ -20,6 +20,7 @@ from megatron_cp.data.batch import PlannedBatch
 from megatron_cp.data.loader import PackedLoader
 from megatron_cp.mcore.loss import LOSS_NAME
 from megatron_cp.training.config import TrainConfig
+from megatron_cp.training.logging.timers import Timers
 
 ForwardStep = Callable[[TrainConfig, PlannedBatch, Any, torch.device], tuple[Any, Any]]
 
@@ -46,6 +47,7 @@ class Runner:
     model: list[Any]
     device: torch.device
     forward_step: ForwardStep
+    timers: Timers
 
     def run(self, batches: list[PlannedBatch], *, forward_only: bool) -> torch.Tensor | None:
         """(loss sum, tokens) over the global batch as float64 [2].
@@ -111,7 +113,9 @@ def train_step(
             f"the loss is {loss}; lower --lr or look at the data of this step "
             "(--no-check-for-nan-in-loss-and-grad goes on)"
         )
+    runner.timers("optimizer").start(barrier=config.records.barrier_with_L1_time)
     updated, grad_norm, num_zeros = optimizer.step()
+    runner.timers("optimizer").stop()
     if updated:
         scheduler.step(increment=config.steps.global_batch_size)
     return StepResult(

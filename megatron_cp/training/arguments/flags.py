@@ -49,8 +49,8 @@ def _options(row: re.Match[str]) -> dict[str, Any]:
     default = None if row["default"] == "-" else convert(row["default"])
     extra: dict[str, Any] = {}
     if detail:
-        choices, _, dest = detail.partition(":") if kind == "one-of" else ("", "", detail)
-        extra = {"choices": choices.split(",")} if choices else {}
+        choices, _, dest = detail.partition(":") if "one-of" in kind else ("", "", detail)
+        extra = {"choices": [convert(word) for word in choices.split(",")]} if choices else {}
         extra.update({"dest": dest} if dest else {})
     return {"type": convert, "default": default, **extra}
 
@@ -103,6 +103,7 @@ _CONVERTERS: dict[str, Callable[[str], Any]] = {
     "float": float,
     "str": str,
     "one-of": str,
+    "one-of-int": int,
     "window": _window,
     "layers": _layers,
 }
@@ -280,7 +281,14 @@ TABLE = """
 
 [logging]
 --log-interval int 100 | steps between log lines
---log-throughput on - | TFLOP/s per GPU in the log line
+--log-throughput on - | TFLOP/s per GPU, tokens per second and remaining time in the log line
+--log-straggler on - | name the slowest ranks below the log line
+--straggler-minmax-count int 1 | how many of them
+--timing-log-level one-of-int:0,1,2 0 | timers: 0 none, 1 once a step, 2 every micro-batch and send
+--timing-log-option one-of:max,minmax,all minmax | which ranks' times are printed
+--log-timers-to-tensorboard on - | largest times beside the other metrics
+--no-barrier-with-level-1-timing off:barrier_with_L1_time - | ranks need not wait for timers
+--log-memory-interval int - | steps between lines about memory
 --log-params-norm on - | norm of the parameters in the log line
 --log-num-zeros-in-grad on - | zeros of the gradient in the log line
 --log-progress on - | append to progress.txt in --save

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from megatron_cp.training.arguments.megatron_names import MEGATRON_NAMES
 
-_ONE_TIMER = "the step is timed as a whole"
-_STRAGGLERS = "slow ranks are not looked for; results are the same"
+_STRAGGLERS = "--log-straggler looks for slow ranks from the first step to the last"
 _ONE_LOGGER = "one-logger is never used"
 _ONE_WRITER = "with --async-save a process forked for each save writes it and ends"
 _NCCL = "it tunes how NCCL sends, not what; NCCL's own environment variables do that here"
@@ -44,22 +43,16 @@ NOTED: dict[str, tuple[int, str]] = {
     "--dataloader-type": (1, "packs are drawn in a shuffled order by a loader of its own"),
     "--no-one-logger": (0, "one-logger is never used"),
     "--disable-msc": (0, "the multi-storage client is never used"),
-    "--no-barrier-with-level-1-timing": (0, "there are no level-1 timers"),
-    "--timing-log-level": (1, "the step is timed as a whole; torch.profiler shows the parts"),
-    "--timing-log-option": (1, "the step is timed as a whole; torch.profiler shows the parts"),
     "--rerun-mode": (1, "there is no rerun machine; bad steps stop the run"),
     "--enable-experimental": (0, "nothing experimental of Megatron-Core is switched by it here"),
     "--lazy-mpu-init": (0, "groups are made at the start"),
     # what is logged
-    "--log-timers-to-tensorboard": (0, f"{_ONE_TIMER}; tensorboard gets its iteration-time"),
     "--log-batch-size-to-tensorboard": (0, "the batch size is always logged"),
     "--no-log-loss-scale-to-tensorboard": (0, "the loss scale is always 1 and logged as such"),
     "--disable-log-loss-scale-to-tensorboard": (0, "the loss scale is always 1 and logged as such"),
     "--logging-level": (1, "log lines have no levels; all are printed"),
-    "--log-straggler": (0, _STRAGGLERS),
     "--disable-straggler-on-startup": (0, _STRAGGLERS),
     "--straggler-ctrlr-port": (1, _STRAGGLERS),
-    "--straggler-minmax-count": (1, _STRAGGLERS),
     "--enable-one-logger": (0, _ONE_LOGGER),
     "--one-logger-project": (1, _ONE_LOGGER),
     "--one-logger-run-name": (1, _ONE_LOGGER),

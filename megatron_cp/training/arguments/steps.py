@@ -16,6 +16,7 @@ _INTERVALS = (
     "save_interval",
     "eval_interval",
     "save_retain_interval",
+    "log_memory_interval",
 )
 
 
