@@ -206,6 +206,12 @@ class RecordsConfig:
     log_timers_to_tensorboard: bool
     barrier_with_L1_time: bool  # noqa: N815  Megatron-LM's name
     log_memory_interval: int | None
+    profile: bool
+    profile_step_start: int
+    profile_step_end: int
+    profile_ranks: list[int]
+    record_memory_history: bool
+    memory_snapshot_path: str
     tensorboard_dir: str | None
     tensorboard_log_interval: int
     tensorboard_queue_size: int

@@ -19,6 +19,7 @@ from megatron_cp.training.checkpoint.state import RunState
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.logging.journal import Journal
 from megatron_cp.training.logging.lines import ProgressBar, print_datetime, print_rank_0
+from megatron_cp.training.profiling import memory_history, step_profiler
 from megatron_cp.training.step import Runner, evaluate, next_batches, train_step, whole_parameters
 from megatron_cp.training.stop import ExitConditions, any_rank
 
@@ -83,9 +84,15 @@ def _train(run: Run) -> None:
     saved_at = state.iteration if state.config.checkpoint.load is not None else None
     bar = ProgressBar(total=steps.train_iters, done=state.iteration)
     print_datetime("before the start of training step")
-    with _collector(state.config) as collect:
+    with (
+        _collector(state.config) as collect,
+        step_profiler(state.config, lambda: state.iteration) as profiler,
+        memory_history(state.config),
+    ):
         while state.iteration < steps.train_iters:
+            profiler.before_step(state.iteration)
             _step(run)
+            profiler.after_step(state.iteration)
             bar.step()
             is_due = steps.eval_interval and state.iteration % steps.eval_interval == 0
             if is_due and run.loaders.valid is not None:

@@ -191,6 +191,11 @@ BAD = [
     (["--num-layers", "0"], "--num-layers"),
     (["--eval-interval", "0"], "--eval-interval"),
     (["--ckpt-format", "zarr"], "--ckpt-format"),
+    (["--ckpt-format", "torch", "--async-save"], "--async-save"),
+    (["--exit-signal", "SIGKILL"], "--exit-signal"),
+    (["--profile"], "--run-dir"),
+    (["--profile", "--run-dir", "x", "--profile-step-end", "10"], "--profile-step-end"),
+    (["--profile", "--run-dir", "x", "--profile-ranks", "0", "1"], "--profile-ranks 1"),
     (["--dist-ckpt-strictness", "none"], "choose one of assume_ok_unexpected"),
     (["stray"], "stray"),
     (["--cp-backend", "magic"], "--cp-backend"),
@@ -307,7 +312,7 @@ def test_all_reasons_are_printed_in_one_write(monkeypatch):
     writes = []
     monkeypatch.setattr("sys.stderr.write", writes.append)
     with pytest.raises(SystemExit):
-        parse(*SMALL_RUN, "--fp16", "--profile", "--lr", "-1")
+        parse(*SMALL_RUN, "--fp16", "--nvtx-ranges", "--lr", "-1")
     assert [text.count("\n") for text in writes] == [3]
 
 

@@ -7,8 +7,8 @@ stand here; a flag of Megatron-LM that does not is refused by name (`known_flags
 
     names  kind  default | help
 
-with `on` for a switch, `off:dest` for one that sets `dest` to False, `words` for any number of
-values, `kind:dest` where the attribute has another name, and `-` for no default. The defaults of
+with `on` for a switch, `off:dest` for one that sets `dest` to False, `words` and `ints` for any number
+of values, `kind:dest` where the attribute has another name, and `-` for no default. The defaults of
 --distributed-backend, --transformer-impl and --wandb-project differ from Megatron-LM's, whose own need
 a GPU, a package or a key.
 
@@ -45,6 +45,8 @@ def _options(row: re.Match[str]) -> dict[str, Any]:
         return {"action": action, "dest": detail} if detail else {"action": action}
     if kind == "words":
         return {"nargs": "*", "default": None}
+    if kind == "ints":
+        return {"nargs": "+", "type": int, "default": [int(row["default"])]}
     convert = _CONVERTERS[kind]
     default = None if row["default"] == "-" else convert(row["default"])
     extra: dict[str, Any] = {}
@@ -289,6 +291,13 @@ TABLE = """
 --log-timers-to-tensorboard on - | largest times beside the other metrics
 --no-barrier-with-level-1-timing off:barrier_with_L1_time - | ranks need not wait for timers
 --log-memory-interval int - | steps between lines about memory
+--profile on - | write a trace of some steps into --tensorboard-dir, or --run-dir
+--use-pytorch-profiler on - | the same: traces are always those of torch.profiler
+--profile-step-start int 10 | steps before the trace
+--profile-step-end int 12 | last step of the trace
+--profile-ranks ints 0 | ranks that write one
+--record-memory-history on - | record allocations of the last rank's GPU
+--memory-snapshot-path str snapshot.pickle | where they are written at the end
 --log-params-norm on - | norm of the parameters in the log line
 --log-num-zeros-in-grad on - | zeros of the gradient in the log line
 --log-progress on - | append to progress.txt in --save
