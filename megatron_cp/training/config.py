@@ -99,6 +99,7 @@ class StepsConfig:
     data_parallel_random_init: bool
     deterministic_mode: bool
     check_for_nan_in_loss_and_grad: bool
+    check_weight_hash_across_dp_replicas_interval: int | None
     manual_gc: bool
     manual_gc_interval: int
     plan_only: bool
@@ -169,6 +170,8 @@ class CheckpointConfig:
     ckpt_step: int | None
     ckpt_format: Literal["torch_dist", "torch"]
     async_save: bool
+    ckpt_fully_parallel_save: bool
+    verify_integrity: bool
     dist_ckpt_strictness: str
     dist_ckpt_optim_fully_reshardable: bool
     exit_on_missing_checkpoint: bool

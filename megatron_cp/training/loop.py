@@ -20,6 +20,7 @@ from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.logging.journal import Journal
 from megatron_cp.training.logging.lines import ProgressBar, print_datetime, print_rank_0
 from megatron_cp.training.profiling import memory_history, step_profiler
+from megatron_cp.training.replicas import check_replicas
 from megatron_cp.training.step import Runner, evaluate, next_batches, train_step, whole_parameters
 from megatron_cp.training.stop import ExitConditions, any_rank
 
@@ -97,6 +98,9 @@ def _train(run: Run) -> None:
             is_due = steps.eval_interval and state.iteration % steps.eval_interval == 0
             if is_due and run.loaders.valid is not None:
                 _evaluate(run, run.loaders.valid, split="validation")
+            interval = steps.check_weight_hash_across_dp_replicas_interval
+            if interval and state.iteration % interval == 0:
+                _compare_replicas(run)
             stops = run.exits.hold(state.iteration)
             is_due = save_interval and state.iteration % save_interval == 0
             if saver is not None and (is_due or stops):
@@ -127,6 +131,13 @@ def _step(run: Run) -> None:
     state.consumed_samples += state.config.steps.global_batch_size
     state.data = run.loaders.train.state_dict()
     run.journal.step(batches, result, run.runner.device)
+
+
+def _compare_replicas(run: Run) -> None:
+    """Raises ReplicasDifferError on every rank if ranks that share weights hold different ones."""
+    with whole_parameters(run.runner):
+        check_replicas(run.state.model, run.state.iteration)
+    print_rank_0(f" weights of all replicas are equal after {run.state.iteration} iterations")
 
 
 def _save(run: Run, saver: Saver) -> None:

@@ -31,6 +31,7 @@ from megatron_cp.training.logging.lines import arguments_block, print_rank_0
 from megatron_cp.training.logging.timers import Timers
 from megatron_cp.training.loop import Loaders, Run, go_through
 from megatron_cp.training.optim import build_optimizer, build_scheduler
+from megatron_cp.training.replicas import ReplicasDifferError
 from megatron_cp.training.setup import (
     ModelProvider,
     build_model,
@@ -93,6 +94,9 @@ def pretrain(
         run = Run(state, runner, loaders, journal)
         try:
             go_through(run)
+        except ReplicasDifferError as problem:
+            sys.stderr.write(f"pretrain_gpt.py: error: {problem}\n")
+            raise SystemExit(1) from problem
         finally:
             run.close()
     finally:

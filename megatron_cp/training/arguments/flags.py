@@ -199,6 +199,7 @@ TABLE = """
 --accumulate-allreduce-grads-in-fp32 on - | fp32 gradient buffers (always so with --bf16)
 --grad-reduce-in-bf16 on - | bf16 gradient buffers
 --no-check-for-nan-in-loss-and-grad off:check_for_nan_in_loss_and_grad - | go on
+--check-weight-hash-across-dp-replicas-interval int - | steps between comparisons of replicas
 --manual-gc on - | run the garbage collector only between steps
 --manual-gc-interval int 0 | steps between collections; 0 is never
 --deterministic-mode on - | the same bits on every run
@@ -267,6 +268,8 @@ TABLE = """
 --dist-ckpt-optim-fully-reshardable on - | sharded optimizer state that any layout can load
 --ckpt-step int - | iteration to load; default the latest
 --ckpt-format one-of:torch_dist,torch torch_dist | format to save in; --load reads the folder's own
+--no-ckpt-fully-parallel-save off:ckpt_fully_parallel_save - | the first replica writes all
+--verify-integrity on - | hash the files of a save; compare them with their hashes before a load
 --async-save on - | a forked process writes checkpoints while training goes on
 --dist-ckpt-strictness str raise_all | which tensors model and checkpoint need not share
 --exit-on-missing-checkpoint on - | an empty --load is an error

@@ -31,7 +31,7 @@ NOTED: dict[str, tuple[int, str]] = {
     "--auto-detect-ckpt-format": (0, "the format is read from the checkpoint"),
     "--ckpt-fully-parallel-save": (
         0,
-        "the save is always spread over the replicas where that is possible",
+        "a save is spread over the replicas unless --no-ckpt-fully-parallel-save is given",
     ),
     "--ckpt-fully-parallel-load": (0, "every rank reads what it needs"),
     "--ckpt-assume-constant-structure": (0, "the save plan is made anew each time"),
@@ -66,10 +66,6 @@ NOTED: dict[str, tuple[int, str]] = {
     "--async-ckpt-cpu-priority": (1, _ONE_WRITER),
     "--async-ckpt-io-priority": (1, _ONE_WRITER),
     "--exit-signal-handler-for-dataloader": (0, "loader workers never see the exit signal"),
-    "--no-ckpt-fully-parallel-save": (
-        0,
-        "the save is always spread over the replicas where that is possible; it holds the same",
-    ),
     # where ranks lie and how they send
     "--use-tp-pp-dp-mapping": (
         0,
@@ -184,11 +180,6 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("dsa-", "only softmax attention is built here"),
     ("tokenizer-", "--tokenizer-type and --tokenizer-model describe the tokenizer"),
     ("tp-comm", "overlap of tensor-parallel sends needs transformer-engine; " + _SAME_RESULTS),
-    (
-        "check-weight-hash",
-        "weights of replicas are not compared while training; " + _SAME_RESULTS,
-    ),
-    ("verify-integrity", "--load compares sizes of files, not contents; " + _SAME_RESULTS),
     ("test-mode", "Megatron-LM's tests inside a run are not made; " + _SAME_RESULTS),
     ("pytorch-profiler", "--profile writes a trace without it; " + _SAME_RESULTS),
     ("nvtx-ranges", "--profile writes a trace of torch.profiler; " + _SAME_RESULTS),

@@ -17,7 +17,11 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelSaveStrategyWrapper,
+)
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -51,7 +55,9 @@ def save(state: RunState, folder: Path) -> None:
     """Writes the run into an empty folder. Collective: every rank calls it."""
     tensors, described = _to_save(state)
     with saving_in_this_process():
-        dist_checkpointing.save(tensors, str(folder), content_metadata=described)
+        dist_checkpointing.save(
+            tensors, str(folder), _strategy(state.config), content_metadata=described
+        )
 
 
 def save_in_background(state: RunState, folder: Path) -> BackgroundWrite:
@@ -60,9 +66,22 @@ def save_in_background(state: RunState, folder: Path) -> BackgroundWrite:
     results = Results()
     with saving_in_this_process(results):
         request = dist_checkpointing.save(
-            tensors, str(folder), content_metadata=described, async_sharded_save=True
+            tensors,
+            str(folder),
+            _strategy(state.config),
+            async_sharded_save=True,
+            content_metadata=described,
         )
     return BackgroundWrite(request, results, folder)
+
+
+def _strategy(config: TrainConfig) -> Any:
+    """Returns who writes what: each replica its part, or the first of them everything."""
+    strategy = get_default_save_sharded_strategy("torch_dist")
+    if not config.checkpoint.ckpt_fully_parallel_save:
+        return strategy
+    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return FullyParallelSaveStrategyWrapper(strategy, replicas)
 
 
 def _to_save(state: RunState) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -127,7 +127,7 @@ class Saver:
         """Puts the written folder in its place; on rank 0."""
         root, number = self._root, unfinished.iteration
         previous = files.latest_iteration(root)
-        files.write_manifest(files.unfinished_folder(root, number), unfinished.manifest)
+        options, folder = self._state.config.checkpoint, files.unfinished_folder(root, number)
+        files.write_manifest(folder, unfinished.manifest, hashed=options.verify_integrity)
         files.publish(root, number)
-        retained = self._state.config.checkpoint.save_retain_interval
-        files.remove_replaced(root, previous, number, retained)
+        files.remove_replaced(root, previous, number, options.save_retain_interval)
