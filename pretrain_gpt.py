@@ -26,14 +26,15 @@ def main() -> None:
     compat.silence_known_warnings()
     cpu.install()  # before the first import of megatron.core; does nothing where there is a GPU
 
-    from megatron_cp.training.gpt import flops_from_arguments, forward_step, model_provider
+    from megatron_cp.training.gpt import check_model, flops_provider, forward_step, model_provider
     from megatron_cp.training.pretrain import pretrain
 
     pretrain(
         config,
         model_provider=model_provider,
         forward_step=forward_step,
-        flops_provider=flops_from_arguments,
+        flops_provider=flops_provider,
+        model_checker=check_model,
     )
 
 

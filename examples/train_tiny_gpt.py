@@ -56,7 +56,9 @@ def main() -> None:
         lengths, tokens = documents(generator)
         mask = mcp.mask.documents(lengths, within="causal")
         config = mcp.CPConfig(
-            num_heads=TINY.num_heads, num_kv_heads=TINY.num_kv_heads, topology="cpu"
+            num_heads=TINY["num_attention_heads"],
+            num_kv_heads=TINY["num_query_groups"],
+            topology="cpu",
         )
         plan = mcp.make_plan(mask, cp_size, config=config)
 

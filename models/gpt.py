@@ -1,50 +1,54 @@
-"""A GPTModel of Megatron-Core from a shape and a layout, with our attention in every layer.
+"""A GPTModel of Megatron-Core from Megatron-LM's arguments, with our attention in every layer.
 
     config = transformer_config(PRESETS["tiny"], layout=Layout(context=2))
     model = build_gpt(config, PRESETS["tiny"], vocab_size=4096)
 
-Install the CPU stand-ins (`megatron_cp.mcore.cpu.install`) before importing this module on a machine
-without CUDA.
+One builder serves presets, converted checkpoints and the training loop: each of them describes a
+model by a mapping of Megatron-LM's names. Install the CPU stand-ins (`megatron_cp.mcore.cpu.install`)
+before importing this module on a machine without CUDA.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.activations import squared_relu
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_cp.mcore import compat
 from megatron_cp.mcore.rope import install_position_rotary
-from megatron_cp.mcore.spec import gpt_block_spec
-from megatron_cp.models.presets import GPTShape
+from megatron_cp.mcore.spec import gpt_block_spec, mtp_block_spec
 
+Arguments = Mapping[str, Any]
+"""Megatron-LM's arguments of a model by their names; what is absent or None has Megatron's default."""
 
-def default_fusions(
-    *, activation: str, linear_bias: bool, normalization: str, position: str
-) -> dict[str, bool]:
-    """Returns Megatron's fusions as this machine can run them: its defaults on CUDA, none on a CPU.
+# Argument -> field of the configuration, where the names differ.
+_RENAMED = {
+    "num_experts": "num_moe_experts",
+    "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
+    "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
+    "fp8_param_gather": "fp8_param",
+}
 
-    None of them changes a result beyond rounding. Each is on only where what it needs is
-    installed, because Megatron would stop otherwise. The CUDA side never ran on a GPU.
-    """
-    on_cuda = torch.cuda.is_available()
-    # Megatron fuses a bias with GELU, and SwiGLU with or without one.
-    has_fused_activation = activation == "swiglu" or (activation == "gelu" and linear_bias)
-    is_apex_norm = normalization == "LayerNorm" and compat.has_apex_norm()
-    return {
-        "gradient_accumulation_fusion": on_cuda and compat.has_apex_weight_gradients(),
-        "masked_softmax_fusion": False,  # softmax is part of the attention kernel
-        "bias_activation_fusion": on_cuda and has_fused_activation,
-        "bias_dropout_fusion": on_cuda,
-        "apply_rope_fusion": on_cuda and position == "rope" and compat.has_transformer_engine(),
-        "persist_layer_norm": on_cuda and is_apex_norm and not compat.has_transformer_engine(),
-    }
+# GPTModel reads these of its configuration, which has no fields for them in every version: the argument
+# that says each, and its default. Source: Megatron-LM 0.20.
+_YARN = {
+    "yarn_rotary_scaling_factor": ("rotary_scaling_factor", 1.0),
+    "yarn_original_max_position_embeddings": ("yarn_original_max_position_embeddings", 4096),
+    "yarn_beta_fast": ("yarn_beta_fast", 32.0),
+    "yarn_beta_slow": ("yarn_beta_slow", 1.0),
+    "yarn_mscale": ("mscale", 1.0),
+    "yarn_mscale_all_dim": ("mscale_all_dim", 0.0),
+    "yarn_correction_range_round_to_int": ("yarn_correction_range_round_to_int", True),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +59,47 @@ class Layout:
     pipeline: int = 1
     virtual_pipeline: int | None = None
     context: int = 1
+    expert: int = 1
     sequence_parallel: bool = False
 
 
-def running_fields(layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
+def transformer_config(
+    arguments: Arguments,
+    *,
+    layout: Layout | None = None,
+    dtype: torch.dtype = torch.float32,
+    **extra: Any,
+) -> TransformerConfig:
+    """Returns Megatron's configuration of this model; `extra` are further fields of it and win.
+
+    Args:
+        arguments: the model. What they say of ranks wins over `layout`.
+        layout: ranks; by default one.
+        dtype: of parameters and activations.
+        extra: further fields.
+    """
+    is_latent = arguments.get("multi_latent_attention")
+    kind = MLATransformerConfig if is_latent else TransformerConfig
+    names = {field.name for field in dataclasses.fields(kind)}
+    named = {_RENAMED.get(name, name): value for name, value in arguments.items()}
+    given = {name: v for name, v in named.items() if name in names and v is not None}
+    fields = {**_running_fields(layout or Layout(), dtype), **given, **_activation(arguments)}
+    if is_latent:  # here None means none, and the configuration's own default is 512
+        fields["q_lora_rank"] = arguments.get("q_lora_rank")
+    if arguments.get("init_method_xavier_uniform"):
+        fields["init_method"] = fields["output_layer_init_method"] = torch.nn.init.xavier_uniform_
+    fields.update(_fusions(arguments))
+    with warnings.catch_warnings():  # 0.16.1 warns of its own default
+        warnings.filterwarnings("ignore", message="full scope is deprecated")
+        config = kind(**{**fields, **extra})
+    if arguments.get("position_embedding_type") == "yarn" and not is_latent:
+        for name, (argument, default) in _YARN.items():
+            value = arguments.get(argument)
+            setattr(config, name, default if value is None else value)
+    return config
+
+
+def _running_fields(layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
     """Returns what a configuration says of ranks, precision and engine, whatever the model."""
     return {
         "attention_dropout": 0.0,
@@ -67,6 +108,7 @@ def running_fields(layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
         "pipeline_model_parallel_size": layout.pipeline,
         "virtual_pipeline_model_parallel_size": layout.virtual_pipeline,
         "context_parallel_size": layout.context,
+        "expert_model_parallel_size": layout.expert,
         "sequence_parallel": layout.sequence_parallel,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -77,83 +119,102 @@ def running_fields(layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def transformer_config(
-    shape: GPTShape,
-    *,
-    layout: Layout | None = None,
-    dtype: torch.dtype = torch.float32,
-    **extra: Any,
-) -> TransformerConfig:
-    """Returns Megatron's configuration of this shape; `extra` are further fields of it and win."""
-    activations = {"swiglu": F.silu, "gelu": F.gelu, "squared_relu": squared_relu}
-    fields: dict[str, Any] = {
-        "num_layers": shape.num_layers,
-        "hidden_size": shape.hidden_size,
-        "ffn_hidden_size": shape.ffn_hidden_size,
-        "num_attention_heads": shape.num_heads,
-        "num_query_groups": shape.num_kv_heads,
-        "kv_channels": shape.head_dim,
-        "normalization": shape.normalization,
-        "layernorm_epsilon": shape.norm_epsilon,
-        "activation_func": activations[shape.activation],
-        "gated_linear_unit": shape.activation == "swiglu",
-        "add_bias_linear": shape.linear_bias,
-        "add_qkv_bias": shape.qkv_bias,
-        "qk_layernorm": shape.qk_norm,
-        "window_size": shape.window,
-        "window_attn_skip_freq": shape.full_attention_every,
-        "softmax_type": shape.softmax,
-        **running_fields(layout or Layout(), dtype),
-        **default_fusions(
-            activation=shape.activation,
-            linear_bias=shape.linear_bias,
-            normalization=shape.normalization,
-            position=shape.position,
-        ),
+def _activation(arguments: Arguments) -> dict[str, Any]:
+    """Returns the activation of the MLP, and whether it is gated."""
+    function: Callable[[torch.Tensor], torch.Tensor] = F.gelu
+    if arguments.get("swiglu"):
+        function = F.silu
+    elif arguments.get("quick_geglu"):
+        function = quick_gelu
+    elif arguments.get("squared_relu"):
+        function = squared_relu
+    is_gated = bool(arguments.get("swiglu") or arguments.get("quick_geglu"))
+    return {"activation_func": function, "gated_linear_unit": is_gated}
+
+
+def _fusions(arguments: Arguments) -> dict[str, bool]:
+    """Returns Megatron's fusions as this machine can run them: its defaults on CUDA, none on a CPU.
+
+    None of them changes a result beyond rounding. Each is on only where it is wanted and what it
+    needs is installed, because Megatron would stop otherwise. The CUDA side never ran on a GPU.
+    """
+    wants, on_cuda = arguments.get, torch.cuda.is_available()
+    has_engine = compat.has_transformer_engine()
+    is_plain_gelu = not any(wants(name) for name in ("swiglu", "quick_geglu", "squared_relu"))
+    # Megatron fuses a bias with GELU, and SwiGLU with or without one.
+    fused_activation = (wants("swiglu") and wants("bias_swiglu_fusion", True)) or (
+        is_plain_gelu and wants("add_bias_linear", True) and wants("bias_gelu_fusion", True)
+    )
+    is_apex_norm = wants("normalization", "LayerNorm") == "LayerNorm" and compat.has_apex_norm()
+    # Latent attention takes its positions unfused.
+    has_rope = wants("position_embedding_type") == "rope" and not wants("multi_latent_attention")
+    return {
+        "masked_softmax_fusion": False,  # softmax is part of the attention kernel
+        "gradient_accumulation_fusion": on_cuda
+        and compat.has_apex_weight_gradients()
+        and wants("gradient_accumulation_fusion", True),
+        "bias_activation_fusion": on_cuda and bool(fused_activation),
+        "bias_dropout_fusion": on_cuda and wants("bias_dropout_fusion", True),
+        "apply_rope_fusion": on_cuda
+        and has_rope
+        and has_engine
+        and wants("apply_rope_fusion", True)
+        and not wants("rotary_interleaved"),
+        "persist_layer_norm": on_cuda
+        and is_apex_norm
+        and not has_engine
+        and not wants("no_persist_layer_norm"),
+        "moe_permute_fusion": has_engine and bool(wants("moe_permute_fusion")),
+        "moe_router_fusion": has_engine and bool(wants("moe_router_fusion")),
     }
-    with warnings.catch_warnings():  # 0.16.1 warns of its own default
-        warnings.filterwarnings("ignore", message="full scope is deprecated")
-        return TransformerConfig(**{**fields, **extra})
 
 
 def build_gpt(
     config: TransformerConfig,
-    shape: GPTShape,
+    arguments: Arguments,
     *,
     vocab_size: int,
     spec: Any = None,
     pre_process: bool = True,
     post_process: bool = True,
     vp_stage: int | None = None,
-    **model_options: Any,
+    **attention_options: Any,
 ) -> Any:
     """Returns one pipeline stage of a `GPTModel` whose attention and RoPE follow the plans.
 
     Args:
         config: of `transformer_config`.
-        shape: what the configuration was made from.
+        arguments: what the configuration was made from.
         vocab_size: the padded one.
         spec: replaces our decoder block.
         pre_process: whether the stage holds the embedding.
         post_process: whether it holds the output layer and the loss.
         vp_stage: the virtual pipeline stage, where interleaving is on.
-        model_options: further arguments of `GPTModel`.
+        attention_options: of our attention in our decoder block, e.g. `backend="cpu"`.
     """
+    if spec is None:
+        spec = gpt_block_spec(config, vp_stage=vp_stage, **attention_options)
+    scaling = {"rope_scaling_factor": arguments.get("rope_scaling_factor")}
+    prediction = mtp_block_spec(config, vp_stage=vp_stage, **attention_options)
     model = GPTModel(
         config,
-        spec if spec is not None else gpt_block_spec(config, vp_stage=vp_stage),
+        spec,
         vocab_size,
-        shape.max_positions,
+        arguments["max_position_embeddings"],
         pre_process=pre_process,
         post_process=post_process,
-        share_embeddings_and_output_weights=shape.tied_embeddings,
-        position_embedding_type=shape.position,
-        rotary_base=shape.rotary_base,
-        rope_scaling=shape.rope_scaling_factor is not None,
-        **({"rope_scaling_factor": shape.rope_scaling_factor} if shape.rope_scaling_factor else {}),
+        fp16_lm_cross_entropy=arguments.get("fp16_lm_cross_entropy", False),
+        share_embeddings_and_output_weights=not arguments.get(
+            "untie_embeddings_and_output_weights"
+        ),
+        position_embedding_type=arguments.get("position_embedding_type", "learned_absolute"),
+        rotary_percent=arguments.get("rotary_percent", 1.0),
+        rotary_base=arguments.get("rotary_base", 10000),
+        seq_len_interpolation_factor=arguments.get("rotary_seq_len_interpolation_factor"),
+        rope_scaling=bool(arguments.get("use_rope_scaling")),
+        **{name: value for name, value in scaling.items() if value is not None},
+        mtp_block_spec=prediction,
         vp_stage=vp_stage,
-        **model_options,
     )
-    if shape.position == "rope":
-        install_position_rotary(model)
+    install_position_rotary(model)
     return model

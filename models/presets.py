@@ -1,195 +1,214 @@
-"""Sizes of known GPTs, as data: what a published configuration says, with its source.
+"""Known models as data: Megatron-LM's arguments of each, with the source of the numbers.
 
-A preset becomes flags (`shape.flags()`, for a script) or a model (`models.gpt.build_gpt`); it
-knows nothing of ranks.
+A preset becomes flags (`flags_of(PRESETS["tiny"])` of `megatron_cp.training.arguments`, for a
+script) or a model (`models.gpt.build_gpt`); it knows nothing of ranks, batches or data.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
+
+Preset = dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class GPTShape:
-    """Every number that decides the weights of a decoder-only transformer."""
+def _grouped(num_heads: int, num_groups: int, head_size: int) -> Preset:
+    """Returns the arguments of attention whose query heads share key/value heads."""
+    return {
+        "num_attention_heads": num_heads,
+        "group_query_attention": True,
+        "num_query_groups": num_groups,
+        "kv_channels": head_size,
+    }
 
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    max_positions: int
-    position: Literal["rope", "learned_absolute", "none"] = "rope"
-    rotary_base: int = 10000
-    rope_scaling_factor: float | None = None
-    normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
-    norm_epsilon: float = 1e-5
-    activation: Literal["swiglu", "gelu", "squared_relu"] = "swiglu"
-    linear_bias: bool = False
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    tied_embeddings: bool = False
-    window: tuple[int, int] | None = None
-    """(left, right) of the sliding window; a query sees itself and `left` keys before it."""
-    full_attention_every: int | None = None
-    """Layers n, 2n, ... attend in full, the others through the window; None.
 
-    All through the window.
-    """
-    softmax: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
-
-    def num_parameters(self) -> int:
-        """Parameters of the model, counted from the shape (vocabulary unpadded)."""
-        query, key_value = self.num_heads * self.head_dim, 2 * self.num_kv_heads * self.head_dim
-        gates = 2 if self.activation == "swiglu" else 1
-        matrices = self.hidden_size * (2 * query + key_value)
-        matrices += (gates + 1) * self.hidden_size * self.ffn_hidden_size
-        norm = self.hidden_size * (1 if self.normalization == "RMSNorm" else 2)
-        vectors = 2 * norm
-        if self.linear_bias:
-            vectors += 2 * self.hidden_size + gates * self.ffn_hidden_size
-        if self.linear_bias or self.qkv_bias:
-            vectors += query + key_value
-        if self.qk_norm:
-            vectors += 2 * self.head_dim * (1 if self.normalization == "RMSNorm" else 2)
-        if self.softmax == "learnable":
-            vectors += self.num_heads
-        embeddings = (1 if self.tied_embeddings else 2) * self.vocab_size * self.hidden_size
-        if self.position == "learned_absolute":
-            embeddings += self.max_positions * self.hidden_size
-        return self.num_layers * (matrices + vectors) + norm + embeddings
-
-    def flags(self) -> list[str]:
-        """The command line of `pretrain_gpt.py` for this shape, without the vocabulary."""
-        flags = [
-            f"--num-layers={self.num_layers}",
-            f"--hidden-size={self.hidden_size}",
-            f"--ffn-hidden-size={self.ffn_hidden_size}",
-            f"--num-attention-heads={self.num_heads}",
-            f"--kv-channels={self.head_dim}",
-            f"--max-position-embeddings={self.max_positions}",
-            f"--position-embedding-type={self.position}",
-            f"--rotary-base={self.rotary_base}",
-            f"--normalization={self.normalization}",
-            f"--norm-epsilon={self.norm_epsilon}",
-            "--attention-dropout=0.0",
-            "--hidden-dropout=0.0",
-            f"--softmax-type={self.softmax}",
-        ]
-        if self.num_kv_heads != self.num_heads:
-            flags += ["--group-query-attention", f"--num-query-groups={self.num_kv_heads}"]
-        if self.window is not None:
-            flags += [f"--window-size={self.window[0]},{self.window[1]}"]
-        if self.full_attention_every is not None:
-            flags += [f"--window-attn-skip-freq={self.full_attention_every}"]
-        if self.rope_scaling_factor is not None:
-            flags += ["--use-rope-scaling", f"--rope-scaling-factor={self.rope_scaling_factor}"]
-        switches = {
-            "--swiglu": self.activation == "swiglu",
-            "--squared-relu": self.activation == "squared_relu",
-            "--disable-bias-linear": not self.linear_bias,
-            "--add-qkv-bias": self.qkv_bias and not self.linear_bias,
-            "--qk-layernorm": self.qk_norm,
-            "--untie-embeddings-and-output-weights": not self.tied_embeddings,
-        }
-        return flags + [flag for flag, on in switches.items() if on]
-
-    def as_dict(self) -> dict[str, Any]:
-        """The shape as JSON values, for the records of a run."""
-        return asdict(self)
-
+_NO_DROPOUT: Preset = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+_LLAMA_LIKE: Preset = {
+    **_NO_DROPOUT,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+}
 
 # A few million parameters: trains on two CPU cores in minutes. Ours.
-TINY = GPTShape(
-    num_layers=4,
-    hidden_size=192,
-    ffn_hidden_size=512,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=32,
-    vocab_size=4096,
-    max_positions=8192,
-    tied_embeddings=True,
-)
+TINY: Preset = {
+    **_LLAMA_LIKE,
+    **_grouped(6, 2, 32),
+    "num_layers": 4,
+    "hidden_size": 192,
+    "ffn_hidden_size": 512,
+    "vocab_size": 4096,
+    "max_position_embeddings": 8192,
+    "untie_embeddings_and_output_weights": False,
+}
+
+# The same with eight experts of which two are active. Ours.
+TINY_MOE: Preset = {
+    **TINY,
+    "num_experts": 8,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 256,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 1e-2,
+}
 
 # The smallest GPT-3. Source: Brown et al. 2020, table 2.1 (12 layers, width 768, 12 heads of 64,
-# context 2048);
-# vocabulary of GPT-2. With GPT-2's own 1024 positions this is GPT-2 small.
-GPT_125M = GPTShape(
-    num_layers=12,
-    hidden_size=768,
-    ffn_hidden_size=3072,
-    num_heads=12,
-    num_kv_heads=12,
-    head_dim=64,
-    vocab_size=50257,
-    max_positions=2048,
-    position="learned_absolute",
-    normalization="LayerNorm",
-    activation="gelu",
-    linear_bias=True,
-    tied_embeddings=True,
-)
+# context 2048); vocabulary of GPT-2. With GPT-2's own 1024 positions this is GPT-2 small.
+GPT_125M: Preset = {
+    **_NO_DROPOUT,
+    "num_layers": 12,
+    "hidden_size": 768,
+    "ffn_hidden_size": 3072,
+    "num_attention_heads": 12,
+    "kv_channels": 64,
+    "vocab_size": 50257,
+    "max_position_embeddings": 2048,
+    "position_embedding_type": "learned_absolute",
+    "normalization": "LayerNorm",
+}
 
 # Source: Llama Team 2024 (arXiv 2407.21783), table 3; config.json of meta-llama/Meta-Llama-3-8B.
-LLAMA3_8B = GPTShape(
-    num_layers=32,
-    hidden_size=4096,
-    ffn_hidden_size=14336,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    vocab_size=128256,
-    max_positions=8192,
-    rotary_base=500000,
-)
+LLAMA3_8B: Preset = {
+    **_LLAMA_LIKE,
+    **_grouped(32, 8, 128),
+    "num_layers": 32,
+    "hidden_size": 4096,
+    "ffn_hidden_size": 14336,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rotary_base": 500000,
+}
 
 # Source: Yang et al. 2025 (arXiv 2505.09388), table 1; config.json of Qwen/Qwen3-8B-Base.
-QWEN3_8B = GPTShape(
-    num_layers=36,
-    hidden_size=4096,
-    ffn_hidden_size=12288,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    vocab_size=151936,
-    max_positions=32768,
-    rotary_base=1000000,
-    norm_epsilon=1e-6,
-    qk_norm=True,
-)
+QWEN3_8B: Preset = {
+    **_LLAMA_LIKE,
+    **_grouped(32, 8, 128),
+    "num_layers": 36,
+    "hidden_size": 4096,
+    "ffn_hidden_size": 12288,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "rotary_base": 1000000,
+    "layernorm_epsilon": 1e-6,
+    "qk_layernorm": True,
+}
 
-# The attention of gpt-oss-20b: alternating 128-token windows and full layers, learned sinks, 64
-# heads of 64 over 8
-# key/value heads. Its MLP is a mixture of 32 experts of width 2880 with 4 active; this loop trains
-# dense models, so the
-# MLP here is dense with the width of the active experts (4 x 2880), and its clamped SwiGLU is a
-# plain one.
-# Source: OpenAI 2025 (arXiv 2508.10925), section 2; config.json of openai/gpt-oss-20b
-# (sliding_window 128).
-GPT_OSS_20B_DENSE = GPTShape(
-    num_layers=24,
-    hidden_size=2880,
-    ffn_hidden_size=11520,
-    num_heads=64,
-    num_kv_heads=8,
-    head_dim=64,
-    vocab_size=201088,
-    max_positions=131072,
-    rotary_base=150000,
-    qkv_bias=True,
-    window=(127, 0),
-    full_attention_every=2,
-    softmax="learnable",
-)
+# Source: Yang et al. 2025, table 2; config.json of Qwen/Qwen3-30B-A3B-Base.
+QWEN3_30B_A3B: Preset = {
+    **QWEN3_8B,
+    **_grouped(32, 4, 128),
+    "num_layers": 48,
+    "hidden_size": 2048,
+    "ffn_hidden_size": 6144,
+    "num_experts": 128,
+    "moe_router_topk": 8,
+    "moe_ffn_hidden_size": 768,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 1e-3,
+}
 
-PRESETS: dict[str, GPTShape] = {
+# Source: Jiang et al. 2024 (arXiv 2401.04088), table 1; config.json of mistralai/Mixtral-8x7B-v0.1.
+MIXTRAL_8X7B: Preset = {
+    **_LLAMA_LIKE,
+    **_grouped(32, 8, 128),
+    "num_layers": 32,
+    "hidden_size": 4096,
+    "ffn_hidden_size": 14336,
+    "vocab_size": 32000,
+    "max_position_embeddings": 32768,
+    "rotary_base": 1000000,
+    "num_experts": 8,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 14336,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 1e-2,
+}
+
+# Alternating 128-token windows and full layers, learned sinks, 32 experts with 4 active, clamped
+# and shifted gated activation, YaRN from 4096 positions.
+# Source: OpenAI 2025 (arXiv 2508.10925), section 2; config.json of openai/gpt-oss-20b.
+GPT_OSS_20B: Preset = {
+    **_LLAMA_LIKE,
+    **_grouped(64, 8, 64),
+    "num_layers": 24,
+    "hidden_size": 2880,
+    "ffn_hidden_size": 2880,
+    "vocab_size": 201088,
+    "max_position_embeddings": 131072,
+    "rotary_base": 150000,
+    "position_embedding_type": "yarn",
+    "rotary_scaling_factor": 32.0,
+    "yarn_original_max_position_embeddings": 4096,
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+    "yarn_correction_range_round_to_int": False,
+    "swiglu": False,
+    "quick_geglu": True,
+    "glu_linear_offset": 1.0,
+    "activation_func_clamp_value": 7.0,
+    "add_bias_linear": True,
+    "add_qkv_bias": True,
+    "window_size": (127, 0),
+    "window_attn_skip_freq": 2,
+    "softmax_type": "learnable",
+    "num_experts": 32,
+    "moe_router_topk": 4,
+    "moe_ffn_hidden_size": 2880,
+    "moe_router_load_balancing_type": "none",
+}
+
+# Latent attention, 256 fine-grained experts in 8 groups with one shared, biases instead of
+# auxiliary losses, one layer of multi-token prediction.
+# Source: DeepSeek-AI 2024 (arXiv 2412.19437), section 4.2; config.json of deepseek-ai/DeepSeek-V3.
+DEEPSEEK_V3: Preset = {
+    **_LLAMA_LIKE,
+    "num_layers": 61,
+    "hidden_size": 7168,
+    "ffn_hidden_size": 18432,
+    "num_attention_heads": 128,
+    "kv_channels": 128,
+    "vocab_size": 129280,
+    "max_position_embeddings": 163840,
+    "layernorm_epsilon": 1e-6,
+    "multi_latent_attention": True,
+    "qk_layernorm": True,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
+    "rope_type": "yarn",
+    "rotary_scaling_factor": 40.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "num_experts": 256,
+    "moe_layer_freq": [0] * 3 + [1] * 58,
+    "moe_ffn_hidden_size": 2048,
+    "moe_shared_expert_intermediate_size": 2048,
+    "moe_router_topk": 8,
+    "moe_router_num_groups": 8,
+    "moe_router_group_topk": 4,
+    "moe_router_topk_scaling_factor": 2.5,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_pre_softmax": True,
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 1e-3,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_coeff": 1e-4,
+    "moe_router_dtype": "fp32",
+    "mtp_num_layers": 1,
+    "mtp_loss_scaling_factor": 0.1,
+}
+
+PRESETS: dict[str, Preset] = {
     "tiny": TINY,
+    "tiny-moe": TINY_MOE,
     "gpt-125m": GPT_125M,
     "llama3-8b": LLAMA3_8B,
     "qwen3-8b": QWEN3_8B,
-    "gpt-oss-20b-dense": GPT_OSS_20B_DENSE,
+    "qwen3-30b-a3b": QWEN3_30B_A3B,
+    "mixtral-8x7b": MIXTRAL_8X7B,
+    "gpt-oss-20b": GPT_OSS_20B,
+    "deepseek-v3": DEEPSEEK_V3,
 }

@@ -4,8 +4,10 @@
     python tools/check_recipes.py recipes.json [--world-size 8]
 
 The file holds {"recipes": [{"name": ..., "world_size": 8, "argv": ["--num-layers", "2", ...]}, ...]}.
-Flags are judged as pretrain_gpt.py judges them on this machine, before it opens any file: a path in a recipe
-need not exist. Every reason of every recipe is printed, then a table of what blocks most recipes.
+Flags are judged as pretrain_gpt.py judges them before it opens any file, so a path in a recipe need not exist.
+They are judged for a GPU machine with Transformer Engine; --here judges them for this one. A recipe is tried on
+its own number of ranks, and on 2, 4 and 8 times as many where its experts or optimizer instances need more.
+Every reason of every recipe is printed, then a table of what blocks most recipes.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from typing import Any
 
 from megatron_cp.command_line import ToolParser
 from megatron_cp.training.arguments import judge_arguments
+from megatron_cp.training.arguments.machine import GPU_MACHINE, Machine
 
+_TIMES = (1, 2, 4, 8)
 _NO_DROPOUT = ("--attention-dropout", "0.0")
 
 
@@ -30,6 +34,7 @@ class Recipe:
 
     name: str
     world_size: int
+    """Ranks of its tensor, context and pipeline sizes at least."""
     argv: tuple[str, ...]
 
     @property
@@ -43,6 +48,7 @@ class Verdict:
     """What pretrain_gpt.py says of a recipe; it is accepted if there is no reason to refuse it."""
 
     recipe: Recipe
+    world_size: int
     reasons: tuple[str, ...]
     notes: tuple[str, ...]
 
@@ -71,19 +77,42 @@ def _read_recipe(path: Path, place: int, row: Any) -> Recipe:
     return Recipe(name, world_size, tuple(map(str, argv)))
 
 
-def judge(recipe: Recipe, world_size: int | None = None) -> Verdict:
-    """Returns the verdict on a recipe without attention dropout, on its own number of ranks or another."""
+def judge(
+    recipe: Recipe, world_size: int | None = None, machine: Machine | None = GPU_MACHINE
+) -> Verdict:
+    """Returns the verdict on a recipe without attention dropout.
+
+    Args:
+        recipe: what is judged.
+        world_size: ranks; None tries its own number and a few multiples.
+        machine: what it is judged for; None is this machine.
+    """
     extra = _NO_DROPOUT if recipe.has_default_dropout else ()
-    launcher = {"RANK": "0", "WORLD_SIZE": str(world_size or recipe.world_size)}
-    args, reasons = judge_arguments([*recipe.argv, *extra], launcher)
-    return Verdict(recipe, tuple(reasons), tuple(args.notes))
+    argv = [*map(_expanded, recipe.argv), *extra]
+    sizes = [world_size] if world_size else [recipe.world_size * times for times in _TIMES]
+    verdicts = []
+    for size in sizes:
+        args, reasons = judge_arguments(argv, {"RANK": "0", "WORLD_SIZE": str(size)}, machine)
+        verdicts.append(Verdict(recipe, size, tuple(reasons), tuple(args.notes)))
+    return next((verdict for verdict in verdicts if not verdict.reasons), verdicts[0])
+
+
+def _expanded(word: str) -> str:
+    """Returns a word as the shell of a test harness gives it to the program.
+
+    A list of YAML loses its brackets, and the repetition of a test is its seed.
+    """
+    if word == "${REPEAT}":
+        return "1"
+    return word.strip("[]") if re.fullmatch(r"\[?[a-z_]+\]?", word) else word
 
 
 def describe(verdict: Verdict) -> str:
     """Returns the lines about one recipe."""
     word = "refused" if verdict.reasons else "accepted with notes" if verdict.notes else "accepted"
     lines = verdict.reasons or verdict.notes
-    return "\n".join([f"{verdict.recipe.name}: {word}", *(f"    {line}" for line in lines)])
+    head = f"{verdict.recipe.name}: {word} on {verdict.world_size} ranks"
+    return "\n".join([head, *(f"    {line}" for line in lines)])
 
 
 def blockers(verdicts: Iterable[Verdict]) -> list[tuple[int, int, str]]:
@@ -127,6 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = ToolParser(prog="check_recipes.py", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("file", type=Path, help="JSON file of recipes")
     parser.add_argument("--world-size", type=int, metavar="N", help="ranks; default the recipe's")
+    parser.add_argument("--here", action="store_true", help="judge for this machine")
     arguments = parser.parse_args(argv)
     if arguments.world_size is not None and arguments.world_size < 1:
         parser.error(f"--world-size {arguments.world_size} must be positive")
@@ -134,7 +164,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         recipes = read_recipes(arguments.file)
     except (OSError, ValueError) as problem:
         parser.error(str(problem))
-    verdicts = [judge(recipe, arguments.world_size) for recipe in recipes]
+    machine = None if arguments.here else GPU_MACHINE
+    verdicts = [judge(recipe, arguments.world_size, machine) for recipe in recipes]
     print("\n".join(map(describe, verdicts)), summary(verdicts), sep="\n\n")
     return 0
 

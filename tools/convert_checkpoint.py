@@ -122,13 +122,11 @@ def show(save: Path, report: Any) -> None:
 
 
 def training_flags(arguments: dict[str, Any]) -> list[str]:
-    """The model's flags for pretrain_gpt.py; none for models that its loop does not train."""
-    if arguments["num_experts"] or arguments["multi_latent_attention"]:
-        return []
-    from megatron_cp.training.gpt import shape_from_arguments
+    """Returns the model's flags for pretrain_gpt.py."""
+    from megatron_cp.training.arguments import flags_of
 
-    absent = {"squared_relu": False, "rope_scaling_factor": None}
-    return shape_from_arguments(argparse.Namespace(**absent | arguments)).flags()
+    model = {name: value for name, value in arguments.items() if name != "padded_vocab_size"}
+    return flags_of({**model, "attention_dropout": 0.0, "hidden_dropout": 0.0})
 
 
 if __name__ == "__main__":

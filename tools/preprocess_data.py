@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,12 @@ from megatron_cp.command_line import ToolParser
 from megatron_cp.data.document_set import prefix_lengths_path, write_prefix_lengths
 from megatron_cp.data.indexed import token_dtype
 from megatron_cp.data.indexed_writer import IndexedWriter
+from megatron_cp.data.package_tokenizers import TIKTOKEN_PATTERNS
 from megatron_cp.data.text_files import TextInputs
 from megatron_cp.data.tokenizer import (
     TOKENIZER_TYPES,
     Tokenizer,
+    TokenizerFiles,
     build_tokenizer,
     train_byte_level_bpe,
 )
@@ -56,9 +59,13 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     group.add_argument("--max-document-mib", type=int, default=64, help="longer ones are skipped")
     group = parser.add_argument_group("tokenizer")
     group.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, required=True)
-    group.add_argument("--tokenizer-model", help="tokenizer.json or its directory, local")
+    group.add_argument("--tokenizer-model", help="tokenizer.json or its directory, or a .model")
     group.add_argument("--vocab-file", help="vocab.json of GPT2BPETokenizer")
     group.add_argument("--merge-file", help="merges.txt of GPT2BPETokenizer")
+    group.add_argument("--vocab-size", type=int, help="of TikTokenizer; default 131072")
+    group.add_argument("--tiktoken-pattern", choices=sorted(TIKTOKEN_PATTERNS))
+    group.add_argument("--tiktoken-num-special-tokens", type=int, default=1000)
+    group.add_argument("--tokenizer-special-tokens", nargs="+", help="of TikTokenizer")
     group.add_argument("--append-eod", action="store_true", help="end every document with eod")
     group.add_argument("--train-bpe", type=int, metavar="VOCAB", help="learn a BPE first")
     group.add_argument("--train-bpe-mib", type=int, default=16, help="text to learn it from")
@@ -107,12 +114,9 @@ def _sample(inputs: TextInputs, max_bytes: int) -> Iterator[str]:
 
 
 def _tokenizer(arguments: argparse.Namespace) -> Tokenizer:
-    return build_tokenizer(
-        arguments.tokenizer_type,
-        arguments.tokenizer_model,
-        vocab_file=arguments.vocab_file,
-        merge_file=arguments.merge_file,
-    )
+    names = (field.name for field in fields(TokenizerFiles))
+    files = TokenizerFiles(**{name: getattr(arguments, name) for name in names})
+    return build_tokenizer(arguments.tokenizer_type, files)
 
 
 class Encoder:

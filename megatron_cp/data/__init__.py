@@ -1,7 +1,14 @@
 """From text to planned batches: token files, tokenizers, packing, balance, loader. No torch."""
 
 from megatron_cp.data.batch import BatchConfig, PackedBatch, PlannedBatch, PlanRequest
-from megatron_cp.data.document_set import DocumentSet, open_documents, split_documents
+from megatron_cp.data.blend import BlendedDocuments, open_blend, open_split_blend
+from megatron_cp.data.blend_sources import BlendSource, parse_blend
+from megatron_cp.data.document_set import (
+    Documents,
+    DocumentSet,
+    open_documents,
+    split_documents,
+)
 from megatron_cp.data.indexed import IndexedDataset, token_dtype
 from megatron_cp.data.indexed_writer import IndexedWriter
 from megatron_cp.data.loader import LoaderConfig, PackedLoader
@@ -15,8 +22,11 @@ from megatron_cp.data.tokenizer import (
 
 __all__ = [
     "BatchConfig",
+    "BlendSource",
+    "BlendedDocuments",
     "ByteLevelTokenizer",
     "DocumentSet",
+    "Documents",
     "HuggingFaceTokenizer",
     "IndexedDataset",
     "IndexedWriter",
@@ -31,8 +41,11 @@ __all__ = [
     "PlannedBatch",
     "Tokenizer",
     "build_tokenizer",
+    "open_blend",
     "open_documents",
+    "open_split_blend",
     "packs_of_one_epoch",
+    "parse_blend",
     "split_documents",
     "token_dtype",
 ]

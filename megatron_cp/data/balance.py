@@ -61,3 +61,23 @@ def assign_packs(
         chosen = [sorted(mine[j] for j in group) for group in micro_batches]
         plan.append(sorted(chosen, key=lambda group: (-sum(costs[i] for i in group), group)))
     return plan
+
+
+def assign_in_order(
+    num_packs: int, *, dp_size: int, micro_batch_size: int
+) -> list[list[list[int]]]:
+    """Returns pack indices `[dp_size][num_microbatches][micro_batch_size]` as Megatron deals them.
+
+    Each micro-batch of all ranks together takes the next `dp_size * micro_batch_size` packs, each
+    rank its consecutive ones. `num_packs` is a multiple of that.
+
+    Source: Megatron-LM's `MegatronPretrainingSampler`.
+    """
+    rows = range(0, num_packs, dp_size * micro_batch_size)
+    return [
+        [
+            list(range(row + rank * micro_batch_size, row + (rank + 1) * micro_batch_size))
+            for row in rows
+        ]
+        for rank in range(dp_size)
+    ]

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_cp.config import CPConfig
-from megatron_cp.data.document_set import BIDIRECTIONAL, DocumentSet
+from megatron_cp.data.document_set import BIDIRECTIONAL, Documents
 from megatron_cp.data.packing import Pack, Piece
 from megatron_cp.mask import AttentionMask, concat, from_slices, sliding_window
 from megatron_cp.plan import AttentionPlan, make_plans
@@ -38,12 +38,17 @@ _NO_LAYERS = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
-    """How a pack becomes arrays; the three flags are Megatron-LM's."""
+    """How a pack becomes arrays; the three flags are Megatron-LM's.
+
+    `labels_cross_documents`: under `reset_attention_mask` too, the label of a document's last token
+    is the first token of the next, with loss. Megatron's GPTDataset does so.
+    """
 
     seq_length: int
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
     eod_mask_loss: bool = False
+    labels_cross_documents: bool = False
     eod_token: int | None = None
     vocab_size: int | None = None
 
@@ -113,7 +118,7 @@ def make_batch_plans(mask: AttentionMask, request: PlanRequest) -> Mapping[str, 
     return plans
 
 
-def build_batch(documents: DocumentSet, packs: Sequence[Pack], config: BatchConfig) -> PackedBatch:
+def build_batch(documents: Documents, packs: Sequence[Pack], config: BatchConfig) -> PackedBatch:
     """Returns one batch of `len(packs) * seq_length` tokens; packs do not see each other.
 
     Raises:
@@ -155,7 +160,7 @@ def plan_batch(batch: PackedBatch, request: PlanRequest) -> PlannedBatch:
     return PlannedBatch(batch, plans, metrics)
 
 
-def visible_prefix(documents: DocumentSet, piece: Piece) -> int:
+def visible_prefix(documents: Documents, piece: Piece) -> int:
     """Returns how many leading tokens of a piece all its tokens see; all of a bidirectional one."""
     prefix = int(documents.prefix_lengths[piece.document])
     if prefix == BIDIRECTIONAL:
@@ -163,7 +168,7 @@ def visible_prefix(documents: DocumentSet, piece: Piece) -> int:
     return min(max(prefix - piece.start, 0), piece.length)
 
 
-def pack_area(documents: DocumentSet, pack: Pack, config: BatchConfig) -> int:
+def pack_area(documents: Documents, pack: Pack, config: BatchConfig) -> int:
     """Returns the pairs in the mask of a pack, in closed form: what attention costs. O(documents)."""
     if not config.reset_attention_mask:
         return pack.num_tokens * (pack.num_tokens + 1) // 2
@@ -171,7 +176,7 @@ def pack_area(documents: DocumentSet, pack: Pack, config: BatchConfig) -> int:
     return sum(n * (n + 1) // 2 + p * (p - 1) // 2 for n, p in lengths)
 
 
-def _build_pack(documents: DocumentSet, pack: Pack, config: BatchConfig) -> PackedBatch:
+def _build_pack(documents: Documents, pack: Pack, config: BatchConfig) -> PackedBatch:
     size, used = config.seq_length, pack.num_tokens
     tokens = np.zeros(size, dtype=np.int64)
     labels = np.full(size, _NO_LABEL, dtype=np.int64)
@@ -191,6 +196,9 @@ def _build_pack(documents: DocumentSet, pack: Pack, config: BatchConfig) -> Pack
         prefix = visible_prefix(documents, piece)
         kinds.append(_kind(documents, piece, prefix))
         no_loss[start : start + _without_loss(documents, piece)] = True
+        learned = documents.supervised(piece.document, piece.start + 1, piece.stop + 1)
+        if learned is not None:
+            no_loss[start:stop] |= ~learned
         slices += _document_slices(start, stop, prefix)
         start = stop
     if config.reset_position_ids:
@@ -203,6 +211,7 @@ def _build_pack(documents: DocumentSet, pack: Pack, config: BatchConfig) -> Pack
                 "that; set --reset-attention-mask"
             )
         slices = [(0, used, 0, used, None, 0)]
+    if config.labels_cross_documents or not config.reset_attention_mask:
         labels[: used - 1] = tokens[1:used]
         if pack.following is not None:
             document, offset = pack.following
@@ -223,7 +232,7 @@ def _build_pack(documents: DocumentSet, pack: Pack, config: BatchConfig) -> Pack
 
 
 def _read_with_next(
-    documents: DocumentSet, piece: Piece, vocab_size: int | None
+    documents: Documents, piece: Piece, vocab_size: int | None
 ) -> NDArray[np.int64]:
     """Returns the tokens of the piece, and the one after it if the document goes on."""
     length = int(documents.lengths[piece.document])
@@ -239,13 +248,13 @@ def _read_with_next(
     return words
 
 
-def _kind(documents: DocumentSet, piece: Piece, prefix: int) -> str:
+def _kind(documents: Documents, piece: Piece, prefix: int) -> str:
     if documents.prefix_lengths[piece.document] == BIDIRECTIONAL:
         return "bidirectional"
     return "prefix" if prefix else "causal"
 
 
-def _without_loss(documents: DocumentSet, piece: Piece) -> int:
+def _without_loss(documents: Documents, piece: Piece) -> int:
     """Returns how many leading labels of a piece belong to the prefix; all of a bidirectional one."""
     prefix = int(documents.prefix_lengths[piece.document])
     if prefix == BIDIRECTIONAL:

@@ -16,12 +16,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_cp.data.indexed import IndexedDataset
+from megatron_cp.data.supervision import Supervision, read_supervision
 
 BIDIRECTIONAL = -1
 
@@ -72,6 +73,37 @@ def _check_prefix_lengths(lengths: NDArray[Any], dataset: IndexedDataset, name: 
         )
 
 
+class Documents(Protocol):
+    """Documents numbered from 0, of one corpus or of several: what packing and batches read."""
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each document: int64 `[num_documents]`."""
+
+    @property
+    def prefix_lengths(self) -> NDArray[np.int64]:
+        """Kind of each document: int64 `[num_documents]`."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all documents together."""
+
+    def __len__(self) -> int:
+        """Returns the number of documents, empty ones included."""
+
+    def read(self, document: int, start: int, stop: int) -> NDArray[np.int64]:
+        """Returns the tokens `[start, stop)` of a document as int64."""
+
+    def name(self, document: int) -> str:
+        """Returns what a message calls a document."""
+
+    def supervised(self, document: int, start: int, stop: int) -> NDArray[np.bool_] | None:
+        """Returns which tokens `[start, stop)` of a document are learned; None for all."""
+
+    def digest(self) -> str:
+        """Returns a SHA-256 of what determines a stream."""
+
+
 @dataclass(frozen=True)
 class DocumentSet:
     """Documents `[first, last)` of a token file, numbered from 0.
@@ -83,6 +115,7 @@ class DocumentSet:
     first: int
     last: int
     prefix_lengths: NDArray[np.int64] = field(repr=False)
+    supervision: Supervision | None = None
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -106,17 +139,28 @@ class DocumentSet:
         """Returns what a message calls a document."""
         return f"document {self.first + document} of {self.dataset.prefix}"
 
+    def supervised(self, document: int, start: int, stop: int) -> NDArray[np.bool_] | None:
+        """Returns which tokens `[start, stop)` of a document are learned; None for all."""
+        if self.supervision is None:
+            return None
+        return self.supervision.covers(self.first + document, start, stop)
+
     def digest(self) -> str:
         """Returns a SHA-256 of what determines a stream: sampled tokens, boundaries, kinds, range."""
         total = hashlib.sha256(f"{self.dataset.digest()} {self.first} {self.last}".encode())
         total.update(self.prefix_lengths.tobytes())
+        if self.supervision is not None:
+            total.update(self.supervision.spans.tobytes())
+            total.update(self.supervision.first_span.tobytes())
         return total.hexdigest()
 
 
 def open_documents(prefix: str | os.PathLike[str]) -> DocumentSet:
     """Returns all documents of a corpus."""
     dataset = IndexedDataset(prefix)
-    return DocumentSet(dataset, 0, len(dataset), _read_prefix_lengths(dataset))
+    return DocumentSet(
+        dataset, 0, len(dataset), _read_prefix_lengths(dataset), read_supervision(dataset)
+    )
 
 
 def split_documents(documents: DocumentSet, split: str | Sequence[float]) -> list[DocumentSet]:
@@ -149,6 +193,7 @@ def split_documents(documents: DocumentSet, split: str | Sequence[float]) -> lis
             documents.first + start,
             documents.first + stop,
             documents.prefix_lengths[start:stop],
+            documents.supervision,
         )
         for start, stop in itertools.pairwise(bounds)
     ]

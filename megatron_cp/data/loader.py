@@ -11,15 +11,18 @@ do not depend on the number of ranks or workers: either may change between two r
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from megatron_cp.data.balance import assign_packs
+from megatron_cp.data.balance import assign_in_order, assign_packs
 from megatron_cp.data.batch import BatchConfig, PlannedBatch, PlanRequest, pack_area
-from megatron_cp.data.document_set import DocumentSet
-from megatron_cp.data.packing import Pack, Packer, PackingConfig
+from megatron_cp.data.batch_schedule import BatchSchedule, as_schedule
+from megatron_cp.data.blend import make_packer
+from megatron_cp.data.document_set import Documents
+from megatron_cp.data.packing import Pack, PackingConfig, PackSource
 from megatron_cp.data.worker import BatchBuilder, WorkerProcess
 
 _STATE_VERSION = 1
@@ -29,13 +32,16 @@ _STATE_VERSION = 1
 class LoaderConfig:
     """What is in a pack, how it becomes arrays, how many packs a step takes, and who builds them.
 
-    `global_batch_size` counts packs over all data-parallel ranks.
+    `global_batch_size` counts packs over all data-parallel ranks; a schedule says it by the packs
+    consumed. They are dealt to ranks and
+    micro-batches by attention area, or with `balance=False` in order, as Megatron deals samples.
     """
 
     packing: PackingConfig
     batch: BatchConfig
-    global_batch_size: int
+    global_batch_size: int | BatchSchedule
     micro_batch_size: int = 1
+    balance: bool = True
     num_workers: int = 0
     worker_timeout_s: float = 600.0
 
@@ -45,10 +51,16 @@ class LoaderConfig:
                 f"batch.seq_length={self.batch.seq_length} must equal packing.seq_length="
                 f"{self.packing.seq_length}; give both the same"
             )
-        for name in ("global_batch_size", "micro_batch_size"):
-            if getattr(self, name) < 1:
-                flag = name.replace("_", "-")
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1; set --{flag}")
+        if self.micro_batch_size < 1:
+            raise ValueError(
+                f"micro_batch_size={self.micro_batch_size} must be at least 1; set "
+                "--micro-batch-size"
+            )
+        if isinstance(self.global_batch_size, int) and self.global_batch_size < 1:
+            raise ValueError(
+                f"global_batch_size={self.global_batch_size} must be at least 1; set "
+                "--global-batch-size"
+            )
         if self.num_workers < 0:
             raise ValueError(
                 f"num_workers={self.num_workers} must be at least 0; 0 builds batches inline"
@@ -64,10 +76,12 @@ class _Task:
 
 
 class PackedLoader:
-    """An endless iterator of `PlannedBatch`, `num_microbatches` of them per training step.
+    """An iterator of `PlannedBatch`, endless as its packer is, `num_microbatches` of them per training step.
 
     All ranks of a data-parallel replica (context, tensor, pipeline) make the same loader with the
     same `dp_rank` and get the same batches and plan bytes, without communication. No collective.
+
+    Packs come from `packer`, if given, instead of the one that `config.packing` describes.
 
     Raises:
         ValueError: settings that cannot work, before any worker starts.
@@ -75,30 +89,32 @@ class PackedLoader:
 
     def __init__(
         self,
-        documents: DocumentSet,
+        documents: Documents,
         config: LoaderConfig,
         request: PlanRequest | None = None,
         *,
+        packer: PackSource | None = None,
         dp_rank: int = 0,
         dp_size: int = 1,
     ) -> None:
         if not 0 <= dp_rank < dp_size:
             raise ValueError(f"dp_rank={dp_rank} must be in [0, {dp_size}); check dp_size")
-        if config.global_batch_size % (dp_size * config.micro_batch_size):
-            raise ValueError(
-                f"global_batch_size={config.global_batch_size} must be a multiple of dp_size * "
-                f"micro_batch_size = {dp_size} * {config.micro_batch_size}; change "
-                "--global-batch-size or --micro-batch-size"
-            )
+        self._sizes = as_schedule(config.global_batch_size)
+        for size in self._sizes.sizes():
+            if size % (dp_size * config.micro_batch_size):
+                raise ValueError(
+                    f"global_batch_size={size} must be a multiple of dp_size * micro_batch_size = "
+                    f"{dp_size} * {config.micro_batch_size}; change --global-batch-size or "
+                    "--micro-batch-size"
+                )
         if documents.prefix_lengths.any() and not config.batch.reset_attention_mask:
             raise ValueError(
-                f"reset_attention_mask=False: {documents.dataset.prefix} has documents with prefix "
-                "or bidirectional attention; set --reset-attention-mask"
+                f"reset_attention_mask=False: {documents.name(int(documents.prefix_lengths.argmax()))} "
+                "has prefix or bidirectional attention; set --reset-attention-mask"
             )
         self.config = config
-        self.num_microbatches = config.global_batch_size // (dp_size * config.micro_batch_size)
         self._documents, self._dp_rank, self._dp_size = documents, dp_rank, dp_size
-        self._packer = Packer(documents.lengths, config.packing)
+        self._packer = packer if packer is not None else make_packer(documents, config.packing)
         self._builder = BatchBuilder(documents, config.batch, request or PlanRequest())
         self._corpus = documents.digest()
         self._workers: list[WorkerProcess] = []
@@ -112,18 +128,25 @@ class PackedLoader:
         self._tasks = self._draw_tasks()
 
     def _draw_tasks(self) -> Iterator[_Task]:
-        config = self.config
+        consumed = self._consumed_samples
         while True:
-            packs = [next(self._packer) for _ in range(config.global_batch_size)]
-            areas = [pack_area(self._documents, p, config.batch) for p in packs]
-            shares = assign_packs(
-                areas, dp_size=self._dp_size, micro_batch_size=config.micro_batch_size
-            )
+            size = self._sizes.size_at(consumed)
+            packs = list(itertools.islice(self._packer, size))
+            if len(packs) < size:
+                return
+            consumed += size
             state = self._packer.state()
-            mine = shares[self._dp_rank]
+            mine = self._deal(packs)[self._dp_rank]
             for number, chosen in enumerate(mine, start=1):
                 last = number == len(mine)
                 yield _Task(tuple(packs[i] for i in chosen), state if last else None)
+
+    def _deal(self, packs: list[Pack]) -> list[list[list[int]]]:
+        dp_size, micro_batch_size = self._dp_size, self.config.micro_batch_size
+        if not self.config.balance:
+            return assign_in_order(len(packs), dp_size=dp_size, micro_batch_size=micro_batch_size)
+        areas = [pack_area(self._documents, pack, self.config.batch) for pack in packs]
+        return assign_packs(areas, dp_size=dp_size, micro_batch_size=micro_batch_size)
 
     def __iter__(self) -> Iterator[PlannedBatch]:
         return self
@@ -132,7 +155,8 @@ class PackedLoader:
         """Returns the next micro-batch.
 
         Raises:
-            ValueError: the data is wrong (names file and document).
+            ValueError: the data is wrong (names file and document), or a packer that ends has no
+                whole global batch left.
             RuntimeError: a worker died or hangs (names it); the loader is closed then.
         """
         if self._closed:
@@ -144,11 +168,13 @@ class PackedLoader:
             raise
         self._resume_at = task.state_after
         if task.state_after is not None:
-            self._consumed_samples += self.config.global_batch_size
+            self._consumed_samples += self._sizes.size_at(self._consumed_samples)
         return batch
 
     def _build_inline(self) -> tuple[_Task, PlannedBatch]:
-        task = next(self._tasks)
+        task = next(self._tasks, None)
+        if task is None:
+            raise self._end()
         return task, self._builder(task.packs)
 
     def _receive(self) -> tuple[_Task, PlannedBatch]:
@@ -157,15 +183,24 @@ class PackedLoader:
             worker = WorkerProcess(index, self._builder, timeout_s=timeout_s)
             self._workers.append(worker)
             self._submit(worker)
+        if not self._in_flight:
+            raise self._end()
         worker, task = self._in_flight.popleft()
         batch = worker.receive()
         self._submit(worker)  # the next batch is built while this one is trained on
         return task, batch
 
     def _submit(self, worker: WorkerProcess) -> None:
-        task = next(self._tasks)
-        worker.submit(task.packs)
-        self._in_flight.append((worker, task))
+        if (task := next(self._tasks, None)) is not None:
+            worker.submit(task.packs)
+            self._in_flight.append((worker, task))
+
+    def _end(self) -> ValueError:
+        return ValueError(
+            f"the samples end after {self._consumed_samples}, no global batch of "
+            f"{self._sizes.size_at(self._consumed_samples)} is left; give more documents or fewer "
+            "--train-iters"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Returns where the stream stands, in JSON values: equal on all ranks, between two steps.
@@ -201,7 +236,7 @@ class PackedLoader:
                     "with the data and flags of the checkpoint, or start the data anew"
                 )
         try:
-            packer_state = {name: state[name] for name in ("epoch", "cursor", "carry")}
+            packer_state = {name: state[name] for name in self._packer.state()}
             consumed = int(state["consumed_samples"])
             self._packer.restore(packer_state)
         except (KeyError, TypeError) as error:
@@ -212,15 +247,13 @@ class PackedLoader:
         self._begin(packer_state, consumed)
 
     def _identity(self) -> dict[str, Any]:
-        packing = self.config.packing
-        return {
-            "corpus": self._corpus,
-            "seq_length": packing.seq_length,
-            "packing": packing.policy,
-            "seed": packing.seed,
-            "shuffle": packing.shuffle,
-            "keep_buffer": packing.keep_buffer if packing.policy == "keep" else 0,
-        }
+        return {"corpus": self._corpus, **self._packer.identity()}
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches of the step that comes next, or is being taken."""
+        size = self._sizes.size_at(self._consumed_samples)
+        return size // (self._dp_size * self.config.micro_batch_size)
 
     @property
     def consumed_samples(self) -> int:

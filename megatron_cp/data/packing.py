@@ -15,7 +15,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +51,32 @@ class Pack:
     def num_tokens(self) -> int:
         """Real tokens, at most seq_length."""
         return sum(piece.length for piece in self.pieces)
+
+    def shifted(self, by: int) -> Pack:
+        """Returns the pack with every document number raised by `by`."""
+        return Pack(
+            tuple(piece._replace(document=piece.document + by) for piece in self.pieces),
+            None if self.following is None else (self.following[0] + by, self.following[1]),
+        )
+
+
+class PackSource(Protocol):
+    """A stream of packs that can be taken up again: what a loader draws from."""
+
+    def identity(self) -> dict[str, Any]:
+        """Returns the settings that a state belongs to, in JSON values."""
+
+    def state(self) -> dict[str, Any]:
+        """Returns what the rest of the stream depends on beside corpus and settings: JSON values."""
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes to where `state` was taken. Raises ValueError if it is not of this stream."""
+
+    def __iter__(self) -> Iterator[Pack]:
+        """Returns itself."""
+
+    def __next__(self) -> Pack:
+        """Returns the next pack; StopIteration behind the last one."""
 
 
 def document_order(
@@ -142,6 +168,17 @@ class Packer:
     def epoch(self) -> int:
         """The epoch from which the next document will be drawn."""
         return self._epoch
+
+    def identity(self) -> dict[str, Any]:
+        """Returns the settings that a state belongs to, in JSON values."""
+        config = self.config
+        return {
+            "seq_length": config.seq_length,
+            "packing": config.policy,
+            "seed": config.seed,
+            "shuffle": config.shuffle,
+            "keep_buffer": config.keep_buffer if config.policy == "keep" else 0,
+        }
 
     def state(self) -> dict[str, Any]:
         """Returns what the rest of the stream depends on beside corpus and settings: JSON values."""

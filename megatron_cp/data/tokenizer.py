@@ -9,10 +9,31 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-TOKENIZER_TYPES = ("HuggingFaceTokenizer", "GPT2BPETokenizer", "ByteLevel")
+from megatron_cp.data.package_tokenizers import (
+    DEFAULT_TIKTOKEN_VOCAB_SIZE,
+    SENTENCE_PIECE_TYPES,
+    SentencePieceTokenizer,
+    TikTokenizer,
+)
+
+TOKENIZER_TYPES = (
+    "HuggingFaceTokenizer",
+    "SFTTokenizer",
+    "GPT2BPETokenizer",
+    *SENTENCE_PIECE_TYPES,
+    "TikTokenizer",
+    "ByteLevel",
+)
+_MODEL_FILES = {
+    "HuggingFaceTokenizer": "a tokenizer.json",
+    "SFTTokenizer": "a tokenizer.json",
+    "TikTokenizer": "a vocabulary in JSON",
+    **dict.fromkeys(SENTENCE_PIECE_TYPES, "a sentencepiece .model"),
+}
 _EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|eod|>", "<eod>", "</s>", "<eos>", "[EOS]")
 _PAD_NAMES = ("<|pad|>", "<pad>", "[PAD]", "<|padding|>", "<|finetune_right_pad_id|>")
 
@@ -202,33 +223,57 @@ def _special(vocabulary: dict[str, int], configured: Any, known: Iterable[str]) 
     return None
 
 
-def build_tokenizer(
-    tokenizer_type: str,
-    tokenizer_model: str | None = None,
-    *,
-    vocab_file: str | None = None,
-    merge_file: str | None = None,
-) -> Tokenizer:
-    """Returns the tokenizer of Megatron's `--tokenizer-type` and the files that it reads."""
+@dataclass(frozen=True, kw_only=True)
+class TokenizerFiles:
+    """What `--tokenizer-type` reads, under Megatron-LM's names."""
+
+    tokenizer_model: str | None = None
+    vocab_file: str | None = None
+    merge_file: str | None = None
+    vocab_size: int | None = None
+    tiktoken_pattern: str | None = None
+    tiktoken_num_special_tokens: int = 1000
+    tokenizer_special_tokens: Sequence[str] | None = None
+
+
+def build_tokenizer(tokenizer_type: str, files: TokenizerFiles | None = None) -> Tokenizer:
+    """Returns the tokenizer of Megatron's `--tokenizer-type` and the files that it reads.
+
+    Raises:
+        ValueError: an unknown type, a file too few or of another kind, or a package too few.
+        FileNotFoundError: a file does not exist.
+    """
+    files = files or TokenizerFiles()
     if tokenizer_type == "GPT2BPETokenizer":
-        if vocab_file is None or merge_file is None:
+        if files.vocab_file is None or files.merge_file is None:
             raise ValueError(
-                f"vocab_file={vocab_file}, merge_file={merge_file}: GPT2BPETokenizer needs both; "
-                "pass --vocab-file PATH and --merge-file PATH"
+                f"vocab_file={files.vocab_file}, merge_file={files.merge_file}: GPT2BPETokenizer "
+                "needs both; pass --vocab-file PATH and --merge-file PATH"
             )
-        return GPT2BPETokenizer(vocab_file, merge_file)
+        return GPT2BPETokenizer(files.vocab_file, files.merge_file)
     if tokenizer_type == "ByteLevel":
         return ByteLevelTokenizer()
-    if tokenizer_type == "HuggingFaceTokenizer":
-        if tokenizer_model is None:
-            raise ValueError(
-                "tokenizer_model=None: HuggingFaceTokenizer needs a tokenizer.json; pass "
-                "--tokenizer-model PATH"
-            )
-        return HuggingFaceTokenizer(tokenizer_model)
-    raise ValueError(
-        f"tokenizer_type={tokenizer_type!r} must be one of {TOKENIZER_TYPES}; set --tokenizer-type"
-    )
+    if tokenizer_type not in TOKENIZER_TYPES:
+        raise ValueError(
+            f"tokenizer_type={tokenizer_type!r} must be one of {TOKENIZER_TYPES}; set "
+            "--tokenizer-type"
+        )
+    if files.tokenizer_model is None:
+        raise ValueError(
+            f"tokenizer_model=None: {tokenizer_type} needs {_MODEL_FILES[tokenizer_type]}; pass "
+            "--tokenizer-model PATH"
+        )
+    if tokenizer_type in ("HuggingFaceTokenizer", "SFTTokenizer"):
+        return HuggingFaceTokenizer(files.tokenizer_model)
+    if tokenizer_type == "TikTokenizer":
+        return TikTokenizer(
+            files.tokenizer_model,
+            pattern=files.tiktoken_pattern or "v2",
+            vocab_size=files.vocab_size or DEFAULT_TIKTOKEN_VOCAB_SIZE,
+            num_special_tokens=files.tiktoken_num_special_tokens,
+            special_tokens=files.tokenizer_special_tokens,
+        )
+    return SentencePieceTokenizer(files.tokenizer_model, tokenizer_type)
 
 
 def train_byte_level_bpe(

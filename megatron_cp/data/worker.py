@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cp.data.batch import BatchConfig, PlannedBatch, PlanRequest, build_batch, plan_batch
-from megatron_cp.data.document_set import DocumentSet
+from megatron_cp.data.document_set import Documents
 from megatron_cp.data.packing import Pack
 
 _SIGNALS_OF_THE_TRAINER = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
@@ -33,7 +33,7 @@ _COMMAND = "import sys; from megatron_cp.data.worker import main; main(int(sys.a
 class BatchBuilder:
     """What turns packs into a planned batch: a pure function that can be sent to a process."""
 
-    documents: DocumentSet
+    documents: Documents
     config: BatchConfig
     request: PlanRequest
 

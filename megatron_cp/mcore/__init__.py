@@ -17,6 +17,8 @@ _HOME = {
     "LocalBatch": "batch",
     "local_batch": "batch",
     "params_of_batch": "cut",
+    "GPTSamples": "gpt_dataset",
+    "open_gpt_samples": "gpt_dataset",
     "make_loss_function": "loss",
     "reduce_report": "loss",
     "install_position_rotary": "rope",

@@ -23,6 +23,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.attention import CrossAttentionSubmodules
 from megatron.core.transformer.moe.router import TopKRouter
@@ -193,7 +194,7 @@ class ConfiguredLayer(TransformerLayer):
                 f"mtp_num_layers={config.mtp_num_layers} with a spec from the command line: "
                 "Megatron-LM builds these layers with its own attention, which does not see the "
                 "rows of other context ranks; build the model in code with "
-                "get_gpt_mtp_block_spec(config, gpt_block_spec(config), ...)"
+                "mtp_block_spec(config)"
             )
         offset = 0
         if megatrons.get("add_layer_offset", True):
@@ -218,8 +219,8 @@ gpt_layer_spec = ModuleSpec(module=ConfiguredLayer)
 def gpt_block_spec(config: Any, *, vp_stage: int | None = None, **attention_options: Any) -> Any:
     """Returns the decoder block of this pipeline stage with our attention and norms.
 
-    Give it to `GPTModel` as `transformer_layer_spec`, and to `get_gpt_mtp_block_spec`. Experts,
-    latent attention, norms and engine follow the configuration.
+    Give it to `GPTModel` as `transformer_layer_spec`. Experts, latent attention, norms and engine
+    follow the configuration.
 
     Args:
         config: Megatron's TransformerConfig. Its `transformer_impl` is set to "local" where
@@ -238,6 +239,22 @@ def gpt_block_spec(config: Any, *, vp_stage: int | None = None, **attention_opti
         layers.register_stage(config)
         return _copy_with(block, _exchange_norm_or_router)
     return with_context_parallel(block, **attention_options)
+
+
+def mtp_block_spec(config: Any, *, vp_stage: int | None = None, **attention_options: Any) -> Any:
+    """Returns the multi-token prediction of this pipeline stage with our attention; None if none.
+
+    Its layers are built like the last decoder layer, as in Megatron-LM. Give it to `GPTModel` as
+    `mtp_block_spec`, beside `gpt_block_spec(config)`. Arguments and errors are those of that.
+    """
+    if not config.mtp_num_layers:
+        return None
+    use_te = _uses_transformer_engine(config)
+    last_layer = compat.decoder_layer_specs(config, use_transformer_engine=use_te)[-1]
+    block = gpt_layer_specs.get_gpt_mtp_block_spec(
+        config, last_layer, use_transformer_engine=use_te, vp_stage=vp_stage
+    )
+    return None if block is None else with_context_parallel(block, **attention_options)
 
 
 def _uses_transformer_engine(config: Any) -> bool:

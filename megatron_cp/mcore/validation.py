@@ -140,7 +140,9 @@ def check_spec(config: Any) -> None:
         )
 
 
-def check_low_precision(settings: Any, transformer_impl: str) -> None:
+def check_low_precision(
+    settings: Any, transformer_impl: str, *, has_engine: bool | None = None
+) -> None:
     """Returns if low precision is that of Transformer Engine's linear layers alone.
 
     Megatron opens Transformer Engine's fp8 context around whole layers, attention included. Only
@@ -151,6 +153,7 @@ def check_low_precision(settings: Any, transformer_impl: str) -> None:
     Args:
         settings: Megatron's TransformerConfig or parsed arguments.
         transformer_impl: what layers are built from.
+        has_engine: whether Transformer Engine is installed; None looks.
 
     Raises:
         NotImplementedError: for fp4.
@@ -165,7 +168,7 @@ def check_low_precision(settings: Any, transformer_impl: str) -> None:
     fp8 = getattr(settings, "fp8", None)
     if not fp8:
         return
-    if not compat.has_transformer_engine():
+    if not (compat.has_transformer_engine() if has_engine is None else has_engine):
         raise ValueError(
             f"fp8={fp8!r} computes linear layers in Transformer Engine, which is not installed; "
             "install it (it needs a GPU), or train in bf16"
@@ -339,6 +342,12 @@ def _check_position(args: Namespace) -> None:
         )
 
 
+def _check_formats(args: Namespace) -> None:
+    machine = getattr(args, "machine", None)
+    has_engine = None if machine is None else machine.has_transformer_engine
+    check_low_precision(args, _engine_of(args), has_engine=has_engine)
+
+
 def _engine_of(args: Namespace) -> str:
     return getattr(args, "transformer_impl", None) or "local"
 
@@ -350,6 +359,6 @@ SETTING_CHECKS: tuple[Callable[[Namespace], None], ...] = (
     lambda args: check_dropout(getattr(args, "attention_dropout", 0.0)),
     lambda args: _check_window(getattr(args, "window_size", None)),
     lambda args: check_engine(_engine_of(args)),
-    lambda args: check_low_precision(args, _engine_of(args)),
+    _check_formats,
     _check_position,
 )

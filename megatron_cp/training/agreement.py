@@ -17,6 +17,9 @@ from megatron_cp.training.config import TrainConfig
 _PER_RANK = frozenset(
     {
         "data_path",
+        "data_args_path",
+        "per_split_data_args_path",
+        "data_cache_path",
         "train_data_path",
         "valid_data_path",
         "test_data_path",

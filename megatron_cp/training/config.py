@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 Windows = int | list[int] | None
 
 
@@ -30,12 +32,17 @@ class ParallelConfig:
     pipeline_model_parallel_size: int
     virtual_pipeline_model_parallel_size: int | None
     context_parallel_size: int
+    expert_model_parallel_size: int
+    expert_tensor_parallel_size: int
+    use_tp_pp_dp_mapping: bool
+    num_distributed_optimizer_instances: int
     data_parallel_size: int
     sequence_parallel: bool
     overlap_p2p_comm: bool
     use_distributed_optimizer: bool
     overlap_grad_reduce: bool
     overlap_param_gather: bool
+    fp8_param_gather: bool
     accumulate_allreduce_grads_in_fp32: bool
     ddp_bucket_size: int | None
     distributed_backend: Literal["nccl", "gloo"] | None
@@ -57,8 +64,15 @@ class ModelConfig:
     window_attn_skip_freq: Windows
     spec: list[str] | None
     bf16: bool
+    fp16: bool
+    use_cpu_initialization: bool
     calculate_per_token_loss: bool
     cp_backend: str | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Format of parameters and activations."""
+        return torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else torch.float32
 
     def is_window_layer(self, layer: int) -> bool:
         """Whether layer `layer` (from 1) looks through the sliding window.
@@ -87,6 +101,9 @@ class StepsConfig:
 
     micro_batch_size: int
     global_batch_size: int
+    batch_schedule: tuple[tuple[int, int], ...]
+    """(packs consumed, packs per step from there on); the last size is `global_batch_size`."""
+    eval_global_batch_size: int
     train_iters: int
     skip_train: bool
     eval_iters: int
@@ -117,6 +134,7 @@ class OptimizerConfig:
     start_weight_decay: float
     end_weight_decay: float
     weight_decay_incr_style: str
+    wd_incr_steps: int
     clip_grad: float
     adam_beta1: float
     adam_beta2: float
@@ -137,11 +155,18 @@ class DataConfig:
     """Where documents come from, how they are packed, and the vocabulary."""
 
     data_path: list[str] | None
+    data_args_path: str | None
+    per_split_data_args_path: str | None
     train_data_path: list[str] | None
     valid_data_path: list[str] | None
     test_data_path: list[str] | None
     split: str | None
     mock_data: bool
+    sft: bool
+    sft_tokenizer_prompt_format: str
+    packing: Literal["split", "keep", "megatron"]
+    data_cache_path: str | None
+    mid_level_dataset_surplus: float
     seq_length: int
     num_workers: int
     reset_position_ids: bool
@@ -151,6 +176,9 @@ class DataConfig:
     tokenizer_model: str | None
     vocab_file: str | None
     merge_file: str | None
+    tiktoken_pattern: str | None
+    tiktoken_num_special_tokens: int
+    tokenizer_special_tokens: list[str] | None
     make_vocab_size_divisible_by: int
     vocab_size: int | None
     """None until the tokenizer was read."""
@@ -230,7 +258,7 @@ class RecordsConfig:
 
 
 # What does not describe the run but this start of it.
-_NOT_OF_THE_RUN = frozenset({"notes", "discarded"})
+_NOT_OF_THE_RUN = frozenset({"notes", "discarded", "machine"})
 _OF_THE_RANK = frozenset({"rank", "local_rank"})
 
 

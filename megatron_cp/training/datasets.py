@@ -5,44 +5,18 @@ Opened before any process group exists.
 
 from __future__ import annotations
 
-import atexit
-import shutil
-import tempfile
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+import copy
+from typing import Any
 
 import numpy as np
 
 from megatron_cp.data.batch import BatchConfig, PlanRequest
-from megatron_cp.data.document_set import DocumentSet, open_documents, split_documents
-from megatron_cp.data.indexed import token_dtype
-from megatron_cp.data.indexed_writer import IndexedWriter
+from megatron_cp.data.batch_schedule import BatchSchedule
 from megatron_cp.data.loader import LoaderConfig, PackedLoader
 from megatron_cp.data.packing import PackingConfig
-from megatron_cp.data.tokenizer import build_tokenizer
 from megatron_cp.mcore.arguments import cp_config_from_arguments
 from megatron_cp.training.config import TrainConfig
-
-Split = Literal["train", "valid", "test"]
-_DEFAULT_SPLIT = "969,30,1"  # Megatron-LM's
-_NUM_MOCK_DOCUMENTS = 512
-
-
-@dataclass(frozen=True)
-class RunData:
-    """The documents of each split; None where a split has no token."""
-
-    splits: dict[Split, DocumentSet | None]
-
-    def train(self) -> DocumentSet:
-        """Returns the training documents. Raises ValueError if there are none."""
-        documents = self.splits["train"]
-        if documents is None:
-            raise ValueError(
-                "the training split holds no token; give more documents or another --split"
-            )
-        return documents
+from megatron_cp.training.corpora import RunData, Split, open_corpora, open_tokenizer
 
 
 def open_data(config: TrainConfig) -> tuple[TrainConfig, RunData]:
@@ -52,22 +26,10 @@ def open_data(config: TrainConfig) -> tuple[TrainConfig, RunData]:
     one line.
     """
     config = _with_vocabulary(config)
-    options = config.data
-    if options.mock_data:
-        splits = split_documents(_mock_documents(config), options.split or _DEFAULT_SPLIT)
-    elif options.data_path:
-        documents = open_documents(options.data_path[0])
-        splits = split_documents(documents, options.split or _DEFAULT_SPLIT)
-    else:
-        paths = (options.train_data_path, options.valid_data_path, options.test_data_path)
-        splits = [open_documents(path[0]) if path else None for path in paths]  # type: ignore[misc]
-    names: tuple[Split, ...] = ("train", "valid", "test")
-    kept = {
-        name: documents if documents is not None and documents.num_tokens else None
-        for name, documents in zip(names, splits, strict=True)
-    }
-    data = RunData(kept)
+    data = open_corpora(config)
     data.train()
+    for note in data.notes:
+        config = config.with_note(note)
     return config, data
 
 
@@ -77,13 +39,8 @@ def _with_vocabulary(config: TrainConfig) -> TrainConfig:
     The end-of-document token is known where a tokenizer says it.
     """
     options, eod, size = config.data, None, config.data.vocab_size
-    if options.tokenizer_type is not None and options.tokenizer_type != "NullTokenizer":
-        tokenizer = build_tokenizer(
-            options.tokenizer_type,
-            options.tokenizer_model,
-            vocab_file=options.vocab_file,
-            merge_file=options.merge_file,
-        )
+    tokenizer = open_tokenizer(options)
+    if tokenizer is not None:
         eod = tokenizer.eod
         if size is not None and size < tokenizer.vocab_size:
             raise ValueError(
@@ -102,27 +59,6 @@ def _with_vocabulary(config: TrainConfig) -> TrainConfig:
     return config.with_arguments(
         vocab_size=size, padded_vocab_size=-(-size // unit) * unit, eod_token=eod
     )
-
-
-def _mock_documents(config: TrainConfig) -> DocumentSet:
-    """Returns documents that count upwards from a random start, of log-normal length.
-
-    The same on every rank.
-    """
-    size, longest = config.data.vocab_size, config.data.seq_length
-    assert size is not None
-    generator = np.random.default_rng(config.steps.seed)
-    median = max(16.0, longest / 8)
-    lengths = np.exp(generator.normal(np.log(median), 1.0, _NUM_MOCK_DOCUMENTS))
-    folder = Path(tempfile.mkdtemp(prefix="megatron_cp_mock_"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    prefix = folder / "mock"
-    with IndexedWriter(prefix, dtype=token_dtype(size)) as writer:
-        for length in lengths.astype(np.int64).clip(2, longest):
-            start, step = generator.integers(0, size), generator.integers(1, 4)
-            writer.add_document((start + step * np.arange(length)) % size)
-        writer.finish()
-    return open_documents(prefix)
 
 
 def plan_request(config: TrainConfig, *, on_cuda: bool) -> PlanRequest:
@@ -156,23 +92,52 @@ def build_loader(
         return None
     is_train = split == "train"
     options = config.data
+    samples = data.samples.get(split)
     settings = LoaderConfig(
         packing=PackingConfig(
-            seq_length=options.seq_length, seed=config.steps.seed, shuffle=is_train
+            seq_length=options.seq_length,
+            policy="keep" if options.packing == "keep" else "split",
+            seed=config.steps.seed,
+            shuffle=is_train,
         ),
         batch=BatchConfig(
             seq_length=options.seq_length,
             reset_position_ids=options.reset_position_ids,
             reset_attention_mask=options.reset_attention_mask,
             eod_mask_loss=options.eod_mask_loss,
+            labels_cross_documents=samples is not None,
             eod_token=options.eod_token,
             vocab_size=options.vocab_size,
         ),
-        global_batch_size=config.steps.global_batch_size,
+        global_batch_size=BatchSchedule(config.steps.batch_schedule)
+        if is_train
+        else config.steps.eval_global_batch_size,
         micro_batch_size=config.steps.micro_batch_size,
+        balance=samples is None,
         num_workers=options.num_workers if is_train else 0,
     )
-    return PackedLoader(documents, settings, request, dp_rank=dp_rank, dp_size=dp_size)
+    return PackedLoader(
+        documents,
+        settings,
+        request,
+        packer=copy.copy(samples),  # the index is shared, the position is the loader's
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+    )
+
+
+def resume_loader(
+    loader: PackedLoader, state: dict[str, Any], config: TrainConfig, consumed_samples: int
+) -> None:
+    """Goes on where a checkpoint stands.
+
+    A checkpoint of Megatron-LM has no `state`; its samples consumed say where its own packing stood.
+    """
+    if state:
+        loader.load_state_dict(state)
+    elif config.data.packing == "megatron":
+        place = {"position": consumed_samples, "consumed_samples": consumed_samples}
+        loader.load_state_dict({**loader.state_dict(), **place})
 
 
 def check_first_batch(config: TrainConfig, data: RunData, request: PlanRequest) -> None:
@@ -190,12 +155,17 @@ def check_first_batch(config: TrainConfig, data: RunData, request: PlanRequest) 
 
 
 def digests(data: RunData) -> dict[str, str]:
-    """Returns the digest of each split's documents: equal on all ranks of a job."""
-    return {
-        f"the documents of the {name} split": documents.digest()
-        for name, documents in data.splits.items()
-        if documents is not None
+    """Returns the digest of each split's documents and samples: equal on all ranks of a job."""
+    documents = {
+        f"the documents of the {name} split": part.digest()
+        for name, part in data.splits.items()
+        if part is not None
     }
+    samples = {
+        f"the samples of the {name} split": packer.identity()["index"]
+        for name, packer in data.samples.items()
+    }
+    return {**documents, **samples}
 
 
 def describe(data: RunData) -> dict[str, Any]:

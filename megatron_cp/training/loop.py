@@ -128,7 +128,7 @@ def _step(run: Run) -> None:
     with busy.computing():
         result = train_step(run.runner, batches, state.optimizer, state.scheduler)
     state.iteration += 1
-    state.consumed_samples += state.config.steps.global_batch_size
+    state.consumed_samples += result.num_packs
     state.data = run.loaders.train.state_dict()
     run.journal.step(batches, result, run.runner.device)
 

@@ -12,6 +12,14 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron_cp.mcore.optimizer import install_foreach_adam
 from megatron_cp.training.config import TrainConfig
 
+# Words of --exp-avg-dtype and the like; fp8 is kept as bytes.
+_FORMATS = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.uint8,
+}
+
 
 def build_optimizer(config: TrainConfig, model: list[Any]) -> Any:
     """Returns Megatron's optimizer over the model's chunks.
@@ -22,8 +30,9 @@ def build_optimizer(config: TrainConfig, model: list[Any]) -> Any:
     install_foreach_adam()
     names = {field.name for field in dataclasses.fields(OptimizerConfig)}
     given = {name: config.arguments[name] for name in names & config.arguments.keys()}
-    dtype = torch.bfloat16 if config.model.bf16 else torch.float32
-    return get_megatron_optimizer(OptimizerConfig(**{**given, "params_dtype": dtype}), model)
+    given |= {name: _FORMATS[given[name]] for name in given if name.endswith("_dtype")}
+    given["params_dtype"] = config.model.dtype
+    return get_megatron_optimizer(OptimizerConfig(**given), model)
 
 
 def build_scheduler(config: TrainConfig, optimizer: Any) -> OptimizerParamScheduler:
@@ -43,7 +52,7 @@ def build_scheduler(config: TrainConfig, optimizer: Any) -> OptimizerParamSchedu
         lr_decay_style=options.lr_decay_style,
         start_wd=options.start_weight_decay,
         end_wd=options.end_weight_decay,
-        wd_incr_steps=config.steps.train_iters * config.steps.global_batch_size,
+        wd_incr_steps=options.wd_incr_steps,
         wd_incr_style=options.weight_decay_incr_style,
         use_checkpoint_opt_param_scheduler=options.use_checkpoint_opt_param_scheduler,
         override_opt_param_scheduler=options.override_opt_param_scheduler,

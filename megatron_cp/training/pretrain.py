@@ -25,6 +25,7 @@ from megatron_cp.training.checkpoint.files import check_writable
 from megatron_cp.training.checkpoint.load import check_checkpoint, follow_release, load_checkpoint
 from megatron_cp.training.checkpoint.state import RunState
 from megatron_cp.training.config import TrainConfig
+from megatron_cp.training.corpora import RunData
 from megatron_cp.training.logging.flops import ModelFlops
 from megatron_cp.training.logging.journal import Journal
 from megatron_cp.training.logging.lines import arguments_block, print_rank_0
@@ -43,6 +44,7 @@ from megatron_cp.training.setup import (
 from megatron_cp.training.step import ForwardStep, Runner
 
 FlopsProvider = Callable[[TrainConfig], ModelFlops]
+ModelChecker = Callable[[TrainConfig], None]
 
 
 def pretrain(
@@ -51,12 +53,14 @@ def pretrain(
     model_provider: ModelProvider,
     forward_step: ForwardStep,
     flops_provider: FlopsProvider,
+    model_checker: ModelChecker | None = None,
 ) -> None:
     """Trains as the (checked) arguments say; every rank of the job calls it once.
 
     `model_provider(config, pre_process=, post_process=, vp_stage=)` builds one pipeline stage;
     `forward_step(config, batch, model, device)` runs one micro-batch and returns output and loss
-    function; `flops_provider(config)` says what a step computes.
+    function; `flops_provider(config)` says what a step computes; `model_checker(config)` raises
+    ValueError or NotImplementedError, before any process group, for a model that cannot be built.
     """
     with one_line_errors():
         config, data = datasets.open_data(config)
@@ -72,6 +76,8 @@ def pretrain(
         assert check is not None
         datasets.check_first_batch(config, data, request)
         check_backend(config)
+        if model_checker is not None and not config.steps.plan_only:
+            model_checker(config)
         if config.checkpoint.load is not None:
             config = follow_release(config)
             check_checkpoint(config)
@@ -88,8 +94,9 @@ def pretrain(
         loaders = _build_loaders(config, data, request)
         state, runner = _build(config, model_provider, forward_step, device)
         with one_line_errors():
-            if config.checkpoint.load is not None and load_checkpoint(state) and state.data:
-                loaders.train.load_state_dict(state.data)
+            if config.checkpoint.load is not None and load_checkpoint(state):
+                consumed = state.consumed_samples
+                datasets.resume_loader(loaders.train, state.data, config, consumed)
         journal = Journal(state, flops_provider(config), datasets.describe(data), runner.timers)
         run = Run(state, runner, loaders, journal)
         try:
@@ -164,7 +171,7 @@ def _announce(config: TrainConfig) -> None:
     print_rank_0(arguments_block(config.arguments))
 
 
-def _build_loaders(config: TrainConfig, data: datasets.RunData, request: PlanRequest) -> Loaders:
+def _build_loaders(config: TrainConfig, data: RunData, request: PlanRequest) -> Loaders:
     """The loaders of this rank's replica."""
     print_rank_0("> building train, validation, and test datasets ...")
     place = {

@@ -24,6 +24,8 @@ from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.logging.lines import print_rank_0
 
 ModelProvider = Callable[..., Any]
+# How Megatron-LM numbers ranks without and with --use-tp-pp-dp-mapping.
+_RANK_ORDER = {False: "tp-cp-ep-dp-pp", True: "tp-cp-ep-pp-dp"}
 
 
 def initialize_distributed(config: TrainConfig, identity: dict[str, Any]) -> torch.device:
@@ -52,6 +54,10 @@ def initialize_distributed(config: TrainConfig, identity: dict[str, Any]) -> tor
         pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=config.parallel.virtual_pipeline_model_parallel_size,
         context_parallel_size=config.parallel.context_parallel_size,
+        expert_model_parallel_size=config.parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=config.parallel.expert_tensor_parallel_size,
+        num_distributed_optimizer_instances=config.parallel.num_distributed_optimizer_instances,
+        order=_RANK_ORDER[config.parallel.use_tp_pp_dp_mapping],
     )
     return device
 
@@ -100,7 +106,7 @@ def build_model(config: TrainConfig, provider: ModelProvider, device: torch.devi
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         chunks.append(chunk.to(device))
     _print_num_parameters(chunks)
-    if config.model.bf16:
+    if config.model.bf16 or config.model.fp16:
         chunks = [Float16Module(chunk.config, chunk) for chunk in chunks]
     wrapped = [_wrap(config, chunk, is_first=place == 0) for place, chunk in enumerate(chunks)]
     if config.steps.data_parallel_random_init:
@@ -130,8 +136,12 @@ def count_parameters(model: list[Any]) -> int:
 
     Collective: every rank calls it.
     """
-    is_first_tensor_rank = parallel_state.get_tensor_model_parallel_rank() == 0
-    first_replica = {
+    # By whether a parameter is dense: experts are spread over groups of their own.
+    is_first_tensor_rank = {
+        True: parallel_state.get_tensor_model_parallel_rank() == 0,
+        False: parallel_state.get_expert_tensor_parallel_rank() == 0,
+    }
+    is_first_replica = {
         True: parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0,
         False: parallel_state.get_expert_data_parallel_rank() == 0,
     }
@@ -139,8 +149,9 @@ def count_parameters(model: list[Any]) -> int:
     for parameter in (parameter for chunk in model for parameter in chunk.parameters()):
         is_dense = getattr(parameter, "allreduce", True)
         is_split = getattr(parameter, "tensor_model_parallel", False)
-        if first_replica[is_dense] and param_is_not_shared(parameter):
-            count += parameter.numel() if is_split or is_first_tensor_rank or not is_dense else 0
+        is_own = is_first_replica[is_dense] and param_is_not_shared(parameter)
+        if is_own and (is_split or is_first_tensor_rank[is_dense]):
+            count += parameter.numel()
     total = torch.tensor([count], dtype=torch.int64, device=next(model[0].parameters()).device)
     dist.all_reduce(total)
     return int(total.item())
@@ -154,6 +165,8 @@ def _wrap(config: TrainConfig, chunk: Any, *, is_first: bool) -> Any:
         overlap_grad_reduce=options.overlap_grad_reduce,
         overlap_param_gather=options.overlap_param_gather,
         use_distributed_optimizer=options.use_distributed_optimizer,
+        num_distributed_optimizer_instances=options.num_distributed_optimizer_instances,
+        fp8_param_gather=options.fp8_param_gather,
         check_for_nan_in_grad=config.steps.check_for_nan_in_loss_and_grad,
         bucket_size=options.ddp_bucket_size or max(40_000_000, 1_000_000 * options.world_size),
     )

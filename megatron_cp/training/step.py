@@ -20,6 +20,7 @@ from megatron_cp.data.batch import PlannedBatch
 from megatron_cp.data.loader import PackedLoader
 from megatron_cp.mcore.loss import LOSS_NAME
 from megatron_cp.training.config import TrainConfig
+from megatron_cp.training.logging.auxiliary import auxiliary_losses
 from megatron_cp.training.logging.timers import Timers
 
 ForwardStep = Callable[[TrainConfig, PlannedBatch, Any, torch.device], tuple[Any, Any]]
@@ -32,11 +33,15 @@ class StepResult:
     On the last pipeline stage alone.
     """
 
+    num_packs: int
     loss: float | None
     valid_tokens: int
     grad_norm: float | None
     num_zeros: int | None
     updated: bool
+    loss_scale: float
+    auxiliary: dict[str, float]
+    """Further losses by name, means over the micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -116,14 +121,18 @@ def train_step(
     runner.timers("optimizer").start(barrier=config.records.barrier_with_L1_time)
     updated, grad_norm, num_zeros = optimizer.step()
     runner.timers("optimizer").stop()
+    num_packs = len(batches) * config.steps.micro_batch_size * config.parallel.data_parallel_size
     if updated:
-        scheduler.step(increment=config.steps.global_batch_size)
+        scheduler.step(increment=num_packs)
     return StepResult(
+        num_packs=num_packs,
         loss=loss,
         valid_tokens=tokens,
         grad_norm=None if grad_norm is None else float(grad_norm),
         num_zeros=None if num_zeros is None else int(num_zeros),
         updated=bool(updated),
+        loss_scale=float(optimizer.get_loss_scale()),
+        auxiliary=auxiliary_losses(config, len(batches)),
     )
 
 
@@ -159,20 +168,23 @@ def evaluate(
 
 
 def params_norm(model: list[Any]) -> float:
-    """L2 norm of all parameters, each counted once. Collective: every rank calls it."""
+    """Returns the L2 norm of all parameters, each counted once. Collective: every rank calls it."""
     from megatron.core.transformer.module import param_is_not_shared
 
-    squares = torch.zeros((), dtype=torch.float64)
-    tp_rank = parallel_state.get_tensor_model_parallel_rank()
-    for chunk in model:
-        for parameter in chunk.parameters():
-            split = getattr(parameter, "tensor_model_parallel", False)
-            if param_is_not_shared(parameter) and (split or tp_rank == 0):
-                squares += parameter.detach().double().square().sum().cpu()
-    group = parallel_state.get_model_parallel_group()
-    on_device = squares.to(next(model[0].parameters()).device)
-    dist.all_reduce(on_device, group=group)
-    return float(on_device.sqrt())
+    device = next(model[0].parameters()).device
+    dense, experts = torch.zeros(2, dtype=torch.float64, device=device).unbind()
+    first = {
+        True: parallel_state.get_tensor_model_parallel_rank() == 0,
+        False: parallel_state.get_expert_tensor_parallel_rank() == 0,
+    }
+    for parameter in (parameter for chunk in model for parameter in chunk.parameters()):
+        is_dense = getattr(parameter, "allreduce", True)
+        is_split = getattr(parameter, "tensor_model_parallel", False)
+        if param_is_not_shared(parameter) and (is_split or first[is_dense]):
+            (dense if is_dense else experts).add_(parameter.detach().double().square().sum())
+    dist.all_reduce(dense, group=parallel_state.get_model_parallel_group())
+    dist.all_reduce(experts, group=parallel_state.get_expert_tensor_model_pipeline_parallel_group())
+    return float((dense + experts).sqrt())
 
 
 @contextmanager

@@ -79,7 +79,7 @@ def _rope_to_config(arguments: Arguments) -> dict[str, Any]:
 ROPE = Setting(keys=_ROPE_KEYS, to_arguments=_rope_from_config, to_config=_rope_to_config)
 
 _YARN = {
-    "factor": "yarn_rotary_scaling_factor",
+    "factor": "rotary_scaling_factor",
     "beta_fast": "yarn_beta_fast",
     "beta_slow": "yarn_beta_slow",
     "original_max_position_embeddings": "yarn_original_max_position_embeddings",
@@ -99,8 +99,8 @@ def _yarn_from_config(config: Config) -> Arguments:
         "rotary_percent": 1.0,
         "use_rope_scaling": False,
         **{argument: said[name] for name, argument in _YARN.items()},
-        "yarn_mscale": None,
-        "yarn_mscale_all_dim": None,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.0,
     }
 
 

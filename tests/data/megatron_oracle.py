@@ -60,3 +60,95 @@ def split_matrix(split):
     from megatron.core.datasets import blended_megatron_dataset_config as config
 
     return config.convert_split_vector_to_split_matrix(config.parse_and_normalize_split(split))
+
+
+@asked_elsewhere
+def blend_of_words(words):
+    """Returns Megatron's (prefixes, weights or None) of a --data-path; None where it refuses."""
+    from megatron.core.datasets.utils import get_blend_from_list
+
+    try:
+        return get_blend_from_list(words)
+    except AssertionError:
+        return None
+
+
+@asked_elsewhere
+def blending_order(weights, size):
+    """Returns the corpus of each of the first `size` samples of a blend."""
+    import numpy as np
+    from megatron.core.datasets import helpers
+
+    corpus, sample = np.zeros(size, dtype=np.int16), np.zeros(size, dtype=np.int64)
+    helpers.build_blending_indices(corpus, sample, np.array(weights), len(weights), size, False)
+    return corpus.tolist()
+
+
+@asked_elsewhere
+def ramped_sizes(start, increment, packs, final, consumed):
+    """Returns Megatron-Core's global batch size of a ramp at each number of packs consumed."""
+    from megatron.core.num_microbatches_calculator import (
+        RampupBatchsizeNumMicroBatchesCalculator,
+    )
+
+    sizes = []
+    for count in consumed:
+        calculator = RampupBatchsizeNumMicroBatchesCalculator(
+            final, 1, 1, False, 1, start, increment, packs
+        )
+        calculator.update(count, consistency_check=False)
+        sizes.append(calculator.get_current_global_batch_size())
+    return sizes
+
+
+class Tokens:
+    """A tokenizer for Megatron's datasets: no text, no padding."""
+
+    vocab_size = 100_000
+
+    def __init__(self, eod):
+        self.eod = eod
+        self.unique_identifiers = {"class": "Tokens", "eod": eod}
+
+
+@asked_elsewhere
+def gpt_samples(which, sizes, count, cache, **config):
+    """Returns (length, first `count` samples as lists) of a split by Megatron's own datasets."""
+    import torch.distributed as dist
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    tokenizer = Tokens(config.pop("eod"))
+    settings = GPTDatasetConfig(path_to_cache=str(cache), tokenizer=tokenizer, **config)
+    try:
+        splits = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, settings).build()
+    finally:
+        dist.destroy_process_group()
+    samples = splits[which]
+    keys = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
+    return len(samples), [
+        {key: samples[i][key].squeeze(0).tolist() for key in keys} for i in range(count)
+    ]
+
+
+@asked_elsewhere
+def token_ids(library, path, texts, **settings):
+    """Returns (eod, pad, vocab_size, ids of each text) of a tokenizer of Megatron-Core."""
+    from megatron.core.tokenizers import MegatronTokenizer
+
+    tokenizer = MegatronTokenizer.from_pretrained(
+        tokenizer_path=str(path), metadata_path={"library": library}, **settings
+    )
+    ids = [[int(i) for i in tokenizer.tokenize(text)] for text in texts]
+    return tokenizer.eod, tokenizer.pad, tokenizer.vocab_size, ids
+
+
+@asked_elsewhere
+def tiktoken_patterns():
+    """Returns Megatron's patterns v1 and v2."""
+    from megatron.core.tokenizers.text.libraries import tiktoken_tokenizer as library
+
+    return {"v1": library._PATTERN_TIKTOKEN_V1, "v2": library._PATTERN_TIKTOKEN_V2}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_cp.data.balance import assign_packs, deal_by_cost
+from megatron_cp.data.balance import assign_in_order, assign_packs, deal_by_cost
 
 
 @st.composite
@@ -52,3 +52,12 @@ def test_batches_that_cannot_be_dealt_evenly_are_refused():
         assign_packs([1] * 6, dp_size=4, micro_batch_size=1)
     with pytest.raises(ValueError, match="num_groups=4 must divide the 6 packs"):
         deal_by_cost([1] * 6, 4)
+
+
+@given(problems())
+def test_in_order_every_micro_batch_of_all_ranks_takes_the_next_packs(problem):
+    costs, dp_size, num_microbatches, size = problem
+    plan = assign_in_order(len(costs), dp_size=dp_size, micro_batch_size=size)
+    assert [[len(m) for m in rank] for rank in plan] == [[size] * num_microbatches] * dp_size
+    by_step = [pack for step in zip(*plan, strict=True) for rank in step for pack in rank]
+    assert by_step == list(range(len(costs)))

@@ -46,6 +46,8 @@ def oracle(documents, pack, config):
             leaks = prefix == -1 or i + 1 < prefix
         else:
             leaks = False
+        if config.labels_cross_documents or not config.reset_attention_mask:
+            label = None
             if row + 1 < len(places):
                 label = tokens[row + 1]
             elif pack.following is not None:
@@ -71,6 +73,7 @@ def cases(draw):
         reset_position_ids=draw(flags),
         reset_attention_mask=reset,
         eod_mask_loss=draw(flags),
+        labels_cross_documents=draw(flags),
         eod_token=EOD,
     )
     policy = draw(st.sampled_from(["split", "keep"]))

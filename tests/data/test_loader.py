@@ -13,6 +13,8 @@ import pytest
 
 from megatron_cp.config import CPConfig
 from megatron_cp.data.batch import BatchConfig, PlanRequest
+from megatron_cp.data.blend import open_blend
+from megatron_cp.data.blend_sources import parse_blend
 from megatron_cp.data.loader import LoaderConfig, PackedLoader
 from megatron_cp.data.packing import PackingConfig
 from tests.data.corpora import write_corpus
@@ -83,6 +85,57 @@ def packs_of_step(documents, config, dp_size, state=None):
                 ]
             states.append(loader.state_dict())
     return sorted(packs), states
+
+
+@pytest.fixture(scope="module")
+def blend(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("blend")
+    for name, lengths in (("a", [5, 40, 9]), ("b", [16] * 8)):
+        write_corpus(folder / name, lengths)
+    return open_blend(parse_blend(["2", str(folder / "a"), "1", str(folder / "b")]))
+
+
+@pytest.mark.parametrize("packing", ["split", "keep"])
+def test_a_blend_is_resumed_exactly_with_any_number_of_ranks(blend, packing):
+    config = changed(policy=packing)
+    packs, states = packs_of_step(blend, config, 1)
+    expected, _ = packs_of_step(blend, config, 1, states[0])
+    for dp_size in (2, 4):
+        assert packs_of_step(blend, config, dp_size)[0] == packs
+        resumed, _ = packs_of_step(blend, config, dp_size, json.loads(json.dumps(states[0])))
+        assert resumed == expected
+
+
+def test_a_blend_and_one_of_its_corpora_refuse_each_other_s_state(blend):
+    with PackedLoader(blend, CONFIG) as mixed, PackedLoader(blend.corpora[0], CONFIG) as alone:
+        for first, second in ((mixed, alone), (alone, mixed)):
+            with pytest.raises(ValueError, match="corpus="):
+                first.load_state_dict(second.state_dict())
+
+
+def test_a_state_of_the_first_version_is_taken_up(tmp_path):
+    """Keys and values as written by runs from before there were blends."""
+    documents = write_corpus(tmp_path / "c", [10, 10, 10])
+    config = config_of(seq_length=4, global_batch_size=2, shuffle=False)
+    state = {
+        "version": 1,
+        "corpus": documents.digest(),
+        "seq_length": 4,
+        "packing": "split",
+        "seed": 1234,
+        "shuffle": False,
+        "keep_buffer": 0,
+        "epoch": 0,
+        "cursor": 1,
+        "carry": [[0, 8, 10]],
+        "consumed_samples": 2,
+    }
+    with PackedLoader(documents, config) as loader:
+        first = [next(loader).batch.tokens.tolist() for _ in range(2)]
+        assert loader.state_dict() == state
+        loader.load_state_dict(state)
+        assert next(loader).batch.tokens.tolist() == [1008, 1009, 2000, 2001]
+    assert sorted(first) == [[1000, 1001, 1002, 1003], [1004, 1005, 1006, 1007]]
 
 
 @pytest.mark.parametrize("packing", ["split", "keep"])

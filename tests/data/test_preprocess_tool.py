@@ -7,7 +7,7 @@ import pytest
 
 from megatron_cp.data.document_set import open_documents
 from megatron_cp.data.indexed import IndexedDataset
-from megatron_cp.data.tokenizer import ByteLevelTokenizer, build_tokenizer
+from megatron_cp.data.tokenizer import ByteLevelTokenizer, HuggingFaceTokenizer
 from tools import preprocess_data
 
 BYTES = ["--tokenizer-type", "ByteLevel"]
@@ -72,7 +72,7 @@ def test_a_trained_vocabulary_encodes_the_corpus(tmp_path):
     tokenizer_flags = ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", model)
     paths = ("--input", tmp_path, "--patterns", "*.py", "--output-prefix", tmp_path / "o")
     assert run(*paths, *tokenizer_flags, "--train-bpe", 300) == 0
-    tokenizer = build_tokenizer("HuggingFaceTokenizer", str(model))
+    tokenizer = HuggingFaceTokenizer(model)
     dataset = IndexedDataset(tmp_path / "o_text_document")
     assert dataset.dtype == np.uint16
     names = sorted(f"doc{i}.py" for i in range(20))
@@ -117,7 +117,7 @@ def test_nothing_is_written_when_nothing_can_be_read(tmp_path, capsys):
         (["--tokenizer-type", "ByteLevel", "--log-interval", "0"], "--log-interval 0 must be"),
         (["--tokenizer-type", "ByteLevel", "--max-document-mib", "0"], "--max-document-mib 0 must"),
         (["--tokenizer-type", "ByteLevel", "--workers", "0"], "--workers 0 must be at least 1"),
-        (["--tokenizer-type", "TikTokenizer"], "choose from"),
+        (["--tokenizer-type", "BertWordPieceCase"], "choose from"),
         ([], "--tokenizer-type"),
     ],
 )

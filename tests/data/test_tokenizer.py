@@ -8,10 +8,17 @@ from hypothesis import strategies as st
 
 from megatron_cp.data.tokenizer import (
     ByteLevelTokenizer,
+    GPT2BPETokenizer,
     HuggingFaceTokenizer,
+    TokenizerFiles,
     build_tokenizer,
     train_byte_level_bpe,
 )
+
+
+def model(path):
+    return TokenizerFiles(tokenizer_model=str(path))
+
 
 TEXTS = ["def attention(q, k, v):\n    return softmax(q @ k.T) @ v\n" * 3, "Größe 尺寸 📐\x00"] * 4
 
@@ -46,8 +53,8 @@ def test_a_trained_byte_level_bpe_round_trips_every_text(bpe_file, text):
 
 
 def test_a_tokenizer_may_be_named_by_its_directory(bpe_file):
-    by_file = build_tokenizer("HuggingFaceTokenizer", str(bpe_file))
-    by_folder = build_tokenizer("HuggingFaceTokenizer", str(bpe_file.parent))
+    by_file = build_tokenizer("HuggingFaceTokenizer", model(bpe_file))
+    by_folder = build_tokenizer("HuggingFaceTokenizer", model(bpe_file.parent))
     assert by_file.unique_identifiers == by_folder.unique_identifiers
     assert by_file.tokenize("attention") == by_folder.tokenize("attention")
     assert (by_file.eod, by_file.pad) == (0, 1)
@@ -70,14 +77,14 @@ def test_a_vocabulary_without_end_token_is_refused(bpe_file, tmp_path):
 
 def test_names_on_a_hub_and_broken_files_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="not downloaded"):
-        build_tokenizer("HuggingFaceTokenizer", "openai-community/gpt2")
+        build_tokenizer("HuggingFaceTokenizer", model("openai-community/gpt2"))
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="is not a tokenizers file"):
         HuggingFaceTokenizer(tmp_path)
     with pytest.raises(ValueError, match="--tokenizer-model"):
         build_tokenizer("HuggingFaceTokenizer")
-    with pytest.raises(ValueError, match="tokenizer_type='TikTokenizer' must be one of"):
-        build_tokenizer("TikTokenizer")
+    with pytest.raises(ValueError, match="tokenizer_type='BertWordPieceCase' must be one"):
+        build_tokenizer("BertWordPieceCase")
 
 
 def test_ids_of_another_tokenizer_are_refused():
@@ -100,7 +107,9 @@ def gpt2_files(bpe_file, tmp_path_factory):
 def test_gpt_2s_two_files_give_the_ids_of_the_same_tokenizer_in_one_file(
     bpe_file, gpt2_files, text
 ):
-    two = build_tokenizer("GPT2BPETokenizer", vocab_file=gpt2_files[0], merge_file=gpt2_files[1])
+    two = build_tokenizer(
+        "GPT2BPETokenizer", TokenizerFiles(vocab_file=gpt2_files[0], merge_file=gpt2_files[1])
+    )
     one = HuggingFaceTokenizer(bpe_file)
     assert two.tokenize(text) == one.tokenize(text)
     assert two.detokenize(two.tokenize(text)) == text
@@ -110,16 +119,12 @@ def test_gpt_2s_two_files_give_the_ids_of_the_same_tokenizer_in_one_file(
 def test_files_that_are_not_gpt_2s_are_refused(gpt2_files, tmp_path):
     vocab, merges = gpt2_files
     with pytest.raises(ValueError, match="--vocab-file PATH and --merge-file PATH"):
-        build_tokenizer("GPT2BPETokenizer", vocab_file=vocab)
+        build_tokenizer("GPT2BPETokenizer", TokenizerFiles(vocab_file=vocab))
     with pytest.raises(FileNotFoundError, match=r"--merge-file .* does not exist"):
-        build_tokenizer("GPT2BPETokenizer", vocab_file=vocab, merge_file="/nowhere")
+        build_tokenizer("GPT2BPETokenizer", TokenizerFiles(vocab_file=vocab, merge_file="/nowhere"))
     with pytest.raises(ValueError, match=r"are not GPT-2's vocab\.json"):
-        build_tokenizer("GPT2BPETokenizer", vocab_file=merges, merge_file=merges)
+        build_tokenizer("GPT2BPETokenizer", TokenizerFiles(vocab_file=merges, merge_file=merges))
     (tmp_path / "v.json").write_text('{"a": 0}')
     (tmp_path / "m.txt").write_text("#version: 0.2\n")
     with pytest.raises(ValueError, match=r"has no <.endoftext.>"):
-        build_tokenizer(
-            "GPT2BPETokenizer",
-            vocab_file=str(tmp_path / "v.json"),
-            merge_file=str(tmp_path / "m.txt"),
-        )
+        GPT2BPETokenizer(tmp_path / "v.json", tmp_path / "m.txt")

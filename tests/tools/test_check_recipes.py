@@ -20,9 +20,9 @@ RECIPES = [
     {
         "name": "refused",
         "world_size": 2,
-        "argv": [*SMALL_RUN, "--num-experts", "8", "--context-parallel-size", "4"],
+        "argv": [*SMALL_RUN, "--moe-latent-size", "8", "--context-parallel-size", "3"],
     },
-    {"name": "also refused", "world_size": 1, "argv": [*SMALL_RUN, "--num-experts", "4"]},
+    {"name": "also refused", "world_size": 1, "argv": [*SMALL_RUN, "--moe-latent-size", "4"]},
 ]
 
 
@@ -35,22 +35,41 @@ def write(tmp_path: Path, content: object) -> Path:
 def test_recipes_are_accepted_noted_or_refused_for_every_reason(tmp_path: Path, capsys):
     assert check_recipes.main([str(write(tmp_path, {"recipes": RECIPES}))]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "plain: accepted"
-    assert lines[1] == "noted: accepted with notes"
+    assert lines[0] == "plain: accepted on 1 ranks"
+    assert lines[1] == "noted: accepted with notes on 2 ranks"
     assert lines[2].startswith("    --use-mcore-models changes nothing here")
-    assert lines[3] == "refused: refused"
-    assert lines[4].startswith("    --num-experts is an argument of Megatron-LM")
+    assert lines[3] == "refused: refused on 2 ranks"
+    assert lines[4].startswith("    --moe-latent-size is an argument of Megatron-LM")
     assert lines[5].startswith("    world size 2 must be a multiple")
     table = lines.index("recipes  alone  reason")
-    assert lines[table + 1].split()[:3] == ["2", "1", "--num-experts"]
+    assert lines[table + 1].split()[:3] == ["2", "1", "--moe-latent-size"]
     assert lines[table + 2].split()[:3] == ["1", "0", "world"]
     assert lines[-2] == "2 of 4 recipes accepted, 1 of them with notes; 2 refused."
     assert lines[-1].startswith("1 recipes leave Megatron-LM's attention dropout")
 
 
+def test_experts_get_the_ranks_they_need_and_shell_words_are_expanded(tmp_path: Path, capsys):
+    experts = [
+        "--num-experts",
+        "4",
+        "--expert-model-parallel-size",
+        "4",
+        "--global-batch-size",
+        "4",
+    ]
+    modules = ["--moe-grouped-gemm", "--bf16", "--recompute-granularity", "selective"]
+    modules += ["--recompute-modules", "[moe_act", "mlp]", "--seed", "${REPEAT}"]
+    recipe = {"name": "experts", "world_size": 2, "argv": [*SMALL_RUN, *experts, *modules]}
+    path = write(tmp_path, {"recipes": [recipe]})
+    check_recipes.main([str(path)])
+    assert capsys.readouterr().out.splitlines()[0] == "experts: accepted on 4 ranks"
+    check_recipes.main([str(path), "--here"])
+    assert "moe_act needs --moe-grouped-gemm" in capsys.readouterr().out
+
+
 def test_another_number_of_ranks_can_be_judged(tmp_path: Path, capsys):
     path = write(tmp_path, {"recipes": [RECIPES[2]]})
-    check_recipes.main([str(path), "--world-size", "4"])
+    check_recipes.main([str(path), "--world-size", "3"])
     assert "world size" not in capsys.readouterr().out
 
 

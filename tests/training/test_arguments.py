@@ -3,20 +3,18 @@
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron_cp.training.arguments import (
     build_parser,
-    judge_arguments,
     known_flags,
     parse_arguments,
 )
 from megatron_cp.training.arguments.flags import _layers
+from megatron_cp.training.arguments.stages import stages_of
 from tests.training.commands import DATA, MODEL, SMALL_RUN, STEPS
+from tests.training.verdicts import parse, refusal
 
 # What Megatron-LM core_v0.19.0's own parser answered, flag by flag.
 MEGATRON = json.loads((Path(__file__).parent / "megatron_defaults.json").read_text())
@@ -30,28 +28,6 @@ OUR_DEFAULTS = {
     "--no-load-optim": False,
     "--no-load-rng": False,
 }
-
-
-def parse(*flags: str, world_size: int = 1, rank: int = 0):
-    """The completed arguments, and the notes, of a command line that is accepted."""
-    environment = {"WORLD_SIZE": str(world_size), "RANK": str(rank)}
-    config = parse_arguments(flags, environment)
-    return SimpleNamespace(**config.arguments, notes=config.notes)
-
-
-def refusals(capsys, *flags: str, world_size: int = 1, rank: int = 0) -> list[str]:
-    with pytest.raises(SystemExit) as stop:
-        parse(*flags, world_size=world_size, rank=rank)
-    assert stop.value.code == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert all(line.startswith("pretrain_gpt.py: error: ") for line in lines)
-    return [line.removeprefix("pretrain_gpt.py: error: ") for line in lines]
-
-
-def refusal(capsys, *flags: str, world_size: int = 1, rank: int = 0) -> str:
-    lines = refusals(capsys, *flags, world_size=world_size, rank=rank)
-    assert len(lines) == 1, "one fault is one line"
-    return lines[0]
 
 
 @pytest.mark.parametrize("flag", sorted(MEGATRON))
@@ -121,12 +97,10 @@ def test_an_old_switch_against_positions_changes_nothing_with_rotary_ones(capsys
 @pytest.mark.parametrize(
     ("flags", "name", "advice"),
     [
-        (["--num-experts", "8"], "--num-experts", "gpt_layer_spec"),
-        (["--moe-router-topk", "2"], "--moe-router-topk", "gpt_layer_spec"),
-        (["--multi-latent-attention"], "--multi-latent-attention", "gpt_layer_spec"),
-        (["--fp16"], "--fp16", "loss scaling"),
-        (["--fp8-param-gather"], "--fp8-param-gather", "16 bits"),
-        (["--cp-comm-type", "p2p"], "--cp-comm-type", "--cp-planner"),
+        (["--moe-latent-size", "8"], "--moe-latent-size", "gpt_layer_spec"),
+        (["--mtp-standalone"], "--mtp-standalone", "--mtp-num-layers"),
+        (["--use-mup"], "--use-mup", "gpt_layer_spec"),
+        (["--linear-attention-freq", "3"], "--linear-attention-freq", "softmax"),
         (["--rampup-batch-size", "1", "1", "1"], "--rampup-batch-size", "constant"),
         (["--use-megatron-fsdp"], "--use-megatron-fsdp", "--use-distributed-optimizer"),
     ],
@@ -147,6 +121,30 @@ def test_the_engine_is_the_local_one_on_a_cpu_and_an_error_on_a_gpu_without_it(c
     assert "--transformer-impl local" in refusal(capsys, *SMALL_RUN, *wish)
 
 
+def test_a_layout_of_stages_is_written_out_as_megatron_does():
+    assert stages_of("Et*3|(tt|)*2mL") == ["Ettt", "tt", "tt", "mL"]
+    assert stages_of("E,t*2|t,L") == ["Ett", "tL"]
+    flags = ["--num-layers", "7", "--pipeline-model-parallel-layout", "Et*3|(tt|)*2L"]
+    args = parse(*SMALL_RUN, *flags, "--pipeline-model-parallel-size", "2", world_size=2)
+    assert args.virtual_pipeline_model_parallel_size == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "chunks"),
+    [
+        (["--decoder-first-pipeline-num-layers", "1"], None),
+        (["--num-virtual-stages-per-pipeline-rank", "2", "--num-layers", "8"], 2),
+        (
+            ["--account-for-loss-in-pipeline-split", "--account-for-embedding-in-pipeline-split"],
+            None,
+        ),
+    ],
+)
+def test_uneven_stages_are_accepted(flags: list[str], chunks: int | None):
+    base = [*SMALL_RUN, "--num-layers", "4", "--pipeline-model-parallel-size", "2", *flags]
+    assert parse(*base, world_size=2).virtual_pipeline_model_parallel_size == chunks
+
+
 def test_an_unknown_flag_is_refused_with_the_nearest_known_one(capsys):
     line = refusal(capsys, *SMALL_RUN, "--contxt-parallel-size", "2")
     assert "--contxt-parallel-size is unknown" in line
@@ -164,156 +162,11 @@ def test_every_rank_refuses_a_wrong_world_size_with_the_same_line(capsys, rank: 
     assert "1 x 2 x 1 = 2" in line
 
 
-BAD = [
-    (["--attention-dropout", "0.1"], "--attention-dropout"),
-    (["--hidden-dropout", "1.5"], "--hidden-dropout"),
-    (["--num-attention-heads", "5"], "--kv-channels"),
-    (["--num-query-groups", "3"], "--num-query-groups"),
-    (["--global-batch-size", "3", "--micro-batch-size", "2"], "--global-batch-size"),
-    (["--train-samples", "10"], "exactly one"),
-    (["--train-iters", "0"], "--train-iters"),
-    (["--lr-warmup-iters", "4"], "warm-up"),
-    (["--lr-warmup-samples", "1"], "--lr-warmup-samples"),
-    (["--lr-decay-style", "WSD"], "--lr-wsd-decay-iters"),
-    (["--min-lr", "1"], "--min-lr"),
-    (["--lr", "nothing"], "--lr"),
-    (["--clip-grad", "-1"], "--clip-grad"),
-    (["--weight-decay-incr-style", "linear"], "--start-weight-decay"),
-    (["--max-position-embeddings", "16"], "--max-position-embeddings"),
-    (["--overlap-param-gather"], "--use-distributed-optimizer"),
-    (["--recompute-granularity", "full"], "--recompute-method"),
-    (["--save-interval", "2"], "--save"),
-    (["--ckpt-step", "2"], "--load"),
-    (["--wandb-exp-name", ""], "--wandb-exp-name"),
-    (["--spec", "os", "system"], "--allow-custom-spec"),
-    (["--spec", "os"], "--spec"),
-    (["--data-path", "a", "b"], "sources"),
-    (["--num-layers", "0"], "--num-layers"),
-    (["--eval-interval", "0"], "--eval-interval"),
-    (["--ckpt-format", "zarr"], "--ckpt-format"),
-    (["--ckpt-format", "torch", "--async-save"], "--async-save"),
-    (["--exit-signal", "SIGKILL"], "--exit-signal"),
-    (["--profile"], "--run-dir"),
-    (["--profile", "--run-dir", "x", "--profile-step-end", "10"], "--profile-step-end"),
-    (["--profile", "--run-dir", "x", "--profile-ranks", "0", "1"], "--profile-ranks 1"),
-    (["--dist-ckpt-strictness", "none"], "choose one of assume_ok_unexpected"),
-    (["stray"], "stray"),
-    (["--cp-backend", "magic"], "--cp-backend"),
-    (["--grad-reduce-in-bf16"], "--bf16"),
-    (["--vocab-file=v.json"], "--merge-file"),
-    (["--tokenizer-type", "GPT2BPETokenizer"], "--vocab-file and --merge-file"),
-    (
-        ["--merge-file", "m", "--tokenizer-type", "HuggingFaceTokenizer"],
-        "--tokenizer-type GPT2BPETokenizer",
-    ),
-    (["--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te"], "impl native"),
-    (["--fp8-format", "hybrid"], "fp8='hybrid' computes linear layers in Transformer Engine"),
-    *(
-        ([flag, value], f"{flag} {value}")
-        for flag, values in {
-            "--seq-length": ["1"],
-            "--ffn-hidden-size": ["0", "-64"],
-            "--kv-channels": ["0", "15"],
-            "--norm-epsilon": ["0.0", "nan"],
-            "--init-method-std": ["0.0", "nan", "inf"],
-            "--rotary-base": ["0"],
-            "--rotary-percent": ["0.0", "1.5", "nan"],
-            "--rope-scaling-factor": ["0.0"],
-            "--ddp-bucket-size": ["0", "-1"],
-            "--plan-batches": ["0"],
-            "--seed": ["-1"],
-            "--lr": ["inf", "nan", "-1.0"],
-            "--lr-decay-iters": ["0"],
-            "--weight-decay": ["nan", "-0.1", "inf"],
-            "--clip-grad": ["nan", "-1.0"],
-            "--adam-eps": ["0.0", "-1.0", "nan"],
-            "--sgd-momentum": ["1.0"],
-            "--window-attn-skip-freq": ["0", "[1]", "[1, 2]"],
-            "--recompute-modules": ["everything"],
-            "--recompute-num-layers": ["0", "3"],
-        }.items()
-        for value in values
-    ),
-]
-
-
-@pytest.mark.parametrize(("flags", "named"), BAD, ids=lambda value: " ".join(value)[:40])
-def test_bad_input_is_one_line_that_names_the_flag(capsys, flags: list[str], named: str):
-    assert named in refusal(capsys, *SMALL_RUN, *flags)
-
-
 @pytest.mark.parametrize("missing", ["--num-layers", "--seq-length", "--micro-batch-size", "--lr"])
 def test_a_missing_required_flag_is_named(capsys, missing: str):
     flags = [*MODEL, *DATA, *STEPS]
     place = flags.index(missing)
     assert missing in refusal(capsys, *flags[:place], *flags[place + 2 :])
-
-
-# Faults that do not follow from one another, and what the line about each begins with.
-FAULTS = {
-    ("--num-experts", "8"): "--num-experts is an argument of Megatron-LM",
-    ("--fp16",): "--fp16 is an argument of Megatron-LM",
-    ("--context-paralel-size", "2"): "--context-paralel-size is unknown",
-    ("--lr", "nothing"): "argument --lr: invalid float value: 'nothing'",
-    ("--cp-backend", "magic"): "argument --cp-backend: invalid choice: 'magic'",
-    ("--attention-dropout", "0.1"): "--attention-dropout 0.1 is not served",
-    ("--clip-grad", "-1"): "--clip-grad -1.0 must be finite",
-    ("--num-query-groups", "3"): "--num-attention-heads 4 must be a multiple of --num-query-groups",
-    ("--max-position-embeddings", "16"): "--max-position-embeddings 16 must be at least",
-    ("--recompute-modules", "all"): "--recompute-modules all must be one of",
-    ("--train-samples", "10"): "give exactly one of --train-iters",
-    ("--save-interval", "2"): "--save-interval needs --save",
-    ("--spec", "os"): "--spec os must be",
-    ("--weight-decay-incr-style", "linear"): "--weight-decay-incr-style linear needs",
-    ("--wandb-exp-name", ""): "--wandb-exp-name is empty",
-}
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.sets(st.sampled_from(sorted(FAULTS)), min_size=1))
-def test_every_reason_is_one_line_and_none_hides_another(chosen):
-    words = [word for flags in chosen for word in flags]
-    _, reasons = judge_arguments([*SMALL_RUN, *words], {})
-    assert reasons == sorted(reasons)
-    assert len(reasons) == len(chosen)
-    for flags in chosen:
-        assert sum(reason.startswith(FAULTS[flags]) for reason in reasons) == 1
-
-
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        (["--num-layers", "x", "--window-attn-skip-freq", "[1]"], "--num-layers"),
-        (["--hidden-size", "-8"], "--hidden-size"),
-        (["--tensor-model-parallel-size", "0"], "--tensor-model-parallel-size"),
-        (["--micro-batch-size", "x"], "--micro-batch-size"),
-        (["--seq-length", "1", "--max-position-embeddings", "1"], "--seq-length"),
-        (["--optimizer", "muon"], "--optimizer"),
-        (["--pipeline-model-parallel-layout", "Et|tL", "--num-layers", "3"], "-layout"),
-    ],
-)
-def test_what_only_follows_from_a_reason_is_left_out(capsys, flags: list[str], named: str):
-    assert named in refusal(capsys, *SMALL_RUN, *flags)
-
-
-def test_a_misspelt_flag_is_not_reported_as_missing_too(capsys):
-    flags = [*MODEL, *DATA, *STEPS]
-    flags[flags.index("--lr")] = "--lrr"
-    assert "--lrr is unknown" in refusal(capsys, *flags)
-
-
-def test_an_empty_command_line_names_everything_that_has_no_default(capsys):
-    lines = refusals(capsys)
-    for flag in ("--num-layers", "--hidden-size", "--seq-length", "--micro-batch-size", "--lr"):
-        assert f"{flag} is missing; it has no default" in lines
-
-
-def test_all_reasons_are_printed_in_one_write(monkeypatch):
-    writes = []
-    monkeypatch.setattr("sys.stderr.write", writes.append)
-    with pytest.raises(SystemExit):
-        parse(*SMALL_RUN, "--fp16", "--nvtx-ranges", "--lr", "-1")
-    assert [text.count("\n") for text in writes] == [3]
 
 
 def test_judging_opens_no_file(monkeypatch):
@@ -375,8 +228,8 @@ def test_leaving_a_flag_out_is_advised_only_where_no_result_depends_on_it():
         if "leave it out" in (known_flags.refusal(name) or "")
     }
     harmless = re.compile(
-        r"(hierarchical|hybrid)-context-parallel|max-seqlen-per-dp-cp-rank|tp-comm-|(enable-)?cuda-graph"
-        r"|profile|(use-)?pytorch-profiler|nvtx-ranges|check-weight-hash|verify-integrity|test-mode"
+        r"hybrid-context-parallel|max-seqlen-per-dp-cp-rank|tp-comm-"
+        r"|profile|(use-)?pytorch-profiler|nvtx-ranges|check-weight-hash|verify-integrity"
         r"|memory-snapshot-path|record-memory-history"
     )
     assert advised and all(harmless.match(name) for name in advised)
@@ -384,11 +237,8 @@ def test_leaving_a_flag_out_is_advised_only_where_no_result_depends_on_it():
     assert not [text for text in texts if "drop the flag" in text]
     for name in (
         "openai-gelu",
-        "rotary-interleaved",
-        "data-args-path",
-        "sft",
         "rampup-batch-size",
-        "fp16",
+        "use-mup",
     ):
         assert "--spec megatron_cp.mcore.spec gpt_layer_spec" in known_flags.refusal(f"--{name}")
 

@@ -12,22 +12,53 @@ from megatron_cp.training.logging.flops import ModelFlops, gpt_flops
 
 
 def test_a_tiny_gpt_counted_by_hand():
-    flops = gpt_flops(
-        num_layers={"full": 2},
-        hidden_size=8,
-        ffn_hidden_size=16,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=2,
-        vocab_size=10,
-        gated_mlp=True,
-    )
+    model = {
+        "num_layers": 2,
+        "hidden_size": 8,
+        "ffn_hidden_size": 16,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "kv_channels": 2,
+        "swiglu": True,
+    }
+    flops = gpt_flops(model, num_layers={"full": 2, "window": 0}, vocab_size=10)
     # A layer: queries 8x8, keys and values 2 x 8x4, output 8x8, MLP 3 x 8x16. Output layer 8x10.
     per_layer = 64 + 64 + 64 + 384
     matrices = 2 * per_layer + 80
     # Documents of 3 and 2 tokens, causal: 6 + 3 pairs; per pair and layer 4 heads x (2 + 2) x 2.
     expected = 3 * (2 * 5 * matrices + 2 * 9 * 4 * 4 * 2)
     assert flops.of_step(5, {"full": 9}) == expected
+
+
+def test_experts_latent_attention_and_prediction_counted_by_hand():
+    model = {
+        "num_layers": 2,
+        "hidden_size": 8,
+        "ffn_hidden_size": 16,
+        "num_attention_heads": 4,
+        "swiglu": True,
+        "multi_latent_attention": True,
+        "q_lora_rank": 6,
+        "kv_lora_rank": 5,
+        "qk_head_dim": 3,
+        "qk_pos_emb_head_dim": 2,
+        "v_head_dim": 4,
+        "num_experts": 16,
+        "moe_layer_freq": [0, 1],
+        "moe_router_topk": 3,
+        "moe_ffn_hidden_size": 7,
+        "moe_shared_expert_intermediate_size": 9,
+        "mtp_num_layers": 1,
+    }
+    flops = gpt_flops(model, num_layers={"full": 2, "window": 0}, vocab_size=10)
+    # Queries 8x6 and 6 x 4x5; keys and values 8 x (5 + 2) and 5 x 4x(3 + 4); output 4x4 x 8.
+    attention = 48 + 120 + 56 + 140 + 128
+    dense, experts = 3 * 8 * 16, 3 * 8 * (3 * 7 + 9) + 8 * 16
+    predicted = attention + experts + 16 * 8 + 80
+    matrices = 2 * attention + dense + experts + 80 + predicted
+    assert flops.matrix_parameters == matrices
+    assert flops.score_width == 4 * (5 + 4)
+    assert flops.num_layers == {"full": 3}
 
 
 class ProductCounter(TorchDispatchMode):
@@ -60,12 +91,18 @@ def forward(tokens_SH: torch.Tensor, shape: dict, layers: int) -> torch.Tensor:
 
 def test_a_full_mask_equals_the_products_that_torch_runs_in_forward_and_backward():
     shape = {"num_heads": 3, "head_dim": 4, "ffn_hidden_size": 20, "vocab_size": 30}
+    model = {
+        "num_layers": 2,
+        "hidden_size": 10,
+        "ffn_hidden_size": 20,
+        "num_attention_heads": 3,
+        "num_query_groups": 3,
+        "kv_channels": 4,
+    }
     tokens = torch.ones(7, 10, requires_grad=True)
     with ProductCounter() as counter:
         forward(tokens, shape, layers=2).sum().backward()
-    flops = gpt_flops(
-        num_layers={"full": 2}, hidden_size=10, num_kv_heads=3, gated_mlp=False, **shape
-    )
+    flops = gpt_flops(model, num_layers={"full": 2}, vocab_size=30)
     assert flops.of_step(7, {"full": 49}) == counter.total
 
 

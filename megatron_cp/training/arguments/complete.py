@@ -13,25 +13,42 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
-from megatron_cp.mcore import compat
 from megatron_cp.mcore.validation import SETTING_CHECKS
+from megatron_cp.training.arguments.experts import (
+    check_expert_layers,
+    check_expert_ranks,
+    check_experts,
+    check_latent_attention,
+    check_prediction,
+    check_routing,
+    complete_experts,
+)
 from megatron_cp.training.arguments.faults import discard, faults_of, require
 from megatron_cp.training.arguments.files import (
     check_blends,
+    check_chats,
     check_profile,
     complete_records,
     complete_sources,
     complete_tokenizer,
 )
-from megatron_cp.training.arguments.ranges import (
-    check_ranges,
+from megatron_cp.training.arguments.precision import (
+    check_instances,
+    check_optimizer_state,
     check_recomputed_layers,
     check_recomputed_modules,
+    complete_engine,
+    complete_expert_engine,
+    complete_precision,
+    complete_recompute,
+)
+from megatron_cp.training.arguments.ranges import (
+    check_ranges,
     check_rotation,
+    check_skipped_rotation,
     check_windows,
 )
+from megatron_cp.training.arguments.stages import complete_stages
 from megatron_cp.training.arguments.steps import (
     check_intervals,
     check_rates,
@@ -78,6 +95,11 @@ def _overlap(args: Namespace) -> Iterator[str]:
         )
     needed = ("use_distributed_optimizer", "overlap_grad_reduce")
     missing = ["--" + name.replace("_", "-") for name in needed if not getattr(args, name)]
+    if args.pipeline_model_parallel_size > 1 and args.load is None:
+        args.notes.append(
+            "each pipeline stage draws its initial weights from a seed of its own (--seed + 100 x stage), as in "
+            "Megatron-LM: another --pipeline-model-parallel-size starts from other weights"
+        )
     if args.overlap_param_gather and missing:
         yield f"--overlap-param-gather needs {' and '.join(missing)}; give that too"
 
@@ -110,8 +132,10 @@ def _head_size(args: Namespace) -> Iterator[str]:
 
 def _mlp(args: Namespace) -> Iterator[str]:
     """Width and activation of the MLP."""
-    if args.swiglu and args.squared_relu:
-        yield "--swiglu and --squared-relu exclude each other; give one"
+    given = [name for name in ("swiglu", "squared_relu", "quick_geglu") if getattr(args, name)]
+    if len(given) > 1:
+        names = " and ".join("--" + name.replace("_", "-") for name in given)
+        yield f"{names} exclude each other; give one"
     # Megatron-LM's rule: 8/3 of the width for a gated MLP, in multiples of 64
     if args.ffn_hidden_size is None:
         args.ffn_hidden_size = (
@@ -170,7 +194,7 @@ def _positions(args: Namespace) -> Iterator[str]:
     """Kind of position embedding and the longest position."""
     if args.use_rotary_position_embeddings:
         args.position_embedding_type = "rope"
-    if not args.add_position_embedding and args.position_embedding_type != "rope":
+    if not args.add_position_embedding and args.position_embedding_type not in ("rope", "yarn"):
         yield (
             f"--no-position-embedding with --position-embedding-type {args.position_embedding_type}"
             " is not served; give --position-embedding-type none or rope"
@@ -182,101 +206,6 @@ def _positions(args: Namespace) -> Iterator[str]:
             f"--max-position-embeddings {args.max_position_embeddings} must be at least "
             f"--seq-length {args.seq_length}"
         )
-
-
-def _pipeline(args: Namespace) -> Iterator[str]:
-    """Layers per stage."""
-    pp, layers = args.pipeline_model_parallel_size, args.num_layers
-    if layers % pp:
-        yield (f"--num-layers {layers} must be a multiple of --pipeline-model-parallel-size {pp}")
-        discard(args, "num_layers")
-
-
-def _virtual_stages(args: Namespace) -> Iterator[str]:
-    """Layers per virtual stage."""
-    pp, layers = args.pipeline_model_parallel_size, args.num_layers
-    per_virtual, num_virtual = (
-        args.num_layers_per_virtual_pipeline_stage,
-        args.num_virtual_stages_per_pipeline_rank,
-    )
-    if per_virtual is not None and num_virtual is not None:
-        yield (
-            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank "
-            "say the same; give one"
-        )
-        return
-    args.virtual_pipeline_model_parallel_size = None
-    if per_virtual is None and num_virtual is None:
-        return
-    if pp < 2:
-        yield "virtual pipeline stages need --pipeline-model-parallel-size of 2 or more"
-        return
-    if per_virtual is not None:
-        if per_virtual <= 0 or (layers // pp) % per_virtual:
-            yield (
-                f"--num-layers-per-virtual-pipeline-stage {per_virtual} must divide "
-                f"{layers // pp} layers a rank"
-            )
-            return
-        num_virtual = layers // pp // per_virtual
-    if num_virtual <= 0 or (layers // pp) % num_virtual:
-        yield (
-            f"--num-virtual-stages-per-pipeline-rank {num_virtual} must divide {layers // pp} "
-            "layers a rank"
-        )
-        return
-    args.virtual_pipeline_model_parallel_size = num_virtual if num_virtual > 1 else None
-
-
-def _precision(args: Namespace) -> Iterator[str]:
-    """Gradient buffers: fp32 with bf16 parameters unless the user says otherwise."""
-    if args.grad_reduce_in_bf16 and not args.bf16:
-        yield "--grad-reduce-in-bf16 needs --bf16; give it too or drop the flag"
-    if args.grad_reduce_in_bf16 and args.accumulate_allreduce_grads_in_fp32:
-        yield (
-            "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; "
-            "give one"
-        )
-    if args.bf16 and not args.grad_reduce_in_bf16:
-        args.accumulate_allreduce_grads_in_fp32 = True
-
-
-def _engine(args: Namespace) -> Iterator[str]:
-    """What layers are built from: Megatron-LM's default where it is installed."""
-    is_installed = compat.has_transformer_engine()
-    if args.transformer_impl is None:
-        args.transformer_impl = "transformer_engine" if is_installed else "local"
-    elif args.transformer_impl != "local" and not is_installed and not torch.cuda.is_available():
-        args.transformer_impl = "local"
-        args.notes.append(
-            "--transformer-impl transformer_engine needs a GPU: Megatron's local layers are built, "
-            "the same computation"
-        )
-    needs_engine = args.cross_entropy_loss_fusion and args.cross_entropy_fusion_impl == "te"
-    if needs_engine and not is_installed:
-        yield (
-            "--cross-entropy-fusion-impl te needs Transformer Engine, which is not installed; "
-            "give --cross-entropy-fusion-impl native: the same computation"
-        )
-
-
-def _recompute(args: Namespace) -> Iterator[str]:
-    """Recompute flags that belong together."""
-    if args.recompute_activations:
-        if args.recompute_granularity == "full":
-            yield (
-                "--recompute-activations means --recompute-granularity selective, not full; give "
-                "one"
-            )
-        args.recompute_granularity = "selective"
-    if args.recompute_granularity == "full" and args.recompute_method is None:
-        yield "--recompute-granularity full needs --recompute-method uniform or block"
-    if args.recompute_granularity != "full" and args.recompute_method is not None:
-        yield "--recompute-method needs --recompute-granularity full"
-    if args.recompute_method is not None:
-        if args.recompute_num_layers is None:
-            args.recompute_num_layers = 1
-        yield from require(args, "recompute_num_layers")
 
 
 def _spec(args: Namespace) -> Iterator[str]:
@@ -311,7 +240,9 @@ def _one_batch(args: Namespace) -> Iterator[str]:
         args.global_batch_size or args.micro_batch_size * args.data_parallel_size
     )
     args.train_iters = args.lr_decay_steps = args.lr_warmup_steps = 0
-    args.lr, args.wsd_decay_steps = args.lr or 0.0, None
+    args.num_micro_batches, args.eval_global_batch_size = 1, args.global_batch_size
+    args.batch_schedule = ((0, args.global_batch_size),)
+    args.lr, args.wsd_decay_steps, args.wd_incr_steps = args.lr or 0.0, None, 0
     args.start_weight_decay = args.end_weight_decay = args.weight_decay
     yield from ()  # it completes, and finds no fault
 
@@ -324,23 +255,34 @@ _CHECKS: tuple[tuple[Any, ...], ...] = (
     (_sizes,),
     (_head_size, "kv_channels"),
     (_mlp, "ffn_hidden_size"),
+    (complete_experts, "num_experts"),
     (_heads, "num_query_groups"),
     (_tensor_shares,),
     (_tensor_groups,),
     (_dropout,),
     (_positions, "max_position_embeddings"),
-    (_pipeline,),
-    (_virtual_stages, "virtual_pipeline_model_parallel_size"),
-    (_precision,),
-    (_engine,),
-    (_recompute, "recompute_num_layers"),
+    (check_experts,),
+    (check_expert_layers,),
+    (check_expert_ranks,),
+    (check_routing,),
+    (check_latent_attention,),
+    (check_prediction,),
+    (complete_stages, "virtual_pipeline_model_parallel_size"),
+    (complete_precision,),
+    (complete_engine,),
+    (complete_expert_engine,),
+    (check_optimizer_state,),
+    (check_instances,),
+    (complete_recompute, "recompute_num_layers"),
     (check_windows,),
     (check_rotation,),
+    (check_skipped_rotation,),
     (check_recomputed_modules,),
     (check_recomputed_layers,),
     (complete_sources, "data_path", "train_data_path", "valid_data_path", "test_data_path"),
     (check_blends,),
     (complete_tokenizer,),
+    (check_chats,),
 )
 _STEP_CHECKS: tuple[tuple[Any, ...], ...] = (
     (complete_batch, "global_batch_size", "num_micro_batches"),

@@ -10,32 +10,66 @@ from collections.abc import Iterator
 
 import torch
 
+from megatron_cp.data.blend_sources import parse_blend
+from megatron_cp.data.chat import PROMPT_FORMATS
 from megatron_cp.training.checkpoint.compare import STRICTNESS
 
 
 def complete_sources(args: Namespace) -> Iterator[str]:
-    """One source of documents, and masks that follow from its flags."""
-    if args.dataloader_inter_document_masking:
+    """One source of documents, and packing and masks that follow from its flags."""
+    if args.packing is None:
+        args.packing = "keep" if args.sft else "split"
+    if args.dataloader_inter_document_masking or args.sft:
         args.reset_attention_mask = args.reset_position_ids = True
-    per_split = [args.train_data_path, args.valid_data_path, args.test_data_path]
-    num_sources = sum((bool(args.data_path), any(per_split), args.mock_data))
+    own_words = (args.train_data_path, args.valid_data_path, args.test_data_path)
+    sources = (
+        args.data_path,
+        args.data_args_path,
+        any(own_words),
+        args.per_split_data_args_path,
+        args.mock_data,
+    )
+    num_sources = sum(map(bool, sources))
     if num_sources != 1:
         yield (
             f"{num_sources} sources of documents given; exactly one of --data-path, "
-            "--train-data-path (with "
-            "--valid-data-path, --test-data-path) and --mock-data is needed"
+            "--data-args-path, --train-data-path (with --valid-data-path, --test-data-path), "
+            "--per-split-data-args-path and --mock-data is needed"
         )
 
 
 def check_blends(args: Namespace) -> Iterator[str]:
-    """One prefix for each source."""
+    """Weights and prefixes of each source, and what Megatron's own samples can be made of."""
     for flag in ("", "train-", "valid-", "test-"):
-        paths = getattr(args, f"{flag.replace('-', '_')}data_path")
-        if paths and len(paths) > 1:
-            yield (
-                f"--{flag}data-path with {len(paths)} values is not served: blending comes "
-                "later; give one prefix"
-            )
+        words = getattr(args, f"{flag.replace('-', '_')}data_path")
+        try:
+            if words:
+                parse_blend(words, f"--{flag}data-path")
+        except ValueError as fault:
+            yield str(fault)
+    if args.packing == "megatron" and args.mock_data:
+        yield "--packing megatron needs token files; give --data-path, or --packing split"
+    if args.packing != "megatron" and not args.sft and args.data_cache_path is not None:
+        args.notes.append(
+            "--data-cache-path changes nothing here: no index is built without --packing megatron"
+        )
+
+
+def check_chats(args: Namespace) -> Iterator[str]:
+    """What fine-tuning on conversations needs."""
+    if not args.sft:
+        return
+    if args.sft_tokenizer_prompt_format not in PROMPT_FORMATS:
+        yield (
+            f"--sft-tokenizer-prompt-format {args.sft_tokenizer_prompt_format} is not served; give "
+            f"one of {', '.join(PROMPT_FORMATS)}"
+        )
+    if args.packing != "keep":
+        yield f"--sft with --packing {args.packing} would cut conversations; give --packing keep"
+    if args.mock_data:
+        yield "--sft with --mock-data is not served; give --data-path and chat files"
+    if args.tokenizer_type in (None, "NullTokenizer"):
+        yield "--sft needs a tokenizer; give --tokenizer-type and --tokenizer-model"
 
 
 def complete_tokenizer(args: Namespace) -> Iterator[str]:
@@ -61,7 +95,7 @@ def complete_records(args: Namespace) -> Iterator[str]:
     if args.run_dir is None:
         args.run_dir = args.save
     if args.save_interval is not None and args.save is None:
-        yield "--save-interval needs --save <folder>; give it too"
+        args.notes.append("--save-interval changes nothing here: without --save nothing is saved")
     if args.async_save and args.ckpt_format != "torch_dist":
         yield (
             f"--async-save with --ckpt-format {args.ckpt_format} is not served; give --ckpt-format "

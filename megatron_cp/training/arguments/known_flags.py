@@ -14,6 +14,11 @@ _ONE_LOGGER = "one-logger is never used"
 _ONE_WRITER = "with --async-save a process forked for each save writes it and ends"
 _NCCL = "it tunes how NCCL sends, not what; NCCL's own environment variables do that here"
 _NOT_OVERLAPPED = "it hides time of sends, which is not hidden here; results are the same"
+_PLANNED = "the planner chooses how ranks exchange rows; --cp-planner names a scheme"
+_NO_GRAPH = "nothing is captured in graphs, because plans change with the documents; it is the same"
+_STAYS = (
+    "activations stay on the GPU: more memory, the same results; --recompute-modules saves memory"
+)
 _NOT_DEFERRED = "the embedding's gradient is computed in its own backward pass; it is the same"
 
 # flag -> (number of values that follow it, -1 for any, why it changes nothing here)
@@ -37,7 +42,6 @@ NOTED: dict[str, tuple[int, str]] = {
     "--ckpt-assume-constant-structure": (0, "the save plan is made anew each time"),
     "--dist-ckpt-format": (1, "--ckpt-format says in which format checkpoints are saved"),
     "--no-mmap-bin-files": (0, "token files are always mapped"),
-    "--data-cache-path": (1, "no index caches are written"),
     "--num-dataset-builder-threads": (1, "no indices are built ahead"),
     "--dataloader-fast-cache-load": (0, "no index caches are read"),
     "--dataloader-type": (1, "packs are drawn in a shuffled order by a loader of its own"),
@@ -67,15 +71,8 @@ NOTED: dict[str, tuple[int, str]] = {
     "--async-ckpt-io-priority": (1, _ONE_WRITER),
     "--exit-signal-handler-for-dataloader": (0, "loader workers never see the exit signal"),
     # where ranks lie and how they send
-    "--use-tp-pp-dp-mapping": (
-        0,
-        "ranks are numbered tensor, context, data, pipeline; their order changes speed alone",
-    ),
-    "--num-distributed-optimizer-instances": (
-        1,
-        "the optimizer is sharded over all replicas; that changes memory and speed alone",
-    ),
-    "--expert-tensor-parallel-size": (1, "it splits experts alone, and no model here has any"),
+    "--cp-comm-type": (-1, _PLANNED),
+    "--hierarchical-context-parallel-sizes": (-1, _PLANNED),
     "--disable-gloo-process-groups": (0, "groups for the CPU are made all the same"),
     "--enable-gloo-process-groups": (0, "groups for the CPU are always made"),
     "--distributed-timeout-seconds-after-init": (
@@ -99,6 +96,8 @@ NOTED: dict[str, tuple[int, str]] = {
     "--overlap-param-gather-with-optimizer-step": (0, _NOT_OVERLAPPED),
     "--overlap-p2p-communication-warmup-flush": (0, _NOT_OVERLAPPED),
     "--no-async-tensor-model-parallel-allreduce": (0, "only the order of sends would differ"),
+    "--overlap-moe-expert-parallel-comm": (0, _NOT_OVERLAPPED),
+    "--delay-wgrad-compute": (0, _NOT_OVERLAPPED),
     "--defer-embedding-wgrad-compute": (0, _NOT_DEFERRED),
     "--wgrad-deferral-limit": (1, _NOT_DEFERRED),
     "--tp-comm-overlap": (0, _NOT_OVERLAPPED),
@@ -106,7 +105,20 @@ NOTED: dict[str, tuple[int, str]] = {
     "--tp-comm-overlap-rs-dgrad": (0, _NOT_OVERLAPPED),
     "--tp-comm-bootstrap-backend": (1, _NOT_OVERLAPPED),
     "--train-sync-interval": (1, "how far the CPU runs ahead of the GPU changes no result"),
+    "--use-transformer-engine-op-fuser": (
+        0,
+        "the operations of an MLP run one by one; it is the same",
+    ),
+    "--cuda-graph-impl": (1, _NO_GRAPH),
+    "--cuda-graph-modules": (-1, _NO_GRAPH),
+    "--cuda-graph-scope": (-1, _NO_GRAPH),
+    "--cuda-graph-warmup-steps": (1, _NO_GRAPH),
+    "--enable-cuda-graph": (0, _NO_GRAPH),
     # memory
+    "--fine-grained-activation-offloading": (0, _STAYS),
+    "--offload-modules": (-1, _STAYS),
+    "--activation-offload-fraction": (1, _STAYS),
+    "--min-offloaded-tensor-size": (1, _STAYS),
     "--empty-unused-memory-level": (
         1,
         "torch keeps the memory that it freed; results are the same",
@@ -132,44 +144,20 @@ _SAME_RESULTS = "leave it out: results stay the same"
 _NO_EQUIVALENT = (
     "nothing here does what it asks for, and results without it may differ; " + _UNDER_MEGATRON_LM
 )
-_EXPERTS = "mixture of experts is not part of this loop; " + _UNDER_MEGATRON_LM
-_LATENT = "latent attention is not part of this loop; " + _UNDER_MEGATRON_LM
-_LOSS_SCALE = "fp16 and its loss scaling are not served; " + _UNDER_MEGATRON_LM
-_CONSTANT_BATCH = "the batch size of this loop is constant; " + _UNDER_MEGATRON_LM
+_EXPERTS = "of experts, the flags of docs/flags.md are served; " + _UNDER_MEGATRON_LM
+_NO_PREDICTION = (
+    "of multi-token prediction, --mtp-num-layers and its factor are served; " + _UNDER_MEGATRON_LM
+)
 
 # first match by prefix wins; the sentence completes "... is an argument of Megatron-LM that is not
 # served here: "
 _REASONS: tuple[tuple[str, str], ...] = (
     ("moe-", _EXPERTS),
-    ("num-experts", _EXPERTS),
-    ("expert-", _EXPERTS),
-    ("fp16", _LOSS_SCALE),
-    ("loss-scale", _LOSS_SCALE),
-    ("initial-loss-scale", _LOSS_SCALE),
-    ("fp8-param-gather", "parameters stay in 16 bits; linear layers compute in fp8 without it"),
     ("fp8", "of fp8, --fp8-format, --fp8-recipe and their scaling flags are served"),
     ("fp4", "linear layers compute in --bf16 or fp8 (--fp8-format)"),
-    ("multi-latent-attention", _LATENT),
-    ("q-lora-rank", _LATENT),
-    ("kv-lora-rank", _LATENT),
-    ("qk-head-dim", _LATENT),
-    ("qk-pos-emb-head-dim", _LATENT),
-    ("v-head-dim", _LATENT),
-    ("mscale", _LATENT),
-    (
-        "mtp-",
-        "multi-token prediction is not built by this loop; use with_context_parallel in a model of "
-        "your own",
-    ),
-    (
-        "cp-comm-type",
-        "the planner chooses the exchange; --cp-planner names one (ring, allgather, ulysses, usp)",
-    ),
-    ("hierarchical-context-parallel", "the planner knows the topology; " + _SAME_RESULTS),
+    ("mtp-", _NO_PREDICTION),
     ("hybrid-context-parallel", "the planner balances packs of any lengths; " + _SAME_RESULTS),
     ("max-seqlen-per-dp-cp-rank", "the planner balances packs of any lengths; " + _SAME_RESULTS),
-    ("rampup-batch-size", _CONSTANT_BATCH),
-    ("step-batch-size", _CONSTANT_BATCH),
     ("ckpt-convert", "--load reads torch_dist and torch; --ckpt-format says what --save writes"),
     ("rl-", "reinforcement learning is not part of this loop"),
     ("grpo-", "reinforcement learning is not part of this loop"),
@@ -180,18 +168,13 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("dsa-", "only softmax attention is built here"),
     ("tokenizer-", "--tokenizer-type and --tokenizer-model describe the tokenizer"),
     ("tp-comm", "overlap of tensor-parallel sends needs transformer-engine; " + _SAME_RESULTS),
-    ("test-mode", "Megatron-LM's tests inside a run are not made; " + _SAME_RESULTS),
     ("pytorch-profiler", "--profile writes a trace without it; " + _SAME_RESULTS),
     ("nvtx-ranges", "--profile writes a trace of torch.profiler; " + _SAME_RESULTS),
-    ("decoupled-lr", "one learning rate serves all parameters here; " + _UNDER_MEGATRON_LM),
-    ("decoupled-min-lr", "one learning rate serves all parameters here; " + _UNDER_MEGATRON_LM),
     (
         "use-megatron-fsdp",
         "--use-distributed-optimizer shards the optimizer, with the same results",
     ),
     ("use-torch-fsdp2", "--use-distributed-optimizer shards the optimizer, with the same results"),
-    ("cuda-graph", "CUDA graphs cannot hold plans that change per pack; " + _SAME_RESULTS),
-    ("enable-cuda-graph", "CUDA graphs cannot hold plans that change per pack; " + _SAME_RESULTS),
     ("wandb", "see --wandb-project, --wandb-exp-name, --wandb-save-dir, --wandb-entity"),
     ("checkpoint-activations", "use --recompute-granularity selective"),
     ("model-parallel-size", "use --tensor-model-parallel-size"),
@@ -203,20 +186,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
 # refused flag -> values that it would have decided: they are not judged without it
 _DECIDES: dict[str, tuple[str, ...]] = {
     "--batch-size": ("micro_batch_size",),
-    "--data-args-path": ("data_path",),
-    "--decoder-first-pipeline-num-layers": ("num_layers",),
-    "--decoder-last-pipeline-num-layers": ("num_layers",),
-    "--account-for-embedding-in-pipeline-split": ("num_layers",),
-    "--account-for-loss-in-pipeline-split": ("num_layers",),
-    "--fp16": ("bf16",),
-    "--microbatch-group-size-per-virtual-pipeline-stage": (
-        "num_layers_per_virtual_pipeline_stage",
-    ),
     "--model-parallel-size": ("tensor_model_parallel_size",),
-    "--per-split-data-args-path": ("data_path",),
-    "--pipeline-model-parallel-layout": ("num_layers",),
-    "--rampup-batch-size": ("global_batch_size",),
-    "--step-batch-size-schedule": ("global_batch_size",),
     "--use-checkpoint-args": ("num_layers", "hidden_size", "num_attention_heads", "seq_length"),
     "--warmup": ("lr_warmup_fraction",),
 }

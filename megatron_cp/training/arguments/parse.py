@@ -21,6 +21,7 @@ from megatron_cp.training.arguments.complete import complete_and_check
 from megatron_cp.training.arguments.faults import discard, faults_of
 from megatron_cp.training.arguments.flags import add_served_flags
 from megatron_cp.training.arguments.known_flags import NOTED, decided_by, refusal
+from megatron_cp.training.arguments.machine import Machine, this_machine
 from megatron_cp.training.config import TrainConfig
 
 Draft = argparse.Namespace
@@ -63,17 +64,20 @@ def parse_arguments(
     return TrainConfig.from_arguments(vars(draft), tuple(draft.notes))
 
 
-def judge_arguments(argv: Sequence[str], environment: Mapping[str, str]) -> tuple[Draft, list[str]]:
+def judge_arguments(
+    argv: Sequence[str], environment: Mapping[str, str], machine: Machine | None = None
+) -> tuple[Draft, list[str]]:
     """Returns a draft and every reason to refuse it, sorted; complete if there is none.
 
-    Opens no file. A reason that only follows from another is left out.
+    Opens no file. A reason that only follows from another is left out. Judges for `machine`; by
+    default for this one.
     """
     parser = build_parser()
     kept, notes, reasons, undecided = _sort_flags(parser, argv)
     args, found = _parse_kept(parser, kept)
     reasons += found
     discard(args, *undecided)
-    args.notes = notes
+    args.notes, args.machine = notes, machine or this_machine()
     reasons += faults_of(partial(_launcher, environment), args, "rank", "world_size", "local_rank")
     if [word.partition("=")[0] for word in argv].count("--spec") > 1:
         reasons.append("--spec is given twice; give one module and one name")

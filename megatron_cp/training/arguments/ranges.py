@@ -20,12 +20,31 @@ RANGES = {
     "rotary_percent": "(0, 1]",
     "rotary_seq_len_interpolation_factor": _POSITIVE,
     "rope_scaling_factor": _POSITIVE,
+    "rotary_scaling_factor": _POSITIVE,
+    "yarn_original_max_position_embeddings": _POSITIVE,
+    "yarn_beta_fast": _POSITIVE,
+    "yarn_beta_slow": _POSITIVE,
+    "activation_func_clamp_value": _POSITIVE,
+    "embedding_init_method_std": _POSITIVE,
+    "moe_z_loss_coeff": _NOT_NEGATIVE,
+    "moe_router_topk_scaling_factor": _POSITIVE,
+    "moe_router_bias_update_rate": _NOT_NEGATIVE,
+    "moe_expert_capacity_factor": _POSITIVE,
+    "mtp_loss_scaling_factor": _NOT_NEGATIVE,
+    "loss_scale": _POSITIVE,
+    "initial_loss_scale": _POSITIVE,
+    "min_loss_scale": _POSITIVE,
+    "loss_scale_window": _POSITIVE,
+    "hysteresis": _POSITIVE,
+    "microbatch_group_size_per_vp_stage": _POSITIVE,
     "hidden_dropout": "[0, 1)",
     "ddp_bucket_size": _POSITIVE,
     "distributed_timeout_minutes": _POSITIVE,
     "plan_batches": _POSITIVE,
     "seed": "[0, 4000000000]",
     "lr": _NOT_NEGATIVE,
+    "decoupled_lr": _NOT_NEGATIVE,
+    "decoupled_min_lr": _NOT_NEGATIVE,
     "lr_decay_iters": _POSITIVE,
     "lr_decay_samples": _POSITIVE,
     "weight_decay": _NOT_NEGATIVE,
@@ -48,9 +67,11 @@ _ADVICE = {
     "num_workers": "0 plans in the training process",
     "eval_iters": "0 is no evaluation",
 }
-_FLAGS = {"layernorm_epsilon": "--norm-epsilon"}
+_FLAGS = {
+    "layernorm_epsilon": "--norm-epsilon",
+    "microbatch_group_size_per_vp_stage": "--microbatch-group-size-per-virtual-pipeline-stage",
+}
 _WORDS = {_POSITIVE: "be positive and finite", _NOT_NEGATIVE: "be finite and not negative"}
-RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp")
 
 
 def check_ranges(args: Namespace) -> Iterator[str]:
@@ -89,25 +110,21 @@ def check_windows(args: Namespace) -> Iterator[str]:
 
 def check_rotation(args: Namespace) -> Iterator[str]:
     """Yields a line for heads that cannot rotate."""
-    if args.position_embedding_type == "rope" and args.kv_channels % 2:
+    if args.position_embedding_type in ("rope", "yarn") and args.kv_channels % 2:
         yield (
             f"--kv-channels {args.kv_channels} must be even with rotary positions; they turn pairs"
         )
 
 
-def check_recomputed_modules(args: Namespace) -> Iterator[str]:
-    """Yields a line for each module that cannot be recomputed."""
-    for name in args.recompute_modules or ():
-        if name not in RECOMPUTE_MODULES:
-            yield f"--recompute-modules {name} must be one of {', '.join(RECOMPUTE_MODULES)}"
-
-
-def check_recomputed_layers(args: Namespace) -> Iterator[str]:
-    """Yields a line if more layers are to be recomputed than a stage has."""
-    wanted = args.recompute_num_layers
-    if wanted is None:
-        return
-    per_stage = args.num_layers // args.pipeline_model_parallel_size
-    most = per_stage // (args.virtual_pipeline_model_parallel_size or 1)
-    if not 0 < wanted <= most:
-        yield f"--recompute-num-layers {wanted} must lie in [1, {most}], the layers of a stage"
+def check_skipped_rotation(args: Namespace) -> Iterator[str]:
+    """Yields a line if the layers without rotation do not fit the number of layers."""
+    frequency = args.no_rope_freq
+    if isinstance(frequency, int) and frequency <= 0:
+        yield f"--no-rope-freq {frequency} must be positive, or a list"
+    if isinstance(frequency, list) and (
+        len(frequency) != args.num_layers or set(frequency) - {0, 1}
+    ):
+        yield (
+            f"--no-rope-freq {frequency} must hold one 0 (rotates) or 1 (does not) for each of "
+            f"--num-layers {args.num_layers}"
+        )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Generator, Iterator
 
+from megatron_cp.data.batch_schedule import BatchSchedule, constant, parse_steps, ramp
 from megatron_cp.training.arguments.faults import discard, require
 
 _INTERVALS = (
@@ -22,31 +23,69 @@ _INTERVALS = (
 
 
 def complete_batch(args: Namespace) -> Iterator[str]:
-    """Completes the micro-batches per step."""
+    """Completes packs and micro-batches per step, in training and evaluation."""
     yield from require(args, "micro_batch_size")
     per_round = args.micro_batch_size * args.data_parallel_size
-    if args.global_batch_size is None:
-        args.global_batch_size = per_round
-    yield from require(args, "global_batch_size")
-    if args.global_batch_size % per_round:
-        yield (
-            f"--global-batch-size {args.global_batch_size} must be a multiple of micro-batch "
-            "size x data-parallel size = "
-            f"{args.micro_batch_size} x {args.data_parallel_size} = {per_round}"
-        )
-    args.num_micro_batches = args.global_batch_size // per_round
+    sizes = yield from _batch_sizes(args, per_round)
+    if args.eval_global_batch_size is None:
+        args.eval_global_batch_size = sizes.steps[-1][1]
+    yield from require(args, "eval_global_batch_size")
+    named = {"--global-batch-size": sizes.sizes()}
+    named["--eval-global-batch-size"] = [args.eval_global_batch_size]
+    for flag, values in named.items():
+        for size in values:
+            if size % per_round:
+                yield (
+                    f"{flag} {size} must be a multiple of micro-batch size x data-parallel size = "
+                    f"{args.micro_batch_size} x {args.data_parallel_size} = {per_round}"
+                )
+                break
+    args.global_batch_size, args.batch_schedule = sizes.steps[-1][1], sizes.steps
+    args.num_micro_batches = sizes.sizes()[0] // per_round
+
+
+def _batch_sizes(args: Namespace, per_round: int) -> Generator[str, None, BatchSchedule]:
+    """Returns the packs of every step: constant, in a ramp, or in steps."""
+    size, growing, steps = (
+        args.global_batch_size,
+        args.rampup_batch_size,
+        args.step_batch_size_schedule,
+    )
+    if growing is not None and steps is not None:
+        yield "--rampup-batch-size and --step-batch-size-schedule exclude each other; give one"
+    if (growing is not None or steps is not None) and args.train_samples is None:
+        yield "a batch size that changes needs --train-samples instead of --train-iters"
+    try:
+        if steps is not None:
+            if size is not None:
+                yield "--step-batch-size-schedule says the batch size; leave out --global-batch-size"
+            return parse_steps(steps, args.seq_length)
+        args.global_batch_size = per_round if size is None else size
+        yield from require(args, "global_batch_size")
+        if growing is not None:
+            if len(growing) != 3:
+                yield f"--rampup-batch-size has {len(growing)} numbers; give start, increment, packs"
+            else:
+                start, increment, packs = growing
+                return ramp(start, increment, packs, args.global_batch_size)
+    except ValueError as problem:
+        flag = "--step-batch-size-schedule" if steps is not None else "--rampup-batch-size"
+        yield f"{flag}: {problem}"
+        return constant(per_round)
+    return constant(args.global_batch_size)
 
 
 def check_virtual_batches(args: Namespace) -> Iterator[str]:
     """Yields a line if virtual stages cannot deal their micro-batches evenly."""
-    if (
-        args.virtual_pipeline_model_parallel_size
-        and args.num_micro_batches % args.pipeline_model_parallel_size
-    ):
+    if not args.virtual_pipeline_model_parallel_size:
+        return
+    count, stages = args.num_micro_batches, args.pipeline_model_parallel_size
+    group = args.microbatch_group_size_per_vp_stage or stages
+    if not stages <= group <= count or 0 < count % group < stages:
         yield (
-            f"micro-batches per step {args.num_micro_batches} must be a multiple of "
-            "--pipeline-model-parallel-size "
-            f"{args.pipeline_model_parallel_size} with virtual stages; raise --global-batch-size"
+            f"micro-batches per step {count} must be a multiple of --pipeline-model-parallel-size "
+            f"{stages} with virtual stages (or go into groups of at least {stages}: "
+            "--microbatch-group-size-per-virtual-pipeline-stage); raise --global-batch-size"
         )
 
 
@@ -57,7 +96,8 @@ def complete_steps(args: Namespace) -> Iterator[str]:
         discard(args, "train_iters", "train_samples")
     if args.train_samples is not None:
         yield from require(args, "train_samples")
-        args.train_iters = args.train_samples // args.global_batch_size
+        args.train_iters = BatchSchedule(args.batch_schedule).num_steps(args.train_samples)
+    args.wd_incr_steps = args.train_samples or args.train_iters * args.global_batch_size
     if args.train_iters <= 0:
         yield f"--train-iters {args.train_iters} must be positive"
 

@@ -1,12 +1,11 @@
-"""Floating-point operations of one training step.
-
-With attention counted by the area of its mask.
+"""Floating-point operations of one training step, with attention counted by the area of its mask.
 
 Megatron-LM counts half of seq_length^2 whatever the mask; packed documents look at far fewer pairs,
 so that count would claim work that nobody did. Here a pair (query, key) that the mask allows costs
-4 x head size per head in forward (scores and weighted values, a multiplication and an addition
-each), a parameter of a matrix 2 per real token, and backward twice as much as forward. Recomputed
-activations, norms, softmax and embeddings' look-ups are not counted ("model FLOPs").
+2 x (head size of keys + head size of values) per head in forward (scores and weighted values, a
+multiplication and an addition each), a parameter of a matrix 2 per real token that it multiplies,
+and backward twice as much as forward. Of experts the active ones count. Recomputed activations,
+norms, softmax and embeddings' look-ups are not counted ("model FLOPs").
 
 Source: Narayanan et al. 2021 (arXiv 2104.04473), appendix, with the area of the mask in place of
 s^2.
@@ -14,32 +13,31 @@ s^2.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 _PASSES = 3  # forward, and backward with respect to the inputs and to the weights
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFlops:
-    """What the count needs to know of a model.
-
-    Parameters that tokens multiply, and attention layers.
-    """
+    """What the count needs to know of a model."""
 
     matrix_parameters: int
-    """Parameters of all matrices that every token multiplies, output layer included.
+    """Parameters of all matrices that a token multiplies, output layer included.
 
     Embedding look-up excluded.
     """
 
     score_width: int
-    """Query heads x (head size of queries + head size of values)."""
+    """Query heads x (head size of keys + head size of values)."""
 
     num_layers: dict[str, int]
     """Layers per mask name, e.g. `{"full": 2, "window": 22}`."""
 
     def of_step(self, num_tokens: int, area: dict[str, int]) -> int:
-        """Operations of forward and backward over `num_tokens` real tokens.
+        """Returns the operations of forward and backward over `num_tokens` real tokens.
 
         `area` says how many pairs the mask of each name allows.
         """
@@ -48,21 +46,70 @@ class ModelFlops:
 
 
 def gpt_flops(
-    *,
-    num_layers: dict[str, int],
-    hidden_size: int,
-    ffn_hidden_size: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    vocab_size: int,
-    gated_mlp: bool,
+    arguments: Mapping[str, Any], *, num_layers: Mapping[str, int], vocab_size: int
 ) -> ModelFlops:
-    """The count for a GPT of this shape; `num_layers` by mask name, as in `ModelFlops`."""
-    attention = hidden_size * head_dim * (2 * num_heads + 2 * num_kv_heads)
-    mlp = hidden_size * ffn_hidden_size * (3 if gated_mlp else 2)
+    """Returns the count for a GPT.
+
+    Args:
+        arguments: the model under Megatron-LM's names, completed.
+        num_layers: decoder layers by the name of their mask.
+        vocab_size: columns of the output layer.
+    """
+    hidden = arguments["hidden_size"]
+    is_expert = expert_layers(arguments)
+    layers = [_attention(arguments) + _mlp(arguments, is_expert=on) for on in is_expert]
+    prediction = arguments.get("mtp_num_layers") or 0  # its layers are like the last one
+    extra = prediction * (layers[-1] + 2 * hidden * hidden + hidden * vocab_size)
+    counts = {name: count for name, count in num_layers.items() if count}
+    if prediction:
+        counts["full"] = counts.get("full", 0) + prediction
     return ModelFlops(
-        matrix_parameters=sum(num_layers.values()) * (attention + mlp) + hidden_size * vocab_size,
-        score_width=num_heads * 2 * head_dim,
-        num_layers=num_layers,
+        matrix_parameters=sum(layers) + hidden * vocab_size + extra,
+        score_width=arguments["num_attention_heads"] * sum(_head_sizes(arguments)),
+        num_layers=counts,
     )
+
+
+def expert_layers(arguments: Mapping[str, Any]) -> list[bool]:
+    """Returns for each decoder layer whether it has experts.
+
+    Source: `moe_layer_freq` of Megatron-Core: every Nth layer from the first, or a list of 0 and 1.
+    """
+    num_layers, frequency = arguments["num_layers"], arguments.get("moe_layer_freq") or 1
+    if not arguments.get("num_experts"):
+        return [False] * num_layers
+    if isinstance(frequency, int):
+        return [layer % frequency == 0 for layer in range(num_layers)]
+    return [bool(flag) for flag in frequency]
+
+
+def _head_sizes(arguments: Mapping[str, Any]) -> tuple[int, int]:
+    """Returns the head size of queries and keys, and that of values."""
+    if arguments.get("multi_latent_attention"):
+        return arguments["qk_head_dim"] + arguments["qk_pos_emb_head_dim"], arguments["v_head_dim"]
+    return arguments["kv_channels"], arguments["kv_channels"]
+
+
+def _attention(arguments: Mapping[str, Any]) -> int:
+    """Returns the parameters of a layer's projections."""
+    hidden, heads = arguments["hidden_size"], arguments["num_attention_heads"]
+    key_size, value_size = _head_sizes(arguments)
+    if not arguments.get("multi_latent_attention"):
+        gate = bool(arguments.get("attention_output_gate"))
+        return int(hidden * key_size * ((2 + gate) * heads + 2 * arguments["num_query_groups"]))
+    query_rank, rank = arguments.get("q_lora_rank"), arguments["kv_lora_rank"]
+    queries = (hidden + heads * key_size) * query_rank if query_rank else hidden * heads * key_size
+    keys = hidden * (rank + arguments["qk_pos_emb_head_dim"])
+    up = rank * heads * (arguments["qk_head_dim"] + value_size)
+    return int(queries + keys + up + heads * value_size * hidden)
+
+
+def _mlp(arguments: Mapping[str, Any], *, is_expert: bool) -> int:
+    """Returns the parameters of a layer's MLP that one token multiplies."""
+    hidden = arguments["hidden_size"]
+    matrices = 3 if arguments.get("swiglu") or arguments.get("quick_geglu") else 2
+    if not is_expert:
+        return int(matrices * hidden * arguments["ffn_hidden_size"])
+    active = arguments["moe_router_topk"] * arguments["moe_ffn_hidden_size"]
+    active += arguments.get("moe_shared_expert_intermediate_size") or 0
+    return int(matrices * hidden * active + hidden * arguments["num_experts"])

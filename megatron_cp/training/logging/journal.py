@@ -57,7 +57,7 @@ class Journal:
         self._peak = peak_tflops(_device_name(), bf16=state.config.model.bf16)
         self._keeps = dist.get_rank() == dist.get_world_size() - 1
         self._tracker = _open_tracker(state, data) if self._keeps else Tracker()
-        self._losses: list[float] = []
+        self._losses: dict[str, list[float]] = {LOSS_NAME: []}
         self._skipped = self._nan = 0
         self._window_flops = self._window_tokens = 0
         self._window_start = time.perf_counter()
@@ -76,7 +76,9 @@ class Journal:
         self._window_steps += 1
         self._steps_since_line += 1
         if result.loss is not None and math.isfinite(result.loss):
-            self._losses.append(result.loss)
+            self._losses[LOSS_NAME].append(result.loss)
+        for name, value in result.auxiliary.items():
+            self._losses.setdefault(name, []).append(value)
         self._nan += result.loss is not None and not math.isfinite(result.loss)
         self._skipped += not result.updated
         norm = params_norm(state.model) if config.records.log_params_norm else None
@@ -104,12 +106,13 @@ class Journal:
         config, state = self._state.config, self._state
         row: dict[str, Any] = {
             LOSS_NAME: result.loss,
+            **result.auxiliary,
             "learning-rate": learning_rate(state.optimizer),
             "grad-norm": result.grad_norm,
             "num-zeros": result.num_zeros,
             "params-norm": norm,
-            "batch-size": config.steps.global_batch_size,
-            "loss-scale": 1.0,
+            "batch-size": result.num_packs,
+            "loss-scale": result.loss_scale,
             "samples vs steps": state.consumed_samples,
             "iteration-time": seconds,
             "throughput": self._tflops(seconds),
@@ -118,7 +121,7 @@ class Journal:
             "grad/nonfinite": float(
                 result.grad_norm is not None and not math.isfinite(result.grad_norm)
             ),
-            "data/cursor": float(state.data.get("cursor", 0)),
+            "data/cursor": float(_documents_drawn(state.data)),
             "restart/count": float(state.restarts),
             **plan_metrics(config, batches),
         }
@@ -163,7 +166,7 @@ class Journal:
     def _print(self, result: StepResult, seconds: float, norm: float | None) -> None:
         """Megatron-LM's line over the steps since the last one."""
         config, state = self._state.config, self._state
-        mean = sum(self._losses) / len(self._losses) if self._losses else float("nan")
+        means = {name: _mean(values) for name, values in self._losses.items()}
         report = StepReport(
             iteration=state.iteration,
             train_iters=config.steps.train_iters,
@@ -171,18 +174,19 @@ class Journal:
             elapsed_ms=seconds * 1e3,
             tflops=self._tflops(seconds) if config.records.log_throughput else None,
             learning_rate=learning_rate(state.optimizer),
-            global_batch_size=config.steps.global_batch_size,
-            losses={LOSS_NAME: mean},
+            global_batch_size=result.num_packs,
+            losses=means,
             grad_norm=result.grad_norm,
             num_zeros=None if result.num_zeros is None else float(result.num_zeros),
             params_norm=norm,
+            loss_scale=result.loss_scale,
             skipped_iterations=self._skipped,
             nan_iterations=self._nan,
             speed=self._speed(seconds).fields() if config.records.log_throughput else "",
         )
         print_rank_last(training_line(report))
         self._print_where_time_went()
-        self._losses, self._skipped, self._nan = [], 0, 0
+        self._losses, self._skipped, self._nan = {LOSS_NAME: []}, 0, 0
         self.restart_clock()
 
     def _print_where_time_went(self) -> None:
@@ -247,6 +251,11 @@ class Journal:
         )
 
 
+def _mean(values: list[float]) -> float:
+    """Returns their mean; NaN where there are none."""
+    return sum(values) / len(values) if values else float("nan")
+
+
 def _open_tracker(state: RunState, data: dict[str, Any]) -> Tracker:
     """The sinks that the arguments ask for."""
     config = state.config
@@ -288,3 +297,9 @@ def _description(state: RunState, data: dict[str, Any]) -> dict[str, Any]:
 def _device_name() -> str:
     """The GPU's name, or cpu."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+def _documents_drawn(data: dict[str, Any]) -> int:
+    """Returns the documents drawn in the epochs that the corpora are in; samples of Megatron's packing."""
+    corpora = data.get("corpora", [data])
+    return sum(int(corpus.get("cursor", corpus.get("position", 0))) for corpus in corpora)

@@ -57,6 +57,7 @@ class StepReport:
     global_batch_size: int
     losses: dict[str, float]
     grad_norm: float | None
+    loss_scale: float = 1.0
     skipped_iterations: int = 0
     nan_iterations: int = 0
     tflops: float | None = None
@@ -82,7 +83,7 @@ def training_line(report: StepReport, now: datetime | None = None) -> str:
     parts.append(f" learning rate: {report.learning_rate:.6E}")
     parts.append(f" global batch size: {report.global_batch_size:5d}")
     parts += [f" {name}: {value:.6E}" for name, value in report.losses.items()]
-    parts.append(" loss scale: 1.0")
+    parts.append(f" loss scale: {report.loss_scale:.1f}")
     for name, value in (
         ("grad norm", report.grad_norm),
         ("num zeros", report.num_zeros),

@@ -60,16 +60,16 @@ def load_model(root: Path, case: Case, groups):
     """(this rank's stage with the converted weights, its configuration, the arguments)."""
     from megatron.core import dist_checkpointing
 
-    from megatron_cp.models.gpt import Layout
-    from megatron_cp.models.hugging_face.build import build_model, config_for
+    from megatron_cp.models.gpt import Layout, build_gpt, transformer_config
     from megatron_cp.models.hugging_face.config_file import arguments_of, read_config
 
     arguments = arguments_of(read_config(root / "hugging_face"), make_vocab_size_divisible_by=128)
-    layout = Layout(tensor=case.tp, pipeline=case.pp, context=case.cp)
-    config = config_for(arguments, layout=layout, expert_parallel=case.ep)
-    model = build_model(
-        arguments,
+    layout = Layout(tensor=case.tp, pipeline=case.pp, context=case.cp, expert=case.ep)
+    config = transformer_config(arguments, layout=layout)
+    model = build_gpt(
         config,
+        arguments,
+        vocab_size=arguments["padded_vocab_size"],
         pre_process=groups.is_pipeline_first_stage(),
         post_process=groups.is_pipeline_last_stage(),
     ).eval()

@@ -1,0 +1,283 @@
+"""The samples of Megatron's own GPTDataset, in its order: a Megatron run goes on with its batches.
+
+Megatron's classes build the index (which documents, in which order, cut where); tokens, masks and
+plans are made as for every other packing, by the true boundaries of documents.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from megatron_cp.data.blend import BlendedDocuments
+from megatron_cp.data.blend_sources import BlendSource
+from megatron_cp.data.document_set import (
+    Documents,
+    DocumentSet,
+    open_documents,
+    split_documents,
+)
+from megatron_cp.data.sample_index import SampleIndex, SamplePacker
+
+_SPLITS = ("train", "valid", "test")
+_ARRAYS = ("document", "sample", "shuffle")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTSamples:
+    """What Megatron's samples depend on, under Megatron-LM's names.
+
+    Either `blend` and `split`, or `blend_per_split`: the corpora of "train", "valid" and "test".
+    `num_samples` is what the run asks of each split; a split that is asked for none is not built.
+    `cache_path` keeps the indices for the next run; without it nothing is left on disk.
+    """
+
+    seq_length: int
+    seed: int
+    num_samples: tuple[int, int, int]
+    blend: Sequence[BlendSource] | None = None
+    split: str | None = None
+    blend_per_split: Mapping[str, Sequence[BlendSource] | None] | None = None
+    mid_level_dataset_surplus: float = 0.005
+    cache_path: Path | None = None
+    eod: int = 0
+    vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.blend is None) == (self.blend_per_split is None) or (
+            (self.blend is None) != (self.split is None)
+        ):
+            raise ValueError(
+                f"blend={self.blend}, split={self.split}, blend_per_split={self.blend_per_split}: "
+                "give blend and split, or blend_per_split alone"
+            )
+
+
+@dataclass(frozen=True)
+class GPTSplit:
+    """The documents of a split and the stream of Megatron's samples of them."""
+
+    documents: Documents
+    packer: SamplePacker
+
+
+class _TokenizerFacts:
+    """As much of a tokenizer as building an index asks for. No `pad`: no token is taken for one."""
+
+    def __init__(self, eod: int, vocab_size: int | None) -> None:
+        self.eod, self.vocab_size = eod, vocab_size
+        self.unique_identifiers = {"class": "megatron_cp", "eod": eod, "vocab_size": vocab_size}
+
+
+def open_gpt_samples(request: GPTSamples) -> dict[str, GPTSplit | None]:
+    """Returns "train", "valid" and "test" with Megatron's samples; None where there are none.
+
+    Called before there is a process group: every rank builds the same index for itself.
+
+    Raises:
+        ValueError: Megatron cannot make samples of these corpora.
+    """
+    if dist.is_initialized():
+        raise RuntimeError(
+            "open_gpt_samples() inside a process group, where Megatron's builder waits for other "
+            "ranks; call it before init_process_group"
+        )
+    corpora = _open_corpora(request)
+    built = [
+        bool(parts) and bool(count) and any(part.num_tokens for _, part in parts)
+        for parts, count in zip(corpora, request.num_samples, strict=True)
+    ]
+    for parts, is_built, name in zip(corpora, built, _SPLITS, strict=True):
+        if is_built:
+            _check_shares(parts, request.seq_length, name)
+    datasets = _build(request, built)
+    return {
+        name: _read_index(dataset, parts, request) if is_built else None
+        for name, dataset, parts, is_built in zip(_SPLITS, datasets, corpora, built, strict=True)
+    }
+
+
+_Parts = list[tuple[BlendSource, DocumentSet]]
+
+
+def _open_corpora(request: GPTSamples) -> list[_Parts]:
+    """Returns the corpora with a weight of each split, and their documents there."""
+    if request.blend is not None:
+        assert request.split is not None
+        splits: list[_Parts] = [[], [], []]
+        for source in _with_weight(request.blend):
+            parts = split_documents(open_documents(source.prefix), request.split)
+            for kept, part in zip(splits, parts, strict=True):
+                kept.append((source, part))
+        return splits
+    assert request.blend_per_split is not None
+    return [
+        [
+            (source, open_documents(source.prefix))
+            for source in _with_weight(request.blend_per_split.get(name) or ())
+        ]
+        for name in _SPLITS
+    ]
+
+
+def _with_weight(sources: Sequence[BlendSource]) -> list[BlendSource]:
+    return [source for source in sources if source.weight != 0]
+
+
+def _check_shares(parts: _Parts, seq_length: int, name: str) -> None:
+    for source, part in parts:
+        # Megatron counts epochs until there are enough tokens: with none it never ends.
+        least = seq_length + 1 if source.weight is None and len(parts) > 1 else 1
+        if part.num_tokens < least:
+            raise ValueError(
+                f"--packing megatron: {source.prefix} has {part.num_tokens} tokens in the {name} "
+                f"split, at least {least} are needed; give it more, change --split, or leave it out"
+            )
+
+
+def _build(request: GPTSamples, built: list[bool]) -> list[Any]:
+    """Returns Megatron's dataset of each split; None where it is not built."""
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+    with _cache_folder(request.cache_path) as folder, _without_notes():
+        config = GPTDatasetConfig(
+            random_seed=request.seed,
+            sequence_length=request.seq_length,
+            blend=None if request.blend is None else _blend(request.blend),
+            blend_per_split=None
+            if request.blend_per_split is None
+            else [_blend(request.blend_per_split.get(name)) for name in _SPLITS],
+            split=request.split,
+            path_to_cache=str(folder),
+            tokenizer=_TokenizerFacts(request.eod, request.vocab_size),
+            reset_position_ids=False,
+            reset_attention_mask=False,
+            eod_mask_loss=False,
+            create_attention_mask=False,
+            mid_level_dataset_surplus=request.mid_level_dataset_surplus,
+        )
+        if config.split_matrix is not None:
+            config.split_matrix = [
+                share if is_built else None
+                for share, is_built in zip(config.split_matrix, built, strict=True)
+            ]
+        if config.blend_per_split is not None:
+            config.blend_per_split = [
+                blend if is_built else None
+                for blend, is_built in zip(config.blend_per_split, built, strict=True)
+            ]
+        builder = _builder_class()(GPTDataset, list(request.num_samples), lambda: True, config)
+        try:
+            return list(builder.build())
+        except IndexError as error:
+            raise ValueError(f"--packing megatron: {error}") from None
+
+
+def _blend(sources: Sequence[BlendSource] | None) -> tuple[list[str], list[float] | None] | None:
+    """Returns a blend as Megatron's configuration holds it."""
+    kept = _with_weight(sources or ())
+    if not kept:
+        return None
+    weights = [source.weight for source in kept if source.weight is not None]
+    return [source.prefix for source in kept], weights or None
+
+
+def _builder_class() -> Any:
+    from megatron.core.datasets.blended_dataset import BlendedDataset
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
+
+    class BuilderWithoutRanks(BlendedMegatronDatasetBuilder):
+        """Keeps blends in memory: with a cache their class asks a process group for its rank."""
+
+        @staticmethod
+        def build_generic_dataset(
+            cls: Any, is_built_on_rank: Any, synchronize_ranks: bool, *args: Any
+        ) -> Any:
+            """Returns `cls(*args)`."""
+            if cls is BlendedDataset:
+                config = copy.copy(args[-1])
+                config.path_to_cache = None
+                args = (*args[:-1], config)
+            return cls(*args)
+
+    return BuilderWithoutRanks
+
+
+@contextlib.contextmanager
+def _without_notes() -> Iterator[None]:
+    """Megatron notes in the log that a blend is not cached, which is what we ask for."""
+    logger = logging.getLogger("megatron.core.datasets")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _cache_folder(path: Path | None) -> Iterator[Path]:
+    """Yields a folder of this process with the indices of `path`; new ones are moved there.
+
+    Megatron writes an index of four files in place. Ranks that build the same one must not read
+    each other's half: files are moved whole, the description last, and an index is taken from
+    `path` only if its description is there.
+    """
+    if path is not None:
+        path.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="megatron_cp_index_", dir=path) as name:
+        folder = Path(name)
+        for description in [] if path is None else path.glob("*-description.txt"):
+            index = description.name.removesuffix("description.txt")
+            for kind in ("description.txt", *(f"{a}_index.npy" for a in _ARRAYS)):
+                file = description.with_name(index + kind)
+                if file.is_file():
+                    (folder / file.name).symlink_to(file.resolve())
+        yield folder
+        made = [] if path is None else [f for f in folder.iterdir() if not f.is_symlink()]
+        for file in sorted(made, key=lambda file: file.suffix):
+            assert path is not None
+            file.replace(path / file.name)  # .npy comes before .txt
+
+
+def _read_index(dataset: Any, parts: _Parts, request: GPTSamples) -> GPTSplit:
+    """Returns the arrays of Megatron's dataset as a stream of packs over our documents."""
+    datasets = getattr(dataset, "datasets", [dataset])
+    documents, indices, first = _joined(parts), [], 0
+    for low, (source, part) in zip(datasets, parts, strict=True):
+        whole = part.dataset.document_lengths
+        if not np.array_equal(low.dataset.sequence_lengths, whole):
+            raise ValueError(
+                f"--packing megatron: {source.prefix} holds {len(low.dataset.sequence_lengths)} "
+                f"sequences in {len(whole)} documents, and Megatron shuffles sequences; use "
+                "--packing split, or preprocess without --split-sentences"
+            )
+        indices.append(
+            SampleIndex(low.document_index, low.sample_index, low.shuffle_index, part.first, first)
+        )
+        first += len(part)
+    turns = None
+    if hasattr(dataset, "datasets"):
+        turns = (dataset.dataset_index, dataset.dataset_sample_index)
+    settings = {"seq_length": request.seq_length, "packing": "megatron", "seed": request.seed}
+    return GPTSplit(documents, SamplePacker(documents.lengths, indices, turns, settings))
+
+
+def _joined(parts: _Parts) -> Documents:
+    if len(parts) == 1:
+        return parts[0][1]
+    weights = [float(p.num_tokens) if s.weight is None else s.weight for s, p in parts]
+    return BlendedDocuments(
+        tuple(part for _, part in parts), tuple(weight / sum(weights) for weight in weights)
+    )

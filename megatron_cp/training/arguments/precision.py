@@ -1,0 +1,179 @@
+"""Completes and checks formats of numbers, engine and what is recomputed.
+
+Each check yields its faults as `faults.py` describes.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+
+from megatron_cp.training.arguments.faults import require
+
+RECOMPUTE_MODULES = (
+    "core_attn",
+    "layernorm",
+    "mla_up_proj",
+    "mlp",
+    "moe",
+    "moe_act",
+    "shared_experts",
+)
+_LOW_PRECISION_STATE = (
+    "main_grads_dtype",
+    "main_params_dtype",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
+)
+
+
+def complete_precision(args: Namespace) -> Iterator[str]:
+    """Completes gradient buffers and checks for infinities, as Megatron-LM does."""
+    if args.fp16 and args.bf16:
+        yield "--fp16 and --bf16 exclude each other; give one"
+    if args.fp16 and args.loss_scale is None:
+        # An overflow is how the scale is found: it skips a step and is no error.
+        args.check_for_nan_in_loss_and_grad = False
+    if args.grad_reduce_in_bf16 and not args.bf16:
+        yield "--grad-reduce-in-bf16 needs --bf16; give it too or drop the flag"
+    if args.grad_reduce_in_bf16 and args.accumulate_allreduce_grads_in_fp32:
+        yield (
+            "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; "
+            "give one"
+        )
+    if args.bf16 and not args.grad_reduce_in_bf16:
+        args.accumulate_allreduce_grads_in_fp32 = True
+    if args.fp16_lm_cross_entropy and not args.fp16:
+        yield "--fp16-lm-cross-entropy needs --fp16; give it too"
+    if args.fp32_residual_connection and not (args.fp16 or args.bf16):
+        yield "--fp32-residual-connection needs --bf16 or --fp16; give one too"
+
+
+def complete_engine(args: Namespace) -> Iterator[str]:
+    """Completes what layers are built from: Megatron-LM's default where it is installed."""
+    machine = args.machine
+    has_engine = machine.has_transformer_engine
+    if args.transformer_impl is None:
+        args.transformer_impl = "transformer_engine" if has_engine else "local"
+    elif args.transformer_impl != "local" and not has_engine and not machine.has_cuda:
+        args.transformer_impl = "local"
+        args.notes.append(
+            "--transformer-impl transformer_engine needs a GPU: Megatron's local layers are built, "
+            "the same computation"
+        )
+    needs_engine = args.cross_entropy_loss_fusion and args.cross_entropy_fusion_impl == "te"
+    if needs_engine and not has_engine:
+        yield (
+            "--cross-entropy-fusion-impl te needs Transformer Engine, which is not installed; "
+            "give --cross-entropy-fusion-impl native: the same computation"
+        )
+
+
+def complete_expert_engine(args: Namespace) -> Iterator[str]:
+    """Completes how experts are computed: one by one without Transformer Engine and without a GPU."""
+    machine = args.machine
+    if args.num_experts is None or machine.has_transformer_engine:
+        return
+    fused = [n for n in ("moe_permute_fusion", "moe_router_fusion") if getattr(args, n)]
+    if args.moe_token_dispatcher_type == "flex":
+        yield (
+            "--moe-token-dispatcher-type flex needs a GPU and its library (DeepEP, HybridEP); give "
+            "--moe-token-dispatcher-type alltoall: the same computation"
+        )
+    if machine.has_cuda:
+        for name in (*fused, *(["moe_grouped_gemm"] if args.moe_grouped_gemm else [])):
+            yield f"--{name.replace('_', '-')} needs Transformer Engine; install it"
+        return
+    if args.moe_grouped_gemm:
+        args.moe_grouped_gemm = False
+        args.notes.append(
+            "--moe-grouped-gemm needs a GPU: experts are computed one by one, the same mathematics "
+            "from other initial random weights"
+        )
+    if args.moe_shared_expert_overlap:
+        args.moe_shared_expert_overlap = False
+        args.notes.append(
+            "--moe-shared-expert-overlap needs a GPU: shared experts are computed after the others"
+        )
+    for name in fused:
+        setattr(args, name, False)
+        args.notes.append(f"--{name.replace('_', '-')} needs a GPU: the same computation unfused")
+
+
+def check_optimizer_state(args: Namespace) -> Iterator[str]:
+    """Yields the faults of optimizer state that is not in fp32 on the GPU."""
+    changed = [name for name in _LOW_PRECISION_STATE if getattr(args, name) != "fp32"]
+    if changed and not args.use_precision_aware_optimizer:
+        names = ", ".join("--" + name.replace("_", "-") for name in changed)
+        yield f"{names} needs --use-precision-aware-optimizer; give it too"
+    if args.use_precision_aware_optimizer:
+        if not args.use_distributed_optimizer:
+            yield "--use-precision-aware-optimizer needs --use-distributed-optimizer; give it too"
+        if not args.machine.has_transformer_engine:
+            yield (
+                "--use-precision-aware-optimizer needs Transformer Engine's Adam, which is not "
+                "installed; install it"
+            )
+    if args.optimizer_cpu_offload:
+        if not args.machine.has_cuda:
+            yield "--optimizer-cpu-offload needs a GPU to move the optimizer from; leave it out"
+        if not args.use_precision_aware_optimizer:
+            yield "--optimizer-cpu-offload needs --use-precision-aware-optimizer; give it too"
+        if not 0.0 <= args.optimizer_offload_fraction <= 1.0:
+            yield (
+                f"--optimizer-offload-fraction {args.optimizer_offload_fraction} must lie in [0, 1]"
+            )
+
+
+def check_instances(args: Namespace) -> Iterator[str]:
+    """Yields the faults of several instances of the distributed optimizer."""
+    instances = args.num_distributed_optimizer_instances
+    if instances == 1:
+        return
+    if not args.use_distributed_optimizer:
+        yield "--num-distributed-optimizer-instances needs --use-distributed-optimizer; give it too"
+    replicas = args.data_parallel_size * args.context_parallel_size
+    if instances <= 0 or replicas % instances:
+        yield (
+            f"--num-distributed-optimizer-instances {instances} must divide data x context parallel "
+            f"size = {args.data_parallel_size} x {args.context_parallel_size}"
+        )
+
+
+def complete_recompute(args: Namespace) -> Iterator[str]:
+    """Completes recompute flags that belong together."""
+    if args.recompute_activations:
+        if args.recompute_granularity == "full":
+            yield (
+                "--recompute-activations means --recompute-granularity selective, not full; give "
+                "one"
+            )
+        args.recompute_granularity = "selective"
+    if args.recompute_granularity == "full" and args.recompute_method is None:
+        yield "--recompute-granularity full needs --recompute-method uniform or block"
+    if args.recompute_granularity != "full" and args.recompute_method is not None:
+        yield "--recompute-method needs --recompute-granularity full"
+    if args.recompute_method is not None:
+        if args.recompute_num_layers is None:
+            args.recompute_num_layers = 1
+        yield from require(args, "recompute_num_layers")
+
+
+def check_recomputed_modules(args: Namespace) -> Iterator[str]:
+    """Yields a line for each module that cannot be recomputed."""
+    for name in args.recompute_modules or ():
+        if name not in RECOMPUTE_MODULES:
+            yield f"--recompute-modules {name} must be one of {', '.join(RECOMPUTE_MODULES)}"
+    if "moe_act" in (args.recompute_modules or ()) and not args.moe_grouped_gemm:
+        yield "--recompute-modules moe_act needs --moe-grouped-gemm; leave moe_act out"
+
+
+def check_recomputed_layers(args: Namespace) -> Iterator[str]:
+    """Yields a line if more layers are to be recomputed than a stage has."""
+    wanted = args.recompute_num_layers
+    if wanted is None or args.pipeline_model_parallel_layout is not None:
+        return
+    per_stage = args.num_layers // args.pipeline_model_parallel_size
+    most = per_stage // (args.virtual_pipeline_model_parallel_size or 1)
+    if not 0 < wanted <= max(most, 1):
+        yield f"--recompute-num-layers {wanted} must lie in [1, {most}], the layers of a stage"

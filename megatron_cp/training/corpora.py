@@ -1,0 +1,212 @@
+"""Which corpora a run reads, and the documents of each split.
+
+Opened before any process group exists.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import shutil
+import tempfile
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from megatron_cp.data.blend import Opens, open_blend, open_split_blend
+from megatron_cp.data.blend_sources import (
+    BlendSource,
+    parse_blend,
+    read_blend_file,
+    read_per_split_file,
+)
+from megatron_cp.data.chat import chat_format
+from megatron_cp.data.conversations import conversations_in_folder
+from megatron_cp.data.document_set import Documents, DocumentSet, open_documents, split_documents
+from megatron_cp.data.indexed import manifest_path, token_dtype
+from megatron_cp.data.indexed_writer import IndexedWriter
+from megatron_cp.data.sample_index import SamplePacker
+from megatron_cp.data.tokenizer import Tokenizer, TokenizerFiles, build_tokenizer
+from megatron_cp.mcore.gpt_dataset import GPTSamples, open_gpt_samples
+from megatron_cp.training.config import DataConfig, TrainConfig
+
+Split = Literal["train", "valid", "test"]
+Sources = tuple[BlendSource, ...]
+SPLITS: tuple[Split, ...] = ("train", "valid", "test")
+_DEFAULT_SPLIT = "969,30,1"  # Megatron-LM's
+_NUM_MOCK_DOCUMENTS = 512
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The documents of each split, None where a split has no token; with `--packing megatron` its samples."""
+
+    splits: dict[Split, Documents | None]
+    samples: dict[Split, SamplePacker] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def train(self) -> Documents:
+        """Returns the training documents. Raises ValueError if there are none."""
+        documents = self.splits["train"]
+        if documents is None:
+            raise ValueError(
+                "the training split holds no token; give more documents or another --split"
+            )
+        return documents
+
+
+def open_corpora(config: TrainConfig) -> RunData:
+    """Returns the opened and checked documents of a configuration whose vocabulary is known.
+
+    Raises:
+        ValueError, OSError: with one line.
+    """
+    options = config.data
+    notes: list[str] = []
+    split = options.split or _DEFAULT_SPLIT
+    opens: Opens = open_documents
+    if options.sft:
+        opens = _chat_opener(options, notes)
+    if options.mock_data:
+        splits: list[Documents | None] = [*split_documents(_mock_documents(config), split)]
+    elif options.packing == "megatron":
+        return _megatron_samples(config, split)
+    elif (sources := _joint_sources(options)) is not None:
+        splits = open_split_blend(sources, split, opens)
+    else:
+        parts = _sources_per_split(options)
+        splits = [open_blend(part, opens) if part else None for part in parts]
+    return RunData(
+        {
+            name: documents if documents is not None and documents.num_tokens else None
+            for name, documents in zip(SPLITS, splits, strict=True)
+        },
+        notes=tuple(notes),
+    )
+
+
+def open_tokenizer(options: DataConfig) -> Tokenizer | None:
+    """Returns the tokenizer of the run; None where there is none, or it has no vocabulary."""
+    if options.tokenizer_type in (None, "NullTokenizer"):
+        return None
+    names = (field.name for field in fields(TokenizerFiles))
+    files = TokenizerFiles(**{name: getattr(options, name) for name in names})
+    return build_tokenizer(options.tokenizer_type, files)
+
+
+def _chat_opener(options: DataConfig, notes: list[str]) -> Opens:
+    """Returns what opens a chat file as documents, and notes how many conversations were cut.
+
+    The corpus is kept in --data-cache-path; without it every rank writes its own and removes it.
+    """
+    tokenizer = open_tokenizer(options)
+    if tokenizer is None:
+        raise ValueError("--sft needs a tokenizer; give --tokenizer-type and --tokenizer-model")
+    name = options.sft_tokenizer_prompt_format
+    render = chat_format(name, options.tokenizer_model)
+    folder = Path(options.data_cache_path or _removed_at_exit())
+
+    def opens(path: str) -> DocumentSet:
+        prefix = conversations_in_folder(
+            path,
+            folder,
+            tokenizer,
+            render,
+            format_name=name,
+            max_tokens=options.seq_length,
+        )
+        documents = open_documents(prefix)
+        cut = json.loads(manifest_path(prefix).read_text(encoding="utf-8"))["truncated"]
+        if cut:
+            notes.append(
+                f"{path}: {cut} of {len(documents)} conversations are longer than --seq-length "
+                f"{options.seq_length} and lose their end"
+            )
+        return documents
+
+    return opens
+
+
+def _removed_at_exit() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="megatron_cp_corpora_"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _joint_sources(options: DataConfig) -> Sources | None:
+    """Returns the corpora that --split divides; None where each split has its own."""
+    if options.data_args_path is not None:
+        return parse_blend(read_blend_file(options.data_args_path), "--data-args-path")
+    return parse_blend(options.data_path) if options.data_path else None
+
+
+def _sources_per_split(options: DataConfig) -> list[Sources | None]:
+    if options.per_split_data_args_path is not None:
+        words = read_per_split_file(options.per_split_data_args_path)
+        flags = {name: f"--per-split-data-args-path, {name}" for name in SPLITS}
+    else:
+        words = {name: getattr(options, f"{name}_data_path") for name in SPLITS}
+        flags = {name: f"--{name}-data-path" for name in SPLITS}
+    return [parse_blend(words[name] or (), flags[name]) if words[name] else None for name in SPLITS]
+
+
+def _megatron_samples(config: TrainConfig, split: str) -> RunData:
+    """Returns what Megatron's GPTDataset would draw in this run."""
+    options = config.data
+    joint = _joint_sources(options)
+    opened = open_gpt_samples(
+        GPTSamples(
+            seq_length=options.seq_length,
+            seed=config.steps.seed,
+            num_samples=_num_samples(config),
+            blend=joint,
+            split=split if joint is not None else None,
+            blend_per_split=None
+            if joint is not None
+            else dict(zip(SPLITS, _sources_per_split(options), strict=True)),
+            mid_level_dataset_surplus=options.mid_level_dataset_surplus,
+            cache_path=None if options.data_cache_path is None else Path(options.data_cache_path),
+            eod=options.eod_token or 0,
+            vocab_size=options.vocab_size,
+        )
+    )
+    parts = {name: opened[name] for name in SPLITS}
+    return RunData(
+        {name: None if part is None else part.documents for name, part in parts.items()},
+        {name: part.packer for name, part in parts.items() if part is not None},
+    )
+
+
+def _num_samples(config: TrainConfig) -> tuple[int, int, int]:
+    """Returns how many samples Megatron-LM asks of each split: its order depends on the number."""
+    steps = config.steps
+    size = steps.global_batch_size
+    if steps.plan_only:
+        return steps.plan_batches * size, 0, 0
+    train: int = config.arguments.get("train_samples") or max(steps.train_iters, 1) * size
+    num_evaluations = 1
+    if steps.eval_interval and not steps.skip_train:
+        num_evaluations += steps.train_iters // steps.eval_interval
+    evaluated = steps.eval_iters * steps.eval_global_batch_size
+    return train, num_evaluations * evaluated, evaluated
+
+
+def _mock_documents(config: TrainConfig) -> DocumentSet:
+    """Returns documents that count upwards from a random start, of log-normal length.
+
+    The same on every rank.
+    """
+    size, longest = config.data.vocab_size, config.data.seq_length
+    assert size is not None
+    generator = np.random.default_rng(config.steps.seed)
+    median = max(16.0, longest / 8)
+    lengths = np.exp(generator.normal(np.log(median), 1.0, _NUM_MOCK_DOCUMENTS))
+    prefix = _removed_at_exit() / "mock"
+    with IndexedWriter(prefix, dtype=token_dtype(size)) as writer:
+        for length in lengths.astype(np.int64).clip(2, longest):
+            start, step = generator.integers(0, size), generator.integers(1, 4)
+            writer.add_document((start + step * np.arange(length)) % size)
+        writer.finish()
+    return open_documents(prefix)

@@ -1,0 +1,273 @@
+"""Conversations: their text, what of it is learned, and the batches they become."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_cp.data.batch import BatchConfig, build_batch
+from megatron_cp.data.blend import open_blend
+from megatron_cp.data.blend_sources import parse_blend
+from megatron_cp.data.chat import PROMPT_FORMATS, chat_format
+from megatron_cp.data.conversations import (
+    conversations_in_folder,
+    read_conversations,
+    tokenize_conversation,
+    write_conversations,
+)
+from megatron_cp.data.document_set import open_documents, split_documents
+from megatron_cp.data.packing import Packer, PackingConfig
+from megatron_cp.data.supervision import supervision_path, write_supervision
+from megatron_cp.data.tokenizer import ByteLevelTokenizer
+from tests.data.corpora import write_corpus
+
+BYTES = ByteLevelTokenizer()
+TALK = [
+    {"role": "system", "content": " Be brief. "},
+    {"role": "user", "content": "2 + 2? /think"},
+    {"role": "assistant", "content": "4 "},
+    {"role": "user", "content": "Sure?"},
+    {"role": "assistant", "content": "Yes."},
+]
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] | trim }}"
+    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+# Learned stretches in brackets, written from the formats' descriptions.
+EXPECTED = {
+    "nemotron-h-aligned": "<SPECIAL_10>System\nBe brief.\n<SPECIAL_11>User\n2 + 2? /think\n"
+    "<SPECIAL_11>Assistant\n[4\n]<SPECIAL_11>User\nSure?\n<SPECIAL_11>Assistant\n[Yes.\n]",
+    "nemotron-nano-v2": "<SPECIAL_10>System\nBe brief.\n<SPECIAL_11>User\n2 + 2?\n"
+    "<SPECIAL_11>Assistant\n[4\n<SPECIAL_12>\n]<SPECIAL_11>User\nSure?\n"
+    "<SPECIAL_11>Assistant\n[Yes.\n<SPECIAL_12>\n]",
+    "identity": "[ Be brief. 2 + 2? /think4 Sure?Yes.]",
+    "chatml": "<|im_start|>system\n Be brief. <|im_end|>\n<|im_start|>user\n2 + 2? /think<|im_end|>\n"
+    "<|im_start|>assistant\n[4 <|im_end|>\n]<|im_start|>user\nSure?<|im_end|>\n"
+    "<|im_start|>assistant\n[Yes.<|im_end|>\n]",
+    "default": "[<b><system>Be brief.<user>2 + 2? /think<assistant>4</s><user>Sure?"
+    "<assistant>Yes.</s>]",
+    "chat-template": "<b><system>Be brief.<user>2 + 2? /think<assistant>[4</s>]<user>Sure?"
+    "<assistant>[Yes.</s>]",
+}
+
+
+@pytest.fixture
+def tokenizer_folder(tmp_path):
+    config = {"chat_template": TEMPLATE, "bos_token": "<b>", "eos_token": {"content": "</s>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def shown(parts):
+    return "".join(f"[{text}]" if learned else text for text, learned in parts)
+
+
+@pytest.mark.parametrize("name", PROMPT_FORMATS)
+def test_text_and_learned_stretches_of_each_format(tokenizer_folder, name):
+    render = chat_format(name, str(tokenizer_folder / "tokenizer.json"))
+    assert shown(render(TALK)) == EXPECTED[name]
+
+
+def test_a_template_says_what_transformers_says(tokenizer_folder):
+    transformers = pytest.importorskip("transformers.utils.chat_template_utils")
+    expected, _ = transformers.render_jinja_template(
+        conversations=[TALK], chat_template=TEMPLATE, bos_token="<b>", eos_token="</s>"
+    )
+    (part,) = chat_format("default", str(tokenizer_folder))(TALK)
+    assert [part.text] == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "holds no chat template"),
+        ("{{ raise_exception('no system') }}", r"refuses \(no system\)"),
+        ("{{ messages | length }}", "changes earlier turns"),
+        ("{% for", "refuses"),
+        ("{{ ''.__class__.__mro__ }}", "refuses"),
+    ],
+)
+def test_templates_that_cannot_serve_are_refused(tmp_path, template, message):
+    if template is not None:
+        (tmp_path / "chat_template.jinja").write_text(template)
+    with pytest.raises(ValueError, match=message):
+        chat_format("chat-template", str(tmp_path))(TALK)
+    with pytest.raises(ValueError, match="llama3 is not served; give one of nemotron-h-aligned"):
+        chat_format("llama3")
+
+
+def test_learned_spans_are_the_ids_of_the_learned_stretches():
+    ids, spans = tokenize_conversation(TALK, BYTES, chat_format("chatml"))
+    assert ids[-1] == BYTES.eod
+    text = [bytes(ids[a:b]) if b < len(ids) else bytes(ids[a : b - 1]) for a, b in spans]
+    learned = re.findall(r"\[(.*?)\]", EXPECTED["chatml"], flags=re.DOTALL)
+    assert text == [stretch.encode() for stretch in learned]
+    assert spans[-1][1] == len(ids)  # the end follows an answer
+
+
+def write_lines(path, *records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_a_line_may_hold_several_conversations(tmp_path):
+    path = write_lines(
+        tmp_path / "c.jsonl", {"messages": [*TALK, *TALK[:3]]}, {"messages": TALK[1:3]}
+    )
+    assert [len(talk) for talk in read_conversations(path)] == [5, 3, 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "line 2 is not JSON"),
+        ("[]", 'line 2 must be {"messages"'),
+        ('{"messages": []}', "at least one message"),
+        ('{"messages": [{"role": "dog", "content": "wuff"}]}', "message 0 has role 'dog'"),
+        ('{"messages": [{"role": "user"}]}', "content of type NoneType"),
+        ('{"messages": [{"role": "assistant", "content": " "}]}', "is an empty answer"),
+        ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "lone surrogate"),
+    ],
+)
+def test_a_line_of_something_else_is_named(tmp_path, text, message):
+    path = tmp_path / "c.jsonl"
+    path.write_text(json.dumps({"messages": TALK}) + "\n" + text + "\n")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        list(read_conversations(path))
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        list(read_conversations(tmp_path / "no"))
+
+
+def test_a_file_without_answers_is_refused(tmp_path):
+    path = write_lines(tmp_path / "c.jsonl", {"messages": TALK[:2]})
+    with pytest.raises(ValueError, match="no answer to learn within 100 tokens"):
+        write_conversations(path, tmp_path / "c", BYTES, chat_format("chatml"), max_tokens=100)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+words = st.text("ab ", min_size=1, max_size=12).filter(str.strip)
+talks = st.lists(
+    st.tuples(words, words).map(
+        lambda pair: [
+            {"role": "user", "content": pair[0]},
+            {"role": "assistant", "content": pair[1]},
+        ]
+    ),
+    min_size=1,
+    max_size=3,
+).map(lambda turns: [message for turn in turns for message in turn])
+
+
+@given(talks=st.lists(talks, min_size=1, max_size=6), size=st.sampled_from([90, 120, 250]))
+def test_a_batch_learns_answers_and_nothing_else(tmp_path_factory, talks, size):
+    folder = tmp_path_factory.mktemp("chat")
+    path = write_lines(folder / "c.jsonl", *({"messages": talk} for talk in talks))
+    render = chat_format("chatml")
+    counts = write_conversations(path, folder / "c", BYTES, render, max_tokens=size)
+    documents = open_documents(folder / "c")
+    texts, answers = [], []
+    for talk in talks:
+        ids, flags = [], []
+        for text, learned in render(talk):
+            ids += list(text.encode())
+            flags += [learned] * len(text)
+        texts.append([*ids, BYTES.eod][:size])
+        answers.append([*flags, True][:size])
+    assert counts.conversations == len(talks) == len(documents)
+    assert counts.learned_tokens == sum(map(sum, answers))
+    assert counts.truncated == sum(len(render_ids(render, talk)) > size for talk in talks)
+    packer = Packer(documents.lengths, PackingConfig(seq_length=size, policy="keep"))
+    config = BatchConfig(seq_length=size, reset_attention_mask=True, reset_position_ids=True)
+    learned = 0
+    for _ in range(len(talks)):
+        pack = next(packer)
+        if packer.epoch:
+            break
+        batch, place = build_batch(documents, [pack], config), 0
+        sees = batch.mask.to_dense()
+        for document, start, stop in pack.pieces:
+            assert (start, stop) == (0, len(texts[document]))
+            rows = slice(place, place + stop)
+            assert batch.tokens[rows].tolist() == texts[document]
+            assert batch.labels[rows].tolist() == [*texts[document][1:], 0]
+            assert batch.loss_mask[rows].tolist() == [*map(float, answers[document][1:]), 0.0]
+            assert batch.position_ids[rows].tolist() == list(range(stop))
+            assert not sees[rows, :place].any() and not sees[rows, place + stop :].any()
+            place += stop
+        assert not batch.loss_mask[place:].any()
+        learned += batch.loss_mask.sum()
+    assert learned <= counts.learned_tokens
+
+
+def render_ids(render, talk):
+    return tokenize_conversation(talk, BYTES, render)[0]
+
+
+def test_what_is_learned_follows_documents_into_splits_and_blends(tmp_path):
+    corpora = []
+    for name in "ab":
+        write_corpus(tmp_path / name, [5, 4, 6])
+        write_supervision(tmp_path / name, [(0, 1, 3), (2, 0, 1), (2, 4, 6)])
+        corpora.append(open_documents(tmp_path / name))
+    plain = write_corpus(tmp_path / "c", [5, 4, 6])
+    assert plain.supervised(0, 0, 5) is None
+    assert corpora[0].digest() != plain.digest()
+    flags = [
+        [False, True, True, False, False],
+        [False] * 4,
+        [True, False, False, False, True, True],
+    ]
+    _, late, _ = split_documents(corpora[0], "34,66,0")
+    both = open_blend(parse_blend([str(tmp_path / "a"), str(tmp_path / "b")]))
+    for subject, first in ((corpora[1], 0), (late, 1), (both, 0)):
+        for number in range(len(subject)):
+            expected = flags[(first + number) % 3]
+            for start in range(len(expected)):
+                found = subject.supervised(number, start, len(expected) + 1)
+                assert found.tolist() == [*expected[start:], False]
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [(0, 0, 6)],
+        [(3, 0, 1)],
+        [(0, 2, 2)],
+        [(0, -1, 2)],
+        [(1, 0, 1), (0, 0, 1)],
+        [(0, 0, 2), (0, 1, 3)],
+    ],
+)
+def test_spans_that_are_not_of_the_corpus_are_refused(tmp_path, spans):
+    write_corpus(tmp_path / "c", [5, 4, 6])
+    with pytest.raises(ValueError, match="must be a document of"):
+        write_supervision(tmp_path / "c", spans)
+    np.save(supervision_path(tmp_path / "c"), np.array(spans, dtype=np.int64))
+    with pytest.raises(ValueError, match="must be a document of"):
+        open_documents(tmp_path / "c")
+    supervision_path(tmp_path / "c").write_bytes(b"x")
+    with pytest.raises(ValueError, match=r"is not an \.npy file"):
+        open_documents(tmp_path / "c")
+
+
+def test_a_corpus_of_chats_is_made_once_for_all_that_it_depends_on(tmp_path):
+    path = write_lines(tmp_path / "c.jsonl", {"messages": TALK})
+
+    def prefix_of(name, size):
+        return conversations_in_folder(
+            path, tmp_path / "cache", BYTES, chat_format(name), format_name=name, max_tokens=size
+        )
+
+    first = prefix_of("chatml", 300)
+    times = [p.stat().st_mtime_ns for p in sorted((tmp_path / "cache").rglob("*"))]
+    assert prefix_of("chatml", 300) == first
+    assert [p.stat().st_mtime_ns for p in sorted((tmp_path / "cache").rglob("*"))] == times
+    others = {prefix_of("identity", 300), prefix_of("chatml", 290)}
+    write_lines(path, {"messages": TALK[:3]})
+    others.add(prefix_of("chatml", 300))
+    assert len(others | {first}) == 4
+    assert len(list((tmp_path / "cache").iterdir())) == 4  # no temporary folder is left

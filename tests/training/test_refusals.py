@@ -1,0 +1,184 @@
+"""Bad command lines: one line for each fault, and none that only follows from another."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_cp.training.arguments import judge_arguments
+from tests.training.commands import DATA, MODEL, SMALL_RUN, STEPS
+from tests.training.verdicts import parse, refusal, refusals
+
+BAD = [
+    (["--attention-dropout", "0.1"], "--attention-dropout"),
+    (["--hidden-dropout", "1.5"], "--hidden-dropout"),
+    (["--num-attention-heads", "5"], "--kv-channels"),
+    (["--num-query-groups", "3"], "--num-query-groups"),
+    (["--global-batch-size", "3", "--micro-batch-size", "2"], "--global-batch-size"),
+    (["--train-samples", "10"], "exactly one"),
+    (["--train-iters", "0"], "--train-iters"),
+    (["--lr-warmup-iters", "4"], "warm-up"),
+    (["--lr-warmup-samples", "1"], "--lr-warmup-samples"),
+    (["--lr-decay-style", "WSD"], "--lr-wsd-decay-iters"),
+    (["--min-lr", "1"], "--min-lr"),
+    (["--lr", "nothing"], "--lr"),
+    (["--clip-grad", "-1"], "--clip-grad"),
+    (["--weight-decay-incr-style", "linear"], "--start-weight-decay"),
+    (["--max-position-embeddings", "16"], "--max-position-embeddings"),
+    (["--overlap-param-gather"], "--use-distributed-optimizer"),
+    (["--recompute-granularity", "full"], "--recompute-method"),
+    (["--ckpt-step", "2"], "--load"),
+    (["--fp16", "--bf16"], "--fp16 and --bf16"),
+    (["--num-experts", "3", "--expert-model-parallel-size", "2"], "--num-experts 3"),
+    (["--num-experts", "2", "--moe-router-topk", "3"], "--moe-router-topk 3"),
+    (["--num-experts", "4", "--moe-layer-freq", "[1]"], "--moe-layer-freq [1]"),
+    (["--num-experts", "4", "--moe-router-load-balancing-type", "luck"], "luck"),
+    (["--num-experts", "4", "--moe-router-num-groups", "2"], "--moe-router-group-topk"),
+    (["--num-experts", "4", "--moe-router-enable-expert-bias"], "sigmoid"),
+    (["--num-experts", "4", "--moe-token-dispatcher-type", "flex"], "alltoall"),
+    (["--moe-ffn-hidden-size", "64"], "--num-experts"),
+    (["--expert-model-parallel-size", "2"], "--num-experts"),
+    (["--multi-latent-attention"], "--group-query-attention"),
+    (["--q-lora-rank", "8"], "--multi-latent-attention"),
+    (["--mtp-num-layers", "0"], "--mtp-num-layers 0"),
+    (["--pipeline-model-parallel-layout", "Ett|L"], "2 stages"),
+    (["--pipeline-model-parallel-layout", "EtL"], "1 t"),
+    (["--pipeline-model-parallel-layout", "EttmL"], "1 m"),
+    (["--pipeline-model-parallel-layout", "ttEL"], "one E"),
+    (["--pipeline-model-parallel-layout", "Ett?L"], "'?'"),
+    (
+        ["--pipeline-model-parallel-layout", "EttL", "--account-for-loss-in-pipeline-split"],
+        "leave out",
+    ),
+    (["--exp-avg-dtype", "bf16"], "--use-precision-aware-optimizer"),
+    (["--num-distributed-optimizer-instances", "2", "--use-distributed-optimizer"], "1 x 1"),
+    (["--no-rope-freq", "[1]"], "--no-rope-freq [1]"),
+    (["--swiglu", "--quick-geglu"], "exclude each other"),
+    (["--wandb-exp-name", ""], "--wandb-exp-name"),
+    (["--spec", "os", "system"], "--allow-custom-spec"),
+    (["--spec", "os"], "--spec"),
+    (["--data-path", "a", "b"], "sources"),
+    (["--data-args-path", "f"], "2 sources"),
+    (["--sft", "--tokenizer-type", "ByteLevel"], "--sft with --mock-data"),
+    (["--packing", "megatron"], "--packing megatron needs token files"),
+    (["--packing", "first-fit"], "--packing"),
+    (["--num-layers", "0"], "--num-layers"),
+    (["--eval-interval", "0"], "--eval-interval"),
+    (["--ckpt-format", "zarr"], "--ckpt-format"),
+    (["--ckpt-format", "torch", "--async-save"], "--async-save"),
+    (["--exit-signal", "SIGKILL"], "--exit-signal"),
+    (["--timing-log-level", "3"], "--timing-log-level"),
+    (["--straggler-minmax-count", "0"], "--straggler-minmax-count"),
+    (["--profile"], "--run-dir"),
+    (["--profile", "--run-dir", "x", "--profile-step-end", "10"], "--profile-step-end"),
+    (["--profile", "--run-dir", "x", "--profile-ranks", "0", "1"], "--profile-ranks 1"),
+    (["--dist-ckpt-strictness", "none"], "choose one of assume_ok_unexpected"),
+    (["stray"], "stray"),
+    (["--cp-backend", "magic"], "--cp-backend"),
+    (["--grad-reduce-in-bf16"], "--bf16"),
+    (["--vocab-file=v.json"], "--merge-file"),
+    (["--tokenizer-type", "GPT2BPETokenizer"], "--vocab-file and --merge-file"),
+    (
+        ["--merge-file", "m", "--tokenizer-type", "HuggingFaceTokenizer"],
+        "--tokenizer-type GPT2BPETokenizer",
+    ),
+    (["--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te"], "impl native"),
+    (["--fp8-format", "hybrid"], "fp8='hybrid' computes linear layers in Transformer Engine"),
+    *(
+        ([flag, value], f"{flag} {value}")
+        for flag, values in {
+            "--seq-length": ["1"],
+            "--ffn-hidden-size": ["0", "-64"],
+            "--kv-channels": ["0", "15"],
+            "--norm-epsilon": ["0.0", "nan"],
+            "--init-method-std": ["0.0", "nan", "inf"],
+            "--rotary-base": ["0"],
+            "--rotary-percent": ["0.0", "1.5", "nan"],
+            "--rope-scaling-factor": ["0.0"],
+            "--ddp-bucket-size": ["0", "-1"],
+            "--plan-batches": ["0"],
+            "--seed": ["-1"],
+            "--lr": ["inf", "nan", "-1.0"],
+            "--lr-decay-iters": ["0"],
+            "--weight-decay": ["nan", "-0.1", "inf"],
+            "--clip-grad": ["nan", "-1.0"],
+            "--adam-eps": ["0.0", "-1.0", "nan"],
+            "--sgd-momentum": ["1.0"],
+            "--window-attn-skip-freq": ["0", "[1]", "[1, 2]"],
+            "--recompute-modules": ["everything"],
+            "--recompute-num-layers": ["0", "3"],
+        }.items()
+        for value in values
+    ),
+]
+
+
+@pytest.mark.parametrize(("flags", "named"), BAD, ids=lambda value: " ".join(value)[:40])
+def test_bad_input_is_one_line_that_names_the_flag(capsys, flags: list[str], named: str):
+    assert named in refusal(capsys, *SMALL_RUN, *flags)
+
+
+# Faults that do not follow from one another, and what the line about each begins with.
+FAULTS = {
+    ("--use-mup",): "--use-mup is an argument of Megatron-LM",
+    ("--moe-latent-size", "8"): "--moe-latent-size is an argument of Megatron-LM",
+    ("--context-paralel-size", "2"): "--context-paralel-size is unknown",
+    ("--lr", "nothing"): "argument --lr: invalid float value: 'nothing'",
+    ("--cp-backend", "magic"): "argument --cp-backend: invalid choice: 'magic'",
+    ("--attention-dropout", "0.1"): "--attention-dropout 0.1 is not served",
+    ("--clip-grad", "-1"): "--clip-grad -1.0 must be finite",
+    ("--num-query-groups", "3"): "--num-attention-heads 4 must be a multiple of --num-query-groups",
+    ("--max-position-embeddings", "16"): "--max-position-embeddings 16 must be at least",
+    ("--recompute-modules", "all"): "--recompute-modules all must be one of",
+    ("--train-samples", "10"): "give exactly one of --train-iters",
+    ("--ckpt-step", "2"): "--ckpt-step needs --load",
+    ("--spec", "os"): "--spec os must be",
+    ("--weight-decay-incr-style", "linear"): "--weight-decay-incr-style linear needs",
+    ("--wandb-exp-name", ""): "--wandb-exp-name is empty",
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sets(st.sampled_from(sorted(FAULTS)), min_size=1))
+def test_every_reason_is_one_line_and_none_hides_another(chosen):
+    words = [word for flags in chosen for word in flags]
+    _, reasons = judge_arguments([*SMALL_RUN, *words], {})
+    assert reasons == sorted(reasons)
+    assert len(reasons) == len(chosen)
+    for flags in chosen:
+        assert sum(reason.startswith(FAULTS[flags]) for reason in reasons) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--num-layers", "x", "--window-attn-skip-freq", "[1]"], "--num-layers"),
+        (["--hidden-size", "-8"], "--hidden-size"),
+        (["--tensor-model-parallel-size", "0"], "--tensor-model-parallel-size"),
+        (["--micro-batch-size", "x"], "--micro-batch-size"),
+        (["--seq-length", "1", "--max-position-embeddings", "1"], "--seq-length"),
+        (["--optimizer", "muon"], "--optimizer"),
+        (["--pipeline-model-parallel-layout", "EttL", "--num-layers", "3"], "-layout"),
+    ],
+)
+def test_what_only_follows_from_a_reason_is_left_out(capsys, flags: list[str], named: str):
+    assert named in refusal(capsys, *SMALL_RUN, *flags)
+
+
+def test_a_misspelt_flag_is_not_reported_as_missing_too(capsys):
+    flags = [*MODEL, *DATA, *STEPS]
+    flags[flags.index("--lr")] = "--lrr"
+    assert "--lrr is unknown" in refusal(capsys, *flags)
+
+
+def test_an_empty_command_line_names_everything_that_has_no_default(capsys):
+    lines = refusals(capsys)
+    for flag in ("--num-layers", "--hidden-size", "--seq-length", "--micro-batch-size", "--lr"):
+        assert f"{flag} is missing; it has no default" in lines
+
+
+def test_all_reasons_are_printed_in_one_write(monkeypatch):
+    writes = []
+    monkeypatch.setattr("sys.stderr.write", writes.append)
+    with pytest.raises(SystemExit):
+        parse(*SMALL_RUN, "--use-mup", "--optimizer", "muon", "--lr", "-1")
+    assert [text.count("\n") for text in writes] == [3]
