@@ -19,6 +19,7 @@ from types import FrameType
 EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
 
 _caught: signal.Signals | None = None
+_catcher: int | None = None
 _arrived = False
 
 
@@ -39,8 +40,8 @@ def catch_exit_signal(argv: Sequence[str]) -> None:
 
 
 def _catch(wanted: signal.Signals) -> None:
-    global _caught
-    _caught = wanted
+    global _caught, _catcher
+    _caught, _catcher = wanted, os.getpid()
     signal.signal(wanted, _note)
     signal.siginterrupt(wanted, False)  # libraries that do not expect EINTR go on where they were
 
@@ -48,6 +49,8 @@ def _catch(wanted: signal.Signals) -> None:
 def _note(number: int, frame: FrameType | None) -> None:
     """Keeps that the signal came, and says so once: until the step is over nothing else is seen."""
     global _arrived
+    if os.getpid() != _catcher:
+        return  # a fork that writes a checkpoint goes on, and says nothing
     if not _arrived:
         name = signal.Signals(number).name
         # A handler may run inside a print: straight to the descriptor.

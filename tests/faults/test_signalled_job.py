@@ -95,6 +95,11 @@ def test_a_signal_before_the_first_import_is_kept(tmp_path: Path):
         "exit_signal.catch_exit_signal(['--exit-signal-handler'])\n"
         "os.kill(os.getpid(), signal.SIGTERM)\n"
         "assert exit_signal.arrived() and 'torch' not in sys.modules\n"
+        "if os.fork() == 0:\n"
+        "    exit_signal._arrived = False\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    os._exit(int(exit_signal.arrived()))\n"
+        "assert os.wait()[1] == 0, 'a fork took the signal for its own'\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],
