@@ -11,6 +11,12 @@ two to train another model.
 
 def main() -> None:
     """Parses, installs what stands in for CUDA on a CPU, and trains."""
+    import sys
+
+    from megatron_cp.training.exit_signal import catch_exit_signal
+
+    catch_exit_signal(sys.argv[1:])  # before the slow imports
+
     from megatron_cp.training.arguments import parse_arguments
 
     config = parse_arguments()

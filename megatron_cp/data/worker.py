@@ -14,6 +14,8 @@ import socket
 import subprocess
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,6 +25,7 @@ from megatron_cp.data.batch import BatchConfig, PlannedBatch, PlanRequest, build
 from megatron_cp.data.document_set import Documents
 from megatron_cp.data.packing import Pack
 
+_SIGNALS_OF_THE_TRAINER = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
 _COMMAND = "import sys; from megatron_cp.data.worker import main; main(int(sys.argv[1]))"
 
 
@@ -51,7 +54,7 @@ class WorkerProcess:
         # The package may be on the trainer's sys.path without being installed.
         root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        with theirs:
+        with theirs, _without_signals():
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _COMMAND, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
@@ -121,6 +124,20 @@ class WorkerProcess:
         return f"data worker {self.index} (pid {self.pid})"
 
 
+@contextmanager
+def _without_signals() -> Iterator[None]:
+    """What is started within the block never sees these signals.
+
+    They go to every process of a terminal or a job; the trainer decides what they mean, and may need
+    batches until it has saved. They wait for the trainer itself until the block ends.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_OF_THE_TRAINER)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def serve(connection: Connection) -> None:
     """Answers tasks until the trainer goes away. The first message is the builder."""
     try:
@@ -146,5 +163,4 @@ def _answer(builder: BatchBuilder, packs: tuple[Pack, ...]) -> tuple[PlannedBatc
 
 def main(descriptor: int) -> None:
     """Serves on an inherited socket until the trainer closes it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
     serve(Connection(descriptor))

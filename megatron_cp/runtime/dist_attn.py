@@ -27,8 +27,10 @@ from megatron_cp.attn.attend import attend_backward, attend_forward
 from megatron_cp.attn.merge import apply_sink, sink_gradient
 from megatron_cp.attn.options import AttendOptions, accumulation_dtype
 from megatron_cp.comm import Pending
+from megatron_cp.plan.schema import PassName
 from megatron_cp.runtime.session import RankPass, RankStage, Rows, Session
 from megatron_cp.runtime.sides import ADD, MERGE, SideResults, SideRows
+from megatron_cp.runtime.spans import span
 
 Counts = tuple[int, int]  # rows received of queries and of keys
 Returns = list[Pending[None] | None]
@@ -93,7 +95,7 @@ def forward_pass(
         part = attend_forward(query[0], key[0], key[1], stage.work, options)
         return [results.add(stage.query, part, received[0], session.group)]
 
-    _run_stages(rank_pass, SideRows((q,)), SideRows((k, v)), session, compute)
+    _run_stages("forward", rank_pass, SideRows((q,)), SideRows((k, v)), session, compute)
     if sink_N is not None:
         exchange = rank_pass.exchange
         heads = slice(None) if exchange is None else exchange.own_heads(num_heads)
@@ -134,13 +136,14 @@ def backward_pass(
             key_results.add(stage.key, (dk_part, dv_part), received[1], session.group),
         ]
 
-    _run_stages(rank_pass, SideRows(query_rows), SideRows((k, v)), session, compute)
+    _run_stages("backward", rank_pass, SideRows(query_rows), SideRows((k, v)), session, compute)
     whole = tuple((x.shape[1], x.dtype) for x in local[:3])
     dq, dk, dv = _leave(rank_pass, (dq, dk, dv), whole)
     return dq, dk, dv
 
 
 def _run_stages(
+    pass_name: PassName,
     rank_pass: RankPass,
     queries: SideRows,
     keys: SideRows,
@@ -150,27 +153,33 @@ def _run_stages(
     """Runs `compute` stage by stage while the next stage's rows and the last stage's results travel."""
     stages, group = rank_pass.stages, session.group
     travelling: list[Pending[None]] = []
+
+    def start(index: int) -> tuple[Pending[Rows] | None, Pending[Rows] | None]:
+        with span(pass_name, "send rows", index):
+            stage = stages[index]
+            return queries.start_cast(stage.query, group), keys.start_cast(stage.key, group)
+
+    def come_home(index: int) -> None:
+        if not travelling:
+            return
+        with span(pass_name, "wait for results", index):
+            for pending in travelling:
+                pending.wait()
+
     if stages:
-        arriving = (
-            queries.start_cast(stages[0].query, group),
-            keys.start_cast(stages[0].key, group),
-        )
+        arriving = start(0)
     for index, stage in enumerate(stages):
-        query = queries.arrive(stage.query, arriving[0])
-        key = keys.arrive(stage.key, arriving[1])
+        with span(pass_name, "wait for rows", index):
+            query = queries.arrive(stage.query, arriving[0])
+            key = keys.arrive(stage.key, arriving[1])
         if index + 1 < len(stages):
-            after = stages[index + 1]
-            arriving = (
-                queries.start_cast(after.query, group),
-                keys.start_cast(after.key, group),
-            )
+            arriving = start(index + 1)
         received = len(queries.received[0]), len(keys.received[0])
-        returns = compute(stage, query, key, received)
-        for pending in travelling:  # of the stage before: they had this stage to come home
-            pending.wait()
+        with span(pass_name, "attend", index):
+            returns = compute(stage, query, key, received)
+        come_home(index - 1)  # they had this stage to come home
         travelling = [pending for pending in returns if pending is not None]
-    for pending in travelling:
-        pending.wait()
+    come_home(len(stages) - 1)
 
 
 def _enter(rank_pass: RankPass, tensors: Rows) -> Rows:

@@ -110,10 +110,13 @@ class StepsConfig:
     eval_interval: int | None
     exit_interval: int | None
     exit_duration_in_mins: int | None
+    exit_signal_handler: bool
+    exit_signal: str
     seed: int
     data_parallel_random_init: bool
     deterministic_mode: bool
     check_for_nan_in_loss_and_grad: bool
+    check_weight_hash_across_dp_replicas_interval: int | None
     manual_gc: bool
     manual_gc_interval: int
     plan_only: bool
@@ -196,6 +199,9 @@ class CheckpointConfig:
     load: str | None
     ckpt_step: int | None
     ckpt_format: Literal["torch_dist", "torch"]
+    async_save: bool
+    ckpt_fully_parallel_save: bool
+    verify_integrity: bool
     dist_ckpt_strictness: str
     dist_ckpt_optim_fully_reshardable: bool
     exit_on_missing_checkpoint: bool
@@ -226,6 +232,19 @@ class RecordsConfig:
     log_params_norm: bool
     log_num_zeros_in_grad: bool
     log_progress: bool
+    log_straggler: bool
+    straggler_minmax_count: int
+    timing_log_level: int
+    timing_log_option: str
+    log_timers_to_tensorboard: bool
+    barrier_with_L1_time: bool  # noqa: N815  Megatron-LM's name
+    log_memory_interval: int | None
+    profile: bool
+    profile_step_start: int
+    profile_step_end: int
+    profile_ranks: list[int]
+    record_memory_history: bool
+    memory_snapshot_path: str
     tensorboard_dir: str | None
     tensorboard_log_interval: int
     tensorboard_queue_size: int

@@ -1,7 +1,7 @@
-"""The training loop.
+"""A training run from its checked arguments to its end.
 
     arguments -> documents -> process groups -> model, optimizer, schedule -> checkpoint
-              -> steps -> evaluation
+              -> the loop (loop.py)
 
 Every rank walks through the same lines; what may fail for a reason of the user fails before the
 first collective, in one line, on every rank alike.
@@ -9,12 +9,9 @@ first collective, in one line, on every rank alike.
 
 from __future__ import annotations
 
-import gc
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -23,22 +20,19 @@ from megatron.core import parallel_state
 from megatron_cp.attn.options import resolve_options
 from megatron_cp.data.batch import PlanRequest
 from megatron_cp.data.loader import PackedLoader
-from megatron_cp.training import datasets
+from megatron_cp.training import datasets, exit_signal
 from megatron_cp.training.checkpoint.files import check_writable
 from megatron_cp.training.checkpoint.load import check_checkpoint, follow_release, load_checkpoint
-from megatron_cp.training.checkpoint.save import save_checkpoint
 from megatron_cp.training.checkpoint.state import RunState
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.corpora import RunData
 from megatron_cp.training.logging.flops import ModelFlops
 from megatron_cp.training.logging.journal import Journal
-from megatron_cp.training.logging.lines import (
-    ProgressBar,
-    arguments_block,
-    print_datetime,
-    print_rank_0,
-)
+from megatron_cp.training.logging.lines import arguments_block, print_rank_0
+from megatron_cp.training.logging.timers import Timers
+from megatron_cp.training.loop import Loaders, Run, go_through
 from megatron_cp.training.optim import build_optimizer, build_scheduler
+from megatron_cp.training.replicas import ReplicasDifferError
 from megatron_cp.training.setup import (
     ModelProvider,
     build_model,
@@ -47,32 +41,10 @@ from megatron_cp.training.setup import (
     initialize_distributed,
     set_seeds,
 )
-from megatron_cp.training.step import (
-    ForwardStep,
-    Runner,
-    evaluate,
-    next_batches,
-    train_step,
-    whole_parameters,
-)
+from megatron_cp.training.step import ForwardStep, Runner
 
 FlopsProvider = Callable[[TrainConfig], ModelFlops]
 ModelChecker = Callable[[TrainConfig], None]
-
-
-@dataclass(frozen=True)
-class Loaders:
-    """The loaders of this rank's replica; None where a split is empty or not wanted."""
-
-    train: PackedLoader
-    valid: PackedLoader | None
-    test: PackedLoader | None
-
-    def close(self) -> None:
-        """Ends their workers."""
-        for loader in (self.train, self.valid, self.test):
-            if loader is not None:
-                loader.close()
 
 
 def pretrain(
@@ -125,12 +97,15 @@ def pretrain(
             if config.checkpoint.load is not None and load_checkpoint(state):
                 consumed = state.consumed_samples
                 datasets.resume_loader(loaders.train, state.data, config, consumed)
-        journal = Journal(state, flops_provider(config), datasets.describe(data))
+        journal = Journal(state, flops_provider(config), datasets.describe(data), runner.timers)
+        run = Run(state, runner, loaders, journal)
         try:
-            _run(state, runner, loaders, journal)
+            go_through(run)
+        except ReplicasDifferError as problem:
+            sys.stderr.write(f"pretrain_gpt.py: error: {problem}\n")
+            raise SystemExit(1) from problem
         finally:
-            loaders.close()
-            journal.finish()
+            run.close()
     finally:
         dist.destroy_process_group()
 
@@ -169,6 +144,8 @@ def show_plans(config: TrainConfig, loader: PackedLoader) -> None:
     if config.parallel.rank != 0:
         return
     for number in range(config.steps.plan_batches):
+        if exit_signal.arrived():
+            break
         planned = next(loader)
         lengths = planned.batch.document_lengths
         print(
@@ -221,129 +198,7 @@ def _build(
     optimizer = build_optimizer(config, model)
     scheduler = build_scheduler(config, optimizer)
     connect_schedule(model, optimizer)
+    timers = Timers(config)
+    timers.connect(model, optimizer)
     state = RunState(config, model, optimizer, scheduler, count_parameters(model))
-    return state, Runner(config, model, device, forward_step)
-
-
-def _run(state: RunState, runner: Runner, loaders: Loaders, journal: Journal) -> None:
-    """Training from where the state stands to the end, then the last evaluations."""
-    config = state.config
-    print_rank_0("done with setup ...")
-    if not config.steps.skip_train:
-        print_rank_0("training ...")
-        _train(state, runner, loaders, journal)
-        print_datetime("after training is done")
-    for split, loader in (("validation", loaders.valid), ("test", loaders.test)):
-        if loader is not None and not journal.knows(split):
-            _evaluate(
-                state, runner, loader, journal, split=split, where=f"iteration {state.iteration}"
-            )
-
-
-def _train(state: RunState, runner: Runner, loaders: Loaders, journal: Journal) -> None:
-    """Steps until the arguments say stop, with evaluations and checkpoints in between."""
-    config = state.config
-    start = time.monotonic()
-    saves, save_interval = config.checkpoint.save is not None, config.checkpoint.save_interval
-    saved_at = state.iteration if config.checkpoint.load is not None else None
-    bar = ProgressBar(total=config.steps.train_iters, done=state.iteration)
-    print_datetime("before the start of training step")
-    with _collector(config) as collect:
-        while state.iteration < config.steps.train_iters:
-            batches = next_batches(loaders.train)
-            result = train_step(runner, batches, state.optimizer, state.scheduler)
-            state.iteration += 1
-            state.consumed_samples += result.num_packs
-            state.data = loaders.train.state_dict()
-            journal.step(batches, result, runner.device)
-            bar.step()
-            if (
-                config.steps.eval_interval
-                and state.iteration % config.steps.eval_interval == 0
-                and loaders.valid is not None
-            ):
-                _evaluate(
-                    state,
-                    runner,
-                    loaders.valid,
-                    journal,
-                    split="validation",
-                    where=f"iteration {state.iteration}",
-                )
-            wanted = saves and save_interval and state.iteration % save_interval == 0
-            stop = _should_stop(config, state.iteration, start)
-            if wanted or (stop and saves):
-                _save(state, runner, journal)
-                saved_at = state.iteration
-            collect(state.iteration)
-            if stop:
-                break
-    bar.close()
-    if saves and saved_at != state.iteration:
-        _save(state, runner, journal)
-
-
-def _should_stop(config: TrainConfig, iteration: int, start: float) -> bool:
-    """Whether an exit condition holds; the same on every rank.
-
-    Collective with `--exit-duration-in-mins`.
-    """
-    if config.steps.exit_interval and iteration % config.steps.exit_interval == 0:
-        print_rank_0(f"exiting program at iteration {iteration}")
-        return True
-    if config.steps.exit_duration_in_mins is None:
-        return False
-    late = torch.tensor(
-        [time.monotonic() - start > config.steps.exit_duration_in_mins * 60], dtype=torch.int
-    )
-    late = late.to(torch.cuda.current_device())
-    dist.all_reduce(late, op=dist.ReduceOp.MAX)
-    if late.item():
-        print_rank_0(
-            f"exiting program after {config.steps.exit_duration_in_mins} minutes at iteration {iteration}"
-        )
-    return bool(late.item())
-
-
-def _save(state: RunState, runner: Runner, journal: Journal) -> None:
-    """A checkpoint, timed."""
-    with whole_parameters(runner):
-        seconds = save_checkpoint(state)
-    journal.saved(seconds)
-
-
-def _evaluate(
-    state: RunState,
-    runner: Runner,
-    loader: PackedLoader,
-    journal: Journal,
-    *,
-    split: str,
-    where: str,
-) -> None:
-    """The loss on held-out documents, logged."""
-    with whole_parameters(runner):
-        loss = evaluate(runner, loader, state.config.steps.eval_iters)
-    journal.evaluated(split, where, loss)
-
-
-@contextmanager
-def _collector(config: TrainConfig) -> Iterator[Callable[[int], None]]:
-    """A function that collects garbage where `--manual-gc` wants it.
-
-    Python's own collector is off meanwhile.
-    """
-    if not config.steps.manual_gc:
-        yield lambda iteration: None
-        return
-    gc.disable()
-    gc.collect()
-
-    def collect(iteration: int) -> None:
-        if config.steps.manual_gc_interval and iteration % config.steps.manual_gc_interval == 0:
-            gc.collect()
-
-    try:
-        yield collect
-    finally:
-        gc.enable()
+    return state, Runner(config, model, device, forward_step, timers)

@@ -21,6 +21,7 @@ from megatron_cp.data.loader import PackedLoader
 from megatron_cp.mcore.loss import LOSS_NAME
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.logging.auxiliary import auxiliary_losses
+from megatron_cp.training.logging.timers import Timers
 
 ForwardStep = Callable[[TrainConfig, PlannedBatch, Any, torch.device], tuple[Any, Any]]
 
@@ -51,6 +52,7 @@ class Runner:
     model: list[Any]
     device: torch.device
     forward_step: ForwardStep
+    timers: Timers
 
     def run(self, batches: list[PlannedBatch], *, forward_only: bool) -> torch.Tensor | None:
         """(loss sum, tokens) over the global batch as float64 [2].
@@ -116,7 +118,9 @@ def train_step(
             f"the loss is {loss}; lower --lr or look at the data of this step "
             "(--no-check-for-nan-in-loss-and-grad goes on)"
         )
+    runner.timers("optimizer").start(barrier=config.records.barrier_with_L1_time)
     updated, grad_norm, num_zeros = optimizer.step()
+    runner.timers("optimizer").stop()
     num_packs = len(batches) * config.steps.micro_batch_size * config.parallel.data_parallel_size
     if updated:
         scheduler.step(increment=num_packs)
@@ -138,10 +142,13 @@ def _mean(total: torch.Tensor) -> tuple[float, int]:
     return loss_sum / max(count, 1.0), int(count)
 
 
-def evaluate(runner: Runner, loader: PackedLoader, num_batches: int) -> float | None:
+def evaluate(
+    runner: Runner, loader: PackedLoader, num_batches: int, *, is_cut: Callable[[], bool]
+) -> float | None:
     """Mean loss per token over the next `num_batches` batches; the loader goes back afterwards.
 
-    None before the last pipeline stage. Collective: every rank calls it.
+    None before the last pipeline stage. It ends early, on every rank, where `is_cut()` holds on every
+    rank. Collective: every rank calls it.
     """
     start = loader.state_dict()
     for chunk in runner.model:
@@ -149,6 +156,8 @@ def evaluate(runner: Runner, loader: PackedLoader, num_batches: int) -> float | 
     total = None
     with torch.no_grad():
         for _ in range(num_batches):
+            if is_cut():
+                break
             part = runner.run(next_batches(loader), forward_only=True)
             if part is not None:
                 total = part if total is None else total + part

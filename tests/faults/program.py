@@ -2,7 +2,7 @@
 
 A launch costs ten seconds and more, nearly all of it imports; a fork costs milliseconds. The forks run
 the real ``main()`` with their own command line, environment, output and exit code, over real gloo groups.
-A rank may be told to kill itself at the n-th call of a function: a fault at an exact place, every time.
+A rank may be told to signal itself at the n-th call of a function: a fault at an exact place, every time.
 
     outcomes = run_program([Launch(flags, world_size=2), ...])        # outcomes[i][rank]
 """
@@ -28,13 +28,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL of ``rank`` at the ``call``-th call (from 1) of ``module``.``function``, before or after it."""
+    """Signals to ``rank`` at the ``call``-th call (from 1) of ``module``.``function``, before or after it."""
 
     rank: int
     module: str
     function: str
     call: int = 1
     after: bool = False
+    signals: tuple[int, ...] = (signal.SIGKILL,)
 
 
 @dataclass(frozen=True)
@@ -169,11 +170,15 @@ def _arm(kill: Kill) -> None:
         calls[0] += 1
         fatal = calls[0] == kill.call
         if fatal and not kill.after:
-            os.kill(os.getpid(), signal.SIGKILL)
+            send()
         result = function(*args, **kwargs)
-        if fatal:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if fatal and kill.after:
+            send()
         return result
+
+    def send():
+        for number in kill.signals:
+            os.kill(os.getpid(), number)
 
     setattr(owner, name, wrapper)
 

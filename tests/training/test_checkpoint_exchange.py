@@ -120,10 +120,10 @@ def test_a_run_of_megatrons_own_layers_goes_on_in_ours_with_its_optimizer(tmp_pa
 def save_ours(rank, world_size, folder, form):
     """Saves our model in a format; returns its weights."""
     with made.run_state("--save", folder, "--ckpt-format", form) as state:
-        from megatron_cp.training.checkpoint.save import save_checkpoint
+        from megatron_cp.training.checkpoint.save import Saver
 
         state.iteration = 5
-        save_checkpoint(state)
+        Saver(state).save()
         return made.weights_of(state)
 
 

@@ -20,10 +20,10 @@ FOLDER = "iter_0000001"
 def save_and_go_on(rank, world_size, folder, flags):
     """One step, a checkpoint, another step; returns the weights after both, and at the checkpoint."""
     with made.run_state("--save", folder, *flags, rank=rank, world_size=world_size) as state:
-        from megatron_cp.training.checkpoint.save import save_checkpoint
+        from megatron_cp.training.checkpoint.save import Saver
 
         made.step(state, 1)
-        save_checkpoint(state)
+        Saver(state).save()
         saved = made.weights_of(state)
         made.step(state, 2)
         return made.weights_of(state), saved
@@ -88,13 +88,13 @@ def through_both_formats(rank, world_size, folder):
         flags += ["--load", f"{folder}/{source}"] if source else []
         with made.run_state(*flags) as state, contextlib.redirect_stdout(io.StringIO()):
             from megatron_cp.training.checkpoint.load import load_checkpoint
-            from megatron_cp.training.checkpoint.save import save_checkpoint
+            from megatron_cp.training.checkpoint.save import Saver
 
             if source:
                 load_checkpoint(state)
             else:
                 made.step(state, 1)
-            save_checkpoint(state)
+            Saver(state).save()
             kept.append((made.weights_of(state), state.optimizer.state_dict()["state"]))
     return kept[0], kept[-1]
 
@@ -152,11 +152,11 @@ def load_and_save(rank, world_size, source, target, flags):
     flags = ("--load", source, "--save", target, *flags)
     with made.run_state(*flags, rank=rank, world_size=world_size) as state:
         from megatron_cp.training.checkpoint.load import load_checkpoint
-        from megatron_cp.training.checkpoint.save import save_checkpoint
+        from megatron_cp.training.checkpoint.save import Saver
 
         with contextlib.redirect_stdout(io.StringIO()):
             load_checkpoint(state)
-            save_checkpoint(state)
+            Saver(state).save()
 
 
 def test_another_number_of_virtual_stages_is_refused_with_the_flag_that_helps(tmp_path):

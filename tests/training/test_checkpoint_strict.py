@@ -149,9 +149,9 @@ def test_the_advice_of_a_refusal_loads_it(tmp_path, form):
 
 def save_richer(rank, world_size, folder):
     with made.run_state("--save", folder, "--qk-layernorm") as state:
-        from megatron_cp.training.checkpoint.save import save_checkpoint
+        from megatron_cp.training.checkpoint.save import Saver
 
-        save_checkpoint(state)
+        Saver(state).save()
 
 
 def test_the_advice_on_a_checkpoint_of_ours_loads_it(tmp_path):
@@ -208,10 +208,10 @@ def resume_without_optimizer(rank, world_size, folder, form):
     """Saves without the optimizer, then resumes with and without asking for it."""
     with made.run_state("--save", folder, "--no-save-optim", "--ckpt-format", form) as state:
         from megatron_cp.training.checkpoint.load import load_checkpoint
-        from megatron_cp.training.checkpoint.save import save_checkpoint
+        from megatron_cp.training.checkpoint.save import Saver
 
         made.step(state, 1)
-        save_checkpoint(state)
+        Saver(state).save()
     with made.run_state("--load", folder) as state:
         refusal = made.answer(lambda: load_checkpoint(state))
     with made.run_state("--load", folder, "--no-load-optim") as state:
@@ -229,10 +229,10 @@ def test_a_checkpoint_without_optimizer_says_so_and_its_advice_works(tmp_path, f
 def leave_out_the_optimizer(rank, world_size, folder):
     with made.run_state("--save", folder) as state:
         from megatron_cp.training.checkpoint.load import load_checkpoint
-        from megatron_cp.training.checkpoint.save import save_checkpoint
+        from megatron_cp.training.checkpoint.save import Saver
 
         made.step(state, 1)
-        save_checkpoint(state)
+        Saver(state).save()
     said = []
     for flag in ("--finetune", "--no-load-optim"):
         text = io.StringIO()

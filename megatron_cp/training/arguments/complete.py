@@ -27,6 +27,7 @@ from megatron_cp.training.arguments.faults import discard, faults_of, require
 from megatron_cp.training.arguments.files import (
     check_blends,
     check_chats,
+    check_profile,
     complete_records,
     complete_sources,
     complete_tokenizer,
@@ -296,4 +297,9 @@ _STEP_CHECKS: tuple[tuple[Any, ...], ...] = (
     (complete_weight_decay,),
 )
 _PLAN_CHECKS: tuple[tuple[Any, ...], ...] = ((_one_batch, "global_batch_size"),)
-_LAST_CHECKS: tuple[tuple[Any, ...], ...] = ((complete_records,), (_spec,), (_settings,))
+_LAST_CHECKS: tuple[tuple[Any, ...], ...] = (
+    (complete_records,),
+    (check_profile,),
+    (_spec,),
+    (_settings,),
+)

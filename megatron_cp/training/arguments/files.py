@@ -8,6 +8,8 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator
 
+import torch
+
 from megatron_cp.data.blend_sources import parse_blend
 from megatron_cp.data.chat import PROMPT_FORMATS
 from megatron_cp.training.checkpoint.compare import STRICTNESS
@@ -94,6 +96,11 @@ def complete_records(args: Namespace) -> Iterator[str]:
         args.run_dir = args.save
     if args.save_interval is not None and args.save is None:
         args.notes.append("--save-interval changes nothing here: without --save nothing is saved")
+    if args.async_save and args.ckpt_format != "torch_dist":
+        yield (
+            f"--async-save with --ckpt-format {args.ckpt_format} is not served; give --ckpt-format "
+            "torch_dist, or leave --async-save out"
+        )
     if args.dist_ckpt_strictness not in STRICTNESS:
         yield (
             f"--dist-ckpt-strictness {args.dist_ckpt_strictness} is unknown; choose one of "
@@ -105,3 +112,27 @@ def complete_records(args: Namespace) -> Iterator[str]:
         yield "--exit-on-missing-checkpoint needs --load <folder>; give it too"
     if args.wandb_exp_name == "":
         yield "--wandb-exp-name is empty; give a name or drop the flag"
+
+
+def check_profile(args: Namespace) -> Iterator[str]:
+    """Steps and ranks of a trace, and where it goes."""
+    if args.record_memory_history and not torch.cuda.is_available():
+        args.notes.append("--record-memory-history records a GPU's memory, and there is none here")
+    if args.profile != args.use_pytorch_profiler:
+        args.notes.append(
+            "--profile writes a trace of torch.profiler; nsys is not driven"
+            if args.profile
+            else "--use-pytorch-profiler changes nothing without --profile"
+        )
+    if not args.profile:
+        return
+    if args.run_dir is None and args.tensorboard_dir is None:
+        yield "--profile needs a folder for its traces; give --tensorboard-dir, --run-dir or --save"
+    start, end = args.profile_step_start, args.profile_step_end
+    if not 0 <= start < end:
+        yield (
+            f"--profile-step-start {start} must not be negative and lie before --profile-step-end {end}"
+        )
+    for rank in args.profile_ranks:
+        if not 0 <= rank < args.world_size:
+            yield f"--profile-ranks {rank} must lie in [0, {args.world_size}), the ranks of the job"

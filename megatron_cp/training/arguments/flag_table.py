@@ -6,7 +6,7 @@ Names, types and defaults are Megatron-LM's, so that its scripts mean here what 
 
 with `on` for a switch, `maybe` for one whose default is None, `off:dest` for one that sets `dest` to
 False, `words`, `ints` and `floats` for any number of values, `kind:dest` where the attribute has another name,
-and `-` for no default. The defaults of
+`ranks` for one or more numbers with a list as default, and `-` for no default. The defaults of
 --distributed-backend, --transformer-impl and --wandb-project differ from Megatron-LM's, whose own need
 a GPU, a package or a key; that of --dist-ckpt-strictness is the strictest.
 
@@ -173,6 +173,8 @@ TABLE = """
 --train-samples int - | packs to train on, instead of --train-iters
 --exit-interval int - | stop after an iteration divisible by this
 --exit-duration-in-mins int - | stop after this many minutes
+--exit-signal-handler on - | on a signal to any rank, save and leave with code 0
+--exit-signal one-of:SIGTERM,SIGINT,SIGUSR1,SIGUSR2 SIGTERM | which signal
 --seed int 1234 | seed of weights, dropout and shuffling
 --data-parallel-random-init on - | different weights per replica before the first step
 --bf16 on - | train in bfloat16
@@ -191,6 +193,7 @@ TABLE = """
 --accumulate-allreduce-grads-in-fp32 on - | fp32 gradient buffers (always so with --bf16)
 --grad-reduce-in-bf16 on - | bf16 gradient buffers
 --no-check-for-nan-in-loss-and-grad off:check_for_nan_in_loss_and_grad - | go on
+--check-weight-hash-across-dp-replicas-interval int - | steps between comparisons of replicas
 --manual-gc on - | run the garbage collector only between steps
 --manual-gc-interval int 0 | steps between collections; 0 is never
 --deterministic-mode on - | the same bits on every run
@@ -290,6 +293,9 @@ TABLE = """
 --dist-ckpt-optim-fully-reshardable on - | sharded optimizer state that any layout can load
 --ckpt-step int - | iteration to load; default the latest
 --ckpt-format one-of:torch_dist,torch torch_dist | format to save in; --load reads the folder's own
+--no-ckpt-fully-parallel-save off:ckpt_fully_parallel_save - | the first replica writes all
+--verify-integrity on - | hash the files of a save; compare them with their hashes before a load
+--async-save on - | a forked process writes checkpoints while training goes on
 --dist-ckpt-strictness str raise_all | which tensors model and checkpoint need not share
 --exit-on-missing-checkpoint on - | an empty --load is an error
 --finetune on - | load the weights alone and start at iteration 0
@@ -305,7 +311,21 @@ TABLE = """
 
 [logging]
 --log-interval int 100 | steps between log lines
---log-throughput on - | TFLOP/s per GPU in the log line
+--log-throughput on - | TFLOP/s per GPU, tokens per second and remaining time in the log line
+--log-straggler on - | name the slowest ranks below the log line
+--straggler-minmax-count int 1 | how many of them
+--timing-log-level one-of-int:0,1,2 0 | timers: 0 none, 1 once a step, 2 every micro-batch and send
+--timing-log-option one-of:max,minmax,all minmax | which ranks' times are printed
+--log-timers-to-tensorboard on - | largest times beside the other metrics
+--no-barrier-with-level-1-timing off:barrier_with_L1_time - | ranks need not wait for timers
+--log-memory-interval int - | steps between lines about memory
+--profile on - | write a trace of some steps into --tensorboard-dir, or --run-dir
+--use-pytorch-profiler on - | the same: traces are always those of torch.profiler
+--profile-step-start int 10 | steps before the trace
+--profile-step-end int 12 | last step of the trace
+--profile-ranks ranks 0 | ranks that write one
+--record-memory-history on - | record allocations of the last rank's GPU
+--memory-snapshot-path str snapshot.pickle | where they are written at the end
 --log-params-norm on - | norm of the parameters in the log line
 --log-num-zeros-in-grad on - | zeros of the gradient in the log line
 --log-progress on - | append to progress.txt in --save

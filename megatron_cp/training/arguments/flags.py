@@ -41,12 +41,14 @@ def _options(row: re.Match[str]) -> dict[str, Any]:
         item = _CONVERTERS[_LISTS[kind]]
         default = None if row["default"] == "-" else item(row["default"])
         return {"nargs": "*", "type": item, "default": default}
+    if kind == "ranks":
+        return {"nargs": "+", "type": int, "default": [int(row["default"])]}
     convert = _CONVERTERS[kind]
     default = None if row["default"] == "-" else convert(row["default"])
     extra: dict[str, Any] = {}
     if detail:
-        choices, _, dest = detail.partition(":") if kind == "one-of" else ("", "", detail)
-        extra = {"choices": choices.split(",")} if choices else {}
+        choices, _, dest = detail.partition(":") if "one-of" in kind else ("", "", detail)
+        extra = {"choices": [convert(word) for word in choices.split(",")]} if choices else {}
         extra.update({"dest": dest} if dest else {})
     return {"type": convert, "default": default, **extra}
 
@@ -100,6 +102,7 @@ _CONVERTERS: dict[str, Callable[[str], Any]] = {
     "float": float,
     "str": str,
     "one-of": str,
+    "one-of-int": int,
     "window": _window,
     "layers": _layers,
 }

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from megatron_cp.training.arguments.megatron_names import MEGATRON_NAMES
 
-_ONE_TIMER = "the step is timed as a whole"
-_STRAGGLERS = "slow ranks are not looked for; results are the same"
+_STRAGGLERS = "--log-straggler looks for slow ranks from the first step to the last"
 _ONE_LOGGER = "one-logger is never used"
-_WAITS = "training waits while a checkpoint is written"
+_ONE_WRITER = "with --async-save a process forked for each save writes it and ends"
 _NCCL = "it tunes how NCCL sends, not what; NCCL's own environment variables do that here"
 _NOT_OVERLAPPED = "it hides time of sends, which is not hidden here; results are the same"
 _PLANNED = "the planner chooses how ranks exchange rows; --cp-planner names a scheme"
@@ -37,7 +36,7 @@ NOTED: dict[str, tuple[int, str]] = {
     "--auto-detect-ckpt-format": (0, "the format is read from the checkpoint"),
     "--ckpt-fully-parallel-save": (
         0,
-        "the save is always spread over the replicas where that is possible",
+        "a save is spread over the replicas unless --no-ckpt-fully-parallel-save is given",
     ),
     "--ckpt-fully-parallel-load": (0, "every rank reads what it needs"),
     "--ckpt-assume-constant-structure": (0, "the save plan is made anew each time"),
@@ -48,22 +47,18 @@ NOTED: dict[str, tuple[int, str]] = {
     "--dataloader-type": (1, "packs are drawn in a shuffled order by a loader of its own"),
     "--no-one-logger": (0, "one-logger is never used"),
     "--disable-msc": (0, "the multi-storage client is never used"),
-    "--no-barrier-with-level-1-timing": (0, "there are no level-1 timers"),
-    "--timing-log-level": (1, "the step is timed as a whole; torch.profiler shows the parts"),
-    "--timing-log-option": (1, "the step is timed as a whole; torch.profiler shows the parts"),
     "--rerun-mode": (1, "there is no rerun machine; bad steps stop the run"),
     "--enable-experimental": (0, "nothing experimental of Megatron-Core is switched by it here"),
     "--lazy-mpu-init": (0, "groups are made at the start"),
     # what is logged
-    "--log-timers-to-tensorboard": (0, f"{_ONE_TIMER}; tensorboard gets its iteration-time"),
     "--log-batch-size-to-tensorboard": (0, "the batch size is always logged"),
     "--no-log-loss-scale-to-tensorboard": (0, "the loss scale is always 1 and logged as such"),
     "--disable-log-loss-scale-to-tensorboard": (0, "the loss scale is always 1 and logged as such"),
     "--logging-level": (1, "log lines have no levels; all are printed"),
-    "--log-straggler": (0, _STRAGGLERS),
     "--disable-straggler-on-startup": (0, _STRAGGLERS),
     "--straggler-ctrlr-port": (1, _STRAGGLERS),
-    "--straggler-minmax-count": (1, _STRAGGLERS),
+    "--log-energy": (0, "energy is not measured; results are the same"),
+    "--log-device-memory-used": (0, "--log-memory-interval prints what torch holds of the device"),
     "--enable-one-logger": (0, _ONE_LOGGER),
     "--one-logger-project": (1, _ONE_LOGGER),
     "--one-logger-run-name": (1, _ONE_LOGGER),
@@ -71,16 +66,12 @@ NOTED: dict[str, tuple[int, str]] = {
     "--app-tag-run-name": (1, _ONE_LOGGER),
     "--app-tag-run-version": (1, _ONE_LOGGER),
     # how checkpoints are written
-    "--async-save": (0, _WAITS + "; files and results are the same, ckpt/blocked_s says how long"),
-    "--async-strategy": (1, _WAITS),
-    "--use-persistent-ckpt-worker": (0, _WAITS + "; no worker outlives a save"),
-    "--async-ckpt-use-cpu-shm": (0, _WAITS),
-    "--async-ckpt-cpu-priority": (1, _WAITS),
-    "--async-ckpt-io-priority": (1, _WAITS),
-    "--no-ckpt-fully-parallel-save": (
-        0,
-        "the save is always spread over the replicas where that is possible; it holds the same",
-    ),
+    "--async-strategy": (1, _ONE_WRITER),
+    "--use-persistent-ckpt-worker": (0, _ONE_WRITER),
+    "--async-ckpt-use-cpu-shm": (0, _ONE_WRITER),
+    "--async-ckpt-cpu-priority": (1, _ONE_WRITER),
+    "--async-ckpt-io-priority": (1, _ONE_WRITER),
+    "--exit-signal-handler-for-dataloader": (0, "loader workers never see the exit signal"),
     # where ranks lie and how they send
     "--cp-comm-type": (-1, _PLANNED),
     "--hierarchical-context-parallel-sizes": (-1, _PLANNED),
@@ -174,7 +165,6 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("hybrid-context-parallel", "the planner balances packs of any lengths; " + _SAME_RESULTS),
     ("max-seqlen-per-dp-cp-rank", "the planner balances packs of any lengths; " + _SAME_RESULTS),
     ("ckpt-convert", "--load reads torch_dist and torch; --ckpt-format says what --save writes"),
-    ("exit-signal", "not served yet; use --exit-duration-in-mins before the time limit of the job"),
     ("rl-", "reinforcement learning is not part of this loop"),
     ("grpo-", "reinforcement learning is not part of this loop"),
     ("inference-", "there is no inference here"),
@@ -184,23 +174,14 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("dsa-", "only softmax attention is built here"),
     ("tokenizer-", "--tokenizer-type and --tokenizer-model describe the tokenizer"),
     ("tp-comm", "overlap of tensor-parallel sends needs transformer-engine; " + _SAME_RESULTS),
-    (
-        "check-weight-hash",
-        "weights of replicas are not compared while training; " + _SAME_RESULTS,
-    ),
-    ("verify-integrity", "--load compares sizes of files, not contents; " + _SAME_RESULTS),
-    ("memory-snapshot-path", "record memory with torch; " + _SAME_RESULTS),
-    ("record-memory-history", "record memory with torch; " + _SAME_RESULTS),
-    ("use-pytorch-profiler", "run under torch.profiler; " + _SAME_RESULTS),
-    ("pytorch-profiler", "run under torch.profiler; " + _SAME_RESULTS),
-    ("nvtx-ranges", "run under torch.profiler; " + _SAME_RESULTS),
+    ("pytorch-profiler", "--profile writes a trace without it; " + _SAME_RESULTS),
+    ("nvtx-ranges", "--profile writes a trace of torch.profiler; " + _SAME_RESULTS),
     (
         "use-megatron-fsdp",
         "--use-distributed-optimizer shards the optimizer, with the same results",
     ),
     ("use-torch-fsdp2", "--use-distributed-optimizer shards the optimizer, with the same results"),
     ("wandb", "see --wandb-project, --wandb-exp-name, --wandb-save-dir, --wandb-entity"),
-    ("profile", "run under torch.profiler; " + _SAME_RESULTS),
     ("checkpoint-activations", "use --recompute-granularity selective"),
     ("model-parallel-size", "use --tensor-model-parallel-size"),
     ("batch-size", "use --micro-batch-size"),

@@ -59,6 +59,7 @@ RANGES = {
     "eval_iters": _NOT_NEGATIVE,
     "manual_gc_interval": _NOT_NEGATIVE,
     "tensorboard_queue_size": _POSITIVE,
+    "straggler_minmax_count": _POSITIVE,
 }
 _ADVICE = {
     "seq_length": "a token needs one to predict; give --seq-length 2 or more",

@@ -17,6 +17,8 @@ _INTERVALS = (
     "save_interval",
     "eval_interval",
     "save_retain_interval",
+    "log_memory_interval",
+    "check_weight_hash_across_dp_replicas_interval",
 )
 
 

@@ -17,13 +17,18 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelSaveStrategyWrapper,
+)
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_cp.training.checkpoint import content, names, safe_load
+from megatron_cp.training.checkpoint.background import BackgroundWrite, Results
 from megatron_cp.training.checkpoint.compare import Differences, Shape, compare
 from megatron_cp.training.checkpoint.content import Content
 from megatron_cp.training.checkpoint.state import (
@@ -48,6 +53,39 @@ _UNREADABLE = (CheckpointException, Exception)
 
 def save(state: RunState, folder: Path) -> None:
     """Writes the run into an empty folder. Collective: every rank calls it."""
+    tensors, described = _to_save(state)
+    with saving_in_this_process():
+        dist_checkpointing.save(
+            tensors, str(folder), _strategy(state.config), content_metadata=described
+        )
+
+
+def save_in_background(state: RunState, folder: Path) -> BackgroundWrite:
+    """Returns what writes the run, as it is now, into an empty folder. Collective: every rank calls it."""
+    tensors, described = _to_save(state)
+    results = Results()
+    with saving_in_this_process(results):
+        request = dist_checkpointing.save(
+            tensors,
+            str(folder),
+            _strategy(state.config),
+            async_sharded_save=True,
+            content_metadata=described,
+        )
+    return BackgroundWrite(request, results, folder)
+
+
+def _strategy(config: TrainConfig) -> Any:
+    """Returns who writes what: each replica its part, or the first of them everything."""
+    strategy = get_default_save_sharded_strategy("torch_dist")
+    if not config.checkpoint.ckpt_fully_parallel_save:
+        return strategy
+    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return FullyParallelSaveStrategyWrapper(strategy, replicas)
+
+
+def _to_save(state: RunState) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns what is saved, and how Megatron cut it. Collective."""
     metadata = _sharding_metadata(state.config)
     described = {name: value for name, value in metadata.items() if name != "dp_cp_group"}
     tensors = _sharded_state(
@@ -57,8 +95,7 @@ def save(state: RunState, folder: Path) -> None:
         with_optimizer=not state.config.checkpoint.no_save_optim,
         with_random=not state.config.checkpoint.no_save_rng,
     )
-    with saving_in_this_process():
-        dist_checkpointing.save(tensors, str(folder), content_metadata=described)
+    return tensors, described
 
 
 def load(state: RunState, folder: Path) -> Content:

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -159,12 +160,40 @@ def is_release(root: str | Path) -> bool:
     return tracker.is_file() and tracker.read_text(errors="replace").strip() == RELEASE
 
 
-def write_manifest(folder: Path, content: dict[str, Any]) -> None:
-    """Writes our manifest, with the size of every file of the checkpoint as it is now."""
+def write_manifest(folder: Path, content: dict[str, Any], *, hashed: bool = False) -> None:
+    """Writes our manifest, with the size of every file of the checkpoint as it is now.
+
+    With `hashed` also the SHA-256 of their contents, which reads all of them once.
+    """
     files = {p.relative_to(folder).as_posix(): p.stat().st_size for p in files_of(folder)}
-    write_atomically(
-        folder / MANIFEST, json.dumps({**content, "files": files}, indent=1, sort_keys=True)
-    )
+    content = {**content, "files": files}
+    if hashed:
+        content["sha256"] = {name: _sha256(folder / name) for name in files}
+    write_atomically(folder / MANIFEST, json.dumps(content, indent=1, sort_keys=True))
+
+
+def check_hashes(folder: Path, manifest: Mapping[str, Any] | None) -> None:
+    """Raises ValueError if a file holds something else than when it was saved, or nobody hashed it then."""
+    hashes = None if manifest is None else manifest.get("sha256")
+    if hashes is None:
+        raise ValueError(
+            f"{folder} was saved without --verify-integrity and has no hashes to compare; load it "
+            "without that flag"
+        )
+    for name, expected in hashes.items():
+        if _sha256(folder / name) != expected:
+            raise ValueError(
+                f"{folder / name} does not hold what was saved (another SHA-256); load another "
+                "checkpoint with --ckpt-step"
+            )
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def files_of(folder: Path) -> list[Path]:

@@ -81,6 +81,8 @@ def load_checkpoint(state: RunState) -> bool:
         print_rank_0("    will not load any checkpoints and will start from random")
         return False
     manifest = check_checkpoint(config)
+    if options.verify_integrity:
+        _check_hashes(folder, manifest)
     kind = formats.detect(folder)
     infix = "distributed " if kind == "torch_dist" else ""
     print_rank_0(f" loading {infix}checkpoint from {options.load} ({folder.name})")
@@ -112,6 +114,18 @@ def load_checkpoint(state: RunState) -> bool:
     )
     dist.barrier()
     return True
+
+
+def _check_hashes(folder: Path, manifest: dict[str, Any] | None) -> None:
+    """Raises ValueError on every rank for files that are not what was saved; rank 0 reads them."""
+    problem: Exception | None = None
+    try:
+        if dist.get_rank() == 0:
+            files.check_hashes(folder, manifest)
+    except ValueError as refusal:
+        problem = refusal
+    raise_together(problem)
+    print_rank_0(f" verified the contents of {folder}")
 
 
 def _find(config: TrainConfig) -> Path | None:

@@ -8,8 +8,8 @@ the rank itself and needs no such process: a queue in memory carries the results
     save ──> forked writers (one per file) ──> results ──> queue in memory ──> metadata
              end with the save, or with the rank that forked them
 
-A save in the background (Megatron-Core's `async_sharded_save`) still gets its process: nothing is replaced
-outside the `with` block.
+A save in the background (`background.py`) brings a pipe in place of that queue. Nothing is replaced outside
+the `with` block.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import queue
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -27,16 +28,17 @@ _rank_that_saves: int | None = None
 
 
 @contextmanager
-def saving_in_this_process() -> Iterator[None]:
+def saving_in_this_process(results: Any = None) -> Iterator[None]:
     """Within the block, Megatron-Core saves without a process that outlives this one.
 
-    Only for saves that this process waits for.
+    `results` carries what writers report, for a save that goes on after the block; without it this
+    process waits for the save.
     """
     global _rank_that_saves
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     previous = filesystem_async._results_queue
-    filesystem_async._results_queue = queue.Queue()
+    filesystem_async._results_queue = queue.Queue() if results is None else results
     _rank_that_saves = os.getpid()
     try:
         yield

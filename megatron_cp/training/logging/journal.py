@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron_cp.data.batch import PlannedBatch
 from megatron_cp.mcore.loss import LOSS_NAME
 from megatron_cp.training.agreement import versions
+from megatron_cp.training.checkpoint.save import Saved
 from megatron_cp.training.checkpoint.state import RunState
 from megatron_cp.training.logging.flops import ModelFlops
 from megatron_cp.training.logging.lines import (
@@ -26,9 +27,17 @@ from megatron_cp.training.logging.lines import (
     print_rank_last,
     training_line,
 )
-from megatron_cp.training.logging.metrics import memory_metrics, plan_metrics, work_of_step
+from megatron_cp.training.logging.metrics import (
+    memory_line,
+    memory_metrics,
+    plan_metrics,
+    work_of_step,
+)
 from megatron_cp.training.logging.records import RunFiles, plan_sample
 from megatron_cp.training.logging.scrub import scrubbed_words
+from megatron_cp.training.logging.speed import Speed, peak_tflops
+from megatron_cp.training.logging.stragglers import Stragglers
+from megatron_cp.training.logging.timers import Timers
 from megatron_cp.training.logging.tracking import Tracker, start_tensorboard, start_wandb
 from megatron_cp.training.optim import learning_rate
 from megatron_cp.training.step import StepResult, params_norm
@@ -39,16 +48,20 @@ _NUM_PLAN_SAMPLES = 4
 class Journal:
     """The books of one run. Every rank calls every method; the last rank prints and tracks."""
 
-    def __init__(self, state: RunState, flops: ModelFlops, data: dict[str, Any]) -> None:
+    def __init__(
+        self, state: RunState, flops: ModelFlops, data: dict[str, Any], timers: Timers
+    ) -> None:
         """Opens the trackers on the last rank."""
-        self._state, self._flops = state, flops
+        self._state, self._flops, self._timers = state, flops, timers
+        self.stragglers = Stragglers()
+        self._peak = peak_tflops(_device_name(), bf16=state.config.model.bf16)
         self._keeps = dist.get_rank() == dist.get_world_size() - 1
         self._tracker = _open_tracker(state, data) if self._keeps else Tracker()
         self._losses: dict[str, list[float]] = {LOSS_NAME: []}
         self._skipped = self._nan = 0
-        self._window_flops = 0
+        self._window_flops = self._window_tokens = 0
         self._window_start = time.perf_counter()
-        self._window_steps = self._num_samples = 0
+        self._window_steps = self._num_samples = self._steps_since_line = 0
         self._last: dict[str, Any] = {}
         self._evaluated: dict[str, int] = {}
 
@@ -59,7 +72,9 @@ class Journal:
         operations = self._flops.of_step(work.num_tokens, work.area)
         state.flops += operations
         self._window_flops += operations
+        self._window_tokens += work.num_tokens
         self._window_steps += 1
+        self._steps_since_line += 1
         if result.loss is not None and math.isfinite(result.loss):
             self._losses[LOSS_NAME].append(result.loss)
         for name, value in result.auxiliary.items():
@@ -101,6 +116,7 @@ class Journal:
             "samples vs steps": state.consumed_samples,
             "iteration-time": seconds,
             "throughput": self._tflops(seconds),
+            **self._speed(seconds).row(),
             "loss/valid_tokens": result.valid_tokens,
             "grad/nonfinite": float(
                 result.grad_norm is not None and not math.isfinite(result.grad_norm)
@@ -137,6 +153,16 @@ class Journal:
             self._window_steps * seconds * 1e12 * self._state.config.parallel.world_size
         )
 
+    def _speed(self, seconds: float) -> Speed:
+        """Means since the last log line."""
+        config = self._state.config
+        return Speed(
+            tokens_per_s=self._window_tokens / (self._window_steps * seconds),
+            world_size=config.parallel.world_size,
+            mfu=None if self._peak is None else self._tflops(seconds) / self._peak,
+            remaining_s=seconds * (config.steps.train_iters - self._state.iteration),
+        )
+
     def _print(self, result: StepResult, seconds: float, norm: float | None) -> None:
         """Megatron-LM's line over the steps since the last one."""
         config, state = self._state.config, self._state
@@ -156,14 +182,33 @@ class Journal:
             loss_scale=result.loss_scale,
             skipped_iterations=self._skipped,
             nan_iterations=self._nan,
+            speed=self._speed(seconds).fields() if config.records.log_throughput else "",
         )
         print_rank_last(training_line(report))
+        self._print_where_time_went()
         self._losses, self._skipped, self._nan = {LOSS_NAME: []}, 0, 0
         self.restart_clock()
 
+    def _print_where_time_went(self) -> None:
+        """Timers and slow ranks over the steps since the last line, where they are asked for."""
+        options, state, num_steps = self._state.config.records, self._state, self._steps_since_line
+        self._steps_since_line = 0
+        text, row = self._timers.report(num_steps)
+        lines = [text] if text else []
+        if options.log_straggler:
+            line, slow = self.stragglers.report(num_steps, options.straggler_minmax_count)
+            lines.append(line)
+            row |= slow
+        if options.log_memory_interval and state.iteration % options.log_memory_interval == 0:
+            lines.append(memory_line())
+        if lines:
+            print_rank_last("\n".join(lines))
+        if row:
+            self._tracker.log(state.iteration, row, samples=state.consumed_samples)
+
     def restart_clock(self) -> None:
         """The next steps are timed from now on."""
-        self._window_flops = self._window_steps = 0
+        self._window_flops = self._window_tokens = self._window_steps = 0
         self._window_start = time.perf_counter()
 
     def evaluated(self, split: str, where: str, loss: float | None) -> None:
@@ -184,19 +229,19 @@ class Journal:
         """Whether the model as it is now has been evaluated on `split`; the same on every rank."""
         return self._evaluated.get(split) == self._state.iteration
 
-    def saved(self, seconds: float) -> None:
-        """Books a checkpoint; its time is not that of a step."""
+    def saved(self, saved: Saved) -> None:
+        """Books a checkpoint; the time that training waited for it is not that of a step."""
         self.restart_clock()
         config, state = self._state.config, self._state
-        row = {"ckpt/save_s": seconds, "ckpt/blocked_s": seconds}
+        row = {"ckpt/save_s": saved.save_s, "ckpt/blocked_s": saved.blocked_s}
         self._tracker.log(state.iteration, row, samples=state.consumed_samples)
         folder = config.checkpoint.save
         if config.records.log_progress and folder is not None and dist.get_rank() == 0:
             with (Path(folder) / "progress.txt").open("a", encoding="utf-8") as file:
                 file.write(
                     f"{time.strftime('%Y-%m-%d %H:%M:%S')}\t# GPUs: {config.parallel.world_size}\t"
-                    f"Saved checkpoint\tIteration: {state.iteration}\t"
-                    f"Floating-point operations: {state.flops:.2e}\n"
+                    f"Saved checkpoint\tIteration: {saved.iteration}\t"
+                    f"Floating-point operations: {saved.flops:.2e}\n"
                 )
 
     def finish(self) -> None:

@@ -63,10 +63,12 @@ class StepReport:
     tflops: float | None = None
     num_zeros: float | None = None
     params_norm: float | None = None
+    speed: str = ""
+    """Fields of our own behind Megatron-LM's, which readers of its logs pass over."""
 
 
 def training_line(report: StepReport, now: datetime | None = None) -> str:
-    """Returns Megatron-LM's line of one step.
+    """Returns Megatron-LM's line of one step, and what we add to it.
 
     Source: the format strings of Megatron-LM core_v0.19.0, training_log.
     """
@@ -93,7 +95,7 @@ def training_line(report: StepReport, now: datetime | None = None) -> str:
             )
     parts.append(f" number of skipped iterations: {report.skipped_iterations:3d}")
     parts.append(f" number of nan iterations: {report.nan_iterations:3d}")
-    return " |".join(parts) + " |"
+    return " |".join(parts) + " |" + report.speed
 
 
 def evaluation_lines(

@@ -5,6 +5,7 @@ Balance and traffic of the plans, lengths of the documents, operations done.
 
 from __future__ import annotations
 
+import resource
 from dataclasses import dataclass
 
 import numpy as np
@@ -85,3 +86,17 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
         "mem-max-allocated-bytes": stats["allocated_bytes.all.peak"],
         "mem-allocated-count": stats["allocation.all.current"],
     }
+
+
+def memory_line() -> str:
+    """Returns a line on this rank's memory: the GPU's as Megatron-LM prints it, or what is resident."""
+    name, mib = f"(Rank {dist.get_rank()}) memory (MB)", 1024 * 1024
+    if not torch.cuda.is_available():
+        kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return f"{name} | max resident: {kib / 1024:.2f}"
+    return (  # never run on a GPU yet
+        f"{name} | allocated: {torch.cuda.memory_allocated() / mib:.2f} | max allocated: "
+        f"{torch.cuda.max_memory_allocated() / mib:.2f} | reserved: "
+        f"{torch.cuda.memory_reserved() / mib:.2f} | max reserved: "
+        f"{torch.cuda.max_memory_reserved() / mib:.2f}"
+    )

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlparse
 
+from megatron_cp.training import exit_signal
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.logging.scrub import scrubbed
 
@@ -134,17 +135,18 @@ def start_wandb(
             x_disable_meta=True,
             x_disable_stats=True,
         )
-        return wandb.init(
-            dir=str(folder),
-            project=options.wandb_project or "megatron_cp",
-            name=options.wandb_exp_name,
-            entity=options.wandb_entity,
-            id=options.wandb_run_id,
-            resume="allow" if options.wandb_run_id else None,
-            config=scrubbed(dict(config.arguments)),
-            mode=mode,
-            settings=settings,
-        )
+        with exit_signal.held_back():  # wandb's own process lives as long as the run
+            return wandb.init(
+                dir=str(folder),
+                project=options.wandb_project or "megatron_cp",
+                name=options.wandb_exp_name,
+                entity=options.wandb_entity,
+                id=options.wandb_run_id,
+                resume="allow" if options.wandb_run_id else None,
+                config=scrubbed(dict(config.arguments)),
+                mode=mode,
+                settings=settings,
+            )
     except Exception as problem:  # a tracker never stops a run
         warnings.warn(f"wandb is not used: {problem}", stacklevel=2)
         return None

@@ -1,0 +1,177 @@
+"""The loop: steps, evaluations and checkpoints in between, and when it ends.
+
+    step -> evaluation, if due -> stop? -> checkpoint, if due or if the run stops -> next step
+
+A signal that comes during an evaluation cuts it short (it is not logged; its documents come again), one that
+comes during a save lets it end and causes no second one.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from megatron_cp.data.loader import PackedLoader
+from megatron_cp.training.checkpoint.save import Saver
+from megatron_cp.training.checkpoint.state import RunState
+from megatron_cp.training.config import TrainConfig
+from megatron_cp.training.logging.journal import Journal
+from megatron_cp.training.logging.lines import ProgressBar, print_datetime, print_rank_0
+from megatron_cp.training.profiling import memory_history, step_profiler
+from megatron_cp.training.replicas import check_replicas
+from megatron_cp.training.step import Runner, evaluate, next_batches, train_step, whole_parameters
+from megatron_cp.training.stop import ExitConditions, any_rank
+
+
+@dataclass(frozen=True)
+class Loaders:
+    """The loaders of this rank's replica; None where a split is empty or not wanted."""
+
+    train: PackedLoader
+    valid: PackedLoader | None
+    test: PackedLoader | None
+
+    def close(self) -> None:
+        """Ends their workers."""
+        for loader in (self.train, self.valid, self.test):
+            if loader is not None:
+                loader.close()
+
+
+@dataclass
+class Run:
+    """What the loop works with."""
+
+    state: RunState
+    runner: Runner
+    loaders: Loaders
+    journal: Journal
+    exits: ExitConditions = field(init=False)
+    saver: Saver | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Starts the clock of `--exit-duration-in-mins`."""
+        config = self.state.config
+        self.exits = ExitConditions(config)
+        saves = config.checkpoint.save is not None
+        self.saver = Saver(self.state, self.journal.saved) if saves else None
+
+    def close(self) -> None:
+        """Ends whatever runs beside the loop, after its end or after an error. Not collective."""
+        if self.saver is not None:
+            self.saver.abandon()
+        self.loaders.close()
+        self.journal.finish()
+
+
+def go_through(run: Run) -> None:
+    """Trains from where the state stands to the end, then evaluates for the last time."""
+    print_rank_0("done with setup ...")
+    if not run.state.config.steps.skip_train and not run.exits.is_signalled():
+        print_rank_0("training ...")
+        _train(run)
+        print_datetime("after training is done")
+    for split, loader in (("validation", run.loaders.valid), ("test", run.loaders.test)):
+        if loader is not None and not run.journal.knows(split) and not run.exits.is_signalled():
+            _evaluate(run, loader, split=split)
+
+
+def _train(run: Run) -> None:
+    """Steps until the arguments say stop, with evaluations and checkpoints in between."""
+    state, saver = run.state, run.saver
+    steps, save_interval = state.config.steps, state.config.checkpoint.save_interval
+    saved_at = state.iteration if state.config.checkpoint.load is not None else None
+    bar = ProgressBar(total=steps.train_iters, done=state.iteration)
+    print_datetime("before the start of training step")
+    with (
+        _collector(state.config) as collect,
+        step_profiler(state.config, lambda: state.iteration) as profiler,
+        memory_history(state.config),
+    ):
+        while state.iteration < steps.train_iters:
+            profiler.before_step(state.iteration)
+            _step(run)
+            profiler.after_step(state.iteration)
+            bar.step()
+            is_due = steps.eval_interval and state.iteration % steps.eval_interval == 0
+            if is_due and run.loaders.valid is not None:
+                _evaluate(run, run.loaders.valid, split="validation")
+            interval = steps.check_weight_hash_across_dp_replicas_interval
+            if interval and state.iteration % interval == 0:
+                _compare_replicas(run)
+            stops = run.exits.hold(state.iteration)
+            is_due = save_interval and state.iteration % save_interval == 0
+            if saver is not None and (is_due or stops):
+                _save(run, saver)
+                saved_at = state.iteration
+                stops = stops or run.exits.is_signalled()
+            elif saver is not None and saver.is_saving and not any_rank(not saver.is_written())[0]:
+                saver.finish()
+            collect(state.iteration)
+            if stops:
+                break
+    bar.close()
+    if saver is not None:
+        if saved_at != state.iteration:
+            _save(run, saver)
+        saver.finish()
+
+
+def _step(run: Run) -> None:
+    """One step, booked."""
+    state = run.state
+    busy = run.journal.stragglers
+    with run.runner.timers.measure("batch-generator"), busy.waiting():
+        batches = next_batches(run.loaders.train)
+    with busy.computing():
+        result = train_step(run.runner, batches, state.optimizer, state.scheduler)
+    state.iteration += 1
+    state.consumed_samples += result.num_packs
+    state.data = run.loaders.train.state_dict()
+    run.journal.step(batches, result, run.runner.device)
+
+
+def _compare_replicas(run: Run) -> None:
+    """Raises ReplicasDifferError on every rank if ranks that share weights hold different ones."""
+    with whole_parameters(run.runner):
+        check_replicas(run.state.model, run.state.iteration)
+    print_rank_0(f" weights of all replicas are equal after {run.state.iteration} iterations")
+
+
+def _save(run: Run, saver: Saver) -> None:
+    """A checkpoint of the run as it is now, or its beginning."""
+    with whole_parameters(run.runner), run.runner.timers.measure("save-checkpoint"):
+        saver.save()
+
+
+def _evaluate(run: Run, loader: PackedLoader, *, split: str) -> None:
+    """The loss on held-out documents, logged; nothing if the exit signal comes before its end."""
+    num_batches = run.state.config.steps.eval_iters
+    with whole_parameters(run.runner), run.runner.timers.measure("evaluate"):
+        loss = evaluate(run.runner, loader, num_batches, is_cut=run.exits.is_signalled)
+    if not run.exits.is_signalled():
+        run.journal.evaluated(split, f"iteration {run.state.iteration}", loss)
+
+
+@contextmanager
+def _collector(config: TrainConfig) -> Iterator[Callable[[int], None]]:
+    """A function that collects garbage where `--manual-gc` wants it.
+
+    Python's own collector is off meanwhile.
+    """
+    if not config.steps.manual_gc:
+        yield lambda iteration: None
+        return
+    gc.disable()
+    gc.collect()
+
+    def collect(iteration: int) -> None:
+        if config.steps.manual_gc_interval and iteration % config.steps.manual_gc_interval == 0:
+            gc.collect()
+
+    try:
+        yield collect
+    finally:
+        gc.enable()

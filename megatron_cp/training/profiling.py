@@ -1,0 +1,88 @@
+"""Traces of a few steps: where the time of host and device goes, and what memory holds.
+
+    --profile ──> <tensorboard-dir or run-dir>/rank0.steps11-12.pt.trace.json ──> Perfetto, chrome, tensorboard
+
+The stage loops of attention name what they do (runtime/spans.py), so that each transfer stands beside the stage
+under which it hides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from megatron_cp.training.config import TrainConfig
+
+
+class StepProfiler:
+    """The trace of one rank: begun after `--profile-step-start` steps, written after `--profile-step-end`."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        """Begins nothing."""
+        self._options = config.records
+        self._wants = self._options.profile and config.parallel.rank in self._options.profile_ranks
+        self._profile: profile | None = None
+        self._first = 0
+
+    def before_step(self, iteration: int) -> None:
+        """Begins the trace with the step after `iteration`, if it is the one."""
+        options = self._options
+        is_within = options.profile_step_start <= iteration < options.profile_step_end
+        if not self._wants or not is_within or self._profile is not None:
+            return
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():  # never run on a GPU yet
+            activities.append(ProfilerActivity.CUDA)
+        self._profile, self._first = profile(activities=activities), iteration + 1
+        self._profile.start()
+
+    def after_step(self, iteration: int) -> None:
+        """Writes the trace after its last step."""
+        if self._profile is not None and iteration >= self._options.profile_step_end:
+            self.finish(iteration)
+
+    def finish(self, iteration: int) -> None:
+        """Writes what there is of an unfinished trace: the run ends before its last step."""
+        if self._profile is None:
+            return
+        self._profile.stop()
+        folder = Path(self._options.tensorboard_dir or self._options.run_dir or "")
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"rank{dist.get_rank()}.steps{self._first}-{iteration}.pt.trace.json"
+        unfinished = folder / f"{name}.unfinished"
+        self._profile.export_chrome_trace(str(unfinished))
+        unfinished.replace(folder / name)
+        self._profile, self._wants = None, False
+        print(f"profile of rank {dist.get_rank()}: {folder / name}", flush=True)
+
+
+@contextmanager
+def memory_history(config: TrainConfig) -> Iterator[None]:
+    """Records each allocation of the last rank's GPU, and writes them where `--memory-snapshot-path` says.
+
+    Written when the block ends, also by an error: out of memory is one. Never run on a GPU yet.
+    """
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    if not (config.records.record_memory_history and is_last and torch.cuda.is_available()):
+        yield
+        return
+    torch.cuda.memory._record_memory_history()
+    try:
+        yield
+    finally:
+        torch.cuda.memory._dump_snapshot(config.records.memory_snapshot_path)
+
+
+@contextmanager
+def step_profiler(config: TrainConfig, iteration: Callable[[], int]) -> Iterator[StepProfiler]:
+    """Yields the profiler of the run; what it began is written when the block ends."""
+    profiler = StepProfiler(config)
+    try:
+        yield profiler
+    finally:
+        profiler.finish(iteration())
