@@ -1,0 +1,87 @@
+"""The example scripts, on small sizes: experts from a preset, and a converted model tuned on conversations."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.processes import HANG_SECONDS
+from tests.training.commands import ROOT, environment, metrics
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+TEMPLATE = "{% for m in messages %}<s>{{ m['role'] }} {{ m['content'] }}</s>{% endfor %}"
+
+
+def run(script: str, folder: Path, **variables: str) -> str:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", str(ROOT / "examples" / script), "--no-wandb"],
+        env={**environment(str(folder)), "PATH": path, **variables},
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_experts_train_on_context_and_expert_parallel_ranks(tmp_path: Path):
+    run("pretrain_moe.sh", tmp_path, STEPS="4", RUN_DIR=str(tmp_path / "run"))
+    losses = metrics(tmp_path / "run")
+    assert sorted(losses) == [1, 2, 3, 4]
+    assert losses[4] < losses[1]
+    assert set(metrics(tmp_path / "run", "load_balancing_loss")) == {1, 2, 3, 4}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A tiny Llama as Hugging Face saves it, with its tokenizer."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(special_tokens=["<s>", "</s>"], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(["what is two plus two, four"], trainer)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+    wrapped.chat_template = TEMPLATE
+    wrapped.save_pretrained(tmp_path / "hf")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(wrapped),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "hf")
+    return tmp_path / "hf"
+
+
+def test_a_converted_model_is_tuned_on_conversations_and_converted_back(
+    model: Path, tmp_path: Path
+):
+    from safetensors.torch import load_file
+
+    chats = tmp_path / "chats.jsonl"
+    turns = [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "four"}]
+    chats.write_text("\n".join([json.dumps({"messages": turns})] * 40))
+    settings = {"HF": str(model), "CHATS": str(chats), "OUT": str(tmp_path / "out")}
+    run("finetune_on_chats.sh", tmp_path, **settings, SEQ="64", STEPS="5", LR="3e-3")
+    losses = metrics(tmp_path / "out" / "tuned")
+    assert losses[5] < losses[1] - 0.1
+    before = load_file(model / "model.safetensors")
+    after = load_file(tmp_path / "out" / "tuned-hf" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(after[name].shape == tensor.shape for name, tensor in before.items())
+    assert any((after[name] != tensor).any() for name, tensor in before.items())
