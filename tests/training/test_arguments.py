@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from megatron_cp.training.arguments import (
     parse_arguments,
 )
 from megatron_cp.training.arguments.flags import _layers
-from megatron_cp.training.arguments.machine import GPU_MACHINE, Machine
+from megatron_cp.training.arguments.machine import GPU_MACHINE
 from megatron_cp.training.arguments.stages import stages_of
 from tests.training.commands import DATA, MODEL, SMALL_RUN, STEPS
 from tests.training.verdicts import parse, refusal
@@ -154,9 +155,17 @@ def test_muon_spreads_whole_layers_where_megatron_shards_its_state():
         assert (draft.optimizer, draft.layer_wise_optimizer) == ("muon", True)
         assert not draft.use_distributed_optimizer
     assert not judge_arguments([*flags, "adam"], {}, GPU_MACHINE)[0].layer_wise_optimizer
-    missing = Machine(has_cuda=True, has_transformer_engine=True, has_emerging_optimizers=False)
+    missing = replace(GPU_MACHINE, has_emerging_optimizers=False)
     _, reasons = judge_arguments([*flags, "muon"], {}, missing)
     assert len(reasons) == 1 and "emerging-optimizers" in reasons[0]
+
+
+def test_optimizer_instances_divide_the_replicas():
+    flags = ["--use-distributed-optimizer", "--num-distributed-optimizer-instances", "2"]
+    _, reasons = judge_arguments([*SMALL_RUN, *flags], {}, GPU_MACHINE)
+    assert len(reasons) == 1 and "1 x 1" in reasons[0]
+    _, reasons = judge_arguments([*SMALL_RUN, *flags], {"WORLD_SIZE": "2"}, GPU_MACHINE)
+    assert not reasons
 
 
 def test_an_unknown_flag_is_refused_with_the_nearest_known_one(capsys):

@@ -50,7 +50,6 @@ BAD = [
         "leave out",
     ),
     (["--exp-avg-dtype", "bf16"], "--use-precision-aware-optimizer"),
-    (["--num-distributed-optimizer-instances", "2", "--use-distributed-optimizer"], "1 x 1"),
     (["--no-rope-freq", "[1]"], "--no-rope-freq [1]"),
     (["--swiglu", "--quick-geglu"], "exclude each other"),
     (["--wandb-exp-name", ""], "--wandb-exp-name"),

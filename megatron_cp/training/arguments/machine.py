@@ -17,9 +17,12 @@ class Machine:
     has_cuda: bool
     has_transformer_engine: bool
     has_emerging_optimizers: bool
+    has_einops: bool
 
 
-GPU_MACHINE = Machine(has_cuda=True, has_transformer_engine=True, has_emerging_optimizers=True)
+GPU_MACHINE = Machine(
+    has_cuda=True, has_transformer_engine=True, has_emerging_optimizers=True, has_einops=True
+)
 """Where most published commands are made for."""
 
 
@@ -29,4 +32,5 @@ def this_machine() -> Machine:
         torch.cuda.is_available(),
         compat.has_transformer_engine(),
         find_spec("emerging_optimizers") is not None,
+        find_spec("einops") is not None,
     )

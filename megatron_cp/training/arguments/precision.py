@@ -163,6 +163,11 @@ def check_instances(args: Namespace) -> Iterator[str]:
     instances = args.num_distributed_optimizer_instances
     if instances == 1:
         return
+    if not args.machine.has_einops:
+        yield (
+            "--num-distributed-optimizer-instances needs the package einops in Megatron-Core; "
+            "install it"
+        )
     if not args.use_distributed_optimizer:
         yield "--num-distributed-optimizer-instances needs --use-distributed-optimizer; give it too"
     replicas = args.data_parallel_size * args.context_parallel_size
