@@ -99,7 +99,7 @@ def _python() -> Finding:
 
 
 def _packages() -> list[Finding]:
-    """What our own package says that it needs, against what is there."""
+    """Returns what our own package says that it needs, against what is there."""
     from packaging.requirements import Requirement
 
     try:

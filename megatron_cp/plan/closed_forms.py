@@ -88,7 +88,7 @@ def _allgather(mask: AttentionMask, cp_size: int, config: CPConfig, pass_name: P
 
 
 def _usp(mask: AttentionMask, cp_size: int, config: CPConfig, pass_name: PassName) -> float:
-    """The best head degree: the exchange, then a ring over what is left, balanced."""
+    """Returns the best head degree: the exchange, then a ring over what is left, balanced."""
     topology = get_topology(config.topology)
     rows = tokens_per_rank(mask.num_queries, cp_size, config)
     compute = _compute(mask.area() / cp_size, config, pass_name)

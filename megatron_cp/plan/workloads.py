@@ -99,7 +99,7 @@ def _bimodal(uniform: FloatArray, num_tokens: int) -> FloatArray:
 
 
 def _longca(uniform: FloatArray, num_tokens: int) -> FloatArray:
-    """The distribution that LongCA-bench uses at this length of the pack."""
+    """Returns the distribution that LongCA-bench uses at this length of the pack."""
     name = "pile" if num_tokens <= 12 << 10 else "prolong64k"
     name = name if num_tokens < 64 << 10 else "prolong512k"
     return WORKLOADS[name].draw(uniform, num_tokens)

@@ -91,7 +91,7 @@ def step_time_figure(run: Run, columns: int = 6) -> Figure:
 
 
 def _without_spikes(values: list[float]) -> float | None:
-    """An upper end that a few slow steps do not decide."""
+    """Returns an upper end that a few slow steps do not decide."""
     if not values:
         return None
     return float(min(max(values), 3 * np.percentile(values, 90))) * 1.05

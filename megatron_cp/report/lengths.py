@@ -108,7 +108,7 @@ def lengths_figure(shares: LengthShares, seq_length: int | None, columns: int = 
 
 
 def _long_share(shares: LengthShares) -> str:
-    """The sentence that says why lengths matter: few documents hold most of the attention."""
+    """Returns the sentence that says why lengths matter: few documents hold most of the attention."""
     cumulative = np.cumsum(shares.area[::-1])[::-1]
     bins = np.flatnonzero(cumulative >= 0.5)
     start = int(bins[-1])

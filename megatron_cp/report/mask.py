@@ -34,7 +34,7 @@ def mask_picture(pack: PackView) -> Markup:
 
 
 def _mask_drawing(mask: AttentionMask) -> Markup:
-    """The mask as `mask/draw.py` draws it, put in its place; style.py gives its documents two tones."""
+    """Returns the mask as `mask/draw.py` draws it, put in its place; style.py gives its documents two tones."""
     drawing = svg(mask, max_pixels=int(SIZE)).replace(' xmlns="http://www.w3.org/2000/svg"', "")
     return tag("g", Markup(drawing), transform=f"translate({LEFT:.0f} {TOP:.0f})", class_="mask")
 

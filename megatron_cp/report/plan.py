@@ -115,7 +115,7 @@ def _bar_heads(first: float) -> list[Markup]:
 
 
 def _rank_bars(view: PlanView, rank: int, y: float, height: float, widest: float) -> list[Markup]:
-    """The rank's area over the mean, and its tokens."""
+    """Returns the rank's area over the mean, and its tokens."""
     share = float(view.area[rank] / max(view.area.mean(), 1.0))
     start, thick = _bar_start(), min(height, 18.0)
     middle = y + height / 2

@@ -100,7 +100,7 @@ def _check_schema(record: Mapping[str, Any], path: Path) -> None:
 
 
 def _read_rows(path: Path) -> list[Mapping[str, Any]]:
-    """Rows by iteration; a line cut short by a killed run is left out."""
+    """Returns rows by iteration; a line cut short by a killed run is left out."""
     if not path.is_file():
         raise ValueError(f"{path} does not exist; give the folder of a training run (--run-dir)")
     rows = []

@@ -117,7 +117,7 @@ def _tiles(step: Step) -> list[Tile]:
 
 
 def _scaling(study: Study) -> Figure:
-    """The bound over the predicted time of every planner, at each number of ranks."""
+    """Returns the bound over the predicted time of every planner, at each number of ranks."""
     planners = [one.planner for one in study.steps[0].outcomes]
     series, rows = [], []
     for planner in planners:

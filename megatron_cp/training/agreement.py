@@ -50,7 +50,7 @@ def check_agreement(config: TrainConfig, identity: dict[str, Any]) -> None:
 
 
 def first_difference(entries: list[dict[str, Any]]) -> str | None:
-    """One line on the first entry (by name) in which ranks differ; None where all are equal."""
+    """Returns one line on the first entry (by name) in which ranks differ; None where all are equal."""
     for name in sorted({name for entry in entries for name in entry}):
         values = [json.dumps(entry.get(name)) for entry in entries]
         if len(set(values)) == 1:
@@ -67,7 +67,7 @@ def first_difference(entries: list[dict[str, Any]]) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what decides results."""
+    """Returns versions of what decides results."""
     found = {"python": platform.python_version()}
     for name in ("megatron_cp", "megatron-core", "torch", "numpy", "wandb"):
         try:

@@ -127,7 +127,7 @@ def check_backend(config: TrainConfig) -> None:
     rows = torch.zeros(
         (1, 1, config.model.kv_channels),
         device=torch.device("cuda", config.parallel.local_rank) if on_cuda else torch.device("cpu"),
-        dtype=torch.bfloat16 if config.model.bf16 else torch.float32,
+        dtype=config.model.dtype,
         requires_grad=True,
     )
     resolve_options(
@@ -172,7 +172,7 @@ def _announce(config: TrainConfig) -> None:
 
 
 def _build_loaders(config: TrainConfig, data: RunData, request: PlanRequest) -> Loaders:
-    """The loaders of this rank's replica."""
+    """Returns the loaders of this rank's replica."""
     print_rank_0("> building train, validation, and test datasets ...")
     place = {
         "dp_rank": parallel_state.get_data_parallel_rank(),
@@ -193,7 +193,7 @@ def _build(
     forward_step: ForwardStep,
     device: torch.device,
 ) -> tuple[RunState, Runner]:
-    """Model, optimizer and schedule, connected."""
+    """Returns model, optimizer and schedule, connected."""
     model = build_model(config, model_provider, device)
     optimizer = build_optimizer(config, model)
     scheduler = build_scheduler(config, optimizer)

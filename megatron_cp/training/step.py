@@ -55,7 +55,7 @@ class Runner:
     timers: Timers
 
     def run(self, batches: list[PlannedBatch], *, forward_only: bool) -> torch.Tensor | None:
-        """(loss sum, tokens) over the global batch as float64 [2].
+        """Returns (loss sum, tokens) over the global batch as float64 [2].
 
         None before the last pipeline stage.
 
@@ -81,7 +81,7 @@ class Runner:
         return total
 
     def _iterators(self, batches: list[PlannedBatch]) -> Any:
-        """One iterator per model chunk.
+        """Returns one iterator per model chunk.
 
         Each walks through the same micro-batches at its own pace.
         """
@@ -90,19 +90,19 @@ class Runner:
         return [iter(batches) for _ in self.model]
 
     def _forward(self, batches: Iterator[PlannedBatch], chunk: Any) -> tuple[Any, Any]:
-        """Megatron's forward_step_func."""
+        """Returns Megatron's forward_step_func."""
         return self.forward_step(self.config, next(batches), chunk, self.device)
 
 
 def next_batches(loader: PackedLoader) -> list[PlannedBatch]:
-    """The micro-batches of the next step."""
+    """Returns the micro-batches of the next step."""
     return [next(loader) for _ in range(loader.num_microbatches)]
 
 
 def train_step(
     runner: Runner, batches: list[PlannedBatch], optimizer: Any, scheduler: Any
 ) -> StepResult:
-    """Forward, backward, clipping and update over one global batch.
+    """Returns what forward, backward, clipping and update over one global batch came to.
 
     Collective: every rank calls it. Raises RuntimeError when the loss is not finite and that is to
     be checked.
@@ -137,7 +137,7 @@ def train_step(
 
 
 def _mean(total: torch.Tensor) -> tuple[float, int]:
-    """Mean loss and number of tokens from (sum, count)."""
+    """Returns mean loss and number of tokens from (sum, count)."""
     loss_sum, count = total.tolist()
     return loss_sum / max(count, 1.0), int(count)
 
@@ -145,7 +145,7 @@ def _mean(total: torch.Tensor) -> tuple[float, int]:
 def evaluate(
     runner: Runner, loader: PackedLoader, num_batches: int, *, is_cut: Callable[[], bool]
 ) -> float | None:
-    """Mean loss per token over the next `num_batches` batches; the loader goes back afterwards.
+    """Returns mean loss per token over the next `num_batches` batches; the loader goes back afterwards.
 
     None before the last pipeline stage. It ends early, on every rank, where `is_cut()` holds on every
     rank. Collective: every rank calls it.

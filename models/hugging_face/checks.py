@@ -120,7 +120,7 @@ def check_stored(
 
 
 def _counted(names: Sequence[str]) -> list[str]:
-    """How many names each pattern of a run's state matches."""
+    """Returns how many names each pattern of a run's state matches."""
     counts = [(sum(fnmatchcase(name, p) for name in names), p) for p in _STATE_OF_A_RUN]
     return [f"{pattern} ({count})" for count, pattern in counts if count]
 

@@ -27,7 +27,7 @@ CHANGES_NOTHING = frozenset(_CHANGES_NOTHING.split())
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The content of config.json. Raises ConversionError where there is none, or no JSON object."""
+    """Returns the content of config.json. Raises ConversionError where there is none, or no JSON object."""
     path = folder / "config.json"
     if not path.is_file():
         raise refuse(f"{path} is missing; a Hugging Face folder has one; give another folder")
@@ -45,7 +45,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def family_of(config: Config) -> Family:
-    """The family that `model_type` names. Raises ConversionError for any other."""
+    """Returns the family that `model_type` names. Raises ConversionError for any other."""
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
         raise refuse(
@@ -91,7 +91,7 @@ def arguments_of(
 
 
 def _not_served(family: Family, config: Config, ignored_keys: Collection[str]) -> Iterator[str]:
-    """One reason per key whose value is not served, and one for all keys that nobody knows."""
+    """Yields one reason per key whose value is not served, and one for all keys that nobody knows."""
     read = {key for setting in family.settings for key in setting.keys}
     for key, allowed in family.only.items():
         value = config.get(key, allowed[0])
@@ -157,7 +157,7 @@ _FREE = {"vocab_size", "padded_vocab_size", "max_position_embeddings", "moe_rout
 
 
 def disagreements(expected: Arguments, saved: Arguments) -> list[str]:
-    """How a checkpoint's own arguments contradict config.json; arguments it lacks are not asked."""
+    """Returns how a checkpoint's own arguments contradict config.json; arguments it lacks are not asked."""
     free = _FREE | {"group_query_attention"}  # num_query_groups says it
     if expected["multi_latent_attention"]:
         free |= {"kv_channels", "num_query_groups"}  # Megatron does not read them then

@@ -72,7 +72,7 @@ class Report:
 
 
 def to_megatron(request: Request) -> Report:
-    """A checkpoint in `torch_dist` format from a Hugging Face folder.
+    """Returns a checkpoint in `torch_dist` format from a Hugging Face folder.
 
     Raises:
         ConversionError: with every reason; nothing is left of the output.
@@ -116,7 +116,7 @@ def to_megatron(request: Request) -> Report:
 
 
 def to_hugging_face(request: Request) -> Report:
-    """A Hugging Face folder from a checkpoint in `torch_dist` format.
+    """Returns a Hugging Face folder from a checkpoint in `torch_dist` format.
 
     Raises:
         ConversionError: with every reason; nothing is left of the output.
@@ -211,14 +211,14 @@ def _write_config(folder: Path, config: dict[str, Any]) -> None:
 
 
 def _with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """The configuration with the type that the weights have."""
+    """Returns the configuration with the type that the weights have."""
     name = str(dtype).removeprefix("torch.")
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     return config if config.get(key) == name else {**config, key: name}
 
 
 def _saved_arguments(request: Request, arguments: Arguments, dtype: torch.dtype) -> Namespace:
-    """What loaders expect among a checkpoint's arguments, beside the model's own."""
+    """Returns what loaders expect among a checkpoint's arguments, beside the model's own."""
     is_rope = arguments["position_embedding_type"] == "rope"
     layout = ("tensor_model", "pipeline_model", "context", "expert_model", "data")
     return Namespace(

@@ -17,7 +17,7 @@ class ConversionError(ValueError):
 
 
 def refuse(*reasons: str) -> ConversionError:
-    """The error with these reasons."""
+    """Returns the error with these reasons."""
     return ConversionError(reasons)
 
 

@@ -89,7 +89,7 @@ class Piece:
         return sum(_turned(source.shape, self.row.transposed)[0] for source in self.sources)
 
     def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Megatron's tensor of these parts, given in the order of `sources`."""
+        """Returns Megatron's tensor of these parts, given in the order of `sources`."""
         turned = [part.t() if self.row.transposed else part for part in parts]
         whole = turned[0] if len(turned) == 1 else torch.cat(turned)
         if self.row.order is not None:
@@ -100,7 +100,7 @@ class Piece:
         return whole.contiguous()
 
     def cut(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors of Hugging Face, in the order of `sources`: the inverse of `joined`."""
+        """Returns the tensors of Hugging Face, in the order of `sources`: the inverse of `joined`."""
         whole = whole[: self.num_rows]
         if self.row.order is not None:
             whole = whole[torch.from_numpy(np.argsort(self.row.order(self.sizes)))]
@@ -123,7 +123,7 @@ def evens_then_odds(sizes: Sizes) -> np.ndarray:
 
 
 def sizes_of(arguments: Arguments) -> Sizes:
-    """The sizes that the letters of the tables stand for, and `padded`: the vocabulary's rows."""
+    """Returns the sizes that the letters of the tables stand for, and `padded`: the vocabulary's rows."""
     get = arguments.get
     heads, width = arguments["num_attention_heads"], arguments["kv_channels"]
     sizes = {
@@ -216,7 +216,7 @@ def _expert_pieces(
     prefix: str,
     place: tuple[tuple[int, ...], tuple[int, ...]],
 ) -> Iterator[Piece]:
-    """The pieces of one layer's experts; those of one stacked tensor follow each other."""
+    """Yields the pieces of one layer's experts; those of one stacked tensor follow each other."""
     index, leading = place
     for row in rows:
         for expert in range(sizes["E"]):
@@ -238,7 +238,7 @@ def _expert_pieces(
 
 
 def _rows(tables: Mapping[Place, tuple[Row, ...]], place: Place, arguments: Arguments) -> list[Row]:
-    """The rows of one place that exist under these arguments."""
+    """Returns the rows of one place that exist under these arguments."""
     return [
         row
         for row in tables.get(place, ())

@@ -69,7 +69,7 @@ class SafetensorsReader:
         self._open: tuple[str, Any] | None = None
 
     def read(self, source: Source) -> torch.Tensor:
-        """The tensor, or one expert of a stacked one."""
+        """Returns the tensor, or one expert of a stacked one."""
         file = self.infos[source.name].file
         if self._open is None or self._open[0] != file:
             self._open = (file, safetensors.safe_open(self.folder / file, framework="pt"))
@@ -116,7 +116,7 @@ def _check_index(folder: Path, index: dict[str, str], infos: dict[str, TensorInf
 
 
 def _header(path: Path) -> dict[str, TensorInfo]:
-    """Every tensor of a file."""
+    """Returns every tensor of a file."""
     try:
         with safetensors.safe_open(path, framework="pt") as handle:
             slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118

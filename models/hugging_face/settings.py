@@ -35,12 +35,12 @@ class Setting:
     to_config: Callable[[Arguments], dict[str, Any]]
 
     def read(self, config: Config) -> Arguments:
-        """The arguments. Raises ValueError or NotImplementedError, naming the key."""
+        """Returns the arguments. Raises ValueError or NotImplementedError, naming the key."""
         return self.to_arguments(Keys(config))
 
 
 def same(key: str, argument: str, *aliases: str) -> Setting:
-    """A value that both sides have under one name each; `aliases` are older names of the key."""
+    """Returns a value that both sides have under one name each; `aliases` are older names of the key."""
 
     def to_arguments(config: Config) -> Arguments:
         return {argument: config[next((a for a in aliases if a in config), key)]}
@@ -53,7 +53,7 @@ def same(key: str, argument: str, *aliases: str) -> Setting:
 
 
 def negated(key: str, argument: str, default: bool) -> Setting:
-    """A switch that Megatron has the other way round."""
+    """Returns a switch that Megatron has the other way round."""
     return Setting(
         keys=(key,),
         to_arguments=lambda config: {argument: not config.get(key, default)},

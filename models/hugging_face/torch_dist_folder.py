@@ -73,15 +73,15 @@ class _PieceSaver(SavePlanner):
         raise NotImplementedError
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """The metadata of the whole checkpoint."""
+        """Returns the metadata of the whole checkpoint."""
         return create_default_global_save_plan(all_plans)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """The plan as it is."""
+        """Returns the plan as it is."""
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The piece's values."""
+        """Returns the piece's values."""
         return self.value_of(write_item.index)
 
 
@@ -242,7 +242,7 @@ class TorchDistReader:
                 )
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments of the run that wrote it; empty where it holds none."""
+        """Returns the arguments of the run that wrote it; empty where it holds none."""
         from megatron.core import dist_checkpointing
 
         try:
@@ -256,7 +256,7 @@ class TorchDistReader:
         return dict(vars(common["args"])) if "args" in common else {}
 
     def read(self, key: str, piece: Piece) -> torch.Tensor:
-        """The piece's tensor as it is stored, with every row of the vocabulary."""
+        """Returns the piece's tensor as it is stored, with every row of the vocabulary."""
         entry = self.tensors[key]
         num_leading = len(piece.index)
         shape = tuple(entry.size[num_leading:])
@@ -296,11 +296,11 @@ class _PieceLoader(LoadPlanner):
         raise NotImplementedError
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
+        """Returns the plans as they are."""
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
+        """Returns the plan as it is."""
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -308,7 +308,7 @@ class _PieceLoader(LoadPlanner):
         raise NotImplementedError
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """The part of the target that this item fills."""
+        """Returns the part of the target that this item fills."""
         part = self.target
         for axis, (start, length) in enumerate(
             zip(read_item.dest_offsets, read_item.lengths, strict=True)

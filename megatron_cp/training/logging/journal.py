@@ -148,13 +148,13 @@ class Journal:
             self._num_samples += 1
 
     def _tflops(self, seconds: float) -> float:
-        """TFLOP/s per rank since the last log line."""
+        """Returns TFLOP/s per rank since the last log line."""
         return self._window_flops / (
             self._window_steps * seconds * 1e12 * self._state.config.parallel.world_size
         )
 
     def _speed(self, seconds: float) -> Speed:
-        """Means since the last log line."""
+        """Returns means since the last log line."""
         config = self._state.config
         return Speed(
             tokens_per_s=self._window_tokens / (self._window_steps * seconds),
@@ -257,7 +257,7 @@ def _mean(values: list[float]) -> float:
 
 
 def _open_tracker(state: RunState, data: dict[str, Any]) -> Tracker:
-    """The sinks that the arguments ask for."""
+    """Returns the sinks that the arguments ask for."""
     config = state.config
     run_dir = None if config.records.run_dir is None else Path(config.records.run_dir)
     wandb_dir = Path(config.records.wandb_save_dir or (run_dir / "wandb" if run_dir else "wandb"))
@@ -268,7 +268,7 @@ def _open_tracker(state: RunState, data: dict[str, Any]) -> Tracker:
 
 
 def _description(state: RunState, data: dict[str, Any]) -> dict[str, Any]:
-    """What `run.json` says of the run at its start."""
+    """Returns what `run.json` says of the run at its start."""
     config = state.config
     return {
         "name": config.records.wandb_exp_name or Path(config.records.run_dir or "").name,
@@ -295,7 +295,7 @@ def _description(state: RunState, data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _device_name() -> str:
-    """The GPU's name, or cpu."""
+    """Returns the GPU's name, or cpu."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 

@@ -62,12 +62,12 @@ class RunFiles:
 
 
 def _finite(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with null for NaN and infinities."""
+    """Returns the row with null for NaN and infinities."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
 
 
 def _read_samples(path: Path) -> list[dict[str, Any]]:
-    """The samples that an earlier part of the run left."""
+    """Returns the samples that an earlier part of the run left."""
     if not path.is_file():
         return []
     samples: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["samples"]
@@ -94,7 +94,7 @@ def plan_sample(
     lengths: tuple[int, ...],
     kinds: tuple[str, ...],
 ) -> dict[str, Any]:
-    """One pack as the report draws it: its mask, and its plan beside the zigzag one."""
+    """Returns one pack as the report draws it: its mask, and its plan beside the zigzag one."""
     plans = {"ours": _plan_record(plan)}
     if plan.cp_size > 1:
         plans["zigzag"] = _plan_record(_zigzag(mask, plan))
@@ -111,7 +111,7 @@ def plan_sample(
 
 
 def _zigzag(mask: AttentionMask, plan: AttentionPlan) -> AttentionPlan:
-    """The plan that zigzag ring attention would have followed for the same pack."""
+    """Returns the plan that zigzag ring attention would have followed for the same pack."""
     from dataclasses import replace
 
     return make_plan(
@@ -120,7 +120,7 @@ def _zigzag(mask: AttentionMask, plan: AttentionPlan) -> AttentionPlan:
 
 
 def _plan_record(plan: AttentionPlan) -> dict[str, Any]:
-    """One plan: who owns which tokens, the area and the rows of each rank, predicted figures."""
+    """Returns one plan: who owns which tokens, the area and the rows of each rank, predicted figures."""
     row_bytes = plan.config.num_heads * plan.config.head_dim * plan.config.element_bytes
     return {
         "planner": plan.planner,

@@ -37,7 +37,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def scrubbed(value: Any, name: str = "") -> Any:
-    """The value without secrets, as plain JSON values.
+    """Returns the value without secrets, as plain JSON values.
 
     Mappings and sequences are copied, other objects become text.
     """
@@ -66,7 +66,7 @@ def _may_hold_text(value: Any) -> bool:
 
 
 def scrubbed_words(words: Iterable[str]) -> list[str]:
-    """A command line without secrets: `--x-key VALUE` and `--x-key=VALUE` lose the value."""
+    """Returns a command line without secrets: `--x-key VALUE` and `--x-key=VALUE` lose the value."""
     kept: list[str] = []
     hide_next = False
     for word in words:
