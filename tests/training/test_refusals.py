@@ -40,6 +40,7 @@ BAD = [
     (["--multi-latent-attention"], "--group-query-attention"),
     (["--q-lora-rank", "8"], "--multi-latent-attention"),
     (["--mtp-num-layers", "0"], "--mtp-num-layers 0"),
+    (["--mtp-num-layers", "1", "--spec", "os", "path", "--allow-custom-spec"], "--spec os path"),
     (["--pipeline-model-parallel-layout", "Ett|L"], "2 stages"),
     (["--pipeline-model-parallel-layout", "EtL"], "1 t"),
     (["--pipeline-model-parallel-layout", "EttmL"], "1 m"),
@@ -181,3 +182,9 @@ def test_all_reasons_are_printed_in_one_write(monkeypatch):
     with pytest.raises(SystemExit):
         parse(*SMALL_RUN, "--use-mup", "--optimizer", "lion", "--lr", "-1")
     assert [text.count("\n") for text in writes] == [3]
+
+
+def test_predictions_that_could_not_be_saved_are_refused(capsys):
+    flags = [*SMALL_RUN, "--mtp-num-layers", "1", "--pipeline-model-parallel-size", "2"]
+    assert "cannot be saved" in refusal(capsys, *flags, world_size=2)
+    parse(*flags, "--untie-embeddings-and-output-weights", world_size=2)

@@ -178,5 +178,13 @@ def check_prediction(args: Namespace) -> Iterator[str]:
             f"--mtp-num-layers with --spec {' '.join(args.spec)} is not served: its layers would be "
             "ours, not those of the spec; leave out --spec"
         )
+    if args.pipeline_model_parallel_size > 1 and not args.untie_embeddings_and_output_weights:
+        # Its sharded_state_dict asserts an output layer on the last stage, which then has none.
+        yield (
+            "--mtp-num-layers with --pipeline-model-parallel-size "
+            f"{args.pipeline_model_parallel_size} and tied embeddings cannot be saved by "
+            "Megatron-Core; give --pipeline-model-parallel-size 1, or train a model with "
+            "--untie-embeddings-and-output-weights"
+        )
     if args.position_embedding_type == "none":
         yield "--mtp-num-layers needs positions; give --position-embedding-type rope"

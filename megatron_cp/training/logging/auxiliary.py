@@ -11,7 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.transformer.moe.moe_utils import track_moe_metrics
+from megatron.core.transformer.moe.moe_utils import (
+    get_moe_layer_wise_logging_tracker,
+    track_moe_metrics,
+)
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from megatron_cp.training.config import TrainConfig
@@ -37,11 +40,11 @@ def auxiliary_losses(config: TrainConfig, num_micro_batches: int) -> dict[str, f
         names = [_NAMES[kind] for kind in kinds if kind in _NAMES]
         if arguments["moe_z_loss_coeff"] is not None:
             names.append("z_loss")
+        _begin(names, config.model.num_layers + (arguments["mtp_num_layers"] or 0))
         track_moe_metrics(
             scale,
             0,  # the iteration of a writer that is not given
             total_loss_dict=found,
-            force_initialize=True,
             track_names=names,
             num_layers=config.model.num_layers,
             moe_layer_freq=arguments["moe_layer_freq"],
@@ -52,6 +55,17 @@ def auxiliary_losses(config: TrainConfig, num_micro_batches: int) -> dict[str, f
     if arguments["mtp_num_layers"]:
         MTPLossLoggingHelper.track_mtp_metrics(scale, 0, None, total_loss_dict=found)
     return {name: float(value) for name, value in found.items()}
+
+
+def _begin(names: list[str], num_layers: int) -> None:
+    """Makes the sums that this stage, which may have no experts, has not made: one value per layer.
+
+    Megatron-Core would make them here without the layers of prediction, and stages could not be added.
+    """
+    tracker = get_moe_layer_wise_logging_tracker()
+    for name in names:
+        zeros = torch.zeros(num_layers, device=torch.cuda.current_device())
+        tracker.setdefault(name, {"values": zeros, "reduce_group": None, "avg_group": None})
 
 
 def _mean_over_rows(value: torch.Tensor) -> torch.Tensor:
