@@ -43,10 +43,12 @@ class BatchSchedule:
         consumed = count = 0
         ends = [*(start for start, _ in self.steps[1:]), num_packs]
         for end, (_, size) in zip(ends, self.steps, strict=True):
-            room = min(end, num_packs) - consumed
-            # The step that crosses into the next size still has this one, if packs are left for it.
-            taken = max(0, min(-(-room // size), (num_packs - consumed) // size))
+            # The step that crosses into the next size still has this one.
+            wanted = max(0, -(-(min(end, num_packs) - consumed) // size))
+            taken = min(wanted, (num_packs - consumed) // size)
             count, consumed = count + taken, consumed + taken * size
+            if taken < wanted:
+                break  # too few packs are left for a step of this size
         return count
 
 
