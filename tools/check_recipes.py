@@ -88,7 +88,7 @@ def judge(
         machine: what it is judged for; None is this machine.
     """
     extra = _NO_DROPOUT if recipe.has_default_dropout else ()
-    argv = [*map(_expanded, recipe.argv), *extra]
+    argv = [*map(expanded, recipe.argv), *extra]
     sizes = [world_size] if world_size else [recipe.world_size * times for times in _TIMES]
     verdicts = []
     for size in sizes:
@@ -97,7 +97,7 @@ def judge(
     return next((verdict for verdict in verdicts if not verdict.reasons), verdicts[0])
 
 
-def _expanded(word: str) -> str:
+def expanded(word: str) -> str:
     """Returns a word as the shell of a test harness gives it to the program.
 
     A list of YAML loses its brackets, and the repetition of a test is its seed.
