@@ -20,9 +20,11 @@ def main() -> None:
     compat.silence_known_warnings()
     cpu.install()  # before the first import of megatron.core; does nothing where there is a GPU
 
-    from megatron_cp.training.gpt import flops_provider, forward_step, model_provider
-    from megatron_cp.training.pretrain import pretrain
+    from megatron_cp.training.gpt import check_model, flops_provider, forward_step, model_provider
+    from megatron_cp.training.pretrain import one_line_errors, pretrain
 
+    with one_line_errors():
+        check_model(config)
     pretrain(
         config,
         model_provider=model_provider,

@@ -94,7 +94,7 @@ def judge(
     for size in sizes:
         args, reasons = judge_arguments(argv, {"RANK": "0", "WORLD_SIZE": str(size)}, machine)
         verdicts.append(Verdict(recipe, size, tuple(reasons), tuple(args.notes)))
-    return next((verdict for verdict in verdicts if not verdict.reasons), verdicts[0])
+    return min(verdicts, key=lambda verdict: len(verdict.reasons))
 
 
 def expanded(word: str) -> str:

@@ -159,9 +159,11 @@ def _repair_names() -> None:
     """Repairs names of single versions, where they are wrong.
 
     0.16.1 uses a Transformer Engine function that it never imported (`NameError: te_general_gemm`)
-    and takes Transformer Engine for installed in multi-latent attention. 0.20 asks in multi-token
+    and takes Transformer Engine for installed in multi-latent attention; its checkpoint of a norm
+    asks Transformer Engine about fp8 unless told None, and its callers tell nothing. 0.20 asks in multi-token
     prediction whether a layer is of a class that it could not define.
     """
+    from megatron.core.tensor_parallel import random
     from megatron.core.transformer import multi_latent_attention, multi_token_prediction
     from megatron.core.transformer.moe import moe_utils
 
@@ -169,6 +171,9 @@ def _repair_names() -> None:
         moe_utils.te_general_gemm = None
     if getattr(multi_latent_attention, "HAVE_TE", False):
         multi_latent_attention.HAVE_TE = False
+    checkpoint: Any = random.CheckpointWithoutOutput.__init__
+    if checkpoint.__defaults__ == (False,):  # taken as given: `fp8 is not None`
+        checkpoint.__defaults__ = (None,)
     if hasattr(multi_token_prediction, "is_inference_column_parallel_linear"):
         multi_token_prediction.is_inference_column_parallel_linear = _is_no_inference_layer
 

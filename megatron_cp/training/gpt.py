@@ -9,8 +9,10 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_cp.data.batch import PlannedBatch
+from megatron_cp.mcore import compat
 from megatron_cp.mcore.batch import local_batch
 from megatron_cp.mcore.loss import make_loss_function
+from megatron_cp.mcore.validation import validate_config
 from megatron_cp.models.gpt import build_gpt, transformer_config
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.logging.flops import ModelFlops, gpt_flops
@@ -33,16 +35,7 @@ def model_provider(
     vp_stage: int | None = None,
 ) -> Any:
     """Returns one pipeline stage of the GPT that the arguments describe."""
-    # Megatron overlaps sends between virtual stages only; without, it sends in batches.
-    is_interleaved = config.parallel.virtual_pipeline_model_parallel_size is not None
-    overlaps = config.parallel.overlap_p2p_comm and is_interleaved
-    settings = transformer_config(
-        config.arguments,
-        dtype=config.model.dtype,
-        overlap_p2p_comm=overlaps,
-        batch_p2p_comm=not overlaps,
-        use_cpu_initialization=config.model.use_cpu_initialization or not torch.cuda.is_available(),
-    )
+    settings = _settings(config)
     backend = config.model.cp_backend
     return build_gpt(
         settings,
@@ -53,6 +46,35 @@ def model_provider(
         post_process=post_process,
         vp_stage=vp_stage,
         **({} if backend is None else {"backend": backend}),
+    )
+
+
+def check_model(config: TrainConfig) -> None:
+    """Returns if Megatron-Core takes this model; it would refuse it on ranks that have met otherwise.
+
+    Raises:
+        ValueError, NotImplementedError: with what Megatron-Core, or our attention, says.
+    """
+    try:
+        settings = _settings(config)
+        validate_config(settings)
+        uses_engine = settings.transformer_impl == "transformer_engine"
+        compat.decoder_layer_specs(settings, use_transformer_engine=uses_engine)
+    except AssertionError as refusal:
+        raise ValueError(f"Megatron-Core refuses this model: {refusal}") from refusal
+
+
+def _settings(config: TrainConfig) -> Any:
+    """Returns Megatron's configuration of the model and of the ranks."""
+    # Megatron overlaps sends between virtual stages only; without, it sends in batches.
+    is_interleaved = config.parallel.virtual_pipeline_model_parallel_size is not None
+    overlaps = config.parallel.overlap_p2p_comm and is_interleaved
+    return transformer_config(
+        config.arguments,
+        dtype=config.model.dtype,
+        overlap_p2p_comm=overlaps,
+        batch_p2p_comm=not overlaps,
+        use_cpu_initialization=config.model.use_cpu_initialization or not torch.cuda.is_available(),
     )
 
 

@@ -52,20 +52,30 @@ def ranks_of(line: CommandLine) -> Ranks:
         pipeline=line.number(_PIPELINE, 1),
         context=line.number(_CONTEXT, 1),
         expert=line.number(_EXPERT, 1),
-        expert_tensor=line.number(_EXPERT_TENSOR, tensor) if line.has("--num-experts") else 1,
+        expert_tensor=line.number(_EXPERT_TENSOR, tensor),
     )
 
 
-def fit(wanted: Ranks, most: int) -> Ranks:
+def fit(wanted: Ranks, most: int, *, is_pipeline_inside: bool = False) -> Ranks:
     """Returns sizes that `most` ranks can hold; the largest is halved until they fit.
 
     Replicas are added only where the experts need them, and kept out otherwise.
+
+    Args:
+        wanted: the recipe's sizes.
+        most: ranks that there are.
+        is_pipeline_inside: whether ranks are numbered by stage before replica; the experts of a stage
+            then lie on all its ranks.
     """
     sizes = {"tensor": wanted.tensor, "pipeline": wanted.pipeline, "context": wanted.context}
     while math.prod(sizes.values()) > most:
         largest = max(sizes, key=lambda name: sizes[name])
         sizes[largest] //= 2
     found = replace(wanted, **sizes, data=1)
+    if is_pipeline_inside and found.pipeline > 1:
+        stage = found.tensor * found.context
+        expert = min(found.expert, stage)
+        return replace(found, expert=expert, expert_tensor=stage // expert)
     found = replace(found, expert_tensor=min(found.expert_tensor, found.tensor))
     while True:
         for data in range(1, most // found.world_size + 1):
@@ -89,7 +99,7 @@ def cut_layout(line: CommandLine, most: int, context: int | None = None) -> Rank
         line.changes.append(
             f"{_TENSOR} 1: Megatron-Core's local layers of latent attention take one tensor-parallel rank"
         )
-    found = fit(wanted, most)
+    found = fit(wanted, most, is_pipeline_inside=line.has("--use-tp-pp-dp-mapping"))
     if context is not None and found.context < min(context, most):
         raise ValueError(f"--context-parallel-size {context} does not fit on {most} ranks")
     for flag, size in (
@@ -99,7 +109,8 @@ def cut_layout(line: CommandLine, most: int, context: int | None = None) -> Rank
         (_EXPERT, found.expert),
         (_EXPERT_TENSOR, found.expert_tensor),
     ):
-        if line.has(flag) or size > 1:
+        is_default = size == (found.tensor if flag == _EXPERT_TENSOR else 1)
+        if line.has(flag) or not is_default:
             line.set(flag, size, why=f"{most} ranks")
     if found.tensor == 1:
         line.drop(("--sequence-parallel",), "there is one tensor-parallel rank")

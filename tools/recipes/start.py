@@ -23,20 +23,23 @@ _GRACE_SECONDS = 20.0
 
 
 def run_page(argv: Sequence[str], *, dense: bool) -> None:
-    """Does what pretrain_gpt.py does; `dense` trains with Megatron's own attention instead."""
+    """Runs pretrain_gpt.py; with `dense` the same loop with Megatron's own attention."""
+    if not dense:
+        import pretrain_gpt
+
+        sys.argv = ["pretrain_gpt.py", *argv]
+        pretrain_gpt.main()
+        return
     from megatron_cp.training.arguments import parse_arguments
-
-    config = parse_arguments(argv)
-    from megatron_cp.training import gpt
+    from megatron_cp.training.gpt import flops_provider
     from megatron_cp.training.pretrain import pretrain
-    from tools.recipes import dense as megatrons_own
+    from tools.recipes.dense import forward_step, model_provider
 
-    page = megatrons_own if dense else gpt
     pretrain(
-        config,
-        model_provider=page.model_provider,
-        forward_step=page.forward_step,
-        flops_provider=gpt.flops_provider,
+        parse_arguments(argv),
+        model_provider=model_provider,
+        forward_step=forward_step,
+        flops_provider=flops_provider,
     )
 
 

@@ -108,15 +108,35 @@ def check_expert_layers(args: Namespace) -> Iterator[str]:
 
 
 def check_expert_ranks(args: Namespace) -> Iterator[str]:
-    """Yields a line if the ranks of experts do not tile those of a pipeline stage."""
-    if args.num_experts is None:
-        return
+    """Yields a line if the ranks of experts do not tile those of a pipeline stage.
+
+    Megatron-Core makes their groups for a model without experts too.
+    """
     tp, ep = args.expert_tensor_parallel_size, args.expert_model_parallel_size
     pp = args.pipeline_model_parallel_size
     if (args.world_size // pp) % (tp * ep):
         yield (
             f"world size {args.world_size} / pipeline size {pp} must be a multiple of expert tensor x "
             f"expert size = {tp} x {ep}; change --expert-model-parallel-size or the number of ranks"
+        )
+    is_uneven = args.num_experts is not None and args.moe_token_dispatcher_type == "alltoall"
+    if is_uneven and tp > 1 and not args.machine.has_cuda:
+        yield (
+            f"--moe-token-dispatcher-type alltoall with --expert-tensor-parallel-size {tp} gathers "
+            "parts of different sizes, which gloo cannot; give --moe-token-dispatcher-type allgather"
+        )
+
+
+def check_rank_order(args: Namespace) -> Iterator[str]:
+    """Yields a line if Megatron-Core cannot number ranks by stage before replica."""
+    tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
+    pp = args.pipeline_model_parallel_size
+    experts = (args.expert_tensor_parallel_size or tp) * args.expert_model_parallel_size
+    if args.use_tp_pp_dp_mapping and pp > 1 and experts != tp * cp:
+        yield (
+            f"--use-tp-pp-dp-mapping with --pipeline-model-parallel-size {pp} needs expert tensor x "
+            f"expert size = tensor x context size = {tp} x {cp}; it is {experts}: change "
+            "--expert-tensor-parallel-size, or leave out --use-tp-pp-dp-mapping"
         )
 
 
@@ -136,6 +156,8 @@ def check_routing(args: Namespace) -> Iterator[str]:
             f"--moe-router-load-balancing-type has {len(kinds)} kinds; give as many values of "
             "--moe-aux-loss-coeff"
         )
+    if "seq_aux_loss" in ([kinds] if isinstance(kinds, str) else kinds):
+        yield from _balance_of_samples(args)
     groups, chosen = args.moe_router_num_groups, args.moe_router_group_topk
     if (groups is None) != (chosen is None):
         yield "--moe-router-num-groups and --moe-router-group-topk belong together; give both"
@@ -150,6 +172,17 @@ def check_routing(args: Namespace) -> Iterator[str]:
         )
     if args.moe_pad_expert_input_to_capacity and args.moe_expert_capacity_factor is None:
         yield "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor; give it too"
+
+
+def _balance_of_samples(args: Namespace) -> Iterator[str]:
+    """The packs of a micro-batch are one sequence here: seq_aux_loss would balance them together."""
+    size = args.micro_batch_size
+    if size is not None and size > 1 and not args.plan_only:
+        yield (
+            f"--moe-router-load-balancing-type seq_aux_loss with --micro-batch-size {size} is not "
+            "served: it balances each pack by itself, and the packs of a micro-batch are one "
+            "sequence here; give --micro-batch-size 1 and the same --global-batch-size"
+        )
 
 
 def check_latent_attention(args: Namespace) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ class Machine:
 
     has_cuda: bool
     has_transformer_engine: bool
+    has_einops: bool = True
 
 
 GPU_MACHINE = Machine(has_cuda=True, has_transformer_engine=True)
@@ -23,4 +25,5 @@ GPU_MACHINE = Machine(has_cuda=True, has_transformer_engine=True)
 
 def this_machine() -> Machine:
     """Returns the machine of this process."""
-    return Machine(torch.cuda.is_available(), compat.has_transformer_engine())
+    has_einops = importlib.util.find_spec("einops") is not None
+    return Machine(torch.cuda.is_available(), compat.has_transformer_engine(), has_einops)

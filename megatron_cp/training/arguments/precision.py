@@ -132,6 +132,11 @@ def check_instances(args: Namespace) -> Iterator[str]:
         return
     if not args.use_distributed_optimizer:
         yield "--num-distributed-optimizer-instances needs --use-distributed-optimizer; give it too"
+    if not args.machine.has_einops:
+        yield (
+            "--num-distributed-optimizer-instances needs einops, which Megatron-Core imports and does "
+            "not install; pip install einops"
+        )
     replicas = args.data_parallel_size * args.context_parallel_size
     if instances <= 0 or replicas % instances:
         yield (
