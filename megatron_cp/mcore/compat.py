@@ -151,6 +151,7 @@ def repair_megatron() -> None:
     """
     if not has_transformer_engine():
         _repair_names()
+        _repair_biases_of_experts()
     if not torch.cuda.is_available():
         _repair_split_sizes()
 
@@ -176,6 +177,29 @@ def _repair_names() -> None:
         checkpoint.__defaults__ = (None,)
     if hasattr(multi_token_prediction, "is_inference_column_parallel_linear"):
         multi_token_prediction.is_inference_column_parallel_linear = _is_no_inference_layer
+
+
+def _repair_biases_of_experts() -> None:
+    """Lets experts of the local layers have biases.
+
+    0.16.1 adds the bias of an expert in place to the sum over its tensor-parallel ranks. With one
+    rank that sum is its input, handed through an autograd function, which may not be changed. Here
+    it is the input itself.
+    """
+    from megatron.core.tensor_parallel import layers
+
+    plain = layers.reduce_from_tensor_model_parallel_region
+    if hasattr(plain, "_megatron_cp"):
+        return
+
+    @functools.wraps(plain)
+    def reduce(input_: torch.Tensor, group: Any = None) -> torch.Tensor:
+        if group is not None and group.size() == 1:
+            return input_
+        return plain(input_, group=group)
+
+    reduce._megatron_cp = True  # type: ignore[attr-defined]
+    layers.reduce_from_tensor_model_parallel_region = reduce
 
 
 def _is_no_inference_layer(module: Any) -> bool:

@@ -21,6 +21,28 @@ MEGATRONS_OWN: tuple[type, ...] = (WrappedTorchNorm, FusedLayerNorm)
 """The norms of Megatron's local specs; the second is apex's, for LayerNorm alone."""
 
 
+class _LayerNorm(torch.nn.LayerNorm):
+    """LayerNorm that also takes rows in fp32 where its weights are not (--fp32-residual-connection)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the norm in the dtype of the weights: what the next layer computes in."""
+        if x.dtype == self.weight.dtype:
+            return super().forward(x)
+        shape, weight, bias = self.normalized_shape, self.weight.float(), self.bias.float()
+        return F.layer_norm(x.float(), shape, weight, bias, self.eps).to(self.weight.dtype)
+
+
+class _RMSNorm(torch.nn.RMSNorm):
+    """RMSNorm that also takes rows in fp32 where its weight is not."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the norm in the dtype of the weight."""
+        if x.dtype == self.weight.dtype:
+            return super().forward(x)
+        weight = self.weight.float()
+        return F.rms_norm(x.float(), self.normalized_shape, weight, self.eps).to(self.weight.dtype)
+
+
 class _ZeroCentredLayerNorm(torch.nn.LayerNorm):
     """LayerNorm whose weight is stored minus one, so that weight decay pulls it to one."""
 
@@ -30,9 +52,9 @@ class _ZeroCentredLayerNorm(torch.nn.LayerNorm):
         torch.nn.init.zeros_(self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the norm in fp32, in the dtype of `x`: 1 + weight would lose bits in bf16."""
+        """Returns the norm, computed in fp32: 1 + weight would lose bits in bf16."""
         shape, weight, bias = self.normalized_shape, 1 + self.weight.float(), self.bias.float()
-        return F.layer_norm(x.float(), shape, weight, bias, self.eps).to(x.dtype)
+        return F.layer_norm(x.float(), shape, weight, bias, self.eps).to(self.weight.dtype)
 
 
 class _ZeroCentredRMSNorm(torch.nn.RMSNorm):
@@ -43,14 +65,14 @@ class _ZeroCentredRMSNorm(torch.nn.RMSNorm):
         torch.nn.init.zeros_(self.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the norm in fp32, in the dtype of `x`."""
+        """Returns the norm, computed in fp32, in the dtype of the weight."""
         weight = 1 + self.weight.float()
-        return F.rms_norm(x.float(), self.normalized_shape, weight, self.eps).to(x.dtype)
+        return F.rms_norm(x.float(), self.normalized_shape, weight, self.eps).to(self.weight.dtype)
 
 
 _KINDS: dict[tuple[str, bool], Any] = {
-    ("LayerNorm", False): torch.nn.LayerNorm,
-    ("RMSNorm", False): torch.nn.RMSNorm,
+    ("LayerNorm", False): _LayerNorm,
+    ("RMSNorm", False): _RMSNorm,
     ("LayerNorm", True): _ZeroCentredLayerNorm,
     ("RMSNorm", True): _ZeroCentredRMSNorm,
 }

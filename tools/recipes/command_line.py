@@ -42,12 +42,19 @@ class CommandLine:
         return " ".join(self.values[flag]) if flag in self.values else default
 
     def number(self, flag: str, default: int) -> int:
-        """Returns the value of a flag that takes a whole number."""
-        return int(self.text(flag, str(default)))
+        """Returns the value of a flag that takes a whole number. Raises ValueError."""
+        text = self.text(flag, str(default))
+        if not text.lstrip("-").isdigit():
+            raise ValueError(f"{flag} {text} must be a whole number")
+        return int(text)
 
     def fraction(self, flag: str, default: str) -> Fraction:
-        """Returns the value of a flag that takes a number, exactly."""
-        return Fraction(self.text(flag, default))
+        """Returns the value of a flag that takes a number, exactly. Raises ValueError."""
+        text = self.text(flag, default)
+        try:
+            return Fraction(text)
+        except ValueError:
+            raise ValueError(f"{flag} {text} must be a number") from None
 
     def set(self, flag: str, *values: object, why: str = "") -> None:
         """Gives a flag these values, and says so if they are others than before."""

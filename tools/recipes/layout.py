@@ -112,6 +112,9 @@ def cut_layout(line: CommandLine, most: int, context: int | None = None) -> Rank
         is_default = size == (found.tensor if flag == _EXPERT_TENSOR else 1)
         if line.has(flag) or not is_default:
             line.set(flag, size, why=f"{most} ranks")
+    dispatcher = "--moe-token-dispatcher-type"
+    if found.expert_tensor > 1 and line.text(dispatcher) == "alltoall":
+        line.set(dispatcher, "allgather", why="gloo cannot gather parts of different sizes")
     if found.tensor == 1:
         line.drop(("--sequence-parallel",), "there is one tensor-parallel rank")
     replicas = found.data * found.context
@@ -166,7 +169,7 @@ def _cut_written_out(line: CommandLine, pipeline: int, least: int) -> int:
     virtual = 1 if len(stages) <= max(before, pipeline) else 2
     predicted = min(line.number("--mtp-num-layers", 0), 1)
     middle = "t" * max(1, -(-least // (pipeline * virtual)))
-    usual = max(stage.count("t") for stage in stages[1:-1]) if len(stages) > 2 else 1
+    usual = max(stage.count("t") for stage in stages[1:-1] or stages[1:])
     first = stages[0].count("t")
     cut = [middle] * (pipeline * virtual)
     cut[0] = "E" + ("" if not first else middle + "t" * (first > usual))

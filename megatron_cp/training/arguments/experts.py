@@ -59,6 +59,7 @@ def _without_experts(args: Namespace) -> Iterator[str]:
             f"--expert-model-parallel-size {args.expert_model_parallel_size} needs --num-experts; "
             "give the number of experts"
         )
+        discard(args, "expert_model_parallel_size")
 
 
 def check_experts(args: Namespace) -> Iterator[str]:
@@ -112,8 +113,8 @@ def check_expert_ranks(args: Namespace) -> Iterator[str]:
 
     Megatron-Core makes their groups for a model without experts too.
     """
-    tp, ep = args.expert_tensor_parallel_size, args.expert_model_parallel_size
-    pp = args.pipeline_model_parallel_size
+    tp = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    ep, pp = args.expert_model_parallel_size, args.pipeline_model_parallel_size
     if (args.world_size // pp) % (tp * ep):
         yield (
             f"world size {args.world_size} / pipeline size {pp} must be a multiple of expert tensor x "
