@@ -81,6 +81,12 @@ def check_experts(args: Namespace) -> Iterator[str]:
             f"--moe-shared-expert-intermediate-size {shared} must be a positive multiple of "
             f"--tensor-model-parallel-size {args.tensor_model_parallel_size}"
         )
+    weighs_losses = args.moe_z_loss_coeff or args.moe_aux_loss_coeff not in (0.0, [0.0])
+    if args.sequence_parallel and args.calculate_per_token_loss and weighs_losses:
+        args.notes.append(
+            "--calculate-per-token-loss with --sequence-parallel: Megatron-Core before 0.19 divides the "
+            "weight of the experts' auxiliary losses by --tensor-model-parallel-size"
+        )
     if shared is None and args.moe_shared_expert_gate:
         yield "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size; give it too"
     if (
@@ -211,6 +217,13 @@ def check_prediction(args: Namespace) -> Iterator[str]:
         yield (
             f"--mtp-num-layers with --spec {' '.join(args.spec)} is not served: its layers would be "
             "ours, not those of the spec; leave out --spec"
+        )
+    pp, is_tied = args.pipeline_model_parallel_size, not args.untie_embeddings_and_output_weights
+    if pp > 1 and is_tied:
+        yield (
+            f"--mtp-num-layers with --pipeline-model-parallel-size {pp} needs "
+            "--untie-embeddings-and-output-weights; give it too: Megatron-Core stops when it saves the "
+            "shared embedding of a stage that predicts"
         )
     if args.position_embedding_type == "none":
         yield "--mtp-num-layers needs positions; give --position-embedding-type rope"
