@@ -265,7 +265,7 @@ def check_padding(config: Any, num_rows: int, num_tokens: int) -> None:
         NotImplementedError: where the router would count rows that exist at this number of context
             ranks alone.
     """
-    if num_rows == num_tokens or not getattr(config, "num_moe_experts", None):
+    if num_rows == num_tokens or not _has_experts(config):
         return
     coefficients = getattr(config, "moe_aux_loss_coeff", 0.0)
     has_loss = any(coefficients) if isinstance(coefficients, list) else bool(coefficients)
