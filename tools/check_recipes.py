@@ -88,16 +88,16 @@ def judge(
         machine: what it is judged for; None is this machine.
     """
     extra = _NO_DROPOUT if recipe.has_default_dropout else ()
-    argv = [*map(_expanded, recipe.argv), *extra]
+    argv = [*map(expanded, recipe.argv), *extra]
     sizes = [world_size] if world_size else [recipe.world_size * times for times in _TIMES]
     verdicts = []
     for size in sizes:
         args, reasons = judge_arguments(argv, {"RANK": "0", "WORLD_SIZE": str(size)}, machine)
         verdicts.append(Verdict(recipe, size, tuple(reasons), tuple(args.notes)))
-    return next((verdict for verdict in verdicts if not verdict.reasons), verdicts[0])
+    return min(verdicts, key=lambda verdict: len(verdict.reasons))
 
 
-def _expanded(word: str) -> str:
+def expanded(word: str) -> str:
     """Returns a word as the shell of a test harness gives it to the program.
 
     A list of YAML loses its brackets, and the repetition of a test is its seed.

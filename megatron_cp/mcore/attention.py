@@ -36,7 +36,12 @@ from megatron_cp.api import cp_attention
 from megatron_cp.mcore import cut, layers, split
 from megatron_cp.mcore.batch import ContextParallelParams
 from megatron_cp.mcore.mtp import install_order_roll
-from megatron_cp.mcore.validation import check_dropout, check_padding, validate_config
+from megatron_cp.mcore.validation import (
+    check_dropout,
+    check_padding,
+    check_samples,
+    validate_config,
+)
 from megatron_cp.plan.schema import AttentionPlan
 from megatron_cp.runtime.checkpoint import AttentionTape
 
@@ -245,6 +250,7 @@ class ContextParallelAttention(MegatronModule):
         num_rows *= params.num_samples
         _check_rows(plan, num_rows, group)
         check_padding(self.config, num_rows * plan.cp_size, plan.num_tokens)
+        check_samples(self.config, params.num_samples, plan.cp_size)
         return plan
 
     def sharded_state_dict(

@@ -140,6 +140,7 @@ def repair_megatron() -> None:
     """
     if not has_transformer_engine():
         _repair_names()
+        _repair_biases_of_experts()
     if not torch.cuda.is_available():
         _repair_split_sizes()
 
@@ -148,9 +149,11 @@ def _repair_names() -> None:
     """Repairs names of single versions, where they are wrong.
 
     0.16.1 uses a Transformer Engine function that it never imported (`NameError: te_general_gemm`)
-    and takes Transformer Engine for installed in multi-latent attention. 0.20 asks in multi-token
+    and takes Transformer Engine for installed in multi-latent attention; its checkpoint of a norm
+    asks Transformer Engine about fp8 unless told None, and its callers tell nothing. 0.20 asks in multi-token
     prediction whether a layer is of a class that it could not define.
     """
+    from megatron.core.tensor_parallel import random
     from megatron.core.transformer import multi_latent_attention, multi_token_prediction
     from megatron.core.transformer.moe import moe_utils
 
@@ -158,8 +161,34 @@ def _repair_names() -> None:
         moe_utils.te_general_gemm = None
     if getattr(multi_latent_attention, "HAVE_TE", False):
         multi_latent_attention.HAVE_TE = False
+    checkpoint: Any = random.CheckpointWithoutOutput.__init__
+    if checkpoint.__defaults__ == (False,):  # taken as given: `fp8 is not None`
+        checkpoint.__defaults__ = (None,)
     if hasattr(multi_token_prediction, "is_inference_column_parallel_linear"):
         multi_token_prediction.is_inference_column_parallel_linear = _is_no_inference_layer
+
+
+def _repair_biases_of_experts() -> None:
+    """Lets experts of the local layers have biases.
+
+    0.16.1 adds the bias of an expert in place to the sum over its tensor-parallel ranks. With one
+    rank that sum is its input, handed through an autograd function, which may not be changed. Here
+    it is the input itself.
+    """
+    from megatron.core.tensor_parallel import layers
+
+    plain = layers.reduce_from_tensor_model_parallel_region
+    if hasattr(plain, "_megatron_cp"):
+        return
+
+    @functools.wraps(plain)
+    def reduce(input_: torch.Tensor, group: Any = None) -> torch.Tensor:
+        if group is not None and group.size() == 1:
+            return input_
+        return plain(input_, group=group)
+
+    reduce._megatron_cp = True  # type: ignore[attr-defined]
+    layers.reduce_from_tensor_model_parallel_region = reduce
 
 
 def _is_no_inference_layer(module: Any) -> bool:

@@ -1,17 +1,21 @@
-"""The router of experts, with auxiliary losses that weigh the same at every context-parallel size.
+"""The router of experts, the same at every context-parallel size.
 
-Megatron adds each rank's part of an auxiliary loss to the gradient. Under
+Two things of Megatron's router depend on how tokens are dealt to context ranks.
+
+Auxiliary losses. Megatron adds each rank's part of such a loss to the gradient. Under
 `calculate_per_token_loss` gradients are summed over the context ranks and divided by the tokens of
 the whole batch, so the part is multiplied by tokens first:
 
     before 0.19    part x tokens of this rank                  weight falls as 1 / (tp x cp)
     since 0.19     part x tokens of this rank x tp x cp        the same weight on any ranks
 
-Here the first is made exact in cp. It keeps its 1 / tp under sequence parallelism, because that is
-what the same Megatron does without context parallelism. Without per-token loss both are right.
+`EqualWeightRouter` makes the first exact in cp. It keeps its 1 / tp under sequence parallelism,
+because that is what the same Megatron does without context parallelism. Without per-token loss both
+are right. The loss itself is one over the rows of all context ranks (Megatron sums expert counts
+over them), so it does not matter which rank a row was dispatched to.
 
-The loss itself is one over the rows of all context ranks (Megatron sums expert counts over them),
-so it does not matter which rank a row was dispatched to.
+Sinkhorn routing. Megatron balances the rows of a rank among themselves. `ContextRouter` balances the
+rows of all context ranks together, as one rank would.
 """
 
 from __future__ import annotations
@@ -19,13 +23,31 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 
 
-class EqualWeightRouter(TopKRouter):
-    """Megatron's top-k router for versions before 0.19."""
+class ContextRouter(TopKRouter):
+    """Megatron's top-k router; Sinkhorn's algorithm balances the rows of all context ranks."""
 
+    cp_group: Any
     tp_cp_group: Any
+
+    def sinkhorn_load_balancing(self, logits: torch.Tensor) -> Any:
+        """Returns scores and choice of this rank's rows `[T, E]`. Collective over the context ranks."""
+        if self.cp_group.size() == 1 or not self.training:
+            return super().sinkhorn_load_balancing(logits)
+        group = self.tp_cp_group if self.config.sequence_parallel else self.cp_group
+        rows = [torch.empty_like(logits) for _ in range(group.size())]
+        dist.all_gather(rows, logits.detach().contiguous(), group=group)
+        rows[group.rank()] = logits  # the gradient is that of this rank's rows
+        scores, chosen = super().sinkhorn_load_balancing(torch.cat(rows))
+        own = slice(group.rank() * len(logits), (group.rank() + 1) * len(logits))
+        return scores[own], chosen[own]
+
+
+class EqualWeightRouter(ContextRouter):
+    """The same for versions before 0.19, with auxiliary losses that weigh the same."""
 
     def attach_and_log_load_balancing_loss(
         self, activation: torch.Tensor, *args: Any, valid_token_count: Any = None, **kwargs: Any

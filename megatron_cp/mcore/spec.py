@@ -10,7 +10,7 @@ A spec is a tree of dataclasses. In a copy of it three kinds of leaves are excha
 
     core_attention    for `ContextParallelAttention`
     a local norm      for `LocalNorm`, the same but fit for sequence parallelism
-    router            for `EqualWeightRouter` where this Megatron's weighs losses by the ranks
+    router            for `ContextRouter`, which does not depend on the dispatch
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megatron_cp.mcore import compat, hooks, layers, program
 from megatron_cp.mcore.attention import ContextParallelAttention
 from megatron_cp.mcore.norm import MEGATRONS_OWN, LocalNorm
 from megatron_cp.mcore.optimizer import install_foreach_adam
-from megatron_cp.mcore.router import EqualWeightRouter
+from megatron_cp.mcore.router import ContextRouter, EqualWeightRouter
 from megatron_cp.mcore.validation import check_engine, check_spec
 
 compat.check_megatron_version()
@@ -113,8 +113,8 @@ def _exchange_norm_or_router(name: str, leaf: Any) -> Any:
     """Returns what stands for a norm or router of Megatron; any other leaf as it is."""
     if any(leaf is norm for norm in MEGATRONS_OWN):
         return LocalNorm
-    if leaf is TopKRouter and compat.weighs_auxiliary_losses_by_rank():
-        return EqualWeightRouter
+    if leaf is TopKRouter:
+        return EqualWeightRouter if compat.weighs_auxiliary_losses_by_rank() else ContextRouter
     return leaf
 
 

@@ -172,15 +172,19 @@ def check_low_precision(
 
 def _check_latent_attention(config: Any) -> None:
     """Refuses latent attention where Megatron's own layers are wrong or slice positions."""
-    if not getattr(config, "multi_latent_attention", False):
-        return
-    if config.apply_rope_fusion:
+    if getattr(config, "multi_latent_attention", False) and config.apply_rope_fusion:
         raise NotImplementedError(
             "apply_rope_fusion=True with multi-latent attention slices positions by itself; give "
             "--no-rope-fusion"
         )
-    tp = getattr(config, "tensor_model_parallel_size", 1)
-    if tp > 1 and getattr(config, "transformer_impl", None) == "local":
+    _check_latent_ranks(config)
+
+
+def _check_latent_ranks(settings: Any) -> None:
+    """Refuses latent attention on tensor-parallel ranks without Transformer Engine."""
+    tp = getattr(settings, "tensor_model_parallel_size", 1)
+    is_latent = getattr(settings, "multi_latent_attention", False)
+    if is_latent and tp > 1 and getattr(settings, "transformer_impl", None) == "local":
         # Measured on 0.16.1, with Megatron's attention too: the gradient norm of the first step is
         # 1.5905 on two tensor-parallel ranks and 1.5908 on one. The rotary part of the keys is
         # gathered over the ranks, and its gradient is split again without being summed.
@@ -191,26 +195,56 @@ def _check_latent_attention(config: Any) -> None:
         )
 
 
+def _has_experts(settings: Any) -> bool:
+    """Returns whether a TransformerConfig, or arguments, say that there are experts."""
+    return bool(
+        getattr(settings, "num_moe_experts", None) or getattr(settings, "num_experts", None)
+    )
+
+
 def _check_experts(config: Any) -> None:
     """Refuses routing that depends on how tokens are dealt to context ranks."""
-    if not getattr(config, "num_moe_experts", None) or config.context_parallel_size == 1:
+    cp = getattr(config, "context_parallel_size", 1)
+    if not _has_experts(config) or cp == 1:
         return
     if getattr(config, "moe_expert_capacity_factor", None) is not None:
         raise NotImplementedError(
             f"moe_expert_capacity_factor={config.moe_expert_capacity_factor} with "
-            f"context_parallel_size={config.context_parallel_size}: Megatron drops tokens by the "
+            f"context_parallel_size={cp}: Megatron drops tokens by the "
             "load of each rank's own rows, so results would depend on the dispatch; train without "
             "a capacity (no token is dropped) or with context_parallel_size=1"
         )
-    kinds = getattr(config, "moe_router_load_balancing_type", "aux_loss")
-    for kind in [kinds] if isinstance(kinds, str) else kinds:
-        if kind not in ("aux_loss", "seq_aux_loss", "global_aux_loss", "none"):
+    for kind in _balancing(config):
+        if kind not in ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"):
             raise NotImplementedError(
-                f"moe_router_load_balancing_type={kind!r} with context_parallel_size="
-                f"{config.context_parallel_size}: Megatron balances each rank's own rows, so "
-                "results would depend on the dispatch; aux_loss, seq_aux_loss, global_aux_loss and "
-                "none do not; choose one or use context_parallel_size=1"
+                f"moe_router_load_balancing_type={kind!r} with context_parallel_size={cp}: Megatron "
+                "balances each rank's own rows, so results would depend on the dispatch; aux_loss, "
+                "seq_aux_loss, global_aux_loss, sinkhorn and none do not; choose one or use "
+                "context_parallel_size=1"
             )
+
+
+def _balancing(settings: Any) -> list[str]:
+    """Returns the kinds of balancing of a TransformerConfig or arguments."""
+    kinds = getattr(settings, "moe_router_load_balancing_type", "aux_loss")
+    return [kinds] if isinstance(kinds, str) else list(kinds)
+
+
+def check_samples(config: Any, num_samples: int, cp_size: int) -> None:
+    """Returns if experts are not balanced sample by sample on rows that mix the samples.
+
+    Raises:
+        NotImplementedError: where they would be: a plan deals the rows of all samples of a
+            micro-batch to the context ranks, and Megatron takes each rank's rows in turn for a sample.
+    """
+    if num_samples == 1 or cp_size == 1 or not _has_experts(config):
+        return
+    if "seq_aux_loss" in _balancing(config):
+        raise NotImplementedError(
+            f"moe_router_load_balancing_type='seq_aux_loss' with {num_samples} samples in a "
+            f"micro-batch and context_parallel_size={cp_size}: the rows of a rank are not sorted by "
+            "sample; give --micro-batch-size 1 and the same --global-batch-size"
+        )
 
 
 def check_padding(config: Any, num_rows: int, num_tokens: int) -> None:
@@ -225,12 +259,13 @@ def check_padding(config: Any, num_rows: int, num_tokens: int) -> None:
         NotImplementedError: where the router would count rows that exist at this number of context
             ranks alone.
     """
-    if num_rows == num_tokens or not getattr(config, "num_moe_experts", None):
+    if num_rows == num_tokens or not _has_experts(config):
         return
     coefficients = getattr(config, "moe_aux_loss_coeff", 0.0)
     has_loss = any(coefficients) if isinstance(coefficients, list) else bool(coefficients)
     for name, is_set in (
         ("moe_aux_loss_coeff", has_loss),
+        ("moe_router_load_balancing_type", "sinkhorn" in _balancing(config)),
         ("moe_z_loss_coeff", bool(getattr(config, "moe_z_loss_coeff", None))),
         (
             "moe_router_enable_expert_bias",
@@ -351,4 +386,6 @@ SETTING_CHECKS: tuple[Callable[[Namespace], None], ...] = (
     lambda args: check_engine(_engine_of(args)),
     _check_formats,
     _check_position,
+    _check_experts,
+    _check_latent_ranks,
 )

@@ -15,6 +15,7 @@ from megatron_cp.data.batch_schedule import BatchSchedule
 from megatron_cp.data.loader import LoaderConfig, PackedLoader
 from megatron_cp.data.packing import PackingConfig
 from megatron_cp.mcore.arguments import cp_config_from_arguments
+from megatron_cp.mcore.validation import check_padding
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.corpora import RunData, Split, open_corpora, open_tokenizer
 
@@ -143,15 +144,17 @@ def resume_loader(
 def check_first_batch(config: TrainConfig, data: RunData, request: PlanRequest) -> None:
     """Draws and plans one batch in this process, as every context rank will.
 
-    Raises ValueError or NotImplementedError for what planner, topology, chunks and tokens allow.
+    Raises ValueError or NotImplementedError for what planner, topology, chunks, tokens and experts
+    allow.
     """
     inline = config.with_arguments(num_workers=0)
     loader = build_loader(
         inline, data, request, split="train", dp_rank=0, dp_size=config.parallel.data_parallel_size
     )
     assert loader is not None
-    next(loader)
+    plan = next(loader).plans["full"]
     loader.close()
+    check_padding(config.namespace(), plan.tokens_per_rank * plan.cp_size, plan.num_tokens)
 
 
 def digests(data: RunData) -> dict[str, str]:

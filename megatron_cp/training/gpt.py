@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_cp.data.batch import PlannedBatch
+from megatron_cp.mcore import compat
 from megatron_cp.mcore.batch import local_batch
 from megatron_cp.mcore.loss import make_loss_function
 from megatron_cp.mcore.validation import check_spec, validate_config
@@ -56,11 +57,13 @@ def check_model(config: TrainConfig) -> None:
     """
     try:
         settings = _settings(config)
+        validate_config(settings)
+        check_spec(settings)
+        uses_engine = settings.transformer_impl == "transformer_engine"
+        compat.decoder_layer_specs(settings, use_transformer_engine=uses_engine)
     except AssertionError as problem:
         said = str(problem) or traceback.extract_tb(problem.__traceback__)[-1].line
         raise ValueError(f"Megatron-Core refuses this model: {said}") from problem
-    validate_config(settings)
-    check_spec(settings)
 
 
 def _settings(config: TrainConfig) -> TransformerConfig:

@@ -247,6 +247,30 @@ def _norms(rank, world_size):
     return marked, is_rms, all(is_centred), refused
 
 
+def _norms_of_wide_rows(rank, world_size):
+    enter_megatron()
+    from types import SimpleNamespace
+
+    import torch
+
+    from megatron_cp.mcore.norm import TorchNorm
+
+    x, same = torch.randn(3, 8), []
+    for kind in ("LayerNorm", "RMSNorm"):
+        for centred in (False, True):
+            config = SimpleNamespace(
+                normalization=kind, sequence_parallel=False, layernorm_zero_centered_gamma=centred
+            )
+            norm = TorchNorm(config, 8)
+            expected = norm(x).to(torch.bfloat16)
+            same.append(torch.equal(norm.to(torch.bfloat16)(x), expected))
+    return same
+
+
+def test_a_norm_in_bf16_takes_rows_in_fp32_as_the_fp32_residual_stream_has_them():
+    assert run_on_ranks(1, _norms_of_wide_rows) == [[True] * 4]
+
+
 def test_norms_are_torchs_and_marked_for_sequence_parallelism():
     ((marked, is_rms, is_centred, refused),) = run_on_ranks(1, _norms)
     assert marked == [True] * 3 and is_rms and is_centred

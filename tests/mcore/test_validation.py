@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 import pytest
 
 from megatron_cp.mcore.arguments import add_context_parallel_arguments, cp_config_from_arguments
-from megatron_cp.mcore.validation import validate_arguments, validate_config
+from megatron_cp.mcore.validation import check_samples, validate_arguments, validate_config
 
 GOOD_ARGUMENTS = {
     "tensor_model_parallel_size": 2,
@@ -72,8 +72,8 @@ def test_arguments_that_cannot_run_are_refused_in_one_line(change, world_size, p
             ["moe_expert_capacity_factor=1.5", "context_parallel_size=2"],
         ),
         (
-            {"num_moe_experts": 4, "moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]},
-            ["'sinkhorn'", "seq_aux_loss"],
+            {"num_moe_experts": 4, "moe_router_load_balancing_type": ["aux_loss", "quantile"]},
+            ["'quantile'", "seq_aux_loss"],
         ),
         (
             {
@@ -211,3 +211,14 @@ def test_a_measured_profile_serves_as_topology(tmp_path):
     model = {"num_attention_heads": 8, "kv_channels": 16, "hidden_size": 128}
     topology = cp_config_from_arguments(Namespace(**vars(args), **model), on_cuda=True).topology
     assert (topology.name, topology.node_size, topology.backward_tflops) == ("ours", 4, 70)
+
+
+def test_experts_are_not_balanced_by_sample_on_rows_that_mix_the_samples():
+    config = Namespace(
+        num_moe_experts=4, moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"]
+    )
+    with pytest.raises(NotImplementedError, match="give --micro-batch-size 1"):
+        check_samples(config, 2, 2)
+    for num_samples, cp_size in ((1, 2), (2, 1)):
+        check_samples(config, num_samples, cp_size)
+    check_samples(Namespace(num_moe_experts=4, moe_router_load_balancing_type="aux_loss"), 2, 2)

@@ -13,7 +13,7 @@ from megatron_cp.training.arguments import (
     known_flags,
     parse_arguments,
 )
-from megatron_cp.training.arguments.flags import _layers
+from megatron_cp.training.arguments.flags import layers_of
 from megatron_cp.training.arguments.machine import GPU_MACHINE
 from megatron_cp.training.arguments.stages import stages_of
 from tests.training.commands import DATA, MODEL, SMALL_RUN, STEPS
@@ -227,13 +227,13 @@ def test_our_own_layer_spec_is_allowed():
     ],
 )
 def test_layer_lists_are_read_as_megatron_reads_them(text: str, value):
-    assert _layers(text) == value
+    assert layers_of(text) == value
 
 
 @pytest.mark.parametrize("text", ["__import__('os')", "[1]*x", "", "[a]"])
 def test_layer_lists_are_not_evaluated_as_python(text: str):
     with pytest.raises(ValueError):
-        _layers(text)
+        layers_of(text)
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK"])

@@ -40,3 +40,21 @@ def test_losses_go_on_as_on_one_rank(alone: Path, tmp_path: Path, layout: str):
         assert sorted(found) == [2, 3, 4], key
         for iteration, value in found.items():
             assert value == pytest.approx(expected[iteration], rel=2e-6), (key, iteration)
+
+
+ROUTING = {
+    "sinkhorn": "--moe-router-load-balancing-type sinkhorn --moe-router-topk 1",
+    "each pack by itself": "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.3 "
+    "--micro-batch-size 2",
+}
+
+
+@pytest.mark.parametrize("routing", sorted(ROUTING))
+def test_routing_does_not_depend_on_the_dispatch_of_tokens(tmp_path: Path, routing: str):
+    experts = "--num-experts 4 --moe-ffn-hidden-size 48 --calculate-per-token-loss --no-wandb"
+    flags = [*SMALL_RUN, *experts.split(), *ROUTING[routing].split(), "--train-iters", "3"]
+    train(1, *flags, "--run-dir", str(tmp_path / "one"))
+    train(2, *flags, "--context-parallel-size", "2", "--run-dir", str(tmp_path / "two"))
+    for key in ("lm loss", "grad-norm"):
+        found, expected = metrics(tmp_path / "two", key), metrics(tmp_path / "one", key)
+        assert found == pytest.approx(expected, rel=2e-6), key

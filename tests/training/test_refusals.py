@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_cp.training.arguments import judge_arguments
+from megatron_cp.training.arguments.machine import Machine
 from tests.training.commands import DATA, MODEL, SMALL_RUN, STEPS
 from tests.training.verdicts import parse, refusal, refusals
 
@@ -51,6 +52,18 @@ BAD = [
         "leave out",
     ),
     (["--exp-avg-dtype", "bf16"], "--use-precision-aware-optimizer"),
+    (["--optimizer", "sgd", "--use-distributed-optimizer"], "state of Adam alone"),
+    (
+        [
+            "--num-experts",
+            "4",
+            "--moe-router-load-balancing-type",
+            "seq_aux_loss",
+            "--micro-batch-size",
+            "2",
+        ],
+        "give --micro-batch-size 1 and the same --global-batch-size",
+    ),
     (["--no-rope-freq", "[1]"], "--no-rope-freq [1]"),
     (["--swiglu", "--quick-geglu"], "exclude each other"),
     (["--wandb-exp-name", ""], "--wandb-exp-name"),
@@ -115,6 +128,74 @@ BAD = [
 @pytest.mark.parametrize(("flags", "named"), BAD, ids=lambda value: " ".join(value)[:40])
 def test_bad_input_is_one_line_that_names_the_flag(capsys, flags: list[str], named: str):
     assert named in refusal(capsys, *SMALL_RUN, *flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "named"),
+    [
+        (["--context-parallel-size", "2", "--moe-expert-capacity-factor", "1"], 2, "=1.0 with"),
+        (
+            [
+                "--expert-tensor-parallel-size",
+                "2",
+                "--moe-token-dispatcher-type",
+                "alltoall",
+                "--tensor-model-parallel-size",
+                "2",
+                "--sequence-parallel",
+            ],
+            2,
+            "give --moe-token-dispatcher-type allgather",
+        ),
+        (
+            [
+                "--use-tp-pp-dp-mapping",
+                "--pipeline-model-parallel-size",
+                "2",
+                "--context-parallel-size",
+                "2",
+            ],
+            4,
+            "tensor x context size = 1 x 2; it is 1",
+        ),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_experts_that_ranks_cannot_serve_are_one_line(capsys, flags, world_size: int, named: str):
+    flags = [*SMALL_RUN, "--num-experts", "4", *flags]
+    assert named in refusal(capsys, *flags, world_size=world_size)
+
+
+def test_latent_attention_on_tensor_ranks_is_one_line(capsys):
+    flags = [word for word in SMALL_RUN if word != "--group-query-attention"]
+    flags += ["--multi-latent-attention", "--tensor-model-parallel-size", "2"]
+    assert "lose part of a gradient" in refusal(capsys, *flags, world_size=2)
+
+
+def test_prediction_over_stages_needs_an_output_matrix_of_its_own(capsys):
+    flags = ["--mtp-num-layers", "1", "--pipeline-model-parallel-size", "2"]
+    line = refusal(capsys, *SMALL_RUN, *flags, world_size=2)
+    assert "needs --untie-embeddings-and-output-weights" in line
+    parse(*SMALL_RUN, *flags, "--untie-embeddings-and-output-weights", world_size=2)
+
+
+def test_a_note_says_where_tensor_ranks_change_the_weight_of_auxiliary_losses():
+    flags = (
+        "--num-experts 4 --moe-z-loss-coeff 0.1 --sequence-parallel --tensor-model-parallel-size 2"
+    )
+    told = "divides the weight of the experts' auxiliary losses"
+    words = [*SMALL_RUN, *flags.split()]
+    assert not any(told in note for note in parse(*words, world_size=2).notes)
+    notes = parse(*words, "--calculate-per-token-loss", world_size=2).notes
+    assert any(told in note for note in notes)
+
+
+def test_instances_of_the_optimizer_need_einops():
+    flags = ["--num-distributed-optimizer-instances", "2", "--use-distributed-optimizer"]
+    for has_einops in (True, False):
+        machine = Machine(has_cuda=False, has_transformer_engine=False, has_einops=has_einops)
+        _, reasons = judge_arguments([*SMALL_RUN, *flags], {"WORLD_SIZE": "2"}, machine)
+        assert ["pip install einops" in reason for reason in reasons] == [True] * (not has_einops)
 
 
 # Faults that do not follow from one another, and what the line about each begins with.

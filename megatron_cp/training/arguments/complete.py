@@ -20,6 +20,7 @@ from megatron_cp.training.arguments.experts import (
     check_experts,
     check_latent_attention,
     check_prediction,
+    check_rank_order,
     check_routing,
     complete_experts,
 )
@@ -265,6 +266,7 @@ _CHECKS: tuple[tuple[Any, ...], ...] = (
     (check_experts,),
     (check_expert_layers,),
     (check_expert_ranks,),
+    (check_rank_order,),
     (check_routing,),
     (check_latent_attention,),
     (check_prediction,),

@@ -59,6 +59,7 @@ def _without_experts(args: Namespace) -> Iterator[str]:
             f"--expert-model-parallel-size {args.expert_model_parallel_size} needs --num-experts; "
             "give the number of experts"
         )
+        discard(args, "expert_model_parallel_size")
 
 
 def check_experts(args: Namespace) -> Iterator[str]:
@@ -79,6 +80,12 @@ def check_experts(args: Namespace) -> Iterator[str]:
         yield (
             f"--moe-shared-expert-intermediate-size {shared} must be a positive multiple of "
             f"--tensor-model-parallel-size {args.tensor_model_parallel_size}"
+        )
+    weighs_losses = args.moe_z_loss_coeff or args.moe_aux_loss_coeff not in (0.0, [0.0])
+    if args.sequence_parallel and args.calculate_per_token_loss and weighs_losses:
+        args.notes.append(
+            "--calculate-per-token-loss with --sequence-parallel: Megatron-Core before 0.19 divides the "
+            "weight of the experts' auxiliary losses by --tensor-model-parallel-size"
         )
     if shared is None and args.moe_shared_expert_gate:
         yield "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size; give it too"
@@ -108,15 +115,35 @@ def check_expert_layers(args: Namespace) -> Iterator[str]:
 
 
 def check_expert_ranks(args: Namespace) -> Iterator[str]:
-    """Yields a line if the ranks of experts do not tile those of a pipeline stage."""
-    if args.num_experts is None:
-        return
-    tp, ep = args.expert_tensor_parallel_size, args.expert_model_parallel_size
-    pp = args.pipeline_model_parallel_size
+    """Yields a line if the ranks of experts do not tile those of a pipeline stage.
+
+    Megatron-Core makes their groups for a model without experts too.
+    """
+    tp = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    ep, pp = args.expert_model_parallel_size, args.pipeline_model_parallel_size
     if (args.world_size // pp) % (tp * ep):
         yield (
             f"world size {args.world_size} / pipeline size {pp} must be a multiple of expert tensor x "
             f"expert size = {tp} x {ep}; change --expert-model-parallel-size or the number of ranks"
+        )
+    is_uneven = args.num_experts is not None and args.moe_token_dispatcher_type == "alltoall"
+    if is_uneven and tp > 1 and not args.machine.has_cuda:
+        yield (
+            f"--moe-token-dispatcher-type alltoall with --expert-tensor-parallel-size {tp} gathers "
+            "parts of different sizes, which gloo cannot; give --moe-token-dispatcher-type allgather"
+        )
+
+
+def check_rank_order(args: Namespace) -> Iterator[str]:
+    """Yields a line if Megatron-Core cannot number ranks by stage before replica."""
+    tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
+    pp = args.pipeline_model_parallel_size
+    experts = (args.expert_tensor_parallel_size or tp) * args.expert_model_parallel_size
+    if args.use_tp_pp_dp_mapping and pp > 1 and experts != tp * cp:
+        yield (
+            f"--use-tp-pp-dp-mapping with --pipeline-model-parallel-size {pp} needs expert tensor x "
+            f"expert size = tensor x context size = {tp} x {cp}; it is {experts}: change "
+            "--expert-tensor-parallel-size, or leave out --use-tp-pp-dp-mapping"
         )
 
 
@@ -136,6 +163,8 @@ def check_routing(args: Namespace) -> Iterator[str]:
             f"--moe-router-load-balancing-type has {len(kinds)} kinds; give as many values of "
             "--moe-aux-loss-coeff"
         )
+    if "seq_aux_loss" in ([kinds] if isinstance(kinds, str) else kinds):
+        yield from _balance_of_samples(args)
     groups, chosen = args.moe_router_num_groups, args.moe_router_group_topk
     if (groups is None) != (chosen is None):
         yield "--moe-router-num-groups and --moe-router-group-topk belong together; give both"
@@ -150,6 +179,39 @@ def check_routing(args: Namespace) -> Iterator[str]:
         )
     if args.moe_pad_expert_input_to_capacity and args.moe_expert_capacity_factor is None:
         yield "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor; give it too"
+
+
+def _balance_of_samples(args: Namespace) -> Iterator[str]:
+    """Completes micro-batches of one pack: the packs of a larger one are one sequence here.
+
+    seq_aux_loss balances each pack by itself. One by one gives the same step where every pack has as
+    many tokens in the loss, or each token weighs the same.
+    """
+    size = args.micro_batch_size
+    if size is None or size <= 1 or args.plan_only:
+        return
+    documents = (
+        "eod_mask_loss",
+        "reset_attention_mask",
+        "dataloader_inter_document_masking",
+        "sft",
+    )
+    are_equal = not any(getattr(args, name) for name in documents) and args.packing != "keep"
+    if not are_equal and not args.calculate_per_token_loss:
+        yield (
+            f"--moe-router-load-balancing-type seq_aux_loss with --micro-batch-size {size} is not "
+            "served for packs with different numbers of tokens in the loss; give --micro-batch-size 1 "
+            "and the same --global-batch-size, where each pack weighs the same, or "
+            "--calculate-per-token-loss, where each token does"
+        )
+        return
+    if args.global_batch_size is None and args.step_batch_size_schedule is None:
+        args.global_batch_size = size * args.data_parallel_size
+    args.micro_batch_size = 1
+    args.notes.append(
+        f"--micro-batch-size {size}: packs are run one by one, so that seq_aux_loss balances each by "
+        "itself; the steps are the same"
+    )
 
 
 def check_latent_attention(args: Namespace) -> Iterator[str]:

@@ -59,7 +59,7 @@ def _window(text: str) -> tuple[int, int]:
     return int(left), int(right)
 
 
-def _layers(text: str) -> int | list[int]:
+def layers_of(text: str) -> int | list[int]:
     """Returns the value of `--window-attn-skip-freq`.
 
     N, or a list such as `[1,1,0]` or `([1]*3+[0])*2`.
@@ -104,7 +104,7 @@ _CONVERTERS: dict[str, Callable[[str], Any]] = {
     "one-of": str,
     "one-of-int": int,
     "window": _window,
-    "layers": _layers,
+    "layers": layers_of,
 }
 
 

@@ -101,7 +101,12 @@ def complete_expert_engine(args: Namespace) -> Iterator[str]:
 
 
 def check_optimizer_state(args: Namespace) -> Iterator[str]:
-    """Yields the faults of optimizer state that is not in fp32 on the GPU."""
+    """Yields the faults of optimizer state that is not in fp32 on the GPU, or not Adam's."""
+    if args.optimizer == "sgd" and args.use_distributed_optimizer:
+        yield (
+            "--optimizer sgd with --use-distributed-optimizer is not served: Megatron-Core shards the "
+            "state of Adam alone; leave out --use-distributed-optimizer"
+        )
     changed = [name for name in _LOW_PRECISION_STATE if getattr(args, name) != "fp32"]
     if changed and not args.use_precision_aware_optimizer:
         names = ", ".join("--" + name.replace("_", "-") for name in changed)
@@ -163,11 +168,6 @@ def check_instances(args: Namespace) -> Iterator[str]:
     instances = args.num_distributed_optimizer_instances
     if instances == 1:
         return
-    if not args.machine.has_einops:
-        yield (
-            "--num-distributed-optimizer-instances needs the package einops in Megatron-Core; "
-            "install it"
-        )
     if not args.use_distributed_optimizer:
         yield "--num-distributed-optimizer-instances needs --use-distributed-optimizer; give it too"
     replicas = args.data_parallel_size * args.context_parallel_size
@@ -175,6 +175,11 @@ def check_instances(args: Namespace) -> Iterator[str]:
         yield (
             f"--num-distributed-optimizer-instances {instances} must divide data x context parallel "
             f"size = {args.data_parallel_size} x {args.context_parallel_size}"
+        )
+    elif not args.machine.has_einops:
+        yield (
+            "--num-distributed-optimizer-instances needs einops, which Megatron-Core imports and does "
+            "not install; pip install einops"
         )
 
 
