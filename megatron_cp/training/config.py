@@ -229,6 +229,7 @@ class RecordsConfig:
     run_dir: str | None
     log_interval: int
     log_throughput: bool
+    log_energy: bool
     log_params_norm: bool
     log_num_zeros_in_grad: bool
     log_progress: bool

@@ -94,6 +94,11 @@ def complete_records(args: Namespace) -> Iterator[str]:
     """Where checkpoints and the records of the run go."""
     if args.run_dir is None:
         args.run_dir = args.save
+    if args.log_energy and not (args.machine.has_cuda and args.machine.has_nvml):
+        args.log_energy = False
+        args.notes.append(
+            "--log-energy changes nothing here: it needs a GPU and the package pynvml"
+        )
     if args.save_interval is not None and args.save is None:
         args.notes.append("--save-interval changes nothing here: without --save nothing is saved")
     if args.async_save and args.ckpt_format != "torch_dist":

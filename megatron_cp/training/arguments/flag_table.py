@@ -311,6 +311,7 @@ TABLE = """
 
 [logging]
 --log-interval int 100 | steps between log lines
+--log-energy on - | joules and watts per GPU in the log line (NVML)
 --log-throughput on - | TFLOP/s per GPU, tokens per second and remaining time in the log line
 --log-straggler on - | name the slowest ranks below the log line
 --straggler-minmax-count int 1 | how many of them

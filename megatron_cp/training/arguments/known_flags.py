@@ -57,7 +57,6 @@ NOTED: dict[str, tuple[int, str]] = {
     "--logging-level": (1, "log lines have no levels; all are printed"),
     "--disable-straggler-on-startup": (0, _STRAGGLERS),
     "--straggler-ctrlr-port": (1, _STRAGGLERS),
-    "--log-energy": (0, "energy is not measured; results are the same"),
     "--log-device-memory-used": (0, "--log-memory-interval prints what torch holds of the device"),
     "--enable-one-logger": (0, _ONE_LOGGER),
     "--one-logger-project": (1, _ONE_LOGGER),

@@ -18,10 +18,15 @@ class Machine:
     has_transformer_engine: bool
     has_emerging_optimizers: bool
     has_einops: bool
+    has_nvml: bool
 
 
 GPU_MACHINE = Machine(
-    has_cuda=True, has_transformer_engine=True, has_emerging_optimizers=True, has_einops=True
+    has_cuda=True,
+    has_transformer_engine=True,
+    has_emerging_optimizers=True,
+    has_einops=True,
+    has_nvml=True,
 )
 """Where most published commands are made for."""
 
@@ -33,4 +38,5 @@ def this_machine() -> Machine:
         compat.has_transformer_engine(),
         find_spec("emerging_optimizers") is not None,
         find_spec("einops") is not None,
+        find_spec("pynvml") is not None,
     )

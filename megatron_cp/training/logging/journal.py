@@ -20,6 +20,7 @@ from megatron_cp.mcore.loss import LOSS_NAME
 from megatron_cp.training.agreement import versions
 from megatron_cp.training.checkpoint.save import Saved
 from megatron_cp.training.checkpoint.state import RunState
+from megatron_cp.training.logging.energy import EnergyMeter
 from megatron_cp.training.logging.flops import ModelFlops
 from megatron_cp.training.logging.lines import (
     StepReport,
@@ -54,6 +55,7 @@ class Journal:
         """Opens the trackers on the last rank."""
         self._state, self._flops, self._timers = state, flops, timers
         self.stragglers = Stragglers()
+        self._energy = EnergyMeter() if state.config.records.log_energy else None
         self._peak = peak_tflops(_device_name(), bf16=state.config.model.bf16)
         self._keeps = dist.get_rank() == dist.get_world_size() - 1
         self._tracker = _open_tracker(state, data) if self._keeps else Tracker()
@@ -185,12 +187,12 @@ class Journal:
             speed=self._speed(seconds).fields() if config.records.log_throughput else "",
         )
         print_rank_last(training_line(report))
-        self._print_where_time_went()
+        self._print_where_time_went(seconds)
         self._losses, self._skipped, self._nan = {LOSS_NAME: []}, 0, 0
         self.restart_clock()
 
-    def _print_where_time_went(self) -> None:
-        """Timers and slow ranks over the steps since the last line, where they are asked for."""
+    def _print_where_time_went(self, seconds: float) -> None:
+        """Timers, slow ranks and energy since the last line, where they are asked for."""
         options, state, num_steps = self._state.config.records, self._state, self._steps_since_line
         self._steps_since_line = 0
         text, row = self._timers.report(num_steps)
@@ -199,6 +201,12 @@ class Journal:
             line, slow = self.stragglers.report(num_steps, options.straggler_minmax_count)
             lines.append(line)
             row |= slow
+        if self._energy is not None:
+            line, used = self._energy.report(
+                self._window_steps, seconds, self._state.config.parallel.world_size
+            )
+            lines.append(line)
+            row |= used
         if options.log_memory_interval and state.iteration % options.log_memory_interval == 0:
             lines.append(memory_line())
         if lines:
@@ -210,6 +218,8 @@ class Journal:
         """The next steps are timed from now on."""
         self._window_flops = self._window_tokens = self._window_steps = 0
         self._window_start = time.perf_counter()
+        if self._energy is not None:
+            self._energy.start()
 
     def evaluated(self, split: str, where: str, loss: float | None) -> None:
         """Books the loss on `split` documents; its time is not that of a step."""
