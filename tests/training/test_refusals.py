@@ -1,11 +1,13 @@
 """Bad command lines: one line for each fault, and none that only follows from another."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_cp.training.arguments import judge_arguments
-from megatron_cp.training.arguments.machine import Machine
+from megatron_cp.training.arguments.machine import GPU_MACHINE
 from tests.training.commands import DATA, MODEL, SMALL_RUN, STEPS
 from tests.training.verdicts import parse, refusal, refusals
 
@@ -172,13 +174,6 @@ def test_latent_attention_on_tensor_ranks_is_one_line(capsys):
     assert "lose part of a gradient" in refusal(capsys, *flags, world_size=2)
 
 
-def test_prediction_over_stages_needs_an_output_matrix_of_its_own(capsys):
-    flags = ["--mtp-num-layers", "1", "--pipeline-model-parallel-size", "2"]
-    line = refusal(capsys, *SMALL_RUN, *flags, world_size=2)
-    assert "needs --untie-embeddings-and-output-weights" in line
-    parse(*SMALL_RUN, *flags, "--untie-embeddings-and-output-weights", world_size=2)
-
-
 def test_a_note_says_where_tensor_ranks_change_the_weight_of_auxiliary_losses():
     flags = (
         "--num-experts 4 --moe-z-loss-coeff 0.1 --sequence-parallel --tensor-model-parallel-size 2"
@@ -193,7 +188,7 @@ def test_a_note_says_where_tensor_ranks_change_the_weight_of_auxiliary_losses():
 def test_instances_of_the_optimizer_need_einops():
     flags = ["--num-distributed-optimizer-instances", "2", "--use-distributed-optimizer"]
     for has_einops in (True, False):
-        machine = Machine(has_cuda=False, has_transformer_engine=False, has_einops=has_einops)
+        machine = replace(GPU_MACHINE, has_einops=has_einops)
         _, reasons = judge_arguments([*SMALL_RUN, *flags], {"WORLD_SIZE": "2"}, machine)
         assert ["pip install einops" in reason for reason in reasons] == [True] * (not has_einops)
 
