@@ -169,6 +169,23 @@ def fusions_of(arguments: Arguments) -> dict[str, bool]:
     }
 
 
+def embedding_options(arguments: Arguments) -> dict[str, Any]:
+    """Returns what the constructor of `GPTModel` is told of embeddings, positions and output."""
+    options = {
+        "fp16_lm_cross_entropy": arguments.get("fp16_lm_cross_entropy", False),
+        "share_embeddings_and_output_weights": not arguments.get(
+            "untie_embeddings_and_output_weights"
+        ),
+        "position_embedding_type": arguments.get("position_embedding_type", "learned_absolute"),
+        "rotary_percent": arguments.get("rotary_percent", 1.0),
+        "rotary_base": arguments.get("rotary_base", 10000),
+        "seq_len_interpolation_factor": arguments.get("rotary_seq_len_interpolation_factor"),
+        "rope_scaling": bool(arguments.get("use_rope_scaling")),
+    }
+    factor = arguments.get("rope_scaling_factor")
+    return options if factor is None else {**options, "rope_scaling_factor": factor}
+
+
 def build_gpt(
     config: TransformerConfig,
     arguments: Arguments,
@@ -194,8 +211,6 @@ def build_gpt(
     """
     if spec is None:
         spec = gpt_block_spec(config, vp_stage=vp_stage, **attention_options)
-    scaling = {"rope_scaling_factor": arguments.get("rope_scaling_factor")}
-    prediction = mtp_block_spec(config, vp_stage=vp_stage, **attention_options)
     model = GPTModel(
         config,
         spec,
@@ -203,18 +218,9 @@ def build_gpt(
         arguments["max_position_embeddings"],
         pre_process=pre_process,
         post_process=post_process,
-        fp16_lm_cross_entropy=arguments.get("fp16_lm_cross_entropy", False),
-        share_embeddings_and_output_weights=not arguments.get(
-            "untie_embeddings_and_output_weights"
-        ),
-        position_embedding_type=arguments.get("position_embedding_type", "learned_absolute"),
-        rotary_percent=arguments.get("rotary_percent", 1.0),
-        rotary_base=arguments.get("rotary_base", 10000),
-        seq_len_interpolation_factor=arguments.get("rotary_seq_len_interpolation_factor"),
-        rope_scaling=bool(arguments.get("use_rope_scaling")),
-        **{name: value for name, value in scaling.items() if value is not None},
-        mtp_block_spec=prediction,
+        mtp_block_spec=mtp_block_spec(config, vp_stage=vp_stage, **attention_options),
         vp_stage=vp_stage,
+        **embedding_options(arguments),
     )
     install_position_rotary(model)
     return model

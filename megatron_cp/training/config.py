@@ -37,7 +37,6 @@ class ParallelConfig:
     use_tp_pp_dp_mapping: bool
     num_distributed_optimizer_instances: int
     data_parallel_size: int
-    sequence_parallel: bool
     overlap_p2p_comm: bool
     use_distributed_optimizer: bool
     overlap_grad_reduce: bool
@@ -54,12 +53,7 @@ class ModelConfig:
     """What this loop itself must know of the model; Megatron-Core gets `TrainConfig.arguments`."""
 
     num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_attention_heads: int
-    num_query_groups: int
     kv_channels: int
-    swiglu: bool
     window_size: tuple[int, int] | None
     window_attn_skip_freq: Windows
     spec: list[str] | None
@@ -132,16 +126,10 @@ class OptimizerConfig:
     """Whole layers of optimizer state are spread over replicas (muon)."""
     lr: float
     min_lr: float
-    weight_decay: float
     start_weight_decay: float
     end_weight_decay: float
     weight_decay_incr_style: str
     wd_incr_steps: int
-    clip_grad: float
-    adam_beta1: float
-    adam_beta2: float
-    adam_eps: float
-    sgd_momentum: float
     lr_warmup_init: float
     lr_warmup_steps: float
     lr_decay_steps: int
@@ -231,7 +219,6 @@ class RecordsConfig:
     log_throughput: bool
     log_energy: bool
     log_params_norm: bool
-    log_num_zeros_in_grad: bool
     log_progress: bool
     log_straggler: bool
     straggler_minmax_count: int

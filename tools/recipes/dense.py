@@ -25,7 +25,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from megatron_cp.data.batch import PlannedBatch
 from megatron_cp.mcore import compat
-from megatron_cp.models.gpt import transformer_config
+from megatron_cp.models.gpt import embedding_options, transformer_config
 from megatron_cp.training.config import TrainConfig
 
 # b samples, S tokens of a sample
@@ -78,7 +78,6 @@ def model_provider(
         prediction = get_gpt_mtp_block_spec(
             settings, block.layer_specs[-1], use_transformer_engine=False, vp_stage=vp_stage
         )
-    scaling = {"rope_scaling_factor": arguments.get("rope_scaling_factor")}
     return GPTModel(
         settings,
         block,
@@ -86,16 +85,9 @@ def model_provider(
         arguments["max_position_embeddings"],
         pre_process=pre_process,
         post_process=post_process,
-        fp16_lm_cross_entropy=arguments["fp16_lm_cross_entropy"],
-        share_embeddings_and_output_weights=not arguments["untie_embeddings_and_output_weights"],
-        position_embedding_type=arguments["position_embedding_type"],
-        rotary_percent=arguments["rotary_percent"],
-        rotary_base=arguments["rotary_base"],
-        seq_len_interpolation_factor=arguments["rotary_seq_len_interpolation_factor"],
-        rope_scaling=arguments["use_rope_scaling"],
-        **{name: value for name, value in scaling.items() if value is not None},
         mtp_block_spec=prediction,
         vp_stage=vp_stage,
+        **embedding_options(arguments),
     )
 
 

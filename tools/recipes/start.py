@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Sequence
@@ -72,6 +73,8 @@ def _be_rank(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
+    # This process ends without the handlers that remove temporary folders; those of a run go with its folder.
+    tempfile.tempdir = str(folder)
     code = 1
     output = os.open(folder / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
