@@ -19,14 +19,12 @@ from timing import Table, environment, interleaved, publish
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_cp import mask as masks
-from megatron_cp.attn import (
-    attend,
-    device_lists,
-    hopper,
-    hopper_backward,
-    hopper_checks,
-    hopper_launch,
-)
+from megatron_cp.attn import attend
+from megatron_cp.attn.hopper import backend as hopper
+from megatron_cp.attn.hopper import backward as hopper_backward
+from megatron_cp.attn.hopper import checks as hopper_checks
+from megatron_cp.attn.hopper import device_lists
+from megatron_cp.attn.hopper import launch as hopper_launch
 from megatron_cp.attn.options import AttendOptions
 from megatron_cp.kernels import build
 from megatron_cp.kernels.driver import Driver

@@ -12,7 +12,7 @@ import numpy as np
 from timing import Table, environment, interleaved, publish
 
 from megatron_cp import mask as masks
-from megatron_cp.attn.worklist import backward_work, dq_turns, forward_work
+from megatron_cp.attn.hopper.worklist import backward_work, dq_turns, forward_work
 from megatron_cp.mask import AttentionMask
 
 BM, BN, BACKWARD_BM = 128, 128, 64

@@ -99,7 +99,8 @@ def run(args: argparse.Namespace) -> tuple[list[str], int]:
     """Returns the lines to print and the exit code: 1 if the emulator found a defect."""
     import torch
 
-    from megatron_cp.attn import attend, emulated, resolve_options
+    from megatron_cp.attn import attend, resolve_options
+    from megatron_cp.attn.emulated import backend as emulated
     from megatron_cp.kernels.emulator.library import EmulatorBuildError, EmulatorError
 
     q, k, v = _inputs(args)

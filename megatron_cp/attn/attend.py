@@ -5,6 +5,7 @@ Both passes leave an enclosing autocast: the dtype of q, k and v decides the pre
 
 # Q query rows, K key rows, N query heads, G kv heads, H head dim, Hv value head dim
 
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -12,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_cp.attn import blocked, emulated, flex, hopper, reference
 from megatron_cp.attn.merge import apply_sink, sink_gradient
 from megatron_cp.attn.options import (
     AttendOptions,
@@ -23,13 +23,15 @@ from megatron_cp.attn.options import (
 )
 from megatron_cp.mask import AttentionMask
 
-_BACKEND_MODULES: dict[str, ModuleType] = {
-    "reference": reference,
-    "cpu": blocked,
-    "flex": flex,
-    "hopper": hopper,
-    "emulated": emulated,
+# Imported when first used: a CPU user never loads flex, nor a GPU user the emulator.
+_MODULES = {
+    "reference": "megatron_cp.attn.reference",
+    "cpu": "megatron_cp.attn.cpu.backend",
+    "flex": "megatron_cp.attn.flex",
+    "hopper": "megatron_cp.attn.hopper.backend",
+    "emulated": "megatron_cp.attn.emulated.backend",
 }
+_loaded: dict[str, ModuleType] = {}
 
 
 def attend(  # noqa: PLR0913  the public signature of DESIGN section 9
@@ -57,10 +59,11 @@ def attend(  # noqa: PLR0913  the public signature of DESIGN section 9
     options = resolve_options(q, k, v, softmax_scale, softcap, backend, deterministic)
     check_mask(q, k, mask)
     check_sink(q, sink)
-    if options.backend == "hopper":  # the kernel adds the sink and writes the dtype of q itself
-        return hopper.attend(q, k, v, mask, sink, options)
-    if options.backend == "emulated":  # the same kernel
-        return emulated.attend(q, k, v, mask, sink, options)
+    if options.backend in (
+        "hopper",
+        "emulated",
+    ):  # their kernel adds the sink and writes the dtype of q itself
+        return backend_module(options.backend).attend(q, k, v, mask, sink, options)
     out, lse = _Attend.apply(q, k, v, sink, mask, options)
     return out, lse
 
@@ -71,7 +74,7 @@ def attend_forward(
     """Returns `(out [Q, N, Hv], lse [Q, N])` in the accumulation dtype, without autograd and without a sink."""
     check_mask(q, k, mask)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        out, lse = _BACKEND_MODULES[options.backend].forward(q, k, v, mask, options)
+        out, lse = backend_module(options.backend).forward(q, k, v, mask, options)
     return out, lse
 
 
@@ -92,10 +95,18 @@ def attend_backward(
     """
     check_mask(q, k, mask)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        dq, dk, dv = _BACKEND_MODULES[options.backend].backward(
+        dq, dk, dv = backend_module(options.backend).backward(
             dout, q, k, v, lse, delta, mask, options
         )
     return dq, dk, dv
+
+
+def backend_module(backend: str) -> ModuleType:
+    """Returns the module with the passes of a backend, imported on its first use."""
+    module = _loaded.get(backend)
+    if module is None:
+        module = _loaded[backend] = import_module(_MODULES[backend])
+    return module
 
 
 class _Attend(torch.autograd.Function):

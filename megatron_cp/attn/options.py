@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_cp.attn import emulated_checks, hopper_checks
 from megatron_cp.mask import AttentionMask
 
 BACKENDS = ("reference", "cpu", "flex", "hopper", "emulated")
@@ -62,9 +61,13 @@ def resolve_options(
     needs_grad = (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
     _check_backend(backend, q, deterministic, needs_grad)
     if backend == "hopper":
-        hopper_checks.check_wish(q, v, scale, softcap, needs_grad)
+        from megatron_cp.attn.hopper import checks as hopper_checks
+
+        hopper_checks.check_supported(q, v, scale, softcap, needs_grad)
     if backend == "emulated":
-        emulated_checks.check_wish(q, v, scale, softcap, needs_grad)
+        from megatron_cp.attn.emulated import checks as emulated_checks
+
+        emulated_checks.check_supported(q, v, scale, softcap, needs_grad)
     return AttendOptions(scale, float(softcap), backend, deterministic)
 
 

@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_cp.attn import (
-    device_lists,
-    hopper,
-    hopper_backward,
-    hopper_checks,
-    hopper_launch,
-)
+from megatron_cp.attn.hopper import backend as hopper
+from megatron_cp.attn.hopper import backward as hopper_backward
+from megatron_cp.attn.hopper import checks as hopper_checks
+from megatron_cp.attn.hopper import device_lists
+from megatron_cp.attn.hopper import launch as hopper_launch
 from megatron_cp.kernels import build
 from tests.closeness import assert_within_budget
 from tests.kernels.host_device import HostDevice
@@ -26,13 +24,13 @@ def host_device(driver: Any = None) -> Iterator[Any]:
     """CPU tensors pass for tensors of an H100 whose driver is `driver`, by default a HostDevice; yields it."""
     host = driver or HostDevice(128, 128)
     on_gpu = torch.device("cuda", 0)
-    check_wish = hopper_checks.check_wish
+    check_supported = hopper_checks.check_supported
 
     def check_as_if_on_gpu(q, v, *rest):
-        check_wish(SimpleNamespace(shape=q.shape, dtype=q.dtype, device=on_gpu), v, *rest)
+        check_supported(SimpleNamespace(shape=q.shape, dtype=q.dtype, device=on_gpu), v, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hopper_checks, "check_wish", check_as_if_on_gpu)
+        patch.setattr(hopper_checks, "check_supported", check_as_if_on_gpu)
         patch.setattr(hopper_checks, "_capability", lambda _: (9, 0))
         patch.setattr(build, "cubin", lambda name: name.encode())
         patch.setattr(hopper_launch, "driver", lambda: host)

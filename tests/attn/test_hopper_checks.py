@@ -13,14 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_cp import mask as masks
-from megatron_cp.attn import (
-    attend,
-    device_lists,
-    hopper,
-    hopper_checks,
-    hopper_launch,
-    resolve_options,
-)
+from megatron_cp.attn import attend, resolve_options
+from megatron_cp.attn.hopper import backend as hopper
+from megatron_cp.attn.hopper import checks as hopper_checks
+from megatron_cp.attn.hopper import device_lists
+from megatron_cp.attn.hopper import launch as hopper_launch
 from megatron_cp.attn.options import AttendOptions
 from megatron_cp.kernels import build
 from tests.attn.on_host import assert_attention, draw, host_device, operators_on_cpu

@@ -6,7 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_cp import mask as masks
-from megatron_cp.attn import attend, hopper, hopper_backward, merge_partials
+from megatron_cp.attn import attend, merge_partials
+from megatron_cp.attn.hopper import backend as hopper
+from megatron_cp.attn.hopper import backward as hopper_backward
 from megatron_cp.attn.options import AttendOptions
 from tests.attn.on_host import draw, host_device, operators_on_cpu
 from tests.closeness import assert_within_budget

@@ -8,12 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_cp import mask as masks
-from megatron_cp.attn import (
-    attend_backward,
-    attend_forward,
-    merge_partials,
-    resolve_options,
-)
+from megatron_cp.attn import attend_backward, attend_forward, merge_partials, resolve_options
 from tests.attn.formula import assert_attention, random_case
 from tests.strategies import attention_masks
 
@@ -123,7 +118,7 @@ def test_backends_refuse_a_mask_of_another_grid():
 
 
 def test_splitting_heads_into_groups_changes_no_bit(monkeypatch):
-    from megatron_cp.attn import heads
+    from megatron_cp.attn.cpu import heads
 
     mask = masks.documents([60, 40], "causal")
     for head_counts in ((6, 6), (6, 3)):

@@ -6,16 +6,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_cp import mask as masks
-from megatron_cp.attn.pieces import pieces_of, tiles_of
+from megatron_cp.attn.cpu.pieces import pieces_of, tiles_of
 from tests.strategies import attention_masks
 
 
 def _paint(piece, dense):
-    distance = np.arange(piece.num_keys) - np.arange(piece.num_rows)[:, None]
-    allowed = (piece.lo <= distance) & (distance <= piece.hi)
+    rows, keys = np.arange(piece.q_start, piece.q_end), np.arange(piece.k_start, piece.k_end)
+    distance = keys - rows[:, None]
+    lo = -np.inf if piece.lo is None else piece.lo
+    hi = np.inf if piece.hi is None else piece.hi
+    allowed = (lo <= distance) & (distance <= hi)
     assert allowed.any(axis=0).all(), f"a key that no row of {piece} sees"
     assert allowed.any(axis=1).all(), f"a row without keys in {piece}"
-    assert (not allowed.all()) == (piece.cuts_lower or piece.cuts_upper)
+    assert allowed.all() == (piece.lo is None and piece.hi is None)
     dense[piece.q_start : piece.q_end, piece.k_start : piece.k_end] += allowed
 
 
@@ -37,7 +40,8 @@ def test_tiles_cover_every_pair_of_a_piece_once(case, max_rows, max_keys):
     mask, dense = case
     for piece in pieces_of(mask):
         tiles = list(tiles_of(piece, max_rows, max_keys))
-        assert all(t.num_rows <= max_rows and t.num_keys <= max_keys for t in tiles)
+        assert all(t.q_end - t.q_start <= max_rows for t in tiles)
+        assert all(t.k_end - t.k_start <= max_keys for t in tiles)
         assert np.array_equal(_rendered(tiles, dense.shape), _rendered([piece], dense.shape))
 
 
@@ -67,7 +71,7 @@ def test_pieces_of_large_slices_cover_every_pair_once(size, band):
     ids=["causal", "documents of 512", "documents", "window 1024", "window 128", "full"],
 )
 def test_work_follows_the_area_of_the_mask(mask, most):
-    work = sum(piece.num_rows * piece.num_keys for piece in pieces_of(mask))
+    work = sum((p.q_end - p.q_start) * (p.k_end - p.k_start) for p in pieces_of(mask))
     assert mask.area() <= work <= most * mask.area()
 
 

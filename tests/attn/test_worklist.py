@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_cp import mask as masks
-from megatron_cp.attn.worklist import WorkList, backward_work, dq_turns, forward_work
+from megatron_cp.attn.hopper.worklist import WorkList, backward_work, dq_turns, forward_work
 from tests.strategies import attention_masks
 
 TILES = st.tuples(st.sampled_from([1, 2, 3, 4, 8, 16]), st.sampled_from([1, 2, 3, 4, 8]))

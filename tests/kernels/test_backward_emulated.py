@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_cp import mask as masks
 from megatron_cp.attn import attend, attend_backward, resolve_options
-from megatron_cp.attn.emulated import Settings, running
+from megatron_cp.attn.emulated.backend import Settings, running
 from megatron_cp.kernels import build
 from tests.attn.formula import assert_attention, random_case
 from tests.kernels.masks import MIXED, dense_mask

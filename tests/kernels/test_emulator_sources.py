@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from megatron_cp import mask as masks
-from megatron_cp.attn import attend, emulated_kernels
+from megatron_cp.attn import attend
+from megatron_cp.attn.emulated import kernels as emulated_kernels
 from megatron_cp.kernels.emulator import library
 from tests.attn.formula import random_case
 

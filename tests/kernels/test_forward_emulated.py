@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from megatron_cp import mask as masks
 from megatron_cp.attn import attend
-from megatron_cp.attn.emulated import Settings, run_forward, running
-from megatron_cp.attn.hopper_checks import forward_variants
+from megatron_cp.attn.emulated.backend import Settings, run_forward, running
+from megatron_cp.attn.hopper.checks import forward_variants
 from megatron_cp.attn.options import AttendOptions
 from tests.attn.formula import random_case
 from tests.closeness import assert_within_budget

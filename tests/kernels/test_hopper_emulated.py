@@ -8,7 +8,7 @@ import torch
 
 from megatron_cp import mask as masks
 from megatron_cp.attn import attend
-from megatron_cp.attn.hopper_checks import find_variant, forward_variants
+from megatron_cp.attn.hopper.checks import find_variant, forward_variants
 from tests.attn.on_host import draw, host_device, operators_on_cpu
 from tests.closeness import assert_within_budget
 from tests.kernels.emulated_driver import EmulatedDriver

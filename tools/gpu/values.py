@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from megatron_cp import mask as masks
-from megatron_cp.attn import AttendOptions, attend, hopper, hopper_backward
-from megatron_cp.attn.hopper_checks import find_variant
+from megatron_cp.attn import AttendOptions, attend
+from megatron_cp.attn.hopper import backend as hopper
+from megatron_cp.attn.hopper import backward as hopper_backward
+from megatron_cp.attn.hopper.checks import find_variant
 from megatron_cp.kernels import build
 from megatron_cp.mask import AttentionMask
 from tests.closeness import assert_within_budget

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_cp.attn.device_lists import BackwardList
-from megatron_cp.attn.hopper_checks import find_variant, is_readable
-from megatron_cp.attn.hopper_launch import (
+from megatron_cp.attn.hopper.checks import find_variant, is_readable
+from megatron_cp.attn.hopper.device_lists import BackwardList
+from megatron_cp.attn.hopper.launch import (
     LOG2_E,
     SECTION_BYTES,
     TiledKernel,

@@ -15,8 +15,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from megatron_cp.attn.cpu.pieces import BLOCK_ROWS, MAX_BAND_KEYS, TALL_BLOCK_ROWS, diagonals_of
 from megatron_cp.attn.options import AttendOptions
-from megatron_cp.attn.pieces import BLOCK_ROWS, MAX_BAND_KEYS, TALL_BLOCK_ROWS, Piece
+from megatron_cp.mask import MaskSlice
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -26,7 +27,7 @@ _SMALLEST_SQUARE, _LARGEST_SQUARE = 1e-30, 1e30
 
 
 def forward(
-    q_BRQH: Tensor, k_BRKH: Tensor, v_BRKH: Tensor, piece: Piece, options: AttendOptions
+    q_BRQH: Tensor, k_BRKH: Tensor, v_BRKH: Tensor, piece: MaskSlice, options: AttendOptions
 ) -> tuple[Tensor, Tensor]:
     """Returns `(out [B, R, Q, H], lse [B, R, Q])` of the piece's rows over the piece's keys."""
     k, v = _for_all_heads(k_BRKH, q_BRQH), _for_all_heads(v_BRKH, q_BRQH)
@@ -42,7 +43,7 @@ def backward(
     k_BRKH: Tensor,
     v_BRKH: Tensor,
     lse_BRQ: Tensor,
-    piece: Piece,
+    piece: MaskSlice,
     options: AttendOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns `(dq, dk, dv)` of the piece in the shapes of q, k, v; `lse` must be free of -inf."""
@@ -70,22 +71,24 @@ def _for_all_heads(x_BRKH: Tensor, q_BRQH: Tensor) -> Tensor:
     return x_BRKH.expand(-1, q_BRQH.shape[1], -1, -1)
 
 
-def _additive_mask(piece: Piece, dtype: torch.dtype) -> Tensor | None:
+def _additive_mask(piece: MaskSlice, dtype: torch.dtype) -> Tensor | None:
     """Returns 0 on the piece's pairs and -inf elsewhere, `[Q, K]`; None for a full box.
 
     It is a view: a band depends on `column - row` alone, so all blocks along one diagonal share one
     matrix, whose left column is the piece's column `start`. A side that cuts nothing is moved out to
     a fixed width, so that more blocks share.
     """
-    if not (piece.cuts_lower or piece.cuts_upper):
+    if piece.lo is None and piece.hi is None:
         return None
-    width, start = piece.hi - piece.lo, piece.lo
-    if not (piece.cuts_lower and piece.cuts_upper):
+    num_rows, num_keys = piece.q_end - piece.q_start, piece.k_end - piece.k_start
+    lo, hi = (diagonal - piece.k_start + piece.q_start for diagonal in diagonals_of(piece))
+    width, start = hi - lo, lo
+    if piece.lo is None or piece.hi is None:
         width = MAX_BAND_KEYS + TALL_BLOCK_ROWS
-        start = piece.hi - width if piece.cuts_upper else piece.lo
-    max_rows = BLOCK_ROWS if piece.num_rows <= BLOCK_ROWS else TALL_BLOCK_ROWS
+        start = lo if piece.hi is None else hi - width
+    max_rows = BLOCK_ROWS if num_rows <= BLOCK_ROWS else TALL_BLOCK_ROWS
     band = _additive_band(max_rows, width, dtype)
-    return band[: piece.num_rows, -start : piece.num_keys - start]
+    return band[:num_rows, -start : num_keys - start]
 
 
 @lru_cache(maxsize=8)  # at most 2.6 MB each (float32), never written to

@@ -21,10 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_cp.attn.device_lists import BackwardList, DeviceList, backward_list, forward_list
-from megatron_cp.attn.hopper_backward import launch_backward, preprocess, readable, stats_of
-from megatron_cp.attn.hopper_checks import find_variant, outside_compiled_graphs
-from megatron_cp.attn.hopper_launch import launch_forward, raw_stream, tile_shape
+from megatron_cp.attn.hopper.backward import launch_backward, preprocess, readable, stats_of
+from megatron_cp.attn.hopper.checks import find_variant, outside_compiled_graphs
+from megatron_cp.attn.hopper.device_lists import (
+    BackwardList,
+    DeviceList,
+    backward_list,
+    forward_list,
+)
+from megatron_cp.attn.hopper.launch import launch_forward, raw_stream, tile_shape
 from megatron_cp.attn.merge import sink_gradient
 from megatron_cp.attn.options import AttendOptions
 from megatron_cp.mask import AttentionMask

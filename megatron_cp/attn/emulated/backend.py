@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_cp.attn.device_lists import backward_list, forward_list
-from megatron_cp.attn.emulated_checks import find_variant
-from megatron_cp.attn.emulated_kernels import EmulatedKernel, Settings, running
-from megatron_cp.attn.hopper_backward import (
+from megatron_cp.attn.emulated.checks import find_variant
+from megatron_cp.attn.emulated.kernels import EmulatedKernel, Settings, running
+from megatron_cp.attn.hopper.backward import (
     RowStats,
     empty_stats,
     main_params,
@@ -30,7 +29,8 @@ from megatron_cp.attn.hopper_backward import (
     readable,
     stats_of,
 )
-from megatron_cp.attn.hopper_launch import fill_without_keys, forward_params, tile_shape
+from megatron_cp.attn.hopper.device_lists import backward_list, forward_list
+from megatron_cp.attn.hopper.launch import fill_without_keys, forward_params, tile_shape
 from megatron_cp.attn.merge import sink_gradient
 from megatron_cp.attn.options import AttendOptions
 from megatron_cp.kernels.emulator.library import EmulatorError

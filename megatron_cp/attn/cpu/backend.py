@@ -1,7 +1,7 @@
 """The `cpu` backend: exact attention with memory O(rows), made of few large operations.
 
 The mask's slices are cut into pieces (pieces.py); each is one call of PyTorch's flash operator
-(flash.py) or, where that cannot, matrix products over tiles (tiles.py). Partial results are merged by
+(sdpa.py) or, where that cannot, matrix products over tiles (tiles.py). Partial results are merged by
 their lse, gradients are added, both in the order of the pieces: every run gives the same bits. Work
 follows the mask's area, not its grid.
 
@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_cp.attn import flash, tiles
-from megatron_cp.attn.heads import head_groups
+from megatron_cp.attn.cpu import sdpa, tiles
+from megatron_cp.attn.cpu.heads import head_groups
+from megatron_cp.attn.cpu.pieces import pieces_of
 from megatron_cp.attn.merge import merge_span_
 from megatron_cp.attn.options import AttendOptions, accumulation_dtype
-from megatron_cp.attn.pieces import Piece, pieces_of
-from megatron_cp.mask import AttentionMask
+from megatron_cp.mask import AttentionMask, MaskSlice
 
 
 def forward(
@@ -34,7 +34,7 @@ def forward(
     pieces = list(pieces_of(mask))
     overwrites, others = _writing_order(pieces, num_rows)
     out[torch.from_numpy(others)] = 0.0
-    kernel = tiles if options.softcap else flash
+    kernel = tiles if options.softcap else sdpa
     for group in head_groups(q_QNH, k_KGH):
         q = group.read_rows(q_QNH, dtype, head_dim)
         k, v = (group.read_keys(x, dtype, head_dim) for x in (k_KGH, v_KGH))
@@ -87,13 +87,13 @@ def backward(
 def _add_gradients_(
     results: tuple[Tensor, Tensor, Tensor],
     inputs: tuple[Tensor, ...],
-    pieces: list[Piece],
+    pieces: list[MaskSlice],
     options: AttendOptions,
 ) -> None:
     """Adds the gradients of all pieces for one group of heads to `results` = (dq, dk, dv)."""
     dout, q, k, v, lse, delta = inputs
     dq, dk, dv = results
-    stand_in = None if options.softcap else flash.stand_in_for_out(dout, delta)
+    stand_in = None if options.softcap else sdpa.stand_in_for_out(dout, delta)
     for piece in pieces:
         rows, keys = _spans(piece)
         q_, k_, v_ = q[:, :, rows], k[:, :, keys], v[:, :, keys]
@@ -103,7 +103,7 @@ def _add_gradients_(
             parts = tiles.backward(dout_, q_, k_, v_, lse_, delta_, piece, options)
         else:
             stand_in_ = stand_in[:, :, rows]
-            parts = flash.backward(dout_, stand_in_, q_, k_, v_, lse_, piece, options)
+            parts = sdpa.backward(dout_, stand_in_, q_, k_, v_, lse_, piece, options)
         dq[:, :, rows] += parts[0][..., : dq.shape[-1]]
         dk[:, :, keys] += parts[1][..., : dk.shape[-1]]
         dv[:, :, keys] += parts[2][..., : dv.shape[-1]]
@@ -114,11 +114,11 @@ def _compute_format(q_QNH: Tensor, v_KGH: Tensor) -> tuple[torch.dtype, int]:
     return accumulation_dtype(q_QNH.dtype), max(q_QNH.shape[-1], v_KGH.shape[-1])
 
 
-def _spans(piece: Piece) -> tuple[slice, slice]:
+def _spans(piece: MaskSlice) -> tuple[slice, slice]:
     return slice(piece.q_start, piece.q_end), slice(piece.k_start, piece.k_end)
 
 
-def _writing_order(pieces: list[Piece], num_rows: int) -> tuple[list[bool], np.ndarray]:
+def _writing_order(pieces: list[MaskSlice], num_rows: int) -> tuple[list[bool], np.ndarray]:
     """Returns which pieces may overwrite their rows, being the first of all of them; and the other rows."""
     is_written = np.zeros(num_rows, dtype=np.bool_)
     is_overwritten = np.zeros(num_rows, dtype=np.bool_)

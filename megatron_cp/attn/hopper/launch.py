@@ -16,8 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_cp.attn.device_lists import DeviceList
-from megatron_cp.attn.hopper_checks import check_layout, find_variant
+from megatron_cp.attn.hopper.checks import check_layout, find_variant
+from megatron_cp.attn.hopper.device_lists import DeviceList
 from megatron_cp.kernels import build
 from megatron_cp.kernels.driver import BFLOAT16, FLOAT16, FLOAT32, Driver, driver
 from megatron_cp.kernels.params import FwdParams, TensorMap

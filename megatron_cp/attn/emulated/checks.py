@@ -4,11 +4,15 @@
 
 from torch import Tensor
 
-from megatron_cp.attn import hopper_checks
+from megatron_cp.attn.hopper import checks as hopper_checks
+from megatron_cp.attn.hopper.checks import Refuser
 from megatron_cp.kernels import build
 
+# The same kernels as those of hopper: the same limits, other ways out.
+EMULATED = Refuser("emulated", "backend='cpu' or 'reference'")
 
-def check_wish(
+
+def check_supported(
     q: Tensor, v: Tensor, softmax_scale: float, softcap: float, needs_grad: bool
 ) -> None:
     """Raises NotImplementedError for a valid call that the kernels do not serve, naming what does."""
@@ -34,9 +38,5 @@ def find_variant(
     """
     head_dim = None if kernel_pass == "backward_preprocess" else x.shape[2]
     has_softcap = None if softcap is None else softcap > 0
-    try:
-        return hopper_checks.find_variant(kernel_pass, x.dtype, head_dim, value_dim, has_softcap)
-    except NotImplementedError as refusal:  # the same kernels: the same limits, other ways out
-        words = str(refusal).replace("backend='hopper'", "backend='emulated'")
-        words = words.replace("backend='flex' or 'reference'", "backend='cpu' or 'reference'")
-        raise NotImplementedError(words) from None
+    kind = (kernel_pass, x.dtype, head_dim, value_dim, has_softcap)
+    return hopper_checks.find_variant(*kind, EMULATED)

@@ -4,7 +4,7 @@
 
 from collections.abc import Callable
 from functools import lru_cache, wraps
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -51,6 +51,15 @@ def forward_variants() -> dict[tuple[str, int, int, bool], Variant]:
     }
 
 
+class Refuser(NamedTuple):
+    """Who refuses a call, and which backends can serve it; the emulated backend has the same kernels."""
+
+    backend: str
+    others: str
+
+
+HOPPER = Refuser("hopper", "backend='flex' or 'reference'")
+
 _Kind = tuple[str, str, int | None, int | None, bool | None]
 
 
@@ -76,8 +85,9 @@ def find_variant(
     head_dim: int | None,
     value_dim: int | None,
     has_softcap: bool | None,
+    refuser: Refuser = HOPPER,
 ) -> Variant:
-    """Returns the kernel of such calls. Raises NotImplementedError as `check_wish`."""
+    """Returns the kernel of such calls. Raises NotImplementedError as `check_supported`."""
     kind = (kernel_pass, DTYPES.get(dtype, ""), head_dim, value_dim, has_softcap)
     variant = _variants().get(kind)
     if variant is not None:
@@ -85,20 +95,21 @@ def find_variant(
     if dtype not in DTYPES:
         allowed = " and ".join(str(dtype) for dtype in DTYPES)
         raise NotImplementedError(
-            f"backend='hopper' cannot compute dtype={dtype}, only {allowed}; cast q, k and v, or use "
-            "backend='flex' or 'reference'"
+            f"backend={refuser.backend!r} cannot compute dtype={dtype}, only {allowed}; cast q, k and v, or use "
+            f"{refuser.others}"
         )
     kinds = [kind for kind in _variants() if kind[0] == kernel_pass and kind[4] == has_softcap]
     pairs = sorted({(kind[2] or 0, kind[3] or 0) for kind in kinds})
     cap = " and a softcap" if has_softcap else ""
     raise NotImplementedError(
-        f"backend='hopper' has no {kernel_pass} kernel for head_dim={head_dim}, value head_dim={value_dim}{cap}, only "
-        f"for {', '.join(str(pair) for pair in pairs) or 'calls without one'}; use backend='flex' or 'reference'"
+        f"backend={refuser.backend!r} has no {kernel_pass} kernel for head_dim={head_dim}, value "
+        f"head_dim={value_dim}{cap}, only for {', '.join(str(pair) for pair in pairs) or 'calls without one'}; "
+        f"use {refuser.others}"
     )
 
 
 @outside_compiled_graphs
-def check_wish(
+def check_supported(
     q: Tensor, v: Tensor, softmax_scale: float, softcap: float, needs_grad: bool
 ) -> None:
     """Raises NotImplementedError for a valid call that the kernels do not serve, naming what does."""

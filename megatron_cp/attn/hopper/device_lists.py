@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_cp.attn.worklist import WorkList, backward_work, dq_turns, forward_work
+from megatron_cp.attn.hopper.worklist import WorkList, backward_work, dq_turns, forward_work
 from megatron_cp.mask import AttentionMask
 
 

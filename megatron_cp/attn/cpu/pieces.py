@@ -9,12 +9,14 @@
 A triangle is cut into blocks of rows, each with just the keys that its rows see; where that is many
 keys, those that 1024 rows have in common are one full box. The causal mode of PyTorch's operator
 computes whole blocks of 512 keys instead, twice the work at 512 rows (docs/numerics.md).
+
+A piece is a slice in whose box every row and every column holds at least one pair; a side that cuts
+nothing is open (None).
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from megatron_cp.mask import AttentionMask
+from megatron_cp.mask import AttentionMask, MaskSlice
 
 # Rows of a long triangle that share one full box of keys. More rows would make the triangles at its end larger, fewer
 # would make more operations.
@@ -30,42 +32,7 @@ MAX_FULL_ROWS, MAX_FULL_KEYS = 4096, 8192
 MAX_BAND_KEYS = 2048
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Pairs of a box with `lo <= column - row <= hi`, row and column counted from the box's corner.
-
-    Every row and every column of the box holds at least one pair, so `lo <= 0 <= hi`.
-    """
-
-    q_start: int
-    q_end: int
-    k_start: int
-    k_end: int
-    lo: int
-    hi: int
-
-    @property
-    def num_rows(self) -> int:
-        """Number of query rows."""
-        return self.q_end - self.q_start
-
-    @property
-    def num_keys(self) -> int:
-        """Number of keys."""
-        return self.k_end - self.k_start
-
-    @property
-    def cuts_lower(self) -> bool:
-        """True if `lo` excludes a pair of the box."""
-        return self.lo > 1 - self.num_rows
-
-    @property
-    def cuts_upper(self) -> bool:
-        """True if `hi` excludes a pair of the box."""
-        return self.hi < self.num_keys - 1
-
-
-def pieces_of(mask: AttentionMask) -> Iterator[Piece]:
+def pieces_of(mask: AttentionMask) -> Iterator[MaskSlice]:
     """Yields disjoint pieces that cover the mask, in a fixed order; their work is close to the mask's area."""
     for q0, q1, k0, k1, lo, hi in mask.array.tolist():
         if lo > k0 - q1 + 1:
@@ -74,10 +41,9 @@ def pieces_of(mask: AttentionMask) -> Iterator[Piece]:
             yield from _cut_trapezoid(q0, q1, k0, k1, hi)
 
 
-def tiles_of(piece: Piece, max_rows: int, max_keys: int) -> Iterator[Piece]:
+def tiles_of(piece: MaskSlice, max_rows: int, max_keys: int) -> Iterator[MaskSlice]:
     """Yields the piece cut into tiles of at most `max_rows x max_keys`, row blocks outside, keys inside, none empty."""
-    lo = piece.lo + piece.k_start - piece.q_start
-    hi = piece.hi + piece.k_start - piece.q_start
+    lo, hi = diagonals_of(piece)
     for a in range(piece.q_start, piece.q_end, max_rows):
         b = min(a + max_rows, piece.q_end)
         first, last = max(piece.k_start, a + lo), min(piece.k_end, b + hi)
@@ -86,22 +52,31 @@ def tiles_of(piece: Piece, max_rows: int, max_keys: int) -> Iterator[Piece]:
             yield _box(max(a, c - hi), min(b, d - lo), c, d, lo, hi)
 
 
-def _box(q0: int, q1: int, k0: int, k1: int, lo: int, hi: int) -> Piece:
-    """Returns the piece of a tight box with diagonals `lo` and `hi` counted from the grid's corner."""
-    shift = k0 - q0
-    return Piece(q0, q1, k0, k1, max(lo - shift, q0 - q1 + 1), min(hi - shift, k1 - k0 - 1))
+def diagonals_of(piece: MaskSlice) -> tuple[int, int]:
+    """Returns `lo` and `hi` of a piece; where a side is open, the outermost diagonal that its box has."""
+    outer_lo, outer_hi = piece.k_start - piece.q_end + 1, piece.k_end - 1 - piece.q_start
+    return (
+        outer_lo if piece.lo is None else piece.lo,
+        outer_hi if piece.hi is None else piece.hi,
+    )
 
 
-def _cut_full(q0: int, q1: int, k0: int, k1: int) -> Iterator[Piece]:
+def _box(q0: int, q1: int, k0: int, k1: int, lo: int, hi: int) -> MaskSlice:
+    """Returns the piece of a tight box between two diagonals."""
+    open_lo, open_hi = lo <= k0 - q1 + 1, hi >= k1 - 1 - q0
+    return MaskSlice(q0, q1, k0, k1, None if open_lo else lo, None if open_hi else hi)
+
+
+def _cut_full(q0: int, q1: int, k0: int, k1: int) -> Iterator[MaskSlice]:
     """Yields a full box in parts small enough for what an operator allocates."""
     for a in range(q0, q1, MAX_FULL_ROWS):
         b = min(a + MAX_FULL_ROWS, q1)
         for c in range(k0, k1, MAX_FULL_KEYS):
             d = min(c + MAX_FULL_KEYS, k1)
-            yield Piece(a, b, c, d, a - b + 1, d - c - 1)
+            yield MaskSlice(a, b, c, d)
 
 
-def _cut_trapezoid(q0: int, q1: int, k0: int, k1: int, hi: int) -> Iterator[Piece]:
+def _cut_trapezoid(q0: int, q1: int, k0: int, k1: int, hi: int) -> Iterator[MaskSlice]:
     """Yields the pieces of a slice that at most its upper diagonal cuts.
 
     Its first row sees the keys `[k0, q0 + hi]`, each row one more, and from row `bend` on all.
@@ -122,7 +97,7 @@ def _cut_trapezoid(q0: int, q1: int, k0: int, k1: int, hi: int) -> Iterator[Piec
         yield from _cut_full(end, q1, k0, k1)
 
 
-def _cut_band(q0: int, q1: int, k0: int, k1: int, lo: int, hi: int) -> Iterator[Piece]:
+def _cut_band(q0: int, q1: int, k0: int, k1: int, lo: int, hi: int) -> Iterator[MaskSlice]:
     """Yields the pieces of a slice that its lower diagonal cuts, block of rows by block of rows."""
     width = min(hi - lo + 1, k1 - k0)
     rows = TALL_BLOCK_ROWS if width >= WIDE_BAND else BLOCK_ROWS

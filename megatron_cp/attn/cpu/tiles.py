@@ -11,9 +11,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from megatron_cp.attn.cpu.pieces import diagonals_of, tiles_of
 from megatron_cp.attn.merge import merge_span_
 from megatron_cp.attn.options import AttendOptions
-from megatron_cp.attn.pieces import Piece, tiles_of
+from megatron_cp.mask import MaskSlice
 
 # Scores of one tile over all heads: 4 MB in float32, so that a tile's passes stay in the shared cache.
 MAX_TILE_SCORES = 1 << 20
@@ -22,7 +23,7 @@ MIN_TILE_KEYS = 64
 
 
 def forward(
-    q_BRQH: Tensor, k_BRKH: Tensor, v_BRKH: Tensor, piece: Piece, options: AttendOptions
+    q_BRQH: Tensor, k_BRKH: Tensor, v_BRKH: Tensor, piece: MaskSlice, options: AttendOptions
 ) -> tuple[Tensor, Tensor]:
     """Returns `(out [B, R, Q, H], lse [B, R, Q])` of the piece's rows over the piece's keys."""
     out, lse = torch.zeros_like(q_BRQH), q_BRQH.new_full(q_BRQH.shape[:3], -torch.inf)
@@ -49,7 +50,7 @@ def backward(
     v_BRKH: Tensor,
     lse_BRQ: Tensor,
     delta_BRQ: Tensor,
-    piece: Piece,
+    piece: MaskSlice,
     options: AttendOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns `(dq, dk, dv)` of the piece in the shapes of q, k, v; `lse` must be free of -inf."""
@@ -74,10 +75,10 @@ def backward(
     return dq, dk, dv
 
 
-def _tiles(piece: Piece, q_BRQH: Tensor) -> list[tuple[Piece, slice, slice]]:
+def _tiles(piece: MaskSlice, q_BRQH: Tensor) -> list[tuple[MaskSlice, slice, slice]]:
     """Returns tiles with their rows and keys counted from the piece's corner."""
     num_heads = q_BRQH.shape[0] * q_BRQH.shape[1]
-    max_rows = min(MAX_TILE_ROWS, piece.num_rows)
+    max_rows = min(MAX_TILE_ROWS, piece.q_end - piece.q_start)
     max_keys = max(MIN_TILE_KEYS, MAX_TILE_SCORES // (max_rows * num_heads))
     q0, k0 = piece.q_start, piece.k_start
     return [
@@ -101,11 +102,14 @@ def _softcap_(scores: Tensor, softcap: float) -> Tensor | None:
     return slope
 
 
-def _mask_(scores: Tensor, tile: Piece, value: float) -> None:
+def _mask_(scores: Tensor, tile: MaskSlice, value: float) -> None:
     """Writes `value` over the pairs of `scores` `[G, query heads * Q, K]` that are not the tile's."""
-    if tile.cuts_lower or tile.cuts_upper:
-        outside = _outside_band(tile.num_rows, tile.num_keys, tile.lo, tile.hi)
-        scores.unflatten(1, (-1, tile.num_rows)).masked_fill_(outside, value)
+    if tile.lo is None and tile.hi is None:
+        return
+    num_rows, num_keys = tile.q_end - tile.q_start, tile.k_end - tile.k_start
+    lo, hi = (diagonal - tile.k_start + tile.q_start for diagonal in diagonals_of(tile))
+    outside = _outside_band(num_rows, num_keys, lo, hi)
+    scores.unflatten(1, (-1, num_rows)).masked_fill_(outside, value)
 
 
 @lru_cache(maxsize=16)  # tiles along one diagonal all have the same mask
