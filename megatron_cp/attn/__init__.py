@@ -1,6 +1,11 @@
 """Attention on one device over a mask's slices: `attend`, its raw passes, the merge of partial results."""
 
-from megatron_cp.attn.attend import attend, attend_backward, attend_forward
+from megatron_cp.attn.attend import (
+    attend,
+    attend_backward,
+    attend_forward,
+    attend_forward_onto_,
+)
 from megatron_cp.attn.merge import apply_sink, merge_partials, merge_rows_, sink_gradient
 from megatron_cp.attn.options import AttendOptions, resolve_options
 
@@ -10,6 +15,7 @@ __all__ = [
     "attend",
     "attend_backward",
     "attend_forward",
+    "attend_forward_onto_",
     "merge_partials",
     "merge_rows_",
     "resolve_options",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_cp.attn.merge import apply_sink, sink_gradient
+from megatron_cp.attn.merge import apply_sink, merge_span_, sink_gradient
 from megatron_cp.attn.options import (
     AttendOptions,
     accumulation_dtype,
@@ -76,6 +76,28 @@ def attend_forward(
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         out, lse = backend_module(options.backend).forward(q, k, v, mask, options)
     return out, lse
+
+
+def attend_forward_onto_(
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask,
+    options: AttendOptions,
+) -> None:
+    """Merges attention over these keys into `out` `[Q, N, Hv]` and `lse` `[Q, N]`, results over other keys, in place.
+
+    Both are in the accumulation dtype. Rows without keys here keep what they have.
+    """
+    check_mask(q, k, mask)
+    module = backend_module(options.backend)
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        if hasattr(module, "forward_onto_"):  # its kernel reads and writes the results itself
+            module.forward_onto_(out, lse, q, k, v, mask, options)
+        else:
+            merge_span_(out, lse, *module.forward(q, k, v, mask, options))
 
 
 def attend_backward(

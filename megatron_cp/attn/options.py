@@ -28,6 +28,8 @@ class AttendOptions:
     softcap: float = 0.0
     backend: str = "cpu"
     deterministic: bool = False
+    sm_share: float = 0.0
+    """Share of a GPU's multiprocessors that the kernel leaves to transfers under way; `hopper` heeds it."""
 
 
 def resolve_options(

@@ -1,29 +1,31 @@
 """group_cast sends rows along a plan's Transfer; group_reduce is its adjoint.
 
-A rank's row space is `[own | received in hop 0 | received in hop 1 | ...]`. `group_cast` fills the part
-behind `own`, hop by hop. `group_reduce` takes one contribution per received row and runs the hops
-backwards: each goes back to the rank that sent the row and is combined there with what that rank holds
-for it, own or received, so a relay merges before it passes on. For sums
+A rank's row space is `[own | received before | received in hop 0 | received in hop 1 | ...]`. `group_cast`
+fills the part behind, hop by hop, and later hops may pass on what earlier ones brought. `group_reduce` takes one
+contribution per received row and runs the hops backwards: each goes back to the rank that sent the row and is
+combined there with what that rank holds for it, own or received, so a relay merges before it passes on. For sums
 
     <group_cast(x), y> = <x, group_reduce(y)>
 
-Rows are tuples of tensors with a common dim 0; they travel as bytes in one message. The order of
-combination is fixed (hops backwards, destinations ascending), so results repeat bit for bit.
+Rows are tuples of tensors with a common dim 0; they travel side by side in one message (packed.py): gathered
+into it, and read where they arrived. The order of combination is fixed (hops backwards, destinations ascending),
+so results repeat bit for bit.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_cp.comm.all_to_all import pack_rows, start_all_to_all, unpack_rows
+from megatron_cp.comm.all_to_all import start_all_to_all
+from megatron_cp.comm.packed import PackedRows, Rows, gathered, packed
 from megatron_cp.comm.streams import Chain, Pending, start_chain
 from megatron_cp.plan.schema import DST, Hop, Transfer, message_rows
 
-Rows = tuple[Tensor, ...]
 Combine = Callable[
     [Rows, Tensor, Rows], None
 ]  # (target rows, int64 indices, contributions), in place
@@ -39,10 +41,33 @@ class _Return:
 
 
 @dataclass(frozen=True)
+class _Sources:
+    """The rows of a message, by destination: own ones, received ones, or both in the places given."""
+
+    own: Tensor  # int64 rows of the own tensors
+    received: Tensor  # int64 rows of what was received
+    own_places: Tensor  # int64 rows of the message; unused where all rows are of one kind
+    received_places: Tensor
+
+    def pack(self, own: Rows, received: PackedRows) -> PackedRows:
+        """Returns the message."""
+        if not len(self.received):
+            return gathered(own, self.own)
+        message = PackedRows.empty(len(self.own) + len(self.received), own)
+        if not len(self.own):
+            torch.index_select(received.data, 0, self.received, out=message.data)
+            return message
+        message.data.index_copy_(0, self.own_places, gathered(own, self.own).data)
+        passed_on = received.data.index_select(0, self.received)
+        message.data.index_copy_(0, self.received_places, passed_on)
+        return message
+
+
+@dataclass(frozen=True)
 class RankHop:
     """One hop as one rank sees it."""
 
-    send_index: Tensor  # int64, rows of the space before this hop, by destination
+    sources: _Sources
     send_splits: list[int]
     recv_splits: list[int]
     returns: tuple[_Return, ...]
@@ -51,7 +76,7 @@ class RankHop:
 
 @dataclass(frozen=True)
 class RankTransfer:
-    """A Transfer compiled for one rank and device."""
+    """A Transfer compiled for one rank; its index tensors are on the CPU until `on_device` moves them."""
 
     hops: tuple[RankHop, ...]
     own_rows: int
@@ -68,20 +93,25 @@ class RankTransfer:
 
     @classmethod
     def compile(
-        cls, transfer: Transfer, rank: int, num_ranks: int, own_rows: int, device: torch.device
+        cls,
+        transfer: Transfer,
+        rank: int,
+        num_ranks: int,
+        own_rows: int,
+        received_before: int = 0,
     ) -> "RankTransfer":
-        """Returns what `rank` of `num_ranks` does in `transfer`, with index tensors on `device`."""
+        """Returns what `rank` of `num_ranks` does in `transfer`, behind rows that it received before."""
         hops: list[RankHop] = []
-        segment_ends = [own_rows]
+        segment_ends = [own_rows + received_before]
         for hop in transfer.hops:
-            hops.append(_compile_hop(hop, rank, num_ranks, segment_ends, device))
+            hops.append(_compile_hop(hop, (rank, num_ranks), own_rows, segment_ends))
             segment_ends.append(segment_ends[-1] + sum(hops[-1].recv_splits))
         return cls(tuple(hops), own_rows)
 
 
-def _compile_hop(
-    hop: Hop, rank: int, num_ranks: int, segment_ends: list[int], device: torch.device
-) -> RankHop:
+def _compile_hop(hop: Hop, who: tuple[int, int], own_rows: int, segment_ends: list[int]) -> RankHop:
+    """`who`: rank and number of ranks."""
+    rank, num_ranks = who
     sent, received = hop.sent_by(rank), hop.received_by(rank)
     send_splits, recv_splits = [0] * num_ranks, [0] * num_ranks
     for _, dst, start, stop in sent.tolist():
@@ -90,42 +120,62 @@ def _compile_hop(
         recv_splits[src] += stop - start
     returns, begin = [], 0
     for dst in sorted(set(sent[:, DST].tolist())):
-        rows = torch.from_numpy(message_rows(sent[sent[:, DST] == dst]))
-        segments = torch.bucketize(rows, torch.tensor(segment_ends), right=True)
-        cuts = (segments.diff().nonzero().flatten() + 1).tolist()
+        rows = message_rows(sent[sent[:, DST] == dst])
+        segments = np.searchsorted(segment_ends, rows, side="right")
+        cuts = (np.flatnonzero(np.diff(segments)) + 1).tolist()
         for first, stop in itertools.pairwise([0, *cuts, len(rows)]):
             segment = int(segments[first])  # messages may name segments in any order, and again
             base = segment_ends[segment - 1] if segment else 0
-            index = (rows[first:stop] - base).to(device)
+            index = torch.from_numpy(rows[first:stop] - base)
             returns.append(_Return(segment, begin + first, index))
         begin += len(rows)
-    send_index = torch.from_numpy(message_rows(sent)).to(device)
-    return RankHop(send_index, send_splits, recv_splits, tuple(returns), not len(hop.messages))
+    rows = message_rows(sent)
+    is_own = rows < own_rows
+    arrays = (rows[is_own], rows[~is_own] - own_rows, is_own.nonzero()[0], (~is_own).nonzero()[0])
+    sources = _Sources(*(torch.from_numpy(array) for array in arrays))
+    return RankHop(sources, send_splits, recv_splits, tuple(returns), not len(hop.messages))
 
 
-def group_cast(rows: Rows, transfer: RankTransfer, group: dist.ProcessGroup) -> Pending[Rows]:
-    """Starts sending `rows` (`[own_rows, ...]` each) along `transfer`; `wait()` on the result.
+def group_cast(
+    rows: Rows,
+    transfer: RankTransfer,
+    group: dist.ProcessGroup,
+    buffer: PackedRows | None = None,
+    begin: int = 0,
+) -> Pending[Rows]:
+    """Starts sending `rows` (`[own_rows, ...]` each, contiguous) along `transfer`; `wait()` on the result.
 
-    `wait()` returns the received rows of all hops, `[num_received, ...]` each, in the order of the space.
+    `wait()` returns the received rows of all hops, `[num_received, ...]` each, in the order of the space: views of
+    `buffer` from row `begin` on, which holds the rows received before in front of it; of a new one without it.
     Collective: every rank of `group` calls it with the same plan; one without rows to send or receive
     takes part too. `streams.py` says which hops run before `wait()`.
     """
-    return start_chain(_cast_chain(rows, transfer, group), transfer.num_collectives, rows)
+    if buffer is None:
+        buffer = PackedRows.empty(transfer.num_received, rows)
+    chain = _cast_chain(rows, transfer, group, buffer, begin)
+    indices = tuple(
+        index
+        for hop in transfer.hops
+        for index in (hop.sources.own, hop.sources.received)
+        if len(index)
+    )
+    return start_chain(chain, transfer.num_collectives, (*rows, buffer.data, *indices))
 
 
-def _cast_chain(rows: Rows, transfer: RankTransfer, group: dist.ProcessGroup) -> Chain[Rows]:
-    arrived: list[Rows] = []
+def _cast_chain(
+    rows: Rows, transfer: RankTransfer, group: dist.ProcessGroup, buffer: PackedRows, begin: int
+) -> Chain[Rows]:
+    end = begin
     for hop in transfer.hops:
         if hop.is_silent:
             continue
-        space = _concatenate([rows, *arrived]) if arrived else rows
-        packed = pack_rows(tuple(tensor.index_select(0, hop.send_index) for tensor in space))
-        pending = start_all_to_all(packed, hop.send_splits, hop.recv_splits, group)
-        yield (pending.received, pending.sent, *itertools.chain.from_iterable(arrived))
-        arrived.append(unpack_rows(pending.wait(), rows))
-    if len(arrived) == 1:
-        return arrived[0]
-    return _concatenate([_empty_rows(rows), *arrived])
+        message = hop.sources.pack(rows, buffer)
+        into = buffer.data[end : end + sum(hop.recv_splits)]
+        pending = start_all_to_all(message.data, hop.send_splits, hop.recv_splits, group, into)
+        yield (pending.received, pending.sent)
+        pending.wait()
+        end += sum(hop.recv_splits)
+    return buffer.rows(begin, end).tensors
 
 
 def group_reduce(
@@ -154,11 +204,13 @@ def _reduce_chain(
     for hop, segment in zip(reversed(transfer.hops), reversed(segments), strict=True):
         if hop.is_silent:
             continue
-        pending = start_all_to_all(pack_rows(segment), hop.recv_splits, hop.send_splits, group)
+        back = PackedRows.empty(sum(hop.send_splits), own)
+        message = packed(segment).data
+        pending = start_all_to_all(message, hop.recv_splits, hop.send_splits, group, back.data)
         yield (pending.received, pending.sent, *(tensor for _, part in home for tensor in part))
-        back = unpack_rows(pending.wait(), own)
+        pending.wait()
         for item in hop.returns:
-            part = tuple(tensor[item.begin : item.begin + len(item.index)] for tensor in back)
+            part = tuple(x[item.begin : item.begin + len(item.index)] for x in back.tensors)
             if item.segment:
                 combine(segments[item.segment - 1], item.index, part)
             else:
@@ -171,14 +223,6 @@ def add_rows_(target: Rows, index: Tensor, part: Rows) -> None:
     """Adds `part` to rows `index` (without repeats) of `target`, in place, in the target's dtype."""
     for tensor, rows in zip(target, part, strict=True):
         tensor.index_add_(0, index, rows.to(tensor.dtype))
-
-
-def _concatenate(parts: Sequence[Rows]) -> Rows:
-    return tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True))
-
-
-def _empty_rows(like: Rows) -> Rows:
-    return tuple(tensor[:0] for tensor in like)
 
 
 __all__ = [

@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_cp.comm.all_to_all import pack_rows, start_all_to_all, unpack_rows
+from megatron_cp.comm.all_to_all import start_all_to_all
+from megatron_cp.comm.packed import PackedRows, Rows
 from megatron_cp.plan.schema import HeadSplit
-
-Rows = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -62,11 +61,14 @@ class HeadExchange:
 
         Collective: one message to every member.
         """
-        by_member = tuple(
-            torch.cat([x[:, start:stop] for start, stop in self.head_ranges(x.shape[1])])
-            for x in tensors
-        )
-        return self._exchange(by_member)
+        degree, num_tokens = len(self.members), len(tensors[0])
+        ranges = [self.head_ranges(x.shape[1]) for x in tensors]
+        like = [x[:, slice(*heads[0])] for x, heads in zip(tensors, ranges, strict=True)]
+        message = PackedRows.empty(degree * num_tokens, tuple(like))
+        for target, x, heads in zip(message.tensors, tensors, ranges, strict=True):
+            for part, (start, stop) in zip(target.chunk(degree), heads, strict=True):
+                part.copy_(x[:, start:stop])
+        return self._exchange(message).tensors
 
     def join_heads(self, tensors: Rows, whole: Sequence[tuple[int, torch.dtype]]) -> Rows:
         """Returns `[T, heads, ...]` of this rank's tokens for each `[h T, n, ...]`; `whole`: its heads and dtype.
@@ -76,13 +78,16 @@ class HeadExchange:
         rounded. The adjoint of `split_heads`, and its inverse where no head was repeated. Collective.
         """
         degree = len(self.members)
-        sent = tuple(
-            x if num_heads < degree else x.to(dtype)
+        like = tuple(
+            x if num_heads < degree else x.new_empty((0, *x.shape[1:]), dtype=dtype)
             for x, (num_heads, dtype) in zip(tensors, whole, strict=True)
         )
+        message = PackedRows.empty(len(tensors[0]), like)
+        message.fill_(tensors)
+        received = self._exchange(message).tensors
         return tuple(
             self._join(x, num_heads).to(dtype)
-            for x, (num_heads, dtype) in zip(self._exchange(sent), whole, strict=True)
+            for x, (num_heads, dtype) in zip(received, whole, strict=True)
         )
 
     def _join(self, received: Tensor, num_heads: int) -> Tensor:
@@ -94,9 +99,10 @@ class HeadExchange:
             joined[:, start:stop] += part
         return joined
 
-    def _exchange(self, tensors: Rows) -> Rows:
-        """Sends rows `[h T, ...]`, T for each member, and returns as many from each, in member order."""
-        num_tokens = tensors[0].shape[0] // len(self.members)
+    def _exchange(self, message: PackedRows) -> PackedRows:
+        """Sends T rows of the message to each member, and returns as many from each, in member order."""
+        num_tokens = len(message) // len(self.members)
         splits = [num_tokens if rank in self.members else 0 for rank in range(self.num_ranks)]
-        packed = start_all_to_all(pack_rows(tensors), splits, splits, self.group).wait()
-        return unpack_rows(packed, tensors)
+        received = PackedRows.empty(len(message), message.tensors)
+        start_all_to_all(message.data, splits, splits, self.group, received.data).wait()
+        return received

@@ -1,14 +1,18 @@
 """Where the hops of a transfer run: on CUDA beside the computation, on a CPU in the caller's own order.
 
-    compute stream   ..rows.. start ---- attention of a stage ----------------- wait: unpack ..use..
-                                |                                                 |
-    side stream                 +- pack, all-to-all, unpack, pack, all-to-all ----+
+    compute stream   ..rows.. start . wait for pack . attention of a stage ---- wait ..use..
+                                |        |                                       |
+    side stream                 +- pack -+- all-to-all, pack, all-to-all --------+
 
 A transfer is a *chain*, a generator that stops after starting each of its collectives. On CUDA `start_chain`
 enqueues the chain up to its last collective on a side stream of the device: one for all transfers, in the order
-started. `wait` makes the compute stream wait for that one and unpack its message. Tensors that cross
-streams are recorded on the stream that did not allocate them, so their memory is not used again before both
-are done. The host waits for nothing.
+started. `wait` makes the compute stream wait for that one. Tensors that cross streams are recorded on the
+stream that did not allocate them, so their memory is not used again before both are done. The host waits for
+nothing.
+
+Attention holds every multiprocessor that it gets until it ends, so what is to run under it must be there first:
+the compute stream goes on when the first message is packed, and a stage leaves some multiprocessors to the
+transfers that are under way (`RankStage.sm_share`).
 
 On a CPU nothing can be enqueued: `start_chain` goes to the first collective, `wait` runs the later hops. To run
 them earlier would mean to wait earlier, because all ranks start collectives in one order.
@@ -88,8 +92,11 @@ def start_chain(
     for tensor in inputs:
         tensor.record_stream(side)
     with streams.stream(side):
-        for _ in range(num_collectives):
+        going_on_with = next(chain)
+        packed = side.record_event()
+        for _ in range(num_collectives - 1):
             going_on_with = next(chain)
+    streams.current_stream(device).wait_event(packed)
     return Pending(chain, _Beside(going_on_with, streams))
 
 

@@ -36,6 +36,8 @@ FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
 BACKWARD_FLOPS = 2.5  # five matrix products against two
 FP32_BYTES = 4
+# Of the multiprocessors, to rows under way: at least 4 of an H100's 132, the margin that MagiAttention leaves.
+MIN_TRANSFER_SHARE = 4 / 132
 
 
 @dataclass(frozen=True)
@@ -221,7 +223,16 @@ def stage_seconds(
     What nothing hides counts to the first and to the last stage.
     """
     compute = compute_seconds(loads.areas, config, pass_name)
-    under, exposed = np.zeros_like(compute), np.zeros_like(compute)
+    under, exposed = transfer_seconds(loads, config, pass_name, head_degree)
+    slowed = compute + get_topology(config.topology).contention * under
+    return np.maximum(slowed, under) + exposed
+
+
+def transfer_seconds(
+    loads: PassLoads, config: CPConfig, pass_name: PassName, head_degree: int
+) -> tuple[FloatArray, FloatArray]:
+    """Returns how long rows travel under each stage, and how long nothing hides them: both `[stages, P]`."""
+    under, exposed = np.zeros_like(loads.areas), np.zeros_like(loads.areas)
     for side in SIDES:
         moved = loads.side(side)
         if moved is None:
@@ -232,8 +243,7 @@ def stage_seconds(
         under[1:] += leave[:-1]
         exposed[0] += arrive[0]
         exposed[-1] += leave[-1]
-    slowed = compute + get_topology(config.topology).contention * under
-    return np.maximum(slowed, under) + exposed
+    return under, exposed
 
 
 def pass_seconds(
@@ -276,9 +286,8 @@ def head_split_seconds(
 def stage_areas(plan: AttentionPlan, pass_name: PassName) -> FloatArray:
     """Returns pairs per stage and rank in units of all heads of a rank: float64 `[stages, P]`."""
     pass_ = plan.get_pass(pass_name)
-    degree = pass_.head_split.degree if pass_.head_split else 1
     areas = [[work.area() for work in stage.work] for stage in pass_.stages]
-    return np.array(areas, dtype=np.float64).reshape(-1, plan.cp_size) / degree
+    return np.array(areas, dtype=np.float64).reshape(-1, plan.cp_size) / pass_.head_degree
 
 
 def weighted_areas(
@@ -297,7 +306,7 @@ def weighted_areas(
     slices = np.concatenate([np.zeros((0, 6), np.int64), *works])
     weights = rows_area(slices) * slowdown(kernels, slices, pass_name)
     totals = np.bincount(owner, weights, minlength=len(works)).reshape(-1, plan.cp_size)
-    return totals / (pass_.head_split.degree if pass_.head_split else 1)
+    return totals / pass_.head_degree
 
 
 def slowdown(kernels: KernelRates, slices: IntArray, pass_name: PassName) -> FloatArray:
@@ -331,8 +340,33 @@ def _grid_place(grid: FloatArray, values: FloatArray) -> tuple[IntArray, FloatAr
 
 def makespan_seconds(plan: AttentionPlan, pass_name: PassName) -> float:
     """Returns the predicted time of the slowest rank for one pass of one layer."""
+    pass_ = plan.get_pass(pass_name)
+    loads = _loads(plan, pass_name, weighted_areas(plan, pass_name))
+    exposed = head_split_seconds(pass_.head_split, plan.tokens_per_rank, plan.config, pass_name)
+    return pass_seconds(loads, plan.config, pass_name, pass_.head_degree) + exposed
+
+
+def transfer_shares(plan: AttentionPlan, pass_name: PassName, rank: int) -> list[float]:
+    """Returns, per stage, the share of its multiprocessors that a rank leaves to the rows that travel under it.
+
+    While rows move, `contention` of them is lost; the loss is spread over the whole stage. At least
+    MIN_TRANSFER_SHARE, as a transfer that finds no free multiprocessor runs after the stage; 0 where nothing moves.
+    """
+    pass_ = plan.get_pass(pass_name)
+    own = [stage.work[rank].area() / pass_.head_degree for stage in pass_.stages]
+    areas = np.zeros((len(own), plan.cp_size))
+    areas[:, rank] = own
+    loads = _loads(plan, pass_name, areas)
+    under, _ = transfer_seconds(loads, plan.config, pass_name, pass_.head_degree)
+    lost = get_topology(plan.config.topology).contention * under[:, rank]
+    whole = compute_seconds(areas[:, rank], plan.config, pass_name) + lost
+    shares = np.divide(lost, whole, out=np.zeros_like(lost), where=lost > 0)
+    at_least: list[float] = np.maximum(shares, MIN_TRANSFER_SHARE * (under[:, rank] > 0)).tolist()
+    return at_least
+
+
+def _loads(plan: AttentionPlan, pass_name: PassName, areas: FloatArray) -> PassLoads:
     pass_, topology = plan.get_pass(pass_name), get_topology(plan.config.topology)
-    degree = pass_.head_split.degree if pass_.head_split else 1
     sides = {
         side: SideLoads.of(
             [transfer_movement(stage.cast(side), plan.cp_size, topology) for stage in pass_.stages],
@@ -340,9 +374,7 @@ def makespan_seconds(plan: AttentionPlan, pass_name: PassName) -> float:
         )
         for side in SIDES
     }
-    loads = PassLoads(weighted_areas(plan, pass_name), sides["k"], sides["q"])
-    exposed = head_split_seconds(pass_.head_split, plan.tokens_per_rank, plan.config, pass_name)
-    return pass_seconds(loads, plan.config, pass_name, degree) + exposed
+    return PassLoads(areas, sides["k"], sides["q"])
 
 
 def load_bound_seconds(

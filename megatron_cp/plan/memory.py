@@ -13,7 +13,7 @@ def received_bytes(plan: AttentionPlan, pass_name: PassName) -> FloatArray:
     stage that arrive meanwhile. A rank's own rows, and those that it exchanges for heads, are not received.
     """
     pass_ = plan.get_pass(pass_name)
-    degree = pass_.head_split.degree if pass_.head_split else 1
+    degree = pass_.head_degree
     none, nobody = np.zeros(plan.cp_size), np.zeros(plan.cp_size, dtype=np.int64)
     held, arriving = [], []
     for index in range(len(pass_.stages)):

@@ -154,6 +154,11 @@ class Pass:
     stages: tuple[Stage, ...]
     head_split: HeadSplit | None = None
 
+    @property
+    def head_degree(self) -> int:
+        """Returns how many ranks exchange tokens against heads; 1 without a head split."""
+        return self.head_split.degree if self.head_split else 1
+
     def transfers(self) -> Iterator[tuple[Side, Transfer]]:
         """Yields every transfer of the pass with the side it moves."""
         for stage in self.stages:

@@ -182,7 +182,7 @@ class _Player:
         num_ranks = plan.cp_size
         self.plan, self.pass_name, self.overlap = plan, pass_name, overlap
         self.pass_ = plan.get_pass(pass_name)
-        self.degree = self.pass_.head_split.degree if self.pass_.head_split else 1
+        self.degree = self.pass_.head_degree
         self.config = replace(plan.config, topology=topology)
         zero = np.zeros(num_ranks)
         busy = {name: np.zeros(num_ranks) for name in RESOURCES[1:]}

@@ -21,7 +21,7 @@ def traffic(plan: AttentionPlan, pass_name: PassName) -> FloatArray:
     included.
     """
     pass_ = plan.get_pass(pass_name)
-    degree = pass_.head_split.degree if pass_.head_split else 1
+    degree = pass_.head_degree
     moved = np.zeros((plan.cp_size, plan.cp_size))
     for side, transfer in pass_.transfers():
         there, back = row_elements(plan.config, pass_name, side, degree)

@@ -116,7 +116,7 @@ def area_by_chunk(view: PlanView, mask: AttentionMask, bounds: IntArray) -> Floa
             _add_rows(heat[rank], mask, runs, bounds, in_order=False)
         return heat
     pass_ = view.computed.forward
-    degree = pass_.head_split.degree if pass_.head_split else 1
+    degree = pass_.head_degree
     queries = pass_.held_ids("q", pass_.own_ids(view.tokens))
     for stage, held in zip(pass_.stages, queries, strict=True):
         for rank, work in enumerate(stage.work):

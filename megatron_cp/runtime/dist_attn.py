@@ -5,8 +5,8 @@
       for each stage:                                  for each stage:
         rows of this stage have arrived                  rows of this stage have arrived
         start sending the rows of the next               start sending the rows of the next
-        attend -> partial (out, lse)                     attend backward -> partial dq, dk, dv
-        merge own rows; return the others                add own rows; return the others
+        attend onto (out, lse), own and received         attend backward, add to dq, dk, dv
+        return the received rows' results                return the received rows' gradients
       tokens <- heads                                  tokens <- heads
 
 Partial results are merged and gradients summed in fp32 in the order of the plan: results repeat bit for
@@ -17,23 +17,26 @@ bit and the error does not grow with the number of ranks. Everything a rank does
 # G key/value heads, H head dim, Hv value head dim
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_cp.attn.attend import attend_backward, attend_forward
+from megatron_cp.attn.attend import attend_backward, attend_forward, attend_forward_onto_
 from megatron_cp.attn.merge import apply_sink, sink_gradient
 from megatron_cp.attn.options import AttendOptions, accumulation_dtype
 from megatron_cp.comm import Pending
 from megatron_cp.plan.schema import PassName
-from megatron_cp.runtime.session import RankPass, RankStage, Rows, Session
+from megatron_cp.runtime.session import Quadrant, RankPass, RankStage, Rows, Session
 from megatron_cp.runtime.sides import ADD, MERGE, SideResults, SideRows
 from megatron_cp.runtime.spans import span
 
-Counts = tuple[int, int]  # rows received of queries and of keys
 Returns = list[Pending[None] | None]
+Compute = Callable[[Quadrant, Rows, Rows, AttendOptions], None]
+SendHome = Callable[[RankStage], Returns]
 
 
 class DistributedAttention(torch.autograd.Function):
@@ -87,15 +90,24 @@ def forward_pass(
     rank_pass, num_heads = session.forward, q_TNH.shape[1]
     q, k, v = _enter(rank_pass, (q_TNH, k_TGH, v_TGH))
     dtype = accumulation_dtype(q.dtype)
-    out = torch.zeros((*q.shape[:2], v.shape[2]), dtype=dtype, device=q.device)
-    lse = torch.full(q.shape[:2], -torch.inf, dtype=dtype, device=q.device)
-    results = SideResults((out, lse), MERGE)
+    like = q.new_empty((0, q.shape[1], v.shape[2]), dtype=dtype)
+    results = SideResults(len(q), (like, like[..., 0]), MERGE)
 
-    def compute(stage: RankStage, query: Rows, key: Rows, received: Counts) -> Returns:
-        part = attend_forward(query[0], key[0], key[1], stage.work, options)
-        return [results.add(stage.query, part, received[0], session.group)]
+    def compute(part: Quadrant, query: Rows, key: Rows, options: AttendOptions) -> None:
+        (q_held,), (k_held, v_held) = query, key
+        held = results.of(part.query, len(q_held))
+        if held is None:
+            results.take(part.query, attend_forward(q_held, k_held, v_held, part.work, options))
+        else:
+            out, lse = held
+            attend_forward_onto_(out, lse, q_held, k_held, v_held, part.work, options)
 
-    _run_stages("forward", rank_pass, SideRows((q,)), SideRows((k, v)), session, compute)
+    def send_home(stage: RankStage) -> Returns:
+        return [results.send_home(stage.query, session.group)]
+
+    rows = SideRows((q,)), SideRows((k, v))
+    _run_stages("forward", (rank_pass, session.group), rows, options, compute, send_home)
+    out, lse = results.own()
     if sink_N is not None:
         exchange = rank_pass.exchange
         heads = slice(None) if exchange is None else exchange.own_heads(num_heads)
@@ -122,21 +134,24 @@ def backward_pass(
     rank_pass = session.backward
     local = (q_TNH, k_TGH, v_TGH, dout, lse_TN, delta_TN)
     q, k, v, *of_results = _enter(rank_pass, local)
-    query_rows = (q, *of_results)
-    dq, dk, dv = (torch.zeros_like(x, dtype=lse_TN.dtype) for x in (q, k, v))
-    query_results, key_results = SideResults((dq,), ADD), SideResults((dk, dv), ADD)
+    dq, dk, dv = (x.new_empty((0, *x.shape[1:]), dtype=lse_TN.dtype) for x in (q, k, v))
+    queries, keys = SideResults(len(q), (dq,), ADD), SideResults(len(k), (dk, dv), ADD)
 
-    def compute(stage: RankStage, query: Rows, key: Rows, received: Counts) -> Returns:
-        q_held, dout_held, lse_held, delta_held = query
-        dq_part, dk_part, dv_part = attend_backward(
-            dout_held, q_held, key[0], key[1], lse_held, delta_held, stage.work, options
-        )
+    def compute(part: Quadrant, query: Rows, key: Rows, options: AttendOptions) -> None:
+        (q_held, dout, lse, delta), (k_held, v_held) = query, key
+        gradients = attend_backward(dout, q_held, k_held, v_held, lse, delta, part.work, options)
+        queries.take(part.query, gradients[:1])
+        keys.take(part.key, gradients[1:])
+
+    def send_home(stage: RankStage) -> Returns:
         return [
-            query_results.add(stage.query, (dq_part,), received[0], session.group),
-            key_results.add(stage.key, (dk_part, dv_part), received[1], session.group),
+            queries.send_home(stage.query, session.group),
+            keys.send_home(stage.key, session.group),
         ]
 
-    _run_stages("backward", rank_pass, SideRows(query_rows), SideRows((k, v)), session, compute)
+    rows = SideRows((q, *of_results)), SideRows((k, v))
+    _run_stages("backward", (rank_pass, session.group), rows, options, compute, send_home)
+    (dq,), (dk, dv) = queries.own(), keys.own()
     whole = tuple((x.shape[1], x.dtype) for x in local[:3])
     dq, dk, dv = _leave(rank_pass, (dq, dk, dv), whole)
     return dq, dk, dv
@@ -144,14 +159,15 @@ def backward_pass(
 
 def _run_stages(
     pass_name: PassName,
-    rank_pass: RankPass,
-    queries: SideRows,
-    keys: SideRows,
-    session: Session,
-    compute: Callable[[RankStage, Rows, Rows, Counts], Returns],
+    where: tuple[RankPass, dist.ProcessGroup | None],
+    rows: tuple[SideRows, SideRows],
+    options: AttendOptions,
+    compute: Compute,
+    send_home: SendHome,
 ) -> None:
     """Runs `compute` stage by stage while the next stage's rows and the last stage's results travel."""
-    stages, group = rank_pass.stages, session.group
+    (rank_pass, group), (queries, keys) = where, rows
+    stages = rank_pass.stages
     travelling: list[Pending[None]] = []
 
     def start(index: int) -> tuple[Pending[Rows] | None, Pending[Rows] | None]:
@@ -170,13 +186,15 @@ def _run_stages(
         arriving = start(0)
     for index, stage in enumerate(stages):
         with span(pass_name, "wait for rows", index):
-            query = queries.arrive(stage.query, arriving[0])
-            key = keys.arrive(stage.key, arriving[1])
+            queries.arrive(stage.query, arriving[0])
+            keys.arrive(stage.key, arriving[1])
         if index + 1 < len(stages):
             arriving = start(index + 1)
-        received = len(queries.received[0]), len(keys.received[0])
         with span(pass_name, "attend", index):
-            returns = compute(stage, query, key, received)
+            shared = replace(options, sm_share=stage.sm_share) if stage.sm_share else options
+            for part in stage.quadrants:
+                compute(part, queries.rows(part.query), keys.rows(part.key), shared)
+        returns = send_home(stage)
         come_home(index - 1)  # they had this stage to come home
         travelling = [pending for pending in returns if pending is not None]
     come_home(len(stages) - 1)

@@ -11,17 +11,19 @@ import hashlib
 import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp.comm import HeadExchange, RankTransfer
+from megatron_cp.comm.upload import upload
 from megatron_cp.errors import PlanMismatchError
 from megatron_cp.mask import AttentionMask
+from megatron_cp.plan.cost import transfer_shares
 from megatron_cp.plan.schema import (
     SIDES,
-    START,
     AttentionPlan,
     Hop,
     Pass,
@@ -32,7 +34,11 @@ from megatron_cp.plan.schema import (
 
 Rows = tuple[Tensor, ...]
 
+SOURCES: tuple["Source", ...] = ("own", "received")
 MAX_SESSIONS = 16  # compiled plans kept per process: micro-batches in flight, not history
+
+
+Source = Literal["own", "received"]
 
 
 @dataclass(frozen=True)
@@ -42,40 +48,38 @@ class RankSide:
     cast: RankTransfer | None
     keeps: bool
     """Received rows of the stage before stay."""
+    num_received: int
+    """Received rows that the stage holds: its own and those of the stages before it in its chain."""
+    chain_rows: int
+    """Received rows at the end of the chain: room is made for all of them where it begins."""
     ends_chain: bool
     """The stage after starts from own rows again."""
-    forwards: bool
-    """The cast sends rows that were received before, so it needs the whole row space."""
     returns: RankTransfer | None
     """The casts of the whole chain, where it ends: what was computed for received rows goes home."""
-    own_rows: int
-    uses_own: bool
-    """False: the work names received rows only, so own rows need not be copied beside them."""
 
-    def held(self, own: Rows, received: Rows) -> Rows:
-        """Returns the rows that the stage's work counts in."""
-        if not len(received[0]):
-            return own
-        if not self.uses_own:
-            return received
-        return tuple(torch.cat(pair) for pair in zip(own, received, strict=True))
 
-    def parts(self, held: Rows, num_received: int) -> tuple[Rows | None, Rows]:
-        """Returns (own, received) results of rows that `held` put side by side; own may be None."""
-        if not num_received:
-            return held, tuple(t[:0] for t in held)
-        if not self.uses_own:
-            return None, held
-        return tuple(t[: self.own_rows] for t in held), tuple(t[self.own_rows :] for t in held)
+@dataclass(frozen=True)
+class Quadrant:
+    """The pairs of a stage between own or received queries and own or received keys.
+
+    A stage's row spaces are `[own | received]`; its work is cut at these borders, so that rows are read where
+    they lie and nothing is put side by side.
+    """
+
+    work: AttentionMask
+    query: Source
+    key: Source
 
 
 @dataclass(frozen=True)
 class RankStage:
-    """One stage as one rank executes it; `work` is on the grid of `query.held x key.held`."""
+    """One stage as one rank executes it."""
 
-    work: AttentionMask
+    quadrants: tuple[Quadrant, ...]
     query: RankSide
     key: RankSide
+    sm_share: float
+    """Share of the multiprocessors that its attention leaves to the transfers that travel under it."""
 
 
 @dataclass(frozen=True)
@@ -173,16 +177,13 @@ def _name(group: dist.ProcessGroup | None) -> str:
 def _compile(
     plan: AttentionPlan, rank: int, group: dist.ProcessGroup | None, device: torch.device
 ) -> Session:
-    passes = [_compile_pass(plan, name, rank, group, device) for name in ("forward", "backward")]
-    return Session(passes[0], passes[1], group, plan.tokens_per_rank)
+    passes = tuple(_compile_pass(plan, name, rank, group) for name in ("forward", "backward"))
+    forward, backward = upload(passes, device)
+    return Session(forward, backward, group, plan.tokens_per_rank)
 
 
 def _compile_pass(
-    plan: AttentionPlan,
-    name: PassName,
-    rank: int,
-    group: dist.ProcessGroup | None,
-    device: torch.device,
+    plan: AttentionPlan, name: PassName, rank: int, group: dist.ProcessGroup | None
 ) -> RankPass:
     pass_: Pass = plan.get_pass(name)
     own_rows, exchange = plan.tokens_per_rank, None
@@ -190,44 +191,50 @@ def _compile_pass(
         assert group is not None
         exchange = HeadExchange.compile(pass_.head_split, rank, plan.cp_size, group)
         own_rows *= pass_.head_split.degree
+    shares = transfer_shares(plan, name, rank)
     stages = []
     for index, stage in enumerate(pass_.stages):
         query, key = (
-            _compile_side(pass_, index, side, (rank, plan.cp_size, own_rows), device)
-            for side in SIDES
+            _compile_side(pass_, index, side, (rank, plan.cp_size, own_rows)) for side in SIDES
         )
-        work = stage.work[rank]
-        work = work.crop(
-            q=(0 if query.uses_own else own_rows, work.num_queries),
-            k=(0 if key.uses_own else own_rows, work.num_keys),
-        )
-        stages.append(RankStage(work, query, key))
+        quadrants = _cut_into_quadrants(stage.work[rank], own_rows)
+        stages.append(RankStage(quadrants, query, key, shares[index]))
     return RankPass(tuple(stages), exchange)
 
 
-def _compile_side(
-    pass_: Pass, index: int, side: Side, who: tuple[int, int, int], device: torch.device
-) -> RankSide:
+def _cut_into_quadrants(work: AttentionMask, own_rows: int) -> tuple[Quadrant, ...]:
+    """Returns the quadrants that hold pairs, own rows before received ones."""
+    spans: dict[Source, dict[Side, tuple[int, int]]] = {
+        "own": {"q": (0, own_rows), "k": (0, own_rows)},
+        "received": {"q": (own_rows, work.num_queries), "k": (own_rows, work.num_keys)},
+    }
+    quadrants = [
+        Quadrant(work.crop(q=spans[query]["q"], k=spans[key]["k"]), query, key)
+        for query in SOURCES
+        for key in SOURCES
+    ]
+    return tuple(quadrant for quadrant in quadrants if quadrant.work.num_slices)
+
+
+def _compile_side(pass_: Pass, index: int, side: Side, who: tuple[int, int, int]) -> RankSide:
     """`who`: rank, number of ranks, own rows."""
-    rank, num_ranks, own_rows = who
+    rank, num_ranks, _ = who
     stage, chain = pass_.stages[index], pass_.chain(index, side)
+    end = index
+    while not pass_.ends_chain(end, side):
+        end += 1
+    received = [
+        sum(int(hop.rows_received(num_ranks)[rank]) for hop in _hops(pass_.stages[i].cast(side)))
+        for i in range(chain.start, end + 1)
+    ]
     hops = [hop for i in chain[:-1] for hop in _hops(pass_.stages[i].cast(side))]
-    own_hops = _hops(stage.cast(side))
-    before = own_rows + sum(int(hop.rows_received(num_ranks)[rank]) for hop in hops)
-    cast = _compile_hops(own_hops, rank, num_ranks, before, device)
-    ends, returns = pass_.ends_chain(index, side), cast
-    if hops or not ends:
-        returns = (
-            _compile_hops(hops + own_hops, rank, num_ranks, own_rows, device) if ends else None
-        )
-    start, span = (
-        (0, stage.work[rank].num_queries) if side == "q" else (2, stage.work[rank].num_keys)
-    )
-    uses_own = span == own_rows or bool((stage.work[rank].array[:, start] < own_rows).any())
-    forwards = len(own_hops) > 1 or any(
-        bool((hop.messages[:, START] >= own_rows).any()) for hop in own_hops
-    )
-    return RankSide(cast, stage.keeps(side), ends, forwards, returns, own_rows, uses_own)
+    before = sum(received[: index - chain.start])
+    cast = _compile_hops(_hops(stage.cast(side)), who, before)
+    returns = cast if end == index else None
+    if hops and end == index:
+        returns = _compile_hops(hops + _hops(stage.cast(side)), who)
+    held = before + received[index - chain.start]
+    return RankSide(cast, stage.keeps(side), held, sum(received), end == index, returns)
 
 
 def _hops(cast: Transfer | None) -> list[Hop]:
@@ -235,8 +242,8 @@ def _hops(cast: Transfer | None) -> list[Hop]:
 
 
 def _compile_hops(
-    hops: list[Hop], rank: int, num_ranks: int, rows: int, device: torch.device
+    hops: list[Hop], who: tuple[int, int, int], received_before: int = 0
 ) -> RankTransfer | None:
     if not any(len(hop.messages) for hop in hops):
         return None
-    return RankTransfer.compile(Transfer(tuple(hops)), rank, num_ranks, rows, device)
+    return RankTransfer.compile(Transfer(tuple(hops)), *who, received_before)

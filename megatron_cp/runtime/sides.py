@@ -1,9 +1,11 @@
 """The rows of one side (queries, or keys and values) while stages run, and the results for them.
 
-    space of a stage     [ own | received in this stage and in those of its chain before it ]
+    own        the rank's own rows, never moved or copied
+    received   one buffer per chain of stages, written where it is read: | stage i | stage i+1 | ...
 
-A stage that keeps a side goes on with what the stage before received. Results for own rows are combined at
-once; those for received rows wait until their chain ends and then go home along its casts, backwards.
+A stage that keeps a side goes on with what the stage before received. Results for own rows stay; those for received
+rows wait until their chain ends and then go home along its casts, backwards. The first result for rows *is* the
+result; later ones are combined with it.
 """
 
 from collections.abc import Callable
@@ -15,7 +17,8 @@ from torch import Tensor
 
 from megatron_cp.attn.merge import merge_rows_, merge_span_
 from megatron_cp.comm import Pending, add_rows_, group_cast, group_reduce
-from megatron_cp.runtime.session import RankSide, Rows
+from megatron_cp.comm.packed import PackedRows
+from megatron_cp.runtime.session import RankSide, Rows, Source
 
 
 @dataclass(frozen=True)
@@ -50,61 +53,78 @@ class SideRows:
     """What one side holds: its own rows, and those received in the chain so far."""
 
     def __init__(self, own: Rows):
-        self.own, self.received = own, tuple(t[:0] for t in own)
+        self._own, self._empty = own, PackedRows.empty(0, own)
+        self._buffers: list[PackedRows] = []  # of the chain that arrived last, then of the next
+        self._num_received = 0
 
     def start_cast(self, side: RankSide, group: dist.ProcessGroup | None) -> Pending[Rows] | None:
         """Starts the cast of the next stage; None if that stage brings nothing to anybody."""
+        if not side.keeps:
+            rows = side.chain_rows
+            self._buffers.append(PackedRows.empty(rows, self._own) if rows else self._empty)
         if side.cast is None:
             return None
-        space = self.own
-        if side.keeps and side.forwards:
-            space = _concatenate(self.own, self.received)
-        return group_cast(space, side.cast, _moving(group))
+        begin = side.num_received - side.cast.num_received
+        return group_cast(self._own, side.cast, _moving(group), self._buffers[-1], begin)
 
-    def arrive(self, side: RankSide, pending: Pending[Rows] | None) -> Rows:
-        """Waits for the rows of a stage and returns those that its work counts in."""
-        new = tuple(t[:0] for t in self.own) if pending is None else pending.wait()
-        self.received = _concatenate(self.received, new) if side.keeps else new
-        return side.held(self.own, self.received)
+    def arrive(self, side: RankSide, pending: Pending[Rows] | None) -> None:
+        """Waits for the rows of a stage; from now on `rows` returns those that it holds."""
+        if pending is not None:
+            pending.wait()
+        if not side.keeps:
+            del self._buffers[:-1]
+        self._num_received = side.num_received
+
+    def rows(self, source: Source) -> Rows:
+        """Returns the own rows, or those received in the chain so far."""
+        if source == "own":
+            return self._own
+        return self._buffers[0].rows(0, self._num_received).tensors
 
 
 class SideResults:
     """Results for the rows of one side, in fp32 (fp64 for fp64 inputs)."""
 
-    def __init__(self, own: Rows, combination: Combination):
-        self.own, self.combination = own, combination
-        self._received: Rows = tuple(t[:0] for t in own)  # of the chain so far
+    def __init__(self, num_own: int, like: Rows, combination: Combination):
+        """`like`: tensors whose rows have the shapes and dtypes of the results."""
+        self._num_own, self._like, self._combination = num_own, like, combination
+        self._held: dict[Source, Rows] = {}
 
-    def add(
-        self, side: RankSide, part: Rows, num_received: int, group: dist.ProcessGroup | None
-    ) -> Pending[None] | None:
-        """Takes the results of a stage; returns what is then on its way home, if anything."""
-        own, received = side.parts(part, num_received)
-        if own is not None:
-            self.combination.span_(self.own, own)
-        before = len(self._received[0])
-        if before:
-            whole = [
-                torch.cat([old, new.new_full((num_received - before, *new.shape[1:]), value)])
-                for old, new, value in zip(
-                    self._received, received, self.combination.neutral, strict=False
-                )
-            ]
-            self.combination.span_(tuple(whole), received)
-            received = tuple(whole)
-        self._received = tuple(t[:0] for t in received) if side.ends_chain else received
-        if side.returns is None:
+    def of(self, source: Source, num_rows: int) -> Rows | None:
+        """Returns what is held for so many rows, to be combined with in place; None if there is nothing yet."""
+        held = self._held.get(source)
+        return held if held is not None and len(held[0]) == num_rows else None
+
+    def take(self, source: Source, part: Rows) -> None:
+        """Takes results, which belong to the side from now on; results held for fewer rows join them."""
+        held = self._held.get(source)
+        if held is not None and len(held[0]) == len(part[0]):
+            self._combination.span_(held, part)
+            return
+        if held is not None:
+            self._combination.span_(tuple(x[: len(held[0])] for x in part), held)
+        self._held[source] = part
+
+    def own(self) -> Rows:
+        """Returns the results for own rows; neutral ones where there are none."""
+        return self._whole("own", self._num_own)
+
+    def send_home(self, side: RankSide, group: dist.ProcessGroup | None) -> Pending[None] | None:
+        """Starts the way home of results after the last stage of a chain; None if nothing is to go."""
+        if not side.ends_chain or side.returns is None:
             return None
+        received = self._whole("received", side.num_received)
+        del self._held["received"]
         return group_reduce(
-            self.own, received, side.returns, _moving(group), self.combination.rows_
+            self.own(), received, side.returns, _moving(group), self._combination.rows_
         )
 
-
-def _concatenate(first: Rows, second: Rows) -> Rows:
-    return tuple(
-        torch.cat(pair) if len(pair[0]) and len(pair[1]) else (pair[0] if len(pair[0]) else pair[1])
-        for pair in zip(first, second, strict=True)
-    )
+    def _whole(self, source: Source, num_rows: int) -> Rows:
+        """Returns results for all rows of a source."""
+        if self.of(source, num_rows) is None:
+            values = zip(self._like, self._combination.neutral, strict=False)
+            self.take(source, tuple(x.new_full((num_rows, *x.shape[1:]), v) for x, v in values))
+        return self._held[source]
 
 
 def _moving(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

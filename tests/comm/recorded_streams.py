@@ -1,6 +1,6 @@
 """A device's streams, played on a CPU: every operation runs at once, and what could race on a GPU is noted.
 
-Each stream has a vector clock. An operation reads and writes storages at its stream's time; another stream
+Each stream has a vector clock. An operation reads and writes bytes of storages at its stream's time; another stream
 may touch them only after it has waited for that time. Memory that is freed goes back to the stream that
 allocated it, which may use it again at once: by then it must know of every use, unless the storage was recorded
 on a stream that does. Collectives run on a stream of their own, as NCCL's do.
@@ -32,6 +32,9 @@ class Stream:
     def wait_event(self, event):
         self.wait(event)
 
+    def record_event(self):
+        return dict(self.clock)
+
     def tick(self):
         self.clock[self.name] = self.clock.get(self.name, 0) + 1
         return self.name, self.clock[self.name]
@@ -42,11 +45,11 @@ class Stream:
 
 
 class _Storage:
-    """What is known of one storage: its allocating stream, last write, reads since, streams recorded on."""
+    """What is known of one storage: its allocating stream, (bytes, moment) of writes and uses, streams recorded on."""
 
     def __init__(self, tensor, owner):
         self.alive = StorageWeakRef(tensor.untyped_storage())
-        self.owner, self.write, self.uses, self.recorded = owner, None, [], []
+        self.owner, self.writes, self.uses, self.recorded = owner, [], [], []
 
 
 class RecordedStreams(TorchDispatchMode):
@@ -111,15 +114,20 @@ class RecordedStreams(TorchDispatchMode):
 
     def _touch(self, stream, reads, writes, what):
         moment = stream.tick()
-        written = [self._find(tensor) for tensor in writes]
-        for storage in [self._find(tensor) for tensor in reads]:
-            if storage.write is not None and not stream.knows(storage.write):
-                self.faults.append(f"{what} on {stream.name} reads what {storage.write} writes")
-            storage.uses.append(moment)
-        for storage in written:
-            if not all(stream.knows(use) for use in storage.uses):
-                self.faults.append(f"{what} on {stream.name} writes what {storage.uses} use")
-            storage.write, storage.uses = moment, [*storage.uses, moment]
+        written = [(self._find(tensor), _bytes_of(tensor)) for tensor in writes]
+        for storage, span in [(self._find(tensor), _bytes_of(tensor)) for tensor in reads]:
+            unknown = [
+                w for where, w in storage.writes if _meet(where, span) and not stream.knows(w)
+            ]
+            if unknown:
+                self.faults.append(f"{what} on {stream.name} reads what {unknown} write")
+            storage.uses.append((span, moment))
+        for storage, span in written:
+            unknown = [u for where, u in storage.uses if _meet(where, span) and not stream.knows(u)]
+            if unknown:
+                self.faults.append(f"{what} on {stream.name} writes what {unknown} use")
+            storage.writes.append((span, moment))
+            storage.uses.append((span, moment))
 
     def _sweep(self):
         """Checks the storages that were freed since the last operation."""
@@ -127,9 +135,23 @@ class RecordedStreams(TorchDispatchMode):
             if not storage.alive.expired():
                 continue
             del self._storages[key]
-            for use in storage.uses:
+            for _, use in storage.uses:
                 if not any(stream.knows(use) for stream in [storage.owner, *storage.recorded]):
                     self.faults.append(f"memory of {storage.owner.name} goes back before {use}")
+
+
+def _bytes_of(tensor):
+    """Returns the range of its storage in which a tensor lies, gaps included."""
+    extent = sum(
+        (size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    begin = tensor.storage_offset()
+    end = begin + 1 + extent if tensor.numel() else begin
+    return begin * tensor.element_size(), end * tensor.element_size()
+
+
+def _meet(a, b):
+    return a[0] < b[1] and b[0] < a[1]
 
 
 @contextlib.contextmanager

@@ -1,20 +1,23 @@
 """group_cast and its adjoint over gloo ranks, against 0/1 matrices in one process."""
 
+import math
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_cp.attn.merge import merge_rows_
 from megatron_cp.comm import RankTransfer, add_rows_, all_to_all, group_cast, group_reduce
+from megatron_cp.comm.packed import gathered, packed
 from tests.closeness import assert_within_budget
 from tests.comm.transfers import matrix_of, random_transfer
 from tests.oracles.attention import dense_attention
 from tests.ranks import run_on_ranks
 
-CPU = torch.device("cpu")
 OWN_ROWS, WIDTH = 6, 3
 
 # (ranks, hops, share of pairs that talk, hops in which nobody does)
@@ -40,7 +43,7 @@ def values(num_ranks, transfer, seed=0):
 
 def cast_and_reduce(rank, world_size, transfer, x, y, dtype):
     """Returns (rows received, own rows + returned contributions, number of collectives of each)."""
-    compiled = RankTransfer.compile(transfer, rank, world_size, OWN_ROWS, CPU)
+    compiled = RankTransfer.compile(transfer, rank, world_size, OWN_ROWS)
     original = all_to_all.start_all_to_all
     with mock.patch("megatron_cp.comm.group_cast.start_all_to_all", side_effect=original) as calls:
         (received,) = group_cast(
@@ -86,7 +89,7 @@ def test_rows_arrive_bit_for_bit_in_every_dtype(dtype):
 
 def cast_mixed(rank, world_size, transfer, num_calls):
     """Returns what arrived of tensors of five dtypes and shapes, and the number of collectives."""
-    compiled = RankTransfer.compile(transfer, rank, world_size, OWN_ROWS, CPU)
+    compiled = RankTransfer.compile(transfer, rank, world_size, OWN_ROWS)
     generator = torch.Generator().manual_seed(rank)
     rows = mixed_rows(generator)
     original = all_to_all.start_all_to_all
@@ -126,15 +129,37 @@ def test_tensors_of_different_dtypes_travel_in_one_message():
 def test_rows_of_one_element_are_packed_whatever_their_last_stride(num_rows):
     wide = torch.arange(30.0).view(5, 6)[:num_rows]
     column = torch.arange(50.0, 60.0).as_strided((num_rows, 1), (1, 7), 3)
-    packed = all_to_all.pack_rows((column, wide))
-    expected = np.c_[np.arange(53, 53 + num_rows), wide.numpy()].astype(np.float32)
-    assert packed.numpy().tobytes() == expected.tobytes()
-    assert all(map(torch.equal, all_to_all.unpack_rows(packed, (column, wide)), (column, wide)))
+    message = packed((column, wide))
+    assert torch.equal(message.tensors[0], torch.arange(53.0, 53 + num_rows)[:, None])
+    assert torch.equal(message.tensors[1], wide)
+    assert message.data.shape == (num_rows, 4 + 24 + 4)  # rows are whole words of 8 bytes, as 24 is
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_gathered_rows_are_those_rows_bit_for_bit_and_aligned_for_any_dtype(data):
+    dtypes = [torch.bfloat16, torch.float32, torch.float16, torch.float64, torch.int64, torch.uint8]
+    num_rows = data.draw(st.integers(1, 5))
+    rows = []
+    for dtype in data.draw(st.lists(st.sampled_from(dtypes), min_size=1, max_size=4)):
+        shape = data.draw(st.sampled_from([(), (1,), (3,), (2, 4), (8, 2), (5, 3)]))
+        first = data.draw(st.integers(0, 2))  # a tensor may begin anywhere in its memory
+        whole = torch.arange((num_rows + first) * math.prod(shape)).view(-1, *shape)
+        rows.append(whole[first:].to(dtype))
+    index = torch.tensor(data.draw(st.lists(st.integers(0, num_rows - 1), max_size=6)), dtype=int)
+    message = gathered(tuple(rows), index)
+    for part, tensor in zip(message.tensors, rows, strict=True):
+        assert part.dtype == tensor.dtype
+        assert torch.equal(part, tensor[index])
+        size = math.prod(tensor.shape[1:]) * tensor.element_size()
+        alignment = math.gcd(size, 16)
+        assert part.storage_offset() * part.element_size() % alignment == 0
+        assert len(part) < 2 or part.stride(0) * part.element_size() % alignment == 0
 
 
 def reduce_floats(rank, world_size, transfer, interleave):
     """Returns the fp32 sums of random contributions; with `interleave` two reduces are under way at once."""
-    compiled = RankTransfer.compile(transfer, rank, world_size, OWN_ROWS, CPU)
+    compiled = RankTransfer.compile(transfer, rank, world_size, OWN_ROWS)
     torch.manual_seed(rank)
     own = [torch.randn(OWN_ROWS, WIDTH) for _ in range(2)]
     rows = [torch.randn(compiled.num_received, WIDTH) for _ in range(2)]
@@ -165,7 +190,7 @@ def test_sums_repeat_bit_for_bit_and_do_not_depend_on_what_else_is_under_way(num
 
 def cast_interleaved(rank, world_size, transfers):
     """Returns what casts bring, waited for in the order started and one after the other."""
-    compiled = [RankTransfer.compile(t, rank, world_size, OWN_ROWS, CPU) for t in transfers]
+    compiled = [RankTransfer.compile(t, rank, world_size, OWN_ROWS) for t in transfers]
     rows = (torch.arange(OWN_ROWS * 2.0).reshape(OWN_ROWS, 2) + 100 * rank,)
     pending = [group_cast(rows, transfer, dist.group.WORLD) for transfer in compiled]
     early = [cast.wait()[0].numpy() for cast in pending]
@@ -195,7 +220,7 @@ def attention_inputs(num_ranks):
 
 def merge_attention(rank, world_size, transfer):
     """Every rank attends with own and received queries to its own keys; results merge on the way home."""
-    compiled = RankTransfer.compile(transfer, rank, world_size, OWN_ROWS, CPU)
+    compiled = RankTransfer.compile(transfer, rank, world_size, OWN_ROWS)
     q, k, v = attention_inputs(world_size)
     k, v = k[rank * KEYS : (rank + 1) * KEYS], v[rank * KEYS : (rank + 1) * KEYS]
     own = (q[rank * OWN_ROWS : (rank + 1) * OWN_ROWS].contiguous(),)

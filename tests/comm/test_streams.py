@@ -20,7 +20,7 @@ def move(rank, world_size, transfer, log):
 
     `log(place)` is called where collectives may have been issued.
     """
-    compiled = RankTransfer.compile(transfer, rank, world_size, OWN_ROWS, torch.device("cpu"))
+    compiled = RankTransfer.compile(transfer, rank, world_size, OWN_ROWS)
     generator = torch.Generator().manual_seed(rank)
 
     def randn(rows, dtype):

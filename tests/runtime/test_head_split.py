@@ -120,9 +120,12 @@ def test_a_head_split_costs_two_messages_a_pass_and_the_elements_that_the_planne
         [query + keys + out + 2 * scalar, query + keys + summed],
     ]
     rows = plan.tokens_per_rank
+    padding = 15 * rows * cp_size  # each member's row is a whole number of up to 16 bytes
     for counts in run_on_ranks(cp_size, bytes_handed_over, plan, inputs):
-        assert counts == [[rows * size for size in sizes] for sizes in there_and_back]
-        for name, count in zip(("forward", "backward"), counts, strict=True):
-            leaves = sum(count) * (cp_size - 1) / cp_size  # a rank's own part is handed over too
+        for name, count, sizes in zip(("forward", "backward"), counts, there_and_back, strict=True):
+            assert len(count) == len(sizes)
+            for sent, size in zip(count, sizes, strict=True):
+                assert rows * size <= sent <= rows * size + padding
+            counted = sum(sizes) * rows * (cp_size - 1) / cp_size  # a rank's own part stays
             predicted = head_split_bytes(rows, cp_size, config, name)
-            assert leaves == pytest.approx(predicted, rel=1e-12)
+            assert counted == pytest.approx(predicted, rel=1e-12)

@@ -1,5 +1,6 @@
 """Whole passes on recorded streams: what travels under which stage, and no race anywhere."""
 
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -28,13 +29,12 @@ def attention_on_streams(rank, world_size, plan, inputs):
     before = []
     with recorded_streams() as recorder:
 
-        def noting(attend):
-            return lambda *args: before.append(len(recorder.collectives)) or attend(*args)
+        def noting(pass_name, action, stage):
+            if action == "attend":
+                before.append(len(recorder.collectives))
+            return nullcontext()
 
-        with (
-            mock.patch.object(dist_attn, "attend_forward", noting(dist_attn.attend_forward)),
-            mock.patch.object(dist_attn, "attend_backward", noting(dist_attn.attend_backward)),
-        ):
+        with mock.patch.object(dist_attn, "span", noting):
             results = results_of(rank, plan, inputs)
         torch.zeros(1).add_(1)  # frees what is left
     return results, expected, recorder.faults, before
