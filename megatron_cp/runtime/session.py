@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp.comm import HeadExchange, RankTransfer
+from megatron_cp.comm.groups import agreement_group, forget_groups, transfer_group
 from megatron_cp.comm.upload import upload
 from megatron_cp.errors import PlanMismatchError
 from megatron_cp.mask import AttentionMask
@@ -97,6 +98,7 @@ class Session:
     forward: RankPass
     backward: RankPass
     group: dist.ProcessGroup | None
+    """Over which rows travel."""
     tokens_per_rank: int
 
 
@@ -112,6 +114,7 @@ def forget_plans() -> None:
     """
     _sessions.clear()
     _agreed.clear()
+    forget_groups()
 
 
 def open_session(
@@ -133,7 +136,7 @@ def open_session(
             f"make_plan(mask, {size}) or pass the context-parallel group"
         )
     if group is not None and size > 1:
-        _agree(plan, group, device, call)
+        _agree(plan, group, call)
     rank = 0 if group is None else dist.get_rank(group)
     key = (plan.digest(), _name(group), rank, str(device))
     if key not in _sessions:
@@ -144,20 +147,20 @@ def open_session(
     return _sessions[key]
 
 
-def _agree(plan: AttentionPlan, group: dist.ProcessGroup, device: torch.device, call: str) -> None:
+def _agree(plan: AttentionPlan, group: dist.ProcessGroup, call: str) -> None:
     """Compares plan and call with all peers, once per plan *object*.
 
     Objects, not digests: two ranks that alternate between two known plans out of step would otherwise
-    both believe to have agreed already.
+    both believe to have agreed already. Digests travel between CPUs: a GPU goes on with what it has to do.
     """
     key = (id(plan), f"{_name(group)} {call}")
     if key in _agreed and _agreed[key]() is plan:
         return
     mine = hashlib.sha256(f"{plan.digest()} {call}".encode()).digest()
-    local = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
+    local = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
     all_digests = [torch.empty_like(local) for _ in range(plan.cp_size)]
-    dist.all_gather(all_digests, local, group=group)
-    digests = [bytes(t.cpu().tolist()).hex()[:12] for t in all_digests]
+    dist.all_gather(all_digests, local, group=agreement_group(group))
+    digests = [bytes(t.tolist()).hex()[:12] for t in all_digests]
     if len(set(digests)) > 1:
         majority = max(sorted(set(digests)), key=digests.count)
         odd = [rank for rank, digest in enumerate(digests) if digest != majority]
@@ -177,6 +180,7 @@ def _name(group: dist.ProcessGroup | None) -> str:
 def _compile(
     plan: AttentionPlan, rank: int, group: dist.ProcessGroup | None, device: torch.device
 ) -> Session:
+    group = None if group is None else transfer_group(group)
     passes = tuple(_compile_pass(plan, name, rank, group) for name in ("forward", "backward"))
     forward, backward = upload(passes, device)
     return Session(forward, backward, group, plan.tokens_per_rank)

@@ -11,13 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp.comm.all_to_all import start_all_to_all
+from megatron_cp.comm.upload import copy_to, upload
 from megatron_cp.plan.schema import AttentionPlan
 from megatron_cp.runtime.session import open_session
 
 
 def local_indices(plan: AttentionPlan, rank: int, device: torch.device | None = None) -> Tensor:
     """Returns the global token index of each row of `rank`: int64 `[T]`; ids >= num_tokens are padding."""
-    return torch.from_numpy(plan.global_from_local[rank].copy()).to(device or "cpu")
+    return copy_to(
+        torch.from_numpy(plan.global_from_local[rank].copy()), torch.device(device or "cpu")
+    )
 
 
 def position_ids(plan: AttentionPlan, rank: int, relative: bool = False) -> Tensor:
@@ -107,10 +110,14 @@ def roll(
         targets = np.flatnonzero(owner[source[rank]] == peer)  # rows of ours that the peer fills
         arrivals.append(targets)
         recv_splits.append(len(targets))
-    sent = rows[torch.from_numpy(np.concatenate(outgoing)).to(rows.device)]
+    wanted_rows, filled_rows = upload(
+        (torch.from_numpy(np.concatenate(outgoing)), torch.from_numpy(np.concatenate(arrivals))),
+        rows.device,
+    )
+    sent = rows[wanted_rows]
     if group is not None and plan.cp_size > 1:
         sent = start_all_to_all(sent, send_splits, recv_splits, group).wait()
-    rolled[torch.from_numpy(np.concatenate(arrivals)).to(rows.device)] = sent
+    rolled[filled_rows] = sent
     return rolled.movedim(0, dim)
 
 
@@ -146,10 +153,13 @@ class _Undispatch(torch.autograd.Function):
 
 
 def _take_rows(x: Tensor, plan: AttentionPlan, rank: int) -> Tensor:
-    ids = local_indices(plan, rank, x.device)
+    ids = plan.global_from_local[rank]
     is_real = ids < plan.num_tokens
     rows = x.new_zeros((len(ids), *x.shape[1:]))
-    rows[is_real] = x[ids[is_real]]
+    places, tokens = upload(
+        (torch.from_numpy(np.flatnonzero(is_real)), torch.from_numpy(ids[is_real])), x.device
+    )
+    rows[places] = x[tokens]
     return rows
 
 
@@ -160,8 +170,9 @@ def _gather_rows(x: Tensor, plan: AttentionPlan, group: dist.ProcessGroup | None
         parts = [torch.empty_like(x) for _ in range(plan.cp_size)]
         dist.all_gather(parts, x, group=group)
     whole = x.new_empty((plan.global_from_local.size, *x.shape[1:]))
-    for rank, part in enumerate(parts):
-        whole[local_indices(plan, rank, x.device)] = part
+    places = upload(tuple(torch.from_numpy(ids.copy()) for ids in plan.global_from_local), x.device)
+    for rows, part in zip(places, parts, strict=True):
+        whole[rows] = part
     return whole[: plan.num_tokens]
 
 

@@ -35,6 +35,7 @@ def host_device(driver: Any = None) -> Iterator[Any]:
         patch.setattr(build, "cubin", lambda name: name.encode())
         patch.setattr(hopper_launch, "driver", lambda: host)
         patch.setattr(hopper_launch, "current_device", lambda: 0)
+        patch.setattr(hopper_launch, "is_capturing", lambda: False)
         for module in (hopper, hopper_launch, hopper_backward):
             patch.setattr(module, "raw_stream", lambda _: 7)
         for module in (hopper_launch, hopper_backward):

@@ -176,7 +176,7 @@ def test_another_tile_shape_gets_a_list_of_its_own(device):
 
 
 def test_every_stream_has_work_counters_of_its_own(device, monkeypatch):
-    addresses = [hopper_launch.counters(0, stream) for stream in (7, 8, 7, 9)]
+    addresses = [hopper_launch.counters(0, stream).address for stream in (7, 8, 7, 9)]
     assert addresses[0] == addresses[2]
     assert len(set(addresses)) == 3
     apart = np.diff(sorted(set(addresses)))
@@ -192,7 +192,7 @@ def test_streams_that_begin_together_share_no_counters(device):
 
     def first_use(stream):
         barrier.wait(timeout=HANG_SECONDS)
-        found.append(hopper_launch.counters(0, stream))
+        found.append(hopper_launch.counters(0, stream).address)
 
     threads = [threading.Thread(target=first_use, args=(100 + i,)) for i in range(8)]
     for thread in threads:
@@ -299,13 +299,6 @@ def test_mask_whose_slices_leave_the_tensors_is_refused(device, row):
     with pytest.raises(ValueError, match=r"outside the grid 8 x 8; build masks with from_slices"):
         attend(*draw(8, 8), mask, backend="hopper")
     assert device.launches == []
-
-
-def test_first_call_inside_a_graph_capture_is_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match="must not be inside a CUDA graph capture; call it once"):
-        hopper_launch.zeroed_counters(0)
 
 
 def test_first_call_with_a_mask_inside_a_graph_capture_is_refused(monkeypatch):

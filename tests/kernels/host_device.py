@@ -32,7 +32,7 @@ class HostDevice:
         assert device == 0
 
     def encode_tensor_map(self, dtype, address, sizes, stride_bytes, box, swizzled=True) -> bytes:
-        assert address % 16 == 0 and all(stride % 16 == 0 for stride in stride_bytes)
+        assert address % 16 == 0 and all(s > 0 and s % 16 == 0 for s in stride_bytes)
         assert all(size >= 1 for size in sizes) and all(1 <= side <= 256 for side in box)
         assert box[0] * (4 if dtype == FLOAT32 else 2) == 128 or not swizzled
         self.maps.append((dtype, address, sizes, stride_bytes, box, swizzled))

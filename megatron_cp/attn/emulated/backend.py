@@ -29,6 +29,7 @@ from megatron_cp.attn.hopper.backward import (
     readable,
     stats_of,
 )
+from megatron_cp.attn.hopper.checks import unrepeated
 from megatron_cp.attn.hopper.device_lists import backward_list, forward_list
 from megatron_cp.attn.hopper.launch import fill_without_keys, forward_params, tile_shape
 from megatron_cp.attn.merge import sink_gradient
@@ -66,6 +67,20 @@ def forward(
     return out, lse
 
 
+def forward_onto_(
+    out_QNH: Tensor,
+    lse_QN: Tensor,
+    q_QNH: Tensor,
+    k_KGH: Tensor,
+    v_KGH: Tensor,
+    mask: AttentionMask,
+    options: AttendOptions,
+) -> None:
+    """Merges this part's result into the partial `out` and `lse`, in place, in the kernel's epilogue."""
+    into = (out_QNH, lse_QN)
+    run_forward(q_QNH, k_KGH, v_KGH, mask, options, into=into, accumulate=True)
+
+
 def backward(
     dout_QNH: Tensor,
     q_QNH: Tensor,
@@ -78,7 +93,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns `(dq, dk, dv)` in float32; `lse` and `delta` are those of the result merged over all keys."""
     dout, stats = readable(dout_QNH.to(q_QNH.dtype)), stats_of(lse_QN, delta_QN)
-    tensors = (q_QNH, k_KGH, v_KGH)
+    tensors = unrepeated(q_QNH, k_KGH, v_KGH)
     return _run_backward(dout, tensors, stats, mask, options, dtype=torch.float32)
 
 
@@ -109,12 +124,12 @@ def run_forward(
     if not lists.num_segs:
         fill_without_keys(out, lse, sink_N, accumulate)
         return
-    tensors, scales = (q_QNH, k_KGH, v_KGH), (options.softmax_scale, options.softcap)
+    tensors, scales = unrepeated(q_QNH, k_KGH, v_KGH), (options.softmax_scale, options.softcap)
     sink = None if sink_N is None else sink_N.detach().float().contiguous()
     kernel, counters = EmulatedKernel(variant), torch.zeros(2, dtype=torch.int32)
     params = forward_params(kernel, tensors, lists, sink, scales, (out, lse))
     params.counters, params.accumulate = counters.data_ptr(), accumulate
-    touched = {"q": q_QNH, "k": k_KGH, "v": v_KGH, "work list": lists.data}
+    touched = dict(zip("qkv", tensors, strict=True)) | {"work list": lists.data}
     if sink is not None:
         touched["sink"] = sink
     kernel.run(params, lists.num_tiles * q_QNH.shape[1], touched)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp.attn.hopper.backward import launch_backward, preprocess, readable, stats_of
-from megatron_cp.attn.hopper.checks import find_variant, outside_compiled_graphs
+from megatron_cp.attn.hopper.checks import find_variant, outside_compiled_graphs, unrepeated
 from megatron_cp.attn.hopper.device_lists import (
     BackwardList,
     DeviceList,
@@ -67,7 +67,8 @@ def forward(
     out, lse = _allocate(q_QNH, v_KGH, torch.float32)
     lists = _work_list(q_QNH, v_KGH, mask, options.softcap)
     scales = (options.softmax_scale, options.softcap)
-    launch_forward((q_QNH, k_KGH, v_KGH), lists, None, scales, out, lse, accumulate=False)
+    tensors, share = unrepeated(q_QNH, k_KGH, v_KGH), options.sm_share
+    launch_forward(tensors, lists, None, scales, out, lse, accumulate=False, sm_share=share)
     return out, lse
 
 
@@ -86,7 +87,8 @@ def forward_onto_(
     """
     lists = _work_list(q_QNH, v_KGH, mask, options.softcap)
     scales = (options.softmax_scale, options.softcap)
-    launch_forward((q_QNH, k_KGH, v_KGH), lists, None, scales, out_QNH, lse_QN, accumulate=True)
+    tensors, share = unrepeated(q_QNH, k_KGH, v_KGH), options.sm_share
+    launch_forward(tensors, lists, None, scales, out_QNH, lse_QN, accumulate=True, sm_share=share)
 
 
 def backward(
@@ -104,7 +106,8 @@ def backward(
     scales = (options.softmax_scale, options.softcap)
     stats = stats_of(lse_QN, delta_QN)
     dout = readable(dout_QNH.to(q_QNH.dtype))
-    return launch_backward(dout, (q_QNH, k_KGH, v_KGH), stats, lists, scales, float_grads=True)
+    tensors, share = unrepeated(q_QNH, k_KGH, v_KGH), options.sm_share
+    return launch_backward(dout, tensors, stats, lists, scales, float_grads=True, sm_share=share)
 
 
 @outside_compiled_graphs
@@ -185,7 +188,8 @@ def _forward(  # noqa: PLR0913  the operator's schema
 ) -> tuple[Tensor, Tensor]:
     out, lse = _allocate(q_QNH, v_KGH, q_QNH.dtype)
     lists, scales = DeviceList(work, num_tiles, num_segs), (softmax_scale, softcap)
-    launch_forward((q_QNH, k_KGH, v_KGH), lists, sink_N, scales, out, lse, accumulate=False)
+    tensors = unrepeated(q_QNH, k_KGH, v_KGH)
+    launch_forward(tensors, lists, sink_N, scales, out, lse, accumulate=False)
     return out, lse
 
 
@@ -210,7 +214,7 @@ def _backward(  # noqa: PLR0913  the operator's schema
     stats = preprocess(out_QNH, dout, lse_QN, dlse_QN)
     lists = BackwardList(work, *counts)
     dq, dk, dv = launch_backward(
-        dout, (q_QNH, k_KGH, v_KGH), stats, lists, scales, float_grads=False
+        dout, unrepeated(q_QNH, k_KGH, v_KGH), stats, lists, scales, float_grads=False
     )
     return dq, dk, dv, stats.delta[:, : lse_QN.shape[0]].t().contiguous()
 

@@ -116,10 +116,13 @@ def launch_backward(
     scales: tuple[float, float],
     *,
     float_grads: bool,
+    sm_share: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns `(dq, dk, dv)` of (q, k, v), in float32 or their dtype, from the current stream of their device.
 
-    `scales` are softmax_scale and softcap. Raises: ValueError for layouts that the copy engine cannot read.
+    `scales` are softmax_scale and softcap; `sm_share` of the multiprocessors stays free for transfers.
+
+    Raises: ValueError for layouts that the copy engine cannot read.
     """
     q_QNH, k_KGH, v_KGH = tensors
     dtype = torch.float32 if float_grads else q_QNH.dtype
@@ -141,9 +144,10 @@ def launch_backward(
         params = main_params(
             kernel, (q_QNH, k_KGH, v_KGH, dout_QNH), stats, lists, scales, (dq_sum, dk, dv)
         )
-        params.counters = counters(device, stream)
+        pair = counters(device, stream)
+        params.counters = pair.address
         params.turn_counters = None if turn_counters is None else turn_counters.data_ptr()
-        num_blocks = min(kernel.num_sms, lists.num_tiles * k_KGH.shape[1])
+        num_blocks = kernel.num_blocks(lists.num_tiles * k_KGH.shape[1], sm_share)
         kernel.launch(num_blocks, stream, params, device)
     dq = dq_sum if float_grads else empty_gradient(dq_sum, dtype)
     _postprocess(dq_sum, dq, q_QNH.dtype, scales[0])

@@ -155,10 +155,27 @@ def is_readable(x: Tensor) -> bool:
     row_stride, head_stride, stride = x.stride()
     itemsize = x.element_size()
     return (
-        stride == 1
+        not _repeats(x)
+        and stride == 1
         and (head_stride * itemsize % ALIGNMENT == 0 or x.shape[1] == 1)
         and (row_stride * itemsize % ALIGNMENT == 0 or x.shape[0] == 1)
         and x.data_ptr() % ALIGNMENT == 0
+    )
+
+
+def unrepeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the tensors, those copied that show one element in several places, as `expand` makes them."""
+    return _whole(q), _whole(k), _whole(v)
+
+
+def _whole(x: Tensor) -> Tensor:
+    return x.contiguous() if _repeats(x) else x
+
+
+def _repeats(x: Tensor) -> bool:
+    """Returns whether a dimension of more than one element has stride 0, which no tensor map may have."""
+    return 0 in x.stride() and any(
+        step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True)
     )
 
 

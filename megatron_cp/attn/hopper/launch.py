@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -83,6 +83,13 @@ class Kernel:
     tile_rows: int  # 0 where the kernel has no tiles
     tile_keys: int
 
+    def num_blocks(self, num_items: int, sm_share: float) -> int:
+        """Returns how many CTAs take the items: one per multiprocessor, but for the share left to transfers.
+
+        A persistent CTA leaves no room on its multiprocessor, so what is to run beside it needs one of its own.
+        """
+        return min(num_items, self.num_sms - math.ceil(sm_share * self.num_sms))
+
     def launch(self, num_blocks: int, stream: int, params: ctypes.Structure, device: int) -> None:
         """Launches on a raw stream of the current device."""
         if not hasattr(_thread, "has_context"):
@@ -125,10 +132,12 @@ def launch_forward(
     lse_QN: Tensor,
     *,
     accumulate: bool,
+    sm_share: float = 0.0,
 ) -> None:
     """Fills `out` and `lse` from (q, k, v) on the current stream of their device.
 
     `scales` are softmax_scale and softcap. With `accumulate` the results are merged onto what they hold.
+    `sm_share` of the multiprocessors stays free for transfers.
     """
     if not lists.num_segs:
         fill_without_keys(out_QNH, lse_QN, sink_N, accumulate)
@@ -141,9 +150,10 @@ def launch_forward(
         kernel = load_kernel(variant.name, device)
         stream = raw_stream(device)
         params = forward_params(kernel, tensors, lists, sink_N, scales, (out_QNH, lse_QN))
-        params.counters, params.accumulate = counters(device, stream), accumulate
-        num_items = lists.num_tiles * q_QNH.shape[1]
-        kernel.launch(min(kernel.num_sms, num_items), stream, params, device)
+        pair = counters(device, stream)
+        params.counters, params.accumulate = pair.address, accumulate
+        num_blocks = kernel.num_blocks(lists.num_tiles * q_QNH.shape[1], sm_share)
+        kernel.launch(num_blocks, stream, params, device)
 
 
 def forward_params(
@@ -280,17 +290,33 @@ _counter_pools: dict[int, Tensor] = {}
 _counter_of_stream: dict[tuple[int, int], int] = {}
 
 
-def counters(device: int, stream: int) -> int:
-    """Returns the address of the stream's pair of work counters, zero between launches.
+class Counters(NamedTuple):
+    """A pair of work counters, zero when the launch begins, and the tensor to keep until then, if any."""
 
-    Raises: RuntimeError on the first use of a device inside a CUDA graph capture.
+    address: int
+    memory: Tensor | None
+
+
+def counters(device: int, stream: int) -> Counters:
+    """Returns work counters for one launch on a stream: the stream's own, which the last CTA sets to zero again.
+
+    A launch that a CUDA graph records gets a pair in the graph's memory, zeroed by the graph: all graphs are
+    recorded on one stream, and may be replayed side by side.
     """
+    if is_capturing():
+        pair = torch.zeros(2, dtype=torch.int32, device=f"cuda:{device}")
+        return Counters(pair.data_ptr(), pair)
     address = _counter_of_stream.get((device, stream))
     if address is None:
         with _counter_lock:
             address = _new_counters(device, stream)
             _counter_of_stream[device, stream] = address
-    return address
+    return Counters(address, None)
+
+
+def is_capturing() -> bool:
+    """Returns whether a CUDA graph records the current stream."""
+    return torch.cuda.is_current_stream_capturing()
 
 
 def _new_counters(device: int, stream: int) -> int:
@@ -308,11 +334,6 @@ def _new_counters(device: int, stream: int) -> int:
 
 def zeroed_counters(device: int) -> Tensor:
     """Returns the counters of all streams, zero on the device before it returns."""
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "the first call of backend='hopper' on a device must not be inside a CUDA graph capture; "
-            "call it once before"
-        )
     pool = torch.zeros(MAX_STREAMS * COUNTER_BYTES // 4, dtype=torch.int32, device=f"cuda:{device}")
     torch.cuda.synchronize(device)  # once per process: any stream may use its pair next
     return pool

@@ -1,0 +1,46 @@
+"""The process groups beside a context-parallel group: one for rows on a GPU, one to talk on CPUs.
+
+    rows on NCCL      a communicator of high priority: its short kernels are not to queue behind attention's
+    agreements        any group that takes CPU tensors: digests are compared without waiting for the GPU
+
+Where the group itself will do, it is used: always on gloo. Groups are made on first use, by all ranks of the
+group alike, and kept. The NCCL communicator has never run on a GPU yet.
+"""
+
+import torch
+import torch.distributed as dist
+
+_groups: dict[tuple[str, str], dist.ProcessGroup] = {}
+
+
+def transfer_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Returns the group over which rows of `group` travel. Collective over its ranks on first use."""
+    if dist.get_backend(group) != "nccl":
+        return group
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    return _beside(group, "rows", "nccl", options)
+
+
+def agreement_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Returns a group of the same ranks for CPU tensors. Collective over its ranks on first use."""
+    if torch.device("cpu") in group._device_types or dist.get_backend(group) != "nccl":
+        return group
+    return _beside(group, "agreements", "gloo", None)
+
+
+def forget_groups() -> None:
+    """Drops the groups made here; NCCL's and gloo's threads must not outlive the interpreter's objects."""
+    _groups.clear()
+
+
+def _beside(group: dist.ProcessGroup, use: str, backend: str, options: object) -> dist.ProcessGroup:
+    key = (str(group.group_name), use)
+    if key not in _groups:
+        _groups[key] = dist.new_group(
+            dist.get_process_group_ranks(group),
+            backend=backend,
+            pg_options=options,
+            use_local_synchronization=True,
+            group_desc=f"megatron_cp {use}",
+        )
+    return _groups[key]

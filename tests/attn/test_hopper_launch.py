@@ -1,0 +1,83 @@
+"""What a Hopper launch leaves to others, and what it makes of tensors that show one element twice."""
+
+import ctypes
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_cp import mask as masks
+from megatron_cp.attn import attend, attend_backward, attend_forward, attend_forward_onto_
+from megatron_cp.attn.hopper import launch as hopper_launch
+from megatron_cp.attn.options import AttendOptions
+from megatron_cp.kernels.params import FwdParams
+from tests.attn.on_host import assert_attention, draw, host_device, operators_on_cpu
+
+OPTIONS = AttendOptions(0.25, backend="hopper")
+CTAS = 0  # place of the number of CTAs in a launch that the host device noted
+
+
+@pytest.fixture(scope="module", autouse=True)
+def operators():
+    with operators_on_cpu():
+        yield
+
+
+@pytest.fixture
+def device():
+    with host_device() as host:
+        yield host
+
+
+@pytest.mark.parametrize(("share", "left"), [(0.0, 0), (0.1, 14), (4 / 132, 4), (0.5, 66)])
+def test_a_stage_leaves_its_share_of_132_multiprocessors_to_transfers(device, share, left):
+    q, k, v = draw(1000, 1000, (32, 8))
+    mask, options = masks.causal(1000), replace(OPTIONS, sm_share=share)
+    out, lse = attend_forward(q, k, v, mask, options)
+    attend_forward_onto_(out, lse, q, k, v, mask, options)
+    attend_backward(torch.ones_like(q), q, k, v, lse, torch.zeros_like(lse), mask, options)
+    forward, onto, backward = (x[CTAS] for x in device.launches[:3])
+    assert forward == onto == 132 - left
+    assert backward == min(132 - left, 8 * 8)  # 8 key tiles of 8 kv heads
+
+
+def test_heads_that_are_expanded_are_copied_before_a_tensor_map_is_made(device):
+    q, k, v = draw(70, 70, (4, 4))
+    wide = [x[:, :1].expand(-1, 4, -1) for x in (k, v)]
+    mask = masks.causal(70)
+    result = attend(q, *wide, mask, backend="hopper")
+    assert_attention(result, [q, *(x.contiguous() for x in wide)], mask.to_dense())
+
+
+def test_a_gradient_that_is_one_number_everywhere_is_copied_too(device):
+    tensors = [x.requires_grad_() for x in draw(70, 70)]
+    mask = masks.causal(70)
+    attend(*tensors, mask, backend="hopper")[0].sum().backward()  # sum() gives a dout of strides 0
+    plain = [x.detach().clone().requires_grad_() for x in tensors]
+    attend(*plain, mask, backend="cpu")[0].sum().backward()
+    for x, y in zip(tensors, plain, strict=True):
+        assert torch.allclose(x.grad.float(), y.grad.float(), atol=0.05, rtol=0.05)
+
+
+def test_every_launch_that_a_graph_records_has_counters_of_its_own(device, monkeypatch):
+    """Graphs are all captured on one stream and may be replayed side by side."""
+    used, launch, zeros = [], device.launch, torch.zeros
+
+    def noting(kernel, num_blocks, num_threads, shared_bytes, stream, params):
+        used.append(FwdParams.from_buffer_copy(bytes(params)).counters)
+        assert (ctypes.c_int32 * 2).from_address(used[-1])[:] == [0, 0]
+        launch(kernel, num_blocks, num_threads, shared_bytes, stream, params)
+
+    def on_cpu(*size, device, **more):
+        return zeros(*size, **more)
+
+    monkeypatch.setattr(device, "launch", noting)
+    tensors, mask = draw(64, 64), masks.causal(64)
+    attend(*tensors, mask, backend="hopper")
+    attend(*tensors, mask, backend="hopper")
+    monkeypatch.setattr(hopper_launch, "is_capturing", lambda: True)
+    monkeypatch.setattr(torch, "zeros", on_cpu)
+    recorded = [hopper_launch.counters(0, 7) for _ in range(2)]  # kept, as a graph keeps its memory
+    attend(*tensors, mask, backend="hopper")
+    assert used[0] == used[1]
+    assert len({used[0], used[2], *(pair.address for pair in recorded)}) == 4
