@@ -43,8 +43,8 @@ def _poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
     @functools.wraps(allocate)
     def wrapper(*args, **kwargs):
         tensor = allocate(*args, **kwargs)
-        if torch.compiler.is_compiling():
-            return tensor
+        if torch.compiler.is_compiling() or type(tensor) is not torch.Tensor:
+            return tensor  # fake tensors have no values
         if not _is_ours(sys._getframe(1).f_globals.get("__name__", "")):
             return tensor
         with torch.no_grad():

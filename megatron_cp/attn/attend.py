@@ -131,6 +131,37 @@ def backend_module(backend: str) -> ModuleType:
     return module
 
 
+def attend_backward_onto_(  # noqa: PLR0913  as attend_backward, and what to add to
+    dq: Tensor | None,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    mask: AttentionMask,
+    options: AttendOptions,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns `(dq, dk, dv)` as `attend_backward`, `dq` still to be multiplied by `dq_factor(options)`.
+
+    Where `dq` holds such a sum over other keys, it is the one returned, with this one added to it.
+    """
+    check_mask(q, k, mask)
+    module = backend_module(options.backend)
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        if hasattr(module, "backward_onto_"):  # its kernel adds to dq
+            grads = module.backward_onto_(dq, dout, q, k, v, lse, delta, mask, options)
+            return grads[0], grads[1], grads[2]
+        part, dk, dv = module.backward(dout, q, k, v, lse, delta, mask, options)
+    return part if dq is None else dq.add_(part), dk, dv
+
+
+def dq_factor(options: AttendOptions) -> float:
+    """Returns what the sums of `attend_backward_onto_` are to be multiplied by, once, in the end."""
+    adds_itself = hasattr(backend_module(options.backend), "backward_onto_")
+    return options.softmax_scale if adds_itself else 1.0
+
+
 class _Attend(torch.autograd.Function):
     """Attention of one device with its sink; nothing is kept but the inputs, `out` and `lse`."""
 

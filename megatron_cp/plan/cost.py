@@ -349,8 +349,9 @@ def makespan_seconds(plan: AttentionPlan, pass_name: PassName) -> float:
 def transfer_shares(plan: AttentionPlan, pass_name: PassName, rank: int) -> list[float]:
     """Returns, per stage, the share of its multiprocessors that a rank leaves to the rows that travel under it.
 
-    While rows move, `contention` of them is lost; the loss is spread over the whole stage. At least
-    MIN_TRANSFER_SHARE, as a transfer that finds no free multiprocessor runs after the stage; 0 where nothing moves.
+    While rows move, `contention` of them is lost; the loss is spread over the whole stage, and no more than
+    `contention`. At least MIN_TRANSFER_SHARE, as a transfer that finds no free multiprocessor runs after the stage; 0
+    where nothing moves.
     """
     pass_ = plan.get_pass(pass_name)
     own = [stage.work[rank].area() / pass_.head_degree for stage in pass_.stages]
@@ -358,11 +359,13 @@ def transfer_shares(plan: AttentionPlan, pass_name: PassName, rank: int) -> list
     areas[:, rank] = own
     loads = _loads(plan, pass_name, areas)
     under, _ = transfer_seconds(loads, plan.config, pass_name, pass_.head_degree)
-    lost = get_topology(plan.config.topology).contention * under[:, rank]
+    contention = get_topology(plan.config.topology).contention
+    lost = contention * under[:, rank]
     whole = compute_seconds(areas[:, rank], plan.config, pass_name) + lost
     shares = np.divide(lost, whole, out=np.zeros_like(lost), where=lost > 0)
-    at_least: list[float] = np.maximum(shares, MIN_TRANSFER_SHARE * (under[:, rank] > 0)).tolist()
-    return at_least
+    least = MIN_TRANSFER_SHARE * (under[:, rank] > 0)
+    within: list[float] = np.maximum(np.minimum(shares, contention), least).tolist()
+    return within
 
 
 def _loads(plan: AttentionPlan, pass_name: PassName, areas: FloatArray) -> PassLoads:

@@ -25,7 +25,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_cp.attn.attend import attend_backward, attend_forward, attend_forward_onto_
+from megatron_cp.attn.attend import (
+    attend_backward_onto_,
+    attend_forward,
+    attend_forward_onto_,
+    dq_factor,
+)
 from megatron_cp.attn.merge import apply_sink, sink_gradient
 from megatron_cp.attn.options import AttendOptions, accumulation_dtype
 from megatron_cp.comm import Pending
@@ -139,9 +144,14 @@ def backward_pass(
 
     def compute(part: Quadrant, query: Rows, key: Rows, options: AttendOptions) -> None:
         (q_held, dout, lse, delta), (k_held, v_held) = query, key
-        gradients = attend_backward(dout, q_held, k_held, v_held, lse, delta, part.work, options)
-        queries.take(part.query, gradients[:1])
-        keys.take(part.key, gradients[1:])
+        held = queries.of(part.query, len(q_held))
+        dq, dk, dv = attend_backward_onto_(
+            held[0] if held else None,
+            dout, q_held, k_held, v_held, lse, delta, part.work, options,
+        )  # fmt: skip
+        if held is None:
+            queries.take(part.query, (dq,))
+        keys.take(part.key, (dk, dv))
 
     def send_home(stage: RankStage) -> Returns:
         return [
@@ -152,6 +162,8 @@ def backward_pass(
     rows = SideRows((q, *of_results)), SideRows((k, v))
     _run_stages("backward", (rank_pass, session.group), rows, options, compute, send_home)
     (dq,), (dk, dv) = queries.own(), keys.own()
+    if (factor := dq_factor(options)) != 1.0:
+        dq.mul_(factor)
     whole = tuple((x.shape[1], x.dtype) for x in local[:3])
     dq, dk, dv = _leave(rank_pass, (dq, dk, dv), whole)
     return dq, dk, dv

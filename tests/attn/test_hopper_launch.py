@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from megatron_cp import mask as masks
-from megatron_cp.attn import attend, attend_backward, attend_forward, attend_forward_onto_
+from megatron_cp.attn import (
+    attend,
+    attend_backward,
+    attend_backward_onto_,
+    attend_forward,
+    attend_forward_onto_,
+    dq_factor,
+)
 from megatron_cp.attn.hopper import launch as hopper_launch
 from megatron_cp.attn.options import AttendOptions
 from megatron_cp.kernels.params import FwdParams
@@ -81,3 +88,23 @@ def test_every_launch_that_a_graph_records_has_counters_of_its_own(device, monke
     attend(*tensors, mask, backend="hopper")
     assert used[0] == used[1]
     assert len({used[0], used[2], *(pair.address for pair in recorded)}) == 4
+
+
+def test_sums_over_parts_of_the_keys_are_the_gradients_over_all_of_them(device):
+    """As stages of a context-parallel pass add them: dq in one buffer, scaled once."""
+    (q, k, v), options = draw(150, 150), OPTIONS
+    dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(q.dtype)
+    mask = masks.causal(150)
+    _, lse = attend_forward(q, k, v, mask, options)
+    delta = torch.randn(lse.shape, generator=torch.Generator().manual_seed(2)).float()
+    whole = attend_backward(dout, q, k, v, lse, delta, mask, options)
+    dq, dks, dvs = None, [], []
+    for keys in (slice(0, 64), slice(64, 150)):
+        part = mask.crop(k=(keys.start, keys.stop))
+        dq, dk, dv = attend_backward_onto_(dq, dout, q, k[keys], v[keys], lse, delta, part, options)
+        dks.append(dk)
+        dvs.append(dv)
+    summed = [dq * dq_factor(options), torch.cat(dks), torch.cat(dvs)]
+    for x, y in zip(summed, whole, strict=True):
+        assert torch.allclose(x, y, rtol=1e-4, atol=1e-4)
+    assert dq_factor(replace(OPTIONS, backend="cpu")) == 1.0

@@ -21,7 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_cp.attn.hopper.backward import launch_backward, preprocess, readable, stats_of
+from megatron_cp.attn.hopper.backward import (
+    add_gradients_,
+    launch_backward,
+    preprocess,
+    readable,
+    stats_of,
+)
 from megatron_cp.attn.hopper.checks import find_variant, outside_compiled_graphs, unrepeated
 from megatron_cp.attn.hopper.device_lists import (
     BackwardList,
@@ -108,6 +114,34 @@ def backward(
     dout = readable(dout_QNH.to(q_QNH.dtype))
     tensors, share = unrepeated(q_QNH, k_KGH, v_KGH), options.sm_share
     return launch_backward(dout, tensors, stats, lists, scales, float_grads=True, sm_share=share)
+
+
+def backward_onto_(  # noqa: PLR0913  as backward, and what to add to
+    dq_QNH: Tensor | None,
+    dout_QNH: Tensor,
+    q_QNH: Tensor,
+    k_KGH: Tensor,
+    v_KGH: Tensor,
+    lse_QN: Tensor,
+    delta_QN: Tensor,
+    mask: AttentionMask,
+    options: AttendOptions,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns `(dq, dk, dv)` in float32, `dq` still without softmax_scale; added to a `dq` that is given."""
+    lists = _grad_list(q_QNH, v_KGH, mask, options)
+    scales = (options.softmax_scale, options.softcap)
+    dq = q_QNH.new_zeros(q_QNH.shape, dtype=torch.float32) if dq_QNH is None else dq_QNH
+    dk, dv = add_gradients_(
+        dq,
+        readable(dout_QNH.to(q_QNH.dtype)),
+        unrepeated(q_QNH, k_KGH, v_KGH),
+        stats_of(lse_QN, delta_QN),
+        lists,
+        scales,
+        dtype=torch.float32,
+        sm_share=options.sm_share,
+    )
+    return dq, dk, dv
 
 
 @outside_compiled_graphs

@@ -124,12 +124,35 @@ def launch_backward(
 
     Raises: ValueError for layouts that the copy engine cannot read.
     """
-    q_QNH, k_KGH, v_KGH = tensors
+    q_QNH, _, _ = tensors
     dtype = torch.float32 if float_grads else q_QNH.dtype
-    if not lists.num_segs:
-        dq, dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in tensors)
-        return dq, dk, dv
     dq_sum = q_QNH.new_zeros(q_QNH.shape, dtype=torch.float32)
+    dk, dv = add_gradients_(
+        dq_sum, dout_QNH, tensors, stats, lists, scales, dtype=dtype, sm_share=sm_share
+    )
+    dq = dq_sum if float_grads else empty_gradient(dq_sum, dtype)
+    if lists.num_segs:
+        _postprocess(dq_sum, dq, q_QNH.dtype, scales[0])
+    elif not float_grads:
+        dq.zero_()
+    return dq, dk, dv
+
+
+def add_gradients_(
+    dq_sum: Tensor,
+    dout_QNH: Tensor,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    stats: RowStats,
+    lists: BackwardList,
+    scales: tuple[float, float],
+    *,
+    dtype: torch.dtype,
+    sm_share: float,
+) -> tuple[Tensor, Tensor]:
+    """Adds to `dq_sum` (float32, contiguous, without softmax_scale) and returns `(dk, dv)` in `dtype`."""
+    q_QNH, k_KGH, v_KGH = tensors
+    if not lists.num_segs:
+        return k_KGH.new_zeros(k_KGH.shape, dtype=dtype), v_KGH.new_zeros(v_KGH.shape, dtype=dtype)
     dk, dv = (empty_gradient(x, dtype) for x in (k_KGH, v_KGH))
     device = q_QNH.device.index or 0
     has_softcap = scales[1] > 0
@@ -149,9 +172,7 @@ def launch_backward(
         params.turn_counters = None if turn_counters is None else turn_counters.data_ptr()
         num_blocks = kernel.num_blocks(lists.num_tiles * k_KGH.shape[1], sm_share)
         kernel.launch(num_blocks, stream, params, device)
-    dq = dq_sum if float_grads else empty_gradient(dq_sum, dtype)
-    _postprocess(dq_sum, dq, q_QNH.dtype, scales[0])
-    return dq, dk, dv
+    return dk, dv
 
 
 def main_params(

@@ -88,7 +88,7 @@ class Kernel:
 
         A persistent CTA leaves no room on its multiprocessor, so what is to run beside it needs one of its own.
         """
-        return min(num_items, self.num_sms - math.ceil(sm_share * self.num_sms))
+        return min(num_items, max(1, self.num_sms - math.ceil(sm_share * self.num_sms)))
 
     def launch(self, num_blocks: int, stream: int, params: ctypes.Structure, device: int) -> None:
         """Launches on a raw stream of the current device."""
