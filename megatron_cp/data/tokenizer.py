@@ -57,6 +57,9 @@ class Tokenizer(Protocol):
     def unique_identifiers(self) -> dict[str, str]:
         """What tells this tokenizer from another, for manifests and Megatron's dataset caches."""
 
+    def token_id(self, name: str) -> int | None:
+        """Returns the id of a token of the vocabulary; None if it has no such token."""
+
     def tokenize(self, text: str) -> list[int]:
         """Returns the ids of `text`, without any special token added."""
 
@@ -75,6 +78,10 @@ class ByteLevelTokenizer:
     def unique_identifiers(self) -> dict[str, str]:
         """The class alone: there is nothing to configure."""
         return {"class": "ByteLevel"}
+
+    def token_id(self, name: str) -> int | None:
+        """Returns None: bytes, end and padding have no names."""
+        return None
 
     def tokenize(self, text: str) -> list[int]:
         """Returns one id per byte of the text's UTF-8 form."""
@@ -138,6 +145,11 @@ class HuggingFaceTokenizer:
             "sha256": hashlib.sha256(self.path.read_bytes()).hexdigest(),
         }
 
+    def token_id(self, name: str) -> int | None:
+        """Returns the id of a token, special or not; None if there is none of this name."""
+        found: int | None = self._backend.token_to_id(name)
+        return found
+
     def tokenize(self, text: str) -> list[int]:
         """Returns the ids of the text alone; no beginning or end token is added."""
         return list(self._backend.encode(text, add_special_tokens=False).ids)
@@ -193,6 +205,11 @@ class GPT2BPETokenizer:
 
         sums = [hashlib.sha256(path.read_bytes()).hexdigest() for path in self.paths]
         return {"class": "GPT2BPETokenizer", "vocab_sha256": sums[0], "merges_sha256": sums[1]}
+
+    def token_id(self, name: str) -> int | None:
+        """Returns the id of an entry of vocab.json; None if there is none of this name."""
+        found: int | None = self._backend.token_to_id(name)
+        return found
 
     def tokenize(self, text: str) -> list[int]:
         """Returns the ids of the text; a special token's name in it is ordinary text."""
