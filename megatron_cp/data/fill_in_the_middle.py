@@ -116,7 +116,7 @@ def find_fim_tokens(tokenizer: Tokenizer, names: Mapping[str, str | None]) -> Fi
 def check_rearrangeable(documents: Documents) -> None:
     """Raises ValueError for documents whose prefix or learned tokens would lose their place."""
     if documents.prefix_lengths.any():
-        which = documents.name(int(documents.prefix_lengths.argmax()))
+        which = documents.name(int((documents.prefix_lengths != 0).argmax()))
         raise ValueError(
             f"{which} has prefix or bidirectional attention, which fill-in-the-middle would tear "
             "apart; leave out --fim-data, or the file of prefix lengths"
@@ -124,8 +124,8 @@ def check_rearrangeable(documents: Documents) -> None:
     if documents.is_supervised:
         raise ValueError(
             f"{documents.name(0)} and its neighbours have learned tokens of their own, which "
-            "fill-in-the-middle would tear apart; leave out --fim-data, or the file "
-            "of learned tokens"
+            "fill-in-the-middle would tear apart; leave out --fim-data, or the file of learned "
+            "tokens"
         )
 
 

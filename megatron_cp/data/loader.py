@@ -109,8 +109,9 @@ class PackedLoader:
                     "--micro-batch-size"
                 )
         if documents.prefix_lengths.any() and not config.batch.reset_attention_mask:
+            first = int((documents.prefix_lengths != 0).argmax())
             raise ValueError(
-                f"reset_attention_mask=False: {documents.name(int(documents.prefix_lengths.argmax()))} "
+                f"reset_attention_mask=False: {documents.name(first)} "
                 "has prefix or bidirectional attention; set --reset-attention-mask"
             )
         if config.batch.fim is not None:

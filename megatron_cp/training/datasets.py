@@ -37,6 +37,11 @@ def open_data(config: TrainConfig) -> tuple[TrainConfig, RunData]:
     fim = open_fill_in_the_middle(config.data, config.steps.seed)
     data = replace(open_corpora(config), fim=fim)
     data.train()
+    if fim is not None and fim.tokens.eod != config.data.eod_token:
+        config = config.with_note(
+            f"--fim-eod-token {config.data.fim_eod_token} is not the token {config.data.eod_token} "
+            "with which the tokenizer ends documents: that one is cut and moved like text"
+        )
     for note in data.notes:
         config = config.with_note(note)
     return config, data

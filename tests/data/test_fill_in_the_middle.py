@@ -377,11 +377,14 @@ def test_rates_that_are_none_are_refused(tokenizer, settings, message):
 
 def test_documents_with_a_prefix_or_learned_tokens_are_refused(tokenizer, tmp_path):
     corpus_of_letters(tokenizer, tmp_path, "prefix")
-    write_prefix_lengths(tmp_path / "prefix", np.array([1] + [0] * 19))
+    write_prefix_lengths(tmp_path / "prefix", np.array([0, 0, -1] + [0] * 17))
     corpus_of_letters(tokenizer, tmp_path, "learned")
     write_supervision(tmp_path / "learned", [(0, 0, 1)])
     config = loader_config(settings_of(tokenizer))
-    for name, message in (("prefix", "has prefix or bidir"), ("learned", "learned tokens of")):
+    for name, message in (
+        ("prefix", "document 2 .* has prefix or bidir"),
+        ("learned", "learned tokens of"),
+    ):
         with pytest.raises(ValueError, match=message):
             PackedLoader(open_documents(tmp_path / name), config)
 

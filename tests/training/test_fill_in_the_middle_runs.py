@@ -55,6 +55,13 @@ def test_settings_that_change_nothing_are_noted():
     assert not any("--fim" in note for note in parse(*MODEL, *STEPS, *DATA).notes)
 
 
+def test_another_end_than_the_tokenizers_is_noted(corpus):
+    for flags, count in (([], 0), (["--fim-eod-token", "<|pad|>"], 1)):
+        config, _ = open_data(parse_arguments([*corpus, "--fim-data", *flags], {}))
+        said = [note for note in config.notes if note.startswith("--fim-eod-token <|pad|> is not")]
+        assert len(said) == count
+
+
 def test_a_token_that_the_tokenizer_lacks_is_named_before_there_are_ranks(corpus):
     config = parse_arguments([*corpus, "--fim-data", "--fim-pad-token", "<none>"], {})
     message = "--fim-pad-token '<none>' is not in the vocabulary of HuggingFaceTokenizer"
