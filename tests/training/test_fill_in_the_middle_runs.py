@@ -22,8 +22,8 @@ def corpus(tmp_path_factory) -> list[str]:
     path = folder / "tokenizer.json"
     tokenizer = train_byte_level_bpe(texts, vocab_size=500, path=path, special_tokens=MARKS)
     with IndexedWriter(folder / "c", dtype="uint16") as writer:
-        for text in (part for text in texts for part in text.split("\n\n") if part):
-            writer.add_document([*tokenizer.tokenize(text), tokenizer.eod])
+        for part in filter(None, "\n\n".join(texts).split("\n\n")):
+            writer.add_document([*tokenizer.tokenize(part), tokenizer.eod])
         writer.finish()
     names = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(path)]
     return [*MODEL, *STEPS, *names, "--data-path", str(folder / "c"), "--seq-length", "128"]
