@@ -65,7 +65,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     group.add_argument("--vocab-size", type=int, help="of TikTokenizer; default 131072")
     group.add_argument("--tiktoken-pattern", choices=sorted(TIKTOKEN_PATTERNS))
     group.add_argument("--tiktoken-num-special-tokens", type=int, default=1000)
-    group.add_argument("--tokenizer-special-tokens", nargs="+", help="of TikTokenizer")
+    group.add_argument(
+        "--tokenizer-special-tokens", nargs="+", help="of TikTokenizer, or --train-bpe"
+    )
     group.add_argument("--append-eod", action="store_true", help="end every document with eod")
     group.add_argument("--train-bpe", type=int, metavar="VOCAB", help="learn a BPE first")
     group.add_argument("--train-bpe-mib", type=int, default=16, help="text to learn it from")
@@ -240,7 +242,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.train_bpe:
             texts = _sample(text_inputs(arguments), arguments.train_bpe_mib << 20)
             train_byte_level_bpe(
-                texts, vocab_size=arguments.train_bpe, path=arguments.tokenizer_model
+                texts,
+                vocab_size=arguments.train_bpe,
+                path=arguments.tokenizer_model,
+                special_tokens=arguments.tokenizer_special_tokens or (),
             )
         summary = write_corpus(arguments, text_inputs(arguments))
     except (ValueError, OSError) as error:

@@ -9,6 +9,7 @@ from megatron_cp.data.document_set import (
     open_documents,
     split_documents,
 )
+from megatron_cp.data.fill_in_the_middle import FillInTheMiddle, FimTokens, find_fim_tokens
 from megatron_cp.data.indexed import IndexedDataset, token_dtype
 from megatron_cp.data.indexed_writer import IndexedWriter
 from megatron_cp.data.loader import LoaderConfig, PackedLoader
@@ -27,6 +28,8 @@ __all__ = [
     "ByteLevelTokenizer",
     "DocumentSet",
     "Documents",
+    "FillInTheMiddle",
+    "FimTokens",
     "HuggingFaceTokenizer",
     "IndexedDataset",
     "IndexedWriter",
@@ -41,6 +44,7 @@ __all__ = [
     "PlannedBatch",
     "Tokenizer",
     "build_tokenizer",
+    "find_fim_tokens",
     "open_blend",
     "open_documents",
     "open_split_blend",

@@ -24,7 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_cp.config import CPConfig
-from megatron_cp.data.document_set import BIDIRECTIONAL, Documents
+from megatron_cp.data.document_set import BIDIRECTIONAL, Documents, Texts, read_with_next
+from megatron_cp.data.fill_in_the_middle import FillInTheMiddle, rearrange
 from megatron_cp.data.packing import Pack, Piece
 from megatron_cp.mask import AttentionMask, concat, from_slices, sliding_window
 from megatron_cp.plan import AttentionPlan, make_plans
@@ -41,7 +42,8 @@ class BatchConfig:
     """How a pack becomes arrays; the three flags are Megatron-LM's.
 
     `labels_cross_documents`: under `reset_attention_mask` too, the label of a document's last token
-    is the first token of the next, with loss. Megatron's GPTDataset does so.
+    is the first token of the next, with loss. Megatron's GPTDataset does so. With `fim` the pieces of
+    a pack are rearranged, and padding is its padding token.
     """
 
     seq_length: int
@@ -51,6 +53,7 @@ class BatchConfig:
     labels_cross_documents: bool = False
     eod_token: int | None = None
     vocab_size: int | None = None
+    fim: FillInTheMiddle | None = None
 
     def __post_init__(self) -> None:
         if self.eod_mask_loss and self.eod_token is None:
@@ -61,7 +64,8 @@ class BatchConfig:
 class PackedBatch:
     """S tokens with everything that training needs to know about them. Arrays are `[S]`.
 
-    The tail behind the last document is padding: token 0, loss 0, and no row or key in the mask.
+    The tail behind the last document is padding: token 0 (or that of fill-in-the-middle), loss 0,
+    and no row or key in the mask.
     """
 
     tokens: NDArray[np.int64]
@@ -125,7 +129,14 @@ def build_batch(documents: Documents, packs: Sequence[Pack], config: BatchConfig
         ValueError: a token id is outside the vocabulary (names the document), or a document with a
             prefix meets a configuration that would ignore it.
     """
-    return join_batches([_build_pack(documents, pack, config) for pack in packs])
+    if config.fim is None:
+        return join_batches([_build_pack(documents, pack, config) for pack in packs])
+    return join_batches(
+        [
+            _build_pack(*rearrange(documents, pack, config.fim, config.seq_length), config)
+            for pack in packs
+        ]
+    )
 
 
 def join_batches(batches: Sequence[PackedBatch]) -> PackedBatch:
@@ -160,7 +171,7 @@ def plan_batch(batch: PackedBatch, request: PlanRequest) -> PlannedBatch:
     return PlannedBatch(batch, plans, metrics)
 
 
-def visible_prefix(documents: Documents, piece: Piece) -> int:
+def visible_prefix(documents: Texts, piece: Piece) -> int:
     """Returns how many leading tokens of a piece all its tokens see; all of a bidirectional one."""
     prefix = int(documents.prefix_lengths[piece.document])
     if prefix == BIDIRECTIONAL:
@@ -169,16 +180,20 @@ def visible_prefix(documents: Documents, piece: Piece) -> int:
 
 
 def pack_area(documents: Documents, pack: Pack, config: BatchConfig) -> int:
-    """Returns the pairs in the mask of a pack, in closed form: what attention costs. O(documents)."""
+    """Returns the pairs in the mask of a pack, in closed form: what attention costs. O(documents).
+
+    With `fim` those of the pack before its pieces are rearranged, a few tokens more or less.
+    """
     if not config.reset_attention_mask:
         return pack.num_tokens * (pack.num_tokens + 1) // 2
     lengths = [(piece.length, visible_prefix(documents, piece)) for piece in pack.pieces]
     return sum(n * (n + 1) // 2 + p * (p - 1) // 2 for n, p in lengths)
 
 
-def _build_pack(documents: Documents, pack: Pack, config: BatchConfig) -> PackedBatch:
+def _build_pack(documents: Texts, pack: Pack, config: BatchConfig) -> PackedBatch:
     size, used = config.seq_length, pack.num_tokens
-    tokens = np.zeros(size, dtype=np.int64)
+    padding = 0 if config.fim is None else config.fim.tokens.pad
+    tokens = np.full(size, padding, dtype=np.int64)
     labels = np.full(size, _NO_LABEL, dtype=np.int64)
     # Padding positions restart where documents do, so they stay below seq_length either way.
     position_ids = np.arange(size, dtype=np.int64)
@@ -188,7 +203,7 @@ def _build_pack(documents: Documents, pack: Pack, config: BatchConfig) -> Packed
     start = 0
     for piece in pack.pieces:
         stop = start + piece.length
-        words = _read_with_next(documents, piece, config.vocab_size)
+        words = read_with_next(documents, piece, config.vocab_size)
         tokens[start:stop] = words[: piece.length]
         labels[start : start + len(words) - 1] = words[1:]
         if config.reset_position_ids:
@@ -216,7 +231,7 @@ def _build_pack(documents: Documents, pack: Pack, config: BatchConfig) -> Packed
         if pack.following is not None:
             document, offset = pack.following
             following = Piece(document, offset, offset + 1)
-            labels[used - 1] = _read_with_next(documents, following, config.vocab_size)[0]
+            labels[used - 1] = read_with_next(documents, following, config.vocab_size)[0]
     if config.eod_mask_loss:
         no_loss |= tokens == config.eod_token
     no_loss |= labels == _NO_LABEL
@@ -231,30 +246,13 @@ def _build_pack(documents: Documents, pack: Pack, config: BatchConfig) -> Packed
     )
 
 
-def _read_with_next(
-    documents: Documents, piece: Piece, vocab_size: int | None
-) -> NDArray[np.int64]:
-    """Returns the tokens of the piece, and the one after it if the document goes on."""
-    length = int(documents.lengths[piece.document])
-    words = documents.read(piece.document, piece.start, min(piece.stop + 1, length))
-    low, high = int(words.min()), int(words.max())
-    if low < 0 or (vocab_size is not None and high >= vocab_size):
-        wrong = low if low < 0 else high
-        where = piece.start + int((words == wrong).argmax())
-        raise ValueError(
-            f"token id {wrong} at position {where} of {documents.name(piece.document)} must be in "
-            f"[0, {vocab_size}); preprocess with the tokenizer that the model is trained with"
-        )
-    return words
-
-
-def _kind(documents: Documents, piece: Piece, prefix: int) -> str:
+def _kind(documents: Texts, piece: Piece, prefix: int) -> str:
     if documents.prefix_lengths[piece.document] == BIDIRECTIONAL:
         return "bidirectional"
     return "prefix" if prefix else "causal"
 
 
-def _without_loss(documents: Documents, piece: Piece) -> int:
+def _without_loss(documents: Texts, piece: Piece) -> int:
     """Returns how many leading labels of a piece belong to the prefix; all of a bidirectional one."""
     prefix = int(documents.prefix_lengths[piece.document])
     if prefix == BIDIRECTIONAL:

@@ -58,6 +58,11 @@ class BlendedDocuments:
         """Tokens of all documents together."""
         return sum(corpus.num_tokens for corpus in self.corpora)
 
+    @property
+    def is_supervised(self) -> bool:
+        """Whether some corpus says which tokens are learned."""
+        return any(corpus.is_supervised for corpus in self.corpora)
+
     def read(self, document: int, start: int, stop: int) -> NDArray[np.int64]:
         """Returns the tokens `[start, stop)` of a document as int64."""
         corpus, number = self._place(document)

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_cp.data.indexed import IndexedDataset
+from megatron_cp.data.packing import Piece
 from megatron_cp.data.supervision import Supervision, read_supervision
 
 BIDIRECTIONAL = -1
@@ -73,8 +74,8 @@ def _check_prefix_lengths(lengths: NDArray[Any], dataset: IndexedDataset, name: 
         )
 
 
-class Documents(Protocol):
-    """Documents numbered from 0, of one corpus or of several: what packing and batches read."""
+class Texts(Protocol):
+    """Documents numbered from 0, as the pieces of a pack read them."""
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -84,13 +85,6 @@ class Documents(Protocol):
     def prefix_lengths(self) -> NDArray[np.int64]:
         """Kind of each document: int64 `[num_documents]`."""
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all documents together."""
-
-    def __len__(self) -> int:
-        """Returns the number of documents, empty ones included."""
-
     def read(self, document: int, start: int, stop: int) -> NDArray[np.int64]:
         """Returns the tokens `[start, stop)` of a document as int64."""
 
@@ -99,6 +93,21 @@ class Documents(Protocol):
 
     def supervised(self, document: int, start: int, stop: int) -> NDArray[np.bool_] | None:
         """Returns which tokens `[start, stop)` of a document are learned; None for all."""
+
+
+class Documents(Texts, Protocol):
+    """Documents of one corpus or of several: what packing and batches read."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all documents together."""
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether some document has tokens that are not learned."""
+
+    def __len__(self) -> int:
+        """Returns the number of documents, empty ones included."""
 
     def digest(self) -> str:
         """Returns a SHA-256 of what determines a stream."""
@@ -131,6 +140,11 @@ class DocumentSet:
         """Tokens of all documents together."""
         return int(self.lengths.sum())
 
+    @property
+    def is_supervised(self) -> bool:
+        """Whether the corpus says which tokens are learned."""
+        return self.supervision is not None
+
     def read(self, document: int, start: int, stop: int) -> NDArray[np.int64]:
         """Returns the tokens `[start, stop)` of a document as int64."""
         return self.dataset.read(self.first + document, start, stop).astype(np.int64)
@@ -153,6 +167,25 @@ class DocumentSet:
             total.update(self.supervision.spans.tobytes())
             total.update(self.supervision.first_span.tobytes())
         return total.hexdigest()
+
+
+def read_with_next(documents: Texts, piece: Piece, vocab_size: int | None) -> NDArray[np.int64]:
+    """Returns the tokens of the piece, and the one after it if the document goes on.
+
+    Raises:
+        ValueError: a token id is outside the vocabulary.
+    """
+    length = int(documents.lengths[piece.document])
+    words = documents.read(piece.document, piece.start, min(piece.stop + 1, length))
+    low, high = int(words.min()), int(words.max())
+    if low < 0 or (vocab_size is not None and high >= vocab_size):
+        wrong = low if low < 0 else high
+        where = piece.start + int((words == wrong).argmax())
+        raise ValueError(
+            f"token id {wrong} at position {where} of {documents.name(piece.document)} must be in "
+            f"[0, {vocab_size}); preprocess with the tokenizer that the model is trained with"
+        )
+    return words
 
 
 def open_documents(prefix: str | os.PathLike[str]) -> DocumentSet:

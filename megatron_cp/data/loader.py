@@ -13,7 +13,7 @@ from __future__ import annotations
 import collections
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -22,6 +22,7 @@ from megatron_cp.data.batch import BatchConfig, PlannedBatch, PlanRequest, pack_
 from megatron_cp.data.batch_schedule import BatchSchedule, as_schedule
 from megatron_cp.data.blend import make_packer
 from megatron_cp.data.document_set import Documents
+from megatron_cp.data.fill_in_the_middle import check_rearrangeable
 from megatron_cp.data.packing import Pack, PackingConfig, PackSource
 from megatron_cp.data.worker import BatchBuilder, WorkerProcess
 
@@ -108,10 +109,13 @@ class PackedLoader:
                     "--micro-batch-size"
                 )
         if documents.prefix_lengths.any() and not config.batch.reset_attention_mask:
+            first = int((documents.prefix_lengths != 0).argmax())
             raise ValueError(
-                f"reset_attention_mask=False: {documents.name(int(documents.prefix_lengths.argmax()))} "
+                f"reset_attention_mask=False: {documents.name(first)} "
                 "has prefix or bidirectional attention; set --reset-attention-mask"
             )
+        if config.batch.fim is not None:
+            check_rearrangeable(documents)
         self.config = config
         self._documents, self._dp_rank, self._dp_size = documents, dp_rank, dp_size
         self._packer = packer if packer is not None else make_packer(documents, config.packing)
@@ -131,7 +135,10 @@ class PackedLoader:
         consumed = self._consumed_samples
         while True:
             size = self._sizes.size_at(consumed)
-            packs = list(itertools.islice(self._packer, size))
+            packs = [
+                replace(pack, number=number)
+                for number, pack in enumerate(itertools.islice(self._packer, size), start=consumed)
+            ]
             if len(packs) < size:
                 return
             consumed += size

@@ -80,6 +80,11 @@ class SentencePieceTokenizer:
         """Class and a checksum of the model."""
         return {"class": "SentencePieceTokenizer", "sha256": _sha256(self.path)}
 
+    def token_id(self, name: str) -> int | None:
+        """Returns the id of a piece; None if there is none of this name."""
+        found: int = self._backend.piece_to_id(name)  # that of the unknown piece, if unknown
+        return found if self._backend.id_to_piece(found) == name else None
+
     def tokenize(self, text: str) -> list[int]:
         """Returns the ids of the text."""
         return list(self._backend.encode(text))
@@ -143,6 +148,13 @@ class TikTokenizer:
             "special_tokens_sha256": special,
             "vocab_size": str(self.vocab_size),
         }
+
+    def token_id(self, name: str) -> int | None:
+        """Returns the id of a special token or of a whole entry; None if there is none of this name."""
+        try:
+            return int(self._backend.encode_single_token(name))
+        except KeyError:
+            return None
 
     def tokenize(self, text: str) -> list[int]:
         """Returns the ids of the text."""

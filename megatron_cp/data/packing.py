@@ -41,11 +41,13 @@ class Piece(NamedTuple):
 class Pack:
     """The pieces of one pack in order.
 
-    `following` is where the stream goes on (`split` only), for the label of the last token.
+    `following` is where the stream goes on (`split` only), for the label of the last token. A loader
+    numbers the packs of its stream from 0, over all epochs and ranks.
     """
 
     pieces: tuple[Piece, ...]
     following: tuple[int, int] | None = None
+    number: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -92,13 +94,14 @@ def document_order(
     ids = np.arange(num_documents, dtype=np.uint64)
     if not shuffle:
         return ids.astype(np.int64)
-    start = _splitmix64(
-        _splitmix64(np.array([seed % 2**64], dtype=np.uint64)) ^ np.uint64(epoch % 2**64)
+    start = splitmix64(
+        splitmix64(np.array([seed % 2**64], dtype=np.uint64)) ^ np.uint64(epoch % 2**64)
     )
-    return np.argsort(_splitmix64(ids ^ start), kind="stable").astype(np.int64)
+    return np.argsort(splitmix64(ids ^ start), kind="stable").astype(np.int64)
 
 
-def _splitmix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def splitmix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Returns a 64-bit hash of each value."""
     mixed = values + np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -57,6 +57,9 @@ class Tokenizer(Protocol):
     def unique_identifiers(self) -> dict[str, str]:
         """What tells this tokenizer from another, for manifests and Megatron's dataset caches."""
 
+    def token_id(self, name: str) -> int | None:
+        """Returns the id of a token of the vocabulary; None if it has no such token."""
+
     def tokenize(self, text: str) -> list[int]:
         """Returns the ids of `text`, without any special token added."""
 
@@ -75,6 +78,10 @@ class ByteLevelTokenizer:
     def unique_identifiers(self) -> dict[str, str]:
         """The class alone: there is nothing to configure."""
         return {"class": "ByteLevel"}
+
+    def token_id(self, name: str) -> int | None:
+        """Returns None: bytes, end and padding have no names."""
+        return None
 
     def tokenize(self, text: str) -> list[int]:
         """Returns one id per byte of the text's UTF-8 form."""
@@ -138,6 +145,11 @@ class HuggingFaceTokenizer:
             "sha256": hashlib.sha256(self.path.read_bytes()).hexdigest(),
         }
 
+    def token_id(self, name: str) -> int | None:
+        """Returns the id of a token, special or not; None if there is none of this name."""
+        found: int | None = self._backend.token_to_id(name)
+        return found
+
     def tokenize(self, text: str) -> list[int]:
         """Returns the ids of the text alone; no beginning or end token is added."""
         return list(self._backend.encode(text, add_special_tokens=False).ids)
@@ -193,6 +205,11 @@ class GPT2BPETokenizer:
 
         sums = [hashlib.sha256(path.read_bytes()).hexdigest() for path in self.paths]
         return {"class": "GPT2BPETokenizer", "vocab_sha256": sums[0], "merges_sha256": sums[1]}
+
+    def token_id(self, name: str) -> int | None:
+        """Returns the id of an entry of vocab.json; None if there is none of this name."""
+        found: int | None = self._backend.token_to_id(name)
+        return found
 
     def tokenize(self, text: str) -> list[int]:
         """Returns the ids of the text; a special token's name in it is ordinary text."""
@@ -277,17 +294,22 @@ def build_tokenizer(tokenizer_type: str, files: TokenizerFiles | None = None) ->
 
 
 def train_byte_level_bpe(
-    texts: Iterable[str], *, vocab_size: int, path: str | os.PathLike[str]
+    texts: Iterable[str],
+    *,
+    vocab_size: int,
+    path: str | os.PathLike[str],
+    special_tokens: Sequence[str] = (),
 ) -> HuggingFaceTokenizer:
     """Returns a byte-level BPE learned from `texts` and written to `path`.
 
-    `<|endoftext|>` is id 0, `<|pad|>` id 1. Two cores read about 0.5 MB of text a second at a
-    vocabulary of 32K.
+    `<|endoftext|>` is id 0, `<|pad|>` id 1, then come the special tokens. Two cores read about 0.5 MB
+    of text a second at a vocabulary of 32K.
     """
-    if vocab_size < 258:
+    special = list(dict.fromkeys(["<|endoftext|>", "<|pad|>", *special_tokens]))
+    if vocab_size < 256 + len(special):
         raise ValueError(
-            f"vocab_size={vocab_size} must be at least 258 (256 bytes, end, padding); pass a "
-            "larger --train-bpe"
+            f"vocab_size={vocab_size} must be at least {256 + len(special)} (256 bytes, end, "
+            "padding, special tokens); pass a larger --train-bpe"
         )
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -296,7 +318,6 @@ def train_byte_level_bpe(
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()  # all 256 bytes: no text is unknown
-    special = ["<|endoftext|>", "<|pad|>"]
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=special,

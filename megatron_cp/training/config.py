@@ -154,6 +154,17 @@ class DataConfig:
     mock_data: bool
     sft: bool
     sft_tokenizer_prompt_format: str
+    fim_data: bool
+    fim_rate: float
+    fim_spm_rate: float
+    fim_split_sample: str | None
+    fim_fragment_rate: float | None
+    fim_no_prefix: str | None
+    fim_prefix_token: str
+    fim_middle_token: str
+    fim_suffix_token: str
+    fim_pad_token: str
+    fim_eod_token: str
     packing: Literal["split", "keep", "megatron"]
     data_cache_path: str | None
     mid_level_dataset_surplus: float

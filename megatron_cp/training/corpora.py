@@ -25,6 +25,7 @@ from megatron_cp.data.blend_sources import (
 from megatron_cp.data.chat import chat_format
 from megatron_cp.data.conversations import conversations_in_folder
 from megatron_cp.data.document_set import Documents, DocumentSet, open_documents, split_documents
+from megatron_cp.data.fill_in_the_middle import FillInTheMiddle, find_fim_tokens
 from megatron_cp.data.indexed import manifest_path, token_dtype
 from megatron_cp.data.indexed_writer import IndexedWriter
 from megatron_cp.data.sample_index import SamplePacker
@@ -46,6 +47,7 @@ class RunData:
     splits: dict[Split, Documents | None]
     samples: dict[Split, SamplePacker] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    fim: FillInTheMiddle | None = None
 
     def train(self) -> Documents:
         """Returns the training documents. Raises ValueError if there are none."""
@@ -94,6 +96,30 @@ def open_tokenizer(options: DataConfig) -> Tokenizer | None:
     names = (field.name for field in fields(TokenizerFiles))
     files = TokenizerFiles(**{name: getattr(options, name) for name in names})
     return build_tokenizer(options.tokenizer_type, files)
+
+
+def open_fill_in_the_middle(options: DataConfig, seed: int) -> FillInTheMiddle | None:
+    """Returns how documents are rearranged; None without --fim-data.
+
+    Raises:
+        ValueError: the tokenizer lacks a token that this needs.
+    """
+    if not options.fim_data:
+        return None
+    tokenizer = open_tokenizer(options)
+    if tokenizer is None:
+        raise ValueError("--fim-data needs a tokenizer; give --tokenizer-type")
+    marks = ("prefix", "middle", "suffix", "pad", "eod")
+    names = {mark: getattr(options, f"fim_{mark}_token") for mark in marks}
+    return FillInTheMiddle(
+        tokenizer=tokenizer,
+        tokens=find_fim_tokens(tokenizer, {**names, "split": options.fim_split_sample or None}),
+        seed=seed,
+        rate=options.fim_rate,
+        spm_rate=options.fim_spm_rate,
+        fragment_rate=options.fim_fragment_rate,
+        no_prefix=options.fim_no_prefix,
+    )
 
 
 def _chat_opener(options: DataConfig, notes: list[str]) -> Opens:

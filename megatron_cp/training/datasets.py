@@ -6,6 +6,7 @@ Opened before any process group exists.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,13 @@ from megatron_cp.data.packing import PackingConfig
 from megatron_cp.mcore.arguments import cp_config_from_arguments
 from megatron_cp.mcore.validation import check_padding
 from megatron_cp.training.config import TrainConfig
-from megatron_cp.training.corpora import RunData, Split, open_corpora, open_tokenizer
+from megatron_cp.training.corpora import (
+    RunData,
+    Split,
+    open_corpora,
+    open_fill_in_the_middle,
+    open_tokenizer,
+)
 
 
 def open_data(config: TrainConfig) -> tuple[TrainConfig, RunData]:
@@ -27,8 +34,14 @@ def open_data(config: TrainConfig) -> tuple[TrainConfig, RunData]:
     one line.
     """
     config = _with_vocabulary(config)
-    data = open_corpora(config)
+    fim = open_fill_in_the_middle(config.data, config.steps.seed)
+    data = replace(open_corpora(config), fim=fim)
     data.train()
+    if fim is not None and fim.tokens.eod != config.data.eod_token:
+        config = config.with_note(
+            f"--fim-eod-token {config.data.fim_eod_token} is not the token {config.data.eod_token} "
+            "with which the tokenizer ends documents: that one is cut and moved like text"
+        )
     for note in data.notes:
         config = config.with_note(note)
     return config, data
@@ -109,6 +122,7 @@ def build_loader(
             labels_cross_documents=samples is not None,
             eod_token=options.eod_token,
             vocab_size=options.vocab_size,
+            fim=data.fim,
         ),
         global_batch_size=BatchSchedule(config.steps.batch_schedule)
         if is_train
@@ -157,8 +171,11 @@ def check_first_batch(config: TrainConfig, data: RunData, request: PlanRequest) 
     check_padding(config.namespace(), plan.tokens_per_rank * plan.cp_size, plan.num_tokens)
 
 
-def digests(data: RunData) -> dict[str, str]:
-    """Returns the digest of each split's documents and samples: equal on all ranks of a job."""
+def digests(data: RunData) -> dict[str, Any]:
+    """Returns what makes each split's tokens: documents, samples, and the tokenizer that cuts texts.
+
+    Equal on all ranks of a job.
+    """
     documents = {
         f"the documents of the {name} split": part.digest()
         for name, part in data.splits.items()
@@ -168,7 +185,8 @@ def digests(data: RunData) -> dict[str, str]:
         f"the samples of the {name} split": packer.identity()["index"]
         for name, packer in data.samples.items()
     }
-    return {**documents, **samples}
+    cuts = {} if data.fim is None else {"the tokenizer": data.fim.tokenizer.unique_identifiers}
+    return {**documents, **samples, **cuts}
 
 
 def describe(data: RunData) -> dict[str, Any]:

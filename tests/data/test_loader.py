@@ -289,7 +289,7 @@ def test_settings_that_cannot_work_are_refused_before_any_worker_starts(document
     with pytest.raises(ValueError, match=r"batch\.seq_length=8 must equal packing\.seq_length=16"):
         replace(CONFIG, batch=BatchConfig(seq_length=8))
     mixed = write_corpus(tmp_path / "c", [5, 6], [0, -1])
-    with pytest.raises(ValueError, match="set --reset-attention-mask"):
+    with pytest.raises(ValueError, match=r"document 1 of .*set --reset-attention-mask"):
         PackedLoader(mixed, changed(reset_attention_mask=False))
 
 

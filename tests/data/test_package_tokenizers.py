@@ -76,6 +76,17 @@ def test_sentencepiece_ids_are_megatron_s(model):
         assert tokenizer.detokenize(tokenizer.tokenize("attention is")) == "attention is"
 
 
+def test_a_token_is_found_by_its_name(model, ranks):
+    package = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    pieces = SentencePieceTokenizer(model)
+    for number in range(package.get_piece_size()):
+        assert pieces.token_id(package.id_to_piece(number)) == number
+    words = TikTokenizer(ranks, vocab_size=276, num_special_tokens=8)
+    assert [words.token_id(name) for name in ("</s>", "a", "ion")] == [2, 8 + ord("a"), 8 + 256 + 4]
+    for tokenizer in (pieces, words):
+        assert tokenizer.token_id("<fim_prefix>") is None
+
+
 @pytest.mark.parametrize("pattern", ["v1", "v2"])
 @pytest.mark.parametrize(
     "special", [None, ["<pad>", "<unk>", "<s>", "</s>", "<mask>", "<cls>", "<sep>", "<x>"]]

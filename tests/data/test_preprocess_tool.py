@@ -71,8 +71,10 @@ def test_a_trained_vocabulary_encodes_the_corpus(tmp_path):
     model = tmp_path / "tok" / "tokenizer.json"
     tokenizer_flags = ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", model)
     paths = ("--input", tmp_path, "--patterns", "*.py", "--output-prefix", tmp_path / "o")
-    assert run(*paths, *tokenizer_flags, "--train-bpe", 300) == 0
+    names = ("--tokenizer-special-tokens", "<fim_prefix>", "<fim_middle>")
+    assert run(*paths, *tokenizer_flags, "--train-bpe", 300, *names) == 0
     tokenizer = HuggingFaceTokenizer(model)
+    assert [tokenizer.token_id(name) for name in names[1:]] == [2, 3]
     dataset = IndexedDataset(tmp_path / "o_text_document")
     assert dataset.dtype == np.uint16
     names = sorted(f"doc{i}.py" for i in range(20))

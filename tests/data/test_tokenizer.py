@@ -116,6 +116,23 @@ def test_gpt_2s_two_files_give_the_ids_of_the_same_tokenizer_in_one_file(
     assert (two.eod, two.vocab_size) == (one.eod, one.vocab_size)
 
 
+def test_a_token_is_found_by_its_name(bpe_file, gpt2_files):
+    one = HuggingFaceTokenizer(bpe_file)
+    two = GPT2BPETokenizer(*gpt2_files)
+    for name, number in json.loads(bpe_file.read_text())["model"]["vocab"].items():
+        assert one.token_id(name) == two.token_id(name) == number
+    for tokenizer in (one, two, ByteLevelTokenizer()):
+        assert tokenizer.token_id("<fim_prefix>") is None
+    assert ByteLevelTokenizer().token_id("a") is None
+
+
+def test_a_vocabulary_too_small_for_its_special_tokens_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="vocab_size=258 must be at least 259"):
+        train_byte_level_bpe(
+            TEXTS, vocab_size=258, path=tmp_path / "t.json", special_tokens=["<fim_prefix>"]
+        )
+
+
 def test_files_that_are_not_gpt_2s_are_refused(gpt2_files, tmp_path):
     vocab, merges = gpt2_files
     with pytest.raises(ValueError, match="--vocab-file PATH and --merge-file PATH"):

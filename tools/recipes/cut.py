@@ -30,7 +30,9 @@ def _flags(text: str) -> tuple[str, ...]:
 _PATHS = _flags(
     "--data-path --data-args-path --per-split-data-args-path --train-data-path --valid-data-path "
     "--test-data-path --data-cache-path --tokenizer-type --tokenizer-model --vocab-file --merge-file "
-    "--tiktoken-pattern --packing --mid-level-dataset-surplus --no-mmap-bin-files --dataloader-type"
+    "--tiktoken-pattern --packing --mid-level-dataset-surplus --no-mmap-bin-files --dataloader-type "
+    "--fim-data --fim-rate --fim-spm-rate --fim-split-sample --fim-fragment-rate --fim-no-prefix "
+    "--fim-prefix-token --fim-middle-token --fim-suffix-token --fim-pad-token --fim-eod-token"
 )
 _CHECKPOINTS = _flags(
     "--save --load --save-interval --persistent-save-interval --save-retain-interval --ckpt-step --ckpt-format "

@@ -28,6 +28,7 @@ from megatron_cp.training.arguments.faults import discard, faults_of, require
 from megatron_cp.training.arguments.files import (
     check_blends,
     check_chats,
+    check_fill_in_the_middle,
     check_profile,
     complete_records,
     complete_sources,
@@ -287,6 +288,7 @@ _CHECKS: tuple[tuple[Any, ...], ...] = (
     (check_blends,),
     (complete_tokenizer,),
     (check_chats,),
+    (check_fill_in_the_middle,),
 )
 _STEP_CHECKS: tuple[tuple[Any, ...], ...] = (
     (complete_batch, "global_batch_size", "num_micro_batches"),

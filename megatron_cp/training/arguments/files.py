@@ -12,6 +12,7 @@ import torch
 
 from megatron_cp.data.blend_sources import parse_blend
 from megatron_cp.data.chat import PROMPT_FORMATS
+from megatron_cp.training.arguments.flags import flags_of
 from megatron_cp.training.checkpoint.compare import STRICTNESS
 
 
@@ -70,6 +71,39 @@ def check_chats(args: Namespace) -> Iterator[str]:
         yield "--sft with --mock-data is not served; give --data-path and chat files"
     if args.tokenizer_type in (None, "NullTokenizer"):
         yield "--sft needs a tokenizer; give --tokenizer-type and --tokenizer-model"
+
+
+def check_fill_in_the_middle(args: Namespace) -> Iterator[str]:
+    """What rearranging documents needs."""
+    if not args.fim_data:
+        given = flags_of({name: value for name, value in vars(args).items() if "fim_" in name})
+        args.notes += [f"{flag} changes nothing without --fim-data" for flag in given]
+        return
+    if args.tokenizer_type in (None, "NullTokenizer"):
+        yield (
+            f"--fim-data with --tokenizer-type {args.tokenizer_type} is not served: texts are cut "
+            "and tokenized anew; give the tokenizer of the documents"
+        )
+    if args.mock_data:
+        yield "--fim-data with --mock-data is not served: its tokens are no text; give --data-path"
+    if args.sft:
+        yield (
+            "--fim-data with --sft is not served: answers would lose their place, and Megatron-LM "
+            "ignores it there; leave out either"
+        )
+    if args.packing == "megatron":
+        yield (
+            "--fim-data with --packing megatron is not served: Megatron-LM's draws depend on its "
+            "loader workers and are in no checkpoint, so no run can go on with its samples; give "
+            "--packing split"
+        )
+    if args.fim_split_sample and args.fim_fragment_rate is None:
+        yield (
+            f"--fim-split-sample {args.fim_split_sample} needs --fim-fragment-rate, the share of "
+            "fragments that are rearranged; give both"
+        )
+    if args.fim_fragment_rate is not None and not args.fim_split_sample:
+        args.notes.append("--fim-fragment-rate changes nothing without --fim-split-sample")
 
 
 def complete_tokenizer(args: Namespace) -> Iterator[str]:

@@ -268,6 +268,17 @@ TABLE = """
 --sft on - | --data-path and its kin name chat files (.jsonl); answers are learned, packed whole
 --sft-tokenizer-prompt-format str nemotron-h-aligned | how messages become text, see docs/data.md
 --mock-data on - | documents of a seeded generator
+--fim-data on - | rearrange documents so that the model learns to fill in their middle
+--fim-rate float 0.5 | share of documents that are rearranged
+--fim-spm-rate float 0.5 | share of those in the order suffix, prefix, middle
+--fim-split-sample str - | token that divides a document into fragments, rearranged one by one
+--fim-fragment-rate float - | share of the fragments that are rearranged
+--fim-no-prefix str - | documents or fragments that begin so stay as they are
+--fim-prefix-token str <fim_prefix> | stands before the prefix
+--fim-middle-token str <fim_middle> | stands before the middle
+--fim-suffix-token str <fim_suffix> | stands before the suffix
+--fim-pad-token str <fim_pad> | fills up packs
+--fim-eod-token str <|endoftext|> | ends a document
 --seq-length int - | tokens per pack
 --num-workers int 2 | loader workers; they also make the plans
 --reset-position-ids on - | positions restart in each document
