@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_cp.attn import choice
 from megatron_cp.mask import AttentionMask
 
 BACKENDS = ("reference", "cpu", "flex", "hopper", "emulated")
@@ -43,11 +44,11 @@ def resolve_options(
 ) -> AttendOptions:
     """Returns checked options for `q` `[Q, N, H]`, `k` `[K, G, H]`, `v` `[K, G, Hv]`.
 
-    `softmax_scale=None` means `1/sqrt(H)`; `backend=None` means `cpu` for CPU tensors and `flex` for CUDA tensors.
+    `softmax_scale=None` means `1/sqrt(H)`; `backend=None` means `cpu` for CPU tensors, and for CUDA tensors the first
+    of `hopper`, `flash` and `flex` that serves the call (choice.py).
 
     Raises: ValueError for shapes, dtypes or values that no backend could serve; NotImplementedError for a backend
-    that cannot serve this call, naming those that can. `hopper` is never chosen by itself: it has not run on
-    a GPU yet.
+    that cannot serve this call, naming those that can; RuntimeError for `hopper` by name where it failed its self-test.
     """
     _check_shapes(q, k, v)
     _check_dtypes(q, k, v)
@@ -58,14 +59,13 @@ def resolve_options(
         )
     if not (math.isfinite(softcap) and softcap >= 0):
         raise ValueError(f"softcap={softcap} must be finite and >= 0; pass 0.0 for no softcap")
-    if backend is None:
-        backend = "cpu" if q.device.type == "cpu" else "flex"
     needs_grad = (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
+    asked = choice.Asked(scale, float(softcap), deterministic, needs_grad)
+    if backend is None:
+        backend = choice.choose_backend(q, v, asked)
     _check_backend(backend, q, deterministic, needs_grad)
     if backend == "hopper":
-        from megatron_cp.attn.hopper import checks as hopper_checks
-
-        hopper_checks.check_supported(q, v, scale, softcap, needs_grad)
+        choice.check_hopper(q, v, asked)
     if backend == "emulated":
         from megatron_cp.attn.emulated import checks as emulated_checks
 

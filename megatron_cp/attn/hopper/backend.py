@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_cp.attn.graphs import outside_compiled_graphs
 from megatron_cp.attn.hopper.backward import (
     add_gradients_,
     launch_backward,
@@ -28,7 +29,7 @@ from megatron_cp.attn.hopper.backward import (
     readable,
     stats_of,
 )
-from megatron_cp.attn.hopper.checks import find_variant, outside_compiled_graphs, unrepeated
+from megatron_cp.attn.hopper.checks import find_variant, unrepeated
 from megatron_cp.attn.hopper.device_lists import (
     BackwardList,
     DeviceList,

@@ -2,38 +2,20 @@
 
 # Q query rows, K key rows, N query heads, G kv heads, H head dim, Hv value head dim
 
-from collections.abc import Callable
-from functools import lru_cache, wraps
-from typing import Any, NamedTuple, TypeVar, cast
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_cp.attn.graphs import outside_compiled_graphs
 from megatron_cp.kernels import build
 from megatron_cp.kernels.build import Variant
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 ON_DEVICES = ("cuda",)
 CAPABILITY = (9, 0)
 ALIGNMENT = 16  # bytes; what the copy engine wants of addresses and strides
-
-
-def outside_compiled_graphs(function: F) -> F:
-    """Returns the function, at which compiled code is left and entered again behind it.
-
-    `torch.compiler.disable` alone does this too, and costs every uncompiled call half a microsecond.
-    """
-    disabled = torch.compiler.disable(function)
-
-    @wraps(function)
-    def call(*arguments: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return disabled(*arguments)
-        return function(*arguments)
-
-    return cast(F, call)
 
 
 @lru_cache(maxsize=1)

@@ -1,0 +1,102 @@
+"""Which backend computes on a GPU where the caller names none: hopper, then flash, then flex; one log line says so.
+
+`hopper` is taken where it serves the call and its self-test passed on that GPU. A failed self-test is a loud warning
+with the numbers, and an error for a caller who asked for hopper by name. No choice has been made on a GPU yet.
+"""
+
+import logging
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_cp.attn.graphs import outside_compiled_graphs
+
+_log = logging.getLogger("megatron_cp")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a call wants of its backend besides shapes."""
+
+    softmax_scale: float
+    softcap: float
+    deterministic: bool
+    needs_grad: bool
+
+
+_Kind = tuple[torch.device, torch.dtype, int, int, bool, bool, bool, bool]
+_chosen: dict[_Kind, str] = {}
+
+
+def choose_backend(q: Tensor, v: Tensor, asked: Asked) -> str:
+    """Returns the backend for calls like this one: `cpu` on a CPU, else the first GPU backend that serves it."""
+    return "cpu" if q.device.type == "cpu" else _choose_gpu_backend(q, v, asked)
+
+
+@outside_compiled_graphs
+def _choose_gpu_backend(q: Tensor, v: Tensor, asked: Asked) -> str:
+    kind = (
+        q.device, q.dtype, q.shape[-1], v.shape[-1],
+        asked.softcap > 0, asked.softmax_scale > 0, asked.deterministic, asked.needs_grad,
+    )  # fmt: skip
+    chosen = _chosen.get(kind)
+    if chosen is None:
+        chosen, reasons = _first_that_serves(q, v, asked)
+        _chosen[kind] = chosen
+        why = f" ({'; '.join(reasons)})" if reasons else ""
+        _log.log(
+            logging.WARNING if reasons else logging.INFO,
+            "attention on %s, %s, head_dim %d: backend %s%s",
+            q.device, str(q.dtype).removeprefix("torch."), q.shape[-1], chosen, why,
+        )  # fmt: skip
+    return chosen
+
+
+def _first_that_serves(q: Tensor, v: Tensor, asked: Asked) -> tuple[str, list[str]]:
+    """Returns a backend, and why those before it were passed over."""
+    checks: dict[str, Callable[[], None]] = {
+        "hopper": lambda: check_hopper(q, v, asked),
+        "flash": lambda: check_flash(q, v, asked),
+    }
+    reasons = []
+    for backend, check in checks.items():
+        try:
+            check()
+        except NotImplementedError as refusal:
+            reasons.append(str(refusal).split("; ")[0])
+        except FailedSelfTestError as failure:
+            reasons.append(f"{backend} failed its self-test")
+            warnings.warn(str(failure), stacklevel=4)
+        else:
+            return backend, reasons
+    return "flex", reasons
+
+
+class FailedSelfTestError(RuntimeError):
+    """The Hopper kernels compute something else than float64 does on this GPU."""
+
+
+def check_hopper(q: Tensor, v: Tensor, asked: Asked) -> None:
+    """Raises NotImplementedError for calls that the kernels do not serve, FailedSelfTestError where they are wrong."""
+    from megatron_cp.attn.hopper import checks, self_test
+
+    checks.check_supported(q, v, asked.softmax_scale, asked.softcap, asked.needs_grad)
+    dims = (q.shape[-1], v.shape[-1])
+    kind = self_test.Kind(q.dtype, *dims, asked.softcap > 0, asked.needs_grad)
+    verdict = self_test.find_verdict(kind, q.device)
+    if verdict is not None and not verdict.passed:
+        raise FailedSelfTestError(
+            f"backend='hopper' is wrong on {q.device} for {kind.dtype}, head_dim={kind.head_dim}: {verdict}; use "
+            "backend='flash' or 'flex', and report it with the output of python -m megatron_cp doctor"
+        )
+
+
+def check_flash(q: Tensor, v: Tensor, asked: Asked) -> None:
+    """Raises NotImplementedError for calls that no variable-length operator serves."""
+    from megatron_cp.attn.flash import checks
+
+    wishes = (asked.softmax_scale, asked.softcap, asked.deterministic, asked.needs_grad)
+    checks.check_supported(q, v, *wishes)

@@ -1,0 +1,196 @@
+"""The kernels' first call on a GPU: a few small masks against float64 on that very GPU, remembered in the cache.
+
+A kernel that is wrong there (a driver, a compiler, a board that nobody tried) must not train a model. The test
+runs once per GPU, driver and build of a variant, in a fraction of a second; its verdict is a small file. Never
+run on a GPU yet; on a CPU the emulated kernels pass it, and kernels with a planted defect fail it.
+"""
+
+# Q query rows, K key rows, N query heads, G kv heads, H head dim, Hv value head dim
+
+import contextlib
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_cp.attn import reference
+from megatron_cp.attn.hopper.checks import find_variant
+from megatron_cp.attn.options import AttendOptions
+from megatron_cp.kernels import build, cache
+from megatron_cp.kernels.driver import driver
+from megatron_cp.mask import AttentionMask, documents, sliding_window
+
+NUM_HEADS, NUM_KV_HEADS = 4, 2
+# Of a row's result, in eps of its type: about twice what the emulated kernels reach over all variants (.26 to .55). One
+# key too many in a row of 400 moves it by 5 %, six times the limit in bf16.
+MAX_ROW_ERROR_IN_EPS = 1.0
+MAX_LSE_ERROR = 1e-5  # float32 sums of exact products; the emulated kernels reach 1.2e-6
+
+
+class Passes(Protocol):
+    """The raw passes of a backend."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, options: AttendOptions
+    ) -> tuple[Tensor, Tensor]:
+        """Returns `(out, lse)`."""
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        mask: AttentionMask,
+        options: AttendOptions,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns `(dq, dk, dv)`."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a call asks of the kernels."""
+
+    dtype: torch.dtype
+    head_dim: int
+    value_dim: int
+    has_softcap: bool
+    needs_grad: bool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the kernels of a kind are right on a GPU, and the error that came nearest to its limit."""
+
+    passed: bool
+    result: str
+    error: float
+    limit: float
+
+    def __str__(self) -> str:
+        """Returns the numbers as a sentence."""
+        return f"{self.result} is {self.error:.2g} off float64, at most {self.limit:.2g} is allowed"
+
+
+_is_skipped: ContextVar[bool] = ContextVar("megatron_cp_self_test_is_skipped", default=False)
+_verdicts: dict[tuple[Kind, torch.device], Verdict] = {}
+
+
+@contextlib.contextmanager
+def skipped() -> Iterator[None]:
+    """Lets kernels run untested inside: for tools that judge them themselves."""
+    token = _is_skipped.set(True)
+    try:
+        yield
+    finally:
+        _is_skipped.reset(token)
+
+
+def find_verdict(kind: Kind, device: torch.device) -> Verdict | None:
+    """Returns the verdict on this GPU: of this process, of an earlier one, or of a test now; None if skipped."""
+    if _is_skipped.get():
+        return None
+    verdict = _verdicts.get((kind, device))
+    if verdict is None:
+        from megatron_cp.attn.hopper import backend
+
+        path = _folder() / f"{_key(kind, device)}.json"
+        if not path.is_file():
+            judged = judge(backend, kind, device)
+            cache.write_whole(path, json.dumps(asdict(judged)).encode())
+        verdict = _verdicts[kind, device] = Verdict(**json.loads(path.read_text()))
+    return verdict
+
+
+def judge(passes: Passes, kind: Kind, device: torch.device) -> Verdict:
+    """Returns what a test of a backend's passes on a device finds: its worst result against its limit."""
+    found = [
+        found
+        for name, mask in small_masks().items()
+        for found in _compared(passes, kind, name, mask, device)
+    ]
+    return max(found, key=lambda one: math.inf if math.isnan(one.error) else one.error / one.limit)
+
+
+def small_masks() -> dict[str, AttentionMask]:
+    """Returns masks with every kind of tile: full, cut by a diagonal on either side, ragged, empty."""
+    kinds = ["causal", "full", ("window", 40), "causal", ("prefix", 30)]
+    return {
+        "documents": documents([150, 1, 129, 2, 118], kinds),
+        "a window of 65": sliding_window(300, 65),
+        "queries without keys": documents([140, 160], "causal").crop(k=(0, 200)),
+    }
+
+
+def _compared(
+    passes: Passes, kind: Kind, name: str, mask: AttentionMask, device: torch.device
+) -> Iterator[Verdict]:
+    generator = torch.Generator().manual_seed(len(name))
+
+    def draw(rows: int, heads: int, dim: int) -> Tensor:
+        drawn = torch.randn(rows, heads, dim, generator=generator)
+        return drawn.to(kind.dtype).to(device)
+
+    q = draw(mask.num_queries, NUM_HEADS, kind.head_dim)
+    k = draw(mask.num_keys, NUM_KV_HEADS, kind.head_dim)
+    v = draw(mask.num_keys, NUM_KV_HEADS, kind.value_dim)
+    softcap = 5.0 if kind.has_softcap else 0.0
+    options = AttendOptions(kind.head_dim**-0.5, softcap, "reference")
+    q_f64, k_f64, v_f64 = q.double(), k.double(), v.double()
+    out, lse = reference.forward(q_f64, k_f64, v_f64, mask, options)
+    limit = MAX_ROW_ERROR_IN_EPS * torch.finfo(kind.dtype).eps
+    with torch.no_grad():
+        found_out, found_lse = passes.forward(q, k, v, mask, options)
+    yield _judged(f"lse under {name}", _largest(found_lse, lse), MAX_LSE_ERROR)
+    yield _judged(f"out under {name}", _row_error(found_out, out), limit)
+    if not kind.needs_grad:
+        return
+    dout = draw(mask.num_queries, NUM_HEADS, kind.value_dim)
+    delta = (dout.double() * out).sum(dim=-1)
+    exact = reference.backward(dout.double(), q_f64, k_f64, v_f64, lse, delta, mask, options)
+    with torch.no_grad():
+        found = passes.backward(dout, q, k, v, lse.float(), delta.float(), mask, options)
+    for gradient, result, expected in zip(("dq", "dk", "dv"), found, exact, strict=True):
+        yield _judged(f"{gradient} under {name}", _row_error(result, expected), limit)
+
+
+def _judged(result: str, error: float, limit: float) -> Verdict:
+    return Verdict(error <= limit, result, error, limit)  # NaN is not <=
+
+
+def _largest(actual: Tensor, exact: Tensor) -> float:
+    """Returns the largest difference; infinite where one of the two is infinite and the other is not."""
+    difference = (actual.double() - exact).abs().masked_fill(actual.double() == exact, 0.0)
+    return difference.max().item()
+
+
+def _row_error(actual: Tensor, exact: Tensor) -> float:
+    """Returns the largest error of a row of a head, relative to its size, or to a typical one if that is larger."""
+    size = exact.norm(dim=-1)
+    typical = size[size > 0].median() if (size > 0).any() else torch.ones_like(size)[0, 0]
+    return ((actual.double() - exact).norm(dim=-1) / size.clamp(min=typical)).max().item()
+
+
+def _key(kind: Kind, device: torch.device) -> str:
+    """Returns a name for GPU, driver and the very machine code: any other gets a test of its own."""
+    properties = torch.cuda.get_device_properties(device)
+    asked = (kind.dtype, kind.head_dim, kind.value_dim, kind.has_softcap)
+    passes = ("forward", "backward") if kind.needs_grad else ("forward",)
+    images = [build.cubin(find_variant(name, *asked).name) for name in passes]
+    code = hashlib.sha256(b"".join(images)).hexdigest()
+    gpu = f"{properties.name} {getattr(properties, 'uuid', '')}"
+    text = f"{gpu} driver {driver().version()} {asked} {passes} {code}"
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _folder() -> Path:
+    return cache.user_folder("verdicts", "self-test")

@@ -1,0 +1,197 @@
+"""Which backend a GPU call gets, what its self-test lets through, and what is said about it."""
+
+import logging
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_cp.attn import AttendOptions, attend_backward, attend_forward, choice
+from megatron_cp.attn.emulated import backend as emulated
+from megatron_cp.attn.flash import checks as flash_checks
+from megatron_cp.attn.hopper import checks as hopper_checks
+from megatron_cp.attn.hopper import self_test
+
+KIND = self_test.Kind(torch.bfloat16, 128, 128, False, True)
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+PASSED = self_test.Verdict(True, "out under causal", 0.001, 0.004)
+FAILED = self_test.Verdict(False, "dq under causal", 0.3, 0.004)
+ASKED = choice.Asked(0.1, 0.0, False, True)
+
+
+# ---------------------------------------------------------------------- the self-test
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dims", "has_softcap"),
+    [(torch.bfloat16, (128, 128), False), (torch.float16, (64, 64), True)],
+    ids=str,
+)
+def test_the_kernels_source_in_the_emulator_passes(dtype, dims, has_softcap):
+    verdict = self_test.judge(
+        emulated, self_test.Kind(dtype, *dims, has_softcap, needs_grad=True), CPU
+    )
+    assert verdict.passed, verdict
+    assert 0 < verdict.error <= verdict.limit
+
+
+class Defective:
+    """Exact passes with one thing wrong in their results, or in what they are told."""
+
+    def __init__(self, forward=lambda x: x, backward=lambda x: x, mask=lambda x: x, scale=1.0):
+        self.change_forward, self.change_backward = forward, backward
+        self.change_mask, self.scale = mask, scale
+
+    def _told(self, mask, options):
+        options = AttendOptions(options.softmax_scale * self.scale, options.softcap, "cpu")
+        return self.change_mask(mask), options
+
+    def forward(self, q, k, v, mask, options):
+        return self.change_forward(attend_forward(q, k, v, *self._told(mask, options)))
+
+    def backward(self, dout, q, k, v, lse, delta, mask, options):
+        told = self._told(mask, options)
+        return self.change_backward(attend_backward(dout, q, k, v, lse, delta, *told))
+
+
+def _one_row(which, factor):
+    def change(results):
+        results[which][77] *= factor
+        return results
+
+    return change
+
+
+def _diagonals_one_further(mask):
+    rows = mask.array.copy()
+    cut = rows[:, 5] < rows[:, 3] - 1 - rows[:, 0]
+    rows[cut, 5] += 1  # rows see one key behind the diagonal, inside the box
+    return type(mask)(mask.num_queries, mask.num_keys, rows)
+
+
+DEFECTS = {
+    "one key too many": Defective(mask=_diagonals_one_further),
+    "a scale of 1.05": Defective(scale=1.05),
+    "lse in bf16": Defective(forward=lambda x: (x[0], x[1].bfloat16().float())),
+    "one row of out 2 % off": Defective(forward=_one_row(0, 1.02)),
+    "NaN in one row of out": Defective(forward=_one_row(0, float("nan"))),
+    "a row without keys that is not -inf": Defective(
+        forward=lambda x: (x[0], x[1].masked_fill(x[1] == -torch.inf, -1e30))
+    ),
+    "dq without its scale": Defective(backward=lambda x: (x[0] * 128**0.5, x[1], x[2])),
+    "one row of dk twice": Defective(backward=_one_row(1, 2.0)),
+    "dv of one row lost": Defective(backward=_one_row(2, 0.0)),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_defect_fails_the_self_test_and_is_told_with_its_numbers(defect):
+    assert self_test.judge(Defective(), KIND, CPU).passed
+    verdict = self_test.judge(DEFECTS[defect], KIND, CPU)
+    assert not verdict.passed
+    assert "off float64" in str(verdict)
+
+
+@pytest.fixture
+def untested(monkeypatch, tmp_path):
+    """A GPU whose kernels were never judged; yields the list of judgements."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(self_test, "_verdicts", {})
+    monkeypatch.setattr(self_test, "_key", lambda kind, device: f"{kind.head_dim}-{device.index}")
+    judged = []
+
+    def judge(passes, kind, device):
+        judged.append((kind, device))
+        return PASSED
+
+    monkeypatch.setattr(self_test, "judge", judge)
+    return judged
+
+
+def test_a_verdict_is_found_once_per_gpu_and_build_and_kept_for_other_processes(untested):
+    for _ in range(2):
+        assert self_test.find_verdict(KIND, GPU) == PASSED
+    self_test._verdicts.clear()  # another process
+    assert self_test.find_verdict(KIND, GPU) == PASSED
+    assert untested == [(KIND, GPU)]
+    self_test.find_verdict(KIND, torch.device("cuda", 1))
+    assert len(untested) == 2
+
+
+def test_tools_that_judge_kernels_themselves_skip_it(untested):
+    with self_test.skipped():
+        assert self_test.find_verdict(KIND, GPU) is None
+    assert untested == []
+
+
+# ---------------------------------------------------------------------- the choice
+
+
+def _on(device):
+    shape = (10, 4, 128)
+    return SimpleNamespace(device=device, dtype=torch.bfloat16, shape=shape)
+
+
+def _refuse(*_):
+    raise NotImplementedError("it cannot compute this; use something else")
+
+
+def _serve(*_):
+    return None
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Sets what hopper, its self-test and flash say."""
+    monkeypatch.setattr(choice, "_chosen", {})
+
+    def says(hopper=_serve, verdict=PASSED, flash=_serve):
+        monkeypatch.setattr(hopper_checks, "check_supported", hopper)
+        monkeypatch.setattr(self_test, "find_verdict", lambda *_: verdict)
+        monkeypatch.setattr(flash_checks, "check_supported", flash)
+
+    return says
+
+
+@pytest.mark.parametrize(
+    ("says", "backend", "why"),
+    [
+        ({}, "hopper", ""),
+        ({"hopper": _refuse}, "flash", r"it cannot compute this\)"),
+        ({"hopper": _refuse, "flash": _refuse}, "flex", "this; it cannot compute this"),
+    ],
+    ids=["all serve", "no Hopper", "neither"],
+)
+def test_the_first_backend_that_serves_is_taken_and_one_line_says_why(
+    gpu, caplog, says, backend, why
+):
+    gpu(**says)
+    tensor = _on(GPU)
+    with caplog.at_level(logging.INFO, logger="megatron_cp"):
+        for _ in range(3):
+            assert choice.choose_backend(tensor, tensor, ASKED) == backend
+    (record,) = caplog.records
+    assert f"attention on cuda:0, bfloat16, head_dim 128: backend {backend}" in record.getMessage()
+    assert (record.levelno == logging.INFO) == (backend == "hopper")
+    assert re.search(why, record.getMessage())
+
+
+def test_a_failed_self_test_warns_with_the_numbers_and_takes_flash(gpu, caplog):
+    gpu(verdict=FAILED)
+    tensor = _on(GPU)
+    with pytest.warns(UserWarning, match=r"dq under causal is 0\.3 off float64, at most 0\.004"):
+        assert choice.choose_backend(tensor, tensor, ASKED) == "flash"
+    assert "hopper failed its self-test" in caplog.text
+
+
+def test_a_failed_self_test_is_an_error_for_who_asked_for_hopper(gpu):
+    gpu(verdict=FAILED)
+    tensor = _on(GPU)
+    with pytest.raises(RuntimeError, match=r"is wrong on cuda:0 .* use backend='flash' or 'flex'"):
+        choice.check_hopper(tensor, tensor, ASKED)
+
+
+def test_a_cpu_computes_on_the_cpu():
+    tensor = _on(CPU)
+    assert choice.choose_backend(tensor, tensor, ASKED) == "cpu"
