@@ -26,13 +26,15 @@ and gradients are written without collisions, and what is gathered is never larg
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray, as_intervals
-from megatron_cp.mask.slice import K_END, K_START, Q_END, Q_START, tighten
+from megatron_cp.mask.slice import OPEN as OPEN_END
+from megatron_cp.mask.slice import K_END, K_START, Q_END, Q_START, crop_rows, tighten
 from megatron_cp.mask.sweep import merge
 
 Range = tuple[int, int]
@@ -42,8 +44,7 @@ OPEN = -1
 MAX_SEQUENCES = 65_535
 
 
-@dataclass(frozen=True)
-class Sequence:
+class Sequence(NamedTuple):
     """Queries and keys of one sequence, as row ranges one behind the other, and its window."""
 
     queries: tuple[Range, ...]
@@ -88,11 +89,15 @@ class VarlenCall:
 
 def group_calls(mask: AttentionMask) -> tuple[VarlenCall, ...]:
     """Returns calls whose pairs are exactly those of the mask, each pair once, in a fixed order."""
-    fewest = min((_colour(_sequences(way)) for way in _ways_to_cut(merge(mask.array))), key=len)
+    ways = list(_ways_to_cut(merge(mask.array)))
+    fewest = min((_colour(_sequences(way)) for way in ways), key=len)
+    if len(fewest) > 2:  # less is not to be had by halves
+        halved = (_colour(_sequences(np.concatenate(_halve(way)))) for way in ways)
+        fewest = min(fewest, *halved, key=len)
     return tuple(_to_call(group) for group in fewest)
 
 
-# ---------------------------------------------------------------------- bends
+# ---------------------------------------------------------------------- ways to cut slices
 
 
 def _ways_to_cut(rows: IntArray) -> Iterator[IntArray]:
@@ -106,6 +111,22 @@ def _ways_to_cut(rows: IntArray) -> Iterator[IntArray]:
     both = _cut_lower(upper)
     if both is not upper and upper is not rows:
         yield both
+
+
+def _halve(rows: IntArray) -> list[IntArray]:
+    """Returns the same pairs cut at keys, half by half, until the halves' slices share no keys."""
+    starts, ends = np.sort(rows[:, K_START]), np.sort(rows[:, K_END])
+    inner = ends[ends < ends[-1]] if len(rows) else ends
+    if not len(inner):
+        inner = starts[starts > starts[0]] if len(rows) else starts
+    if not len(inner) or (starts[1:] >= ends[:-1]).all():
+        return [rows]
+    where = inner[len(inner) // 2]
+    crosses = (rows[:, K_START] < where) & (rows[:, K_END] > where)
+    before, after = crop_rows(rows[crosses], k=(0, where)), crop_rows(rows[crosses], k=(where, OPEN_END))
+    low = rows[rows[:, K_END] <= where]
+    high = np.concatenate([rows[rows[:, K_START] >= where], after])
+    return [before, *_halve(low), *_halve(high)]
 
 
 def _cut_upper(rows: IntArray) -> IntArray:
