@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_cp.mask import AttentionMask
 
 Int32Array = NDArray[np.int32]
+Prepared = tuple[Sequence[Int32Array], Callable[[list[Tensor]], Any]]
 # Every array begins at a multiple of so many integers (16 bytes): what kernels may assume of a pointer.
 ALIGNMENT = 4
 
@@ -39,20 +40,20 @@ def for_mask(
     mask: AttentionMask,
     use: Hashable,
     device: torch.device,
-    arrays_of: Callable[[AttentionMask], Sequence[Int32Array]],
-    make: Callable[[list[Tensor]], Any],
+    prepare: Callable[[AttentionMask], "Prepared"],
 ) -> Any:
-    """Returns `make(arrays_of(mask) as int32 tensors on the device)`, ready for the current stream.
+    """Returns what `prepare` makes of a mask with its arrays on the device, ready for the current stream.
 
-    The same object at every call with this very mask, `use` and device. `make` must not start work on the
-    device: another stream that finds what it made waits for the copy alone.
+    It is asked once per mask, `use` and device: for arrays, and for a function that takes them as int32 tensors
+    and must not start work on the device, since another stream that finds the result waits for the copy alone.
     """
     key = (id(mask), use, device)
     entry = _entries.get(key)
     if entry is None or entry.mask() is not mask:
-        data, parts, copied = _copy(arrays_of(mask), device)
+        arrays, finish = prepare(mask)
+        data, parts, copied = _copy(arrays, device)
         owner = weakref.ref(mask, lambda _: _entries.pop(key, None))
-        entry = _entries[key] = _Entry(owner, data, make(parts), copied)
+        entry = _entries[key] = _Entry(owner, data, finish(parts), copied)
         entry.streams.add(_stream(device))
     elif device.type == "cuda":
         _wait_for_copy(entry, device)

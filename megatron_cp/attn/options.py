@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_cp.mask import AttentionMask
 
-BACKENDS = ("reference", "cpu", "flex", "hopper", "emulated")
+BACKENDS = ("reference", "cpu", "flex", "flash", "hopper", "emulated")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -60,6 +60,10 @@ def resolve_options(
         backend = "cpu" if q.device.type == "cpu" else "flex"
     needs_grad = (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
     _check_backend(backend, q, deterministic, needs_grad)
+    if backend == "flash":
+        from megatron_cp.attn.flash import checks as flash_checks
+
+        flash_checks.check_supported(q, v, scale, softcap, deterministic, needs_grad)
     if backend == "hopper":
         from megatron_cp.attn.hopper import checks as hopper_checks
 

@@ -88,13 +88,14 @@ class VarlenCall:
 
 
 def group_calls(mask: AttentionMask) -> tuple[VarlenCall, ...]:
-    """Returns calls whose pairs are exactly those of the mask, each pair once, in a fixed order."""
+    """Returns calls whose pairs are exactly those of the mask, each pair once; those of most rows come first."""
     ways = list(_ways_to_cut(merge(mask.array)))
     fewest = min((_colour(_sequences(way)) for way in ways), key=len)
     if len(fewest) > 2:  # less is not to be had by halves
         halved = (_colour(_sequences(np.concatenate(_halve(way)))) for way in ways)
         fewest = min(fewest, *halved, key=len)
-    return tuple(_to_call(group) for group in fewest)
+    calls = [_to_call(group) for group in fewest]
+    return tuple(sorted(calls, key=lambda call: -int(call.cu_seqlens_q[-1])))
 
 
 # ---------------------------------------------------------------------- ways to cut slices
