@@ -32,10 +32,10 @@ from megatron_cp.mask.interval import IntArray, to_indices
 
 # An lse under which every probability is 0: infinities would meet those of masked scores.
 NOTHING_LEFT = 1e30
-# The most that delta may be of |dout| for the plain stand-in; fp16 ends earlier.
-LARGEST_QUOTIENT = 2.0**40
-# Beside delta this much of a value is lost in fp16 (11 bits), and its inverse is a number of fp16.
-TINY_SHARE = 2.0**-14
+# What stands in for `out` may be so large: well inside each dtype, and beyond its precision beside 1.
+LARGEST = {torch.float16: 2.0**14}
+LARGEST_ELSE = 2.0**40
+SMALLEST_NORM = 1e-18
 
 
 class Rows(NamedTuple):
@@ -150,16 +150,17 @@ def delta_as_out(
     stand-in has delta divided by them. Rows without keys become 0.
     """
     finite, dtype = torch.finfo(dout_QNH.dtype), accumulation_dtype(dout_QNH.dtype)
+    largest = LARGEST.get(dout_QNH.dtype, LARGEST_ELSE)
     delta = delta_QN.to(dtype).masked_fill(no_keys_QN, 0.0)
     norm = torch.linalg.vector_norm(dout_QNH, dim=-1, dtype=dtype).masked_fill(no_keys_QN, 0.0)
-    too_large = delta.abs() > norm * min(finite.max / 2, LARGEST_QUOTIENT)
-    cleared = too_large | (norm == 0)
+    # A norm whose square float32 cannot hold counts as none.
+    too_large = delta.abs() > norm.masked_fill(norm < SMALLEST_NORM, 0.0) * largest
     # A norm beyond float32 makes its row NaN: the 0 that it would be otherwise hides a gradient.
-    ratio = (delta / norm / norm + (norm - norm)).masked_fill(cleared, 0.0)
-    dout = dout_QNH.masked_fill(cleared.unsqueeze(-1), 0.0)
+    ratio = (delta / norm / norm + (norm - norm)).masked_fill(too_large | (delta == 0), 0.0)
+    dout = dout_QNH.masked_fill((too_large | no_keys_QN).unsqueeze(-1), 0.0)
     stand_in = torch.mul(dout, ratio.unsqueeze(-1), out=torch.empty_like(dout))
 
-    tiny = (delta.abs() * TINY_SHARE).clamp(min=finite.smallest_normal * finite.eps)
+    tiny = (delta.abs() / largest).clamp(min=finite.smallest_normal * finite.eps)
     tiny = tiny.to(dout.dtype).masked_fill(~too_large, 0.0)
     quotient = (delta / tiny.to(dtype)).masked_fill(~too_large, 0.0)
     high = quotient.to(dout.dtype)

@@ -15,12 +15,11 @@ and gradients are written without collisions, and what is gathered is never larg
     # # # .                            . # # .          # # #   or   # # #     full
     # # # #                            . . # #                       # # #
 
-1. Neighbours are joined to larger slices.
-2. Bends are cut, or not: of the four ways to cut none, the upper, the lower or both kinds of bends, the one
-   with the fewest calls is taken.
-3. Boxes of one key range become one sequence, and so do boxes of one query range, whose keys are gathered
+1. Slices are taken as they are, or neighbours joined to larger ones; bends are cut or not, the upper, the lower
+   or both; staircases of keys are cut by halves or not. Of these ways the one with the fewest calls is taken.
+2. Boxes of one key range become one sequence, and so do boxes of one query range, whose keys are gathered
    one behind the other; a box in front of a slice with the same queries and an open lower side joins it.
-4. Sequences of one window that do not collide are one call; an open side takes any window that cuts nothing.
+3. Sequences of one window that do not collide are one call; an open side takes any window that cuts nothing.
 """
 
 from bisect import bisect_right
@@ -42,6 +41,8 @@ Range = tuple[int, int]
 OPEN = -1
 # A call's sequences lie along the second axis of the operators' grid, which CUDA ends here.
 MAX_SEQUENCES = 65_535
+# Masks of more slices are not cut by halves: 2,000 slices take 0.5 s (EPYC core).
+MAX_HALVED = 256
 
 
 class Sequence(NamedTuple):
@@ -89,11 +90,15 @@ class VarlenCall:
 
 def group_calls(mask: AttentionMask) -> tuple[VarlenCall, ...]:
     """Returns calls whose pairs are exactly those of the mask, each pair once; those of most rows come first."""
-    ways = list(_ways_to_cut(merge(mask.array)))
-    fewest = min((_colour(_sequences(way)) for way in ways), key=len)
-    if len(fewest) > 2:  # less is not to be had by halves
-        halved = (_colour(_sequences(np.concatenate(_halve(way)))) for way in ways)
-        fewest = min(fewest, *halved, key=len)
+    fewest = _colour(_sequences(mask.array))
+    for way in _ways_to_cut(mask.array):
+        if len(fewest) == 1:
+            break
+        fewest = min(fewest, _colour(_sequences(way)), key=len)
+    if len(fewest) > 2 and mask.num_slices <= MAX_HALVED:
+        for way in (mask.array, merge(mask.array)):
+            halves = np.concatenate(_halve(way))
+            fewest = min(fewest, _colour(_sequences(halves)), key=len)
     calls = [_to_call(group) for group in fewest]
     return tuple(sorted(calls, key=lambda call: -int(call.cu_seqlens_q[-1])))
 
@@ -102,15 +107,13 @@ def group_calls(mask: AttentionMask) -> tuple[VarlenCall, ...]:
 
 
 def _ways_to_cut(rows: IntArray) -> Iterator[IntArray]:
-    """Yields the slices with no bends cut, the upper, the lower, both; each way that differs once."""
-    yield rows
-    upper, lower = _cut_upper(rows), _cut_lower(rows)
-    if upper is not rows:
-        yield upper
-    if lower is not rows:
-        yield lower
+    """Yields the slices joined; then with their upper, their lower, and both kinds of bends cut."""
+    joined = merge(rows)
+    yield joined
+    upper, lower = _cut_upper(joined), _cut_lower(joined)
+    yield from (way for way in (upper, lower) if way is not joined)
     both = _cut_lower(upper)
-    if both is not upper and upper is not rows:
+    if both is not upper and upper is not joined:
         yield both
 
 
