@@ -87,7 +87,7 @@ def _copy(
     else:
         data = data.to(device)
     parts = [
-        data[begin : begin + array.size].view(array.shape)
+        data.narrow(0, begin, array.size).view(array.shape)
         for begin, array in zip(begins.tolist(), arrays, strict=False)
     ]
     return data, parts, copied

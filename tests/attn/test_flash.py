@@ -1,15 +1,19 @@
 """The flash backend over operators made of float64 formulas: every mask, both passes, parts of the keys."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_cp import mask as masks
 from megatron_cp.attn import attend, attend_backward, attend_forward, merge_partials, resolve_options
-from megatron_cp.attn.flash.backend import delta_as_out
+from megatron_cp.attn import device_arrays
+from megatron_cp.attn.flash import backend, checks, grouping
+from megatron_cp.attn.flash.backend import delta_as_out, device_calls
 from tests.attn.flash_on_host import on_host
 from tests.attn.formula import assert_attention, random_case
 from tests.strategies import attention_masks
@@ -166,8 +170,8 @@ def test_delta_survives_any_size_of_dout(dtype, share, smallest, scales):
         new_dout, stand_in = delta_as_out(dout, delta, no_keys)
         assert torch.equal(new_dout, dout) or delta_scale
         actual = (new_dout.double() * stand_in.double()).sum(-1)
-        finite, norm = torch.finfo(dtype), new_dout.double().norm(dim=-1)
-        below = finite.smallest_normal * finite.eps * norm
+        finite, size = torch.finfo(dtype), new_dout.double().abs().sum(dim=-1)
+        below = finite.smallest_normal * finite.eps * size
         assert ((actual - delta).abs() <= finite.eps * delta.abs() + below).all()
         changed = (new_dout.double() - dout.double()).abs().amax(-1)
         assert (changed <= 2.01 * share * delta.abs() + smallest).all()
@@ -183,35 +187,60 @@ def test_overflow_in_dout_reaches_the_gradients():
 
 
 def test_a_mask_is_grouped_and_copied_once(calls, monkeypatch):
-    from megatron_cp.attn import device_arrays
-    from megatron_cp.attn.flash import backend
-
     grouped = []
-    monkeypatch.setattr(
-        backend, "group_calls", lambda mask: grouped.append(mask) or ORIGINAL(mask)
-    )
-    (q, k, v), arguments = random_case(40, 40, (2, 2), (8, 8), torch.bfloat16)
+
+    def group_calls(mask):
+        grouped.append(mask.num_slices)
+        return grouping.group_calls(mask)
+
+    monkeypatch.setattr(backend, "group_calls", group_calls)
+    inputs, arguments = random_case(40, 40, (2, 2), (8, 8), torch.bfloat16)
     mask = masks.documents([10, 30], "causal")
     for _ in range(3):
-        _attend_with_gradients((q, k, v), mask, arguments)
-    assert len(grouped) == 1
+        _attend_with_gradients(inputs, mask, arguments)
+    assert grouped == [2]
     assert [name for name, *_ in calls] == ["forward", "backward"] * 3
     assert device_arrays.num_cached() == 1
-    grouped.clear()
     del mask
     assert device_arrays.num_cached() == 0
 
 
-from megatron_cp.attn.flash.grouping import group_calls as ORIGINAL  # noqa: E402
-
-
 def test_one_run_of_rows_is_read_where_it_lies():
-    from megatron_cp.attn.flash.backend import device_calls
-
-    (call,) = device_calls(masks.documents([10, 30], "causal"), torch.device("cpu"))
+    mask = masks.documents([10, 30], "causal")
+    (call,) = device_calls(mask, torch.device("cpu"))
     x = torch.zeros(40, 2, 8, dtype=torch.bfloat16)
     assert call.queries.read(x).data_ptr() == x.data_ptr()
     odd = torch.zeros(2, 40, 12, dtype=torch.bfloat16).transpose(0, 1)[..., :8]
     assert call.queries.read(odd).is_contiguous()
     shared = torch.zeros(40, 1, 8, dtype=torch.bfloat16).expand(40, 2, 8)
     assert call.queries.read(shared).is_contiguous()
+
+
+def _check_shapes(mask, device):
+    of_device = {"dtype": torch.bfloat16, "device": device}
+    q, dout = (torch.zeros(mask.num_queries, 4, 64, **of_device) for _ in range(2))
+    k, v = (torch.zeros(mask.num_keys, 2, 64, **of_device) for _ in range(2))
+    options = resolve_options(q, k, v, backend="flash")
+    out, lse = backend.forward(q, k, v, mask, options)
+    gradients = backend.backward(dout, q, k, v, lse, lse, mask, options)
+    for tensor, like in ((out, q), *zip(gradients, (q, k, v), strict=True)):
+        assert (tensor.shape, tensor.dtype) == (like.shape, torch.float32)
+        assert tensor.device.type == device
+    assert (lse.shape, lse.dtype) == ((mask.num_queries, 4), torch.float32)
+
+
+def test_torch_s_own_operators_take_a_call_on_tensors_of_a_gpu_without_data(monkeypatch):
+    """FakeTensor runs the operators' published shape functions, and refuses mixed devices."""
+    stream = SimpleNamespace(cuda_stream=7)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _=None: stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda _: None))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        _check_shapes(masks.documents([10, 30], "causal"), "cuda")
+
+
+@pytest.mark.parametrize("mask", [masks.shared_question([9, 8, 7]), masks.full(40, 0)], ids=str)
+def test_torch_s_own_operators_take_several_calls_on_tensors_without_data(mask, monkeypatch):
+    monkeypatch.setattr(checks, "ON_DEVICES", ("meta",))
+    _check_shapes(mask, "meta")

@@ -41,13 +41,13 @@ SMALLEST_NORM = 1e-18
 class Rows(NamedTuple):
     """Rows that a call packs: a run of them, or an int32 index of any."""
 
-    run: slice | None
+    run: tuple[int, int] | None  # first row, number of rows
     index: Tensor | None
 
     def pick(self, x: Tensor) -> Tensor:
         """Returns these rows."""
         if self.run is not None:
-            return x[self.run]
+            return x.narrow(0, *self.run)
         assert self.index is not None
         return x.index_select(0, self.index)
 
@@ -61,12 +61,12 @@ class Rows(NamedTuple):
         No row stands twice in a call, so that every run gives the same bits.
         """
         dtype = accumulation_dtype(like.dtype)
-        if total is None and self.run == slice(0, like.shape[0]):
+        if total is None and self.run == (0, like.shape[0]):
             return part.to(dtype)
         if total is None:
             total = torch.zeros(like.shape, dtype=dtype, device=like.device)
         if self.run is not None:
-            total[self.run] += part
+            total.narrow(0, *self.run).add_(part)
         else:
             assert self.index is not None
             total.index_add_(0, self.index, part.to(dtype))
@@ -92,17 +92,16 @@ def forward(
     for queries, keys, sequences in device_calls(mask, q_QNH.device):
         inputs = (queries.read(q_QNH), keys.read(k_KGH), keys.read(v_KGH))
         out, lse_NQ = operator.forward(*inputs, sequences, *scales)
-        lse = lse_NQ.t()
-        if result is None and queries.run == slice(0, num_rows):
-            result = out.to(dtype), lse.contiguous()
+        if result is None and queries.run == (0, num_rows):
+            result = out.to(dtype), _turned(lse_NQ)
             continue
         if result is None:
             result = _nothing(q_QNH, v_KGH)
         if queries.run is not None:
-            merge_span_(result[0][queries.run], result[1][queries.run], out, lse)
+            merge_span_(*(x.narrow(0, *queries.run) for x in result), out, lse_NQ.t())
         else:
             assert queries.index is not None
-            merge_rows_(*result, queries.index.long(), out, lse)
+            merge_rows_(*result, queries.index.long(), out, lse_NQ.t())
     return _nothing(q_QNH, v_KGH) if result is None else result
 
 
@@ -127,7 +126,7 @@ def backward(
     dv: Tensor | None = None
     for queries, keys, sequences in device_calls(mask, q_QNH.device):
         inputs = (queries.read(q_QNH), keys.read(k_KGH), keys.read(v_KGH))
-        results = (queries.read(stand_in), queries.pick(lse).t().contiguous())
+        results = (queries.read(stand_in), _turned(queries.pick(lse)))
         parts = operator.backward(queries.read(dout), *inputs, *results, sequences, *wishes)
         dq = queries.added(dq, parts[0], q_QNH)
         dk, dv = keys.added(dk, parts[1], k_KGH), keys.added(dv, parts[2], v_KGH)
@@ -161,13 +160,14 @@ def delta_as_out(
     stand_in = torch.mul(dout, ratio.unsqueeze(-1), out=torch.empty_like(dout))
 
     tiny = (delta.abs() / largest).clamp(min=finite.smallest_normal * finite.eps)
-    tiny = tiny.to(dout.dtype).masked_fill(~too_large, 0.0)
-    quotient = (delta / tiny.to(dtype)).masked_fill(~too_large, 0.0)
+    tiny = tiny.to(dout.dtype)
+    quotient = torch.where(too_large, delta / tiny.to(dtype), 0.0)
+    tiny = torch.where(too_large, tiny, 0.0)
     high = quotient.to(dout.dtype)
     low = (quotient - high.to(dtype)).to(dout.dtype)
     for column, part in ((0, high), (1, low)):
-        dout[..., column] += tiny
-        stand_in[..., column] += part
+        dout.select(-1, column).add_(tiny)
+        stand_in.select(-1, column).add_(part)
     return dout, stand_in
 
 
@@ -200,15 +200,24 @@ def _prepare(mask: AttentionMask) -> device_arrays.Prepared:
 
 def _on_device(call: VarlenCall, given: Iterator[Tensor]) -> DeviceCall:
     sequences = Sequences(next(given), next(given), call.max_q, call.max_k, call.left, call.right)
-    queries, keys = (
-        Rows(None, next(given)) if len(rows) > 1 else Rows(slice(*rows[0].tolist()), None)
-        for rows in (call.q_rows, call.k_rows)
-    )
+    queries, keys = (_rows(rows, given) for rows in (call.q_rows, call.k_rows))
     return DeviceCall(queries, keys, sequences)
+
+
+def _rows(rows: IntArray, given: Iterator[Tensor]) -> Rows:
+    if len(rows) > 1:
+        return Rows(None, next(given))
+    start, end = rows[0].tolist()
+    return Rows((start, end - start), None)
 
 
 def _index(rows: IntArray) -> device_arrays.Int32Array:
     return to_indices(rows).astype("int32")
+
+
+def _turned(x: Tensor) -> Tensor:
+    """Returns a matrix with rows and columns exchanged, laid out anew."""
+    return x.t().clone(memory_format=torch.contiguous_format)
 
 
 def _readable(x: Tensor) -> Tensor:
