@@ -88,9 +88,7 @@ def varlen_forward(q, k, v, cu_q, cu_k, window, scale, softcap=0.0):
     return out.to(q.dtype), lse.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
-def varlen_backward(
-    dout, q, k, v, out, lse, cu_q, cu_k, window, scale, softcap=0.0
-):
+def varlen_backward(dout, q, k, v, out, lse, cu_q, cu_k, window, scale, softcap=0.0):
     """Returns (dq, dk, dv) in the dtype of q; delta is made of dout and out, as the operators do."""
     _check(q, k, cu_q, cu_k)
     assert lse.shape == (q.shape[1], q.shape[0]) and lse.is_contiguous()

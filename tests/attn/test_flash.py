@@ -10,8 +10,14 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_cp import mask as masks
-from megatron_cp.attn import attend, attend_backward, attend_forward, merge_partials, resolve_options
-from megatron_cp.attn import device_arrays
+from megatron_cp.attn import (
+    attend,
+    attend_backward,
+    attend_forward,
+    device_arrays,
+    merge_partials,
+    resolve_options,
+)
 from megatron_cp.attn.flash import backend, checks, grouping
 from megatron_cp.attn.flash.backend import delta_as_out, device_calls
 from tests.attn.flash_on_host import on_host
@@ -136,7 +142,9 @@ def test_rows_whose_global_lse_is_minus_infinity_get_and_give_exact_zeros():
     assert not actual[0][silent].any()
 
 
-@pytest.mark.parametrize(("dtype", "share"), [(torch.bfloat16, 2.0**-40), (torch.float16, 2.0**-14)])
+@pytest.mark.parametrize(
+    ("dtype", "share"), [(torch.bfloat16, 2.0**-40), (torch.float16, 2.0**-14)]
+)
 @pytest.mark.parametrize("through", ["out", "lse"])
 def test_gradient_through_one_result_alone_equals_float64(dtype, share, through):
     mask = masks.causal(70)

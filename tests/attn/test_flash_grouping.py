@@ -40,7 +40,9 @@ def _flat(rows):
 
 
 @given(case=attention_masks())
-@example(case=(from_slices(9, 4, [(0, 9, 0, 4, -6, -1)]), None))  # more queries than keys, both sides cut
+@example(
+    case=(from_slices(9, 4, [(0, 9, 0, 4, -6, -1)]), None)
+)  # more queries than keys, both sides cut
 @example(case=(from_slices(9, 3, [(0, 9, 0, 3, -6, None)]), None))
 @example(case=(from_slices(1, 1, [(0, 1, 0, 1, None, None)]), None))
 def test_calls_compute_every_pair_of_the_mask_once_and_no_other(case):
@@ -71,7 +73,10 @@ NUM_CALLS = {
     "prefix-LM documents": (masks.prefix_lm_documents([10, 20, 5, 30], 4), 2),
     "one question, answers": (masks.shared_question([10, 5, 7, 3, 8]), 2),
     "blocks of a video": (masks.block_causal_documents([64, 64], 4), 5),
-    "two bends, different": (from_slices(20, 20, [(0, 9, 0, 5, None, 1), (9, 20, 5, 9, None, -6)]), 2),
+    "two bends, different": (
+        from_slices(20, 20, [(0, 9, 0, 5, None, 1), (9, 20, 5, 9, None, -6)]),
+        2,
+    ),
 }
 
 
@@ -105,7 +110,15 @@ STAGE_MASKS = {
     "full": masks.full(1024),
 }
 # Most calls of any stage of any rank in either pass.
-STAGE_CALLS = {"auto": 2, "zigzag": 2, "ring": 1, "contiguous": 1, "ulysses": 1, "allgather": 3, "magi": 8}
+STAGE_CALLS = {
+    "auto": 2,
+    "zigzag": 2,
+    "ring": 1,
+    "contiguous": 1,
+    "ulysses": 1,
+    "allgather": 3,
+    "magi": 8,
+}
 
 
 @pytest.mark.parametrize("planner", STAGE_CALLS)

@@ -14,9 +14,12 @@ from tests.attn import flash_on_host
 from tests.attn.flash_on_host import on_host
 from tests.attn.formula import assert_attention, random_case
 
-
 PLAIN = Wish((8, 0), 128, 128, False, False, True, False)
-NOT_INSTALLED = ("flash-attn 4 is not installed", "flash-attn 3 is not installed", "flash-attn 2 is not installed")
+NOT_INSTALLED = (
+    "flash-attn 4 is not installed",
+    "flash-attn 3 is not installed",
+    "flash-attn 2 is not installed",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +40,10 @@ def test_without_flash_attn_torch_serves_and_the_reason_is_kept():
 
 
 REFUSED = {
-    "an older GPU": (PLAIN._replace(capability=(7, 5)), "torch's operator needs compute capability 8.0"),
+    "an older GPU": (
+        PLAIN._replace(capability=(7, 5)),
+        "torch's operator needs compute capability 8.0",
+    ),
     "softcap": (PLAIN._replace(has_softcap=True), "torch's operator has no softcap"),
     "determinism": (
         PLAIN._replace(deterministic=True),
@@ -81,8 +87,14 @@ def test_what_torch_can_do_beside_is_served():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"softcap": 2.0}, r"no operator for head_dim=16.*softcap=2.0.*has no softcap; install flash-attn, or use"),
-        ({"deterministic": True}, r"deterministic=True, gradients=True: .*use backend='flex' or 'reference'"),
+        (
+            {"softcap": 2.0},
+            r"no operator for head_dim=16.*softcap=2.0.*has no softcap; install flash-attn, or use",
+        ),
+        (
+            {"deterministic": True},
+            r"deterministic=True, gradients=True: .*use backend='flex' or 'reference'",
+        ),
         ({"softmax_scale": -1.0}, r"softmax_scale=-1.0, only numbers > 0; negate q"),
         ({"softmax_scale": 0.0}, r"softmax_scale=0.0, only numbers > 0"),
     ],
@@ -97,7 +109,9 @@ def test_a_call_that_nothing_serves_is_refused_before_it_starts(options, message
 
 def test_devices_and_dtypes_are_refused_with_what_can():
     (q, k, v), _ = random_case(8, 8, (2, 2), (16, 16), torch.bfloat16)
-    with pytest.raises(NotImplementedError, match=r"device=cpu, only on CUDA .*'cpu' or 'reference'"):
+    with pytest.raises(
+        NotImplementedError, match=r"device=cpu, only on CUDA .*'cpu' or 'reference'"
+    ):
         resolve_options(q, k, v, backend="flash")
     assert not checks.can_serve(q, v, 1.0, 0.0, False, False)
     on_gpu = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float32, shape=(8, 2, 16))
@@ -170,7 +184,9 @@ def _run_backward(dout, q, k, v, out, lse, o):
 
 def _named(schema, arguments, keywords):
     """Returns all arguments by name, as the dispatcher leaves them: some by place, defaults left out."""
-    names = [part.split("=")[0].split()[-1] for part in schema[1 : schema.rindex(") ->")].split(", ")]
+    names = [
+        part.split("=")[0].split()[-1] for part in schema[1 : schema.rindex(") ->")].split(", ")
+    ]
     return {**dict(zip(names, arguments, strict=False)), **keywords}
 
 
@@ -273,7 +289,9 @@ def test_each_library_gets_what_it_calls_things(library, name, softcap, request)
     inputs, arguments = random_case(24, 24, (4, 2), (16, 16), torch.float64)
     leaves = [x.clone().requires_grad_() for x in inputs]
     with on_host(capability) as torch_calls:
-        out, lse = attend(*leaves, mask, backend="flash", softcap=softcap, deterministic=library != "flash4")
+        out, lse = attend(
+            *leaves, mask, backend="flash", softcap=softcap, deterministic=library != "flash4"
+        )
         finite = lse.masked_fill(~torch.isfinite(lse), 0.0)
         loss = (out * arguments["dout"]).sum() + (finite * arguments["dlse"]).sum()
         gradients = torch.autograd.grad(loss, leaves)

@@ -42,14 +42,14 @@ class Rows(NamedTuple):
     """Rows that a call packs: a run of them, or an int32 index of any."""
 
     run: tuple[int, int] | None  # first row, number of rows
-    index: Tensor | None
+    places: Tensor | None
 
     def pick(self, x: Tensor) -> Tensor:
         """Returns these rows."""
         if self.run is not None:
             return x.narrow(0, *self.run)
-        assert self.index is not None
-        return x.index_select(0, self.index)
+        assert self.places is not None
+        return x.index_select(0, self.places)
 
     def read(self, x: Tensor) -> Tensor:
         """Returns these rows in a layout that the operators read."""
@@ -68,8 +68,8 @@ class Rows(NamedTuple):
         if self.run is not None:
             total.narrow(0, *self.run).add_(part)
         else:
-            assert self.index is not None
-            total.index_add_(0, self.index, part.to(dtype))
+            assert self.places is not None
+            total.index_add_(0, self.places, part.to(dtype))
         return total
 
 
@@ -87,21 +87,21 @@ def forward(
     """Returns `(out [Q, N, Hv], lse [Q, N])` in the accumulation dtype, (0, -inf) without keys."""
     operator = operator_for(q_QNH, v_KGH, options, needs_grad=False)
     num_rows, dtype = q_QNH.shape[0], accumulation_dtype(q_QNH.dtype)
-    scales = (options.softmax_scale, options.softcap)
     result: tuple[Tensor, Tensor] | None = None
     for queries, keys, sequences in device_calls(mask, q_QNH.device):
         inputs = (queries.read(q_QNH), keys.read(k_KGH), keys.read(v_KGH))
-        out, lse_NQ = operator.forward(*inputs, sequences, *scales)
+        out, lse_NQ = operator.forward(*inputs, sequences, options)
         if result is None and queries.run == (0, num_rows):
             result = out.to(dtype), _turned(lse_NQ)
             continue
         if result is None:
             result = _nothing(q_QNH, v_KGH)
         if queries.run is not None:
-            merge_span_(*(x.narrow(0, *queries.run) for x in result), out, lse_NQ.t())
+            part_of_out, part_of_lse = (x.narrow(0, *queries.run) for x in result)
+            merge_span_(part_of_out, part_of_lse, out, lse_NQ.t())
         else:
-            assert queries.index is not None
-            merge_rows_(*result, queries.index.long(), out, lse_NQ.t())
+            assert queries.places is not None
+            merge_rows_(*result, queries.places.long(), out, lse_NQ.t())
     return _nothing(q_QNH, v_KGH) if result is None else result
 
 
@@ -120,25 +120,24 @@ def backward(
     no_keys = lse_QN == -torch.inf
     lse = lse_QN.masked_fill(no_keys, NOTHING_LEFT)
     dout, stand_in = delta_as_out(dout_QNH.to(q_QNH.dtype), delta_QN, no_keys)
-    wishes = (options.softmax_scale, options.softcap, options.deterministic)
     dq: Tensor | None = None
     dk: Tensor | None = None
     dv: Tensor | None = None
     for queries, keys, sequences in device_calls(mask, q_QNH.device):
         inputs = (queries.read(q_QNH), keys.read(k_KGH), keys.read(v_KGH))
         results = (queries.read(stand_in), _turned(queries.pick(lse)))
-        parts = operator.backward(queries.read(dout), *inputs, *results, sequences, *wishes)
+        parts = operator.backward(queries.read(dout), *inputs, *results, sequences, options)
         dq = queries.added(dq, parts[0], q_QNH)
         dk, dv = keys.added(dk, parts[1], k_KGH), keys.added(dv, parts[2], v_KGH)
     if dq is None or dk is None or dv is None:
         dtype = accumulation_dtype(q_QNH.dtype)
-        dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q_QNH, k_KGH, v_KGH))
+        dq, dk, dv = (
+            torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q_QNH, k_KGH, v_KGH)
+        )
     return dq, dk, dv
 
 
-def delta_as_out(
-    dout_QNH: Tensor, delta_QN: Tensor, no_keys_QN: Tensor
-) -> tuple[Tensor, Tensor]:
+def delta_as_out(dout_QNH: Tensor, delta_QN: Tensor, no_keys_QN: Tensor) -> tuple[Tensor, Tensor]:
     """Returns `(dout, stand_in)` in the dtype of dout, whose products sum up to `delta` in each row.
 
         stand_in = dout * delta / |dout|^2

@@ -18,7 +18,12 @@ _log = logging.getLogger(__name__)
 
 
 def check_supported(
-    q: Tensor, v: Tensor, softmax_scale: float, softcap: float, deterministic: bool, needs_grad: bool
+    q: Tensor,
+    v: Tensor,
+    softmax_scale: float,
+    softcap: float,
+    deterministic: bool,
+    needs_grad: bool,
 ) -> None:
     """Raises NotImplementedError for a valid call that no installed operator serves, naming what does."""
     if q.device.type not in ON_DEVICES or torch.version.hip is not None:
@@ -48,7 +53,12 @@ def check_supported(
 
 
 def can_serve(
-    q: Tensor, v: Tensor, softmax_scale: float, softcap: float, deterministic: bool, needs_grad: bool
+    q: Tensor,
+    v: Tensor,
+    softmax_scale: float,
+    softcap: float,
+    deterministic: bool,
+    needs_grad: bool,
 ) -> bool:
     """Returns whether `check_supported` passes."""
     try:
@@ -58,9 +68,7 @@ def can_serve(
     return True
 
 
-def operator_for(
-    q: Tensor, v: Tensor, options: AttendOptions, *, needs_grad: bool
-) -> Operator:
+def operator_for(q: Tensor, v: Tensor, options: AttendOptions, *, needs_grad: bool) -> Operator:
     """Returns the operator of a pass. Raises NotImplementedError as `check_supported`."""
     asked = (options.softcap, options.deterministic, needs_grad)
     operator, _ = _find(_wish(q, v, *asked))

@@ -32,8 +32,8 @@ from numpy.typing import NDArray
 
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray, as_intervals
-from megatron_cp.mask.slice import OPEN as OPEN_END
 from megatron_cp.mask.slice import K_END, K_START, Q_END, Q_START, crop_rows, tighten
+from megatron_cp.mask.slice import OPEN as OPEN_END
 from megatron_cp.mask.sweep import merge
 
 Range = tuple[int, int]
@@ -127,7 +127,10 @@ def _halve(rows: IntArray) -> list[IntArray]:
         return [rows]
     where = inner[len(inner) // 2]
     crosses = (rows[:, K_START] < where) & (rows[:, K_END] > where)
-    before, after = crop_rows(rows[crosses], k=(0, where)), crop_rows(rows[crosses], k=(where, OPEN_END))
+    before, after = (
+        crop_rows(rows[crosses], k=(0, where)),
+        crop_rows(rows[crosses], k=(where, OPEN_END)),
+    )
     low = rows[rows[:, K_END] <= where]
     high = np.concatenate([rows[rows[:, K_START] >= where], after])
     return [before, *_halve(low), *_halve(high)]
@@ -135,7 +138,7 @@ def _halve(rows: IntArray) -> list[IntArray]:
 
 def _cut_upper(rows: IntArray) -> IntArray:
     """Returns the same pairs; where the upper diagonal ends above the last row, the rows below are apart."""
-    q0, q1, k0, k1, _, hi = rows.T
+    q0, q1, _, k1, _, hi = rows.T
     bend = k1 - hi  # the row below the first one that sees the last key
     bent = (hi < k1 - 1 - q0) & (bend < q1)
     return _cut(rows, bent, Q_START, Q_END, bend)
@@ -170,7 +173,9 @@ def _sequences(rows: IntArray) -> list[Sequence]:
     right = np.where(hi >= k1 - 1 - q0, OPEN, hi - (k1 - q1))
     is_box = (left == OPEN) & (right == OPEN)
     columns = [column[~is_box].tolist() for column in (q0, q1, k0, k1, left, right)]
-    banded = [Sequence(((a, b),), ((c, d),), e, f) for a, b, c, d, e, f in zip(*columns, strict=True)]
+    banded = [
+        Sequence(((a, b),), ((c, d),), e, f) for a, b, c, d, e, f in zip(*columns, strict=True)
+    ]
     boxes = _join_boxes(rows[is_box][:, [Q_START, Q_END, K_START, K_END]])
     return _absorb(boxes, banded)
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_cp.attn.flash.grouping import OPEN
 from megatron_cp.attn.flash.operators import (
     Gradients,
     Loaded,
@@ -31,7 +32,7 @@ from megatron_cp.attn.flash.operators import (
     missing_of_flash2,
     torch_operator,
 )
-from megatron_cp.attn.flash.grouping import OPEN
+from megatron_cp.attn.options import AttendOptions
 
 
 def find_operator(wish: Wish) -> tuple[Operator | None, tuple[str, ...]]:
@@ -39,7 +40,7 @@ def find_operator(wish: Wish) -> tuple[Operator | None, tuple[str, ...]]:
 
     The newest that knows the device comes first: flash-attn 4, 3, 2, then torch.
     """
-    reasons = []
+    reasons: list[str] = []
     for load in (_flash4, _flash3, _flash2, torch_operator):
         loaded = load()
         reason = loaded if isinstance(loaded, str) else loaded.missing(wish)
@@ -103,7 +104,7 @@ class _Dialect:
     in_forward: dict[str, Any] = field(default_factory=dict)
     in_backward: dict[str, Any] = field(default_factory=dict)
 
-    def options(self, seqs: Sequences, softmax_scale: float, softcap: float) -> dict[str, Any]:
+    def keywords(self, seqs: Sequences, options: AttendOptions) -> dict[str, Any]:
         """Returns the keywords that both passes take."""
         left, right = (self.open_side if side == OPEN else side for side in (seqs.left, seqs.right))
         return {
@@ -111,11 +112,11 @@ class _Dialect:
             "cu_seqlens_k": seqs.cu_seqlens_k,
             "max_seqlen_q": seqs.max_q,
             "max_seqlen_k": seqs.max_k,
-            "softmax_scale": softmax_scale,
+            "softmax_scale": options.softmax_scale,
             self.causal: seqs.is_causal,
             "window_size_left": left,
             "window_size_right": right,
-            "softcap": softcap,
+            "softcap": options.softcap,
         }
 
 
@@ -130,7 +131,7 @@ def _operator(
     if forward is None or backward is None:
         return f"{unfit} variable-length functions where newer ones have them"
     nothing = Sequences(torch.empty(0), torch.empty(0), 0, 0, OPEN, OPEN)
-    common = [*dialect.options(nothing, 1.0, 0.0), "q", "k", "v"]
+    common = [*dialect.keywords(nothing, AttendOptions(1.0)), "q", "k", "v"]
     gradients = ["dout", "out", dialect.lse, "dq", "dk", "dv", "deterministic"]
     for function, needed in (
         (forward, [*common, *dialect.in_forward]),
@@ -141,10 +142,10 @@ def _operator(
             return f"{unfit} {lacking}; install a newer one"
 
     def run_forward(
-        q: Tensor, k: Tensor, v: Tensor, seqs: Sequences, softmax_scale: float, softcap: float
+        q: Tensor, k: Tensor, v: Tensor, seqs: Sequences, options: AttendOptions
     ) -> tuple[Tensor, Tensor]:
-        options = dialect.options(seqs, softmax_scale, softcap)
-        out, lse, *_ = forward(q=q, k=k, v=v, **options, **dialect.in_forward)
+        keywords = dialect.keywords(seqs, options)
+        out, lse, *_ = forward(q=q, k=k, v=v, **keywords, **dialect.in_forward)
         return out, lse
 
     def run_backward(
@@ -155,19 +156,14 @@ def _operator(
         out: Tensor,
         lse: Tensor,
         seqs: Sequences,
-        softmax_scale: float,
-        softcap: float,
-        deterministic: bool,
+        options: AttendOptions,
     ) -> Gradients:
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, dialect.lse: lse}
-        options = dialect.options(seqs, softmax_scale, softcap)
-        backward(
-            **tensors,
-            **{"dq": dq, "dk": dk, "dv": dv, "deterministic": deterministic},
-            **options,
-            **dialect.in_backward,
-        )
+        tensors |= {"dq": dq, "dk": dk, "dv": dv}
+        keywords = dialect.keywords(seqs, options)
+        determinism = {"deterministic": options.deterministic}
+        backward(**tensors, **keywords, **determinism, **dialect.in_backward)
         return dq, dk, dv
 
     return Operator(dialect.name, run_forward, run_backward, missing)

@@ -1,7 +1,7 @@
 """Variable-length attention operators behind one signature, and which of them serves a call.
 
-    forward(q, k, v, seqs, softmax_scale, softcap)                              -> out, lse
-    backward(dout, q, k, v, out, lse, seqs, softmax_scale, softcap, deterministic) -> dq, dk, dv
+    forward(q, k, v, seqs, options)                  -> out, lse
+    backward(dout, q, k, v, out, lse, seqs, options) -> dq, dk, dv
 
 What they share: rows of all sequences packed, `cu_seqlens` int32, windows that hang on the bottom right
 corner, `lse` a natural log in fp32 `[N, rows]`, results in the dtype of q. What one cannot do is refused before
@@ -20,6 +20,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from megatron_cp.attn.options import AttendOptions
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 Capability = tuple[int, int]
@@ -58,7 +60,7 @@ class Operator:
     """One library's operators. `missing` returns what a wish asks for in vain, None if nothing."""
 
     name: str
-    forward: Callable[[Tensor, Tensor, Tensor, Sequences, float, float], tuple[Tensor, Tensor]]
+    forward: Callable[[Tensor, Tensor, Tensor, Sequences, AttendOptions], tuple[Tensor, Tensor]]
     backward: Callable[..., Gradients]
     missing: Callable[[Wish], str | None]
 
@@ -80,13 +82,13 @@ def torch_operator() -> Loaded:
             return f"torch {torch.__version__} has no {lacking} in its operator; 2.8 and later have"
 
     def run_forward(
-        q: Tensor, k: Tensor, v: Tensor, seqs: Sequences, softmax_scale: float, softcap: float
+        q: Tensor, k: Tensor, v: Tensor, seqs: Sequences, options: AttendOptions
     ) -> tuple[Tensor, Tensor]:
-        assert not softcap
+        assert not options.softcap
         window = {"window_size_left": seqs.left, "window_size_right": seqs.right}
         lengths, causal = seqs[:4], seqs.is_causal
         out, lse, *_ = forward(
-            q, k, v, *lengths, 0.0, causal, False, scale=softmax_scale, **window
+            q, k, v, *lengths, 0.0, causal, False, scale=options.softmax_scale, **window
         )
         return out, lse
 
@@ -98,16 +100,16 @@ def torch_operator() -> Loaded:
         out: Tensor,
         lse: Tensor,
         seqs: Sequences,
-        softmax_scale: float,
-        *_: object,
+        options: AttendOptions,
     ) -> Gradients:
+        assert not options.softcap
         window = {"window_size_left": seqs.left, "window_size_right": seqs.right}
         rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of no dropout
         unused = q.new_empty(0)
         lengths, causal = seqs[:4], seqs.is_causal
         dq, dk, dv = backward(
             *(dout, q, k, v, out, lse, *lengths, 0.0, causal, rng_state, unused),
-            scale=softmax_scale,
+            scale=options.softmax_scale,
             **window,
         )
         return dq, dk, dv
