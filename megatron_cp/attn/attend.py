@@ -28,6 +28,7 @@ _MODULES = {
     "reference": "megatron_cp.attn.reference",
     "cpu": "megatron_cp.attn.cpu.backend",
     "flex": "megatron_cp.attn.flex",
+    "flash": "megatron_cp.attn.flash.backend",
     "hopper": "megatron_cp.attn.hopper.backend",
     "emulated": "megatron_cp.attn.emulated.backend",
 }

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_cp.attn import choice
 from megatron_cp.mask import AttentionMask
 
-BACKENDS = ("reference", "cpu", "flex", "hopper", "emulated")
+BACKENDS = ("reference", "cpu", "flex", "flash", "hopper", "emulated")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -64,6 +64,10 @@ def resolve_options(
     if backend is None:
         backend = choice.choose_backend(q, v, asked)
     _check_backend(backend, q, deterministic, needs_grad)
+    if backend == "flash":
+        from megatron_cp.attn.flash import checks as flash_checks
+
+        flash_checks.check_supported(q, v, scale, softcap, deterministic, needs_grad)
     if backend == "hopper":
         choice.check_hopper(q, v, asked)
     if backend == "emulated":

@@ -1,0 +1,1 @@
+"""The `flash` backend: a mask's slices as few variable-length calls of torch's or flash-attn's operators."""

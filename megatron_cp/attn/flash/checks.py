@@ -1,0 +1,110 @@
+"""What the `flash` backend can serve: refused at the call, with what is allowed and what to do."""
+
+# N query heads, G kv heads, H head dim, Hv value head dim
+
+import logging
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from megatron_cp.attn.flash.libraries import find_operator
+from megatron_cp.attn.flash.operators import Operator, Wish
+from megatron_cp.attn.options import AttendOptions
+
+DTYPES = (torch.bfloat16, torch.float16)
+ON_DEVICES = ("cuda",)
+_log = logging.getLogger(__name__)
+
+
+def check_supported(
+    q: Tensor,
+    v: Tensor,
+    softmax_scale: float,
+    softcap: float,
+    deterministic: bool,
+    needs_grad: bool,
+) -> None:
+    """Raises NotImplementedError for a valid call that no installed operator serves, naming what does."""
+    if q.device.type not in ON_DEVICES or torch.version.hip is not None:
+        raise NotImplementedError(
+            f"backend='flash' cannot compute on device={q.device}, only on CUDA devices of compute capability 8.0 "
+            "and newer; use backend='cpu' or 'reference'"
+        )
+    if q.dtype not in DTYPES:
+        raise NotImplementedError(
+            f"backend='flash' cannot compute dtype={q.dtype}, only torch.bfloat16 and torch.float16; cast q, k and "
+            "v, or use backend='flex' or 'reference'"
+        )
+    if softmax_scale <= 0:
+        raise NotImplementedError(
+            f"backend='flash' cannot use softmax_scale={softmax_scale}, only numbers > 0; negate q and the scale, or "
+            "use backend='flex' or 'reference'"
+        )
+    wish = _wish(q, v, softcap, deterministic, needs_grad)
+    operator, reasons = _find(wish)
+    if operator is None:
+        softcap_text = f", softcap={softcap}" if softcap else ""
+        raise NotImplementedError(
+            f"backend='flash' finds no operator for head_dim={wish.head_dim}, value head_dim={wish.value_dim}"
+            f"{softcap_text}, deterministic={deterministic}, gradients={needs_grad}: {'; '.join(reasons)}; install "
+            "flash-attn, or use backend='flex' or 'reference'"
+        )
+
+
+def can_serve(
+    q: Tensor,
+    v: Tensor,
+    softmax_scale: float,
+    softcap: float,
+    deterministic: bool,
+    needs_grad: bool,
+) -> bool:
+    """Returns whether `check_supported` passes."""
+    try:
+        check_supported(q, v, softmax_scale, softcap, deterministic, needs_grad)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def operator_for(q: Tensor, v: Tensor, options: AttendOptions, *, needs_grad: bool) -> Operator:
+    """Returns the operator of a pass. Raises NotImplementedError as `check_supported`."""
+    asked = (options.softcap, options.deterministic, needs_grad)
+    operator, _ = _find(_wish(q, v, *asked))
+    if operator is None:
+        check_supported(q, v, options.softmax_scale, *asked)
+    assert operator is not None
+    return operator
+
+
+def _wish(q: Tensor, v: Tensor, softcap: float, deterministic: bool, needs_grad: bool) -> Wish:
+    dims = (q.shape[-1], v.shape[-1])
+    torch_is_deterministic = (
+        deterministic
+        and torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled()
+    )
+    wants = (softcap > 0, deterministic, needs_grad)
+    return Wish(_capability(q.device), *dims, *wants, torch_is_deterministic)
+
+
+def _find(wish: Wish) -> tuple[Operator | None, tuple[str, ...]]:
+    """Returns `find_operator`, asked once per wish; but a refusal is asked again."""
+    found = _found.get(wish)
+    if found is None:
+        found = find_operator(wish)
+        if found[0] is not None:
+            _found[wish] = found
+            passed_over = f" ({'; '.join(found[1])})" if found[1] else ""
+            _log.info("backend 'flash' uses %s%s", found[0].name, passed_over)
+    return found
+
+
+_found: dict[Wish, tuple[Operator | None, tuple[str, ...]]] = {}
+
+
+@lru_cache(maxsize=64)
+def _capability(device: torch.device) -> tuple[int, int]:
+    major, minor = torch.cuda.get_device_capability(device)
+    return major, minor
