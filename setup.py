@@ -5,8 +5,9 @@ them, and are installed inside the package: no generic top-level name reaches si
 tree, links of the same names in megatron_cp/ make them importable without an installation, and
 visible to mypy and the import linter; packaging does not need the links.
 
-Where nvcc is present, a wheel gets the kernels as cubins (some minutes; MEGATRON_CP_CUBINS=0 leaves them
-out). Without them, and in an editable installation, they are compiled on first use.
+Where NVRTC or nvcc is present, a wheel gets the kernels as cubins (some minutes; MEGATRON_CP_CUBINS=0 leaves them
+out); of CUDA 12 where such a compiler is there (`make toolkits` fetches one), so that every driver from R525 on takes
+them. Without cubins, and in an editable installation, kernels are compiled on first use.
 """
 
 import os
@@ -37,7 +38,7 @@ def packages_and_folders() -> tuple[list[str], dict[str, str]]:
 
 
 class BuildWithCubins(build_py):
-    """Copies the package and adds the kernels' cubins; where nvcc is missing it adds none."""
+    """Copies the package and adds the kernels' cubins; where there is no compiler it adds none."""
 
     def run(self) -> None:
         """Copies, then compiles into the copy."""

@@ -3,10 +3,11 @@
     python -m megatron_cp.kernels.build --all        compile what is missing into the user's cache
     python -m megatron_cp.kernels.build --list       say what there is
 
-`cubin(name)` looks into the package (cubins that `setup.py` made where nvcc was present), then into the
+`cubin(name)` looks into the package (cubins that `setup.py` made where there was a compiler), then into the
 user's cache, and compiles otherwise. What may be used is decided by a hash of the sources that the variant
 includes, its definitions and the flags (and, in the cache, the compiler's version), so an edited kernel is
-never run from an old cubin.
+never run from an old cubin; and by the driver, which takes cubins of its own major version of CUDA and of earlier
+ones (`elf.py`).
 
 Ranks that need the same cubin at once wait for the one that compiles it (`kernels/cache.py`).
 """
@@ -25,16 +26,19 @@ from functools import lru_cache
 from pathlib import Path
 
 if __package__:
-    from megatron_cp.kernels import cache, compilers
+    from megatron_cp.kernels import cache, compilers, driver, elf
 else:  # run as a file by setup.py, before anything is installed
     import cache  # type: ignore[no-redef,import-not-found]
     import compilers  # type: ignore[no-redef,import-not-found]
+    import driver  # type: ignore[no-redef,import-not-found]
+    import elf  # type: ignore[no-redef,import-not-found]
 
 SOURCES = Path(__file__).resolve().parent
 PACKAGED = SOURCES / "cubins"
 VARIANTS = SOURCES / "attn" / "variants.json"
 INCLUDE_FOLDERS = (SOURCES / "include", SOURCES)
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*[<"]([^>"]+)[>"]', re.MULTILINE)
+_SERIALISED = re.compile(r"\(C75\d\d\)")  # ptxas' numbers for products that wait for each other
 
 
 @dataclass(frozen=True)
@@ -74,16 +78,57 @@ def _defines(values: dict[str, str | int]) -> tuple[str, ...]:
 
 @lru_cache(maxsize=256)
 def cubin(name: str) -> bytes:
-    """Returns the cubin of a variant, compiling it if neither the package nor the cache has it.
+    """Returns a cubin of a variant that this machine's driver takes; without a driver, any.
+
+    It is compiled if neither the package nor the cache has one.
 
     Raises: KeyError for an unknown name; NoCompilerError, CompileError when it must be compiled and cannot;
     PermissionError for a cache that others can write to.
     """
     variant = variants()[name]
-    packaged = PACKAGED / f"{name}.{source_key(variant)[:16]}.cubin"
-    if packaged.is_file():
-        return packaged.read_bytes()
-    return cached_cubin(variant, compilers.find_compiler())
+    packaged = packaged_cubin(variant)
+    if packaged is not None and elf.runs_on(packaged, driver_major()):
+        return packaged
+    try:
+        return compiled_cubin(name)
+    except compilers.NoCompilerError as error:
+        if packaged is None:
+            raise
+        raise compilers.NoCompilerError(
+            f"the packaged cubin of {name} is of {cuda_of(packaged)} and the driver of CUDA {driver_major()}; {error}"
+        ) from error
+
+
+def compiled_cubin(name: str) -> bytes:
+    """Returns the variant's cubin from the cache, or compiled and put there, whatever is packaged.
+
+    Of a compiler whose cubins this machine's driver takes. Raises like `cubin`.
+    """
+    variant = variants()[name]
+    found = compilers.find_compilers(at_most=driver_major())
+    return compilers.compile_with_any(found, lambda compiler: cached_cubin(variant, compiler))
+
+
+def packaged_cubin(variant: Variant) -> bytes | None:
+    """Returns the cubin that came with the package, if it was made from the sources that are here."""
+    path = PACKAGED / packaged_name(variant)
+    return path.read_bytes() if path.is_file() else None
+
+
+def packaged_name(variant: Variant) -> str:
+    """Returns the file name of a packaged cubin."""
+    return f"{variant.name}.{source_key(variant)[:16]}.cubin"
+
+
+def cuda_of(cubin: bytes) -> str:
+    """Returns of which CUDA a cubin is, with what its header says. Raises ValueError for no ELF file."""
+    return f"CUDA {elf.toolkit_major(cubin) or 'unknown'} (ELF ABI {elf.abi(cubin)})"
+
+
+def driver_major() -> int | None:
+    """Returns the major version of CUDA that this machine's driver is of, None without a driver."""
+    version = driver.installed_version()
+    return None if version is None else version[0]
 
 
 def cached_cubin(variant: Variant, compiler: compilers.Compiler) -> bytes:
@@ -95,8 +140,18 @@ def cached_cubin(variant: Variant, compiler: compilers.Compiler) -> bytes:
 
 
 def compile_variant(variant: Variant, compiler: compilers.Compiler) -> bytes:
-    """Returns the cubin, always compiled. Raises CompileError."""
-    return compiler.compile(variant.path, variant.defines, INCLUDE_FOLDERS)
+    """Returns the cubin, always compiled.
+
+    Raises: CompileError, also for code that the compiler itself calls much slower: serialised matrix products.
+    """
+    made = compiler.compile_with_log(variant.path, variant.defines, INCLUDE_FOLDERS)
+    slow = [line.strip() for line in made.log.splitlines() if _SERIALISED.search(line)]
+    if slow:
+        raise compilers.CompileError(
+            f"{compiler.name} serialises the matrix products of {variant.name}: {slow[0]}; allowed: compilers that "
+            "run them in parallel; install another one, as python -m megatron_cp doctor says"
+        )
+    return made.cubin
 
 
 def source_key(variant: Variant) -> str:
@@ -133,26 +188,36 @@ def cache_folder() -> Path:
     return cache.user_folder("cubins", "cubin")
 
 
-def build_packaged(folder: Path) -> int:
-    """Compiles all variants into `folder` for an installation; returns how many it holds.
+def build_packaged(folder: Path) -> tuple[int, str]:
+    """Compiles all variants into `folder` for an installation; returns how many it holds, and by whom.
 
-    Returns 0, leaving nothing behind, where nvcc is missing: users then compile on first use.
+    Returns 0 and the reason, leaving nothing behind, where there is no compiler: users then compile on first use.
+
+    Raises: CompileError if no compiler that is there can.
     """
-    compiler = compilers.find_nvcc()
-    if compiler is None or not VARIANTS.is_file():
-        return 0
+    if not VARIANTS.is_file():
+        return 0, "the sources of the kernels are not here"
+    try:
+        found = compilers.find_compilers()
+    except compilers.NoCompilerError as error:
+        return 0, str(error)
     folder.mkdir(parents=True, exist_ok=True)
-    wanted = {f"{v.name}.{source_key(v)[:16]}.cubin": v for v in variants().values()}
+    wanted = {packaged_name(variant): variant for variant in variants().values()}
     for old in folder.glob("*.cubin"):
         if old.name not in wanted:
             old.unlink()
     missing = [(folder / name, v) for name, v in wanted.items() if not (folder / name).is_file()]
+
+    def make(one: tuple[Path, Variant]) -> None:
+        path, variant = one
+        cache.write_whole(
+            path,
+            compilers.compile_with_any(found, lambda c: compile_variant(variant, c)),
+        )
+
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for path, cubin_bytes in pool.map(
-            lambda m: (m[0], compile_variant(m[1], compiler)), missing
-        ):
-            cache.write_whole(path, cubin_bytes)
-    return len(wanted)
+        list(pool.map(make, missing))
+    return len(wanted), " or ".join(compiler.name for compiler in found)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -163,18 +228,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="VARIANT", help="variants to make")
     parser.add_argument("--all", action="store_true", help="make every variant")
     parser.add_argument("--list", action="store_true", help="print the variants and make nothing")
-    parser.add_argument(
-        "--into", type=Path, metavar="FOLDER", help="make a wheel's cubins with nvcc"
-    )
-    parser.add_argument("--compiler", choices=("nvcc", "nvrtc"), help="default: nvcc, else NVRTC")
+    parser.add_argument("--into", type=Path, metavar="FOLDER", help="make a wheel's cubins")
+    parser.add_argument("--compiler", choices=("nvcc", "nvrtc"), help="default: NVRTC, else nvcc")
     options = parser.parse_args(arguments)
-    if options.into:
-        _print(f"{build_packaged(options.into)} cubins in {options.into}")
-        return 0
     unknown = [name for name in options.names if name not in variants()]
     if unknown:
         parser.error(f"unknown variant {unknown[0]!r}; one of {', '.join(variants())}")
-    if not (options.names or options.all or options.list):
+    if not (options.names or options.all or options.list or options.into):
         parser.error("name variants, or give --all, --list or --into")
     chosen = [
         v for v in variants().values() if options.all or options.list or v.name in options.names
@@ -183,16 +243,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _print(*(f"{v.name}  {v.source}  {' '.join(v.defines)}" for v in chosen))
         return 0
     try:
-        compiler = compilers.find_compiler(options.compiler)
-        _print(f"{compiler.kind} {compiler.version} ({compiler.path}) -> {cache_folder()}")
-        for variant in chosen:
-            started = time.perf_counter()
-            size = len(cached_cubin(variant, compiler))
-            _print(f"{variant.name}: {size} bytes, {time.perf_counter() - started:.1f} s")
+        if options.into:
+            count, by = build_packaged(options.into)
+            _print(f"{count} cubins in {options.into}: {by}")
+            return 0
+        _make(chosen, options.compiler)
     except (compilers.NoCompilerError, compilers.CompileError, PermissionError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
     return 0
+
+
+def _make(chosen: Sequence[Variant], kind: str | None) -> None:
+    found = compilers.find_compilers(kind, driver_major())
+    names = ", else ".join(f"{compiler.name} ({compiler.path})" for compiler in found)
+    _print(f"{names} -> {cache_folder()}")
+    for variant in chosen:
+        started = time.perf_counter()
+        made = compilers.compile_with_any(found, lambda c, v=variant: cached_cubin(v, c))  # type: ignore[misc]
+        seconds = time.perf_counter() - started
+        _print(f"{variant.name}: {len(made)} bytes, {cuda_of(made)}, {seconds:.1f} s")
 
 
 def _print(*lines: str) -> None:

@@ -20,9 +20,23 @@ def user_folder(kind: str, content: str) -> Path:
 
     Raises: PermissionError if the folder belongs to someone else or if others can write to it.
     """
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(base, "megatron_cp", kind)
+    folder = _folder(kind)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return _checked(folder, content)
+
+
+def existing_folder(kind: str, content: str) -> Path | None:
+    """Returns the same folder if it is there, None if not. Raises PermissionError like `user_folder`."""
+    folder = _folder(kind)
+    return _checked(folder, content) if folder.is_dir() else None
+
+
+def _folder(kind: str) -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base, "megatron_cp", kind)
+
+
+def _checked(folder: Path, content: str) -> Path:
     state = folder.stat()
     if state.st_uid != os.getuid() or state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(

@@ -1,7 +1,9 @@
-"""The two compilers that make cubins, nvcc and NVRTC, behind one call. Standard library only; no GPU needed.
+"""The two compilers that make cubins, NVRTC and nvcc, behind one call. Standard library only; no GPU needed.
 
-nvcc is the compiler of a CUDA toolkit; NVRTC is the same compiler as a library, which every CUDA build of
-PyTorch installs beside itself.
+nvcc is the compiler of a CUDA toolkit and needs a host compiler; NVRTC is the same compiler as a library, needs
+none, and comes with every CUDA build of PyTorch. The kernels include no header but their own, so NVRTC is tried
+first. Of several versions the oldest major one is taken, in its newest minor version: its cubins load on the most
+drivers.
 """
 
 import ctypes
@@ -10,17 +12,25 @@ import importlib.util
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-FLAGS = ("-std=c++17", "--use_fast_math")
+if __package__:
+    from megatron_cp.kernels import cache
+else:  # beside build.py, run as a file by setup.py
+    import cache  # type: ignore[no-redef,import-not-found]
+
+FLAGS = ("-std=c++17", "--use_fast_math", "--ptxas-options=-v")
 NVCC_FLAGS = ("-cubin", "-O3", "-gencode", "arch=compute_90a,code=sm_90a")
 NVRTC_FLAGS = ("--gpu-architecture=sm_90a",)
-NVRTC_NAMES = ("libnvrtc.so.13", "libnvrtc.so.12")
-MIN_VERSION = (12, 3)  # the first with all instructions of the kernels; 13.0 is the one in use
+NVRTC_NAMES = ("libnvrtc.so.12", "libnvrtc.so.13")
+# 12.3 has all instructions too, but serialises the matrix products of the backward kernels of the large head dims
+# (C7516, seen in its log on 14 variants, 2026-11-22); from 12.4 on no variant's are.
+MIN_VERSION = (12, 4)
 
 
 class CompileError(RuntimeError):
@@ -28,7 +38,16 @@ class CompileError(RuntimeError):
 
 
 class NoCompilerError(RuntimeError):
-    """Neither nvcc nor NVRTC was found."""
+    """No compiler was found whose cubins can be used here."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What one compilation gave: machine code, the PTX it was made from, and what the compiler said."""
+
+    cubin: bytes
+    ptx: str
+    log: str
 
 
 @dataclass(frozen=True)
@@ -39,46 +58,96 @@ class Compiler:
     path: str
     version: str
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Returns `(major, minor)`."""
+        return _numbers(self.version)
+
+    @property
+    def name(self) -> str:
+        """Returns kind and version, as people read them."""
+        return f"{'NVRTC' if self.kind == 'nvrtc' else self.kind} {self.version}"
+
     def compile(
         self, source: Path, defines: Sequence[str], include_folders: Sequence[Path]
     ) -> bytes:
         """Returns the cubin of `source`. Raises CompileError with the compiler's messages."""
+        return self.compile_with_log(source, defines, include_folders).cubin
+
+    def compile_with_log(
+        self, source: Path, defines: Sequence[str], include_folders: Sequence[Path]
+    ) -> Compiled:
+        """Returns the cubin of `source`, its PTX and what the compiler said. Raises CompileError."""
         options = [*FLAGS, *(f"-D{define}" for define in defines)]
         options += [f"-I{folder}" for folder in include_folders]
         make = _compile_with_nvcc if self.kind == "nvcc" else _compile_with_nvrtc
         return make(self.path, source, options)
 
 
-def find_compiler(kind: str | None = None) -> Compiler:
-    """Returns the compiler of this kind, or nvcc before NVRTC.
+def find_compilers(kind: str | None = None, at_most: int | None = None) -> tuple[Compiler, ...]:
+    """Returns the best NVRTC and the best nvcc, in the order in which to try them; at least one.
 
-    Raises: NoCompilerError that says what was looked for and how to get it.
+    `kind`: nvcc or nvrtc alone. `at_most`: the major version of the driver that is to take their cubins.
+
+    Raises: NoCompilerError that says what was looked for, what was found, and how to get what is missing.
     """
-    compiler = (find_nvcc() if kind in (None, "nvcc") else None) or (
-        find_nvrtc() if kind in (None, "nvrtc") else None
+    found = [
+        *(nvrtcs() if kind in (None, "nvrtc") else ()),
+        *(nvccs() if kind in (None, "nvcc") else ()),
+    ]
+    best: dict[str, Compiler] = {}
+    for one in sorted(found, key=lambda c: (c.numbers[0], *(-n for n in c.numbers[1:]))):
+        if at_most is None or one.numbers[0] <= at_most:
+            best.setdefault(one.kind, one)
+    if not best:
+        raise NoCompilerError(_nothing_found(kind, at_most, found))
+    return tuple(best[kind] for kind in ("nvrtc", "nvcc") if kind in best)
+
+
+def find_compiler(kind: str | None = None, at_most: int | None = None) -> Compiler:
+    """Returns the first of `find_compilers`. Raises NoCompilerError."""
+    return find_compilers(kind, at_most)[0]
+
+
+def _nothing_found(kind: str | None, at_most: int | None, found: Sequence[Compiler]) -> str:
+    wanted = f"CUDA {MIN_VERSION[0]}.{MIN_VERSION[1]} or later"
+    if at_most is not None:
+        wanted += f", and of a major version up to {at_most}, which is the driver's"
+    too_new = ", ".join(f"{one.name} ({one.path})" for one in found) or "none"
+    return (
+        f"no compiler for the Hopper kernels: {kind or 'nvcc and NVRTC'} found: {too_new}; allowed: {wanted} (looked "
+        f"for {_searched()}); {install_hint(at_most)}, or put such an nvcc on PATH or set CUDA_HOME"
     )
-    if compiler is None:
-        raise NoCompilerError(
-            f"no compiler for the Hopper kernels: looked for {kind or 'nvcc and NVRTC'} ({_searched()}); "
-            f"put nvcc >= {MIN_VERSION[0]}.{MIN_VERSION[1]} on PATH, set CUDA_HOME, or install a CUDA build of "
-            "PyTorch, which brings NVRTC"
-        )
-    return compiler
+
+
+def install_hint(driver_major: int | None) -> str:
+    """Returns the command that installs an NVRTC whose cubins a driver of this major version takes."""
+    if driver_major is not None and driver_major < MIN_VERSION[0]:
+        return f"update the NVIDIA driver to R525 (CUDA {MIN_VERSION[0]}.0) or later"
+    return 'pip install "nvidia-cuda-nvrtc-cu12"'
 
 
 @lru_cache(maxsize=1)
-def find_nvcc() -> Compiler | None:
-    """Returns nvcc of CUDA_HOME, of PATH or of /usr/local/cuda, if one is new enough."""
+def nvccs() -> tuple[Compiler, ...]:
+    """Returns every nvcc of CUDA_HOME, PATH and /usr/local/cuda* that is new enough."""
     home = os.environ.get("CUDA_HOME")
-    candidates = [f"{home}/bin/nvcc" if home else None, shutil.which("nvcc")]
-    for path in [*candidates, "/usr/local/cuda/bin/nvcc"]:
-        if not path or not os.access(path, os.X_OK):
-            continue
-        text = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
-        version = text.rpartition(" V")[2].split()[0] if " V" in text else ""
-        if _is_new_enough(version):
-            return Compiler("nvcc", path, version)
-    return None
+    paths = [f"{home}/bin/nvcc" if home else None, shutil.which("nvcc")]
+    paths += [str(path) for path in sorted(Path("/usr/local").glob("cuda*/bin/nvcc"))]
+    found: dict[str, Compiler] = {}
+    for path in paths:
+        if path and os.access(path, os.X_OK) and (version := _nvcc_version(path)):
+            found.setdefault(version, Compiler("nvcc", path, version))
+    return tuple(found.values())
+
+
+def _nvcc_version(path: str) -> str:
+    """Returns the version of a usable nvcc, "" of one that does not start or is too old."""
+    try:
+        text = run_program([path, "--version"]).stdout
+    except OSError:
+        return ""
+    version = text.rpartition(" V")[2].split()[0] if " V" in text else ""
+    return version if _numbers(version) >= MIN_VERSION else ""
 
 
 def run_program(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
@@ -99,8 +168,12 @@ def run_program(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 @lru_cache(maxsize=1)
-def find_nvrtc() -> Compiler | None:
-    """Returns the NVRTC library of the linker's path or of PyTorch's packages, if one is new enough."""
+def nvrtcs() -> tuple[Compiler, ...]:
+    """Returns every NVRTC that is new enough: of the linker's path, of packages, of toolkits, of `make toolkits`.
+
+    Raises: PermissionError for a folder of fetched toolkits that others can write to.
+    """
+    found: dict[str, Compiler] = {}
     for path in _nvrtc_files():
         try:
             library = _load_nvrtc(path)
@@ -109,34 +182,51 @@ def find_nvrtc() -> Compiler | None:
         major, minor = ctypes.c_int(), ctypes.c_int()
         library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
         version = f"{major.value}.{minor.value}"
-        if _is_new_enough(version):
-            return Compiler("nvrtc", path, version)
-    return None
+        if (major.value, minor.value) >= MIN_VERSION:
+            found.setdefault(version, Compiler("nvrtc", path, version))
+    return tuple(found.values())
 
 
-def _is_new_enough(version: str) -> bool:
-    numbers = [int(part) for part in version.split(".")[:2] if part.isdigit()]
-    return tuple(numbers) >= MIN_VERSION
+def _nvrtc_files() -> Iterator[str]:
+    yield from NVRTC_NAMES
+    spec = importlib.util.find_spec("nvidia")
+    roots = [Path(root) for root in (spec.submodule_search_locations if spec else None) or []]
+    roots += [path / "nvidia" for path in fetched_toolkits()]
+    files = [file for root in roots for file in sorted(root.glob("*/lib/libnvrtc.so.1?"))]
+    homes = [Path(home) for home in (os.environ.get("CUDA_HOME"),) if home]
+    homes += sorted(Path("/usr/local").glob("cuda*"))
+    files += [file for home in homes for file in sorted(home.glob("lib64/libnvrtc.so.1?"))]
+    yield from (str(file) for file in files if file.name in NVRTC_NAMES)
+
+
+def fetched_toolkits() -> list[Path]:
+    """Returns the folders that `make toolkits` made, one per version. Raises PermissionError, see `cache`."""
+    folder = cache.existing_folder("toolkits", "compiler")
+    return sorted(path for path in folder.glob("*") if path.is_dir()) if folder else []
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
 
 
 def _searched() -> str:
     home = os.environ.get("CUDA_HOME", "unset")
-    return (
-        f"CUDA_HOME={home}, PATH, /usr/local/cuda; {', '.join(NVRTC_NAMES)} and the nvidia packages"
-    )
+    return f"CUDA_HOME={home}, PATH, /usr/local/cuda*; {', '.join(NVRTC_NAMES)} and the nvidia packages"
 
 
-def _compile_with_nvcc(path: str, source: Path, options: Sequence[str]) -> bytes:
+def _compile_with_nvcc(path: str, source: Path, options: Sequence[str]) -> Compiled:
     with tempfile.TemporaryDirectory(prefix="mcp-nvcc-") as folder:
         output = Path(folder, "kernel.cubin")
-        command = [path, *NVCC_FLAGS, *options, "-o", str(output), str(source)]
+        command = [path, *NVCC_FLAGS, *options, "--keep", "--keep-dir", folder]
+        command += ["-o", str(output), str(source)]
         run = run_program(command)
         if run.returncode != 0:
             raise CompileError(f"{' '.join(command)}\n{run.stdout}{run.stderr}".rstrip())
-        return output.read_bytes()
+        ptx = Path(folder, f"{source.stem}.ptx").read_text(encoding="utf-8")
+        return Compiled(output.read_bytes(), ptx, run.stdout + run.stderr)
 
 
-def _compile_with_nvrtc(path: str, source: Path, options: Sequence[str]) -> bytes:
+def _compile_with_nvrtc(path: str, source: Path, options: Sequence[str]) -> Compiled:
     library = _load_nvrtc(path)
     program = ctypes.c_void_p()
     text, name = source.read_bytes(), str(source).encode()
@@ -148,14 +238,19 @@ def _compile_with_nvrtc(path: str, source: Path, options: Sequence[str]) -> byte
         flags = [flag.encode() for flag in (*NVRTC_FLAGS, *options)]
         flag_array = (ctypes.c_char_p * len(flags))(*flags)
         status = library.nvrtcCompileProgram(program, len(flags), flag_array)
+        log = _nvrtc_text(library, "ProgramLog", program)
         if status != 0:
-            log = _nvrtc_bytes(library, "ProgramLog", program).rstrip(b"\0").decode()
             raise CompileError(
                 f"NVRTC {' '.join((*NVRTC_FLAGS, *options))} {source}\n{log}".rstrip()
             )
-        return _nvrtc_bytes(library, "CUBIN", program)
+        ptx = _nvrtc_text(library, "PTX", program)
+        return Compiled(_nvrtc_bytes(library, "CUBIN", program), ptx, log)
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _nvrtc_text(library: ctypes.CDLL, what: str, program: ctypes.c_void_p) -> str:
+    return _nvrtc_bytes(library, what, program).rstrip(b"\0").decode()
 
 
 def _nvrtc_bytes(library: ctypes.CDLL, what: str, program: ctypes.c_void_p) -> bytes:
@@ -172,17 +267,29 @@ def _check(library: ctypes.CDLL, status: int) -> None:
         raise CompileError(f"NVRTC failed: {library.nvrtcGetErrorString(status).decode()}")
 
 
-def _nvrtc_files() -> Iterator[str]:
-    yield from NVRTC_NAMES
-    spec = importlib.util.find_spec("nvidia")
-    for root in (spec.submodule_search_locations or []) if spec else []:
-        for name in NVRTC_NAMES:
-            yield from (str(file) for file in sorted(Path(root).glob(f"*/lib/{name}")))
-
-
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=16)
 def _load_nvrtc(path: str) -> ctypes.CDLL:
     # NVRTC opens its builtins by name; loaded first, from beside it, they are found.
     for builtins in sorted(Path(path).parent.glob("libnvrtc-builtins.so.*")) if "/" in path else []:
         ctypes.CDLL(str(builtins), ctypes.RTLD_GLOBAL)
     return ctypes.CDLL(path)
+
+
+def compile_with_any(
+    compilers: Sequence[Compiler], make: Callable[[Compiler], bytes]
+) -> bytes:
+    """Returns what `make` gives with the first compiler that can; a compiler that cannot is told on stderr.
+
+    Raises: CompileError with the reasons of all of them if none can.
+    """
+    reasons = []
+    for compiler in compilers:
+        try:
+            result = make(compiler)
+        except CompileError as error:
+            reasons.append(f"{compiler.name} ({compiler.path}): {error}")
+            continue
+        for reason in reasons:
+            sys.stderr.write(f"megatron_cp: {reason}\nmegatron_cp: {compiler.name} is used instead\n")
+        return result
+    raise CompileError("\n".join(reasons))

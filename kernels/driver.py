@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_uint32, c_uint64, c_void_p
 from functools import lru_cache
 
+LIBRARY = "libcuda.so.1"
 TENSOR_MAP_BYTES = 128
 # Values of enumerations in cuda.h.
 FLOAT16, FLOAT32, BFLOAT16 = 6, 7, 9  # CUtensorMapDataType
@@ -19,6 +20,7 @@ _INTERLEAVE_NONE, _SWIZZLE_NONE, _SWIZZLE_128B, _L2_PROMOTION_256B, _FILL_ZEROS 
 _OnePointer = c_void_p * 1
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "cuInit": (c_uint,),
+    "cuDriverGetVersion": (POINTER(c_int),),
     "cuGetErrorString": (c_int, POINTER(c_char_p)),
     "cuCtxGetCurrent": (POINTER(c_void_p),),
     "cuCtxSetCurrent": (c_void_p,),
@@ -40,18 +42,34 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
 
 
 class CudaError(RuntimeError):
-    """A call of the CUDA driver failed."""
+    """A call of the CUDA driver failed; `status` is its CUresult, 0 where no call was made."""
+
+    def __init__(self, message: str, status: int = 0):
+        super().__init__(message)
+        self.status = status
 
 
 class Driver:
     """The driver's functions that the kernels need, over a loaded `libcuda.so.1` (or a stand-in)."""
 
     def __init__(self, library: ctypes.CDLL):
+        missing = [name for name in _SIGNATURES if not hasattr(library, name)]
+        if missing:
+            has = version_text(_version(library))
+            raise CudaError(
+                f"the NVIDIA driver ({has}) has no {', '.join(missing)}; allowed: drivers of CUDA 12.0 (R525) or "
+                "later; update the driver"
+            )
         for name, types in _SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes, function.restype = list(types), c_int
         self._library = library
         self._check("cuInit", library.cuInit(0))
+
+    @property
+    def version(self) -> tuple[int, int] | None:
+        """Returns `(major, minor)` of the CUDA that the driver is of, as `installed_version` does."""
+        return _version(self._library)
 
     def load_kernel(self, image: bytes, name: str, shared_bytes: int, device: int) -> int:
         """Returns the handle of the kernel `name` of a cubin, allowed `shared_bytes` of shared memory.
@@ -148,16 +166,41 @@ class Driver:
         text = c_char_p()
         self._library.cuGetErrorString(status, byref(text))
         words = (text.value or b"unknown error").decode(errors="replace")
-        raise CudaError(f"{what} failed: {words} (CUresult {status})")
+        raise CudaError(f"{what} failed: {words} (CUresult {status})", status)
 
 
 @lru_cache(maxsize=1)
 def driver() -> Driver:
     """Returns the driver of this machine. Raises CudaError where there is none."""
     try:
-        library = ctypes.CDLL("libcuda.so.1")
+        library = ctypes.CDLL(LIBRARY)
     except OSError as error:
         raise CudaError(
-            f"libcuda.so.1 cannot be loaded ({error}); the Hopper kernels need a machine with an NVIDIA driver"
+            f"{LIBRARY} cannot be loaded ({error}); the Hopper kernels need a machine with an NVIDIA driver"
         ) from error
     return Driver(library)
+
+
+@lru_cache(maxsize=1)
+def installed_version() -> tuple[int, int] | None:
+    """Returns `(major, minor)` of the newest CUDA that this machine's driver serves, None without a driver.
+
+    Nothing is initialised: it can be asked before a fork.
+    """
+    try:
+        library = ctypes.CDLL(LIBRARY)
+    except OSError:
+        return None
+    return _version(library)
+
+
+def version_text(version: tuple[int, int] | None) -> str:
+    """Returns a version as people read it."""
+    return "no version" if version is None else f"CUDA {version[0]}.{version[1]}"
+
+
+def _version(library: ctypes.CDLL) -> tuple[int, int] | None:
+    number = c_int()
+    if not hasattr(library, "cuDriverGetVersion") or library.cuDriverGetVersion(byref(number)):
+        return None
+    return number.value // 1000, number.value % 1000 // 10  # 12040 is 12.4

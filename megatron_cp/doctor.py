@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -47,6 +46,14 @@ print(", ".join(names), "NCCL" if dist.is_nccl_available() else "", torch.versio
 """
 
 
+# The smallest kernel there is.
+KERNEL_PROBE = """
+from megatron_cp.kernels.driver import driver
+from megatron_cp.kernels.loading import load_variant
+load_variant("bwd_postprocess_bf16_64", driver(), 0)
+"""
+
+
 @dataclass(frozen=True)
 class Finding:
     """One line of the answer; "fail" means that training cannot run."""
@@ -68,7 +75,7 @@ def examine() -> list[Finding]:
     if has_gpu:
         nccl = COLLECTIVE_PROBE.format(backend="nccl", device="cuda")
         findings.append(_tried("NCCL", nccl, "all-to-all on the GPU works"))
-    return [*findings, _nvcc(), _cache(os.environ), _wandb(os.environ), _machine()]
+    return [*findings, *_kernels(), _cache(os.environ), _wandb(os.environ), _machine()]
 
 
 def can_train(findings: Sequence[Finding]) -> bool:
@@ -171,21 +178,20 @@ def _gpu() -> tuple[Finding, bool]:
     return Finding("GPU", "ok", f"{names}, CUDA {cuda}, {nccl or 'no NCCL'}"), True
 
 
-def _nvcc() -> Finding:
-    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-    nvcc = shutil.which("nvcc") or shutil.which("nvcc", path=str(Path(home, "bin")))
-    if nvcc is None:
-        return Finding(
-            "nvcc", "note", "not found; Hopper kernels come packaged, or are compiled by NVRTC"
-        )
-    try:
-        said = subprocess.run(
-            [nvcc, "--version"], capture_output=True, text=True, timeout=60, check=False
-        ).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        said = ""
-    release = next((line.strip() for line in said.splitlines() if "release" in line), nvcc)
-    return Finding("nvcc", "note", f"{release}; can compile the Hopper kernels")
+def _kernels() -> list[Finding]:
+    """Whether the Hopper kernels can be had here: driver, compilers, packaged cubins, and one of them loaded."""
+    from megatron_cp.kernels.loading import answers
+
+    said = answers()
+    findings = [
+        Finding(one.part, "ok" if one.is_fine else "note", " ".join(one.words.split()))
+        for one in said
+    ]
+    if said[0].is_fine:  # there is a driver
+        works, last = run_probe(KERNEL_PROBE)
+        words = "one was loaded onto the GPU" if works else f"do not load: {last}"
+        findings.append(Finding("Hopper kernels", "ok" if works else "note", words))
+    return findings
 
 
 def _cache(environment: Mapping[str, str]) -> Finding:

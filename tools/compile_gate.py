@@ -1,53 +1,45 @@
-"""Compiles every kernel variant and reads the machine code: what must hold without a GPU.
+"""Compiles every kernel variant and reads PTX, log and machine code: what must hold without a GPU.
 
-    python tools/compile_gate.py                      all variants, one line each
+    python tools/compile_gate.py                      all variants, by the compiler that would be used here
     python tools/compile_gate.py fwd_bf16_128         some of them
+    python tools/compile_gate.py --toolkits all       by every compiler that is here (`make toolkits` fetches more)
+    python tools/compile_gate.py --toolkits 12.4 13.0
+    python tools/compile_gate.py --write-counts       regenerates kernels/attn/ordering.json from every compiler
 
-Fails when a variant does not compile, a consumer branch spills a register, the producer branch spills more
-than its budget, ptxas serialises matrix products (C75xx) or ignores setmaxnreg, no HGMMA or TMA instruction is
-there, or a CTA asks for more shared memory than it can have. Which branch an instruction belongs to is found
-by walking the control flow from the two USETMAXREG instructions. Needs nvcc, and nvdisasm (PATH, or the
-package nvidia-cuda-nvdisasm of the dev extra). Nothing is run on a GPU.
+Fails when a variant does not compile; a consumer branch spills a register, or the producer branch more than its
+budget; ptxas serialises matrix products (C75xx) or ignores setmaxnreg; no HGMMA or TMA instruction is there; a CTA asks
+for more shared memory than it can have; a matrix descriptor holds another constant than the ISA asks for; an operand in
+registers is defined between fence and product; the parameter's size is not that of its mirror in Python; an instruction
+that orders memory was lost or added; the cubin's ELF ABI is not that of its compiler. Which branch an instruction
+belongs to is found by walking the control flow from the two USETMAXREG instructions. Needs nvdisasm (PATH, or the
+package nvidia-cuda-nvdisasm of the dev extra), and NVRTC or nvcc. Nothing is run on a GPU.
 """
 
 import argparse
+import ctypes
 import re
-import shutil
 import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_cp.kernels import build, compilers
+from megatron_cp.kernels import build, compilers, elf, params
+from tools.gate import ordering, ptx, sass
 
 MAX_SHARED_BYTES = 227 * 1024
 # Local-memory instructions allowed in the producer's branch. The backward's are in the warp that adds dq to
 # global memory, in its copy for the deterministic mode: it has 24 registers and waits most of the time.
 PRODUCER_SPILL_BUDGET = {"forward": 0, "backward": 40}
-
-INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(.*?);")
-LABEL = re.compile(r"^\s*(\.L_\w+):")
-TARGET = re.compile(r"`\((\.L_\w+)\)")
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """One SASS instruction: its name with suffixes, and where it may go besides the next one."""
-
-    name: str
-    predicated: bool
-    target: str | None
-
-
-@dataclass
-class Listing:
-    """The instructions of one kernel, with the index that each label stands for."""
-
-    instructions: list[Instruction] = field(default_factory=list)
-    labels: dict[str, int] = field(default_factory=dict)
+PARAMS: dict[str, type[ctypes.Structure]] = {
+    "forward": params.FwdParams,
+    "backward": params.BwdParams,
+    "backward_preprocess": params.BwdPreprocessParams,
+    "backward_postprocess": params.BwdPostprocessParams,
+}
+JOBS = 2
 
 
 @dataclass(frozen=True)
@@ -55,127 +47,85 @@ class Verdict:
     """What was found in one variant; `faults` is empty when the gate is open."""
 
     name: str
+    by: str
     registers: int
     shared_bytes: int
     products: int
     consumer_spills: int
     producer_spills: int
     seconds: float
-    faults: tuple[str, ...]
+    faults: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """Returns the variant's line of the report."""
         line = (
-            f"{self.name:28s} {self.registers:4d} registers  {self.shared_bytes:6d} B shared  {self.products:4d} HGMMA"
-            f"  spills: consumers {self.consumer_spills}, producer {self.producer_spills}  {self.seconds:.1f} s"
+            f"{self.by:12s} {self.name:28s} {self.registers:4d} registers  {self.shared_bytes:6d} B shared  "
+            f"{self.products:4d} HGMMA  spills: consumers {self.consumer_spills}, producer {self.producer_spills}  "
+            f"{self.seconds:.1f} s"
         )
         return "\n".join([line, *(f"    FAULT {fault}" for fault in self.faults)])
 
 
-def find_nvdisasm() -> str | None:
-    """Returns nvdisasm of PATH or of the environment's packages."""
-    packaged = sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/*/bin/nvdisasm"))
-    return shutil.which("nvdisasm") or (str(packaged[-1]) if packaged else None)
+@dataclass(frozen=True)
+class Code:
+    """One variant by one compiler: everything that is read."""
+
+    variant: build.Variant
+    compiler: compilers.Compiler
+    made: compilers.Compiled
+    listing: sass.Listing
 
 
-def read_listing(sass: str) -> Listing:
-    """Returns the instructions and labels of the output of `nvdisasm -c`."""
-    listing = Listing()
-    for line in sass.splitlines():
-        if label := LABEL.match(line):
-            listing.labels[label[1]] = len(listing.instructions)
-        elif match := INSTRUCTION.match(line):
-            target = TARGET.search(match[2])
-            predicated = "@" in line.split("*/", 1)[1].split(match[1])[0]
-            listing.instructions.append(
-                Instruction(match[1], predicated, target[1] if target else None)
-            )
-    return listing
-
-
-def reachable(listing: Listing, start: int) -> set[int]:
-    """Returns the indices of all instructions that control flow can reach from `start`."""
-    seen: set[int] = set()
-    waiting = [start]
-    while waiting:
-        at = waiting.pop()
-        while at < len(listing.instructions) and at not in seen:
-            seen.add(at)
-            instruction = listing.instructions[at]
-            if instruction.target in listing.labels:
-                waiting.append(listing.labels[instruction.target])
-            ends = instruction.name.split(".")[0] in ("BRA", "EXIT", "RET", "JMP")
-            if ends and not instruction.predicated and ".DIV" not in instruction.name:
-                break
-            at += 1
-    return seen
-
-
-def branch(listing: Listing, marker: str) -> set[int]:
-    """Returns the instructions that follow a USETMAXREG of this kind: those of one role."""
-    names = [instruction.name for instruction in listing.instructions]
-    starts = [i for i, name in enumerate(names) if name.startswith(f"USETMAXREG.{marker}")]
-    return set().union(*(reachable(listing, i + 1) for i in starts))
-
-
-def spills(listing: Listing, indices: set[int]) -> int:
-    """Returns how many of these instructions touch local memory."""
-    return sum(listing.instructions[i].name.split(".")[0] in ("LDL", "STL") for i in indices)
-
-
-def compile_with_log(
-    variant: build.Variant, compiler: compilers.Compiler, folder: Path
-) -> tuple[Path, str]:
-    """Returns the cubin's path and what ptxas said. Raises CompileError."""
-    output = folder / f"{variant.name}.cubin"
-    command = [compiler.path, *compilers.NVCC_FLAGS, *compilers.FLAGS, "-Xptxas", "-v"]
-    command += [f"-D{define}" for define in variant.defines]
-    command += [f"-I{include}" for include in build.INCLUDE_FOLDERS]
-    command += ["-o", str(output), str(variant.path)]
-    done = compilers.run_program(command)
-    log = done.stdout + done.stderr
-    if done.returncode != 0:
-        raise compilers.CompileError(f"{variant.name} does not compile:\n{log}")
-    return output, log
+def read_variant(
+    variant: build.Variant, compiler: compilers.Compiler, nvdisasm: str
+) -> Code:
+    """Returns a variant's code. Raises CompileError."""
+    made = compiler.compile_with_log(variant.path, variant.defines, build.INCLUDE_FOLDERS)
+    with tempfile.NamedTemporaryFile(prefix="mcp-gate-", suffix=".cubin") as file:
+        file.write(made.cubin)
+        file.flush()
+        read = compilers.run_program([nvdisasm, "-c", file.name])
+    read.check_returncode()
+    return Code(variant, compiler, made, sass.read_listing(read.stdout))
 
 
 def check_variant(
-    variant: build.Variant, compiler: compilers.Compiler, nvdisasm: str, folder: Path
+    variant: build.Variant, compiler: compilers.Compiler, nvdisasm: str
 ) -> Verdict:
     """Returns the verdict on one variant. Raises CompileError."""
     started = time.perf_counter()
-    cubin, log = compile_with_log(variant, compiler, folder)
-    read = compilers.run_program([nvdisasm, "-c", str(cubin)])
-    read.check_returncode()
-    listing = read_listing(read.stdout)
-    values = dict(define.split("=", 1) for define in variant.defines)
-    return judge(variant.name, values, log, listing, time.perf_counter() - started)
+    code = read_variant(variant, compiler, nvdisasm)
+    verdict = judge(variant, compiler.name, code.made.log, code.listing)
+    faults = (*verdict.faults, *_more_faults(code))
+    seconds = time.perf_counter() - started
+    return Verdict(**{**verdict.__dict__, "faults": faults, "seconds": seconds})
 
 
-def judge(name: str, values: dict[str, str], log: str, listing: Listing, seconds: float) -> Verdict:
+def judge(variant: build.Variant, by: str, log: str, listing: sass.Listing) -> Verdict:
     """Returns the verdict from the compiler's log and the machine code."""
-    consumers, producer = branch(listing, "TRY_ALLOC"), branch(listing, "DEALLOC")
-    names = [instruction.name for instruction in listing.instructions]
+    consumers, producer = sass.branch(listing, "TRY_ALLOC"), sass.branch(listing, "DEALLOC")
     registers = re.search(r"Used (\d+) registers", log)
-    shared = int(values.get("MCP_SHARED_BYTES", "0"))
-    kind = "backward" if name.startswith("bwd") else "forward"
+    values = dict(define.split("=", 1) for define in variant.defines)
     verdict = Verdict(
-        name=name,
+        name=variant.name,
+        by=by,
         registers=int(registers[1]) if registers else 0,
-        shared_bytes=shared,
-        products=sum(n.startswith("HGMMA") for n in names),
-        consumer_spills=spills(listing, consumers),
-        producer_spills=spills(listing, producer - consumers),
-        seconds=seconds,
-        faults=(),
+        shared_bytes=int(values.get("MCP_SHARED_BYTES", "0")),
+        products=sum(name.startswith("HGMMA") for name in listing.names),
+        consumer_spills=sass.spills(listing, consumers),
+        producer_spills=sass.spills(listing, producer - consumers),
+        seconds=0.0,
     )
-    faults = tuple(_faults(verdict, log, names, kind, bool(consumers)))
+    kind = "backward" if variant.name.startswith("bwd") else "forward"
+    faults = tuple(_faults(verdict, log, listing.names, kind, bool(consumers)))
     return Verdict(**{**verdict.__dict__, "faults": faults})
 
 
 def _faults(
     verdict: Verdict, log: str, names: list[str], kind: str, has_roles: bool
 ) -> Iterator[str]:
+    if not verdict.registers:
+        yield "the compiler's log does not say how many registers are used: it cannot be read"
     for line in log.splitlines():
         if re.search(r"\(C75\d\d\)|setmaxnreg", line):
             yield line.strip()
@@ -195,27 +145,78 @@ def _faults(
         yield f"producer has {verdict.producer_spills} LDL/STL, allowed {PRODUCER_SPILL_BUDGET[kind]}"
 
 
+def _more_faults(code: Code) -> Iterator[str]:
+    """Yields what PTX, the ELF header and the counts of ordering instructions say."""
+    yield from ptx.faults(code.made.ptx)
+    yield from parameter_faults(code.variant, code.made.ptx)
+    major, found = code.compiler.numbers[0], elf.toolkit_major(code.made.cubin)
+    if found != major:
+        abi = elf.abi(code.made.cubin)
+        yield f"ELF ABI {abi} stands for CUDA {found} in kernels/elf.py, the compiler is of {major}"
+    yield from ordering.faults(code.variant.name, code.compiler, code.listing)
+
+
+def parameter_faults(variant: build.Variant, text: str) -> Iterator[str]:
+    """Yields how the kernel's parameter differs from the struct that Python fills."""
+    mirror = PARAMS[variant.kernel_pass]
+    alignment, size = ptx.parameter(text)
+    if size != ctypes.sizeof(mirror):
+        yield f"the parameter has {size} bytes, {mirror.__name__} in params.py {ctypes.sizeof(mirror)}"
+    # Tensor maps must be aligned to 64 bytes (cuda.h); the driver aligns the copy as the kernel declares it.
+    wanted = 64 if any(kind is params.TensorMap for _, kind, *_ in mirror._fields_) else 8
+    if alignment != wanted:
+        yield f"the parameter is aligned to {alignment} bytes, must be {wanted}"
+
+
+def chosen_compilers(toolkits: Sequence[str]) -> tuple[compilers.Compiler, ...]:
+    """Returns the compilers asked for by version: all, or `major.minor`. Raises NoCompilerError for one not here."""
+    if not toolkits:
+        return compilers.find_compilers()[:1]
+    here = (*compilers.nvrtcs(), *compilers.nvccs())
+    if "all" in toolkits:
+        return here or compilers.find_compilers()
+    chosen = [one for one in here if ".".join(map(str, one.numbers)) in toolkits]
+    missing = set(toolkits) - {".".join(map(str, one.numbers)) for one in chosen}
+    if missing:
+        there = ", ".join(one.name for one in here) or "none"
+        raise compilers.NoCompilerError(
+            f"toolkit {', '.join(sorted(missing))} is not here; here are: {there}; fetch it with "
+            f"python tools/fetch_toolkits.py {' '.join(sorted(missing))}"
+        )
+    return tuple(chosen)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("names", nargs="*", metavar="VARIANT", help="default: all")
-    names = parser.parse_args(arguments).names or list(build.variants())
+    parser.add_argument("--toolkits", nargs="+", default=[], metavar="MAJOR.MINOR", help="or: all")
+    parser.add_argument("--write-counts", action="store_true", help="regenerate ordering.json")
+    options = parser.parse_args(arguments)
+    names = options.names or list(build.variants())
     unknown = [name for name in names if name not in build.variants()]
     if unknown:
         parser.error(f"unknown variant {unknown[0]!r}; one of {', '.join(build.variants())}")
-    compiler, nvdisasm = compilers.find_nvcc(), find_nvdisasm()
-    if compiler is None:
-        parser.error("nvcc is missing: put it on PATH or set CUDA_HOME")
+    nvdisasm = sass.find_nvdisasm()
     if nvdisasm is None:
         parser.error("nvdisasm is missing: pip install nvidia-cuda-nvdisasm, or put it on PATH")
-    print(f"nvcc {compiler.version}, {len(names)} variants; compiled, nothing is run on a GPU")
-    failed = 0
-    with tempfile.TemporaryDirectory(prefix="mcp-gate-") as folder:
-        for name in names:
-            verdict = check_variant(build.variants()[name], compiler, nvdisasm, Path(folder))
+    try:
+        chosen = chosen_compilers(["all"] if options.write_counts else options.toolkits)
+    except compilers.NoCompilerError as error:
+        parser.error(str(error))
+    print(f"{', '.join(c.name for c in chosen)}; {len(names)} variants; nothing is run on a GPU")
+    work = [(build.variants()[name], compiler) for compiler in chosen for name in names]
+    with ThreadPoolExecutor(JOBS) as pool:
+        if options.write_counts:
+            codes = pool.map(lambda one: read_variant(*one, nvdisasm), work)
+            counts = [(c.variant.name, c.compiler, c.listing) for c in codes]
+            print(f"{ordering.write(counts)} variants in {ordering.PATH}")
+            return 0
+        failed = 0
+        for verdict in pool.map(lambda one: check_variant(*one, nvdisasm), work):
             print(verdict, flush=True)
             failed += bool(verdict.faults)
-    print(f"{failed} of {len(names)} variants failed" if failed else "all variants pass")
+    print(f"{failed} of {len(work)} failed" if failed else "all pass")
     return 1 if failed else 0
 
 

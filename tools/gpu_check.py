@@ -1,19 +1,22 @@
-"""One command for an H100 or H200: build, values, sanitizer, speed. It has not run on a GPU yet.
+"""One command for an H100 or H200: build, values, speed, two ranks, sanitizer. It has not run on a GPU yet.
 
     python tools/gpu_check.py --output results/h200                 everything that fits in ten minutes
     python tools/gpu_check.py --output results/h200 --part speed    one part per invocation
     python tools/gpu_check.py --output results/h200 --quick         a few minutes: is it right, is it fast
 
 Parts, in order:
-    build      every variant of the kernels with nvcc, several at a time
+    build      every variant of the kernels, several at a time
     values     small shapes of every variant and mask kind against float64, results poisoned, same bits twice
-    sanitize   compute-sanitizer (memcheck, racecheck, synccheck) on tiny cases, each in a process of its own
     speed      masks x lengths, GQA 64:8, D=128, bf16, interleaved with cuDNN, FlashAttention-2, FlexAttention and
-               FA3, FA4 when importable; the bars for an H200 beside them
+               FA3, FA4 when importable; the bars for an H200 and the kernel model's prediction beside them
     dims       head dims 64, 96, 192, 256 and 192/128
+    ranks      two ranks on this one GPU, gloo and, where it can, NCCL: values, traces, transfers under attention
+    sanitize   compute-sanitizer on tiny cases, each in a process of its own: what memcheck finds is a failure; reports
+               of racecheck and synccheck are printed and kept as notes
 
 A wrong value, a missing GPU or compiler, a failed build stop it with the reason, in the page too; a part that
-runs out of time or hangs says so. Needs Python >= 3.10, torch with CUDA, nvcc, no network. Writes `<output>_<part>_
+runs out of time or hangs says so. Needs Python >= 3.10, torch with CUDA
+(it brings NVRTC) or nvcc, no network. Writes `<output>_<part>_
 <date>.md` and `.json`. Nothing of the GPU's settings is touched.
 """
 
@@ -21,7 +24,6 @@ import argparse
 import concurrent.futures
 import os
 import platform
-import subprocess
 import sys
 import threading
 import time
@@ -37,13 +39,13 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_cp.kernels import build, compilers  # noqa: E402
 from megatron_cp.mask import AttentionMask  # noqa: E402
-from tools.gpu import cases, measure, peers, values  # noqa: E402
+from tools.gpu import cases, measure, peers, predict, ranks, sanitizer, values  # noqa: E402
 from tools.gpu.report import Report, Timed  # noqa: E402
 
-PARTS = ("build", "values", "sanitize", "speed", "dims")
+PARTS = ("build", "values", "speed", "dims", "ranks", "sanitize")
 SECONDS = 570.0  # an invocation ends before ten minutes
-SANITIZERS = ("memcheck", "racecheck", "synccheck")
 SANITIZER_SECONDS = 150
+RANKS_SECONDS = 120
 COMPILE_JOBS = 8
 # FlexAttention's compilations take longer than everything else.
 FLEX_LENGTHS = (32 * cases.KILO, 4 * cases.KILO)
@@ -80,18 +82,26 @@ class Watchdog:
 class Check:
     """One invocation: its report, its clock, its parts."""
 
-    def __init__(self, report: Report, quick: bool, watchdog: Watchdog, seconds: float = SECONDS):
+    def __init__(
+        self,
+        report: Report,
+        quick: bool,
+        watchdog: Watchdog,
+        seconds: float = SECONDS,
+        path: Path = Path("gpu_check"),
+    ):
         self.report, self.quick, self.watchdog = report, quick, watchdog
+        self.path, self.model, self.gpu = path, predict.Model({}), predict.Gpu(0, 0.0)
         self.deadline = time.monotonic() + seconds
 
     def build(self) -> None:
-        """Compiles every variant. Raises StopError on the first that does not."""
-        compiler = compilers.find_compiler()
-        self.report.facts["compiler"] = f"{compiler.kind} {compiler.version}"
+        """Compiles every variant. Raises CompileError on the first that no compiler can."""
+        found = compilers.find_compilers(at_most=build.driver_major())
+        self.report.facts["compiler"] = ", else ".join(compiler.name for compiler in found)
         started = time.monotonic()
         with concurrent.futures.ThreadPoolExecutor(COMPILE_JOBS) as pool:
             sizes = list(
-                pool.map(lambda v: len(build.cached_cubin(v, compiler)), build.variants().values())
+                pool.map(lambda name: len(build.compiled_cubin(name)), build.variants())
             )
         seconds = time.monotonic() - started
         self.report.checks.append(("build", "ok", f"{len(sizes)} cubins in {seconds:.0f} s"))
@@ -128,21 +138,39 @@ class Check:
         self.report.checks.append((name, "ok", detail))
         return 0
 
-    def sanitize(self) -> None:
-        """Runs the tiny cases under compute-sanitizer. Raises StopError if it reports anything."""
+    def ranks(self) -> None:
+        """Runs two ranks on this GPU. Raises StopError if their result is wrong."""
         self.watchdog.stop()  # they are processes with a limit of their own
-        for tool in SANITIZERS[: 1 if self.quick else None]:
+        for backend in ("gloo", "nccl"):
             self._check_time()
-            command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
-            command += [sys.executable, str(Path(__file__).resolve()), "--tiny"]
+            limit = min(RANKS_SECONDS, self.deadline - time.monotonic())
+            traces = self.path.with_name(f"{self.path.name}_{backend}")
+            verdict, words = ranks.run_both(backend, traces, limit)
+            self._heard(f"two ranks, {backend}", verdict, words)
+
+    def sanitize(self) -> None:
+        """Runs the tiny cases under compute-sanitizer. Raises StopError if memcheck reports anything."""
+        self.watchdog.stop()
+        for tool in sanitizer.TOOLS[: 1 if self.quick else None]:
+            self._check_time()
+            program = [sys.executable, str(Path(__file__).resolve()), "--tiny"]
             limit = min(SANITIZER_SECONDS, self.deadline - time.monotonic())
-            verdict, detail = _run_sanitizer(command, limit)
-            self.report.checks.append((f"compute-sanitizer {tool}", verdict, detail))
-            if verdict == "FAILED":
-                raise StopError(f"compute-sanitizer {tool}: {detail}")
+            self._heard(
+                f"compute-sanitizer {tool}", *sanitizer.run(tool, program, limit, ROOT)
+            )
+
+    def _heard(self, what: str, verdict: str, words: str) -> None:
+        """Keeps what another program said. Raises StopError if it failed; a report is a note and goes on."""
+        self.report.checks.append((what, verdict, words))
+        _say(f"{what}: {verdict}: {words}")
+        if verdict == "reported":
+            self.report.notes.append(f"{what} reported, to be read by a person: {words}")
+        if verdict == "FAILED":
+            raise StopError(f"{what}: {words}")
 
     def speed(self) -> None:
         """Times the grid."""
+        self._ask_model()
         self.report.facts |= {k: f"{v:.1f}" for k, v in measure.ceilings().items()}
         for case in cases.grid():
             if not self.quick or (
@@ -152,9 +180,19 @@ class Check:
 
     def dims(self) -> None:
         """Times the other head dims."""
+        self._ask_model()
         for case in cases.dims():
             if not self.quick or case.num_tokens == 32 * cases.KILO:
                 self._time(case, flex=case.mask_name == "causal" and not self.quick)
+
+    def _ask_model(self) -> None:
+        """Asks the kernel model once, if it is here, before anything is timed."""
+        if self.model.kernels or self.model.reason:
+            return
+        self.watchdog.stop()  # a process with a limit of its own
+        self.model, self.gpu = predict.load_model(), measure.gpu()
+        words = self.model.reason or "busy cycles from machine code; not measured"
+        self.report.facts["kernel model"] = words
 
     def _time(self, case: cases.Case, flex: bool) -> None:
         self._check_time()
@@ -176,7 +214,11 @@ class Check:
             if kernel_pass == "forward":
                 calls.pop("hopper, deterministic", None)  # the forward pass always is
             if "hopper" in calls:
-                timed = Timed(case, kernel_pass, mask.area(), measure.interleaved(calls))
+                modelled = predict.predicted_tflops(
+                    self.model, case, kernel_pass, mask.area(), self.gpu
+                )
+                times = measure.interleaved(calls)
+                timed = Timed(case, kernel_pass, mask.area(), times, modelled)
                 self.report.timed.append(timed)
                 _say(
                     f"{case.name} {kernel_pass}: {timed.tflops('hopper'):.0f} TFLOP/s, {timed.verdict()}"
@@ -260,27 +302,6 @@ def _give_up(report: Report, path: Path, why: str) -> None:
     os._exit(3)
 
 
-def _run_sanitizer(command: list[str], seconds: float) -> tuple[str, str]:
-    """Returns (ok, FAILED or "not run", why)."""
-    try:
-        # Without PyTorch's pool every tensor has an allocation of its own, and an access beside it is seen.
-        environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-        run = subprocess.run(
-            command, capture_output=True, text=True, timeout=seconds, cwd=ROOT, env=environment
-        )
-    except FileNotFoundError:
-        return "not run", "compute-sanitizer is not on PATH"
-    except subprocess.TimeoutExpired:
-        return "not run", f"not done after {seconds:.0f} s"
-    lines = [line for line in (run.stdout + run.stderr).splitlines() if line.strip()]
-    if any("not supported" in line.lower() for line in lines):
-        return "not run", next(line for line in lines if "not supported" in line.lower())
-    if run.returncode:
-        reported = [line for line in lines if line.startswith("=========")] or lines
-        return "FAILED", " / ".join(reported[:12])
-    return "ok", lines[-1] if lines else ""
-
-
 def _one_line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:400]
 
@@ -310,7 +331,8 @@ def main() -> int:
     path = options.output.with_name(f"{options.output.name}_{options.part}_{date}")
     with written(report, path):
         report.facts |= require_gpu()
-        check = Check(report, options.quick, Watchdog(lambda why: _give_up(report, path, why)))
+        watchdog = Watchdog(lambda why: _give_up(report, path, why))
+        check = Check(report, options.quick, watchdog, path=path)
         for part in PARTS if options.part == "all" else dict.fromkeys(("build", options.part)):
             _say(f"== {part}")
             getattr(check, part)()

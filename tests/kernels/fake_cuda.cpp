@@ -32,10 +32,15 @@ unsigned fake_launch[8];       // grid, block, shared bytes, stream
 unsigned char fake_params[4096];
 size_t fake_params_bytes = 0;  // how many bytes to keep of a launch's parameter
 int fake_shared_bytes = 0;
+int fake_version = 12080;
 char fake_kernel_name[128];
 void fake_forget_context() { current = nullptr; }
 
 CUresult CUDAAPI cuInit(unsigned) { return CUresult(fake_failing); }
+CUresult CUDAAPI cuDriverGetVersion(int* version) {
+    *version = fake_version;
+    return CUresult(0);
+}
 CUresult CUDAAPI cuGetErrorString(CUresult, const char** text) {
     *text = "out of imagination";
     return CUresult(0);

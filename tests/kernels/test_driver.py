@@ -100,6 +100,57 @@ def test_failure_is_told_in_the_words_of_the_driver(driver, call, what):
         call(driver)
 
 
+class _LacksSymbols:
+    """A library of an older driver."""
+
+    def __init__(self, library, *missing):
+        self._library, self._missing = library, missing
+
+    def __getattr__(self, name):
+        if name in self._missing:
+            raise AttributeError(f"undefined symbol: {name}")
+        return getattr(self._library, name)
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [
+        (
+            ("cuLibraryLoadData", "cuTensorMapEncodeTiled"),
+            r"\(CUDA 12\.8\) has no cuLibraryLoadData, cuTensorMapEncodeTiled; allowed: .*12\.0 \(R525\)",
+        ),
+        (("cuDriverGetVersion",), r"\(no version\) has no cuDriverGetVersion; .*update the driver"),
+    ],
+)
+def test_driver_that_lacks_a_function_is_refused_with_its_version(missing, words):
+    with pytest.raises(CudaError, match=words):
+        Driver(_LacksSymbols(fake_cuda.load(), *missing))
+
+
+@pytest.mark.parametrize(("number", "version"), [(12040, (12, 4)), (13000, (13, 0)), (11080, (11, 8))])
+def test_version_of_the_driver_is_that_of_its_cuda(driver, number, version):
+    fake_cuda.set_number("fake_version", number)
+    assert driver.version == version
+    fake_cuda.set_number("fake_version", 12080)
+
+
+def test_machine_without_a_driver_has_no_version(monkeypatch):
+    def missing(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(driver_module.ctypes, "CDLL", missing)
+    driver_module.installed_version.cache_clear()
+    assert driver_module.installed_version() is None
+    driver_module.installed_version.cache_clear()
+
+
+def test_failure_keeps_the_number_of_the_driver(driver):
+    fake_cuda.set_number("fake_failing", 209)
+    with pytest.raises(CudaError) as failure:
+        driver.load_kernel(b"x", "mcp_forward", 1, 0)
+    assert failure.value.status == 209
+
+
 def test_machine_without_a_driver_is_told_so(monkeypatch):
     def missing(name):
         raise OSError(f"{name}: cannot open shared object file")

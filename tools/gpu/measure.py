@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tools.gpu.predict import Gpu
+
 FLUSH_BYTES = 256 << 20  # several times the second-level cache
 WARMUP = 5
 MIN_ROUNDS, MAX_ROUNDS = 10, 20
@@ -68,6 +70,17 @@ def clocks() -> dict[str, str]:
         return {}
     values = [value.strip() for value in run.stdout.strip().split(",")]
     return dict(zip(fields, values, strict=True)) if len(values) == len(fields) else {}
+
+
+def gpu() -> Gpu:
+    """Returns the GPU's multiprocessors and the clock it runs at under a large product, 0 where nvidia-smi is silent."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    for _ in range(50):
+        a @ b
+    clock = clocks().get("clocks.sm", "0")  # asked while the products still run
+    torch.cuda.synchronize()
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    return Gpu(num_sms, float(clock.split()[0]))
 
 
 def ceilings() -> dict[str, float]:

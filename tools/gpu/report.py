@@ -17,6 +17,7 @@ class Timed:
     kernel_pass: str
     area: int
     times: Mapping[str, Times]
+    modelled: tuple[float, float] | None = None  # TFLOP/s that the kernel model expects, never measured
 
     def tflops(self, name: str) -> float | None:
         """Returns TFLOP/s of a contender that ran; counted are the mask's own pairs."""
@@ -90,10 +91,11 @@ def _speeds(rows: Sequence[Timed]) -> str:
         cells = ["" if speed is None else f"{speed:.0f}" for speed in speeds]
         ours = one.times.get("hopper")
         ms = "" if ours is None else f"{ours.median_ms:.3f}"
-        lines.append(
-            (one.case.name, *cells, ms, "" if bar is None else f"{bar:.0f}", one.verdict())
-        )
-    return _table(("case", *names, "hopper ms", "bar", "verdict"), lines)
+        modelled = "" if one.modelled is None else "{:.0f} to {:.0f}".format(*one.modelled)
+        limit = "" if bar is None else f"{bar:.0f}"
+        lines.append((one.case.name, *cells, ms, modelled, limit, one.verdict()))
+    columns = ("hopper ms", "hopper by the model, not measured", "bar", "verdict")
+    return _table(("case", *names, *columns), lines)
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

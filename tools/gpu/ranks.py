@@ -1,0 +1,186 @@
+"""Two ranks on one GPU: are the results right, and does communication run under attention?
+
+    python -m tools.gpu.ranks --backend gloo --rank 0 --store FILE --trace rank0.json     (and rank 1)
+
+Each rank runs `cp_attention` forward and backward, compares rows of the whole result with float64, and writes a trace of
+torch.profiler (open it in chrome://tracing or Perfetto). How long transfers ran, and how long of that attention ran beside
+them, is read from the trace. gloo moves rows through the host's memory; NCCL may refuse two ranks on one GPU, which is
+then said. It has not run on a GPU yet; on a CPU it runs with `--device cpu --attention reference` and finds no transfers.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+WORLD_SIZE = 2
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Milliseconds of one rank's device: attention, transfers, and both at once."""
+
+    attention_ms: float
+    transfer_ms: float
+    both_ms: float
+
+    def __str__(self) -> str:
+        """Returns the sentence of the report."""
+        share = f"{self.both_ms / self.transfer_ms:.0%}" if self.transfer_ms else "none"
+        return (
+            f"attention {self.attention_ms:.2f} ms, transfers {self.transfer_ms:.2f} ms, {share} of them under attention"
+        )
+
+
+def overlap(events: Iterable[Mapping[str, Any]]) -> Overlap:
+    """Returns how the device spent its time, from the events of a Chrome trace (`ts` and `dur` in microseconds).
+
+    Attention are our kernels by name; transfers NCCL's kernels and copies between host and device.
+    """
+    attention: list[Interval] = []
+    transfers: list[Interval] = []
+    for event in events:
+        if event.get("ph") != "X" or "dur" not in event:
+            continue
+        interval = (float(event["ts"]), float(event["ts"]) + float(event["dur"]))
+        name, kind = str(event.get("name", "")), str(event.get("cat", ""))
+        if kind == "kernel" and name.startswith("mcp_attention"):
+            attention.append(interval)
+        elif (kind == "kernel" and "nccl" in name.lower()) or (
+            kind == "gpu_memcpy" and "DtoD" not in name
+        ):
+            transfers.append(interval)
+    one, other = _union(attention), _union(transfers)
+    both = sum(
+        max(0.0, min(b, d) - max(a, c)) for a, b in one for c, d in other
+    )  # few intervals each
+    return Overlap(_length(one) / 1e3, _length(other) / 1e3, both / 1e3)
+
+
+def _union(intervals: Iterable[Interval]) -> list[Interval]:
+    joined: list[Interval] = []
+    for start, end in sorted(intervals):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def _length(intervals: Iterable[Interval]) -> float:
+    return sum(end - start for start, end in intervals)
+
+
+def run_both(
+    backend: str, traces: Path, seconds: float, more: Sequence[str] = ()
+) -> tuple[str, str]:
+    """Returns (ok, FAILED or "not run", words) of two ranks as processes; their traces are `<traces>_rank<r>.json`.
+
+    A wrong result is FAILED; ranks that cannot start, such as two of NCCL on one GPU, are "not run".
+    """
+    traces.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="mcp-ranks-") as room:
+        ranks = []
+        for rank in range(WORLD_SIZE):
+            command = [sys.executable, "-m", "tools.gpu.ranks", "--backend", backend, "--rank", str(rank)]
+            command += ["--store", f"{room}/store", "--trace", f"{traces}_rank{rank}.json", *more]
+            log = Path(room, f"log{rank}").open("w+")
+            ranks.append((subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log), log))
+        try:
+            for process, _ in ranks:
+                process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return "not run", f"{backend}: not done after {seconds:.0f} s"
+        finally:
+            for process, _ in ranks:
+                process.kill()
+                process.wait()
+        said = [_last_line(log) for _, log in ranks]
+    codes = [process.returncode for process, _ in ranks]
+    if any(codes):
+        words = next(text for code, text in zip(codes, said, strict=True) if code)
+        return ("FAILED" if "AssertionError" in words else "not run"), f"{backend}: {words}"
+    found = [Overlap(**json.loads(text)) for text in said]
+    return "ok", "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(found))
+
+
+def _last_line(log: Any) -> str:
+    log.seek(0)
+    lines = [line for line in log.read().splitlines() if line.strip()]
+    log.close()
+    return lines[-1][:400] if lines else ""
+
+
+def run_rank(options: argparse.Namespace) -> Overlap:
+    """Runs this rank, writes its trace, returns its overlap. Raises AssertionError for a wrong result."""
+    import torch
+    import torch.distributed as dist
+    from torch.profiler import ProfilerActivity, profile
+
+    import megatron_cp as mcp
+    from tools.gpu import values
+    from tools.gpu.cases import Case
+
+    on_gpu = options.device == "cuda"
+    torch.set_num_threads(1)
+    store = dist.FileStore(options.store, WORLD_SIZE)
+    dist.init_process_group(
+        options.backend, store=store, rank=options.rank, world_size=WORLD_SIZE
+    )
+    case = Case("causal_document", options.tokens, num_heads=options.heads, num_kv_heads=1)
+    mask = case.mask()
+    config = mcp.CPConfig(num_heads=case.num_heads, num_kv_heads=1, head_dim=case.head_dim)
+    plan, group = mcp.make_plan(mask, WORLD_SIZE, config), dist.group.WORLD
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((case.num_heads,), (1,), (1,))
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    whole = [
+        torch.randn(plan.num_tokens, *heads, case.head_dim, generator=generator).to(
+            options.device, dtype
+        )
+        for heads in shapes
+    ]
+    local = [mcp.dispatch(x, plan, group).requires_grad_() for x in whole]
+
+    def step() -> torch.Tensor:
+        out, _ = mcp.cp_attention(*local, plan, group, backend=options.attention)
+        torch.autograd.grad(out.float().square().sum(), local)
+        return out.detach()
+
+    out = mcp.undispatch(step(), plan, group)  # the first step compiles and opens connections
+    values.check_rows(out[: mask.num_queries], tuple(whole), mask)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities) as profiler:
+        step()
+        if on_gpu:
+            torch.cuda.synchronize()
+    profiler.export_chrome_trace(options.trace)
+    dist.barrier()
+    dist.destroy_process_group()
+    return overlap(json.loads(Path(options.trace).read_text())["traceEvents"])
+
+
+def main() -> int:
+    """Runs one rank; its last line of output is what it found, as JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--backend", choices=("gloo", "nccl"), required=True)
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--store", required=True)
+    parser.add_argument("--trace", required=True)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--attention", default="hopper", help="backend of attention")
+    parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--heads", type=int, default=16)
+    print(json.dumps(asdict(run_rank(parser.parse_args()))), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
