@@ -21,6 +21,7 @@ from megatron_cp.attn.options import (
     check_sink,
     resolve_options,
 )
+from megatron_cp.attn.widths import widen, widen_values
 from megatron_cp.mask import AttentionMask
 
 # Imported when first used: a CPU user never loads flex, nor a GPU user the emulator.
@@ -32,6 +33,7 @@ _MODULES = {
     "hopper": "megatron_cp.attn.hopper.backend",
     "emulated": "megatron_cp.attn.emulated.backend",
 }
+OWN_ATTEND = ("hopper", "emulated")  # whose kernel adds the sink and writes the dtype of q
 _loaded: dict[str, ModuleType] = {}
 
 
@@ -60,13 +62,14 @@ def attend(  # noqa: PLR0913  the public signature of DESIGN section 9
     options = resolve_options(q, k, v, softmax_scale, softcap, backend, deterministic)
     check_mask(q, k, mask)
     check_sink(q, sink)
-    if options.backend in (
-        "hopper",
-        "emulated",
-    ):  # their kernel adds the sink and writes the dtype of q itself
-        return backend_module(options.backend).attend(q, k, v, mask, sink, options)
-    out, lse = _Attend.apply(q, k, v, sink, mask, options)
-    return out, lse
+    if options.backend not in OWN_ATTEND:
+        out, lse = _Attend.apply(q, k, v, sink, mask, options)
+        return out, lse
+    module = backend_module(options.backend)
+    if options.wide_dims is None:
+        return module.attend(q, k, v, mask, sink, options)
+    out, lse = module.attend(*widen(options.wide_dims, q, k, v), mask, sink, options)
+    return out[..., : v.shape[-1]].contiguous(), lse
 
 
 def attend_forward(
@@ -75,8 +78,12 @@ def attend_forward(
     """Returns `(out [Q, N, Hv], lse [Q, N])` in the accumulation dtype, without autograd and without a sink."""
     check_mask(q, k, mask)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        out, lse = backend_module(options.backend).forward(q, k, v, mask, options)
-    return out, lse
+        forward = backend_module(options.backend).forward
+        if options.wide_dims is None:
+            out, lse = forward(q, k, v, mask, options)
+            return out, lse
+        out, lse = forward(*widen(options.wide_dims, q, k, v), mask, options)
+    return out[..., : v.shape[-1]], lse
 
 
 def attend_forward_onto_(
@@ -92,13 +99,13 @@ def attend_forward_onto_(
 
     Both are in the accumulation dtype. Rows without keys here keep what they have.
     """
-    check_mask(q, k, mask)
     module = backend_module(options.backend)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        if hasattr(module, "forward_onto_"):  # its kernel reads and writes the results itself
-            module.forward_onto_(out, lse, q, k, v, mask, options)
+        if hasattr(module, "forward_onto_") and options.wide_dims is None:
+            check_mask(q, k, mask)
+            module.forward_onto_(out, lse, q, k, v, mask, options)  # its kernel merges
         else:
-            merge_span_(out, lse, *module.forward(q, k, v, mask, options))
+            merge_span_(out, lse, *attend_forward(q, k, v, mask, options))
 
 
 def attend_backward(
@@ -118,10 +125,14 @@ def attend_backward(
     """
     check_mask(q, k, mask)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        dq, dk, dv = backend_module(options.backend).backward(
-            dout, q, k, v, lse, delta, mask, options
-        )
-    return dq, dk, dv
+        backward = backend_module(options.backend).backward
+        if options.wide_dims is None:
+            dq, dk, dv = backward(dout, q, k, v, lse, delta, mask, options)
+            return dq, dk, dv
+        wide = widen(options.wide_dims, q, k, v)
+        dout = widen_values(options.wide_dims, dout)
+        dq, dk, dv = backward(dout, *wide, lse, delta, mask, options)
+    return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
 
 
 def backend_module(backend: str) -> ModuleType:
@@ -147,20 +158,24 @@ def attend_backward_onto_(  # noqa: PLR0913  as attend_backward, and what to add
 
     Where `dq` holds such a sum over other keys, it is the one returned, with this one added to it.
     """
-    check_mask(q, k, mask)
-    module = backend_module(options.backend)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        if hasattr(module, "backward_onto_"):  # its kernel adds to dq
+        if _adds_itself(options):
+            check_mask(q, k, mask)
+            module = backend_module(options.backend)
             grads = module.backward_onto_(dq, dout, q, k, v, lse, delta, mask, options)
             return grads[0], grads[1], grads[2]
-        part, dk, dv = module.backward(dout, q, k, v, lse, delta, mask, options)
+        part, dk, dv = attend_backward(dout, q, k, v, lse, delta, mask, options)
     return part if dq is None else dq.add_(part), dk, dv
 
 
 def dq_factor(options: AttendOptions) -> float:
     """Returns what the sums of `attend_backward_onto_` are to be multiplied by, once, in the end."""
-    adds_itself = hasattr(backend_module(options.backend), "backward_onto_")
-    return options.softmax_scale if adds_itself else 1.0
+    return options.softmax_scale if _adds_itself(options) else 1.0
+
+
+def _adds_itself(options: AttendOptions) -> bool:
+    """Returns whether the backend's kernel adds to dq."""
+    return options.wide_dims is None and hasattr(backend_module(options.backend), "backward_onto_")
 
 
 class _Attend(torch.autograd.Function):

@@ -57,7 +57,7 @@ def _choose_gpu_backend(q: Tensor, v: Tensor, asked: Asked) -> str:
 
 def _first_that_serves(q: Tensor, v: Tensor, asked: Asked) -> tuple[str, list[str]]:
     """Returns a backend, and why those before it were passed over."""
-    checks: dict[str, Callable[[], None]] = {
+    checks: dict[str, Callable[[], object]] = {
         "hopper": lambda: check_hopper(q, v, asked),
         "flash": lambda: check_flash(q, v, asked),
     }
@@ -79,12 +79,14 @@ class FailedSelfTestError(RuntimeError):
     """The Hopper kernels compute something else than float64 does on this GPU."""
 
 
-def check_hopper(q: Tensor, v: Tensor, asked: Asked) -> None:
-    """Raises NotImplementedError for calls that the kernels do not serve, FailedSelfTestError where they are wrong."""
+def check_hopper(q: Tensor, v: Tensor, asked: Asked) -> tuple[int, int]:
+    """Returns the (head dim, value head dim) of the kernels that serve a call.
+
+    Raises NotImplementedError for calls that the kernels do not serve, FailedSelfTestError where they are wrong.
+    """
     from megatron_cp.attn.hopper import checks, self_test
 
-    checks.check_supported(q, v, asked.softmax_scale, asked.softcap, asked.needs_grad)
-    dims = (q.shape[-1], v.shape[-1])
+    dims = checks.check_supported(q, v, asked.softmax_scale, asked.softcap, asked.needs_grad)
     kind = self_test.Kind(q.dtype, *dims, asked.softcap > 0, asked.needs_grad)
     verdict = self_test.find_verdict(kind, q.device)
     if verdict is not None and not verdict.passed:
@@ -92,6 +94,7 @@ def check_hopper(q: Tensor, v: Tensor, asked: Asked) -> None:
             f"backend='hopper' is wrong on {q.device} for {kind.dtype}, head_dim={kind.head_dim}: {verdict}; use "
             "backend='flash' or 'flex', and report it with the output of python -m megatron_cp doctor"
         )
+    return dims
 
 
 def check_flash(q: Tensor, v: Tensor, asked: Asked) -> None:

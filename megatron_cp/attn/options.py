@@ -31,6 +31,8 @@ class AttendOptions:
     deterministic: bool = False
     sm_share: float = 0.0
     """Share of a GPU's multiprocessors that the kernel leaves to transfers under way; `hopper` heeds it."""
+    wide_dims: tuple[int, int] | None = None
+    """Head dim and value head dim of the kernel, where it is wider than the rows: zeros are put behind them."""
 
 
 def resolve_options(
@@ -68,13 +70,15 @@ def resolve_options(
         from megatron_cp.attn.flash import checks as flash_checks
 
         flash_checks.check_supported(q, v, scale, softcap, deterministic, needs_grad)
+    dims = built = (q.shape[-1], v.shape[-1])
     if backend == "hopper":
-        choice.check_hopper(q, v, asked)
+        built = choice.check_hopper(q, v, asked)
     if backend == "emulated":
         from megatron_cp.attn.emulated import checks as emulated_checks
 
-        emulated_checks.check_supported(q, v, scale, softcap, needs_grad)
-    return AttendOptions(scale, float(softcap), backend, deterministic)
+        built = emulated_checks.check_supported(q, v, scale, softcap, needs_grad)
+    wide = None if built == dims else built
+    return AttendOptions(scale, float(softcap), backend, deterministic, wide_dims=wide)
 
 
 def check_mask(q: Tensor, k: Tensor, mask: AttentionMask) -> None:

@@ -14,19 +14,22 @@ EMULATED = Refuser("emulated", "backend='cpu' or 'reference'")
 
 def check_supported(
     q: Tensor, v: Tensor, softmax_scale: float, softcap: float, needs_grad: bool
-) -> None:
-    """Raises NotImplementedError for a valid call that the kernels do not serve, naming what does."""
+) -> tuple[int, int]:
+    """Returns the dims of the kernels that serve a call, as `hopper.checks.built_dims`.
+
+    Raises NotImplementedError for a valid call that the kernels do not serve, naming what does.
+    """
     if q.device.type != "cpu":
         raise NotImplementedError(
             f"backend='emulated' cannot compute on device={q.device}, only on cpu; use backend='flex' or 'reference'"
         )
-    find_variant("forward", q, v.shape[2], softcap)
+    asked = (q.dtype, q.shape[2], v.shape[2], softcap > 0, needs_grad)
+    dims = hopper_checks.built_dims(*asked, EMULATED)
     if softmax_scale < 0:
         raise NotImplementedError(
             f"backend='emulated' cannot use softmax_scale={softmax_scale} < 0; negate q and the scale"
         )
-    if needs_grad:
-        find_variant("backward", q, v.shape[2], softcap)
+    return dims
 
 
 def find_variant(

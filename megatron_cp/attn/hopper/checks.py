@@ -90,16 +90,51 @@ def find_variant(
     )
 
 
+@lru_cache(maxsize=256)
+def built_dims(
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    has_softcap: bool,
+    needs_grad: bool,
+    refuser: Refuser = HOPPER,
+) -> tuple[int, int]:
+    """Returns the (head dim, value head dim) of the kernels that serve such calls, with zeros behind shorter rows.
+
+    The narrowest pair that is wide enough and has all passes asked for. Raises NotImplementedError as
+    `check_supported`.
+    """
+    passes = ("forward", "backward") if needs_grad else ("forward",)
+    asked = (DTYPES.get(dtype), has_softcap)
+    built = [
+        {
+            (kind[2] or 0, kind[3] or 0)
+            for kind in _variants()
+            if kind[0] == name and (kind[1], kind[4]) == asked
+        }
+        for name in passes
+    ]
+    fitting = [d for d in set.intersection(*built) if d[0] >= head_dim and d[1] >= value_dim]
+    if fitting:
+        return min(fitting, key=lambda dims: (sum(dims), dims))
+    for name in passes:
+        find_variant(name, dtype, head_dim, value_dim, has_softcap, refuser)
+    raise AssertionError("a pair of dims that is built is wide enough for itself")
+
+
 @outside_compiled_graphs
 def check_supported(
     q: Tensor, v: Tensor, softmax_scale: float, softcap: float, needs_grad: bool
-) -> None:
-    """Raises NotImplementedError for a valid call that the kernels do not serve, naming what does."""
+) -> tuple[int, int]:
+    """Returns the dims of the kernels that serve a call, as `built_dims`.
+
+    Raises NotImplementedError for a valid call that the kernels do not serve, naming what does.
+    """
     if softmax_scale < 0:
         raise NotImplementedError(
             f"backend='hopper' cannot use softmax_scale={softmax_scale} < 0; negate q and the scale"
         )
-    _check_kind(q.device, q.dtype, q.shape[-1], v.shape[-1], softcap > 0, needs_grad)
+    return _check_kind(q.device, q.dtype, q.shape[-1], v.shape[-1], softcap > 0, needs_grad)
 
 
 @lru_cache(maxsize=256)  # what is refused raises, and is asked again
@@ -110,16 +145,15 @@ def _check_kind(
     value_dim: int,
     has_softcap: bool,
     needs_grad: bool,
-) -> None:
+) -> tuple[int, int]:
     if device.type not in ON_DEVICES:
         raise NotImplementedError(
             f"backend='hopper' cannot compute on device={device}, only on CUDA devices of compute capability 9.0 "
             "(H100, H200, GH200); use backend='cpu' or 'reference', or 'emulated' for the kernels' source on a CPU"
         )
-    find_variant("forward", dtype, head_dim, value_dim, has_softcap)
-    if needs_grad:
-        find_variant("backward", dtype, head_dim, value_dim, has_softcap)
+    dims = built_dims(dtype, head_dim, value_dim, has_softcap, needs_grad)
     check_capability(device)
+    return dims
 
 
 def check_capability(device: torch.device) -> None:
