@@ -27,7 +27,8 @@ def host_device(driver: Any = None) -> Iterator[Any]:
     check_supported = hopper_checks.check_supported
 
     def check_as_if_on_gpu(q, v, *rest):
-        check_supported(SimpleNamespace(shape=q.shape, dtype=q.dtype, device=on_gpu), v, *rest)
+        q = SimpleNamespace(shape=q.shape, dtype=q.dtype, device=on_gpu)
+        return check_supported(q, v, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hopper_checks, "check_supported", check_as_if_on_gpu)
@@ -53,6 +54,7 @@ def host_device(driver: Any = None) -> Iterator[Any]:
 
 def _forget():
     hopper_checks._check_kind.cache_clear()
+    hopper_checks.built_dims.cache_clear()
     hopper_launch.load_kernel.cache_clear()
     hopper_launch._tensor_maps.clear()
     hopper_launch._counter_pools.clear()
