@@ -23,9 +23,8 @@ from megatron_cp.attn import attend
 from megatron_cp.attn.hopper import backend as hopper
 from megatron_cp.attn.hopper import backward as hopper_backward
 from megatron_cp.attn.hopper import checks as hopper_checks
-from megatron_cp.attn.hopper import device_lists
+from megatron_cp.attn.hopper import device_lists, self_test
 from megatron_cp.attn.hopper import launch as hopper_launch
-from megatron_cp.attn.hopper import self_test
 from megatron_cp.attn.options import AttendOptions
 from megatron_cp.kernels import build
 from megatron_cp.kernels.driver import Driver
@@ -47,7 +46,7 @@ def stub_the_device() -> None:
     hopper_launch.num_sms = hopper_backward.num_sms = lambda device: 132
     hopper_launch.zeroed_counters = lambda device: counters
     hopper_launch.is_capturing = lambda: False
-    self_test.find_verdict = lambda kind, device: None
+    self_test.find_verdict = lambda kind, device: self_test.Verdict(True, "", 0.0, 1.0)
     for module in (hopper, hopper_launch, hopper_backward):
         module.raw_stream = lambda device: 7
     hopper_checks.check_capability = lambda device: None

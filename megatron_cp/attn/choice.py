@@ -7,7 +7,7 @@ with the numbers, and an error for a caller who asked for hopper by name. No cho
 import logging
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,7 @@ from megatron_cp.attn.graphs import outside_compiled_graphs
 _log = logging.getLogger("megatron_cp")
 
 
-@dataclass(frozen=True)
-class Asked:
+class Asked(NamedTuple):
     """What a call wants of its backend besides shapes."""
 
     softmax_scale: float
@@ -29,6 +28,15 @@ class Asked:
 
 _Kind = tuple[torch.device, torch.dtype, int, int, bool, bool, bool, bool]
 _chosen: dict[_Kind, str] = {}
+_served: dict[_Kind, tuple[int, int]] = {}  # by hopper, tested
+
+
+def _kind(q: Tensor, v: Tensor, asked: Asked) -> _Kind:
+    """Returns what the answer depends on."""
+    return (
+        q.device, q.dtype, q.shape[-1], v.shape[-1],
+        asked.softcap > 0, asked.softmax_scale > 0, asked.deterministic, asked.needs_grad,
+    )  # fmt: skip
 
 
 def choose_backend(q: Tensor, v: Tensor, asked: Asked) -> str:
@@ -38,10 +46,7 @@ def choose_backend(q: Tensor, v: Tensor, asked: Asked) -> str:
 
 @outside_compiled_graphs
 def _choose_gpu_backend(q: Tensor, v: Tensor, asked: Asked) -> str:
-    kind = (
-        q.device, q.dtype, q.shape[-1], v.shape[-1],
-        asked.softcap > 0, asked.softmax_scale > 0, asked.deterministic, asked.needs_grad,
-    )  # fmt: skip
+    kind = _kind(q, v, asked)
     chosen = _chosen.get(kind)
     if chosen is None:
         chosen, reasons = _first_that_serves(q, v, asked)
@@ -79,21 +84,28 @@ class FailedSelfTestError(RuntimeError):
     """The Hopper kernels compute something else than float64 does on this GPU."""
 
 
+@outside_compiled_graphs
 def check_hopper(q: Tensor, v: Tensor, asked: Asked) -> tuple[int, int]:
     """Returns the (head dim, value head dim) of the kernels that serve a call.
 
     Raises NotImplementedError for calls that the kernels do not serve, FailedSelfTestError where they are wrong.
     """
+    kind = _kind(q, v, asked)
+    if kind in _served:
+        return _served[kind]
     from megatron_cp.attn.hopper import checks, self_test
 
     dims = checks.check_supported(q, v, asked.softmax_scale, asked.softcap, asked.needs_grad)
-    kind = self_test.Kind(q.dtype, *dims, asked.softcap > 0, asked.needs_grad)
-    verdict = self_test.find_verdict(kind, q.device)
-    if verdict is not None and not verdict.passed:
+    tested = self_test.Kind(q.dtype, *dims, asked.softcap > 0, asked.needs_grad)
+    verdict = self_test.find_verdict(tested, q.device)
+    if verdict is None:
+        return dims
+    if not verdict.passed:
         raise FailedSelfTestError(
-            f"backend='hopper' is wrong on {q.device} for {kind.dtype}, head_dim={kind.head_dim}: {verdict}; use "
+            f"backend='hopper' is wrong on {q.device} for {tested.dtype}, head_dim={tested.head_dim}: {verdict}; use "
             "backend='flash' or 'flex', and report it with the output of python -m megatron_cp doctor"
         )
+    _served[kind] = dims
     return dims
 
 

@@ -138,13 +138,14 @@ def _refuse(*_):
 
 
 def _serve(*_):
-    return None
+    return (128, 128)
 
 
 @pytest.fixture
 def gpu(monkeypatch):
     """Sets what hopper, its self-test and flash say."""
     monkeypatch.setattr(choice, "_chosen", {})
+    monkeypatch.setattr(choice, "_served", {})
 
     def says(hopper=_serve, verdict=PASSED, flash=_serve):
         monkeypatch.setattr(hopper_checks, "check_supported", hopper)
