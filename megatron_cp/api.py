@@ -5,7 +5,7 @@
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_cp.attn.attend import attend
+from megatron_cp.attn.attend import attend, no_logits
 from megatron_cp.attn.options import check_sink, resolve_options
 from megatron_cp.plan.schema import AttentionPlan
 from megatron_cp.runtime.checkpoint import checkpoint, record_result, recorded_result
@@ -26,7 +26,8 @@ def cp_attention(  # noqa: PLR0913  the public signature
     sink: Tensor | None = None,
     backend: str | None = None,
     deterministic: bool = False,
-) -> tuple[Tensor, Tensor]:
+    return_max_logits: bool = False,
+) -> tuple[Tensor, ...]:
     """Returns attention over the whole context for the tokens of this rank, in the plan's local order.
 
     q `[T, N, H]`, k `[T, G, H]`, v `[T, G, Hv]` -> out `[T, N, Hv]` in the input dtype, lse `[T, N]` fp32
@@ -34,6 +35,9 @@ def cp_attention(  # noqa: PLR0913  the public signature
     out 0, lse -inf (or the sink) and zero gradients. Differentiable in q, k, v and sink, through out and
     lse. `sink` is replicated: its gradient is this rank's share, to be summed over the group like that of
     any replicated parameter.
+
+    With `return_max_logits` a third result: the largest scaled and capped logit of each head over the whole
+    context, fp32 `[N]`, the same on every rank, without a gradient, not counting the sink (QK-Clip).
 
     Collective over `group` (None for cp_size 1), forward and backward: every rank calls it with the same
     plan, dtypes and options.
@@ -47,16 +51,19 @@ def cp_attention(  # noqa: PLR0913  the public signature
             f"q and k have {q.shape[0]} and {k.shape[0]} rows, the plan gives every rank "
             f"{plan.tokens_per_rank}; dispatch(x, plan, group) makes the local rows"
         )
-    options = resolve_options(q, k, v, softmax_scale, softcap, backend, deterministic)
+    asked = (softmax_scale, softcap, backend, deterministic, return_max_logits)
+    options = resolve_options(q, k, v, *asked)
     check_sink(q, sink)
     if plan.forward.head_split is not None:
         _check_heads(q.shape[1], k.shape[1], plan.forward.head_split.degree)
-    call = f"{q.dtype} {tuple(q.shape)} {tuple(k.shape)} {tuple(v.shape)} {options} {sink is None}"
+    call = f"{q.dtype} {tuple(q.shape)} {tuple(k.shape)} {tuple(v.shape)} {options} {sink is None} {return_max_logits}"
     session = open_session(plan, group, q.device, call)
     kept = recorded_result()
-    out, lse = DistributedAttention.apply(q, k, v, sink, session, options, kept)
-    record_result(out, lse)
-    return out, lse
+    max_logits = no_logits(q) if return_max_logits else None
+    out, lse = DistributedAttention.apply(q, k, v, sink, session, options, kept, max_logits)
+    result = (out, lse) if max_logits is None else (out, lse, max_logits)
+    record_result(result)
+    return result
 
 
 def _check_heads(num_heads: int, num_kv_heads: int, degree: int) -> None:

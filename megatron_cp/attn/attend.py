@@ -48,7 +48,8 @@ def attend(  # noqa: PLR0913  the public signature of DESIGN section 9
     sink: Tensor | None = None,
     backend: str | None = None,
     deterministic: bool = False,
-) -> tuple[Tensor, Tensor]:
+    return_max_logits: bool = False,
+) -> tuple[Tensor, ...]:
     """Returns `(out [Q, N, Hv] in the dtype of q, lse [Q, N] float32 (float64 for float64 inputs))`.
 
     Shapes: q `[Q, N, H]`, k `[K, G, H]`, v `[K, G, Hv]`; query head n uses kv head `n // (N // G)`.
@@ -57,14 +58,19 @@ def attend(  # noqa: PLR0913  the public signature of DESIGN section 9
     exactly zero gradients. Rows of q, k, v outside every slice influence nothing. Differentiable once
     in q, k, v and sink, through `out` and through `lse`.
 
+    With `return_max_logits` a third result: the largest scaled and capped logit of each head over all pairs of the
+    mask, fp32 `[N]`, -inf without pairs, without a gradient, not counting the sink (QK-Clip).
+
     Raises: ValueError for wrong input, NotImplementedError for a backend that cannot serve the call.
     """
-    options = resolve_options(q, k, v, softmax_scale, softcap, backend, deterministic)
+    asked = (softmax_scale, softcap, backend, deterministic, return_max_logits)
+    options = resolve_options(q, k, v, *asked)
     check_mask(q, k, mask)
     check_sink(q, sink)
     if options.backend not in OWN_ATTEND:
-        out, lse = _Attend.apply(q, k, v, sink, mask, options)
-        return out, lse
+        max_logits = no_logits(q) if return_max_logits else None
+        out, lse = _Attend.apply(q, k, v, sink, mask, options, max_logits)
+        return (out, lse) if max_logits is None else (out, lse, max_logits)
     module = backend_module(options.backend)
     if options.wide_dims is None:
         return module.attend(q, k, v, mask, sink, options)
@@ -72,40 +78,56 @@ def attend(  # noqa: PLR0913  the public signature of DESIGN section 9
     return out[..., : v.shape[-1]].contiguous(), lse
 
 
+def no_logits(q: Tensor) -> Tensor:
+    """Returns the largest logit of each head of `q` `[Q, N, H]` over no keys: -inf, fp32 `[N]`."""
+    return torch.full((q.shape[1],), -torch.inf, device=q.device)
+
+
 def attend_forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, options: AttendOptions
-) -> tuple[Tensor, Tensor]:
-    """Returns `(out [Q, N, Hv], lse [Q, N])` in the accumulation dtype, without autograd and without a sink."""
-    check_mask(q, k, mask)
-    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        forward = backend_module(options.backend).forward
-        if options.wide_dims is None:
-            out, lse = forward(q, k, v, mask, options)
-            return out, lse
-        out, lse = forward(*widen(options.wide_dims, q, k, v), mask, options)
-    return out[..., : v.shape[-1]], lse
-
-
-def attend_forward_onto_(
-    out: Tensor,
-    lse: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     mask: AttentionMask,
     options: AttendOptions,
-) -> None:
-    """Merges attention over these keys into `out` `[Q, N, Hv]` and `lse` `[Q, N]`, results over other keys, in place.
+    max_logits: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Returns `(out [Q, N, Hv], lse [Q, N])` in the accumulation dtype, without autograd and without a sink.
 
-    Both are in the accumulation dtype. Rows without keys here keep what they have.
+    `max_logits` fp32 `[N]` is raised, in place, to the largest logit of each head.
     """
+    check_mask(q, k, mask)
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        forward = backend_module(options.backend).forward
+        asked = (mask, options) if max_logits is None else (mask, options, max_logits)
+        if options.wide_dims is None:
+            out, lse = forward(q, k, v, *asked)
+            return out, lse
+        out, lse = forward(*widen(options.wide_dims, q, k, v), *asked)
+    return out[..., : v.shape[-1]], lse
+
+
+def attend_forward_onto_(
+    held: tuple[Tensor, ...],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask,
+    options: AttendOptions,
+    max_logits: Tensor | None = None,
+) -> None:
+    """Merges attention over these keys into `held`, `(out [Q, N, Hv], lse [Q, N])` over other keys, in place.
+
+    Both are in the accumulation dtype. Rows without keys here keep what they have. `max_logits` as `attend_forward`.
+    """
+    out, lse = held
     module = backend_module(options.backend)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         if hasattr(module, "forward_onto_") and options.wide_dims is None:
             check_mask(q, k, mask)
-            module.forward_onto_(out, lse, q, k, v, mask, options)  # its kernel merges
+            asked = (mask, options) if max_logits is None else (mask, options, max_logits)
+            module.forward_onto_(out, lse, q, k, v, *asked)  # its kernel merges
         else:
-            merge_span_(out, lse, *attend_forward(q, k, v, mask, options))
+            merge_span_(out, lse, *attend_forward(q, k, v, mask, options, max_logits))
 
 
 def attend_backward(
@@ -190,8 +212,9 @@ class _Attend(torch.autograd.Function):
         sink: Tensor | None,
         mask: AttentionMask,
         options: AttendOptions,
+        max_logits: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = attend_forward(q, k, v, mask, options)
+        out, lse = attend_forward(q, k, v, mask, options, max_logits)
         if sink is not None:
             out, lse = apply_sink(out, lse, sink)
         out = out.to(q.dtype)
@@ -217,4 +240,4 @@ class _Attend(torch.autograd.Function):
         dq = dq.to(q.dtype)  # one after another: each frees its float32 twin
         dk = dk.to(k.dtype)
         dv = dv.to(v.dtype)
-        return dq, dk, dv, dsink, None, None
+        return dq, dk, dv, dsink, None, None, None

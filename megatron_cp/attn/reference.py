@@ -13,18 +13,30 @@ It builds the whole Q x K matrix: for tests and small sizes, on any device, in a
 import torch
 from torch import Tensor
 
+from megatron_cp.attn.merge import raise_to_
 from megatron_cp.attn.options import AttendOptions, accumulation_dtype
 from megatron_cp.mask import AttentionMask
 
 
 def forward(
-    q_QNH: Tensor, k_KGH: Tensor, v_KGH: Tensor, mask: AttentionMask, options: AttendOptions
+    q_QNH: Tensor,
+    k_KGH: Tensor,
+    v_KGH: Tensor,
+    mask: AttentionMask,
+    options: AttendOptions,
+    max_logits_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns `(out [Q, N, Hv], lse [Q, N])` in the accumulation dtype; rows without keys are `(0, -inf)`."""
+    """Returns `(out [Q, N, Hv], lse [Q, N])` in the accumulation dtype; rows without keys are `(0, -inf)`.
+
+    `max_logits` is raised, in place, to the largest score of each head.
+    """
     allowed_QK = _dense(mask, q_QNH.device)
     q_QGRH, k_KGH, v_KGH = _clean_inputs(q_QNH, k_KGH, v_KGH, allowed_QK)
     x_GRQK = _capped_scores(q_QGRH, k_KGH, options)
-    lse_GRQ = torch.logsumexp(x_GRQK.masked_fill(~allowed_QK, -torch.inf), dim=-1)
+    allowed_x_GRQK = x_GRQK.masked_fill(~allowed_QK, -torch.inf)
+    lse_GRQ = torch.logsumexp(allowed_x_GRQK, dim=-1)
+    if max_logits_N is not None and allowed_QK.numel():
+        raise_to_(max_logits_N, allowed_x_GRQK.amax(dim=(2, 3)).flatten())
     p_GRQK = _probabilities(x_GRQK, lse_GRQ, allowed_QK)
     out_QGRH = torch.einsum("grqk,kgh->qgrh", p_GRQK, v_KGH)
     return out_QGRH.flatten(1, 2), lse_GRQ.flatten(0, 1).t().contiguous()

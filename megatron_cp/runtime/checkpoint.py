@@ -16,12 +16,15 @@ from typing import Any
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+Result = tuple[Tensor, ...]
+"""(out, lse), and the largest logits where they were asked for."""
+
 
 class AttentionTape:
     """(out, lse) of the attention calls of one checkpointed region, in call order."""
 
     def __init__(self) -> None:
-        self._results: list[tuple[Tensor, Tensor, int]] = []
+        self._results: list[tuple[Result, int]] = []
         self._next = 0
         self._outer: AttentionTape | None = None
 
@@ -46,27 +49,28 @@ class AttentionTape:
         finally:
             _player.reset(token)
 
-    def keep(self, out: Tensor, lse: Tensor) -> None:
+    def keep(self, result: Result) -> None:
         """Appends one result, without its graph, here and in the tapes of enclosing regions."""
-        self._results.append((out.detach(), lse.detach(), out._version))
+        kept = tuple(tensor.detach() for tensor in result)
+        self._results.append((kept, result[0]._version))
         if self._outer is not None:
-            self._outer.keep(out, lse)
+            self._outer.keep(result)
 
-    def take(self) -> tuple[Tensor, Tensor]:
+    def take(self) -> Result:
         """Returns the next result; RuntimeError when the recomputation calls attention more often."""
         if self._next >= len(self._results):
             raise RuntimeError(
                 f"recomputation made attention call {self._next + 1}, the first forward made "
                 f"{len(self._results)}; a checkpointed function must do the same on both runs"
             )
-        out, lse, version = self._results[self._next]
-        if out._version != version:
+        result, version = self._results[self._next]
+        if result[0]._version != version:
             raise RuntimeError(
                 f"the output of attention call {self._next + 1} was changed in place after the first "
                 "forward of a checkpointed function; use an operation that returns a new tensor"
             )
         self._next += 1
-        return out, lse
+        return result
 
 
 _recorder: ContextVar[AttentionTape | None] = ContextVar("attention_recorder", default=None)
@@ -87,14 +91,14 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return torch_checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
-def recorded_result() -> tuple[Tensor, Tensor] | None:
-    """Returns the next kept (out, lse) when a tape is replaying, else None."""
+def recorded_result() -> Result | None:
+    """Returns the next kept result when a tape is replaying, else None."""
     tape = _player.get()
     return None if tape is None else tape.take()
 
 
-def record_result(out: Tensor, lse: Tensor) -> None:
-    """Keeps (out, lse) when a tape is recording."""
+def record_result(result: Result) -> None:
+    """Keeps the result of an attention call when a tape is recording."""
     tape = _recorder.get()
     if tape is not None:
-        tape.keep(out, lse)
+        tape.keep(result)

@@ -48,7 +48,7 @@ class DistributedAttention(torch.autograd.Function):
     """Autograd of `cp_attention`; keeps q, k, v, out and lse of this rank's tokens, nothing else."""
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913  what autograd's apply gives
         ctx: Any,
         q_TNH: Tensor,
         k_TGH: Tensor,
@@ -56,13 +56,17 @@ class DistributedAttention(torch.autograd.Function):
         sink_N: Tensor | None,
         session: Session,
         options: AttendOptions,
-        kept: tuple[Tensor, Tensor] | None,
+        kept: tuple[Tensor, ...] | None,
+        max_logits_N: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """`kept`: the result of an earlier identical call, when a layer is recomputed."""
+        """`kept`: the result of an earlier identical call, when a layer is recomputed. Fills `max_logits`."""
         if kept is None:
-            out, lse = forward_pass(q_TNH, k_TGH, v_TGH, sink_N, session, options)
+            rows = (q_TNH, k_TGH, v_TGH, sink_N)
+            out, lse = forward_pass(*rows, session, options, max_logits_N)
         else:
-            out, lse = (tensor.detach() for tensor in kept)
+            out, lse, *logits = (tensor.detach() for tensor in kept)
+            if max_logits_N is not None:
+                max_logits_N.copy_(logits[0])
         ctx.save_for_backward(q_TNH, k_TGH, v_TGH, sink_N, out, lse)
         ctx.session, ctx.options = session, options
         ctx.set_materialize_grads(False)
@@ -80,7 +84,7 @@ class DistributedAttention(torch.autograd.Function):
             delta = delta - dlse
         dq, dk, dv = backward_pass(dout, q, k, v, lse, delta, ctx.session, ctx.options)
         dsink = None if sink is None else sink_gradient(lse, sink, delta).to(sink.dtype)
-        return dq, dk, dv, dsink, None, None, None
+        return dq, dk, dv, dsink, None, None, None, None
 
 
 def forward_pass(
@@ -90,22 +94,29 @@ def forward_pass(
     sink_N: Tensor | None,
     session: Session,
     options: AttendOptions,
+    max_logits_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns attention over the whole context: out `[T, N, Hv]` in the input dtype, lse `[T, N]` in fp32 (fp64)."""
+    """Returns attention over the whole context: out `[T, N, Hv]` in the input dtype, lse `[T, N]` in fp32 (fp64).
+
+    `max_logits` is raised, in place, to the largest logit of each head over the whole context.
+    """
     rank_pass, num_heads = session.forward, q_TNH.shape[1]
     q, k, v = _enter(rank_pass, (q_TNH, k_TGH, v_TGH))
     dtype = accumulation_dtype(q.dtype)
     like = q.new_empty((0, q.shape[1], v.shape[2]), dtype=dtype)
     results = SideResults(len(q), (like, like[..., 0]), MERGE)
+    exchange = rank_pass.exchange
+    heads = slice(None) if exchange is None else exchange.own_heads(num_heads)
+    logits = None if max_logits_N is None else max_logits_N[heads]
 
     def compute(part: Quadrant, query: Rows, key: Rows, options: AttendOptions) -> None:
         (q_held,), (k_held, v_held) = query, key
         held = results.of(part.query, len(q_held))
+        asked = (q_held, k_held, v_held, part.work, options, logits)
         if held is None:
-            results.take(part.query, attend_forward(q_held, k_held, v_held, part.work, options))
+            results.take(part.query, attend_forward(*asked))
         else:
-            out, lse = held
-            attend_forward_onto_(out, lse, q_held, k_held, v_held, part.work, options)
+            attend_forward_onto_(held, *asked)
 
     def send_home(stage: RankStage) -> Returns:
         return [results.send_home(stage.query, session.group)]
@@ -113,9 +124,9 @@ def forward_pass(
     rows = SideRows((q,)), SideRows((k, v))
     _run_stages("forward", (rank_pass, session.group), rows, options, compute, send_home)
     out, lse = results.own()
+    if max_logits_N is not None and session.group is not None:
+        dist.all_reduce(max_logits_N, dist.ReduceOp.MAX, group=session.group)
     if sink_N is not None:
-        exchange = rank_pass.exchange
-        heads = slice(None) if exchange is None else exchange.own_heads(num_heads)
         out, lse = apply_sink(out, lse, sink_N[heads])
     # Everything is merged, so out can travel in the dtype in which it is returned; lse is exponentiated later.
     out, lse = _leave(rank_pass, (out, lse), ((num_heads, q.dtype), (num_heads, dtype)))

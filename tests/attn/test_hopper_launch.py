@@ -41,7 +41,7 @@ def test_a_stage_leaves_its_share_of_132_multiprocessors_to_transfers(device, sh
     q, k, v = draw(1000, 1000, (32, 8))
     mask, options = masks.causal(1000), replace(OPTIONS, sm_share=share)
     out, lse = attend_forward(q, k, v, mask, options)
-    attend_forward_onto_(out, lse, q, k, v, mask, options)
+    attend_forward_onto_((out, lse), q, k, v, mask, options)
     attend_backward(torch.ones_like(q), q, k, v, lse, torch.zeros_like(lse), mask, options)
     forward, onto, backward = (x[CTAS] for x in device.launches[:3])
     assert forward == onto == 132 - left

@@ -85,7 +85,7 @@ def test_stages_of_narrow_rows_add_up_to_the_whole():
         if summed is None:
             summed = attend_forward(q, k[keys], v[keys], part, options)
         else:
-            attend_forward_onto_(*summed, q, k[keys], v[keys], part, options)
+            attend_forward_onto_(summed, q, k[keys], v[keys], part, options)
     for keys, part in parts:
         dq, dk, dv = attend_backward_onto_(dq, dout, q, k[keys], v[keys], lse, delta, part, options)
         dks.append(dk)

@@ -24,14 +24,15 @@ MEMORY_BYTES_PER_SECOND = 3.0e12  # of an H100 SXM (3.35e12 nominal)
 OPTIONS = AttendOptions(0.1, backend="hopper")
 
 
-def _result(q, k, v, mask, options):
+def _result(q, k, v, mask, options, max_logits=None):
     assert q.device == k.device == v.device == CUDA
     assert (len(q), len(k)) == (mask.num_queries, mask.num_keys)
     out = q.new_empty((*q.shape[:2], v.shape[2]), dtype=torch.float32)
     return out, q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-def _onto(out, lse, q, k, v, mask, options):
+def _onto(held, q, k, v, mask, options, max_logits=None):
+    out, lse = held
     part_out, part_lse = _result(q, k, v, mask, options)
     assert (out.shape, lse.shape) == (part_out.shape, part_lse.shape)
 

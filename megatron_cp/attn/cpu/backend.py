@@ -24,9 +24,17 @@ from megatron_cp.mask import AttentionMask, MaskSlice
 
 
 def forward(
-    q_QNH: Tensor, k_KGH: Tensor, v_KGH: Tensor, mask: AttentionMask, options: AttendOptions
+    q_QNH: Tensor,
+    k_KGH: Tensor,
+    v_KGH: Tensor,
+    mask: AttentionMask,
+    options: AttendOptions,
+    max_logits_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns `(out [Q, N, Hv], lse [Q, N])` in the accumulation dtype, (0, -inf) without keys."""
+    """Returns `(out [Q, N, Hv], lse [Q, N])` in the accumulation dtype, (0, -inf) without keys.
+
+    `max_logits` is raised, in place, to the largest score of each head; that takes the tiles, which see scores.
+    """
     dtype, head_dim = _compute_format(q_QNH, v_KGH)
     num_rows, num_heads, _ = q_QNH.shape
     out = torch.empty(num_rows, num_heads, v_KGH.shape[-1], dtype=dtype)
@@ -34,16 +42,19 @@ def forward(
     pieces = list(pieces_of(mask))
     overwrites, others = _writing_order(pieces, num_rows)
     out[torch.from_numpy(others)] = 0.0
-    kernel = tiles if options.softcap else sdpa
+    uses_tiles = options.softcap > 0 or max_logits_N is not None
     for group in head_groups(q_QNH, k_KGH):
         q = group.read_rows(q_QNH, dtype, head_dim)
         k, v = (group.read_keys(x, dtype, head_dim) for x in (k_KGH, v_KGH))
         out_view, lse_view = group.rows_view(out), group.read_numbers(lse)
         for piece, overwrite in zip(pieces, overwrites, strict=True):
             rows, keys = _spans(piece)
-            part_out, part_lse = kernel.forward(
-                q[:, :, rows], k[:, :, keys], v[:, :, keys], piece, options
-            )
+            parts = q[:, :, rows], k[:, :, keys], v[:, :, keys]
+            if uses_tiles:
+                tops = None if max_logits_N is None else max_logits_N[group.heads]
+                part_out, part_lse = tiles.forward(*parts, piece, options, tops)
+            else:
+                part_out, part_lse = sdpa.forward(*parts, piece, options)
             part_out = part_out[..., : v_KGH.shape[-1]]
             if overwrite:
                 out_view[:, :, rows], lse_view[:, :, rows] = part_out, part_lse

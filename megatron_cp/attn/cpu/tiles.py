@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp.attn.cpu.pieces import diagonals_of, tiles_of
-from megatron_cp.attn.merge import merge_span_
+from megatron_cp.attn.merge import merge_span_, raise_to_
 from megatron_cp.attn.options import AttendOptions
 from megatron_cp.mask import MaskSlice
 
@@ -23,9 +23,17 @@ MIN_TILE_KEYS = 64
 
 
 def forward(
-    q_BRQH: Tensor, k_BRKH: Tensor, v_BRKH: Tensor, piece: MaskSlice, options: AttendOptions
+    q_BRQH: Tensor,
+    k_BRKH: Tensor,
+    v_BRKH: Tensor,
+    piece: MaskSlice,
+    options: AttendOptions,
+    max_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns `(out [B, R, Q, H], lse [B, R, Q])` of the piece's rows over the piece's keys."""
+    """Returns `(out [B, R, Q, H], lse [B, R, Q])` of the piece's rows over the piece's keys.
+
+    `max_logits` `[B R]` is raised, in place, to the largest score of each head.
+    """
     out, lse = torch.zeros_like(q_BRQH), q_BRQH.new_full(q_BRQH.shape[:3], -torch.inf)
     for tile, rows, keys in _tiles(piece, q_BRQH):
         k, v = _fold(k_BRKH[:, :, keys], k_BRKH), _fold(v_BRKH[:, :, keys], k_BRKH)
@@ -35,6 +43,8 @@ def forward(
             scores.div_(options.softcap).tanh_().mul_(options.softcap)
         _mask_(scores, tile, -torch.inf)
         top = scores.amax(dim=-1, keepdim=True)
+        if max_logits is not None:
+            raise_to_(max_logits, top.view(len(max_logits), -1).amax(dim=1))
         weights = scores.sub_(top).exp_()
         total = weights.sum(dim=-1, keepdim=True)
         tile_out = torch.bmm(weights, v).div_(total).view(out[:, :, rows].shape)

@@ -1,0 +1,77 @@
+"""The largest logit of each head, against a dense matrix of scores in float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_cp import mask as masks
+from megatron_cp.attn import attend
+from megatron_cp.attn.choice import MAX_LOGITS
+from tests.attn.formula import random_case
+from tests.strategies import attention_masks
+
+
+def largest_logits(q, k, dense, scale, softcap):
+    """Returns the maximum over allowed pairs for each query head, float64 `[N]`."""
+    keys = k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    scores = torch.einsum("qnh,knh->nqk", q.double(), keys) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    allowed = torch.as_tensor(dense)
+    scores = scores.masked_fill(~allowed, -torch.inf)
+    if not allowed.numel():
+        return torch.full((q.shape[1],), -torch.inf, dtype=torch.float64)
+    return scores.flatten(1).amax(dim=1)
+
+
+@settings(max_examples=40)
+@given(
+    case=attention_masks(),
+    heads=st.sampled_from([(4, 2), (3, 3), (4, 1)]),
+    softcap=st.sampled_from([0.0, 1.5]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    backend=st.sampled_from([name for name in MAX_LOGITS if name in ("reference", "cpu")]),
+)
+def test_largest_logits_are_those_of_the_dense_scores(case, heads, softcap, dtype, backend):
+    mask, dense = case
+    (q, k, v), _ = random_case(*dense.shape, heads, (8, 8), dtype, seed=1)
+    arguments = {"softmax_scale": 0.3, "softcap": softcap, "backend": backend}
+    out, lse = attend(q, k, v, mask, **arguments)
+    out_too, lse_too, found = attend(q, k, v, mask, return_max_logits=True, **arguments)
+    assert found.dtype == torch.float32 and not found.requires_grad
+    assert torch.allclose(found.double(), largest_logits(q, k, dense, 0.3, softcap), rtol=1e-5)
+    assert torch.allclose(out.float(), out_too.float(), rtol=0.02, atol=1e-5)
+    assert torch.allclose(lse, lse_too, rtol=1e-5)
+
+
+def test_gradients_flow_beside_them_and_none_through_them():
+    mask = masks.causal(50)
+    (q, k, v), arguments = random_case(50, 50, (4, 2), (8, 8), torch.float32, seed=2)
+    plain = [x.clone().requires_grad_() for x in (q, k, v)]
+    asked = [x.clone().requires_grad_() for x in (q, k, v)]
+    attend(*plain, mask)[0].backward(arguments["dout"])
+    out, _, found = attend(*asked, mask, return_max_logits=True)
+    out.backward(arguments["dout"])
+    assert found.grad_fn is None
+    for x, y in zip(plain, asked, strict=True):
+        assert torch.allclose(x.grad, y.grad, atol=1e-6)
+
+
+def test_a_large_call_that_is_split_by_heads_has_them_all(monkeypatch):
+    from megatron_cp.attn.cpu import heads
+
+    monkeypatch.setattr(heads, "MAX_GROUP_NUMEL", 1)
+    mask = masks.causal(70)
+    (q, k, v), _ = random_case(70, 70, (6, 3), (8, 8), torch.float32, seed=3)
+    *_, found = attend(q, k, v, mask, return_max_logits=True)
+    assert torch.allclose(found.double(), largest_logits(q, k, mask.to_dense(), 8**-0.5, 0.0))
+
+
+@pytest.mark.parametrize("backend", ["emulated", "flex"])
+def test_a_backend_without_them_says_so(backend):
+    if backend in MAX_LOGITS:
+        return
+    q, k, v = (torch.zeros(4, 2, 64, dtype=torch.bfloat16) for _ in range(3))
+    with pytest.raises(NotImplementedError, match="does not return the largest logits; use one of"):
+        attend(q, k, v, masks.causal(4), backend=backend, return_max_logits=True)
