@@ -107,7 +107,11 @@ class ContextParallelAttention(MegatronModule):
         self.window: tuple[int, int] | None = tuple(config.window_size) if windowed else None
         tp_size = self.tp_group.size()
         self.plan_config = layers.attention_sizes(config, tp_size, k_channels, v_channels)
-        self.current_max_attn_logits = None  # read by Megatron's logit logging; qk_clip is refused
+        self._wants_max_logits = bool(
+            getattr(config, "qk_clip", False) or getattr(config, "log_max_attention_logit", False)
+        )
+        # Megatron's QK-Clip reads it after the optimizer's step and sets it back to None.
+        self.current_max_attn_logits: torch.Tensor | None = None
         self._make_softmax_offset(self.plan_config.num_heads)
         # Megatron's latent attention is built twice: as plain attention, which is thrown away, then itself.
         if k_channels is not None or not getattr(config, "multi_latent_attention", False):
@@ -169,7 +173,7 @@ class ContextParallelAttention(MegatronModule):
             sink = sink.to(device=query.device, dtype=torch.float32)
             sink = sink if rows.are_one_stream else sink.repeat(batch)
         with self._results_kept(packed_seq_params):
-            out, _ = cp_attention(
+            out, _, *max_logits = cp_attention(
                 rows.fold(query),
                 rows.fold(key),
                 rows.fold(value),
@@ -179,8 +183,16 @@ class ContextParallelAttention(MegatronModule):
                 sink=sink,
                 backend=self.backend,
                 deterministic=bool(getattr(self.config, "deterministic_mode", False)),
+                return_max_logits=self._wants_max_logits and self.training,
             )
+        if max_logits:
+            self._keep_max_logits(rows.of_heads(max_logits[0]))
         return rows.unfold(out)
+
+    def _keep_max_logits(self, found: torch.Tensor) -> None:
+        """Keeps the largest logit of each head, `[n]`, over the micro-batches of a step."""
+        before = self.current_max_attn_logits
+        self.current_max_attn_logits = found if before is None else torch.maximum(before, found)
 
     def _results_kept(self, params: Any) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which a recomputed layer takes its attention from the first forward.
@@ -286,6 +298,10 @@ class _Rows(NamedTuple):
         if heads.dim() == 3:
             return heads
         return heads.transpose(0, 1).flatten(0, 1) if self.are_one_stream else heads.flatten(1, 2)
+
+    def of_heads(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Returns the largest number of each of the n heads, `[n]`."""
+        return numbers if self.are_one_stream else numbers.view(self.num_samples, -1).amax(dim=0)
 
     def unfold(self, out: torch.Tensor) -> torch.Tensor:
         """Returns Megatron's `[s, b, n * h]`."""

@@ -17,9 +17,6 @@ from megatron_cp.mcore import compat
 
 # name -> why, and what to do; refused when the value is true.
 _REFUSED_SETTINGS = {
-    "qk_clip": "needs the largest logit of every head, which is not collected; train without it "
-    "(other weights), or with Megatron's own attention",
-    "log_max_attention_logit": "the largest logit is not collected; switch it off",
     "fp8_dot_product_attention": "attention computes in fp32, bf16 or fp16; switch it off (fp8 "
     "linear layers are served)",
     "fp8_multi_head_attention": "attention computes in fp32, bf16 or fp16; switch it off (fp8 "

@@ -42,6 +42,8 @@ class StepResult:
     loss_scale: float
     auxiliary: dict[str, float]
     """Further losses by name, means over the micro-batches."""
+    max_attention_logit: float | None = None
+    """The largest of all heads, layers and ranks, where it was asked for."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,7 @@ def train_step(
         )
     runner.timers("optimizer").start(barrier=config.records.barrier_with_L1_time)
     updated, grad_norm, num_zeros = optimizer.step()
+    largest = _clip_logits(runner)
     runner.timers("optimizer").stop()
     num_packs = len(batches) * config.steps.micro_batch_size * config.parallel.data_parallel_size
     if updated:
@@ -133,7 +136,21 @@ def train_step(
         updated=bool(updated),
         loss_scale=float(optimizer.get_loss_scale()),
         auxiliary=auxiliary_losses(config, len(batches)),
+        max_attention_logit=largest,
     )
+
+
+def _clip_logits(runner: Runner) -> float | None:
+    """Returns the largest attention logit of the step, after QK-Clip; None where neither was asked for."""
+    arguments = runner.config.arguments
+    if not (arguments["qk_clip"] or arguments["log_max_attention_logit"]):
+        return None
+    from megatron_cp.mcore.qk_clip import clip_qk
+
+    largest = clip_qk(runner.model, clips=bool(arguments["qk_clip"]))
+    over_all = torch.tensor(largest, device=runner.device)
+    dist.all_reduce(over_all, op=dist.ReduceOp.MAX)
+    return float(over_all)
 
 
 def _mean(total: torch.Tensor) -> tuple[float, int]:

@@ -44,7 +44,6 @@ GOOD_CONFIG = {
         ({"hierarchical_context_parallel_sizes": [2, 2]}, 4, ["--cp-topology"]),
         ({"transformer_impl": "inference_optimized"}, 4, ["inference_optimized", "'local'"]),
         ({"position_embedding_type": "mrope"}, 4, ["--position-embedding-type mrope", "rope"]),
-        ({"qk_clip": True}, 4, ["--qk-clip", "Megatron's own attention"]),
     ],
     ids=str,
 )
@@ -64,7 +63,6 @@ def test_arguments_that_cannot_run_are_refused_in_one_line(change, world_size, p
         ({"attention_dropout": 0.1}, ["attention_dropout=0.1"]),
         ({"window_size": (-2, 0)}, ["window_size=(-2, 0)"]),
         ({"softmax_type": "tanh"}, ["softmax_type='tanh'", "learnable"]),
-        ({"qk_clip": True}, ["qk_clip=True"]),
         ({"fp8_multi_head_attention": True}, ["fp8_multi_head_attention"]),
         ({"fp8_dot_product_attention": True}, ["fp8_dot_product_attention", "switch it off"]),
         (

@@ -200,6 +200,9 @@ TABLE = """
 
 [optimizer]
 --optimizer one-of:adam,sgd,muon,dist_muon adam | optimizer function
+--qk-clip on - | scale queries and keys down after a step in which a logit passed the threshold
+--qk-clip-alpha float 0.5 | share of that which queries take
+--qk-clip-threshold float 100 | largest logit that is let be
 --muon-momentum float 0.9 | momentum of muon
 --muon-nesterov on - | Nesterov's momentum in muon
 --muon-no-split-qkv off:muon_split_qkv - | queries, keys and values as one matrix in muon
@@ -340,6 +343,7 @@ TABLE = """
 --memory-snapshot-path str snapshot.pickle | where they are written at the end
 --log-params-norm on - | norm of the parameters in the log line
 --log-num-zeros-in-grad on - | zeros of the gradient in the log line
+--log-max-attention-logit on - | largest attention logit of each step in tensorboard and wandb
 --log-progress on - | append to progress.txt in --save
 --tensorboard-dir str - | folder of tensorboard events
 --tensorboard-log-interval int 1 | steps between tensorboard and wandb rows

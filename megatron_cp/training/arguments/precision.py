@@ -107,6 +107,11 @@ def check_optimizer_state(args: Namespace) -> Iterator[str]:
             "--optimizer sgd with --use-distributed-optimizer is not served: Megatron-Core shards the "
             "state of Adam alone; leave out --use-distributed-optimizer"
         )
+    if args.qk_clip and args.use_distributed_optimizer:
+        yield (
+            "--qk-clip with --use-distributed-optimizer is not served: Megatron-Core scales whole weights, not the "
+            "shards of their fp32 copies; leave out --use-distributed-optimizer"
+        )
     changed = [name for name in _LOW_PRECISION_STATE if getattr(args, name) != "fp32"]
     if changed and not args.use_precision_aware_optimizer:
         names = ", ".join("--" + name.replace("_", "-") for name in changed)

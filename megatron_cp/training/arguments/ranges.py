@@ -42,6 +42,8 @@ RANGES = {
     "distributed_timeout_minutes": _POSITIVE,
     "plan_batches": _POSITIVE,
     "seed": "[0, 4000000000]",
+    "qk_clip_alpha": "(0, 1)",
+    "qk_clip_threshold": _POSITIVE,
     "lr": _NOT_NEGATIVE,
     "decoupled_lr": _NOT_NEGATIVE,
     "decoupled_min_lr": _NOT_NEGATIVE,

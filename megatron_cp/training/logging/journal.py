@@ -113,6 +113,7 @@ class Journal:
             "grad-norm": result.grad_norm,
             "num-zeros": result.num_zeros,
             "params-norm": norm,
+            "max_attention_logit": result.max_attention_logit,
             "batch-size": result.num_packs,
             "loss-scale": result.loss_scale,
             "samples vs steps": state.consumed_samples,
