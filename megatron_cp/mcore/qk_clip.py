@@ -2,7 +2,7 @@
 
 Megatron-Core's attention layers scale their own weights; its `clip_qk` around them takes models in two wrappers only.
 This one takes any, and forgets the logits of a step whether it clips or not.
-Source: Kimi K2 (arXiv 2507.20534), section 2.1; the settings are `qk_clip_threshold` and `qk_clip_alpha` of TransformerConfig.
+Settings: `qk_clip_threshold` and `qk_clip_alpha` of TransformerConfig. Source: Kimi K2 (arXiv 2507.20534), section 2.1.
 """
 
 from collections.abc import Sequence

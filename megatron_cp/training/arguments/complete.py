@@ -37,6 +37,7 @@ from megatron_cp.training.arguments.files import (
 from megatron_cp.training.arguments.precision import (
     check_instances,
     check_optimizer_state,
+    check_qk_clip,
     check_recomputed_layers,
     check_recomputed_modules,
     complete_engine,
@@ -277,6 +278,7 @@ _CHECKS: tuple[tuple[Any, ...], ...] = (
     (complete_expert_engine,),
     (complete_muon,),
     (check_optimizer_state,),
+    (check_qk_clip,),
     (check_instances,),
     (complete_recompute, "recompute_num_layers"),
     (check_windows,),

@@ -107,11 +107,6 @@ def check_optimizer_state(args: Namespace) -> Iterator[str]:
             "--optimizer sgd with --use-distributed-optimizer is not served: Megatron-Core shards the "
             "state of Adam alone; leave out --use-distributed-optimizer"
         )
-    if args.qk_clip and args.use_distributed_optimizer:
-        yield (
-            "--qk-clip with --use-distributed-optimizer is not served: Megatron-Core scales whole weights, not the "
-            "shards of their fp32 copies; leave out --use-distributed-optimizer"
-        )
     changed = [name for name in _LOW_PRECISION_STATE if getattr(args, name) != "fp32"]
     if changed and not args.use_precision_aware_optimizer:
         names = ", ".join("--" + name.replace("_", "-") for name in changed)
@@ -133,6 +128,15 @@ def check_optimizer_state(args: Namespace) -> Iterator[str]:
             yield (
                 f"--optimizer-offload-fraction {args.optimizer_offload_fraction} must lie in [0, 1]"
             )
+
+
+def check_qk_clip(args: Namespace) -> Iterator[str]:
+    """Yields the faults of QK-Clip."""
+    if args.qk_clip and args.use_distributed_optimizer:
+        yield (
+            "--qk-clip with --use-distributed-optimizer is not served: Megatron-Core scales whole weights, not the "
+            "shards of their fp32 copies; leave out --use-distributed-optimizer"
+        )
 
 
 def complete_muon(args: Namespace) -> Iterator[str]:
