@@ -21,6 +21,7 @@ from megatron_cp.comm import streams
 class Stream:
     def __init__(self, name, clock=()):
         self.name, self.clock = name, dict(clock)
+        self.events = []
 
     def wait(self, clock):
         for name, time in clock.items():
@@ -33,7 +34,8 @@ class Stream:
         self.wait(event)
 
     def record_event(self):
-        return dict(self.clock)
+        self.events.append(dict(self.clock))
+        return self.events[-1]
 
     def tick(self):
         self.clock[self.name] = self.clock.get(self.name, 0) + 1
@@ -58,7 +60,7 @@ class RecordedStreams(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.compute, self.nccl = Stream("compute"), Stream("nccl")
-        self.current = self.compute
+        self.current, self.side = self.compute, Stream("side")
         self.faults, self.collectives = (
             [],
             [],
@@ -69,7 +71,16 @@ class RecordedStreams(TorchDispatchMode):
     # --- what comm.streams calls
 
     def Stream(self, device, priority):
-        return Stream("side")
+        self.side = Stream("side")
+        return self.side
+
+    def starved(self):
+        """Returns the packings that a kernel launched now would keep waiting, if it held every multiprocessor.
+
+        A persistent kernel lets nothing begin beside it, so the messages of all transfers under way must be packed.
+        """
+        moments = [("side", event["side"]) for event in self.side.events]
+        return [moment for moment in moments if not self.compute.knows(moment)]
 
     def current_stream(self, device):
         return self.current

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 
 import megatron_cp as mcp
+from megatron_cp.plan.cost import transfer_shares
+from megatron_cp.plan.topology import TOPOLOGIES
 from megatron_cp.runtime import dist_attn
 from tests.comm.recorded_streams import recorded_streams
 from tests.ranks import run_on_ranks
@@ -24,7 +26,10 @@ def results_of(rank, plan, inputs):
 
 
 def attention_on_streams(rank, world_size, plan, inputs):
-    """Returns (results, those of a CPU, faults, collectives issued before each stage computes)."""
+    """Returns (results, those of a CPU, faults, collectives issued before each stage computes).
+
+    A stage's attention that would hold up the packing of a transfer is among the faults.
+    """
     expected = results_of(rank, plan, inputs)
     before = []
     with recorded_streams() as recorder:
@@ -32,6 +37,7 @@ def attention_on_streams(rank, world_size, plan, inputs):
         def noting(pass_name, action, stage):
             if action == "attend":
                 before.append(len(recorder.collectives))
+                recorder.faults += [f"stage {stage} starves {m}" for m in recorder.starved()]
             return nullcontext()
 
         with mock.patch.object(dist_attn, "span", noting):
@@ -90,3 +96,36 @@ def test_nothing_races_where_heads_are_split():
     for results, expected, faults, _ in run_on_ranks(4, attention_on_streams, plan, inputs):
         assert not faults
         assert all(map(torch.equal, results, expected))
+
+
+@pytest.mark.parametrize("planner", ["auto", "ring", "zigzag", "ulysses", "magi"])
+def test_a_stage_leaves_multiprocessors_to_what_travels_under_it_and_none_where_nothing_does(
+    planner,
+):
+    config = mcp.CPConfig(planner=planner, num_heads=8, num_kv_heads=8, topology="h100")
+    plan = mcp.make_plan(mcp.mask.documents([900, 100, 2500, 596], "causal"), 4, config)
+    contention = TOPOLOGIES["h100"].contention
+    for name, returning in (("forward", "q"), ("backward", "qk")):
+        pass_ = plan.get_pass(name)
+        for rank in range(4):
+            shares = transfer_shares(plan, name, rank)
+            for index, share in enumerate(shares):
+                later = index + 1 < len(shares)
+                moves = later and any(
+                    _moves_rows(pass_.stages[index + 1].cast(s), rank) for s in "qk"
+                )
+                moves |= index > 0 and any(
+                    _moves_rows(pass_.stages[i].cast(side), rank)
+                    for side in returning
+                    if pass_.ends_chain(index - 1, side)
+                    for i in pass_.chain(index - 1, side)
+                )
+                if moves:
+                    assert 4 / 132 <= share <= contention
+                else:
+                    # Others' transfers cost this rank their latency at most: a collective is for all.
+                    assert share <= 4 / 132 + 1e-12
+
+
+def _moves_rows(cast, rank):
+    return cast is not None and any(rank in hop.messages[:, :2] for hop in cast.hops)
