@@ -46,7 +46,15 @@ def fetch(version: str) -> bool:
     if target.is_dir():
         return False
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix="fetch-") as room:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--only-binary=:all:",
+        ]
         subprocess.run([*command, "--dest", room, requirement], check=True)
         (wheel,) = Path(room).glob("*.whl")
         with zipfile.ZipFile(wheel) as packed:
