@@ -116,7 +116,11 @@ def test_interrupted_write_leaves_the_old_file(tree, monkeypatch):
 def test_packaged_cubin_is_used_while_it_fits_the_sources_and_not_after(tree, machine):
     packager, user = CountingCompiler(), CountingCompiler()
     machine(packager)
-    assert build.build_packaged(tree / "cubins") == (2, "nvcc 13.0.1")
+    count, words = build.build_packaged(tree / "cubins")
+    assert count == 2
+    assert words.startswith(
+        "by nvcc 13.0.1; not for drivers of CUDA 12, which compile on first use: pip install"
+    )
     assert packager.calls == 2
     machine(user)
     assert build.cubin("fwd_128") == HEADER[13] + b"fwd.cu D=128 2"
@@ -143,7 +147,7 @@ def test_cubins_of_a_wheel_are_of_cuda_12_where_such_a_compiler_is_there(tree, m
         CountingCompiler("12.4", "nvrtc"),
         CountingCompiler("12.8", "nvrtc"),
     )
-    assert build.build_packaged(tree / "cubins") == (2, "nvrtc 12.8 or nvcc 13.0.88")
+    assert build.build_packaged(tree / "cubins") == (2, "by nvrtc 12.8 or nvcc 13.0.88")
     made = [path.read_bytes() for path in (tree / "cubins").iterdir()]
     assert {elf.toolkit_major(cubin) for cubin in made} == {12}
 

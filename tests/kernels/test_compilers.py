@@ -165,10 +165,11 @@ def test_missing_compiler_is_named_with_what_to_do(tree, machine):
         build.cubin("fwd_64")
 
 
-def test_compiler_older_than_the_instructions_is_not_taken(tmp_path, monkeypatch):
+@pytest.mark.parametrize("version", ["11.8.89", "12.3.107"])
+def test_compiler_that_is_too_old_is_not_taken(tmp_path, monkeypatch, version):
     old = tmp_path / "bin" / "nvcc"
     old.parent.mkdir()
-    old.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 11.8, V11.8.89'\n")
+    old.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, V{version}'\n")
     old.chmod(0o755)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setattr(shutil, "which", lambda _: None)
