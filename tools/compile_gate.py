@@ -4,7 +4,7 @@
     python tools/compile_gate.py fwd_bf16_128         some of them
     python tools/compile_gate.py --toolkits all       by every compiler that is here (`make toolkits` fetches more)
     python tools/compile_gate.py --toolkits 12.4,13.0
-    python tools/compile_gate.py --write-counts       regenerates kernels/attn/ordering.json, about a minute
+    python tools/compile_gate.py --write-counts       regenerates kernels/attn/ordering.json, two minutes
 
 Fails when a variant does not compile; a consumer branch spills a register, or the producer branch more than its
 budget; ptxas serialises matrix products (C75xx) or ignores setmaxnreg; no HGMMA or TMA instruction is there; a CTA asks
