@@ -1,12 +1,13 @@
 # make pretrain   .venv, install, train a GPT with context parallelism on two CPU ranks, report
 # make test       .venv, install with the tools, every check and every test
+# make toolkits   compilers of the kernels, CUDA 12.4 to 13.0, into the user's cache
 #
 # Another interpreter or torch:  make PYTHON=python3.12 TORCH=torch==2.11.0 test
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help pretrain test check lint types floors sizes format bench clean
+.PHONY: help pretrain test check lint types floors sizes toolkits format bench clean
 
 PYTHON ?= python3
 # Fixed, and installed first: a CPU build of this version exists; a newer one may bring gigabytes of CUDA.
@@ -37,7 +38,7 @@ define install
 endef
 
 help:
-	@sed -n '1,4s/^# \{0,1\}//p' Makefile
+	@sed -n '1,5s/^# \{0,1\}//p' Makefile
 
 $(INSTALLED): pyproject.toml setup.py
 	$(call install,.)
@@ -49,8 +50,16 @@ $(INSTALLED_DEV): pyproject.toml setup.py
 pretrain: $(INSTALLED)
 	@PATH="$(abspath $(BIN)):$$PATH" bash examples/pretrain_on_python_docs.sh
 
+# The gate of the kernels reads what these compilers make; without them its tests say that they are skipped.
+CI_TOOLKITS := 12.4 12.8
+
 test: check
+	-@$(BIN)/python tools/fetch_toolkits.py $(CI_TOOLKITS)
 	$(BIN)/python -m pytest
+
+# NVRTC of every CUDA version that the kernels are for, into the user's cache (about 320 MB).
+toolkits: $(INSTALLED_DEV)
+	$(BIN)/python tools/fetch_toolkits.py
 
 # Everything that needs no test run.
 check: lint types floors sizes

@@ -38,6 +38,7 @@ PACKAGED = SOURCES / "cubins"
 VARIANTS = SOURCES / "attn" / "variants.json"
 INCLUDE_FOLDERS = (SOURCES / "include", SOURCES)
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*[<"]([^>"]+)[>"]', re.MULTILINE)
+_OLDEST_DRIVER = compilers.MIN_VERSION[0]
 _SERIALISED = re.compile(r"\(C75\d\d\)")  # ptxas' numbers for products that wait for each other
 
 
@@ -217,7 +218,13 @@ def build_packaged(folder: Path) -> tuple[int, str]:
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(make, missing))
-    return len(wanted), " or ".join(compiler.name for compiler in found)
+    words = f"by {' or '.join(compiler.name for compiler in found)}"
+    if not all(elf.runs_on((folder / name).read_bytes(), _OLDEST_DRIVER) for name in wanted):
+        words += (
+            f"; not for drivers of CUDA {_OLDEST_DRIVER}, which compile on first use: {compilers.install_hint(None)} "
+            "or make toolkits before building, for cubins that all drivers take"
+        )
+    return len(wanted), words
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

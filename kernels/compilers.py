@@ -275,9 +275,7 @@ def _load_nvrtc(path: str) -> ctypes.CDLL:
     return ctypes.CDLL(path)
 
 
-def compile_with_any(
-    compilers: Sequence[Compiler], make: Callable[[Compiler], bytes]
-) -> bytes:
+def compile_with_any(compilers: Sequence[Compiler], make: Callable[[Compiler], bytes]) -> bytes:
     """Returns what `make` gives with the first compiler that can; a compiler that cannot is told on stderr.
 
     Raises: CompileError with the reasons of all of them if none can.
@@ -290,6 +288,8 @@ def compile_with_any(
             reasons.append(f"{compiler.name} ({compiler.path}): {error}")
             continue
         for reason in reasons:
-            sys.stderr.write(f"megatron_cp: {reason}\nmegatron_cp: {compiler.name} is used instead\n")
+            sys.stderr.write(
+                f"megatron_cp: {reason}\nmegatron_cp: {compiler.name} is used instead\n"
+            )
         return result
     raise CompileError("\n".join(reasons))

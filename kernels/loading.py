@@ -35,7 +35,8 @@ def load_variant(name: str, on: LoadsKernels, device: int) -> int:
     one, and tried again.
 
     Raises: CudaError that names the driver's version, the cubin's CUDA and what to install if both are refused, or in
-    the driver's words for any other failure; KeyError, NoCompilerError, CompileError, PermissionError like `build.cubin`.
+    the driver's words for any other failure; KeyError, NoCompilerError, CompileError and PermissionError like
+    `build.cubin`.
     """
     variant = build.variants()[name]
     shared_bytes = dict(define.split("=", 1) for define in variant.defines).get(
@@ -51,7 +52,9 @@ def load_variant(name: str, on: LoadsKernels, device: int) -> int:
     try:
         again = build.compiled_cubin(name)
     except (compilers.NoCompilerError, compilers.CompileError) as error:
-        raise _refused(first, name, image, on, f"and it cannot be compiled anew: {error}") from first
+        raise _refused(
+            first, name, image, on, f"and it cannot be compiled anew: {error}"
+        ) from first
     if again == image:
         raise _refused(first, name, image, on, "which is what this machine compiles") from first
     try:
@@ -61,9 +64,7 @@ def load_variant(name: str, on: LoadsKernels, device: int) -> int:
         raise _refused(first, name, image, on, tried) from second
 
 
-def _refused(
-    first: CudaError, name: str, image: bytes, on: LoadsKernels, more: str
-) -> CudaError:
+def _refused(first: CudaError, name: str, image: bytes, on: LoadsKernels, more: str) -> CudaError:
     allowed = "up to its own major version" if on.version is None else f"up to {on.version[0]}"
     hint = compilers.install_hint(on.version[0] if on.version else None)
     return CudaError(

@@ -3,8 +3,8 @@
     python tools/compile_gate.py                      all variants, by the compiler that would be used here
     python tools/compile_gate.py fwd_bf16_128         some of them
     python tools/compile_gate.py --toolkits all       by every compiler that is here (`make toolkits` fetches more)
-    python tools/compile_gate.py --toolkits 12.4 13.0
-    python tools/compile_gate.py --write-counts       regenerates kernels/attn/ordering.json from every compiler
+    python tools/compile_gate.py --toolkits 12.4,13.0
+    python tools/compile_gate.py --write-counts       regenerates kernels/attn/ordering.json, two minutes
 
 Fails when a variant does not compile; a consumer branch spills a register, or the producer branch more than its
 budget; ptxas serialises matrix products (C75xx) or ignores setmaxnreg; no HGMMA or TMA instruction is there; a CTA asks
@@ -24,7 +24,6 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 from megatron_cp.kernels import build, compilers, elf, params
 from tools.gate import ordering, ptx, sass
@@ -39,6 +38,7 @@ PARAMS: dict[str, type[ctypes.Structure]] = {
     "backward_preprocess": params.BwdPreprocessParams,
     "backward_postprocess": params.BwdPostprocessParams,
 }
+COUNTED = "12.4,12.8,13.0"  # whose ordering instructions are written down; others are held to what these agree on
 JOBS = 2
 
 
@@ -76,9 +76,7 @@ class Code:
     listing: sass.Listing
 
 
-def read_variant(
-    variant: build.Variant, compiler: compilers.Compiler, nvdisasm: str
-) -> Code:
+def read_variant(variant: build.Variant, compiler: compilers.Compiler, nvdisasm: str) -> Code:
     """Returns a variant's code. Raises CompileError."""
     made = compiler.compile_with_log(variant.path, variant.defines, build.INCLUDE_FOLDERS)
     with tempfile.NamedTemporaryFile(prefix="mcp-gate-", suffix=".cubin") as file:
@@ -89,9 +87,7 @@ def read_variant(
     return Code(variant, compiler, made, sass.read_listing(read.stdout))
 
 
-def check_variant(
-    variant: build.Variant, compiler: compilers.Compiler, nvdisasm: str
-) -> Verdict:
+def check_variant(variant: build.Variant, compiler: compilers.Compiler, nvdisasm: str) -> Verdict:
     """Returns the verdict on one variant. Raises CompileError."""
     started = time.perf_counter()
     code = read_variant(variant, compiler, nvdisasm)
@@ -135,6 +131,11 @@ def _faults(
         if any(name.split(".")[0] in ("LDL", "STL") for name in names):
             yield "spills"
         return
+    yield from _role_faults(verdict, names, kind)
+
+
+def _role_faults(verdict: Verdict, names: list[str], kind: str) -> Iterator[str]:
+    """Yields what must not be in a kernel whose warpgroups load or compute."""
     if verdict.products == 0:
         yield "no HGMMA instruction"
     if not any(name.startswith("UTMALDG") for name in names):
@@ -168,29 +169,45 @@ def parameter_faults(variant: build.Variant, text: str) -> Iterator[str]:
         yield f"the parameter is aligned to {alignment} bytes, must be {wanted}"
 
 
-def chosen_compilers(toolkits: Sequence[str]) -> tuple[compilers.Compiler, ...]:
-    """Returns the compilers asked for by version: all, or `major.minor`. Raises NoCompilerError for one not here."""
-    if not toolkits:
+def chosen_compilers(versions: str) -> tuple[compilers.Compiler, ...]:
+    """Returns the compilers of these `major.minor` (commas between), all that are here, or for "" the one of the build.
+
+    Raises: NoCompilerError for one that is not here.
+    """
+    if not versions:
         return compilers.find_compilers()[:1]
     here = (*compilers.nvrtcs(), *compilers.nvccs())
-    if "all" in toolkits:
+    if versions == "all":
         return here or compilers.find_compilers()
-    chosen = [one for one in here if ".".join(map(str, one.numbers)) in toolkits]
-    missing = set(toolkits) - {".".join(map(str, one.numbers)) for one in chosen}
+    wanted = versions.split(",")
+    missing = " ".join(sorted(set(wanted) - {ordering.toolkit(one) for one in here}))
     if missing:
         there = ", ".join(one.name for one in here) or "none"
         raise compilers.NoCompilerError(
-            f"toolkit {', '.join(sorted(missing))} is not here; here are: {there}; fetch it with "
-            f"python tools/fetch_toolkits.py {' '.join(sorted(missing))}"
+            f"toolkits={versions!r}: {missing} is not here; allowed: {there}; fetch it with python "
+            f"tools/fetch_toolkits.py {missing}"
         )
-    return tuple(chosen)
+    return tuple(one for one in here if ordering.toolkit(one) in wanted)
+
+
+def write_counts(chosen: Sequence[compilers.Compiler], nvdisasm: str) -> None:
+    """Writes down the ordering instructions of the bf16 variants, by one compiler of each version."""
+    by_version = {one.numbers: one for one in reversed(chosen)}
+    names = [name for name in build.variants() if "fp16" not in name]
+    work = [(build.variants()[name], one) for one in by_version.values() for name in names]
+    with ThreadPoolExecutor(JOBS) as pool:
+        codes = pool.map(lambda one: read_variant(*one, nvdisasm), work)
+        counts = [(code.variant.name, code.compiler, code.listing) for code in codes]
+    print(f"{ordering.write(counts)} rows in {ordering.PATH}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("names", nargs="*", metavar="VARIANT", help="default: all")
-    parser.add_argument("--toolkits", nargs="+", default=[], metavar="MAJOR.MINOR", help="or: all")
+    parser.add_argument(
+        "--toolkits", default="", metavar="VERSIONS", help="such as 12.4,13.0, or: all"
+    )
     parser.add_argument("--write-counts", action="store_true", help="regenerate ordering.json")
     options = parser.parse_args(arguments)
     names = options.names or list(build.variants())
@@ -201,18 +218,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if nvdisasm is None:
         parser.error("nvdisasm is missing: pip install nvidia-cuda-nvdisasm, or put it on PATH")
     try:
-        chosen = chosen_compilers(["all"] if options.write_counts else options.toolkits)
+        chosen = chosen_compilers(COUNTED if options.write_counts else options.toolkits)
     except compilers.NoCompilerError as error:
         parser.error(str(error))
     print(f"{', '.join(c.name for c in chosen)}; {len(names)} variants; nothing is run on a GPU")
+    if options.write_counts:
+        write_counts(chosen, nvdisasm)
+        return 0
     work = [(build.variants()[name], compiler) for compiler in chosen for name in names]
+    failed = 0
     with ThreadPoolExecutor(JOBS) as pool:
-        if options.write_counts:
-            codes = pool.map(lambda one: read_variant(*one, nvdisasm), work)
-            counts = [(c.variant.name, c.compiler, c.listing) for c in codes]
-            print(f"{ordering.write(counts)} variants in {ordering.PATH}")
-            return 0
-        failed = 0
         for verdict in pool.map(lambda one: check_variant(*one, nvdisasm), work):
             print(verdict, flush=True)
             failed += bool(verdict.faults)

@@ -17,17 +17,17 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_cp.kernels import cache
+from megatron_cp.kernels import cache, compilers
 
 VERSIONS = ("12.4", "12.6", "12.8", "12.9", "13.0")
 
 
 def package_name(version: str) -> str:
-    """Returns the requirement that pip is asked for. Raises ValueError for what is no `major.minor` from 12.3 on."""
+    """Returns the requirement that pip is asked for. Raises ValueError for what is no `major.minor` from 12.4 on."""
     numbers = re.fullmatch(r"(\d+)\.(\d+)", version)
-    if numbers is None or (int(numbers[1]), int(numbers[2])) < (12, 3):
+    if numbers is None or (int(numbers[1]), int(numbers[2])) < compilers.MIN_VERSION:
         raise ValueError(
-            f"toolkit version {version!r} must be major.minor from 12.3 on, such as {', '.join(VERSIONS)}; give one of "
+            f"toolkit version {version!r} must be major.minor from 12.4 on, such as {', '.join(VERSIONS)}; give one of "
             "these"
         )
     suffix = "-cu12" if numbers[1] == "12" else ""
@@ -46,7 +46,15 @@ def fetch(version: str) -> bool:
     if target.is_dir():
         return False
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix="fetch-") as room:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--only-binary=:all:",
+        ]
         subprocess.run([*command, "--dest", room, requirement], check=True)
         (wheel,) = Path(room).glob("*.whl")
         with zipfile.ZipFile(wheel) as packed:

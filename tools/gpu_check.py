@@ -100,9 +100,7 @@ class Check:
         self.report.facts["compiler"] = ", else ".join(compiler.name for compiler in found)
         started = time.monotonic()
         with concurrent.futures.ThreadPoolExecutor(COMPILE_JOBS) as pool:
-            sizes = list(
-                pool.map(lambda name: len(build.compiled_cubin(name)), build.variants())
-            )
+            sizes = list(pool.map(lambda name: len(build.compiled_cubin(name)), build.variants()))
         seconds = time.monotonic() - started
         self.report.checks.append(("build", "ok", f"{len(sizes)} cubins in {seconds:.0f} s"))
 
@@ -155,9 +153,7 @@ class Check:
             self._check_time()
             program = [sys.executable, str(Path(__file__).resolve()), "--tiny"]
             limit = min(SANITIZER_SECONDS, self.deadline - time.monotonic())
-            self._heard(
-                f"compute-sanitizer {tool}", *sanitizer.run(tool, program, limit, ROOT)
-            )
+            self._heard(f"compute-sanitizer {tool}", *sanitizer.run(tool, program, limit, ROOT))
 
     def _heard(self, what: str, verdict: str, words: str) -> None:
         """Keeps what another program said. Raises StopError if it failed; a report is a note and goes on."""

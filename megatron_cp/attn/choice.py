@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_cp.attn.graphs import outside_compiled_graphs
+from megatron_cp.kernels.compilers import CompileError, NoCompilerError
+from megatron_cp.kernels.driver import CudaError
 
 _log = logging.getLogger("megatron_cp")
 
@@ -77,6 +79,8 @@ def _first_that_serves(q: Tensor, v: Tensor, asked: Asked) -> tuple[str, list[st
             check()
         except NotImplementedError as refusal:
             reasons.append(str(refusal).split("; ")[0])
+        except (CudaError, CompileError, NoCompilerError) as failure:
+            reasons.append(str(failure).splitlines()[0])
         except FailedSelfTestError as failure:
             reasons.append(f"{backend} failed its self-test")
             warnings.warn(str(failure), stacklevel=4)

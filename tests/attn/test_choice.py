@@ -12,6 +12,7 @@ from megatron_cp.attn.emulated import backend as emulated
 from megatron_cp.attn.flash import checks as flash_checks
 from megatron_cp.attn.hopper import checks as hopper_checks
 from megatron_cp.attn.hopper import self_test
+from megatron_cp.kernels.compilers import NoCompilerError
 
 KIND = self_test.Kind(torch.bfloat16, 128, 128, False, True)
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -137,6 +138,10 @@ def _refuse(*_):
     raise NotImplementedError("it cannot compute this; use something else")
 
 
+def _lacks_a_compiler(*_):
+    raise NoCompilerError("no compiler here\ninstall one")
+
+
 def _serve(*_):
     return (128, 128)
 
@@ -161,8 +166,9 @@ def gpu(monkeypatch):
         ({}, "hopper", ""),
         ({"hopper": _refuse}, "flash", r"it cannot compute this\)"),
         ({"hopper": _refuse, "flash": _refuse}, "flex", "this; it cannot compute this"),
+        ({"hopper": _lacks_a_compiler}, "flash", r"no compiler here\)"),
     ],
-    ids=["all serve", "no Hopper", "neither"],
+    ids=["all serve", "no Hopper", "neither", "no compiler"],
 )
 def test_the_first_backend_that_serves_is_taken_and_one_line_says_why(
     gpu, caplog, says, backend, why

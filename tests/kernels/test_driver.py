@@ -127,7 +127,9 @@ def test_driver_that_lacks_a_function_is_refused_with_its_version(missing, words
         Driver(_LacksSymbols(fake_cuda.load(), *missing))
 
 
-@pytest.mark.parametrize(("number", "version"), [(12040, (12, 4)), (13000, (13, 0)), (11080, (11, 8))])
+@pytest.mark.parametrize(
+    ("number", "version"), [(12040, (12, 4)), (13000, (13, 0)), (11080, (11, 8))]
+)
 def test_version_of_the_driver_is_that_of_its_cuda(driver, number, version):
     fake_cuda.set_number("fake_version", number)
     assert driver.version == version

@@ -1,4 +1,7 @@
-"""Loading a kernel: which cubin a driver is given, and what happens when it refuses one. Driver and compilers are fakes."""
+"""Loading a kernel: which cubin a driver is given, and what happens when it refuses one.
+
+Driver and compilers are fakes.
+"""
 
 import pytest
 
@@ -6,12 +9,9 @@ from megatron_cp import doctor
 from megatron_cp.kernels import build, compilers, elf, loading
 from megatron_cp.kernels import driver as driver_module
 from megatron_cp.kernels.driver import CudaError
+from tests.kernels.fake_compiler import HEADER
 
 NAME = "bwd_postprocess_bf16_64"
-HEADER = {
-    12: bytes.fromhex("7f454c46 020101 33 07 00000000000000"),
-    13: bytes.fromhex("7f454c46 020101 41 08 00000000000000"),
-}
 
 
 class StrictDriver:
@@ -24,7 +24,9 @@ class StrictDriver:
         self.given.append(image)
         major = elf.toolkit_major(image)
         if major is None or major > self.version[0] or image in self.refuses:
-            raise CudaError(f"cuLibraryLoadData of {name} failed: no (CUresult {self.status})", self.status)
+            raise CudaError(
+                f"cuLibraryLoadData of {name} failed: no (CUresult {self.status})", self.status
+            )
         return 1000 + shared_bytes
 
 
@@ -107,7 +109,12 @@ def test_cubin_that_stays_refused_names_driver_toolkit_and_what_to_install(place
         (
             (12, 4),
             13,
-            {"packaged cubins": (False, "this driver takes 0 of them, the others are compiled on first use")},
+            {
+                "packaged cubins": (
+                    False,
+                    "this driver takes 0 of them, the others are compiled on first use",
+                )
+            },
         ),
         ((11, 4), 12, {"driver": (False, "CUDA 11.4, too old; update the NVIDIA driver to R525")}),
         ((13, 0), None, {"packaged cubins": (True, "none; compiled on first use")}),
@@ -123,7 +130,9 @@ def test_answers_say_what_this_machine_can_use(place, version, packaged, expecte
 
 def test_doctor_tries_one_kernel_only_where_there_is_a_driver(place, monkeypatch):
     tried = []
-    monkeypatch.setattr(doctor, "run_probe", lambda code: (tried.append(code), (False, "error 999"))[1])
+    monkeypatch.setattr(
+        doctor, "run_probe", lambda code: (tried.append(code), (False, "error 999"))[1]
+    )
     place(StrictDriver(12, 4), HEADER[12])
     findings = {finding.name: finding for finding in doctor._kernels()}
     assert findings["Hopper kernels"].text == "do not load: error 999"

@@ -1,6 +1,5 @@
 """The GPU check without a GPU: its cases, its arithmetic, its page, and that its checks can fail."""
 
-import json
 import subprocess
 import sys
 from itertools import pairwise
@@ -17,7 +16,7 @@ from tests.kernels import host_device as host
 from tests.oracles.attention import dense_attention
 from tests.processes import HANG_SECONDS
 from tools import gpu_check
-from tools.gpu import cases, measure, peers, report, values
+from tools.gpu import cases, measure, peers, ranks, report, sanitizer, values
 from tools.gpu.cases import Case
 from tools.gpu.measure import Times
 
@@ -226,47 +225,6 @@ def test_quick_checks_are_some_of_all_and_meet_every_variant():
     assert {s.variant.name for s in quick} == {s.variant.name for s in full}
 
 
-# ---------------------------------------------------------------------- report
-
-
-def test_median_and_spread_of_times():
-    assert measure.summary([5.0, 1.0, 2.0, 100.0, 3.0]) == Times(3.0, 2.0, 5.0)
-
-
-def _timed(**times_ms):
-    case = Case("full", 32768)
-    times = {name.replace("_", " "): Times(ms, ms, ms) for name, ms in times_ms.items()}
-    return report.Timed(case, "forward", case.mask().area(), times)
-
-
-def test_speed_is_operations_over_time_and_verdicts_name_who_is_ahead():
-    operations = 4 * 32768**2 * 64 * 128
-    timed = _timed(hopper=operations / 710e9)
-    assert timed.tflops("hopper") == pytest.approx(710)
-    assert timed.tflops("cudnn") is None
-    assert timed.verdict() == "ok"
-    assert _timed(hopper=operations / 650e9).verdict() == "behind bar 700"
-    both = _timed(hopper=operations / 650e9, cudnn=operations / 715e9, fa2=operations / 400e9)
-    assert both.verdict() == "behind bar 700, cudnn +10 %"
-    assert _timed(cudnn=50.0).verdict() == "not run"
-
-
-def test_page_and_values_say_the_same(tmp_path):
-    result = report.Report("Title", {"gpu": "none"}, stopped="because of this")
-    result.checks += [("a|b", "ok", "1e-3"), ("c", "FAILED", "row 3")]
-    result.timed.append(_timed(hopper=50.0, cudnn=60.0))
-    result.write(tmp_path / "out" / "check")
-    page = (tmp_path / "out" / "check.md").read_text()
-    assert "**Stopped early: because of this**" in page
-    assert "2 checks, 1 failed." in page
-    assert "| a/b | ok | 1e-3 |" in page
-    kept = json.loads((tmp_path / "out" / "check.json").read_text())
-    speed = kept["timed"][0]["tflops"]["hopper"]
-    assert f"| full 32K D=128 | {speed:.0f} |" in page
-    assert kept["timed"][0]["times"]["cudnn"]["median_ms"] == 60.0
-    assert speed == pytest.approx(4 * 32768**2 * 64 * 128 / 50e9)
-
-
 # ---------------------------------------------------------------------- the command
 
 
@@ -339,6 +297,9 @@ def test_failed_values_stop_everything_after_all_were_tried(monkeypatch):
     assert failed == [small.name for small in tried]
 
 
+# ---------------------------------------------------------------------- sanitizer
+
+
 @pytest.mark.parametrize(
     ("program", "verdict", "detail"),
     [
@@ -347,11 +308,73 @@ def test_failed_values_stop_everything_after_all_were_tried(monkeypatch):
         ("print('Device not supported'); raise SystemExit(1)", "not run", "Device not supported"),
     ],
 )
-def test_sanitizer_output_is_read(program, verdict, detail):
-    found = gpu_check._run_sanitizer([sys.executable, "-c", program], 60)
+def test_sanitizer_output_is_read(program, verdict, detail, tmp_path):
+    found = sanitizer.run_command([sys.executable, "-c", program], 60, tmp_path)
     assert found[0] == verdict
     assert detail in found[1]
 
 
-def test_missing_sanitizer_is_no_failure_but_said():
-    assert gpu_check._run_sanitizer(["no-such-sanitizer"], 5)[0] == "not run"
+def test_missing_sanitizer_is_no_failure_but_said(tmp_path):
+    assert sanitizer.run_command(["no-such-sanitizer"], 5, tmp_path)[0] == "not run"
+
+
+@pytest.fixture
+def check(tmp_path):
+    made = gpu_check.Check(
+        report.Report("t", {}), False, gpu_check.Watchdog(print), path=tmp_path / "x"
+    )
+    yield made
+    made.watchdog.stop()
+
+
+def _sanitizer_that_reports(monkeypatch, *tools):
+    def run_command(command, seconds, folder):
+        tool = command[command.index("--tool") + 1]
+        return ("FAILED", f"{tool}: Race") if tool in tools else ("ok", "0 errors")
+
+    monkeypatch.setattr(sanitizer, "run_command", run_command)
+
+
+def test_reports_of_racecheck_and_synccheck_are_notes_and_stop_nothing(check, monkeypatch, capsys):
+    _sanitizer_that_reports(monkeypatch, "racecheck", "synccheck")
+    check.sanitize()
+    assert [verdict for _, verdict, _ in check.report.checks] == ["ok", "reported", "reported"]
+    assert [note.split(" reported")[0] for note in check.report.notes] == [
+        "compute-sanitizer racecheck", "compute-sanitizer synccheck"
+    ]  # fmt: skip
+    assert "racecheck: reported: racecheck: Race" in capsys.readouterr().out
+    assert "0 failed" in check.report.page()
+
+
+def test_what_memcheck_finds_is_a_failure(check, monkeypatch):
+    _sanitizer_that_reports(monkeypatch, "memcheck")
+    with pytest.raises(gpu_check.StopError, match="compute-sanitizer memcheck: memcheck: Race"):
+        check.sanitize()
+    assert "1 failed" in check.report.page()
+
+
+def test_values_come_first_then_speed_and_the_sanitizer_last(tmp_path, monkeypatch):
+    done = []
+    for part in gpu_check.PARTS:
+        monkeypatch.setattr(gpu_check.Check, part, lambda self, part=part: done.append(part))
+    monkeypatch.setattr(gpu_check, "require_gpu", dict)
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--output", str(tmp_path / "x")])
+    assert gpu_check.main() == 0
+    assert done == ["build", "values", "speed", "dims", "ranks", "sanitize"]
+
+
+# ---------------------------------------------------------------------- two ranks
+
+
+def test_ranks_that_cannot_start_are_said_and_stop_nothing(check, monkeypatch):
+    run = ranks.run_both
+    monkeypatch.setattr(ranks, "run_both", lambda *x: run(*x, ("--device", "nowhere")))
+    check.ranks()
+    assert [verdict for _, verdict, _ in check.report.checks] == ["not run", "not run"]
+    assert all("nowhere" in words or "nccl" in words.lower() for *_, words in check.report.checks)
+
+
+def test_wrong_result_of_two_ranks_stops_the_check(check, monkeypatch):
+    monkeypatch.setattr(ranks, "run_both", lambda *x: ("FAILED", "gloo: AssertionError: row 3"))
+    with pytest.raises(gpu_check.StopError, match="two ranks, gloo: gloo: AssertionError: row 3"):
+        check.ranks()

@@ -1,8 +1,9 @@
 """How many instructions that order memory each variant has, kept as data beside the variants.
 
-A fence that the compiler or an edit loses is a race that values need not show. A count that changes is looked at; where
-the change is meant, `python tools/compile_gate.py --write-counts` writes it down. A number stands for all compilers, a
-table for those that differ: the compiler adds waits (DEPBAR) of its own.
+A fence that the compiler or an edit loses is a race that values need not show. A count that changes is looked at;
+where the change is meant, `python tools/compile_gate.py --write-counts` writes it down, from the bf16 variants; fp16
+must have the same. A number stands for all compilers, a table for those that differ: the compiler adds waits (DEPBAR)
+of its own.
 """
 
 import json
@@ -22,19 +23,25 @@ def toolkit(compiler: compilers.Compiler) -> str:
     return ".".join(map(str, compiler.numbers))
 
 
+def row_name(variant: str) -> str:
+    """Returns the row of a variant: its name without the dtype."""
+    return variant.replace("_bf16", "").replace("_fp16", "")
+
+
 @lru_cache(maxsize=1)
 def kept() -> dict[str, Counts]:
-    """Returns the counts by variant, as the file has them."""
+    """Returns the counts by row, as the file has them."""
     return json.loads(PATH.read_text(encoding="utf-8"))
 
 
 def faults(name: str, compiler: compilers.Compiler, listing: Listing) -> Iterator[str]:
     """Yields every count that is not the kept one; a compiler without a column is held to the common ones."""
-    if name not in kept():
+    row = kept().get(row_name(name))
+    if row is None:
         yield f"{PATH.name} has no counts of {name}: python tools/compile_gate.py --write-counts"
         return
     for what, count in ordering_counts(listing).items():
-        wanted = kept()[name].get(what, 0)
+        wanted = row.get(what, 0)
         if isinstance(wanted, dict):
             wanted = wanted.get(toolkit(compiler), count)
         if count != wanted:
@@ -42,18 +49,18 @@ def faults(name: str, compiler: compilers.Compiler, listing: Listing) -> Iterato
 
 
 def write(found: Iterable[tuple[str, compilers.Compiler, Listing]]) -> int:
-    """Writes the counts of these variants by these compilers; returns how many variants there are.
+    """Writes the counts of these variants by these compilers; returns how many rows there are.
 
-    Raises: ValueError where NVRTC and nvcc of one version differ.
+    Raises: ValueError where two dtypes, or NVRTC and nvcc of one version, differ.
     """
     counts: dict[str, dict[str, dict[str, int]]] = defaultdict(lambda: defaultdict(dict))
     for name, compiler, listing in found:
         for what, count in ordering_counts(listing).items():
-            column = counts[name][what]
+            column = counts[row_name(name)][what]
             if column.setdefault(toolkit(compiler), count) != count:
                 raise ValueError(
-                    f"{name}: {count} {what} by {compiler.name}, {column[toolkit(compiler)]} by the other compiler of "
-                    "this version; one column must hold for both: tell them apart in tools/gate/ordering.py"
+                    f"{name}: {count} {what} by {compiler.name}, {column[toolkit(compiler)]} by the other of its "
+                    "row and column; one number must hold for both: tell them apart in tools/gate/ordering.py"
                 )
     lines = [f"{json.dumps(name)}: {json.dumps(_common(one))}" for name, one in counts.items()]
     PATH.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
@@ -62,7 +69,7 @@ def write(found: Iterable[tuple[str, compilers.Compiler, Listing]]) -> int:
 
 
 def _common(columns: dict[str, dict[str, int]]) -> Counts:
-    """Returns one number where all compilers agree, the table where they do not; kinds that never occur are left out."""
+    """Returns one number where all compilers agree, else the table; kinds that never occur are left out."""
     rows = {
         what: column if len(set(column.values())) > 1 else next(iter(column.values()))
         for what, column in columns.items()

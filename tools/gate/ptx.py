@@ -17,7 +17,9 @@ PANEL_UNIT = (1024 // 16) << 16
 _PRODUCT = re.compile(
     r"wgmma\.mma_async\S*\s+\{[^}]*\},\s*(?P<a>\{[^}]*\}|%\w+),\s*(?P<b>%\w+),\s*\w+,(?P<flags>[^;]*);"
 )
-_DEFINITION = re.compile(r"^\s*(?:@!?%?\w+\s+)?(?P<op>[\w.]+(?:::[\w.]+)*)\s+(?P<to>\{[^}]*\}|%[\w|%]+)\s*,\s*(?P<from>[^;]*);")
+_DEFINITION = re.compile(
+    r"^\s*(?:@!?%?\w+\s+)?(?P<op>[\w.]+(?:::[\w.]+)*)\s+(?P<to>\{[^}]*\}|%[\w|%]+)\s*,\s*(?P<from>[^;]*);"
+)
 _PARAMETER = re.compile(r"\.param \.align (\d+) \.b8 \w+\[(\d+)\]")
 
 

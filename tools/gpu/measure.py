@@ -73,7 +73,7 @@ def clocks() -> dict[str, str]:
 
 
 def gpu() -> Gpu:
-    """Returns the GPU's multiprocessors and the clock it runs at under a large product, 0 where nvidia-smi is silent."""
+    """Returns the GPU's multiprocessors and its clock under a large product, 0 where nvidia-smi is silent."""
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     for _ in range(50):
         a @ b

@@ -56,7 +56,9 @@ def load_model(
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         return Model({}, f"tools.kernel_model gave nothing: {' '.join(str(error).split())}")
     # The figures may stand under a heading of their own.
-    while isinstance(found, dict) and len(found) == 1 and "default" not in next(iter(found.values())):
+    while (
+        isinstance(found, dict) and len(found) == 1 and "default" not in next(iter(found.values()))
+    ):
         found = next(iter(found.values()))
     return Model(found)
 

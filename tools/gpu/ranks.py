@@ -2,10 +2,11 @@
 
     python -m tools.gpu.ranks --backend gloo --rank 0 --store FILE --trace rank0.json     (and rank 1)
 
-Each rank runs `cp_attention` forward and backward, compares rows of the whole result with float64, and writes a trace of
-torch.profiler (open it in chrome://tracing or Perfetto). How long transfers ran, and how long of that attention ran beside
-them, is read from the trace. gloo moves rows through the host's memory; NCCL may refuse two ranks on one GPU, which is
-then said. It has not run on a GPU yet; on a CPU it runs with `--device cpu --attention reference` and finds no transfers.
+Each rank runs `cp_attention` forward and backward, compares rows of the whole result with float64, and writes a
+trace of torch.profiler (open it in chrome://tracing or Perfetto). How long transfers ran, and how long of that
+attention ran beside them, is read from the trace. gloo moves rows through the host's memory; NCCL may refuse two ranks
+on one GPU, which is then said. It has not run on a GPU yet; on a CPU it runs with `--device cpu --attention reference`
+and finds no transfers.
 """
 
 import argparse
@@ -13,7 +14,9 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +38,8 @@ class Overlap:
         """Returns the sentence of the report."""
         share = f"{self.both_ms / self.transfer_ms:.0%}" if self.transfer_ms else "none"
         return (
-            f"attention {self.attention_ms:.2f} ms, transfers {self.transfer_ms:.2f} ms, {share} of them under attention"
+            f"attention {self.attention_ms:.2f} ms, transfers {self.transfer_ms:.2f} ms, "
+            f"{share} of them under attention"
         )
 
 
@@ -86,35 +90,44 @@ def run_both(
     A wrong result is FAILED; ranks that cannot start, such as two of NCCL on one GPU, are "not run".
     """
     traces.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="mcp-ranks-") as room:
-        ranks = []
+    with tempfile.TemporaryDirectory(prefix="mcp-ranks-") as room, ExitStack() as logs:
+        processes = []
         for rank in range(WORLD_SIZE):
-            command = [sys.executable, "-m", "tools.gpu.ranks", "--backend", backend, "--rank", str(rank)]
-            command += ["--store", f"{room}/store", "--trace", f"{traces}_rank{rank}.json", *more]
-            log = Path(room, f"log{rank}").open("w+")
-            ranks.append((subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log), log))
-        try:
-            for process, _ in ranks:
-                process.wait(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            return "not run", f"{backend}: not done after {seconds:.0f} s"
-        finally:
-            for process, _ in ranks:
-                process.kill()
-                process.wait()
-        said = [_last_line(log) for _, log in ranks]
-    codes = [process.returncode for process, _ in ranks]
+            command = [sys.executable, "-m", "tools.gpu.ranks", "--backend", backend]
+            command += ["--rank", str(rank), "--store", f"{room}/store"]
+            command += ["--trace", f"{traces}_rank{rank}.json", *more]
+            log = logs.enter_context(Path(room, f"log{rank}").open("w"))
+            processes.append(subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log))
+        codes = _wait(processes, seconds)
+        said = [_last_line(Path(room, f"log{rank}")) for rank in range(WORLD_SIZE)]
+    if codes is None:
+        return "not run", f"{backend}: not done after {seconds:.0f} s"
     if any(codes):
-        words = next(text for code, text in zip(codes, said, strict=True) if code)
-        return ("FAILED" if "AssertionError" in words else "not run"), f"{backend}: {words}"
+        wrong = [text for text in said if "AssertionError" in text]
+        failed = [text for code, text in zip(codes, said, strict=True) if code]
+        return ("FAILED" if wrong else "not run"), f"{backend}: {(wrong or failed)[0]}"
     found = [Overlap(**json.loads(text)) for text in said]
     return "ok", "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(found))
 
 
-def _last_line(log: Any) -> str:
-    log.seek(0)
-    lines = [line for line in log.read().splitlines() if line.strip()]
-    log.close()
+def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> list[int] | None:
+    """Returns the exit codes, None if time ran out; a rank that fails ends the others, which would wait for it."""
+    deadline = time.monotonic() + seconds
+    try:
+        while time.monotonic() < deadline:
+            codes = [process.poll() for process in processes]
+            if any(codes) or None not in codes:
+                return [code or 0 for code in codes]
+            time.sleep(0.05)
+        return None
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def _last_line(log: Path) -> str:
+    lines = [line for line in log.read_text().splitlines() if line.strip()]
     return lines[-1][:400] if lines else ""
 
 
@@ -131,9 +144,7 @@ def run_rank(options: argparse.Namespace) -> Overlap:
     on_gpu = options.device == "cuda"
     torch.set_num_threads(1)
     store = dist.FileStore(options.store, WORLD_SIZE)
-    dist.init_process_group(
-        options.backend, store=store, rank=options.rank, world_size=WORLD_SIZE
-    )
+    dist.init_process_group(options.backend, store=store, rank=options.rank, world_size=WORLD_SIZE)
     case = Case("causal_document", options.tokens, num_heads=options.heads, num_kv_heads=1)
     mask = case.mask()
     config = mcp.CPConfig(num_heads=case.num_heads, num_kv_heads=1, head_dim=case.head_dim)

@@ -17,7 +17,9 @@ class Timed:
     kernel_pass: str
     area: int
     times: Mapping[str, Times]
-    modelled: tuple[float, float] | None = None  # TFLOP/s that the kernel model expects, never measured
+    modelled: tuple[float, float] | None = (
+        None  # TFLOP/s that the kernel model expects, never measured
+    )
 
     def tflops(self, name: str) -> float | None:
         """Returns TFLOP/s of a contender that ran; counted are the mask's own pairs."""

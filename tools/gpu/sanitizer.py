@@ -1,8 +1,8 @@
 """compute-sanitizer on tiny cases, after everything else: memcheck decides, racecheck and synccheck are heard.
 
-The kernels wait on barriers and fences that are written as PTX. racecheck and synccheck know those of the compiler's own
-making better, so a report of theirs is printed and kept as a note to be read, and proves nothing by itself. What memcheck
-reports is an access outside an allocation: that is wrong.
+The kernels wait on barriers and fences that are written as PTX. racecheck and synccheck know those of the compiler's
+own making better, so a report of theirs is printed and kept as a note to be read, and proves nothing by itself. What
+memcheck reports is an access outside an allocation: that is wrong.
 """
 
 import os

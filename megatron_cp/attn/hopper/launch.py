@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_cp.attn.hopper.checks import check_layout, find_variant
 from megatron_cp.attn.hopper.device_lists import DeviceList
-from megatron_cp.kernels import build
+from megatron_cp.kernels import build, loading
 from megatron_cp.kernels.driver import BFLOAT16, FLOAT16, FLOAT32, Driver, driver
 from megatron_cp.kernels.params import FwdParams, TensorMap
 
@@ -103,11 +103,11 @@ class Kernel:
 @lru_cache(maxsize=256)
 def load_kernel(name: str, device: int) -> Kernel:
     """Returns a variant on a device; its first use by a process may compile it."""
-    variant, on = build.variants()[name], driver()
-    defines = dict(define.split("=", 1) for define in variant.defines)
+    on = driver()
+    defines = dict(define.split("=", 1) for define in build.variants()[name].defines)
     shared_bytes = int(defines.get("MCP_SHARED_BYTES", 0))
     return Kernel(
-        on.load_kernel(build.cubin(name), variant.entry, shared_bytes, device),
+        loading.load_variant(name, on, device),
         on,
         int(defines["MCP_THREADS"]),
         shared_bytes,
