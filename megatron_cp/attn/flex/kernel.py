@@ -32,15 +32,16 @@ Call = Callable[..., tuple[Tensor, Tensor]]
 def call_compiled(
     q_QNH: Tensor, k_KGH: Tensor, v_KGH: Tensor, part: Part, options: AttendOptions
 ) -> tuple[Tensor, Tensor]:
-    """Returns `(out [Q, N, Hv] in the dtype of q, lse [Q, N])`, differentiable; rows without keys any numbers.
+    """Returns `(out [Q, N, Hv] in the dtype of q, lse [Q, N])`, differentiable; (0, -inf) without keys.
 
     Raises: NotImplementedError where torch.compile is switched off, or has no room for one more graph.
     """
     function = _compiled(options.softmax_scale, options.softcap, COMPILER)
-    limits = {"recompile_limit": MAX_GRAPHS, "suppress_errors": False}
+    # A scale is a constant of the graph; a graph for any scale is built and dropped otherwise.
+    settings = {"recompile_limit": MAX_GRAPHS, "suppress_errors": False, "specialize_float": True}
     try:
         # Sizes that are equal by chance in the first call are not so in the next.
-        with torch._dynamo.config.patch(**limits), fx_config.patch(use_duck_shape=False):
+        with torch._dynamo.config.patch(**settings), fx_config.patch(use_duck_shape=False):
             return function(q_QNH, k_KGH, v_KGH, part.blocks, part.starts, part.ends)
     except torch._dynamo.exc.FailOnRecompileLimitHit as error:
         raise NotImplementedError(
