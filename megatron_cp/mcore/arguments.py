@@ -8,7 +8,7 @@ from typing import Any
 from megatron_cp.config import CPConfig
 from megatron_cp.plan.topology import read_topology
 
-ATTENTION_BACKENDS = ("reference", "cpu", "flex", "hopper", "emulated")
+ATTENTION_BACKENDS = ("reference", "cpu", "flex", "flash", "hopper", "emulated")
 
 
 def add_context_parallel_arguments(parser: ArgumentParser) -> ArgumentParser:

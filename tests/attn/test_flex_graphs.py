@@ -41,7 +41,12 @@ def _check(mask, heads, *, softcap=0.0):
     gradients = attend_backward(dout, *inputs, lse, delta, mask, options)
     dense = torch.as_tensor(mask.to_dense())
     assert_attention(
-        (out, lse, *gradients), inputs, dense, plain_dtype=torch.float32, softcap=softcap, **arguments
+        (out, lse, *gradients),
+        inputs,
+        dense,
+        plain_dtype=torch.float32,
+        softcap=softcap,
+        **arguments,
     )
 
 
@@ -116,7 +121,9 @@ def test_with_compilation_switched_off_it_raises_and_computes_nothing(graphs):
     inputs, _ = random_case(40, 40, (2, 2), (8, 8), torch.float32)
     with (
         torch.compiler.set_stance("force_eager"),
-        pytest.raises(NotImplementedError, match=r"torch.compile is switched off here .*'flash' or"),
+        pytest.raises(
+            NotImplementedError, match=r"torch.compile is switched off here .*'flash' or"
+        ),
     ):
         attend(*inputs, masks.causal(40), backend="flex")
     assert graphs.frame_count == 0
@@ -126,5 +133,7 @@ def test_past_the_limit_of_graphs_it_raises(graphs, monkeypatch):
     monkeypatch.setattr(kernel, "MAX_GRAPHS", 1)
     _check(masks.causal(40), (2, 2))
     inputs, _ = random_case(40, 40, (4, 2), (8, 8), torch.float32)
-    with pytest.raises(NotImplementedError, match=r"compiled 1 graphs, as many as allowed, .*reset"):
+    with pytest.raises(
+        NotImplementedError, match=r"compiled 1 graphs, as many as allowed, .*reset"
+    ):
         attend(*inputs, masks.causal(40), backend="flex")

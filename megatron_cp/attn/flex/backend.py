@@ -64,9 +64,7 @@ def backward(
         )
     _check_device(q_QNH, k_KGH)
     dtype = accumulation_dtype(q_QNH.dtype)
-    dq, dk, dv = (
-        torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q_QNH, k_KGH, v_KGH)
-    )
+    dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q_QNH, k_KGH, v_KGH))
     for part in parts_of(mask, q_QNH.device):
         inputs = _padded_inputs(q_QNH, k_KGH, v_KGH, part)
         out, lse = _call(inputs, q_QNH.shape[0], part, options)

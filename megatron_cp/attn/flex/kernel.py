@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental import _config as fx_config
+from torch.fx.experimental import _config as _fx_config
 from torch.nn.attention import flex_attention as flex_attention_module
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
@@ -24,6 +24,7 @@ from megatron_cp.attn.options import AttendOptions
 
 # Graphs before torch gives up; 8 by default, which models of several softcaps or head counts may pass.
 MAX_GRAPHS = 64
+fx_config: Any = _fx_config  # its `patch` is made when it is imported
 COMPILER: str | Callable[..., Any] = "inductor"
 
 Call = Callable[..., tuple[Tensor, Tensor]]
@@ -38,7 +39,11 @@ def call_compiled(
     """
     function = _compiled(options.softmax_scale, options.softcap, COMPILER)
     # A scale is a constant of the graph; a graph for any scale is built and dropped otherwise.
-    settings = {"recompile_limit": MAX_GRAPHS, "suppress_errors": False, "specialize_float": True}
+    settings: dict[str, Any] = {
+        "recompile_limit": MAX_GRAPHS,
+        "suppress_errors": False,
+        "specialize_float": True,
+    }
     try:
         # Sizes that are equal by chance in the first call are not so in the next.
         with torch._dynamo.config.patch(**settings), fx_config.patch(use_duck_shape=False):
@@ -73,7 +78,8 @@ def block_mask(
             allowed = allowed | ((start[q] <= k) & (k < end[q]))
         return allowed
 
-    return BlockMask(sizes, *blocks, BLOCK_SIZE=(BLOCK_SIZE, BLOCK_SIZE), mask_mod=sees)
+    make: Callable[..., BlockMask] = BlockMask  # eight tensors in the order of its constructor
+    return make(sizes, *blocks, BLOCK_SIZE=(BLOCK_SIZE, BLOCK_SIZE), mask_mod=sees)
 
 
 @lru_cache(maxsize=MAX_GRAPHS)

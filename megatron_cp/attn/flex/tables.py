@@ -105,7 +105,9 @@ def _cut(mask: AttentionMask, k_start: int) -> list[_HostPart]:
         for columns, size in ((slice(0, 2), whole.num_queries), (slice(2, 4), whole.num_keys))
     ]
     k_end = k_start + mask.num_keys
-    return [_HostPart(k_start, k_end, blocks, _padded_intervals(intervals, whole.num_queries), used)]
+    return [
+        _HostPart(k_start, k_end, blocks, _padded_intervals(intervals, whole.num_queries), used)
+    ]
 
 
 def _padded_intervals(intervals: IntArray, num_rows: int) -> Int32Array:
@@ -118,5 +120,7 @@ def _padded_intervals(intervals: IntArray, num_rows: int) -> Int32Array:
 
 def _covered(spans: IntArray, size: int) -> Int32Array:
     """Returns int32 `[size]`, 1 in rows that a span holds."""
-    depth = np.bincount(spans[:, 0], minlength=size + 1) - np.bincount(spans[:, 1], minlength=size + 1)
+    depth = np.bincount(spans[:, 0], minlength=size + 1) - np.bincount(
+        spans[:, 1], minlength=size + 1
+    )
     return (np.cumsum(depth)[:size] > 0).astype(np.int32)
