@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron_cp.attn import device_arrays
 from megatron_cp.attn.flash.checks import operator_for
 from megatron_cp.attn.flash.grouping import VarlenCall, group_calls
-from megatron_cp.attn.flash.operators import Sequences
+from megatron_cp.attn.flash.operators import Operator, Sequences
 from megatron_cp.attn.merge import merge_rows_, merge_span_
 from megatron_cp.attn.options import AttendOptions, accumulation_dtype
 from megatron_cp.mask import AttentionMask
@@ -93,6 +93,7 @@ def forward(
     for queries, keys, sequences, is_first in device_calls(mask, q_QNH.device):
         inputs = (queries.read(q_QNH), keys.read(k_KGH), keys.read(v_KGH))
         out, lse_NQ = operator.forward(*inputs, sequences, options)
+        _check_lse(lse_NQ, inputs[0], operator)
         if result is None and queries.run == (0, num_rows):
             result = out.to(dtype), _turned(lse_NQ)
             continue
@@ -165,6 +166,16 @@ def delta_as_out(dout_QNH: Tensor, delta_QN: Tensor, no_keys_QN: Tensor) -> tupl
         dout.select(-1, column).add_(tiny)
         stand_in.select(-1, column).add_(part)
     return dout, stand_in
+
+
+def _check_lse(lse_NQ: Tensor, q_QNH: Tensor, operator: Operator) -> None:
+    """Raises RuntimeError for an lse of another layout: versions before ours pad it by sequence."""
+    num_rows, num_heads, _ = q_QNH.shape
+    if lse_NQ.shape != (num_heads, num_rows):
+        raise RuntimeError(
+            f"lse of {operator.name} has shape {tuple(lse_NQ.shape)}, allowed is [heads, rows] = ({num_heads}, "
+            f"{num_rows}); install torch 2.8 or newer, flash-attn 2.7 or newer, or use backend='flex'"
+        )
 
 
 def _merge(
