@@ -16,13 +16,13 @@ def flash_on_ranks(rank, world_size, plans, inputs, options):
     return results
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("planner", ["auto", "zigzag", "magi"])
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
 def test_attention_on_ranks_equals_dense_attention(cp_size, planner, dtype, monkeypatch):
     plans, inputs = dist_attn.plans_for(planner, cp_size)
     inputs = [tuple(x.to(dtype) for x in tensors) for tensors in inputs]
-    options = {"backend": "flash", "sink": torch.randn(dist_attn.HEADS)}
+    options = {"backend": "flash", "sink": torch.randn(dist_attn.HEADS, dtype=dtype)}
 
     def run_flash(world_size, _, *arguments):
         return run_on_ranks(world_size, flash_on_ranks, *arguments)

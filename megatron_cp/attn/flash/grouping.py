@@ -110,7 +110,8 @@ def group_calls(mask: AttentionMask) -> tuple[VarlenCall, ...]:
 def _ways_to_cut(rows: IntArray) -> Iterator[IntArray]:
     """Yields the slices joined; then with their upper, their lower, and both kinds of bends cut."""
     joined = merge(rows)
-    yield joined
+    if len(joined) < len(rows):
+        yield joined
     upper, lower = _cut_upper(joined), _cut_lower(joined)
     yield from (way for way in (upper, lower) if way is not joined)
     both = _cut_lower(upper)
