@@ -15,7 +15,7 @@ import torch
 from megatron_cp.attn import device_arrays
 from megatron_cp.attn.flash import checks
 
-ALL_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+ALL_DTYPES = (torch.bfloat16, torch.float16, torch.float64)
 
 
 class Calls(list):
@@ -24,7 +24,7 @@ class Calls(list):
 
 @contextmanager
 def on_host(capability=(8, 0)) -> Iterator[Calls]:
-    """CPU tensors, also float32 and float64, pass for those of a GPU; yields the calls that are made."""
+    """CPU tensors, also of float64, pass for those of a GPU; yields the calls that are made."""
     calls = Calls()
     library = torch.library.Library("aten", "IMPL")
 

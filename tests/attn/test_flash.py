@@ -1,5 +1,6 @@
 """The flash backend over operators made of float64 formulas: every mask, both passes, parts of the keys."""
 
+import dataclasses
 import itertools
 from types import SimpleNamespace
 
@@ -49,7 +50,7 @@ def _attend_with_gradients(inputs, mask, arguments, **options):
 @given(
     case=attention_masks(),
     heads=st.sampled_from(HEADS),
-    dtype=st.sampled_from((torch.bfloat16, torch.float16, torch.float32, torch.float64)),
+    dtype=st.sampled_from((torch.bfloat16, torch.float16, torch.float64)),
     softmax_scale=st.sampled_from((None, 0.3)),
     sink=st.booleans(),
     seed=st.integers(0, 3),
@@ -90,7 +91,7 @@ def _in_parts(inputs, mask, arguments, cuts):
     case=attention_masks(),
     cuts=st.lists(st.floats(0, 1), max_size=3),
     heads=st.sampled_from(HEADS),
-    dtype=st.sampled_from((torch.bfloat16, torch.float16, torch.float32, torch.float64)),
+    dtype=st.sampled_from((torch.bfloat16, torch.float16, torch.float64)),
 )
 def test_parts_of_the_keys_add_up_to_attention_over_all(case, cuts, heads, dtype):
     mask, dense = case
@@ -211,6 +212,23 @@ def test_a_mask_is_grouped_and_copied_once(calls, monkeypatch):
     assert device_arrays.num_cached() == 1
     del mask
     assert device_arrays.num_cached() == 0
+
+
+def test_an_lse_in_the_layout_of_older_versions_is_refused(monkeypatch):
+    (q, k, v), _ = random_case(40, 40, (4, 2), (16, 16), torch.bfloat16)
+    options = resolve_options(q, k, v, backend="flash")
+    operator = checks.operator_for(q, v, options, needs_grad=False)
+
+    def forward(*arguments):
+        out, lse = operator.forward(*arguments)
+        return out, lse.unflatten(1, (2, 20)).transpose(0, 1)
+
+    old = dataclasses.replace(operator, forward=forward)
+    monkeypatch.setattr(backend, "operator_for", lambda *_, **__: old)
+    with pytest.raises(
+        RuntimeError, match=r"lse of torch has shape \(2, 4, 20\), allowed is .*install"
+    ):
+        attend(q, k, v, masks.documents([20, 20]), backend="flash")
 
 
 def test_one_run_of_rows_is_read_where_it_lies():

@@ -15,11 +15,6 @@ from tests.attn.flash_on_host import on_host
 from tests.attn.formula import assert_attention, random_case
 
 PLAIN = Wish((8, 0), 128, 128, False, False, True, False)
-NOT_INSTALLED = (
-    "flash-attn 4 is not installed",
-    "flash-attn 3 is not installed",
-    "flash-attn 2 is not installed",
-)
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +31,24 @@ def _loaded_anew(monkeypatch):
 def test_without_flash_attn_torch_serves_and_the_reason_is_kept():
     operator, reasons = libraries.find_operator(PLAIN)
     assert operator.name == "torch"
-    assert reasons == NOT_INSTALLED
+    assert reasons == (
+        "flash-attn 4 is used on compute capability 10.0 and 10.3",
+        "flash-attn 3 needs compute capability 9.0",
+        "flash-attn 2 is not installed",
+    )
+
+
+def test_a_library_that_cannot_serve_is_not_imported(monkeypatch):
+    asked = []
+
+    def import_module(name):
+        asked.append(name)
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(libraries.importlib, "import_module", import_module)
+    libraries.find_operator(PLAIN)
+    libraries.find_operator(PLAIN._replace(capability=(9, 0)))
+    assert asked == ["flash_attn.flash_attn_interface", "flash_attn_3._C"]
 
 
 REFUSED = {
@@ -336,4 +348,4 @@ def test_a_library_that_does_not_load_is_named(monkeypatch):
 
     monkeypatch.setattr(libraries.importlib, "import_module", broken)
     _, reasons = libraries.find_operator(PLAIN)
-    assert reasons[0] == "the installed flash-attn 4 does not load (undefined symbol)"
+    assert reasons[2] == "the installed flash-attn 2 does not load (undefined symbol)"

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_cp import mask as masks
 from megatron_cp.attn import attend, attend_backward, attend_forward, resolve_options
-from megatron_cp.attn.flex import local_gradients
+from megatron_cp.attn.flex.backend import local_gradients
 from tests.attn.formula import assert_attention, random_case
 from tests.strategies import attention_masks
 

@@ -22,8 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 
-from megatron_cp.attn import attend, flex
+from megatron_cp.attn import attend
+from megatron_cp.attn.flex.kernel import block_mask as block_mask_of
+from megatron_cp.attn.flex.tables import parts_of
 from megatron_cp.mask import AttentionMask
 from megatron_cp.plan.workloads import WINDOW, document_lengths
 from tools.gpu.cases import KILO, Case
@@ -121,8 +124,12 @@ def flex_attention(case: Case, mask: AttentionMask, x: Inputs) -> Contender:
     """Returns FlexAttention, compiled for this shape."""
     torch._dynamo.reset()
     torch._dynamo.config.recompile_limit = 64
-    compiled = torch.compile(flex.flex_attention, dynamic=False)
-    block_mask = None if case.mask_name == "full" else flex._block_mask(mask, x.q.device)
+    compiled = torch.compile(torch_flex_attention, dynamic=False)
+    block_mask = None
+    if case.mask_name != "full":
+        (part,) = parts_of(mask, x.q.device)
+        sizes = (mask.num_queries, mask.num_keys)
+        block_mask = block_mask_of(part.blocks, part.starts, part.ends, sizes)
     closed = _closed_form(case)
     if block_mask is not None and closed is not None:
         block_mask.mask_mod = closed

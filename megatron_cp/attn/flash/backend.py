@@ -18,13 +18,14 @@ Never run on a GPU yet: tests replace the operators by float64 formulas, or run 
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_cp.attn import device_arrays
 from megatron_cp.attn.flash.checks import operator_for
 from megatron_cp.attn.flash.grouping import VarlenCall, group_calls
-from megatron_cp.attn.flash.operators import Sequences
+from megatron_cp.attn.flash.operators import Operator, Sequences
 from megatron_cp.attn.merge import merge_rows_, merge_span_
 from megatron_cp.attn.options import AttendOptions, accumulation_dtype
 from megatron_cp.mask import AttentionMask
@@ -74,11 +75,12 @@ class Rows(NamedTuple):
 
 
 class DeviceCall(NamedTuple):
-    """A `VarlenCall` on the device."""
+    """A `VarlenCall` on the device; `is_first`: no call before has any of its query rows."""
 
     queries: Rows
     keys: Rows
     sequences: Sequences
+    is_first: bool
 
 
 def forward(
@@ -88,20 +90,16 @@ def forward(
     operator = operator_for(q_QNH, v_KGH, options, needs_grad=False)
     num_rows, dtype = q_QNH.shape[0], accumulation_dtype(q_QNH.dtype)
     result: tuple[Tensor, Tensor] | None = None
-    for queries, keys, sequences in device_calls(mask, q_QNH.device):
+    for queries, keys, sequences, is_first in device_calls(mask, q_QNH.device):
         inputs = (queries.read(q_QNH), keys.read(k_KGH), keys.read(v_KGH))
         out, lse_NQ = operator.forward(*inputs, sequences, options)
+        _check_lse(lse_NQ, inputs[0], operator)
         if result is None and queries.run == (0, num_rows):
             result = out.to(dtype), _turned(lse_NQ)
             continue
         if result is None:
             result = _nothing(q_QNH, v_KGH)
-        if queries.run is not None:
-            part_of_out, part_of_lse = (x.narrow(0, *queries.run) for x in result)
-            merge_span_(part_of_out, part_of_lse, out, lse_NQ.t())
-        else:
-            assert queries.places is not None
-            merge_rows_(*result, queries.places.long(), out, lse_NQ.t())
+        _merge(result, queries, (out, lse_NQ.t()), overwrite=is_first)
     return _nothing(q_QNH, v_KGH) if result is None else result
 
 
@@ -123,7 +121,7 @@ def backward(
     dq: Tensor | None = None
     dk: Tensor | None = None
     dv: Tensor | None = None
-    for queries, keys, sequences in device_calls(mask, q_QNH.device):
+    for queries, keys, sequences, _ in device_calls(mask, q_QNH.device):
         inputs = (queries.read(q_QNH), keys.read(k_KGH), keys.read(v_KGH))
         results = (queries.read(stand_in), _turned(queries.pick(lse)))
         parts = operator.backward(queries.read(dout), *inputs, *results, sequences, options)
@@ -170,6 +168,37 @@ def delta_as_out(dout_QNH: Tensor, delta_QN: Tensor, no_keys_QN: Tensor) -> tupl
     return dout, stand_in
 
 
+def _check_lse(lse_NQ: Tensor, q_QNH: Tensor, operator: Operator) -> None:
+    """Raises RuntimeError for an lse of another layout: versions before ours pad it by sequence."""
+    num_rows, num_heads, _ = q_QNH.shape
+    if lse_NQ.shape != (num_heads, num_rows):
+        raise RuntimeError(
+            f"lse of {operator.name} has shape {tuple(lse_NQ.shape)}, allowed is [heads, rows] = ({num_heads}, "
+            f"{num_rows}); install torch 2.8 or newer, flash-attn 2.7 or newer, or use backend='flex'"
+        )
+
+
+def _merge(
+    result: tuple[Tensor, Tensor], rows: Rows, part: tuple[Tensor, Tensor], *, overwrite: bool
+) -> None:
+    """Merges what a call says of its rows into `(out, lse)`, or writes it where nothing was said before."""
+    if rows.run is not None:
+        out, lse = (x.narrow(0, *rows.run) for x in result)
+        if overwrite:
+            out.copy_(part[0])
+            lse.copy_(part[1])
+        else:
+            merge_span_(out, lse, *part)
+        return
+    assert rows.places is not None
+    places = rows.places.long()
+    if overwrite:
+        for whole, x in zip(result, part, strict=True):
+            whole.index_copy_(0, places, x.to(whole.dtype))
+    else:
+        merge_rows_(*result, places, *part)
+
+
 def _nothing(q_QNH: Tensor, v_KGH: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the result of rows without keys."""
     dtype, shape = accumulation_dtype(q_QNH.dtype), (*q_QNH.shape[:2], v_KGH.shape[-1])
@@ -190,17 +219,24 @@ def _prepare(mask: AttentionMask) -> device_arrays.Prepared:
         arrays += [call.cu_seqlens_q, call.cu_seqlens_k]
         arrays += [_index(rows) for rows in (call.q_rows, call.k_rows) if len(rows) > 1]
 
+    is_said = np.zeros(mask.num_queries, dtype=np.bool_)
+    firsts = []
+    for call in calls:
+        rows = to_indices(call.q_rows)
+        firsts.append(not is_said[rows].any())
+        is_said[rows] = True
+
     def finish(tensors: list[Tensor]) -> tuple[DeviceCall, ...]:
         given = iter(tensors)
-        return tuple(_on_device(call, given) for call in calls)
+        return tuple(_on_device(*pair, given) for pair in zip(calls, firsts, strict=True))
 
     return arrays, finish
 
 
-def _on_device(call: VarlenCall, given: Iterator[Tensor]) -> DeviceCall:
+def _on_device(call: VarlenCall, is_first: bool, given: Iterator[Tensor]) -> DeviceCall:
     sequences = Sequences(next(given), next(given), call.max_q, call.max_k, call.left, call.right)
     queries, keys = (_rows(rows, given) for rows in (call.q_rows, call.k_rows))
-    return DeviceCall(queries, keys, sequences)
+    return DeviceCall(queries, keys, sequences, is_first)
 
 
 def _rows(rows: IntArray, given: Iterator[Tensor]) -> Rows:

@@ -39,8 +39,9 @@ from megatron_cp.mask.sweep import merge
 Range = tuple[int, int]
 
 OPEN = -1
-# A call's sequences lie along the second axis of the operators' grid, which CUDA ends here.
-MAX_SEQUENCES = 65_535
+# flash-attn 2's backward pass allocates 128 rows of float32 per sequence beside those of q (mha_varlen_bwd): at
+# 32 heads of 128 these are 1.1 GB for 512 sequences, and 137 GB for 65,535, where CUDA's grid ends.
+MAX_SEQUENCES = 512
 # Masks of more slices are not cut by halves: 2,000 slices take 0.5 s (EPYC core).
 MAX_HALVED = 256
 
@@ -99,7 +100,7 @@ def group_calls(mask: AttentionMask) -> tuple[VarlenCall, ...]:
         for way in (mask.array, merge(mask.array)):
             halves = np.concatenate(_halve(way))
             fewest = min(fewest, _colour(_sequences(halves)), key=len)
-    calls = [_to_call(group) for group in fewest]
+    calls = [call for group in fewest for call in _to_calls(group)]
     return tuple(sorted(calls, key=lambda call: -int(call.cu_seqlens_q[-1])))
 
 
@@ -109,7 +110,8 @@ def group_calls(mask: AttentionMask) -> tuple[VarlenCall, ...]:
 def _ways_to_cut(rows: IntArray) -> Iterator[IntArray]:
     """Yields the slices joined; then with their upper, their lower, and both kinds of bends cut."""
     joined = merge(rows)
-    yield joined
+    if len(joined) < len(rows):
+        yield joined
     upper, lower = _cut_upper(joined), _cut_lower(joined)
     yield from (way for way in (upper, lower) if way is not joined)
     both = _cut_lower(upper)
@@ -249,7 +251,6 @@ class _Group:
         return (
             _agrees(seq.left, self.left, seq.num_keys)
             and _agrees(seq.right, self.right, seq.num_queries)
-            and len(self.sequences) < MAX_SEQUENCES
             and self.queries.is_free(seq.queries)
             and self.keys.is_free(seq.keys)
         )
@@ -281,11 +282,17 @@ def _colour(sequences: list[Sequence]) -> list[_Group]:
     return groups
 
 
-def _to_call(group: _Group) -> VarlenCall:
+def _to_calls(group: _Group) -> Iterator[VarlenCall]:
+    """Yields the calls of a group in the order of its rows, of MAX_SEQUENCES at most."""
     sequences = sorted(group.sequences, key=lambda seq: seq.queries)
+    for first in range(0, len(sequences), MAX_SEQUENCES):
+        yield _to_call(sequences[first : first + MAX_SEQUENCES], group.left, group.right)
+
+
+def _to_call(sequences: list[Sequence], left: int, right: int) -> VarlenCall:
     num_queries = [seq.num_queries for seq in sequences]
     num_keys = [seq.num_keys for seq in sequences]
-    left, right, max_q, max_k = _longest(group.left, group.right, max(num_queries), max(num_keys))
+    left, right, max_q, max_k = _longest(left, right, max(num_queries), max(num_keys))
     return VarlenCall(
         q_rows=_joined([part for seq in sequences for part in seq.queries]),
         k_rows=_joined([part for seq in sequences for part in seq.keys]),

@@ -30,6 +30,7 @@ from megatron_cp.attn.flash.operators import (
     Wish,
     first_missing,
     missing_of_flash2,
+    missing_of_torch,
     torch_operator,
 )
 from megatron_cp.attn.options import AttendOptions
@@ -41,13 +42,16 @@ def find_operator(wish: Wish) -> tuple[Operator | None, tuple[str, ...]]:
     The newest that knows the device comes first: flash-attn 4, 3, 2, then torch.
     """
     reasons: list[str] = []
-    for load in (_flash4, _flash3, _flash2, torch_operator):
-        loaded = load()
-        reason = loaded if isinstance(loaded, str) else loaded.missing(wish)
-        if reason is None:
-            assert isinstance(loaded, Operator)
-            return loaded, tuple(reasons)
-        reasons.append(reason)
+    for missing, load in (
+        (_missing_of_flash4, _flash4),
+        (_missing_of_flash3, _flash3),
+        (missing_of_flash2, _flash2),
+        (missing_of_torch, torch_operator),
+    ):
+        found = missing(wish) or load()  # a library that could not serve is not even imported
+        if isinstance(found, Operator):
+            return found, tuple(reasons)
+        reasons.append(found)
     return None, tuple(reasons)
 
 
@@ -62,7 +66,7 @@ def _flash2() -> Loaded:
     backward = getattr(library, "_flash_attn_varlen_backward", None)
     plain: dict[str, Any] = {"dropout_p": 0.0, "alibi_slopes": None}
     dialect = _Dialect("flash-attn 2", in_forward=plain, in_backward=plain)
-    return _operator(dialect, forward, backward, missing_of_flash2)
+    return _operator(dialect, forward, backward)
 
 
 @lru_cache(maxsize=1)
@@ -75,7 +79,7 @@ def _flash3() -> Loaded:
     forward, backward = getattr(library, "fwd", None), getattr(library, "bwd", None)
     # One split: the same bits whatever else is in the batch.
     dialect = _Dialect("flash-attn 3", causal="is_causal", in_forward={"num_splits": 1})
-    return _operator(dialect, forward, backward, _missing_of_flash3)
+    return _operator(dialect, forward, backward)
 
 
 @lru_cache(maxsize=1)
@@ -87,7 +91,7 @@ def _flash4() -> Loaded:
     forward = getattr(module, "_flash_attn_fwd", None)
     backward = getattr(module, "_flash_attn_bwd", None)
     dialect = _Dialect("flash-attn 4", lse="lse", open_side=None, in_forward={"return_lse": True})
-    return _operator(dialect, forward, backward, _missing_of_flash4)
+    return _operator(dialect, forward, backward)
 
 
 # ---------------------------------------------------------------------- one signature
@@ -124,7 +128,6 @@ def _operator(
     dialect: _Dialect,
     forward: Callable[..., Any] | None,
     backward: Callable[..., Any] | None,
-    missing: Callable[[Wish], str | None],
 ) -> Loaded:
     """Returns the operator, or what its signatures lack."""
     unfit = f"the installed {dialect.name} has no"
@@ -166,7 +169,7 @@ def _operator(
         backward(**tensors, **keywords, **determinism, **dialect.in_backward)
         return dq, dk, dv
 
-    return Operator(dialect.name, run_forward, run_backward, missing)
+    return Operator(dialect.name, run_forward, run_backward)
 
 
 def _load(module: str, name: str) -> ModuleType | str:

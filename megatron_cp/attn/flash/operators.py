@@ -5,7 +5,7 @@
 
 What they share: rows of all sequences packed, `cu_seqlens` int32, windows that hang on the bottom right
 corner, `lse` a natural log in fp32 `[N, rows]`, results in the dtype of q. What one cannot do is refused before
-it is called (`missing`). torch's own is here, those of flash-attn are in libraries.py. Signatures and shapes
+it is called (`missing_of_...`). torch's own is here, those of flash-attn are in libraries.py. Signatures and shapes
 are checked in tests; nothing here has run on a GPU yet.
 
 Source: `_flash_attention_forward`, `_flash_attention_backward` of torch 2.13 and their flash_api.cpp.
@@ -57,12 +57,11 @@ class Wish(NamedTuple):
 
 @dataclass(frozen=True)
 class Operator:
-    """One library's operators. `missing` returns what a wish asks for in vain, None if nothing."""
+    """One library's operators, for any wish of which its `missing_of_...` has nothing to say."""
 
     name: str
     forward: Callable[[Tensor, Tensor, Tensor, Sequences, AttendOptions], tuple[Tensor, Tensor]]
     backward: Callable[..., Gradients]
-    missing: Callable[[Wish], str | None]
 
 
 Loaded = Operator | str  # or why there is none
@@ -114,14 +113,18 @@ def torch_operator() -> Loaded:
         )
         return dq, dk, dv
 
-    def missing(wish: Wish) -> str | None:
-        if wish.has_softcap:
-            return "torch's operator has no softcap"
-        if wish.deterministic and wish.needs_grad and not wish.torch_is_deterministic:
-            return "torch's operator is deterministic under torch.use_deterministic_algorithms(True) only"
-        return missing_of_flash2(wish, "torch's operator")
+    return Operator("torch", run_forward, run_backward)
 
-    return Operator("torch", run_forward, run_backward, missing)
+
+def missing_of_torch(wish: Wish) -> str | None:
+    """Returns what torch's operator cannot do of a wish."""
+    if wish.has_softcap:
+        return "torch's operator has no softcap"
+    if wish.deterministic and wish.needs_grad and not wish.torch_is_deterministic:
+        return (
+            "torch's operator is deterministic under torch.use_deterministic_algorithms(True) only"
+        )
+    return missing_of_flash2(wish, "torch's operator")
 
 
 def missing_of_flash2(wish: Wish, name: str = "flash-attn 2") -> str | None:
