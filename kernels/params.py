@@ -1,4 +1,4 @@
-"""Mirrors of `attn/params.h` for ctypes: the same bytes as the C++ structs (a test compiles and compares)."""
+"""Mirrors of `attn/params.h` and `rows/params.h` for ctypes: the bytes of the C++ structs (a test compares them)."""
 
 import ctypes
 from ctypes import c_float, c_int32, c_int64, c_void_p
@@ -119,4 +119,28 @@ class BwdPostprocessParams(ctypes.Structure):
         ("num_heads", c_int32),
         ("softmax_scale", c_float),
         ("dq_is_float", c_int32),
+    )
+
+
+class MergeRowsParams(ctypes.Structure):
+    """Parameters of the kernel that merges rows of partial results."""
+
+    _fields_ = (
+        ("out", c_void_p),
+        ("lse", c_void_p),
+        ("part_out", c_void_p),
+        ("part_lse", c_void_p),
+        ("index", c_void_p),
+        ("out_row_stride", c_int64),
+        ("out_head_stride", c_int64),
+        ("lse_row_stride", c_int64),
+        ("lse_head_stride", c_int64),
+        ("part_out_row_stride", c_int64),
+        ("part_out_head_stride", c_int64),
+        ("part_lse_row_stride", c_int64),
+        ("part_lse_head_stride", c_int64),
+        ("num_rows", c_int32),
+        ("num_heads", c_int32),
+        ("width", c_int32),
+        ("padding", c_int32),
     )

@@ -37,6 +37,7 @@ PARAMS: dict[str, type[ctypes.Structure]] = {
     "backward": params.BwdParams,
     "backward_preprocess": params.BwdPreprocessParams,
     "backward_postprocess": params.BwdPostprocessParams,
+    "merge_rows": params.MergeRowsParams,
 }
 COUNTED = "12.4,12.8,13.0"  # whose ordering instructions are written down; others are held to what these agree on
 JOBS = 2

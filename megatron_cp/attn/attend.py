@@ -5,6 +5,7 @@ Both passes leave an enclosing autocast: the dtype of q, k and v decides the pre
 
 # Q query rows, K key rows, N query heads, G kv heads, H head dim, Hv value head dim
 
+from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_cp.attn.merge import apply_sink, merge_span_, sink_gradient
+from megatron_cp.attn.merge import apply_sink, merge_rows_, merge_span_, sink_gradient
 from megatron_cp.attn.options import (
     AttendOptions,
     accumulation_dtype,
@@ -188,6 +189,14 @@ def attend_backward_onto_(  # noqa: PLR0913  as attend_backward, and what to add
             return grads[0], grads[1], grads[2]
         part, dk, dv = attend_backward(dout, q, k, v, lse, delta, mask, options)
     return part if dq is None else dq.add_(part), dk, dv
+
+
+def row_merger(options: AttendOptions) -> Callable[..., None]:
+    """Returns what merges rows of partial results in place, as `merge_rows_`: by the backend's kernel if it has one."""
+    merger: Callable[..., None] = getattr(
+        backend_module(options.backend), "merge_rows_", merge_rows_
+    )
+    return merger
 
 
 def dq_factor(options: AttendOptions) -> float:

@@ -30,13 +30,14 @@ from megatron_cp.attn.attend import (
     attend_forward,
     attend_forward_onto_,
     dq_factor,
+    row_merger,
 )
 from megatron_cp.attn.merge import apply_sink, sink_gradient
 from megatron_cp.attn.options import AttendOptions, accumulation_dtype
 from megatron_cp.comm import Pending
 from megatron_cp.plan.schema import PassName
 from megatron_cp.runtime.session import Quadrant, RankPass, RankStage, Rows, Session
-from megatron_cp.runtime.sides import ADD, MERGE, SideResults, SideRows
+from megatron_cp.runtime.sides import ADD, SideResults, SideRows, merging
 from megatron_cp.runtime.spans import span
 
 Returns = list[Pending[None] | None]
@@ -104,7 +105,7 @@ def forward_pass(
     q, k, v = _enter(rank_pass, (q_TNH, k_TGH, v_TGH))
     dtype = accumulation_dtype(q.dtype)
     like = q.new_empty((0, q.shape[1], v.shape[2]), dtype=dtype)
-    results = SideResults(len(q), (like, like[..., 0]), MERGE)
+    results = SideResults(len(q), (like, like[..., 0]), merging(row_merger(options)))
     exchange = rank_pass.exchange
     heads = slice(None) if exchange is None else exchange.own_heads(num_heads)
     logits = None if max_logits_N is None else max_logits_N[heads]

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_cp.attn.merge import merge_rows_, merge_span_
 from megatron_cp.comm import Pending, add_rows_, group_cast, group_reduce
 from megatron_cp.comm.packed import PackedRows
 from megatron_cp.runtime.session import RankSide, Rows, Source
@@ -38,12 +37,14 @@ def _add_span_(target: Rows, part: Rows) -> None:
         tensor.add_(rows)
 
 
-MERGE = Combination(
-    lambda target, part: merge_span_(*target, *part),
-    lambda target, index, part: merge_rows_(target[0], target[1], index, part[0], part[1]),
-    (0.0, -torch.inf),
-)
-"""Partial `(out, lse)` over disjoint keys."""
+def merging(merge_rows_: Callable[..., None]) -> Combination:
+    """Returns how partial `(out, lse)` over disjoint keys become one, by a function like `attn.merge.merge_rows_`."""
+    return Combination(
+        lambda target, part: merge_rows_(*target, None, *part),
+        lambda target, index, part: merge_rows_(*target, index, *part),
+        (0.0, -torch.inf),
+    )
+
 
 ADD = Combination(_add_span_, add_rows_, (0.0, 0.0))
 """Gradients."""

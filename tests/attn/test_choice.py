@@ -7,7 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_cp.attn import AttendOptions, attend_backward, attend_forward, choice
+from megatron_cp.attn import (
+    AttendOptions,
+    attend_backward,
+    attend_forward,
+    choice,
+    merge_rows_,
+)
 from megatron_cp.attn.emulated import backend as emulated
 from megatron_cp.attn.flash import checks as flash_checks
 from megatron_cp.attn.hopper import checks as hopper_checks
@@ -40,9 +46,10 @@ def test_the_kernels_source_in_the_emulator_passes(dtype, dims, has_softcap):
 class Defective:
     """Exact passes with one thing wrong in their results, or in what they are told."""
 
-    def __init__(self, forward=lambda x: x, backward=lambda x: x, mask=lambda x: x, scale=1.0):
-        self.change_forward, self.change_backward = forward, backward
-        self.change_mask, self.scale = mask, scale
+    def __init__(self, scale=1.0, **changes):
+        self.scale = scale
+        for name in ("forward", "backward", "mask", "rows"):
+            setattr(self, f"change_{name}", changes.get(name, lambda x: x))
 
     def _told(self, mask, options):
         options = AttendOptions(options.softmax_scale * self.scale, options.softcap, "cpu")
@@ -50,6 +57,9 @@ class Defective:
 
     def forward(self, q, k, v, mask, options):
         return self.change_forward(attend_forward(q, k, v, *self._told(mask, options)))
+
+    def merge_rows_(self, out, lse, rows, *part):
+        merge_rows_(out, lse, self.change_rows(rows), *part)
 
     def backward(self, dout, q, k, v, lse, delta, mask, options):
         told = self._told(mask, options)
@@ -80,6 +90,7 @@ DEFECTS = {
     "a row without keys that is not -inf": Defective(
         forward=lambda x: (x[0], x[1].masked_fill(x[1] == -torch.inf, -1e30))
     ),
+    "rows merged into others": Defective(rows=lambda rows: rows.roll(1)),
     "dq without its scale": Defective(backward=lambda x: (x[0] * 128**0.5, x[1], x[2])),
     "one row of dk twice": Defective(backward=_one_row(1, 2.0)),
     "dv of one row lost": Defective(backward=_one_row(2, 0.0)),

@@ -2,15 +2,9 @@
 
 from dataclasses import dataclass
 
+from megatron_cp.attn.emulated.kernels import source_of
 from megatron_cp.kernels import build
 from megatron_cp.kernels.emulator import library
-
-_PARAMS = {
-    "forward": "FwdParams",
-    "backward": "BwdParams",
-    "backward_preprocess": "BwdPreprocessParams",
-    "backward_postprocess": "BwdPostprocessParams",
-}
 
 
 @dataclass
@@ -26,9 +20,7 @@ class EmulatedDriver:
     def load_kernel(self, image: bytes, name: str, shared_bytes: int, device: int) -> int:
         variant = build.variants()[image.decode()]
         assert variant.entry == name
-        params = f"mcp::attn::{_PARAMS[variant.kernel_pass]}"
-        source = library.Source(variant.name, variant.source, name, params, variant.defines)
-        self.kernels.append(library.load(source))
+        self.kernels.append(library.load(source_of(variant)))
         return len(self.kernels)
 
     def ensure_context(self, device: int) -> None:

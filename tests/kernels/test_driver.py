@@ -166,7 +166,9 @@ def test_machine_without_a_driver_is_told_so(monkeypatch):
 _OFFSETS = """#include <cstddef>
 #include <cstdio>
 #include "attn/params.h"
+#include "rows/params.h"
 using namespace mcp::attn;
+using namespace mcp::rows;
 int main() {{
     std::printf("{struct} %zu\\n", sizeof({struct}));
     {lines}
@@ -179,7 +181,9 @@ STRUCTS = (
     params.BwdPreprocessParams,
     params.BwdParams,
     params.BwdPostprocessParams,
+    params.MergeRowsParams,
 )
+HEADERS = ("attn/params.h", "rows/params.h")
 
 
 @pytest.mark.parametrize("struct", STRUCTS)
@@ -203,7 +207,7 @@ def test_mirror_has_the_offsets_of_the_header(struct, tmp_path):
 
 @pytest.mark.parametrize("struct", STRUCTS)
 def test_mirror_has_every_field_of_the_header(struct):
-    header = (ROOT / "kernels/attn/params.h").read_text()
+    header = "".join((ROOT / "kernels" / path).read_text() for path in HEADERS)
     body = header.split(f"struct {struct.__name__} {{")[1].split("\n};")[0]
     declared = [line.split("//")[0].strip().rstrip(";") for line in body.splitlines()]
     names = [

@@ -37,6 +37,13 @@ def _onto(held, q, k, v, mask, options, max_logits=None):
     assert (out.shape, lse.shape) == (part_out.shape, part_lse.shape)
 
 
+def _merge(out, lse, rows, part_out, part_lse):
+    """Stands for the kernel that merges rows; metered as what reads the part and the rows, and writes the rows."""
+    assert out.device == part_out.device == CUDA and rows.device == CUDA
+    for part in (part_out, part_lse):
+        part.add(part)
+
+
 def _gradients(dq, dout, q, k, v, lse, delta, mask, options):
     assert dout.shape == (*q.shape[:2], v.shape[2]) and lse.shape == delta.shape == q.shape[:2]
     grads = [x.new_empty(x.shape, dtype=torch.float32) for x in (q, k, v)]
@@ -52,15 +59,17 @@ def metered(plan, rank, num_ranks):
         mock.patch.object(dist_attn, "attend_forward", _result),
         mock.patch.object(dist_attn, "attend_forward_onto_", _onto),
         mock.patch.object(dist_attn, "attend_backward_onto_", _gradients),
+        mock.patch.object(dist_attn, "row_merger", lambda _: _merge),
     ):
         q = torch.empty(q_shape, device=CUDA, dtype=torch.bfloat16)
         k = torch.empty(q_shape[0], KV_HEADS, HEAD_DIM, device=CUDA, dtype=torch.bfloat16)
+        v = k.clone()
         session = open_session(plan, group, CUDA)
         with Meter() as forward:
-            out, lse = dist_attn.forward_pass(q, k, k.clone(), None, session, OPTIONS)
+            out, lse = dist_attn.forward_pass(q, k, v, None, session, OPTIONS)
+        delta = lse.clone()
         with Meter() as backward:
-            delta = lse.clone()
-            dist_attn.backward_pass(out, q, k, k.clone(), lse, delta, session, OPTIONS)
+            dist_attn.backward_pass(out, q, k, v, lse, delta, session, OPTIONS)
     return forward, backward
 
 

@@ -32,8 +32,10 @@ from megatron_cp.attn.hopper.backward import (
 from megatron_cp.attn.hopper.checks import unrepeated
 from megatron_cp.attn.hopper.device_lists import backward_list, forward_list
 from megatron_cp.attn.hopper.launch import fill_without_keys, forward_params, tile_shape
+from megatron_cp.attn.hopper.rows import KERNEL, merge_params
 from megatron_cp.attn.merge import sink_gradient
 from megatron_cp.attn.options import AttendOptions
+from megatron_cp.kernels import build
 from megatron_cp.kernels.emulator.library import EmulatorError
 from megatron_cp.mask import AttentionMask
 
@@ -79,6 +81,15 @@ def forward_onto_(
     """Merges this part's result into the partial `out` and `lse`, in place, in the kernel's epilogue."""
     into = (out_QNH, lse_QN)
     run_forward(q_QNH, k_KGH, v_KGH, mask, options, into=into, accumulate=True)
+
+
+def merge_rows_(
+    out: Tensor, lse: Tensor, rows: Tensor | None, part_out: Tensor, part_lse: Tensor
+) -> None:
+    """Merges a partial result of some rows into `out` and `lse` in place, by the kernel that does it on a GPU."""
+    if part_lse.numel():
+        params = merge_params(out, lse, rows, part_out, part_lse)
+        EmulatedKernel(build.variants()[KERNEL]).run(params, part_lse.numel(), {})
 
 
 def backward(

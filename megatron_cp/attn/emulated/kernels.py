@@ -17,6 +17,7 @@ PARAMS = {
     "backward": "mcp::attn::BwdParams",
     "backward_preprocess": "mcp::attn::BwdPreprocessParams",
     "backward_postprocess": "mcp::attn::BwdPostprocessParams",
+    "merge_rows": "mcp::rows::MergeRowsParams",
 }
 SWIZZLE_NONE, SWIZZLE_128 = 0, 3  # of the driver's enumeration
 

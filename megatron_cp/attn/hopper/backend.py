@@ -37,6 +37,7 @@ from megatron_cp.attn.hopper.device_lists import (
     forward_list,
 )
 from megatron_cp.attn.hopper.launch import launch_forward, raw_stream, tile_shape
+from megatron_cp.attn.hopper.rows import merge_rows_ as merge_rows_
 from megatron_cp.attn.merge import sink_gradient
 from megatron_cp.attn.options import AttendOptions
 from megatron_cp.mask import AttentionMask

@@ -10,7 +10,6 @@ come out in every run (`deterministic`).
 
 # Q query rows, K key rows, N query heads, G kv heads, H head dim, Hv value head dim, P padded rows
 
-import ctypes
 from typing import NamedTuple
 
 import torch
@@ -25,8 +24,8 @@ from megatron_cp.attn.hopper.launch import (
     counters,
     device_guard,
     find_map,
+    launch_rows,
     load_kernel,
-    num_sms,
     raw_stream,
     remember_map,
     score_scales,
@@ -41,7 +40,6 @@ from megatron_cp.kernels.params import (
 )
 
 ROW_PADDING = 4  # rows per head are a multiple: 16 bytes, which the copy engine wants of strides
-BLOCKS_PER_SM = 8  # of the two kernels that only stream
 
 
 class RowStats(NamedTuple):
@@ -71,7 +69,7 @@ def preprocess(
     stats, num_items = empty_stats(lse_QN), lse_QN.numel()
     params, _kept = preprocess_params(out_QNH, dout_QNH, lse_QN, dlse_QN, stats)
     name = find_variant("backward_preprocess", dout_QNH.dtype, None, dout_QNH.shape[2], None).name
-    _launch_rows(name, dout_QNH, num_items, params)
+    launch_rows(name, dout_QNH, num_items, params)
     return stats
 
 
@@ -248,7 +246,7 @@ def _stats_map(x_NP: Tensor, num_rows: int, kernel: TiledKernel) -> TensorMap:
 def _postprocess(dq_sum: Tensor, dq: Tensor, dtype: torch.dtype, softmax_scale: float) -> None:
     name = find_variant("backward_postprocess", dtype, dq.shape[2], None, None).name
     num_items = dq.shape[0] * dq.shape[1]
-    _launch_rows(name, dq, num_items, postprocess_params(dq_sum, dq, softmax_scale))
+    launch_rows(name, dq, num_items, postprocess_params(dq_sum, dq, softmax_scale))
 
 
 def postprocess_params(dq_sum: Tensor, dq: Tensor, softmax_scale: float) -> BwdPostprocessParams:
@@ -263,18 +261,6 @@ def postprocess_params(dq_sum: Tensor, dq: Tensor, softmax_scale: float) -> BwdP
         softmax_scale,
         dq.dtype == torch.float32,
     )
-
-
-def _launch_rows(name: str, x: Tensor, num_items: int, params: ctypes.Structure) -> None:
-    """Launches a kernel that gives a warp to every row and head."""
-    if not num_items:
-        return
-    device = x.device.index or 0
-    with device_guard(device):
-        kernel = load_kernel(name, device)
-        warps = kernel.num_threads // 32
-        num_blocks = min(-(-num_items // warps), BLOCKS_PER_SM * num_sms(device))
-        kernel.launch(num_blocks, raw_stream(device), params, device)
 
 
 def empty_stats(lse_QN: Tensor) -> RowStats:

@@ -56,7 +56,8 @@ def _variants() -> dict[_Kind, Variant]:
             for name in ("MCP_HEAD_DIM", "MCP_VALUE_DIM")
         ]
         softcap = defines["MCP_SOFTCAP"] == "true" if "MCP_SOFTCAP" in defines else None
-        table[variant.kernel_pass, defines["MCP_TYPE"], dims[0], dims[1], softcap] = variant
+        dtype = defines.get("MCP_TYPE", "")  # none where the kernel is in float32
+        table[variant.kernel_pass, dtype, dims[0], dims[1], softcap] = variant
     return table
 
 

@@ -34,6 +34,7 @@ MAX_STREAMS = 256  # per device; each has a pair of work counters
 COUNTER_BYTES = 128  # a cache line per pair
 TINY_SCALE = 1e-30  # stands for softmax_scale = 0, with which masked scores would be -inf * 0
 MAX_TENSOR_MAPS = 4096
+BLOCKS_PER_SM = 8  # of kernels that only stream rows
 DTYPE_CODES = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.float32: FLOAT32}
 
 
@@ -154,6 +155,18 @@ def launch_forward(
         params.counters, params.accumulate = pair.address, accumulate
         num_blocks = kernel.num_blocks(lists.num_tiles * q_QNH.shape[1], sm_share)
         kernel.launch(num_blocks, stream, params, device)
+
+
+def launch_rows(name: str, x: Tensor, num_items: int, params: ctypes.Structure) -> None:
+    """Launches a kernel that gives a warp to every row and head."""
+    if not num_items:
+        return
+    device = x.device.index or 0
+    with device_guard(device):
+        kernel = load_kernel(name, device)
+        warps = kernel.num_threads // 32
+        num_blocks = min(-(-num_items // warps), BLOCKS_PER_SM * num_sms(device))
+        kernel.launch(num_blocks, raw_stream(device), params, device)
 
 
 def forward_params(

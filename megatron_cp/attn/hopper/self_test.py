@@ -55,6 +55,11 @@ class Passes(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns `(dq, dk, dv)`."""
 
+    def merge_rows_(
+        self, out: Tensor, lse: Tensor, rows: Tensor | None, part_out: Tensor, part_lse: Tensor
+    ) -> None:
+        """Merges rows of a partial result into another, in place."""
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -152,6 +157,10 @@ def _compared(
         found_out, found_lse = passes.forward(q, k, v, mask, options)
     yield _judged(f"lse under {name}", _largest(found_lse, lse), MAX_LSE_ERROR)
     yield _judged(f"out under {name}", _row_error(found_out, out), limit)
+    with torch.no_grad():
+        merged_out, merged_lse = _in_two_parts(passes, (q, k, v), mask, options)
+    yield _judged(f"merged lse under {name}", _largest(merged_lse, lse), MAX_LSE_ERROR)
+    yield _judged(f"merged out under {name}", _row_error(merged_out, out), limit)
     if not kind.needs_grad:
         return
     dout = draw(mask.num_queries, NUM_HEADS, kind.value_dim)
@@ -161,6 +170,23 @@ def _compared(
         found = passes.backward(dout, q, k, v, lse.float(), delta.float(), mask, options)
     for gradient, result, expected in zip(("dq", "dk", "dv"), found, exact, strict=True):
         yield _judged(f"{gradient} under {name}", _row_error(result, expected), limit)
+
+
+def _in_two_parts(
+    passes: Passes,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    mask: AttentionMask,
+    options: AttendOptions,
+) -> tuple[Tensor, Tensor]:
+    """Returns `(out, lse)` over halves of the keys, merged row by row in another order."""
+    q, k, v = tensors
+    half = len(k) // 2
+    out, lse = passes.forward(q, k[:half], v[:half], mask.crop(k=(0, half)), options)
+    part = passes.forward(q, k[half:], v[half:], mask.crop(k=(half, len(k))), options)
+    order = torch.arange(len(q) - 1, -1, -1, device=q.device)
+    rows_of_part = [x[order].contiguous() for x in part]
+    passes.merge_rows_(out, lse, order, *rows_of_part)
+    return out, lse
 
 
 def _judged(result: str, error: float, limit: float) -> Verdict:
