@@ -43,7 +43,7 @@ def stub_the_device() -> None:
     hopper.LIBRARY.impl("attention_backward", hopper._backward, "CPU")
     hopper_launch.driver = lambda: driver
     hopper_launch.current_device = lambda: 0
-    hopper_launch.num_sms = hopper_backward.num_sms = lambda device: 132
+    hopper_launch.num_sms = lambda device: 132
     hopper_launch.zeroed_counters = lambda device: counters
     hopper_launch.is_capturing = lambda: False
     self_test.find_verdict = lambda kind, device: self_test.Verdict(True, "", 0.0, 1.0)

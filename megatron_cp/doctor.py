@@ -52,6 +52,12 @@ from megatron_cp.kernels.driver import driver
 from megatron_cp.kernels.loading import load_variant
 load_variant("bwd_postprocess_bf16_64", driver(), 0)
 """
+# All of them against float64; remembered, so that the first training step finds the verdicts.
+SELF_TEST_PROBE = """
+import torch
+from megatron_cp.attn.hopper.self_test import tell_all
+print(tell_all(torch.device("cuda", 0)))
+"""
 
 
 @dataclass(frozen=True)
@@ -191,6 +197,9 @@ def _kernels() -> list[Finding]:
         works, last = run_probe(KERNEL_PROBE)
         words = "one was loaded onto the GPU" if works else f"do not load: {last}"
         findings.append(Finding("Hopper kernels", "ok" if works else "note", words))
+        if works:
+            works, last = run_probe(SELF_TEST_PROBE)
+            findings.append(Finding("self-test", "ok" if works else "note", last))
     return findings
 
 

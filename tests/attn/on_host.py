@@ -40,8 +40,7 @@ def host_device(driver: Any = None) -> Iterator[Any]:
         patch.setattr(self_test, "find_verdict", lambda *_: None)
         for module in (hopper, hopper_launch, hopper_backward):
             patch.setattr(module, "raw_stream", lambda _: 7)
-        for module in (hopper_launch, hopper_backward):
-            patch.setattr(module, "num_sms", lambda _: 132)
+        patch.setattr(hopper_launch, "num_sms", lambda _: 132)
         size = hopper_launch.MAX_STREAMS * hopper_launch.COUNTER_BYTES // 4
         zeros = torch.zeros(size, dtype=torch.int32)
         patch.setattr(hopper_launch, "zeroed_counters", lambda _: zeros)

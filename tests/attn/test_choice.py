@@ -110,7 +110,7 @@ def untested(monkeypatch, tmp_path):
     """A GPU whose kernels were never judged; yields the list of judgements."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(self_test, "_verdicts", {})
-    monkeypatch.setattr(self_test, "_key", lambda kind, device: f"{kind.head_dim}-{device.index}")
+    monkeypatch.setattr(self_test, "_key", lambda kind, device: f"{hash(kind)}-{device.index}")
     judged = []
 
     def judge(passes, kind, device):
@@ -135,6 +135,21 @@ def test_tools_that_judge_kernels_themselves_skip_it(untested):
     with self_test.skipped():
         assert self_test.find_verdict(KIND, GPU) is None
     assert untested == []
+
+
+def test_all_kinds_are_told_in_one_line(untested, monkeypatch):
+    assert (
+        self_test.tell_all(GPU)
+        == f"all {len(untested)} kinds of kernels agree with float64 on this GPU"
+    )
+    assert {kind.head_dim for kind, _ in untested} == {64, 96, 128, 192, 256}
+    monkeypatch.setattr(self_test, "judge", lambda *_: FAILED)
+    monkeypatch.setattr(self_test, "_key", lambda kind, device: f"new {hash(kind)}")
+    self_test._verdicts.clear()
+    with pytest.raises(
+        SystemExit, match=r"24 of 24 kinds of kernels are wrong: .*dq under causal is 0\.3"
+    ):
+        self_test.tell_all(GPU)
 
 
 # ---------------------------------------------------------------------- the choice

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp.attn import reference
-from megatron_cp.attn.hopper.checks import find_variant
+from megatron_cp.attn.hopper.checks import DTYPES, find_variant, forward_variants
 from megatron_cp.attn.options import AttendOptions
 from megatron_cp.kernels import build, cache
 from megatron_cp.kernels.driver import driver
@@ -114,6 +114,30 @@ def find_verdict(kind: Kind, device: torch.device) -> Verdict | None:
             cache.write_whole(path, json.dumps(asdict(judged)).encode())
         verdict = _verdicts[kind, device] = Verdict(**json.loads(path.read_text()))
     return verdict
+
+
+def tell_all(device: torch.device) -> str:
+    """Returns one line on the verdicts of all kinds of calls. Raises SystemExit with such a line if any failed."""
+    verdicts = {kind: find_verdict(kind, device) for kind in all_kinds()}
+    wrong = [
+        f"{kind.dtype}, head_dim {kind.head_dim}: {v}"
+        for kind, v in verdicts.items()
+        if v and not v.passed
+    ]
+    if wrong:
+        raise SystemExit(
+            f"{len(wrong)} of {len(verdicts)} kinds of kernels are wrong: {'; '.join(wrong)}"
+        )
+    return f"all {len(verdicts)} kinds of kernels agree with float64 on this GPU"
+
+
+def all_kinds() -> list[Kind]:
+    """Returns every kind of call that has kernels for both passes."""
+    dtypes = {name: dtype for dtype, name in DTYPES.items()}
+    return [
+        Kind(dtypes[name], head_dim, value_dim, has_softcap, needs_grad=True)
+        for name, head_dim, value_dim, has_softcap in forward_variants()
+    ]
 
 
 def judge(passes: Passes, kind: Kind, device: torch.device) -> Verdict:
