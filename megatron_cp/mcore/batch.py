@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megatron_cp.comm.upload import copy_to
+
 
 @dataclass
 class ContextParallelParams(PackedSeqParams):
@@ -103,4 +105,4 @@ def _rows_of(values_S: np.ndarray, rows: np.ndarray, device: torch.device | str)
     values_S = np.asarray(values_S)
     is_token = rows < values_S.shape[0]
     values_T = np.where(is_token, values_S[np.where(is_token, rows, 0)], 0).astype(values_S.dtype)
-    return torch.from_numpy(values_T)[None].to(device)
+    return copy_to(torch.from_numpy(values_T)[None], torch.device(device))

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from megatron_cp.comm.upload import copy_to
 from megatron_cp.data.batch import PlanRequest, make_batch_plans
 from megatron_cp.mask import packed
 from megatron_cp.mcore import layers
@@ -112,7 +113,7 @@ def params_of_documents(
         )
     return ContextParallelParams(
         plans=dict(plans),
-        positions=position_ids(plan, group.rank(), relative=True).to(device),
+        positions=copy_to(position_ids(plan, group.rank(), relative=True), device),
         num_samples=num_samples,
         max_seqlen_q=num_tokens,
         max_seqlen_kv=num_tokens,
