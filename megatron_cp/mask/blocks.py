@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_cp.mask.checks import as_bounds, as_count
+from megatron_cp.mask.checks import as_array, as_bounds, as_count, as_tokens, check_mask
 from megatron_cp.mask.forms import from_dense
 from megatron_cp.mask.interval import IntArray, expand_ranges
 from megatron_cp.mask.mask import AttentionMask
@@ -32,7 +32,12 @@ from megatron_cp.mask.slice import (
 )
 
 MaskMod = Callable[[Any, Any, Any, Any], Any]
+MAX_ROWS = 1 << 24  # of a table by rows: some hundred megabytes
+MAX_ASKED = 1 << 32  # pairs that a mask function is asked for: minutes
 Int32Array = NDArray[np.int32]
+BLOCK_MASK_FIELDS = (
+    "BLOCK_SIZE", "seq_lengths", "mask_mod", "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
+)  # fmt: skip
 
 
 def row_intervals(mask: AttentionMask) -> IntArray:
@@ -41,6 +46,11 @@ def row_intervals(mask: AttentionMask) -> IntArray:
     R is the largest number that any query needs (at least 1); unused intervals are (0, 0). O(R x
     queries).
     """
+    check_mask(mask)
+    if mask.num_queries > MAX_ROWS:
+        raise NotImplementedError(
+            f"a table of {mask.num_queries} rows has at most {MAX_ROWS} rows; crop the mask first"
+        )
     which, q = expand_ranges(mask.array[:, Q_START], mask.array[:, Q_END])
     rows = mask.array[which]
     start = np.maximum(rows[:, K_START], q + rows[:, LO])
@@ -64,6 +74,7 @@ def cell_areas(mask: AttentionMask, q_bounds: IntArray, k_bounds: IntArray) -> I
 
     Cell (i, j) is `[q_bounds[i], q_bounds[i+1]) x [k_bounds[j], k_bounds[j+1])`; bounds never fall.
     """
+    check_mask(mask)
     q_bounds, k_bounds = as_bounds("q_bounds", q_bounds), as_bounds("k_bounds", k_bounds)
     strips, i = _cut_at(mask.array, q_bounds, Q_START, Q_END)
     areas = np.zeros((len(q_bounds) - 1, len(k_bounds) - 1), dtype=np.int64)
@@ -109,6 +120,7 @@ class BlockTable:
 
 def block_table(mask: AttentionMask, q_block: int = 128, k_block: int = 128) -> BlockTable:
     """Returns the blocks of a mask from its slices; no pair is looked at one by one."""
+    check_mask(mask)
     q_block = as_count("q_block", q_block, minimum=1)
     k_block = as_count("k_block", k_block, minimum=1)
     num_q, num_k = -(-mask.num_queries // q_block), -(-mask.num_keys // k_block)
@@ -153,6 +165,7 @@ def to_mask_mod(mask: AttentionMask, convert: Callable[[Int32Array], Any] = np.a
     and k live: `lambda table: torch.from_numpy(table).to(device)` for FlexAttention, nothing for
     NumPy.
     """
+    _check_callable("convert", convert)
     intervals = row_intervals(mask).astype(np.int32)
     tables = [
         (convert(np.ascontiguousarray(part[:, 0])), convert(np.ascontiguousarray(part[:, 1])))
@@ -182,8 +195,14 @@ def from_mask_mod(
     work with (`torch.from_numpy` for one that reads tensors). Rows are asked in blocks, so memory
     stays small, but use a builder for long sequences.
     """
-    num_queries = as_count("num_queries", num_queries)
-    num_keys = num_queries if num_keys is None else as_count("num_keys", num_keys)
+    _check_callable("mask_mod", mask_mod)
+    _check_callable("convert", convert)
+    num_queries = as_tokens("num_queries", num_queries)
+    num_keys = num_queries if num_keys is None else as_tokens("num_keys", num_keys)
+    if num_queries * num_keys > MAX_ASKED:
+        raise NotImplementedError(
+            f"mask_mod would be asked for {num_queries} x {num_keys} pairs, at most 2^32 are allowed; use a builder"
+        )
     step = max(1, (1 << 22) // max(1, num_keys))
     parts = [np.zeros((0, 6), dtype=np.int64)]
     for start in range(0, num_queries, step):
@@ -201,6 +220,12 @@ def from_block_mask(
     Full blocks become boxes, the mask function is asked for the pairs of partial blocks only.
     Raises NotImplementedError if batch entries or heads differ: one AttentionMask serves all heads.
     """
+    missing = [name for name in BLOCK_MASK_FIELDS if not hasattr(block_mask, name)]
+    if missing:
+        raise TypeError(
+            f"block_mask is a {type(block_mask).__name__} without {', '.join(missing)}; give a BlockMask of "
+            "FlexAttention"
+        )
     q_block, k_block = (int(size) for size in block_mask.BLOCK_SIZE)
     num_queries, num_keys = (int(size) for size in block_mask.seq_lengths)
     names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
@@ -218,11 +243,25 @@ def from_block_mask(
     return AttentionMask(num_queries, num_keys, np.concatenate(rows)).merged()
 
 
+def _check_callable(name: str, value: object) -> None:
+    if not callable(value):
+        raise TypeError(
+            f"{name}={value!r} must be a function; give one of the form in the docstring"
+        )
+
+
 def _asked(
     mask_mod: MaskMod, q: IntArray, k: IntArray, convert: Callable[[IntArray], Any]
 ) -> NDArray[np.bool_]:
     """Returns what a mask function says about every pair of `q` and `k`: bool `[queries, keys]`."""
-    allowed = np.asarray(mask_mod(0, 0, convert(q[:, None]), convert(k[None])))
+    allowed = as_array(
+        "what mask_mod returns", mask_mod(0, 0, convert(q[:, None]), convert(k[None]))
+    )
+    if allowed.dtype.kind not in "biuf" or allowed.ndim > 2:
+        raise TypeError(
+            f"mask_mod returns dtype {allowed.dtype} and shape {allowed.shape}; it must return booleans that "
+            "broadcast to [queries, keys]"
+        )
     return np.broadcast_to(allowed.astype(bool), (len(q), len(k)))
 
 

@@ -10,7 +10,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_cp.mask.checks import as_count, as_ranges, as_window_side
+from megatron_cp.mask.checks import (
+    as_count,
+    as_ranges,
+    as_tokens,
+    as_window_side,
+    check_number_of_slices,
+)
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.mask.mask import AttentionMask
 from megatron_cp.mask.slice import OPEN, make_rows
@@ -57,7 +63,7 @@ def sliding_window(num_tokens: int, left: int, right: int = 0, num_sink: int = 0
     FlashAttention and Megatron; Mistral, Gemma, gpt-oss (which say "window 128" for left=127);
     sinks: StreamingLLM (arXiv 2309.17453).
     """
-    num_tokens, num_sink = as_count("num_tokens", num_tokens), as_count("num_sink", num_sink)
+    num_tokens, num_sink = as_tokens("num_tokens", num_tokens), as_count("num_sink", num_sink)
     reach_left, reach_right = as_window_side("left", left), as_window_side("right", right)
     hi = OPEN if reach_right is None else reach_right
     if reach_left is None:
@@ -78,7 +84,8 @@ def chunked_causal(num_tokens: int, chunk: int) -> AttentionMask:
 
     Source: Llama 4 (attention_chunk_size 8192 in three layers of four).
     """
-    num_tokens, chunk = as_count("num_tokens", num_tokens), as_count("chunk", chunk, minimum=1)
+    num_tokens, chunk = as_tokens("num_tokens", num_tokens), as_count("chunk", chunk, minimum=1)
+    check_number_of_slices(num_tokens // chunk, f"chunk={chunk} of num_tokens={num_tokens}")
     start = np.arange(0, num_tokens, chunk, dtype=np.int64)
     end = np.minimum(start + chunk, num_tokens)
     return AttentionMask(num_tokens, num_tokens, make_rows(start, end, start, end, hi=0))
@@ -95,7 +102,7 @@ def prefix_lm(num_tokens: int, prefix: int) -> AttentionMask:
     Token `prefix` itself is causal. Source: T5, PaliGemma; `prefix_lm_causal` of LongCA-bench
     (whose FlexAttention form lets one key too many in; this is its slice form).
     """
-    num_tokens, prefix = as_count("num_tokens", num_tokens), as_count("prefix", prefix)
+    num_tokens, prefix = as_tokens("num_tokens", num_tokens), as_count("prefix", prefix)
     if prefix > num_tokens:
         raise ValueError(f"prefix={prefix} must be <= num_tokens={num_tokens}; shorten the prefix")
     return AttentionMask(num_tokens, num_tokens, prefix_rows(0, num_tokens, prefix))
@@ -123,7 +130,7 @@ def global_sliding_window(
     * window global tokens in one form, nearly none in the other), so here the number is an
     argument.
     """
-    num_tokens, window = as_count("num_tokens", num_tokens), as_count("window", window)
+    num_tokens, window = as_tokens("num_tokens", num_tokens), as_count("window", window)
     num_global = min(as_count("num_global", num_global), num_tokens)
     hi = 0 if causal else OPEN
     rows = [
@@ -149,7 +156,7 @@ def image_spans(
     image sees itself even beyond the window. Source: Gemma 3, `token_type_ids_mask_function` of
     Hugging Face.
     """
-    num_tokens, reach = as_count("num_tokens", num_tokens), as_window_side("left", left)
+    num_tokens, reach = as_tokens("num_tokens", num_tokens), as_window_side("left", left)
     ranges = as_ranges("spans", spans)
     ranges = ranges[np.argsort(ranges[:, 0], kind="stable")]
     ranges = ranges[ranges[:, 0] < ranges[:, 1]]
@@ -182,28 +189,26 @@ def dilated(num_tokens: int, left: int, right: int = 0, dilation: int = 2) -> At
     `num_tokens`. Source: Sparse Transformer (arXiv 1904.10509), LongNet.
     """
     num_tokens, dilation = (
-        as_count("num_tokens", num_tokens),
+        as_tokens("num_tokens", num_tokens),
         as_count("dilation", dilation, minimum=1),
     )
     reach_left, reach_right = as_window_side("left", left), as_window_side("right", right)
     furthest = max(0, num_tokens - 1)
     steps_left = min(furthest, furthest if reach_left is None else reach_left) // dilation
     steps_right = min(furthest, furthest if reach_right is None else reach_right) // dilation
-    diagonal = np.arange(-steps_left, steps_right + 1, dtype=np.int64) * dilation
     if dilation == 1:
-        return AttentionMask(
-            num_tokens,
-            num_tokens,
-            make_rows(0, num_tokens, 0, num_tokens, -steps_left, steps_right),
-        )
+        rows = make_rows(0, num_tokens, 0, num_tokens, -steps_left, steps_right)
+        return AttentionMask(num_tokens, num_tokens, rows)
+    check_number_of_slices(steps_left + steps_right, f"dilation={dilation} of this window")
+    diagonal = np.arange(-steps_left, steps_right + 1, dtype=np.int64) * dilation
     return AttentionMask(
         num_tokens, num_tokens, make_rows(0, num_tokens, 0, num_tokens, diagonal, diagonal)
     )
 
 
 def _grid(num_queries: int, num_keys: int | None) -> tuple[int, int]:
-    queries = as_count("num_queries", num_queries)
-    return queries, queries if num_keys is None else as_count("num_keys", num_keys)
+    queries = as_tokens("num_queries", num_queries)
+    return queries, queries if num_keys is None else as_tokens("num_keys", num_keys)
 
 
 def _shortened(ranges: IntArray) -> str:

@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.mask.slice import OPEN, MaskSlice
+from megatron_cp.mask.slice import MAX_TOKENS, OPEN, MaskSlice
 
 INFINITE = -1  # Megatron's word for a window side without limit
+MAX_SLICES = 1 << 22  # that a builder makes: 200 MB, and seconds of every planner
 
 
 def as_count(name: str, value: object, *, minimum: int = 0) -> int:
@@ -28,7 +29,49 @@ def as_count(name: str, value: object, *, minimum: int = 0) -> int:
         raise ValueError(
             f"{name}={value!r} must be an integer >= {minimum}; give a whole number of tokens"
         )
+    if count > OPEN:
+        raise ValueError(f"{name}={value!r} must be at most 2^40; give a whole number of tokens")
     return count
+
+
+def as_tokens(name: str, value: object) -> int:
+    """Returns the number of tokens of one side of a grid."""
+    count = as_count(name, value)
+    if count > MAX_TOKENS:
+        raise ValueError(
+            f"{name}={count} must be at most 2^31, as the area of a grid has to fit 63 bits; cut the pack"
+        )
+    return count
+
+
+def check_number_of_slices(count: int, what: str) -> None:
+    """Raises ValueError for more slices than a mask is to have; `what` says where they come from."""
+    if count > MAX_SLICES:
+        raise ValueError(
+            f"{what} makes {count} slices, at most {MAX_SLICES} are allowed; take larger blocks or fewer tokens"
+        )
+
+
+def check_mask(value: object, name: str = "mask") -> None:
+    """Raises TypeError unless `value` is an AttentionMask."""
+    from megatron_cp.mask.mask import AttentionMask
+
+    if not isinstance(value, AttentionMask):
+        shown = repr(value)
+        raise TypeError(
+            f"{name}={shown[:80]} is a {type(value).__name__}, it must be an AttentionMask; make one with a builder "
+            "of megatron_cp.mask"
+        )
+
+
+def as_array(name: str, values: object) -> NDArray[Any]:
+    """Returns `np.asarray(values)`. Raises ValueError for what is no array of equal rows."""
+    try:
+        return np.asarray(values)
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+        raise ValueError(
+            f"{name} of type {type(values).__name__} is no array ({error}); give numbers in rows of one length"
+        ) from None
 
 
 def as_window_side(name: str, value: object) -> int | None:
@@ -42,12 +85,12 @@ def as_window_side(name: str, value: object) -> int | None:
             f"{name}={value!r} must be an integer >= 0, or -1 for no limit; "
             "give how many keys beside its own a query sees on that side"
         )
-    return None if reach == INFINITE else reach
+    return None if reach == INFINITE else min(reach, OPEN)
 
 
 def as_integers(name: str, values: Sequence[int] | IntArray) -> IntArray:
     """Returns integers in one dimension as int64 `[n]`; refuses floats, NaN and booleans."""
-    array: NDArray[Any] = np.asarray(values)
+    array = as_array(name, values)
     if array.ndim == 1 and not array.size:
         return np.zeros(0, dtype=np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
@@ -68,6 +111,10 @@ def as_lengths(name: str, values: Sequence[int] | IntArray) -> IntArray:
             f"{name}[{index}]={lengths[index]} must be >= 0; drop that document or give its "
             "number of tokens"
         )
+    if lengths.sum(dtype=np.float64) > MAX_TOKENS:
+        raise ValueError(
+            f"{name} sum to {sum(lengths.tolist())} tokens, at most 2^31 are allowed; cut the pack"
+        )
     return lengths
 
 
@@ -87,6 +134,7 @@ def as_cu_seqlens(name: str, values: Sequence[int] | IntArray) -> IntArray:
             f"{name}[{index - 1}]={cumulative[index - 1]}; "
             "cumulative lengths must never fall: pass running sums, not lengths"
         )
+    as_tokens(f"{name}[-1]", int(cumulative[-1]))
     return cumulative
 
 
@@ -104,7 +152,7 @@ def as_bounds(name: str, values: Sequence[int] | IntArray) -> IntArray:
 
 def as_ranges(name: str, values: Sequence[Sequence[int]] | IntArray) -> IntArray:
     """Returns half-open ranges as int64 `[n, 2]`, each with 0 <= start <= end."""
-    array: NDArray[Any] = np.asarray(values)
+    array = as_array(name, values)
     if not array.size:
         return np.zeros((0, 2), dtype=np.int64)
     if array.ndim != 2 or array.shape[1] != 2 or array.dtype.kind not in "iu":
@@ -129,7 +177,15 @@ def as_slices(
 ) -> IntArray:
     """Returns slices as int64 rows `[n, 6]`, checked to lie inside the grid; None becomes open."""
     if isinstance(slices, np.ndarray):
+        if slices.size % 6:
+            raise ValueError(
+                f"slices of shape {slices.shape} must be [n, 6]; give six numbers for each slice"
+            )
         rows = slices.reshape(-1, 6) if slices.size else np.zeros((0, 6), dtype=np.int64)
+    elif not isinstance(slices, Iterable):
+        raise TypeError(
+            f"slices={slices!r} must be a sequence of slices; give [(q_start, q_end, k_start, k_end, lo, hi), ...]"
+        )
     else:
         rows = _stacked([_six_numbers(index, item) for index, item in enumerate(slices)])
     if rows.dtype.kind not in "iu":
@@ -160,7 +216,7 @@ def as_slices(
 def _six_numbers(index: int, item: MaskSlice | Sequence[int | None]) -> tuple[int, ...]:
     if isinstance(item, MaskSlice):
         item = (item.q_start, item.q_end, item.k_start, item.k_end, item.lo, item.hi)
-    if len(item) not in (4, 5, 6):
+    if not isinstance(item, Sequence | np.ndarray) or len(item) not in (4, 5, 6):
         raise ValueError(
             f"slices[{index}]={item!r} must be (q_start, q_end, k_start, k_end, lo, hi); "
             "give four to six numbers, None for an open side"
@@ -179,5 +235,5 @@ def _stacked(items: list[tuple[int, ...]]) -> IntArray:
         return np.zeros((0, 6), dtype=np.int64)
     try:
         return np.array(items)
-    except OverflowError:
+    except (OverflowError, ValueError, TypeError):
         return np.array(items, dtype=object)

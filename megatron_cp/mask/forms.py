@@ -1,12 +1,11 @@
 """Masks from and to the plainest forms: (query range, key range, type) triples, dense booleans."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_cp.mask.checks import as_count, as_ranges
+from megatron_cp.mask.checks import as_array, as_ranges, as_tokens, check_mask
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.mask.mask import AttentionMask, from_rows
 from megatron_cp.mask.slice import K_END, K_START, OPEN, Q_END, Q_START, make_rows, tighten
@@ -57,7 +56,7 @@ def from_dense(dense: NDArray[np.bool_]) -> AttentionMask:
     Costs O(queries x keys): for small masks and tests. Full, causal and banded regions come back as
     single slices.
     """
-    matrix: NDArray[Any] = np.asarray(dense)
+    matrix = as_array("dense", dense)
     if matrix.ndim != 2 or matrix.dtype != np.bool_:
         raise ValueError(
             f"dense has dtype {matrix.dtype} and shape {matrix.shape}; it must be bool of shape "
@@ -77,6 +76,7 @@ def to_ranges(mask: AttentionMask) -> tuple[IntArray, IntArray, IntArray]:
 
     A slice whose band bends inside its box becomes up to three boxes.
     """
+    check_mask(mask)
     q0, q1, k0, k1, lo, hi = mask.array.T
     # Before row `rises` the first key is k0, from there it is q + lo. Before row `caps` the last
     # key is q + hi, from there k1 - 1. On the bend itself both hold, so a side that cuts nothing
@@ -117,7 +117,7 @@ def _grid_size(name: str, size: int | None, ranges: IntArray, ranges_name: str) 
     reach = int(ranges[:, 1].max()) if len(ranges) else 0
     if size is None:
         return reach
-    if reach > as_count(name, size):
+    if reach > as_tokens(name, size):
         raise ValueError(
             f"{name}={size} must be at least {reach}, where {ranges_name} end; enlarge the grid"
         )

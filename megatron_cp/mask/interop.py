@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_cp.mask.blocks import row_intervals
-from megatron_cp.mask.checks import as_cu_seqlens
+from megatron_cp.mask.checks import as_array, as_cu_seqlens, as_tokens, check_mask
 from megatron_cp.mask.forms import from_dense
 from megatron_cp.mask.interval import IntArray, expand_ranges
 from megatron_cp.mask.mask import AttentionMask, concat
@@ -49,8 +49,12 @@ def from_packed_seq_params(params: Any, within: str = "causal") -> AttentionMask
     With `cu_seqlens_q_padded` each document starts at its padded offset; rows and keys of the
     padding are in the grid and see nothing.
     """
+    if getattr(params, "cu_seqlens_q", None) is None:
+        raise TypeError(
+            f"params is a {type(params).__name__} without cu_seqlens_q; give PackedSeqParams of a thd batch"
+        )
     queries = as_cu_seqlens("cu_seqlens_q", params.cu_seqlens_q)
-    given = params.cu_seqlens_kv
+    given = getattr(params, "cu_seqlens_kv", None)
     keys = queries if given is None else as_cu_seqlens("cu_seqlens_kv", given)
     q_offsets = _padded("cu_seqlens_q_padded", params, queries)
     k_offsets = _padded("cu_seqlens_kv_padded", params, keys)
@@ -147,7 +151,7 @@ def from_huggingface_4d(mask: Any) -> AttentionMask:
     additive values that are neither 0 nor below -1e4 (a bias is not a mask), NotImplementedError if
     heads differ.
     """
-    array: NDArray[Any] = np.asarray(mask)
+    array = as_array("mask", mask)
     if array.ndim != 4 or array.dtype.kind not in "bf":
         raise ValueError(
             f"mask has dtype {array.dtype} and shape {array.shape}; it must be bool or float of "
@@ -176,7 +180,7 @@ def _given(attention_mask: Any, position_ids: Any) -> list[tuple[str, Any]]:
 
 
 def _by_row(name: str, values: Any) -> IntArray:
-    array: NDArray[Any] = np.asarray(values)
+    array = as_array(name, values)
     if array.ndim not in (1, 2) or array.dtype.kind not in "biu":
         raise ValueError(
             f"{name} has dtype {array.dtype} and shape {array.shape}; it must be integers of "
@@ -223,8 +227,9 @@ def to_flashmask(mask: AttentionMask) -> tuple[NDArray[np.int32], bool]:
     Raises NotImplementedError, naming the first key, if a key is hidden from more runs of queries
     than fit.
     """
-    size, key = mask.num_queries, np.arange(mask.num_keys)
+    check_mask(mask)
     hidden = _hidden_runs(mask)
+    size, key = mask.num_queries, np.arange(mask.num_keys)
     from_diagonal = np.stack([np.maximum(hidden[..., 0], key), hidden[..., 1]], axis=2)
     if size == mask.num_keys and (hidden[0, :, 1] >= key).all():
         (runs,), counts = _leading_runs(from_diagonal, 1)
@@ -280,7 +285,9 @@ def from_flashmask(
     C is 1 or 2 with causal=True, 2 or 4 without; the meaning is that of `to_flashmask`. Raises
     ValueError for another C, NotImplementedError if batch entries or heads differ.
     """
-    array: NDArray[Any] = np.asarray(startend_row_indices)
+    array = as_array("startend_row_indices", startend_row_indices)
+    if not isinstance(causal, bool | np.bool_):
+        raise TypeError(f"causal={causal!r} must be True or False; say which form the indices have")
     allowed = (1, 2) if causal else (2, 4)
     if array.ndim not in (2, 4) or array.shape[-1] not in allowed or array.dtype.kind not in "iu":
         raise ValueError(
@@ -298,7 +305,7 @@ def from_flashmask(
             )
         array = array[0, 0]
     num_keys = len(array)
-    size = num_keys if num_queries is None else num_queries
+    size = num_keys if num_queries is None else as_tokens("num_queries", num_queries)
     columns = np.clip(array.astype(np.int64), 0, size)
     zero, end = np.zeros(num_keys, np.int64), np.full(num_keys, size)
     lower_end = columns[:, 1] if columns.shape[1] == (2 if causal else 4) else end

@@ -13,16 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_cp.mask import interval, sweep
-from megatron_cp.mask.checks import as_bounds, as_count, as_slices
+from megatron_cp.mask.checks import as_bounds, as_ranges, as_slices, as_tokens, check_mask
 from megatron_cp.mask.interval import IntArray, expand_ranges
 from megatron_cp.mask.slice import (
     HI,
     K_END,
     K_START,
     LO,
+    MAX_TOKENS,
     Q_END,
     Q_START,
     MaskSlice,
+    as_span,
     crop_rows,
     cut_rows,
     intersect_rows,
@@ -33,6 +35,7 @@ from megatron_cp.mask.slice import (
 )
 
 Range = tuple[int, int]
+MAX_DENSE = 1 << 32  # bytes of `to_dense`
 ORDER = [HI, LO, K_END, Q_END, K_START, Q_START]  # of an array's rows, the last decides first
 
 
@@ -46,7 +49,15 @@ class AttentionMask:
     """
 
     def __init__(self, num_queries: int, num_keys: int, array: IntArray):
-        rows = tighten(np.asarray(array, dtype=np.int64).reshape(-1, 6))
+        if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu" or array.size % 6:
+            raise TypeError(
+                f"array of type {type(array).__name__} must be an integer array [n, 6]; users call from_slices"
+            )
+        if max(num_queries, num_keys) > MAX_TOKENS:
+            raise ValueError(
+                f"grid {num_queries} x {num_keys} must have at most 2^31 rows and keys; cut the pack"
+            )
+        rows = tighten(array.astype(np.int64, copy=False).reshape(-1, 6))
         rows = rows.take(np.lexsort(rows.T[ORDER]), axis=0)
         rows.setflags(write=False)
         self.num_queries, self.num_keys, self.array = int(num_queries), int(num_keys), rows
@@ -117,7 +128,7 @@ class AttentionMask:
 
     def needed_keys(self, q_ranges: IntArray) -> IntArray:
         """Returns the keys that any of these query rows may see, as sorted disjoint intervals."""
-        ranges = interval.normalise(interval.as_intervals(q_ranges))
+        ranges = interval.normalise(as_ranges("q_ranges", q_ranges))
         parts, _, _ = cut_rows(self.array, ranges, Q_START, Q_END)
         return interval.normalise(parts[:, [K_START, K_END]])
 
@@ -125,7 +136,8 @@ class AttentionMask:
 
     def crop(self, q: Range | None = None, k: Range | None = None) -> "AttentionMask":
         """Returns the mask of these rows and keys, moved to the origin: `dense[a:b, c:d]`."""
-        q, k = q or (0, self.num_queries), k or (0, self.num_keys)
+        q = (0, self.num_queries) if q is None else as_span("q", q)
+        k = (0, self.num_keys) if k is None else as_span("k", k)
         _check_range("q", q, self.num_queries)
         _check_range("k", k, self.num_keys)
         rows = shift_rows(crop_rows(self.array, q, k), -q[0], -k[0])
@@ -154,8 +166,13 @@ class AttentionMask:
 
         Raises ValueError when a pair would leave the grid.
         """
+        (q, k) = as_span("(q, k)", (q, k))
         num_queries = self.num_queries + q if num_queries is None else num_queries
         num_keys = self.num_keys + k if num_keys is None else num_keys
+        num_queries, num_keys = (
+            as_tokens("num_queries", num_queries),
+            as_tokens("num_keys", num_keys),
+        )
         rows = shift_rows(self.array, q, k)
         _check_inside(rows, num_queries, num_keys)
         return AttentionMask(num_queries, num_keys, rows)
@@ -190,6 +207,10 @@ class AttentionMask:
 
     def to_dense(self) -> NDArray[np.bool_]:
         """Returns the mask as booleans `[num_queries, num_keys]`; for tests and pictures only."""
+        if self.num_queries * self.num_keys > MAX_DENSE:
+            raise NotImplementedError(
+                f"a grid {self.num_queries} x {self.num_keys} has at most 2^32 pairs as booleans; crop the mask first"
+            )
         dense = np.zeros((self.num_queries, self.num_keys), dtype=bool)
         for q0, q1, k0, k1, lo, hi in self.array.tolist():
             distance = np.arange(k0, k1)[None, :] - np.arange(q0, q1)[:, None]
@@ -219,6 +240,7 @@ class AttentionMask:
         return f"AttentionMask({grid}, {self.num_slices} slices, density {self.density():.3g})"
 
     def _check_same_grid(self, other: "AttentionMask") -> None:
+        check_mask(other, "other mask")
         mine, theirs = (self.num_queries, self.num_keys), (other.num_queries, other.num_keys)
         if mine != theirs:
             raise ValueError(
@@ -238,7 +260,7 @@ def from_slices(
     reversed or outside the grid, a band with lo > hi, and for two slices that share a pair (a pair
     counted twice would be a wrong softmax; `mask_a | mask_b` joins overlapping masks instead).
     """
-    num_queries, num_keys = as_count("num_queries", num_queries), as_count("num_keys", num_keys)
+    num_queries, num_keys = as_tokens("num_queries", num_queries), as_tokens("num_keys", num_keys)
     rows = as_slices(slices, num_queries, num_keys)
     return from_rows(num_queries, num_keys, rows, "slices")
 
@@ -261,6 +283,10 @@ def from_rows(num_queries: int, num_keys: int, rows: IntArray, name: str) -> Att
 
 def concat(masks: Sequence[AttentionMask]) -> AttentionMask:
     """Returns the block-diagonal mask: each mask sees itself only, one after the other."""
+    if not isinstance(masks, Sequence):
+        raise TypeError(f"masks={masks!r} must be a sequence of masks; give a list")
+    for index, mask in enumerate(masks):
+        check_mask(mask, f"masks[{index}]")
     queries = np.cumsum([0] + [mask.num_queries for mask in masks])
     keys = np.cumsum([0] + [mask.num_keys for mask in masks])
     counts = [mask.num_slices for mask in masks]
@@ -278,7 +304,7 @@ def _check_range(name: str, span: Range, size: int) -> None:
 
 def _checked_ranges(name: str, ranges: IntArray, size: int) -> IntArray:
     """Returns disjoint, non-empty ranges inside `[0, size)`, in the order given."""
-    ranges = interval.as_intervals(ranges)
+    ranges = as_ranges(name, ranges)
     ranges = ranges[ranges[:, 0] != ranges[:, 1]]
     in_order = ranges[np.argsort(ranges[:, 0])]
     if len(ranges) and (

@@ -10,7 +10,14 @@ from typing import TypeAlias, cast
 import numpy as np
 
 from megatron_cp.mask.builders import prefix_rows
-from megatron_cp.mask.checks import as_count, as_cu_seqlens, as_integers, as_lengths, as_window_side
+from megatron_cp.mask.checks import (
+    as_array,
+    as_count,
+    as_cu_seqlens,
+    as_integers,
+    as_lengths,
+    as_window_side,
+)
 from megatron_cp.mask.interval import IntArray, expand_ranges
 from megatron_cp.mask.mask import AttentionMask
 from megatron_cp.mask.slice import OPEN, make_rows, shift_rows
@@ -103,7 +110,7 @@ def prefix_lm_documents(
     """
     sizes = as_lengths("lengths", lengths)
     end = np.cumsum(sizes)
-    if np.ndim(prefix) == 0:
+    if as_array("prefix", prefix).ndim == 0:
         prefixes = np.minimum(as_count("prefix", prefix), sizes)
     else:
         prefixes = as_lengths("prefix", prefix)  # type: ignore[arg-type]

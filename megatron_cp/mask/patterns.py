@@ -11,7 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_cp.mask import builders
-from megatron_cp.mask.checks import as_count, as_lengths
+from megatron_cp.mask.checks import (
+    as_array,
+    as_count,
+    as_lengths,
+    as_tokens,
+    check_number_of_slices,
+)
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.mask.mask import AttentionMask
 from megatron_cp.mask.slice import make_rows
@@ -36,7 +42,7 @@ def block_sparse(
     Equal neighbours become one slice. One table serves all heads. Source: uniform and variable
     block-sparse masks of LongCA-bench; NSA, MoBA, VSA.
     """
-    cells = np.asarray(table)
+    cells = as_array("table", table)
     if cells.ndim != 2 or cells.dtype != np.bool_:
         raise ValueError(
             f"table has dtype {cells.dtype} and shape {cells.shape}; it must be bool of shape "
@@ -93,6 +99,7 @@ def strided(
     stride, reach = as_count("stride", stride, minimum=1), as_count("reach", reach, minimum=1)
     block = np.arange(num_blocks)
     steps = min(reach - 1, num_blocks // stride)
+    check_number_of_slices(num_blocks * (2 * steps + 1), f"num_blocks={num_blocks}, reach={reach}")
     i, j = np.meshgrid(block, np.arange(-steps, steps + 1) * stride, indexing="ij")
     j = i + j
     inside = (j >= 0) & (j < num_blocks)
@@ -184,7 +191,8 @@ def block_diffusion(num_tokens: int, block: int) -> AttentionMask:
 
     The grid is `2 num_tokens` square. Source: BD3-LM (arXiv 2503.09573).
     """
-    num_tokens, block = as_count("num_tokens", num_tokens), as_count("block", block, minimum=1)
+    num_tokens, block = as_tokens("num_tokens", num_tokens), as_count("block", block, minimum=1)
+    check_number_of_slices(num_tokens // block, f"block={block} of num_tokens={num_tokens}")
     start = np.arange(0, num_tokens, block, dtype=np.int64)
     end = np.minimum(start + block, num_tokens)
     clean = num_tokens
@@ -207,17 +215,19 @@ def block_causal(num_tokens: int, block: int) -> AttentionMask:
     Source: MAGI-1 and other block-autoregressive models; `block_causal_documents` has it per
     document.
     """
-    num_tokens, block = as_count("num_tokens", num_tokens), as_count("block", block, minimum=1)
+    num_tokens, block = as_tokens("num_tokens", num_tokens), as_count("block", block, minimum=1)
     if block == 1:
         return builders.causal(num_tokens)
+    check_number_of_slices(num_tokens // block, f"block={block} of num_tokens={num_tokens}")
     start = np.arange(0, num_tokens, block, dtype=np.int64)
     end = np.minimum(start + block, num_tokens)
     return AttentionMask(num_tokens, num_tokens, make_rows(start, end, 0, end))
 
 
 def _bounds(num_tokens: int, num_blocks: int) -> IntArray:
-    num_tokens = as_count("num_tokens", num_tokens)
+    num_tokens = as_tokens("num_tokens", num_tokens)
     num_blocks = as_count("num_blocks", num_blocks, minimum=1)
+    check_number_of_slices(num_blocks, f"num_blocks={num_blocks}")
     return np.arange(num_blocks + 1, dtype=np.int64) * num_tokens // num_blocks
 
 
@@ -229,7 +239,7 @@ def _table_bounds(
     total: int | None,
 ) -> IntArray:
     """Returns where the blocks of one axis begin and end: int64 `[num_blocks + 1]`."""
-    if np.ndim(sizes) == 0:
+    if as_array(name, sizes).ndim == 0:
         size = as_count(name, sizes, minimum=1)
         bounds = np.arange(num_blocks + 1, dtype=np.int64) * size
         if total is None:

@@ -18,6 +18,7 @@ when every query row and every key column of its box holds at least one allowed 
 lie inside the box. Tight rows make the closed forms branch-free.
 """
 
+import operator
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +27,7 @@ from megatron_cp.mask.interval import IntArray, columns, overlapping_pairs
 
 Q_START, Q_END, K_START, K_END, LO, HI = range(6)
 OPEN = 1 << 40  # beyond every token index; stands for an open side until `tighten` clamps it
+MAX_TOKENS = 1 << 31  # of a grid's side: areas stay below 2^63
 
 
 def make_rows(
@@ -156,6 +158,10 @@ class MaskSlice:
     @classmethod
     def from_row(cls, row: IntArray) -> "MaskSlice":
         """Returns a tight row as a slice; a side that cuts nothing is open (None)."""
+        if not isinstance(row, np.ndarray) or row.shape != (6,) or row.dtype.kind not in "iu":
+            raise ValueError(
+                f"row={row!r} must be six integers, q_start, q_end, k_start, k_end, lo, hi; give a row of an array"
+            )
         q0, q1, k0, k1, lo, hi = (int(v) for v in row)
         open_lo, open_hi = lo <= k0 - q1 + 1, hi >= k1 - 1 - q0
         return cls(q0, q1, k0, k1, None if open_lo else lo, None if open_hi else hi)
@@ -166,6 +172,7 @@ class MaskSlice:
 
     def keys_of(self, q: int) -> tuple[int, int]:
         """Returns the half-open range of keys that query `q` may see; `(k, k)` if there is none."""
+        q = _as_int("q", q)
         if not self.q_start <= q < self.q_end:
             return (self.k_start, self.k_start)
         start = self.k_start if self.lo is None else max(self.k_start, q + self.lo)
@@ -176,10 +183,14 @@ class MaskSlice:
         self, q: tuple[int, int] | None = None, k: tuple[int, int] | None = None
     ) -> "MaskSlice | None":
         """Returns the part inside the ranges, in the same coordinates; None if nothing is left."""
+        q, k = (
+            None if span is None else as_span(name, span) for name, span in (("q", q), ("k", k))
+        )
         return _one(crop_rows(self.to_row(), q, k))
 
     def shift(self, q: int = 0, k: int = 0) -> "MaskSlice":
         """Returns the slice moved by `q` queries and `k` keys."""
+        q, k = _as_int("q", q), _as_int("k", k)
         lo = None if self.lo is None else self.lo + k - q
         hi = None if self.hi is None else self.hi + k - q
         start, end = self.q_start + q, self.q_end + q
@@ -187,6 +198,8 @@ class MaskSlice:
 
     def intersect(self, other: "MaskSlice") -> "MaskSlice | None":
         """Returns the pairs of both; None when they share none."""
+        if not isinstance(other, MaskSlice):
+            raise TypeError(f"other={other!r} must be a MaskSlice; make one of its six numbers")
         return _one(tighten(intersect_rows(self.to_row(), other.to_row())))
 
     def transpose(self) -> "MaskSlice":
@@ -194,6 +207,27 @@ class MaskSlice:
         lo = None if self.hi is None else -self.hi
         hi = None if self.lo is None else -self.lo
         return MaskSlice(self.k_start, self.k_end, self.q_start, self.q_end, lo, hi)
+
+
+def as_span(name: str, span: object) -> tuple[int, int]:
+    """Returns a pair of integers. Raises TypeError for anything else."""
+    try:
+        start, end = map(operator.index, span)  # type: ignore[call-overload]
+        return start, end
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{name}={span!r} must be a pair of integers, (start, end); give both ends, or None for all"
+        ) from None
+
+
+def _as_int(name: str, value: object) -> int:
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = OPEN + 1
+    if abs(number) > OPEN:
+        raise ValueError(f"{name}={value!r} must be an integer of at most 2^40; give a token index")
+    return number
 
 
 def _one(rows: IntArray) -> MaskSlice | None:
