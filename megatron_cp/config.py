@@ -115,6 +115,14 @@ class CPConfig:
     """Ranks that exchange tokens against heads in planner "usp"; None: the most that fit into a node."""
 
     def __post_init__(self) -> None:
+        for name in ("planner", "improver"):
+            value = getattr(self, name)
+            if not isinstance(value, str) and not (name == "improver" and value is None):
+                raise TypeError(f"{name}={value!r} must be a name; give a string")
+        if not isinstance(self.topology, str | Topology):
+            raise TypeError(
+                f"topology={self.topology!r} must be the name of a row or a Topology; leave it out for h100"
+            )
         for name in (
             "num_heads", "num_kv_heads", "head_dim", "token_multiple", "element_bytes", "improver_effort"
         ):  # fmt: skip
@@ -139,8 +147,13 @@ class CPConfig:
         )
 
 
+_MOST = 1 << 31
+
+
 def _check_positive(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(
             f"{name}={value!r} must be a positive integer; leave it out for the default"
         )
+    if value > _MOST:
+        raise ValueError(f"{name}={value!r} must be at most 2^31; leave it out for the default")
