@@ -21,7 +21,10 @@ hypothesis.settings.register_profile(
         hypothesis.HealthCheck.differing_executors,
     ],
 )
-# For a hunt: pytest --hypothesis-profile hunt
+# `make test-fast`, and a hunt: pytest --hypothesis-profile hunt
+hypothesis.settings.register_profile(
+    "fast", parent=hypothesis.settings.get_profile("suite"), max_examples=8
+)
 hypothesis.settings.register_profile(
     "hunt", parent=hypothesis.settings.get_profile("suite"), max_examples=2000, derandomize=False
 )
