@@ -16,6 +16,7 @@
 
 #include "bwd_elements.cuh"
 #include "bwd_load_store.cuh"
+#include "bwd_shared.cuh"
 #include "bwd_work.cuh"
 #include "mask.cuh"
 #include "params.h"
@@ -30,27 +31,18 @@ namespace mcp::attn {
 // Named barrier 2, 256 threads: both have multiplied with those of the step before, and they may be
 // overwritten.
 template <class Traits>
-struct BwdWideShared {
-    using Keys = Panels<Traits::kBlockN, Traits::kHeadDim>;
-    using Values = Panels<Traits::kBlockN, Traits::kValueDim>;
-    using Queries = Panels<Traits::kBlockM, Traits::kHeadDim>;
-    using Dout = Panels<Traits::kBlockM, Traits::kValueDim>;
+struct BwdWideShared : BwdRooms<Traits> {
+    using Rooms = BwdRooms<Traits>;
     using Scores = Panels<Traits::kBlockM, Traits::kBlockN>;  // rows are queries
-    static_assert(Keys::kBytes == Traits::kKeyBytes && Values::kBytes == Traits::kValueBytes &&
-                      Queries::kBytes == Traits::kQueryBytes &&
-                      Dout::kBytes == Traits::kDoutBytes && Scores::kBytes == Traits::kScoreBytes,
-                  "traits.h and panels.cuh disagree");
-    static constexpr int kConsumerWarps = Traits::kConsumers * kWarpsPerWarpgroup;
-    static constexpr int kConsumerThreads = Traits::kConsumers * kWarpgroupSize;
+    using Rooms::base;
+    static_assert(Scores::kBytes == Traits::kScoreBytes, "traits.h and panels.cuh disagree");
 
-    u32 base;
     Ring<1> key_ring, dq_rings[2], mail_ring;
     Ring<Traits::kQueryStages> query_ring;
     Ring<Traits::kDoutStages> dout_ring;
     u32 landed;
 
     MCP_DEVICE BwdWideShared() {
-        base = (ptx::dynamic_shared() + kSwizzleBytes - 1) / kSwizzleBytes * kSwizzleBytes;
         key_ring.barriers = base + Traits::kBarriersAt;
         dq_rings[0].barriers = key_ring.barriers + Ring<1>::kBytes;
         dq_rings[1].barriers = dq_rings[0].barriers + Ring<1>::kBytes;
@@ -60,35 +52,20 @@ struct BwdWideShared {
         landed = dout_ring.barriers + Ring<Traits::kDoutStages>::kBytes;
     }
 
-    MCP_DEVICE Keys keys() const { return {base + Traits::kKeysAt}; }
-    MCP_DEVICE Values values() const { return {base + Traits::kValuesAt}; }
-    MCP_DEVICE Queries queries(int stage) const {
-        return {base + Traits::kQueriesAt + stage * Traits::kQueryBytes};
-    }
-    MCP_DEVICE Dout dout(int stage) const {
-        return {base + Traits::kDoutAt + stage * Traits::kDoutBytes};
-    }
     MCP_DEVICE Scores probs() const { return {base + Traits::kProbsAt}; }
     MCP_DEVICE Scores ds() const { return {base + Traits::kDsAt}; }
     MCP_DEVICE u32 dq(int consumer) const {
         return base + Traits::kDqAt + consumer * Traits::kDqBytes;
     }
-    MCP_DEVICE u32 lse(int stage) const {
-        return base + Traits::kLseAt + stage * Traits::kRowStatBytes;
-    }
-    MCP_DEVICE u32 delta(int stage) const {
-        return base + Traits::kDeltaAt + stage * Traits::kRowStatBytes;
-    }
-    MCP_DEVICE u32 mailbox() const { return base + Traits::kMailboxAt; }
 
     // One thread; a CTA barrier must follow.
     MCP_DEVICE void init_barriers() const {
         key_ring.init(Traits::kConsumers);
-        query_ring.init(kConsumerWarps);
-        dout_ring.init(kConsumerWarps);
+        query_ring.init(Rooms::kConsumerWarps);
+        dout_ring.init(Rooms::kConsumerWarps);
         dq_rings[0].init(1, kWarpgroupSize);
         dq_rings[1].init(1, kWarpgroupSize);
-        mail_ring.init(kConsumerWarps + 1);
+        mail_ring.init(Rooms::kConsumerWarps + 1);
         ptx::mbarrier_init(landed, 1);
         ptx::fence_mbarrier_init();
         ptx::fence_proxy_async();
