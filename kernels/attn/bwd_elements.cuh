@@ -31,17 +31,22 @@ MCP_DEVICE void cap_scores(float (&scores)[kSize],
     }
 }
 
+// Row statistics of the thread's columns, lse or delta.
+template <int kSize>
+MCP_DEVICE void load_row_stats(f32x2 (&stats)[kSize], u32 address) {
+    MCP_UNROLL
+    for (int i = 0; i < kSize; i++) stats[i] = ptx::load_shared_f32x2(address + 32 * i);
+}
+
 // Scores, uncapped or capped, -> probabilities.
 template <int kSize>
-MCP_DEVICE void to_probabilities(float (&scores)[kSize], u32 lse, float score_scale) {
+MCP_DEVICE void to_probabilities(float (&scores)[kSize],
+                                 const f32x2 (&lse)[kSize / 4],
+                                 float score_scale) {
     MCP_UNROLL
-    for (int i = 0; i < kSize / 4; i++) {
-        const f32x2 l = ptx::load_shared_f32x2(lse + 32 * i);
-        MCP_UNROLL
-        for (int e = 0; e < 4; e++) {
-            scores[4 * i + e] =
-                ptx::exp2_approx(ptx::fma(scores[4 * i + e], score_scale, e % 2 ? -l.y : -l.x));
-        }
+    for (int i = 0; i < kSize; i++) {
+        const float l = i % 2 ? lse[i / 4].y : lse[i / 4].x;
+        scores[i] = ptx::exp2_approx(ptx::fma(scores[i], score_scale, -l));
     }
 }
 

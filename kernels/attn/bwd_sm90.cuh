@@ -64,6 +64,8 @@ struct BwdConsumer {
         issue_a_bt<T>(scores, shared.keys(), consumer * 64, q);
         shared.dout_ring.wait_full(rows_at);
         issue_a_bt<T>(dp, shared.values(), consumer * 64, dout);
+        f32x2 row_lse[kScores / 4];
+        load_row_stats(row_lse, lse);  // before the wait, which hides their latency
         ptx::wgmma_wait<1>();
         ptx::wgmma_pin(scores);
         if constexpr (Traits::kSoftcap) {
@@ -71,7 +73,7 @@ struct BwdConsumer {
             ptx::wgmma_pin(dp);
             cap_scores(scores, dp, delta, params);
         }
-        to_probabilities(scores, lse, params.score_scale);
+        to_probabilities(scores, row_lse, params.score_scale);
         if constexpr (kMasked) apply_mask(scores, queries, place, 0.0f);
         if constexpr (!Traits::kSoftcap) {
             ptx::wgmma_wait<0>();

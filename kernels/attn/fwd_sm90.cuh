@@ -271,9 +271,10 @@ struct Consumer {
         ptx::wgmma_wait<1>();
         ptx::wgmma_pin(scores);
         apply_softmax<kMasked>(keys, place, rescale);
-        // Always true. It makes the arrival depend on the softmax, or ptxas moves the wait below
-        // above most of it and the product of probabilities and values overlaps with nothing.
-        const bool softmax_done = softmax.sum[0] + softmax.sum[1] != -1.0f;
+        // Always true. It makes the arrival depend on the softmax of one row, or ptxas moves the
+        // wait below above most of it and the product of probabilities and values overlaps with
+        // nothing. With both rows before the wait, rescaling would overlap with nothing.
+        const bool softmax_done = softmax.sum[0] != -1.0f;
         if (speaker && softmax_done) shared.key_ring.release(keys_at);
         keys_at.advance();
         ptx::wgmma_wait<0>();
