@@ -50,9 +50,9 @@ MCP_DEVICE void to_probabilities(float (&scores)[kSize],
     }
 }
 
-// dp -> ds = p * (dp - delta), or p * dp if delta is in dp already. kMasked: a pair outside the
-// mask has p = 0, and its dp may come from rows that hold anything.
-template <bool kMasked, bool kSubtractDelta, int kSize>
+// dp -> ds = p * (dp - delta), or p * dp if delta is in dp already. dp is finite outside the mask
+// too: rows that no pair uses have been cleared.
+template <bool kSubtractDelta, int kSize>
 MCP_DEVICE void to_score_gradients(const float (&probs)[kSize], float (&dp)[kSize], u32 delta) {
     MCP_UNROLL
     for (int i = 0; i < kSize / 4; i++) {
@@ -60,9 +60,7 @@ MCP_DEVICE void to_score_gradients(const float (&probs)[kSize], float (&dp)[kSiz
         if constexpr (kSubtractDelta) d = ptx::load_shared_f32x2(delta + 32 * i);
         MCP_UNROLL
         for (int e = 0; e < 4; e++) {
-            const float p = probs[4 * i + e];
-            const float ds = p * (dp[4 * i + e] - (e % 2 ? d.y : d.x));
-            dp[4 * i + e] = kMasked && p == 0.0f ? 0.0f : ds;
+            dp[4 * i + e] = probs[4 * i + e] * (dp[4 * i + e] - (e % 2 ? d.y : d.x));
         }
     }
 }

@@ -74,12 +74,12 @@ struct BwdConsumer {
             cap_scores(scores, dp, delta, params);
         }
         to_probabilities(scores, row_lse, params.score_scale);
-        if constexpr (kMasked) apply_mask(scores, queries, place, 0.0f);
+        if constexpr (kMasked) apply_mask(scores, queries.bounds(), place, 0.0f);
         if constexpr (!Traits::kSoftcap) {
             ptx::wgmma_wait<0>();
             ptx::wgmma_pin(dp);
         }
-        to_score_gradients<kMasked, !Traits::kSoftcap>(scores, dp, delta);
+        to_score_gradients<!Traits::kSoftcap>(scores, dp, delta);
         // Both at the end: packed probabilities beside unpacked gradients would cost registers that
         // are not there.
         pack<T>(probs_16, scores);

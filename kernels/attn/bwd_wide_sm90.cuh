@@ -167,12 +167,12 @@ struct BwdWideConsumer {
             cap_scores(scores, dp, delta, params);
         }
         to_probabilities(scores, row_lse, params.score_scale);
-        if constexpr (kMasked) apply_mask(scores, queries, place, 0.0f);
+        if constexpr (kMasked) apply_mask(scores, queries.bounds(), place, 0.0f);
         if constexpr (!Traits::kSoftcap) {
             ptx::wgmma_wait<0>();
             ptx::wgmma_pin(dp);
         }
-        to_score_gradients<kMasked, !Traits::kSoftcap>(scores, dp, delta);
+        to_score_gradients<!Traits::kSoftcap>(scores, dp, delta);
         pack<T>(probs_16, scores);
         pack<T>(ds_16, dp);
         ptx::named_barrier_sync<Shared::kConsumerThreads>(2);

@@ -1,5 +1,5 @@
-// How a consumer of either backward kernel goes through its work: item by item; for each query head of
-// the group, the query tiles that see its keys; then its gradients to memory.
+// How a consumer of either backward kernel goes through its work: item by item; for each query head
+// of the group, the query tiles that see its keys; then its gradients to memory.
 #pragma once
 
 #include <mcp/fragment.cuh>
@@ -38,7 +38,7 @@ MCP_DEVICE void consume(Consumer& consumer) {
     const auto& shared = consumer.shared;
     for (;;) {
         const WorkItem work =
-            to_work_item(receive(shared.mailbox(), shared.mail_ring, consumer.mail_at));
+            to_work_item(receive<2>(shared.mailbox(), shared.mail_ring, consumer.mail_at));
         if (work.head < 0) break;
         FragmentPlace place = fragment_place();
         place.row += work.row0 + consumer.first_row();

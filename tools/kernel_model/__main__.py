@@ -46,8 +46,7 @@ def shape_of(variant: build.Variant) -> Shape:
         wide = Path(variant.source).stem.endswith("wide")
         return Shape(True, block_m, block_n, head_dim, separate_code=wide)
     consumers = int(variant.value("MCP_CONSUMERS"))
-    turns = variant.value("MCP_PING_PONG") == "true"
-    return Shape(False, block_m, block_n, head_dim, consumers, turns)
+    return Shape(False, block_m, block_n, head_dim, consumers, turns=True)
 
 
 def listings(

@@ -13,7 +13,8 @@ from tools.kernel_model.listing import NO_BOARD, Instruction
 from tools.kernel_model.machine import PIPE, Machine
 
 NEVER = float("inf")
-MAX_BACKGROUND = 0.8  # of the shared-memory port, for TMA
+MAX_SHARE = 0.8  # of the shared-memory port, for TMA
+SHARE_TOLERANCE, SHARE_STEPS = 0.002, 8
 
 _PRODUCT = re.compile(r"HGMMA\.64x(\d+)x16")
 _BARRIER = re.compile(r"(\w+)(?:, 0x([0-9a-f]+))?$")
@@ -195,9 +196,9 @@ class Quarter:
         return getattr(self.machine, f"{name}_latency") if name else self.machine.result_latency
 
     def _move(self, i: Instruction, time: float) -> None:
-        """A warp of each of four quarters. Lanes of a row load the same statistics: an eighth of the width."""
+        """A warp of each of four quarters. Lanes of a row load the same pair of statistics: an eighth."""
         width = 16 if ".128" in i.name or i.base == "STSM" else 8 if ".64" in i.name else 4
-        warp_bytes = 32 * width / (8 if i.base == "LDS" else 1)
+        warp_bytes = 32 * width / (8 if i.base == "LDS" and width < 16 else 1)
         self.shared = max(self.shared, time) + 4 * warp_bytes / self.port
         self.busy["shared"] += 4 * warp_bytes
         self.pipes["mio"] = time + 4 * warp_bytes / self.machine.shared_bytes
@@ -242,12 +243,17 @@ _LATENCY = {
 def steady_state(work: Work, machine: Machine, rounds: int = 12) -> Steady:
     """Returns the steady state after the first third of `rounds`.
 
-    TMA takes the share of the shared-memory port that it would have without slowing anything, which is a little
-    too much where that port is what everything waits for. Raises: DeadlockError.
+    TMA takes its share of the shared-memory port: what it moves in a round over what the port can in the cycles of
+    a round, which depend on it. Raises: DeadlockError.
     """
-    alone = _run(work, machine, rounds, 0.0)
-    share = work.tma_bytes / (machine.shared_bytes * alone.cycles)
-    return _run(work, machine, rounds, min(MAX_BACKGROUND, share)) if share else alone
+    steady, share = _run(work, machine, rounds, 0.0), 0.0
+    for _ in range(SHARE_STEPS):
+        wanted = min(MAX_SHARE, work.tma_bytes / (machine.shared_bytes * steady.cycles))
+        if abs(wanted - share) < SHARE_TOLERANCE:
+            break
+        share = wanted
+        steady = _run(work, machine, rounds, share)
+    return steady
 
 
 def _run(work: Work, machine: Machine, rounds: int, background: float) -> Steady:

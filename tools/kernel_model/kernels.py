@@ -66,11 +66,11 @@ def _count(i: Instruction, *bases: str) -> int:
 
 
 def _shortest(i: Instruction) -> tuple[int, ...]:
-    return _count(i, "HGMMA"), -_count(i, "LDG", "LD"), -1
+    return _count(i, "HGMMA"), -_count(i, "LDG", "LD"), int("TRYWAIT" in i.name), -1
 
 
 def _longest(i: Instruction) -> tuple[int, ...]:
-    return _count(i, "HGMMA"), -_count(i, "LDG", "LD"), 1
+    return _count(i, "HGMMA"), -_count(i, "LDG", "LD"), int("TRYWAIT" in i.name), 1
 
 
 def _start(i: Instruction) -> tuple[int, ...]:
@@ -78,7 +78,7 @@ def _start(i: Instruction) -> tuple[int, ...]:
 
 
 def _to_16_bits(i: Instruction) -> tuple[int, ...]:
-    loads = _count(i, "LDG", "LD") * (not i.predicate)
+    loads = _count(i, "LDG", "LD")
     return -_count(i, "HGMMA"), _count(i, "F2FP"), -loads, _count(i, "STG", "ST"), -1
 
 
