@@ -1,6 +1,5 @@
 // The backward pass element by element, on transposed fragments: rows are keys, columns queries.
-// `lse` and `delta` are shared addresses of the thread's first column; a thread has columns 8 * i
-// and 8 * i + 1 from there.
+// A thread has columns 8 * i and 8 * i + 1 from its first.
 #pragma once
 
 #include <mcp/fragment.cuh>
@@ -10,32 +9,32 @@
 
 namespace mcp::attn {
 
-// With p = exp2(score_scale * x - lse) for the capped score x = cap * tanh: scores become x, and dp
-// the gradient of the uncapped score without its factor p: (dp - delta) * (1 - tanh^2), where 1 -
-// tanh^2 = 4 r (1 - r).
-template <int kSize>
-MCP_DEVICE void cap_scores(float (&scores)[kSize],
-                           float (&dp)[kSize],
-                           u32 delta,
-                           const BwdParams& params) {
-    MCP_UNROLL
-    for (int i = 0; i < kSize / 4; i++) {
-        const f32x2 d = ptx::load_shared_f32x2(delta + 32 * i);
-        MCP_UNROLL
-        for (int e = 0; e < 4; e++) {
-            const float r =
-                ptx::rcp_approx(1.0f + ptx::exp2_approx(scores[4 * i + e] * params.cap_scale));
-            scores[4 * i + e] = ptx::fma(-2.0f * params.cap, r, params.cap);
-            dp[4 * i + e] = (dp[4 * i + e] - (e % 2 ? d.y : d.x)) * (4.0f * r * (1.0f - r));
-        }
-    }
-}
-
-// Row statistics of the thread's columns, lse or delta.
+// Statistics of the thread's columns, lse or delta; `address` is that of its first. Loaded before a
+// wait for products, which hides the latency.
 template <int kSize>
 MCP_DEVICE void load_row_stats(f32x2 (&stats)[kSize], u32 address) {
     MCP_UNROLL
     for (int i = 0; i < kSize; i++) stats[i] = ptx::load_shared_f32x2(address + 32 * i);
+}
+
+template <int kSize>
+MCP_DEVICE void subtract_delta(float (&dp)[kSize], const f32x2 (&delta)[kSize / 4]) {
+    MCP_UNROLL
+    for (int i = 0; i < kSize; i++) dp[i] -= i % 2 ? delta[i / 4].y : delta[i / 4].x;
+}
+
+// Scores become x = cap * tanh; what the gradient of x is to be multiplied by to get that of the
+// uncapped score, 1 - tanh^2 = 4 r (1 - r), multiplies `gradients`.
+template <int kSize>
+MCP_DEVICE void cap_scores(float (&scores)[kSize],
+                           float (&gradients)[kSize],
+                           const BwdParams& params) {
+    MCP_UNROLL
+    for (int i = 0; i < kSize; i++) {
+        const float r = ptx::rcp_approx(1.0f + ptx::exp2_approx(scores[i] * params.cap_scale));
+        scores[i] = ptx::fma(-2.0f * params.cap, r, params.cap);
+        gradients[i] *= 4.0f * r * (1.0f - r);
+    }
 }
 
 // Scores, uncapped or capped, -> probabilities.
@@ -50,19 +49,19 @@ MCP_DEVICE void to_probabilities(float (&scores)[kSize],
     }
 }
 
-// dp -> ds = p * (dp - delta), or p * dp if delta is in dp already. dp is finite outside the mask
-// too: rows that no pair uses have been cleared.
-template <bool kSubtractDelta, int kSize>
-MCP_DEVICE void to_score_gradients(const float (&probs)[kSize], float (&dp)[kSize], u32 delta) {
+// The same address, known once most of the probabilities are: no probability is -1. ptxas
+// would move a load, and the wait behind it, above the exponentials.
+template <int kSize>
+MCP_DEVICE u32 hold_address(u32 address, const float (&probs)[kSize]) {
+    return address + (probs[kSize * 5 / 8] == -1.0f ? 16 : 0);
+}
+
+// dp - delta -> ds, given the probabilities (or with them the slopes of the cap). It is finite
+// outside the mask too: rows that no pair uses have been cleared.
+template <int kSize>
+MCP_DEVICE void to_score_gradients(const float (&probs)[kSize], float (&dp)[kSize]) {
     MCP_UNROLL
-    for (int i = 0; i < kSize / 4; i++) {
-        f32x2 d = {0.0f, 0.0f};
-        if constexpr (kSubtractDelta) d = ptx::load_shared_f32x2(delta + 32 * i);
-        MCP_UNROLL
-        for (int e = 0; e < 4; e++) {
-            dp[4 * i + e] = probs[4 * i + e] * (dp[4 * i + e] - (e % 2 ? d.y : d.x));
-        }
-    }
+    for (int i = 0; i < kSize; i++) dp[i] *= probs[i];
 }
 
 // Gradient of one row of keys or values, fp32 or 16 bits. All lanes of the warp call; `valid` lanes

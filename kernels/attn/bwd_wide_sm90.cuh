@@ -2,12 +2,13 @@
 // 64 keys do not fit one warpgroup's registers. As bwd_sm90.cuh, but a tile has 64 keys and both
 // consumers work on all of them:
 //
-//     consumers  S' = K Q'   dP' = V dO'        32 queries each
-//                P', dS' -> shared memory       [meet]
-//                dV += P' dO   dQ = dS K   dK += dS' Q      some 64-column panels each
+//     consumer 0   S' = K Q'    P' -> shared memory  |       dV += P' dO          | dQ = dS K, dK
+//     += dS' Q consumer 1   dP' = V dO'                     meet      dV += P' dO, dS' ->  meet  dQ
+//     = dS K, dK += dS' Q
 //
-// Operand A of the last three comes from shared memory, transposed by the matrix descriptor where
-// needed.
+// The last three are split by columns, some 64-column panels each; their operand A comes from
+// shared memory, transposed by the matrix descriptor where needed. The score products have 64
+// columns: with 32, the queries split between the consumers, shared memory would bound them.
 #pragma once
 
 #include <mcp/fragment.cuh>
@@ -27,9 +28,10 @@ namespace mcp::attn {
 
 // Rings as in BwdShared; dq has one per consumer: a 64-column panel of the consumer's part of dq,
 // filled by its 128 threads.
-// Named barrier 1, 256 threads: both consumers have written their queries' rows of p and ds.
-// Named barrier 2, 256 threads: both have multiplied with those of the step before, and they may be
-// overwritten.
+// Named barriers, 256 threads:
+//   1   p and the weights have been written
+//   2   both have multiplied with p and ds of the step before, and they may be overwritten
+//   3   ds has been written
 template <class Traits>
 struct BwdWideShared : BwdRooms<Traits> {
     using Rooms = BwdRooms<Traits>;
@@ -54,6 +56,10 @@ struct BwdWideShared : BwdRooms<Traits> {
 
     MCP_DEVICE Scores probs() const { return {base + Traits::kProbsAt}; }
     MCP_DEVICE Scores ds() const { return {base + Traits::kDsAt}; }
+    // Of thread t of either consumer: vector i of 16 bytes at 2048 * i + 16 * t.
+    MCP_DEVICE u32 weights() const {
+        return base + Traits::kWeightsAt + 16 * thread_in_warpgroup();
+    }
     MCP_DEVICE u32 dq(int consumer) const {
         return base + Traits::kDqAt + consumer * Traits::kDqBytes;
     }
@@ -108,14 +114,16 @@ struct PanelDqTiles {
     }
 };
 
-// A warpgroup that owns some columns of dk and dv.
+// A warpgroup that owns some columns of dk and dv, and makes the probabilities (0) or their
+// gradients.
 template <class Traits, int kConsumer>
 struct BwdWideConsumer {
     using T = typename Traits::T;
     using Shared = BwdWideShared<Traits>;
     using Queries = QueryTiles<Traits::kBlockM>;
-    static constexpr int kMyQueries = Traits::kBlockM / 2;
-    static constexpr int kScores = kMyQueries / 2;
+    using Matrix = float[Traits::kBlockM / 2];
+    using Packed = u32[Traits::kBlockM / 4];
+    using RowStats = f32x2[Traits::kBlockM / 8];
     static constexpr int kDkPanels = Traits::kDkPanels[kConsumer];
     static constexpr int kDvPanels = Traits::kDvPanels[kConsumer];
     static constexpr int kDqPanels = Traits::kDqPanels[kConsumer];
@@ -140,48 +148,92 @@ struct BwdWideConsumer {
     MCP_DEVICE BwdWideConsumer(const BwdParams& params, const Shared& shared)
         : params(params), shared(shared) {}
 
-    // The gradients through one query tile. `place.column` counts from the consumer's first query
-    // of the tile.
+    // P' of the tile, and what dS' is of dP' - delta: P', or P' times the slope of the cap.
+    template <bool kMasked>
+    MCP_DEVICE void make_probabilities(const Queries& queries, FragmentPlace place) {
+        Matrix scores;
+        Packed probs_16, weights_16;
+        RowStats lse;
+        issue_a_bt<T>(scores, shared.keys(), 0, shared.queries(queries_at.stage));
+        load_row_stats(lse, shared.lse(queries_at.stage) + 4 * place.column);
+        VisiblePairs visible;
+        if constexpr (kMasked) {
+            visible = visible_pairs<Traits::kBlockM / 4>(queries.bounds(), place);
+        }
+        ptx::named_barrier_sync<Shared::kConsumerThreads>(2);
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_pin(scores);
+        Matrix weights;
+        if constexpr (Traits::kSoftcap) {
+            fill(weights, 1.0f);
+            cap_scores(scores, weights, params);
+        }
+        to_probabilities(scores, lse, params.score_scale);
+        if constexpr (kMasked) apply_mask(scores, visible, 0.0f);
+        pack<T>(probs_16, scores);
+        if constexpr (Traits::kSoftcap) {
+            to_score_gradients(scores, weights);
+            pack<T>(weights_16, weights);
+        }
+        store_transposed(shared.probs(), 0, 0, probs_16);
+        const Packed& words = Traits::kSoftcap ? weights_16 : probs_16;
+        MCP_UNROLL
+        for (int i = 0; i < 4; i++) {
+            ptx::store_shared_i32x4(
+                shared.weights() + 2048 * i,
+                {static_cast<i32>(words[4 * i]), static_cast<i32>(words[4 * i + 1]),
+                 static_cast<i32>(words[4 * i + 2]), static_cast<i32>(words[4 * i + 3])});
+        }
+        ptx::fence_proxy_async();
+    }
+
+    // dS' of the tile, from dP' - delta and the weights.
+    MCP_DEVICE void store_score_gradients(Matrix& dp) {
+        Packed ds_16;
+        Matrix weights;
+        MCP_UNROLL
+        for (int i = 0; i < 4; i++) {
+            const i32x4 packed = ptx::load_shared_i32x4(shared.weights() + 2048 * i);
+            const i32 words[4] = {packed.x, packed.y, packed.z, packed.w};
+            MCP_UNROLL
+            for (int j = 0; j < 4; j++) {
+                const f32x2 pair = ptx::unpack2<T>(static_cast<u32>(words[j]));
+                weights[8 * i + 2 * j] = pair.x;
+                weights[8 * i + 2 * j + 1] = pair.y;
+            }
+        }
+        to_score_gradients(weights, dp);
+        pack<T>(ds_16, dp);
+        store_transposed(shared.ds(), 0, 0, ds_16);
+        ptx::fence_proxy_async();
+    }
+
+    // The gradients through one query tile.
     template <bool kMasked>
     MCP_DEVICE void visit(const Queries& queries, FragmentPlace place) {
         const auto q = shared.queries(queries_at.stage);
         const auto dout = shared.dout(dout_at.stage);
-        const int first = kConsumer * kMyQueries;
-        place.column += first;
-        const u32 lse = shared.lse(queries_at.stage) + 4 * place.column;
-        const u32 delta = shared.delta(dout_at.stage) + 4 * place.column;
-        float scores[kScores], dp[kScores], dq[kDqRegisters];
-        u32 probs_16[kScores / 2], ds_16[kScores / 2];
-
+        float dq[kDqRegisters];
+        Matrix dp;
         shared.query_ring.wait_full(queries_at);
-        issue_a_bt<T>(scores, shared.keys(), 0, q, first);
-        shared.dout_ring.wait_full(dout_at);
-        issue_a_bt<T>(dp, shared.values(), 0, dout, first);
-        f32x2 row_lse[kScores / 4];
-        load_row_stats(row_lse, lse);  // before the wait, which hides their latency
-        ptx::wgmma_wait<1>();
-        ptx::wgmma_pin(scores);
-        if constexpr (Traits::kSoftcap) {
+        if constexpr (kConsumer == 0) {
+            make_probabilities<kMasked>(queries, place);
+            shared.dout_ring.wait_full(dout_at);
+        } else {
+            RowStats delta;
+            shared.dout_ring.wait_full(dout_at);
+            // Behind the scores: P' is made under this product.
+            ptx::named_barrier_sync<Shared::kConsumerThreads>(2);
+            issue_a_bt<T>(dp, shared.values(), 0, dout);
+            load_row_stats(delta, shared.delta(dout_at.stage) + 4 * place.column);
             ptx::wgmma_wait<0>();
             ptx::wgmma_pin(dp);
-            cap_scores(scores, dp, delta, params);
+            subtract_delta(dp, delta);
         }
-        to_probabilities(scores, row_lse, params.score_scale);
-        if constexpr (kMasked) apply_mask(scores, queries.bounds(), place, 0.0f);
-        if constexpr (!Traits::kSoftcap) {
-            ptx::wgmma_wait<0>();
-            ptx::wgmma_pin(dp);
-        }
-        to_score_gradients<!Traits::kSoftcap>(scores, dp, delta);
-        pack<T>(probs_16, scores);
-        pack<T>(ds_16, dp);
-        ptx::named_barrier_sync<Shared::kConsumerThreads>(2);
-        store_transposed(shared.probs(), 0, first, probs_16);
-        store_transposed(shared.ds(), 0, first, ds_16);
-        ptx::fence_proxy_async();
         ptx::named_barrier_sync<Shared::kConsumerThreads>(1);
-
         if constexpr (kDvPanels > 0) issue_at_b<T>(dv, shared.probs(), dout, kFirstDvPanel);
+        if constexpr (kConsumer == 1) store_score_gradients(dp);
+        ptx::named_barrier_sync<Shared::kConsumerThreads>(3);
         if constexpr (kDqPanels > 0) issue_a_b<T>(dq, shared.ds(), 0, shared.keys(), kFirstDqPanel);
         if constexpr (kDkPanels > 0) issue_at_b<T>(dk, shared.ds(), q, kFirstDkPanel);
         ptx::wgmma_wait<kAfterDv>();

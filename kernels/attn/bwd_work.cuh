@@ -21,12 +21,17 @@ MCP_DEVICE void visit_queries(Consumer& consumer, const WorkItem& work, Fragment
         bool more = true;
         MCP_NO_UNROLL
         while (more) {
-            if (queries.is_full()) {
-                consumer.template visit<false>(queries, place);
+            const i32 num_full = queries.num_full();
+            if (num_full > 0) {
+                MCP_NO_UNROLL
+                for (i32 left = num_full; left > 0; left--) {
+                    consumer.template visit<false>(queries, place);
+                }
+                more = queries.advance(num_full);
             } else {
                 consumer.template visit<true>(queries, place);
+                more = queries.advance();
             }
-            more = queries.advance();
         }
     }
     if (thread_in_warpgroup() == 0) consumer.shared.key_ring.release(consumer.keys_at);

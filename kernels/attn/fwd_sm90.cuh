@@ -258,13 +258,18 @@ struct Consumer {
     MCP_DEVICE void issue_scores(Scores& scores) {
         issue_a_bt<T>(scores, shared.queries(), consumer * 64, shared.keys(keys_at.stage));
     }
+    MCP_DEVICE VisiblePairs visible_keys(FragmentPlace place) const {
+        return visible_pairs<Traits::kBlockN / 4>(keys.bounds(), place);
+    }
     MCP_DEVICE void issue_output() { issue_p_b<T>(out, probs, shared.values(values_at.stage)); }
 
     // Scores -> probabilities in place; `rescale` for what was summed before.
     template <bool kMasked>
-    MCP_DEVICE void apply_softmax(Scores& scores, FragmentPlace place, float (&rescale)[2]) {
+    MCP_DEVICE void apply_softmax(Scores& scores,
+                                  const VisiblePairs& visible,
+                                  float (&rescale)[2]) {
         if constexpr (Traits::kSoftcap) cap_scores(scores, params);
-        if constexpr (kMasked) apply_mask(scores, keys.bounds(), place, negative_infinity());
+        if constexpr (kMasked) apply_mask(scores, visible, negative_infinity());
         softmax.template step<kMasked>(scores, params.score_scale, rescale);
     }
 
@@ -274,11 +279,12 @@ struct Consumer {
         float rescale[2];
         shared.key_ring.wait_full(keys_at);
         issue_scores(scores);
+        const VisiblePairs visible = visible_keys(place);
         ptx::wgmma_wait<0>();
         ptx::wgmma_pin(scores);
         if (speaker) shared.key_ring.release(keys_at);
         keys_at.advance();
-        apply_softmax<true>(scores, place, rescale);
+        apply_softmax<true>(scores, visible, rescale);
         if (params.accumulate) begin_output(out, softmax, rescale);
         pack<T>(probs, scores);
     }
@@ -294,9 +300,11 @@ struct Consumer {
         shared.value_ring.wait_full(values_at);
         issue_output();
         turns.pass();
+        VisiblePairs visible;
+        if constexpr (kMasked) visible = visible_keys(place);
         ptx::wgmma_wait<1>();
         ptx::wgmma_pin(scores);
-        apply_softmax<kMasked>(scores, place, rescale);
+        apply_softmax<kMasked>(scores, visible, rescale);
         // Always true. It makes the arrival depend on the first row's maximum, or ptxas moves the
         // wait below above it and the product of probabilities and values overlaps with nothing.
         // Further down, exponentials are left to overlap with rescaling and packing.

@@ -33,21 +33,26 @@ MCP_DEVICE u32 visible_columns(const MaskBounds& tile, i32 row, i32 column) {
     return row >= tile.q0 && row < tile.q1 ? between : 0;
 }
 
+// The same of the thread's two rows; `place.row` is the absolute row of its first fragment row: a
+// query, or, in the backward pass, which is transposed, a key. `tile` is that of the columns.
+struct VisiblePairs {
+    u32 row[2] = {0, 0};
+};
+template <int kColumns>
+MCP_DEVICE VisiblePairs visible_pairs(const MaskBounds& tile, FragmentPlace place) {
+    return {{visible_columns<kColumns>(tile, place.row, place.column),
+             visible_columns<kColumns>(tile, place.row + 8, place.column)}};
+}
+
 // Pairs that may not see each other become `hidden`: -inf for scores, 0 for probabilities.
-// `place.row` is the absolute row of the thread's first fragment row: a query, or, in the backward
-// pass, which is transposed, a key; `tile` is that of the values' columns.
 template <int kSize>
-MCP_DEVICE void apply_mask(float (&values)[kSize],
-                           const MaskBounds& tile,
-                           FragmentPlace place,
-                           float hidden) {
+MCP_DEVICE void apply_mask(float (&values)[kSize], const VisiblePairs& visible, float hidden) {
     MCP_UNROLL
     for (int half = 0; half < 2; half++) {
-        const u32 visible = visible_columns<kSize / 2>(tile, place.row + 8 * half, place.column);
         MCP_UNROLL
         for (int i = 0; i < kSize / 2; i++) {
             float& value = values[4 * (i / 2) + 2 * half + i % 2];
-            if (!(visible >> i & 1)) value = hidden;
+            if (!(visible.row[half] >> i & 1)) value = hidden;
         }
     }
 }

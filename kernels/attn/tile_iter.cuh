@@ -127,13 +127,8 @@ struct SegmentTiles {
 
     MCP_DEVICE i32 first() const { return k0 + tile * kStep; }
     MCP_DEVICE MaskBounds bounds() const { return {first(), k0, k1, lo, hi, q0, q1}; }
-    // Every row of the work item sees everything in this tile.
-    MCP_DEVICE bool is_full() const { return tile >= full_begin && tile < full_end; }
-    // How many tiles from this one on are full.
-    MCP_DEVICE i32 num_full() const {
-        if (!is_full()) return 0;
-        return kDirection == Direction::kUpwards ? full_end - tile : tile - full_begin + 1;
-    }
+    // How many tiles from this one on need no mask, going upwards: 0 where this one does.
+    MCP_DEVICE i32 num_full() const { return tile >= full_begin ? full_end - tile : 0; }
 };
 
 template <int kBlockN>

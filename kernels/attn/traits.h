@@ -113,9 +113,9 @@ struct BwdTraits {
     static_assert(kSharedBytes <= kMaxSharedBytes, "more shared memory than a CTA can have");
 };
 
-// Head dims above 128, multiples of 64: tiles of 64 keys and 64 queries. Scores are split between
-// the two consumers by query, 32 each; everything else by columns, in panels of 64. Probabilities
-// and their gradients pass through shared memory.
+// Head dims above 128, multiples of 64: tiles of 64 keys and 64 queries. The first consumer makes
+// the probabilities, the second their gradients; everything else is split by columns, in panels
+// of 64. Both pass through shared memory.
 template <class T_,
           int kHeadDim_,
           int kValueDim_,
@@ -155,15 +155,16 @@ struct BwdWideTraits {
         kBlockM * 64 * 4;  // one 64-column panel of a consumer at a time
     static constexpr int kRowStatBytes = kBlockM * 4;
 
-    // Shared memory: [align to 1024] k | v | q stages | dout stages | p | ds | dq of each consumer
-    // | lse | delta | mailbox | barriers.
+    // Shared memory: [align to 1024] k | v | q stages | dout stages | p | ds | weights | dq of each
+    // consumer | lse | delta | mailbox | barriers.
     static constexpr int kKeysAt = 0;
     static constexpr int kValuesAt = kKeysAt + kKeyBytes;
     static constexpr int kQueriesAt = kValuesAt + kValueBytes;
     static constexpr int kDoutAt = kQueriesAt + kQueryStages * kQueryBytes;
     static constexpr int kProbsAt = kDoutAt + kDoutStages * kDoutBytes;
     static constexpr int kDsAt = kProbsAt + kScoreBytes;
-    static constexpr int kDqAt = kDsAt + kScoreBytes;
+    static constexpr int kWeightsAt = kDsAt + kScoreBytes;
+    static constexpr int kDqAt = kWeightsAt + kScoreBytes;
     static constexpr int kLseAt = kDqAt + kConsumers * kDqBytes;
     static constexpr int kDeltaAt = kLseAt + kQueryStages * kRowStatBytes;
     static constexpr int kMailboxAt = kDeltaAt + kDoutStages * kRowStatBytes;

@@ -115,7 +115,7 @@ def ways_through(listing: Listing, shape: Shape) -> Ways:
     found = find_loops(listing, shape.consumers if shape.separate_code else 1)
     found = found * (shape.consumers // len(found))
     full = tuple(round_loop(listing, at, _shortest) for at in found)
-    masked = tuple(round_loop(listing, at, _longest) for at in found)
+    masked = tuple(_masked(listing, at, way) for at, way in zip(found, full, strict=True))
     items = {}
     for kind, (value, _) in RESULTS.items():
         try:
@@ -124,12 +124,29 @@ def ways_through(listing: Listing, shape: Shape) -> Ways:
             )
         except NoWayError:
             continue  # one work item per CTA: nothing goes back to a start
-    return Ways(full, masked if shape.is_backward and masked != full else None, items)
+    has_masked = shape.is_backward and any(masked)  # of one consumer, where the other has no scores
+    ways = tuple(way or unmasked for way, unmasked in zip(masked, full, strict=True))
+    return Ways(full, ways if has_masked else None, items)
+
+
+def _masked(listing: Listing, loop: Loop, full: Way) -> Way | None:
+    """Returns the way through a masked tile: in the loop itself, or in the one around it."""
+    for candidate in (loop, *_around(listing, loop)[:1]):
+        way = round_loop(listing, candidate, _longest)
+        selects, products = (sum(_count(i, base) for i in way) for base in ("FSEL", "HGMMA"))
+        if selects and products == sum(_count(i, "HGMMA") for i in full):
+            return way
+    return None
+
+
+def _around(listing: Listing, loop: Loop) -> list[Loop]:
+    """Returns the loops around a loop, smallest first."""
+    return [at for at in loops(listing) if loop.head in at.body and at.head != loop.head]
 
 
 def _item(listing: Listing, loop: Loop, way: Way, value: Value) -> Way:
     """Returns a whole work item: the loop's way with its start before it and its end behind it."""
-    around = [at for at in loops(listing) if loop.head in at.body and at.head != loop.head]
+    around = _around(listing, loop)
     if not around:
         raise NoWayError("no loop over work items")
     head = around[-1].head
