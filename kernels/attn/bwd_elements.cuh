@@ -1,6 +1,5 @@
 // The backward pass element by element, on transposed fragments: rows are keys, columns queries.
-// `lse` and `delta` are shared addresses of the thread's first column; a thread has columns 8 * i
-// and 8 * i + 1 from there.
+// A thread has columns 8 * i and 8 * i + 1 from its first.
 #pragma once
 
 #include <mcp/fragment.cuh>
@@ -10,56 +9,59 @@
 
 namespace mcp::attn {
 
-// With p = exp2(score_scale * x - lse) for the capped score x = cap * tanh: scores become x, and dp
-// the gradient of the uncapped score without its factor p: (dp - delta) * (1 - tanh^2), where 1 -
-// tanh^2 = 4 r (1 - r).
+// Statistics of the thread's columns, lse or delta; `address` is that of its first. Loaded before a
+// wait for products, which hides the latency.
+template <int kSize>
+MCP_DEVICE void load_row_stats(f32x2 (&stats)[kSize], u32 address) {
+    MCP_UNROLL
+    for (int i = 0; i < kSize; i++) stats[i] = ptx::load_shared_f32x2(address + 32 * i);
+}
+
+template <int kSize>
+MCP_DEVICE void subtract_delta(float (&dp)[kSize], const f32x2 (&delta)[kSize / 4]) {
+    MCP_UNROLL
+    for (int i = 0; i < kSize; i++) dp[i] -= i % 2 ? delta[i / 4].y : delta[i / 4].x;
+}
+
+// Scores become x = cap * tanh; what the gradient of x is to be multiplied by to get that of the
+// uncapped score, 1 - tanh^2 = 4 r (1 - r), multiplies `gradients`.
 template <int kSize>
 MCP_DEVICE void cap_scores(float (&scores)[kSize],
-                           float (&dp)[kSize],
-                           u32 delta,
+                           float (&gradients)[kSize],
                            const BwdParams& params) {
     MCP_UNROLL
-    for (int i = 0; i < kSize / 4; i++) {
-        const f32x2 d = ptx::load_shared_f32x2(delta + 32 * i);
-        MCP_UNROLL
-        for (int e = 0; e < 4; e++) {
-            const float r =
-                ptx::rcp_approx(1.0f + ptx::exp2_approx(scores[4 * i + e] * params.cap_scale));
-            scores[4 * i + e] = ptx::fma(-2.0f * params.cap, r, params.cap);
-            dp[4 * i + e] = (dp[4 * i + e] - (e % 2 ? d.y : d.x)) * (4.0f * r * (1.0f - r));
-        }
+    for (int i = 0; i < kSize; i++) {
+        const float r = ptx::rcp_approx(1.0f + ptx::exp2_approx(scores[i] * params.cap_scale));
+        scores[i] = ptx::fma(-2.0f * params.cap, r, params.cap);
+        gradients[i] *= 4.0f * r * (1.0f - r);
     }
 }
 
 // Scores, uncapped or capped, -> probabilities.
 template <int kSize>
-MCP_DEVICE void to_probabilities(float (&scores)[kSize], u32 lse, float score_scale) {
+MCP_DEVICE void to_probabilities(float (&scores)[kSize],
+                                 const f32x2 (&lse)[kSize / 4],
+                                 float score_scale) {
     MCP_UNROLL
-    for (int i = 0; i < kSize / 4; i++) {
-        const f32x2 l = ptx::load_shared_f32x2(lse + 32 * i);
-        MCP_UNROLL
-        for (int e = 0; e < 4; e++) {
-            scores[4 * i + e] =
-                ptx::exp2_approx(ptx::fma(scores[4 * i + e], score_scale, e % 2 ? -l.y : -l.x));
-        }
+    for (int i = 0; i < kSize; i++) {
+        const float l = i % 2 ? lse[i / 4].y : lse[i / 4].x;
+        scores[i] = ptx::exp2_approx(ptx::fma(scores[i], score_scale, -l));
     }
 }
 
-// dp -> ds = p * (dp - delta), or p * dp if delta is in dp already. kMasked: a pair outside the
-// mask has p = 0, and its dp may come from rows that hold anything.
-template <bool kMasked, bool kSubtractDelta, int kSize>
-MCP_DEVICE void to_score_gradients(const float (&probs)[kSize], float (&dp)[kSize], u32 delta) {
+// The same address, known once most of the probabilities are: no probability is -1. ptxas
+// would move a load, and the wait behind it, above the exponentials.
+template <int kSize>
+MCP_DEVICE u32 hold_address(u32 address, const float (&probs)[kSize]) {
+    return address + (probs[kSize * 5 / 8] == -1.0f ? 16 : 0);
+}
+
+// dp - delta -> ds, given the probabilities (or with them the slopes of the cap). It is finite
+// outside the mask too: rows that no pair uses have been cleared.
+template <int kSize>
+MCP_DEVICE void to_score_gradients(const float (&probs)[kSize], float (&dp)[kSize]) {
     MCP_UNROLL
-    for (int i = 0; i < kSize / 4; i++) {
-        f32x2 d = {0.0f, 0.0f};
-        if constexpr (kSubtractDelta) d = ptx::load_shared_f32x2(delta + 32 * i);
-        MCP_UNROLL
-        for (int e = 0; e < 4; e++) {
-            const float p = probs[4 * i + e];
-            const float ds = p * (dp[4 * i + e] - (e % 2 ? d.y : d.x));
-            dp[4 * i + e] = kMasked && p == 0.0f ? 0.0f : ds;
-        }
-    }
+    for (int i = 0; i < kSize; i++) dp[i] *= probs[i];
 }
 
 // Gradient of one row of keys or values, fp32 or 16 bits. All lanes of the warp call; `valid` lanes

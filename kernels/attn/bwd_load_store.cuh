@@ -40,7 +40,8 @@ struct BwdLoader {
     }
 
     MCP_DEVICE void load_keys(const WorkItem& work) {
-        // ds of an unused key is 0, but 0 * nan is nan: dq needs its row of k cleared.
+        // p and ds of an unused key are 0, but 0 * nan is nan: dq needs its row of k cleared, and
+        // ds, as p times something, its row of v.
         const u32 used = used_rows(work);
         const bool clear = ptx::any_lane(used != (1u << kRowChunks) - 1);
         const u32 full = shared.key_ring.full(keys_at);
@@ -58,6 +59,7 @@ struct BwdLoader {
             wait(shared.landed, landed_at.parity);
             landed_at.advance();
             clear_rows_but(shared.keys(), used);
+            clear_rows_but(shared.values(), used);
             hand_over(full);
         }
         keys_at.advance();
@@ -243,7 +245,7 @@ struct BwdStorer {
         const i32 group = params.num_heads / params.num_kv_heads;
         for (;;) {
             const WorkItem work =
-                to_work_item(receive(shared.mailbox(), shared.mail_ring, mail_at));
+                to_work_item(receive<2>(shared.mailbox(), shared.mail_ring, mail_at));
             if (work.head < 0) break;
             if (work.num_segs == 0) continue;
             for (i32 head = work.head * group; head < (work.head + 1) * group; head++) {

@@ -9,6 +9,41 @@
 
 namespace mcp::attn {
 
+// The rooms of shared memory that both backward kernels have.
+template <class Traits>
+struct BwdRooms {
+    using Keys = Panels<Traits::kBlockN, Traits::kHeadDim>;
+    using Values = Panels<Traits::kBlockN, Traits::kValueDim>;
+    using Queries = Panels<Traits::kBlockM, Traits::kHeadDim>;
+    using Dout = Panels<Traits::kBlockM, Traits::kValueDim>;
+    static_assert(Keys::kBytes == Traits::kKeyBytes && Values::kBytes == Traits::kValueBytes &&
+                      Queries::kBytes == Traits::kQueryBytes && Dout::kBytes == Traits::kDoutBytes,
+                  "traits.h and panels.cuh disagree");
+    static constexpr int kConsumerWarps = Traits::kConsumers * kWarpsPerWarpgroup;
+    static constexpr int kConsumerThreads = Traits::kConsumers * kWarpgroupSize;
+
+    u32 base;
+
+    MCP_DEVICE BwdRooms()
+        : base((ptx::dynamic_shared() + kSwizzleBytes - 1) / kSwizzleBytes * kSwizzleBytes) {}
+
+    MCP_DEVICE Keys keys() const { return {base + Traits::kKeysAt}; }
+    MCP_DEVICE Values values() const { return {base + Traits::kValuesAt}; }
+    MCP_DEVICE Queries queries(int stage) const {
+        return {base + Traits::kQueriesAt + stage * Traits::kQueryBytes};
+    }
+    MCP_DEVICE Dout dout(int stage) const {
+        return {base + Traits::kDoutAt + stage * Traits::kDoutBytes};
+    }
+    MCP_DEVICE u32 lse(int stage) const {
+        return base + Traits::kLseAt + stage * Traits::kRowStatBytes;
+    }
+    MCP_DEVICE u32 delta(int stage) const {
+        return base + Traits::kDeltaAt + stage * Traits::kRowStatBytes;
+    }
+    MCP_DEVICE u32 mailbox() const { return base + Traits::kMailboxAt; }
+};
+
 // Consumer threads read lse, delta and the mailbox themselves, so each warp releases those; wgmma
 // reads the tiles.
 //   ring     filled by                     emptied by (arrivals)       what a reader may read
@@ -24,27 +59,18 @@ namespace mcp::attn {
 // `landed` is the loader's own: a tile of which it must clear rows has arrived.
 // Named barrier 1, 256 threads: both consumers have written their half of ds.
 template <class Traits>
-struct BwdShared {
-    using Keys = Panels<Traits::kBlockN, Traits::kHeadDim>;
-    using Values = Panels<Traits::kBlockN, Traits::kValueDim>;
-    using Queries = Panels<Traits::kBlockM, Traits::kHeadDim>;
-    using Dout = Panels<Traits::kBlockM, Traits::kValueDim>;
+struct BwdShared : BwdRooms<Traits> {
+    using Rooms = BwdRooms<Traits>;
     using Ds = Panels<Traits::kBlockM, Traits::kBlockN>;
     using Stages = Ring<Traits::kStages>;
-    static_assert(Keys::kBytes == Traits::kKeyBytes && Values::kBytes == Traits::kValueBytes &&
-                      Queries::kBytes == Traits::kQueryBytes &&
-                      Dout::kBytes == Traits::kDoutBytes && Ds::kBytes == Traits::kDsBytes,
-                  "traits.h and panels.cuh disagree");
-    static constexpr int kConsumerWarps = Traits::kConsumers * kWarpsPerWarpgroup;
-    static constexpr int kConsumerThreads = Traits::kConsumers * kWarpgroupSize;
+    using Rooms::base;
+    static_assert(Ds::kBytes == Traits::kDsBytes, "traits.h and panels.cuh disagree");
 
-    u32 base;
     Ring<1> key_ring, dq_ring, mail_ring;
     Stages query_ring, dout_ring;
     u32 landed;
 
     MCP_DEVICE BwdShared() {
-        base = (ptx::dynamic_shared() + kSwizzleBytes - 1) / kSwizzleBytes * kSwizzleBytes;
         key_ring.barriers = base + Traits::kBarriersAt;
         dq_ring.barriers = key_ring.barriers + Ring<1>::kBytes;
         mail_ring.barriers = dq_ring.barriers + Ring<1>::kBytes;
@@ -54,31 +80,16 @@ struct BwdShared {
         static_assert(3 * Ring<1>::kBytes + 2 * Stages::kBytes + 8 == 8 * Traits::kNumBarriers, "");
     }
 
-    MCP_DEVICE Keys keys() const { return {base + Traits::kKeysAt}; }
-    MCP_DEVICE Values values() const { return {base + Traits::kValuesAt}; }
-    MCP_DEVICE Queries queries(int stage) const {
-        return {base + Traits::kQueriesAt + stage * Traits::kQueryBytes};
-    }
-    MCP_DEVICE Dout dout(int stage) const {
-        return {base + Traits::kDoutAt + stage * Traits::kDoutBytes};
-    }
     MCP_DEVICE Ds ds(int half) const { return {base + Traits::kDsAt + half * Traits::kDsBytes}; }
     MCP_DEVICE u32 dq() const { return base + Traits::kDqAt; }
-    MCP_DEVICE u32 lse(int stage) const {
-        return base + Traits::kLseAt + stage * Traits::kRowStatBytes;
-    }
-    MCP_DEVICE u32 delta(int stage) const {
-        return base + Traits::kDeltaAt + stage * Traits::kRowStatBytes;
-    }
-    MCP_DEVICE u32 mailbox() const { return base + Traits::kMailboxAt; }
 
     // One thread; a CTA barrier must follow.
     MCP_DEVICE void init_barriers() const {
         key_ring.init(Traits::kConsumers);
-        query_ring.init(kConsumerWarps);
-        dout_ring.init(kConsumerWarps);
-        dq_ring.init(1, kConsumerThreads);
-        mail_ring.init(kConsumerWarps + 1);
+        query_ring.init(Rooms::kConsumerWarps);
+        dout_ring.init(Rooms::kConsumerWarps);
+        dq_ring.init(1, Rooms::kConsumerThreads);
+        mail_ring.init(Rooms::kConsumerWarps + 1);
         ptx::mbarrier_init(landed, 1);
         ptx::fence_mbarrier_init();
         ptx::fence_proxy_async();

@@ -64,20 +64,29 @@ struct BwdConsumer {
         issue_a_bt<T>(scores, shared.keys(), consumer * 64, q);
         shared.dout_ring.wait_full(rows_at);
         issue_a_bt<T>(dp, shared.values(), consumer * 64, dout);
+        f32x2 row_lse[kScores / 4], row_delta[kScores / 4];
+        if constexpr (!Traits::kSoftcap) load_row_stats(row_lse, lse);
         ptx::wgmma_wait<1>();
         ptx::wgmma_pin(scores);
         if constexpr (Traits::kSoftcap) {
             ptx::wgmma_wait<0>();
             ptx::wgmma_pin(dp);
-            cap_scores(scores, dp, delta, params);
+            load_row_stats(row_delta, delta);
+            subtract_delta(dp, row_delta);
+            cap_scores(scores, dp, params);
+            load_row_stats(row_lse, lse);
         }
-        to_probabilities(scores, lse, params.score_scale);
-        if constexpr (kMasked) apply_mask(scores, queries, place, 0.0f);
+        to_probabilities(scores, row_lse, params.score_scale);
+        if constexpr (kMasked) {
+            apply_mask(scores, visible_pairs<kScores / 2>(queries.bounds(), place), 0.0f);
+        }
         if constexpr (!Traits::kSoftcap) {
+            load_row_stats(row_delta, hold_address(delta, scores));
             ptx::wgmma_wait<0>();
             ptx::wgmma_pin(dp);
+            subtract_delta(dp, row_delta);
         }
-        to_score_gradients<kMasked, !Traits::kSoftcap>(scores, dp, delta);
+        to_score_gradients(scores, dp);
         // Both at the end: packed probabilities beside unpacked gradients would cost registers that
         // are not there.
         pack<T>(probs_16, scores);

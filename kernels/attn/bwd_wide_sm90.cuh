@@ -2,12 +2,13 @@
 // 64 keys do not fit one warpgroup's registers. As bwd_sm90.cuh, but a tile has 64 keys and both
 // consumers work on all of them:
 //
-//     consumers  S' = K Q'   dP' = V dO'        32 queries each
-//                P', dS' -> shared memory       [meet]
-//                dV += P' dO   dQ = dS K   dK += dS' Q      some 64-column panels each
+//     consumer 0   S' = K Q'    P' -> shared memory  |       dV += P' dO          | dQ = dS K, dK
+//     += dS' Q consumer 1   dP' = V dO'                     meet      dV += P' dO, dS' ->  meet  dQ
+//     = dS K, dK += dS' Q
 //
-// Operand A of the last three comes from shared memory, transposed by the matrix descriptor where
-// needed.
+// The last three are split by columns, some 64-column panels each; their operand A comes from
+// shared memory, transposed by the matrix descriptor where needed. The score products have 64
+// columns: with 32, the queries split between the consumers, shared memory would bound them.
 #pragma once
 
 #include <mcp/fragment.cuh>
@@ -16,6 +17,7 @@
 
 #include "bwd_elements.cuh"
 #include "bwd_load_store.cuh"
+#include "bwd_shared.cuh"
 #include "bwd_work.cuh"
 #include "mask.cuh"
 #include "params.h"
@@ -26,31 +28,23 @@ namespace mcp::attn {
 
 // Rings as in BwdShared; dq has one per consumer: a 64-column panel of the consumer's part of dq,
 // filled by its 128 threads.
-// Named barrier 1, 256 threads: both consumers have written their queries' rows of p and ds.
-// Named barrier 2, 256 threads: both have multiplied with those of the step before, and they may be
-// overwritten.
+// Named barriers, 256 threads:
+//   1   p and the weights have been written
+//   2   both have multiplied with p and ds of the step before, and they may be overwritten
+//   3   ds has been written
 template <class Traits>
-struct BwdWideShared {
-    using Keys = Panels<Traits::kBlockN, Traits::kHeadDim>;
-    using Values = Panels<Traits::kBlockN, Traits::kValueDim>;
-    using Queries = Panels<Traits::kBlockM, Traits::kHeadDim>;
-    using Dout = Panels<Traits::kBlockM, Traits::kValueDim>;
+struct BwdWideShared : BwdRooms<Traits> {
+    using Rooms = BwdRooms<Traits>;
     using Scores = Panels<Traits::kBlockM, Traits::kBlockN>;  // rows are queries
-    static_assert(Keys::kBytes == Traits::kKeyBytes && Values::kBytes == Traits::kValueBytes &&
-                      Queries::kBytes == Traits::kQueryBytes &&
-                      Dout::kBytes == Traits::kDoutBytes && Scores::kBytes == Traits::kScoreBytes,
-                  "traits.h and panels.cuh disagree");
-    static constexpr int kConsumerWarps = Traits::kConsumers * kWarpsPerWarpgroup;
-    static constexpr int kConsumerThreads = Traits::kConsumers * kWarpgroupSize;
+    using Rooms::base;
+    static_assert(Scores::kBytes == Traits::kScoreBytes, "traits.h and panels.cuh disagree");
 
-    u32 base;
     Ring<1> key_ring, dq_rings[2], mail_ring;
     Ring<Traits::kQueryStages> query_ring;
     Ring<Traits::kDoutStages> dout_ring;
     u32 landed;
 
     MCP_DEVICE BwdWideShared() {
-        base = (ptx::dynamic_shared() + kSwizzleBytes - 1) / kSwizzleBytes * kSwizzleBytes;
         key_ring.barriers = base + Traits::kBarriersAt;
         dq_rings[0].barriers = key_ring.barriers + Ring<1>::kBytes;
         dq_rings[1].barriers = dq_rings[0].barriers + Ring<1>::kBytes;
@@ -60,35 +54,24 @@ struct BwdWideShared {
         landed = dout_ring.barriers + Ring<Traits::kDoutStages>::kBytes;
     }
 
-    MCP_DEVICE Keys keys() const { return {base + Traits::kKeysAt}; }
-    MCP_DEVICE Values values() const { return {base + Traits::kValuesAt}; }
-    MCP_DEVICE Queries queries(int stage) const {
-        return {base + Traits::kQueriesAt + stage * Traits::kQueryBytes};
-    }
-    MCP_DEVICE Dout dout(int stage) const {
-        return {base + Traits::kDoutAt + stage * Traits::kDoutBytes};
-    }
     MCP_DEVICE Scores probs() const { return {base + Traits::kProbsAt}; }
     MCP_DEVICE Scores ds() const { return {base + Traits::kDsAt}; }
+    // Of thread t of either consumer: vector i of 16 bytes at 2048 * i + 16 * t.
+    MCP_DEVICE u32 weights() const {
+        return base + Traits::kWeightsAt + 16 * thread_in_warpgroup();
+    }
     MCP_DEVICE u32 dq(int consumer) const {
         return base + Traits::kDqAt + consumer * Traits::kDqBytes;
     }
-    MCP_DEVICE u32 lse(int stage) const {
-        return base + Traits::kLseAt + stage * Traits::kRowStatBytes;
-    }
-    MCP_DEVICE u32 delta(int stage) const {
-        return base + Traits::kDeltaAt + stage * Traits::kRowStatBytes;
-    }
-    MCP_DEVICE u32 mailbox() const { return base + Traits::kMailboxAt; }
 
     // One thread; a CTA barrier must follow.
     MCP_DEVICE void init_barriers() const {
         key_ring.init(Traits::kConsumers);
-        query_ring.init(kConsumerWarps);
-        dout_ring.init(kConsumerWarps);
+        query_ring.init(Rooms::kConsumerWarps);
+        dout_ring.init(Rooms::kConsumerWarps);
         dq_rings[0].init(1, kWarpgroupSize);
         dq_rings[1].init(1, kWarpgroupSize);
-        mail_ring.init(kConsumerWarps + 1);
+        mail_ring.init(Rooms::kConsumerWarps + 1);
         ptx::mbarrier_init(landed, 1);
         ptx::fence_mbarrier_init();
         ptx::fence_proxy_async();
@@ -131,14 +114,16 @@ struct PanelDqTiles {
     }
 };
 
-// A warpgroup that owns some columns of dk and dv.
+// A warpgroup that owns some columns of dk and dv, and makes the probabilities (0) or their
+// gradients.
 template <class Traits, int kConsumer>
 struct BwdWideConsumer {
     using T = typename Traits::T;
     using Shared = BwdWideShared<Traits>;
     using Queries = QueryTiles<Traits::kBlockM>;
-    static constexpr int kMyQueries = Traits::kBlockM / 2;
-    static constexpr int kScores = kMyQueries / 2;
+    using Matrix = float[Traits::kBlockM / 2];
+    using Packed = u32[Traits::kBlockM / 4];
+    using RowStats = f32x2[Traits::kBlockM / 8];
     static constexpr int kDkPanels = Traits::kDkPanels[kConsumer];
     static constexpr int kDvPanels = Traits::kDvPanels[kConsumer];
     static constexpr int kDqPanels = Traits::kDqPanels[kConsumer];
@@ -163,46 +148,92 @@ struct BwdWideConsumer {
     MCP_DEVICE BwdWideConsumer(const BwdParams& params, const Shared& shared)
         : params(params), shared(shared) {}
 
-    // The gradients through one query tile. `place.column` counts from the consumer's first query
-    // of the tile.
+    // P' of the tile, and what dS' is of dP' - delta: P', or P' times the slope of the cap.
+    template <bool kMasked>
+    MCP_DEVICE void make_probabilities(const Queries& queries, FragmentPlace place) {
+        Matrix scores;
+        Packed probs_16, weights_16;
+        RowStats lse;
+        issue_a_bt<T>(scores, shared.keys(), 0, shared.queries(queries_at.stage));
+        load_row_stats(lse, shared.lse(queries_at.stage) + 4 * place.column);
+        VisiblePairs visible;
+        if constexpr (kMasked) {
+            visible = visible_pairs<Traits::kBlockM / 4>(queries.bounds(), place);
+        }
+        ptx::named_barrier_sync<Shared::kConsumerThreads>(2);
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_pin(scores);
+        Matrix weights;
+        if constexpr (Traits::kSoftcap) {
+            fill(weights, 1.0f);
+            cap_scores(scores, weights, params);
+        }
+        to_probabilities(scores, lse, params.score_scale);
+        if constexpr (kMasked) apply_mask(scores, visible, 0.0f);
+        pack<T>(probs_16, scores);
+        if constexpr (Traits::kSoftcap) {
+            to_score_gradients(scores, weights);
+            pack<T>(weights_16, weights);
+        }
+        store_transposed(shared.probs(), 0, 0, probs_16);
+        const Packed& words = Traits::kSoftcap ? weights_16 : probs_16;
+        MCP_UNROLL
+        for (int i = 0; i < 4; i++) {
+            ptx::store_shared_i32x4(
+                shared.weights() + 2048 * i,
+                {static_cast<i32>(words[4 * i]), static_cast<i32>(words[4 * i + 1]),
+                 static_cast<i32>(words[4 * i + 2]), static_cast<i32>(words[4 * i + 3])});
+        }
+        ptx::fence_proxy_async();
+    }
+
+    // dS' of the tile, from dP' - delta and the weights.
+    MCP_DEVICE void store_score_gradients(Matrix& dp) {
+        Packed ds_16;
+        Matrix weights;
+        MCP_UNROLL
+        for (int i = 0; i < 4; i++) {
+            const i32x4 packed = ptx::load_shared_i32x4(shared.weights() + 2048 * i);
+            const i32 words[4] = {packed.x, packed.y, packed.z, packed.w};
+            MCP_UNROLL
+            for (int j = 0; j < 4; j++) {
+                const f32x2 pair = ptx::unpack2<T>(static_cast<u32>(words[j]));
+                weights[8 * i + 2 * j] = pair.x;
+                weights[8 * i + 2 * j + 1] = pair.y;
+            }
+        }
+        to_score_gradients(weights, dp);
+        pack<T>(ds_16, dp);
+        store_transposed(shared.ds(), 0, 0, ds_16);
+        ptx::fence_proxy_async();
+    }
+
+    // The gradients through one query tile.
     template <bool kMasked>
     MCP_DEVICE void visit(const Queries& queries, FragmentPlace place) {
         const auto q = shared.queries(queries_at.stage);
         const auto dout = shared.dout(dout_at.stage);
-        const int first = kConsumer * kMyQueries;
-        place.column += first;
-        const u32 lse = shared.lse(queries_at.stage) + 4 * place.column;
-        const u32 delta = shared.delta(dout_at.stage) + 4 * place.column;
-        float scores[kScores], dp[kScores], dq[kDqRegisters];
-        u32 probs_16[kScores / 2], ds_16[kScores / 2];
-
+        float dq[kDqRegisters];
+        Matrix dp;
         shared.query_ring.wait_full(queries_at);
-        issue_a_bt<T>(scores, shared.keys(), 0, q, first);
-        shared.dout_ring.wait_full(dout_at);
-        issue_a_bt<T>(dp, shared.values(), 0, dout, first);
-        ptx::wgmma_wait<1>();
-        ptx::wgmma_pin(scores);
-        if constexpr (Traits::kSoftcap) {
+        if constexpr (kConsumer == 0) {
+            make_probabilities<kMasked>(queries, place);
+            shared.dout_ring.wait_full(dout_at);
+        } else {
+            RowStats delta;
+            shared.dout_ring.wait_full(dout_at);
+            // Behind the scores: P' is made under this product.
+            ptx::named_barrier_sync<Shared::kConsumerThreads>(2);
+            issue_a_bt<T>(dp, shared.values(), 0, dout);
+            load_row_stats(delta, shared.delta(dout_at.stage) + 4 * place.column);
             ptx::wgmma_wait<0>();
             ptx::wgmma_pin(dp);
-            cap_scores(scores, dp, delta, params);
+            subtract_delta(dp, delta);
         }
-        to_probabilities(scores, lse, params.score_scale);
-        if constexpr (kMasked) apply_mask(scores, queries, place, 0.0f);
-        if constexpr (!Traits::kSoftcap) {
-            ptx::wgmma_wait<0>();
-            ptx::wgmma_pin(dp);
-        }
-        to_score_gradients<kMasked, !Traits::kSoftcap>(scores, dp, delta);
-        pack<T>(probs_16, scores);
-        pack<T>(ds_16, dp);
-        ptx::named_barrier_sync<Shared::kConsumerThreads>(2);
-        store_transposed(shared.probs(), 0, first, probs_16);
-        store_transposed(shared.ds(), 0, first, ds_16);
-        ptx::fence_proxy_async();
         ptx::named_barrier_sync<Shared::kConsumerThreads>(1);
-
         if constexpr (kDvPanels > 0) issue_at_b<T>(dv, shared.probs(), dout, kFirstDvPanel);
+        if constexpr (kConsumer == 1) store_score_gradients(dp);
+        ptx::named_barrier_sync<Shared::kConsumerThreads>(3);
         if constexpr (kDqPanels > 0) issue_a_b<T>(dq, shared.ds(), 0, shared.keys(), kFirstDqPanel);
         if constexpr (kDkPanels > 0) issue_at_b<T>(dk, shared.ds(), q, kFirstDkPanel);
         ptx::wgmma_wait<kAfterDv>();

@@ -1,5 +1,5 @@
-// How a consumer of either backward kernel goes through its work: item by item; for each query head of
-// the group, the query tiles that see its keys; then its gradients to memory.
+// How a consumer of either backward kernel goes through its work: item by item; for each query head
+// of the group, the query tiles that see its keys; then its gradients to memory.
 #pragma once
 
 #include <mcp/fragment.cuh>
@@ -21,12 +21,17 @@ MCP_DEVICE void visit_queries(Consumer& consumer, const WorkItem& work, Fragment
         bool more = true;
         MCP_NO_UNROLL
         while (more) {
-            if (queries.is_full()) {
-                consumer.template visit<false>(queries, place);
+            const i32 num_full = queries.num_full();
+            if (num_full > 0) {
+                MCP_NO_UNROLL
+                for (i32 left = num_full; left > 0; left--) {
+                    consumer.template visit<false>(queries, place);
+                }
+                more = queries.advance(num_full);
             } else {
                 consumer.template visit<true>(queries, place);
+                more = queries.advance();
             }
-            more = queries.advance();
         }
     }
     if (thread_in_warpgroup() == 0) consumer.shared.key_ring.release(consumer.keys_at);
@@ -38,7 +43,7 @@ MCP_DEVICE void consume(Consumer& consumer) {
     const auto& shared = consumer.shared;
     for (;;) {
         const WorkItem work =
-            to_work_item(receive(shared.mailbox(), shared.mail_ring, consumer.mail_at));
+            to_work_item(receive<2>(shared.mailbox(), shared.mail_ring, consumer.mail_at));
         if (work.head < 0) break;
         FragmentPlace place = fragment_place();
         place.row += work.row0 + consumer.first_row();

@@ -7,7 +7,6 @@ using Traits = mcp::attn::FwdTraits<mcp::MCP_TYPE,
                                     MCP_BLOCK_N,
                                     MCP_STAGES,
                                     MCP_CONSUMERS,
-                                    MCP_PING_PONG,
                                     MCP_SOFTCAP>;
 static_assert(Traits::kBlockM == MCP_BLOCK_M && Traits::kThreads == MCP_THREADS &&
                   Traits::kSharedBytes == MCP_SHARED_BYTES,

@@ -16,6 +16,7 @@
 #include <mcp/ring.cuh>
 
 #include "fwd_epilogue.cuh"
+#include "fwd_mail.cuh"
 #include "mask.cuh"
 #include "params.h"
 #include "softmax.cuh"
@@ -26,11 +27,11 @@ namespace mcp::attn {
 
 // Shared memory and its barriers. Consumer threads read the mailbox, wgmma reads the tiles.
 //   ring     filled by                    emptied by (arrivals)       what a reader may read
-//   queries  producer: bytes of q         1 thread per consumer       the q tile
+//   queries  producer: bytes of q         1 lane per consumer warp    the q tile
 //   keys     producer: bytes of k         1 thread per consumer       the stage's k tile
 //   values   producer: bytes of v, or 1   1 thread per consumer       the stage's v tile
 //            arrival after clearing rows
-//   mail     producer: 1 arrival          1 lane per consumer warp    the mailbox
+//   mail     producer: 1 arrival          1 lane per consumer warp    the slot's message
 // `tail` is the producer's own: a v tile whose last rows it must clear has landed.
 template <class Traits>
 struct FwdShared {
@@ -38,12 +39,18 @@ struct FwdShared {
     using Keys = Panels<Traits::kBlockN, Traits::kHeadDim>;
     using Values = Panels<Traits::kBlockN, Traits::kValueDim>;
     using Stages = Ring<Traits::kStages>;
+    using Mails = Ring<Traits::kMailSlots>;
+    static constexpr int kConsumerWarps = Traits::kConsumers * kWarpsPerWarpgroup;
+    static_assert(Traits::kMailBytes == Traits::kMailSlots * SegmentMail::kBytes &&
+                      Traits::kRoomBytes == 16 * kRowBytes,
+                  "traits.h and fwd_mail.cuh or fwd_epilogue.cuh disagree");
     static_assert(Queries::kBytes == Traits::kQueryBytes && Keys::kBytes == Traits::kKeyBytes &&
                       Values::kBytes == Traits::kValueBytes,
                   "traits.h and panels.cuh disagree");
 
     u32 base;
-    Ring<1> query_ring, mail_ring;
+    Ring<1> query_ring;
+    Mails mail_ring;
     Stages key_ring, value_ring;
     u32 tail;
 
@@ -51,10 +58,12 @@ struct FwdShared {
         base = (ptx::dynamic_shared() + kSwizzleBytes - 1) / kSwizzleBytes * kSwizzleBytes;
         query_ring.barriers = base + Traits::kBarriersAt;
         mail_ring.barriers = query_ring.barriers + Ring<1>::kBytes;
-        key_ring.barriers = mail_ring.barriers + Ring<1>::kBytes;
+        key_ring.barriers = mail_ring.barriers + Mails::kBytes;
         value_ring.barriers = key_ring.barriers + Stages::kBytes;
         tail = value_ring.barriers + Stages::kBytes;
-        static_assert(2 * Ring<1>::kBytes + 2 * Stages::kBytes + 8 == 8 * Traits::kNumBarriers, "");
+        static_assert(
+            Ring<1>::kBytes + Mails::kBytes + 2 * Stages::kBytes + 8 == 8 * Traits::kNumBarriers,
+            "");
     }
 
     MCP_DEVICE Queries queries() const { return {base + Traits::kQueryAt}; }
@@ -64,14 +73,19 @@ struct FwdShared {
     MCP_DEVICE Values values(int stage) const {
         return {base + Traits::kValuesAt + stage * Traits::kValueBytes};
     }
+    // Of a consumer warp; where there is no other room, the rows of the queries that it alone
+    // reads.
+    MCP_DEVICE u32 out_room(int warp) const {
+        return base + Traits::kOutAt + warp * Traits::kRoomBytes;
+    }
     MCP_DEVICE u32 mailbox() const { return base + Traits::kMailboxAt; }
 
     // One thread; a CTA barrier must follow.
     MCP_DEVICE void init_barriers() const {
-        query_ring.init(Traits::kConsumers);
+        query_ring.init(kConsumerWarps);
         key_ring.init(Traits::kConsumers);
         value_ring.init(Traits::kConsumers);
-        mail_ring.init(Traits::kConsumers * kWarpsPerWarpgroup);
+        mail_ring.init(kConsumerWarps);
         ptx::mbarrier_init(tail, 1);
         ptx::fence_mbarrier_init();
         ptx::fence_proxy_async();
@@ -92,13 +106,14 @@ struct Producer {
     const Shared& shared;
     bool leader;
     Position keys_at, values_at;
-    RingPosition<1> queries_at, mail_at, tail_at;
+    RingPosition<1> queries_at, tail_at;
+    RingPosition<Traits::kMailSlots> mail_at;
 
     MCP_DEVICE Producer(const FwdParams& params, const Shared& shared)
         : params(params), shared(shared), leader(lane_index() == 0) {}
 
-    MCP_DEVICE void post(const WorkItem& work) {
-        send(shared.mailbox(), shared.mail_ring, mail_at, leader, to_message(work));
+    MCP_DEVICE void post(const SegmentMail& mail) {
+        send(shared.mailbox(), shared.mail_ring, mail_at, leader, mail);
     }
 
     MCP_DEVICE void load_queries(const WorkItem& work) {
@@ -155,11 +170,14 @@ struct Producer {
         const i32 kv_head = work.head / (params.num_heads / params.num_kv_heads);
         KeyTiles<Traits::kBlockN> keys(params.segments, work);
         i32 first_key, end;
+        post(to_mail(work, keys));
         load_queries(work);
         load_keys(kv_head, keys.first());
         for (;;) {
+            const i32 segments_left = keys.segments_left;
             first_key = keys.first(), end = keys.k1;
             if (!keys.advance()) break;
+            if (keys.segments_left != segments_left) post(to_mail(work, keys));
             load_keys(kv_head, keys.first());
             load_values(kv_head, first_key, end);
         }
@@ -169,12 +187,15 @@ struct Producer {
     MCP_DEVICE void run() {
         const WorkQueue<FwdParams, true> queue = {params, leader};
         WorkItem work = queue.first();
-        for (;;) {
-            post(work);
-            if (work.head < 0) break;
-            if (work.num_segs > 0) load_tiles(work);
+        while (work.head >= 0) {
+            if (work.num_segs > 0) {
+                load_tiles(work);
+            } else {
+                post(to_mail(work));
+            }
             work = queue.next();
         }
+        post(to_mail(work));
         queue.finish();
     }
 };
@@ -183,24 +204,22 @@ struct Producer {
 
 // Consumers issue their products in turn, so that the tensor cores work for one while the others do
 // softmax. Named barrier 1 + consumer: 128 threads of the consumer before arrive, its own 128 wait.
-template <bool kOn, int kConsumers>
+template <int kConsumers>
 struct ConsumerTurns {
     static constexpr int kThreads = 2 * kWarpgroupSize;
     int consumer;
 
     // The first turn is consumer 0's: the last consumer passes it on.
     MCP_DEVICE void begin() const {
-        if (kOn && consumer == kConsumers - 1) ptx::named_barrier_arrive<kThreads>(1);
+        if (consumer == kConsumers - 1) ptx::named_barrier_arrive<kThreads>(1);
     }
-    MCP_DEVICE void take() const {
-        if constexpr (kOn) ptx::named_barrier_sync<kThreads>(1 + consumer);
-    }
+    MCP_DEVICE void take() const { ptx::named_barrier_sync<kThreads>(1 + consumer); }
     MCP_DEVICE void pass() const {
-        if constexpr (kOn) ptx::named_barrier_arrive<kThreads>(1 + (consumer + 1) % kConsumers);
+        ptx::named_barrier_arrive<kThreads>(1 + (consumer + 1) % kConsumers);
     }
     // Consumer 0 takes the turn that is left over, so that no arrival stays behind.
     MCP_DEVICE void end() const {
-        if (kOn && consumer == 0) ptx::named_barrier_sync<kThreads>(1);
+        if (consumer == 0) ptx::named_barrier_sync<kThreads>(1);
     }
 };
 
@@ -209,18 +228,17 @@ template <class Traits>
 struct Consumer {
     using T = typename Traits::T;
     using Shared = FwdShared<Traits>;
-    using Keys = KeyTiles<Traits::kBlockN>;
     using Position = RingPosition<Traits::kStages>;
 
     const FwdParams& params;
     const Shared& shared;
     int consumer;
     bool speaker;  // the thread that arrives for the warpgroup
-    ConsumerTurns<Traits::kPingPong, Traits::kConsumers> turns;
+    ConsumerTurns<Traits::kConsumers> turns;
     Position keys_at, values_at;
-    RingPosition<1> queries_at, mail_at;
+    RingPosition<1> queries_at;
+    MailedKeys<Traits::kBlockN, Traits::kMailSlots> keys;
 
-    float scores[Traits::kBlockN / 2];
     float out[Traits::kValueDim / 2];
     u32 probs[Traits::kBlockN / 4];
     OnlineSoftmax softmax;
@@ -230,51 +248,68 @@ struct Consumer {
           shared(shared),
           consumer(consumer),
           speaker(thread_in_warpgroup() == 0),
-          turns{consumer} {}
+          turns{consumer},
+          keys{shared.mailbox(), shared.mail_ring} {}
 
-    MCP_DEVICE void issue_scores() {
+    // Scores are a variable of the tile: of a member the compiler would keep 64 registers from one
+    // work item to the next.
+    using Scores = float[Traits::kBlockN / 2];
+
+    MCP_DEVICE void issue_scores(Scores& scores) {
         issue_a_bt<T>(scores, shared.queries(), consumer * 64, shared.keys(keys_at.stage));
+    }
+    MCP_DEVICE VisiblePairs visible_keys(FragmentPlace place) const {
+        return visible_pairs<Traits::kBlockN / 4>(keys.bounds(), place);
     }
     MCP_DEVICE void issue_output() { issue_p_b<T>(out, probs, shared.values(values_at.stage)); }
 
     // Scores -> probabilities in place; `rescale` for what was summed before.
     template <bool kMasked>
-    MCP_DEVICE void apply_softmax(const Keys& keys, FragmentPlace place, float (&rescale)[2]) {
+    MCP_DEVICE void apply_softmax(Scores& scores,
+                                  const VisiblePairs& visible,
+                                  float (&rescale)[2]) {
         if constexpr (Traits::kSoftcap) cap_scores(scores, params);
-        if constexpr (kMasked) apply_mask(scores, keys, place, negative_infinity());
+        if constexpr (kMasked) apply_mask(scores, visible, negative_infinity());
         softmax.template step<kMasked>(scores, params.score_scale, rescale);
     }
 
     // The first key tile has no earlier product to overlap with.
-    MCP_DEVICE void first_tile(const Keys& keys, FragmentPlace place) {
+    MCP_DEVICE void first_tile(FragmentPlace place) {
+        Scores scores;
         float rescale[2];
         shared.key_ring.wait_full(keys_at);
-        issue_scores();
+        issue_scores(scores);
+        const VisiblePairs visible = visible_keys(place);
         ptx::wgmma_wait<0>();
         ptx::wgmma_pin(scores);
         if (speaker) shared.key_ring.release(keys_at);
         keys_at.advance();
-        apply_softmax<true>(keys, place, rescale);
+        apply_softmax<true>(scores, visible, rescale);
+        if (params.accumulate) begin_output(out, softmax, rescale);
         pack<T>(probs, scores);
     }
 
     // Scores of this key tile, while the output of the one before is still being multiplied.
     template <bool kMasked>
-    MCP_DEVICE void next_tile(const Keys& keys, FragmentPlace place) {
+    MCP_DEVICE void next_tile(FragmentPlace place) {
+        Scores scores;
         float rescale[2];
         shared.key_ring.wait_full(keys_at);
         turns.take();
-        issue_scores();
+        issue_scores(scores);
         shared.value_ring.wait_full(values_at);
         issue_output();
         turns.pass();
+        VisiblePairs visible;
+        if constexpr (kMasked) visible = visible_keys(place);
         ptx::wgmma_wait<1>();
         ptx::wgmma_pin(scores);
-        apply_softmax<kMasked>(keys, place, rescale);
-        // Always true. It makes the arrival depend on the softmax, or ptxas moves the wait below
-        // above most of it and the product of probabilities and values overlaps with nothing.
-        const bool softmax_done = softmax.sum[0] + softmax.sum[1] != -1.0f;
-        if (speaker && softmax_done) shared.key_ring.release(keys_at);
+        apply_softmax<kMasked>(scores, visible, rescale);
+        // Always true. It makes the arrival depend on the first row's maximum, or ptxas moves the
+        // wait below above it and the product of probabilities and values overlaps with nothing.
+        // Further down, exponentials are left to overlap with rescaling and packing.
+        const bool has_maximum = rescale[0] != -1.0f;
+        if (speaker && has_maximum) shared.key_ring.release(keys_at);
         keys_at.advance();
         ptx::wgmma_wait<0>();
         ptx::wgmma_pin(out);
@@ -284,50 +319,77 @@ struct Consumer {
         scale_rows(out, rescale);
     }
 
-    MCP_DEVICE void last_output() {
+    MCP_DEVICE void release_queries() {
+        if constexpr (Traits::kOutInQueries) ptx::fence_proxy_async();
+        give_back(shared.query_ring, queries_at);
+    }
+
+    // All key tiles; the last product of probabilities and values is issued.
+    MCP_DEVICE void visit_keys(FragmentPlace place) {
+        shared.query_ring.wait_full(queries_at);
+        first_tile(place);
+        bool more = keys.advance(1);
+        MCP_NO_UNROLL
+        while (more) {
+            const i32 num_full = keys.num_full();
+            if (num_full > 0) {
+                MCP_NO_UNROLL
+                for (i32 left = num_full; left > 0; left--) next_tile<false>(place);
+                more = keys.advance(num_full);
+            } else {
+                next_tile<true>(place);
+                more = keys.advance(1);
+            }
+        }
+        if constexpr (!Traits::kOutInQueries) release_queries();
         shared.value_ring.wait_full(values_at);
         issue_output();
+    }
+
+    MCP_DEVICE void finish_output() {
         ptx::wgmma_wait<0>();
         ptx::wgmma_pin(out);
         if (speaker) shared.value_ring.release(values_at);
         values_at.advance();
     }
 
-    MCP_DEVICE void visit_keys(const WorkItem& work, FragmentPlace place) {
-        Keys keys(params.segments, work);
-        shared.query_ring.wait_full(queries_at);
-        first_tile(keys, place);
-        bool more = keys.advance();
-        MCP_NO_UNROLL
-        while (more) {
-            if (keys.is_full()) {
-                MCP_NO_UNROLL
-                do {
-                    next_tile<false>(keys, place);
-                    more = keys.advance();
-                } while (more && keys.is_full());
-            } else {
-                next_tile<true>(keys, place);
-                more = keys.advance();
-            }
+    MCP_DEVICE void visit(const WorkItem& work) {
+        FragmentPlace place = fragment_place();
+        place.row += work.row0 + consumer * 64;
+        float factor[2] = {1.0f, 1.0f};
+        load_earlier<T>(params, work, place, out, softmax);
+        if (work.num_segs > 0) {
+            visit_keys(place);
+            keys.close();
+            // While the output is still being multiplied.
+            finish_rows(params, work, place, softmax, factor);
+            finish_output();
+        } else {
+            keys.close();
+            begin_output(out, softmax, factor);
+            finish_rows(params, work, place, softmax, factor);
         }
-        if (speaker) shared.query_ring.release(queries_at);
-        queries_at.advance();
-        last_output();
+        store(work, factor);
+        if (Traits::kOutInQueries && work.num_segs > 0) release_queries();
+    }
+
+    MCP_DEVICE void store(const WorkItem& work, const float (&factor)[2]) const {
+        const int warp = uniform(thread_in_warpgroup() / kWarpSize);
+        const u32 room = shared.out_room(consumer * kWarpsPerWarpgroup + warp);
+        const OutRows rows(params, work, work.row0 + consumer * 64 + warp * 16, room);
+        if (params.out_is_float) {
+            store_f32(out, factor, rows);
+        } else {
+            store_16<T>(out, factor, rows);
+        }
     }
 
     MCP_DEVICE void run() {
         turns.begin();
         for (;;) {
-            const WorkItem work =
-                to_work_item(receive(shared.mailbox(), shared.mail_ring, mail_at));
+            const WorkItem work = keys.open();
             if (work.head < 0) break;
-            FragmentPlace place = fragment_place();
-            place.row += work.row0 + consumer * 64;
-            softmax.reset();
-            fill(out, 0.0f);
-            if (work.num_segs > 0) visit_keys(work, place);
-            store_rows<T>(params, work, place, out, softmax);
+            visit(work);
         }
         turns.end();
     }

@@ -7,31 +7,52 @@
 
 namespace mcp::attn {
 
+// The lowest `count` bits, 0 <= count <= 32.
+MCP_DEVICE u32 low_bits(i32 count) {
+    return count < 32 ? (1u << count) - 1 : 0xffffffffu;
+}
+
+// How many of a thread's columns 0, 1, 8, 9, 16, 17, ... are below `end`; the thread has
+// `kColumns`.
+template <int kColumns>
+MCP_DEVICE i32 columns_below(i32 end) {
+    const i32 inside = ptx::min(ptx::max(end, 0), 4 * kColumns);
+    return inside / 8 * 2 + ptx::min(inside % 8, 2);
+}
+
+// The thread's columns that row `row` sees: bit 2 * i + e stands for column 8 * i + e of those that
+// start at `column` in the tile.
+template <int kColumns>
+MCP_DEVICE u32 visible_columns(const MaskBounds& tile, i32 row, i32 column) {
+    static_assert(kColumns <= 32, "one bit per column of the thread");
+    const i32 first = tile.first + column;
+    const i32 begin = ptx::max(tile.k0, row + tile.lo) - first;
+    const i32 end = ptx::min(tile.k1, row + tile.hi + 1) - first;
+    const u32 between =
+        low_bits(columns_below<kColumns>(end)) & ~low_bits(columns_below<kColumns>(begin));
+    return row >= tile.q0 && row < tile.q1 ? between : 0;
+}
+
+// The same of the thread's two rows; `place.row` is the absolute row of its first fragment row: a
+// query, or, in the backward pass, which is transposed, a key. `tile` is that of the columns.
+struct VisiblePairs {
+    u32 row[2] = {0, 0};
+};
+template <int kColumns>
+MCP_DEVICE VisiblePairs visible_pairs(const MaskBounds& tile, FragmentPlace place) {
+    return {{visible_columns<kColumns>(tile, place.row, place.column),
+             visible_columns<kColumns>(tile, place.row + 8, place.column)}};
+}
+
 // Pairs that may not see each other become `hidden`: -inf for scores, 0 for probabilities.
-// `place.row` is the absolute row of the thread's first fragment row: a query, or, in the backward
-// pass, which is transposed, a key; `tiles` stands at the tile of the values' columns.
-template <class Tiles, int kSize>
-MCP_DEVICE void apply_mask(float (&values)[kSize],
-                           const Tiles& tiles,
-                           FragmentPlace place,
-                           float hidden) {
-    const i32 first = tiles.first() + place.column;
+template <int kSize>
+MCP_DEVICE void apply_mask(float (&values)[kSize], const VisiblePairs& visible, float hidden) {
     MCP_UNROLL
     for (int half = 0; half < 2; half++) {
-        const i32 r = place.row + 8 * half;
-        const i32 begin = ptx::max(tiles.k0, r + tiles.lo) - first;
-        const i32 end = ptx::min(tiles.k1, r + tiles.hi + 1) - first;
-        const bool inside = r >= tiles.q0 && r < tiles.q1;
-        // One unsigned comparison tests both bounds and the row.
-        const u32 length = inside ? static_cast<u32>(ptx::max(end - begin, 0)) : 0u;
         MCP_UNROLL
-        for (int i = 0; i < kSize / 4; i++) {
-            MCP_UNROLL
-            for (int e = 0; e < 2; e++) {
-                if (static_cast<u32>(8 * i + e - begin) >= length) {
-                    values[4 * i + 2 * half + e] = hidden;
-                }
-            }
+        for (int i = 0; i < kSize / 2; i++) {
+            float& value = values[4 * (i / 2) + 2 * half + i % 2];
+            if (!(visible.row[half] >> i & 1)) value = hidden;
         }
     }
 }

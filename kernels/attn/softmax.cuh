@@ -6,7 +6,6 @@
 #include <mcp/fragment.cuh>
 
 #include "params.h"
-#include "store_row.cuh"
 
 namespace mcp::attn {
 
@@ -25,10 +24,22 @@ MCP_DEVICE void cap_scores(float (&scores)[kSize], const FwdParams& params) {
 struct OnlineSoftmax {
     float max[2];
     float sum[2];
+    float start_max[2];  // of an earlier result over other keys, or -inf
 
     MCP_DEVICE void reset() {
-        max[0] = max[1] = negative_infinity();
+        max[0] = max[1] = start_max[0] = start_max[1] = negative_infinity();
         sum[0] = sum[1] = 0.0f;
+    }
+    // An earlier result, as one key whose exponential is 1: one lane of the row has it.
+    MCP_DEVICE void start(int half, float lse, float score_scale, bool has_it) {
+        max[half] = start_max[half] = lse * (kLog2E / score_scale);
+        sum[half] = has_it && lse != negative_infinity() ? 1.0f : 0.0f;
+    }
+    MCP_DEVICE bool has_start(int half) const { return start_max[half] != negative_infinity(); }
+    // Nothing was added to the earlier result; `row_sum` is that of all lanes.
+    MCP_DEVICE bool is_as_started(int half, float row_sum, float sink) const {
+        return has_start(half) && max[half] == start_max[half] && row_sum == 1.0f &&
+               sink == negative_infinity();
     }
 
     // Replaces the scores of a key tile by their exponentials and returns in `rescale` the factor
@@ -69,11 +80,9 @@ struct RowEnd {
     float lse, factor;
 };
 
-// Joins the lanes' sums. `sink` is a logit (natural log) that adds to the denominator, -inf for
-// none. A row without keys gets factor 0, and the sink, or -inf, as lse. All lanes of a row call
-// together.
+// `sum` is that of all lanes. `sink` is a logit (natural log) that adds to the denominator, -inf
+// for none. A row without keys gets factor 0, and the sink, or -inf, as lse.
 MCP_DEVICE RowEnd finish_row(float max, float sum, float score_scale, float sink) {
-    sum = row_sum(sum);
     const float top = max * score_scale;
     const float sink_2 = sink * kLog2E;
     const float shift = ptx::max(top, sink_2);
@@ -82,21 +91,6 @@ MCP_DEVICE RowEnd finish_row(float max, float sum, float score_scale, float sink
     const float weight = ptx::exp2_approx(top - shift);
     const float total = ptx::fma(sum, weight, ptx::exp2_approx(sink_2 - shift));
     return {(shift + ptx::log2_approx(total)) * kLn2, weight / total};
-}
-
-// A row's result merged with an earlier partial one over other keys.
-struct RowMerge {
-    float lse;
-    RowScale scale;
-};
-
-MCP_DEVICE RowMerge merge_rows(RowEnd row, float earlier_lse) {
-    const float shift = ptx::max(row.lse, earlier_lse);
-    if (shift == negative_infinity()) return {negative_infinity(), {0.0f, 0.0f}};
-    const float mine = ptx::exp2_approx((row.lse - shift) * kLog2E);
-    const float earlier = ptx::exp2_approx((earlier_lse - shift) * kLog2E);
-    const float total = mine + earlier;
-    return {shift + ptx::log2_approx(total) * kLn2, {row.factor * (mine / total), earlier / total}};
 }
 
 }  // namespace mcp::attn

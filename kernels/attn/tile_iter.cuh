@@ -16,11 +16,14 @@ struct WorkItem {
     i32 head;  // -1: no work is left
 };
 
-MCP_DEVICE Message to_message(const WorkItem& work) {
-    return {{work.row0, work.rows, work.seg0, work.num_segs}, work.head};
+using WorkMessage = Message<2>;
+
+MCP_DEVICE WorkMessage to_message(const WorkItem& work) {
+    return {{{work.row0, work.rows, work.seg0, work.num_segs}, {work.head, 0, 0, 0}}};
 }
-MCP_DEVICE WorkItem to_work_item(const Message& message) {
-    return {message.a.x, message.a.y, message.a.z, message.a.w, message.b};
+MCP_DEVICE WorkItem to_work_item(const WorkMessage& message) {
+    const i32x4 a = message.part[0];
+    return {uniform(a.x), uniform(a.y), uniform(a.z), uniform(a.w), uniform(message.part[1].x)};
 }
 
 MCP_DEVICE i32 num_work_heads(const FwdParams& params) {
@@ -76,6 +79,12 @@ struct WorkQueue {
 
 enum class Direction { kUpwards, kDownwards };
 
+// Which pairs a segment allows in a tile whose first column is `first`; the rest as in Segment.
+struct MaskBounds {
+    i32 first;
+    i32 k0, k1, lo, hi, q0, q1;
+};
+
 // Walks the segments of a work item with at least one, each in tiles of `kStep`. Every warp of
 // every role sees the same sequence. In the forward pass it steps through keys, downwards, as a
 // causal mask ends in the last tile; in the backward pass through queries, upwards, as the turns of
@@ -102,13 +111,14 @@ struct SegmentTiles {
         segments_left--;
     }
 
-    // Moves to the next tile; false if this was the last.
-    MCP_DEVICE bool advance() {
+    // Moves on by `num_tiles` tiles of this segment; false if no tile is left.
+    MCP_DEVICE bool advance(i32 num_tiles = 1) {
         if (kDirection == Direction::kUpwards) {
-            tile++;
+            tile += num_tiles;
             if (first() < k1) return true;
         } else {
-            if (--tile >= 0) return true;
+            tile -= num_tiles;
+            if (tile >= 0) return true;
         }
         if (segments_left == 0) return false;
         enter_segment();
@@ -116,8 +126,9 @@ struct SegmentTiles {
     }
 
     MCP_DEVICE i32 first() const { return k0 + tile * kStep; }
-    // Every row of the work item sees everything in this tile.
-    MCP_DEVICE bool is_full() const { return tile >= full_begin && tile < full_end; }
+    MCP_DEVICE MaskBounds bounds() const { return {first(), k0, k1, lo, hi, q0, q1}; }
+    // How many tiles from this one on need no mask, going upwards: 0 where this one does.
+    MCP_DEVICE i32 num_full() const { return tile >= full_begin ? full_end - tile : 0; }
 };
 
 template <int kBlockN>

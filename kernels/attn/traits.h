@@ -16,7 +16,6 @@ template <class T_,
           int kBlockN_,
           int kStages_,
           int kConsumers_,
-          bool kPingPong_,
           bool kSoftcap_>
 struct FwdTraits {
     using T = T_;
@@ -26,8 +25,6 @@ struct FwdTraits {
     static constexpr int kBlockN = kBlockN_;
     static constexpr int kStages = kStages_;
     static constexpr int kConsumers = kConsumers_;
-    static constexpr bool kPingPong =
-        kPingPong_;  // consumers take turns: one's softmax under the other's products
     static constexpr bool kSoftcap = kSoftcap_;
     static constexpr int kThreads = 128 * (kConsumers + 1);
 
@@ -41,13 +38,23 @@ struct FwdTraits {
     static constexpr int kKeyBytes = kBlockN * kPaddedHeadDim * 2;
     static constexpr int kValueBytes = kBlockN * kPaddedValueDim * 2;
 
-    // Shared memory: [align to 1024] q | k stages | v stages | mailbox 32 | barriers.
+    // Shared memory: [align to 1024] q | k stages | v stages | out rooms | mailbox | barriers.
+    // Where there is no room for results on their way out, they take the place of the queries, and
+    // the next queries are loaded later.
+    static constexpr int kMailSlots = 4;
+    static constexpr int kMailBytes = kMailSlots * 48;
+    static constexpr int kNumBarriers = 2 * (1 + 2 * kStages + kMailSlots) + 1;
+    static constexpr int kRoomBytes = 16 * 128;  // of a consumer warp: its rows, 128 bytes each
     static constexpr int kQueryAt = 0;
     static constexpr int kKeysAt = kQueryAt + kQueryBytes;
     static constexpr int kValuesAt = kKeysAt + kStages * kKeyBytes;
-    static constexpr int kMailboxAt = kValuesAt + kStages * kValueBytes;
-    static constexpr int kBarriersAt = kMailboxAt + 32;
-    static constexpr int kNumBarriers = 2 * (1 + 2 * kStages + 1) + 1;
+    static constexpr int kRoomsAt = kValuesAt + kStages * kValueBytes;
+    static constexpr int kRoomsBytes = kConsumers * 4 * kRoomBytes;
+    static constexpr bool kOutInQueries =
+        1024 + kRoomsAt + kRoomsBytes + kMailBytes + 8 * kNumBarriers > kMaxSharedBytes;
+    static constexpr int kOutAt = kOutInQueries ? kQueryAt : kRoomsAt;
+    static constexpr int kMailboxAt = kRoomsAt + (kOutInQueries ? 0 : kRoomsBytes);
+    static constexpr int kBarriersAt = kMailboxAt + kMailBytes;
     static constexpr int kSharedBytes = (1024 + kBarriersAt + 8 * kNumBarriers + 127) / 128 * 128;
 
     static_assert(kConsumers == 2 || kConsumers == 3, "register pools are computed for 2 and 3");
@@ -106,9 +113,9 @@ struct BwdTraits {
     static_assert(kSharedBytes <= kMaxSharedBytes, "more shared memory than a CTA can have");
 };
 
-// Head dims above 128, multiples of 64: tiles of 64 keys and 64 queries. Scores are split between
-// the two consumers by query, 32 each; everything else by columns, in panels of 64. Probabilities
-// and their gradients pass through shared memory.
+// Head dims above 128, multiples of 64: tiles of 64 keys and 64 queries. The first consumer makes
+// the probabilities, the second their gradients; everything else is split by columns, in panels
+// of 64. Both pass through shared memory.
 template <class T_,
           int kHeadDim_,
           int kValueDim_,
@@ -148,15 +155,16 @@ struct BwdWideTraits {
         kBlockM * 64 * 4;  // one 64-column panel of a consumer at a time
     static constexpr int kRowStatBytes = kBlockM * 4;
 
-    // Shared memory: [align to 1024] k | v | q stages | dout stages | p | ds | dq of each consumer
-    // | lse | delta | mailbox | barriers.
+    // Shared memory: [align to 1024] k | v | q stages | dout stages | p | ds | weights | dq of each
+    // consumer | lse | delta | mailbox | barriers.
     static constexpr int kKeysAt = 0;
     static constexpr int kValuesAt = kKeysAt + kKeyBytes;
     static constexpr int kQueriesAt = kValuesAt + kValueBytes;
     static constexpr int kDoutAt = kQueriesAt + kQueryStages * kQueryBytes;
     static constexpr int kProbsAt = kDoutAt + kDoutStages * kDoutBytes;
     static constexpr int kDsAt = kProbsAt + kScoreBytes;
-    static constexpr int kDqAt = kDsAt + kScoreBytes;
+    static constexpr int kWeightsAt = kDsAt + kScoreBytes;
+    static constexpr int kDqAt = kWeightsAt + kScoreBytes;
     static constexpr int kLseAt = kDqAt + kConsumers * kDqBytes;
     static constexpr int kDeltaAt = kLseAt + kQueryStages * kRowStatBytes;
     static constexpr int kMailboxAt = kDeltaAt + kDoutStages * kRowStatBytes;

@@ -22,6 +22,9 @@ struct fp16 {
 struct alignas(8) f32x2 {
     float x, y;
 };
+struct alignas(16) f32x4 {
+    float x, y, z, w;
+};
 struct alignas(8) u32x2 {
     u32 x, y;
 };

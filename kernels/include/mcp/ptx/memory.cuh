@@ -41,6 +41,14 @@ MCP_DEVICE f32x2 load_shared_f32x2(u32 address) {
                  : "memory");
     return v;
 }
+MCP_DEVICE f32x4 load_shared_f32x4(u32 address) {
+    f32x4 v;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "r"(address)
+                 : "memory");
+    return v;
+}
 MCP_DEVICE void store_shared_u32(u32 address, u32 value) {
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }

@@ -32,6 +32,11 @@ MCP_DEVICE f32x2 load_shared_f32x2(u32 address) {
     emulator::load_shared(address, &value, 8);
     return value;
 }
+MCP_DEVICE f32x4 load_shared_f32x4(u32 address) {
+    f32x4 value;
+    emulator::load_shared(address, &value, 16);
+    return value;
+}
 MCP_DEVICE void store_shared_u32(u32 address, u32 value) {
     emulator::store_shared(address, &value, 4);
 }

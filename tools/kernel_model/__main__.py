@@ -1,0 +1,127 @@
+"""How busy a kernel's machine code keeps Hopper's tensor cores, in a model. Nothing is measured, no GPU is needed.
+
+    PYTHONPATH=. python -m tools.kernel_model                      our kernels, compiled with nvcc
+    PYTHONPATH=. python -m tools.kernel_model --json bwd_128       one of them, all figures
+    PYTHONPATH=. python -m tools.kernel_model --peer _C.so         FlashAttention-3's kernels of another library
+
+For the loop over full tiles, and in the backward pass over masked ones: the share of the cycles in which the
+products need the tensor cores, under the assumptions `default` / `tight`. Then the cycles that a work item of
+four tiles takes beyond four rounds of the loop, by kind of result (`default`). `--peer` takes a library (.so; needs
+cuobjdump) or a folder of cubins. Compare kernels under one model only.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megatron_cp.kernels import build, compilers
+from tools.kernel_model.disassemble import (
+    ToolError,
+    cubins_of,
+    listing_of_function,
+    listing_of_variant,
+)
+from tools.kernel_model.kernels import Figures, Shape, both_figures, ways_through
+from tools.kernel_model.listing import read_listing
+from tools.kernel_model.peers import PEERS
+
+OURS = ("fwd_64", "fwd_128", "fwd_256", "bwd_64", "bwd_128", "bwd_256")
+
+
+def variant_name(name: str) -> str:
+    """Returns the variant that stands for one of OURS: bf16, without softcap."""
+    kind, head_dim = name.split("_")
+    return f"{kind}_bf16_{head_dim}"
+
+
+def shape_of(variant: build.Variant) -> Shape:
+    """Returns what a step of our variant computes, from its definitions."""
+    block_m, block_n, head_dim = (
+        int(variant.value(f"MCP_{key}")) for key in ("BLOCK_M", "BLOCK_N", "HEAD_DIM")
+    )
+    if variant.kernel_pass == "backward":
+        wide = Path(variant.source).stem.endswith("wide")
+        return Shape(True, block_m, block_n, head_dim, separate_code=wide)
+    consumers = int(variant.value("MCP_CONSUMERS"))
+    return Shape(False, block_m, block_n, head_dim, consumers, turns=True)
+
+
+def listings(
+    names: Sequence[str], peer: Path | None, folder: Path
+) -> Iterator[tuple[str, str, Shape]]:
+    """Yields (name, machine code, shape) of our kernels, or of the peer's.
+
+    Raises: ToolError, NoCompilerError, CompileError.
+    """
+    if peer is None:
+        for name in names:
+            variant = build.variants()[variant_name(name)]
+            yield name, listing_of_variant(variant.name, folder), shape_of(variant)
+        return
+    cubins = cubins_of(peer, folder)
+    for known in PEERS:
+        text = listing_of_function(cubins, known.fragment)
+        if text is not None:
+            yield known.name, text, known.shape
+
+
+def as_json(both: dict[str, Figures]) -> dict[str, object]:
+    """Returns the figures of one kernel as they are written to JSON."""
+    default = both["default"]
+    return {
+        **{name: round(f.utilisation, 3) for name, f in both.items()},
+        "masked": {
+            name: round(f.masked_utilisation, 3) for name, f in both.items() if f.masked_utilisation
+        },
+        "fixed_cycles": {kind: round(cycles) for kind, cycles in default.fixed_cycles.items()},
+        "cycles": {name: round(f.cycles) for name, f in both.items()},
+        "busy": {kind: round(share, 3) for kind, share in default.steady.busy.items()},
+        "waited": {why: round(cycles) for why, cycles in default.steady.waited.items()},
+    }
+
+
+def line(name: str, both: dict[str, Figures]) -> str:
+    """Returns the figures of one kernel as a line for people."""
+    default, tight = both["default"], both["tight"]
+    text = f"{name:22s} {default.utilisation:.3f} / {tight.utilisation:.3f}"
+    if default.masked_utilisation and tight.masked_utilisation:
+        text += f"   masked {default.masked_utilisation:.3f} / {tight.masked_utilisation:.3f}"
+    if default.fixed_cycles:
+        fixed = (f"{kind} {cycles:.0f}" for kind, cycles in default.fixed_cycles.items())
+        text += f"   fixed cycles: {', '.join(fixed)}"
+    return text
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.kernel_model", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("names", nargs="*", metavar="KERNEL", help=f"of {', '.join(OURS)}")
+    parser.add_argument("--peer", type=Path, metavar="FILE", help="a library or a folder of cubins")
+    parser.add_argument("--json", action="store_true", help="print all figures")
+    options = parser.parse_args(arguments)
+    unknown = [name for name in options.names if name not in OURS]
+    if unknown:
+        parser.error(f"unknown kernel {unknown[0]!r}; one of {', '.join(OURS)}")
+    found = {}
+    try:
+        with tempfile.TemporaryDirectory(prefix="mcp-model-") as folder:
+            for name, text, shape in listings(options.names or OURS, options.peer, Path(folder)):
+                both = both_figures(ways_through(read_listing(text), shape), shape)
+                found[name] = as_json(both)
+                if not options.json:
+                    print(line(name, both), flush=True)
+    except (ToolError, compilers.NoCompilerError, compilers.CompileError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    if options.json:
+        print(json.dumps({"model, not measured": found}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
