@@ -69,11 +69,10 @@ MCP_DEVICE void to_score_gradients(const float (&probs)[kSize], float (&dp)[kSiz
 template <int kHalf, class T, int kSize>
 MCP_DEVICE void store_gradient(
     void* gradient, i64 offset, bool is_float, const float (&d)[kSize], float factor, bool valid) {
-    const RowScale scale = {factor, 0.0f};
     if (is_float) {
-        if (valid) store_row_f32(static_cast<float*>(gradient) + offset, d, kHalf, scale);
+        if (valid) store_row_f32(static_cast<float*>(gradient) + offset, d, kHalf, factor);
     } else {
-        store_row_16<T>(static_cast<u16*>(gradient) + offset, d, kHalf, scale, valid);
+        store_row_16<T>(static_cast<u16*>(gradient) + offset, d, kHalf, factor, valid);
     }
 }
 

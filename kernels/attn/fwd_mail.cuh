@@ -32,6 +32,8 @@ struct MailedKeys {
     RingPosition<kMailSlots> at;
     i32 tile, full_begin, full_end, segments_left;
 
+    MCP_DEVICE MailedKeys(u32 mailbox, Ring<kMailSlots> ring) : mailbox(mailbox), ring(ring) {}
+
     MCP_DEVICE u32 slot() const { return mailbox + at.stage * SegmentMail::kBytes; }
     MCP_DEVICE i32x4 load(int part) const { return ptx::load_shared_i32x4(slot() + 16 * part); }
 

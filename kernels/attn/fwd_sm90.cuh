@@ -249,7 +249,7 @@ struct Consumer {
           consumer(consumer),
           speaker(thread_in_warpgroup() == 0),
           turns{consumer},
-          keys{shared.mailbox(), shared.mail_ring} {}
+          keys(shared.mailbox(), shared.mail_ring) {}
 
     // Scores are a variable of the tile: of a member the compiler would keep 64 registers from one
     // work item to the next.

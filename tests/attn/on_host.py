@@ -22,7 +22,7 @@ from tests.oracles.attention import dense_attention
 @contextmanager
 def host_device(driver: Any = None) -> Iterator[Any]:
     """CPU tensors pass for tensors of an H100 whose driver is `driver`, by default a HostDevice; yields it."""
-    host = driver or HostDevice(128, 128)
+    host = driver or HostDevice()
     on_gpu = torch.device("cuda", 0)
     check_supported = hopper_checks.check_supported
 

@@ -8,6 +8,7 @@ import math
 
 import numpy as np
 
+from megatron_cp.kernels import build
 from megatron_cp.kernels.driver import BFLOAT16, FLOAT16, FLOAT32
 from megatron_cp.kernels.params import FwdParams
 from tests.kernels import host_backward
@@ -17,8 +18,7 @@ from tests.kernels.raw_memory import array_at, decoded, encoded
 class HostDevice:
     """Has the methods of `Driver`; tensor maps are numbers of remembered tensors."""
 
-    def __init__(self, block_m: int, block_n: int):
-        self.block_m, self.block_n = block_m, block_n
+    def __init__(self) -> None:
         self.maps: list[tuple] = []
         self.launches: list[tuple] = []
         self.entries: list[tuple[str, str]] = []  # entry point and variant of every loaded kernel
@@ -67,7 +67,9 @@ class HostDevice:
 
 def _run(p, query, key, value, device: HostDevice) -> None:
     (q, q_box), (k, k_box), (v, v_box) = query, key, value
-    assert (q_box, k_box, v_box) == (device.block_m, device.block_n, device.block_n)
+    defines = build.variants()[device.last_variant]
+    tile = tuple(int(defines.value(f"MCP_BLOCK_{side}")) for side in "MN")
+    assert (q_box, k_box, v_box) == (*tile, tile[1])
     assert q.shape[1] == p.num_heads and k.shape[1] == p.num_kv_heads
     assert k.shape[0] == v.shape[0] == p.num_keys
     assert 1 <= p.heads_per_section <= p.num_heads

@@ -112,8 +112,9 @@ MUTATIONS = {
     ),
     "packs probabilities before the wait": (
         "attn/fwd_sm90.cuh",
-        "ptx::wgmma_wait<0>();\n        ptx::wgmma_pin(out);",
-        "pack<T>(probs, scores);\n        ptx::wgmma_wait<0>();\n        ptx::wgmma_pin(out);",
+        "keys_at.advance();\n        ptx::wgmma_wait<0>();\n        ptx::wgmma_pin(out);",
+        "keys_at.advance();\n        pack<T>(probs, scores);\n        ptx::wgmma_wait<0>();\n"
+        "        ptx::wgmma_pin(out);",
         "operand A registers of lane 0 changed",
     ),
     "releases the values before the wait": (
@@ -138,8 +139,8 @@ MUTATIONS = {
     "one register too many": (
         "attn/traits.h",
         "kConsumers == 2 ? 24 : 32",
-        "kConsumers == 2 ? 32 : 32",
-        "deadlock.*setmaxnreg.inc 240",
+        "kConsumers == 2 ? 24 : 40",
+        "deadlock.*setmaxnreg.inc 160",
     ),
 }
 BACKWARD_MUTATIONS = {
