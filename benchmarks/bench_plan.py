@@ -25,8 +25,8 @@ from timing import Cell, Table, environment, publish
 
 from megatron_cp.config import CPConfig
 from megatron_cp.plan import PLANNERS
-from megatron_cp.plan.compare import Outcome, best_other, compare, geometric_mean
-from megatron_cp.plan.workloads import TRAINING_MASKS, named_mask
+from megatron_cp.plan.study.compare import Outcome, best_other, compare, geometric_mean
+from megatron_cp.plan.study.workloads import TRAINING_MASKS, named_mask
 
 HEADS = {"64:8": (64, 8), "32:8": (32, 8), "32:32": (32, 32)}
 WORKLOADS = tuple(f"W{number}" for number in range(1, 9))

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from megatron_cp.plan.cost import stage_areas
+from megatron_cp.plan.hardware.cost import stage_areas
+from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.schema import AttentionPlan, PassName
 from megatron_cp.plan.stats import pass_stats, traffic
-from megatron_cp.plan.topology import get_topology
 
 MAX_RANKS_SHOWN = 16
 MAX_STAGES_SHOWN = 8

@@ -1,6 +1,6 @@
 """make_plan: the mask and the rank count in, a validated plan out.
 
-Planner "auto" takes the plan with the smallest predicted time from its portfolio (`plan/portfolio.py`);
+Planner "auto" takes the plan with the smallest predicted time from its portfolio (`plan/search/choose.py`);
 the others emit one published scheme each. Equal inputs give equal bytes in every process.
 """
 
@@ -15,9 +15,9 @@ import numpy as np
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.plan.improvers import check_improver
-from megatron_cp.plan.placement import check_chunk_size
-from megatron_cp.plan.portfolio import best_family
+from megatron_cp.plan.compute.solvers.solve import check_improver
+from megatron_cp.plan.hardware.topology import get_topology
+from megatron_cp.plan.placement.placement import check_chunk_size
 from megatron_cp.plan.schema import AttentionPlan
 from megatron_cp.plan.schemes.dcp import plan_dcp
 from megatron_cp.plan.schemes.distflashattn import plan_distflashattn
@@ -35,8 +35,8 @@ from megatron_cp.plan.schemes.stripe import plan_stripe
 from megatron_cp.plan.schemes.ultraattn import plan_ultraattn
 from megatron_cp.plan.schemes.ulysses import plan_ulysses
 from megatron_cp.plan.schemes.usp import plan_usp
-from megatron_cp.plan.stages import PlacedMask
-from megatron_cp.plan.topology import get_topology
+from megatron_cp.plan.search.choose import best_family
+from megatron_cp.plan.transfer.pass_builder import PlacedMask
 
 MAX_RECENT = 4  # families of plans kept, for masks that come again; a plan of 1M tokens holds 8 MB
 _recent: OrderedDict[object, dict[str, AttentionPlan]] = OrderedDict()

@@ -2,15 +2,15 @@
 
 import numpy as np
 
-from megatron_cp.plan.bounds import time_bound, volume_bound
-from megatron_cp.plan.cost import (
+from megatron_cp.plan.bounds.bounds import time_bound, volume_bound
+from megatron_cp.plan.hardware.cost import (
     FloatArray,
     exchange_elements,
     makespan_seconds,
     row_elements,
     stage_areas,
 )
-from megatron_cp.plan.memory import received_bytes
+from megatron_cp.plan.hardware.memory import received_bytes
 from megatron_cp.plan.schema import DST, SRC, START, STOP, AttentionPlan, PassName
 
 

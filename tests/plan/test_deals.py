@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_cp import mask as masks
-from megatron_cp.plan.deals import Deals
-from megatron_cp.plan.documents import group_sizes, whole_documents
-from megatron_cp.plan.placement import Placement, zigzag
+from megatron_cp.plan.placement.by_documents import group_sizes, whole_documents
+from megatron_cp.plan.placement.candidates import Deals
+from megatron_cp.plan.placement.placement import Placement, zigzag
 from tests.plan.cases import config
 from tests.strategies import document_lengths
 

@@ -12,11 +12,11 @@ import pytest
 
 from megatron_cp import mask as masks
 from megatron_cp.config import CPConfig
-from megatron_cp.plan.assignment import Assignment, Weights, assign
-from megatron_cp.plan.improvers import IMPROVERS, Problem, improve, measure
-from megatron_cp.plan.improvers.block_model import Units, cut_into_blocks
-from megatron_cp.plan.placement import contiguous, zigzag
-from megatron_cp.plan.stages import PlacedMask
+from megatron_cp.plan.compute.bisection import Assignment, Weights, assign
+from megatron_cp.plan.compute.solvers.block_model import Units, cut_into_blocks
+from megatron_cp.plan.compute.solvers.solve import IMPROVERS, Problem, improve, measure
+from megatron_cp.plan.placement.placement import contiguous, zigzag
+from megatron_cp.plan.transfer.pass_builder import PlacedMask
 
 PACKAGES = {"cp_sat": "ortools", "milp": "scipy", "hypergraph": "mtkahypar"}
 EXACT = ("cp_sat", "milp")

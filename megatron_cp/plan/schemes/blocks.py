@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from megatron_cp.config import CPConfig
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.plan.cost import row_elements
+from megatron_cp.plan.hardware.cost import row_elements
 from megatron_cp.plan.schema import PassName, Side
 from megatron_cp.plan.schemes.exchange import FlowDeal, exchange_blocks
 

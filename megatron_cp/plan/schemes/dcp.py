@@ -20,14 +20,14 @@ from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.blocks import cell_areas
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.plan.placement import deal
-from megatron_cp.plan.routing import ThroughNodes
+from megatron_cp.plan.placement.placement import deal
 from megatron_cp.plan.schema import AttentionPlan
 from megatron_cp.plan.schemes.blocks import Blocks, RowWeights, least_sum
 from megatron_cp.plan.schemes.divisions import cut_to_chunks, pass_in_divisions
 from megatron_cp.plan.schemes.gather import one_pass_plan
 from megatron_cp.plan.schemes.layout import chunk_layout, ranks_per_node
-from megatron_cp.plan.stages import PlacedMask
+from megatron_cp.plan.transfer.pass_builder import PlacedMask
+from megatron_cp.plan.transfer.routing import ThroughNodes
 
 NODE_TOLERANCE = 0.4
 RANK_TOLERANCE = 0.1

@@ -25,10 +25,10 @@ Forward volume, causal, even P: 2 rho (3P/8 - 1/4) + 2 (P/8 - 1/4) on average, p
 
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
-from megatron_cp.plan.placement import contiguous
+from megatron_cp.plan.placement.placement import contiguous
 from megatron_cp.plan.schema import AttentionPlan, Pass
 from megatron_cp.plan.schemes.gather import one_pass_plan
-from megatron_cp.plan.stages import PassBuilder, PlacedMask
+from megatron_cp.plan.transfer.pass_builder import PassBuilder, PlacedMask
 
 
 def plan_distflashattn(mask: AttentionMask, cp_size: int, config: CPConfig) -> AttentionPlan:

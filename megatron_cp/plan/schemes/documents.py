@@ -10,13 +10,18 @@ from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.mask.slice import Q_START
-from megatron_cp.plan.documents import DocumentGroups, Pieces, document_bounds, mirrored
-from megatron_cp.plan.placement import tokens_per_rank
+from megatron_cp.plan.placement.by_documents import (
+    DocumentGroups,
+    Pieces,
+    document_bounds,
+    mirrored,
+)
+from megatron_cp.plan.placement.placement import tokens_per_rank
 from megatron_cp.plan.schema import AttentionPlan, Pass
 from megatron_cp.plan.schemes.gather import one_pass_plan
 from megatron_cp.plan.schemes.layout import check_pieces, ranks_per_node
 from megatron_cp.plan.schemes.ring import ring_pass
-from megatron_cp.plan.stages import PassBuilder, PlacedMask
+from megatron_cp.plan.transfer.pass_builder import PassBuilder, PlacedMask
 
 MOST_LOAD = 1.25  # of the fair share of a group
 

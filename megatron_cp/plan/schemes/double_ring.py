@@ -24,12 +24,12 @@ import numpy as np
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.plan.cost import row_elements
-from megatron_cp.plan.placement import zigzag
-from megatron_cp.plan.routing import ID_START, ID_STOP, ThroughNodes
+from megatron_cp.plan.hardware.cost import row_elements
+from megatron_cp.plan.placement.placement import zigzag
 from megatron_cp.plan.schema import AttentionPlan, Pass, Side, Stage
 from megatron_cp.plan.schemes.layout import ranks_per_node
-from megatron_cp.plan.stages import PassBuilder, PlacedMask
+from megatron_cp.plan.transfer.pass_builder import PassBuilder, PlacedMask
+from megatron_cp.plan.transfer.routing import ID_START, ID_STOP, ThroughNodes
 
 
 def plan_double_ring(mask: AttentionMask, cp_size: int, config: CPConfig) -> AttentionPlan:

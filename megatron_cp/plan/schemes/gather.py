@@ -3,10 +3,10 @@
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.plan.placement import contiguous, zigzag
-from megatron_cp.plan.routing import split_evenly
+from megatron_cp.plan.placement.placement import contiguous, zigzag
 from megatron_cp.plan.schema import AttentionPlan, Pass
-from megatron_cp.plan.stages import PassBuilder, PlacedMask
+from megatron_cp.plan.transfer.pass_builder import PassBuilder, PlacedMask
+from megatron_cp.plan.transfer.routing import split_evenly
 
 
 def plan_contiguous(mask: AttentionMask, cp_size: int, config: CPConfig) -> AttentionPlan:

@@ -14,12 +14,12 @@ import numpy as np
 
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
-from megatron_cp.plan.balance import largest_first
-from megatron_cp.plan.placement import deal
+from megatron_cp.plan.placement.by_area import largest_first
+from megatron_cp.plan.placement.placement import deal
 from megatron_cp.plan.schema import AttentionPlan
 from megatron_cp.plan.schemes.gather import needed_keys_pass, one_pass_plan
 from megatron_cp.plan.schemes.layout import chunk_layout
-from megatron_cp.plan.stages import PlacedMask
+from megatron_cp.plan.transfer.pass_builder import PlacedMask
 
 CHUNKS_PER_RANK = 8
 OVERLAP_DEGREE = 2

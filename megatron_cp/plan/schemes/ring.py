@@ -8,10 +8,10 @@ ring-flash-attention and Megatron-Core for zigzag.
 
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
-from megatron_cp.plan.placement import contiguous, zigzag
+from megatron_cp.plan.placement.placement import contiguous, zigzag
 from megatron_cp.plan.schema import AttentionPlan, Pass
 from megatron_cp.plan.schemes.gather import one_pass_plan
-from megatron_cp.plan.stages import PassBuilder, PlacedMask
+from megatron_cp.plan.transfer.pass_builder import PassBuilder, PlacedMask
 
 
 def plan_ring(mask: AttentionMask, cp_size: int, config: CPConfig) -> AttentionPlan:

@@ -21,12 +21,12 @@ from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.mask.slice import make_rows, shift_rows, tighten
-from megatron_cp.plan.placement import deal, tokens_per_rank
+from megatron_cp.plan.placement.placement import deal, tokens_per_rank
 from megatron_cp.plan.schema import AttentionPlan, Hop, Pass, Stage, Transfer
 from megatron_cp.plan.schemes.gather import one_pass_plan
 from megatron_cp.plan.schemes.layout import check_pieces
 from megatron_cp.plan.schemes.ring import ring_pass
-from megatron_cp.plan.stages import PlacedMask
+from megatron_cp.plan.transfer.pass_builder import PlacedMask
 
 
 def plan_stripe(mask: AttentionMask, cp_size: int, config: CPConfig) -> AttentionPlan:

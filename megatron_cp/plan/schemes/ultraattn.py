@@ -30,13 +30,13 @@ from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.blocks import cell_areas
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.plan.placement import deal, tokens_per_rank
-from megatron_cp.plan.routing import ThroughNodes
+from megatron_cp.plan.placement.placement import deal, tokens_per_rank
 from megatron_cp.plan.schema import AttentionPlan, Pass, PassName
 from megatron_cp.plan.schemes.blocks import MOST_TRIES, Blocks, RowWeights, least_max
 from megatron_cp.plan.schemes.divisions import cut_to_chunks, pass_in_divisions
 from megatron_cp.plan.schemes.layout import check_pieces, ranks_per_node
-from megatron_cp.plan.stages import PlacedMask
+from megatron_cp.plan.transfer.pass_builder import PlacedMask
+from megatron_cp.plan.transfer.routing import ThroughNodes
 
 BoolArray = NDArray[np.bool_]
 

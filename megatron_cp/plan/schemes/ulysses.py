@@ -2,7 +2,7 @@
 
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
-from megatron_cp.plan.placement import contiguous
+from megatron_cp.plan.placement.placement import contiguous
 from megatron_cp.plan.schema import AttentionPlan, HeadSplit, Pass, Stage
 from megatron_cp.plan.schemes.gather import one_pass_plan
 

@@ -11,14 +11,14 @@ Sources: USP (arXiv 2405.07719), LoongTrain (2406.18485).
 
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
-from megatron_cp.plan.heads import config_of_groups, split_heads, split_placement
-from megatron_cp.plan.placement import zigzag
+from megatron_cp.plan.hardware.topology import get_topology
+from megatron_cp.plan.placement.placement import zigzag
 from megatron_cp.plan.schema import AttentionPlan
 from megatron_cp.plan.schemes.gather import one_pass_plan
 from megatron_cp.plan.schemes.ring import ring_pass
 from megatron_cp.plan.schemes.ulysses import fits_heads
-from megatron_cp.plan.stages import PlacedMask
-from megatron_cp.plan.topology import get_topology
+from megatron_cp.plan.transfer.head_split import config_of_groups, split_heads, split_placement
+from megatron_cp.plan.transfer.pass_builder import PlacedMask
 
 
 def plan_usp(mask: AttentionMask, cp_size: int, config: CPConfig) -> AttentionPlan:

@@ -1,4 +1,4 @@
-"""Planner "auto": the best of everything that `plan/search.py` looks at, built.
+"""Planner "auto": the best of everything that `plan/search/search.py` looks at, built.
 
 Published schemes are among the candidates with their exact prices; only those that cannot come near the best are
 left out before.
@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from megatron_cp.config import CPConfig
-from megatron_cp.plan.cost import makespan_seconds
-from megatron_cp.plan.deals import Family
-from megatron_cp.plan.memory import received_bytes
-from megatron_cp.plan.pricing import PASSES, Choice
+from megatron_cp.plan.hardware.cost import makespan_seconds
+from megatron_cp.plan.hardware.memory import received_bytes
+from megatron_cp.plan.hardware.topology import get_topology
+from megatron_cp.plan.placement.candidates import Family
+from megatron_cp.plan.price.keys_move import PASSES, Choice
 from megatron_cp.plan.schema import AttentionPlan, PassName
-from megatron_cp.plan.search import Candidate, candidates
-from megatron_cp.plan.topology import get_topology
+from megatron_cp.plan.search.search import Candidate, candidates
 
 NEAR = 1.00125  # predictions cannot tell such passes, or plans, apart: balance, then bytes decide
 GOOD_IMBALANCE = 1.02  # below, balance does not decide

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.plan.improvers.block_model import BlockModel
+from megatron_cp.plan.compute.solvers.block_model import BlockModel
 
 WORKER = Path(__file__).with_name("mtkahypar_worker.py")
 TIMEOUT_SECONDS = 60

@@ -21,8 +21,9 @@ from megatron_cp.mask.slice import (
     rows_area,
     shift_rows,
 )
-from megatron_cp.plan.placement import Placement
-from megatron_cp.plan.routing import (
+from megatron_cp.plan.placement.placement import Placement
+from megatron_cp.plan.schema import Pass, Side, Stage, Transfer
+from megatron_cp.plan.transfer.routing import (
     DST,
     ID_START,
     ID_STOP,
@@ -33,7 +34,6 @@ from megatron_cp.plan.routing import (
     direct,
     send,
 )
-from megatron_cp.plan.schema import Pass, Side, Stage, Transfer
 
 FloatArray = NDArray[np.float64]
 COLUMNS: dict[Side, list[int]] = {"q": [Q_START, Q_END], "k": [K_START, K_END]}

@@ -22,13 +22,14 @@ import numpy as np
 
 from megatron_cp.config import Topology
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.plan.cost import (
+from megatron_cp.plan.hardware.cost import (
     FloatArray,
     compute_seconds,
     head_split_seconds,
     row_bytes,
     weighted_areas,
 )
+from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.schema import (
     DST,
     SIDES,
@@ -40,7 +41,6 @@ from megatron_cp.plan.schema import (
     Side,
     Transfer,
 )
-from megatron_cp.plan.topology import get_topology
 
 COMPUTE, NODE_OUT, NODE_IN, LINK_OUT, LINK_IN = RESOURCES = (
     "compute",

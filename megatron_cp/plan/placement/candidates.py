@@ -14,10 +14,10 @@ import numpy as np
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.plan import balance
-from megatron_cp.plan.documents import FloatArray, document_bounds, whole_documents
-from megatron_cp.plan.placement import Placement, chunk_layout
-from megatron_cp.plan.topology import get_topology
+from megatron_cp.plan.hardware.topology import get_topology
+from megatron_cp.plan.placement import by_area
+from megatron_cp.plan.placement.by_documents import FloatArray, document_bounds, whole_documents
+from megatron_cp.plan.placement.placement import Placement, chunk_layout
 
 Family = Mapping[str, tuple[AttentionMask, float]]  # name -> (mask, number of layers)
 
@@ -104,19 +104,19 @@ class Deals:
         return whole_documents(self._bounds, self._areas, groups, node, rows, most_load)
 
     def by_area(self, degree: int) -> Iterator[Placement]:
-        """Yields deals of chunks to super-ranks: three balanced ones, then two on the way to balance."""
+        """Yields deals of chunks to super-ranks: three balanced ones, then two on the way to by_area."""
         groups = self.cp_size // degree
         per_group = self._chunks_per_group(degree * self.rows // self.chunk, groups)
         size, count = degree * self.rows // per_group, groups * per_group
-        tables = [balance.chunk_table(mask, size, count) for mask, _ in self.masks.values()]
-        table = balance.weighted_sum(tables, [weight for _, weight in self.masks.values()])
+        tables = [by_area.chunk_table(mask, size, count) for mask, _ in self.masks.values()]
+        table = by_area.weighted_sum(tables, [weight for _, weight in self.masks.values()])
         rough_deals = []
-        for start in (balance.zigzag, balance.in_order):
-            rough = balance.exchange_chunks(start(count, groups), table, ROUGH)
+        for start in (by_area.zigzag, by_area.in_order):
+            rough = by_area.exchange_chunks(start(count, groups), table, ROUGH)
             rough_deals.append(rough)
-            yield self._dealt(balance.exchange_chunks(rough, table, FINE), size)
-            if start is balance.zigzag:
-                yield self._dealt(balance.largest_first(table.chunk_areas, groups), size)
+            yield self._dealt(by_area.exchange_chunks(rough, table, FINE), size)
+            if start is by_area.zigzag:
+                yield self._dealt(by_area.largest_first(table.chunk_areas, groups), size)
         for rough in rough_deals:
             yield self._dealt(rough, size)
 

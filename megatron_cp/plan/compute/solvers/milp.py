@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.plan.improvers.block_model import BlockModel, BoolArray
-from megatron_cp.plan.improvers.windows import Program, deal_by_windows
+from megatron_cp.plan.compute.solvers.block_model import BlockModel, BoolArray
+from megatron_cp.plan.compute.solvers.windows import Program, deal_by_windows
 
 ENTRIES_SQUARED_PER_SECOND = 1.5e8
 """A node of a window of n matrix entries takes about n^2 over this (measured, one core of 2.4 GHz)."""

@@ -13,12 +13,13 @@ import numpy as np
 
 from megatron_cp.config import CPConfig
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.plan.assignment import Assignment, assign
-from megatron_cp.plan.cost import BoolArray, FloatArray, Movement, PassLoads, SideLoads
-from megatron_cp.plan.heads import split_heads
-from megatron_cp.plan.overlap import ORDERS, AssignedMask, Staging
-from megatron_cp.plan.pricing import PASSES, Both, Choice, HeadGroups, imbalance
-from megatron_cp.plan.routing import (
+from megatron_cp.plan.compute.bisection import Assignment, assign
+from megatron_cp.plan.compute.staging import ORDERS, AssignedMask, Staging
+from megatron_cp.plan.hardware.cost import BoolArray, FloatArray, Movement, PassLoads, SideLoads
+from megatron_cp.plan.price.keys_move import PASSES, Both, Choice, HeadGroups, imbalance
+from megatron_cp.plan.schema import SIDES, Pass, PassName, Side
+from megatron_cp.plan.transfer.head_split import split_heads
+from megatron_cp.plan.transfer.routing import (
     ID_START,
     ID_STOP,
     SRC,
@@ -28,7 +29,6 @@ from megatron_cp.plan.routing import (
     enters_twice,
     tree,
 )
-from megatron_cp.plan.schema import SIDES, Pass, PassName, Side
 
 STAGE_COUNTS = (1, 2, 4, 8)
 PRICED_STAGE_COUNTS = (0, 1, 4)  # enough for an estimate

@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 from megatron_cp.mask import interval
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.mask.slice import Q_START, cut_rows, rows_area
-from megatron_cp.plan.assignment import Assignment
-from megatron_cp.plan.routing import DST, ID_START, Route, direct
+from megatron_cp.plan.compute.bisection import Assignment
 from megatron_cp.plan.schema import Pass, Side
-from megatron_cp.plan.stages import COLUMNS, PassBuilder, PlacedMask
+from megatron_cp.plan.transfer.pass_builder import COLUMNS, PassBuilder, PlacedMask
+from megatron_cp.plan.transfer.routing import DST, ID_START, Route, direct
 
 PIECES = 256  # of the stream: slices are cut so finely, for stages to be equal
 PIECES_PER_RANK = (2, 8)  # at least, at most

@@ -18,6 +18,7 @@ from megatron_cp.config import CPConfig, KernelRates, Topology
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.mask.slice import rows_area
+from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.schema import (
     DST,
     SIDES,
@@ -30,7 +31,6 @@ from megatron_cp.plan.schema import (
     Side,
     Transfer,
 )
-from megatron_cp.plan.topology import get_topology
 
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]

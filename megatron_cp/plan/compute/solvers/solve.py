@@ -21,9 +21,9 @@ import numpy as np
 from megatron_cp.mask import sweep
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.mask.slice import Q_START, shift_rows
-from megatron_cp.plan.assignment import Assignment
-from megatron_cp.plan.improvers import cp_sat, hypergraph, milp
-from megatron_cp.plan.improvers.block_model import (
+from megatron_cp.plan.compute.bisection import Assignment
+from megatron_cp.plan.compute.solvers import cp_sat, hypergraph, milp
+from megatron_cp.plan.compute.solvers.block_model import (
     BlockModel,
     Problem,
     Units,
@@ -31,7 +31,7 @@ from megatron_cp.plan.improvers.block_model import (
     link_seconds,
     measure,
 )
-from megatron_cp.plan.improvers.windows import GAIN
+from megatron_cp.plan.compute.solvers.windows import GAIN
 
 __all__ = ["IMPROVERS", "Problem", "check_improver", "improve", "measure"]
 

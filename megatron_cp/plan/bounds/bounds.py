@@ -27,7 +27,7 @@ from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.mask.slice import HI, K_END, K_START, LO, Q_END, Q_START, transpose_rows
-from megatron_cp.plan.cost import (
+from megatron_cp.plan.hardware.cost import (
     FloatArray,
     compute_seconds,
     exchange_elements,
@@ -35,9 +35,9 @@ from megatron_cp.plan.cost import (
     row_bytes,
     row_elements,
 )
-from megatron_cp.plan.placement import tokens_per_rank
+from megatron_cp.plan.hardware.topology import get_topology
+from megatron_cp.plan.placement.placement import tokens_per_rank
 from megatron_cp.plan.schema import PassName
-from megatron_cp.plan.topology import get_topology
 
 BISECTIONS = 50
 

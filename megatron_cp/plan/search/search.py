@@ -2,11 +2,11 @@
 
     look      every head degree: one placement by documents or by area, then the published schemes on tokens in
               order and zigzag (needed keys, ring, all-gather, Ulysses, USP) that may come near
-    improve   the degree that promises most, a step at a time: other placements (`plan/deals.py`), and compute
-              moved away from the queries' owners by recursive bisection (`plan/assignment.py`); at last on the best
+    improve   the degree that promises most, a step at a time: other placements (`plan/placement/candidates.py`), and compute
+              moved away from the queries' owners by recursive bisection (`plan/compute/bisection.py`); at last on the best
               placement, among the few super-ranks of a large degree
 
-until effort is spent or a plan is as good as perfect; then an optional improver (`plan/improvers`). Everything is
+until effort is spent or a plan is as good as perfect; then an optional improver (`plan/compute/solvers`). Everything is
 priced from small arrays; nothing is built here. Effort is counted, not clocked, so every rank finds the same plan.
 """
 
@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from megatron_cp.config import CPConfig
-from megatron_cp.plan.assigned import assigned_choice, move_compute, stay_at_home
-from megatron_cp.plan.cost import load_bound_seconds, seconds_per_byte
-from megatron_cp.plan.deals import Deals, Family
-from megatron_cp.plan.improvers import Problem, improve, measure
-from megatron_cp.plan.placement import Placement
-from megatron_cp.plan.pricing import (
+from megatron_cp.plan.compute.solvers.solve import Problem, improve, measure
+from megatron_cp.plan.hardware.cost import load_bound_seconds, seconds_per_byte
+from megatron_cp.plan.hardware.topology import get_topology
+from megatron_cp.plan.placement.candidates import Deals, Family
+from megatron_cp.plan.placement.placement import Placement
+from megatron_cp.plan.price.keys_move import (
     PASSES,
     Both,
     Choice,
@@ -29,9 +29,9 @@ from megatron_cp.plan.pricing import (
     even_keys_choice,
     published_choices,
 )
+from megatron_cp.plan.price.pairs_move import assigned_choice, move_compute, stay_at_home
 from megatron_cp.plan.schema import PassName
 from megatron_cp.plan.schemes.ulysses import fits_heads
-from megatron_cp.plan.topology import get_topology
 
 LOOSE, TIGHT = 1.08, 1.0  # load of a rank by one document, times the fair share
 SMALL = 16  # super-ranks; a first deal for more, and moving compute among them, takes long

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from megatron_cp.mask import AttentionMask, interval
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.mask.slice import K_END, K_START, Q_END, Q_START
-from megatron_cp.plan.placement import Placement
+from megatron_cp.plan.placement.placement import Placement
 
 FloatArray = NDArray[np.float64]
 LIGHT = 64  # a document of less than this part of the fair share does not decide the load

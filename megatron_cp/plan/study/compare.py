@@ -8,11 +8,11 @@ import numpy as np
 
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
-from megatron_cp.plan.bounds import time_bound
-from megatron_cp.plan.closed_forms import best_case_seconds, is_built
+from megatron_cp.plan.bounds.best_cases import best_case_seconds, is_built
+from megatron_cp.plan.bounds.bounds import time_bound
 from megatron_cp.plan.planner import forget_plans, make_plan
 from megatron_cp.plan.schema import AttentionPlan, PassName
-from megatron_cp.plan.simulate import simulate_pass
+from megatron_cp.plan.study.simulate import simulate_pass
 
 PASSES: tuple[PassName, PassName] = ("forward", "backward")
 NONE = float("nan")

@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_cp.mask import interval
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.plan.placement import Placement
+from megatron_cp.plan.placement.placement import Placement
 from megatron_cp.plan.schema import Hop, Transfer
 
 SRC, DST, ID_START, ID_STOP = range(4)

@@ -35,7 +35,7 @@ from megatron_cp.mask.slice import (
     rows_area,
     tighten,
 )
-from megatron_cp.plan.routing import Owners
+from megatron_cp.plan.transfer.routing import Owners
 
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]

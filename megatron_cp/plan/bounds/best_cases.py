@@ -11,14 +11,14 @@ import numpy as np
 
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask, cell_areas
-from megatron_cp.plan.bounds import head_degrees
-from megatron_cp.plan.cost import FloatArray, compute_seconds, head_split_bytes, row_bytes
-from megatron_cp.plan.placement import tokens_per_rank
+from megatron_cp.plan.bounds.bounds import head_degrees
+from megatron_cp.plan.hardware.cost import FloatArray, compute_seconds, head_split_bytes, row_bytes
+from megatron_cp.plan.hardware.topology import get_topology
+from megatron_cp.plan.placement.placement import tokens_per_rank
 from megatron_cp.plan.schema import PassName
 from megatron_cp.plan.schemes.documents import local_intra_inter
 from megatron_cp.plan.schemes.layout import ranks_per_node
-from megatron_cp.plan.stages import PlacedMask
-from megatron_cp.plan.topology import get_topology
+from megatron_cp.plan.transfer.pass_builder import PlacedMask
 
 STRIPS = 256
 MOST_STEPS = 128  # ranks up to which plans with a stage per rank are built

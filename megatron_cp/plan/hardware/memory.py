@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megatron_cp.plan.cost import FloatArray, row_bytes
+from megatron_cp.plan.hardware.cost import FloatArray, row_bytes
 from megatron_cp.plan.schema import SIDES, AttentionPlan, PassName
 
 

@@ -2,7 +2,7 @@
 
 Queries stay and keys travel. Two figures of a mask on a placement decide: the pairs between the queries of one
 rank and the keys of another, and the key rows that one needs of the other. `HeadGroups` prices any way on
-super-ranks; `plan/assigned.py` does so for pairs that move.
+super-ranks; `plan/price/pairs_move.py` does so for pairs that move.
 """
 
 import functools
@@ -15,8 +15,8 @@ import numpy as np
 from megatron_cp.config import CPConfig, Topology
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.plan.assignment import Weights
-from megatron_cp.plan.cost import (
+from megatron_cp.plan.compute.bisection import Weights
+from megatron_cp.plan.hardware.cost import (
     FloatArray,
     Movement,
     PassLoads,
@@ -30,14 +30,14 @@ from megatron_cp.plan.cost import (
     stage_seconds,
     transfer_movement,
 )
-from megatron_cp.plan.heads import split_heads
-from megatron_cp.plan.placement import Placement
-from megatron_cp.plan.routing import DST, ID_START, ID_STOP, SRC
+from megatron_cp.plan.hardware.topology import get_topology
+from megatron_cp.plan.placement.placement import Placement
 from megatron_cp.plan.schema import SIDES, HeadSplit, Pass, PassName, Side
 from megatron_cp.plan.schemes.gather import allgather_pass, needed_keys_pass
 from megatron_cp.plan.schemes.ring import ring_pass
-from megatron_cp.plan.stages import PlacedMask
-from megatron_cp.plan.topology import get_topology
+from megatron_cp.plan.transfer.head_split import split_heads
+from megatron_cp.plan.transfer.pass_builder import PlacedMask
+from megatron_cp.plan.transfer.routing import DST, ID_START, ID_STOP, SRC
 
 EVEN_STAGES = 2  # of MagiAttention's static overlap
 FIRST_STAGE: IntArray = np.zeros(1, dtype=np.int64)

@@ -12,7 +12,7 @@ A unit computes its blocks, takes in every foreign net once, and sends its own n
 
 Nets are exact to a row, so the model's T is that of the slices themselves; only the blocks are coarse.
 Rows cross the network once per node, to the rank at their owner's place there, which passes them on inside
-(`ThroughNodes` of plan/routing.py); results go back along the same links. Latency and stages are not modelled.
+(`ThroughNodes` of plan/transfer/routing.py); results go back along the same links. Latency and stages are not modelled.
 """
 
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from megatron_cp.mask import interval
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.mask.slice import K_END, K_START, Q_END, Q_START, cut_rows, rows_area
-from megatron_cp.plan.assignment import Assignment, Weights
-from megatron_cp.plan.routing import DST, ID_START, ID_STOP, SRC, Owners, ThroughNodes
-from megatron_cp.plan.stages import COLUMNS, PlacedMask
+from megatron_cp.plan.compute.bisection import Assignment, Weights
+from megatron_cp.plan.transfer.pass_builder import COLUMNS, PlacedMask
+from megatron_cp.plan.transfer.routing import DST, ID_START, ID_STOP, SRC, Owners, ThroughNodes
 
 BoolArray = NDArray[np.bool_]
 FloatArray = NDArray[np.float64]

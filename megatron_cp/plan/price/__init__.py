@@ -1,0 +1,1 @@
+"""Predicted seconds of a way to run a mask, without building its plan."""
