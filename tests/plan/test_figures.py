@@ -7,15 +7,15 @@ from hypothesis import strategies as st
 
 from megatron_cp import mask as masks
 from megatron_cp.config import CPConfig, Topology
-from megatron_cp.plan import Hop, Pass, Stage, Transfer, make_plan, make_plans
-from megatron_cp.plan.hardware.cost import makespan_seconds
+from megatron_cp.plan import AttentionPlan, Hop, Pass, Stage, Transfer, make_plan, make_plans
+from megatron_cp.plan.hardware.makespan import makespan_seconds
 from megatron_cp.plan.placement import by_area
 from megatron_cp.plan.placement.placement import Placement
-from megatron_cp.plan.price.keys_move import HeadGroups, placement_figures, published_choices
-from megatron_cp.plan.schema import AttentionPlan
-from megatron_cp.plan.schemes.gather import needed_keys_pass
-from megatron_cp.plan.schemes.ulysses import fits_heads
+from megatron_cp.plan.price.head_groups import HeadGroups
+from megatron_cp.plan.price.keys_move import placement_figures, published_choices
+from megatron_cp.plan.transfer.head_split import fits_heads
 from megatron_cp.plan.transfer.pass_builder import PassBuilder, PlacedMask
+from megatron_cp.plan.transfer.passes import needed_keys_pass
 from tests.plan.cases import PRICED, config, packed
 from tests.strategies import attention_masks
 

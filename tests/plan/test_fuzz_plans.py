@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from megatron_cp import mask as masks
 from megatron_cp.config import CPConfig
 from megatron_cp.plan import AttentionPlan, make_plans
-from megatron_cp.plan.hardware.cost import makespan_seconds
+from megatron_cp.plan.hardware.makespan import makespan_seconds
 from megatron_cp.plan.search.search import candidates
 from tests.plan.cases import nodes_of
 from tests.plan.test_laws import check_laws

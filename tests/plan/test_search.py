@@ -15,7 +15,7 @@ from megatron_cp.config import KernelRates, Topology
 from megatron_cp.plan import AttentionPlan, forget_plans, make_plan, make_plans
 from megatron_cp.plan.compute.bisection import Assignment, Weights, assign
 from megatron_cp.plan.compute.staging import ORDERS, AssignedMask, Staging
-from megatron_cp.plan.hardware.cost import makespan_seconds
+from megatron_cp.plan.hardware.makespan import makespan_seconds
 from megatron_cp.plan.study.simulate import simulate_pass
 from megatron_cp.plan.transfer.pass_builder import PlacedMask
 from megatron_cp.plan.transfer.routing import ThroughNodes, direct, tree

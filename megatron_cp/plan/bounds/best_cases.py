@@ -12,10 +12,11 @@ import numpy as np
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask, cell_areas
 from megatron_cp.plan.bounds.bounds import head_degrees
-from megatron_cp.plan.hardware.cost import FloatArray, compute_seconds, head_split_bytes, row_bytes
+from megatron_cp.plan.hardware.cost import compute_seconds
+from megatron_cp.plan.hardware.rows import head_split_bytes, row_size
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.placement.placement import tokens_per_rank
-from megatron_cp.plan.schema import PassName
+from megatron_cp.plan.schema import FloatArray, PassName
 from megatron_cp.plan.schemes.documents import local_intra_inter
 from megatron_cp.plan.schemes.layout import ranks_per_node
 from megatron_cp.plan.transfer.pass_builder import PlacedMask
@@ -79,7 +80,7 @@ def _double_ring(mask: AttentionMask, cp_size: int, config: CPConfig, pass_name:
 def _allgather(mask: AttentionMask, cp_size: int, config: CPConfig, pass_name: PassName) -> float:
     topology = get_topology(config.topology)
     rows = tokens_per_rank(mask.num_queries, cp_size, config)
-    key = row_bytes(config, pass_name, "k")
+    key = row_size(config, pass_name, "k")
     remote = max(0, cp_size - topology.node_size) * rows / topology.outer_gbytes_per_s
     inner = (min(cp_size, topology.node_size) - 1) * rows / topology.inner_gbytes_per_s
     links = max(remote, inner) * (key.there + key.back) * 1e-9
@@ -97,7 +98,7 @@ def _usp(mask: AttentionMask, cp_size: int, config: CPConfig, pass_name: PassNam
         is_inside = degree <= topology.node_size
         gbytes = topology.inner_gbytes_per_s if is_inside else topology.outer_gbytes_per_s
         exchange = head_split_bytes(rows, degree, config, pass_name) / (gbytes * 1e9)
-        key, query = (row_bytes(config, pass_name, side, degree) for side in ("k", "q"))
+        key, query = (row_size(config, pass_name, side, degree) for side in ("k", "q"))
         size = min(key.there + key.back, query.there + query.back) if key.back else key.there
         inside = max(1, topology.node_size // degree)  # steps that may stay in the node
         steps = max(0, cp_size // degree - inside)
@@ -115,7 +116,7 @@ def _distflashattn(
         return compute  # its volume is known for one causal document
     topology = get_topology(config.topology)
     rows = tokens_per_rank(num_tokens, cp_size, config)
-    query, key = (row_bytes(config, pass_name, side) for side in ("q", "k"))
+    query, key = (row_size(config, pass_name, side) for side in ("q", "k"))
     moved = rows * (key.there + key.back) * (3 * cp_size / 8 - 0.25)
     moved += rows * (query.there + query.back) * (cp_size / 8 - 0.25)
     share = max(0.0, 1 - topology.node_size / cp_size)  # of the rows, from other nodes
@@ -170,7 +171,7 @@ def _row_bytes(config: CPConfig, pass_name: PassName) -> int:
 
     LoongTrain and BurstAttention pass queries and their gradients where that is less.
     """
-    sides = [row_bytes(config, pass_name, side) for side in ("k", "q")]
+    sides = [row_size(config, pass_name, side) for side in ("k", "q")]
     if pass_name == "forward":
         return sides[0].there
     return min(side.there + side.back for side in sides)

@@ -27,17 +27,12 @@ from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.mask.slice import HI, K_END, K_START, LO, Q_END, Q_START, transpose_rows
-from megatron_cp.plan.hardware.cost import (
-    FloatArray,
-    compute_seconds,
-    exchange_elements,
-    head_split_bytes,
-    row_bytes,
-    row_elements,
-)
+from megatron_cp.plan.hardware.cost import compute_seconds
+from megatron_cp.plan.hardware.rows import exchange_elements, head_split_bytes, row_size
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.placement.placement import tokens_per_rank
-from megatron_cp.plan.schema import PassName
+from megatron_cp.plan.schema import FloatArray, PassName
+from megatron_cp.plan.transfer.head_split import fits_heads
 
 BISECTIONS = 50
 
@@ -187,7 +182,7 @@ def volume_bound(
 ) -> float:  # fmt: skip
     """Returns the least mean inbound volume of ranks that compute `areas` (all heads), in units.
 
-    Unit: one rank's query rows (`own` x query heads x head dim elements), as `AttentionPlan.stats` counts.
+    Unit: one rank's query rows (`own` x query heads x head dim elements), as `PlanData.stats` counts.
     Holds for every plan of this head degree with these areas and `own` tokens per rank.
     """
     extent, cost = mask_extent(mask), _unit_cost(config, pass_name, head_degree)
@@ -243,14 +238,8 @@ def bound_report(
 
 def head_degrees(cp_size: int, config: CPConfig) -> list[int]:
     """Returns the head degrees that a plan on `cp_size` ranks may have, 1 first."""
-    heads, kv_heads = config.num_heads, config.num_kv_heads
-    return [
-        degree
-        for degree in range(1, min(cp_size, heads) + 1)
-        if cp_size % degree == 0
-        and heads % degree == 0
-        and (kv_heads % degree == 0 or degree % kv_heads == 0)
-    ]
+    degrees = range(1, min(cp_size, config.num_heads) + 1)
+    return [degree for degree in degrees if cp_size % degree == 0 and fits_heads(degree, config)]
 
 
 @dataclass(frozen=True)
@@ -339,7 +328,7 @@ def _least_time(least: float, share: float, moving: Callable[[float], float]) ->
 
 def _byte_cost(config: CPConfig, pass_name: PassName, degree: int) -> tuple[RowCost, RowCost]:
     """Returns bytes of a row on its way there, and there and back."""
-    query, key = (row_bytes(config, pass_name, side, degree) for side in ("q", "k"))
+    query, key = (row_size(config, pass_name, side, degree) for side in ("q", "k"))
     return (
         RowCost(query.there, key.there),
         RowCost(query.there + query.back, key.there + key.back),
@@ -348,8 +337,8 @@ def _byte_cost(config: CPConfig, pass_name: PassName, degree: int) -> tuple[RowC
 
 def _unit_cost(config: CPConfig, pass_name: PassName, degree: int) -> RowCost:
     """Returns elements of a row there and back, in those of one query row of all heads."""
-    query, key = (sum(row_elements(config, pass_name, side, degree)) for side in ("q", "k"))
-    return RowCost(query, key)
+    query, key = (row_size(config, pass_name, side, degree) for side in ("q", "k"))
+    return RowCost(query.units_there + query.units_back, key.units_there + key.units_back)
 
 
 def _exchange_units(config: CPConfig, pass_name: PassName, degree: int) -> float:

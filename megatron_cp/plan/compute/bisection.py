@@ -21,7 +21,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_cp.mask import AttentionMask, interval
 from megatron_cp.mask.interval import IntArray
@@ -35,10 +34,8 @@ from megatron_cp.mask.slice import (
     rows_area,
     tighten,
 )
+from megatron_cp.plan.schema import BoolArray, FloatArray
 from megatron_cp.plan.transfer.routing import Owners
-
-FloatArray = NDArray[np.float64]
-BoolArray = NDArray[np.bool_]
 
 PARTS_PER_GROUP = 96  # blocks are halved until a group has so many, or they are small
 CHUNKS_PER_RANK = 4  # ... which means this fraction of a rank's rows

@@ -20,21 +20,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_cp.mask import interval
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.mask.slice import Q_START, cut_rows, rows_area
 from megatron_cp.plan.compute.bisection import Assignment
-from megatron_cp.plan.schema import Pass, Side
+from megatron_cp.plan.schema import BoolArray, FloatArray, Pass, Side
 from megatron_cp.plan.transfer.pass_builder import COLUMNS, PassBuilder, PlacedMask
 from megatron_cp.plan.transfer.routing import DST, ID_START, Route, direct
 
 PIECES = 256  # of the stream: slices are cut so finely, for stages to be equal
 PIECES_PER_RANK = (2, 8)  # at least, at most
 
-FloatArray = NDArray[np.float64]
-BoolArray = NDArray[np.bool_]
 Order = Literal["tokens", "ring", "shares"]
 ORDERS: tuple[Order, ...] = ("tokens", "ring", "shares")
 

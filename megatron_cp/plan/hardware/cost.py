@@ -12,40 +12,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from megatron_cp.config import CPConfig, KernelRates, Topology
+from megatron_cp.config import CPConfig, Topology
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.mask.slice import rows_area
+from megatron_cp.plan.hardware.rows import RowSize, head_split_bytes, row_size
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.schema import (
-    DST,
     SIDES,
-    SRC,
-    START,
-    STOP,
-    AttentionPlan,
+    BoolArray,
+    FloatArray,
     HeadSplit,
     PassName,
     Side,
-    Transfer,
 )
 
-FloatArray = NDArray[np.float64]
-BoolArray = NDArray[np.bool_]
 BACKWARD_FLOPS = 2.5  # five matrix products against two
-FP32_BYTES = 4
-# Of the multiprocessors, to rows under way: at least 4 of an H100's 132, the margin that MagiAttention leaves.
-MIN_TRANSFER_SHARE = 4 / 132
-
-
-@dataclass(frozen=True)
-class RowBytes:
-    """Bytes of one row on its way to the rank that computes, and of its result on the way back."""
-
-    there: int
-    back: int
 
 
 @dataclass(frozen=True)
@@ -88,11 +70,11 @@ class SideLoads:
             per_byte[index], latency[index] = move.seconds_per_byte, move.latency
         return cls(per_byte, latency, np.array(keeps, dtype=bool))
 
-    def arrive(self, size: RowBytes) -> FloatArray:
+    def arrive(self, size: RowSize) -> FloatArray:
         """Returns the seconds in which the rows of each stage travel: `[stages, P]`."""
         return _travel(self.seconds_per_byte, self.latency, size.there)
 
-    def leave(self, size: RowBytes) -> FloatArray:
+    def leave(self, size: RowSize) -> FloatArray:
         """Returns the seconds in which results go home after each stage: `[stages, P]`."""
         if not self.keeps.any():
             return _travel(self.seconds_per_byte, self.latency, size.back)
@@ -125,52 +107,6 @@ class PassLoads:
         return self.keys if side == "k" else self.queries
 
 
-def row_bytes(config: CPConfig, pass_name: PassName, side: Side, head_degree: int = 1) -> RowBytes:
-    """Returns the bytes per key-side or query-side row under a head split of `head_degree`.
-
-    Partial results and gradients travel in fp32; `lse` and `delta` are fp32 scalars per head.
-    """
-    value_dim = config.value_head_dim or config.head_dim
-    heads = max(1, config.num_heads // head_degree)
-    kv_elements = max(1, config.num_kv_heads // head_degree) * (config.head_dim + value_dim)
-    if side == "k":
-        back = kv_elements * FP32_BYTES if pass_name == "backward" else 0
-        return RowBytes(kv_elements * config.element_bytes, back)
-    if pass_name == "forward":
-        there = heads * config.head_dim * config.element_bytes
-        return RowBytes(there, heads * (value_dim + 1) * FP32_BYTES)
-    there = heads * (config.head_dim + value_dim) * config.element_bytes + 2 * heads * FP32_BYTES
-    return RowBytes(there, heads * config.head_dim * FP32_BYTES)
-
-
-def row_elements(
-    config: CPConfig, pass_name: PassName, side: Side, head_degree: int
-) -> tuple[float, float]:
-    """Returns elements per row (there, back), in units of one query row of all heads."""
-    value_dim = config.value_head_dim or config.head_dim
-    heads = max(1, config.num_heads // head_degree)
-    unit = config.num_heads * config.head_dim
-    keys = max(1, config.num_kv_heads // head_degree) * (config.head_dim + value_dim)
-    if side == "k":
-        return keys / unit, keys / unit if pass_name == "backward" else 0.0
-    if pass_name == "forward":
-        return heads * config.head_dim / unit, heads * (value_dim + 1) / unit
-    there = heads * (config.head_dim + value_dim + 2) / unit
-    return there, heads * config.head_dim / unit
-
-
-def exchange_elements(config: CPConfig, pass_name: PassName, degree: int) -> float:
-    """Returns what a token's rows hold in a head split of `degree`, over a whole pass, in the same unit.
-
-    forward: q, k, v there and out back; backward: those and dout there, dq, dk, dv back.
-    """
-    value_dim = config.value_head_dim or config.head_dim
-    unit = config.num_heads * config.head_dim
-    keys = max(config.num_kv_heads, degree) * (config.head_dim + value_dim) / unit
-    out = value_dim / config.head_dim
-    return 1 + keys + out if pass_name == "forward" else 2 * (1 + keys) + out
-
-
 def compute_seconds(area: FloatArray, config: CPConfig, pass_name: PassName) -> FloatArray:
     """Returns the time to compute `area` pairs for all heads of one rank, on the config's hardware."""
     topology = get_topology(config.topology)
@@ -200,21 +136,6 @@ def seconds_per_byte(topology: Topology) -> FloatArray:
     return 1e-9 / np.array([topology.inner_gbytes_per_s, topology.outer_gbytes_per_s])
 
 
-def transfer_movement(
-    transfer: Transfer | None, num_ranks: int, topology: Topology
-) -> Movement | None:
-    """Returns the cost of a transfer's hops, one after the other."""
-    if transfer is None:
-        return None
-    total = Movement(np.zeros(num_ranks), 0.0)
-    for hop in transfer.hops:
-        messages = hop.messages
-        rows = messages[:, STOP] - messages[:, START]
-        one = hop_movement(messages[:, SRC], messages[:, DST], rows, num_ranks, topology)
-        total = one.plus(total)
-    return total
-
-
 def stage_seconds(
     loads: PassLoads, config: CPConfig, pass_name: PassName, head_degree: int = 1
 ) -> FloatArray:
@@ -237,7 +158,7 @@ def transfer_seconds(
         moved = loads.side(side)
         if moved is None:
             continue
-        size = row_bytes(config, pass_name, side, head_degree)
+        size = row_size(config, pass_name, side, head_degree)
         arrive, leave = moved.arrive(size), moved.leave(size)
         under[:-1] += arrive[1:]
         under[1:] += leave[:-1]
@@ -253,23 +174,6 @@ def pass_seconds(
     return float(stage_seconds(loads, config, pass_name, head_degree).sum(axis=0).max())
 
 
-def head_split_bytes(
-    tokens_per_rank: int, degree: int, config: CPConfig, pass_name: PassName
-) -> float:
-    """Returns what each rank sends to exchange tokens against heads and back, over a whole pass.
-
-    `lse` returns forward; it and `delta` go there backward, in fp32. Gradients of copied key/value heads are added
-    up in fp32.
-    """
-    query_bytes = config.num_heads * config.head_dim * config.element_bytes
-    per_token = query_bytes * exchange_elements(config, pass_name, degree)
-    per_token += FP32_BYTES * config.num_heads * (1 if pass_name == "forward" else 2)
-    if pass_name == "backward" and config.num_kv_heads < degree:
-        value_dim = config.value_head_dim or config.head_dim
-        per_token += degree * (config.head_dim + value_dim) * (FP32_BYTES - config.element_bytes)
-    return tokens_per_rank * per_token * (degree - 1) / degree
-
-
 def head_split_seconds(
     split: HeadSplit | None, tokens_per_rank: int, config: CPConfig, pass_name: PassName
 ) -> float:
@@ -281,103 +185,6 @@ def head_split_seconds(
     within = all(len({rank // topology.node_size for rank in group}) == 1 for group in split.groups)
     gbytes = topology.inner_gbytes_per_s if within else topology.outer_gbytes_per_s
     return sent / (gbytes * 1e9) + 2 * topology.latency_us * 1e-6
-
-
-def stage_areas(plan: AttentionPlan, pass_name: PassName) -> FloatArray:
-    """Returns pairs per stage and rank in units of all heads of a rank: float64 `[stages, P]`."""
-    pass_ = plan.get_pass(pass_name)
-    areas = [[work.area() for work in stage.work] for stage in pass_.stages]
-    return np.array(areas, dtype=np.float64).reshape(-1, plan.cp_size) / pass_.head_degree
-
-
-def weighted_areas(
-    plan: AttentionPlan, pass_name: PassName, topology: Topology | None = None
-) -> FloatArray:
-    """Returns `stage_areas` with every slice weighted by how much slower than the peak it runs.
-
-    The same as `stage_areas` unless the topology (by default that of the config) has measured kernel rates.
-    """
-    kernels = (topology or get_topology(plan.config.topology)).kernels
-    if kernels is None:
-        return stage_areas(plan, pass_name)
-    pass_ = plan.get_pass(pass_name)
-    works = [work.array for stage in pass_.stages for work in stage.work]
-    owner = np.repeat(np.arange(len(works)), [len(work) for work in works])
-    slices = np.concatenate([np.zeros((0, 6), np.int64), *works])
-    weights = rows_area(slices) * slowdown(kernels, slices, pass_name)
-    totals = np.bincount(owner, weights, minlength=len(works)).reshape(-1, plan.cp_size)
-    return totals / pass_.head_degree
-
-
-def slowdown(kernels: KernelRates, slices: IntArray, pass_name: PassName) -> FloatArray:
-    """Returns the peak rate over the rate of each slice: float64 `[n]`, at least 1.
-
-    Rates between measured shapes are interpolated over log2 of rows and of mean keys per row; a slice
-    beyond the table runs like its nearest shape.
-    """
-    table = np.array(kernels.forward_tflops if pass_name == "forward" else kernels.backward_tflops)
-    q_start, q_end, k_start, k_end, lo, hi = slices.T
-    kind = ((lo > k_start - q_end + 1) | (hi < k_end - 1 - q_start)).astype(np.int64)
-    rows = (q_end - q_start).astype(np.float64)
-    keys = rows_area(slices) / rows
-    i, along_rows = _grid_place(np.log2(kernels.rows), np.log2(rows))
-    j, along_keys = _grid_place(np.log2(kernels.keys), np.log2(keys))
-    i_next, j_next = (
-        np.minimum(line + 1, size - 1) for line, size in zip((i, j), table.shape[1:], strict=True)
-    )
-    low = table[kind, i, j] * (1 - along_keys) + table[kind, i, j_next] * along_keys
-    high = table[kind, i_next, j] * (1 - along_keys) + table[kind, i_next, j_next] * along_keys
-    return table.max() / (low * (1 - along_rows) + high * along_rows)
-
-
-def _grid_place(grid: FloatArray, values: FloatArray) -> tuple[IntArray, FloatArray]:
-    """Returns the grid line at or before each value (clamped to the grid) and the way to the next."""
-    values = np.clip(values, grid[0], grid[-1])
-    line = np.clip(np.searchsorted(grid, values, side="right") - 1, 0, max(0, len(grid) - 2))
-    gap = np.diff(grid, append=grid[-1] + 1.0)[line]
-    return line, (values - grid[line]) / gap
-
-
-def makespan_seconds(plan: AttentionPlan, pass_name: PassName) -> float:
-    """Returns the predicted time of the slowest rank for one pass of one layer."""
-    pass_ = plan.get_pass(pass_name)
-    loads = _loads(plan, pass_name, weighted_areas(plan, pass_name))
-    exposed = head_split_seconds(pass_.head_split, plan.tokens_per_rank, plan.config, pass_name)
-    return pass_seconds(loads, plan.config, pass_name, pass_.head_degree) + exposed
-
-
-def transfer_shares(plan: AttentionPlan, pass_name: PassName, rank: int) -> list[float]:
-    """Returns, per stage, the share of its multiprocessors that a rank leaves to the rows that travel under it.
-
-    While rows move, `contention` of them is lost; the loss is spread over the whole stage, and no more than
-    `contention`. At least MIN_TRANSFER_SHARE, as a transfer that finds no free multiprocessor runs after the stage; 0
-    where nothing moves.
-    """
-    pass_ = plan.get_pass(pass_name)
-    own = [stage.work[rank].area() / pass_.head_degree for stage in pass_.stages]
-    areas = np.zeros((len(own), plan.cp_size))
-    areas[:, rank] = own
-    loads = _loads(plan, pass_name, areas)
-    under, _ = transfer_seconds(loads, plan.config, pass_name, pass_.head_degree)
-    contention = get_topology(plan.config.topology).contention
-    lost = contention * under[:, rank]
-    whole = compute_seconds(areas[:, rank], plan.config, pass_name) + lost
-    shares = np.divide(lost, whole, out=np.zeros_like(lost), where=lost > 0)
-    least = MIN_TRANSFER_SHARE * (under[:, rank] > 0)
-    within: list[float] = np.maximum(np.minimum(shares, contention), least).tolist()
-    return within
-
-
-def _loads(plan: AttentionPlan, pass_name: PassName, areas: FloatArray) -> PassLoads:
-    pass_, topology = plan.get_pass(pass_name), get_topology(plan.config.topology)
-    sides = {
-        side: SideLoads.of(
-            [transfer_movement(stage.cast(side), plan.cp_size, topology) for stage in pass_.stages],
-            [stage.keeps(side) for stage in pass_.stages],
-        )
-        for side in SIDES
-    }
-    return PassLoads(areas, sides["k"], sides["q"])
 
 
 def load_bound_seconds(

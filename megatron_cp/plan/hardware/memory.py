@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from megatron_cp.plan.hardware.cost import FloatArray, row_bytes
-from megatron_cp.plan.schema import SIDES, AttentionPlan, PassName
+from megatron_cp.plan.hardware.rows import row_size
+from megatron_cp.plan.schema import SIDES, FloatArray, PassName, PlanData
 
 
-def received_bytes(plan: AttentionPlan, pass_name: PassName) -> FloatArray:
+def received_bytes(plan: PlanData, pass_name: PassName) -> FloatArray:
     """Returns the most bytes of received rows that each rank holds at once in a pass: `[P]`.
 
     Counted: the rows of a stage and of the chain before it, what is computed for them, and the rows of the next
@@ -19,7 +19,7 @@ def received_bytes(plan: AttentionPlan, pass_name: PassName) -> FloatArray:
     for index in range(len(pass_.stages)):
         stage_held, stage_arriving = none, none
         for side in SIDES:
-            size = row_bytes(plan.config, pass_name, side, degree)
+            size = row_size(plan.config, pass_name, side, degree)
             casts = [pass_.stages[i].cast(side) for i in pass_.chain(index, side)]
             rows = [none if cast is None else cast.rows_held(nobody) for cast in casts]
             stage_held = stage_held + sum(rows, none) * (size.there + size.back)

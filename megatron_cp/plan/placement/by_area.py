@@ -13,13 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_cp.mask import AttentionMask, interval
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.mask.slice import K_END, K_START, Q_END, Q_START, cut_rows, rows_area
+from megatron_cp.plan.schema import FloatArray
 
-FloatArray = NDArray[np.float64]
 MAX_EXCHANGES_PER_RANK = 64
 PARTNERS = 4  # idle ranks looked at per exchange; an eighth of all ranks if that is more
 USEFUL_SHARE = 0.5  # an exchange must reach this share of the best improvement on offer

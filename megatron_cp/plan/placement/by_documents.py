@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_cp.mask import AttentionMask, interval
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.mask.slice import K_END, K_START, Q_END, Q_START
 from megatron_cp.plan.placement.placement import Placement
+from megatron_cp.plan.schema import FloatArray
 
-FloatArray = NDArray[np.float64]
 LIGHT = 64  # a document of less than this part of the fair share does not decide the load
 WIDEST = 8  # times the ranks that a document wants: it is scattered rather than in a larger group
 STEP = 0.01  # of the fair share, by which the limit is raised until a scattered document fits

@@ -16,8 +16,9 @@ from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.placement import by_area
-from megatron_cp.plan.placement.by_documents import FloatArray, document_bounds, whole_documents
+from megatron_cp.plan.placement.by_documents import document_bounds, whole_documents
 from megatron_cp.plan.placement.placement import Placement, chunk_layout
+from megatron_cp.plan.schema import FloatArray
 
 Family = Mapping[str, tuple[AttentionMask, float]]  # name -> (mask, number of layers)
 

@@ -15,9 +15,9 @@ from megatron_cp.config import CPConfig
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.compute.bisection import Assignment, assign
 from megatron_cp.plan.compute.staging import ORDERS, AssignedMask, Staging
-from megatron_cp.plan.hardware.cost import BoolArray, FloatArray, Movement, PassLoads, SideLoads
-from megatron_cp.plan.price.keys_move import PASSES, Both, Choice, HeadGroups, imbalance
-from megatron_cp.plan.schema import SIDES, Pass, PassName, Side
+from megatron_cp.plan.hardware.cost import Movement, PassLoads, SideLoads
+from megatron_cp.plan.price.head_groups import Both, Choice, HeadGroups, imbalance
+from megatron_cp.plan.schema import PASSES, SIDES, BoolArray, FloatArray, Pass, PassName, Side
 from megatron_cp.plan.transfer.head_split import split_heads
 from megatron_cp.plan.transfer.routing import (
     ID_START,

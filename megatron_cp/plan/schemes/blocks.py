@@ -21,12 +21,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_cp.config import CPConfig
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.plan.hardware.cost import row_elements
-from megatron_cp.plan.schema import PassName, Side
+from megatron_cp.plan.hardware.rows import row_size
+from megatron_cp.plan.schema import SIDES, BoolArray, FloatArray, PassName
 from megatron_cp.plan.schemes.exchange import FlowDeal, exchange_blocks
 
 Objective = Literal["sum", "max"]
@@ -54,9 +53,9 @@ class RowWeights:
     @classmethod
     def of(cls, config: CPConfig, pass_name: PassName) -> "RowWeights":
         """Returns the weights of a pass, in sixteenths of a query row."""
-        sides: tuple[Side, Side] = ("q", "k")
-        elements = [x for side in sides for x in row_elements(config, pass_name, side, 1)]
-        return cls(*(max(round(UNIT * x), int(x > 0)) for x in elements))
+        query, key = (row_size(config, pass_name, side) for side in SIDES)
+        units = (query.units_there, query.units_back, key.units_there, key.units_back)
+        return cls(*(max(round(UNIT * x), int(x > 0)) for x in units))
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ class Blocks:
         return int(self.areas.sum()) / self.num_parts
 
     @property
-    def is_pinned(self) -> NDArray[np.bool_]:
+    def is_pinned(self) -> BoolArray:
         """Returns whether a block is on the diagonal: those stay with their owner, as published."""
         return self.rows == self.columns
 
@@ -273,7 +272,7 @@ class _Deal:
             if not moved:
                 return
 
-    def _allowed(self, which: IntArray, cap: float) -> NDArray[np.float64]:
+    def _allowed(self, which: IntArray, cap: float) -> FloatArray:
         """Returns `changes`, infinite where the load would exceed `cap`."""
         fits = self.load[None] + self.blocks.areas[which][:, None] <= cap
         return np.where(fits, self.changes(which).astype(np.float64), np.inf)

@@ -21,7 +21,7 @@ from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.blocks import cell_areas
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.placement.placement import deal
-from megatron_cp.plan.schema import AttentionPlan
+from megatron_cp.plan.schema import PlanData
 from megatron_cp.plan.schemes.blocks import Blocks, RowWeights, least_sum
 from megatron_cp.plan.schemes.divisions import cut_to_chunks, pass_in_divisions
 from megatron_cp.plan.schemes.gather import one_pass_plan
@@ -37,7 +37,7 @@ CHUNKS_PER_RANK = 8
 MOST_WORK = 1 << 24  # blocks times nodes
 
 
-def plan_dcp(mask: AttentionMask, cp_size: int, config: CPConfig) -> AttentionPlan:
+def plan_dcp(mask: AttentionMask, cp_size: int, config: CPConfig) -> PlanData:
     """Returns chunks and blocks where few bytes move, in `num_stages` divisions (4 if left out)."""
     inner = ranks_per_node(cp_size, config)
     wanted = min(CHUNKS_PER_RANK, max(1, MOST_CHUNKS // cp_size))

@@ -16,16 +16,17 @@ from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.plan.placement.by_area import largest_first
 from megatron_cp.plan.placement.placement import deal
-from megatron_cp.plan.schema import AttentionPlan
-from megatron_cp.plan.schemes.gather import needed_keys_pass, one_pass_plan
+from megatron_cp.plan.schema import PlanData
+from megatron_cp.plan.schemes.gather import one_pass_plan
 from megatron_cp.plan.schemes.layout import chunk_layout
 from megatron_cp.plan.transfer.pass_builder import PlacedMask
+from megatron_cp.plan.transfer.passes import needed_keys_pass
 
 CHUNKS_PER_RANK = 8
 OVERLAP_DEGREE = 2
 
 
-def plan_magi(mask: AttentionMask, cp_size: int, config: CPConfig) -> AttentionPlan:
+def plan_magi(mask: AttentionMask, cp_size: int, config: CPConfig) -> PlanData:
     """Returns chunks dealt largest area first, and needed keys in `num_stages` stages after own keys."""
     chunk, per_rank = chunk_layout(mask.num_queries, cp_size, config, CHUNKS_PER_RANK)
     areas = mask.area_of_rows(np.arange(cp_size * per_rank + 1) * chunk)

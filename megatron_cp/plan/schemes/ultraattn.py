@@ -24,21 +24,18 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.blocks import cell_areas
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.placement.placement import deal, tokens_per_rank
-from megatron_cp.plan.schema import AttentionPlan, Pass, PassName
+from megatron_cp.plan.schema import BoolArray, Pass, PassName, PlanData
 from megatron_cp.plan.schemes.blocks import MOST_TRIES, Blocks, RowWeights, least_max
 from megatron_cp.plan.schemes.divisions import cut_to_chunks, pass_in_divisions
 from megatron_cp.plan.schemes.layout import check_pieces, ranks_per_node
 from megatron_cp.plan.transfer.pass_builder import PlacedMask
 from megatron_cp.plan.transfer.routing import ThroughNodes
-
-BoolArray = NDArray[np.bool_]
 
 TOLERANCE = 0.125  # over the mean load: what four full blocks and half a block make of four
 MOST_PIECES = 4  # chunks per part
@@ -63,7 +60,7 @@ class Level:
         return self.parts * self.pieces
 
 
-def plan_ultraattn(mask: AttentionMask, cp_size: int, config: CPConfig) -> AttentionPlan:
+def plan_ultraattn(mask: AttentionMask, cp_size: int, config: CPConfig) -> PlanData:
     """Returns tiles for nodes, then for ranks; forward and backward tiled by their own weights."""
     inner = ranks_per_node(cp_size, config)
     levels = _levels(mask, cp_size, inner)
@@ -83,7 +80,7 @@ def plan_ultraattn(mask: AttentionMask, cp_size: int, config: CPConfig) -> Atten
         return pass_in_divisions(placed, *tiles, divisions, ThroughNodes(inner))
 
     passes = one_pass("forward"), one_pass("backward")
-    return AttentionPlan(mask, config, "ultraattn", placed.placement, *passes)
+    return PlanData(mask, config, "ultraattn", placed.placement, *passes)
 
 
 def _levels(mask: AttentionMask, cp_size: int, inner: int) -> list[Level]:

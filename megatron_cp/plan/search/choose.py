@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from megatron_cp.config import CPConfig
-from megatron_cp.plan.hardware.cost import makespan_seconds
+from megatron_cp.plan.hardware.makespan import makespan_seconds
 from megatron_cp.plan.hardware.memory import received_bytes
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.placement.candidates import Family
-from megatron_cp.plan.price.keys_move import PASSES, Choice
-from megatron_cp.plan.schema import AttentionPlan, PassName
+from megatron_cp.plan.price.head_groups import Choice
+from megatron_cp.plan.schema import PASSES, PassName, PlanData
 from megatron_cp.plan.search.search import Candidate, candidates
 
 NEAR = 1.00125  # predictions cannot tell such passes, or plans, apart: balance, then bytes decide
@@ -37,7 +37,7 @@ class _Total:
 Priced = TypeVar("Priced", Choice, _Total)
 
 
-def best_family(masks: Family, cp_size: int, config: CPConfig) -> dict[str, AttentionPlan]:
+def best_family(masks: Family, cp_size: int, config: CPConfig) -> dict[str, PlanData]:
     """Returns one plan per mask, on one placement, with the smallest predicted time in the portfolio.
 
     Of ways that are equally fast, as far as predictions go, a balanced one that moves few bytes is taken, for each
@@ -45,7 +45,7 @@ def best_family(masks: Family, cp_size: int, config: CPConfig) -> dict[str, Atte
     """
     found = candidates(masks, cp_size, config)
     has_rates = get_topology(config.topology).kernels is not None
-    measured: list[tuple[float, dict[str, AttentionPlan]]] = []
+    measured: list[tuple[float, dict[str, PlanData]]] = []
     least_held = math.inf
     while True:
         choices = [{key: _pick(ways) for key, ways in one.choices.items()} for one in found]
@@ -90,7 +90,7 @@ def _replace(candidate: Candidate, chosen: Chosen, others: Chosen) -> None:
 
 
 def _too_large(
-    plans: Mapping[str, AttentionPlan], config: CPConfig
+    plans: Mapping[str, PlanData], config: CPConfig
 ) -> tuple[list[tuple[str, PassName]], float]:
     """Returns the passes that hold more received rows than the config allows, and the most megabytes that one holds."""
     limit = config.max_received_mb
@@ -123,9 +123,9 @@ def _total(masks: Family, chosen: Chosen) -> _Total:
 
 def _build(
     masks: Family, candidate: Candidate, chosen: Chosen, config: CPConfig
-) -> dict[str, AttentionPlan]:
+) -> dict[str, PlanData]:
     tokens, plans = candidate.placement.tokens, {}
     for name, (mask, _) in masks.items():
         forward, backward = (chosen[name, which].build() for which in PASSES)
-        plans[name] = AttentionPlan(mask, config, "auto", tokens, forward, backward)
+        plans[name] = PlanData(mask, config, "auto", tokens, forward, backward)
     return plans

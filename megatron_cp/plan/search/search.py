@@ -21,17 +21,11 @@ from megatron_cp.plan.hardware.cost import load_bound_seconds, seconds_per_byte
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.placement.candidates import Deals, Family
 from megatron_cp.plan.placement.placement import Placement
-from megatron_cp.plan.price.keys_move import (
-    PASSES,
-    Both,
-    Choice,
-    HeadGroups,
-    even_keys_choice,
-    published_choices,
-)
+from megatron_cp.plan.price.head_groups import Both, Choice, HeadGroups
+from megatron_cp.plan.price.keys_move import even_keys_choice, published_choices
 from megatron_cp.plan.price.pairs_move import assigned_choice, move_compute, stay_at_home
-from megatron_cp.plan.schema import PassName
-from megatron_cp.plan.schemes.ulysses import fits_heads
+from megatron_cp.plan.schema import PASSES, PassName
+from megatron_cp.plan.transfer.head_split import fits_heads
 
 LOOSE, TIGHT = 1.08, 1.0  # load of a rank by one document, times the fair share
 SMALL = 16  # super-ranks; a first deal for more, and moving compute among them, takes long

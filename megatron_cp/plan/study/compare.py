@@ -8,13 +8,13 @@ import numpy as np
 
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
+from megatron_cp.plan.attention_plan import AttentionPlan
 from megatron_cp.plan.bounds.best_cases import best_case_seconds, is_built
 from megatron_cp.plan.bounds.bounds import time_bound
 from megatron_cp.plan.planner import forget_plans, make_plan
-from megatron_cp.plan.schema import AttentionPlan, PassName
+from megatron_cp.plan.schema import PASSES
 from megatron_cp.plan.study.simulate import simulate_pass
 
-PASSES: tuple[PassName, PassName] = ("forward", "backward")
 NONE = float("nan")
 MOST_RANKS = {"document_groups": 1024, "ultraattn": 1024, "dcp": 1024, "magi": 2048}
 

@@ -22,13 +22,9 @@ import numpy as np
 
 from megatron_cp.config import Topology
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.plan.hardware.cost import (
-    FloatArray,
-    compute_seconds,
-    head_split_seconds,
-    row_bytes,
-    weighted_areas,
-)
+from megatron_cp.plan.hardware.cost import compute_seconds, head_split_seconds
+from megatron_cp.plan.hardware.makespan import weighted_areas
+from megatron_cp.plan.hardware.rows import row_size
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.schema import (
     DST,
@@ -36,8 +32,9 @@ from megatron_cp.plan.schema import (
     SRC,
     START,
     STOP,
-    AttentionPlan,
+    FloatArray,
     PassName,
+    PlanData,
     Side,
     Transfer,
 )
@@ -153,7 +150,7 @@ class _Clock:
 
 
 def simulate_pass(
-    plan: AttentionPlan,
+    plan: PlanData,
     pass_name: PassName,
     *,
     topology: Topology | str | None = None,
@@ -173,7 +170,7 @@ class _Player:
 
     def __init__(
         self,
-        plan: AttentionPlan,
+        plan: PlanData,
         pass_name: PassName,
         topology: Topology,
         overlap: bool,
@@ -229,7 +226,7 @@ class _Player:
         """Starts the transfers of a stage on every rank; returns when its rows are there."""
         for side in SIDES:
             cast = self.pass_.stages[index].cast(side)
-            size = row_bytes(self.config, self.pass_name, side, self.degree).there
+            size = row_size(self.config, self.pass_name, side, self.degree).there
             for number, hop in enumerate(cast.hops if cast else ()):
                 what = f"{_NAMES[side]} of stage {index}" + (f", hop {number}" if number else "")
                 ready = self._move(hop.messages, size, ready, what)
@@ -238,7 +235,7 @@ class _Player:
     def _returns(self, index: int, ready: FloatArray) -> FloatArray:
         """Starts the results of a stage on their way home; returns when they are there."""
         for side in SIDES:
-            size = row_bytes(self.config, self.pass_name, side, self.degree).back
+            size = row_size(self.config, self.pass_name, side, self.degree).back
             if not size or not self.pass_.ends_chain(index, side):
                 continue
             casts = [self.pass_.stages[i].cast(side) for i in self.pass_.chain(index, side)]

@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_cp import mask as masks
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
+from megatron_cp.plan.schema import FloatArray
 
-FloatArray = NDArray[np.float64]
 Draw = Callable[[FloatArray, int], FloatArray]
 """From uniform numbers `[n, 2]` and the pack's tokens to lengths `[n]`."""
 

@@ -20,6 +20,12 @@ from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.schema import DST, SRC, HeadSplit, Hop, Pass, Stage, Transfer
 
 
+def fits_heads(degree: int, config: CPConfig) -> bool:
+    """Returns whether query heads split `degree` ways with whole key/value heads per rank."""
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    return heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
+
+
 def config_of_groups(config: CPConfig, degree: int) -> CPConfig:
     """Returns the config for planning super-ranks: their rows divide over `degree` members."""
     return replace(config, token_multiple=config.token_multiple * degree)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_cp.mask import AttentionMask, interval, sweep
 from megatron_cp.mask.interval import IntArray
@@ -22,7 +21,7 @@ from megatron_cp.mask.slice import (
     shift_rows,
 )
 from megatron_cp.plan.placement.placement import Placement
-from megatron_cp.plan.schema import Pass, Side, Stage, Transfer
+from megatron_cp.plan.schema import FloatArray, Pass, Side, Stage, Transfer
 from megatron_cp.plan.transfer.routing import (
     DST,
     ID_START,
@@ -35,7 +34,6 @@ from megatron_cp.plan.transfer.routing import (
     send,
 )
 
-FloatArray = NDArray[np.float64]
 COLUMNS: dict[Side, list[int]] = {"q": [Q_START, Q_END], "k": [K_START, K_END]}
 
 

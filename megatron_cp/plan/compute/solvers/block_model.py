@@ -18,17 +18,15 @@ Rows cross the network once per node, to the rank at their owner's place there, 
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_cp.mask import interval
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.mask.slice import K_END, K_START, Q_END, Q_START, cut_rows, rows_area
 from megatron_cp.plan.compute.bisection import Assignment, Weights
+from megatron_cp.plan.schema import FloatArray
 from megatron_cp.plan.transfer.pass_builder import COLUMNS, PlacedMask
 from megatron_cp.plan.transfer.routing import DST, ID_START, ID_STOP, SRC, Owners, ThroughNodes
 
-BoolArray = NDArray[np.bool_]
-FloatArray = NDArray[np.float64]
 CHUNKS_PER_RANK = (8, 6, 4, 3, 2, 1)  # the first that is small enough
 
 

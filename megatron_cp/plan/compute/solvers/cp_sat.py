@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.plan.compute.solvers.block_model import BlockModel, BoolArray
+from megatron_cp.plan.compute.solvers.block_model import BlockModel
 from megatron_cp.plan.compute.solvers.windows import Program, deal_by_windows
+from megatron_cp.plan.schema import BoolArray
 
 RESOLUTION = 1e8
 

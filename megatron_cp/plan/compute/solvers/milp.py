@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.plan.compute.solvers.block_model import BlockModel, BoolArray
+from megatron_cp.plan.compute.solvers.block_model import BlockModel
 from megatron_cp.plan.compute.solvers.windows import Program, deal_by_windows
+from megatron_cp.plan.schema import BoolArray
 
 ENTRIES_SQUARED_PER_SECOND = 1.5e8
 """A node of a window of n matrix entries takes about n^2 over this (measured, one core of 2.4 GHz)."""

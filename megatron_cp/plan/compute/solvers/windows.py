@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.plan.compute.solvers.block_model import BlockModel, BoolArray, FloatArray
+from megatron_cp.plan.compute.solvers.block_model import BlockModel
+from megatron_cp.plan.schema import BoolArray, FloatArray
 
 WINDOW_SIZES = (2, 3, 4)
 EFFORT_SHARE = 1 / 50  # of all effort, for each unit of a window: proofs take longer than finding
