@@ -141,16 +141,16 @@ def cell_row(cell: GridCell, outcomes: list[Outcome]) -> list[Cell]:
     where: list[Cell] = [cell.name, cell.ranks, _tokens(cell.tokens), cell.heads]
     if ours.refusal:
         return [*where, *[ours.refusal] * (len(CELL_COLUMNS) - len(where))]
-    rival: list[Cell] = ["none", "", ""]
+    baseline: list[Cell] = ["none", "", ""]
     if other is not None:
         ratio = other.predicted_ms / ours.predicted_ms
         lost = " LOST" if is_lost(outcomes) else ""
         least = ">= " if other.is_best_case else ""
-        rival = [other.planner, f"{least}{_ms(other.predicted_ms)}", f"{ratio:.2f}{lost}"]
+        baseline = [other.planner, f"{least}{_ms(other.predicted_ms)}", f"{ratio:.2f}{lost}"]
     return [
         *where,
         _ms(ours.predicted_ms),
-        *rival,
+        *baseline,
         _ms(ours.simulated_ms),
         f"{in_simulation:.2f}{' LOST' if is_lost(outcomes, is_simulated=True) else ''}",
         f"{ours.gap:.2f}",

@@ -16,7 +16,7 @@ from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.attention_plan import AttentionPlan
-from megatron_cp.plan.compute.solvers.solve import check_improver
+from megatron_cp.plan.compute.solvers.solve import check_solver
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.placement.placement import check_chunk_size
 from megatron_cp.plan.schema import PlanData
@@ -138,7 +138,7 @@ def _check_inputs(
             f"(nearest: {near})"
         )
     if config.improver is not None:
-        check_improver(config.improver)
+        check_solver(config.improver)
     get_topology(config.topology)
     if not masks:
         raise ValueError("masks is empty; give at least one mask by name")

@@ -6,6 +6,8 @@ A case of the library is a call that raises; a case of the program is a command 
 alike. ``says`` holds the value received and what is allowed. ``pending`` names what is still missing.
 """
 
+# ruff: noqa: E501  a table is read row by row
+
 import struct
 import tempfile
 from collections.abc import Callable

@@ -12,7 +12,7 @@ from megatron_cp.plan.hardware.makespan import makespan_seconds
 from megatron_cp.plan.placement import by_area
 from megatron_cp.plan.placement.placement import Placement
 from megatron_cp.plan.price.head_groups import HeadGroups
-from megatron_cp.plan.price.keys_move import placement_figures, published_choices
+from megatron_cp.plan.price.keys_move import placement_figures, published_strategies
 from megatron_cp.plan.transfer.head_split import fits_heads
 from megatron_cp.plan.transfer.pass_builder import PassBuilder, PlacedMask
 from megatron_cp.plan.transfer.passes import needed_keys_pass
@@ -171,7 +171,7 @@ def test_the_price_of_a_published_scheme_is_the_prediction_of_its_plan(planner, 
         groups = HeadGroups.of(
             mask, Placement.of_chunks(plan.global_from_local, 1), options, degree
         )
-        prices = [sum(c.seconds for c in both.values()) for both in published_choices(groups)]
+        prices = [sum(c.seconds for c in both.values()) for both in published_strategies(groups)]
         assert min(abs(price / predicted(plan) - 1) for price in prices) < 1e-9
 
 

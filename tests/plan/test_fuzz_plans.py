@@ -80,7 +80,7 @@ def test_every_way_that_was_looked_at_takes_as_long_built_as_its_price_says(
     family, cp_size, config
 ):
     for candidate in candidates(family, cp_size, config):
-        for (name, which), choices in candidate.choices.items():
+        for (name, which), choices in candidate.options.items():
             for choice in choices:
                 exact = choice.refine() if choice.refine else choice
                 built = exact.build()

@@ -1,7 +1,7 @@
 """Prices from below for published schemes with a stage per rank, where building the plan would be too large.
 
 A ring on 4096 ranks has 4096 stages of 4096 masks. Its time is at least that of its busiest rank's pairs, and at
-least that of the rows that it moves; here stands the larger of the two. So the rival looks as good as it can
+least that of the rows that it moves; here stands the larger of the two. So the baseline looks as good as it can
 be, or better: a comparison made with these figures is never unfair to it.
 """
 

@@ -98,7 +98,7 @@ class _Groups:
 
 
 class _Parts:
-    """The pairs still to be dealt, as slices inside blocks of `chunk` x `chunk`, and their groups."""
+    """The pairs still to be assigned, as slices inside blocks of `chunk` x `chunk`, and their groups."""
 
     def __init__(self, rows: IntArray, owners: Owners):
         self.rows, self.owners = rows, owners

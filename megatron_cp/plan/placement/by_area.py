@@ -1,4 +1,4 @@
-"""Deals equal numbers of chunks to ranks so that every rank has the same attention area, near its keys.
+"""Assigns equal numbers of chunks to ranks so that every rank has the same attention area, near its keys.
 
 Starts from the stream in order (the best locality there is) and exchanges single chunks between a loaded
 and an idle rank, always the pair that moves the fewest additional key rows among those that help enough.
@@ -83,7 +83,7 @@ def zigzag(num_chunks: int, cp_size: int) -> IntArray:
 
 
 def largest_first(areas: FloatArray, cp_size: int) -> IntArray:
-    """Returns the deal of the largest chunk to the least loaded rank with room, again and again.
+    """Returns the chunk assignment that gives the largest chunk to the least loaded rank with room, again and again.
 
     Source: longest-processing-time rule with equal counts; MagiAttention's min-heap dispatch.
     """
@@ -100,7 +100,7 @@ def largest_first(areas: FloatArray, cp_size: int) -> IntArray:
 
 def exchange_chunks(owned: IntArray, table: ChunkTable, tolerance: float) -> IntArray:
     """Returns `owned` after exchanges that bring max/mean area to `1 + tolerance`, or as near as they go."""
-    state = _Deal(owned.copy(), table)
+    state = _ChunkAssignment(owned.copy(), table)
     target = state.loads.mean() * (1 + tolerance)
     for _ in range(MAX_EXCHANGES_PER_RANK * len(owned)):
         if state.loads.max() <= target or not state.exchange_best_pair():
@@ -108,7 +108,7 @@ def exchange_chunks(owned: IntArray, table: ChunkTable, tolerance: float) -> Int
     return state.owned
 
 
-class _Deal:
+class _ChunkAssignment:
     """Chunks of ranks under exchange, with what each rank computes and which key rows it holds anyway."""
 
     def __init__(self, owned: IntArray, table: ChunkTable):

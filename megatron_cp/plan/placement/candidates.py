@@ -1,7 +1,7 @@
-"""Placements worth a look: tokens in order, zigzag, by documents, or dealt by area.
+"""Placements worth a look: tokens in order, zigzag, by documents, or in chunks by area.
 
-Each is made for super-ranks, groups of `degree` ranks that exchange heads, and then cut evenly among their ranks:
-what a super-rank holds is in order, so slices are few and large.
+Each is made for head groups, groups of `degree` ranks that exchange heads, and then cut evenly among their ranks:
+what a head group holds is in order, so slices are few and large.
 """
 
 import functools
@@ -22,14 +22,14 @@ from megatron_cp.plan.schema import FloatArray
 
 Family = Mapping[str, tuple[AttentionMask, float]]  # name -> (mask, number of layers)
 
-ROUGH, FINE = 0.04, 0.01  # balance of deals
-CHUNKS_DEALT = 256  # over all super-ranks
-MIN_CHUNKS_DEALT = 4  # per super-rank
+ROUGH, FINE = 0.04, 0.01  # balance of chunk assignments
+CHUNKS = 256  # over all head groups
+MIN_CHUNKS = 4  # per head group
 MOST_PARTS = 1 << 12  # of a mask on documents in mirrored pieces: planning time grows with them
 MOST_PARTS_PER_RANK = 48  # ... and more ranks may take more
 
 
-class Deals:
+class PlacementCandidates:
     """The placements of one family of masks on `cp_size` ranks; all have the same number of rows."""
 
     def __init__(self, masks: Family, cp_size: int, config: CPConfig, smallest_degree: int):
@@ -56,7 +56,7 @@ class Deals:
         return bool(per_rank.max() <= (1 + FINE) * per_rank.mean())
 
     def zigzag(self, degree: int) -> Placement:
-        """Returns two mirrored pieces of the stream per super-rank; in order where a chosen chunk would be cut."""
+        """Returns two mirrored pieces of the stream per head group; in order where a chosen chunk would be cut."""
         groups = self.cp_size // degree
         if groups == 1 or degree * self.rows // 2 % (self.config.chunk_size or 1):
             return self.in_order()
@@ -96,7 +96,7 @@ class Deals:
         return np.sum(areas, axis=0)
 
     def _whole_documents(self, most_load: float) -> Placement:
-        """Returns documents placed on the smallest super-ranks that are looked at."""
+        """Returns documents placed on the smallest head groups that are looked at."""
         degree = self.smallest_degree
         groups, node_size = self.cp_size // degree, get_topology(self.config.topology).node_size
         inside = max(1, node_size // degree)
@@ -105,28 +105,28 @@ class Deals:
         return whole_documents(self._bounds, self._areas, groups, node, rows, most_load)
 
     def by_area(self, degree: int) -> Iterator[Placement]:
-        """Yields deals of chunks to super-ranks: three balanced ones, then two on the way to by_area."""
+        """Yields chunk assignments to head groups: three balanced ones, then two on the way to balance."""
         groups = self.cp_size // degree
         per_group = self._chunks_per_group(degree * self.rows // self.chunk, groups)
         size, count = degree * self.rows // per_group, groups * per_group
         tables = [by_area.chunk_table(mask, size, count) for mask, _ in self.masks.values()]
         table = by_area.weighted_sum(tables, [weight for _, weight in self.masks.values()])
-        rough_deals = []
+        rough_assignments = []
         for start in (by_area.zigzag, by_area.in_order):
             rough = by_area.exchange_chunks(start(count, groups), table, ROUGH)
-            rough_deals.append(rough)
-            yield self._dealt(by_area.exchange_chunks(rough, table, FINE), size)
+            rough_assignments.append(rough)
+            yield self._placed(by_area.exchange_chunks(rough, table, FINE), size)
             if start is by_area.zigzag:
-                yield self._dealt(by_area.largest_first(table.chunk_areas, groups), size)
-        for rough in rough_deals:
-            yield self._dealt(rough, size)
+                yield self._placed(by_area.largest_first(table.chunk_areas, groups), size)
+        for rough in rough_assignments:
+            yield self._placed(rough, size)
 
-    def _dealt(self, owned: IntArray, size: int) -> Placement:
+    def _placed(self, owned: IntArray, size: int) -> Placement:
         return Placement.of_chunks(np.sort(owned, axis=1), size).regrouped(self.cp_size)
 
     def _chunks_per_group(self, finest: int, groups: int) -> int:
-        """Returns how many chunks a super-rank owns in a deal: a divisor of the finest number."""
+        """Returns how many chunks a head group owns: a divisor of the finest number."""
         if self.config.chunk_size is not None:
             return finest
-        most = max(MIN_CHUNKS_DEALT, CHUNKS_DEALT // groups)
+        most = max(MIN_CHUNKS, CHUNKS // groups)
         return max(n for n in range(1, finest + 1) if finest % n == 0 and (n <= most or n == 1))

@@ -1,7 +1,7 @@
 """Which tokens each rank owns: int64 `[cp_size, tokens_per_rank]`, equal counts on every rank, always.
 
-Ids at or above the number of tokens are padding; they sit at the tail of the pack only. A placement is a
-deal of equal chunks of the padded stream, or a fixed rule (zigzag).
+Ids at or above the number of tokens are padding; they sit at the tail of the pack only. A placement is an
+assignment of equal chunks of the padded stream, or a fixed rule (zigzag).
 """
 
 import math
@@ -69,7 +69,7 @@ def per_document_zigzag(lengths: Sequence[int], cp_size: int) -> IntArray:
 
 
 def chunk_layout(num_tokens: int, cp_size: int, config: CPConfig) -> tuple[int, int]:
-    """Returns (chunk size, chunks per rank) of a deal; the chunk is the config's or a good one."""
+    """Returns (chunk size, chunks per rank) of a chunk assignment; the chunk is the config's or a good one."""
     rows = tokens_per_rank(num_tokens, cp_size, config)
     if config.chunk_size is not None:
         chunk = config.chunk_size
@@ -84,12 +84,12 @@ def chunk_layout(num_tokens: int, cp_size: int, config: CPConfig) -> tuple[int, 
 
 
 def most_chunks(cp_size: int) -> int:
-    """Returns the largest number of chunks that a deal may have over all ranks."""
+    """Returns the largest number of chunks that a chunk assignment may have over all ranks."""
     return max(MAX_CHUNKS, 2 * cp_size)
 
 
 def check_chunk_size(num_tokens: int, cp_size: int, config: CPConfig) -> None:
-    """Raises ValueError, with the nearest legal value, for a chunk size that no sensible deal can have.
+    """Raises ValueError, with the nearest legal value, for a chunk size that no sensible chunk assignment can have.
 
     Too large: it would more than double the rows of a rank. Too small: more than `most_chunks` chunks.
     """
@@ -175,6 +175,6 @@ class Placement:
         return Placement.of_runs(interval.columns(low, high), rank, num_ranks)
 
 
-def deal(chunks_of_rank: IntArray, chunk_size: int) -> IntArray:
+def tokens_of_chunks(chunks_of_rank: IntArray, chunk_size: int) -> IntArray:
     """Returns the tokens of ranks that own the chunks `chunks_of_rank[r]` `[P, n]`, in order: int64 `[P, T]`."""
     return Placement.of_chunks(np.sort(chunks_of_rank, axis=1), chunk_size).tokens

@@ -1,1 +1,1 @@
-"""Predicted seconds of a way to run a mask, without building its plan."""
+"""Predicted seconds of a strategy for a mask, without building its plan."""

@@ -35,31 +35,31 @@ FIRST_STAGE: IntArray = np.zeros(1, dtype=np.int64)
 
 
 @dataclass(frozen=True)
-class Choice:
+class PassOption:
     """One way to run one pass of one mask on one placement."""
 
     seconds: float  # of one layer
     moved_bytes: float  # to all ranks that compute, and back; relays not counted
     imbalance: float
     build: Callable[[], Pass]
-    refine: "Callable[[], Choice] | None" = (
+    refine: "Callable[[], PassOption] | None" = (
         None  # the same at its exact price; None if that is the price
     )
 
 
-Both = Mapping[PassName, Choice]
-"""A way to run both passes; each may be taken without the other."""
+Strategy = Mapping[PassName, PassOption]
+"""How both passes of a mask run: an option for each, which may be taken without the other."""
 
 
 @dataclass(frozen=True)
 class HeadGroups:
-    """Super-ranks of `degree` neighbours that exchange heads; what runs inside is planned on them."""
+    """Head groups of `degree` neighbours that exchange heads; what runs inside is planned on them."""
 
     mask: AttentionMask
     config: CPConfig
     degree: int
     placed: PlacedMask
-    """The mask on the super-ranks."""
+    """The mask on the head groups."""
 
     @classmethod
     def of(
@@ -71,7 +71,7 @@ class HeadGroups:
 
     @functools.cached_property
     def topology(self) -> Topology:
-        """Returns the machine as super-ranks see it."""
+        """Returns the machine as head groups see it."""
         topology = get_topology(self.config.topology)
         return replace(topology, node_size=max(1, topology.node_size // self.degree))
 
@@ -87,7 +87,7 @@ class HeadGroups:
         return Weights(float(query), float(key))
 
     def seconds(self, loads: PassLoads, name: PassName) -> float:
-        """Returns the predicted time of one pass; `loads`: of the super-ranks, for all heads."""
+        """Returns the predicted time of one pass; `loads`: of the head groups, for all heads."""
         return float(self.seconds_of_each(loads, FIRST_STAGE, name)[0])
 
     def seconds_of_each(self, loads: PassLoads, opens: IntArray, name: PassName) -> FloatArray:
@@ -95,8 +95,8 @@ class HeadGroups:
 
         Each but the last ends with a stage in which nothing is computed and nothing arrives.
         """
-        per_head_group = replace(loads, areas=loads.areas / self.degree)
-        stages = stage_seconds(per_head_group, self.config, name, self.degree)
+        per_share = replace(loads, areas=loads.areas / self.degree)
+        stages = stage_seconds(per_share, self.config, name, self.degree)
         split = HeadSplit((tuple(range(self.degree)),))
         own_rows = self.placed.own_rows // self.degree
         exchange = head_split_seconds(split, own_rows, self.config, name)
@@ -104,23 +104,23 @@ class HeadGroups:
         return slowest + exchange
 
     def compute_seconds(self, load: float, names: Iterable[PassName] = PASSES) -> float:
-        """Returns the time of these passes to compute so many pairs of a super-rank."""
+        """Returns the time of these passes to compute so many pairs of a head group."""
         pairs = np.array(load / self.degree)
         return sum(float(compute_seconds(pairs, self.config, name)) for name in names)
 
     def least_seconds(self) -> float:
-        """Returns what both passes take at least where queries stay at home: the busiest super-rank's pairs."""
+        """Returns what both passes take at least where queries stay at home: the busiest head group's pairs."""
         return self.compute_seconds(self.placed.loads.max())
 
     def all_keys_seconds(self) -> float:
-        """Returns what both passes take at least where every super-rank receives all keys."""
+        """Returns what both passes take at least where every head group receives all keys."""
         num_ranks, node_size = self.placed.num_ranks, self.topology.node_size
         inside = min(node_size, num_ranks)
         rows = np.array([inside - 1, num_ranks - inside]) * self.placed.own_rows
         return float((rows * self.weights().key * seconds_per_byte(self.topology)).max())
 
     def moved_bytes(self, rows: dict[Side, float], name: PassName) -> float:
-        """Returns what all ranks send in a pass; `rows`: moved per side by all super-ranks together."""
+        """Returns what all ranks send in a pass; `rows`: moved per side by all head groups together."""
         own_rows = self.placed.own_rows // self.degree
         moved = self.placed.num_ranks * head_split_bytes(own_rows, self.degree, self.config, name)
         for side in SIDES:
@@ -128,13 +128,15 @@ class HeadGroups:
             moved += rows[side] * (size.there + size.back)
         return self.degree * moved
 
-    def same_both_ways(self, loads: PassLoads, key_rows: float, build: Callable[[], Pass]) -> Both:
-        """Returns the way whose backward pass moves and computes as its forward pass does; keys move."""
+    def same_both_ways(
+        self, loads: PassLoads, key_rows: float, build: Callable[[], Pass]
+    ) -> Strategy:
+        """Returns the strategy whose backward pass moves and computes as its forward pass does; keys move."""
         rows: dict[Side, float] = {"q": 0.0, "k": key_rows}
         build_once = functools.cache(lambda: split_heads(build(), self.degree))
         uneven = imbalance(loads.areas.sum(axis=0))
         return {
-            name: Choice(
+            name: PassOption(
                 self.seconds(loads, name), self.moved_bytes(rows, name), uneven, build_once
             )
             for name in PASSES

@@ -1,4 +1,4 @@
-"""Predicted seconds of the published ways to run a mask on a placement, without building a plan.
+"""Predicted seconds of the published strategies for a mask on a placement, without building a plan.
 
 Queries stay and keys travel. Two figures of a mask on a placement decide: the pairs between the queries of one
 rank and the keys of another, and the key rows that one needs of the other.
@@ -19,7 +19,7 @@ from megatron_cp.plan.hardware.cost import (
     seconds_per_byte,
 )
 from megatron_cp.plan.hardware.makespan import transfer_movement
-from megatron_cp.plan.price.head_groups import Both, Choice, HeadGroups
+from megatron_cp.plan.price.head_groups import HeadGroups, PassOption, Strategy
 from megatron_cp.plan.schema import PASSES, FloatArray, Pass, PassName
 from megatron_cp.plan.transfer.pass_builder import PlacedMask
 from megatron_cp.plan.transfer.passes import allgather_pass, needed_keys_pass, ring_pass
@@ -46,22 +46,22 @@ def placement_figures(placed: PlacedMask) -> Figures:
     return Figures(placed.areas_by_owner, placed.rows_by_owner, placed.own_rows)
 
 
-def published_choices(groups: HeadGroups, limit: float = math.inf) -> list[Both]:
-    """Returns the ways in which queries stay: needed keys at once, ring, all-gather; their prices are exact.
+def published_strategies(groups: HeadGroups, limit: float = math.inf) -> list[Strategy]:
+    """Returns the strategies in which queries stay: needed keys at once, ring, all-gather; their prices are exact.
 
     Those that cannot take less than `limit` seconds, by their busiest rank or by moving all keys, are left out.
     """
     if groups.least_seconds() > limit:
         return []
     figures = placement_figures(groups.placed)
-    choices = [_needed_keys(groups, figures)]
+    strategies = [_needed_keys(groups, figures)]
     if groups.all_keys_seconds() <= limit:
-        choices += [_ring(groups, figures), _allgather(groups, figures)]
-    return choices
+        strategies += [_ring(groups, figures), _allgather(groups, figures)]
+    return strategies
 
 
-def even_keys_choice(groups: HeadGroups) -> Both:
-    """Returns the way in which needed keys come in stages of equal rows (MagiAttention's static overlap)."""
+def even_keys_strategy(groups: HeadGroups) -> Strategy:
+    """Returns the strategy in which needed keys come in stages of equal rows (MagiAttention's static overlap)."""
     figures, num_ranks = placement_figures(groups.placed), groups.placed.num_ranks
     count = groups.config.num_stages or EVEN_STAGES
     local = np.diagonal(figures.areas)
@@ -75,7 +75,7 @@ def even_keys_choice(groups: HeadGroups) -> Both:
         return needed_keys_pass(groups.placed, count)
 
     @functools.cache
-    def exact() -> Both:
+    def exact() -> Strategy:
         stages = build().stages
         areas = [[work.area() for work in stage.work] for stage in stages]
         moves = [transfer_movement(stage.k_cast, num_ranks, groups.topology) for stage in stages]
@@ -85,7 +85,7 @@ def even_keys_choice(groups: HeadGroups) -> Both:
     loads = _key_loads(np.array([local, *[remote] * count]), [None, *[moved] * count])
     estimate = groups.same_both_ways(loads, float(rows.sum()), build)
 
-    def estimate_of(name: PassName) -> Choice:
+    def estimate_of(name: PassName) -> PassOption:
         return replace(estimate[name], refine=lambda: exact()[name])
 
     return {name: estimate_of(name) for name in PASSES}
@@ -96,7 +96,7 @@ def _key_loads(areas: FloatArray, moves: Sequence[Movement | None]) -> PassLoads
     return PassLoads(areas, SideLoads.of(moves, [False] * len(moves)))
 
 
-def _needed_keys(groups: HeadGroups, figures: Figures) -> Both:
+def _needed_keys(groups: HeadGroups, figures: Figures) -> Strategy:
     local = np.diagonal(figures.areas)
     src, dst = np.nonzero(figures.rows)
     build = functools.partial(needed_keys_pass, groups.placed)
@@ -108,7 +108,7 @@ def _needed_keys(groups: HeadGroups, figures: Figures) -> Both:
     return groups.same_both_ways(loads, float(rows.sum()), build)
 
 
-def _ring(groups: HeadGroups, figures: Figures) -> Both:
+def _ring(groups: HeadGroups, figures: Figures) -> Strategy:
     topology, num_ranks = groups.topology, len(figures.areas)
     ranks, steps = np.arange(num_ranks), np.arange(num_ranks)[:, None]
     src, dst = (ranks - steps) % num_ranks, (ranks + steps) % num_ranks
@@ -123,7 +123,7 @@ def _ring(groups: HeadGroups, figures: Figures) -> Both:
     return groups.same_both_ways(loads, key_rows, functools.partial(ring_pass, groups.placed))
 
 
-def _allgather(groups: HeadGroups, figures: Figures) -> Both:
+def _allgather(groups: HeadGroups, figures: Figures) -> Strategy:
     src, dst = np.nonzero(~np.eye(len(figures.areas), dtype=bool))
     rows = np.full(len(src), figures.own_rows)
     moved = hop_movement(src, dst, rows, len(figures.areas), groups.topology)

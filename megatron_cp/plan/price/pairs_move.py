@@ -1,6 +1,6 @@
 """Predicted seconds of assignments: which route rows take, in how many stages, forward and backward each for itself.
 
-Areas and rows are exact. How they divide over stages is first taken to be even; a choice that wins by that
+Areas and rows are exact. How they divide over stages is first taken to be even; a option that wins by that
 estimate is refined: its stagings are priced exactly, stage by stage.
 """
 
@@ -16,7 +16,7 @@ from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.compute.bisection import Assignment, assign
 from megatron_cp.plan.compute.staging import ORDERS, AssignedMask, Staging
 from megatron_cp.plan.hardware.cost import Movement, PassLoads, SideLoads
-from megatron_cp.plan.price.head_groups import Both, Choice, HeadGroups, imbalance
+from megatron_cp.plan.price.head_groups import HeadGroups, PassOption, Strategy, imbalance
 from megatron_cp.plan.schema import PASSES, SIDES, BoolArray, FloatArray, Pass, PassName, Side
 from megatron_cp.plan.transfer.head_split import split_heads
 from megatron_cp.plan.transfer.routing import (
@@ -34,7 +34,7 @@ STAGE_COUNTS = (1, 2, 4, 8)
 PRICED_STAGE_COUNTS = (0, 1, 4)  # enough for an estimate
 FEW_STAGES = 2  # so few may do without local pairs at the end: better where latency decides
 STAGINGS_PRICED = 3  # exactly, once an estimate has won
-EXACT_PRICES = 576  # over all super-ranks: for more of them one takes longer
+EXACT_PRICES = 576  # over all head groups: for more of them one takes longer
 AS_EVEN = 1.005  # times the estimate: no other order of rows is worth a look
 STAGE_TOLL = 2e-4  # share of the time that one more stage must save
 ORDER_TOLL = 1e-3  # ... that the next order of rows must, which has more slices
@@ -53,33 +53,33 @@ def move_compute(groups: HeadGroups, names: Sequence[PassName] = PASSES) -> Assi
     return assign(groups.mask, placed.owners, node_size, groups.weights(names), even)
 
 
-def assigned_choice(groups: HeadGroups, assignment: Assignment) -> Both:
-    """Returns the way to run an assignment; route and stages of each pass as is predicted best."""
+def assigned_strategy(groups: HeadGroups, assignment: Assignment) -> Strategy:
+    """Returns the strategy that runs an assignment; route and stages of each pass as is predicted best."""
     assigned = AssignedMask(groups.placed, assignment)
     straight: dict[Side, list[IntArray]] = {s: assigned.arriving(s, direct) for s in SIDES}
     rows = {side: sum(map(_num_rows, hops)) for side, hops in straight.items()}
-    ways = [_Way(groups, assigned, route) for route in _routes(groups, straight)]
+    routed = [_RoutedAssignment(groups, assigned, route) for route in _routes(groups, straight)]
     uneven = imbalance(assigned.areas)
 
-    def choice_of(name: PassName) -> Choice:
+    def option_of(name: PassName) -> PassOption:
         options = _stagings(groups.config, name, rows)
-        prices = [way.estimate(options, name) for way in ways]
-        way = ways[prices.index(min(prices))]
+        prices = [one.estimate(options, name) for one in routed]
+        best = routed[prices.index(min(prices))]
 
-        def refined() -> Choice:
-            staging, seconds = way.best_staging(options, name)
-            return replace(choice, seconds=seconds, build=lambda: way.build(staging), refine=None)
+        def refined() -> PassOption:
+            staging, seconds = best.best_staging(options, name)
+            return replace(option, seconds=seconds, build=lambda: best.build(staging), refine=None)
 
-        choice = Choice(
+        option = PassOption(
             min(prices),
             groups.moved_bytes(rows, name),
             uneven,
             build=lambda: refined().build(),
             refine=refined,
         )
-        return choice
+        return option
 
-    return {name: choice_of(name) for name in PASSES}
+    return {name: option_of(name) for name in PASSES}
 
 
 def _routes(groups: HeadGroups, arriving: dict[Side, list[IntArray]]) -> list[Route]:
@@ -100,7 +100,7 @@ def _routes(groups: HeadGroups, arriving: dict[Side, list[IntArray]]) -> list[Ro
 
 
 @dataclass(frozen=True)
-class _Way:
+class _RoutedAssignment:
     """An assignment and a route."""
 
     groups: HeadGroups

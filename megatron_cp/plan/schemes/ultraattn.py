@@ -2,7 +2,7 @@
 
 The stream is cut into chunks, the mask into blocks of them. A full mask becomes an X x Y grid of tiles: a rank
 gathers queries from X ranks and keys from Y, X Y = P, instead of all keys. Other masks are partitioned: nodes
-first; then every block that a node computes is dealt to its ranks by itself, one deal per distinct pattern.
+first; then every block that a node computes is shared among its ranks by itself, once per distinct pattern.
 
     full, P = 8, X = 2     k ->  0 1 0 1 0 1 0 1      block (q, k) on rank q // X * X + k % X
                            q     0 1 0 1 0 1 0 1
@@ -29,7 +29,7 @@ from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.blocks import cell_areas
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.plan.placement.placement import deal, tokens_per_rank
+from megatron_cp.plan.placement.placement import tokens_of_chunks, tokens_per_rank
 from megatron_cp.plan.schema import BoolArray, Pass, PassName, PlanData
 from megatron_cp.plan.schemes.blocks import MOST_TRIES, Blocks, RowWeights, least_max
 from megatron_cp.plan.schemes.divisions import cut_to_chunks, pass_in_divisions
@@ -71,7 +71,7 @@ def plan_ultraattn(mask: AttentionMask, cp_size: int, config: CPConfig) -> PlanD
     bounds = np.minimum(np.arange(chunks + 1) * chunk, mask.num_queries)
     areas = cell_areas(mask, bounds, bounds)
     is_full = areas == np.outer(np.diff(bounds), np.diff(bounds))
-    placed = PlacedMask(mask, deal(_chunks_of_ranks(levels), chunk))
+    placed = PlacedMask(mask, tokens_of_chunks(_chunks_of_ranks(levels), chunk))
 
     def one_pass(name: PassName) -> Pass:
         ranks = _Tiling(levels, RowWeights.of(config, name)).ranks(areas, is_full)
@@ -121,7 +121,7 @@ def _chunks_of_ranks(levels: list[Level]) -> IntArray:
 
 
 class _Tiling:
-    """Ranks of blocks, level by level; every distinct pattern is dealt once."""
+    """Ranks of blocks, level by level; every distinct pattern is solved once."""
 
     def __init__(self, levels: list[Level], weights: RowWeights):
         self.levels, self.weights = levels, weights
@@ -136,10 +136,10 @@ class _Tiling:
         """
         key = (depth, *held, areas.tobytes() + is_full.tobytes())
         if key not in self._known:
-            self._known[key] = self._deal(areas, is_full, depth, held)
+            self._known[key] = self._assign(areas, is_full, depth, held)
         return self._known[key]
 
-    def _deal(
+    def _assign(
         self, areas: IntArray, is_full: BoolArray, depth: int, held: tuple[int, int]
     ) -> IntArray:
         level, below = self.levels[depth], self.levels[depth + 1 :]

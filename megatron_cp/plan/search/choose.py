@@ -14,7 +14,7 @@ from megatron_cp.plan.hardware.makespan import makespan_seconds
 from megatron_cp.plan.hardware.memory import received_bytes
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.placement.candidates import Family
-from megatron_cp.plan.price.head_groups import Choice
+from megatron_cp.plan.price.head_groups import PassOption
 from megatron_cp.plan.schema import PASSES, PassName, PlanData
 from megatron_cp.plan.search.search import Candidate, candidates
 
@@ -22,7 +22,7 @@ NEAR = 1.00125  # predictions cannot tell such passes, or plans, apart: balance,
 GOOD_IMBALANCE = 1.02  # below, balance does not decide
 MOST_MEASURED = 12  # plans built to price them with measured kernel rates
 
-Chosen = dict[tuple[str, PassName], Choice]
+Chosen = dict[tuple[str, PassName], PassOption]
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class _Total:
     imbalance: float
 
 
-Priced = TypeVar("Priced", Choice, _Total)
+Priced = TypeVar("Priced", PassOption, _Total)
 
 
 def best_family(masks: Family, cp_size: int, config: CPConfig) -> dict[str, PlanData]:
     """Returns one plan per mask, on one placement, with the smallest predicted time in the portfolio.
 
-    Of ways that are equally fast, as far as predictions go, a balanced one that moves few bytes is taken, for each
+    Of options that are equally fast, as far as predictions go, a balanced one that moves few bytes is taken, for each
     pass by itself. Some prices are estimates: the winner is priced exactly, and competes again until it wins at that.
     """
     found = candidates(masks, cp_size, config)
@@ -48,10 +48,10 @@ def best_family(masks: Family, cp_size: int, config: CPConfig) -> dict[str, Plan
     measured: list[tuple[float, dict[str, PlanData]]] = []
     least_held = math.inf
     while True:
-        choices = [{key: _pick(ways) for key, ways in one.choices.items()} for one in found]
-        totals = [_total(masks, chosen) for chosen in choices]
+        chosen_of = [{key: _pick(options) for key, options in one.options.items()} for one in found]
+        totals = [_total(masks, chosen) for chosen in chosen_of]
         best = totals.index(_pick(totals))
-        candidate, chosen = found[best], choices[best]
+        candidate, chosen = found[best], chosen_of[best]
         estimates = {key: one.refine() for key, one in chosen.items() if one.refine is not None}
         if estimates:
             _replace(candidate, chosen, estimates)
@@ -85,8 +85,8 @@ def best_family(masks: Family, cp_size: int, config: CPConfig) -> dict[str, Plan
 
 def _replace(candidate: Candidate, chosen: Chosen, others: Chosen) -> None:
     for key, other in others.items():
-        ways = candidate.choices[key]
-        ways[ways.index(chosen[key])] = other
+        options = candidate.options[key]
+        options[options.index(chosen[key])] = other
 
 
 def _too_large(
@@ -104,10 +104,10 @@ def _too_large(
     return [key for key, size in held.items() if size > limit], max(held.values())
 
 
-def _pick(choices: Sequence[Priced]) -> Priced:
-    """Returns the fastest choice, or one as good: balanced and with fewer bytes moved."""
-    limit = NEAR * min(choice.seconds for choice in choices)
-    near = [choice for choice in choices if choice.seconds <= limit]
+def _pick(chosen_of: Sequence[Priced]) -> Priced:
+    """Returns the fastest option, or one as good: balanced and with fewer bytes moved."""
+    limit = NEAR * min(choice.seconds for choice in chosen_of)
+    near = [choice for choice in chosen_of if choice.seconds <= limit]
     return min(near, key=lambda c: (max(c.imbalance, GOOD_IMBALANCE), c.moved_bytes, c.seconds))
 
 

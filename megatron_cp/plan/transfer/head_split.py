@@ -1,10 +1,10 @@
 """Ulysses groups around any plan: plan for fewer, larger ranks, then split the heads inside each.
 
-A *super-rank* stands for `degree` neighbouring ranks: member j of super-rank g is rank `g * degree + j`.
-Members exchange tokens against heads first; then each does for its heads what the super-rank would do for
+A *head group* stands for `degree` neighbouring ranks: member j of head group g is rank `g * degree + j`.
+Members exchange tokens against heads first; then each does for its heads what the head group would do for
 all of them, with the members at its place in the other groups.
 
-    inner plan, 2 super-ranks       degree 2, 4 ranks
+    inner plan, 2 head groups       degree 2, 4 ranks
       tokens    [A B] [C D]           [A] [B] [C] [D]
       message   0 -> 1                0 -> 2 (heads of place 0),  1 -> 3 (heads of place 1)
 
@@ -27,25 +27,25 @@ def fits_heads(degree: int, config: CPConfig) -> bool:
 
 
 def config_of_groups(config: CPConfig, degree: int) -> CPConfig:
-    """Returns the config for planning super-ranks: their rows divide over `degree` members."""
+    """Returns the config for planning head groups: their rows divide over `degree` members."""
     return replace(config, token_multiple=config.token_multiple * degree)
 
 
 def split_placement(placement: IntArray, degree: int) -> IntArray:
-    """Returns the tokens of ranks, int64 `[P, T]`, from those of super-ranks `[P / degree, degree * T]`.
+    """Returns the tokens of ranks, int64 `[P, T]`, from those of head groups `[P / degree, degree * T]`.
 
-    Raises ValueError when the rows of a super-rank do not divide; `config_of_groups` makes them.
+    Raises ValueError when the rows of a head group do not divide; `config_of_groups` makes them.
     """
     if placement.shape[1] % degree:
         raise ValueError(
-            f"degree={degree} must divide the {placement.shape[1]} rows of a super-rank; "
+            f"degree={degree} must divide the {placement.shape[1]} rows of a head group; "
             "place tokens with config_of_groups(config, degree)"
         )
     return placement.reshape(len(placement) * degree, -1)
 
 
 def split_heads(inner: Pass, degree: int) -> Pass:
-    """Returns the pass of `degree` times as many ranks that runs `inner` once per head group.
+    """Returns the pass of `degree` times as many ranks that runs `inner` once per share of heads.
 
     `inner` has no head split of its own. Its work masks are shared, not copied: O(messages x degree).
     """
@@ -71,7 +71,7 @@ def _split_transfer(transfer: Transfer | None, degree: int) -> Transfer | None:
 
 
 def _split_messages(messages: IntArray, degree: int) -> IntArray:
-    """Returns every message once per head group: super-ranks (s, d) become ranks at the same place."""
+    """Returns every message once per share of heads: head groups (s, d) become ranks at the same place."""
     repeated = np.repeat(messages[None], degree, axis=0)
     places = np.arange(degree)[:, None]
     for end in (SRC, DST):

@@ -1,7 +1,7 @@
-"""The mask cut into blocks, and what a deal of the blocks to units (ranks, or nodes) costs.
+"""The mask cut into blocks, and what an assignment of the blocks to units (ranks, or nodes) costs.
 
     query chunks     . . . . . . . .        a block: one query chunk x one key chunk x one rank of the start,
-      of rank 0      A . . . . . . .        so the start is a deal of the blocks, exactly
+      of rank 0      A . . . . . . .        so the start is an assignment of the blocks, exactly
                      B C . . . . . .        a net:   the rows of one side that are in the same blocks;
       of rank 1      B C D . . . . .                 a unit needs them all as soon as it has one of the blocks
                      B C D E . . . .
@@ -35,7 +35,7 @@ class Problem:
     """A placed mask, and what computing its pairs and moving its rows costs."""
 
     placed: PlacedMask
-    """The mask on P ranks (or super-ranks)."""
+    """The mask on P ranks (or head groups)."""
     weights: Weights
     """Bytes of a query row and of a key row, there and back, in both passes."""
     seconds_per_pair: float
@@ -61,7 +61,7 @@ class Units:
     """The port over which a rank's own rows leave, and enter other units that have it (else their last): `[P]`."""
     seconds_per_byte: float
     other_link: FloatArray
-    """Seconds of links that no deal changes: `[units]`."""
+    """Seconds of links that no assignment changes: `[units]`."""
 
     @property
     def count(self) -> int:
@@ -99,21 +99,21 @@ class BlockModel:
         """Returns the number of blocks."""
         return len(self.compute)
 
-    def seconds(self, deal: IntArray) -> float:
-        """Returns T of a deal: the unit of each block `[blocks]`."""
-        return float(self.unit_seconds(deal).max())
+    def seconds(self, unit_of_block: IntArray) -> float:
+        """Returns T of an assignment: the unit of each block `[blocks]`."""
+        return float(self.unit_seconds(unit_of_block).max())
 
-    def unit_seconds(self, deal: IntArray) -> FloatArray:
+    def unit_seconds(self, unit_of_block: IntArray) -> FloatArray:
         """Returns the time of every unit: `[units]`."""
         units = self.units
-        compute = np.bincount(deal, self.compute, units.count) / units.width
-        busiest = self.links(self.pins, deal).reshape(2, units.count, -1).max(axis=(0, 2))
+        compute = np.bincount(unit_of_block, self.compute, units.count) / units.width
+        busiest = self.links(self.pins, unit_of_block).reshape(2, units.count, -1).max(axis=(0, 2))
         return _seconds(compute, np.maximum(busiest, units.other_link), self.contention)
 
-    def links(self, pins: IntArray, deal: IntArray) -> FloatArray:
+    def links(self, pins: IntArray, unit_of_block: IntArray) -> FloatArray:
         """Returns the seconds that foreign rows of some pins take, in and out: `[2, units * ports]`."""
         count = self.units.count
-        needs = np.unique(pins[:, 0] * count + deal[pins[:, 1]])
+        needs = np.unique(pins[:, 0] * count + unit_of_block[pins[:, 1]])
         net, unit = needs // count, needs % count
         foreign = unit != self.owner[net]
         ends, travel = self.ends(net[foreign], unit[foreign]), self.travel[net[foreign]]
@@ -126,7 +126,7 @@ class BlockModel:
         return came, self.owner[net] * ports + self.port[net]
 
     def least_seconds(self) -> float:
-        """Returns T of equal loads when nothing moves; no deal is faster."""
+        """Returns T of equal loads when nothing moves; no assignment is faster."""
         return float(self.compute.sum() / self.units.width.sum())
 
 
@@ -135,7 +135,7 @@ def _seconds(compute: FloatArray, link: FloatArray, contention: float) -> FloatA
 
 
 def measure(problem: Problem, assignment: Assignment) -> float:
-    """Returns T of an assignment to ranks, exact to a row: what every improver is judged by."""
+    """Returns T of an assignment to ranks, exact to a row: what every solver is judged by."""
     area = np.bincount(
         assignment.ranks, rows_area(assignment.parts), minlength=problem.placed.num_ranks
     )

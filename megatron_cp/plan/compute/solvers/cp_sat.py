@@ -1,4 +1,4 @@
-"""Deals blocks window by window with OR-tools' CP-SAT, from a hint.
+"""Assigns blocks window by window with OR-tools' CP-SAT, from a hint.
 
 One worker that takes turns between its searches, a fixed seed and a deterministic budget: the same values in
 every process. Loads are whole numbers inside, T to begin with is RESOLUTION.
@@ -10,15 +10,15 @@ import numpy as np
 
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.compute.solvers.block_model import BlockModel
-from megatron_cp.plan.compute.solvers.windows import Program, deal_by_windows
+from megatron_cp.plan.compute.solvers.windows import Program, assign_by_windows
 from megatron_cp.plan.schema import BoolArray
 
 RESOLUTION = 1e8
 
 
-def deal(model: BlockModel, effort: float) -> IntArray:
+def assign_blocks(model: BlockModel, effort: float) -> IntArray:
     """Returns the unit of each block `[blocks]`, never slower than `model.start`."""
-    return deal_by_windows(model, solve, effort)
+    return assign_by_windows(model, solve, effort)
 
 
 def solve(program: Program, effort: float) -> tuple[BoolArray | None, float]:

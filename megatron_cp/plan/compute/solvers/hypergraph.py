@@ -1,4 +1,4 @@
-"""Deals blocks with the multilevel hypergraph partitioner Mt-KaHyPar, as DCP (SOSP'25) does with KaHyPar.
+"""Assigns blocks with the multilevel hypergraph partitioner Mt-KaHyPar, as DCP (SOSP'25) does with KaHyPar.
 
 Blocks are vertices that weigh their pairs; nets weigh their rows; every unit is one more vertex, fixed, in the nets
 that it owns. The partitioner then minimises the rows that move, all together, under a limit on the areas. T
@@ -24,7 +24,7 @@ RESOLUTION = 1e6  # of all areas, and of the heaviest net
 IMBALANCES = (0.01, 0.003, 0.03, 0.001, 0.1)  # a call each, about a second
 
 
-def deal(model: BlockModel, effort: float) -> IntArray:
+def assign_blocks(model: BlockModel, effort: float) -> IntArray:
     """Returns the unit of each block `[blocks]`, never slower than `model.start`."""
     best = model.start
     for imbalance in IMBALANCES[: max(1, int(effort))]:

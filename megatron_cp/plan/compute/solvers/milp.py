@@ -1,4 +1,4 @@
-"""Deals blocks window by window, each a mixed-integer program for HiGHS, through `scipy.optimize.milp`.
+"""Assigns blocks window by window, each a mixed-integer program for HiGHS, through `scipy.optimize.milp`.
 
 The budget is a number of nodes, so the values are the same in every process. HiGHS takes no start through
 SciPy; T of the start is a bound, so what it finds is no worse.
@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.compute.solvers.block_model import BlockModel
-from megatron_cp.plan.compute.solvers.windows import Program, deal_by_windows
+from megatron_cp.plan.compute.solvers.windows import Program, assign_by_windows
 from megatron_cp.plan.schema import BoolArray
 
 ENTRIES_SQUARED_PER_SECOND = 1.5e8
@@ -18,9 +18,9 @@ ENTRIES_SQUARED_PER_SECOND = 1.5e8
 ROOT_NODES = 10  # what the root costs, with its cuts and heuristics
 
 
-def deal(model: BlockModel, effort: float) -> IntArray:
+def assign_blocks(model: BlockModel, effort: float) -> IntArray:
     """Returns the unit of each block `[blocks]`, never slower than `model.start`."""
-    return deal_by_windows(model, solve, effort)
+    return assign_by_windows(model, solve, effort)
 
 
 def solve(program: Program, effort: float) -> tuple[BoolArray | None, float]:

@@ -1,8 +1,8 @@
-"""Optional improvers of a compute assignment: solvers that are given a start and return something better, or nothing.
+"""Solvers that are given a compute assignment and return a better one, or nothing.
 
     improve(problem, start, "cp_sat", effort=10) -> Assignment | None
 
-The mask is cut into blocks (`block_model.py`), nodes first, then ranks inside each node, and a solver deals
+The mask is cut into blocks (`block_model.py`), nodes first, then ranks inside each node, and a solver assigns
 blocks anew: OR-tools' CP-SAT (`cp_sat`) or HiGHS (`milp`), a few units at a time (`windows.py`), or the hypergraph
 partitioner Mt-KaHyPar (`hypergraph`). What comes back is judged by `measure`, exact to a row.
 
@@ -33,33 +33,33 @@ from megatron_cp.plan.compute.solvers.block_model import (
 )
 from megatron_cp.plan.compute.solvers.windows import GAIN
 
-__all__ = ["IMPROVERS", "Problem", "check_improver", "improve", "measure"]
+__all__ = ["SOLVERS", "Problem", "check_solver", "improve", "measure"]
 
 
 @dataclass(frozen=True)
-class _Improver:
+class _Solver:
     package: str
-    deal: Callable[[BlockModel, float], IntArray]
+    assign: Callable[[BlockModel, float], IntArray]
     """(model, effort) -> the unit of each block, never slower than the start."""
     max_size: int
     """(blocks + pins) x units of a model."""
 
 
-_IMPROVERS = {
-    "cp_sat": _Improver("ortools", cp_sat.deal, 20_000),
-    "milp": _Improver("scipy", milp.deal, 8_000),
-    "hypergraph": _Improver("mtkahypar", hypergraph.deal, 200_000),
+_SOLVERS = {
+    "cp_sat": _Solver("ortools", cp_sat.assign_blocks, 20_000),
+    "milp": _Solver("scipy", milp.assign_blocks, 8_000),
+    "hypergraph": _Solver("mtkahypar", hypergraph.assign_blocks, 200_000),
 }
-IMPROVERS = tuple(_IMPROVERS)
+SOLVERS = tuple(_SOLVERS)
 
 
-def improve(problem: Problem, start: Assignment, improver: str, effort: int) -> Assignment | None:
+def improve(problem: Problem, start: Assignment, solver: str, effort: int) -> Assignment | None:
     """Returns an assignment that is faster by `measure`, or None: nothing found, nothing to win, or too large.
 
-    `effort`: about seconds on one core, counted and not clocked. Raises ValueError for an unknown improver or an
+    `effort`: about seconds on one core, counted and not clocked. Raises ValueError for an unknown solver or an
     effort below 1, ModuleNotFoundError where its package is not installed.
     """
-    by = _named(improver)
+    by = _named(solver)
     if effort < 1:
         raise ValueError(
             f"effort={effort} must be at least 1, about a second of one core; give 10 or more"
@@ -81,44 +81,44 @@ def _merged(assignment: Assignment, num_ids: int) -> Assignment:
     return Assignment(shift_rows(rows, q=-ranks * q_step, k=-ranks * k_step), ranks)
 
 
-def check_improver(improver: str) -> None:
-    """Raises ValueError for an unknown improver, ModuleNotFoundError where its package is not installed."""
-    _named(improver)
+def check_solver(solver: str) -> None:
+    """Raises ValueError for an unknown solver, ModuleNotFoundError where its package is not installed."""
+    _named(solver)
 
 
-def _named(improver: str) -> _Improver:
-    if improver not in _IMPROVERS:
-        near = difflib.get_close_matches(str(improver), IMPROVERS, n=1, cutoff=0.0)[0]
+def _named(solver: str) -> _Solver:
+    if solver not in _SOLVERS:
+        near = difflib.get_close_matches(str(solver), SOLVERS, n=1, cutoff=0.0)[0]
         raise ValueError(
-            f"improver={improver!r} is unknown; choose one of {', '.join(IMPROVERS)} (nearest: {near})"
+            f"improver={solver!r} is unknown; choose one of {', '.join(SOLVERS)} (nearest: {near})"
         )
-    package = _IMPROVERS[improver].package
+    package = _SOLVERS[solver].package
     if importlib.util.find_spec(package) is None:
         raise ModuleNotFoundError(
-            f"improver={improver!r} needs {package}; pip install 'megatron_cp[solvers]'"
+            f"improver={solver!r} needs {package}; pip install 'megatron_cp[solvers]'"
         )
-    return _IMPROVERS[improver]
+    return _SOLVERS[solver]
 
 
 def _attempts(
-    problem: Problem, start: Assignment, by: _Improver, effort: int
+    problem: Problem, start: Assignment, by: _Solver, effort: int
 ) -> Iterator[Assignment]:
     """Yields assignments that may be better than the start."""
     if not len(start.parts) or problem.placed.num_ranks == 1:
         return
     if problem.placed.num_ranks <= problem.node_size:
-        yield _deal_inside(problem, start, by, effort)
+        yield _assign_inside(problem, start, by, effort)
         return
     if problem.node_size > 1:
-        yield _deal_inside(problem, start, by, effort / 2)
-    nodes = _deal_nodes(problem, start, by, effort / (4 if problem.node_size > 1 else 1))
+        yield _assign_inside(problem, start, by, effort / 2)
+    nodes = _assign_nodes(problem, start, by, effort / (4 if problem.node_size > 1 else 1))
     if nodes is not None:
         yield nodes
-        yield _deal_inside(problem, nodes, by, effort / 4)
+        yield _assign_inside(problem, nodes, by, effort / 4)
 
 
-def _deal_inside(problem: Problem, start: Assignment, by: _Improver, effort: float) -> Assignment:
-    """Returns the assignment with the pairs of every node dealt anew inside it; foreign rows are at their relays."""
+def _assign_inside(problem: Problem, start: Assignment, by: _Solver, effort: float) -> Assignment:
+    """Returns the assignment with the pairs of every node assigned anew inside it; foreign rows are at their relays."""
     num_ranks, size = problem.placed.num_ranks, problem.node_size
     firsts, between = range(0, num_ranks, size), link_seconds(problem, start)[1]
     parts, ranks = [], []
@@ -139,18 +139,18 @@ def _deal_inside(problem: Problem, start: Assignment, by: _Improver, effort: flo
         )
         model = cut_into_blocks(problem, node.parts, node.ranks, units, by.max_size)
         if model is not None:
-            node = Assignment(model.slices, by.deal(model, effort / len(firsts))[model.block])
+            node = Assignment(model.slices, by.assign(model, effort / len(firsts))[model.block])
         parts.append(node.parts)
         ranks.append(node.ranks + first)
     return Assignment(np.concatenate(parts), np.concatenate(ranks))
 
 
-def _deal_nodes(
-    problem: Problem, start: Assignment, by: _Improver, effort: float
+def _assign_nodes(
+    problem: Problem, start: Assignment, by: _Solver, effort: float
 ) -> Assignment | None:
-    """Returns the assignment with pairs dealt anew to nodes, or None when all stay.
+    """Returns the assignment with pairs assigned anew to nodes, or None when all stay.
 
-    In a new node pairs are with the rank at their queries' owner's place, until they are dealt inside.
+    In a new node pairs are with the rank at their queries' owner's place, until they are assigned inside.
     """
     num_ranks, size = problem.placed.num_ranks, problem.node_size
     node_of_rank = np.arange(num_ranks) // size
@@ -166,10 +166,13 @@ def _deal_nodes(
     model = cut_into_blocks(problem, start.parts, node_of_rank[start.ranks], units, by.max_size)
     if model is None:
         return None
-    dealt = by.deal(model, effort)
-    if (dealt == model.start).all():
+    assigned = by.assign(model, effort)
+    if (assigned == model.start).all():
         return None
-    node, place = dealt[model.block], problem.placed.owners.rank_of(model.slices[:, Q_START]) % size
+    node, place = (
+        assigned[model.block],
+        problem.placed.owners.rank_of(model.slices[:, Q_START]) % size,
+    )
     ranks = start.ranks[model.source]
     moved = np.minimum(node * size + place, num_ranks - 1)
     return Assignment(model.slices, np.where(node_of_rank[ranks] == node, ranks, moved))

@@ -1,9 +1,9 @@
-"""Improves a deal window by window: a few units, the slowest among them, deal their blocks anew; others keep theirs.
+"""Improves an assignment window by window: a few units, the slowest among them, share their blocks anew; others keep theirs.
 
     units  0  1  2  3  4  5  6  7        solve for {2, 5}; better: again from the slowest unit;
            .  .  #  .  .  #  .  .        not better: {2, 6}, ...; no partner helps: windows of three, four
 
-A window is a small 0/1 program that a solver takes as plain arrays (`Program`); whole deals of eight ranks are
+A window is a small 0/1 program that a solver takes as plain arrays (`Program`); whole assignments to eight ranks are
 beyond exact solvers, and their own searches spend most of their time on units that do not matter.
 """
 
@@ -51,23 +51,23 @@ Solver = Callable[[Program, float], tuple[BoolArray | None, float]]
 """(program, effort) -> the values of the grouped variables or None, and the effort spent."""
 
 
-def deal_by_windows(model: BlockModel, solver: Solver, effort: float) -> IntArray:
+def assign_by_windows(model: BlockModel, solver: Solver, effort: float) -> IntArray:
     """Returns the unit of each block `[blocks]`, never slower than `model.start`."""
-    deal, size, per_unit = model.start, 0, effort * EFFORT_SHARE
+    unit_of_block, size, per_unit = model.start, 0, effort * EFFORT_SHARE
     sizes = [size for size in WINDOW_SIZES if size <= model.units.count]
     while effort > 0 and size < len(sizes):
-        seconds = model.unit_seconds(deal)
+        seconds = model.unit_seconds(unit_of_block)
         if seconds.max() <= model.least_seconds() * (1 + DONE):
             break
         better = None
         for window in _windows(seconds, sizes[size]):
             budget = min(effort, per_unit * sizes[size])
-            better, spent = _deal_window(model, deal, window, solver, budget)
+            better, spent = _solve_window(model, unit_of_block, window, solver, budget)
             effort -= spent
             if better is not None or effort <= 0:
                 break
-        deal, size = (deal, size + 1) if better is None else (better, 0)
-    return deal
+        unit_of_block, size = (unit_of_block, size + 1) if better is None else (better, 0)
+    return unit_of_block
 
 
 def _windows(seconds: FloatArray, size: int) -> Iterator[IntArray]:
@@ -78,26 +78,28 @@ def _windows(seconds: FloatArray, size: int) -> Iterator[IntArray]:
         yield np.sort(np.array([slowest, *partners], dtype=np.int64))
 
 
-def _deal_window(
-    model: BlockModel, deal: IntArray, window: IntArray, solver: Solver, effort: float
+def _solve_window(
+    model: BlockModel, unit_of_block: IntArray, window: IntArray, solver: Solver, effort: float
 ) -> tuple[IntArray | None, float]:
-    program, blocks = _program(model, deal, window)
+    program, blocks = _program(model, unit_of_block, window)
     values, spent = solver(program, effort)
     if values is None:
         return None, spent
-    dealt = deal.copy()
-    dealt[blocks] = window[values.reshape(len(blocks), len(window)).argmax(axis=1)]
-    before, after = model.unit_seconds(deal), model.unit_seconds(dealt)
+    assigned = unit_of_block.copy()
+    assigned[blocks] = window[values.reshape(len(blocks), len(window)).argmax(axis=1)]
+    before, after = model.unit_seconds(unit_of_block), model.unit_seconds(assigned)
     is_better = after[window].max() < before[window].max() * (1 - GAIN)
-    return (dealt if is_better and after.max() <= before.max() else None), spent
+    return (assigned if is_better and after.max() <= before.max() else None), spent
 
 
-def _program(model: BlockModel, deal: IntArray, window: IntArray) -> tuple[Program, IntArray]:
+def _program(
+    model: BlockModel, unit_of_block: IntArray, window: IntArray
+) -> tuple[Program, IntArray]:
     """Returns the program of a window, and its blocks."""
     size = len(window)
     place = np.full(model.units.count, -1)
     place[window] = np.arange(size)
-    blocks = np.flatnonzero(place[deal] >= 0)
+    blocks = np.flatnonzero(place[unit_of_block] >= 0)
     number = np.full(model.num_blocks, -1)
     number[blocks] = np.arange(len(blocks))
     is_inside = number[model.pins[:, 1]] >= 0
@@ -112,16 +114,16 @@ def _program(model: BlockModel, deal: IntArray, window: IntArray) -> tuple[Progr
     implications = np.stack([x_of_pin, y[net_of_pin]], axis=2)[is_foreign[net_of_pin]]
     net, at = np.nonzero(is_foreign)
     start = np.zeros(num_x + len(net), dtype=bool)
-    start[np.arange(len(blocks)) * size + place[deal[blocks]]] = True
+    start[np.arange(len(blocks)) * size + place[unit_of_block[blocks]]] = True
     start[implications[start[implications[:, 0]], 1]] = True
     loads = _Loads(model, place >= 0)
     unit, block = np.tile(window, len(blocks)), np.repeat(blocks, size)
     own = unit, model.compute[block] / model.units.width[unit]
-    outside = np.bincount(deal[number < 0], model.compute[number < 0], model.units.count)
+    outside = np.bincount(unit_of_block[number < 0], model.compute[number < 0], model.units.count)
     ends = model.ends(nets[net], window[at])
-    for fixed, end in zip(model.links(rest, deal), ends, strict=True):
+    for fixed, end in zip(model.links(rest, unit_of_block), ends, strict=True):
         loads.add(own, outside / model.units.width, (end, model.travel[nets[net]]), fixed)
-    seconds = model.unit_seconds(deal)
+    seconds = model.unit_seconds(unit_of_block)
     program = Program(
         num_groups=len(blocks),
         num_choices=size,

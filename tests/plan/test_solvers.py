@@ -1,4 +1,4 @@
-"""What an improver returns is the mask, exactly, and never slower than its start; counted pair by pair."""
+"""What an solver returns is the mask, exactly, and never slower than its start; counted pair by pair."""
 
 import hashlib
 import importlib.util
@@ -14,7 +14,7 @@ from megatron_cp import mask as masks
 from megatron_cp.config import CPConfig
 from megatron_cp.plan.compute.bisection import Assignment, Weights, assign
 from megatron_cp.plan.compute.solvers.block_model import Units, cut_into_blocks
-from megatron_cp.plan.compute.solvers.solve import IMPROVERS, Problem, improve, measure
+from megatron_cp.plan.compute.solvers.solve import SOLVERS, Problem, improve, measure
 from megatron_cp.plan.placement.placement import contiguous, zigzag
 from megatron_cp.plan.transfer.pass_builder import PlacedMask
 
@@ -30,9 +30,9 @@ ALL = [
             reason=f"{PACKAGES[name]}, of the extra 'solvers', is not installed",
         ),
     )
-    for name in IMPROVERS
+    for name in SOLVERS
 ]
-SOLVERS = [param for param in ALL if param.values[0] in EXACT]
+EXACT = [param for param in ALL if param.values[0] in EXACT]
 
 
 def problem_of(mask, cp_size, node_size=8, place=contiguous, contention=0.1):
@@ -129,52 +129,50 @@ CASES = {  # without contention a search ends as soon as areas are equal
 STARTS = (recursive_cut, at_home)
 
 
-@pytest.mark.parametrize("improver", ALL)
+@pytest.mark.parametrize("solver", ALL)
 @pytest.mark.parametrize("name", CASES)
-def test_every_pair_is_computed_once_and_no_rank_is_slower_than_the_slowest_was(name, improver):
+def test_every_pair_is_computed_once_and_no_rank_is_slower_than_the_slowest_was(name, solver):
     problem = problem_of(*CASES[name])
     start = STARTS[list(CASES).index(name) % 2](problem)
-    check(problem, start, improve(problem, start, improver, 1))
+    check(problem, start, improve(problem, start, solver, 1))
 
 
-@pytest.mark.parametrize("improver", ALL)
-def test_a_causal_mask_at_home_is_made_faster(improver):
+@pytest.mark.parametrize("solver", ALL)
+def test_a_causal_mask_at_home_is_made_faster(solver):
     problem = problem_of(masks.causal(24), 4, contention=0.0)
-    before, after = check(
-        problem, at_home(problem), improve(problem, at_home(problem), improver, 1)
-    )
+    before, after = check(problem, at_home(problem), improve(problem, at_home(problem), solver, 1))
     assert after < 0.8 * before  # the last rank has 7/4 of the mean
 
 
-@pytest.mark.parametrize("improver", SOLVERS)
-def test_solvers_find_the_best_of_all_ways_to_deal_four_tokens_to_two_ranks(improver):
+@pytest.mark.parametrize("solver", EXACT)
+def test_solvers_find_the_best_of_all_ways_to_deal_four_tokens_to_two_ranks(solver):
     for mask in (masks.causal(4), masks.sliding_window(4, 1, 1)):
         problem = problem_of(mask, 2)
         pairs = np.argwhere(mask.to_dense())
         best = np.inf
-        for deal in itertools.product((0, 1), repeat=len(pairs)):
+        for assigned in itertools.product((0, 1), repeat=len(pairs)):
             ranks = np.full((4, 4), -1)
-            ranks[tuple(pairs.T)] = deal
+            ranks[tuple(pairs.T)] = assigned
             best = min(best, slowest_rank(problem, ranks))
         start = Assignment(
             problem.placed.parts, np.zeros(len(problem.placed.parts), dtype=np.int64)
         )
-        _, after = check(problem, start, improve(problem, start, improver, 2))
+        _, after = check(problem, start, improve(problem, start, solver, 2))
         assert after == pytest.approx(best, rel=1e-6)
 
 
-@pytest.mark.parametrize("improver", IMPROVERS)
-def test_one_rank_and_no_pairs_have_nothing_to_improve(improver):
-    pytest.importorskip(PACKAGES[improver], reason="of the extra 'solvers'")
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_one_rank_and_no_pairs_have_nothing_to_improve(solver):
+    pytest.importorskip(PACKAGES[solver], reason="of the extra 'solvers'")
     alone, empty = problem_of(masks.causal(8), 1), problem_of(masks.from_slices(8, 8, []), 2)
     for problem in (alone, empty):
-        assert improve(problem, at_home(problem), improver, 1) is None
+        assert improve(problem, at_home(problem), solver, 1) is None
 
 
-@pytest.mark.parametrize("improver", SOLVERS)
-def test_what_is_too_large_for_a_solver_is_left_alone(improver):
+@pytest.mark.parametrize("solver", EXACT)
+def test_what_is_too_large_for_a_solver_is_left_alone(solver):
     problem = problem_of(masks.causal(128), 64, node_size=64)
-    assert improve(problem, at_home(problem), improver, 1) is None
+    assert improve(problem, at_home(problem), solver, 1) is None
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -186,23 +184,23 @@ def test_the_model_of_blocks_prices_any_deal_as_the_oracle_does(name):
     start = recursive_cut(problem)
     model = cut_into_blocks(problem, start.parts, start.ranks, units, max_size=10_000)
     rng = np.random.default_rng(7)
-    for deal in (model.start, *rng.integers(0, cp_size, (5, model.num_blocks))):
-        pairs = rendered(Assignment(model.slices, deal[model.block]), mask.num_queries)[1]
-        assert model.seconds(deal) == pytest.approx(slowest_rank(problem, pairs), rel=1e-9)
+    for assigned in (model.start, *rng.integers(0, cp_size, (5, model.num_blocks))):
+        pairs = rendered(Assignment(model.slices, assigned[model.block]), mask.num_queries)[1]
+        assert model.seconds(assigned) == pytest.approx(slowest_rank(problem, pairs), rel=1e-9)
 
 
 # ------------------------------------------------------------------ the same everywhere
 
 
-def digest(improver):
+def digest(solver):
     problem = problem_of(masks.documents([5, 2, 4, 1]), 4, node_size=2)
-    found = improve(problem, at_home(problem), improver, 1)
+    found = improve(problem, at_home(problem), solver, 1)
     return hashlib.sha256(found.parts.tobytes() + found.ranks.tobytes()).hexdigest()
 
 
-@pytest.mark.parametrize("improver", ALL)
-def test_another_process_with_another_hash_seed_finds_the_same(improver):
-    code = f"from tests.plan.test_improvers import digest; print(digest({improver!r}))"
+@pytest.mark.parametrize("solver", ALL)
+def test_another_process_with_another_hash_seed_finds_the_same(solver):
+    code = f"from tests.plan.test_solvers import digest; print(digest({solver!r}))"
     other = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONHASHSEED": "4711"},
@@ -210,7 +208,7 @@ def test_another_process_with_another_hash_seed_finds_the_same(improver):
         text=True,
         check=True,
     )
-    assert other.stdout.split()[-1] == digest(improver)
+    assert other.stdout.split()[-1] == digest(solver)
 
 
 # ------------------------------------------------------------------ what is refused
@@ -229,12 +227,12 @@ def test_no_effort_is_refused():
         improve(problem, at_home(problem), "milp", 0)
 
 
-@pytest.mark.parametrize("improver", IMPROVERS)
-def test_a_missing_package_is_named_with_the_extra_that_brings_it(improver, monkeypatch):
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_missing_package_is_named_with_the_extra_that_brings_it(solver, monkeypatch):
     problem = problem_of(masks.causal(8), 2)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     expected = (
-        rf"improver='{improver}' needs {PACKAGES[improver]}; pip install 'megatron_cp\[solvers\]'"
+        rf"improver='{solver}' needs {PACKAGES[solver]}; pip install 'megatron_cp\[solvers\]'"
     )
     with pytest.raises(ModuleNotFoundError, match=expected):
-        improve(problem, at_home(problem), improver, 1)
+        improve(problem, at_home(problem), solver, 1)
