@@ -25,8 +25,8 @@ from timing import Cell, Table, environment, publish
 
 from megatron_cp.config import CPConfig
 from megatron_cp.plan import PLANNERS
-from megatron_cp.plan.compare import Outcome, best_other, compare, geometric_mean
-from megatron_cp.plan.workloads import TRAINING_MASKS, named_mask
+from megatron_cp.plan.study.compare import Outcome, best_other, compare, geometric_mean
+from megatron_cp.plan.study.workloads import TRAINING_MASKS, named_mask
 
 HEADS = {"64:8": (64, 8), "32:8": (32, 8), "32:32": (32, 32)}
 WORKLOADS = tuple(f"W{number}" for number in range(1, 9))
@@ -141,16 +141,16 @@ def cell_row(cell: GridCell, outcomes: list[Outcome]) -> list[Cell]:
     where: list[Cell] = [cell.name, cell.ranks, _tokens(cell.tokens), cell.heads]
     if ours.refusal:
         return [*where, *[ours.refusal] * (len(CELL_COLUMNS) - len(where))]
-    rival: list[Cell] = ["none", "", ""]
+    baseline: list[Cell] = ["none", "", ""]
     if other is not None:
         ratio = other.predicted_ms / ours.predicted_ms
         lost = " LOST" if is_lost(outcomes) else ""
         least = ">= " if other.is_best_case else ""
-        rival = [other.planner, f"{least}{_ms(other.predicted_ms)}", f"{ratio:.2f}{lost}"]
+        baseline = [other.planner, f"{least}{_ms(other.predicted_ms)}", f"{ratio:.2f}{lost}"]
     return [
         *where,
         _ms(ours.predicted_ms),
-        *rival,
+        *baseline,
         _ms(ours.simulated_ms),
         f"{in_simulation:.2f}{' LOST' if is_lost(outcomes, is_simulated=True) else ''}",
         f"{ours.gap:.2f}",

@@ -37,10 +37,10 @@ from megatron_cp.attn.options import resolve_options
 from megatron_cp.config import CPConfig, Topology
 from megatron_cp.mask import AttentionMask
 from megatron_cp.plan import PLANNERS, AttentionPlan, make_plan
+from megatron_cp.plan.hardware.topology import load_profile
 from megatron_cp.plan.schema import PassName
-from megatron_cp.plan.simulate import simulate_pass
-from megatron_cp.plan.topology import load_profile
-from megatron_cp.plan.workloads import document_lengths
+from megatron_cp.plan.study.simulate import simulate_pass
+from megatron_cp.plan.study.workloads import document_lengths
 
 HEADS, KV_HEADS, DIM = 4, 4, 64
 SHAPES = (64, 256, 1024, 2048)

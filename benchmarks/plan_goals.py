@@ -16,9 +16,10 @@ from megatron_cp import mask as masks
 from megatron_cp.config import CPConfig, Topology
 from megatron_cp.mask import AttentionMask
 from megatron_cp.plan import PLANNERS, AttentionPlan, forget_plans, make_plan, make_plans
-from megatron_cp.plan.compare import PASSES, Outcome, best_other, geometric_mean
-from megatron_cp.plan.topology import get_topology
-from megatron_cp.plan.workloads import document_lengths, named_mask
+from megatron_cp.plan.hardware.topology import get_topology
+from megatron_cp.plan.schema import PASSES
+from megatron_cp.plan.study.compare import Outcome, best_other, geometric_mean
+from megatron_cp.plan.study.workloads import document_lengths, named_mask
 
 K = 1 << 10
 SEEDS = range(5)

@@ -17,7 +17,7 @@ from megatron_cp.command_line import OneLineParser, refuse
 from megatron_cp.config import CPConfig
 from megatron_cp.data.packing import PACKING_POLICIES, PackingConfig
 from megatron_cp.plan import PLANNERS
-from megatron_cp.plan.topology import TOPOLOGIES, read_topology
+from megatron_cp.plan.hardware.topology import TOPOLOGIES, read_topology
 from megatron_cp.report import dry_run, simulate_command
 from megatron_cp.report.arguments import (
     SPLIT,

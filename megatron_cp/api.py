@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_cp.attn.attend import attend, no_logits
 from megatron_cp.attn.options import check_sink, resolve_options
-from megatron_cp.plan.schema import AttentionPlan
+from megatron_cp.plan import AttentionPlan
 from megatron_cp.runtime.checkpoint import checkpoint, record_result, recorded_result
 from megatron_cp.runtime.dist_attn import DistributedAttention
 from megatron_cp.runtime.session import open_session

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class KernelRates:
-    """Measured TFLOP/s of local attention by the shape of a slice; see `plan/topology.py: load_profile`.
+    """Measured TFLOP/s of local attention by the shape of a slice; see `plan/hardware/topology.py: load_profile`.
 
     Tables are `[box, slanted][rows][keys]`: slices that a diagonal cuts have rates of their own.
     """
@@ -23,7 +23,7 @@ class Topology:
     """One kind of machine: rates per rank, bandwidth inside and between nodes, latency per transfer.
 
     A bandwidth is what one rank can send and, at the same time, receive on that level; `node_size`
-    consecutive ranks share the inner level. `megatron_cp.plan.topology` holds the rows we ship.
+    consecutive ranks share the inner level. `megatron_cp.plan.hardware.topology` holds the rows we ship.
     Raises ValueError for a rate, bandwidth or node size that is not positive.
     """
 

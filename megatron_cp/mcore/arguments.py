@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 from typing import Any
 
 from megatron_cp.config import CPConfig
-from megatron_cp.plan.topology import read_topology
+from megatron_cp.plan.hardware.topology import read_topology
 
 ATTENTION_BACKENDS = ("reference", "cpu", "flex", "flash", "hopper", "emulated")
 

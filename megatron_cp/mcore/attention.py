@@ -42,7 +42,7 @@ from megatron_cp.mcore.validation import (
     check_samples,
     validate_config,
 )
-from megatron_cp.plan.schema import AttentionPlan
+from megatron_cp.plan import AttentionPlan
 from megatron_cp.runtime.checkpoint import AttentionTape
 
 

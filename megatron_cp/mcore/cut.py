@@ -22,7 +22,7 @@ from megatron_cp.data.batch import PlanRequest, make_batch_plans
 from megatron_cp.mask import packed
 from megatron_cp.mcore import layers
 from megatron_cp.mcore.batch import ContextParallelParams
-from megatron_cp.plan.placement import chunk_layout
+from megatron_cp.plan.placement.placement import chunk_layout
 from megatron_cp.runtime.shards import local_indices, position_ids
 
 Lengths = tuple[int, ...]

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_cp.mcore.batch import ContextParallelParams
-from megatron_cp.plan.schema import AttentionPlan
+from megatron_cp.plan import AttentionPlan
 from megatron_cp.runtime.shards import document_starts, roll
 
 

@@ -2,16 +2,16 @@
 
 from collections.abc import Sequence
 
-from megatron_cp.plan.cost import stage_areas
-from megatron_cp.plan.schema import AttentionPlan, PassName
+from megatron_cp.plan.hardware.makespan import stage_areas
+from megatron_cp.plan.hardware.topology import get_topology
+from megatron_cp.plan.schema import PassName, PlanData
 from megatron_cp.plan.stats import pass_stats, traffic
-from megatron_cp.plan.topology import get_topology
 
 MAX_RANKS_SHOWN = 16
 MAX_STAGES_SHOWN = 8
 
 
-def explain(plan: AttentionPlan) -> str:
+def explain(plan: PlanData) -> str:
     """Returns a few lines: what the plan is, then one block per pass with a row per rank."""
     mask = plan.mask
     padding = plan.global_from_local.size - plan.num_tokens
@@ -23,7 +23,7 @@ def explain(plan: AttentionPlan) -> str:
     return "\n".join(head + _explain_pass(plan, "forward") + _explain_pass(plan, "backward"))
 
 
-def _explain_pass(plan: AttentionPlan, name: PassName) -> list[str]:
+def _explain_pass(plan: PlanData, name: PassName) -> list[str]:
     stats, moved = pass_stats(plan, name), traffic(plan, name)
     areas = stage_areas(plan, name)
     pass_ = plan.get_pass(name)

@@ -1,6 +1,6 @@
 """make_plan: the mask and the rank count in, a validated plan out.
 
-Planner "auto" takes the plan with the smallest predicted time from its portfolio (`plan/portfolio.py`);
+Planner "auto" takes the plan with the smallest predicted time from its portfolio (`plan/search/choose.py`);
 the others emit one published scheme each. Equal inputs give equal bytes in every process.
 """
 
@@ -15,33 +15,31 @@ import numpy as np
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.plan.improvers import check_improver
-from megatron_cp.plan.placement import check_chunk_size
-from megatron_cp.plan.portfolio import best_family
-from megatron_cp.plan.schema import AttentionPlan
+from megatron_cp.plan.attention_plan import AttentionPlan
+from megatron_cp.plan.compute.solvers.solve import check_solver
+from megatron_cp.plan.hardware.topology import get_topology
+from megatron_cp.plan.placement.placement import check_chunk_size
+from megatron_cp.plan.schema import PlanData
 from megatron_cp.plan.schemes.dcp import plan_dcp
 from megatron_cp.plan.schemes.distflashattn import plan_distflashattn
 from megatron_cp.plan.schemes.documents import plan_document_groups, plan_per_document_zigzag
 from megatron_cp.plan.schemes.double_ring import plan_double_ring
-from megatron_cp.plan.schemes.gather import (
-    needed_keys_pass,
-    one_pass_plan,
-    plan_allgather,
-    plan_contiguous,
-)
+from megatron_cp.plan.schemes.gather import one_pass_plan, plan_allgather, plan_contiguous
 from megatron_cp.plan.schemes.magi import plan_magi
 from megatron_cp.plan.schemes.ring import plan_ring, plan_zigzag
 from megatron_cp.plan.schemes.stripe import plan_stripe
 from megatron_cp.plan.schemes.ultraattn import plan_ultraattn
 from megatron_cp.plan.schemes.ulysses import plan_ulysses
 from megatron_cp.plan.schemes.usp import plan_usp
-from megatron_cp.plan.stages import PlacedMask
-from megatron_cp.plan.topology import get_topology
+from megatron_cp.plan.search.choose import best_family
+from megatron_cp.plan.transfer.pass_builder import PlacedMask
+from megatron_cp.plan.transfer.passes import needed_keys_pass
+from megatron_cp.plan.validation import validate
 
 MAX_RECENT = 4  # families of plans kept, for masks that come again; a plan of 1M tokens holds 8 MB
 _recent: OrderedDict[object, dict[str, AttentionPlan]] = OrderedDict()
 
-Planner = Callable[[AttentionMask, int, CPConfig], AttentionPlan]
+Planner = Callable[[AttentionMask, int, CPConfig], PlanData]
 
 
 def make_plan(mask: AttentionMask, cp_size: int, config: CPConfig | None = None) -> AttentionPlan:
@@ -81,19 +79,22 @@ def forget_plans() -> None:
 def _make(
     masks: Mapping[str, tuple[AttentionMask, float]], cp_size: int, config: CPConfig, started: float
 ) -> dict[str, AttentionPlan]:
+    known = replace(config, topology=get_topology(config.topology))  # looked up here, once
     if config.planner == "auto":
-        plans = best_family(masks, cp_size, config)
+        plans = best_family(masks, cp_size, known)
     else:
         planner = PLANNERS[config.planner]
-        plans = {name: planner(mask, cp_size, config) for name, (mask, _) in masks.items()}
+        plans = {name: planner(mask, cp_size, known) for name, (mask, _) in masks.items()}
         _check_one_placement(plans, config)
     for plan in plans.values():
-        plan.validate()
+        validate(plan)
     plan_ms = (time.perf_counter() - started) * 1e3 / len(plans)
-    return {name: replace(plan, plan_ms=plan_ms) for name, plan in plans.items()}
+    return {
+        name: AttentionPlan.of(plan, config=config, plan_ms=plan_ms) for name, plan in plans.items()
+    }
 
 
-def _check_one_placement(plans: Mapping[str, AttentionPlan], config: CPConfig) -> None:
+def _check_one_placement(plans: Mapping[str, PlanData], config: CPConfig) -> None:
     """Raises NotImplementedError when a scheme that looks at the mask places tokens differently for two."""
     first, *others = plans.items()
     for name, plan in others:
@@ -104,7 +105,7 @@ def _check_one_placement(plans: Mapping[str, AttentionPlan], config: CPConfig) -
             )
 
 
-def plan_auto(mask: AttentionMask, cp_size: int, config: CPConfig) -> AttentionPlan:
+def plan_auto(mask: AttentionMask, cp_size: int, config: CPConfig) -> PlanData:
     """Returns our plan: equal tokens, balanced area, needed keys only, overlapped as predicted best."""
     return best_family({"mask": (mask, 1)}, cp_size, config)["mask"]
 
@@ -118,8 +119,8 @@ def plan_on_placement(
     """
     both = needed_keys_pass(PlacedMask(mask, tokens))
     plan = one_pass_plan(mask, config, planner, tokens, both)
-    plan.validate()
-    return plan
+    validate(plan)
+    return AttentionPlan.of(plan)
 
 
 def _check_inputs(
@@ -137,7 +138,7 @@ def _check_inputs(
             f"(nearest: {near})"
         )
     if config.improver is not None:
-        check_improver(config.improver)
+        check_solver(config.improver)
     get_topology(config.topology)
     if not masks:
         raise ValueError("masks is empty; give at least one mask by name")

@@ -1,6 +1,6 @@
 """The intermediate language between planners and the runtime: who computes what on which rows.
 
-    AttentionPlan
+    PlanData
       global_from_local[rank]      which tokens a rank owns, in its local order
       forward, backward : Pass
     Pass
@@ -35,13 +35,17 @@ from functools import cached_property
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray, to_indices
 
+FloatArray = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
 SRC, DST, START, STOP = range(4)
 PassName = Literal["forward", "backward"]
+PASSES: tuple[PassName, PassName] = ("forward", "backward")
 Side = Literal["k", "q"]
 SIDES: tuple[Side, Side] = ("q", "k")
 
@@ -196,8 +200,11 @@ class Pass:
 
 
 @dataclass(frozen=True, eq=False)
-class AttentionPlan:
-    """Who owns, computes and sends what, for one mask on `cp_size` ranks; equal by `digest()`."""
+class PlanData:
+    """Who owns, computes and sends what, for one mask on `cp_size` ranks; equal by `digest()`.
+
+    Planners make it; users get it as an `AttentionPlan`, which has the same data and can give its figures.
+    """
 
     mask: AttentionMask
     config: CPConfig
@@ -254,7 +261,7 @@ class AttentionPlan:
         return state.hexdigest()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, AttentionPlan) and self.digest() == other.digest()
+        return isinstance(other, PlanData) and self.digest() == other.digest()
 
     def __hash__(self) -> int:
         return hash(self.digest())
@@ -268,34 +275,9 @@ class AttentionPlan:
         row[self.global_from_local] = np.arange(self.tokens_per_rank)[None, :]
         return owner, row
 
-    def stats(self, pass_name: PassName = "forward") -> dict[str, float]:
-        """Returns the figures of one pass, counted from the plan itself; see `plan/stats.py`."""
-        from megatron_cp.plan.stats import pass_stats
-
-        return pass_stats(self, pass_name)
-
-    def explain(self) -> str:
-        """Returns a table for people: area, rows moved and predicted time per rank and stage."""
-        from megatron_cp.plan.explain import explain
-
-        return explain(self)
-
-    def __str__(self) -> str:
-        return self.explain()
-
     def __repr__(self) -> str:
         shape = f"{self.cp_size} ranks x {self.tokens_per_rank} tokens"
         return f"AttentionPlan({self.planner}, {shape}, {self.digest()[:12]})"
-
-    def validate(self) -> None:
-        """Checks that the plan is executable and covers the mask; raises ValueError naming the fault.
-
-        Exact but for one thing: that the pairs computed are *the* pairs of the mask is checked by their
-        number (tests check it pair by pair).
-        """
-        from megatron_cp.plan.validation import validate
-
-        validate(self)
 
 
 def message_rows(messages: IntArray) -> IntArray:

@@ -2,19 +2,14 @@
 
 import numpy as np
 
-from megatron_cp.plan.bounds import time_bound, volume_bound
-from megatron_cp.plan.cost import (
-    FloatArray,
-    exchange_elements,
-    makespan_seconds,
-    row_elements,
-    stage_areas,
-)
-from megatron_cp.plan.memory import received_bytes
-from megatron_cp.plan.schema import DST, SRC, START, STOP, AttentionPlan, PassName
+from megatron_cp.plan.bounds.bounds import time_bound, volume_bound
+from megatron_cp.plan.hardware.makespan import makespan_seconds, stage_areas
+from megatron_cp.plan.hardware.memory import received_bytes
+from megatron_cp.plan.hardware.rows import exchange_elements, row_size
+from megatron_cp.plan.schema import DST, SRC, START, STOP, FloatArray, PassName, PlanData
 
 
-def traffic(plan: AttentionPlan, pass_name: PassName) -> FloatArray:
+def traffic(plan: PlanData, pass_name: PassName) -> FloatArray:
     """Returns what each rank sends to each other in one pass: float64 `[src, dst]`.
 
     Unit: one rank's query rows (tokens x query heads x head dim elements), results on their way back
@@ -24,18 +19,18 @@ def traffic(plan: AttentionPlan, pass_name: PassName) -> FloatArray:
     degree = pass_.head_degree
     moved = np.zeros((plan.cp_size, plan.cp_size))
     for side, transfer in pass_.transfers():
-        there, back = row_elements(plan.config, pass_name, side, degree)
+        size = row_size(plan.config, pass_name, side, degree)
         for hop in transfer.hops:
             src, dst = hop.messages[:, SRC], hop.messages[:, DST]
             rows = (hop.messages[:, STOP] - hop.messages[:, START]) / plan.tokens_per_rank
-            np.add.at(moved, (src, dst), rows * there)
-            np.add.at(moved, (dst, src), rows * back)
+            np.add.at(moved, (src, dst), rows * size.units_there)
+            np.add.at(moved, (dst, src), rows * size.units_back)
     if pass_.head_split is not None:
         moved += _head_split_traffic(plan, pass_name)
     return moved
 
 
-def _head_split_traffic(plan: AttentionPlan, pass_name: PassName) -> FloatArray:
+def _head_split_traffic(plan: PlanData, pass_name: PassName) -> FloatArray:
     split = plan.get_pass(pass_name).head_split
     assert split is not None
     elements = exchange_elements(plan.config, pass_name, split.degree)
@@ -46,7 +41,7 @@ def _head_split_traffic(plan: AttentionPlan, pass_name: PassName) -> FloatArray:
     return moved
 
 
-def pass_stats(plan: AttentionPlan, pass_name: PassName) -> dict[str, float]:
+def pass_stats(plan: PlanData, pass_name: PassName) -> dict[str, float]:
     """Returns the figures of one pass.
 
     imbalance      max over mean of the pairs that ranks compute (1 for an empty mask)

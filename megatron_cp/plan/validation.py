@@ -1,12 +1,12 @@
-"""Checks that a plan can be executed and covers its mask: what `AttentionPlan.validate` does."""
+"""Checks that a plan can be executed and covers its mask: what `PlanData.validate` does."""
 
 import numpy as np
 
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.plan.schema import DST, SIDES, SRC, START, AttentionPlan, Hop, Pass, Side, Transfer
+from megatron_cp.plan.schema import DST, SIDES, SRC, START, Hop, Pass, PlanData, Side, Transfer
 
 
-def validate(plan: AttentionPlan) -> None:
+def validate(plan: PlanData) -> None:
     """Raises ValueError naming the first fault of a plan."""
     ids = plan.global_from_local.reshape(-1)
     seen = np.zeros(ids.size, dtype=bool)
@@ -22,7 +22,7 @@ def validate(plan: AttentionPlan) -> None:
         _validate_pass(plan, plan.backward, f"{plan.planner} backward")
 
 
-def _validate_pass(plan: AttentionPlan, pass_: Pass, where: str) -> None:
+def _validate_pass(plan: PlanData, pass_: Pass, where: str) -> None:
     own_rows, degree = plan.tokens_per_rank, 1
     if pass_.head_split is not None:
         degree = pass_.head_split.degree

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentTypeError, Namespace
 from functools import partial
 
-from megatron_cp.plan.workloads import MAX_TOKENS
+from megatron_cp.plan.study.workloads import MAX_TOKENS
 
 MAX_RANKS = 1 << 16
 NO_NUMBER = -1

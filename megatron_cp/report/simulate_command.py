@@ -8,8 +8,8 @@ from pathlib import Path
 
 from megatron_cp.config import CPConfig
 from megatron_cp.plan import PLANNERS
-from megatron_cp.plan.topology import TOPOLOGIES, read_topology
-from megatron_cp.plan.workloads import MASKS, MAX_TOKENS, WORKLOADS
+from megatron_cp.plan.hardware.topology import TOPOLOGIES, read_topology
+from megatron_cp.plan.study.workloads import MASKS, MAX_TOKENS, WORKLOADS
 from megatron_cp.report import simulation
 from megatron_cp.report.arguments import SPLIT, count, ranks, refuse_unused, tokens
 

@@ -20,9 +20,9 @@ from megatron_cp.data.document_set import open_documents, split_documents
 from megatron_cp.data.packing import document_order
 from megatron_cp.mask import AttentionMask
 from megatron_cp.plan import PLANNERS
-from megatron_cp.plan.compare import Outcome, best_other, compare
-from megatron_cp.plan.topology import get_topology
-from megatron_cp.plan.workloads import (
+from megatron_cp.plan.hardware.topology import get_topology
+from megatron_cp.plan.study.compare import Outcome, best_other, compare
+from megatron_cp.plan.study.workloads import (
     MASKS,
     MAX_TOKENS,
     WORKLOADS,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import platform
 
-from megatron_cp.plan.compare import PASSES
-from megatron_cp.plan.schema import AttentionPlan
-from megatron_cp.plan.simulate import Simulation, simulate_pass
-from megatron_cp.plan.topology import get_topology
+from megatron_cp.plan import AttentionPlan
+from megatron_cp.plan.hardware.topology import get_topology
+from megatron_cp.plan.schema import PASSES
+from megatron_cp.plan.study.simulate import Simulation, simulate_pass
 from megatron_cp.report.charts import Axes, Series, line_chart
 from megatron_cp.report.html import Figure, Table, Tile, heading, page, row, strip
 from megatron_cp.report.plan import byte_unit, heat_maps, matrices

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from megatron_cp.plan.simulate import RESOURCES, Event, Simulation
+from megatron_cp.plan.study.simulate import RESOURCES, Event, Simulation
 from megatron_cp.report.svg import Markup, Scale, join, line, nice_ticks, picture, rect, short, text
 
 MAX_RANKS_DRAWN = 8

@@ -12,7 +12,8 @@ from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray, from_indices, to_indices
 from megatron_cp.plan import AttentionPlan
-from megatron_cp.plan.cost import row_bytes, stage_areas
+from megatron_cp.plan.hardware.makespan import stage_areas
+from megatron_cp.plan.hardware.rows import row_size as row_bytes
 from megatron_cp.plan.schema import PassName
 from megatron_cp.plan.stats import traffic
 

@@ -22,16 +22,9 @@ from megatron_cp.comm.groups import agreement_group, forget_groups, transfer_gro
 from megatron_cp.comm.upload import upload
 from megatron_cp.errors import PlanMismatchError
 from megatron_cp.mask import AttentionMask
-from megatron_cp.plan.cost import transfer_shares
-from megatron_cp.plan.schema import (
-    SIDES,
-    AttentionPlan,
-    Hop,
-    Pass,
-    PassName,
-    Side,
-    Transfer,
-)
+from megatron_cp.plan import AttentionPlan
+from megatron_cp.plan.hardware.makespan import transfer_shares
+from megatron_cp.plan.schema import SIDES, Hop, Pass, PassName, Side, Transfer
 
 Rows = tuple[Tensor, ...]
 

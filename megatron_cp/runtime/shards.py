@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_cp.comm.all_to_all import start_all_to_all
 from megatron_cp.comm.upload import copy_to, upload
-from megatron_cp.plan.schema import AttentionPlan
+from megatron_cp.plan import AttentionPlan
 from megatron_cp.runtime.session import open_session
 
 

@@ -62,7 +62,7 @@ def _positions_of_dispatched_documents(rank, world_size):
         from megatron_cp.mask import packed
         from megatron_cp.mcore.batch import context_parallel_params
         from megatron_cp.mcore.rope import install_position_rotary
-        from megatron_cp.plan.placement import per_document_zigzag
+        from megatron_cp.plan.placement.placement import per_document_zigzag
         from megatron_cp.plan.planner import CPConfig, plan_on_placement
 
         placement = per_document_zigzag(np.diff([0, 4, 8]).tolist(), world_size)

@@ -6,7 +6,7 @@ import pytest
 from megatron_cp import mask as masks
 from megatron_cp.config import CPConfig
 from megatron_cp.plan import make_plan, make_plans
-from megatron_cp.plan.placement import per_document_zigzag
+from megatron_cp.plan.placement.placement import per_document_zigzag
 
 CAUSAL = masks.causal(3000)
 

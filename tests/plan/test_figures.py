@@ -7,14 +7,15 @@ from hypothesis import strategies as st
 
 from megatron_cp import mask as masks
 from megatron_cp.config import CPConfig, Topology
-from megatron_cp.plan import Hop, Pass, Stage, Transfer, balance, make_plan, make_plans
-from megatron_cp.plan.cost import makespan_seconds
-from megatron_cp.plan.placement import Placement
-from megatron_cp.plan.pricing import HeadGroups, placement_figures, published_choices
-from megatron_cp.plan.schema import AttentionPlan
-from megatron_cp.plan.schemes.gather import needed_keys_pass
-from megatron_cp.plan.schemes.ulysses import fits_heads
-from megatron_cp.plan.stages import PassBuilder, PlacedMask
+from megatron_cp.plan import AttentionPlan, Hop, Pass, Stage, Transfer, make_plan, make_plans
+from megatron_cp.plan.hardware.makespan import makespan_seconds
+from megatron_cp.plan.placement import by_area
+from megatron_cp.plan.placement.placement import Placement
+from megatron_cp.plan.price.head_groups import HeadGroups
+from megatron_cp.plan.price.keys_move import placement_figures, published_strategies
+from megatron_cp.plan.transfer.head_split import fits_heads
+from megatron_cp.plan.transfer.pass_builder import PassBuilder, PlacedMask
+from megatron_cp.plan.transfer.passes import needed_keys_pass
 from tests.plan.cases import PRICED, config, packed
 from tests.strategies import attention_masks
 
@@ -170,7 +171,7 @@ def test_the_price_of_a_published_scheme_is_the_prediction_of_its_plan(planner, 
         groups = HeadGroups.of(
             mask, Placement.of_chunks(plan.global_from_local, 1), options, degree
         )
-        prices = [sum(c.seconds for c in both.values()) for both in published_choices(groups)]
+        prices = [sum(c.seconds for c in both.values()) for both in published_strategies(groups)]
         assert min(abs(price / predicted(plan) - 1) for price in prices) < 1e-9
 
 
@@ -201,7 +202,7 @@ def test_a_chunk_table_holds_the_area_of_every_two_chunks_and_no_fewer_rows_than
 ):
     mask, allowed = case
     num_chunks = -(-len(allowed) // chunk)
-    table = balance.chunk_table(mask, chunk, num_chunks)
+    table = by_area.chunk_table(mask, chunk, num_chunks)
     for i in range(num_chunks):
         for j in range(num_chunks):
             block = allowed[i * chunk : (i + 1) * chunk, j * chunk : (j + 1) * chunk]
@@ -212,10 +213,10 @@ def test_a_chunk_table_holds_the_area_of_every_two_chunks_and_no_fewer_rows_than
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cp_size", [2, 3, 8])
 def test_deals_give_every_rank_equally_many_chunks_and_exchanges_balance_them(kind, cp_size):
-    table = balance.chunk_table(packed(kind, 24_000, 40), 24_000 // (cp_size * 20), cp_size * 20)
+    table = by_area.chunk_table(packed(kind, 24_000, 40), 24_000 // (cp_size * 20), cp_size * 20)
     count = cp_size * 20
-    for start in (balance.in_order(count, cp_size), balance.zigzag(count, cp_size)):
-        owned = balance.exchange_chunks(start, table, 0.02)
+    for start in (by_area.in_order(count, cp_size), by_area.zigzag(count, cp_size)):
+        owned = by_area.exchange_chunks(start, table, 0.02)
         assert sorted(owned.reshape(-1).tolist()) == list(range(count))
         loads = table.chunk_areas[owned].sum(axis=1)
         assert loads.max() <= 1.03 * loads.mean()

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from megatron_cp import mask as masks
 from megatron_cp.config import CPConfig
 from megatron_cp.plan import AttentionPlan, make_plans
-from megatron_cp.plan.cost import makespan_seconds
-from megatron_cp.plan.search import candidates
+from megatron_cp.plan.hardware.makespan import makespan_seconds
+from megatron_cp.plan.search.search import candidates
 from tests.plan.cases import nodes_of
 from tests.plan.test_laws import check_laws
 from tests.strategies import attention_masks, document_lengths
@@ -80,7 +80,7 @@ def test_every_way_that_was_looked_at_takes_as_long_built_as_its_price_says(
     family, cp_size, config
 ):
     for candidate in candidates(family, cp_size, config):
-        for (name, which), choices in candidate.choices.items():
+        for (name, which), choices in candidate.options.items():
             for choice in choices:
                 exact = choice.refine() if choice.refine else choice
                 built = exact.build()

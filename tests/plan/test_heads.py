@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_cp import mask as masks
 from megatron_cp.plan import AttentionPlan, make_plan
-from megatron_cp.plan.heads import config_of_groups, split_heads, split_placement
+from megatron_cp.plan.transfer.head_split import config_of_groups, split_heads, split_placement
 from tests.plan.cases import config
 from tests.plan.test_laws import any_square_mask, check_laws
 from tests.runtime.handmade import random_plan

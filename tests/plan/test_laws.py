@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from megatron_cp import mask as masks
 from megatron_cp.plan import AttentionPlan, make_plan, make_plans, plan_on_placement
-from megatron_cp.plan.schemes.gather import needed_keys_pass
-from megatron_cp.plan.stages import PlacedMask
+from megatron_cp.plan.transfer.pass_builder import PlacedMask
+from megatron_cp.plan.transfer.passes import needed_keys_pass
 from tests.oracles.plans import needed_remote_ids, received_ids, times_computed
 from tests.plan.cases import CP_SIZES, PLANNERS, config
 from tests.strategies import attention_masks, document_lengths, render

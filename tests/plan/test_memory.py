@@ -9,8 +9,8 @@ import pytest
 from megatron_cp import mask as masks
 from megatron_cp.config import CPConfig, KernelRates
 from megatron_cp.plan import AttentionPlan, Hop, Pass, Stage, Transfer, make_plan
-from megatron_cp.plan.memory import received_bytes
-from megatron_cp.plan.topology import get_topology
+from megatron_cp.plan.hardware.memory import received_bytes
+from megatron_cp.plan.hardware.topology import get_topology
 
 OPTIONS = CPConfig(num_heads=2, num_kv_heads=1, head_dim=16)
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from megatron_cp import mask as masks
 from megatron_cp.plan import AttentionPlan
-from megatron_cp.plan.routing import ThroughNodes, direct, enters_twice, tree
-from megatron_cp.plan.stages import PassBuilder, PlacedMask
+from megatron_cp.plan.transfer.pass_builder import PassBuilder, PlacedMask
+from megatron_cp.plan.transfer.routing import ThroughNodes, direct, enters_twice, tree
 from tests.oracles.plans import held_ids
 from tests.plan.cases import config
 from tests.plan.test_laws import any_square_mask, check_laws

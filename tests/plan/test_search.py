@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from megatron_cp import mask as masks
 from megatron_cp.config import KernelRates, Topology
 from megatron_cp.plan import AttentionPlan, forget_plans, make_plan, make_plans
-from megatron_cp.plan.assignment import Assignment, Weights, assign
-from megatron_cp.plan.cost import makespan_seconds
-from megatron_cp.plan.overlap import ORDERS, AssignedMask, Staging
-from megatron_cp.plan.routing import ThroughNodes, direct, tree
-from megatron_cp.plan.simulate import simulate_pass
-from megatron_cp.plan.stages import PlacedMask
+from megatron_cp.plan.compute.bisection import Assignment, Weights, assign
+from megatron_cp.plan.compute.staging import ORDERS, AssignedMask, Staging
+from megatron_cp.plan.hardware.makespan import makespan_seconds
+from megatron_cp.plan.study.simulate import simulate_pass
+from megatron_cp.plan.transfer.pass_builder import PlacedMask
+from megatron_cp.plan.transfer.routing import ThroughNodes, direct, tree
 from tests.plan.cases import config, packed
 from tests.plan.test_laws import any_square_mask, check_laws
 

@@ -15,10 +15,10 @@ import pytest
 
 from megatron_cp import mask as masks
 from megatron_cp.config import CPConfig
-from megatron_cp.plan.assignment import Weights, assign
-from megatron_cp.plan.bounds import RowCost, least_cost, mask_extent, volume_bound
-from megatron_cp.plan.placement import contiguous
-from megatron_cp.plan.stages import PlacedMask
+from megatron_cp.plan.bounds.bounds import RowCost, least_cost, mask_extent, volume_bound
+from megatron_cp.plan.compute.bisection import Weights, assign
+from megatron_cp.plan.placement.placement import contiguous
+from megatron_cp.plan.transfer.pass_builder import PlacedMask
 
 cp_model = pytest.importorskip(
     "ortools.sat.python.cp_model", reason="the oracle is OR-tools, of the extra 'solvers'"

@@ -8,8 +8,13 @@ import pytest
 from megatron_cp import mask as masks
 from megatron_cp.config import CPConfig, Topology
 from megatron_cp.plan import make_plan
-from megatron_cp.plan.cost import makespan_seconds, slowdown, stage_areas, weighted_areas
-from megatron_cp.plan.topology import TOPOLOGIES, get_topology, load_profile
+from megatron_cp.plan.hardware.makespan import (
+    makespan_seconds,
+    slowdown,
+    stage_areas,
+    weighted_areas,
+)
+from megatron_cp.plan.hardware.topology import TOPOLOGIES, get_topology, load_profile
 
 
 def profile(**changes):

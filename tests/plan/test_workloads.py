@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_cp import mask as masks
-from megatron_cp.plan.workloads import (
+from megatron_cp.plan.study.workloads import (
     LONGCA_MASKS,
     MASKS,
     TRAINING_MASKS,

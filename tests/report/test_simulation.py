@@ -13,7 +13,7 @@ from megatron_cp.__main__ import main
 from megatron_cp.config import CPConfig
 from megatron_cp.data import IndexedWriter
 from megatron_cp.plan import PLANNERS, make_plan
-from megatron_cp.plan.simulate import simulate_pass
+from megatron_cp.plan.study.simulate import simulate_pass
 from megatron_cp.report.arguments import tokens
 from megatron_cp.report.simulation import (
     run_study,

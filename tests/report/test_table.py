@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_cp.config import CPConfig
-from megatron_cp.plan.compare import Outcome
+from megatron_cp.plan.study.compare import Outcome
 from megatron_cp.report.dry_run import DryRun, PlannerRow, corpus_of_mask, dry_run_text, plan_corpus
 from megatron_cp.report.simulation import Step, Study, run_study, source_of_workload, study_text
 

@@ -12,7 +12,7 @@ import numpy as np
 from megatron_cp import mask as masks
 from megatron_cp.config import CPConfig
 from megatron_cp.plan import AttentionPlan, HeadSplit, Hop, Pass, Stage, Transfer
-from megatron_cp.plan.placement import tokens_per_rank
+from megatron_cp.plan.placement.placement import tokens_per_rank
 
 
 def random_plan(mask, cp_size, seed, config=None, num_stages=3, head_degree=1):

@@ -13,7 +13,7 @@ import torch
 import megatron_cp as mcp
 from megatron_cp.attn.options import AttendOptions
 from megatron_cp.plan import PLANNERS
-from megatron_cp.plan.cost import compute_seconds
+from megatron_cp.plan.hardware.cost import compute_seconds
 from megatron_cp.runtime import dist_attn
 from megatron_cp.runtime.session import open_session
 from tests.child import in_a_child

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import megatron_cp as mcp
 from megatron_cp.plan import make_plan
-from megatron_cp.plan.cost import head_split_bytes
+from megatron_cp.plan.hardware.rows import head_split_bytes
 from tests.ranks import run_on_ranks
 from tests.runtime.cases import local_rows, mask_cases, tensors
 from tests.runtime.handmade import random_plan

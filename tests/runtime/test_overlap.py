@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 import megatron_cp as mcp
-from megatron_cp.plan.cost import transfer_shares
-from megatron_cp.plan.topology import TOPOLOGIES
+from megatron_cp.plan.hardware.makespan import transfer_shares
+from megatron_cp.plan.hardware.topology import TOPOLOGIES
 from megatron_cp.runtime import dist_attn
 from tests.comm.recorded_streams import recorded_streams
 from tests.ranks import run_on_ranks

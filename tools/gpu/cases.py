@@ -1,6 +1,6 @@
 """What the GPU check runs: masks x lengths, floating-point operations, and the speeds to reach.
 
-Masks are LongCA-bench's static twelve, exactly as `megatron_cp.plan.workloads` defines them, so the same case
+Masks are LongCA-bench's static twelve, exactly as `megatron_cp.plan.study.workloads` defines them, so the same case
 can be had by name anywhere.
 """
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_cp.mask import AttentionMask
-from megatron_cp.plan.workloads import LONGCA_MASKS, named_mask
+from megatron_cp.plan.study.workloads import LONGCA_MASKS, named_mask
 
 MASKS = tuple(name for name in LONGCA_MASKS if "sparse" not in name)
 KILO = 1024

@@ -28,7 +28,7 @@ from megatron_cp.attn import attend
 from megatron_cp.attn.flex.kernel import block_mask as block_mask_of
 from megatron_cp.attn.flex.tables import parts_of
 from megatron_cp.mask import AttentionMask
-from megatron_cp.plan.workloads import WINDOW, document_lengths
+from megatron_cp.plan.study.workloads import WINDOW, document_lengths
 from tools.gpu.cases import KILO, Case
 
 # T tokens, N query heads, G kv heads, H head dim, Hv value head dim

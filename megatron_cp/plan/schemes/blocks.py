@@ -1,4 +1,4 @@
-"""Deals blocks of a mask to parts of a machine: the search that the planners of blocks share.
+"""Assigns blocks of a mask to parts of a machine: the search that the planners of blocks share.
 
 A block is the pairs between one chunk of queries and one chunk of keys. Chunks live on parts (nodes, or ranks of
 a node); a part that computes a block of foreign chunks receives them, and sends results back:
@@ -14,29 +14,28 @@ descent: blocks start where their queries live, or their keys, or on a grid betw
 blocks that cost least per pair, and single blocks then move while that lowers the cost, first under a loose load
 cap, then the real one. Small tables then go through exchanges (`exchange.py`). No optimum is promised: what it
 reaches stands beside the known optima in tests/plan/test_blocks.py.
-All figures are whole numbers and ties go to the earlier block and part: the same deal everywhere.
+All figures are whole numbers and ties go to the earlier block and part: the same result everywhere.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_cp.config import CPConfig
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.plan.cost import row_elements
-from megatron_cp.plan.schema import PassName, Side
-from megatron_cp.plan.schemes.exchange import FlowDeal, exchange_blocks
+from megatron_cp.plan.hardware.rows import row_size
+from megatron_cp.plan.schema import SIDES, BoolArray, FloatArray, PassName
+from megatron_cp.plan.schemes.exchange import FlowAssignment, exchange_blocks
 
 Objective = Literal["sum", "max"]
-"""What a deal costs: all rows moved, or (by fourth powers) the fullest way in or out of a part."""
+"""What an assignment costs: all rows moved, or (by fourth powers) the fullest way in or out of a part."""
 
 UNIT = 16  # per query row; row weights are rounded to 1/16 of it
 POWER = 4
 LOOSE = 0.25  # more load than the cap, while blocks look for a place
 ROUNDS = 3
-PASSES = 8
+SWEEPS = 8
 AT_ONCE = 32  # one in so many blocks of a full part moves before prices are looked at again
 MOST_TRIES = 10_000
 TRIES_PER_BLOCK = 1_000
@@ -54,9 +53,9 @@ class RowWeights:
     @classmethod
     def of(cls, config: CPConfig, pass_name: PassName) -> "RowWeights":
         """Returns the weights of a pass, in sixteenths of a query row."""
-        sides: tuple[Side, Side] = ("q", "k")
-        elements = [x for side in sides for x in row_elements(config, pass_name, side, 1)]
-        return cls(*(max(round(UNIT * x), int(x > 0)) for x in elements))
+        query, key = (row_size(config, pass_name, side) for side in SIDES)
+        units = (query.units_there, query.units_back, key.units_there, key.units_back)
+        return cls(*(max(round(UNIT * x), int(x > 0)) for x in units))
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ class Blocks:
         return int(self.areas.sum()) / self.num_parts
 
     @property
-    def is_pinned(self) -> NDArray[np.bool_]:
+    def is_pinned(self) -> BoolArray:
         """Returns whether a block is on the diagonal: those stay with their owner, as published."""
         return self.rows == self.columns
 
@@ -101,10 +100,10 @@ def least_max(
     part = _best_descent(blocks, weights, "max", tolerance)
     chunks, owners = (blocks.rows, blocks.columns), (blocks.q_owner, blocks.k_owner)
     costs = (weights.q_there, weights.q_back), (weights.k_there, weights.k_back)
-    deal = FlowDeal(chunks, owners, costs, blocks.areas, part, blocks.num_parts)
+    state = FlowAssignment(chunks, owners, costs, blocks.areas, part, blocks.num_parts)
     free = np.flatnonzero(~blocks.is_pinned)
-    cap = max(blocks.mean_load * (1 + tolerance), max(deal.load))
-    return exchange_blocks(deal, free, cap, min(num_tries, TRIES_PER_BLOCK * len(free)))
+    cap = max(blocks.mean_load * (1 + tolerance), max(state.load))
+    return exchange_blocks(state, free, cap, min(num_tries, TRIES_PER_BLOCK * len(free)))
 
 
 def _best_descent(
@@ -114,32 +113,34 @@ def _best_descent(
     q_home, k_home = blocks.q_owner[blocks.rows], blocks.k_owner[blocks.columns]
     widths = [x for x in range(1, blocks.num_parts + 1) if blocks.num_parts % x == 0]
     found = [
-        _descend(_Deal(blocks, weights, objective, q_home // x * x + k_home % x), tolerance)
+        _descend(
+            _BlockAssignment(blocks, weights, objective, q_home // x * x + k_home % x), tolerance
+        )
         for x in widths
     ]
     return min(found, key=lambda one: one[0])[1]
 
 
-def _descend(deal: "_Deal", tolerance: float) -> tuple[tuple[int, int], IntArray]:
-    """Returns the best deal found from a start, and what it costs: (load over the cap, cost)."""
-    mean = deal.blocks.mean_load
+def _descend(state: "_BlockAssignment", tolerance: float) -> tuple[tuple[int, int], IntArray]:
+    """Returns the best assignment found from a start, and what it costs: (load over the cap, cost)."""
+    mean = state.blocks.mean_load
     cap, loose = mean * (1 + tolerance), mean * (1 + tolerance + LOOSE)
     best: tuple[tuple[int, int], IntArray] | None = None
     for _ in range(ROUNDS):
-        deal.even_out(cap)
-        deal.improve(cap)
-        over = max(0, int(deal.load.max()) - int(cap))
-        now = (over, deal.cost()), deal.part.copy()
+        state.even_out(cap)
+        state.improve(cap)
+        over = max(0, int(state.load.max()) - int(cap))
+        now = (over, state.cost()), state.part.copy()
         if best is not None and now[0] >= best[0]:
             break
         best = now
-        deal.improve(loose)
+        state.improve(loose)
     assert best is not None
     return best
 
 
-class _Deal:
-    """A deal under change: blocks of parts, how many of them use each chunk, and what flows where."""
+class _BlockAssignment:
+    """An assignment under change: blocks of parts, how many of them use each chunk, and what flows where."""
 
     def __init__(self, blocks: Blocks, weights: RowWeights, objective: Objective, part: IntArray):
         self.blocks, self.weights, self.objective = blocks, weights, objective
@@ -169,7 +170,7 @@ class _Deal:
         return coming, going
 
     def cost(self) -> int:
-        """Returns what the deal costs under its objective."""
+        """Returns what the assignment costs under its objective."""
         coming, going = self.flows()
         if self.objective == "sum":
             return int(coming.sum())
@@ -260,7 +261,7 @@ class _Deal:
     def improve(self, cap: float) -> None:
         """Moves single blocks to where they cost less, as long as the load there stays below `cap`."""
         free = np.flatnonzero(self.is_free)
-        for _ in range(PASSES):
+        for _ in range(SWEEPS):
             gains = self._allowed(free, cap).min(axis=1) if len(free) else np.zeros(0)
             order = np.argsort(gains, kind="stable")[: int((gains < 0).sum())]
             moved = False
@@ -273,7 +274,7 @@ class _Deal:
             if not moved:
                 return
 
-    def _allowed(self, which: IntArray, cap: float) -> NDArray[np.float64]:
+    def _allowed(self, which: IntArray, cap: float) -> FloatArray:
         """Returns `changes`, infinite where the load would exceed `cap`."""
         fits = self.load[None] + self.blocks.areas[which][:, None] <= cap
         return np.where(fits, self.changes(which).astype(np.float64), np.inf)

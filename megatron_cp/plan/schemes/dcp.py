@@ -1,13 +1,13 @@
-"""DCP: data blocks and compute blocks dealt together, so that few bytes move; nodes first, then ranks.
+"""DCP: data blocks and compute blocks placed together, so that few bytes move; nodes first, then ranks.
 
 A data block is a chunk of tokens (queries, keys, values and results), a compute block the pairs between two of
 them. The published hypergraph joins each data block with the compute blocks that use it, and its partition
 minimises the bytes moved: the *sum*, not the fullest link. Loads may be 40 % over the mean between nodes, 10 % inside.
 
-    data in order, or grown by pairs -> deal compute blocks -> exchange data blocks to where they are used -> deal again
+    data in order, or grown by pairs -> assign compute blocks -> exchange data blocks to where they are used -> assign again
 
 The published partitioners are KaHyPar and PaToH; here it is the greedy descent of `blocks.py` with pairwise exchanges
-of data blocks, which keep tokens per rank equal. One head group (theirs cut by key/value head as well: a head
+of data blocks, which keep tokens per rank equal. All heads at once (theirs cut by key/value head as well: a head
 split does that here). Compute blocks run in T = 4 divisions, rows of the next travel under the last, and enter a node
 once. Backward computes where forward does. Source: DCP (SOSP'25).
 """
@@ -20,14 +20,14 @@ from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.blocks import cell_areas
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.plan.placement import deal
-from megatron_cp.plan.routing import ThroughNodes
-from megatron_cp.plan.schema import AttentionPlan
+from megatron_cp.plan.placement.placement import tokens_of_chunks
+from megatron_cp.plan.schema import PlanData
 from megatron_cp.plan.schemes.blocks import Blocks, RowWeights, least_sum
 from megatron_cp.plan.schemes.divisions import cut_to_chunks, pass_in_divisions
 from megatron_cp.plan.schemes.gather import one_pass_plan
 from megatron_cp.plan.schemes.layout import chunk_layout, ranks_per_node
-from megatron_cp.plan.stages import PlacedMask
+from megatron_cp.plan.transfer.pass_builder import PlacedMask
+from megatron_cp.plan.transfer.routing import ThroughNodes
 
 NODE_TOLERANCE = 0.4
 RANK_TOLERANCE = 0.1
@@ -37,7 +37,7 @@ CHUNKS_PER_RANK = 8
 MOST_WORK = 1 << 24  # blocks times nodes
 
 
-def plan_dcp(mask: AttentionMask, cp_size: int, config: CPConfig) -> AttentionPlan:
+def plan_dcp(mask: AttentionMask, cp_size: int, config: CPConfig) -> PlanData:
     """Returns chunks and blocks where few bytes move, in `num_stages` divisions (4 if left out)."""
     inner = ranks_per_node(cp_size, config)
     wanted = min(CHUNKS_PER_RANK, max(1, MOST_CHUNKS // cp_size))
@@ -51,15 +51,15 @@ def plan_dcp(mask: AttentionMask, cp_size: int, config: CPConfig) -> AttentionPl
     edges = np.minimum(np.arange(cp_size * per_rank + 1) * chunk, mask.num_queries)
     areas = cell_areas(mask, edges, edges)
     weights = RowWeights.of(config, "forward")
-    owner, ranks = _deal_ranks(areas, cp_size, inner, weights)
-    placed = PlacedMask(mask, deal(_members(owner, cp_size), chunk))
+    owner, ranks = _assign_ranks(areas, cp_size, inner, weights)
+    placed = PlacedMask(mask, tokens_of_chunks(_members(owner, cp_size), chunk))
     parts, where = cut_to_chunks(mask, ranks, chunk)
     divisions = config.num_stages or DIVISIONS
     both = pass_in_divisions(placed, parts, where, divisions, ThroughNodes(inner))
     return one_pass_plan(mask, config, "dcp", placed.placement, both)
 
 
-def _deal_ranks(
+def _assign_ranks(
     areas: IntArray, cp_size: int, inner: int, weights: RowWeights
 ) -> tuple[IntArray, IntArray]:
     """Returns the rank that owns each chunk `[C]`, and the one that computes each block `[C, C]`."""
@@ -67,7 +67,7 @@ def _deal_ranks(
     joined = _chunks_to_join(num_chunks, num_nodes)
     coarse = areas.reshape(num_chunks // joined, joined, -1, joined).sum(axis=(1, 3))
     node = np.arange(len(coarse)) * num_nodes // len(coarse)
-    node, of_block = _deal_level(coarse, node, num_nodes, weights, NODE_TOLERANCE)
+    node, of_block = _assign_level(coarse, node, num_nodes, weights, NODE_TOLERANCE)
     node = node.repeat(joined)
     of_block = of_block.repeat(joined, axis=0).repeat(joined, axis=1)
     place = np.empty(num_chunks, dtype=np.int64)  # of a chunk's owner in its node
@@ -77,7 +77,7 @@ def _deal_ranks(
     for one in range(num_nodes):
         mine = areas * (of_block == one)
         # A foreign row comes in at the place of its owner, so it counts as living there.
-        moved, inside = _deal_level(mine, place, inner, weights, RANK_TOLERANCE, node == one)
+        moved, inside = _assign_level(mine, place, inner, weights, RANK_TOLERANCE, node == one)
         place = np.where(node == one, moved, place)
         ranks += np.where(mine > 0, one * inner + inside, 0)
     return node * inner + place, ranks
@@ -91,7 +91,7 @@ def _chunks_to_join(num_chunks: int, num_nodes: int) -> int:
     return joined
 
 
-def _deal_level(
+def _assign_level(
     areas: IntArray,
     owner: IntArray,
     num_parts: int,
@@ -99,17 +99,17 @@ def _deal_level(
     tolerance: float,
     may_move: IntArray | None = None,
 ) -> tuple[IntArray, IntArray]:
-    """Returns owners of chunks and the part of each block, dealt twice, data exchanged in between.
+    """Returns owners of chunks and the part of each block, assigned twice, data exchanged in between.
 
     `may_move`: which chunks may change places; all if None.
     """
     free = np.arange(len(owner)) if may_move is None else np.flatnonzero(may_move)
     found, grown = [], _grown(areas, owner, free)
     for start in [owner] if np.array_equal(owner, grown) else [owner, grown]:
-        part = _deal_blocks(areas, start, num_parts, weights, tolerance)
+        part = _assign_blocks(areas, start, num_parts, weights, tolerance)
         moved = _exchange_data(_bytes_used(areas, part, num_parts, weights), start, free)
         if not np.array_equal(moved, start):
-            part = _deal_blocks(areas, moved, num_parts, weights, tolerance)
+            part = _assign_blocks(areas, moved, num_parts, weights, tolerance)
         used = _bytes_used(areas, part, num_parts, weights)
         stay = used[np.arange(len(moved)), moved]
         found.append((int(used.sum() - stay.sum()), moved, part))
@@ -117,7 +117,7 @@ def _deal_level(
 
 
 def _grown(areas: IntArray, owner: IntArray, free: IntArray) -> IntArray:
-    """Returns the owners if the `free` chunks are dealt anew, to each part those with most pairs among them."""
+    """Returns the owners if the `free` chunks are shared anew, to each part those with most pairs among them."""
     grown = owner.copy()
     pairs = (areas + areas.T)[np.ix_(free, free)]
     is_left = np.ones(len(free), dtype=bool)
@@ -131,7 +131,7 @@ def _grown(areas: IntArray, owner: IntArray, free: IntArray) -> IntArray:
     return grown
 
 
-def _deal_blocks(
+def _assign_blocks(
     areas: IntArray, owner: IntArray, num_parts: int, weights: RowWeights, tolerance: float
 ) -> IntArray:
     """Returns the part of each block `[C, C]`, 0 where there is none."""

@@ -25,13 +25,13 @@ Forward volume, causal, even P: 2 rho (3P/8 - 1/4) + 2 (P/8 - 1/4) on average, p
 
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
-from megatron_cp.plan.placement import contiguous
-from megatron_cp.plan.schema import AttentionPlan, Pass
+from megatron_cp.plan.placement.placement import contiguous
+from megatron_cp.plan.schema import Pass, PlanData
 from megatron_cp.plan.schemes.gather import one_pass_plan
-from megatron_cp.plan.stages import PassBuilder, PlacedMask
+from megatron_cp.plan.transfer.pass_builder import PassBuilder, PlacedMask
 
 
-def plan_distflashattn(mask: AttentionMask, cp_size: int, config: CPConfig) -> AttentionPlan:
+def plan_distflashattn(mask: AttentionMask, cp_size: int, config: CPConfig) -> PlanData:
     """Returns tokens in order and P // 2 + 1 steps with helpers."""
     placement = contiguous(mask.num_queries, cp_size, config)
     both = helpers_pass(PlacedMask(mask, placement))

@@ -14,9 +14,9 @@ import numpy as np
 from megatron_cp.mask import AttentionMask, interval
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.mask.slice import K_END, K_START, Q_END, Q_START, cut_rows, rows_area
-from megatron_cp.plan.routing import Route
 from megatron_cp.plan.schema import Pass
-from megatron_cp.plan.stages import PassBuilder, PlacedMask
+from megatron_cp.plan.transfer.pass_builder import PassBuilder, PlacedMask
+from megatron_cp.plan.transfer.routing import Route
 
 
 def cut_to_chunks(mask: AttentionMask, ranks: IntArray, chunk: int) -> tuple[IntArray, IntArray]:

@@ -10,18 +10,23 @@ from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.mask.slice import Q_START
-from megatron_cp.plan.documents import DocumentGroups, Pieces, document_bounds, mirrored
-from megatron_cp.plan.placement import tokens_per_rank
-from megatron_cp.plan.schema import AttentionPlan, Pass
+from megatron_cp.plan.placement.by_documents import (
+    DocumentGroups,
+    Pieces,
+    document_bounds,
+    mirrored,
+)
+from megatron_cp.plan.placement.placement import tokens_per_rank
+from megatron_cp.plan.schema import Pass, PlanData
 from megatron_cp.plan.schemes.gather import one_pass_plan
 from megatron_cp.plan.schemes.layout import check_pieces, ranks_per_node
-from megatron_cp.plan.schemes.ring import ring_pass
-from megatron_cp.plan.stages import PassBuilder, PlacedMask
+from megatron_cp.plan.transfer.pass_builder import PassBuilder, PlacedMask
+from megatron_cp.plan.transfer.passes import ring_pass
 
 MOST_LOAD = 1.25  # of the fair share of a group
 
 
-def plan_per_document_zigzag(mask: AttentionMask, cp_size: int, config: CPConfig) -> AttentionPlan:
+def plan_per_document_zigzag(mask: AttentionMask, cp_size: int, config: CPConfig) -> PlanData:
     """Returns every document zigzag over all ranks, and the ring over all keys.
 
     Volume per rank: 2 rho (P-1), whatever the lengths; balanced, in pieces of length / 2P. The published
@@ -44,7 +49,7 @@ def plan_per_document_zigzag(mask: AttentionMask, cp_size: int, config: CPConfig
     return one_pass_plan(mask, config, "per_document_zigzag", placed.placement, ring_pass(placed))
 
 
-def plan_document_groups(mask: AttentionMask, cp_size: int, config: CPConfig) -> AttentionPlan:
+def plan_document_groups(mask: AttentionMask, cp_size: int, config: CPConfig) -> PlanData:
     """Returns documents on one rank, one node or all ranks, as little spread as their size allows.
 
     A document goes where its tokens fit and its pairs are no more than the ranks' fair share; the largest

@@ -24,15 +24,15 @@ import numpy as np
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.plan.cost import row_elements
-from megatron_cp.plan.placement import zigzag
-from megatron_cp.plan.routing import ID_START, ID_STOP, ThroughNodes
-from megatron_cp.plan.schema import AttentionPlan, Pass, Side, Stage
+from megatron_cp.plan.hardware.rows import row_size
+from megatron_cp.plan.placement.placement import zigzag
+from megatron_cp.plan.schema import Pass, PlanData, Side, Stage
 from megatron_cp.plan.schemes.layout import ranks_per_node
-from megatron_cp.plan.stages import PassBuilder, PlacedMask
+from megatron_cp.plan.transfer.pass_builder import PassBuilder, PlacedMask
+from megatron_cp.plan.transfer.routing import ID_START, ID_STOP, ThroughNodes
 
 
-def plan_double_ring(mask: AttentionMask, cp_size: int, config: CPConfig) -> AttentionPlan:
+def plan_double_ring(mask: AttentionMask, cp_size: int, config: CPConfig) -> PlanData:
     """Returns the double ring over zigzag tokens; inner rings are as large as fit nodes evenly."""
     inner = ranks_per_node(cp_size, config)
     placement = zigzag(mask.num_queries, cp_size, config)
@@ -40,14 +40,15 @@ def plan_double_ring(mask: AttentionMask, cp_size: int, config: CPConfig) -> Att
     if passes_queries(config):
         exchanged = double_ring_pass(PlacedMask(mask.transpose(), placement), inner)
         backward = transposed(exchanged)
-    return AttentionPlan(mask, config, "double_ring", placement, forward, backward)
+    return PlanData(mask, config, "double_ring", placement, forward, backward)
 
 
 def passes_queries(config: CPConfig) -> bool:
     """Returns whether backward moves fewer elements with queries than with keys: rho > 3/4, or nearly."""
 
     def elements(side: Side) -> float:
-        return sum(row_elements(config, "backward", side, 1))
+        size = row_size(config, "backward", side)
+        return size.units_there + size.units_back
 
     return elements("q") < elements("k")
 

@@ -15,8 +15,8 @@ SLACK = 0.25
 SEED = 0
 
 
-class FlowDeal:
-    """A deal of blocks under the fourth-power cost of the flows, in plain lists: a move takes microseconds."""
+class FlowAssignment:
+    """An assignment of blocks under the fourth-power cost of the flows, in plain lists: a move takes microseconds."""
 
     def __init__(
         self,
@@ -71,46 +71,46 @@ class FlowDeal:
         return sum([x * x for x in squares])
 
 
-def exchange_blocks(deal: FlowDeal, free: IntArray, cap: float, num_steps: int) -> IntArray:
-    """Returns the cheapest deal seen in `num_steps` tries with the `free` blocks and loads below `cap`."""
+def exchange_blocks(state: FlowAssignment, free: IntArray, cap: float, num_steps: int) -> IntArray:
+    """Returns the cheapest assignment seen in `num_steps` tries with the `free` blocks and loads below `cap`."""
     if not len(free):
-        return np.array(deal.part, dtype=np.int64)
+        return np.array(state.part, dtype=np.int64)
     draw = np.random.default_rng(SEED).integers
     blocks = free[draw(0, len(free), num_steps)].tolist()
     others = free[draw(0, len(free), num_steps)].tolist()
-    parts = draw(0, deal.num_parts, num_steps).tolist()
-    loose = cap * (1 + SLACK)  # on the way from one deal to another
-    cost = best = deal.cost()
-    found = list(deal.part)
+    parts = draw(0, state.num_parts, num_steps).tolist()
+    loose = cap * (1 + SLACK)  # on the way from one assignment to another
+    cost = best = state.cost()
+    found = list(state.part)
     for step, (block, other, part) in enumerate(zip(blocks, others, parts, strict=True)):
-        change = _move(deal, block, part, loose) if step % 2 else _swap(deal, block, other, loose)
+        change = _move(state, block, part, loose) if step % 2 else _swap(state, block, other, loose)
         if not change:
             continue
-        undo = [(moved, deal.part[moved]) for moved, _ in change]
+        undo = [(moved, state.part[moved]) for moved, _ in change]
         for moved, target in change:
-            deal.move(moved, target)
-        now = deal.cost()
+            state.move(moved, target)
+        now = state.cost()
         left = num_steps - step
         if now <= cost + int(cost * FIRST_THRESHOLD * left / num_steps):
             cost = now
-            if cost < best and max(deal.load) <= cap:
-                best, found = cost, list(deal.part)
+            if cost < best and max(state.load) <= cap:
+                best, found = cost, list(state.part)
         else:
             for moved, target in undo:
-                deal.move(moved, target)
+                state.move(moved, target)
     return np.array(found, dtype=np.int64)
 
 
-def _move(deal: FlowDeal, block: int, part: int, cap: float) -> list[tuple[int, int]]:
+def _move(state: FlowAssignment, block: int, part: int, cap: float) -> list[tuple[int, int]]:
     """Returns the move of a block to a part, none if it would be too full."""
-    fits = part != deal.part[block] and deal.load[part] + deal.areas[block] <= cap
+    fits = part != state.part[block] and state.load[part] + state.areas[block] <= cap
     return [(block, part)] if fits else []
 
 
-def _swap(deal: FlowDeal, block: int, other: int, cap: float) -> list[tuple[int, int]]:
+def _swap(state: FlowAssignment, block: int, other: int, cap: float) -> list[tuple[int, int]]:
     """Returns the moves by which two blocks change places, none if a part would be too full."""
-    here, there = deal.part[block], deal.part[other]
-    change = deal.areas[block] - deal.areas[other]
-    if there == here or deal.load[there] + change > cap or deal.load[here] - change > cap:
+    here, there = state.part[block], state.part[other]
+    change = state.areas[block] - state.areas[other]
+    if there == here or state.load[there] + change > cap or state.load[here] - change > cap:
         return []
     return [(block, there), (other, here)]

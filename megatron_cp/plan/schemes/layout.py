@@ -3,8 +3,8 @@
 import math
 
 from megatron_cp.config import CPConfig
-from megatron_cp.plan.placement import tokens_per_rank
-from megatron_cp.plan.topology import get_topology
+from megatron_cp.plan.hardware.topology import get_topology
+from megatron_cp.plan.placement.placement import tokens_per_rank
 
 MOST_PIECES = 1 << 23  # slices of a plan: hundreds of megabytes
 

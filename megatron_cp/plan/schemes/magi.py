@@ -1,4 +1,4 @@
-"""MagiAttention: chunks dealt by area, each rank then receives just the keys that it needs, in two stages.
+"""MagiAttention: chunks assigned by area, each rank then receives just the keys that it needs, in two stages.
 
 Chunks of the stream, sorted by the area of their query rows, go one by one to the least loaded rank that has
 room (a min-heap): balanced under any mask, blind to where keys are. Group-cast sends every key row once to each
@@ -14,21 +14,22 @@ import numpy as np
 
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
-from megatron_cp.plan.balance import largest_first
-from megatron_cp.plan.placement import deal
-from megatron_cp.plan.schema import AttentionPlan
-from megatron_cp.plan.schemes.gather import needed_keys_pass, one_pass_plan
+from megatron_cp.plan.placement.by_area import largest_first
+from megatron_cp.plan.placement.placement import tokens_of_chunks
+from megatron_cp.plan.schema import PlanData
+from megatron_cp.plan.schemes.gather import one_pass_plan
 from megatron_cp.plan.schemes.layout import chunk_layout
-from megatron_cp.plan.stages import PlacedMask
+from megatron_cp.plan.transfer.pass_builder import PlacedMask
+from megatron_cp.plan.transfer.passes import needed_keys_pass
 
 CHUNKS_PER_RANK = 8
 OVERLAP_DEGREE = 2
 
 
-def plan_magi(mask: AttentionMask, cp_size: int, config: CPConfig) -> AttentionPlan:
-    """Returns chunks dealt largest area first, and needed keys in `num_stages` stages after own keys."""
+def plan_magi(mask: AttentionMask, cp_size: int, config: CPConfig) -> PlanData:
+    """Returns chunks assigned largest area first, and needed keys in `num_stages` stages after own keys."""
     chunk, per_rank = chunk_layout(mask.num_queries, cp_size, config, CHUNKS_PER_RANK)
     areas = mask.area_of_rows(np.arange(cp_size * per_rank + 1) * chunk)
-    placement = deal(largest_first(areas.astype(np.float64), cp_size), chunk)
+    placement = tokens_of_chunks(largest_first(areas.astype(np.float64), cp_size), chunk)
     both = needed_keys_pass(PlacedMask(mask, placement), config.num_stages or OVERLAP_DEGREE)
     return one_pass_plan(mask, config, "magi", placement, both)

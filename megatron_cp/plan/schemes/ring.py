@@ -8,31 +8,20 @@ ring-flash-attention and Megatron-Core for zigzag.
 
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
-from megatron_cp.plan.placement import contiguous, zigzag
-from megatron_cp.plan.schema import AttentionPlan, Pass
+from megatron_cp.plan.placement.placement import contiguous, zigzag
+from megatron_cp.plan.schema import PlanData
 from megatron_cp.plan.schemes.gather import one_pass_plan
-from megatron_cp.plan.stages import PassBuilder, PlacedMask
+from megatron_cp.plan.transfer.pass_builder import PlacedMask
+from megatron_cp.plan.transfer.passes import ring_pass
 
 
-def plan_ring(mask: AttentionMask, cp_size: int, config: CPConfig) -> AttentionPlan:
+def plan_ring(mask: AttentionMask, cp_size: int, config: CPConfig) -> PlanData:
     """Returns the ring over the stream cut in order; imbalance (2P-1)/P on one causal document."""
     placement = contiguous(mask.num_queries, cp_size, config)
     return one_pass_plan(mask, config, "ring", placement, ring_pass(PlacedMask(mask, placement)))
 
 
-def plan_zigzag(mask: AttentionMask, cp_size: int, config: CPConfig) -> AttentionPlan:
+def plan_zigzag(mask: AttentionMask, cp_size: int, config: CPConfig) -> PlanData:
     """Returns the ring over zigzag tokens; balanced in every step on one causal document."""
     placement = zigzag(mask.num_queries, cp_size, config)
     return one_pass_plan(mask, config, "zigzag", placement, ring_pass(PlacedMask(mask, placement)))
-
-
-def ring_pass(placed: PlacedMask) -> Pass:
-    """Returns P stages: own keys, then those of the rank one place before, two places before, ..."""
-    builder = PassBuilder(placed)
-    builder.add_own()
-    distance = (placed.q_owner - placed.k_owner) % placed.num_ranks
-    for step in range(1, placed.num_ranks):
-        now = distance == step
-        blocks = placed.owners.blocks([step])
-        builder.add(placed.parts[now], placed.q_owner[now], all_keys=blocks)
-    return builder.build()

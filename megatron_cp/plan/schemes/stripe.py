@@ -21,21 +21,21 @@ from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.mask.slice import make_rows, shift_rows, tighten
-from megatron_cp.plan.placement import deal, tokens_per_rank
-from megatron_cp.plan.schema import AttentionPlan, Hop, Pass, Stage, Transfer
+from megatron_cp.plan.placement.placement import tokens_of_chunks, tokens_per_rank
+from megatron_cp.plan.schema import Hop, Pass, PlanData, Stage, Transfer
 from megatron_cp.plan.schemes.gather import one_pass_plan
 from megatron_cp.plan.schemes.layout import check_pieces
-from megatron_cp.plan.schemes.ring import ring_pass
-from megatron_cp.plan.stages import PlacedMask
+from megatron_cp.plan.transfer.pass_builder import PlacedMask
+from megatron_cp.plan.transfer.passes import ring_pass
 
 
-def plan_stripe(mask: AttentionMask, cp_size: int, config: CPConfig) -> AttentionPlan:
+def plan_stripe(mask: AttentionMask, cp_size: int, config: CPConfig) -> PlanData:
     """Returns the ring over stripes of `config.chunk_size` tokens, one token if it is left out."""
     chunk = config.chunk_size or 1
     check_pieces("stripe", mask.num_slices * cp_size**2, cp_size)
     rows = tokens_per_rank(mask.num_queries, cp_size, config, pieces=chunk)
     stripes = np.arange(cp_size * (rows // chunk), dtype=np.int64).reshape(-1, cp_size).T
-    placement = deal(stripes, chunk)
+    placement = tokens_of_chunks(stripes, chunk)
     both = (
         token_stripes_pass(mask, cp_size, rows)
         if chunk == 1

@@ -2,7 +2,7 @@
 
 The stream is cut into chunks, the mask into blocks of them. A full mask becomes an X x Y grid of tiles: a rank
 gathers queries from X ranks and keys from Y, X Y = P, instead of all keys. Other masks are partitioned: nodes
-first; then every block that a node computes is dealt to its ranks by itself, one deal per distinct pattern.
+first; then every block that a node computes is shared among its ranks by itself, once per distinct pattern.
 
     full, P = 8, X = 2     k ->  0 1 0 1 0 1 0 1      block (q, k) on rank q // X * X + k % X
                            q     0 1 0 1 0 1 0 1
@@ -24,21 +24,18 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.blocks import cell_areas
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.plan.placement import deal, tokens_per_rank
-from megatron_cp.plan.routing import ThroughNodes
-from megatron_cp.plan.schema import AttentionPlan, Pass, PassName
+from megatron_cp.plan.placement.placement import tokens_of_chunks, tokens_per_rank
+from megatron_cp.plan.schema import BoolArray, Pass, PassName, PlanData
 from megatron_cp.plan.schemes.blocks import MOST_TRIES, Blocks, RowWeights, least_max
 from megatron_cp.plan.schemes.divisions import cut_to_chunks, pass_in_divisions
 from megatron_cp.plan.schemes.layout import check_pieces, ranks_per_node
-from megatron_cp.plan.stages import PlacedMask
-
-BoolArray = NDArray[np.bool_]
+from megatron_cp.plan.transfer.pass_builder import PlacedMask
+from megatron_cp.plan.transfer.routing import ThroughNodes
 
 TOLERANCE = 0.125  # over the mean load: what four full blocks and half a block make of four
 MOST_PIECES = 4  # chunks per part
@@ -63,7 +60,7 @@ class Level:
         return self.parts * self.pieces
 
 
-def plan_ultraattn(mask: AttentionMask, cp_size: int, config: CPConfig) -> AttentionPlan:
+def plan_ultraattn(mask: AttentionMask, cp_size: int, config: CPConfig) -> PlanData:
     """Returns tiles for nodes, then for ranks; forward and backward tiled by their own weights."""
     inner = ranks_per_node(cp_size, config)
     levels = _levels(mask, cp_size, inner)
@@ -74,7 +71,7 @@ def plan_ultraattn(mask: AttentionMask, cp_size: int, config: CPConfig) -> Atten
     bounds = np.minimum(np.arange(chunks + 1) * chunk, mask.num_queries)
     areas = cell_areas(mask, bounds, bounds)
     is_full = areas == np.outer(np.diff(bounds), np.diff(bounds))
-    placed = PlacedMask(mask, deal(_chunks_of_ranks(levels), chunk))
+    placed = PlacedMask(mask, tokens_of_chunks(_chunks_of_ranks(levels), chunk))
 
     def one_pass(name: PassName) -> Pass:
         ranks = _Tiling(levels, RowWeights.of(config, name)).ranks(areas, is_full)
@@ -83,7 +80,7 @@ def plan_ultraattn(mask: AttentionMask, cp_size: int, config: CPConfig) -> Atten
         return pass_in_divisions(placed, *tiles, divisions, ThroughNodes(inner))
 
     passes = one_pass("forward"), one_pass("backward")
-    return AttentionPlan(mask, config, "ultraattn", placed.placement, *passes)
+    return PlanData(mask, config, "ultraattn", placed.placement, *passes)
 
 
 def _levels(mask: AttentionMask, cp_size: int, inner: int) -> list[Level]:
@@ -124,7 +121,7 @@ def _chunks_of_ranks(levels: list[Level]) -> IntArray:
 
 
 class _Tiling:
-    """Ranks of blocks, level by level; every distinct pattern is dealt once."""
+    """Ranks of blocks, level by level; every distinct pattern is solved once."""
 
     def __init__(self, levels: list[Level], weights: RowWeights):
         self.levels, self.weights = levels, weights
@@ -139,10 +136,10 @@ class _Tiling:
         """
         key = (depth, *held, areas.tobytes() + is_full.tobytes())
         if key not in self._known:
-            self._known[key] = self._deal(areas, is_full, depth, held)
+            self._known[key] = self._assign(areas, is_full, depth, held)
         return self._known[key]
 
-    def _deal(
+    def _assign(
         self, areas: IntArray, is_full: BoolArray, depth: int, held: tuple[int, int]
     ) -> IntArray:
         level, below = self.levels[depth], self.levels[depth + 1 :]

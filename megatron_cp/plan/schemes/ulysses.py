@@ -2,12 +2,13 @@
 
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
-from megatron_cp.plan.placement import contiguous
-from megatron_cp.plan.schema import AttentionPlan, HeadSplit, Pass, Stage
+from megatron_cp.plan.placement.placement import contiguous
+from megatron_cp.plan.schema import HeadSplit, Pass, PlanData, Stage
 from megatron_cp.plan.schemes.gather import one_pass_plan
+from megatron_cp.plan.transfer.head_split import fits_heads
 
 
-def plan_ulysses(mask: AttentionMask, cp_size: int, config: CPConfig) -> AttentionPlan:
+def plan_ulysses(mask: AttentionMask, cp_size: int, config: CPConfig) -> PlanData:
     """Returns one head split over all ranks; perfectly balanced under any mask.
 
     Volume per rank: 2 (1 + max(G, P)/N) (P-1)/P; key/value heads are replicated where P exceeds them.
@@ -28,12 +29,6 @@ def ulysses_pass(mask: AttentionMask, cp_size: int, num_rows: int) -> Pass:
 def full_split(cp_size: int) -> HeadSplit | None:
     """Returns the head split over all ranks; None for a single rank."""
     return HeadSplit((tuple(range(cp_size)),)) if cp_size > 1 else None
-
-
-def fits_heads(degree: int, config: CPConfig) -> bool:
-    """Returns whether query heads split `degree` ways with whole key/value heads per rank."""
-    heads, kv_heads = config.num_heads, config.num_kv_heads
-    return heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
 
 
 def check_head_degree(degree: int, config: CPConfig) -> None:

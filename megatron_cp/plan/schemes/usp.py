@@ -11,17 +11,21 @@ Sources: USP (arXiv 2405.07719), LoongTrain (2406.18485).
 
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
-from megatron_cp.plan.heads import config_of_groups, split_heads, split_placement
-from megatron_cp.plan.placement import zigzag
-from megatron_cp.plan.schema import AttentionPlan
+from megatron_cp.plan.hardware.topology import get_topology
+from megatron_cp.plan.placement.placement import zigzag
+from megatron_cp.plan.schema import PlanData
 from megatron_cp.plan.schemes.gather import one_pass_plan
-from megatron_cp.plan.schemes.ring import ring_pass
-from megatron_cp.plan.schemes.ulysses import fits_heads
-from megatron_cp.plan.stages import PlacedMask
-from megatron_cp.plan.topology import get_topology
+from megatron_cp.plan.transfer.head_split import (
+    config_of_groups,
+    fits_heads,
+    split_heads,
+    split_placement,
+)
+from megatron_cp.plan.transfer.pass_builder import PlacedMask
+from megatron_cp.plan.transfer.passes import ring_pass
 
 
-def plan_usp(mask: AttentionMask, cp_size: int, config: CPConfig) -> AttentionPlan:
+def plan_usp(mask: AttentionMask, cp_size: int, config: CPConfig) -> PlanData:
     """Returns head groups of `config.head_degree` ranks around a zigzag ring.
 
     Left out, the degree is the largest legal one whose groups lie inside nodes. Raises ValueError for a

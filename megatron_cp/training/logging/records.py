@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron_cp.mask import AttentionMask
 from megatron_cp.plan import AttentionPlan, make_plan
-from megatron_cp.plan.cost import stage_areas
+from megatron_cp.plan.hardware.makespan import stage_areas
 from megatron_cp.plan.stats import traffic
 from megatron_cp.training.checkpoint.files import write_atomically
 from megatron_cp.training.logging.scrub import scrubbed

@@ -1,0 +1,1 @@
+"""What no plan can beat, and what a published scheme cannot beat."""

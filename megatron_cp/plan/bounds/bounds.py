@@ -1,0 +1,345 @@
+"""Lower bounds of a pass: what no plan on equal numbers of tokens can beat.
+
+A rank that owns L rows and computes `a` pairs touches r query rows and c key rows, L of each for nothing:
+
+                  own keys   foreign keys          r c >= a                (a rectangle holds r c pairs)
+    own queries   [ local ]  [           ]         own x own holds `local` pairs at most, L^2 or fewer:
+    foreign       [       ]  [           ]         under a causal mask L (L + 1) / 2
+
+so the foreign rows, each weighted by what it costs to move it there and its result back, cost at least the
+smallest rectangle (isoperimetry) and at least the pairs that are not local over the pairs that one row can
+have (must-move). The same holds for a node, which owns the rows of all its ranks, and under a head split of
+degree h, where a rank owns h L rows of N / h heads and pays for the exchange.
+
+Which plans: every plan of the schema that owns L tokens per rank, whatever it moves, relays, keeps or merges.
+`time_bound` holds for every balance and every head degree (the smallest over all that divide); a volume is
+bounded for given areas per rank, because an unbalanced plan can move nothing at all.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from megatron_cp.config import CPConfig
+from megatron_cp.mask import AttentionMask
+from megatron_cp.mask.interval import IntArray
+from megatron_cp.mask.slice import HI, K_END, K_START, LO, Q_END, Q_START, transpose_rows
+from megatron_cp.plan.hardware.cost import compute_seconds
+from megatron_cp.plan.hardware.rows import exchange_elements, head_split_bytes, row_size
+from megatron_cp.plan.hardware.topology import get_topology
+from megatron_cp.plan.placement.placement import tokens_per_rank
+from megatron_cp.plan.schema import FloatArray, PassName
+from megatron_cp.plan.transfer.head_split import fits_heads
+
+BISECTIONS = 50
+
+
+@dataclass(frozen=True)
+class MaskExtent:
+    """What the bounds know of a mask."""
+
+    area: int
+    row_degree: int
+    """Most keys that one query sees."""
+    key_degree: int
+    """Most queries that see one key."""
+    is_one_sided: bool
+    """Whether no two different tokens see each other both ways (k <= q everywhere, or k >= q)."""
+
+    def local_pairs(self, own: float) -> float:
+        """Returns the most pairs that any `own` tokens can have among themselves."""
+        degree = min(self.row_degree, self.key_degree)
+        if not self.is_one_sided:
+            return own * min(own, degree)
+        # the m-th of them sees at most m of them, and never more than the degree
+        rising = min(own, degree)
+        return rising * (rising + 1) / 2 + (own - rising) * degree
+
+
+@dataclass(frozen=True)
+class RowCost:
+    """What a foreign row costs: a query row and a key row, in any unit."""
+
+    query: float
+    key: float
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The bounds of one pass of one layer, on `cp_size` ranks."""
+
+    load_seconds: float
+    """The mask's area spread evenly, nothing moved."""
+    volume_seconds: float
+    """The rows that have to move, over the links, of the best head degree."""
+    critical_seconds: float
+    """Latency, then the work that cannot start before foreign rows are there."""
+    seconds: float
+    """No plan is faster: the largest of the three (the load with what moving rows takes from it), after the
+    exchange of the head split, at the best head degree."""
+    head_degree: int
+    """The head degree at which `seconds` is smallest."""
+    volume_units: float
+    """Mean inbound volume of a balanced plan without head split, in units of one rank's query rows."""
+    best_volume_units: float
+    """The same with the best head degree."""
+
+
+@lru_cache(maxsize=64)
+def _extent(mask: AttentionMask) -> MaskExtent:
+    rows = mask.array
+    top = np.minimum(rows[:, HI], rows[:, K_END] - 1 - rows[:, Q_START])
+    bottom = np.maximum(rows[:, LO], rows[:, K_START] - rows[:, Q_END] + 1)
+    is_one_sided = bool((top <= 0).all() or (bottom >= 0).all())
+    return MaskExtent(
+        mask.area(), _largest_degree(rows), _largest_degree(transpose_rows(rows)), is_one_sided
+    )
+
+
+def mask_extent(mask: AttentionMask) -> MaskExtent:
+    """Returns area, degrees and one-sidedness of a mask; O(slices log slices)."""
+    return _extent(mask)
+
+
+def _largest_degree(rows: IntArray) -> int:
+    """Returns the most keys of any query row of tight rows.
+
+    The keys of row q in one slice are min(k_end, q + hi + 1) - max(k_start, q + lo): two bends, so the
+    sum over slices is linear between neighbouring bends, and largest at one of them.
+    """
+    if not len(rows):
+        return 0
+    q0, q1, k0, k1, lo, hi = rows.T
+    bend_up, bend_down = np.clip(k1 - hi - 1, q0, q1), np.clip(k0 - lo, q0, q1)
+    zero, one = np.zeros_like(q0), np.ones_like(q0)
+    pieces = (  # from, to, constant, slope
+        (q0, bend_up, hi + 1, one),
+        (bend_up, q1, k1, zero),
+        (q0, bend_down, -k0, zero),
+        (bend_down, q1, -lo, -one),
+    )
+    at = np.concatenate([x for piece in pieces for x in piece[:2]])
+    steps = np.concatenate(
+        [sign * np.stack(piece[2:]) for piece in pieces for sign in (1, -1)], axis=1
+    )
+    order = np.argsort(at, kind="stable")
+    points, first = np.unique(at[order], return_index=True)
+    constant, slope = np.add.reduceat(steps[:, order], first, axis=1).cumsum(axis=1)
+    ends = np.append(points[1:], points[-1] + 1) - 1
+    return int(max((constant + slope * points).max(), (constant + slope * ends).max()))
+
+
+# ---------------------------------------------------------------------- one rank, or one node
+
+
+def least_cost(area: float, own: float, cost: RowCost, extent: MaskExtent) -> float:
+    """Returns the least that foreign rows cost a rank that owns `own` rows and computes `area` pairs."""
+    return max(_rectangle_cost(area, own, cost, extent), _must_move(area, own, cost, extent))
+
+
+def _rectangle_cost(area: float, own: float, cost: RowCost, extent: MaskExtent) -> float:
+    local = extent.local_pairs(own)
+    if area <= local:
+        return 0.0
+    whole = (
+        area - local + own * own
+    )  # pairs of the rectangle, those that own rows cannot have included
+    rows = own if cost.query == 0 else math.sqrt(cost.key * whole / cost.query)
+    rows = min(max(rows, own), whole / own)
+    return cost.query * (rows - own) + cost.key * (whole / rows - own)
+
+
+def _must_move(area: float, own: float, cost: RowCost, extent: MaskExtent) -> float:
+    foreign = area - extent.local_pairs(own)
+    if foreign <= 0:
+        return 0.0
+    return foreign * min(cost.query / extent.row_degree, cost.key / extent.key_degree)
+
+
+def _even_cost(mean: float, most: float, own: float, cost: RowCost, extent: MaskExtent) -> float:
+    """Returns the least mean cost when areas may be uneven: mean `mean`, none above `most`.
+
+    Rectangles cost nothing up to the local pairs and then grow ever more slowly, so the worst that
+    unevenness can do is to spread areas over both ends; must-move is linear.
+    """
+    local = extent.local_pairs(own)
+    if mean <= local:
+        return 0.0
+    most = max(most, mean)
+    chord = _rectangle_cost(most, own, cost, extent) * (mean - local) / (most - local)
+    return max(chord, _must_move(mean, own, cost, extent))
+
+
+# ---------------------------------------------------------------------- a pass
+
+
+def volume_bound(
+    areas: FloatArray, own: int, config: CPConfig, pass_name: PassName, mask: AttentionMask,
+    head_degree: int = 1,
+) -> float:  # fmt: skip
+    """Returns the least mean inbound volume of ranks that compute `areas` (all heads), in units.
+
+    Unit: one rank's query rows (`own` x query heads x head dim elements), as `PlanData.stats` counts.
+    Holds for every plan of this head degree with these areas and `own` tokens per rank.
+    """
+    extent, cost = mask_extent(mask), _unit_cost(config, pass_name, head_degree)
+    pairs = np.asarray(areas, dtype=np.float64) * head_degree
+    moved = [least_cost(float(area), own * head_degree, cost, extent) for area in pairs]
+    return float(np.mean(moved)) / own + _exchange_units(config, pass_name, head_degree)
+
+
+def time_bound(
+    mask: AttentionMask,
+    cp_size: int,
+    config: CPConfig,
+    pass_name: PassName,
+    own: int | None = None,
+) -> Bound:
+    """Returns the bounds of one pass of one layer; `own`: tokens per rank, by default the fewest."""
+    own = own or tokens_per_rank(mask.num_queries, cp_size, config)
+    extent, even = mask_extent(mask), np.full(1, mask.area() / cp_size)
+    best: tuple[float, ...] | None = None
+    units = {}
+    for degree in head_degrees(cp_size, config):
+        units[degree] = volume_bound(even, own, config, pass_name, mask, degree)
+        for seconds in _seconds_of_degree(extent, cp_size, own, config, pass_name, degree):
+            if best is None or seconds[0] < best[0]:
+                best = (*seconds, degree)
+    assert best is not None
+    return Bound(
+        load_seconds=float(compute_seconds(even, config, pass_name)[0]),
+        volume_seconds=best[1],
+        critical_seconds=best[2],
+        seconds=best[0],
+        head_degree=int(best[3]),
+        volume_units=units[1],
+        best_volume_units=min(units.values()),
+    )
+
+
+def bound_report(
+    mask: AttentionMask, cp_size: int, config: CPConfig, pass_name: PassName
+) -> dict[str, float]:
+    """Returns the bounds of a pass as numbers: milliseconds, and units of one rank's query rows."""
+    bound = time_bound(mask, cp_size, config, pass_name)
+    return {
+        "load_ms": bound.load_seconds * 1e3,
+        "volume_ms": bound.volume_seconds * 1e3,
+        "critical_ms": bound.critical_seconds * 1e3,
+        "bound_ms": bound.seconds * 1e3,
+        "head_degree": float(bound.head_degree),
+        "volume_units": bound.volume_units,
+        "best_volume_units": bound.best_volume_units,
+    }
+
+
+def head_degrees(cp_size: int, config: CPConfig) -> list[int]:
+    """Returns the head degrees that a plan on `cp_size` ranks may have, 1 first."""
+    degrees = range(1, min(cp_size, config.num_heads) + 1)
+    return [degree for degree in degrees if cp_size % degree == 0 and fits_heads(degree, config)]
+
+
+@dataclass(frozen=True)
+class _Level:
+    """Ranks, or nodes as one head position sees them: units that share pairs and rows evenly or not."""
+
+    mean: float
+    """Pairs of a unit on average."""
+    own: float
+    """Rows that a unit owns."""
+    pair_seconds: float
+    """Seconds that a unit takes for a pair."""
+    byte_seconds: float
+    """Seconds that a unit's links take for a byte, one way."""
+
+    def at_once(self, there: RowCost, extent: MaskExtent) -> float:
+        """Returns the least time of the unit with the largest area to receive its rows."""
+        return least_cost(self.mean, self.own, there, extent) * self.byte_seconds
+
+    def moving(self, seconds: float, both: RowCost, extent: MaskExtent) -> float:
+        """Returns the least mean time that rows travel if no unit computes longer than `seconds`."""
+        most = seconds / self.pair_seconds
+        return _even_cost(self.mean, most, self.own, both, extent) * self.byte_seconds
+
+
+def _seconds_of_degree(
+    extent: MaskExtent,
+    cp_size: int,
+    own: int,
+    config: CPConfig,
+    pass_name: PassName,
+    degree: int,
+) -> Iterator[tuple[float, float, float]]:
+    """Yields (bound, volume, critical path) of head groups inside nodes, and of groups across nodes."""
+    topology = get_topology(config.topology)
+    pair = float(compute_seconds(np.ones(1), config, pass_name)[0]) / degree  # of 1/h of the heads
+    there, both = _byte_cost(config, pass_name, degree)
+    has_nodes = cp_size > topology.node_size
+    gbytes = topology.inner_gbytes_per_s + (topology.outer_gbytes_per_s if has_nodes else 0.0)
+    ranks = _Level(extent.area * degree / cp_size, own * degree, pair, 1e-9 / gbytes)
+    foreign = ranks.mean - extent.local_pairs(ranks.own)
+    critical = topology.latency_us * 1e-6 + foreign * pair if foreign > 0 else 0.0
+    exchange = head_split_bytes(own, degree, config, pass_name) * 1e-9
+    latency = 2e-6 * topology.latency_us if degree > 1 else 0.0
+
+    def bound(levels: list[_Level], gbytes_per_s: float) -> tuple[float, float, float]:
+        exposed = exchange / gbytes_per_s + latency
+        at_once = max(level.at_once(there, extent) for level in levels)
+
+        def moving(seconds: float) -> float:
+            return max(level.moving(seconds, both, extent) for level in levels)
+
+        volume = max(at_once, _least_time(0.0, 1.0, moving))
+        # every rank computes, and loses a share while its rows travel; on average no less than this
+        slowed = _least_time(ranks.mean * pair, topology.contention, moving)
+        return exposed + max(slowed, volume, critical), exposed + volume, critical
+
+    if (
+        has_nodes and degree > 1
+    ):  # groups across nodes: a slow exchange, and nodes may hold every row
+        yield bound([ranks], topology.outer_gbytes_per_s)
+    if degree > topology.node_size:
+        return
+    levels = [ranks]
+    if (
+        has_nodes
+    ):  # per head position a node is one rank with the rows and links of all of its ranks
+        nodes, size = -(-cp_size // topology.node_size), topology.node_size
+        outer = topology.outer_gbytes_per_s * size / degree
+        node = _Level(extent.area / nodes, own * size, pair * degree / size, 1e-9 / outer)
+        levels.append(node)
+    yield bound(levels, topology.inner_gbytes_per_s)
+
+
+def _least_time(least: float, share: float, moving: Callable[[float], float]) -> float:
+    """Returns the smallest T with `least + share * moving(T) <= T`; `moving` falls as T grows."""
+    low, high = least, least + share * moving(least)
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        if least + share * moving(middle) <= middle:
+            high = middle
+        else:
+            low = middle
+    return low
+
+
+def _byte_cost(config: CPConfig, pass_name: PassName, degree: int) -> tuple[RowCost, RowCost]:
+    """Returns bytes of a row on its way there, and there and back."""
+    query, key = (row_size(config, pass_name, side, degree) for side in ("q", "k"))
+    return (
+        RowCost(query.there, key.there),
+        RowCost(query.there + query.back, key.there + key.back),
+    )
+
+
+def _unit_cost(config: CPConfig, pass_name: PassName, degree: int) -> RowCost:
+    """Returns elements of a row there and back, in those of one query row of all heads."""
+    query, key = (row_size(config, pass_name, side, degree) for side in ("q", "k"))
+    return RowCost(query.units_there + query.units_back, key.units_there + key.units_back)
+
+
+def _exchange_units(config: CPConfig, pass_name: PassName, degree: int) -> float:
+    return exchange_elements(config, pass_name, degree) * (degree - 1) / degree

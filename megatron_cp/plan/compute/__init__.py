@@ -1,0 +1,1 @@
+"""Which rank computes which pairs, in which stage."""

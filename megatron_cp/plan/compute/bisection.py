@@ -1,0 +1,252 @@
+"""Which rank computes which pairs: recursive bisection of the mask over the tree of ranks.
+
+Tokens stay where they are; compute moves. A group of ranks, and the pairs that it must compute, are cut in two,
+nodes first, then ranks inside a node, until every group is one rank:
+
+    the pairs of a group, in some order
+    [ at home in the left half | ... | at home in the right half ]
+                       ^ cut where both halves have their share of the area
+
+Seventeen orders compete for every group: by how much pairs are at home in a half (their queries, their keys,
+both, or not looked at), among equals along queries or keys, up or down; and by how many rows a pair keeps
+at home. The order that needs the fewest remote rows on both sides wins: a rectangle is cut across its longer
+side, and documents stay with their tokens as far as the balance allows. The slice at the cut is cut itself, at
+a row, so areas are equal to a row's pairs. All groups of a level are cut at once, and pairs are looked at in
+blocks that shrink with the groups, so the time grows with the number of ranks and hardly with that of tokens.
+
+Compare the hypergraph partitioners of DCP (SOSP'25) and the integer programs of UltraAttn (SC'25).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_cp.mask import AttentionMask, interval
+from megatron_cp.mask.interval import IntArray
+from megatron_cp.mask.slice import (
+    K_END,
+    K_START,
+    Q_END,
+    Q_START,
+    area_above,
+    cut_rows,
+    rows_area,
+    tighten,
+)
+from megatron_cp.plan.schema import BoolArray, FloatArray
+from megatron_cp.plan.transfer.routing import Owners
+
+PARTS_PER_GROUP = 96  # blocks are halved until a group has so many, or they are small
+CHUNKS_PER_RANK = 4  # ... which means this fraction of a rank's rows
+HOMES = ((1, 1), (1, 0), (0, 1), (0, 0))  # whether queries and keys pull a pair home
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Cost of a row on its way to a rank that computes with it, results on the way back included."""
+
+    query: float
+    key: float
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Disjoint slices int64 `[n, 6]` in token ids, and the rank that computes each."""
+
+    parts: IntArray
+    ranks: IntArray
+
+
+def assign(
+    mask: AttentionMask, owners: Owners, node_size: int, weights: Weights, loads: FloatArray
+) -> Assignment:
+    """Returns slices for all ranks whose areas are as `loads` `[P]` (relative), with few remote rows."""
+    groups = _Groups(np.zeros(1, np.int64), np.full(1, owners.num_ranks), node_size)
+    parts = _Parts(mask.array, owners)
+    while groups.open.any():
+        parts.refine(groups)
+        goes_right = _Cut(parts, groups, weights, loads).best()
+        groups = groups.halve(parts, goes_right)
+    return Assignment(parts.rows, groups.first[parts.group])
+
+
+class _Groups:
+    """Ranges of ranks, and where each is cut: between nodes if it holds several, else in the middle."""
+
+    def __init__(self, first: IntArray, stop: IntArray, node_size: int):
+        self.first, self.stop, self.node_size = first, stop, node_size
+        self.open: BoolArray = stop - first > 1
+        low, high = first // node_size + 1, (stop - 1) // node_size
+        middle = (first + stop) // 2
+        between = np.clip((middle + node_size // 2) // node_size, low, np.maximum(low, high))
+        self.middle = np.where(high >= low, between * node_size, middle)
+
+    def half_of_rank(self, num_ranks: int) -> IntArray:
+        """Returns a number for each rank that differs between halves of groups."""
+        edges = np.unique(np.r_[self.first, self.middle])
+        return np.searchsorted(edges, np.arange(num_ranks), side="right")
+
+    def halve(self, parts: "_Parts", goes_right: BoolArray) -> "_Groups":
+        """Returns the halves as groups and renumbers the parts."""
+        keeps = np.stack([np.ones(len(self.open), dtype=bool), self.open], axis=1)
+        number = np.cumsum(keeps.reshape(-1)).reshape(keeps.shape) - 1
+        parts.group = number[parts.group, goes_right.astype(np.int64)]
+        first = np.stack([self.first, self.middle], axis=1)[keeps]
+        middle = np.where(self.open, self.middle, self.stop)
+        return _Groups(first, np.stack([middle, self.stop], axis=1)[keeps], self.node_size)
+
+
+class _Parts:
+    """The pairs still to be assigned, as slices inside blocks of `chunk` x `chunk`, and their groups."""
+
+    def __init__(self, rows: IntArray, owners: Owners):
+        self.rows, self.owners = rows, owners
+        self.group = np.zeros(len(rows), dtype=np.int64)
+        own_rows = owners.num_ids // owners.num_ranks
+        self.smallest = max(1, own_rows // CHUNKS_PER_RANK)
+        self.chunk = self.smallest << int(np.log2(owners.num_ids / self.smallest))
+
+    def refine(self, groups: "_Groups") -> None:
+        """Cuts parts where the owner's half changes, and halves blocks until there are enough for a good cut."""
+        half = groups.half_of_rank(self.owners.num_ranks)[self.owners.rank]
+        opens = np.flatnonzero(np.r_[True, half[1:] != half[:-1]])
+        ends = np.r_[opens[1:], len(half)] - 1
+        self._cut(interval.columns(self.owners.ids[opens, 0], self.owners.ids[ends, 1]))
+        while self.chunk > self.smallest and len(self.rows) < PARTS_PER_GROUP * len(groups.first):
+            self.chunk //= 2
+            self._cut_to_chunks()
+        self._measure()
+
+    def _cut_to_chunks(self) -> None:
+        self._cut(interval.chunks(-(-self.owners.num_ids // self.chunk), self.chunk))
+
+    def _cut(self, cells: IntArray) -> None:
+        for start, end in ((Q_START, Q_END), (K_START, K_END)):
+            self.rows, source, _ = cut_rows(self.rows, cells, start, end)
+            self.group = self.group.take(source)
+
+    def _measure(self) -> None:
+        self.area = rows_area(self.rows).astype(np.float64)
+        self.chunks = [self.rows[:, start] // self.chunk for start in (Q_START, K_START)]
+        self.sizes = [
+            (self.rows[:, end] - self.rows[:, start]).astype(np.float64)
+            for start, end in ((Q_START, Q_END), (K_START, K_END))
+        ]
+        self.owner = [self.owners.rank_of(self.rows[:, start]) for start in (Q_START, K_START)]
+
+    def replace(self, rows: IntArray, group: IntArray) -> None:
+        """Takes other slices of the same pairs; `refine` measures them."""
+        self.rows, self.group = rows, group
+
+
+class _Cut:
+    """One level: every open group is cut in two."""
+
+    def __init__(self, parts: _Parts, groups: _Groups, weights: Weights, loads: FloatArray):
+        self.parts, self.groups, self.weights = parts, groups, weights
+        upto = np.r_[0.0, np.cumsum(loads)]
+        whole = upto[groups.stop] - upto[groups.first]
+        share = (upto[groups.middle] - upto[groups.first]) / np.where(whole > 0, whole, 1.0)
+        self.total = np.bincount(parts.group, parts.area, len(groups.first))
+        self.target = np.where(groups.open, self.total * share, self.total)
+        group = parts.group
+        first, middle, stop = (x[group] for x in (groups.first, groups.middle, groups.stop))
+        # Parts of a group that begin at the same row share rows: they are counted once.
+        self.runs = [
+            _runs(group, rows) for rows in (parts.rows[:, Q_START], parts.rows[:, K_START])
+        ]
+        self.is_left = [(owner >= first) & (owner < middle) for owner in parts.owner]
+        self.is_right = [(owner >= middle) & (owner < stop) for owner in parts.owner]
+
+    def best(self) -> BoolArray:
+        """Returns which parts go to the right halves; parts at a cut have been cut themselves."""
+        cheapest = np.full(len(self.target), np.inf)
+        place = np.zeros(len(self.parts.group), dtype=np.int64)
+        for order in self._orders():
+            cost = self._cost(order)
+            better = cost < cheapest
+            cheapest[better] = cost[better]
+            order = order[better[self.parts.group[order]]]
+            place[order] = np.arange(len(order))
+        return self._split(np.lexsort((place, self.parts.group)))
+
+    def _orders(self) -> Iterator[IntArray]:
+        """Yields the parts group by group, in the orders that compete."""
+        parts = self.parts
+        along = [np.argsort(chunk, kind="stable") for chunk in parts.chunks]
+        along += [order[::-1] for order in along]
+        pulls = [
+            right.astype(np.int64) - left
+            for left, right in zip(self.is_left, self.is_right, strict=True)
+        ]
+        heavier = 2 if self.weights.query >= self.weights.key else 1
+        for homes in HOMES:
+            pull = 4 + homes[0] * heavier * pulls[0] + homes[1] * (3 - heavier) * pulls[1]
+            key = (parts.group * 8 + pull).astype(
+                np.uint16 if len(self.target) < 8192 else np.int64
+            )
+            for order in along:
+                yield order[np.argsort(key[order], kind="stable")]
+        # Parts that would cost many rows for little area are those to leave at home.
+        weights = (self.weights.query, self.weights.key)
+        value = sum(
+            weight * pull * size
+            for weight, pull, size in zip(weights, pulls, parts.sizes, strict=True)
+        )
+        yield np.lexsort((value / parts.area, parts.group))
+
+    def _sides(self, order: IntArray) -> tuple[IntArray, BoolArray, FloatArray]:
+        """Returns group, side (True = right) and area before each part of an order within its group."""
+        group, area = self.parts.group[order], self.parts.area[order]
+        before = np.cumsum(area) - area
+        before -= (np.cumsum(self.total) - self.total)[group]
+        return group, before + area / 2 > self.target[group], before
+
+    def _cost(self, order: IntArray) -> FloatArray:
+        """Returns the remote rows, weighted, of both halves of every group."""
+        _, goes_right, _ = self._sides(order)
+        cost = np.zeros(len(self.target))
+        for axis, weight in enumerate((self.weights.query, self.weights.key)):
+            at_home = np.where(goes_right, self.is_right[axis][order], self.is_left[axis][order])
+            away = order[~at_home]
+            run, group_of_run = self.runs[axis]
+            rows = np.zeros((2, len(group_of_run)))
+            rows[goes_right[~at_home].astype(np.int64), run[away]] = self.parts.sizes[axis][away]
+            cost += weight * np.bincount(group_of_run, rows.sum(axis=0), len(cost))
+        return cost
+
+    def _split(self, order: IntArray) -> BoolArray:
+        group, _, before = self._sides(order)
+        area, target = self.parts.area[order], self.target[group]
+        goes_right = before >= target
+        at_cut = np.flatnonzero(~goes_right & (before + area > target))
+        rows = self.parts.rows.take(order, axis=0)
+        left, right = (rows.take(at_cut, axis=0) for _ in range(2))
+        cut = _row_at_area(left, (target - before)[at_cut])
+        left[:, Q_END], right[:, Q_START] = cut, cut
+        empty_left = cut == rows[at_cut, Q_START]
+        has_both = ~empty_left & (cut < rows[at_cut, Q_END])
+        goes_right[at_cut[empty_left]] = True
+        rows[at_cut[has_both]] = tighten(left[has_both])
+        more = tighten(right[has_both])
+        self.parts.replace(np.concatenate([rows, more]), np.r_[group, group[at_cut[has_both]]])
+        return np.r_[goes_right, np.ones(len(more), dtype=bool)]
+
+
+def _runs(group: IntArray, start: IntArray) -> tuple[IntArray, IntArray]:
+    """Returns a number for each (group, first row), and the group of each number."""
+    stride = int(start.max(initial=0)) + 1
+    found, number = np.unique(group * stride + start, return_inverse=True)
+    return number, found // stride
+
+
+def _row_at_area(rows: IntArray, wanted: FloatArray) -> IntArray:
+    """Returns the query row at which each tight slice has about the wanted area above it."""
+    low, high = rows[:, Q_START].copy(), rows[:, Q_END].copy()
+    while (high - low > 1).any():
+        middle = (low + high) // 2
+        fits = area_above(rows, middle) <= wanted
+        low, high = np.where(fits, middle, low), np.where(fits, high, middle)
+    nearer_high = area_above(rows, high) - wanted < wanted - area_above(rows, low)
+    return np.where(nearer_high, high, low)

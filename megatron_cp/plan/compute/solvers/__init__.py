@@ -1,0 +1,1 @@
+"""Optional solvers that go on from a compute assignment (extra `solvers`)."""

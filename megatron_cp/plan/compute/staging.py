@@ -1,0 +1,195 @@
+"""Stages of an assignment: what is computed first, so that rows travel while there is other work.
+
+    stage     0           1 ... K                                        K + 1 (optional)
+    work      local       pairs with foreign rows, equal areas           the rest of the local pairs
+    moves     -           rows needed for the first time; keys stay      results go home under it
+
+Local pairs hide the first rows on their way; a part of them, left for the end, hides the last results.
+
+One side is kept: its rows arrive with the first stage that needs them and stay, and their results go home at the end.
+A foreign row of the other side is in one stage only, and its results go home under the next. Forward keeps keys
+(they have no results); backward keeps the side whose gradients are cheaper to send late. Pairs with foreign
+rows of the passing side come first, because own rows send no results. Foreign rows come in one of three orders:
+
+    tokens    as they stand in the stream: fewest slices, but readers of a document all begin with its first owner
+    ring      owner after owner, beginning behind the rank itself: every owner serves a part of its readers in a stage
+    shares    an equal share of every owner's rows in each stage: links are even, slices are most
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from megatron_cp.mask import interval
+from megatron_cp.mask.interval import IntArray
+from megatron_cp.mask.slice import Q_START, cut_rows, rows_area
+from megatron_cp.plan.compute.bisection import Assignment
+from megatron_cp.plan.schema import BoolArray, FloatArray, Pass, Side
+from megatron_cp.plan.transfer.pass_builder import COLUMNS, PassBuilder, PlacedMask
+from megatron_cp.plan.transfer.routing import DST, ID_START, Route, direct
+
+PIECES = 256  # of the stream: slices are cut so finely, for stages to be equal
+PIECES_PER_RANK = (2, 8)  # at least, at most
+
+Order = Literal["tokens", "ring", "shares"]
+ORDERS: tuple[Order, ...] = ("tokens", "ring", "shares")
+
+
+@dataclass(frozen=True)
+class Staging:
+    """How the pairs of an assignment are spread over stages."""
+
+    num_remote: int
+    keeps_rest: bool
+    """Half of the local pairs come last."""
+    kept: Side
+    """The side whose foreign rows stay over all remote stages."""
+    order: Order = "tokens"
+    """In which foreign rows come."""
+
+    @property
+    def num_stages(self) -> int:
+        """Returns the number of all stages."""
+        return 1 + self.num_remote + self.keeps_rest
+
+    def keeps(self, index: int) -> Side | None:
+        """Returns the side of which a stage keeps what the stage before held."""
+        return self.kept if 1 < index <= self.num_remote else None
+
+
+@dataclass(frozen=True)
+class AssignedStage:
+    """A stage as far as its price goes."""
+
+    areas: FloatArray
+    """Pairs of each rank: `[P]`."""
+    arriving: dict[Side, list[IntArray]]
+    """Foreign rows that arrive, hop by hop: requests (owner, reader, ids)."""
+    keeps: Side | None
+
+
+class AssignedMask:
+    """A placed mask with a rank for every pair: what is local, and which rows have to move."""
+
+    def __init__(self, placed: PlacedMask, assignment: Assignment):
+        self.placed = placed
+        parts, ranks = assignment.parts, assignment.ranks
+        per_rank = int(np.clip(PIECES // placed.num_ranks, *PIECES_PER_RANK))
+        runs = interval.cut(placed.owners.ids, max(1, placed.own_rows // per_rank))
+        pieces: dict[Side, IntArray] = {}
+        for side, (start, end) in COLUMNS.items():
+            parts, source, piece = cut_rows(parts, runs, start, end)
+            ranks = ranks[source]
+            pieces = {**{one: known[source] for one, known in pieces.items()}, side: piece}
+        self.parts, self.ranks = parts, ranks
+        self.pieces, self.num_pieces = pieces, len(runs)
+        self.area = rows_area(parts).astype(np.float64)
+        self.owner: dict[Side, IntArray] = {
+            side: placed.owners.rank_of(parts[:, start]) for side, (start, _) in COLUMNS.items()
+        }
+        self.is_own: dict[Side, BoolArray] = {
+            side: owner == ranks for side, owner in self.owner.items()
+        }
+        self.is_local = self.is_own["q"] & self.is_own["k"]
+
+    @property
+    def local_areas(self) -> FloatArray:
+        """Returns the pairs of each rank that need no foreign row: `[P]`."""
+        return self._per_rank(self.area * self.is_local)
+
+    @property
+    def areas(self) -> FloatArray:
+        """Returns the pairs of each rank: `[P]`."""
+        return self._per_rank(self.area)
+
+    def _per_rank(self, area: FloatArray) -> FloatArray:
+        return np.bincount(self.ranks, area, self.placed.num_ranks).astype(np.float64)
+
+    def arriving(self, side: Side, route: Route) -> list[IntArray]:
+        """Returns the foreign rows of one side that ranks need, hop by hop: requests (owner, reader, ids)."""
+        return route(self.placed.owners, self.placed.space, self._foreign(side, ~self.is_own[side]))
+
+    def _foreign(self, side: Side, chosen: BoolArray) -> IntArray:
+        """Returns the rows of one side of the chosen parts, as normalised keys of the ranks that compute them."""
+        ids = self.parts[:, COLUMNS[side]].compress(chosen, axis=0)
+        return interval.normalise(self.placed.space.keys_of(ids, self.ranks.compress(chosen)))
+
+    def build(self, staging: Staging, route: Route = direct) -> Pass:
+        """Returns the pass that computes the assignment in these stages."""
+        stage = self._stage_of_parts(staging)
+        builder = PassBuilder(self.placed, route)
+        for index in range(staging.num_stages):
+            now, keeps = stage == index, staging.keeps(index)
+            parts, ranks = self.parts.compress(now, axis=0), self.ranks[now]
+            builder.add(parts, ranks, keeps_k=keeps == "k", keeps_q=keeps == "q")
+        return builder.build()
+
+    def stages(self, staging: Staging, route: Route = direct) -> list[AssignedStage]:
+        """Returns the pairs of every rank and the foreign rows that arrive, stage by stage."""
+        stage, placed = self._stage_of_parts(staging), self.placed
+        held = dict.fromkeys(COLUMNS, placed.space)
+        found = []
+        for index in range(staging.num_stages):
+            now = stage == index
+            arriving: dict[Side, list[IntArray]] = {}
+            for side in COLUMNS:
+                keeps, before = staging.keeps(index) == side, placed.space
+                missing = self._foreign(side, now & ~self.is_own[side])
+                if keeps:
+                    before = held[side]
+                    missing = before.missing(missing)
+                arriving[side] = route(placed.owners, before, missing) if len(missing) else []
+                if staging.keeps(index + 1) == side:
+                    for hop in arriving[side]:  # relays hold what they pass on
+                        before = before.plus(before.keys_of(hop[:, ID_START:], hop[:, DST]))
+                held[side] = before
+            areas = self._per_rank(self.area * now)
+            found.append(AssignedStage(areas, arriving, staging.keeps(index)))
+        return found
+
+    def _stage_of_parts(self, staging: Staging) -> IntArray:
+        stage = np.zeros(len(self.parts), dtype=np.int64)
+        if staging.keeps_rest:
+            in_rows = self._share_before(self.ranks, self.parts[:, Q_START], self.is_local)
+            stage[self.is_local & (in_rows > 0.5)] = staging.num_remote + 1
+        share = self._share_before(*self._foreign_first(staging), ~self.is_local)[~self.is_local]
+        stage[~self.is_local] = 1 + np.minimum(share * staging.num_remote, staging.num_remote - 1)
+        return stage
+
+    def _foreign_first(self, staging: Staging) -> tuple[IntArray, IntArray]:
+        """Returns the groups that are spread over stages, each by itself, and the places of parts in their group.
+
+        Foreign rows of the side that passes come first, then own ones along the side that is kept.
+        """
+        kept, num_ranks = staging.kept, self.placed.num_ranks
+        passing: Side = "q" if kept == "k" else "k"
+        is_own = self.is_own[passing]
+        owner = np.where(is_own, self.owner[kept], self.owner[passing])
+        piece = np.where(is_own, self.pieces[kept], self.pieces[passing])
+        if staging.order == "shares":
+            return (self.ranks * 2 + is_own) * num_ranks + owner, piece
+        turn = (owner - self.ranks) % num_ranks if staging.order == "ring" else 0
+        return self.ranks, (is_own * num_ranks + turn) * self.num_pieces + piece
+
+    def _share_before(self, group: IntArray, along: IntArray, chosen: BoolArray) -> FloatArray:
+        """Returns the share of its group's chosen area that lies before the middle of each part's run of equals."""
+        order = np.lexsort((along, group))
+        area = (self.area * chosen)[order]
+        opens_group = _differs(group[order])
+        run = np.cumsum(opens_group | _differs(along[order])) - 1
+        size = np.bincount(run, area)
+        middle = (np.cumsum(size) - size / 2)[run]
+        which = np.cumsum(opens_group) - 1
+        total = np.bincount(which, area)
+        before = (np.cumsum(total) - total)[which]
+        share = np.zeros(len(order))
+        share[order] = (middle - before) / np.where(total > 0, total, 1.0)[which]
+        return share
+
+
+def _differs(values: IntArray) -> BoolArray:
+    """Returns whether each value differs from the one before; the first does."""
+    differs = np.ones(len(values), dtype=bool)
+    differs[1:] = values[1:] != values[:-1]
+    return differs

@@ -1,0 +1,1 @@
+"""What a plan costs on named hardware: machines, row sizes, seconds, memory."""

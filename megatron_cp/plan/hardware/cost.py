@@ -1,0 +1,195 @@
+"""Seconds from area, rows, heads and a hardware row: the predicted time of a pass.
+
+A stage costs every rank `compute` (pairs x FLOPs / rate) and its transfer costs the busiest of its links.
+Moving rows takes a share of the compute meanwhile (`contention`), so of two plans that hide their transfers the
+one that moves less is faster.
+Stage i+1's transfer and stage i-1's results run under stage i's compute; the first transfer, the last
+return and a head split are exposed. Nothing here is measured on the machine that asks: all figures are
+predictions. `simulate.py` plays the same stages event by event, where ranks wait for each other.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_cp.config import CPConfig, Topology
+from megatron_cp.mask import AttentionMask
+from megatron_cp.mask.interval import IntArray
+from megatron_cp.plan.hardware.rows import RowSize, head_split_bytes, row_size
+from megatron_cp.plan.hardware.topology import get_topology
+from megatron_cp.plan.schema import (
+    SIDES,
+    BoolArray,
+    FloatArray,
+    HeadSplit,
+    PassName,
+    Side,
+)
+
+BACKWARD_FLOPS = 2.5  # five matrix products against two
+
+
+@dataclass(frozen=True)
+class Movement:
+    """What a transfer (and, by symmetry, its adjoint) costs every rank, before row sizes are known."""
+
+    seconds_per_byte: FloatArray  # [P], for rows of one byte: the rank's busiest link
+    latency: float
+
+    def plus(self, other: "Movement | None") -> "Movement":
+        """Returns this movement and another one after it."""
+        if other is None:
+            return self
+        return Movement(
+            self.seconds_per_byte + other.seconds_per_byte, self.latency + other.latency
+        )
+
+
+@dataclass(frozen=True)
+class SideLoads:
+    """What moves on one side, stage by stage.
+
+    A stage that keeps the side goes on with the rows of the stage before; results for received rows go home
+    after the last stage of such a chain.
+    """
+
+    seconds_per_byte: FloatArray  # [stages, P], see Movement
+    latency: FloatArray  # [stages]
+    keeps: BoolArray  # [stages]
+
+    @classmethod
+    def of(cls, moves: Sequence[Movement | None], keeps: Sequence[bool]) -> "SideLoads | None":
+        """Returns the loads of stages that move so much each (None: nothing); None if none moves anything."""
+        moving = {index: move for index, move in enumerate(moves) if move is not None}
+        if not moving:
+            return None
+        num_ranks = len(next(iter(moving.values())).seconds_per_byte)
+        per_byte, latency = np.zeros((len(moves), num_ranks)), np.zeros(len(moves))
+        for index, move in moving.items():
+            per_byte[index], latency[index] = move.seconds_per_byte, move.latency
+        return cls(per_byte, latency, np.array(keeps, dtype=bool))
+
+    def arrive(self, size: RowSize) -> FloatArray:
+        """Returns the seconds in which the rows of each stage travel: `[stages, P]`."""
+        return _travel(self.seconds_per_byte, self.latency, size.there)
+
+    def leave(self, size: RowSize) -> FloatArray:
+        """Returns the seconds in which results go home after each stage: `[stages, P]`."""
+        if not self.keeps.any():
+            return _travel(self.seconds_per_byte, self.latency, size.back)
+        opens = np.flatnonzero(~self.keeps)
+        seconds = np.zeros_like(self.seconds_per_byte)
+        closes = np.concatenate([opens[1:], [len(self.keeps)]]) - 1
+        seconds[closes] = _travel(
+            np.add.reduceat(self.seconds_per_byte, opens),
+            np.add.reduceat(self.latency, opens),
+            size.back,
+        )
+        return seconds
+
+
+def _travel(seconds_per_byte: FloatArray, latency: FloatArray, bytes_per_row: int) -> FloatArray:
+    """Returns each rank's time for rows of this size, 0 for rows that do not move."""
+    return (seconds_per_byte * bytes_per_row + latency[:, None]) * (bytes_per_row > 0)
+
+
+@dataclass(frozen=True)
+class PassLoads:
+    """The stages of a pass as the cost model sees them."""
+
+    areas: FloatArray  # [stages, P] pairs, in units of all heads of a rank
+    keys: SideLoads | None = None
+    queries: SideLoads | None = None
+
+    def side(self, side: Side) -> SideLoads | None:
+        """Returns what moves on one side."""
+        return self.keys if side == "k" else self.queries
+
+
+def compute_seconds(area: FloatArray, config: CPConfig, pass_name: PassName) -> FloatArray:
+    """Returns the time to compute `area` pairs for all heads of one rank, on the config's hardware."""
+    topology = get_topology(config.topology)
+    value_dim = config.value_head_dim or config.head_dim
+    flops = 2.0 * area * config.num_heads * (config.head_dim + value_dim)
+    if pass_name == "forward":
+        return flops / (topology.forward_tflops * 1e12)
+    return BACKWARD_FLOPS * flops / (topology.backward_tflops * 1e12)
+
+
+def hop_movement(
+    src: IntArray, dst: IntArray, rows: IntArray | FloatArray, num_ranks: int, topology: Topology
+) -> Movement:
+    """Returns the cost of one all-to-all of `rows[i]` rows from `src[i]` to `dst[i]`.
+
+    A rank sends and receives on both levels at once; the slowest of these four decides.
+    """
+    is_remote = src // topology.node_size != dst // topology.node_size
+    ends = np.concatenate([2 * src + is_remote, 2 * (num_ranks + dst) + is_remote])
+    moved = np.bincount(ends, np.concatenate([rows, rows]), minlength=4 * num_ranks)
+    seconds = moved.reshape(2, num_ranks, 2) * seconds_per_byte(topology)
+    return Movement(seconds.max(axis=(0, 2)), topology.latency_us * 1e-6 if rows.any() else 0.0)
+
+
+def seconds_per_byte(topology: Topology) -> FloatArray:
+    """Returns the seconds in which a rank moves a byte inside a node and between nodes."""
+    return 1e-9 / np.array([topology.inner_gbytes_per_s, topology.outer_gbytes_per_s])
+
+
+def stage_seconds(
+    loads: PassLoads, config: CPConfig, pass_name: PassName, head_degree: int = 1
+) -> FloatArray:
+    """Returns the predicted time of every rank in every stage of a pass of one layer: `[stages, P]`.
+
+    What nothing hides counts to the first and to the last stage.
+    """
+    compute = compute_seconds(loads.areas, config, pass_name)
+    under, exposed = transfer_seconds(loads, config, pass_name, head_degree)
+    slowed = compute + get_topology(config.topology).contention * under
+    return np.maximum(slowed, under) + exposed
+
+
+def transfer_seconds(
+    loads: PassLoads, config: CPConfig, pass_name: PassName, head_degree: int
+) -> tuple[FloatArray, FloatArray]:
+    """Returns how long rows travel under each stage, and how long nothing hides them: both `[stages, P]`."""
+    under, exposed = np.zeros_like(loads.areas), np.zeros_like(loads.areas)
+    for side in SIDES:
+        moved = loads.side(side)
+        if moved is None:
+            continue
+        size = row_size(config, pass_name, side, head_degree)
+        arrive, leave = moved.arrive(size), moved.leave(size)
+        under[:-1] += arrive[1:]
+        under[1:] += leave[:-1]
+        exposed[0] += arrive[0]
+        exposed[-1] += leave[-1]
+    return under, exposed
+
+
+def pass_seconds(
+    loads: PassLoads, config: CPConfig, pass_name: PassName, head_degree: int = 1
+) -> float:
+    """Returns the predicted time of the slowest rank for the stages of one pass of one layer."""
+    return float(stage_seconds(loads, config, pass_name, head_degree).sum(axis=0).max())
+
+
+def head_split_seconds(
+    split: HeadSplit | None, tokens_per_rank: int, config: CPConfig, pass_name: PassName
+) -> float:
+    """Returns the exposed time of exchanging tokens against heads and back."""
+    if split is None or split.degree == 1:
+        return 0.0
+    topology = get_topology(config.topology)
+    sent = head_split_bytes(tokens_per_rank, split.degree, config, pass_name)
+    within = all(len({rank // topology.node_size for rank in group}) == 1 for group in split.groups)
+    gbytes = topology.inner_gbytes_per_s if within else topology.outer_gbytes_per_s
+    return sent / (gbytes * 1e9) + 2 * topology.latency_us * 1e-6
+
+
+def load_bound_seconds(
+    mask: AttentionMask, cp_size: int, config: CPConfig, pass_name: PassName
+) -> float:
+    """Returns the load bound: the mask's area spread evenly, nothing moved. No plan can be faster."""
+    even = np.array(mask.area() / cp_size)
+    return float(compute_seconds(even, config, pass_name))

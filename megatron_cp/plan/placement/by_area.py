@@ -1,0 +1,152 @@
+"""Assigns equal numbers of chunks to ranks so that every rank has the same attention area, near its keys.
+
+Starts from the stream in order (the best locality there is) and exchanges single chunks between a loaded
+and an idle rank, always the pair that moves the fewest additional key rows among those that help enough.
+Compare MagiAttention's area dispatch (min-heap over chunks sorted by area), which balances
+as well but scatters documents over ranks; it is here too, for masks where exchanges get stuck.
+
+All sums are of whole numbers, so they are exact in any order of summation: the same on every machine.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_cp.mask import AttentionMask, interval
+from megatron_cp.mask.interval import IntArray
+from megatron_cp.mask.slice import K_END, K_START, Q_END, Q_START, cut_rows, rows_area
+from megatron_cp.plan.schema import FloatArray
+
+MAX_EXCHANGES_PER_RANK = 64
+PARTNERS = 4  # idle ranks looked at per exchange; an eighth of all ranks if that is more
+USEFUL_SHARE = 0.5  # an exchange must reach this share of the best improvement on offer
+
+
+@dataclass(frozen=True)
+class ChunkTable:
+    """What chunks of the stream have to do with each other."""
+
+    areas: FloatArray
+    """Pairs between the queries of chunk i and the keys of chunk j: `[C, C]`."""
+    needs: FloatArray
+    """Key rows of chunk j that queries of chunk i may see: `[C, C]`."""
+    chunk_size: int
+
+    @property
+    def chunk_areas(self) -> FloatArray:
+        """Returns the area of each chunk's query rows: `[C]`."""
+        return self.areas.sum(axis=1)
+
+
+def chunk_table(mask: AttentionMask, chunk_size: int, num_chunks: int) -> ChunkTable:
+    """Returns the table of a mask; areas are exact.
+
+    Slices of one chunk that share keys are counted once each in `needs`, capped at the chunk: an estimate
+    from above. O(slices x chunks that they meet).
+    """
+    cells = interval.chunks(num_chunks, chunk_size)
+    parts, _, _ = cut_rows(mask.array, cells, Q_START, Q_END)
+    parts, _, column = cut_rows(parts, cells, K_START, K_END)
+    chunk = parts[:, Q_START] // chunk_size
+    cell, shape = chunk * num_chunks + column, (num_chunks, num_chunks)
+    areas = np.bincount(cell, rows_area(parts), minlength=num_chunks**2)
+    rows = parts[:, K_END] - parts[:, K_START]
+    needs = np.bincount(cell, rows, minlength=num_chunks**2)
+    return ChunkTable(
+        areas.reshape(shape).astype(np.float64),
+        np.minimum(needs, chunk_size).reshape(shape).astype(np.float64),
+        chunk_size,
+    )
+
+
+def weighted_sum(tables: Sequence[ChunkTable], weights: Sequence[float]) -> ChunkTable:
+    """Returns the table of a family of masks, each counted as often as its layers run."""
+    areas = sum((w * t.areas for t, w in zip(tables, weights, strict=True)), np.zeros(1))
+    needs = sum((w * t.needs for t, w in zip(tables, weights, strict=True)), np.zeros(1))
+    return ChunkTable(areas, needs, tables[0].chunk_size)
+
+
+def in_order(num_chunks: int, cp_size: int) -> IntArray:
+    """Returns the stream in order: rank r owns the r-th run of chunks, int64 `[P, n]`."""
+    return np.arange(num_chunks, dtype=np.int64).reshape(cp_size, -1)
+
+
+def zigzag(num_chunks: int, cp_size: int) -> IntArray:
+    """Returns runs r and 2P-1-r of 2P runs for rank r (one run over for an odd number goes in order)."""
+    half = num_chunks // cp_size // 2
+    ranks = np.arange(cp_size)
+    runs = np.arange(2 * cp_size * half, dtype=np.int64).reshape(2 * cp_size, half)
+    rest = np.arange(2 * cp_size * half, num_chunks, dtype=np.int64).reshape(cp_size, -1)
+    return np.concatenate([runs[ranks], runs[2 * cp_size - 1 - ranks], rest], axis=1)
+
+
+def largest_first(areas: FloatArray, cp_size: int) -> IntArray:
+    """Returns the chunk assignment that gives the largest chunk to the least loaded rank with room, again and again.
+
+    Source: longest-processing-time rule with equal counts; MagiAttention's min-heap dispatch.
+    """
+    room = len(areas) // cp_size
+    owned: list[list[int]] = [[] for _ in range(cp_size)]
+    heap = [(0.0, rank) for rank in range(cp_size)]
+    for chunk in np.argsort(-areas, kind="stable").tolist():
+        load, rank = heapq.heappop(heap)
+        owned[rank].append(chunk)
+        if len(owned[rank]) < room:
+            heapq.heappush(heap, (load + areas[chunk], rank))
+    return np.array(owned, dtype=np.int64)
+
+
+def exchange_chunks(owned: IntArray, table: ChunkTable, tolerance: float) -> IntArray:
+    """Returns `owned` after exchanges that bring max/mean area to `1 + tolerance`, or as near as they go."""
+    state = _ChunkAssignment(owned.copy(), table)
+    target = state.loads.mean() * (1 + tolerance)
+    for _ in range(MAX_EXCHANGES_PER_RANK * len(owned)):
+        if state.loads.max() <= target or not state.exchange_best_pair():
+            break
+    return state.owned
+
+
+class _ChunkAssignment:
+    """Chunks of ranks under exchange, with what each rank computes and which key rows it holds anyway."""
+
+    def __init__(self, owned: IntArray, table: ChunkTable):
+        self.owned, self.needs, self.areas = owned, table.needs, table.chunk_areas
+        self.loads = self.areas[owned].sum(axis=1)
+        self.covered = np.stack([self._covered_by(chunks) for chunks in owned])
+
+    def _covered_by(self, chunks: IntArray) -> FloatArray:
+        covered: FloatArray = self.needs[chunks].max(axis=0)
+        covered[chunks] = np.inf  # own rows are never received
+        return covered
+
+    def exchange_best_pair(self) -> bool:
+        """Exchanges a chunk of the most loaded rank for one of an idle rank; False if nothing helps."""
+        a = int(self.loads.argmax())
+        idle = np.argsort(self.loads, kind="stable")[: max(PARTNERS, len(self.loads) // 8)]
+        idle = idle[idle != a]
+        mine, theirs = self.owned[a], self.owned[idle]
+        change = self.areas[mine][None, :, None] - self.areas[theirs][:, None, :]
+        after = np.maximum(self.loads[a] - change, self.loads[idle][:, None, None] + change)
+        gain = self.loads[a] - after
+        best_gain = gain.max(axis=(1, 2), initial=0.0)
+        useful = (gain >= USEFUL_SHARE * best_gain[:, None, None]) & (gain > 1e-9 * self.loads[a])
+        if not useful.any():
+            return False
+        cost = np.full(gain.shape, np.inf)
+        np.divide(1 + self._extra_rows(a, mine, idle, theirs), gain, out=cost, where=useful)
+        which, i, j = (int(x) for x in np.unravel_index(int(cost.argmin()), cost.shape))
+        b = int(idle[which])
+        self.owned[a, i], self.owned[b, j] = self.owned[b, j], self.owned[a, i]
+        for rank in (a, b):
+            chunks = self.owned[rank]
+            self.loads[rank] = self.areas[chunks].sum()
+            self.covered[rank] = self._covered_by(chunks)
+        return True
+
+    def _extra_rows(self, a: int, mine: IntArray, idle: IntArray, theirs: IntArray) -> FloatArray:
+        """Returns an estimate of the key rows moved more if chunks `[b, i, j]` change places."""
+        leave = np.maximum(self.needs[mine][None] - self.covered[idle][:, None], 0).sum(axis=2)
+        enter = np.maximum(self.needs[theirs] - self.covered[a], 0).sum(axis=2)
+        return leave[:, :, None] + enter[:, None, :]

@@ -1,0 +1,218 @@
+"""Tokens placed document by document: as few ranks per document as its size allows.
+
+A document is a run of tokens that no pair of the mask leaves; any mask falls apart into such runs, if only
+into one. Its group's members own two mirrored pieces of it each, so that a causal document is balanced:
+
+    ranks 0 1, documents of 8 and 4 tokens     0 0 1 1 1 1 0 0 | 0 1 1 0
+
+Pieces differ by a token where lengths do not divide; ranks take turns, so that all own equally many.
+Sources: Zeppelin (EuroSys'26), FlexSP (ASPLOS'25), ByteScale (arXiv 2502.21231).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from megatron_cp.mask import AttentionMask, interval
+from megatron_cp.mask.interval import IntArray
+from megatron_cp.mask.slice import K_END, K_START, Q_END, Q_START
+from megatron_cp.plan.placement.placement import Placement
+from megatron_cp.plan.schema import FloatArray
+
+LIGHT = 64  # a document of less than this part of the fair share does not decide the load
+WIDEST = 8  # times the ranks that a document wants: it is scattered rather than in a larger group
+STEP = 0.01  # of the fair share, by which the limit is raised until a scattered document fits
+MOST_PLACED = 2  # documents per rank placed one by one; others fill the room that is left
+
+
+def whole_documents(
+    bounds: IntArray, areas: FloatArray, num_ranks: int, node: int, rows: int, most_load: float
+) -> Placement:
+    """Returns documents `bounds[i]` to `bounds[i+1]` on as few ranks as they fit, `rows` tokens for each rank.
+
+    `areas` float64 `[documents]`; `node` ranks share a node and divide `num_ranks`; `most_load`: see
+    `DocumentGroups`. The largest documents, by tokens or pairs, are placed one by one; the others, and padding
+    behind the last, follow each other through the room that is left, so that few are cut.
+    """
+    sizes = group_sizes(num_ranks, node)
+    groups = DocumentGroups(sizes, rows, float(areas.sum()), most_load, node)
+    lengths = np.diff(bounds)
+    largest = np.argsort(-groups.ranks_wanted(lengths, areas), kind="stable")
+    heavy = np.sort(largest[: MOST_PLACED * num_ranks])
+    light = np.delete(np.arange(len(lengths) + 1), heavy)  # the last one is padding
+    shares = groups.place(lengths[heavy], areas[heavy])
+    pieces = mirrored(shares, bounds[heavy])
+    amounts = np.append(lengths, num_ranks * rows - bounds[-1])[light]
+    stop, end_of_room = np.cumsum(amounts), np.cumsum(groups.room)
+    start, begin_of_room = stop - amounts, end_of_room - groups.room
+    free = np.flatnonzero(groups.room)
+    which, place, shared = interval.overlaps(
+        interval.columns(start, stop), interval.columns(begin_of_room, end_of_room)[free]
+    )
+    shift = bounds[light[which]] - start[which]
+    ids = np.concatenate([pieces.ids, shared + shift[:, None]])
+    return Placement(ids, np.concatenate([pieces.rank, free[place]]), num_ranks).in_order()
+
+
+def group_sizes(num_ranks: int, node: int) -> list[int]:
+    """Returns group sizes of which each divides the next, from one rank over a node to all ranks.
+
+    For 24 ranks in nodes of 8: 1, 2, 4, 8, 24. `node` divides `num_ranks`.
+    """
+    sizes = [1]
+    for whole in (node, num_ranks):
+        while sizes[-1] < whole:
+            left = whole // sizes[-1]
+            sizes.append(sizes[-1] * next(n for n in range(2, left + 1) if left % n == 0))
+    return sizes
+
+
+def document_bounds(mask: AttentionMask) -> IntArray:
+    """Returns where documents begin, and the number of tokens behind: int64 `[documents + 1]`."""
+    rows = mask.array
+    start = np.minimum(rows[:, Q_START], rows[:, K_START])
+    stop = np.maximum(rows[:, Q_END], rows[:, K_END])
+    order = np.argsort(start, kind="stable")
+    reach = np.maximum.accumulate(stop[order])
+    start = start[order]
+    opens = np.r_[True, start[1:] >= reach[:-1]][: len(start)]
+    closes = np.r_[opens[1:], True][: len(start)]
+    ends = np.array([0, mask.num_queries])
+    return np.unique(np.concatenate([ends, start[opens], reach[closes]]))
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Runs of tokens: which document, whose."""
+
+    document: IntArray
+    rank: IntArray
+    ids: IntArray  # [n, 2]
+    num_ranks: int
+
+    @cached_property
+    def placement(self) -> Placement:
+        """The tokens of every rank, ascending."""
+        return Placement(self.ids, self.rank, self.num_ranks).in_order()
+
+
+def mirrored(shares: IntArray, starts: IntArray) -> Pieces:
+    """Returns two pieces of each document for each rank, in order and then in reverse, `shares` `[D, P]` in all."""
+    document, rank = np.nonzero(shares)
+    share = shares[document, rank]
+    sizes = np.concatenate([share - share // 2, share // 2])
+    turn = np.concatenate([rank, -rank])  # there, and back behind it
+    is_back = np.arange(len(turn)) >= len(rank)
+    order = np.lexsort((turn, is_back, np.tile(document, 2)))
+    order = order[sizes[order] > 0]
+    document, sizes = np.tile(document, 2)[order], sizes[order]
+    stop = np.cumsum(sizes)
+    before = np.searchsorted(document, document)  # the first piece of the same document
+    stop += starts[document] - (stop - sizes)[before]
+    ids = interval.columns(stop - sizes, stop)
+    return Pieces(document, np.abs(turn)[order], ids, shares.shape[1])
+
+
+class DocumentGroups:
+    """Ranks while documents are placed: room in tokens, load in pairs."""
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        rows: int,
+        area: float,
+        most_load: float,
+        node: int | None = None,
+    ):
+        """Groups are of `sizes`, ascending, each divides the next, the last is all ranks.
+
+        `area`: of all documents. A document that would bring a group more than `most_load` times its fair share
+        of it goes to a larger one; to one much larger only without `node`, the ranks of a node. With it, such a
+        document is scattered over few ranks.
+        """
+        self.sizes, self.rows, self.most_load, self.node = sizes, rows, most_load, node
+        self.fair = max(1.0, area / sizes[-1])
+        self.room = np.full(sizes[-1], rows, dtype=np.int64)
+        self.load = np.zeros(sizes[-1])
+
+    def ranks_wanted(self, lengths: IntArray, areas: FloatArray) -> FloatArray:
+        """Returns to how many ranks' tokens or pairs each document comes: `[D]`."""
+        wanted: FloatArray = np.maximum(lengths / self.rows, areas / self.fair)
+        return wanted
+
+    def place(self, lengths: IntArray, areas: FloatArray) -> IntArray:
+        """Returns the tokens of each document that each rank takes: int64 `[D, P]`."""
+        zone = np.searchsorted(self.sizes[:-1], self.ranks_wanted(lengths, areas))
+        shares = np.zeros((len(lengths), len(self.room)), dtype=np.int64)
+        for document in np.lexsort((-areas, -zone)).tolist():
+            length, area = int(lengths[document]), float(areas[document])
+            limit = self.most_load * self.fair if area > self.fair / LIGHT else np.inf
+            wanted, most = self.sizes[int(zone[document])], self.sizes[-1]
+            widest = most if self.node is None else WIDEST * wanted
+            sizes = [size for size in self.sizes if wanted <= size <= widest]
+            ranks = self._group(length, area, sizes, limit)
+            if ranks is None and self.node is not None and wanted < most:
+                ranks, taken = self._scattered(length, area, limit, self.node)
+            else:
+                ranks = np.arange(most) if ranks is None else ranks
+                taken = _even_shares(self.room[ranks], length)
+            shares[document, ranks] = taken
+            self.room[ranks] -= taken
+            self.load[ranks] += area * taken / max(1, length)
+        return shares
+
+    def _group(
+        self, length: int, area: float, sizes: Sequence[int], limit: float
+    ) -> IntArray | None:
+        """Returns the least loaded group with room, of the first size that keeps to `limit`, if any does."""
+        for size in sizes:
+            room, load = self.room, self.load
+            if size > 1:
+                room, load = room.reshape(-1, size).sum(axis=1), load.reshape(-1, size).max(axis=1)
+            open_load = np.where(room >= length, load, np.inf)
+            least = int(open_load.argmin())
+            after = open_load[least] + area / size
+            if after < np.inf and after <= limit:
+                return np.arange(least * size, (least + 1) * size)
+        return None
+
+    def _scattered(
+        self, length: int, area: float, limit: float, node: int
+    ) -> tuple[IntArray, IntArray]:
+        """Returns few ranks that have room within `limit`, of one node if one has enough, and what each takes."""
+        capacity = self._capacity(length, area, limit)
+        while capacity.sum() < length:
+            limit += STEP * self.fair
+            capacity = self._capacity(length, area, limit)
+        of_node = capacity.reshape(-1, node).sum(axis=1)
+        ranks = np.arange(len(capacity))
+        if of_node.max() >= length:
+            ranks = ranks[ranks // node == of_node.argmax()]
+        ranks = ranks[np.argsort(-capacity[ranks], kind="stable")]
+        upto = np.cumsum(capacity[ranks])
+        ranks = ranks[: int(np.searchsorted(upto, length)) + 1]
+        taken = capacity[ranks]
+        taken[-1] -= upto[len(ranks) - 1] - length
+        return ranks, taken
+
+    def _capacity(self, length: int, area: float, limit: float) -> IntArray:
+        """Returns how many tokens of a document each rank has room for, within the limit of its load: `[P]`."""
+        if limit == np.inf:
+            return self.room
+        most = np.maximum(limit - self.load, 0.0) * (length / area)
+        return np.minimum(self.room, np.ceil(most)).astype(np.int64)
+
+
+def _even_shares(room: IntArray, amount: int) -> IntArray:
+    """Returns what each rank takes of `amount`, as evenly as room allows; most room takes what is over."""
+    if len(room) == 1:
+        return np.array([amount])
+    ascending, others = np.sort(room), np.arange(len(room), 0, -1)
+    left = amount - (np.cumsum(ascending) - ascending)  # when all ranks with less room are full
+    first = int((left <= ascending * others).argmax())  # from this one on all take the same
+    shares = np.minimum(room, left[first] // others[first])
+    over = amount - int(shares.sum())
+    shares[np.argsort(-(room - shares), kind="stable")[:over]] += 1
+    return shares

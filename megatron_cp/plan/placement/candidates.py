@@ -1,0 +1,132 @@
+"""Placements worth a look: tokens in order, zigzag, by documents, or in chunks by area.
+
+Each is made for head groups, groups of `degree` ranks that exchange heads, and then cut evenly among their ranks:
+what a head group holds is in order, so slices are few and large.
+"""
+
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from megatron_cp.config import CPConfig
+from megatron_cp.mask import AttentionMask
+from megatron_cp.mask.interval import IntArray
+from megatron_cp.plan.hardware.topology import get_topology
+from megatron_cp.plan.placement import by_area
+from megatron_cp.plan.placement.by_documents import document_bounds, whole_documents
+from megatron_cp.plan.placement.placement import Placement, chunk_layout
+from megatron_cp.plan.schema import FloatArray
+
+Family = Mapping[str, tuple[AttentionMask, float]]  # name -> (mask, number of layers)
+
+ROUGH, FINE = 0.04, 0.01  # balance of chunk assignments
+CHUNKS = 256  # over all head groups
+MIN_CHUNKS = 4  # per head group
+MOST_PARTS = 1 << 12  # of a mask on documents in mirrored pieces: planning time grows with them
+MOST_PARTS_PER_RANK = 48  # ... and more ranks may take more
+
+
+class PlacementCandidates:
+    """The placements of one family of masks on `cp_size` ranks; all have the same number of rows."""
+
+    def __init__(self, masks: Family, cp_size: int, config: CPConfig, smallest_degree: int):
+        self.masks, self.cp_size, self.config = masks, cp_size, config
+        self.smallest_degree = smallest_degree
+        # One row count for all: it must not depend on the data, pipeline shapes are fixed by it.
+        num_tokens = next(iter(masks.values()))[0].num_queries
+        pieces = 2 if cp_size > 1 else 1  # zigzag halves every rank's rows
+        even = replace(config, token_multiple=math.lcm(config.token_multiple, pieces))
+        self.chunk, per_rank = chunk_layout(num_tokens, cp_size, even)
+        self.rows = self.chunk * per_rank
+        self._documents: dict[float, Placement] = {}
+
+    def in_order(self) -> Placement:
+        """Returns the stream cut into equal pieces, in order."""
+        return Placement.of_chunks(np.arange(self.cp_size)[:, None], self.rows)
+
+    @functools.cached_property
+    def is_even_in_order(self) -> bool:
+        """Whether tokens in order have equal areas already, as under a full mask."""
+        bounds = np.arange(self.cp_size + 1) * self.rows
+        areas = [weight * mask.area_of_rows(bounds) for mask, weight in self.masks.values()]
+        per_rank = np.sum(areas, axis=0)
+        return bool(per_rank.max() <= (1 + FINE) * per_rank.mean())
+
+    def zigzag(self, degree: int) -> Placement:
+        """Returns two mirrored pieces of the stream per head group; in order where a chosen chunk would be cut."""
+        groups = self.cp_size // degree
+        if groups == 1 or degree * self.rows // 2 % (self.config.chunk_size or 1):
+            return self.in_order()
+        first = np.arange(groups)
+        halves = np.stack([first, 2 * groups - 1 - first], axis=1)
+        return Placement.of_chunks(halves, degree * self.rows // 2).regrouped(self.cp_size)
+
+    def by_documents(self, degree: int, most_load: float) -> Placement | None:
+        """Returns documents on as few ranks as they fit, and on more if one would have over `most_load` of its share.
+
+        None if the mask is one document, if the pieces would be too many, or if the user chose a chunk size, which
+        documents do not keep to.
+        """
+        if len(self._bounds) <= 2 or self.config.chunk_size is not None:
+            return None
+        if most_load not in self._documents:
+            self._documents[most_load] = self._whole_documents(most_load)
+        groups = self._documents[most_load].regrouped(self.cp_size // degree).in_order()
+        document = np.searchsorted(self._bounds, groups.ids[:, 0], side="right")
+        pieces = np.bincount(document)
+        parts = (pieces * (pieces + 1) // 2).sum()
+        if parts > max(MOST_PARTS, MOST_PARTS_PER_RANK * self.cp_size):
+            return None
+        return groups.regrouped(self.cp_size)
+
+    @functools.cached_property
+    def _bounds(self) -> IntArray:
+        """Where documents of all masks begin, and the end."""
+        return functools.reduce(
+            np.intersect1d, (document_bounds(mask) for mask, _ in self.masks.values())
+        )
+
+    @functools.cached_property
+    def _areas(self) -> FloatArray:
+        """Pairs of the documents, over all layers."""
+        areas = [weight * mask.area_of_rows(self._bounds) for mask, weight in self.masks.values()]
+        return np.sum(areas, axis=0)
+
+    def _whole_documents(self, most_load: float) -> Placement:
+        """Returns documents placed on the smallest head groups that are looked at."""
+        degree = self.smallest_degree
+        groups, node_size = self.cp_size // degree, get_topology(self.config.topology).node_size
+        inside = max(1, node_size // degree)
+        node = groups if self.cp_size <= node_size else math.gcd(groups, inside)
+        rows = degree * self.rows
+        return whole_documents(self._bounds, self._areas, groups, node, rows, most_load)
+
+    def by_area(self, degree: int) -> Iterator[Placement]:
+        """Yields chunk assignments to head groups: three balanced ones, then two on the way to balance."""
+        groups = self.cp_size // degree
+        per_group = self._chunks_per_group(degree * self.rows // self.chunk, groups)
+        size, count = degree * self.rows // per_group, groups * per_group
+        tables = [by_area.chunk_table(mask, size, count) for mask, _ in self.masks.values()]
+        table = by_area.weighted_sum(tables, [weight for _, weight in self.masks.values()])
+        rough_assignments = []
+        for start in (by_area.zigzag, by_area.in_order):
+            rough = by_area.exchange_chunks(start(count, groups), table, ROUGH)
+            rough_assignments.append(rough)
+            yield self._placed(by_area.exchange_chunks(rough, table, FINE), size)
+            if start is by_area.zigzag:
+                yield self._placed(by_area.largest_first(table.chunk_areas, groups), size)
+        for rough in rough_assignments:
+            yield self._placed(rough, size)
+
+    def _placed(self, owned: IntArray, size: int) -> Placement:
+        return Placement.of_chunks(np.sort(owned, axis=1), size).regrouped(self.cp_size)
+
+    def _chunks_per_group(self, finest: int, groups: int) -> int:
+        """Returns how many chunks a head group owns: a divisor of the finest number."""
+        if self.config.chunk_size is not None:
+            return finest
+        most = max(MIN_CHUNKS, CHUNKS // groups)
+        return max(n for n in range(1, finest + 1) if finest % n == 0 and (n <= most or n == 1))

@@ -1,0 +1,1 @@
+"""Predicted seconds of a strategy for a mask, without building its plan."""

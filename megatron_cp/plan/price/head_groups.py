@@ -1,0 +1,158 @@
+"""Head groups of a placed mask, and the options that a pass has on them.
+
+A strategy says how both passes of a mask run on a placement; of each pass it has one option, with its price. `HeadGroups`
+prices any of them: `price/keys_move.py` those in which queries stay, `price/pairs_move.py` those in which pairs move.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_cp.config import CPConfig, Topology
+from megatron_cp.mask import AttentionMask
+from megatron_cp.mask.interval import IntArray
+from megatron_cp.plan.compute.bisection import Weights
+from megatron_cp.plan.hardware.cost import (
+    Movement,
+    PassLoads,
+    compute_seconds,
+    head_split_seconds,
+    hop_movement,
+    seconds_per_byte,
+    stage_seconds,
+)
+from megatron_cp.plan.hardware.rows import head_split_bytes, row_size
+from megatron_cp.plan.hardware.topology import get_topology
+from megatron_cp.plan.placement.placement import Placement
+from megatron_cp.plan.schema import PASSES, SIDES, FloatArray, HeadSplit, Pass, PassName, Side
+from megatron_cp.plan.transfer.head_split import split_heads
+from megatron_cp.plan.transfer.pass_builder import PlacedMask
+from megatron_cp.plan.transfer.routing import DST, ID_START, ID_STOP, SRC
+
+FIRST_STAGE: IntArray = np.zeros(1, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class PassOption:
+    """One way to run one pass of one mask on one placement."""
+
+    seconds: float  # of one layer
+    moved_bytes: float  # to all ranks that compute, and back; relays not counted
+    imbalance: float
+    build: Callable[[], Pass]
+    refine: "Callable[[], PassOption] | None" = (
+        None  # the same at its exact price; None if that is the price
+    )
+
+
+Strategy = Mapping[PassName, PassOption]
+"""How both passes of a mask run: an option for each, which may be taken without the other."""
+
+
+@dataclass(frozen=True)
+class HeadGroups:
+    """Head groups of `degree` neighbours that exchange heads; what runs inside is planned on them."""
+
+    mask: AttentionMask
+    config: CPConfig
+    degree: int
+    placed: PlacedMask
+    """The mask on the head groups."""
+
+    @classmethod
+    def of(
+        cls, mask: AttentionMask, placement: Placement, config: CPConfig, degree: int
+    ) -> "HeadGroups":
+        """Returns the groups of `degree` consecutive ranks of a placement on ranks."""
+        placed = PlacedMask(mask, placement.regrouped(placement.num_ranks // degree))
+        return cls(mask, config, degree, placed)
+
+    @functools.cached_property
+    def topology(self) -> Topology:
+        """Returns the machine as head groups see it."""
+        topology = get_topology(self.config.topology)
+        return replace(topology, node_size=max(1, topology.node_size // self.degree))
+
+    def weights(self, names: Iterable[PassName] = PASSES) -> Weights:
+        """Returns bytes per row there and back, over these passes."""
+        query, key = (
+            sum(
+                size.there + size.back
+                for size in (row_size(self.config, name, side, self.degree) for name in names)
+            )
+            for side in SIDES
+        )
+        return Weights(float(query), float(key))
+
+    def seconds(self, loads: PassLoads, name: PassName) -> float:
+        """Returns the predicted time of one pass; `loads`: of the head groups, for all heads."""
+        return float(self.seconds_of_each(loads, FIRST_STAGE, name)[0])
+
+    def seconds_of_each(self, loads: PassLoads, opens: IntArray, name: PassName) -> FloatArray:
+        """Returns the times of passes that stand in `loads` one after another, from stages `opens` on: `[passes]`.
+
+        Each but the last ends with a stage in which nothing is computed and nothing arrives.
+        """
+        per_share = replace(loads, areas=loads.areas / self.degree)
+        stages = stage_seconds(per_share, self.config, name, self.degree)
+        split = HeadSplit((tuple(range(self.degree)),))
+        own_rows = self.placed.own_rows // self.degree
+        exchange = head_split_seconds(split, own_rows, self.config, name)
+        slowest: FloatArray = np.add.reduceat(stages, opens).max(axis=1)
+        return slowest + exchange
+
+    def compute_seconds(self, load: float, names: Iterable[PassName] = PASSES) -> float:
+        """Returns the time of these passes to compute so many pairs of a head group."""
+        pairs = np.array(load / self.degree)
+        return sum(float(compute_seconds(pairs, self.config, name)) for name in names)
+
+    def least_seconds(self) -> float:
+        """Returns what both passes take at least where queries stay at home: the busiest head group's pairs."""
+        return self.compute_seconds(self.placed.loads.max())
+
+    def all_keys_seconds(self) -> float:
+        """Returns what both passes take at least where every head group receives all keys."""
+        num_ranks, node_size = self.placed.num_ranks, self.topology.node_size
+        inside = min(node_size, num_ranks)
+        rows = np.array([inside - 1, num_ranks - inside]) * self.placed.own_rows
+        return float((rows * self.weights().key * seconds_per_byte(self.topology)).max())
+
+    def moved_bytes(self, rows: dict[Side, float], name: PassName) -> float:
+        """Returns what all ranks send in a pass; `rows`: moved per side by all head groups together."""
+        own_rows = self.placed.own_rows // self.degree
+        moved = self.placed.num_ranks * head_split_bytes(own_rows, self.degree, self.config, name)
+        for side in SIDES:
+            size = row_size(self.config, name, side, self.degree)
+            moved += rows[side] * (size.there + size.back)
+        return self.degree * moved
+
+    def same_both_ways(
+        self, loads: PassLoads, key_rows: float, build: Callable[[], Pass]
+    ) -> Strategy:
+        """Returns the strategy whose backward pass moves and computes as its forward pass does; keys move."""
+        rows: dict[Side, float] = {"q": 0.0, "k": key_rows}
+        build_once = functools.cache(lambda: split_heads(build(), self.degree))
+        uneven = imbalance(loads.areas.sum(axis=0))
+        return {
+            name: PassOption(
+                self.seconds(loads, name), self.moved_bytes(rows, name), uneven, build_once
+            )
+            for name in PASSES
+        }
+
+    def movement(self, hops: Sequence[IntArray]) -> Movement | None:
+        """Returns what serving requests (owner, reader, ids) costs, hop after hop."""
+        total: Movement | None = None
+        for requests in hops:
+            rows = requests[:, ID_STOP] - requests[:, ID_START]
+            ends = requests[:, SRC], requests[:, DST]
+            one = hop_movement(*ends, rows, self.placed.num_ranks, self.topology)
+            total = one.plus(total)
+        return total
+
+
+def imbalance(areas: FloatArray) -> float:
+    """Returns the largest over the mean area, 1 for none."""
+    return float(areas.max() / areas.mean()) if areas.any() else 1.0

@@ -1,0 +1,132 @@
+"""Predicted seconds of the published strategies for a mask on a placement, without building a plan.
+
+Queries stay and keys travel. Two figures of a mask on a placement decide: the pairs between the queries of one
+rank and the keys of another, and the key rows that one needs of the other.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_cp.plan.hardware.cost import (
+    Movement,
+    PassLoads,
+    SideLoads,
+    hop_movement,
+    seconds_per_byte,
+)
+from megatron_cp.plan.hardware.makespan import transfer_movement
+from megatron_cp.plan.price.head_groups import HeadGroups, PassOption, Strategy
+from megatron_cp.plan.schema import PASSES, FloatArray, Pass, PassName
+from megatron_cp.plan.transfer.pass_builder import PlacedMask
+from megatron_cp.plan.transfer.passes import allgather_pass, needed_keys_pass, ring_pass
+
+EVEN_STAGES = 2  # of MagiAttention's static overlap
+
+
+@dataclass(frozen=True)
+class Figures:
+    """A mask on a placement, as far as schemes that leave queries at home are concerned."""
+
+    areas: FloatArray  # [P, P] pairs between the queries of rank i and the keys of rank j
+    rows: FloatArray  # [P, P] key rows that rank j needs of rank i
+    own_rows: int
+
+    @property
+    def loads(self) -> FloatArray:
+        """Returns the pairs that each rank computes: `[P]`."""
+        return self.areas.sum(axis=1)
+
+
+def placement_figures(placed: PlacedMask) -> Figures:
+    """Returns the exact figures of a mask on any placement of few runs."""
+    return Figures(placed.areas_by_owner, placed.rows_by_owner, placed.own_rows)
+
+
+def published_strategies(groups: HeadGroups, limit: float = math.inf) -> list[Strategy]:
+    """Returns the strategies in which queries stay: needed keys at once, ring, all-gather; their prices are exact.
+
+    Those that cannot take less than `limit` seconds, by their busiest rank or by moving all keys, are left out.
+    """
+    if groups.least_seconds() > limit:
+        return []
+    figures = placement_figures(groups.placed)
+    strategies = [_needed_keys(groups, figures)]
+    if groups.all_keys_seconds() <= limit:
+        strategies += [_ring(groups, figures), _allgather(groups, figures)]
+    return strategies
+
+
+def even_keys_strategy(groups: HeadGroups) -> Strategy:
+    """Returns the strategy in which needed keys come in stages of equal rows (MagiAttention's static overlap)."""
+    figures, num_ranks = placement_figures(groups.placed), groups.placed.num_ranks
+    count = groups.config.num_stages or EVEN_STAGES
+    local = np.diagonal(figures.areas)
+    src, dst = np.nonzero(figures.rows)
+    rows = figures.rows[src, dst]
+    moved = hop_movement(src, dst, rows / count, num_ranks, groups.topology)
+    remote = (figures.loads - local) / count
+
+    @functools.cache
+    def build() -> Pass:
+        return needed_keys_pass(groups.placed, count)
+
+    @functools.cache
+    def exact() -> Strategy:
+        stages = build().stages
+        areas = [[work.area() for work in stage.work] for stage in stages]
+        moves = [transfer_movement(stage.k_cast, num_ranks, groups.topology) for stage in stages]
+        loads = _key_loads(np.array(areas, dtype=np.float64), moves)
+        return groups.same_both_ways(loads, float(rows.sum()), build)
+
+    loads = _key_loads(np.array([local, *[remote] * count]), [None, *[moved] * count])
+    estimate = groups.same_both_ways(loads, float(rows.sum()), build)
+
+    def estimate_of(name: PassName) -> PassOption:
+        return replace(estimate[name], refine=lambda: exact()[name])
+
+    return {name: estimate_of(name) for name in PASSES}
+
+
+def _key_loads(areas: FloatArray, moves: Sequence[Movement | None]) -> PassLoads:
+    """Returns the loads of stages that receive keys and keep none."""
+    return PassLoads(areas, SideLoads.of(moves, [False] * len(moves)))
+
+
+def _needed_keys(groups: HeadGroups, figures: Figures) -> Strategy:
+    local = np.diagonal(figures.areas)
+    src, dst = np.nonzero(figures.rows)
+    build = functools.partial(needed_keys_pass, groups.placed)
+    if not len(src):
+        return groups.same_both_ways(PassLoads(local[None]), 0.0, build)
+    rows = figures.rows[src, dst]
+    moved = hop_movement(src, dst, rows, len(figures.areas), groups.topology)
+    loads = _key_loads(np.stack([local, figures.loads - local]), [None, moved])
+    return groups.same_both_ways(loads, float(rows.sum()), build)
+
+
+def _ring(groups: HeadGroups, figures: Figures) -> Strategy:
+    topology, num_ranks = groups.topology, len(figures.areas)
+    ranks, steps = np.arange(num_ranks), np.arange(num_ranks)[:, None]
+    src, dst = (ranks - steps) % num_ranks, (ranks + steps) % num_ranks
+    # In a step every rank has one partner to receive from and one to send to: the slower link decides.
+    node, levels = ranks // topology.node_size, seconds_per_byte(topology)
+    slower = np.maximum(*(levels[(node != node[end]).astype(np.int64)] for end in (src, dst)))
+    per_byte: FloatArray = slower * (figures.own_rows * (steps > 0))
+    latency = np.where(steps[:, 0] > 0, topology.latency_us * 1e-6, 0.0)
+    moved = SideLoads(per_byte, latency, np.zeros(num_ranks, dtype=bool))
+    loads = PassLoads(figures.areas[ranks, src], moved if num_ranks > 1 else None)
+    key_rows = float((num_ranks - 1) * num_ranks * figures.own_rows)
+    return groups.same_both_ways(loads, key_rows, functools.partial(ring_pass, groups.placed))
+
+
+def _allgather(groups: HeadGroups, figures: Figures) -> Strategy:
+    src, dst = np.nonzero(~np.eye(len(figures.areas), dtype=bool))
+    rows = np.full(len(src), figures.own_rows)
+    moved = hop_movement(src, dst, rows, len(figures.areas), groups.topology)
+    loads = _key_loads(figures.loads[None], [moved])
+    build = functools.partial(allgather_pass, groups.placed)
+    return groups.same_both_ways(loads, float(rows.sum()), build)

@@ -1,0 +1,221 @@
+"""Predicted seconds of assignments: which route rows take, in how many stages, forward and backward each for itself.
+
+Areas and rows are exact. How they divide over stages is first taken to be even; a option that wins by that
+estimate is refined: its stagings are priced exactly, stage by stage.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_cp.config import CPConfig
+from megatron_cp.mask.interval import IntArray
+from megatron_cp.plan.compute.bisection import Assignment, assign
+from megatron_cp.plan.compute.staging import ORDERS, AssignedMask, Staging
+from megatron_cp.plan.hardware.cost import Movement, PassLoads, SideLoads
+from megatron_cp.plan.price.head_groups import HeadGroups, PassOption, Strategy, imbalance
+from megatron_cp.plan.schema import PASSES, SIDES, BoolArray, FloatArray, Pass, PassName, Side
+from megatron_cp.plan.transfer.head_split import split_heads
+from megatron_cp.plan.transfer.routing import (
+    ID_START,
+    ID_STOP,
+    SRC,
+    Route,
+    ThroughNodes,
+    direct,
+    enters_twice,
+    tree,
+)
+
+STAGE_COUNTS = (1, 2, 4, 8)
+PRICED_STAGE_COUNTS = (0, 1, 4)  # enough for an estimate
+FEW_STAGES = 2  # so few may do without local pairs at the end: better where latency decides
+STAGINGS_PRICED = 3  # exactly, once an estimate has won
+EXACT_PRICES = 576  # over all head groups: for more of them one takes longer
+AS_EVEN = 1.005  # times the estimate: no other order of rows is worth a look
+STAGE_TOLL = 2e-4  # share of the time that one more stage must save
+ORDER_TOLL = 1e-3  # ... that the next order of rows must, which has more slices
+HUB = 2.0  # an owner that sends so many times the mean is worth a tree
+
+
+def stay_at_home(groups: HeadGroups) -> Assignment:
+    """Returns the assignment of every pair to the rank that owns its query."""
+    return Assignment(groups.placed.parts, groups.placed.q_owner)
+
+
+def move_compute(groups: HeadGroups, names: Sequence[PassName] = PASSES) -> Assignment:
+    """Returns the assignment by search: equal areas, and few rows moved on both sides, weighed for these passes."""
+    placed, even = groups.placed, np.ones(groups.placed.num_ranks)
+    node_size = groups.topology.node_size
+    return assign(groups.mask, placed.owners, node_size, groups.weights(names), even)
+
+
+def assigned_strategy(groups: HeadGroups, assignment: Assignment) -> Strategy:
+    """Returns the strategy that runs an assignment; route and stages of each pass as is predicted best."""
+    assigned = AssignedMask(groups.placed, assignment)
+    straight: dict[Side, list[IntArray]] = {s: assigned.arriving(s, direct) for s in SIDES}
+    rows = {side: sum(map(_num_rows, hops)) for side, hops in straight.items()}
+    routed = [_RoutedAssignment(groups, assigned, route) for route in _routes(groups, straight)]
+    uneven = imbalance(assigned.areas)
+
+    def option_of(name: PassName) -> PassOption:
+        options = _stagings(groups.config, name, rows)
+        prices = [one.estimate(options, name) for one in routed]
+        best = routed[prices.index(min(prices))]
+
+        def refined() -> PassOption:
+            staging, seconds = best.best_staging(options, name)
+            return replace(option, seconds=seconds, build=lambda: best.build(staging), refine=None)
+
+        option = PassOption(
+            min(prices),
+            groups.moved_bytes(rows, name),
+            uneven,
+            build=lambda: refined().build(),
+            refine=refined,
+        )
+        return option
+
+    return {name: option_of(name) for name in PASSES}
+
+
+def _routes(groups: HeadGroups, arriving: dict[Side, list[IntArray]]) -> list[Route]:
+    """Returns the routes worth a price, given what arrives when owners send themselves."""
+    num_ranks, node_size = groups.placed.num_ranks, groups.topology.node_size
+    stride = groups.placed.space.stride
+    has_nodes = 1 < node_size < num_ranks and any(
+        enters_twice(hop, node_size, stride) for hops in arriving.values() for hop in hops
+    )
+    found: list[Route] = [ThroughNodes(node_size) if has_nodes else direct]
+    for requests in (hop for hops in arriving.values() for hop in hops):
+        rows = requests[:, ID_STOP] - requests[:, ID_START]
+        sent = np.bincount(requests[:, SRC], rows, num_ranks)
+        if len(rows) and sent.max() > HUB * sent.mean():
+            found.append(ThroughNodes(node_size, tree=True) if has_nodes else tree)
+            break
+    return found
+
+
+@dataclass(frozen=True)
+class _RoutedAssignment:
+    """An assignment and a route."""
+
+    groups: HeadGroups
+    assigned: AssignedMask
+    route: Route
+
+    @functools.cached_property
+    def _moves(self) -> dict[Side, Movement | None]:
+        return {
+            side: self.groups.movement(self.assigned.arriving(side, self.route)) for side in SIDES
+        }
+
+    def estimate(self, stagings: Sequence[Staging], name: PassName) -> float:
+        """Returns about the time of a pass in the best of its stagings."""
+        some = [one for one in stagings if one.num_remote in PRICED_STAGE_COUNTS] or stagings
+        return float(self.even_seconds(some, name).min())
+
+    def even_seconds(self, stagings: Sequence[Staging], name: PassName) -> FloatArray:
+        """Returns about the time of each staging, as if rows were spread evenly over stages."""
+        shares = _even_shares(tuple(stagings))
+        local, remote = self.assigned.local_areas, shares.remote[:, None]
+        areas = shares.local[:, None] * local + remote * (self.assigned.areas - local)
+        loads = PassLoads(areas, self._even_moves("k", shares), self._even_moves("q", shares))
+        return self.groups.seconds_of_each(loads, shares.opens, name)
+
+    def _even_moves(self, side: Side, shares: "_EvenShares") -> SideLoads | None:
+        move = self._moves[side]
+        if move is None:
+            return None
+        seconds_per_byte: FloatArray = shares.remote[:, None] * move.seconds_per_byte
+        latency = np.where(shares.remote > 0, move.latency, 0.0)
+        return SideLoads(seconds_per_byte, latency, shares.keeps[side])
+
+    def best_staging(self, stagings: Sequence[Staging], name: PassName) -> tuple[Staging, float]:
+        """Returns the best staging and its price; a few that look best are priced exactly, in every order of rows.
+
+        A stage has its price as well, and so has an order: of stagings that are as good as equal, that with fewer
+        slices and sends wins.
+        """
+        tolls = np.array([1 + STAGE_TOLL * one.num_stages for one in stagings])
+        estimates = self.even_seconds(stagings, name) * tolls
+        best, best_price, best_seconds = stagings[0], math.inf, math.inf
+        left = max(len(ORDERS), EXACT_PRICES // self.groups.placed.num_ranks)
+        for index in np.argsort(estimates, kind="stable")[:STAGINGS_PRICED]:
+            if estimates[index] >= best_price:  # even rows are the best case, nearly always
+                break
+            for staging in _in_every_order(stagings[index])[:left]:
+                left -= 1
+                seconds = self.groups.seconds(self._exact_loads(staging), name)
+                price = seconds * (tolls[index] + ORDER_TOLL * ORDERS.index(staging.order))
+                if price < best_price:
+                    best, best_price, best_seconds = staging, price, seconds
+                if price <= AS_EVEN * estimates[index]:
+                    break
+        return best, best_seconds
+
+    def build(self, staging: Staging) -> Pass:
+        """Returns the pass of a staging."""
+        return split_heads(self.assigned.build(staging, self.route), self.groups.degree)
+
+    def _exact_loads(self, staging: Staging) -> PassLoads:
+        stages = self.assigned.stages(staging, self.route)
+        sides = {
+            side: SideLoads.of(
+                [self.groups.movement(stage.arriving[side]) for stage in stages],
+                [stage.keeps == side for stage in stages],
+            )
+            for side in SIDES
+        }
+        return PassLoads(np.array([stage.areas for stage in stages]), sides["k"], sides["q"])
+
+
+@dataclass(frozen=True)
+class _EvenShares:
+    """Stagings one after another, each with an idle stage behind: what every stage has of the whole."""
+
+    local: FloatArray  # [stages], of the local pairs
+    remote: FloatArray  # [stages], of the other pairs and of the rows that arrive
+    keeps: dict[Side, BoolArray]
+    opens: IntArray  # the first stage of each staging
+
+
+@functools.lru_cache(maxsize=64)
+def _even_shares(stagings: tuple[Staging, ...]) -> _EvenShares:
+    local: list[float] = []
+    remote: list[float] = []
+    kept: list[Side | None] = []
+    opens = []
+    for one in stagings:
+        count = one.num_remote
+        opens.append(len(local))
+        ends, rest = ([0.5], [0.5]) if one.keeps_rest else ([1.0], [])
+        local += [*ends, *[0.0] * count, *rest, 0.0]
+        remote += [0.0, *[1 / max(1, count)] * count, *[0.0] * len(rest), 0.0]
+        kept += [*map(one.keeps, range(one.num_stages)), None]
+    keeps = {side: np.array([one == side for one in kept]) for side in SIDES}
+    return _EvenShares(np.array(local), np.array(remote), keeps, np.array(opens))
+
+
+def _in_every_order(staging: Staging) -> list[Staging]:
+    orders = ORDERS if staging.num_remote > 1 else ORDERS[:1]
+    return [replace(staging, order=order) for order in orders]
+
+
+def _num_rows(requests: IntArray) -> float:
+    return float((requests[:, ID_STOP] - requests[:, ID_START]).sum())
+
+
+def _stagings(config: CPConfig, name: PassName, rows: dict[Side, float]) -> list[Staging]:
+    """Returns the stagings that compete in a pass, given how many rows of each side move."""
+    if not any(rows.values()):
+        return [Staging(0, keeps_rest=False, kept="k")]
+    counts = STAGE_COUNTS if config.num_stages is None else (config.num_stages,)
+    sides: list[Side] = ["k"] if name == "forward" else ["q"]
+    if name == "backward" and rows["q"]:
+        sides.append("k")
+    late = [Staging(n, True, kept) for n in counts for kept in (sides if n > 1 else sides[:1])]
+    return late + [replace(one, keeps_rest=False) for one in late if one.num_remote <= FEW_STAGES]

@@ -1,0 +1,131 @@
+"""Planner "auto": the best of everything that `plan/search/search.py` looks at, built.
+
+Published schemes are among the candidates with their exact prices; only those that cannot come near the best are
+left out before.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from megatron_cp.config import CPConfig
+from megatron_cp.plan.hardware.makespan import makespan_seconds
+from megatron_cp.plan.hardware.memory import received_bytes
+from megatron_cp.plan.hardware.topology import get_topology
+from megatron_cp.plan.placement.candidates import Family
+from megatron_cp.plan.price.head_groups import PassOption
+from megatron_cp.plan.schema import PASSES, PassName, PlanData
+from megatron_cp.plan.search.search import Candidate, candidates
+
+NEAR = 1.00125  # predictions cannot tell such passes, or plans, apart: balance, then bytes decide
+GOOD_IMBALANCE = 1.02  # below, balance does not decide
+MOST_MEASURED = 12  # plans built to price them with measured kernel rates
+
+Chosen = dict[tuple[str, PassName], PassOption]
+
+
+@dataclass(frozen=True)
+class _Total:
+    """The figures of all passes of a family on one placement; imbalances count by time."""
+
+    seconds: float
+    moved_bytes: float
+    imbalance: float
+
+
+Priced = TypeVar("Priced", PassOption, _Total)
+
+
+def best_family(masks: Family, cp_size: int, config: CPConfig) -> dict[str, PlanData]:
+    """Returns one plan per mask, on one placement, with the smallest predicted time in the portfolio.
+
+    Of options that are equally fast, as far as predictions go, a balanced one that moves few bytes is taken, for each
+    pass by itself. Some prices are estimates: the winner is priced exactly, and competes again until it wins at that.
+    """
+    found = candidates(masks, cp_size, config)
+    has_rates = get_topology(config.topology).kernels is not None
+    measured: list[tuple[float, dict[str, PlanData]]] = []
+    least_held = math.inf
+    while True:
+        chosen_of = [{key: _pick(options) for key, options in one.options.items()} for one in found]
+        totals = [_total(masks, chosen) for chosen in chosen_of]
+        best = totals.index(_pick(totals))
+        candidate, chosen = found[best], chosen_of[best]
+        estimates = {key: one.refine() for key, one in chosen.items() if one.refine is not None}
+        if estimates:
+            _replace(candidate, chosen, estimates)
+            continue
+        plans = _build(masks, candidate, chosen, config)
+        too_large, held = _too_large(plans, config)
+        if too_large:
+            least_held = min(least_held, held)
+            if math.isinf(totals[best].seconds):
+                raise ValueError(
+                    f"max_received_mb={config.max_received_mb} cannot be kept by any plan that planner 'auto' knows; "
+                    f"the smallest holds {math.ceil(least_held)} MB of received rows on a rank: raise it to that, or "
+                    "plan for more ranks"
+                )
+            never = {key: replace(chosen[key], seconds=math.inf) for key in too_large}
+            _replace(candidate, chosen, never)
+            continue
+        if not has_rates:
+            return plans
+        prices = {key: makespan_seconds(plans[key[0]], key[1]) for key in chosen}
+        measured.append((sum(masks[key[0]][1] * prices[key] for key in prices), plans))
+        slower = {
+            key: replace(one, seconds=prices[key])
+            for key, one in chosen.items()
+            if prices[key] > one.seconds
+        }
+        if not slower or len(measured) == MOST_MEASURED:
+            return min(measured, key=lambda one: one[0])[1]
+        _replace(candidate, chosen, slower)
+
+
+def _replace(candidate: Candidate, chosen: Chosen, others: Chosen) -> None:
+    for key, other in others.items():
+        options = candidate.options[key]
+        options[options.index(chosen[key])] = other
+
+
+def _too_large(
+    plans: Mapping[str, PlanData], config: CPConfig
+) -> tuple[list[tuple[str, PassName]], float]:
+    """Returns the passes that hold more received rows than the config allows, and the most megabytes that one holds."""
+    limit = config.max_received_mb
+    if limit is None:
+        return [], 0.0
+    held = {
+        (name, which): float(received_bytes(plan, which).max()) / 1e6
+        for name, plan in plans.items()
+        for which in PASSES
+    }
+    return [key for key, size in held.items() if size > limit], max(held.values())
+
+
+def _pick(chosen_of: Sequence[Priced]) -> Priced:
+    """Returns the fastest option, or one as good: balanced and with fewer bytes moved."""
+    limit = NEAR * min(choice.seconds for choice in chosen_of)
+    near = [choice for choice in chosen_of if choice.seconds <= limit]
+    return min(near, key=lambda c: (max(c.imbalance, GOOD_IMBALANCE), c.moved_bytes, c.seconds))
+
+
+def _total(masks: Family, chosen: Chosen) -> _Total:
+    weighted = [(masks[name][1], choice) for (name, _), choice in chosen.items()]
+    seconds = sum(weight * choice.seconds for weight, choice in weighted)
+    if not 0 < seconds < math.inf:
+        return _Total(seconds, 0.0, 1.0)
+    loads = sum(weight * choice.seconds * choice.imbalance for weight, choice in weighted)
+    moved = sum(weight * choice.moved_bytes for weight, choice in weighted)
+    return _Total(seconds, moved, loads / seconds)
+
+
+def _build(
+    masks: Family, candidate: Candidate, chosen: Chosen, config: CPConfig
+) -> dict[str, PlanData]:
+    tokens, plans = candidate.placement.tokens, {}
+    for name, (mask, _) in masks.items():
+        forward, backward = (chosen[name, which].build() for which in PASSES)
+        plans[name] = PlanData(mask, config, "auto", tokens, forward, backward)
+    return plans

@@ -1,0 +1,1 @@
+"""Planners side by side on named workloads, predicted and simulated."""

@@ -1,0 +1,117 @@
+"""Placements as runs, and documents placed whole, against tables of tokens and plain counting."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_cp import mask as masks
+from megatron_cp.plan.placement.by_documents import group_sizes, whole_documents
+from megatron_cp.plan.placement.candidates import PlacementCandidates
+from megatron_cp.plan.placement.placement import Placement, zigzag
+from tests.plan.cases import config
+from tests.strategies import document_lengths
+
+RANKS = (1, 2, 3, 4, 6, 12, 24)
+
+
+@given(order=st.permutations(range(24)), size=st.integers(1, 3), data=st.data())
+def test_runs_hold_the_tokens_of_the_table_on_any_number_of_ranks(order, size, data):
+    ranks, others = (data.draw(st.sampled_from(RANKS)) for _ in range(2))
+    table = (np.array(order)[:, None] * size + np.arange(size)).reshape(ranks, -1)
+    placement = Placement.of_chunks(np.array(order).reshape(ranks, -1), size)
+    assert np.array_equal(placement.tokens, table)
+    assert np.array_equal(placement.regrouped(others).tokens, table.reshape(others, -1))
+    assert np.array_equal(placement.in_order().tokens, np.sort(table, axis=1))
+    assert placement.own_rows == table.shape[1]
+    touching = (placement.ids[1:, 0] == placement.ids[:-1, 1]) & (np.diff(placement.rank) == 0)
+    assert not touching.any()
+
+
+@given(
+    lengths=document_lengths(max_documents=40, max_length=30),
+    ranks=st.sampled_from([1, 2, 3, 4, 6, 8]),
+    slack=st.integers(0, 5),
+    most_load=st.sampled_from([1.0, 1.25]),
+)
+@settings(max_examples=150)
+def test_documents_and_padding_are_placed_once_in_equal_numbers(lengths, ranks, slack, most_load):
+    bounds = np.cumsum([0, *lengths])
+    areas = np.array(lengths, dtype=np.float64) ** 2
+    rows = -(-sum(lengths) // ranks) + slack
+    placed = whole_documents(bounds, areas, ranks, ranks, rows, most_load)
+    assert placed.tokens.shape == (ranks, rows)
+    assert np.array_equal(np.sort(placed.tokens.reshape(-1)), np.arange(ranks * rows))
+
+
+def ranks_of_documents(tokens, bounds):
+    owner = np.empty(tokens.size, dtype=np.int64)
+    owner[tokens] = np.arange(len(tokens))[:, None]
+    return [set(owner[a:b].tolist()) for a, b in itertools.pairwise(bounds)]
+
+
+def test_documents_that_fit_stay_whole_and_a_large_one_takes_neighbours():
+    lengths = [64, 16, 8, 8, 16, 16]  # 128 tokens on 8 ranks of 16; the first is half of them
+    bounds = np.cumsum([0, *lengths])
+    areas = np.array(lengths, dtype=np.float64)
+    placed = whole_documents(bounds, areas, 8, 4, 16, 1.25)
+    found = ranks_of_documents(placed.tokens, bounds)
+    assert found[0] in ({0, 1, 2, 3}, {4, 5, 6, 7})
+    assert all(len(ranks) == 1 for ranks in found[1:])
+
+
+def test_of_many_small_documents_one_per_rank_is_cut():
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 9, size=400)
+    bounds = np.concatenate([[0], np.cumsum(lengths)])
+    rows = -(-int(bounds[-1]) // 4)
+    placed = whole_documents(bounds, lengths**2.0, 4, 4, rows, 1.25)
+    cut = sum(len(ranks) > 1 for ranks in ranks_of_documents(placed.tokens, bounds))
+    assert cut <= 3
+
+
+@pytest.mark.parametrize("most_load", [1.0, 1.08])
+def test_documents_that_leave_no_room_are_cut_among_few_ranks(most_load):
+    """Two thirds of a rank each, all ranks full: every third document has to be cut."""
+    ranks, length = 64, 96
+    bounds = np.arange(97) * length
+    placed = whole_documents(bounds, np.full(96, length**2.0), ranks, 8, 144, most_load)
+    found = ranks_of_documents(placed.tokens, bounds)
+    assert max(map(len, found)) <= 8
+    assert sum(len(each) for each in found) <= 2 * len(found)
+
+
+@pytest.mark.parametrize("cp_size", [2, 4, 8])
+def test_one_document_over_all_ranks_is_zigzag(cp_size):
+    bounds, rows = np.array([0, 32 * cp_size]), 32
+    placed = whole_documents(bounds, np.ones(1), cp_size, cp_size, rows, 1.0)
+    assert np.array_equal(placed.tokens, zigzag(32 * cp_size, cp_size, config()))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "node", "sizes"),
+    [
+        (1, 1, [1]),
+        (8, 8, [1, 2, 4, 8]),
+        (24, 8, [1, 2, 4, 8, 24]),
+        (6, 1, [1, 2, 6]),
+        (9, 3, [1, 3, 9]),
+    ],
+)
+def test_group_sizes_fill_nodes_first(ranks, node, sizes):
+    assert group_sizes(ranks, node) == sizes
+
+
+def test_documents_of_a_family_begin_where_those_of_all_masks_do():
+    family = {"a": (masks.documents([16, 16, 16, 16]), 1.0), "b": (masks.documents([32, 32]), 2.0)}
+    options = config(num_heads=4, num_kv_heads=4)
+    placement = PlacementCandidates(family, 2, options, 1).by_documents(1, 1.08)
+    assert placement is not None
+    assert placement.tokens.tolist() == [list(range(32)), list(range(32, 64))]
+
+
+def test_a_chosen_chunk_size_is_kept_so_documents_are_not_placed_whole():
+    family = {"a": (masks.documents([8, 24, 32]), 1.0)}
+    assert PlacementCandidates(family, 2, config(chunk_size=16), 1).by_documents(1, 1.08) is None
