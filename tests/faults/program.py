@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from dataclasses import asdict, dataclass, field
@@ -28,7 +29,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Kill:
-    """Signals to ``rank`` at the ``call``-th call (from 1) of ``module``.``function``, before or after it."""
+    """Signals to ``rank`` at the ``call``-th call (from 1) of ``module``.``function``, before or after it.
+
+    With ``delay_s`` so many seconds after the call began, whatever the rank then does.
+    """
 
     rank: int
     module: str
@@ -36,6 +40,7 @@ class Kill:
     call: int = 1
     after: bool = False
     signals: tuple[int, ...] = (signal.SIGKILL,)
+    delay_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -169,7 +174,9 @@ def _arm(kill: Kill) -> None:
     def wrapper(*args, **kwargs):
         calls[0] += 1
         fatal = calls[0] == kill.call
-        if fatal and not kill.after:
+        if fatal and kill.delay_s:
+            threading.Timer(kill.delay_s, send).start()
+        elif fatal and not kill.after:
             send()
         result = function(*args, **kwargs)
         if fatal and kill.after:

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -24,6 +25,8 @@ from megatron_cp.training.checkpoint.integrity import ANOTHER
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"  # what a tracker holds in place of a number, and the folder it means
 MANIFEST = "megatron_cp.json"
+
+_numbers = itertools.count()
 
 # What must be equal between a checkpoint and the model that loads it.
 SHAPE_ARGUMENTS = (
@@ -79,11 +82,13 @@ def publish(root: Path, iteration: int) -> None:
     """Puts the complete, unfinished folder in its place and makes the tracker name it.
 
     Where the tracker already names this iteration, it names the newest earlier complete one, or
-    nothing, while one folder replaces the other.
+    nothing, while one folder replaces the other. What needs space is written first: on a full disk
+    nothing has changed.
     """
     unfinished, folder = unfinished_folder(root, iteration), iteration_folder(root, iteration)
     tracker, replaced = root / TRACKER, folder.with_name(f"{folder.name}.replaced")
     remove_folder(replaced)
+    named = _written_aside(tracker, str(iteration))
     if folder.exists() or folder.is_symlink():
         if latest_iteration(root) == iteration:
             earlier = earlier_iteration(root, iteration)
@@ -93,7 +98,7 @@ def publish(root: Path, iteration: int) -> None:
                 write_atomically(tracker, str(earlier))
         folder.replace(replaced)
     unfinished.replace(folder)
-    write_atomically(tracker, str(iteration))
+    named.replace(tracker)
     remove_folder(replaced)
 
 
@@ -118,17 +123,22 @@ def iterations_before(root: str | Path, iteration: int | None) -> Iterator[int]:
 
 def write_atomically(path: Path, text: str) -> None:
     """Writes the file so that it holds its old or its new text, whatever happens in between."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    _written_aside(path, text).replace(path)
+
+
+def _written_aside(path: Path, text: str) -> Path:
+    """Returns a complete file beside `path` that only needs its name; leaves none if it cannot be written."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{next(_numbers)}")
     try:
         with temporary.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
     except OSError:
         with suppress(OSError):
             temporary.unlink()
         raise
+    return temporary
 
 
 def check_writable(flag: str, folder: str | None) -> None:

@@ -176,22 +176,21 @@ class Saver:
 
         Collective. Raises SaveError on every rank alike, with what the first of them was refused.
         """
-        own: str | None = None
+        own: tuple[int, str] | None = None
         cause: BaseException | None = None
         try:
             yield
         except _UNWRITABLE as failure:
             own, cause = _reason(failure, self._root), failure
-        said: list[str | None] = [None] * dist.get_world_size()
+        said: list[tuple[int, str] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(said, own)
-        failed = [rank for rank, text in enumerate(said) if text is not None]
-        if failed:
-            # Of a failed writer only the rank that keeps the index is told why.
-            knowing = next((rank for rank in failed if said[rank]), failed[0])
+        # Of a failed writer only the rank that keeps the index is told why.
+        reasons = sorted((x for x in said if x is not None), key=lambda reason: not reason[1])
+        if reasons:
+            rank, text = reasons[0]
             raise SaveError(
                 f"{files.iteration_folder(self._root, unfinished.iteration)} could not be written: "
-                f"{said[knowing] or 'a writer failed'} (rank {knowing}); the checkpoint before it stays "
-                "the latest"
+                f"{text or 'a writer failed'} (rank {rank}); the checkpoint before it stays the latest"
             ) from cause
 
     @contextmanager
@@ -205,6 +204,7 @@ class Saver:
             if dist.get_rank() == 0:
                 with suppress(OSError):
                     files.remove_folder(files.unfinished_folder(self._root, unfinished.iteration))
+            dist.barrier()
             stops = self._state.config.checkpoint.on_save_error == "stop"
             if is_last or stops:
                 more = "; --on-save-error continue trains on without it" if stops else ""
@@ -214,13 +214,14 @@ class Saver:
             sys.stderr.write(f"WARNING: {failure}; training goes on (--on-save-error continue)\n")
 
 
-def _reason(failure: BaseException, folder: Path) -> str:
-    """Returns why something could not be written, with the free space; empty where another rank knows."""
+def _reason(failure: BaseException, folder: Path) -> tuple[int, str]:
+    """Returns the rank that could not write, and why, with the free space; no text where another rank knows."""
+    rank = dist.get_rank()
     if isinstance(failure, CheckpointException):
         if not failure.failures:
-            return ""
-        failure = next(iter(failure.failures.values()))[0]
-    return f"{first_line(failure)}; {_free_space(folder)}"
+            return rank, ""
+        rank, (failure, _) = next(iter(failure.failures.items()))
+    return rank, f"{first_line(failure)}; {_free_space(folder)}"
 
 
 def _free_space(folder: Path) -> str:
