@@ -3,3 +3,7 @@
 
 class PlanMismatchError(RuntimeError):
     """Ranks of one context-parallel group hold different plans; raised on every rank alike."""
+
+
+class DamagedCheckpointError(ValueError):
+    """A file of a checkpoint is missing, cut, or holds something else than what was saved."""

@@ -201,6 +201,10 @@ class CheckpointConfig:
     async_save: bool
     ckpt_fully_parallel_save: bool
     verify_integrity: bool
+    verify_checkpoint: bool
+    ckpt_fallback: bool | None
+    """None: after an elastic restart alone."""
+    on_save_error: Literal["continue", "stop"]
     dist_ckpt_strictness: str
     dist_ckpt_optim_fully_reshardable: bool
     exit_on_missing_checkpoint: bool

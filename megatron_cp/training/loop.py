@@ -82,7 +82,6 @@ def _train(run: Run) -> None:
     """Steps until the arguments say stop, with evaluations and checkpoints in between."""
     state, saver = run.state, run.saver
     steps, save_interval = state.config.steps, state.config.checkpoint.save_interval
-    saved_at = state.iteration if state.config.checkpoint.load is not None else None
     bar = ProgressBar(total=steps.train_iters, done=state.iteration)
     print_datetime("before the start of training step")
     with (
@@ -104,8 +103,7 @@ def _train(run: Run) -> None:
             stops = run.exits.hold(state.iteration)
             is_due = save_interval and state.iteration % save_interval == 0
             if saver is not None and (is_due or stops):
-                _save(run, saver)
-                saved_at = state.iteration
+                _save(run, saver, is_last=stops)
                 stops = stops or run.exits.is_signalled()
             elif saver is not None and saver.is_saving and not any_rank(not saver.is_written())[0]:
                 saver.finish()
@@ -114,9 +112,9 @@ def _train(run: Run) -> None:
                 break
     bar.close()
     if saver is not None:
-        if saved_at != state.iteration:
-            _save(run, saver)
-        saver.finish()
+        if saver.newest != state.iteration:
+            _save(run, saver, is_last=True)
+        saver.finish(is_last=True)
 
 
 def _step(run: Run) -> None:
@@ -140,10 +138,10 @@ def _compare_replicas(run: Run) -> None:
     print_rank_0(f" weights of all replicas are equal after {run.state.iteration} iterations")
 
 
-def _save(run: Run, saver: Saver) -> None:
+def _save(run: Run, saver: Saver, *, is_last: bool) -> None:
     """A checkpoint of the run as it is now, or its beginning."""
     with whole_parameters(run.runner), run.runner.timers.measure("save-checkpoint"):
-        saver.save()
+        saver.save(is_last=is_last)
 
 
 def _evaluate(run: Run, loader: PackedLoader, *, split: str) -> None:

@@ -21,8 +21,10 @@ from megatron_cp.attn.options import resolve_options
 from megatron_cp.data.batch import PlanRequest
 from megatron_cp.data.loader import PackedLoader
 from megatron_cp.training import datasets, exit_signal
+from megatron_cp.training.checkpoint.choose import check_checkpoint
 from megatron_cp.training.checkpoint.files import check_writable
-from megatron_cp.training.checkpoint.load import check_checkpoint, follow_release, load_checkpoint
+from megatron_cp.training.checkpoint.load import follow_release, load_checkpoint
+from megatron_cp.training.checkpoint.save import SaveError
 from megatron_cp.training.checkpoint.state import RunState
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.corpora import RunData
@@ -101,7 +103,7 @@ def pretrain(
         run = Run(state, runner, loaders, journal)
         try:
             go_through(run)
-        except ReplicasDifferError as problem:
+        except (ReplicasDifferError, SaveError) as problem:
             sys.stderr.write(f"pretrain_gpt.py: error: {problem}\n")
             raise SystemExit(1) from problem
         finally:

@@ -41,6 +41,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from megatron_cp.mcore.safe_load import load_trusted_types, read_index
 from megatron_cp.models.hugging_face.refusal import refuse
 from megatron_cp.models.hugging_face.rows import Piece
 
@@ -211,8 +212,8 @@ class TorchDistReader:
         self.folder = folder
         self._reader = FileSystemReader(folder)
         try:
-            self._metadata = self._reader.read_metadata()
-        except Exception as problem:  # a damaged pickle raises nearly anything
+            self._metadata = read_index(folder / ".metadata")
+        except ValueError as problem:
             raise refuse(
                 f"{folder / '.metadata'} cannot be read ({problem}); it must be the metadata of a "
                 "torch_dist checkpoint; give another --ckpt-step"
@@ -243,11 +244,9 @@ class TorchDistReader:
 
     def arguments(self) -> dict[str, Any]:
         """Returns the arguments of the run that wrote it; empty where it holds none."""
-        from megatron.core import dist_checkpointing
-
         try:
-            common = dist_checkpointing.load_common_state_dict(str(self.folder))
-        except Exception as problem:  # a damaged pickle raises nearly anything
+            common = load_trusted_types(self.folder / "common.pt")
+        except ValueError as problem:
             line = (str(problem).splitlines() or [""])[0]
             raise refuse(
                 f"the arguments of {self.folder} cannot be read ({line}); they must be as Megatron "

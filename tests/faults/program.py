@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from dataclasses import asdict, dataclass, field
@@ -28,7 +29,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Kill:
-    """Signals to ``rank`` at the ``call``-th call (from 1) of ``module``.``function``, before or after it."""
+    """Signals to ``rank`` at the ``call``-th call (from 1) of ``module``.``function``, before or after it.
+
+    With ``delay_s`` so many seconds after the call began, whatever the rank then does.
+    """
 
     rank: int
     module: str
@@ -36,6 +40,7 @@ class Kill:
     call: int = 1
     after: bool = False
     signals: tuple[int, ...] = (signal.SIGKILL,)
+    delay_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -66,8 +71,9 @@ def run_program(launches: list[Launch]) -> list[list[Outcome]]:
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     # A killed rank cannot remove its temporary files.
     with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "outcomes.json"
         done = subprocess.run(
-            [sys.executable, str(Path(__file__).resolve())],
+            [sys.executable, str(Path(__file__).resolve()), str(answer)],
             input=json.dumps([asdict(launch) for launch in launches]),
             capture_output=True,
             text=True,
@@ -75,12 +81,13 @@ def run_program(launches: list[Launch]) -> list[list[Outcome]]:
             check=False,
             timeout=HANG_SECONDS * (1 + len(launches)),
         )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [[Outcome(**rank) for rank in ranks] for ranks in json.loads(done.stdout)]
+        assert done.returncode == 0, done.stderr[-4000:]
+        told = json.loads(answer.read_text())
+    return [[Outcome(**rank) for rank in ranks] for ranks in told]
 
 
 def _serve() -> None:
-    """Reads launches on stdin, runs them, writes outcomes on stdout."""
+    """Reads launches on stdin, runs them, writes outcomes into the named file."""
     launches = json.load(sys.stdin)
     sys.path.insert(0, str(ROOT))
     from megatron_cp.mcore import compat, cpu
@@ -89,7 +96,7 @@ def _serve() -> None:
     cpu.install()
     for name in ("arguments", "gpt", "pretrain"):
         importlib.import_module(f"megatron_cp.training.{name}")
-    json.dump([_run(launch) for launch in launches], sys.stdout)
+    Path(sys.argv[1]).write_text(json.dumps([_run(launch) for launch in launches]))
 
 
 def _run(launch: dict) -> list[dict]:
@@ -169,7 +176,9 @@ def _arm(kill: Kill) -> None:
     def wrapper(*args, **kwargs):
         calls[0] += 1
         fatal = calls[0] == kill.call
-        if fatal and not kill.after:
+        if fatal and kill.delay_s:
+            threading.Timer(kill.delay_s, send).start()
+        elif fatal and not kill.after:
             send()
         result = function(*args, **kwargs)
         if fatal and kill.after:

@@ -20,16 +20,15 @@ RUN = (
     "--lr", "1e-3", "--lr-decay-iters", "4", "--log-interval", "1", "--eval-iters", "0", "--no-wandb",
     "--check-weight-hash-across-dp-replicas-interval", "1",
 )  # fmt: skip
-VERIFY = "--verify-integrity"
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> tuple[Path, dict[str, list[Outcome]]]:
-    """Saves with and without hashes, and loads of both, one of them with a changed byte."""
+    """Saves of several kinds, and loads, one of them with a changed byte."""
     root = tmp_path_factory.mktemp("damage")
-    one_writer = "--no-ckpt-fully-parallel-save"
     saves = {
-        "hashed": (VERIFY,), "plain": (), "one writer": (one_writer,), "broken": (VERIFY, "--async-save"),
+        "plain": (), "one writer": ("--no-ckpt-fully-parallel-save",),
+        "broken": ("--async-save", "--save-interval", "1"),
     }  # fmt: skip
     launches = [Launch((*RUN, "--save", str(root / name), *f), 2) for name, f in saves.items()]
     outcomes = dict(zip(saves, run_program(launches), strict=True))
@@ -40,33 +39,39 @@ def runs(tmp_path_factory) -> tuple[Path, dict[str, list[Outcome]]]:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    more = ("--train-iters", "3", VERIFY, "--override-opt-param-scheduler")
-    loads = [
-        Launch((*RUN, *more, "--load", str(root / name)), 2)
-        for name in ("hashed", "plain", "broken")
-    ]
-    for name, ranks in zip(("hashed", "plain", "broken"), run_program(loads), strict=True):
-        outcomes[f"load {name}"] = ranks
+    more = ("--train-iters", "3", "--override-opt-param-scheduler")
+    restarted = {"TORCHELASTIC_RESTART_COUNT": "1"}
+    loads = {
+        "load plain": Launch((*RUN, *more, "--load", str(root / "plain"), "--verify-integrity"), 2),
+        "load broken": Launch((*RUN, *more, "--load", str(root / "broken")), 2),
+        "restart": Launch((*RUN, *more, "--load", str(root / "broken")), 2, environment=restarted),
+    }
+    outcomes |= dict(zip(loads, run_program(list(loads.values())), strict=True))
     return root, outcomes
 
 
 def test_contents_that_are_as_they_were_saved_are_loaded(runs):
-    ranks = runs[1]["load hashed"]
+    ranks = runs[1]["load plain"]
     assert [rank.code for rank in ranks] == [0, 0], ranks[0].stderr[-3000:]
     assert "verified the contents of" in ranks[0].stdout
-    manifest = json.loads((iteration_folder(runs[0] / "hashed", 2) / MANIFEST).read_text())
+    manifest = json.loads((iteration_folder(runs[0] / "plain", 2) / MANIFEST).read_text())
     assert manifest["sha256"].keys() == manifest["files"].keys()
 
 
-@pytest.mark.parametrize(
-    ("name", "says"), [("plain", "saved without --verify-integrity"), ("broken", "SHA-256")]
-)
-def test_what_cannot_be_verified_is_one_line_on_every_rank(runs, name: str, says: str):
-    for rank in runs[1][f"load {name}"]:
+def test_damage_is_one_line_on_every_rank(runs):
+    for rank in runs[1]["load broken"]:
         assert rank.code == 2, rank.stderr[-3000:]
         (line,) = [x for x in rank.stderr.splitlines() if x.startswith("pretrain_gpt.py: error: ")]
-        assert says in line
-        assert str(runs[0] / name) in line
+        assert "SHA-256" in line
+        assert str(runs[0] / "broken") in line
+
+
+def test_after_an_elastic_restart_the_run_goes_back_and_on(runs):
+    ranks = runs[1]["restart"]
+    assert [rank.code for rank in ranks] == [0, 0], ranks[0].stderr[-3000:]
+    assert "WARNING: damaged checkpoint" in ranks[0].stdout
+    assert "successfully loaded checkpoint" in ranks[0].stdout
+    assert "at iteration 1" in ranks[0].stdout
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -28,6 +28,7 @@ from megatron_cp.training.arguments.faults import discard, faults_of, require
 from megatron_cp.training.arguments.files import (
     check_blends,
     check_chats,
+    check_checkpoints,
     check_fill_in_the_middle,
     check_profile,
     complete_records,
@@ -305,6 +306,7 @@ _STEP_CHECKS: tuple[tuple[Any, ...], ...] = (
 _PLAN_CHECKS: tuple[tuple[Any, ...], ...] = ((_one_batch, "global_batch_size"),)
 _LAST_CHECKS: tuple[tuple[Any, ...], ...] = (
     (complete_records,),
+    (check_checkpoints,),
     (check_profile,),
     (_spec,),
     (_settings,),

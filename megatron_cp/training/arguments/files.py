@@ -133,6 +133,12 @@ def complete_records(args: Namespace) -> Iterator[str]:
         args.notes.append(
             "--log-energy changes nothing here: it needs a GPU and the package pynvml"
         )
+    if args.wandb_exp_name == "":
+        yield "--wandb-exp-name is empty; give a name or drop the flag"
+
+
+def check_checkpoints(args: Namespace) -> Iterator[str]:
+    """What is saved and loaded, and what becomes of damage."""
     if args.save_interval is not None and args.save is None:
         args.notes.append("--save-interval changes nothing here: without --save nothing is saved")
     if args.async_save and args.ckpt_format != "torch_dist":
@@ -147,10 +153,15 @@ def complete_records(args: Namespace) -> Iterator[str]:
         )
     if args.ckpt_step is not None and args.load is None:
         yield "--ckpt-step needs --load <folder>; give it too"
+    if args.ckpt_step is not None and args.ckpt_fallback:
+        yield (
+            f"--ckpt-fallback with --ckpt-step {args.ckpt_step} is not served, as the step names one "
+            "checkpoint; give one of the two"
+        )
+    if args.verify_integrity and not args.verify_checkpoint:
+        yield "--verify-integrity with --no-verify-checkpoint is not served; give one of the two"
     if args.exit_on_missing_checkpoint and args.load is None:
         yield "--exit-on-missing-checkpoint needs --load <folder>; give it too"
-    if args.wandb_exp_name == "":
-        yield "--wandb-exp-name is empty; give a name or drop the flag"
 
 
 def check_profile(args: Namespace) -> Iterator[str]:

@@ -308,7 +308,11 @@ TABLE = """
 --ckpt-step int - | iteration to load; default the latest
 --ckpt-format one-of:torch_dist,torch torch_dist | format to save in; --load reads the folder's own
 --no-ckpt-fully-parallel-save off:ckpt_fully_parallel_save - | the first replica writes all
---verify-integrity on - | hash the files of a save; compare them with their hashes before a load
+--verify-integrity on - | refuse to load a checkpoint that holds no SHA-256 of its files
+--no-verify-checkpoint off:verify_checkpoint - | load without comparing files with their SHA-256
+--ckpt-fallback maybe - | a damaged checkpoint: load the last good one; the default after a restart
+--no-ckpt-fallback off:ckpt_fallback - | a damaged checkpoint is an error, also after a restart
+--on-save-error one-of:continue,stop stop | after a save that failed; the last save always stops
 --async-save on - | a forked process writes checkpoints while training goes on
 --dist-ckpt-strictness str raise_all | which tensors model and checkpoint need not share
 --exit-on-missing-checkpoint on - | an empty --load is an error

@@ -15,12 +15,8 @@ import gc
 import multiprocessing
 import signal
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.api import CheckpointException
-
-from megatron_cp.training.checkpoint.state import first_line
 from megatron_cp.training.checkpoint.writer import saving_in_this_process
 
 
@@ -45,9 +41,9 @@ class Results:
 class BackgroundWrite:
     """One checkpoint on its way to the disk."""
 
-    def __init__(self, request: Any, results: Results, folder: Path) -> None:
+    def __init__(self, request: Any, results: Results) -> None:
         """Forks the writer of a request of Megatron-Core, if this rank has anything to write."""
-        self._finalizers, self._folder, self._results = request.finalize_fns, folder, results
+        self._finalizers, self._results = request.finalize_fns, results
         self._process: Any = None
         if request.async_fn is None:
             return
@@ -70,17 +66,18 @@ class BackgroundWrite:
     def finish(self) -> None:
         """Waits for the writers of all ranks and writes the index. Collective: every rank calls it.
 
-        Raises RuntimeError on every rank if any writer failed.
+        Raises CheckpointException on every rank if any writer failed, and OSError or RuntimeError on a
+        rank that could not write the index; the caller tells the others.
         """
+        failures: list[OSError | RuntimeError] = []
         try:
-            for finalize in self._finalizers:
-                finalize()
-        except CheckpointException as failure:
-            raise RuntimeError(
-                f"{self._folder} could not be written: {first_line(failure)}; the checkpoint before it "
-                "stays the latest"
-            ) from failure
-        self._end()
+            with saving_in_this_process(self._results, failures):
+                for finalize in self._finalizers:
+                    finalize()
+        finally:
+            self._end()
+        if failures:
+            raise failures[0]
 
     def abandon(self) -> None:
         """Kills the writer; what it wrote stays aside. Not collective: for a run that fails."""

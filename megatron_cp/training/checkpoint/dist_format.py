@@ -24,10 +24,10 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 )
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from megatron_cp.training.checkpoint import content, names, safe_load
+from megatron_cp.mcore import safe_load
+from megatron_cp.training.checkpoint import content, names
 from megatron_cp.training.checkpoint.background import BackgroundWrite, Results
 from megatron_cp.training.checkpoint.compare import Differences, Shape, compare
 from megatron_cp.training.checkpoint.content import Content
@@ -52,19 +52,26 @@ _UNREADABLE = (CheckpointException, Exception)
 
 
 def save(state: RunState, folder: Path) -> None:
-    """Writes the run into an empty folder. Collective: every rank calls it."""
+    """Writes the run into an empty folder. Collective: every rank calls it.
+
+    Raises CheckpointException on every rank if any writer failed, and OSError or RuntimeError on a rank
+    that could not write a file of its own; the caller tells the others.
+    """
     tensors, described = _to_save(state)
-    with saving_in_this_process():
+    failures: list[OSError | RuntimeError] = []
+    with saving_in_this_process(failures=failures):
         dist_checkpointing.save(
             tensors, str(folder), _strategy(state.config), content_metadata=described
         )
+    if failures:
+        raise failures[0]
 
 
 def save_in_background(state: RunState, folder: Path) -> BackgroundWrite:
-    """Returns what writes the run, as it is now, into an empty folder. Collective: every rank calls it."""
+    """Returns what writes the run, as it is now, into an empty folder; fails as `save` does. Collective."""
     tensors, described = _to_save(state)
-    results = Results()
-    with saving_in_this_process(results):
+    results, failures = Results(), list[OSError | RuntimeError]()
+    with saving_in_this_process(results, failures):
         request = dist_checkpointing.save(
             tensors,
             str(folder),
@@ -72,7 +79,9 @@ def save_in_background(state: RunState, folder: Path) -> BackgroundWrite:
             async_sharded_save=True,
             content_metadata=described,
         )
-    return BackgroundWrite(request, results, folder)
+    if failures:
+        raise failures[0]
+    return BackgroundWrite(request, results)
 
 
 def _strategy(config: TrainConfig) -> Any:
@@ -169,8 +178,7 @@ def _read(wanted: dict[str, Any], folder: Path, index: Metadata, chunks: Iterabl
         problem = refusal
     raise_together(problem)
     try:
-        with safe_load.trusting():
-            loaded = dist_checkpointing.load(wanted, str(folder))
+        loaded = dist_checkpointing.load(wanted, str(folder))
     except _UNREADABLE as failure:
         problem = ValueError(
             f"{folder} cannot be loaded: {first_line(failure)}; a file of it is damaged, or it was saved "
@@ -191,21 +199,10 @@ def _read_index(folder: Path) -> tuple[Metadata, dict[str, Any]]:
     problem: Exception | None = None
     index, entries = None, {}
     try:
-        if dist.get_rank() == 0:  # opcode by opcode: seconds for an index of many megabytes
-            safe_load.check_index(folder / ".metadata")
-    except ValueError as refusal:
-        problem = refusal
-    raise_together(problem)
-    try:
-        index = FileSystemReader(folder).read_metadata()
+        index = safe_load.read_index(folder / ".metadata")
         entries = safe_load.load_trusted_types(folder / "common.pt")
     except ValueError as refusal:
         problem = refusal
-    except _UNREADABLE as failure:
-        problem = ValueError(
-            f"{folder / '.metadata'} is damaged ({first_line(failure)}); load another checkpoint with "
-            "--ckpt-step"
-        )
     raise_together(problem)
     assert index is not None
     return index, entries

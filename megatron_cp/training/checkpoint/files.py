@@ -2,24 +2,31 @@
 
 <save>/latest_checkpointed_iteration.txt    written last: names only complete checkpoints
 <save>/iter_0000010/                        the tensors, in one of two formats
-<save>/iter_0000010/megatron_cp.json        our manifest: model shape, layout, loader state, file sizes
+<save>/iter_0000010/megatron_cp.json        our manifest: model shape, layout, loader state, sizes and SHA-256 of files
 <save>/progress.txt                         with --log-progress
 """
 
 from __future__ import annotations
 
-import hashlib
+import itertools
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from megatron_cp.errors import DamagedCheckpointError
+from megatron_cp.training.checkpoint import integrity
+from megatron_cp.training.checkpoint.integrity import ANOTHER
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"  # what a tracker holds in place of a number, and the folder it means
 MANIFEST = "megatron_cp.json"
+
+_numbers = itertools.count()
 
 # What must be equal between a checkpoint and the model that loads it.
 SHAPE_ARGUMENTS = (
@@ -75,11 +82,13 @@ def publish(root: Path, iteration: int) -> None:
     """Puts the complete, unfinished folder in its place and makes the tracker name it.
 
     Where the tracker already names this iteration, it names the newest earlier complete one, or
-    nothing, while one folder replaces the other.
+    nothing, while one folder replaces the other. What needs space is written first: on a full disk
+    nothing has changed.
     """
     unfinished, folder = unfinished_folder(root, iteration), iteration_folder(root, iteration)
     tracker, replaced = root / TRACKER, folder.with_name(f"{folder.name}.replaced")
     remove_folder(replaced)
+    named = _written_aside(tracker, str(iteration))
     if folder.exists() or folder.is_symlink():
         if latest_iteration(root) == iteration:
             earlier = earlier_iteration(root, iteration)
@@ -89,31 +98,47 @@ def publish(root: Path, iteration: int) -> None:
                 write_atomically(tracker, str(earlier))
         folder.replace(replaced)
     unfinished.replace(folder)
-    write_atomically(tracker, str(iteration))
+    named.replace(tracker)
     remove_folder(replaced)
 
 
 def earlier_iteration(root: Path, iteration: int) -> int | None:
     """Returns the newest iteration before this one whose checkpoint is complete; None without one."""
-    found = (p.name.removeprefix("iter_") for p in root.glob("iter_*") if p.is_dir())
-    for number in sorted((int(text) for text in found if text.isdigit()), reverse=True):
-        folder = iteration_folder(root, number)
+    for number in iterations_before(root, iteration):
         try:
-            if number < iteration and read_manifest(folder) is not None:
+            if read_manifest(iteration_folder(root, number)) is not None:
                 return number
         except ValueError:
             continue
     return None
 
 
+def iterations_before(root: str | Path, iteration: int | None) -> Iterator[int]:
+    """Yields the iterations below this one (None: all) that have a folder, the newest first."""
+    found = (p.name.removeprefix("iter_") for p in Path(root).glob("iter_*") if p.is_dir())
+    for number in sorted((int(text) for text in found if text.isdigit()), reverse=True):
+        if iteration is None or number < iteration:
+            yield number
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Writes the file so that it holds its old or its new text, whatever happens in between."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    _written_aside(path, text).replace(path)
+
+
+def _written_aside(path: Path, text: str) -> Path:
+    """Returns a complete file beside `path` that only needs its name; leaves none if it cannot be written."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{next(_numbers)}")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+    return temporary
 
 
 def check_writable(flag: str, folder: str | None) -> None:
@@ -146,10 +171,10 @@ def latest_iteration(root: str | Path) -> int | None:
     if text == RELEASE:
         return None
     if not (text.isascii() and text.isdigit()):
-        raise ValueError(
+        raise DamagedCheckpointError(
             f"{tracker} holds {text[:40]!r}; it must be an iteration number; write the number of "
             "a complete iter_ folder "
-            "into it, or give --ckpt-step"
+            "into it, or give --ckpt-step, or --ckpt-fallback for the newest good one"
         )
     return int(text)
 
@@ -160,52 +185,28 @@ def is_release(root: str | Path) -> bool:
     return tracker.is_file() and tracker.read_text(errors="replace").strip() == RELEASE
 
 
-def write_manifest(folder: Path, content: dict[str, Any], *, hashed: bool = False) -> None:
-    """Writes our manifest, with the size of every file of the checkpoint as it is now.
-
-    With `hashed` also the SHA-256 of their contents, which reads all of them once.
-    """
+def write_manifest(folder: Path, content: dict[str, Any]) -> None:
+    """Writes our manifest, with the size and the SHA-256 of every file of the checkpoint as it is now."""
     files = {p.relative_to(folder).as_posix(): p.stat().st_size for p in files_of(folder)}
-    content = {**content, "files": files}
-    if hashed:
-        content["sha256"] = {name: _sha256(folder / name) for name in files}
+    hashes = integrity.take_hashes(folder, list(files))
+    content = {**content, "files": files, "sha256": hashes}
     write_atomically(folder / MANIFEST, json.dumps(content, indent=1, sort_keys=True))
 
 
-def check_hashes(folder: Path, manifest: Mapping[str, Any] | None) -> None:
-    """Raises ValueError if a file holds something else than when it was saved, or nobody hashed it then."""
-    hashes = None if manifest is None else manifest.get("sha256")
-    if hashes is None:
-        raise ValueError(
-            f"{folder} was saved without --verify-integrity and has no hashes to compare; load it "
-            "without that flag"
-        )
-    for name, expected in hashes.items():
-        if _sha256(folder / name) != expected:
-            raise ValueError(
-                f"{folder / name} does not hold what was saved (another SHA-256); load another "
-                "checkpoint with --ckpt-step"
-            )
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def files_of(folder: Path) -> list[Path]:
-    """Returns every file below the folder but the manifest (and its temporary twins), sorted."""
-    return sorted(p for p in folder.rglob("*") if p.is_file() and MANIFEST not in p.name)
+    """Returns every file below the folder that is part of the checkpoint, sorted.
+
+    The manifest, its temporary twins and hashes that wait for it are not.
+    """
+    found = (p for p in folder.rglob("*") if p.is_file() and MANIFEST not in p.name)
+    return sorted(p for p in found if not integrity.is_aside(p))
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """Returns our manifest; None for a checkpoint that Megatron-LM wrote.
 
-    Raises ValueError where the manifest is damaged, or a file that it lists is missing or has
-    another size.
+    Raises DamagedCheckpointError where the manifest is damaged, or a file that it lists is missing or
+    has another size.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -213,20 +214,18 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         files = dict(content["files"])
+        hashes = dict(content.get("sha256", files))  # older ones have none
+        if hashes.keys() != files.keys():
+            raise KeyError("sha256")
         dict(content["shape"]), dict(content["data"]), int(content["restarts"])
     except (ValueError, KeyError, TypeError) as problem:
-        raise ValueError(
-            f"{path} is damaged ({problem}); load another checkpoint with --ckpt-step"
-        ) from None
+        raise DamagedCheckpointError(f"{path} is damaged ({problem}); {ANOTHER}") from None
     for name, size in files.items():
         file = folder / name
         found = file.stat().st_size if file.is_file() else None
         if found != size:
             state = "missing" if found is None else f"{found} bytes"
-            raise ValueError(
-                f"{file} is {state}; it must have {size} bytes; load another checkpoint with "
-                "--ckpt-step"
-            )
+            raise DamagedCheckpointError(f"{file} is {state}; it must have {size} bytes; {ANOTHER}")
     return content
 
 

@@ -13,6 +13,8 @@ import re
 from pathlib import Path
 from typing import Literal
 
+from megatron_cp.errors import DamagedCheckpointError
+from megatron_cp.training.checkpoint.integrity import ANOTHER
 from megatron_cp.training.config import TrainConfig
 
 Format = Literal["torch_dist", "torch"]
@@ -27,7 +29,7 @@ def detect(folder: Path) -> Format:
     Raises ValueError for a folder that is incomplete, mixed, or in a format that is not served.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder} does not exist; give another --ckpt-step or --load")
+        raise DamagedCheckpointError(f"{folder} does not exist; give another --ckpt-step or --load")
     has_config = (folder / "metadata.json").is_file()
     ranks = _rank_folders(folder)
     if has_config and ranks:
@@ -41,11 +43,11 @@ def detect(folder: Path) -> Format:
     if ranks:
         return "torch"
     if (folder / ".metadata").is_file():
-        raise ValueError(
+        raise DamagedCheckpointError(
             f"{folder} is in the format torch_dcp or fsdp_dtensor, or was not finished; torch_dist "
             "and torch are served: give another --ckpt-step or --load"
         )
-    raise ValueError(
+    raise DamagedCheckpointError(
         f"{folder} is not a complete checkpoint (no metadata.json, no mp_rank_00); give another "
         "--ckpt-step or --load"
     )
@@ -82,7 +84,7 @@ def check_legacy_layout(folder: Path, config: TrainConfig) -> None:
         for stage in range(pipeline):
             file = legacy_folder(folder, config, rank, stage) / LEGACY_MODEL
             if not file.is_file():
-                raise ValueError(
+                raise DamagedCheckpointError(
                     f"{folder} is not a complete checkpoint (no {file.relative_to(folder)}); give "
                     "another --ckpt-step or --load"
                 )
@@ -99,8 +101,8 @@ def _check_backend(folder: Path) -> None:
     try:
         backend = json.loads(path.read_text(encoding="utf-8"))["sharded_backend"]
     except (ValueError, KeyError, TypeError) as problem:
-        raise ValueError(
-            f"{path} is damaged ({type(problem).__name__}); load another checkpoint with --ckpt-step"
+        raise DamagedCheckpointError(
+            f"{path} is damaged ({type(problem).__name__}); {ANOTHER}"
         ) from None
     if backend != "torch_dist":
         raise ValueError(

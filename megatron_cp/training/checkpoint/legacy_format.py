@@ -9,12 +9,13 @@ Such a file fits the tensor and pipeline sizes that wrote it and no others. It i
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_cp.mcore.safe_load import load_trusted_types
 from megatron_cp.training.checkpoint import content as contents
 from megatron_cp.training.checkpoint import names
 from megatron_cp.training.checkpoint.compare import Differences, Shape, compare
@@ -24,7 +25,7 @@ from megatron_cp.training.checkpoint.formats import (
     LEGACY_OPTIMIZER,
     legacy_folder,
 )
-from megatron_cp.training.checkpoint.safe_load import load_trusted_types
+from megatron_cp.training.checkpoint.integrity import HashedFile
 from megatron_cp.training.checkpoint.state import (
     RunState,
     chunks_by_name,
@@ -37,22 +38,38 @@ from megatron_cp.training.logging.lines import print_rank_0
 
 
 def save(state: RunState, folder: Path) -> None:
-    """Writes the run into an empty folder. Collective: every rank calls it."""
+    """Writes the run into an empty folder. Collective: every rank calls it.
+
+    Raises OSError or RuntimeError on a rank that could not write its files; the caller tells the others.
+    """
     config = state.config
     own = _own_folder(folder, config)
-    if _is_first_replica():
-        own.mkdir()
-        parts = counters(state)
-        for name, chunk in chunks_by_name(state).items():
-            parts[name] = chunk.state_dict_for_save_checkpoint()
-        if not config.checkpoint.no_save_optim:
-            parts["optimizer"] = state.optimizer.state_dict()
-            parts["opt_param_scheduler"] = state.scheduler.state_dict()
-        if not config.checkpoint.no_save_rng:
-            parts["rng_state"] = [random_states()]
-        torch.save(parts, own / LEGACY_MODEL)
+    problem: Exception | None = None
+    try:
+        if _is_first_replica():
+            _save_entries(state, own)
+    except (OSError, RuntimeError) as failure:
+        problem = failure  # the others are in the collective below
     if config.parallel.use_distributed_optimizer and not config.checkpoint.no_save_optim:
         state.optimizer.save_parameter_state(str(own / LEGACY_OPTIMIZER))
+    if problem is not None:
+        raise problem
+
+
+def _save_entries(state: RunState, own: Path) -> None:
+    """Writes weights and what else a rank holds by itself."""
+    config = state.config
+    own.mkdir()
+    parts = counters(state)
+    for name, chunk in chunks_by_name(state).items():
+        parts[name] = chunk.state_dict_for_save_checkpoint()
+    if not config.checkpoint.no_save_optim:
+        parts["optimizer"] = state.optimizer.state_dict()
+        parts["opt_param_scheduler"] = state.scheduler.state_dict()
+    if not config.checkpoint.no_save_rng:
+        parts["rng_state"] = [random_states()]
+    with HashedFile(own / LEGACY_MODEL) as file:
+        torch.save(parts, cast(IO[bytes], file))
 
 
 def load(state: RunState, folder: Path) -> Content:

@@ -1,6 +1,7 @@
 """Loads a checkpoint into a run: checks first, then weights, then what a resumed run goes on with.
 
-before any process group    folder, format, manifest, model shape      check_checkpoint
+before any process group    folder, format, manifest, model shape      choose.py
+before any tensor is read   SHA-256 of every file                      choose.py
 before anything changes     names and shapes of all tensors            dist_format, legacy_format
 last                        values must be finite
 """
@@ -15,8 +16,9 @@ import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_cp.mcore.safe_load import reading_safely
 from megatron_cp.training.checkpoint import dist_format, files, formats, legacy_format
-from megatron_cp.training.checkpoint.compare import leaves_out
+from megatron_cp.training.checkpoint.choose import choose_checkpoint
 from megatron_cp.training.checkpoint.content import Content, put_into_model
 from megatron_cp.training.checkpoint.state import (
     RunState,
@@ -36,36 +38,13 @@ def follow_release(config: TrainConfig) -> TrainConfig:
     """Returns the configuration with `--finetune` where `--load` names a release, and a note of it."""
     if config.checkpoint.load is None or config.checkpoint.finetune:
         return config
-    folder = _find(config)
-    if folder is None or folder.name != files.RELEASE:
+    if not files.is_release(config.checkpoint.load) or config.checkpoint.ckpt_step is not None:
         return config
+    folder = Path(config.checkpoint.load) / files.RELEASE
     return config.with_arguments(finetune=True).with_note(
         f"{folder} is a release: its weights are loaded and training begins at iteration 0, as "
         "with --finetune"
     )
-
-
-def check_checkpoint(config: TrainConfig) -> dict[str, Any] | None:
-    """Returns the manifest of the checkpoint that `--load` names; None without one.
-
-    Needs no process group. Raises ValueError for a missing, damaged or foreign checkpoint.
-    """
-    folder = _find(config)
-    if folder is None:
-        if config.checkpoint.exit_on_missing_checkpoint:
-            raise ValueError(
-                f"--load {config.checkpoint.load} holds no checkpoint and "
-                "--exit-on-missing-checkpoint was given"
-            )
-        return None
-    if formats.detect(folder) == "torch":
-        formats.check_legacy_layout(folder, config)
-    manifest = files.read_manifest(folder)
-    if manifest is not None:
-        # Which tensors there are is compared, and judged, when they are known.
-        tolerant = leaves_out(config.checkpoint.dist_ckpt_strictness)
-        files.check_shape(folder, manifest["shape"], config.arguments, may_add_tensors=tolerant)
-    return manifest
 
 
 def load_checkpoint(state: RunState) -> bool:
@@ -75,14 +54,12 @@ def load_checkpoint(state: RunState) -> bool:
     is damaged, of another model, or not finite.
     """
     config, options = state.config, state.config.checkpoint
-    folder = _find(config)
-    if folder is None:
+    chosen = choose_checkpoint(config)
+    if chosen is None:
         print_rank_0(f"WARNING: could not find the metadata file {options.load}/{files.TRACKER}")
         print_rank_0("    will not load any checkpoints and will start from random")
         return False
-    manifest = check_checkpoint(config)
-    if options.verify_integrity:
-        _check_hashes(folder, manifest)
+    folder, manifest = chosen
     kind = formats.detect(folder)
     infix = "distributed " if kind == "torch_dist" else ""
     print_rank_0(f" loading {infix}checkpoint from {options.load} ({folder.name})")
@@ -91,7 +68,8 @@ def load_checkpoint(state: RunState) -> bool:
             f" note: {folder} is in the format {kind} and is read as such; --ckpt-format "
             f"{options.ckpt_format} is how this run saves"
         )
-    content = _LOAD[kind](state, folder)
+    with reading_safely():
+        content = _LOAD[kind](state, folder)
     if not options.finetune and not isinstance(content.entries.get("iteration"), int):
         raise ValueError(
             f"{folder} says no iteration number; give --finetune to take its weights alone"
@@ -114,28 +92,6 @@ def load_checkpoint(state: RunState) -> bool:
     )
     dist.barrier()
     return True
-
-
-def _check_hashes(folder: Path, manifest: dict[str, Any] | None) -> None:
-    """Raises ValueError on every rank for files that are not what was saved; rank 0 reads them."""
-    problem: Exception | None = None
-    try:
-        if dist.get_rank() == 0:
-            files.check_hashes(folder, manifest)
-    except ValueError as refusal:
-        problem = refusal
-    raise_together(problem)
-    print_rank_0(f" verified the contents of {folder}")
-
-
-def _find(config: TrainConfig) -> Path | None:
-    """Returns the folder of the checkpoint to load; None where the tracker names none."""
-    root, step = config.checkpoint.load, config.checkpoint.ckpt_step
-    assert root is not None
-    if step is None and files.is_release(root):
-        return Path(root) / files.RELEASE
-    iteration = step if step is not None else files.latest_iteration(root)
-    return None if iteration is None else files.iteration_folder(root, iteration)
 
 
 def _restore_optimizer(state: RunState, content: Content, folder: Path) -> None:

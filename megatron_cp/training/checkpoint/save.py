@@ -1,27 +1,39 @@
 """Writes checkpoints aside and puts each in its place: complete, or not there.
 
     begin ──> <save>/iter_N.unfinished ──> files, index, manifest ──> rename, tracker ──> saved
+                  └── what a disk or a folder refuses, on any rank ──> removed, told on every rank
 
 With `--async-save` the files are written while training goes on; everything after them waits until they are
-complete on all ranks. There is never more than one unfinished save.
+complete on all ranks. There is never more than one unfinished save. After a failure the checkpoint before stays
+the latest, and `--on-save-error` says whether training goes on.
 """
 
 from __future__ import annotations
 
+import shutil
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_cp.training.checkpoint import dist_format, files, legacy_format
 from megatron_cp.training.checkpoint.background import BackgroundWrite
-from megatron_cp.training.checkpoint.state import RunState, manifest_of
+from megatron_cp.training.checkpoint.state import RunState, first_line, manifest_of
 from megatron_cp.training.logging.lines import print_rank_0
 
 _SAVE = {"torch_dist": dist_format.save, "torch": legacy_format.save}
+# What a disk refuses, as Python, torch and Megatron-Core say it; torch's own is a BaseException.
+_UNWRITABLE = (OSError, RuntimeError, CheckpointException)
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be written; raised on every rank alike."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +67,19 @@ class Saver:
         self, state: RunState, on_saved: Callable[[Saved], None] = lambda saved: None
     ) -> None:
         """`on_saved` is told of each checkpoint when it is in its place."""
-        assert state.config.checkpoint.save is not None
+        options = state.config.checkpoint
+        assert options.save is not None
         self._state, self._on_saved = state, on_saved
-        self._root = Path(state.config.checkpoint.save)
+        self._root = Path(options.save)
         self._unfinished: _Unfinished | None = None
+        self._saved_at = None if options.load is None else state.iteration
 
-    def save(self) -> None:
-        """Saves the run as it is now; an unfinished save is finished before."""
+    def save(self, *, is_last: bool = False) -> None:
+        """Saves the run as it is now; an unfinished save is finished before.
+
+        Raises SaveError, on every rank alike, if it cannot be written and training is to stop then, or
+        if it `is_last`: with nothing after it there is nothing to go on with.
+        """
         self.finish()
         began = time.perf_counter()
         state, options = self._state, self._state.config.checkpoint
@@ -69,43 +87,49 @@ class Saver:
             f"saving checkpoint at iteration {state.iteration:7d} to {self._root} in "
             f"{options.ckpt_format} format"
         )
-        folder = files.unfinished_folder(self._root, state.iteration)
-        if dist.get_rank() == 0:
-            files.remove_folder(folder)  # a save that was killed half-way leaves parts behind
-            folder.mkdir(parents=True)
-        dist.barrier()
         unfinished = _Unfinished(state.iteration, state.flops, manifest_of(state), began)
         self._unfinished = unfinished
-        if options.async_save:
-            unfinished.write = dist_format.save_in_background(state, folder)
-        else:
-            _SAVE[options.ckpt_format](state, folder)
+        with self._or_removed(unfinished, is_last=is_last):
+            self._write(unfinished)
+        if self._unfinished is None:
+            return
         unfinished.blocked_s = time.perf_counter() - began
         if not options.async_save:
-            self.finish()
+            self.finish(is_last=is_last)
 
     @property
     def is_saving(self) -> bool:
         """Whether a save is unfinished; the same on every rank."""
         return self._unfinished is not None
 
+    @property
+    def newest(self) -> int | None:
+        """The iteration of the newest checkpoint, saved, loaded or on its way; the same on every rank."""
+        return self._saved_at if self._unfinished is None else self._unfinished.iteration
+
     def is_written(self) -> bool:
         """Whether the files of this rank are complete. Not collective."""
         write = None if self._unfinished is None else self._unfinished.write
         return write is None or write.is_done()
 
-    def finish(self) -> None:
-        """Waits until the unfinished save, if there is one, is complete on all ranks, and publishes it."""
+    def finish(self, *, is_last: bool = False) -> None:
+        """Waits until the unfinished save, if there is one, is complete on all ranks, and publishes it.
+
+        Raises SaveError as `save` does.
+        """
         if self._unfinished is None:
             return
         start, unfinished = time.perf_counter(), self._unfinished
-        if unfinished.write is not None:
-            unfinished.write.finish()
-        dist.barrier()
-        if dist.get_rank() == 0:
-            self._publish(unfinished)
-        dist.barrier()
-        self._unfinished = None
+        with self._or_removed(unfinished, is_last=is_last):
+            if unfinished.write is not None:
+                with self._together(unfinished):
+                    unfinished.write.finish()
+            with self._together(unfinished):
+                if dist.get_rank() == 0:
+                    self._publish(unfinished)
+        if self._unfinished is None:
+            return
+        self._unfinished, self._saved_at = None, unfinished.iteration
         layout = self._state.config.parallel
         tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
         print_rank_0(
@@ -123,11 +147,87 @@ class Saver:
             self._unfinished.write.abandon()
         self._unfinished = None
 
+    def _write(self, unfinished: _Unfinished) -> None:
+        """Writes the files aside, or begins to. Collective. Raises SaveError on every rank alike."""
+        state, options = self._state, self._state.config.checkpoint
+        folder = files.unfinished_folder(self._root, unfinished.iteration)
+        with self._together(unfinished):
+            if dist.get_rank() == 0:
+                files.remove_folder(folder)  # a save that was killed half-way leaves parts behind
+                folder.mkdir(parents=True)
+        with self._together(unfinished):
+            if options.async_save:
+                unfinished.write = dist_format.save_in_background(state, folder)
+            else:
+                _SAVE[options.ckpt_format](state, folder)
+
     def _publish(self, unfinished: _Unfinished) -> None:
         """Puts the written folder in its place; on rank 0."""
         root, number = self._root, unfinished.iteration
         previous = files.latest_iteration(root)
         options, folder = self._state.config.checkpoint, files.unfinished_folder(root, number)
-        files.write_manifest(folder, unfinished.manifest, hashed=options.verify_integrity)
+        files.write_manifest(folder, unfinished.manifest)
         files.publish(root, number)
         files.remove_replaced(root, previous, number, options.save_retain_interval)
+
+    @contextmanager
+    def _together(self, unfinished: _Unfinished) -> Iterator[None]:
+        """Within the block a rank writes; after it all ranks know whether every one of them could.
+
+        Collective. Raises SaveError on every rank alike, with what the first of them was refused.
+        """
+        own: tuple[int, str] | None = None
+        cause: BaseException | None = None
+        try:
+            yield
+        except _UNWRITABLE as failure:
+            own, cause = _reason(failure, self._root), failure
+        said: list[tuple[int, str] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(said, own)
+        # Of a failed writer only the rank that keeps the index is told why.
+        reasons = sorted((x for x in said if x is not None), key=lambda reason: not reason[1])
+        if reasons:
+            rank, text = reasons[0]
+            raise SaveError(
+                f"{files.iteration_folder(self._root, unfinished.iteration)} could not be written: "
+                f"{text or 'a writer failed'} (rank {rank}); the checkpoint before it stays the latest"
+            ) from cause
+
+    @contextmanager
+    def _or_removed(self, unfinished: _Unfinished, *, is_last: bool) -> Iterator[None]:
+        """Removes what the block began if it fails, and goes on or raises as `--on-save-error` says."""
+        try:
+            yield
+        except SaveError as failure:
+            self.abandon()
+            dist.barrier()  # nobody writes any more
+            if dist.get_rank() == 0:
+                with suppress(OSError):
+                    files.remove_folder(files.unfinished_folder(self._root, unfinished.iteration))
+            dist.barrier()
+            stops = self._state.config.checkpoint.on_save_error == "stop"
+            if is_last or stops:
+                more = "; --on-save-error continue trains on without it" if stops else ""
+                raise SaveError(
+                    f"{failure}; free space or mend the folder, and go on from there with --load{more}"
+                ) from failure
+            sys.stderr.write(f"WARNING: {failure}; training goes on (--on-save-error continue)\n")
+
+
+def _reason(failure: BaseException, folder: Path) -> tuple[int, str]:
+    """Returns the rank that could not write, and why, with the free space; no text where another rank knows."""
+    rank = dist.get_rank()
+    if isinstance(failure, CheckpointException):
+        if not failure.failures:
+            return rank, ""
+        rank, (failure, _) = next(iter(failure.failures.items()))
+    return rank, f"{first_line(failure)}; {_free_space(folder)}"
+
+
+def _free_space(folder: Path) -> str:
+    """Returns how much is free where the folder is, or that the folder is not there."""
+    try:
+        usage = shutil.disk_usage(folder)
+    except OSError as problem:
+        return f"{folder}: {problem.strerror}"
+    return f"{usage.free / 1e6:.1f} MB of {usage.total / 1e6:.1f} MB are free in {folder}"

@@ -18,9 +18,12 @@ import ctypes
 import os
 import queue
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
+
+from megatron_cp.training.checkpoint.integrity import HashedFile
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -28,23 +31,70 @@ _rank_that_saves: int | None = None
 
 
 @contextmanager
-def saving_in_this_process(results: Any = None) -> Iterator[None]:
+def saving_in_this_process(
+    results: Any = None, failures: list[OSError | RuntimeError] | None = None
+) -> Iterator[None]:
     """Within the block, Megatron-Core saves without a process that outlives this one.
 
-    `results` carries what writers report, for a save that goes on after the block; without it this
-    process waits for the save.
+    Its writers hash what they write. `results` carries what they report, for a save that goes on after the
+    block; without it this process waits for the save. `failures` gets what kept this rank from writing a file of
+    its own: raised there, it would leave the other ranks in a collective for ever. The caller tells them.
     """
     global _rank_that_saves
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.dist_checkpointing import serialization
+    from megatron.core.dist_checkpointing.strategies import common, filesystem_async
 
-    previous = filesystem_async._results_queue
-    filesystem_async._results_queue = queue.Queue() if results is None else results
+    noted = partial(_noting, [] if failures is None else failures)
+    queue_of_results = queue.Queue() if results is None else results
+    replaced: list[tuple[Any, str, Any]] = [
+        (filesystem_async, "_results_queue", queue_of_results),
+        (filesystem_async, "open", HashedFile),
+    ]
+    if failures is not None:
+        replaced += [
+            (owner, name, noted(getattr(owner, name)))
+            for owner, name in (
+                (common.TorchCommonSaveStrategy, "save_common"),
+                (filesystem_async.FileSystemWriterAsync, "finish"),
+                (serialization, "save_config"),
+            )
+        ]
     _rank_that_saves = os.getpid()
+    try:
+        with ExitStack() as undo:
+            for owner, name, value in replaced:
+                undo.enter_context(_replaced(owner, name, value))
+            yield
+    finally:
+        _rank_that_saves = None
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Within the block the owner's name stands for another value."""
+    was_there, before = name in vars(owner), getattr(owner, name, None)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        _rank_that_saves = None
-        filesystem_async._results_queue = previous
+        if was_there:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+
+def _noting(
+    failures: list[OSError | RuntimeError], write: Callable[..., None]
+) -> Callable[..., None]:
+    """Returns a function that writes a file of this rank alone, and notes why it could not."""
+
+    def noting(*arguments: Any) -> None:
+        try:
+            write(*arguments)
+        except (OSError, RuntimeError) as failure:  # torch makes a full disk a RuntimeError
+            failures.append(failure)
+
+    return noting
 
 
 def _end_with_the_rank() -> None:

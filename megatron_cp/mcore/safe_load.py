@@ -1,24 +1,40 @@
 """Reads files of a checkpoint that torch and Python would otherwise execute.
 
 A pickle may call any function. Here it may name the few types that Megatron-LM's arguments and random
-states are made of, and nothing else: any other name is refused before anything is built.
+states are made of, and nothing else: any other name is refused before it is imported.
+
+    .metadata                                   read_index
+    common.pt, *.pt, objects inside *.distcp    load_trusted_types
+    what Megatron-Core and torch read later     reading_safely
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import os
 import pathlib
-import pickletools
+import pickle
 import signal
 import types
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from pathlib import Path
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+from megatron_cp.errors import DamagedCheckpointError
+
+_FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch reads it at every load
+
+
+class ForeignCodeError(ValueError):
+    """A file of a checkpoint asks for more than a checkpoint is made of."""
+
 
 # What torch's own index of a torch_dist checkpoint is made of.
 _INDEX_NAMES = frozenset(
@@ -113,19 +129,19 @@ def load_trusted_types(path: Path | io.BytesIO, name: str | None = None) -> Any:
                 path.seek(0)
             return torch.load(path, map_location="cpu", weights_only=True)
     except OSError as problem:
-        raise ValueError(
+        raise DamagedCheckpointError(
             f"{shown} cannot be read ({problem.strerror}); give another --load"
         ) from None
     except Exception as problem:
         unsafe = _unsafe_names(path)
         if unsafe:
-            raise ValueError(
+            raise ForeignCodeError(
                 f"{shown} holds {', '.join(unsafe[:3])}; to read it would execute code of the file; "
                 "this type is not among those of Megatron-LM's arguments; give another --load, or save the "
                 "checkpoint again without it"
             ) from None
         text = " ".join(str(problem).split())[:160]
-        raise ValueError(
+        raise DamagedCheckpointError(
             f"{shown} is damaged ({text}); load another checkpoint with --ckpt-step"
         ) from None
 
@@ -141,48 +157,85 @@ def _unsafe_names(path: Path | io.BytesIO) -> list[str]:
         return []
 
 
-def check_index(path: Path) -> None:
-    """Raises ValueError if the index of a torch_dist checkpoint would execute anything when it is read.
+class _IndexUnpickler(pickle.Unpickler):
+    """Builds what an index is made of and nothing else: any other name is refused before it is imported."""
 
-    torch reads `.metadata` as a plain pickle. Its opcodes are walked here, not run.
+    def find_class(self, module: str, name: str) -> Any:
+        """Returns an allowed type. Raises _ForeignNameError for any other name."""
+        if f"{module} {name}" not in _INDEX_NAMES:
+            raise _ForeignNameError(f"{module} {name}")
+        return super().find_class(module, name)
+
+
+class _ForeignNameError(pickle.UnpicklingError):
+    """A pickle names something that is no part of an index."""
+
+
+def read_index(path: Path) -> Metadata:
+    """Returns the index of a torch_dist checkpoint, `.metadata`, without executing anything of it.
+
+    torch reads this file as a plain pickle.
+
+    Raises:
+        ForeignCodeError: it names a type that no index is made of, or a file outside of its folder.
+        DamagedCheckpointError: it is cut or changed.
     """
     try:
-        names = list(_named_globals(path.read_bytes()))
+        with path.open("rb") as file:
+            index = _IndexUnpickler(file).load()
+    except _ForeignNameError as foreign:
+        raise ForeignCodeError(
+            f"{path} names {foreign}, which is no part of a checkpoint's index; to read it would "
+            "execute code of the file: give another --load"
+        ) from None
     except OSError as problem:
-        raise ValueError(
+        raise DamagedCheckpointError(
             f"{path} cannot be read ({problem.strerror}); give another --load"
         ) from None
-    except Exception as problem:
-        raise ValueError(
-            f"{path} is damaged ({type(problem).__name__}); load another checkpoint with --ckpt-step"
+    except Exception as problem:  # a damaged pickle raises nearly anything
+        raise DamagedCheckpointError(
+            f"{path} is damaged ({type(problem).__name__}); load another checkpoint with "
+            "--ckpt-step, or the last good one with --ckpt-fallback"
         ) from None
-    for name in names:
-        if name not in _INDEX_NAMES:
-            raise ValueError(
-                f"{path} names {name}, which is no part of a checkpoint's index; to read it would "
-                "execute code of the file: give another --load"
+    places = getattr(index, "storage_data", None)
+    if not isinstance(index, Metadata) or not isinstance(places, dict):
+        raise DamagedCheckpointError(
+            f"{path} holds no index of a checkpoint; load another one with --ckpt-step, or the last "
+            "good one with --ckpt-fallback"
+        )
+    for place in places.values():
+        name = getattr(place, "relative_path", None)
+        if not isinstance(name, str) or name != PurePath(name).name or name == "..":
+            raise ForeignCodeError(
+                f"{path} points at the file {str(name)[:80]!r}; it must lie in the same folder: give "
+                "another --load"
             )
+    return index
 
 
-def _named_globals(content: bytes) -> Iterator[str]:
-    """Yields `module name` of everything that a pickle would import; a name that is computed is `?`."""
-    memo: dict[int, str | None] = {}
-    strings: list[str | None] = [None, None]  # what the last two operations pushed
-    for opcode, argument, _ in pickletools.genops(content):
-        if opcode.name in ("GLOBAL", "INST"):
-            yield str(argument)
-            strings.append(None)
-        elif opcode.name == "STACK_GLOBAL":
-            module, name = strings[-2:]
-            yield f"{module} {name}" if module and name else "?"
-            strings.append(None)
-        elif opcode.name.startswith("EXT"):
-            yield "?"
-        elif opcode.name == "MEMOIZE":
-            memo[len(memo)] = strings[-1]
-        elif opcode.name.endswith("PUT"):
-            memo[int(str(argument))] = strings[-1]
-        elif opcode.name.endswith("GET"):
-            strings.append(memo.get(int(str(argument))))
+@contextmanager
+def reading_safely() -> Iterator[None]:
+    """Within the block torch and Megatron-Core read checkpoints without executing anything of them.
+
+    Indices are read by `read_index`, every other pickle as `torch.load(weights_only=True)` reads it, with
+    the allowed types, also where a caller asks torch for less.
+    """
+    original, before = FileSystemReader.read_metadata, os.environ.get(_FORCE)
+
+    def read_metadata(self: FileSystemReader, *args: Any, **kwargs: Any) -> Metadata:
+        index = read_index(Path(self.path) / ".metadata")
+        index.storage_meta = index.storage_meta or StorageMeta()
+        index.storage_meta.load_id = self.load_id
+        return index
+
+    FileSystemReader.read_metadata = read_metadata  # type: ignore[method-assign]
+    os.environ[_FORCE] = "1"
+    try:
+        with trusting():
+            yield
+    finally:
+        FileSystemReader.read_metadata = original  # type: ignore[method-assign]
+        if before is None:
+            del os.environ[_FORCE]
         else:
-            strings.append(argument if isinstance(argument, str) else None)
+            os.environ[_FORCE] = before

@@ -1,0 +1,191 @@
+"""Which checkpoint a run goes on from: the one that the tracker names, or the last good one before it.
+
+    before any process group    format, manifest, sizes, model shape          check_checkpoint
+    together, before a load     all of it again, the index, SHA-256           choose_checkpoint
+
+A checkpoint of another model, or one that asks for code, is refused; only damage makes a run go further back, and
+only where `--ckpt-fallback` says so: by itself after an elastic restart, where stopping would end every further
+restart at the same file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_cp.errors import DamagedCheckpointError
+from megatron_cp.mcore import safe_load
+from megatron_cp.training.checkpoint import files, formats, integrity
+from megatron_cp.training.checkpoint.compare import leaves_out
+from megatron_cp.training.config import CheckpointConfig, TrainConfig
+from megatron_cp.training.logging.lines import print_rank_0
+
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+
+Manifest = dict[str, Any] | None
+
+
+def named_folder(config: TrainConfig) -> Path | None:
+    """Returns the folder of the checkpoint to load; None where the tracker names none.
+
+    Raises DamagedCheckpointError for a damaged tracker.
+    """
+    root, step = config.checkpoint.load, config.checkpoint.ckpt_step
+    assert root is not None
+    if step is None and files.is_release(root):
+        return Path(root) / files.RELEASE
+    iteration = step if step is not None else files.latest_iteration(root)
+    return None if iteration is None else files.iteration_folder(root, iteration)
+
+
+def check_checkpoint(config: TrainConfig) -> None:
+    """Returns where a checkpoint can be loaded as far as one rank sees without reading tensors.
+
+    Needs no process group. Raises ValueError for a missing, damaged or foreign checkpoint.
+    """
+    damage: DamagedCheckpointError | None = None
+    for folder in _candidates(config, falls_back=_falls_back(config.checkpoint)):
+        try:
+            if isinstance(folder, DamagedCheckpointError):
+                raise folder
+            _read_manifest(folder, config)
+        except DamagedCheckpointError as problem:
+            damage = damage or problem
+            continue
+        return
+    if damage is not None:
+        raise damage
+    if config.checkpoint.exit_on_missing_checkpoint:
+        raise ValueError(
+            f"--load {config.checkpoint.load} holds no checkpoint and "
+            "--exit-on-missing-checkpoint was given"
+        )
+
+
+def choose_checkpoint(config: TrainConfig) -> tuple[Path, Manifest] | None:
+    """Returns the folder to load and its manifest, whole as far as hashes tell; None without any.
+
+    Collective: every rank calls it, and all choose the same. What is damaged on any rank is told by rank
+    0 with the file and the reason. Raises ValueError on every rank alike where nothing may be loaded.
+    """
+    wishes = _of_all_ranks(_falls_back(config.checkpoint))
+    first: str | None = None
+    for candidate in _candidates(config, falls_back=any(wishes)):
+        manifest, damage = _examine(candidate, config)
+        if damage is None:
+            assert isinstance(candidate, Path)
+            if first is not None:
+                print_rank_0(f"WARNING: going back to {candidate}, the last good checkpoint")
+            return candidate, manifest
+        if any(wishes):
+            print_rank_0(f"WARNING: damaged checkpoint: {damage}")
+        first = first or damage
+    if first is None:
+        return None
+    raise ValueError(f"{first}; no earlier one is whole" if any(wishes) else first)
+
+
+def _falls_back(options: CheckpointConfig) -> bool:
+    """Whether this rank would go back to an earlier checkpoint.
+
+    Nodes count restarts each for themselves, so ranks may differ until they have asked each other.
+    """
+    if options.ckpt_step is not None:
+        return False
+    if options.ckpt_fallback is not None:
+        return options.ckpt_fallback
+    count = os.environ.get(RESTARTS, "0")
+    return count.isdigit() and int(count) > 0
+
+
+def _candidates(
+    config: TrainConfig, *, falls_back: bool
+) -> Iterator[Path | DamagedCheckpointError]:
+    """Yields the checkpoint that is named, or why none can be, and those before it."""
+    root, iteration = config.checkpoint.load, None
+    assert root is not None
+    try:
+        folder = named_folder(config)
+        if folder is None:
+            return
+        yield folder
+        if folder.name == files.RELEASE:
+            return
+        iteration = int(folder.name.removeprefix("iter_"))
+    except DamagedCheckpointError as damage:  # of the tracker
+        yield damage
+    if falls_back:
+        for number in files.iterations_before(root, iteration):
+            yield files.iteration_folder(root, number)
+
+
+def _read_manifest(folder: Path, config: TrainConfig) -> Manifest:
+    """Returns the manifest of a checkpoint whose files have their sizes and whose model is ours.
+
+    None for one that Megatron-LM wrote. Raises ValueError; DamagedCheckpointError for damage.
+    """
+    if formats.detect(folder) == "torch":
+        formats.check_legacy_layout(folder, config)
+    manifest = files.read_manifest(folder)
+    if manifest is not None:
+        # Which tensors there are is compared, and judged, when they are known.
+        tolerant = leaves_out(config.checkpoint.dist_ckpt_strictness)
+        files.check_shape(folder, manifest["shape"], config.arguments, may_add_tensors=tolerant)
+    return manifest
+
+
+def _examine(
+    candidate: Path | DamagedCheckpointError, config: TrainConfig
+) -> tuple[Manifest, str | None]:
+    """Returns the manifest, and what any rank found damaged, None if nothing; collective.
+
+    Raises ValueError on every rank alike for what no other file would mend.
+    """
+    manifest: Manifest = None
+    problem: ValueError | None = None
+    try:
+        if isinstance(candidate, DamagedCheckpointError):
+            raise candidate
+        manifest = _read_manifest(candidate, config)
+        _check_contents(candidate, manifest, config.checkpoint)
+        if formats.detect(candidate) == "torch_dist":
+            safe_load.read_index(candidate / ".metadata")
+    except ValueError as refusal:
+        problem = refusal
+    said = _of_all_ranks(
+        None if problem is None else (isinstance(problem, DamagedCheckpointError), str(problem))
+    )
+    for is_damage, text in filter(None, said):
+        if not is_damage:
+            raise ValueError(text) from problem
+    damage = next((text for _, text in filter(None, said)), None)
+    if damage is None and manifest is not None and config.checkpoint.verify_checkpoint:
+        print_rank_0(f" verified the contents of {candidate}")
+    return manifest, damage
+
+
+def _check_contents(folder: Path, manifest: Manifest, options: CheckpointConfig) -> None:
+    """Raises ValueError if a file of this rank's share holds something else than was saved."""
+    hashes = None if manifest is None else manifest.get("sha256")
+    if hashes is None:
+        if options.verify_integrity:
+            raise ValueError(
+                f"{folder} holds no SHA-256 of its files to compare (--verify-integrity); it was saved by "
+                "another program or an older version: load it without that flag"
+            )
+        return
+    if options.verify_checkpoint:
+        assert manifest is not None
+        own = integrity.share_of(manifest["files"], dist.get_rank(), dist.get_world_size())
+        integrity.check_hashes(folder, hashes, own)
+
+
+def _of_all_ranks(own: Any) -> list[Any]:
+    """Returns what every rank says; collective."""
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, own)
+    return said
