@@ -18,7 +18,6 @@ from megatron_cp.config import CPConfig
 from megatron_cp.data.packing import PACKING_POLICIES, PackingConfig
 from megatron_cp.plan import PLANNERS
 from megatron_cp.plan.topology import TOPOLOGIES, read_topology
-from megatron_cp.report import dry_run, simulate_command
 from megatron_cp.report.arguments import (
     SPLIT,
     count,
@@ -28,6 +27,8 @@ from megatron_cp.report.arguments import (
     tokens,
     window,
 )
+from megatron_cp.report.dry_run import study as dry_run
+from megatron_cp.report.simulation import command as simulate_command
 
 PACKS = 2  # that `plan` plans
 
@@ -207,7 +208,7 @@ def _config(args: argparse.Namespace) -> CPConfig:
 
 
 def _report(args: argparse.Namespace, words: Sequence[str]) -> int:
-    from megatron_cp.report import write_run_report
+    from megatron_cp.report.run.page import write_run_report
 
     written = write_run_report(args.run_dir, args.output, args.compare)
     print(f"wrote {written} ({written.stat().st_size / 1e3:,.0f} kB)")

@@ -139,7 +139,7 @@ def test_out_of_memory_is_one_line(capsys, monkeypatch):
     def allocate(*_):
         raise MemoryError("Unable to allocate 72.8 TiB")
 
-    monkeypatch.setattr("megatron_cp.report.dry_run.plan_corpus", allocate)
+    monkeypatch.setattr("megatron_cp.report.dry_run.study.plan_corpus", allocate)
     said = refusal(capsys, "plan", "--lengths", "64", *QUICK)
     assert "out of memory (Unable to allocate 72.8 TiB); plan fewer tokens" in said
 

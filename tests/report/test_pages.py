@@ -8,17 +8,11 @@ import numpy as np
 import pytest
 
 from megatron_cp import CPConfig
-from megatron_cp.report import (
-    plan_corpus,
-    read_run,
-    run_page,
-    write_dry_run_report,
-    write_run_report,
-)
-from megatron_cp.report.dry_run import corpus_of_lengths
-from megatron_cp.report.html import MAX_PAGE_BYTES, page, write_page
-from megatron_cp.report.run_page import pack_drawn
-from megatron_cp.report.svg import Markup
+from megatron_cp.report.draw.html import MAX_PAGE_BYTES, page, write_page
+from megatron_cp.report.draw.svg import Markup
+from megatron_cp.report.dry_run.study import corpus_of_lengths, plan_corpus, write_dry_run_report
+from megatron_cp.report.run.page import pack_drawn, run_page, write_run_report
+from megatron_cp.report.run.record import read_run
 from tests.report.runs import LENGTHS, write_run
 
 HOSTILE = "</title></style><script>alert(1)</script>\"'&<img src=x onerror=alert(2)>"

@@ -15,14 +15,14 @@ from megatron_cp.data import IndexedWriter
 from megatron_cp.plan import PLANNERS, make_plan
 from megatron_cp.plan.simulate import simulate_pass
 from megatron_cp.report.arguments import tokens
-from megatron_cp.report.simulation import (
+from megatron_cp.report.figures.timeline import chrome_trace, timeline_picture
+from megatron_cp.report.simulation.study import (
     run_study,
     source_of_corpus,
     source_of_path,
     source_of_workload,
     study_text,
 )
-from megatron_cp.report.timeline import chrome_trace, timeline_picture
 
 HEADS = ["--num-attention-heads", "8", "--num-query-groups", "2", "--kv-channels", "64"]
 SMALL = [*HEADS, "--context-parallel-size", "2,4", "--tokens-per-rank", "1K"]

@@ -6,8 +6,20 @@ import pytest
 
 from megatron_cp.config import CPConfig
 from megatron_cp.plan.compare import Outcome
-from megatron_cp.report.dry_run import DryRun, PlannerRow, corpus_of_mask, dry_run_text, plan_corpus
-from megatron_cp.report.simulation import Step, Study, run_study, source_of_workload, study_text
+from megatron_cp.report.dry_run.study import (
+    DryRun,
+    PlannerRow,
+    corpus_of_mask,
+    dry_run_text,
+    plan_corpus,
+)
+from megatron_cp.report.simulation.study import (
+    Step,
+    Study,
+    run_study,
+    source_of_workload,
+    study_text,
+)
 
 LARGE = 65163968.85
 LONG = "per_document_zigzag_of_many"

@@ -7,29 +7,29 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_cp.report.curves import (
-    balance_figure,
-    comparison_figures,
-    loss_figure,
-    step_time_figure,
-)
-from megatron_cp.report.html import Figure, Tile, heading, note, page, row, strip, write_page
-from megatron_cp.report.lengths import (
+from megatron_cp.report.draw.html import Figure, Tile, heading, note, page, row, strip, write_page
+from megatron_cp.report.draw.svg import Markup, short
+from megatron_cp.report.figures.lengths import (
     LengthShares,
     lengths_figure,
     shares_of_bins,
     shares_of_lengths,
 )
-from megatron_cp.report.packs import (
+from megatron_cp.report.figures.packs import (
     balance_tile,
     communication_figure,
     dispatch_figure,
     mask_figure,
     volume_tile,
 )
-from megatron_cp.report.run import HELD_OUT_LOSS, LOSS, Run, read_run
-from megatron_cp.report.svg import Markup, short
-from megatron_cp.report.view import PackView
+from megatron_cp.report.figures.view import PackView
+from megatron_cp.report.run.curves import (
+    balance_figure,
+    comparison_figures,
+    loss_figure,
+    step_time_figure,
+)
+from megatron_cp.report.run.record import HELD_OUT_LOSS, LOSS, Run, read_run
 
 
 def write_run_report(folder: Path, output: Path | None = None, compare: Path | None = None) -> Path:

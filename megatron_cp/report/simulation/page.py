@@ -8,14 +8,13 @@ from megatron_cp.plan.compare import PASSES
 from megatron_cp.plan.schema import AttentionPlan
 from megatron_cp.plan.simulate import Simulation, simulate_pass
 from megatron_cp.plan.topology import get_topology
-from megatron_cp.report.charts import Axes, Series, line_chart
-from megatron_cp.report.html import Figure, Table, Tile, heading, page, row, strip
-from megatron_cp.report.plan import byte_unit, heat_maps, matrices
-from megatron_cp.report.simulation import Step, Study
-from megatron_cp.report.style import style_sheet
-from megatron_cp.report.svg import EMPTY, Markup, short_tokens, tag
-from megatron_cp.report.timeline import MAX_RANKS_DRAWN, chrome_trace, timeline_picture
-from megatron_cp.report.view import (
+from megatron_cp.report.draw.charts import Axes, Series, line_chart
+from megatron_cp.report.draw.html import Figure, Table, Tile, heading, page, row, strip
+from megatron_cp.report.draw.style import style_sheet
+from megatron_cp.report.draw.svg import EMPTY, Markup, short_tokens, tag
+from megatron_cp.report.figures.plan import byte_unit, heat_maps, matrices
+from megatron_cp.report.figures.timeline import MAX_RANKS_DRAWN, chrome_trace, timeline_picture
+from megatron_cp.report.figures.view import (
     PlanView,
     area_by_chunk,
     chunk_bounds,
@@ -23,6 +22,7 @@ from megatron_cp.report.view import (
     needed_bytes,
     view_of_plan,
 )
+from megatron_cp.report.simulation.study import Step, Study
 
 MAX_RANKS_PICTURED = 64
 MAX_LINES = 8

@@ -10,8 +10,8 @@ from megatron_cp.config import CPConfig
 from megatron_cp.plan import PLANNERS
 from megatron_cp.plan.topology import TOPOLOGIES, read_topology
 from megatron_cp.plan.workloads import MASKS, MAX_TOKENS, WORKLOADS
-from megatron_cp.report import simulation
 from megatron_cp.report.arguments import SPLIT, count, ranks, refuse_unused, tokens
+from megatron_cp.report.simulation import study as simulation
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,19 +97,19 @@ def run(args: argparse.Namespace, command: str) -> list[str]:
         _write(args.json, simulation.study_values(study))
         printed.append(f"wrote {args.json}")
     if args.trace is not None:
-        from megatron_cp.report.simulation_page import trace_of
+        from megatron_cp.report.simulation.page import trace_of
 
         _write(args.trace, trace_of(study))
         printed.append(f"wrote {args.trace}; open it in ui.perfetto.dev or chrome://tracing")
     if args.svg is not None:
-        from megatron_cp.report.simulation_page import timeline_file
+        from megatron_cp.report.simulation.page import timeline_file
 
         args.svg.parent.mkdir(parents=True, exist_ok=True)
         args.svg.write_text(timeline_file(study))
         printed.append(f"wrote {args.svg}")
     if args.html is not None:
-        from megatron_cp.report.html import write_page
-        from megatron_cp.report.simulation_page import simulation_page
+        from megatron_cp.report.draw.html import write_page
+        from megatron_cp.report.simulation.page import simulation_page
 
         write_page(args.html, simulation_page(study, command))
         printed.append(f"wrote {args.html}")

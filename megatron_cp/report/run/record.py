@@ -20,7 +20,7 @@ from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask, from_slices
 from megatron_cp.mask.interval import IntArray, to_indices
 from megatron_cp.mcore.arguments import cp_config_from_arguments
-from megatron_cp.report.view import PackView, PlanView, kv_bytes
+from megatron_cp.report.figures.view import PackView, PlanView, kv_bytes
 
 SCHEMA = 1
 LOSS = "lm loss"

@@ -6,9 +6,9 @@ import bisect
 
 import numpy as np
 
-from megatron_cp.report.charts import Axes, Series, finite_points, line_chart, smoothed
-from megatron_cp.report.html import Figure, Table
-from megatron_cp.report.run import HELD_OUT_LOSS, LOSS, Run
+from megatron_cp.report.draw.charts import Axes, Series, finite_points, line_chart, smoothed
+from megatron_cp.report.draw.html import Figure, Table
+from megatron_cp.report.run.record import HELD_OUT_LOSS, LOSS, Run
 
 _STEP = "iteration"
 

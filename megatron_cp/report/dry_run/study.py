@@ -17,7 +17,7 @@ from megatron_cp.data.document_set import open_documents, split_documents
 from megatron_cp.data.packing import Packer, PackingConfig, PackingPolicy
 from megatron_cp.mask import AttentionMask
 from megatron_cp.plan import PLANNERS, AttentionPlan, make_plan
-from megatron_cp.report.table import text_table
+from megatron_cp.report.draw.table import text_table
 
 WHOLE_MASKS = ("causal", "full")
 MASKS = ("documents", *WHOLE_MASKS)
@@ -223,8 +223,8 @@ def _topology(config: CPConfig) -> str:
 
 def write_dry_run_report(run: DryRun, output: Path, command: str) -> Path:
     """Writes the pictures of a dry run and returns where."""
-    from megatron_cp.report.dry_run_page import dry_run_page
-    from megatron_cp.report.html import write_page
+    from megatron_cp.report.draw.html import write_page
+    from megatron_cp.report.dry_run.page import dry_run_page
 
     write_page(output, dry_run_page(run, command))
     return output

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron_cp.report.svg import (
+from megatron_cp.report.draw.svg import (
     Markup,
     Scale,
     line,

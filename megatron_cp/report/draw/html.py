@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_cp.report.style import style_sheet
-from megatron_cp.report.svg import EMPTY, Markup, escape, join, tag
+from megatron_cp.report.draw.style import style_sheet
+from megatron_cp.report.draw.svg import EMPTY, Markup, escape, join, tag
 
 MAX_PAGE_BYTES = 3_000_000
 MAX_CSV_ROWS = 1000

@@ -5,10 +5,11 @@ from __future__ import annotations
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
-from megatron_cp.report.dry_run import DryRun, PlannerRow
-from megatron_cp.report.html import PREDICTED, Tile, heading, page, row, strip
-from megatron_cp.report.lengths import lengths_figure, shares_of_lengths
-from megatron_cp.report.packs import (
+from megatron_cp.report.draw.html import PREDICTED, Tile, heading, page, row, strip
+from megatron_cp.report.draw.svg import Markup, escape, short_tokens, tag
+from megatron_cp.report.dry_run.study import DryRun, PlannerRow
+from megatron_cp.report.figures.lengths import lengths_figure, shares_of_lengths
+from megatron_cp.report.figures.packs import (
     area_words,
     balance_tile,
     communication_figure,
@@ -16,8 +17,7 @@ from megatron_cp.report.packs import (
     mask_figure,
     volume_tile,
 )
-from megatron_cp.report.svg import Markup, escape, short_tokens, tag
-from megatron_cp.report.view import PackView, kv_bytes, view_of_plan
+from megatron_cp.report.figures.view import PackView, kv_bytes, view_of_plan
 
 
 def dry_run_page(run: DryRun, command: str) -> Markup:

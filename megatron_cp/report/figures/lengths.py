@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_cp.report.charts import Axes, Series, line_chart
-from megatron_cp.report.html import Figure, Table
-from megatron_cp.report.svg import short, short_tokens
+from megatron_cp.report.draw.charts import Axes, Series, line_chart
+from megatron_cp.report.draw.html import Figure, Table
+from megatron_cp.report.draw.svg import short, short_tokens
 
 FloatArray = NDArray[np.float64]
 

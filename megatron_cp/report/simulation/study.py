@@ -30,7 +30,7 @@ from megatron_cp.plan.workloads import (
     fitted,
     named_mask,
 )
-from megatron_cp.report.table import text_table
+from megatron_cp.report.draw.table import text_table
 
 IntArray = NDArray[np.int64]
 CHARACTERS_PER_TOKEN = 3.3  # of a 32K byte-level BPE on mixed text and code

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_cp.report.html import Figure, Table, Tile
-from megatron_cp.report.mask import mask_picture
-from megatron_cp.report.plan import MAX_NUMBERS, FloatArray, byte_unit, heat_maps, matrices
-from megatron_cp.report.svg import short, short_bytes, short_tokens
-from megatron_cp.report.view import (
+from megatron_cp.report.draw.html import Figure, Table, Tile
+from megatron_cp.report.draw.svg import short, short_bytes, short_tokens
+from megatron_cp.report.figures.mask import mask_picture
+from megatron_cp.report.figures.plan import MAX_NUMBERS, FloatArray, byte_unit, heat_maps, matrices
+from megatron_cp.report.figures.view import (
     PackView,
     PlanView,
     area_by_chunk,
