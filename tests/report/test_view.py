@@ -92,6 +92,7 @@ def test_view_of_a_run_shows_what_the_plan_says(tmp_path):
     assert np.array_equal(pack.ours.area, expected.area)
     assert pack.ours.sent_bytes == pytest.approx(expected.sent_bytes, abs=1)
     assert pack.ours.all_bytes == pytest.approx(expected.all_bytes, abs=20)
+    assert pack.digest == plan.digest()
     bounds = chunk_bounds(pack.plans)
     recorded = area_by_chunk(pack.ours, pack.mask, bounds)
     assert np.array_equal(recorded, area_by_chunk(expected, plan.mask, bounds))

@@ -87,7 +87,7 @@ def lengths_figure(shares: LengthShares, seq_length: int | None, columns: int = 
         y_low=0.0,
         x_text=short_tokens,
         y_text=lambda value: f"{value:.0%}",
-        mark=None if seq_length is None else (float(seq_length), "pack length"),
+        mark=None if seq_length is None else (float(seq_length), "a pack"),
     )
     rows = [
         (int(low), int(high), float(d), float(t), float(a))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from megatron_cp.report.draw.html import Figure, Table, Tile
+from megatron_cp.report.draw.html import Figure, Table
 from megatron_cp.report.draw.svg import short, short_bytes, short_tokens
 from megatron_cp.report.figures.mask import mask_picture
 from megatron_cp.report.figures.plan import MAX_NUMBERS, FloatArray, byte_unit, heat_maps, matrices
@@ -18,17 +16,15 @@ from megatron_cp.report.figures.view import (
     needed_bytes,
 )
 
-_KIND_WORDS = {"causal": "causal", "prefix": "prefix", "bidirectional": "bidirectional"}
-
 
 def mask_figure(pack: PackView) -> Figure:
     """Returns the mask with the bands of owners."""
     mask, lengths = pack.mask, pack.document_lengths
     kinds = [
-        f"{pack.document_kinds.count(kind)} {words}"
-        for kind, words in _KIND_WORDS.items()
+        f"{pack.document_kinds.count(kind)} {kind}"
+        for kind in ("causal", "prefix", "bidirectional")
         if kind in pack.document_kinds
-    ]
+    ] or [str(len(lengths))]
     caption = (
         f"{', '.join(kinds)} documents of {short_tokens(min(lengths))} to "
         f"{short_tokens(max(lengths))} tokens: {mask.density():.1%} of all pairs. Work is the "
@@ -49,14 +45,14 @@ def _document_of(pack: PackView, row: int) -> int:
 
 
 def dispatch_figure(pack: PackView) -> Figure:
-    """Returns the twin heat map: our plan and zigzag's."""
+    """Returns the heat maps of our plan and the baselines, one above the other."""
     bounds = chunk_bounds(pack.plans)
     maps: list[tuple[str, PlanView, FloatArray]] = []
     rows: list[tuple[object, ...]] = []
     for view in pack.plans:
         heat = area_by_chunk(view, pack.mask, bounds)
-        whose = "This plan" if view is pack.ours else "Zigzag ring"
-        title = f"{whose} ({view.planner}): busiest rank {view.balance:.2f} × mean"
+        whose = "This plan: " if view is pack.ours else ""
+        title = f"{whose}{view.words}, busiest rank {view.balance:.2f} × mean"
         maps.append((title, view, heat))
         rows += [
             (view.planner, rank, int(bounds[c]), int(bounds[c + 1]), round(float(heat[rank, c])))
@@ -72,54 +68,56 @@ def dispatch_figure(pack: PackView) -> Figure:
 
 
 def communication_figure(pack: PackView) -> Figure:
-    """Returns who sends how much to whom in a forward pass, beside what the mask needs."""
+    """Returns who sends how much to whom in a forward pass, beside what is needed where that can be compared."""
     panels, rows = [], []
-    for view in reversed(pack.plans):
-        needed = needed_bytes(view, pack.mask, pack.kv_row_bytes)
-        whose = "This plan" if view is pack.ours else "Zigzag ring"
-        spare = view.sent_bytes.sum() - needed.sum()
-        beyond = f", {short_bytes(spare)} of it not needed" if spare > 0.005 * needed.sum() else ""
-        panels += [
-            (f"{whose}: sent", f"{short_bytes(view.sent_bytes.sum())}{beyond}", view.sent_bytes),
-            (f"{whose}: needed", f"{short_bytes(needed.sum())} at its placement", needed),
-        ]
-        rows += [
-            (view.planner, src, dst, int(view.sent_bytes[src, dst]), int(needed[src, dst]))
-            for src in range(view.cp_size)
-            for dst in range(view.cp_size)
-            if view.sent_bytes[src, dst] or needed[src, dst]
-        ]
+    for view in pack.plans:
+        needed = None
+        if view.computes_at_queries:
+            needed = needed_bytes(view, pack.mask, pack.kv_row_bytes)
+        whose = "This plan" if view is pack.ours else view.planner
+        total = float(view.sent_bytes.sum())
+        words = short_bytes(total)
+        if needed is not None and total > 1.005 * needed.sum():
+            words += f", {short_bytes(total - needed.sum())} of it not needed"
+        panels.append((f"{whose}: sent", words, view.sent_bytes))
+        if needed is not None:
+            at = f"{short_bytes(needed.sum())} at its placement"
+            panels.append((f"{whose}: needed", at, needed))
+        rows += _traffic_rows(view, needed)
     unit = byte_unit(max(float(matrix.max()) for _, _, matrix in panels))[1]
     numbers = f"numbers in {unit}, " if pack.ours.cp_size <= MAX_NUMBERS else ""
+    elsewhere = [view.planner for view in pack.plans if not view.computes_at_queries]
     caption = (
-        "Bytes of one layer's forward pass, counted from the plans: row = sender, column = "
-        f"receiver, {numbers}one colour scale. Needed: keys and values that the receiver's "
-        "queries look at, each once."
+        "Bytes of one layer's forward pass alone, counted from the plans: row = sender, column = "
+        f"receiver, {numbers}one colour scale. Needed: keys and values that the receiver's queries look at, "
+        "each once."
     )
+    if elsewhere:
+        caption += (
+            f" {', '.join(elsewhere)}: pairs are (or may be) computed where neither their queries live, so what is "
+            "sent has no such least beside it."
+        )
     table = Table(("planner", "from", "to", "bytes sent", "bytes needed"), rows)
-    return Figure("Communication: sent and needed", caption, matrices(panels), table, 12)
+    return Figure("Communication, forward", caption, matrices(panels), table, 12)
 
 
-def balance_tile(packs: Sequence[PackView]) -> Tile:
-    """Returns the balance over these packs beside zigzag's."""
-    ours = float(np.mean([pack.ours.balance for pack in packs]))
-    theirs = [pack.zigzag.balance for pack in packs if pack.zigzag is not None]
-    detail = f"zigzag {np.mean(theirs):.2f} on the same packs" if theirs else "one rank"
-    return Tile("Balance, max / mean area", f"{ours:.3f}", detail)
+def _traffic_rows(view: PlanView, needed: FloatArray | None) -> list[tuple[object, ...]]:
+    least = np.zeros_like(view.sent_bytes) if needed is None else needed
+    return [
+        (
+            view.planner,
+            src,
+            dst,
+            int(view.sent_bytes[src, dst]),
+            "" if needed is None else int(least[src, dst]),
+        )
+        for src, dst in np.argwhere((view.sent_bytes > 0) | (least > 0)).tolist()
+    ]
 
 
-def volume_tile(packs: Sequence[PackView]) -> Tile:
-    """Returns the communication volume as a share of the zigzag ring's."""
-    ours = float(np.mean([pack.ours.all_bytes for pack in packs]))
-    theirs = [pack.zigzag.all_bytes for pack in packs if pack.zigzag is not None]
-    if not theirs or not np.mean(theirs):
-        return Tile("Bytes sent", "none", "one rank owns every token")
-    share = ours / float(np.mean(theirs))
-    value = f"{share:.1%}" if share < 0.0995 else f"{share:.0%}"
-    detail = (
-        f"{short_bytes(ours)} against {short_bytes(float(np.mean(theirs)))}; per layer and pack"
-    )
-    return Tile("Bytes sent vs zigzag ring", value, detail)
+def volume_words(share: float) -> str:
+    """Returns a share of bytes for people: 58%, 7.2%."""
+    return f"{share:.1%}" if share < 0.0995 else f"{share:.0%}"
 
 
 def area_words(pack: PackView) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_cp.report.draw.html import Figure, Tile, heading, note, page, row, strip, write_page
+from megatron_cp.report.draw.html import Section, note, page, row, strip, write_page
 from megatron_cp.report.draw.svg import Markup, short
 from megatron_cp.report.figures.lengths import (
     LengthShares,
@@ -15,24 +15,26 @@ from megatron_cp.report.figures.lengths import (
     shares_of_bins,
     shares_of_lengths,
 )
-from megatron_cp.report.figures.packs import (
-    balance_tile,
-    communication_figure,
-    dispatch_figure,
-    mask_figure,
-    volume_tile,
-)
-from megatron_cp.report.figures.view import PackView
+from megatron_cp.report.figures.packs import communication_figure, dispatch_figure, mask_figure
+from megatron_cp.report.figures.planners import planner_table
+from megatron_cp.report.run.bought import bought_table, bought_tiles, limits_figure
 from megatron_cp.report.run.curves import (
     balance_figure,
     comparison_figures,
+    gradient_figure,
     loss_figure,
     step_time_figure,
 )
-from megatron_cp.report.run.record import HELD_OUT_LOSS, LOSS, Run, read_run
+from megatron_cp.report.run.health import verdict_of
+from megatron_cp.report.run.kept_packs import KeptPacks, plan_again
+from megatron_cp.report.run.record import Run, read_run
+from megatron_cp.report.run.trained import trained_tiles
+from megatron_cp.report.sources import Tell, quiet
 
 
-def write_run_report(folder: Path, output: Path | None = None, compare: Path | None = None) -> Path:
+def write_run_report(
+    folder: Path, output: Path | None = None, compare: Path | None = None, *, tell: Tell = quiet
+) -> Path:
     """Writes the page of the run in `folder` and returns where: `report.html` in it by default.
 
     Raises ValueError, one line, for records that are missing or damaged.
@@ -40,35 +42,57 @@ def write_run_report(folder: Path, output: Path | None = None, compare: Path | N
     run = read_run(folder)
     other = None if compare is None else read_run(compare)
     output = folder / "report.html" if output is None else output
-    write_page(output, run_page(run, other))
+    write_page(output, run_page(run, other, tell=tell))
     return output
 
 
-def run_page(run: Run, other: Run | None = None) -> Markup:
-    """Returns the page: headline, mask and dispatch on the first screen, then the rest."""
-    sections = [strip(_tiles(run))]
-    pack = pack_drawn(run)
-    if pack is not None:
-        sections += [row(mask_figure(pack), dispatch_figure(pack))]
+def run_page(run: Run, other: Run | None = None, *, tell: Tell = quiet) -> Markup:
+    """Returns the page: verdict and headline, what context parallelism bought, the plan, curves, data, traffic."""
+    kept = plan_again(run, tell)
+    pack = kept.drawn
+    tiles = [*trained_tiles(run), *bought_tiles(run, kept)]
+    overview = [verdict_of(run).markup(), strip(tiles)]
+    if pack is None or pack.ours.cp_size > 1:
+        overview.append(row(bought_table(run, kept, other), limits_figure(run, kept)))
     else:
-        sections += [note("The run kept no packs (plan.json is missing), so no plan can be drawn.")]
-    sections += [heading("Training"), row(loss_figure(run), balance_figure(run))]
-    data: list[Figure] = []
+        overview.append(row(limits_figure(run, kept)))
+    sections = [Section("overview", "Overview", overview), _plan_section(kept)]
+    curves = row(loss_figure(run), gradient_figure(run))
+    sections.append(
+        Section("training", "Training", [curves, row(balance_figure(run), step_time_figure(run))])
+    )
     shares = length_shares(run)
     if shares is not None:
         seq_length = run.argument("seq_length")
-        data.append(lengths_figure(shares, seq_length if isinstance(seq_length, int) else None))
-    sections += [row(step_time_figure(run), *data)]
+        figure = lengths_figure(shares, seq_length if isinstance(seq_length, int) else None, 12)
+        sections.append(Section("data", "Data", [row(figure)]))
     if other is not None:
-        sections += [heading("Against another run"), row(*comparison_figures(run, other))]
+        compared = row(*comparison_figures(run, other))
+        sections.append(Section("comparison", "Against another run", [compared]))
     if pack is not None and pack.ours.cp_size > 1:
-        sections += [heading("Communication"), row(communication_figure(pack))]
-    return page(f"{run.name} · training report", _subtitle(run), sections, _foot(run, other))
+        traffic = row(communication_figure(pack))
+        sections.append(Section("communication", "Communication", [traffic]))
+    return page(f"{run.name} · training report", _subtitle(run), sections, _foot(run, other, kept))
 
 
-def pack_drawn(run: Run) -> PackView | None:
-    """Returns the kept pack with the most documents, the first of equals: it shows most."""
-    return max(run.packs, key=lambda pack: len(pack.document_lengths), default=None)
+def _plan_section(kept: KeptPacks) -> Section:
+    pack = kept.drawn
+    if pack is None:
+        words = "The run kept no packs (plan.json is missing), so no plan can be drawn."
+        return Section("plan", "Plan", [note(words)])
+    parts = [row(mask_figure(pack), dispatch_figure(pack))]
+    if kept.ours is not None:
+        title = f"Planners on the {len(kept.packs)} kept packs"
+        parts.append(row(planner_table(kept.ours, kept.outcomes, title)))
+    if not kept.is_rebuilt:
+        parts.insert(
+            0,
+            note(
+                "This version plans the kept packs differently than the run did: pictures show what the run recorded, "
+                "ranks being drawn as if they computed the rows that they own."
+            ),
+        )
+    return Section("plan", "Plan of a kept pack", parts)
 
 
 def length_shares(run: Run) -> LengthShares | None:
@@ -87,39 +111,6 @@ def _are_counts(values: object) -> bool:
     return isinstance(values, list) and bool(values) and all(isinstance(v, int) for v in values)
 
 
-def _tiles(run: Run) -> list[Tile]:
-    tiles = [_speed_tile(run)]
-    if run.packs:
-        tiles += [balance_tile(run.packs), volume_tile(run.packs)]
-    _, losses = run.column(LOSS)
-    _, held_out = run.column(HELD_OUT_LOSS)
-    if losses:
-        last = losses[-max(1, len(losses) // 25) :]
-        steps = "the last step" if len(last) == 1 else f"mean of the last {len(last)} steps"
-        words = f"from {losses[0]:.2f}; {steps}"
-        tiles.append(Tile("Training loss", f"{np.mean(last):.3f}", words))
-    if held_out:
-        best = f"best {min(held_out):.3f}, from {held_out[0]:.2f}"
-        tiles.append(Tile("Held-out loss", f"{held_out[-1]:.3f}", best))
-    return tiles
-
-
-def _speed_tile(run: Run) -> Tile:
-    """Tokens per second over the median step: packs are full, so a step's tokens are known."""
-    _, seconds = run.column("iteration-time")
-    batch, seq_length = run.argument("global_batch_size"), run.argument("seq_length")
-    if not seconds or not isinstance(batch, int) or not isinstance(seq_length, int):
-        return Tile("Tokens per second", "n/a", "no step time logged")
-    middle = float(np.median(seconds))
-    detail = f"median step {middle:.3g} s, {short(batch * seq_length)} tokens; {_ranks(run)}"
-    return Tile("Tokens per second", short(batch * seq_length / max(middle, 1e-9)), detail)
-
-
-def _ranks(run: Run) -> str:
-    world = run.section("layout").get("world_size")
-    return f"{world} rank{'' if world == 1 else 's'}"
-
-
 def _subtitle(run: Run) -> str:
     layout = run.section("layout")
     sizes = (("CP", "context"), ("TP", "tensor"), ("PP", "pipeline"), ("DP", "data"))
@@ -132,7 +123,7 @@ def _subtitle(run: Run) -> str:
     return ", ".join([*parts, split, f"{steps} steps{state}"])
 
 
-def _foot(run: Run, other: Run | None) -> dict[str, object]:
+def _foot(run: Run, other: Run | None, kept: KeptPacks) -> dict[str, object]:
     command = run.description.get("command") or []
     machine = run.section("machine")
     foot: dict[str, object] = {
@@ -141,9 +132,9 @@ def _foot(run: Run, other: Run | None) -> dict[str, object]:
         "machine": ", ".join(str(value) for value in machine.values()),
         "versions": ", ".join(f"{k} {v}" for k, v in run.section("versions").items()),
         "seed": run.argument("seed", "unknown"),
-        "packs drawn": f"of {len(run.packs)} kept, that with the most documents; headline figures are means over all",
+        "pack drawn": f"of {len(kept.packs)} kept (the first of the run), that with the most documents",
         "this page": f"python -m megatron_cp report {run.folder}",
-        "counted": "areas and bytes come from the plans; times are measured",
+        "labels": "predicted: by the cost model, measured nowhere; counted: from the plans; all else is measured",
     }
     if other is not None:
         foot["compared with"] = f"{other.name} in {other.folder}"

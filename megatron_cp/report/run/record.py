@@ -149,7 +149,8 @@ def pack_view(sample: Mapping[str, Any], run: Run) -> PackView:
         document_lengths=tuple(int(n) for n in sample["document_lengths"]),
         document_kinds=tuple(str(kind) for kind in sample["document_kinds"]),
         ours=_plan_view(plans["ours"], mask, cp_size),
-        zigzag=_plan_view(plans["zigzag"], mask, cp_size) if "zigzag" in plans else None,
+        digest=str(plans["ours"].get("digest", "")),
+        others=(),  # what it is compared with is planned anew: run/kept_packs.py
         kv_row_bytes=kv_bytes(config_of(run)),
     )
 
