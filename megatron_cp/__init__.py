@@ -1,18 +1,14 @@
 """Context-parallel attention for Megatron: mask -> plan -> execution.
 
-`mask` and `plan` need NumPy only; names that need torch are imported on first use.
+`mask` and `plan` need NumPy only, the functions of `api` torch too. Every name is imported on first use, so that a
+command which needs nothing starts at once.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from megatron_cp import mask, plan
-from megatron_cp.config import CPConfig, Topology
-from megatron_cp.errors import PlanMismatchError
-from megatron_cp.mask import AttentionMask, MaskSlice
-from megatron_cp.plan import AttentionPlan, make_plan, make_plans
-
 if TYPE_CHECKING:
+    from megatron_cp import mask, plan
     from megatron_cp.api import (
         attend,
         checkpoint,
@@ -22,24 +18,41 @@ if TYPE_CHECKING:
         roll,
         undispatch,
     )
+    from megatron_cp.config import CPConfig, Topology
+    from megatron_cp.errors import PlanMismatchError
+    from megatron_cp.mask import AttentionMask, MaskSlice
+    from megatron_cp.plan import AttentionPlan, make_plan, make_plans
 
 __version__ = "0.1.0"
 
-_NEEDS_TORCH = (
-    "attend",
-    "checkpoint",
-    "cp_attention",
-    "dispatch",
-    "position_ids",
-    "roll",
-    "undispatch",
-)
+_HOMES = {
+    "api": (
+        "attend",
+        "checkpoint",
+        "cp_attention",
+        "dispatch",
+        "position_ids",
+        "roll",
+        "undispatch",
+    ),
+    "config": ("CPConfig", "Topology"),
+    "errors": ("PlanMismatchError",),
+    "mask": ("AttentionMask", "MaskSlice"),
+    "plan": ("AttentionPlan", "make_plan", "make_plans"),
+}
+_MODULES = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _NEEDS_TORCH:
-        return getattr(import_module("megatron_cp.api"), name)
+    if name in ("mask", "plan"):
+        return import_module(f"megatron_cp.{name}")
+    if name in _MODULES:
+        return getattr(import_module(f"megatron_cp.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'megatron_cp' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 __all__ = [

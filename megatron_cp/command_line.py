@@ -1,11 +1,19 @@
-"""How every command line of ours refuses: one line for each reason on standard error, exit code 2."""
+"""How every command line of ours refuses, helps and reports progress; nothing beyond the standard library.
+
+Bad input is one line for each reason on standard error and exit code 2.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
+
+STDOUT = Path("-")
+INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 
 def refuse(program: str, reasons: Sequence[str]) -> NoReturn:
@@ -14,6 +22,16 @@ def refuse(program: str, reasons: Sequence[str]) -> NoReturn:
     # One write: lines of several ranks must not run into each other.
     sys.stderr.write("".join(f"{program}: error: {line}\n" for line in lines))
     raise SystemExit(2)
+
+
+class HelpWithDefaults(argparse.RawDescriptionHelpFormatter):
+    """Help that ends every line with the default, unless the line names it itself."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        words = action.help or ""
+        is_said = "default" in words or action.default in (None, argparse.SUPPRESS)
+        is_said = is_said or isinstance(action.default, bool)
+        return words if is_said else f"{words}; default: %(default)s"
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -31,3 +49,49 @@ class ToolParser(OneLineParser):
     """The parser of a script in tools/, which points to its own help."""
 
     hint = "; see --help"
+
+
+class Progress:
+    """Tells on standard error what is being worked on: one line rewritten on a terminal, else a line each."""
+
+    def __init__(self, program: str) -> None:
+        self._program, self._width = program, 0
+
+    def __call__(self, words: str) -> None:
+        """Shows what begins now."""
+        line = f"{self._program}: {words}"
+        if sys.stderr.isatty():
+            sys.stderr.write("\r" + line.ljust(self._width))
+            self._width = len(line)
+        else:
+            sys.stderr.write(line + "\n")
+        sys.stderr.flush()
+
+    def clear(self) -> None:
+        """Removes the rewritten line, so that what follows begins at the margin."""
+        if self._width:
+            sys.stderr.write("\r" + " " * self._width + "\r")
+            self._width = 0
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Adds `--json [FILE]`."""
+    parser.add_argument(
+        "--json", type=Path, nargs="?", const=STDOUT, metavar="FILE",
+        help="write the figures as JSON; without FILE on standard output, instead of the text",
+    )  # fmt: skip
+
+
+def show(text: str, values: Any, json_path: Path | None) -> None:
+    """Prints the text, or the values as JSON in its place, or both where the JSON goes to a file."""
+    written = json.dumps(values, indent=1, allow_nan=False) + "\n"
+    sys.stdout.write(written if json_path == STDOUT else text + "\n")
+    if json_path is not None and json_path != STDOUT:
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        json_path.write_text(written, encoding="utf-8")
+        say_written(json_path)
+
+
+def say_written(path: Path, words: str = "") -> None:
+    """Says on standard error that a file is there; `words` say what to do with it."""
+    sys.stderr.write(f"wrote {path}{words}\n")

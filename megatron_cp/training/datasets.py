@@ -15,6 +15,7 @@ from megatron_cp.data.batch import BatchConfig, PlanRequest
 from megatron_cp.data.batch_schedule import BatchSchedule
 from megatron_cp.data.loader import LoaderConfig, PackedLoader
 from megatron_cp.data.packing import PackingConfig
+from megatron_cp.data.tokenizer import Tokenizer
 from megatron_cp.mcore.arguments import cp_config_from_arguments
 from megatron_cp.mcore.validation import check_padding
 from megatron_cp.training.config import TrainConfig
@@ -25,6 +26,7 @@ from megatron_cp.training.corpora import (
     open_fill_in_the_middle,
     open_tokenizer,
 )
+from megatron_cp.training.logging.text_size import bytes_per_token
 
 
 def open_data(config: TrainConfig) -> tuple[TrainConfig, RunData]:
@@ -189,7 +191,7 @@ def digests(data: RunData) -> dict[str, Any]:
     return {**documents, **samples, **cuts}
 
 
-def describe(data: RunData) -> dict[str, Any]:
+def describe(data: RunData, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
     """Returns the sizes of each split for the run's records, with the quantiles of its document lengths."""
     result: dict[str, Any] = {}
     for name, documents in data.splits.items():
@@ -206,6 +208,7 @@ def describe(data: RunData) -> dict[str, Any]:
         result[name] = {
             "documents": len(documents),
             "tokens": documents.num_tokens,
+            "bytes_over_tokens": bytes_per_token(documents, tokenizer),
             "length_edges": edges[: last + 1].tolist(),
             "documents_by_length": counts[:last].tolist(),
             "tokens_by_length": tokens[:last].astype(int).tolist(),

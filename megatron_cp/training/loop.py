@@ -9,6 +9,7 @@ comes during a save lets it end and causes no second one.
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -120,15 +121,16 @@ def _train(run: Run) -> None:
 def _step(run: Run) -> None:
     """One step, booked."""
     state = run.state
-    busy = run.journal.stragglers
+    busy, started = run.journal.stragglers, time.perf_counter()
     with run.runner.timers.measure("batch-generator"), busy.waiting():
         batches = next_batches(run.loaders.train)
+    waited_s = time.perf_counter() - started
     with busy.computing():
         result = train_step(run.runner, batches, state.optimizer, state.scheduler)
     state.iteration += 1
     state.consumed_samples += result.num_packs
     state.data = run.loaders.train.state_dict()
-    run.journal.step(batches, result, run.runner.device)
+    run.journal.step(batches, result, run.runner.device, waited_s=waited_s)
 
 
 def _compare_replicas(run: Run) -> None:

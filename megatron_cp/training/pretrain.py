@@ -27,7 +27,7 @@ from megatron_cp.training.checkpoint.load import follow_release, load_checkpoint
 from megatron_cp.training.checkpoint.save import SaveError
 from megatron_cp.training.checkpoint.state import RunState
 from megatron_cp.training.config import TrainConfig
-from megatron_cp.training.corpora import RunData
+from megatron_cp.training.corpora import RunData, open_tokenizer
 from megatron_cp.training.logging.flops import ModelFlops
 from megatron_cp.training.logging.journal import Journal
 from megatron_cp.training.logging.lines import arguments_block, print_rank_0
@@ -99,7 +99,8 @@ def pretrain(
             if config.checkpoint.load is not None and load_checkpoint(state):
                 consumed = state.consumed_samples
                 datasets.resume_loader(loaders.train, state.data, config, consumed)
-        journal = Journal(state, flops_provider(config), datasets.describe(data), runner.timers)
+        described = datasets.describe(data, open_tokenizer(config.data))
+        journal = Journal(state, flops_provider(config), described, runner.timers)
         run = Run(state, runner, loaders, journal)
         try:
             go_through(run)

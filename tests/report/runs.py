@@ -12,6 +12,23 @@ CONFIG = CPConfig(num_heads=4, num_kv_heads=2, head_dim=16, topology="cpu", elem
 LENGTHS = (137, 2, 301, 1, 64, 519)
 
 
+METRICS = {
+    "iteration-time": 0.5,
+    "grad-norm": 0.7,
+    "grad/skipped": 0.0,
+    "data/wait_s": 0.05,
+    "cp/area_max_over_mean": 1.01,
+    "cp/zigzag_area_max_over_mean": 1.25,
+    "cp/comm_bytes_sent": 3e6,
+    "cp/ring_bytes_sent": 6e6,
+    "cp/predicted_ms": 40.0,
+    "cp/bound_ms": 38.0,
+    "cp/zigzag_predicted_ms": 60.0,
+    "cp/per_document_predicted_ms": 50.0,
+}
+"""What every step logs beside its loss."""
+
+
 def arguments(cp_size, num_tokens):
     """The arguments from which the report finds the planner's settings: those of CONFIG."""
     return {
@@ -28,6 +45,8 @@ def arguments(cp_size, num_tokens):
         "cp_planner": "auto",
         "cp_chunk_size": None,
         "cp_topology": None,
+        "train_iters": 20,
+        "vocab_size": 512,
     }
 
 
@@ -57,7 +76,7 @@ def description(name, cp_size, num_tokens):
             "data": 1,
         },
         "num_parameters": 12345,
-        "data": {"train": {"length_edges": edges.tolist(), **binned}},
+        "data": {"train": {"length_edges": edges.tolist(), "bytes_over_tokens": 2.0, **binned}},
         "versions": {"python": "3.11", "torch": "2.13"},
         "machine": {"platform": "Linux", "device": "cpu"},
     }
@@ -71,8 +90,7 @@ def write_run(folder: Path, *, name="a run", cp_size=4, steps=20, lengths=LENGTH
     files = RunFiles(folder, description(name, cp_size, sum(lengths)))
     files.add_plan_sample(plan_sample(1, mask, plan, lengths, ("causal",) * len(lengths)))
     for step in range(1, steps + 1):
-        row = {"lm loss": 9 - 0.1 * step, "iteration-time": 0.5, "cp/area_max_over_mean": 1.01}
-        files.log({"iteration": step, **row})
+        files.log({"iteration": step, **METRICS, "lm loss": 9 - 0.1 * step})
         if step % 10 == 0:
             files.log({"iteration": step, "lm loss validation": 9.5 - 0.1 * step})
     files.finish({"iteration": steps})

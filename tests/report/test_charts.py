@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_cp.report.charts import Axes, Series, finite_points, line_chart, smoothed, thin
-from megatron_cp.report.html import MAX_CSV_ROWS, Table
-from megatron_cp.report.plan import heat_step
-from megatron_cp.report.style import HEAT_STEPS
-from megatron_cp.report.svg import Scale, escape, nice_ticks, short, short_tokens, tag
+from megatron_cp.report.draw.charts import Axes, Series, finite_points, line_chart, smoothed, thin
+from megatron_cp.report.draw.html import MAX_CSV_ROWS, Table
+from megatron_cp.report.draw.style import HEAT_STEPS
+from megatron_cp.report.draw.svg import Scale, escape, nice_ticks, short, short_tokens, tag
+from megatron_cp.report.figures.plan import heat_step
 
 NUMBERS = st.floats(-1e6, 1e6)
 

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_cp.report.lengths import lengths_figure, shares_of_bins, shares_of_lengths
+from megatron_cp.report.figures.lengths import lengths_figure, shares_of_bins, shares_of_lengths
 
 
 @given(st.lists(st.integers(1, 100_000), min_size=1, max_size=60))

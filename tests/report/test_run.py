@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from megatron_cp.report.run import config_of, read_run
+from megatron_cp.report.run.record import config_of, read_run
 from tests.report.runs import CONFIG, write_run
 
 

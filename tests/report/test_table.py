@@ -6,8 +6,9 @@ import pytest
 
 from megatron_cp.config import CPConfig
 from megatron_cp.plan.study.compare import Outcome
-from megatron_cp.report.dry_run import DryRun, PlannerRow, corpus_of_mask, dry_run_text, plan_corpus
-from megatron_cp.report.simulation import Step, Study, run_study, source_of_workload, study_text
+from megatron_cp.report.dry_run.study import DryRun, corpus_of_source, dry_run_text, plan_corpus
+from megatron_cp.report.simulation.study import Step, Study, run_study, study_text
+from megatron_cp.report.sources import MaskChoice, source_of_lengths, source_of_workload
 
 LARGE = 65163968.85
 LONG = "per_document_zigzag_of_many"
@@ -22,7 +23,8 @@ def table_under(header_word, text):
 @pytest.fixture
 def study():
     config = CPConfig(num_heads=8, num_kv_heads=2)
-    return run_study(source_of_workload("W2"), "causal", [(2, 512)], config, ["contiguous", "ring"])
+    choice = MaskChoice("causal")
+    return run_study(source_of_workload("W2"), choice, [(2, 512)], config, ["contiguous", "ring"])
 
 
 def test_simulate_s_figures_stand_apart_and_under_their_heads_whatever_their_size(study):
@@ -47,14 +49,16 @@ def test_simulate_s_figures_stand_apart_and_under_their_heads_whatever_their_siz
 
 def test_plan_s_figures_stand_apart_and_under_their_heads_whatever_their_size():
     config = CPConfig(planner="zigzag", num_heads=8, num_kv_heads=2)
-    run = plan_corpus(corpus_of_mask("causal", 64), 2, config)
-    huge = PlannerRow(LONG, "", LARGE, LARGE, LARGE, LARGE * 1e9, LARGE, 6.657e20, LARGE)
-    small = next(row for row in run.planners if row.planner == "zigzag")
-    wide: DryRun = replace(run, planners=(small, huge, PlannerRow("usp", "no such degree")))
-    header, first, second, third = table_under("planner", dry_run_text(wide))
+    source, choice = source_of_lengths([64]), MaskChoice("causal")
+    corpus = corpus_of_source(source, choice, seq_length=64, num_packs=1, seed=0)
+    run = plan_corpus(corpus, 2, config, ["zigzag"])
+    huge = Outcome(LONG, LARGE, LARGE * 1e9, 1.0, LARGE, LARGE, LARGE, plan_ms=LARGE)
+    refused = Outcome("usp", refusal="no such degree")
+    wide: DryRun = replace(run, outcomes=(*run.outcomes, huge, refused))
+    header, first, second, third, *_ = table_under("planner", dry_run_text(wide))
     assert [len(line[2:].split()) for line in (first, second)] == [8, 8]
     assert first.startswith("* zigzag ") and len(header) == len(first) == len(second)
     values = [float(word) for word in second.split()[1:]]
-    expected = [LARGE, LARGE, LARGE, LARGE * 1e9, LARGE, 6.657e20, LARGE]
+    expected = [LARGE * 1e9, LARGE, LARGE, LARGE, LARGE, LARGE, LARGE]
     assert values == pytest.approx(expected, rel=1e-3)
     assert third.split(maxsplit=1) == ["usp", "no such degree"]

@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 from megatron_cp import CPConfig, make_plan
 from megatron_cp.mask import documents, full, sliding_window
 from megatron_cp.plan import PLANNERS
-from megatron_cp.report.run import read_run
-from megatron_cp.report.view import (
+from megatron_cp.report.figures.view import (
     MAX_CHUNKS_SHOWN,
     area_by_chunk,
     chunk_bounds,
@@ -15,6 +14,7 @@ from megatron_cp.report.view import (
     needed_bytes,
     view_of_plan,
 )
+from megatron_cp.report.run.record import read_run
 from tests.report.runs import write_run
 
 OWNERS_COMPUTE = ("contiguous", "ring", "zigzag", "allgather")
@@ -92,6 +92,7 @@ def test_view_of_a_run_shows_what_the_plan_says(tmp_path):
     assert np.array_equal(pack.ours.area, expected.area)
     assert pack.ours.sent_bytes == pytest.approx(expected.sent_bytes, abs=1)
     assert pack.ours.all_bytes == pytest.approx(expected.all_bytes, abs=20)
+    assert pack.digest == plan.digest()
     bounds = chunk_bounds(pack.plans)
     recorded = area_by_chunk(pack.ours, pack.mask, bounds)
     assert np.array_equal(recorded, area_by_chunk(expected, plan.mask, bounds))

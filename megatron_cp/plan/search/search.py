@@ -2,8 +2,8 @@
 
     look      every head degree: one placement by documents or by area, then the published schemes on tokens in
               order and zigzag (needed keys, ring, all-gather, Ulysses, USP) that may come near
-    improve   the degree that promises most, a step at a time: other placements (`plan/placement/candidates.py`), and compute
-              moved away from the queries' owners by recursive bisection (`plan/compute/bisection.py`); at last on the best
+    improve   the degree that promises most, a step at a time: other placements (`placement/candidates.py`), and compute
+              moved away from the queries' owners by recursive bisection (`compute/bisection.py`); at last on the best
               placement, among the few head groups of a large degree
 
 until effort is spent or a plan is as good as perfect; then an optional solver (`plan/compute/solvers`). Everything is

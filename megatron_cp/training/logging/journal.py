@@ -67,8 +67,18 @@ class Journal:
         self._last: dict[str, Any] = {}
         self._evaluated: dict[str, int] = {}
 
-    def step(self, batches: list[PlannedBatch], result: StepResult, device: torch.device) -> None:
-        """Books one training step, and prints a line every `--log-interval` steps."""
+    def step(
+        self,
+        batches: list[PlannedBatch],
+        result: StepResult,
+        device: torch.device,
+        *,
+        waited_s: float = 0.0,
+    ) -> None:
+        """Books one training step, and prints a line every `--log-interval` steps.
+
+        `waited_s`: how long this rank waited for the batches, inside the step.
+        """
         config, state = self._state.config, self._state
         work = work_of_step(batches, device)
         operations = self._flops.of_step(work.num_tokens, work.area)
@@ -86,7 +96,7 @@ class Journal:
         norm = params_norm(state.model) if config.records.log_params_norm else None
         seconds = (time.perf_counter() - self._window_start) / self._window_steps
         if self._keeps and state.iteration % config.records.tensorboard_log_interval == 0:
-            self._track(batches, result, seconds, norm, device)
+            self._track(batches, result, seconds, norm, device, waited_s)
         if (
             self._keeps
             and self._tracker.wants_plan_samples
@@ -103,6 +113,7 @@ class Journal:
         seconds: float,
         norm: float | None,
         device: torch.device,
+        waited_s: float,
     ) -> None:
         """One row under Megatron-LM's keys, and ours."""
         config, state = self._state.config, self._state
@@ -124,6 +135,8 @@ class Journal:
             "grad/nonfinite": float(
                 result.grad_norm is not None and not math.isfinite(result.grad_norm)
             ),
+            "grad/skipped": float(not result.updated),
+            "data/wait_s": waited_s,
             "data/cursor": float(_documents_drawn(state.data)),
             "restart/count": float(state.restarts),
             **plan_metrics(config, batches),

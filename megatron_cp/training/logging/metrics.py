@@ -6,6 +6,7 @@ Balance and traffic of the plans, lengths of the documents, operations done.
 from __future__ import annotations
 
 import resource
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,8 +15,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_cp.data.batch import PlannedBatch
-from megatron_cp.plan.stats import traffic
 from megatron_cp.training.config import TrainConfig
+from megatron_cp.training.logging.baselines import PackFigures, pack_figures
 
 
 @dataclass(frozen=True)
@@ -45,34 +46,41 @@ def work_of_step(batches: list[PlannedBatch], device: torch.device) -> StepWork:
 
 
 def plan_metrics(config: TrainConfig, batches: list[PlannedBatch]) -> dict[str, float]:
-    """Returns the `cp/*` and `data/*` rows of this replica; the worst micro-batch for balance."""
+    """Returns the `cp/*` and `data/*` rows of this replica; the worst micro-batch for balance.
+
+    Bytes and predicted milliseconds are those of attention in a whole step: all layers, both passes.
+    """
     lengths = np.concatenate([item.batch.document_lengths for item in batches])
     p50, p99 = np.percentile(lengths, [50, 99])
     packs = len(batches) * config.steps.micro_batch_size
-    plans = [item.plans["full"] for item in batches]
+    layers = config.model.layers_by_mask()
+    figures = [
+        (name, layers[name], pack_figures(plan))
+        for item in batches
+        for name, plan in item.plans.items()
+    ]
+    tp = config.parallel.tensor_model_parallel_size
+
+    def sum_of(value: Callable[[PackFigures], float]) -> float:
+        return float(sum(count * value(one) for _, count, one in figures))
+
     return {
-        "cp/area_max_over_mean": max(plan.stats("forward")["imbalance"] for plan in plans),
-        "cp/tokens_per_rank": float(plans[0].tokens_per_rank),
+        "cp/area_max_over_mean": max(one.imbalance for name, _, one in figures if name == "full"),
+        "cp/zigzag_area_max_over_mean": max(
+            one.zigzag_imbalance for name, _, one in figures if name == "full"
+        ),
+        "cp/tokens_per_rank": float(batches[0].plans["full"].tokens_per_rank),
         "cp/plan_ms": float(np.mean([item.metrics.get("plan_ms", 0.0) for item in batches])),
-        "cp/comm_bytes_sent": float(sum(_bytes_sent(config, item) for item in batches)),
+        "cp/comm_bytes_sent": tp * sum_of(lambda one: one.sent_bytes),
+        "cp/ring_bytes_sent": tp * sum_of(lambda one: one.ring_bytes),
+        "cp/predicted_ms": sum_of(lambda one: one.predicted_ms),
+        "cp/zigzag_predicted_ms": sum_of(lambda one: one.zigzag_ms),
+        "cp/per_document_predicted_ms": sum_of(lambda one: one.per_document_ms),
+        "cp/bound_ms": sum_of(lambda one: one.bound_ms),
         "data/doc_len_p50": float(p50),
         "data/doc_len_p99": float(p99),
         "data/docs_per_pack": len(lengths) / packs,
     }
-
-
-def _bytes_sent(config: TrainConfig, item: PlannedBatch) -> float:
-    """Returns the bytes that all context ranks of one replica send for attention in one micro-batch.
-
-    Forward and backward, all layers.
-    """
-    layers = config.model.layers_by_mask()
-    total = 0.0
-    for name, plan in item.plans.items():
-        row_bytes = plan.config.num_heads * plan.config.head_dim * plan.config.element_bytes
-        units = traffic(plan, "forward").sum() + traffic(plan, "backward").sum()
-        total += layers[name] * units * plan.tokens_per_rank * row_bytes
-    return total * config.parallel.tensor_model_parallel_size
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from megatron_cp.mask import AttentionMask
-from megatron_cp.plan import AttentionPlan, make_plan
+from megatron_cp.plan import AttentionPlan
 from megatron_cp.plan.hardware.makespan import stage_areas
-from megatron_cp.plan.stats import traffic
+from megatron_cp.plan.sent_bytes import sent_bytes
 from megatron_cp.training.checkpoint.files import write_atomically
 from megatron_cp.training.logging.scrub import scrubbed
 
@@ -94,10 +94,7 @@ def plan_sample(
     lengths: tuple[int, ...],
     kinds: tuple[str, ...],
 ) -> dict[str, Any]:
-    """Returns one pack as the report draws it: its mask, and its plan beside the zigzag one."""
-    plans = {"ours": _plan_record(plan)}
-    if plan.cp_size > 1:
-        plans["zigzag"] = _plan_record(_zigzag(mask, plan))
+    """Returns one pack as the report draws it: its mask and its plan; what it is compared with is planned there."""
     return {
         "iteration": iteration,
         "num_tokens": plan.num_tokens,
@@ -106,32 +103,19 @@ def plan_sample(
         "document_kinds": list(kinds),
         "mask": mask.array.tolist(),
         "mask_area": int(mask.area()),
-        "plans": plans,
+        "plans": {"ours": _plan_record(plan)},
     }
-
-
-def _zigzag(mask: AttentionMask, plan: AttentionPlan) -> AttentionPlan:
-    """Returns the plan that zigzag ring attention would have followed for the same pack."""
-    from dataclasses import replace
-
-    return make_plan(
-        mask, plan.cp_size, replace(plan.config, planner="zigzag", chunk_size=None, num_stages=None)
-    )
 
 
 def _plan_record(plan: AttentionPlan) -> dict[str, Any]:
     """Returns one plan: who owns which tokens, the area and the rows of each rank, predicted figures."""
-    row_bytes = plan.config.num_heads * plan.config.head_dim * plan.config.element_bytes
     return {
         "planner": plan.planner,
         "digest": plan.digest(),
         "token_runs": [_runs(ids) for ids in plan.global_from_local],
         "area_per_rank": stage_areas(plan, "forward").sum(axis=0).astype(int).tolist(),
         "comm_bytes": {
-            name: (traffic(plan, name) * plan.tokens_per_rank * row_bytes)
-            .round()
-            .astype(int)
-            .tolist()
+            name: sent_bytes(plan, name).round().astype(int).tolist()
             for name in ("forward", "backward")
         },
         "stats": {"forward": plan.stats("forward"), "backward": plan.stats("backward")},

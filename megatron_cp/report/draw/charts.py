@@ -1,14 +1,19 @@
-"""Line charts: values over steps, and shares over document lengths."""
+"""Line charts: values over steps, and shares over document lengths.
+
+Every line carries its points, so that `chart.js` can show their values.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megatron_cp.report.svg import (
+from megatron_cp.report.draw.svg import (
     Markup,
     Scale,
+    Value,
     line,
     nice_ticks,
     path,
@@ -20,7 +25,8 @@ from megatron_cp.report.svg import (
 )
 
 MAX_POINTS = 500
-LONGEST_NAME = 32
+LONGEST_NAME = 40
+LEGEND_ROW = 15.0
 LEFT, RIGHT, TOP, BOTTOM = 54.0, 14.0, 26.0, 34.0
 Point = tuple[float, float]
 
@@ -53,6 +59,8 @@ class Axes:
     """A dashed reference line at this y."""
     mark: tuple[float, str] | None = None
     """A dashed vertical line at this x, with words."""
+    top: float = TOP
+    """Where the plot begins, below the legend."""
 
 
 def finite_points(xs: Sequence[float | None], ys: Sequence[float | None]) -> tuple[Point, ...]:
@@ -90,17 +98,22 @@ def line_chart(label: str, series: Sequence[Series], axes: Axes) -> Markup:
     if not drawn:
         words = text(axes.width / 2, axes.height / 2, "no values logged", "muted", "middle")
         return picture(axes.width, axes.height, label, words)
+    legend, extra = _legend(drawn, axes)
+    axes = replace(axes, height=axes.height + extra, top=axes.top + extra)
     x, y = _scales(drawn, axes)
-    parts = [*_y_axis(y, axes), *_x_axis(x, axes)]
+    parts = [*legend, *_y_axis(y, axes), *_x_axis(x, axes)]
     if axes.level is not None and y.low <= axes.level <= y.high:
         parts.append(line(x.start, y(axes.level), x.end, y(axes.level), "mean"))
     if axes.mark is not None and x.low <= axes.mark[0] <= x.high:
         parts += _mark(x(axes.mark[0]), axes)
     for one in drawn:
         parts += _draw(one, x, y)
-    if len([one for one in drawn if one.style != "faint"]) > 1:
-        parts += _legend(drawn, axes.y_label)
-    return picture(axes.width, axes.height, label, *parts)
+    frame: dict[str, Value] = {
+        "data_chart": axes.x_label,
+        "data_top": axes.top,
+        "data_bottom": axes.height - BOTTOM,
+    }
+    return picture(axes.width, axes.height, label, *parts, **frame)
 
 
 def _scales(drawn: Sequence[Series], axes: Axes) -> tuple[Scale, Scale]:
@@ -114,7 +127,7 @@ def _scales(drawn: Sequence[Series], axes: Axes) -> tuple[Scale, Scale]:
     low = low - spare if axes.y_low is None else low
     high = high + spare if axes.y_high is None else high
     x = Scale(min(xs), max(xs), LEFT, axes.width - RIGHT, log=axes.x_log2)
-    return x, Scale(low, high, axes.height - BOTTOM, TOP)
+    return x, Scale(low, high, axes.height - BOTTOM, axes.top)
 
 
 def _y_axis(y: Scale, axes: Axes) -> list[Markup]:
@@ -143,13 +156,18 @@ def _mark(at: float, axes: Axes) -> list[Markup]:
     assert axes.mark is not None
     near_end = at > axes.width * 0.7
     words = text(
-        at - 5 if near_end else at + 5, TOP + 10, axes.mark[1], "muted", "end" if near_end else ""
+        at - 5 if near_end else at + 5,
+        axes.top + 10,
+        axes.mark[1],
+        "muted",
+        "end" if near_end else "",
     )
-    return [line(at, TOP, at, axes.height - BOTTOM, "mean"), words]
+    return [line(at, axes.top, at, axes.height - BOTTOM, "mean"), words]
 
 
 def _draw(one: Series, x: Scale, y: Scale) -> list[Markup]:
-    points = [(x(a), y(b)) for a, b in thin(one.points)]
+    kept = thin(one.points)
+    points = [(x(a), y(b)) for a, b in kept]
     colour = (one.colour - 1) % 8 + 1
     parts = []
     if one.style != "dots" and len(points) > 1:
@@ -159,17 +177,26 @@ def _draw(one: Series, x: Scale, y: Scale) -> list[Markup]:
         parts += [tag("circle", cx=a, cy=b, r=3.0, class_=f"s{colour}") for a, b in points]
     if one.style == "line+dots":
         parts += [tag("circle", cx=a, cy=b, r=2.6, class_=f"s{colour}") for a, b in points]
-    return parts
+    values = [
+        [float(f"{a:.7g}"), float(f"{b:.6g}"), round(at, 1)]
+        for (a, b), (at, _) in zip(kept, points, strict=True)
+    ]
+    packed = json.dumps(values, separators=(",", ":"))
+    return [tag("g", *parts, data_name=one.name, data_points=packed)]
 
 
-def _legend(drawn: Sequence[Series], y_label: str) -> list[Markup]:
-    parts, at = [], 22 + 6.6 * len(y_label)
-    for one in drawn:
-        if one.style == "faint":
-            continue
-        colour = (one.colour - 1) % 8 + 1
-        parts.append(rect(at, 4, 10, 8, f"s{colour}", rx=2))
+def _legend(drawn: Sequence[Series], axes: Axes) -> tuple[list[Markup], float]:
+    """Returns the names of the lines, in as many rows as they need, and the height of the rows beyond the first."""
+    named = [one for one in drawn if one.style != "faint"]
+    first = 22 + 6.6 * len(axes.y_label)
+    parts: list[Markup] = []
+    at, y = first, 4.0
+    for one in named if len(named) > 1 else ():
         name = one.name if len(one.name) <= LONGEST_NAME else one.name[: LONGEST_NAME - 1] + "…"
-        parts.append(text(at + 14, 11.5, name))
-        at += 30 + 6.3 * len(name)
-    return parts
+        width = 30 + 6.3 * len(name)
+        if at + width > axes.width and at > first:
+            at, y = first, y + LEGEND_ROW
+        parts.append(rect(at, y, 10, 8, f"s{(one.colour - 1) % 8 + 1}", rx=2))
+        parts.append(text(at + 14, y + 7.5, name))
+        at += width
+    return parts, y - 4.0

@@ -53,7 +53,7 @@ def _number(value: Value) -> str:
 # ---------------------------------------------------------------------- elements
 
 
-def picture(width: float, height: float, label: str, *children: Markup) -> Markup:
+def picture(width: float, height: float, label: str, *children: Markup, **more: Value) -> Markup:
     """Returns a picture that scales with its column; `label` is what a screen reader says."""
     return tag(
         "svg",
@@ -62,6 +62,7 @@ def picture(width: float, height: float, label: str, *children: Markup) -> Marku
         role="img",
         aria_label=label,
         style=f"max-width:{_number(width * 1.25)}px",
+        **more,
     )
 
 

@@ -15,10 +15,13 @@ from megatron_cp.plan import AttentionPlan
 from megatron_cp.plan.hardware.makespan import stage_areas
 from megatron_cp.plan.hardware.rows import row_size as row_bytes
 from megatron_cp.plan.schema import PassName
-from megatron_cp.plan.stats import traffic
+from megatron_cp.plan.sent_bytes import sent_bytes
 
 FloatArray = NDArray[np.float64]
 MAX_CHUNKS_SHOWN = 128
+MAX_RANKS_PICTURED = 64
+USUAL = "per_document_zigzag"  # what a user of Megatron-LM runs otherwise
+USUAL_WORDS = "Transformer Engine, THD"
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,21 @@ class PlanView:
     """The plan itself where it is at hand; else ranks compute the rows they own."""
 
     @property
+    def words(self) -> str:
+        """Returns the planner's name, and whose scheme it is where a user knows it by another name."""
+        return f"{self.planner} ({USUAL_WORDS})" if self.planner == USUAL else self.planner
+
+    @property
+    def computes_at_queries(self) -> bool:
+        """Returns whether it is known that every pair is computed where its query lives, on keys that come there.
+
+        Only then can what is sent be held against `needed_bytes`.
+        """
+        if self.computed is None or self.computed.forward.head_split is not None:
+            return False
+        return all(stage.q_cast is None for stage in self.computed.forward.stages)
+
+    @property
     def cp_size(self) -> int:
         """Returns the number of ranks."""
         return len(self.tokens)
@@ -52,35 +70,34 @@ class PlanView:
 
 @dataclass(frozen=True)
 class PackView:
-    """A pack: its mask, its documents, and its plans, ours first."""
+    """A pack: its mask, its documents, its plan and the baselines that are drawn beside it."""
 
     mask: AttentionMask
     document_lengths: tuple[int, ...]
     document_kinds: tuple[str, ...]
     ours: PlanView
-    zigzag: PlanView | None
+    others: tuple[PlanView, ...]
     kv_row_bytes: int
     """Bytes of one key row plus one value row, all heads."""
+    digest: str = ""
+    """Of our plan, where it was read from a record."""
 
     @property
     def plans(self) -> tuple[PlanView, ...]:
-        """Returns our plan and, where it is another, zigzag's."""
-        if self.zigzag is None or self.zigzag.planner == self.ours.planner:
-            return (self.ours,)
-        return self.ours, self.zigzag
+        """Returns our plan, then the baselines."""
+        return self.ours, *self.others
 
 
 def view_of_plan(plan: AttentionPlan) -> PlanView:
     """Returns the view of a plan; every figure is counted from it."""
-    row = plan.config.num_heads * plan.config.head_dim * plan.config.element_bytes
-    unit = plan.tokens_per_rank * row
     passes: tuple[PassName, ...] = ("forward", "backward")
+    sent = {name: sent_bytes(plan, name) for name in passes}
     return PlanView(
         planner=plan.planner,
         tokens=plan.global_from_local,
         area=stage_areas(plan, "forward").sum(axis=0),
-        sent_bytes=traffic(plan, "forward") * unit,
-        all_bytes=float(sum(traffic(plan, name).sum() for name in passes)) * unit,
+        sent_bytes=sent["forward"],
+        all_bytes=float(sum(matrix.sum() for matrix in sent.values())),
         stats={name: plan.stats(name) for name in passes},
         computed=plan,
     )

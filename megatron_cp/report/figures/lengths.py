@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_cp.report.charts import Axes, Series, line_chart
-from megatron_cp.report.html import Figure, Table
-from megatron_cp.report.svg import short, short_tokens
+from megatron_cp.report.draw.charts import Axes, Series, line_chart
+from megatron_cp.report.draw.html import Figure, Table
+from megatron_cp.report.draw.svg import short, short_tokens
 
 FloatArray = NDArray[np.float64]
 
@@ -87,7 +87,7 @@ def lengths_figure(shares: LengthShares, seq_length: int | None, columns: int = 
         y_low=0.0,
         x_text=short_tokens,
         y_text=lambda value: f"{value:.0%}",
-        mark=None if seq_length is None else (float(seq_length), "pack length"),
+        mark=None if seq_length is None else (float(seq_length), "a pack"),
     )
     rows = [
         (int(low), int(high), float(d), float(t), float(a))

@@ -1,15 +1,21 @@
-"""A page: header, headline strip, rows of figures, tables, foot. One file, no script, no network."""
+"""A page: header with links, sections of figures and tables, foot. One file, no network.
+
+The only script is `chart.js`, which shows the values of line charts; the content security policy names it by its
+hash, so that no other can run.
+"""
 
 from __future__ import annotations
 
+import base64
 import csv
+import hashlib
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_cp.report.style import style_sheet
-from megatron_cp.report.svg import EMPTY, Markup, escape, join, tag
+from megatron_cp.report.draw.style import style_sheet
+from megatron_cp.report.draw.svg import EMPTY, Markup, escape, join, tag
 
 MAX_PAGE_BYTES = 3_000_000
 MAX_CSV_ROWS = 1000
@@ -56,14 +62,21 @@ class Figure:
     def markup(self) -> Markup:
         """Returns the figure as HTML."""
         badge = Markup(f" {PREDICTED}") if self.predicted else EMPTY
+        words = Markup(f"Numbers (CSV){tag('span', escape(f' of {self.title}'), class_='hidden')}")
+        numbers = scrolling(tag("pre", escape(self.table.as_csv())), f"Numbers of {self.title}")
         return tag(
             "figure",
-            tag("h2", escape(self.title), badge),
+            tag("h3", escape(self.title), badge),
             tag("figcaption", escape(self.caption)),
-            tag("div", self.picture, class_="plot wide" if self.columns > 5 else "plot"),
-            tag("details", tag("summary", Markup("CSV")), tag("pre", escape(self.table.as_csv()))),
+            scrolling(self.picture, self.title, "plot wide" if self.columns > 5 else "plot"),
+            tag("details", tag("summary", words), numbers),
             class_=f"w{self.columns}",
         )
+
+
+def scrolling(content: Markup, label: str, class_: str = "scroll") -> Markup:
+    """Returns the content in a frame that scrolls where it is too wide, with the keyboard too."""
+    return tag("div", content, class_=class_, tabindex=0, role="region", aria_label=label)
 
 
 @dataclass(frozen=True)
@@ -92,14 +105,10 @@ def strip(tiles: Iterable[Tile]) -> Markup:
     return tag("section", *(tile.markup() for tile in tiles), class_="strip")
 
 
-def row(*figures: Figure) -> Markup:
+def row(*figures: Figure | Markup) -> Markup:
     """Returns figures side by side."""
-    return tag("section", *(figure.markup() for figure in figures), class_="row")
-
-
-def heading(words: str) -> Markup:
-    """Returns a section's heading."""
-    return tag("h3", escape(words))
+    drawn = (one.markup() if isinstance(one, Figure) else one for one in figures)
+    return tag("div", *drawn, class_="row")
 
 
 def note(words: str) -> Markup:
@@ -107,11 +116,34 @@ def note(words: str) -> Markup:
     return tag("p", escape(words), class_="note")
 
 
+@dataclass(frozen=True)
+class Section:
+    """A part of the page that the links at its top lead to."""
+
+    name: str
+    """What stands behind the # of its address: letters and dashes."""
+    title: str
+    parts: Sequence[Markup]
+
+    def markup(self) -> Markup:
+        """Returns the section as HTML."""
+        label = f"{self.name}-title"
+        return tag(
+            "section",
+            tag("h2", escape(self.title), id=label),
+            *self.parts,
+            id=self.name,
+            aria_labelledby=label,
+        )
+
+
 def page(
-    title: str, subtitle: str, sections: Iterable[Markup], foot: Mapping[str, object]
+    title: str, subtitle: str, sections: Sequence[Section], foot: Mapping[str, object]
 ) -> Markup:
     """Returns the whole page."""
     terms = [Markup(tag("dt", escape(k)) + tag("dd", escape(v))) for k, v in foot.items()]
+    script = Path(__file__).with_name("chart.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
     head = join(
         [
             tag("meta", charset="utf-8"),
@@ -120,17 +152,22 @@ def page(
             tag(
                 "meta",
                 http_equiv="Content-Security-Policy",
-                content="default-src 'none'; style-src 'unsafe-inline'",
+                content=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'",
             ),
             tag("title", escape(title)),
             tag("style", Markup(style_sheet())),
         ]
     )
-    body = tag(
-        "main",
-        tag("header", tag("h1", escape(title)), tag("p", escape(subtitle))),
-        *sections,
-        tag("footer", tag("dl", *terms)),
+    links = [tag("li", tag("a", escape(one.title), href=f"#{one.name}")) for one in sections]
+    body = join(
+        [
+            tag("a", Markup("Skip to the figures"), href=f"#{sections[0].name}", class_="skip"),
+            tag("header", tag("h1", escape(title)), tag("p", escape(subtitle))),
+            tag("nav", tag("ul", *links), aria_label="Sections"),
+            tag("main", *(one.markup() for one in sections)),
+            tag("footer", tag("dl", *terms)),
+            tag("script", Markup(script)),
+        ]
     )
     return Markup(
         f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>{body}</body></html>\n'

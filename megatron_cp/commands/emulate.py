@@ -1,4 +1,4 @@
-"""The words of `python -m megatron_cp emulate`, and what it does: one case of the attention kernels on the CPU.
+"""`emulate`: one case of the attention kernels on the CPU.
 
 Prints the distance to float64 beside that of the plain formula, what was executed, and on request every event
 of the kernel's mbarriers. Nothing it prints says anything about the speed of a GPU.
@@ -7,7 +7,7 @@ of the kernel's mbarriers. Nothing it prints says anything about the speed of a 
 from __future__ import annotations
 
 import argparse
-import random
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,8 +15,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_cp import mask as masks
+from megatron_cp.command_line import Progress
+from megatron_cp.commands.arguments import (
+    SEED,
+    WORKLOAD,
+    add_heads,
+    add_mask,
+    count,
+    key_heads,
+    lengths,
+    seed,
+    tokens,
+)
 from megatron_cp.mask import AttentionMask
-from megatron_cp.report.arguments import count
+from megatron_cp.plan.study.workloads import MASKS
+from megatron_cp.report.sources import MaskChoice, source_of_lengths, source_of_workload
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,14 +39,7 @@ if TYPE_CHECKING:
 DTYPES = ("bf16", "fp16")
 
 
-def _documents(length: int) -> AttentionMask:
-    generator, lengths = random.Random(length), [1]  # one token first
-    while sum(lengths) < length:
-        lengths.append(min(generator.randint(1, 200), length - sum(lengths)))
-    return masks.documents(lengths if length > 1 else [length], within="causal")
-
-
-def _mixed(length: int) -> AttentionMask:
+def _mixed_slices(length: int) -> AttentionMask:
     """Full, causal, inverse causal and windowed slices, and rows without keys."""
     third = max(1, length // 3)
     return masks.from_slices(
@@ -50,36 +56,41 @@ def _mixed(length: int) -> AttentionMask:
     )
 
 
-MASKS: dict[str, Callable[[int], AttentionMask]] = {
-    "full": masks.full,
-    "causal": masks.causal,
+KERNEL_SHAPES: dict[str, Callable[[int], AttentionMask]] = {
     "inverse_causal": lambda n: masks.from_slices(n, n, [(0, n, 0, n, 0, None)]),
-    "sliding_window": lambda n: masks.sliding_window(n, 100, num_sink=4),
-    "chunked_causal": lambda n: masks.chunked_causal(n, 96),
-    "prefix_lm": lambda n: masks.prefix_lm(n, n // 3),
-    "documents": _documents,
-    "mixed": _mixed,
+    "mixed_slices": _mixed_slices,
     "empty": lambda n: masks.from_slices(n, n, []),
 }
+"""Shapes that no training uses and a kernel must serve, beside the masks of `plan` and `simulate`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
-    parser.add_argument("--mask", choices=MASKS, default="causal")
-    parser.add_argument("--length", type=count, default=300, help="queries and keys; default 300")
-    parser.add_argument("--heads", type=count, default=2)
-    parser.add_argument("--kv-heads", type=count, help="default: as many as heads")
-    parser.add_argument("--head-dim", type=count, default=128)
-    parser.add_argument("--value-dim", type=count, help="default: the head dim")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--softcap", type=float, default=0.0)
+    add_mask(parser, [*MASKS, *KERNEL_SHAPES])
     parser.add_argument(
-        "--seed", type=_seed, default=1,
-        help="order of what is asynchronous, and the inputs; 0 is kind; default 1",
+        "--seq-length", type=tokens, default=300, metavar="N", help="queries and keys"
+    )
+    parser.add_argument(
+        "--lengths", type=lengths, metavar="N,N,...",
+        help=f"document lengths: 137,2041,89; default: drawn from workload {WORKLOAD}",
     )  # fmt: skip
-    parser.add_argument("--blocks", type=count, default=2, help="CTAs of the grid; default 2")
+    add_heads(parser, num_heads=2)
+    parser.add_argument("--v-head-dim", type=count, metavar="N", help="default: --kv-channels")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the inputs")
     parser.add_argument(
-        "--host-threads", type=count, default=1, help="1 (default): the same run for the same seed"
+        "--softcap", type=float, default=0.0, metavar="X", help="of the scores; 0: none"
+    )
+    parser.add_argument(
+        "--seed", type=seed, default=SEED,
+        help="of the inputs, the documents and the order of what is asynchronous; 0: in program order",
+    )  # fmt: skip
+    parser.add_argument("--blocks", type=count, default=2, metavar="N", help="CTAs of the grid")
+    parser.add_argument(
+        "--host-threads",
+        type=count,
+        default=1,
+        metavar="N",
+        help="1: the same run for the same seed",
     )
     parser.add_argument(
         "--backward", action="store_true", help="the backward kernels too, with a random gradient"
@@ -89,14 +100,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _seed(text: str) -> int:
-    if not text.isascii() or not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 0")
-    return int(text)
+def run(args: argparse.Namespace, words: Sequence[str]) -> int:
+    """Prints what was found; returns 1 if the emulator found a defect."""
+    mask, _ = mask_of(args), key_heads(args)  # what can be refused without torch is
+    progress = Progress("emulate")
+    progress("compiling the kernel for this CPU where it is not in the cache, then emulating")
+    lines, status = _emulated(args, mask)
+    progress.clear()
+    print(*lines, sep="\n", file=sys.stderr if status else sys.stdout)
+    return status
 
 
-def run(args: argparse.Namespace) -> tuple[list[str], int]:
-    """Returns the lines to print and the exit code: 1 if the emulator found a defect."""
+def mask_of(args: argparse.Namespace) -> AttentionMask:
+    """Returns the mask that the arguments name; ValueError names the nearest of an unknown one."""
+    length = args.seq_length if args.lengths is None else sum(args.lengths)
+    args.seq_length = length
+    if args.mask in KERNEL_SHAPES:
+        mask = KERNEL_SHAPES[args.mask](length)
+        return (
+            mask
+            if args.window_size is None
+            else mask & masks.sliding_window(length, *args.window_size)
+        )
+    source = source_of_lengths(args.lengths) if args.lengths else source_of_workload(WORKLOAD)
+    choice = MaskChoice(args.mask, args.window_size)
+    return choice.build(length, source.documents(length, args.seed), args.seed)
+
+
+def _emulated(args: argparse.Namespace, mask: AttentionMask) -> tuple[list[str], int]:
+    """Returns the lines to print and the exit code."""
     import torch
 
     from megatron_cp.attn import attend, resolve_options
@@ -104,9 +136,11 @@ def run(args: argparse.Namespace) -> tuple[list[str], int]:
     from megatron_cp.kernels.emulator.library import EmulatorBuildError, EmulatorError
 
     q, k, v = _inputs(args)
-    mask = MASKS[args.mask](args.length)
     options = resolve_options(q, k, v, softcap=args.softcap, backend="emulated")
-    out, lse = torch.empty(args.length, args.heads, v.shape[-1]), torch.empty(q.shape[:2])
+    out, lse = (
+        torch.empty(args.seq_length, args.num_attention_heads, v.shape[-1]),
+        torch.empty(q.shape[:2]),
+    )
     how = emulated.Settings(args.seed, args.blocks, args.host_threads, args.history is not None)
     exact_out, exact_lse = attend(
         q.double(), k.double(), v.double(), mask, softcap=args.softcap, backend="reference"
@@ -125,8 +159,9 @@ def run(args: argparse.Namespace) -> tuple[list[str], int]:
     counts = sum((Counter(run.counts) for run in session.runs), Counter())
     lse_error = (lse - exact_lse)[has_keys].abs().max().item() if has_keys.any() else 0.0
     lines = [
-        f"{args.mask}: {args.length} queries and keys, {mask.area():,} pairs, {args.heads}:{k.shape[1]} heads, head "
-        f"dim {q.shape[-1]} ({v.shape[-1]}), {args.dtype}, seed {args.seed}, {args.blocks} CTAs",
+        f"{args.mask}: {args.seq_length} queries and keys, {mask.area():,} pairs, "
+        f"{q.shape[1]}:{k.shape[1]} heads, head dim {q.shape[-1]} ({v.shape[-1]}), {args.dtype}, "
+        f"seed {args.seed}, {args.blocks} CTAs",
         _error_line("out", out, plain, exact_out, args.dtype),
         f"lse  max error against float64 {lse_error:.2e}",
         *gradients,
@@ -178,10 +213,14 @@ def _inputs(args: argparse.Namespace) -> list[Tensor]:
     import torch
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
-    kv_heads, value_dim = args.kv_heads or args.heads, args.value_dim or args.head_dim
+    kv_heads, value_dim = key_heads(args), args.v_head_dim or args.kv_channels
     generator = torch.Generator().manual_seed(args.seed)
-    shapes = ((args.heads, args.head_dim), (kv_heads, args.head_dim), (kv_heads, value_dim))
-    return [torch.randn(args.length, *shape, generator=generator).to(dtype) for shape in shapes]
+    shapes = (
+        (args.num_attention_heads, args.kv_channels),
+        (kv_heads, args.kv_channels),
+        (kv_heads, value_dim),
+    )
+    return [torch.randn(args.seq_length, *shape, generator=generator).to(dtype) for shape in shapes]
 
 
 def _plain(

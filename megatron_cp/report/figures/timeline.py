@@ -9,7 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from megatron_cp.plan.study.simulate import RESOURCES, Event, Simulation
-from megatron_cp.report.svg import Markup, Scale, join, line, nice_ticks, picture, rect, short, text
+from megatron_cp.report.draw.svg import (
+    Markup,
+    Scale,
+    join,
+    line,
+    nice_ticks,
+    picture,
+    rect,
+    short,
+    text,
+)
 
 MAX_RANKS_DRAWN = 8
 MAX_EVENTS_DRAWN = 4000

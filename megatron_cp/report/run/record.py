@@ -20,7 +20,7 @@ from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask, from_slices
 from megatron_cp.mask.interval import IntArray, to_indices
 from megatron_cp.mcore.arguments import cp_config_from_arguments
-from megatron_cp.report.view import PackView, PlanView, kv_bytes
+from megatron_cp.report.figures.view import PackView, PlanView, kv_bytes
 
 SCHEMA = 1
 LOSS = "lm loss"
@@ -149,7 +149,8 @@ def pack_view(sample: Mapping[str, Any], run: Run) -> PackView:
         document_lengths=tuple(int(n) for n in sample["document_lengths"]),
         document_kinds=tuple(str(kind) for kind in sample["document_kinds"]),
         ours=_plan_view(plans["ours"], mask, cp_size),
-        zigzag=_plan_view(plans["zigzag"], mask, cp_size) if "zigzag" in plans else None,
+        digest=str(plans["ours"].get("digest", "")),
+        others=(),  # what it is compared with is planned anew: run/kept_packs.py
         kv_row_bytes=kv_bytes(config_of(run)),
     )
 

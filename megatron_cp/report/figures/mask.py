@@ -12,8 +12,8 @@ from __future__ import annotations
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.draw import svg
 from megatron_cp.mask.interval import IntArray, from_indices
-from megatron_cp.report.svg import Markup, Scale, join, picture, rect, short_tokens, tag, text
-from megatron_cp.report.view import PackView
+from megatron_cp.report.draw.svg import Markup, Scale, join, picture, rect, short_tokens, tag, text
+from megatron_cp.report.figures.view import PackView
 
 SIZE = 330.0
 LEFT, TOP = 44.0, 40.0

@@ -1,4 +1,4 @@
-"""The page of a simulation: time against ranks, then ours beside the best rival at the first size."""
+"""The page of a simulation: time against ranks, then ours beside the baselines at the fewest ranks."""
 
 from __future__ import annotations
 
@@ -8,37 +8,42 @@ from megatron_cp.plan import AttentionPlan
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.schema import PASSES
 from megatron_cp.plan.study.simulate import Simulation, simulate_pass
-from megatron_cp.report.charts import Axes, Series, line_chart
-from megatron_cp.report.html import Figure, Table, Tile, heading, page, row, strip
-from megatron_cp.report.plan import byte_unit, heat_maps, matrices
-from megatron_cp.report.simulation import Step, Study
-from megatron_cp.report.style import style_sheet
-from megatron_cp.report.svg import EMPTY, Markup, short_tokens, tag
-from megatron_cp.report.timeline import MAX_RANKS_DRAWN, chrome_trace, timeline_picture
-from megatron_cp.report.view import (
-    PlanView,
+from megatron_cp.report.draw.charts import Axes, Series, line_chart
+from megatron_cp.report.draw.html import Figure, Section, Table, Tile, page, row, strip
+from megatron_cp.report.draw.style import style_sheet
+from megatron_cp.report.draw.svg import Markup, short_tokens, tag
+from megatron_cp.report.figures.packs import communication_figure
+from megatron_cp.report.figures.plan import heat_maps
+from megatron_cp.report.figures.planners import against, planner_table
+from megatron_cp.report.figures.timeline import MAX_RANKS_DRAWN, chrome_trace, timeline_picture
+from megatron_cp.report.figures.view import (
+    MAX_RANKS_PICTURED,
+    USUAL,
+    PackView,
     area_by_chunk,
     chunk_bounds,
     kv_bytes,
-    needed_bytes,
     view_of_plan,
 )
+from megatron_cp.report.simulation.study import Step, Study
 
-MAX_RANKS_PICTURED = 64
 MAX_LINES = 8
 
 
 def simulation_page(study: Study, command: str) -> Markup:
     """Returns the page; pictures are those of the smallest number of ranks."""
     step = min(study.steps, key=lambda one: one.cp_size)
-    sections = [strip(_tiles(step))]
+    sections = [Section("overview", "Overview", [strip(_tiles(step))])]
     if len(study.steps) > 1:
-        sections += [heading("Time against ranks"), row(_scaling(study))]
+        sections.append(Section("scaling", "Time against ranks", [row(_scaling(study))]))
+    size = f"{step.cp_size} ranks, {short_tokens(step.mask.num_queries)} tokens"
+    table = planner_table(step.ours, step.outcomes, f"Planners on {size}")
+    sections.append(Section("planners", "Planners", [row(table)]))
     plans = _pictured(step)
     if plans:
-        title = f"On {step.cp_size} ranks, {short_tokens(step.mask.num_queries)} tokens"
-        sections += [heading(title), row(_timeline(plans, step)), row(_heat(plans, step))]
-        sections += [row(_traffic(plans, step))] if step.cp_size > 1 else []
+        drawn = [row(_timeline(plans, step)), row(_heat(plans, step))]
+        drawn += [row(_traffic(plans, step))] if step.cp_size > 1 else []
+        sections.append(Section("pictures", f"On {size}", drawn))
     config, topology = study.config, get_topology(study.config.topology)
     subtitle = (
         f"{study.source.words}; mask {study.mask_name}; {config.num_heads} query and "
@@ -73,7 +78,7 @@ def trace_of(study: Study) -> dict[str, object]:
 
 
 def timeline_file(study: Study) -> Markup:
-    """Returns the timeline of ours beside the best rival as an SVG file that stands alone."""
+    """Returns the timeline of ours beside the baselines as an SVG file that stands alone."""
     step = min(study.steps, key=lambda one: one.cp_size)
     plans = _pictured(step)
     if not plans:
@@ -95,24 +100,34 @@ def _panels(plan: AttentionPlan) -> list[tuple[str, Simulation]]:
 
 
 def _pictured(step: Step) -> list[AttentionPlan]:
-    """Ours and the fastest rival whose plan was built, where pictures of so many ranks can be read."""
+    """Ours and the baselines whose plans were built, where pictures of so many ranks can be read."""
     if step.cp_size > MAX_RANKS_PICTURED:
         return []
-    plans = [one.plan for one in (step.ours, step.rival) if one is not None]
-    return [plan for plan in plans if plan is not None]
+    shown = {one.planner: one.plan for one in (step.ours, step.best_other, step.usual) if one}
+    return [plan for plan in shown.values() if plan is not None]
 
 
 def _tiles(step: Step) -> list[Tile]:
-    ours, rival = step.ours, step.rival
+    ours = step.ours
     tiles = [
-        Tile("Attention per layer", f"{ours.simulated_ms:.4g} ms", f"{step.cp_size} ranks", True),
+        Tile(
+            "Attention per layer",
+            f"{ours.predicted_ms:.4g} ms",
+            f"{step.cp_size} ranks, forward + backward",
+            True,
+        ),
         Tile("Over the bound", f"{ours.gap:.2f} ×", "1 = no plan can be faster", True),
         Tile("Balance", f"{ours.imbalance:.3f}", "largest over mean area"),
         Tile("Volume", f"{ours.volume_mean:.2f}", "mean inbound, a rank's query rows, forward"),
     ]
-    if rival is not None:
-        ratio = rival.predicted_ms / ours.predicted_ms
-        tiles.insert(1, Tile("Against the best rival", f"{ratio:.2f} ×", rival.planner, True))
+    for label, other in (
+        ("Best other scheme", step.best_other),
+        ("What you would run", step.usual),
+    ):
+        if other is not None and other is not ours and not ours.refusal:
+            tiles.insert(
+                1, Tile(label, other.planner, f"{ours.planner}: {against(ours, other)}", True)
+            )
     return tiles
 
 
@@ -126,9 +141,15 @@ def _scaling(study: Study) -> Figure:
             one = next(one for one in step.outcomes if one.planner == planner)
             if not one.refusal:
                 points.append((float(step.cp_size), 1 / one.gap))
-                rows.append((step.cp_size, planner, one.simulated_ms, one.bound_ms))
+                rows.append(
+                    (step.cp_size, planner, one.predicted_ms, one.simulated_ms, one.bound_ms)
+                )
         series.append((planner, tuple(sorted(points))))
-    drawn = sorted((s for s in series if s[1]), key=lambda s: -min(y for _, y in s[1]))[:MAX_LINES]
+    always = (study.steps[0].ours.planner, USUAL)
+    drawn = sorted(
+        (one for one in series if one[1]),
+        key=lambda one: (one[0] not in always, -min(y for _, y in one[1])),
+    )[:MAX_LINES]
     chart = line_chart(
         "bound over time against ranks",
         [
@@ -146,8 +167,9 @@ def _scaling(study: Study) -> Figure:
             level=1.0,
         ),
     )
-    caption = "The bound over the predicted time: higher is better, 1 cannot be beaten. The best eight planners."
-    table = Table(("ranks", "planner", "simulated ms", "bound ms"), rows)
+    caption = "The bound over the predicted time: higher is better, 1 cannot be beaten. "
+    caption += "Ours, the usual one and the best of the others."
+    table = Table(("ranks", "planner", "predicted ms", "simulated ms", "bound ms"), rows)
     return Figure("Every planner", caption, chart, table, columns=12, predicted=True)
 
 
@@ -169,7 +191,7 @@ def _timeline(plans: list[AttentionPlan], step: Step) -> Figure:
 def _heat(plans: list[AttentionPlan], step: Step) -> Figure:
     views = [view_of_plan(plan) for plan in plans]
     bounds = chunk_bounds(views)
-    named = [(view.planner, view, area_by_chunk(view, step.mask, bounds)) for view in views]
+    named = [(view.words, view, area_by_chunk(view, step.mask, bounds)) for view in views]
     rows = [
         (view.planner, rank, area, len(view.tokens[rank]))
         for view in views
@@ -184,35 +206,12 @@ def _heat(plans: list[AttentionPlan], step: Step) -> Figure:
 
 def _traffic(plans: list[AttentionPlan], step: Step) -> Figure:
     views = [view_of_plan(plan) for plan in plans]
-    row_bytes = kv_bytes(plans[0].config)
-    unit, name = byte_unit(max(float(view.sent_bytes.max()) for view in views))
-    panels = [(f"{view.planner}: sent", _total(view), view.sent_bytes) for view in views]
-    if _computes_where_queries_live(views[0]):
-        needed = needed_bytes(views[0], step.mask, row_bytes)
-        panels.insert(1, (f"{views[0].planner}: needed", f"{needed.sum() / 1e9:.3g} GB", needed))
-    rows = [
-        (view.planner, src, dst, float(view.sent_bytes[src, dst]))
-        for view in views
-        for src in range(step.cp_size)
-        for dst in range(step.cp_size)
-        if view.sent_bytes[src, dst]
-    ]
-    caption = (
-        f"Bytes from rank to rank in one forward pass, {name} where a number stands. Needed: what a plan "
-        "must move that computes where the queries live."
+    pack = PackView(
+        mask=step.mask,
+        document_lengths=tuple(step.lengths.tolist()),
+        document_kinds=(),
+        ours=views[0],
+        others=tuple(views[1:]),
+        kv_row_bytes=kv_bytes(plans[0].config),
     )
-    table = Table(("planner", "from", "to", "bytes"), rows)
-    return Figure(
-        "Sent and needed", caption, matrices(panels) if unit else EMPTY, table, columns=12
-    )
-
-
-def _total(view: PlanView) -> str:
-    return f"{view.sent_bytes.sum() / 1e9:.3g} GB"
-
-
-def _computes_where_queries_live(view: PlanView) -> bool:
-    plan = view.computed
-    if plan is None or plan.forward.head_split is not None:
-        return False
-    return all(stage.q_cast is None for stage in plan.forward.stages)
+    return communication_figure(pack)

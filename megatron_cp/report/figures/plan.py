@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.report.style import HEAT_STEPS
-from megatron_cp.report.svg import (
+from megatron_cp.report.draw.style import HEAT_STEPS
+from megatron_cp.report.draw.svg import (
     EMPTY,
     Markup,
     join,
@@ -21,7 +21,7 @@ from megatron_cp.report.svg import (
     short_tokens,
     text,
 )
-from megatron_cp.report.view import PlanView
+from megatron_cp.report.figures.view import PlanView
 
 FloatArray = NDArray[np.float64]
 MAX_ROWS_LABELLED = 16

@@ -6,9 +6,9 @@ import bisect
 
 import numpy as np
 
-from megatron_cp.report.charts import Axes, Series, finite_points, line_chart, smoothed
-from megatron_cp.report.html import Figure, Table
-from megatron_cp.report.run import HELD_OUT_LOSS, LOSS, Run
+from megatron_cp.report.draw.charts import Axes, Series, finite_points, line_chart, smoothed
+from megatron_cp.report.draw.html import Figure, Table
+from megatron_cp.report.run.record import HELD_OUT_LOSS, LOSS, Run
 
 _STEP = "iteration"
 
@@ -40,12 +40,12 @@ def loss_figure(run: Run, columns: int = 6) -> Figure:
 
 
 def balance_figure(run: Run, columns: int = 6) -> Figure:
-    """Returns the balance of every step, worst micro-batch."""
+    """Returns the balance of every step, worst micro-batch, beside a zigzag split's on the same packs."""
     points = finite_points(*run.column("cp/area_max_over_mean"))
+    zigzag = finite_points(*run.column("cp/zigzag_area_max_over_mean"))
     values = [y for _, y in points]
     words = (
-        f"Half of the steps stay below {np.median(values):.3f}, 99% below "
-        f"{np.percentile(values, 99):.3f}. "
+        f"Median {np.median(values):.3f}, 99% of the steps at or below {np.percentile(values, 99):.3f}. "
         if values
         else ""
     )
@@ -53,15 +53,39 @@ def balance_figure(run: Run, columns: int = 6) -> Figure:
         x_label=_STEP,
         y_label="max / mean area",
         level=1.0,
-        y_high=max([1.1, *values]) if values else None,
+        y_high=max([1.1, *values, *(y for _, y in zigzag)]) if values else None,
         y_text=lambda v: f"{v:.4g}",
     )
+    at = dict(zigzag)
+    series = [Series("this run", points, 1), Series("zigzag on the same packs", zigzag, 2)]
     return Figure(
         title="Balance of every step",
         caption=f"{words}1 (dashed) is perfect: every rank waits for the busiest. Worst micro-batch "
-        "of a step.",
-        picture=line_chart("balance by step", [Series("balance", points, 1)], axes),
-        table=Table((_STEP, "max over mean area"), [(int(x), y) for x, y in points]),
+        "of a step; counted.",
+        picture=line_chart("balance by step", series, axes),
+        table=Table(
+            (_STEP, "max over mean area", "zigzag"), [(int(x), y, at.get(x, "")) for x, y in points]
+        ),
+        columns=columns,
+    )
+
+
+def gradient_figure(run: Run, columns: int = 6) -> Figure:
+    """Returns the gradient norm before clipping, plain and smoothed."""
+    points = finite_points(*run.column("grad-norm"))
+    window = max(1, len(points) // 30) | 1
+    name = "gradient norm" if window == 1 else f"mean of {window} steps"
+    series = [Series("each step", points, 1, "faint"), Series(name, smoothed(points, window), 1)]
+    clip = run.argument("clip_grad")
+    level = float(clip) if isinstance(clip, (int, float)) and clip else None
+    words = f"Clipped at {level:g} (dashed). " if level is not None else ""
+    axes = Axes(x_label=_STEP, y_label="gradient norm", y_low=0.0, level=level)
+    return Figure(
+        title="Gradient norm",
+        caption=f"{words}Before clipping. Flat or slowly falling is good; spikes are batches unlike the "
+        "others, growth is a learning rate too high.",
+        picture=line_chart("gradient norm by step", series, axes),
+        table=Table((_STEP, "grad-norm"), [(int(x), y) for x, y in points]),
         columns=columns,
     )
 

@@ -1,0 +1,88 @@
+"""`simulate`: every planner on 8 to 4096 ranks, on paper."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_cp.command_line import Progress, add_json, say_written, show
+from megatron_cp.commands.arguments import (
+    add_documents,
+    add_heads,
+    add_planning,
+    assumed,
+    config_of,
+    pack_tokens,
+    planners_of,
+    ranks,
+    source_of,
+)
+from megatron_cp.report.figures.view import MAX_RANKS_PICTURED
+from megatron_cp.report.simulation.study import (
+    Study,
+    run_study,
+    study_text,
+    study_values,
+)
+from megatron_cp.report.sources import MaskChoice
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command."""
+    add_documents(parser)
+    parser.add_argument(
+        "--context-parallel-size", type=ranks, default=[8, 64, 512], metavar="N[,N...]",
+        help="default: 8,64,512",
+    )  # fmt: skip
+    add_heads(parser)
+    add_planning(parser)
+    add_json(parser)
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write pictures of the first size"
+    )
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write its timeline alone")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace of it")
+
+
+def run(args: argparse.Namespace, words: Sequence[str]) -> int:
+    """Prints the tables and writes what was asked for."""
+    sizes = [(n, pack_tokens(args, n)) for n in args.context_parallel_size]
+    config, planners = config_of(args), planners_of(args)
+    if args.svg is not None and min(args.context_parallel_size) > MAX_RANKS_PICTURED:
+        raise ValueError(
+            f"--svg {args.svg}: there is no plan at {min(args.context_parallel_size)} ranks to draw; ask for at most "
+            f"{MAX_RANKS_PICTURED} ranks"
+        )
+    choice = MaskChoice(args.mask, args.window_size)
+    progress = Progress("simulate")
+    study = run_study(
+        source_of(args), choice, sizes, config, planners, seed=args.seed, tell=progress
+    )
+    progress.clear()
+    show(f"{study_text(study)}\n\n{assumed(args)}", study_values(study), args.json)
+    _write_pictures(study, args, shlex.join(["megatron-cp", *words]))
+    return 0
+
+
+def _write_pictures(study: Study, args: argparse.Namespace, command: str) -> None:
+    from megatron_cp.report.simulation.page import simulation_page, timeline_file, trace_of
+
+    if args.trace is not None:
+        _write(args.trace, json.dumps(trace_of(study), indent=1) + "\n")
+        say_written(args.trace, "; open it in ui.perfetto.dev or chrome://tracing")
+    if args.svg is not None:
+        _write(args.svg, timeline_file(study))
+        say_written(args.svg)
+    if args.html is not None:
+        from megatron_cp.report.draw.html import write_page
+
+        write_page(args.html, simulation_page(study, command))
+        say_written(args.html)
+
+
+def _write(path: Path, content: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content, encoding="utf-8")

@@ -1,0 +1,1 @@
+"""Markup, charts, tables, pages: how things are drawn, whatever they say."""

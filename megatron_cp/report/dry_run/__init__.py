@@ -1,0 +1,1 @@
+"""A dry run: the packs of one's own data planned, and its page."""

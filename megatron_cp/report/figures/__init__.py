@@ -1,0 +1,1 @@
+"""Pictures of masks, plans, lengths and timelines, which the pages share."""

@@ -1,0 +1,156 @@
+"""Is a run healthy: a verdict, and the reasons for it.
+
+Every reason is a rule over what the run logged, so that two readers come to the same answer. Thresholds are
+choices, not measurements: each stands beside its rule with what it separates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_cp.report.draw.svg import Markup, escape, tag
+from megatron_cp.report.run.record import HELD_OUT_LOSS, LOSS, Run
+
+State = Literal["well", "look", "ill"]
+FloatArray = NDArray[np.float64]
+WORDS: dict[State, str] = {"well": "Healthy", "look": "Worth a look", "ill": "Not healthy"}
+_ORDER: tuple[State, ...] = ("well", "look", "ill")
+MIN_STEPS = 10  # fewer say nothing about a trend
+SURE = 2.0  # standard errors between two means before one is called lower
+SPIKE = 5.0  # times the median gradient norm: clipping hides smaller ones from the weights
+GROWN = 3.0  # times the median of the run: above, the norm drifts and does not jump
+WORSE = 1.01  # held-out loss over its best: below, it is within what other batches would say
+MANY = 0.05  # of all steps skipped: loss scaling alone skips the first few
+
+
+@dataclass(frozen=True)
+class Reason:
+    """One finding about a run."""
+
+    state: State
+    words: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the reasons come to: the worst of them."""
+
+    reasons: tuple[Reason, ...]
+
+    @property
+    def state(self) -> State:
+        """Returns the worst state."""
+        return max((one.state for one in self.reasons), key=_ORDER.index, default="look")
+
+    def markup(self) -> Markup:
+        """Returns the box at the top of the page."""
+        items = (tag("li", escape(one.words), class_=one.state) for one in self.reasons)
+        return tag(
+            "div",
+            tag("b", escape(WORDS[self.state])),
+            tag("ul", *items),
+            class_=f"verdict {self.state}",
+        )
+
+    def lines(self) -> list[str]:
+        """Returns the verdict as lines of a terminal, the worst reasons first."""
+        ordered = sorted(self.reasons, key=lambda one: -_ORDER.index(one.state))
+        return [WORDS[self.state], *(f"  {one.words}" for one in ordered)]
+
+
+def verdict_of(run: Run) -> Verdict:
+    """Returns the verdict; what was not logged is left out."""
+    rules: tuple[Callable[[Run], Reason | None], ...] = (
+        _loss, _held_out, _gradients, _skipped, _end,
+    )  # fmt: skip
+    found = (rule(run) for rule in rules)
+    return Verdict(tuple(one for one in found if one is not None))
+
+
+def tenth(values: FloatArray) -> int:
+    """Returns how many values the first and the last tenth have."""
+    return max(1, len(values) // 10)
+
+
+def _values(run: Run, key: str) -> FloatArray:
+    return np.array(run.column(key)[1], dtype=np.float64)
+
+
+def _loss(run: Run) -> Reason | None:
+    """Falling: the last tenth's mean is lower than the first's by more than chance makes it."""
+    values = _values(run, LOSS)
+    if len(values) < MIN_STEPS:
+        return Reason("look", f"{len(values)} steps logged a loss; a trend needs {MIN_STEPS}")
+    count = tenth(values)
+    first, last = values[:count], values[-count:]
+    spread = float(np.std(np.diff(values)) / np.sqrt(2)) * np.sqrt(2 / count)
+    fall = float(first.mean() - last.mean())
+    said = f"{first.mean():.3f} to {last.mean():.3f} (mean of the first and the last {count} steps)"
+    if fall > SURE * spread:
+        return Reason("well", f"training loss falls, {said}")
+    if fall < -SURE * spread:
+        return Reason("ill", f"training loss rises, {said}")
+    return Reason("look", f"training loss does not move beyond its noise, {said}")
+
+
+def _held_out(run: Run) -> Reason | None:
+    """The gap to documents that are never trained on, and whether their loss has turned."""
+    steps, losses = run.column(HELD_OUT_LOSS)
+    if not losses:
+        return Reason("look", "no held-out loss was logged (--eval-interval)")
+    best = int(np.argmin(losses))
+    training = _values(run, LOSS)
+    gap = ""
+    if len(training):
+        away = losses[-1] - float(training[-tenth(training) :].mean())
+        gap = f", {abs(away):.3f} {'above' if away >= 0 else 'below'} the training loss"
+    if losses[-1] > WORSE * losses[best]:
+        return Reason(
+            "look",
+            f"held-out loss rises: {losses[-1]:.3f} after {losses[best]:.3f} at step {steps[best]:.0f}{gap}; "
+            "the model memorises, or the learning rate is too high",
+        )
+    return Reason("well", f"held-out loss {losses[-1]:.3f}{gap}")
+
+
+def _gradients(run: Run) -> Reason | None:
+    values, broken = _values(run, "grad-norm"), int(_values(run, "grad/nonfinite").sum())
+    if broken:
+        return Reason("ill", f"the gradient norm was not finite in {broken} steps")
+    if len(values) < MIN_STEPS:
+        return None
+    middle, last = float(np.median(values)), float(np.median(values[-tenth(values) :]))
+    spikes = int((values > SPIKE * middle).sum())
+    said = f"gradient norm {last:.3g} at the end, median {middle:.3g}"
+    if last > GROWN * middle:
+        return Reason("look", f"{said}: it grows")
+    if spikes:
+        return Reason("look", f"{said}; {spikes} steps above {SPIKE:g} times the median")
+    return Reason("well", f"{said}, no spikes above {SPIKE:g} times the median")
+
+
+def _skipped(run: Run) -> Reason | None:
+    values = _values(run, "grad/skipped")
+    if not len(values):
+        return None
+    count = int(values.sum())
+    if count == 0:
+        return Reason("well", "no step was skipped")
+    state: State = "ill" if count > MANY * len(values) else "look"
+    return Reason(state, f"{count} of {len(values)} steps were skipped")
+
+
+def _end(run: Run) -> Reason:
+    wanted = run.argument("train_iters")
+    done = int(run.rows[-1]["iteration"]) if run.rows else 0
+    of = f" of {wanted}" if isinstance(wanted, int) else ""
+    if not run.description.get("finished"):
+        return Reason("look", f"not finished: {done}{of} steps")
+    if isinstance(wanted, int) and done < wanted:
+        return Reason("look", f"ended early, after {done}{of} steps")
+    return Reason("well", f"all {done} steps done")

@@ -1,0 +1,1 @@
+"""A simulation: all planners at several numbers of ranks, and its page."""

@@ -1,0 +1,76 @@
+"""Figures of baselines in closed form: against the plans that those schemes really make."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_cp import CPConfig, make_plan
+from megatron_cp import mask as masks
+from megatron_cp.plan import PLANNERS
+from megatron_cp.plan.sent_bytes import sent_bytes
+from megatron_cp.training.logging.baselines import PASSES, pack_figures, ring_bytes
+
+LENGTHS = (137, 2, 301, 1, 64, 519)
+SHAPES = [{"num_heads": 4, "num_kv_heads": 4, "head_dim": 8}, {"num_heads": 8, "num_kv_heads": 2}]
+
+
+def milliseconds(plan):
+    return sum(plan.stats(name)["makespan_ms"] for name in PASSES)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("cp_size", [1, 2, 3, 8])
+@pytest.mark.parametrize("element_bytes", [2, 4])
+def test_figures_of_the_rings_are_those_of_their_plans(shape, cp_size, element_bytes):
+    config = CPConfig(**shape, element_bytes=element_bytes)
+    mask = masks.documents(list(LENGTHS))
+    figures = pack_figures(make_plan(mask, cp_size, config))
+    zigzag, per_document = (
+        make_plan(mask, cp_size, replace(config, planner=name))
+        for name in ("zigzag", "per_document_zigzag")
+    )
+    assert figures.zigzag_imbalance == pytest.approx(zigzag.stats("forward")["imbalance"])
+    sent = sum(sent_bytes(zigzag, name).sum() for name in PASSES)
+    assert figures.ring_bytes == pytest.approx(sent)
+    assert figures.bound_ms <= figures.predicted_ms * (1 + 1e-9)
+    if cp_size > 1:  # prices from below
+        assert figures.zigzag_ms <= milliseconds(zigzag) * (1 + 1e-9)
+        assert figures.per_document_ms <= milliseconds(per_document) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("planner", sorted(PLANNERS))
+def test_bytes_sent_equal_a_count_over_every_message(planner):
+    """Rows that are named in messages, times what a row of their side weighs, by hand."""
+    heads, groups, dim = 4, 2, 16
+    config = CPConfig(planner=planner, num_heads=heads, num_kv_heads=groups, head_dim=dim)
+    plan = make_plan(masks.documents(list(LENGTHS)), 4, config)
+    there = {("k", "forward"): 2 * groups * dim * 2, ("k", "backward"): 2 * groups * dim * 2,
+             ("q", "forward"): heads * dim * 2, ("q", "backward"): heads * (2 * dim * 2 + 2 * 4)}  # fmt: skip
+    back = {("k", "forward"): 0, ("k", "backward"): 2 * groups * dim * 4,
+            ("q", "forward"): heads * (dim + 1) * 4, ("q", "backward"): heads * dim * 4}  # fmt: skip
+    for name in PASSES:
+        one_pass = plan.get_pass(name)
+        if one_pass.head_split is not None:
+            continue
+        expected = np.zeros((4, 4))
+        for side, transfer in one_pass.transfers():
+            for hop in transfer.hops:
+                for src, dst, start, stop in hop.messages[:, :4].tolist():
+                    expected[src, dst] += (stop - start) * there[side, name]
+                    expected[dst, src] += (stop - start) * back[side, name]
+        assert np.array_equal(sent_bytes(plan, name), expected)
+
+
+def test_a_head_split_sends_what_every_rank_gives_away():
+    """Ulysses on four ranks, four heads: each rank keeps a quarter of q, k, v and out, and sends the rest."""
+    config = CPConfig(planner="ulysses", num_heads=4, num_kv_heads=4, head_dim=16)
+    plan = make_plan(masks.causal(64), 4, config)
+    per_token = 4 * 4 * 16 * 2 + 4 * 4  # q, k, v there, out back in bf16, lse back in fp32
+    sent = sent_bytes(plan, "forward")
+    assert sent.sum(axis=1) == pytest.approx([16 * per_token * 3 / 4] * 4)
+    assert np.diag(sent) == pytest.approx(0.0)
+
+
+def test_one_rank_sends_nothing():
+    assert ring_bytes(make_plan(masks.causal(64), 1, CPConfig())) == 0
