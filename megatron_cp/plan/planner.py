@@ -14,6 +14,7 @@ import numpy as np
 
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
+from megatron_cp.mask.checks import check_mask
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.attention_plan import AttentionPlan
 from megatron_cp.plan.compute.solvers.solve import check_solver
@@ -36,6 +37,8 @@ from megatron_cp.plan.transfer.pass_builder import PlacedMask
 from megatron_cp.plan.transfer.passes import needed_keys_pass
 from megatron_cp.plan.validation import validate
 
+MAX_RANKS = 1 << 16
+MAX_PLANNED_TOKENS = 1 << 27  # their places alone are 1 GB
 MAX_RECENT = 4  # families of plans kept, for masks that come again; a plan of 1M tokens holds 8 MB
 _recent: OrderedDict[object, dict[str, AttentionPlan]] = OrderedDict()
 
@@ -123,14 +126,34 @@ def plan_on_placement(
     return AttentionPlan.of(plan)
 
 
+def _check_masks(masks: object) -> None:
+    """Raises TypeError unless `masks` maps names to (mask, weight), ValueError for more tokens than a plan can have."""
+    if not isinstance(masks, Mapping):
+        raise TypeError(f"masks={masks!r} must map names to (mask, layers); give a dict")
+    for name, given in masks.items():
+        if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], int | float)):
+            raise TypeError(
+                f"masks[{name!r}]={given!r} must be (mask, number of layers that use it); give both"
+            )
+        check_mask(given[0], "mask" if name == "mask" else f"masks[{name!r}]")
+        if given[0].num_queries > MAX_PLANNED_TOKENS:
+            raise ValueError(
+                f"a mask of {given[0].num_queries} tokens cannot be planned, at most {MAX_PLANNED_TOKENS} are allowed: "
+                "a plan names the place of each; cut the pack"
+            )
+
+
 def _check_inputs(
     masks: Mapping[str, tuple[AttentionMask, float]], cp_size: int, config: CPConfig
 ) -> None:
-    if not isinstance(cp_size, int) or isinstance(cp_size, bool) or cp_size < 1:
+    if not isinstance(cp_size, int) or isinstance(cp_size, bool) or not 1 <= cp_size <= MAX_RANKS:
         raise ValueError(
-            f"cp_size={cp_size!r} must be a positive integer, the size of the context-parallel group; "
-            "use 1 for a single rank"
+            f"cp_size={cp_size!r} must be a positive integer of at most {MAX_RANKS}, the size of the context-parallel "
+            "group; use 1 for a single rank"
         )
+    if not isinstance(config, CPConfig):
+        raise TypeError(f"config={config!r} must be a CPConfig; leave it out for the defaults")
+    _check_masks(masks)
     if config.planner not in PLANNERS:
         near = difflib.get_close_matches(str(config.planner), PLANNERS, n=1, cutoff=0.0)[0]
         raise ValueError(
