@@ -21,10 +21,7 @@ hypothesis.settings.register_profile(
         hypothesis.HealthCheck.differing_executors,
     ],
 )
-# `make test-fast`, and a hunt: pytest --hypothesis-profile hunt
-hypothesis.settings.register_profile(
-    "fast", parent=hypothesis.settings.get_profile("suite"), max_examples=8
-)
+# For a hunt: pytest --hypothesis-profile hunt
 hypothesis.settings.register_profile(
     "hunt", parent=hypothesis.settings.get_profile("suite"), max_examples=2000, derandomize=False
 )
