@@ -11,11 +11,14 @@ two to train another model.
 
 def main() -> None:
     """Parses, installs what stands in for CUDA on a CPU, and trains."""
+    import os
     import sys
 
     from megatron_cp.training.exit_signal import catch_exit_signal
+    from megatron_cp.training.leftovers import end_with_torchrun
 
-    catch_exit_signal(sys.argv[1:])  # before the slow imports
+    end_with_torchrun(os.environ)  # both before the slow imports
+    catch_exit_signal(sys.argv[1:])
 
     from megatron_cp.training.arguments import parse_arguments
 

@@ -1,8 +1,12 @@
 """What every test gets: poisoned `torch.empty`, a hypothesis profile, and nothing left behind at the end."""
 
 import functools
+import getpass
+import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -75,8 +79,21 @@ def _fixed_seed():
     torch.manual_seed(1234)
 
 
+@pytest.fixture(scope="session")
+def _temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The session's own temporary folder: what stays there is of its tests, whoever else uses the machine."""
+    kept = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kept))  # compiled once for all sessions
+    folder = tmp_path_factory.mktemp("temporary")
+    before = tempfile.tempdir, os.environ.get("TMPDIR")
+    tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
+    yield folder
+    tempfile.tempdir = before[0]
+    os.environ["TMPDIR"] = before[1] or ""
+
+
 @pytest.fixture(scope="session", autouse=True)
-def _the_session_leaves_nothing() -> Iterator[None]:
+def _the_session_leaves_nothing(_temporary_folder: Path) -> Iterator[None]:
     """At the end no process of any test runs, and shared memory is as it was."""
     processes.adopt_orphans()
     before = processes.shared_memory()
@@ -86,11 +103,14 @@ def _the_session_leaves_nothing() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _the_test_leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Where tests start programs, each of them leaves no process and no shared memory."""
+def _the_test_leaves_nothing(
+    request: pytest.FixtureRequest, _temporary_folder: Path
+) -> Iterator[None]:
+    """Where tests start programs, each leaves no process, no shared memory and no temporary folder of a run."""
     if request.path.parent.name not in _STARTS_PROGRAMS:
         yield
         return
     before = processes.shared_memory()
     yield
     processes.check_nothing_is_left(before)
+    processes.check_nothing_stays_in(_temporary_folder)

@@ -85,6 +85,22 @@ def check_nothing_is_left(shared_before: set[str]) -> None:
         raise AssertionError(f"{hang}: {ownerless()}") from None
 
 
+def temporary_folders(folder: Path) -> set[str]:
+    """Returns what a run keeps in its temporary folder while it lives: torchrun's, wandb's and our folders."""
+    ours = ("torchelastic_", "megatron_cp_", "wandb-")
+    theirs = ("wandb-media", "wandb-artifacts")
+    names = {path.name for path in folder.iterdir()}
+    return {name for name in names if name.startswith(ours) or name.endswith(theirs)}
+
+
+def check_nothing_stays_in(folder: Path) -> None:
+    """Raises AssertionError if a run that has ended leaves folders in its temporary folder."""
+    try:
+        wait_until(lambda: not temporary_folders(folder), "temporary folders are left")
+    except AssertionError as hang:
+        raise AssertionError(f"{hang}: {temporary_folders(folder)}") from None
+
+
 def _processes() -> Iterator[int]:
     return (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
 

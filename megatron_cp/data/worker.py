@@ -8,6 +8,7 @@ dies, the trainer sees the closed socket at once.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -26,7 +27,8 @@ from megatron_cp.data.document_set import Documents
 from megatron_cp.data.packing import Pack
 
 _SIGNALS_OF_THE_TRAINER = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
-_COMMAND = "import sys; from megatron_cp.data.worker import main; main(int(sys.argv[1]))"
+_COMMAND = "import sys; from megatron_cp.data.worker import main; main(*map(int, sys.argv[1:]))"
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class WorkerProcess:
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         with theirs, _without_signals():
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _COMMAND, str(theirs.fileno())],
+                [sys.executable, "-c", _COMMAND, str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
@@ -161,6 +163,9 @@ def _answer(builder: BatchBuilder, packs: tuple[Pack, ...]) -> tuple[PlannedBatc
         return "Exception", traceback.format_exc()
 
 
-def main(descriptor: int) -> None:
-    """Serves on an inherited socket until the trainer closes it."""
+def main(descriptor: int, trainer: int) -> None:
+    """Serves on an inherited socket until the trainer closes it, or dies, in the middle of a plan too."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != trainer:  # it died before the line above
+        return
     serve(Connection(descriptor))

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.processes import HANG_SECONDS
+from tests.processes import HANG_SECONDS, check_nothing_stays_in
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,9 +31,9 @@ SMALL_RUN = [*MODEL, *DATA, *STEPS, "--eval-iters", "1"]
 def launch(
     world_size: int, *flags: str, timeout: float = HANG_SECONDS
 ) -> subprocess.CompletedProcess[str]:
-    """Runs pretrain_gpt.py on this many ranks and returns what it printed."""
+    """Runs pretrain_gpt.py on this many ranks and returns what it printed; it leaves no temporary folder."""
     with tempfile.TemporaryDirectory() as folder:
-        return subprocess.run(
+        done = subprocess.run(
             command_line(world_size, *flags),
             capture_output=True,
             text=True,
@@ -41,6 +41,8 @@ def launch(
             env=environment(folder),
             check=False,
         )
+        check_nothing_stays_in(Path(folder))
+    return done
 
 
 def command_line(world_size: int, *flags: str) -> list[str]:

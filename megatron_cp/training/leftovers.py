@@ -1,0 +1,119 @@
+"""Nothing of a run outlives torchrun: its ranks end with it, and what they left in the temporary folder goes.
+
+    torchrun ──> ranks          the kernel kills them when torchrun dies, also by SIGKILL
+        └──────> rank 0 ──> a small process that waits for torchrun's end, tidies up, and ends
+
+    torchelastic_*/                      torchrun makes it for logs that nobody asked for, and leaves it after every run
+    megatron_cp_<torchrun>_*/            one of each rank: temporary files of wandb, of compilers, and ours
+
+A rank cannot do this itself: it may be killed, and torchrun starts others below its folder. Nothing but the standard
+library is imported here: this runs before the slow imports.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import getpass
+import os
+import re
+import select
+import shutil
+import signal
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_MADE_BY_TORCHRUN = "torchelastic_"
+_FOR_THE_RUN = (
+    signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2,
+)  # fmt: skip
+
+
+def end_with_torchrun(environment: Mapping[str, str]) -> None:
+    """Makes this rank, and its temporary files, end with torchrun. Call it first, in the main thread.
+
+    Does nothing under another launcher, and nothing about files on a Linux before 5.3.
+    """
+    if "TORCHELASTIC_RUN_ID" not in environment:
+        return
+    launcher = os.getppid()
+    die_with_parent(launcher)
+    if not hasattr(os, "pidfd_open"):
+        return
+    try:
+        handle = os.pidfd_open(launcher)
+    except OSError:
+        return
+    prefix = f"megatron_cp_{launcher}_{_start_of(launcher)}_"
+    if environment.get("LOCAL_RANK") == environment.get("TORCHELASTIC_RESTART_COUNT") == "0":
+        error_file = environment.get("TORCHELASTIC_ERROR_FILE", "")
+        _tidy_up_after(handle, _folder_of_torchrun(error_file), Path(tempfile.gettempdir()), prefix)
+    os.close(handle)
+    _use_own_temporary_folder(prefix)
+
+
+def die_with_parent(parent: int) -> None:
+    """From now on the kernel kills this process when `parent`, which started it, dies."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
+
+
+def _start_of(pid: int) -> str:
+    """Returns when a process started, in clock ticks: with its number nobody else's name, in containers too."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+
+
+def _folder_of_torchrun(error_file: str) -> Path | None:
+    """Returns the temporary folder above the file; None where logs go to a folder of the user's."""
+    above = (path for path in Path(error_file).parents if path.name.startswith(_MADE_BY_TORCHRUN))
+    return next(above, None)
+
+
+def _use_own_temporary_folder(prefix: str) -> None:
+    """Makes temporary files of this process, and of those that it starts, go into a folder of its own.
+
+    What is compiled stays where torch keeps it for the next run.
+    """
+    user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+    kept = Path(tempfile.gettempdir()) / f"torchinductor_{user}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kept))
+    tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix=prefix)
+
+
+def _tidy_up_after(launcher: int, logs: Path | None, temporary: Path, prefix: str) -> None:
+    """Forks the process that waits for the end of `launcher`, a descriptor, and removes what is left.
+
+    It holds no pipe and heeds no signal of the run.
+    """
+    if os.fork():
+        return
+    try:
+        os.setsid()
+        for number in _FOR_THE_RUN:
+            signal.signal(number, signal.SIG_IGN)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for standard in (0, 1, 2):
+            os.dup2(nothing, standard)
+        select.select([launcher], [], [])
+        if logs is not None:
+            remove_empty_folders(logs)
+        remove_own_folders(temporary, prefix)
+    finally:
+        os._exit(0)
+
+
+def remove_empty_folders(folder: Path) -> None:
+    """Removes the folder and those below it that hold no file; logs that a user asked for stay."""
+    for below, _, _ in os.walk(folder, topdown=False):
+        with suppress(OSError):
+            Path(below).rmdir()
+
+
+def remove_own_folders(parent: Path, prefix: str) -> None:
+    """Removes this user's folders of that name; links, and what belongs to others, stay."""
+    for path in parent.glob(f"{prefix}*"):
+        if path.lstat().st_uid == os.getuid() and path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)

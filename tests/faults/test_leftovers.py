@@ -1,0 +1,105 @@
+"""However a run ends: `torchrun ... | tee log` ends, no process of it runs, and nothing of it stays in temporary files.
+
+The fixtures of `tests/conftest.py` look for processes and shared memory after every test.
+"""
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron_cp.training import leftovers
+from tests.processes import HANG_SECONDS, check_nothing_stays_in, left_running, temporary_folders
+from tests.training.commands import SMALL_RUN, command_line, environment
+
+LONG = (
+    "--train-iters", "100000", "--lr-decay-iters", "100000", "--eval-iters", "0", "--num-workers", "1",
+    "--save-interval", "2", "--async-save",
+)  # fmt: skip
+
+
+def rank_zero() -> int:
+    """The process id of the run's first rank: what it forks has its environment and command line too."""
+    ranks = {
+        pid
+        for pid in left_running()
+        if b"RANK=0" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        and b"pretrain_gpt.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    }
+    parents = {pid: int(Path(f"/proc/{pid}/stat").read_text().split()[3]) for pid in ranks}
+    (first,) = (pid for pid in ranks if parents[pid] not in ranks)
+    return first
+
+
+def one_of(command: str) -> int:
+    return next(pid for pid, own in left_running().items() if command in own)
+
+
+ENDS = {
+    "a killed rank": lambda launcher: os.kill(rank_zero(), signal.SIGKILL),
+    "a killed launcher": lambda launcher: os.kill(launcher, signal.SIGKILL),
+    "a killed loader worker": lambda launcher: os.kill(one_of("data.worker"), signal.SIGKILL),
+    "SIGTERM": lambda launcher: os.kill(launcher, signal.SIGTERM),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ENDS)
+def test_nothing_is_left_of_a_run_that_writes_checkpoints(tmp_path: Path, end: str):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    flags = [*SMALL_RUN, *LONG, "--save", str(tmp_path / "run"), "--context-parallel-size", "2"]
+    run = subprocess.Popen(
+        command_line(2, *flags),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=environment(str(temporary)),
+    )
+    tee = subprocess.Popen(["cat"], stdin=run.stdout, stdout=subprocess.PIPE, text=True)
+    run.stdout.close()  # the reader is the only one
+    said = []
+    for line in tee.stdout:
+        said.append(line)
+        if "successfully saved checkpoint from iteration       4" in line:
+            assert temporary_folders(temporary), "nothing to look for"
+            ENDS[end](run.pid)
+            break
+    else:
+        raise AssertionError("".join(said)[-3000:])
+    tee.communicate(timeout=HANG_SECONDS)  # until nobody holds the pipe open
+    assert tee.returncode == 0
+    assert run.wait(timeout=HANG_SECONDS) != 0
+    check_nothing_stays_in(temporary)
+
+
+def test_logs_that_a_user_asked_for_stay(tmp_path: Path):
+    folder = tmp_path / "torchelastic_x"
+    for name in ("run/attempt_0/0", "run/attempt_0/1"):
+        (folder / name).mkdir(parents=True)
+    log = folder / "run" / "attempt_0" / "1" / "stdout.log"
+    log.write_text("said")
+    leftovers.remove_empty_folders(folder)
+    assert [p for p in folder.rglob("*") if p.is_file()] == [log]
+    assert not (folder / "run" / "attempt_0" / "0").exists()
+    log.unlink()
+    leftovers.remove_empty_folders(folder)
+    assert not folder.exists()
+
+
+def test_only_own_folders_of_the_very_run_are_removed(tmp_path: Path):
+    names = ("megatron_cp_7_1_a", "megatron_cp_7_1_b", "megatron_cp_7_12_a", "megatron_cp_70_1_a")
+    for name in names:
+        (tmp_path / name).mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "megatron_cp_7_1_link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "megatron_cp_7_1_a" / "file").write_text("")
+    leftovers.remove_own_folders(tmp_path, "megatron_cp_7_1_")
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["elsewhere", "megatron_cp_70_1_a", "megatron_cp_7_12_a", "megatron_cp_7_1_link"]
+
+
+def test_without_torchrun_nothing_is_started(monkeypatch):
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("forked"))
+    leftovers.end_with_torchrun({"RANK": "0", "LOCAL_RANK": "0"})
