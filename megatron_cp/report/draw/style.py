@@ -77,7 +77,8 @@ svg .strong{fill:var(--ink);font-weight:600}svg .muted{fill:var(--muted)}svg .ti
 .faint{fill:none;stroke-width:1;opacity:.35}
 details{margin-top:8px;font-size:12px;color:var(--muted)}
 summary{cursor:pointer}
-pre{max-height:260px;overflow:auto;margin:6px 0 0;padding:8px;background:var(--page);border-radius:6px;
+details .scroll{max-height:260px;overflow:auto;margin:6px 0 0}
+pre{margin:0;width:max-content;min-width:100%;padding:8px;background:var(--page);border-radius:6px;
 font:11.5px/1.45 ui-monospace,"DejaVu Sans Mono",monospace;color:var(--soft)}
 .badge{display:inline-block;background:var(--badge);color:var(--warn);border:1px solid currentColor;
 border-radius:99px;padding:0 8px;font-size:11px;font-weight:600;line-height:17px;vertical-align:2px}

@@ -152,7 +152,7 @@ def _heat_legend(high: float, y: float) -> Markup:
 
 
 def matrices(panels: Sequence[tuple[str, str, FloatArray]]) -> Markup:
-    """Returns matrices of bytes on one colour scale: (title, subtitle, `[src, dst]`); as many rows as the page needs."""
+    """Returns matrices of bytes on one colour scale: (title, subtitle, `[src, dst]`); rows as needed."""
     side, left, top = 168.0, 30.0, 62.0
     high = max(float(matrix.max()) for _, _, matrix in panels)
     drawn = []
