@@ -77,6 +77,7 @@ def go_through(run: Run) -> None:
     for split, loader in (("validation", run.loaders.valid), ("test", run.loaders.test)):
         if loader is not None and not run.journal.knows(split) and not run.exits.is_signalled():
             _evaluate(run, loader, split=split)
+    run.journal.close_well()
 
 
 def _train(run: Run) -> None:

@@ -26,7 +26,8 @@ from megatron_cp.report.draw.svg import (
 
 MAX_POINTS = 500
 LONGEST_NAME = 40
-LEGEND_ROW = 15.0
+LEGEND_ROW = 19.0
+CHARACTER = 8.6  # pixels of a character where a narrow page makes them large
 LEFT, RIGHT, TOP, BOTTOM = 54.0, 14.0, 26.0, 34.0
 Point = tuple[float, float]
 
@@ -188,12 +189,12 @@ def _draw(one: Series, x: Scale, y: Scale) -> list[Markup]:
 def _legend(drawn: Sequence[Series], axes: Axes) -> tuple[list[Markup], float]:
     """Returns the names of the lines, in as many rows as they need, and the height of the rows beyond the first."""
     named = [one for one in drawn if one.style != "faint"]
-    first = 22 + 6.6 * len(axes.y_label)
+    first = 12 + CHARACTER * len(axes.y_label)
     parts: list[Markup] = []
     at, y = first, 4.0
     for one in named if len(named) > 1 else ():
         name = one.name if len(one.name) <= LONGEST_NAME else one.name[: LONGEST_NAME - 1] + "…"
-        width = 30 + 6.3 * len(name)
+        width = 26 + CHARACTER * len(name)
         if at + width > axes.width and at > first:
             at, y = first, y + LEGEND_ROW
         parts.append(rect(at, y, 10, 8, f"s{(one.colour - 1) % 8 + 1}", rx=2))

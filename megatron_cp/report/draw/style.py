@@ -50,6 +50,7 @@ h3{font-size:15px;margin:0 0 2px;font-weight:650}
 .tile>span{display:block;color:var(--soft);font-size:13px}
 .tile small{display:block;color:var(--muted);font-size:12px;line-height:1.4}
 .row{display:grid;grid-template-columns:repeat(12,minmax(0,1fr));gap:12px;margin-bottom:12px}
+.panels{display:flex;flex-wrap:wrap;gap:14px 34px}.panels>svg{flex:0 1 auto;width:230px}
 .says{margin:4px 0 0;min-height:1.5em;color:var(--soft);font-size:12.5px;font-variant-numeric:tabular-nums}
 .rule{stroke:var(--ink);stroke-width:1;visibility:hidden}.rule[visibility=visible]{visibility:visible}
 [data-chart]{cursor:crosshair;touch-action:pan-x pan-y}
@@ -76,7 +77,8 @@ svg .strong{fill:var(--ink);font-weight:600}svg .muted{fill:var(--muted)}svg .ti
 .faint{fill:none;stroke-width:1;opacity:.35}
 details{margin-top:8px;font-size:12px;color:var(--muted)}
 summary{cursor:pointer}
-pre{max-height:260px;overflow:auto;margin:6px 0 0;padding:8px;background:var(--page);border-radius:6px;
+details .scroll{max-height:260px;overflow:auto;margin:6px 0 0}
+pre{margin:0;width:max-content;min-width:100%;padding:8px;background:var(--page);border-radius:6px;
 font:11.5px/1.45 ui-monospace,"DejaVu Sans Mono",monospace;color:var(--soft)}
 .badge{display:inline-block;background:var(--badge);color:var(--warn);border:1px solid currentColor;
 border-radius:99px;padding:0 8px;font-size:11px;font-weight:600;line-height:17px;vertical-align:2px}
@@ -93,7 +95,7 @@ border-radius:2px;vertical-align:1px}
 .meter i{display:block;height:8px;background:var(--doc-b);border-radius:2px}
 .chosen .meter i{background:var(--doc-a)}
 .facts{margin:8px 0 0;padding-left:18px;font-size:13.5px;color:var(--soft)}.facts li{margin:3px 0}
-.bars{list-style:none;padding-left:0}.meter.long{width:120px}
+.bars{list-style:none;padding-left:0}.facts+p{font-size:13.5px;color:var(--soft)}.meter.long{width:120px}
 .note{padding:10px 14px;margin-bottom:12px;color:var(--soft);font-size:13px}
 footer{margin-top:28px;padding-top:12px;padding-bottom:40px;border-top:1px solid var(--rule);
 color:var(--soft);font-size:12.5px}
@@ -101,7 +103,8 @@ footer dl{display:grid;grid-template-columns:max-content minmax(0,1fr);gap:2px 1
 footer dt{color:var(--muted)}footer dd{margin:0;overflow-wrap:anywhere}
 code{font:12px ui-monospace,"DejaVu Sans Mono",monospace}
 @media (max-width:900px){.row>*{grid-column:1/-1}header,nav,main,footer{padding-left:10px;padding-right:10px}
-.strip{grid-template-columns:repeat(2,minmax(0,1fr))}.wide>svg{min-width:520px}nav{position:static}
+.strip{grid-template-columns:repeat(2,minmax(0,1fr))}.wide>svg:not([data-chart]){min-width:520px}nav{position:static}
+[data-chart] text{font-size:16px}th,td{padding:4px 5px;font-size:12.5px}tbody th{white-space:normal;min-width:104px}
 .scroll,.plot{background:linear-gradient(to right,var(--card) 30%,transparent),
 linear-gradient(to right,transparent,var(--card) 70%) 100% 0,
 radial-gradient(farthest-side at 0 50%,var(--shade),transparent),

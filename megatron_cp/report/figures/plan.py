@@ -19,6 +19,7 @@ from megatron_cp.report.draw.svg import (
     short,
     short_bytes,
     short_tokens,
+    tag,
     text,
 )
 from megatron_cp.report.figures.view import PlanView
@@ -151,17 +152,19 @@ def _heat_legend(high: float, y: float) -> Markup:
 
 
 def matrices(panels: Sequence[tuple[str, str, FloatArray]]) -> Markup:
-    """Returns matrices of bytes side by side on one colour scale: (title, subtitle, `[src, dst]`)."""
-    side, pitch, left, top = 168.0, 268.0, 30.0, 62.0
+    """Returns matrices of bytes on one colour scale: (title, subtitle, `[src, dst]`); rows as needed."""
+    side, left, top = 168.0, 30.0, 62.0
     high = max(float(matrix.max()) for _, _, matrix in panels)
-    parts = []
-    for index, (title, subtitle, matrix) in enumerate(panels):
-        x = left + index * pitch
-        parts.append(text(x - 22, 22, title, "strong"))
-        parts.append(text(x - 22, 38, subtitle))
-        parts.append(_matrix(matrix, high, (x, top, side)))
-    width = left + (len(panels) - 1) * pitch + side + 60
-    return picture(width, top + side + 4, "bytes sent from rank to rank", *parts)
+    drawn = []
+    for title, subtitle, matrix in panels:
+        parts = (
+            text(left - 22, 22, title, "strong"),
+            text(left - 22, 38, subtitle),
+            _matrix(matrix, high, (left, top, side)),
+        )
+        width = max(left + side + 6, left + 6.6 * max(len(title), len(subtitle)))
+        drawn.append(picture(width, top + side + 4, f"bytes from rank to rank, {title}", *parts))
+    return tag("div", *drawn, class_="panels")
 
 
 def _matrix(matrix: FloatArray, high: float, box: tuple[float, float, float]) -> Markup:

@@ -52,9 +52,9 @@ def plan_again(run: Run, tell: Tell) -> KeptPacks:
     made: dict[str, list[Outcome]] = {name: [] for name in names}
     alone = []
     for number, pack in enumerate(run.packs, 1):
+        tell(f"every planner on kept pack {number} of {len(run.packs)}")
         alone.append(_milliseconds(make_plan(pack.mask, 1, replace(config, chunk_size=None))))
         for name in names:
-            tell(f"kept pack {number} of {len(run.packs)}, planner {name}")
             made[name].append(_outcome(pack, name, config))
     outcomes = tuple(mean_outcome(one) for one in made.values())
     best = best_other(outcomes, config.planner)

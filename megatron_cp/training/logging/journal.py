@@ -20,6 +20,7 @@ from megatron_cp.mcore.loss import LOSS_NAME
 from megatron_cp.training.agreement import versions
 from megatron_cp.training.checkpoint.save import Saved
 from megatron_cp.training.checkpoint.state import RunState
+from megatron_cp.training.logging.closing import Summary, closing_box, next_lines
 from megatron_cp.training.logging.energy import EnergyMeter
 from megatron_cp.training.logging.flops import ModelFlops
 from megatron_cp.training.logging.lines import (
@@ -65,6 +66,7 @@ class Journal:
         self._window_start = time.perf_counter()
         self._window_steps = self._num_samples = self._steps_since_line = 0
         self._last: dict[str, Any] = {}
+        self._summary = Summary()
         self._evaluated: dict[str, int] = {}
 
     def step(
@@ -87,6 +89,7 @@ class Journal:
         self._window_tokens += work.num_tokens
         self._window_steps += 1
         self._steps_since_line += 1
+        self._summary.step(result.loss, work.num_tokens)
         if result.loss is not None and math.isfinite(result.loss):
             self._losses[LOSS_NAME].append(result.loss)
         for name, value in result.auxiliary.items():
@@ -147,6 +150,7 @@ class Journal:
             row |= memory_metrics(device)
         row = {key: value for key, value in row.items() if value is not None}
         self._last = row
+        self._summary.row(row)
         self._tracker.log(state.iteration, row, samples=state.consumed_samples)
 
     def _sample(self, batches: list[PlannedBatch]) -> None:
@@ -241,6 +245,8 @@ class Journal:
         self._evaluated[split] = self._state.iteration
         if loss is None:
             return
+        if split == "validation":
+            self._summary.held_out.append((self._state.iteration, loss))
         perplexity = math.exp(min(20.0, loss))
         print_rank_last(evaluation_lines(where, split, {LOSS_NAME: loss}, {LOSS_NAME: perplexity}))
         row = {f"{LOSS_NAME} {split}": loss}
@@ -267,6 +273,14 @@ class Journal:
                     f"Saved checkpoint\tIteration: {saved.iteration}\t"
                     f"Floating-point operations: {saved.flops:.2e}\n"
                 )
+
+    def close_well(self) -> None:
+        """Prints the box of a run that came to its end; nothing where no step was taken."""
+        config = self._state.config
+        if self._summary.num_tokens:
+            folder = self._tracker.offline_folder
+            lines = next_lines(config.records.run_dir, config.checkpoint.save, folder)
+            print_rank_last(closing_box(self._summary, self._state.iteration, lines))
 
     def finish(self) -> None:
         """Closes the trackers."""

@@ -65,6 +65,14 @@ class Tracker:
         """Whether somebody keeps packs for the report."""
         return self._files is not None
 
+    @property
+    def offline_folder(self) -> str | None:
+        """What `wandb sync` takes, for a run that wandb keeps on this machine; None otherwise."""
+        settings = getattr(self._wandb, "settings", None)
+        is_offline = getattr(settings, "mode", None) == "offline"
+        folder = getattr(settings, "sync_dir", None) if is_offline else None
+        return None if folder is None else str(folder)
+
     def finish(self, summary: dict[str, Any]) -> None:
         """Closes every sink."""
         if self._files is not None:

@@ -1,0 +1,96 @@
+"""The box at the end of a run: what came out, where it is, how to look at it, what to run next."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+_BALANCE, _ZIGZAG = "cp/area_max_over_mean", "cp/zigzag_area_max_over_mean"
+_SENT, _RING = "cp/comm_bytes_sent", "cp/ring_bytes_sent"
+_KEYS = (_BALANCE, _ZIGZAG, _SENT, _RING)
+MOST_EVALUATIONS = 4  # that are listed, the last ones
+
+
+@dataclass
+class Summary:
+    """Counts along while a run goes on; means are over every row that was tracked."""
+
+    losses: list[float] = field(default_factory=list)
+    held_out: list[tuple[int, float]] = field(default_factory=list)
+    num_tokens: int = 0
+    started: float = field(default_factory=time.perf_counter)
+    _sums: dict[str, float] = field(default_factory=dict)
+    _num_rows: int = 0
+
+    def step(self, loss: float | None, num_tokens: int) -> None:
+        """Counts one step."""
+        if loss is not None:
+            self.losses.append(loss)
+        self.num_tokens += num_tokens
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        """Counts one tracked row."""
+        self._num_rows += 1
+        for key in _KEYS:
+            self._sums[key] = self._sums.get(key, 0.0) + float(row.get(key, 0.0))
+
+    def mean(self, key: str) -> float:
+        """Returns the mean over all rows."""
+        return self._sums.get(key, 0.0) / max(1, self._num_rows)
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Returns name and words of each line on what came out; nothing for a run without a step."""
+        facts = []
+        if self.losses:
+            count = max(1, len(self.losses) // 10)
+            first, last = self.losses[:count], self.losses[-count:]
+            words = f"{sum(first) / count:.4f} -> {sum(last) / count:.4f}, mean of the first and last {count} steps"
+            facts.append(("training loss", words))
+        if self.held_out:
+            shown = self.held_out[-MOST_EVALUATIONS:]
+            words = ", ".join(f"{loss:.4f} at step {step}" for step, loss in shown)
+            facts.append(("held-out loss", words))
+        if self._num_rows and self.mean(_RING):
+            over = f"mean of {self._num_rows} steps"
+            balance = f"{self.mean(_BALANCE):.3f} max / mean area, zigzag {self.mean(_ZIGZAG):.3f} ({over})"
+            sent, ring = self.mean(_SENT), self.mean(_RING)
+            volume = f"{sent / 1e6:,.4g} MB a step, {sent / ring:.1%} of a zigzag ring's ({over})"
+            facts += [("balance", balance), ("bytes sent", volume)]
+        return facts
+
+
+def next_lines(
+    run_dir: str | None, save: str | None, wandb_folder: str | None
+) -> list[tuple[str, str]]:
+    """Returns where the records are, and the commands that show, upload and go on with them."""
+    found = []
+    if run_dir is not None:
+        folder = shlex.quote(run_dir)
+        page = shlex.quote(str(Path(run_dir) / "report.html"))
+        found.append(("records", f"{folder}/run.json, metrics.jsonl, plan.json"))
+        found.append(("report", f"python -m megatron_cp report {folder}, then open {page}"))
+    if wandb_folder is not None:
+        found.append(("upload", f"wandb sync {shlex.quote(wandb_folder)}"))
+    if save is not None:
+        found.append(
+            ("go on", f"the same command with --load {shlex.quote(save)} and more --train-iters")
+        )
+    return found
+
+
+def closing_box(
+    summary: Summary, steps: int, lines: Sequence[tuple[str, str]], now: float | None = None
+) -> str:
+    """Returns the box; `now` is the clock of `summary.started`."""
+    seconds = (time.perf_counter() if now is None else now) - summary.started
+    title = f"{steps} steps, {summary.num_tokens:,} tokens, {timedelta(seconds=round(seconds))}"
+    rows = [*summary.facts(), *lines]
+    width = max((len(name) for name, _ in rows), default=0)
+    rule = "-" * 80
+    body = [f"  {name:{width}}  {words}" for name, words in rows]
+    return "\n".join([rule, f"  done: {title}", *body, rule])

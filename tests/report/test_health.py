@@ -1,0 +1,73 @@
+"""The verdict on a run: what it says of curves that are drawn up to be well, worth a look or ill."""
+
+import json
+
+import numpy as np
+import pytest
+
+from megatron_cp.report.run.health import verdict_of
+from megatron_cp.report.run.record import read_run
+from tests.report.runs import write_run
+
+STEPS = 40
+NOISE = np.random.default_rng(0).normal(0, 0.05, STEPS)
+
+
+def run_with(folder, *, wanted=STEPS, finished=True, held_out=(), **columns):
+    """A run whose metrics are these columns, one value a step."""
+    write_run(folder, steps=0)
+    record = json.loads((folder / "run.json").read_text())
+    record["arguments"]["train_iters"] = wanted
+    record["finished"] = {"iteration": STEPS} if finished else None
+    (folder / "run.json").write_text(json.dumps(record))
+    rows = [{"iteration": step + 1} for step in range(STEPS)]
+    for key, values in columns.items():
+        for row, value in zip(rows, values, strict=True):
+            row[key.replace("__", "/").replace("_norm", "-norm").replace("lm_", "lm ")] = value
+    rows += [{"iteration": step, "lm loss validation": loss} for step, loss in held_out]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return read_run(folder)
+
+
+FALLING = np.linspace(9, 6, STEPS) + NOISE
+GOOD = {
+    "held_out": [(20, 7.6), (40, 6.3)],
+    "lm_loss": FALLING,
+    "grad_norm": np.ones(STEPS),
+    "grad__skipped": np.zeros(STEPS),
+}
+
+
+def test_a_run_that_falls_evenly_is_healthy(tmp_path):
+    verdict = verdict_of(run_with(tmp_path / "run", **GOOD))
+    assert verdict.state == "well" and len(verdict.reasons) == 5
+    assert verdict.lines()[0] == "Healthy"
+
+
+CASES = {
+    "a loss that rises": ({"lm_loss": FALLING[::-1]}, "ill", "rises"),
+    "a loss that stands still": ({"lm_loss": 7 + NOISE}, "look", "does not move"),
+    "a held-out loss that turns": ({"held_out": [(20, 6.2), (40, 6.5)]}, "look", "rises: 6.500 after 6.200 at step 20"),
+    "no held-out loss": ({"held_out": []}, "look", "no held-out loss"),
+    "a spike": ({"grad_norm": np.r_[np.ones(STEPS - 6), 9.0, np.ones(5)]}, "look", "1 steps above 5 times"),
+    "gradients that grow": ({"grad_norm": np.r_[np.ones(30), np.full(10, 4.0)]}, "look", "it grows"),
+    "gradients that are not finite": ({"grad__nonfinite": np.r_[np.zeros(STEPS - 1), 1.0]}, "ill", "not finite in 1"),
+    "a few skipped steps": ({"grad__skipped": np.r_[1.0, np.zeros(STEPS - 1)]}, "look", "1 of 40 steps were skipped"),
+    "many skipped steps": ({"grad__skipped": np.r_[np.ones(5), np.zeros(STEPS - 5)]}, "ill", "5 of 40"),
+    "an early end": ({"wanted": 100}, "look", "ended early, after 40 of 100"),
+    "no end": ({"finished": False}, "look", "not finished"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_one_fault_decides_the_verdict_and_is_named(tmp_path, name):
+    change, state, words = CASES[name]
+    verdict = verdict_of(run_with(tmp_path / "run", **(GOOD | change)))
+    assert verdict.state == state
+    (reason,) = [one for one in verdict.reasons if one.state != "well"]
+    assert words in reason.words
+
+
+def test_a_run_that_logged_nothing_is_not_called_healthy(tmp_path):
+    write_run(tmp_path / "run", steps=0)
+    assert verdict_of(read_run(tmp_path / "run")).state == "look"

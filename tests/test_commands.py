@@ -1,0 +1,156 @@
+"""What all commands have in common: they begin at once, speak JSON, end quietly, and help."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from megatron_cp import __version__, doctor
+from megatron_cp.__main__ import COMMANDS, main
+from megatron_cp.commands.arguments import lengths_or_path
+from tests.processes import HANG_SECONDS
+
+SMALL = ["--context-parallel-size", "2", "--tokens-per-rank", "512", "--cp-planner", "zigzag,ring"]
+PROBE = """
+import sys
+from megatron_cp.__main__ import main
+try:
+    main({words!r})
+except SystemExit as end:
+    code = end.code
+print(code, sorted({{"numpy", "torch", "megatron"}} & set(sys.modules)))
+"""
+
+
+def after(*words):
+    """Exit code and heavy modules in memory after a command that ends in its arguments."""
+    probe = PROBE.format(words=list(words))
+    done = subprocess.run(
+        [sys.executable, "-c", probe],
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+        check=True,
+    )
+    code, modules = done.stdout.splitlines()[-1].split(" ", 1)
+    return int(code), json.loads(modules.replace("'", '"'))
+
+
+@pytest.mark.parametrize(
+    "words", [["--version"], ["--help"], [], ["plann"], ["doctor", "--no"], ["report"]]
+)
+def test_what_needs_no_numbers_imports_none(words):
+    code, modules = after(*words)
+    assert modules == [] and code == (0 if words in (["--version"], ["--help"]) else 2)
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate", "emulate"])
+def test_bad_arguments_and_help_end_before_torch_is_imported(command):
+    assert after(command, "--no-such-flag") == (2, ["numpy"])
+    assert after(command, "--help") == (0, ["numpy"])
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"megatron_cp {__version__}\n"
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_help_names_every_default_and_ends_with_an_example(capsys, command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    text = capsys.readouterr().out
+    assert end.value.code == 0
+    assert re.search(rf"example: python -m megatron_cp {command} ?\S*", text.splitlines()[-1])
+    for flag, default in {
+        "--kv-channels": "128",
+        "--seed": "1234",
+        "--cp-topology": "h100",
+    }.items():
+        if f"  {flag} " in text:
+            (line,) = re.findall(rf"^  {flag} .*(?:\n {{10,}}.*)*", text, flags=re.M)
+            assert f"default: {default}" in line
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_json_without_a_file_is_all_that_stands_on_standard_output(capsys, command):
+    assert main([command, *SMALL, "--json"]) == 0
+    printed = capsys.readouterr()
+    values = json.loads(printed.out)
+    planners = (values["steps"][0] if command == "simulate" else values)["planners"]
+    assert [one["planner"] for one in planners] == ["zigzag", "ring"]
+    assert all(one["predicted_ms"] > 0 and "plan" not in one for one in planners)
+    assert f"{command}: " in printed.err and "planner" in printed.err.splitlines()[0]
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_json_in_a_file_stands_beside_the_text_and_only_the_asked_planners_run(
+    capsys, tmp_path, command
+):
+    target = tmp_path / "new" / "figures.json"
+    assert main([command, *SMALL, "--json", str(target)]) == 0
+    printed = capsys.readouterr()
+    assert f"wrote {target}" in printed.err and json.loads(target.read_text())
+    assert "* zigzag" in printed.out and "  ring " in printed.out and " magi " not in printed.out
+    assert (
+        "by default: --workload W1, --mask causal_document, --num-attention-heads 64" in printed.out
+    )
+    assert "--cp-topology h100" in printed.out
+
+
+def test_doctor_answers_in_json(capsys, monkeypatch):
+    finding = doctor.Finding("Python", "fail", "3.9, need 3.10")
+    monkeypatch.setattr(doctor, "examine", lambda: [finding])
+    assert main(["doctor", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out) == {
+        "training": False,
+        "findings": [{"name": "Python", "state": "fail", "text": "3.9, need 3.10"}],
+    }
+
+
+def test_one_mask_has_the_same_area_in_plan_and_simulate(capsys):
+    words = [
+        "--mask",
+        "window_document",
+        "--lengths",
+        "2000,3,45",
+        "--window-size",
+        "100,0",
+        "--seed",
+        "3",
+    ]
+    sizes = ["--context-parallel-size", "2", "--cp-planner", "zigzag", "--json"]
+    found = []
+    for command in ("plan", "simulate"):
+        assert main([command, *words, *sizes]) == 0
+        values = json.loads(capsys.readouterr().out)
+        found.append((values["packs"] if command == "plan" else values["steps"])[0])
+    counted = sum(min(i + 1, 101) for n in (2000, 3, 45) for i in range(n))
+    assert [(one["tokens"], one["pairs"]) for one in found] == [(2048, counted)] * 2
+
+
+def test_an_interrupt_is_one_line_and_code_130():
+    words = ["simulate", "--context-parallel-size", "64", "--tokens-per-rank", "16K"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "megatron_cp", *words],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as process:  # fmt: skip
+        assert process.stderr.readline().startswith("simulate: 64 ranks, planner 1 of ")
+        os.kill(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=HANG_SECONDS)
+    assert process.returncode == 130
+    *progress, last = said.splitlines()
+    assert last == "python -m megatron_cp simulate: interrupted"
+    assert all(line.startswith("simulate: ") for line in progress)
+
+
+def test_lengths_are_numbers_or_a_path(tmp_path):
+    assert lengths_or_path("137,2041,89") == [137, 2041, 89]
+    assert lengths_or_path(str(tmp_path)) == tmp_path
