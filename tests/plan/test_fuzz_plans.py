@@ -9,6 +9,7 @@ from megatron_cp import mask as masks
 from megatron_cp.config import CPConfig
 from megatron_cp.plan import AttentionPlan, make_plans
 from megatron_cp.plan.hardware.makespan import makespan_seconds
+from megatron_cp.plan.search.budget import BUDGET
 from megatron_cp.plan.search.search import candidates
 from tests.plan.cases import nodes_of
 from tests.plan.test_laws import check_laws
@@ -76,13 +77,13 @@ def test_families_on_any_machine_share_a_placement_and_compute_every_pair_once(
     config=settings_of_auto(),
 )
 @settings(max_examples=40, deadline=None)
-def test_every_way_that_was_looked_at_takes_as_long_built_as_its_price_says(
+def test_every_option_that_was_looked_at_takes_as_long_built_as_its_price_says(
     family, cp_size, config
 ):
-    for candidate in candidates(family, cp_size, config):
-        for (name, which), choices in candidate.options.items():
-            for choice in choices:
-                exact = choice.refine() if choice.refine else choice
+    for candidate in candidates(family, cp_size, config, BUDGET):
+        for (name, which), options in candidate.options.items():
+            for option in options:
+                exact = option.refine() if option.refine else option
                 built = exact.build()
                 mask = family[name][0]
                 plan = AttentionPlan(mask, config, "auto", candidate.placement.tokens, built, built)

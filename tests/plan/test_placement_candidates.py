@@ -11,6 +11,7 @@ from megatron_cp import mask as masks
 from megatron_cp.plan.placement.by_documents import group_sizes, whole_documents
 from megatron_cp.plan.placement.candidates import PlacementCandidates
 from megatron_cp.plan.placement.placement import Placement, zigzag
+from megatron_cp.plan.search.budget import BUDGET
 from tests.plan.cases import config
 from tests.strategies import document_lengths
 
@@ -107,11 +108,16 @@ def test_group_sizes_fill_nodes_first(ranks, node, sizes):
 def test_documents_of_a_family_begin_where_those_of_all_masks_do():
     family = {"a": (masks.documents([16, 16, 16, 16]), 1.0), "b": (masks.documents([32, 32]), 2.0)}
     options = config(num_heads=4, num_kv_heads=4)
-    placement = PlacementCandidates(family, 2, options, 1).by_documents(1, 1.08)
+    placement = PlacementCandidates(family, 2, options, 1, BUDGET.placements).by_documents(1, 1.08)
     assert placement is not None
     assert placement.tokens.tolist() == [list(range(32)), list(range(32, 64))]
 
 
 def test_a_chosen_chunk_size_is_kept_so_documents_are_not_placed_whole():
     family = {"a": (masks.documents([8, 24, 32]), 1.0)}
-    assert PlacementCandidates(family, 2, config(chunk_size=16), 1).by_documents(1, 1.08) is None
+    assert (
+        PlacementCandidates(family, 2, config(chunk_size=16), 1, BUDGET.placements).by_documents(
+            1, 1.08
+        )
+        is None
+    )

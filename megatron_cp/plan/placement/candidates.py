@@ -6,8 +6,8 @@ what a head group holds is in order, so slices are few and large.
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,18 +22,35 @@ from megatron_cp.plan.schema import FloatArray
 
 Family = Mapping[str, tuple[AttentionMask, float]]  # name -> (mask, number of layers)
 
-ROUGH, FINE = 0.04, 0.01  # balance of chunk assignments
-CHUNKS = 256  # over all head groups
-MIN_CHUNKS = 4  # per head group
-MOST_PARTS = 1 << 12  # of a mask on documents in mirrored pieces: planning time grows with them
-MOST_PARTS_PER_RANK = 48  # ... and more ranks may take more
+
+@dataclass(frozen=True)
+class PlacementLimits:
+    """How fine placements are; `search/budget.py` says what set each number."""
+
+    imbalance: float
+    """Of chunks placed by area: exchanges end once the busiest rank is no further above the mean."""
+    chunks: int
+    """Over all head groups."""
+    least_chunks: int
+    """Of each head group."""
+    most_parts: int
+    """Of a mask on documents in mirrored pieces: planning time grows with them."""
+    most_parts_per_rank: int
+    """More ranks may have more."""
 
 
 class PlacementCandidates:
     """The placements of one family of masks on `cp_size` ranks; all have the same number of rows."""
 
-    def __init__(self, masks: Family, cp_size: int, config: CPConfig, smallest_degree: int):
-        self.masks, self.cp_size, self.config = masks, cp_size, config
+    def __init__(
+        self,
+        masks: Family,
+        cp_size: int,
+        config: CPConfig,
+        smallest_degree: int,
+        limits: PlacementLimits,
+    ):
+        self.masks, self.cp_size, self.config, self.limits = masks, cp_size, config, limits
         self.smallest_degree = smallest_degree
         # One row count for all: it must not depend on the data, pipeline shapes are fixed by it.
         num_tokens = next(iter(masks.values()))[0].num_queries
@@ -53,7 +70,7 @@ class PlacementCandidates:
         bounds = np.arange(self.cp_size + 1) * self.rows
         areas = [weight * mask.area_of_rows(bounds) for mask, weight in self.masks.values()]
         per_rank = np.sum(areas, axis=0)
-        return bool(per_rank.max() <= (1 + FINE) * per_rank.mean())
+        return bool(per_rank.max() <= (1 + self.limits.imbalance) * per_rank.mean())
 
     def zigzag(self, degree: int) -> Placement:
         """Returns two mirrored pieces of the stream per head group; in order where a chosen chunk would be cut."""
@@ -78,7 +95,7 @@ class PlacementCandidates:
         document = np.searchsorted(self._bounds, groups.ids[:, 0], side="right")
         pieces = np.bincount(document)
         parts = (pieces * (pieces + 1) // 2).sum()
-        if parts > max(MOST_PARTS, MOST_PARTS_PER_RANK * self.cp_size):
+        if parts > max(self.limits.most_parts, self.limits.most_parts_per_rank * self.cp_size):
             return None
         return groups.regrouped(self.cp_size)
 
@@ -104,29 +121,20 @@ class PlacementCandidates:
         rows = degree * self.rows
         return whole_documents(self._bounds, self._areas, groups, node, rows, most_load)
 
-    def by_area(self, degree: int) -> Iterator[Placement]:
-        """Yields chunk assignments to head groups: three balanced ones, then two on the way to balance."""
+    def by_area(self, degree: int) -> Placement:
+        """Returns zigzag chunks of head groups, exchanged until areas are equal."""
         groups = self.cp_size // degree
         per_group = self._chunks_per_group(degree * self.rows // self.chunk, groups)
         size, count = degree * self.rows // per_group, groups * per_group
         tables = [by_area.chunk_table(mask, size, count) for mask, _ in self.masks.values()]
         table = by_area.weighted_sum(tables, [weight for _, weight in self.masks.values()])
-        rough_assignments = []
-        for start in (by_area.zigzag, by_area.in_order):
-            rough = by_area.exchange_chunks(start(count, groups), table, ROUGH)
-            rough_assignments.append(rough)
-            yield self._placed(by_area.exchange_chunks(rough, table, FINE), size)
-            if start is by_area.zigzag:
-                yield self._placed(by_area.largest_first(table.chunk_areas, groups), size)
-        for rough in rough_assignments:
-            yield self._placed(rough, size)
-
-    def _placed(self, owned: IntArray, size: int) -> Placement:
+        zigzag = by_area.zigzag(count, groups)
+        owned = by_area.exchange_chunks(zigzag, table, self.limits.imbalance)
         return Placement.of_chunks(np.sort(owned, axis=1), size).regrouped(self.cp_size)
 
     def _chunks_per_group(self, finest: int, groups: int) -> int:
         """Returns how many chunks a head group owns: a divisor of the finest number."""
         if self.config.chunk_size is not None:
             return finest
-        most = max(MIN_CHUNKS, CHUNKS // groups)
+        most = max(self.limits.least_chunks, self.limits.chunks // groups)
         return max(n for n in range(1, finest + 1) if finest % n == 0 and (n <= most or n == 1))

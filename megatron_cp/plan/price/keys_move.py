@@ -7,7 +7,7 @@ rank and the keys of another, and the key rows that one needs of the other.
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,13 +18,10 @@ from megatron_cp.plan.hardware.cost import (
     hop_movement,
     seconds_per_byte,
 )
-from megatron_cp.plan.hardware.makespan import transfer_movement
-from megatron_cp.plan.price.head_groups import HeadGroups, PassOption, Strategy
-from megatron_cp.plan.schema import PASSES, FloatArray, Pass, PassName
+from megatron_cp.plan.price.head_groups import HeadGroups, Strategy
+from megatron_cp.plan.schema import FloatArray
 from megatron_cp.plan.transfer.pass_builder import PlacedMask
 from megatron_cp.plan.transfer.passes import allgather_pass, needed_keys_pass, ring_pass
-
-EVEN_STAGES = 2  # of MagiAttention's static overlap
 
 
 @dataclass(frozen=True)
@@ -58,37 +55,6 @@ def published_strategies(groups: HeadGroups, limit: float = math.inf) -> list[St
     if groups.all_keys_seconds() <= limit:
         strategies += [_ring(groups, figures), _allgather(groups, figures)]
     return strategies
-
-
-def even_keys_strategy(groups: HeadGroups) -> Strategy:
-    """Returns the strategy in which needed keys come in stages of equal rows (MagiAttention's static overlap)."""
-    figures, num_ranks = placement_figures(groups.placed), groups.placed.num_ranks
-    count = groups.config.num_stages or EVEN_STAGES
-    local = np.diagonal(figures.areas)
-    src, dst = np.nonzero(figures.rows)
-    rows = figures.rows[src, dst]
-    moved = hop_movement(src, dst, rows / count, num_ranks, groups.topology)
-    remote = (figures.loads - local) / count
-
-    @functools.cache
-    def build() -> Pass:
-        return needed_keys_pass(groups.placed, count)
-
-    @functools.cache
-    def exact() -> Strategy:
-        stages = build().stages
-        areas = [[work.area() for work in stage.work] for stage in stages]
-        moves = [transfer_movement(stage.k_cast, num_ranks, groups.topology) for stage in stages]
-        loads = _key_loads(np.array(areas, dtype=np.float64), moves)
-        return groups.same_both_ways(loads, float(rows.sum()), build)
-
-    loads = _key_loads(np.array([local, *[remote] * count]), [None, *[moved] * count])
-    estimate = groups.same_both_ways(loads, float(rows.sum()), build)
-
-    def estimate_of(name: PassName) -> PassOption:
-        return replace(estimate[name], refine=lambda: exact()[name])
-
-    return {name: estimate_of(name) for name in PASSES}
 
 
 def _key_loads(areas: FloatArray, moves: Sequence[Movement | None]) -> PassLoads:

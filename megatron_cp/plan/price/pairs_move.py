@@ -30,15 +30,29 @@ from megatron_cp.plan.transfer.routing import (
     tree,
 )
 
-STAGE_COUNTS = (1, 2, 4, 8)
-PRICED_STAGE_COUNTS = (0, 1, 4)  # enough for an estimate
-FEW_STAGES = 2  # so few may do without local pairs at the end: better where latency decides
-STAGINGS_PRICED = 3  # exactly, once an estimate has won
-EXACT_PRICES = 576  # over all head groups: for more of them one takes longer
-AS_EVEN = 1.005  # times the estimate: no other order of rows is worth a look
-STAGE_TOLL = 2e-4  # share of the time that one more stage must save
-ORDER_TOLL = 1e-3  # ... that the next order of rows must, which has more slices
-HUB = 2.0  # an owner that sends so many times the mean is worth a tree
+
+@dataclass(frozen=True)
+class StagingLimits:
+    """Which stagings and routes are priced; `search/budget.py` says what set each number."""
+
+    counts: tuple[int, ...]
+    """Numbers of stages with foreign rows."""
+    estimated_counts: tuple[int, ...]
+    """Of them, those of an assignment's first estimate."""
+    few: int
+    """So many stages may do without local pairs at the end: better where latency decides."""
+    most_exact: int
+    """Stagings that are priced exactly, once an estimate has won."""
+    exact_prices: int
+    """The same over all head groups: for more of them one takes longer."""
+    as_even: float
+    """Times the estimate: no other order of rows is worth a look."""
+    stage_penalty: float
+    """Share of the time that one more stage must save."""
+    order_penalty: float
+    """Share of the time that the next order of rows must save, which has more slices."""
+    hub: float
+    """An owner that sends so many times the mean is worth a tree."""
 
 
 def stay_at_home(groups: HeadGroups) -> Assignment:
@@ -46,23 +60,28 @@ def stay_at_home(groups: HeadGroups) -> Assignment:
     return Assignment(groups.placed.parts, groups.placed.q_owner)
 
 
-def move_compute(groups: HeadGroups, names: Sequence[PassName] = PASSES) -> Assignment:
-    """Returns the assignment by search: equal areas, and few rows moved on both sides, weighed for these passes."""
+def move_compute(groups: HeadGroups) -> Assignment:
+    """Returns the assignment by search: equal areas, and few rows moved on both sides."""
     placed, even = groups.placed, np.ones(groups.placed.num_ranks)
     node_size = groups.topology.node_size
-    return assign(groups.mask, placed.owners, node_size, groups.weights(names), even)
+    return assign(groups.mask, placed.owners, node_size, groups.weights(), even)
 
 
-def assigned_strategy(groups: HeadGroups, assignment: Assignment) -> Strategy:
+def assigned_strategy(
+    groups: HeadGroups, assignment: Assignment, limits: StagingLimits
+) -> Strategy:
     """Returns the strategy that runs an assignment; route and stages of each pass as is predicted best."""
     assigned = AssignedMask(groups.placed, assignment)
     straight: dict[Side, list[IntArray]] = {s: assigned.arriving(s, direct) for s in SIDES}
     rows = {side: sum(map(_num_rows, hops)) for side, hops in straight.items()}
-    routed = [_RoutedAssignment(groups, assigned, route) for route in _routes(groups, straight)]
+    routed = [
+        _RoutedAssignment(groups, assigned, route, limits)
+        for route in _routes(groups, straight, limits.hub)
+    ]
     uneven = imbalance(assigned.areas)
 
     def option_of(name: PassName) -> PassOption:
-        options = _stagings(groups.config, name, rows)
+        options = _stagings(groups.config, name, rows, limits)
         prices = [one.estimate(options, name) for one in routed]
         best = routed[prices.index(min(prices))]
 
@@ -82,7 +101,7 @@ def assigned_strategy(groups: HeadGroups, assignment: Assignment) -> Strategy:
     return {name: option_of(name) for name in PASSES}
 
 
-def _routes(groups: HeadGroups, arriving: dict[Side, list[IntArray]]) -> list[Route]:
+def _routes(groups: HeadGroups, arriving: dict[Side, list[IntArray]], hub: float) -> list[Route]:
     """Returns the routes worth a price, given what arrives when owners send themselves."""
     num_ranks, node_size = groups.placed.num_ranks, groups.topology.node_size
     stride = groups.placed.space.stride
@@ -93,7 +112,7 @@ def _routes(groups: HeadGroups, arriving: dict[Side, list[IntArray]]) -> list[Ro
     for requests in (hop for hops in arriving.values() for hop in hops):
         rows = requests[:, ID_STOP] - requests[:, ID_START]
         sent = np.bincount(requests[:, SRC], rows, num_ranks)
-        if len(rows) and sent.max() > HUB * sent.mean():
+        if len(rows) and sent.max() > hub * sent.mean():
             found.append(ThroughNodes(node_size, tree=True) if has_nodes else tree)
             break
     return found
@@ -106,6 +125,7 @@ class _RoutedAssignment:
     groups: HeadGroups
     assigned: AssignedMask
     route: Route
+    limits: StagingLimits
 
     @functools.cached_property
     def _moves(self) -> dict[Side, Movement | None]:
@@ -115,7 +135,9 @@ class _RoutedAssignment:
 
     def estimate(self, stagings: Sequence[Staging], name: PassName) -> float:
         """Returns about the time of a pass in the best of its stagings."""
-        some = [one for one in stagings if one.num_remote in PRICED_STAGE_COUNTS] or stagings
+        some = [
+            one for one in stagings if one.num_remote in (0, *self.limits.estimated_counts)
+        ] or stagings
         return float(self.even_seconds(some, name).min())
 
     def even_seconds(self, stagings: Sequence[Staging], name: PassName) -> FloatArray:
@@ -140,20 +162,22 @@ class _RoutedAssignment:
         A stage has its price as well, and so has an order: of stagings that are as good as equal, that with fewer
         slices and sends wins.
         """
-        tolls = np.array([1 + STAGE_TOLL * one.num_stages for one in stagings])
-        estimates = self.even_seconds(stagings, name) * tolls
+        penalties = np.array([1 + self.limits.stage_penalty * one.num_stages for one in stagings])
+        estimates = self.even_seconds(stagings, name) * penalties
         best, best_price, best_seconds = stagings[0], math.inf, math.inf
-        left = max(len(ORDERS), EXACT_PRICES // self.groups.placed.num_ranks)
-        for index in np.argsort(estimates, kind="stable")[:STAGINGS_PRICED]:
+        left = max(len(ORDERS), self.limits.exact_prices // self.groups.placed.num_ranks)
+        for index in np.argsort(estimates, kind="stable")[: self.limits.most_exact]:
             if estimates[index] >= best_price:  # even rows are the best case, nearly always
                 break
             for staging in _in_every_order(stagings[index])[:left]:
                 left -= 1
                 seconds = self.groups.seconds(self._exact_loads(staging), name)
-                price = seconds * (tolls[index] + ORDER_TOLL * ORDERS.index(staging.order))
+                price = seconds * (
+                    penalties[index] + self.limits.order_penalty * ORDERS.index(staging.order)
+                )
                 if price < best_price:
                     best, best_price, best_seconds = staging, price, seconds
-                if price <= AS_EVEN * estimates[index]:
+                if price <= self.limits.as_even * estimates[index]:
                     break
         return best, best_seconds
 
@@ -209,13 +233,15 @@ def _num_rows(requests: IntArray) -> float:
     return float((requests[:, ID_STOP] - requests[:, ID_START]).sum())
 
 
-def _stagings(config: CPConfig, name: PassName, rows: dict[Side, float]) -> list[Staging]:
+def _stagings(
+    config: CPConfig, name: PassName, rows: dict[Side, float], limits: StagingLimits
+) -> list[Staging]:
     """Returns the stagings that compete in a pass, given how many rows of each side move."""
     if not any(rows.values()):
         return [Staging(0, keeps_rest=False, kept="k")]
-    counts = STAGE_COUNTS if config.num_stages is None else (config.num_stages,)
+    counts = limits.counts if config.num_stages is None else (config.num_stages,)
     sides: list[Side] = ["k"] if name == "forward" else ["q"]
     if name == "backward" and rows["q"]:
         sides.append("k")
     late = [Staging(n, True, kept) for n in counts for kept in (sides if n > 1 else sides[:1])]
-    return late + [replace(one, keeps_rest=False) for one in late if one.num_remote <= FEW_STAGES]
+    return late + [replace(one, keeps_rest=False) for one in late if one.num_remote <= limits.few]

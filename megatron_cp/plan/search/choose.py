@@ -16,11 +16,8 @@ from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.placement.candidates import Family
 from megatron_cp.plan.price.head_groups import PassOption
 from megatron_cp.plan.schema import PASSES, PassName, PlanData
+from megatron_cp.plan.search.budget import BUDGET, SearchBudget
 from megatron_cp.plan.search.search import Candidate, candidates
-
-NEAR = 1.00125  # predictions cannot tell such passes, or plans, apart: balance, then bytes decide
-GOOD_IMBALANCE = 1.02  # below, balance does not decide
-MOST_MEASURED = 12  # plans built to price them with measured kernel rates
 
 Chosen = dict[tuple[str, PassName], PassOption]
 
@@ -37,21 +34,25 @@ class _Total:
 Priced = TypeVar("Priced", PassOption, _Total)
 
 
-def best_family(masks: Family, cp_size: int, config: CPConfig) -> dict[str, PlanData]:
+def best_family(
+    masks: Family, cp_size: int, config: CPConfig, budget: SearchBudget = BUDGET
+) -> dict[str, PlanData]:
     """Returns one plan per mask, on one placement, with the smallest predicted time in the portfolio.
 
     Of options that are equally fast, as far as predictions go, a balanced one that moves few bytes is taken, for each
     pass by itself. Some prices are estimates: the winner is priced exactly, and competes again until it wins at that.
     """
-    found = candidates(masks, cp_size, config)
+    found = candidates(masks, cp_size, config, budget)
     has_rates = get_topology(config.topology).kernels is not None
     measured: list[tuple[float, dict[str, PlanData]]] = []
     least_held = math.inf
     while True:
-        chosen_of = [{key: _pick(options) for key, options in one.options.items()} for one in found]
-        totals = [_total(masks, chosen) for chosen in chosen_of]
-        best = totals.index(_pick(totals))
-        candidate, chosen = found[best], chosen_of[best]
+        every = [
+            {key: _pick(options, budget) for key, options in one.options.items()} for one in found
+        ]
+        totals = [_total(masks, chosen) for chosen in every]
+        best = totals.index(_pick(totals, budget))
+        candidate, chosen = found[best], every[best]
         estimates = {key: one.refine() for key, one in chosen.items() if one.refine is not None}
         if estimates:
             _replace(candidate, chosen, estimates)
@@ -78,7 +79,7 @@ def best_family(masks: Family, cp_size: int, config: CPConfig) -> dict[str, Plan
             for key, one in chosen.items()
             if prices[key] > one.seconds
         }
-        if not slower or len(measured) == MOST_MEASURED:
+        if not slower or len(measured) == budget.most_measured:
             return min(measured, key=lambda one: one[0])[1]
         _replace(candidate, chosen, slower)
 
@@ -104,11 +105,12 @@ def _too_large(
     return [key for key, size in held.items() if size > limit], max(held.values())
 
 
-def _pick(chosen_of: Sequence[Priced]) -> Priced:
+def _pick(options: Sequence[Priced], budget: SearchBudget) -> Priced:
     """Returns the fastest option, or one as good: balanced and with fewer bytes moved."""
-    limit = NEAR * min(choice.seconds for choice in chosen_of)
-    near = [choice for choice in chosen_of if choice.seconds <= limit]
-    return min(near, key=lambda c: (max(c.imbalance, GOOD_IMBALANCE), c.moved_bytes, c.seconds))
+    limit = budget.near * min(one.seconds for one in options)
+    near = [one for one in options if one.seconds <= limit]
+    even = budget.good_imbalance
+    return min(near, key=lambda one: (max(one.imbalance, even), one.moved_bytes, one.seconds))
 
 
 def _total(masks: Family, chosen: Chosen) -> _Total:
