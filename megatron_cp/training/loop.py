@@ -22,6 +22,7 @@ from megatron_cp.training.logging.journal import Journal
 from megatron_cp.training.logging.lines import ProgressBar, print_datetime, print_rank_0
 from megatron_cp.training.profiling import memory_history, step_profiler
 from megatron_cp.training.replicas import check_replicas
+from megatron_cp.training.same_batches import check_same_batches
 from megatron_cp.training.step import Runner, evaluate, next_batches, train_step, whole_parameters
 from megatron_cp.training.stop import ExitConditions, any_rank
 
@@ -126,6 +127,7 @@ def _step(run: Run) -> None:
     with run.runner.timers.measure("batch-generator"), busy.waiting():
         batches = next_batches(run.loaders.train)
     waited_s = time.perf_counter() - started
+    check_same_batches(batches, f"step {state.iteration + 1}")
     with busy.computing():
         result = train_step(run.runner, batches, state.optimizer, state.scheduler)
     state.iteration += 1

@@ -20,6 +20,7 @@ from megatron.core import parallel_state
 from megatron_cp.attn.options import resolve_options
 from megatron_cp.data.batch import PlanRequest
 from megatron_cp.data.loader import PackedLoader
+from megatron_cp.errors import PlanMismatchError
 from megatron_cp.training import datasets, exit_signal
 from megatron_cp.training.checkpoint.choose import check_checkpoint
 from megatron_cp.training.checkpoint.files import check_writable
@@ -104,7 +105,7 @@ def pretrain(
         run = Run(state, runner, loaders, journal)
         try:
             go_through(run)
-        except (ReplicasDifferError, SaveError) as problem:
+        except (ReplicasDifferError, SaveError, PlanMismatchError) as problem:
             sys.stderr.write(f"pretrain_gpt.py: error: {problem}\n")
             raise SystemExit(1) from problem
         finally:

@@ -22,6 +22,7 @@ from megatron_cp.mcore.loss import LOSS_NAME
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.logging.auxiliary import auxiliary_losses
 from megatron_cp.training.logging.timers import Timers
+from megatron_cp.training.same_batches import check_same_batches
 
 ForwardStep = Callable[[TrainConfig, PlannedBatch, Any, torch.device], tuple[Any, Any]]
 
@@ -172,10 +173,12 @@ def evaluate(
         chunk.eval()
     total = None
     with torch.no_grad():
-        for _ in range(num_batches):
+        for number in range(num_batches):
             if is_cut():
                 break
-            part = runner.run(next_batches(loader), forward_only=True)
+            batches = next_batches(loader)
+            check_same_batches(batches, f"evaluation batch {number}")
+            part = runner.run(batches, forward_only=True)
             if part is not None:
                 total = part if total is None else total + part
     for chunk in runner.model:

@@ -1,0 +1,83 @@
+"""Before a step, all ranks know whether those that share batches hold the same ones.
+
+Context, tensor and pipeline ranks of one replica load their batches each for themselves. A file that differs on one
+node, where the digests compared at the start do not look, would give context ranks rows of two texts.
+
+    tokens and plan digests of the step ──> 64 bits a rank ──> largest and smallest of each replica, by
+                                                                one all-reduce of 16 bytes a replica over all ranks
+
+Equal where largest and smallest are. Only after a difference are all hashes gathered, to name micro-batch and ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_cp.comm.groups import agreement_group
+from megatron_cp.data.batch import PlannedBatch
+from megatron_cp.errors import PlanMismatchError
+
+# R replicas (data-parallel size); hashes are int64, read from 8 bytes.
+_LEAST = torch.iinfo(torch.int64).min
+Prints = list[tuple[str, str]]
+"""SHA-256 of tokens and of plan digests, one pair a micro-batch."""
+
+
+def check_same_batches(batches: Sequence[PlannedBatch], where: str) -> None:
+    """Returns if all ranks of each replica hold the same tokens and plans.
+
+    Collective over the whole job, on CPU tensors. Raises PlanMismatchError on every rank alike; it names
+    `where` (the step), the first micro-batch that differs, what of it, and the ranks.
+    """
+    own = [_prints(batch) for batch in batches]
+    number = int.from_bytes(hashlib.sha256(repr(own).encode()).digest()[:8], "big", signed=True)
+    replica = parallel_state.get_data_parallel_rank()
+    extremes_R2 = torch.full(
+        (parallel_state.get_data_parallel_world_size(), 2), _LEAST, dtype=torch.int64
+    )
+    extremes_R2[replica] = torch.tensor([number, ~number])  # ~ turns the order around
+    assert dist.group.WORLD is not None
+    group = agreement_group(dist.group.WORLD)
+    dist.all_reduce(extremes_R2, op=dist.ReduceOp.MAX, group=group)
+    if torch.equal(extremes_R2[:, 0], ~extremes_R2[:, 1]):
+        return
+    told: list[tuple[int, Prints]] = [(replica, own)] * dist.get_world_size()
+    dist.all_gather_object(told, (replica, own), group=group)
+    raise PlanMismatchError(_difference(told, where))
+
+
+def _prints(batch: PlannedBatch) -> tuple[str, str]:
+    tokens = hashlib.sha256(np.ascontiguousarray(batch.batch.tokens).data)
+    digests = sorted((name, plan.digest()) for name, plan in batch.plans.items())
+    return tokens.hexdigest(), hashlib.sha256(repr(digests).encode()).hexdigest()
+
+
+def _difference(told: Sequence[tuple[int, Prints]], where: str) -> str:
+    """Returns one line on the first micro-batch in which ranks of one replica differ."""
+    for replica in sorted({replica for replica, _ in told}):
+        ranks = [rank for rank, (other, _) in enumerate(told) if other == replica]
+        most = max(len(told[rank][1]) for rank in ranks)
+        for place in range(most):
+            found = {rank: told[rank][1][place : place + 1] for rank in ranks}
+            common = Counter(map(str, found.values())).most_common(1)[0][0]
+            odd = [rank for rank, prints in found.items() if str(prints) != common]
+            if not odd:
+                continue
+            like = next(prints for prints in found.values() if str(prints) == common)
+            pair = (found[odd[0]], like)
+            is_plan = all(pair) and pair[0][0][0] == pair[1][0][0]
+            values = [prints[0][is_plan][:12] if prints else "none" for prints in pair]
+            return (
+                f"{'plans' if is_plan else 'tokens'} of micro-batch {place} of {where} are not the same on "
+                f"ranks {ranks}, which share it: {values[0]} on ranks {odd}, {values[1]} on the others "
+                "(SHA-256); all of them must read the same files with the same version: compare the token "
+                "files of their nodes"
+            )
+    raise AssertionError("no difference")

@@ -1,0 +1,118 @@
+"""Ranks that share batches but hold other tokens or plans stop together, and the odd ones are named."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from megatron_cp.data.batch import BatchConfig, PlanRequest, build_batch, plan_batch
+from megatron_cp.data.document_set import open_documents
+from megatron_cp.data.indexed import IndexedDataset
+from megatron_cp.data.packing import Packer, PackingConfig
+from tests.data import corpora
+from tests.faults.bad_inputs import BASE, write_corpus
+from tests.faults.program import Launch, run_program
+from tests.mcore.tiny_gpt import Case, parallel_state
+from tests.ranks import run_on_ranks
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> str:
+    prefix = tmp_path_factory.mktemp("corpus") / "corpus"
+    corpora.write_corpus(prefix, [100, 100])
+    return str(prefix)
+
+
+def planned(corpus: str, cp_size: int):
+    """Three micro-batches of 64 tokens, the same wherever they are made."""
+    documents = open_documents(Path(corpus))
+    packer = Packer(documents.lengths, PackingConfig(seq_length=64))
+    config, request = BatchConfig(seq_length=64), PlanRequest(cp_size=cp_size)
+    return [plan_batch(build_batch(documents, (next(packer),), config), request) for _ in range(3)]
+
+
+def compare(rank, world_size, corpus, layout, odd, change):
+    """What each rank is told after one of them changed one micro-batch."""
+    with parallel_state(Case(**layout)):
+        from megatron_cp.training.same_batches import check_same_batches
+
+        batches = planned(corpus, layout.get("cp", 1))
+        if rank == odd and change == "token":
+            tokens = batches[1].batch.tokens.copy()
+            tokens[17] += 1
+            batch = dataclasses.replace(batches[1].batch, tokens=tokens)
+            batches[1] = dataclasses.replace(batches[1], batch=batch)
+        if rank == odd and change == "plan":
+            batches[2] = dataclasses.replace(batches[2], plans=planned(corpus, 4)[2].plans)
+        if rank == odd and change == "fewer":
+            batches = batches[:2]
+        try:
+            check_same_batches(batches, "step 7")
+        except RuntimeError as problem:
+            return f"{type(problem).__name__}: {problem}"
+    return None
+
+
+LAYOUTS = [({"cp": 2}, 2), ({"tp": 2}, 2), ({"pp": 2}, 2), ({"cp": 2, "tp": 2}, 4), ({"cp": 2}, 4)]
+
+
+@pytest.mark.parametrize(("layout", "world_size"), LAYOUTS)
+def test_equal_batches_pass(corpus, layout, world_size):
+    assert run_on_ranks(world_size, compare, corpus, layout, None, "none") == [None] * world_size
+
+
+@pytest.mark.parametrize(("layout", "world_size"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("token", "tokens of micro-batch 1 of step 7"),
+        ("plan", "plans of micro-batch 2 of step 7"),
+        ("fewer", "tokens of micro-batch 2 of step 7"),
+    ],
+)
+def test_a_difference_is_one_error_on_all_ranks_that_names_batch_and_ranks(
+    corpus, layout, world_size, change, says
+):
+    odd = world_size - 1
+    answers = run_on_ranks(world_size, compare, corpus, layout, odd, change)
+    assert len(set(answers)) == 1
+    assert answers[0].startswith(f"PlanMismatchError: {says}")
+    # Two replicas of two context ranks: ranks 2 and 3 share the batch.
+    sharing = [2, 3] if (layout, world_size) == ({"cp": 2}, 4) else list(range(world_size))
+    assert f"on ranks {sharing}, which share it" in answers[0]
+    if len(sharing) > 2:
+        assert f"on ranks [{odd}], " in answers[0]
+
+
+def replicas_differ_rightly(rank, world_size, corpus):
+    """Replicas hold other batches than each other, which is no difference."""
+    with parallel_state(Case(cp=2)):
+        from megatron_cp.training.same_batches import check_same_batches
+
+        batches = planned(corpus, 2)
+        check_same_batches(batches[:2] if rank < 2 else batches[1:], "step 1")
+    return True
+
+
+def test_replicas_may_hold_different_batches(corpus):
+    assert all(run_on_ranks(4, replicas_differ_rightly, corpus))
+
+
+@pytest.mark.slow
+def test_a_file_that_differs_where_the_start_does_not_look_stops_every_rank(tmp_path: Path):
+    tokens = [i % 509 + 1 for i in range(400_000)]
+    write_corpus(tmp_path / "good", [tokens[i : i + 100] for i in range(0, 400_000, 100)])
+    changed = list(tokens)
+    for block in range(63):  # between the blocks that the digest reads
+        start = (block * (800_000 - 4096) // 63 + 4096) // 2 + 1
+        for place in range(start, start + 4000):
+            changed[place] = 511
+    write_corpus(tmp_path / "other", [changed[i : i + 100] for i in range(0, 400_000, 100)])
+    digests = {IndexedDataset(tmp_path / name).digest() for name in ("good", "other")}
+    assert len(digests) == 1, "the start would have told them apart"
+    per_rank = tuple(("--data-path", str(tmp_path / name)) for name in ("good", "other"))
+    (ranks,) = run_program([Launch((*BASE, "--context-parallel-size", "2"), 2, per_rank)])
+    for rank in ranks:
+        assert rank.code == 1, rank.stderr[-3000:]
+        (line,) = [x for x in rank.stderr.splitlines() if "error: " in x]
+        assert "tokens of micro-batch" in line and "of step " in line
