@@ -102,7 +102,7 @@ color:var(--soft);font-size:12.5px}
 footer dl{display:grid;grid-template-columns:max-content minmax(0,1fr);gap:2px 16px;margin:0}
 footer dt{color:var(--muted)}footer dd{margin:0;overflow-wrap:anywhere}
 code{font:12px ui-monospace,"DejaVu Sans Mono",monospace}
-@media (max-width:900px){.row>*{grid-column:1/-1}header,nav,main,footer{padding-left:10px;padding-right:10px}
+@media screen and (max-width:900px){.row>*{grid-column:1/-1}header,nav,main,footer{padding-left:10px;padding-right:10px}
 .strip{grid-template-columns:repeat(2,minmax(0,1fr))}.wide>svg:not([data-chart]){min-width:520px}nav{position:static}
 [data-chart] text{font-size:16px}th,td{padding:4px 5px;font-size:12.5px}tbody th{white-space:normal;min-width:104px}
 .scroll,.plot{background:linear-gradient(to right,var(--card) 30%,transparent),
