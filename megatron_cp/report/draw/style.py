@@ -50,7 +50,7 @@ h3{font-size:15px;margin:0 0 2px;font-weight:650}
 .tile>span{display:block;color:var(--soft);font-size:13px}
 .tile small{display:block;color:var(--muted);font-size:12px;line-height:1.4}
 .row{display:grid;grid-template-columns:repeat(12,minmax(0,1fr));gap:12px;margin-bottom:12px}
-.panels{display:flex;flex-wrap:wrap;gap:14px 34px}.panels>svg{flex:0 1 auto;width:230px}
+.panels{display:flex;flex-wrap:wrap;gap:14px 34px}.panels>svg{flex:0 1 auto;min-width:0}
 .says{margin:4px 0 0;min-height:1.5em;color:var(--soft);font-size:12.5px;font-variant-numeric:tabular-nums}
 .rule{stroke:var(--ink);stroke-width:1;visibility:hidden}.rule[visibility=visible]{visibility:visible}
 [data-chart]{cursor:crosshair;touch-action:pan-x pan-y}
@@ -102,7 +102,7 @@ color:var(--soft);font-size:12.5px}
 footer dl{display:grid;grid-template-columns:max-content minmax(0,1fr);gap:2px 16px;margin:0}
 footer dt{color:var(--muted)}footer dd{margin:0;overflow-wrap:anywhere}
 code{font:12px ui-monospace,"DejaVu Sans Mono",monospace}
-@media (max-width:900px){.row>*{grid-column:1/-1}header,nav,main,footer{padding-left:10px;padding-right:10px}
+@media screen and (max-width:900px){.row>*{grid-column:1/-1}header,nav,main,footer{padding-left:10px;padding-right:10px}
 .strip{grid-template-columns:repeat(2,minmax(0,1fr))}.wide>svg:not([data-chart]){min-width:520px}nav{position:static}
 [data-chart] text{font-size:16px}th,td{padding:4px 5px;font-size:12.5px}tbody th{white-space:normal;min-width:104px}
 .scroll,.plot{background:linear-gradient(to right,var(--card) 30%,transparent),

@@ -21,6 +21,7 @@ from megatron_cp.report.figures.packs import (
 )
 from megatron_cp.report.figures.planners import against, machine_words, named, planner_table
 from megatron_cp.report.figures.view import USUAL, PackView, kv_bytes, view_of_plan
+from megatron_cp.report.figures.workers import workers_figure
 
 
 def dry_run_page(run: DryRun, command: str) -> Markup:
@@ -32,7 +33,7 @@ def dry_run_page(run: DryRun, command: str) -> Markup:
     table = planner_table(run.ours, run.outcomes, "Planners on the same packs")
     sections = [
         Section("overview", "Overview", [strip(_tiles(run, packs))]),
-        Section("plan", "The first pack", [row(mask_figure(first), dispatch_figure(first))]),
+        Section("plan", "The first pack", _plan_parts(first)),
         Section("planners", "Planners", [row(table)]),
         Section("lengths", "Lengths", [row(lengths_figure(shares, seq_length, columns=12))]),
     ]
@@ -53,6 +54,12 @@ def dry_run_page(run: DryRun, command: str) -> Markup:
         "versions": f"megatron_cp {_version('megatron_cp')}, numpy {_version('numpy')}",
     }
     return page("Dry run · context-parallel plan", subtitle, sections, foot)
+
+
+def _plan_parts(first: PackView) -> list[Markup]:
+    parts = [row(mask_figure(first), dispatch_figure(first))]
+    workers = workers_figure(first)
+    return [*parts, row(workers)] if workers is not None and first.ours.cp_size > 1 else parts
 
 
 def pack_views(run: DryRun) -> list[PackView]:

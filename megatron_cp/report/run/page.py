@@ -17,6 +17,7 @@ from megatron_cp.report.figures.lengths import (
 )
 from megatron_cp.report.figures.packs import communication_figure, dispatch_figure, mask_figure
 from megatron_cp.report.figures.planners import planner_table
+from megatron_cp.report.figures.workers import workers_figure
 from megatron_cp.report.run.bought import bought_table, bought_tiles, limits_figure
 from megatron_cp.report.run.curves import (
     balance_figure,
@@ -81,6 +82,9 @@ def _plan_section(kept: KeptPacks) -> Section:
         words = "The run kept no packs (plan.json is missing), so no plan can be drawn."
         return Section("plan", "Plan", [note(words)])
     parts = [row(mask_figure(pack), dispatch_figure(pack))]
+    workers = workers_figure(pack)
+    if workers is not None and pack.ours.cp_size > 1:
+        parts.append(row(workers))
     if kept.ours is not None:
         title = f"Planners on the {len(kept.packs)} kept packs"
         parts.append(row(planner_table(kept.ours, kept.outcomes, title)))
