@@ -57,8 +57,11 @@ struct OnlineSoftmax {
         for (int half = 0; half < 2; half++) {
             const float new_max = row_max(ptx::max(top[2 * half], top[2 * half + 1]));
             const bool empty = kMasked && new_max == negative_infinity();
-            const float shift = empty ? 0.0f : new_max * score_scale;
+            const float base = empty ? 0.0f : new_max;
+            const float shift = base * score_scale;
+            // Where the maximum stays, the factor is 1, and not only nearly.
             rescale[half] = ptx::exp2_approx(ptx::fma(max[half], score_scale, -shift));
+            if (max[half] == new_max) rescale[half] = 1.0f;
             max[half] = new_max;
             float tile_sum = 0.0f;
             MCP_UNROLL

@@ -136,6 +136,26 @@ def test_two_parts_of_the_keys_merge_into_the_whole():
     _check(out, lse, inputs, torch.as_tensor(mask.to_dense()))
 
 
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (256, 256)], ids=str)
+def test_an_earlier_result_keeps_its_bits_where_nothing_is_added(dims, out_dtype):
+    inputs, _ = random_case(230, 180, (2, 1), dims, torch.bfloat16)
+    q, k, v = inputs
+    slices = ((20, 200, 0, 100, None, None), (60, 120, 100, 180, None, 70))
+    mask = masks.from_slices(230, 180, slices)
+    out, lse = _run((q, k[:100], v[:100]), mask.crop(k=(0, 100)), out_dtype=out_dtype)
+    out[:20] = out[200:] = torch.nan  # of rows without keys so far, `out` may hold anything
+    before = out.clone(), lse.clone()
+    options = AttendOptions(dims[0] ** -0.5, 0.0, "emulated")
+    into, rest = (out, lse), mask.crop(k=(100, 180))
+    run_forward(q, k[100:], v[100:], rest, options, into=into, accumulate=True)
+    gets_more = torch.as_tensor(rest.to_dense()).any(dim=1)
+    had_keys = torch.isfinite(before[1][:, 0])
+    for now, then in zip(into, before, strict=True):
+        assert torch.equal(now[had_keys & ~gets_more], then[had_keys & ~gets_more])
+    _check(out, lse, inputs, dense_mask(230, 180, slices))
+
+
 def test_rows_outside_every_slice_may_hold_nan():
     slices = ((10, 90, 20, 147, None, None), (100, 160, 150, 180, None, 40))
     inputs, _ = random_case(170, 190, (2, 2), (64, 64), torch.bfloat16)
