@@ -9,8 +9,8 @@ nodes first, then ranks inside a node, until every group is one rank:
 
 Thirteen orders compete for every group: by how much pairs are at home in a half (their queries, their keys,
 both, or not looked at), among equals along queries, along keys, or along queries downwards; and by how many rows
-a pair keeps at home. The order that needs the fewest remote rows on both sides wins: a rectangle is cut across its longer
-side, and documents stay with their tokens as far as the balance allows. The slice at the cut is cut itself, at
+a pair keeps at home. The order that needs the fewest remote rows on both sides wins: a rectangle is cut across its
+longer side, and documents stay with their tokens as far as the balance allows. The slice at the cut is cut itself, at
 a row, so areas are equal to a row's pairs. All groups of a level are cut at once, and pairs are looked at in
 blocks that shrink with the groups, so the time grows with the number of ranks and hardly with that of tokens.
 
