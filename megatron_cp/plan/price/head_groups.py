@@ -1,7 +1,7 @@
 """Head groups of a placed mask, and the options that a pass has on them.
 
-A strategy says how both passes of a mask run on a placement; of each pass it has one option, with its price. `HeadGroups`
-prices any of them: `price/keys_move.py` those in which queries stay, `price/pairs_move.py` those in which pairs move.
+A strategy says how both passes of a mask run on a placement; of each pass it has one option, with its price.
+`HeadGroups` prices any of them: `keys_move.py` those in which queries stay, `pairs_move.py` those in which pairs move.
 """
 
 import functools
