@@ -4,14 +4,13 @@ python benchmarks/bench_search.py --output benchmarks/results/search_<hardware>_
 python benchmarks/bench_search.py --only effort far
 
 Times of passes are predicted (forward plus backward of one layer, head dim 128, bf16, topology h100); they were
-measured nowhere. Processor time is that of planning on one thread; where other work shares the machine it is rough.
+measured nowhere. Planning times are bench_plan.py's.
 """
 
 import argparse
 import os
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before NumPy: planning is measured on one thread
@@ -36,28 +35,17 @@ COLUMNS = (
     "where",
     "best",
     "cells that change",
-    "processor time",
 )
 
 
-@dataclass(frozen=True)
-class Figure:
-    """A cell under one budget."""
-
-    seconds: float
-    cpu_seconds: float
-
-
-def figures(cells: list[SearchCell], budget: SearchBudget) -> list[Figure]:
-    """Returns the predicted time of every cell's plan, and the processor time of finding it."""
+def predicted(cells: list[SearchCell], budget: SearchBudget) -> list[float]:
+    """Returns the predicted seconds of every cell's plan."""
     found = []
     for cell in cells:
         mask = cell.build()
         config = CPConfig(num_heads=cell.heads[0], num_kv_heads=cell.heads[1])
-        started = time.process_time()
         plan = best_family({"mask": (mask, 1.0)}, cell.ranks, config, budget)["mask"]
-        took = time.process_time() - started
-        found.append(Figure(sum(makespan_seconds(plan, name) for name in PASSES), took))
+        found.append(sum(makespan_seconds(plan, name) for name in PASSES))
     return found
 
 
@@ -89,22 +77,24 @@ def _half_and_double(name: str, value: object) -> tuple[object, object]:
 
 
 def row(
-    label: list[Cell], cells: list[SearchCell], base: list[Figure], new: list[Figure]
+    label: list[Cell], cells: list[SearchCell], base: list[float], new: list[float]
 ) -> list[Cell]:
     """Returns how a budget's plans compare with those of the budget that is used."""
-    ratios = [after.seconds / before.seconds for before, after in zip(base, new, strict=True)]
+    ratios = [after / before for before, after in zip(base, new, strict=True)]
     worst = ratios.index(max(ratios))
     changed = sum(abs(ratio - 1) > ROUNDING for ratio in ratios)
-    took = sum(one.cpu_seconds for one in new) / sum(one.cpu_seconds for one in base)
     return [
         *label,
         f"{geometric_mean(ratios):.4f}",
         f"{max(ratios):.3f}",
-        str(cells[worst]) if changed else "",
+        str(cells[worst]) if max(ratios) > 1 + ROUNDING else "",
         f"{min(ratios):.3f}",
         changed,
-        took,
     ]
+
+
+def _short(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def main() -> None:
@@ -118,12 +108,12 @@ def main() -> None:
     arguments = parser.parse_args()
     cells = large_cells() if arguments.large else search_cells()[arguments.held_out :: 2]
     cells = cells[:: arguments.every]
-    base = figures(cells, BUDGET)
+    base = predicted(cells, BUDGET)
     rows: list[list[Cell]] = []
     for name, old, new, budget in variants(arguments.only):
         if arguments.only and name not in arguments.only:
             continue
-        rows.append(row([name, str(old), str(new)], cells, base, figures(cells, budget)))
+        rows.append(row([name, _short(old), _short(new)], cells, base, predicted(cells, budget)))
         print(*rows[-1], sep=" | ", flush=True)
     note = f"{len(cells)} cells; times over those of the budget that is used, geometric mean; below 1 is faster."
     command = "python benchmarks/bench_search.py" + " --large" * arguments.large

@@ -147,6 +147,8 @@ def launch_forward(
     device = q_QNH.device.index or 0
     dims = (q_QNH.shape[2], v_KGH.shape[2])
     variant = find_variant("forward", q_QNH.dtype, *dims, scales[1] > 0)
+    if accumulate:  # results of its own making are in order
+        check_layout("out", out_QNH)
     with device_guard(device):
         kernel = load_kernel(variant.name, device)
         stream = raw_stream(device)

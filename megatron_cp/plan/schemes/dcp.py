@@ -4,7 +4,7 @@ A data block is a chunk of tokens (queries, keys, values and results), a compute
 them. The published hypergraph joins each data block with the compute blocks that use it, and its partition
 minimises the bytes moved: the *sum*, not the fullest link. Loads may be 40 % over the mean between nodes, 10 % inside.
 
-    data in order, or grown by pairs -> assign compute blocks -> exchange data blocks -> assign again
+    data in order, or grown by pairs -> assign compute blocks -> exchange data blocks to their users -> assign again
 
 The published partitioners are KaHyPar and PaToH; here it is the greedy descent of `blocks.py` with pairwise exchanges
 of data blocks, which keep tokens per rank equal. All heads at once (theirs cut by key/value head as well: a head

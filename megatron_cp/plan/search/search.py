@@ -178,8 +178,7 @@ class _Search:
 
     def _price_by_area(self, degree: int) -> None:
         if degree not in self._by_area:
-            per_rank = self.budget.by_area_effort_per_rank
-            self.effort += self.budget.by_area_effort + per_rank * self.cp_size
+            self.effort += self.budget.by_area_effort
             self._by_area[degree] = self.placements.by_area(degree)
         self._price(self._by_area[degree], degree, STAY)
 
@@ -220,9 +219,9 @@ class _Search:
             for each in {degree: None, self._favourite(name, degree, source): None}:
                 groups = self._groups_of(candidate, name, each)
                 found = source.strategies(groups, self._limit(), self.budget.stagings)
-                self.effort += source.effort(groups) if found else self.budget.hopeless_effort
                 if not found:
                     return math.inf
+                self.effort += source.effort(groups)
                 candidate.add(name, found)
                 strategies += found
                 seconds = _seconds(min(found, key=_seconds))

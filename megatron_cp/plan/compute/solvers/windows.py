@@ -1,4 +1,4 @@
-"""Improves an assignment window by window: a few units, the slowest too, share their blocks anew; others keep theirs.
+"""Improves an assignment window by window: a few units, the slowest among them, share their blocks anew.
 
     units  0  1  2  3  4  5  6  7        solve for {2, 5}; better: again from the slowest unit;
            .  .  #  .  .  #  .  .        not better: {2, 6}, ...; no partner helps: windows of three, four
