@@ -22,7 +22,7 @@ class SearchBudget:
     by_area_effort: float = 1.5
     """Of one placement by area. 1.25: .997; 2: 1.0005, worst 1.021."""
     patience: float = 1.02
-    """Times slower, for every step already taken, and another head degree has its turn. Small: 1.01: .998; 1.04: 1.0001."""
+    """Times slower, for every step taken, and another head degree has its turn. Small: 1.01: .998; 1.04: 1.0001."""
     perfect: float = 1.002
     """Times the load bound: nothing found later could be told from it. Small: no change."""
     good: float = 1.05
