@@ -29,10 +29,11 @@ export NNODES=$SLURM_NNODES NPROC_PER_NODE=${SLURM_GPUS_ON_NODE:-8}
 export RDZV_ENDPOINT=$first:29500 RDZV_ID=$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
 
 srun --kill-on-bad-exit=1 examples/launch/node.sh "$@" &
-wait $!
+job=$!
+wait "$job"
 code=$?
-while kill -0 $! 2>/dev/null; do # the trap ended the first wait, the save goes on
-    wait $!
+while [ "$code" -eq $((128 + $(kill -l USR1))) ]; do # the trap ended the wait, the save goes on, or has just ended
+    wait "$job"
     code=$?
 done
 

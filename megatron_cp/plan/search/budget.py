@@ -26,7 +26,8 @@ class SearchBudget:
     perfect: float = 1.002
     """Times the load bound: nothing found later could be told from it. Small: no change."""
     good: float = 1.05
-    """Times the load bound: moving compute on the best placement would not pay. Never moving it there: 1.007, worst 1.27
+    """Times the load bound: moving compute on the best placement would not pay. Never moving it there: 1.007, worst
+    1.27
     (variable block sparse, 32 ranks). Small: 1.025: .9997; 1.1: no change."""
     far: float = 2.0
     """Times the load bound: links limit, and moving compute is worth its time. Small: no change."""
@@ -35,13 +36,15 @@ class SearchBudget:
     hopeless: float = 1.1
     """Times the fastest strategy, whose price may be an estimate: not priced. Small: no change; it saves time."""
     loose_load: float = 1.08
-    """Load of a rank by one document, times the fair share. The tight load alone: 1.007, worst 1.24 (window_document)."""
+    """Load of a rank by one document, times the fair share. The tight load alone: 1.007, worst 1.24
+    (window_document)."""
     tight_load: float = 1.0
     """The loose load alone: 1.003, worst 1.07 (causal_document W2, 48 ranks)."""
     by_area_at_once: int = 16
     """Head groups up to which a placement by area is priced first. Small: no change."""
     always_moved: int = 8
-    """Head groups among which moving compute is quick, and always tried: or the fewest there can be. Small: no change."""
+    """Head groups among which moving compute is quick, and always tried: or the fewest there can be. Small: no
+    change."""
     most_moved: int = 64
     """Head groups among which compute is moved although the effort is spent. Small: no change."""
     most_groups: int = 256
