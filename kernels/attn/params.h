@@ -34,7 +34,7 @@ struct FwdParams {
     const i32* order;  // [num_tiles] the tiles, longest first
     i32* counters;  // [2] zero before the first launch; the kernel leaves them zero. One pair per
                     // stream
-    void* out;      // [T, N, Hv] float, or the inputs' type
+    void* out;      // [T, N, Hv] float, or the inputs' type; address and strides multiples of 16 bytes
     float* lse;     // [T, N] natural log of the softmax denominator, sink included
     const float* sink;  // [N] logits that join the denominator without a value, or null
 
