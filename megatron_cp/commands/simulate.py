@@ -68,6 +68,8 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def _write_pictures(study: Study, args: argparse.Namespace, command: str) -> None:
+    if args.trace is args.svg is args.html is None:
+        return
     from megatron_cp.report.simulation.page import simulation_page, timeline_file, trace_of
 
     if args.trace is not None:

@@ -19,7 +19,13 @@ from megatron_cp.report.figures.packs import (
     mask_figure,
     volume_words,
 )
-from megatron_cp.report.figures.planners import against, machine_words, named, planner_table
+from megatron_cp.report.figures.planners import (
+    against,
+    headline,
+    machine_words,
+    named,
+    planner_table,
+)
 from megatron_cp.report.figures.view import USUAL, PackView, kv_bytes, view_of_plan
 from megatron_cp.report.figures.workers import workers_figure
 
@@ -101,10 +107,14 @@ def _tiles(run: DryRun, packs: list[PackView]) -> list[Tile]:
             f"of a causal triangle; {len(packs[0].document_lengths)} documents in the first pack",
         ),
     ]
-    for label, other in (("Best other scheme", best), ("What you would run", usual)):
+    for label, other in (
+        ("Against the best of the others", best),
+        ("Against the usual scheme", usual),
+    ):
         if other is not None and other is not mine:
             tiles.insert(
-                1, Tile(label, other.planner, f"{mine.planner}: {against(mine, other)}", True)
+                1,
+                Tile(label, headline(mine, other), f"{mine.planner}: {against(mine, other)}", True),
             )
     return tiles
 

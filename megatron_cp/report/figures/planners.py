@@ -81,6 +81,13 @@ def against(ours: Outcome, other: Outcome) -> str:
     return f"{'at most ' if other.is_best_case else ''}{1 / ratio:.2f} x slower than {name}"
 
 
+def headline(ours: Outcome, other: Outcome) -> str:
+    """Returns the number of `against` alone, for a tile whose words say faster or slower."""
+    ratio = other.predicted_ms / ours.predicted_ms if ours.predicted_ms else 1.0
+    sign = ("≥ " if ratio > 1 else "≤ ") if other.is_best_case else ""
+    return f"{sign}{max(ratio, 1 / ratio):.2f} ×"
+
+
 def comparisons(ours: Outcome, outcomes: Sequence[Outcome]) -> list[str]:
     """Returns the sentences of `against` for the best other scheme, then for the usual one."""
     if ours.refusal:

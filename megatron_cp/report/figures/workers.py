@@ -18,8 +18,8 @@ from megatron_cp.report.draw.svg import Markup, picture, rect, short, tag, text
 from megatron_cp.report.figures.mask import MAX_RANKS_NAMED, rank_colour
 from megatron_cp.report.figures.view import FloatArray, PackView, PlanView
 
-CELLS = 48  # along each side: cells of 7 pixels, a few thousand at most
-SIDE, TOP = 336.0, 40.0
+CELLS = 48  # along each side: cells of 6 pixels, a few thousand at most
+SIDE, TOP = 288.0, 40.0
 
 
 def pairs_by_rank(plan: AttentionPlan, bounds: IntArray) -> FloatArray:
@@ -89,7 +89,7 @@ def _is_drawn(view: PlanView) -> bool:
 
 def _panel(view: PlanView, pairs: FloatArray, bounds: IntArray) -> Markup:
     total, size = pairs.sum(axis=0), SIDE / (len(bounds) - 1)
-    parts = [text(0, 14, view.words, "strong"), rect(0, TOP - 14, SIDE, SIDE, "empty")]
+    parts = [text(0, 14, view.planner, "strong"), rect(0, TOP - 14, SIDE, SIDE, "empty")]
     for i, j in np.argwhere(total > 0).tolist():
         rank = int(pairs[:, i, j].argmax())
         hint = f"rank {rank}: {short(pairs[rank, i, j])} of {short(total[i, j])} pairs"

@@ -14,7 +14,7 @@ from megatron_cp.report.draw.style import style_sheet
 from megatron_cp.report.draw.svg import Markup, short_tokens, tag
 from megatron_cp.report.figures.packs import communication_figure
 from megatron_cp.report.figures.plan import heat_maps
-from megatron_cp.report.figures.planners import against, planner_table
+from megatron_cp.report.figures.planners import against, headline, planner_table
 from megatron_cp.report.figures.timeline import MAX_RANKS_DRAWN, chrome_trace, timeline_picture
 from megatron_cp.report.figures.view import (
     MAX_RANKS_PICTURED,
@@ -121,12 +121,13 @@ def _tiles(step: Step) -> list[Tile]:
         Tile("Volume", f"{ours.volume_mean:.2f}", "mean inbound, a rank's query rows, forward"),
     ]
     for label, other in (
-        ("Best other scheme", step.best_other),
-        ("What you would run", step.usual),
+        ("Against the best of the others", step.best_other),
+        ("Against the usual scheme", step.usual),
     ):
         if other is not None and other is not ours and not ours.refusal:
             tiles.insert(
-                1, Tile(label, other.planner, f"{ours.planner}: {against(ours, other)}", True)
+                1,
+                Tile(label, headline(ours, other), f"{ours.planner}: {against(ours, other)}", True),
             )
     return tiles
 
