@@ -51,7 +51,7 @@ pretrain: $(INSTALLED)
 	@PATH="$(abspath $(BIN)):$$PATH" bash examples/pretrain_on_python_docs.sh
 
 # The gate of the kernels reads what these compilers make; without them its tests say that they are skipped.
-CI_TOOLKITS := 12.4 12.8
+CI_TOOLKITS := 12.8
 
 test: check
 	-@$(BIN)/python tools/fetch_toolkits.py $(CI_TOOLKITS)

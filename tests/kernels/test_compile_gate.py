@@ -19,7 +19,7 @@ from tools.gate import ordering, ptx, sass
 
 ROOT = Path(__file__).resolve().parents[2]
 VARIANTS = build.variants()
-IN_CI = ((12, 4), (12, 8), (13, 0))
+IN_CI = ((12, 8), (13, 0))
 HERE = {c.numbers: c for c in (*compilers.nvrtcs(), *compilers.nvccs()) if c.numbers in IN_CI}
 COMPILER = HERE[max(HERE)] if HERE else None
 NVDISASM = sass.find_nvdisasm()
