@@ -19,12 +19,12 @@ from timing import Table, environment, interleaved, publish
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_cp import mask as masks
-from megatron_cp.attn import attend
+from megatron_cp.attn import attend, device_arrays
 from megatron_cp.attn.hopper import backend as hopper
 from megatron_cp.attn.hopper import backward as hopper_backward
 from megatron_cp.attn.hopper import checks as hopper_checks
-from megatron_cp.attn.hopper import device_lists, self_test
 from megatron_cp.attn.hopper import launch as hopper_launch
+from megatron_cp.attn.hopper import self_test
 from megatron_cp.attn.options import AttendOptions
 from megatron_cp.kernels import build
 from megatron_cp.kernels.driver import Driver
@@ -86,7 +86,7 @@ def calls(num_tokens: int) -> dict[str, Callable[[], object]]:
         hopper.forward(q, k, v, mask, options)
 
     def with_new_mask() -> None:
-        device_lists._entries.clear()
+        device_arrays._entries.clear()
         hopper.forward(long_q, long_k, long_v, long_mask, options)
 
     return {

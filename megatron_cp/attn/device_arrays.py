@@ -7,7 +7,7 @@ GPU yet; on other devices the copy is a plain one.
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ class _Entry:
     data: Tensor
     made: Any
     copied: "torch.cuda.Event | None"  # recorded behind the copy
-    streams: set[int] = field(default_factory=set)  # those that may read without waiting
+    streams: set[int]  # those that may read without waiting
 
 
 _Key = tuple[int, Hashable, torch.device]
@@ -41,22 +41,26 @@ def for_mask(
     use: Hashable,
     device: torch.device,
     prepare: Callable[[AttentionMask], "Prepared"],
+    stream: int | None = None,
 ) -> Any:
     """Returns what `prepare` makes of a mask with its arrays on the device, ready for the current stream.
 
     It is asked once per mask, `use` and device: for arrays, and for a function that takes them as int32 tensors
     and must not start work on the device, since another stream that finds the result waits for the copy alone.
+    `stream`: the current one as the driver knows it, from a caller who has asked already.
     """
+    if stream is None:
+        stream = _stream(device)
     key = (id(mask), use, device)
     entry = _entries.get(key)
     if entry is None or entry.mask() is not mask:
         arrays, finish = prepare(mask)
         data, parts, copied = _copy(arrays, device)
         owner = weakref.ref(mask, lambda _: _entries.pop(key, None))
-        entry = _entries[key] = _Entry(owner, data, finish(parts), copied)
-        entry.streams.add(_stream(device))
-    elif device.type == "cuda":
-        _wait_for_copy(entry, device)
+        entry = _entries[key] = _Entry(owner, data, finish(parts), copied, {stream})
+    elif stream not in entry.streams and not _is_capturing(entry.data.device):
+        _wait_for_copy(entry)
+        entry.streams.add(stream)
     return entry.made
 
 
@@ -69,10 +73,10 @@ def _copy(
     arrays: Sequence[Int32Array], device: torch.device
 ) -> "tuple[Tensor, list[Tensor], torch.cuda.Event | None]":
     """Returns all arrays as one tensor on the device, its parts in their shapes, and an event behind the copy."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if _is_capturing(device):
         raise RuntimeError(
-            "the first call with a mask must not be inside a CUDA graph capture, which would record the copy of "
-            "its tables; call it once before, and keep the mask as long as the graph"
+            "the first call with a mask must not be inside a CUDA graph capture; call it once before, and keep the "
+            "mask as long as the graph"
         )
     sizes = [-(-array.size // ALIGNMENT) * ALIGNMENT for array in arrays]
     begins = np.cumsum([0, *sizes])
@@ -97,12 +101,17 @@ def _stream(device: torch.device) -> int:
     return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
 
 
-def _wait_for_copy(entry: _Entry, device: torch.device) -> None:
-    """Makes the current stream wait for the copy once, and keeps the memory until it is done with it."""
-    stream = torch.cuda.current_stream(device)
-    if stream.cuda_stream in entry.streams or torch.cuda.is_current_stream_capturing():
-        return  # a capture begins behind a synchronisation
+def _is_capturing(device: torch.device) -> bool:
+    """Returns whether the current stream records a CUDA graph.
+
+    A capture begins behind a synchronisation, so that what was copied before is there without waiting.
+    """
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _wait_for_copy(entry: _Entry) -> None:
+    """Makes the current stream wait for the copy, and keeps the memory until the stream is done with it."""
     if entry.copied is not None:
+        stream = torch.cuda.current_stream(entry.data.device)
         stream.wait_event(entry.copied)
         entry.data.record_stream(stream)
-    entry.streams.add(stream.cuda_stream)

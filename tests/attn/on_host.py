@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_cp.attn import device_arrays
 from megatron_cp.attn.hopper import backend as hopper
 from megatron_cp.attn.hopper import backward as hopper_backward
 from megatron_cp.attn.hopper import checks as hopper_checks
-from megatron_cp.attn.hopper import device_lists, self_test
 from megatron_cp.attn.hopper import launch as hopper_launch
+from megatron_cp.attn.hopper import self_test
 from megatron_cp.kernels import build
 from tests.closeness import assert_within_budget
 from tests.kernels.host_device import HostDevice
@@ -58,7 +59,7 @@ def _forget():
     hopper_launch._tensor_maps.clear()
     hopper_launch._counter_pools.clear()
     hopper_launch._counter_of_stream.clear()
-    device_lists._entries.clear()
+    device_arrays._entries.clear()
 
 
 @contextmanager

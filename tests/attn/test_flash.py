@@ -16,13 +16,13 @@ from megatron_cp.attn import (
     attend_backward,
     attend_forward,
     device_arrays,
-    merge_partials,
     resolve_options,
 )
 from megatron_cp.attn.flash import backend, checks, grouping
 from megatron_cp.attn.flash.backend import delta_as_out, device_calls
 from tests.attn.flash_on_host import on_host
 from tests.attn.formula import assert_attention, random_case
+from tests.attn.in_parts import attend_in_parts
 from tests.strategies import attention_masks
 
 HEADS = ((2, 2), (4, 2), (3, 1))
@@ -67,26 +67,6 @@ def test_attention_over_any_disjoint_slices_equals_float64(
     )
 
 
-def _in_parts(inputs, mask, arguments, cuts):
-    """Returns (out, lse, dq, dk, dv) from one call per range of keys, merged and added."""
-    q, k, v = inputs
-    options = resolve_options(q, k, v, backend="flash")
-    bounds = [0, *sorted(cuts), k.shape[0]]
-    parts = [(k[a:b], v[a:b], mask.crop(k=(a, b))) for a, b in itertools.pairwise(bounds)]
-    results = [attend_forward(q, k_, v_, mask_, options) for k_, v_, mask_ in parts]
-    out, lse = results[0]
-    for part_out, part_lse in results[1:]:
-        out, lse = merge_partials(out, lse, part_out, part_lse)
-    dout, dlse = arguments["dout"], arguments["dlse"].to(lse.dtype)
-    delta = (dout.to(out.dtype) * out).sum(dim=-1) - dlse
-    gradients = [
-        attend_backward(dout, q, k_, v_, lse, delta, mask_, options) for k_, v_, mask_ in parts
-    ]
-    dq = torch.stack([part[0] for part in gradients]).sum(dim=0)
-    dk, dv = (torch.cat([part[i] for part in gradients]) for i in (1, 2))
-    return out, lse, dq, dk, dv
-
-
 @given(
     case=attention_masks(),
     cuts=st.lists(st.floats(0, 1), max_size=3),
@@ -97,7 +77,7 @@ def test_parts_of_the_keys_add_up_to_attention_over_all(case, cuts, heads, dtype
     mask, dense = case
     cuts = [round(cut * mask.num_keys) for cut in cuts]
     inputs, arguments = random_case(mask.num_queries, mask.num_keys, heads, (16, 16), dtype)
-    actual = _in_parts(inputs, mask, arguments, cuts)
+    actual = attend_in_parts(inputs, mask, arguments, cuts, "flash")
     accumulated = torch.float64 if dtype == torch.float64 else torch.float32
     assert all(x.dtype == accumulated for x in actual)
     assert_attention(actual, inputs, dense, plain_dtype=dtype, **arguments)
@@ -109,7 +89,7 @@ def test_error_does_not_grow_with_the_number_of_parts(num_parts, dtype):
     mask = masks.causal(256)
     inputs, arguments = random_case(256, 256, (2, 2), (16, 16), dtype)
     cuts = [256 * i // num_parts for i in range(1, num_parts)]
-    actual = _in_parts(inputs, mask, arguments, cuts)
+    actual = attend_in_parts(inputs, mask, arguments, cuts, "flash")
     dense = torch.as_tensor(mask.to_dense())
     assert_attention(actual, inputs, dense, plain_dtype=dtype, **arguments)
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_cp import mask as masks
-from megatron_cp.attn import attend, resolve_options
+from megatron_cp.attn import attend, device_arrays, resolve_options
 from megatron_cp.attn.hopper import backend as hopper
 from megatron_cp.attn.hopper import checks as hopper_checks
 from megatron_cp.attn.hopper import device_lists
@@ -160,10 +160,10 @@ def test_equal_masks_are_planned_apart_and_a_list_goes_with_its_mask(device):
     mask, twin = masks.causal(8), masks.causal(8)
     attend(*draw(8, 8), mask, backend="hopper")
     attend(*draw(8, 8), twin, backend="hopper")
-    assert device_lists.num_cached() == 2
+    assert device_arrays.num_cached() == 2
     del mask
     gc.collect()
-    assert device_lists.num_cached() == 1
+    assert device_arrays.num_cached() == 1
 
 
 def test_another_tile_shape_gets_a_list_of_its_own(device):
@@ -171,7 +171,7 @@ def test_another_tile_shape_gets_a_list_of_its_own(device):
     for dims in ((128, 128), (192, 192)):
         tensors = draw(300, 300, (1, 1), dims)
         assert_attention(attend(*tensors, mask, backend="hopper"), tensors, dense)
-    assert device_lists.num_cached() == 2
+    assert device_arrays.num_cached() == 2
 
 
 def test_every_stream_has_work_counters_of_its_own(device, monkeypatch):
@@ -309,7 +309,7 @@ def test_first_call_with_a_mask_inside_a_graph_capture_is_refused(monkeypatch):
         more = {"has_turns": True} if make is device_lists.backward_list else {}
         with pytest.raises(RuntimeError, match=message):
             make(masks.causal(4), 128, 128, torch.device("cuda", 0), 7, **more)
-    assert device_lists.num_cached() == 0
+    assert device_arrays.num_cached() == 0
 
 
 class _Recorder:
@@ -328,9 +328,9 @@ def test_another_stream_waits_once_for_the_copy_and_a_capture_does_not(device, m
     mask = masks.causal(4)
     on_cpu = torch.device("cpu")
     device_lists.forward_list(mask, 128, 128, on_cpu, 7)
-    (entry,) = device_lists._entries.values()
+    (entry,) = device_arrays._entries.values()
     data, stream = _Recorder(), _Recorder()
-    entry.lists = entry.lists._replace(data=data)
+    entry.data = data
     entry.copied = object()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
     capturing = [True]

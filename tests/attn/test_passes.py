@@ -1,38 +1,17 @@
 """The raw passes that the distributed runtime calls: parts of the keys, merged lse and delta."""
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_cp import mask as masks
-from megatron_cp.attn import attend_backward, attend_forward, merge_partials, resolve_options
+from megatron_cp.attn import attend_backward, attend_forward, resolve_options
 from tests.attn.formula import assert_attention, random_case
+from tests.attn.in_parts import attend_in_parts
 from tests.strategies import attention_masks
 
 BACKENDS = ("reference", "cpu")
-
-
-def _in_parts(inputs, mask, arguments, cuts, backend, **settings):
-    """Returns (out, lse, dq, dk, dv) from one call per range of keys, merged and added."""
-    q, k, v = inputs
-    options = resolve_options(q, k, v, backend=backend, **settings)
-    bounds = [0, *sorted(cuts), k.shape[0]]
-    parts = [(k[a:b], v[a:b], mask.crop(k=(a, b))) for a, b in itertools.pairwise(bounds)]
-    results = [attend_forward(q, k_, v_, mask_, options) for k_, v_, mask_ in parts]
-    out, lse = results[0]
-    for part_out, part_lse in results[1:]:
-        out, lse = merge_partials(out, lse, part_out, part_lse)
-    dout, dlse = arguments["dout"], arguments["dlse"].to(lse.dtype)
-    delta = (dout.to(out.dtype) * out).sum(dim=-1) - dlse
-    gradients = [
-        attend_backward(dout, q, k_, v_, lse, delta, mask_, options) for k_, v_, mask_ in parts
-    ]
-    dq = torch.stack([part[0] for part in gradients]).sum(dim=0)
-    dk, dv = (torch.cat([part[i] for part in gradients]) for i in (1, 2))
-    return out, lse, dq, dk, dv
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -47,7 +26,7 @@ def test_parts_of_the_keys_add_up_to_attention_over_all(backend, case, cuts, hea
     mask, dense = case
     cuts = [round(cut * mask.num_keys) for cut in cuts]
     inputs, arguments = random_case(mask.num_queries, mask.num_keys, heads, (8, 6), dtype)
-    actual = _in_parts(inputs, mask, arguments, cuts, backend, softcap=softcap)
+    actual = attend_in_parts(inputs, mask, arguments, cuts, backend, softcap=softcap)
     plain_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     assert all(x.dtype == plain_dtype for x in actual)
     assert_attention(actual, inputs, dense, plain_dtype=plain_dtype, softcap=softcap, **arguments)
@@ -57,7 +36,7 @@ def test_parts_of_the_keys_add_up_to_attention_over_all(backend, case, cuts, hea
 def test_half_precision_inputs_are_computed_to_float32_accuracy(dtype):
     mask = masks.documents([700, 100], "causal")
     inputs, arguments = random_case(800, 800, (2, 1), (16, 16), dtype)
-    actual = _in_parts(inputs, mask, arguments, [350], "cpu")
+    actual = attend_in_parts(inputs, mask, arguments, [350], "cpu")
     dense = torch.as_tensor(mask.to_dense())
     assert_attention(actual, inputs, dense, plain_dtype=torch.float32, **arguments)
 
@@ -67,7 +46,7 @@ def test_error_does_not_grow_with_the_number_of_parts(num_parts):
     mask = masks.causal(512)
     inputs, arguments = random_case(512, 512, (2, 2), (16, 16), torch.float32)
     cuts = [512 * i // num_parts for i in range(1, num_parts)]
-    actual = _in_parts(inputs, mask, arguments, cuts, "cpu")
+    actual = attend_in_parts(inputs, mask, arguments, cuts, "cpu")
     dense = torch.as_tensor(mask.to_dense())
     assert_attention(actual, inputs, dense, plain_dtype=torch.float32, **arguments)
 
@@ -102,7 +81,7 @@ def test_delta_survives_any_size_of_dout(dout_scale):
             "dlse": arguments["dlse"] * dlse_scale,
         }
         scaled["dout"][::4] = 0
-        actual = _in_parts(inputs, mask, scaled, [40], "cpu")
+        actual = attend_in_parts(inputs, mask, scaled, [40], "cpu")
         dense = torch.as_tensor(mask.to_dense())
         assert_attention(actual, inputs, dense, plain_dtype=torch.float32, **scaled)
 
@@ -123,9 +102,9 @@ def test_splitting_heads_into_groups_changes_no_bit(monkeypatch):
     mask = masks.documents([60, 40], "causal")
     for head_counts in ((6, 6), (6, 3)):
         inputs, arguments = random_case(100, 100, head_counts, (8, 8), torch.float32)
-        whole = _in_parts(inputs, mask, arguments, [30], "cpu")
+        whole = attend_in_parts(inputs, mask, arguments, [30], "cpu")
         with monkeypatch.context() as patch:
             patch.setattr(heads, "MAX_GROUP_NUMEL", 1)
             assert len(list(heads.head_groups(inputs[0], inputs[1]))) > 1
-            split = _in_parts(inputs, mask, arguments, [30], "cpu")
+            split = attend_in_parts(inputs, mask, arguments, [30], "cpu")
         assert all(torch.equal(a, b) for a, b in zip(whole, split, strict=True))

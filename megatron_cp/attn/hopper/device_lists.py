@@ -1,18 +1,16 @@
 """Work lists on the device: made once per mask and tile shape, copied once, found again in a microsecond.
 
-An entry lives as long as its mask. Nothing is proportional to queries x keys, and no call waits for the
-device: a stream that uses a list for the first time waits for the copy on the device. A CUDA graph keeps the
-address of a list: who keeps the graph must keep the mask.
+Nothing is proportional to queries x keys, and no call waits for the device (attn/device_arrays.py). A CUDA graph
+keeps the address of a list: who keeps the graph must keep the mask.
 """
 
-import weakref
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_cp.attn.device_arrays import Int32Array, Prepared, for_mask
 from megatron_cp.attn.hopper.worklist import WorkList, backward_work, dq_turns, forward_work
 from megatron_cp.mask import AttentionMask
 
@@ -38,18 +36,6 @@ class BackwardList(NamedTuple):
     num_runs: int
 
 
-@dataclass(slots=True)
-class _Entry:
-    mask: "weakref.ref[AttentionMask]"
-    lists: Any  # DeviceList or BackwardList, as the key says
-    copied: "torch.cuda.Event | None"  # recorded behind the copy
-    streams: set[int] = field(default_factory=set)  # those that may read without waiting
-
-
-_Key = tuple[int, str, int, int, torch.device]
-_entries: dict[_Key, _Entry] = {}
-
-
 def forward_list(
     mask: AttentionMask, tile_rows: int, tile_keys: int, device: torch.device, stream: int
 ) -> DeviceList:
@@ -57,16 +43,17 @@ def forward_list(
 
     Raises: ValueError for a mask whose slices leave its grid, or that is too large.
     """
-    key = (id(mask), "forward", tile_rows, tile_keys, device)
-    entry = _ready(key, mask, stream)
-    if entry is None:
+
+    def prepare(mask: AttentionMask) -> Prepared:
         work = forward_work(mask, tile_rows, tile_keys)
         _check_inside(work, mask.num_queries, mask.num_keys)
-        data, copied = _copy([work.tiles, work.segs, work.order], device)
-        lists = DeviceList(data, len(work.tiles), len(work.segs))
-        entry = _keep(key, mask, lists, copied, stream)
-    result: DeviceList = entry.lists
-    return result
+        counts = len(work.tiles), len(work.segs)
+        arrays = [_one([work.tiles, work.segs, work.order])]
+        return arrays, lambda data: DeviceList(data[0], *counts)
+
+    use = ("hopper forward", tile_rows, tile_keys)
+    lists: DeviceList = for_mask(mask, use, device, prepare, stream)
+    return lists
 
 
 def backward_list(
@@ -82,10 +69,8 @@ def backward_list(
 
     Raises: ValueError as `forward_list`.
     """
-    kind = "backward in turns" if has_turns else "backward"
-    key = (id(mask), kind, tile_rows, tile_keys, device)
-    entry = _ready(key, mask, stream)
-    if entry is None:
+
+    def prepare(mask: AttentionMask) -> Prepared:
         work = backward_work(mask, tile_rows, tile_keys)
         _check_inside(work, mask.num_keys, mask.num_queries)
         parts, num_slots, num_runs = [work.tiles, work.segs, work.order], 0, 0
@@ -93,74 +78,17 @@ def backward_list(
             turns = dq_turns(work, mask.num_queries)
             parts += [turns.segments, turns.runs]
             num_slots, num_runs = turns.num_slots, len(turns.runs)
-        data, copied = _copy(parts, device)
-        lists = BackwardList(data, len(work.tiles), len(work.segs), num_slots, num_runs)
-        entry = _keep(key, mask, lists, copied, stream)
-    result: BackwardList = entry.lists
-    return result
+        counts = len(work.tiles), len(work.segs), num_slots, num_runs
+        return [_one(parts)], lambda data: BackwardList(data[0], *counts)
+
+    use = ("hopper backward", tile_rows, tile_keys, has_turns)
+    lists: BackwardList = for_mask(mask, use, device, prepare, stream)
+    return lists
 
 
-def num_cached() -> int:
-    """Returns how many lists are held; each goes with its mask."""
-    return len(_entries)
-
-
-def _ready(key: _Key, mask: AttentionMask, stream: int) -> _Entry | None:
-    """Returns the entry of this very mask, which the stream may read, or None."""
-    entry = _entries.get(key)
-    if entry is None or entry.mask() is not mask:
-        return None
-    if stream not in entry.streams and not _is_capturing(entry.lists.data.device):
-        _share(entry)
-        entry.streams.add(stream)
-    return entry
-
-
-def _keep(
-    key: _Key,
-    mask: AttentionMask,
-    lists: DeviceList | BackwardList,
-    copied: "torch.cuda.Event | None",
-    stream: int,
-) -> _Entry:
-    owner = weakref.ref(mask, lambda _: _entries.pop(key, None))
-    entry = _entries[key] = _Entry(owner, lists, copied, {stream})
-    return entry
-
-
-def _copy(
-    parts: "list[np.ndarray[Any, np.dtype[np.int32]]]", device: torch.device
-) -> "tuple[Tensor, torch.cuda.Event | None]":
-    """Returns the parts one after another on the device, copied on the current stream, and an event behind."""
-    if _is_capturing(device):
-        raise RuntimeError(
-            "the first call of backend='hopper' with a mask must not be inside a CUDA graph capture; call it once "
-            "before, and keep the mask as long as the graph"
-        )
-    packed = torch.from_numpy(np.concatenate([part.ravel() for part in parts]))
-    if device.type != "cuda":
-        return packed.to(device), None
-    data = packed.pin_memory().to(device, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
-    return data, event
-
-
-def _is_capturing(device: torch.device) -> bool:
-    """Returns whether the current stream records a CUDA graph.
-
-    A capture begins behind a synchronisation, so that lists copied before are there without waiting.
-    """
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _share(entry: _Entry) -> None:
-    """Makes the current stream wait for the copy, and keeps the memory until the stream is done with it."""
-    data: Tensor = entry.lists.data
-    if entry.copied is not None:
-        stream = torch.cuda.current_stream(data.device)
-        stream.wait_event(entry.copied)
-        data.record_stream(stream)
+def _one(parts: list[Int32Array]) -> Int32Array:
+    """Returns the parts one after another, as the kernels' parameters count on."""
+    return np.concatenate([part.ravel() for part in parts])
 
 
 def _check_inside(work: WorkList, num_rows: int, num_columns: int) -> None:
