@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -29,7 +30,8 @@ NVCC_FLAGS = ("-cubin", "-O3", "-gencode", "arch=compute_90a,code=sm_90a")
 NVRTC_FLAGS = ("--gpu-architecture=sm_90a",)
 NVRTC_NAMES = ("libnvrtc.so.12", "libnvrtc.so.13")
 # 12.3 has all instructions too, but serialises the matrix products of the backward kernels of the large head dims
-# (C7516, seen in its log on 14 variants, 2026-11-22); from 12.4 on no variant's are.
+# (C7516, seen in its log on 14 variants, 2026-11-22). 12.4 still does so with head dim 64's backward: what its log
+# calls serialised is not used (build.compile_variant), and another compiler or backend takes its place.
 MIN_VERSION = (12, 4)
 
 
@@ -159,7 +161,11 @@ def run_program(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     for tries_left in (2, 1, 0):
         try:
             return subprocess.run(
-                list(command), capture_output=True, text=True, stdin=subprocess.DEVNULL
+                list(command),
+                capture_output=True,
+                encoding="utf-8",
+                errors="replace",
+                stdin=subprocess.DEVNULL,
             )
         except OSError as error:
             if error.errno != errno.EFAULT or not tries_left:
@@ -237,7 +243,8 @@ def _compile_with_nvrtc(path: str, source: Path, options: Sequence[str]) -> Comp
     try:
         flags = [flag.encode() for flag in (*NVRTC_FLAGS, *options)]
         flag_array = (ctypes.c_char_p * len(flags))(*flags)
-        status = library.nvrtcCompileProgram(program, len(flags), flag_array)
+        with _same_locale():
+            status = library.nvrtcCompileProgram(program, len(flags), flag_array)
         log = _nvrtc_text(library, "ProgramLog", program)
         if status != 0:
             raise CompileError(
@@ -247,6 +254,21 @@ def _compile_with_nvrtc(path: str, source: Path, options: Sequence[str]) -> Comp
         return Compiled(_nvrtc_bytes(library, "CUBIN", program), ptx, log)
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+@contextmanager
+def _same_locale() -> Iterator[None]:
+    """Gives the calling thread its locale back: NVRTC (12.4 to 13.0) leaves it in the C locale.
+
+    Python would then read files and programs' words as ASCII.
+    """
+    uselocale = ctypes.CDLL(None).uselocale
+    uselocale.restype, uselocale.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    before = uselocale(None)
+    try:
+        yield
+    finally:
+        uselocale(before)
 
 
 def _nvrtc_text(library: ctypes.CDLL, what: str, program: ctypes.c_void_p) -> str:

@@ -1,8 +1,10 @@
 """A test in a process of its own: what it imports stays there."""
 
+import contextlib
 import functools
 import multiprocessing
 import traceback
+from concurrent.futures import ProcessPoolExecutor
 
 from tests.processes import HANG_SECONDS
 
@@ -35,3 +37,13 @@ def _answer(connection, test, fixtures):
         connection.send(None)
     except BaseException:
         connection.send(traceback.format_exc())
+
+
+@contextlib.contextmanager
+def fresh_process():
+    """Yields a function that calls another, of a module, in one new interpreter: nothing of this process is there.
+
+    For what the CPU stand-ins of Megatron-Core would disturb: earlier tests may have put them in this process.
+    """
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield lambda function, *args: pool.submit(function, *args).result(timeout=HANG_SECONDS)

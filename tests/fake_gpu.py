@@ -69,7 +69,7 @@ def _leaves_the_device(name, args, result):
 
 @contextlib.contextmanager
 def fake_gpus(rank, num_ranks):
-    """Makes this process `rank` of `num_ranks` with one GPU each; yields the group. To be used in a child process."""
+    """Makes this process `rank` of `num_ranks` with one GPU each; yields the group. To be used in a fresh process."""
     dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=FakeStore())
     fake = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -87,6 +87,7 @@ def fake_gpus(rank, num_ranks):
         mock.patch.object(torch.Tensor, "copy_", _copy),
     ):
         yield dist.group.WORLD
+    dist.destroy_process_group()
 
 
 class _Streams:

@@ -4,6 +4,7 @@ Limits are gates because growth is never noticed on the day it happens. A functi
 not counted: explaining must not cost. Formatting and complexity are ruff's business.
 """
 
+import argparse
 import ast
 import os
 import sys
@@ -70,4 +71,8 @@ def main(root: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "root", nargs="?", type=Path, default=ROOT, help="a checkout; default: this"
+    )
+    sys.exit(main(parser.parse_args().root))

@@ -24,9 +24,13 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
-from megatron_cp.kernels import build, compilers, elf, params
-from tools.gate import ordering, ptx, sass
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megatron_cp.kernels import build, compilers, elf, params  # noqa: E402
+from tools.gate import ordering, ptx, sass  # noqa: E402
 
 MAX_SHARED_BYTES = 227 * 1024
 # Local-memory instructions allowed in the producer's branch. The backward's are in the warp that adds dq to

@@ -21,6 +21,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from megatron_cp.kernels import build, cache
+from megatron_cp.kernels.compilers import run_program
 
 KERNELS = Path(__file__).resolve().parent.parent
 EMULATOR = KERNELS / "emulator"
@@ -316,7 +317,7 @@ def _compile(compiler: tuple[str, str], arguments: Sequence[str], target: Path) 
     os.close(descriptor)
     try:
         command = [compiler[0], *arguments, "-o", name]
-        run = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        run = run_program(command)
         if run.returncode != 0:
             raise EmulatorBuildError(f"{' '.join(command)}\n{run.stderr}".rstrip())
         Path(name).replace(target)

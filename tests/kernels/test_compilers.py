@@ -1,5 +1,7 @@
 """Which compiler is taken, whose cubins a driver is given, and what happens when one fails. Fakes, and real ones."""
 
+import contextlib
+import locale
 import shutil
 
 import pytest
@@ -153,6 +155,20 @@ def test_abi_of_what_is_no_cubin_is_refused_and_an_unknown_one_runs_nowhere():
     assert not elf.runs_on(unknown, 99)
     assert elf.runs_on(unknown, None)
     assert build.cuda_of(unknown) == "CUDA unknown (ELF ABI 0x41/9)"
+
+
+def test_compiling_leaves_the_encoding_of_files_as_it_was(tree):
+    """NVRTC puts the thread that calls it in the C locale, in which Python reads UTF-8 as ASCII."""
+    nvrtcs = [one for one in REAL_COMPILERS if one.kind == "nvrtc"]
+    if not nvrtcs:
+        pytest.skip("no NVRTC on this machine: make toolkits")
+    before = locale.nl_langinfo(locale.CODESET)
+    for text in (TINY, "no kernel"):
+        (tree / "attn" / "fwd.cu").write_text(text)
+        for one in nvrtcs:
+            with contextlib.suppress(compilers.CompileError):
+                build.compile_variant(build.variants()["fwd_64"], one)
+            assert locale.nl_langinfo(locale.CODESET) == before, one.name
 
 
 def test_missing_compiler_is_named_with_what_to_do(tree, machine):

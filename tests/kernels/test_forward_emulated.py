@@ -210,7 +210,7 @@ def test_calls_without_queries_keys_or_slices():
             {"dtype": torch.float32},
             r"dtype=torch.float32, only torch.bfloat16 and torch.float16.*'cpu'",
         ),
-        ({"head_dim": 80}, r"head_dim=80, value head_dim=80, only for \(64, 64\).*'cpu'"),
+        ({"head_dim": 264}, r"head_dim=264, value head_dim=264, only for \(64, 64\).*'cpu'"),
         ({"scale": -1.0}, "softmax_scale=-1.0 < 0; negate q"),
     ],
 )
