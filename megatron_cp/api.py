@@ -5,7 +5,8 @@
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_cp.attn.attend import attend, no_logits
+from megatron_cp.attn.attend import attend
+from megatron_cp.attn.logits import no_logits
 from megatron_cp.attn.options import check_sink, resolve_options
 from megatron_cp.plan import AttentionPlan
 from megatron_cp.runtime.checkpoint import checkpoint, record_result, recorded_result

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_cp.attn.logits import no_logits, raise_to_, sharp_lse
 from megatron_cp.attn.merge import apply_sink, merge_rows_, merge_span_, sink_gradient
 from megatron_cp.attn.options import (
     AttendOptions,
@@ -34,6 +35,7 @@ _MODULES = {
     "hopper": "megatron_cp.attn.hopper.backend",
     "emulated": "megatron_cp.attn.emulated.backend",
 }
+LSE_ONLY = ("flex", "flash")  # whose operators return no largest logits
 OWN_ATTEND = ("hopper", "emulated")  # whose kernel adds the sink and writes the dtype of q
 _loaded: dict[str, ModuleType] = {}
 
@@ -79,11 +81,6 @@ def attend(  # noqa: PLR0913  the public signature of DESIGN section 9
     return out[..., : v.shape[-1]].contiguous(), lse
 
 
-def no_logits(q: Tensor) -> Tensor:
-    """Returns the largest logit of each head of `q` `[Q, N, H]` over no keys: -inf, fp32 `[N]`."""
-    return torch.full((q.shape[1],), -torch.inf, device=q.device)
-
-
 def attend_forward(
     q: Tensor,
     k: Tensor,
@@ -99,6 +96,9 @@ def attend_forward(
     check_mask(q, k, mask)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         forward = backend_module(options.backend).forward
+        if max_logits is not None and options.backend in LSE_ONLY:
+            raise_to_(max_logits, sharp_lse(forward, q, k, v, mask, options))
+            max_logits = None
         asked = (mask, options) if max_logits is None else (mask, options, max_logits)
         if options.wide_dims is None:
             out, lse = forward(q, k, v, *asked)

@@ -29,7 +29,12 @@ class Asked(NamedTuple):
     max_logits: bool = False
 
 
-MAX_LOGITS = ("reference", "cpu")  # the backends that return the largest logit of each head
+MAX_LOGITS = (
+    "reference",
+    "cpu",
+    "flex",
+    "flash",
+)  # the backends that return the largest logit of each head
 _Kind = tuple[torch.device, torch.dtype, int, int, bool, bool, bool, bool, bool]
 _chosen: dict[_Kind, str] = {}
 _served: dict[_Kind, tuple[int, int]] = {}  # by hopper, tested

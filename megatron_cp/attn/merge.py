@@ -75,11 +75,6 @@ def sink_gradient(lse: Tensor, sink: Tensor, delta: Tensor) -> Tensor:
     return -(probability * delta).sum(dim=0)
 
 
-def raise_to_(max_logits: Tensor, found: Tensor) -> None:
-    """Raises the largest logits per head `[N]`, in place, to those found over other keys or rows."""
-    torch.maximum(max_logits, found.to(max_logits.dtype), out=max_logits)
-
-
 def _weight(part_lse: Tensor, lse: Tensor) -> Tensor:
     """Returns `exp(part_lse - lse)`, and 0 where both are -inf (a row without keys)."""
     return torch.exp(part_lse - lse.masked_fill(lse == -torch.inf, 0.0))

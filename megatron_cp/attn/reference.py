@@ -13,7 +13,7 @@ It builds the whole Q x K matrix: for tests and small sizes, on any device, in a
 import torch
 from torch import Tensor
 
-from megatron_cp.attn.merge import raise_to_
+from megatron_cp.attn.logits import raise_to_
 from megatron_cp.attn.options import AttendOptions, accumulation_dtype
 from megatron_cp.mask import AttentionMask
 

@@ -91,6 +91,14 @@ def test_softcap_and_sinks_are_served(graphs):
     assert_attention(actual, inputs, dense, plain_dtype=torch.float32, **arguments)
 
 
+def test_the_largest_logits_take_one_more_graph_of_a_kind(graphs):
+    for size in (40, 300):
+        inputs, _ = random_case(size, size, (2, 2), (8, 8), torch.float32)
+        attend(*inputs, masks.causal(size), backend="flex")
+        attend(*inputs, masks.causal(size), backend="flex", return_max_logits=True)
+    assert graphs.frame_count == 2
+
+
 def test_rows_of_many_intervals_are_computed_in_parts_of_the_keys(graphs):
     mask = masks.strided(120, 60, 3, 20)
     device = torch.device("cpu")

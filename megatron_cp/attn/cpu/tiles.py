@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from megatron_cp.attn.cpu.pieces import diagonals_of, tiles_of
-from megatron_cp.attn.merge import merge_span_, raise_to_
+from megatron_cp.attn.logits import raise_to_
+from megatron_cp.attn.merge import merge_span_
 from megatron_cp.attn.options import AttendOptions
 from megatron_cp.mask import MaskSlice
 
