@@ -3,7 +3,8 @@
 The folders `models/` and `kernels/` stand at the top of the source tree, where readers look for
 them, and are installed inside the package: no generic top-level name reaches site-packages. In the
 tree, links of the same names in megatron_cp/ make them importable without an installation, and
-visible to mypy and the import linter; packaging does not need the links.
+visible to mypy and the import linter; packaging does not need the links. They have no `__init__.py`, so that
+`import kernels` at the top of the tree finds somebody else's package of that name, where there is one.
 
 Where NVRTC or nvcc is present, a wheel gets the kernels as cubins (some minutes; MEGATRON_CP_CUBINS=0 leaves them
 out); of CUDA 12 where such a compiler is there (`make toolkits` fetches one), so that every driver from R525 on takes
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
 
 MOVED_INSIDE = ("models", "kernels")
 
@@ -31,7 +33,7 @@ def packages_and_folders() -> tuple[list[str], dict[str, str]]:
     ]
     folders = {}
     for folder, name in zip(MOVED_INSIDE, inside, strict=True):
-        if Path(folder, "__init__.py").is_file():
+        if Path(folder).is_dir():
             packages += [name, *(f"{name}.{child}" for child in find_packages(folder))]
             folders[name] = folder
     return packages, folders
@@ -51,9 +53,19 @@ class BuildWithCubins(build_py):
             subprocess.run(command, check=True)
 
 
+class SourceWithLinks(sdist):
+    """Packs the tree as it is: the links of the package too, which packaging would follow."""
+
+    def make_release_tree(self, base_dir: str, files: list[str]) -> None:
+        """Copies the files, then makes the links."""
+        super().make_release_tree(base_dir, files)
+        for folder in MOVED_INSIDE:
+            Path(base_dir, "megatron_cp", folder).symlink_to(Path("..", folder))
+
+
 packages, package_dir = packages_and_folders()
 setup(
-    cmdclass={"build_py": BuildWithCubins},
+    cmdclass={"build_py": BuildWithCubins, "sdist": SourceWithLinks},
     packages=packages,
     package_dir=package_dir,
     package_data={
