@@ -1,5 +1,6 @@
 # make pretrain   .venv, install, train a GPT with context parallelism on two CPU ranks, report
 # make test       .venv, install with the tools, every check and every test
+# make docs       the documentation as a site, build/site
 # make toolkits   compilers of the kernels, CUDA 12.4 to 13.0, into the user's cache
 #
 # Another interpreter or torch:  make PYTHON=python3.12 TORCH=torch==2.11.0 test
@@ -7,7 +8,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help pretrain test check lint types floors sizes toolkits format bench clean
+.PHONY: help pretrain test check lint types floors sizes docs toolkits format bench clean
 
 PYTHON ?= python3
 # Fixed, and installed first: a CPU build of this version exists; a newer one may bring gigabytes of CUDA.
@@ -38,7 +39,7 @@ define install
 endef
 
 help:
-	@sed -n '1,5s/^# \{0,1\}//p' Makefile
+	@sed -n '1,6s/^# \{0,1\}//p' Makefile
 
 $(INSTALLED): pyproject.toml setup.py
 	$(call install,.)
@@ -56,6 +57,11 @@ CI_TOOLKITS := 12.8
 test: check
 	-@$(BIN)/python tools/fetch_toolkits.py $(CI_TOOLKITS)
 	$(BIN)/python -m pytest
+
+# Strict: a broken link is an error. Search and pictures need no network.
+docs: $(INSTALLED_DEV)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "build/site is the site; to read and search it: $(PYTHON) -m http.server -d build/site"
 
 # NVRTC of every CUDA version that the kernels are for, into the user's cache (about 320 MB).
 toolkits: $(INSTALLED_DEV)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_cp as mcp
+from megatron_cp.report.one_plan import plan_page
 
 DOCUMENTS = [137, 2041, 89, 1, 700]  # no padding, no multiple of anything
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 8, 2, 32
@@ -46,6 +47,9 @@ def main():
         assert error < 1e-4, f"{name} differs by {error}"
         if rank == 0:
             print(f"{name:3s}: {dist.get_world_size()} ranks equal one device within {error:.1e}")
+    if rank == 0:
+        picture = plan_page(plan).write("runs/attention_on_four_ranks.html")
+        print(f"picture: {picture}\nnext: torchrun --nproc-per-node 2 examples/packed_documents.py")
     dist.destroy_process_group()
 
 

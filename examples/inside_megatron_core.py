@@ -5,6 +5,8 @@
 Proves: training with our attention on all ranks gives the losses of Megatron's own attention on one rank.
 """
 
+from pathlib import Path
+
 from megatron_cp.mcore import cpu
 
 cpu.install()  # Megatron-Core on a machine without CUDA; does nothing where there is a GPU
@@ -17,6 +19,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  #
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 
 from megatron_cp.mcore import with_context_parallel  # noqa: E402
+from megatron_cp.report.draw.charts import Axes, Series, line_chart  # noqa: E402
+from megatron_cp.report.draw.html import Section, page, write_page  # noqa: E402
 
 VOCABULARY, SEQ_LENGTH, STEPS = 64, 256, 5
 
@@ -75,6 +79,11 @@ def train(cp_size, spec):
     return losses
 
 
+def points(losses):
+    """Returns what a chart draws."""
+    return tuple((float(step), loss) for step, loss in enumerate(losses))
+
+
 def main():
     """Trains twice and compares."""
     torch.set_num_threads(1)
@@ -87,6 +96,17 @@ def main():
             print(
                 f"step {step}: loss {a:.6f} on {dist.get_world_size()} ranks, {b:.6f} by Megatron's attention"
             )
+    if dist.get_rank() == 0:
+        path = Path("runs", "inside_megatron_core.html")
+        lines = [
+            Series("megatron_cp", points(ours)),
+            Series("Megatron", points(megatrons), 2, "dots"),
+        ]
+        drawn = line_chart("losses", lines, Axes(x_label="step", y_label="loss"))
+        write_page(
+            path, page("Losses", __doc__.split("\n")[0], [Section("losses", "Losses", [drawn])], {})
+        )
+        print(f"picture: {path}\nnext: make pretrain")
     dist.destroy_process_group()
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_cp as mcp
+from megatron_cp.report.one_plan import plan_page
 
 TEXT, PROMPT_AND_ANSWER, IMAGE = 300, 211, 256
 PROMPT = 70
@@ -52,6 +53,8 @@ def main():
             f"rows that moved: text {text.sum()}, prompt and answer {answer.sum()}, image {image.sum()}"
         )
         print("RoPE positions restart in every document")
+        picture = plan_page(plan).write("runs/packed_documents.html")
+        print(f"picture: {picture}\nnext: torchrun --nproc-per-node 3 examples/your_own_mask.py")
     dist.destroy_process_group()
 
 

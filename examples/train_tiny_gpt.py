@@ -23,6 +23,7 @@ import megatron_cp as mcp  # noqa: E402
 from megatron_cp.mcore.batch import context_parallel_params  # noqa: E402
 from megatron_cp.models.gpt import Layout, build_gpt, transformer_config  # noqa: E402
 from megatron_cp.models.presets import TINY  # noqa: E402
+from megatron_cp.report.one_plan import plan_page  # noqa: E402
 
 SEQ_LENGTH, VOCAB, STEPS = 512, 128, 20
 
@@ -94,6 +95,10 @@ def main() -> None:
     assert all(torch.equal(weights, other) for other in everywhere)
     if dist.get_rank() == 0:
         print(f"{weights.numel()} weights are bitwise equal on {cp_size} ranks")
+        picture = plan_page(plan).write("runs/train_tiny_gpt.html")  # of the last step's pack
+        print(
+            f"picture: {picture}\nnext: torchrun --nproc-per-node 2 examples/inside_megatron_core.py"
+        )
     dist.destroy_process_group()
 
 

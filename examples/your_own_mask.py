@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_cp as mcp
+from megatron_cp.report.one_plan import plan_page
 
 QUESTION, ANSWERS, WINDOW = 400, [250, 33, 512, 120], 64
 
@@ -49,6 +50,8 @@ def main():
         stats = plan.stats("forward")
         print(f"{mask}: equals the dense formula within {error:.1e}")
         print(f"imbalance {stats['imbalance']:.3f}, {plan.tokens_per_rank} rows on every rank")
+        picture = plan_page(plan).write("runs/your_own_mask.html")
+        print(f"picture: {picture}\nnext: torchrun --nproc-per-node 2 examples/train_tiny_gpt.py")
     dist.destroy_process_group()
 
 

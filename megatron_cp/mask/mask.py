@@ -239,6 +239,12 @@ class AttentionMask:
         grid = f"{self.num_queries} x {self.num_keys}"
         return f"AttentionMask({grid}, {self.num_slices} slices, density {self.density():.3g})"
 
+    def _repr_svg_(self) -> str:
+        """Returns the picture that a notebook shows."""
+        from megatron_cp.mask.draw import svg  # it draws masks
+
+        return svg(self, max_pixels=320)
+
     def _check_same_grid(self, other: "AttentionMask") -> None:
         check_mask(other, "other mask")
         mine, theirs = (self.num_queries, self.num_keys), (other.num_queries, other.num_keys)

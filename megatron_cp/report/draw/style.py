@@ -26,6 +26,18 @@ _DARK = """
 --h7:#8fbdf1;--h8:#d3e6fc;
 """
 
+_PICTURES = """
+svg text{font-size:11.5px;fill:var(--soft);font-family:inherit}
+svg .strong{fill:var(--ink);font-weight:600}svg .muted{fill:var(--muted)}svg .tiny{font-size:10px}
+.grid{stroke:var(--grid);stroke-width:1}.axis{stroke:var(--rule);stroke-width:1}
+.mean{stroke:var(--ink);stroke-width:1.2;stroke-dasharray:3 3}
+.frame{fill:none;stroke:var(--rule);stroke-width:1}.empty{fill:var(--page)}
+.mask [fill-opacity="0.6"]{fill-opacity:.75}.mask [fill-opacity="0.9"]{fill-opacity:1}
+.bar{fill:var(--doc-a)}.bar-quiet{fill:var(--doc-b)}
+.line{fill:none;stroke-width:2;stroke-linejoin:round;stroke-linecap:round}
+.faint{fill:none;stroke-width:1;opacity:.35}
+"""
+
 _LAYOUT = """
 *{box-sizing:border-box}
 body{margin:0;background:var(--page);color:var(--ink);
@@ -66,15 +78,6 @@ figure{margin:0;padding:12px 14px;min-width:0;display:flex;flex-direction:column
 figcaption{color:var(--soft);font-size:13px;margin-bottom:8px}
 .plot{overflow-x:auto;margin:auto 0}
 .plot>svg{display:block;width:100%;height:auto;margin:0 auto}
-svg text{font-size:11.5px;fill:var(--soft);font-family:inherit}
-svg .strong{fill:var(--ink);font-weight:600}svg .muted{fill:var(--muted)}svg .tiny{font-size:10px}
-.grid{stroke:var(--grid);stroke-width:1}.axis{stroke:var(--rule);stroke-width:1}
-.mean{stroke:var(--ink);stroke-width:1.2;stroke-dasharray:3 3}
-.frame{fill:none;stroke:var(--rule);stroke-width:1}.empty{fill:var(--page)}
-.mask [fill-opacity="0.6"]{fill-opacity:.75}.mask [fill-opacity="0.9"]{fill-opacity:1}
-.bar{fill:var(--doc-a)}.bar-quiet{fill:var(--doc-b)}
-.line{fill:none;stroke-width:2;stroke-linejoin:round;stroke-linecap:round}
-.faint{fill:none;stroke-width:1;opacity:.35}
 details{margin-top:8px;font-size:12px;color:var(--muted)}
 summary{cursor:pointer}
 details .scroll{max-height:260px;overflow:auto;margin:6px 0 0}
@@ -119,6 +122,11 @@ nav,.skip,.says,details{display:none}figure,.tile,.verdict,tr{break-inside:avoid
 
 def style_sheet() -> str:
     """Returns the page's only style sheet."""
+    return picture_style_sheet() + _LAYOUT
+
+
+def picture_style_sheet() -> str:
+    """Returns what pictures alone need, for pages that have a layout of their own."""
     colours = "".join(
         f".s{i}{{fill:var(--s{i})}}.l{i}{{stroke:var(--s{i})}}" for i in range(1, NUM_SERIES + 1)
     )
@@ -137,5 +145,5 @@ def style_sheet() -> str:
     return (
         f":root{{color-scheme:light dark;{_LIGHT}}}"
         f"@media (prefers-color-scheme:dark){{:root{{{_DARK}}}}}"
-        f"{_LAYOUT}{colours}{documents}{heat}@media (prefers-color-scheme:dark){{{heat_dark}}}"
+        f"{_PICTURES}{colours}{documents}{heat}@media (prefers-color-scheme:dark){{{heat_dark}}}"
     )

@@ -26,7 +26,7 @@ from megatron_cp.report.figures.planners import (
     named,
     planner_table,
 )
-from megatron_cp.report.figures.view import USUAL, PackView, kv_bytes, view_of_plan
+from megatron_cp.report.figures.view import USUAL, PackView, view_of_pack
 from megatron_cp.report.figures.workers import workers_figure
 
 
@@ -73,17 +73,7 @@ def pack_views(run: DryRun) -> list[PackView]:
     views = []
     for number, pack in enumerate(run.corpus.packs):
         plans = [made[number] for made in run.plans.values()]
-        ours, *others = [view_of_plan(plan) for plan in plans]
-        views.append(
-            PackView(
-                mask=pack.mask,
-                document_lengths=pack.document_lengths,
-                document_kinds=pack.document_kinds,
-                ours=ours,
-                others=tuple(others) if ours.cp_size > 1 else (),
-                kv_row_bytes=kv_bytes(run.config),
-            )
-        )
+        views.append(view_of_pack(plans, pack.document_lengths, pack.document_kinds))
     return views
 
 

@@ -103,6 +103,24 @@ def view_of_plan(plan: AttentionPlan) -> PlanView:
     )
 
 
+def view_of_pack(
+    plans: Sequence[AttentionPlan], lengths: Sequence[int] = (), kinds: Sequence[str] = ()
+) -> PackView:
+    """Returns the view of what these plans are for: ours first, then the baselines.
+
+    `lengths`, `kinds`: the documents of the pack; one without a kind where nothing is said.
+    """
+    ours, *others = [view_of_plan(plan) for plan in plans]
+    return PackView(
+        mask=plans[0].mask,
+        document_lengths=tuple(lengths) or (plans[0].num_tokens,),
+        document_kinds=tuple(kinds),
+        ours=ours,
+        others=tuple(others) if ours.cp_size > 1 else (),
+        kv_row_bytes=kv_bytes(plans[0].config),
+    )
+
+
 def kv_bytes(config: CPConfig) -> int:
     """Returns the bytes of one key row plus one value row as they travel forward."""
     return row_bytes(config, "forward", "k").there

@@ -19,10 +19,9 @@ from megatron_cp.report.figures.timeline import MAX_RANKS_DRAWN, chrome_trace, t
 from megatron_cp.report.figures.view import (
     MAX_RANKS_PICTURED,
     USUAL,
-    PackView,
     area_by_chunk,
     chunk_bounds,
-    kv_bytes,
+    view_of_pack,
     view_of_plan,
 )
 from megatron_cp.report.simulation.study import Step, Study
@@ -206,13 +205,4 @@ def _heat(plans: list[AttentionPlan], step: Step) -> Figure:
 
 
 def _traffic(plans: list[AttentionPlan], step: Step) -> Figure:
-    views = [view_of_plan(plan) for plan in plans]
-    pack = PackView(
-        mask=step.mask,
-        document_lengths=tuple(step.lengths.tolist()),
-        document_kinds=(),
-        ours=views[0],
-        others=tuple(views[1:]),
-        kv_row_bytes=kv_bytes(plans[0].config),
-    )
-    return communication_figure(pack)
+    return communication_figure(view_of_pack(plans, step.lengths.tolist()))

@@ -1,0 +1,69 @@
+"""The examples as a reader runs them: each proves what it says, writes its picture and names what comes next."""
+
+import contextlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.processes import HANG_SECONDS
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+RANKS = {
+    "attention_on_four_ranks.py": 4,
+    "packed_documents.py": 2,
+    "your_own_mask.py": 3,
+    "train_tiny_gpt.py": 2,
+    "inside_megatron_core.py": 2,
+    "mask_gallery.py": 1,
+}
+
+
+def test_every_example_in_python_is_run_here():
+    assert set(RANKS) == {path.name for path in EXAMPLES.glob("*.py")}
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_an_example_ends_with_a_picture_and_what_comes_next(name, tmp_path):
+    command = [sys.executable, str(EXAMPLES / name)]
+    if RANKS[name] > 1:
+        torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(RANKS[name])]
+        torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+        command[1:1] = torchrun
+    run = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=HANG_SECONDS, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    page = tmp_path / re.search(r"(?:picture: |wrote )(runs/\w+\.html)", run.stdout)[1]
+    assert "<svg" in page.read_text(encoding="utf-8")
+    following = re.search(r"next: (.+)", run.stdout)[1]
+    assert all(Path(EXAMPLES.parent, word).is_file() for word in re.findall(r"\S+\.py", following))
+
+
+def test_the_notebook_runs_from_top_to_bottom_and_shows_its_pictures(tmp_path, capsys):
+    notebook = json.loads((EXAMPLES / "from_mask_to_attention.ipynb").read_text(encoding="utf-8"))
+    names, shown = {}, []
+    with contextlib.chdir(tmp_path) if sys.version_info >= (3, 11) else contextlib.nullcontext():
+        for cell in notebook["cells"]:
+            if cell["cell_type"] == "code":
+                assert cell["outputs"] == []  # what is kept would grow old
+                shown.append(_run("".join(cell["source"]), names))
+    assert [hasattr(x, "_repr_svg_") for x in shown].count(True) == 2
+    assert "<iframe" in shown[-2]._repr_html_()
+    assert shown[-1].startswith("equal to the dense formula within")
+    assert "planner" in capsys.readouterr().out
+
+
+def _run(source, names):
+    """Runs a cell and returns the value of its last line, as a notebook shows it."""
+    *lines, last = source.splitlines()
+    try:
+        value = compile(last, "cell", "eval")
+    except SyntaxError:
+        exec(source, names)
+        return None
+    exec("\n".join(lines), names)
+    return eval(value, names)

@@ -1,0 +1,50 @@
+"""What README promises: its lines run as they stand, and its links, like those of all pages, lead somewhere."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.processes import HANG_SECONDS
+
+ROOT = Path(__file__).resolve().parent.parent
+LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s]+)\)")
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md")])
+
+
+def _anchors(page):
+    """Returns the names of a page's headings, as GitHub and mkdocs make them."""
+    titles = re.findall(r"^#+ +(.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    plain = [re.sub(r"[^\w\- ]", "", title.lower()) for title in titles]
+    return {re.sub(r" ", "-", title.strip()) for title in plain} | {
+        re.sub(r"[-\s]+", "-", title.strip()) for title in plain
+    }
+
+
+def test_twelve_lines_run_as_they_stand(tmp_path):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (lines,) = re.findall(r"## Twelve lines\n\n```python\n(.*?)```", text, flags=re.DOTALL)
+    program = tmp_path / "twelve_lines.py"
+    program.write_text(lines)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(program)]
+    run = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_SECONDS, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert "predicted" in run.stdout  # the plan, told by rank 0
+    assert all(f"rank {rank} held positions" in run.stdout for rank in (1, 2, 3))
+
+
+def test_links_of_pages_lead_to_files_and_headings():
+    broken = []
+    for page in PAGES:
+        for link in LINK.findall(page.read_text(encoding="utf-8")):
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            found = target.exists()
+            if found and anchor and target.suffix == ".md":
+                found = anchor in _anchors(target)
+            if not found:
+                broken.append(f"{page.relative_to(ROOT)}: {link}")
+    assert len(PAGES) > 20 and broken == []
