@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """What there is, on paper, emulated, in pictures: the commands of megatron_cp.
 
 Bad input is one line on standard error and exit code 2; Ctrl-C is one line and exit code 130.
@@ -35,6 +36,8 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code."""
+    if "_ARGCOMPLETE" in os.environ:
+        _complete()
     words = list(sys.argv[1:] if argv is None else argv)
     name = " ".join([_program(), *words[:1]])
     try:
@@ -50,6 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except (ValueError, NotImplementedError, OSError) as problem:
         refuse(name, [str(problem)])
+    except ModuleNotFoundError as problem:
+        missing = (problem.name or "").split(".")[0]
+        if missing in ("", "megatron_cp"):  # a fault of ours
+            raise
+        refuse(name, [f"{missing} is not installed; {_program()} doctor says what is missing"])
     except MemoryError as problem:
         refuse(name, [f"out of memory ({problem}); plan fewer tokens, documents or ranks"])
 
@@ -73,6 +81,16 @@ def build_parser(asked: str) -> OneLineParser:
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     return parser
+
+
+def _complete() -> None:
+    """Tells the shell how the line may go on, and ends; nothing without the package argcomplete."""
+    try:
+        import argcomplete
+    except ImportError:
+        return
+    written = os.environ.get("COMP_LINE", "").split()[1:]
+    argcomplete.autocomplete(build_parser(written[0] if written else ""))
 
 
 def _program() -> str:

@@ -113,8 +113,10 @@ def _python() -> Finding:
 
 def _packages() -> list[Finding]:
     """Returns what our own package says that it needs, against what is there."""
-    from packaging.requirements import Requirement
-
+    try:
+        from packaging.requirements import Requirement
+    except ImportError:
+        return _packages_by_name()
     try:
         needs = [Requirement(text) for text in metadata.requires("megatron_cp") or ()]
         findings = [Finding("megatron_cp", "ok", metadata.version("megatron_cp"))]
@@ -134,6 +136,18 @@ def _packages() -> list[Finding]:
                 f"; need {need.name}{need.specifier}: pip install '{need.name}{need.specifier}'"
             )
         findings.append(Finding(need.name, "ok" if fine else missing, words))
+    return findings
+
+
+def _packages_by_name() -> list[Finding]:
+    """Returns which of the packages are there, where nothing can compare versions."""
+    words = "versions are not checked without the package packaging; pip install ."
+    findings = [Finding("megatron_cp", "note", words)]
+    for name in (*_NEEDED, *_OPTIONAL):
+        version = _version(name)
+        missing: State = "note" if name in _OPTIONAL else "fail"
+        said = version or f"is not installed: pip install {name}"
+        findings.append(Finding(name, "ok" if version else missing, said))
     return findings
 
 
@@ -218,10 +232,12 @@ def _cache(environment: Mapping[str, str]) -> Finding:
 
 
 def _wandb(environment: Mapping[str, str]) -> Finding:
-    from megatron_cp.training.logging.tracking import wandb_mode
-
     if _version("wandb") is None:
         return Finding("wandb mode", "note", "runs are not tracked; run.json and metrics.jsonl are")
+    try:
+        from megatron_cp.training.logging.tracking import wandb_mode
+    except ImportError as problem:
+        return Finding("wandb mode", "note", f"cannot say: {problem}")
     words = {
         "online": "online: a key was found",
         "offline": "offline, nothing is asked: no key, or WANDB_MODE says so; upload with wandb sync",

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from megatron_cp.__main__ import COMMANDS, main
 from megatron_cp.commands.arguments import lengths_or_path
 from tests.processes import HANG_SECONDS
 
+ROOT = Path(__file__).resolve().parent.parent
 SMALL = ["--context-parallel-size", "2", "--tokens-per-rank", "512", "--cp-planner", "zigzag,ring"]
 PROBE = """
 import sys
@@ -52,6 +54,62 @@ def test_what_needs_no_numbers_imports_none(words):
 def test_bad_arguments_and_help_end_before_torch_is_imported(command):
     assert after(command, "--no-such-flag") == (2, ["numpy"])
     assert after(command, "--help") == (0, ["numpy"])
+
+
+ISOLATED = """
+import sys
+sys.path[:] = [path for path in sys.path if "site-packages" not in path]
+sys.path.insert(0, {root!r})
+sys.argv = ["-m", *{words!r}]
+from megatron_cp.__main__ import main
+sys.exit(main())
+"""
+
+
+def without_packages(*words):
+    """What a command says in an interpreter that has the standard library and our source, nothing else."""
+    program = ISOLATED.format(root=str(ROOT), words=list(words))
+    return subprocess.run(
+        [sys.executable, "-I", "-S", "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+        check=False,
+    )
+
+
+def test_doctor_works_without_any_package_and_says_what_is_missing():
+    done = without_packages("doctor")
+    assert done.returncode == 1 and done.stderr == ""
+    missing = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("NO")]
+    assert {"megatron-core", "numpy", "torch"} <= set(missing)
+    assert "is not installed: pip install torch" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate", "report"])
+def test_other_commands_say_in_one_line_that_a_package_is_missing(command):
+    done = without_packages(command, "nowhere" if command == "report" else "--help")
+    assert done.returncode == 2 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert "numpy is not installed" in line and "doctor says what is missing" in line
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"), [("megatron-cp si", "simulate"), ("megatron-cp plan --mas", "--mask")]
+)
+def test_the_shell_completes_commands_and_flags(line, offered, tmp_path):
+    pytest.importorskip("argcomplete")
+    answer = tmp_path / "answer"
+    environment = {
+        **os.environ,
+        "_ARGCOMPLETE": "1",
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(answer),
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+    }
+    command = [sys.executable, "-m", "megatron_cp"]
+    subprocess.run(command, env=environment, cwd=ROOT, timeout=HANG_SECONDS, check=False)
+    assert offered in answer.read_text()
 
 
 def test_the_version_is_that_of_the_package(capsys):
