@@ -26,6 +26,7 @@ class FwdParams(ctypes.Structure):
         ("out", c_void_p),
         ("lse", c_void_p),
         ("sink", c_void_p),
+        ("max_logits", c_void_p),
         ("out_row_stride", c_int64),
         ("out_head_stride", c_int64),
         ("lse_row_stride", c_int64),
@@ -40,6 +41,7 @@ class FwdParams(ctypes.Structure):
         ("cap_scale", c_float),
         ("out_is_float", c_int32),
         ("accumulate", c_int32),
+        ("padding", c_int32 * 14),  # the header's struct is aligned to 64 bytes
     )
 
 

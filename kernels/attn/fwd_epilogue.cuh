@@ -98,6 +98,27 @@ MCP_DEVICE void finish_rows(const FwdParams& params,
     }
 }
 
+// Raises the largest logit of the head to those of the tile's rows: the maximum of a row that did not
+// start from an earlier result is its largest score. All lanes of a warp call together.
+MCP_DEVICE void raise_max_logit(const FwdParams& params,
+                                const WorkItem& work,
+                                FragmentPlace place,
+                                const OnlineSoftmax& softmax) {
+    float top = negative_infinity();
+    MCP_UNROLL
+    for (int half = 0; half < 2; half++) {
+        if (RowPlace(work, place, half).valid) top = ptx::max(top, softmax.max[half]);
+    }
+    // The four lanes of a row know the same.
+    MCP_UNROLL
+    for (int other = 4; other < kWarpSize; other *= 2) {
+        top = ptx::max(top, ptx::shuffle_xor(top, other));
+    }
+    if (lane_index() == 0 && top != negative_infinity()) {
+        ptx::atomic_max(params.max_logits + work.head, top * (params.score_scale * kLn2));
+    }
+}
+
 // The rows of `out` that a lane stores, 4 apart, in panels of 128 bytes.
 struct OutRows {
     static constexpr int kRows = 4;

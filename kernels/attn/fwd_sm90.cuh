@@ -361,6 +361,7 @@ struct Consumer {
         if (work.num_segs > 0) {
             visit_keys(place);
             keys.close();
+            if (params.max_logits != nullptr) raise_max_logit(params, work, place, softmax);
             // While the output is still being multiplied.
             finish_rows(params, work, place, softmax, factor);
             finish_output();

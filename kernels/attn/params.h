@@ -34,9 +34,11 @@ struct FwdParams {
     const i32* order;  // [num_tiles] the tiles, longest first
     i32* counters;  // [2] zero before the first launch; the kernel leaves them zero. One pair per
                     // stream
-    void* out;      // [T, N, Hv] float, or the inputs' type; address and strides multiples of 16 bytes
+    void* out;      // [T, N, Hv] float, or the inputs' type; address, strides multiples of 16 bytes
     float* lse;     // [T, N] natural log of the softmax denominator, sink included
     const float* sink;  // [N] logits that join the denominator without a value, or null
+    float* max_logits;  // [N] raised to the largest scaled and capped logit of each head, or null;
+                        // not with accumulate, whose rows start from lse instead of a logit
 
     i64 out_row_stride, out_head_stride;
     i64 lse_row_stride, lse_head_stride;

@@ -55,8 +55,9 @@ class Defective:
         options = AttendOptions(options.softmax_scale * self.scale, options.softcap, "cpu")
         return self.change_mask(mask), options
 
-    def forward(self, q, k, v, mask, options):
-        return self.change_forward(attend_forward(q, k, v, *self._told(mask, options)))
+    def forward(self, q, k, v, mask, options, max_logits=None):
+        told = (*self._told(mask, options), max_logits)
+        return self.change_forward(attend_forward(q, k, v, *told))
 
     def merge_rows_(self, out, lse, rows, *part):
         merge_rows_(out, lse, self.change_rows(rows), *part)

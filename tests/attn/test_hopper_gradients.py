@@ -217,7 +217,7 @@ def test_operator_in_one_graph_gives_the_bits_of_the_plain_call(device):
     grad_data, *counts = hopper._grad_list(q, v, mask, OPTIONS)
 
     def layer(q, k, v, data, grad_data):
-        out, _ = torch.ops.megatron_cp.attention_forward(
+        out, *_ = torch.ops.megatron_cp.attention_forward(
             q, k, v, data, num_tiles, num_segs, None, 0.125, 0.0, grad_data, counts
         )
         return out * 2.0
@@ -236,6 +236,6 @@ def test_gradient_of_an_operator_called_without_a_list_for_it_is_refused(device)
     q, k, v = draw(9, 9)
     lists = hopper._work_list(q, v, masks.causal(9), 0.0)
     operator = torch.ops.megatron_cp.attention_forward
-    out, _ = operator(q.requires_grad_(), k, v, *lists, None, 0.125, 0.0, None, [])
+    out, *_ = operator(q.requires_grad_(), k, v, *lists, None, 0.125, 0.0, None, [])
     with pytest.raises(RuntimeError, match=r"without grad_work, .*; call attend\(\)"):
         out.sum().backward()

@@ -102,6 +102,12 @@ def _attend_row(p, head, q, k, v) -> tuple[np.ndarray, float]:
     if p.cap:
         scores = p.cap * np.tanh(scores * p.cap_scale / (2 * math.log2(math.e)))
     weights = np.exp2(scores * p.score_scale)
+    if p.max_logits:
+        assert not p.accumulate
+        most = array_at(p.max_logits, np.float32, p.num_heads)
+        most[head] = max(
+            most[head], np.max(scores * p.score_scale / math.log2(math.e), initial=-math.inf)
+        )
     sink = math.exp(array_at(p.sink, np.float32, p.num_heads)[head]) if p.sink else 0.0
     total = weights.sum() + sink
     out = weights @ v / total if total else np.zeros(v.shape[1])

@@ -83,16 +83,31 @@ std::int32_t atomic_add(std::int32_t* address, std::int32_t value) {
     return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
 }
 
-void atomic_add(float* address, float value) {
-    this_cta().begin(Instruction::kAtomicAdd);
+namespace {
+
+// Replaces a float by `combine` of it, with no other write between.
+template <class Combine>
+void replace_float(Instruction instruction, float* address, Combine combine) {
+    this_cta().begin(instruction);
     auto* bits = reinterpret_cast<std::uint32_t*>(address);
     std::uint32_t before = __atomic_load_n(bits, __ATOMIC_RELAXED), after;
     do {
-        float sum;
-        std::memcpy(&sum, &before, 4);
-        after = bits_of(sum + value);
+        float value;
+        std::memcpy(&value, &before, 4);
+        after = bits_of(combine(value));
     } while (!__atomic_compare_exchange_n(bits, &before, after, true, __ATOMIC_RELAXED,
                                           __ATOMIC_RELAXED));
+}
+
+}  // namespace
+
+void atomic_add(float* address, float value) {
+    replace_float(Instruction::kAtomicAdd, address, [=](float held) { return held + value; });
+}
+
+void atomic_max(float* address, float value) {
+    replace_float(Instruction::kAtomicMax, address,
+                  [=](float held) { return held < value ? value : held; });
 }
 
 void fence_proxy_async() {

@@ -18,6 +18,7 @@ std::int32_t load_acquire(const std::int32_t* address);
 void store_release(std::int32_t* address, std::int32_t value);
 std::int32_t atomic_add(std::int32_t* address, std::int32_t value);
 void atomic_add(float* address, float value);
+void atomic_max(float* address, float value);
 
 // PTX ISA, fence.proxy.async: orders the thread's earlier generic accesses before the async
 // proxy's.

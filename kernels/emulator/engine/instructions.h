@@ -13,6 +13,7 @@ namespace mcp::emulator {
     X(kLoadAcquire, "ld.acquire.gpu", "Data Movement and Conversion Instructions: ld")             \
     X(kStoreRelease, "st.release.gpu", "Data Movement and Conversion Instructions: st")            \
     X(kAtomicAdd, "atom.add", "Parallel Synchronization and Communication Instructions: atom")     \
+    X(kAtomicMax, "atom.max", "Parallel Synchronization and Communication Instructions: atom")     \
     X(kStmatrix, "stmatrix", "Warp-level Matrix Store Instruction: stmatrix")                      \
     X(kShuffle, "shfl.sync", "Data Movement and Conversion Instructions: shfl.sync")               \
     X(kVote, "vote.sync", "Parallel Synchronization and Communication Instructions: vote.sync")    \

@@ -31,7 +31,12 @@ from megatron_cp.attn.hopper.backward import (
 )
 from megatron_cp.attn.hopper.checks import unrepeated
 from megatron_cp.attn.hopper.device_lists import backward_list, forward_list
-from megatron_cp.attn.hopper.launch import fill_without_keys, forward_params, tile_shape
+from megatron_cp.attn.hopper.launch import (
+    fill_without_keys,
+    forward_params,
+    max_logits_address,
+    tile_shape,
+)
 from megatron_cp.attn.hopper.rows import KERNEL, merge_params
 from megatron_cp.attn.merge import sink_gradient
 from megatron_cp.attn.options import AttendOptions
@@ -54,19 +59,28 @@ def attend(
     mask: AttentionMask,
     sink_N: Tensor | None,
     options: AttendOptions,
+    max_logits_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns `(out [Q, N, Hv] in the dtype of q, lse [Q, N] float32)`, sink included; differentiable."""
-    out, lse = _Attend.apply(q_QNH, k_KGH, v_KGH, sink_N, mask, options)
+    """Returns `(out [Q, N, Hv] in the dtype of q, lse [Q, N] float32)`, sink included; differentiable.
+
+    `max_logits` float32 is raised, in place, to the largest scaled and capped logit of each head, without a gradient.
+    """
+    out, lse = _Attend.apply(q_QNH, k_KGH, v_KGH, sink_N, mask, options, max_logits_N)
     return out, lse
 
 
 def forward(
-    q_QNH: Tensor, k_KGH: Tensor, v_KGH: Tensor, mask: AttentionMask, options: AttendOptions
+    q_QNH: Tensor,
+    k_KGH: Tensor,
+    v_KGH: Tensor,
+    mask: AttentionMask,
+    options: AttendOptions,
+    max_logits_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns `(out [Q, N, Hv], lse [Q, N])` in float32, (0, -inf) without keys."""
-    out, lse = torch.empty(*q_QNH.shape[:2], v_KGH.shape[2]), torch.empty(q_QNH.shape[:2])
-    run_forward(q_QNH, k_KGH, v_KGH, mask, options, into=(out, lse))
-    return out, lse
+    """Returns `(out [Q, N, Hv], lse [Q, N])` in float32, (0, -inf) without keys; raises `max_logits` as `attend`."""
+    into = torch.empty(*q_QNH.shape[:2], v_KGH.shape[2]), torch.empty(q_QNH.shape[:2])
+    run_forward(q_QNH, k_KGH, v_KGH, mask, options, into=into, max_logits_N=max_logits_N)
+    return into
 
 
 def forward_onto_(
@@ -77,8 +91,16 @@ def forward_onto_(
     v_KGH: Tensor,
     mask: AttentionMask,
     options: AttendOptions,
+    max_logits_N: Tensor | None = None,
 ) -> None:
-    """Merges this part's result into the partial `out` and `lse`, in place, in the kernel's epilogue."""
+    """Merges this part's result into the partial `out` and `lse`, in place, in the kernel.
+
+    With `max_logits`, raised as by `attend`, in a second kernel, as in `hopper`.
+    """
+    if max_logits_N is not None:
+        part = forward(q_QNH, k_KGH, v_KGH, mask, options, max_logits_N)
+        merge_rows_(out_QNH, lse_QN, None, *part)
+        return
     into = (out_QNH, lse_QN)
     run_forward(q_QNH, k_KGH, v_KGH, mask, options, into=into, accumulate=True)
 
@@ -108,7 +130,7 @@ def backward(
     return _run_backward(dout, tensors, stats, mask, options, dtype=torch.float32)
 
 
-def run_forward(
+def run_forward(  # noqa: PLR0913  everything the kernel can be asked for
     q_QNH: Tensor,
     k_KGH: Tensor,
     v_KGH: Tensor,
@@ -118,10 +140,11 @@ def run_forward(
     into: tuple[Tensor, Tensor],
     sink_N: Tensor | None = None,
     accumulate: bool = False,
+    max_logits_N: Tensor | None = None,
 ) -> None:
-    """Fills `into = (out [Q, N, Hv] float32 or the dtype of q, lse [Q, N] float32)`.
+    """Fills `into = (out [Q, N, Hv] float32 or the dtype of q, lse [Q, N] float32)`; raises `max_logits`, as `attend`.
 
-    `accumulate`: `into` holds a partial result over other keys and receives the merged one.
+    `accumulate`: `into` holds a partial result over other keys and receives the merged one; not with `max_logits`.
 
     Raises: EmulatorBuildError without g++; EmulatorError for a defect of the kernel; ValueError for strides or
     addresses that the copy engine cannot read.
@@ -140,11 +163,15 @@ def run_forward(
     kernel, counters = EmulatedKernel(variant), torch.zeros(2, dtype=torch.int32)
     params = forward_params(kernel, tensors, lists, sink, scales, (out, lse))
     params.counters, params.accumulate = counters.data_ptr(), accumulate
+    params.max_logits = max_logits_address(max_logits_N, accumulate)
     touched = dict(zip("qkv", tensors, strict=True)) | {"work list": lists.data}
     if sink is not None:
         touched["sink"] = sink
     kernel.run(params, lists.num_tiles * q_QNH.shape[1], touched)
-    _check_results({"out": out, "lse": lse}, counters)
+    results = {"out": out, "lse": lse}
+    if max_logits_N is not None:
+        results["max_logits"] = max_logits_N
+    _check_results(results, counters)
 
 
 def _run_backward(
@@ -203,10 +230,12 @@ class _Attend(torch.autograd.Function):
         sink: Tensor | None,
         mask: AttentionMask,
         options: AttendOptions,
+        max_logits: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype)
         lse = torch.empty(q.shape[:2])
-        run_forward(q, k, v, mask, options, into=(out, lse), sink_N=sink)
+        into = (out, lse)
+        run_forward(q, k, v, mask, options, into=into, sink_N=sink, max_logits_N=max_logits)
         ctx.save_for_backward(q, k, v, sink, out, lse)
         ctx.mask, ctx.options = mask, options
         return out, lse
@@ -221,7 +250,7 @@ class _Attend(torch.autograd.Function):
         dsink = None
         if sink is not None:
             dsink = sink_gradient(lse, sink, stats.delta[:, : len(lse)].t()).to(sink.dtype)
-        return *grads, dsink, None, None
+        return *grads, dsink, None, None, None
 
 
 def _check_results(results: dict[str, Tensor], counters: Tensor) -> None:

@@ -38,7 +38,7 @@ from megatron_cp.attn.hopper.device_lists import (
 )
 from megatron_cp.attn.hopper.launch import launch_forward, raw_stream, tile_shape
 from megatron_cp.attn.hopper.rows import merge_rows_ as merge_rows_
-from megatron_cp.attn.merge import sink_gradient
+from megatron_cp.attn.merge import raise_to_, sink_gradient
 from megatron_cp.attn.options import AttendOptions
 from megatron_cp.mask import AttentionMask
 
@@ -50,34 +50,56 @@ def attend(
     mask: AttentionMask,
     sink_N: Tensor | None,
     options: AttendOptions,
+    max_logits_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns `(out [Q, N, Hv] in the dtype of q, lse [Q, N] float32)`, sink included; differentiable."""
+    """Returns `(out [Q, N, Hv] in the dtype of q, lse [Q, N] float32)`, sink included; differentiable.
+
+    `max_logits` float32 is raised, in place, to the largest scaled and capped logit of each head, without a gradient.
+    """
     data, num_tiles, num_segs = _work_list(q_QNH, v_KGH, mask, options.softcap)
     sink = None if sink_N is None else sink_N.to(torch.float32).contiguous()
     scale, softcap = options.softmax_scale, options.softcap
-    operator: Callable[..., tuple[Tensor, Tensor]] = torch.ops.megatron_cp.attention_forward
+    operator: Callable[..., tuple[Tensor, Tensor, Tensor]] = torch.ops.megatron_cp.attention_forward
     grad_data: Tensor | None = None
     counts: list[int] = []
     if _needs_grad(q_QNH, k_KGH, v_KGH, sink):
         grad_data, *counts = _grad_list(q_QNH, v_KGH, mask, options)
     elif _is_plain(q_QNH, k_KGH, v_KGH):
         operator = _forward
-    out, lse = operator(
-        q_QNH, k_KGH, v_KGH, data, num_tiles, num_segs, sink, scale, softcap, grad_data, counts
-    )
+    work = (data, num_tiles, num_segs, sink, scale, softcap, grad_data, counts)
+    out, lse, found = operator(q_QNH, k_KGH, v_KGH, *work, max_logits_N is not None)
+    if max_logits_N is not None:
+        raise_to_(max_logits_N, found.detach())
     return out, lse
 
 
 def forward(
-    q_QNH: Tensor, k_KGH: Tensor, v_KGH: Tensor, mask: AttentionMask, options: AttendOptions
+    q_QNH: Tensor,
+    k_KGH: Tensor,
+    v_KGH: Tensor,
+    mask: AttentionMask,
+    options: AttendOptions,
+    max_logits_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns `(out [Q, N, Hv], lse [Q, N])` in float32, (0, -inf) without keys."""
-    out, lse = _allocate(q_QNH, v_KGH, torch.float32)
+    """Returns `(out [Q, N, Hv], lse [Q, N])` in float32, (0, -inf) without keys.
+
+    `max_logits` float32 is raised, in place, to the largest scaled and capped logit of each head.
+    """
+    results = _allocate(q_QNH, v_KGH, torch.float32)
     lists = _work_list(q_QNH, v_KGH, mask, options.softcap)
     scales = (options.softmax_scale, options.softcap)
     tensors, share = unrepeated(q_QNH, k_KGH, v_KGH), options.sm_share
-    launch_forward(tensors, lists, None, scales, out, lse, accumulate=False, sm_share=share)
-    return out, lse
+    launch_forward(
+        tensors,
+        lists,
+        None,
+        scales,
+        results,
+        accumulate=False,
+        max_logits_N=max_logits_N,
+        sm_share=share,
+    )
+    return results
 
 
 def forward_onto_(
@@ -88,15 +110,23 @@ def forward_onto_(
     v_KGH: Tensor,
     mask: AttentionMask,
     options: AttendOptions,
+    max_logits_N: Tensor | None = None,
 ) -> None:
     """Merges this part's result into the partial `out` (float32 or the dtype of q) and `lse`, in place.
 
-    Rows without keys in this part keep what they have.
+    Rows without keys in this part keep what they have. With `max_logits`, raised as by `forward`, the part is computed
+    apart and merged by a second kernel (`out` in float32): a row that starts from an earlier result does not know
+    its largest logit. That reads the part and `out` once more.
     """
+    if max_logits_N is not None:
+        part = forward(q_QNH, k_KGH, v_KGH, mask, options, max_logits_N)
+        merge_rows_(out_QNH, lse_QN, None, *part)
+        return
     lists = _work_list(q_QNH, v_KGH, mask, options.softcap)
     scales = (options.softmax_scale, options.softcap)
     tensors, share = unrepeated(q_QNH, k_KGH, v_KGH), options.sm_share
-    launch_forward(tensors, lists, None, scales, out_QNH, lse_QN, accumulate=True, sm_share=share)
+    results = (out_QNH, lse_QN)
+    launch_forward(tensors, lists, None, scales, results, accumulate=True, sm_share=share)
 
 
 def backward(
@@ -201,7 +231,8 @@ def _allocate(q_QNH: Tensor, v_KGH: Tensor, dtype: torch.dtype) -> tuple[Tensor,
 LIBRARY = torch.library.Library("megatron_cp", "DEF")
 LIBRARY.define(
     "attention_forward(Tensor q, Tensor k, Tensor v, Tensor work, SymInt num_tiles, SymInt num_segs, Tensor? sink, "
-    "float softmax_scale, float softcap, Tensor? grad_work, SymInt[] grad_counts) -> (Tensor, Tensor)"
+    "float softmax_scale, float softcap, Tensor? grad_work, SymInt[] grad_counts, bool has_max_logits=False) "
+    "-> (Tensor, Tensor, Tensor)"
 )
 LIBRARY.define(
     "attention_backward(Tensor dout, Tensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
@@ -221,16 +252,39 @@ def _forward(  # noqa: PLR0913  the operator's schema
     softcap: float,
     grad_work: Tensor | None,
     grad_counts: Sequence[int],
-) -> tuple[Tensor, Tensor]:
-    out, lse = _allocate(q_QNH, v_KGH, q_QNH.dtype)
+    has_max_logits: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    results = _allocate(q_QNH, v_KGH, q_QNH.dtype)
+    max_logits = _no_logits(q_QNH, has_max_logits)
+    asked = max_logits if has_max_logits else None
     lists, scales = DeviceList(work, num_tiles, num_segs), (softmax_scale, softcap)
     tensors = unrepeated(q_QNH, k_KGH, v_KGH)
-    launch_forward(tensors, lists, sink_N, scales, out, lse, accumulate=False)
-    return out, lse
+    launch_forward(tensors, lists, sink_N, scales, results, accumulate=False, max_logits_N=asked)
+    return *results, max_logits
 
 
-def _forward_fake(q_QNH: Tensor, k_KGH: Tensor, v_KGH: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return _allocate(q_QNH, v_KGH, q_QNH.dtype)
+def _no_logits(q_QNH: Tensor, is_asked: bool) -> Tensor:
+    """Returns the largest logits `[N]` of no keys, or an empty tensor where nobody asks."""
+    if not is_asked:
+        return q_QNH.new_empty(0, dtype=torch.float32)
+    return q_QNH.new_full((q_QNH.shape[1],), -torch.inf, dtype=torch.float32)
+
+
+def _forward_fake(  # noqa: PLR0913  the operator's schema
+    q_QNH: Tensor,
+    k_KGH: Tensor,
+    v_KGH: Tensor,
+    work: Tensor,
+    num_tiles: int,
+    num_segs: int,
+    sink_N: Tensor | None,
+    softmax_scale: float,
+    softcap: float,
+    grad_work: Tensor | None,
+    grad_counts: Sequence[int],
+    has_max_logits: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return *_allocate(q_QNH, v_KGH, q_QNH.dtype), _no_logits(q_QNH, has_max_logits)
 
 
 def _backward(  # noqa: PLR0913  the operator's schema
@@ -269,13 +323,13 @@ def _backward_fake(
     return dq, dk, dv, lse_QN.new_empty(lse_QN.shape)
 
 
-def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, _, _, _, sink, softmax_scale, softcap, grad_work, grad_counts = inputs
-    ctx.save_for_backward(q, k, v, sink, *output, grad_work)
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, _, _, _, sink, softmax_scale, softcap, grad_work, grad_counts, _ = inputs
+    ctx.save_for_backward(q, k, v, sink, *output[:2], grad_work)
     ctx.counts, ctx.scales = grad_counts, (softmax_scale, softcap)
 
 
-def _differentiate(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, dout: Tensor, dlse: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, sink, out, lse, grad_work = ctx.saved_tensors
     if grad_work is None:
         raise RuntimeError(
@@ -285,7 +339,7 @@ def _differentiate(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None,
         dout, dlse, q, k, v, out, lse, grad_work, ctx.counts, *ctx.scales
     )
     dsink = None if sink is None else sink_gradient(lse, sink, delta)
-    return dq, dk, dv, None, None, None, dsink, None, None, None, None
+    return dq, dk, dv, None, None, None, dsink, None, None, None, None, None
 
 
 LIBRARY.impl("attention_forward", _forward, "CUDA")

@@ -129,17 +129,19 @@ def launch_forward(
     lists: DeviceList,
     sink_N: Tensor | None,
     scales: tuple[float, float],
-    out_QNH: Tensor,
-    lse_QN: Tensor,
+    results: tuple[Tensor, Tensor],
     *,
     accumulate: bool,
+    max_logits_N: Tensor | None = None,
     sm_share: float = 0.0,
 ) -> None:
-    """Fills `out` and `lse` from (q, k, v) on the current stream of their device.
+    """Fills `results = (out [Q, N, Hv], lse [Q, N])` from (q, k, v) on the current stream of their device.
 
-    `scales` are softmax_scale and softcap. With `accumulate` the results are merged onto what they hold.
-    `sm_share` of the multiprocessors stays free for transfers.
+    `scales` are softmax_scale and softcap. With `accumulate` the results are merged onto what they hold; without it,
+    `max_logits` (float32, contiguous) is raised to the largest logit of each head. `sm_share` of the multiprocessors
+    stays free for transfers.
     """
+    out_QNH, lse_QN = results
     if not lists.num_segs:
         fill_without_keys(out_QNH, lse_QN, sink_N, accumulate)
         return
@@ -152,7 +154,8 @@ def launch_forward(
     with device_guard(device):
         kernel = load_kernel(variant.name, device)
         stream = raw_stream(device)
-        params = forward_params(kernel, tensors, lists, sink_N, scales, (out_QNH, lse_QN))
+        params = forward_params(kernel, tensors, lists, sink_N, scales, results)
+        params.max_logits = max_logits_address(max_logits_N, accumulate)
         pair = counters(device, stream)
         params.counters, params.accumulate = pair.address, accumulate
         num_blocks = kernel.num_blocks(lists.num_tiles * q_QNH.shape[1], sm_share)
@@ -179,7 +182,7 @@ def forward_params(
     scales: tuple[float, float],
     results: tuple[Tensor, Tensor],
 ) -> FwdParams:
-    """Returns the kernel's parameters without its counters, for results that hold nothing yet."""
+    """Returns the kernel's parameters without counters and largest logits, for results that hold nothing yet."""
     (q_QNH, k_KGH, v_KGH), (out_QNH, lse_QN) = tensors, results
     num_heads, head_dim = q_QNH.shape[1:]
     num_keys, num_kv_heads, value_dim = v_KGH.shape
@@ -196,6 +199,7 @@ def forward_params(
         out_QNH.data_ptr(),
         lse_QN.data_ptr(),
         None if sink_N is None else sink_N.data_ptr(),
+        None,
         *out_QNH.stride()[:2],
         *lse_QN.stride(),
         lists.num_tiles,
@@ -207,6 +211,14 @@ def forward_params(
         out_QNH.dtype == torch.float32,
         False,
     )
+
+
+def max_logits_address(max_logits_N: Tensor | None, accumulate: bool) -> int | None:
+    """Returns where the kernel raises the largest logits; rows that start from an earlier lse would hide them."""
+    assert max_logits_N is None or (
+        not accumulate and max_logits_N.dtype == torch.float32 and max_logits_N.is_contiguous()
+    )
+    return None if max_logits_N is None else max_logits_N.data_ptr()
 
 
 def fill_without_keys(

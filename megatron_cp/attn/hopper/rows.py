@@ -5,6 +5,7 @@ torch takes eleven passes over the rows for the same (attn/merge.py, which is th
 
 # R rows, N query heads, Hv value head dim
 
+import torch
 from torch import Tensor
 
 from megatron_cp.attn.hopper.launch import launch_rows
@@ -27,8 +28,10 @@ def merge_rows_(
 def merge_params(
     out: Tensor, lse: Tensor, rows: Tensor | None, part_out: Tensor, part_lse: Tensor
 ) -> MergeRowsParams:
-    """Returns the kernel's parameters. Raises ValueError for rows that it cannot read in pairs of elements."""
+    """Returns the kernel's parameters. Raises ValueError for rows that are not float32 in pairs of elements."""
     for name, x in (("out", out), ("part_out", part_out)):
+        if x.dtype != torch.float32:
+            raise ValueError(f"{name} of {x.dtype} must be torch.float32; call {name}.float()")
         if x.stride(2) != 1 or any(step % 2 for step in x.stride()[:2]) or x.shape[2] % 2:
             raise ValueError(
                 f"{name} {tuple(x.shape)} of strides {x.stride()} must have an even width, last stride 1 and other "

@@ -38,9 +38,15 @@ class Passes(Protocol):
     """The raw passes of a backend."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, options: AttendOptions
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: AttentionMask,
+        options: AttendOptions,
+        max_logits_N: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Returns `(out, lse)`."""
+        """Returns `(out, lse)`; raises `max_logits` to the largest logit of each head."""
 
     def backward(
         self,
@@ -175,10 +181,13 @@ def _compared(
     softcap = 5.0 if kind.has_softcap else 0.0
     options = AttendOptions(kind.head_dim**-0.5, softcap, "reference")
     q_f64, k_f64, v_f64 = q.double(), k.double(), v.double()
-    out, lse = reference.forward(q_f64, k_f64, v_f64, mask, options)
+    logits = torch.full((NUM_HEADS,), -math.inf, dtype=torch.float64, device=device)
+    found_logits = logits.float()
+    out, lse = reference.forward(q_f64, k_f64, v_f64, mask, options, logits)
     limit = MAX_ROW_ERROR_IN_EPS * torch.finfo(kind.dtype).eps
     with torch.no_grad():
-        found_out, found_lse = passes.forward(q, k, v, mask, options)
+        found_out, found_lse = passes.forward(q, k, v, mask, options, found_logits)
+    yield _judged(f"max_logits under {name}", _largest(found_logits, logits), MAX_LSE_ERROR)
     yield _judged(f"lse under {name}", _largest(found_lse, lse), MAX_LSE_ERROR)
     yield _judged(f"out under {name}", _row_error(found_out, out), limit)
     with torch.no_grad():

@@ -87,6 +87,18 @@ MCP_DEVICE void atomic_add(float* address, float value) {
     atomicAdd(address, value);
 }
 
+// Raises a float in memory to `value`, which is no NaN. Relaxed, whole GPU. As signed integers,
+// floats from zero up rise, and are above all below zero; as unsigned ones, floats below zero fall,
+// and are above all from zero up.
+MCP_DEVICE void atomic_max(float* address, float value) {
+    const u32 bits = __float_as_uint(value);
+    if (bits >> 31) {
+        atomicMin(reinterpret_cast<u32*>(address), bits);
+    } else {
+        atomicMax(reinterpret_cast<i32*>(address), static_cast<i32>(bits));
+    }
+}
+
 // A flag between CTAs: what was written before the release is seen after the acquire.
 MCP_DEVICE i32 load_acquire(const i32* address) {
     i32 value;

@@ -74,6 +74,9 @@ MCP_DEVICE i32 atomic_add(i32* address, i32 value) {
 MCP_DEVICE void atomic_add(float* address, float value) {
     emulator::atomic_add(address, value);
 }
+MCP_DEVICE void atomic_max(float* address, float value) {
+    emulator::atomic_max(address, emulator::require_value(value));
+}
 
 MCP_DEVICE i32 load_acquire(const i32* address) {
     return emulator::load_acquire(address);
