@@ -52,8 +52,7 @@ def cp_attention(  # noqa: PLR0913  the public signature
             f"q and k have {q.shape[0]} and {k.shape[0]} rows, the plan gives every rank "
             f"{plan.tokens_per_rank}; dispatch(x, plan, group) makes the local rows"
         )
-    asked = (softmax_scale, softcap, backend, deterministic, return_max_logits)
-    options = resolve_options(q, k, v, *asked)
+    options = resolve_options(q, k, v, softmax_scale, softcap, backend, deterministic)
     check_sink(q, sink)
     if plan.forward.head_split is not None:
         _check_heads(q.shape[1], k.shape[1], plan.forward.head_split.degree)

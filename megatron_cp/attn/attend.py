@@ -66,19 +66,23 @@ def attend(  # noqa: PLR0913  the public signature of DESIGN section 9
 
     Raises: ValueError for wrong input, NotImplementedError for a backend that cannot serve the call.
     """
-    asked = (softmax_scale, softcap, backend, deterministic, return_max_logits)
-    options = resolve_options(q, k, v, *asked)
+    options = resolve_options(q, k, v, softmax_scale, softcap, backend, deterministic)
     check_mask(q, k, mask)
     check_sink(q, sink)
+    max_logits = no_logits(q) if return_max_logits else None
     if options.backend not in OWN_ATTEND:
-        max_logits = no_logits(q) if return_max_logits else None
         out, lse = _Attend.apply(q, k, v, sink, mask, options, max_logits)
-        return (out, lse) if max_logits is None else (out, lse, max_logits)
-    module = backend_module(options.backend)
-    if options.wide_dims is None:
-        return module.attend(q, k, v, mask, sink, options)
-    out, lse = module.attend(*widen(options.wide_dims, q, k, v), mask, sink, options)
-    return out[..., : v.shape[-1]].contiguous(), lse
+    else:
+        own_attend, asked = (
+            backend_module(options.backend).attend,
+            (mask, sink, options, max_logits),
+        )
+        if options.wide_dims is None:
+            out, lse = own_attend(q, k, v, *asked)
+        else:
+            out, lse = own_attend(*widen(options.wide_dims, q, k, v), *asked)
+            out = out[..., : v.shape[-1]].contiguous()
+    return (out, lse) if max_logits is None else (out, lse, max_logits)
 
 
 def attend_forward(

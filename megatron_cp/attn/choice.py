@@ -35,7 +35,7 @@ MAX_LOGITS = (
     "flex",
     "flash",
 )  # the backends that return the largest logit of each head
-_Kind = tuple[torch.device, torch.dtype, int, int, bool, bool, bool, bool, bool]
+_Kind = tuple[torch.device, torch.dtype, int, int, bool, bool, bool, bool]
 _chosen: dict[_Kind, str] = {}
 _served: dict[_Kind, tuple[int, int]] = {}  # by hopper, tested
 
@@ -45,7 +45,6 @@ def _kind(q: Tensor, v: Tensor, asked: Asked) -> _Kind:
     return (
         q.device, q.dtype, q.shape[-1], v.shape[-1],
         asked.softcap > 0, asked.softmax_scale > 0, asked.deterministic, asked.needs_grad,
-        asked.max_logits,
     )  # fmt: skip
 
 
@@ -79,8 +78,6 @@ def _first_that_serves(q: Tensor, v: Tensor, asked: Asked) -> tuple[str, list[st
     reasons = []
     for backend, check in checks.items():
         try:
-            if asked.max_logits:
-                check_max_logits(backend)
             check()
         except NotImplementedError as refusal:
             reasons.append(str(refusal).split("; ")[0])
@@ -92,14 +89,6 @@ def _first_that_serves(q: Tensor, v: Tensor, asked: Asked) -> tuple[str, list[st
         else:
             return backend, reasons
     return "flex", reasons
-
-
-def check_max_logits(backend: str) -> None:
-    """Raises NotImplementedError for a backend that does not return the largest logits."""
-    if backend not in MAX_LOGITS:
-        raise NotImplementedError(
-            f"backend={backend!r} does not return the largest logits; use one of {', '.join(MAX_LOGITS)}"
-        )
 
 
 class FailedSelfTestError(RuntimeError):

@@ -43,7 +43,6 @@ def resolve_options(
     softcap: float = 0.0,
     backend: str | None = None,
     deterministic: bool = False,
-    return_max_logits: bool = False,
 ) -> AttendOptions:
     """Returns checked options for `q` `[Q, N, H]`, `k` `[K, G, H]`, `v` `[K, G, Hv]`.
 
@@ -63,12 +62,10 @@ def resolve_options(
     if not (math.isfinite(softcap) and softcap >= 0):
         raise ValueError(f"softcap={softcap} must be finite and >= 0; pass 0.0 for no softcap")
     needs_grad = (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
-    asked = choice.Asked(scale, float(softcap), deterministic, needs_grad, return_max_logits)
+    asked = choice.Asked(scale, float(softcap), deterministic, needs_grad)
     if backend is None:
         backend = choice.choose_backend(q, v, asked)
     _check_backend(backend, q, deterministic, needs_grad)
-    if return_max_logits:
-        choice.check_max_logits(backend)
     if backend == "flash":
         from megatron_cp.attn.flash import checks as flash_checks
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from megatron_cp import mask as masks
 from megatron_cp.attn import attend
-from megatron_cp.attn.choice import MAX_LOGITS
 from tests.attn.flash_on_host import on_host
 from tests.attn.formula import random_case
+from tests.attn.on_host import host_device, operators_on_cpu
 from tests.strategies import attention_masks
 
 
@@ -34,7 +34,7 @@ def largest_logits(q, k, dense, scale, softcap):
     heads=st.sampled_from([(4, 2), (3, 3), (4, 1)]),
     softcap=st.sampled_from([0.0, 1.5]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    backend=st.sampled_from([name for name in MAX_LOGITS if name in ("reference", "cpu")]),
+    backend=st.sampled_from(["reference", "cpu"]),
 )
 def test_largest_logits_are_those_of_the_dense_scores(case, heads, softcap, dtype, backend):
     mask, dense = case
@@ -101,10 +101,17 @@ def test_a_large_call_that_is_split_by_heads_has_them_all(monkeypatch):
     assert torch.allclose(found.double(), largest_logits(q, k, mask.to_dense(), 8**-0.5, 0.0))
 
 
-@pytest.mark.parametrize("backend", ["emulated"])
-def test_a_backend_without_them_says_so(backend):
-    if backend in MAX_LOGITS:
-        return
-    q, k, v = (torch.zeros(4, 2, 64, dtype=torch.bfloat16) for _ in range(3))
-    with pytest.raises(NotImplementedError, match="does not return the largest logits; use one of"):
-        attend(q, k, v, masks.causal(4), backend=backend, return_max_logits=True)
+@pytest.mark.parametrize("backend", ["emulated", "hopper"])
+@pytest.mark.parametrize("head_dim", [64, 40])
+def test_kernels_give_them_through_attend_at_any_head_dim(backend, head_dim):
+    """40 has no kernel of its own: rows are widened with zeros, which add nothing to a logit."""
+    mask = masks.documents([70, 1, 90], "causal")
+    (q, k, v), arguments = random_case(161, 161, (4, 2), (head_dim,) * 2, torch.bfloat16, seed=5)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    with host_device(), operators_on_cpu():
+        out, lse, found = attend(*leaves, mask, backend=backend, return_max_logits=True)
+        out.backward(arguments["dout"])
+    expected = largest_logits(q, k, mask.to_dense(), head_dim**-0.5, 0.0)
+    assert not found.requires_grad and lse.shape == (161, 4)
+    assert all(x.grad is not None for x in leaves)
+    assert torch.allclose(found.double(), expected, rtol=1e-5)

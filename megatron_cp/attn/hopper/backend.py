@@ -38,7 +38,8 @@ from megatron_cp.attn.hopper.device_lists import (
 )
 from megatron_cp.attn.hopper.launch import launch_forward, raw_stream, tile_shape
 from megatron_cp.attn.hopper.rows import merge_rows_ as merge_rows_
-from megatron_cp.attn.merge import raise_to_, sink_gradient
+from megatron_cp.attn.logits import raise_to_
+from megatron_cp.attn.merge import sink_gradient
 from megatron_cp.attn.options import AttendOptions
 from megatron_cp.mask import AttentionMask
 
