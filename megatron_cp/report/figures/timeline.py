@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from megatron_cp.plan.study.simulate import RESOURCES, Event, Simulation
+from megatron_cp.plan.schema import PassName
+from megatron_cp.plan.study.simulate import RESOURCES, Event, Simulation, simulate_pass
+from megatron_cp.report.draw.html import Figure, Table
 from megatron_cp.report.draw.svg import (
     Markup,
     Scale,
@@ -20,11 +22,40 @@ from megatron_cp.report.draw.svg import (
     short,
     text,
 )
+from megatron_cp.report.figures.view import PackView
 
 MAX_RANKS_DRAWN = 8
 MAX_EVENTS_DRAWN = 4000
 LEFT, WIDTH, LANE = 150.0, 900.0, 11.0
 _COLOURS = dict(zip(RESOURCES, ("s1", "s2", "s4", "s3", "s7"), strict=True))
+
+
+def stages_figure(pack: PackView) -> Figure | None:
+    """Returns the stages of our plan and of the first baseline, both passes; None where no plan is at hand."""
+    plans = [(view.words, view.computed) for view in pack.plans[:2] if view.computed is not None]
+    if not plans or pack.ours.cp_size == 1 or pack.ours.computed is None:
+        return None
+    passes: tuple[PassName, ...] = ("forward", "backward")
+    runs = [
+        (f"{words}, {name}", simulate_pass(plan, name, num_traced=MAX_RANKS_DRAWN))
+        for words, plan in plans
+        for name in passes
+    ]
+    rows = [
+        (title, rank, event.resource, event.what, event.start * 1e3, event.end * 1e3)
+        for title, run in runs
+        for rank, events in enumerate(run.timeline)
+        for event in events
+    ]
+    topology = plans[0][1].config.topology
+    machine = topology if isinstance(topology, str) else topology.name
+    caption = (
+        f"One layer on {machine}, simulated from the plans: what each rank computes and what travels meanwhile. Gaps "
+        "in the compute lane are waiting."
+    )
+    columns = ("plan and pass", "rank", "resource", "what", "begins at ms", "ends at ms")
+    drawn = timeline_picture(runs)
+    return Figure("Stages", caption, drawn, Table(columns, rows), 12, predicted=True)
 
 
 def timeline_picture(panels: Sequence[tuple[str, Simulation]]) -> Markup:

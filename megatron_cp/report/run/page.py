@@ -17,6 +17,7 @@ from megatron_cp.report.figures.lengths import (
 )
 from megatron_cp.report.figures.packs import communication_figure, dispatch_figure, mask_figure
 from megatron_cp.report.figures.planners import planner_table
+from megatron_cp.report.figures.timeline import stages_figure
 from megatron_cp.report.figures.workers import workers_figure
 from megatron_cp.report.run.bought import bought_table, bought_tiles, limits_figure
 from megatron_cp.report.run.curves import (
@@ -29,6 +30,7 @@ from megatron_cp.report.run.curves import (
 from megatron_cp.report.run.health import verdict_of
 from megatron_cp.report.run.kept_packs import KeptPacks, plan_again
 from megatron_cp.report.run.record import Run, read_run
+from megatron_cp.report.run.resume import resume_points
 from megatron_cp.report.run.trained import trained_tiles
 from megatron_cp.report.sources import Tell, quiet
 
@@ -70,6 +72,9 @@ def run_page(run: Run, other: Run | None = None, *, tell: Tell = quiet) -> Marku
     if other is not None:
         compared = row(*comparison_figures(run, other))
         sections.append(Section("comparison", "Against another run", [compared]))
+    points = resume_points(run)
+    if points is not None:
+        sections.append(Section("checkpoints", "Where it can go on", [row(points)]))
     if pack is not None and pack.ours.cp_size > 1:
         traffic = row(communication_figure(pack))
         sections.append(Section("communication", "Communication", [traffic]))
@@ -85,6 +90,9 @@ def _plan_section(kept: KeptPacks) -> Section:
     workers = workers_figure(pack)
     if workers is not None and pack.ours.cp_size > 1:
         parts.append(row(workers))
+    stages = stages_figure(pack)
+    if stages is not None:
+        parts.append(row(stages))
     if kept.ours is not None:
         title = f"Planners on the {len(kept.packs)} kept packs"
         parts.append(row(planner_table(kept.ours, kept.outcomes, title)))
