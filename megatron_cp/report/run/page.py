@@ -49,9 +49,14 @@ def write_run_report(
     return output
 
 
-def run_page(run: Run, other: Run | None = None, *, tell: Tell = quiet) -> Markup:
-    """Returns the page: verdict and headline, what context parallelism bought, the plan, curves, data, traffic."""
-    kept = plan_again(run, tell)
+def run_page(
+    run: Run, other: Run | None = None, *, kept: KeptPacks | None = None, tell: Tell = quiet
+) -> Markup:
+    """Returns the page: verdict and headline, what context parallelism bought, the plan, curves, data, traffic.
+
+    `kept`: the kept packs, where somebody has planned them again already.
+    """
+    kept = plan_again(run, tell) if kept is None else kept
     pack = kept.drawn
     tiles = [*trained_tiles(run), *bought_tiles(run, kept)]
     overview = [verdict_of(run).markup(), strip(tiles)]
