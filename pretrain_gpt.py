@@ -29,6 +29,7 @@ def main() -> None:
     compat.silence_known_warnings()
     cpu.install()  # before the first import of megatron.core; does nothing where there is a GPU
 
+    from megatron_cp.report.run.media import run_media
     from megatron_cp.training.gpt import check_model, flops_provider, forward_step, model_provider
     from megatron_cp.training.pretrain import pretrain
 
@@ -38,6 +39,7 @@ def main() -> None:
         forward_step=forward_step,
         flops_provider=flops_provider,
         model_checker=check_model,
+        make_media=run_media,
     )
 
 

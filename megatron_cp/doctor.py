@@ -235,7 +235,7 @@ def _wandb(environment: Mapping[str, str]) -> Finding:
     if _version("wandb") is None:
         return Finding("wandb mode", "note", "runs are not tracked; run.json and metrics.jsonl are")
     try:
-        from megatron_cp.training.logging.tracking import wandb_mode
+        from megatron_cp.training.logging.wandb_run import wandb_mode
     except ImportError as problem:
         return Finding("wandb mode", "note", f"cannot say: {problem}")
     words = {

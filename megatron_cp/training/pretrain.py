@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,7 @@ from megatron_cp.training.logging.flops import ModelFlops
 from megatron_cp.training.logging.journal import Journal
 from megatron_cp.training.logging.lines import arguments_block, print_rank_0
 from megatron_cp.training.logging.timers import Timers
+from megatron_cp.training.logging.wandb_run import Media
 from megatron_cp.training.loop import Loaders, Run, go_through
 from megatron_cp.training.optim import build_optimizer, build_scheduler
 from megatron_cp.training.replicas import ReplicasDifferError
@@ -57,13 +59,15 @@ def pretrain(
     forward_step: ForwardStep,
     flops_provider: FlopsProvider,
     model_checker: ModelChecker | None = None,
+    make_media: Callable[[Path], Media] | None = None,
 ) -> None:
     """Trains as the (checked) arguments say; every rank of the job calls it once.
 
     `model_provider(config, pre_process=, post_process=, vp_stage=)` builds one pipeline stage;
     `forward_step(config, batch, model, device)` runs one micro-batch and returns output and loss
     function; `flops_provider(config)` says what a step computes; `model_checker(config)` raises
-    ValueError or NotImplementedError, before any process group, for a model that cannot be built.
+    ValueError or NotImplementedError, before any process group, for a model that cannot be built;
+    `make_media(run_dir)` gives what wandb shows of the finished run.
     """
     with one_line_errors():
         config, data = datasets.open_data(config)
@@ -101,7 +105,7 @@ def pretrain(
                 consumed = state.consumed_samples
                 datasets.resume_loader(loaders.train, state.data, config, consumed)
         described = datasets.describe(data, open_tokenizer(config.data))
-        journal = Journal(state, flops_provider(config), described, runner.timers)
+        journal = Journal(state, flops_provider(config), described, runner.timers, make_media)
         run = Run(state, runner, loaders, journal)
         try:
             go_through(run)

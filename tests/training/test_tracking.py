@@ -1,5 +1,7 @@
 """wandb offline and without questions, no secrets in what is written, and failures that stop nothing."""
 
+import json
+import struct
 import sys
 import tempfile
 import types
@@ -8,13 +10,11 @@ from pathlib import Path
 import pytest
 import wandb
 
+from megatron_cp.report.run.media import run_media
 from megatron_cp.training.arguments import parse_arguments
-from megatron_cp.training.logging.tracking import (
-    Tracker,
-    start_tensorboard,
-    start_wandb,
-    wandb_mode,
-)
+from megatron_cp.training.logging.tracking import Tracker, start_tensorboard
+from megatron_cp.training.logging.wandb_run import WandbRun, start_wandb, wandb_mode
+from tests.report.runs import write_run
 from tests.training.commands import SMALL_RUN
 
 SECRET = "hunter2PLANTED"
@@ -48,6 +48,73 @@ def test_a_login_in_netrc_counts_for_its_host_alone(tmp_path):
 
 def bytes_of(folder: Path) -> bytes:
     return b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
+
+
+def records_of(log: Path) -> list:
+    """The records of an offline run: protocol buffers in LevelDB's log format, blocks of 32 KiB.
+
+    A piece is (checksum 4 bytes, length 2, kind 1: whole, first, middle, last) and its bytes; 7 bytes begin the file.
+    """
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, pieces, records = log.read_bytes(), 7, b"", []
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:  # the rest of a block is empty
+            at += 32768 - at % 32768
+            continue
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        pieces += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(pieces)
+            records.append(record)
+            pieces = b""
+    return records
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+def test_an_offline_run_holds_its_name_tags_minima_alerts_pictures_and_tables(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("WANDB_RUN_GROUP", "a group")
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_TAGS"):
+        monkeypatch.delenv(name, raising=False)
+    write_run(tmp_path / "my run", cp_size=2)
+    config = parse_arguments([*SMALL_RUN, "--run-dir", str(tmp_path / "my run")], {})
+    folder = tmp_path / "my run" / "wandb"
+    files = types.SimpleNamespace(log=lambda row: None, finish=lambda summary: None)
+    run = start_wandb(config, folder, {"NETRC": str(tmp_path / "none")})
+    tracker = Tracker(wandb_run=run, files=files)
+    for iteration, loss in ((1, 3.0), (2, 1.5), (3, 2.0)):
+        tracker.log(iteration, {"lm loss": loss})
+    tracker.alert("loss is not finite", "step 4: lm loss nan")
+    tracker.finish({}, lambda: run_media(tmp_path / "my run"))
+    wandb.teardown()
+    (log,) = tmp_path.rglob("*.wandb")
+    assert log.relative_to(folder).parts[0].startswith("offline-run-")  # wandb/ once in the path
+    records = records_of(log)
+    (start,) = (one.run for one in records if one.WhichOneof("record_type") == "run")
+    assert (start.display_name, start.run_group, start.job_type) == (
+        "my run",
+        "a group",
+        "pretrain",
+    )
+    assert {"CP 1", "planner auto"} <= set(start.tags)
+    minima = {one.metric.name for one in records if one.metric.summary.min}
+    assert {"lm loss", "lm loss validation"} <= minima
+    (alert,) = (one.alert for one in records if one.WhichOneof("record_type") == "alert")
+    assert (alert.title, alert.text) == ("loss is not finite", "step 4: lm loss nan")
+    history = [item for one in records for item in one.history.item]
+    keys = {(*item.nested_key, item.key)[0] for item in history}
+    shown = {"report/page", "report/mask", "report/dispatch", "report/planners"}
+    assert {"lm loss", "report/document_lengths", *shown} <= keys
+    page = max(folder.rglob("*.html"), key=lambda path: path.stat().st_size).read_text()
+    assert page == run_media(tmp_path / "my run").pages["report/page"]
+    (table,) = (json.loads(path.read_text()) for path in folder.rglob("planners*.table.json"))
+    assert table["data"][0][0] == "auto"
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
@@ -92,7 +159,7 @@ def test_a_wandb_that_dies_in_the_middle_leaves_the_other_sinks_alone():
 
     rows = []
     files = types.SimpleNamespace(log=rows.append, finish=rows.append)
-    tracker = Tracker(wandb_run=Dying(), files=files)
+    tracker = Tracker(wandb_run=WandbRun(Dying()), files=files)
     with pytest.warns(UserWarning, match="gone"):
         tracker.log(1, {"lm loss": 2.0})
     tracker.log(2, {"lm loss": 1.0})

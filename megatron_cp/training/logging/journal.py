@@ -9,6 +9,7 @@ import math
 import platform
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,8 @@ from megatron_cp.training.logging.scrub import scrubbed_words
 from megatron_cp.training.logging.speed import Speed, peak_tflops
 from megatron_cp.training.logging.stragglers import Stragglers
 from megatron_cp.training.logging.timers import Timers
-from megatron_cp.training.logging.tracking import Tracker, start_tensorboard, start_wandb
+from megatron_cp.training.logging.tracking import Tracker, start_tensorboard
+from megatron_cp.training.logging.wandb_run import Media, start_wandb
 from megatron_cp.training.optim import learning_rate
 from megatron_cp.training.step import StepResult, params_norm
 
@@ -51,9 +53,15 @@ class Journal:
     """The books of one run. Every rank calls every method; the last rank prints and tracks."""
 
     def __init__(
-        self, state: RunState, flops: ModelFlops, data: dict[str, Any], timers: Timers
+        self,
+        state: RunState,
+        flops: ModelFlops,
+        data: dict[str, Any],
+        timers: Timers,
+        make_media: Callable[[Path], Media] | None = None,
     ) -> None:
         """Opens the trackers on the last rank."""
+        self._make_media = make_media
         self._state, self._flops, self._timers = state, flops, timers
         self.stragglers = Stragglers()
         self._energy = EnergyMeter() if state.config.records.log_energy else None
@@ -96,6 +104,9 @@ class Journal:
             self._losses.setdefault(name, []).append(value)
         self._nan += result.loss is not None and not math.isfinite(result.loss)
         self._skipped += not result.updated
+        if self._keeps and result.loss is not None and not math.isfinite(result.loss):
+            words = f"step {state.iteration}: lm loss {result.loss}"
+            self._tracker.alert("loss is not finite", words)
         norm = params_norm(state.model) if config.records.log_params_norm else None
         seconds = (time.perf_counter() - self._window_start) / self._window_steps
         if self._keeps and state.iteration % config.records.tensorboard_log_interval == 0:
@@ -284,8 +295,10 @@ class Journal:
 
     def finish(self) -> None:
         """Closes the trackers."""
+        run_dir, make_media = self._state.config.records.run_dir, self._make_media
         self._tracker.finish(
-            {"iteration": self._state.iteration, "flops": self._state.flops, **self._last}
+            {"iteration": self._state.iteration, "flops": self._state.flops, **self._last},
+            None if run_dir is None or make_media is None else lambda: make_media(Path(run_dir)),
         )
 
 

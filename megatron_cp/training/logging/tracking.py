@@ -1,26 +1,17 @@
 """Where metrics go: wandb, tensorboard and the run's own files.
 
-One rank sends them: the last, which holds the loss.
-
-wandb is logged whether or not tensorboard is on. Without a key it runs offline and never asks; what
-it is told is scrubbed of secrets; whatever goes wrong with it is a warning, and training goes on.
+One rank sends them: the last, which holds the loss. wandb is logged whether or not tensorboard is on.
 """
 
 from __future__ import annotations
 
-import netrc
-import os
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Literal
-from urllib.parse import urlparse
+from typing import Any
 
-from megatron_cp.training import exit_signal
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.logging.scrub import scrubbed
-
-WandbMode = Literal["online", "offline", "disabled"]
+from megatron_cp.training.logging.wandb_run import MakeMedia, WandbRun
 
 
 class Tracker:
@@ -29,7 +20,9 @@ class Tracker:
     Without sinks it does nothing.
     """
 
-    def __init__(self, *, wandb_run: Any = None, writer: Any = None, files: Any = None) -> None:
+    def __init__(
+        self, *, wandb_run: WandbRun | None = None, writer: Any = None, files: Any = None
+    ) -> None:
         """The sinks: a wandb run, a tensorboard writer, `records.RunFiles`; each may be None."""
         self._wandb, self._writer, self._files = wandb_run, writer, files
 
@@ -42,18 +35,17 @@ class Tracker:
             self._files.log({"iteration": iteration, **row})
         numbers = {key: value for key, value in row.items() if isinstance(value, (int, float))}
         if self._wandb is not None:
-            try:
-                self._wandb.log(numbers, step=iteration)
-            except Exception as problem:  # a tracker never stops a run
-                warnings.warn(
-                    f"wandb stopped working and is left out from now on: {problem}", stacklevel=2
-                )
-                self._wandb = None
+            self._wandb.log(numbers, iteration)
         if self._writer is not None:
             for key, value in numbers.items():
                 self._writer.add_scalar(key, value, iteration)
                 if samples is not None:
                     self._writer.add_scalar(f"{key} vs samples", value, samples)
+
+    def alert(self, title: str, text: str) -> None:
+        """Tells those who watch the run that something needs them."""
+        if self._wandb is not None:
+            self._wandb.alert(title, text)
 
     def add_plan_sample(self, sample: dict[str, Any]) -> None:
         """One pack for the report."""
@@ -68,96 +60,18 @@ class Tracker:
     @property
     def offline_folder(self) -> str | None:
         """What `wandb sync` takes, for a run that wandb keeps on this machine; None otherwise."""
-        settings = getattr(self._wandb, "settings", None)
-        is_offline = getattr(settings, "mode", None) == "offline"
-        folder = getattr(settings, "sync_dir", None) if is_offline else None
-        return None if folder is None else str(folder)
+        return None if self._wandb is None else self._wandb.offline_folder
 
-    def finish(self, summary: dict[str, Any]) -> None:
-        """Closes every sink."""
+    def finish(self, summary: dict[str, Any], make_media: MakeMedia | None = None) -> None:
+        """Closes every sink; `make_media` gives wandb what it shows beside numbers, once the files are complete."""
         if self._files is not None:
             self._files.finish(summary)
         if self._writer is not None:
             self._writer.close()
         if self._wandb is not None:
-            try:
-                self._wandb.finish()
-            except Exception as problem:  # as above
-                warnings.warn(f"wandb did not finish: {problem}", stacklevel=2)
-
-
-def wandb_mode(environment: Mapping[str, str]) -> WandbMode:
-    """Returns `online` only with a key at hand, `offline` otherwise.
-
-    WANDB_MODE is respected unless it would ask for a key.
-    """
-    wish = environment.get("WANDB_MODE", "").lower()
-    if environment.get("WANDB_DISABLED", "").lower() in ("true", "1", "yes"):
-        return "disabled"
-    if wish == "disabled":
-        return "disabled"
-    if wish in ("offline", "dryrun"):
-        return "offline"
-    return "online" if _has_key(environment) else "offline"
-
-
-def _has_key(environment: Mapping[str, str]) -> bool:
-    """Returns whether wandb would find a login without asking."""
-    if environment.get("WANDB_API_KEY"):
-        return True
-    host = (
-        urlparse(environment.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
-        or "api.wandb.ai"
-    )
-    for name in (environment.get("NETRC"), "~/.netrc", "~/_netrc"):
-        path = Path(name).expanduser() if name else None
-        if path is None or not path.is_file():
-            continue
-        try:
-            if netrc.netrc(path).authenticators(host):
-                return True
-        except (netrc.NetrcParseError, OSError):
-            continue
-    return False
-
-
-def start_wandb(
-    config: TrainConfig, folder: Path, environment: Mapping[str, str] | None = None
-) -> Any:
-    """Returns a wandb run whose files lie in `folder`; None, with a warning, if it cannot start."""
-    options = config.records
-    if not options.wandb:
-        return None
-    mode = wandb_mode(os.environ if environment is None else environment)
-    try:
-        import wandb
-
-        folder.mkdir(parents=True, exist_ok=True)
-        # The command line, the console and the git remote are not scrubbed by us, so wandb does not
-        # collect them.
-        settings = wandb.Settings(
-            console="off",
-            silent=True,
-            disable_git=True,
-            disable_code=True,
-            x_disable_meta=True,
-            x_disable_stats=True,
-        )
-        with exit_signal.held_back():  # wandb's own process lives as long as the run
-            return wandb.init(
-                dir=str(folder),
-                project=options.wandb_project or "megatron_cp",
-                name=options.wandb_exp_name,
-                entity=options.wandb_entity,
-                id=options.wandb_run_id,
-                resume="allow" if options.wandb_run_id else None,
-                config=scrubbed(dict(config.arguments)),
-                mode=mode,
-                settings=settings,
-            )
-    except Exception as problem:  # a tracker never stops a run
-        warnings.warn(f"wandb is not used: {problem}", stacklevel=2)
-        return None
+            if make_media is not None and self._files is not None:
+                self._wandb.show(make_media)
+            self._wandb.finish()
 
 
 def start_tensorboard(config: TrainConfig) -> Any:

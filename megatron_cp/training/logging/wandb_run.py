@@ -1,0 +1,217 @@
+"""The run in wandb: what it is called, which values count, alerts, pictures and tables.
+
+Without a key it runs offline and never asks; what it is told is scrubbed of secrets; whatever goes wrong with it
+is a warning, it is left out from then on, and training goes on.
+"""
+
+from __future__ import annotations
+
+import netrc
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+from urllib.parse import urlparse
+
+from megatron_cp.training import exit_signal
+from megatron_cp.training.config import TrainConfig
+from megatron_cp.training.logging.scrub import scrubbed
+
+WandbMode = Literal["online", "offline", "disabled"]
+# Of what a table of runs shows the least, or the most, in place of the last value.
+BEST = {
+    "lm loss": "min",
+    "lm loss validation": "min",
+    "iteration-time": "min",
+    "throughput": "max",
+    "cp/area_max_over_mean": "mean",
+    "cp/comm_bytes_sent": "mean",
+}
+QUIET_SECONDS = 600  # between two alerts of one title
+
+
+class ShownTable(Protocol):
+    """Columns and rows of a table."""
+
+    @property
+    def columns(self) -> Sequence[str]:
+        """Returns the names of the columns."""
+
+    @property
+    def rows(self) -> Sequence[Sequence[object]]:
+        """Returns the rows."""
+
+
+class Media(Protocol):
+    """What is shown beside numbers, by key: pages and pictures as HTML, and tables."""
+
+    @property
+    def pages(self) -> Mapping[str, str]:
+        """Returns HTML that fetches nothing."""
+
+    @property
+    def tables(self) -> Mapping[str, ShownTable]:
+        """Returns tables."""
+
+
+MakeMedia = Callable[[], Media]
+
+
+class WandbRun:
+    """A run of wandb that never stops training."""
+
+    def __init__(self, run: Any) -> None:
+        """`run`: what `wandb.init` returned."""
+        self._run = run
+
+    @property
+    def offline_folder(self) -> str | None:
+        """What `wandb sync` takes, for a run that wandb keeps on this machine; None otherwise."""
+        settings = getattr(self._run, "settings", None)
+        is_offline = getattr(settings, "mode", None) == "offline"
+        folder = getattr(settings, "sync_dir", None) if is_offline else None
+        return None if folder is None else str(folder)
+
+    def log(self, numbers: Mapping[str, float], iteration: int) -> None:
+        """One row of metrics."""
+        self._try(lambda: self._run.log(dict(numbers), step=iteration))
+
+    def alert(self, title: str, text: str) -> None:
+        """A message to whoever watches the run; at most one of a title in ten minutes."""
+        self._try(lambda: self._run.alert(title=title, text=text, wait_duration=QUIET_SECONDS))
+
+    def show(self, make_media: MakeMedia) -> None:
+        """Pages, pictures and tables, in the last row of the run."""
+
+        def log() -> None:
+            import wandb
+
+            media = make_media()
+            shown: dict[str, Any] = {
+                key: wandb.Html(page, inject=False) for key, page in media.pages.items()
+            }
+            for key, table in media.tables.items():
+                shown[key] = wandb.Table(
+                    columns=list(table.columns), data=[list(row) for row in table.rows]
+                )
+            self._run.log(shown)
+
+        self._try(log)
+
+    def finish(self) -> None:
+        """Waits until everything is written."""
+        if self._run is not None:
+            try:
+                self._run.finish()
+            except Exception as problem:  # a tracker never stops a run
+                warnings.warn(f"wandb did not finish: {problem}", stacklevel=2)
+
+    def _try(self, tell: Callable[[], None]) -> None:
+        if self._run is None:
+            return
+        try:
+            tell()
+        except Exception as problem:  # as above
+            warnings.warn(
+                f"wandb stopped working and is left out from now on: {problem}", stacklevel=3
+            )
+            self._run = None
+
+
+def start_wandb(
+    config: TrainConfig, folder: Path, environment: Mapping[str, str] | None = None
+) -> WandbRun | None:
+    """Returns a wandb run whose files lie in `folder`; None, with a warning, if it cannot start.
+
+    WANDB_RUN_GROUP, WANDB_TAGS, WANDB_NOTES and the like are heeded by wandb itself.
+    """
+    options = config.records
+    if not options.wandb:
+        return None
+    mode = wandb_mode(os.environ if environment is None else environment)
+    try:
+        import wandb
+
+        folder.mkdir(parents=True, exist_ok=True)
+        # The command line, the console and the git remote are not scrubbed by us, so wandb does not
+        # collect them.
+        settings = wandb.Settings(
+            console="off", silent=True, disable_git=True, disable_code=True, x_disable_meta=True
+        )
+        with exit_signal.held_back():  # wandb's own process lives as long as the run
+            run = wandb.init(
+                # wandb puts a folder of that name into it.
+                dir=str(folder.parent if folder.name == "wandb" else folder),
+                project=options.wandb_project or "megatron_cp",
+                name=options.wandb_exp_name or _name_of_folder(config),
+                entity=options.wandb_entity,
+                id=options.wandb_run_id,
+                resume="allow" if options.wandb_run_id else None,
+                job_type="pretrain",
+                tags=None if os.environ.get("WANDB_TAGS") else tags_of(config),
+                config=scrubbed(dict(config.arguments)),
+                mode=mode,
+                settings=settings,
+            )
+        for key, best in BEST.items():
+            run.define_metric(key, summary=best)
+        return WandbRun(run)
+    except Exception as problem:  # a tracker never stops a run
+        warnings.warn(f"wandb is not used: {problem}", stacklevel=2)
+        return None
+
+
+def tags_of(config: TrainConfig) -> list[str]:
+    """Returns what runs are told apart by: the parallel layout and the planner."""
+    parallel = config.parallel
+    sizes = {
+        "CP": parallel.context_parallel_size,
+        "TP": parallel.tensor_model_parallel_size,
+        "PP": parallel.pipeline_model_parallel_size,
+        "DP": parallel.data_parallel_size,
+    }
+    return [
+        *(f"{name} {size}" for name, size in sizes.items()),
+        f"planner {config.arguments['cp_planner']}",
+    ]
+
+
+def _name_of_folder(config: TrainConfig) -> str | None:
+    """Returns the run folder's name; None leaves it to wandb."""
+    return Path(config.records.run_dir).name if config.records.run_dir else None
+
+
+def wandb_mode(environment: Mapping[str, str]) -> WandbMode:
+    """Returns `online` only with a key at hand, `offline` otherwise.
+
+    WANDB_MODE is respected unless it would ask for a key.
+    """
+    wish = environment.get("WANDB_MODE", "").lower()
+    if environment.get("WANDB_DISABLED", "").lower() in ("true", "1", "yes"):
+        return "disabled"
+    if wish == "disabled":
+        return "disabled"
+    if wish in ("offline", "dryrun"):
+        return "offline"
+    return "online" if _has_key(environment) else "offline"
+
+
+def _has_key(environment: Mapping[str, str]) -> bool:
+    """Returns whether wandb would find a login without asking."""
+    if environment.get("WANDB_API_KEY"):
+        return True
+    host = (
+        urlparse(environment.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+        or "api.wandb.ai"
+    )
+    for name in (environment.get("NETRC"), "~/.netrc", "~/_netrc"):
+        path = Path(name).expanduser() if name else None
+        if path is None or not path.is_file():
+            continue
+        try:
+            if netrc.netrc(path).authenticators(host):
+                return True
+        except (netrc.NetrcParseError, OSError):
+            continue
+    return False
