@@ -214,6 +214,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     os.nice(10)
+    facts = environment(("numpy", "torch", "megatron-core"))
     with tempfile.TemporaryDirectory() as name:
         folder, began = Path(name), time.monotonic()
         launcher = start(arguments.steps, folder)
@@ -231,7 +232,6 @@ def main() -> int:
         f"{minutes:.0f} minutes. Medians; `a / b` is before and at the end. A rank's workers are counted together."
     )
     table = Table("What each process holds", columns, rows, note)
-    facts = environment(("numpy", "torch", "megatron-core"))
     details = [vars(sample) for sample in samples if sample.step % 50 < SAMPLE_EVERY]
     publish("A long run", facts, [table], arguments.output, details)
     print("\n".join(wrong) or "flat", file=sys.stderr)

@@ -25,6 +25,16 @@ hypothesis.settings.register_profile(
         hypothesis.HealthCheck.differing_executors,
     ],
 )
+# For `make test-fast`: fewer examples of the same kinds.
+hypothesis.settings.register_profile(
+    "fast", parent=hypothesis.settings.get_profile("suite"), max_examples=10
+)
+# For tools/plant_bugs.py, which asks whether a test fails and not why.
+hypothesis.settings.register_profile(
+    "no_shrinking",
+    parent=hypothesis.settings.get_profile("suite"),
+    phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate),
+)
 # For a hunt: pytest --hypothesis-profile hunt
 hypothesis.settings.register_profile(
     "hunt", parent=hypothesis.settings.get_profile("suite"), max_examples=2000, derandomize=False
