@@ -1,5 +1,6 @@
 # make pretrain   .venv, install, train a GPT with context parallelism on two CPU ranks, report
 # make test       .venv, install with the tools, every check and every test
+# make test-fast  the quick tests, with fewer examples: two minutes on two cores
 # make toolkits   compilers of the kernels, CUDA 12.4 to 13.0, into the user's cache
 #
 # Another interpreter or torch:  make PYTHON=python3.12 TORCH=torch==2.11.0 test
@@ -7,7 +8,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help pretrain test check lint types floors sizes toolkits format bench clean
+.PHONY: help pretrain test test-fast check lint types floors sizes toolkits format bench clean
 
 PYTHON ?= python3
 # Fixed, and installed first: a CPU build of this version exists; a newer one may bring gigabytes of CUDA.
@@ -38,7 +39,7 @@ define install
 endef
 
 help:
-	@sed -n '1,5s/^# \{0,1\}//p' Makefile
+	@sed -n '1,6s/^# \{0,1\}//p' Makefile
 
 $(INSTALLED): pyproject.toml setup.py
 	$(call install,.)
@@ -53,9 +54,19 @@ pretrain: $(INSTALLED)
 # The gate of the kernels reads what these compilers make; without them its tests say that they are skipped.
 CI_TOOLKITS := 12.8
 
+# Workers, each of which takes whole files in the order in which pytest has them; 0 is pytest's own process.
+JOBS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 20
+
 test: check
 	-@$(BIN)/python tools/fetch_toolkits.py $(CI_TOOLKITS)
-	$(BIN)/python -m pytest
+	$(PYTEST)
+
+# What neither starts programs nor compiles kernels.
+FAST := tests/attn tests/comm tests/data tests/mask tests/plan tests/report tests/runtime tests/tools/test_plant_bugs.py
+
+test-fast: $(INSTALLED_DEV)
+	$(PYTEST) -m "not slow" --hypothesis-profile fast $(FAST)
 
 # NVRTC of every CUDA version that the kernels are for, into the user's cache (about 320 MB).
 toolkits: $(INSTALLED_DEV)
