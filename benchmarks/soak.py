@@ -224,7 +224,14 @@ def main() -> int:
             return 1
         minutes = (time.monotonic() - began) / 60
     rows, wrong = judge(samples)
-    columns = ["process", "heap MiB, steps 200-400", "last 200", "growth %", "descriptors", "threads"]
+    columns = [
+        "process",
+        "heap MiB, steps 200-400",
+        "last 200",
+        "growth %",
+        "descriptors",
+        "threads",
+    ]
     count = arguments.steps
     note = (
         f"{count} steps with {count // SAVE_EVERY} background saves, {count // EVALUATE_EVERY} evaluations and "

@@ -80,7 +80,12 @@ torch.Tensor.new_empty = _poisoned(torch.Tensor.new_empty)
 torch.set_num_threads(1)
 
 # They put Megatron-Core's CPU stand-ins into the test process, where they stay and torch compiles nothing any more.
-_LEAVE_STAND_INS = ("tests/mcore/", "tests/mask/test_interop.py")
+_LEAVE_STAND_INS = (
+    "tests/mask/test_interop.py",
+    "tests/mcore/",
+    "tests/models/",
+    "tests/training/",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -188,7 +188,9 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="bugs with this text in floor, name or file")
     parser.add_argument("--jobs", type=int, default=2, choices=(1, 2), help="at a time (2)")
     parser.add_argument("--list", action="store_true", help="print the table and run nothing")
-    parser.add_argument("--trust-tests", action="store_true", help="do not run them without a bug first")
+    parser.add_argument(
+        "--trust-tests", action="store_true", help="do not run them without a bug first"
+    )
     chosen = parser.parse_args(words)
     bugs = [b for b in read_table() if chosen.only in f"{b.floor} {b.name} {b.file}"]
     for bug in bugs:
@@ -197,7 +199,9 @@ def main(words: list[str] | None = None) -> int:
         print("\n".join(f"{bug.floor:8} {bug.name} ({bug.file})" for bug in bugs))
         return 0
     if not chosen.trust_tests and (wrong := check_without_bugs(bugs)) is not None:
-        print(f"without a bug these tests fail, so they can prove nothing:\n{wrong}", file=sys.stderr)
+        print(
+            f"without a bug these tests fail, so they can prove nothing:\n{wrong}", file=sys.stderr
+        )
         return 1
     missed = []
     with ThreadPoolExecutor(chosen.jobs) as pool:

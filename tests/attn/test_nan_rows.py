@@ -35,7 +35,9 @@ def test_a_key_of_nan_has_a_result_of_nan_for_every_query_that_sees_it(backend, 
     (q, k, v), _ = random_case(length, length, (4, 2), (8, 8), torch.float32)
     k[ROW] = torch.nan
     options = resolve_options(q, k, v, backend=backend, softcap=softcap)
-    mask = masks.documents([ROW, length - ROW], "causal")  # the first query that sees it sees nothing else
+    mask = masks.documents(
+        [ROW, length - ROW], "causal"
+    )  # the first query that sees it sees nothing else
     out, lse = attend_forward(q, k, v, mask, options)
     assert out[ROW:].isnan().all() and lse[ROW:].isnan().all()
     assert out[:ROW].isfinite().all() and lse[:ROW].isfinite().all()

@@ -54,6 +54,8 @@ def test_the_table_of_a_plan_says_what_each_rank_receives_and_sends(plan):
 def test_a_kept_plan_is_given_for_the_same_configuration_only():
     forget_plans()
     mask = masks.causal(TOKENS)
-    first, second = (make_plan(mask, RANKS, config("zigzag", num_heads=n, num_kv_heads=2)) for n in (4, 8))
+    first, second = (
+        make_plan(mask, RANKS, config("zigzag", num_heads=n, num_kv_heads=2)) for n in (4, 8)
+    )
     assert (first.config.num_heads, second.config.num_heads) == (4, 8)
     assert make_plan(mask, RANKS, config("zigzag", num_heads=4, num_kv_heads=2)) is first

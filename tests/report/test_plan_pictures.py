@@ -143,7 +143,9 @@ def test_bands_at_the_left_and_above_lie_at_the_tokens_of_their_rank():
         if title and (found := re.match(r"rank (\d+) owns (\d+) tokens", title)):
             assert int(found[2]) == 16
             side = "left" if x < board[0] else "above"
-            bands[side, int(found[1])] = (y - board[1], height) if side == "left" else (x - board[0], width)
+            bands[side, int(found[1])] = (
+                (y - board[1], height) if side == "left" else (x - board[0], width)
+            )
     for rank, tokens in enumerate(pack.ours.tokens):
         first, count = int(tokens[0]), len(tokens)
         place = (first / 64 * board[2], count / 64 * board[2])
