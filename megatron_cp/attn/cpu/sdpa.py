@@ -29,9 +29,9 @@ _SMALLEST_SQUARE, _LARGEST_SQUARE = 1e-30, 1e30
 _VECTOR_SIZE = 64
 
 
-def may_hide_nan(piece: MaskSlice) -> bool:
-    """Returns whether the operator may take a row of nan for a masked one: its box has few keys."""
-    return piece.k_end - piece.k_start < _VECTOR_SIZE
+def may_hide_nan(q_BRQH: Tensor, k_BRKH: Tensor) -> bool:
+    """Returns whether the operator may take a row of nan for a masked one: there is nan among few keys' scores."""
+    return k_BRKH.shape[2] < _VECTOR_SIZE and bool((q_BRQH.sum() + k_BRKH.sum()).isnan())
 
 
 def forward(
