@@ -1,6 +1,7 @@
 # make pretrain   .venv, install, train a GPT with context parallelism on two CPU ranks, report
 # make test       .venv, install with the tools, every check and every test
 # make docs       the documentation as a site, build/site
+# make test-fast  the quick tests, with fewer examples: two minutes on two cores
 # make toolkits   compilers of the kernels, CUDA 12.4 to 13.0, into the user's cache
 #
 # Another interpreter or torch:  make PYTHON=python3.12 TORCH=torch==2.11.0 test
@@ -8,7 +9,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help pretrain test check lint types floors sizes docs toolkits format bench clean
+.PHONY: help pretrain test test-fast check lint types floors sizes docs toolkits format bench clean
 
 PYTHON ?= python3
 # Fixed, and installed first: a CPU build of this version exists; a newer one may bring gigabytes of CUDA.
@@ -54,9 +55,19 @@ pretrain: $(INSTALLED)
 # The gate of the kernels reads what these compilers make; without them its tests say that they are skipped.
 CI_TOOLKITS := 12.8
 
+# Workers, each of which takes whole files in the order in which pytest has them; 0 is pytest's own process.
+JOBS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 20
+
 test: check
 	-@$(BIN)/python tools/fetch_toolkits.py $(CI_TOOLKITS)
-	$(BIN)/python -m pytest
+	$(PYTEST)
+
+# What neither starts programs nor compiles kernels.
+FAST := tests/attn tests/comm tests/data tests/mask tests/plan tests/report tests/runtime tests/tools/test_plant_bugs.py
+
+test-fast: $(INSTALLED_DEV)
+	$(PYTEST) -m "not slow" --hypothesis-profile fast $(FAST)
 
 # Strict: a broken link is an error. Search and pictures need no network.
 docs: $(INSTALLED_DEV)

@@ -25,6 +25,16 @@ hypothesis.settings.register_profile(
         hypothesis.HealthCheck.differing_executors,
     ],
 )
+# For `make test-fast`: fewer examples of the same kinds.
+hypothesis.settings.register_profile(
+    "fast", parent=hypothesis.settings.get_profile("suite"), max_examples=10
+)
+# For tools/plant_bugs.py, which asks whether a test fails and not why.
+hypothesis.settings.register_profile(
+    "no_shrinking",
+    parent=hypothesis.settings.get_profile("suite"),
+    phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate),
+)
 # For a hunt: pytest --hypothesis-profile hunt
 hypothesis.settings.register_profile(
     "hunt", parent=hypothesis.settings.get_profile("suite"), max_examples=2000, derandomize=False
@@ -68,6 +78,20 @@ torch.empty_like = _poisoned(torch.empty_like)
 torch.empty_strided = _poisoned(torch.empty_strided)
 torch.Tensor.new_empty = _poisoned(torch.Tensor.new_empty)
 torch.set_num_threads(1)
+
+# They put Megatron-Core's CPU stand-ins into the test process, where they stay and torch compiles nothing any more.
+_LEAVE_STAND_INS = (
+    "tests/mask/test_interop.py",
+    "tests/mcore/",
+    "tests/models/",
+    "tests/training/",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Those come last, whatever was asked for and in which order; pytest-xdist keeps the order of files."""
+    items.sort(key=lambda item: item.nodeid.startswith(_LEAVE_STAND_INS))
+
 
 # Folders of tests that start programs.
 _STARTS_PROGRAMS = ("training", "faults", "data", "tools", "mcore", "report", "hugging_face")

@@ -107,6 +107,6 @@ def _capped_scores(q_QGRH: Tensor, k_KGH: Tensor, options: AttendOptions) -> Ten
 
 
 def _probabilities(x_GRQK: Tensor, lse_GRQ: Tensor, allowed_QK: Tensor) -> Tensor:
-    """Returns `exp(x - lse)` on allowed pairs of rows with a finite `lse`, exactly 0 elsewhere."""
-    allowed = allowed_QK & (lse_GRQ > -torch.inf).unsqueeze(-1)
+    """Returns `exp(x - lse)` on allowed pairs of rows with keys, exactly 0 elsewhere; nan for an `lse` of nan."""
+    allowed = allowed_QK & (lse_GRQ != -torch.inf).unsqueeze(-1)
     return torch.exp(x_GRQK - lse_GRQ.unsqueeze(-1)).masked_fill(~allowed, 0.0)

@@ -38,14 +38,14 @@ def device():
 
 @pytest.mark.parametrize(("share", "left"), [(0.0, 0), (0.1, 14), (4 / 132, 4), (0.5, 66)])
 def test_a_stage_leaves_its_share_of_132_multiprocessors_to_transfers(device, share, left):
-    q, k, v = draw(1000, 1000, (32, 8))
-    mask, options = masks.causal(1000), replace(OPTIONS, sm_share=share)
+    q, k, v = draw(130, 130, (136, 8))  # many heads of few tokens: more work than multiprocessors
+    mask, options = masks.causal(130), replace(OPTIONS, sm_share=share)
     out, lse = attend_forward(q, k, v, mask, options)
     attend_forward_onto_((out, lse), q, k, v, mask, options)
     attend_backward(torch.ones_like(q), q, k, v, lse, torch.zeros_like(lse), mask, options)
     forward, onto, backward = (x[CTAS] for x in device.launches[:3])
     assert forward == onto == 132 - left
-    assert backward == min(132 - left, 8 * 8)  # 8 key tiles of 8 kv heads
+    assert backward == min(132 - left, 2 * 8)  # 2 key tiles of 8 kv heads
 
 
 def test_heads_that_are_expanded_are_copied_before_a_tensor_map_is_made(device):

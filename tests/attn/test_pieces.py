@@ -50,7 +50,8 @@ SIZES = [(1030, 1030), (2500, 1100), (300, 8800), (4700, 300), (1025, 2300)]
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize(
-    "band", [(None, 0), (None, 700), (-90, 0), (-2600, 10), (5, None), (None, None)]
+    "band",
+    [(None, 0), (None, 700), (-90, 0), (-2600, 10), (5, None), (5, 2600), (None, None)],
 )
 def test_pieces_of_large_slices_cover_every_pair_once(size, band):
     num_queries, num_keys = size

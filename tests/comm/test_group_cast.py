@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from megatron_cp.attn.merge import merge_rows_
 from megatron_cp.comm import RankTransfer, add_rows_, all_to_all, group_cast, group_reduce
 from megatron_cp.comm.packed import gathered, packed
+from megatron_cp.plan import Hop, Transfer
 from tests.closeness import assert_within_budget
 from tests.comm.transfers import matrix_of, random_transfer
 from tests.oracles.attention import dense_attention
@@ -186,6 +187,30 @@ def test_sums_repeat_bit_for_bit_and_do_not_depend_on_what_else_is_under_way(num
         for x, y, z in zip(a, b, c, strict=True):
             assert np.array_equal(x, y)
             assert np.array_equal(x, z)
+
+
+def reduce_in_order(rank, world_size, transfer, contributions):
+    """Returns rank 0's own row after the others' contributions came home."""
+    compiled = RankTransfer.compile(transfer, rank, world_size, 1)
+    own = torch.tensor([[2.0**30]]) if rank == 0 else torch.zeros(1, 1)
+    part = torch.full((compiled.num_received, 1), contributions[rank])
+    group_reduce((own,), (part,), compiled, dist.group.WORLD, add_rows_).wait()
+    return own.item()
+
+
+ONE_HOP = Transfer((Hop([(0, 1, 0, 1), (0, 2, 0, 1)]),))
+TWO_HOPS = Transfer((Hop([(0, 1, 0, 1)]), Hop([(0, 2, 0, 1)])))
+
+
+@pytest.mark.parametrize(
+    ("transfer", "first", "second"), [(ONE_HOP, 1, 2), (TWO_HOPS, 2, 1)], ids=["ranks", "hops"]
+)
+def test_contributions_are_added_by_hops_backwards_and_ranks_ascending(transfer, first, second):
+    """A float32 shows the order: (2^30 - 2^30) + 1 is 1, and (2^30 + 1) - 2^30 is 0."""
+    contributions = {0: 0.0, first: -(2.0**30), second: 1.0}
+    assert run_on_ranks(3, reduce_in_order, transfer, contributions)[0] == 1.0
+    contributions = {0: 0.0, first: 1.0, second: -(2.0**30)}
+    assert run_on_ranks(3, reduce_in_order, transfer, contributions)[0] == 0.0
 
 
 def cast_interleaved(rank, world_size, transfers):

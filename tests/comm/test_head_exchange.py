@@ -141,3 +141,16 @@ def refuse(rank, world_size, num_heads):
 
 def test_heads_that_can_be_neither_cut_nor_repeated_are_refused_on_every_rank():
     run_on_ranks(2, refuse, 3)
+
+
+def _sum_of_copies(rank, world_size, contributions):
+    ours = HeadExchange.compile(HeadSplit(((0, 1),)), rank, world_size, dist.group.WORLD)
+    inside = torch.full((2 * TOKENS, 1, HEAD_DIM), contributions[rank])
+    (joined,) = ours.join_heads((inside,), [(1, torch.bfloat16)])
+    return joined.double().unique().tolist()
+
+
+def test_copies_of_a_head_are_summed_before_they_are_rounded():
+    """In bfloat16 the first is 1 and the second 1 + 2^-7: rounded first, their sum would be 2."""
+    contributions = [1 + 2.0**-8, 1 + 2.0**-8 + 2.0**-9]
+    assert run_on_ranks(2, _sum_of_copies, contributions) == [[2 + 2.0**-6]] * 2

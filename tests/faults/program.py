@@ -5,19 +5,24 @@ the real ``main()`` with their own command line, environment, output and exit co
 A rank may be told to signal itself at the n-th call of a function: a fault at an exact place, every time.
 
     outcomes = run_program([Launch(flags, world_size=2), ...])        # outcomes[i][rank]
+
+    test session --spawn once--> warm process --fork per call--> runs its launches --fork--> ranks
 """
 
+import atexit
+import contextlib
+import functools
 import importlib
-import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
 from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch.distributed as dist
@@ -67,36 +72,74 @@ class Outcome:
 
 def run_program(launches: list[Launch]) -> list[list[Outcome]]:
     """The outcome of every rank of every launch, run one launch after the other in a process of its own."""
-    environment = {name: v for name, v in os.environ.items() if not name.startswith("WANDB_")}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    kept = {name: v for name, v in os.environ.items() if not name.startswith("WANDB_")}
     # A killed rank cannot remove its temporary files.
     with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "outcomes.json"
-        done = subprocess.run(
-            [sys.executable, str(Path(__file__).resolve()), str(answer)],
-            input=json.dumps([asdict(launch) for launch in launches]),
-            capture_output=True,
-            text=True,
-            env={**environment, "TMPDIR": folder, "HOME": folder},
-            check=False,
-            timeout=HANG_SECONDS * (1 + len(launches)),
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        told = json.loads(answer.read_text())
+        environment = {**kept, **_ENVIRONMENT, "TMPDIR": folder, "HOME": folder}
+        warm = _warm_process()
+        warm.send((environment, [asdict(launch) for launch in launches]))
+        seconds = HANG_SECONDS * (1 + len(launches))
+        assert warm.poll(seconds), f"the warm process gave no answer in {seconds:.0f} s"
+        problem, told = warm.recv()
+    assert problem is None, problem
     return [[Outcome(**rank) for rank in ranks] for ranks in told]
 
 
-def _serve() -> None:
-    """Reads launches on stdin, runs them, writes outcomes into the named file."""
-    launches = json.load(sys.stdin)
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+
+@functools.cache
+def _warm_process() -> Connection:
+    """The session's end of a pipe to a new interpreter that has imported everything; it ends with the session.
+
+    Not a daemon: ranks are forks of it, and those of `--async-save` fork on.
+    """
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    before = {name: os.environ.get(name) for name in _ENVIRONMENT}
+    os.environ.update(_ENVIRONMENT)  # read by imports
+    process = context.Process(target=_serve, args=(theirs,))
+    try:
+        process.start()
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+    theirs.close()
+    atexit.register(lambda: (ours.close(), process.join()))  # before Python waits for it
+    return ours
+
+
+def _serve(calls: Connection) -> None:
+    """Answers each call from a fork of its own, so that none leaves anything to the next."""
     sys.path.insert(0, str(ROOT))
     from megatron_cp.mcore import compat, cpu
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the session decides when we end
     compat.silence_known_warnings()
     cpu.install()
     for name in ("arguments", "gpt", "pretrain"):
         importlib.import_module(f"megatron_cp.training.{name}")
-    Path(sys.argv[1]).write_text(json.dumps([_run(launch) for launch in launches]))
+    with contextlib.suppress(EOFError):
+        while True:
+            environment, launches = calls.recv()
+            pid = os.fork()
+            if pid == 0:
+                _answer(calls, environment, launches)
+            os.waitpid(pid, 0)
+
+
+def _answer(calls: Connection, environment: dict[str, str], launches: list[dict]) -> None:
+    """Never returns: this process runs the launches of one call and says how they went."""
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.environ.clear()
+        os.environ.update(environment)
+        tempfile.tempdir = environment["TMPDIR"]
+        calls.send((None, [_run(launch) for launch in launches]))
+    except BaseException:
+        calls.send((traceback.format_exc(), None))
+    finally:
+        os._exit(0)
 
 
 def _run(launch: dict) -> list[dict]:
@@ -190,7 +233,3 @@ def _arm(kill: Kill) -> None:
             os.kill(os.getpid(), number)
 
     setattr(owner, name, wrapper)
-
-
-if __name__ == "__main__":
-    _serve()

@@ -137,11 +137,18 @@ def test_few_loss_tokens_train_alike_at_every_size(per_token, cp, valid_tokens):
 def _count_over_group(rank, world_size):
     from megatron_cp.mcore.loss import make_loss_function
 
-    mask = torch.ones(3) if rank == 0 else torch.zeros(3)
+    mask = torch.tensor([[1.0, 1.0, 1.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]][rank])
+    weight = torch.arange(3.0, requires_grad=True)
     group = torch.distributed.group.WORLD
-    loss, report = make_loss_function(mask, per_token=False, cp_group=group)(torch.arange(3.0))
-    return loss.item(), report["lm loss"].tolist()
+    loss, report = make_loss_function(mask, per_token=False, cp_group=group)(weight * 2)
+    loss.backward()
+    return loss.item(), weight.grad.tolist(), report["lm loss"].tolist()
 
 
 def test_an_unknown_count_is_added_up_over_the_group():
-    assert run_on_ranks(3, _count_over_group) == [(1.0, [3.0, 3.0]), *[(0.0, [0.0, 0.0])] * 2]
+    """Three, one and no tokens count: every rank divides by four."""
+    assert run_on_ranks(3, _count_over_group) == [
+        (1.5, [0.5, 0.5, 0.5], [6.0, 3.0]),
+        (0.5, [0.0, 0.5, 0.0], [2.0, 1.0]),
+        (0.0, [0.0, 0.0, 0.0], [0.0, 0.0]),
+    ]

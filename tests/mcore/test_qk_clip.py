@@ -79,3 +79,26 @@ def test_what_is_kept_is_the_largest_dense_score_of_each_head_over_the_micro_bat
     ((kept, expected),) = run_on_ranks(1, _logits_of_a_step, case)
     for found, dense in zip(kept, expected, strict=True):
         assert torch.allclose(found.double(), dense, rtol=1e-5)
+
+
+def _clip_on_data_ranks(rank, world_size):
+    """Returns the largest logit, what a layer is clipped by, and what it keeps, where ranks saw other samples."""
+    from megatron_cp.mcore.qk_clip import clip_qk
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.core_attention = torch.nn.Module()
+            self.core_attention.current_max_attn_logits = torch.tensor([1.0 + rank, 5.0 - rank])
+
+        def clip_qk(self):
+            self.clipped_by = self.core_attention.current_max_attn_logits.tolist()
+
+    with parallel_state(Case()):
+        layer = Layer()
+        largest = clip_qk([torch.nn.Sequential(layer)], clips=True)
+    return largest, layer.clipped_by, layer.core_attention.current_max_attn_logits
+
+
+def test_data_parallel_ranks_clip_by_the_largest_logit_of_all_of_them():
+    assert run_on_ranks(2, _clip_on_data_ranks) == [(5.0, [2.0, 5.0], None)] * 2

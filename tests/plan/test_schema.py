@@ -160,6 +160,8 @@ CHANGES = {
     "the backward pass": lambda p: replace(p, backward=Pass(p.backward.stages[::-1])),
     "passes exchanged": lambda p: replace(p, forward=p.backward, backward=Pass(p.forward.stages[::-1])),
     "the head split": lambda p: with_split(p, (0, 1), (2, 3)),
+    "keys that a stage keeps": lambda p: with_stage(p, 1, keeps_k=not p.forward.stages[1].keeps_k),
+    "queries that a stage keeps": lambda p: with_stage(p, 1, keeps_q=not p.forward.stages[1].keeps_q),
     "the work of a rank": lambda p: with_stage(p, 0, work=p.forward.stages[0].work[::-1]),
 }  # fmt: skip
 

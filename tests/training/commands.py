@@ -9,6 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests.faults.program import Launch, run_program
 from tests.processes import HANG_SECONDS, check_nothing_stays_in
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,10 +60,12 @@ def environment(folder: str) -> dict[str, str]:
 
 
 def train(world_size: int, *flags: str) -> str:
-    """The output of a run that must succeed."""
-    done = launch(world_size, *flags)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    return done.stdout
+    """The output of a run that must succeed, rank by rank; its ranks are forks of a warm process, without torchrun."""
+    wanted = Launch(flags, world_size, environment={"WANDB_MODE": "offline"})
+    (ranks,) = run_program([wanted])
+    for rank in ranks:
+        assert rank.code == 0, rank.stdout[-3000:] + rank.stderr[-6000:]
+    return "".join(rank.stdout for rank in ranks)
 
 
 def metrics(folder: Path, key: str = "lm loss") -> dict[int, float]:

@@ -39,6 +39,13 @@ def test_figures_of_the_rings_are_those_of_their_plans(shape, cp_size, element_b
         assert figures.per_document_ms <= milliseconds(per_document) * (1 + 1e-9)
 
 
+def test_figures_of_a_pack_hold_the_bytes_of_both_passes():
+    plan = make_plan(masks.documents(list(LENGTHS)), 4, CPConfig(**SHAPES[1]))
+    forward, backward = (sent_bytes(plan, name).sum() for name in PASSES)
+    assert pack_figures(plan).sent_bytes == forward + backward
+    assert forward > 0 and backward > 0
+
+
 @pytest.mark.parametrize("planner", sorted(PLANNERS))
 def test_bytes_sent_equal_a_count_over_every_message(planner):
     """Rows that are named in messages, times what a row of their side weighs, by hand."""

@@ -47,10 +47,11 @@ def forward(
         q = group.read_rows(q_QNH, dtype, head_dim)
         k, v = (group.read_keys(x, dtype, head_dim) for x in (k_KGH, v_KGH))
         out_view, lse_view = group.rows_view(out), group.read_numbers(lse)
+        holds_nan = bool((q.sum() + k.sum()).isnan())
         for piece, overwrite in zip(pieces, overwrites, strict=True):
             rows, keys = _spans(piece)
             parts = q[:, :, rows], k[:, :, keys], v[:, :, keys]
-            if uses_tiles:
+            if uses_tiles or (holds_nan and sdpa.may_hide_nan(*parts[:2])):
                 tops = None if max_logits_N is None else max_logits_N[group.heads]
                 part_out, part_lse = tiles.forward(*parts, piece, options, tops)
             else:

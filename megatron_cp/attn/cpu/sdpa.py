@@ -24,6 +24,14 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 # Outside these |dout|^2 or its quotient lose digits in float32.
 _SMALLEST_SQUARE, _LARGEST_SQUARE = 1e-30, 1e30
+# Numbers of a vector register, at most. With fewer keys the operator's maximum ignores nan, and a row whose scores are
+# all nan comes out as (0, 0), like one that is masked (torch 2.13: below 16 keys in float32, 8 in float64).
+_VECTOR_SIZE = 64
+
+
+def may_hide_nan(q_BRQH: Tensor, k_BRKH: Tensor) -> bool:
+    """Returns whether the operator may take a row of nan for a masked one: there is nan among few keys' scores."""
+    return k_BRKH.shape[2] < _VECTOR_SIZE and bool((q_BRQH.sum() + k_BRKH.sum()).isnan())
 
 
 def forward(

@@ -1,0 +1,76 @@
+"""A row of NaN stays one: it must never pass for a row without keys, whose results are zeros."""
+
+import pytest
+import torch
+
+from megatron_cp import mask as masks
+from megatron_cp.attn import attend_backward, attend_forward, resolve_options
+from megatron_cp.attn.merge import merge_partials, merge_rows_, merge_span_
+from tests.attn.formula import random_case
+
+BACKENDS = ("reference", "cpu")
+ROW = 3
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("length", [4, 30, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_query_of_nan_has_a_result_of_nan_and_its_neighbours_have_none(
+    backend, softcap, length, dtype
+):
+    (q, k, v), _ = random_case(length, length, (4, 2), (8, 8), dtype)
+    q[ROW] = torch.nan
+    options = resolve_options(q, k, v, backend=backend, softcap=softcap)
+    out, lse = attend_forward(q, k, v, masks.full(length), options)
+    others = torch.arange(length) != ROW
+    assert out[ROW].isnan().all() and lse[ROW].isnan().all()
+    assert out[others].isfinite().all() and lse[others].isfinite().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("length", [5, 30])
+def test_a_key_of_nan_has_a_result_of_nan_for_every_query_that_sees_it(backend, softcap, length):
+    (q, k, v), _ = random_case(length, length, (4, 2), (8, 8), torch.float32)
+    k[ROW] = torch.nan
+    options = resolve_options(q, k, v, backend=backend, softcap=softcap)
+    mask = masks.documents(
+        [ROW, length - ROW], "causal"
+    )  # the first query that sees it sees nothing else
+    out, lse = attend_forward(q, k, v, mask, options)
+    assert out[ROW:].isnan().all() and lse[ROW:].isnan().all()
+    assert out[:ROW].isfinite().all() and lse[:ROW].isfinite().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("length", [5, 30])
+def test_an_lse_of_nan_reaches_every_gradient_of_its_row(backend, softcap, length):
+    (q, k, v), arguments = random_case(length, length, (4, 2), (8, 8), torch.float32)
+    mask, dout = masks.causal(length), arguments["dout"]
+    options = resolve_options(q, k, v, backend=backend, softcap=softcap)
+    out, lse = attend_forward(q, k, v, mask, options)
+    delta = (dout * out).sum(dim=-1)
+    lse[ROW] = torch.nan
+    dq, dk, dv = attend_backward(dout, q, k, v, lse, delta, mask, options)
+    assert dq[ROW].isnan().all()
+    assert dq[ROW + 1 :].isfinite().all() and dq[:ROW].isfinite().all()
+    for gradient in (dk, dv):  # of the keys that the row sees; a block's other keys may get nan too
+        assert gradient[: ROW + 1].isnan().all()
+
+
+def test_a_merge_with_nan_is_nan_on_either_side():
+    out, part = torch.randn(5, 2, 4), torch.randn(5, 2, 4)
+    lse, part_lse = torch.randn(5, 2), torch.randn(5, 2)
+    part_lse[ROW] = torch.nan
+    for a, b in (((out, lse), (part, part_lse)), ((part, part_lse), (out, lse))):
+        merged = [merge_partials(*a, *b)]
+        for merge in (merge_span_, lambda *x: merge_rows_(x[0], x[1], torch.arange(5), *x[2:])):
+            held = [x.clone() for x in a]
+            merge(*held, *b)
+            merged.append(tuple(held))
+        for joined_out, joined_lse in merged:
+            assert joined_out[ROW].isnan().all() and joined_lse[ROW].isnan().all()
+            others = torch.arange(5) != ROW
+            assert joined_out[others].isfinite().all() and joined_lse[others].isfinite().all()

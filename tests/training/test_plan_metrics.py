@@ -1,0 +1,106 @@
+"""What a step logs about its plans, counted again from messages and dense masks."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from megatron_cp import CPConfig
+from megatron_cp.data.batch import PlanRequest, plan_batch
+from megatron_cp.mask import documents
+from megatron_cp.plan import PLANNERS
+from tests.child import fresh_process
+
+HEADS, GROUPS, DIM, BYTES = 4, 2, 16, 2
+FULL_LAYERS, WINDOW_LAYERS, TENSOR_RANKS, CP = 3, 5, 2, 4
+PACKS = [(137, 2, 301, 1, 64, 519), (1024,), (512, 500)]
+# bytes of a row on its way there and back, by side and pass
+THERE = {
+    ("k", "forward"): 2 * GROUPS * DIM * BYTES,
+    ("k", "backward"): 2 * GROUPS * DIM * BYTES,
+    ("q", "forward"): HEADS * DIM * BYTES,
+    ("q", "backward"): HEADS * (2 * DIM * BYTES + 2 * 4),
+}
+BACK = {
+    ("k", "forward"): 0,
+    ("k", "backward"): 2 * GROUPS * DIM * 4,
+    ("q", "forward"): HEADS * (DIM + 1) * 4,
+    ("q", "backward"): HEADS * DIM * 4,
+}
+
+
+def planned(lengths, planner):
+    config = CPConfig(planner=planner, num_heads=HEADS, num_kv_heads=GROUPS, head_dim=DIM)
+    request = PlanRequest(
+        cp_size=CP,
+        config=config,
+        num_full_layers=FULL_LAYERS,
+        num_window_layers=WINDOW_LAYERS,
+        window=(100, 0),
+    )
+    batch = SimpleNamespace(
+        mask=documents(list(lengths)), tokens=np.zeros(1024), document_lengths=lengths
+    )
+    return plan_batch(batch, request)
+
+
+def metrics_of(planner):
+    """In a process of its own: the metrics, and bytes, areas per rank and times of every plan by mask name."""
+    from megatron_cp.training.logging.metrics import plan_metrics
+
+    config = SimpleNamespace(
+        steps=SimpleNamespace(micro_batch_size=1),
+        model=SimpleNamespace(
+            layers_by_mask=lambda: {"full": FULL_LAYERS, "window": WINDOW_LAYERS}
+        ),
+        parallel=SimpleNamespace(tensor_model_parallel_size=TENSOR_RANKS),
+    )
+    batches = [planned(lengths, planner) for lengths in PACKS]
+    counted = [
+        (name, bytes_of(plan), areas_of(plan), milliseconds(plan))
+        for item in batches
+        for name, plan in item.plans.items()
+    ]
+    return plan_metrics(config, batches), counted
+
+
+def bytes_of(plan):
+    total = 0
+    for name in ("forward", "backward"):
+        for side, transfer in plan.get_pass(name).transfers():
+            for hop in transfer.hops:
+                for _, _, start, stop in hop.messages[:, :4].tolist():
+                    total += (stop - start) * (THERE[side, name] + BACK[side, name])
+    return total
+
+
+def areas_of(plan):
+    """Pairs that each rank computes forward: every stage's masks as booleans."""
+    return [
+        sum(int(stage.work[rank].to_dense().sum()) for stage in plan.forward.stages)
+        for rank in range(CP)
+    ]
+
+
+def milliseconds(plan):
+    return sum(plan.stats(name)["makespan_ms"] for name in ("forward", "backward"))
+
+
+@pytest.mark.parametrize("planner", ["zigzag", "contiguous"])
+def test_metrics_of_a_step_equal_a_count_over_all_its_plans(planner):
+    assert planner in PLANNERS
+    with fresh_process() as call:
+        metrics, counted = call(metrics_of, planner)
+    layers = {"full": FULL_LAYERS, "window": WINDOW_LAYERS}
+    sent = sum(layers[name] * sent for name, sent, _, _ in counted)
+    assert metrics["cp/comm_bytes_sent"] == pytest.approx(TENSOR_RANKS * sent)
+    assert sent > 0
+    balances = [max(areas) / np.mean(areas) for name, _, areas, _ in counted if name == "full"]
+    assert metrics["cp/area_max_over_mean"] == pytest.approx(max(balances))
+    assert max(balances) > balances[-1]  # the worst pack is not the last
+    times = sum(layers[name] * ms for name, _, _, ms in counted)
+    assert metrics["cp/predicted_ms"] == pytest.approx(times)
+    lengths = np.concatenate(PACKS)
+    assert metrics["data/docs_per_pack"] == len(lengths) / len(PACKS)
+    assert metrics["data/doc_len_p50"] == np.median(lengths)
+    assert metrics["cp/tokens_per_rank"] * CP >= 1024
