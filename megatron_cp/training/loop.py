@@ -8,6 +8,7 @@ comes during a save lets it end and causes no second one.
 
 from __future__ import annotations
 
+import functools
 import gc
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from megatron_cp.data.loader import PackedLoader
+from megatron_cp.training.bad_steps.check import StepCheck
 from megatron_cp.training.checkpoint.save import Saver
 from megatron_cp.training.checkpoint.state import RunState
 from megatron_cp.training.config import TrainConfig
@@ -51,12 +53,14 @@ class Run:
     loaders: Loaders
     journal: Journal
     exits: ExitConditions = field(init=False)
+    check: StepCheck = field(init=False)
     saver: Saver | None = field(init=False)
 
     def __post_init__(self) -> None:
         """Starts the clock of `--exit-duration-in-mins`."""
         config = self.state.config
         self.exits = ExitConditions(config)
+        self.check = StepCheck(config, self.loaders.train.request)
         saves = config.checkpoint.save is not None
         self.saver = Saver(self.state, self.journal.saved) if saves else None
 
@@ -128,8 +132,9 @@ def _step(run: Run) -> None:
         batches = next_batches(run.loaders.train)
     waited_s = time.perf_counter() - started
     check_same_batches(batches, f"step {state.iteration + 1}")
+    check = functools.partial(run.check, run.runner, state.optimizer, state.iteration + 1)
     with busy.computing():
-        result = train_step(run.runner, batches, state.optimizer, state.scheduler)
+        result = train_step(run.runner, batches, state.optimizer, state.scheduler, check)
     state.iteration += 1
     state.consumed_samples += result.num_packs
     state.data = run.loaders.train.state_dict()

@@ -22,6 +22,8 @@ from megatron_cp.data.batch import PlanRequest
 from megatron_cp.data.loader import PackedLoader
 from megatron_cp.errors import PlanMismatchError
 from megatron_cp.training import datasets, exit_signal
+from megatron_cp.training.bad_steps.check import EXIT_CODE as BAD_STEP_CODE
+from megatron_cp.training.bad_steps.check import BadStepError
 from megatron_cp.training.checkpoint.choose import check_checkpoint
 from megatron_cp.training.checkpoint.files import check_writable
 from megatron_cp.training.checkpoint.load import follow_release, load_checkpoint
@@ -105,9 +107,10 @@ def pretrain(
         run = Run(state, runner, loaders, journal)
         try:
             go_through(run)
-        except (ReplicasDifferError, SaveError, PlanMismatchError) as problem:
+        except (ReplicasDifferError, SaveError, PlanMismatchError, BadStepError) as problem:
             sys.stderr.write(f"pretrain_gpt.py: error: {problem}\n")
-            raise SystemExit(1) from problem
+            code = BAD_STEP_CODE if isinstance(problem, BadStepError) else 1
+            raise SystemExit(code) from problem
         finally:
             run.close()
     finally:
@@ -201,8 +204,8 @@ def _build(
     model = build_model(config, model_provider, device)
     optimizer = build_optimizer(config, model)
     scheduler = build_scheduler(config, optimizer)
-    connect_schedule(model, optimizer)
+    gradients = connect_schedule(model, optimizer)
     timers = Timers(config)
     timers.connect(model, optimizer)
     state = RunState(config, model, optimizer, scheduler, count_parameters(model))
-    return state, Runner(config, model, device, forward_step, timers)
+    return state, Runner(config, model, device, forward_step, timers, gradients)

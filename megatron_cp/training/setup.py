@@ -12,14 +12,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.module import Float16Module, param_is_not_shared
 
 from megatron_cp.training.agreement import check_agreement
+from megatron_cp.training.bad_steps.attempt import LocalGradients
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.logging.lines import print_rank_0
 
@@ -167,7 +164,7 @@ def _wrap(config: TrainConfig, chunk: Any, *, is_first: bool) -> Any:
         use_distributed_optimizer=options.use_distributed_optimizer,
         num_distributed_optimizer_instances=options.num_distributed_optimizer_instances,
         fp8_param_gather=options.fp8_param_gather,
-        check_for_nan_in_grad=config.steps.check_for_nan_in_loss_and_grad,
+        check_for_nan_in_grad=False,  # it would end one rank alone; bad_steps looks on all together
         bucket_size=options.ddp_bucket_size or max(40_000_000, 1_000_000 * options.world_size),
     )
     return DistributedDataParallel(
@@ -175,11 +172,15 @@ def _wrap(config: TrainConfig, chunk: Any, *, is_first: bool) -> Any:
     )
 
 
-def connect_schedule(model: list[Any], optimizer: Any) -> None:
-    """Tells Megatron's pipeline schedule how to scale losses, hold back gradient sends and finish."""
+def connect_schedule(model: list[Any], optimizer: Any) -> LocalGradients:
+    """Tells Megatron's pipeline schedule how to scale losses, hold back gradient sends and finish.
+
+    Returns what looks at the gradients of this rank when a backward pass has ended.
+    """
     config, ddp = model[0].config, model[0].ddp_config
+    gradients = LocalGradients(overlaps=ddp.overlap_grad_reduce)
     config.grad_scale_func = optimizer.scale_loss
-    config.finalize_model_grads_func = finalize_model_grads
+    config.finalize_model_grads_func = gradients.finalize
     if ddp.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in model]
         config.no_sync_func = no_sync if len(model) > 1 else no_sync[0]
@@ -188,3 +189,4 @@ def connect_schedule(model: list[Any], optimizer: Any) -> None:
     if ddp.overlap_param_gather:
         gather = [chunk.start_param_sync for chunk in model]
         config.param_sync_func = gather if len(model) > 1 else gather[0]
+    return gradients

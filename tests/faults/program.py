@@ -45,13 +45,17 @@ class Kill:
 
 @dataclass(frozen=True)
 class Launch:
-    """One run. ``per_rank`` adds flags to single ranks, to make them disagree."""
+    """One run. ``per_rank`` adds flags to single ranks, to make them disagree.
+
+    ``plant``, "module.function", is called with the rank before the program begins.
+    """
 
     flags: tuple[str, ...]
     world_size: int = 1
     per_rank: tuple[tuple[str, ...], ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     kill: Kill | None = None
+    plant: str = ""
     timeout: float = HANG_SECONDS
 
 
@@ -151,6 +155,9 @@ def _become_rank(launch: dict, rank: int, port: int, folder: Path) -> None:
         kill = launch["kill"]
         if kill is not None and kill["rank"] == rank:
             _arm(Kill(**kill))
+        if launch["plant"]:
+            module, _, function = launch["plant"].rpartition(".")
+            getattr(importlib.import_module(module), function)(rank)
         from pretrain_gpt import main
 
         main()
