@@ -44,9 +44,11 @@ from megatron_cp.training.setup import (
     connect_schedule,
     count_parameters,
     initialize_distributed,
+    own_place,
     set_seeds,
 )
 from megatron_cp.training.step import ForwardStep, Runner
+from megatron_cp.training.watchdog import Progress, Watchdog
 
 FlopsProvider = Callable[[TrainConfig], ModelFlops]
 ModelChecker = Callable[[TrainConfig], None]
@@ -93,28 +95,48 @@ def pretrain(
         show_plans(config, check)
         return
     device = initialize_distributed(config, datasets.digests(data))
+    watchdog = Watchdog(config)
     try:
-        _announce(config)
-        set_seeds(config)
-        loaders = _build_loaders(config, data, request)
-        state, runner = _build(config, model_provider, forward_step, device)
-        with one_line_errors():
-            if config.checkpoint.load is not None and load_checkpoint(state):
-                consumed = state.consumed_samples
-                datasets.resume_loader(loaders.train, state.data, config, consumed)
-        described = datasets.describe(data, open_tokenizer(config.data))
-        journal = Journal(state, flops_provider(config), described, runner.timers)
-        run = Run(state, runner, loaders, journal)
-        try:
-            go_through(run)
-        except (ReplicasDifferError, SaveError, PlanMismatchError, BadStepError) as problem:
-            sys.stderr.write(f"pretrain_gpt.py: error: {problem}\n")
-            code = BAD_STEP_CODE if isinstance(problem, BadStepError) else 1
-            raise SystemExit(code) from problem
-        finally:
-            run.close()
+        with _named_hangs(watchdog):
+            watchdog.settle(own_place())
+            _announce(config)
+            set_seeds(config)
+            loaders = _build_loaders(config, data, request)
+            state, runner = _build(config, model_provider, forward_step, device, watchdog.progress)
+            with one_line_errors():
+                if config.checkpoint.load is not None and load_checkpoint(state):
+                    consumed = state.consumed_samples
+                    datasets.resume_loader(loaders.train, state.data, config, consumed)
+            described = datasets.describe(data, open_tokenizer(config.data))
+            journal = Journal(state, flops_provider(config), described, runner.timers)
+            _go_through(Run(state, runner, loaders, journal))
     finally:
+        watchdog.close()
         dist.destroy_process_group()
+
+
+def _go_through(run: Run) -> None:
+    """The loop; what ends it on all ranks alike is one line."""
+    try:
+        go_through(run)
+    except (ReplicasDifferError, SaveError, PlanMismatchError, BadStepError) as problem:
+        sys.stderr.write(f"pretrain_gpt.py: error: {problem}\n")
+        code = BAD_STEP_CODE if isinstance(problem, BadStepError) else 1
+        raise SystemExit(code) from problem
+    finally:
+        run.close()
+
+
+@contextmanager
+def _named_hangs(watchdog: Watchdog) -> Iterator[None]:
+    """Turns the end of a collective that nobody joined into the line that says who did not."""
+    try:
+        yield
+    except RuntimeError as problem:
+        if watchdog.finding is None:
+            raise
+        sys.stderr.write(f"pretrain_gpt.py: error: {watchdog.finding}\n")
+        raise SystemExit(1) from problem
 
 
 @contextmanager
@@ -199,6 +221,7 @@ def _build(
     model_provider: ModelProvider,
     forward_step: ForwardStep,
     device: torch.device,
+    progress: Progress,
 ) -> tuple[RunState, Runner]:
     """Returns model, optimizer and schedule, connected."""
     model = build_model(config, model_provider, device)
@@ -208,4 +231,4 @@ def _build(
     timers = Timers(config)
     timers.connect(model, optimizer)
     state = RunState(config, model, optimizer, scheduler, count_parameters(model))
-    return state, Runner(config, model, device, forward_step, timers, gradients)
+    return state, Runner(config, model, device, forward_step, timers, gradients, progress)

@@ -19,6 +19,7 @@ from megatron_cp.training.agreement import check_agreement
 from megatron_cp.training.bad_steps.attempt import LocalGradients
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.logging.lines import print_rank_0
+from megatron_cp.training.watchdog import record_collectives
 
 ModelProvider = Callable[..., Any]
 # How Megatron-LM numbers ranks without and with --use-tp-pp-dp-mapping.
@@ -36,6 +37,8 @@ def initialize_distributed(config: TrainConfig, identity: dict[str, Any]) -> tor
     if on_cuda:  # never run on a GPU yet
         torch.cuda.set_device(device)
     backend = config.parallel.distributed_backend or ("nccl" if on_cuda else "gloo")
+    if backend == "nccl":
+        record_collectives(config.records.run_dir, os.environ)
     print_rank_0("> initializing torch distributed ...") if config.parallel.rank == 0 else None
     os.environ.setdefault("MASTER_ADDR", "localhost")
     os.environ.setdefault("MASTER_PORT", "29511")
@@ -55,8 +58,19 @@ def initialize_distributed(config: TrainConfig, identity: dict[str, Any]) -> tor
         expert_tensor_parallel_size=config.parallel.expert_tensor_parallel_size,
         num_distributed_optimizer_instances=config.parallel.num_distributed_optimizer_instances,
         order=_RANK_ORDER[config.parallel.use_tp_pp_dp_mapping],
+        distributed_timeout_minutes=config.parallel.distributed_timeout_minutes,
     )
     return device
+
+
+def own_place() -> str:
+    """Returns this rank by its numbers in all groups, for messages."""
+    return (
+        f"rank {dist.get_rank()} (pipeline stage {parallel_state.get_pipeline_model_parallel_rank()}, "
+        f"replica {parallel_state.get_data_parallel_rank()}, "
+        f"context rank {parallel_state.get_context_parallel_rank()}, "
+        f"tensor rank {parallel_state.get_tensor_model_parallel_rank()})"
+    )
 
 
 def set_seeds(config: TrainConfig) -> None:

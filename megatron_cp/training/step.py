@@ -23,6 +23,7 @@ from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.logging.auxiliary import auxiliary_losses
 from megatron_cp.training.logging.timers import Timers
 from megatron_cp.training.same_batches import check_same_batches
+from megatron_cp.training.watchdog import Progress
 
 ForwardStep = Callable[[TrainConfig, PlannedBatch, Any, torch.device], tuple[Any, Any]]
 Check = Callable[[list[PlannedBatch]], tuple[Attempt, bool]]
@@ -59,6 +60,7 @@ class Runner:
     forward_step: ForwardStep
     timers: Timers
     gradients: LocalGradients
+    progress: Progress
 
     def run(self, batches: list[PlannedBatch], *, forward_only: bool) -> torch.Tensor | None:
         """Returns (loss sum, tokens) over the global batch as float64 [2].
@@ -100,6 +102,7 @@ class Runner:
 
     def _forward(self, batches: Iterator[PlannedBatch], chunk: Any) -> tuple[Any, Any]:
         """Returns Megatron's forward_step_func."""
+        self.progress.tick()
         return self.forward_step(self.config, next(batches), chunk, self.device)
 
 
@@ -145,6 +148,7 @@ def train_step(
     attempt, is_applied = check(batches)
     updated, grad_norm, num_zeros, largest = False, attempt.grad_norm, None, None
     if is_applied:
+        runner.progress.at("update")
         runner.timers("optimizer").start(barrier=config.records.barrier_with_L1_time)
         updated, grad_norm, num_zeros = optimizer.step()
         largest = _clip_logits(runner)

@@ -1,5 +1,7 @@
 """Faults planted into a run before it begins: numbers that are not finite, at a known place."""
 
+import time
+
 import torch
 
 POISON = 777
@@ -59,6 +61,22 @@ def transient_nan(rank: int) -> None:
     def once(module, inputs, output):
         calls[0] += 1
         return (output[0] * torch.nan, output[1]) if calls[0] == 3 else None
+
+    _after_the_model_is_built(
+        lambda chunk: chunk.decoder.layers[0].mlp.linear_fc1.register_forward_hook(once)
+    )
+
+
+def sleeping_rank(rank: int) -> None:
+    """Rank 1 sleeps in step 2, longer than the others wait."""
+    if rank != 1:
+        return
+    calls = [0]
+
+    def once(module, inputs, output):
+        calls[0] += 1
+        if calls[0] == 3:
+            time.sleep(100)
 
     _after_the_model_is_built(
         lambda chunk: chunk.decoder.layers[0].mlp.linear_fc1.register_forward_hook(once)

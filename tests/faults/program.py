@@ -61,7 +61,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a rank ended: exit code (negative: signal; None: it hung and was killed), and what it said."""
+    """How a rank ended: exit code (negative: signal; None: it hung or was stopped), and what it said."""
 
     code: int | None
     stdout: str
@@ -116,7 +116,7 @@ def _run(launch: dict) -> list[dict]:
         while waiting:
             pid, status = os.waitpid(-1, os.WNOHANG)
             seconds = time.monotonic() - start
-            late = seconds > launch["timeout"]
+            late = seconds > launch["timeout"] or (not pid and all(map(_is_stopped, waiting)))
             if late:
                 for stuck in waiting:
                     os.kill(stuck, signal.SIGKILL)
@@ -132,6 +132,10 @@ def _run(launch: dict) -> list[dict]:
             elif not pid:
                 time.sleep(0.02)
     return [outcomes[rank] for rank in range(launch["world_size"])]
+
+
+def _is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def _become_rank(launch: dict, rank: int, port: int, folder: Path) -> None:

@@ -117,8 +117,9 @@ class StepCheck:
         )
         if spike or large:
             print_rank_0(_striking(attempt, iteration, is_loss=spike))
-        bad = [name for name, is_bad in (("loss", bad_loss), ("gradient", bad_gradient)) if is_bad]
-        return " and the ".join(bad) or None
+        if bad_loss and bad_gradient:
+            return "the loss and the gradient are"
+        return "the loss is" if bad_loss else "the gradient is" if bad_gradient else None
 
     def _found(
         self, probe: Probe, culprit: Culprit, batches: list[PlannedBatch], iteration: int

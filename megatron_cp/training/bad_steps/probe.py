@@ -138,9 +138,13 @@ class Probe:
     def _is_bad(self, batch: PlannedBatch) -> bool:
         """Whether this rank sees a loss or gradient that is not finite for this micro-batch alone."""
         runner = self._runner
+        # Interleaved stages want as many micro-batches as they take in a row.
+        is_interleaved = len(runner.model) > 1
+        config = get_model_config(runner.model[0])
+        repeats = config.microbatch_group_size_per_vp_stage if is_interleaved else 1
         with whole_parameters(runner), _alone(runner):
-            self._before.restore(runner, 1)
-            sums_M2 = runner.sums([batch], forward_only=False)
+            self._before.restore(runner, repeats)
+            sums_M2 = runner.sums([batch] * repeats, forward_only=False)
         is_finite = bool(gradient_norm(runner.model).isfinite())
         return not is_finite or (sums_M2 is not None and not _is_finite(sums_M2))
 

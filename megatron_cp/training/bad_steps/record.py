@@ -22,6 +22,7 @@ from megatron_cp.data.batch import PackedBatch
 from megatron_cp.training.bad_steps.attempt import Attempt
 from megatron_cp.training.bad_steps.probe import Culprit
 from megatron_cp.training.checkpoint.files import write_atomically
+from megatron_cp.training.setup import own_place
 
 _MOST_NAMED = 3
 
@@ -48,14 +49,8 @@ def view_of(attempt: Attempt, **found: Any) -> RankView:
     """Returns what this rank saw."""
     sums = [] if attempt.sums is None else attempt.sums.tolist()
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    place = (
-        f"rank {dist.get_rank()} (pipeline stage {stage}, "
-        f"replica {parallel_state.get_data_parallel_rank()}, "
-        f"context rank {parallel_state.get_context_parallel_rank()}, "
-        f"tensor rank {parallel_state.get_tensor_model_parallel_rank()})"
-    )
     losses = [loss / max(count, 1.0) for loss, count in sums]
-    return RankView(dist.get_rank(), stage, place, losses, attempt.grad_norm, **found)
+    return RankView(dist.get_rank(), stage, own_place(), losses, attempt.grad_norm, **found)
 
 
 def gathered(own: RankView) -> list[RankView]:
@@ -77,7 +72,7 @@ class Finding:
 
     def line(self) -> str:
         """Returns one line: what is bad, where it begins, which documents, where they are kept."""
-        parts = [f"step {self.iteration}: the {self.what} is not finite"]
+        parts = [f"step {self.iteration}: {self.what} not finite"]
         origin = self._origin()
         if origin is not None:
             assert origin.module is not None
