@@ -34,6 +34,7 @@ from megatron_cp.training.corpora import RunData, open_tokenizer
 from megatron_cp.training.logging.flops import ModelFlops
 from megatron_cp.training.logging.journal import Journal
 from megatron_cp.training.logging.lines import arguments_block, print_rank_0
+from megatron_cp.training.logging.loggable import loggable_arguments
 from megatron_cp.training.logging.timers import Timers
 from megatron_cp.training.loop import Loaders, Run, go_through
 from megatron_cp.training.optim import build_optimizer, build_scheduler
@@ -197,7 +198,7 @@ def _announce(config: TrainConfig) -> None:
     )
     for note in config.notes:
         print_rank_0(f"note: {note}")
-    print_rank_0(arguments_block(config.arguments))
+    print_rank_0(arguments_block(loggable_arguments(config.arguments)))
 
 
 def _build_loaders(config: TrainConfig, data: RunData, request: PlanRequest) -> Loaders:

@@ -231,7 +231,7 @@ def verdict(first: list[Beat], second: list[Beat]) -> tuple[str, int] | None:
     if silent:
         near = [beat for beat in living if beat.host == silent[0].host] or living
         speaker = near[0]
-        said = [f"{_named(beat)} {_state_of(beat)}" for beat in silent]
+        said = [f"{_named(beat)}, {_state_of(beat)}" for beat in silent]
         return f"{' and '.join(said)}; its last stage: {silent[0].last_stage()}", speaker.rank
     busy = [beat for beat in living if not beat.waits]
     if busy and len(busy) < len(living):
@@ -247,7 +247,7 @@ def verdict(first: list[Beat], second: list[Beat]) -> tuple[str, int] | None:
 
 
 def _named(beat: Beat) -> str:
-    return f"{beat.place} on {beat.host}, process {beat.pid},"
+    return f"{beat.place} on {beat.host}, process {beat.pid}"
 
 
 def _state_of(beat: Beat) -> str:

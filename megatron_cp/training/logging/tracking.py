@@ -3,7 +3,7 @@
 One rank sends them: the last, which holds the loss.
 
 wandb is logged whether or not tensorboard is on. Without a key it runs offline and never asks; what
-it is told is scrubbed of secrets; whatever goes wrong with it is a warning, and training goes on.
+it is told is what may be written down (loggable.py); whatever goes wrong with it is a warning, and training goes on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from urllib.parse import urlparse
 
 from megatron_cp.training import exit_signal
 from megatron_cp.training.config import TrainConfig
-from megatron_cp.training.logging.scrub import scrubbed
+from megatron_cp.training.logging.loggable import loggable_arguments
 
 WandbMode = Literal["online", "offline", "disabled"]
 
@@ -133,7 +133,7 @@ def start_wandb(
         import wandb
 
         folder.mkdir(parents=True, exist_ok=True)
-        # The command line, the console and the git remote are not scrubbed by us, so wandb does not
+        # The command line, the console and the git remote do not go through our list, so wandb does not
         # collect them.
         settings = wandb.Settings(
             console="off",
@@ -151,7 +151,7 @@ def start_wandb(
                 entity=options.wandb_entity,
                 id=options.wandb_run_id,
                 resume="allow" if options.wandb_run_id else None,
-                config=scrubbed(dict(config.arguments)),
+                config=loggable_arguments(config.arguments),
                 mode=mode,
                 settings=settings,
             )
@@ -176,6 +176,6 @@ def start_tensorboard(config: TrainConfig) -> Any:
     writer = SummaryWriter(
         log_dir=options.tensorboard_dir, max_queue=options.tensorboard_queue_size
     )
-    for name, value in scrubbed(dict(config.arguments)).items():
+    for name, value in loggable_arguments(config.arguments).items():
         writer.add_text(name, str(value))
     return writer
