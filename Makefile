@@ -40,7 +40,7 @@ define install
 endef
 
 help:
-	@sed -n '1,6s/^# \{0,1\}//p' Makefile
+	@sed -n '1,5s/^# \{0,1\}//p' Makefile
 
 $(INSTALLED): pyproject.toml setup.py
 	$(call install,.)

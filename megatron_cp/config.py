@@ -103,7 +103,7 @@ class CPConfig:
     """Stages of overlap for remote keys; None lets the cost model choose."""
 
     max_received_mb: int | None = None
-    """Most megabytes of received rows that a rank may hold at once in planner "auto"; None: no limit."""
+    """Most megabytes that a rank may hold at once because others sent them, in a pass of a layer; None: no limit."""
 
     improver: str | None = None
     """Solver that goes on from the plan of planner "auto": cp_sat, milp or hypergraph (extra `solvers`); None: none."""

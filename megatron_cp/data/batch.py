@@ -16,9 +16,11 @@ their label, and next-token loss would reward copying it.
 from __future__ import annotations
 
 import functools
+import itertools
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,6 +77,40 @@ class PackedBatch:
     mask: AttentionMask
     document_lengths: tuple[int, ...]
     document_kinds: tuple[str, ...]
+    document_starts: tuple[int, ...]
+    """Where each begins among the S tokens."""
+    document_names: tuple[str, ...]
+    """Corpus, number and tokens of each, for messages."""
+
+    def only(self, chosen: Collection[int]) -> PackedBatch:
+        """Returns the batch with these documents alone, each seeing itself only; the rest is padding.
+
+        What pads is a token of theirs, so that no token of the others is left.
+        """
+        kept = [
+            (self.document_starts[i], self.document_starts[i] + self.document_lengths[i])
+            for i in sorted(chosen)
+        ]
+        is_kept = np.zeros(len(self.tokens), dtype=np.bool_)
+        for start, stop in kept:
+            is_kept[start:stop] = True
+        size = len(self.tokens)
+        boxes = from_slices(size, size, [(a, b, a, b, None, None) for a, b in kept])
+
+        def of(values: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(values[i] for i in sorted(chosen))
+
+        return replace(
+            self,
+            tokens=np.where(is_kept, self.tokens, self.tokens[kept[0][0]]),
+            labels=np.where(is_kept, self.labels, 0),
+            loss_mask=self.loss_mask * is_kept,
+            mask=self.mask & boxes,
+            document_lengths=of(self.document_lengths),
+            document_kinds=of(self.document_kinds),
+            document_starts=of(self.document_starts),
+            document_names=of(self.document_names),
+        )
 
 
 @dataclass(frozen=True)
@@ -143,6 +179,7 @@ def join_batches(batches: Sequence[PackedBatch]) -> PackedBatch:
     """Returns one batch of the batches one after the other; none sees another."""
     if len(batches) == 1:
         return batches[0]
+    firsts = [0, *itertools.accumulate(len(b.tokens) for b in batches[:-1])]
     return PackedBatch(
         tokens=np.concatenate([b.tokens for b in batches]),
         labels=np.concatenate([b.labels for b in batches]),
@@ -151,6 +188,12 @@ def join_batches(batches: Sequence[PackedBatch]) -> PackedBatch:
         mask=concat([b.mask for b in batches]),
         document_lengths=tuple(n for b in batches for n in b.document_lengths),
         document_kinds=tuple(kind for b in batches for kind in b.document_kinds),
+        document_starts=tuple(
+            first + start
+            for first, b in zip(firsts, batches, strict=True)
+            for start in b.document_starts
+        ),
+        document_names=tuple(name for b in batches for name in b.document_names),
     )
 
 
@@ -243,6 +286,11 @@ def _build_pack(documents: Texts, pack: Pack, config: BatchConfig) -> PackedBatc
         mask=from_slices(size, size, slices),
         document_lengths=tuple(piece.length for piece in pack.pieces),
         document_kinds=tuple(kinds),
+        document_starts=(0, *itertools.accumulate(piece.length for piece in pack.pieces[:-1])),
+        document_names=tuple(
+            f"{documents.name(piece.document)}, tokens {piece.start} to {piece.stop}"
+            for piece in pack.pieces
+        ),
     )
 
 

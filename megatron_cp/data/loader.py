@@ -257,6 +257,11 @@ class PackedLoader:
         return {"corpus": self._corpus, **self._packer.identity()}
 
     @property
+    def request(self) -> PlanRequest:
+        """Which plans the batches have."""
+        return self._builder.request
+
+    @property
     def num_microbatches(self) -> int:
         """Micro-batches of the step that comes next, or is being taken."""
         size = self._sizes.size_at(self._consumed_samples)

@@ -39,7 +39,7 @@ def add_context_parallel_arguments(parser: ArgumentParser) -> ArgumentParser:
         type=int,
         default=None,
         metavar="MB",
-        help="Most memory of received rows on a rank, in planner auto. Default: no limit.",
+        help="Most megabytes that a rank holds because others sent them, in a pass of a layer. Default: no limit.",
     )
     group.add_argument(
         "--cp-improver",

@@ -56,6 +56,8 @@ def _explain_pass(plan: PlanData, name: PassName) -> list[str]:
         f"  predicted {stats['makespan_ms']:.3f} ms per layer on {get_topology(plan.config.topology).name}; "
         f"no plan is predicted below {stats['bound_ms']:.3f} ms (pairs alone {stats['load_bound_ms']:.3f}): "
         f"gap {gap:.2f}x",
+        f"  memory: a rank allocates at most {stats['peak_mb_max']:.1f} MB at once, of it at most "
+        f"{stats['received_mb_max']:.1f} MB received",
         *_columns(heads, rows),
     ]
     if plan.cp_size > MAX_RANKS_SHOWN:

@@ -5,6 +5,7 @@ the others emit one published scheme each. Equal inputs give equal bytes in ever
 """
 
 import difflib
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -18,9 +19,10 @@ from megatron_cp.mask.checks import check_mask
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.attention_plan import AttentionPlan
 from megatron_cp.plan.compute.solvers.solve import check_solver
+from megatron_cp.plan.hardware.memory import received_bytes
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.placement.placement import check_chunk_size
-from megatron_cp.plan.schema import PlanData
+from megatron_cp.plan.schema import PASSES, PlanData
 from megatron_cp.plan.schemes.dcp import plan_dcp
 from megatron_cp.plan.schemes.distflashattn import plan_distflashattn
 from megatron_cp.plan.schemes.documents import plan_document_groups, plan_per_document_zigzag
@@ -89,6 +91,7 @@ def _make(
         planner = PLANNERS[config.planner]
         plans = {name: planner(mask, cp_size, known) for name, (mask, _) in masks.items()}
         _check_one_placement(plans, config)
+        _check_memory(plans, config)
     for plan in plans.values():
         validate(plan)
     plan_ms = (time.perf_counter() - started) * 1e3 / len(plans)
@@ -106,6 +109,21 @@ def _check_one_placement(plans: Mapping[str, PlanData], config: CPConfig) -> Non
                 f"planner={config.planner!r} places tokens by the mask, and differently for {first[0]!r} and {name!r}; "
                 "masks of one family need one placement: use planner='auto', or a planner that looks at lengths only"
             )
+
+
+def _check_memory(plans: Mapping[str, PlanData], config: CPConfig) -> None:
+    """Raises ValueError when a scheme, which is what it is, holds more received rows than the limit allows."""
+    if config.max_received_mb is None:
+        return
+    held = max(
+        float(received_bytes(plan, name).max()) for plan in plans.values() for name in PASSES
+    )
+    if held > config.max_received_mb * 1e6:
+        raise ValueError(
+            f"max_received_mb={config.max_received_mb} cannot be kept by planner={config.planner!r}, which holds "
+            f"{math.ceil(held / 1e6)} MB of received rows on a rank: raise it to that, take planner='auto', or plan "
+            "for more ranks"
+        )
 
 
 def plan_auto(mask: AttentionMask, cp_size: int, config: CPConfig) -> PlanData:

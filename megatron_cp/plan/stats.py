@@ -4,7 +4,7 @@ import numpy as np
 
 from megatron_cp.plan.bounds.bounds import time_bound, volume_bound
 from megatron_cp.plan.hardware.makespan import makespan_seconds, stage_areas
-from megatron_cp.plan.hardware.memory import received_bytes
+from megatron_cp.plan.hardware.memory import peak_bytes, received_bytes
 from megatron_cp.plan.hardware.rows import exchange_elements, row_size
 from megatron_cp.plan.schema import DST, SRC, START, STOP, FloatArray, PassName, PlanData
 
@@ -47,7 +47,8 @@ def pass_stats(plan: PlanData, pass_name: PassName) -> dict[str, float]:
     imbalance      max over mean of the pairs that ranks compute (1 for an empty mask)
     volume_mean, volume_max   inbound per rank, in units of one rank's query rows
     link_max       the largest in or out over ranks, same unit
-    received_mb_max   the most megabytes of received rows and results for them that a rank holds at once
+    received_mb_max   the most megabytes that a rank holds at once because others sent them (see max_received_mb)
+    peak_mb_max    the most megabytes that the runtime allocates at once on a rank
     slices_max, messages_max  most slices in one stage, most messages sent by one rank in the pass
     volume_bound   the least mean volume of any plan with these areas per rank and this head degree
     makespan_ms, bound_ms     predicted time of the slowest rank; no plan is predicted faster
@@ -71,6 +72,7 @@ def pass_stats(plan: PlanData, pass_name: PassName) -> dict[str, float]:
             loads, own, config, pass_name, plan.mask, split.degree if split else 1
         ),
         "received_mb_max": float(received_bytes(plan, pass_name).max()) / 1e6,
+        "peak_mb_max": float(peak_bytes(plan, pass_name).max()) / 1e6,
         "link_max": float(max(moved.sum(axis=0).max(), moved.sum(axis=1).max())),
         "num_stages": float(len(stages)),
         "slices_max": float(max(work.num_slices for stage in stages for work in stage.work)),

@@ -110,6 +110,11 @@ class StepsConfig:
     data_parallel_random_init: bool
     deterministic_mode: bool
     check_for_nan_in_loss_and_grad: bool
+    check_for_spiky_loss: bool
+    check_for_large_grads: bool
+    rerun_mode: Literal["disabled", "validate_results", "report_stats"]
+    on_bad_step: Literal["stop", "skip"]
+    bad_steps_in_a_row: int
     check_weight_hash_across_dp_replicas_interval: int | None
     manual_gc: bool
     manual_gc_interval: int

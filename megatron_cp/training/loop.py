@@ -8,6 +8,7 @@ comes during a save lets it end and causes no second one.
 
 from __future__ import annotations
 
+import functools
 import gc
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from megatron_cp.data.loader import PackedLoader
+from megatron_cp.training.bad_steps.check import StepCheck
 from megatron_cp.training.checkpoint.save import Saver
 from megatron_cp.training.checkpoint.state import RunState
 from megatron_cp.training.config import TrainConfig
@@ -51,12 +53,14 @@ class Run:
     loaders: Loaders
     journal: Journal
     exits: ExitConditions = field(init=False)
+    check: StepCheck = field(init=False)
     saver: Saver | None = field(init=False)
 
     def __post_init__(self) -> None:
         """Starts the clock of `--exit-duration-in-mins`."""
         config = self.state.config
         self.exits = ExitConditions(config)
+        self.check = StepCheck(config, self.loaders.train.request)
         saves = config.checkpoint.save is not None
         self.saver = Saver(self.state, self.journal.saved) if saves else None
 
@@ -123,16 +127,21 @@ def _train(run: Run) -> None:
 def _step(run: Run) -> None:
     """One step, booked."""
     state = run.state
-    busy, started = run.journal.stragglers, time.perf_counter()
+    busy, started, progress = run.journal.stragglers, time.perf_counter(), run.runner.progress
+    progress.at("batches", state.iteration + 1)
     with run.runner.timers.measure("batch-generator"), busy.waiting():
         batches = next_batches(run.loaders.train)
     waited_s = time.perf_counter() - started
+    progress.at("comparison of batches")
     check_same_batches(batches, f"step {state.iteration + 1}")
+    progress.at("forward and backward")
+    check = functools.partial(run.check, run.runner, state.optimizer, state.iteration + 1)
     with busy.computing():
-        result = train_step(run.runner, batches, state.optimizer, state.scheduler)
+        result = train_step(run.runner, batches, state.optimizer, state.scheduler, check)
     state.iteration += 1
     state.consumed_samples += result.num_packs
     state.data = run.loaders.train.state_dict()
+    progress.at("log")
     run.journal.step(batches, result, run.runner.device, waited_s=waited_s)
 
 
@@ -145,6 +154,7 @@ def _compare_replicas(run: Run) -> None:
 
 def _save(run: Run, saver: Saver, *, is_last: bool) -> None:
     """A checkpoint of the run as it is now, or its beginning."""
+    run.runner.progress.at("save")
     with whole_parameters(run.runner), run.runner.timers.measure("save-checkpoint"):
         saver.save(is_last=is_last)
 
@@ -152,6 +162,7 @@ def _save(run: Run, saver: Saver, *, is_last: bool) -> None:
 def _evaluate(run: Run, loader: PackedLoader, *, split: str) -> None:
     """The loss on held-out documents, logged; nothing if the exit signal comes before its end."""
     num_batches = run.state.config.steps.eval_iters
+    run.runner.progress.at(f"evaluation ({split})")
     with whole_parameters(run.runner), run.runner.timers.measure("evaluate"):
         loss = evaluate(run.runner, loader, num_batches, is_cut=run.exits.is_signalled)
     if not run.exits.is_signalled():

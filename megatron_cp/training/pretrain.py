@@ -23,6 +23,8 @@ from megatron_cp.data.batch import PlanRequest
 from megatron_cp.data.loader import PackedLoader
 from megatron_cp.errors import PlanMismatchError
 from megatron_cp.training import datasets, exit_signal
+from megatron_cp.training.bad_steps.check import EXIT_CODE as BAD_STEP_CODE
+from megatron_cp.training.bad_steps.check import BadStepError
 from megatron_cp.training.checkpoint.choose import check_checkpoint
 from megatron_cp.training.checkpoint.files import check_writable
 from megatron_cp.training.checkpoint.load import follow_release, load_checkpoint
@@ -33,6 +35,7 @@ from megatron_cp.training.corpora import RunData, open_tokenizer
 from megatron_cp.training.logging.flops import ModelFlops
 from megatron_cp.training.logging.journal import Journal
 from megatron_cp.training.logging.lines import arguments_block, print_rank_0
+from megatron_cp.training.logging.loggable import loggable_arguments
 from megatron_cp.training.logging.timers import Timers
 from megatron_cp.training.logging.wandb_run import Media
 from megatron_cp.training.loop import Loaders, Run, go_through
@@ -44,9 +47,11 @@ from megatron_cp.training.setup import (
     connect_schedule,
     count_parameters,
     initialize_distributed,
+    own_place,
     set_seeds,
 )
 from megatron_cp.training.step import ForwardStep, Runner
+from megatron_cp.training.watchdog import Progress, Watchdog
 
 FlopsProvider = Callable[[TrainConfig], ModelFlops]
 ModelChecker = Callable[[TrainConfig], None]
@@ -95,27 +100,48 @@ def pretrain(
         show_plans(config, check)
         return
     device = initialize_distributed(config, datasets.digests(data))
+    watchdog = Watchdog(config)
     try:
-        _announce(config)
-        set_seeds(config)
-        loaders = _build_loaders(config, data, request)
-        state, runner = _build(config, model_provider, forward_step, device)
-        with one_line_errors():
-            if config.checkpoint.load is not None and load_checkpoint(state):
-                consumed = state.consumed_samples
-                datasets.resume_loader(loaders.train, state.data, config, consumed)
-        described = datasets.describe(data, open_tokenizer(config.data))
-        journal = Journal(state, flops_provider(config), described, runner.timers, make_media)
-        run = Run(state, runner, loaders, journal)
-        try:
-            go_through(run)
-        except (ReplicasDifferError, SaveError, PlanMismatchError) as problem:
-            sys.stderr.write(f"pretrain_gpt.py: error: {problem}\n")
-            raise SystemExit(1) from problem
-        finally:
-            run.close()
+        with _named_hangs(watchdog):
+            watchdog.settle(own_place())
+            _announce(config)
+            set_seeds(config)
+            loaders = _build_loaders(config, data, request)
+            state, runner = _build(config, model_provider, forward_step, device, watchdog.progress)
+            with one_line_errors():
+                if config.checkpoint.load is not None and load_checkpoint(state):
+                    consumed = state.consumed_samples
+                    datasets.resume_loader(loaders.train, state.data, config, consumed)
+            described = datasets.describe(data, open_tokenizer(config.data))
+            journal = Journal(state, flops_provider(config), described, runner.timers, make_media)
+            _go_through(Run(state, runner, loaders, journal))
     finally:
+        watchdog.close()
         dist.destroy_process_group()
+
+
+def _go_through(run: Run) -> None:
+    """The loop; what ends it on all ranks alike is one line."""
+    try:
+        go_through(run)
+    except (ReplicasDifferError, SaveError, PlanMismatchError, BadStepError) as problem:
+        sys.stderr.write(f"pretrain_gpt.py: error: {problem}\n")
+        code = BAD_STEP_CODE if isinstance(problem, BadStepError) else 1
+        raise SystemExit(code) from problem
+    finally:
+        run.close()
+
+
+@contextmanager
+def _named_hangs(watchdog: Watchdog) -> Iterator[None]:
+    """Turns the end of a collective that nobody joined into the line that says who did not."""
+    try:
+        yield
+    except RuntimeError as problem:
+        if watchdog.finding is None:
+            raise
+        sys.stderr.write(f"pretrain_gpt.py: error: {watchdog.finding}\n")
+        raise SystemExit(1) from problem
 
 
 @contextmanager
@@ -176,7 +202,7 @@ def _announce(config: TrainConfig) -> None:
     )
     for note in config.notes:
         print_rank_0(f"note: {note}")
-    print_rank_0(arguments_block(config.arguments))
+    print_rank_0(arguments_block(loggable_arguments(config.arguments)))
 
 
 def _build_loaders(config: TrainConfig, data: RunData, request: PlanRequest) -> Loaders:
@@ -200,13 +226,14 @@ def _build(
     model_provider: ModelProvider,
     forward_step: ForwardStep,
     device: torch.device,
+    progress: Progress,
 ) -> tuple[RunState, Runner]:
     """Returns model, optimizer and schedule, connected."""
     model = build_model(config, model_provider, device)
     optimizer = build_optimizer(config, model)
     scheduler = build_scheduler(config, optimizer)
-    connect_schedule(model, optimizer)
+    gradients = connect_schedule(model, optimizer)
     timers = Timers(config)
     timers.connect(model, optimizer)
     state = RunState(config, model, optimizer, scheduler, count_parameters(model))
-    return state, Runner(config, model, device, forward_step, timers)
+    return state, Runner(config, model, device, forward_step, timers, gradients, progress)

@@ -12,16 +12,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.module import Float16Module, param_is_not_shared
 
 from megatron_cp.training.agreement import check_agreement
+from megatron_cp.training.bad_steps.attempt import LocalGradients
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.logging.lines import print_rank_0
+from megatron_cp.training.watchdog import record_collectives
 
 ModelProvider = Callable[..., Any]
 # How Megatron-LM numbers ranks without and with --use-tp-pp-dp-mapping.
@@ -39,6 +37,8 @@ def initialize_distributed(config: TrainConfig, identity: dict[str, Any]) -> tor
     if on_cuda:  # never run on a GPU yet
         torch.cuda.set_device(device)
     backend = config.parallel.distributed_backend or ("nccl" if on_cuda else "gloo")
+    if backend == "nccl":
+        record_collectives(config.records.run_dir, os.environ)
     print_rank_0("> initializing torch distributed ...") if config.parallel.rank == 0 else None
     os.environ.setdefault("MASTER_ADDR", "localhost")
     os.environ.setdefault("MASTER_PORT", "29511")
@@ -58,8 +58,19 @@ def initialize_distributed(config: TrainConfig, identity: dict[str, Any]) -> tor
         expert_tensor_parallel_size=config.parallel.expert_tensor_parallel_size,
         num_distributed_optimizer_instances=config.parallel.num_distributed_optimizer_instances,
         order=_RANK_ORDER[config.parallel.use_tp_pp_dp_mapping],
+        distributed_timeout_minutes=config.parallel.distributed_timeout_minutes,
     )
     return device
+
+
+def own_place() -> str:
+    """Returns this rank by its numbers in all groups, for messages."""
+    return (
+        f"rank {dist.get_rank()} (pipeline stage {parallel_state.get_pipeline_model_parallel_rank()}, "
+        f"replica {parallel_state.get_data_parallel_rank()}, "
+        f"context rank {parallel_state.get_context_parallel_rank()}, "
+        f"tensor rank {parallel_state.get_tensor_model_parallel_rank()})"
+    )
 
 
 def set_seeds(config: TrainConfig) -> None:
@@ -167,7 +178,7 @@ def _wrap(config: TrainConfig, chunk: Any, *, is_first: bool) -> Any:
         use_distributed_optimizer=options.use_distributed_optimizer,
         num_distributed_optimizer_instances=options.num_distributed_optimizer_instances,
         fp8_param_gather=options.fp8_param_gather,
-        check_for_nan_in_grad=config.steps.check_for_nan_in_loss_and_grad,
+        check_for_nan_in_grad=False,  # it would end one rank alone; bad_steps looks on all together
         bucket_size=options.ddp_bucket_size or max(40_000_000, 1_000_000 * options.world_size),
     )
     return DistributedDataParallel(
@@ -175,11 +186,15 @@ def _wrap(config: TrainConfig, chunk: Any, *, is_first: bool) -> Any:
     )
 
 
-def connect_schedule(model: list[Any], optimizer: Any) -> None:
-    """Tells Megatron's pipeline schedule how to scale losses, hold back gradient sends and finish."""
+def connect_schedule(model: list[Any], optimizer: Any) -> LocalGradients:
+    """Tells Megatron's pipeline schedule how to scale losses, hold back gradient sends and finish.
+
+    Returns what looks at the gradients of this rank when a backward pass has ended.
+    """
     config, ddp = model[0].config, model[0].ddp_config
+    gradients = LocalGradients(overlaps=ddp.overlap_grad_reduce)
     config.grad_scale_func = optimizer.scale_loss
-    config.finalize_model_grads_func = finalize_model_grads
+    config.finalize_model_grads_func = gradients.finalize
     if ddp.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in model]
         config.no_sync_func = no_sync if len(model) > 1 else no_sync[0]
@@ -188,3 +203,4 @@ def connect_schedule(model: list[Any], optimizer: Any) -> None:
     if ddp.overlap_param_gather:
         gather = [chunk.start_param_sync for chunk in model]
         config.param_sync_func = gather if len(model) > 1 else gather[0]
+    return gradients

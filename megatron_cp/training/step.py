@@ -5,7 +5,6 @@ Micro-batches through Megatron's schedule, then the optimizer.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,12 +18,16 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_cp.data.batch import PlannedBatch
 from megatron_cp.data.loader import PackedLoader
 from megatron_cp.mcore.loss import LOSS_NAME
+from megatron_cp.training.bad_steps.attempt import Attempt, LocalGradients
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.logging.auxiliary import auxiliary_losses
 from megatron_cp.training.logging.timers import Timers
 from megatron_cp.training.same_batches import check_same_batches
+from megatron_cp.training.watchdog import Progress
 
 ForwardStep = Callable[[TrainConfig, PlannedBatch, Any, torch.device], tuple[Any, Any]]
+Check = Callable[[list[PlannedBatch]], tuple[Attempt, bool]]
+"""Computes a step without its update, and says whether it is to be applied."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,8 @@ class Runner:
     device: torch.device
     forward_step: ForwardStep
     timers: Timers
+    gradients: LocalGradients
+    progress: Progress
 
     def run(self, batches: list[PlannedBatch], *, forward_only: bool) -> torch.Tensor | None:
         """Returns (loss sum, tokens) over the global batch as float64 [2].
@@ -63,6 +68,13 @@ class Runner:
         None before the last pipeline stage.
 
         Collective: every rank calls it, with the batches of its replica.
+        """
+        return over_all_ranks(self.sums(batches, forward_only=forward_only))
+
+    def sums(self, batches: list[PlannedBatch], *, forward_only: bool) -> torch.Tensor | None:
+        """Returns (loss sum, tokens) of each micro-batch on this rank alone, float64 [M, 2].
+
+        None before the last pipeline stage. Collective as `run` is.
         """
         plan = batches[0].plans["full"]
         reports = get_forward_backward_func()(
@@ -77,11 +89,7 @@ class Runner:
         )
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return None
-        total = torch.stack([report[LOSS_NAME].double() for report in reports]).sum(dim=0)
-        dist.all_reduce(
-            total, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
-        )
-        return total
+        return torch.stack([report[LOSS_NAME].double() for report in reports])
 
     def _iterators(self, batches: list[PlannedBatch]) -> Any:
         """Returns one iterator per model chunk.
@@ -94,6 +102,7 @@ class Runner:
 
     def _forward(self, batches: Iterator[PlannedBatch], chunk: Any) -> tuple[Any, Any]:
         """Returns Megatron's forward_step_func."""
+        self.progress.tick()
         return self.forward_step(self.config, next(batches), chunk, self.device)
 
 
@@ -102,36 +111,55 @@ def next_batches(loader: PackedLoader) -> list[PlannedBatch]:
     return [next(loader) for _ in range(loader.num_microbatches)]
 
 
-def train_step(
-    runner: Runner, batches: list[PlannedBatch], optimizer: Any, scheduler: Any
-) -> StepResult:
-    """Returns what forward, backward, clipping and update over one global batch came to.
+def over_all_ranks(sums_M2: torch.Tensor | None) -> torch.Tensor | None:
+    """Returns the sum over micro-batches, replicas and context ranks, [2]; None for None.
 
-    Collective: every rank calls it. Raises RuntimeError when the loss is not finite and that is to
-    be checked.
+    Collective over the ranks of each pipeline stage.
     """
-    config = runner.config
+    if sums_M2 is None:
+        return None
+    total = sums_M2.sum(dim=0)
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    return total
+
+
+def forward_backward(runner: Runner, batches: list[PlannedBatch], optimizer: Any) -> Attempt:
+    """Returns what forward and backward over one global batch came to; the gradients stay in place.
+
+    Collective: every rank calls it.
+    """
     for chunk in runner.model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
-    total = runner.run(batches, forward_only=False)
+    sums_M2 = runner.sums(batches, forward_only=False)
+    total = over_all_ranks(sums_M2)
     loss, tokens = (None, 0) if total is None else _mean(total)
-    if loss is not None and not math.isfinite(loss) and config.steps.check_for_nan_in_loss_and_grad:
-        raise RuntimeError(
-            f"the loss is {loss}; lower --lr or look at the data of this step "
-            "(--no-check-for-nan-in-loss-and-grad goes on)"
-        )
-    runner.timers("optimizer").start(barrier=config.records.barrier_with_L1_time)
-    updated, grad_norm, num_zeros = optimizer.step()
-    largest = _clip_logits(runner)
-    runner.timers("optimizer").stop()
+    return Attempt(loss, tokens, sums_M2, float(runner.gradients.norm))
+
+
+def train_step(
+    runner: Runner, batches: list[PlannedBatch], optimizer: Any, scheduler: Any, check: Check
+) -> StepResult:
+    """Returns what forward, backward, clipping and update over one global batch came to.
+
+    A step that `check` does not want applied changes nothing. Collective: every rank calls it.
+    """
+    config = runner.config
+    attempt, is_applied = check(batches)
+    updated, grad_norm, num_zeros, largest = False, attempt.grad_norm, None, None
+    if is_applied:
+        runner.progress.at("update")
+        runner.timers("optimizer").start(barrier=config.records.barrier_with_L1_time)
+        updated, grad_norm, num_zeros = optimizer.step()
+        largest = _clip_logits(runner)
+        runner.timers("optimizer").stop()
     num_packs = len(batches) * config.steps.micro_batch_size * config.parallel.data_parallel_size
     if updated:
         scheduler.step(increment=num_packs)
     return StepResult(
         num_packs=num_packs,
-        loss=loss,
-        valid_tokens=tokens,
+        loss=attempt.loss,
+        valid_tokens=attempt.valid_tokens,
         grad_norm=None if grad_norm is None else float(grad_norm),
         num_zeros=None if num_zeros is None else int(num_zeros),
         updated=bool(updated),

@@ -50,19 +50,23 @@ class Kill:
 
 @dataclass(frozen=True)
 class Launch:
-    """One run. ``per_rank`` adds flags to single ranks, to make them disagree."""
+    """One run. ``per_rank`` adds flags to single ranks, to make them disagree.
+
+    ``plant``, "module.function", is called with the rank before the program begins.
+    """
 
     flags: tuple[str, ...]
     world_size: int = 1
     per_rank: tuple[tuple[str, ...], ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     kill: Kill | None = None
+    plant: str = ""
     timeout: float = HANG_SECONDS
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a rank ended: exit code (negative: signal; None: it hung and was killed), and what it said."""
+    """How a rank ended: exit code (negative: signal; None: it hung or was stopped), and what it said."""
 
     code: int | None
     stdout: str
@@ -155,7 +159,7 @@ def _run(launch: dict) -> list[dict]:
         while waiting:
             pid, status = os.waitpid(-1, os.WNOHANG)
             seconds = time.monotonic() - start
-            late = seconds > launch["timeout"]
+            late = seconds > launch["timeout"] or (not pid and all(map(_is_stopped, waiting)))
             if late:
                 for stuck in waiting:
                     os.kill(stuck, signal.SIGKILL)
@@ -171,6 +175,10 @@ def _run(launch: dict) -> list[dict]:
             elif not pid:
                 time.sleep(0.02)
     return [outcomes[rank] for rank in range(launch["world_size"])]
+
+
+def _is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def _become_rank(launch: dict, rank: int, port: int, folder: Path) -> None:
@@ -194,6 +202,9 @@ def _become_rank(launch: dict, rank: int, port: int, folder: Path) -> None:
         kill = launch["kill"]
         if kill is not None and kill["rank"] == rank:
             _arm(Kill(**kill))
+        if launch["plant"]:
+            module, _, function = launch["plant"].rpartition(".")
+            getattr(importlib.import_module(module), function)(rank)
         from pretrain_gpt import main
 
         main()

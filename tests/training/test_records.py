@@ -23,19 +23,19 @@ def test_rows_are_appended_and_what_is_not_finite_is_null(tmp_path):
     row = rows_of(tmp_path)[0]
     assert (row["iteration"], row["lm loss"], row["grad-norm"]) == (1, None, 2.0)
     run = json.loads((tmp_path / "run.json").read_text())
-    assert run["arguments"] == {"api_key": "<removed>", "lr": 1.0}
+    assert run["arguments"] == {"lr": 1.0}
     assert run["finished"] is None
     files.finish({"iteration": 1})
     assert json.loads((tmp_path / "run.json").read_text())["finished"]["iteration"] == 1
 
 
 def test_a_resumed_run_replaces_the_rows_after_its_checkpoint(tmp_path):
-    files = RunFiles(tmp_path, {"iteration": 0})
+    files = RunFiles(tmp_path, {"iteration": 0, "arguments": {}})
     for iteration in range(1, 6):
         files.log({"iteration": iteration, "lm loss": float(iteration)})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"iteration": 6, "lm l')  # killed while it wrote
-    resumed = RunFiles(tmp_path, {"iteration": 3})
+    resumed = RunFiles(tmp_path, {"iteration": 3, "arguments": {}})
     resumed.log({"iteration": 4, "lm loss": 40.0})
     assert [(r["iteration"], r["lm loss"]) for r in rows_of(tmp_path)] == [
         (1, 1.0),
@@ -46,8 +46,8 @@ def test_a_resumed_run_replaces_the_rows_after_its_checkpoint(tmp_path):
 
 
 def test_a_new_run_in_an_old_folder_starts_its_metrics_again(tmp_path):
-    RunFiles(tmp_path, {"iteration": 0}).log({"iteration": 1})
-    RunFiles(tmp_path, {"iteration": 0})
+    RunFiles(tmp_path, {"iteration": 0, "arguments": {}}).log({"iteration": 1})
+    RunFiles(tmp_path, {"iteration": 0, "arguments": {}})
     assert rows_of(tmp_path) == []
 
 

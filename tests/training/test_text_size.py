@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megatron_cp.data import ByteLevelTokenizer, IndexedWriter, open_documents
-from megatron_cp.training.logging.scrub import scrubbed
+from megatron_cp.training.logging.loggable import loggable
 from megatron_cp.training.logging.text_size import bytes_per_token
 
 TEXTS = ("plain", "zwölf Größen", "")
@@ -36,6 +36,6 @@ def test_files_of_another_vocabulary_say_nothing(documents, monkeypatch):
 
 
 def test_the_figure_survives_the_removal_of_secrets():
-    assert scrubbed({"data": {"valid": {"bytes_over_tokens": 2.5}}})["data"]["valid"] == {
+    assert loggable({"data": {"valid": {"bytes_over_tokens": 2.5}}})["data"]["valid"] == {
         "bytes_over_tokens": 2.5
     }

@@ -1,30 +1,280 @@
-"""How much memory received rows take on a rank while a pass runs."""
+"""How much memory a pass takes on each rank: what the runtime allocates, event by event, counted from the plan.
+
+    tokens -> heads     message and what is received, if the plan splits heads
+    a chain begins      room for all rows that it receives; results for them where they are first computed
+    a stage begins      the rows of the next stage are gathered and sent
+    results go home     a message of them, and what comes back for own rows
+    heads -> tokens     message, what is received, and this rank's results
+
+Counted for all ranks at once. Left out: a rank's inputs, which the caller holds, and what the attention of a stage
+takes and gives back. Passing on costs a hop's message; the largest counts.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_cp.plan.hardware.rows import row_size
-from megatron_cp.plan.schema import SIDES, FloatArray, PassName, PlanData
+from megatron_cp.mask.interval import IntArray
+from megatron_cp.mask.slice import K_END, K_START, Q_END, Q_START
+from megatron_cp.plan.hardware.rows import FP32_BYTES, row_size
+from megatron_cp.plan.schema import (
+    DST,
+    SIDES,
+    SRC,
+    START,
+    STOP,
+    FloatArray,
+    PassName,
+    PlanData,
+    Side,
+    Transfer,
+)
 
 
 def received_bytes(plan: PlanData, pass_name: PassName) -> FloatArray:
-    """Returns the most bytes of received rows that each rank holds at once in a pass: `[P]`.
+    """Returns the most bytes that each rank holds at once in a pass because others sent them: `[P]`.
 
-    Counted: the rows of a stage and of the chain before it, what is computed for them, and the rows of the next
-    stage that arrive meanwhile. A rank's own rows, and those that it exchanges for heads, are not received.
+    Counted: the rows of a stage and of the chain before it, what is computed for them, the rows of the next stage that
+    arrive meanwhile, results that come home, and rows that are exchanged for heads.
     """
-    pass_ = plan.get_pass(pass_name)
-    degree = pass_.head_degree
-    none, nobody = np.zeros(plan.cp_size), np.zeros(plan.cp_size, dtype=np.int64)
-    held, arriving = [], []
+    return _count(plan, pass_name).received.peak
+
+
+def peak_bytes(plan: PlanData, pass_name: PassName) -> FloatArray:
+    """Returns the most bytes that the runtime allocates at once on each rank in a pass of one layer: `[P]`."""
+    return _count(plan, pass_name).all.peak
+
+
+@dataclass
+class _Held:
+    """Bytes held now and at most, per rank."""
+
+    now: FloatArray
+    peak: FloatArray
+
+    def add(self, size: FloatArray) -> None:
+        self.now = self.now + size
+        self.peak = np.maximum(self.peak, self.now)
+
+
+@dataclass
+class _Memory:
+    """The books of a pass over all ranks."""
+
+    num_ranks: int
+    all: _Held = field(init=False)
+    received: _Held = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.all, self.received = (
+            _Held(np.zeros(self.num_ranks), np.zeros(self.num_ranks)) for _ in range(2)
+        )
+
+    def take(self, size: FloatArray | float, *, received: bool = False) -> None:
+        """Books an allocation, or with a negative size its end."""
+        sizes = np.broadcast_to(np.asarray(size, dtype=np.float64), (self.num_ranks,))
+        self.all.add(sizes)
+        if received:
+            self.received.add(sizes)
+
+    def pass_through(self, size: FloatArray | float, *, received: bool = False) -> None:
+        """Books what is allocated and given back at once."""
+        self.take(size, received=received)
+        self.take(-np.asarray(size), received=received)
+
+
+@dataclass
+class _Side:
+    """Queries, or keys and values, of a pass: rows and results held."""
+
+    there: int
+    """Bytes of a row."""
+    result: int
+    """Bytes of the result for a row, held and on its way home; 0 where there is none."""
+    room: FloatArray
+    """Bytes of the chain's rows."""
+    rows: FloatArray
+    """Rows received in the chain so far."""
+    own_result: FloatArray
+    received_result: FloatArray
+
+
+def _count(plan: PlanData, pass_name: PassName) -> _Memory:
+    pass_, ranks = plan.get_pass(pass_name), plan.cp_size
+    memory, own_rows = _Memory(ranks), plan.tokens_per_rank * pass_.head_degree
+    none = np.zeros(ranks)
+    sides = {side: _Side(*_row_bytes(plan, pass_name, side), *(none,) * 4) for side in SIDES}
+    if pass_.head_degree > 1:
+        enters = own_rows * sum(one.there for one in sides.values())
+        memory.take(enters, received=True)
+        memory.pass_through(enters)
+    sent = _start(plan, pass_name, 0, sides, memory)
+    travelling: FloatArray = none
+    returned: FloatArray = none
     for index in range(len(pass_.stages)):
-        stage_held, stage_arriving = none, none
-        for side in SIDES:
-            size = row_size(plan.config, pass_name, side, degree)
-            casts = [pass_.stages[i].cast(side) for i in pass_.chain(index, side)]
-            rows = [none if cast is None else cast.rows_held(nobody) for cast in casts]
-            stage_held = stage_held + sum(rows, none) * (size.there + size.back)
-            stage_arriving = stage_arriving + rows[-1] * size.there
-        held.append(stage_held)
-        arriving.append(stage_arriving)
-    peaks = [now + after for now, after in zip(held, [*arriving[1:], none], strict=True)]
-    return np.max([none, *peaks], axis=0)
+        memory.take(-sent)
+        for side, one in sides.items():
+            _arrive(plan, pass_name, index, side, one, memory)
+        sent = _start(plan, pass_name, index + 1, sides, memory)
+        _compute(plan, pass_name, index, sides, memory, own_rows)
+        home = [_go_home(plan, pass_name, index, side, one, memory) for side, one in sides.items()]
+        memory.take(-travelling)
+        memory.take(-returned, received=True)
+        travelling = sum((message for message, _ in home), none)
+        returned = sum((back for _, back in home), none)
+    memory.take(-travelling)
+    memory.take(-returned, received=True)
+    _leave(plan, pass_name, own_rows, sides, memory)
+    return memory
+
+
+def _row_bytes(plan: PlanData, pass_name: PassName, side: Side) -> tuple[int, int]:
+    """Returns the bytes of a row, and of the result for it, held in fp32 as it travels."""
+    size = row_size(plan.config, pass_name, side, plan.get_pass(pass_name).head_degree)
+    return size.there, size.back
+
+
+def _start(
+    plan: PlanData, pass_name: PassName, index: int, sides: dict[Side, _Side], memory: _Memory
+) -> FloatArray:
+    """Books what a stage needs before its rows arrive; returns the bytes of its messages."""
+    pass_, sent = plan.get_pass(pass_name), np.zeros(plan.cp_size)
+    if index == len(pass_.stages):
+        return sent
+    stage = pass_.stages[index]
+    for side, one in sides.items():
+        if not stage.keeps(side):
+            memory.take(_chain_rows(plan, pass_name, index, side) * one.there, received=True)
+        sent = sent + _largest_hop(stage.cast(side), plan.cp_size, SRC) * one.there
+    memory.take(sent)
+    return sent
+
+
+def _arrive(
+    plan: PlanData, pass_name: PassName, index: int, side: Side, one: _Side, memory: _Memory
+) -> None:
+    """Books that the rows of a stage are there, and that those of the chain before are given back."""
+    stage = plan.get_pass(pass_name).stages[index]
+    if not stage.keeps(side):
+        memory.take(-one.room, received=True)
+        one.room = _chain_rows(plan, pass_name, index, side) * one.there
+        one.rows = np.zeros(plan.cp_size)
+    one.rows = one.rows + _received_rows([stage.cast(side)], plan.cp_size)
+
+
+def _compute(
+    plan: PlanData, pass_name: PassName, index: int, sides: dict[Side, _Side], memory: _Memory,
+    own_rows: int,
+) -> None:  # fmt: skip
+    """Books the results of a stage: own or received queries with own or received keys, in the runtime's order."""
+    works = plan.get_pass(pass_name).stages[index].work
+    exists = np.array([_quadrants(work.array, own_rows) for work in works])
+    for quadrant, (of_received_q, of_received_k) in enumerate(np.ndindex(2, 2)):
+        is_there = exists[:, quadrant]
+        for one, is_received in ((sides["q"], of_received_q), (sides["k"], of_received_k)):
+            rows = one.rows if is_received else np.full(plan.cp_size, float(own_rows))
+            size = is_there * rows * one.result
+            held = one.received_result if is_received else one.own_result
+            _take_result(one, size, memory, is_received=bool(is_received))
+            if (
+                one is sides["k"]
+            ):  # a gradient of keys is made apart, and added to one that is there
+                memory.pass_through(np.where(size == held, size, 0.0))
+
+
+def _quadrants(rows: np.ndarray, own_rows: int) -> list[bool]:
+    """Returns whether there are pairs of own or received queries with own or received keys, own ones first."""
+    of_q = (rows[:, Q_START] < own_rows, rows[:, Q_END] > own_rows)
+    of_k = (rows[:, K_START] < own_rows, rows[:, K_END] > own_rows)
+    return [bool((query & key).any()) for query in of_q for key in of_k]
+
+
+def _take_result(one: _Side, size: FloatArray, memory: _Memory, *, is_received: bool) -> None:
+    """Books results of this size where smaller ones, or none, were held."""
+    held = one.received_result if is_received else one.own_result
+    grown = np.where(size > held, size, 0.0)
+    memory.take(grown, received=is_received)
+    memory.take(-np.where(size > held, held, 0.0), received=is_received)
+    larger = np.maximum(size, held)
+    if is_received:
+        one.received_result = larger
+    else:
+        one.own_result = larger
+
+
+def _go_home(
+    plan: PlanData, pass_name: PassName, index: int, side: Side, one: _Side, memory: _Memory
+) -> tuple[FloatArray, FloatArray]:
+    """Books results on their way home; returns the bytes of messages, and of what others sent or is held for them."""
+    pass_, none = plan.get_pass(pass_name), np.zeros(plan.cp_size)
+    casts = [pass_.stages[i].cast(side) for i in pass_.chain(index, side)]
+    if not one.result or not pass_.ends_chain(index, side) or not any(casts):
+        return none, none
+    own = plan.tokens_per_rank * pass_.head_degree * float(one.result)
+    _take_result(one, none + own, memory, is_received=False)
+    _take_result(one, one.rows * one.result, memory, is_received=True)
+    held, one.received_result = one.received_result, none
+    message = np.max([_largest_hop(cast, plan.cp_size, DST) for cast in casts], axis=0)
+    back = sum((_rows_by(cast, plan.cp_size, SRC) for cast in casts), none) * one.result
+    memory.take(message * one.result)
+    memory.take(back, received=True)
+    return message * one.result, back + held
+
+
+def _leave(
+    plan: PlanData, pass_name: PassName, own_rows: int, sides: dict[Side, _Side], memory: _Memory
+) -> None:
+    """Books this rank's results in the dtype of the inputs, after heads became tokens again."""
+    config, degree = plan.config, plan.get_pass(pass_name).head_degree
+    for one in sides.values():
+        _take_result(
+            one, np.full(plan.cp_size, float(own_rows * one.result)), memory, is_received=False
+        )
+    value_dim, element = config.value_head_dim or config.head_dim, config.element_bytes
+    queries, keys = config.num_heads, config.num_kv_heads * (config.head_dim + value_dim)
+    if pass_name == "forward":
+        outputs, scalars = queries * value_dim * element, queries * FP32_BYTES
+    else:
+        outputs, scalars = (queries * config.head_dim + keys) * element, 0
+    if degree == 1:
+        memory.take(plan.tokens_per_rank * outputs * (element != FP32_BYTES))
+        return
+    message = own_rows * (outputs + scalars) / degree
+    if pass_name == "backward" and config.num_kv_heads < degree:  # copies travel in fp32
+        copied = (config.head_dim + value_dim) * FP32_BYTES
+        own_share = queries * config.head_dim * element / degree
+        message = own_rows * (own_share + copied)
+        memory.pass_through(plan.tokens_per_rank * keys * FP32_BYTES)
+    memory.take(message)
+    memory.take(message, received=True)
+    memory.take(plan.tokens_per_rank * (outputs + scalars))
+
+
+def _chain_rows(plan: PlanData, pass_name: PassName, index: int, side: Side) -> FloatArray:
+    """Returns the rows that each rank receives in the chain that begins at a stage."""
+    stages, end = plan.get_pass(pass_name).stages, index + 1
+    while end < len(stages) and stages[end].keeps(side):
+        end += 1
+    return _received_rows([stage.cast(side) for stage in stages[index:end]], plan.cp_size)
+
+
+def _received_rows(casts: Iterable[Transfer | None], num_ranks: int) -> FloatArray:
+    return sum((_rows_by(cast, num_ranks, DST) for cast in casts), np.zeros(num_ranks))
+
+
+def _rows_by(cast: Transfer | None, num_ranks: int, column: int) -> FloatArray:
+    """Returns the rows that each rank sends (column SRC) or receives (DST) over all hops."""
+    hops = () if cast is None else cast.hops
+    return sum((_rows_of_hop(hop.messages, num_ranks, column) for hop in hops), np.zeros(num_ranks))
+
+
+def _largest_hop(cast: Transfer | None, num_ranks: int, column: int) -> FloatArray:
+    hops = () if cast is None else cast.hops
+    none = np.zeros(num_ranks)
+    return np.max([none, *(_rows_of_hop(hop.messages, num_ranks, column) for hop in hops)], axis=0)
+
+
+def _rows_of_hop(messages: IntArray, num_ranks: int, column: int) -> FloatArray:
+    rows = messages[:, STOP] - messages[:, START]
+    return np.bincount(messages[:, column], weights=rows, minlength=num_ranks).astype(np.float64)

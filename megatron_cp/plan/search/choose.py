@@ -19,7 +19,8 @@ from megatron_cp.plan.schema import PASSES, PassName, PlanData
 from megatron_cp.plan.search.budget import BUDGET, SearchBudget
 from megatron_cp.plan.search.search import Candidate, candidates
 
-Chosen = dict[tuple[str, PassName], PassOption]
+Key = tuple[str, PassName]
+Chosen = dict[Key, PassOption]
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,6 @@ def best_family(
     found = candidates(masks, cp_size, config, budget)
     has_rates = get_topology(config.topology).kernels is not None
     measured: list[tuple[float, dict[str, PlanData]]] = []
-    least_held = math.inf
     while True:
         every = [
             {key: _pick(options, budget) for key, options in one.options.items()} for one in found
@@ -58,14 +58,17 @@ def best_family(
             _replace(candidate, chosen, estimates)
             continue
         plans = _build(masks, candidate, chosen, config)
-        too_large, held = _too_large(plans, config)
+        held = _held_megabytes(plans, config)
+        too_large = [
+            key for key, size in held.items() if size > (config.max_received_mb or math.inf)
+        ]
         if too_large:
-            least_held = min(least_held, held)
             if math.isinf(totals[best].seconds):
+                least = math.ceil(_least_megabytes(masks, found, config))
                 raise ValueError(
                     f"max_received_mb={config.max_received_mb} cannot be kept by any plan that planner 'auto' knows; "
-                    f"the smallest holds {math.ceil(least_held)} MB of received rows on a rank: raise it to that, or "
-                    "plan for more ranks"
+                    f"the smallest holds {least} MB of received rows on a rank: raise it to that, or plan for more "
+                    "ranks"
                 )
             never = {key: replace(chosen[key], seconds=math.inf) for key in too_large}
             _replace(candidate, chosen, never)
@@ -90,19 +93,32 @@ def _replace(candidate: Candidate, chosen: Chosen, others: Chosen) -> None:
         options[options.index(chosen[key])] = other
 
 
-def _too_large(
-    plans: Mapping[str, PlanData], config: CPConfig
-) -> tuple[list[tuple[str, PassName]], float]:
-    """Returns the passes that hold more received rows than the config allows, and the most megabytes that one holds."""
-    limit = config.max_received_mb
-    if limit is None:
-        return [], 0.0
-    held = {
+def _held_megabytes(plans: Mapping[str, PlanData], config: CPConfig) -> dict[Key, float]:
+    """Returns the most megabytes that a rank holds in each pass because others sent them; empty without a limit."""
+    if config.max_received_mb is None:
+        return {}
+    return {
         (name, which): float(received_bytes(plan, which).max()) / 1e6
         for name, plan in plans.items()
         for which in PASSES
     }
-    return [key for key, size in held.items() if size > limit], max(held.values())
+
+
+def _least_megabytes(masks: Family, found: Sequence[Candidate], config: CPConfig) -> float:
+    """Returns the smallest limit that some plan of the candidates keeps; every option of theirs is built."""
+
+    def held(candidate: Candidate, key: Key, option: PassOption) -> float:
+        built = option.build()
+        plan = PlanData(masks[key[0]][0], config, "auto", candidate.placement.tokens, built, built)
+        return float(received_bytes(plan, key[1]).max()) / 1e6
+
+    return min(
+        max(
+            min(held(candidate, key, option) for option in options)
+            for key, options in candidate.options.items()
+        )
+        for candidate in found
+    )
 
 
 def _pick(options: Sequence[Priced], budget: SearchBudget) -> Priced:

@@ -162,9 +162,11 @@ def _sentences(run: Run, kept: KeptPacks, other: Run | None) -> list[str]:
         )
         found.append(f"{sample}: {'; '.join(comparisons(ours, kept.outcomes))} (predicted)")
         received = max(pack.stats[name].get("received_mb_max", 0.0) for name in pack.stats)
+        peak = max(pack.stats[name].get("peak_mb_max", 0.0) for name in pack.stats)
         found.append(
             f"memory: a rank holds {short_tokens(pack.tokens.shape[1])} of {short_tokens(kept.drawn.mask.num_queries)} "
-            f"tokens, and at most {received:.3g} MB of received rows at once per layer (pack drawn; counted)"
+            f"tokens, at most {received:.3g} MB of received rows at once, and allocates at most {peak:.3g} MB "
+            "per layer and pass (pack drawn; counted)"
         )
     if other is not None:
         found.append(_measured(run, other))

@@ -192,7 +192,12 @@ TABLE = """
 --calculate-per-token-loss on - | divide the summed loss by all tokens of the step
 --accumulate-allreduce-grads-in-fp32 on - | fp32 gradient buffers (always so with --bf16)
 --grad-reduce-in-bf16 on - | bf16 gradient buffers
---no-check-for-nan-in-loss-and-grad off:check_for_nan_in_loss_and_grad - | go on
+--no-check-for-nan-in-loss-and-grad off:check_for_nan_in_loss_and_grad - | apply steps that are not finite
+--check-for-spiky-loss on - | tell a loss of 10 times the largest of the first 100 steps
+--check-for-large-grads on - | tell a gradient norm of 10 times the largest of the first 100 steps
+--rerun-mode one-of:disabled,validate_results,report_stats validate_results | compute bad steps, or all, twice
+--on-bad-step one-of:stop,skip stop | after a loss or gradient that is not finite; skip leaves the step out
+--bad-steps-in-a-row int 10 | so many of them end a run that leaves them out
 --check-weight-hash-across-dp-replicas-interval int - | steps between comparisons of replicas
 --manual-gc on - | run the garbage collector only between steps
 --manual-gc-interval int 0 | steps between collections; 0 is never

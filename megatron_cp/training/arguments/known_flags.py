@@ -47,7 +47,7 @@ NOTED: dict[str, tuple[int, str]] = {
     "--dataloader-type": (1, "packs are drawn in a shuffled order by a loader of its own"),
     "--no-one-logger": (0, "one-logger is never used"),
     "--disable-msc": (0, "the multi-storage client is never used"),
-    "--rerun-mode": (1, "there is no rerun machine; bad steps stop the run"),
+    "--result-rejected-tracker-filename": (1, "bad steps are told in --run-dir, bad_steps/"),
     "--enable-experimental": (0, "nothing experimental of Megatron-Core is switched by it here"),
     "--lazy-mpu-init": (0, "groups are made at the start"),
     # what is logged

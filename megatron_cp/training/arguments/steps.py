@@ -19,6 +19,7 @@ _INTERVALS = (
     "save_retain_interval",
     "log_memory_interval",
     "check_weight_hash_across_dp_replicas_interval",
+    "bad_steps_in_a_row",
 )
 
 

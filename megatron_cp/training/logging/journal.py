@@ -30,6 +30,7 @@ from megatron_cp.training.logging.lines import (
     print_rank_last,
     training_line,
 )
+from megatron_cp.training.logging.loggable import loggable_command
 from megatron_cp.training.logging.metrics import (
     memory_line,
     memory_metrics,
@@ -37,7 +38,6 @@ from megatron_cp.training.logging.metrics import (
     work_of_step,
 )
 from megatron_cp.training.logging.records import RunFiles, plan_sample
-from megatron_cp.training.logging.scrub import scrubbed_words
 from megatron_cp.training.logging.speed import Speed, peak_tflops
 from megatron_cp.training.logging.stragglers import Stragglers
 from megatron_cp.training.logging.timers import Timers
@@ -325,7 +325,7 @@ def _description(state: RunState, data: dict[str, Any]) -> dict[str, Any]:
         "name": config.records.wandb_exp_name or Path(config.records.run_dir or "").name,
         "created": time.time(),
         "iteration": state.iteration,
-        "command": scrubbed_words(sys.argv),
+        "command": loggable_command(sys.argv),
         "arguments": dict(config.arguments),
         "layout": {
             "world_size": config.parallel.world_size,

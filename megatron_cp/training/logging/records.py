@@ -2,7 +2,7 @@
 
 `run.json`, `metrics.jsonl` and `plan.json` (schema: docs/training.md).
 
-Plain JSON, scrubbed of secrets, written by one rank; a run that dies leaves every line up to its
+Plain JSON of what may be written down (loggable.py), by one rank; a run that dies leaves every line up to its
 last step.
 """
 
@@ -21,7 +21,7 @@ from megatron_cp.plan import AttentionPlan
 from megatron_cp.plan.hardware.makespan import stage_areas
 from megatron_cp.plan.sent_bytes import sent_bytes
 from megatron_cp.training.checkpoint.files import write_atomically
-from megatron_cp.training.logging.scrub import scrubbed
+from megatron_cp.training.logging.loggable import loggable, loggable_arguments
 
 SCHEMA = 1
 
@@ -33,7 +33,9 @@ class RunFiles:
         """Creates the folder and `run.json`; rows of `metrics.jsonl` are appended."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        self._run = {"schema": SCHEMA, **scrubbed(description), "finished": None}
+        arguments = loggable_arguments(description["arguments"])
+        told = loggable({**description, "arguments": arguments})
+        self._run = {"schema": SCHEMA, **told, "finished": None}
         self._samples: list[dict[str, Any]] = (
             _read_samples(folder / "plan.json") if description["iteration"] else []
         )

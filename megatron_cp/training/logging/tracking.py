@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_cp.training.config import TrainConfig
-from megatron_cp.training.logging.scrub import scrubbed
+from megatron_cp.training.logging.loggable import loggable_arguments
 from megatron_cp.training.logging.wandb_run import MakeMedia, WandbRun
 
 
@@ -90,6 +90,6 @@ def start_tensorboard(config: TrainConfig) -> Any:
     writer = SummaryWriter(
         log_dir=options.tensorboard_dir, max_queue=options.tensorboard_queue_size
     )
-    for name, value in scrubbed(dict(config.arguments)).items():
+    for name, value in loggable_arguments(config.arguments).items():
         writer.add_text(name, str(value))
     return writer

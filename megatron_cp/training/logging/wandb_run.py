@@ -1,7 +1,7 @@
 """The run in wandb: what it is called, which values count, alerts, pictures and tables.
 
-Without a key it runs offline and never asks; what it is told is scrubbed of secrets; whatever goes wrong with it
-is a warning, it is left out from then on, and training goes on.
+Without a key it runs offline and never asks; what it is told is what may be written down (loggable.py). Whatever goes
+wrong with it is a warning, it is left out from then on, and training goes on.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from urllib.parse import urlparse
 
 from megatron_cp.training import exit_signal
 from megatron_cp.training.config import TrainConfig
-from megatron_cp.training.logging.scrub import scrubbed
+from megatron_cp.training.logging.loggable import loggable_arguments
 
 WandbMode = Literal["online", "offline", "disabled"]
 # Of what a table of runs shows the least, or the most, in place of the last value.
@@ -134,7 +134,7 @@ def start_wandb(
         import wandb
 
         folder.mkdir(parents=True, exist_ok=True)
-        # The command line, the console and the git remote are not scrubbed by us, so wandb does not
+        # The command line, the console and the git remote do not go through our list, so wandb does not
         # collect them.
         settings = wandb.Settings(
             console="off", silent=True, disable_git=True, disable_code=True, x_disable_meta=True
@@ -150,7 +150,7 @@ def start_wandb(
                 resume="allow" if options.wandb_run_id else None,
                 job_type="pretrain",
                 tags=None if os.environ.get("WANDB_TAGS") else tags_of(config),
-                config=scrubbed(dict(config.arguments)),
+                config=loggable_arguments(config.arguments),
                 mode=mode,
                 settings=settings,
             )

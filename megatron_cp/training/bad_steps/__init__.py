@@ -1,0 +1,1 @@
+"""Steps whose numbers are bad: found on all ranks together, computed again, traced to a document, and not applied."""

@@ -1,0 +1,103 @@
+"""What of a run may be written down: a list of what is allowed, not of what is secret.
+
+    arguments       those that this program serves, by name; no other
+    command line    served flags and their values; what stands behind any other word is removed
+    text            letters, digits and the signs of paths and lists; no query, no user name, no assignment,
+                    and no part that is shaped like a key
+
+No served flag takes a secret, so whatever else looks like text does not belong into a log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from megatron_cp.training.arguments import build_parser
+from megatron_cp.training.config import SECTIONS
+
+REMOVED = "<removed>"
+
+_ALLOWED_TEXT = re.compile(r"[\w .,:;+*/|()\[\]<>%~^-]*")
+_PARTS = re.compile(r"[^/ ,:;|()\[\]]+")
+_KEY_PREFIX = re.compile(
+    r"(?i:hf|sk|pk|rk|pat|ghp|gho|ghs|ghu|github_pat|glpat|xox[a-z]|npm|pypi|dop_v1|nvapi|wandb_v1)[-_]\w{8,}"
+    r"|(AKIA|ASIA|AIza|ya29\.|eyJ)[\w.-]{8,}"
+)
+# As long as the keys of wandb, clouds and hubs are, of digits and letters without a break.
+_LONG_WORD = re.compile(r"(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z0-9]{20,}")
+_BEARER = re.compile(r"(?i)\b(bearer|basic|authorization)\b")
+
+
+def loggable(value: Any) -> Any:
+    """Returns the value as plain JSON values; of texts only those that may be written down.
+
+    Keys of mappings are texts too: an entry whose key is not allowed is left out. Other objects become text.
+    """
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): loggable(item) for key, item in value.items() if _is_allowed(str(key))}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [loggable(item) for item in value]
+    return loggable_text(str(value))
+
+
+def loggable_text(text: str) -> str:
+    """Returns the text; without the parts that look like keys, and nothing of it where its form is not allowed."""
+    if not _ALLOWED_TEXT.fullmatch(text) or _BEARER.search(text):
+        return REMOVED
+    return _PARTS.sub(lambda part: REMOVED if _is_key(part[0]) else part[0], text)
+
+
+def loggable_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments that this program serves, by Megatron-LM's names."""
+    return {name: loggable(arguments[name]) for name in sorted(arguments.keys() & _names())}
+
+
+def loggable_command(words: Iterable[str]) -> list[str]:
+    """Returns a command line: the program, served flags and their values. Any other word is removed."""
+    program, *rest = [*words] or [""]
+    kept, is_served = [loggable_text(program)], False
+    for word in rest:
+        flag, equals, value = word.partition("=")
+        if word.startswith("--"):
+            is_served = flag in _flags()
+            said = flag if is_served or _is_flag(flag) else REMOVED
+            shown = loggable_text(value) if is_served else REMOVED
+            kept.append(f"{said}={shown}" if equals else said)
+        else:
+            kept.append(loggable_text(word) if is_served else REMOVED)
+    return kept
+
+
+def _is_flag(word: str) -> bool:
+    return re.fullmatch(r"--[a-z][a-z0-9_-]*", word) is not None and not _is_key(word.strip("-"))
+
+
+def _is_key(part: str) -> bool:
+    return bool(_KEY_PREFIX.match(part) or _LONG_WORD.search(part))
+
+
+def _is_allowed(text: str) -> bool:
+    return loggable_text(text) == text
+
+
+@functools.cache
+def _parser() -> argparse.ArgumentParser:
+    return build_parser()
+
+
+@functools.cache
+def _flags() -> frozenset[str]:
+    return frozenset(name for action in _parser()._actions for name in action.option_strings)
+
+
+@functools.cache
+def _names() -> frozenset[str]:
+    ours = {field.name for section in SECTIONS.values() for field in dataclasses.fields(section)}
+    return frozenset({*ours, "num_micro_batches", *(action.dest for action in _parser()._actions)})

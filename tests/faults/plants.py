@@ -1,0 +1,83 @@
+"""Faults planted into a run before it begins: numbers that are not finite, at a known place."""
+
+import time
+
+import torch
+
+POISON = 777
+"""A token that one document of the corpus holds."""
+
+
+def _after_the_model_is_built(change) -> None:
+    from megatron.core.utils import unwrap_model
+
+    from megatron_cp.training import pretrain
+
+    build = pretrain.build_model
+
+    def built(config, provider, device):
+        model = build(config, provider, device)
+        for chunk in unwrap_model(model):
+            change(chunk)
+        return model
+
+    pretrain.build_model = built
+
+
+def nan_embedding(rank: int) -> None:
+    """The embedding of the poisoned token is NaN: so is the loss of the document that holds it."""
+
+    def change(chunk):
+        if chunk.pre_process:
+            with torch.no_grad():
+                chunk.embedding.word_embeddings.weight[POISON] = torch.nan
+
+    _after_the_model_is_built(change)
+
+
+def infinite_gradient(rank: int) -> None:
+    """The loss is finite, the gradient of the poisoned token is not."""
+
+    def change(chunk):
+        if not chunk.pre_process:
+            return
+
+        def poison(module, inputs, output):
+            is_poisoned = (inputs[0] == POISON)[..., None]
+            if output.requires_grad:
+                output.register_hook(lambda grad: grad.masked_fill(is_poisoned, torch.inf))
+
+        chunk.embedding.word_embeddings.register_forward_hook(poison)
+
+    _after_the_model_is_built(change)
+
+
+def transient_nan(rank: int) -> None:
+    """One NaN on rank 1 in step 2, once: computed again, the step is good."""
+    if rank != 1:
+        return
+    calls = [0]
+
+    def once(module, inputs, output):
+        calls[0] += 1
+        return (output[0] * torch.nan, output[1]) if calls[0] == 3 else None
+
+    _after_the_model_is_built(
+        lambda chunk: chunk.decoder.layers[0].mlp.linear_fc1.register_forward_hook(once)
+    )
+
+
+def sleeping_rank(rank: int) -> None:
+    """Rank 1 sleeps in step 2, longer than the others wait."""
+    if rank != 1:
+        return
+    calls = [0]
+
+    def once(module, inputs, output):
+        calls[0] += 1
+        if calls[0] == 3:
+            time.sleep(100)
+
+    _after_the_model_is_built(
+        lambda chunk: chunk.decoder.layers[0].mlp.linear_fc1.register_forward_hook(once)
+    )

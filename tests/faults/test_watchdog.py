@@ -1,0 +1,84 @@
+"""A rank that is stopped or never comes: the others name it, with its stage, before their collectives give up."""
+
+import signal
+
+import pytest
+
+from megatron_cp.training.watchdog import Beat, verdict
+from tests.faults.program import Kill, Launch, run_program
+from tests.training.commands import DATA, MODEL, error_lines
+
+RUN = (
+    *MODEL, *DATA, "--micro-batch-size", "1", "--global-batch-size", "2", "--train-iters", "50", "--lr", "1e-3",
+    "--log-interval", "1", "--eval-iters", "0", "--no-wandb", "--distributed-timeout-minutes", "1",
+)  # fmt: skip
+CP2 = ("--context-parallel-size", "2")
+LOOP = "megatron_cp.training.loop"
+STOPPED = {
+    "in the forward pass": (
+        CP2,
+        Kill(1, "megatron_cp.training.gpt", "local_batch", 5, signals=(signal.SIGSTOP,)),
+        "forward and backward of step 3",
+    ),
+    "while it waits for batches": (
+        ("--pipeline-model-parallel-size", "2"),
+        Kill(0, LOOP, "next_batches", 4, signals=(signal.SIGSTOP,)),
+        "batches of step 4",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_rank_that_is_stopped_or_sleeps_is_named_with_its_stage_and_all_stacks_are_kept(tmp_path):
+    launches = [
+        Launch((*RUN, *flags, "--run-dir", str(tmp_path / name)), 2, kill=kill)
+        for name, (flags, kill, _) in STOPPED.items()
+    ]
+    asleep = (*RUN, *CP2, "--run-dir", str(tmp_path / "asleep"))
+    launches.append(Launch(asleep, 2, plant="tests.faults.plants.sleeping_rank"))
+    *stopped, sleeping = run_program(launches)
+    for (name, (_, kill, stage)), ranks in zip(STOPPED.items(), stopped, strict=True):
+        other = ranks[1 - kill.rank]
+        assert ranks[kill.rank].code is None
+        assert other.code == 1, other.stderr[-3000:]
+        assert "warning: nothing moved for" in other.stderr
+        (line,) = error_lines(other.stderr)
+        assert f"error: rank {kill.rank} (pipeline stage" in line
+        assert "is stopped (SIGSTOP)" in line
+        assert f"its last stage: {stage}" in line
+        stack = tmp_path / name / "stacks" / f"rank_{1 - kill.rank}.txt"
+        assert "loop.py" in stack.read_text()
+    (line,) = error_lines(sleeping[0].stderr)
+    assert sleeping[0].code == 1
+    assert "the other ranks wait for rank 1 (pipeline stage 0, replica 0, context rank 1" in line
+    assert "forward and backward of step 2, at faults/plants.py" in line.replace("tests/", "")
+    for rank in (0, 1):
+        assert "faults/plants.py" in (tmp_path / "asleep/stacks/rank_1.txt").read_text()
+        assert (tmp_path / f"asleep/stacks/rank_{rank}.txt").stat().st_size
+
+
+def beat(rank: int, count: int, *, waits: bool, host: str = "far") -> Beat:
+    return Beat(rank, host, 1, count, f"rank {rank} (stage)", "update of step 3", "a.py:1", waits)
+
+
+def test_ranks_of_other_nodes_are_named_too():
+    first = [beat(0, 5, waits=True), beat(1, 5, waits=True), beat(2, 5, waits=True)]
+    second = [beat(0, 7, waits=True), beat(1, 5, waits=True), beat(2, 7, waits=True)]
+    line, speaker = verdict(first, second)
+    assert line.startswith("rank 1 (stage) on far, process 1, does not answer")
+    assert "its last stage: update of step 3, when it was last heard of" in line
+    assert speaker == 0
+
+
+def test_nothing_is_said_where_no_rank_waits():
+    first = [beat(0, 5, waits=False), beat(1, 5, waits=False)]
+    second = [beat(0, 6, waits=False), beat(1, 6, waits=False)]
+    assert verdict(first, second) is None
+
+
+def test_ranks_that_all_wait_may_be_in_different_collectives():
+    first = [beat(0, 5, waits=True), beat(1, 5, waits=True)]
+    second = [beat(0, 6, waits=True), beat(1, 6, waits=True)]
+    line, _ = verdict(first, second)
+    assert "every rank waits in a collective" in line

@@ -1,0 +1,115 @@
+"""What a pass allocates, storage by storage, against what the plan says, over every planner."""
+
+import numpy as np
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_cp import mask as masks
+from megatron_cp.attn.options import resolve_options
+from megatron_cp.config import CPConfig
+from megatron_cp.plan import PLANNERS, make_plan
+from megatron_cp.plan.hardware.memory import peak_bytes
+from megatron_cp.runtime import dist_attn
+from megatron_cp.runtime.session import open_session
+from tests.ranks import run_on_ranks
+
+WORLD, TOKENS, HEADS, KV_HEADS, HEAD_DIM = 4, 4096, 8, 4, 32
+ATTEND = ("attend_forward", "attend_forward_onto_", "attend_backward_onto_")
+TOLERANCE = 0.15
+MASKS = {
+    "causal": lambda: masks.causal(TOKENS),
+    "documents": lambda: masks.documents([1500, 137, 900, 1, 1024, 534], within="causal"),
+}
+
+
+def plan_of(name: str, planner: str, element_bytes: int):
+    config = CPConfig(
+        planner=planner, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM,
+        element_bytes=element_bytes,
+    )  # fmt: skip
+    return make_plan(MASKS[name](), WORLD, config)
+
+
+def measured(rank, world_size, name, planner, dtype):
+    """Peak bytes of forward and of backward on this rank, outside of what a backend computes."""
+    plan = plan_of(name, planner, dtype.itemsize)
+    group = torch.distributed.group.WORLD
+    shapes = [(HEADS, HEAD_DIM), (KV_HEADS, HEAD_DIM), (KV_HEADS, HEAD_DIM)]
+    q, k, v = (torch.randn(plan.tokens_per_rank, *shape).to(dtype) for shape in shapes)
+    session = open_session(plan, group, q.device)
+    options = resolve_options(q, k, v, backend="cpu", deterministic=False)
+    kept = {name: getattr(dist_attn, name) for name in (*ATTEND, "row_merger")}
+
+    memory = Allocations()
+
+    def quiet(function):
+        def called(*args):
+            memory.is_quiet = True
+            try:
+                return function(*args)
+            finally:
+                memory.is_quiet = False
+
+        return called
+
+    try:
+        for name in ATTEND:
+            setattr(dist_attn, name, quiet(kept[name]))
+        dist_attn.row_merger = lambda options: quiet(kept["row_merger"](options))
+        out, lse = dist_attn.forward_pass(q, k, v, None, session, options)
+        dout, delta = torch.randn_like(out), torch.zeros_like(lse)
+        peaks = []
+        for run in (
+            lambda: dist_attn.forward_pass(q, k, v, None, session, options),
+            lambda: dist_attn.backward_pass(dout, q, k, v, lse, delta, session, options),
+        ):
+            found = []
+            for _ in range(3):  # gloo's threads give a message back a moment late: the least counts
+                memory.begin()
+                with memory:
+                    run()
+                found.append(memory.peak)
+            peaks.append(min(found))
+    finally:
+        for name, function in kept.items():
+            setattr(dist_attn, name, function)
+    return peaks
+
+
+class Allocations(TorchDispatchMode):
+    """The most bytes of storages alive at once among those made by operations, but not while it is quiet."""
+
+    def __init__(self):
+        super().__init__()
+        self.is_quiet = False
+
+    def begin(self):
+        self.peak, self.alive = 0, {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        before = {
+            x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)
+        }
+        result = function(*args, **(kwargs or {}))
+        for tensor in filter(torch.is_tensor, tree_leaves(result)):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in before:
+                self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        if not self.is_quiet:
+            self.alive = {k: one for k, one in self.alive.items() if not one[0].expired()}
+            self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
+        return result
+
+
+@pytest.mark.parametrize("planner", sorted(PLANNERS))
+@pytest.mark.parametrize("name", sorted(MASKS))
+def test_the_plan_predicts_what_the_runtime_allocates(name: str, planner: str):
+    for dtype in (torch.float32, torch.bfloat16):
+        found = np.array(run_on_ranks(WORLD, measured, name, planner, dtype))
+        plan = plan_of(name, planner, dtype.itemsize)
+        predicted = np.stack([peak_bytes(plan, p) for p in ("forward", "backward")], axis=1)
+        ratios = predicted / found
+        assert abs(ratios - 1).max() < TOLERANCE, (dtype, ratios.round(3).tolist(), found.tolist())

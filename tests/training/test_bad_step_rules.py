@@ -1,0 +1,58 @@
+"""When a number strikes, when two attempts are the same, and what one document's own batch holds."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_cp.data.batch import BatchConfig, build_batch
+from megatron_cp.data.packing import Pack, Piece
+from megatron_cp.training.bad_steps.attempt import Attempt, Ceiling
+from tests.data.corpora import write_corpus
+
+
+@given(st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), max_size=130))
+def test_a_value_strikes_at_ten_times_the_largest_of_the_first_hundred(values):
+    ceiling = Ceiling()
+    struck = [ceiling.is_reached_by(value) for value in values]
+    finite = [(i, v) for i, v in enumerate(values) if math.isfinite(v)]
+    largest = max((abs(v) for _, v in finite[:100]), default=0.0)
+    expected = {i for i, v in finite[100:] if abs(v) >= 10 * largest}
+    assert {i for i, is_striking in enumerate(struck) if is_striking} == expected
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [(1.5, 1.5, True), (math.nan, -math.nan, True), (1.5, math.nan, False), (0.0, -0.0, False)],
+)
+def test_attempts_are_the_same_by_their_bits_and_nan_is_nan(one, other, same):
+    sums = torch.ones(2, 2, dtype=torch.float64)
+    assert Attempt(None, 0, sums, one).equals(Attempt(None, 0, sums, other)) is same
+
+
+def test_a_batch_of_some_documents_holds_their_tokens_their_loss_and_their_pairs_alone(tmp_path):
+    documents = write_corpus(tmp_path / "corpus", [5, 4, 6, 3])
+    config = BatchConfig(seq_length=12, reset_position_ids=True, reset_attention_mask=True)
+    packs = [
+        Pack((Piece(0, 0, 5), Piece(1, 0, 4))),  # three of padding, then the second pack
+        Pack((Piece(2, 1, 6), Piece(3, 0, 3))),
+    ]
+    whole = build_batch(documents, packs, config)
+    assert whole.document_starts == (0, 5, 12, 17)
+    assert whole.document_names[2].endswith("tokens 1 to 6")
+    part = whole.only((1, 2))
+    inside = np.r_[5:9, 12:17]
+    outside = np.setdiff1d(np.arange(24), inside)
+    np.testing.assert_array_equal(part.tokens[inside], whole.tokens[inside])
+    assert set(part.tokens[outside]) == {whole.tokens[5]}
+    np.testing.assert_array_equal(part.loss_mask[inside], whole.loss_mask[inside])
+    assert not part.loss_mask[outside].any()
+    expected = np.zeros((24, 24), dtype=bool)
+    for start, stop in ((5, 9), (12, 17)):
+        expected[start:stop, start:stop] = np.tri(stop - start, dtype=bool)
+    np.testing.assert_array_equal(part.mask.to_dense(), expected)
+    assert part.document_starts == (5, 12)
+    assert part.document_lengths == (4, 5)

@@ -1,0 +1,139 @@
+"""Only what is known to be harmless is written down."""
+
+import json
+import shlex
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_cp.training.arguments import parse_arguments
+from megatron_cp.training.logging.loggable import (
+    REMOVED,
+    loggable,
+    loggable_arguments,
+    loggable_command,
+)
+from tests.training.commands import DATA, MODEL, SMALL_RUN, STEPS
+
+SECRET = "hunter2PLANTED"
+NAMES = shlex.split(
+    "api_key HF_TOKEN wandb-api-key dbPassword secret aws_secret_access_key credentials AuthToken passwd keys "
+    "access.key auth hf_auth authorization bearer passphrase pwd pat apikey signature sig session_cookie dsn "
+    "connection_string webhook anything"
+)
+VALUES = [
+    "https://bucket.s3.amazonaws.com/x?X-Amz-Signature=0123456789abcdef",
+    "https://host/x?sv=2024&sig=abc%2Bdef",
+    f"https://user:{SECRET}@host/path",
+    f"https://{SECRET}@host/path",
+    f"postgres://user:{SECRET}/slash@host/db",
+    f"user:{SECRET}@host/x",
+    f"Bearer {SECRET}",
+    f"Authorization: Basic {SECRET}",
+    "hf_abcdefghijKLMNOPqrst",
+    "sk-proj_abcdefgh",
+    "ghp_abcdefgh12345678",
+    "AKIAIOSFODNN7EXAMPLE",
+    "eyJhbGciOiJIUzI1NiJ9.e30.sig",
+    "0123456789abcdef0123456789abcdef01234567",  # wandb's
+    f"password={SECRET}",
+    f'{{"token": "{SECRET}"}}',
+    f"$({SECRET})",
+    f"line\n{SECRET}",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_argument_that_is_not_ours_is_left_out_whatever_its_name(name: str):
+    assert loggable_arguments({name: SECRET, "hidden_size": 64}) == {"hidden_size": 64}
+    assert SECRET not in " ".join(
+        loggable_command(["train.py", f"--{name}", SECRET, f"--{name}={SECRET}"])
+    )
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_text_of_another_form_is_removed_wherever_it_stands(value: str):
+    assert loggable(value) == REMOVED or (
+        REMOVED in loggable(value) and value not in loggable(value)
+    )
+    for shown in (
+        loggable({"a": [value]}),
+        loggable_arguments({"data_path": [value], "load": value}),
+        loggable_command(["train.py", "--load", value, f"--save={value}"]),
+    ):
+        text = json.dumps(shown)
+        assert json.dumps(value).strip('"') not in text
+        assert SECRET not in text
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--token", "--x", SECRET],
+        ["--header", f"Authorization: {SECRET}"],
+        ["--api-key", SECRET, "--x"],
+        [f"PASSWORD={SECRET}", "run"],
+        [SECRET],
+        ["--one-logger-project", SECRET],
+    ],
+    ids=str,
+)
+def test_what_stands_behind_a_word_that_is_not_ours_is_removed(words):
+    assert SECRET not in " ".join(loggable_command(["train.py", *words]))
+
+
+def test_a_key_in_a_path_takes_its_own_part_along():
+    path = "/data/0123456789abcdef0123456789abcdef01234567/corpus_text_document"
+    assert loggable(path) == f"/data/{REMOVED}/corpus_text_document"
+
+
+def test_every_argument_of_a_run_is_written_down_as_it_is():
+    more = [
+        "--data-path",
+        "0.3",
+        "/data/a-1.0/b_text_document",
+        "0.7",
+        "~/c",
+        "--pipeline-model-parallel-layout",
+    ]
+    arguments = dict(parse_arguments(SMALL_RUN).arguments)
+    plain = json.loads(json.dumps(arguments, default=str))
+    assert loggable_arguments(arguments) == plain
+    words = ["pretrain_gpt.py", *MODEL, *DATA, *STEPS, *more, "Et*3|(tt|)*2mL", "--no-wandb"]
+    assert loggable_command(words) == words
+    assert loggable_command(["a.py", "--lr=1e-3"]) == ["a.py", "--lr=1e-3"]
+
+
+def test_counts_by_any_name_stay():
+    counts = {
+        "tokens": 7,
+        "tokens_by_length": [1, 2.5],
+        "valid": {"bytes_over_tokens": 2.5},
+        "none": None,
+    }
+    assert loggable(counts) == counts
+
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text("abc /.:-", max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text("abc", max_size=4), inner, max_size=3)
+    ),
+    max_leaves=10,
+)
+
+
+@given(json_values)
+def test_plain_values_are_unchanged(value):
+    assert loggable(value) == value
+
+
+@given(st.text(max_size=60))
+def test_no_other_sign_than_those_of_the_list_is_written(text: str):
+    allowed = set(" .,:;+*/|()[]<>%~^-_")
+    assert all(sign.isalnum() or sign in allowed for sign in loggable(text))
