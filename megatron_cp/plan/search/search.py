@@ -13,13 +13,13 @@ Placements come from `plan/placement/candidates.py`, strategies from `strategies
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_cp.config import CPConfig
 from megatron_cp.plan.hardware.cost import load_bound_seconds
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.placement.candidates import Family, PlacementCandidates
-from megatron_cp.plan.placement.placement import Placement
+from megatron_cp.plan.placement.placement import Placement, chunk_layout
 from megatron_cp.plan.price.head_groups import HeadGroups, PassOption, Strategy
 from megatron_cp.plan.schema import PASSES, PassName
 from megatron_cp.plan.search.budget import SearchBudget
@@ -50,14 +50,32 @@ class Candidate:
 def candidates(
     masks: Family, cp_size: int, config: CPConfig, budget: SearchBudget
 ) -> list[Candidate]:
-    """Returns all placements looked at, with their priced options; each mask has at least one on each."""
-    search = _Search(masks, cp_size, config, budget)
-    search.look()
-    search.improve()
-    found = [one for one in search.found.values() if all(one.options.values())]
-    if config.improver is not None:
-        search.solve(found)
+    """Returns all placements looked at, with their priced options; each mask has at least one on each.
+
+    A chosen chunk size is searched like each coarser one that is legal as well: no finer one does worse.
+    """
+    found: list[Candidate] = []
+    for chosen in _with_coarser_chunks(masks, cp_size, config):
+        search = _Search(masks, cp_size, chosen, budget)
+        search.look()
+        search.improve()
+        now = [one for one in search.found.values() if all(one.options.values())]
+        if config.improver is not None:
+            search.solve(now)
+        found += now
     return found
+
+
+def _with_coarser_chunks(masks: Family, cp_size: int, config: CPConfig) -> list[CPConfig]:
+    """Returns the config, and with a chosen chunk size those of twice, four times ... as many tokens that divide a rank's."""
+    if config.chunk_size is None:
+        return [config]
+    chunk, count = chunk_layout(next(iter(masks.values()))[0].num_queries, cp_size, config)
+    return [
+        replace(config, chunk_size=chunk << n)
+        for n in range(count.bit_length())
+        if count % (1 << n) == 0
+    ]
 
 
 class _Search:
@@ -93,7 +111,9 @@ class _Search:
             documents = self.placements.by_documents(degree, loose) if is_searched else None
             if documents is not None:
                 self._price(documents, degree, STAY)
-            elif self.placements.is_even_in_order:
+                if self.config.chunk_size is None:
+                    continue  # tokens of documents are placed one by one
+            if self.placements.is_even_in_order:
                 self._price(self.placements.in_order(), degree, STAY)
             elif is_searched and 1 < self.cp_size // degree <= few:
                 self._price_by_area(degree)
