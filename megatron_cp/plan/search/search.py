@@ -101,6 +101,7 @@ class _Search:
         self.promise = dict.fromkeys(self.degrees, math.inf)
         self.by_mask = {name: dict.fromkeys(self.degrees, math.inf) for name in masks}
         self._by_area: dict[int, Placement] = {}
+        self.needed_in_order: dict[int, float] = {}
         self.effort = 0.0
 
     def look(self) -> None:
@@ -117,15 +118,19 @@ class _Search:
                 self._price(self.placements.in_order(), degree, STAY)
             elif is_searched and 1 < self.cp_size // degree <= few:
                 self._price_by_area(degree)
-        needed = {}
+        needed = self.needed_in_order
         for degree in self.searched if self.config.num_stages is None else ():
             needed[degree] = self._price(self.placements.in_order(), degree, PUBLISHED)
             self._price(self.placements.zigzag(degree), degree, PUBLISHED)
-        best = min(needed, key=needed.__getitem__, default=None)
-        fastest = min(self.fastest.values())
-        if best is not None and needed[best] <= self.budget.promising * fastest:
+        for degree in self._promising_in_order()[:1]:
             # Windows: tokens in order need the fewest rows there can be.
-            self._price(self.placements.in_order(), best, STAY)
+            self._price(self.placements.in_order(), degree, STAY)
+
+    def _promising_in_order(self) -> list[int]:
+        """Returns the degrees at which needed keys alone, tokens in order, come near the fastest, best first."""
+        limit = self.budget.promising * min(self.fastest.values())
+        needed = self.needed_in_order
+        return [one for one in sorted(needed, key=needed.__getitem__) if needed[one] <= limit]
 
     def _limit(self) -> float:
         """Returns the seconds beyond which a strategy is of no use; none in families and where memory is short."""
@@ -143,6 +148,8 @@ class _Search:
             taken[degree] += 1
             if next(steps[degree], DONE) is DONE:
                 del steps[degree]
+        for degree in [] if self._is_within(self.budget.perfect) else self._promising_in_order()[:2]:
+            self._price(self.placements.in_order(), degree, STAY)
         self._move_on_best()
 
     def _steps(self, degree: int) -> Iterator[None]:
