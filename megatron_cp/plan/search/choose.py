@@ -138,7 +138,7 @@ def _total(
 def _build(
     masks: Family, candidate: Candidate, chosen: Chosen, config: CPConfig
 ) -> dict[str, PlanData]:
-    tokens, plans = candidate.placement.tokens, {}
+    tokens, plans = candidate.tokens, {}
     for name, (mask, _) in masks.items():
         forward, backward = (chosen[name, which].build() for which in PASSES)
         plans[name] = PlanData(mask, config, "auto", tokens, forward, backward)

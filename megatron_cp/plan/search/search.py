@@ -16,9 +16,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from megatron_cp.config import CPConfig
+from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.hardware.cost import load_bound_seconds
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.placement.candidates import Family, PlacementCandidates
+from megatron_cp.plan.placement.classes import Reordering, classes_together
 from megatron_cp.plan.placement.placement import Placement, chunk_layout
 from megatron_cp.plan.price.head_groups import HeadGroups, PassOption, Strategy
 from megatron_cp.plan.schema import PASSES, PassName
@@ -39,6 +41,14 @@ class Candidate:
     priced: set[tuple[int, StrategySource]] = field(default_factory=set)
     fastest: dict[str, tuple[float, int]] = field(default_factory=dict)
     """Seconds of each mask at its best, and the head degree."""
+    reordering: Reordering | None = None
+    """Of tokens; the placement is one of their new places."""
+
+    @property
+    def tokens(self) -> IntArray:
+        """Returns the tokens of each rank: int64 `[P, T]`."""
+        places = self.placement.tokens
+        return places if self.reordering is None else self.reordering.tokens_of(places)
 
     def add(self, name: str, strategies: Iterable[Strategy]) -> None:
         """Adds strategies for a mask."""
@@ -52,18 +62,42 @@ def candidates(
 ) -> list[Candidate]:
     """Returns all placements looked at, with their priced options; each mask has at least one on each.
 
-    A chosen chunk size is searched like each coarser one that is legal as well: no finer one does worse.
+    A chosen chunk size is searched like each coarser one that is legal as well: no finer one does worse. Where classes
+    of tokens never meet (a dilated window), their tokens are put together first; if that takes no more slices, nothing
+    else is looked at.
     """
+    apart = classes_together([mask for mask, _ in masks.values()]) if _may_reorder(cp_size, config) else None
     found: list[Candidate] = []
+    if apart is not None:
+        weights = [weight for _, weight in masks.values()]
+        reordered = dict(zip(masks, zip(apart.masks, weights, strict=True), strict=True))
+        found += [replace(one, reordering=apart) for one in _searched(reordered, cp_size, config, budget)]
+        if _num_slices(reordered) <= _num_slices(masks):
+            return found
     for chosen in _with_coarser_chunks(masks, cp_size, config):
-        search = _Search(masks, cp_size, chosen, budget)
-        search.look()
-        search.improve()
-        now = [one for one in search.found.values() if all(one.options.values())]
-        if config.improver is not None:
-            search.solve(now)
-        found += now
+        found += _searched(masks, cp_size, chosen, budget)
     return found
+
+
+def _searched(
+    masks: Family, cp_size: int, config: CPConfig, budget: SearchBudget
+) -> list[Candidate]:
+    search = _Search(masks, cp_size, config, budget)
+    search.look()
+    search.improve()
+    found = [one for one in search.found.values() if all(one.options.values())]
+    if config.improver is not None:
+        search.solve(found)
+    return found
+
+
+def _may_reorder(cp_size: int, config: CPConfig) -> bool:
+    """Returns whether single tokens may be placed anywhere: not in chunks that the user chose."""
+    return cp_size > 1 and config.chunk_size is None
+
+
+def _num_slices(masks: Family) -> int:
+    return sum(mask.num_slices for mask, _ in masks.values())
 
 
 def _with_coarser_chunks(masks: Family, cp_size: int, config: CPConfig) -> list[CPConfig]:
