@@ -16,7 +16,7 @@ from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.placement import by_area
-from megatron_cp.plan.placement.by_documents import document_bounds, whole_documents
+from megatron_cp.plan.placement.by_documents import distinct, document_bounds, whole_documents
 from megatron_cp.plan.placement.placement import Placement, chunk_layout
 
 Family = Mapping[str, tuple[AttentionMask, float]]  # name -> (mask, number of layers)
@@ -111,7 +111,8 @@ class PlacementCandidates:
         groups, node_size = self.cp_size // degree, get_topology(self.config.topology).node_size
         inside = max(1, node_size // degree)
         node = groups if self.cp_size <= node_size else math.gcd(groups, inside)
-        bounds = np.unique(np.append((self._bounds[:-1] + chunk // 2) // chunk, -(-self._bounds[-1] // chunk)))
+        last = -(-self._bounds[-1] // chunk)
+        bounds = distinct(np.append((self._bounds[:-1] + chunk // 2) // chunk, last))
         tokens = np.minimum(bounds * chunk, self._bounds[-1])
         areas = [weight * mask.area_of_rows(tokens) for mask, weight in self.masks.values()]
         rows, area = degree * self.rows // chunk, np.sum(areas, axis=0)

@@ -103,7 +103,10 @@ def linked_blocks(masks: Sequence[AttentionMask]) -> IntArray | None:
     queries, keys = rows[:, [Q_START, Q_END]], rows[:, [K_START, K_END]]
     islands = _islands(np.concatenate([queries, keys]))
     ends = [np.searchsorted(islands[:, 0], side[:, 0], side="right") - 1 for side in (queries, keys)]
-    label = _labels(len(islands), *ends)
+    apart = ends[0] != ends[1]
+    if not apart.any():
+        return None
+    label = _labels(len(islands), *(end[apart] for end in ends))
     if label is None or len(np.unique(label)) == 1 + np.count_nonzero(np.diff(label)):
         return None
     ordered = islands.take(np.argsort(label, kind="stable"), axis=0)
@@ -123,8 +126,6 @@ def _islands(ranges: IntArray) -> IntArray:
 def _labels(count: int, a: IntArray, b: IntArray) -> IntArray | None:
     """Returns the first member of each one's class, where `a[i]` and `b[i]` are linked; None if chains are too long."""
     label = np.arange(count)
-    apart = a != b
-    a, b = a[apart], b[apart]
     for _ in range(MOST_ROUNDS):
         least = np.minimum(label[a], label[b])
         if np.array_equal(label[a], label[b]):

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from megatron_cp.config import CPConfig
+from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.hardware.cost import load_bound_seconds
 from megatron_cp.plan.hardware.topology import get_topology
@@ -29,6 +30,7 @@ from megatron_cp.plan.search.strategies import MOVE, PUBLISHED, STAY, StrategySo
 from megatron_cp.plan.transfer.head_split import fits_heads
 
 DONE = object()
+MANY_SLICES = 4096  # of a mask: merging neighbours takes a microsecond for each
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ def candidates(
     of tokens never meet (a dilated window), their tokens are put together first; if that takes no more slices, nothing
     else is looked at.
     """
+    masks = {name: (_merged(mask), weight) for name, (mask, weight) in masks.items()}
     apart = classes_together([mask for mask, _ in masks.values()]) if _may_reorder(cp_size, config) else None
     found: list[Candidate] = []
     if apart is not None:
@@ -89,6 +92,11 @@ def _searched(
     if config.improver is not None:
         search.solve(found)
     return found
+
+
+def _merged(mask: AttentionMask) -> AttentionMask:
+    """Returns the mask with neighbours merged if it has so many slices that it may pay: a token each of a diagonal."""
+    return mask.merged() if mask.num_slices > MANY_SLICES else mask
 
 
 def _may_reorder(cp_size: int, config: CPConfig) -> bool:
