@@ -17,6 +17,7 @@ rows of the passing side come first, because own rows send no results. Foreign r
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -92,6 +93,21 @@ class AssignedMask:
             side: owner == ranks for side, owner in self.owner.items()
         }
         self.is_local = self.is_own["q"] & self.is_own["k"]
+        self._shares: dict[tuple[Side, Order], FloatArray] = {}
+
+    @cached_property
+    def _rows_of_parts(self) -> dict[Side, tuple[IntArray, IntArray]]:
+        """The rows of each side that parts need, as sorted keys of their ranks without repetition, and each part's."""
+        found: dict[Side, tuple[IntArray, IntArray]] = {}
+        for side, columns in COLUMNS.items():
+            keys = self.placed.space.keys_of(self.parts[:, columns], self.ranks)
+            order = np.lexsort((keys[:, 1], keys[:, 0]))
+            keys = keys.take(order, axis=0)
+            opens = _differs(keys[:, 0]) | _differs(keys[:, 1])
+            which = np.empty(len(keys), dtype=np.int64)
+            which[order] = np.cumsum(opens) - 1
+            found[side] = keys.compress(opens, axis=0), which
+        return found
 
     @property
     def local_areas(self) -> FloatArray:
@@ -112,8 +128,10 @@ class AssignedMask:
 
     def _foreign(self, side: Side, chosen: BoolArray) -> IntArray:
         """Returns the rows of one side of the chosen parts, as normalised keys of the ranks that compute them."""
-        ids = self.parts[:, COLUMNS[side]].compress(chosen, axis=0)
-        return interval.normalise(self.placed.space.keys_of(ids, self.ranks.compress(chosen)))
+        keys, which = self._rows_of_parts[side]
+        is_needed = np.zeros(len(keys), dtype=bool)
+        is_needed[which.compress(chosen)] = True
+        return interval.normalise(keys.compress(is_needed, axis=0))
 
     def build(self, staging: Staging, route: Route = direct) -> Pass:
         """Returns the pass that computes the assignment in these stages."""
@@ -128,6 +146,9 @@ class AssignedMask:
     def stages(self, staging: Staging, route: Route = direct) -> list[AssignedStage]:
         """Returns the pairs of every rank and the foreign rows that arrive, stage by stage."""
         stage, placed = self._stage_of_parts(staging), self.placed
+        cell = stage * placed.num_ranks + self.ranks
+        areas = np.bincount(cell, self.area, staging.num_stages * placed.num_ranks)
+        areas = areas.astype(np.float64).reshape(staging.num_stages, -1)
         held = dict.fromkeys(COLUMNS, placed.space)
         found = []
         for index in range(staging.num_stages):
@@ -144,32 +165,44 @@ class AssignedMask:
                     for hop in arriving[side]:  # relays hold what they pass on
                         before = before.plus(before.keys_of(hop[:, ID_START:], hop[:, DST]))
                 held[side] = before
-            areas = self._per_rank(self.area * now)
-            found.append(AssignedStage(areas, arriving, staging.keeps(index)))
+            found.append(AssignedStage(areas[index], arriving, staging.keeps(index)))
         return found
 
     def _stage_of_parts(self, staging: Staging) -> IntArray:
         stage = np.zeros(len(self.parts), dtype=np.int64)
         if staging.keeps_rest:
-            in_rows = self._share_before(self.ranks, self.parts[:, Q_START], self.is_local)
-            stage[self.is_local & (in_rows > 0.5)] = staging.num_remote + 1
-        share = self._share_before(*self._foreign_first(staging), ~self.is_local)[~self.is_local]
-        stage[~self.is_local] = 1 + np.minimum(share * staging.num_remote, staging.num_remote - 1)
+            stage[self._local_share > 0.5] = staging.num_remote + 1
+        share = self._foreign_share(staging.kept, staging.order)
+        which = np.minimum(share * staging.num_remote, staging.num_remote - 1)
+        stage[~self.is_local] = 1 + which
         return stage
 
-    def _foreign_first(self, staging: Staging) -> tuple[IntArray, IntArray]:
+    @cached_property
+    def _local_share(self) -> FloatArray:
+        """The share of a rank's local area before each part, by query rows; 0 for parts with foreign rows."""
+        share = self._share_before(self.ranks, self.parts[:, Q_START], self.is_local)
+        return share * self.is_local
+
+    def _foreign_share(self, kept: Side, order: Order) -> FloatArray:
+        """Returns the share of its group's area before each part with foreign rows: `[foreign parts]`; found once."""
+        if (kept, order) not in self._shares:
+            share = self._share_before(*self._foreign_first(kept, order), ~self.is_local)
+            self._shares[kept, order] = share.compress(~self.is_local)
+        return self._shares[kept, order]
+
+    def _foreign_first(self, kept: Side, order: Order) -> tuple[IntArray, IntArray]:
         """Returns the groups that are spread over stages, each by itself, and the places of parts in their group.
 
         Foreign rows of the side that passes come first, then own ones along the side that is kept.
         """
-        kept, num_ranks = staging.kept, self.placed.num_ranks
+        num_ranks = self.placed.num_ranks
         passing: Side = "q" if kept == "k" else "k"
         is_own = self.is_own[passing]
         owner = np.where(is_own, self.owner[kept], self.owner[passing])
         piece = np.where(is_own, self.pieces[kept], self.pieces[passing])
-        if staging.order == "shares":
+        if order == "shares":
             return (self.ranks * 2 + is_own) * num_ranks + owner, piece
-        turn = (owner - self.ranks) % num_ranks if staging.order == "ring" else 0
+        turn = (owner - self.ranks) % num_ranks if order == "ring" else 0
         return self.ranks, (is_own * num_ranks + turn) * self.num_pieces + piece
 
     def _share_before(self, group: IntArray, along: IntArray, chosen: BoolArray) -> FloatArray:

@@ -17,7 +17,7 @@ import numpy as np
 from megatron_cp.mask import AttentionMask, interval
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.mask.slice import K_END, K_START, Q_END, Q_START, cut_rows, rows_area
-from megatron_cp.plan.schema import FloatArray
+from megatron_cp.plan.schema import BoolArray, FloatArray
 
 MAX_EXCHANGES_PER_RANK = 64
 PARTNERS = 4  # idle ranks looked at per exchange; an eighth of all ranks if that is more
@@ -135,7 +135,8 @@ class _ChunkAssignment:
         if not useful.any():
             return False
         cost = np.full(gain.shape, np.inf)
-        np.divide(1 + self._extra_rows(a, mine, idle, theirs), gain, out=cost, where=useful)
+        extra = self._extra_rows(a, mine, idle, theirs, useful)
+        np.divide(1 + extra, gain, out=cost, where=useful)
         which, i, j = (int(x) for x in np.unravel_index(int(cost.argmin()), cost.shape))
         b = int(idle[which])
         self.owned[a, i], self.owned[b, j] = self.owned[b, j], self.owned[a, i]
@@ -145,8 +146,13 @@ class _ChunkAssignment:
             self.covered[rank] = self._covered_by(chunks)
         return True
 
-    def _extra_rows(self, a: int, mine: IntArray, idle: IntArray, theirs: IntArray) -> FloatArray:
-        """Returns an estimate of the key rows moved more if chunks `[b, i, j]` change places."""
-        leave = np.maximum(self.needs[mine][None] - self.covered[idle][:, None], 0).sum(axis=2)
-        enter = np.maximum(self.needs[theirs] - self.covered[a], 0).sum(axis=2)
+    def _extra_rows(
+        self, a: int, mine: IntArray, idle: IntArray, theirs: IntArray, useful: BoolArray
+    ) -> FloatArray:
+        """Returns an estimate of the key rows moved more if chunks `[b, i, j]` change places; right where useful."""
+        leave, enter = np.zeros(useful.shape[:2]), np.zeros(theirs.shape)
+        b, i = useful.any(axis=2).nonzero()
+        leave[b, i] = np.maximum(self.needs[mine[i]] - self.covered[idle[b]], 0).sum(axis=1)
+        b, j = useful.any(axis=1).nonzero()
+        enter[b, j] = np.maximum(self.needs[theirs[b, j]] - self.covered[a], 0).sum(axis=1)
         return leave[:, :, None] + enter[:, None, :]

@@ -16,9 +16,8 @@ from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.placement import by_area
-from megatron_cp.plan.placement.by_documents import document_bounds, whole_documents
+from megatron_cp.plan.placement.by_documents import distinct, document_bounds, whole_documents
 from megatron_cp.plan.placement.placement import Placement, chunk_layout
-from megatron_cp.plan.schema import FloatArray
 
 Family = Mapping[str, tuple[AttentionMask, float]]  # name -> (mask, number of layers)
 
@@ -84,10 +83,10 @@ class PlacementCandidates:
     def by_documents(self, degree: int, most_load: float) -> Placement | None:
         """Returns documents on as few ranks as they fit, and on more if one would have over `most_load` of its share.
 
-        None if the mask is one document, if the pieces would be too many, or if the user chose a chunk size, which
-        documents do not keep to.
+        None if the mask is one document, or if the pieces would be too many. With a chosen chunk size documents begin
+        at the nearest chunk.
         """
-        if len(self._bounds) <= 2 or self.config.chunk_size is not None:
+        if len(self._bounds) <= 2:
             return None
         if most_load not in self._documents:
             self._documents[most_load] = self._whole_documents(most_load)
@@ -106,20 +105,19 @@ class PlacementCandidates:
             np.intersect1d, (document_bounds(mask) for mask, _ in self.masks.values())
         )
 
-    @functools.cached_property
-    def _areas(self) -> FloatArray:
-        """Pairs of the documents, over all layers."""
-        areas = [weight * mask.area_of_rows(self._bounds) for mask, weight in self.masks.values()]
-        return np.sum(areas, axis=0)
-
     def _whole_documents(self, most_load: float) -> Placement:
-        """Returns documents placed on the smallest head groups that are looked at."""
-        degree = self.smallest_degree
+        """Returns documents placed on the smallest head groups that are looked at, in whole chunks if those are chosen."""
+        degree, chunk = self.smallest_degree, self.config.chunk_size or 1
         groups, node_size = self.cp_size // degree, get_topology(self.config.topology).node_size
         inside = max(1, node_size // degree)
         node = groups if self.cp_size <= node_size else math.gcd(groups, inside)
-        rows = degree * self.rows
-        return whole_documents(self._bounds, self._areas, groups, node, rows, most_load)
+        last = -(-self._bounds[-1] // chunk)
+        bounds = distinct(np.append((self._bounds[:-1] + chunk // 2) // chunk, last))
+        tokens = np.minimum(bounds * chunk, self._bounds[-1])
+        areas = [weight * mask.area_of_rows(tokens) for mask, weight in self.masks.values()]
+        rows, area = degree * self.rows // chunk, np.sum(areas, axis=0)
+        placed = whole_documents(bounds, area, groups, node, rows, most_load)
+        return replace(placed, ids=placed.ids * chunk)
 
     def by_area(self, degree: int) -> Placement:
         """Returns zigzag chunks of head groups, exchanged until areas are equal."""
@@ -134,7 +132,5 @@ class PlacementCandidates:
 
     def _chunks_per_group(self, finest: int, groups: int) -> int:
         """Returns how many chunks a head group owns: a divisor of the finest number."""
-        if self.config.chunk_size is not None:
-            return finest
         most = max(self.limits.least_chunks, self.limits.chunks // groups)
         return max(n for n in range(1, finest + 1) if finest % n == 0 and (n <= most or n == 1))

@@ -5,6 +5,7 @@ A strategy says how both passes of a mask run on a placement; of each pass it ha
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -45,6 +46,13 @@ class PassOption:
     refine: "Callable[[], PassOption] | None" = (
         None  # the same at its exact price; None if that is the price
     )
+    is_published: bool = False
+    """Whether a named planner would run the pass so: the plan is never slower than that, not even by a little."""
+
+    @property
+    def published_seconds(self) -> float:
+        """Returns the time of a published option, infinite for others."""
+        return self.seconds if self.is_published else math.inf
 
 
 Strategy = Mapping[PassName, PassOption]
@@ -137,7 +145,11 @@ class HeadGroups:
         uneven = imbalance(loads.areas.sum(axis=0))
         return {
             name: PassOption(
-                self.seconds(loads, name), self.moved_bytes(rows, name), uneven, build_once
+                self.seconds(loads, name),
+                self.moved_bytes(rows, name),
+                uneven,
+                build_once,
+                is_published=True,
             )
             for name in PASSES
         }

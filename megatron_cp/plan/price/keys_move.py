@@ -18,6 +18,7 @@ from megatron_cp.plan.hardware.cost import (
     hop_movement,
     seconds_per_byte,
 )
+from megatron_cp.plan.price.double_ring import double_ring
 from megatron_cp.plan.price.head_groups import HeadGroups, Strategy
 from megatron_cp.plan.schema import FloatArray
 from megatron_cp.plan.transfer.pass_builder import PlacedMask
@@ -44,9 +45,10 @@ def placement_figures(placed: PlacedMask) -> Figures:
 
 
 def published_strategies(groups: HeadGroups, limit: float = math.inf) -> list[Strategy]:
-    """Returns the strategies in which queries stay: needed keys at once, ring, all-gather; their prices are exact.
+    """Returns the strategies in which queries stay: needed keys at once, ring, all-gather, double ring.
 
-    Those that cannot take less than `limit` seconds, by their busiest rank or by moving all keys, are left out.
+    Those that cannot take less than `limit` seconds, by their busiest rank or by moving all keys, are left out. The
+    others' prices are exact, but for the double ring's among nodes.
     """
     if groups.least_seconds() > limit:
         return []
@@ -54,7 +56,7 @@ def published_strategies(groups: HeadGroups, limit: float = math.inf) -> list[St
     strategies = [_needed_keys(groups, figures)]
     if groups.all_keys_seconds() <= limit:
         strategies += [_ring(groups, figures), _allgather(groups, figures)]
-    return strategies
+    return strategies + double_ring(groups, figures.areas, limit)
 
 
 def _key_loads(areas: FloatArray, moves: Sequence[Movement | None]) -> PassLoads:

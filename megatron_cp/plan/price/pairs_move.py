@@ -182,8 +182,15 @@ class _RoutedAssignment:
         return best, best_seconds
 
     def build(self, staging: Staging) -> Pass:
-        """Returns the pass of a staging."""
-        return split_heads(self.assigned.build(staging, self.route), self.groups.degree)
+        """Returns the pass of a staging; the same object if forward and backward take the same."""
+        if staging not in self._built:
+            built = self.assigned.build(staging, self.route)
+            self._built[staging] = split_heads(built, self.groups.degree)
+        return self._built[staging]
+
+    @functools.cached_property
+    def _built(self) -> dict[Staging, Pass]:
+        return {}
 
     def _exact_loads(self, staging: Staging) -> PassLoads:
         stages = self.assigned.stages(staging, self.route)
@@ -243,5 +250,6 @@ def _stagings(
     sides: list[Side] = ["k"] if name == "forward" else ["q"]
     if name == "backward" and rows["q"]:
         sides.append("k")
-    late = [Staging(n, True, kept) for n in counts for kept in (sides if n > 1 else sides[:1])]
+    one: list[Side] = ["k"]  # in a single stage nothing is kept: both passes may share it
+    late = [Staging(n, True, kept) for n in counts for kept in (sides if n > 1 else one)]
     return late + [replace(one, keeps_rest=False) for one in late if one.num_remote <= limits.few]

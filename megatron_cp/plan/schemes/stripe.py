@@ -19,8 +19,8 @@ import numpy as np
 
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
-from megatron_cp.mask.interval import IntArray
-from megatron_cp.mask.slice import make_rows, shift_rows, tighten
+from megatron_cp.mask.slice import shift_rows, tighten
+from megatron_cp.plan.placement.classes import stripe_rows
 from megatron_cp.plan.placement.placement import tokens_of_chunks, tokens_per_rank
 from megatron_cp.plan.schema import Hop, Pass, PlanData, Stage, Transfer
 from megatron_cp.plan.schemes.gather import one_pass_plan
@@ -54,25 +54,10 @@ def token_stripes_pass(mask: AttentionMask, cp_size: int, own_rows: int) -> Pass
         num_keys = own_rows if step == 0 else 2 * own_rows  # own | received
         work = []
         for rank, source in zip(ranks.tolist(), sources.tolist(), strict=True):
-            rows = shift_rows(_stripe(mask.array, cp_size, rank, source), k=num_keys - own_rows)
+            rows = tighten(stripe_rows(mask.array, cp_size, rank, source))
+            rows = shift_rows(rows, k=num_keys - own_rows)
             one = AttentionMask(own_rows, num_keys, rows)
             work.append(one.merged() if one.num_slices > 1 else one)
         cast = Transfer((Hop(messages),)) if step else None
         stages.append(Stage(tuple(work), k_cast=cast))
     return Pass(tuple(stages))
-
-
-def _stripe(rows: IntArray, stride: int, q_first: int, k_first: int) -> IntArray:
-    """Returns what queries q_first + a stride and keys k_first + b stride share, as slices in (a, b)."""
-    q0, q1, k0, k1, lo, hi = rows.T
-    offset = k_first - q_first
-    return tighten(
-        make_rows(
-            -((q_first - q0) // stride),  # the first a with q_first + a stride >= q0
-            -((q_first - q1) // stride),
-            -((k_first - k0) // stride),
-            -((k_first - k1) // stride),
-            -((offset - lo) // stride),
-            (hi - offset) // stride,
-        )
-    )

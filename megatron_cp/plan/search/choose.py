@@ -30,6 +30,8 @@ class _Total:
     seconds: float
     moved_bytes: float
     imbalance: float
+    published_seconds: float
+    """Of the fastest published options, one for each pass."""
 
 
 Priced = TypeVar("Priced", PassOption, _Total)
@@ -50,7 +52,7 @@ def best_family(
         every = [
             {key: _pick(options, budget) for key, options in one.options.items()} for one in found
         ]
-        totals = [_total(masks, chosen) for chosen in every]
+        totals = [_total(masks, one.options, chosen) for one, chosen in zip(found, every, strict=True)]
         best = totals.index(_pick(totals, budget))
         candidate, chosen = found[best], every[best]
         estimates = {key: one.refine() for key, one in chosen.items() if one.refine is not None}
@@ -122,27 +124,37 @@ def _least_megabytes(masks: Family, found: Sequence[Candidate], config: CPConfig
 
 
 def _pick(options: Sequence[Priced], budget: SearchBudget) -> Priced:
-    """Returns the fastest option, or one as good: balanced and with fewer bytes moved."""
+    """Returns the fastest option, or one as good: balanced and with fewer bytes moved.
+
+    Beside a published option "as good" means no slower than that.
+    """
     limit = budget.near * min(one.seconds for one in options)
+    limit = min(limit, min(one.published_seconds for one in options))
     near = [one for one in options if one.seconds <= limit]
     even = budget.good_imbalance
     return min(near, key=lambda one: (max(one.imbalance, even), one.moved_bytes, one.seconds))
 
 
-def _total(masks: Family, chosen: Chosen) -> _Total:
+def _total(
+    masks: Family, options: Mapping[tuple[str, PassName], Sequence[PassOption]], chosen: Chosen
+) -> _Total:
     weighted = [(masks[name][1], choice) for (name, _), choice in chosen.items()]
     seconds = sum(weight * choice.seconds for weight, choice in weighted)
     if not 0 < seconds < math.inf:
-        return _Total(seconds, 0.0, 1.0)
+        return _Total(seconds, 0.0, 1.0, math.inf)
     loads = sum(weight * choice.seconds * choice.imbalance for weight, choice in weighted)
     moved = sum(weight * choice.moved_bytes for weight, choice in weighted)
-    return _Total(seconds, moved, loads / seconds)
+    published = sum(
+        masks[name][1] * min(one.published_seconds for one in found)
+        for (name, _), found in options.items()
+    )
+    return _Total(seconds, moved, loads / seconds, published)
 
 
 def _build(
     masks: Family, candidate: Candidate, chosen: Chosen, config: CPConfig
 ) -> dict[str, PlanData]:
-    tokens, plans = candidate.placement.tokens, {}
+    tokens, plans = candidate.tokens, {}
     for name, (mask, _) in masks.items():
         forward, backward = (chosen[name, which].build() for which in PASSES)
         plans[name] = PlanData(mask, config, "auto", tokens, forward, backward)

@@ -13,13 +13,16 @@ Placements come from `plan/placement/candidates.py`, strategies from `strategies
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_cp.config import CPConfig
+from megatron_cp.mask import AttentionMask
+from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.hardware.cost import load_bound_seconds
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.placement.candidates import Family, PlacementCandidates
-from megatron_cp.plan.placement.placement import Placement
+from megatron_cp.plan.placement.classes import Reordering, classes_together
+from megatron_cp.plan.placement.placement import Placement, chunk_layout
 from megatron_cp.plan.price.head_groups import HeadGroups, PassOption, Strategy
 from megatron_cp.plan.schema import PASSES, PassName
 from megatron_cp.plan.search.budget import SearchBudget
@@ -27,6 +30,7 @@ from megatron_cp.plan.search.strategies import MOVE, PUBLISHED, STAY, StrategySo
 from megatron_cp.plan.transfer.head_split import fits_heads
 
 DONE = object()
+MANY_SLICES = 4096  # of a mask: merging neighbours takes a microsecond for each
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,14 @@ class Candidate:
     priced: set[tuple[int, StrategySource]] = field(default_factory=set)
     fastest: dict[str, tuple[float, int]] = field(default_factory=dict)
     """Seconds of each mask at its best, and the head degree."""
+    reordering: Reordering | None = None
+    """Of tokens; the placement is one of their new places."""
+
+    @property
+    def tokens(self) -> IntArray:
+        """Returns the tokens of each rank: int64 `[P, T]`."""
+        places = self.placement.tokens
+        return places if self.reordering is None else self.reordering.tokens_of(places)
 
     def add(self, name: str, strategies: Iterable[Strategy]) -> None:
         """Adds strategies for a mask."""
@@ -50,7 +62,29 @@ class Candidate:
 def candidates(
     masks: Family, cp_size: int, config: CPConfig, budget: SearchBudget
 ) -> list[Candidate]:
-    """Returns all placements looked at, with their priced options; each mask has at least one on each."""
+    """Returns all placements looked at, with their priced options; each mask has at least one on each.
+
+    A chosen chunk size is searched like each coarser one that is legal as well: no finer one does worse. Where classes
+    of tokens never meet (a dilated window), their tokens are put together first; if that takes no more slices, nothing
+    else is looked at.
+    """
+    masks = {name: (_merged(mask), weight) for name, (mask, weight) in masks.items()}
+    apart = classes_together([mask for mask, _ in masks.values()]) if _may_reorder(cp_size, config) else None
+    found: list[Candidate] = []
+    if apart is not None:
+        weights = [weight for _, weight in masks.values()]
+        reordered = dict(zip(masks, zip(apart.masks, weights, strict=True), strict=True))
+        found += [replace(one, reordering=apart) for one in _searched(reordered, cp_size, config, budget)]
+        if _num_slices(reordered) <= _num_slices(masks):
+            return found
+    for chosen in _with_coarser_chunks(masks, cp_size, config):
+        found += _searched(masks, cp_size, chosen, budget)
+    return found
+
+
+def _searched(
+    masks: Family, cp_size: int, config: CPConfig, budget: SearchBudget
+) -> list[Candidate]:
     search = _Search(masks, cp_size, config, budget)
     search.look()
     search.improve()
@@ -58,6 +92,32 @@ def candidates(
     if config.improver is not None:
         search.solve(found)
     return found
+
+
+def _merged(mask: AttentionMask) -> AttentionMask:
+    """Returns the mask with neighbours merged if it has so many slices that it may pay: a token each of a diagonal."""
+    return mask.merged() if mask.num_slices > MANY_SLICES else mask
+
+
+def _may_reorder(cp_size: int, config: CPConfig) -> bool:
+    """Returns whether single tokens may be placed anywhere: not in chunks that the user chose."""
+    return cp_size > 1 and config.chunk_size is None
+
+
+def _num_slices(masks: Family) -> int:
+    return sum(mask.num_slices for mask, _ in masks.values())
+
+
+def _with_coarser_chunks(masks: Family, cp_size: int, config: CPConfig) -> list[CPConfig]:
+    """Returns the config, and with a chosen chunk size those of twice, four times ... as many tokens that divide a rank's."""
+    if config.chunk_size is None:
+        return [config]
+    chunk, count = chunk_layout(next(iter(masks.values()))[0].num_queries, cp_size, config)
+    return [
+        replace(config, chunk_size=chunk << n)
+        for n in range(count.bit_length())
+        if count % (1 << n) == 0
+    ]
 
 
 class _Search:
@@ -83,6 +143,7 @@ class _Search:
         self.promise = dict.fromkeys(self.degrees, math.inf)
         self.by_mask = {name: dict.fromkeys(self.degrees, math.inf) for name in masks}
         self._by_area: dict[int, Placement] = {}
+        self.needed_in_order: dict[int, float] = {}
         self.effort = 0.0
 
     def look(self) -> None:
@@ -93,19 +154,25 @@ class _Search:
             documents = self.placements.by_documents(degree, loose) if is_searched else None
             if documents is not None:
                 self._price(documents, degree, STAY)
-            elif self.placements.is_even_in_order:
+                if self.config.chunk_size is None:
+                    continue  # tokens of documents are placed one by one
+            if self.placements.is_even_in_order:
                 self._price(self.placements.in_order(), degree, STAY)
             elif is_searched and 1 < self.cp_size // degree <= few:
                 self._price_by_area(degree)
-        needed = {}
+        needed = self.needed_in_order
         for degree in self.searched if self.config.num_stages is None else ():
             needed[degree] = self._price(self.placements.in_order(), degree, PUBLISHED)
             self._price(self.placements.zigzag(degree), degree, PUBLISHED)
-        best = min(needed, key=needed.__getitem__, default=None)
-        fastest = min(self.fastest.values())
-        if best is not None and needed[best] <= self.budget.promising * fastest:
+        for degree in self._promising_in_order()[:1]:
             # Windows: tokens in order need the fewest rows there can be.
-            self._price(self.placements.in_order(), best, STAY)
+            self._price(self.placements.in_order(), degree, STAY)
+
+    def _promising_in_order(self) -> list[int]:
+        """Returns the degrees at which needed keys alone, tokens in order, come near the fastest, best first."""
+        limit = self.budget.promising * min(self.fastest.values())
+        needed = self.needed_in_order
+        return [one for one in sorted(needed, key=needed.__getitem__) if needed[one] <= limit]
 
     def _limit(self) -> float:
         """Returns the seconds beyond which a strategy is of no use; none in families and where memory is short."""
@@ -123,6 +190,8 @@ class _Search:
             taken[degree] += 1
             if next(steps[degree], DONE) is DONE:
                 del steps[degree]
+        for degree in [] if self._is_within(self.budget.perfect) else self._promising_in_order()[:2]:
+            self._price(self.placements.in_order(), degree, STAY)
         self._move_on_best()
 
     def _steps(self, degree: int) -> Iterator[None]:
