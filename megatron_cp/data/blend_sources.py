@@ -105,7 +105,7 @@ def read_per_split_file(path: str | os.PathLike[str]) -> dict[str, list[str] | N
     flag = "--per-split-data-args-path"
     try:
         splits = json.loads(_read_text(path, flag))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{flag} {os.fspath(path)!r} is not JSON ({error}); repair it") from None
     if not isinstance(splits, dict) or set(splits) != set(_SPLITS):
         have = sorted(splits) if isinstance(splits, dict) else type(splits).__name__

@@ -142,7 +142,10 @@ def _read_template(path: Path) -> _Render:
     config_path, own_path = folder / "tokenizer_config.json", folder / "chat_template.jinja"
     config: dict[str, Any] = {}
     if config_path.is_file():
-        config = json.loads(config_path.read_text(encoding="utf-8"))
+        try:
+            config = dict(json.loads(config_path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ValueError(f"{config_path} is not a JSON object ({error}); repair it") from None
     text = (
         own_path.read_text(encoding="utf-8") if own_path.is_file() else config.get("chat_template")
     )

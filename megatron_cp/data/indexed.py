@@ -225,7 +225,7 @@ def _check_manifest(path: Path, idx_path: Path, index_bytes: bytes, bin_bytes: i
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         want_idx, want_bytes = str(manifest["idx"]["sha256"]), int(manifest["bin"]["bytes"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(
             f"{path} is not a corpus manifest ({type(error).__name__}: {error}); {advice}"
         ) from None

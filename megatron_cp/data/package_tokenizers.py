@@ -188,7 +188,7 @@ def _read_ranks(path: Path, count: int, first_id: int) -> dict[bytes, int]:
             base64.b64decode(entry["token_bytes"], validate=True) for entry in entries[:count]
         ]
         in_order = all(entry["rank"] == rank for rank, entry in enumerate(entries[:count]))
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(
             f"--tokenizer-model {str(path)!r} is not a tiktoken vocabulary ({error!r}); give a "
             "JSON list of objects with rank, token_bytes and token_str"

@@ -37,6 +37,9 @@ _MODEL_FILES = {
 _EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|eod|>", "<eod>", "</s>", "<eos>", "[EOS]")
 _PAD_NAMES = ("<|pad|>", "<pad>", "[PAD]", "<|padding|>", "<|finetune_right_pad_id|>")
 
+# Vocabularies leave some ids free, for tokens to come; a file may not ask for an embedding of any size by one id.
+_MOST_IDS_PER_TOKEN, _MOST_FREE_IDS = 4, 1 << 16
+
 
 class Tokenizer(Protocol):
     """What preprocessing, loader and training need of a tokenizer."""
@@ -117,7 +120,11 @@ class HuggingFaceTokenizer:
 
         try:
             self._backend = Backend.from_file(str(file))
-        except Exception as error:  # the library raises bare Exception for every kind of bad file
+        except (
+            BaseException
+        ) as error:  # the library raises bare ones, and panics of Rust, for bad files
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
             raise ValueError(
                 f"{file} is not a tokenizers file ({error}); give a tokenizer.json"
             ) from None
@@ -134,6 +141,11 @@ class HuggingFaceTokenizer:
         self.eod: int = eod
         self.pad: int = eod if pad is None else pad
         self.vocab_size: int = max(vocabulary.values()) + 1  # ids may have holes
+        if self.vocab_size > _MOST_IDS_PER_TOKEN * len(vocabulary) + _MOST_FREE_IDS:
+            raise ValueError(
+                f"{file}: token id {self.vocab_size - 1} with {len(vocabulary)} tokens; an embedding would have "
+                "a row for every id below it: number the tokens without such holes"
+            )
 
     @property
     def unique_identifiers(self) -> dict[str, str]:
@@ -225,7 +237,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         return {}
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}); repair or remove it") from None
     return config if isinstance(config, dict) else {}
 

@@ -33,7 +33,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise refuse(f"{path} is missing; a Hugging Face folder has one; give another folder")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise refuse(
             f"{path} is not JSON ({problem}); it must be one object; download it again"
         ) from None

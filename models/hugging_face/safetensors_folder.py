@@ -91,11 +91,17 @@ def _read_index(folder: Path) -> dict[str, str] | None:
     try:
         content = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         index = {str(name): str(file) for name, file in content["weight_map"].items()}
-    except (ValueError, KeyError, AttributeError, TypeError) as problem:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as problem:
         raise refuse(
             f"{folder / INDEX} cannot be read ({problem!r}); it must be JSON with a weight_map; "
             "download it again"
         ) from None
+    outside = sorted({file for file in index.values() if Path(file).name != file})
+    if outside:
+        raise refuse(
+            f"{folder / INDEX} names {listing(outside)}; files must lie beside it, by their names alone; "
+            "download it again"
+        )
     absent = sorted({file for file in index.values() if not (folder / file).is_file()})
     if absent:
         raise refuse(

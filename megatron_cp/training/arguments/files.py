@@ -5,6 +5,7 @@ No file is opened. Each check yields its faults as `faults.py` describes.
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 from collections.abc import Iterator
 
@@ -135,6 +136,11 @@ def complete_records(args: Namespace) -> Iterator[str]:
         )
     if args.wandb_exp_name == "":
         yield "--wandb-exp-name is empty; give a name or drop the flag"
+    if args.wandb_run_id is not None and not re.fullmatch(r"[\w-]{1,128}", args.wandb_run_id):
+        yield (
+            f"--wandb-run-id {args.wandb_run_id!r} must be of letters, digits, - and _, as it names a folder; "
+            "give wandb's own id of the run"
+        )
 
 
 def check_checkpoints(args: Namespace) -> Iterator[str]:

@@ -34,6 +34,11 @@ def complete_precision(args: Namespace) -> Iterator[str]:
     if args.fp16 and args.loss_scale is None:
         # An overflow is how the scale is found: it skips a step and is no error.
         args.check_for_nan_in_loss_and_grad = False
+    if args.on_bad_step == "skip" and not args.check_for_nan_in_loss_and_grad:
+        yield (
+            "--on-bad-step skip does nothing where loss and gradients are not looked at: --fp16 without --loss-scale "
+            "leaves overflows out by itself, and --no-check-for-nan-in-loss-and-grad applies them; drop one"
+        )
     if args.grad_reduce_in_bf16 and not args.bf16:
         yield "--grad-reduce-in-bf16 needs --bf16; give it too or drop the flag"
     if args.grad_reduce_in_bf16 and args.accumulate_allreduce_grads_in_fp32:

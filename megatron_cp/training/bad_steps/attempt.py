@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from megatron.core.distributed import finalize_model_grads
 
 _NUM_FIRST = 100
 _FACTOR = 10.0
@@ -59,6 +58,8 @@ class LocalGradients:
         """Stands for Megatron-Core's `finalize_model_grads`, which it calls."""
         if not self.overlaps:
             self.norm = gradient_norm(model)
+        from megatron.core.distributed import finalize_model_grads  # after what stands in for CUDA
+
         finalize_model_grads(model, *args, **kwargs)
         if self.overlaps:
             self.norm = gradient_norm(model)

@@ -218,9 +218,13 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         if hashes.keys() != files.keys():
             raise KeyError("sha256")
         dict(content["shape"]), dict(content["data"]), int(content["restarts"])
-    except (ValueError, KeyError, TypeError) as problem:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as problem:
         raise DamagedCheckpointError(f"{path} is damaged ({problem}); {ANOTHER}") from None
     for name, size in files.items():
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise DamagedCheckpointError(
+                f"{path} is damaged: it names {name!r}, which is outside of the checkpoint; {ANOTHER}"
+            )
         file = folder / name
         found = file.stat().st_size if file.is_file() else None
         if found != size:

@@ -100,7 +100,7 @@ def _check_backend(folder: Path) -> None:
     path = folder / "metadata.json"
     try:
         backend = json.loads(path.read_text(encoding="utf-8"))["sharded_backend"]
-    except (ValueError, KeyError, TypeError) as problem:
+    except (ValueError, KeyError, TypeError, RecursionError) as problem:
         raise DamagedCheckpointError(
             f"{path} is damaged ({type(problem).__name__}); {ANOTHER}"
         ) from None

@@ -72,7 +72,12 @@ def _read_samples(path: Path) -> list[dict[str, Any]]:
     """Returns the samples that an earlier part of the run left."""
     if not path.is_file():
         return []
-    samples: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["samples"]
+    try:
+        samples: list[dict[str, Any]] = list(
+            json.loads(path.read_text(encoding="utf-8"))["samples"]
+        )
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return []  # pictures of an earlier part; the run goes on without them
     return samples
 
 
@@ -84,7 +89,7 @@ def _keep_rows_until(path: Path, iteration: int) -> None:
             try:
                 if json.loads(line)["iteration"] <= iteration:
                     kept.append(line + "\n")
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 continue  # the last line of a run that was killed while it wrote
     write_atomically(path, "".join(kept))
 

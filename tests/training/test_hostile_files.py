@@ -1,0 +1,133 @@
+"""Files made to harm: deep JSON, huge numbers, names that lead elsewhere, ids without end. One plain error each."""
+
+import json
+import random
+import struct
+from pathlib import Path
+
+import pytest
+
+from megatron_cp.data.blend_sources import read_per_split_file
+from megatron_cp.data.document_set import open_documents
+from megatron_cp.data.indexed import HEADER, MAGIC, VERSION, manifest_path
+from megatron_cp.data.tokenizer import HuggingFaceTokenizer
+from megatron_cp.errors import DamagedCheckpointError
+from megatron_cp.models.hugging_face.config_file import read_config
+from megatron_cp.models.hugging_face.safetensors_folder import INDEX, _read_index
+from megatron_cp.plan.hardware.topology import load_profile
+from megatron_cp.training.checkpoint.files import MANIFEST, read_manifest
+from megatron_cp.training.checkpoint.formats import _check_backend
+from megatron_cp.training.logging.records import _read_samples
+from tests.data.corpora import write_corpus
+
+DEEP = "[" * 200_000
+TEXTS = {
+    "deep lists": DEEP,
+    "deep objects": '{"a":' * 200_000,
+    "an endless number": "9" * 100_000,
+    "an infinite size": '{"idx": {"sha256": "x"}, "bin": {"bytes": 1e999}, "files": {}, "shape": {}, "data": {}, '
+    '"restarts": 1e999}',
+    "no text": "\x00\xff",
+    "a list": "[]",
+    "nothing": "",
+}
+
+
+def tokenizer_file(folder: Path, **changes) -> Path:
+    vocabulary = {"<|endoftext|>": 0, "a": 1, "b": 2, **changes}
+    content = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
+        "pre_tokenizer": None, "post_processor": None, "decoder": None,
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "a"},
+    }  # fmt: skip
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_hostile_json_is_one_plain_error_of_its_reader(tmp_path, name: str):
+    text = TEXTS[name].encode("latin-1")
+
+    def written(file: str) -> Path:
+        (tmp_path / file).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / file).write_bytes(text)
+        return tmp_path / file
+
+    write_corpus(tmp_path / "corpus", [3, 4])
+    written(manifest_path(tmp_path / "corpus").name)
+    tokenizer = tokenizer_file(tmp_path)
+    readers = [
+        lambda: open_documents(tmp_path / "corpus"),
+        lambda: read_manifest(written(f"checkpoint/{MANIFEST}").parent),
+        lambda: _check_backend(written("backend/metadata.json").parent),
+        lambda: read_config(written("model/config.json").parent),
+        lambda: _read_index(written(f"weights/{INDEX}").parent),
+        lambda: load_profile(written("profile.json")),
+        lambda: read_per_split_file(written("splits.json")),
+    ]
+    for read in readers[:2] if name == "an infinite size" else readers:
+        with pytest.raises((ValueError, DamagedCheckpointError)) as refused:
+            read()
+        assert len(str(refused.value)) < 1000
+    assert _read_samples(written("plan.json")) == []
+    if name not in ("a list", "an endless number", "an infinite size"):
+        written("tokenizer_config.json")
+        with pytest.raises(ValueError, match="is not JSON"):
+            HuggingFaceTokenizer(tokenizer)
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "a/../../b"])
+def test_a_manifest_does_not_lead_out_of_its_checkpoint(tmp_path, name: str):
+    content = {"files": {name: 1}, "sha256": {name: "0"}, "shape": {}, "data": {}, "restarts": 0}
+    (tmp_path / MANIFEST).write_text(json.dumps(content))
+    with pytest.raises(DamagedCheckpointError, match="outside of the checkpoint"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/tmp/x.safetensors", "a/b.safetensors"])
+def test_an_index_of_weights_names_files_beside_it_alone(tmp_path, name: str):
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"w": name}}))
+    with pytest.raises(ValueError, match="must lie beside it"):
+        _read_index(tmp_path)
+
+
+@pytest.mark.parametrize("last", [2**32 - 1, 10_000_000])
+def test_one_token_id_does_not_ask_for_an_embedding_of_any_size(tmp_path, last: int):
+    with pytest.raises(ValueError, match=f"token id {last} with 4 tokens"):
+        HuggingFaceTokenizer(tokenizer_file(tmp_path, c=last))
+    assert HuggingFaceTokenizer(tokenizer_file(tmp_path, c=60_000)).vocab_size == 60_001
+
+
+def test_a_changed_tokenizer_is_read_or_refused_never_worse(tmp_path):
+    draw = random.Random(3)
+    good = tokenizer_file(tmp_path).read_bytes()
+    refused = 0
+    for _ in range(1500):
+        bad = bytearray(good)
+        for _ in range(draw.randint(1, 4)):
+            place = draw.randrange(len(bad))
+            if draw.random() < 0.3:
+                del bad[place : place + draw.randint(1, 40)]
+            else:
+                bad[place] = draw.randrange(256)
+        path = tmp_path / "tokenizer.json"
+        path.write_bytes(bytes(bad))
+        try:
+            HuggingFaceTokenizer(path)
+        except ValueError:
+            refused += 1
+    assert refused > 1000
+
+
+@pytest.mark.parametrize("counts", [(2**63, 2), (1, 2**63), (2**64 - 1, 2**64 - 1), (2**40, 1)])
+def test_an_index_with_absurd_counts_is_refused_before_anything_is_taken(tmp_path, counts):
+    write_corpus(tmp_path / "corpus", [3, 4])
+    manifest_path(tmp_path / "corpus").unlink()
+    path = tmp_path / "corpus.idx"
+    raw = path.read_bytes()
+    head = MAGIC + struct.pack("<QBQQ", VERSION, 4, *counts)
+    assert len(head) == HEADER.size
+    path.write_bytes(head + raw[HEADER.size :])
+    with pytest.raises(ValueError, match="entries"):
+        open_documents(tmp_path / "corpus")
