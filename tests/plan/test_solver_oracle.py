@@ -117,6 +117,7 @@ def optimum(name, measure):
     return proven(mask.to_dense(), owner, cut(name)[0], measure)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_no_bound_exceeds_the_proven_optimum_of_equal_areas(name):
     mask, cp_size = CASES[name]
