@@ -129,6 +129,7 @@ CASES = {  # without contention a search ends as soon as areas are equal
 STARTS = (recursive_cut, at_home)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", ALL)
 @pytest.mark.parametrize("name", CASES)
 def test_every_pair_is_computed_once_and_no_rank_is_slower_than_the_slowest_was(name, solver):
@@ -198,6 +199,7 @@ def digest(solver):
     return hashlib.sha256(found.parts.tobytes() + found.ranks.tobytes()).hexdigest()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", ALL)
 def test_another_process_with_another_hash_seed_finds_the_same(solver):
     code = f"from tests.plan.test_solvers import digest; print(digest({solver!r}))"

@@ -73,7 +73,10 @@ def plans_for(planner, cp_size, config_options=None):
     return plans, [tensors(plan.num_tokens, seed=i) for i, plan in enumerate(plans)]
 
 
-@pytest.mark.parametrize("cp_size", CP_SIZES)
+@pytest.mark.parametrize(
+    "cp_size",
+    [size if size < 8 else pytest.param(size, marks=pytest.mark.slow) for size in CP_SIZES],
+)
 @pytest.mark.parametrize("planner", sorted(PLANNERS))
 def test_attention_on_ranks_equals_dense_attention(planner, cp_size):
     if planner == "ulysses" and HEADS % cp_size:

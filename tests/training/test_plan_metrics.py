@@ -9,7 +9,6 @@ from megatron_cp import CPConfig
 from megatron_cp.data.batch import PlanRequest, plan_batch
 from megatron_cp.mask import documents
 from megatron_cp.plan import PLANNERS
-from tests.child import fresh_process
 
 HEADS, GROUPS, DIM, BYTES = 4, 2, 16, 2
 FULL_LAYERS, WINDOW_LAYERS, TENSOR_RANKS, CP = 3, 5, 2, 4
@@ -45,7 +44,7 @@ def planned(lengths, planner):
 
 
 def metrics_of(planner):
-    """In a process of its own: the metrics, and bytes, areas per rank and times of every plan by mask name."""
+    """The metrics, and bytes, areas per rank and times of every plan by mask name."""
     from megatron_cp.training.logging.metrics import plan_metrics
 
     config = SimpleNamespace(
@@ -89,8 +88,7 @@ def milliseconds(plan):
 @pytest.mark.parametrize("planner", ["zigzag", "contiguous"])
 def test_metrics_of_a_step_equal_a_count_over_all_its_plans(planner):
     assert planner in PLANNERS
-    with fresh_process() as call:
-        metrics, counted = call(metrics_of, planner)
+    metrics, counted = metrics_of(planner)
     layers = {"full": FULL_LAYERS, "window": WINDOW_LAYERS}
     sent = sum(layers[name] * sent for name, sent, _, _ in counted)
     assert metrics["cp/comm_bytes_sent"] == pytest.approx(TENSOR_RANKS * sent)
