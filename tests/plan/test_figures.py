@@ -14,8 +14,8 @@ from megatron_cp.plan import AttentionPlan, Hop, Pass, Stage, Transfer, make_pla
 from megatron_cp.plan.hardware.makespan import makespan_seconds
 from megatron_cp.plan.placement import by_area
 from megatron_cp.plan.placement.placement import Placement
-from megatron_cp.plan.price.head_groups import HeadGroups
 from megatron_cp.plan.price.double_ring import double_ring
+from megatron_cp.plan.price.head_groups import HeadGroups
 from megatron_cp.plan.price.keys_move import placement_figures, published_strategies
 from megatron_cp.plan.transfer.head_split import fits_heads
 from megatron_cp.plan.transfer.pass_builder import PassBuilder, PlacedMask
