@@ -1,5 +1,8 @@
 """Volumes against the closed forms of the literature, balance, and the promise of planner "auto"."""
 
+import math
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,12 +14,13 @@ from megatron_cp.plan import AttentionPlan, Hop, Pass, Stage, Transfer, make_pla
 from megatron_cp.plan.hardware.makespan import makespan_seconds
 from megatron_cp.plan.placement import by_area
 from megatron_cp.plan.placement.placement import Placement
+from megatron_cp.plan.price.double_ring import double_ring
 from megatron_cp.plan.price.head_groups import HeadGroups
 from megatron_cp.plan.price.keys_move import placement_figures, published_strategies
 from megatron_cp.plan.transfer.head_split import fits_heads
 from megatron_cp.plan.transfer.pass_builder import PassBuilder, PlacedMask
 from megatron_cp.plan.transfer.passes import needed_keys_pass
-from tests.plan.cases import PRICED, config, packed
+from tests.plan.cases import PRICED, config, nodes_of, packed
 from tests.strategies import attention_masks
 
 TIE = 1.005  # "auto" prefers fewer bytes among plans whose predictions are so near
@@ -174,6 +178,28 @@ def test_the_price_of_a_published_scheme_is_the_prediction_of_its_plan(planner, 
         )
         prices = [sum(c.seconds for c in both.values()) for both in published_strategies(groups)]
         assert min(abs(price / predicted(plan) - 1) for price in prices) < 1e-9
+
+
+@pytest.mark.parametrize("node_size", [2, 4, 8])
+@pytest.mark.parametrize("kv_heads", [24, 4])
+def test_the_price_of_the_double_ring_is_from_below_and_exact_once_it_is_refined(
+    node_size, kv_heads
+):
+    for mask in (packed("log-normal", 5008, 12), masks.causal(1024), masks.full(512)):
+        options = config(topology=nodes_of(node_size), num_kv_heads=kv_heads)
+        plan = make_plan(mask, 8, replace(options, planner="double_ring"))
+        groups = HeadGroups.of(mask, Placement.of_chunks(plan.global_from_local, 1), options, 1)
+        priced = double_ring(groups, placement_figures(groups.placed).areas, math.inf)
+        if not priced:  # one node, and keys go round in both passes: the ring
+            assert node_size == 8
+            assert kv_heads == 4
+            continue
+        for name, option in priced[0].items():
+            exact = makespan_seconds(plan, name)
+            assert option.seconds <= exact * (1 + 1e-9)
+            refined = option if option.refine is None else option.refine()
+            assert refined.seconds == pytest.approx(exact, rel=1e-9)
+            assert (option.refine is None) == (node_size == 8)
 
 
 # ------------------------------------------------------------------ what prices are made of

@@ -108,16 +108,36 @@ def test_group_sizes_fill_nodes_first(ranks, node, sizes):
 def test_documents_of_a_family_begin_where_those_of_all_masks_do():
     family = {"a": (masks.documents([16, 16, 16, 16]), 1.0), "b": (masks.documents([32, 32]), 2.0)}
     options = config(num_heads=4, num_kv_heads=4)
-    placement = PlacementCandidates(family, 2, options, 1, BUDGET.placements).by_documents(1, 1.08)
+    placement = PlacementCandidates(family, 2, options, 1, BUDGET.placements).by_documents(1, 1.25)
     assert placement is not None
     assert placement.tokens.tolist() == [list(range(32)), list(range(32, 64))]
 
 
-def test_a_chosen_chunk_size_is_kept_so_documents_are_not_placed_whole():
-    family = {"a": (masks.documents([8, 24, 32]), 1.0)}
-    assert (
-        PlacementCandidates(family, 2, config(chunk_size=16), 1, BUDGET.placements).by_documents(
-            1, 1.08
-        )
-        is None
-    )
+@given(
+    lengths=document_lengths(max_documents=30, max_length=90),
+    ranks=st.sampled_from([2, 4, 8]),
+    chunk=st.sampled_from([2, 5, 16]),
+)
+@settings(max_examples=100)
+def test_with_a_chosen_chunk_size_documents_lie_in_whole_chunks(lengths, ranks, chunk):
+    family = {"a": (masks.documents(lengths), 1.0)}
+    options = config(chunk_size=chunk)
+    candidates = PlacementCandidates(family, ranks, options, 1, BUDGET.placements)
+    placed = candidates.by_documents(1, 1.08)
+    assert (placed is None) == (len([one for one in lengths if one]) < 2)
+    if placed is not None:
+        tokens = placed.tokens
+        assert np.array_equal(np.sort(tokens.reshape(-1)), np.arange(ranks * candidates.rows))
+        starts = tokens[:, ::chunk]
+        assert not (starts % chunk).any()
+        assert np.array_equal((starts[:, :, None] + np.arange(chunk)).reshape(ranks, -1), tokens)
+
+
+def test_chunks_near_document_bounds_keep_documents_on_one_rank():
+    lengths = [15, 17, 16, 17, 15, 15, 17, 16]  # the nearest chunks of 16 begin at 16, 32, 48 ...
+    family = {"a": (masks.documents(lengths), 1.0)}
+    options = config(chunk_size=16)
+    placed = PlacementCandidates(family, 4, options, 1, BUDGET.placements).by_documents(1, 1.25)
+    sizes = [len(set(row)) for row in (placed.tokens // 16).tolist()]
+    assert sizes == [2] * 4
+    assert (np.diff(placed.tokens[:, :16]) == 1).all()

@@ -147,8 +147,8 @@ class AssignedMask:
         """Returns the pairs of every rank and the foreign rows that arrive, stage by stage."""
         stage, placed = self._stage_of_parts(staging), self.placed
         cell = stage * placed.num_ranks + self.ranks
-        areas = np.bincount(cell, self.area, staging.num_stages * placed.num_ranks)
-        areas = areas.astype(np.float64).reshape(staging.num_stages, -1)
+        sums = np.bincount(cell, self.area, staging.num_stages * placed.num_ranks)
+        areas: FloatArray = sums.astype(np.float64).reshape(staging.num_stages, -1)
         held = dict.fromkeys(COLUMNS, placed.space)
         found = []
         for index in range(staging.num_stages):

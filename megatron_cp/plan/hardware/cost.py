@@ -16,7 +16,7 @@ import numpy as np
 from megatron_cp.config import CPConfig, Topology
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.plan.hardware.rows import RowSize, head_split_bytes, row_size
+from megatron_cp.plan.hardware.rows import FP32_BYTES, RowSize, head_split_bytes, row_size
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.schema import (
     SIDES,
@@ -101,6 +101,7 @@ class PassLoads:
     areas: FloatArray  # [stages, P] pairs, in units of all heads of a rank
     keys: SideLoads | None = None
     queries: SideLoads | None = None
+    gradient_bytes: int = FP32_BYTES
 
     def side(self, side: Side) -> SideLoads | None:
         """Returns what moves on one side."""
@@ -158,7 +159,7 @@ def transfer_seconds(
         moved = loads.side(side)
         if moved is None:
             continue
-        size = row_size(config, pass_name, side, head_degree)
+        size = row_size(config, pass_name, side, head_degree, loads.gradient_bytes)
         arrive, leave = moved.arrive(size), moved.leave(size)
         under[:-1] += arrive[1:]
         under[1:] += leave[:-1]

@@ -1,5 +1,7 @@
 """What a built plan takes: pairs per stage and rank, seconds of the slowest rank, rows under way."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from megatron_cp.config import KernelRates, Topology
@@ -15,6 +17,7 @@ from megatron_cp.plan.hardware.cost import (
     pass_seconds,
     transfer_seconds,
 )
+from megatron_cp.plan.hardware.rows import FP32_BYTES
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.schema import (
     DST,
@@ -102,10 +105,13 @@ def _grid_place(grid: FloatArray, values: FloatArray) -> tuple[IntArray, FloatAr
     return line, (values - grid[line]) / gap
 
 
-def makespan_seconds(plan: PlanData, pass_name: PassName) -> float:
-    """Returns the predicted time of the slowest rank for one pass of one layer."""
+def makespan_seconds(
+    plan: PlanData, pass_name: PassName, gradient_bytes: int = FP32_BYTES
+) -> float:
+    """Returns the predicted time of the slowest rank for one pass of one layer; `gradient_bytes`: see `row_size`."""
     pass_ = plan.get_pass(pass_name)
     loads = _loads(plan, pass_name, weighted_areas(plan, pass_name))
+    loads = replace(loads, gradient_bytes=gradient_bytes)
     exposed = head_split_seconds(pass_.head_split, plan.tokens_per_rank, plan.config, pass_name)
     return pass_seconds(loads, plan.config, pass_name, pass_.head_degree) + exposed
 

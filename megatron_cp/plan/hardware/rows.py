@@ -21,10 +21,17 @@ class RowSize:
     units_back: float
 
 
-def row_size(config: CPConfig, pass_name: PassName, side: Side, head_degree: int = 1) -> RowSize:
+def row_size(
+    config: CPConfig,
+    pass_name: PassName,
+    side: Side,
+    head_degree: int = 1,
+    gradient_bytes: int = FP32_BYTES,
+) -> RowSize:
     """Returns the size of a key-side or query-side row under a head split of `head_degree`.
 
-    Partial results and gradients travel in fp32; `lse` and `delta` are fp32 scalars per head.
+    Partial results and gradients travel in fp32; `lse` and `delta` are fp32 scalars per head. `gradient_bytes`: of an
+    element of those that go home in backward, for comparisons with what sends them in 16 bits.
     """
     value_dim = config.value_head_dim or config.head_dim
     heads = max(1, config.num_heads // head_degree)
@@ -39,7 +46,7 @@ def row_size(config: CPConfig, pass_name: PassName, side: Side, head_degree: int
     unit = config.num_heads * config.head_dim
     return RowSize(
         there=there * config.element_bytes + scalars * FP32_BYTES,
-        back=back * FP32_BYTES,
+        back=back * (gradient_bytes if pass_name == "backward" else FP32_BYTES),
         units_there=(there + scalars) / unit,
         units_back=back / unit,
     )

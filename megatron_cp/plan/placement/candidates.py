@@ -106,7 +106,7 @@ class PlacementCandidates:
         )
 
     def _whole_documents(self, most_load: float) -> Placement:
-        """Returns documents placed on the smallest head groups that are looked at, in whole chunks if those are chosen."""
+        """Returns documents on the smallest head groups that are looked at, in whole chunks if those are chosen."""
         degree, chunk = self.smallest_degree, self.config.chunk_size or 1
         groups, node_size = self.cp_size // degree, get_topology(self.config.topology).node_size
         inside = max(1, node_size // degree)

@@ -5,8 +5,8 @@ strided mask into every d-th block; one behind the other these classes are docum
 
     dilated, d = 2      0 1 2 3 4 5 6 7   ->   0 2 4 6 | 1 3 5 7      a diagonal for every second key becomes one band
 
-Classes are looked for where they are cheap to see: all slices are single diagonals whose distances have a common divisor;
-or their rows and columns, as islands of tokens, are linked to some islands only.
+Classes are looked for where they are cheap to see: all slices are single diagonals whose distances have a common
+divisor; or their rows and columns, as islands of tokens, are linked to some islands only.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,9 @@ from megatron_cp.mask.slice import (
 )
 
 MOST_ROWS = 1 << 20  # slices of a mask in residue classes before neighbours are merged: a second
-MOST_ROUNDS = 64  # of passing on labels; chains of islands that take longer are no classes worth a look
+MOST_ROUNDS = (
+    64  # of passing on labels; chains of islands that take longer are no classes worth a look
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Reordering:
 
 
 def classes_together(masks: Sequence[AttentionMask]) -> Reordering | None:
-    """Returns the masks with the tokens of each class together, for the classes that all of them share; None without any."""
+    """Returns the masks with the tokens of each class together, where all masks share them; None without classes."""
     if not all(mask.num_slices for mask in masks):
         return None
     period = common_period(masks)
@@ -71,7 +73,9 @@ def common_period(masks: Sequence[AttentionMask]) -> int:
     return min(int(np.gcd.reduce(rows[:, LO])), masks[0].num_queries)
 
 
-def stripe_rows(rows: IntArray, stride: int, q_first: int | IntArray, k_first: int | IntArray) -> IntArray:
+def stripe_rows(
+    rows: IntArray, stride: int, q_first: int | IntArray, k_first: int | IntArray
+) -> IntArray:
     """Returns what queries q_first + a stride and keys k_first + b stride share, as slices in (a, b), not tight."""
     q0, q1, k0, k1, lo, hi = rows.T
     offset = k_first - q_first
@@ -102,7 +106,9 @@ def linked_blocks(masks: Sequence[AttentionMask]) -> IntArray | None:
     rows = np.concatenate([mask.array for mask in masks])
     queries, keys = rows[:, [Q_START, Q_END]], rows[:, [K_START, K_END]]
     islands = _islands(np.concatenate([queries, keys]))
-    ends = [np.searchsorted(islands[:, 0], side[:, 0], side="right") - 1 for side in (queries, keys)]
+    ends = [
+        np.searchsorted(islands[:, 0], side[:, 0], side="right") - 1 for side in (queries, keys)
+    ]
     apart = ends[0] != ends[1]
     if not apart.any():
         return None

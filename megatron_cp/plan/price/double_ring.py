@@ -1,7 +1,8 @@
-"""Predicted seconds of the double ring for a mask on a placement: keys go round in forward, the cheaper side in backward.
+"""Predicted seconds of the double ring for a mask on a placement.
 
-In one node it is a ring, exact to the row. Among nodes each round moves an equal part of every block in each of its steps;
-how the pairs of a round divide over its steps is first taken to be even, and the winner is priced again as it is built.
+Keys go round in forward, the cheaper side in backward. In one node it is a ring, exact to the row. Among nodes each
+step of a round moves an equal part of every block; how the pairs of a round divide over its steps is first taken to be
+even, and the winner is priced again as it is built.
 """
 
 import functools

@@ -7,6 +7,9 @@ rank that needs it. Own keys come first, then as many stages of remote keys as t
 Eight chunks per rank unless `chunk_size` says otherwise, and overlap degree 2 unless `num_stages` does, as in
 the published benchmarks. Their stages take chunks of remote keys in turn; ours take an equal share
 of what each pair of ranks exchanges: the same rows, and no fuller links.
+The published system can be set to send a row once to each node (its hierarchical group-cast: the rank at the owner's
+place passes it on): `is_per_node`. `study/rival.py` has the rest of how it is run.
+
 Volume: what the chunks of a rank need; at most 2 rho (P-1). Source: MagiAttention 1.1, static solver.
 """
 
@@ -14,6 +17,7 @@ import numpy as np
 
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
+from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.placement.by_area import largest_first
 from megatron_cp.plan.placement.placement import tokens_of_chunks
 from megatron_cp.plan.schema import PlanData
@@ -21,15 +25,21 @@ from megatron_cp.plan.schemes.gather import one_pass_plan
 from megatron_cp.plan.schemes.layout import chunk_layout
 from megatron_cp.plan.transfer.pass_builder import PlacedMask
 from megatron_cp.plan.transfer.passes import needed_keys_pass
+from megatron_cp.plan.transfer.routing import ThroughNodes, direct
 
 CHUNKS_PER_RANK = 8
 OVERLAP_DEGREE = 2
 
 
-def plan_magi(mask: AttentionMask, cp_size: int, config: CPConfig) -> PlanData:
+def plan_magi(
+    mask: AttentionMask, cp_size: int, config: CPConfig, *, is_per_node: bool = False
+) -> PlanData:
     """Returns chunks assigned largest area first, and needed keys in `num_stages` stages after own keys."""
     chunk, per_rank = chunk_layout(mask.num_queries, cp_size, config, CHUNKS_PER_RANK)
     areas = mask.area_of_rows(np.arange(cp_size * per_rank + 1) * chunk)
     placement = tokens_of_chunks(largest_first(areas.astype(np.float64), cp_size), chunk)
-    both = needed_keys_pass(PlacedMask(mask, placement), config.num_stages or OVERLAP_DEGREE)
+    node_size = get_topology(config.topology).node_size
+    route = ThroughNodes(node_size) if is_per_node and 1 < node_size < cp_size else direct
+    num_stages = config.num_stages or OVERLAP_DEGREE
+    both = needed_keys_pass(PlacedMask(mask, placement), num_stages, route)
     return one_pass_plan(mask, config, "magi", placement, both)

@@ -52,7 +52,9 @@ def best_family(
         every = [
             {key: _pick(options, budget) for key, options in one.options.items()} for one in found
         ]
-        totals = [_total(masks, one.options, chosen) for one, chosen in zip(found, every, strict=True)]
+        totals = [
+            _total(masks, one.options, chosen) for one, chosen in zip(found, every, strict=True)
+        ]
         best = totals.index(_pick(totals, budget))
         candidate, chosen = found[best], every[best]
         estimates = {key: one.refine() for key, one in chosen.items() if one.refine is not None}

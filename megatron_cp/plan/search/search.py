@@ -69,12 +69,18 @@ def candidates(
     else is looked at.
     """
     masks = {name: (_merged(mask), weight) for name, (mask, weight) in masks.items()}
-    apart = classes_together([mask for mask, _ in masks.values()]) if _may_reorder(cp_size, config) else None
+    apart = (
+        classes_together([mask for mask, _ in masks.values()])
+        if _may_reorder(cp_size, config)
+        else None
+    )
     found: list[Candidate] = []
     if apart is not None:
         weights = [weight for _, weight in masks.values()]
         reordered = dict(zip(masks, zip(apart.masks, weights, strict=True), strict=True))
-        found += [replace(one, reordering=apart) for one in _searched(reordered, cp_size, config, budget)]
+        found += [
+            replace(one, reordering=apart) for one in _searched(reordered, cp_size, config, budget)
+        ]
         if _num_slices(reordered) <= _num_slices(masks):
             return found
     for chosen in _with_coarser_chunks(masks, cp_size, config):
@@ -109,7 +115,7 @@ def _num_slices(masks: Family) -> int:
 
 
 def _with_coarser_chunks(masks: Family, cp_size: int, config: CPConfig) -> list[CPConfig]:
-    """Returns the config, and with a chosen chunk size those of twice, four times ... as many tokens that divide a rank's."""
+    """Returns the config, and with a chosen chunk size those of 2, 4 ... times as many tokens that divide a rank's."""
     if config.chunk_size is None:
         return [config]
     chunk, count = chunk_layout(next(iter(masks.values()))[0].num_queries, cp_size, config)
@@ -190,7 +196,9 @@ class _Search:
             taken[degree] += 1
             if next(steps[degree], DONE) is DONE:
                 del steps[degree]
-        for degree in [] if self._is_within(self.budget.perfect) else self._promising_in_order()[:2]:
+        for degree in (
+            [] if self._is_within(self.budget.perfect) else self._promising_in_order()[:2]
+        ):
             self._price(self.placements.in_order(), degree, STAY)
         self._move_on_best()
 

@@ -2,12 +2,12 @@
 
 from megatron_cp.plan.schema import Pass
 from megatron_cp.plan.transfer.pass_builder import PassBuilder, PlacedMask
-from megatron_cp.plan.transfer.routing import split_evenly
+from megatron_cp.plan.transfer.routing import Route, direct, split_evenly
 
 
-def needed_keys_pass(placed: PlacedMask, num_stages: int = 1) -> Pass:
+def needed_keys_pass(placed: PlacedMask, num_stages: int = 1, route: Route = direct) -> Pass:
     """Returns own keys first while the needed remote keys travel, then those in `num_stages` equal parts."""
-    builder = PassBuilder(placed)
+    builder = PassBuilder(placed, route)
     builder.add_own()
     if len(placed.remote_keys):
         for requests in split_evenly(placed.remote_keys, num_stages):

@@ -1,0 +1,68 @@
+"""The rival's forms: rows once per node, gradients in 16 bits, received rows in the order of tokens."""
+
+import numpy as np
+import pytest
+
+from megatron_cp import mask as masks
+from megatron_cp.config import Topology
+from megatron_cp.plan import AttentionPlan
+from megatron_cp.plan.hardware.makespan import makespan_seconds
+from megatron_cp.plan.schemes.magi import plan_magi
+from megatron_cp.plan.study.rival import FORMS, most_slices, rival_figures, work_in_global_order
+from tests.plan.cases import config, nodes_of, packed
+from tests.plan.test_laws import check_laws
+
+PAIRS = nodes_of(2)
+MASK = packed("log-normal", 512, 12, 3, within="full")
+
+
+def magi(**options):
+    return plan_magi(MASK, 8, config(topology=PAIRS, chunk_size=16), **options)
+
+
+def test_a_row_enters_a_node_once_and_every_pair_is_computed_once():
+    plan = magi(is_per_node=True)
+    check_laws(AttentionPlan.of(plan), MASK.to_dense())
+    owner = np.argsort(plan.global_from_local.reshape(-1)) // plan.tokens_per_rank
+    for stage in plan.forward.stages:
+        arrived = [set() for _ in range(4)]
+        held = list(plan.global_from_local)
+        for hop in stage.k_cast.hops if stage.k_cast else ():
+            for src, dst, start, stop in hop.messages.tolist():
+                if src // 2 != dst // 2:
+                    ids = held[src][start:stop].tolist()
+                    assert not arrived[dst // 2].intersection(ids)
+                    assert (owner[ids] // 2 != dst // 2).all()
+                    arrived[dst // 2].update(ids)
+
+
+def test_work_in_global_order_has_the_same_pairs_with_received_keys_ascending():
+    plan = magi()
+    allowed = MASK.to_dense()
+    held = plan.forward.held_ids("k", plan.global_from_local)
+    done = np.zeros_like(allowed, dtype=int)
+    for now, works in zip(held, work_in_global_order(plan, "forward"), strict=True):
+        for rank, work in enumerate(works):
+            own = plan.global_from_local[rank]
+            keys = np.concatenate([own, np.sort(now[rank][len(own) :])])
+            np.add.at(done, np.ix_(own, keys), work.to_dense().astype(int))
+    assert np.array_equal(done, allowed.astype(int))
+    assert most_slices(plan, is_in_global_order=True) < most_slices(plan)
+
+
+def test_gradients_of_half_the_bytes_take_half_as_long_home():
+    """One rank per node, no compute to speak of: rows there in 2 bytes, gradients back in 4 or 2."""
+    machine = Topology("links only", 1e9, 1e9, 1, 1.0, 1.0, 0.0)
+    plan = plan_magi(masks.full(64), 2, config(topology=machine, num_heads=4, num_kv_heads=4))
+    full, half = (makespan_seconds(plan, "backward", size) for size in (4, 2))
+    elements = 32 * 4 * (64 + 64)  # rows, heads, key and value; nothing hides them
+    assert full == pytest.approx(elements * (2 + 4) / 1e9, rel=1e-6)
+    assert half == pytest.approx(elements * (2 + 2) / 1e9, rel=1e-6)
+    assert makespan_seconds(plan, "forward", 2) == makespan_seconds(plan, "forward", 4)
+
+
+def test_each_form_is_no_slower_and_no_finer_than_the_one_before():
+    figures = rival_figures(MASK, 8, config(topology=PAIRS, chunk_size=16))
+    assert [one.form for one in figures] == list(FORMS)
+    assert figures[2].predicted_ms <= figures[1].predicted_ms
+    assert figures[1].slices_max <= figures[0].slices_max
