@@ -5,6 +5,7 @@
 #include <mcp/fragment.cuh>
 
 #include "params.h"
+#include "softcap.cuh"
 #include "store_row.cuh"
 
 namespace mcp::attn {
@@ -23,17 +24,48 @@ MCP_DEVICE void subtract_delta(float (&dp)[kSize], const f32x2 (&delta)[kSize / 
     for (int i = 0; i < kSize; i++) dp[i] -= i % 2 ? delta[i / 4].y : delta[i / 4].x;
 }
 
-// Scores become x = cap * tanh; what the gradient of x is to be multiplied by to get that of the
-// uncapped score, 1 - tanh^2 = 4 r (1 - r), multiplies `gradients`.
+// Raw scores -> probabilities, and dp -> (dp - delta) * slope of the cap; `lse` and `delta` are
+// addresses of the first. Rows that no pair uses have been cleared: no NaN is where no pair is.
 template <int kSize>
-MCP_DEVICE void cap_scores(float (&scores)[kSize],
-                           float (&gradients)[kSize],
-                           const BwdParams& params) {
+MCP_DEVICE void to_capped_probabilities(
+    float (&scores)[kSize], float (&dp)[kSize], u32 lse, u32 delta, const BwdParams& params) {
+    f32x2 stats[kSize / 4];
+    load_row_stats(stats, delta);
+    subtract_delta(dp, stats);
+    MCP_UNROLL
+    for (int group = 0; group < kSize / kCapGroup; group++) {
+        float r[kCapGroup];
+        cap_reciprocals<true>(r, scores, group, params.cap_scale);
+        MCP_UNROLL
+        for (int i = 0; i < kCapGroup; i++) {
+            const int at = cap_register(group, i);
+            scores[at] = r[i];
+            dp[at] *= 4.0f * r[i] * (1.0f - r[i]);
+        }
+    }
+    load_row_stats(stats, lse);
     MCP_UNROLL
     for (int i = 0; i < kSize; i++) {
-        const float r = ptx::rcp_approx(1.0f + ptx::exp2_approx(scores[i] * params.cap_scale));
-        scores[i] = ptx::fma(-2.0f * params.cap, r, params.cap);
-        gradients[i] *= 4.0f * r * (1.0f - r);
+        const float l = i % 2 ? stats[i / 4].y : stats[i / 4].x;
+        scores[i] = ptx::exp2_approx(ptx::fma(-2.0f * params.cap, scores[i], params.cap - l));
+    }
+}
+
+// Scores become capped ones, and `slopes` the slopes of the cap there.
+template <int kSize>
+MCP_DEVICE void cap_scores(float (&scores)[kSize],
+                           float (&slopes)[kSize],
+                           const BwdParams& params) {
+    MCP_UNROLL
+    for (int group = 0; group < kSize / kCapGroup; group++) {
+        float r[kCapGroup];
+        cap_reciprocals<true>(r, scores, group, params.cap_scale);
+        MCP_UNROLL
+        for (int i = 0; i < kCapGroup; i++) {
+            const int at = cap_register(group, i);
+            scores[at] = ptx::fma(-2.0f * params.cap, r[i], params.cap);
+            slopes[at] = 4.0f * r[i] * (1.0f - r[i]);
+        }
     }
 }
 

@@ -71,12 +71,10 @@ struct BwdConsumer {
         if constexpr (Traits::kSoftcap) {
             ptx::wgmma_wait<0>();
             ptx::wgmma_pin(dp);
-            load_row_stats(row_delta, delta);
-            subtract_delta(dp, row_delta);
-            cap_scores(scores, dp, params);
-            load_row_stats(row_lse, lse);
+            to_capped_probabilities(scores, dp, lse, delta, params);
+        } else {
+            to_probabilities(scores, row_lse, params.score_scale);
         }
-        to_probabilities(scores, row_lse, params.score_scale);
         if constexpr (kMasked) {
             apply_mask(scores, visible_pairs<kScores / 2>(queries.bounds(), place), 0.0f);
         }

@@ -165,7 +165,6 @@ struct BwdWideConsumer {
         ptx::wgmma_pin(scores);
         Matrix weights;
         if constexpr (Traits::kSoftcap) {
-            fill(weights, 1.0f);
             cap_scores(scores, weights, params);
         }
         to_probabilities(scores, lse, params.score_scale);

@@ -98,8 +98,8 @@ MCP_DEVICE void finish_rows(const FwdParams& params,
     }
 }
 
-// Raises the largest logit of the head to those of the tile's rows: the maximum of a row that did not
-// start from an earlier result is its largest score. All lanes of a warp call together.
+// Raises the largest logit of the head to those of the tile's rows: the maximum of a row that did
+// not start from an earlier result is its largest score. All lanes of a warp call together.
 MCP_DEVICE void raise_max_logit(const FwdParams& params,
                                 const WorkItem& work,
                                 FragmentPlace place,

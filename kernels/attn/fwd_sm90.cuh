@@ -19,6 +19,7 @@
 #include "fwd_mail.cuh"
 #include "mask.cuh"
 #include "params.h"
+#include "softcap.cuh"
 #include "softmax.cuh"
 #include "tile_iter.cuh"
 #include "traits.h"
@@ -263,12 +264,26 @@ struct Consumer {
     }
     MCP_DEVICE void issue_output() { issue_p_b<T>(out, probs, shared.values(values_at.stage)); }
 
+    // Hidden keys, only in masked tiles, may hold NaN, which must not reach their neighbours.
+    template <bool kMasked>
+    MCP_DEVICE void cap_scores(Scores& scores) const {
+        MCP_UNROLL
+        for (int group = 0; group < Traits::kBlockN / 2 / kCapGroup; group++) {
+            float r[kCapGroup];
+            cap_reciprocals<!kMasked>(r, scores, group, params.cap_scale);
+            MCP_UNROLL
+            for (int i = 0; i < kCapGroup; i++) {
+                scores[cap_register(group, i)] = ptx::fma(-2.0f * params.cap, r[i], params.cap);
+            }
+        }
+    }
+
     // Scores -> probabilities in place; `rescale` for what was summed before.
     template <bool kMasked>
     MCP_DEVICE void apply_softmax(Scores& scores,
                                   const VisiblePairs& visible,
                                   float (&rescale)[2]) {
-        if constexpr (Traits::kSoftcap) cap_scores(scores, params);
+        if constexpr (Traits::kSoftcap) cap_scores<kMasked>(scores);
         if constexpr (kMasked) apply_mask(scores, visible, negative_infinity());
         softmax.template step<kMasked>(scores, params.score_scale, rescale);
     }

@@ -48,9 +48,9 @@ struct FwdParams {
                             // heads begin
     i32 num_keys;           // rows of k and v
 
-    // Not capped (softcap == 0): score_scale = softmax_scale * log2(e). Capped: score_scale =
-    // log2(e), cap = softcap, cap_scale = 2 * log2(e) * softmax_scale / softcap. softmax_scale must
-    // be > 0; give 1e-30 for 0.
+    // Not capped (softcap == 0): score_scale = softmax_scale * log2(e). Capped: score_scale = 1,
+    // cap = softcap * log2(e), cap_scale = 2 * log2(e) * softmax_scale / softcap. softmax_scale
+    // must be > 0; give 1e-30 for 0.
     float score_scale, cap, cap_scale;
 
     i32 out_is_float;  // otherwise out has the inputs' type

@@ -9,17 +9,6 @@
 
 namespace mcp::attn {
 
-// cap * tanh(softmax_scale * s / cap) with tanh x = 1 - 2 / (1 + e^2x): absolute error cap * 2^-22,
-// where tanh.approx would leave cap * 2^-11.
-template <int kSize>
-MCP_DEVICE void cap_scores(float (&scores)[kSize], const FwdParams& params) {
-    MCP_UNROLL
-    for (int i = 0; i < kSize; i++) {
-        const float e = ptx::exp2_approx(scores[i] * params.cap_scale);
-        scores[i] = ptx::fma(-2.0f * params.cap, ptx::rcp_approx(1.0f + e), params.cap);
-    }
-}
-
 // The thread's two rows: maximum over the row, sum over the thread's own columns until `finish`.
 struct OnlineSoftmax {
     float max[2];

@@ -45,11 +45,11 @@ def test_instructions_and_barriers_are_counted_as_executed(capsys, tmp_path):
     # One query tile and two heads, two key tiles each, one panel of 64 columns: q, and k and v twice.
     of_queries, of_keys = 1 * 2, 1 * 2 * 2 * 2
     assert re.search(rf"\b{of_queries + of_keys}  cp\.async\.bulk\.tensor \(load\)", printed.out)
-    # Per key tile 64 / 16 products for the scores and 112 / 16 for the output, by 384 threads.
-    products = 1 * 2 * 2 * (64 // 16 + 112 // 16) * 384
+    # Per key tile 64 / 16 products for the scores and 96 / 16 for the output, by 384 threads.
+    products = 1 * 2 * 2 * (64 // 16 + 96 // 16) * 384
     assert re.search(rf"\b{products:,}  wgmma\.mma_async", printed.out)
     events = history.read_text().splitlines()
-    for num_bytes, copies in ((192 * 128, of_queries), (112 * 128, of_keys)):
+    for num_bytes, copies in ((192 * 128, of_queries), (96 * 128, of_keys)):
         assert sum(f"receives {num_bytes} bytes" in event for event in events) == copies
     assert f"wrote {len(events):,} events" in printed.out
 

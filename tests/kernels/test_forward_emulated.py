@@ -156,15 +156,24 @@ def test_an_earlier_result_keeps_its_bits_where_nothing_is_added(dims, out_dtype
     _check(out, lse, inputs, dense_mask(230, 180, slices))
 
 
-def test_rows_outside_every_slice_may_hold_nan():
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_rows_outside_every_slice_may_hold_nan(softcap):
     slices = ((10, 90, 20, 147, None, None), (100, 160, 150, 180, None, 40))
     inputs, _ = random_case(170, 190, (2, 2), (64, 64), torch.bfloat16)
     q, k, v = (x.clone() for x in inputs)
     q[:10] = q[90:100] = q[160:] = torch.nan
     for x in (k, v):
         x[:20] = x[147:150] = x[180:] = torch.nan
-    out, lse = _run((q, k, v), masks.from_slices(170, 190, slices))
-    _check(out, lse, inputs, dense_mask(170, 190, slices))
+    out, lse = _run((q, k, v), masks.from_slices(170, 190, slices), softcap=softcap)
+    _check(out, lse, inputs, dense_mask(170, 190, slices), softcap=softcap)
+
+
+@pytest.mark.parametrize("size", [5.0, 1e3])
+def test_scores_far_beyond_the_cap_are_the_cap(size):
+    (q, k, v), _ = random_case(150, 300, (2, 1), (64, 64), torch.bfloat16)
+    inputs = (q * size, k * size, v)  # e^2y from 0 to far beyond the largest float
+    out, lse = _run(inputs, masks.full(150, 300), softcap=3.0)
+    _check(out, lse, inputs, torch.ones(150, 300, dtype=torch.bool), softcap=3.0)
 
 
 def test_strided_inputs_are_read_where_they_lie():

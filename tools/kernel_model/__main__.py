@@ -29,12 +29,13 @@ from tools.kernel_model.listing import read_listing
 from tools.kernel_model.peers import PEERS
 
 OURS = ("fwd_64", "fwd_128", "fwd_256", "bwd_64", "bwd_128", "bwd_256")
+WITH_SOFTCAP = tuple(f"{name}_softcap" for name in OURS)
 
 
 def variant_name(name: str) -> str:
-    """Returns the variant that stands for one of OURS: bf16, without softcap."""
-    kind, head_dim = name.split("_")
-    return f"{kind}_bf16_{head_dim}"
+    """Returns the variant that stands for one of OURS or WITH_SOFTCAP: that of bf16."""
+    kind, rest = name.split("_", 1)
+    return f"{kind}_bf16_{rest}"
 
 
 def shape_of(variant: build.Variant) -> Shape:
@@ -100,13 +101,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.kernel_model", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("names", nargs="*", metavar="KERNEL", help=f"of {', '.join(OURS)}")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="KERNEL",
+        help=f"of {', '.join(OURS)} (the default), or one of these with _softcap behind it",
+    )
     parser.add_argument("--peer", type=Path, metavar="FILE", help="a library or a folder of cubins")
     parser.add_argument("--json", action="store_true", help="print all figures")
     options = parser.parse_args(arguments)
-    unknown = [name for name in options.names if name not in OURS]
+    allowed = OURS + WITH_SOFTCAP
+    unknown = [name for name in options.names if name not in allowed]
     if unknown:
-        parser.error(f"unknown kernel {unknown[0]!r}; one of {', '.join(OURS)}")
+        parser.error(f"unknown kernel {unknown[0]!r}; one of {', '.join(allowed)}")
     found = {}
     try:
         with tempfile.TemporaryDirectory(prefix="mcp-model-") as folder:

@@ -235,7 +235,7 @@ def score_scales(softmax_scale: float, softcap: float) -> tuple[float, float, fl
     scale = softmax_scale or TINY_SCALE
     if not softcap:
         return scale * LOG2_E, 0.0, 0.0
-    return LOG2_E, softcap, 2 * LOG2_E * scale / softcap
+    return 1.0, softcap * LOG2_E, 2 * LOG2_E * scale / softcap
 
 
 def heads_per_section(num_heads: int, num_kv_heads: int, num_keys: int, columns: int) -> int:

@@ -33,6 +33,12 @@ MCP_DEVICE float fma(float a, float b, float c) {
 MCP_DEVICE float max(float a, float b) {
     return fmaxf(a, b);
 }
+// NaN if one of them is.
+MCP_DEVICE float min_or_nan(float a, float b) {
+    float y;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+}
 MCP_DEVICE i32 max(i32 a, i32 b) {
     return a > b ? a : b;
 }
