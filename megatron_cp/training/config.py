@@ -171,6 +171,7 @@ class DataConfig:
     fim_pad_token: str
     fim_eod_token: str
     packing: Literal["split", "keep", "megatron"]
+    verify_token_files: bool
     data_cache_path: str | None
     mid_level_dataset_surplus: float
     seq_length: int

@@ -6,6 +6,7 @@ Opened before any process group exists.
 from __future__ import annotations
 
 import copy
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +14,14 @@ import numpy as np
 
 from megatron_cp.data.batch import BatchConfig, PlanRequest
 from megatron_cp.data.batch_schedule import BatchSchedule
+from megatron_cp.data.blend import BlendedDocuments
+from megatron_cp.data.document_set import DocumentSet
 from megatron_cp.data.loader import LoaderConfig, PackedLoader
 from megatron_cp.data.packing import PackingConfig
 from megatron_cp.data.tokenizer import Tokenizer
 from megatron_cp.mcore.arguments import cp_config_from_arguments
 from megatron_cp.mcore.validation import check_padding
+from megatron_cp.training.checkpoint.state import raise_together
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.corpora import (
     RunData,
@@ -26,6 +30,7 @@ from megatron_cp.training.corpora import (
     open_fill_in_the_middle,
     open_tokenizer,
 )
+from megatron_cp.training.logging.lines import print_rank_0
 from megatron_cp.training.logging.text_size import bytes_per_token
 
 
@@ -189,6 +194,32 @@ def digests(data: RunData) -> dict[str, Any]:
     }
     cuts = {} if data.fim is None else {"the tokenizer": data.fim.tokenizer.unique_identifiers}
     return {**documents, **samples, **cuts}
+
+
+def verify_token_files(data: RunData) -> None:
+    """Returns if every token file of the run has the SHA-256 of its manifest; the ranks of a node share the files.
+
+    Collective over the job. Raises ValueError on every rank alike, for a file that differs or has no manifest.
+    """
+    files = {}
+    for documents in filter(None, data.splits.values()):
+        corpora = documents.corpora if isinstance(documents, BlendedDocuments) else [documents]
+        for corpus in corpora:
+            assert isinstance(corpus, DocumentSet)
+            files[corpus.dataset.prefix] = corpus.dataset
+    own, size = (int(os.environ.get(name, alone)) for name, alone in _PLACE_ON_NODE)
+    problem: Exception | None = None
+    try:
+        for prefix in sorted(files)[own % size :: size]:
+            files[prefix].verify()
+    except (ValueError, OSError) as found:
+        problem = found
+    raise_together(problem)
+    print_rank_0(f"> SHA-256 of {len(files)} token files are those of their manifests")
+
+
+# Of torchrun; a rank without them checks all files itself.
+_PLACE_ON_NODE = (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
 
 
 def describe(data: RunData, tokenizer: Tokenizer | None = None) -> dict[str, Any]:

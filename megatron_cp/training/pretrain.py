@@ -105,6 +105,9 @@ def pretrain(
         with _named_hangs(watchdog):
             watchdog.settle(own_place())
             _announce(config)
+            if config.data.verify_token_files:
+                with one_line_errors():
+                    datasets.verify_token_files(data)
             set_seeds(config)
             loaders = _build_loaders(config, data, request)
             state, runner = _build(config, model_provider, forward_step, device, watchdog.progress)

@@ -275,6 +275,7 @@ PROGRAM = (
     ProgramCase(OTHER, "--on-bad-step skip --no-check-for-nan-in-loss-and-grad", ("--on-bad-step skip", "drop one")),
     ProgramCase(OTHER, "--distributed-timeout-minutes 0", ("--distributed-timeout-minutes 0", "positive")),
     ProgramCase(SIZES, "--cp-planner zigzag --cp-max-received-mb 1 --context-parallel-size 2 --seq-length 16384", ("max_received_mb=1", "holds")),
+    ProgramCase(DATA, "--mock-data --verify-token-files", ("--verify-token-files", "--mock-data"), data=""),
     ProgramCase(OTHER, "--ckpt-format zarr", ("'zarr'", "torch_dist")),
     ProgramCase(OTHER, "--dist-ckpt-strictness none", ("none", "raise_all")),
     ProgramCase(LOAD, "--load two-formats", ("metadata.json", "mp_rank_00", "two formats")),

@@ -3,11 +3,13 @@
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron_cp.data.batch import BatchConfig, PlanRequest, build_batch, plan_batch
 from megatron_cp.data.document_set import open_documents
 from megatron_cp.data.indexed import IndexedDataset
+from megatron_cp.data.indexed_writer import IndexedWriter
 from megatron_cp.data.packing import Packer, PackingConfig
 from tests.data import corpora
 from tests.faults.bad_inputs import BASE, write_corpus
@@ -116,3 +118,29 @@ def test_a_file_that_differs_where_the_start_does_not_look_stops_every_rank(tmp_
         assert rank.code == 1, rank.stderr[-3000:]
         (line,) = [x for x in rank.stderr.splitlines() if "error: " in x]
         assert "tokens of micro-batch" in line and "of step " in line
+
+
+@pytest.mark.slow
+def test_a_token_file_that_is_not_that_of_its_manifest_stops_every_rank_where_asked_for(
+    tmp_path: Path,
+):
+    draw = np.random.default_rng(2)
+    for name in ("good", "damaged"):
+        with IndexedWriter(tmp_path / name, dtype="uint16") as writer:
+            for _ in range(50):
+                writer.add_document(draw.integers(1, 500, size=100))
+            writer.finish()
+    raw = bytearray((tmp_path / "damaged.bin").read_bytes())
+    raw[4001] ^= 1
+    (tmp_path / "damaged.bin").write_bytes(bytes(raw))
+    flags = (*BASE, "--context-parallel-size", "2", "--verify-token-files")
+    paths = [("--data-path", str(tmp_path / name)) for name in ("good", "damaged")]
+    whole, damaged = run_program(
+        [Launch((*flags, "--skip-train"), 2, (paths[0],) * 2), Launch(flags, 2, (paths[1],) * 2)]
+    )
+    assert [rank.code for rank in whole] == [0, 0], whole[0].stderr[-2000:]
+    assert "SHA-256 of 1 token files are those of their manifests" in whole[0].stdout
+    for rank in damaged:
+        assert rank.code == 2, rank.stderr[-2000:]
+        (line,) = [x for x in rank.stderr.splitlines() if "error: " in x]
+        assert "damaged.bin: byte 0: checksum of the tokens" in line

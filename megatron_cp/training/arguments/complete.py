@@ -31,6 +31,7 @@ from megatron_cp.training.arguments.files import (
     check_checkpoints,
     check_fill_in_the_middle,
     check_profile,
+    check_token_files,
     complete_records,
     complete_sources,
     complete_tokenizer,
@@ -290,6 +291,7 @@ _CHECKS: tuple[tuple[Any, ...], ...] = (
     (complete_sources, "data_path", "train_data_path", "valid_data_path", "test_data_path"),
     (check_blends,),
     (complete_tokenizer,),
+    (check_token_files,),
     (check_chats,),
     (check_fill_in_the_middle,),
 )

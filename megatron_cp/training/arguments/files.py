@@ -107,6 +107,15 @@ def check_fill_in_the_middle(args: Namespace) -> Iterator[str]:
         args.notes.append("--fim-fragment-rate changes nothing without --fim-split-sample")
 
 
+def check_token_files(args: Namespace) -> Iterator[str]:
+    """What --verify-token-files needs: files with manifests."""
+    if args.verify_token_files and (args.mock_data or args.sft or args.packing == "megatron"):
+        yield (
+            "--verify-token-files looks at files of tools/preprocess_data.py, which --mock-data, --sft and --packing "
+            "megatron do not read by their manifests; drop it"
+        )
+
+
 def complete_tokenizer(args: Namespace) -> Iterator[str]:
     """Files of GPT-2's tokenizer, which is Megatron-LM's default."""
     files = {"--vocab-file": args.vocab_file, "--merge-file": args.merge_file}

@@ -367,6 +367,7 @@ TABLE = """
 
 [beyond Megatron-LM]
 --packing one-of:split,keep,megatron - | how documents become packs (docs/data.md); default split, or keep with --sft
+--verify-token-files on - | compare token files with the SHA-256 of their manifests before training; reads them once
 --allow-custom-spec on - | let --spec import a module that is not ours
 --plan-only on - | print the plans of the first batches and leave; builds no model
 --plan-batches int 4 | batches that --plan-only shows

@@ -214,6 +214,10 @@ class Saver:
             sys.stderr.write(f"WARNING: {failure}; training goes on (--on-save-error continue)\n")
 
 
+# What torch says where a file took fewer bytes than it was given; the system's own reason is lost there.
+_SHORT_WRITE = "unexpected pos"
+
+
 def _reason(failure: BaseException, folder: Path) -> tuple[int, str]:
     """Returns the rank that could not write, and why, with the free space; no text where another rank knows."""
     rank = dist.get_rank()
@@ -221,7 +225,10 @@ def _reason(failure: BaseException, folder: Path) -> tuple[int, str]:
         if not failure.failures:
             return rank, ""
         rank, (failure, _) = next(iter(failure.failures.items()))
-    return rank, f"{first_line(failure)}; {_free_space(folder)}"
+    said = first_line(failure)
+    if _SHORT_WRITE in said:
+        said = "a file was written in part, as on a full disk"
+    return rank, f"{said}; {_free_space(folder)}"
 
 
 def _free_space(folder: Path) -> str:
