@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from megatron_cp.mask import AttentionMask, MaskSlice
     from megatron_cp.plan import AttentionPlan, make_plan, make_plans
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "api": (

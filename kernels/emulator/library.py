@@ -93,7 +93,7 @@ class Source:
 class Machine:
     """How to run: grid, block and shared memory of the launch; `seed` orders what is asynchronous.
 
-    Seed 0 is kind, others are adversarial. With one host thread the same seed gives the same run;
+    Seed 0 delays nothing, others do. With one host thread the same seed gives the same run;
     with more, CTAs take work from shared counters in the order in which they happen to run.
     `registers_per_thread` 0: all that the number of threads leaves. `ranges` empty: addresses are not checked.
     """
