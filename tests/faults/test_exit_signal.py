@@ -32,9 +32,9 @@ PLACES: dict[str, tuple[Kill, int | None]] = {
     "in a step": (term(STEP, "train_step", 2), 2),
     "twice in a step": (term(STEP, "train_step", 2, times=2), 2),
     # two micro-batches of a step and one run of the schedule a batch: the second batch of the evaluation
-    "in an evaluation": (term("megatron_cp.training.step", "Runner.run", 4), 2),
+    "in an evaluation": (term("megatron_cp.training.step", "Runner.sums", 4), 2),
     "in a save": (term(SAVE, "save", 1, after=True), 3),
-    "in the last evaluation": (term("megatron_cp.training.step", "Runner.run", 9), 4),
+    "in the last evaluation": (term("megatron_cp.training.step", "Runner.sums", 9), 4),
 }
 
 
