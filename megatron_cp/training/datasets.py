@@ -21,7 +21,6 @@ from megatron_cp.data.packing import PackingConfig
 from megatron_cp.data.tokenizer import Tokenizer
 from megatron_cp.mcore.arguments import cp_config_from_arguments
 from megatron_cp.mcore.validation import check_padding
-from megatron_cp.training.checkpoint.state import raise_together
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.corpora import (
     RunData,
@@ -30,7 +29,6 @@ from megatron_cp.training.corpora import (
     open_fill_in_the_middle,
     open_tokenizer,
 )
-from megatron_cp.training.logging.lines import print_rank_0
 from megatron_cp.training.logging.text_size import bytes_per_token
 
 
@@ -196,10 +194,10 @@ def digests(data: RunData) -> dict[str, Any]:
     return {**documents, **samples, **cuts}
 
 
-def verify_token_files(data: RunData) -> None:
-    """Returns if every token file of the run has the SHA-256 of its manifest; the ranks of a node share the files.
+def wrong_token_file(data: RunData) -> Exception | None:
+    """Returns what is wrong with the first token file that has not the SHA-256 of its manifest, or has none.
 
-    Collective over the job. Raises ValueError on every rank alike, for a file that differs or has no manifest.
+    The ranks of a node share the files: each looks at some. None where those are right.
     """
     files = {}
     for documents in filter(None, data.splits.values()):
@@ -208,14 +206,12 @@ def verify_token_files(data: RunData) -> None:
             assert isinstance(corpus, DocumentSet)
             files[corpus.dataset.prefix] = corpus.dataset
     own, size = (int(os.environ.get(name, alone)) for name, alone in _PLACE_ON_NODE)
-    problem: Exception | None = None
     try:
         for prefix in sorted(files)[own % size :: size]:
             files[prefix].verify()
-    except (ValueError, OSError) as found:
-        problem = found
-    raise_together(problem)
-    print_rank_0(f"> SHA-256 of {len(files)} token files are those of their manifests")
+    except (ValueError, OSError) as problem:
+        return problem
+    return None
 
 
 # Of torchrun; a rank without them checks all files itself.

@@ -29,7 +29,7 @@ from megatron_cp.training.checkpoint.choose import check_checkpoint
 from megatron_cp.training.checkpoint.files import check_writable
 from megatron_cp.training.checkpoint.load import follow_release, load_checkpoint
 from megatron_cp.training.checkpoint.save import SaveError
-from megatron_cp.training.checkpoint.state import RunState
+from megatron_cp.training.checkpoint.state import RunState, raise_together
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.corpora import RunData, open_tokenizer
 from megatron_cp.training.logging.flops import ModelFlops
@@ -107,7 +107,8 @@ def pretrain(
             _announce(config)
             if config.data.verify_token_files:
                 with one_line_errors():
-                    datasets.verify_token_files(data)
+                    raise_together(datasets.wrong_token_file(data))
+                print_rank_0("> SHA-256 of all token files are those of their manifests")
             set_seeds(config)
             loaders = _build_loaders(config, data, request)
             state, runner = _build(config, model_provider, forward_step, device, watchdog.progress)

@@ -87,12 +87,12 @@ def test_variant_passes_the_gate(
 @needs_compiler
 @needs_disassembler
 def test_variant_whose_consumers_spill_is_refused() -> None:
-    # Three consumer warpgroups have 160 registers a thread; with a softcap, 128 keys a tile need more.
-    defines = dict(define.split("=") for define in VARIANTS["fwd_bf16_64_softcap"].defines)
-    plain = dict(define.split("=") for define in VARIANTS["fwd_bf16_64"].defines)
-    defines |= {name: plain[name] for name in ("MCP_BLOCK_N", "MCP_SHARED_BYTES")}
-    wide = tuple(f"{name}={value}" for name, value in defines.items())
-    greedy = replace(VARIANTS["fwd_bf16_64_softcap"], defines=wide)
+    # Three consumer warpgroups have 160 registers a thread; a head dim of 128 needs more.
+    plain = VARIANTS["fwd_bf16_128"]
+    defines = dict(define.split("=") for define in plain.defines)
+    defines |= {"MCP_BLOCK_M": "192", "MCP_CONSUMERS": "3", "MCP_THREADS": "512"}
+    defines["MCP_SHARED_BYTES"] = str(int(defines["MCP_SHARED_BYTES"]) + 64 * 128 * 2 + 4 * 2048)
+    greedy = replace(plain, defines=tuple(f"{name}={value}" for name, value in defines.items()))
     verdict = gate.check_variant(greedy, COMPILER, NVDISASM)
     assert verdict.consumer_spills > 0
     assert any("consumers have" in fault for fault in verdict.faults)
@@ -206,8 +206,8 @@ def test_product_in_a_form_that_cannot_be_read_is_a_fault(code: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "fault"),
     [
-        ("fwd_bf16_64", ".param .align 64 .b8 k_param_0[512]", None),
-        ("fwd_bf16_64", ".param .align 64 .b8 k_param_0[576]", "the parameter has 576 bytes"),
+        ("fwd_bf16_64", ".param .align 64 .b8 k_param_0[576]", None),
+        ("fwd_bf16_64", ".param .align 64 .b8 k_param_0[640]", "the parameter has 640 bytes"),
         ("bwd_bf16_64", ".param .align 16 .b8 k_param_0[1088]", "the parameter is aligned to 16"),
         ("bwd_preprocess_bf16_64", ".param .align 8 .b8 k_param_0[112]", None),
     ],

@@ -153,7 +153,9 @@ def test_second_run_is_compared_step_by_step(run_dir, tmp_path):
 
 
 def test_hostile_names_stay_text(run_dir, tmp_path):
-    write_run(tmp_path / "bad", name=HOSTILE, cp_size=2)
+    write_run(tmp_path / "bad", cp_size=2)
+    run = json.loads((tmp_path / "bad" / "run.json").read_text())
+    (tmp_path / "bad" / "run.json").write_text(json.dumps({**run, "name": HOSTILE}))
     record = json.loads((tmp_path / "bad" / "plan.json").read_text())
     record["samples"][0]["plans"]["ours"]["planner"] = HOSTILE
     record["samples"][0]["document_kinds"] = [HOSTILE] * len(LENGTHS)
