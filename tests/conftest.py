@@ -135,6 +135,7 @@ def _the_test_leaves_nothing(
         yield
         return
     before = processes.shared_memory()
+    folders = processes.temporary_folders(_temporary_folder)
     yield
     processes.check_nothing_is_left(before)
-    processes.check_nothing_stays_in(_temporary_folder)
+    processes.check_nothing_stays_in(_temporary_folder, but=folders)

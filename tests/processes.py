@@ -9,7 +9,7 @@ import ctypes
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from multiprocessing import resource_tracker
 from pathlib import Path
 
@@ -94,12 +94,12 @@ def temporary_folders(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir() if path.name.startswith(ours)}
 
 
-def check_nothing_stays_in(folder: Path) -> None:
-    """Raises AssertionError if a run that has ended leaves folders in its temporary folder."""
+def check_nothing_stays_in(folder: Path, but: Set[str] = frozenset()) -> None:
+    """Raises AssertionError if a run that has ended leaves folders in its temporary folder, but those from before."""
     try:
-        wait_until(lambda: not temporary_folders(folder), "temporary folders are left")
+        wait_until(lambda: not temporary_folders(folder) - but, "temporary folders are left")
     except AssertionError as hang:
-        raise AssertionError(f"{hang}: {temporary_folders(folder)}") from None
+        raise AssertionError(f"{hang}: {temporary_folders(folder) - but}") from None
 
 
 def _processes() -> Iterator[int]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -34,7 +35,13 @@ def test_an_example_ends_with_a_picture_and_what_comes_next(name, tmp_path):
         torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
         command[1:1] = torchrun
     run = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=HANG_SECONDS, check=False
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path)},  # plain torchrun leaves a folder there
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+        check=False,
     )
     assert run.returncode == 0, run.stderr
     page = tmp_path / re.search(r"(?:picture: |wrote )(runs/\w+\.html)", run.stdout)[1]

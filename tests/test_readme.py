@@ -1,5 +1,6 @@
 """What README promises: its lines run as they stand, and its links, like those of all pages, lead somewhere."""
 
+import os
 import re
 import subprocess
 import sys
@@ -29,7 +30,13 @@ def test_twelve_lines_run_as_they_stand(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(program)]
     run = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_SECONDS, check=False
+        command,
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(tmp_path)},  # plain torchrun leaves a folder there
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+        check=False,
     )
     assert run.returncode == 0, run.stderr
     assert "predicted" in run.stdout  # the plan, told by rank 0
