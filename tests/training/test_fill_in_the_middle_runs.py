@@ -12,6 +12,8 @@ from tests.training.verdicts import parse, refusal
 
 MARKS = ["<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>"]
 BYTES = ["--tokenizer-type", "ByteLevel"]
+# Adam lets two roundings of one run drift apart by that much, measured over 20 steps (tests/mcore/test_parity.py).
+DRIFT = {"lm loss": 2e-6, "grad-norm": 2e-5, "lm loss validation": 2e-6, "loss/valid_tokens": 0}
 
 
 @pytest.fixture(scope="module")
@@ -91,14 +93,14 @@ def test_losses_are_those_of_one_rank_at_every_context_size(corpus, tmp_path, ma
     for cp_size in (1, 2, 3):
         flags = [*corpus, *FIM, *masks, "--context-parallel-size", str(cp_size)]
         train(cp_size, *flags, "--run-dir", str(tmp_path / str(cp_size)))
-        found[cp_size] = [
-            value
-            for key in ("lm loss", "grad-norm", "lm loss validation", "loss/valid_tokens")
-            for value in metrics(tmp_path / str(cp_size), key).values()
-        ]
-    assert len(found[1]) >= 4 + 4 + 1 + 4
+        found[cp_size] = {
+            key: list(metrics(tmp_path / str(cp_size), key).values()) for key in DRIFT
+        }
+    assert [len(found[1][key]) >= 4 for key in DRIFT] == [True, True, False, True]
+    assert found[1]["lm loss validation"]
     for cp_size in (2, 3):
-        assert found[cp_size] == pytest.approx(found[1], rel=2e-6)
+        for key, drift in DRIFT.items():
+            assert found[cp_size][key] == pytest.approx(found[1][key], rel=drift), key
 
 
 @pytest.mark.slow
