@@ -2,15 +2,13 @@
 
 import contextlib
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.processes import HANG_SECONDS
+from tests.programs import run_by_hand
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 RANKS = {
@@ -29,20 +27,7 @@ def test_every_example_in_python_is_run_here():
 
 @pytest.mark.parametrize("name", RANKS)
 def test_an_example_ends_with_a_picture_and_what_comes_next(name, tmp_path):
-    command = [sys.executable, str(EXAMPLES / name)]
-    if RANKS[name] > 1:
-        torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(RANKS[name])]
-        torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-        command[1:1] = torchrun
-    run = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env={**os.environ, "TMPDIR": str(tmp_path)},  # plain torchrun leaves a folder there
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
-        check=False,
-    )
+    run = run_by_hand(EXAMPLES / name, tmp_path, RANKS[name])
     assert run.returncode == 0, run.stderr
     page = tmp_path / re.search(r"(?:picture: |wrote )(runs/\w+\.html)", run.stdout)[1]
     assert "<svg" in page.read_text(encoding="utf-8")

@@ -1,12 +1,9 @@
 """What README promises: its lines run as they stand, and its links, like those of all pages, lead somewhere."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-from tests.processes import HANG_SECONDS
+from tests.programs import run_by_hand
 
 ROOT = Path(__file__).resolve().parent.parent
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s]+)\)")
@@ -27,17 +24,7 @@ def test_twelve_lines_run_as_they_stand(tmp_path):
     (lines,) = re.findall(r"## Twelve lines\n\n```python\n(.*?)```", text, flags=re.DOTALL)
     program = tmp_path / "twelve_lines.py"
     program.write_text(lines)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(program)]
-    run = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "TMPDIR": str(tmp_path)},  # plain torchrun leaves a folder there
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
-        check=False,
-    )
+    run = run_by_hand(program, tmp_path, 4)
     assert run.returncode == 0, run.stderr
     assert "predicted" in run.stdout  # the plan, told by rank 0
     assert all(f"rank {rank} held positions" in run.stdout for rank in (1, 2, 3))

@@ -1,6 +1,6 @@
 """Puts small bugs into copies of this checkout, one at a time, and names those that no test notices.
 
-    tools/plant_bugs/bugs.toml   file, old text, new text, nearest tests
+    tools/planted_bugs.toml   file, old text, new text, nearest tests
             └──> a copy of the checkout with the change ──> pytest -x -q of these tests
                      a test fails: caught          all pass: survived, the suite has a gap
 
@@ -28,7 +28,7 @@ except ModuleNotFoundError:  # Python 3.10, where pytest brings the same as toml
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
-TABLE = ROOT / "tools" / "plant_bugs" / "bugs.toml"
+TABLE = ROOT / "tools" / "planted_bugs.toml"
 TIMEOUT_S = 900.0
 _FIELDS = {"name", "floor", "file", "old", "new", "tests"}
 

@@ -4,7 +4,7 @@ import numpy as np
 
 from megatron_cp.plan.bounds.bounds import time_bound, volume_bound
 from megatron_cp.plan.hardware.makespan import makespan_seconds, stage_areas
-from megatron_cp.plan.hardware.memory import peak_bytes, received_bytes
+from megatron_cp.plan.hardware.memory import peak_bytes
 from megatron_cp.plan.hardware.rows import exchange_elements, row_size
 from megatron_cp.plan.schema import DST, SRC, START, STOP, FloatArray, PassName, PlanData
 
@@ -59,6 +59,7 @@ def pass_stats(plan: PlanData, pass_name: PassName) -> dict[str, float]:
     loads = stage_areas(plan, pass_name).sum(axis=0)
     stages, split = plan.get_pass(pass_name).stages, plan.get_pass(pass_name).head_split
     own, config = plan.tokens_per_rank, plan.config
+    peaks = peak_bytes(plan, pass_name)
     bound = time_bound(plan.mask, plan.cp_size, config, pass_name, own)
     sent = np.zeros(plan.cp_size, dtype=np.int64)
     for _, transfer in plan.get_pass(pass_name).transfers():
@@ -71,8 +72,8 @@ def pass_stats(plan: PlanData, pass_name: PassName) -> dict[str, float]:
         "volume_bound": volume_bound(
             loads, own, config, pass_name, plan.mask, split.degree if split else 1
         ),
-        "received_mb_max": float(received_bytes(plan, pass_name).max()) / 1e6,
-        "peak_mb_max": float(peak_bytes(plan, pass_name).max()) / 1e6,
+        "received_mb_max": float(peaks.received.max()) / 1e6,
+        "peak_mb_max": float(peaks.allocated.max()) / 1e6,
         "link_max": float(max(moved.sum(axis=0).max(), moved.sum(axis=1).max())),
         "num_stages": float(len(stages)),
         "slices_max": float(max(work.num_slices for stage in stages for work in stage.work)),

@@ -121,6 +121,12 @@ class StepsConfig:
     plan_only: bool
     plan_batches: int
 
+    @property
+    def looks_at_gradients(self) -> bool:
+        """Whether anything asks for the norm of a rank's gradients before the update."""
+        checks = self.check_for_nan_in_loss_and_grad or self.check_for_large_grads
+        return checks or self.rerun_mode == "report_stats"
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from megatron_cp.data.loader import PackedLoader
-from megatron_cp.training.bad_steps.check import StepCheck
+from megatron_cp.training.bad_steps.check import BadStepError, StepCheck
 from megatron_cp.training.checkpoint.save import Saver
 from megatron_cp.training.checkpoint.state import RunState
 from megatron_cp.training.config import TrainConfig
@@ -136,8 +136,12 @@ def _step(run: Run) -> None:
     check_same_batches(batches, f"step {state.iteration + 1}")
     progress.at("forward and backward")
     check = functools.partial(run.check, run.runner, state.optimizer, state.iteration + 1)
-    with busy.computing():
-        result = train_step(run.runner, batches, state.optimizer, state.scheduler, check)
+    try:
+        with busy.computing():
+            result = train_step(run.runner, batches, state.optimizer, state.scheduler, check)
+    except BadStepError as problem:
+        run.journal.alert("a bad step ended the run", str(problem))
+        raise
     state.iteration += 1
     state.consumed_samples += result.num_packs
     state.data = run.loaders.train.state_dict()

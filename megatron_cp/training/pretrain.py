@@ -236,7 +236,8 @@ def _build(
     model = build_model(config, model_provider, device)
     optimizer = build_optimizer(config, model)
     scheduler = build_scheduler(config, optimizer)
-    gradients = connect_schedule(model, optimizer)
+    looks = config.steps.looks_at_gradients
+    gradients = connect_schedule(model, optimizer, looks_at_gradients=looks)
     timers = Timers(config)
     timers.connect(model, optimizer)
     state = RunState(config, model, optimizer, scheduler, count_parameters(model))

@@ -186,13 +186,15 @@ def _wrap(config: TrainConfig, chunk: Any, *, is_first: bool) -> Any:
     )
 
 
-def connect_schedule(model: list[Any], optimizer: Any) -> LocalGradients:
+def connect_schedule(
+    model: list[Any], optimizer: Any, *, looks_at_gradients: bool
+) -> LocalGradients:
     """Tells Megatron's pipeline schedule how to scale losses, hold back gradient sends and finish.
 
     Returns what looks at the gradients of this rank when a backward pass has ended.
     """
     config, ddp = model[0].config, model[0].ddp_config
-    gradients = LocalGradients(overlaps=ddp.overlap_grad_reduce)
+    gradients = LocalGradients(looks_at_gradients, ddp.overlap_grad_reduce)
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = gradients.finalize
     if ddp.overlap_grad_reduce:

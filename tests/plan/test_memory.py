@@ -84,7 +84,7 @@ def test_peaks_hold_more_than_what_is_received():
             masks.causal(8192), 4, replace(OPTIONS, planner=planner, num_heads=8, num_kv_heads=4)
         )
         for name in ("forward", "backward"):
-            assert (peak_bytes(plan, name) > received_bytes(plan, name)).all()
+            assert (peak_bytes(plan, name).allocated > received_bytes(plan, name)).all()
 
 
 def test_a_limit_is_kept_with_measured_kernel_rates_too():

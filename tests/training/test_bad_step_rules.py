@@ -1,6 +1,7 @@
 """When a number strikes, when two attempts are the same, and what one document's own batch holds."""
 
 import math
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -56,3 +57,37 @@ def test_a_batch_of_some_documents_holds_their_tokens_their_loss_and_their_pairs
     np.testing.assert_array_equal(part.mask.to_dense(), expected)
     assert part.document_starts == (5, 12)
     assert part.document_lengths == (4, 5)
+
+
+def test_a_bad_step_that_ends_the_run_is_an_alert_before_it_is_an_error(monkeypatch):
+    from megatron_cp.training import loop  # Megatron-Core, after what stands in for CUDA
+
+    def ends(*_):
+        raise loop.BadStepError("step 1: the loss is not finite")
+
+    for name in ("next_batches", "check_same_batches"):
+        monkeypatch.setattr(loop, name, lambda *_: [])
+    monkeypatch.setattr(loop, "train_step", ends)
+    run = mock.MagicMock()
+    run.state.iteration = 0
+    with pytest.raises(loop.BadStepError):
+        loop._step(run)
+    (told,) = run.journal.alert.call_args_list
+    assert told.args == ("a bad step ended the run", "step 1: the loss is not finite")
+    run.journal.step.assert_not_called()
+
+
+@pytest.mark.parametrize("is_wanted", [True, False])
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_gradients_are_read_where_somebody_looks_at_them(monkeypatch, is_wanted, overlaps):
+    import megatron.core.distributed as core
+
+    from megatron_cp.training.bad_steps.attempt import LocalGradients
+
+    order = []
+    monkeypatch.setattr(core, "finalize_model_grads", lambda *_: order.append("finalize"))
+    buffer = mock.Mock(grad_data=torch.tensor([3.0, 4.0]))
+    chunk = mock.Mock(buffers=[buffer], expert_parallel_buffers=[])
+    gradients = LocalGradients(is_wanted, overlaps)
+    gradients.finalize([chunk])
+    assert order == ["finalize"] and float(gradients.norm) == (5.0 if is_wanted else 0.0)

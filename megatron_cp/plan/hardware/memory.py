@@ -12,6 +12,7 @@ takes and gives back. Passing on costs a hop's message; the largest counts.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,18 +33,25 @@ from megatron_cp.plan.schema import (
 )
 
 
+class Peaks(NamedTuple):
+    """The most bytes at once on each rank in a pass of one layer: `[P]` each."""
+
+    received: FloatArray
+    """Held because others sent them: the rows of a stage and of the chain before it, what is computed for them, the
+    rows of the next stage that arrive meanwhile, results that come home, and rows that are exchanged for heads."""
+    allocated: FloatArray
+    """By the runtime, what is received included."""
+
+
+def peak_bytes(plan: PlanData, pass_name: PassName) -> Peaks:
+    """Returns the peaks of a pass."""
+    memory = _count(plan, pass_name)
+    return Peaks(memory.received.peak, memory.all.peak)
+
+
 def received_bytes(plan: PlanData, pass_name: PassName) -> FloatArray:
-    """Returns the most bytes that each rank holds at once in a pass because others sent them: `[P]`.
-
-    Counted: the rows of a stage and of the chain before it, what is computed for them, the rows of the next stage that
-    arrive meanwhile, results that come home, and rows that are exchanged for heads.
-    """
-    return _count(plan, pass_name).received.peak
-
-
-def peak_bytes(plan: PlanData, pass_name: PassName) -> FloatArray:
-    """Returns the most bytes that the runtime allocates at once on each rank in a pass of one layer: `[P]`."""
-    return _count(plan, pass_name).all.peak
+    """Returns `peak_bytes(...).received`, which `max_received_mb` limits."""
+    return peak_bytes(plan, pass_name).received
 
 
 @dataclass

@@ -45,23 +45,24 @@ class Attempt:
 
 @dataclass
 class LocalGradients:
-    """Norm of this rank's gradients, taken when backward has ended.
+    """Norm of this rank's gradients, taken when backward has ended; 0 where nobody looks at it.
 
     Without `--overlap-grad-reduce` they are what this rank's own tokens gave; with it, ranks have
     added theirs before. The norm of a step is read once over all gradients, as Megatron-LM does.
     """
 
+    is_wanted: bool
     overlaps: bool
     norm: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
 
     def finalize(self, model: list[Any], *args: Any, **kwargs: Any) -> None:
         """Stands for Megatron-Core's `finalize_model_grads`, which it calls."""
-        if not self.overlaps:
+        if self.is_wanted and not self.overlaps:
             self.norm = gradient_norm(model)
         from megatron.core.distributed import finalize_model_grads  # after what stands in for CUDA
 
         finalize_model_grads(model, *args, **kwargs)
-        if self.overlaps:
+        if self.is_wanted and self.overlaps:
             self.norm = gradient_norm(model)
 
 

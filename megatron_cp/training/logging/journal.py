@@ -104,9 +104,8 @@ class Journal:
             self._losses.setdefault(name, []).append(value)
         self._nan += result.loss is not None and not math.isfinite(result.loss)
         self._skipped += not result.updated
-        if self._keeps and result.loss is not None and not math.isfinite(result.loss):
-            words = f"step {state.iteration}: lm loss {result.loss}"
-            self._tracker.alert("loss is not finite", words)
+        if result.loss is not None and not math.isfinite(result.loss):
+            self.alert("loss is not finite", f"step {state.iteration}: lm loss {result.loss}")
         norm = params_norm(state.model) if config.records.log_params_norm else None
         seconds = (time.perf_counter() - self._window_start) / self._window_steps
         if self._keeps and state.iteration % config.records.tensorboard_log_interval == 0:
@@ -119,6 +118,10 @@ class Journal:
             self._sample(batches)
         if state.iteration % config.records.log_interval == 0:
             self._print(result, seconds, norm)
+
+    def alert(self, title: str, text: str) -> None:
+        """Tells those who watch the run in wandb that something needs them."""
+        self._tracker.alert(title, text)
 
     def _track(
         self,
