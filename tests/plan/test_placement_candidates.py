@@ -63,6 +63,17 @@ def test_documents_that_fit_stay_whole_and_a_large_one_takes_neighbours():
     assert all(len(ranks) == 1 for ranks in found[1:])
 
 
+def test_each_of_several_loads_is_kept_within_the_limit():
+    """Half of the documents are heavy under one mask, half under the other; their sums are all alike."""
+    rng = np.random.default_rng(5)
+    bounds = np.arange(17) * 128
+    heavy = rng.permutation(np.repeat([[9.0, 1.0], [1.0, 9.0]], 8, axis=0))
+    placed = whole_documents(bounds, heavy, 8, 8, 256, 1.08)
+    document = placed.tokens // 128
+    loads = heavy[document].sum(axis=1)  # of each rank, for both masks
+    assert (loads <= 1.08 * loads.mean(axis=0)).all()
+
+
 def test_of_many_small_documents_one_per_rank_is_cut():
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 9, size=400)

@@ -32,12 +32,12 @@ def whole_documents(
 ) -> Placement:
     """Returns documents `bounds[i]` to `bounds[i+1]` on as few ranks as they fit, `rows` tokens for each rank.
 
-    `areas` float64 `[documents]`; `node` ranks share a node and divide `num_ranks`; `most_load`: see
-    `DocumentGroups`. The largest documents, by tokens or pairs, are placed one by one; the others, and padding
-    behind the last, follow each other through the room that is left, so that few are cut.
+    `areas` float64 `[documents, loads]`: each column is balanced by itself; `node` ranks share a node and divide
+    `num_ranks`; `most_load`: see `DocumentGroups`. The largest documents, by tokens or pairs, are placed one by one;
+    the others, and padding behind the last, follow each other through the room that is left, so that few are cut.
     """
     sizes = group_sizes(num_ranks, node)
-    groups = DocumentGroups(sizes, rows, float(areas.sum()), most_load, node)
+    groups = DocumentGroups(sizes, rows, areas.sum(axis=0), most_load, node)
     lengths = np.diff(bounds)
     largest = np.argsort(-groups.ranks_wanted(lengths, areas), kind="stable")
     heavy = np.sort(largest[: MOST_PLACED * num_ranks])
@@ -122,39 +122,46 @@ def mirrored(shares: IntArray, starts: IntArray) -> Pieces:
 
 
 class DocumentGroups:
-    """Ranks while documents are placed: room in tokens, load in pairs."""
+    """Ranks while documents are placed: room in tokens, one or several loads in pairs."""
 
     def __init__(
         self,
         sizes: Sequence[int],
         rows: int,
-        area: float,
+        area: float | FloatArray,
         most_load: float,
         node: int | None = None,
     ):
         """Groups are of `sizes`, ascending, each divides the next, the last is all ranks.
 
-        `area`: of all documents. A document that would bring a group more than `most_load` times its fair share
-        of it goes to a larger one; to one much larger only without `node`, the ranks of a node. With it, such a
-        document is scattered over few ranks.
+        `area`: of all documents, for each load. A document that would bring a group more than `most_load` times its
+        fair share of one goes to a larger group; to one much larger only without `node`, the ranks of a node. With it,
+        such a document is scattered over few ranks.
         """
         self.sizes, self.rows, self.most_load, self.node = sizes, rows, most_load, node
-        self.fair = max(1.0, area / sizes[-1])
+        self.fair = np.maximum(1.0, np.atleast_1d(area) / sizes[-1])
         self.room = np.full(sizes[-1], rows, dtype=np.int64)
-        self.load = np.zeros(sizes[-1])
+        self.load = np.zeros((sizes[-1], len(self.fair)))
 
     def ranks_wanted(self, lengths: IntArray, areas: FloatArray) -> FloatArray:
-        """Returns to how many ranks' tokens or pairs each document comes: `[D]`."""
-        wanted: FloatArray = np.maximum(lengths / self.rows, areas / self.fair)
+        """Returns to how many ranks' tokens, or pairs of some load, each document comes: `[D]`."""
+        wanted: FloatArray = np.maximum(lengths / self.rows, self._shares(areas).max(axis=1))
         return wanted
 
+    def _shares(self, areas: FloatArray) -> FloatArray:
+        """Returns areas as parts of a rank's fair share: `[D, loads]`."""
+        shares: FloatArray = areas.reshape(len(areas), -1) / self.fair
+        return shares
+
     def place(self, lengths: IntArray, areas: FloatArray) -> IntArray:
-        """Returns the tokens of each document that each rank takes: int64 `[D, P]`."""
+        """Returns the tokens of each document that each rank takes: int64 `[D, P]`; `areas` `[D]` or `[D, loads]`."""
         zone = np.searchsorted(self.sizes[:-1], self.ranks_wanted(lengths, areas))
         shares = np.zeros((len(lengths), len(self.room)), dtype=np.int64)
-        for document in np.lexsort((-areas, -zone)).tolist():
-            length, area = int(lengths[document]), float(areas[document])
-            limit = self.most_load * self.fair if area > self.fair / LIGHT else np.inf
+        areas = areas.reshape(len(areas), -1)
+        largest = self._shares(areas).max(axis=1)
+        for document in np.lexsort((-largest, -zone)).tolist():
+            length, area = int(lengths[document]), areas[document]
+            limit = np.where(area > self.fair / LIGHT, self.most_load * self.fair, np.inf)
             wanted, most = self.sizes[int(zone[document])], self.sizes[-1]
             widest = most if self.node is None else WIDEST * wanted
             sizes = [size for size in self.sizes if wanted <= size <= widest]
@@ -166,31 +173,32 @@ class DocumentGroups:
                 taken = _even_shares(self.room[ranks], length)
             shares[document, ranks] = taken
             self.room[ranks] -= taken
-            self.load[ranks] += area * taken / max(1, length)
+            self.load[ranks] += area * taken[:, None] / max(1, length)
         return shares
 
     def _group(
-        self, length: int, area: float, sizes: Sequence[int], limit: float
+        self, length: int, area: FloatArray, sizes: Sequence[int], limit: FloatArray
     ) -> IntArray | None:
         """Returns the least loaded group with room, of the first size that keeps to `limit`, if any does."""
         for size in sizes:
             room, load = self.room, self.load
             if size > 1:
-                room, load = room.reshape(-1, size).sum(axis=1), load.reshape(-1, size).max(axis=1)
-            open_load = np.where(room >= length, load, np.inf)
+                room = room.reshape(-1, size).sum(axis=1)
+                load = load.reshape(-1, size, load.shape[1]).max(axis=1)
+            after = load + area / size
+            open_load = np.where(room >= length, (after / self.fair).max(axis=1), np.inf)
             least = int(open_load.argmin())
-            after = open_load[least] + area / size
-            if after < np.inf and after <= limit:
+            if open_load[least] < np.inf and (after[least] <= limit).all():
                 return np.arange(least * size, (least + 1) * size)
         return None
 
     def _scattered(
-        self, length: int, area: float, limit: float, node: int
+        self, length: int, area: FloatArray, limit: FloatArray, node: int
     ) -> tuple[IntArray, IntArray]:
         """Returns few ranks that have room within `limit`, of one node if one has enough, and what each takes."""
         capacity = self._capacity(length, area, limit)
         while capacity.sum() < length:
-            limit += STEP * self.fair
+            limit = limit + STEP * self.fair
             capacity = self._capacity(length, area, limit)
         of_node = capacity.reshape(-1, node).sum(axis=1)
         ranks = np.arange(len(capacity))
@@ -203,11 +211,13 @@ class DocumentGroups:
         taken[-1] -= upto[len(ranks) - 1] - length
         return ranks, taken
 
-    def _capacity(self, length: int, area: float, limit: float) -> IntArray:
+    def _capacity(self, length: int, area: FloatArray, limit: FloatArray) -> IntArray:
         """Returns how many tokens of a document each rank has room for, within the limit of its load: `[P]`."""
-        if limit == np.inf:
+        counts = limit < np.inf
+        if not counts.any():
             return self.room
-        most = np.maximum(limit - self.load, 0.0) * (length / area)
+        left = np.maximum(limit - self.load, 0.0)[:, counts]
+        most = (left * (length / area[counts])).min(axis=1)
         return np.minimum(self.room, np.ceil(most)).astype(np.int64)
 
 

@@ -57,7 +57,13 @@ class PlacementCandidates:
         even = replace(config, token_multiple=math.lcm(config.token_multiple, pieces))
         self.chunk, per_rank = chunk_layout(num_tokens, cp_size, even)
         self.rows = self.chunk * per_rank
-        self._documents: dict[float, Placement] = {}
+        self._documents: dict[tuple[float, int], Placement] = {}
+        layers = np.array([weight for _, weight in masks.values()])
+        self.balances = [layers[None, :]]
+        """What documents are balanced by, each `[loads, masks]`: all masks in one sum; each in a load of its own, all
+        loads kept; one mask alone."""
+        if len(masks) > 1:
+            self.balances += [np.diag(layers), *np.diag(layers)[:, None, :]]
 
     def in_order(self) -> Placement:
         """Returns the stream cut into equal pieces, in order."""
@@ -80,17 +86,17 @@ class PlacementCandidates:
         halves = np.stack([first, 2 * groups - 1 - first], axis=1)
         return Placement.of_chunks(halves, degree * self.rows // 2).regrouped(self.cp_size)
 
-    def by_documents(self, degree: int, most_load: float) -> Placement | None:
+    def by_documents(self, degree: int, most_load: float, balance: int = 0) -> Placement | None:
         """Returns documents on as few ranks as they fit, and on more if one would have over `most_load` of its share.
 
-        None if the mask is one document, or if the pieces would be too many. With a chosen chunk size documents begin
-        at the nearest chunk.
+        `balance` is one of `balances`. None if the mask is one document, or if the pieces would be too many. With a
+        chosen chunk size documents begin at the nearest chunk.
         """
         if len(self._bounds) <= 2:
             return None
-        if most_load not in self._documents:
-            self._documents[most_load] = self._whole_documents(most_load)
-        groups = self._documents[most_load].regrouped(self.cp_size // degree).in_order()
+        if (most_load, balance) not in self._documents:
+            self._documents[most_load, balance] = self._whole_documents(most_load, balance)
+        groups = self._documents[most_load, balance].regrouped(self.cp_size // degree).in_order()
         document = np.searchsorted(self._bounds, groups.ids[:, 0], side="right")
         pieces = np.bincount(document)
         parts = (pieces * (pieces + 1) // 2).sum()
@@ -105,7 +111,7 @@ class PlacementCandidates:
             np.intersect1d, (document_bounds(mask) for mask, _ in self.masks.values())
         )
 
-    def _whole_documents(self, most_load: float) -> Placement:
+    def _whole_documents(self, most_load: float, balance: int) -> Placement:
         """Returns documents on the smallest head groups that are looked at, in whole chunks if those are chosen."""
         degree, chunk = self.smallest_degree, self.config.chunk_size or 1
         groups, node_size = self.cp_size // degree, get_topology(self.config.topology).node_size
@@ -114,9 +120,9 @@ class PlacementCandidates:
         last = -(-self._bounds[-1] // chunk)
         bounds = distinct(np.append((self._bounds[:-1] + chunk // 2) // chunk, last))
         tokens = np.minimum(bounds * chunk, self._bounds[-1])
-        areas = [weight * mask.area_of_rows(tokens) for mask, weight in self.masks.values()]
-        rows, area = degree * self.rows // chunk, np.sum(areas, axis=0)
-        placed = whole_documents(bounds, area, groups, node, rows, most_load)
+        areas = np.stack([mask.area_of_rows(tokens) for mask, _ in self.masks.values()], axis=1)
+        rows, loads = degree * self.rows // chunk, areas @ self.balances[balance].T
+        placed = whole_documents(bounds, loads, groups, node, rows, most_load)
         return replace(placed, ids=placed.ids * chunk)
 
     def by_area(self, degree: int) -> Placement:

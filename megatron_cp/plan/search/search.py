@@ -11,6 +11,7 @@ Placements come from `plan/placement/candidates.py`, strategies from `strategies
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -200,7 +201,18 @@ class _Search:
             [] if self._is_within(self.budget.perfect) else self._promising_in_order()[:2]
         ):
             self._price(self.placements.in_order(), degree, STAY)
+        self._balance_otherwise()
         self._move_on_best()
+
+    def _balance_otherwise(self) -> None:
+        """Prices documents balanced for each mask of a family by itself, at the degree that did best."""
+        degree = min(self.searched, key=self.fastest.__getitem__)
+        others = range(1, len(self.placements.balances))
+        loads = (self.budget.loose_load, self.budget.tight_load)
+        for balance, load in itertools.product(others, loads):
+            placement = self.placements.by_documents(degree, load, balance)
+            if placement is not None:
+                self._price(placement, degree, STAY)
 
     def _steps(self, degree: int) -> Iterator[None]:
         """Prices more and more for one degree of head exchange, a placement and a strategy at a time."""
