@@ -11,6 +11,7 @@ from megatron_cp.attn.options import check_sink, resolve_options
 from megatron_cp.plan import AttentionPlan
 from megatron_cp.runtime.checkpoint import checkpoint, record_result, recorded_result
 from megatron_cp.runtime.dist_attn import DistributedAttention
+from megatron_cp.runtime.expansion import Expand, Expansion
 from megatron_cp.runtime.session import open_session
 from megatron_cp.runtime.shards import dispatch, position_ids, roll, undispatch
 
@@ -18,7 +19,7 @@ from megatron_cp.runtime.shards import dispatch, position_ids, roll, undispatch
 def cp_attention(  # noqa: PLR0913  the public signature
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     plan: AttentionPlan,
     group: dist.ProcessGroup | None,
     *,
@@ -28,6 +29,7 @@ def cp_attention(  # noqa: PLR0913  the public signature
     backend: str | None = None,
     deterministic: bool = False,
     return_max_logits: bool = False,
+    expand: Expand | None = None,
 ) -> tuple[Tensor, ...]:
     """Returns attention over the whole context for the tokens of this rank, in the plan's local order.
 
@@ -39,6 +41,12 @@ def cp_attention(  # noqa: PLR0913  the public signature
 
     With `return_max_logits` a third result: the largest scaled and capped logit of each head over the whole
     context, fp32 `[N]`, the same on every rank, without a gradient, not counting the sink (QK-Clip).
+
+    With `expand`, `k` are latent rows `[T, ...]` and `v` is None: rows travel as they are, and
+    `expand(rows [R, ...]) -> (k [R, G, H], v [R, G, Hv])`, each row for itself, makes keys and values of them on the
+    rank that attends to them, forward and again backward. Gradients flow through it to the latent rows and to the leaf
+    tensors that it captures (weights), of which each rank has its share, to be summed over the group. Plan with
+    `CPConfig(latent_dim=...)`: such rows cannot be split by heads.
 
     Collective over `group` (None for cp_size 1), forward and backward: every rank calls it with the same
     plan, dtypes and options.
@@ -52,18 +60,38 @@ def cp_attention(  # noqa: PLR0913  the public signature
             f"q and k have {q.shape[0]} and {k.shape[0]} rows, the plan gives every rank "
             f"{plan.tokens_per_rank}; dispatch(x, plan, group) makes the local rows"
         )
-    options = resolve_options(q, k, v, softmax_scale, softcap, backend, deterministic)
+    expansion = None if expand is None else _expansion(expand, k, v, plan)
+    keys, values = (k, v) if expansion is None else expansion.like
+    if values is None:
+        raise ValueError("v is None; give values, or expand=..., which makes them of latent rows")
+    options = resolve_options(q, keys, values, softmax_scale, softcap, backend, deterministic)
     check_sink(q, sink)
     if plan.forward.head_split is not None:
         _check_heads(q.shape[1], k.shape[1], plan.forward.head_split.degree)
-    call = f"{q.dtype} {tuple(q.shape)} {tuple(k.shape)} {tuple(v.shape)} {options} {sink is None} {return_max_logits}"
+    call = f"{q.dtype} {tuple(q.shape)} {tuple(k.shape)} {tuple(values.shape[1:])} {options} {sink is None}"
+    call += f" {return_max_logits} {expand is None}"
     session = open_session(plan, group, q.device, call)
     kept = recorded_result()
     max_logits = no_logits(q) if return_max_logits else None
-    out, lse = DistributedAttention.apply(q, k, v, sink, session, options, kept, max_logits)
+    given = (k, values) if expansion is None else (k, *expansion.captured)
+    out, lse = DistributedAttention.apply(
+        q, sink, session, options, kept, max_logits, expansion, *given
+    )
     result = (out, lse) if max_logits is None else (out, lse, max_logits)
     record_result(result)
     return result
+
+
+def _expansion(expand: Expand, latent: Tensor, v: Tensor | None, plan: AttentionPlan) -> Expansion:
+    if v is not None:
+        raise ValueError(
+            "v is given beside expand=...; pass None: values are made of the latent rows"
+        )
+    if any(p.head_degree > 1 for p in (plan.forward, plan.backward)):
+        raise ValueError(
+            "the plan exchanges heads, which latent rows do not have; make it with CPConfig(latent_dim=...)"
+        )
+    return Expansion.of(expand, latent)
 
 
 def _check_heads(num_heads: int, num_kv_heads: int, degree: int) -> None:

@@ -90,6 +90,10 @@ class CPConfig:
     value_head_dim: int | None = None
     """Width of one value head; None = head_dim."""
 
+    latent_dim: int | None = None
+    """Width of the one row per token that travels in place of keys and values, which `cp_attention(expand=...)` makes
+    of it (the key/value latent and the rotated key of latent attention); None: keys and values travel."""
+
     topology: str | Topology = "h100"
     """Hardware of the cost model: cpu, a800, h100, h200, or a row of your own."""
 
@@ -128,7 +132,7 @@ class CPConfig:
         ):  # fmt: skip
             _check_positive(name, getattr(self, name))
         for name in (
-            "chunk_size", "value_head_dim", "num_stages", "max_received_mb", "head_degree"
+            "chunk_size", "value_head_dim", "latent_dim", "num_stages", "max_received_mb", "head_degree"
         ):  # fmt: skip
             if getattr(self, name) is not None:
                 _check_positive(name, getattr(self, name))

@@ -36,6 +36,7 @@ from megatron_cp.attn.merge import apply_sink, sink_gradient
 from megatron_cp.attn.options import AttendOptions, accumulation_dtype
 from megatron_cp.comm import Pending
 from megatron_cp.plan.schema import PassName
+from megatron_cp.runtime.expansion import ExpandedResults, ExpandedRows, Expansion
 from megatron_cp.runtime.session import Quadrant, RankPass, RankStage, Rows, Session
 from megatron_cp.runtime.sides import ADD, SideResults, SideRows, merging
 from megatron_cp.runtime.spans import span
@@ -49,49 +50,52 @@ class DistributedAttention(torch.autograd.Function):
     """Autograd of `cp_attention`; keeps q, k, v, out and lse of this rank's tokens, nothing else."""
 
     @staticmethod
-    def forward(  # noqa: PLR0913  what autograd's apply gives
+    def forward(
         ctx: Any,
         q_TNH: Tensor,
-        k_TGH: Tensor,
-        v_TGH: Tensor,
         sink_N: Tensor | None,
         session: Session,
         options: AttendOptions,
         kept: tuple[Tensor, ...] | None,
         max_logits_N: Tensor | None,
+        expansion: Expansion | None,
+        *keys: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """`kept`: the result of an earlier identical call, when a layer is recomputed. Fills `max_logits`."""
+        """`kept`: the result of an earlier identical call, when a layer is recomputed. Fills `max_logits`.
+
+        `keys` are k and v, or latent rows and what else their `expansion` wants gradients of.
+        """
         if kept is None:
-            rows = (q_TNH, k_TGH, v_TGH, sink_N)
+            rows = (q_TNH, expansion or keys, sink_N)
             out, lse = forward_pass(*rows, session, options, max_logits_N)
         else:
             out, lse, *logits = (tensor.detach() for tensor in kept)
             if max_logits_N is not None:
                 max_logits_N.copy_(logits[0])
-        ctx.save_for_backward(q_TNH, k_TGH, v_TGH, sink_N, out, lse)
-        ctx.session, ctx.options = session, options
+        ctx.save_for_backward(q_TNH, sink_N, out, lse, *keys)
+        ctx.session, ctx.options, ctx.expansion = session, options, expansion
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Gradients of q, k, v and sink; collective, like forward."""
-        q, k, v, sink, out, lse = ctx.saved_tensors
+        """Gradients of q, sink and keys; collective, like forward."""
+        q, sink, out, lse, *keys = ctx.saved_tensors
         # A rank whose out is unused must still take part: its keys serve others' queries.
         dout = torch.zeros_like(out) if dout is None else dout
         delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)
         if dlse is not None:
             delta = delta - dlse
-        dq, dk, dv = backward_pass(dout, q, k, v, lse, delta, ctx.session, ctx.options)
+        rows = (dout, q, ctx.expansion or tuple(keys), lse, delta)
+        dq, *dkeys = backward_pass(*rows, ctx.session, ctx.options)
         dsink = None if sink is None else sink_gradient(lse, sink, delta).to(sink.dtype)
-        return dq, dk, dv, dsink, None, None, None, None
+        return dq, dsink, None, None, None, None, None, *dkeys
 
 
 def forward_pass(
     q_TNH: Tensor,
-    k_TGH: Tensor,
-    v_TGH: Tensor,
+    keys: Rows | Expansion,
     sink_N: Tensor | None,
     session: Session,
     options: AttendOptions,
@@ -99,12 +103,14 @@ def forward_pass(
 ) -> tuple[Tensor, Tensor]:
     """Returns attention over the whole context: out `[T, N, Hv]` in the input dtype, lse `[T, N]` in fp32 (fp64).
 
-    `max_logits` is raised, in place, to the largest logit of each head over the whole context.
+    `keys` are k `[T, G, H]` and v `[T, G, Hv]`, or the expansion of latent rows. `max_logits` is raised, in place, to
+    the largest logit of each head over the whole context.
     """
     rank_pass, num_heads = session.forward, q_TNH.shape[1]
-    q, k, v = _enter(rank_pass, (q_TNH, k_TGH, v_TGH))
-    dtype = accumulation_dtype(q.dtype)
-    like = q.new_empty((0, q.shape[1], v.shape[2]), dtype=dtype)
+    q, *entered = _enter(rank_pass, (q_TNH, *_key_tensors(keys)))
+    key_rows = _key_rows(keys, tuple(entered))
+    value_dim, dtype = key_rows.rows("own")[1].shape[2], accumulation_dtype(q.dtype)
+    like = q.new_empty((0, q.shape[1], value_dim), dtype=dtype)
     results = SideResults(len(q), (like, like[..., 0]), merging(row_merger(options)))
     exchange = rank_pass.exchange
     heads = slice(None) if exchange is None else exchange.own_heads(num_heads)
@@ -122,7 +128,7 @@ def forward_pass(
     def send_home(stage: RankStage) -> Returns:
         return [results.send_home(stage.query, session.group)]
 
-    rows = SideRows((q,)), SideRows((k, v))
+    rows = SideRows((q,)), key_rows
     _run_stages("forward", (rank_pass, session.group), rows, options, compute, send_home)
     out, lse = results.own()
     if max_logits_N is not None and session.group is not None:
@@ -137,48 +143,67 @@ def forward_pass(
 def backward_pass(
     dout: Tensor,
     q_TNH: Tensor,
-    k_TGH: Tensor,
-    v_TGH: Tensor,
+    keys: Rows | Expansion,
     lse_TN: Tensor,
     delta_TN: Tensor,
     session: Session,
     options: AttendOptions,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (dq `[T, N, H]`, dk `[T, G, H]`, dv `[T, G, Hv]`) in the dtypes of q, k and v.
+) -> Rows:
+    """Returns the gradients of q and `keys`, in their dtypes.
 
-    `lse` and `delta = rowsum(dout * out) - dlse` are those of the merged result of this rank's tokens.
+    Those of an expansion are for its latent rows and for all that it captures (this rank's share). `lse` and
+    `delta = rowsum(dout * out) - dlse` are those of the merged result of this rank's tokens.
     """
     rank_pass = session.backward
-    local = (q_TNH, k_TGH, v_TGH, dout, lse_TN, delta_TN)
-    q, k, v, *of_results = _enter(rank_pass, local)
-    dq, dk, dv = (x.new_empty((0, *x.shape[1:]), dtype=lse_TN.dtype) for x in (q, k, v))
-    queries, keys = SideResults(len(q), (dq,), ADD), SideResults(len(k), (dk, dv), ADD)
+    queries_TNH = (q_TNH, dout, lse_TN, delta_TN)
+    q, dout, lse, delta, *entered = _enter(rank_pass, (*queries_TNH, *_key_tensors(keys)))
+    key_rows = _key_rows(keys, tuple(entered), keeps_graph=True)
+    like = q.new_empty((0, *q.shape[1:]), dtype=lse_TN.dtype)
+    query_results = SideResults(len(q), (like,), ADD)
+    key_results = _key_results(key_rows, lse_TN.dtype)
 
     def compute(part: Quadrant, query: Rows, key: Rows, options: AttendOptions) -> None:
         (q_held, dout, lse, delta), (k_held, v_held) = query, key
-        held = queries.of(part.query, len(q_held))
+        held = query_results.of(part.query, len(q_held))
         dq, dk, dv = attend_backward_onto_(
             held[0] if held else None,
             dout, q_held, k_held, v_held, lse, delta, part.work, options,
         )  # fmt: skip
         if held is None:
-            queries.take(part.query, (dq,))
-        keys.take(part.key, (dk, dv))
+            query_results.take(part.query, (dq,))
+        key_results.take(part.key, (dk, dv))
 
     def send_home(stage: RankStage) -> Returns:
         return [
-            queries.send_home(stage.query, session.group),
-            keys.send_home(stage.key, session.group),
+            query_results.send_home(stage.query, session.group),
+            key_results.send_home(stage.key, session.group),
         ]
 
-    rows = SideRows((q, *of_results)), SideRows((k, v))
+    rows = SideRows((q, dout, lse, delta)), key_rows
     _run_stages("backward", (rank_pass, session.group), rows, options, compute, send_home)
-    (dq,), (dk, dv) = queries.own(), keys.own()
+    (dq,), dkeys = query_results.own(), key_results.own()
     if (factor := dq_factor(options)) != 1.0:
         dq.mul_(factor)
-    whole = tuple((x.shape[1], x.dtype) for x in local[:3])
-    dq, dk, dv = _leave(rank_pass, (dq, dk, dv), whole)
-    return dq, dk, dv
+    latent = (keys.latent, *keys.captured) if isinstance(keys, Expansion) else ()
+    whole = [(x.shape[1], x.dtype) for x in (q_TNH, *_key_tensors(keys))]
+    return _leave(rank_pass, (dq, *dkeys), (*whole, *((1, x.dtype) for x in latent)))
+
+
+def _key_tensors(keys: Rows | Expansion) -> Rows:
+    """Returns what has heads on the key side: k and v, and nothing of latent rows."""
+    return () if isinstance(keys, Expansion) else keys
+
+
+def _key_rows(keys: Rows | Expansion, entered: Rows, keeps_graph: bool = False) -> SideRows:
+    return ExpandedRows(keys, keeps_graph) if isinstance(keys, Expansion) else SideRows(entered)
+
+
+def _key_results(rows: SideRows, dtype: torch.dtype) -> SideResults:
+    if isinstance(rows, ExpandedRows):
+        return ExpandedResults(rows, dtype)
+    own = rows.rows("own")
+    like = tuple(x.new_empty((0, *x.shape[1:]), dtype=dtype) for x in own)
+    return SideResults(len(own[0]), like, ADD)
 
 
 def _run_stages(

@@ -72,10 +72,10 @@ def metered(plan, rank, num_ranks):
         v = k.clone()
         session = open_session(plan, group, CUDA)
         with Meter() as forward:
-            out, lse = dist_attn.forward_pass(q, k, v, None, session, OPTIONS)
+            out, lse = dist_attn.forward_pass(q, (k, v), None, session, OPTIONS)
         delta = lse.clone()
         with Meter() as backward:
-            dist_attn.backward_pass(out, q, k, v, lse, delta, session, OPTIONS)
+            dist_attn.backward_pass(out, q, (k, v), lse, delta, session, OPTIONS)
     return [(meter.waits, meter.bytes, meter.by_operator) for meter in (forward, backward)]
 
 

@@ -59,12 +59,12 @@ def measured(rank, world_size, name, planner, dtype):
         for name in ATTEND:
             setattr(dist_attn, name, quiet(kept[name]))
         dist_attn.row_merger = lambda options: quiet(kept["row_merger"](options))
-        out, lse = dist_attn.forward_pass(q, k, v, None, session, options)
+        out, lse = dist_attn.forward_pass(q, (k, v), None, session, options)
         dout, delta = torch.randn_like(out), torch.zeros_like(lse)
         peaks = []
         for run in (
-            lambda: dist_attn.forward_pass(q, k, v, None, session, options),
-            lambda: dist_attn.backward_pass(dout, q, k, v, lse, delta, session, options),
+            lambda: dist_attn.forward_pass(q, (k, v), None, session, options),
+            lambda: dist_attn.backward_pass(dout, q, (k, v), lse, delta, session, options),
         ):
             found = []
             for _ in range(3):  # gloo's threads give a message back a moment late: the least counts

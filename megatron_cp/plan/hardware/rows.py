@@ -36,6 +36,7 @@ def row_size(
     value_dim = config.value_head_dim or config.head_dim
     heads = max(1, config.num_heads // head_degree)
     keys = max(1, config.num_kv_heads // head_degree) * (config.head_dim + value_dim)
+    keys = config.latent_dim or keys
     if side == "k":
         there, scalars, back = keys, 0, keys if pass_name == "backward" else 0
     elif pass_name == "forward":

@@ -21,8 +21,10 @@ from megatron_cp.plan.schema import DST, SRC, HeadSplit, Hop, Pass, Stage, Trans
 
 
 def fits_heads(degree: int, config: CPConfig) -> bool:
-    """Returns whether query heads split `degree` ways with whole key/value heads per rank."""
+    """Returns whether query heads split `degree` ways with whole key/value heads per rank; latent rows have none."""
     heads, kv_heads = config.num_heads, config.num_kv_heads
+    if config.latent_dim is not None:
+        return degree == 1
     return heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
 
 

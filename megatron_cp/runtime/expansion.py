@@ -1,0 +1,185 @@
+"""Rows that travel as latent vectors and become keys and values where they are attended to.
+
+    own latent rows      -> expand -> keys and values of this rank          (once for each pass)
+    received latent rows -> expand -> keys and values of the stage          (once for each row, where it arrives)
+
+Multi-head latent attention makes keys and values of 128 heads from one vector per token, 71 times smaller. What the
+function captures, its weights, is used on every rank for the rows that the rank attends to; so each rank has a share of
+the weights' gradient, to be summed over the group as that of any replicated parameter.
+
+Source: multi-head latent attention, DeepSeek-V2 (arXiv 2405.04434), section 2.1.
+"""
+
+# T tokens of this rank, R received rows, L width of a latent row, G key/value heads, H head dim, Hv value head dim
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_cp.attn.options import accumulation_dtype
+from megatron_cp.comm import Pending, group_reduce
+from megatron_cp.runtime.session import RankSide, Rows, Source
+from megatron_cp.runtime.sides import ADD, SideResults, SideRows
+
+Expand = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Latent rows `[R, ...]` -> keys `[R, G, H]` and values `[R, G, Hv]`, each row for itself."""
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """What one call makes of latent rows: the function, this rank's rows, and what else wants a gradient of it."""
+
+    function: Expand
+    latent: Tensor
+    captured: Rows
+    """Leaf tensors that the function uses."""
+    like: Rows
+    """No rows of the keys and values that it makes."""
+
+    @classmethod
+    def of(cls, function: Expand, latent: Tensor) -> "Expansion":
+        """Tries the function on the first row of `latent` `[T, ...]`.
+
+        Raises TypeError, ValueError when it does not give a key and a value of each row.
+        """
+        with torch.enable_grad():
+            row = latent[:1].detach().requires_grad_()
+            made = function(row)
+        _check(made)
+        like = tuple(x.new_empty((0, *x.shape[1:])).requires_grad_() for x in made)
+        return cls(function, latent.detach(), tuple(_captured(made, row)), like)
+
+
+class _Piece:
+    """Some latent rows and what became of them, in backward with the graph between."""
+
+    def __init__(self, function: Expand, latent: Tensor, keeps_graph: bool):
+        with torch.set_grad_enabled(keeps_graph):
+            self.latent = latent.detach().contiguous().requires_grad_(keeps_graph)
+            self._made = function(self.latent)
+        self.rows: Rows = tuple(x.detach() for x in self._made)
+
+    def gradients(self, captured: Rows, given: Rows) -> tuple[Tensor | None, ...]:
+        """Returns the gradients of the latent rows and of `captured`, given those of keys and values."""
+        pairs = [
+            (x, g.to(x.dtype)) for x, g in zip(self._made, given, strict=True) if x.requires_grad
+        ]
+        outputs, gradients = zip(*pairs, strict=True)
+        inputs = (self.latent, *captured)
+        return torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
+
+
+class ExpandedRows(SideRows):
+    """Keys and values of latent rows, own and received; each row is expanded once in a pass."""
+
+    def __init__(self, expansion: Expansion, keeps_graph: bool):
+        """`keeps_graph`: for `latent_gradient`."""
+        super().__init__((expansion.latent.contiguous(),))
+        self.expansion, self._keeps_graph = expansion, keeps_graph
+        self._pieces: dict[Source, list[_Piece]] = {"own": [], "received": []}
+        self._received: Rows = ()
+        self._captured = tuple(
+            torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in expansion.captured
+        )
+
+    def arrive(self, side: RankSide, pending: Pending[Rows] | None) -> None:
+        """As for rows that are used as they travel; a new chain begins without any."""
+        super().arrive(side, pending)
+        if not side.keeps:
+            self._pieces["received"].clear()
+            shapes = [(side.chain_rows, *x.shape[1:]) for x in self.expansion.like]
+            self._received = tuple(map(Tensor.new_empty, self.expansion.like, shapes))
+
+    def rows(self, source: Source) -> Rows:
+        """Returns keys and values of the own rows, or of those received in the chain so far."""
+        (latent,), pieces = super().rows(source), self._pieces[source]
+        begin = sum(len(piece.latent) for piece in pieces)
+        if begin < len(latent):
+            pieces.append(_Piece(self.expansion.function, latent[begin:], self._keeps_graph))
+            if source == "received":
+                for room, x in zip(self._received, pieces[-1].rows, strict=True):
+                    room[begin : len(latent)] = x
+        if source == "own":
+            return pieces[0].rows
+        return tuple(x[: len(latent)] for x in self._received)
+
+    def latent_gradient(self, source: Source, given: Rows) -> Tensor:
+        """Returns the gradient of latent rows, given those of all keys and values of a source; ends their graphs."""
+        self.rows(source)  # with those that nobody here attended to
+        found, begin = [], 0
+        for piece in self._pieces[source]:
+            end = begin + len(piece.latent)
+            part = tuple(x[begin:end] for x in given)
+            latent, *captured = piece.gradients(self.expansion.captured, part)
+            found.append(torch.zeros_like(piece.latent) if latent is None else latent)
+            for total, x in zip(self._captured, captured, strict=True):
+                if x is not None:
+                    total += x
+            begin = end
+        self._pieces[source].clear()
+        return torch.cat(found)
+
+    def captured_gradients(self) -> Rows:
+        """Returns the gradients of what the function captures: this rank's share."""
+        return self._captured
+
+
+class ExpandedResults(SideResults):
+    """Gradients of keys and values; those of latent rows go home, and are what is left in the end."""
+
+    def __init__(self, rows: ExpandedRows, dtype: torch.dtype):
+        expansion = rows.expansion
+        like = tuple(x.new_empty(x.shape, dtype=dtype) for x in expansion.like)
+        super().__init__(len(expansion.latent), like, ADD)
+        self._rows, self._latent = rows, torch.zeros_like(expansion.latent, dtype=dtype)
+
+    def send_home(self, side: RankSide, group: dist.ProcessGroup | None) -> Pending[None] | None:
+        """Starts the way home of the gradients of received latent rows, after the last stage of a chain."""
+        if not side.ends_chain or side.returns is None:
+            return None
+        assert group is not None, "a plan for one rank moves nothing"
+        received = self._whole("received", side.num_received)
+        del self._held["received"]
+        back = self._latent.new_empty((0, *self._latent.shape[1:]))
+        if side.num_received:
+            back = self._rows.latent_gradient("received", received).to(back.dtype)
+        return group_reduce((self._latent,), (back,), side.returns, group, ADD.rows_)
+
+    def own(self) -> Rows:
+        """Returns the gradients of this rank's latent rows, from all ranks, and of what the function captures."""
+        self._latent += self._rows.latent_gradient("own", super().own())
+        return (self._latent, *self._rows.captured_gradients())
+
+
+def _captured(outputs: tuple[Tensor, ...], latent: Tensor) -> list[Tensor]:
+    """Returns the leaves besides `latent` from which `outputs` were made and which want a gradient, in graph order."""
+    found: dict[int, Tensor] = {}
+    seen: set[Any] = set()
+    waiting = [x.grad_fn for x in outputs if x.grad_fn is not None]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and leaf is not latent:
+            found[id(leaf)] = leaf
+        waiting += [parent for parent, _ in node.next_functions if parent is not None]
+    return list(found.values())
+
+
+def _check(made: object) -> None:
+    if not (isinstance(made, tuple) and len(made) == 2):
+        raise TypeError(
+            f"expand gave {type(made).__name__}; it must return (keys, values) of its rows"
+        )
+    for name, x in zip(("keys", "values"), made, strict=True):
+        if x.dim() != 3 or len(x) != 1:
+            raise ValueError(
+                f"expand gave {name} of shape {tuple(x.shape)} for one row; it must be [1, heads, dim]: "
+                "each row for itself"
+            )
