@@ -183,12 +183,12 @@ class CPConfig:
                 f"topology={self.topology!r} must be the name of a row or a Topology; leave it out for h100"
             )
         object.__setattr__(self, "rank_speeds", _checked_speeds(self.rank_speeds))
-        if self.rank_speeds and isinstance(self.topology, Topology) and self.topology.rank_speeds:
-            if self.rank_speeds != self.topology.rank_speeds:
-                raise ValueError(
-                    f"rank_speeds={self.rank_speeds!r} differ from those of topology {self.topology.name!r}, "
-                    f"{self.topology.rank_speeds!r}; one of the two may say them: leave them out here or there"
-                )
+        known = self.topology.rank_speeds if isinstance(self.topology, Topology) else None
+        if self.rank_speeds and known and self.rank_speeds != known:
+            raise ValueError(
+                f"rank_speeds={self.rank_speeds!r} differ from rank_speeds={known!r} of the topology; only one of the "
+                "two may say them: leave them out here or there"
+            )
         for name in (
             "num_heads", "num_kv_heads", "head_dim", "token_multiple", "element_bytes", "improver_effort"
         ):  # fmt: skip

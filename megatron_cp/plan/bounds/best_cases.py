@@ -146,7 +146,7 @@ def _document_groups(
 
 
 def _helped_area(mask: AttentionMask, cp_size: int, config: CPConfig) -> float:
-    """Returns the pairs over the speed of DISTFLASHATTN's slowest rank: blocks over P / 2 places apart go to the keys."""
+    """Returns pairs over speed of DISTFLASHATTN's slowest rank: blocks more than P / 2 places apart go to the keys."""
     size = tokens_per_rank(mask.num_queries, cp_size, config)
     bounds = np.minimum(np.arange(cp_size + 1) * size, mask.num_queries)
     loads = np.zeros(cp_size)

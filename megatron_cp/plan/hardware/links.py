@@ -68,7 +68,7 @@ class Links:
     def moved(
         self, src: IntArray, dst: IntArray, amount: IntArray | FloatArray, num_ranks: int
     ) -> FloatArray:
-        """Returns what ranks send and receive on each level: float64 `[2, P, levels]`, from `amount[i]` of message i."""
+        """Returns what ranks send and receive on each level: float64 `[2, P, levels]`, of messages of `amount[i]`."""
         level, count = self.level(src, dst), len(self.gbytes_per_s)
         ends = np.concatenate([count * src + level, count * (num_ranks + dst) + level])
         both = np.bincount(ends, np.concatenate([amount, amount]), minlength=2 * count * num_ranks)

@@ -62,8 +62,25 @@ def stay_at_home(groups: HeadGroups) -> Assignment:
 
 def move_compute(groups: HeadGroups) -> Assignment:
     """Returns the assignment by search: areas by speed, and few rows moved on both sides."""
+    return _assigned(groups, groups.speeds)
+
+
+def move_inside_nodes(groups: HeadGroups) -> Assignment | None:
+    """Returns the assignment by search in which every node keeps as many pairs as its queries have, by speed inside.
+
+    None where that is `move_compute`: with one node, or head groups that are all as fast.
+    """
+    size, speeds, loads = groups.links.node_size, groups.speeds, groups.placed.loads
+    if not 1 < size < len(speeds) or (speeds == speeds[0]).all():
+        return None
+    first = np.arange(0, len(speeds), size)
+    of_node = np.add.reduceat(loads, first) / np.add.reduceat(speeds, first)
+    return _assigned(groups, speeds * of_node.repeat(size)[: len(speeds)])
+
+
+def _assigned(groups: HeadGroups, shares: FloatArray) -> Assignment:
     owners, sizes = groups.placed.owners, groups.links.sizes
-    return assign(groups.mask, owners, sizes, groups.weights(), groups.speeds)
+    return assign(groups.mask, owners, sizes, groups.weights(), shares)
 
 
 def assigned_strategy(

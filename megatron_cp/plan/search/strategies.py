@@ -12,6 +12,7 @@ from megatron_cp.plan.price.pairs_move import (
     StagingLimits,
     assigned_strategy,
     move_compute,
+    move_inside_nodes,
     stay_at_home,
 )
 
@@ -64,7 +65,8 @@ def _stay(groups: HeadGroups, limit: float, stagings: StagingLimits) -> list[Str
 
 
 def _move(groups: HeadGroups, limit: float, stagings: StagingLimits) -> list[Strategy]:
-    return [assigned_strategy(groups, move_compute(groups), stagings)]
+    found = [move_compute(groups), move_inside_nodes(groups)]
+    return [assigned_strategy(groups, one, stagings) for one in found if one is not None]
 
 
 # About milliseconds of one core: what counts is that they are counted alike on every rank.
