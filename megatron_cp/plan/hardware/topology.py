@@ -146,21 +146,23 @@ def load_profile(path: str | Path) -> Topology:
             f"{', '.join(_CELL)}"
         )
     kernels = _kernel_rates(cells, where)
-    links = {key: _number(content, key, where) for key in _LINKS}
+    numbers = {key: _number(content, key, where) for key in _LINKS}
+    numbers["contention"] = _number({"contention": 0.0, **content}, "contention", where)
+    node_size, levels = int(_number(content, "node_size", where)), _levels(content, where)
+    nics = _number(content, "nics_per_node", where) if "nics_per_node" in content else None
     try:
         return Topology(
             name=name,
             forward_tflops=_peak(kernels.forward_tflops),
             backward_tflops=_peak(kernels.backward_tflops),
-            node_size=int(_number(content, "node_size", where)),
-            contention=_number({"contention": 0.0, **content}, "contention", where),
+            node_size=node_size,
             kernels=kernels,
-            outer_levels=_levels(content, where),
-            nics_per_node=_nics(content, where),
+            outer_levels=levels,
+            nics_per_node=None if nics is None else int(nics),
             rank_speeds=content.get("rank_speeds"),
-            **links,
+            **numbers,
         )
-    except TypeError as problem:
+    except (TypeError, ValueError) as problem:
         raise ValueError(f"{where}: {problem}") from None
 
 
@@ -181,10 +183,6 @@ def _levels(content: Mapping[str, Any], where: str) -> tuple[Level, ...]:
         latency = _number(level, "latency_us", entry) if "latency_us" in level else None
         found.append(Level(int(size), rate, latency))
     return tuple(found)
-
-
-def _nics(content: Mapping[str, Any], where: str) -> int | None:
-    return int(_number(content, "nics_per_node", where)) if "nics_per_node" in content else None
 
 
 def _peak(table: tuple[tuple[tuple[float, ...], ...], ...]) -> float:
