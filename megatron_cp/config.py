@@ -98,6 +98,15 @@ class Topology:
         object.__setattr__(self, "rank_speeds", _checked_speeds(self.rank_speeds))
 
     def _check_levels(self) -> None:
+        levels = self.outer_levels
+        if not isinstance(levels, list | tuple) or not all(
+            isinstance(one, Level) for one in levels
+        ):
+            raise TypeError(
+                f"outer_levels={levels!r} of topology {self.name!r} must be levels, the smallest first; give a tuple "
+                "as (Level(size=64, gbytes_per_s=20),)"
+            )
+        object.__setattr__(self, "outer_levels", tuple(levels))
         inside, latency = self.node_size, self.latency_us
         for index, level in enumerate(self.outer_levels):
             where = f"outer_levels[{index}] of topology {self.name!r}"

@@ -280,6 +280,9 @@ class PlanData:
         return f"AttentionPlan({self.planner}, {shape}, {self.digest()[:12]})"
 
 
+_LATER = ("rank_speeds", "outer_levels", "nics_per_node")  # fields of a topology
+
+
 def _said(config: CPConfig) -> dict[str, Any]:
     """Returns a config as words for a digest; wishes that came later and are not used leave no trace."""
     said = asdict(config)
@@ -289,9 +292,6 @@ def _said(config: CPConfig) -> dict[str, Any]:
             if name in words and not words[name]:
                 del words[name]
     return said
-
-
-_LATER = ("rank_speeds", "outer_levels", "nics_per_node")
 
 
 def message_rows(messages: IntArray) -> IntArray:

@@ -231,6 +231,14 @@ def test_on_any_machine_auto_is_no_slower_than_a_scheme_and_the_same_on_every_ru
 # ------------------------------------------------------------------ what is refused
 
 
+def test_levels_are_levels_and_may_stand_in_a_list():
+    level = Level(4, 8.0)
+    assert replace(PODS, outer_levels=[level]).outer_levels == (level,)
+    for wrong in (level, [4], "racks", None):
+        with pytest.raises(TypeError, match=r"outer_levels=.* of topology 'pods' must be levels"):
+            replace(PODS, outer_levels=wrong)
+
+
 @pytest.mark.parametrize(
     ("change", "fragments"),
     [
