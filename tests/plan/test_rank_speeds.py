@@ -180,8 +180,9 @@ def test_a_slow_rank_leaves_a_smaller_share_to_rows_under_way():
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-@pytest.mark.parametrize("node_size", [2, 4])
-def test_solvers_divide_by_speed(solver, node_size):
+def test_solvers_divide_by_speed(solver):
+    """Among nodes of two and inside them; HiGHS inside one node."""
+    node_size = 4 if solver == "milp" else 2
     pytest.importorskip({"cp_sat": "ortools", "milp": "scipy", "hypergraph": "mtkahypar"}[solver])
     mask, speeds = masks.causal(256), np.array([1.0, 1.0, 0.5, 1.0])
     placed = PlacedMask(mask, np.arange(256).reshape(4, 64))
