@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         roll,
         undispatch,
     )
-    from megatron_cp.config import CPConfig, Topology
+    from megatron_cp.config import CPConfig, Level, Topology
     from megatron_cp.errors import PlanMismatchError
     from megatron_cp.mask import AttentionMask, MaskSlice
     from megatron_cp.plan import AttentionPlan, make_plan, make_plans
@@ -35,7 +35,7 @@ _HOMES = {
         "roll",
         "undispatch",
     ),
-    "config": ("CPConfig", "Topology"),
+    "config": ("CPConfig", "Level", "Topology"),
     "errors": ("PlanMismatchError",),
     "mask": ("AttentionMask", "MaskSlice"),
     "plan": ("AttentionPlan", "make_plan", "make_plans"),
@@ -59,6 +59,7 @@ __all__ = [
     "AttentionMask",
     "AttentionPlan",
     "CPConfig",
+    "Level",
     "MaskSlice",
     "PlanMismatchError",
     "Topology",

@@ -1,5 +1,7 @@
 """CPConfig and Topology: everything a planner may know besides the mask and the number of ranks."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -19,12 +21,28 @@ class KernelRates:
 
 
 @dataclass(frozen=True)
-class Topology:
-    """One kind of machine: rates per rank, bandwidth inside and between nodes, latency per transfer.
+class Level:
+    """What lies beyond groups of `size` consecutive ranks that are wider than a node: racks, rails, pods."""
 
-    A bandwidth is what one rank can send and, at the same time, receive on that level; `node_size`
-    consecutive ranks share the inner level. `megatron_cp.plan.hardware.topology` holds the rows we ship.
-    Raises ValueError for a rate, bandwidth or node size that is not positive.
+    size: int
+    """Ranks of a group: a multiple of the level inside, whole nodes."""
+    gbytes_per_s: float
+    """What one rank's rows that leave, or enter, its group share; they use its link between nodes besides."""
+    latency_us: float | None = None
+    """Of a transfer that leaves a group; None: that of the level inside."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """One kind of machine: rates per rank, bandwidth of its levels, latency per transfer.
+
+        inner_gbytes_per_s     inside a node of `node_size` consecutive ranks
+        outer_gbytes_per_s     out of a node, wherever to
+        outer_levels           and out of wider groups besides, from the inside to the outside
+
+    A bandwidth is what one rank can send and, at the same time, receive on that level.
+    `megatron_cp.plan.hardware.topology` holds the rows we ship. Raises ValueError for a rate, bandwidth or node size
+    that is not positive, for levels that do not contain each other, and for more network ports than ranks.
     """
 
     name: str
@@ -38,6 +56,12 @@ class Topology:
     """Share of its compute that a rank loses while rows move: collectives run on the same processors."""
     kernels: KernelRates | None = None
     """Measured rates by slice shape; None: every slice runs at `forward_tflops` or `backward_tflops`."""
+    outer_levels: tuple[Level, ...] = ()
+    """Groups wider than a node, the smallest first."""
+    nics_per_node: int | None = None
+    """Network ports that the ranks of a node share, each of `outer_gbytes_per_s`; None: one for every rank."""
+    rank_speeds: tuple[float, ...] | None = None
+    """As `CPConfig.rank_speeds`, where that says nothing."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -63,6 +87,46 @@ class Topology:
                 f"latency_us={self.latency_us!r} of topology {self.name!r} must not be negative; "
                 "use 0 for none"
             )
+        self._check_levels()
+        nics = self.nics_per_node
+        if nics is not None and not (_is_count(nics) and nics <= self.node_size):
+            raise ValueError(
+                f"nics_per_node={nics!r} of topology {self.name!r} must be a whole number from 1 to "
+                f"node_size={self.node_size}; where a rank has several, leave it out and give outer_gbytes_per_s of "
+                "all of them"
+            )
+        object.__setattr__(self, "rank_speeds", _checked_speeds(self.rank_speeds))
+
+    def _check_levels(self) -> None:
+        levels = self.outer_levels
+        if not isinstance(levels, list | tuple) or not all(
+            isinstance(one, Level) for one in levels
+        ):
+            raise TypeError(
+                f"outer_levels={levels!r} of topology {self.name!r} must be levels, the smallest first; give a tuple "
+                "as (Level(size=64, gbytes_per_s=20),)"
+            )
+        object.__setattr__(self, "outer_levels", tuple(levels))
+        inside, latency = self.node_size, self.latency_us
+        for index, level in enumerate(self.outer_levels):
+            where = f"outer_levels[{index}] of topology {self.name!r}"
+            if not _is_count(level.size) or level.size <= inside or level.size % inside:
+                raise ValueError(
+                    f"size={level.size!r} of {where} must be a larger multiple of {inside}, the ranks of a group "
+                    "inside; name levels from the inside to the outside"
+                )
+            if not _is_number(level.gbytes_per_s) or not 0 < level.gbytes_per_s < math.inf:
+                raise ValueError(
+                    f"gbytes_per_s={level.gbytes_per_s!r} of {where} must be positive and finite; give what one rank "
+                    "reaches"
+                )
+            own = latency if level.latency_us is None else level.latency_us
+            if not _is_number(own) or not latency <= own < math.inf:
+                raise ValueError(
+                    f"latency_us={own!r} of {where} must be at least {latency}, that of the level inside; leave it "
+                    "out for the same"
+                )
+            inside, latency = level.size, own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +161,10 @@ class CPConfig:
     topology: str | Topology = "h100"
     """Hardware of the cost model: cpu, a800, h100, h200, or a row of your own."""
 
+    rank_speeds: tuple[float, ...] | None = None
+    """How fast each context rank computes, in the rates of the topology: (1, 1, .5, 1) gives the third rank half of the
+    others' pairs. Tokens stay equal. None: those of the topology, all 1 if it has none."""
+
     token_multiple: int = 1
     """Tokens per rank are a multiple of this (tensor parallel size under sequence parallelism)."""
 
@@ -127,6 +195,13 @@ class CPConfig:
             raise TypeError(
                 f"topology={self.topology!r} must be the name of a row or a Topology; leave it out for h100"
             )
+        object.__setattr__(self, "rank_speeds", _checked_speeds(self.rank_speeds))
+        known = self.topology.rank_speeds if isinstance(self.topology, Topology) else None
+        if self.rank_speeds and known and self.rank_speeds != known:
+            raise ValueError(
+                f"rank_speeds={self.rank_speeds!r} differ from rank_speeds={known!r} of the topology; only one of the "
+                "two may say them: leave them out here or there"
+            )
         for name in (
             "num_heads", "num_kv_heads", "head_dim", "token_multiple", "element_bytes", "improver_effort"
         ):  # fmt: skip
@@ -152,6 +227,41 @@ class CPConfig:
 
 
 _MOST = 1 << 31
+_LEAST_SPEED, _MOST_SPEED = 0.01, 100.0
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _checked_speeds(speeds: object) -> tuple[float, ...] | None:
+    """Returns the speeds of ranks as numbers; TypeError for what is no sequence of numbers, ValueError for others."""
+    if speeds is None:
+        return None
+    if (
+        not isinstance(speeds, Sequence)
+        or isinstance(speeds, str)
+        or not all(map(_is_number, speeds))
+    ):
+        raise TypeError(
+            f"rank_speeds={speeds!r} must be one number per context rank; give a tuple as (1, 1, 0.5, 1), or leave it "
+            "out"
+        )
+    for rank, speed in enumerate(speeds):
+        if not _LEAST_SPEED <= speed <= _MOST_SPEED:  # NaN is not either
+            raise ValueError(
+                f"rank_speeds[{rank}]={speed!r} must be from {_LEAST_SPEED} to {_MOST_SPEED:g} times the rates of the "
+                "topology; leave out of the group a rank that is slower"
+            )
+    if not speeds:
+        raise ValueError(
+            "rank_speeds=() must be one number per context rank; leave it out where all are equal"
+        )
+    return tuple(map(float, speeds))
 
 
 def _check_positive(name: str, value: object) -> None:

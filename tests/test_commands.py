@@ -162,6 +162,22 @@ def test_json_in_a_file_stands_beside_the_text_and_only_the_asked_planners_run(
     assert "--cp-topology h100" in printed.out
 
 
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_ranks_of_different_speed_are_priced_and_named(capsys, command):
+    """Full attention, zigzag on two ranks, one half as fast: its pairs take twice as long, the fair time is 4/3."""
+    found, full = [], [*SMALL, "--mask", "full"]
+    for more in ([], ["--cp-rank-speeds", "1,.5"]):
+        assert main([command, *full, "--json", *more]) == 0
+        values = json.loads(capsys.readouterr().out)
+        planners = (values["steps"][0] if command == "simulate" else values)["planners"]
+        found.append(planners[0])
+    even, slow = found
+    assert (even["imbalance"], slow["imbalance"]) == (pytest.approx(1.0), pytest.approx(1.5))
+    assert even["predicted_ms"] < slow["predicted_ms"]
+    assert main([command, *full, "--cp-rank-speeds", "1,.5"]) == 0
+    assert "rank speeds 1, 0.5" in capsys.readouterr().out
+
+
 def test_doctor_answers_in_json(capsys, monkeypatch):
     finding = doctor.Finding("Python", "fail", "3.9, need 3.10")
     monkeypatch.setattr(doctor, "examine", lambda: [finding])

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megatron_cp.config import CPConfig
 from megatron_cp.plan import PLANNERS
+from megatron_cp.plan.hardware.speeds import check_rank_speeds, read_rank_speeds
 from megatron_cp.plan.hardware.topology import TOPOLOGIES, read_topology
 from megatron_cp.plan.study.workloads import MASKS, MAX_TOKENS, WORKLOADS
 from megatron_cp.report.sources import (
@@ -208,6 +209,10 @@ def add_planning(parser: ArgumentParser) -> None:
         "--cp-topology", default=TOPOLOGY, metavar="NAME",
         help=f"{', '.join(TOPOLOGIES)}, or a measured profile (FILE.json)",
     )  # fmt: skip
+    parser.add_argument(
+        "--cp-rank-speeds", metavar="N,N,...",
+        help="how fast each rank computes, as 1,1,0.5,1; default: those of the profile, else all equal",
+    )  # fmt: skip
 
 
 def key_heads(args: Namespace) -> int:
@@ -238,21 +243,29 @@ def planners_of(args: Namespace) -> list[str]:
 
 
 def config_of(args: Namespace) -> CPConfig:
-    """Returns the settings of one tensor-parallel rank; ValueError for heads that cannot be shared out."""
+    """Returns the settings of one tensor-parallel rank.
+
+    Raises ValueError for heads that cannot be shared out, and for speeds that are not one per rank.
+    """
     heads, groups, tp = args.num_attention_heads, key_heads(args), args.tensor_model_parallel_size
     if heads % tp:
         raise ValueError(
             f"--num-attention-heads {heads} must be a multiple of --tensor-model-parallel-size {tp}; "
             "give a divisor of the heads"
         )
-    return CPConfig(
+    config = CPConfig(
         planner=planners_of(args)[0],
         chunk_size=args.cp_chunk_size,
         num_heads=heads // tp,
         num_kv_heads=max(1, groups // tp),
         head_dim=args.kv_channels,
         topology=read_topology(args.cp_topology),
+        rank_speeds=read_rank_speeds(args.cp_rank_speeds),
     )
+    sizes = args.context_parallel_size
+    for cp_size in sizes if isinstance(sizes, list) else [sizes]:
+        check_rank_speeds(config, cp_size)
+    return config
 
 
 def source_of(args: Namespace) -> Source:

@@ -6,6 +6,7 @@ from argparse import ArgumentParser, Namespace
 from typing import Any
 
 from megatron_cp.config import CPConfig
+from megatron_cp.plan.hardware.speeds import read_rank_speeds
 from megatron_cp.plan.hardware.topology import read_topology
 
 ATTENTION_BACKENDS = ("reference", "cpu", "flex", "flash", "hopper", "emulated")
@@ -33,6 +34,13 @@ def add_context_parallel_arguments(parser: ArgumentParser) -> ArgumentParser:
         metavar="NAME",
         help="Hardware row of the cost model: cpu, a800, h100, h200, or a measured profile (.json, "
         "docs/simulate.md). Default: by device.",
+    )
+    group.add_argument(
+        "--cp-rank-speeds",
+        default=None,
+        metavar="N,N,...",
+        help="How fast each context rank computes, as 1,1,0.5,1: a slow one gets less of the attention, tokens stay "
+        "equal. Default: those of the profile, else all equal.",
     )
     group.add_argument(
         "--cp-max-received-mb",
@@ -97,6 +105,7 @@ def cp_config_from_arguments(
         "head_dim": head_dim,
         "topology": read_topology(args.cp_topology or ("h100" if on_cuda else "cpu")),
         # Runs recorded before these flags existed are reported all the same.
+        "rank_speeds": read_rank_speeds(getattr(args, "cp_rank_speeds", None)),
         "max_received_mb": getattr(args, "cp_max_received_mb", None),
         "improver": getattr(args, "cp_improver", None),
         "improver_effort": getattr(args, "cp_improver_effort", 10),

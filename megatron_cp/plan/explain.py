@@ -2,7 +2,10 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from megatron_cp.plan.hardware.makespan import stage_areas
+from megatron_cp.plan.hardware.speeds import rank_speeds
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.schema import PassName, PlanData
 from megatron_cp.plan.stats import pass_stats, traffic
@@ -32,7 +35,9 @@ def _explain_pass(plan: PlanData, name: PassName) -> list[str]:
     num_stages = len(pass_.stages)
     shown = min(num_stages, MAX_STAGES_SHOWN)
     more = f" (first {shown} of {num_stages})" if shown < num_stages else ""
-    mean = max(areas.sum() / plan.cp_size, 1e-9)
+    speeds = rank_speeds(plan.config, plan.cp_size)
+    fair = np.maximum(areas.sum() / speeds.sum(), 1e-9) * speeds
+    is_even = bool((speeds == 1).all())
     rows = []
     for rank in range(min(plan.cp_size, MAX_RANKS_SHOWN)):
         total = areas[:, rank].sum()
@@ -40,15 +45,17 @@ def _explain_pass(plan: PlanData, name: PassName) -> list[str]:
         rows.append(
             [
                 f"{rank:5d}",  # a line per rank begins with blanks
+                *([] if is_even else [f"{speeds[rank]:g}"]),
                 f"{total:.0f}",
-                f"{total / mean:.3f}",
+                f"{total / fair[rank]:.3f}",
                 f"{moved[:, rank].sum():.2f}",
                 f"{moved[rank].sum():.2f}",
                 str(slices),
                 *(f"{area:.4g}" for area in areas[:shown, rank]),
             ]
         )
-    heads = ["rank", "pairs", "share", "in", "out", "slices", f"pairs per stage{more}"]
+    heads = ["rank", *([] if is_even else ["speed"]), "pairs", "share", "in", "out", "slices"]
+    heads.append(f"pairs per stage{more}")
     lines = [
         f"{name}: {num_stages} stages{split}, imbalance {stats['imbalance']:.3f}",
         f"  rows received per rank, over its own query rows: mean {stats['volume_mean']:.2f}, largest "

@@ -20,6 +20,7 @@ from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.attention_plan import AttentionPlan
 from megatron_cp.plan.compute.solvers.solve import check_solver
 from megatron_cp.plan.hardware.memory import received_bytes
+from megatron_cp.plan.hardware.speeds import check_rank_speeds
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.placement.placement import check_chunk_size
 from megatron_cp.plan.schema import PASSES, PlanData
@@ -138,6 +139,7 @@ def plan_on_placement(
 
     For frameworks that have split their batch already, for instance Megatron's own zigzag.
     """
+    check_rank_speeds(config, len(tokens))
     both = needed_keys_pass(PlacedMask(mask, tokens))
     plan = one_pass_plan(mask, config, planner, tokens, both)
     validate(plan)
@@ -180,7 +182,7 @@ def _check_inputs(
         )
     if config.improver is not None:
         check_solver(config.improver)
-    get_topology(config.topology)
+    check_rank_speeds(config, cp_size)
     if not masks:
         raise ValueError("masks is empty; give at least one mask by name")
     grids = {name: (mask.num_queries, mask.num_keys) for name, (mask, _) in masks.items()}

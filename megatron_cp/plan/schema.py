@@ -32,7 +32,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -241,7 +241,7 @@ class PlanData:
     @cached_property
     def _digest(self) -> str:
         state = hashlib.sha256()
-        head = {"planner": self.planner, "config": asdict(self.config), "ranks": self.cp_size}
+        head = {"planner": self.planner, "config": _said(self.config), "ranks": self.cp_size}
         state.update(json.dumps(head, sort_keys=True, default=str).encode())
         state.update(self.mask.digest().encode())
         state.update(self.global_from_local.astype("<i8").tobytes())
@@ -278,6 +278,20 @@ class PlanData:
     def __repr__(self) -> str:
         shape = f"{self.cp_size} ranks x {self.tokens_per_rank} tokens"
         return f"AttentionPlan({self.planner}, {shape}, {self.digest()[:12]})"
+
+
+_LATER = ("rank_speeds", "outer_levels", "nics_per_node")  # fields of a topology
+
+
+def _said(config: CPConfig) -> dict[str, Any]:
+    """Returns a config as words for a digest; wishes that came later and are not used leave no trace."""
+    said = asdict(config)
+    topology = said["topology"] if isinstance(said["topology"], dict) else {}
+    for words, names in ((said, ("rank_speeds", "latent_dim")), (topology, _LATER)):
+        for name in names:
+            if name in words and not words[name]:
+                del words[name]
+    return said
 
 
 def message_rows(messages: IntArray) -> IntArray:

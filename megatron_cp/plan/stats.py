@@ -6,6 +6,7 @@ from megatron_cp.plan.bounds.bounds import time_bound, volume_bound
 from megatron_cp.plan.hardware.makespan import makespan_seconds, stage_areas
 from megatron_cp.plan.hardware.memory import peak_bytes
 from megatron_cp.plan.hardware.rows import exchange_elements, row_size
+from megatron_cp.plan.hardware.speeds import imbalance, rank_speeds
 from megatron_cp.plan.schema import DST, SRC, START, STOP, FloatArray, PassName, PlanData
 
 
@@ -44,7 +45,8 @@ def _head_split_traffic(plan: PlanData, pass_name: PassName) -> FloatArray:
 def pass_stats(plan: PlanData, pass_name: PassName) -> dict[str, float]:
     """Returns the figures of one pass.
 
-    imbalance      max over mean of the pairs that ranks compute (1 for an empty mask)
+    imbalance      largest time of a rank's pairs over the fair one: with equal speeds max over mean of pairs (1 for
+                   an empty mask)
     volume_mean, volume_max   inbound per rank, in units of one rank's query rows
     link_max       the largest in or out over ranks, same unit
     received_mb_max   the most megabytes that a rank holds at once because others sent them (see max_received_mb)
@@ -52,7 +54,7 @@ def pass_stats(plan: PlanData, pass_name: PassName) -> dict[str, float]:
     slices_max, messages_max  most slices in one stage, most messages sent by one rank in the pass
     volume_bound   the least mean volume of any plan with these areas per rank and this head degree
     makespan_ms, bound_ms     predicted time of the slowest rank; no plan is predicted faster
-    load_bound_ms             the part of the bound that is the mask's area spread evenly
+    load_bound_ms             the part of the bound that is the mask's area spread evenly, by speed
     plan_ms        wall time that making the plan took (both passes)
     """
     moved = traffic(plan, pass_name)
@@ -66,7 +68,7 @@ def pass_stats(plan: PlanData, pass_name: PassName) -> dict[str, float]:
         for hop in transfer.hops:
             sent += np.bincount(hop.messages[:, SRC], minlength=plan.cp_size)
     return {
-        "imbalance": float(loads.max() / loads.mean()) if loads.any() else 1.0,
+        "imbalance": imbalance(loads, rank_speeds(config, plan.cp_size)),
         "volume_mean": float(moved.sum(axis=0).mean()),
         "volume_max": float(moved.sum(axis=0).max()),
         "volume_bound": volume_bound(

@@ -21,6 +21,7 @@ from megatron_cp.data.packing import PackingConfig
 from megatron_cp.data.tokenizer import Tokenizer
 from megatron_cp.mcore.arguments import cp_config_from_arguments
 from megatron_cp.mcore.validation import check_padding
+from megatron_cp.plan.hardware.speeds import check_rank_speeds
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.corpora import (
     RunData,
@@ -83,9 +84,12 @@ def _with_vocabulary(config: TrainConfig) -> TrainConfig:
 def plan_request(config: TrainConfig, *, on_cuda: bool) -> PlanRequest:
     """Returns which plans every batch needs: for full layers, and for window layers if there are."""
     layers = config.model.layers_by_mask()
+    cp_size = config.parallel.context_parallel_size
+    planning = cp_config_from_arguments(config.namespace(), on_cuda=on_cuda)
+    check_rank_speeds(planning, cp_size)
     return PlanRequest(
-        cp_size=config.parallel.context_parallel_size,
-        config=cp_config_from_arguments(config.namespace(), on_cuda=on_cuda),
+        cp_size=cp_size,
+        config=planning,
         num_full_layers=layers["full"],
         num_window_layers=layers["window"],
         window=config.model.window_size if layers["window"] else None,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_cp import mask as masks
-from megatron_cp.config import CPConfig, KernelRates, Topology
+from megatron_cp.config import CPConfig, KernelRates, Level, Topology
 from megatron_cp.plan import PLANNERS, forget_plans, make_plans
 from tests.plan.cases import packed
 
@@ -39,6 +39,10 @@ MASKS = {
 }
 SIZES = ((2, 8, 8), (8, 8, 2), (16, 32, 8), (12, 24, 24))  # ranks, heads, key/value heads
 UNEVEN = Topology("three to a node", 300.0, 250.0, 3, 200.0, 20.0, 5.0)
+PODS = Topology(
+    "pods", 300.0, 250.0, 2, 200.0, 20.0, 5.0, 0.1,
+    outer_levels=(Level(4, 10.0), Level(8, 5.0)), nics_per_node=1,
+)  # fmt: skip
 RATES = ((100.0, 200.0), (250.0, 400.0))
 MEASURED = Topology(
     "measured", 400.0, 400.0, 8, 300.0, 40.0, 15.0, 0.1,
@@ -82,6 +86,8 @@ def cases() -> Iterator[Case]:
         yield Case((mask,), 7, (5, 5), {"topology": UNEVEN})
         yield Case((mask,), 8, (8, 2), {"topology": MEASURED})
         yield Case((mask,), 4, (2, 1), {"topology": "a800", "head_dim": 64, "value_head_dim": 32})
+        yield Case((mask,), 12, (12, 12), {"topology": PODS})
+        yield Case((mask,), 8, (8, 2), {"rank_speeds": (1.0, 1.0, 0.5, 1.0, 1.0, 0.9, 1.0, 2.0)})
     yield Case(("log-normal", "log-normal, window"), 8, (8, 2))
     yield Case(("log-normal", "one long", "equal"), 16, (32, 32))
     for planner in sorted(set(PLANNERS) - {"auto"}):

@@ -11,7 +11,7 @@ from megatron_cp.plan import AttentionPlan, make_plans
 from megatron_cp.plan.hardware.makespan import makespan_seconds
 from megatron_cp.plan.search.budget import BUDGET
 from megatron_cp.plan.search.search import candidates
-from tests.plan.cases import nodes_of
+from tests.plan.machines import machines, speeds_of
 from tests.plan.test_laws import check_laws
 from tests.strategies import attention_masks, document_lengths
 
@@ -20,8 +20,8 @@ HEADS = ((1, 1), (3, 1), (6, 2), (8, 8), (5, 5), (24, 8))
 
 
 @st.composite
-def settings_of_auto(draw):
-    """Returns a config of planner "auto" on a machine of nodes of so many ranks."""
+def settings_of_auto(draw, cp_size):
+    """Returns a config of planner "auto" on a machine of any levels, with ranks of any speed."""
     num_heads, num_kv_heads = draw(st.sampled_from(HEADS))
     return CPConfig(
         num_heads=num_heads,
@@ -30,7 +30,8 @@ def settings_of_auto(draw):
         value_head_dim=draw(st.sampled_from([None, None, 4, 192])),
         token_multiple=draw(st.sampled_from([1, 1, 3, 8])),
         num_stages=draw(st.sampled_from([None, None, 1, 3, 5])),
-        topology=nodes_of(draw(st.sampled_from((1, 2, 3, 8)))),
+        topology=draw(machines(node_sizes=(1, 2, 3, 8))),
+        rank_speeds=draw(speeds_of(cp_size)),
     )
 
 
@@ -58,11 +59,12 @@ def families(draw, most=4):
     return family
 
 
-@given(family=families(), cp_size=st.sampled_from(RANKS), config=settings_of_auto())
+@given(family=families(), cp_size=st.sampled_from(RANKS), data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_families_on_any_machine_share_a_placement_and_compute_every_pair_once(
-    family, cp_size, config
+    family, cp_size, data
 ):
+    config = data.draw(settings_of_auto(cp_size))
     plans = make_plans(family, cp_size, config)
     tokens = next(iter(plans.values())).global_from_local
     assert tokens.shape[1] % config.token_multiple == 0
@@ -74,12 +76,13 @@ def test_families_on_any_machine_share_a_placement_and_compute_every_pair_once(
 @given(
     family=families(most=2),
     cp_size=st.sampled_from(RANKS[:-1]),
-    config=settings_of_auto(),
+    data=st.data(),
 )
 @settings(max_examples=40, deadline=None)
 def test_every_option_that_was_looked_at_takes_as_long_built_as_its_price_says(
-    family, cp_size, config
+    family, cp_size, data
 ):
+    config = data.draw(settings_of_auto(cp_size))
     for candidate in candidates(family, cp_size, config, BUDGET):
         for (name, which), options in candidate.options.items():
             for option in options:

@@ -63,7 +63,7 @@ def remote_rows(rank_of, owner_of, cp_size):
 def test_every_pair_is_assigned_once_and_areas_differ_by_a_row_or_so(case, cp_size, node_size):
     mask, allowed = case
     placed = placed_in_order(mask, cp_size)
-    found = assign(mask, placed.owners, node_size, SAME, np.ones(cp_size))
+    found = assign(mask, placed.owners, (node_size,), SAME, np.ones(cp_size))
     rank_of = pairs_of(found, len(allowed))
     assert np.array_equal(rank_of >= 0, allowed)
     areas = np.bincount(rank_of[rank_of >= 0], minlength=cp_size)
@@ -76,7 +76,7 @@ def test_every_pair_is_assigned_once_and_areas_differ_by_a_row_or_so(case, cp_si
 def test_areas_follow_the_loads_asked_for(shares):
     mask = masks.causal(240)
     placed = placed_in_order(mask, len(shares))
-    found = assign(mask, placed.owners, 8, SAME, np.array(shares, dtype=float))
+    found = assign(mask, placed.owners, (8,), SAME, np.array(shares, dtype=float))
     areas = np.bincount(found.ranks, masks_area(found.parts), minlength=len(shares))
     assert np.allclose(areas / areas.sum(), np.array(shares) / sum(shares), atol=0.01)
 
@@ -91,7 +91,7 @@ def test_a_full_mask_is_cut_into_the_grid_that_moves_least(cp_size):
     rows = 8
     mask = masks.full(cp_size * rows)
     placed = placed_in_order(mask, cp_size)
-    found = assign(mask, placed.owners, cp_size, SAME, np.ones(cp_size))
+    found = assign(mask, placed.owners, (cp_size,), SAME, np.ones(cp_size))
     rank_of = pairs_of(found, cp_size * rows)
     owner_of = np.arange(cp_size * rows) // rows
     side = int(np.sqrt(cp_size))
@@ -127,7 +127,7 @@ def test_two_ranks_do_as_well_as_the_best_assignment_of_blocks(name):
         ),
     }[name]
     placed = placed_in_order(mask, 2)
-    found = assign(mask, placed.owners, 8, SAME, np.ones(2))
+    found = assign(mask, placed.owners, (8,), SAME, np.ones(2))
     rank_of, owner_of = pairs_of(found, size), np.arange(size) // 8
     areas = np.bincount(rank_of[rank_of >= 0], minlength=2)
     ours = (areas.max(), sum(remote_rows(rank_of, owner_of, 2)))
@@ -149,7 +149,7 @@ def test_an_assignment_in_any_stages_and_by_any_route_is_a_plan_of_the_mask(
 ):
     mask, allowed = case
     placed = placed_in_order(mask, cp_size)
-    assigned = AssignedMask(placed, assign(mask, placed.owners, 2, SAME, np.ones(cp_size)))
+    assigned = AssignedMask(placed, assign(mask, placed.owners, (2,), SAME, np.ones(cp_size)))
     both = assigned.build(Staging(count, rest, kept, order), route)
     plan = AttentionPlan(mask, config(), "by hand", placed.placement, both, both)
     check_laws(plan, allowed)
@@ -160,7 +160,7 @@ def test_an_assignment_in_any_stages_and_by_any_route_is_a_plan_of_the_mask(
 def test_a_row_of_the_kept_side_travels_once_to_each_rank_that_needs_it(order, kept):
     mask = masks.causal(512)
     placed = placed_in_order(mask, 8)
-    assigned = AssignedMask(placed, assign(mask, placed.owners, 8, SAME, np.ones(8)))
+    assigned = AssignedMask(placed, assign(mask, placed.owners, (8,), SAME, np.ones(8)))
     owner_of = np.arange(512) // 64
     rank_of = pairs_of(assigned, 512)
     axis = 0 if kept == "k" else 1

@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_cp import mask as masks
-from megatron_cp.config import CPConfig, Topology
+from megatron_cp.config import CPConfig, Level, Topology
 from megatron_cp.plan import PLANNERS, AttentionPlan, Hop, Pass, Stage, Transfer, make_plan
 from megatron_cp.plan.bounds.best_cases import BEST_CASES, best_case_seconds, is_built
 from megatron_cp.plan.hardware.topology import TOPOLOGIES
 from megatron_cp.plan.study.compare import best_other, compare, geometric_mean
 from megatron_cp.plan.study.simulate import simulate_pass
+from tests.oracles.seconds import compute_seconds, exchange_seconds, hop_seconds, row_sizes
 from tests.plan.cases import config, packed
 from tests.runtime.handmade import random_plan
 from tests.strategies import attention_masks
@@ -22,25 +23,12 @@ from tests.strategies import attention_masks
 # 1 pair of one head of 16 takes 64 FLOP; a byte takes 1 us inside, 4 us between nodes
 TOY = Topology("toy", 64e-12, 64e-12 * 2.5, 2, 1e-3, 0.25e-3, 10.0)
 SHARED = replace(TOY, name="shared processors", contention=0.25)
+RACKS = replace(
+    SHARED, name="racks of four", outer_levels=(Level(4, 0.1e-3, 17.0),), nics_per_node=1
+)
 
 
 # ------------------------------------------------------------------ a scalar simulation
-
-
-def row_sizes(options, pass_name, degree):
-    """Bytes of a query and a key row there and back, from the tensors that travel."""
-    heads, kv_heads = options.num_heads // degree, max(1, options.num_kv_heads // degree)
-    dim, size = options.head_dim, options.element_bytes
-    if pass_name == "forward":  # q there, out and lse back in fp32; k and v there
-        return {
-            "q": (heads * dim * size, heads * (dim + 1) * 4),
-            "k": (2 * kv_heads * dim * size, 0),
-        }
-    query = heads * 2 * dim * size + 2 * heads * 4  # q, dout, lse, delta
-    return {
-        "q": (query, heads * dim * 4),
-        "k": (2 * kv_heads * dim * size, 2 * kv_heads * dim * 4),
-    }
 
 
 class Scalar:
@@ -57,31 +45,21 @@ class Scalar:
         self.moving = dict.fromkeys(self.ranks, 0.0)
 
     def hop(self, messages, size, ready):
-        node, moved, partners = self.topology.node_size, {}, {}
-        for src, dst, start, stop in messages:
-            level = "in" if src // node == dst // node else "out"
-            for key in ((src, "send", level), (dst, "take", level)):
-                moved[key] = moved.get(key, 0.0) + (stop - start) * size
+        spent, taken, latency = hop_seconds(messages, size, self.topology)
+        partners = {}
+        for src, dst, *_ in messages:
             partners.setdefault(dst, set()).add(src)
-        rate = {"in": self.topology.inner_gbytes_per_s, "out": self.topology.outer_gbytes_per_s}
-
-        def spent(rank, way):
-            return max(moved.get((rank, way, lv), 0.0) / (rate[lv] * 1e9) for lv in ("in", "out"))
-
         busy = {src for src, *_ in messages} | set(partners)
         start = {r: max(ready[r], self.free[r]) for r in busy}
         for r in busy:
-            self.moving[r] += max(spent(r, "send"), spent(r, "take"))
-        sent = {r: start[r] + spent(r, "send") for r in busy}
+            self.moving[r] += max(spent.get(r, 0.0), taken.get(r, 0.0))
+        sent = {r: start[r] + spent.get(r, 0.0) for r in busy}
         through = dict(ready)
         for rank in busy:
             end = sent[rank]
             if rank in partners:
-                end = max(
-                    end,
-                    max(start[rank] + spent(rank, "take"), *(sent[s] for s in partners[rank]))
-                    + self.topology.latency_us * 1e-6,
-                )
+                last = max(sent[s] for s in partners[rank])
+                end = max(end, max(start[rank] + taken[rank], last) + latency[rank])
             through[rank] = self.free[rank] = end
         return through
 
@@ -112,47 +90,26 @@ class Scalar:
         return ready
 
     def exchange(self, now):
-        split, options = self.pass_.head_split, self.plan.config
+        split = self.pass_.head_split
         if split is None:
             return now
-        keys = max(options.num_kv_heads, self.degree) * 2
-        rows = 2 * options.num_heads + keys  # q and out, k and v
-        if self.pass_name == "backward":
-            rows = 3 * options.num_heads + 2 * keys  # q, dout, dq; k, v, dk, dv
-        row_bytes = rows * options.head_dim * options.element_bytes
-        row_bytes += (
-            4 * options.num_heads * (2 if self.pass_name == "backward" else 1)
-        )  # lse, delta
-        if self.pass_name == "backward" and self.degree > options.num_kv_heads:
-            wider = 4 - options.element_bytes  # dk and dv of copied heads are added up in fp32
-            row_bytes += 2 * self.degree * options.head_dim * wider
-        sent = self.plan.tokens_per_rank * row_bytes
-        nodes = [{r // self.topology.node_size for r in group} for group in split.groups]
-        rate = self.topology.inner_gbytes_per_s
-        if any(len(one) > 1 for one in nodes):
-            rate = self.topology.outer_gbytes_per_s
-        seconds = sent * (self.degree - 1) / self.degree / (rate * 1e9)
-        seconds += 2 * self.topology.latency_us * 1e-6
+        seconds = exchange_seconds(self.plan, self.pass_name, self.topology)
         then = {r: max(now[m] for m in g) + seconds / 2 for g in split.groups for r in g}
         self.free = {r: max(self.free[r], then[r]) for r in self.ranks}
         return then
 
     def seconds(self):
-        options = self.plan.config
-        flops = 4.0 * options.num_heads * options.head_dim / self.degree
-        rate = self.topology.forward_tflops * 1e12
-        if self.pass_name == "backward":
-            flops, rate = flops * 2.5, self.topology.backward_tflops * 1e12
+        compute = compute_seconds(self.plan, self.pass_name, self.topology)
         now = self.exchange(dict.fromkeys(self.ranks, 0.0))
         arrived, home = self.cast(0, now), now
         count = len(self.pass_.stages)
         self.moving = dict.fromkeys(self.ranks, 0.0)
-        for index, stage in enumerate(self.pass_.stages):
+        for index in range(count):
             now = {r: max(now[r], arrived[r]) for r in self.ranks}
             if self.overlap and index + 1 < count:
                 arrived = self.cast(index + 1, now)
             lost = self.topology.contention if self.overlap else 0.0
-            alone = {r: stage.work[r].area() * flops / rate for r in self.ranks}
+            alone = compute[index]
             done = {r: now[r] + alone[r] + lost * self.moving[r] for r in self.ranks}
             self.moving = dict.fromkeys(self.ranks, 0.0)
             now = {r: max(done[r], home[r]) for r in self.ranks}
@@ -177,8 +134,10 @@ def test_random_plans_take_as_long_as_in_a_scalar_simulation(case, seed, overlap
     if not len(allowed):
         return
     cp_size, degree = [(2, 1), (3, 1), (4, 1), (4, 2), (6, 1)][seed % 5]
-    topology = (TOY, SHARED)[seed % 2]
-    options = CPConfig(num_heads=4, num_kv_heads=2, head_dim=8, topology=topology)
+    topology = (TOY, SHARED, RACKS)[seed % 3]
+    speeds = tuple(1.0 / (1 + (rank + seed) % 3) for rank in range(cp_size)) if seed % 2 else None
+    shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+    options = CPConfig(topology=topology, rank_speeds=speeds, **shape)
     plan = random_plan(mask, cp_size, seed, options, head_degree=degree)
     found = simulate_pass(plan, pass_name, overlap=overlap)
     expected = Scalar(plan, pass_name, topology, overlap).seconds()
@@ -193,12 +152,13 @@ def test_plans_of_all_planners_take_as_long_as_in_a_scalar_simulation(planner):
         (4, packed("log-normal", 500, 6)),
         (6, masks.full(48)),
     ):
+        topology = RACKS if cp_size == 6 else TOY
         try:
-            plan = make_plan(mask, cp_size, config(planner, topology=TOY, num_kv_heads=12))
+            plan = make_plan(mask, cp_size, config(planner, topology=topology, num_kv_heads=12))
         except (ValueError, NotImplementedError):  # what a scheme does not serve
             continue
         for name in ("forward", "backward"):
-            expected = Scalar(plan, name, TOY, True).seconds()
+            expected = Scalar(plan, name, topology, True).seconds()
             assert np.allclose(simulate_pass(plan, name).finished, expected, rtol=1e-9)
 
 

@@ -95,7 +95,7 @@ def cut(name):
     """Returns the areas of the recursive cut and its inbound rows per rank, counted from pairs."""
     mask, cp_size = CASES[name]
     placed = PlacedMask(mask, contiguous(mask.num_queries, cp_size, CONFIG))
-    found = assign(mask, placed.owners, cp_size, Weights(QUERY, KEY), np.ones(cp_size))
+    found = assign(mask, placed.owners, (cp_size,), Weights(QUERY, KEY), np.ones(cp_size))
     owner = owners_of(cp_size, mask.num_queries)
     loads, inbound = [], []
     for rank in range(cp_size):

@@ -44,7 +44,7 @@ def problem_of(mask, cp_size, node_size=8, place=contiguous, contention=0.1):
 def recursive_cut(problem):
     placed = problem.placed
     even = np.ones(placed.num_ranks)
-    return assign(placed.mask, placed.owners, problem.node_size, problem.weights, even)
+    return assign(placed.mask, placed.owners, (problem.node_size,), problem.weights, even)
 
 
 def at_home(problem):
@@ -181,7 +181,9 @@ def test_the_model_of_blocks_prices_any_deal_as_the_oracle_does(name):
     mask, cp_size, _, place, _ = CASES[name]
     problem = problem_of(mask, cp_size, place=place)
     ranks = np.arange(cp_size)
-    units = Units(np.ones_like(ranks), 1, ranks, 0 * ranks, INSIDE, np.zeros(cp_size))
+    units = Units(
+        np.ones_like(ranks), np.ones(cp_size), 1, ranks, 0 * ranks, INSIDE, np.zeros(cp_size)
+    )
     start = recursive_cut(problem)
     model = cut_into_blocks(problem, start.parts, start.ranks, units, max_size=10_000)
     rng = np.random.default_rng(7)

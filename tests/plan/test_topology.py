@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_cp import mask as masks
-from megatron_cp.config import CPConfig, Topology
+from megatron_cp.config import CPConfig, Level, Topology
 from megatron_cp.plan import make_plan
 from megatron_cp.plan.hardware.makespan import (
     makespan_seconds,
@@ -58,6 +58,19 @@ def test_a_profile_holds_what_its_file_says(write):
     assert get_topology(row) is row
 
 
+def test_a_profile_may_have_wider_levels_shared_ports_and_ranks_of_different_speed(write):
+    levels = [
+        {"size": 32, "gbytes_per_s": 20},
+        {"size": 128, "gbytes_per_s": 9.5, "latency_us": 40},
+    ]
+    more = {"outer_levels": levels, "nics_per_node": 4, "rank_speeds": [1, 0.5]}
+    row = load_profile(write(profile(**more)))
+    assert row.outer_levels == (Level(32, 20.0, None), Level(128, 9.5, 40.0))
+    assert (row.nics_per_node, row.rank_speeds) == (4, (1.0, 0.5))
+    plain = load_profile(write(profile()))
+    assert (plain.outer_levels, plain.nics_per_node, plain.rank_speeds) == ((), None, None)
+
+
 def test_a_profile_without_a_name_has_that_of_its_file(write):
     assert load_profile(write(profile(name=None))).name == "profile"
 
@@ -98,6 +111,18 @@ BAD_PROFILES = {
     "misspelt": (profile(node_sizes=8), ["entry 'node_sizes' is unknown", "nearest: node_size)"]),
     "misspelt in a cell": (cells_without(1, row=5), ["kernel[1]: entry 'row' is unknown", "nearest: rows)"]),
     "name no string": (profile(name=[1, 2]), ["entry 'name' is [1, 2]; it must be a string"]),
+    "levels no list": (profile(outer_levels={"size": 16}), ["entry 'outer_levels' is {'size': 16}", "list of levels"]),
+    "level no object": (profile(outer_levels=[16]), ["outer_levels[0] is 16; it must have size"]),
+    "level without size": (profile(outer_levels=[{"gbytes_per_s": 4}]), ["outer_levels[0]", "'size' is missing"]),
+    "level of half a node": (profile(outer_levels=[{"size": 12, "gbytes_per_s": 4}]), ["size=12", "multiple of 8"]),
+    "misspelt in a level": (profile(outer_levels=[{"sizes": 16}]), ["[0]: entry 'sizes'", "nearest: size)"]),
+    "level without rate": (profile(outer_levels=[{"size": 16}]), ["outer_levels[0]", "'gbytes_per_s' is missing"]),
+    "latency of a level": (profile(outer_levels=[{"size": 16, "gbytes_per_s": 4, "latency_us": -2}]),
+                           ["outer_levels[0]", "'latency_us' is -2"]),
+    "too many ports": (profile(nics_per_node=9), ["nics_per_node=9 ", "from 1 to node_size=8"]),
+    "half a port": (profile(nics_per_node=0.5), ["'nics_per_node' is 0.5", "whole number"]),
+    "speeds of text": (profile(rank_speeds="1,1"), ["rank_speeds='1,1' must be one number per context rank"]),
+    "a speed of 0": (profile(rank_speeds=[1, 0]), ["rank_speeds[1]=0 ", "from 0.01 to 100"]),
     "hole": (profile(kernel=profile()["kernel"][:3]), ["no entry for rows=1024, keys=2048"]),
 }  # fmt: skip
 

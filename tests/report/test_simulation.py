@@ -170,6 +170,11 @@ BAD = {
     "unknown planner": (["--cp-planner", "auto,zag"], ["planner='zag'", "nearest: zigzag"]),
     "unknown topology": (["--cp-topology", "H200"], ["topology='H200'", "nearest: h200"]),
     "no profile": (["--cp-topology", "none.json"], ["none.json"]),
+    "speeds of other ranks": (
+        ["--cp-rank-speeds", "1,1,.5"],
+        ["are 3 for cp_size=8", "give 8 numbers"],
+    ),
+    "speeds of text": (["--cp-rank-speeds", "1,fast"], ["--cp-rank-speeds '1,fast'", "1,1,0.5,1"]),
     "no file": (["--lengths", "/none"], ["/none"]),
     "ranks": (["--context-parallel-size", "8,x"], ["'x' must be a whole number"]),
     "too many ranks": (["--context-parallel-size", "99999999"], ["at most 65536"]),

@@ -14,6 +14,7 @@ from megatron_cp.mask import AttentionMask, cell_areas
 from megatron_cp.plan.bounds.bounds import head_degrees
 from megatron_cp.plan.hardware.cost import compute_seconds
 from megatron_cp.plan.hardware.rows import head_split_bytes, row_size
+from megatron_cp.plan.hardware.speeds import rank_speeds, total_speed
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.placement.placement import tokens_per_rank
 from megatron_cp.plan.schema import FloatArray, PassName
@@ -44,13 +45,13 @@ def best_case_seconds(
 
 
 def busiest_area(mask: AttentionMask, cp_size: int, config: CPConfig, pieces: int) -> float:
-    """Returns the pairs of the busiest rank: in order (1 piece per rank) or zigzag (2)."""
+    """Returns the pairs of the slowest rank over its speed: in order (1 piece per rank) or zigzag (2)."""
     size = tokens_per_rank(mask.num_queries, cp_size, config, pieces=pieces) // pieces
     bounds = np.minimum(np.arange(pieces * cp_size + 1) * size, mask.num_queries)
     areas = mask.area_of_rows(bounds)
     if pieces == 2:
         areas = areas[:cp_size] + areas[: cp_size - 1 : -1]
-    return float(areas.max())
+    return float((areas / rank_speeds(config, cp_size)).max())
 
 
 def _ring(pieces: int) -> Callable[[AttentionMask, int, CPConfig, PassName], float]:
@@ -61,7 +62,9 @@ def _ring(pieces: int) -> Callable[[AttentionMask, int, CPConfig, PassName], flo
         moved = _key_bytes(mask, cp_size, config, pass_name)
         links = remote * moved / topology.outer_gbytes_per_s
         links += (steps - remote) * moved / topology.inner_gbytes_per_s
-        area = busiest_area(mask, cp_size, config, pieces) if pieces else mask.area() / cp_size
+        area = even_area(mask, cp_size, config)
+        if pieces:
+            area = busiest_area(mask, cp_size, config, pieces)
         return max(_compute(area, config, pass_name), links * 1e-9 + _latency(steps, config))
 
     return seconds
@@ -92,7 +95,7 @@ def _usp(mask: AttentionMask, cp_size: int, config: CPConfig, pass_name: PassNam
     """Returns the best head degree: the exchange, then a ring over what is left, balanced."""
     topology = get_topology(config.topology)
     rows = tokens_per_rank(mask.num_queries, cp_size, config)
-    compute = _compute(mask.area() / cp_size, config, pass_name)
+    compute = _compute(even_area(mask, cp_size, config), config, pass_name)
     times = []
     for degree in head_degrees(cp_size, config):
         is_inside = degree <= topology.node_size
@@ -137,12 +140,13 @@ def _document_groups(
     links = max(inner / topology.inner_gbytes_per_s, outer / topology.outer_gbytes_per_s)
     loads = PlacedMask(mask, pieces.placement).loads
     return max(
-        _compute(loads.max(), config, pass_name), links * _row_bytes(config, pass_name) * 1e-9
+        _compute((loads / rank_speeds(config, cp_size)).max(), config, pass_name),
+        links * _row_bytes(config, pass_name) * 1e-9,
     )
 
 
 def _helped_area(mask: AttentionMask, cp_size: int, config: CPConfig) -> float:
-    """Returns the pairs of DISTFLASHATTN's busiest rank: blocks more than P / 2 places apart go to the keys."""
+    """Returns pairs over speed of DISTFLASHATTN's slowest rank: blocks more than P / 2 places apart go to the keys."""
     size = tokens_per_rank(mask.num_queries, cp_size, config)
     bounds = np.minimum(np.arange(cp_size + 1) * size, mask.num_queries)
     loads = np.zeros(cp_size)
@@ -153,7 +157,12 @@ def _helped_area(mask: AttentionMask, cp_size: int, config: CPConfig) -> float:
         is_helped = (queries - keys) % cp_size > cp_size / 2
         loads[queries[:, 0]] += np.where(is_helped, 0.0, areas).sum(axis=1)
         loads += np.where(is_helped, areas, 0.0).sum(axis=0)
-    return float(loads.max())
+    return float((loads / rank_speeds(config, cp_size)).max())
+
+
+def even_area(mask: AttentionMask, cp_size: int, config: CPConfig) -> float:
+    """Returns the pairs that each rank of speed 1 has if all have their share."""
+    return mask.area() / total_speed(config, cp_size)
 
 
 def _compute(area: float, config: CPConfig, pass_name: PassName) -> float:

@@ -23,12 +23,14 @@ from functools import lru_cache
 
 import numpy as np
 
-from megatron_cp.config import CPConfig
+from megatron_cp.config import CPConfig, Topology
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.mask.slice import HI, K_END, K_START, LO, Q_END, Q_START, transpose_rows
-from megatron_cp.plan.hardware.cost import compute_seconds
+from megatron_cp.plan.hardware.cost import compute_seconds, load_bound_seconds
+from megatron_cp.plan.hardware.links import Links
 from megatron_cp.plan.hardware.rows import exchange_elements, head_split_bytes, row_size
+from megatron_cp.plan.hardware.speeds import rank_speeds
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.placement.placement import tokens_per_rank
 from megatron_cp.plan.schema import FloatArray, PassName
@@ -72,7 +74,7 @@ class Bound:
     """The bounds of one pass of one layer, on `cp_size` ranks."""
 
     load_seconds: float
-    """The mask's area spread evenly, nothing moved."""
+    """The mask's area spread evenly, by speed, nothing moved."""
     volume_seconds: float
     """The rows that have to move, over the links, of the best head degree."""
     critical_seconds: float
@@ -210,7 +212,7 @@ def time_bound(
                 best = (*seconds, degree)
     assert best is not None
     return Bound(
-        load_seconds=float(compute_seconds(even, config, pass_name)[0]),
+        load_seconds=load_bound_seconds(mask, cp_size, config, pass_name),
         volume_seconds=best[1],
         critical_seconds=best[2],
         seconds=best[0],
@@ -251,7 +253,7 @@ class _Level:
     own: float
     """Rows that a unit owns."""
     pair_seconds: float
-    """Seconds that a unit takes for a pair."""
+    """Seconds that the fastest unit takes for a pair."""
     byte_seconds: float
     """Seconds that a unit's links take for a byte, one way."""
 
@@ -274,8 +276,9 @@ def _seconds_of_degree(
     degree: int,
 ) -> Iterator[tuple[float, float, float]]:
     """Yields (bound, volume, critical path) of head groups inside nodes, and of groups across nodes."""
-    topology = get_topology(config.topology)
-    pair = float(compute_seconds(np.ones(1), config, pass_name)[0]) / degree  # of 1/h of the heads
+    topology, speeds = get_topology(config.topology), rank_speeds(config, cp_size)
+    one = float(compute_seconds(np.ones(1), config, pass_name)[0]) / degree  # of 1/h of the heads
+    pair = one / float(speeds.max())
     there, both = _byte_cost(config, pass_name, degree)
     has_nodes = cp_size > topology.node_size
     gbytes = topology.inner_gbytes_per_s + (topology.outer_gbytes_per_s if has_nodes else 0.0)
@@ -293,8 +296,10 @@ def _seconds_of_degree(
             return max(level.moving(seconds, both, extent) for level in levels)
 
         volume = max(at_once, _least_time(0.0, 1.0, moving))
-        # every rank computes, and loses a share while its rows travel; on average no less than this
-        slowed = _least_time(ranks.mean * pair, topology.contention, moving)
+        # every rank computes, and loses a share while its rows travel; on average, by speed, no less than this
+        mean_speed = float(speeds.mean())
+        share = topology.contention * float(speeds.min()) / mean_speed
+        slowed = _least_time(ranks.mean * one / mean_speed, share, moving)
         return exposed + max(slowed, volume, critical), exposed + volume, critical
 
     if (
@@ -303,15 +308,28 @@ def _seconds_of_degree(
         yield bound([ranks], topology.outer_gbytes_per_s)
     if degree > topology.node_size:
         return
-    levels = [ranks]
-    if (
-        has_nodes
-    ):  # per head position a node is one rank with the rows and links of all of its ranks
-        nodes, size = -(-cp_size // topology.node_size), topology.node_size
-        outer = topology.outer_gbytes_per_s * size / degree
-        node = _Level(extent.area / nodes, own * size, pair * degree / size, 1e-9 / outer)
-        levels.append(node)
-    yield bound(levels, topology.inner_gbytes_per_s)
+    wider = [
+        _Level(extent.area / count, own * size, pair * degree / size, 1e-9 / rate)
+        for count, size, rate in _whole_levels(topology, cp_size, degree)
+    ]
+    yield bound([ranks, *wider], topology.inner_gbytes_per_s)
+
+
+def _whole_levels(
+    topology: Topology, cp_size: int, degree: int
+) -> Iterator[tuple[int, int, float]]:
+    """Yields count, ranks and GB/s out of one of the nodes, racks, ... if there are several of them.
+
+    Per head position a node is one rank with the rows and links of all of its ranks.
+    """
+    links = Links.of(topology)
+    sizes = (topology.node_size, *(level.size for level in topology.outer_levels))
+    for size, one_rank in zip(sizes, links.gbytes_per_s[1:], strict=True):
+        if cp_size > size:
+            rate = one_rank * size
+            if size == topology.node_size and links.node_gbytes_per_s is not None:
+                rate = min(rate, links.node_gbytes_per_s)
+            yield -(-cp_size // size), size, rate / degree
 
 
 def _least_time(least: float, share: float, moving: Callable[[float], float]) -> float:

@@ -1,6 +1,7 @@
 """Seconds from area, rows, heads and a hardware row: the predicted time of a pass.
 
-A stage costs every rank `compute` (pairs x FLOPs / rate) and its transfer costs the busiest of its links.
+A stage costs every rank `compute` (pairs x FLOPs / (rate x the rank's speed)) and its transfer costs the busiest of
+its links (`links.py`).
 Moving rows takes a share of the compute meanwhile (`contention`), so of two plans that hide their transfers the
 one that moves less is faster.
 Stage i+1's transfer and stage i-1's results run under stage i's compute; the first transfer, the last
@@ -13,10 +14,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_cp.config import CPConfig, Topology
+from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
+from megatron_cp.plan.hardware.links import Links
 from megatron_cp.plan.hardware.rows import FP32_BYTES, RowSize, head_split_bytes, row_size
+from megatron_cp.plan.hardware.speeds import rank_speeds, total_speed
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.schema import (
     SIDES,
@@ -109,7 +112,7 @@ class PassLoads:
 
 
 def compute_seconds(area: FloatArray, config: CPConfig, pass_name: PassName) -> FloatArray:
-    """Returns the time to compute `area` pairs for all heads of one rank, on the config's hardware."""
+    """Returns the time to compute `area` pairs for all heads of one rank of speed 1, on the config's hardware."""
     topology = get_topology(config.topology)
     value_dim = config.value_head_dim or config.head_dim
     flops = 2.0 * area * config.num_heads * (config.head_dim + value_dim)
@@ -119,22 +122,14 @@ def compute_seconds(area: FloatArray, config: CPConfig, pass_name: PassName) -> 
 
 
 def hop_movement(
-    src: IntArray, dst: IntArray, rows: IntArray | FloatArray, num_ranks: int, topology: Topology
+    src: IntArray, dst: IntArray, rows: IntArray | FloatArray, num_ranks: int, links: Links
 ) -> Movement:
     """Returns the cost of one all-to-all of `rows[i]` rows from `src[i]` to `dst[i]`.
 
-    A rank sends and receives on both levels at once; the slowest of these four decides.
+    A rank sends and receives on all levels at once; the slowest of these decides.
     """
-    is_remote = src // topology.node_size != dst // topology.node_size
-    ends = np.concatenate([2 * src + is_remote, 2 * (num_ranks + dst) + is_remote])
-    moved = np.bincount(ends, np.concatenate([rows, rows]), minlength=4 * num_ranks)
-    seconds = moved.reshape(2, num_ranks, 2) * seconds_per_byte(topology)
-    return Movement(seconds.max(axis=(0, 2)), topology.latency_us * 1e-6 if rows.any() else 0.0)
-
-
-def seconds_per_byte(topology: Topology) -> FloatArray:
-    """Returns the seconds in which a rank moves a byte inside a node and between nodes."""
-    return 1e-9 / np.array([topology.inner_gbytes_per_s, topology.outer_gbytes_per_s])
+    seconds = links.seconds(links.moved(src, dst, rows, num_ranks))
+    return Movement(seconds.max(axis=(0, 2)), links.hop_latency(src, dst, rows))
 
 
 def stage_seconds(
@@ -145,6 +140,7 @@ def stage_seconds(
     What nothing hides counts to the first and to the last stage.
     """
     compute = compute_seconds(loads.areas, config, pass_name)
+    compute = compute / rank_speeds(config, loads.areas.shape[1])
     under, exposed = transfer_seconds(loads, config, pass_name, head_degree)
     slowed = compute + get_topology(config.topology).contention * under
     return np.maximum(slowed, under) + exposed
@@ -181,16 +177,14 @@ def head_split_seconds(
     """Returns the exposed time of exchanging tokens against heads and back."""
     if split is None or split.degree == 1:
         return 0.0
-    topology = get_topology(config.topology)
     sent = head_split_bytes(tokens_per_rank, split.degree, config, pass_name)
-    within = all(len({rank // topology.node_size for rank in group}) == 1 for group in split.groups)
-    gbytes = topology.inner_gbytes_per_s if within else topology.outer_gbytes_per_s
-    return sent / (gbytes * 1e9) + 2 * topology.latency_us * 1e-6
+    gbytes, latency = Links.of(get_topology(config.topology)).exchange(split.groups)
+    return sent / (gbytes * 1e9) + 2 * latency
 
 
 def load_bound_seconds(
     mask: AttentionMask, cp_size: int, config: CPConfig, pass_name: PassName
 ) -> float:
-    """Returns the load bound: the mask's area spread evenly, nothing moved. No plan can be faster."""
-    even = np.array(mask.area() / cp_size)
+    """Returns the load bound: the mask's area spread by speed, nothing moved. No plan can be faster."""
+    even = np.array(mask.area() / total_speed(config, cp_size))
     return float(compute_seconds(even, config, pass_name))

@@ -17,7 +17,9 @@ from megatron_cp.plan.hardware.cost import (
     pass_seconds,
     transfer_seconds,
 )
+from megatron_cp.plan.hardware.links import Links
 from megatron_cp.plan.hardware.rows import FP32_BYTES
+from megatron_cp.plan.hardware.speeds import rank_speeds
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.schema import (
     DST,
@@ -35,9 +37,7 @@ from megatron_cp.plan.schema import (
 MIN_TRANSFER_SHARE = 4 / 132
 
 
-def transfer_movement(
-    transfer: Transfer | None, num_ranks: int, topology: Topology
-) -> Movement | None:
+def transfer_movement(transfer: Transfer | None, num_ranks: int, links: Links) -> Movement | None:
     """Returns the cost of a transfer's hops, one after the other."""
     if transfer is None:
         return None
@@ -45,7 +45,7 @@ def transfer_movement(
     for hop in transfer.hops:
         messages = hop.messages
         rows = messages[:, STOP] - messages[:, START]
-        one = hop_movement(messages[:, SRC], messages[:, DST], rows, num_ranks, topology)
+        one = hop_movement(messages[:, SRC], messages[:, DST], rows, num_ranks, links)
         total = one.plus(total)
     return total
 
@@ -131,7 +131,8 @@ def transfer_shares(plan: PlanData, pass_name: PassName, rank: int) -> list[floa
     under, _ = transfer_seconds(loads, plan.config, pass_name, pass_.head_degree)
     contention = get_topology(plan.config.topology).contention
     lost = contention * under[:, rank]
-    whole = compute_seconds(areas[:, rank], plan.config, pass_name) + lost
+    alone = compute_seconds(areas[:, rank], plan.config, pass_name)
+    whole = alone / rank_speeds(plan.config, plan.cp_size)[rank] + lost
     shares = np.divide(lost, whole, out=np.zeros_like(lost), where=lost > 0)
     least = MIN_TRANSFER_SHARE * (under[:, rank] > 0)
     within: list[float] = np.maximum(np.minimum(shares, contention), least).tolist()
@@ -139,10 +140,10 @@ def transfer_shares(plan: PlanData, pass_name: PassName, rank: int) -> list[floa
 
 
 def _loads(plan: PlanData, pass_name: PassName, areas: FloatArray) -> PassLoads:
-    pass_, topology = plan.get_pass(pass_name), get_topology(plan.config.topology)
+    pass_, links = plan.get_pass(pass_name), Links.of(get_topology(plan.config.topology))
     sides = {
         side: SideLoads.of(
-            [transfer_movement(stage.cast(side), plan.cp_size, topology) for stage in pass_.stages],
+            [transfer_movement(stage.cast(side), plan.cp_size, links) for stage in pass_.stages],
             [stage.keeps(side) for stage in pass_.stages],
         )
         for side in SIDES

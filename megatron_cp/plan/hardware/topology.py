@@ -8,7 +8,11 @@ one's own machine takes the place of a row: `load_profile`.
      "kernel": [{"rows": 128,  "keys": 128,  "forward_tflops": 90,  "backward_tflops": 70},
                 {"rows": 8192, "keys": 8192, "forward_tflops": 640, "backward_tflops": 540}, ...]}
 
-`contention` (0 if left out) is the share of its compute that a rank loses while rows move.
+`contention` (0 if left out) is the share of its compute that a rank loses while rows move. May be there as well:
+
+     "outer_levels": [{"size": 64, "gbytes_per_s": 20, "latency_us": 30}, ...]     see config.py: Level
+     "nics_per_node": 4,  "rank_speeds": [1, 1, 0.5, 1]                            see config.py: Topology
+
 `kernel` is the measured rate of local attention on one slice of that many query rows and (mean) keys per
 row: every pairing of the rows and the keys that the file names. Entries may also have `slanted_forward_tflops`
 and `slanted_backward_tflops`, the rate of a slice that a diagonal cuts (all entries, or none).
@@ -21,7 +25,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_cp.config import KernelRates, Topology
+from megatron_cp.config import KernelRates, Level, Topology
 
 TOPOLOGIES = {
     row.name: row
@@ -84,10 +88,12 @@ TOPOLOGIES = {
 _LINKS = ("inner_gbytes_per_s", "outer_gbytes_per_s", "latency_us")
 _CELL = ("rows", "keys", "forward_tflops", "backward_tflops")
 _SLANTED = ("slanted_forward_tflops", "slanted_backward_tflops")
-_COUNTS = ("node_size", "rows", "keys")
+_LEVEL = ("size", "gbytes_per_s", "latency_us")
+_COUNTS = ("node_size", "rows", "keys", "size", "nics_per_node")
 _SHARES = ("contention",)
 _MAY_BE_0 = ("latency_us", *_SHARES)
-_ENTRIES = ("name", "node_size", *_LINKS, "contention", "kernel")
+_WIDER = ("outer_levels", "nics_per_node", "rank_speeds")
+_ENTRIES = ("name", "node_size", *_LINKS, "contention", *_WIDER, "kernel")
 _MOST = 2.0**31  # of a count; larger ones leave the integers that plans are made of
 
 
@@ -140,16 +146,43 @@ def load_profile(path: str | Path) -> Topology:
             f"{', '.join(_CELL)}"
         )
     kernels = _kernel_rates(cells, where)
-    links = {key: _number(content, key, where) for key in _LINKS}
-    return Topology(
-        name=name,
-        forward_tflops=_peak(kernels.forward_tflops),
-        backward_tflops=_peak(kernels.backward_tflops),
-        node_size=int(_number(content, "node_size", where)),
-        contention=_number({"contention": 0.0, **content}, "contention", where),
-        kernels=kernels,
-        **links,
-    )
+    numbers = {key: _number(content, key, where) for key in _LINKS}
+    numbers["contention"] = _number({"contention": 0.0, **content}, "contention", where)
+    node_size, levels = int(_number(content, "node_size", where)), _levels(content, where)
+    nics = _number(content, "nics_per_node", where) if "nics_per_node" in content else None
+    try:
+        return Topology(
+            name=name,
+            forward_tflops=_peak(kernels.forward_tflops),
+            backward_tflops=_peak(kernels.backward_tflops),
+            node_size=node_size,
+            kernels=kernels,
+            outer_levels=levels,
+            nics_per_node=None if nics is None else int(nics),
+            rank_speeds=content.get("rank_speeds"),
+            **numbers,
+        )
+    except (TypeError, ValueError) as problem:
+        raise ValueError(f"{where}: {problem}") from None
+
+
+def _levels(content: Mapping[str, Any], where: str) -> tuple[Level, ...]:
+    levels = content.get("outer_levels", [])
+    if not isinstance(levels, list):
+        raise ValueError(
+            f"{where}: entry 'outer_levels' is {_shown(levels)}; it must be a list of levels, each with size and "
+            "gbytes_per_s"
+        )
+    found = []
+    for index, level in enumerate(levels):
+        entry = f"{where}: outer_levels[{index}]"
+        if not isinstance(level, dict):
+            raise ValueError(f"{entry} is {_shown(level)}; it must have size and gbytes_per_s")
+        _check_keys(level, _LEVEL, entry)
+        size, rate = (_number(level, key, entry) for key in _LEVEL[:2])
+        latency = _number(level, "latency_us", entry) if "latency_us" in level else None
+        found.append(Level(int(size), rate, latency))
+    return tuple(found)
 
 
 def _peak(table: tuple[tuple[tuple[float, ...], ...], ...]) -> float:

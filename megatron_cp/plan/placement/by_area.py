@@ -1,4 +1,6 @@
-"""Assigns equal numbers of chunks to ranks so that every rank has the same attention area, near its keys.
+"""Assigns equal numbers of chunks to ranks so that every rank has its share of the attention area, near its keys.
+
+A share is by speed: of what ranks take for their pairs, the longest is made shorter.
 
 Starts from the stream in order (the best locality there is) and exchanges single chunks between a loaded
 and an idle rank, always the pair that moves the fewest additional key rows among those that help enough.
@@ -98,10 +100,15 @@ def largest_first(areas: FloatArray, cp_size: int) -> IntArray:
     return np.array(owned, dtype=np.int64)
 
 
-def exchange_chunks(owned: IntArray, table: ChunkTable, tolerance: float) -> IntArray:
-    """Returns `owned` after exchanges that bring max/mean area to `1 + tolerance`, or as near as they go."""
-    state = _ChunkAssignment(owned.copy(), table)
-    target = state.loads.mean() * (1 + tolerance)
+def exchange_chunks(
+    owned: IntArray, table: ChunkTable, tolerance: float, speeds: FloatArray
+) -> IntArray:
+    """Returns `owned` after exchanges that bring the longest time to `1 + tolerance` of the fair one, or near.
+
+    `speeds` `[P]`: a rank takes its area over its speed.
+    """
+    state = _ChunkAssignment(owned.copy(), table, speeds)
+    target = state.areas[owned].sum(axis=1).sum() / speeds.sum() * (1 + tolerance)
     for _ in range(MAX_EXCHANGES_PER_RANK * len(owned)):
         if state.loads.max() <= target or not state.exchange_best_pair():
             break
@@ -109,11 +116,12 @@ def exchange_chunks(owned: IntArray, table: ChunkTable, tolerance: float) -> Int
 
 
 class _ChunkAssignment:
-    """Chunks of ranks under exchange, with what each rank computes and which key rows it holds anyway."""
+    """Chunks of ranks under exchange, with what each rank takes and which key rows it holds anyway."""
 
-    def __init__(self, owned: IntArray, table: ChunkTable):
+    def __init__(self, owned: IntArray, table: ChunkTable, speeds: FloatArray):
         self.owned, self.needs, self.areas = owned, table.needs, table.chunk_areas
-        self.loads = self.areas[owned].sum(axis=1)
+        self.speeds = speeds
+        self.loads = self.areas[owned].sum(axis=1) / speeds
         self.covered = np.stack([self._covered_by(chunks) for chunks in owned])
 
     def _covered_by(self, chunks: IntArray) -> FloatArray:
@@ -128,7 +136,8 @@ class _ChunkAssignment:
         idle = idle[idle != a]
         mine, theirs = self.owned[a], self.owned[idle]
         change = self.areas[mine][None, :, None] - self.areas[theirs][:, None, :]
-        after = np.maximum(self.loads[a] - change, self.loads[idle][:, None, None] + change)
+        less, more = change / self.speeds[a], change / self.speeds[idle][:, None, None]
+        after = np.maximum(self.loads[a] - less, self.loads[idle][:, None, None] + more)
         gain = self.loads[a] - after
         best_gain = gain.max(axis=(1, 2), initial=0.0)
         useful = (gain >= USEFUL_SHARE * best_gain[:, None, None]) & (gain > 1e-9 * self.loads[a])
@@ -142,7 +151,7 @@ class _ChunkAssignment:
         self.owned[a, i], self.owned[b, j] = self.owned[b, j], self.owned[a, i]
         for rank in (a, b):
             chunks = self.owned[rank]
-            self.loads[rank] = self.areas[chunks].sum()
+            self.loads[rank] = self.areas[chunks].sum() / self.speeds[rank]
             self.covered[rank] = self._covered_by(chunks)
         return True
 

@@ -27,17 +27,32 @@ STEP = 0.01  # of the fair share, by which the limit is raised until a scattered
 MOST_PLACED = 2  # documents per rank placed one by one; others fill the room that is left
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """Ranks, or head groups, that documents are placed on."""
+
+    speeds: FloatArray
+    """How fast each computes: `[P]`."""
+    whole: tuple[int, ...]
+    """Ranks of a node, of a rack, ..., ascending: each divides the next, the last divides P."""
+
+    @property
+    def count(self) -> int:
+        """Returns how many there are."""
+        return len(self.speeds)
+
+
 def whole_documents(
-    bounds: IntArray, areas: FloatArray, num_ranks: int, node: int, rows: int, most_load: float
+    bounds: IntArray, areas: FloatArray, ranks: Ranks, rows: int, most_load: float
 ) -> Placement:
     """Returns documents `bounds[i]` to `bounds[i+1]` on as few ranks as they fit, `rows` tokens for each rank.
 
-    `areas` float64 `[documents, loads]`: each column is balanced by itself; `node` ranks share a node and divide
-    `num_ranks`; `most_load`: see `DocumentGroups`. The largest documents, by tokens or pairs, are placed one by one;
-    the others, and padding behind the last, follow each other through the room that is left, so that few are cut.
+    `areas` float64 `[documents, loads]`: each column is balanced by itself; `most_load`: see `DocumentGroups`. The
+    largest documents, by tokens or pairs, are placed one by one; the others, and padding behind the last, follow each
+    other through the room that is left, so that few are cut.
     """
-    sizes = group_sizes(num_ranks, node)
-    groups = DocumentGroups(sizes, rows, areas.sum(axis=0), most_load, node)
+    num_ranks, sizes = ranks.count, group_sizes(ranks.count, *ranks.whole)
+    groups = DocumentGroups(sizes, rows, areas.sum(axis=0), most_load, ranks)
     lengths = np.diff(bounds)
     largest = np.argsort(-groups.ranks_wanted(lengths, areas), kind="stable")
     heavy = np.sort(largest[: MOST_PLACED * num_ranks])
@@ -56,13 +71,14 @@ def whole_documents(
     return Placement(ids, np.concatenate([pieces.rank, free[place]]), num_ranks).in_order()
 
 
-def group_sizes(num_ranks: int, node: int) -> list[int]:
+def group_sizes(num_ranks: int, *nodes: int) -> list[int]:
     """Returns group sizes of which each divides the next, from one rank over a node to all ranks.
 
-    For 24 ranks in nodes of 8: 1, 2, 4, 8, 24. `node` divides `num_ranks`.
+    For 24 ranks in nodes of 8: 1, 2, 4, 8, 24. `nodes`: ranks of a node, of a rack, ...; each divides the next, and
+    the last `num_ranks`.
     """
     sizes = [1]
-    for whole in (node, num_ranks):
+    for whole in (*nodes, num_ranks):
         while sizes[-1] < whole:
             left = whole // sizes[-1]
             sizes.append(sizes[-1] * next(n for n in range(2, left + 1) if left % n == 0))
@@ -122,7 +138,7 @@ def mirrored(shares: IntArray, starts: IntArray) -> Pieces:
 
 
 class DocumentGroups:
-    """Ranks while documents are placed: room in tokens, one or several loads in pairs."""
+    """Ranks while documents are placed: room in tokens, one or several loads in pairs over speed."""
 
     def __init__(
         self,
@@ -130,16 +146,17 @@ class DocumentGroups:
         rows: int,
         area: float | FloatArray,
         most_load: float,
-        node: int | None = None,
+        ranks: Ranks | None = None,
     ):
         """Groups are of `sizes`, ascending, each divides the next, the last is all ranks.
 
         `area`: of all documents, for each load. A document that would bring a group more than `most_load` times its
-        fair share of one goes to a larger group; to one much larger only without `node`, the ranks of a node. With it,
-        such a document is scattered over few ranks.
+        fair share of one goes to a larger group; to one much larger only without `ranks`, which are alike then. With
+        them, such a document is scattered over few of them.
         """
-        self.sizes, self.rows, self.most_load, self.node = sizes, rows, most_load, node
-        self.fair = np.maximum(1.0, np.atleast_1d(area) / sizes[-1])
+        self.sizes, self.rows, self.most_load, self.ranks = sizes, rows, most_load, ranks
+        self.speeds = np.ones(sizes[-1]) if ranks is None else ranks.speeds
+        self.fair = np.maximum(1.0, np.atleast_1d(area) / self.speeds.sum())
         self.room = np.full(sizes[-1], rows, dtype=np.int64)
         self.load = np.zeros((sizes[-1], len(self.fair)))
 
@@ -163,17 +180,17 @@ class DocumentGroups:
             length, area = int(lengths[document]), areas[document]
             limit = np.where(area > self.fair / LIGHT, self.most_load * self.fair, np.inf)
             wanted, most = self.sizes[int(zone[document])], self.sizes[-1]
-            widest = most if self.node is None else WIDEST * wanted
+            widest = most if self.ranks is None else WIDEST * wanted
             sizes = [size for size in self.sizes if wanted <= size <= widest]
             ranks = self._group(length, area, sizes, limit)
-            if ranks is None and self.node is not None and wanted < most:
-                ranks, taken = self._scattered(length, area, limit, self.node)
+            if ranks is None and self.ranks is not None and wanted < most:
+                ranks, taken = self._scattered(length, area, limit, self.ranks.whole)
             else:
                 ranks = np.arange(most) if ranks is None else ranks
                 taken = _even_shares(self.room[ranks], length)
             shares[document, ranks] = taken
             self.room[ranks] -= taken
-            self.load[ranks] += area * taken[:, None] / max(1, length)
+            self.load[ranks] += area * taken[:, None] / max(1, length) / self.speeds[ranks, None]
         return shares
 
     def _group(
@@ -181,29 +198,35 @@ class DocumentGroups:
     ) -> IntArray | None:
         """Returns the least loaded group with room, of the first size that keeps to `limit`, if any does."""
         for size in sizes:
-            room, load = self.room, self.load
+            room, load, speed = self.room, self.load, self.speeds
             if size > 1:
                 room = room.reshape(-1, size).sum(axis=1)
                 load = load.reshape(-1, size, load.shape[1]).max(axis=1)
-            after = load + area / size
-            open_load = np.where(room >= length, (after / self.fair).max(axis=1), np.inf)
+                speed = speed.reshape(-1, size).min(axis=1)
+            more = area / size / speed[:, None]
+            added = more / self.fair
+            # To the bit: one load decides by itself where speeds are equal.
+            after = (load / self.fair + (added - added.min())).max(axis=1)
+            open_load = np.where(room >= length, after, np.inf)
             least = int(open_load.argmin())
-            if open_load[least] < np.inf and (after[least] <= limit).all():
+            if open_load[least] < np.inf and (load[least] + more[least] <= limit).all():
                 return np.arange(least * size, (least + 1) * size)
         return None
 
     def _scattered(
-        self, length: int, area: FloatArray, limit: FloatArray, node: int
+        self, length: int, area: FloatArray, limit: FloatArray, nodes: Sequence[int]
     ) -> tuple[IntArray, IntArray]:
         """Returns few ranks that have room within `limit`, of one node if one has enough, and what each takes."""
         capacity = self._capacity(length, area, limit)
         while capacity.sum() < length:
             limit = limit + STEP * self.fair
             capacity = self._capacity(length, area, limit)
-        of_node = capacity.reshape(-1, node).sum(axis=1)
         ranks = np.arange(len(capacity))
-        if of_node.max() >= length:
-            ranks = ranks[ranks // node == of_node.argmax()]
+        for size in nodes:
+            of_node = capacity.reshape(-1, size).sum(axis=1)
+            if of_node.max() >= length:
+                ranks = ranks[ranks // size == of_node.argmax()]
+                break
         ranks = ranks[np.argsort(-capacity[ranks], kind="stable")]
         upto = np.cumsum(capacity[ranks])
         ranks = ranks[: int(np.searchsorted(upto, length)) + 1]
@@ -216,7 +239,7 @@ class DocumentGroups:
         counts = limit < np.inf
         if not counts.any():
             return self.room
-        left = np.maximum(limit - self.load, 0.0)[:, counts]
+        left = np.maximum(limit - self.load, 0.0)[:, counts] * self.speeds[:, None]
         most = (left * (length / area[counts])).min(axis=1)
         return np.minimum(self.room, np.ceil(most)).astype(np.int64)
 

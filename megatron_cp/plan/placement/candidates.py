@@ -14,9 +14,16 @@ import numpy as np
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
+from megatron_cp.plan.hardware.links import Links
+from megatron_cp.plan.hardware.speeds import rank_speeds, total_speed
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.placement import by_area
-from megatron_cp.plan.placement.by_documents import distinct, document_bounds, whole_documents
+from megatron_cp.plan.placement.by_documents import (
+    Ranks,
+    distinct,
+    document_bounds,
+    whole_documents,
+)
 from megatron_cp.plan.placement.placement import Placement, chunk_layout
 
 Family = Mapping[str, tuple[AttentionMask, float]]  # name -> (mask, number of layers)
@@ -71,11 +78,13 @@ class PlacementCandidates:
 
     @functools.cached_property
     def is_even_in_order(self) -> bool:
-        """Whether tokens in order have equal areas already, as under a full mask."""
+        """Whether tokens in order have their share of the area already, as under a full mask."""
         bounds = np.arange(self.cp_size + 1) * self.rows
         areas = [weight * mask.area_of_rows(bounds) for mask, weight in self.masks.values()]
         per_rank = np.sum(areas, axis=0)
-        return bool(per_rank.max() <= (1 + self.limits.imbalance) * per_rank.mean())
+        fair = per_rank.sum() / total_speed(self.config, self.cp_size)
+        longest = (per_rank / rank_speeds(self.config, self.cp_size)).max()
+        return bool(longest <= (1 + self.limits.imbalance) * fair)
 
     def zigzag(self, degree: int) -> Placement:
         """Returns two mirrored pieces of the stream per head group; in order where a chosen chunk would be cut."""
@@ -114,26 +123,32 @@ class PlacementCandidates:
     def _whole_documents(self, most_load: float, balance: int) -> Placement:
         """Returns documents on the smallest head groups that are looked at, in whole chunks if those are chosen."""
         degree, chunk = self.smallest_degree, self.config.chunk_size or 1
-        groups, node_size = self.cp_size // degree, get_topology(self.config.topology).node_size
-        inside = max(1, node_size // degree)
-        node = groups if self.cp_size <= node_size else math.gcd(groups, inside)
+        groups = self.cp_size // degree
+        topology = get_topology(self.config.topology)
+        whole = [topology.node_size, *(level.size for level in topology.outer_levels)]
+        inside = zip(whole, Links.of(topology, degree).sizes, strict=True)
+        sizes = [
+            groups if self.cp_size <= size else math.gcd(groups, inner) for size, inner in inside
+        ]
+        ranks = Ranks(rank_speeds(self.config, groups), tuple(sizes))
         last = -(-self._bounds[-1] // chunk)
         bounds = distinct(np.append((self._bounds[:-1] + chunk // 2) // chunk, last))
         tokens = np.minimum(bounds * chunk, self._bounds[-1])
         areas = np.stack([mask.area_of_rows(tokens) for mask, _ in self.masks.values()], axis=1)
         rows, loads = degree * self.rows // chunk, areas @ self.balances[balance].T
-        placed = whole_documents(bounds, loads, groups, node, rows, most_load)
+        placed = whole_documents(bounds, loads, ranks, rows, most_load)
         return replace(placed, ids=placed.ids * chunk)
 
     def by_area(self, degree: int) -> Placement:
-        """Returns zigzag chunks of head groups, exchanged until areas are equal."""
+        """Returns zigzag chunks of head groups, exchanged until areas are as their speeds."""
         groups = self.cp_size // degree
         per_group = self._chunks_per_group(degree * self.rows // self.chunk, groups)
         size, count = degree * self.rows // per_group, groups * per_group
         tables = [by_area.chunk_table(mask, size, count) for mask, _ in self.masks.values()]
         table = by_area.weighted_sum(tables, [weight for _, weight in self.masks.values()])
         zigzag = by_area.zigzag(count, groups)
-        owned = by_area.exchange_chunks(zigzag, table, self.limits.imbalance)
+        speeds = rank_speeds(self.config, groups)
+        owned = by_area.exchange_chunks(zigzag, table, self.limits.imbalance, speeds)
         return Placement.of_chunks(np.sort(owned, axis=1), size).regrouped(self.cp_size)
 
     def _chunks_per_group(self, finest: int, groups: int) -> int:

@@ -13,10 +13,9 @@ import numpy as np
 
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.hardware.cost import Movement, PassLoads, SideLoads, hop_movement
-from megatron_cp.plan.hardware.cost import seconds_per_byte as link_seconds
 from megatron_cp.plan.hardware.makespan import makespan_seconds
 from megatron_cp.plan.hardware.rows import row_size
-from megatron_cp.plan.price.head_groups import HeadGroups, PassOption, Strategy, imbalance
+from megatron_cp.plan.price.head_groups import HeadGroups, PassOption, Strategy
 from megatron_cp.plan.schema import PASSES, FloatArray, Pass, PassName, PlanData, Side
 from megatron_cp.plan.schemes.double_ring import double_ring_pass, transposed
 from megatron_cp.plan.transfer.head_split import split_heads
@@ -29,7 +28,7 @@ def double_ring(groups: HeadGroups, areas: FloatArray, limit: float) -> list[Str
     `areas`: pairs between the queries of one head group and the keys of another, float64 `[P, P]`.
     """
     num_ranks = len(areas)
-    inner = math.gcd(num_ranks, min(num_ranks, groups.topology.node_size))
+    inner = math.gcd(num_ranks, min(num_ranks, groups.links.node_size))
     sides: dict[PassName, Side] = {"forward": "k", "backward": _cheaper_side(groups)}
     if num_ranks == 1 or (inner == num_ranks and sides["backward"] == "k"):
         return []
@@ -51,7 +50,7 @@ def _least_seconds(groups: HeadGroups, inner: int, sides: dict[PassName, Side]) 
     sizes = [row_size(groups.config, name, side, groups.degree) for name, side in sides.items()]
     size = sum(max(one.there, one.back) for one in sizes)
     blocks = np.array([num_ranks - num_ranks // inner, num_ranks // inner - 1])
-    seconds = blocks * link_seconds(groups.topology)
+    seconds = blocks * groups.links.seconds_per_byte[:2]
     return float(seconds.max()) * groups.placed.own_rows * size
 
 
@@ -68,7 +67,7 @@ def _option(
     option = PassOption(
         groups.seconds(passing, name),
         groups.moved_bytes(rows, name),
-        imbalance(stay.sum(axis=1)),
+        groups.imbalance(stay.sum(axis=1)),
         build,
         is_published=True,
     )
@@ -97,7 +96,7 @@ def _movements(groups: HeadGroups, inner: int) -> list[Movement | None]:
 
     def hop(src: IntArray, dst: IntArray, rows: float) -> Movement:
         every = np.full(len(src), rows)
-        return hop_movement(src, dst, every, num_ranks, groups.topology)
+        return hop_movement(src, dst, every, num_ranks, groups.links)
 
     inside = rank // inner * inner
     steps: list[Movement | None] = [None]

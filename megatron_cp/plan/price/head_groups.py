@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_cp.config import CPConfig, Topology
+from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.compute.bisection import Weights
@@ -21,10 +21,11 @@ from megatron_cp.plan.hardware.cost import (
     compute_seconds,
     head_split_seconds,
     hop_movement,
-    seconds_per_byte,
     stage_seconds,
 )
+from megatron_cp.plan.hardware.links import Links
 from megatron_cp.plan.hardware.rows import head_split_bytes, row_size
+from megatron_cp.plan.hardware.speeds import imbalance, rank_speeds
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.placement.placement import Placement
 from megatron_cp.plan.schema import PASSES, SIDES, FloatArray, HeadSplit, Pass, PassName, Side
@@ -78,10 +79,14 @@ class HeadGroups:
         return cls(mask, config, degree, placed)
 
     @functools.cached_property
-    def topology(self) -> Topology:
-        """Returns the machine as head groups see it."""
-        topology = get_topology(self.config.topology)
-        return replace(topology, node_size=max(1, topology.node_size // self.degree))
+    def links(self) -> Links:
+        """The links as head groups use them."""
+        return Links.of(get_topology(self.config.topology), self.degree)
+
+    @functools.cached_property
+    def speeds(self) -> FloatArray:
+        """The speed of each head group: of its slowest rank. float64 `[P]`."""
+        return rank_speeds(self.config, self.placed.num_ranks)
 
     def weights(self, names: Iterable[PassName] = PASSES) -> Weights:
         """Returns bytes per row there and back, over these passes."""
@@ -112,20 +117,20 @@ class HeadGroups:
         return slowest + exchange
 
     def compute_seconds(self, load: float, names: Iterable[PassName] = PASSES) -> float:
-        """Returns the time of these passes to compute so many pairs of a head group."""
+        """Returns the time of these passes to compute so many pairs of a head group of speed 1."""
         pairs = np.array(load / self.degree)
         return sum(float(compute_seconds(pairs, self.config, name)) for name in names)
 
     def least_seconds(self) -> float:
-        """Returns what both passes take at least where queries stay at home: the busiest head group's pairs."""
-        return self.compute_seconds(self.placed.loads.max())
+        """Returns what both passes take at least where queries stay at home: the pairs of the slowest head group."""
+        return self.compute_seconds((self.placed.loads / self.speeds).max())
 
     def all_keys_seconds(self) -> float:
         """Returns what both passes take at least where every head group receives all keys."""
-        num_ranks, node_size = self.placed.num_ranks, self.topology.node_size
-        inside = min(node_size, num_ranks)
-        rows = np.array([inside - 1, num_ranks - inside]) * self.placed.own_rows
-        return float((rows * self.weights().key * seconds_per_byte(self.topology)).max())
+        num_ranks = self.placed.num_ranks
+        inside = np.minimum(self.links.sizes, num_ranks)
+        rows = np.append(inside[0] - 1, num_ranks - inside) * self.placed.own_rows
+        return float((rows * self.weights().key * self.links.seconds_per_byte).max())
 
     def moved_bytes(self, rows: dict[Side, float], name: PassName) -> float:
         """Returns what all ranks send in a pass; `rows`: moved per side by all head groups together."""
@@ -142,7 +147,7 @@ class HeadGroups:
         """Returns the strategy whose backward pass moves and computes as its forward pass does; keys move."""
         rows: dict[Side, float] = {"q": 0.0, "k": key_rows}
         build_once = functools.cache(lambda: split_heads(build(), self.degree))
-        uneven = imbalance(loads.areas.sum(axis=0))
+        uneven = self.imbalance(loads.areas.sum(axis=0))
         return {
             name: PassOption(
                 self.seconds(loads, name),
@@ -160,11 +165,10 @@ class HeadGroups:
         for requests in hops:
             rows = requests[:, ID_STOP] - requests[:, ID_START]
             ends = requests[:, SRC], requests[:, DST]
-            one = hop_movement(*ends, rows, self.placed.num_ranks, self.topology)
+            one = hop_movement(*ends, rows, self.placed.num_ranks, self.links)
             total = one.plus(total)
         return total
 
-
-def imbalance(areas: FloatArray) -> float:
-    """Returns the largest over the mean area, 1 for none."""
-    return float(areas.max() / areas.mean()) if areas.any() else 1.0
+    def imbalance(self, areas: FloatArray) -> float:
+        """Returns the largest time of the head groups over the fair one; `areas` `[P]`: their pairs."""
+        return imbalance(areas, self.speeds)

@@ -11,13 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_cp.plan.hardware.cost import (
-    Movement,
-    PassLoads,
-    SideLoads,
-    hop_movement,
-    seconds_per_byte,
-)
+from megatron_cp.plan.hardware.cost import Movement, PassLoads, SideLoads, hop_movement
 from megatron_cp.plan.price.double_ring import double_ring
 from megatron_cp.plan.price.head_groups import HeadGroups, Strategy
 from megatron_cp.plan.schema import FloatArray
@@ -71,20 +65,20 @@ def _needed_keys(groups: HeadGroups, figures: Figures) -> Strategy:
     if not len(src):
         return groups.same_both_ways(PassLoads(local[None]), 0.0, build)
     rows = figures.rows[src, dst]
-    moved = hop_movement(src, dst, rows, len(figures.areas), groups.topology)
+    moved = hop_movement(src, dst, rows, len(figures.areas), groups.links)
     loads = _key_loads(np.stack([local, figures.loads - local]), [None, moved])
     return groups.same_both_ways(loads, float(rows.sum()), build)
 
 
 def _ring(groups: HeadGroups, figures: Figures) -> Strategy:
-    topology, num_ranks = groups.topology, len(figures.areas)
+    links, num_ranks = groups.links, len(figures.areas)
     ranks, steps = np.arange(num_ranks), np.arange(num_ranks)[:, None]
     src, dst = (ranks - steps) % num_ranks, (ranks + steps) % num_ranks
     # In a step every rank has one partner to receive from and one to send to: the slower link decides.
-    node, levels = ranks // topology.node_size, seconds_per_byte(topology)
-    slower = np.maximum(*(levels[(node != node[end]).astype(np.int64)] for end in (src, dst)))
+    level = np.stack([links.level(ranks, partner) for partner in (src, dst)])
+    slower = links.seconds(links.passed(level)).max(axis=(0, 3))
     per_byte: FloatArray = slower * (figures.own_rows * (steps > 0))
-    latency = np.where(steps[:, 0] > 0, topology.latency_us * 1e-6, 0.0)
+    latency = np.where(steps[:, 0] > 0, np.array(links.latency)[level.max(axis=(0, 2))], 0.0)
     moved = SideLoads(per_byte, latency, np.zeros(num_ranks, dtype=bool))
     loads = PassLoads(figures.areas[ranks, src], moved if num_ranks > 1 else None)
     key_rows = float((num_ranks - 1) * num_ranks * figures.own_rows)
@@ -94,7 +88,7 @@ def _ring(groups: HeadGroups, figures: Figures) -> Strategy:
 def _allgather(groups: HeadGroups, figures: Figures) -> Strategy:
     src, dst = np.nonzero(~np.eye(len(figures.areas), dtype=bool))
     rows = np.full(len(src), figures.own_rows)
-    moved = hop_movement(src, dst, rows, len(figures.areas), groups.topology)
+    moved = hop_movement(src, dst, rows, len(figures.areas), groups.links)
     loads = _key_loads(figures.loads[None], [moved])
     build = functools.partial(allgather_pass, groups.placed)
     return groups.same_both_ways(loads, float(rows.sum()), build)

@@ -16,7 +16,7 @@ from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.compute.bisection import Assignment, assign
 from megatron_cp.plan.compute.staging import ORDERS, AssignedMask, Staging
 from megatron_cp.plan.hardware.cost import Movement, PassLoads, SideLoads
-from megatron_cp.plan.price.head_groups import HeadGroups, PassOption, Strategy, imbalance
+from megatron_cp.plan.price.head_groups import HeadGroups, PassOption, Strategy
 from megatron_cp.plan.schema import PASSES, SIDES, BoolArray, FloatArray, Pass, PassName, Side
 from megatron_cp.plan.transfer.head_split import split_heads
 from megatron_cp.plan.transfer.routing import (
@@ -61,10 +61,26 @@ def stay_at_home(groups: HeadGroups) -> Assignment:
 
 
 def move_compute(groups: HeadGroups) -> Assignment:
-    """Returns the assignment by search: equal areas, and few rows moved on both sides."""
-    placed, even = groups.placed, np.ones(groups.placed.num_ranks)
-    node_size = groups.topology.node_size
-    return assign(groups.mask, placed.owners, node_size, groups.weights(), even)
+    """Returns the assignment by search: areas by speed, and few rows moved on both sides."""
+    return _assigned(groups, groups.speeds)
+
+
+def move_inside_nodes(groups: HeadGroups) -> Assignment | None:
+    """Returns the assignment by search in which every node keeps as many pairs as its queries have, by speed inside.
+
+    None where that is `move_compute`: with one node, or head groups that are all as fast.
+    """
+    size, speeds, loads = groups.links.node_size, groups.speeds, groups.placed.loads
+    if not 1 < size < len(speeds) or (speeds == speeds[0]).all():
+        return None
+    first = np.arange(0, len(speeds), size)
+    of_node = np.add.reduceat(loads, first) / np.add.reduceat(speeds, first)
+    return _assigned(groups, speeds * of_node.repeat(size)[: len(speeds)])
+
+
+def _assigned(groups: HeadGroups, shares: FloatArray) -> Assignment:
+    owners, sizes = groups.placed.owners, groups.links.sizes
+    return assign(groups.mask, owners, sizes, groups.weights(), shares)
 
 
 def assigned_strategy(
@@ -78,7 +94,7 @@ def assigned_strategy(
         _RoutedAssignment(groups, assigned, route, limits)
         for route in _routes(groups, straight, limits.hub)
     ]
-    uneven = imbalance(assigned.areas)
+    uneven = groups.imbalance(assigned.areas)
 
     def option_of(name: PassName) -> PassOption:
         options = _stagings(groups.config, name, rows, limits)
@@ -103,7 +119,7 @@ def assigned_strategy(
 
 def _routes(groups: HeadGroups, arriving: dict[Side, list[IntArray]], hub: float) -> list[Route]:
     """Returns the routes worth a price, given what arrives when owners send themselves."""
-    num_ranks, node_size = groups.placed.num_ranks, groups.topology.node_size
+    num_ranks, node_size = groups.placed.num_ranks, groups.links.node_size
     stride = groups.placed.space.stride
     has_nodes = 1 < node_size < num_ranks and any(
         enters_twice(hop, node_size, stride) for hops in arriving.values() for hop in hops

@@ -20,6 +20,7 @@ from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.hardware.cost import load_bound_seconds
+from megatron_cp.plan.hardware.speeds import rank_speeds
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.placement.candidates import Family, PlacementCandidates
 from megatron_cp.plan.placement.classes import Reordering, classes_together
@@ -137,6 +138,10 @@ class _Search:
         self.always_moved = max(
             (n for n in moved if n <= budget.always_moved), default=min(moved, default=1)
         )
+        # All own equally many tokens, so a slow rank has too many pairs wherever they are placed: pairs have to move.
+        speeds = rank_speeds(config, cp_size)
+        is_uneven = bool((speeds != speeds[0]).any())
+        self.must_move = max(moved, default=1) if is_uneven else self.always_moved
         self.placements = PlacementCandidates(
             masks, cp_size, config, min(self.searched), budget.placements
         )
@@ -243,17 +248,18 @@ class _Search:
     def _move_if_worthwhile(self, placement: Placement, degree: int) -> None:
         groups = self.cp_size // degree
         has_time = MOVE.fixed + MOVE.per_rank * groups <= self._effort_left()
-        if has_time or groups <= self.always_moved or not self._is_within(self.budget.far):
+        if has_time or groups <= self.must_move or not self._is_within(self.budget.far):
             self._price(placement, degree, MOVE)
 
     def _move_on_best(self) -> None:
         if self.always_moved == 1 or self._is_within(self.budget.good):
             return
         best = self._best(self.found.values())
-        least = self.cp_size // self.always_moved
-        for degree in {max(best.fastest[name][1], least): None for name in self.masks}:
-            if degree < self.cp_size:
-                self._price(best.placement, degree, MOVE)
+        degrees = [best.fastest[name][1] for name in self.masks]
+        for most in dict.fromkeys((self.always_moved, self.must_move)):
+            for degree in dict.fromkeys(max(one, self.cp_size // most) for one in degrees):
+                if degree < self.cp_size:
+                    self._price(best.placement, degree, MOVE)
 
     def _best(self, candidates: Iterable[Candidate]) -> Candidate:
         """Returns the candidate on which all masks together are fastest."""

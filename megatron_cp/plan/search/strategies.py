@@ -5,13 +5,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_cp.plan.compute.solvers.solve import Problem, improve, measure
-from megatron_cp.plan.hardware.cost import seconds_per_byte
+from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.price.head_groups import HeadGroups, Strategy
 from megatron_cp.plan.price.keys_move import published_strategies
 from megatron_cp.plan.price.pairs_move import (
     StagingLimits,
     assigned_strategy,
     move_compute,
+    move_inside_nodes,
     stay_at_home,
 )
 
@@ -35,15 +36,15 @@ class StrategySource:
 
 def solved(groups: HeadGroups, stagings: StagingLimits) -> list[Strategy]:
     """Returns what the config's solver makes of the better of both assignments, if it finds anything."""
-    topology = groups.topology
-    inner, outer = seconds_per_byte(topology).tolist()
+    inner, outer = groups.links.seconds_per_byte[:2].tolist()
     problem = Problem(
         groups.placed,
         groups.weights(),
         groups.compute_seconds(1.0),
         (inner, outer),
-        topology.node_size,
-        topology.contention,
+        groups.links.node_size,
+        get_topology(groups.config.topology).contention,
+        groups.speeds,
     )
     starts = (stay_at_home(groups), move_compute(groups))
     start = min(starts, key=functools.partial(measure, problem))
@@ -64,7 +65,8 @@ def _stay(groups: HeadGroups, limit: float, stagings: StagingLimits) -> list[Str
 
 
 def _move(groups: HeadGroups, limit: float, stagings: StagingLimits) -> list[Strategy]:
-    return [assigned_strategy(groups, move_compute(groups), stagings)]
+    found = [move_compute(groups), move_inside_nodes(groups)]
+    return [assigned_strategy(groups, one, stagings) for one in found if one is not None]
 
 
 # About milliseconds of one core: what counts is that they are counted alike on every rank.

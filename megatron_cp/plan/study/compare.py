@@ -32,7 +32,7 @@ class Outcome:
     simulated_ms: float = NONE
     bound_ms: float = NONE
     imbalance: float = NONE
-    """Largest over mean pairs of a rank, forward."""
+    """Largest time of a rank's pairs over the fair one, forward; equal speeds: largest over mean pairs."""
     volume_mean: float = NONE
     """Inbound per rank, forward."""
     volume_max: float = NONE

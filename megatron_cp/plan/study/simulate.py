@@ -6,7 +6,7 @@
 The rules are those of `runtime/dist_attn.py`. On entering stage i a rank starts the transfers of stage i+1
 and computes; then it starts the results of stage i on their way home and waits for those of stage i-1. The
 transfers of one rank run one after the other, in the order in which it starts them, as in one queue of a
-communication library. In a hop a rank sends all its messages at once, inside and between nodes at the same
+communication library. In a hop a rank sends all its messages at once, on all levels (`hardware/links.py`) at the same
 time; a receiver has its rows when every sender has sent them, and no sooner than its own links can take them.
 While rows move, a rank computes more slowly (`contention`). Before and after the stages comes the head split.
 
@@ -23,8 +23,10 @@ import numpy as np
 from megatron_cp.config import Topology
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.hardware.cost import compute_seconds, head_split_seconds
+from megatron_cp.plan.hardware.links import Links
 from megatron_cp.plan.hardware.makespan import weighted_areas
 from megatron_cp.plan.hardware.rows import row_size
+from megatron_cp.plan.hardware.speeds import check_rank_speeds, rank_speeds
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.schema import (
     DST,
@@ -84,6 +86,7 @@ class _Clock:
     """What ranks are doing: their compute and communication queues, and what is written down."""
 
     topology: Topology
+    links: Links
     num_ranks: int
     num_traced: int
     compute_free: FloatArray
@@ -113,13 +116,10 @@ class _Clock:
 
         A rank that neither sends nor receives is not held up.
         """
-        nodes = self.topology.node_size
-        is_remote = (src // nodes != dst // nodes).astype(np.int64)
-        rates = 1e9 * np.array([self.topology.inner_gbytes_per_s, self.topology.outer_gbytes_per_s])
-        takes = [
-            np.bincount(2 * end + is_remote, size, 2 * self.num_ranks).reshape(-1, 2) / rates
-            for end in (src, dst)
-        ]
+        links = self.links
+        takes = links.seconds(links.moved(src, dst, size, self.num_ranks))  # [2, P, levels]
+        # out of a node and out of a rack at the same time: what takes longer is shown
+        takes = np.stack([takes[:, :, 0], takes[:, :, 1:].max(axis=2)], axis=2)
         self.moving = self.moving + np.maximum(takes[0].max(axis=1), takes[1].max(axis=1))
         takes_part = np.zeros(self.num_ranks, dtype=bool)
         takes_part[src] = takes_part[dst] = True
@@ -127,8 +127,9 @@ class _Clock:
         sent = start + takes[0].max(axis=1)
         received = start + takes[1].max(axis=1)
         np.maximum.at(received, dst, sent[src])
-        latency = self.topology.latency_us * 1e-6
-        received[dst] += latency
+        latency = np.zeros(self.num_ranks)
+        np.maximum.at(latency, dst, np.array(links.latency)[links.level(src, dst)])
+        received += latency
         through = np.where(takes_part, np.maximum(sent, received), ready)
         self.comm_free = np.where(takes_part, through, self.comm_free)
         for level, (out, into) in enumerate(((LINK_OUT, LINK_IN), (NODE_OUT, NODE_IN))):
@@ -162,6 +163,7 @@ def simulate_pass(
     `topology`: where to run it, by default that of the plan's config. O(messages + stages x ranks).
     """
     row = get_topology(plan.config.topology if topology is None else topology)
+    check_rank_speeds(replace(plan.config, topology=row), plan.cp_size)
     return _Player(plan, pass_name, row, overlap, num_traced).play()
 
 
@@ -185,7 +187,7 @@ class _Player:
         busy = {name: np.zeros(num_ranks) for name in RESOURCES[1:]}
         num_traced = min(num_traced, num_ranks)
         self.clock = _Clock(
-            topology, num_ranks, num_traced, zero, zero, zero.copy(), busy, zero,
+            topology, Links.of(topology), num_ranks, num_traced, zero, zero, zero.copy(), busy, zero,
             [[] for _ in range(num_traced)],
         )  # fmt: skip
 
@@ -197,6 +199,7 @@ class _Player:
         )
         areas = weighted_areas(plan, self.pass_name, clock.topology)
         seconds = compute_seconds(areas, self.config, self.pass_name)
+        seconds = seconds / rank_speeds(self.config, plan.cp_size)
         now = self._exchange(np.zeros(plan.cp_size), exchange / 2, "heads for tokens")
         arrived = self._cast(0, now)
         clock.moving = np.zeros(plan.cp_size)  # nothing is computed yet

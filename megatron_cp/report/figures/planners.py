@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_cp.config import CPConfig
+from megatron_cp.config import CPConfig, Topology
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.study.compare import Outcome, best_other
 from megatron_cp.report.draw.html import PREDICTED, scrolling
@@ -34,9 +34,27 @@ def machine_words(config: CPConfig) -> str:
     topology = get_topology(config.topology)
     return (
         f"one layer, {config.num_heads} query and {config.num_kv_heads} key heads of {config.head_dim} per "
-        f"rank, on {topology.name} ({topology.forward_tflops:g} TFLOP/s, {topology.node_size} ranks per node, "
-        f"{topology.inner_gbytes_per_s:g} and {topology.outer_gbytes_per_s:g} GB/s inside and between nodes)"
+        f"rank, on {topology.name} ({topology.forward_tflops:g} TFLOP/s, {links_words(topology)}){speed_words(config)}"
     )
+
+
+def links_words(topology: Topology) -> str:
+    """Returns the levels of a machine and what a rank moves on them."""
+    words = (
+        f"{topology.node_size} ranks per node, {topology.inner_gbytes_per_s:g} and {topology.outer_gbytes_per_s:g} "
+        "GB/s inside and between nodes"
+    )
+    if topology.nics_per_node is not None:
+        words += f" with {topology.nics_per_node} ports each"
+    for level in topology.outer_levels:
+        words += f", {level.gbytes_per_s:g} GB/s out of {level.size} ranks"
+    return words
+
+
+def speed_words(config: CPConfig) -> str:
+    """Returns the speeds of ranks where they differ from 1, else nothing."""
+    speeds = config.rank_speeds or get_topology(config.topology).rank_speeds
+    return f", rank speeds {', '.join(f'{one:g}' for one in speeds)}" if speeds else ""
 
 
 def mean_outcome(outcomes: Sequence[Outcome]) -> Outcome:

@@ -64,8 +64,8 @@ class PlanView:
 
     @property
     def balance(self) -> float:
-        """Returns the largest area of a rank over the mean, 1 where there is no work."""
-        return float(self.area.max() / self.area.mean()) if self.area.any() else 1.0
+        """Returns the largest area of a rank over the mean, by speed, 1 where there is no work."""
+        return self.stats["forward"]["imbalance"]
 
 
 @dataclass(frozen=True)

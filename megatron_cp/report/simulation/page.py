@@ -14,7 +14,13 @@ from megatron_cp.report.draw.style import style_sheet
 from megatron_cp.report.draw.svg import Markup, short_tokens, tag
 from megatron_cp.report.figures.packs import communication_figure
 from megatron_cp.report.figures.plan import heat_maps
-from megatron_cp.report.figures.planners import against, headline, planner_table
+from megatron_cp.report.figures.planners import (
+    against,
+    headline,
+    links_words,
+    planner_table,
+    speed_words,
+)
 from megatron_cp.report.figures.timeline import MAX_RANKS_DRAWN, chrome_trace, timeline_picture
 from megatron_cp.report.figures.view import (
     MAX_RANKS_PICTURED,
@@ -53,8 +59,7 @@ def simulation_page(study: Study, command: str) -> Markup:
         "simulated": f"every time comes from a model of {topology.name} and was measured nowhere; "
         "balance and bytes are counted from plans",
         "topology": f"{topology.forward_tflops:g} and {topology.backward_tflops:g} TFLOP/s forward and "
-        f"backward, {topology.node_size} ranks per node, {topology.inner_gbytes_per_s:g} and "
-        f"{topology.outer_gbytes_per_s:g} GB/s inside and between nodes, {topology.latency_us:g} us",
+        f"backward, {links_words(topology)}, {topology.latency_us:g} us{speed_words(config)}",
         "machine": f"{platform.platform()}, Python {platform.python_version()}",
     }
     return page("Simulation · context-parallel plans", subtitle, sections, foot)

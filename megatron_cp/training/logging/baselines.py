@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_cp.plan import AttentionPlan
-from megatron_cp.plan.bounds.best_cases import best_case_seconds, busiest_area
+from megatron_cp.plan.bounds.best_cases import best_case_seconds, busiest_area, even_area
 from megatron_cp.plan.hardware.rows import row_size
 from megatron_cp.plan.placement.placement import tokens_per_rank
 from megatron_cp.plan.schema import PASSES
@@ -25,7 +25,7 @@ class PackFigures:
     """One pack, one layer, forward + backward; bytes of all context ranks."""
 
     imbalance: float
-    """Largest over mean pairs of a rank, forward."""
+    """Largest time of a rank's pairs over the fair one, forward; equal speeds: largest over mean pairs."""
     zigzag_imbalance: float
     sent_bytes: float
     ring_bytes: float
@@ -43,7 +43,7 @@ def pack_figures(plan: AttentionPlan) -> PackFigures:
     mask, cp_size = plan.mask, plan.cp_size
     config = replace(plan.config, chunk_size=None)
     stats = [plan.stats(name) for name in PASSES]
-    mean = mask.area() / cp_size
+    fair = even_area(mask, cp_size, config)
     busiest = busiest_area(mask, cp_size, config, pieces=2)
 
     def at_least_ms(planner: str) -> float:
@@ -53,7 +53,7 @@ def pack_figures(plan: AttentionPlan) -> PackFigures:
     alone = cp_size == 1
     return PackFigures(
         imbalance=stats[0]["imbalance"],
-        zigzag_imbalance=busiest / mean if mean and not alone else 1.0,
+        zigzag_imbalance=busiest / fair if fair and not alone else 1.0,
         sent_bytes=float(sum(sent_bytes(plan, name).sum() for name in PASSES)),
         ring_bytes=ring_bytes(plan),
         predicted_ms=ours,

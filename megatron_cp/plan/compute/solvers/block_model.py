@@ -46,6 +46,12 @@ class Problem:
     """Ranks of a node."""
     contention: float = 0.0
     """Share of its compute that a rank loses while rows move (`Topology.contention`)."""
+    speeds: FloatArray | None = None
+    """How fast each rank computes: `[P]`; None: all 1."""
+
+    def speed_of(self, ranks: IntArray) -> FloatArray:
+        """Returns how fast each of these ranks computes."""
+        return np.ones(len(ranks)) if self.speeds is None else self.speeds[ranks]
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,9 @@ class Units:
     """Who shares blocks: the ranks of one node, or nodes, which have a link (a port) for each of their places."""
 
     width: IntArray
-    """Ranks in each unit, which share its pairs evenly: `[units]`."""
+    """Ranks in each unit: `[units]`."""
+    speed: FloatArray
+    """Of those ranks together, which share its pairs by speed: `[units]`."""
     num_ports: int
     of_owner: IntArray
     """The unit that has a rank's own rows, or gets them first: `[P]`."""
@@ -106,7 +114,7 @@ class BlockModel:
     def unit_seconds(self, unit_of_block: IntArray) -> FloatArray:
         """Returns the time of every unit: `[units]`."""
         units = self.units
-        compute = np.bincount(unit_of_block, self.compute, units.count) / units.width
+        compute = np.bincount(unit_of_block, self.compute, units.count) / units.speed
         busiest = self.links(self.pins, unit_of_block).reshape(2, units.count, -1).max(axis=(0, 2))
         return _seconds(compute, np.maximum(busiest, units.other_link), self.contention)
 
@@ -127,7 +135,7 @@ class BlockModel:
 
     def least_seconds(self) -> float:
         """Returns T of equal loads when nothing moves; no assignment is faster."""
-        return float(self.compute.sum() / self.units.width.sum())
+        return float(self.compute.sum() / self.units.speed.sum())
 
 
 def _seconds(compute: FloatArray, link: FloatArray, contention: float) -> FloatArray:
@@ -140,6 +148,7 @@ def measure(problem: Problem, assignment: Assignment) -> float:
         assignment.ranks, rows_area(assignment.parts), minlength=problem.placed.num_ranks
     )
     compute = area.astype(np.float64) * problem.seconds_per_pair
+    compute = compute / problem.speed_of(np.arange(problem.placed.num_ranks))
     link = link_seconds(problem, assignment).max(axis=0)
     return float(_seconds(compute, link, problem.contention).max())
 

@@ -35,14 +35,14 @@ def assign_blocks(model: BlockModel, effort: float) -> IntArray:
 
 
 def _partition(model: BlockModel, imbalance: float) -> IntArray | None:
-    count, width = model.units.count, model.units.width
+    count, speed = model.units.count, model.units.speed
     area = 1 + model.compute * (RESOLUTION / model.compute.sum())
     weight = 1 + model.travel * (RESOLUTION / model.travel.max())
     opens = np.flatnonzero(np.diff(model.pins[:, 0], prepend=-1))
     nets = [one.tolist() for one in np.split(model.pins[:, 1], opens[1:])]
     for net, owner in zip(nets, model.owner.tolist(), strict=True):
         net.append(model.num_blocks + owner)  # a zero weight makes the partitioner crash
-    share = width / width.sum() * (area.astype(np.int64).sum() + count)
+    share = speed / speed.sum() * (area.astype(np.int64).sum() + count)
     question = {
         "vertices": [*area.astype(int).tolist(), *[1] * count],
         "nets": nets,

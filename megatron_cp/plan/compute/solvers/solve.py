@@ -131,6 +131,7 @@ def _assign_inside(problem: Problem, start: Assignment, by: _Solver, effort: flo
         place = np.minimum(np.arange(num_ranks) % size, width - 1)
         units = Units(
             width=np.ones(width, dtype=np.int64),
+            speed=problem.speed_of(first + np.arange(width)),
             num_ports=1,
             of_owner=place,
             port_of_owner=np.zeros_like(place),
@@ -157,6 +158,7 @@ def _assign_nodes(
     width = np.bincount(node_of_rank)
     units = Units(
         width=width,
+        speed=np.bincount(node_of_rank, problem.speed_of(np.arange(num_ranks))).astype(float),
         num_ports=size,
         of_owner=node_of_rank,
         port_of_owner=np.arange(num_ranks) % size,

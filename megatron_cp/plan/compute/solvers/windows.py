@@ -118,11 +118,11 @@ def _program(
     start[implications[start[implications[:, 0]], 1]] = True
     loads = _Loads(model, place >= 0)
     unit, block = np.tile(window, len(blocks)), np.repeat(blocks, size)
-    own = unit, model.compute[block] / model.units.width[unit]
+    own = unit, model.compute[block] / model.units.speed[unit]
     outside = np.bincount(unit_of_block[number < 0], model.compute[number < 0], model.units.count)
     ends = model.ends(nets[net], window[at])
     for fixed, end in zip(model.links(rest, unit_of_block), ends, strict=True):
-        loads.add(own, outside / model.units.width, (end, model.travel[nets[net]]), fixed)
+        loads.add(own, outside / model.units.speed, (end, model.travel[nets[net]]), fixed)
     seconds = model.unit_seconds(unit_of_block)
     program = Program(
         num_groups=len(blocks),
