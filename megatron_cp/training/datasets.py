@@ -134,6 +134,7 @@ def build_loader(
         else config.steps.eval_global_batch_size,
         micro_batch_size=config.steps.micro_batch_size,
         balance=samples is None,
+        spans_replicas=config.parallel.spans_replicas,
         num_workers=options.num_workers if is_train else 0,
     )
     return PackedLoader(

@@ -161,8 +161,11 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("fp8", "of fp8, --fp8-format, --fp8-recipe and their scaling flags are served"),
     ("fp4", "linear layers compute in --bf16 or fp8 (--fp8-format)"),
     ("mtp-", _NO_PREDICTION),
-    ("hybrid-context-parallel", "the planner balances packs of any lengths; " + _SAME_RESULTS),
-    ("max-seqlen-per-dp-cp-rank", "the planner balances packs of any lengths; " + _SAME_RESULTS),
+    (
+        "max-seqlen-per-dp-cp-rank",
+        "every rank holds --seq-length / --context-parallel-size tokens, under "
+        "--hybrid-context-parallel too; " + _SAME_RESULTS,
+    ),
     ("ckpt-convert", "--load reads torch_dist and torch; --ckpt-format says what --save writes"),
     ("rl-", "reinforcement learning is not part of this loop"),
     ("grpo-", "reinforcement learning is not part of this loop"),
