@@ -83,7 +83,10 @@ class HybridBuilder:
         )
 
     def _fixed_seconds(self, part: PackedBatch) -> float:
-        """Returns a bound, in a millisecond; its plan's time where kernels were measured: bounds know their peak alone."""
+        """Returns a bound, which takes a millisecond; where kernels were measured, its plan's time.
+
+        Bounds know the peak of measured kernels alone.
+        """
         if get_topology(self.request.config.topology).kernels is None:
             return bound_seconds(part.mask, self.request)
         return seconds_of(plan_batch(part, self.request), self.request)
@@ -100,10 +103,19 @@ def choose_layout(step: Sequence[BothLayouts]) -> list[PlannedBatch]:
     In the fixed layout replicas meet at the end of the step alone, so the slowest one counts; in the hybrid layout
     all ranks meet in every micro-batch. Equal on all ranks, but for whose part `fixed` is.
     """
-    hybrid = sum(both.hybrid_seconds for both in step)
-    fixed = max(map(sum, zip(*(both.fixed_seconds for both in step), strict=True)))
-    is_hybrid = round(hybrid, _DIGITS) <= round(fixed, _DIGITS)
+    is_hybrid = is_hybrid_faster(
+        [both.hybrid_seconds for both in step], [both.fixed_seconds for both in step]
+    )
     return [both.hybrid if is_hybrid else both.fixed for both in step]
+
+
+def is_hybrid_faster(hybrid_M: Sequence[float], fixed_MR: Sequence[Sequence[float]]) -> bool:
+    """Returns whether a step of M micro-batches on R replicas is sure to be no slower in the hybrid layout.
+
+    `hybrid_M`: seconds of each micro-batch; `fixed_MR`: what each replica's part takes at least.
+    """
+    slowest = max(map(sum, zip(*fixed_MR, strict=True)))
+    return round(sum(hybrid_M), _DIGITS) <= round(slowest, _DIGITS)
 
 
 def seconds_of(batch: PlannedBatch, request: PlanRequest) -> float:

@@ -36,13 +36,21 @@ def pack_seconds(
         lengths = [(piece.length, visible_prefix(documents, piece)) for piece in pack.pieces]
     else:
         lengths = [(pack.num_tokens, 0)]
-    own = tokens_per_rank(config.seq_length, request.cp_size, request.config)
-    seconds = sum(
-        layers * best_degree(extent_of_lengths(lengths, window), request.cp_size, own,
-                             request.config, name)[0]
-        for layers, window in _layers(request)
-        for name in PASSES
-    )  # fmt: skip
+    return least_seconds(lengths, config.seq_length, request)
+
+
+def least_seconds(
+    lengths: Sequence[tuple[int, int]], num_tokens: int, request: PlanRequest
+) -> float:
+    """Returns the least seconds of documents, (tokens, leading tokens that all of them see), in `num_tokens` rows."""
+    cp_size, config = request.cp_size, request.config
+    own = tokens_per_rank(num_tokens, cp_size, config)
+    seconds = 0.0
+    for layers, window in _layers(request):
+        extent = extent_of_lengths(lengths, window)
+        seconds += layers * sum(
+            best_degree(extent, cp_size, own, config, name)[0] for name in PASSES
+        )
     return round(seconds, _DIGITS)
 
 
@@ -64,7 +72,7 @@ def extent_of_lengths(lengths: Sequence[tuple[int, int]], window: Window = None)
     sees_ahead = right < 0
     area = degree = 0
     for tokens, prefix in lengths:
-        rising = int(min(tokens, width))  # queries that see all before them, the n-th of them n keys
+        rising = int(min(tokens, width))  # the n-th of them sees n keys, each later one as many
         area += rising * (rising + 1) // 2 + (tokens - rising) * rising
         ahead = prefix * (prefix - 1) // 2 if sees_ahead else 0
         area += ahead

@@ -46,8 +46,9 @@ def work_of_step(batches: list[PlannedBatch], device: torch.device) -> StepWork:
 
 
 def plan_metrics(config: TrainConfig, batches: list[PlannedBatch]) -> dict[str, float]:
-    """Returns the `cp/*` and `data/*` rows of this replica, or of all where a batch spans them; the worst
-    micro-batch for balance.
+    """Returns the `cp/*` and `data/*` rows of this replica; the worst micro-batch for balance.
+
+    Where batches span replicas, they are those of all replicas.
 
     Bytes and predicted milliseconds are those of attention in a whole step: all layers, both passes.
     """
