@@ -25,7 +25,11 @@ EVEN = Topology(
 # Nothing may be sent without a long wait.
 FAR = replace(EVEN, name="far", inner_gbytes_per_s=1e-6, outer_gbytes_per_s=1e-6, latency_us=1e6)
 FIXED = changed(
-    seq_length=SIZE, global_batch_size=8, micro_batch_size=1, reset_position_ids=True, policy="split"
+    seq_length=SIZE,
+    global_batch_size=8,
+    micro_batch_size=1,
+    reset_position_ids=True,
+    policy="split",
 )
 HYBRID = replace(FIXED, spans_replicas=True)
 

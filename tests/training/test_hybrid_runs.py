@@ -1,4 +1,4 @@
-"""--hybrid-context-parallel: the losses of fixed groups and of one rank, resumed exactly, refused where it cannot be."""
+"""--hybrid-context-parallel: the losses of fixed groups and of one rank, resumed exactly."""
 
 import json
 import shlex
