@@ -105,6 +105,27 @@ def test_resuming_after_every_step_replays_the_same_stream(documents, topology, 
         assert loader.state_dict() == states[5]
 
 
+def test_all_micro_batches_of_a_step_have_one_layout(documents):
+    """Links at which some micro-batches alone would be hybrid and others not; the first step is, the second is not."""
+    wanted = request(replace(EVEN, name="between", latency_us=100.0))
+    fixed, builder = (
+        loaders(documents, FIXED, wanted),
+        HybridBuilder(documents, FIXED.batch, wanted, 0, REPLICAS),
+    )
+    hybrid = PackedLoader(documents, HYBRID, wanted, dp_size=REPLICAS)
+    taken = []
+    for _ in range(2):
+        count = hybrid.num_microbatches
+        both = [builder.layouts([next(one).batch for one in fixed]) for _ in range(count)]
+        assert len({one.hybrid_seconds <= max(one.fixed_seconds) for one in both}) == 2
+        together = sum(one.hybrid_seconds for one in both)
+        apart = [sum(one.fixed_seconds[rank] for one in both) for rank in range(REPLICAS)]
+        spans = {next(hybrid).spans_replicas for _ in range(count)}
+        assert spans == {together <= max(apart)}
+        taken += spans
+    assert taken == [True, False]
+
+
 def test_where_sending_takes_long_steps_stay_fixed(documents):
     with PackedLoader(documents, HYBRID, request(FAR), dp_size=REPLICAS) as loader:
         assert not any(next(loader).spans_replicas for _ in range(12))

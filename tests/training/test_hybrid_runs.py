@@ -73,6 +73,12 @@ def test_layouts_beside_it_change_no_loss(tmp_path: Path, topology, layout: str)
     same_losses(tmp_path / "hybrid", tmp_path / "one")
 
 
+def test_a_step_that_spans_replicas_counts_its_tokens_once(tmp_path: Path, topology):
+    printed = train(4, *RUN, *topology, *HYBRID, "--run-dir", str(tmp_path / "hybrid"))
+    assert 1.0 in metrics(tmp_path / "hybrid", "cp/is_hybrid").values()
+    assert f"5 steps, {5 * 8 * 256:,} tokens" in printed
+
+
 def test_stages_go_on_from_a_checkpoint_of_one_rank(tmp_path: Path, topology):
     one = tmp_path / "one"
     train(1, *RUN, "--run-dir", str(one), "--save", str(one), "--save-interval", "2")
