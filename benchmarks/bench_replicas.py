@@ -3,11 +3,13 @@
 python benchmarks/bench_replicas.py --output benchmarks/results/replicas_<hardware>_<date>     ten minutes
 
 Times are predicted and simulated (attention of one layer, forward plus backward, head dim 128, bf16, topology h100);
-they were measured nowhere. Only planning times are measured.
+they were measured nowhere. Only what loader workers do is measured.
 """
 
 import argparse
 import os
+import pickle
+import tempfile
 import time
 from pathlib import Path
 
@@ -18,9 +20,14 @@ from timing import Cell, Table, environment, publish
 
 from megatron_cp.config import CPConfig
 from megatron_cp.data.balance import assign_packs
-from megatron_cp.data.batch import PlanRequest, make_batch_plans
+from megatron_cp.data.batch import BatchConfig, PlanRequest, make_batch_plans
+from megatron_cp.data.document_set import open_documents
+from megatron_cp.data.hybrid import HybridBuilder
+from megatron_cp.data.indexed_writer import IndexedWriter
 from megatron_cp.data.pack_cost import least_seconds
-from megatron_cp.mask import documents
+from megatron_cp.data.packing import Packer, PackingConfig
+from megatron_cp.data.worker import BatchBuilder
+from megatron_cp.mask import AttentionMask, documents
 from megatron_cp.plan.schema import PASSES
 from megatron_cp.plan.study.compare import geometric_mean
 from megatron_cp.plan.study.workloads import document_lengths
@@ -58,12 +65,41 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="path of the result without suffix")
     parser.add_argument("--seeds", type=int, default=len(SEEDS), help="how many draws of each cell")
     arguments = parser.parse_args()
-    tables = [*_layout_tables(SEEDS[: arguments.seeds]), _dealing()]
+    tables = [_building(), *_layout_tables(SEEDS[: arguments.seeds]), _dealing()]
     facts = environment() | {
         "what": "predicted and simulated times of plans; no GPU was used",
         "command": "python benchmarks/bench_replicas.py",
     }
     publish("Replicas", facts, tables, arguments.output)
+
+
+def _building() -> Table:
+    """Returns what a loader worker does for a micro-batch: one pack, or those of all replicas in both layouts."""
+    config = BatchConfig(seq_length=NUM_TOKENS, reset_attention_mask=True, reset_position_ids=True)
+    request = PlanRequest(cp_size=CP_SIZE, config=CONFIG)
+    rows: list[list[Cell]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        prefix = Path(folder) / "corpus"
+        with IndexedWriter(prefix, dtype=np.int32) as writer:
+            for seed in range(DP_SIZE + 8):
+                for length in document_lengths("W1", NUM_TOKENS, seed):
+                    writer.add_document(np.arange(length))
+            writer.finish()
+        texts = open_documents(prefix)
+        packer = Packer(texts.lengths, PackingConfig(seq_length=NUM_TOKENS))
+        packs = tuple(next(packer) for _ in range(DP_SIZE))
+        fixed = BatchBuilder(texts, config, request)
+        hybrid = HybridBuilder(texts, config, request, 0, DP_SIZE)
+        for words, build, taken in (("fixed", fixed, packs[:1]), ("hybrid", hybrid, packs)):
+            started = time.process_time()
+            built = build(taken)
+            seconds = time.process_time() - started
+            size = len(pickle.dumps(built)) / 1e6
+            rows.append([words, len(taken), f"{seconds:.2f}", f"{size:.1f}"])
+            print(*rows[-1], sep=" | ", flush=True)
+    columns = ("layout", "packs read", "processor s", "MB handed to the trainer")
+    note = f"Measured, workload W1, packs of {NUM_TOKENS >> 10}K, {DP_SIZE} replicas of {CP_SIZE}; one micro-batch."
+    return Table("In a loader worker", columns, rows, note)
 
 
 def _layout_tables(seeds: tuple[int, ...]) -> list[Table]:
@@ -139,7 +175,7 @@ def _dealing() -> Table:
     return Table("Dealing", columns, rows, note)
 
 
-def _planned(mask, request: PlanRequest) -> float:  # type: ignore[no-untyped-def]
+def _planned(mask: AttentionMask, request: PlanRequest) -> float:
     plans = make_batch_plans(mask, request)
     layers = {"full": request.num_full_layers, "window": request.num_window_layers}
     return sum(
