@@ -167,7 +167,11 @@ def check_first_batch(config: TrainConfig, data: RunData, request: PlanRequest) 
     Raises ValueError or NotImplementedError for what planner, topology, chunks, tokens and experts
     allow.
     """
-    inline = config.with_arguments(num_workers=0)
+    values: dict[str, Any] = {"num_workers": 0}
+    if config.parallel.spans_replicas:  # whose layout is chosen for a step: one of a micro-batch
+        size = config.steps.micro_batch_size * config.parallel.data_parallel_size
+        values["batch_schedule"] = ((0, size),)
+    inline = config.with_arguments(**values)
     loader = build_loader(
         inline, data, request, split="train", dp_rank=0, dp_size=config.parallel.data_parallel_size
     )

@@ -58,7 +58,7 @@ def plan_metrics(config: TrainConfig, batches: list[PlannedBatch]) -> dict[str, 
     packs = len(batches) * config.steps.micro_batch_size * replicas
     layers = config.model.layers_by_mask()
     figures = [
-        (name, layers[name], pack_figures(plan))
+        (name, layers[name], pack_figures(plan, replicas))
         for item in batches
         for name, plan in item.plans.items()
     ]
