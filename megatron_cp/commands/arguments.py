@@ -109,7 +109,7 @@ def refuse_unused(args: Namespace, *names: str, source: str = "--data-path") -> 
     for name in names:
         if getattr(args, name) is not None:
             raise ValueError(
-                f"--{name} {getattr(args, name)} is for {source}, which is not given; leave it out"
+                f"--{name.replace('_', '-')} {getattr(args, name)} is for {source}, which is not given; leave it out"
             )
 
 

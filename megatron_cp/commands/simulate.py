@@ -1,4 +1,4 @@
-"""`simulate`: every planner on 8 to 4096 ranks, on paper."""
+"""`simulate`: every planner on 8 to 4096 ranks, or a step of several replicas, on paper."""
 
 from __future__ import annotations
 
@@ -15,12 +15,20 @@ from megatron_cp.commands.arguments import (
     add_planning,
     assumed,
     config_of,
+    count,
     pack_tokens,
     planners_of,
+    rank_count,
     ranks,
+    refuse_unused,
     source_of,
 )
 from megatron_cp.report.figures.view import MAX_RANKS_PICTURED
+from megatron_cp.report.simulation.replicas import (
+    replicas_text,
+    replicas_values,
+    study_replicas,
+)
 from megatron_cp.report.simulation.study import (
     Study,
     run_study,
@@ -34,8 +42,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
     add_documents(parser)
     parser.add_argument(
-        "--context-parallel-size", type=ranks, default=[8, 64, 512], metavar="N[,N...]",
-        help="default: 8,64,512",
+        "--context-parallel-size", type=ranks, metavar="N[,N...]",
+        help="default: 8,64,512; with --data-parallel-size 8",
+    )  # fmt: skip
+    parser.add_argument(
+        "--data-parallel-size", type=rank_count, metavar="N",
+        help="replicas: a step of them, with and without --hybrid-context-parallel, by the first planner",
+    )  # fmt: skip
+    parser.add_argument(
+        "--global-batch-size", type=count, metavar="N",
+        help="packs of a step of --data-parallel-size replicas; default: one for each",
     )  # fmt: skip
     add_heads(parser)
     add_planning(parser)
@@ -49,11 +65,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, words: Sequence[str]) -> int:
     """Prints the tables and writes what was asked for."""
-    sizes = [(n, pack_tokens(args, n)) for n in args.context_parallel_size]
+    if args.data_parallel_size is not None:
+        return _run_replicas(args)
+    refuse_unused(args, "global_batch_size", source="--data-parallel-size")
+    cp_sizes = args.context_parallel_size or [8, 64, 512]
+    sizes = [(n, pack_tokens(args, n)) for n in cp_sizes]
     config, planners = config_of(args), planners_of(args)
-    if args.svg is not None and min(args.context_parallel_size) > MAX_RANKS_PICTURED:
+    if args.svg is not None and min(cp_sizes) > MAX_RANKS_PICTURED:
         raise ValueError(
-            f"--svg {args.svg}: there is no plan at {min(args.context_parallel_size)} ranks to draw; ask for at most "
+            f"--svg {args.svg}: there is no plan at {min(cp_sizes)} ranks to draw; ask for at most "
             f"{MAX_RANKS_PICTURED} ranks"
         )
     choice = MaskChoice(args.mask, args.window_size)
@@ -64,6 +84,38 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
     progress.clear()
     show(f"{study_text(study)}\n\n{assumed(args)}", study_values(study), args.json)
     _write_pictures(study, args, shlex.join(["megatron-cp", *words]))
+    return 0
+
+
+def _run_replicas(args: argparse.Namespace) -> int:
+    """Prints a step of replicas in every layout."""
+    for name in ("html", "svg", "trace"):
+        if getattr(args, name) is not None:
+            raise ValueError(
+                f"--{name} {getattr(args, name)} draws the plans of one pack; leave out --data-parallel-size"
+            )
+    dp_size = args.data_parallel_size
+    num_packs = args.global_batch_size or dp_size
+    if num_packs % dp_size:
+        raise ValueError(
+            f"--global-batch-size {num_packs} must be a multiple of --data-parallel-size {dp_size}; give "
+            f"{-(-num_packs // dp_size) * dp_size}"
+        )
+    progress, config, source = Progress("simulate"), config_of(args), source_of(args)
+    choice = MaskChoice(args.mask, args.window_size)
+    studies = [
+        study_replicas(
+            source,
+            choice,
+            (n, dp_size, pack_tokens(args, n), num_packs),
+            config,
+            seed=args.seed,
+            tell=progress,
+        )
+        for n in args.context_parallel_size or [8]
+    ]
+    progress.clear()
+    show(f"{replicas_text(studies)}\n\n{assumed(args)}", replicas_values(studies), args.json)
     return 0
 
 

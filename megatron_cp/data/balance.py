@@ -1,8 +1,8 @@
 """Which rank computes which pack: equal counts, attention costs as equal as they can be.
 
 All packs hold equally many tokens, yet one long document costs far more attention than many short
-ones. So the packs of a global batch are shared out to ranks and micro-batches by cost. The *set* of
-packs in a global batch never depends on the number of ranks.
+ones. So the packs of a global batch are shared out to ranks and micro-batches by cost, the predicted
+time of their attention (`pack_cost.py`). The *set* of packs in a global batch never depends on the number of ranks.
 """
 
 from __future__ import annotations

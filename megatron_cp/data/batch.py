@@ -115,11 +115,15 @@ class PackedBatch:
 
 @dataclass(frozen=True)
 class PlannedBatch:
-    """A micro-batch and its plans by layer kind; `metrics` are numbers for the log."""
+    """A micro-batch and its plans by layer kind; `metrics` are numbers for the log.
+
+    `spans_replicas`: it is that of all replicas, planned over their context ranks together (`hybrid.py`).
+    """
 
     batch: PackedBatch
     plans: Mapping[str, AttentionPlan]
     metrics: Mapping[str, float] = field(default_factory=dict)
+    spans_replicas: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,16 +146,20 @@ class PlanRequest:
                 "given together; leave both out for a model without sliding-window layers"
             )
 
+    def masks(self, mask: AttentionMask) -> dict[str, AttentionMask]:
+        """Returns the mask of every kind of layer, from that of the batch."""
+        if self.window is None:
+            return {"full": mask}
+        left, right = self.window
+        return {"full": mask, "window": mask & sliding_window(mask.num_queries, left, right)}
+
 
 # Without document masks every pack has the same mask, so the same plans.
 @functools.lru_cache(maxsize=8)
 def make_batch_plans(mask: AttentionMask, request: PlanRequest) -> Mapping[str, AttentionPlan]:
     """Returns the plans of a mask, all on one placement; the last eight are remembered."""
-    wanted = {"full": (mask, float(request.num_full_layers or _NO_LAYERS))}
-    if request.window is not None:
-        left, right = request.window
-        narrow = mask & sliding_window(mask.num_queries, left, right)
-        wanted["window"] = (narrow, float(request.num_window_layers))
+    layers = {"full": request.num_full_layers or _NO_LAYERS, "window": request.num_window_layers}
+    wanted = {name: (one, float(layers[name])) for name, one in request.masks(mask).items()}
     plans = make_plans(wanted, request.cp_size, request.config)
     for plan in plans.values():
         plan.digest()  # made here, in a worker: it travels with the plan and is only read in training
@@ -220,17 +228,6 @@ def visible_prefix(documents: Texts, piece: Piece) -> int:
     if prefix == BIDIRECTIONAL:
         return piece.length
     return min(max(prefix - piece.start, 0), piece.length)
-
-
-def pack_area(documents: Documents, pack: Pack, config: BatchConfig) -> int:
-    """Returns the pairs in the mask of a pack, in closed form: what attention costs. O(documents).
-
-    With `fim` those of the pack before its pieces are rearranged, a few tokens more or less.
-    """
-    if not config.reset_attention_mask:
-        return pack.num_tokens * (pack.num_tokens + 1) // 2
-    lengths = [(piece.length, visible_prefix(documents, piece)) for piece in pack.pieces]
-    return sum(n * (n + 1) // 2 + p * (p - 1) // 2 for n, p in lengths)
 
 
 def _build_pack(documents: Texts, pack: Pack, config: BatchConfig) -> PackedBatch:

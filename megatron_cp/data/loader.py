@@ -2,7 +2,7 @@
 
     every rank alike, integers only                          |  workers, or inline
     documents -> Packer -> packs of a global batch           |  tokens, labels, mask
-              -> shared out to ranks by attention cost       |  -> make_plans -> PlannedBatch
+              -> shared out to ranks by predicted time       |  -> make_plans -> PlannedBatch
 
 Packs are drawn before they are shared out. So the packs of a global batch, and with them the state,
 do not depend on the number of ranks or workers: either may change between two runs.
@@ -12,19 +12,21 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
 from megatron_cp.data.balance import assign_in_order, assign_packs
-from megatron_cp.data.batch import BatchConfig, PlannedBatch, PlanRequest, pack_area
+from megatron_cp.data.batch import BatchConfig, PlannedBatch, PlanRequest
 from megatron_cp.data.batch_schedule import BatchSchedule, as_schedule
 from megatron_cp.data.blend import make_packer
 from megatron_cp.data.document_set import Documents
 from megatron_cp.data.fill_in_the_middle import check_rearrangeable
+from megatron_cp.data.hybrid import BothLayouts, HybridBuilder, choose_layout
+from megatron_cp.data.pack_cost import pack_seconds
 from megatron_cp.data.packing import Pack, PackingConfig, PackSource
-from megatron_cp.data.worker import BatchBuilder, WorkerProcess
+from megatron_cp.data.worker import BatchBuilder, Builder, Built, WorkerProcess
 
 _STATE_VERSION = 1
 
@@ -34,8 +36,9 @@ class LoaderConfig:
     """What is in a pack, how it becomes arrays, how many packs a step takes, and who builds them.
 
     `global_batch_size` counts packs over all data-parallel ranks; a schedule says it by the packs
-    consumed. They are dealt to ranks and
-    micro-batches by attention area, or with `balance=False` in order, as Megatron deals samples.
+    consumed. They are dealt to ranks and micro-batches by the predicted time of their attention, or with
+    `balance=False` in order, as Megatron deals samples. `spans_replicas`: the micro-batches that all
+    ranks compute at the same time may be planned as one (`hybrid.py`).
     """
 
     packing: PackingConfig
@@ -43,6 +46,7 @@ class LoaderConfig:
     global_batch_size: int | BatchSchedule
     micro_batch_size: int = 1
     balance: bool = True
+    spans_replicas: bool = False
     num_workers: int = 0
     worker_timeout_s: float = 600.0
 
@@ -70,7 +74,10 @@ class LoaderConfig:
 
 @dataclass
 class _Task:
-    """The packs of one micro-batch; `state_after` is set on the last one of a global batch."""
+    """The packs of one micro-batch; `state_after` is set on the last one of a global batch.
+
+    Where batches span replicas, those of all replicas, replica after replica.
+    """
 
     packs: tuple[Pack, ...]
     state_after: dict[str, Any] | None
@@ -119,7 +126,11 @@ class PackedLoader:
         self.config = config
         self._documents, self._dp_rank, self._dp_size = documents, dp_rank, dp_size
         self._packer = packer if packer is not None else make_packer(documents, config.packing)
-        self._builder = BatchBuilder(documents, config.batch, request or PlanRequest())
+        self._request = request or PlanRequest()
+        self._builder: Builder = BatchBuilder(documents, config.batch, self._request)
+        if config.spans_replicas:
+            self._builder = HybridBuilder(documents, config.batch, self._request, dp_rank, dp_size)
+        self._ready: collections.deque[tuple[_Task, PlannedBatch]] = collections.deque()
         self._corpus = documents.digest()
         self._workers: list[WorkerProcess] = []
         self._in_flight: collections.deque[tuple[WorkerProcess, _Task]] = collections.deque()
@@ -143,7 +154,10 @@ class PackedLoader:
                 return
             consumed += size
             state = self._packer.state()
-            mine = self._deal(packs)[self._dp_rank]
+            dealt = self._deal(packs)
+            mine = dealt[self._dp_rank]
+            if self.config.spans_replicas:
+                mine = [list(itertools.chain(*together)) for together in zip(*dealt, strict=True)]
             for number, chosen in enumerate(mine, start=1):
                 last = number == len(mine)
                 yield _Task(tuple(packs[i] for i in chosen), state if last else None)
@@ -152,8 +166,10 @@ class PackedLoader:
         dp_size, micro_batch_size = self._dp_size, self.config.micro_batch_size
         if not self.config.balance:
             return assign_in_order(len(packs), dp_size=dp_size, micro_batch_size=micro_batch_size)
-        areas = [pack_area(self._documents, pack, self.config.batch) for pack in packs]
-        return assign_packs(areas, dp_size=dp_size, micro_batch_size=micro_batch_size)
+        costs = [
+            pack_seconds(self._documents, pack, self.config.batch, self._request) for pack in packs
+        ]
+        return assign_packs(costs, dp_size=dp_size, micro_batch_size=micro_batch_size)
 
     def __iter__(self) -> Iterator[PlannedBatch]:
         return self
@@ -169,22 +185,40 @@ class PackedLoader:
         if self._closed:
             raise RuntimeError("this loader is closed; make a new one")
         try:
-            task, batch = self._build_inline() if not self.config.num_workers else self._receive()
+            if not self._ready:
+                self._ready.extend(self._take())
         except BaseException:
             self.close()  # no worker outlives an error
             raise
+        task, batch = self._ready.popleft()
         self._resume_at = task.state_after
         if task.state_after is not None:
             self._consumed_samples += self._sizes.size_at(self._consumed_samples)
         return batch
 
-    def _build_inline(self) -> tuple[_Task, PlannedBatch]:
+    def _take(self) -> Iterable[tuple[_Task, PlannedBatch]]:
+        """Returns the next micro-batch, or those of a whole step, whose layout is chosen at once."""
+        task, built = self._next()
+        if isinstance(built, PlannedBatch):
+            return [(task, built)]
+        tasks, step = [task], [built]
+        while tasks[-1].state_after is None:
+            task, built = self._next()
+            assert isinstance(built, BothLayouts)
+            tasks.append(task)
+            step.append(built)
+        return zip(tasks, choose_layout(step), strict=True)
+
+    def _next(self) -> tuple[_Task, Built]:
+        return self._receive() if self.config.num_workers else self._build_inline()
+
+    def _build_inline(self) -> tuple[_Task, Built]:
         task = next(self._tasks, None)
         if task is None:
             raise self._end()
         return task, self._builder(task.packs)
 
-    def _receive(self) -> tuple[_Task, PlannedBatch]:
+    def _receive(self) -> tuple[_Task, Built]:
         while len(self._workers) < self.config.num_workers:
             index, timeout_s = len(self._workers), self.config.worker_timeout_s
             worker = WorkerProcess(index, self._builder, timeout_s=timeout_s)
@@ -258,8 +292,8 @@ class PackedLoader:
 
     @property
     def request(self) -> PlanRequest:
-        """Which plans the batches have."""
-        return self._builder.request
+        """Which plans a replica's batches have."""
+        return self._request
 
     @property
     def num_microbatches(self) -> int:
@@ -274,6 +308,7 @@ class PackedLoader:
 
     def _stop_workers(self) -> None:
         self._in_flight.clear()
+        self._ready.clear()
         while self._workers:
             self._workers.pop().close()
 

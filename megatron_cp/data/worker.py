@@ -24,6 +24,7 @@ from typing import Any
 
 from megatron_cp.data.batch import BatchConfig, PlannedBatch, PlanRequest, build_batch, plan_batch
 from megatron_cp.data.document_set import Documents
+from megatron_cp.data.hybrid import BothLayouts, HybridBuilder
 from megatron_cp.data.packing import Pack
 
 _SIGNALS_OF_THE_TRAINER = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
@@ -33,7 +34,10 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class BatchBuilder:
-    """What turns packs into a planned batch: a pure function that can be sent to a process."""
+    """What turns packs into a planned batch: a pure function that can be sent to a process.
+
+    `HybridBuilder` of `hybrid.py` is another one.
+    """
 
     documents: Documents
     config: BatchConfig
@@ -44,13 +48,17 @@ class BatchBuilder:
         return plan_batch(build_batch(self.documents, packs, self.config), self.request)
 
 
+Builder = BatchBuilder | HybridBuilder
+Built = PlannedBatch | BothLayouts
+
+
 class WorkerProcess:
     """The trainer's end of one worker.
 
     At most one task is in flight, so neither side can block on a full socket for ever.
     """
 
-    def __init__(self, index: int, builder: BatchBuilder, *, timeout_s: float = 600.0) -> None:
+    def __init__(self, index: int, builder: Builder, *, timeout_s: float = 600.0) -> None:
         self.index, self._timeout_s = index, timeout_s
         ours, theirs = socket.socketpair()
         # The package may be on the trainer's sys.path without being installed.
@@ -75,7 +83,7 @@ class WorkerProcess:
         """Gives the worker its next task; the one before must have been received."""
         self._send(packs)
 
-    def receive(self) -> PlannedBatch:
+    def receive(self) -> Built:
         """Returns the result of the task in flight.
 
         Raises:
@@ -91,7 +99,7 @@ class WorkerProcess:
             result, text = self._connection.recv()
         except (EOFError, OSError):
             raise self._death() from None
-        if isinstance(result, PlannedBatch):
+        if isinstance(result, PlannedBatch | BothLayouts):
             return result
         if result == "ValueError":
             raise ValueError(text)
@@ -154,7 +162,7 @@ def serve(connection: Connection) -> None:
         return  # the trainer is gone
 
 
-def _answer(builder: BatchBuilder, packs: tuple[Pack, ...]) -> tuple[PlannedBatch | str, str]:
+def _answer(builder: Builder, packs: tuple[Pack, ...]) -> tuple[Built | str, str]:
     try:
         return builder(packs), ""
     except ValueError as error:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_cp.comm.upload import copy_to
@@ -48,6 +49,16 @@ class LocalBatch:
     params: ContextParallelParams
     num_loss_tokens: int
     """Tokens that count in the loss, over all ranks of the context group."""
+
+
+def context_group(planned: Any) -> Any:
+    """Returns the group over which a micro-batch is planned: this replica's context ranks, or those of all replicas.
+
+    `planned` is a `data.batch.PlannedBatch`; every rank of a group has one of the same kind. No collective.
+    """
+    if planned.spans_replicas:
+        return parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return parallel_state.get_context_parallel_group()
 
 
 def local_batch(

@@ -21,8 +21,8 @@ _REFUSED_SETTINGS = {
     "linear layers are served)",
     "fp8_multi_head_attention": "attention computes in fp32, bf16 or fp16; switch it off (fp8 "
     "linear layers are served)",
-    "hybrid_context_parallel": "packs of any lengths are balanced by the planner; drop "
-    "--hybrid-context-parallel",
+    "hybrid_context_parallel": "Megatron's schedule for it sizes groups by itself; drop the flag, or give it to "
+    "our pretrain_gpt.py, where one plan spans all replicas",
     "dynamic_context_parallel": "packs of any lengths are balanced by the planner; drop "
     "--dynamic-context-parallel",
     "hierarchical_context_parallel_sizes": "the planner knows nodes by its topology; drop the "

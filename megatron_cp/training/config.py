@@ -32,6 +32,8 @@ class ParallelConfig:
     pipeline_model_parallel_size: int
     virtual_pipeline_model_parallel_size: int | None
     context_parallel_size: int
+    spans_replicas: bool
+    """--hybrid-context-parallel: under Megatron-LM's own name Megatron-Core would switch its scheduler on."""
     expert_model_parallel_size: int
     expert_tensor_parallel_size: int
     use_tp_pp_dp_mapping: bool

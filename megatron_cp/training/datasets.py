@@ -138,6 +138,7 @@ def build_loader(
         else config.steps.eval_global_batch_size,
         micro_batch_size=config.steps.micro_batch_size,
         balance=samples is None,
+        spans_replicas=config.parallel.spans_replicas,
         num_workers=options.num_workers if is_train else 0,
     )
     return PackedLoader(
@@ -170,7 +171,11 @@ def check_first_batch(config: TrainConfig, data: RunData, request: PlanRequest) 
     Raises ValueError or NotImplementedError for what planner, topology, chunks, tokens and experts
     allow.
     """
-    inline = config.with_arguments(num_workers=0)
+    values: dict[str, Any] = {"num_workers": 0}
+    if config.parallel.spans_replicas:  # whose layout is chosen for a step: one of a micro-batch
+        size = config.steps.micro_batch_size * config.parallel.data_parallel_size
+        values["batch_schedule"] = ((0, size),)
+    inline = config.with_arguments(**values)
     loader = build_loader(
         inline, data, request, split="train", dp_rank=0, dp_size=config.parallel.data_parallel_size
     )

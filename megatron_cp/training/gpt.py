@@ -7,12 +7,11 @@ import traceback
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_cp.data.batch import PlannedBatch
 from megatron_cp.mcore import compat
-from megatron_cp.mcore.batch import local_batch
+from megatron_cp.mcore.batch import context_group, local_batch
 from megatron_cp.mcore.loss import make_loss_function
 from megatron_cp.mcore.validation import check_spec, validate_config
 from megatron_cp.models.gpt import build_gpt, transformer_config
@@ -95,8 +94,8 @@ def forward_step(
 
     Returns the output, and the loss function for the last stage.
     """
-    group = parallel_state.get_context_parallel_group()
-    local = local_batch(batch, group.rank(), device)
+    group = context_group(batch)
+    local = local_batch(batch, group.rank(), device, cp_group=group)
     output = model(
         local.tokens,
         local.position_ids,

@@ -5,6 +5,7 @@ node, where the digests compared at the start do not look, would give context ra
 
     tokens and plan digests of the step ──> 64 bits a rank ──> largest and smallest of each replica, by
                                                                 one all-reduce of 16 bytes a replica over all ranks
+    (16 bytes more say the same of all ranks, for batches that span replicas)
 
 Equal where largest and smallest are. Only after a difference are all hashes gathered, to name micro-batch and ranks.
 """
@@ -31,18 +32,20 @@ Prints = list[tuple[str, str]]
 
 
 def check_same_batches(batches: Sequence[PlannedBatch], where: str) -> None:
-    """Returns if all ranks of each replica hold the same tokens and plans.
+    """Returns if all ranks of each replica, or all where batches span replicas, hold the same tokens and plans.
 
     Collective over the whole job, on CPU tensors. Raises PlanMismatchError on every rank alike; it names
     `where` (the step), the first micro-batch that differs, what of it, and the ranks.
     """
     own = [_prints(batch) for batch in batches]
-    number = int.from_bytes(hashlib.sha256(repr(own).encode()).digest()[:8], "big", signed=True)
+    number = _hash(own)
+    # What all replicas share: their batches where one spans them, else that none does.
+    of_all = _hash(own if batches[0].spans_replicas else None)
     replica = parallel_state.get_data_parallel_rank()
-    extremes_R2 = torch.full(
-        (parallel_state.get_data_parallel_world_size(), 2), _LEAST, dtype=torch.int64
-    )
+    num_replicas = parallel_state.get_data_parallel_world_size()
+    extremes_R2 = torch.full((num_replicas + 1, 2), _LEAST, dtype=torch.int64)
     extremes_R2[replica] = torch.tensor([number, ~number])  # ~ turns the order around
+    extremes_R2[num_replicas] = torch.tensor([of_all, ~of_all])
     assert dist.group.WORLD is not None
     group = agreement_group(dist.group.WORLD)
     dist.all_reduce(extremes_R2, op=dist.ReduceOp.MAX, group=group)
@@ -50,7 +53,14 @@ def check_same_batches(batches: Sequence[PlannedBatch], where: str) -> None:
         return
     told: list[tuple[int, Prints]] = [(replica, own)] * dist.get_world_size()
     dist.all_gather_object(told, (replica, own), group=group)
+    if not torch.equal(extremes_R2[num_replicas, 0], ~extremes_R2[num_replicas, 1]):
+        told = [(0, prints) for _, prints in told]
     raise PlanMismatchError(_difference(told, where))
+
+
+def _hash(prints: Prints | None) -> int:
+    digest = hashlib.sha256(repr(prints).encode()).digest()
+    return int.from_bytes(digest[:8], "big", signed=True)
 
 
 def _prints(batch: PlannedBatch) -> tuple[str, str]:

@@ -82,8 +82,8 @@ class Runner:
             data_iterator=self._iterators(batches),
             model=self.model if len(self.model) > 1 else self.model[0],
             num_microbatches=len(batches),
-            seq_length=plan.tokens_per_rank
-            * plan.cp_size,  # a rank's share must not vary between packs
+            # a rank's share must not vary between packs
+            seq_length=plan.tokens_per_rank * self.config.parallel.context_parallel_size,
             micro_batch_size=1,  # packs of a micro-batch are joined into one sequence
             forward_only=forward_only,
         )

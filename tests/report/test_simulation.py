@@ -18,10 +18,12 @@ from megatron_cp.plan.study.compare import Outcome
 from megatron_cp.plan.study.simulate import simulate_pass
 from megatron_cp.report.figures.planners import against
 from megatron_cp.report.figures.timeline import chrome_trace, timeline_picture
+from megatron_cp.report.simulation.replicas import packs_of
 from megatron_cp.report.simulation.study import run_study, study_text
 from megatron_cp.report.sources import (
     MaskChoice,
     source_of_corpus,
+    source_of_lengths,
     source_of_path,
     source_of_workload,
 )
@@ -331,3 +333,53 @@ def test_a_study_of_every_planner_names_each_once():
     text = study_text(study)
     for planner in PLANNERS:
         assert len(re.findall(rf"^[* ] {planner} (?!is )", text, flags=re.M)) == 1
+
+
+REPLICAS = ["--data-parallel-size", "2", "--context-parallel-size", "2", *HEADS]
+
+
+def test_a_step_of_replicas_says_each_layout_and_takes_the_faster_one(capsys):
+    """One replica has a long document; counted by hand: pairs are what an even step divides by all ranks."""
+    lengths = [32768, *[512] * 64]
+    words = ["--lengths", ",".join(map(str, lengths)), "--seq-length", "32K"]
+    assert main(["simulate", *REPLICAS, *words, "--json"]) == 0
+    (step,) = json.loads(capsys.readouterr().out)["steps"]
+    layouts = {one["layout"]: one for one in step["layouts"]}
+    assert (step["context ranks"], step["replicas"], step["micro-batches"]) == (2, 2, 1)
+    pairs = [32768 * 32769 // 2, 64 * (512 * 513 // 2)]
+    fixed, hybrid = layouts["fixed, by area"], layouts["hybrid"]
+    # the busiest rank of the fixed layout has half of the long document's pairs
+    assert fixed["busiest_ms"] / fixed["mean_ms"] == pytest.approx(
+        pairs[0] / 2 / (sum(pairs) / 4), rel=0.02
+    )
+    assert hybrid["busiest_ms"] < 1.1 * hybrid["mean_ms"]
+    assert layouts["chosen"] == {**hybrid, "layout": "chosen"}
+    assert layouts["chosen"]["simulated_ms"] < fixed["simulated_ms"]
+
+
+def test_packs_that_are_alike_stay_where_they_are(capsys):
+    words = ["--lengths", ",".join(["512"] * 8), "--seq-length", "1K", "--global-batch-size", "4"]
+    assert main(["simulate", *REPLICAS, *words]) == 0
+    printed = capsys.readouterr().out
+    assert "SIMULATED, not measured" in printed and "2 micro-batches a step" in printed
+    rows = dict(re.findall(r"^(fixed, by area|fixed, by time|chosen) +([\d.]+)", printed, re.M))
+    assert rows["chosen"] == rows["fixed, by time"] == rows["fixed, by area"]
+
+
+def test_a_stream_of_lengths_is_cut_into_packs():
+    source = source_of_lengths([5, 3, 9, 2])
+    packs = packs_of(source, 6, 4, seed=0)
+    assert [one.tolist() for one in packs] == [[5, 1], [2, 4], [5, 1], [1, 5]]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--global-batch-size", "4"], "--global-batch-size 4 is for --data-parallel-size"),
+        ([*REPLICAS, "--global-batch-size", "3"], "--data-parallel-size 2; give 4"),
+        ([*REPLICAS, "--html", "a.html"], "leave out --data-parallel-size"),
+        ([*REPLICAS, "--seq-length", "1"], "use 1 ranks or fewer"),
+    ],
+)
+def test_replicas_that_cannot_be_simulated_are_refused_in_one_line(capsys, words, said):
+    assert said in refusal(capsys, *words)

@@ -251,7 +251,7 @@ def test_leaving_a_flag_out_is_advised_only_where_no_result_depends_on_it():
         if "leave it out" in (known_flags.refusal(name) or "")
     }
     harmless = re.compile(
-        r"hybrid-context-parallel|max-seqlen-per-dp-cp-rank|tp-comm-"
+        r"tp-comm-"
         r"|profile|(use-)?pytorch-profiler|nvtx-ranges|check-weight-hash|verify-integrity"
         r"|memory-snapshot-path|record-memory-history"
     )

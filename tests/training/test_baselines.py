@@ -80,4 +80,25 @@ def test_a_head_split_sends_what_every_rank_gives_away():
 
 
 def test_one_rank_sends_nothing():
-    assert ring_bytes(make_plan(masks.causal(64), 1, CPConfig())) == 0
+    assert ring_bytes(masks.causal(64), 1, CPConfig()) == 0
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_a_plan_over_replicas_is_compared_with_a_pack_on_each_of_them(cp_size):
+    """Three replicas: the slowest of them is what fixed groups take, and each has a ring of its own."""
+    config = CPConfig(**SHAPES[0])
+    packs = [masks.documents(lengths) for lengths in ([512], [64] * 8, [200, 100, 212])]
+    whole = make_plan(masks.concat(packs), 3 * cp_size, config)
+    figures = pack_figures(whole, 3)
+    if cp_size == 1:
+        slowest = make_plan(packs[0], 1, config)
+        assert figures.ring_bytes == 0
+        assert figures.zigzag_ms == pytest.approx(milliseconds(slowest))
+    else:
+        alone = [pack_figures(make_plan(pack, cp_size, config)) for pack in packs]
+        assert figures.ring_bytes == sum(one.ring_bytes for one in alone)
+        assert figures.zigzag_ms == max(one.zigzag_ms for one in alone)
+        assert figures.per_document_ms == max(one.per_document_ms for one in alone)
+    area = sum(pack.area() for pack in packs) / (3 * cp_size)
+    assert figures.zigzag_imbalance == pytest.approx(packs[0].area() / cp_size / area, rel=1e-3)
+    assert figures.predicted_ms == pytest.approx(milliseconds(whole))

@@ -52,7 +52,7 @@ def metrics_of(planner):
         model=SimpleNamespace(
             layers_by_mask=lambda: {"full": FULL_LAYERS, "window": WINDOW_LAYERS}
         ),
-        parallel=SimpleNamespace(tensor_model_parallel_size=TENSOR_RANKS),
+        parallel=SimpleNamespace(tensor_model_parallel_size=TENSOR_RANKS, spans_replicas=False),
     )
     batches = [planned(lengths, planner) for lengths in PACKS]
     counted = [

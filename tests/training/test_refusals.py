@@ -11,6 +11,8 @@ from megatron_cp.training.arguments.machine import GPU_MACHINE
 from tests.training.commands import DATA, MODEL, SMALL_RUN, STEPS
 from tests.training.verdicts import parse, refusal, refusals
 
+HYBRID = ["--hybrid-context-parallel", "--calculate-per-token-loss"]
+EXPERTS = ["--num-experts", "4"]
 BAD = [
     (["--attention-dropout", "0.1"], "--attention-dropout"),
     (["--hidden-dropout", "1.5"], "--hidden-dropout"),
@@ -65,6 +67,26 @@ BAD = [
             "2",
         ],
         "give --micro-batch-size 1 and the same --global-batch-size",
+    ),
+    (["--hybrid-context-parallel"], "give --calculate-per-token-loss"),
+    ([*HYBRID, "--mtp-num-layers", "1"], "with --mtp-num-layers 1"),
+    ([*HYBRID, "--cp-rank-speeds", "1,1"], "with --cp-rank-speeds, or a --cp-topology profile"),
+    ([*HYBRID, *EXPERTS, "--moe-aux-loss-coeff", "1e-2"], "and --moe-aux-loss-coeff is not"),
+    ([*HYBRID, *EXPERTS, "--moe-z-loss-coeff", "1e-3"], "and --moe-z-loss-coeff 0.001 is not"),
+    (
+        [
+            *HYBRID,
+            *EXPERTS,
+            "--moe-router-load-balancing-type",
+            "sinkhorn",
+            "--moe-router-topk",
+            "1",
+        ],
+        "and --moe-router-load-balancing-type sinkhorn is not",
+    ),
+    (
+        [*HYBRID, *EXPERTS, "--moe-expert-capacity-factor", "1"],
+        "and --moe-expert-capacity-factor 1.0 is not",
     ),
     (["--no-rope-freq", "[1]"], "--no-rope-freq [1]"),
     (["--swiglu", "--quick-geglu"], "exclude each other"),
@@ -166,6 +188,17 @@ def test_bad_input_is_one_line_that_names_the_flag(capsys, flags: list[str], nam
 def test_experts_that_ranks_cannot_serve_are_one_line(capsys, flags, world_size: int, named: str):
     flags = [*SMALL_RUN, "--num-experts", "4", *flags]
     assert named in refusal(capsys, *flags, world_size=world_size)
+
+
+def test_replicas_that_are_no_neighbours_in_a_node_are_not_planned_together(capsys):
+    flags = [*HYBRID, "--use-tp-pp-dp-mapping", "--pipeline-model-parallel-size", "2"]
+    assert "drop --use-tp-pp-dp-mapping" in refusal(capsys, *SMALL_RUN, *flags, world_size=4)
+
+
+def test_a_note_says_where_one_replica_has_nothing_to_share():
+    told = "--hybrid-context-parallel changes nothing here: there is one replica"
+    assert told in parse(*SMALL_RUN, *HYBRID).notes
+    assert told not in parse(*SMALL_RUN, *HYBRID, world_size=2).notes
 
 
 def test_latent_attention_on_tensor_ranks_is_one_line(capsys):

@@ -100,6 +100,33 @@ def test_replicas_may_hold_different_batches(corpus):
     assert all(run_on_ranks(4, replicas_differ_rightly, corpus))
 
 
+def compare_spanning(rank, world_size, corpus, odd, change):
+    """What each of four ranks is told where two replicas share one batch, or one rank believes otherwise."""
+    with parallel_state(Case(cp=2)):
+        from megatron_cp.training.same_batches import check_same_batches
+
+        spans = not (rank == odd and change == "layout")
+        cp_size = 2 if rank == odd and change in ("layout", "plan") else 4
+        batches = [
+            dataclasses.replace(one, spans_replicas=spans) for one in planned(corpus, cp_size)
+        ]
+        try:
+            check_same_batches(batches, "step 7")
+        except RuntimeError as problem:
+            return f"{type(problem).__name__}: {problem}"
+    return None
+
+
+def test_a_batch_that_spans_replicas_is_the_same_on_all_ranks(corpus):
+    assert run_on_ranks(4, compare_spanning, corpus, None, "none") == [None] * 4
+    for change in ("plan", "layout"):
+        answers = run_on_ranks(4, compare_spanning, corpus, 2, change)
+        assert len(set(answers)) == 1
+        told = "PlanMismatchError: plans of micro-batch 0 of step 7 are not the same on ranks [0, 1, 2, 3]"
+        assert answers[0].startswith(told)
+        assert "on ranks [2], " in answers[0]
+
+
 @pytest.mark.slow
 def test_a_file_that_differs_where_the_start_does_not_look_stops_every_rank(tmp_path: Path):
     tokens = [i % 509 + 1 for i in range(400_000)]

@@ -202,23 +202,39 @@ def time_bound(
 ) -> Bound:
     """Returns the bounds of one pass of one layer; `own`: tokens per rank, by default the fewest."""
     own = own or tokens_per_rank(mask.num_queries, cp_size, config)
-    extent, even = mask_extent(mask), np.full(1, mask.area() / cp_size)
-    best: tuple[float, ...] | None = None
-    units = {}
-    for degree in head_degrees(cp_size, config):
-        units[degree] = volume_bound(even, own, config, pass_name, mask, degree)
-        for seconds in _seconds_of_degree(extent, cp_size, own, config, pass_name, degree):
-            if best is None or seconds[0] < best[0]:
-                best = (*seconds, degree)
-    assert best is not None
+    even = np.full(1, mask.area() / cp_size)
+    units = {
+        degree: volume_bound(even, own, config, pass_name, mask, degree)
+        for degree in head_degrees(cp_size, config)
+    }
+    seconds, volume, critical, degree = best_degree(
+        mask_extent(mask), cp_size, own, config, pass_name
+    )
     return Bound(
         load_seconds=load_bound_seconds(mask, cp_size, config, pass_name),
-        volume_seconds=best[1],
-        critical_seconds=best[2],
-        seconds=best[0],
-        head_degree=int(best[3]),
+        volume_seconds=volume,
+        critical_seconds=critical,
+        seconds=seconds,
+        head_degree=degree,
         volume_units=units[1],
         best_volume_units=min(units.values()),
+    )
+
+
+def best_degree(
+    extent: MaskExtent, cp_size: int, own: int, config: CPConfig, pass_name: PassName
+) -> tuple[float, float, float, int]:
+    """Returns (bound, volume, critical path) in seconds at the head degree where the bound is smallest, and it.
+
+    No mask is looked at: what is known of it in closed form is enough. O(head degrees).
+    """
+    return min(
+        (
+            (*seconds, degree)
+            for degree in head_degrees(cp_size, config)
+            for seconds in _seconds_of_degree(extent, cp_size, own, config, pass_name, degree)
+        ),
+        key=lambda one: one[0],  # the first of equals
     )
 
 
@@ -337,6 +353,8 @@ def _least_time(least: float, share: float, moving: Callable[[float], float]) ->
     low, high = least, least + share * moving(least)
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
+        if middle in (low, high):
+            break
         if least + share * moving(middle) <= middle:
             high = middle
         else:

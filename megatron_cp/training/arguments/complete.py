@@ -36,6 +36,7 @@ from megatron_cp.training.arguments.files import (
     complete_sources,
     complete_tokenizer,
 )
+from megatron_cp.training.arguments.hybrid import check_hybrid
 from megatron_cp.training.arguments.precision import (
     check_instances,
     check_optimizer_state,
@@ -274,6 +275,7 @@ _CHECKS: tuple[tuple[Any, ...], ...] = (
     (check_routing,),
     (check_latent_attention,),
     (check_prediction,),
+    (check_hybrid,),
     (complete_stages, "virtual_pipeline_model_parallel_size"),
     (complete_precision,),
     (complete_engine,),

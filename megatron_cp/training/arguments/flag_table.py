@@ -26,6 +26,7 @@ TABLE = """
 --num-layers-per-virtual-pipeline-stage int - | layers per interleaved stage
 --num-virtual-stages-per-pipeline-rank int - | interleaved stages per rank
 --context-parallel-size int 1 | ranks that share the tokens of a pack
+--hybrid-context-parallel on:spans_replicas - | all replicas' packs on all their ranks, where sure to be faster
 --sequence-parallel on - | shard norm and dropout over the tensor-parallel ranks
 --expert-model-parallel-size int 1 | ranks that share the experts of a layer
 --expert-tensor-parallel-size int - | ranks that share each expert; default --tensor-model-parallel-size

@@ -74,6 +74,10 @@ NOTED: dict[str, tuple[int, str]] = {
     # where ranks lie and how they send
     "--cp-comm-type": (-1, _PLANNED),
     "--hierarchical-context-parallel-sizes": (-1, _PLANNED),
+    "--max-seqlen-per-dp-cp-rank": (
+        1,
+        "every rank holds --seq-length / --context-parallel-size tokens, in every layout",
+    ),
     "--disable-gloo-process-groups": (0, "groups for the CPU are made all the same"),
     "--enable-gloo-process-groups": (0, "groups for the CPU are always made"),
     "--distributed-timeout-seconds-after-init": (
@@ -161,8 +165,6 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("fp8", "of fp8, --fp8-format, --fp8-recipe and their scaling flags are served"),
     ("fp4", "linear layers compute in --bf16 or fp8 (--fp8-format)"),
     ("mtp-", _NO_PREDICTION),
-    ("hybrid-context-parallel", "the planner balances packs of any lengths; " + _SAME_RESULTS),
-    ("max-seqlen-per-dp-cp-rank", "the planner balances packs of any lengths; " + _SAME_RESULTS),
     ("ckpt-convert", "--load reads torch_dist and torch; --ckpt-format says what --save writes"),
     ("rl-", "reinforcement learning is not part of this loop"),
     ("grpo-", "reinforcement learning is not part of this loop"),

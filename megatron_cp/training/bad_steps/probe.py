@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -68,7 +68,10 @@ class Probe:
         self, runner: Runner, batches: list[PlannedBatch], before: Before, request: PlanRequest
     ) -> None:
         self._runner, self._batches, self._before, self._request = runner, batches, before, request
-        self._replica = parallel_state.get_data_parallel_rank()
+        # A batch that spans replicas is the same on all of them: they are one.
+        spans = batches[0].spans_replicas
+        self._replica = 0 if spans else parallel_state.get_data_parallel_rank()
+        self._num_replicas = 1 if spans else parallel_state.get_data_parallel_world_size()
 
     def culprit(self) -> Culprit | None:
         """Returns the first bad micro-batch and its documents; None where each is good by itself."""
@@ -96,7 +99,9 @@ class Probe:
         return found
 
     def _part(self, batch: PlannedBatch, documents: tuple[int, ...]) -> PlannedBatch:
-        return plan_batch(batch.batch.only(documents), self._request)
+        request = replace(self._request, cp_size=batch.plans["full"].cp_size)
+        part = plan_batch(batch.batch.only(documents), request)
+        return replace(part, spans_replicas=batch.spans_replicas)
 
     def first_module(self, culprit: Culprit) -> tuple[int, str] | None:
         """Returns the first module of this rank that makes what is not finite from what is.
@@ -150,7 +155,7 @@ class Probe:
 
     def _votes(self, own: int) -> list[int]:
         """Returns the largest value that a rank of each replica gives."""
-        votes_R = torch.zeros(parallel_state.get_data_parallel_world_size(), dtype=torch.int64)
+        votes_R = torch.zeros(self._num_replicas, dtype=torch.int64)
         votes_R[self._replica] = own
         assert dist.group.WORLD is not None
         group = agreement_group(dist.group.WORLD)

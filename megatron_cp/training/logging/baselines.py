@@ -12,11 +12,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from megatron_cp.config import CPConfig
+from megatron_cp.mask import AttentionMask
 from megatron_cp.plan import AttentionPlan
 from megatron_cp.plan.bounds.best_cases import best_case_seconds, busiest_area, even_area
+from megatron_cp.plan.hardware.cost import load_bound_seconds
 from megatron_cp.plan.hardware.rows import row_size
 from megatron_cp.plan.placement.placement import tokens_per_rank
-from megatron_cp.plan.schema import PASSES
+from megatron_cp.plan.schema import PASSES, PassName
 from megatron_cp.plan.sent_bytes import sent_bytes
 
 
@@ -38,37 +41,54 @@ class PackFigures:
     bound_ms: float
 
 
-def pack_figures(plan: AttentionPlan) -> PackFigures:
-    """Returns the figures of a plan and of what it is compared with, on the same mask and ranks."""
-    mask, cp_size = plan.mask, plan.cp_size
+def pack_figures(plan: AttentionPlan, num_replicas: int = 1) -> PackFigures:
+    """Returns the figures of a plan and of what it is compared with, on the same mask and ranks.
+
+    A plan that spans replicas is compared with what they would do with a pack each: the slowest of them counts.
+    """
+    group = plan.cp_size // num_replicas
     config = replace(plan.config, chunk_size=None)
+    size = plan.mask.num_queries // num_replicas
+    ranges = [(start, start + size) for start in range(0, num_replicas * size, size)]
+    packs = [plan.mask.crop(one, one) for one in ranges] if num_replicas > 1 else [plan.mask]
     stats = [plan.stats(name) for name in PASSES]
-    fair = even_area(mask, cp_size, config)
-    busiest = busiest_area(mask, cp_size, config, pieces=2)
+    fair = even_area(plan.mask, plan.cp_size, config)
+    busiest = max(busiest_area(pack, group, config, pieces=2) for pack in packs)
+    ours = sum(one["makespan_ms"] for one in stats)
 
     def at_least_ms(planner: str) -> float:
-        return 1e3 * sum(best_case_seconds(planner, mask, cp_size, config, p) for p in PASSES)
+        if plan.cp_size == 1:
+            return ours
+        return max(
+            1e3 * sum(_at_least_seconds(planner, pack, group, config, name) for name in PASSES)
+            for pack in packs
+        )
 
-    ours = sum(one["makespan_ms"] for one in stats)
-    alone = cp_size == 1
     return PackFigures(
         imbalance=stats[0]["imbalance"],
-        zigzag_imbalance=busiest / fair if fair and not alone else 1.0,
+        zigzag_imbalance=busiest / fair if fair and plan.cp_size > 1 else 1.0,
         sent_bytes=float(sum(sent_bytes(plan, name).sum() for name in PASSES)),
-        ring_bytes=ring_bytes(plan),
+        ring_bytes=num_replicas * ring_bytes(packs[0], group, config),
         predicted_ms=ours,
-        zigzag_ms=ours if alone else at_least_ms("zigzag"),
-        per_document_ms=ours if alone else at_least_ms("per_document_zigzag"),
+        zigzag_ms=at_least_ms("zigzag"),
+        per_document_ms=at_least_ms("per_document_zigzag"),
         bound_ms=sum(one["bound_ms"] for one in stats),
     )
 
 
-def ring_bytes(plan: AttentionPlan) -> float:
+def _at_least_seconds(
+    planner: str, mask: AttentionMask, cp_size: int, config: CPConfig, pass_name: PassName
+) -> float:
+    if cp_size == 1:
+        return load_bound_seconds(mask, 1, config, pass_name)
+    return best_case_seconds(planner, mask, cp_size, config, pass_name)
+
+
+def ring_bytes(mask: AttentionMask, cp_size: int, config: CPConfig) -> float:
     """Returns the bytes that all ranks of a zigzag ring send in one layer, forward and backward.
 
     Every row of keys and values goes to all other ranks; backward their gradients, in fp32, come back.
     """
-    cp_size, config = plan.cp_size, replace(plan.config, chunk_size=None)
-    rows = tokens_per_rank(plan.mask.num_queries, cp_size, config, pieces=2)
+    rows = tokens_per_rank(mask.num_queries, cp_size, config, pieces=2)
     sizes = (row_size(config, name, "k") for name in PASSES)
     return float(sum(size.there + size.back for size in sizes)) * rows * cp_size * (cp_size - 1)

@@ -32,13 +32,13 @@ class StepWork:
 def work_of_step(batches: list[PlannedBatch], device: torch.device) -> StepWork:
     """Returns tokens and mask area of the global batch.
 
-    Collective over data-parallel replicas when there are several.
+    Collective over data-parallel replicas when there are several with batches of their own.
     """
     names = sorted(batches[0].plans)
     counts = [sum(sum(item.batch.document_lengths) for item in batches)]
     counts += [sum(int(item.plans[name].mask.area()) for item in batches) for name in names]
     group = parallel_state.get_data_parallel_group()
-    if group.size() > 1:
+    if group.size() > 1 and not batches[0].spans_replicas:
         total = torch.tensor(counts, dtype=torch.int64, device=device)
         dist.all_reduce(total, group=group)
         counts = total.tolist()
@@ -48,14 +48,17 @@ def work_of_step(batches: list[PlannedBatch], device: torch.device) -> StepWork:
 def plan_metrics(config: TrainConfig, batches: list[PlannedBatch]) -> dict[str, float]:
     """Returns the `cp/*` and `data/*` rows of this replica; the worst micro-batch for balance.
 
+    Where batches span replicas, they are those of all replicas.
+
     Bytes and predicted milliseconds are those of attention in a whole step: all layers, both passes.
     """
     lengths = np.concatenate([item.batch.document_lengths for item in batches])
     p50, p99 = np.percentile(lengths, [50, 99])
-    packs = len(batches) * config.steps.micro_batch_size
+    replicas = config.parallel.data_parallel_size if batches[0].spans_replicas else 1
+    packs = len(batches) * config.steps.micro_batch_size * replicas
     layers = config.model.layers_by_mask()
     figures = [
-        (name, layers[name], pack_figures(plan))
+        (name, layers[name], pack_figures(plan, replicas))
         for item in batches
         for name, plan in item.plans.items()
     ]
@@ -77,6 +80,7 @@ def plan_metrics(config: TrainConfig, batches: list[PlannedBatch]) -> dict[str, 
         "cp/zigzag_predicted_ms": sum_of(lambda one: one.zigzag_ms),
         "cp/per_document_predicted_ms": sum_of(lambda one: one.per_document_ms),
         "cp/bound_ms": sum_of(lambda one: one.bound_ms),
+        **({"cp/is_hybrid": float(replicas > 1)} if config.parallel.spans_replicas else {}),
         "data/doc_len_p50": float(p50),
         "data/doc_len_p99": float(p99),
         "data/docs_per_pack": len(lengths) / packs,
