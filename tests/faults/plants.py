@@ -1,6 +1,8 @@
 """Faults planted into a run before it begins: numbers that are not finite, at a known place."""
 
-import time
+import fcntl
+import os
+import tempfile
 
 import torch
 
@@ -67,16 +69,28 @@ def transient_nan(rank: int) -> None:
     )
 
 
-def sleeping_rank(rank: int) -> None:
-    """Rank 1 sleeps in step 2, longer than the others wait."""
-    if rank != 1:
+def impatient(rank: int) -> None:
+    """Ranks wait for each other for half a minute; whole ones are what the flag takes."""
+    from megatron_cp.training import arguments
+
+    parse = arguments.parse_arguments
+    arguments.parse_arguments = lambda: parse().with_arguments(distributed_timeout_minutes=0.5)
+
+
+def late_rank(rank: int) -> None:
+    """Rank 1 stays in step 2 until rank 0 is gone, which holds a lock meanwhile; both impatient as above."""
+    impatient(rank)
+    path = f"{tempfile.gettempdir()}/lock_{os.environ['MASTER_PORT']}"
+    lock = os.open(path, os.O_CREAT | os.O_RDWR)
+    if rank == 0:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         return
     calls = [0]
 
     def once(module, inputs, output):
         calls[0] += 1
         if calls[0] == 3:
-            time.sleep(100)
+            fcntl.flock(lock, fcntl.LOCK_EX)
 
     _after_the_model_is_built(
         lambda chunk: chunk.decoder.layers[0].mlp.linear_fc1.register_forward_hook(once)
