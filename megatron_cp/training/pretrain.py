@@ -99,7 +99,9 @@ def pretrain(
     if config.steps.plan_only:
         show_plans(config, check)
         return
-    device = initialize_distributed(config, datasets.digests(data))
+    with one_line_errors():
+        files = datasets.recorded_files(data)
+        device = initialize_distributed(config, datasets.digests(data), files)
     watchdog = Watchdog(config)
     try:
         with _named_hangs(watchdog):
@@ -153,7 +155,7 @@ def one_line_errors() -> Iterator[None]:
     """Turns what a user can mend into one line on standard error and exit code 2."""
     try:
         yield
-    except (ValueError, NotImplementedError, OSError) as problem:
+    except (ValueError, NotImplementedError, OSError, PlanMismatchError) as problem:
         text = " ".join(str(problem).split())
         sys.stderr.write(f"pretrain_gpt.py: error: {text}\n")  # one write: ranks share the stream
         raise SystemExit(2) from problem

@@ -3,6 +3,9 @@
 import fcntl
 import os
 import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -95,3 +98,31 @@ def late_rank(rank: int) -> None:
     _after_the_model_is_built(
         lambda chunk: chunk.decoder.layers[0].mlp.linear_fc1.register_forward_hook(once)
     )
+
+
+def another_token(rank: int) -> None:
+    """In step S one token of rank R is another; `CHANGED` is "R S folder", where ranks write when that was and when they ended."""
+    odd, step, folder = os.environ["CHANGED"].split(maxsplit=2)
+    from megatron_cp.training import loop
+
+    take, leave, calls = loop.next_batches, os._exit, [0]
+
+    def note(what: str) -> None:
+        Path(folder, f"{what}_{rank}").write_text(repr(time.time()))
+
+    def taken(loader):
+        batches = take(loader)
+        calls[0] += 1
+        if calls == [int(step)] and rank == int(odd):
+            tokens = batches[-1].batch.tokens.copy()
+            tokens[-1] ^= 1
+            changed = replace(batches[-1].batch, tokens=tokens)
+            batches[-1] = replace(batches[-1], batch=changed)
+            note("changed")
+        return batches
+
+    def left(code: int) -> None:
+        note("ended")
+        leave(code)
+
+    loop.next_batches, os._exit = taken, left

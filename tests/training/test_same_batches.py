@@ -121,6 +121,25 @@ def test_a_file_that_differs_where_the_start_does_not_look_stops_every_rank(tmp_
 
 
 @pytest.mark.slow
+def test_token_files_with_other_manifests_are_one_line_on_every_rank_before_the_first_step(
+    tmp_path: Path,
+):
+    for name in ("good", "other"):
+        with IndexedWriter(tmp_path / name, dtype="uint16") as writer:
+            for number in range(50):
+                writer.add_document([number + (name == "other") * (number == 49)] * 100)
+            writer.finish()
+    flags = (*BASE, "--context-parallel-size", "2", "--run-dir", str(tmp_path / "run"))
+    per_rank = tuple(("--data-path", str(tmp_path / name)) for name in ("good", "other"))
+    (ranks,) = run_program([Launch(flags, 2, per_rank)])
+    for rank in ranks:
+        assert rank.code == 2, rank.stderr[-3000:]
+        (line,) = rank.stderr.splitlines()
+        assert f"error: token file {tmp_path}/other.bin of ranks [1] is not {tmp_path}/good.bin" in line
+        assert "building GPT model" not in rank.stdout
+
+
+@pytest.mark.slow
 def test_a_token_file_that_is_not_that_of_its_manifest_stops_every_rank_where_asked_for(
     tmp_path: Path,
 ):
