@@ -25,7 +25,10 @@ LIMIT_S = 5.0
 
 
 def seconds_until_all_ended(layout: str, dice: random.Random, folder: Path) -> float:
-    """Returns the seconds from the change to the last rank's end. Raises AssertionError if a rank says anything else."""
+    """Returns the seconds from the change to the last rank's end.
+
+    Raises AssertionError if a rank says anything else.
+    """
     world_size, flags = LAYOUTS[layout]
     odd, step = dice.randrange(world_size), 1 + dice.randrange(5)
     changed = {"CHANGED": f"{odd} {step} {folder}"}

@@ -1,11 +1,14 @@
 """Faults planted into a run before it begins: numbers that are not finite, at a known place."""
 
 import fcntl
+import itertools
 import os
+import sys
 import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -100,8 +103,21 @@ def late_rank(rank: int) -> None:
     )
 
 
+def slow_clock(rank: int) -> None:
+    """Rank 0 is busy for a second a step, rank 1 for two; wandb's alerts are lines of standard output."""
+    from megatron_cp.training.logging import stragglers
+    from megatron_cp.training.logging.tracking import Tracker
+
+    ticks = itertools.count(step=1.0 + rank)
+    stragglers.time = SimpleNamespace(perf_counter=lambda: next(ticks), thread_time=lambda: 0.0)
+    Tracker.alert = lambda self, title, text: sys.stdout.write(f"alert: {title}: {text}\n")
+
+
 def another_token(rank: int) -> None:
-    """In step S one token of rank R is another; `CHANGED` is "R S folder", where ranks write when that was and when they ended."""
+    """In step S one token of rank R is another; the environment's `CHANGED` is "R S folder".
+
+    Ranks write there when that was and when they ended.
+    """
     odd, step, folder = os.environ["CHANGED"].split(maxsplit=2)
     from megatron_cp.training import loop
 

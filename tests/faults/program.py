@@ -207,7 +207,7 @@ class _Running:
             for pid in self.ranks:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
-            self.ended |= {rank: (None, seconds) for rank in self.ranks.values()}
+            self.ended |= dict.fromkeys(self.ranks.values(), (None, seconds))
             self.ranks = {}
         return not self.ranks
 

@@ -33,5 +33,7 @@ def test_the_first_token_file_that_differs_is_named_with_its_ranks():
 
 
 def test_files_of_other_names_and_files_without_a_manifest_are_no_difference():
-    assert differing_file([[("/a/x.bin", "11")], [("/b/y.bin", "11")], [("/c/z.bin", None)]]) is None
+    assert (
+        differing_file([[("/a/x.bin", "11")], [("/b/y.bin", "11")], [("/c/z.bin", None)]]) is None
+    )
     assert differing_file([[("/a/x.bin", None)], [("/b/y.bin", None)]]) is None

@@ -59,6 +59,21 @@ def test_a_batch_of_some_documents_holds_their_tokens_their_loss_and_their_pairs
     assert part.document_lengths == (4, 5)
 
 
+def test_a_loss_that_stands_out_is_an_alert_and_its_step_is_booked(monkeypatch):
+    from megatron_cp.training import loop
+
+    for name in ("next_batches", "check_same_batches", "train_step"):
+        monkeypatch.setattr(loop, name, mock.MagicMock())
+    run = mock.MagicMock()
+    run.state.iteration, run.state.consumed_samples = 6, 0
+    for struck, alerts in ((None, 0), ("step 8: the loss is at least 10 times", 1)):
+        run.check.struck = struck
+        loop._step(run)
+        assert run.journal.alert.call_count == alerts
+    assert run.journal.alert.call_args.args == ("a step stands out", struck)
+    assert run.journal.step.call_count == 2
+
+
 def test_a_bad_step_that_ends_the_run_is_an_alert_before_it_is_an_error(monkeypatch):
     from megatron_cp.training import loop  # Megatron-Core, after what stands in for CUDA
 
@@ -66,7 +81,7 @@ def test_a_bad_step_that_ends_the_run_is_an_alert_before_it_is_an_error(monkeypa
         raise loop.BadStepError("step 1: the loss is not finite")
 
     for name in ("next_batches", "check_same_batches"):
-        monkeypatch.setattr(loop, name, lambda *_: [])
+        monkeypatch.setattr(loop, name, lambda *_, **__: [])
     monkeypatch.setattr(loop, "train_step", ends)
     run = mock.MagicMock()
     run.state.iteration = 0

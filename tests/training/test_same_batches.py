@@ -86,6 +86,21 @@ def test_a_difference_is_one_error_on_all_ranks_that_names_batch_and_ranks(
         assert f"on ranks [{odd}], " in answers[0]
 
 
+def tell(rank, world_size, corpus):
+    """What all ranks hear of numbers that ride along."""
+    with parallel_state(Case(cp=2)):
+        from megatron_cp.training.same_batches import check_same_batches
+
+        batches = planned(corpus, 2)
+        numbers = (rank * 10, -(2**60) - rank)
+        return check_same_batches(batches, "step 1", numbers), check_same_batches(batches, "step 1")
+
+
+def test_every_rank_hears_what_the_others_told(corpus):
+    everyone = [[rank * 10, -(2**60) - rank] for rank in range(4)]
+    assert run_on_ranks(4, tell, corpus) == [(everyone, [[]] * 4)] * 4
+
+
 def replicas_differ_rightly(rank, world_size, corpus):
     """Replicas hold other batches than each other, which is no difference."""
     with parallel_state(Case(cp=2)):
@@ -135,7 +150,10 @@ def test_token_files_with_other_manifests_are_one_line_on_every_rank_before_the_
     for rank in ranks:
         assert rank.code == 2, rank.stderr[-3000:]
         (line,) = rank.stderr.splitlines()
-        assert f"error: token file {tmp_path}/other.bin of ranks [1] is not {tmp_path}/good.bin" in line
+        assert (
+            f"error: token file {tmp_path}/other.bin of ranks [1] is not {tmp_path}/good.bin"
+            in line
+        )
         assert "building GPT model" not in rank.stdout
 
 
