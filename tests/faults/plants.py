@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import torch
 
+NOBODY = 65534
 POISON = 777
 """A token that one document of the corpus holds."""
 
@@ -142,3 +143,44 @@ def another_token(rank: int) -> None:
         leave(code)
 
     loop.next_batches, os._exit = taken, left
+
+
+def nobody(rank: int) -> None:
+    """Another user, who may read the checkout and write nowhere but where modes let him; root's may write anywhere."""
+    import pretrain_gpt  # noqa: F401  while it can be read
+    from megatron_cp.training import leftovers  # noqa: F401
+
+    if os.getuid() == 0:
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+    tempfile.tempdir = os.environ["TMPDIR"]
+
+
+def nobody_whose_folder_is_locked_at_the_second_save(rank: int) -> None:
+    """As above; rank 1 takes the right to write away when the second save begins."""
+    nobody(rank)
+    from megatron_cp.training.checkpoint.save import Saver
+
+    save, calls = Saver.save, [0]
+
+    def locked(saver, *, is_last):
+        calls[0] += 1
+        if calls[0] == 2 and rank == 1:
+            Path(os.environ["LOCKED"]).chmod(0o555)
+        torch.distributed.barrier()
+        save(saver, is_last=is_last)
+
+    Saver.save = locked
+
+
+def nobody_asks_for_the_kernel_cache(rank: int) -> None:
+    """As above; prints why the cache of kernels cannot be made."""
+    nobody(rank)
+    from megatron_cp.kernels import cache
+
+    try:
+        cache.user_folder("kernels", "kernel")
+    except OSError as problem:
+        sys.stderr.write(f"{problem}\n")
+        raise SystemExit(2) from None
