@@ -9,6 +9,7 @@ first collective, in one line, on every rank alike.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -156,9 +157,18 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, NotImplementedError, OSError, PlanMismatchError) as problem:
-        text = " ".join(str(problem).split())
+        text = " ".join(_said_of(problem).split())
         sys.stderr.write(f"pretrain_gpt.py: error: {text}\n")  # one write: ranks share the stream
         raise SystemExit(2) from problem
+
+
+def _said_of(problem: Exception) -> str:
+    if isinstance(problem, PermissionError) and problem.filename is not None:
+        return (
+            f"{problem.filename}: {problem.strerror} for user {os.getuid()}; let this user read it, and write "
+            "there if the run is to, or give another path"
+        )
+    return str(problem)
 
 
 def check_backend(config: TrainConfig) -> None:

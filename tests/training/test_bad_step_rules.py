@@ -1,6 +1,7 @@
 """When a number strikes, when two attempts are the same, and what one document's own batch holds."""
 
 import math
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -57,6 +58,33 @@ def test_a_batch_of_some_documents_holds_their_tokens_their_loss_and_their_pairs
     np.testing.assert_array_equal(part.mask.to_dense(), expected)
     assert part.document_starts == (5, 12)
     assert part.document_lengths == (4, 5)
+
+
+def test_what_delayed_scaling_keeps_is_put_back_before_a_step_is_computed_again(monkeypatch):
+    from megatron_cp.training.bad_steps import probe
+
+    for name in ("random_states", "restore_random_states", "auxiliary_losses"):
+        monkeypatch.setattr(probe, name, lambda *_: {})
+    layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    runner = SimpleNamespace(model=[layers], config=None)
+
+    def state(first):
+        return SimpleNamespace(
+            scale=torch.full((3,), first), amax_history=torch.arange(6.0).view(2, 3)
+        )
+
+    layers[0].fp8_meta = {"recipe": object(), "num_gemms": 1, "scaling_fwd": state(8.0)}
+    before = probe.Before.of(runner)
+    kept = layers[0].fp8_meta["scaling_fwd"]
+    kept.scale.mul_(2)
+    kept.amax_history.copy_(kept.amax_history.roll(1, 0))
+    layers[0].fp8_meta["scaling_bwd"] = late = state(4.0)
+    layers[1].running_mean.fill_(7.0)
+    before.restore(runner, 1)
+    assert kept.scale.tolist() == [8.0] * 3
+    assert kept.amax_history.flatten().tolist() == [0, 1, 2, 3, 4, 5]
+    assert late.scale.tolist() == [4.0] * 3, "it was not there before"
+    assert layers[1].running_mean.tolist() == [0.0, 0.0]
 
 
 def test_a_loss_that_stands_out_is_an_alert_and_its_step_is_booked(monkeypatch):
