@@ -221,13 +221,24 @@ def judge(samples: list[Sample]) -> tuple[list[list[Cell]], list[str]]:
 
 
 def of_saves(samples: list[Sample]) -> tuple[list[Sample], list[Sample]]:
-    """Returns the largest sample of each of the first saves after the start, and of each of the last."""
-    most: dict[int, Sample] = {}
-    for sample in sorted(samples, key=lambda sample: sample.heap_bytes):
+    """Returns the most that was seen in each of the first saves after the start, and in each of the last."""
+    by_save: dict[int, list[Sample]] = defaultdict(list)
+    for sample in samples:
         if sample.step >= WARM_STEPS:
-            most[sample.step // SAVE_EVERY] = sample
-    saves = [most[number] for number in sorted(most)]
+            by_save[sample.step // SAVE_EVERY].append(sample)
+    saves = [
+        Sample(
+            seen[0].step,
+            seen[0].role,
+            *(max(column) for column in zip(*map(_amounts, seen), strict=True)),
+        )
+        for _, seen in sorted(by_save.items())
+    ]
     return saves[:NUM_SAVES], saves[-NUM_SAVES:]
+
+
+def _amounts(sample: Sample) -> tuple[int, int, int, int]:
+    return sample.processes, sample.heap_bytes, sample.descriptors, sample.threads
 
 
 def main() -> int:
