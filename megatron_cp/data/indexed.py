@@ -66,6 +66,8 @@ class _Fingerprint:
 class IndexedDataset:
     """Documents of a Megatron `.bin` / `.idx` pair, every claim of the index checked at open.
 
+    `recorded_sha256` is that of the `.bin` in its manifest, None without one.
+
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: the index is wrong (the message names file, byte offset, the value wanted and
@@ -92,7 +94,6 @@ class IndexedDataset:
             self.recorded_sha256 = _check_manifest(
                 manifest_path(self.prefix), self.idx_path, index_bytes, status.st_size
             )
-            """Of the token file, as its manifest says; None without a manifest."""
             self.dtype, self.document_starts = _parse_index(
                 self.idx_path, index_bytes, status.st_size
             )
@@ -221,10 +222,7 @@ def _reopen(prefix: str, expected: _Fingerprint) -> IndexedDataset:
 
 
 def _check_manifest(path: Path, idx_path: Path, index_bytes: bytes, bin_bytes: int) -> str | None:
-    """Returns the token file's SHA-256 of the manifest; None where there is none (Megatron writes none).
-
-    Compares index and size with it.
-    """
+    """Compares index and size with the manifest; returns the tokens' SHA-256, None without one (Megatron's)."""
     if not path.is_file():
         return None
     advice = f"{_REBUILD}, or delete {path} if the files are right"
