@@ -8,7 +8,7 @@ reads /proc of torchrun and everything below it once every ten steps. Heap is Rs
 itself, without pages of files that the kernel may drop at any time. Compared are medians: steps 200 to 400 against
 the last 200. A process that writes a checkpoint lives for one save: it is looked at twenty times a second, and the
 most that any of a save held is compared, the first five saves after step 200 against the last five. Exit code 1 if a
-heap grew by 2 % or more, or if any process holds more descriptors at the end.
+heap grew by 2 % or more, or if any other process holds more descriptors at the end.
 """
 
 import argparse
@@ -33,6 +33,7 @@ WARM_STEPS, WINDOW, LARGEST_GROWTH = 200, 200, 0.02
 SAMPLE_EVERY, RESTART_EVERY, SAVE_EVERY, EVALUATE_EVERY = 10, 100, 100, 50
 NUM_SAVES = 5
 WRITERS = "largest writer"
+FEW_DESCRIPTORS = 10  # a fork that is about to become a loader worker has closed its rank's hundred
 _RANK_MODE = "--as-a-rank"
 
 
@@ -124,7 +125,8 @@ def look(launcher: int, step: int, *, writers: bool = False) -> list[Sample]:
             heap = int(status["RssAnon"].split()[0]) * 1024
         except (OSError, KeyError):  # it ended meanwhile
             continue
-        held[role].append((heap, descriptors, int(status["Threads"])))
+        if not writers or descriptors > FEW_DESCRIPTORS:
+            held[role].append((heap, descriptors, int(status["Threads"])))
     together = max if writers else sum
     return [
         Sample(step, role, len(values), *(together(column) for column in zip(*values, strict=True)))
@@ -211,7 +213,7 @@ def judge(samples: list[Sample]) -> tuple[list[list[Cell]], list[str]]:
         growth = heaps[1] / heaps[0] - 1
         if growth >= LARGEST_GROWTH:
             wrong.append(f"{role}: heap grew by {growth:.1%}")
-        if files[1] > files[0]:
+        if files[1] > files[0] and not role.startswith(WRITERS):  # which inherit their rank's
             wrong.append(f"{role}: {files[1]:.0f} descriptors, {files[0]:.0f} before")
         rows.append(
             [role, heaps[0] / 2**20, heaps[1] / 2**20, 100 * growth]
