@@ -6,7 +6,9 @@ The real program under torchrun, context parallel 2, with an evaluation every 50
 and, after every 100, loader workers that are ended and started anew at the same place of the data. A watcher outside
 reads /proc of torchrun and everything below it once every ten steps. Heap is RssAnon: what a process allocated for
 itself, without pages of files that the kernel may drop at any time. Compared are medians: steps 200 to 400 against
-the last 200. Exit code 1 if a heap grew by 2 % or more, or if any process holds more descriptors at the end.
+the last 200. A process that writes a checkpoint lives for one save: it is looked at twenty times a second, and the
+most that any of a save held is compared, the first five saves after step 200 against the last five. Exit code 1 if a
+heap grew by 2 % or more, or if any other process holds more descriptors at the end.
 """
 
 import argparse
@@ -29,6 +31,9 @@ sys.path.insert(0, str(ROOT))
 
 WARM_STEPS, WINDOW, LARGEST_GROWTH = 200, 200, 0.02
 SAMPLE_EVERY, RESTART_EVERY, SAVE_EVERY, EVALUATE_EVERY = 10, 100, 100, 50
+NUM_SAVES = 5
+WRITERS = "largest writer"
+FEW_DESCRIPTORS = 10  # a fork that is about to become a loader worker has closed its rank's hundred
 _RANK_MODE = "--as-a-rank"
 
 
@@ -94,6 +99,7 @@ def watch(launcher: subprocess.Popen[bytes], folder: Path) -> list[Sample]:
     seen = 0
     while launcher.poll() is None:
         step = _last_step(folder / "run" / "metrics.jsonl")
+        samples += look(launcher.pid, step, writers=True)
         if step >= seen + SAMPLE_EVERY:
             seen = step - step % SAMPLE_EVERY
             samples += look(launcher.pid, step)
@@ -102,10 +108,15 @@ def watch(launcher: subprocess.Popen[bytes], folder: Path) -> list[Sample]:
     return samples
 
 
-def look(launcher: int, step: int) -> list[Sample]:
-    """Returns one sample for each kind of process below torchrun, torchrun included."""
+def look(launcher: int, step: int, *, writers: bool = False) -> list[Sample]:
+    """Returns one sample for each kind of process below torchrun, torchrun included.
+
+    Or, with `writers`, of the largest process that writes a checkpoint of each rank.
+    """
     held: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
     for pid, role in _roles(launcher).items():
+        if role.startswith(WRITERS) != writers:
+            continue
         try:
             status = dict(
                 line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -114,15 +125,17 @@ def look(launcher: int, step: int) -> list[Sample]:
             heap = int(status["RssAnon"].split()[0]) * 1024
         except (OSError, KeyError):  # it ended meanwhile
             continue
-        held[role].append((heap, descriptors, int(status["Threads"])))
+        if not writers or descriptors > FEW_DESCRIPTORS:
+            held[role].append((heap, descriptors, int(status["Threads"])))
+    together = max if writers else sum
     return [
-        Sample(step, role, len(values), *(sum(column) for column in zip(*values, strict=True)))
+        Sample(step, role, len(values), *(together(column) for column in zip(*values, strict=True)))
         for role, values in held.items()
     ]
 
 
 def _roles(launcher: int) -> dict[int, str]:
-    """What every process of the run is; one that writes a checkpoint is a fork of its rank."""
+    """What every process of the run is; one that writes a checkpoint is a fork of its rank, or of such a one."""
     children: dict[int, list[int]] = defaultdict(list)
     for path in Path("/proc").iterdir():
         if path.name.isdigit():
@@ -136,12 +149,12 @@ def _roles(launcher: int) -> dict[int, str]:
     for rank in children[launcher]:
         name = f"rank {_variable(rank, 'RANK')}"
         roles[rank] = name
-        waiting = list(children[rank])
+        waiting, own = list(children[rank]), _command(rank)
         while waiting:
             pid = waiting.pop()
             waiting += children[pid]
-            kind = "loader workers" if "data.worker" in _command(pid) else "other helpers"
-            roles[pid] = f"{kind} of {name}"
+            kind = WRITERS if (command := _command(pid)) == own else "other helpers"
+            roles[pid] = f"{'loader workers' if 'data.worker' in command else kind} of {name}"
     return roles
 
 
@@ -190,6 +203,8 @@ def judge(samples: list[Sample]) -> tuple[list[list[Cell]], list[str]]:
         own = [sample for sample in samples if sample.role == role]
         early = [s for s in own if WARM_STEPS <= s.step < WARM_STEPS + WINDOW]
         late = [s for s in own if s.step > last - WINDOW]
+        if role.startswith(WRITERS):
+            early, late = of_saves(own)
         if not early or not late or role.startswith("other"):
             continue  # what lives for one save only
         heaps = [statistics.median(s.heap_bytes for s in part) for part in (early, late)]
@@ -198,13 +213,34 @@ def judge(samples: list[Sample]) -> tuple[list[list[Cell]], list[str]]:
         growth = heaps[1] / heaps[0] - 1
         if growth >= LARGEST_GROWTH:
             wrong.append(f"{role}: heap grew by {growth:.1%}")
-        if files[1] > files[0]:
+        if files[1] > files[0] and not role.startswith(WRITERS):  # which inherit their rank's
             wrong.append(f"{role}: {files[1]:.0f} descriptors, {files[0]:.0f} before")
         rows.append(
             [role, heaps[0] / 2**20, heaps[1] / 2**20, 100 * growth]
             + [f"{first:.0f} / {second:.0f}" for first, second in (files, threads)]
         )
     return rows, wrong
+
+
+def of_saves(samples: list[Sample]) -> tuple[list[Sample], list[Sample]]:
+    """Returns the most that was seen in each of the first saves after the start, and in each of the last."""
+    by_save: dict[int, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        if sample.step >= WARM_STEPS:
+            by_save[sample.step // SAVE_EVERY].append(sample)
+    saves = [
+        Sample(
+            seen[0].step,
+            seen[0].role,
+            *(max(column) for column in zip(*map(_amounts, seen), strict=True)),
+        )
+        for _, seen in sorted(by_save.items())
+    ]
+    return saves[:NUM_SAVES], saves[-NUM_SAVES:]
+
+
+def _amounts(sample: Sample) -> tuple[int, int, int, int]:
+    return sample.processes, sample.heap_bytes, sample.descriptors, sample.threads
 
 
 def main() -> int:
@@ -236,7 +272,8 @@ def main() -> int:
     note = (
         f"{count} steps with {count // SAVE_EVERY} background saves, {count // EVALUATE_EVERY} evaluations and "
         f"{count // RESTART_EVERY} restarts of the training loader's workers on each of two gloo ranks, in "
-        f"{minutes:.0f} minutes. Medians; `a / b` is before and at the end. A rank's workers are counted together."
+        f"{minutes:.0f} minutes. Medians; `a / b` is before and at the end. A rank's workers are counted together; "
+        "of its writers the largest of each save, the first five saves after step 200 against the last five."
     )
     table = Table("What each process holds", columns, rows, note)
     details = [vars(sample) for sample in samples if sample.step % 50 < SAMPLE_EVERY]

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import setuptools
 
+from tests.conftest import LONGEST
+
 ROOT = Path(__file__).resolve().parent.parent
 
 _IMPORT_WITHOUT_TORCH = """
@@ -241,3 +243,7 @@ def test_every_folder_of_the_package_with_code_is_installed(monkeypatch):
 @pytest.mark.parametrize("folder", ["models", "kernels"])
 def test_folder_at_the_top_is_linked_into_the_package(folder):
     assert (ROOT / "megatron_cp" / folder).resolve() == ROOT / folder
+
+
+def test_the_files_that_are_to_begin_are_there():
+    assert [name for name in LONGEST if not (ROOT / name).is_file()] == []

@@ -66,6 +66,8 @@ class _Fingerprint:
 class IndexedDataset:
     """Documents of a Megatron `.bin` / `.idx` pair, every claim of the index checked at open.
 
+    `recorded_sha256` is that of the `.bin` in its manifest, None without one.
+
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: the index is wrong (the message names file, byte offset, the value wanted and
@@ -89,7 +91,9 @@ class IndexedDataset:
             self._fingerprint = _Fingerprint(
                 len(index_bytes), idx_status.st_mtime_ns, status.st_size, status.st_mtime_ns
             )
-            _check_manifest(manifest_path(self.prefix), self.idx_path, index_bytes, status.st_size)
+            self.recorded_sha256 = _check_manifest(
+                manifest_path(self.prefix), self.idx_path, index_bytes, status.st_size
+            )
             self.dtype, self.document_starts = _parse_index(
                 self.idx_path, index_bytes, status.st_size
             )
@@ -179,12 +183,12 @@ class IndexedDataset:
         Raises:
             ValueError: they differ, or there is no manifest.
         """
-        path = manifest_path(self.prefix)
-        if not path.is_file():
+        want = self.recorded_sha256
+        if want is None:
             raise ValueError(
-                f"{path} does not exist, so {self.bin_path} cannot be verified; {_REBUILD}"
+                f"{manifest_path(self.prefix)} does not exist, so {self.bin_path} cannot be "
+                f"verified; {_REBUILD}"
             )
-        want = json.loads(path.read_text(encoding="utf-8"))["bin"]["sha256"]
         total = hashlib.sha256()
         for offset in range(0, self._fingerprint.bin_bytes, 1 << 24):
             total.update(
@@ -217,14 +221,15 @@ def _reopen(prefix: str, expected: _Fingerprint) -> IndexedDataset:
     return dataset
 
 
-def _check_manifest(path: Path, idx_path: Path, index_bytes: bytes, bin_bytes: int) -> None:
-    """Compares index and size with the manifest, where there is one (Megatron writes none)."""
+def _check_manifest(path: Path, idx_path: Path, index_bytes: bytes, bin_bytes: int) -> str | None:
+    """Compares index and size with the manifest; returns the tokens' SHA-256, None without one (Megatron's)."""
     if not path.is_file():
-        return
+        return None
     advice = f"{_REBUILD}, or delete {path} if the files are right"
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         want_idx, want_bytes = str(manifest["idx"]["sha256"]), int(manifest["bin"]["bytes"])
+        recorded = str(manifest["bin"]["sha256"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(
             f"{path} is not a corpus manifest ({type(error).__name__}: {error}); {advice}"
@@ -239,6 +244,7 @@ def _check_manifest(path: Path, idx_path: Path, index_bytes: bytes, bin_bytes: i
             f"{idx_path.with_suffix('.bin')}: byte {bin_bytes}: file size: want {want_bytes} "
             f"bytes, have {bin_bytes}; {advice}"
         )
+    return recorded
 
 
 def _parse_index(path: Path, raw: bytes, bin_bytes: int) -> tuple[np.dtype[Any], NDArray[np.int64]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections import Counter
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -31,22 +32,49 @@ _PER_RANK = frozenset(
 _LONGEST_VALUE = 200
 
 
-def check_agreement(config: TrainConfig, identity: dict[str, Any]) -> None:
-    """Returns if all ranks hold the same arguments and the same `identity` (corpora) and versions.
+Recorded = Sequence[tuple[str, str | None]]
+"""Token files of a rank, each with the SHA-256 that its manifest has of it, None without a manifest."""
+
+
+def check_agreement(config: TrainConfig, identity: dict[str, Any], files: Recorded) -> None:
+    """Returns if all ranks hold the same token files, arguments, `identity` (corpora) and versions.
 
     Collective over the whole job. Raises PlanMismatchError on every rank alike, with the first
-    entry that differs and the ranks that differ from most.
+    file or entry that differs and the ranks that differ from most.
     """
     arguments = config.namespace()
     own = {"--" + k.replace("_", "-"): v for k, v in vars(arguments).items() if k not in _PER_RANK}
     text = json.dumps(
         {**own, **identity, "installed versions": versions()}, sort_keys=True, default=repr
     )
-    texts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(texts, text)
-    difference = first_difference([json.loads(other) for other in texts])
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (text, files))
+    difference = differing_file([recorded for _, recorded in told])
+    difference = difference or first_difference([json.loads(other) for other, _ in told])
     if difference is not None:
         raise PlanMismatchError(difference)
+
+
+def differing_file(told: Sequence[Recorded]) -> str | None:
+    """Returns one line on the first token file that is not the same on all ranks, None where all are.
+
+    As their manifests say; ranks whose file has none are left out.
+    """
+    for place in range(min(map(len, told))):
+        files = {rank: files[place] for rank, files in enumerate(told)}
+        known = Counter(sha for _, sha in files.values() if sha is not None)
+        if len(known) < 2:
+            continue
+        common = known.most_common(1)[0][0]
+        odd = [rank for rank, (_, sha) in files.items() if sha not in (None, common)]
+        like = next(rank for rank, (_, sha) in files.items() if sha == common)
+        (path, sha), (other, _) = files[odd[0]], files[like]
+        return (
+            f"token file {path} of ranks {odd} is not {other} of rank {like}: the SHA-256 in their manifests "
+            f"are {str(sha)[:12]} and {common[:12]}; all {len(told)} ranks must read the same tokens: copy "
+            "the right file, its index and its manifest to the other nodes"
+        )
+    return None
 
 
 def first_difference(entries: list[dict[str, Any]]) -> str | None:

@@ -16,6 +16,7 @@ from megatron_cp.data.batch import BatchConfig, PlanRequest
 from megatron_cp.data.batch_schedule import BatchSchedule
 from megatron_cp.data.blend import BlendedDocuments
 from megatron_cp.data.document_set import DocumentSet
+from megatron_cp.data.indexed import IndexedDataset
 from megatron_cp.data.loader import LoaderConfig, PackedLoader
 from megatron_cp.data.packing import PackingConfig
 from megatron_cp.data.tokenizer import Tokenizer
@@ -203,17 +204,29 @@ def digests(data: RunData) -> dict[str, Any]:
     return {**documents, **samples, **cuts}
 
 
-def wrong_token_file(data: RunData) -> Exception | None:
-    """Returns what is wrong with the first token file that has not the SHA-256 of its manifest, or has none.
+def recorded_files(data: RunData) -> list[tuple[str, str | None]]:
+    """Returns each token file with the SHA-256 that its manifest has of it, None without one."""
+    files = _token_files(data).values()
+    return [(str(file.bin_path), file.recorded_sha256) for file in files]
 
-    The ranks of a node share the files: each looks at some. None where those are right.
-    """
+
+def _token_files(data: RunData) -> dict[str, IndexedDataset]:
+    """Returns the token files by prefix, in the order of splits and corpora."""
     files = {}
     for documents in filter(None, data.splits.values()):
         corpora = documents.corpora if isinstance(documents, BlendedDocuments) else [documents]
         for corpus in corpora:
             assert isinstance(corpus, DocumentSet)
             files[corpus.dataset.prefix] = corpus.dataset
+    return files
+
+
+def wrong_token_file(data: RunData) -> Exception | None:
+    """Returns what is wrong with the first token file that has not the SHA-256 of its manifest, or has none.
+
+    The ranks of a node share the files: each looks at some. None where those are right.
+    """
+    files = _token_files(data)
     own, size = (int(os.environ.get(name, alone)) for name, alone in _PLACE_ON_NODE)
     try:
         for prefix in sorted(files)[own % size :: size]:

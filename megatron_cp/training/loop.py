@@ -133,7 +133,9 @@ def _step(run: Run) -> None:
         batches = next_batches(run.loaders.train)
     waited_s = time.perf_counter() - started
     progress.at("comparison of batches")
-    check_same_batches(batches, f"step {state.iteration + 1}")
+    run.journal.compare(
+        check_same_batches(batches, f"step {state.iteration + 1}", told=busy.told())
+    )
     progress.at("forward and backward")
     check = functools.partial(run.check, run.runner, state.optimizer, state.iteration + 1)
     try:
@@ -142,6 +144,8 @@ def _step(run: Run) -> None:
     except BadStepError as problem:
         run.journal.alert("a bad step ended the run", str(problem))
         raise
+    if run.check.struck is not None:
+        run.journal.alert("a step stands out", run.check.struck)
     state.iteration += 1
     state.consumed_samples += result.num_packs
     state.data = run.loaders.train.state_dict()

@@ -9,6 +9,7 @@ first collective, in one line, on every rank alike.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -99,7 +100,9 @@ def pretrain(
     if config.steps.plan_only:
         show_plans(config, check)
         return
-    device = initialize_distributed(config, datasets.digests(data))
+    with one_line_errors():
+        files = datasets.recorded_files(data)
+        device = initialize_distributed(config, datasets.digests(data), files)
     watchdog = Watchdog(config)
     try:
         with _named_hangs(watchdog):
@@ -153,10 +156,19 @@ def one_line_errors() -> Iterator[None]:
     """Turns what a user can mend into one line on standard error and exit code 2."""
     try:
         yield
-    except (ValueError, NotImplementedError, OSError) as problem:
-        text = " ".join(str(problem).split())
+    except (ValueError, NotImplementedError, OSError, PlanMismatchError) as problem:
+        text = " ".join(_said_of(problem).split())
         sys.stderr.write(f"pretrain_gpt.py: error: {text}\n")  # one write: ranks share the stream
         raise SystemExit(2) from problem
+
+
+def _said_of(problem: Exception) -> str:
+    if isinstance(problem, PermissionError) and problem.filename is not None:
+        return (
+            f"{problem.filename}: {problem.strerror} for user {os.getuid()}; let this user read it, and write "
+            "there if the run is to, or give another path"
+        )
+    return str(problem)
 
 
 def check_backend(config: TrainConfig) -> None:

@@ -8,6 +8,7 @@ node, where the digests compared at the start do not look, would give context ra
     (16 bytes more say the same of all ranks, for batches that span replicas)
 
 Equal where largest and smallest are. Only after a difference are all hashes gathered, to name micro-batch and ranks.
+Numbers that all ranks are to hear of, now and then, ride in the same all-reduce.
 """
 
 from __future__ import annotations
@@ -25,14 +26,18 @@ from megatron_cp.comm.groups import agreement_group
 from megatron_cp.data.batch import PlannedBatch
 from megatron_cp.errors import PlanMismatchError
 
-# R replicas (data-parallel size); hashes are int64, read from 8 bytes.
+# R replicas (data-parallel size), W ranks, K numbers of each; hashes are int64, read from 8 bytes.
 _LEAST = torch.iinfo(torch.int64).min
 Prints = list[tuple[str, str]]
 """SHA-256 of tokens and of plan digests, one pair a micro-batch."""
 
 
-def check_same_batches(batches: Sequence[PlannedBatch], where: str) -> None:
-    """Returns if all ranks of each replica, or all where batches span replicas, hold the same tokens and plans.
+def check_same_batches(
+    batches: Sequence[PlannedBatch], where: str, told: Sequence[int] = ()
+) -> list[list[int]]:
+    """Returns what each rank `told`, as many numbers on each, if ranks that share batches hold the same.
+
+    Those of a replica share tokens and plans, or all ranks where batches span replicas.
 
     Collective over the whole job, on CPU tensors. Raises PlanMismatchError on every rank alike; it names
     `where` (the step), the first micro-batch that differs, what of it, and the ranks.
@@ -42,20 +47,24 @@ def check_same_batches(batches: Sequence[PlannedBatch], where: str) -> None:
     # What all replicas share: their batches where one spans them, else that none does.
     of_all = _hash(own if batches[0].spans_replicas else None)
     replica = parallel_state.get_data_parallel_rank()
-    num_replicas = parallel_state.get_data_parallel_world_size()
-    extremes_R2 = torch.full((num_replicas + 1, 2), _LEAST, dtype=torch.int64)
+    num_replicas, num_ranks = parallel_state.get_data_parallel_world_size(), dist.get_world_size()
+    num_rows = num_replicas + 1
+    numbers = torch.full((2 * num_rows + len(told) * num_ranks,), _LEAST, dtype=torch.int64)
+    extremes_R2 = numbers[: 2 * num_rows].view(num_rows, 2)
     extremes_R2[replica] = torch.tensor([number, ~number])  # ~ turns the order around
     extremes_R2[num_replicas] = torch.tensor([of_all, ~of_all])
+    told_WK = numbers[2 * num_rows :].view(num_ranks, len(told))
+    told_WK[dist.get_rank()] = torch.tensor(told, dtype=torch.int64)
     assert dist.group.WORLD is not None
     group = agreement_group(dist.group.WORLD)
-    dist.all_reduce(extremes_R2, op=dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
     if torch.equal(extremes_R2[:, 0], ~extremes_R2[:, 1]):
-        return
-    told: list[tuple[int, Prints]] = [(replica, own)] * dist.get_world_size()
-    dist.all_gather_object(told, (replica, own), group=group)
+        return [[int(x) for x in row] for row in told_WK]
+    prints: list[tuple[int, Prints]] = [(replica, own)] * num_ranks
+    dist.all_gather_object(prints, (replica, own), group=group)
     if not torch.equal(extremes_R2[num_replicas, 0], ~extremes_R2[num_replicas, 1]):
-        told = [(0, prints) for _, prints in told]
-    raise PlanMismatchError(_difference(told, where))
+        prints = [(0, one) for _, one in prints]
+    raise PlanMismatchError(_difference(prints, where))
 
 
 def _hash(prints: Prints | None) -> int:

@@ -15,7 +15,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.module import Float16Module, param_is_not_shared
 
-from megatron_cp.training.agreement import check_agreement
+from megatron_cp.training.agreement import Recorded, check_agreement
 from megatron_cp.training.bad_steps.attempt import LocalGradients
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.logging.lines import print_rank_0
@@ -26,11 +26,13 @@ ModelProvider = Callable[..., Any]
 _RANK_ORDER = {False: "tp-cp-ep-dp-pp", True: "tp-cp-ep-pp-dp"}
 
 
-def initialize_distributed(config: TrainConfig, identity: dict[str, Any]) -> torch.device:
+def initialize_distributed(
+    config: TrainConfig, identity: dict[str, Any], files: Recorded
+) -> torch.device:
     """Starts the process group and Megatron's parallel groups; returns the device of this rank.
 
-    `identity` is what must be equal on all ranks beside the arguments. Collective: every rank of
-    the job calls it. Raises PlanMismatchError on every rank where ranks were started differently.
+    `identity` and token `files` are what must be equal on all ranks beside the arguments. Collective:
+    every rank of the job calls it. Raises PlanMismatchError on every rank where ranks were started differently.
     """
     on_cuda = torch.cuda.is_available()
     device = torch.device("cuda", config.parallel.local_rank) if on_cuda else torch.device("cpu")
@@ -48,7 +50,7 @@ def initialize_distributed(config: TrainConfig, identity: dict[str, Any]) -> tor
         world_size=config.parallel.world_size,
         timeout=timedelta(minutes=config.parallel.distributed_timeout_minutes),
     )
-    check_agreement(config, identity)
+    check_agreement(config, identity, files)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,

@@ -1,9 +1,18 @@
 """Faults planted into a run before it begins: numbers that are not finite, at a known place."""
 
+import fcntl
+import itertools
+import os
+import sys
+import tempfile
 import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
+NOBODY = 65534
 POISON = 777
 """A token that one document of the corpus holds."""
 
@@ -67,17 +76,111 @@ def transient_nan(rank: int) -> None:
     )
 
 
-def sleeping_rank(rank: int) -> None:
-    """Rank 1 sleeps in step 2, longer than the others wait."""
-    if rank != 1:
+def impatient(rank: int) -> None:
+    """Ranks wait for each other for half a minute; whole ones are what the flag takes."""
+    from megatron_cp.training import arguments
+
+    parse = arguments.parse_arguments
+    arguments.parse_arguments = lambda: parse().with_arguments(distributed_timeout_minutes=0.5)
+
+
+def late_rank(rank: int) -> None:
+    """Rank 1 stays in step 2 until rank 0 is gone, which holds a lock meanwhile; both impatient as above."""
+    impatient(rank)
+    path = f"{tempfile.gettempdir()}/lock_{os.environ['MASTER_PORT']}"
+    lock = os.open(path, os.O_CREAT | os.O_RDWR)
+    if rank == 0:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         return
     calls = [0]
 
     def once(module, inputs, output):
         calls[0] += 1
         if calls[0] == 3:
-            time.sleep(100)
+            fcntl.flock(lock, fcntl.LOCK_EX)
 
     _after_the_model_is_built(
         lambda chunk: chunk.decoder.layers[0].mlp.linear_fc1.register_forward_hook(once)
     )
+
+
+def slow_clock(rank: int) -> None:
+    """Rank 0 is busy for a second a step, rank 1 for two; wandb's alerts are lines of standard output."""
+    from megatron_cp.training.logging import stragglers
+    from megatron_cp.training.logging.tracking import Tracker
+
+    ticks = itertools.count(step=1.0 + rank)
+    stragglers.time = SimpleNamespace(perf_counter=lambda: next(ticks), thread_time=lambda: 0.0)
+    Tracker.alert = lambda self, title, text: sys.stdout.write(f"alert: {title}: {text}\n")
+
+
+def another_token(rank: int) -> None:
+    """In step S one token of rank R is another; the environment's `CHANGED` is "R S folder".
+
+    Ranks write there when that was and when they ended.
+    """
+    odd, step, folder = os.environ["CHANGED"].split(maxsplit=2)
+    from megatron_cp.training import loop
+
+    take, leave, calls = loop.next_batches, os._exit, [0]
+
+    def note(what: str) -> None:
+        Path(folder, f"{what}_{rank}").write_text(repr(time.time()))
+
+    def taken(loader):
+        batches = take(loader)
+        calls[0] += 1
+        if calls == [int(step)] and rank == int(odd):
+            tokens = batches[-1].batch.tokens.copy()
+            tokens[-1] ^= 1
+            changed = replace(batches[-1].batch, tokens=tokens)
+            batches[-1] = replace(batches[-1], batch=changed)
+            note("changed")
+        return batches
+
+    def left(code: int) -> None:
+        note("ended")
+        leave(code)
+
+    loop.next_batches, os._exit = taken, left
+
+
+def nobody(rank: int) -> None:
+    """Another user, who may read the checkout and write nowhere but where modes let him; root's may write anywhere."""
+    import pretrain_gpt  # noqa: F401  while it can be read
+    from megatron_cp.training import leftovers  # noqa: F401
+
+    if os.getuid() == 0:
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+    tempfile.tempdir = os.environ["TMPDIR"]
+
+
+def nobody_whose_folder_is_locked_at_the_second_save(rank: int) -> None:
+    """As above; rank 1 takes the right to write away when the second save begins."""
+    nobody(rank)
+    from megatron_cp.training.checkpoint.save import Saver
+
+    save, calls = Saver.save, [0]
+
+    def locked(saver, *, is_last):
+        calls[0] += 1
+        if calls[0] == 2 and rank == 1:
+            Path(os.environ["LOCKED"]).chmod(0o555)
+        torch.distributed.barrier()
+        save(saver, is_last=is_last)
+
+    Saver.save = locked
+
+
+def nobody_asks_for_the_kernel_cache(rank: int) -> None:
+    """As above; prints why the cache of kernels cannot be made."""
+    nobody(rank)
+    from megatron_cp.kernels import cache
+
+    try:
+        cache.user_folder("kernels", "kernel")
+    except OSError as problem:
+        sys.stderr.write(f"{problem}\n")
+        raise SystemExit(2) from None

@@ -12,6 +12,7 @@ A rank may be told to signal itself at the n-th call of a function: a fault at a
 import atexit
 import contextlib
 import functools
+import gc
 import importlib
 import multiprocessing
 import os
@@ -74,14 +75,17 @@ class Outcome:
     seconds: float
 
 
-def run_program(launches: list[Launch]) -> list[list[Outcome]]:
-    """The outcome of every rank of every launch, run one launch after the other in a process of its own."""
+def run_program(launches: list[Launch], *, at_once: int = 1) -> list[list[Outcome]]:
+    """The outcome of every rank of every launch, run in a process of its own, `at_once` launches at a time.
+
+    More than one is for runs that wait for a time-out, not for a processor.
+    """
     kept = {name: v for name, v in os.environ.items() if not name.startswith("WANDB_")}
     # A killed rank cannot remove its temporary files.
     with tempfile.TemporaryDirectory() as folder:
         environment = {**kept, **_ENVIRONMENT, "TMPDIR": folder, "HOME": folder}
         warm = _warm_process()
-        warm.send((environment, [asdict(launch) for launch in launches]))
+        warm.send((environment, [asdict(launch) for launch in launches], at_once))
         seconds = HANG_SECONDS * (1 + len(launches))
         assert warm.poll(seconds), f"the warm process gave no answer in {seconds:.0f} s"
         problem, told = warm.recv()
@@ -90,6 +94,20 @@ def run_program(launches: list[Launch]) -> list[list[Outcome]]:
 
 
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+
+# What the program imports after its arguments, and while it saves: once here, and not in every rank.
+_IMPORTED_LATE = (
+    "megatron_cp.attn.cpu.backend",
+    "megatron_cp.report.run.media",
+    "megatron_cp.training.arguments",
+    "megatron_cp.training.gpt",
+    "megatron_cp.training.pretrain",
+    "megatron.core.dist_checkpointing.strategies.torch",
+    "numpy.ma",
+    "psutil",
+    "torch.utils.serialization.config",
+)
 
 
 @functools.cache
@@ -121,60 +139,89 @@ def _serve(calls: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the session decides when we end
     compat.silence_known_warnings()
     cpu.install()
-    for name in ("arguments", "gpt", "pretrain"):
-        importlib.import_module(f"megatron_cp.training.{name}")
+    for name in _IMPORTED_LATE:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a collection in a fork would copy every page
     with contextlib.suppress(EOFError):
         while True:
-            environment, launches = calls.recv()
+            environment, launches, at_once = calls.recv()
             pid = os.fork()
             if pid == 0:
-                _answer(calls, environment, launches)
+                _answer(calls, environment, launches, at_once)
             os.waitpid(pid, 0)
 
 
-def _answer(calls: Connection, environment: dict[str, str], launches: list[dict]) -> None:
+def _answer(
+    calls: Connection, environment: dict[str, str], launches: list[dict], at_once: int
+) -> None:
     """Never returns: this process runs the launches of one call and says how they went."""
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.environ.clear()
         os.environ.update(environment)
         tempfile.tempdir = environment["TMPDIR"]
-        calls.send((None, [_run(launch) for launch in launches]))
+        calls.send((None, _run_all(launches, at_once)))
     except BaseException:
         calls.send((traceback.format_exc(), None))
     finally:
         os._exit(0)
 
 
-def _run(launch: dict) -> list[dict]:
-    # As torchrun does: the starter serves the store, on a port that it holds from the beginning.
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    start, waiting, outcomes = time.monotonic(), {}, {}
-    with tempfile.TemporaryDirectory() as folder:
+def _run_all(launches: list[dict], at_once: int) -> list[list[dict]]:
+    waiting, running, done = list(enumerate(launches)), {}, {}
+    while waiting or running:
+        while waiting and len(running) < at_once:
+            place, launch = waiting.pop(0)
+            running[place] = _Running(launch)
+        for place in list(running):
+            if running[place].has_ended():
+                done[place] = running.pop(place).outcomes()
+        time.sleep(0.02)
+    return [done[place] for place in range(len(launches))]
+
+
+class _Running:
+    """The ranks of one launch, from their start on."""
+
+    def __init__(self, launch: dict):
+        # As torchrun does: the starter serves the store, on a port that it holds from the beginning.
+        self.store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self.launch, self.start = launch, time.monotonic()
+        self.folder = tempfile.TemporaryDirectory()
+        self.ranks: dict[int, int] = {}
+        self.ended: dict[int, tuple[int | None, float]] = {}
         for rank in range(launch["world_size"]):
             pid = os.fork()
             if pid == 0:
-                _become_rank(launch, rank, store.port, Path(folder))
-            waiting[pid] = rank
-        while waiting:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            seconds = time.monotonic() - start
-            late = seconds > launch["timeout"] or (not pid and all(map(_is_stopped, waiting)))
-            if late:
-                for stuck in waiting:
-                    os.kill(stuck, signal.SIGKILL)
-                pid, status = os.waitpid(-1, 0)
-            if pid in waiting:
-                code = None if late else os.waitstatus_to_exitcode(status)
-                rank = waiting.pop(pid)
+                _become_rank(launch, rank, self.store.port, Path(self.folder.name))
+            self.ranks[pid] = rank
+
+    def has_ended(self) -> bool:
+        """Whether every rank has; those that are stopped, or take too long, are ended here."""
+        seconds = time.monotonic() - self.start
+        for pid in list(self.ranks):
+            if (status := os.waitpid(pid, os.WNOHANG)) != (0, 0):
+                self.ended[self.ranks.pop(pid)] = (os.waitstatus_to_exitcode(status[1]), seconds)
+        if seconds > self.launch["timeout"] or all(map(_is_stopped, self.ranks)):
+            for pid in self.ranks:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            self.ended |= dict.fromkeys(self.ranks.values(), (None, seconds))
+            self.ranks = {}
+        return not self.ranks
+
+    def outcomes(self) -> list[dict]:
+        """How each rank ended, and what it said."""
+        found = []
+        with self.folder as folder:
+            for rank, (code, seconds) in sorted(self.ended.items()):
                 said = [
                     (Path(folder) / f"{rank}.{name}").read_text(errors="replace")
                     for name in ("out", "err")
                 ]
-                outcomes[rank] = asdict(Outcome(code, *said, seconds))
-            elif not pid:
-                time.sleep(0.02)
-    return [outcomes[rank] for rank in range(launch["world_size"])]
+                found.append(asdict(Outcome(code, *said, seconds)))
+        return found
 
 
 def _is_stopped(pid: int) -> bool:

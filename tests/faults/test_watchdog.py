@@ -10,9 +10,10 @@ from tests.training.commands import DATA, MODEL, error_lines
 
 RUN = (
     *MODEL, *DATA, "--micro-batch-size", "1", "--global-batch-size", "2", "--train-iters", "50", "--lr", "1e-3",
-    "--log-interval", "1", "--eval-iters", "0", "--no-wandb", "--distributed-timeout-minutes", "1",
+    "--log-interval", "1", "--eval-iters", "0", "--no-wandb",
 )  # fmt: skip
 CP2 = ("--context-parallel-size", "2")
+IMPATIENT = "tests.faults.plants.impatient"
 LOOP = "megatron_cp.training.loop"
 STOPPED = {
     "in the forward pass": (
@@ -30,14 +31,16 @@ STOPPED = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_rank_that_is_stopped_or_sleeps_is_named_with_its_stage_and_all_stacks_are_kept(tmp_path):
+def test_a_rank_that_is_stopped_or_stays_away_is_named_with_its_stage_and_all_stacks_are_kept(
+    tmp_path,
+):
     launches = [
-        Launch((*RUN, *flags, "--run-dir", str(tmp_path / name)), 2, kill=kill)
+        Launch((*RUN, *flags, "--run-dir", str(tmp_path / name)), 2, kill=kill, plant=IMPATIENT)
         for name, (flags, kill, _) in STOPPED.items()
     ]
-    asleep = (*RUN, *CP2, "--run-dir", str(tmp_path / "asleep"))
-    launches.append(Launch(asleep, 2, plant="tests.faults.plants.sleeping_rank"))
-    *stopped, sleeping = run_program(launches)
+    late = (*RUN, *CP2, "--run-dir", str(tmp_path / "late"))
+    launches.append(Launch(late, 2, plant="tests.faults.plants.late_rank"))
+    *stopped, waited_for = run_program(launches, at_once=len(launches))
     for (name, (_, kill, stage)), ranks in zip(STOPPED.items(), stopped, strict=True):
         other = ranks[1 - kill.rank]
         assert ranks[kill.rank].code is None
@@ -49,13 +52,13 @@ def test_a_rank_that_is_stopped_or_sleeps_is_named_with_its_stage_and_all_stacks
         assert f"its last stage: {stage}" in line
         stack = tmp_path / name / "stacks" / f"rank_{1 - kill.rank}.txt"
         assert "loop.py" in stack.read_text()
-    (line,) = error_lines(sleeping[0].stderr)
-    assert sleeping[0].code == 1
+    (line,) = error_lines(waited_for[0].stderr)
+    assert waited_for[0].code == 1
     assert "the other ranks wait for rank 1 (pipeline stage 0, replica 0, context rank 1" in line
     assert "forward and backward of step 2, at faults/plants.py" in line.replace("tests/", "")
     for rank in (0, 1):
-        assert "faults/plants.py" in (tmp_path / "asleep/stacks/rank_1.txt").read_text()
-        assert (tmp_path / f"asleep/stacks/rank_{rank}.txt").stat().st_size
+        assert "faults/plants.py" in (tmp_path / "late/stacks/rank_1.txt").read_text()
+        assert (tmp_path / f"late/stacks/rank_{rank}.txt").stat().st_size
 
 
 def beat(rank: int, count: int, *, waits: bool, host: str = "far") -> Beat:

@@ -1,19 +1,21 @@
 """Every variant of the kernels passes tools/compile_gate.py, and the gate closes when it should.
 
 All variants by the newest compiler that is here, those of bf16 by the others of CI (`make toolkits` fetches them).
-Without a compiler and nvdisasm nothing can be said, and the tests say that.
+Without a compiler and nvdisasm nothing can be said, and the tests say that. What a compiler made stays in the user's
+cache, as cubins in use do; it is judged anew each time.
 """
 
+import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
-from megatron_cp.kernels import build, compilers, elf
+from megatron_cp.kernels import build, cache, compilers, elf
 from tools import compile_gate as gate
 from tools.gate import ordering, ptx, sass
 
@@ -55,6 +57,35 @@ def judge(text: str, log: str = LOG, shared_bytes: int = 1024) -> tuple[str, ...
     return gate.judge(variant, "nobody", log, sass.read_listing(text)).faults
 
 
+@dataclass(frozen=True)
+class Kept(compilers.Compiler):
+    """A compiler that is asked once about a variant, as long as its files, flags and the compiler are the same."""
+
+    variant: build.Variant
+
+    def compile_with_log(
+        self, source: Path, defines: Sequence[str], include_folders: Sequence[Path]
+    ) -> compilers.Compiled:
+        files = f"{build.source_key(self.variant)} {self.path} {Path(self.path).stat().st_mtime_ns}"
+        folder, stem = cache.user_folder("gate", "gate"), f"{self.variant.name}.{self.version}."
+        path = folder / f"{stem}{hashlib.sha256(files.encode()).hexdigest()[:32]}.json"
+
+        def make() -> None:
+            made = compilers.Compiler.compile_with_log(self, source, defines, include_folders)
+            for old in folder.glob(f"{stem}*.json"):
+                old.unlink(missing_ok=True)
+            told = {"cubin": made.cubin.hex(), "ptx": made.ptx, "log": made.log}
+            cache.write_whole(path, json.dumps(told).encode())
+
+        told = json.loads(cache.make_once(path, make).read_text())
+        return compilers.Compiled(bytes.fromhex(told["cubin"]), told["ptx"], told["log"])
+
+
+def check(numbers: tuple[int, int], name: str) -> gate.Verdict:
+    variant, by = VARIANTS[name], HERE[numbers]
+    return gate.check_variant(variant, Kept(by.kind, by.path, by.version, variant), NVDISASM)
+
+
 @pytest.fixture(scope="module")
 def verdicts(request: pytest.FixtureRequest) -> Iterator[dict[tuple, Future]]:
     """Checks the variants of all selected tests, two at a time."""
@@ -65,12 +96,7 @@ def verdicts(request: pytest.FixtureRequest) -> Iterator[dict[tuple, Future]]:
     ]
     wanted = [(one["numbers"], one["name"]) for one in params if one["numbers"] in HERE]
     with ThreadPoolExecutor(max_workers=2) as pool:
-        yield {
-            (numbers, name): pool.submit(
-                gate.check_variant, VARIANTS[name], HERE[numbers], NVDISASM
-            )
-            for numbers, name in wanted
-        }
+        yield {one: pool.submit(check, *one) for one in wanted}
 
 
 @needs_disassembler

@@ -17,8 +17,9 @@ from megatron_cp.runtime.session import open_session
 from tests.ranks import run_on_ranks
 
 WORLD, TOKENS, HEADS, KV_HEADS, HEAD_DIM = 4, 4096, 8, 4, 32
-ATTEND = ("attend_forward", "attend_forward_onto_", "attend_backward_onto_")
 TOLERANCE = 0.15
+ATTENDS = "auto"
+"""The planner whose stages attend; those of the others hand out as much, and compute nothing."""
 MASKS = {
     "causal": lambda: masks.causal(TOKENS),
     "documents": lambda: masks.documents([1500, 137, 900, 1, 1024, 534], within="causal"),
@@ -33,6 +34,23 @@ def plan_of(name: str, planner: str, element_bytes: int):
     return make_plan(MASKS[name](), WORLD, config)
 
 
+def attend_forward(q, k, v, work, options, max_logits=None):
+    out = q.new_zeros((*q.shape[:2], v.shape[2]), dtype=torch.float32)
+    return out, out.new_zeros(out.shape[:2])
+
+
+def attend_forward_onto_(held, *asked):
+    return None
+
+
+def attend_backward_onto_(dq, dout, q, k, v, *asked):
+    dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
+    return torch.zeros_like(q, dtype=torch.float32) if dq is None else dq, dk, dv
+
+
+STAND_INS = {f.__name__: f for f in (attend_forward, attend_forward_onto_, attend_backward_onto_)}
+
+
 def measured(rank, world_size, name, planner, dtype):
     """Peak bytes of forward and of backward on this rank, outside of what a backend computes."""
     plan = plan_of(name, planner, dtype.itemsize)
@@ -41,7 +59,7 @@ def measured(rank, world_size, name, planner, dtype):
     q, k, v = (torch.randn(plan.tokens_per_rank, *shape).to(dtype) for shape in shapes)
     session = open_session(plan, group, q.device)
     options = resolve_options(q, k, v, backend="cpu", deterministic=False)
-    kept = {name: getattr(dist_attn, name) for name in (*ATTEND, "row_merger")}
+    kept = {name: getattr(dist_attn, name) for name in (*STAND_INS, "row_merger")}
 
     memory = Allocations()
 
@@ -56,8 +74,8 @@ def measured(rank, world_size, name, planner, dtype):
         return called
 
     try:
-        for name in ATTEND:
-            setattr(dist_attn, name, quiet(kept[name]))
+        for name, stand_in in STAND_INS.items():
+            setattr(dist_attn, name, quiet(kept[name] if planner == ATTENDS else stand_in))
         dist_attn.row_merger = lambda options: quiet(kept["row_merger"](options))
         out, lse = dist_attn.forward_pass(q, (k, v), None, session, options)
         dout, delta = torch.randn_like(out), torch.zeros_like(lse)

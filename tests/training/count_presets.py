@@ -4,12 +4,9 @@ import json
 import sys
 import tempfile
 
-from megatron_cp.mcore import compat, cpu
 
-
-def main() -> None:
-    compat.silence_known_warnings()
-    cpu.install()
+def count(rank: int) -> None:
+    """Ends the process when it has printed; a plant of `tests/faults/program.py`."""
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state, tensor_parallel
@@ -29,7 +26,4 @@ def main() -> None:
             counts[name] = sum(parameter.numel() for parameter in model.parameters())
         dist.destroy_process_group()
     sys.stdout.write(json.dumps(counts) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    raise SystemExit(0)

@@ -1,6 +1,7 @@
 """When a number strikes, when two attempts are the same, and what one document's own batch holds."""
 
 import math
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -59,6 +60,48 @@ def test_a_batch_of_some_documents_holds_their_tokens_their_loss_and_their_pairs
     assert part.document_lengths == (4, 5)
 
 
+def test_what_delayed_scaling_keeps_is_put_back_before_a_step_is_computed_again(monkeypatch):
+    from megatron_cp.training.bad_steps import probe
+
+    for name in ("random_states", "restore_random_states", "auxiliary_losses"):
+        monkeypatch.setattr(probe, name, lambda *_: {})
+    layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    runner = SimpleNamespace(model=[layers], config=None)
+
+    def state(first):
+        return SimpleNamespace(
+            scale=torch.full((3,), first), amax_history=torch.arange(6.0).view(2, 3)
+        )
+
+    layers[0].fp8_meta = {"recipe": object(), "num_gemms": 1, "scaling_fwd": state(8.0)}
+    before = probe.Before.of(runner)
+    kept = layers[0].fp8_meta["scaling_fwd"]
+    kept.scale.mul_(2)
+    kept.amax_history.copy_(kept.amax_history.roll(1, 0))
+    layers[0].fp8_meta["scaling_bwd"] = late = state(4.0)
+    layers[1].running_mean.fill_(7.0)
+    before.restore(runner, 1)
+    assert kept.scale.tolist() == [8.0] * 3
+    assert kept.amax_history.flatten().tolist() == [0, 1, 2, 3, 4, 5]
+    assert late.scale.tolist() == [4.0] * 3, "it was not there before"
+    assert layers[1].running_mean.tolist() == [0.0, 0.0]
+
+
+def test_a_loss_that_stands_out_is_an_alert_and_its_step_is_booked(monkeypatch):
+    from megatron_cp.training import loop
+
+    for name in ("next_batches", "check_same_batches", "train_step"):
+        monkeypatch.setattr(loop, name, mock.MagicMock())
+    run = mock.MagicMock()
+    run.state.iteration, run.state.consumed_samples = 6, 0
+    for struck, alerts in ((None, 0), ("step 8: the loss is at least 10 times", 1)):
+        run.check.struck = struck
+        loop._step(run)
+        assert run.journal.alert.call_count == alerts
+    assert run.journal.alert.call_args.args == ("a step stands out", struck)
+    assert run.journal.step.call_count == 2
+
+
 def test_a_bad_step_that_ends_the_run_is_an_alert_before_it_is_an_error(monkeypatch):
     from megatron_cp.training import loop  # Megatron-Core, after what stands in for CUDA
 
@@ -66,7 +109,7 @@ def test_a_bad_step_that_ends_the_run_is_an_alert_before_it_is_an_error(monkeypa
         raise loop.BadStepError("step 1: the loss is not finite")
 
     for name in ("next_batches", "check_same_batches"):
-        monkeypatch.setattr(loop, name, lambda *_: [])
+        monkeypatch.setattr(loop, name, lambda *_, **__: [])
     monkeypatch.setattr(loop, "train_step", ends)
     run = mock.MagicMock()
     run.state.iteration = 0

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron_cp.training.arguments import judge_arguments
 from megatron_cp.training.checkpoint.files import TRACKER
 from tests.processes import HANG_SECONDS
-from tests.training.commands import DATA, MODEL, ROOT, environment
+from tests.training.commands import DATA, MODEL, ROOT, environment, train
 
 LAUNCH = ROOT / "examples" / "launch"
 GIVEN = {"RUN_DIR": "/shared/run", "DATA": "/shared/corpus", "TOKENIZER": "/shared/tokenizer.json"}
@@ -131,13 +131,15 @@ def run_on_two_nodes(folder: Path, program: Path, *flags: str) -> list[str]:
 def test_two_nodes_go_on_bitwise_after_a_killed_rank(tmp_path: Path):
     program = tmp_path / "mortal.py"
     program.write_text(_MORTAL.format(root=str(ROOT)))
+    folders = {name: str(tmp_path / name) for name in ("whole", "killed")}
+    said = train(2, *RUN, "--save", folders["whole"], "--load", folders["whole"])
+    assert "successfully loaded checkpoint" not in said
+    flags = (*RUN, "--save", folders["killed"], "--load", folders["killed"])
+    said = "".join(run_on_two_nodes(tmp_path, program, *flags))
+    assert "successfully loaded checkpoint" in said, "nobody was killed, or nobody restarted"
     losses = {}
-    for name, script in {"whole": ROOT / "pretrain_gpt.py", "killed": program}.items():
-        folder = str(tmp_path / name)
-        said = run_on_two_nodes(tmp_path, script, *RUN, "--save", folder, "--load", folder)
+    for name in folders:
         assert (tmp_path / name / TRACKER).read_text() == "6"
-        loaded = "successfully loaded checkpoint" in "".join(said)
-        assert loaded == (name == "killed"), "the rank was not killed, or nobody restarted"
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         rows = [json.loads(line) for line in lines]
         losses[name] = {

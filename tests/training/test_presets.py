@@ -1,14 +1,12 @@
 """Presets against published sizes, and their flags against the model they describe."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from megatron_cp.models.presets import GPT_OSS_20B, PRESETS
 from megatron_cp.training.arguments import flags_of, parse_arguments
-from tests.training.commands import ROOT
+from tests.faults.program import Launch, run_program
 
 # Parameters as their makers publish them: Hugging Face model cards and safetensors indices; GPT-3 table 2.1
 # says 125M, which with 2048 positions and GPT-2's vocabulary is 125,226,240.
@@ -25,9 +23,9 @@ PUBLISHED = {
 @pytest.fixture(scope="module")
 def built() -> dict[str, int]:
     """Parameters of every preset's model, built without memory."""
-    program = [sys.executable, "-m", "tests.training.count_presets"]
-    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=True)
-    counts: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    ((rank,),) = run_program([Launch((), plant="tests.training.count_presets.count")])
+    assert rank.code == 0, rank.stderr
+    counts: dict[str, int] = json.loads(rank.stdout.splitlines()[-1])
     return counts
 
 

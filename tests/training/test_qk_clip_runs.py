@@ -28,7 +28,8 @@ def test_clipped_runs_of_one_and_two_context_ranks_agree(tmp_path):
         ("two", 2, [*CLIP, "--context-parallel-size", "2"]),
     ):
         save = tmp_path / name
-        train(ranks, *MODEL, *STEPS, *DATA, *flags, "--save", str(save))
+        more = ["--eval-iters", "0", "--no-wandb", "--run-dir", str(save)]
+        train(ranks, *MODEL, *STEPS, *DATA, *flags, *more)
         rows[name] = [
             list(metrics(save, key).values()) for key in ("lm loss", "max_attention_logit")
         ]

@@ -86,6 +86,21 @@ def test_a_difference_is_one_error_on_all_ranks_that_names_batch_and_ranks(
         assert f"on ranks [{odd}], " in answers[0]
 
 
+def tell(rank, world_size, corpus):
+    """What all ranks hear of numbers that ride along."""
+    with parallel_state(Case(cp=2)):
+        from megatron_cp.training.same_batches import check_same_batches
+
+        batches = planned(corpus, 2)
+        numbers = (rank * 10, -(2**60) - rank)
+        return check_same_batches(batches, "step 1", numbers), check_same_batches(batches, "step 1")
+
+
+def test_every_rank_hears_what_the_others_told(corpus):
+    everyone = [[rank * 10, -(2**60) - rank] for rank in range(4)]
+    assert run_on_ranks(4, tell, corpus) == [(everyone, [[]] * 4)] * 4
+
+
 def replicas_differ_rightly(rank, world_size, corpus):
     """Replicas hold other batches than each other, which is no difference."""
     with parallel_state(Case(cp=2)):
@@ -145,6 +160,28 @@ def test_a_file_that_differs_where_the_start_does_not_look_stops_every_rank(tmp_
         assert rank.code == 1, rank.stderr[-3000:]
         (line,) = [x for x in rank.stderr.splitlines() if "error: " in x]
         assert "tokens of micro-batch" in line and "of step " in line
+
+
+@pytest.mark.slow
+def test_token_files_with_other_manifests_are_one_line_on_every_rank_before_the_first_step(
+    tmp_path: Path,
+):
+    for name in ("good", "other"):
+        with IndexedWriter(tmp_path / name, dtype="uint16") as writer:
+            for number in range(50):
+                writer.add_document([number + (name == "other") * (number == 49)] * 100)
+            writer.finish()
+    flags = (*BASE, "--context-parallel-size", "2", "--run-dir", str(tmp_path / "run"))
+    per_rank = tuple(("--data-path", str(tmp_path / name)) for name in ("good", "other"))
+    (ranks,) = run_program([Launch(flags, 2, per_rank)])
+    for rank in ranks:
+        assert rank.code == 2, rank.stderr[-3000:]
+        (line,) = rank.stderr.splitlines()
+        assert (
+            f"error: token file {tmp_path}/other.bin of ranks [1] is not {tmp_path}/good.bin"
+            in line
+        )
+        assert "building GPT model" not in rank.stdout
 
 
 @pytest.mark.slow

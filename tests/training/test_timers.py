@@ -9,7 +9,8 @@ import pytest
 
 from megatron_cp.training.logging.lines import training_line
 from megatron_cp.training.logging.speed import Speed, peak_tflops
-from megatron_cp.training.logging.stragglers import stragglers_line
+from megatron_cp.training.logging.stragglers import Stragglers, stragglers_line
+from tests.faults.program import Launch, run_program
 from tests.mcore.tiny_gpt import Case, parallel_state
 from tests.ranks import run_on_ranks
 from tests.training.commands import SMALL_RUN, train
@@ -53,12 +54,46 @@ def test_the_slowest_rank_is_named():
     assert row == {"straggler/rank": 1.0, "straggler/max_over_mean": 50 / 30}
 
 
+def slow_ranks(looks: list[dict[int, int]], stages: tuple[int, ...]) -> list[list[int]]:
+    """Who is named in each look, where ranks are busy for 100 us and those in the look for as long as it says."""
+    stragglers = Stragglers()
+    told = [[(look.get(rank, 100), stage) for rank, stage in enumerate(stages)] for look in looks]
+    return [[slow.rank for slow in stragglers.stay_behind(ranks)] for ranks in told]
+
+
+def test_a_rank_is_named_once_it_was_behind_its_stage_in_three_looks_in_a_row():
+    stages = (0, 0, 0, 1, 1)
+    assert slow_ranks([{1: 150}] * 5, stages) == [[], [], [1], [], []]
+    assert slow_ranks([{1: 150}, {}, {1: 300}, {1: 300}], stages) == [[]] * 4
+    assert slow_ranks([{0: 200, 1: 300}] * 3, stages)[2] == [1], "0 is as the median of 1 and 2"
+    assert slow_ranks([{1: 149}] * 5, stages) == [[]] * 5
+    assert slow_ranks([{1: 150}] * 3 + [{}] + [{1: 150}] * 3, stages)[6] == [1], "again"
+
+
+def test_a_stage_that_works_longer_and_a_rank_without_others_are_not_slow():
+    assert slow_ranks([{3: 900, 4: 900}] * 5, (0, 0, 0, 1, 1)) == [[]] * 5
+    assert slow_ranks([{3: 900}] * 5, (0, 0, 0, 1)) == [[]] * 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_slow_rank_is_one_line_and_an_alert():
+    flags = ["--train-iters", "32", "--context-parallel-size", "2", "--cp-planner", "zigzag"]
+    plant = "tests.faults.plants.slow_clock"
+    (ranks,) = run_program([Launch((*SMALL_RUN, *flags, "--no-wandb"), 2, plant=plant)])
+    assert [rank.code for rank in ranks] == [0, 0], ranks[1].stderr[-3000:]
+    said = [line for rank in ranks for line in rank.stdout.splitlines() if "is slow" in line]
+    *alerts, line = sorted(said)
+    assert line.startswith("warning: step 30: rank 1 (pipeline stage 0, replica 0, context rank 1")
+    text = line.partition("warning: step 30: ")[2]
+    assert alerts == [f"alert: a rank is slow: {text}"] * 2, "every rank tells its tracker"
+    assert "busy 2000.0 ms a step, 1000.0 ms in the median of the 1 other ranks" in line
+
+
 def busy_lines(rank, world_size):
     """Rank 1 computes while rank 0 waits for it."""
     import torch
     import torch.distributed as dist
-
-    from megatron_cp.training.logging.stragglers import Stragglers
 
     stragglers, rows = Stragglers(), torch.ones(600, 600)
     with stragglers.computing():

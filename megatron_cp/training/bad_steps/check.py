@@ -68,6 +68,8 @@ class StepCheck:
     repeats: Repeats = field(default_factory=Repeats)
     loss_ceiling: Ceiling = field(default_factory=Ceiling)
     gradient_ceiling: Ceiling = field(default_factory=Ceiling)
+    struck: str | None = None
+    """What stands out in the last step, one line; None where nothing does."""
 
     def __call__(
         self, runner: Runner, optimizer: Any, iteration: int, batches: list[PlannedBatch]
@@ -115,8 +117,9 @@ class StepCheck:
             wants[0] and loss is not None and self.loss_ceiling.is_reached_by(loss),
             wants[1] and self.gradient_ceiling.is_reached_by(norm),
         )
-        if spike or large:
-            print_rank_0(_striking(attempt, iteration, is_loss=spike))
+        self.struck = _striking(attempt, iteration, is_loss=spike) if spike or large else None
+        if self.struck is not None:
+            print_rank_0(f"warning: {self.struck}")
         if bad_loss and bad_gradient:
             return "the loss and the gradient are"
         return "the loss is" if bad_loss else "the gradient is" if bad_gradient else None
@@ -175,6 +178,6 @@ def _striking(attempt: Attempt, iteration: int, *, is_loss: bool) -> str:
         most = max(view.losses)
         value = f"{most:.4g} in micro-batch {view.losses.index(most)} of {view.place}"
     return (
-        f"warning: step {iteration}: the {name} is at least 10 times the largest of the first 100 "
+        f"step {iteration}: the {name} is at least 10 times the largest of the first 100 "
         f"steps ({flag}); the most is {value}; the step is applied"
     )

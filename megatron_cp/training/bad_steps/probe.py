@@ -29,26 +29,46 @@ from megatron_cp.training.step import Runner, whole_parameters
 
 @dataclass(frozen=True)
 class Before:
-    """What a forward pass reads and changes beside weights: random states and buffers."""
+    """What a forward pass reads and changes beside weights: random states, buffers, scales of fp8."""
 
     random: dict[str, Any]
     buffers: list[torch.Tensor]
+    scaling: dict[tuple[int, str, str, str], torch.Tensor]
 
     @classmethod
     def of(cls, runner: Runner) -> Before:
         """Returns a copy of them."""
-        return cls(random_states(), [buffer.clone() for buffer in _module_buffers(runner)])
+        scaling = {place: tensor.clone() for place, tensor in _fp8_scaling(runner).items()}
+        return cls(random_states(), [x.clone() for x in _module_buffers(runner)], scaling)
 
     def restore(self, runner: Runner, num_microbatches: int) -> None:
         """Puts them back, and begins the sums of auxiliary losses anew. Collective with experts."""
         restore_random_states(self.random)
         for buffer, value in zip(_module_buffers(runner), self.buffers, strict=True):
             buffer.copy_(value)
+        for place, tensor in _fp8_scaling(runner).items():
+            if place in self.scaling:  # Transformer Engine makes them in the first pass of all
+                tensor.copy_(self.scaling[place])
         auxiliary_losses(runner.config, num_microbatches)
 
 
 def _module_buffers(runner: Runner) -> list[torch.Tensor]:
     return [buffer for chunk in unwrap_model(runner.model) for buffer in chunk.buffers()]
+
+
+def _fp8_scaling(runner: Runner) -> dict[tuple[int, str, str, str], torch.Tensor]:
+    """Returns the scales and the history that delayed scaling keeps from pass to pass, and changes in place.
+
+    Other recipes find the scales of a tensor in the tensor. Never run on a GPU: by the names of Transformer Engine.
+    """
+    found = {}
+    for number, chunk in enumerate(unwrap_model(runner.model)):
+        for module_name, module in chunk.named_modules():
+            for key, state in getattr(module, "fp8_meta", {}).items():
+                for name in ("scale", "scale_inv", "amax_history"):
+                    if torch.is_tensor(tensor := getattr(state, name, None)):
+                        found[number, module_name, str(key), name] = tensor
+    return found
 
 
 @dataclass(frozen=True)

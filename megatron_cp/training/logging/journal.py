@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import platform
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -15,7 +16,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
+from megatron_cp.comm.groups import agreement_group
 from megatron_cp.data.batch import PlannedBatch
 from megatron_cp.mcore.loss import LOSS_NAME
 from megatron_cp.training.agreement import versions
@@ -44,6 +47,7 @@ from megatron_cp.training.logging.timers import Timers
 from megatron_cp.training.logging.tracking import Tracker, start_tensorboard
 from megatron_cp.training.logging.wandb_run import Media, start_wandb
 from megatron_cp.training.optim import learning_rate
+from megatron_cp.training.setup import own_place
 from megatron_cp.training.step import StepResult, params_norm
 
 _NUM_PLAN_SAMPLES = 4
@@ -63,7 +67,8 @@ class Journal:
         """Opens the trackers on the last rank."""
         self._make_media = make_media
         self._state, self._flops, self._timers = state, flops, timers
-        self.stragglers = Stragglers()
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        self.stragglers = Stragglers(stage, state.config.records.log_interval)
         self._energy = EnergyMeter() if state.config.records.log_energy else None
         self._peak = peak_tflops(_device_name(), bf16=state.config.model.bf16)
         self._keeps = dist.get_rank() == dist.get_world_size() - 1
@@ -118,6 +123,16 @@ class Journal:
             self._sample(batches)
         if state.iteration % config.records.log_interval == 0:
             self._print(result, seconds, norm)
+
+    def compare(self, told: list[list[int]]) -> None:
+        """Names ranks that stay behind, from what every rank told of itself; nothing where none did."""
+        for slow in self.stragglers.stay_behind(told) if told[0] else ():
+            where = [f"{own_place()} on {socket.gethostname()}"]
+            assert dist.group.WORLD is not None
+            group = agreement_group(dist.group.WORLD)
+            dist.broadcast_object_list(where, src=slow.rank, group=group)
+            print_rank_last(f"warning: step {self._state.iteration}: {where[0]} {slow}")
+            self.alert("a rank is slow", f"{where[0]} {slow}")
 
     def alert(self, title: str, text: str) -> None:
         """Tells those who watch the run in wandb that something needs them."""
