@@ -112,3 +112,19 @@ def forward_step(
         num_loss_tokens=local.num_loss_tokens,
     )
     return output, loss
+
+
+def logits_step(batch: PlannedBatch, model: Any, device: torch.device) -> torch.Tensor:
+    """Returns the logits of this rank's rows of a micro-batch, `[T, V]`, from a model of one stage.
+
+    Collective over context and tensor ranks.
+    """
+    local = local_batch(batch, parallel_state.get_context_parallel_group().rank(), device)
+    logits: torch.Tensor = model(
+        local.tokens,
+        local.position_ids,
+        None,
+        packed_seq_params=local.params,
+        runtime_gather_output=True,
+    )
+    return logits[0]

@@ -99,6 +99,9 @@ border-radius:2px;vertical-align:1px}
 .chosen .meter i{background:var(--doc-a)}
 .facts{margin:8px 0 0;padding-left:18px;font-size:13.5px;color:var(--soft)}.facts li{margin:3px 0}
 .bars{list-style:none;padding-left:0}.facts+p{font-size:13.5px;color:var(--soft)}.meter.long{width:120px}
+.text{margin:6px 0;white-space:pre-wrap;overflow-wrap:anywhere;color:var(--muted);
+font:12.5px/1.5 ui-monospace,"DejaVu Sans Mono",monospace}.text mark{background:none;color:var(--ink);font-weight:600}
+.text span,.text mark{unicode-bidi:isolate}.sample details{font-size:12.5px}
 .note{padding:10px 14px;margin-bottom:12px;color:var(--soft);font-size:13px}
 footer{margin-top:28px;padding-top:12px;padding-bottom:40px;border-top:1px solid var(--rule);
 color:var(--soft);font-size:12.5px}

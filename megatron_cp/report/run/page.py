@@ -31,6 +31,7 @@ from megatron_cp.report.run.health import verdict_of
 from megatron_cp.report.run.kept_packs import KeptPacks, plan_again
 from megatron_cp.report.run.record import Run, read_run
 from megatron_cp.report.run.resume import resume_points
+from megatron_cp.report.run.texts import texts_parts
 from megatron_cp.report.run.trained import trained_tiles
 from megatron_cp.report.sources import Tell, quiet
 
@@ -69,6 +70,9 @@ def run_page(
     sections.append(
         Section("training", "Training", [curves, row(balance_figure(run), step_time_figure(run))])
     )
+    texts = texts_parts(run.texts, run.section("text_samples"))
+    if texts:
+        sections.append(Section("texts", "What it writes", texts))
     shares = length_shares(run)
     if shares is not None:
         seq_length = run.argument("seq_length")
