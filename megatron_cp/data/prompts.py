@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from megatron_cp.data.document_set import Documents
 from megatron_cp.data.tokenizer import Tokenizer
 
-PROMPT_TOKENS, NEW_TOKENS = 64, 48
-"""A line or two of text each; all forwards of a sample cost about as much as a step of 8K tokens."""
+PROMPT_TOKENS, NEW_TOKENS = 32, 48
+"""A line or two of text each. Four texts cost about half a step of `make pretrain` (two CPU cores, 2026-11-22)."""
 
 Ids = NDArray[np.int64]
 

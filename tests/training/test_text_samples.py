@@ -220,7 +220,7 @@ def test_prompts_are_the_beginnings_of_long_documents_else_of_the_longest(length
     for one in prompts:
         whole = np.concatenate([one.ids, one.follows])
         assert len(one.ids) and len(one.follows) <= NEW_TOKENS
-        assert np.array_equal(whole, np.arange(min(lengths[one.document], 112)))
+        assert np.array_equal(whole, np.arange(min(lengths[one.document], 80)))
 
 
 def test_a_short_context_is_not_exceeded():
