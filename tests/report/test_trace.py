@@ -72,6 +72,7 @@ def test_the_page_has_measured_stages_above_the_predicted_ones(folder):
     measured, simulated = figure.index("measured timeline"), figure.index("simulated timeline")
     assert measured < figure.index("measured backward (call 1 of 1)") < simulated
     assert "measured forward (call 1 of 1),0,compute" in figure  # the numbers behind it
+    assert ">predicted: auto, backward: " in figure
     assert "not the pack drawn" in figure and "predicted</span>" not in figure.split("</h3>")[0]
 
 

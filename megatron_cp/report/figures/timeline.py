@@ -63,8 +63,9 @@ def stages_figure(pack: PackView, measured: Panels = (), words: str = "") -> Fig
     if pack.ours.cp_size == 1 or pack.ours.computed is None:
         plans = []
     passes: tuple[PassName, ...] = ("forward", "backward")
+    kind = "predicted: " if measured else ""
     runs = [
-        (f"{title}, {name}", simulate_pass(plan, name, num_traced=MAX_RANKS_DRAWN))
+        (f"{kind}{title}, {name}", simulate_pass(plan, name, num_traced=MAX_RANKS_DRAWN))
         for title, plan in plans
         for name in passes
     ]
