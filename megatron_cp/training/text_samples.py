@@ -115,7 +115,8 @@ class TextSampler:
         """Returns the new tokens of each text, the one that ends a document included."""
         prompts, eod = self._prompts, self._tokenizer.eod
         batch = self._planned.batch
-        ids_PS = batch.tokens.reshape(len(prompts), self._room).copy()
+        tokens_S = batch.tokens.copy()
+        ids_PS = tokens_S[: len(prompts) * self._room].reshape(len(prompts), self._room)  # a view
         lengths = np.array([len(one.ids) for one in prompts])
         for row, one in zip(ids_PS, prompts, strict=True):
             row[: len(one.ids)] = one.ids
@@ -129,7 +130,7 @@ class TextSampler:
         ]:
             self._runner.progress.tick()
             ends = np.arange(len(prompts)) * self._room + lengths - 1
-            logits_PV = self._logits_at(ids_PS.reshape(-1), ends)
+            logits_PV = self._logits_at(tokens_S, ends)
             for p in open_:
                 written[p].append(draw(logits_PV[p, : self._tokenizer.vocab_size], noise[p]))
                 ids_PS[p, lengths[p]] = written[p][-1]
@@ -166,19 +167,24 @@ class TextSampler:
 
 
 def _empty_pack(num_texts: int, room: int, request: PlanRequest) -> PlannedBatch:
-    """Returns a pack of texts without tokens, planned: needed keys travel once, tokens stay in order."""
-    size = num_texts * room
-    lengths = (room,) * num_texts
+    """Returns a pack of texts without tokens, planned: needed keys travel once, tokens stay in order.
+
+    A last document, of no use, fills the rows of all ranks: experts may refuse rows that hold no token.
+    """
+    used = num_texts * room
+    rest = -used % (request.cp_size * request.config.token_multiple)
+    lengths = (room,) * num_texts + (rest,) * (rest > 0)
+    size = used + rest
     batch = PackedBatch(
         tokens=np.zeros(size, dtype=np.int64),
         labels=np.zeros(size, dtype=np.int64),
         loss_mask=np.zeros(size, dtype=np.float32),
-        position_ids=np.tile(np.arange(room, dtype=np.int64), num_texts),
+        position_ids=np.concatenate([np.arange(length, dtype=np.int64) for length in lengths]),
         mask=document_mask(lengths, within="causal"),
         document_lengths=lengths,
-        document_kinds=("causal",) * num_texts,
-        document_starts=tuple(range(0, size, room)),
-        document_names=("a sample of text",) * num_texts,
+        document_kinds=("causal",) * len(lengths),
+        document_starts=tuple(room * number for number in range(len(lengths))),
+        document_names=("a sample of text",) * len(lengths),
     )
     # Published planners refuse lengths, and a search is not worth its time for so few tokens.
     simple = replace(request.config, planner="contiguous", chunk_size=None, num_stages=None)

@@ -236,3 +236,23 @@ def test_wishes_that_cannot_be_are_one_line(capsys, corpus):
         capsys, *corpus, "--log-text-samples", "2"
     )
     assert parse(*corpus).log_text_samples == 0
+
+
+@pytest.mark.parametrize(("cp_size", "multiple"), [(1, 1), (2, 1), (3, 2), (8, 4)])
+@pytest.mark.parametrize("room", [1, 7, 80])
+def test_a_pack_of_samples_fills_the_rows_of_all_ranks(cp_size, multiple, room):
+    """Experts may refuse rows without a token; each text sees itself alone, from its beginning."""
+    from megatron_cp.config import CPConfig
+    from megatron_cp.data.batch import PlanRequest
+    from megatron_cp.training.text_samples import _empty_pack
+
+    config = CPConfig(planner="zigzag", chunk_size=16, token_multiple=multiple)
+    planned = _empty_pack(3, room, PlanRequest(cp_size=cp_size, config=config))
+    plan, dense = planned.plans["full"], planned.batch.mask.to_dense()
+    assert plan.tokens_per_rank * cp_size == plan.num_tokens == len(dense)
+    assert plan.tokens_per_rank % multiple == 0
+    for text in range(3):
+        rows = slice(text * room, (text + 1) * room)
+        assert np.array_equal(dense[rows, rows], np.tri(room, dtype=bool))
+        assert dense[rows].sum() == np.tri(room).sum()
+        assert np.array_equal(planned.batch.position_ids[rows], np.arange(room))
