@@ -50,9 +50,9 @@ LENGTHS = (9000, 1200, 300, 14000, 41, 5000, 3227)
 RANKS = 4
 CONFIG = mcp.CPConfig(num_heads=32, num_kv_heads=32, head_dim=128)
 
-# One causal document on four machines with a GPU each: where the network is slow, it decides.
+# One causal document on eight machines with a GPU each: where the network is slow, it decides.
 SLOW = mcp.Topology(
-    name="four machines, 10 GB/s", forward_tflops=500, backward_tflops=400, node_size=1,
+    name="eight machines, 10 GB/s", forward_tflops=500, backward_tflops=400, node_size=1,
     inner_gbytes_per_s=10, outer_gbytes_per_s=10, latency_us=10,
 )  # fmt: skip
 SLOW_CONFIG = mcp.CPConfig(num_heads=1, num_kv_heads=1, head_dim=128, topology=SLOW)
@@ -116,8 +116,8 @@ def _plans() -> tuple[mcp.AttentionPlan, ...]:
 
 @cache
 def _slow_plans() -> tuple[mcp.AttentionPlan, ...]:
-    mask, names = mcp.mask.causal(32768), ("contiguous", "zigzag", "auto")
-    return tuple(mcp.make_plan(mask, RANKS, replace(SLOW_CONFIG, planner=name)) for name in names)
+    mask, names = mcp.mask.causal(65536), ("contiguous", "zigzag", "auto")
+    return tuple(mcp.make_plan(mask, 8, replace(SLOW_CONFIG, planner=name)) for name in names)
 
 
 def _drawing(figure: Figure | None) -> Markup:
@@ -126,7 +126,7 @@ def _drawing(figure: Figure | None) -> Markup:
 
 
 def _timeline(plans: Sequence[mcp.AttentionPlan]) -> Markup:
-    runs = [simulate_pass(plan, "forward", num_traced=RANKS) for plan in plans]
+    runs = [simulate_pass(plan, "forward", num_traced=plan.cp_size) for plan in plans]
     words = {USUAL: f"{USUAL} ({USUAL_WORDS})"}
     names = [words.get(plan.planner, plan.planner) for plan in plans]
     return timeline_picture(list(zip(names, runs, strict=True)))
