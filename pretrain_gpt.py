@@ -30,7 +30,13 @@ def main() -> None:
     cpu.install()  # before the first import of megatron.core; does nothing where there is a GPU
 
     from megatron_cp.report.run.media import run_media
-    from megatron_cp.training.gpt import check_model, flops_provider, forward_step, model_provider
+    from megatron_cp.training.gpt import (
+        check_model,
+        flops_provider,
+        forward_step,
+        logits_step,
+        model_provider,
+    )
     from megatron_cp.training.pretrain import pretrain
 
     pretrain(
@@ -40,6 +46,7 @@ def main() -> None:
         flops_provider=flops_provider,
         model_checker=check_model,
         make_media=run_media,
+        logits_step=logits_step,
     )
 
 

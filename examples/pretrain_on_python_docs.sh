@@ -55,7 +55,7 @@ torchrun --standalone --nproc-per-node "$CP" pretrain_gpt.py \
     --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters $((STEPS / 10 + 1)) \
     --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 \
     --eval-interval "$EVAL_EVERY" --eval-iters "$EVAL_BATCHES" --log-interval 1 --log-throughput \
-    --log-validation-ppl-to-tensorboard \
+    --log-validation-ppl-to-tensorboard --log-text-samples 4 \
     --save "$RUN_DIR" --wandb-project megatron_cp --wandb-exp-name "python-docs-cp$CP" \
     "$@"
 

@@ -36,6 +36,7 @@ dist.init_process_group({backend!r}, store=dist.HashStore(), rank=0, world_size=
 rows = torch.arange(3.0, device={device!r}); out = torch.zeros_like(rows)
 dist.all_to_all_single(out, rows)
 assert out.tolist() == [0.0, 1.0, 2.0], out
+dist.destroy_process_group()
 """
 GPU_PROBE = """
 import torch, torch.distributed as dist

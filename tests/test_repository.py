@@ -247,3 +247,20 @@ def test_folder_at_the_top_is_linked_into_the_package(folder):
 
 def test_the_files_that_are_to_begin_are_there():
     assert [name for name in LONGEST if not (ROOT / name).is_file()] == []
+
+
+# pretrain.py ends what setup.py starts.
+_ENDED_ELSEWHERE = {"megatron_cp/training/setup.py"}
+
+
+def test_every_program_and_page_that_starts_process_groups_ends_them():
+    """Else a thread of gloo may free tensors while the interpreter ends, and the program aborts (docs/faq.md)."""
+    pages = {".py", ".md", ".ipynb", ".sh"}
+    texts = {
+        path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+        for path in _tracked_files()
+        if path.suffix in pages and path.relative_to(ROOT).parts[0] != "tests"
+    }
+    starting = {name for name, text in texts.items() if "init_process_group(" in text}
+    open_ = {name for name in starting if "destroy_process_group(" not in texts[name]}
+    assert len(starting) > 8 and open_ == _ENDED_ELSEWHERE

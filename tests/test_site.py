@@ -46,6 +46,10 @@ def test_pictures_are_drawn_from_plans(site):
         "simulated timeline of ranks",
     ):
         assert f'aria-label="{words}"' in text, words
+    plan = (site / "plan.html").read_text(encoding="utf-8")
+    for name in ("contiguous", "zigzag", "auto"):
+        assert f'aria-label="who computes which pair, {name}"' in plan, name
+    assert 'aria-label="simulated timeline of ranks"' in plan
     gallery = (site / "gallery.html").read_text(encoding="utf-8")
     names = [make.__name__ for make in docs_site.mask_gallery.GALLERY]
     assert [name for name in names if f'id="{name}"' not in gallery] == []

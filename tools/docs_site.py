@@ -9,7 +9,7 @@ Hooks of mkdocs (mkdocs.yml names this file). On GitHub the pages read as they a
 import inspect
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path, PurePosixPath
@@ -49,6 +49,13 @@ STYLE = """
 LENGTHS = (9000, 1200, 300, 14000, 41, 5000, 3227)
 RANKS = 4
 CONFIG = mcp.CPConfig(num_heads=32, num_kv_heads=32, head_dim=128)
+
+# One causal document on eight machines with a GPU each: where the network is slow, it decides.
+SLOW = mcp.Topology(
+    name="eight machines, 10 GB/s", forward_tflops=500, backward_tflops=400, node_size=1,
+    inner_gbytes_per_s=10, outer_gbytes_per_s=10, latency_us=10,
+)  # fmt: skip
+SLOW_CONFIG = mcp.CPConfig(num_heads=1, num_kv_heads=1, head_dim=128, topology=SLOW)
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -107,14 +114,21 @@ def _plans() -> tuple[mcp.AttentionPlan, ...]:
     return tuple(mcp.make_plan(mask, RANKS, replace(CONFIG, planner=name)) for name in names)
 
 
+@cache
+def _slow_plans() -> tuple[mcp.AttentionPlan, ...]:
+    mask, names = mcp.mask.causal(65536), ("contiguous", "zigzag", "auto")
+    return tuple(mcp.make_plan(mask, 8, replace(SLOW_CONFIG, planner=name)) for name in names)
+
+
 def _drawing(figure: Figure | None) -> Markup:
     assert figure is not None
     return figure.picture
 
 
-def _timeline() -> Markup:
-    runs = [simulate_pass(plan, "forward", num_traced=RANKS) for plan in _plans()]
-    names = ("auto", f"{USUAL} ({USUAL_WORDS})", "zigzag")
+def _timeline(plans: Sequence[mcp.AttentionPlan]) -> Markup:
+    runs = [simulate_pass(plan, "forward", num_traced=plan.cp_size) for plan in plans]
+    words = {USUAL: f"{USUAL} ({USUAL_WORDS})"}
+    names = [words.get(plan.planner, plan.planner) for plan in plans]
     return timeline_picture(list(zip(names, runs, strict=True)))
 
 
@@ -143,6 +157,8 @@ PICTURES: dict[str, Callable[[], Markup]] = {
     "mask": lambda: mask_picture(view_of_pack(_plans()[:1], LENGTHS, ("causal",) * len(LENGTHS))),
     "workers": lambda: _drawing(workers_figure(view_of_pack(_plans()))),
     "dispatch": lambda: _drawing(dispatch_figure(view_of_pack(_plans()))),
-    "timeline": _timeline,
+    "timeline": lambda: _timeline(_plans()),
+    "slow_workers": lambda: _drawing(workers_figure(view_of_pack(_slow_plans()))),
+    "slow_timeline": lambda: _timeline(_slow_plans()),
     "gallery": _gallery,
 }

@@ -19,9 +19,9 @@ from megatron_cp.training.arguments.megatron_names import MEGATRON_NAMES
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
 _HEAD = """# Flags of Megatron-LM
 
-Written by `python tools/list_flags.py`. Every flag that Megatron-LM's parser has had since core_v0.16, and what
-`pretrain_gpt.py` does with it: **served** with Megatron-LM's meaning; **noted** because it changes neither model, data,
-optimizer nor results here; **refused** by name, with what to do. Ours alone are in [training.md](training.md).
+Written by `python tools/list_flags.py`. The page has every flag that Megatron-LM's parser has had since core_v0.16, and
+what `pretrain_gpt.py` does with it. **Served**: with Megatron-LM's meaning. **Noted**: it changes neither model, data,
+optimizer nor results here. **Refused**: by name, with what to do. Ours alone are in [training.md](training.md).
 
 """
 

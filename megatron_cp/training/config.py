@@ -244,6 +244,7 @@ class RecordsConfig:
     """What is logged, and where."""
 
     run_dir: str | None
+    log_text_samples: int
     log_interval: int
     log_throughput: bool
     log_energy: bool

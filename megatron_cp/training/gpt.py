@@ -111,3 +111,20 @@ def forward_step(
         num_loss_tokens=local.num_loss_tokens,
     )
     return output, loss
+
+
+def logits_step(batch: PlannedBatch, model: Any, device: torch.device) -> torch.Tensor:
+    """Returns the logits of this rank's rows of a micro-batch, `[T, V]`, from a model of one stage.
+
+    Collective over context and tensor ranks.
+    """
+    group = context_group(batch)
+    local = local_batch(batch, group.rank(), device, cp_group=group)
+    logits: torch.Tensor = model(
+        local.tokens,
+        local.position_ids,
+        None,
+        packed_seq_params=local.params,
+        runtime_gather_output=True,
+    )
+    return logits[0]

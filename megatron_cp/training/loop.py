@@ -27,6 +27,7 @@ from megatron_cp.training.replicas import check_replicas
 from megatron_cp.training.same_batches import check_same_batches
 from megatron_cp.training.step import Runner, evaluate, next_batches, train_step, whole_parameters
 from megatron_cp.training.stop import ExitConditions, any_rank
+from megatron_cp.training.text_samples import TextSampler
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Run:
     runner: Runner
     loaders: Loaders
     journal: Journal
+    texts: TextSampler | None = None
     exits: ExitConditions = field(init=False)
     check: StepCheck = field(init=False)
     saver: Saver | None = field(init=False)
@@ -82,6 +84,7 @@ def go_through(run: Run) -> None:
     for split, loader in (("validation", run.loaders.valid), ("test", run.loaders.test)):
         if loader is not None and not run.journal.knows(split) and not run.exits.is_signalled():
             _evaluate(run, loader, split=split)
+    _write_texts(run)
     run.journal.close_well()
 
 
@@ -104,6 +107,7 @@ def _train(run: Run) -> None:
             is_due = steps.eval_interval and state.iteration % steps.eval_interval == 0
             if is_due and run.loaders.valid is not None:
                 _evaluate(run, run.loaders.valid, split="validation")
+                _write_texts(run)
             interval = steps.check_weight_hash_across_dp_replicas_interval
             if interval and state.iteration % interval == 0:
                 _compare_replicas(run)
@@ -175,6 +179,15 @@ def _evaluate(run: Run, loader: PackedLoader, *, split: str) -> None:
         loss = evaluate(run.runner, loader, num_batches, is_cut=run.exits.is_signalled)
     if not run.exits.is_signalled():
         run.journal.evaluated(split, f"iteration {run.state.iteration}", loss)
+
+
+def _write_texts(run: Run) -> None:
+    """Samples of the model as it is now, once; none where the run is told to leave."""
+    iteration = run.state.iteration
+    if run.texts is None or run.journal.has_texts_of(iteration) or run.exits.is_signalled():
+        return
+    run.runner.progress.at("samples of text")
+    run.journal.wrote(run.texts.sample(iteration))
 
 
 @contextmanager

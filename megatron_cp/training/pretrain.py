@@ -52,6 +52,7 @@ from megatron_cp.training.setup import (
     set_seeds,
 )
 from megatron_cp.training.step import ForwardStep, Runner
+from megatron_cp.training.text_samples import LogitsStep, make_sampler
 from megatron_cp.training.watchdog import Progress, Watchdog
 
 FlopsProvider = Callable[[TrainConfig], ModelFlops]
@@ -66,6 +67,7 @@ def pretrain(
     flops_provider: FlopsProvider,
     model_checker: ModelChecker | None = None,
     make_media: Callable[[Path], Media] | None = None,
+    logits_step: LogitsStep | None = None,
 ) -> None:
     """Trains as the (checked) arguments say; every rank of the job calls it once.
 
@@ -73,7 +75,8 @@ def pretrain(
     `forward_step(config, batch, model, device)` runs one micro-batch and returns output and loss
     function; `flops_provider(config)` says what a step computes; `model_checker(config)` raises
     ValueError or NotImplementedError, before any process group, for a model that cannot be built;
-    `make_media(run_dir)` gives what wandb shows of the finished run.
+    `make_media(run_dir)` gives what wandb shows of the finished run; `logits_step(batch, model, device)`
+    gives logits instead of losses, for samples of text.
     """
     with one_line_errors():
         config, data = datasets.open_data(config)
@@ -119,9 +122,11 @@ def pretrain(
                 if config.checkpoint.load is not None and load_checkpoint(state):
                     consumed = state.consumed_samples
                     datasets.resume_loader(loaders.train, state.data, config, consumed)
-            described = datasets.describe(data, open_tokenizer(config.data))
+            tokenizer = open_tokenizer(config.data)
+            texts, said = make_sampler(runner, data, request, tokenizer, logits_step)
+            described = {"data": datasets.describe(data, tokenizer), "text_samples": said}
             journal = Journal(state, flops_provider(config), described, runner.timers, make_media)
-            _go_through(Run(state, runner, loaders, journal))
+            _go_through(Run(state, runner, loaders, journal, texts))
     finally:
         watchdog.close()
         dist.destroy_process_group()

@@ -3,7 +3,8 @@
     --profile ──> <tensorboard-dir or run-dir>/rank0.steps11-12.pt.trace.json ──> Perfetto, chrome, tensorboard
 
 The stage loops of attention name what they do (runtime/spans.py), so that each transfer stands beside the stage
-under which it hides.
+under which it hides. A range `cp step 11` covers each step; evaluations and samples of text lie outside of them. The
+run's page draws one layer of it (report/run/trace.py).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from megatron_cp.training.config import TrainConfig
 
@@ -27,22 +28,29 @@ class StepProfiler:
         self._options = config.records
         self._wants = self._options.profile and config.parallel.rank in self._options.profile_ranks
         self._profile: profile | None = None
+        self._step: record_function | None = None
         self._first = 0
 
     def before_step(self, iteration: int) -> None:
         """Begins the trace with the step after `iteration`, if it is the one."""
         options = self._options
-        is_within = options.profile_step_start <= iteration < options.profile_step_end
-        if not self._wants or not is_within or self._profile is not None:
+        if (
+            not self._wants
+            or not options.profile_step_start <= iteration < options.profile_step_end
+        ):
             return
-        activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():  # never run on a GPU yet
-            activities.append(ProfilerActivity.CUDA)
-        self._profile, self._first = profile(activities=activities), iteration + 1
-        self._profile.start()
+        if self._profile is None:
+            activities = [ProfilerActivity.CPU]
+            if torch.cuda.is_available():  # never run on a GPU yet
+                activities.append(ProfilerActivity.CUDA)
+            self._profile, self._first = profile(activities=activities), iteration + 1
+            self._profile.start()
+        self._step = record_function(f"cp step {iteration + 1}")
+        self._step.__enter__()
 
     def after_step(self, iteration: int) -> None:
-        """Writes the trace after its last step."""
+        """Ends the step's range, and writes the trace after its last step."""
+        self._end_step()
         if self._profile is not None and iteration >= self._options.profile_step_end:
             self.finish(iteration)
 
@@ -50,6 +58,7 @@ class StepProfiler:
         """Writes what there is of an unfinished trace: the run ends before its last step."""
         if self._profile is None:
             return
+        self._end_step()
         self._profile.stop()
         folder = Path(self._options.tensorboard_dir or self._options.run_dir or "")
         folder.mkdir(parents=True, exist_ok=True)
@@ -59,6 +68,11 @@ class StepProfiler:
         unfinished.replace(folder / name)
         self._profile, self._wants = None, False
         print(f"profile of rank {dist.get_rank()}: {folder / name}", flush=True)
+
+    def _end_step(self) -> None:
+        if self._step is not None:
+            self._step.__exit__(None, None, None)
+        self._step = None
 
 
 @contextmanager

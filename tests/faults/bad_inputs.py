@@ -315,8 +315,9 @@ def page(library: list[str], program: list[list[Outcome]], folder: Path) -> str:
         "# Bad input, and what is said to it",
         "",
         "Written by `python -m tests.faults.bad_inputs` from the answers themselves; `tests/faults/test_bad_input.py` runs",
-        "every row. One line that names the value received and what is allowed: an exception of the library, or exit code 2",
-        "of `pretrain_gpt.py` with the same line on every rank, before the first collective and before anything is written.",
+        "every row. The answer is one line that names the value received and what is allowed. The library raises an exception.",
+        "`pretrain_gpt.py` leaves with exit code 2 and the same line on every rank. Both happen before the first collective and",
+        "before anything is written.",
         "",
     ]
     for group in dict.fromkeys(case.group for case in LIBRARY):

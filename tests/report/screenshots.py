@@ -2,13 +2,16 @@
 
     python -m tests.report.screenshots runs/python-docs/cp2/report.html pictures/
 
-Debian: `apt install chromium`. Without a browser it says so and leaves with code 2.
+Debian: `apt install chromium`. CHROMIUM names another one, by its path or name. Without a browser it says so and leaves
+with code 2.
 """
 
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -18,9 +21,18 @@ HEIGHT = 6000
 SECONDS = 120
 
 
-def find_browser() -> str | None:
-    """Returns the path of a Chromium, None where there is none."""
-    return next(filter(None, map(shutil.which, BROWSERS)), None)
+def find_browser(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Returns the path of a Chromium, None where there is none; what CHROMIUM names must exist."""
+    named = environment.get("CHROMIUM")
+    search = environment.get("PATH")
+    if named:
+        found = shutil.which(named, path=search)
+        if found is None:
+            raise FileNotFoundError(
+                f"CHROMIUM={named!r} must name a program; give its path, or unset it"
+            )
+        return found
+    return next(filter(None, (shutil.which(name, path=search) for name in BROWSERS)), None)
 
 
 def screenshot(browser: str, page: Path, picture: Path, *, width: int, scheme: str) -> None:
@@ -33,13 +45,15 @@ def screenshot(browser: str, page: Path, picture: Path, *, width: int, scheme: s
             f"--screenshot={picture.resolve()}", page.resolve().as_uri(),
         ]  # fmt: skip
         subprocess.run(command, check=True, capture_output=True, timeout=SECONDS)
+    if not picture.is_file():  # some leave with code 0 though they could not
+        raise FileNotFoundError(f"{browser} wrote no {picture}; run it by hand: {command}")
 
 
 def main(words: list[str]) -> int:
     """Writes four pictures of a page into a folder."""
     browser = find_browser()
     if browser is None or len(words) != 2:
-        sys.stderr.write(f"needs PAGE FOLDER and one of {', '.join(BROWSERS)} installed\n")
+        sys.stderr.write(f"needs PAGE FOLDER, and CHROMIUM or one of {', '.join(BROWSERS)}\n")
         return 2
     page, folder = Path(words[0]), Path(words[1])
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,6 @@
-"""The page in a real browser. Never run with Debian's chromium yet: it was looked at in Qt's Chromium by hand."""
+"""The page in a real browser: one on PATH, or that of CHROMIUM. It has run with Qt's Chromium, never with Debian's."""
 
+import numpy as np
 import pytest
 
 from megatron_cp.report.run.page import write_run_report
@@ -10,7 +11,9 @@ BROWSER = find_browser()
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(BROWSER is None, reason="no chromium is installed (apt install chromium)")
+@pytest.mark.skipif(
+    BROWSER is None, reason="no chromium on PATH, no CHROMIUM (apt install chromium)"
+)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_page_follows_the_reader_s_scheme_at_both_widths(tmp_path, width):
     image = pytest.importorskip("PIL.Image", reason="Pillow reads the pictures (extra `dev`)")
@@ -21,7 +24,20 @@ def test_a_page_follows_the_reader_s_scheme_at_both_widths(tmp_path, width):
         picture = tmp_path / f"{scheme}.png"
         screenshot(BROWSER, page, picture, width=width, scheme=scheme)
         with image.open(picture) as opened:
-            pixels = opened.convert("L")
-            assert pixels.width == width and len(set(pixels.getdata())) > 20
-            shades[scheme] = sum(pixels.getdata()) / (pixels.width * pixels.height)
+            pixels = np.asarray(opened.convert("L"))
+            assert pixels.shape[1] == width and len(np.unique(pixels)) > 20
+            shades[scheme] = pixels.mean()
     assert shades["dark"] < 80 < 200 < shades["light"]
+
+
+def test_the_browser_is_that_of_the_variable_else_the_first_on_path(tmp_path):
+    for name in ("google-chrome", "chromium-browser", "mine"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    path = {"PATH": str(tmp_path)}
+    assert find_browser(path) == str(tmp_path / "chromium-browser")
+    assert find_browser({**path, "CHROMIUM": "mine"}) == str(tmp_path / "mine")
+    assert find_browser({"PATH": "", "CHROMIUM": str(tmp_path / "mine")}) == str(tmp_path / "mine")
+    assert find_browser({"PATH": str(tmp_path / "none")}) is None
+    with pytest.raises(FileNotFoundError, match="CHROMIUM='gone' must name a program"):
+        find_browser({**path, "CHROMIUM": "gone"})

@@ -52,3 +52,24 @@ def test_a_run_that_leaves_within_the_trace_writes_what_there_is(runs: Path):
         "rank1.steps2-2.pt.trace.json",
     ]
     assert events_of(runs / "cut" / "rank0.steps2-2.pt.trace.json")
+
+
+def test_the_page_draws_a_call_as_long_as_the_trace_says(runs: Path):
+    """Both ranks on one clock: their ranges overlap, as each waits for the other's rows."""
+    from megatron_cp.report.run.page import run_page
+    from megatron_cp.report.run.record import read_run
+    from megatron_cp.report.run.trace import measured_stages
+
+    run = read_run(runs / "whole")
+    passes = measured_stages(run).passes
+    for name in ("forward", "backward"):
+        one = passes[name]
+        assert (one.num_calls, one.ranks) == (8, (0, 1))
+        for rank, events in enumerate(one.timeline):
+            trace = events_of(runs / "whole" / f"rank{rank}.steps2-3.pt.trace.json")
+            found = [e for e in trace if e.get("name") == f"cp {name}: attend, stage 1"]
+            chosen = sorted(found, key=lambda e: e["ts"])[one.number - 1]
+            (drawn,) = [e for e in events if e.what == "attend, stage 1"]
+            assert (drawn.end - drawn.start) * 1e6 == pytest.approx(chosen["dur"], abs=1)
+            assert 0 <= drawn.start < drawn.end <= one.seconds
+    assert "measured forward (call" in run_page(run)

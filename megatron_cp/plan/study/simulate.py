@@ -76,6 +76,11 @@ class Simulation:
     """The events of each rank that was asked for, in order of start."""
 
     @property
+    def ranks(self) -> tuple[int, ...]:
+        """Returns the ranks of the timeline: the first ones."""
+        return tuple(range(len(self.timeline)))
+
+    @property
     def exposed(self) -> FloatArray:
         """Returns the seconds in which a rank does not compute before the last one is done: `[P]`."""
         return self.seconds - self.computing

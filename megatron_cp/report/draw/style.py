@@ -70,14 +70,15 @@ h3{font-size:15px;margin:0 0 2px;font-weight:650}
 background:var(--card);border:1px solid var(--grid);border-left:6px solid var(--good);border-radius:10px}
 .verdict.look{border-left-color:var(--warn)}.verdict.ill{border-left-color:var(--bad)}
 .verdict b{font-size:20px}.verdict ul{margin:0;padding:0;list-style:none;flex:1 1 420px;font-size:13.5px}
-.verdict li::before{content:"✓";display:inline-block;width:1.5em;color:var(--good);font-weight:700}
+.verdict li{padding-left:1.5em;text-indent:-1.5em}
+.verdict li::before{content:"✓";display:inline-block;width:1.5em;text-indent:0;color:var(--good);font-weight:700}
 .verdict li.look::before{content:"!";color:var(--warn)}.verdict li.ill::before{content:"✗";color:var(--bad)}
 .w4{grid-column:span 4}.w5{grid-column:span 5}.w6{grid-column:span 6}.w7{grid-column:span 7}
 .w8{grid-column:span 8}.w12{grid-column:span 12}
 figure{margin:0;padding:12px 14px;min-width:0;display:flex;flex-direction:column}
 figcaption{color:var(--soft);font-size:13px;margin-bottom:8px}
 .plot{overflow-x:auto;margin:auto 0}
-.plot>svg{display:block;width:100%;height:auto;margin:0 auto}
+.plot>svg{display:block;width:100%;height:auto;margin:0 auto}.plot>svg+svg{margin-top:14px}
 details{margin-top:8px;font-size:12px;color:var(--muted)}
 summary{cursor:pointer}
 details .scroll{max-height:260px;overflow:auto;margin:6px 0 0}
@@ -92,13 +93,17 @@ td{text-align:right;padding:5px 8px;border-top:1px solid var(--grid);white-space
 th:first-child,td:first-child{text-align:left;padding-left:0}
 tbody th{font-size:inherit;font-weight:400;color:inherit;border-top:1px solid var(--grid);white-space:nowrap}
 tr.chosen td,tr.chosen th{font-weight:650}
-td.why{text-align:left;color:var(--muted);white-space:normal}
+td.why{text-align:left;color:var(--muted);white-space:normal}th.why{text-align:left}
 .meter{display:inline-block;width:70px;height:8px;background:var(--page);
 border-radius:2px;vertical-align:1px}
 .meter i{display:block;height:8px;background:var(--doc-b);border-radius:2px}
 .chosen .meter i{background:var(--doc-a)}
 .facts{margin:8px 0 0;padding-left:18px;font-size:13.5px;color:var(--soft)}.facts li{margin:3px 0}
-.bars{list-style:none;padding-left:0}.facts+p{font-size:13.5px;color:var(--soft)}.meter.long{width:120px}
+.bars{list-style:none;padding-left:0}.bars li{display:flex;gap:8px;align-items:baseline}.bars .meter{flex:none}
+.facts+p{font-size:13.5px;color:var(--soft)}.meter.long{width:120px}
+.text{margin:6px 0;white-space:pre-wrap;overflow-wrap:anywhere;color:var(--muted);
+font:12.5px/1.5 ui-monospace,"DejaVu Sans Mono",monospace}.text mark{background:none;color:var(--ink);font-weight:600}
+.text span,.text mark{unicode-bidi:isolate}.sample details{font-size:12.5px}
 .note{padding:10px 14px;margin-bottom:12px;color:var(--soft);font-size:13px}
 footer{margin-top:28px;padding-top:12px;padding-bottom:40px;border-top:1px solid var(--rule);
 color:var(--soft);font-size:12.5px}
@@ -106,9 +111,9 @@ footer dl{display:grid;grid-template-columns:max-content minmax(0,1fr);gap:2px 1
 footer dt{color:var(--muted)}footer dd{margin:0;overflow-wrap:anywhere}
 code{font:12px ui-monospace,"DejaVu Sans Mono",monospace}
 @media screen and (max-width:900px){.row>*{grid-column:1/-1}header,nav,main,footer{padding-left:10px;padding-right:10px}
-.strip{grid-template-columns:repeat(2,minmax(0,1fr))}.wide>svg:not([data-chart]){min-width:520px}nav{position:static}
-[data-chart] text{font-size:16px}th,td{padding:4px 5px;font-size:12.5px}tbody th{white-space:normal;min-width:104px}
-.scroll,.plot{background:linear-gradient(to right,var(--card) 30%,transparent),
+.strip{grid-template-columns:repeat(2,minmax(0,1fr))}.wide>svg:not([data-chart]){min-width:760px}nav{position:static}
+[data-chart] text{font-size:16px}th,td,tbody th{padding:4px 5px;font-size:12.5px}tbody th{white-space:normal;
+min-width:104px}.scroll,.plot{background:linear-gradient(to right,var(--card) 30%,transparent),
 linear-gradient(to right,transparent,var(--card) 70%) 100% 0,
 radial-gradient(farthest-side at 0 50%,var(--shade),transparent),
 radial-gradient(farthest-side at 100% 50%,var(--shade),transparent) 100% 0;background-repeat:no-repeat;

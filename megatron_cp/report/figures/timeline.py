@@ -1,4 +1,4 @@
-"""Who is busy with what, and when: a picture of simulated ranks, and a trace for Perfetto or chrome://tracing.
+"""Who is busy with what, and when: a picture of ranks, simulated or measured, and a trace for Perfetto or chrome://tracing.
 
 rank 0  compute  [stage 0][stage 1    ]   [stage 2 ]      one lane per resource that is used at all
         network     [keys of stage 1]
@@ -7,6 +7,7 @@ rank 0  compute  [stage 0][stage 1    ]   [stage 2 ]      one lane per resource 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from megatron_cp.plan.schema import PassName
 from megatron_cp.plan.study.simulate import RESOURCES, Event, Simulation, simulate_pass
@@ -27,39 +28,83 @@ from megatron_cp.report.figures.view import PackView
 MAX_RANKS_DRAWN = 8
 MAX_EVENTS_DRAWN = 4000
 LEFT, WIDTH, LANE = 150.0, 900.0, 11.0
-_COLOURS = dict(zip(RESOURCES, ("s1", "s2", "s4", "s3", "s7"), strict=True))
+SENDS, WAITS = "sends", "waits"  # what a trace of a run tells of transfers
+_LANES = (*RESOURCES, SENDS, WAITS)
+_COLOURS = dict(zip(_LANES, ("s1", "s2", "s4", "s3", "s7", "s2", "s6"), strict=True))
+_COLUMNS = ("plan and pass", "rank", "resource", "what", "begins at ms", "ends at ms")
 
 
-def stages_figure(pack: PackView) -> Figure | None:
-    """Returns the stages of our plan and of the first baseline, both passes; None where no plan is at hand."""
+class Timeline(Protocol):
+    """What ranks do in one pass."""
+
+    @property
+    def seconds(self) -> float:
+        """Returns when the last rank is done."""
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Returns which ranks are shown."""
+
+    @property
+    def timeline(self) -> Sequence[Sequence[Event]]:
+        """Returns the events of each."""
+
+
+Panels = Sequence[tuple[str, Timeline]]
+
+
+def stages_figure(pack: PackView, measured: Panels = (), words: str = "") -> Figure | None:
+    """Returns the stages of a pass: measured, where there are some, above those of the plans, simulated.
+
+    The plans are ours and the first baseline's, both passes. None where there is nothing to show. `words` say what
+    was measured.
+    """
     plans = [(view.words, view.computed) for view in pack.plans[:2] if view.computed is not None]
-    if not plans or pack.ours.cp_size == 1 or pack.ours.computed is None:
-        return None
+    if pack.ours.cp_size == 1 or pack.ours.computed is None:
+        plans = []
     passes: tuple[PassName, ...] = ("forward", "backward")
+    kind = "predicted: " if measured else ""
     runs = [
-        (f"{words}, {name}", simulate_pass(plan, name, num_traced=MAX_RANKS_DRAWN))
-        for words, plan in plans
+        (f"{kind}{title}, {name}", simulate_pass(plan, name, num_traced=MAX_RANKS_DRAWN))
+        for title, plan in plans
         for name in passes
     ]
-    rows = [
+    if not runs and not measured:
+        return None
+    pictures, captions = [], [words] if words else []
+    if measured:
+        pictures.append(timeline_picture(measured, "measured timeline of ranks"))
+    if runs:
+        topology = plans[0][1].config.topology
+        machine = topology if isinstance(topology, str) else topology.name
+        captions.append(
+            f"{'Below: one' if measured else 'One'} layer on {machine}, simulated from the plans: what each rank "
+            "computes and what travels meanwhile. Gaps in the compute lane are waiting."
+        )
+        pictures.append(timeline_picture(runs))
+    title = "Stages, measured and predicted" if measured and runs else "Stages"
+    return Figure(
+        f"{title}, measured" if measured and not runs else title,
+        " ".join(captions),
+        join(pictures),
+        Table(_COLUMNS, [*_rows(measured), *_rows(runs)]),
+        12,
+        predicted=not measured,
+    )
+
+
+def _rows(panels: Panels) -> list[tuple[object, ...]]:
+    """Returns the numbers behind a timeline."""
+    return [
         (title, rank, event.resource, event.what, event.start * 1e3, event.end * 1e3)
-        for title, run in runs
-        for rank, events in enumerate(run.timeline)
+        for title, run in panels
+        for rank, events in zip(run.ranks, run.timeline, strict=True)
         for event in events
     ]
-    topology = plans[0][1].config.topology
-    machine = topology if isinstance(topology, str) else topology.name
-    caption = (
-        f"One layer on {machine}, simulated from the plans: what each rank computes and what travels meanwhile. Gaps "
-        "in the compute lane are waiting."
-    )
-    columns = ("plan and pass", "rank", "resource", "what", "begins at ms", "ends at ms")
-    drawn = timeline_picture(runs)
-    return Figure("Stages", caption, drawn, Table(columns, rows), 12, predicted=True)
 
 
-def timeline_picture(panels: Sequence[tuple[str, Simulation]]) -> Markup:
-    """Returns one panel per simulation (title, traced ranks), one above the other, on one time scale."""
+def timeline_picture(panels: Panels, label: str = "simulated timeline of ranks") -> Markup:
+    """Returns one panel per pass (title, ranks), one above the other, on one time scale."""
     longest = max(run.seconds for _, run in panels) or 1.0
     scale = Scale(0, longest * 1e3, LEFT, WIDTH - 10)
     parts, top = [], 0.0
@@ -68,10 +113,10 @@ def timeline_picture(panels: Sequence[tuple[str, Simulation]]) -> Markup:
         parts.append(panel)
         top += used + 14
     parts.append(_legend(panels, top))
-    return picture(WIDTH, top + 18, "simulated timeline of ranks", *parts)
+    return picture(WIDTH, top + 18, label, *parts)
 
 
-def _panel(title: str, run: Simulation, scale: Scale, top: float) -> tuple[Markup, float]:
+def _panel(title: str, run: Timeline, scale: Scale, top: float) -> tuple[Markup, float]:
     """Returns a panel and its height."""
     lanes = _used(run)
     ranks = run.timeline[:MAX_RANKS_DRAWN]
@@ -79,9 +124,9 @@ def _panel(title: str, run: Simulation, scale: Scale, top: float) -> tuple[Marku
     height = len(lanes) * LANE
     parts = [text(0, top + 13, f"{title}: {run.seconds * 1e3:.4g} ms", "strong")]
     budget = MAX_EVENTS_DRAWN // max(1, len(ranks))
-    for number, events in enumerate(ranks):
+    for number, (rank, events) in enumerate(zip(run.ranks, ranks, strict=False)):
         y = first + number * (height + 5)
-        parts.append(text(0, y + height / 2 + 4, f"rank {number}"))
+        parts.append(text(0, y + height / 2 + 4, f"rank {rank}"))
         parts.append(rect(LEFT, y, scale.end - LEFT, height, "empty"))
         parts += [
             text(LEFT - 5, y + lane * LANE + LANE - 2, name, "tiny muted", "end")
@@ -111,13 +156,13 @@ def _longest(events: Sequence[Event], budget: int) -> list[Event]:
     return sorted(events, key=lambda event: event.start - event.end)[:budget]
 
 
-def _used(run: Simulation) -> list[str]:
+def _used(run: Timeline) -> list[str]:
     seen = {event.resource for events in run.timeline[:MAX_RANKS_DRAWN] for event in events}
-    return [name for name in RESOURCES if name in seen]
+    return [name for name in _LANES if name in seen]
 
 
-def _legend(panels: Sequence[tuple[str, Simulation]], y: float) -> Markup:
-    names = [name for name in RESOURCES if any(name in _used(run) for _, run in panels)]
+def _legend(panels: Panels, y: float) -> Markup:
+    names = [name for name in _LANES if any(name in _used(run) for _, run in panels)]
     parts, at = [], LEFT
     for name in names:
         parts.append(rect(at, y + 2, 10, 8, _COLOURS[name], rx=2))

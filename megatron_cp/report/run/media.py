@@ -13,6 +13,7 @@ from megatron_cp.report.figures.workers import workers_figure
 from megatron_cp.report.run.kept_packs import KeptPacks, plan_again
 from megatron_cp.report.run.page import length_shares, run_page
 from megatron_cp.report.run.record import Run, read_run
+from megatron_cp.report.run.texts import texts_table
 from megatron_cp.report.sources import quiet
 
 PLANNER_COLUMNS = (
@@ -47,6 +48,8 @@ def run_media(folder: Path) -> RunMedia:
     lengths = _lengths(run)
     if lengths is not None:
         tables["report/document_lengths"] = lengths
+    if run.texts:
+        tables["report/text_samples"] = texts_table(run.texts)
     return RunMedia(pages, tables)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_cp.report.draw.html import Section, note, page, row, strip, write_page
+from megatron_cp.report.draw.html import Figure, Section, note, page, row, strip, write_page
 from megatron_cp.report.draw.svg import Markup, short
 from megatron_cp.report.figures.lengths import (
     LengthShares,
@@ -18,6 +18,7 @@ from megatron_cp.report.figures.lengths import (
 from megatron_cp.report.figures.packs import communication_figure, dispatch_figure, mask_figure
 from megatron_cp.report.figures.planners import planner_table
 from megatron_cp.report.figures.timeline import stages_figure
+from megatron_cp.report.figures.view import PackView
 from megatron_cp.report.figures.workers import workers_figure
 from megatron_cp.report.run.bought import bought_table, bought_tiles, limits_figure
 from megatron_cp.report.run.curves import (
@@ -31,6 +32,8 @@ from megatron_cp.report.run.health import verdict_of
 from megatron_cp.report.run.kept_packs import KeptPacks, plan_again
 from megatron_cp.report.run.record import Run, read_run
 from megatron_cp.report.run.resume import resume_points
+from megatron_cp.report.run.texts import texts_parts
+from megatron_cp.report.run.trace import measured_stages
 from megatron_cp.report.run.trained import trained_tiles
 from megatron_cp.report.sources import Tell, quiet
 
@@ -64,11 +67,14 @@ def run_page(
         overview.append(row(bought_table(run, kept, other), limits_figure(run, kept)))
     else:
         overview.append(row(limits_figure(run, kept)))
-    sections = [Section("overview", "Overview", overview), _plan_section(kept)]
+    sections = [Section("overview", "Overview", overview), _plan_section(run, kept)]
     curves = row(loss_figure(run), gradient_figure(run))
     sections.append(
         Section("training", "Training", [curves, row(balance_figure(run), step_time_figure(run))])
     )
+    texts = texts_parts(run.texts, run.section("text_samples"))
+    if texts:
+        sections.append(Section("texts", "What it writes", texts))
     shares = length_shares(run)
     if shares is not None:
         seq_length = run.argument("seq_length")
@@ -86,7 +92,7 @@ def run_page(
     return page(f"{run.name} · training report", _subtitle(run), sections, _foot(run, other, kept))
 
 
-def _plan_section(kept: KeptPacks) -> Section:
+def _plan_section(run: Run, kept: KeptPacks) -> Section:
     pack = kept.drawn
     if pack is None:
         words = "The run kept no packs (plan.json is missing), so no plan can be drawn."
@@ -95,7 +101,7 @@ def _plan_section(kept: KeptPacks) -> Section:
     workers = workers_figure(pack)
     if workers is not None and pack.ours.cp_size > 1:
         parts.append(row(workers))
-    stages = stages_figure(pack)
+    stages = _stages(run, pack)
     if stages is not None:
         parts.append(row(stages))
     if kept.ours is not None:
@@ -110,6 +116,25 @@ def _plan_section(kept: KeptPacks) -> Section:
             ),
         )
     return Section("plan", "Plan of a kept pack", parts)
+
+
+def _stages(run: Run, pack: PackView) -> Figure | None:
+    """Returns the stages of a pass: those of the run's trace where it wrote one, and those of the plans."""
+    measured = measured_stages(run)
+    if measured is None:
+        return stages_figure(pack)
+    panels = [
+        (f"measured {name} (call {one.number} of {one.num_calls})", one)
+        for name, one in measured.passes.items()
+    ]
+    if not panels:
+        return stages_figure(pack, words=f"Nothing measured: {measured.problem}.")
+    clock = "device" if measured.on_device else "host"
+    words = (
+        f"Above: one layer of this run, measured in steps {measured.steps} (--profile), the call of median duration of "
+        f"each pass; {clock} time of the ranks that wrote a trace, by their machines' clocks. It is not the pack drawn."
+    )
+    return stages_figure(pack, panels, words)
 
 
 def length_shares(run: Run) -> LengthShares | None:

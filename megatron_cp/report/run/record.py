@@ -1,4 +1,4 @@
-"""What a training run left in its folder, read and checked: run.json, metrics.jsonl, plan.json.
+"""What a training run left in its folder, read and checked: run.json, metrics.jsonl, plan.json, text_samples.jsonl.
 
 Schema: docs/training.md. Nothing here is trusted; a record that cannot be read is one ValueError
 that names the file and what is wrong with it.
@@ -21,6 +21,7 @@ from megatron_cp.mask import AttentionMask, from_slices
 from megatron_cp.mask.interval import IntArray, to_indices
 from megatron_cp.mcore.arguments import cp_config_from_arguments
 from megatron_cp.report.figures.view import PackView, PlanView, kv_bytes
+from megatron_cp.report.run.texts import Text, read_texts
 
 SCHEMA = 1
 LOSS = "lm loss"
@@ -30,12 +31,13 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Run:
-    """One run: its description, the rows it logged, the packs it kept."""
+    """One run: its description, the rows it logged, the packs it kept, the texts it wrote."""
 
     folder: Path
     description: Mapping[str, Any]
     rows: tuple[Mapping[str, Any], ...]
     packs: tuple[PackView, ...]
+    texts: tuple[Text, ...] = ()
 
     @property
     def name(self) -> str:
@@ -76,7 +78,7 @@ def read_run(folder: Path) -> Run:
         samples = _checked(record_path, lambda: list(record["samples"]))
     run = Run(folder, description, tuple(rows), ())
     packs = _checked(record_path, lambda: tuple(pack_view(sample, run) for sample in samples))
-    return Run(folder, description, tuple(rows), packs)
+    return Run(folder, description, tuple(rows), packs, read_texts(folder / "text_samples.jsonl"))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

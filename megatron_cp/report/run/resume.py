@@ -26,7 +26,10 @@ def resume_points(run: Run) -> Markup | None:
     )
     if len(steps) > MAX_POINTS:
         words += f" {len(steps) - MAX_POINTS} older ones are not listed."
-    head = tag("tr", *(tag("th", escape(word)) for word in COLUMNS))
+    *figures, flags = COLUMNS
+    head = tag(
+        "tr", *(tag("th", escape(word)) for word in figures), tag("th", escape(flags), class_="why")
+    )
     rows = [_point(run, root, step) for step in steps[:MAX_POINTS]]
     table = tag("table", tag("thead", head), tag("tbody", *rows))
     return tag(

@@ -77,7 +77,7 @@ def _amount_tiles(run: Run) -> list[Tile]:
     if per_step is None:
         return []
     steps = int(run.rows[-1]["iteration"]) if run.rows else 0
-    detail = f"{steps} steps of {short(per_step)}, packs full"
+    detail = f"{steps} steps of {per_step:,}, packs full"
     train = run.section("data").get("train")
     total = train.get("tokens") if isinstance(train, dict) else None
     if isinstance(total, int) and total > 0:

@@ -31,6 +31,7 @@ from megatron_cp.training.arguments.files import (
     check_checkpoints,
     check_fill_in_the_middle,
     check_profile,
+    check_text_samples,
     check_token_files,
     complete_records,
     complete_sources,
@@ -312,6 +313,7 @@ _LAST_CHECKS: tuple[tuple[Any, ...], ...] = (
     (complete_records,),
     (check_checkpoints,),
     (check_profile,),
+    (check_text_samples,),
     (_spec,),
     (_settings,),
 )

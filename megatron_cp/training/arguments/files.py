@@ -179,6 +179,17 @@ def check_checkpoints(args: Namespace) -> Iterator[str]:
         yield "--exit-on-missing-checkpoint needs --load <folder>; give it too"
 
 
+def check_text_samples(args: Namespace) -> Iterator[str]:
+    """How many texts are written on, and where they go."""
+    if args.log_text_samples < 0:
+        yield (
+            f"--log-text-samples {args.log_text_samples} must not be negative; give how many texts to "
+            "write on, 0 for none"
+        )
+    if args.log_text_samples > 0 and args.run_dir is None:
+        yield "--log-text-samples needs a folder for its texts; give --run-dir or --save"
+
+
 def check_profile(args: Namespace) -> Iterator[str]:
     """Steps and ranks of a trace, and where it goes."""
     if args.record_memory_history and not torch.cuda.is_available():

@@ -373,6 +373,7 @@ TABLE = """
 --plan-only on - | print the plans of the first batches and leave; builds no model
 --plan-batches int 4 | batches that --plan-only shows
 --run-dir str - | folder of run.json, metrics.jsonl and plan.json; default --save
+--log-text-samples int 0 | held-out documents that the model goes on writing, at evaluations and at the end
 --wandb-run-id str - | go on with this wandb run
 --no-wandb off:wandb - | do not log to wandb
 """

@@ -49,6 +49,7 @@ from megatron_cp.training.logging.wandb_run import Media, start_wandb
 from megatron_cp.training.optim import learning_rate
 from megatron_cp.training.setup import own_place
 from megatron_cp.training.step import StepResult, params_norm
+from megatron_cp.training.text_samples import TextSample
 
 _NUM_PLAN_SAMPLES = 4
 
@@ -60,11 +61,11 @@ class Journal:
         self,
         state: RunState,
         flops: ModelFlops,
-        data: dict[str, Any],
+        described: dict[str, Any],
         timers: Timers,
         make_media: Callable[[Path], Media] | None = None,
     ) -> None:
-        """Opens the trackers on the last rank."""
+        """Opens the trackers on the last rank; `described` is what run.json says of data and samples of text."""
         self._make_media = make_media
         self._state, self._flops, self._timers = state, flops, timers
         stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -72,7 +73,7 @@ class Journal:
         self._energy = EnergyMeter() if state.config.records.log_energy else None
         self._peak = peak_tflops(_device_name(), bf16=state.config.model.bf16)
         self._keeps = dist.get_rank() == dist.get_world_size() - 1
-        self._tracker = _open_tracker(state, data) if self._keeps else Tracker()
+        self._tracker = _open_tracker(state, described) if self._keeps else Tracker()
         self._losses: dict[str, list[float]] = {LOSS_NAME: []}
         self._skipped = self._nan = 0
         self._window_flops = self._window_tokens = 0
@@ -81,6 +82,7 @@ class Journal:
         self._last: dict[str, Any] = {}
         self._summary = Summary()
         self._evaluated: dict[str, int] = {}
+        self._newest_texts = -1
 
     def step(
         self,
@@ -288,6 +290,16 @@ class Journal:
         """Whether the model as it is now has been evaluated on `split`; the same on every rank."""
         return self._evaluated.get(split) == self._state.iteration
 
+    def wrote(self, texts: list[TextSample]) -> None:
+        """Books samples of text of the model as it is now."""
+        self.restart_clock()
+        self._newest_texts = self._state.iteration
+        self._tracker.add_texts([one.row() for one in texts])
+
+    def has_texts_of(self, iteration: int) -> bool:
+        """Whether samples of the model after so many steps were written; the same on every rank."""
+        return self._newest_texts == iteration
+
     def saved(self, saved: Saved) -> None:
         """Books a checkpoint; the time that training waited for it is not that of a step."""
         self.restart_clock()
@@ -325,18 +337,18 @@ def _mean(values: list[float]) -> float:
     return sum(values) / len(values) if values else float("nan")
 
 
-def _open_tracker(state: RunState, data: dict[str, Any]) -> Tracker:
+def _open_tracker(state: RunState, described: dict[str, Any]) -> Tracker:
     """Returns the sinks that the arguments ask for."""
     config = state.config
     run_dir = None if config.records.run_dir is None else Path(config.records.run_dir)
     wandb_dir = Path(config.records.wandb_save_dir or (run_dir / "wandb" if run_dir else "wandb"))
-    files = None if run_dir is None else RunFiles(run_dir, _description(state, data))
+    files = None if run_dir is None else RunFiles(run_dir, _description(state, described))
     return Tracker(
         wandb_run=start_wandb(config, wandb_dir), writer=start_tensorboard(config), files=files
     )
 
 
-def _description(state: RunState, data: dict[str, Any]) -> dict[str, Any]:
+def _description(state: RunState, described: dict[str, Any]) -> dict[str, Any]:
     """Returns what `run.json` says of the run at its start."""
     config = state.config
     return {
@@ -353,7 +365,7 @@ def _description(state: RunState, data: dict[str, Any]) -> dict[str, Any]:
             "data": config.parallel.data_parallel_size,
         },
         "num_parameters": state.num_parameters,
-        "data": data,
+        **described,
         "versions": versions(),
         "machine": {
             "platform": platform.platform(),

@@ -1,9 +1,9 @@
 """The files that a run leaves for the report.
 
-`run.json`, `metrics.jsonl` and `plan.json` (schema: docs/training.md).
+`run.json`, `metrics.jsonl`, `plan.json` and, where it is asked for, `text_samples.jsonl` (schema: docs/training.md).
 
 Plain JSON of what may be written down (loggable.py), by one rank; a run that dies leaves every line up to its
-last step.
+last step. Samples of text hold the documents' own words.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from megatron_cp.training.checkpoint.files import write_atomically
 from megatron_cp.training.logging.loggable import loggable, loggable_arguments
 
 SCHEMA = 1
+TEXTS = "text_samples.jsonl"
 
 
 class RunFiles:
@@ -40,6 +41,8 @@ class RunFiles:
             _read_samples(folder / "plan.json") if description["iteration"] else []
         )
         _keep_rows_until(folder / "metrics.jsonl", description["iteration"])
+        if (folder / TEXTS).exists():
+            _keep_rows_until(folder / TEXTS, description["iteration"])
         self._write_run()
 
     def log(self, row: dict[str, Any]) -> None:
@@ -53,6 +56,11 @@ class RunFiles:
         write_atomically(
             self.folder / "plan.json", json.dumps({"schema": SCHEMA, "samples": self._samples})
         )
+
+    def add_texts(self, rows: list[dict[str, Any]]) -> None:
+        """Appends samples of text."""
+        with (self.folder / TEXTS).open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Writes how the run ended into `run.json`."""

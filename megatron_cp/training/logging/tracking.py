@@ -52,6 +52,11 @@ class Tracker:
         if self._files is not None:
             self._files.add_plan_sample(sample)
 
+    def add_texts(self, rows: list[dict[str, Any]]) -> None:
+        """Samples of text for the report."""
+        if self._files is not None:
+            self._files.add_texts(rows)
+
     @property
     def wants_plan_samples(self) -> bool:
         """Whether somebody keeps packs for the report."""
