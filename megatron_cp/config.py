@@ -27,7 +27,7 @@ class Level:
     size: int
     """Ranks of a group: a multiple of the level inside, whole nodes."""
     gbytes_per_s: float
-    """What one rank's rows that leave, or enter, its group share; they use its link between nodes besides."""
+    """At which one rank's rows leave, or enter, its group; they take its link between nodes besides."""
     latency_us: float | None = None
     """Of a transfer that leaves a group; None: that of the level inside."""
 
