@@ -9,9 +9,11 @@ from megatron_cp.attn.attend import attend
 from megatron_cp.attn.logits import no_logits
 from megatron_cp.attn.options import check_sink, resolve_options
 from megatron_cp.plan import AttentionPlan
+from megatron_cp.runtime.causal_conv import cp_causal_conv1d
 from megatron_cp.runtime.checkpoint import checkpoint, record_result, recorded_result
 from megatron_cp.runtime.dist_attn import DistributedAttention
 from megatron_cp.runtime.expansion import Expand, Expansion
+from megatron_cp.runtime.linear_attention import cp_linear_attention
 from megatron_cp.runtime.session import open_session
 from megatron_cp.runtime.shards import dispatch, position_ids, roll, undispatch
 
@@ -106,6 +108,8 @@ __all__ = [
     "attend",
     "checkpoint",
     "cp_attention",
+    "cp_causal_conv1d",
+    "cp_linear_attention",
     "dispatch",
     "position_ids",
     "roll",

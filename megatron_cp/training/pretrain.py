@@ -112,9 +112,7 @@ def pretrain(
             watchdog.settle(own_place())
             _announce(config)
             if config.data.verify_token_files:
-                with one_line_errors():
-                    raise_together(datasets.wrong_token_file(data))
-                print_rank_0("> SHA-256 of all token files are those of their manifests")
+                _verify_token_files(data)
             set_seeds(config)
             loaders = _build_loaders(config, data, request)
             state, runner = _build(config, model_provider, forward_step, device, watchdog.progress)
@@ -130,6 +128,12 @@ def pretrain(
     finally:
         watchdog.close()
         dist.destroy_process_group()
+
+
+def _verify_token_files(data: RunData) -> None:
+    with one_line_errors():
+        raise_together(datasets.wrong_token_file(data))
+    print_rank_0("> SHA-256 of all token files are those of their manifests")
 
 
 def _go_through(run: Run) -> None:

@@ -1,0 +1,178 @@
+"""Linear attention and the gated delta rule over a whole context, tokens where the plan put them.
+
+Each rank reduces its segments to maps of their states, maps of cut documents travel once, and every segment starts from
+the right state. What travels does not grow with the tokens. Source: LASP-2 (arXiv 2502.07563), which gathers the states
+of equal pieces; here pieces are what a placement left of documents, and a state goes to those who read it.
+"""
+
+# T tokens of this rank, H heads, K key dim, V value dim
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_cp.attn.linear import Maps, reduce_chunks, scan
+from megatron_cp.attn.options import DTYPES, accumulation_dtype
+from megatron_cp.plan import AttentionPlan
+from megatron_cp.plan.segments import check_document_lengths
+from megatron_cp.runtime.linear_layout import LinearLayout, linear_layout
+from megatron_cp.runtime.session import open_session
+
+
+def cp_linear_attention(  # noqa: PLR0913  the public signature
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: AttentionPlan,
+    group: dist.ProcessGroup | None,
+    *,
+    document_lengths: Sequence[int],
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Returns causal linear attention inside each document for the tokens of this rank, in the plan's local order.
+
+    q, k `[T, H, K]`, v `[T, H, V]` -> `[T, H, V]` in the input dtype. In each head a document starts from a state S = 0
+    `[K, V]`; token by token
+
+        S = exp(g) S                   g: log of the decay, finite, at most 0; `[T, H]`, or by key channel `[T, H, K]`
+        S = S + k v^T                  without beta
+        S = S + beta k (v - S^T k)^T   with beta `[T, H]`: the (gated) delta rule, for k of length 1 and beta in [0, 2]
+        out = scale S^T q              scale: default 1 / sqrt(K)
+
+    `document_lengths` are those of the pack in the order of tokens and add up to the plan's tokens; the plan's mask is
+    not looked at. Padding rows give 0 and zero gradients. States, sums and gradients inside are fp32 (fp64 for fp64
+    inputs), in a fixed order. Differentiable in q, k, v, g and beta. Plain torch on every device; **it has never run on
+    a GPU**.
+
+    Collective over `group` (None for cp_size 1) where a document lies on several ranks, forward and backward: every
+    rank calls it with the same plan, lengths, dtypes, options and `requires_grad`.
+
+    Source: GLA (arXiv 2312.06635), Gated DeltaNet (arXiv 2412.06464); shapes and signs are flash-linear-attention's.
+
+    Raises:
+        ValueError, TypeError: wrong input, before any collective.
+        PlanMismatchError: on every rank, when the ranks' plans or calls differ.
+    """
+    lengths = check_document_lengths(document_lengths, plan.num_tokens)
+    _check_rows(q, k, v, plan.tokens_per_rank)
+    _check_gates(k, g, beta)
+    check_tensors({"q": q, "k": k, "v": v, "g": g, "beta": beta}, q.device)
+    scale = _resolve_scale(scale, q.shape[-1])
+    tensors = (q, k, v, g, beta)
+    call = f"linear attention {describe_call(tensors, lengths)} {scale}"
+    session = open_session(plan, group, q.device, call)
+    rank = 0 if group is None else dist.get_rank(group)
+    layout = linear_layout(plan, lengths, q.shape[-1], rank, q.device)
+    with torch.autocast(q.device.type, enabled=False):
+        out = _attend(tensors, scale, layout, session.group)
+    return out.to(q.dtype)
+
+
+def describe_call(tensors: Sequence[Tensor | None], document_lengths: tuple[int, ...]) -> str:
+    """Returns what must be equal on all ranks: dtypes, shapes, which gradients are wanted, and the documents."""
+    words = ["-" if x is None else f"{x.dtype} {tuple(x.shape)} {x.requires_grad}" for x in tensors]
+    digest = hashlib.sha256(str(document_lengths).encode()).hexdigest()[:12]
+    return f"{', '.join(words)} {torch.is_grad_enabled()} documents {digest}"
+
+
+def _attend(
+    tensors: tuple[Tensor | None, ...],
+    scale: float,
+    layout: LinearLayout,
+    group: dist.ProcessGroup | None,
+) -> Tensor:
+    assert tensors[0] is not None
+    exact = accumulation_dtype(tensors[0].dtype)
+    q, k, v, g, beta = (None if x is None else x.to(exact) for x in tensors)
+    assert q is not None and k is not None and v is not None
+    if g is None:
+        g = q.new_zeros(q.shape[:2])
+    g = g if g.dim() == 3 else g.unsqueeze(-1)
+    into_chunks = layout.chunking.into_chunks
+    chunks = reduce_chunks(
+        into_chunks(q * scale),
+        into_chunks(k),
+        into_chunks(v),
+        into_chunks(g),
+        None if beta is None else into_chunks(beta.unsqueeze(-1)),
+    )
+    initial = _states_before_segments(chunks.maps, layout, group)
+    before, _ = scan(chunks.maps, initial, layout.chunking.chains)
+    return layout.chunking.from_chunks(chunks.outputs(before), len(q))
+
+
+def _states_before_segments(
+    chunk_maps: Maps, layout: LinearLayout, group: dist.ProcessGroup | None
+) -> Tensor:
+    """Returns the state `[H, K, V]` that each own segment starts from; collective where states travel.
+
+    Every rank's result hangs on the exchange in autograd's graph, also where it receives nothing, so that all ranks
+    take part in the way back.
+    """
+    telling, folding = layout.telling, layout.folding
+    identity = chunk_maps.identity(telling.chains.num_chains)
+    _, after = scan(chunk_maps.widened(telling.chunks), identity, telling.chains)
+    told = after.index_select(0, telling.last_links)
+    received = layout.exchange.receive(told, group)
+    value_dim = chunk_maps.added.shape[-1]
+    maps = Maps.unpacked(torch.cat([told, received]).index_select(0, folding.sources), value_dim)
+    state = chunk_maps.added.new_zeros((layout.num_segments, *chunk_maps.added.shape[1:]))
+    nothing = state.new_zeros((folding.chains.num_chains, *state.shape[1:]))
+    _, after = scan(maps, nothing, folding.chains)
+    return state.index_copy(0, folding.begun, after.index_select(0, folding.links))
+
+
+def check_tensors(tensors: dict[str, Tensor | None], device: torch.device) -> None:
+    """Raises ValueError for a tensor of a dtype that is not computed with, or on another device; None passes."""
+    for name, x in tensors.items():
+        if x is not None and (x.dtype not in DTYPES or x.device != device):
+            allowed = ", ".join(str(dtype) for dtype in DTYPES)
+            raise ValueError(
+                f"{name} is {x.dtype} on {x.device}, it must be one of {allowed}, on {device}; convert it"
+            )
+
+
+def _check_rows(q: Tensor, k: Tensor, v: Tensor, num_rows: int) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 3 or not all(x.shape[1:]):
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}, it must be [tokens, heads, dim] with one head and dim at least; "
+                "merge batch and tokens, and give the heads of this rank"
+            )
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            f"dtypes of q, k, v = {q.dtype}, {k.dtype}, {v.dtype} must be equal; cast them to one of them"
+        )
+    if q.shape[0] != num_rows:
+        raise ValueError(
+            f"q has {q.shape[0]} rows, the plan gives every rank {num_rows}; "
+            "dispatch(x, plan, group) makes the local rows"
+        )
+    if k.shape != q.shape or v.shape[:2] != q.shape[:2]:
+        raise ValueError(
+            f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}, q has {tuple(q.shape)}; k must have the shape of q, "
+            "v its tokens and heads: repeat shared heads with repeat_interleave(times, dim=1)"
+        )
+
+
+def _check_gates(k: Tensor, g: Tensor | None, beta: Tensor | None) -> None:
+    by_head, by_channel = tuple(k.shape[:2]), tuple(k.shape)
+    for name, x, allowed in (("g", g, (by_head, by_channel)), ("beta", beta, (by_head,))):
+        if x is not None and tuple(x.shape) not in allowed:
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}, for this k it must be {' or '.join(map(str, allowed))}; "
+                "give one number for each token and head"
+            )
+
+
+def _resolve_scale(scale: float | None, key_dim: int) -> float:
+    resolved = 1 / math.sqrt(key_dim) if scale is None else float(scale)
+    if not math.isfinite(resolved):
+        raise ValueError(f"scale={scale} must be finite; pass None for 1/sqrt(K)")
+    return resolved
