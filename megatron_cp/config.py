@@ -158,6 +158,10 @@ class CPConfig:
     """Width of the one row per token that travels in place of keys and values, which `cp_attention(expand=...)` makes
     of it (the key/value latent and the rotated key of latent attention); None: keys and values travel."""
 
+    linear_state_bytes: int | None = None
+    """Bytes of a document's states in all layers of linear attention for each attention layer that is planned for, or
+    for all of `make_plans`: heads x K x (V + 1) x 4 a layer. Placements that cut documents often cost more then."""
+
     topology: str | Topology = "h100"
     """Hardware of the cost model: cpu, a800, h100, h200, or a row of your own."""
 
@@ -207,7 +211,8 @@ class CPConfig:
         ):  # fmt: skip
             _check_positive(name, getattr(self, name))
         for name in (
-            "chunk_size", "value_head_dim", "latent_dim", "num_stages", "max_received_mb", "head_degree"
+            "chunk_size", "value_head_dim", "latent_dim", "linear_state_bytes", "num_stages",
+            "max_received_mb", "head_degree",
         ):  # fmt: skip
             if getattr(self, name) is not None:
                 _check_positive(name, getattr(self, name))

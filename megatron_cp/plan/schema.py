@@ -287,7 +287,10 @@ def _said(config: CPConfig) -> dict[str, Any]:
     """Returns a config as words for a digest; wishes that came later and are not used leave no trace."""
     said = asdict(config)
     topology = said["topology"] if isinstance(said["topology"], dict) else {}
-    for words, names in ((said, ("rank_speeds", "latent_dim")), (topology, _LATER)):
+    for words, names in (
+        (said, ("rank_speeds", "latent_dim", "linear_state_bytes")),
+        (topology, _LATER),
+    ):
         for name in names:
             if name in words and not words[name]:
                 del words[name]

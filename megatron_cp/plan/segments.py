@@ -88,7 +88,27 @@ def check_document_lengths(document_lengths: Sequence[int], num_tokens: int) -> 
 
 def find_segments(plan: PlanData, document_lengths: Sequence[int]) -> Segments:
     """Returns the segments of a plan's placement under checked `document_lengths`."""
-    owner, row, document = _tokens(plan, document_lengths)
+    return _segments(*_tokens(plan, document_lengths))
+
+
+def states_received(tokens: IntArray, document_bounds: IntArray) -> IntArray:
+    """Returns the states that each rank receives, as `count_segments` does of a plan: int64 `[P]`.
+
+    `tokens` `[P, T]` of each rank; document i is `document_bounds[i]` to `document_bounds[i + 1]`.
+    """
+    num_ranks, num_rows = tokens.shape
+    place = np.empty(tokens.size, np.int64)
+    place[tokens.reshape(-1)] = np.arange(tokens.size)
+    owner, row = np.divmod(place[: document_bounds[-1]], num_rows)
+    document = np.repeat(np.arange(len(document_bounds) - 1), np.diff(document_bounds))
+    segments = _segments(owner, row, document)
+    wanted = wanted_states(segments)
+    return np.bincount(
+        wanted.reader[segments.rank[wanted.item] != wanted.reader], minlength=num_ranks
+    )
+
+
+def _segments(owner: IntArray, row: IntArray, document: IntArray) -> Segments:
     opens = np.ones(len(owner), dtype=bool)
     opens[1:] = (np.diff(owner) != 0) | (np.diff(row) != 1) | (np.diff(document) != 0)
     start = np.flatnonzero(opens)

@@ -8,7 +8,13 @@ import pytest
 from megatron_cp import mask as masks
 from megatron_cp.config import CPConfig
 from megatron_cp.plan import make_plan
-from megatron_cp.plan.segments import count_segments, find_segments, wanted_states, wanted_tokens
+from megatron_cp.plan.segments import (
+    count_segments,
+    find_segments,
+    states_received,
+    wanted_states,
+    wanted_tokens,
+)
 from tests.runtime.handmade import random_plan
 
 
@@ -109,3 +115,26 @@ def test_lengths_that_are_not_the_plans_are_refused():
         count_segments(plan, [15])
     with pytest.raises(TypeError, match="one list of integers"):
         count_segments(plan, [[16]])
+
+
+@cases()
+@hypothesis.settings(max_examples=30)
+def test_states_of_a_placement_are_those_of_its_plan(lengths, cp_size, planner):
+    plan, bounds = plan_of(lengths, cp_size, planner), np.cumsum([0, *lengths])
+    expected = count_segments(plan, lengths).received
+    assert np.array_equal(states_received(plan.global_from_local, bounds), expected)
+
+
+def test_large_states_keep_documents_together():
+    """One long document and short ones: balancing by area cuts it up, which costs states."""
+    lengths = [20_000] + [500] * 40
+    mask = masks.documents(lengths, within="causal")
+    config = {"num_heads": 16, "num_kv_heads": 2, "topology": "h100"}
+    received, seconds = [], []
+    for size in (None, 1 << 20, 1 << 28):
+        plan = make_plan(mask, 8, CPConfig(linear_state_bytes=size, **config))
+        received.append(int(count_segments(plan, lengths).received.max()))
+        seconds.append(sum(plan.stats(name)["makespan_ms"] for name in ("forward", "backward")))
+    assert received[0] >= received[1] >= received[2]
+    assert received[2] < received[0]
+    assert seconds[0] <= 1.0025 * min(seconds)  # plans so near count as equal

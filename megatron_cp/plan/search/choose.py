@@ -15,6 +15,7 @@ from megatron_cp.plan.hardware.memory import received_bytes
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.placement.candidates import Family
 from megatron_cp.plan.price.head_groups import PassOption
+from megatron_cp.plan.price.linear_layers import linear_seconds
 from megatron_cp.plan.schema import PASSES, PassName, PlanData
 from megatron_cp.plan.search.budget import BUDGET, SearchBudget
 from megatron_cp.plan.search.search import Candidate, candidates
@@ -47,13 +48,15 @@ def best_family(
     """
     found = candidates(masks, cp_size, config, budget)
     has_rates = get_topology(config.topology).kernels is not None
+    states = [linear_seconds(one.tokens, [m for m, _ in masks.values()], config) for one in found]
     measured: list[tuple[float, dict[str, PlanData]]] = []
     while True:
         every = [
             {key: _pick(options, budget) for key, options in one.options.items()} for one in found
         ]
         totals = [
-            _total(masks, one.options, chosen) for one, chosen in zip(found, every, strict=True)
+            _total(masks, one.options, chosen, also)
+            for one, chosen, also in zip(found, every, states, strict=True)
         ]
         best = totals.index(_pick(totals, budget))
         candidate, chosen = found[best], every[best]
@@ -80,7 +83,9 @@ def best_family(
         if not has_rates:
             return plans
         prices = {key: makespan_seconds(plans[key[0]], key[1]) for key in chosen}
-        measured.append((sum(masks[key[0]][1] * prices[key] for key in prices), plans))
+        measured.append(
+            (states[best] + sum(masks[key[0]][1] * prices[key] for key in prices), plans)
+        )
         slower = {
             key: replace(one, seconds=prices[key])
             for key, one in chosen.items()
@@ -138,8 +143,12 @@ def _pick(options: Sequence[Priced], budget: SearchBudget) -> Priced:
 
 
 def _total(
-    masks: Family, options: Mapping[tuple[str, PassName], Sequence[PassOption]], chosen: Chosen
+    masks: Family,
+    options: Mapping[tuple[str, PassName], Sequence[PassOption]],
+    chosen: Chosen,
+    also: float,
 ) -> _Total:
+    """`also`: seconds of the placement, whatever is chosen on it."""
     weighted = [(masks[name][1], choice) for (name, _), choice in chosen.items()]
     seconds = sum(weight * choice.seconds for weight, choice in weighted)
     if not 0 < seconds < math.inf:
@@ -150,7 +159,7 @@ def _total(
         masks[name][1] * min(one.published_seconds for one in found)
         for (name, _), found in options.items()
     )
-    return _Total(seconds, moved, loads / seconds, published)
+    return _Total(seconds + also, moved, loads / seconds, published + also)
 
 
 def _build(
