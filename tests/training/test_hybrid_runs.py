@@ -32,6 +32,7 @@ MODELS = {
     "plain": (),
     "windows": ("--window-size", "15,0", "--window-attn-skip-freq", "2"),
     "experts": ("--num-experts", "4", "--moe-ffn-hidden-size", "48"),
+    "latent": ("--multi-latent-attention",),
 }
 
 
@@ -53,9 +54,11 @@ def same_losses(found: Path, expected: Path) -> None:
         assert metrics(found, key) == pytest.approx(metrics(expected, key), rel=2e-6), key
 
 
-@pytest.mark.parametrize("model", ["plain", "windows", "experts"])
+@pytest.mark.parametrize("model", sorted(MODELS))
 def test_losses_are_those_of_fixed_groups_and_of_one_rank(tmp_path: Path, topology, model: str):
     flags = [*RUN, *MODELS[model]]
+    if model == "latent":
+        flags.remove("--group-query-attention")
     train(1, *flags, "--run-dir", str(tmp_path / "one"))
     train(4, *flags, *topology, *CP2, "--run-dir", str(tmp_path / "fixed"))
     train(4, *flags, *topology, *HYBRID, "--run-dir", str(tmp_path / "hybrid"))
