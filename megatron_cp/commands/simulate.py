@@ -65,10 +65,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, words: Sequence[str]) -> int:
     """Prints the tables and writes what was asked for."""
-    if args.data_parallel_size is not None:
+    has_replicas = args.data_parallel_size is not None
+    args.context_parallel_size = args.context_parallel_size or (
+        [8] if has_replicas else [8, 64, 512]
+    )
+    if has_replicas:
         return _run_replicas(args)
     refuse_unused(args, "global_batch_size", source="--data-parallel-size")
-    cp_sizes = args.context_parallel_size or [8, 64, 512]
+    cp_sizes = args.context_parallel_size
     sizes = [(n, pack_tokens(args, n)) for n in cp_sizes]
     config, planners = config_of(args), planners_of(args)
     if args.svg is not None and min(cp_sizes) > MAX_RANKS_PICTURED:
@@ -112,7 +116,7 @@ def _run_replicas(args: argparse.Namespace) -> int:
             seed=args.seed,
             tell=progress,
         )
-        for n in args.context_parallel_size or [8]
+        for n in args.context_parallel_size
     ]
     progress.clear()
     show(f"{replicas_text(studies)}\n\n{assumed(args)}", replicas_values(studies), args.json)

@@ -103,6 +103,7 @@ _IMPORTED_LATE = (
     "megatron_cp.training.arguments",
     "megatron_cp.training.gpt",
     "megatron_cp.training.pretrain",
+    "megatron.core.datasets.gpt_dataset",
     "megatron.core.dist_checkpointing.strategies.torch",
     "numpy.ma",
     "psutil",

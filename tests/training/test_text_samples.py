@@ -26,11 +26,13 @@ def step(token: int) -> int:
 
 def plant_a_table(rank: int) -> None:
     """The logits of a token are those of a table, whatever the model holds."""
+    from megatron.core import parallel_state
+
     from megatron_cp.training import gpt
 
     def logits_step(batch, model, device):
         del model
-        group = gpt.parallel_state.get_context_parallel_group()
+        group = parallel_state.get_context_parallel_group()
         rows = np.asarray(batch.plans["full"].global_from_local)[group.rank()]
         tokens = batch.batch.tokens[np.minimum(rows, len(batch.batch.tokens) - 1)]
         logits = torch.full((len(tokens), 384), -1e4, device=device)
@@ -42,6 +44,8 @@ def plant_a_table(rank: int) -> None:
 
 def plant_a_comparison(rank: int) -> None:
     """Logits must score tokens as the losses of training do: else the run ends."""
+    from megatron.core import parallel_state
+
     from megatron_cp.training import gpt
 
     own = gpt.logits_step
@@ -52,7 +56,7 @@ def plant_a_comparison(rank: int) -> None:
         batch = replace(batch, batch=replace(batch.batch, labels=labels))
         losses, _ = gpt.forward_step(model.module.config_of_run, batch, model, device)
         rows = np.asarray(batch.plans["full"].global_from_local)[
-            gpt.parallel_state.get_context_parallel_rank()
+            parallel_state.get_context_parallel_rank()
         ]
         wanted = torch.nn.functional.cross_entropy(
             logits.double(), torch.from_numpy(labels[rows]), reduction="none"
