@@ -77,6 +77,7 @@ def test_each_of_several_loads_is_kept_within_the_limit():
     document = placed.tokens // 128
     loads = heavy[document].sum(axis=1)  # of each rank, for both masks
     assert (loads <= 1.08 * loads.mean(axis=0)).all()
+    assert all(len(ranks) == 1 for ranks in ranks_of_documents(placed.tokens, bounds))
 
 
 def test_of_many_small_documents_one_per_rank_is_cut():
