@@ -69,8 +69,16 @@ def double_ring_pass(placed: PlacedMask, inner: int) -> Pass:
 def transposed(pass_: Pass) -> Pass:
     """Returns the pass in which queries do what keys did and keys what queries did."""
 
+    turned: dict[tuple[int, int, bytes], AttentionMask] = {}  # many ranks have the same work
+
+    def turn(work: AttentionMask) -> AttentionMask:
+        key = work.num_queries, work.num_keys, work.array.tobytes()
+        if key not in turned:
+            turned[key] = work.transpose()
+        return turned[key]
+
     def exchange(stage: Stage) -> Stage:
-        work = tuple(one.transpose() for one in stage.work)
+        work = tuple(turn(one) for one in stage.work)
         return Stage(work, stage.q_cast, stage.k_cast, stage.keeps_q, stage.keeps_k)
 
     return replace(pass_, stages=tuple(exchange(stage) for stage in pass_.stages))
