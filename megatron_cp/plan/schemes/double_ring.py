@@ -68,7 +68,6 @@ def double_ring_pass(placed: PlacedMask, inner: int) -> Pass:
 
 def transposed(pass_: Pass) -> Pass:
     """Returns the pass in which queries do what keys did and keys what queries did."""
-
     turned: dict[tuple[int, int, bytes], AttentionMask] = {}  # many ranks have the same work
 
     def turn(work: AttentionMask) -> AttentionMask:
