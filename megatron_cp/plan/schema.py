@@ -269,11 +269,7 @@ class PlanData:
     @cached_property
     def local_from_global(self) -> tuple[IntArray, IntArray]:
         """Owner rank and local row of every token id, padding included: two int64 `[P * T]`."""
-        owner = np.empty(self.global_from_local.size, dtype=np.int64)
-        row = np.empty_like(owner)
-        owner[self.global_from_local] = np.arange(self.cp_size)[:, None]
-        row[self.global_from_local] = np.arange(self.tokens_per_rank)[None, :]
-        return owner, row
+        return owners_and_rows(self.global_from_local)
 
     def __repr__(self) -> str:
         shape = f"{self.cp_size} ranks x {self.tokens_per_rank} tokens"
@@ -295,6 +291,16 @@ def _said(config: CPConfig) -> dict[str, Any]:
             if name in words and not words[name]:
                 del words[name]
     return said
+
+
+def owners_and_rows(tokens: IntArray) -> tuple[IntArray, IntArray]:
+    """Returns owner rank and local row of every token id, given the ids `[P, T]` of each rank: two int64 `[P * T]`."""
+    num_ranks, num_rows = tokens.shape
+    owner = np.empty(tokens.size, dtype=np.int64)
+    row = np.empty_like(owner)
+    owner[tokens] = np.arange(num_ranks)[:, None]
+    row[tokens] = np.arange(num_rows)[None, :]
+    return owner, row
 
 
 def message_rows(messages: IntArray) -> IntArray:

@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from megatron_cp.mask.interval import IntArray, expand_ranges
-from megatron_cp.plan.schema import PlanData
+from megatron_cp.plan.schema import PlanData, owners_and_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,16 +96,15 @@ def states_received(tokens: IntArray, document_bounds: IntArray) -> IntArray:
 
     `tokens` `[P, T]` of each rank; document i is `document_bounds[i]` to `document_bounds[i + 1]`.
     """
-    num_ranks, num_rows = tokens.shape
-    place = np.empty(tokens.size, np.int64)
-    place[tokens.reshape(-1)] = np.arange(tokens.size)
-    owner, row = np.divmod(place[: document_bounds[-1]], num_rows)
+    owner, row = (column[: document_bounds[-1]] for column in owners_and_rows(tokens))
     document = np.repeat(np.arange(len(document_bounds) - 1), np.diff(document_bounds))
-    segments = _segments(owner, row, document)
+    return _received(_segments(owner, row, document), len(tokens))
+
+
+def _received(segments: Segments, num_ranks: int) -> IntArray:
     wanted = wanted_states(segments)
-    return np.bincount(
-        wanted.reader[segments.rank[wanted.item] != wanted.reader], minlength=num_ranks
-    )
+    travels = segments.rank[wanted.item] != wanted.reader
+    return np.bincount(wanted.reader[travels], minlength=num_ranks)
 
 
 def _segments(owner: IntArray, row: IntArray, document: IntArray) -> Segments:
@@ -154,16 +153,16 @@ def count_segments(plan: PlanData, document_lengths: Sequence[int]) -> SegmentCo
     Raises ValueError for lengths that do not add up to the plan's tokens.
     """
     segments = find_segments(plan, check_document_lengths(document_lengths, plan.num_tokens))
-    wanted = wanted_states(segments)
     pieces = np.bincount(segments.document, minlength=len(document_lengths))
     is_cut = pieces[segments.document] > 1
-    travels = segments.rank[wanted.item] != wanted.reader
 
     def per_rank(ranks: IntArray) -> IntArray:
         return np.bincount(ranks, minlength=plan.cp_size)
 
     return SegmentCounts(
-        per_rank(segments.rank), per_rank(segments.rank[is_cut]), per_rank(wanted.reader[travels])
+        per_rank(segments.rank),
+        per_rank(segments.rank[is_cut]),
+        _received(segments, plan.cp_size),
     )
 
 

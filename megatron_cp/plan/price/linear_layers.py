@@ -8,6 +8,7 @@ import numpy as np
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
+from megatron_cp.plan.hardware.links import Links
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.placement.by_documents import document_bounds
 from megatron_cp.plan.segments import states_received
@@ -16,14 +17,10 @@ from megatron_cp.plan.segments import states_received
 def linear_seconds(tokens: IntArray, masks: Sequence[AttentionMask], config: CPConfig) -> float:
     """Returns the time that states of linear layers travel, there and back, on the links of the rank that gets most.
 
-    `tokens` `[P, T]` of each rank. Documents are those that no mask links. 0 without `config.linear_state_bytes`.
+    `tokens` `[P, T]` of each rank. Documents are those that no mask links. All ranks exchange at once.
     """
-    num_ranks = len(tokens)
-    if not config.linear_state_bytes or num_ranks == 1:
-        return 0.0
-    topology = get_topology(config.topology)
-    is_inside = num_ranks <= topology.node_size
-    gbytes = topology.inner_gbytes_per_s if is_inside else topology.outer_gbytes_per_s
+    assert config.linear_state_bytes is not None
+    gbytes, _ = Links.of(get_topology(config.topology)).exchange([tuple(range(len(tokens)))])
     bounds = functools.reduce(np.intersect1d, map(document_bounds, masks))
     states = int(states_received(tokens, bounds).max())
     return 2 * states * config.linear_state_bytes / (gbytes * 1e9)

@@ -48,7 +48,10 @@ def best_family(
     """
     found = candidates(masks, cp_size, config, budget)
     has_rates = get_topology(config.topology).kernels is not None
-    states = [linear_seconds(one.tokens, [m for m, _ in masks.values()], config) for one in found]
+    states = [0.0] * len(found)
+    if config.linear_state_bytes is not None:
+        every_mask = [mask for mask, _ in masks.values()]
+        states = [linear_seconds(one.tokens, every_mask, config) for one in found]
     measured: list[tuple[float, dict[str, PlanData]]] = []
     while True:
         every = [
