@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,24 @@ class Prompt:
     """Its number in the split."""
     ids: Ids
     follows: Ids
+
+
+@dataclass(frozen=True)
+class TextSample:
+    """One text, a line of text_samples.jsonl: what the model was given, what it wrote, what the document says."""
+
+    iteration: int
+    split: str
+    document: int
+    prompt: str
+    continuation: str
+    original: str
+    ended: bool
+    """Whether the model ended the document itself."""
+
+    def row(self) -> dict[str, Any]:
+        """Returns its line of text_samples.jsonl."""
+        return asdict(self)
 
 
 def choose_prompts(documents: Documents, count: int, seq_length: int) -> list[Prompt]:

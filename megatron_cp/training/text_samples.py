@@ -14,7 +14,7 @@ as before. The noise of the draws is that of the seed and the text alone, so two
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,15 @@ from numpy.typing import NDArray
 
 from megatron_cp.data.batch import PackedBatch, PlannedBatch, PlanRequest, make_batch_plans
 from megatron_cp.data.document_set import Documents
-from megatron_cp.data.prompts import NEW_TOKENS, Ids, Prompt, choose_prompts, draw, text_behind
+from megatron_cp.data.prompts import (
+    NEW_TOKENS,
+    Ids,
+    Prompt,
+    TextSample,
+    choose_prompts,
+    draw,
+    text_behind,
+)
 from megatron_cp.data.tokenizer import Tokenizer
 from megatron_cp.mask import documents as document_mask
 from megatron_cp.training.bad_steps.probe import Before
@@ -35,24 +43,6 @@ from megatron_cp.training.step import Runner, whole_parameters
 
 LogitsStep = Callable[[PlannedBatch, Any, torch.device], torch.Tensor]
 """Returns the logits of this rank's rows, `[T, V]`, the whole vocabulary on every tensor-parallel rank."""
-
-
-@dataclass(frozen=True)
-class TextSample:
-    """One text: what the model was given, what it wrote, what the document says."""
-
-    iteration: int
-    split: str
-    document: int
-    prompt: str
-    continuation: str
-    original: str
-    ended: bool
-    """Whether the model ended the document itself."""
-
-    def row(self) -> dict[str, Any]:
-        """Returns its line of text_samples.jsonl."""
-        return asdict(self)
 
 
 def why_no_samples(config: TrainConfig, documents: Documents, limit: int | None) -> str | None:

@@ -17,11 +17,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from megatron_cp.config import CPConfig
+from megatron_cp.data.prompts import TextSample
 from megatron_cp.mask import AttentionMask, from_slices
 from megatron_cp.mask.interval import IntArray, to_indices
 from megatron_cp.mcore.arguments import cp_config_from_arguments
 from megatron_cp.report.figures.view import PackView, PlanView, kv_bytes
-from megatron_cp.report.run.texts import Text, read_texts
+from megatron_cp.report.run.texts import read_texts
 
 SCHEMA = 1
 LOSS = "lm loss"
@@ -37,7 +38,7 @@ class Run:
     description: Mapping[str, Any]
     rows: tuple[Mapping[str, Any], ...]
     packs: tuple[PackView, ...]
-    texts: tuple[Text, ...] = ()
+    texts: tuple[TextSample, ...] = ()
 
     @property
     def name(self) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
+from megatron_cp.data.prompts import TextSample
 from megatron_cp.report.draw.html import Table, note, row
 from megatron_cp.report.draw.svg import Markup, escape, tag
 
@@ -16,20 +16,7 @@ MOST_SAMPLES = 400
 _SPLITS = {"valid": "held-out", "test": "held-out (test)", "train": "training"}
 
 
-@dataclass(frozen=True)
-class Text:
-    """A line of text_samples.jsonl."""
-
-    iteration: int
-    split: str
-    document: int
-    prompt: str
-    continuation: str
-    original: str
-    ended: bool
-
-
-def read_texts(path: Path) -> tuple[Text, ...]:
+def read_texts(path: Path) -> tuple[TextSample, ...]:
     """Returns the newest samples of a run, in the order of the file; what is no sample is left out."""
     if not path.is_file():
         return ()
@@ -42,7 +29,7 @@ def read_texts(path: Path) -> tuple[Text, ...]:
     return tuple(found[-MOST_SAMPLES:])
 
 
-def _text(record: Mapping[str, object]) -> Text:
+def _text(record: Mapping[str, object]) -> TextSample:
     words = {name: record[name] for name in ("split", "prompt", "continuation", "original")}
     numbers = {name: record[name] for name in ("iteration", "document")}
     if not all(isinstance(value, str) for value in words.values()):
@@ -50,10 +37,10 @@ def _text(record: Mapping[str, object]) -> Text:
     if not all(type(value) is int for value in numbers.values()):
         raise TypeError("a number is not a number")
     cut = {name: str(value)[:MOST_CHARACTERS] for name, value in words.items()}
-    return Text(**cut, **numbers, ended=record["ended"] is True)  # type: ignore[arg-type]
+    return TextSample(**cut, **numbers, ended=record["ended"] is True)  # type: ignore[arg-type]
 
 
-def texts_parts(texts: Sequence[Text], said: Mapping[str, object]) -> list[Markup]:
+def texts_parts(texts: Sequence[TextSample], said: Mapping[str, object]) -> list[Markup]:
     """Returns the parts of the page's section; none where no sample was asked for.
 
     `said` is what run.json says of samples.
@@ -74,7 +61,7 @@ def texts_parts(texts: Sequence[Text], said: Mapping[str, object]) -> list[Marku
     return [note(words), row(*figures)]
 
 
-def _figure(same: Sequence[Text]) -> Markup:
+def _figure(same: Sequence[TextSample]) -> Markup:
     """Returns one prompt with its texts, newest first."""
     newest, *earlier = same
     end = tag("small", Markup(" (the model ended the document)")) if newest.ended else Markup("")
@@ -102,7 +89,7 @@ def _folded(title: str, parts: Sequence[Markup]) -> Markup:
     return tag("details", tag("summary", escape(title)), *parts)
 
 
-def texts_table(texts: Sequence[Text]) -> Table:
+def texts_table(texts: Sequence[TextSample]) -> Table:
     """Returns the samples as a table for a tracker."""
     columns = ("step", "document", "prompt", "continuation", "what the document says")
     rows = [

@@ -20,6 +20,7 @@ from megatron.core import parallel_state
 
 from megatron_cp.comm.groups import agreement_group
 from megatron_cp.data.batch import PlannedBatch
+from megatron_cp.data.prompts import TextSample
 from megatron_cp.mcore.loss import LOSS_NAME
 from megatron_cp.training.agreement import versions
 from megatron_cp.training.checkpoint.save import Saved
@@ -49,7 +50,6 @@ from megatron_cp.training.logging.wandb_run import Media, start_wandb
 from megatron_cp.training.optim import learning_rate
 from megatron_cp.training.setup import own_place
 from megatron_cp.training.step import StepResult, params_norm
-from megatron_cp.training.text_samples import TextSample
 
 _NUM_PLAN_SAMPLES = 4
 
