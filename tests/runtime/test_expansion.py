@@ -105,14 +105,6 @@ def test_relays_and_rows_kept_over_stages(seed):
     check(4, random_plan(mask_cases()["documents"], 4, seed, CONFIG), again=True)
 
 
-def test_a_function_of_captured_tensors_needs_no_module():
-    """Half of the rows' gradients would be missing if the weight were not found in the graph."""
-    plan, given = make_plan(mask_cases()["causal 37"], 2, CONFIG), inputs(37)
-    found = run_on_ranks(2, attend_with_a_lambda, plan, given)
-    expected = dense(plan.mask, *given)
-    torch.testing.assert_close(sum(found), expected[3], rtol=1e-9, atol=1e-9)
-
-
 def attend_with_a_lambda(rank, world_size, plan, given):
     q, latent, dout = (local_rows(x, plan, rank) for x in given)
     up = UpProjection()
@@ -120,13 +112,6 @@ def attend_with_a_lambda(rank, world_size, plan, given):
     out, _ = mcp.cp_attention(q, latent, None, plan, dist.group.WORLD, expand=lambda x: up(x))
     out.backward(dout)
     return up.weight.grad
-
-
-def test_latent_rows_of_a_recomputed_layer():
-    plan, given = make_plan(mask_cases()["documents"], 2, CONFIG), inputs(37)
-    found = run_on_ranks(2, recompute_on_rank, plan, given)
-    expected = dense(plan.mask, *given)
-    torch.testing.assert_close(sum(found), expected[3], rtol=1e-9, atol=1e-9)
 
 
 def recompute_on_rank(rank, world_size, plan, given):
@@ -138,6 +123,17 @@ def recompute_on_rank(rank, world_size, plan, given):
 
     mcp.checkpoint(layer, latent.requires_grad_()).backward(dout)
     return up.weight.grad
+
+
+@pytest.mark.parametrize(
+    ("name", "on_rank"), [("causal 37", attend_with_a_lambda), ("documents", recompute_on_rank)]
+)
+def test_a_function_needs_no_module_and_a_recomputed_layer_gives_the_same(name, on_rank):
+    """Half of the rows' gradients would be missing if the weight were not found in the graph."""
+    plan, given = make_plan(mask_cases()[name], 2, CONFIG), inputs(37)
+    found = run_on_ranks(2, on_rank, plan, given)
+    expected = dense(plan.mask, *given)
+    torch.testing.assert_close(sum(found), expected[3], rtol=1e-9, atol=1e-9)
 
 
 def test_plans_count_latent_rows_and_never_exchange_heads():
