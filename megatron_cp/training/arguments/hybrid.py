@@ -23,12 +23,13 @@ def check_hybrid(args: Namespace) -> Iterator[str]:
     if not args.calculate_per_token_loss:
         yield (
             f"{_FLAG} without --calculate-per-token-loss is not served: a mean over each replica's packs would "
-            "depend on the layout; give --calculate-per-token-loss, as Megatron-LM asks for too"
+            f"depend on the layout; drop {_FLAG}, or give --calculate-per-token-loss, as Megatron-LM asks for too: "
+            "every token then counts alike in the loss, instead of every micro-batch"
         )
     if args.mtp_num_layers:
         yield (
             f"{_FLAG} with --mtp-num-layers {args.mtp_num_layers} is not served: the loss of predictions is a mean "
-            f"over each replica's packs; drop one of the two"
+            f"over each replica's packs; drop {_FLAG}, which changes results by rounding alone"
         )
     if args.use_tp_pp_dp_mapping and args.pipeline_model_parallel_size > 1:
         yield (
@@ -44,7 +45,8 @@ def check_hybrid(args: Namespace) -> Iterator[str]:
     for words in _counted_by_replica(args) if args.num_experts else ():
         yield (
             f"{_FLAG} with --num-experts {args.num_experts} and {words} is not served: it is counted over the rows of "
-            "a replica or rank, which the layout chooses; experts without it are allowed: drop one of the two"
+            f"a replica or rank, which the layout chooses; experts without it are allowed: drop {_FLAG}, which changes "
+            "results by rounding alone"
         )
     if args.data_parallel_size == 1:
         args.notes.append(f"{_FLAG} changes nothing here: there is one replica")
