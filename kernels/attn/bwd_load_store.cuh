@@ -85,7 +85,8 @@ struct BwdLoader {
             const u32 landed = clear ? shared.landed : full;
             ptx::mbarrier_arrive_expect_tx(landed, Tile::kBytes + Traits::kRowStatBytes);
             load_panels(tile, map, landed, head, first, ptx::kEvictLast);
-            ptx::tma_load_3d(stats, stats_map, landed, first, head, 0, ptx::kEvictLast);
+            const i32 copy = first & (kStatCopies - 1);
+            ptx::tma_load_3d(stats, stats_map, landed, first - copy, head, copy, ptx::kEvictLast);
         }
         if (clear) {
             wait(shared.landed, landed_at.parity);

@@ -26,6 +26,18 @@ MCP_DEVICE f32x2 load_pair(const void* tensor, i64 at, bool is_float) {
     return ptx::unpack2<T>(*reinterpret_cast<const u32*>(static_cast<const u16*>(tensor) + at));
 }
 
+// A lane per copy. A row for which a copy has no place before its first clears one behind its last.
+MCP_DEVICE void store_stats(
+    const BwdPreprocessParams& params, i64 row, i64 head, float lse_2, float delta) {
+    const i32 copy = lane_index();
+    const bool has_place = row >= copy;
+    const i64 at = row - copy + (has_place ? 0 : params.num_rows);
+    if (at < 0) return;
+    const i64 line = (copy * params.num_heads + head) * params.padded_rows;
+    params.lse_2[line + at] = has_place ? lse_2 : 0.0f;
+    params.delta[line + at] = has_place ? delta : 0.0f;
+}
+
 // delta = rowsum(dout * out) - dlse, lse in base 2; see BwdPreprocessParams.
 template <class T, int kValueDim>
 MCP_DEVICE void preprocess(const BwdPreprocessParams& params) {
@@ -43,13 +55,12 @@ MCP_DEVICE void preprocess(const BwdPreprocessParams& params) {
         }
         MCP_UNROLL
         for (int mask = 1; mask < kWarpSize; mask *= 2) delta += ptx::shuffle_xor(delta, mask);
-        if (lane_index() == 0) {
+        if (lane_index() < kStatCopies) {
             const float lse = params.lse[lse_at];
             const bool empty = lse == negative_infinity();
             const float dlse = params.dlse == nullptr ? 0.0f : params.dlse[lse_at];
-            params.lse_2[head * params.padded_rows + row] =
-                empty ? positive_infinity() : lse * kLog2E;
-            params.delta[head * params.padded_rows + row] = empty ? 0.0f : delta - dlse;
+            store_stats(params, row, head, empty ? positive_infinity() : lse * kLog2E,
+                        empty ? 0.0f : delta - dlse);
         }
     }
 }

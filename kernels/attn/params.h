@@ -58,6 +58,11 @@ struct FwdParams {
                        // one
 };
 
+// The copy engine starts a box at multiples of 16 bytes only (anything else was an illegal
+// instruction on an H100), and query tiles start at any row: row statistics are kept once for each
+// row modulo 4. Copy c holds row r at r - c, and zeros behind its last row.
+constexpr int kStatCopies = 4;
+
 // What the backward kernel reads beside the tensors: delta = rowsum(dout * out) - dlse, and lse in
 // base 2. Rows without keys get lse = +inf (their probabilities become 0) and delta = 0. `out` and
 // `lse` are those of the whole row, merged over all stages.
@@ -66,8 +71,8 @@ struct BwdPreprocessParams {
     const void* dout;   // [T, N, Hv] the inputs' type
     const float* lse;   // [T, N] natural log
     const float* dlse;  // [T, N] gradient of lse, with the strides of lse, or null
-    float* lse_2;       // [N, padded_rows] lse * log2(e)
-    float* delta;       // [N, padded_rows]
+    float* lse_2;       // [kStatCopies, N, padded_rows] lse * log2(e)
+    float* delta;       // [kStatCopies, N, padded_rows]
 
     i64 out_row_stride, out_head_stride;
     i64 dout_row_stride, dout_head_stride;
@@ -86,7 +91,8 @@ struct BwdPreprocessParams {
 struct BwdParams {
     TensorMap q_map, dout_map;  // as in FwdParams, boxes {64, 1, block_m}
     TensorMap k_map, v_map;     // boxes {64, 1, block_n}
-    // float over {T, N, 1} with padded_rows floats per head, boxes {block_m, 1, 1}, no swizzle
+    // float over {T, N, kStatCopies} with padded_rows floats per head, boxes {block_m, 1, 1}, no
+    // swizzle
     TensorMap lse_map, delta_map;
     TensorMap dq_map;  // float over {H, N, T}, boxes {32, 1, block_m}, 128-byte swizzle
 

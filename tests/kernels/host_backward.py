@@ -36,9 +36,17 @@ def _preprocess(raw: bytes, device) -> None:
             lse = _rows(p.lse, 4, row, head, strides, 1)[0]
             dlse = _rows(p.dlse, 4, row, head, strides, 1)[0] if p.dlse else 0.0
             empty = lse == -np.inf
-            to = (1, p.padded_rows)
-            _rows(p.lse_2, 4, row, head, to, 1)[0] = np.inf if empty else lse * math.log2(math.e)
-            _rows(p.delta, 4, row, head, to, 1)[0] = 0.0 if empty else out @ dout - dlse
+            _set_stat(p, p.lse_2, row, head, np.inf if empty else lse * math.log2(math.e))
+            _set_stat(p, p.delta, row, head, 0.0 if empty else out @ dout - dlse)
+
+
+def _set_stat(p: BwdPreprocessParams, address: int, row: int, head: int, value: float) -> None:
+    """Writes to the four copies: row r stands at r - c of copy c; what has no place there clears one at the end."""
+    for copy in range(4):
+        at = row - copy if row >= copy else row - copy + p.num_rows
+        if at >= 0:
+            line = copy * p.num_heads + head
+            _rows(address, 4, at, line, (1, p.padded_rows), 1)[0] = value if row >= copy else 0.0
 
 
 def _postprocess(raw: bytes, device) -> None:
@@ -125,7 +133,7 @@ def _take_turns(p, head: int, slot_rows: int, segs: np.ndarray, numbers: range) 
 
 def _row_stats(device, tensor_map, shape, box_rows: int) -> np.ndarray:
     dtype, address, sizes, strides, box, swizzled = device.described(tensor_map)
-    assert (dtype, sizes, box, swizzled) == (FLOAT32, (*shape, 1), (box_rows, 1, 1), False)
+    assert (dtype, sizes, box, swizzled) == (FLOAT32, (*shape, 4), (box_rows, 1, 1), False)
     flat = array_at(address, np.float32, strides[0] // 4 * (shape[1] - 1) + shape[0])
     return np.lib.stride_tricks.as_strided(flat, shape, (4, strides[0])).astype(np.float64)
 

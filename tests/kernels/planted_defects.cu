@@ -33,6 +33,7 @@ enum Defect : i32 {
     kNoInitFence,
     kNoInitSync,
     kMisalignedPanel,
+    kMisalignedBox,
     kOutOfPhase,
     kTooFewArrivals,
     kDataOverBarrier,
@@ -92,6 +93,9 @@ MCP_DEVICE void load_tiles(const Params& params, const Memory& memory) {
     if (params.defect == kTooManyBytes) bytes += 16;
     ptx::mbarrier_arrive_expect_tx(memory.full, bytes);
     if (params.defect == kTooManyArrivals) ptx::mbarrier_arrive(memory.full);
+    if (params.defect == kMisalignedBox) {
+        ptx::tma_load_3d(memory.a.address, &params.tile, memory.full, 4, 0, 0, ptx::kEvictFirst);
+    }
     const u32 shift = params.defect == kMisalignedPanel ? 128 : 0;
     load_panels(Panels<64, 64>{memory.a.address + shift}, &params.tile, memory.full, 0, 0,
                 ptx::kEvictFirst);

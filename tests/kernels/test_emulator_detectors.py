@@ -73,6 +73,7 @@ PRODUCT = {
     "kTooManyBytes": "deadlock.*misses 0 of 1 arrivals and 16 bytes",
     "kNoInitFence": "may be invisible to the asynchronous unit",
     "kNoInitSync": "holds no mbarrier|was initialised by thread 0, and nothing has synchronised",
+    "kMisalignedBox": "a box starts at column 4 of 2 bytes each: the first byte must be a multiple of 16",
     "kMisalignedPanel": "misaligned swizzled panel: 0x[0-9a-f]+ must be a multiple of 1024",
 }
 PHASES = {

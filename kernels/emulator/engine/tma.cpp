@@ -27,6 +27,11 @@ void require_box(const EncodedTensorMap& map, std::uint32_t address, const BoxAt
     Cta& cta = this_cta();
     if (box.rank != map.rank)
         cta.fail("%d coordinates for a tensor map of rank %d", box.rank, map.rank);
+    // An H100 answers such a start with an illegal instruction.
+    if (box.start[0] * map.element_bytes % 16 != 0) {
+        cta.fail("a box starts at column %d of %d bytes each: the first byte must be a multiple of 16",
+                 static_cast<int>(box.start[0]), static_cast<int>(map.element_bytes));
+    }
     const auto width = static_cast<std::uint32_t>(map.swizzle);
     if (map.swizzle != Swizzle::kNone) {
         if (map.inner_bytes() != width) {

@@ -249,7 +249,7 @@ class _Attend(torch.autograd.Function):
         grads = _run_backward(dout, (q, k, v), stats, ctx.mask, ctx.options, dtype=q.dtype)
         dsink = None
         if sink is not None:
-            dsink = sink_gradient(lse, sink, stats.delta[:, : len(lse)].t()).to(sink.dtype)
+            dsink = sink_gradient(lse, sink, stats.delta[0, :, : len(lse)].t()).to(sink.dtype)
         return *grads, dsink, None, None, None
 
 

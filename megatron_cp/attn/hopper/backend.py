@@ -307,7 +307,7 @@ def _backward(  # noqa: PLR0913  the operator's schema
     dq, dk, dv = launch_backward(
         dout, unrepeated(q_QNH, k_KGH, v_KGH), stats, lists, scales, float_grads=False
     )
-    return dq, dk, dv, stats.delta[:, : lse_QN.shape[0]].t().contiguous()
+    return dq, dk, dv, stats.delta[0, :, : lse_QN.shape[0]].t().contiguous()
 
 
 def _backward_fake(

@@ -1,6 +1,6 @@
 """The launches of the backward pass. Never run on a GPU yet.
 
-    out, dout, lse, dlse -> preprocess -> delta, lse in base 2     [N, rows]: what each row's scores need
+    out, dout, lse, dlse -> preprocess -> delta, lse in base 2     [4, N, rows]: what each row's scores need
     q, k, v, dout, delta, lse -> main -> dk, dv; dq as a float sum that key tiles add to
     dq sum -> postprocess -> dq                                    scaled, in the type asked for
 
@@ -8,7 +8,7 @@ Key tiles own rows of dk and dv: no atomics there. They add to dq in any order, 
 come out in every run (`deterministic`).
 """
 
-# Q query rows, K key rows, N query heads, G kv heads, H head dim, Hv value head dim, P padded rows
+# Q query rows, K key rows, N query heads, G kv heads, H head dim, Hv value head dim, C copies, P padded rows
 
 from typing import NamedTuple
 
@@ -39,11 +39,13 @@ from megatron_cp.kernels.params import (
     TensorMap,
 )
 
-ROW_PADDING = 4  # rows per head are a multiple: 16 bytes, which the copy engine wants of strides
+# The copy engine wants 16 bytes of strides, and of where a box starts: rows per head are a multiple of 4, and
+# statistics are kept once for each row modulo 4 that a tile may start at.
+ROW_PADDING = STAT_COPIES = 4
 
 
 class RowStats(NamedTuple):
-    """What the main kernel reads per row, float32 `[N, P]`, rows behind Q unused."""
+    """What the main kernel reads per row, float32 `[C, N, P]`: copy c holds row r at r - c, zeros behind row Q."""
 
     lse_2: Tensor  # lse in base 2; +inf for rows without keys
     delta: Tensor
@@ -90,7 +92,7 @@ def preprocess_params(
         *dout_QNH.stride()[:2],
         *lse_QN.stride(),
         dout_QNH.shape[0],
-        stats.delta.shape[1],
+        stats.delta.shape[2],
         dout_QNH.shape[1],
         out_QNH.dtype == torch.float32,
     )
@@ -101,8 +103,11 @@ def stats_of(lse_QN: Tensor, delta_QN: Tensor) -> RowStats:
     """Returns the row statistics from a `delta` that the caller has."""
     stats, num_rows = empty_stats(lse_QN), lse_QN.shape[0]
     empty = lse_QN == -torch.inf
-    stats.lse_2[:, :num_rows] = (lse_QN * LOG2_E).masked_fill_(empty, torch.inf).t()
-    stats.delta[:, :num_rows] = delta_QN.masked_fill(empty, 0.0).t()
+    lse_2 = (lse_QN * LOG2_E).masked_fill_(empty, torch.inf)
+    for copies_CNP, rows_QN in zip(stats, (lse_2, delta_QN.masked_fill(empty, 0.0)), strict=True):
+        for copy, place_NP in enumerate(copies_CNP):
+            place_NP[:, : max(0, num_rows - copy)] = rows_QN[copy:].t()
+            place_NP[:, max(0, num_rows - copy) :] = 0.0
     return stats
 
 
@@ -228,16 +233,16 @@ def _kv_heads_per_section(q: Tensor, v: Tensor, in_turns: bool, num_kv_heads: in
     return min(num_kv_heads, max(1, SECTION_BYTES // max(1, bytes_per_head)))
 
 
-def _stats_map(x_NP: Tensor, num_rows: int, kernel: TiledKernel) -> TensorMap:
+def _stats_map(x_CNP: Tensor, num_rows: int, kernel: TiledKernel) -> TensorMap:
     """Returns the map of row statistics: plain boxes of as many rows as a tile has."""
-    num_heads, padded = x_NP.shape
-    key = ("row statistics", x_NP.data_ptr(), num_rows, num_heads, kernel.tile_rows)
+    num_copies, num_heads, padded = x_CNP.shape
+    key = ("row statistics", x_CNP.data_ptr(), num_rows, num_heads, kernel.tile_rows)
     cached = find_map(key)
     if cached is None:
         strides = (4 * padded, 4 * padded * num_heads)
-        sizes, box = (num_rows, num_heads, 1), (kernel.tile_rows, 1, 1)
+        sizes, box = (num_rows, num_heads, num_copies), (kernel.tile_rows, 1, 1)
         encoded = kernel.driver.encode_tensor_map(
-            FLOAT32, x_NP.data_ptr(), sizes, strides, box, swizzled=False
+            FLOAT32, x_CNP.data_ptr(), sizes, strides, box, swizzled=False
         )
         cached = remember_map(key, encoded)
     return cached
@@ -267,5 +272,5 @@ def empty_stats(lse_QN: Tensor) -> RowStats:
     """Returns room for the statistics of as many rows as `lse` has."""
     num_rows, num_heads = lse_QN.shape
     padded = -(-num_rows // ROW_PADDING) * ROW_PADDING
-    both = lse_QN.new_empty((2, num_heads, padded), dtype=torch.float32)
+    both = lse_QN.new_empty((2, STAT_COPIES, num_heads, padded), dtype=torch.float32)
     return RowStats(both[0], both[1])
