@@ -96,6 +96,8 @@ class BwdParams(ctypes.Structure):
         ("num_heads", c_int32),
         ("num_kv_heads", c_int32),
         ("heads_per_section", c_int32),
+        ("heads_per_item", c_int32),
+        ("items_per_group", c_int32),
         ("num_slots", c_int32),
         ("num_queries", c_int32),
         ("score_scale", c_float),
@@ -103,7 +105,7 @@ class BwdParams(ctypes.Structure):
         ("cap_scale", c_float),
         ("softmax_scale", c_float),
         ("grads_are_float", c_int32),
-        ("padding", c_int32 * 11),  # the header's struct is aligned to 64 bytes
+        ("padding", c_int32 * 9),  # the header's struct is aligned to 64 bytes
     )
 
 

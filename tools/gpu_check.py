@@ -1,4 +1,4 @@
-"""One command for an H100 or H200: build, values, speed, two ranks, sanitizer. It has not run on a GPU yet.
+"""One command for an H100 or H200: build, values, speed, two ranks, sanitizer.
 
     python tools/gpu_check.py --output results/h200                 everything that fits in ten minutes
     python tools/gpu_check.py --output results/h200 --part speed    one part per invocation
@@ -49,10 +49,13 @@ SANITIZER_SECONDS = 150
 RANKS_SECONDS = 120
 COMPILE_JOBS = 8
 # FlexAttention's compilations take longer than everything else.
-FLEX_LENGTHS = (32 * cases.KILO, 4 * cases.KILO)
+FLEX_LENGTHS = (32 * cases.KILO,)
+QUICK_LENGTHS = (32 * cases.KILO, 8 * cases.KILO)
 # How long one step may be silent: a kernel whose barriers do not fit hangs and never fails.
 CHECK_SECONDS, CASE_SECONDS = 60.0, 180.0
 QUICK_MASKS = tuple(cases.BARS)
+QUICK_DIM_MASKS = ("causal", "causal_document")
+QUICK_FLEX_MASKS = ("causal_document", "block_causal_document")
 
 
 class StopError(Exception):
@@ -90,8 +93,10 @@ class Check:
         watchdog: Watchdog,
         seconds: float = SECONDS,
         path: Path = Path("gpu_check"),
+        asks_model: bool = True,
     ):
         self.report, self.quick, self.watchdog = report, quick, watchdog
+        self.asks_model = asks_model
         self.path, self.model, self.gpu = path, predict.Model({}), predict.Gpu(0, 0.0)
         self.deadline = time.monotonic() + seconds
 
@@ -171,20 +176,26 @@ class Check:
         self.report.facts |= {k: f"{v:.1f}" for k, v in measure.ceilings().items()}
         for case in cases.grid():
             if not self.quick or (
-                case.mask_name in QUICK_MASKS and case.num_tokens in FLEX_LENGTHS
+                case.mask_name in QUICK_MASKS and case.num_tokens in QUICK_LENGTHS
             ):
-                self._time(case, flex=case.num_tokens in FLEX_LENGTHS)
+                wanted = not self.quick or case.mask_name in QUICK_FLEX_MASKS
+                self._time(case, flex=wanted and case.num_tokens in FLEX_LENGTHS)
 
     def dims(self) -> None:
         """Times the other head dims."""
         self._ask_model()
         for case in cases.dims():
-            if not self.quick or case.num_tokens == 32 * cases.KILO:
+            if not self.quick or (
+                case.mask_name in QUICK_DIM_MASKS and case.num_tokens == 32 * cases.KILO
+            ):
                 self._time(case, flex=case.mask_name == "causal" and not self.quick)
 
     def _ask_model(self) -> None:
         """Asks the kernel model once, if it is here, before anything is timed."""
         if self.model.kernels or self.model.reason:
+            return
+        if not self.asks_model:
+            self.model = predict.Model({}, "not asked")
             return
         self.watchdog.stop()  # a process with a limit of its own
         self.model, self.gpu = predict.load_model(), measure.gpu()
@@ -316,6 +327,9 @@ def main() -> int:
     parser.add_argument("--part", choices=("all", *PARTS), default="all")
     parser.add_argument("--quick", action="store_true", help="fewer masks, lengths and sanitizers")
     parser.add_argument(
+        "--without-model", action="store_true", help="no figures of the kernel model beside times"
+    )
+    parser.add_argument(
         "--output", type=Path, default=Path("gpu_check"), help="path without suffix"
     )
     parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
@@ -330,7 +344,9 @@ def main() -> int:
     with written(report, path):
         report.facts |= require_gpu()
         watchdog = Watchdog(lambda why: _give_up(report, path, why))
-        check = Check(report, options.quick, watchdog, path=path)
+        check = Check(
+            report, options.quick, watchdog, path=path, asks_model=not options.without_model
+        )
         for part in PARTS if options.part == "all" else dict.fromkeys(("build", options.part)):
             _say(f"== {part}")
             getattr(check, part)()

@@ -96,13 +96,19 @@ MCP_DEVICE void to_score_gradients(const float (&probs)[kSize], float (&dp)[kSiz
     for (int i = 0; i < kSize; i++) dp[i] *= probs[i];
 }
 
-// Gradient of one row of keys or values, fp32 or 16 bits. All lanes of the warp call; `valid` lanes
-// store.
+// Gradient of one row of keys or values, fp32 or 16 bits; added to what is there where a kv head
+// has several work items. All lanes of the warp call; `valid` lanes store.
 template <int kHalf, class T, int kSize>
-MCP_DEVICE void store_gradient(
-    void* gradient, i64 offset, bool is_float, const float (&d)[kSize], float factor, bool valid) {
-    if (is_float) {
-        if (valid) store_row_f32(static_cast<float*>(gradient) + offset, d, kHalf, factor);
+MCP_DEVICE void store_gradient(const BwdParams& params,
+                               void* gradient,
+                               i64 offset,
+                               const float (&d)[kSize],
+                               float factor,
+                               bool valid) {
+    if (params.grads_are_float) {
+        const bool adds = params.items_per_group > 1;
+        float* const row = static_cast<float*>(gradient) + offset;
+        if (valid) store_or_add_row_f32(row, d, kHalf, factor, adds);
     } else {
         store_row_16<T>(static_cast<u16*>(gradient) + offset, d, kHalf, factor, valid);
     }

@@ -1,6 +1,6 @@
 // The two warps of the backward kernel that move data: the loader fills shared memory, the storer
 // adds dq tiles to global memory. Both walk the same sequence of query tiles as the consumers: for
-// each query head of the group, each segment.
+// each query head of the item, each segment.
 #pragma once
 
 #include "bwd_shared.cuh"
@@ -105,9 +105,8 @@ struct BwdLoader {
     }
 
     MCP_DEVICE void load_tiles(const WorkItem& work) {
-        const i32 group = params.num_heads / params.num_kv_heads;
         load_keys(work);
-        for (i32 head = work.head * group; head < (work.head + 1) * group; head++) {
+        for (i32 head = work.query_head; head < work.query_head + params.heads_per_item; head++) {
             QueryTiles<Traits::kBlockM> queries(params.segments, work);
             do {
                 load_rows(shared.queries(queries_at.stage), &params.q_map,
@@ -243,15 +242,13 @@ struct BwdStorer {
 
     template <bool kInTurn>
     MCP_DEVICE void store_work() {
-        const i32 group = params.num_heads / params.num_kv_heads;
         for (;;) {
             const WorkItem work =
                 to_work_item(receive<2>(shared.mailbox(), shared.mail_ring, mail_at));
             if (work.head < 0) break;
             if (work.num_segs == 0) continue;
-            for (i32 head = work.head * group; head < (work.head + 1) * group; head++) {
-                store_tiles<kInTurn>(work, head);
-            }
+            const i32 end = work.query_head + params.heads_per_item;
+            for (i32 head = work.query_head; head < end; head++) store_tiles<kInTurn>(work, head);
         }
         if (leader) ptx::tma_wait_group<0>();
     }

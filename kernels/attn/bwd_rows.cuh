@@ -1,5 +1,6 @@
-// The two small kernels around the backward kernel: a warp per row and head, two columns per lane
-// and step.
+// The two small kernels around the backward kernel. Both stream rows: a warp takes 8 rows of one or
+// more neighbouring heads at a time, a lane 8 columns of them, so that a load has 16 bytes and 8 or
+// more of them are in flight.
 #pragma once
 
 #include <mcp/fragment.cuh>
@@ -11,76 +12,191 @@ namespace mcp::attn {
 
 constexpr int kRowThreads = 256;
 constexpr int kRowWarps = kRowThreads / kWarpSize;
+constexpr int kRowsAtOnce = 8;
+constexpr int kColumnsAtOnce = 8;
 
-MCP_DEVICE i64 first_row_of_warp() {
-    return static_cast<i64>(ptx::block_index()) * kRowWarps + ptx::thread_index() / kWarpSize;
-}
-MCP_DEVICE i64 num_warps_of_grid() {
-    return static_cast<i64>(ptx::num_blocks()) * kRowWarps;
-}
+// What a lane works on: columns [column, column + 8) of a head, of rows from `row` on.
+template <int kColumns>
+struct RowBlock {
+    static constexpr int kLanes = kColumns <= 64 ? 8 : kColumns <= 128 ? 16 : 32;  // of a row
+    static constexpr int kHeads = kWarpSize / kLanes;
 
-// Two neighbouring elements of a row that is fp32 or has type T.
+    i32 row, head, column;
+    bool valid;  // the head and the columns exist
+
+    MCP_DEVICE RowBlock(i64 index, i32 num_heads) {
+        const i32 head_blocks = (num_heads + kHeads - 1) / kHeads;
+        row = static_cast<i32>(index / head_blocks) * kRowsAtOnce;
+        head = static_cast<i32>(index % head_blocks) * kHeads + lane_index() / kLanes;
+        column = lane_index() % kLanes * kColumnsAtOnce;
+        valid = head < num_heads && column < kColumns;
+    }
+
+    // How many blocks there are; warps take them in turn.
+    MCP_DEVICE static i64 count(i32 num_rows, i32 num_heads) {
+        const i32 row_blocks = (num_rows + kRowsAtOnce - 1) / kRowsAtOnce;
+        return static_cast<i64>(row_blocks) * ((num_heads + kHeads - 1) / kHeads);
+    }
+    MCP_DEVICE static i64 first() {
+        return static_cast<i64>(ptx::block_index()) * kRowWarps + ptx::thread_index() / kWarpSize;
+    }
+    MCP_DEVICE static i64 step() { return static_cast<i64>(ptx::num_blocks()) * kRowWarps; }
+};
+
+// A lane's 8 columns of a row as they lie in memory, 16-byte aligned: float, or 16 bits each.
 template <class T>
-MCP_DEVICE f32x2 load_pair(const void* tensor, i64 at, bool is_float) {
-    if (is_float) return *reinterpret_cast<const f32x2*>(static_cast<const float*>(tensor) + at);
-    return ptx::unpack2<T>(*reinterpret_cast<const u32*>(static_cast<const u16*>(tensor) + at));
-}
+struct RowPart {
+    u32x4 words;
 
-// A lane per copy. A row for which a copy has no place before its first clears one behind its last.
+    MCP_DEVICE void load(const void* tensor, i64 at) {
+        words = *reinterpret_cast<const u32x4*>(static_cast<const u16*>(tensor) + at);
+    }
+    MCP_DEVICE void unpack(float (&x)[kColumnsAtOnce]) const {
+        const u32 pairs[4] = {words.x, words.y, words.z, words.w};
+        MCP_UNROLL
+        for (int i = 0; i < 4; i++) {
+            const f32x2 pair = ptx::unpack2<T>(pairs[i]);
+            x[2 * i] = pair.x;
+            x[2 * i + 1] = pair.y;
+        }
+    }
+    MCP_DEVICE static void store(void* tensor, i64 at, const float (&x)[kColumnsAtOnce]) {
+        *reinterpret_cast<u32x4*>(static_cast<u16*>(tensor) + at) = {
+            ptx::pack2<T>(x[0], x[1]), ptx::pack2<T>(x[2], x[3]), ptx::pack2<T>(x[4], x[5]),
+            ptx::pack2<T>(x[6], x[7])};
+    }
+};
+template <>
+struct RowPart<float> {
+    f32x4 halves[2];
+
+    MCP_DEVICE void load(const void* tensor, i64 at) {
+        const float* from = static_cast<const float*>(tensor) + at;
+        halves[0] = *reinterpret_cast<const f32x4*>(from);
+        halves[1] = *reinterpret_cast<const f32x4*>(from + 4);
+    }
+    MCP_DEVICE void unpack(float (&x)[kColumnsAtOnce]) const {
+        MCP_UNROLL
+        for (int i = 0; i < 2; i++) {
+            x[4 * i] = halves[i].x, x[4 * i + 1] = halves[i].y;
+            x[4 * i + 2] = halves[i].z, x[4 * i + 3] = halves[i].w;
+        }
+    }
+    MCP_DEVICE static void store(void* tensor, i64 at, const float (&x)[kColumnsAtOnce]) {
+        float* to = static_cast<float*>(tensor) + at;
+        *reinterpret_cast<f32x4*>(to) = {x[0], x[1], x[2], x[3]};
+        *reinterpret_cast<f32x4*>(to + 4) = {x[4], x[5], x[6], x[7]};
+    }
+};
+
+// Writes lse and delta of one row and head to one copy. A row for which a copy has no place before
+// its first clears one behind its last.
 MCP_DEVICE void store_stats(
-    const BwdPreprocessParams& params, i64 row, i64 head, float lse_2, float delta) {
-    const i32 copy = lane_index();
+    const BwdPreprocessParams& params, i32 copy, i32 row, i32 head, float lse_2, float delta) {
     const bool has_place = row >= copy;
-    const i64 at = row - copy + (has_place ? 0 : params.num_rows);
+    const i32 at = row - copy + (has_place ? 0 : params.num_rows);
     if (at < 0) return;
-    const i64 line = (copy * params.num_heads + head) * params.padded_rows;
+    const i64 line = static_cast<i64>(copy * params.num_heads + head) * params.padded_rows;
     params.lse_2[line + at] = has_place ? lse_2 : 0.0f;
     params.delta[line + at] = has_place ? delta : 0.0f;
 }
 
-// delta = rowsum(dout * out) - dlse, lse in base 2; see BwdPreprocessParams.
-template <class T, int kValueDim>
-MCP_DEVICE void preprocess(const BwdPreprocessParams& params) {
-    const i64 num_items = static_cast<i64>(params.num_rows) * params.num_heads;
-    for (i64 item = first_row_of_warp(); item < num_items; item += num_warps_of_grid()) {
-        const i64 row = item / params.num_heads, head = item % params.num_heads;
-        const i64 out_at = row * params.out_row_stride + head * params.out_head_stride;
-        const i64 dout_at = row * params.dout_row_stride + head * params.dout_head_stride;
-        const i64 lse_at = row * params.lse_row_stride + head * params.lse_head_stride;
-        float delta = 0.0f;
-        for (int column = 2 * lane_index(); column < kValueDim; column += 2 * kWarpSize) {
-            const f32x2 out = load_pair<T>(params.out, out_at + column, params.out_is_float != 0);
-            const f32x2 dout = load_pair<T>(params.dout, dout_at + column, false);
-            delta = ptx::fma(out.x, dout.x, ptx::fma(out.y, dout.y, delta));
-        }
-        MCP_UNROLL
-        for (int mask = 1; mask < kWarpSize; mask *= 2) delta += ptx::shuffle_xor(delta, mask);
-        if (lane_index() < kStatCopies) {
-            const float lse = params.lse[lse_at];
-            const bool empty = lse == negative_infinity();
-            const float dlse = params.dlse == nullptr ? 0.0f : params.dlse[lse_at];
-            store_stats(params, row, head, empty ? positive_infinity() : lse * kLog2E,
-                        empty ? 0.0f : delta - dlse);
-        }
+// A lane per row, and per copy while there are lanes: neighbouring rows are neighbours in memory.
+template <class Block>
+MCP_DEVICE void store_block_stats(const BwdPreprocessParams& params,
+                                  const Block& block,
+                                  const float (&sums)[kRowsAtOnce]) {
+    const int lane = lane_index() % Block::kLanes;
+    const i32 row = block.row + lane % kRowsAtOnce;
+    if (block.head >= params.num_heads || row >= params.num_rows) return;
+    float delta = 0.0f;
+    MCP_UNROLL
+    for (int i = 0; i < kRowsAtOnce; i++) delta = lane % kRowsAtOnce == i ? sums[i] : delta;
+    const i64 lse_at = row * params.lse_row_stride + block.head * params.lse_head_stride;
+    const float lse = params.lse[lse_at];
+    const bool empty = lse == negative_infinity();
+    const float dlse = params.dlse == nullptr ? 0.0f : params.dlse[lse_at];
+    for (i32 copy = lane / kRowsAtOnce; copy < kStatCopies; copy += Block::kLanes / kRowsAtOnce) {
+        store_stats(params, copy, row, block.head, empty ? positive_infinity() : lse * kLog2E,
+                    empty ? 0.0f : delta - dlse);
     }
 }
 
-// dq = softmax_scale * dq_sum.
+// delta = rowsum(dout * out) - dlse, lse in base 2; see BwdPreprocessParams. `Out` is T or float.
+template <class T, class Out, int kValueDim>
+MCP_DEVICE void preprocess_blocks(const BwdPreprocessParams& params) {
+    using Block = RowBlock<kValueDim>;
+    const i64 count = Block::count(params.num_rows, params.num_heads);
+    for (i64 index = Block::first(); index < count; index += Block::step()) {
+        const Block block(index, params.num_heads);
+        RowPart<Out> outs[kRowsAtOnce] = {};
+        RowPart<T> douts[kRowsAtOnce] = {};
+        MCP_UNROLL
+        for (int i = 0; i < kRowsAtOnce; i++) {
+            const i64 row = block.row + i;
+            if (!block.valid || row >= params.num_rows) continue;
+            outs[i].load(params.out, row * params.out_row_stride +
+                                         block.head * params.out_head_stride + block.column);
+            douts[i].load(params.dout, row * params.dout_row_stride +
+                                           block.head * params.dout_head_stride + block.column);
+        }
+        float sums[kRowsAtOnce];
+        MCP_UNROLL
+        for (int i = 0; i < kRowsAtOnce; i++) {
+            float out[kColumnsAtOnce], dout[kColumnsAtOnce];
+            outs[i].unpack(out);
+            douts[i].unpack(dout);
+            sums[i] = 0.0f;
+            MCP_UNROLL
+            for (int j = 0; j < kColumnsAtOnce; j++) sums[i] = ptx::fma(out[j], dout[j], sums[i]);
+            MCP_UNROLL
+            for (int mask = 1; mask < Block::kLanes; mask *= 2) {
+                sums[i] += ptx::shuffle_xor(sums[i], mask);
+            }
+        }
+        store_block_stats(params, block, sums);
+    }
+}
+
+template <class T, int kValueDim>
+MCP_DEVICE void preprocess(const BwdPreprocessParams& params) {
+    if (params.out_is_float) {
+        preprocess_blocks<T, float, kValueDim>(params);
+    } else {
+        preprocess_blocks<T, T, kValueDim>(params);
+    }
+}
+
+// dq = softmax_scale * dq_sum, converted.
 template <class T, int kHeadDim>
 MCP_DEVICE void postprocess(const BwdPostprocessParams& params) {
-    const i64 num_items = static_cast<i64>(params.num_rows) * params.num_heads;
-    for (i64 item = first_row_of_warp(); item < num_items; item += num_warps_of_grid()) {
-        const i64 row = item / params.num_heads, head = item % params.num_heads;
-        const i64 sum_at = row * params.sum_row_stride + head * params.sum_head_stride;
-        const i64 dq_at = row * params.dq_row_stride + head * params.dq_head_stride;
-        for (int column = 2 * lane_index(); column < kHeadDim; column += 2 * kWarpSize) {
-            const f32x2 sum = load_pair<T>(params.dq_sum, sum_at + column, true);
-            const float x = sum.x * params.softmax_scale, y = sum.y * params.softmax_scale;
+    using Block = RowBlock<kHeadDim>;
+    const i64 count = Block::count(params.num_rows, params.num_heads);
+    for (i64 index = Block::first(); index < count; index += Block::step()) {
+        const Block block(index, params.num_heads);
+        if (!block.valid) continue;
+        RowPart<float> sums[kRowsAtOnce] = {};
+        MCP_UNROLL
+        for (int i = 0; i < kRowsAtOnce; i++) {
+            const i64 row = block.row + i;
+            if (row >= params.num_rows) continue;
+            sums[i].load(params.dq_sum, row * params.sum_row_stride +
+                                            block.head * params.sum_head_stride + block.column);
+        }
+        MCP_UNROLL
+        for (int i = 0; i < kRowsAtOnce; i++) {
+            const i64 row = block.row + i;
+            if (row >= params.num_rows) continue;
+            float dq[kColumnsAtOnce];
+            sums[i].unpack(dq);
+            MCP_UNROLL
+            for (int j = 0; j < kColumnsAtOnce; j++) dq[j] *= params.softmax_scale;
+            const i64 at =
+                row * params.dq_row_stride + block.head * params.dq_head_stride + block.column;
             if (params.dq_is_float) {
-                *reinterpret_cast<f32x2*>(static_cast<float*>(params.dq) + dq_at + column) = {x, y};
+                RowPart<float>::store(params.dq, at, dq);
             } else {
-                u16* to = static_cast<u16*>(params.dq) + dq_at + column;
-                *reinterpret_cast<u32*>(to) = ptx::pack2<T>(x, y);
+                RowPart<T>::store(params.dq, at, dq);
             }
         }
     }

@@ -1,6 +1,6 @@
 // Attention backward for Hopper, head dims up to 128. One CTA per multiprocessor keeps 128 keys and
 // values in shared memory, their gradients in registers, and lets the query tiles that see them
-// pass by, for every query head of the group:
+// pass by, for every query head of the group, or of a part of it:
 //
 //     loader     k v | q0 dout0 q1 dout1 ...                       TMA, rings of stages
 //     consumers  S' = K Q'   dP' = V dO'                           64 keys each
@@ -9,8 +9,8 @@
 //     storer     dQ: fp32 reduce-add to global memory
 //
 // All matrices are transposed (keys are rows), so that P' and dS' are in registers as operand A of
-// dV and dK. A key tile is one CTA's, so dK and dV have the same bits in every run; dQ if the plan
-// gives turns. Method: FlashAttention-3.
+// dV and dK. A key tile is one CTA's, so dK and dV have the same bits in every run, unless the
+// heads of a group are dealt out; dQ if the plan gives turns. Method: FlashAttention-3.
 #pragma once
 
 #include <mcp/fragment.cuh>
@@ -133,13 +133,12 @@ struct BwdConsumer {
     MCP_DEVICE void store(const WorkItem& work, FragmentPlace place) const {
         const i32 row = place.row + 8 * kHalf;
         const bool valid = row < work.row0 + work.rows;
-        const bool is_float = params.grads_are_float != 0;
         const i64 dk_at =
             row * params.dk_row_stride + work.head * params.dk_head_stride + place.column;
         const i64 dv_at =
             row * params.dv_row_stride + work.head * params.dv_head_stride + place.column;
-        store_gradient<kHalf, T>(params.dk, dk_at, is_float, dk, params.softmax_scale, valid);
-        store_gradient<kHalf, T>(params.dv, dv_at, is_float, dv, 1.0f, valid);
+        store_gradient<kHalf, T>(params, params.dk, dk_at, dk, params.softmax_scale, valid);
+        store_gradient<kHalf, T>(params, params.dv, dv_at, dv, 1.0f, valid);
     }
 
     // Of the keys of a tile, where this consumer's begin.

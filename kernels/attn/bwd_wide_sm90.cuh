@@ -272,15 +272,14 @@ struct BwdWideConsumer {
     MCP_DEVICE void store(const WorkItem& work, FragmentPlace place) const {
         const i32 row = place.row + 8 * kHalf;
         const bool valid = row < work.row0 + work.rows;
-        const bool is_float = params.grads_are_float != 0;
         const i64 dk_at = row * params.dk_row_stride + work.head * params.dk_head_stride +
                           place.column + kFirstDkPanel * kPanelColumns;
         const i64 dv_at = row * params.dv_row_stride + work.head * params.dv_head_stride +
                           place.column + kFirstDvPanel * kPanelColumns;
         if constexpr (kDkPanels > 0)
-            store_gradient<kHalf, T>(params.dk, dk_at, is_float, dk, params.softmax_scale, valid);
+            store_gradient<kHalf, T>(params, params.dk, dk_at, dk, params.softmax_scale, valid);
         if constexpr (kDvPanels > 0)
-            store_gradient<kHalf, T>(params.dv, dv_at, is_float, dv, 1.0f, valid);
+            store_gradient<kHalf, T>(params, params.dv, dv_at, dv, 1.0f, valid);
     }
 
     // Of the keys of a tile, where this consumer's begin.

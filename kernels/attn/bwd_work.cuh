@@ -1,5 +1,5 @@
 // How a consumer of either backward kernel goes through its work: item by item; for each query head
-// of the group, the query tiles that see its keys; then its gradients to memory.
+// of the item, the query tiles that see its keys; then its gradients to memory.
 #pragma once
 
 #include <mcp/fragment.cuh>
@@ -13,10 +13,9 @@ namespace mcp::attn {
 template <class Consumer>
 MCP_DEVICE void visit_queries(Consumer& consumer, const WorkItem& work, FragmentPlace place) {
     const BwdParams& params = consumer.params;
-    const i32 group = params.num_heads / params.num_kv_heads;
     consumer.shared.key_ring.wait_full(consumer.keys_at);
     MCP_NO_UNROLL
-    for (i32 g = 0; g < group; g++) {
+    for (i32 head = 0; head < params.heads_per_item; head++) {
         typename Consumer::Queries queries(params.segments, work);
         bool more = true;
         MCP_NO_UNROLL

@@ -113,7 +113,10 @@ struct BwdParams {
     i64 dv_row_stride, dv_head_stride;
 
     i32 num_tiles, num_heads, num_kv_heads;
-    i32 heads_per_section;  // kv heads, as in FwdParams
+    i32 heads_per_section;  // of work, as in FwdParams
+    // Query heads that a work item visits, and how many items share a kv head. More than one add
+    // to dk and dv, which are float then and begin with zeros.
+    i32 heads_per_item, items_per_group;
     i32 num_slots;
     i32 num_queries;                    // rows of q and dout
     float score_scale, cap, cap_scale;  // as in FwdParams

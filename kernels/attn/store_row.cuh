@@ -5,13 +5,19 @@
 
 namespace mcp::attn {
 
-// One row in fp32: four lanes write the 32 bytes of 8 columns, a whole sector.
+// One row in fp32, or added to what is there, in no order: four lanes write the 32 bytes of 8
+// columns, a whole sector.
 template <int kSize>
-MCP_DEVICE void store_row_f32(float* row, const float (&d)[kSize], int half, float factor) {
+MCP_DEVICE void store_or_add_row_f32(
+    float* row, const float (&d)[kSize], int half, float factor, bool adds) {
     MCP_UNROLL
     for (int i = 0; i < kSize / 4; i++) {
-        *reinterpret_cast<f32x2*>(row + 8 * i) = {d[4 * i + 2 * half] * factor,
-                                                  d[4 * i + 2 * half + 1] * factor};
+        const float x = d[4 * i + 2 * half] * factor, y = d[4 * i + 2 * half + 1] * factor;
+        if (adds) {
+            ptx::atomic_add_f32x2(row + 8 * i, x, y);
+        } else {
+            *reinterpret_cast<f32x2*>(row + 8 * i) = {x, y};
+        }
     }
 }
 

@@ -306,7 +306,7 @@ def test_first_call_with_a_mask_inside_a_graph_capture_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     message = r"with a mask must not be inside a CUDA graph capture; call it once before, and keep"
     for make in (device_lists.forward_list, device_lists.backward_list):
-        more = {"has_turns": True} if make is device_lists.backward_list else {}
+        more = {"has_turns": True, "head_dim": 64} if make is device_lists.backward_list else {}
         with pytest.raises(RuntimeError, match=message):
             make(masks.causal(4), 128, 128, torch.device("cuda", 0), 7, **more)
     assert device_arrays.num_cached() == 0

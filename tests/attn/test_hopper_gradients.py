@@ -9,6 +9,7 @@ from megatron_cp import mask as masks
 from megatron_cp.attn import attend, merge_partials
 from megatron_cp.attn.hopper import backend as hopper
 from megatron_cp.attn.hopper import backward as hopper_backward
+from megatron_cp.attn.hopper.device_lists import BackwardList
 from megatron_cp.attn.options import AttendOptions
 from tests.attn.on_host import draw, host_device, operators_on_cpu
 from tests.closeness import assert_within_budget
@@ -151,13 +152,41 @@ def test_only_the_deterministic_mode_takes_turns(device):
 
 
 @pytest.mark.parametrize(
-    ("num_queries", "in_turns", "heads"),
-    [(1 << 10, False, 8), (1 << 14, False, 1), (1 << 14, True, 8)],
+    ("num_queries", "heads_per_item", "items"),
+    [(1 << 10, 8, 8), (1 << 14, 8, 1), (1 << 14, 1, 4)],
 )
-def test_kv_heads_side_by_side_are_those_whose_queries_fit_the_cache(num_queries, in_turns, heads):
-    # 8 query heads per kv head, 128 + 128 columns of 2 bytes: 2^10 queries are 4 MB per kv head.
+def test_items_side_by_side_are_those_whose_queries_fit_the_cache(
+    num_queries, heads_per_item, items
+):
+    # 128 + 128 columns of 2 bytes: 2^10 queries are 512 KB per query head, 4 MB per kv head.
     q, v = torch.empty(num_queries, 64, 128, device="meta"), torch.empty(7, 8, 128, device="meta")
-    assert hopper_backward._kv_heads_per_section(q, v, in_turns, 8) == heads
+    assert hopper_backward._items_per_section(q, v, heads_per_item, 64 // heads_per_item) == items
+
+
+def _heads_per_item(num_tokens, heads, visits, most_visits, *, num_runs=0):
+    q, k = (torch.empty(num_tokens, n, 128, device="meta") for n in heads)
+    num_tiles = -(-num_tokens // 128)
+    lists = BackwardList(torch.empty(0), num_tiles, num_tiles, 0, num_runs, visits, most_visits)
+    return hopper_backward.heads_per_item(q, k, k, lists, 132)
+
+
+@pytest.mark.parametrize(
+    ("heads", "num_tokens", "reach", "expected"),
+    [
+        ((64, 8), 32768, 32768, 1),  # long: CTAs would drift apart between the heads of a group
+        ((8, 1), 8192, 8192, 1),  # 64 tiles of one kv head would leave half of 132 CTAs idle
+        ((64, 8), 32768, 1024, 8),  # a window: short items, of one length
+        ((8, 8), 32768, 32768, 1),  # no groups
+    ],
+)
+def test_query_heads_of_a_group_are_worked_on_side_by_side_where_that_ends_sooner(
+    heads, num_tokens, reach, expected
+):
+    most = reach // 64
+    visits = sum(min(most, (num_tokens - first) // 64) for first in range(0, num_tokens, 128))
+    assert _heads_per_item(num_tokens, heads, visits, most) == expected
+    group = heads[0] // heads[1]
+    assert _heads_per_item(num_tokens, heads, visits, most, num_runs=1) == group
 
 
 # ---------------------------------------------------------------------- the operators

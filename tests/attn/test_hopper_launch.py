@@ -44,8 +44,8 @@ def test_a_stage_leaves_its_share_of_132_multiprocessors_to_transfers(device, sh
     attend_forward_onto_((out, lse), q, k, v, mask, options)
     attend_backward(torch.ones_like(q), q, k, v, lse, torch.zeros_like(lse), mask, options)
     forward, onto, backward = (x[CTAS] for x in device.launches[:3])
-    assert forward == onto == 132 - left
-    assert backward == min(132 - left, 2 * 8)  # 2 key tiles of 8 kv heads
+    # 2 key tiles of 8 kv heads would keep 16 busy: the query heads of a group are worked on side by side.
+    assert forward == onto == backward == 132 - left
 
 
 def test_heads_that_are_expanded_are_copied_before_a_tensor_map_is_made(device):

@@ -8,7 +8,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_cp import mask as masks
-from megatron_cp.attn.hopper.worklist import WorkList, backward_work, dq_turns, forward_work
+from megatron_cp.attn.hopper.worklist import (
+    WorkList,
+    backward_work,
+    dq_turns,
+    forward_work,
+    staggered,
+)
 from tests.strategies import attention_masks
 
 TILES = st.tuples(st.sampled_from([1, 2, 3, 4, 8, 16]), st.sampled_from([1, 2, 3, 4, 8]))
@@ -70,10 +76,18 @@ def test_forward_takes_every_pair_of_the_mask_once_and_no_other(case, tiles):
 @example((masks.full(0, 3), np.zeros((0, 3), dtype=bool)), (4, 4))
 def test_backward_takes_no_key_of_the_next_tile_into_dq(case, tiles):
     mask, dense = case
-    work = backward_work(mask, *tiles)
+    work = staggered(backward_work(mask, *tiles))
     _assert_rows_are_partitioned(work, mask.num_keys)
     taken = _scores_taken(work, *dense.T.shape, rows_read=work.tile_rows)
     assert np.array_equal(taken, _padded(dense.T, taken.shape))
+
+
+def test_tiles_that_see_the_same_queries_begin_one_step_apart():
+    work = staggered(backward_work(masks.documents([40, 24], "full"), 8, 8))
+    first = work.segs[work.tiles[:, 2], 0]
+    assert first.tolist() == [0, 8, 16, 24, 32, 40, 48, 56]
+    causal = backward_work(masks.causal(64), 8, 8)
+    assert np.array_equal(staggered(causal).segs, causal.segs)
 
 
 @settings(max_examples=150, deadline=None)

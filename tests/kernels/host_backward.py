@@ -75,7 +75,8 @@ def _main(raw: bytes, device) -> None:
     order = array_at(p.order, np.int32, p.num_tiles)
     group = p.num_heads // p.num_kv_heads
     assert (q.shape[1], k.shape[1], q.shape[0]) == (p.num_heads, p.num_kv_heads, p.num_queries)
-    assert 1 <= p.heads_per_section <= p.num_kv_heads and p.counters
+    assert p.heads_per_item * p.items_per_group == group
+    assert 1 <= p.heads_per_section <= p.num_kv_heads * p.items_per_group and p.counters
     for tile in order:
         row0, rows, seg0, count = tiles[tile].tolist()
         for head in range(p.num_heads):
@@ -153,6 +154,10 @@ def _store_gradients(p, device, key: int, kv_head: int, grads: list[np.ndarray])
     width = 4 if p.grads_are_float else 2
     for (address, stride), gradient in zip(strides, grads, strict=True):
         to = _rows(address, width, key, kv_head, stride, len(gradient))
+        if p.items_per_group > 1:
+            assert (
+                p.grads_are_float and not to.any()
+            )  # this adds once what the kernel adds in parts
         to[:] = gradient if p.grads_are_float else encoded(gradient, device.last_dtype)
 
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_cp import mask as masks
 from megatron_cp.attn import attend, attend_backward, resolve_options
+from megatron_cp.attn.emulated import backend as emulated
 from megatron_cp.attn.emulated.backend import Settings, running
 from megatron_cp.kernels import build
 from tests.attn.formula import assert_attention, random_case
@@ -75,6 +76,18 @@ def test_random_slices_under_random_asynchrony(case, heads, dtype, head_dim, det
     num_queries, num_keys, slices = case
     size, head_dims = (num_queries, num_keys), (head_dim, head_dim)
     _check(slices, size, heads, head_dims, dtype, seed=seed, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("variant", ["bwd_bf16_128", "bwd_bf16_192_128", "bwd_bf16_64_softcap"])
+@pytest.mark.parametrize("heads_per_item", [1, 3])
+def test_query_heads_of_a_group_worked_on_side_by_side_add_to_one_sum(
+    variant, heads_per_item, monkeypatch
+):
+    monkeypatch.setattr(emulated, "heads_per_item", lambda *_: heads_per_item)
+    found = build.variants()[variant]
+    head_dims = int(found.value("MCP_HEAD_DIM")), int(found.value("MCP_VALUE_DIM"))
+    softcap = 3.0 if found.value("MCP_SOFTCAP") == "true" else 0.0
+    _check(MIXED, (300, 300), (6, 2), head_dims, torch.bfloat16, softcap=softcap)
 
 
 def test_sinks_and_softcap_have_gradients():

@@ -278,7 +278,7 @@ threading.Event().wait(3600)
 
 
 def test_long_rounds_become_fewer_but_never_too_few():
-    assert [measure.num_rounds(seconds) for seconds in (0.001, 0.4, 0.5, 5.0)] == [20, 20, 16, 10]
+    assert [measure.num_rounds(seconds) for seconds in (0.001, 0.15, 0.25, 5.0)] == [20, 20, 12, 7]
 
 
 def test_failed_values_stop_everything_after_all_were_tried(monkeypatch):

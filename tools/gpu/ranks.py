@@ -5,7 +5,7 @@
 Each rank runs `cp_attention` forward and backward, compares rows of the whole result with float64, and writes a
 trace of torch.profiler (open it in chrome://tracing or Perfetto). How long transfers ran, and how long of that
 attention ran beside them, is read from the trace. gloo moves rows through the host's memory; NCCL may refuse two ranks
-on one GPU, which is then said. It has not run on a GPU yet; on a CPU it runs with `--device cpu --attention reference`
+on one GPU, which is then said. On a CPU it runs with `--device cpu --attention reference`
 and finds no transfers.
 """
 
@@ -99,7 +99,10 @@ def run_both(
             log = logs.enter_context(Path(room, f"log{rank}").open("w"))
             processes.append(subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log))
         codes = _wait(processes, seconds)
-        said = [_last_line(Path(room, f"log{rank}")) for rank in range(WORLD_SIZE)]
+        said = [
+            _last_line(Path(room, f"log{rank}"), "Error" if codes and codes[rank] else "")
+            for rank in range(WORLD_SIZE)
+        ]
     if codes is None:
         return "not run", f"{backend}: not done after {seconds:.0f} s"
     if any(codes):
@@ -126,8 +129,10 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> list[
             process.wait()
 
 
-def _last_line(log: Path) -> str:
+def _last_line(log: Path, part: str) -> str:
+    """Returns the last line with `part` in it; where there is none, the last."""
     lines = [line for line in log.read_text().splitlines() if line.strip()]
+    lines = [line for line in lines if part in line] or lines
     return lines[-1][:400] if lines else ""
 
 

@@ -94,17 +94,22 @@ MCP_DEVICE void clear_rows_but(Tile tile, u32 used) {
 
 // Writes a warpgroup's accumulator [64, 2 * kSize] in fp32 as TMA stores it: panels of 32 columns
 // with the 128-byte swizzle, `panel_rows` rows each. `row` is the thread's first row, in the
-// panels; `column` its first column.
+// panels; `column` its first column. The swizzle leaves rows 2 r and 2 r + 1 of the same 8 columns
+// in the same banks: odd rows write the 8 columns that lie 16 away.
 template <int kSize>
 MCP_DEVICE void store_f32_panels(
     u32 panels, int panel_rows, int row, int column, const float (&d)[kSize]) {
+    static_assert(kSize % 16 == 0, "whole panels");
+    const bool is_odd = row % 2 != 0;
+    const int chunk = column / 4 ^ row % 8 ^ (is_odd ? 4 : 0);
+    const u32 first = panels + row * kRowBytes + chunk * 16 + column % 4 * 4;
     MCP_UNROLL
     for (int i = 0; i < kSize / 4; i++) {
-        const int chunk = i % 4 * 2 + column / 4;
-        const u32 at = panels + i / 4 * panel_rows * kRowBytes + row * kRowBytes +
-                       ((chunk ^ (row % 8)) * 16) + column % 4 * 4;
-        ptx::store_shared_f32x2(at, d[4 * i], d[4 * i + 1]);
-        ptx::store_shared_f32x2(at + 8 * kRowBytes, d[4 * i + 2], d[4 * i + 3]);
+        const u32 at = (first ^ (i % 4 * 32)) + i / 4 * panel_rows * kRowBytes;
+        const int own = 4 * i, away = 4 * (i ^ 2);
+        ptx::store_shared_f32x2(at, is_odd ? d[away] : d[own], is_odd ? d[away + 1] : d[own + 1]);
+        ptx::store_shared_f32x2(at + 8 * kRowBytes, is_odd ? d[away + 2] : d[own + 2],
+                                is_odd ? d[away + 3] : d[own + 3]);
     }
 }
 

@@ -23,10 +23,13 @@ from megatron_cp.attn.emulated.kernels import EmulatedKernel, Settings, running
 from megatron_cp.attn.hopper.backward import (
     RowStats,
     empty_stats,
+    group_of,
+    heads_per_item,
     main_params,
     postprocess_params,
     preprocess_params,
     readable,
+    room_for_gradients,
     stats_of,
 )
 from megatron_cp.attn.hopper.checks import unrepeated
@@ -187,26 +190,33 @@ def _run_backward(
     q_QNH, k_KGH, v_KGH = tensors
     variant = find_variant("backward", q_QNH, v_KGH.shape[2], options.softcap)
     shape = tile_shape(variant.name)
-    lists = backward_list(mask, *shape, CPU, 0, has_turns=options.deterministic)
+    has_turns, head_dim = options.deterministic, q_QNH.shape[2]
+    lists = backward_list(mask, *shape, CPU, 0, has_turns=has_turns, head_dim=head_dim)
     if not lists.num_segs:
         dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in tensors)
         return dq, dk, dv
     dq_sum = torch.zeros(q_QNH.shape)
-    dk, dv = (torch.full(x.shape, torch.nan, dtype=dtype) for x in (k_KGH, v_KGH))
+    kernel = EmulatedKernel(variant)
+    heads = heads_per_item(q_QNH, k_KGH, v_KGH, lists, kernel.num_sms)
+    is_added = heads < group_of(q_QNH, k_KGH)
+    dk, dv = room_for_gradients((k_KGH, v_KGH), dtype, is_added=is_added)
+    if not is_added:
+        dk.fill_(torch.nan)
+        dv.fill_(torch.nan)
     counters = torch.zeros(2, dtype=torch.int32)
     turns = torch.zeros(q_QNH.shape[1], max(1, lists.num_slots), dtype=torch.int32)
-    kernel, scales = EmulatedKernel(variant), (options.softmax_scale, options.softcap)
-    params = main_params(kernel, (*tensors, dout), stats, lists, scales, (dq_sum, dk, dv))
+    scales = (options.softmax_scale, options.softcap)
+    params = main_params(kernel, (*tensors, dout), stats, lists, scales, (dq_sum, dk, dv), heads)
     params.counters = counters.data_ptr()
     params.turn_counters = turns.data_ptr() if lists.num_runs else None
     touched = {"q": q_QNH, "k": k_KGH, "v": v_KGH, "dout": dout, "work list": lists.data}
     touched |= {"lse": stats.lse_2, "delta": stats.delta, "dq": dq_sum}
-    kernel.run(params, lists.num_tiles * k_KGH.shape[1], touched)
+    kernel.run(params, lists.num_tiles * (q_QNH.shape[1] // heads), touched)
     _check_results({"dq": dq_sum, "dk": dk, "dv": dv}, counters)
     dq = torch.full(dq_sum.shape, torch.nan, dtype=dtype)
     last = EmulatedKernel(find_variant("backward_postprocess", q_QNH, None, None))
     last.run(postprocess_params(dq_sum, dq, options.softmax_scale), dq.numel(), {})
-    return dq, dk, dv
+    return dq, dk.to(dtype), dv.to(dtype)
 
 
 def _row_stats(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None) -> RowStats:

@@ -57,6 +57,10 @@ def running(settings: Settings) -> Iterator[Session]:
         _session.reset(token)
 
 
+def _current() -> Session:
+    return _session.get() or Session(Settings())
+
+
 class EmulatedKernel:
     """A variant in the emulator; it is its own `driver`."""
 
@@ -68,6 +72,11 @@ class EmulatedKernel:
         self.tile_keys = int(defines.get("MCP_BLOCK_N", 0))
         self.driver = self
         self._kernel = library.load(source_of(variant))
+
+    @property
+    def num_sms(self) -> int:
+        """Returns how many CTAs the emulated machine runs at once."""
+        return _current().settings.num_blocks
 
     def ensure_context(self, device: int) -> None:
         """Does nothing: the CPU is always there."""
@@ -90,7 +99,7 @@ class EmulatedKernel:
 
         Raises: EmulatorError with the first defect.
         """
-        session = _session.get() or Session(Settings())
+        session = _current()
         settings = session.settings
         machine = library.Machine(
             min(settings.num_blocks, max_blocks),

@@ -196,7 +196,13 @@ def _grad_list(
     tile_rows, tile_keys = tile_shape(variant.name)
     stream = raw_stream(device.index or 0)
     return backward_list(
-        mask, tile_rows, tile_keys, device, stream, has_turns=options.deterministic
+        mask,
+        tile_rows,
+        tile_keys,
+        device,
+        stream,
+        has_turns=options.deterministic,
+        head_dim=dims[0],
     )
 
 

@@ -5,7 +5,8 @@
     dq sum -> postprocess -> dq                                    scaled, in the type asked for
 
 Key tiles own rows of dk and dv: no atomics there. They add to dq in any order, or in turns: then the same bits
-come out in every run (`deterministic`).
+come out in every run (`deterministic`). Where the query heads of a group are worked on side by side instead of one
+after another (`heads_per_item`), they add to dk and dv too.
 """
 
 # Q query rows, K key rows, N query heads, G kv heads, H head dim, Hv value head dim, C copies, P padded rows
@@ -42,6 +43,13 @@ from megatron_cp.kernels.params import (
 # The copy engine wants 16 bytes of strides, and of where a box starts: rows per head are a multiple of 4, and
 # statistics are kept once for each row modulo 4 that a tile may start at.
 ROW_PADDING = STAT_COPIES = 4
+# What a work item costs beyond its query tiles, in visits of one: keys and values arrive, gradients leave. Items that
+# add to float sums write twice the bytes, and the sums are cleared and rounded.
+ITEM_VISITS, ADDING_ITEM_VISITS = 2.0, 4.0
+# What whole groups cost where their rows do not stay in the cache: CTAs of different lengths drift apart until they
+# are at different heads. 562 TFLOP/s against 613 with one query head per kv head, causal 32K, head dim 128; 283
+# against 423 with 256 (H100, 2026-11-22).
+DRIFT = 1.09
 
 
 class RowStats(NamedTuple):
@@ -66,8 +74,9 @@ def preprocess(
 ) -> RowStats:
     """Returns the row statistics of a whole result; `delta = rowsum(dout * out) - dlse`.
 
-    `out` is float32 or has the dtype of `dout`; its last dimension and that of `dout` are contiguous.
+    `out` is float32 or has the dtype of `dout`; both are read 16 bytes at a time (`readable`).
     """
+    out_QNH = readable(out_QNH)
     stats, num_items = empty_stats(lse_QN), lse_QN.numel()
     params, _kept = preprocess_params(out_QNH, dout_QNH, lse_QN, dlse_QN, stats)
     name = find_variant("backward_preprocess", dout_QNH.dtype, None, dout_QNH.shape[2], None).name
@@ -156,26 +165,66 @@ def add_gradients_(
     q_QNH, k_KGH, v_KGH = tensors
     if not lists.num_segs:
         return k_KGH.new_zeros(k_KGH.shape, dtype=dtype), v_KGH.new_zeros(v_KGH.shape, dtype=dtype)
-    dk, dv = (empty_gradient(x, dtype) for x in (k_KGH, v_KGH))
     device = q_QNH.device.index or 0
     has_softcap = scales[1] > 0
     dims = (q_QNH.shape[2], v_KGH.shape[2])
     variant = find_variant("backward", q_QNH.dtype, *dims, has_softcap)
     with device_guard(device):
         kernel, stream = load_kernel(variant.name, device), raw_stream(device)
+        num_sms = kernel.num_blocks(kernel.num_sms, sm_share)
+        heads = heads_per_item(q_QNH, k_KGH, v_KGH, lists, num_sms)
+        dk, dv = room_for_gradients((k_KGH, v_KGH), dtype, is_added=heads < group_of(q_QNH, k_KGH))
         turn_counters = None
         if lists.num_runs:
             size = (q_QNH.shape[1], lists.num_slots)
             turn_counters = q_QNH.new_zeros(size, dtype=torch.int32)
         params = main_params(
-            kernel, (q_QNH, k_KGH, v_KGH, dout_QNH), stats, lists, scales, (dq_sum, dk, dv)
+            kernel, (q_QNH, k_KGH, v_KGH, dout_QNH), stats, lists, scales, (dq_sum, dk, dv), heads
         )
         pair = counters(device, stream)
         params.counters = pair.address
         params.turn_counters = None if turn_counters is None else turn_counters.data_ptr()
-        num_blocks = kernel.num_blocks(lists.num_tiles * k_KGH.shape[1], sm_share)
-        kernel.launch(num_blocks, stream, params, device)
-    return dk, dv
+        num_items = lists.num_tiles * (q_QNH.shape[1] // heads)
+        kernel.launch(kernel.num_blocks(num_items, sm_share), stream, params, device)
+    return dk.to(dtype), dv.to(dtype)
+
+
+def group_of(q_QNH: Tensor, k_KGH: Tensor) -> int:
+    """Returns how many query heads share a kv head."""
+    return q_QNH.shape[1] // k_KGH.shape[1]
+
+
+def heads_per_item(
+    q_QNH: Tensor, k_KGH: Tensor, v_KGH: Tensor, lists: BackwardList, num_sms: int
+) -> int:
+    """Returns how many query heads a work item visits: the whole group, or one, whichever ends sooner.
+
+    In turns always the group: which item adds to dk first is chance.
+    """
+    group, num_heads = group_of(q_QNH, k_KGH), q_QNH.shape[1]
+    if group == 1 or lists.num_runs:
+        return group
+
+    def end(heads: int, item_visits: float) -> float:
+        """Returns when the last section's longest item ends, which begins with that section, or all work, in visits."""
+        num_items = num_heads // heads
+        every = num_heads * lists.num_visits + lists.num_tiles * num_items * item_visits
+        num_sections = -(-num_items // _items_per_section(q_QNH, v_KGH, heads, num_items))
+        before_last = every / num_sms * (1 - 1 / num_sections)
+        return max(every / num_sms, before_last + heads * lists.most_visits + item_visits)
+
+    group_bytes = _row_bytes(q_QNH, v_KGH) * group
+    drift = DRIFT if group_bytes > SECTION_BYTES else 1.0
+    return 1 if end(1, ADDING_ITEM_VISITS) < drift * end(group, ITEM_VISITS) else group
+
+
+def room_for_gradients(
+    tensors: tuple[Tensor, Tensor], dtype: torch.dtype, *, is_added: bool
+) -> list[Tensor]:
+    """Returns memory for the gradients of (k, v): float zeros where work items add to them."""
+    if is_added:
+        return [x.new_zeros(x.shape, dtype=torch.float32) for x in tensors]
+    return [empty_gradient(x, dtype) for x in tensors]
 
 
 def main_params(
@@ -185,6 +234,7 @@ def main_params(
     lists: BackwardList,
     scales: tuple[float, float],
     gradients: tuple[Tensor, Tensor, Tensor],
+    heads_per_item: int,
 ) -> BwdParams:
     """Returns the main kernel's parameters without its counters."""
     (q, k, v, dout), (dq_sum, dk, dv) = tensors, gradients
@@ -214,7 +264,12 @@ def main_params(
     params.dv_row_stride, params.dv_head_stride = dv.stride()[:2]
     params.num_tiles, params.num_slots = lists.num_tiles, lists.num_slots
     params.num_heads, params.num_kv_heads = num_heads, k.shape[1]
-    params.heads_per_section = _kv_heads_per_section(q, v, bool(lists.num_runs), k.shape[1])
+    params.heads_per_item = heads_per_item
+    params.items_per_group = group_of(q, k) // heads_per_item
+    num_items = num_heads // heads_per_item
+    params.heads_per_section = (
+        num_items if lists.num_runs else _items_per_section(q, v, heads_per_item, num_items)
+    )
     params.num_queries = num_queries
     params.score_scale, params.cap, params.cap_scale = score_scales(*scales)
     params.softmax_scale = scales[0]
@@ -222,15 +277,18 @@ def main_params(
     return params
 
 
-def _kv_heads_per_section(q: Tensor, v: Tensor, in_turns: bool, num_kv_heads: int) -> int:
-    """Returns how many kv heads run side by side: those whose queries fit the cache; in turns, all.
+def _items_per_section(q: Tensor, v: Tensor, heads_per_item: int, num_items: int) -> int:
+    """Returns the items of how many heads run side by side: those whose queries fit the cache.
 
-    In turns, key tiles of one head wait for each other, so that those of many heads side by side wait less.
+    In turns it is all: key tiles of one head wait for each other, and those of many heads side by side wait less.
     """
-    if in_turns:
-        return num_kv_heads
-    bytes_per_head = q.shape[0] * (q.shape[1] // num_kv_heads) * (q.shape[2] + v.shape[2]) * 2
-    return min(num_kv_heads, max(1, SECTION_BYTES // max(1, bytes_per_head)))
+    item_bytes = heads_per_item * _row_bytes(q, v)
+    return min(num_items, max(1, SECTION_BYTES // max(1, item_bytes)))
+
+
+def _row_bytes(q: Tensor, v: Tensor) -> int:
+    """Returns the bytes of one query head's rows of q and dout."""
+    return q.shape[0] * (q.shape[2] + v.shape[2]) * 2
 
 
 def _stats_map(x_CNP: Tensor, num_rows: int, kernel: TiledKernel) -> TensorMap:

@@ -11,8 +11,18 @@ import torch
 from torch import Tensor
 
 from megatron_cp.attn.device_arrays import Int32Array, Prepared, for_mask
-from megatron_cp.attn.hopper.worklist import WorkList, backward_work, dq_turns, forward_work
+from megatron_cp.attn.hopper.worklist import (
+    WorkList,
+    backward_work,
+    dq_turns,
+    forward_work,
+    staggered,
+)
 from megatron_cp.mask import AttentionMask
+
+# From here on adding to the same rows of dq at the same time costs more than the cache gives back: full 32K, 348
+# against 383 TFLOP/s with head dim 256, 381 against 390 with 192, but 598 against 593 with 128 (H100, 2026-11-22).
+STAGGERED_HEAD_DIM = 192
 
 
 class DeviceList(NamedTuple):
@@ -26,7 +36,8 @@ class DeviceList(NamedTuple):
 class BackwardList(NamedTuple):
     """A backward work list as one int32 tensor: as DeviceList, then the turns of the deterministic mode.
 
-    `num_runs` is 0 without turns; else `[num_segs, 3]` and `[num_runs, 2]` follow the order.
+    `num_runs` is 0 without turns; else `[num_segs, 3]` and `[num_runs, 2]` follow the order. A query head's tiles are
+    visited `num_visits` times, `most_visits` times for one tile of keys.
     """
 
     data: Tensor
@@ -34,6 +45,8 @@ class BackwardList(NamedTuple):
     num_segs: int
     num_slots: int
     num_runs: int
+    num_visits: int
+    most_visits: int
 
 
 def forward_list(
@@ -64,11 +77,15 @@ def backward_list(
     stream: int,
     *,
     has_turns: bool,
+    head_dim: int,
 ) -> BackwardList:
     """Returns the backward work list of a mask on a device, ready for `stream`; with turns if asked for.
 
+    Tiles that begin at the same queries are staggered from STAGGERED_HEAD_DIM on, where there are no turns.
+
     Raises: ValueError as `forward_list`.
     """
+    is_staggered = head_dim >= STAGGERED_HEAD_DIM
 
     def prepare(mask: AttentionMask) -> Prepared:
         work = backward_work(mask, tile_rows, tile_keys)
@@ -78,10 +95,15 @@ def backward_list(
             turns = dq_turns(work, mask.num_queries)
             parts += [turns.segments, turns.runs]
             num_slots, num_runs = turns.num_slots, len(turns.runs)
-        counts = len(work.tiles), len(work.segs), num_slots, num_runs
+        elif is_staggered:
+            work = staggered(work)
+            parts = [work.tiles, work.segs, work.order]
+        visits = work.visits_of_tiles
+        sizes = len(work.tiles), len(work.segs), num_slots, num_runs
+        counts = (*sizes, int(visits.sum()), int(visits.max(initial=0)))
         return [_one(parts)], lambda data: BackwardList(data[0], *counts)
 
-    use = ("hopper backward", tile_rows, tile_keys, has_turns)
+    use = ("hopper backward", tile_rows, tile_keys, has_turns, is_staggered)
     lists: BackwardList = for_mask(mask, use, device, prepare, stream)
     return lists
 

@@ -61,6 +61,13 @@ class WorkList:
         return int(_visits(self.segs, self.step).sum())
 
     @property
+    def visits_of_tiles(self) -> IntArray:
+        """Returns how many of them each tile computes, `[num_tiles]`."""
+        seg0, num_segs = self.tiles[:, 2], self.tiles[:, 3]
+        until = np.append(0, np.cumsum(_visits(self.segs, self.step)))
+        return until[seg0 + num_segs] - until[seg0]
+
+    @property
     def num_full(self) -> int:
         """Returns how many of the visits need no mask."""
         return int((self.segs[:, FULL_END] - self.segs[:, FULL_BEGIN]).sum())
@@ -107,6 +114,36 @@ def backward_work(mask: AttentionMask, tile_rows: int, tile_keys: int) -> WorkLi
     rows = transpose_rows(mask.array)
     rows = rows[np.argsort(rows[:, 0], kind="stable")]
     return _build(rows, mask.num_keys, tile_keys, tile_rows, full_rows=tile_keys)
+
+
+def staggered(work: WorkList) -> WorkList:
+    """Returns the list with neighbouring tiles that would begin at the same column beginning one step apart.
+
+    Tiles that march in step add to the same rows of dQ at the same time. A tile's only segment is cut in two, and the
+    later part comes first. Not for turns, which count on segments in the order of their columns.
+    """
+    tiles, segs = work.tiles.astype(np.int64), work.segs.astype(np.int64)
+    has_one, index = tiles[:, 3] == 1, np.arange(len(tiles))
+    seg = tiles[has_one, 2]
+    first = -1 - index  # of tiles without a segment of their own: like no other's
+    first[has_one] = segs[seg, K0]
+    begins = np.append([True], first[1:] != first[:-1])[: len(tiles)]
+    place = (index - np.maximum.accumulate(np.where(begins, index, 0)))[has_one]
+    later = place % np.maximum(1, _visits(segs[seg], work.step))  # visits that come last
+    cut, later = seg[later > 0], later[later > 0]
+    front, back = segs[cut].copy(), segs[cut]
+    front[:, K1] = back[:, K0] = back[:, K0] + later * work.step
+    front[:, FULL_END] = np.minimum(front[:, FULL_END], later)
+    back[:, FULL_BEGIN] = np.maximum(back[:, FULL_BEGIN] - later, 0)
+    back[:, FULL_END] -= later
+    for part in (front, back):
+        part[part[:, FULL_BEGIN] >= part[:, FULL_END], FULL_BEGIN:] = 0
+    segs[cut] = back
+    segs = np.insert(segs, cut + 1, front, axis=0)
+    count = tiles[:, 3] + (has_one & np.isin(tiles[:, 2], cut))
+    tiles[:, 3], tiles[:, 2] = count, np.cumsum(count) - count
+    arrays = tiles.astype(np.int32), segs.astype(np.int32)
+    return WorkList(*arrays, work.order, work.tile_rows, work.step)
 
 
 def dq_turns(work: WorkList, num_queries: int) -> Turns:

@@ -86,6 +86,11 @@ MCP_DEVICE i32 atomic_add(i32* address, i32 value) {
 MCP_DEVICE void atomic_add(float* address, float value) {
     atomicAdd(address, value);
 }
+// Two neighbours, 8-byte aligned; each is added by itself.
+MCP_DEVICE void atomic_add_f32x2(float* address, float x, float y) {
+    asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(address), "f"(x), "f"(y)
+                 : "memory");
+}
 
 // Raises a float in memory to `value`, which is no NaN. Relaxed, whole GPU. As signed integers,
 // floats from zero up rise, and are above all below zero; as unsigned ones, floats below zero fall,

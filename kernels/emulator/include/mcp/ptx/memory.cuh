@@ -74,6 +74,10 @@ MCP_DEVICE i32 atomic_add(i32* address, i32 value) {
 MCP_DEVICE void atomic_add(float* address, float value) {
     emulator::atomic_add(address, value);
 }
+MCP_DEVICE void atomic_add_f32x2(float* address, float x, float y) {
+    emulator::atomic_add(address, emulator::require_value(x));
+    emulator::atomic_add(address + 1, emulator::require_value(y));
+}
 MCP_DEVICE void atomic_max(float* address, float value) {
     emulator::atomic_max(address, emulator::require_value(value));
 }
