@@ -1,4 +1,4 @@
-"""The CUDA driver through ctypes: load a cubin, describe a tensor, launch. Never run on a GPU yet.
+"""The CUDA driver through ctypes: load a cubin, describe a tensor, launch. Ran with a driver of CUDA 13.
 
 Nothing is loaded before the first call of `driver()`. Everything that can fail raises CudaError with the
 driver's own words. Functions that need a context take the device's primary one, which is PyTorch's, when the

@@ -2,7 +2,7 @@
 
     package, else cache, else compiled (`build.cubin`)  ->  driver  -- refused -->  compiled anew  ->  driver
 
-Never run on a GPU yet; the driver's answers are stand-ins in the tests.
+The first way ran on an H100 (docs/gpu.md); no driver has refused a cubin yet, refusals are stand-ins in the tests.
 """
 
 from collections import Counter

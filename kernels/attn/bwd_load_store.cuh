@@ -45,14 +45,15 @@ struct BwdLoader {
         const u32 used = used_rows(work);
         const bool clear = ptx::any_lane(used != (1u << kRowChunks) - 1);
         const u32 full = shared.key_ring.full(keys_at);
+        const i32 kv_head = kv_head_of(params, work);
         shared.key_ring.wait_empty(keys_at);
         ptx::sync_warp();
         if (leader) {
             const u32 landed = clear ? shared.landed : full;
             ptx::mbarrier_arrive_expect_tx(landed, Traits::kKeyBytes + Traits::kValueBytes);
-            load_panels(shared.keys(), &params.k_map, landed, work.head, work.row0,
+            load_panels(shared.keys(), &params.k_map, landed, kv_head, work.row0,
                         ptx::kEvictFirst);
-            load_panels(shared.values(), &params.v_map, landed, work.head, work.row0,
+            load_panels(shared.values(), &params.v_map, landed, kv_head, work.row0,
                         ptx::kEvictFirst);
         }
         if (clear) {
@@ -105,8 +106,9 @@ struct BwdLoader {
     }
 
     MCP_DEVICE void load_tiles(const WorkItem& work) {
+        const i32 first = first_query_head_of(params, work);
         load_keys(work);
-        for (i32 head = work.query_head; head < work.query_head + params.heads_per_item; head++) {
+        for (i32 head = first; head < first + params.heads_per_item; head++) {
             QueryTiles<Traits::kBlockM> queries(params.segments, work);
             do {
                 load_rows(shared.queries(queries_at.stage), &params.q_map,
@@ -247,8 +249,10 @@ struct BwdStorer {
                 to_work_item(receive<2>(shared.mailbox(), shared.mail_ring, mail_at));
             if (work.head < 0) break;
             if (work.num_segs == 0) continue;
-            const i32 end = work.query_head + params.heads_per_item;
-            for (i32 head = work.query_head; head < end; head++) store_tiles<kInTurn>(work, head);
+            const i32 first = first_query_head_of(params, work);
+            for (i32 head = first; head < first + params.heads_per_item; head++) {
+                store_tiles<kInTurn>(work, head);
+            }
         }
         if (leader) ptx::tma_wait_group<0>();
     }

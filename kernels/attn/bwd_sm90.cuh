@@ -133,10 +133,9 @@ struct BwdConsumer {
     MCP_DEVICE void store(const WorkItem& work, FragmentPlace place) const {
         const i32 row = place.row + 8 * kHalf;
         const bool valid = row < work.row0 + work.rows;
-        const i64 dk_at =
-            row * params.dk_row_stride + work.head * params.dk_head_stride + place.column;
-        const i64 dv_at =
-            row * params.dv_row_stride + work.head * params.dv_head_stride + place.column;
+        const i32 head = kv_head_of(params, work);
+        const i64 dk_at = row * params.dk_row_stride + head * params.dk_head_stride + place.column;
+        const i64 dv_at = row * params.dv_row_stride + head * params.dv_head_stride + place.column;
         store_gradient<kHalf, T>(params, params.dk, dk_at, dk, params.softmax_scale, valid);
         store_gradient<kHalf, T>(params, params.dv, dv_at, dv, 1.0f, valid);
     }

@@ -272,10 +272,11 @@ struct BwdWideConsumer {
     MCP_DEVICE void store(const WorkItem& work, FragmentPlace place) const {
         const i32 row = place.row + 8 * kHalf;
         const bool valid = row < work.row0 + work.rows;
-        const i64 dk_at = row * params.dk_row_stride + work.head * params.dk_head_stride +
-                          place.column + kFirstDkPanel * kPanelColumns;
-        const i64 dv_at = row * params.dv_row_stride + work.head * params.dv_head_stride +
-                          place.column + kFirstDvPanel * kPanelColumns;
+        const i32 head = kv_head_of(params, work);
+        const i64 dk_at = row * params.dk_row_stride + head * params.dk_head_stride + place.column +
+                          kFirstDkPanel * kPanelColumns;
+        const i64 dv_at = row * params.dv_row_stride + head * params.dv_head_stride + place.column +
+                          kFirstDvPanel * kPanelColumns;
         if constexpr (kDkPanels > 0)
             store_gradient<kHalf, T>(params, params.dk, dk_at, dk, params.softmax_scale, valid);
         if constexpr (kDvPanels > 0)

@@ -41,8 +41,8 @@ struct MailedKeys {
     MCP_DEVICE WorkItem open() {
         ring.wait_full(at);
         const i32x4 mail = load(0);
-        const i32 head = uniform(mail.z);
-        const WorkItem work = {uniform(mail.x), uniform(mail.y), 0, uniform(mail.w), head, head};
+        const WorkItem work = {uniform(mail.x), uniform(mail.y), 0, uniform(mail.w),
+                               uniform(mail.z)};
         segments_left = work.num_segs;
         enter_segment();
         return work;

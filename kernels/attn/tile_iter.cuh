@@ -14,18 +14,16 @@ namespace mcp::attn {
 struct WorkItem {
     i32 row0, rows, seg0, num_segs;
     i32 head;  // -1: no work is left
-    i32 query_head;
 };
 
 using WorkMessage = Message<2>;
 
 MCP_DEVICE WorkMessage to_message(const WorkItem& work) {
-    return {{{work.row0, work.rows, work.seg0, work.num_segs}, {work.head, work.query_head, 0, 0}}};
+    return {{{work.row0, work.rows, work.seg0, work.num_segs}, {work.head, 0, 0, 0}}};
 }
 MCP_DEVICE WorkItem to_work_item(const WorkMessage& message) {
     const i32x4 a = message.part[0];
-    const i32x4 b = message.part[1];
-    return {uniform(a.x), uniform(a.y), uniform(a.z), uniform(a.w), uniform(b.x), uniform(b.y)};
+    return {uniform(a.x), uniform(a.y), uniform(a.z), uniform(a.w), uniform(message.part[1].x)};
 }
 
 MCP_DEVICE i32 num_work_heads(const FwdParams& params) {
@@ -34,15 +32,11 @@ MCP_DEVICE i32 num_work_heads(const FwdParams& params) {
 MCP_DEVICE i32 num_work_heads(const BwdParams& params) {
     return params.num_kv_heads * params.items_per_group;
 }
-// The head of an item's tile, and the first query head that it visits.
-struct WorkHeads {
-    i32 head, query_head;
-};
-MCP_DEVICE WorkHeads work_heads(const FwdParams&, i32 index) {
-    return {index, index};
+MCP_DEVICE i32 kv_head_of(const BwdParams& params, const WorkItem& work) {
+    return work.head / params.items_per_group;
 }
-MCP_DEVICE WorkHeads work_heads(const BwdParams& params, i32 index) {
-    return {index / params.items_per_group, index * params.heads_per_item};
+MCP_DEVICE i32 first_query_head_of(const BwdParams& params, const WorkItem& work) {
+    return work.head * params.heads_per_item;
 }
 
 // Work items are numbered head section by head section, so that the keys and values in use fit the
@@ -50,7 +44,7 @@ MCP_DEVICE WorkHeads work_heads(const BwdParams& params, i32 index) {
 // so early; heads innermost.
 template <class Params>
 MCP_DEVICE WorkItem work_item(const Params& params, i32 index) {
-    if (index >= params.num_tiles * num_work_heads(params)) return {0, 0, 0, 0, -1, -1};
+    if (index >= params.num_tiles * num_work_heads(params)) return {0, 0, 0, 0, -1};
     const i32 section = index / (params.num_tiles * params.heads_per_section);
     const i32 first_head = section * params.heads_per_section;
     const i32 num_heads = ptx::min(params.heads_per_section, num_work_heads(params) - first_head);
@@ -58,8 +52,7 @@ MCP_DEVICE WorkItem work_item(const Params& params, i32 index) {
     const i32 rank = in_section / num_heads;
     const i32 tile = ptx::load_constant_i32(params.order + rank);
     const i32x4 t = ptx::load_constant_i32x4(params.tiles + tile);
-    const WorkHeads heads = work_heads(params, first_head + in_section - rank * num_heads);
-    return {t.x, t.y, t.z, t.w, heads.head, heads.query_head};
+    return {t.x, t.y, t.z, t.w, first_head + in_section - rank * num_heads};
 }
 
 // Gives out work items to the CTAs of a launch from a counter. `kFirstByBlock`: the first by block

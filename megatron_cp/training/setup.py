@@ -36,7 +36,7 @@ def initialize_distributed(
     """
     on_cuda = torch.cuda.is_available()
     device = torch.device("cuda", config.parallel.local_rank) if on_cuda else torch.device("cpu")
-    if on_cuda:  # never run on a GPU yet
+    if on_cuda:  # ran with one rank on an H100; several GPUs never
         torch.cuda.set_device(device)
     backend = config.parallel.distributed_backend or ("nccl" if on_cuda else "gloo")
     if backend == "nccl":

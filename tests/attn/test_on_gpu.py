@@ -1,4 +1,4 @@
-"""The flash and flex backends on a real GPU, against float64. Not run anywhere yet."""
+"""The flash and flex backends on a real GPU, against float64. All pass on an H100 (2026-11-22)."""
 
 import itertools
 

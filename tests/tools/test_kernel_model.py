@@ -211,15 +211,15 @@ def test_a_work_item_has_its_start_its_tiles_and_its_end():
 
 def test_full_and_masked_tiles_are_two_ways_round_one_loop():
     listing = _listing(
-        ".L_work", "NOP", ".L_tile", _product(), "@P0 BRA `(.L_full)", *["FSEL R1, R1, R2, P1"] * 40, ".L_full",
-        "WARPGROUP.DEPBAR.LE gsb0, 0x0", "@P2 BRA `(.L_tile)", "STG.E R1, [R2]", "@P3 BRA `(.L_work)",
-        "EXIT",
+        ".L_work", "NOP", ".L_tile", _product(), "@P0 BRA `(.L_full)", "R2P PR, R3, 0x7e",
+        *["FSEL R1, R1, R2, P1"] * 39, ".L_full", "WARPGROUP.DEPBAR.LE gsb0, 0x0", "@P2 BRA `(.L_tile)",
+        "STG.E R1, [R2]", "@P3 BRA `(.L_work)", "EXIT",
     )  # fmt: skip
     shape = Shape(True, 8, 8, 8, consumers=1)
     ways = ways_through(listing, shape)
     assert [len(ways.full[0]), len(ways.masked[0])] == [4, 44]
     made = figures(ways, shape, Machine(product_start=0, product_drain=0))
-    # The product alone, then 40 selects at two cycles each behind it; 1.25 cycles of work.
+    # The product alone, then 40 instructions at two cycles each behind it; 1.25 cycles of work.
     assert made.utilisation == pytest.approx(1.25 / 66, abs=0.001)
     assert made.masked_utilisation == pytest.approx(1.25 / 84, abs=0.001)
 

@@ -91,7 +91,9 @@ RESULTS = {"16 bits": (_to_16_bits, False), "accumulate": (_onto_floats, True)}
 
 
 def find_loops(listing: Listing, count: int) -> list[Loop]:
-    """Returns the `count` loops over full tiles: with products, no selects if possible, few products, short.
+    """Returns the `count` loops over full tiles: with products, no mask if possible, few products, short.
+
+    A mask is seen by its bits, which become predicates (R2P).
 
     Raises: ValueError if there are fewer.
     """
@@ -99,8 +101,8 @@ def find_loops(listing: Listing, count: int) -> list[Loop]:
     for loop in loops(listing):
         if any(listing[index].base == "HGMMA" for index in loop.body):
             way = round_loop(listing, loop, _shortest)
-            selects, products = (sum(_count(i, b) for i in way) for b in ("FSEL", "HGMMA"))
-            ranked.append((selects > 0, products, len(way), loop))
+            masks, products = (sum(_count(i, b) for i in way) for b in ("R2P", "HGMMA"))
+            ranked.append((masks > 0, products, len(way), loop))
     chosen: list[Loop] = []
     for *_, loop in sorted(ranked, key=lambda r: r[:3]):
         if all(loop.body.isdisjoint(other.body) for other in chosen):
@@ -133,8 +135,8 @@ def _masked(listing: Listing, loop: Loop, full: Way) -> Way | None:
     """Returns the way through a masked tile: in the loop itself, or in the one around it."""
     for candidate in (loop, *_around(listing, loop)[:1]):
         way = round_loop(listing, candidate, _longest)
-        selects, products = (sum(_count(i, base) for i in way) for base in ("FSEL", "HGMMA"))
-        if selects and products == sum(_count(i, "HGMMA") for i in full):
+        masks, products = (sum(_count(i, base) for i in way) for base in ("R2P", "HGMMA"))
+        if masks and products == sum(_count(i, "HGMMA") for i in full):
             return way
     return None
 

@@ -2,7 +2,7 @@
 
 The three differ in names only (`_Dialect`); each of them fills gradients that it is given. A version whose
 signature lacks a name that we pass is not used. Signatures are checked in tests against the published ones;
-nothing here has run on a GPU yet.
+nothing here has run on a GPU yet (torch's own operator has).
 
 Source: flash_attn_interface.py of flash-attn 2.8.3; hopper/flash_api.cpp (3.0) and flash_attn/cute/interface.py
 (4.0) at commit 0251105a.

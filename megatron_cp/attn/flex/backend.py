@@ -1,4 +1,4 @@
-"""The `flex` backend: PyTorch's FlexAttention on any GPU, compiled (kernel.py). Never run on a GPU yet.
+"""The `flex` backend: PyTorch's FlexAttention on any GPU, compiled (kernel.py). Ran on an H100.
 
 On a CPU FlexAttention has no backward and, uncompiled, builds all scores: small forward calls only, for
 tests of everything that surrounds the kernel.

@@ -1,1 +1,1 @@
-"""The `hopper` backend: from a mask and tensors to launches of our sm_90a kernels. Never run on a GPU yet."""
+"""The `hopper` backend: from a mask and tensors to launches of our sm_90a kernels."""

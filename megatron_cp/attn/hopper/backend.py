@@ -1,4 +1,4 @@
-"""The `hopper` backend: our sm_90a kernels, launched through the driver. Never run on a GPU yet.
+"""The `hopper` backend: our sm_90a kernels, launched through the driver. Ran on an H100.
 
     mask -> work list on the device (cached per mask) --+
     q, k, v -> three tensor maps (cached per address) --+-> one launch: every CTA takes query tiles until none is left

@@ -1,4 +1,4 @@
-"""The launches of the backward pass. Never run on a GPU yet.
+"""The launches of the backward pass.
 
     out, dout, lse, dlse -> preprocess -> delta, lse in base 2     [4, N, rows]: what each row's scores need
     q, k, v, dout, delta, lse -> main -> dk, dv; dq as a float sum that key tiles add to

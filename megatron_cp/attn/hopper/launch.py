@@ -1,4 +1,4 @@
-"""From tensors to a launch: loaded kernels, tensor maps, work counters, all cached. Never run on a GPU yet.
+"""From tensors to a launch: loaded kernels, tensor maps, work counters, all cached.
 
 What a call needs besides its tensors is looked up, and found after the first time: kernels by variant and
 device, tensor maps by address, shape and strides, counters by stream. The host never waits for the device.

