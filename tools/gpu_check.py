@@ -291,9 +291,12 @@ def run_tiny() -> None:
 
 @contextmanager
 def written(report: Report, path: Path) -> Iterator[None]:
-    """Writes the report whatever happens, and turns StopError into its reason."""
+    """Writes the report whatever happens, and turns StopError and Ctrl-C into its reason."""
     try:
         yield
+    except KeyboardInterrupt:
+        report.stopped = "interrupted; what stands here was done before"
+        _say(report.stopped)
     except (StopError, compilers.CompileError, compilers.NoCompilerError) as error:
         report.stopped = str(error)
         _say(f"stopped: {report.stopped}")

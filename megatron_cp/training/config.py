@@ -278,7 +278,7 @@ class RecordsConfig:
 
 
 # What does not describe the run but this start of it.
-_NOT_OF_THE_RUN = frozenset({"notes", "discarded", "machine"})
+_NOT_OF_THE_RUN = frozenset({"notes", "discarded", "machine", "local_world_size"})
 _OF_THE_RANK = frozenset({"rank", "local_rank"})
 
 

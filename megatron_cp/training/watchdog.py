@@ -27,6 +27,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from megatron_cp.training.config import TrainConfig
@@ -264,11 +265,14 @@ def _state_of(beat: Beat) -> str:
 
 
 def record_collectives(run_dir: str | None, environment: Any) -> None:
-    """Makes NCCL's flight recorder write beside the stacks. Before the process group; never run on a GPU."""
+    """Makes NCCL's flight recorder write beside the stacks. Before the process group; no time-out was seen yet."""
     if run_dir is None:
         return
     folder = Path(run_dir) / "stacks"
     folder.mkdir(parents=True, exist_ok=True)
-    environment.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")
+    # The old name is a warning on every rank in torch 2.11 (seen there).
+    is_new = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
+    size = "TORCH_FR_BUFFER_SIZE" if is_new else "TORCH_NCCL_TRACE_BUFFER_SIZE"
+    environment.setdefault(size, "2000")
     environment.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     environment.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(folder / "nccl_rank_"))

@@ -3,8 +3,9 @@
 import signal
 
 import pytest
+import torch
 
-from megatron_cp.training.watchdog import Beat, verdict
+from megatron_cp.training.watchdog import Beat, record_collectives, verdict
 from tests.faults.program import Kill, Launch, run_program
 from tests.training.commands import DATA, MODEL, error_lines
 
@@ -85,3 +86,17 @@ def test_ranks_that_all_wait_may_be_in_different_collectives():
     second = [beat(0, 6, waits=True), beat(1, 6, waits=True)]
     line, _ = verdict(first, second)
     assert "every rank waits in a collective" in line
+
+
+@pytest.mark.parametrize(
+    ("version", "name"),
+    [("2.8.0", "TORCH_NCCL_TRACE_BUFFER_SIZE"), ("2.13.0+cpu", "TORCH_FR_BUFFER_SIZE")],
+)
+def test_the_flight_recorder_is_asked_for_by_the_name_that_torch_knows(
+    version, name, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(torch, "__version__", version)
+    environment: dict[str, str] = {}
+    record_collectives(str(tmp_path), environment)
+    assert {key for key in environment if "BUFFER" in key} == {name}
+    assert (tmp_path / "stacks").is_dir()

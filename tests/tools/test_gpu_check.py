@@ -297,6 +297,16 @@ def test_failed_values_stop_everything_after_all_were_tried(monkeypatch):
     assert failed == [small.name for small in tried]
 
 
+def test_what_was_done_before_an_interruption_is_written_and_says_so(tmp_path):
+    found = report.Report("t", {})
+    with gpu_check.written(found, tmp_path / "x"):
+        found.checks.append(("a value", "ok", ""))
+        raise KeyboardInterrupt
+    page = (tmp_path / "x.md").read_text()
+    assert "**Stopped early: interrupted; what stands here was done before**" in page
+    assert "| a value | ok |" in page
+
+
 # ---------------------------------------------------------------------- sanitizer
 
 

@@ -236,6 +236,25 @@ def test_layer_lists_are_not_evaluated_as_python(text: str):
         layers_of(text)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "flags", "environment", "said"),
+    [
+        (1, (), {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, ["2 ranks on a machine that shows 1 GPU(s)"]),
+        (2, (), {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}, []),
+        (1, (), {"LOCAL_RANK": "1"}, ["2 ranks on a machine that shows 1 GPU(s)"]),
+        (None, (), {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}, []),
+        (2, ("--distributed-backend", "gloo"), {"WORLD_SIZE": "2"}, ["gloo sums no gradients on GPUs"]),
+        (1, ("--distributed-backend", "gloo"), {}, []),
+    ],
+)  # fmt: skip
+def test_ranks_need_a_gpu_each_and_a_backend_that_sums_there(gpus, flags, environment, said):
+    machine = replace(GPU_MACHINE, num_gpus=gpus)
+    flags = (*SMALL_RUN, "--global-batch-size", "8", *flags)
+    _, reasons = judge_arguments(flags, environment, machine)
+    assert len(reasons) == len(said), reasons
+    assert all(part in reason for part, reason in zip(said, reasons, strict=True))
+
+
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK"])
 def test_a_launcher_that_exports_nonsense_is_refused(capsys, name: str):
     with pytest.raises(SystemExit):

@@ -38,6 +38,7 @@ from megatron_cp.training.arguments.files import (
     complete_tokenizer,
 )
 from megatron_cp.training.arguments.hybrid import check_hybrid
+from megatron_cp.training.arguments.machine import check_devices
 from megatron_cp.training.arguments.precision import (
     check_instances,
     check_optimizer_state,
@@ -310,6 +311,7 @@ _STEP_CHECKS: tuple[tuple[Any, ...], ...] = (
 )
 _PLAN_CHECKS: tuple[tuple[Any, ...], ...] = ((_one_batch, "global_batch_size"),)
 _LAST_CHECKS: tuple[tuple[Any, ...], ...] = (
+    (check_devices,),
     (complete_records,),
     (check_checkpoints,),
     (check_profile,),

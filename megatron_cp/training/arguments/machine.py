@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -19,6 +21,7 @@ class Machine:
     has_emerging_optimizers: bool
     has_einops: bool
     has_nvml: bool
+    num_gpus: int | None = None  # None: as many as ranks
 
 
 GPU_MACHINE = Machine(
@@ -39,4 +42,22 @@ def this_machine() -> Machine:
         find_spec("emerging_optimizers") is not None,
         find_spec("einops") is not None,
         find_spec("pynvml") is not None,
+        torch.cuda.device_count() or None,
     )
+
+
+def check_devices(args: Namespace) -> Iterator[str]:
+    """Whether every rank of a machine with GPUs has one, and a backend that sums gradients there."""
+    machine: Machine = args.machine
+    if not machine.has_cuda:
+        return
+    if machine.num_gpus is not None and args.local_world_size > machine.num_gpus:
+        yield (
+            f"{args.local_world_size} ranks on a machine that shows {machine.num_gpus} GPU(s); allowed: a GPU for each "
+            f"rank; start with --nproc-per-node {machine.num_gpus}, or let CUDA_VISIBLE_DEVICES show more"
+        )
+    if args.distributed_backend == "gloo" and args.world_size > 1:
+        yield (
+            "--distributed-backend gloo sums no gradients on GPUs (torch's gloo has no coalesced all-reduce for them); "
+            "allowed: nccl, the default there; drop the flag"
+        )

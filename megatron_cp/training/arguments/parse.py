@@ -64,6 +64,9 @@ def parse_arguments(
     return TrainConfig.from_arguments(vars(draft), tuple(draft.notes))
 
 
+_OF_LAUNCHER = ("rank", "world_size", "local_rank", "local_world_size")
+
+
 def judge_arguments(
     argv: Sequence[str], environment: Mapping[str, str], machine: Machine | None = None
 ) -> tuple[Draft, list[str]]:
@@ -78,7 +81,7 @@ def judge_arguments(
     reasons += found
     discard(args, *undecided)
     args.notes, args.machine = notes, machine or this_machine()
-    reasons += faults_of(partial(_launcher, environment), args, "rank", "world_size", "local_rank")
+    reasons += faults_of(partial(_launcher, environment), args, *_OF_LAUNCHER)
     if [word.partition("=")[0] for word in argv].count("--spec") > 1:
         reasons.append("--spec is given twice; give one module and one name")
     reasons += complete_and_check(args)
@@ -167,13 +170,15 @@ def _launcher(environment: Mapping[str, str], args: Draft) -> Iterator[str]:
     (0, 1, 0) without a launcher.
     """
     local_rank = getattr(args, "local_rank", None) or 0
-    for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", local_rank)):
+    defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": 1}
+    for name, default in defaults.items():
         text = environment.get(name, str(default))
         if text.isdigit():
             setattr(args, name.lower(), int(text))
             continue
         yield f"environment {name}={text!r} must be a whole number; start with torchrun"
         discard(args, name.lower())
+    args.local_world_size = max(args.local_world_size, args.local_rank + 1)
     if not 0 <= args.rank < args.world_size:
         yield (
             f"environment RANK={args.rank} must lie in [0, WORLD_SIZE={args.world_size}); start "
