@@ -7,6 +7,7 @@
 Parts, in order:
     build      every variant of the kernels, several at a time
     values     small shapes of every variant and mask kind against float64, results poisoned, same bits twice
+    calls      a CUDA graph, two streams, torch.compile, beside the flash backend, host time
     speed      masks x lengths, GQA 64:8, D=128, bf16, interleaved with cuDNN, FlashAttention-2, FlexAttention and
                FA3, FA4 when importable; the bars for an H200 and the kernel model's prediction beside them
     dims       head dims 64, 96, 192, 256 and 192/128
@@ -40,10 +41,10 @@ sys.path.insert(0, str(ROOT))
 from megatron_cp.attn.hopper import self_test  # noqa: E402
 from megatron_cp.kernels import build, compilers  # noqa: E402
 from megatron_cp.mask import AttentionMask  # noqa: E402
-from tools.gpu import cases, measure, peers, predict, ranks, sanitizer, values  # noqa: E402
+from tools.gpu import calls, cases, measure, peers, predict, ranks, sanitizer, values  # noqa: E402
 from tools.gpu.report import Report, Timed  # noqa: E402
 
-PARTS = ("build", "values", "speed", "dims", "ranks", "sanitize")
+PARTS = ("build", "values", "calls", "speed", "dims", "ranks", "sanitize")
 SECONDS = 570.0  # an invocation ends before ten minutes
 SANITIZER_SECONDS = 150
 RANKS_SECONDS = 120
@@ -125,6 +126,12 @@ class Check:
                 failed += self._one(name, lambda small=small: values.check_gradients(small))
         if failed:
             raise StopError(f"{failed} value checks failed; speed of a wrong kernel means nothing")
+
+    def calls(self) -> None:
+        """Checks graphs, streams, compiled functions. Raises StopError if any is wrong, after all have run."""
+        failed = sum(self._one(name, check) for name, check in calls.checks().items())
+        if failed:
+            raise StopError(f"{failed} checks of calls failed")
 
     def _one(self, name: str, check: Callable[[], str]) -> int:
         """Runs one check; returns 1 if it failed. Raises StopError when the device is lost or time is up."""
