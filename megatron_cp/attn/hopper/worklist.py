@@ -11,7 +11,7 @@ A mask becomes tiles of at most BM rows and, per tile, a few segments; a kernel 
 Tiles are cut where a slice's rows begin or end, so that every row of a tile sees the same slices; runs of
 intervals shorter than a tile are put into one where that is cheaper, and then the segments' rows q0, q1 tell
 them apart. Every row is in exactly one tile, also rows without keys, so one thread block owns each row of the
-result: no locks, no atomics.
+result: no locks, no atomics. (Unless the backward pass deals out the query heads of a group: heads_per_item.)
 
 The backward pass takes the same arrays of the *transposed* mask: tiles of BN keys, segments of queries in
 steps of BM. There a tile with fewer than BN rows is never full, because the sum over its keys (dQ) would take
