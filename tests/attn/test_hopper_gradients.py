@@ -160,7 +160,8 @@ def test_items_side_by_side_are_those_whose_queries_fit_the_cache(
 ):
     # 128 + 128 columns of 2 bytes: 2^10 queries are 512 KB per query head, 4 MB per kv head.
     q, v = torch.empty(num_queries, 64, 128, device="meta"), torch.empty(7, 8, 128, device="meta")
-    assert hopper_backward._items_per_section(q, v, heads_per_item, 64 // heads_per_item) == items
+    item_bytes = heads_per_item * hopper_backward._row_bytes(q, v)
+    assert hopper_backward._items_per_section(item_bytes, 64 // heads_per_item) == items
 
 
 def _heads_per_item(num_tokens, heads, visits, most_visits, *, num_runs=0):

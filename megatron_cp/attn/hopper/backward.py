@@ -11,6 +11,7 @@ after another (`heads_per_item`), they add to dk and dv too.
 
 # Q query rows, K key rows, N query heads, G kv heads, H head dim, Hv value head dim, C copies, P padded rows
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -110,14 +111,16 @@ def preprocess_params(
 
 def stats_of(lse_QN: Tensor, delta_QN: Tensor) -> RowStats:
     """Returns the row statistics from a `delta` that the caller has."""
-    stats, num_rows = empty_stats(lse_QN), lse_QN.shape[0]
-    empty = lse_QN == -torch.inf
-    lse_2 = (lse_QN * LOG2_E).masked_fill_(empty, torch.inf)
-    for copies_CNP, rows_QN in zip(stats, (lse_2, delta_QN.masked_fill(empty, 0.0)), strict=True):
-        for copy, place_NP in enumerate(copies_CNP):
-            place_NP[:, : max(0, num_rows - copy)] = rows_QN[copy:].t()
-            place_NP[:, max(0, num_rows - copy) :] = 0.0
-    return stats
+    num_rows, num_heads = lse_QN.shape
+    empty, padded = lse_QN == -torch.inf, padded_rows(num_rows)
+    rows = lse_QN.new_zeros((2, num_heads, padded + STAT_COPIES), dtype=torch.float32)
+    rows[0, :, :num_rows] = (lse_QN * LOG2_E).masked_fill_(empty, torch.inf).t()
+    rows[1, :, :num_rows] = delta_QN.masked_fill(empty, 0.0).t()
+    # Copy c begins c rows later: one pass over the rows makes all of them.
+    head = padded + STAT_COPIES
+    shifted = rows.as_strided((2, STAT_COPIES, num_heads, padded), (num_heads * head, 1, head, 1))
+    both = shifted.contiguous()
+    return RowStats(both[0], both[1])
 
 
 def launch_backward(
@@ -201,20 +204,34 @@ def heads_per_item(
 
     In turns always the group: which item adds to dk first is chance.
     """
-    group, num_heads = group_of(q_QNH, k_KGH), q_QNH.shape[1]
+    group = group_of(q_QNH, k_KGH)
     if group == 1 or lists.num_runs:
         return group
+    visits = (lists.num_tiles, lists.num_visits, lists.most_visits)
+    return _faster(group, q_QNH.shape[1], *visits, _row_bytes(q_QNH, v_KGH), num_sms)
+
+
+@lru_cache(maxsize=4096)
+def _faster(
+    group: int,
+    num_heads: int,
+    num_tiles: int,
+    num_visits: int,
+    most_visits: int,
+    row_bytes: int,
+    num_sms: int,
+) -> int:
+    """Returns 1 or `group`, whichever ends sooner. From plain numbers, so that it is found again in a microsecond."""
 
     def end(heads: int, item_visits: float) -> float:
         """Returns when the last section's longest item ends, which begins with that section, or all work, in visits."""
         num_items = num_heads // heads
-        every = num_heads * lists.num_visits + lists.num_tiles * num_items * item_visits
-        num_sections = -(-num_items // _items_per_section(q_QNH, v_KGH, heads, num_items))
+        every = num_heads * num_visits + num_tiles * num_items * item_visits
+        num_sections = -(-num_items // _items_per_section(heads * row_bytes, num_items))
         before_last = every / num_sms * (1 - 1 / num_sections)
-        return max(every / num_sms, before_last + heads * lists.most_visits + item_visits)
+        return max(every / num_sms, before_last + heads * most_visits + item_visits)
 
-    group_bytes = _row_bytes(q_QNH, v_KGH) * group
-    drift = DRIFT if group_bytes > SECTION_BYTES else 1.0
+    drift = DRIFT if group * row_bytes > SECTION_BYTES else 1.0
     return 1 if end(1, ADDING_ITEM_VISITS) < drift * end(group, ITEM_VISITS) else group
 
 
@@ -268,7 +285,9 @@ def main_params(
     params.items_per_group = group_of(q, k) // heads_per_item
     num_items = num_heads // heads_per_item
     params.heads_per_section = (
-        num_items if lists.num_runs else _items_per_section(q, v, heads_per_item, num_items)
+        num_items
+        if lists.num_runs
+        else _items_per_section(heads_per_item * _row_bytes(q, v), num_items)
     )
     params.num_queries = num_queries
     params.score_scale, params.cap, params.cap_scale = score_scales(*scales)
@@ -277,12 +296,11 @@ def main_params(
     return params
 
 
-def _items_per_section(q: Tensor, v: Tensor, heads_per_item: int, num_items: int) -> int:
+def _items_per_section(item_bytes: int, num_items: int) -> int:
     """Returns the items of how many heads run side by side: those whose queries fit the cache.
 
     In turns it is all: key tiles of one head wait for each other, and those of many heads side by side wait less.
     """
-    item_bytes = heads_per_item * _row_bytes(q, v)
     return min(num_items, max(1, SECTION_BYTES // max(1, item_bytes)))
 
 
@@ -329,6 +347,11 @@ def postprocess_params(dq_sum: Tensor, dq: Tensor, softmax_scale: float) -> BwdP
 def empty_stats(lse_QN: Tensor) -> RowStats:
     """Returns room for the statistics of as many rows as `lse` has."""
     num_rows, num_heads = lse_QN.shape
-    padded = -(-num_rows // ROW_PADDING) * ROW_PADDING
-    both = lse_QN.new_empty((2, STAT_COPIES, num_heads, padded), dtype=torch.float32)
+    shape = (2, STAT_COPIES, num_heads, padded_rows(num_rows))
+    both = lse_QN.new_empty(shape, dtype=torch.float32)
     return RowStats(both[0], both[1])
+
+
+def padded_rows(num_rows: int) -> int:
+    """Returns the rows of a head's statistics: 16 bytes, which the copy engine wants of strides, divide them."""
+    return -(-num_rows // ROW_PADDING) * ROW_PADDING
