@@ -33,6 +33,7 @@ from megatron_cp.attn.hopper.launch import (
     score_scales,
     tensor_map,
 )
+from megatron_cp.attn.hopper.worklist import TILE_COST
 from megatron_cp.kernels.driver import FLOAT32
 from megatron_cp.kernels.params import (
     BwdParams,
@@ -44,9 +45,8 @@ from megatron_cp.kernels.params import (
 # The copy engine wants 16 bytes of strides, and of where a box starts: rows per head are a multiple of 4, and
 # statistics are kept once for each row modulo 4 that a tile may start at.
 ROW_PADDING = STAT_COPIES = 4
-# What a work item costs beyond its query tiles, in visits of one: keys and values arrive, gradients leave. Items that
-# add to float sums write twice the bytes, and the sums are cleared and rounded.
-ITEM_VISITS, ADDING_ITEM_VISITS = 2.0, 4.0
+# As TILE_COST, of an item that adds to float sums: twice the bytes are written, and the sums are cleared and rounded.
+ADDING_TILE_COST = 2 * TILE_COST
 # What whole groups cost where their rows do not stay in the cache: CTAs of different lengths drift apart until they
 # are at different heads. 562 TFLOP/s against 613 with one query head per kv head, causal 32K, head dim 128; 283
 # against 423 with 256 (H100, 2026-11-22).
@@ -223,16 +223,16 @@ def _faster(
 ) -> int:
     """Returns 1 or `group`, whichever ends sooner. From plain numbers, so that it is found again in a microsecond."""
 
-    def end(heads: int, item_visits: float) -> float:
+    def end(heads: int, tile_cost: float) -> float:
         """Returns when the last section's longest item ends, which begins with that section, or all work, in visits."""
         num_items = num_heads // heads
-        every = num_heads * num_visits + num_tiles * num_items * item_visits
+        every = num_heads * num_visits + num_tiles * num_items * tile_cost
         num_sections = -(-num_items // _items_per_section(heads * row_bytes, num_items))
         before_last = every / num_sms * (1 - 1 / num_sections)
-        return max(every / num_sms, before_last + heads * most_visits + item_visits)
+        return max(every / num_sms, before_last + heads * most_visits + tile_cost)
 
     drift = DRIFT if group * row_bytes > SECTION_BYTES else 1.0
-    return 1 if end(1, ADDING_ITEM_VISITS) < drift * end(group, ITEM_VISITS) else group
+    return 1 if end(1, ADDING_TILE_COST) < drift * end(group, TILE_COST) else group
 
 
 def room_for_gradients(
@@ -251,9 +251,9 @@ def main_params(
     lists: BackwardList,
     scales: tuple[float, float],
     gradients: tuple[Tensor, Tensor, Tensor],
-    heads_per_item: int,
+    heads: int,
 ) -> BwdParams:
-    """Returns the main kernel's parameters without its counters."""
+    """Returns the main kernel's parameters without its counters; a work item visits `heads` query heads."""
     (q, k, v, dout), (dq_sum, dk, dv) = tensors, gradients
     num_queries, num_heads, _ = q.shape
     tiles = lists.data.data_ptr()
@@ -281,13 +281,11 @@ def main_params(
     params.dv_row_stride, params.dv_head_stride = dv.stride()[:2]
     params.num_tiles, params.num_slots = lists.num_tiles, lists.num_slots
     params.num_heads, params.num_kv_heads = num_heads, k.shape[1]
-    params.heads_per_item = heads_per_item
-    params.items_per_group = group_of(q, k) // heads_per_item
-    num_items = num_heads // heads_per_item
+    num_items = num_heads // heads
+    params.heads_per_item, params.items_per_group = heads, group_of(q, k) // heads
+    # In turns key tiles of one head wait for each other, and those of many heads side by side wait less.
     params.heads_per_section = (
-        num_items
-        if lists.num_runs
-        else _items_per_section(heads_per_item * _row_bytes(q, v), num_items)
+        num_items if lists.num_runs else _items_per_section(heads * _row_bytes(q, v), num_items)
     )
     params.num_queries = num_queries
     params.score_scale, params.cap, params.cap_scale = score_scales(*scales)
@@ -297,10 +295,7 @@ def main_params(
 
 
 def _items_per_section(item_bytes: int, num_items: int) -> int:
-    """Returns the items of how many heads run side by side: those whose queries fit the cache.
-
-    In turns it is all: key tiles of one head wait for each other, and those of many heads side by side wait less.
-    """
+    """Returns the items of how many heads run side by side: those whose queries fit the cache."""
     return min(num_items, max(1, SECTION_BYTES // max(1, item_bytes)))
 
 
