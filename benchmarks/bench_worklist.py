@@ -12,7 +12,7 @@ import numpy as np
 from timing import Table, environment, interleaved, publish
 
 from megatron_cp import mask as masks
-from megatron_cp.attn.hopper.worklist import backward_work, dq_turns, forward_work
+from megatron_cp.attn.hopper.worklist import backward_work, forward_work
 from megatron_cp.mask import AttentionMask
 
 BM, BN, BACKWARD_BM = 128, 128, 64
@@ -50,14 +50,12 @@ def main() -> None:
     named = cases(arguments.tokens)
     steps = {}
     for name, mask in named.items():
-        work = backward_work(mask, BACKWARD_BM, BN)
         steps[f"{name}|forward"] = lambda mask=mask: forward_work(mask, BM, BN)
         steps[f"{name}|backward"] = lambda mask=mask: backward_work(mask, BACKWARD_BM, BN)
-        steps[f"{name}|turns"] = lambda mask=mask, work=work: dq_turns(work, mask.num_queries)
     times = interleaved(steps, arguments.rounds)
     time_rows, size_rows = [], []
     for name, mask in named.items():
-        parts = [times[f"{name}|{step}"] for step in ("forward", "backward", "turns")]
+        parts = [times[f"{name}|{step}"] for step in ("forward", "backward")]
         time_rows.append((name, mask.num_slices, *(t.cpu_ms for t in parts), parts[0].best_ms))
         work = forward_work(mask, BM, BN)
         useful = mask.area() / (work.num_visits * BM * BN)
@@ -72,9 +70,8 @@ def main() -> None:
     tables = [
         Table(
             "Milliseconds",
-            ("mask", "slices", "forward", "backward", "turns of dQ", "forward, best on the clock"),
+            ("mask", "slices", "forward", "backward", "forward, best on the clock"),
             time_rows,
-            "Turns are made for the deterministic backward pass only.",
         ),
         Table(
             "What the forward list holds",

@@ -85,9 +85,6 @@ class BwdParams(ctypes.Structure):
         ("counters", c_void_p),
         ("dk", c_void_p),
         ("dv", c_void_p),
-        ("turn_segments", c_void_p),
-        ("turn_runs", c_void_p),
-        ("turn_counters", c_void_p),
         ("dk_row_stride", c_int64),
         ("dk_head_stride", c_int64),
         ("dv_row_stride", c_int64),
@@ -98,14 +95,45 @@ class BwdParams(ctypes.Structure):
         ("heads_per_section", c_int32),
         ("heads_per_item", c_int32),
         ("items_per_group", c_int32),
-        ("num_slots", c_int32),
         ("num_queries", c_int32),
         ("score_scale", c_float),
         ("cap", c_float),
         ("cap_scale", c_float),
         ("softmax_scale", c_float),
         ("grads_are_float", c_int32),
-        ("padding", c_int32 * 9),  # the header's struct is aligned to 64 bytes
+    )
+
+
+class DqParams(ctypes.Structure):
+    """Parameters of the kernel for dq alone."""
+
+    _fields_ = (
+        ("q_map", TensorMap),
+        ("dout_map", TensorMap),
+        ("k_map", TensorMap),
+        ("v_map", TensorMap),
+        ("tiles", c_void_p),
+        ("segments", c_void_p),
+        ("order", c_void_p),
+        ("counters", c_void_p),
+        ("lse_2", c_void_p),
+        ("delta", c_void_p),
+        ("dq", c_void_p),
+        ("dq_row_stride", c_int64),
+        ("dq_head_stride", c_int64),
+        ("num_tiles", c_int32),
+        ("num_heads", c_int32),
+        ("num_kv_heads", c_int32),
+        ("heads_per_section", c_int32),
+        ("num_keys", c_int32),
+        ("padded_rows", c_int32),
+        ("score_scale", c_float),
+        ("cap", c_float),
+        ("cap_scale", c_float),
+        ("factor", c_float),
+        ("dq_is_float", c_int32),
+        ("accumulate", c_int32),
+        ("padding", c_int32 * 2),  # the header's struct is aligned to 64 bytes
     )
 
 

@@ -11,7 +11,7 @@ Parts, in order:
     speed      masks x lengths, GQA 64:8, D=128, bf16, interleaved with cuDNN, FlashAttention-2, FlexAttention and
                FA3, FA4 when importable; the bars for an H200 and the kernel model's prediction beside them
     dims       head dims 64, 96, 192, 256 and 192/128
-    ranks      two ranks on this one GPU, gloo and, where it can, NCCL: values, traces, transfers under attention
+    ranks      two and four ranks on this one GPU, gloo and NCCL: values, traces, every planner
     sanitize   compute-sanitizer on tiny cases, each in a process of its own: what memcheck finds is a failure; reports
                of racecheck and synccheck are printed and kept as notes
 
@@ -150,14 +150,14 @@ class Check:
         return 0
 
     def ranks(self) -> None:
-        """Runs two ranks on this GPU. Raises StopError if their result is wrong."""
+        """Runs ranks on this GPU. Raises StopError if their result is wrong."""
         self.watchdog.stop()  # they are processes with a limit of their own
-        for backend in ("gloo", "nccl"):
+        for backend, num_ranks in (("gloo", 2), ("nccl", 2), ("nccl", 4)):
             self._check_time()
             limit = min(RANKS_SECONDS, self.deadline - time.monotonic())
-            traces = self.path.with_name(f"{self.path.name}_{backend}")
-            verdict, words = ranks.run_both(backend, traces, limit)
-            self._heard(f"two ranks, {backend}", verdict, words)
+            traces = self.path.with_name(f"{self.path.name}_{backend}{num_ranks}")
+            verdict, words = ranks.run_all(backend, traces, limit, num_ranks=num_ranks)
+            self._heard(f"{num_ranks} ranks, {backend}", verdict, words)
 
     def sanitize(self) -> None:
         """Runs the tiny cases under compute-sanitizer. Raises StopError if memcheck reports anything."""

@@ -18,8 +18,7 @@ struct BwdLoader {
     const BwdParams& params;
     const Shared& shared;
     bool leader;
-    RingPosition<Traits::kQueryStages> queries_at;
-    RingPosition<Traits::kDoutStages> dout_at;
+    RingPosition<Traits::kStages> queries_at, dout_at;
     RingPosition<1> keys_at, mail_at, landed_at;
 
     MCP_DEVICE BwdLoader(const BwdParams& params, const Shared& shared)
@@ -51,8 +50,7 @@ struct BwdLoader {
         if (leader) {
             const u32 landed = clear ? shared.landed : full;
             ptx::mbarrier_arrive_expect_tx(landed, Traits::kKeyBytes + Traits::kValueBytes);
-            load_panels(shared.keys(), &params.k_map, landed, kv_head, work.row0,
-                        ptx::kEvictFirst);
+            load_panels(shared.keys(), &params.k_map, landed, kv_head, work.row0, ptx::kEvictFirst);
             load_panels(shared.values(), &params.v_map, landed, kv_head, work.row0,
                         ptx::kEvictFirst);
         }
@@ -121,7 +119,7 @@ struct BwdLoader {
     }
 
     MCP_DEVICE void run() {
-        const WorkQueue<BwdParams, false> queue = {params, leader};
+        const WorkQueue<BwdParams> queue = {params, leader};
         WorkItem work = queue.first();
         for (;;) {
             send(shared.mailbox(), shared.mail_ring, mail_at, leader, to_message(work));
@@ -133,58 +131,24 @@ struct BwdLoader {
     }
 };
 
-// The order in which key tiles add to rows of dq, so that the sum has the same bits in every run: a
-// slot of kBlockM rows is open to a segment when the slot's counter shows the number of the segment
-// before it. One lane calls. What can be computed is not kept: the storer has 24 registers.
-template <int kBlockM>
-struct DqTurns {
-    const BwdParams& params;
-    i32 head;
-    i32 run =
-        0;  // of the segment: slots below turn_runs[run][0] are opened by segment turn_runs[run][1]
-
-    MCP_DEVICE i32* counter(i32 slot) const {
-        return params.turn_counters + static_cast<i64>(head) * params.num_slots + slot;
-    }
-    // Before adding to rows [first, end) of a segment whose first row is `begin`.
-    MCP_DEVICE void take(i32 segment, i32 begin, i32 first, i32 end) {
-        if (first == begin) run = params.turn_segments[3 * segment + 1];
-        const i32 open = first == begin ? first / kBlockM : (first - 1) / kBlockM + 1;
-        MCP_NO_UNROLL
-        for (i32 slot = open; slot < (end - 1) / kBlockM + 1; slot++) {
-            MCP_NO_UNROLL
-            while (slot >= params.turn_runs[2 * run]) run++;
-            const i32 before = params.turn_runs[2 * run + 1];
-            while (ptx::load_acquire(counter(slot)) != before) {
-            }
-        }
-        ptx::fence_proxy_async_global();
-    }
-    // Passes slots [slot, end_slot) on: the segment's writes to them are complete.
-    MCP_DEVICE void give(i32 segment, i32 slot, i32 end_slot) const {
-        ptx::fence_proxy_async_global();
-        const i32 number = params.turn_segments[3 * segment];
-        MCP_NO_UNROLL
-        for (; slot < end_slot; slot++) ptx::store_release(counter(slot), number);
-    }
-};
-
 constexpr int kF32PanelColumns = 32;
 
-// dq tiles that come whole: both consumers have written to one buffer.
-template <class Traits>
-struct WholeDqTiles {
-    static constexpr int kCopyGroups = 1;  // per tile
+// Adds dq tiles, to which both consumers have written, to global memory.
+template <class Traits, class Shared>
+struct BwdStorer {
     static constexpr int kPanelBytes = Traits::kBlockM * kRowBytes;
 
-    RingPosition<1> at;
+    const BwdParams& params;
+    const Shared& shared;
+    bool leader;
+    RingPosition<1> dq_at, mail_at;
 
-    // Adds the next dq tile to rows from `first` of the head, and gives the buffer back. All lanes
-    // of the storer call.
-    template <class Shared>
-    MCP_DEVICE void add(
-        const BwdParams& params, const Shared& shared, bool leader, i32 head, i32 first) {
-        wait(shared.dq_ring.full(at), at.parity);
+    MCP_DEVICE BwdStorer(const BwdParams& params, const Shared& shared)
+        : params(params), shared(shared), leader(lane_index() == 0) {}
+
+    // Adds the next dq tile to rows from `first` of the head, and gives the buffer back.
+    MCP_DEVICE void add(i32 head, i32 first) {
+        wait(shared.dq_ring.full(dq_at), dq_at.parity);
         ptx::sync_warp();
         if (leader) {
             MCP_UNROLL
@@ -195,55 +159,19 @@ struct WholeDqTiles {
             }
             ptx::tma_commit_group();
             ptx::tma_wait_group_read<0>();
-            shared.dq_ring.release(at);
+            shared.dq_ring.release(dq_at);
         }
-        at.advance();
+        dq_at.advance();
     }
-};
 
-template <class Traits, class Shared, class DqTiles>
-struct BwdStorer {
-    const BwdParams& params;
-    const Shared& shared;
-    bool leader;
-    DqTiles dq;
-    RingPosition<1> mail_at;
-
-    MCP_DEVICE BwdStorer(const BwdParams& params, const Shared& shared)
-        : params(params), shared(shared), leader(lane_index() == 0) {}
-
-    template <bool kInTurn>
     MCP_DEVICE void store_tiles(const WorkItem& work, i32 head) {
-        DqTurns<Traits::kBlockM> turns = {params, head};
         QueryTiles<Traits::kBlockM> queries(params.segments, work);
-        bool more = true;
-        while (more) {
-            const i32 begin = queries.k0, first = queries.first();
-            const i32 end = ptx::min(first + Traits::kBlockM, queries.k1);
-            const i32 segment = static_cast<i32>(queries.next_segment - params.segments) - 1;
-            more = queries.advance();
-            const bool leaves = !more || queries.tile == 0;
-            if (kInTurn && leader) turns.take(segment, begin, first, end);
-            dq.add(params, shared, leader, head, first);
-            if (kInTurn && leader) pass_turns(turns, segment, begin, first, leaves ? end : -1);
-        }
+        do {
+            add(head, queries.first());
+        } while (queries.advance());
     }
 
-    // Slots are passed on one tile late, when their copies have had the time to complete; at the
-    // end of a segment, `end`, all that are left.
-    MCP_DEVICE void pass_turns(
-        const DqTurns<Traits::kBlockM>& turns, i32 segment, i32 begin, i32 first, i32 end) const {
-        const i32 slot = first / Traits::kBlockM;
-        ptx::tma_wait_group<DqTiles::kCopyGroups>();
-        turns.give(segment, ptx::max(slot - 1, begin / Traits::kBlockM), slot);
-        if (end >= 0) {
-            ptx::tma_wait_group<0>();
-            turns.give(segment, slot, (end - 1) / Traits::kBlockM + 1);
-        }
-    }
-
-    template <bool kInTurn>
-    MCP_DEVICE void store_work() {
+    MCP_DEVICE void run() {
         for (;;) {
             const WorkItem work =
                 to_work_item(receive<2>(shared.mailbox(), shared.mail_ring, mail_at));
@@ -251,19 +179,10 @@ struct BwdStorer {
             if (work.num_segs == 0) continue;
             const i32 first = first_query_head_of(params, work);
             for (i32 head = first; head < first + params.heads_per_item; head++) {
-                store_tiles<kInTurn>(work, head);
+                store_tiles(work, head);
             }
         }
         if (leader) ptx::tma_wait_group<0>();
-    }
-
-    // Two copies, so that the usual one is spared the registers of the turns.
-    MCP_DEVICE void run() {
-        if (params.turn_runs == nullptr) {
-            store_work<false>();
-        } else {
-            store_work<true>();
-        }
     }
 };
 

@@ -89,7 +89,7 @@ struct BwdShared : BwdRooms<Traits> {
         query_ring.init(Rooms::kConsumerWarps);
         dout_ring.init(Rooms::kConsumerWarps);
         dq_ring.init(1, Rooms::kConsumerThreads);
-        mail_ring.init(Rooms::kConsumerWarps + 1);
+        mail_ring.init(Rooms::kConsumerWarps + (Traits::kAddsDq ? 1 : 0));
         ptx::mbarrier_init(landed, 1);
         ptx::fence_mbarrier_init();
         ptx::fence_proxy_async();

@@ -10,7 +10,8 @@
 //
 // All matrices are transposed (keys are rows), so that P' and dS' are in registers as operand A of
 // dV and dK. A key tile is one CTA's, so dK and dV have the same bits in every run, unless the
-// heads of a group are dealt out; dQ if the plan gives turns. Method: FlashAttention-3.
+// heads of a group are dealt out. dQ has not; where it must, the kernel is compiled without it, and
+// bwd_dq_sm90.cuh makes it. Method: FlashAttention-3.
 #pragma once
 
 #include <mcp/fragment.cuh>
@@ -42,13 +43,23 @@ struct BwdConsumer {
     int consumer;
     Position rows_at;
     RingPosition<1> keys_at, dq_at, mail_at;
-    int ds_half = 0;  // of two buffers for dS: the other consumer may still multiply the last one
 
     float dk[Traits::kHeadDim / 2];
     float dv[Traits::kValueDim / 2];
 
     MCP_DEVICE BwdConsumer(const BwdParams& params, const Shared& shared, int consumer)
         : params(params), shared(shared), consumer(consumer) {}
+
+    MCP_DEVICE void begin() {
+        fill(dk, 0.0f);
+        fill(dv, 0.0f);
+    }
+
+    MCP_DEVICE void visit_tiles(const WorkItem& work, FragmentPlace place) {
+        shared.key_ring.wait_full(keys_at);
+        visit_queries(*this, work, place);
+        release_keys(*this);
+    }
 
     // The gradients through one query tile.
     template <bool kMasked>
@@ -89,26 +100,38 @@ struct BwdConsumer {
         // are not there.
         pack<T>(probs_16, scores);
         pack<T>(ds_16, dp);
-        const auto ds = shared.ds(ds_half);
-        store_transposed(ds, consumer, 0, ds_16);
-        issue_p_b<T>(dv, probs_16, dout);
+        if constexpr (Traits::kAddsDq) {
+            // Of two buffers: the other consumer may still multiply the last one.
+            static_assert(Traits::kStages == 2, "a stage is a buffer for dS, too");
+            const auto ds = shared.ds(rows_at.stage);
+            store_transposed(ds, consumer, 0, ds_16);
+            issue_p_b<T>(dv, probs_16, dout);
+            ptx::fence_proxy_async();
+            ptx::named_barrier_sync<Shared::kConsumerThreads>(1);
 
-        ptx::fence_proxy_async();
-        ptx::named_barrier_sync<Shared::kConsumerThreads>(1);
-        issue_a_b<T>(dq, ds, Traits::kSplitRows ? consumer * 64 : 0, shared.keys(),
-                     Traits::kSplitRows ? 0 : consumer);
-        ptx::wgmma_wait<1>();
-        ptx::wgmma_pin(dv);
-        release(shared.dout_ring);
-        issue_p_b<T>(dk, ds_16, q);
-        ptx::wgmma_wait<1>();
-        ptx::wgmma_pin(dq);
-        hand_over_dq(dq);
-        ptx::wgmma_wait<0>();
-        ptx::wgmma_pin(dk);
-        release(shared.query_ring);
+            issue_a_b<T>(dq, ds, Traits::kSplitRows ? consumer * 64 : 0, shared.keys(),
+                         Traits::kSplitRows ? 0 : consumer);
+            ptx::wgmma_wait<1>();
+            ptx::wgmma_pin(dv);
+            release(shared.dout_ring);
+            issue_p_b<T>(dk, ds_16, q);
+            ptx::wgmma_wait<1>();
+            ptx::wgmma_pin(dq);
+            hand_over_dq(dq);
+            ptx::wgmma_wait<0>();
+            ptx::wgmma_pin(dk);
+            release(shared.query_ring);
+        } else {
+            issue_p_b<T>(dk, ds_16, q);
+            issue_p_b<T>(dv, probs_16, dout);
+            ptx::wgmma_wait<1>();
+            ptx::wgmma_pin(dk);
+            release(shared.query_ring);
+            ptx::wgmma_wait<0>();
+            ptx::wgmma_pin(dv);
+            release(shared.dout_ring);
+        }
         rows_at.advance();
-        ds_half ^= 1;
     }
 
     MCP_DEVICE void release(const Ring<Traits::kStages>& ring) const {
@@ -118,7 +141,7 @@ struct BwdConsumer {
 
     // A consumer's 64 x 64 of dq: a pair of 32-column panels, or 64 rows of the only pair.
     MCP_DEVICE void hand_over_dq(const float (&dq)[32]) {
-        const FragmentPlace in_tile = fragment_place();
+        const FragmentPlace in_tile = fragment_place_anew();
         constexpr int kPanelBytes = Traits::kBlockM * kRowBytes;
         const u32 panels = shared.dq() + (Traits::kSplitRows ? 0 : consumer * 2 * kPanelBytes);
         const int row = in_tile.row + (Traits::kSplitRows ? consumer * 64 : 0);
@@ -154,8 +177,9 @@ MCP_DEVICE void backward(const BwdParams& params) {
     if (warpgroup == 0) {
         ptx::set_max_registers_down<Traits::kProducerRegisters>();
         if (warp == 0) BwdLoader<Traits, BwdShared<Traits>>(params, shared).run();
-        if (warp == 1)
-            BwdStorer<Traits, BwdShared<Traits>, WholeDqTiles<Traits>>(params, shared).run();
+        if (Traits::kAddsDq && warp == 1) {
+            BwdStorer<Traits, BwdShared<Traits>>(params, shared).run();
+        }
     } else {
         ptx::set_max_registers_up<Traits::kConsumerRegisters>();
         BwdConsumer<Traits> consumer(params, shared, warpgroup - 1);

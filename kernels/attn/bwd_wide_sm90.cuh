@@ -1,14 +1,15 @@
-// Attention backward for Hopper, head dims above 128 (and 64 with softcap), where the gradients of
-// 64 keys do not fit one warpgroup's registers. As bwd_sm90.cuh, but a tile has 64 keys and both
-// consumers work on all of them:
+// Gradients of keys and values for Hopper, head dims above 128 (and 64 with softcap), where those
+// of 64 keys do not fit one warpgroup's registers. As bwd_sm90.cuh, but a tile has 64 keys, both
+// consumers work on all of them, and each owns one gradient:
 //
-//     consumer 0   S' = K Q'    P' -> shared memory  |       dV += P' dO          | dQ = dS K, dK
-//     += dS' Q consumer 1   dP' = V dO'                     meet      dV += P' dO, dS' ->  meet  dQ
-//     = dS K, dK += dS' Q
+//     values   S' = K Q'     P'                        dV += P' dO
+//     keys     dP' = V dO'   P' (from values)   dS'    dK += dS' Q
 //
-// The last three are split by columns, some 64-column panels each; their operand A comes from
-// shared memory, transposed by the matrix descriptor where needed. The score products have 64
-// columns: with 32, the queries split between the consumers, shared memory would bound them.
+// P' and dS' are operand A of their own products in registers. Neither waits for a step of the
+// other to end: a ring lies between them, and while one works on its elements the other keeps the
+// tensor cores busy. dq has a kernel of its own (bwd_dq_sm90.cuh): added up from tiles of 64 keys,
+// its sums would fill the way to the second-level cache (89 % of the time, H100, head dim 256) and
+// everything would wait for them.
 #pragma once
 
 #include <mcp/fragment.cuh>
@@ -26,42 +27,32 @@
 
 namespace mcp::attn {
 
-// Rings as in BwdShared; dq has one per consumer: a 64-column panel of the consumer's part of dq,
-// filled by its 128 threads.
-// Named barriers, 256 threads:
-//   1   p and the weights have been written
-//   2   both have multiplied with p and ds of the step before, and they may be overwritten
-//   3   ds has been written
+// Rings as in BwdShared, and
+//   weights  values: every thread          1 lane per warp of keys     what the same thread wrote
 template <class Traits>
 struct BwdWideShared : BwdRooms<Traits> {
     using Rooms = BwdRooms<Traits>;
-    using Scores = Panels<Traits::kBlockM, Traits::kBlockN>;  // rows are queries
+    using Stages = Ring<Traits::kStages>;
     using Rooms::base;
-    static_assert(Scores::kBytes == Traits::kScoreBytes, "traits.h and panels.cuh disagree");
 
-    Ring<1> key_ring, dq_rings[2], mail_ring;
-    Ring<Traits::kQueryStages> query_ring;
-    Ring<Traits::kDoutStages> dout_ring;
+    Ring<1> key_ring, mail_ring;
+    Stages query_ring, dout_ring, weights_ring;
     u32 landed;
 
     MCP_DEVICE BwdWideShared() {
         key_ring.barriers = base + Traits::kBarriersAt;
-        dq_rings[0].barriers = key_ring.barriers + Ring<1>::kBytes;
-        dq_rings[1].barriers = dq_rings[0].barriers + Ring<1>::kBytes;
-        mail_ring.barriers = dq_rings[1].barriers + Ring<1>::kBytes;
+        mail_ring.barriers = key_ring.barriers + Ring<1>::kBytes;
         query_ring.barriers = mail_ring.barriers + Ring<1>::kBytes;
-        dout_ring.barriers = query_ring.barriers + Ring<Traits::kQueryStages>::kBytes;
-        landed = dout_ring.barriers + Ring<Traits::kDoutStages>::kBytes;
+        dout_ring.barriers = query_ring.barriers + Stages::kBytes;
+        weights_ring.barriers = dout_ring.barriers + Stages::kBytes;
+        landed = weights_ring.barriers + Stages::kBytes;
+        static_assert(2 * Ring<1>::kBytes + 3 * Stages::kBytes + 8 == 8 * Traits::kNumBarriers, "");
     }
 
-    MCP_DEVICE Scores probs() const { return {base + Traits::kProbsAt}; }
-    MCP_DEVICE Scores ds() const { return {base + Traits::kDsAt}; }
-    // Of thread t of either consumer: vector i of 16 bytes at 2048 * i + 16 * t.
-    MCP_DEVICE u32 weights() const {
-        return base + Traits::kWeightsAt + 16 * thread_in_warpgroup();
-    }
-    MCP_DEVICE u32 dq(int consumer) const {
-        return base + Traits::kDqAt + consumer * Traits::kDqBytes;
+    // Of thread t of either warpgroup: vector i of 16 bytes at 2048 * i + 16 * t.
+    MCP_DEVICE u32 weights(int stage) const {
+        return base + Traits::kWeightsAt + stage * Traits::kWeightBytes +
+               16 * thread_in_warpgroup();
     }
 
     // One thread; a CTA barrier must follow.
@@ -69,222 +60,212 @@ struct BwdWideShared : BwdRooms<Traits> {
         key_ring.init(Traits::kConsumers);
         query_ring.init(Rooms::kConsumerWarps);
         dout_ring.init(Rooms::kConsumerWarps);
-        dq_rings[0].init(1, kWarpgroupSize);
-        dq_rings[1].init(1, kWarpgroupSize);
-        mail_ring.init(Rooms::kConsumerWarps + 1);
+        weights_ring.init(kWarpsPerWarpgroup, kWarpgroupSize);
+        mail_ring.init(Rooms::kConsumerWarps);
         ptx::mbarrier_init(landed, 1);
         ptx::fence_mbarrier_init();
         ptx::fence_proxy_async();
     }
 };
 
-// dq tiles that come in panels of 64 columns, from both consumers in turn.
+// What both consumers have: where they stand.
 template <class Traits>
-struct PanelDqTiles {
-    static constexpr int kCopyGroups = Traits::kHeadPanels;  // per tile
-    static constexpr int kOfFirst = Traits::kDqPanels[0];
-    static constexpr int kOfSecond = Traits::kDqPanels[1];
-    static constexpr int kPanelBytes = Traits::kBlockM * kRowBytes;
-
-    RingPosition<1> at[2];
-
-    template <class Shared>
-    MCP_DEVICE void add(
-        const BwdParams& params, const Shared& shared, bool leader, i32 head, i32 first) {
-        MCP_UNROLL
-        for (int panel = 0; panel < 2; panel++) {
-            MCP_UNROLL
-            for (int consumer = 0; consumer < 2; consumer++) {
-                if (panel >= (consumer == 0 ? kOfFirst : kOfSecond)) continue;
-                const int column = (consumer * kOfFirst + panel) * kPanelColumns;
-                wait(shared.dq_rings[consumer].full(at[consumer]), at[consumer].parity);
-                ptx::sync_warp();
-                if (leader) {
-                    const u32 from = shared.dq(consumer);
-                    ptx::tma_reduce_add_3d(&params.dq_map, from, column, head, first);
-                    ptx::tma_reduce_add_3d(&params.dq_map, from + kPanelBytes,
-                                           column + kF32PanelColumns, head, first);
-                    ptx::tma_commit_group();
-                    ptx::tma_wait_group_read<0>();
-                    shared.dq_rings[consumer].release(at[consumer]);
-                }
-                at[consumer].advance();
-            }
-        }
-    }
-};
-
-// A warpgroup that owns some columns of dk and dv, and makes the probabilities (0) or their
-// gradients.
-template <class Traits, int kConsumer>
 struct BwdWideConsumer {
     using T = typename Traits::T;
     using Shared = BwdWideShared<Traits>;
     using Queries = QueryTiles<Traits::kBlockM>;
+    using Stages = Ring<Traits::kStages>;
+    using Position = RingPosition<Traits::kStages>;
     using Matrix = float[Traits::kBlockM / 2];
     using Packed = u32[Traits::kBlockM / 4];
     using RowStats = f32x2[Traits::kBlockM / 8];
-    static constexpr int kDkPanels = Traits::kDkPanels[kConsumer];
-    static constexpr int kDvPanels = Traits::kDvPanels[kConsumer];
-    static constexpr int kDqPanels = Traits::kDqPanels[kConsumer];
-    static constexpr int kDqRegisters = 32 * (kDqPanels > 0 ? kDqPanels : 1);
-    // Products issued after those of dv, and after those of dq.
-    static constexpr int kAfterDq = kDkPanels > 0 ? 1 : 0;
-    static constexpr int kAfterDv = kAfterDq + (kDqPanels > 0 ? 1 : 0);
-    static constexpr int kFirstDkPanel = kConsumer * Traits::kDkPanels[0];
-    static constexpr int kFirstDvPanel = kConsumer * Traits::kDvPanels[0];
-    static constexpr int kFirstDqPanel = kConsumer * Traits::kDqPanels[0];
+    static constexpr int kBlockM = Traits::kBlockM;
 
     const BwdParams& params;
     const Shared& shared;
-    RingPosition<Traits::kQueryStages> queries_at;
-    RingPosition<Traits::kDoutStages> dout_at;
-    RingPosition<1> keys_at, dq_at, mail_at;
-
-    // A consumer without panels of a gradient (head dim 64) never touches it.
-    float dk[32 * (kDkPanels > 0 ? kDkPanels : 1)];
-    float dv[32 * (kDvPanels > 0 ? kDvPanels : 1)];
+    Position at;  // of the tile, in the rings of q, dout and weights
+    RingPosition<1> keys_at, mail_at;
 
     MCP_DEVICE BwdWideConsumer(const BwdParams& params, const Shared& shared)
         : params(params), shared(shared) {}
 
-    // P' of the tile, and what dS' is of dP' - delta: P', or P' times the slope of the cap.
-    template <bool kMasked>
-    MCP_DEVICE void make_probabilities(const Queries& queries, FragmentPlace place) {
+    // Each warp for itself: it has read what threads read, and its products have ended.
+    MCP_DEVICE void release(Stages ring, Position stage) const {
+        ptx::sync_warp();
+        if (lane_index() == 0) ring.release(stage);
+    }
+
+    // Of the keys of a tile, where this consumer's begin.
+    MCP_DEVICE int first_row() const { return 0; }
+};
+
+// Makes the probabilities, and owns dv.
+template <class Traits>
+struct ValueGradients : BwdWideConsumer<Traits> {
+    using Base = BwdWideConsumer<Traits>;
+    using Base::params, Base::shared, Base::at;
+    using typename Base::Matrix, typename Base::Packed;
+    using typename Base::Queries, typename Base::T;
+
+    float dv[Traits::kValueDim / 2];
+
+    using Base::Base;
+
+    MCP_DEVICE void begin() { fill(dv, 0.0f); }
+    MCP_DEVICE void visit_tiles(const WorkItem& work, FragmentPlace place) {
+        shared.key_ring.wait_full(this->keys_at);
+        MCP_NO_UNROLL
+        for (i32 left = params.heads_per_item; left > 0; left--) {
+            Queries queries(params.segments, work);
+            do {
+                visit(queries, place);
+            } while (queries.advance());
+        }
+        release_keys(*this);
+    }
+
+    MCP_DEVICE void visit(const Queries& queries, FragmentPlace place) {
         Matrix scores;
-        Packed probs_16, weights_16;
-        RowStats lse;
-        issue_a_bt<T>(scores, shared.keys(), 0, shared.queries(queries_at.stage));
-        load_row_stats(lse, shared.lse(queries_at.stage) + 4 * place.column);
-        VisiblePairs visible;
-        if constexpr (kMasked) {
+        shared.query_ring.wait_full(at);
+        issue_a_bt<T>(scores, shared.keys(), 0, shared.queries(at.stage));
+        VisiblePairs visible = {{0xffffffffu, 0xffffffffu}};
+        if (queries.num_full() <= 0) {
             visible = visible_pairs<Traits::kBlockM / 4>(queries.bounds(), place);
         }
-        ptx::named_barrier_sync<Shared::kConsumerThreads>(2);
         ptx::wgmma_wait<0>();
         ptx::wgmma_pin(scores);
-        Matrix weights;
-        if constexpr (Traits::kSoftcap) {
-            cap_scores(scores, weights, params);
-        }
-        to_probabilities(scores, lse, params.score_scale);
-        if constexpr (kMasked) apply_mask(scores, visible, 0.0f);
-        pack<T>(probs_16, scores);
-        if constexpr (Traits::kSoftcap) {
-            to_score_gradients(scores, weights);
-            pack<T>(weights_16, weights);
-        }
-        store_transposed(shared.probs(), 0, 0, probs_16);
-        const Packed& words = Traits::kSoftcap ? weights_16 : probs_16;
+        Packed probs_16, weights_16;
         MCP_UNROLL
-        for (int i = 0; i < 4; i++) {
-            ptx::store_shared_i32x4(
-                shared.weights() + 2048 * i,
-                {static_cast<i32>(words[4 * i]), static_cast<i32>(words[4 * i + 1]),
-                 static_cast<i32>(words[4 * i + 2]), static_cast<i32>(words[4 * i + 3])});
+        for (int i = 0; i < Traits::kBlockM / 16; i++) {
+            const u32 lse = shared.lse(at.stage) + 4 * place.column + 64 * i;
+            make_probabilities(scores, i, lse, visible, probs_16, weights_16);
         }
-        ptx::fence_proxy_async();
-    }
-
-    // dS' of the tile, from dP' - delta and the weights.
-    MCP_DEVICE void store_score_gradients(Matrix& dp) {
-        Packed ds_16;
-        Matrix weights;
-        MCP_UNROLL
-        for (int i = 0; i < 4; i++) {
-            const i32x4 packed = ptx::load_shared_i32x4(shared.weights() + 2048 * i);
-            const i32 words[4] = {packed.x, packed.y, packed.z, packed.w};
-            MCP_UNROLL
-            for (int j = 0; j < 4; j++) {
-                const f32x2 pair = ptx::unpack2<T>(static_cast<u32>(words[j]));
-                weights[8 * i + 2 * j] = pair.x;
-                weights[8 * i + 2 * j + 1] = pair.y;
-            }
-        }
-        to_score_gradients(weights, dp);
-        pack<T>(ds_16, dp);
-        store_transposed(shared.ds(), 0, 0, ds_16);
-        ptx::fence_proxy_async();
-    }
-
-    // The gradients through one query tile.
-    template <bool kMasked>
-    MCP_DEVICE void visit(const Queries& queries, FragmentPlace place) {
-        const auto q = shared.queries(queries_at.stage);
-        const auto dout = shared.dout(dout_at.stage);
-        float dq[kDqRegisters];
-        Matrix dp;
-        shared.query_ring.wait_full(queries_at);
-        if constexpr (kConsumer == 0) {
-            make_probabilities<kMasked>(queries, place);
-            shared.dout_ring.wait_full(dout_at);
-        } else {
-            RowStats delta;
-            shared.dout_ring.wait_full(dout_at);
-            // Behind the scores: P' is made under this product.
-            ptx::named_barrier_sync<Shared::kConsumerThreads>(2);
-            issue_a_bt<T>(dp, shared.values(), 0, dout);
-            load_row_stats(delta, shared.delta(dout_at.stage) + 4 * place.column);
-            ptx::wgmma_wait<0>();
-            ptx::wgmma_pin(dp);
-            subtract_delta(dp, delta);
-        }
-        ptx::named_barrier_sync<Shared::kConsumerThreads>(1);
-        if constexpr (kDvPanels > 0) issue_at_b<T>(dv, shared.probs(), dout, kFirstDvPanel);
-        if constexpr (kConsumer == 1) store_score_gradients(dp);
-        ptx::named_barrier_sync<Shared::kConsumerThreads>(3);
-        if constexpr (kDqPanels > 0) issue_a_b<T>(dq, shared.ds(), 0, shared.keys(), kFirstDqPanel);
-        if constexpr (kDkPanels > 0) issue_at_b<T>(dk, shared.ds(), q, kFirstDkPanel);
-        ptx::wgmma_wait<kAfterDv>();
-        ptx::wgmma_pin(dv);
-        release(shared.dout_ring, dout_at);
-        ptx::wgmma_wait<kAfterDq>();
-        ptx::wgmma_pin(dq);
-        if constexpr (kDqPanels > 0) hand_over_dq(dq);
+        this->release(shared.query_ring, at);
+        hand_over(weights_16);
+        shared.dout_ring.wait_full(at);
+        issue_p_b<T>(dv, probs_16, shared.dout(at.stage));
         ptx::wgmma_wait<0>();
-        ptx::wgmma_pin(dk);
-        release(shared.query_ring, queries_at);
-    }
-
-    template <int kStages>
-    MCP_DEVICE void release(const Ring<kStages>& ring, RingPosition<kStages>& at) const {
-        ptx::sync_warp();  // all lanes have read the row statistics
-        if (lane_index() == 0) ring.release(at);
+        ptx::wgmma_pin(dv);
+        this->release(shared.dout_ring, at);
         at.advance();
     }
 
-    MCP_DEVICE void hand_over_dq(const float (&dq)[kDqRegisters]) {
-        const FragmentPlace place = fragment_place();
+    // 16 queries, from their scores to packed words: the probabilities P', and the weights, what
+    // dS' is of dP' - delta: P', or P' times the slope of the cap. Few of the values between are
+    // alive at once.
+    MCP_DEVICE void make_probabilities(const Matrix& scores,
+                                       int part,
+                                       u32 lse,
+                                       const VisiblePairs& visible,
+                                       Packed& probs_16,
+                                       Packed& weights_16) {
+        float probs[8], slopes[8];
+        f32x2 stats[2];
+        load_row_stats(stats, lse);
         MCP_UNROLL
-        for (int panel = 0; panel < kDqPanels; panel++) {
-            float part[32];
-            MCP_UNROLL
-            for (int i = 0; i < 32; i++) part[i] = dq[32 * panel + i];
-            shared.dq_rings[kConsumer].wait_empty(dq_at);
-            store_f32_panels(shared.dq(kConsumer), Traits::kBlockM, place.row, place.column, part);
-            ptx::fence_proxy_async();
-            ptx::mbarrier_arrive(shared.dq_rings[kConsumer].full(dq_at));
-            dq_at.advance();
+        for (int i = 0; i < 8; i++) probs[i] = scores[8 * part + i];
+        if constexpr (Traits::kSoftcap) cap_scores(probs, slopes, params);
+        to_probabilities(probs, stats, params.score_scale);
+        apply_mask(probs, {{visible.row[0] >> 4 * part, visible.row[1] >> 4 * part}}, 0.0f);
+        MCP_UNROLL
+        for (int i = 0; i < 4; i++) {
+            probs_16[4 * part + i] = ptx::pack2<T>(probs[2 * i], probs[2 * i + 1]);
         }
+        if constexpr (Traits::kSoftcap) to_score_gradients(probs, slopes);
+        MCP_UNROLL
+        for (int i = 0; i < 4; i++) {
+            weights_16[4 * part + i] = Traits::kSoftcap
+                                           ? ptx::pack2<T>(slopes[2 * i], slopes[2 * i + 1])
+                                           : probs_16[4 * part + i];
+        }
+    }
+
+    MCP_DEVICE void hand_over(const Packed& weights_16) {
+        shared.weights_ring.wait_empty(at);
+        MCP_UNROLL
+        for (int i = 0; i < Traits::kBlockM / 16; i++) {
+            ptx::store_shared_i32x4(
+                shared.weights(at.stage) + 2048 * i,
+                {static_cast<i32>(weights_16[4 * i]), static_cast<i32>(weights_16[4 * i + 1]),
+                 static_cast<i32>(weights_16[4 * i + 2]), static_cast<i32>(weights_16[4 * i + 3])});
+        }
+        ptx::mbarrier_arrive(shared.weights_ring.full(at));
     }
 
     template <int kHalf>
     MCP_DEVICE void store(const WorkItem& work, FragmentPlace place) const {
         const i32 row = place.row + 8 * kHalf;
-        const bool valid = row < work.row0 + work.rows;
-        const i32 head = kv_head_of(params, work);
-        const i64 dk_at = row * params.dk_row_stride + head * params.dk_head_stride + place.column +
-                          kFirstDkPanel * kPanelColumns;
-        const i64 dv_at = row * params.dv_row_stride + head * params.dv_head_stride + place.column +
-                          kFirstDvPanel * kPanelColumns;
-        if constexpr (kDkPanels > 0)
-            store_gradient<kHalf, T>(params, params.dk, dk_at, dk, params.softmax_scale, valid);
-        if constexpr (kDvPanels > 0)
-            store_gradient<kHalf, T>(params, params.dv, dv_at, dv, 1.0f, valid);
+        const i64 to = row * params.dv_row_stride +
+                       kv_head_of(params, work) * params.dv_head_stride + place.column;
+        store_gradient<kHalf, T>(params, params.dv, to, dv, 1.0f, row < work.row0 + work.rows);
+    }
+};
+
+// Makes the gradients of the scores, and owns dk.
+template <class Traits>
+struct KeyGradients : BwdWideConsumer<Traits> {
+    using Base = BwdWideConsumer<Traits>;
+    using Base::params, Base::shared, Base::at;
+    using typename Base::Matrix, typename Base::Packed, typename Base::RowStats;
+    using typename Base::T;
+
+    float dk[Traits::kHeadDim / 2];
+
+    using Base::Base;
+
+    MCP_DEVICE void begin() { fill(dk, 0.0f); }
+    MCP_DEVICE void visit_tiles(const WorkItem& work, FragmentPlace place) {
+        shared.key_ring.wait_full(this->keys_at);
+        MCP_NO_UNROLL
+        for (i32 left = num_visits<Traits::kBlockM>(params, work); left > 0; left--) visit();
+        release_keys(*this);
     }
 
-    // Of the keys of a tile, where this consumer's begin.
-    MCP_DEVICE int first_row() const { return 0; }
+    MCP_DEVICE void visit() {
+        Matrix dp;
+        RowStats delta;
+        shared.dout_ring.wait_full(at);
+        issue_a_bt<T>(dp, shared.values(), 0, shared.dout(at.stage));
+        load_row_stats(delta, shared.delta(at.stage) + 4 * fragment_place().column);
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_pin(dp);
+        subtract_delta(dp, delta);
+        this->release(shared.dout_ring, at);
+        multiply_with_weights(dp);
+        Packed ds_16;
+        pack<T>(ds_16, dp);
+        shared.query_ring.wait_full(at);
+        issue_p_b<T>(dk, ds_16, shared.queries(at.stage));
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_pin(dk);
+        this->release(shared.query_ring, at);
+        at.advance();
+    }
+
+    MCP_DEVICE void multiply_with_weights(Matrix& dp) {
+        shared.weights_ring.wait_full(at);
+        MCP_UNROLL
+        for (int i = 0; i < Traits::kBlockM / 16; i++) {
+            const i32x4 packed = ptx::load_shared_i32x4(shared.weights(at.stage) + 2048 * i);
+            const i32 words[4] = {packed.x, packed.y, packed.z, packed.w};
+            MCP_UNROLL
+            for (int j = 0; j < 4; j++) {
+                const f32x2 pair = ptx::unpack2<T>(static_cast<u32>(words[j]));
+                dp[8 * i + 2 * j] *= pair.x;
+                dp[8 * i + 2 * j + 1] *= pair.y;
+            }
+        }
+        this->release(shared.weights_ring, at);
+    }
+
+    template <int kHalf>
+    MCP_DEVICE void store(const WorkItem& work, FragmentPlace place) const {
+        const i32 row = place.row + 8 * kHalf;
+        const i64 to = row * params.dk_row_stride +
+                       kv_head_of(params, work) * params.dk_head_stride + place.column;
+        store_gradient<kHalf, T>(params, params.dk, to, dk, params.softmax_scale,
+                                 row < work.row0 + work.rows);
+    }
 };
 
 template <class Traits>
@@ -298,14 +279,13 @@ MCP_DEVICE void backward_wide(const BwdParams& params) {
     if (warpgroup == 0) {
         ptx::set_max_registers_down<Traits::kProducerRegisters>();
         if (warp == 0) BwdLoader<Traits, Shared>(params, shared).run();
-        if (warp == 1) BwdStorer<Traits, Shared, PanelDqTiles<Traits>>(params, shared).run();
     } else {
         ptx::set_max_registers_up<Traits::kConsumerRegisters>();
         if (warpgroup == 1) {
-            BwdWideConsumer<Traits, 0> consumer(params, shared);
+            ValueGradients<Traits> consumer(params, shared);
             consume(consumer);
         } else {
-            BwdWideConsumer<Traits, 1> consumer(params, shared);
+            KeyGradients<Traits> consumer(params, shared);
             consume(consumer);
         }
     }

@@ -1,5 +1,5 @@
 // How a consumer of either backward kernel goes through its work: item by item; for each query head
-// of the item, the query tiles that see its keys; then its gradients to memory.
+// of the item, the query tiles that see its keys (`visit_tiles`); then its gradients to memory.
 #pragma once
 
 #include <mcp/fragment.cuh>
@@ -10,10 +10,10 @@
 
 namespace mcp::attn {
 
+// The walk of a consumer that masks.
 template <class Consumer>
 MCP_DEVICE void visit_queries(Consumer& consumer, const WorkItem& work, FragmentPlace place) {
     const BwdParams& params = consumer.params;
-    consumer.shared.key_ring.wait_full(consumer.keys_at);
     MCP_NO_UNROLL
     for (i32 head = 0; head < params.heads_per_item; head++) {
         typename Consumer::Queries queries(params.segments, work);
@@ -33,6 +33,22 @@ MCP_DEVICE void visit_queries(Consumer& consumer, const WorkItem& work, Fragment
             }
         }
     }
+}
+
+// How many query tiles a work item visits: what a consumer needs to know that does not mask.
+template <int kBlockM>
+MCP_DEVICE i32 num_visits(const BwdParams& params, const WorkItem& work) {
+    i32 num_tiles = 0;
+    MCP_NO_UNROLL
+    for (i32 s = work.seg0; s < work.seg0 + work.num_segs; s++) {
+        const i32x4 queries = ptx::load_constant_i32x4(params.segments + s);
+        num_tiles += (queries.y - queries.x + kBlockM - 1) / kBlockM;
+    }
+    return uniform(num_tiles) * params.heads_per_item;
+}
+
+template <class Consumer>
+MCP_DEVICE void release_keys(Consumer& consumer) {
     if (thread_in_warpgroup() == 0) consumer.shared.key_ring.release(consumer.keys_at);
     consumer.keys_at.advance();
 }
@@ -46,9 +62,8 @@ MCP_DEVICE void consume(Consumer& consumer) {
         if (work.head < 0) break;
         FragmentPlace place = fragment_place();
         place.row += work.row0 + consumer.first_row();
-        fill(consumer.dk, 0.0f);
-        fill(consumer.dv, 0.0f);
-        if (work.num_segs > 0) visit_queries(consumer, work, place);
+        consumer.begin();
+        if (work.num_segs > 0) consumer.visit_tiles(work, place);
         consumer.template store<0>(work, place);
         consumer.template store<1>(work, place);
     }

@@ -186,7 +186,7 @@ struct Producer {
     }
 
     MCP_DEVICE void run() {
-        const WorkQueue<FwdParams, true> queue = {params, leader};
+        const WorkQueue<FwdParams> queue = {params, leader};
         WorkItem work = queue.first();
         while (work.head >= 0) {
             if (work.num_segs > 0) {

@@ -85,7 +85,8 @@ struct BwdPreprocessParams {
 
 // With p = exp2(s * score_scale - lse_2), dp = dout v', ds = p * (dp - delta):
 //     dv += p' dout     dk += softmax_scale * ds' q     dq += ds k
-// (dq is not scaled: the postprocess does that once.)
+// (dq is not scaled: the postprocess does that once. Kernels of dk and dv alone leave it to
+// DqParams.)
 // A tile is block_n keys, a segment a range of queries; in Tile and Segment rows are keys and keys
 // are queries.
 struct BwdParams {
@@ -94,7 +95,9 @@ struct BwdParams {
     // float over {T, N, kStatCopies} with padded_rows floats per head, boxes {block_m, 1, 1}, no
     // swizzle
     TensorMap lse_map, delta_map;
-    TensorMap dq_map;  // float over {H, N, T}, boxes {32, 1, block_m}, 128-byte swizzle
+    // float over {H, N, T}, boxes {32, 1, block_m}, 128-byte swizzle; unused by kernels of dk and
+    // dv alone
+    TensorMap dq_map;
 
     const Tile* tiles;
     const Segment* segments;
@@ -102,12 +105,6 @@ struct BwdParams {
     i32* counters;  // [2] as in FwdParams
     void* dk;       // [S, G, H] float, or the inputs' type
     void* dv;       // [S, G, Hv]
-
-    // Deterministic dq, or null: who adds to which block_m rows of dq after whom (attn/worklist.py,
-    // Turns).
-    const i32* turn_segments;  // [num_segments, 3] number, first run, number of runs
-    const i32* turn_runs;      // [num_runs, 2] end slot, number to wait for
-    i32* turn_counters;        // [N, num_slots] zero before every launch
 
     i64 dk_row_stride, dk_head_stride;
     i64 dv_row_stride, dv_head_stride;
@@ -117,11 +114,34 @@ struct BwdParams {
     // Query heads that a work item visits, and how many items share a kv head. More than one add
     // to dk and dv, which are float then and begin with zeros.
     i32 heads_per_item, items_per_group;
-    i32 num_slots;
     i32 num_queries;                    // rows of q and dout
     float score_scale, cap, cap_scale;  // as in FwdParams
     float softmax_scale;
     i32 grads_are_float;  // dk and dv; otherwise they have the inputs' type
+};
+
+// dq = factor * sum of ds k, from query tiles: as BwdParams, with lists as in FwdParams.
+struct DqParams {
+    TensorMap q_map, dout_map;  // boxes {64, 1, block_m}
+    TensorMap k_map, v_map;     // boxes {64, 1, block_n}
+
+    const Tile* tiles;
+    const Segment* segments;
+    const i32* order;
+    i32* counters;       // [2] as in FwdParams
+    const float* lse_2;  // [N, padded_rows] the first copy of each
+    const float* delta;
+    void* dq;  // [T, N, H] float, or the inputs' type
+
+    i64 dq_row_stride, dq_head_stride;
+
+    i32 num_tiles, num_heads, num_kv_heads;
+    i32 heads_per_section;  // as in FwdParams
+    i32 num_keys, padded_rows;
+    float score_scale, cap, cap_scale;  // as in FwdParams
+    float factor;
+    i32 dq_is_float;
+    i32 accumulate;  // dq, float, receives the sum of what it holds and this
 };
 
 // dq = softmax_scale * dq_sum, converted.

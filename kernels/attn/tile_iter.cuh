@@ -29,6 +29,9 @@ MCP_DEVICE WorkItem to_work_item(const WorkMessage& message) {
 MCP_DEVICE i32 num_work_heads(const FwdParams& params) {
     return params.num_heads;
 }
+MCP_DEVICE i32 num_work_heads(const DqParams& params) {
+    return params.num_heads;
+}
 MCP_DEVICE i32 num_work_heads(const BwdParams& params) {
     return params.num_kv_heads * params.items_per_group;
 }
@@ -55,23 +58,20 @@ MCP_DEVICE WorkItem work_item(const Params& params, i32 index) {
     return {t.x, t.y, t.z, t.w, first_head + in_section - rank * num_heads};
 }
 
-// Gives out work items to the CTAs of a launch from a counter. `kFirstByBlock`: the first by block
-// index, which saves a CTA one trip to memory at its start. Without it work is started in its order
-// whatever the order in which CTAs start, so that it may wait for earlier work even if not all CTAs
-// run at once. All lanes of one warp call.
-template <class Params, bool kFirstByBlock>
+// Gives out work items to the CTAs of a launch from a counter, the first by block index, which
+// saves a CTA one trip to memory at its start. All lanes of one warp call.
+template <class Params>
 struct WorkQueue {
     const Params& params;
     bool leader;  // true in lane 0 only
 
     MCP_DEVICE WorkItem first() const {
-        return kFirstByBlock ? work_item(params, static_cast<i32>(ptx::block_index())) : next();
+        return work_item(params, static_cast<i32>(ptx::block_index()));
     }
     MCP_DEVICE WorkItem next() const {
         i32 taken = 0;
         if (leader) taken = ptx::atomic_add(params.counters, 1);
-        const i32 given = kFirstByBlock ? static_cast<i32>(ptx::num_blocks()) : 0;
-        return work_item(params, given + uniform(taken));
+        return work_item(params, static_cast<i32>(ptx::num_blocks()) + uniform(taken));
     }
     // The last CTA to come here leaves the counters as the launch found them.
     MCP_DEVICE void finish() const {
@@ -93,8 +93,8 @@ struct MaskBounds {
 
 // Walks the segments of a work item with at least one, each in tiles of `kStep`. Every warp of
 // every role sees the same sequence. In the forward pass it steps through keys, downwards, as a
-// causal mask ends in the last tile; in the backward pass through queries, upwards, as the turns of
-// the deterministic mode ask.
+// causal mask ends in the last tile; in the backward pass through queries, upwards, as it begins in
+// the first.
 template <int kStep, Direction kDirection>
 struct SegmentTiles {
     const Segment* next_segment;

@@ -64,7 +64,14 @@ struct FwdTraits {
 };
 
 // Key tiles of kBlockN keys, 64 per consumer; query tiles of kBlockM pass by. Head dims up to 128.
-template <class T_, int kHeadDim_, int kValueDim_, int kBlockM_, int kStages_, bool kSoftcap_>
+// kAddsDq: dq is added up from here; without it the kernel makes dk and dv alone.
+template <class T_,
+          int kHeadDim_,
+          int kValueDim_,
+          int kBlockM_,
+          int kStages_,
+          bool kSoftcap_,
+          bool kAddsDq_>
 struct BwdTraits {
     using T = T_;
     static constexpr int kHeadDim = kHeadDim_;
@@ -73,9 +80,8 @@ struct BwdTraits {
     static constexpr int kBlockM = kBlockM_;
     static constexpr int kBlockN = 64 * kConsumers;
     static constexpr int kStages = kStages_;
-    static constexpr int kQueryStages = kStages;
-    static constexpr int kDoutStages = kStages;
     static constexpr bool kSoftcap = kSoftcap_;
+    static constexpr bool kAddsDq = kAddsDq_;
     static constexpr int kThreads = 128 * (kConsumers + 1);
     static constexpr int kProducerRegisters = 24;
     static constexpr int kConsumerRegisters = 240;
@@ -96,15 +102,15 @@ struct BwdTraits {
     static constexpr int kDqBytes = kBlockM * kPaddedHeadDim * 4;
     static constexpr int kRowStatBytes = kBlockM * 4;
 
-    // Shared memory: [align to 1024] k | v | q stages | dout stages | ds x 2 | dq | lse | delta |
+    // Shared memory: [align to 1024] k | v | q stages | dout stages | [ds x 2 | dq] | lse | delta |
     // mailbox | barriers.
     static constexpr int kKeysAt = 0;
     static constexpr int kValuesAt = kKeysAt + kKeyBytes;
     static constexpr int kQueriesAt = kValuesAt + kValueBytes;
     static constexpr int kDoutAt = kQueriesAt + kStages * kQueryBytes;
     static constexpr int kDsAt = kDoutAt + kStages * kDoutBytes;
-    static constexpr int kDqAt = kDsAt + 2 * kDsBytes;
-    static constexpr int kLseAt = kDqAt + kDqBytes;
+    static constexpr int kDqAt = kDsAt + (kAddsDq ? 2 * kDsBytes : 0);
+    static constexpr int kLseAt = kDqAt + (kAddsDq ? kDqBytes : 0);
     static constexpr int kDeltaAt = kLseAt + kStages * kRowStatBytes;
     static constexpr int kMailboxAt = kDeltaAt + kStages * kRowStatBytes;
     static constexpr int kBarriersAt = kMailboxAt + 32;
@@ -113,15 +119,9 @@ struct BwdTraits {
     static_assert(kSharedBytes <= kMaxSharedBytes, "more shared memory than a CTA can have");
 };
 
-// Head dims above 128, multiples of 64: tiles of 64 keys and 64 queries. The first consumer makes
-// the probabilities, the second their gradients; everything else is split by columns, in panels
-// of 64. Both pass through shared memory.
-template <class T_,
-          int kHeadDim_,
-          int kValueDim_,
-          int kQueryStages_,
-          int kDoutStages_,
-          bool kSoftcap_>
+// dk and dv for head dims above 128, multiples of 64: tiles of 64 keys and 64 queries. One consumer
+// makes the probabilities and dv, the other the gradients of the scores and dk.
+template <class T_, int kHeadDim_, int kValueDim_, int kStages_, bool kSoftcap_>
 struct BwdWideTraits {
     using T = T_;
     static constexpr int kHeadDim = kHeadDim_;
@@ -129,48 +129,78 @@ struct BwdWideTraits {
     static constexpr int kConsumers = 2;
     static constexpr int kBlockM = 64;
     static constexpr int kBlockN = 64;
-    static constexpr int kQueryStages = kQueryStages_;
-    static constexpr int kDoutStages = kDoutStages_;
+    static constexpr int kStages = kStages_;
     static constexpr bool kSoftcap = kSoftcap_;
     static constexpr int kThreads = 128 * (kConsumers + 1);
     static constexpr int kProducerRegisters = 24;
     static constexpr int kConsumerRegisters = 240;
 
-    static_assert(kHeadDim % 64 == 0 && kValueDim % 64 == 0,
-                  "columns are dealt out in panels of 64");
-    static constexpr int kHeadPanels = kHeadDim / 64;
-    static constexpr int kValuePanels = kValueDim / 64;
-    // Panels of dk, dv and dq of a consumer: an odd panel of dk goes to the first, those of dv and
-    // dq to the second.
-    static constexpr int kDkPanels[2] = {(kHeadPanels + 1) / 2, kHeadPanels / 2};
-    static constexpr int kDvPanels[2] = {kValuePanels / 2, (kValuePanels + 1) / 2};
-    static constexpr int kDqPanels[2] = {kHeadPanels / 2, (kHeadPanels + 1) / 2};
-
+    static_assert(kHeadDim % 64 == 0 && kValueDim % 64 == 0, "panels are not padded");
     static constexpr int kKeyBytes = kBlockN * kHeadDim * 2;
     static constexpr int kValueBytes = kBlockN * kValueDim * 2;
     static constexpr int kQueryBytes = kBlockM * kHeadDim * 2;
     static constexpr int kDoutBytes = kBlockM * kValueDim * 2;
-    static constexpr int kScoreBytes = kBlockM * kBlockN * 2;
-    static constexpr int kDqBytes =
-        kBlockM * 64 * 4;  // one 64-column panel of a consumer at a time
+    static constexpr int kWeightBytes = kBlockM * kBlockN * 2;
     static constexpr int kRowStatBytes = kBlockM * 4;
 
-    // Shared memory: [align to 1024] k | v | q stages | dout stages | p | ds | weights | dq of each
-    // consumer | lse | delta | mailbox | barriers.
+    // Shared memory: [align to 1024] k | v | q stages | dout stages | weights stages | lse | delta
+    // | mailbox | barriers.
     static constexpr int kKeysAt = 0;
     static constexpr int kValuesAt = kKeysAt + kKeyBytes;
     static constexpr int kQueriesAt = kValuesAt + kValueBytes;
-    static constexpr int kDoutAt = kQueriesAt + kQueryStages * kQueryBytes;
-    static constexpr int kProbsAt = kDoutAt + kDoutStages * kDoutBytes;
-    static constexpr int kDsAt = kProbsAt + kScoreBytes;
-    static constexpr int kWeightsAt = kDsAt + kScoreBytes;
-    static constexpr int kDqAt = kWeightsAt + kScoreBytes;
-    static constexpr int kLseAt = kDqAt + kConsumers * kDqBytes;
-    static constexpr int kDeltaAt = kLseAt + kQueryStages * kRowStatBytes;
-    static constexpr int kMailboxAt = kDeltaAt + kDoutStages * kRowStatBytes;
+    static constexpr int kDoutAt = kQueriesAt + kStages * kQueryBytes;
+    static constexpr int kWeightsAt = kDoutAt + kStages * kDoutBytes;
+    static constexpr int kLseAt = kWeightsAt + kStages * kWeightBytes;
+    static constexpr int kDeltaAt = kLseAt + kStages * kRowStatBytes;
+    static constexpr int kMailboxAt = kDeltaAt + kStages * kRowStatBytes;
     static constexpr int kBarriersAt = kMailboxAt + 32;
-    static constexpr int kNumBarriers = 2 * (1 + kConsumers + 1 + kQueryStages + kDoutStages) + 1;
+    static constexpr int kNumBarriers = 2 * (1 + 1 + 3 * kStages) + 1;
     static constexpr int kSharedBytes = (1024 + kBarriersAt + 8 * kNumBarriers + 127) / 128 * 128;
+    static_assert(kSharedBytes <= kMaxSharedBytes, "more shared memory than a CTA can have");
+};
+
+// dq alone: tiles of 128 queries, 64 per consumer, past which tiles of kBlockN keys go.
+template <class T_,
+          int kHeadDim_,
+          int kValueDim_,
+          int kBlockN_,
+          int kKeyStages_,
+          int kValueStages_,
+          bool kSoftcap_>
+struct DqTraits {
+    using T = T_;
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kValueDim = kValueDim_;
+    static constexpr int kConsumers = 2;
+    static constexpr int kBlockM = 64 * kConsumers;
+    static constexpr int kBlockN = kBlockN_;
+    static constexpr int kKeyStages = kKeyStages_;
+    static constexpr int kValueStages = kValueStages_;
+    static constexpr bool kSoftcap = kSoftcap_;
+    static constexpr int kThreads = 128 * (kConsumers + 1);
+    static constexpr int kProducerRegisters = 24;
+    static constexpr int kConsumerRegisters = 240;
+
+    static constexpr int kPaddedHeadDim = (kHeadDim + 63) / 64 * 64;
+    static constexpr int kPaddedValueDim = (kValueDim + 63) / 64 * 64;
+    static constexpr int kQueryBytes = kBlockM * kPaddedHeadDim * 2;
+    static constexpr int kDoutBytes = kBlockM * kPaddedValueDim * 2;
+    static constexpr int kKeyBytes = kBlockN * kPaddedHeadDim * 2;
+    static constexpr int kValueBytes = kBlockN * kPaddedValueDim * 2;
+
+    // Shared memory: [align to 1024] q | dout | k stages | v stages | mailbox | barriers.
+    static constexpr int kMailSlots = 4;
+    static constexpr int kMailBytes = kMailSlots * 48;
+    static constexpr int kNumBarriers = 2 * (1 + kKeyStages + kValueStages + kMailSlots) + 1;
+    static constexpr int kQueryAt = 0;
+    static constexpr int kDoutAt = kQueryAt + kQueryBytes;
+    static constexpr int kKeysAt = kDoutAt + kDoutBytes;
+    static constexpr int kValuesAt = kKeysAt + kKeyStages * kKeyBytes;
+    static constexpr int kMailboxAt = kValuesAt + kValueStages * kValueBytes;
+    static constexpr int kBarriersAt = kMailboxAt + kMailBytes;
+    static constexpr int kSharedBytes = (1024 + kBarriersAt + 8 * kNumBarriers + 127) / 128 * 128;
+    static_assert(kHeadDim % 16 == 0 && kValueDim % 16 == 0 && kBlockN % 16 == 0,
+                  "wgmma reduces 16 at a time");
     static_assert(kSharedBytes <= kMaxSharedBytes, "more shared memory than a CTA can have");
 };
 

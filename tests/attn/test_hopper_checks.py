@@ -247,16 +247,21 @@ def test_other_compute_capabilities_are_refused(device, monkeypatch, capability)
         attend(*draw(4, 4), masks.causal(4), backend="hopper")
 
 
+def _forget():
+    """Lets the checks look at the variants again."""
+    for cached in ("find_variant", "find_gradient_kernels", "built_dims", "_check_kind"):
+        getattr(hopper_checks, cached).cache_clear()
+
+
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 @pytest.mark.parametrize("which", range(4))
 def test_gradients_without_a_kernel_are_refused_at_the_call(device, monkeypatch, which, softcap):
     def others(kind):
-        return kind[0] != "backward"
+        return not kind[0].startswith("backward")
 
     kept = {kind: v for kind, v in hopper_checks._variants().items() if others(kind)}
     monkeypatch.setattr(hopper_checks, "_variants", lambda: kept)
-    hopper_checks.find_variant.cache_clear()
-    hopper_checks.built_dims.cache_clear()
+    _forget()
     tensors, sink = draw(4, 4), torch.zeros(4)
     (*tensors, sink)[which].requires_grad_()
     cap = " and a softcap" if softcap else ""
@@ -266,8 +271,7 @@ def test_gradients_without_a_kernel_are_refused_at_the_call(device, monkeypatch,
     with pytest.raises(NotImplementedError, match=message):
         attend(*tensors, masks.causal(4), backend="hopper", sink=sink, softcap=softcap)
     assert device.launches == []
-    hopper_checks.find_variant.cache_clear()
-    hopper_checks.built_dims.cache_clear()
+    _forget()
 
 
 @pytest.mark.parametrize(
@@ -306,9 +310,13 @@ def test_first_call_with_a_mask_inside_a_graph_capture_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     message = r"with a mask must not be inside a CUDA graph capture; call it once before, and keep"
     for make in (device_lists.forward_list, device_lists.backward_list):
-        more = {"has_turns": True, "head_dim": 64} if make is device_lists.backward_list else {}
+        on = (torch.device("cuda", 0), 7)
+        is_forward = make is device_lists.forward_list
         with pytest.raises(RuntimeError, match=message):
-            make(masks.causal(4), 128, 128, torch.device("cuda", 0), 7, **more)
+            if is_forward:
+                make(masks.causal(4), 128, 128, *on)
+            else:
+                make(masks.causal(4), (128, 128), (128, 64), *on, in_order=True)
     assert device_arrays.num_cached() == 0
 
 

@@ -138,17 +138,33 @@ def test_nothing_is_launched_for_a_mask_without_pairs(device):
     assert device.launches == []
 
 
-def test_only_the_deterministic_mode_takes_turns(device):
-    mask = masks.causal(300)
-    tensors = draw(300, 300, (1, 1))
-    for deterministic in (False, True):
-        options = AttendOptions(0.25, 0.0, "hopper", deterministic)
-        lists = hopper._grad_list(tensors[0], tensors[2], mask, options)
-        assert (lists.num_runs > 0) == deterministic
-        expected = 4 * lists.num_tiles + 8 * lists.num_segs + lists.num_tiles
-        if deterministic:
-            expected += 3 * lists.num_segs + 2 * lists.num_runs
-        assert lists.data.numel() == expected
+@pytest.mark.parametrize(
+    ("dim", "deterministic", "apart"), [(128, False, False), (128, True, True), (192, False, True)]
+)
+def test_dq_has_a_kernel_of_its_own_in_the_deterministic_mode_and_for_wide_heads(
+    device, dim, deterministic, apart
+):
+    tensors = draw(300, 300, (2, 1), (dim, dim), torch.float16)
+    options = AttendOptions(0.25, 0.0, "hopper", deterministic)
+    lists = hopper._grad_list(tensors[0], tensors[2], masks.causal(300), options)
+    assert (lists.dq_tiles > 0) == (lists.dq_segs > 0) == apart
+    leaves = _leaves(tensors)
+    out, _ = attend(*leaves, masks.causal(300), backend="hopper", deterministic=deterministic)
+    out.sum().backward()
+    entries = [name for name, _ in device.entries]
+    assert ("mcp_attention_backward_dq" in entries) == apart
+    assert ("mcp_attention_backward_postprocess" in entries) != apart
+
+
+def test_parts_add_to_one_dq_whoever_makes_it(device):
+    mask, (q, k, v) = masks.causal(40), draw(40, 40, (2, 1), (192, 192), torch.float16)
+    out, lse = hopper.forward(q, k, v, mask, OPTIONS)
+    dout = torch.randn(40, 2, 192).half()
+    given = (dout, q, k, v, lse, (dout.float() * out).sum(-1), mask, OPTIONS)
+    once, dk, _ = hopper.backward_onto_(None, *given)
+    twice, dk_again, _ = hopper.backward_onto_(once.clone(), *given)
+    assert torch.allclose(twice, 2 * once) and once.abs().max() > 0
+    assert torch.equal(dk, dk_again)
 
 
 @pytest.mark.parametrize(
@@ -164,10 +180,10 @@ def test_items_side_by_side_are_those_whose_queries_fit_the_cache(
     assert hopper_backward._items_per_section(item_bytes, 64 // heads_per_item) == items
 
 
-def _heads_per_item(num_tokens, heads, visits, most_visits, *, num_runs=0):
+def _heads_per_item(num_tokens, heads, visits, most_visits, *, in_order=False):
     q, k = (torch.empty(num_tokens, n, 128, device="meta") for n in heads)
     num_tiles = -(-num_tokens // 128)
-    lists = BackwardList(torch.empty(0), num_tiles, num_tiles, 0, num_runs, visits, most_visits)
+    lists = BackwardList(torch.empty(0), num_tiles, num_tiles, visits, most_visits, 0, 0, in_order)
     return hopper_backward.heads_per_item(q, k, k, lists, 132)
 
 
@@ -187,7 +203,7 @@ def test_query_heads_of_a_group_are_worked_on_side_by_side_where_that_ends_soone
     visits = sum(min(most, (num_tokens - first) // 64) for first in range(0, num_tokens, 128))
     assert _heads_per_item(num_tokens, heads, visits, most) == expected
     group = heads[0] // heads[1]
-    assert _heads_per_item(num_tokens, heads, visits, most, num_runs=1) == group
+    assert _heads_per_item(num_tokens, heads, visits, most, in_order=True) == group
 
 
 # ---------------------------------------------------------------------- the operators

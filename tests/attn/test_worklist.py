@@ -11,9 +11,7 @@ from megatron_cp import mask as masks
 from megatron_cp.attn.hopper.worklist import (
     WorkList,
     backward_work,
-    dq_turns,
     forward_work,
-    staggered,
 )
 from tests.strategies import attention_masks
 
@@ -76,42 +74,10 @@ def test_forward_takes_every_pair_of_the_mask_once_and_no_other(case, tiles):
 @example((masks.full(0, 3), np.zeros((0, 3), dtype=bool)), (4, 4))
 def test_backward_takes_no_key_of_the_next_tile_into_dq(case, tiles):
     mask, dense = case
-    work = staggered(backward_work(mask, *tiles))
+    work = backward_work(mask, *tiles)
     _assert_rows_are_partitioned(work, mask.num_keys)
     taken = _scores_taken(work, *dense.T.shape, rows_read=work.tile_rows)
     assert np.array_equal(taken, _padded(dense.T, taken.shape))
-
-
-def test_tiles_that_see_the_same_queries_begin_one_step_apart():
-    work = staggered(backward_work(masks.documents([40, 24], "full"), 8, 8))
-    first = work.segs[work.tiles[:, 2], 0]
-    assert first.tolist() == [0, 8, 16, 24, 32, 40, 48, 56]
-    causal = backward_work(masks.causal(64), 8, 8)
-    assert np.array_equal(staggered(causal).segs, causal.segs)
-
-
-@settings(max_examples=150, deadline=None)
-@given(attention_masks(), TILES)
-def test_turns_name_the_segment_that_came_to_a_slot_before(case, tiles):
-    mask, _ = case
-    work = backward_work(mask, *tiles)
-    turns = dq_turns(work, mask.num_queries)
-    last = [0] * turns.num_slots
-    number = 0
-    for tile in work.order.tolist():
-        _, _, seg0, num_segs = work.tiles[tile].tolist()
-        for seg in range(seg0, seg0 + num_segs):
-            number += 1
-            own, run0, num_runs = turns.segments[seg].tolist()
-            assert own == number
-            touched = sorted({q // work.step for q in range(*work.segs[seg, :2].tolist())})
-            waits, slot = [], touched[0]
-            for end_slot, wait_for in turns.runs[run0 : run0 + num_runs].tolist():
-                waits += [wait_for] * (end_slot - slot)
-                slot = end_slot
-            assert waits == [last[s] for s in touched]
-            for s in touched:
-                last[s] = number
 
 
 @pytest.mark.parametrize("within", ["causal", "full", ("window", 5)])
@@ -172,8 +138,6 @@ def test_arrays_grow_with_tiles_and_segments_only():
     for build in (forward_work, backward_work):
         work = build(masks.causal(size), 128, 128)
         assert work.nbytes == (size // 128) * (16 + 32 + 4)
-    turns = dq_turns(work, size)
-    assert turns.segments.nbytes + turns.runs.nbytes <= (size // 128) * 24
 
 
 def test_mask_beyond_what_the_device_counts_is_refused():

@@ -6,7 +6,12 @@ import numpy as np
 
 from megatron_cp.kernels import build
 from megatron_cp.kernels.driver import FLOAT32
-from megatron_cp.kernels.params import BwdParams, BwdPostprocessParams, BwdPreprocessParams
+from megatron_cp.kernels.params import (
+    BwdParams,
+    BwdPostprocessParams,
+    BwdPreprocessParams,
+    DqParams,
+)
 from tests.kernels.raw_memory import array_at, decoded, encoded
 
 
@@ -68,7 +73,8 @@ def _main(raw: bytes, device) -> None:
     )
     assert q_box == dout_box and k_box == v_box
     stats = [_row_stats(device, m, q.shape[:2], q_box) for m in (p.lse_map, p.delta_map)]
-    dq = _dq(device, p.dq_map, q.shape, q_box)
+    adds_dq = build.variants()[device.last_variant].value("MCP_ADDS_DQ") == "true"
+    dq = _dq(device, p.dq_map, q.shape, q_box) if adds_dq else np.zeros(q.shape)
     tiles = array_at(p.tiles, np.int32, 4 * p.num_tiles).reshape(-1, 4)
     num_segs = int(tiles[-1, 2] + tiles[-1, 3])
     segs = array_at(p.segments, np.int32, 8 * num_segs).reshape(-1, 8)
@@ -79,8 +85,6 @@ def _main(raw: bytes, device) -> None:
     assert 1 <= p.heads_per_section <= p.num_kv_heads * p.items_per_group and p.counters
     for tile in order:
         row0, rows, seg0, count = tiles[tile].tolist()
-        for head in range(p.num_heads):
-            _take_turns(p, head, q_box, segs, range(seg0, seg0 + count))
         for key in range(row0, row0 + rows):
             queries = _queries_of(key, segs[seg0 : seg0 + count])
             for kv_head in range(p.num_kv_heads):
@@ -115,21 +119,44 @@ def _queries_of(key: int, segs: np.ndarray) -> np.ndarray:
     return np.concatenate(ranges)
 
 
-def _take_turns(p, head: int, slot_rows: int, segs: np.ndarray, numbers: range) -> None:
-    """Waits for no one: in schedule order every counter must already be what the segment waits for."""
-    if not p.turn_runs:
-        assert not p.turn_segments and not p.turn_counters
-        return
-    counters = array_at(p.turn_counters + 4 * head * p.num_slots, np.int32, p.num_slots)
-    for segment in numbers:
-        number, run, _ = array_at(p.turn_segments + 12 * segment, np.int32, 3).tolist()
-        for slot in sorted({row // slot_rows for row in range(*segs[segment, :2].tolist())}):
-            end, before = array_at(p.turn_runs + 8 * run, np.int32, 2).tolist()
-            while slot >= end:
-                run += 1
-                end, before = array_at(p.turn_runs + 8 * run, np.int32, 2).tolist()
-            assert counters[slot] == before
-            counters[slot] = number
+def _dq_alone(raw: bytes, device) -> None:
+    p = DqParams.from_buffer_copy(raw)
+    (q, q_box), (k, k_box), (v, v_box), (dout, dout_box) = (
+        device.tensor(m) for m in (p.q_map, p.k_map, p.v_map, p.dout_map)
+    )
+    assert q_box == dout_box and k_box == v_box and p.padded_rows >= len(q)
+    assert (q.shape[1], k.shape[1], len(k)) == (p.num_heads, p.num_kv_heads, p.num_keys)
+    assert p.tiles % 16 == p.segments % 16 == 0 and p.counters
+    assert 1 <= p.heads_per_section <= p.num_heads
+    tiles = array_at(p.tiles, np.int32, 4 * p.num_tiles).reshape(-1, 4)
+    segs = array_at(p.segments, np.int32, 8 * int(tiles[-1, 2:].sum())).reshape(-1, 8)
+    for tile in array_at(p.order, np.int32, p.num_tiles):
+        row0, rows, seg0, count = tiles[tile].tolist()
+        for row in range(row0, row0 + rows):
+            # Rows are queries here: the same look-up, of keys.
+            keys = _queries_of(row, segs[seg0 : seg0 + count])
+            for head in range(p.num_heads):
+                lse, delta = (
+                    array_at(a + 4 * (head * p.padded_rows + row), np.float32, 1)[0]
+                    for a in (p.lse_2, p.delta)
+                )
+                kv_head = head // (p.num_heads // p.num_kv_heads)
+                gradient = np.zeros(q.shape[2])
+                for key in keys:
+                    pair = k[key, kv_head], v[key, kv_head]
+                    gradient += (
+                        _slopes(p, q[row, head], dout[row, head], *pair, lse, delta)[1] * pair[0]
+                    )
+                _store_dq(p, device, row, head, p.factor * gradient)
+
+
+def _store_dq(p: DqParams, device, row: int, head: int, gradient: np.ndarray) -> None:
+    strides = (p.dq_row_stride, p.dq_head_stride)
+    to = _rows(p.dq, 4 if p.dq_is_float else 2, row, head, strides, len(gradient))
+    if p.accumulate:
+        assert p.dq_is_float
+        gradient = gradient + to
+    to[:] = gradient if p.dq_is_float else encoded(gradient, device.last_dtype)
 
 
 def _row_stats(device, tensor_map, shape, box_rows: int) -> np.ndarray:
@@ -164,5 +191,6 @@ def _store_gradients(p, device, key: int, kv_head: int, grads: list[np.ndarray])
 RUN = {
     "mcp_attention_backward_preprocess": _preprocess,
     "mcp_attention_backward": _main,
+    "mcp_attention_backward_dq": _dq_alone,
     "mcp_attention_backward_postprocess": _postprocess,
 }

@@ -16,7 +16,8 @@ from tests.oracles.attention import exact_attention
 from tests.strategies import disjoint_slices
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-VARIANTS = [v for v in build.variants().values() if v.kernel_pass == "backward"]
+MAIN_PASSES = ("backward", "backward_dkdv")
+VARIANTS = [v for v in build.variants().values() if v.kernel_pass in MAIN_PASSES]
 
 
 def _gradients(inputs, mask, arguments, *, seed=1, num_blocks=3, **options):
@@ -47,7 +48,8 @@ def test_every_variant_differentiates_all_kinds_of_slices_in_one_call(variant):
     head_dims = int(variant.value("MCP_HEAD_DIM")), int(variant.value("MCP_VALUE_DIM"))
     softcap = 3.0 if variant.value("MCP_SOFTCAP") == "true" else 0.0
     dtype = DTYPES[variant.value("MCP_TYPE")]
-    _check(MIXED, (300, 300), (2, 1), head_dims, dtype, softcap=softcap)
+    apart = variant.kernel_pass == "backward_dkdv"  # then dq comes from a kernel of its own
+    _check(MIXED, (300, 300), (2, 1), head_dims, dtype, softcap=softcap, deterministic=apart)
 
 
 @pytest.mark.parametrize("length", [1, 127, 128, 129])
@@ -68,7 +70,7 @@ def _random_cases(draw):
     case=_random_cases(),
     heads=st.sampled_from(((1, 1), (4, 2), (3, 1))),
     dtype=st.sampled_from((torch.bfloat16, torch.float16)),
-    head_dim=st.sampled_from((64, 128)),
+    head_dim=st.sampled_from((64, 128, 192)),
     deterministic=st.booleans(),
     seed=st.integers(0, 1000),
 )
@@ -78,7 +80,9 @@ def test_random_slices_under_random_asynchrony(case, heads, dtype, head_dim, det
     _check(slices, size, heads, head_dims, dtype, seed=seed, deterministic=deterministic)
 
 
-@pytest.mark.parametrize("variant", ["bwd_bf16_128", "bwd_bf16_192_128", "bwd_bf16_64_softcap"])
+@pytest.mark.parametrize(
+    "variant", ["bwd_bf16_128", "bwd_dkdv_bf16_192_128", "bwd_dkdv_bf16_64_softcap"]
+)
 @pytest.mark.parametrize("heads_per_item", [1, 3])
 def test_query_heads_of_a_group_worked_on_side_by_side_add_to_one_sum(
     variant, heads_per_item, monkeypatch
@@ -96,7 +100,7 @@ def test_sinks_and_softcap_have_gradients():
     _check(MIXED, size, heads, (64, 64), torch.float16, sink=True)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_the_deterministic_mode_gives_the_same_bits_under_every_seed_and_grid(head_dim):
     mask = masks.from_slices(300, 300, MIXED)
     inputs, arguments = random_case(300, 300, (2, 1), (head_dim, head_dim), torch.bfloat16)
@@ -133,14 +137,18 @@ def test_gradients_of_a_part_of_the_keys_come_in_float32():
         assert (got - exact).norm() <= 0.01 * exact.norm()
 
 
-def test_rows_outside_every_slice_may_hold_nan():
+@pytest.mark.parametrize(
+    ("head_dims", "deterministic"), [((64, 64), False), ((64, 64), True), ((192, 128), False)]
+)
+def test_rows_outside_every_slice_may_hold_nan(head_dims, deterministic):
     slices = ((10, 90, 20, 147, None, None), (100, 160, 150, 180, None, 40))
     mask = masks.from_slices(170, 190, slices)
-    inputs, arguments = random_case(170, 190, (2, 2), (64, 64), torch.bfloat16)
-    expected = _gradients(inputs, mask, arguments)
+    inputs, arguments = random_case(170, 190, (2, 2), head_dims, torch.bfloat16)
+    options = {"deterministic": deterministic}
+    expected = _gradients(inputs, mask, arguments, **options)
     q, k, v = (x.clone() for x in inputs)
     q[:10] = q[90:100] = q[160:] = torch.nan
     for x in (k, v):
         x[:20] = x[147:150] = x[180:] = torch.nan
-    got = _gradients((q, k, v), mask, arguments)
+    got = _gradients((q, k, v), mask, arguments, **options)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))

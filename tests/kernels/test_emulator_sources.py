@@ -152,20 +152,20 @@ BACKWARD_MUTATIONS = {
     ),
     "ds without proxy fence": (
         "attn/bwd_sm90.cuh",
-        "ptx::fence_proxy_async();\n        ptx::named_barrier_sync",
+        "ptx::fence_proxy_async();\n            ptx::named_barrier_sync",
         "ptx::named_barrier_sync",
         "through the generic proxy",
     ),
     "queries released before dk is done": (
         "attn/bwd_sm90.cuh",
-        "ptx::wgmma_wait<0>();\n        ptx::wgmma_pin(dk);\n        release(shared.query_ring);",
-        "release(shared.query_ring);\n        ptx::wgmma_wait<0>();",
+        "ptx::wgmma_wait<0>();\n            ptx::wgmma_pin(dk);\n            release(shared.query_ring);",
+        "release(shared.query_ring);\n            ptx::wgmma_wait<0>();",
         "which a wgmma of warpgroup . may still read",
     ),
     "a single buffer for ds": (
         "attn/bwd_sm90.cuh",
-        "ds_half ^= 1;",
-        "",
+        "shared.ds(rows_at.stage)",
+        "shared.ds(0)",
         "which a wgmma of warpgroup . may still read",
     ),
     "dq handed over without proxy fence": (
@@ -176,9 +176,33 @@ BACKWARD_MUTATIONS = {
     ),
     "dq given back while it is read": (
         "attn/bwd_load_store.cuh",
-        "ptx::tma_wait_group_read<0>();\n            shared.dq_ring.release(at);",
-        "shared.dq_ring.release(at);",
+        "ptx::tma_wait_group_read<0>();\n            shared.dq_ring.release(dq_at);",
+        "shared.dq_ring.release(dq_at);",
         "which a bulk store of thread .* may still read",
+    ),
+    "queries of dk alone released before dk is done": (
+        "attn/bwd_wide_sm90.cuh",
+        "ptx::wgmma_wait<0>();\n        ptx::wgmma_pin(dk);\n        this->release(shared.query_ring, at);",
+        "this->release(shared.query_ring, at);\n        ptx::wgmma_wait<0>();",
+        "which a wgmma of warpgroup . may still read",
+    ),
+    "weights read before they are written": (
+        "attn/bwd_wide_sm90.cuh",
+        "shared.weights_ring.wait_full(at);",
+        "",
+        "was written by thread|nobody has written|phase",
+    ),
+    "keys of dq alone released while they are multiplied": (
+        "attn/bwd_dq_sm90.cuh",
+        "issue_p_b<T>(dq, ds_16, shared.keys(keys_at.stage));\n        keys_at.advance();",
+        "issue_p_b<T>(dq, ds_16, shared.keys(keys_at.stage));\n        release(shared.key_ring, keys_at);",
+        "which a wgmma of warpgroup . may still read|more than",
+    ),
+    "dout of dq alone is not waited for": (
+        "attn/bwd_dq_sm90.cuh",
+        "expect_tx(full, Traits::kQueryBytes + Traits::kDoutBytes)",
+        "expect_tx(full, Traits::kQueryBytes)",
+        "fewer bytes were expected than copied|bytes more than expected",
     ),
 }
 
@@ -210,7 +234,9 @@ def test_a_careless_change_of_the_forward_kernel_is_found(mutation, tmp_path, mo
 @pytest.mark.parametrize("mutation", BACKWARD_MUTATIONS.values(), ids=BACKWARD_MUTATIONS)
 def test_a_careless_change_of_the_backward_kernel_is_found(mutation, tmp_path, monkeypatch):
     _break(mutation, tmp_path, monkeypatch)
-    inputs, _ = random_case(300, 200, (2, 1), (128, 128), torch.bfloat16)
+    alone = "bwd_sm90" not in mutation[0] and "load_store" not in mutation[0]
+    dims = (192, 128) if alone else (128, 128)
+    inputs, _ = random_case(300, 200, (2, 1), dims, torch.bfloat16)
     leaves = [x.requires_grad_() for x in inputs]
     out, _ = attend(*leaves, masks.full(300, 200), backend="emulated")
     with pytest.raises(library.EmulatorError, match=mutation[-1]):

@@ -377,14 +377,18 @@ def test_values_come_first_then_speed_and_the_sanitizer_last(tmp_path, monkeypat
 
 
 def test_ranks_that_cannot_start_are_said_and_stop_nothing(check, monkeypatch):
-    run = ranks.run_both
-    monkeypatch.setattr(ranks, "run_both", lambda *x: run(*x, ("--device", "nowhere")))
+    run = ranks.run_all
+    monkeypatch.setattr(
+        ranks, "run_all", lambda *x, num_ranks: run(*x, ("--device", "nowhere"), num_ranks)
+    )
     check.ranks()
-    assert [verdict for _, verdict, _ in check.report.checks] == ["not run", "not run"]
+    assert [verdict for _, verdict, _ in check.report.checks] == ["not run"] * 3
     assert all("nowhere" in words or "nccl" in words.lower() for *_, words in check.report.checks)
 
 
 def test_wrong_result_of_two_ranks_stops_the_check(check, monkeypatch):
-    monkeypatch.setattr(ranks, "run_both", lambda *x: ("FAILED", "gloo: AssertionError: row 3"))
-    with pytest.raises(gpu_check.StopError, match="two ranks, gloo: gloo: AssertionError: row 3"):
+    monkeypatch.setattr(
+        ranks, "run_all", lambda *x, num_ranks: ("FAILED", "gloo: AssertionError: row 3")
+    )
+    with pytest.raises(gpu_check.StopError, match="2 ranks, gloo: gloo: AssertionError: row 3"):
         check.ranks()

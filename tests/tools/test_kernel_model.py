@@ -234,9 +234,11 @@ def test_shapes_follow_from_the_variants():
         variant = build.variants()[variant_name(name)]
         shape = shape_of(variant)
         assert shape.head_dim == int(name.split("_")[1])
-        assert shape.is_backward == name.startswith("bwd")
+        assert shape.is_backward == (not name.startswith("fwd"))
     assert Shape(False, 128, 128, 128).flops == 4 * 128**3
     assert Shape(True, 64, 128, 128).flops == 10 * 64 * 128 * 128
+    assert shape_of(build.variants()[variant_name("dq_256")]).flops == 6 * 128 * 64 * 256
+    assert shape_of(build.variants()[variant_name("dkdv_256")]).flops == 8 * 64 * 64 * 256
 
 
 def test_functions_of_an_elf_file_are_found_by_name():

@@ -89,6 +89,24 @@ def branch(listing: Listing, marker: str) -> set[int]:
     return set().union(*(reachable(listing, i + 1) for i in starts))
 
 
+def product_loops(listing: Listing) -> set[int]:
+    """Returns the instructions of the innermost loops with HGMMA in them: where a kernel spends its time."""
+    loops = [
+        range(listing.labels[one.target], at + 1)
+        for at, one in enumerate(listing.instructions)
+        if one.name.startswith("BRA") and listing.labels.get(one.target or "", at + 1) <= at
+    ]
+    products = [i for i, name in enumerate(listing.names) if name.startswith("HGMMA")]
+    around = [[loop for loop in loops if i in loop] for i in products]
+    smallest = {min(found, key=len) for found in around if found}
+    inner = [
+        one
+        for one in smallest
+        if not any(o != one and o.start in one and o[-1] in one for o in smallest)
+    ]
+    return {i for loop in inner for i in loop}
+
+
 def spills(listing: Listing, indices: set[int]) -> int:
     """Returns how many of these instructions touch local memory."""
     return sum(listing.instructions[i].name.split(".")[0] in ("LDL", "STL") for i in indices)

@@ -20,9 +20,27 @@ from tools.gpu.cases import Case
 
 ROOT = Path(__file__).resolve().parents[2]
 OPERATIONS_PER_CYCLE = 4096  # of a multiprocessor of compute capability 9.0, dense 16-bit products
-# Rows of the tile that a work item owns: query rows forward, key rows backward (variants.json).
-ITEM_ROWS = {"forward": 128, "backward": 128}
-SHORT_NAMES = {"forward": "fwd", "backward": "bwd"}
+NUM_PRODUCTS = {"forward": 2, "backward": 5}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A kernel that a pass may have: its products, the rows of its tiles (variants.json), whether these are keys."""
+
+    name: str
+    products: int
+    rows: int
+    owns_keys: bool
+
+
+# One kernel or, where the model has no such kernel, the next row's.
+PARTS = {
+    "forward": ((Part("fwd", 2, 128, False),),),
+    "backward": (
+        (Part("bwd", 5, 128, True),),
+        (Part("dkdv", 4, 64, True), Part("dq", 3, 128, False)),
+    ),
+}
 SECONDS = 300
 
 
@@ -67,20 +85,26 @@ def predicted_tflops(
     model: Model, case: Case, kernel_pass: str, area: int, gpu: Gpu
 ) -> tuple[float, float] | None:
     """Returns the speeds (tight, default assumptions) in TFLOP/s, None where the model has no such kernel."""
-    kernel = model.kernels.get(f"{SHORT_NAMES[kernel_pass]}_{case.head_dim}")
-    if kernel is None or case.head_dim != case.value_dim:
+    parts = next((row for row in PARTS[kernel_pass] if _has(model, case, row)), None)
+    if parts is None or case.head_dim != case.value_dim:
         return None
-    shares = [float(str(kernel[name])) for name in ("tight", "default")]
     operations = case.tflop(kernel_pass, area) * 1e12
-    heads = case.num_heads if kernel_pass == "forward" else case.num_kv_heads
-    num_items = -(-case.num_tokens // ITEM_ROWS[kernel_pass]) * heads
-    fixed = num_items * _fixed_cycles(kernel)
-    speeds = [
-        operations / ((operations / (OPERATIONS_PER_CYCLE * share) + fixed) / gpu.num_sms)
-        * gpu.clock_mhz * 1e6 / 1e12
-        for share in shares
-    ]  # fmt: skip
+    speeds = []
+    for share in ("tight", "default"):
+        cycles = 0.0
+        for part in parts:
+            kernel = model.kernels[f"{part.name}_{case.head_dim}"]
+            own = operations * part.products / NUM_PRODUCTS[kernel_pass]
+            heads = case.num_kv_heads if part.owns_keys else case.num_heads
+            num_items = -(-case.num_tokens // part.rows) * heads
+            cycles += own / (OPERATIONS_PER_CYCLE * float(str(kernel[share])))
+            cycles += num_items * _fixed_cycles(kernel)
+        speeds.append(operations / (cycles / gpu.num_sms) * gpu.clock_mhz * 1e6 / 1e12)
     return min(speeds), max(speeds)
+
+
+def _has(model: Model, case: Case, parts: Sequence[Part]) -> bool:
+    return all(f"{part.name}_{case.head_dim}" in model.kernels for part in parts)
 
 
 def _fixed_cycles(kernel: Mapping[str, object]) -> float:

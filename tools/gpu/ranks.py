@@ -1,16 +1,20 @@
-"""Two ranks on one GPU: are the results right, and does communication run under attention?
+"""Ranks on one GPU: are the results right, and does communication run under attention?
 
-    python -m tools.gpu.ranks --backend gloo --rank 0 --store FILE --trace rank0.json     (and rank 1)
+    python -m tools.gpu.ranks --backend gloo --rank 0 --ranks 2 --store FILE --trace rank0.json     (and rank 1)
 
 Each rank runs `cp_attention` forward and backward, compares rows of the whole result with float64, and writes a
 trace of torch.profiler (open it in chrome://tracing or Perfetto). How long transfers ran, and how long of that
-attention ran beside them, is read from the trace. gloo moves rows through the host's memory; NCCL may refuse two ranks
-on one GPU, which is then said. On a CPU it runs with `--device cpu --attention reference`
-and finds no transfers.
+attention ran beside them, is read from the trace. Then it runs the plan of every planner that takes the mask,
+and compares results and gradients with those of one rank.
+
+gloo moves rows through the host's memory. NCCL refuses two ranks of one machine on one GPU, so each rank says that it
+is a machine of its own (NCCL_HOSTID), and rows go through sockets: right or wrong is found so, speed is not.
+On a CPU it runs with `--device cpu --attention reference` and finds no transfers.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -22,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-WORLD_SIZE = 2
 Interval = tuple[float, float]
+MAX_DIFFERENCE = 1e-2  # relative norm: partial results are rounded, and summed in another order
 
 
 @dataclass(frozen=True)
@@ -82,26 +86,29 @@ def _length(intervals: Iterable[Interval]) -> float:
     return sum(end - start for start, end in intervals)
 
 
-def run_both(
-    backend: str, traces: Path, seconds: float, more: Sequence[str] = ()
+def run_all(
+    backend: str, traces: Path, seconds: float, more: Sequence[str] = (), num_ranks: int = 2
 ) -> tuple[str, str]:
-    """Returns (ok, FAILED or "not run", words) of two ranks as processes; their traces are `<traces>_rank<r>.json`.
+    """Returns (ok, FAILED or "not run", words) of ranks as processes; their traces are `<traces>_rank<r>.json`.
 
-    A wrong result is FAILED; ranks that cannot start, such as two of NCCL on one GPU, are "not run".
+    A wrong result is FAILED; ranks that cannot start are "not run".
     """
     traces.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="mcp-ranks-") as room, ExitStack() as logs:
         processes = []
-        for rank in range(WORLD_SIZE):
+        for rank in range(num_ranks):
             command = [sys.executable, "-m", "tools.gpu.ranks", "--backend", backend]
-            command += ["--rank", str(rank), "--store", f"{room}/store"]
+            command += ["--rank", str(rank), "--ranks", str(num_ranks), "--store", f"{room}/store"]
             command += ["--trace", f"{traces}_rank{rank}.json", *more]
             log = logs.enter_context(Path(room, f"log{rank}").open("w"))
-            processes.append(subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log))
+            alone = {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+            processes.append(
+                subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=os.environ | alone)
+            )
         codes = _wait(processes, seconds)
         said = [
             _last_line(Path(room, f"log{rank}"), "Error" if codes and codes[rank] else "")
-            for rank in range(WORLD_SIZE)
+            for rank in range(num_ranks)
         ]
     if codes is None:
         return "not run", f"{backend}: not done after {seconds:.0f} s"
@@ -109,8 +116,9 @@ def run_both(
         wrong = [text for text in said if "AssertionError" in text]
         failed = [text for code, text in zip(codes, said, strict=True) if code]
         return ("FAILED" if wrong else "not run"), f"{backend}: {(wrong or failed)[0]}"
-    found = [Overlap(**json.loads(text)) for text in said]
-    return "ok", "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(found))
+    found = [json.loads(text) for text in said]
+    each = [f"rank {rank}: {Overlap(**one['overlap'])}" for rank, one in enumerate(found)]
+    return "ok", "; ".join([*each, f"plans with the results of one rank: {found[0]['plans']}"])
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> list[int] | None:
@@ -136,8 +144,8 @@ def _last_line(log: Path, part: str) -> str:
     return lines[-1][:400] if lines else ""
 
 
-def run_rank(options: argparse.Namespace) -> Overlap:
-    """Runs this rank, writes its trace, returns its overlap. Raises AssertionError for a wrong result."""
+def run_rank(options: argparse.Namespace) -> dict[str, Any]:
+    """Runs this rank, writes its trace, returns what it found. Raises AssertionError for a wrong result."""
     import torch
     import torch.distributed as dist
     from torch.profiler import ProfilerActivity, profile
@@ -148,12 +156,14 @@ def run_rank(options: argparse.Namespace) -> Overlap:
 
     on_gpu = options.device == "cuda"
     torch.set_num_threads(1)
-    store = dist.FileStore(options.store, WORLD_SIZE)
-    dist.init_process_group(options.backend, store=store, rank=options.rank, world_size=WORLD_SIZE)
+    store = dist.FileStore(options.store, options.ranks)
+    dist.init_process_group(
+        options.backend, store=store, rank=options.rank, world_size=options.ranks
+    )
     case = Case("causal_document", options.tokens, num_heads=options.heads, num_kv_heads=1)
     mask = case.mask()
     config = mcp.CPConfig(num_heads=case.num_heads, num_kv_heads=1, head_dim=case.head_dim)
-    plan, group = mcp.make_plan(mask, WORLD_SIZE, config), dist.group.WORLD
+    plan, group = mcp.make_plan(mask, options.ranks, config), dist.group.WORLD
     generator = torch.Generator().manual_seed(0)
     shapes = ((case.num_heads,), (1,), (1,))
     dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -178,9 +188,50 @@ def run_rank(options: argparse.Namespace) -> Overlap:
         if on_gpu:
             torch.cuda.synchronize()
     profiler.export_chrome_trace(options.trace)
+    plans = check_plans(options, group)
     dist.barrier()
     dist.destroy_process_group()
-    return overlap(json.loads(Path(options.trace).read_text())["traceEvents"])
+    found = overlap(json.loads(Path(options.trace).read_text())["traceEvents"])
+    return {"overlap": asdict(found), "plans": plans}
+
+
+def check_plans(options: argparse.Namespace, group: Any) -> str:
+    """Returns the planners whose plans give the results of one rank. Raises AssertionError for others."""
+    import torch
+
+    import megatron_cp as mcp
+    from megatron_cp.attn import attend
+    from megatron_cp.plan.planner import PLANNERS
+
+    n = options.tokens // 8
+    mask = mcp.mask.documents([n * 3 // 8, 1, n // 6, n - n * 3 // 8 - 1 - n // 6], "causal")
+    generator = torch.Generator().manual_seed(1)
+    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+    q, k, v, dout = (
+        torch.randn(mask.num_queries, heads, 128, generator=generator).to(options.device, dtype)
+        for heads in (8, 4, 4, 8)
+    )
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    out, _ = attend(*whole, mask, backend=options.attention)
+    wanted = (out.detach(), *torch.autograd.grad(out, whole, dout))
+    checked = []
+    for planner in sorted(PLANNERS):
+        config = mcp.CPConfig(planner=planner, num_heads=8, num_kv_heads=4, head_dim=128)
+        try:
+            plan = mcp.make_plan(mask, options.ranks, config)
+        except (ValueError, NotImplementedError):
+            continue  # the planner does not take this mask on so many ranks
+        local = [mcp.dispatch(x, plan, group).requires_grad_() for x in (q, k, v)]
+        mine, _ = mcp.cp_attention(*local, plan, group, backend=options.attention)
+        gradients = torch.autograd.grad(mine, local, mcp.dispatch(dout, plan, group))
+        for name, x, y in zip(
+            ("out", "dq", "dk", "dv"), (mine.detach(), *gradients), wanted, strict=True
+        ):
+            got = mcp.undispatch(x, plan, group)[: mask.num_queries]
+            difference = ((got - y).float().norm() / y.float().norm()).item()
+            assert difference <= MAX_DIFFERENCE, f"{planner}: {name} differs by {difference:.1e}"
+        checked.append(planner)
+    return ", ".join(checked)
 
 
 def main() -> int:
@@ -188,13 +239,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--backend", choices=("gloo", "nccl"), required=True)
     parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--store", required=True)
     parser.add_argument("--trace", required=True)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--attention", default="hopper", help="backend of attention")
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--heads", type=int, default=16)
-    print(json.dumps(asdict(run_rank(parser.parse_args()))), flush=True)
+    print(json.dumps(run_rank(parser.parse_args())), flush=True)
     return 0
 
 

@@ -28,14 +28,14 @@ from tools.kernel_model.kernels import Figures, Shape, both_figures, ways_throug
 from tools.kernel_model.listing import read_listing
 from tools.kernel_model.peers import PEERS
 
-OURS = ("fwd_64", "fwd_128", "fwd_256", "bwd_64", "bwd_128", "bwd_256")
+OURS = ("fwd_64", "fwd_128", "fwd_256", "bwd_64", "bwd_128", "dkdv_256", "dq_256")
 WITH_SOFTCAP = tuple(f"{name}_softcap" for name in OURS)
 
 
 def variant_name(name: str) -> str:
     """Returns the variant that stands for one of OURS or WITH_SOFTCAP: that of bf16."""
     kind, rest = name.split("_", 1)
-    return f"{kind}_bf16_{rest}"
+    return f"{kind if kind in ('fwd', 'bwd') else f'bwd_{kind}'}_bf16_{rest}"
 
 
 def shape_of(variant: build.Variant) -> Shape:
@@ -43,11 +43,16 @@ def shape_of(variant: build.Variant) -> Shape:
     block_m, block_n, head_dim = (
         int(variant.value(f"MCP_{key}")) for key in ("BLOCK_M", "BLOCK_N", "HEAD_DIM")
     )
+    sizes = (block_m, block_n, head_dim)
     if variant.kernel_pass == "backward":
+        return Shape(True, *sizes)
+    if variant.kernel_pass == "backward_dkdv":
         wide = Path(variant.source).stem.endswith("wide")
-        return Shape(True, block_m, block_n, head_dim, separate_code=wide)
+        return Shape(True, *sizes, separate_code=wide, products=4)
+    if variant.kernel_pass == "backward_dq":
+        return Shape(True, *sizes, products=3, steps_through_keys=True)
     consumers = int(variant.value("MCP_CONSUMERS"))
-    return Shape(False, block_m, block_n, head_dim, consumers, turns=True)
+    return Shape(False, *sizes, consumers, turns=True)
 
 
 def listings(

@@ -27,18 +27,21 @@ class Shape:
     consumers: int = 2
     turns: bool = False
     separate_code: bool = False  # each consumer has a loop of its own
+    products: int = 0  # where it is neither 2 forward nor 5 backward
+    steps_through_keys: bool = False  # a backward kernel that does, as the forward one
 
     @property
     def flops(self) -> int:
         """Returns the operations of all products of a step."""
-        return 2 * (5 if self.is_backward else 2) * self.block_m * self.block_n * self.head_dim
+        products = self.products or (5 if self.is_backward else 2)
+        return 2 * products * self.block_m * self.block_n * self.head_dim
 
     @property
     def tma_bytes(self) -> int:
         """Returns what is moved through shared memory for a step: 16-bit tiles, and dq in fp32."""
-        if self.is_backward:
-            return self.block_m * self.head_dim * (2 + 2 + 4)
-        return self.block_n * self.head_dim * (2 + 2)
+        if not self.is_backward or self.steps_through_keys:
+            return self.block_n * self.head_dim * (2 + 2)
+        return self.block_m * self.head_dim * (2 + 2 + (0 if self.products else 4))
 
 
 @dataclass(frozen=True)

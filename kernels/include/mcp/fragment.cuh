@@ -12,10 +12,16 @@ struct FragmentPlace {
     int column;  // 0, 2, 4, 6
 };
 
-MCP_DEVICE FragmentPlace fragment_place() {
-    const int thread = thread_in_warpgroup();
+MCP_DEVICE FragmentPlace fragment_place_of(int thread) {
     const int lane = thread % kWarpSize;
     return {thread / kWarpSize * 16 + lane / 4, 2 * (lane % 4)};
+}
+MCP_DEVICE FragmentPlace fragment_place() {
+    return fragment_place_of(thread_in_warpgroup());
+}
+// The same, found anew: for the middle of a loop that has no register to spare.
+MCP_DEVICE FragmentPlace fragment_place_anew() {
+    return fragment_place_of(static_cast<int>(ptx::thread_index_anew()) % kWarpgroupSize);
 }
 
 template <int kSize>

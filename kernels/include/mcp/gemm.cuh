@@ -22,18 +22,19 @@ MCP_DEVICE void issue_a_bt(float (&d)[kSize], TileA a, int a_row, TileB b, int b
     ptx::wgmma_commit();
 }
 
-// d [64, B columns] += P B, with P [64, B rows] in registers as packed pairs of an accumulator of
-// issue_a_bt.
+// d [64, columns of d] += P B for the columns of B that start at panel `b_panel`, with P [64, B
+// rows] in registers as packed pairs of an accumulator of issue_a_bt.
 template <class T, class TileB, int kSize, int kPacked>
-MCP_DEVICE void issue_p_b(float (&d)[kSize], const u32 (&p)[kPacked], TileB b) {
-    static_assert(kSize == TileB::kColumns / 2 && kPacked == TileB::kRows / 4, "shapes differ");
-    const u64 b_start = mn_major_descriptor(TileB{uniform(b.address)});
+MCP_DEVICE void issue_p_b(float (&d)[kSize], const u32 (&p)[kPacked], TileB b, int b_panel = 0) {
+    static_assert(2 * kSize <= TileB::kColumns && kPacked == TileB::kRows / 4, "shapes differ");
+    const u64 b_start =
+        mn_major_descriptor(TileB{uniform(b.address + b_panel * TileB::kPanelBytes)});
     ptx::wgmma_pin(d);
     ptx::wgmma_fence();
     MCP_UNROLL
     for (int k = 0; k < TileB::kRows / 16; k++) {
-        ptx::wgmma_rs<T, TileB::kColumns, 1>(d, p + 4 * k,
-                                             step_descriptor(b_start, k * kMnMajorStep), true);
+        ptx::wgmma_rs<T, 2 * kSize, 1>(d, p + 4 * k, step_descriptor(b_start, k * kMnMajorStep),
+                                       true);
     }
     ptx::wgmma_commit();
 }

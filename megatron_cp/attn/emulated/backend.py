@@ -7,7 +7,8 @@ what hardware leaves undefined (docs/emulator.md). Values say nothing about any 
     mask -> work list   q, k, v -> tensor maps   parameters      the host code of the GPU path (hopper_launch.py)
     kernels/attn/*.cu compiled with g++, CTAs on host threads    instead of cubins and a driver
 
-Backward: preprocess, main and postprocess kernels. `Settings` and `running` choose seed, grid and host threads.
+Backward: preprocess, main and postprocess kernels, or that for dq alone. `Settings` and `running` choose seed, grid
+and host threads.
 """
 
 # Q query rows, K key rows, N query heads, G kv heads, H head dim, Hv value head dim
@@ -21,24 +22,27 @@ from torch.autograd.function import once_differentiable
 from megatron_cp.attn.emulated.checks import find_variant
 from megatron_cp.attn.emulated.kernels import EmulatedKernel, Settings, running
 from megatron_cp.attn.hopper.backward import (
-    RowStats,
-    empty_stats,
+    dq_params,
     group_of,
     heads_per_item,
     main_params,
     postprocess_params,
-    preprocess_params,
-    readable,
     room_for_gradients,
-    stats_of,
 )
-from megatron_cp.attn.hopper.checks import unrepeated
-from megatron_cp.attn.hopper.device_lists import backward_list, forward_list
+from megatron_cp.attn.hopper.checks import find_gradient_kernels, unrepeated
+from megatron_cp.attn.hopper.device_lists import BackwardList, backward_list, forward_list
 from megatron_cp.attn.hopper.launch import (
     fill_without_keys,
     forward_params,
     max_logits_address,
     tile_shape,
+)
+from megatron_cp.attn.hopper.row_stats import (
+    RowStats,
+    empty_stats,
+    preprocess_params,
+    readable,
+    stats_of,
 )
 from megatron_cp.attn.hopper.rows import KERNEL, merge_params
 from megatron_cp.attn.merge import sink_gradient
@@ -186,17 +190,42 @@ def _run_backward(
     *,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns `(dq, dk, dv)` from the main and the postprocess kernel."""
-    q_QNH, k_KGH, v_KGH = tensors
-    variant = find_variant("backward", q_QNH, v_KGH.shape[2], options.softcap)
-    shape = tile_shape(variant.name)
-    has_turns, head_dim = options.deterministic, q_QNH.shape[2]
-    lists = backward_list(mask, *shape, CPU, 0, has_turns=has_turns, head_dim=head_dim)
+    """Returns `(dq, dk, dv)` from the main kernel and the postprocess kernel, or that for dq alone."""
+    q_QNH, _, v_KGH = tensors
+    dims, has_softcap = (q_QNH.shape[2], v_KGH.shape[2]), options.softcap > 0
+    kernels = find_gradient_kernels(q_QNH.dtype, *dims, has_softcap, options.deterministic)
+    dq_tile = None if kernels.dq is None else tile_shape(kernels.dq.name)
+    tile, in_order = tile_shape(kernels.main.name), options.deterministic
+    lists = backward_list(mask, tile, dq_tile, CPU, 0, in_order=in_order)
     if not lists.num_segs:
         dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in tensors)
         return dq, dk, dv
+    given = (dout, tensors, stats, lists, options)
+    dq = torch.full(q_QNH.shape, torch.nan, dtype=dtype)
+    if kernels.dq is not None:
+        dk, dv = _run_main(EmulatedKernel(kernels.main), None, *given, dtype=dtype)
+        _run_dq(EmulatedKernel(kernels.dq), dq, *given)
+        return dq, dk, dv
     dq_sum = torch.zeros(q_QNH.shape)
-    kernel = EmulatedKernel(variant)
+    dk, dv = _run_main(EmulatedKernel(kernels.main), dq_sum, *given, dtype=dtype)
+    last = EmulatedKernel(find_variant("backward_postprocess", q_QNH, None, None))
+    last.run(postprocess_params(dq_sum, dq, options.softmax_scale), dq.numel(), {})
+    return dq, dk, dv
+
+
+def _run_main(
+    kernel: EmulatedKernel,
+    dq_sum: Tensor | None,
+    dout: Tensor,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    stats: RowStats,
+    lists: BackwardList,
+    options: AttendOptions,
+    *,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Returns `(dk, dv)`; adds to `dq_sum` if it is given."""
+    q_QNH, k_KGH, v_KGH = tensors
     heads = heads_per_item(q_QNH, k_KGH, v_KGH, lists, kernel.num_sms)
     is_added = heads < group_of(q_QNH, k_KGH)
     dk, dv = room_for_gradients((k_KGH, v_KGH), dtype, is_added=is_added)
@@ -204,19 +233,43 @@ def _run_backward(
         dk.fill_(torch.nan)
         dv.fill_(torch.nan)
     counters = torch.zeros(2, dtype=torch.int32)
-    turns = torch.zeros(q_QNH.shape[1], max(1, lists.num_slots), dtype=torch.int32)
     scales = (options.softmax_scale, options.softcap)
     params = main_params(kernel, (*tensors, dout), stats, lists, scales, (dq_sum, dk, dv), heads)
     params.counters = counters.data_ptr()
-    params.turn_counters = turns.data_ptr() if lists.num_runs else None
-    touched = {"q": q_QNH, "k": k_KGH, "v": v_KGH, "dout": dout, "work list": lists.data}
-    touched |= {"lse": stats.lse_2, "delta": stats.delta, "dq": dq_sum}
+    touched, results = _touched(dout, tensors, stats, lists), {"dk": dk, "dv": dv}
+    if dq_sum is not None:
+        touched["dq"] = results["dq"] = dq_sum
     kernel.run(params, lists.num_tiles * (q_QNH.shape[1] // heads), touched)
-    _check_results({"dq": dq_sum, "dk": dk, "dv": dv}, counters)
-    dq = torch.full(dq_sum.shape, torch.nan, dtype=dtype)
-    last = EmulatedKernel(find_variant("backward_postprocess", q_QNH, None, None))
-    last.run(postprocess_params(dq_sum, dq, options.softmax_scale), dq.numel(), {})
-    return dq, dk.to(dtype), dv.to(dtype)
+    _check_results(results, counters)
+    return dk.to(dtype), dv.to(dtype)
+
+
+def _run_dq(
+    kernel: EmulatedKernel,
+    dq: Tensor,
+    dout: Tensor,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    stats: RowStats,
+    lists: BackwardList,
+    options: AttendOptions,
+) -> None:
+    """Fills `dq` from query tiles."""
+    counters = torch.zeros(2, dtype=torch.int32)
+    scales = (options.softmax_scale, options.softcap)
+    params = dq_params(kernel, (*tensors, dout), stats, lists, scales, dq)
+    params.counters, params.factor = counters.data_ptr(), options.softmax_scale
+    num_items = lists.dq_tiles * dq.shape[1]
+    kernel.run(params, num_items, _touched(dout, tensors, stats, lists))
+    _check_results({"dq": dq}, counters)
+
+
+def _touched(
+    dout: Tensor, tensors: tuple[Tensor, Tensor, Tensor], stats: RowStats, lists: BackwardList
+) -> dict[str, Tensor]:
+    """Returns what the backward kernels may read."""
+    q, k, v = tensors
+    read = {"q": q, "k": k, "v": v, "dout": dout, "work list": lists.data}
+    return read | {"lse": stats.lse_2, "delta": stats.delta}
 
 
 def _row_stats(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None) -> RowStats:

@@ -15,6 +15,8 @@ from megatron_cp.kernels.emulator import library
 PARAMS = {
     "forward": "mcp::attn::FwdParams",
     "backward": "mcp::attn::BwdParams",
+    "backward_dkdv": "mcp::attn::BwdParams",
+    "backward_dq": "mcp::attn::DqParams",
     "backward_preprocess": "mcp::attn::BwdPreprocessParams",
     "backward_postprocess": "mcp::attn::BwdPostprocessParams",
     "merge_rows": "mcp::rows::MergeRowsParams",

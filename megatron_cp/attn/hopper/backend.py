@@ -22,14 +22,8 @@ import torch
 from torch import Tensor
 
 from megatron_cp.attn.graphs import outside_compiled_graphs
-from megatron_cp.attn.hopper.backward import (
-    add_gradients_,
-    launch_backward,
-    preprocess,
-    readable,
-    stats_of,
-)
-from megatron_cp.attn.hopper.checks import find_variant, unrepeated
+from megatron_cp.attn.hopper.backward import add_gradients_, launch_backward
+from megatron_cp.attn.hopper.checks import find_gradient_kernels, find_variant, unrepeated
 from megatron_cp.attn.hopper.device_lists import (
     BackwardList,
     DeviceList,
@@ -37,6 +31,7 @@ from megatron_cp.attn.hopper.device_lists import (
     forward_list,
 )
 from megatron_cp.attn.hopper.launch import launch_forward, raw_stream, tile_shape
+from megatron_cp.attn.hopper.row_stats import preprocess, readable, stats_of
 from megatron_cp.attn.hopper.rows import merge_rows_ as merge_rows_
 from megatron_cp.attn.logits import raise_to_
 from megatron_cp.attn.merge import sink_gradient
@@ -191,19 +186,12 @@ def _grad_list(
     q_QNH: Tensor, v_KGH: Tensor, mask: AttentionMask, options: AttendOptions
 ) -> BackwardList:
     dims = (q_QNH.shape[-1], v_KGH.shape[-1])
-    variant = find_variant("backward", q_QNH.dtype, *dims, options.softcap > 0)
-    device = q_QNH.device
-    tile_rows, tile_keys = tile_shape(variant.name)
-    stream = raw_stream(device.index or 0)
-    return backward_list(
-        mask,
-        tile_rows,
-        tile_keys,
-        device,
-        stream,
-        has_turns=options.deterministic,
-        head_dim=dims[0],
-    )
+    kernels = find_gradient_kernels(q_QNH.dtype, *dims, options.softcap > 0, options.deterministic)
+    device, dq_tile = q_QNH.device, None
+    if kernels.dq is not None:
+        dq_tile = tile_shape(kernels.dq.name)
+    tile, stream = tile_shape(kernels.main.name), raw_stream(device.index or 0)
+    return backward_list(mask, tile, dq_tile, device, stream, in_order=options.deterministic)
 
 
 def _needs_grad(q_QNH: Tensor, k_KGH: Tensor, v_KGH: Tensor, sink_N: Tensor | None) -> bool:
@@ -309,7 +297,7 @@ def _backward(  # noqa: PLR0913  the operator's schema
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dout, scales = readable(dout_QNH), (softmax_scale, softcap)
     stats = preprocess(out_QNH, dout, lse_QN, dlse_QN)
-    lists = BackwardList(work, *counts)
+    lists = BackwardList._make((work, *counts))
     dq, dk, dv = launch_backward(
         dout, unrepeated(q_QNH, k_KGH, v_KGH), stats, lists, scales, float_grads=False
     )

@@ -1,50 +1,49 @@
 """The launches of the backward pass.
 
     out, dout, lse, dlse -> preprocess -> delta, lse in base 2     [4, N, rows]: what each row's scores need
-    q, k, v, dout, delta, lse -> main -> dk, dv; dq as a float sum that key tiles add to
+
+    head dims up to 128:
+    q, k, v, dout, delta, lse -> main -> dk, dv; dq as a float sum that key tiles add to, in any order
     dq sum -> postprocess -> dq                                    scaled, in the type asked for
 
-Key tiles own rows of dk and dv: no atomics there. They add to dq in any order, or in turns: then the same bits
-come out in every run (`deterministic`). Where the query heads of a group are worked on side by side instead of one
-after another (`heads_per_item`), they add to dk and dv too.
+    head dims above, and `deterministic`:
+    q, k, v, dout, delta, lse -> main -> dk, dv
+    q, k, v, dout, delta, lse -> dq                                from query tiles, added to by no one else
+
+Key tiles own rows of dk and dv: no atomics there. Where the query heads of a group are worked on side by side instead
+of one after another (`heads_per_item`), they add to dk and dv too.
 """
 
 # Q query rows, K key rows, N query heads, G kv heads, H head dim, Hv value head dim, C copies, P padded rows
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_cp.attn.hopper.checks import find_variant, is_readable
+from megatron_cp.attn.hopper.checks import GradientKernels, find_gradient_kernels, find_variant
 from megatron_cp.attn.hopper.device_lists import BackwardList
 from megatron_cp.attn.hopper.launch import (
-    LOG2_E,
     SECTION_BYTES,
     TiledKernel,
     counters,
     device_guard,
-    find_map,
+    heads_per_section,
     launch_rows,
     load_kernel,
     raw_stream,
-    remember_map,
     score_scales,
     tensor_map,
 )
+from megatron_cp.attn.hopper.row_stats import RowStats, stats_map
 from megatron_cp.attn.hopper.worklist import TILE_COST
-from megatron_cp.kernels.driver import FLOAT32
 from megatron_cp.kernels.params import (
     BwdParams,
     BwdPostprocessParams,
-    BwdPreprocessParams,
+    DqParams,
     TensorMap,
 )
 
-# The copy engine wants 16 bytes of strides, and of where a box starts: rows per head are a multiple of 4, and
-# statistics are kept once for each row modulo 4 that a tile may start at.
-ROW_PADDING = STAT_COPIES = 4
 # As TILE_COST, of an item that adds to float sums: twice the bytes are written, and the sums are cleared and rounded.
 ADDING_TILE_COST = 2 * TILE_COST
 # What whole groups cost where their rows do not stay in the cache: CTAs of different lengths drift apart until they
@@ -53,74 +52,9 @@ ADDING_TILE_COST = 2 * TILE_COST
 DRIFT = 1.09
 
 
-class RowStats(NamedTuple):
-    """What the main kernel reads per row, float32 `[C, N, P]`: copy c holds row r at r - c, zeros behind row Q."""
-
-    lse_2: Tensor  # lse in base 2; +inf for rows without keys
-    delta: Tensor
-
-
-def readable(x: Tensor) -> Tensor:
-    """Returns `x`, copied if the copy engine cannot read it where it lies."""
-    return x if is_readable(x) else x.contiguous()
-
-
 def empty_gradient(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns memory for the gradient of `x`, contiguous, not yet written."""
     return x.new_empty(x.shape, dtype=dtype)
-
-
-def preprocess(
-    out_QNH: Tensor, dout_QNH: Tensor, lse_QN: Tensor, dlse_QN: Tensor | None
-) -> RowStats:
-    """Returns the row statistics of a whole result; `delta = rowsum(dout * out) - dlse`.
-
-    `out` is float32 or has the dtype of `dout`; both are read 16 bytes at a time (`readable`).
-    """
-    out_QNH = readable(out_QNH)
-    stats, num_items = empty_stats(lse_QN), lse_QN.numel()
-    params, _kept = preprocess_params(out_QNH, dout_QNH, lse_QN, dlse_QN, stats)
-    name = find_variant("backward_preprocess", dout_QNH.dtype, None, dout_QNH.shape[2], None).name
-    launch_rows(name, dout_QNH, num_items, params)
-    return stats
-
-
-def preprocess_params(
-    out_QNH: Tensor, dout_QNH: Tensor, lse_QN: Tensor, dlse_QN: Tensor | None, stats: RowStats
-) -> tuple[BwdPreprocessParams, Tensor | None]:
-    """Returns the parameters, and `dlse` as they read it: to be kept until the launch."""
-    if dlse_QN is not None and dlse_QN.stride() != lse_QN.stride():
-        dlse_QN = torch.empty_like(lse_QN).copy_(dlse_QN)
-    params = BwdPreprocessParams(
-        out_QNH.data_ptr(),
-        dout_QNH.data_ptr(),
-        lse_QN.data_ptr(),
-        None if dlse_QN is None else dlse_QN.data_ptr(),
-        stats.lse_2.data_ptr(),
-        stats.delta.data_ptr(),
-        *out_QNH.stride()[:2],
-        *dout_QNH.stride()[:2],
-        *lse_QN.stride(),
-        dout_QNH.shape[0],
-        stats.delta.shape[2],
-        dout_QNH.shape[1],
-        out_QNH.dtype == torch.float32,
-    )
-    return params, dlse_QN
-
-
-def stats_of(lse_QN: Tensor, delta_QN: Tensor) -> RowStats:
-    """Returns the row statistics from a `delta` that the caller has."""
-    num_rows, num_heads = lse_QN.shape
-    empty, padded = lse_QN == -torch.inf, padded_rows(num_rows)
-    rows = lse_QN.new_zeros((2, num_heads, padded + STAT_COPIES), dtype=torch.float32)
-    rows[0, :, :num_rows] = (lse_QN * LOG2_E).masked_fill_(empty, torch.inf).t()
-    rows[1, :, :num_rows] = delta_QN.masked_fill(empty, 0.0).t()
-    # Copy c begins c rows later: one pass over the rows makes all of them.
-    head = padded + STAT_COPIES
-    shifted = rows.as_strided((2, STAT_COPIES, num_heads, padded), (num_heads * head, 1, head, 1))
-    both = shifted.contiguous()
-    return RowStats(both[0], both[1])
 
 
 def launch_backward(
@@ -141,10 +75,14 @@ def launch_backward(
     """
     q_QNH, _, _ = tensors
     dtype = torch.float32 if float_grads else q_QNH.dtype
+    given = (dout_QNH, tensors, stats, lists, scales)
+    if lists.dq_tiles and lists.num_segs:
+        dq = empty_gradient(q_QNH, dtype)
+        dk, dv = _launch_main(None, *given, dtype=dtype, sm_share=sm_share)
+        _launch_dq(dq, *given, adds=False, sm_share=sm_share)
+        return dq, dk, dv
     dq_sum = q_QNH.new_zeros(q_QNH.shape, dtype=torch.float32)
-    dk, dv = add_gradients_(
-        dq_sum, dout_QNH, tensors, stats, lists, scales, dtype=dtype, sm_share=sm_share
-    )
+    dk, dv = _launch_main(dq_sum, *given, dtype=dtype, sm_share=sm_share)
     dq = dq_sum if float_grads else empty_gradient(dq_sum, dtype)
     if lists.num_segs:
         _postprocess(dq_sum, dq, q_QNH.dtype, scales[0])
@@ -165,31 +103,80 @@ def add_gradients_(
     sm_share: float,
 ) -> tuple[Tensor, Tensor]:
     """Adds to `dq_sum` (float32, contiguous, without softmax_scale) and returns `(dk, dv)` in `dtype`."""
+    given = (dout_QNH, tensors, stats, lists, scales)
+    if not lists.dq_tiles:
+        return _launch_main(dq_sum, *given, dtype=dtype, sm_share=sm_share)
+    gradients = _launch_main(None, *given, dtype=dtype, sm_share=sm_share)
+    _launch_dq(dq_sum, *given, adds=True, sm_share=sm_share)
+    return gradients
+
+
+def _launch_main(
+    dq_sum: Tensor | None,
+    dout_QNH: Tensor,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    stats: RowStats,
+    lists: BackwardList,
+    scales: tuple[float, float],
+    *,
+    dtype: torch.dtype,
+    sm_share: float,
+) -> tuple[Tensor, Tensor]:
+    """Returns `(dk, dv)` in `dtype`; adds to `dq_sum` if it is given."""
     q_QNH, k_KGH, v_KGH = tensors
     if not lists.num_segs:
         return k_KGH.new_zeros(k_KGH.shape, dtype=dtype), v_KGH.new_zeros(v_KGH.shape, dtype=dtype)
     device = q_QNH.device.index or 0
-    has_softcap = scales[1] > 0
-    dims = (q_QNH.shape[2], v_KGH.shape[2])
-    variant = find_variant("backward", q_QNH.dtype, *dims, has_softcap)
+    variant = _kernels(tensors, scales, lists).main
     with device_guard(device):
         kernel, stream = load_kernel(variant.name, device), raw_stream(device)
         num_sms = kernel.num_blocks(kernel.num_sms, sm_share)
         heads = heads_per_item(q_QNH, k_KGH, v_KGH, lists, num_sms)
         dk, dv = room_for_gradients((k_KGH, v_KGH), dtype, is_added=heads < group_of(q_QNH, k_KGH))
-        turn_counters = None
-        if lists.num_runs:
-            size = (q_QNH.shape[1], lists.num_slots)
-            turn_counters = q_QNH.new_zeros(size, dtype=torch.int32)
         params = main_params(
             kernel, (q_QNH, k_KGH, v_KGH, dout_QNH), stats, lists, scales, (dq_sum, dk, dv), heads
         )
         pair = counters(device, stream)
         params.counters = pair.address
-        params.turn_counters = None if turn_counters is None else turn_counters.data_ptr()
         num_items = lists.num_tiles * (q_QNH.shape[1] // heads)
         kernel.launch(kernel.num_blocks(num_items, sm_share), stream, params, device)
     return dk.to(dtype), dv.to(dtype)
+
+
+def _launch_dq(
+    dq: Tensor,
+    dout_QNH: Tensor,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    stats: RowStats,
+    lists: BackwardList,
+    scales: tuple[float, float],
+    *,
+    adds: bool,
+    sm_share: float,
+) -> None:
+    """Fills `dq` from query tiles, or adds to it, then without softmax_scale."""
+    if not lists.dq_segs:
+        return
+    q_QNH = tensors[0]
+    device = q_QNH.device.index or 0
+    variant = _kernels(tensors, scales, lists).dq
+    assert variant is not None, "the list has query tiles"
+    with device_guard(device):
+        kernel, stream = load_kernel(variant.name, device), raw_stream(device)
+        params = dq_params(kernel, (*tensors, dout_QNH), stats, lists, scales, dq)
+        pair = counters(device, stream)
+        params.counters, params.accumulate = pair.address, adds
+        params.factor = 1.0 if adds else scales[0]
+        num_items = lists.dq_tiles * q_QNH.shape[1]
+        kernel.launch(kernel.num_blocks(num_items, sm_share), stream, params, device)
+
+
+def _kernels(
+    tensors: tuple[Tensor, Tensor, Tensor], scales: tuple[float, float], lists: BackwardList
+) -> GradientKernels:
+    q_QNH, _, v_KGH = tensors
+    dims = (q_QNH.shape[2], v_KGH.shape[2])
+    return find_gradient_kernels(q_QNH.dtype, *dims, scales[1] > 0, lists.dq_tiles > 0)
 
 
 def group_of(q_QNH: Tensor, k_KGH: Tensor) -> int:
@@ -202,10 +189,10 @@ def heads_per_item(
 ) -> int:
     """Returns how many query heads a work item visits: the whole group, or one, whichever ends sooner.
 
-    In turns always the group: which item adds to dk first is chance.
+    In order always the group: which item adds to dk first is chance.
     """
     group = group_of(q_QNH, k_KGH)
-    if group == 1 or lists.num_runs:
+    if group == 1 or lists.in_order:
         return group
     visits = (lists.num_tiles, lists.num_visits, lists.most_visits)
     return _faster(group, q_QNH.shape[1], *visits, _row_bytes(q_QNH, v_KGH), num_sms)
@@ -250,48 +237,89 @@ def main_params(
     stats: RowStats,
     lists: BackwardList,
     scales: tuple[float, float],
-    gradients: tuple[Tensor, Tensor, Tensor],
+    gradients: tuple[Tensor | None, Tensor, Tensor],
     heads: int,
 ) -> BwdParams:
-    """Returns the main kernel's parameters without its counters; a work item visits `heads` query heads."""
+    """Returns the main kernel's parameters without its counters; a work item visits `heads` query heads.
+
+    `gradients` are (sum of dq, dk, dv), without the sum for a kernel of dk and dv alone.
+    """
     (q, k, v, dout), (dq_sum, dk, dv) = tensors, gradients
     num_queries, num_heads, _ = q.shape
     tiles = lists.data.data_ptr()
     segs = tiles + 16 * lists.num_tiles
     order = segs + 32 * lists.num_segs
-    turn_segments = order + 4 * lists.num_tiles
     on, rows, keys = kernel.driver, kernel.tile_rows, kernel.tile_keys
     params = BwdParams(
         tensor_map("q", q, rows, on),
         tensor_map("dout", dout, rows, on),
         tensor_map("k", k, keys, on),
         tensor_map("v", v, keys, on),
-        _stats_map(stats.lse_2, num_queries, kernel),
-        _stats_map(stats.delta, num_queries, kernel),
-        tensor_map("dq", dq_sum, rows, on),
+        stats_map(stats.lse_2, num_queries, kernel),
+        stats_map(stats.delta, num_queries, kernel),
+        TensorMap() if dq_sum is None else tensor_map("dq", dq_sum, rows, on),
         tiles,
         segs,
         order,
     )
     params.dk, params.dv = dk.data_ptr(), dv.data_ptr()
-    if lists.num_runs:
-        params.turn_segments = turn_segments
-        params.turn_runs = turn_segments + 12 * lists.num_segs
     params.dk_row_stride, params.dk_head_stride = dk.stride()[:2]
     params.dv_row_stride, params.dv_head_stride = dv.stride()[:2]
-    params.num_tiles, params.num_slots = lists.num_tiles, lists.num_slots
+    params.num_tiles = lists.num_tiles
     params.num_heads, params.num_kv_heads = num_heads, k.shape[1]
     num_items = num_heads // heads
     params.heads_per_item, params.items_per_group = heads, group_of(q, k) // heads
-    # In turns key tiles of one head wait for each other, and those of many heads side by side wait less.
-    params.heads_per_section = (
-        num_items if lists.num_runs else _items_per_section(heads * _row_bytes(q, v), num_items)
-    )
+    params.heads_per_section = _items_per_section(heads * _row_bytes(q, v), num_items)
     params.num_queries = num_queries
     params.score_scale, params.cap, params.cap_scale = score_scales(*scales)
     params.softmax_scale = scales[0]
     params.grads_are_float = dk.dtype == torch.float32
     return params
+
+
+def dq_params(
+    kernel: TiledKernel,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
+    stats: RowStats,
+    lists: BackwardList,
+    scales: tuple[float, float],
+    dq: Tensor,
+) -> DqParams:
+    """Returns the parameters of the kernel for dq alone, without counters, factor and whether it adds."""
+    q, k, v, dout = tensors
+    (num_keys, num_kv_heads, head_dim), num_heads = k.shape, q.shape[1]
+    tiles = lists.data.data_ptr() + main_bytes(lists)
+    segs = tiles + 16 * lists.dq_tiles
+    on, rows, keys = kernel.driver, kernel.tile_rows, kernel.tile_keys
+    return DqParams(
+        tensor_map("q", q, rows, on),
+        tensor_map("dout", dout, rows, on),
+        tensor_map("k", k, keys, on),
+        tensor_map("v", v, keys, on),
+        tiles,
+        segs,
+        segs + 32 * lists.dq_segs,
+        None,
+        stats.lse_2.data_ptr(),
+        stats.delta.data_ptr(),
+        dq.data_ptr(),
+        *dq.stride()[:2],
+        lists.dq_tiles,
+        num_heads,
+        num_kv_heads,
+        heads_per_section(num_heads, num_kv_heads, num_keys, head_dim + v.shape[2]),
+        num_keys,
+        stats.delta.shape[2],
+        *score_scales(*scales),
+        1.0,
+        dq.dtype == torch.float32,
+        False,
+    )
+
+
+def main_bytes(lists: BackwardList) -> int:
+    """Returns where the list of the kernel for dq begins: the order before it ends at a multiple of 16 bytes."""
+    return 16 * lists.num_tiles + 32 * lists.num_segs + -(-lists.num_tiles // 4) * 16
 
 
 def _items_per_section(item_bytes: int, num_items: int) -> int:
@@ -302,21 +330,6 @@ def _items_per_section(item_bytes: int, num_items: int) -> int:
 def _row_bytes(q: Tensor, v: Tensor) -> int:
     """Returns the bytes of one query head's rows of q and dout."""
     return q.shape[0] * (q.shape[2] + v.shape[2]) * 2
-
-
-def _stats_map(x_CNP: Tensor, num_rows: int, kernel: TiledKernel) -> TensorMap:
-    """Returns the map of row statistics: plain boxes of as many rows as a tile has."""
-    num_copies, num_heads, padded = x_CNP.shape
-    key = ("row statistics", x_CNP.data_ptr(), num_rows, num_heads, kernel.tile_rows)
-    cached = find_map(key)
-    if cached is None:
-        strides = (4 * padded, 4 * padded * num_heads)
-        sizes, box = (num_rows, num_heads, num_copies), (kernel.tile_rows, 1, 1)
-        encoded = kernel.driver.encode_tensor_map(
-            FLOAT32, x_CNP.data_ptr(), sizes, strides, box, swizzled=False
-        )
-        cached = remember_map(key, encoded)
-    return cached
 
 
 def _postprocess(dq_sum: Tensor, dq: Tensor, dtype: torch.dtype, softmax_scale: float) -> None:
@@ -337,16 +350,3 @@ def postprocess_params(dq_sum: Tensor, dq: Tensor, softmax_scale: float) -> BwdP
         softmax_scale,
         dq.dtype == torch.float32,
     )
-
-
-def empty_stats(lse_QN: Tensor) -> RowStats:
-    """Returns room for the statistics of as many rows as `lse` has."""
-    num_rows, num_heads = lse_QN.shape
-    shape = (2, STAT_COPIES, num_heads, padded_rows(num_rows))
-    both = lse_QN.new_empty(shape, dtype=torch.float32)
-    return RowStats(both[0], both[1])
-
-
-def padded_rows(num_rows: int) -> int:
-    """Returns the rows of a head's statistics: 16 bytes, which the copy engine wants of strides, divide them."""
-    return -(-num_rows // ROW_PADDING) * ROW_PADDING

@@ -85,10 +85,34 @@ def find_variant(
     pairs = sorted({(kind[2] or 0, kind[3] or 0) for kind in kinds})
     cap = " and a softcap" if has_softcap else ""
     raise NotImplementedError(
-        f"backend={refuser.backend!r} has no {kernel_pass} kernel for head_dim={head_dim}, value "
+        f"backend={refuser.backend!r} has no {kernel_pass.split('_')[0]} kernel for head_dim={head_dim}, value "
         f"head_dim={value_dim}{cap}, only for {', '.join(str(pair) for pair in pairs) or 'calls without one'}; "
         f"use {refuser.others}"
     )
+
+
+class GradientKernels(NamedTuple):
+    """Who makes the gradients: `main` dk and dv, and dq where there is no kernel for it alone."""
+
+    main: Variant
+    dq: Variant | None
+
+
+@lru_cache(maxsize=256)
+def find_gradient_kernels(
+    dtype: torch.dtype, head_dim: int, value_dim: int, has_softcap: bool, deterministic: bool
+) -> GradientKernels:
+    """Returns the kernels of such calls; raises NotImplementedError as `check_supported`.
+
+    One that adds up dq from key tiles takes five products, two that share nothing take seven. Where the sums of dq are
+    what everything waits for (head dims above 128) there are only the two, and they alone give the same bits
+    in every run.
+    """
+    kind = (dtype, head_dim, value_dim, has_softcap)
+    one = _variants().get(("backward", DTYPES.get(dtype, ""), *kind[1:]))
+    if one is not None and not deterministic:
+        return GradientKernels(one, None)
+    return GradientKernels(find_variant("backward_dkdv", *kind), find_variant("backward_dq", *kind))
 
 
 @lru_cache(maxsize=256)
@@ -105,7 +129,7 @@ def built_dims(
     The narrowest pair that is wide enough and has all passes asked for. Raises NotImplementedError as
     `check_supported`.
     """
-    passes = ("forward", "backward") if needs_grad else ("forward",)
+    passes = ("forward", "backward_dkdv") if needs_grad else ("forward",)
     asked = (DTYPES.get(dtype), has_softcap)
     built = [
         {

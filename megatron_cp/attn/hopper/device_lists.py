@@ -11,18 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_cp.attn.device_arrays import Int32Array, Prepared, for_mask
-from megatron_cp.attn.hopper.worklist import (
-    WorkList,
-    backward_work,
-    dq_turns,
-    forward_work,
-    staggered,
-)
+from megatron_cp.attn.hopper.worklist import WorkList, backward_work, forward_work
 from megatron_cp.mask import AttentionMask
-
-# From here on adding to the same rows of dq at the same time costs more than the cache gives back: full 32K, 348
-# against 383 TFLOP/s with head dim 256, 381 against 390 with 192, but 598 against 593 with 128 (H100, 2026-11-22).
-STAGGERED_HEAD_DIM = 192
 
 
 class DeviceList(NamedTuple):
@@ -34,19 +24,21 @@ class DeviceList(NamedTuple):
 
 
 class BackwardList(NamedTuple):
-    """A backward work list as one int32 tensor: as DeviceList, then the turns of the deterministic mode.
+    """A backward work list as one int32 tensor: as DeviceList, then the list of the kernel for dq alone.
 
-    `num_runs` is 0 without turns; else `[num_segs, 3]` and `[num_runs, 2]` follow the order. A query head's tiles are
-    visited `num_visits` times, `most_visits` times for one tile of keys.
+    That has `dq_tiles` tiles and `dq_segs` segments, 0 where the kernel for dk and dv adds up dq. A query head's tiles
+    are visited `num_visits` times, `most_visits` times for one tile of keys. `in_order`: sums are to have the same
+    bits in every run.
     """
 
     data: Tensor
     num_tiles: int
     num_segs: int
-    num_slots: int
-    num_runs: int
     num_visits: int
     most_visits: int
+    dq_tiles: int
+    dq_segs: int
+    in_order: bool
 
 
 def forward_list(
@@ -71,46 +63,41 @@ def forward_list(
 
 def backward_list(
     mask: AttentionMask,
-    tile_rows: int,
-    tile_keys: int,
+    tile: tuple[int, int],
+    dq_tile: tuple[int, int] | None,
     device: torch.device,
     stream: int,
     *,
-    has_turns: bool,
-    head_dim: int,
+    in_order: bool,
 ) -> BackwardList:
-    """Returns the backward work list of a mask on a device, ready for `stream`; with turns if asked for.
+    """Returns the backward work list of a mask on a device, ready for `stream`.
 
-    Tiles that begin at the same queries are staggered from STAGGERED_HEAD_DIM on, where there are no turns.
+    `tile` (query rows, keys) is that of the kernel for dk and dv, `dq_tile` that of the kernel for dq if there is one.
 
     Raises: ValueError as `forward_list`.
     """
-    is_staggered = head_dim >= STAGGERED_HEAD_DIM
 
     def prepare(mask: AttentionMask) -> Prepared:
-        work = backward_work(mask, tile_rows, tile_keys)
+        work = backward_work(mask, *tile)
         _check_inside(work, mask.num_keys, mask.num_queries)
-        parts, num_slots, num_runs = [work.tiles, work.segs, work.order], 0, 0
-        if has_turns:
-            turns = dq_turns(work, mask.num_queries)
-            parts += [turns.segments, turns.runs]
-            num_slots, num_runs = turns.num_slots, len(turns.runs)
-        elif is_staggered:
-            work = staggered(work)
-            parts = [work.tiles, work.segs, work.order]
+        parts, dq_counts = [work.tiles, work.segs, work.order], (0, 0)
+        if dq_tile is not None:
+            dq_work = forward_work(mask, *dq_tile)
+            parts += [dq_work.tiles, dq_work.segs, dq_work.order]
+            dq_counts = len(dq_work.tiles), len(dq_work.segs)
         visits = work.visits_of_tiles
-        sizes = len(work.tiles), len(work.segs), num_slots, num_runs
-        counts = (*sizes, int(visits.sum()), int(visits.max(initial=0)))
-        return [_one(parts)], lambda data: BackwardList(data[0], *counts)
+        counts = len(work.tiles), len(work.segs), int(visits.sum()), int(visits.max(initial=0))
+        return [_one(parts)], lambda data: BackwardList(data[0], *counts, *dq_counts, in_order)
 
-    use = ("hopper backward", tile_rows, tile_keys, has_turns, is_staggered)
+    use = ("hopper backward", tile, dq_tile, in_order)
     lists: BackwardList = for_mask(mask, use, device, prepare, stream)
     return lists
 
 
 def _one(parts: list[Int32Array]) -> Int32Array:
-    """Returns the parts one after another, as the kernels' parameters count on."""
-    return np.concatenate([part.ravel() for part in parts])
+    """Returns the parts one after another, each from a multiple of 16 bytes on, as the kernels count on."""
+    flat = [part.ravel() for part in parts]
+    return np.concatenate([np.pad(part, (0, -len(part) % 4)) for part in flat])
 
 
 def _check_inside(work: WorkList, num_rows: int, num_columns: int) -> None:

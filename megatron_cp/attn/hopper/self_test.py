@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -21,7 +21,12 @@ import torch
 from torch import Tensor
 
 from megatron_cp.attn import reference
-from megatron_cp.attn.hopper.checks import DTYPES, find_variant, forward_variants
+from megatron_cp.attn.hopper.checks import (
+    DTYPES,
+    find_gradient_kernels,
+    find_variant,
+    forward_variants,
+)
 from megatron_cp.attn.options import AttendOptions
 from megatron_cp.kernels import build, cache
 from megatron_cp.kernels.driver import driver
@@ -199,10 +204,13 @@ def _compared(
     dout = draw(mask.num_queries, NUM_HEADS, kind.value_dim)
     delta = (dout.double() * out).sum(dim=-1)
     exact = reference.backward(dout.double(), q_f64, k_f64, v_f64, lse, delta, mask, options)
-    with torch.no_grad():
-        found = passes.backward(dout, q, k, v, lse.float(), delta.float(), mask, options)
-    for gradient, result, expected in zip(("dq", "dk", "dv"), found, exact, strict=True):
-        yield _judged(f"{gradient} under {name}", _row_error(result, expected), limit)
+    for deterministic in (False, True):  # other kernels
+        asked = replace(options, deterministic=deterministic)
+        with torch.no_grad():
+            found = passes.backward(dout, q, k, v, lse.float(), delta.float(), mask, asked)
+        for gradient, result, expected in zip(("dq", "dk", "dv"), found, exact, strict=True):
+            what = f"{'deterministic ' if deterministic else ''}{gradient} under {name}"
+            yield _judged(what, _row_error(result, expected), limit)
 
 
 def _in_two_parts(
@@ -243,11 +251,14 @@ def _key(kind: Kind, device: torch.device) -> str:
     """Returns a name for GPU, driver and the very machine code: any other gets a test of its own."""
     properties = torch.cuda.get_device_properties(device)
     asked = (kind.dtype, kind.head_dim, kind.value_dim, kind.has_softcap)
-    passes = ("forward", "backward") if kind.needs_grad else ("forward",)
-    images = [build.cubin(find_variant(name, *asked).name) for name in passes]
-    code = hashlib.sha256(b"".join(images)).hexdigest()
+    variants = [find_variant("forward", *asked)]
+    if kind.needs_grad:
+        both = [find_gradient_kernels(*asked, deterministic) for deterministic in (False, True)]
+        variants += {one.name: one for pair in both for one in pair if one is not None}.values()
+    names = [variant.name for variant in variants]
+    code = hashlib.sha256(b"".join(build.cubin(name) for name in names)).hexdigest()
     gpu = f"{properties.name} {getattr(properties, 'uuid', '')}"
-    text = f"{gpu} driver {driver().version} {asked} {passes} {code}"
+    text = f"{gpu} driver {driver().version} {asked} {names} {code}"
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

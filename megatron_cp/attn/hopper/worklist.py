@@ -18,7 +18,6 @@ steps of BM. There a tile with fewer than BN rows is never full, because the sum
 in the keys of the next tile.
 """
 
-from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,24 +77,6 @@ class WorkList:
         return self.tiles.nbytes + self.segs.nbytes + self.order.nbytes
 
 
-@dataclass(frozen=True, slots=True)
-class Turns:
-    """Who adds to which rows of dQ after whom: the order that makes the backward pass deterministic.
-
-    Rows of dQ fall into slots of `step` rows (slot s holds `[s * step, (s + 1) * step)`), each with a counter
-    per query head that begins at 0. A segment may add to a slot when the counter equals `wait_for`, and writes
-    its own number there when it has left the slot for good. Segments visit their slots upwards; they are
-    numbered in schedule order, so each waits only for work that was started before.
-
-    `segments` int32 `[num_segs, 3]`: own number (from 1), first run, number of runs. `runs` int32
-    `[num_runs, 2]`: `(end_slot, wait_for)`, the last run of a segment ends behind its last slot.
-    """
-
-    segments: Int32Array
-    runs: Int32Array
-    num_slots: int
-
-
 def forward_work(mask: AttentionMask, tile_rows: int, tile_keys: int) -> WorkList:
     """Returns tiles of `tile_rows` queries whose segments step through keys by `tile_keys`.
 
@@ -114,75 +95,6 @@ def backward_work(mask: AttentionMask, tile_rows: int, tile_keys: int) -> WorkLi
     rows = transpose_rows(mask.array)
     rows = rows[np.argsort(rows[:, 0], kind="stable")]
     return _build(rows, mask.num_keys, tile_keys, tile_rows, full_rows=tile_keys)
-
-
-def staggered(work: WorkList) -> WorkList:
-    """Returns the list with neighbouring tiles that would begin at the same column beginning one step apart.
-
-    Tiles that march in step add to the same rows of dQ at the same time. A tile's only segment is cut in two, and the
-    later part comes first. Not for turns, which count on segments in the order of their columns.
-    """
-    tiles, segs = work.tiles.astype(np.int64), work.segs.astype(np.int64)
-    has_one, index = tiles[:, 3] == 1, np.arange(len(tiles))
-    seg = tiles[has_one, 2]
-    first = -1 - index  # of tiles without a segment of their own: like no other's
-    first[has_one] = segs[seg, K0]
-    begins = np.append([True], first[1:] != first[:-1])[: len(tiles)]
-    place = (index - np.maximum.accumulate(np.where(begins, index, 0)))[has_one]
-    later = place % np.maximum(1, _visits(segs[seg], work.step))  # visits that come last
-    cut, later = seg[later > 0], later[later > 0]
-    front, back = segs[cut].copy(), segs[cut]
-    front[:, K1] = back[:, K0] = back[:, K0] + later * work.step
-    front[:, FULL_END] = np.minimum(front[:, FULL_END], later)
-    back[:, FULL_BEGIN] = np.maximum(back[:, FULL_BEGIN] - later, 0)
-    back[:, FULL_END] -= later
-    for part in (front, back):
-        part[part[:, FULL_BEGIN] >= part[:, FULL_END], FULL_BEGIN:] = 0
-    segs[cut] = back
-    segs = np.insert(segs, cut + 1, front, axis=0)
-    count = tiles[:, 3] + (has_one & np.isin(tiles[:, 2], cut))
-    tiles[:, 3], tiles[:, 2] = count, np.cumsum(count) - count
-    arrays = tiles.astype(np.int32), segs.astype(np.int32)
-    return WorkList(*arrays, work.order, work.tile_rows, work.step)
-
-
-def dq_turns(work: WorkList, num_queries: int) -> Turns:
-    """Returns the turns of a backward work list; only the deterministic mode needs them.
-
-    Keeps for every slot the last segment that came, as intervals: O(segments + runs), where a segment adds at
-    most two intervals. Per pair of slot and key tile it would be quadratic in the length.
-    """
-    first_slot = (work.segs[:, K0] // work.step).tolist()
-    end_slot = (-(-work.segs[:, K1] // work.step)).tolist()
-    num_slots = -(-num_queries // work.step)
-    segments = np.zeros((len(work.segs), 3), dtype=np.int32)
-    runs: list[tuple[int, int]] = []
-    ends, owners = [num_slots], [0]  # slots below ends[0] belong to owners[0], and so on
-    turn = 0
-    for tile in work.order.tolist():
-        seg0, num_segs = work.tiles[tile, 2:].tolist()
-        for seg in range(seg0, seg0 + num_segs):
-            turn += 1
-            before = len(runs)
-            runs += _claim(ends, owners, first_slot[seg], end_slot[seg], turn)
-            segments[seg] = turn, before, len(runs) - before
-    return Turns(segments, np.array(runs, dtype=np.int32).reshape(-1, 2), num_slots)
-
-
-def _claim(
-    ends: list[int], owners: list[int], first: int, end: int, turn: int
-) -> list[tuple[int, int]]:
-    """Gives the slots `[first, end)` to `turn` in place; returns `(end, owner)` of whom they belonged to."""
-    low = bisect_right(ends, first)
-    high = bisect_left(ends, end, low)
-    taken = [*zip(ends[low:high], owners[low:high], strict=True), (end, owners[high])]
-    new_ends, new_owners = [end], [turn]
-    if first > (ends[low - 1] if low else 0):
-        new_ends, new_owners = [first, end], [owners[low], turn]
-    if end == ends[high]:
-        high += 1  # nothing is left of the last interval
-    ends[low:high], owners[low:high] = new_ends, new_owners
-    return taken
 
 
 def _check_size(mask: AttentionMask) -> None:

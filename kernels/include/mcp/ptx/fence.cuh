@@ -12,10 +12,6 @@ namespace mcp::ptx {
 MCP_DEVICE void fence_proxy_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
-// The same for global memory: before a thread reads what TMA wrote, or TMA what a thread wrote.
-MCP_DEVICE void fence_proxy_async_global() {
-    asm volatile("fence.proxy.async.global;" ::: "memory");
-}
 // Makes mbarrier_init visible to the async proxy.
 MCP_DEVICE void fence_mbarrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

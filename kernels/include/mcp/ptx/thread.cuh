@@ -10,6 +10,12 @@ namespace mcp::ptx {
 MCP_DEVICE u32 thread_index() {
     return threadIdx.x;
 }
+// The same, read anew at every call: the compiler keeps no register of it.
+MCP_DEVICE u32 thread_index_anew() {
+    u32 index;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+    return index;
+}
 MCP_DEVICE u32 block_index() {
     return blockIdx.x;
 }

@@ -12,9 +12,6 @@ MCP_DEVICE void fence_proxy_async() {
     emulator::fence_proxy_async();
 }
 // Global memory has no shadow: the emulator does not look for races there.
-MCP_DEVICE void fence_proxy_async_global() {
-    emulator::fence_gpu();
-}
 MCP_DEVICE void fence_mbarrier_init() {
     emulator::fence_mbarrier_init();
 }

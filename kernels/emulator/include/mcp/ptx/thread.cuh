@@ -13,6 +13,9 @@ namespace mcp::ptx {
 MCP_DEVICE u32 thread_index() {
     return static_cast<u32>(emulator::this_thread().index);
 }
+MCP_DEVICE u32 thread_index_anew() {
+    return thread_index();
+}
 MCP_DEVICE u32 block_index() {
     return static_cast<u32>(emulator::this_cta().block_index);
 }

@@ -1,0 +1,116 @@
+"""What the backward kernels read of each row: lse in base 2 and delta, as they lie in memory."""
+
+# Q query rows, N query heads, H, Hv head dims, C copies, P padded rows
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_cp.attn.hopper.checks import find_variant, is_readable
+from megatron_cp.attn.hopper.launch import (
+    LOG2_E,
+    TiledKernel,
+    find_map,
+    launch_rows,
+    remember_map,
+)
+from megatron_cp.kernels.driver import FLOAT32
+from megatron_cp.kernels.params import BwdPreprocessParams, TensorMap
+
+# The copy engine wants 16 bytes of strides, and of where a box starts: rows per head are a multiple of 4, and
+# statistics are kept once for each row modulo 4 that a tile may start at.
+ROW_PADDING = STAT_COPIES = 4
+
+
+class RowStats(NamedTuple):
+    """What the main kernel reads per row, float32 `[C, N, P]`: copy c holds row r at r - c, zeros behind row Q."""
+
+    lse_2: Tensor  # lse in base 2; +inf for rows without keys
+    delta: Tensor
+
+
+def readable(x: Tensor) -> Tensor:
+    """Returns `x`, copied if the copy engine cannot read it where it lies."""
+    return x if is_readable(x) else x.contiguous()
+
+
+def preprocess(
+    out_QNH: Tensor, dout_QNH: Tensor, lse_QN: Tensor, dlse_QN: Tensor | None
+) -> RowStats:
+    """Returns the row statistics of a whole result; `delta = rowsum(dout * out) - dlse`.
+
+    `out` is float32 or has the dtype of `dout`; both are read 16 bytes at a time (`readable`).
+    """
+    out_QNH = readable(out_QNH)
+    stats, num_items = empty_stats(lse_QN), lse_QN.numel()
+    params, _kept = preprocess_params(out_QNH, dout_QNH, lse_QN, dlse_QN, stats)
+    name = find_variant("backward_preprocess", dout_QNH.dtype, None, dout_QNH.shape[2], None).name
+    launch_rows(name, dout_QNH, num_items, params)
+    return stats
+
+
+def preprocess_params(
+    out_QNH: Tensor, dout_QNH: Tensor, lse_QN: Tensor, dlse_QN: Tensor | None, stats: RowStats
+) -> tuple[BwdPreprocessParams, Tensor | None]:
+    """Returns the parameters, and `dlse` as they read it: to be kept until the launch."""
+    if dlse_QN is not None and dlse_QN.stride() != lse_QN.stride():
+        dlse_QN = torch.empty_like(lse_QN).copy_(dlse_QN)
+    params = BwdPreprocessParams(
+        out_QNH.data_ptr(),
+        dout_QNH.data_ptr(),
+        lse_QN.data_ptr(),
+        None if dlse_QN is None else dlse_QN.data_ptr(),
+        stats.lse_2.data_ptr(),
+        stats.delta.data_ptr(),
+        *out_QNH.stride()[:2],
+        *dout_QNH.stride()[:2],
+        *lse_QN.stride(),
+        dout_QNH.shape[0],
+        stats.delta.shape[2],
+        dout_QNH.shape[1],
+        out_QNH.dtype == torch.float32,
+    )
+    return params, dlse_QN
+
+
+def stats_of(lse_QN: Tensor, delta_QN: Tensor) -> RowStats:
+    """Returns the row statistics from a `delta` that the caller has."""
+    num_rows, num_heads = lse_QN.shape
+    empty, padded = lse_QN == -torch.inf, padded_rows(num_rows)
+    rows = lse_QN.new_zeros((2, num_heads, padded + STAT_COPIES), dtype=torch.float32)
+    rows[0, :, :num_rows] = (lse_QN * LOG2_E).masked_fill_(empty, torch.inf).t()
+    rows[1, :, :num_rows] = delta_QN.masked_fill(empty, 0.0).t()
+    # Copy c begins c rows later: one pass over the rows makes all of them.
+    head = padded + STAT_COPIES
+    shifted = rows.as_strided((2, STAT_COPIES, num_heads, padded), (num_heads * head, 1, head, 1))
+    both = shifted.contiguous()
+    return RowStats(both[0], both[1])
+
+
+def stats_map(x_CNP: Tensor, num_rows: int, kernel: TiledKernel) -> TensorMap:
+    """Returns the map of row statistics: plain boxes of as many rows as a tile has."""
+    num_copies, num_heads, padded = x_CNP.shape
+    key = ("row statistics", x_CNP.data_ptr(), num_rows, num_heads, kernel.tile_rows)
+    cached = find_map(key)
+    if cached is None:
+        strides = (4 * padded, 4 * padded * num_heads)
+        sizes, box = (num_rows, num_heads, num_copies), (kernel.tile_rows, 1, 1)
+        encoded = kernel.driver.encode_tensor_map(
+            FLOAT32, x_CNP.data_ptr(), sizes, strides, box, swizzled=False
+        )
+        cached = remember_map(key, encoded)
+    return cached
+
+
+def empty_stats(lse_QN: Tensor) -> RowStats:
+    """Returns room for the statistics of as many rows as `lse` has."""
+    num_rows, num_heads = lse_QN.shape
+    shape = (2, STAT_COPIES, num_heads, padded_rows(num_rows))
+    both = lse_QN.new_empty(shape, dtype=torch.float32)
+    return RowStats(both[0], both[1])
+
+
+def padded_rows(num_rows: int) -> int:
+    """Returns the rows of a head's statistics: 16 bytes, which the copy engine wants of strides, divide them."""
+    return -(-num_rows // ROW_PADDING) * ROW_PADDING
