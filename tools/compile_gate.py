@@ -123,14 +123,11 @@ def judge(variant: build.Variant, by: str, log: str, listing: sass.Listing) -> V
         producer_spills=sass.spills(listing, producer - consumers),
         seconds=0.0,
     )
-    kind = "backward" if variant.name.startswith("bwd") else "forward"
-    faults = tuple(_faults(verdict, log, listing.names, kind, bool(consumers)))
+    faults = tuple(_faults(verdict, log, listing.names, bool(consumers)))
     return Verdict(**{**verdict.__dict__, "faults": faults})
 
 
-def _faults(
-    verdict: Verdict, log: str, names: list[str], kind: str, has_roles: bool
-) -> Iterator[str]:
+def _faults(verdict: Verdict, log: str, names: list[str], has_roles: bool) -> Iterator[str]:
     if not verdict.registers:
         yield "the compiler's log does not say how many registers are used: it cannot be read"
     for line in log.splitlines():
@@ -142,10 +139,10 @@ def _faults(
         if any(name.split(".")[0] in ("LDL", "STL") for name in names):
             yield "spills"
         return
-    yield from _role_faults(verdict, names, kind)
+    yield from _role_faults(verdict, names)
 
 
-def _role_faults(verdict: Verdict, names: list[str], kind: str) -> Iterator[str]:
+def _role_faults(verdict: Verdict, names: list[str]) -> Iterator[str]:
     """Yields what must not be in a kernel whose warpgroups load or compute."""
     if verdict.products == 0:
         yield "no HGMMA instruction"

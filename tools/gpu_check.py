@@ -7,7 +7,7 @@
 Parts, in order:
     build      every variant of the kernels, several at a time
     values     small shapes of every variant and mask kind against float64, results poisoned, same bits twice
-    calls      a CUDA graph, two streams, torch.compile, beside the flash backend, host time (not on a GPU yet)
+    calls      a CUDA graph, two streams, torch.compile, beside the flash backend, host time
     speed      masks x lengths, GQA 64:8, D=128, bf16, interleaved with cuDNN, FlashAttention-2, FlexAttention and
                FA3, FA4 when importable; the bars for an H200 and the kernel model's prediction beside them
     dims       head dims 64, 96, 192, 256 and 192/128

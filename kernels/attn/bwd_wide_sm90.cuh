@@ -79,7 +79,6 @@ struct BwdWideConsumer {
     using Matrix = float[Traits::kBlockM / 2];
     using Packed = u32[Traits::kBlockM / 4];
     using RowStats = f32x2[Traits::kBlockM / 8];
-    static constexpr int kBlockM = Traits::kBlockM;
 
     const BwdParams& params;
     const Shared& shared;

@@ -34,6 +34,7 @@ from megatron_cp.attn.hopper.device_lists import BackwardList, backward_list, fo
 from megatron_cp.attn.hopper.launch import (
     fill_without_keys,
     forward_params,
+    gradient_tiles,
     max_logits_address,
     tile_shape,
 )
@@ -194,9 +195,8 @@ def _run_backward(
     q_QNH, _, v_KGH = tensors
     dims, has_softcap = (q_QNH.shape[2], v_KGH.shape[2]), options.softcap > 0
     kernels = find_gradient_kernels(q_QNH.dtype, *dims, has_softcap, options.deterministic)
-    dq_tile = None if kernels.dq is None else tile_shape(kernels.dq.name)
-    tile, in_order = tile_shape(kernels.main.name), options.deterministic
-    lists = backward_list(mask, tile, dq_tile, CPU, 0, in_order=in_order)
+    in_order = options.deterministic
+    lists = backward_list(mask, *gradient_tiles(kernels), CPU, 0, in_order=in_order)
     if not lists.num_segs:
         dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in tensors)
         return dq, dk, dv

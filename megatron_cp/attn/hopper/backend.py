@@ -30,7 +30,7 @@ from megatron_cp.attn.hopper.device_lists import (
     backward_list,
     forward_list,
 )
-from megatron_cp.attn.hopper.launch import launch_forward, raw_stream, tile_shape
+from megatron_cp.attn.hopper.launch import gradient_tiles, launch_forward, raw_stream, tile_shape
 from megatron_cp.attn.hopper.row_stats import preprocess, readable, stats_of
 from megatron_cp.attn.hopper.rows import merge_rows_ as merge_rows_
 from megatron_cp.attn.logits import raise_to_
@@ -187,11 +187,9 @@ def _grad_list(
 ) -> BackwardList:
     dims = (q_QNH.shape[-1], v_KGH.shape[-1])
     kernels = find_gradient_kernels(q_QNH.dtype, *dims, options.softcap > 0, options.deterministic)
-    device, dq_tile = q_QNH.device, None
-    if kernels.dq is not None:
-        dq_tile = tile_shape(kernels.dq.name)
-    tile, stream = tile_shape(kernels.main.name), raw_stream(device.index or 0)
-    return backward_list(mask, tile, dq_tile, device, stream, in_order=options.deterministic)
+    device, in_order = q_QNH.device, options.deterministic
+    stream = raw_stream(device.index or 0)
+    return backward_list(mask, *gradient_tiles(kernels), device, stream, in_order=in_order)
 
 
 def _needs_grad(q_QNH: Tensor, k_KGH: Tensor, v_KGH: Tensor, sink_N: Tensor | None) -> bool:

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron_cp.attn.hopper.checks import check_layout, find_variant
+from megatron_cp.attn.hopper.checks import GradientKernels, check_layout, find_variant
 from megatron_cp.attn.hopper.device_lists import DeviceList
 from megatron_cp.kernels import build, loading
 from megatron_cp.kernels.driver import BFLOAT16, FLOAT16, FLOAT32, Driver, driver
@@ -122,6 +122,12 @@ def tile_shape(name: str) -> tuple[int, int]:
     """Returns `(query rows, key rows)` of a variant's tiles, zeros where it has none."""
     defines = dict(define.split("=", 1) for define in build.variants()[name].defines)
     return int(defines.get("MCP_BLOCK_M", 0)), int(defines.get("MCP_BLOCK_N", 0))
+
+
+def gradient_tiles(kernels: GradientKernels) -> tuple[tuple[int, int], tuple[int, int] | None]:
+    """Returns the tile shapes of the kernel for dk and dv and, if there is one, of that for dq alone."""
+    dq_tile = None if kernels.dq is None else tile_shape(kernels.dq.name)
+    return tile_shape(kernels.main.name), dq_tile
 
 
 def launch_forward(
