@@ -36,7 +36,8 @@ def cp_attention(  # noqa: PLR0913  the public signature
     """Returns attention over the whole context for the tokens of this rank, in the plan's local order.
 
     q `[T, N, H]`, k `[T, G, H]`, v `[T, G, Hv]` -> out `[T, N, Hv]` in the input dtype, lse `[T, N]` fp32
-    (fp64 for fp64 inputs), natural log, including `sink` `[N]` when there is one. Rows without keys give
+    (fp64 for fp64 inputs), natural log, including `sink` `[N]` when there is one. In cross attention k and v have
+    the rows of side "k" of the plan, `[S, ...]`. Rows without keys give
     out 0, lse -inf (or the sink) and zero gradients. Differentiable in q, k, v and sink, through out and
     lse. `sink` is replicated: its gradient is this rank's share, to be summed over the group like that of
     any replicated parameter.
@@ -57,10 +58,11 @@ def cp_attention(  # noqa: PLR0913  the public signature
         ValueError, NotImplementedError: wrong input, before any collective.
         PlanMismatchError: on every rank, when the ranks' plans or calls differ.
     """
-    if q.shape[0] != plan.tokens_per_rank or k.shape[0] != plan.tokens_per_rank:
+    own = plan.own_rows
+    if (len(q), len(k)) != (own.q, own.k):
         raise ValueError(
-            f"q and k have {q.shape[0]} and {k.shape[0]} rows, the plan gives every rank "
-            f"{plan.tokens_per_rank}; dispatch(x, plan, group) makes the local rows"
+            f"q and k have {len(q)} and {len(k)} rows, the plan gives every rank {own.q} and {own.k}; "
+            "dispatch(x, plan, group) makes the local rows"
         )
     expansion = None if expand is None else _expansion(expand, k, v, plan)
     keys, values = (k, v) if expansion is None else expansion.like

@@ -2,13 +2,15 @@
 
     [T tokens, N heads] on each of h ranks   <->   [h T tokens, N/h heads]
 
-All tensors of one direction travel in one message, as bytes side by side. A member whose query heads share a
+All tensors of one direction travel in one message, as bytes side by side; those of as many rows, where queries and keys
+are not as many. A member whose query heads share a
 key/value head with other members gets a copy of it (GQA with fewer key/value heads than members); on the way
 back the copies' gradients are summed. Source: arXiv 2309.14509.
 """
 
 # T tokens of a rank, h members, n heads of this rank inside the pass; trailing dims are free
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -59,8 +61,12 @@ class HeadExchange:
     def split_heads(self, tensors: Rows) -> Rows:
         """Returns `[h T, n, ...]` for each `[T, heads, ...]`: the group's tokens in member order, own heads.
 
-        Collective: one message to every member.
+        Collective: one message to every member, for each run of tensors of as many rows.
         """
+        runs = itertools.groupby(tensors, key=len)
+        return tuple(x for _, run in runs for x in self._split_heads(tuple(run)))
+
+    def _split_heads(self, tensors: Rows) -> Rows:
         degree, num_tokens = len(self.members), len(tensors[0])
         ranges = [self.head_ranges(x.shape[1]) for x in tensors]
         like = [x[:, slice(*heads[0])] for x, heads in zip(tensors, ranges, strict=True)]
@@ -77,6 +83,10 @@ class HeadExchange:
         here or there. Copies of a head travel as they are (gradients: fp32) and are summed in member order, then
         rounded. The adjoint of `split_heads`, and its inverse where no head was repeated. Collective.
         """
+        runs = itertools.groupby(zip(tensors, whole, strict=True), key=lambda one: len(one[0]))
+        return tuple(x for _, run in runs for x in self._join_heads(*zip(*run, strict=True)))
+
+    def _join_heads(self, tensors: Rows, whole: Sequence[tuple[int, torch.dtype]]) -> Rows:
         degree = len(self.members)
         like = tuple(
             x if num_heads < degree else x.new_empty((0, *x.shape[1:]), dtype=dtype)

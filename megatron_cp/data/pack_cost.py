@@ -19,7 +19,7 @@ from megatron_cp.data.document_set import Documents
 from megatron_cp.data.packing import Pack
 from megatron_cp.plan.bounds.bounds import MaskExtent, best_degree
 from megatron_cp.plan.placement.placement import tokens_per_rank
-from megatron_cp.plan.schema import PASSES
+from megatron_cp.plan.schema import PASSES, OwnRows
 
 _DIGITS = 15  # of a second: two processors may differ in the last bits of a sum
 Window = tuple[int, int] | None
@@ -44,7 +44,7 @@ def least_seconds(
 ) -> float:
     """Returns the least seconds of documents, (tokens, leading tokens that all of them see), in `num_tokens` rows."""
     cp_size, config = request.cp_size, request.config
-    own = tokens_per_rank(num_tokens, cp_size, config)
+    own = OwnRows.of_tokens(tokens_per_rank(num_tokens, cp_size, config))
     seconds = 0.0
     for layers, window in _layers(request):
         extent = extent_of_lengths(lengths, window)

@@ -2,6 +2,7 @@
 
     PlanData
       global_from_local[rank]      which tokens a rank owns, in its local order
+      key_tokens[rank]             cross attention: which keys it owns, as they are other tokens than the queries
       forward, backward : Pass
     Pass
       head_split                   optional exchange of tokens against heads before and after (Ulysses)
@@ -10,7 +11,7 @@
       k_cast, q_cast : Transfer    key/value rows and query-side rows that ranks receive for this stage
       work[rank] : AttentionMask   what the rank computes, on the rows that it then holds
 
-**Rows that a rank holds.** A rank starts a pass with its own rows: `tokens_per_rank` of them, or, under a
+**Rows that a rank holds.** A rank starts a pass with its own rows of a side: `own_rows` of them, or, under a
 head split, those of all members of its group one after the other. A transfer appends what each hop brings,
 hop by hop, source by source:
 
@@ -32,7 +33,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +49,28 @@ PassName = Literal["forward", "backward"]
 PASSES: tuple[PassName, PassName] = ("forward", "backward")
 Side = Literal["k", "q"]
 SIDES: tuple[Side, Side] = ("q", "k")
+
+
+class OwnRows(NamedTuple):
+    """How many rows of each side a rank owns."""
+
+    q: int
+    k: int
+    are_same: bool = False
+    """Whether its queries and keys are the same tokens: so everywhere but in cross attention."""
+
+    @classmethod
+    def of_tokens(cls, count: int) -> "OwnRows":
+        """Returns the rows of a rank whose tokens are queries and keys."""
+        return cls(count, count, are_same=True)
+
+    def of(self, side: Side) -> int:
+        """Returns the rows of one side."""
+        return self.q if side == "q" else self.k
+
+    def times(self, degree: int) -> "OwnRows":
+        """Returns the rows of so many ranks together."""
+        return self._replace(q=self.q * degree, k=self.k * degree)
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,6 +237,9 @@ class PlanData:
     forward: Pass
     backward: Pass
     plan_ms: float = field(default=0.0, compare=False)
+    key_tokens: IntArray | None = None
+    """Of cross attention: the keys of each rank, int64 `[cp_size, keys per rank]`, padded like the queries. None where
+    queries and keys are the same tokens."""
 
     @property
     def cp_size(self) -> int:
@@ -227,8 +253,22 @@ class PlanData:
 
     @property
     def num_tokens(self) -> int:
-        """Returns the number of real tokens."""
+        """Returns the number of real tokens; of cross attention that of the queries."""
         return self.mask.num_queries
+
+    def length_of(self, side: Side) -> int:
+        """Returns the number of real tokens on one side."""
+        return self.mask.num_queries if side == "q" else self.mask.num_keys
+
+    def tokens_of(self, side: Side) -> IntArray:
+        """Returns the tokens of each rank on one side: int64 `[cp_size, rows]`."""
+        return self.global_from_local if side == "q" or self.key_tokens is None else self.key_tokens
+
+    @property
+    def own_rows(self) -> OwnRows:
+        """Returns how many rows of each side every rank owns."""
+        queries, keys = (self.tokens_of(side).shape[1] for side in SIDES)
+        return OwnRows(queries, keys, are_same=self.key_tokens is None)
 
     def get_pass(self, name: PassName) -> Pass:
         """Returns the pass called `name`."""
@@ -245,6 +285,8 @@ class PlanData:
         state.update(json.dumps(head, sort_keys=True, default=str).encode())
         state.update(self.mask.digest().encode())
         state.update(self.global_from_local.astype("<i8").tobytes())
+        if self.key_tokens is not None:
+            state.update(b"keys" + self.key_tokens.astype("<i8").tobytes())
         for pass_ in (self.forward, self.backward):
             groups = pass_.head_split.groups if pass_.head_split else ()
             state.update(f"pass {groups} {len(pass_.stages)}".encode())

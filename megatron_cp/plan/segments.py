@@ -63,11 +63,17 @@ class SegmentCounts:
     """States that each rank receives forward; backward it sends as many."""
 
 
-def check_document_lengths(document_lengths: Sequence[int], num_tokens: int) -> tuple[int, ...]:
+def check_document_lengths(document_lengths: Sequence[int], plan: PlanData) -> tuple[int, ...]:
     """Returns the lengths as a tuple of ints.
 
-    Raises ValueError where one is negative or they do not add up to `num_tokens`, TypeError where one is no integer.
+    Raises ValueError where one is negative, where they do not add up to the tokens of the plan, and for a plan of cross
+    attention; TypeError where one is no integer.
     """
+    if plan.key_tokens is not None:
+        raise ValueError(
+            "the plan is one of cross attention, which has two streams of tokens; give the plan of the tokens' own "
+            "self attention"
+        )
     lengths = np.asarray(document_lengths)
     if lengths.ndim != 1 or (len(lengths) and not np.issubdtype(lengths.dtype, np.integer)):
         raise TypeError(
@@ -78,9 +84,9 @@ def check_document_lengths(document_lengths: Sequence[int], num_tokens: int) -> 
         raise ValueError(
             f"document_lengths[{lengths.argmin()}]={lengths.min()} must not be negative; 0 is an empty document"
         )
-    if lengths.sum() != num_tokens:
+    if lengths.sum() != plan.num_tokens:
         raise ValueError(
-            f"document_lengths add up to {lengths.sum():.0f} tokens, the plan has {num_tokens}; give the length "
+            f"document_lengths add up to {lengths.sum():.0f} tokens, the plan has {plan.num_tokens}; give the length "
             "of every document of the pack that the plan was made for"
         )
     return tuple(int(length) for length in lengths)
@@ -152,7 +158,7 @@ def count_segments(plan: PlanData, document_lengths: Sequence[int]) -> SegmentCo
 
     Raises ValueError for lengths that do not add up to the plan's tokens.
     """
-    segments = find_segments(plan, check_document_lengths(document_lengths, plan.num_tokens))
+    segments = find_segments(plan, check_document_lengths(document_lengths, plan))
     pieces = np.bincount(segments.document, minlength=len(document_lengths))
     is_cut = pieces[segments.document] > 1
 

@@ -23,7 +23,7 @@ def sent_bytes(plan: AttentionPlan, pass_name: PassName) -> FloatArray:
             np.add.at(moved, (dst, src), rows * size.back)
     split = pass_.head_split
     if split is not None and split.degree > 1:
-        per_rank = head_split_bytes(plan.tokens_per_rank, split.degree, plan.config, pass_name)
+        per_rank = head_split_bytes(plan.own_rows, split.degree, plan.config, pass_name)
         for group in split.groups:
             # a rank sends each other member of its group as much
             moved[np.ix_(group, group)] += per_rank / (split.degree - 1)

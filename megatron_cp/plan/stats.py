@@ -34,7 +34,7 @@ def traffic(plan: PlanData, pass_name: PassName) -> FloatArray:
 def _head_split_traffic(plan: PlanData, pass_name: PassName) -> FloatArray:
     split = plan.get_pass(pass_name).head_split
     assert split is not None
-    elements = exchange_elements(plan.config, pass_name, split.degree)
+    elements = exchange_elements(plan.config, pass_name, split.degree, plan.own_rows)
     moved = np.zeros((plan.cp_size, plan.cp_size))
     for group in split.groups:
         moved[np.ix_(group, group)] = elements / split.degree
@@ -60,7 +60,7 @@ def pass_stats(plan: PlanData, pass_name: PassName) -> dict[str, float]:
     moved = traffic(plan, pass_name)
     loads = stage_areas(plan, pass_name).sum(axis=0)
     stages, split = plan.get_pass(pass_name).stages, plan.get_pass(pass_name).head_split
-    own, config = plan.tokens_per_rank, plan.config
+    own, config = plan.own_rows, plan.config
     peaks = peak_bytes(plan, pass_name)
     bound = time_bound(plan.mask, plan.cp_size, config, pass_name, own)
     sent = np.zeros(plan.cp_size, dtype=np.int64)

@@ -8,25 +8,25 @@ from megatron_cp.plan.schema import DST, SIDES, SRC, START, Hop, Pass, PlanData,
 
 def validate(plan: PlanData) -> None:
     """Raises ValueError naming the first fault of a plan."""
-    ids = plan.global_from_local.reshape(-1)
-    seen = np.zeros(ids.size, dtype=bool)
-    if ids.size and ids.min() >= 0 and ids.max() < ids.size:
-        seen[ids] = True
-    if not seen.all() or ids.size < plan.num_tokens:
-        raise ValueError(
-            f"global_from_local of planner {plan.planner!r} must hold every token id 0..P*T-1 exactly "
-            f"once and at least {plan.num_tokens} of them; fix the placement"
-        )
+    for side in SIDES:
+        ids, least = plan.tokens_of(side).reshape(-1), plan.length_of(side)
+        seen = np.zeros(ids.size, dtype=bool)
+        if ids.size and ids.min() >= 0 and ids.max() < ids.size:
+            seen[ids] = True
+        if not seen.all() or ids.size < least or len(plan.tokens_of(side)) != plan.cp_size:
+            raise ValueError(
+                f"tokens of side {side!r} of planner {plan.planner!r} must hold every token id 0..P*T-1 exactly "
+                f"once and at least {least} of them; fix the placement"
+            )
     _validate_pass(plan, plan.forward, f"{plan.planner} forward")
     if plan.backward is not plan.forward:
         _validate_pass(plan, plan.backward, f"{plan.planner} backward")
 
 
 def _validate_pass(plan: PlanData, pass_: Pass, where: str) -> None:
-    own_rows, degree = plan.tokens_per_rank, 1
+    degree = 1
     if pass_.head_split is not None:
         degree = pass_.head_split.degree
-        own_rows *= degree
         members = sorted(rank for group in pass_.head_split.groups for rank in group)
         ascending = all(list(group) == sorted(group) for group in pass_.head_split.groups)
         equal = {len(group) for group in pass_.head_split.groups} == {degree}
@@ -39,11 +39,12 @@ def _validate_pass(plan: PlanData, pass_: Pass, where: str) -> None:
         raise ValueError(
             f"{where}: the first stage has no stage before it whose rows it could keep"
         )
-    own = np.full(plan.cp_size, own_rows, dtype=np.int64)
+    own_rows = plan.own_rows.times(degree)
+    own = {side: np.full(plan.cp_size, own_rows.of(side)) for side in SIDES}
     held: dict[Side, IntArray] = {}
     for index, stage in enumerate(pass_.stages):
         for side in SIDES:
-            before, cast = held[side] if stage.keeps(side) else own, stage.cast(side)
+            before, cast = held[side] if stage.keeps(side) else own[side], stage.cast(side)
             _validate_transfer(cast, before, f"{where} stage {index}")
             held[side] = before if cast is None else cast.rows_held(before)
         rows = [held[side].tolist() for side in SIDES]

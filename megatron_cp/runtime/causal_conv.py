@@ -56,7 +56,7 @@ def cp_causal_conv1d(
         ValueError, TypeError: wrong input, before any collective.
         PlanMismatchError: on every rank, when the ranks' plans or calls differ.
     """
-    lengths = check_document_lengths(document_lengths, plan.num_tokens)
+    lengths = check_document_lengths(document_lengths, plan)
     _check(x, weight, bias, activation, plan.tokens_per_rank)
     call = f"causal conv1d {describe_call((x, weight, bias), lengths)} {activation}"
     session = open_session(plan, group, x.device, call)

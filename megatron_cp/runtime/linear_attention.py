@@ -59,7 +59,7 @@ def cp_linear_attention(  # noqa: PLR0913  the public signature
         ValueError, TypeError: wrong input, before any collective.
         PlanMismatchError: on every rank, when the ranks' plans or calls differ.
     """
-    lengths = check_document_lengths(document_lengths, plan.num_tokens)
+    lengths = check_document_lengths(document_lengths, plan)
     _check_rows(q, k, v, plan.tokens_per_rank)
     _check_gates(k, g, beta)
     check_tensors({"q": q, "k": k, "v": v, "g": g, "beta": beta}, q.device)

@@ -24,7 +24,7 @@ from megatron_cp.errors import PlanMismatchError
 from megatron_cp.mask import AttentionMask
 from megatron_cp.plan import AttentionPlan
 from megatron_cp.plan.hardware.makespan import transfer_shares
-from megatron_cp.plan.schema import SIDES, Hop, Pass, PassName, Side, Transfer
+from megatron_cp.plan.schema import SIDES, Hop, OwnRows, Pass, PassName, Side, Transfer
 
 Rows = tuple[Tensor, ...]
 
@@ -92,7 +92,6 @@ class Session:
     backward: RankPass
     group: dist.ProcessGroup | None
     """Over which rows travel."""
-    tokens_per_rank: int
 
 
 _sessions: OrderedDict[tuple[str, str, int, str], Session] = OrderedDict()
@@ -176,34 +175,35 @@ def _compile(
     group = None if group is None else transfer_group(group)
     passes = tuple(_compile_pass(plan, name, rank, group) for name in ("forward", "backward"))
     forward, backward = upload(passes, device)
-    return Session(forward, backward, group, plan.tokens_per_rank)
+    return Session(forward, backward, group)
 
 
 def _compile_pass(
     plan: AttentionPlan, name: PassName, rank: int, group: dist.ProcessGroup | None
 ) -> RankPass:
     pass_: Pass = plan.get_pass(name)
-    own_rows, exchange = plan.tokens_per_rank, None
+    exchange = None
     if pass_.head_split is not None and pass_.head_split.degree > 1:
         assert group is not None
         exchange = HeadExchange.compile(pass_.head_split, rank, plan.cp_size, group)
-        own_rows *= pass_.head_split.degree
+    own = plan.own_rows.times(pass_.head_degree)
     shares = transfer_shares(plan, name, rank)
     stages = []
     for index, stage in enumerate(pass_.stages):
         query, key = (
-            _compile_side(pass_, index, side, (rank, plan.cp_size, own_rows)) for side in SIDES
+            _compile_side(pass_, index, side, (rank, plan.cp_size, own.of(side)))
+            for side in SIDES
         )
-        quadrants = _cut_into_quadrants(stage.work[rank], own_rows)
+        quadrants = _cut_into_quadrants(stage.work[rank], own)
         stages.append(RankStage(quadrants, query, key, shares[index]))
     return RankPass(tuple(stages), exchange)
 
 
-def _cut_into_quadrants(work: AttentionMask, own_rows: int) -> tuple[Quadrant, ...]:
+def _cut_into_quadrants(work: AttentionMask, own: OwnRows) -> tuple[Quadrant, ...]:
     """Returns the quadrants that hold pairs, own rows before received ones."""
     spans: dict[Source, dict[Side, tuple[int, int]]] = {
-        "own": {"q": (0, own_rows), "k": (0, own_rows)},
-        "received": {"q": (own_rows, work.num_queries), "k": (own_rows, work.num_keys)},
+        "own": {"q": (0, own.q), "k": (0, own.k)},
+        "received": {"q": (own.q, work.num_queries), "k": (own.k, work.num_keys)},
     }
     quadrants = [
         Quadrant(work.crop(q=spans[query]["q"], k=spans[key]["k"]), query, key)

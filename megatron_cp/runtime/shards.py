@@ -1,6 +1,7 @@
 """Tokens between their global order and the ranks: dispatch, undispatch, roll, positions.
 
-Rows of padding at the tail of the pack are zero after `dispatch` and dropped by `undispatch`.
+Rows of padding at the tail of the pack are zero after `dispatch` and dropped by `undispatch`. In cross attention queries
+and keys are other tokens, which lie elsewhere: there `side` has to say which are meant, "q" or "k".
 """
 
 from typing import Any
@@ -13,25 +14,52 @@ from torch import Tensor
 from megatron_cp.comm.all_to_all import start_all_to_all
 from megatron_cp.comm.upload import copy_to, upload
 from megatron_cp.plan import AttentionPlan
+from megatron_cp.plan.schema import SIDES, Side
 from megatron_cp.runtime.session import open_session
 
 
-def local_indices(plan: AttentionPlan, rank: int, device: torch.device | None = None) -> Tensor:
+def local_indices(
+    plan: AttentionPlan, rank: int, device: torch.device | None = None, side: Side | None = None
+) -> Tensor:
     """Returns the global token index of each row of `rank`: int64 `[T]`; ids >= num_tokens are padding."""
-    return copy_to(
-        torch.from_numpy(plan.global_from_local[rank].copy()), torch.device(device or "cpu")
-    )
+    ids = plan.tokens_of(checked_side(plan, side))[rank]
+    return copy_to(torch.from_numpy(ids.copy()), torch.device(device or "cpu"))
 
 
-def position_ids(plan: AttentionPlan, rank: int, relative: bool = False) -> Tensor:
+def checked_side(plan: AttentionPlan, side: Side | None) -> Side:
+    """Returns the side that is meant; where both are the same tokens it need not be said.
+
+    Raises ValueError for another word, and for a plan of cross attention if none is given.
+    """
+    if side not in (None, *SIDES):
+        raise ValueError(f"side={side!r} must be 'q' or 'k'; say which tokens are meant")
+    if side is None and plan.key_tokens is not None:
+        raise ValueError(
+            "the plan is one of cross attention, whose queries and keys are different tokens on different ranks; "
+            "say side='q' or side='k'"
+        )
+    return side or "q"
+
+
+def position_ids(
+    plan: AttentionPlan, rank: int, relative: bool = False, side: Side | None = None
+) -> Tensor:
     """Returns the position of each row of `rank`: int64 `[T]`, the RoPE positions to use.
 
     `relative=False`: the global token index (padding counts on). `relative=True`: the index inside the
     row's document, where documents are the connected blocks of the mask; padding rows get 0.
+
+    Raises ValueError as `checked_side`, and for relative positions in cross attention, whose mask does not say where
+    the documents of either side begin.
     """
-    ids = plan.global_from_local[rank]
+    ids = plan.tokens_of(checked_side(plan, side))[rank]
     if not relative:
         return torch.from_numpy(ids.copy())
+    if plan.key_tokens is not None:
+        raise ValueError(
+            "relative=True needs documents, which the mask of cross attention does not name; take the positions of "
+            "the self-attention plan that these tokens have, or count from document starts of your own"
+        )
     starts = document_starts(plan)
     real = ids < plan.num_tokens
     positions = np.zeros_like(ids)
@@ -53,21 +81,30 @@ def document_starts(plan: AttentionPlan) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 
 def dispatch(
-    x: Tensor, plan: AttentionPlan, group: dist.ProcessGroup | None, dim: int = 0
+    x: Tensor,
+    plan: AttentionPlan,
+    group: dist.ProcessGroup | None,
+    dim: int = 0,
+    side: Side | None = None,
 ) -> Tensor:
     """Returns this rank's rows of the whole `x`, which every rank holds: `[..., T, ...]` along `dim`.
 
     Differentiable: the gradient is gathered from all ranks, so every rank gets the whole of it. Collective
     in backward, and in forward for the first use of a plan.
     """
-    _check_length(x, plan.num_tokens, dim, "x")
+    side = checked_side(plan, side)
+    _check_length(x, plan.length_of(side), dim, "x")
     open_session(plan, group, x.device)
-    local: Tensor = _Dispatch.apply(x.movedim(dim, 0), plan, group)
+    local: Tensor = _Dispatch.apply(x.movedim(dim, 0), plan, group, side)
     return local.movedim(0, dim)
 
 
 def undispatch(
-    x_local: Tensor, plan: AttentionPlan, group: dist.ProcessGroup | None, dim: int = 0
+    x_local: Tensor,
+    plan: AttentionPlan,
+    group: dist.ProcessGroup | None,
+    dim: int = 0,
+    side: Side | None = None,
 ) -> Tensor:
     """Returns the whole tensor in global order on every rank, `[..., num_tokens, ...]` along `dim`.
 
@@ -75,9 +112,10 @@ def undispatch(
     rows of *its* copy, as if the whole had been computed once; use the same loss on every rank.
     Collective: every rank of the group calls it.
     """
-    _check_length(x_local, plan.tokens_per_rank, dim, "x_local")
+    side = checked_side(plan, side)
+    _check_length(x_local, plan.own_rows.of(side), dim, "x_local")
     open_session(plan, group, x_local.device)
-    whole: Tensor = _Undispatch.apply(x_local.movedim(dim, 0), plan, group)
+    whole: Tensor = _Undispatch.apply(x_local.movedim(dim, 0), plan, group, side)
     return whole.movedim(0, dim)
 
 
@@ -91,8 +129,10 @@ def roll(
     """Returns `torch.roll` by the *global* order of tokens, on this rank's rows.
 
     Row of token i gets the value of token i - shifts (modulo num_tokens); padding rows stay as they are.
-    Not differentiable (labels, masks and ids are rolled). Collective; only rows that cross ranks move.
+    Not differentiable (labels, masks and ids are rolled). Collective; only rows that cross ranks move. The plan is
+    that of the tokens' self attention.
     """
+    checked_side(plan, None)
     _check_length(x_local, plan.tokens_per_rank, dim, "x_local")
     open_session(plan, group, x_local.device)
     rows = x_local.detach().movedim(dim, 0)
@@ -126,14 +166,14 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, plan: AttentionPlan, group: dist.ProcessGroup | None
+        ctx: Any, x: Tensor, plan: AttentionPlan, group: dist.ProcessGroup | None, side: Side
     ) -> Tensor:
-        ctx.plan, ctx.group = plan, group
-        return _take_rows(x, plan, 0 if group is None else dist.get_rank(group))
+        ctx.given = plan, group, side
+        return _take_rows(x, plan, group, side)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _gather_rows(grad, ctx.plan, ctx.group), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _gather_rows(grad, *ctx.given), None, None, None
 
 
 class _Undispatch(torch.autograd.Function):
@@ -141,20 +181,21 @@ class _Undispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, plan: AttentionPlan, group: dist.ProcessGroup | None
+        ctx: Any, x: Tensor, plan: AttentionPlan, group: dist.ProcessGroup | None, side: Side
     ) -> Tensor:
-        ctx.plan, ctx.group = plan, group
-        return _gather_rows(x, plan, group)
+        ctx.given = plan, group, side
+        return _gather_rows(x, plan, group, side)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        rank = 0 if ctx.group is None else dist.get_rank(ctx.group)
-        return _take_rows(grad, ctx.plan, rank), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _take_rows(grad, *ctx.given), None, None, None
 
 
-def _take_rows(x: Tensor, plan: AttentionPlan, rank: int) -> Tensor:
-    ids = plan.global_from_local[rank]
-    is_real = ids < plan.num_tokens
+def _take_rows(
+    x: Tensor, plan: AttentionPlan, group: dist.ProcessGroup | None, side: Side
+) -> Tensor:
+    ids = plan.tokens_of(side)[0 if group is None else dist.get_rank(group)]
+    is_real = ids < plan.length_of(side)
     rows = x.new_zeros((len(ids), *x.shape[1:]))
     places, tokens = upload(
         (torch.from_numpy(np.flatnonzero(is_real)), torch.from_numpy(ids[is_real])), x.device
@@ -163,17 +204,20 @@ def _take_rows(x: Tensor, plan: AttentionPlan, rank: int) -> Tensor:
     return rows
 
 
-def _gather_rows(x: Tensor, plan: AttentionPlan, group: dist.ProcessGroup | None) -> Tensor:
+def _gather_rows(
+    x: Tensor, plan: AttentionPlan, group: dist.ProcessGroup | None, side: Side
+) -> Tensor:
     x = x.contiguous()
     parts = [x]
     if group is not None and plan.cp_size > 1:
         parts = [torch.empty_like(x) for _ in range(plan.cp_size)]
         dist.all_gather(parts, x, group=group)
-    whole = x.new_empty((plan.global_from_local.size, *x.shape[1:]))
-    places = upload(tuple(torch.from_numpy(ids.copy()) for ids in plan.global_from_local), x.device)
+    tokens = plan.tokens_of(side)
+    whole = x.new_empty((tokens.size, *x.shape[1:]))
+    places = upload(tuple(torch.from_numpy(ids.copy()) for ids in tokens), x.device)
     for rows, part in zip(places, parts, strict=True):
         whole[rows] = part
-    return whole[: plan.num_tokens]
+    return whole[: plan.length_of(side)]
 
 
 def _check_length(x: Tensor, expected: int, dim: int, name: str) -> None:

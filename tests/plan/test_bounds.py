@@ -11,6 +11,7 @@ from megatron_cp import mask as masks
 from megatron_cp.config import CPConfig, Topology
 from megatron_cp.plan import PLANNERS, make_plan
 from megatron_cp.plan.bounds.bounds import bound_report, mask_extent, time_bound, volume_bound
+from megatron_cp.plan.schema import OwnRows
 from megatron_cp.plan.study.simulate import simulate_pass
 from tests.plan.cases import HEADS, config, packed
 from tests.runtime.handmade import random_plan
@@ -183,12 +184,12 @@ def test_the_volume_bound_is_below_every_way_to_compute_four_tokens_on_two_ranks
     query, key = row_costs(64, heads[1] / heads[0])
     for size, least in cheapest_by_area(FOUR[name], query, key).items():
         areas = np.array([size, FOUR[name].sum() - size])
-        found = volume_bound(areas, 2, options, "forward", mask)
+        found = volume_bound(areas, OwnRows.of_tokens(2), options, "forward", mask)
         # two ranks of two rows each: mean over ranks, in units of two rows
         assert found <= least / 2 / 2 + 1e-12
     if name == "full" and heads == (4, 1):  # reached: each rank takes all keys for its two queries
         least = cheapest_by_area(FOUR[name], query, key)[8]
-        found = volume_bound(np.array([8, 8]), 2, options, "forward", mask)
+        found = volume_bound(np.array([8, 8]), OwnRows.of_tokens(2), options, "forward", mask)
         assert found == pytest.approx(least / 2 / 2) == pytest.approx(key)
 
 
@@ -219,4 +220,4 @@ def test_local_pairs_are_at_least_those_of_any_set_of_tokens(case, data):
         ),
         default=0,
     )
-    assert mask_extent(mask).local_pairs(own) >= most
+    assert mask_extent(mask).local_pairs(OwnRows.of_tokens(own)) >= most

@@ -18,6 +18,7 @@ from megatron_cp.config import CPConfig
 from megatron_cp.plan.bounds.bounds import RowCost, least_cost, mask_extent, volume_bound
 from megatron_cp.plan.compute.bisection import Weights, assign
 from megatron_cp.plan.placement.placement import contiguous
+from megatron_cp.plan.schema import OwnRows
 from megatron_cp.plan.transfer.pass_builder import PlacedMask
 
 cp_model = pytest.importorskip(
@@ -126,9 +127,9 @@ def test_no_bound_exceeds_the_proven_optimum_of_equal_areas(name):
     fewest, least_full = optimum(name, "sum"), optimum(name, "max")
     assert least_full <= fewest <= cp_size * least_full
     unit = own * 64  # one rank's query rows
-    bound = volume_bound(np.array(loads), own, CONFIG, "forward", mask)
+    bound = volume_bound(np.array(loads), OwnRows.of_tokens(own), CONFIG, "forward", mask)
     assert bound * unit * cp_size <= fewest * (1 + 1e-9)
-    one = least_cost(max(loads), own, RowCost(QUERY, KEY), mask_extent(mask))
+    one = least_cost(max(loads), OwnRows.of_tokens(own), RowCost(QUERY, KEY), mask_extent(mask))
     assert one <= least_full * (1 + 1e-9)
 
 

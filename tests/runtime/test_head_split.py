@@ -10,6 +10,7 @@ import torch.distributed as dist
 import megatron_cp as mcp
 from megatron_cp.plan import make_plan
 from megatron_cp.plan.hardware.rows import head_split_bytes
+from megatron_cp.plan.schema import OwnRows
 from tests.ranks import run_on_ranks
 from tests.runtime.cases import local_rows, mask_cases, tensors
 from tests.runtime.handmade import random_plan
@@ -128,5 +129,5 @@ def test_a_head_split_costs_two_messages_a_pass_and_the_elements_that_the_planne
             for sent, size in zip(count, sizes, strict=True):
                 assert rows * size <= sent <= rows * size + padding
             counted = sum(sizes) * rows * (cp_size - 1) / cp_size  # a rank's own part stays
-            predicted = head_split_bytes(rows, cp_size, config, name)
+            predicted = head_split_bytes(OwnRows.of_tokens(rows), cp_size, config, name)
             assert counted == pytest.approx(predicted, rel=1e-12)

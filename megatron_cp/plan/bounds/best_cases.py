@@ -17,7 +17,7 @@ from megatron_cp.plan.hardware.rows import head_split_bytes, row_size
 from megatron_cp.plan.hardware.speeds import rank_speeds, total_speed
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.placement.placement import tokens_per_rank
-from megatron_cp.plan.schema import FloatArray, PassName
+from megatron_cp.plan.schema import FloatArray, OwnRows, PassName
 from megatron_cp.plan.schemes.documents import local_intra_inter
 from megatron_cp.plan.schemes.layout import ranks_per_node
 from megatron_cp.plan.transfer.pass_builder import PlacedMask
@@ -100,7 +100,7 @@ def _usp(mask: AttentionMask, cp_size: int, config: CPConfig, pass_name: PassNam
     for degree in head_degrees(cp_size, config):
         is_inside = degree <= topology.node_size
         gbytes = topology.inner_gbytes_per_s if is_inside else topology.outer_gbytes_per_s
-        exchange = head_split_bytes(rows, degree, config, pass_name) / (gbytes * 1e9)
+        exchange = head_split_bytes(OwnRows.of_tokens(rows), degree, config, pass_name) / (gbytes * 1e9)
         key, query = (row_size(config, pass_name, side, degree) for side in ("k", "q"))
         size = min(key.there + key.back, query.there + query.back) if key.back else key.there
         inside = max(1, topology.node_size // degree)  # steps that may stay in the node

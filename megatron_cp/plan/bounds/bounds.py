@@ -33,7 +33,7 @@ from megatron_cp.plan.hardware.rows import exchange_elements, head_split_bytes, 
 from megatron_cp.plan.hardware.speeds import rank_speeds
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.placement.placement import tokens_per_rank
-from megatron_cp.plan.schema import FloatArray, PassName
+from megatron_cp.plan.schema import FloatArray, OwnRows, PassName
 from megatron_cp.plan.transfer.head_split import fits_heads
 
 BISECTIONS = 50
@@ -51,14 +51,14 @@ class MaskExtent:
     is_one_sided: bool
     """Whether no two different tokens see each other both ways (k <= q everywhere, or k >= q)."""
 
-    def local_pairs(self, own: float) -> float:
-        """Returns the most pairs that any `own` tokens can have among themselves."""
-        degree = min(self.row_degree, self.key_degree)
-        if not self.is_one_sided:
-            return own * min(own, degree)
+    def local_pairs(self, own: OwnRows) -> float:
+        """Returns the most pairs that so many queries and keys can have among themselves."""
+        if not (self.is_one_sided and own.are_same):
+            return min(own.q * min(own.k, self.row_degree), own.k * min(own.q, self.key_degree))
         # the m-th of them sees at most m of them, and never more than the degree
-        rising = min(own, degree)
-        return rising * (rising + 1) / 2 + (own - rising) * degree
+        degree = min(self.row_degree, self.key_degree)
+        rising = min(own.q, degree)
+        return rising * (rising + 1) / 2 + (own.q - rising) * degree
 
 
 @dataclass(frozen=True)
@@ -137,31 +137,32 @@ def _largest_degree(rows: IntArray) -> int:
 # ---------------------------------------------------------------------- one rank, or one node
 
 
-def least_cost(area: float, own: float, cost: RowCost, extent: MaskExtent) -> float:
+def least_cost(area: float, own: OwnRows, cost: RowCost, extent: MaskExtent) -> float:
     """Returns the least that foreign rows cost a rank that owns `own` rows and computes `area` pairs."""
     return max(_rectangle_cost(area, own, cost, extent), _must_move(area, own, cost, extent))
 
 
-def _rectangle_cost(area: float, own: float, cost: RowCost, extent: MaskExtent) -> float:
+def _rectangle_cost(area: float, own: OwnRows, cost: RowCost, extent: MaskExtent) -> float:
     local = extent.local_pairs(own)
     if area <= local:
         return 0.0
-    whole = (
-        area - local + own * own
-    )  # pairs of the rectangle, those that own rows cannot have included
-    rows = own if cost.query == 0 else math.sqrt(cost.key * whole / cost.query)
-    rows = min(max(rows, own), whole / own)
-    return cost.query * (rows - own) + cost.key * (whole / rows - own)
+    # Pairs of the rectangle, those that own rows cannot have included.
+    whole = area - local + own.q * own.k
+    rows = own.q if cost.query == 0 else math.sqrt(cost.key * whole / cost.query)
+    rows = min(max(rows, own.q), whole / own.k)
+    return cost.query * (rows - own.q) + cost.key * (whole / rows - own.k)
 
 
-def _must_move(area: float, own: float, cost: RowCost, extent: MaskExtent) -> float:
+def _must_move(area: float, own: OwnRows, cost: RowCost, extent: MaskExtent) -> float:
     foreign = area - extent.local_pairs(own)
     if foreign <= 0:
         return 0.0
     return foreign * min(cost.query / extent.row_degree, cost.key / extent.key_degree)
 
 
-def _even_cost(mean: float, most: float, own: float, cost: RowCost, extent: MaskExtent) -> float:
+def _even_cost(
+    mean: float, most: float, own: OwnRows, cost: RowCost, extent: MaskExtent
+) -> float:
     """Returns the least mean cost when areas may be uneven: mean `mean`, none above `most`.
 
     Rectangles cost nothing up to the local pairs and then grow ever more slowly, so the worst that
@@ -179,18 +180,18 @@ def _even_cost(mean: float, most: float, own: float, cost: RowCost, extent: Mask
 
 
 def volume_bound(
-    areas: FloatArray, own: int, config: CPConfig, pass_name: PassName, mask: AttentionMask,
+    areas: FloatArray, own: OwnRows, config: CPConfig, pass_name: PassName, mask: AttentionMask,
     head_degree: int = 1,
 ) -> float:  # fmt: skip
     """Returns the least mean inbound volume of ranks that compute `areas` (all heads), in units.
 
-    Unit: one rank's query rows (`own` x query heads x head dim elements), as `PlanData.stats` counts.
-    Holds for every plan of this head degree with these areas and `own` tokens per rank.
+    Unit: one rank's query rows (`own.q` x query heads x head dim elements), as `PlanData.stats` counts.
+    Holds for every plan of this head degree with these areas and `own` rows per rank.
     """
     extent, cost = mask_extent(mask), _unit_cost(config, pass_name, head_degree)
     pairs = np.asarray(areas, dtype=np.float64) * head_degree
-    moved = [least_cost(float(area), own * head_degree, cost, extent) for area in pairs]
-    return float(np.mean(moved)) / own + _exchange_units(config, pass_name, head_degree)
+    moved = [least_cost(float(area), own.times(head_degree), cost, extent) for area in pairs]
+    return float(np.mean(moved)) / own.q + _exchange_units(config, pass_name, head_degree, own)
 
 
 def time_bound(
@@ -198,10 +199,10 @@ def time_bound(
     cp_size: int,
     config: CPConfig,
     pass_name: PassName,
-    own: int | None = None,
+    own: OwnRows | None = None,
 ) -> Bound:
-    """Returns the bounds of one pass of one layer; `own`: tokens per rank, by default the fewest."""
-    own = own or tokens_per_rank(mask.num_queries, cp_size, config)
+    """Returns the bounds of one pass of one layer; `own`: rows per rank, by default the fewest of the same tokens."""
+    own = own or OwnRows.of_tokens(tokens_per_rank(mask.num_queries, cp_size, config))
     even = np.full(1, mask.area() / cp_size)
     units = {
         degree: volume_bound(even, own, config, pass_name, mask, degree)
@@ -222,7 +223,7 @@ def time_bound(
 
 
 def best_degree(
-    extent: MaskExtent, cp_size: int, own: int, config: CPConfig, pass_name: PassName
+    extent: MaskExtent, cp_size: int, own: OwnRows, config: CPConfig, pass_name: PassName
 ) -> tuple[float, float, float, int]:
     """Returns (bound, volume, critical path) in seconds at the head degree where the bound is smallest, and it.
 
@@ -266,7 +267,7 @@ class _Level:
 
     mean: float
     """Pairs of a unit on average."""
-    own: float
+    own: OwnRows
     """Rows that a unit owns."""
     pair_seconds: float
     """Seconds that the fastest unit takes for a pair."""
@@ -286,7 +287,7 @@ class _Level:
 def _seconds_of_degree(
     extent: MaskExtent,
     cp_size: int,
-    own: int,
+    own: OwnRows,
     config: CPConfig,
     pass_name: PassName,
     degree: int,
@@ -298,7 +299,7 @@ def _seconds_of_degree(
     there, both = _byte_cost(config, pass_name, degree)
     has_nodes = cp_size > topology.node_size
     gbytes = topology.inner_gbytes_per_s + (topology.outer_gbytes_per_s if has_nodes else 0.0)
-    ranks = _Level(extent.area * degree / cp_size, own * degree, pair, 1e-9 / gbytes)
+    ranks = _Level(extent.area * degree / cp_size, own.times(degree), pair, 1e-9 / gbytes)
     foreign = ranks.mean - extent.local_pairs(ranks.own)
     critical = topology.latency_us * 1e-6 + foreign * pair if foreign > 0 else 0.0
     exchange = head_split_bytes(own, degree, config, pass_name) * 1e-9
@@ -325,7 +326,7 @@ def _seconds_of_degree(
     if degree > topology.node_size:
         return
     wider = [
-        _Level(extent.area / count, own * size, pair * degree / size, 1e-9 / rate)
+        _Level(extent.area / count, own.times(size), pair * degree / size, 1e-9 / rate)
         for count, size, rate in _whole_levels(topology, cp_size, degree)
     ]
     yield bound([ranks, *wider], topology.inner_gbytes_per_s)
@@ -377,5 +378,5 @@ def _unit_cost(config: CPConfig, pass_name: PassName, degree: int) -> RowCost:
     return RowCost(query.units_there + query.units_back, key.units_there + key.units_back)
 
 
-def _exchange_units(config: CPConfig, pass_name: PassName, degree: int) -> float:
-    return exchange_elements(config, pass_name, degree) * (degree - 1) / degree
+def _exchange_units(config: CPConfig, pass_name: PassName, degree: int, own: OwnRows) -> float:
+    return exchange_elements(config, pass_name, degree, own) * (degree - 1) / degree

@@ -26,6 +26,7 @@ from megatron_cp.plan.schema import (
     BoolArray,
     FloatArray,
     HeadSplit,
+    OwnRows,
     PassName,
     Side,
 )
@@ -172,12 +173,12 @@ def pass_seconds(
 
 
 def head_split_seconds(
-    split: HeadSplit | None, tokens_per_rank: int, config: CPConfig, pass_name: PassName
+    split: HeadSplit | None, own: OwnRows, config: CPConfig, pass_name: PassName
 ) -> float:
     """Returns the exposed time of exchanging tokens against heads and back."""
     if split is None or split.degree == 1:
         return 0.0
-    sent = head_split_bytes(tokens_per_rank, split.degree, config, pass_name)
+    sent = head_split_bytes(own, split.degree, config, pass_name)
     gbytes, latency = Links.of(get_topology(config.topology)).exchange(split.groups)
     return sent / (gbytes * 1e9) + 2 * latency
 

@@ -112,7 +112,7 @@ def makespan_seconds(
     pass_ = plan.get_pass(pass_name)
     loads = _loads(plan, pass_name, weighted_areas(plan, pass_name))
     loads = replace(loads, gradient_bytes=gradient_bytes)
-    exposed = head_split_seconds(pass_.head_split, plan.tokens_per_rank, plan.config, pass_name)
+    exposed = head_split_seconds(pass_.head_split, plan.own_rows, plan.config, pass_name)
     return pass_seconds(loads, plan.config, pass_name, pass_.head_degree) + exposed
 
 

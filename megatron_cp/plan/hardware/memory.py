@@ -96,6 +96,8 @@ class _Memory:
 class _Side:
     """Queries, or keys and values, of a pass: rows and results held."""
 
+    own: int
+    """Rows of this rank inside the pass."""
     there: int
     """Bytes of a row."""
     result: int
@@ -110,11 +112,14 @@ class _Side:
 
 def _count(plan: PlanData, pass_name: PassName) -> _Memory:
     pass_, ranks = plan.get_pass(pass_name), plan.cp_size
-    memory, own_rows = _Memory(ranks), plan.tokens_per_rank * pass_.head_degree
+    memory, own = _Memory(ranks), plan.own_rows.times(pass_.head_degree)
     none = np.zeros(ranks)
-    sides = {side: _Side(*_row_bytes(plan, pass_name, side), *(none,) * 4) for side in SIDES}
+    sides = {
+        side: _Side(own.of(side), *_row_bytes(plan, pass_name, side), *(none,) * 4)
+        for side in SIDES
+    }
     if pass_.head_degree > 1:
-        enters = own_rows * sum(one.there for one in sides.values())
+        enters = sum(one.own * one.there for one in sides.values())
         memory.take(enters, received=True)
         memory.pass_through(enters)
     sent = _start(plan, pass_name, 0, sides, memory)
@@ -125,7 +130,7 @@ def _count(plan: PlanData, pass_name: PassName) -> _Memory:
         for side, one in sides.items():
             _arrive(plan, pass_name, index, side, one, memory)
         sent = _start(plan, pass_name, index + 1, sides, memory)
-        _compute(plan, pass_name, index, sides, memory, own_rows)
+        _compute(plan, pass_name, index, sides, memory)
         home = [_go_home(plan, pass_name, index, side, one, memory) for side, one in sides.items()]
         memory.take(-travelling)
         memory.take(-returned, received=True)
@@ -133,7 +138,7 @@ def _count(plan: PlanData, pass_name: PassName) -> _Memory:
         returned = sum((back for _, back in home), none)
     memory.take(-travelling)
     memory.take(-returned, received=True)
-    _leave(plan, pass_name, own_rows, sides, memory)
+    _leave(plan, pass_name, sides, memory)
     return memory
 
 
@@ -172,16 +177,16 @@ def _arrive(
 
 
 def _compute(
-    plan: PlanData, pass_name: PassName, index: int, sides: dict[Side, _Side], memory: _Memory,
-    own_rows: int,
-) -> None:  # fmt: skip
+    plan: PlanData, pass_name: PassName, index: int, sides: dict[Side, _Side], memory: _Memory
+) -> None:
     """Books the results of a stage: own or received queries with own or received keys, in the runtime's order."""
     works = plan.get_pass(pass_name).stages[index].work
-    exists = np.array([_quadrants(work.array, own_rows) for work in works])
+    own = {side: one.own for side, one in sides.items()}
+    exists = np.array([_quadrants(work.array, own) for work in works])
     for quadrant, (of_received_q, of_received_k) in enumerate(np.ndindex(2, 2)):
         is_there = exists[:, quadrant]
         for one, is_received in ((sides["q"], of_received_q), (sides["k"], of_received_k)):
-            rows = one.rows if is_received else np.full(plan.cp_size, float(own_rows))
+            rows = one.rows if is_received else np.full(plan.cp_size, float(one.own))
             size = is_there * rows * one.result
             held = one.received_result if is_received else one.own_result
             _take_result(one, size, memory, is_received=bool(is_received))
@@ -191,10 +196,10 @@ def _compute(
                 memory.pass_through(np.where(size == held, size, 0.0))
 
 
-def _quadrants(rows: np.ndarray, own_rows: int) -> list[bool]:
+def _quadrants(rows: IntArray, own: dict[Side, int]) -> list[bool]:
     """Returns whether there are pairs of own or received queries with own or received keys, own ones first."""
-    of_q = (rows[:, Q_START] < own_rows, rows[:, Q_END] > own_rows)
-    of_k = (rows[:, K_START] < own_rows, rows[:, K_END] > own_rows)
+    of_q = (rows[:, Q_START] < own["q"], rows[:, Q_END] > own["q"])
+    of_k = (rows[:, K_START] < own["k"], rows[:, K_END] > own["k"])
     return [bool((query & key).any()) for query in of_q for key in of_k]
 
 
@@ -219,8 +224,7 @@ def _go_home(
     casts = [pass_.stages[i].cast(side) for i in pass_.chain(index, side)]
     if not one.result or not pass_.ends_chain(index, side) or not any(casts):
         return none, none
-    own = plan.tokens_per_rank * pass_.head_degree * float(one.result)
-    _take_result(one, none + own, memory, is_received=False)
+    _take_result(one, none + one.own * float(one.result), memory, is_received=False)
     _take_result(one, one.rows * one.result, memory, is_received=True)
     held, one.received_result = one.received_result, none
     message = np.max([_largest_hop(cast, plan.cp_size, DST) for cast in casts], axis=0)
@@ -231,32 +235,33 @@ def _go_home(
 
 
 def _leave(
-    plan: PlanData, pass_name: PassName, own_rows: int, sides: dict[Side, _Side], memory: _Memory
+    plan: PlanData, pass_name: PassName, sides: dict[Side, _Side], memory: _Memory
 ) -> None:
     """Books this rank's results in the dtype of the inputs, after heads became tokens again."""
     config, degree = plan.config, plan.get_pass(pass_name).head_degree
     for one in sides.values():
         _take_result(
-            one, np.full(plan.cp_size, float(own_rows * one.result)), memory, is_received=False
+            one, np.full(plan.cp_size, float(one.own * one.result)), memory, is_received=False
         )
     value_dim, element = config.value_head_dim or config.head_dim, config.element_bytes
-    queries, keys = config.num_heads, config.num_kv_heads * (config.head_dim + value_dim)
+    own, heads = plan.own_rows, config.num_heads
     if pass_name == "forward":
-        outputs, scalars = queries * value_dim * element, queries * FP32_BYTES
+        queries, keys, scalars = own.q * heads * value_dim, 0, own.q * heads * FP32_BYTES
     else:
-        outputs, scalars = (queries * config.head_dim + keys) * element, 0
+        queries, scalars = own.q * heads * config.head_dim, 0
+        keys = own.k * config.num_kv_heads * (config.head_dim + value_dim)
+    outputs = (queries + keys) * element
     if degree == 1:
-        memory.take(plan.tokens_per_rank * outputs * (element != FP32_BYTES))
+        memory.take(outputs * (element != FP32_BYTES))
         return
-    message = own_rows * (outputs + scalars) / degree
-    if pass_name == "backward" and config.num_kv_heads < degree:  # copies travel in fp32
-        copied = (config.head_dim + value_dim) * FP32_BYTES
-        own_share = queries * config.head_dim * element / degree
-        message = own_rows * (own_share + copied)
-        memory.pass_through(plan.tokens_per_rank * keys * FP32_BYTES)
+    message = outputs + scalars
+    if keys and config.num_kv_heads < degree:  # copies travel in fp32
+        copied = own.k * degree * (config.head_dim + value_dim)
+        message = queries * element + copied * FP32_BYTES
+        memory.pass_through(keys * FP32_BYTES)
     memory.take(message)
     memory.take(message, received=True)
-    memory.take(plan.tokens_per_rank * (outputs + scalars))
+    memory.take(outputs + scalars)
 
 
 def _chain_rows(plan: PlanData, pass_name: PassName, index: int, side: Side) -> FloatArray:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from megatron_cp.config import CPConfig
-from megatron_cp.plan.schema import PassName, Side
+from megatron_cp.plan.schema import OwnRows, PassName, Side
 
 FP32_BYTES = 4
 
@@ -53,30 +53,32 @@ def row_size(
     )
 
 
-def exchange_elements(config: CPConfig, pass_name: PassName, degree: int) -> float:
-    """Returns what a token's rows hold in a head split of `degree`, over a whole pass, in the same unit.
+def exchange_elements(
+    config: CPConfig, pass_name: PassName, degree: int, own: OwnRows
+) -> float:
+    """Returns what a rank's rows hold in a head split of `degree`, over a whole pass, for each of its queries.
 
-    forward: q, k, v there and out back; backward: those and dout there, dq, dk, dv back.
+    In units of one query row. forward: q, k, v there and out back; backward: those and dout there, dq, dk, dv back.
     """
     value_dim = config.value_head_dim or config.head_dim
     unit = config.num_heads * config.head_dim
     keys = max(config.num_kv_heads, degree) * (config.head_dim + value_dim) / unit
+    keys *= own.k / own.q
     out = value_dim / config.head_dim
     return 1 + keys + out if pass_name == "forward" else 2 * (1 + keys) + out
 
 
-def head_split_bytes(
-    tokens_per_rank: int, degree: int, config: CPConfig, pass_name: PassName
-) -> float:
+def head_split_bytes(own: OwnRows, degree: int, config: CPConfig, pass_name: PassName) -> float:
     """Returns what each rank sends to exchange tokens against heads and back, over a whole pass.
 
     `lse` returns forward; it and `delta` go there backward, in fp32. Gradients of copied key/value heads are added
     up in fp32.
     """
     query_bytes = config.num_heads * config.head_dim * config.element_bytes
-    per_token = query_bytes * exchange_elements(config, pass_name, degree)
+    per_token = query_bytes * exchange_elements(config, pass_name, degree, own)
     per_token += FP32_BYTES * config.num_heads * (1 if pass_name == "forward" else 2)
     if pass_name == "backward" and config.num_kv_heads < degree:
         value_dim = config.value_head_dim or config.head_dim
-        per_token += degree * (config.head_dim + value_dim) * (FP32_BYTES - config.element_bytes)
-    return tokens_per_rank * per_token * (degree - 1) / degree
+        copied = degree * (config.head_dim + value_dim) * (FP32_BYTES - config.element_bytes)
+        per_token += copied * (own.k / own.q)
+    return own.q * per_token * (degree - 1) / degree

@@ -14,6 +14,7 @@ import numpy as np
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import interval
 from megatron_cp.mask.interval import IntArray
+from megatron_cp.plan.schema import OwnRows
 
 MAX_CHUNKS_PER_RANK = 32
 MIN_CHUNKS_PER_RANK = 8
@@ -161,6 +162,11 @@ class Placement:
     def own_rows(self) -> int:
         """Returns how many tokens each rank owns."""
         return interval.length(self.ids) // self.num_ranks
+
+    @property
+    def own(self) -> OwnRows:
+        """Returns how many rows of each side a rank owns."""
+        return OwnRows.of_tokens(self.own_rows)
 
     def regrouped(self, num_ranks: int) -> "Placement":
         """Returns the placement on so many ranks, each a piece of a rank here or several that follow each other."""

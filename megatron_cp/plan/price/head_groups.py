@@ -28,7 +28,16 @@ from megatron_cp.plan.hardware.rows import head_split_bytes, row_size
 from megatron_cp.plan.hardware.speeds import imbalance, rank_speeds
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.placement.placement import Placement
-from megatron_cp.plan.schema import PASSES, SIDES, FloatArray, HeadSplit, Pass, PassName, Side
+from megatron_cp.plan.schema import (
+    PASSES,
+    SIDES,
+    FloatArray,
+    HeadSplit,
+    OwnRows,
+    Pass,
+    PassName,
+    Side,
+)
 from megatron_cp.plan.transfer.head_split import split_heads
 from megatron_cp.plan.transfer.pass_builder import PlacedMask
 from megatron_cp.plan.transfer.routing import DST, ID_START, ID_STOP, SRC
@@ -88,6 +97,12 @@ class HeadGroups:
         """The speed of each head group: of its slowest rank. float64 `[P]`."""
         return rank_speeds(self.config, self.placed.num_ranks)
 
+    @functools.cached_property
+    def _own(self) -> OwnRows:
+        """The rows of one rank."""
+        own = self.placed.tokens.own
+        return own._replace(q=own.q // self.degree, k=own.k // self.degree)
+
     def weights(self, names: Iterable[PassName] = PASSES) -> Weights:
         """Returns bytes per row there and back, over these passes."""
         query, key = (
@@ -111,8 +126,7 @@ class HeadGroups:
         per_share = replace(loads, areas=loads.areas / self.degree)
         stages = stage_seconds(per_share, self.config, name, self.degree)
         split = HeadSplit((tuple(range(self.degree)),))
-        own_rows = self.placed.own_rows // self.degree
-        exchange = head_split_seconds(split, own_rows, self.config, name)
+        exchange = head_split_seconds(split, self._own, self.config, name)
         slowest: FloatArray = np.add.reduceat(stages, opens).max(axis=1)
         return slowest + exchange
 
@@ -134,8 +148,9 @@ class HeadGroups:
 
     def moved_bytes(self, rows: dict[Side, float], name: PassName) -> float:
         """Returns what all ranks send in a pass; `rows`: moved per side by all head groups together."""
-        own_rows = self.placed.own_rows // self.degree
-        moved = self.placed.num_ranks * head_split_bytes(own_rows, self.degree, self.config, name)
+        moved = self.placed.num_ranks * head_split_bytes(
+            self._own, self.degree, self.config, name
+        )
         for side in SIDES:
             size = row_size(self.config, name, side, self.degree)
             moved += rows[side] * (size.there + size.back)

@@ -200,7 +200,7 @@ class _Player:
         """Returns the whole pass."""
         plan, clock, stages = self.plan, self.clock, self.pass_.stages
         exchange = head_split_seconds(
-            self.pass_.head_split, plan.tokens_per_rank, self.config, self.pass_name
+            self.pass_.head_split, plan.own_rows, self.config, self.pass_name
         )
         areas = weighted_areas(plan, self.pass_name, clock.topology)
         seconds = compute_seconds(areas, self.config, self.pass_name)
