@@ -22,13 +22,19 @@ from megatron_cp.plan.compute.solvers.solve import check_solver
 from megatron_cp.plan.hardware.memory import received_bytes
 from megatron_cp.plan.hardware.speeds import check_rank_speeds
 from megatron_cp.plan.hardware.topology import get_topology
-from megatron_cp.plan.placement.placement import check_chunk_size
-from megatron_cp.plan.schema import PASSES, PlanData
+from megatron_cp.plan.placement.placement import Placement, check_chunk_size
+from megatron_cp.plan.placement.two_sided import KnownSides
+from megatron_cp.plan.schema import PASSES, SIDES, PlanData, Side
 from megatron_cp.plan.schemes.dcp import plan_dcp
 from megatron_cp.plan.schemes.distflashattn import plan_distflashattn
 from megatron_cp.plan.schemes.documents import plan_document_groups, plan_per_document_zigzag
 from megatron_cp.plan.schemes.double_ring import plan_double_ring
-from megatron_cp.plan.schemes.gather import one_pass_plan, plan_allgather, plan_contiguous
+from megatron_cp.plan.schemes.gather import (
+    one_pass_plan,
+    plan_allgather,
+    plan_contiguous,
+    plan_contiguous_cross,
+)
 from megatron_cp.plan.schemes.magi import plan_magi
 from megatron_cp.plan.schemes.ring import plan_ring, plan_zigzag
 from megatron_cp.plan.schemes.stripe import plan_stripe
@@ -36,6 +42,7 @@ from megatron_cp.plan.schemes.ultraattn import plan_ultraattn
 from megatron_cp.plan.schemes.ulysses import plan_ulysses
 from megatron_cp.plan.schemes.usp import plan_usp
 from megatron_cp.plan.search.choose import best_family
+from megatron_cp.plan.search.cross import best_cross
 from megatron_cp.plan.transfer.pass_builder import PlacedMask
 from megatron_cp.plan.transfer.passes import needed_keys_pass
 from megatron_cp.plan.validation import validate
@@ -46,15 +53,40 @@ MAX_RECENT = 4  # families of plans kept, for masks that come again; a plan of 1
 _recent: OrderedDict[object, dict[str, AttentionPlan]] = OrderedDict()
 
 Planner = Callable[[AttentionMask, int, CPConfig], PlanData]
+CrossPlanner = Callable[[AttentionMask, int, CPConfig, KnownSides], PlanData]
 
 
-def make_plan(mask: AttentionMask, cp_size: int, config: CPConfig | None = None) -> AttentionPlan:
+def make_plan(
+    mask: AttentionMask,
+    cp_size: int,
+    config: CPConfig | None = None,
+    *,
+    queries: AttentionPlan | None = None,
+    keys: AttentionPlan | None = None,
+) -> AttentionPlan:
     """Returns a validated plan for `mask` on `cp_size` ranks; pure, deterministic, no collective.
 
-    `mask` is square: queries and keys are the same tokens. Raises ValueError for an empty or non-square
-    mask, an unknown planner or topology, and for a wish that the chosen planner cannot serve.
+    Queries and keys of a square mask are the same tokens. A mask of another shape is one of cross attention: its keys
+    are other tokens and have a placement of their own. So is a mask with `queries` or `keys`, plans in which these
+    tokens have a placement already (of a decoder's and an encoder's self attention), which they keep.
+
+    Raises ValueError for an empty mask, an unknown planner or topology, for a wish that the chosen planner cannot
+    serve, and for `queries` or `keys` that do not fit the mask.
     """
-    return make_plans({"mask": (mask, 1)}, cp_size, config)["mask"]
+    is_mask = isinstance(mask, AttentionMask)
+    if queries is None and keys is None and not (is_mask and mask.num_queries != mask.num_keys):
+        return make_plans({"mask": (mask, 1)}, cp_size, config)["mask"]
+    started = time.perf_counter()
+    config = config or CPConfig()
+    _check_masks({"mask": (mask, 1)})
+    _check_call(cp_size, config)
+    plans: dict[Side, AttentionPlan | None] = {"q": queries, "k": keys}
+    _check_cross(mask, cp_size, config, plans)
+    placed = tuple(None if plan is None else plan.digest() for plan in plans.values())
+    key = (mask.digest(), placed, cp_size, config)
+    return _remembered(key, lambda: {"mask": _make_cross(mask, cp_size, config, plans, started)})[
+        "mask"
+    ]
 
 
 def make_plans(
@@ -69,8 +101,14 @@ def make_plans(
     started = time.perf_counter()
     _check_inputs(masks, cp_size, config)
     key = (tuple((name, mask.digest(), w) for name, (mask, w) in masks.items()), cp_size, config)
+    return _remembered(key, lambda: _make(masks, cp_size, config, started))
+
+
+def _remembered(
+    key: object, make: Callable[[], dict[str, AttentionPlan]]
+) -> dict[str, AttentionPlan]:
     if key not in _recent:
-        _recent[key] = _make(masks, cp_size, config, started)
+        _recent[key] = make()
         if len(_recent) > MAX_RECENT:
             _recent.popitem(last=False)
     _recent.move_to_end(key)
@@ -99,6 +137,27 @@ def _make(
     return {
         name: AttentionPlan.of(plan, config=config, plan_ms=plan_ms) for name, plan in plans.items()
     }
+
+
+def _make_cross(
+    mask: AttentionMask,
+    cp_size: int,
+    config: CPConfig,
+    plans: Mapping[Side, AttentionPlan | None],
+    started: float,
+) -> AttentionPlan:
+    known = {
+        side: Placement.of_chunks(plan.tokens_of(side), chunk_size=1)
+        for side, plan in plans.items()
+        if plan is not None
+    }
+    resolved = replace(config, topology=get_topology(config.topology))
+    plan = CROSS_PLANNERS[config.planner](mask, cp_size, resolved, known)
+    if config.planner != "auto":
+        _check_memory({"mask": plan}, config)
+    validate(plan)
+    plan_ms = (time.perf_counter() - started) * 1e3
+    return AttentionPlan.of(plan, config=config, plan_ms=plan_ms)
 
 
 def _check_one_placement(plans: Mapping[str, PlanData], config: CPConfig) -> None:
@@ -163,9 +222,7 @@ def _check_masks(masks: object) -> None:
             )
 
 
-def _check_inputs(
-    masks: Mapping[str, tuple[AttentionMask, float]], cp_size: int, config: CPConfig
-) -> None:
+def _check_call(cp_size: int, config: CPConfig) -> None:
     if not isinstance(cp_size, int) or isinstance(cp_size, bool) or not 1 <= cp_size <= MAX_RANKS:
         raise ValueError(
             f"cp_size={cp_size!r} must be a positive integer of at most {MAX_RANKS}, the size of the context-parallel "
@@ -173,7 +230,6 @@ def _check_inputs(
         )
     if not isinstance(config, CPConfig):
         raise TypeError(f"config={config!r} must be a CPConfig; leave it out for the defaults")
-    _check_masks(masks)
     if config.planner not in PLANNERS:
         near = difflib.get_close_matches(str(config.planner), PLANNERS, n=1, cutoff=0.0)[0]
         raise ValueError(
@@ -183,6 +239,13 @@ def _check_inputs(
     if config.improver is not None:
         check_solver(config.improver)
     check_rank_speeds(config, cp_size)
+
+
+def _check_inputs(
+    masks: Mapping[str, tuple[AttentionMask, float]], cp_size: int, config: CPConfig
+) -> None:
+    _check_call(cp_size, config)
+    _check_masks(masks)
     if not masks:
         raise ValueError("masks is empty; give at least one mask by name")
     grids = {name: (mask.num_queries, mask.num_keys) for name, (mask, _) in masks.items()}
@@ -190,7 +253,8 @@ def _check_inputs(
     if len(lengths) != 1 or 0 in lengths:
         raise ValueError(
             f"mask grids {grids} must be square, of one length, with at least one token; "
-            "crop or concat the masks to the tokens of one pack"
+            "crop or concat the masks to the tokens of one pack; the mask of cross attention has a plan of its own: "
+            "make_plan(mask, cp_size, config, queries=plan)"
         )
     weights = {name: weight for name, (_, weight) in masks.items()}
     if not all(0 < weight < float("inf") for weight in weights.values()):
@@ -200,6 +264,42 @@ def _check_inputs(
         )
     check_chunk_size(lengths.pop(), cp_size, config)
 
+
+def _check_cross(
+    mask: AttentionMask,
+    cp_size: int,
+    config: CPConfig,
+    plans: Mapping[Side, AttentionPlan | None],
+) -> None:
+    """Raises TypeError, ValueError for a mask, config or plans of which no plan of cross attention can be made."""
+    if config.planner not in CROSS_PLANNERS:
+        raise ValueError(
+            f"planner={config.planner!r} is for self attention; cross attention has planners "
+            f"{', '.join(map(repr, CROSS_PLANNERS))}: use planner='auto', or a square mask"
+        )
+    for side, count in zip(SIDES, (mask.num_queries, mask.num_keys), strict=True):
+        name, plan = ("queries", "keys")[side == "k"], plans[side]
+        if not count:
+            raise ValueError(
+                f"the mask has {mask.num_queries} queries and {mask.num_keys} keys; there must be one of each at least"
+            )
+        if plan is None:
+            check_chunk_size(count, cp_size, config)
+        elif not isinstance(plan, PlanData):
+            raise TypeError(
+                f"{name}={plan!r} must be the plan in which these tokens have a placement"
+            )
+        elif (plan.cp_size, plan.length_of(side)) != (cp_size, count):
+            raise ValueError(
+                f"{name} is a plan of {plan.length_of(side)} tokens on {plan.cp_size} ranks, the mask has {count} "
+                f"{name} on {cp_size}; give the plan of the tokens that are the {name}"
+            )
+
+
+CROSS_PLANNERS: dict[str, CrossPlanner] = {
+    "auto": best_cross,
+    "contiguous": plan_contiguous_cross,
+}
 
 PLANNERS: dict[str, Planner] = {
     "auto": plan_auto,

@@ -191,8 +191,7 @@ def _compile_pass(
     stages = []
     for index, stage in enumerate(pass_.stages):
         query, key = (
-            _compile_side(pass_, index, side, (rank, plan.cp_size, own.of(side)))
-            for side in SIDES
+            _compile_side(pass_, index, side, (rank, plan.cp_size, own.of(side))) for side in SIDES
         )
         quadrants = _cut_into_quadrants(stage.work[rank], own)
         stages.append(RankStage(quadrants, query, key, shares[index]))

@@ -1,7 +1,7 @@
 """Tokens between their global order and the ranks: dispatch, undispatch, roll, positions.
 
-Rows of padding at the tail of the pack are zero after `dispatch` and dropped by `undispatch`. In cross attention queries
-and keys are other tokens, which lie elsewhere: there `side` has to say which are meant, "q" or "k".
+Rows of padding at the tail of the pack are zero after `dispatch` and dropped by `undispatch`. In cross attention
+queries and keys are other tokens, which lie elsewhere: there `side` has to say which are meant, "q" or "k".
 """
 
 from typing import Any

@@ -100,7 +100,9 @@ def _usp(mask: AttentionMask, cp_size: int, config: CPConfig, pass_name: PassNam
     for degree in head_degrees(cp_size, config):
         is_inside = degree <= topology.node_size
         gbytes = topology.inner_gbytes_per_s if is_inside else topology.outer_gbytes_per_s
-        exchange = head_split_bytes(OwnRows.of_tokens(rows), degree, config, pass_name) / (gbytes * 1e9)
+        exchange = head_split_bytes(OwnRows.of_tokens(rows), degree, config, pass_name) / (
+            gbytes * 1e9
+        )
         key, query = (row_size(config, pass_name, side, degree) for side in ("k", "q"))
         size = min(key.there + key.back, query.there + query.back) if key.back else key.there
         inside = max(1, topology.node_size // degree)  # steps that may stay in the node

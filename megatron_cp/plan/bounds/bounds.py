@@ -160,9 +160,7 @@ def _must_move(area: float, own: OwnRows, cost: RowCost, extent: MaskExtent) -> 
     return foreign * min(cost.query / extent.row_degree, cost.key / extent.key_degree)
 
 
-def _even_cost(
-    mean: float, most: float, own: OwnRows, cost: RowCost, extent: MaskExtent
-) -> float:
+def _even_cost(mean: float, most: float, own: OwnRows, cost: RowCost, extent: MaskExtent) -> float:
     """Returns the least mean cost when areas may be uneven: mean `mean`, none above `most`.
 
     Rectangles cost nothing up to the local pairs and then grow ever more slowly, so the worst that

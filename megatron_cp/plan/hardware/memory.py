@@ -234,9 +234,7 @@ def _go_home(
     return message * one.result, back + held
 
 
-def _leave(
-    plan: PlanData, pass_name: PassName, sides: dict[Side, _Side], memory: _Memory
-) -> None:
+def _leave(plan: PlanData, pass_name: PassName, sides: dict[Side, _Side], memory: _Memory) -> None:
     """Books this rank's results in the dtype of the inputs, after heads became tokens again."""
     config, degree = plan.config, plan.get_pass(pass_name).head_degree
     for one in sides.values():

@@ -53,9 +53,7 @@ def row_size(
     )
 
 
-def exchange_elements(
-    config: CPConfig, pass_name: PassName, degree: int, own: OwnRows
-) -> float:
+def exchange_elements(config: CPConfig, pass_name: PassName, degree: int, own: OwnRows) -> float:
     """Returns what a rank's rows hold in a head split of `degree`, over a whole pass, for each of its queries.
 
     In units of one query row. forward: q, k, v there and out back; backward: those and dout there, dq, dk, dv back.

@@ -18,6 +18,7 @@ from megatron_cp.plan.hardware.links import Links
 from megatron_cp.plan.hardware.speeds import rank_speeds, total_speed
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.placement import by_area
+from megatron_cp.plan.placement.by_area import ChunkTable
 from megatron_cp.plan.placement.by_documents import (
     Ranks,
     distinct,
@@ -144,12 +145,15 @@ class PlacementCandidates:
         groups = self.cp_size // degree
         per_group = self._chunks_per_group(degree * self.rows // self.chunk, groups)
         size, count = degree * self.rows // per_group, groups * per_group
-        tables = [by_area.chunk_table(mask, size, count) for mask, _ in self.masks.values()]
+        tables = [self._chunk_table(mask, size, count) for mask, _ in self.masks.values()]
         table = by_area.weighted_sum(tables, [weight for _, weight in self.masks.values()])
         zigzag = by_area.zigzag(count, groups)
         speeds = rank_speeds(self.config, groups)
         owned = by_area.exchange_chunks(zigzag, table, self.limits.imbalance, speeds)
         return Placement.of_chunks(np.sort(owned, axis=1), size).regrouped(self.cp_size)
+
+    def _chunk_table(self, mask: AttentionMask, size: int, count: int) -> ChunkTable:
+        return by_area.chunk_table(mask, size, count)
 
     def _chunks_per_group(self, finest: int, groups: int) -> int:
         """Returns how many chunks a head group owns: a divisor of the finest number."""

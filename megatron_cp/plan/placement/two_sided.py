@@ -13,16 +13,30 @@ key. Only what is counted in own rows differs by side: `Placement.own`. A finish
 `plan/transfer/two_sided.py`.
 """
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_cp.mask import AttentionMask
-from megatron_cp.mask.interval import IntArray, columns, expand_ranges
-from megatron_cp.mask.slice import K_END, K_START, Q_END, Q_START, cut_rows, shift_rows
-from megatron_cp.plan.placement.placement import Placement
-from megatron_cp.plan.schema import OwnRows
+from megatron_cp.mask import AttentionMask, interval
+from megatron_cp.mask.interval import IntArray
+from megatron_cp.mask.slice import (
+    K_END,
+    K_START,
+    Q_END,
+    Q_START,
+    cut_rows,
+    rows_area,
+    shift_rows,
+)
+from megatron_cp.plan.placement.by_area import ChunkTable
+from megatron_cp.plan.placement.candidates import PlacementCandidates
+from megatron_cp.plan.placement.placement import Placement, chunk_layout
+from megatron_cp.plan.schema import OwnRows, Side
+
+KnownSides = Mapping[Side, Placement]
+"""The sides whose tokens lie where another plan has them."""
 
 
 @dataclass(frozen=True)
@@ -60,33 +74,70 @@ class TwoSidedPlacement(Placement):
         return AttentionMask(size, size, shift_rows(mask.array, k=self.num_ranks * own.q))
 
 
-def queries_by_blocks(mask: AttentionMask) -> IntArray:
-    """Returns where runs of queries begin that share no slice with the run before, and the end: int64 `[n + 1]`."""
-    rows = mask.array[np.argsort(mask.array[:, Q_START], kind="stable")]
-    reached = np.maximum.accumulate(rows[:, Q_END])
-    opens = np.flatnonzero(rows[1:, Q_START] >= reached[:-1]) + 1
-    return np.r_[0, rows[opens, Q_START], mask.num_queries]
+def keys_beside_queries(
+    mask: AttentionMask, queries: Placement, chunk: int, count: int
+) -> Placement:
+    """Returns `count` chunks of keys for each rank, as far as there is room those that its queries see the most.
 
-
-def keys_beside_queries(mask: AttentionMask, queries: Placement, chunk: int, count: int) -> Placement:
-    """Returns `count` chunks of keys for each rank, those first of which its queries see the most.
-
-    The most wanted goes first; where ranks want a chunk alike, it stays in order.
+    Where ranks want a chunk alike, it stays in order.
     """
     num_ranks = queries.num_ranks
+    num_chunks, home = num_ranks * count, np.repeat(np.arange(num_ranks), count)
+    wants = 2 * _keys_seen(mask, queries, chunk, num_chunks)
+    wants[np.arange(num_chunks), home] += 1
+    owner, room = np.full(num_chunks, -1), np.full(num_ranks, count)
+    while (free := np.flatnonzero(owner < 0)).size:
+        open_wants = np.where(room > 0, wants[free], -1)
+        wished = open_wants.argmax(axis=1)
+        order = np.lexsort((-open_wants.max(axis=1), wished))
+        turn = np.arange(len(free)) - np.searchsorted(wished[order], wished[order])
+        taken = order[turn < room[wished[order]]]
+        owner[free[taken]] = wished[taken]
+        room -= np.bincount(wished[taken], minlength=num_ranks)
+    chunks = np.argsort(owner, kind="stable").reshape(num_ranks, count)
+    return Placement.of_chunks(chunks, chunk)
+
+
+def _keys_seen(mask: AttentionMask, queries: Placement, chunk: int, num_chunks: int) -> IntArray:
+    """Returns about how many keys of each chunk the queries of each rank see: int64 `[chunks, P]`.
+
+    Slices that share keys count them once each, up to the chunk.
+    """
     order = np.argsort(queries.ids[:, 0])
-    runs, owner = queries.ids.take(order, axis=0), queries.rank.take(order)
-    parts, _, run = cut_rows(mask.array, runs, Q_START, Q_END)
-    cells = columns(np.arange(num_ranks * count) * chunk, np.arange(1, num_ranks * count + 1) * chunk)
-    parts, source, cell = cut_rows(parts, cells, K_START, K_END)
-    rank = owner.take(run.take(source))
-    wants = np.zeros((num_ranks * count, num_ranks), dtype=np.int64)
-    np.add.at(wants, (cell, rank), parts[:, K_END] - parts[:, K_START])
-    wants = 2 * np.minimum(wants, chunk)
-    wants[np.arange(num_ranks * count), np.repeat(np.arange(num_ranks), count)] += 1
-    room, owned = np.full(num_ranks, count), np.full(num_ranks * count, -1)
-    for place in np.argsort(-wants.reshape(-1), kind="stable"):
-        one, reader = divmod(int(place), num_ranks)
-        if owned[one] < 0 and room[reader]:
-            owned[one], room[reader] = reader, room[reader] - 1
-    return Placement.of_chunks(np.argsort(owned, kind="stable").reshape(num_ranks, count), chunk)
+    parts, _, run = cut_rows(mask.array, queries.ids.take(order, axis=0), Q_START, Q_END)
+    parts, source, cell = cut_rows(parts, interval.chunks(num_chunks, chunk), K_START, K_END)
+    reader = queries.rank.take(order).take(run.take(source))
+    seen = np.zeros((num_chunks, queries.num_ranks), dtype=np.int64)
+    np.add.at(seen, (cell, reader), parts[:, K_END] - parts[:, K_START])
+    return np.minimum(seen, chunk)
+
+
+class CrossPlacements(PlacementCandidates):
+    """The placements of queries worth a look; of keys there is one for each, beside the queries that see them."""
+
+    def keys(self, queries: Placement, degree: int) -> Placement:
+        """Returns the keys of ranks whose queries are placed, for head groups of `degree`."""
+        mask, _ = next(iter(self.masks.values()))
+        chunk, count = chunk_layout(mask.num_keys, self.cp_size, self.config)
+        groups = queries.regrouped(self.cp_size // degree)
+        return keys_beside_queries(mask, groups, chunk, count * degree).regrouped(self.cp_size)
+
+    @functools.cached_property
+    def _bounds(self) -> IntArray:
+        """Where runs of queries begin that share no slice with those before, and the end."""
+        mask, _ = next(iter(self.masks.values()))
+        rows = mask.array[np.argsort(mask.array[:, Q_START], kind="stable")]
+        reached = np.maximum.accumulate(rows[:, Q_END])
+        opens = np.flatnonzero(rows[1:, Q_START] >= reached[:-1]) + 1
+        return np.r_[0, rows[opens, Q_START], mask.num_queries]
+
+    def _chunk_table(self, mask: AttentionMask, size: int, count: int) -> ChunkTable:
+        """Returns the table of query chunks by as many key chunks; none of the keys comes with the queries."""
+        parts, _, row = cut_rows(mask.array, interval.chunks(count, size), Q_START, Q_END)
+        key_size = -(-mask.num_keys // count)
+        parts, source, column = cut_rows(parts, interval.chunks(count, key_size), K_START, K_END)
+        cell = row.take(source), count + column
+        areas, needs = np.zeros((2, count, 2 * count))
+        np.add.at(areas, cell, rows_area(parts))
+        np.add.at(needs, cell, parts[:, K_END] - parts[:, K_START])
+        return ChunkTable(areas, np.minimum(needs, key_size), size)

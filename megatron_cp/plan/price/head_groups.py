@@ -148,9 +148,7 @@ class HeadGroups:
 
     def moved_bytes(self, rows: dict[Side, float], name: PassName) -> float:
         """Returns what all ranks send in a pass; `rows`: moved per side by all head groups together."""
-        moved = self.placed.num_ranks * head_split_bytes(
-            self._own, self.degree, self.config, name
-        )
+        moved = self.placed.num_ranks * head_split_bytes(self._own, self.degree, self.config, name)
         for side in SIDES:
             size = row_size(self.config, name, side, self.degree)
             moved += rows[side] * (size.there + size.back)

@@ -3,10 +3,12 @@
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.plan.placement.placement import contiguous, zigzag
-from megatron_cp.plan.schema import Pass, PlanData
+from megatron_cp.plan.placement.placement import Placement, contiguous, zigzag
+from megatron_cp.plan.placement.two_sided import KnownSides, TwoSidedPlacement
+from megatron_cp.plan.schema import SIDES, Pass, PlanData, Side
 from megatron_cp.plan.transfer.pass_builder import PlacedMask
 from megatron_cp.plan.transfer.passes import allgather_pass, needed_keys_pass
+from megatron_cp.plan.transfer.two_sided import cross_plan
 
 
 def plan_contiguous(mask: AttentionMask, cp_size: int, config: CPConfig) -> PlanData:
@@ -18,6 +20,22 @@ def plan_contiguous(mask: AttentionMask, cp_size: int, config: CPConfig) -> Plan
     return one_pass_plan(
         mask, config, "contiguous", placement, needed_keys_pass(PlacedMask(mask, placement))
     )
+
+
+def plan_contiguous_cross(
+    mask: AttentionMask, cp_size: int, config: CPConfig, known: KnownSides
+) -> PlanData:
+    """Returns the same for cross attention: queries and keys in order, but for sides that are placed already."""
+    counts: dict[Side, int] = {"q": mask.num_queries, "k": mask.num_keys}
+    queries, keys = (
+        known[side]
+        if side in known
+        else Placement.of_chunks(contiguous(counts[side], cp_size, config), chunk_size=1)
+        for side in SIDES
+    )
+    sides = TwoSidedPlacement.of(queries, keys)
+    both = needed_keys_pass(PlacedMask(sides.one_stream(mask), sides))
+    return cross_plan(mask, config, "contiguous", sides, both, both)
 
 
 def plan_allgather(mask: AttentionMask, cp_size: int, config: CPConfig) -> PlanData:

@@ -41,12 +41,18 @@ Priced = TypeVar("Priced", PassOption, _Total)
 def best_family(
     masks: Family, cp_size: int, config: CPConfig, budget: SearchBudget = BUDGET
 ) -> dict[str, PlanData]:
-    """Returns one plan per mask, on one placement, with the smallest predicted time in the portfolio.
+    """Returns one plan per mask, on one placement, with the smallest predicted time in the portfolio."""
+    return best_of(candidates(masks, cp_size, config, budget), masks, config, budget)
+
+
+def best_of(
+    found: list[Candidate], masks: Family, config: CPConfig, budget: SearchBudget = BUDGET
+) -> dict[str, PlanData]:
+    """Returns one plan per mask, on the candidate with the smallest predicted time.
 
     Of options that are equally fast, as far as predictions go, a balanced one that moves few bytes is taken, for each
     pass by itself. Some prices are estimates: the winner is priced exactly, and competes again until it wins at that.
     """
-    found = candidates(masks, cp_size, config, budget)
     has_rates = get_topology(config.topology).kernels is not None
     states = [0.0] * len(found)
     if config.linear_state_bytes is not None:
@@ -121,7 +127,7 @@ def _least_megabytes(masks: Family, found: Sequence[Candidate], config: CPConfig
 
     def held(candidate: Candidate, key: Key, option: PassOption) -> float:
         built = option.build()
-        plan = PlanData(masks[key[0]][0], config, "auto", candidate.placement.tokens, built, built)
+        plan = candidate.plan(masks[key[0]][0], config, built, built)
         return float(received_bytes(plan, key[1]).max()) / 1e6
 
     return min(
@@ -168,8 +174,7 @@ def _total(
 def _build(
     masks: Family, candidate: Candidate, chosen: Chosen, config: CPConfig
 ) -> dict[str, PlanData]:
-    tokens, plans = candidate.tokens, {}
-    for name, (mask, _) in masks.items():
-        forward, backward = (chosen[name, which].build() for which in PASSES)
-        plans[name] = PlanData(mask, config, "auto", tokens, forward, backward)
-    return plans
+    return {
+        name: candidate.plan(mask, config, *(chosen[name, which].build() for which in PASSES))
+        for name, (mask, _) in masks.items()
+    }

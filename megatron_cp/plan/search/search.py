@@ -26,7 +26,7 @@ from megatron_cp.plan.placement.candidates import Family, PlacementCandidates
 from megatron_cp.plan.placement.classes import Reordering, classes_together
 from megatron_cp.plan.placement.placement import Placement, chunk_layout
 from megatron_cp.plan.price.head_groups import HeadGroups, PassOption, Strategy
-from megatron_cp.plan.schema import PASSES, PassName
+from megatron_cp.plan.schema import PASSES, Pass, PassName, PlanData
 from megatron_cp.plan.search.budget import SearchBudget
 from megatron_cp.plan.search.strategies import MOVE, PUBLISHED, STAY, StrategySource, solved
 from megatron_cp.plan.transfer.head_split import fits_heads
@@ -53,6 +53,12 @@ class Candidate:
         """Returns the tokens of each rank: int64 `[P, T]`."""
         places = self.placement.tokens
         return places if self.reordering is None else self.reordering.tokens_of(places)
+
+    def plan(
+        self, mask: AttentionMask, config: CPConfig, forward: Pass, backward: Pass
+    ) -> PlanData:
+        """Returns the plan of a mask with these passes, forward and backward."""
+        return PlanData(mask, config, "auto", self.tokens, forward, backward)
 
     def add(self, name: str, strategies: Iterable[Strategy]) -> None:
         """Adds strategies for a mask."""
@@ -131,7 +137,7 @@ def _with_coarser_chunks(masks: Family, cp_size: int, config: CPConfig) -> list[
 class _Search:
     def __init__(self, masks: Family, cp_size: int, config: CPConfig, budget: SearchBudget):
         self.masks, self.cp_size, self.config, self.budget = masks, cp_size, config, budget
-        self.degrees = _head_degrees(cp_size, config)
+        self.degrees = head_degrees(cp_size, config)
         searched = [degree for degree in self.degrees if cp_size // degree <= budget.most_groups]
         self.searched = searched or self.degrees[-1:]
         moved = [n for d in self.searched if 1 < (n := cp_size // d) <= budget.most_moved]
@@ -351,7 +357,7 @@ def _seconds(strategy: Strategy) -> float:
     return sum(option.seconds for option in strategy.values())
 
 
-def _head_degrees(cp_size: int, config: CPConfig) -> list[int]:
+def head_degrees(cp_size: int, config: CPConfig) -> list[int]:
     """Returns the head degrees worth a look: those inside a node, and all ranks (Ulysses)."""
     node_size = get_topology(config.topology).node_size
     inside = [d for d in range(1, min(node_size, cp_size) + 1) if cp_size % d == 0]
