@@ -1,15 +1,22 @@
 """Replays a plan row by row and pair by pair, from the plain numbers it holds: the measure of planners.
 
-Only arrays are read (`global_from_local`, `messages`, `array`); no code of the package takes part.
+Only arrays are read (`global_from_local`, `key_tokens`, `messages`, `array`); no code of the package takes part.
 """
 
 import numpy as np
 
 
-def own_ids(plan, pass_name):
+def tokens_of(plan, side):
+    """Returns the ids of each rank's own queries or keys; they are other tokens in cross attention only."""
+    return (
+        plan.key_tokens if side == "k" and plan.key_tokens is not None else plan.global_from_local
+    )
+
+
+def own_ids(plan, pass_name, side="q"):
     """Returns the token ids of each rank's own rows at the start of the stages, a list per rank."""
     split = getattr(plan, pass_name).head_split
-    rows = [ids.tolist() for ids in plan.global_from_local]
+    rows = [ids.tolist() for ids in tokens_of(plan, side)]
     if split is None:
         return rows
     groups = {rank: group for group in split.groups for rank in group}
@@ -33,17 +40,17 @@ def held_ids(own, transfer):
 def times_computed(plan, pass_name):
     """Returns how often each (query id, key id) is computed: int64 `[head groups, ids, ids]`."""
     pass_ = getattr(plan, pass_name)
-    own = own_ids(plan, pass_name)
-    size = plan.global_from_local.size
+    own, own_keys = (own_ids(plan, pass_name, side) for side in "qk")
+    sizes = [tokens_of(plan, side).size for side in "qk"]
     degree, position = 1, dict.fromkeys(range(len(own)), 0)
     if pass_.head_split is not None:
         degree = len(pass_.head_split.groups[0])
         position = {r: group.index(r) for group in pass_.head_split.groups for r in group}
-    times = np.zeros((degree, size, size), dtype=np.int64)
+    times = np.zeros((degree, *sizes), dtype=np.int64)
     queries = keys = None
     for stage in pass_.stages:
         queries = held_ids(queries if stage.keeps_q else own, stage.q_cast)
-        keys = held_ids(keys if stage.keeps_k else own, stage.k_cast)
+        keys = held_ids(keys if stage.keeps_k else own_keys, stage.k_cast)
         for rank, work in enumerate(stage.work):
             assert (work.num_queries, work.num_keys) == (len(queries[rank]), len(keys[rank]))
             for q_start, q_end, k_start, k_end, lo, hi in work.array.tolist():

@@ -19,7 +19,10 @@ def attention_on_ranks(rank, world_size, plans, inputs, options):
     """Returns (out, lse, dq, dk, dv, dsink) of this rank for each plan."""
     results = []
     for plan, (q, k, v, dout, dlse) in zip(plans, inputs, strict=True):
-        q, k, v = (local_rows(x, plan, rank).requires_grad_() for x in (q, k, v))
+        q, k, v = (
+            local_rows(x, plan, rank, side).requires_grad_()
+            for x, side in ((q, "q"), (k, "k"), (v, "k"))
+        )
         sink = options.get("sink")
         sink = None if sink is None else sink.clone().requires_grad_()
         out, lse = mcp.cp_attention(q, k, v, plan, dist.group.WORLD, **{**options, "sink": sink})
@@ -48,8 +51,9 @@ def check_against_dense(cp_size, plans, inputs, options):
         # compute it in fp32, where that does not show.
         lse_size = 1 + exact.lse[torch.isfinite(exact.lse)].abs().max().item()
         lse_size = lse_size if q.dtype in (torch.float32, torch.float64) else 1.0
-        for field, place in (("out", 0), ("lse", 1), ("dq", 2), ("dk", 3), ("dv", 4)):
-            actual = restore([results[index][place] for results in per_rank], plan)
+        for place, field in enumerate(("out", "lse", "dq", "dk", "dv")):
+            side = "k" if field in ("dk", "dv") else "q"
+            actual = restore([results[index][place] for results in per_rank], plan, side)
             expected = getattr(exact, field)
             size = expected[torch.isfinite(expected)].abs().max().item()
             size *= 1.0 if field == "lse" else lse_size
