@@ -69,6 +69,11 @@ def row_intervals(mask: AttentionMask) -> IntArray:
     return intervals
 
 
+def even_bounds(size: int, cells: int) -> IntArray:
+    """Returns where at most so many cells of a side begin, and the end: int64 `[n + 1]`."""
+    return np.linspace(0, size, min(cells, size) + 1).astype(np.int64)
+
+
 def cell_areas(mask: AttentionMask, q_bounds: IntArray, k_bounds: IntArray) -> IntArray:
     """Returns the allowed pairs in each cell of a coarse grid: int64 `[rows, columns]`.
 

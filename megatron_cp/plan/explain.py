@@ -18,9 +18,13 @@ def explain(plan: PlanData) -> str:
     """Returns a few lines: what the plan is, then one block per pass with a row per rank."""
     mask = plan.mask
     padding = plan.global_from_local.size - plan.num_tokens
+    size, rows = f"{plan.num_tokens} tokens", f"{plan.tokens_per_rank} rows each ({padding} padding"
+    if plan.key_tokens is not None:
+        size = f"{plan.num_tokens} queries and {mask.num_keys} keys"
+        more = plan.key_tokens.size - mask.num_keys
+        rows = f"{plan.own_rows.q} and {plan.own_rows.k} rows each ({padding} and {more} padding"
     head = [
-        f"plan {plan.digest()[:12]} by planner {plan.planner!r}: {plan.num_tokens} tokens on "
-        f"{plan.cp_size} ranks, {plan.tokens_per_rank} rows each ({padding} padding at the tail)",
+        f"plan {plan.digest()[:12]} by planner {plan.planner!r}: {size} on {plan.cp_size} ranks, {rows} at the tail)",
         f"mask: {mask.area():,} pairs in {mask.num_slices} slices, density {mask.density():.4f}",
     ]
     return "\n".join(head + _explain_pass(plan, "forward") + _explain_pass(plan, "backward"))

@@ -30,7 +30,10 @@ class PlanPage:
 
 def plan_page(plan: AttentionPlan, *others: AttentionPlan) -> PlanPage:
     """Returns the page of a plan; `others`, plans of the same mask, stand beside it as baselines."""
-    title = f"{plan.num_tokens:,} tokens on {plan.cp_size} ranks, planner {plan.planner}"
+    size = f"{plan.num_tokens:,} tokens"
+    if plan.key_tokens is not None:
+        size = f"{plan.num_tokens:,} queries and {plan.mask.num_keys:,} keys"
+    title = f"{size} on {plan.cp_size} ranks, planner {plan.planner}"
     sections = [Section("plan", "The plan", draw_plan(plan, *others))]
     subtitle = "counted from the plan; nothing was measured"
     return PlanPage(page(title, subtitle, sections, {"plan digest": plan.digest()[:16]}))

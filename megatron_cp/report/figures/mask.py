@@ -9,7 +9,10 @@ queries  #
 
 from __future__ import annotations
 
+import numpy as np
+
 from megatron_cp.mask import AttentionMask
+from megatron_cp.mask.blocks import cell_areas, even_bounds
 from megatron_cp.mask.draw import svg
 from megatron_cp.mask.interval import IntArray, from_indices
 from megatron_cp.report.draw.svg import Markup, Scale, join, picture, rect, short_tokens, tag, text
@@ -19,17 +22,26 @@ SIZE = 330.0
 LEFT, TOP = 44.0, 40.0
 BAND = 12.0
 MAX_RANKS_NAMED = 8
+CELLS = 110  # along each side of a mask that is not square: cells of 3 pixels
 
 
 def mask_picture(pack: PackView) -> Markup:
     """Returns the mask with a band of owners along both axes."""
-    scale = Scale(0, pack.mask.num_queries, 0, SIZE)
-    parts = [rect(LEFT, TOP, SIZE, SIZE, "empty"), _mask_drawing(pack.mask)]
-    for rank, ids in enumerate(pack.ours.tokens):
-        parts += _bands(ids[ids < pack.mask.num_queries], rank, pack.ours.cp_size, scale)
-    parts += _axes(pack.mask.num_queries, scale)
+    mask, ours = pack.mask, pack.ours
+    are_same = mask.num_queries == mask.num_keys
+    parts = [rect(LEFT, TOP, SIZE, SIZE, "empty")]
+    parts.append(_mask_drawing(mask) if are_same else _stretched_drawing(mask))
+    sides = ((ours.tokens, mask.num_queries), (ours.key_tokens, mask.num_keys))
+    for is_key, (tokens, count) in enumerate(sides):
+        scale = Scale(0, count, 0, SIZE)
+        for rank, ids in enumerate(tokens):
+            parts += _bands(ids[ids < count], rank, ours.cp_size, scale, across=bool(is_key))
+    size = f"{short_tokens(mask.num_queries)} tokens"
+    if not are_same:
+        size = f"{short_tokens(mask.num_queries)} queries, {short_tokens(mask.num_keys)} keys"
+    parts += _axes(size)
     parts += _legend(pack)
-    label = f"attention mask of {pack.mask.num_queries} tokens with {len(pack.document_lengths)} documents"
+    label = f"attention mask of {size} with {len(pack.document_lengths)} documents"
     return picture(LEFT + SIZE + 8, TOP + SIZE + 44, label, *parts)
 
 
@@ -37,6 +49,18 @@ def _mask_drawing(mask: AttentionMask) -> Markup:
     """Returns the mask as `mask/draw.py` draws it, put in its place; style.py gives its documents two tones."""
     drawing = svg(mask, max_pixels=int(SIZE)).replace(' xmlns="http://www.w3.org/2000/svg"', "")
     return tag("g", Markup(drawing), transform=f"translate({LEFT:.0f} {TOP:.0f})", class_="mask")
+
+
+def _stretched_drawing(mask: AttentionMask) -> Markup:
+    """Returns a mask of unlike sides as a square of cells, each as dark as the share of its pairs."""
+    q_bounds, k_bounds = (even_bounds(count, CELLS) for count in (mask.num_queries, mask.num_keys))
+    share = cell_areas(mask, q_bounds, k_bounds) / np.outer(np.diff(q_bounds), np.diff(k_bounds))
+    high, wide = (SIZE / count for count in share.shape)
+    cells = [
+        rect(LEFT + j * wide, TOP + i * high, wide, high, "s1", opacity=f"{share[i, j] * 0.9:.2f}")
+        for i, j in np.argwhere(share > 0).tolist()
+    ]
+    return join(cells)
 
 
 def rank_colour(rank: int, cp_size: int) -> dict[str, str]:
@@ -48,21 +72,24 @@ def rank_colour(rank: int, cp_size: int) -> dict[str, str]:
     return {"class_": "", "fill": f"hsl({hue:.0f} 58% 55%)"}
 
 
-def _bands(ids: IntArray, rank: int, cp_size: int, scale: Scale) -> list[Markup]:
+def _bands(ids: IntArray, rank: int, cp_size: int, scale: Scale, *, across: bool) -> list[Markup]:
+    """Returns what a rank owns of the queries, at the left, or of the keys, `across` the top."""
     colour = rank_colour(rank, cp_size)
     hint = f"rank {rank} owns {len(ids)} tokens"
     parts = []
     for start, stop in from_indices(ids).tolist():
         at, size = scale(start), max(scale(stop) - scale(start), 0.4)
-        parts.append(rect(LEFT - BAND - 4, TOP + at, BAND, size, hint=hint, **colour))
-        parts.append(rect(LEFT + at, TOP - BAND - 4, size, BAND, hint=hint, **colour))
+        x, y, wide, high = LEFT - BAND - 4, TOP + at, BAND, size
+        if across:
+            x, y, wide, high = LEFT + at, TOP - BAND - 4, size, BAND
+        parts.append(rect(x, y, wide, high, hint=hint, **colour))
     return parts
 
 
-def _axes(num_tokens: int, scale: Scale) -> list[Markup]:
+def _axes(size: str) -> list[Markup]:
     parts = [
         text(LEFT, 12, "keys →", "muted"),
-        text(LEFT + SIZE, 12, f"{short_tokens(num_tokens)} tokens", "muted", "end"),
+        text(LEFT + SIZE, 12, size, "muted", "end"),
     ]
     middle = TOP + SIZE / 2
     words = tag(

@@ -35,6 +35,12 @@ def mask_figure(pack: PackView) -> Figure:
             f"One mask over {short_tokens(mask.num_queries)} tokens: {mask.density():.1%} of all "
             "pairs. The bands say which rank owns which rows and keys."
         )
+    if mask.num_queries != mask.num_keys:
+        caption = (
+            f"Cross attention of {short_tokens(mask.num_queries)} queries with {short_tokens(mask.num_keys)} keys: "
+            f"{mask.density():.1%} of all pairs, both sides stretched to a square. The bands say which rank owns "
+            "which queries and which keys."
+        )
     rows = [(*slice_.tolist(), _document_of(pack, int(slice_[0]))) for slice_ in mask.array]
     columns = ("q_start", "q_end", "k_start", "k_end", "lo", "hi", "document")
     return Figure("Attention mask of a pack", caption, mask_picture(pack), Table(columns, rows), 4)

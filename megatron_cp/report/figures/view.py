@@ -43,6 +43,11 @@ class PlanView:
     """The plan itself where it is at hand; else ranks compute the rows they own."""
 
     @property
+    def key_tokens(self) -> IntArray:
+        """Returns the keys of each rank, `[P, S]`: other tokens in cross attention only."""
+        return self.tokens if self.computed is None else self.computed.tokens_of("k")
+
+    @property
     def words(self) -> str:
         """Returns the planner's name, and whose scheme it is where a user knows it by another name."""
         return f"{self.planner} ({USUAL_WORDS})" if self.planner == USUAL else self.planner
@@ -199,8 +204,8 @@ def needed_bytes(view: PlanView, mask: AttentionMask, kv_row_bytes: int) -> Floa
     Key and value rows that queries of rank dst look at and rank src owns, each once; for plans that
     compute where the queries live.
     """
-    owner = np.full(view.tokens.size, -1, dtype=np.int64)
-    for rank, ids in enumerate(view.tokens):
+    owner = np.full(view.key_tokens.size, -1, dtype=np.int64)
+    for rank, ids in enumerate(view.key_tokens):
         owner[ids] = rank
     needed = np.zeros((view.cp_size, view.cp_size))
     for rank, ids in enumerate(view.tokens):
