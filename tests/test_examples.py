@@ -14,6 +14,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 RANKS = {
     "attention_on_four_ranks.py": 4,
     "packed_documents.py": 2,
+    "cross_attention.py": 4,
     "your_own_mask.py": 3,
     "train_tiny_gpt.py": 2,
     "inside_megatron_core.py": 2,

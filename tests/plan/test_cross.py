@@ -38,6 +38,24 @@ def aligned(num_queries, per_query):
     return masks.from_slices(num_queries, num_queries * per_query, rows)
 
 
+def aligned_runs(count, queries, keys):
+    """Returns the mask in which the i-th run of queries sees the first i + 1 runs of keys."""
+    rows = [(i * queries, (i + 1) * queries, 0, (i + 1) * keys, None, None) for i in range(count)]
+    return masks.from_slices(count * queries, count * keys, rows)
+
+
+def _lengths(num_queries, num_keys, count):
+    """Returns log-normal lengths of clips, and of captions."""
+    rng = np.random.default_rng(0)
+    found = []
+    for total in (num_queries, num_keys):
+        weights = rng.lognormal(0, 1.5, count)
+        lengths = np.maximum(1, (weights / weights.sum() * total).astype(int))
+        lengths[lengths.argmax()] += total - lengths.sum()
+        found.append(lengths.tolist())
+    return found
+
+
 CASES = {
     "long queries, short keys": rectangle(301, 17),
     "few queries, many keys": rectangle(5, 203),
@@ -105,6 +123,27 @@ def test_few_queries_travel_to_many_keys():
     assert moved == {"q"}
     # A rank receives the queries of 7 others, and 7 results for its own: out in units of a query, lse a 128th.
     assert plan.stats()["volume_mean"] == pytest.approx(7 * (1 + 1 + 1 / 128))
+
+
+SAID = {  # docs/plan.md: predicted time over that of both sides in order
+    "video and text": (rectangle(1 << 20, 512), 64, 0.94),
+    "clips and captions": (captioned(*_lengths(1 << 17, 1 << 13, 40)), 8, 0.36),
+    "growing": (aligned_runs(128, 64, 1024), 16, 0.18),
+    "few queries": (rectangle(4096, 1 << 20), 32, 0.06),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_the_documented_times_hold(name):
+    mask, cp_size, said = SAID[name]
+    plans = [
+        make_plan(
+            mask, cp_size, CPConfig(planner=planner, num_heads=32, num_kv_heads=8, topology="h100")
+        )
+        for planner in ("auto", "contiguous")
+    ]
+    ours, in_order = (sum(plan.stats(name)["makespan_ms"] for name in PASSES) for plan in plans)
+    assert ours / in_order == pytest.approx(said, abs=0.005)
 
 
 def test_captions_lie_beside_their_clips():

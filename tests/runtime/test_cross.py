@@ -75,6 +75,24 @@ def test_both_sides_are_dispatched_and_come_back(cp_size):
         assert torch.equal(mcp.position_ids(plan, rank, side="k"), ids)
 
 
+def gradients(rank, world_size, plan, x, weights):
+    x = x.clone().requires_grad_()
+    local = mcp.dispatch(x, plan, dist.group.WORLD, side="k")
+    (local * local_rows(weights, plan, rank, "k")).sum().backward()
+    y = local_rows(x.detach(), plan, rank, "k").requires_grad_()
+    (mcp.undispatch(y, plan, dist.group.WORLD, side="k") * weights).sum().backward()
+    return x.grad, y.grad
+
+
+@pytest.mark.parametrize("cp_size", [1, 3])
+def test_gradients_pass_through_both_sides(cp_size):
+    plan = make_plan(CASES["captions"], cp_size, CONFIG)
+    x, weights = torch.randn(2, plan.mask.num_keys, 2)
+    for rank, (dx, dy) in enumerate(run_on_ranks(cp_size, gradients, plan, x, weights)):
+        assert torch.equal(dx, weights)
+        assert torch.equal(dy, local_rows(weights, plan, rank, "k"))
+
+
 def test_a_side_must_be_said():
     plan = make_plan(rectangle(31, 32), 1, CONFIG)
     x = torch.zeros(31, HEADS, HEAD_DIM)
