@@ -4,8 +4,11 @@
     agreements        any group that takes CPU tensors: digests are compared without waiting for the GPU
 
 Where the group itself will do, it is used: always on gloo. Groups are made on first use, by all ranks of the
-group alike, and kept. The NCCL communicator has never run on a GPU yet.
+group alike, and kept. The NCCL communicator ran between ranks on one GPU; several GPUs never had one.
 """
+
+import contextlib
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -36,11 +39,27 @@ def forget_groups() -> None:
 def _beside(group: dist.ProcessGroup, use: str, backend: str, options: object) -> dist.ProcessGroup:
     key = (str(group.group_name), use)
     if key not in _groups:
-        _groups[key] = dist.new_group(
-            dist.get_process_group_ranks(group),
-            backend=backend,
-            pg_options=options,
-            use_local_synchronization=True,
-            group_desc=f"megatron_cp {use}",
-        )
+        with _nothing_to_split():
+            _groups[key] = dist.new_group(
+                dist.get_process_group_ranks(group),
+                backend=backend,
+                pg_options=options,
+                use_local_synchronization=True,
+                group_desc=f"megatron_cp {use}",
+            )
     return _groups[key]
+
+
+@contextlib.contextmanager
+def _nothing_to_split() -> Iterator[None]:
+    """Makes new groups of NCCL begin anew, even where `init_process_group` was given a device.
+
+    Then torch would split the communicator of all ranks, which waits for every rank of the job. But the next pipeline
+    stage waits for the rows of this one, and makes its group later: both would wait for ever.
+    """
+    world = dist.distributed_c10d._get_default_group()
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device

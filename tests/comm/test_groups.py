@@ -1,0 +1,46 @@
+"""Groups made beside a context group: once, by its ranks alone, whatever the job's own group is bound to."""
+
+import torch
+import torch.distributed as dist
+
+from megatron_cp.comm import groups
+from tests.ranks import run_on_ranks
+
+
+def made_beside(rank, world_size):
+    """What torch sees while a group is made, under a job that was started with a device."""
+    world = dist.distributed_c10d._get_default_group()
+    make, seen = dist.new_group, []
+
+    def recorded(ranks, **options):
+        seen.append((ranks, options["use_local_synchronization"], world.bound_device_id))
+        return make(ranks, **options)
+
+    dist.new_group, world.bound_device_id = recorded, torch.device("cuda", rank)
+    try:
+        made = groups._beside(dist.group.WORLD, "a test", "gloo", None)
+        again = groups._beside(dist.group.WORLD, "a test", "gloo", None)
+        bound = world.bound_device_id
+    finally:
+        dist.new_group, world.bound_device_id = make, None
+    sums = torch.tensor([rank + 1])
+    dist.all_reduce(sums, group=made)
+    return seen, made is again, bound, sums.item()
+
+
+def test_a_group_does_not_split_the_communicator_of_all_ranks():
+    """Splitting waits for ranks that are not in the group: later pipeline stages, which wait for this one."""
+    for rank, (seen, is_kept, bound, total) in enumerate(run_on_ranks(2, made_beside)):
+        assert seen == [([0, 1], True, None)]
+        assert is_kept
+        assert bound == torch.device("cuda", rank)
+        assert total == 3
+
+
+def test_gloo_ranks_need_no_group_beside_theirs():
+    assert run_on_ranks(2, uses_its_own) == [True, True]
+
+
+def uses_its_own(rank, world_size):
+    group = dist.group.WORLD
+    return groups.transfer_group(group) is group and groups.agreement_group(group) is group
