@@ -14,7 +14,6 @@ to; the latter knows no waiting and no overlap, so it is compared with the plain
 import argparse
 import contextlib
 import datetime
-import itertools
 import json
 import os
 import tempfile
@@ -32,10 +31,10 @@ from timing import Cell, Table, environment, publish
 
 from megatron_cp import mask as masks
 from megatron_cp.api import cp_attention
-from megatron_cp.attn.attend import attend_backward, attend_forward
-from megatron_cp.attn.options import resolve_options
 from megatron_cp.config import CPConfig, Topology
 from megatron_cp.mask import AttentionMask
+from megatron_cp.measure.links import fitted
+from megatron_cp.measure.rates import Heads, kernel_calls, rate_table
 from megatron_cp.plan import PLANNERS, AttentionPlan, make_plan
 from megatron_cp.plan.hardware.topology import load_profile
 from megatron_cp.plan.schema import PassName
@@ -43,6 +42,7 @@ from megatron_cp.plan.study.simulate import simulate_pass
 from megatron_cp.plan.study.workloads import document_lengths
 
 HEADS, KV_HEADS, DIM = 4, 4, 64
+SHAPE = Heads(HEADS, KV_HEADS, DIM, torch.float32, torch.device("cpu"))
 SHAPES = (64, 256, 1024, 2048)
 MESSAGE_BYTES = (1 << 12, 1 << 18, 1 << 22)
 PASSES: tuple[PassName, PassName] = ("forward", "backward")
@@ -84,30 +84,6 @@ class Least:
 # ---------------------------------------------------------------------- calibration
 
 
-def kernel_calls() -> dict[Any, Callable[[], object]]:
-    """Returns local attention on boxes and bands of every shape, by (rows, keys, kind, pass)."""
-    calls: dict[Any, Callable[[], object]] = {}
-    for rows, keys in itertools.product(SHAPES, SHAPES):
-        band = masks.from_slices(rows, rows + keys, [(0, rows, 0, rows + keys, 1, keys)])
-        for kind, mask in (("", masks.full(rows, keys)), ("slanted_", band)):
-            for name, call in zip(PASSES, local_passes(mask), strict=True):
-                calls[rows, keys, kind, name] = call
-    return calls
-
-
-def local_passes(mask: AttentionMask) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Returns calls of local attention on a mask, forward and backward."""
-    q = tensors(mask.num_queries, HEADS, 0)
-    k, v = (tensors(mask.num_keys, KV_HEADS, seed) for seed in (1, 2))
-    options = resolve_options(q, k, v, None, 0.0, None, False)
-    out, lse = attend_forward(q, k, v, mask, options)
-    delta = (out * out).sum(-1)
-    return (
-        lambda: attend_forward(q, k, v, mask, options),
-        lambda: attend_backward(out, q, k, v, lse, delta, mask, options),
-    )
-
-
 def link_calls(world_size: int) -> dict[Any, Callable[[], object]]:
     """Returns all-to-alls by bytes that a rank sends to others."""
 
@@ -121,22 +97,17 @@ def link_calls(world_size: int) -> dict[Any, Callable[[], object]]:
 
 def profile_of(kernels: Least, links: Least, clock: int, world_size: int) -> dict[str, Any]:
     """Returns the profile that one clock gives."""
-    cells: dict[tuple[int, int], dict[str, float]] = {}
-    for (rows, keys, kind, name), clocks in kernels.clocks.items():
-        flops = 4.0 * rows * keys * HEADS * DIM * (1.0 if name == "forward" else 2.5)
-        cell = cells.setdefault((rows, keys), {"rows": rows, "keys": keys})
-        cell[f"{kind}{name}_tflops"] = flops / clocks[clock] / 1e12
-    sizes = np.array(list(links.clocks), dtype=float)
-    times = np.array([clocks[clock] for clocks in links.clocks.values()])
-    slope, latency = np.polyfit(sizes, times, 1, w=1 / times)
-    gbytes = 1e-9 / max(slope, 1e-12)
+    kernel_seconds, link_seconds = (
+        {name: clocks[clock] for name, clocks in one.clocks.items()} for one in (kernels, links)
+    )
+    link = fitted(link_seconds)
     return {
         "name": f"gloo, {world_size} ranks",
         "node_size": world_size,
-        "inner_gbytes_per_s": gbytes,
-        "outer_gbytes_per_s": gbytes,
-        "latency_us": max(0.0, latency * 1e6),
-        "kernel": list(cells.values()),
+        "inner_gbytes_per_s": link.gbytes_per_s,
+        "outer_gbytes_per_s": link.gbytes_per_s,
+        "latency_us": link.latency_us,
+        "kernel": rate_table(kernel_seconds, SHAPE),
     }
 
 
@@ -187,7 +158,8 @@ def worker(rank: int, world_size: int, folder: str, rounds: int) -> None:
             plan = make_plan(mask, world_size, config(planner))
             for pass_name, call in zip(PASSES, plan_calls(plan), strict=True):
                 calls[name, planner, pass_name] = call
-    kernels, links, plans = Least(kernel_calls()), Least(link_calls(world_size)), Least(calls)
+    kernels, links = Least(kernel_calls(SHAPE, SHAPES)), Least(link_calls(world_size))
+    plans = Least(calls)
     for _ in range(rounds):  # interleaved: a busy moment hits different calls in each round
         for one in (kernels, links, plans):
             one.run()

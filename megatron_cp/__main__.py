@@ -25,6 +25,10 @@ COMMANDS = {
         "every planner on 8 to 4096 ranks, on paper",
         "simulate --workload W3 --context-parallel-size 64,512 --cp-planner auto,usp,magi",
     ),
+    "measure": (
+        "the profile of your machines, for plans that know them; started by torchrun",
+        "measure cluster.json",
+    ),
     "emulate": (
         "one case of the Hopper kernels on this CPU",
         "emulate --mask causal_document --seq-length 300 --backward",

@@ -1,0 +1,1 @@
+"""What a cluster can do, measured: rates of attention, bandwidth of its levels, and the profile that plans read."""
