@@ -251,4 +251,4 @@ def test_cache_that_others_can_change_is_noted(tmp_path):
 
 def test_every_command_of_the_parser_is_real():
     commands = build_parser("")._subparsers._group_actions[0].choices
-    assert sorted(commands) == ["doctor", "emulate", "plan", "report", "simulate"]
+    assert sorted(commands) == ["doctor", "emulate", "measure", "plan", "report", "simulate"]

@@ -36,12 +36,13 @@ def mask_picture(pack: PackView) -> Markup:
         scale = Scale(0, count, 0, SIZE)
         for rank, ids in enumerate(tokens):
             parts += _bands(ids[ids < count], rank, ours.cp_size, scale, across=bool(is_key))
-    size = f"{short_tokens(mask.num_queries)} tokens"
+    size, words = f"{short_tokens(mask.num_queries)} tokens", f"{mask.num_queries} tokens"
     if not are_same:
         size = f"{short_tokens(mask.num_queries)} queries, {short_tokens(mask.num_keys)} keys"
+        words = f"{mask.num_queries} queries and {mask.num_keys} keys"
     parts += _axes(size)
     parts += _legend(pack)
-    label = f"attention mask of {size} with {len(pack.document_lengths)} documents"
+    label = f"attention mask of {words} with {len(pack.document_lengths)} documents"
     return picture(LEFT + SIZE + 8, TOP + SIZE + 44, label, *parts)
 
 
