@@ -21,7 +21,7 @@ from megatron_cp import mask as masks
 from megatron_cp.data.indexed import IndexedDataset, manifest_path
 from megatron_cp.data.indexed_writer import IndexedWriter
 from megatron_cp.data.text_files import TextInputs
-from megatron_cp.plan import make_plan
+from megatron_cp.plan import make_plan, make_plans
 from tests.faults.program import Launch, Outcome, run_program
 from tests.training.commands import MODEL, STEPS
 
@@ -192,7 +192,10 @@ LIBRARY = (
     LibraryCase(MASK, "`cu_seqlens` that do not start at 0", _of(lambda: masks.from_cu_seqlens([1, 4])), ("begins with 1",)),
     LibraryCase(MASK, "NaN in `cu_seqlens`", _of(lambda: masks.from_cu_seqlens([0, NAN, 3])), ("dtype float64", "integer")),
     LibraryCase(PLAN, "no token at all", _of(lambda: make_plan(masks.causal(0), 2)), ("(0, 0)", "at least one token")),
-    LibraryCase(PLAN, "a mask that is not square", _of(lambda: make_plan(masks.from_slices(4, 5, [(0, 4, 0, 5)]), 2)), ("(4, 5)", "square")),
+    LibraryCase(PLAN, "masks of one family that are not square", _of(lambda: make_plans({"a": (masks.full(4, 5), 1)}, 2)), ("(4, 5)", "square", "queries=plan")),
+    LibraryCase(PLAN, "cross attention by a scheme for self attention", _of(lambda: make_plan(masks.full(8, 4), 2, mcp.CPConfig(planner="ring"))), ("'ring'", "'auto'")),
+    LibraryCase(PLAN, "queries of a plan of other tokens", _of(lambda: make_plan(masks.full(8, 4), 2, queries=make_plan(masks.causal(12), 2))), ("12 tokens", "the mask has 8")),
+    LibraryCase(ATTN, "cross attention that does not say which side", _of(lambda: mcp.dispatch(torch.zeros(8, 2), make_plan(masks.full(8, 4), 1), None)), ("side='q'", "side='k'")),
     LibraryCase(PLAN, "`cp_size=0`", _of(lambda: make_plan(masks.causal(8), 0)), ("cp_size=0", "positive integer")),
     LibraryCase(PLAN, "chunks that pad more than there is", _of(lambda: make_plan(masks.causal(3000), 8, mcp.CPConfig(chunk_size=1000))), ("chunk_size=1000", "chunk_size=750")),
     LibraryCase(PLAN, "head splitting over more ranks than heads", _of(lambda: make_plan(masks.causal(64), 8, mcp.CPConfig(planner="ulysses", num_heads=4))), ("head degree 8", "[1, 2, 4]")),
