@@ -83,8 +83,8 @@ class ContextParallelAttention(MegatronModule):
         check_dropout(config.attention_dropout if attention_dropout is None else attention_dropout)
         if attention_type != "self":
             raise NotImplementedError(
-                f"attention_type={attention_type!r}; context parallelism serves 'self' attention; "
-                "leave cross attention to Megatron's own module"
+                f"attention_type={attention_type!r}; Megatron's layers have context parallelism for 'self' attention; "
+                "leave cross attention to its own module, or call megatron_cp.cp_attention in a layer of yours"
             )
         if num_splits is not None:
             raise NotImplementedError(
