@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from megatron_cp import mask as masks
 from megatron_cp.attn import attend, merge_partials
 from megatron_cp.attn.hopper import backend as hopper
-from megatron_cp.attn.hopper import backward as hopper_backward
+from megatron_cp.attn.hopper import gradients
 from megatron_cp.attn.hopper.device_lists import BackwardList
 from megatron_cp.attn.options import AttendOptions
 from tests.attn.on_host import draw, host_device, operators_on_cpu
@@ -176,15 +176,16 @@ def test_items_side_by_side_are_those_whose_queries_fit_the_cache(
 ):
     # 128 + 128 columns of 2 bytes: 2^10 queries are 512 KB per query head, 4 MB per kv head.
     q, v = torch.empty(num_queries, 64, 128, device="meta"), torch.empty(7, 8, 128, device="meta")
-    item_bytes = heads_per_item * hopper_backward._row_bytes(q, v)
-    assert hopper_backward._items_per_section(item_bytes, 64 // heads_per_item) == items
+    call = gradients.BackwardCall(q, v, v, q, None, None, 1.0, 0.0)
+    item_bytes = heads_per_item * call.row_bytes
+    assert gradients._items_per_section(item_bytes, 64 // heads_per_item) == items
 
 
 def _heads_per_item(num_tokens, heads, visits, most_visits, *, in_order=False):
     q, k = (torch.empty(num_tokens, n, 128, device="meta") for n in heads)
     num_tiles = -(-num_tokens // 128)
     lists = BackwardList(torch.empty(0), num_tiles, num_tiles, visits, most_visits, 0, 0, in_order)
-    return hopper_backward.heads_per_item(q, k, k, lists, 132)
+    return gradients.BackwardCall(q, k, k, q, None, lists, 1.0, 0.0).heads_per_item(132)
 
 
 @pytest.mark.parametrize(

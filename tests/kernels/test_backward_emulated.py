@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from megatron_cp import mask as masks
 from megatron_cp.attn import attend, attend_backward, resolve_options
-from megatron_cp.attn.emulated import backend as emulated
 from megatron_cp.attn.emulated.backend import Settings, running
+from megatron_cp.attn.hopper.gradients import BackwardCall
 from megatron_cp.kernels import build
 from tests.attn.formula import assert_attention, random_case
 from tests.kernels.masks import MIXED, dense_mask
@@ -87,7 +87,7 @@ def test_random_slices_under_random_asynchrony(case, heads, dtype, head_dim, det
 def test_query_heads_of_a_group_worked_on_side_by_side_add_to_one_sum(
     variant, heads_per_item, monkeypatch
 ):
-    monkeypatch.setattr(emulated, "heads_per_item", lambda *_: heads_per_item)
+    monkeypatch.setattr(BackwardCall, "heads_per_item", lambda *_: heads_per_item)
     found = build.variants()[variant]
     head_dims = int(found.value("MCP_HEAD_DIM")), int(found.value("MCP_VALUE_DIM"))
     softcap = 3.0 if found.value("MCP_SOFTCAP") == "true" else 0.0

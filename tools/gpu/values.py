@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_cp import mask as masks
 from megatron_cp.attn import AttendOptions, attend
 from megatron_cp.attn.hopper import backend as hopper
-from megatron_cp.attn.hopper import backward as hopper_backward
+from megatron_cp.attn.hopper import gradients
 from megatron_cp.attn.hopper.checks import find_variant
 from megatron_cp.kernels import build
 from megatron_cp.mask import AttentionMask
@@ -222,18 +222,18 @@ class poisoned_results:  # noqa: N801  reads as a statement
 
     def __enter__(self) -> None:
         self._allocate = hopper._allocate
-        self._gradient = hopper_backward.empty_gradient
+        self._gradient = gradients.empty_gradient
 
         def poisoned(*arguments: object) -> tuple[Tensor, Tensor]:
             out, lse = self._allocate(*arguments)
             return out.fill_(float("nan")), lse.fill_(float("nan"))
 
         hopper._allocate = poisoned
-        hopper_backward.empty_gradient = lambda *x: self._gradient(*x).fill_(float("nan"))
+        gradients.empty_gradient = lambda *x: self._gradient(*x).fill_(float("nan"))
 
     def __exit__(self, *_: object) -> None:
         hopper._allocate = self._allocate
-        hopper_backward.empty_gradient = self._gradient
+        gradients.empty_gradient = self._gradient
 
 
 def _sink(sink: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -21,16 +21,9 @@ from torch.autograd.function import once_differentiable
 
 from megatron_cp.attn.emulated.checks import find_variant
 from megatron_cp.attn.emulated.kernels import EmulatedKernel, Settings, running
-from megatron_cp.attn.hopper.backward import (
-    dq_params,
-    group_of,
-    heads_per_item,
-    main_params,
-    postprocess_params,
-    room_for_gradients,
-)
 from megatron_cp.attn.hopper.checks import find_gradient_kernels, unrepeated
-from megatron_cp.attn.hopper.device_lists import BackwardList, backward_list, forward_list
+from megatron_cp.attn.hopper.device_lists import backward_list, forward_list
+from megatron_cp.attn.hopper.gradients import BackwardCall, postprocess_params
 from megatron_cp.attn.hopper.launch import (
     fill_without_keys,
     forward_params,
@@ -200,76 +193,52 @@ def _run_backward(
     if not lists.num_segs:
         dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in tensors)
         return dq, dk, dv
-    given = (dout, tensors, stats, lists, options)
+    call = BackwardCall(*tensors, dout, stats, lists, options.softmax_scale, options.softcap)
     dq = torch.full(q_QNH.shape, torch.nan, dtype=dtype)
     if kernels.dq is not None:
-        dk, dv = _run_main(EmulatedKernel(kernels.main), None, *given, dtype=dtype)
-        _run_dq(EmulatedKernel(kernels.dq), dq, *given)
+        dk, dv = _run_main(EmulatedKernel(kernels.main), call, None, dtype)
+        _run_dq(EmulatedKernel(kernels.dq), call, dq)
         return dq, dk, dv
     dq_sum = torch.zeros(q_QNH.shape)
-    dk, dv = _run_main(EmulatedKernel(kernels.main), dq_sum, *given, dtype=dtype)
+    dk, dv = _run_main(EmulatedKernel(kernels.main), call, dq_sum, dtype)
     last = EmulatedKernel(find_variant("backward_postprocess", q_QNH, None, None))
     last.run(postprocess_params(dq_sum, dq, options.softmax_scale), dq.numel(), {})
     return dq, dk, dv
 
 
 def _run_main(
-    kernel: EmulatedKernel,
-    dq_sum: Tensor | None,
-    dout: Tensor,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    stats: RowStats,
-    lists: BackwardList,
-    options: AttendOptions,
-    *,
-    dtype: torch.dtype,
+    kernel: EmulatedKernel, call: BackwardCall, dq_sum: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Returns `(dk, dv)`; adds to `dq_sum` if it is given."""
-    q_QNH, k_KGH, v_KGH = tensors
-    heads = heads_per_item(q_QNH, k_KGH, v_KGH, lists, kernel.num_sms)
-    is_added = heads < group_of(q_QNH, k_KGH)
-    dk, dv = room_for_gradients((k_KGH, v_KGH), dtype, is_added=is_added)
-    if not is_added:
+    heads = call.heads_per_item(kernel.num_sms)
+    dk, dv = call.room_for_gradients(dtype, heads)
+    if heads == call.group:  # nothing is added to them
         dk.fill_(torch.nan)
         dv.fill_(torch.nan)
     counters = torch.zeros(2, dtype=torch.int32)
-    scales = (options.softmax_scale, options.softcap)
-    params = main_params(kernel, (*tensors, dout), stats, lists, scales, (dq_sum, dk, dv), heads)
+    params = call.main_params(kernel, (dq_sum, dk, dv), heads)
     params.counters = counters.data_ptr()
-    touched, results = _touched(dout, tensors, stats, lists), {"dk": dk, "dv": dv}
+    touched, results = _touched(call), {"dk": dk, "dv": dv}
     if dq_sum is not None:
         touched["dq"] = results["dq"] = dq_sum
-    kernel.run(params, lists.num_tiles * (q_QNH.shape[1] // heads), touched)
+    kernel.run(params, call.lists.num_tiles * (call.q.shape[1] // heads), touched)
     _check_results(results, counters)
     return dk.to(dtype), dv.to(dtype)
 
 
-def _run_dq(
-    kernel: EmulatedKernel,
-    dq: Tensor,
-    dout: Tensor,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    stats: RowStats,
-    lists: BackwardList,
-    options: AttendOptions,
-) -> None:
+def _run_dq(kernel: EmulatedKernel, call: BackwardCall, dq: Tensor) -> None:
     """Fills `dq` from query tiles."""
     counters = torch.zeros(2, dtype=torch.int32)
-    scales = (options.softmax_scale, options.softcap)
-    params = dq_params(kernel, (*tensors, dout), stats, lists, scales, dq)
-    params.counters, params.factor = counters.data_ptr(), options.softmax_scale
-    num_items = lists.dq_tiles * dq.shape[1]
-    kernel.run(params, num_items, _touched(dout, tensors, stats, lists))
+    params = call.dq_params(kernel, dq)
+    params.counters, params.factor = counters.data_ptr(), call.softmax_scale
+    kernel.run(params, call.lists.dq_tiles * dq.shape[1], _touched(call))
     _check_results({"dq": dq}, counters)
 
 
-def _touched(
-    dout: Tensor, tensors: tuple[Tensor, Tensor, Tensor], stats: RowStats, lists: BackwardList
-) -> dict[str, Tensor]:
+def _touched(call: BackwardCall) -> dict[str, Tensor]:
     """Returns what the backward kernels may read."""
-    q, k, v = tensors
-    read = {"q": q, "k": k, "v": v, "dout": dout, "work list": lists.data}
-    return read | {"lse": stats.lse_2, "delta": stats.delta}
+    read = {"q": call.q, "k": call.k, "v": call.v, "dout": call.dout}
+    return read | {"work list": call.lists.data, "lse": call.stats.lse_2, "delta": call.stats.delta}
 
 
 def _row_stats(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None) -> RowStats:

@@ -30,6 +30,7 @@ from megatron_cp.attn.hopper.device_lists import (
     backward_list,
     forward_list,
 )
+from megatron_cp.attn.hopper.gradients import BackwardCall
 from megatron_cp.attn.hopper.launch import gradient_tiles, launch_forward, raw_stream, tile_shape
 from megatron_cp.attn.hopper.row_stats import preprocess, readable, stats_of
 from megatron_cp.attn.hopper.rows import merge_rows_ as merge_rows_
@@ -136,12 +137,8 @@ def backward(
     options: AttendOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns `(dq, dk, dv)` in float32; `lse` and `delta` are those of the result merged over all keys."""
-    lists = _grad_list(q_QNH, v_KGH, mask, options)
-    scales = (options.softmax_scale, options.softcap)
-    stats = stats_of(lse_QN, delta_QN)
-    dout = readable(dout_QNH.to(q_QNH.dtype))
-    tensors, share = unrepeated(q_QNH, k_KGH, v_KGH), options.sm_share
-    return launch_backward(dout, tensors, stats, lists, scales, float_grads=True, sm_share=share)
+    call = _backward_call(dout_QNH, q_QNH, k_KGH, v_KGH, lse_QN, delta_QN, mask, options)
+    return launch_backward(call, float_grads=True, sm_share=options.sm_share)
 
 
 def backward_onto_(  # noqa: PLR0913  as backward, and what to add to
@@ -156,20 +153,26 @@ def backward_onto_(  # noqa: PLR0913  as backward, and what to add to
     options: AttendOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns `(dq, dk, dv)` in float32, `dq` still without softmax_scale; added to a `dq` that is given."""
-    lists = _grad_list(q_QNH, v_KGH, mask, options)
-    scales = (options.softmax_scale, options.softcap)
+    call = _backward_call(dout_QNH, q_QNH, k_KGH, v_KGH, lse_QN, delta_QN, mask, options)
     dq = q_QNH.new_zeros(q_QNH.shape, dtype=torch.float32) if dq_QNH is None else dq_QNH
-    dk, dv = add_gradients_(
-        dq,
-        readable(dout_QNH.to(q_QNH.dtype)),
-        unrepeated(q_QNH, k_KGH, v_KGH),
-        stats_of(lse_QN, delta_QN),
-        lists,
-        scales,
-        dtype=torch.float32,
-        sm_share=options.sm_share,
-    )
+    dk, dv = add_gradients_(call, dq, dtype=torch.float32, sm_share=options.sm_share)
     return dq, dk, dv
+
+
+def _backward_call(
+    dout_QNH: Tensor,
+    q_QNH: Tensor,
+    k_KGH: Tensor,
+    v_KGH: Tensor,
+    lse_QN: Tensor,
+    delta_QN: Tensor,
+    mask: AttentionMask,
+    options: AttendOptions,
+) -> BackwardCall:
+    lists = _grad_list(q_QNH, v_KGH, mask, options)
+    dout, stats = readable(dout_QNH.to(q_QNH.dtype)), stats_of(lse_QN, delta_QN)
+    scales = (options.softmax_scale, options.softcap)
+    return BackwardCall(*unrepeated(q_QNH, k_KGH, v_KGH), dout, stats, lists, *scales)
 
 
 @outside_compiled_graphs
@@ -293,12 +296,12 @@ def _backward(  # noqa: PLR0913  the operator's schema
     softmax_scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dout, scales = readable(dout_QNH), (softmax_scale, softcap)
+    dout = readable(dout_QNH)
     stats = preprocess(out_QNH, dout, lse_QN, dlse_QN)
     lists = BackwardList._make((work, *counts))
-    dq, dk, dv = launch_backward(
-        dout, unrepeated(q_QNH, k_KGH, v_KGH), stats, lists, scales, float_grads=False
-    )
+    tensors = unrepeated(q_QNH, k_KGH, v_KGH)
+    call = BackwardCall(*tensors, dout, stats, lists, softmax_scale, softcap)
+    dq, dk, dv = launch_backward(call, float_grads=False)
     return dq, dk, dv, stats.delta[0, :, : lse_QN.shape[0]].t().contiguous()
 
 

@@ -1,0 +1,209 @@
+"""What the kernels of the backward pass are given: their parameters, and how work items share query heads.
+
+Key tiles own rows of dk and dv: no atomics there. Where the query heads of a group are worked on side by side instead
+of one after another (`heads_per_item`), they add to dk and dv too.
+"""
+
+# Q query rows, K key rows, N query heads, G kv heads, H head dim, Hv value head dim
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_cp.attn.hopper.checks import GradientKernels, find_gradient_kernels
+from megatron_cp.attn.hopper.device_lists import BackwardList
+from megatron_cp.attn.hopper.launch import (
+    SECTION_BYTES,
+    TiledKernel,
+    heads_per_section,
+    score_scales,
+    tensor_map,
+)
+from megatron_cp.attn.hopper.row_stats import RowStats, stats_map
+from megatron_cp.attn.hopper.worklist import TILE_COST
+from megatron_cp.kernels.params import BwdParams, BwdPostprocessParams, DqParams, TensorMap
+
+# As TILE_COST, of an item that adds to float sums: twice the bytes are written, and the sums are cleared and rounded.
+ADDING_TILE_COST = 2 * TILE_COST
+# What whole groups cost where their rows do not stay in the cache: CTAs of different lengths drift apart until they
+# are at different heads. 562 TFLOP/s against 613 with one query head per kv head, causal 32K, head dim 128; 283
+# against 423 with 256 (H100, 2026-11-22).
+DRIFT = 1.09
+
+
+class BackwardCall(NamedTuple):
+    """One backward pass over a list of work: what all of its kernels read."""
+
+    q: Tensor
+    """`[Q, N, H]`"""
+    k: Tensor
+    """`[K, G, H]`"""
+    v: Tensor
+    """`[K, G, Hv]`"""
+    dout: Tensor
+    """`[Q, N, Hv]`, in the dtype of q."""
+    stats: RowStats
+    lists: BackwardList
+    softmax_scale: float
+    softcap: float
+
+    @property
+    def kernels(self) -> GradientKernels:
+        """Returns the kernels that the list was made for."""
+        dims = self.q.shape[2], self.v.shape[2]
+        return find_gradient_kernels(self.q.dtype, *dims, self.softcap > 0, self.lists.dq_tiles > 0)
+
+    @property
+    def group(self) -> int:
+        """Returns how many query heads share a kv head."""
+        return self.q.shape[1] // self.k.shape[1]
+
+    @property
+    def row_bytes(self) -> int:
+        """Returns the bytes of one query head's rows of q and dout."""
+        return self.q.shape[0] * (self.q.shape[2] + self.v.shape[2]) * 2
+
+    def heads_per_item(self, num_sms: int) -> int:
+        """Returns how many query heads a work item visits: the whole group, or one, whichever ends sooner.
+
+        In order always the group: which item adds to dk first is chance.
+        """
+        if self.group == 1 or self.lists.in_order:
+            return self.group
+        visits = (self.lists.num_tiles, self.lists.num_visits, self.lists.most_visits)
+        return _faster(self.group, self.q.shape[1], *visits, self.row_bytes, num_sms)
+
+    def room_for_gradients(self, dtype: torch.dtype, heads: int) -> list[Tensor]:
+        """Returns memory for dk and dv: float zeros where work items of so many query heads add to them."""
+        if heads < self.group:
+            return [x.new_zeros(x.shape, dtype=torch.float32) for x in (self.k, self.v)]
+        return [empty_gradient(x, dtype) for x in (self.k, self.v)]
+
+    def main_params(
+        self, kernel: TiledKernel, gradients: tuple[Tensor | None, Tensor, Tensor], heads: int
+    ) -> BwdParams:
+        """Returns the main kernel's parameters without its counters; a work item visits `heads` query heads.
+
+        `gradients` are (sum of dq, dk, dv), without the sum for a kernel of dk and dv alone.
+        """
+        (dq_sum, dk, dv), lists, stats = gradients, self.lists, self.stats
+        num_queries, num_heads, _ = self.q.shape
+        tiles = lists.data.data_ptr()
+        segs = tiles + 16 * lists.num_tiles
+        order = segs + 32 * lists.num_segs
+        rows, on = kernel.tile_rows, kernel.driver
+        params = BwdParams(
+            *self._maps(kernel),
+            stats_map(stats.lse_2, num_queries, kernel),
+            stats_map(stats.delta, num_queries, kernel),
+            TensorMap() if dq_sum is None else tensor_map("dq", dq_sum, rows, on),
+            tiles,
+            segs,
+            order,
+        )
+        params.dk, params.dv = dk.data_ptr(), dv.data_ptr()
+        params.dk_row_stride, params.dk_head_stride = dk.stride()[:2]
+        params.dv_row_stride, params.dv_head_stride = dv.stride()[:2]
+        params.num_tiles = lists.num_tiles
+        params.num_heads, params.num_kv_heads = num_heads, self.k.shape[1]
+        params.heads_per_item, params.items_per_group = heads, self.group // heads
+        params.heads_per_section = _items_per_section(heads * self.row_bytes, num_heads // heads)
+        params.num_queries = num_queries
+        params.score_scale, params.cap, params.cap_scale = score_scales(
+            self.softmax_scale, self.softcap
+        )
+        params.softmax_scale = self.softmax_scale
+        params.grads_are_float = dk.dtype == torch.float32
+        return params
+
+    def dq_params(self, kernel: TiledKernel, dq: Tensor) -> DqParams:
+        """Returns the parameters of the kernel for dq alone, without counters, factor and whether it adds."""
+        (num_keys, num_kv_heads, head_dim), num_heads = self.k.shape, self.q.shape[1]
+        lists, stats, width = self.lists, self.stats, head_dim + self.v.shape[2]
+        tiles = lists.data.data_ptr() + main_bytes(lists)
+        segs = tiles + 16 * lists.dq_tiles
+        return DqParams(
+            *self._maps(kernel),
+            tiles,
+            segs,
+            segs + 32 * lists.dq_segs,
+            None,
+            stats.lse_2.data_ptr(),
+            stats.delta.data_ptr(),
+            dq.data_ptr(),
+            *dq.stride()[:2],
+            lists.dq_tiles,
+            num_heads,
+            num_kv_heads,
+            heads_per_section(num_heads, num_kv_heads, num_keys, width),
+            num_keys,
+            stats.delta.shape[2],
+            *score_scales(self.softmax_scale, self.softcap),
+            1.0,
+            dq.dtype == torch.float32,
+            False,
+        )
+
+    def _maps(self, kernel: TiledKernel) -> tuple[TensorMap, ...]:
+        on, rows, keys = kernel.driver, kernel.tile_rows, kernel.tile_keys
+        return (
+            tensor_map("q", self.q, rows, on),
+            tensor_map("dout", self.dout, rows, on),
+            tensor_map("k", self.k, keys, on),
+            tensor_map("v", self.v, keys, on),
+        )
+
+
+def empty_gradient(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns memory for the gradient of `x`, contiguous, not yet written."""
+    return x.new_empty(x.shape, dtype=dtype)
+
+
+@lru_cache(maxsize=4096)
+def _faster(
+    group: int,
+    num_heads: int,
+    num_tiles: int,
+    num_visits: int,
+    most_visits: int,
+    row_bytes: int,
+    num_sms: int,
+) -> int:
+    """Returns 1 or `group`, whichever ends sooner. From plain numbers, so that it is found again in a microsecond."""
+
+    def end(heads: int, tile_cost: float) -> float:
+        """Returns when the last section's longest item ends, which begins with that section, or all work, in visits."""
+        num_items = num_heads // heads
+        every = num_heads * num_visits + num_tiles * num_items * tile_cost
+        num_sections = -(-num_items // _items_per_section(heads * row_bytes, num_items))
+        before_last = every / num_sms * (1 - 1 / num_sections)
+        return max(every / num_sms, before_last + heads * most_visits + tile_cost)
+
+    drift = DRIFT if group * row_bytes > SECTION_BYTES else 1.0
+    return 1 if end(1, ADDING_TILE_COST) < drift * end(group, TILE_COST) else group
+
+
+def main_bytes(lists: BackwardList) -> int:
+    """Returns where the list of the kernel for dq begins: the order before it ends at a multiple of 16 bytes."""
+    return 16 * lists.num_tiles + 32 * lists.num_segs + -(-lists.num_tiles // 4) * 16
+
+
+def _items_per_section(item_bytes: int, num_items: int) -> int:
+    """Returns the items of how many heads run side by side: those whose queries fit the cache."""
+    return min(num_items, max(1, SECTION_BYTES // max(1, item_bytes)))
+
+
+def postprocess_params(dq_sum: Tensor, dq: Tensor, softmax_scale: float) -> BwdPostprocessParams:
+    """Returns the parameters of the kernel that scales and converts dq."""
+    return BwdPostprocessParams(
+        dq_sum.data_ptr(),
+        dq.data_ptr(),
+        *dq_sum.stride()[:2],
+        *dq.stride()[:2],
+        dq.shape[0],
+        dq.shape[1],
+        softmax_scale,
+        dq.dtype == torch.float32,
+    )
