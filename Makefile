@@ -9,7 +9,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help pretrain test test-fast check lint types floors sizes docs toolkits format bench clean
+.PHONY: help pretrain test test-fast check lint types floors sizes docs toolkits ci-toolkits format bench clean
 
 PYTHON ?= python3
 # Fixed, and installed first: a CPU build of this version exists; a newer one may bring gigabytes of CUDA.
@@ -23,7 +23,8 @@ INSTALLED := $(VENV)/.installed-$(CHOICE)
 INSTALLED_DEV := $(VENV)/.installed-dev-$(CHOICE)
 # Stands while pip works: an environment that was interrupted half-way is made anew.
 UNFINISHED := $(VENV)/.unfinished
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# pip would make bytecode on one core, half of its time; `install` makes it on all.
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
 define install
 	@if [ -e $(UNFINISHED) ] || ! $(BIN)/python -m pip --version > /dev/null 2>&1 \
@@ -35,6 +36,7 @@ define install
 	@echo "installing $(TORCH), then $(1) (a few minutes the first time)"
 	@$(PIP_INSTALL) '$(TORCH)'
 	@$(PIP_INSTALL) '$(TORCH)' --editable '$(1)'
+	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null || true  # some packages hold templates
 	@rm -f $(UNFINISHED)
 	@touch $@
 endef
@@ -59,9 +61,12 @@ CI_TOOLKITS := 12.8
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 20
 
-test: check
-	-@$(BIN)/python tools/fetch_toolkits.py $(CI_TOOLKITS)
+test: $(INSTALLED_DEV)
+	@$(MAKE) --no-print-directory --jobs 2 check ci-toolkits
 	$(PYTEST)
+
+ci-toolkits: $(INSTALLED_DEV)
+	-@$(BIN)/python tools/fetch_toolkits.py $(CI_TOOLKITS)
 
 # What neither starts programs nor compiles kernels.
 FAST := tests/attn tests/comm tests/data tests/mask tests/plan tests/report tests/runtime tests/tools/test_plant_bugs.py
@@ -86,7 +91,7 @@ lint: $(INSTALLED_DEV)
 	$(BIN)/ruff format --check .
 
 types: $(INSTALLED_DEV)
-	$(BIN)/mypy
+	MYPY_NUM_WORKERS=$(JOBS) $(BIN)/mypy
 
 floors: $(INSTALLED_DEV)
 	$(BIN)/lint-imports

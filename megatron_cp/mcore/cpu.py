@@ -78,13 +78,22 @@ def is_installed() -> bool:
 
 
 def _disable_compilation() -> None:
-    """Keeps fused functions plain; compiling them at import takes 25 s and a C++ compiler."""
+    """Keeps fused functions plain; compiling them at import takes 25 s and a C++ compiler.
+
+    A disabled `torch.compile` still imports its compiler, a second of every start.
+    """
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+    if os.environ["TORCH_COMPILE_DISABLE"] != "1":
+        return
+    torch.compile = _compile_nothing
     dynamo_config = sys.modules.get("torch._dynamo.config")
-    if (
-        dynamo_config is not None and os.environ["TORCH_COMPILE_DISABLE"] == "1"
-    ):  # read its environment long ago
+    if dynamo_config is not None:  # read its environment long ago
         dynamo_config.disable = True  # type: ignore[attr-defined]
+
+
+def _compile_nothing(model: Any = None, **options: Any) -> Any:
+    """Returns the function or module as it is; without one, a decorator that does."""
+    return (lambda one: one) if model is None else model
 
 
 class _NullStream:

@@ -37,11 +37,12 @@ def one_of(command: str) -> int:
     return next(pid for pid, own in left_running().items() if command in own)
 
 
+# How a run of so many ranks ends.
 ENDS = {
-    "a killed rank": lambda launcher: os.kill(rank_zero(), signal.SIGKILL),
-    "a killed launcher": lambda launcher: os.kill(launcher, signal.SIGKILL),
-    "a killed loader worker": lambda launcher: os.kill(one_of("data.worker"), signal.SIGKILL),
-    "SIGTERM": lambda launcher: os.kill(launcher, signal.SIGTERM),
+    "a killed rank": (2, lambda launcher: os.kill(rank_zero(), signal.SIGKILL)),
+    "a killed launcher": (2, lambda launcher: os.kill(launcher, signal.SIGKILL)),
+    "a killed loader worker": (1, lambda launcher: os.kill(one_of("data.worker"), signal.SIGKILL)),
+    "SIGTERM": (1, lambda launcher: os.kill(launcher, signal.SIGTERM)),
 }
 
 
@@ -50,9 +51,17 @@ ENDS = {
 def test_nothing_is_left_of_a_run_that_writes_checkpoints(tmp_path: Path, end: str):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    flags = [*SMALL_RUN, *LONG, "--save", str(tmp_path / "run"), "--context-parallel-size", "2"]
+    ranks, kill = ENDS[end]
+    flags = [
+        *SMALL_RUN,
+        *LONG,
+        "--save",
+        str(tmp_path / "run"),
+        "--context-parallel-size",
+        str(ranks),
+    ]
     run = subprocess.Popen(
-        command_line(2, *flags),
+        command_line(ranks, *flags),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env=environment(str(temporary)),
@@ -64,7 +73,7 @@ def test_nothing_is_left_of_a_run_that_writes_checkpoints(tmp_path: Path, end: s
         said.append(line)
         if "successfully saved checkpoint from iteration       4" in line:
             assert temporary_folders(temporary), "nothing to look for"
-            ENDS[end](run.pid)
+            kill(run.pid)
             break
     else:
         raise AssertionError("".join(said)[-3000:])

@@ -225,12 +225,17 @@ print(importlib.util.find_spec("triton"), has_triton_package(), "triton" in sys.
     assert lines[3:] == ["ImportError triton", "ImportError triton", "None False False"]
 
 
-def test_a_device_context_holds_beside_the_stand_ins():
-    program = (
-        "import torch; from megatron_cp.mcore import cpu; cpu.install()\n"
-        "with torch.device('meta'): print(torch.arange(3).device, torch.zeros(2).device)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split() == ["meta", "meta"]
+def test_a_device_context_holds_and_no_compiler_is_imported_beside_the_stand_ins():
+    script = """
+import sys, torch
+from megatron_cp.mcore import cpu
+cpu.install()
+with torch.device('meta'): print(torch.arange(3).device, torch.zeros(2).device)
+def double(x, by=2): return by * x
+plain, marked = torch.compile(double), torch.compile(dynamic=True)(double)
+print(plain is marked is double, torch.nn.Linear(1, 1).compile())
+import megatron.core
+print("torch._inductor.compile_fx" in sys.modules)
+"""
+    done = _run(script)
+    assert done.stdout.split() == ["meta", "meta", "True", "None", "False"], done.stderr

@@ -37,6 +37,7 @@ GATES = {
 }
 
 
+@functools.cache
 def plan_of(lengths, cp_size, planner):
     mask = masks.documents(list(lengths), within="causal")
     if planner == "random":
@@ -322,10 +323,10 @@ def messages_of_bad_calls(rank, world_size, plan, lengths):
 
 
 def test_bad_calls_raise_the_same_line_on_every_rank_and_rank_count():
-    lengths = list(LENGTHS["odd documents"])
+    lengths = LENGTHS["odd documents"]
     answers = {
         cp_size: run_on_ranks(
-            cp_size, messages_of_bad_calls, plan_of(lengths, cp_size, "zigzag"), lengths
+            cp_size, messages_of_bad_calls, plan_of(lengths, cp_size, "zigzag"), list(lengths)
         )
         for cp_size in (1, 3)
     }

@@ -10,21 +10,22 @@ import pytest
 from megatron_cp.data.indexed_writer import IndexedWriter
 from tests.faults.plants import POISON
 from tests.faults.program import Launch, run_program
-from tests.training.commands import DATA, MODEL, SMALL_RUN, STEPS, error_lines, metrics, train
+from tests.training.commands import AUTO, DATA, MODEL, SMALL_RUN, STEPS, error_lines, metrics, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 RUN = [
     *SMALL_RUN,
+    *AUTO,  # whether a step is hybrid is decided by its plans
     *shlex.split(
-        "--calculate-per-token-loss --seq-length 256 --global-batch-size 8 --train-iters 5 --no-wandb "
+        "--calculate-per-token-loss --seq-length 256 --global-batch-size 4 --train-iters 5 --no-wandb "
         "--eval-interval 4"
     ),
 ]
 CP2 = ("--context-parallel-size", "2")
 HYBRID = (*CP2, "--hybrid-context-parallel")
+SAVED = ("--save-interval", "2", "--save")
 LAYOUTS = {
-    "context ranks": HYBRID,
     "packs joined": (*HYBRID, "--micro-batch-size", "2"),
     "tensor ranks": ("--tensor-model-parallel-size", "2", "--hybrid-context-parallel"),
 }
@@ -48,6 +49,21 @@ def topology(tmp_path_factory) -> tuple[str, str]:
     return "--cp-topology", str(path)
 
 
+@pytest.fixture(scope="module")
+def one(tmp_path_factory) -> Path:
+    """The plain model on one rank, with checkpoints."""
+    folder = tmp_path_factory.mktemp("runs") / "one"
+    train(1, *RUN, *SAVED, str(folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory, topology) -> tuple[Path, str]:
+    """The plain model in the hybrid layout, with checkpoints, and what was printed."""
+    folder = tmp_path_factory.mktemp("runs") / "hybrid"
+    return folder, train(4, *RUN, *topology, *HYBRID, "--num-workers", "1", *SAVED, str(folder))
+
+
 def same_losses(found: Path, expected: Path) -> None:
     for key in ("lm loss", "grad-norm", "loss/valid_tokens", "lm loss validation"):
         assert metrics(found, key), key
@@ -69,22 +85,20 @@ def test_losses_are_those_of_fixed_groups_and_of_one_rank(tmp_path: Path, topolo
 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
-def test_layouts_beside_it_change_no_loss(tmp_path: Path, topology, layout: str):
-    train(1, *RUN, "--run-dir", str(tmp_path / "one"))
+def test_layouts_beside_it_change_no_loss(tmp_path: Path, topology, one: Path, layout: str):
     train(4, *RUN, *topology, *LAYOUTS[layout], "--run-dir", str(tmp_path / "hybrid"))
     assert 1.0 in metrics(tmp_path / "hybrid", "cp/is_hybrid").values()
-    same_losses(tmp_path / "hybrid", tmp_path / "one")
+    same_losses(tmp_path / "hybrid", one)
 
 
-def test_a_step_that_spans_replicas_counts_its_tokens_once(tmp_path: Path, topology):
-    printed = train(4, *RUN, *topology, *HYBRID, "--run-dir", str(tmp_path / "hybrid"))
-    assert 1.0 in metrics(tmp_path / "hybrid", "cp/is_hybrid").values()
-    assert f"5 steps, {5 * 8 * 256:,} tokens" in printed
+def test_a_step_that_spans_replicas_counts_its_tokens_once(one: Path, hybrid: tuple[Path, str]):
+    folder, printed = hybrid
+    assert 1.0 in metrics(folder, "cp/is_hybrid").values()
+    assert f"5 steps, {5 * 4 * 256:,} tokens" in printed
+    same_losses(folder, one)
 
 
-def test_stages_go_on_from_a_checkpoint_of_one_rank(tmp_path: Path, topology):
-    one = tmp_path / "one"
-    train(1, *RUN, "--run-dir", str(one), "--save", str(one), "--save-interval", "2")
+def test_stages_go_on_from_a_checkpoint_of_one_rank(tmp_path: Path, topology, one: Path):
     flags = ["--pipeline-model-parallel-size", "2", "--hybrid-context-parallel"]
     resumed = ["--load", str(one), "--ckpt-step", "2", "--run-dir", str(tmp_path / "stages")]
     train(4, *RUN, *topology, *flags, *resumed)
@@ -94,10 +108,11 @@ def test_stages_go_on_from_a_checkpoint_of_one_rank(tmp_path: Path, topology):
     assert found == pytest.approx({step: expected[step] for step in found}, rel=2e-6)
 
 
-def test_a_run_is_resumed_exactly_and_goes_on_in_the_other_layout(tmp_path: Path, topology):
-    whole = tmp_path / "whole"
+def test_a_run_is_resumed_exactly_and_goes_on_in_the_other_layout(
+    tmp_path: Path, topology, hybrid: tuple[Path, str]
+):
+    whole, _ = hybrid
     flags = [*RUN, *topology, "--num-workers", "1"]
-    train(4, *flags, *HYBRID, "--run-dir", str(whole), "--save", str(whole), "--save-interval", "2")
     resumed = ["--load", str(whole), "--ckpt-step", "2"]
     train(4, *flags, *HYBRID, *resumed, "--run-dir", str(tmp_path / "same"))
     train(4, *flags, *CP2, *resumed, "--run-dir", str(tmp_path / "fixed"))
@@ -127,7 +142,7 @@ def test_the_document_of_a_bad_step_is_named(tmp_path: Path, topology):
             writer.add_document(tokens)
         writer.finish()
     flags = [
-        *MODEL, *DATA, *STEPS, "--untie-embeddings-and-output-weights", "--tokenizer-type", "NullTokenizer",
+        *MODEL, *DATA, *AUTO, *STEPS, "--untie-embeddings-and-output-weights", "--tokenizer-type", "NullTokenizer",
         "--vocab-size", "1000", "--split", "1", "--eval-iters", "0", "--no-wandb", "--calculate-per-token-loss",
         "--global-batch-size", "16", "--data-path", str(prefix), "--run-dir", str(tmp_path / "run"),
     ]  # fmt: skip

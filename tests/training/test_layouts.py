@@ -16,7 +16,7 @@ MODEL = shlex.split(
     "--calculate-per-token-loss --no-wandb"
 )
 LAYOUTS = {
-    "context": "--context-parallel-size 2",
+    "context": "--context-parallel-size 2 --cp-planner auto",
     "stages": "--pipeline-model-parallel-size 2",
     "written-out stages": "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ett|t|t|mL",
     "uneven stages": "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1",

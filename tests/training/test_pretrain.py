@@ -14,11 +14,11 @@ from megatron_cp.training.arguments import parse_arguments
 from megatron_cp.training.checkpoint.files import TRACKER, iteration_folder
 from megatron_cp.training.datasets import open_data
 from tests.faults.program import Launch, run_program
-from tests.training.commands import ROOT, SMALL_RUN, error_lines, launch, metrics, train
+from tests.training.commands import AUTO, ROOT, SMALL_RUN, error_lines, launch, metrics, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-CP2 = ["--context-parallel-size", "2"]
+CP2 = ["--context-parallel-size", "2", *AUTO]
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_cp.report.run.record import read_run
-from tests.training.commands import SMALL_RUN, metrics, train
+from tests.training.commands import AUTO, SMALL_RUN, metrics, train
 
 
 def test_a_slow_rank_computes_less_and_the_losses_stay(tmp_path):
@@ -18,7 +18,7 @@ def test_a_slow_rank_computes_less_and_the_losses_stay(tmp_path):
     losses, shares, tokens = [], [], set()
     for name, more in (("alike", []), ("slow", ["--cp-rank-speeds", "1,.25"])):
         folder = tmp_path / name
-        flags = ("--context-parallel-size", "2", "--cp-topology", str(machine), *more)
+        flags = (*AUTO, "--context-parallel-size", "2", "--cp-topology", str(machine), *more)
         train(2, *SMALL_RUN, *flags, "--run-dir", str(folder))
         losses.append(metrics(folder))
         packs = read_run(folder).packs
