@@ -25,9 +25,9 @@ MASKS = {
     "documents": lambda: masks.documents([375, 137, 222, 1, 256, 33], within="causal"),
 }
 CROSS = {
-    "few keys": lambda: masks.full(TOKENS, 900),
-    "few queries": lambda: masks.full(300, TOKENS),
-    "clips": lambda: masks.from_cu_seqlens([0, 700, 3000, TOKENS], "full", [0, 60, 500, 1200]),
+    "few keys": lambda: masks.full(TOKENS, 225),
+    "few queries": lambda: masks.full(75, TOKENS),
+    "clips": lambda: masks.from_cu_seqlens([0, 175, 750, TOKENS], "full", [0, 15, 125, 300]),
 }
 CASES = [(name, planner) for name in MASKS for planner in sorted(PLANNERS)]
 CASES += [(name, planner) for name in CROSS for planner in ("auto", "contiguous")]
