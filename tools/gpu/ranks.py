@@ -197,41 +197,69 @@ def run_rank(options: argparse.Namespace) -> dict[str, Any]:
 
 def check_plans(options: argparse.Namespace, group: Any) -> str:
     """Returns the planners whose plans give the results of one rank. Raises AssertionError for others."""
-    import torch
-
     import megatron_cp as mcp
-    from megatron_cp.attn import attend
     from megatron_cp.plan.planner import PLANNERS
 
     n = options.tokens // 8
-    mask = mcp.mask.documents([n * 3 // 8, 1, n // 6, n - n * 3 // 8 - 1 - n // 6], "causal")
-    generator = torch.Generator().manual_seed(1)
-    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
-    q, k, v, dout = (
-        torch.randn(mask.num_queries, heads, 128, generator=generator).to(options.device, dtype)
-        for heads in (8, 4, 4, 8)
-    )
-    whole = [x.clone().requires_grad_() for x in (q, k, v)]
-    out, _ = attend(*whole, mask, backend=options.attention)
-    wanted = (out.detach(), *torch.autograd.grad(out, whole, dout))
-    checked = []
+    lengths = [n * 3 // 8, 1, n // 6, n - n * 3 // 8 - 1 - n // 6]
+    own, checked = _OneRank(mcp.mask.documents(lengths, "causal"), options), []
     for planner in sorted(PLANNERS):
         config = mcp.CPConfig(planner=planner, num_heads=8, num_kv_heads=4, head_dim=128)
         try:
-            plan = mcp.make_plan(mask, options.ranks, config)
+            plan = mcp.make_plan(own.mask, options.ranks, config)
         except (ValueError, NotImplementedError):
             continue  # the planner does not take this mask on so many ranks
-        local = [mcp.dispatch(x, plan, group).requires_grad_() for x in (q, k, v)]
-        mine, _ = mcp.cp_attention(*local, plan, group, backend=options.attention)
-        gradients = torch.autograd.grad(mine, local, mcp.dispatch(dout, plan, group))
-        for name, x, y in zip(
-            ("out", "dq", "dk", "dv"), (mine.detach(), *gradients), wanted, strict=True
-        ):
-            got = mcp.undispatch(x, plan, group)[: mask.num_queries]
-            difference = ((got - y).float().norm() / y.float().norm()).item()
-            assert difference <= MAX_DIFFERENCE, f"{planner}: {name} differs by {difference:.1e}"
+        own.compare(plan, planner, group)
         checked.append(planner)
+    config = mcp.CPConfig(num_heads=8, num_kv_heads=4, head_dim=128)
+    for name, sizes in (
+        ("cross attention to few keys", (n, n // 9)),
+        ("cross attention of few queries", (n // 9, n)),
+    ):
+        cross = _OneRank(mcp.mask.full(*sizes), options)
+        cross.compare(mcp.make_plan(cross.mask, options.ranks, config), name, group)
+        checked.append(name)
     return ", ".join(checked)
+
+
+class _OneRank:
+    """Attention under a mask, and its gradients, on one rank: what plans must give."""
+
+    def __init__(self, mask: Any, options: argparse.Namespace):
+        import torch
+
+        from megatron_cp.attn import attend
+
+        self.mask, self.backend = mask, options.attention
+        generator = torch.Generator().manual_seed(1)
+        dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+        sizes = (mask.num_queries, 8), (mask.num_keys, 4), (mask.num_keys, 4), (mask.num_queries, 8)
+        self.tensors = [
+            torch.randn(*size, 128, generator=generator).to(options.device, dtype) for size in sizes
+        ]
+        whole = [x.clone().requires_grad_() for x in self.tensors[:3]]
+        out, _ = attend(*whole, mask, backend=self.backend)
+        self.wanted = (out.detach(), *torch.autograd.grad(out, whole, self.tensors[3]))
+
+    def compare(self, plan: Any, name: str, group: Any) -> None:
+        """Runs a plan on all ranks. Raises AssertionError where it gives another result."""
+        import torch
+
+        import megatron_cp as mcp
+
+        *local, dout = (
+            mcp.dispatch(x, plan, group, side=side)
+            for x, side in zip(self.tensors, "qkkq", strict=True)
+        )
+        local = [x.requires_grad_() for x in local]
+        mine, _ = mcp.cp_attention(*local, plan, group, backend=self.backend)
+        found = (mine.detach(), *torch.autograd.grad(mine, local, dout))
+        for what, side, x, y in zip(
+            ("out", "dq", "dk", "dv"), "qqkk", found, self.wanted, strict=True
+        ):
+            got = mcp.undispatch(x, plan, group, side=side)
+            difference = ((got - y).float().norm() / y.float().norm()).item()
+            assert difference <= MAX_DIFFERENCE, f"{name}: {what} differs by {difference:.1e}"
 
 
 def main() -> int:
