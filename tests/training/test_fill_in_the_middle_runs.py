@@ -83,8 +83,9 @@ def test_evaluation_too_is_rearranged_and_ranks_compare_their_tokenizers(corpus)
 
 
 FIM = [
-    *"--fim-data --fim-rate 0.7 --eval-iters 1 --split 90,10,0 --no-wandb --cp-planner zigzag".split()
-]
+    "--fim-data", "--fim-rate", "0.7", "--eval-iters", "1", "--split", "90,10,0", "--no-wandb",
+    "--cp-planner", "zigzag",
+]  # fmt: skip
 
 
 @pytest.mark.slow
