@@ -139,7 +139,7 @@ def test_a_state_of_the_first_version_is_taken_up(tmp_path):
 
 
 @pytest.mark.parametrize("packing", ["split", "keep"])
-@pytest.mark.parametrize("num_workers", [0, 1, 2])
+@pytest.mark.parametrize("num_workers", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
 def test_resuming_at_every_step_replays_the_same_stream(documents, packing, num_workers):
     config = changed(policy=packing, micro_batch_size=2)
     num_steps = 12  # more than one epoch

@@ -1,9 +1,9 @@
 """Every variant of the kernels passes tools/compile_gate.py, and the gate closes when it should.
 
-Each kernel by both compilers of CI (`make toolkits` fetches them), in bf16 by one and in fp16 by the other; all variants
-by one that is here alone. `tools/compile_gate.py --toolkits all` checks every pair. Without a compiler and nvdisasm
-nothing can be said, and the tests say that. What a compiler made stays in the user's cache, as cubins in use do; it is
-judged anew each time.
+Each kernel by both compilers of CI (`make toolkits` fetches them), in bf16 by one and in fp16 by the other; all
+variants by one that is here alone. `tools/compile_gate.py --toolkits all` checks every pair. Without a compiler and
+nvdisasm nothing can be said, and the tests say that. What a compiler made stays in the user's cache, as cubins in use
+do; it is judged anew each time.
 """
 
 import hashlib

@@ -255,7 +255,7 @@ def test_a_plan_that_comes_out_otherwise_today_is_shown_as_it_was_recorded(run_d
 @pytest.mark.slow  # every planner on 64 ranks
 def test_large_run_stays_below_the_size_limit(tmp_path):
     rng = np.random.default_rng(0)
-    lengths = tuple(np.exp(rng.normal(3.2, 1.0, 2000)).astype(int).clip(1, 500).tolist())
+    lengths = tuple(np.exp(rng.normal(3.2, 1.0, 1000)).astype(int).clip(1, 500).tolist())
     write_run(tmp_path / "run", cp_size=64, steps=6000, lengths=lengths, planner="zigzag")
     written = write_run_report(tmp_path / "run")
     assert written == tmp_path / "run" / "report.html"

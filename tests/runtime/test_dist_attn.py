@@ -92,7 +92,8 @@ def test_attention_on_ranks_equals_dense_attention(planner, cp_size):
 
 
 @pytest.mark.parametrize(
-    ("cp_size", "head_degree"), [(2, 1), (3, 1), (4, 1), (4, 2), (8, 2), (4, 4)]
+    ("cp_size", "head_degree"),
+    [(2, 1), (3, 1), (4, 1), (4, 2), pytest.param(8, 2, marks=pytest.mark.slow), (4, 4)],
 )
 def test_random_plans_with_query_casts_relays_and_head_splits_equal_dense_attention(
     cp_size, head_degree

@@ -29,8 +29,12 @@ CROSS = {
     "few queries": lambda: masks.full(75, TOKENS),
     "clips": lambda: masks.from_cu_seqlens([0, 175, 750, TOKENS], "full", [0, 15, 125, 300]),
 }
-CASES = [(name, planner) for name in MASKS for planner in sorted(PLANNERS)]
-CASES += [(name, planner) for name in CROSS for planner in ("auto", "contiguous")]
+CASES = [
+    pytest.param(name, planner, marks=[pytest.mark.slow] if name == "causal" else [])
+    for name in MASKS
+    for planner in sorted(PLANNERS)
+]
+CASES += [pytest.param(name, planner) for name in CROSS for planner in ("auto", "contiguous")]
 
 
 def plan_of(name: str, planner: str, element_bytes: int):

@@ -82,7 +82,10 @@ def test_evaluation_too_is_rearranged_and_ranks_compare_their_tokenizers(corpus)
     assert digests(data)["the tokenizer"] == data.fim.tokenizer.unique_identifiers
 
 
-FIM = ["--fim-data", "--fim-rate", "0.7", "--eval-iters", "1", "--split", "90,10,0", "--no-wandb"]
+FIM = [
+    "--fim-data", "--fim-rate", "0.7", "--eval-iters", "1", "--split", "90,10,0", "--no-wandb",
+    "--cp-planner", "zigzag",
+]  # fmt: skip
 
 
 @pytest.mark.slow
