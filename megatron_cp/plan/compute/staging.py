@@ -59,38 +59,75 @@ class Staging:
         return self.kept if 1 < index <= self.num_remote else None
 
 
-@dataclass(frozen=True)
-class AssignedStage:
-    """A stage as far as its price goes."""
-
-    areas: FloatArray
-    """Pairs of each rank: `[P]`."""
-    arriving: dict[Side, list[IntArray]]
-    """Foreign rows that arrive, hop by hop: requests (owner, reader, ids)."""
-    keeps: Side | None
-
-
 class AssignedMask:
     """A placed mask with a rank for every pair: what is local, and which rows have to move."""
 
     def __init__(self, placed: PlacedMask, assignment: Assignment):
+        """Every part has queries of one owner and keys of one."""
         self.placed = placed
-        parts, ranks = assignment.parts, assignment.ranks
+        self.parts, self.ranks = assignment.parts, assignment.ranks
+        self.area = rows_area(self.parts).astype(np.float64)
+        self.owner: dict[Side, IntArray] = {
+            side: placed.owners.rank_of(self.parts[:, start])
+            for side, (start, _) in COLUMNS.items()
+        }
+        self.is_own: dict[Side, BoolArray] = {
+            side: owner == self.ranks for side, owner in self.owner.items()
+        }
+        self.is_local = self.is_own["q"] & self.is_own["k"]
+
+    @cached_property
+    def local_areas(self) -> FloatArray:
+        """The pairs of each rank that need no foreign row: `[P]`."""
+        return self._per_rank(self.area * self.is_local)
+
+    @cached_property
+    def areas(self) -> FloatArray:
+        """The pairs of each rank: `[P]`."""
+        return self._per_rank(self.area)
+
+    def _per_rank(self, area: FloatArray) -> FloatArray:
+        return np.bincount(self.ranks, area, self.placed.num_ranks).astype(np.float64)
+
+    @cached_property
+    def foreign(self) -> dict[Side, IntArray]:
+        """The foreign rows of each side that ranks need, as normalised keys."""
+        found: dict[Side, IntArray] = {}
+        for side, columns in COLUMNS.items():
+            away = ~self.is_own[side]
+            ids = self.parts[:, columns].compress(away, axis=0)
+            found[side] = interval.normalise(self.placed.space.keys_of(ids, self.ranks[away]))
+        return found
+
+    def arriving(self, side: Side, route: Route) -> list[IntArray]:
+        """Returns the foreign rows of one side that ranks need, hop by hop: requests (owner, reader, ids)."""
+        return route(self.placed.owners, self.placed.space, self.foreign[side])
+
+    @cached_property
+    def in_pieces(self) -> "AssignedPieces":
+        """The same in pieces that are spread over stages."""
+        return AssignedPieces(self)
+
+
+class AssignedPieces:
+    """An assignment cut so finely that stages can be equal."""
+
+    def __init__(self, assigned: AssignedMask):
+        self.placed = placed = assigned.placed
+        parts, ranks, owner = assigned.parts, assigned.ranks, assigned.owner
         per_rank = int(np.clip(PIECES // placed.num_ranks, *PIECES_PER_RANK))
         runs = interval.cut(placed.owners.ids, max(1, placed.own_rows // per_rank))
         pieces: dict[Side, IntArray] = {}
         for side, (start, end) in COLUMNS.items():
             parts, source, piece = cut_rows(parts, runs, start, end)
             ranks = ranks[source]
+            owner = {one: known[source] for one, known in owner.items()}
             pieces = {**{one: known[source] for one, known in pieces.items()}, side: piece}
-        self.parts, self.ranks = parts, ranks
+        self.parts, self.ranks, self.owner = parts, ranks, owner
         self.pieces, self.num_pieces = pieces, len(runs)
         self.area = rows_area(parts).astype(np.float64)
-        self.owner: dict[Side, IntArray] = {
-            side: placed.owners.rank_of(parts[:, start]) for side, (start, _) in COLUMNS.items()
-        }
         self.is_own: dict[Side, BoolArray] = {
-            side: owner == ranks for side, owner in self.owner.items()
+            side: known == ranks for side, known in owner.items()
         }
         self.is_local = self.is_own["q"] & self.is_own["k"]
         self._shares: dict[tuple[Side, Order], FloatArray] = {}
@@ -109,23 +146,6 @@ class AssignedMask:
             found[side] = keys.compress(opens, axis=0), which
         return found
 
-    @property
-    def local_areas(self) -> FloatArray:
-        """Returns the pairs of each rank that need no foreign row: `[P]`."""
-        return self._per_rank(self.area * self.is_local)
-
-    @property
-    def areas(self) -> FloatArray:
-        """Returns the pairs of each rank: `[P]`."""
-        return self._per_rank(self.area)
-
-    def _per_rank(self, area: FloatArray) -> FloatArray:
-        return np.bincount(self.ranks, area, self.placed.num_ranks).astype(np.float64)
-
-    def arriving(self, side: Side, route: Route) -> list[IntArray]:
-        """Returns the foreign rows of one side that ranks need, hop by hop: requests (owner, reader, ids)."""
-        return route(self.placed.owners, self.placed.space, self._foreign(side, ~self.is_own[side]))
-
     def _foreign(self, side: Side, chosen: BoolArray) -> IntArray:
         """Returns the rows of one side of the chosen parts, as normalised keys of the ranks that compute them."""
         keys, which = self._rows_of_parts[side]
@@ -143,20 +163,22 @@ class AssignedMask:
             builder.add(parts, ranks, keeps_k=keeps == "k", keeps_q=keeps == "q")
         return builder.build()
 
-    def stages(self, staging: Staging, route: Route = direct) -> list[AssignedStage]:
-        """Returns the pairs of every rank and the foreign rows that arrive, stage by stage."""
+    def areas(self, staging: Staging) -> FloatArray:
+        """Returns the pairs of every rank in every stage: `[stages, P]`."""
+        cell = self._stage_of_parts(staging) * self.placed.num_ranks + self.ranks
+        sums = np.bincount(cell, self.area, staging.num_stages * self.placed.num_ranks)
+        return sums.astype(np.float64).reshape(staging.num_stages, -1)
+
+    def arriving(self, staging: Staging, route: Route) -> list[dict[Side, list[IntArray]]]:
+        """Returns the foreign rows that arrive stage by stage, hop by hop: requests (owner, reader, ids)."""
         stage, placed = self._stage_of_parts(staging), self.placed
-        cell = stage * placed.num_ranks + self.ranks
-        sums = np.bincount(cell, self.area, staging.num_stages * placed.num_ranks)
-        areas: FloatArray = sums.astype(np.float64).reshape(staging.num_stages, -1)
         held = dict.fromkeys(COLUMNS, placed.space)
         found = []
         for index in range(staging.num_stages):
-            now = stage == index
             arriving: dict[Side, list[IntArray]] = {}
             for side in COLUMNS:
                 keeps, before = staging.keeps(index) == side, placed.space
-                missing = self._foreign(side, now & ~self.is_own[side])
+                missing = self._foreign(side, (stage == index) & ~self.is_own[side])
                 if keeps:
                     before = held[side]
                     missing = before.missing(missing)
@@ -165,7 +187,7 @@ class AssignedMask:
                     for hop in arriving[side]:  # relays hold what they pass on
                         before = before.plus(before.keys_of(hop[:, ID_START:], hop[:, DST]))
                 held[side] = before
-            found.append(AssignedStage(areas[index], arriving, staging.keeps(index)))
+            found.append(arriving)
         return found
 
     def _stage_of_parts(self, staging: Staging) -> IntArray:

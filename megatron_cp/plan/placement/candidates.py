@@ -78,11 +78,16 @@ class PlacementCandidates:
         return Placement.of_chunks(np.arange(self.cp_size)[:, None], self.rows)
 
     @functools.cached_property
+    def areas_in_order(self) -> dict[str, IntArray]:
+        """The pairs of each rank's queries under each mask, tokens in order: `[P]`."""
+        bounds = np.arange(self.cp_size + 1) * self.rows
+        return {name: mask.area_of_rows(bounds) for name, (mask, _) in self.masks.items()}
+
+    @functools.cached_property
     def is_even_in_order(self) -> bool:
         """Whether tokens in order have their share of the area already, as under a full mask."""
-        bounds = np.arange(self.cp_size + 1) * self.rows
-        areas = [weight * mask.area_of_rows(bounds) for mask, weight in self.masks.values()]
-        per_rank = np.sum(areas, axis=0)
+        areas = self.areas_in_order
+        per_rank = np.sum([weight * areas[one] for one, (_, weight) in self.masks.items()], axis=0)
         fair = per_rank.sum() / total_speed(self.config, self.cp_size)
         longest = (per_rank / rank_speeds(self.config, self.cp_size)).max()
         return bool(longest <= (1 + self.limits.imbalance) * fair)

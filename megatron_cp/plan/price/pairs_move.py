@@ -200,7 +200,7 @@ class _RoutedAssignment:
     def build(self, staging: Staging) -> Pass:
         """Returns the pass of a staging; the same object if forward and backward take the same."""
         if staging not in self._built:
-            built = self.assigned.build(staging, self.route)
+            built = self.assigned.in_pieces.build(staging, self.route)
             self._built[staging] = split_heads(built, self.groups.degree)
         return self._built[staging]
 
@@ -209,15 +209,24 @@ class _RoutedAssignment:
         return {}
 
     def _exact_loads(self, staging: Staging) -> PassLoads:
-        stages = self.assigned.stages(staging, self.route)
-        sides = {
-            side: SideLoads.of(
-                [self.groups.movement(stage.arriving[side]) for stage in stages],
-                [stage.keeps == side for stage in stages],
-            )
-            for side in SIDES
-        }
-        return PassLoads(np.array([stage.areas for stage in stages]), sides["k"], sides["q"])
+        """Returns the loads of a staging; what moves is the same in both passes, and whatever comes last."""
+        pieces, moved = self.assigned.in_pieces, replace(staging, keeps_rest=True)
+        if moved not in self._moved:
+            stages = pieces.arriving(moved, self.route)
+            self._moved[moved] = {
+                side: [self.groups.movement(stage[side]) for stage in stages] for side in SIDES
+            }
+        count = staging.num_stages
+        keeps = [staging.keeps(index) for index in range(count)]
+        keys, queries = (
+            SideLoads.of(self._moved[moved][side][:count], [one == side for one in keeps])
+            for side in ("k", "q")
+        )
+        return PassLoads(pieces.areas(staging), keys, queries)
+
+    @functools.cached_property
+    def _moved(self) -> dict[Staging, dict[Side, list[Movement | None]]]:
+        return {}
 
 
 @dataclass(frozen=True)
