@@ -21,7 +21,7 @@ from megatron_cp.plan.hardware.cost import (
     compute_seconds,
     head_split_seconds,
     hop_movement,
-    stage_seconds,
+    pass_seconds,
 )
 from megatron_cp.plan.hardware.links import Links
 from megatron_cp.plan.hardware.rows import head_split_bytes, row_size
@@ -41,9 +41,6 @@ from megatron_cp.plan.schema import (
 from megatron_cp.plan.transfer.head_split import split_heads
 from megatron_cp.plan.transfer.pass_builder import PlacedMask
 from megatron_cp.plan.transfer.routing import DST, ID_START, ID_STOP, SRC
-
-FIRST_STAGE: IntArray = np.zeros(1, dtype=np.int64)
-
 
 @dataclass(frozen=True)
 class PassOption:
@@ -116,19 +113,16 @@ class HeadGroups:
 
     def seconds(self, loads: PassLoads, name: PassName) -> float:
         """Returns the predicted time of one pass; `loads`: of the head groups, for all heads."""
-        return float(self.seconds_of_each(loads, FIRST_STAGE, name)[0])
-
-    def seconds_of_each(self, loads: PassLoads, opens: IntArray, name: PassName) -> FloatArray:
-        """Returns the times of passes that stand in `loads` one after another, from stages `opens` on: `[passes]`.
-
-        Each but the last ends with a stage in which nothing is computed and nothing arrives.
-        """
         per_share = replace(loads, areas=loads.areas / self.degree)
-        stages = stage_seconds(per_share, self.config, name, self.degree)
+        return (
+            pass_seconds(per_share, self.config, name, self.degree) + self.exchange_seconds[name]
+        )
+
+    @functools.cached_property
+    def exchange_seconds(self) -> dict[PassName, float]:
+        """How long heads are exchanged in each pass."""
         split = HeadSplit((tuple(range(self.degree)),))
-        exchange = head_split_seconds(split, self._own, self.config, name)
-        slowest: FloatArray = np.add.reduceat(stages, opens).max(axis=1)
-        return slowest + exchange
+        return {name: head_split_seconds(split, self._own, self.config, name) for name in PASSES}
 
     def compute_seconds(self, load: float, names: Iterable[PassName] = PASSES) -> float:
         """Returns the time of these passes to compute so many pairs of a head group of speed 1."""

@@ -15,9 +15,10 @@ from megatron_cp.config import CPConfig
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.compute.bisection import Assignment, assign
 from megatron_cp.plan.compute.staging import ORDERS, AssignedMask, Staging
-from megatron_cp.plan.hardware.cost import Movement, PassLoads, SideLoads
+from megatron_cp.plan.hardware.cost import Movement, PassLoads, SideLoads, hidden_seconds
+from megatron_cp.plan.hardware.rows import row_size
 from megatron_cp.plan.price.head_groups import HeadGroups, PassOption, Strategy
-from megatron_cp.plan.schema import PASSES, SIDES, BoolArray, FloatArray, Pass, PassName, Side
+from megatron_cp.plan.schema import PASSES, SIDES, FloatArray, Pass, PassName, Side
 from megatron_cp.plan.transfer.head_split import split_heads
 from megatron_cp.plan.transfer.routing import (
     ID_START,
@@ -158,19 +159,31 @@ class _RoutedAssignment:
 
     def even_seconds(self, stagings: Sequence[Staging], name: PassName) -> FloatArray:
         """Returns about the time of each staging, as if rows were spread evenly over stages."""
-        shares = _even_shares(tuple(stagings))
-        local, remote = self.assigned.local_areas, shares.remote[:, None]
-        areas = shares.local[:, None] * local + remote * (self.assigned.areas - local)
-        loads = PassLoads(areas, self._even_moves("k", shares), self._even_moves("q", shares))
-        return self.groups.seconds_of_each(loads, shares.opens, name)
-
-    def _even_moves(self, side: Side, shares: "_EvenShares") -> SideLoads | None:
-        move = self._moves[side]
-        if move is None:
-            return None
-        seconds_per_byte: FloatArray = shares.remote[:, None] * move.seconds_per_byte
-        latency = np.where(shares.remote > 0, move.latency, 0.0)
-        return SideLoads(seconds_per_byte, latency, shares.keeps[side])
+        groups, config = self.groups, self.groups.config
+        pair = groups.compute_seconds(1.0, [name]) / groups.speeds
+        local = self.assigned.local_areas * pair
+        remote = self.assigned.areas * pair - local
+        count = np.array([[max(1, one.num_remote)] for one in stagings])
+        rest = np.array([[one.keeps_rest] for one in stagings])
+        arrive, leave, leave_last = np.zeros((3, len(stagings), len(local)))
+        for side in SIDES:
+            move, size = self._moves[side], row_size(config, name, side, groups.degree)
+            if move is None:
+                continue
+            arrive += move.seconds_per_byte * size.there / count + move.latency * (size.there > 0)
+            if size.back:  # of the side that is kept all goes home at the end
+                part = move.seconds_per_byte * size.back / count + move.latency
+                kept = np.array([[one.kept == side] for one in stagings])
+                leave += np.where(kept, 0.0, part)
+                leave_last += np.where(kept, count * part, part)
+        hidden = functools.partial(hidden_seconds, config)
+        one = remote / count
+        several = hidden(one, arrive) + hidden(one, leave)
+        several += (count - 2) * hidden(one, arrive + leave)
+        end = np.where(rest, hidden(local / 2, leave_last), leave_last)
+        begin = hidden(np.where(rest, local / 2, local), arrive)
+        seconds: FloatArray = (begin + np.where(count == 1, one, several) + end).max(axis=1)
+        return seconds + groups.exchange_seconds[name]
 
     def best_staging(self, stagings: Sequence[Staging], name: PassName) -> tuple[Staging, float]:
         """Returns the best staging and its price; a few that look best are priced exactly, in every order of rows.
@@ -227,33 +240,6 @@ class _RoutedAssignment:
     @functools.cached_property
     def _moved(self) -> dict[Staging, dict[Side, list[Movement | None]]]:
         return {}
-
-
-@dataclass(frozen=True)
-class _EvenShares:
-    """Stagings one after another, each with an idle stage behind: what every stage has of the whole."""
-
-    local: FloatArray  # [stages], of the local pairs
-    remote: FloatArray  # [stages], of the other pairs and of the rows that arrive
-    keeps: dict[Side, BoolArray]
-    opens: IntArray  # the first stage of each staging
-
-
-@functools.lru_cache(maxsize=64)
-def _even_shares(stagings: tuple[Staging, ...]) -> _EvenShares:
-    local: list[float] = []
-    remote: list[float] = []
-    kept: list[Side | None] = []
-    opens = []
-    for one in stagings:
-        count = one.num_remote
-        opens.append(len(local))
-        ends, rest = ([0.5], [0.5]) if one.keeps_rest else ([1.0], [])
-        local += [*ends, *[0.0] * count, *rest, 0.0]
-        remote += [0.0, *[1 / max(1, count)] * count, *[0.0] * len(rest), 0.0]
-        kept += [*map(one.keeps, range(one.num_stages)), None]
-    keeps = {side: np.array([one == side for one in kept]) for side in SIDES}
-    return _EvenShares(np.array(local), np.array(remote), keeps, np.array(opens))
 
 
 def _in_every_order(staging: Staging) -> list[Staging]:
