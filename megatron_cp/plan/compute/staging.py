@@ -28,7 +28,16 @@ from megatron_cp.mask.slice import Q_START, cut_rows, rows_area
 from megatron_cp.plan.compute.bisection import Assignment
 from megatron_cp.plan.schema import BoolArray, FloatArray, Pass, Side
 from megatron_cp.plan.transfer.pass_builder import COLUMNS, PassBuilder, PlacedMask
-from megatron_cp.plan.transfer.routing import DST, ID_START, Route, direct
+from megatron_cp.plan.transfer.routing import (
+    DST,
+    ID_START,
+    SRC,
+    Route,
+    ThroughNodes,
+    direct,
+    tree,
+    tree_rounds,
+)
 
 PIECES = 256  # of the stream: slices are cut so finely, for stages to be equal
 PIECES_PER_RANK = (2, 8)  # at least, at most
@@ -57,6 +66,51 @@ class Staging:
     def keeps(self, index: int) -> Side | None:
         """Returns the side of which a stage keeps what the stage before held."""
         return self.kept if 1 < index <= self.num_remote else None
+
+
+@dataclass(frozen=True)
+class StagedRequests:
+    """Rows that arrive, in which stages."""
+
+    requests: IntArray
+    """(owner, reader, ids): int64 `[n, 4]`."""
+    stage: IntArray
+    """int64 `[n]`."""
+
+    def chosen(self, which: BoolArray) -> "StagedRequests":
+        """Returns some of them."""
+        return StagedRequests(self.requests.compress(which, axis=0), self.stage[which])
+
+    def plus(self, other: "StagedRequests") -> "StagedRequests":
+        """Returns these and others."""
+        requests = np.concatenate([self.requests, other.requests])
+        return StagedRequests(requests, np.concatenate([self.stage, other.stage]))
+
+
+def _first_stages(keys: IntArray, stage: IntArray) -> tuple[IntArray, IntArray]:
+    """Returns keys that are needed in several stages cut so that each is there once, with its first stage."""
+    cuts = np.unique(keys)
+    low, high = (cuts.searchsorted(end) for end in keys.T)
+    late_first = np.argsort(-stage, kind="stable")
+    which, segment = interval.expand_ranges(low[late_first], high[late_first])
+    first = np.full(len(cuts), -1)
+    first[segment] = stage[late_first][which]  # the last one written is the first stage
+    needed = np.flatnonzero(first >= 0)
+    return interval.columns(cuts[needed], cuts[np.minimum(needed + 1, len(cuts) - 1)]), first[needed]
+
+
+def _rounds(sent: StagedRequests) -> list[StagedRequests]:
+    """Returns requests as rounds in which readers pass rows on, each stage by itself."""
+    rounds: list[StagedRequests] = []
+    for stage in np.unique(sent.stage).tolist():
+        in_stage = tree_rounds(sent.requests.compress(sent.stage == stage, axis=0))
+        for index, requests in enumerate(in_stage):
+            one = StagedRequests(requests, np.full(len(requests), stage))
+            if index < len(rounds):
+                rounds[index] = rounds[index].plus(one)
+            else:
+                rounds.append(one)
+    return rounds or [sent]
 
 
 class AssignedMask:
@@ -132,27 +186,6 @@ class AssignedPieces:
         self.is_local = self.is_own["q"] & self.is_own["k"]
         self._shares: dict[tuple[Side, Order], FloatArray] = {}
 
-    @cached_property
-    def _rows_of_parts(self) -> dict[Side, tuple[IntArray, IntArray]]:
-        """The rows of each side that parts need, as sorted keys of their ranks without repetition, and each part's."""
-        found: dict[Side, tuple[IntArray, IntArray]] = {}
-        for side, columns in COLUMNS.items():
-            keys = self.placed.space.keys_of(self.parts[:, columns], self.ranks)
-            order = np.lexsort((keys[:, 1], keys[:, 0]))
-            keys = keys.take(order, axis=0)
-            opens = _differs(keys[:, 0]) | _differs(keys[:, 1])
-            which = np.empty(len(keys), dtype=np.int64)
-            which[order] = np.cumsum(opens) - 1
-            found[side] = keys.compress(opens, axis=0), which
-        return found
-
-    def _foreign(self, side: Side, chosen: BoolArray) -> IntArray:
-        """Returns the rows of one side of the chosen parts, as normalised keys of the ranks that compute them."""
-        keys, which = self._rows_of_parts[side]
-        is_needed = np.zeros(len(keys), dtype=bool)
-        is_needed[which.compress(chosen)] = True
-        return interval.normalise(keys.compress(is_needed, axis=0))
-
     def build(self, staging: Staging, route: Route = direct) -> Pass:
         """Returns the pass that computes the assignment in these stages."""
         stage = self._stage_of_parts(staging)
@@ -169,26 +202,44 @@ class AssignedPieces:
         sums = np.bincount(cell, self.area, staging.num_stages * self.placed.num_ranks)
         return sums.astype(np.float64).reshape(staging.num_stages, -1)
 
-    def arriving(self, staging: Staging, route: Route) -> list[dict[Side, list[IntArray]]]:
-        """Returns the foreign rows that arrive stage by stage, hop by hop: requests (owner, reader, ids)."""
-        stage, placed = self._stage_of_parts(staging), self.placed
-        held = dict.fromkeys(COLUMNS, placed.space)
-        found = []
-        for index in range(staging.num_stages):
-            arriving: dict[Side, list[IntArray]] = {}
-            for side in COLUMNS:
-                keeps, before = staging.keeps(index) == side, placed.space
-                missing = self._foreign(side, (stage == index) & ~self.is_own[side])
-                if keeps:
-                    before = held[side]
-                    missing = before.missing(missing)
-                arriving[side] = route(placed.owners, before, missing) if len(missing) else []
-                if staging.keeps(index + 1) == side:
-                    for hop in arriving[side]:  # relays hold what they pass on
-                        before = before.plus(before.keys_of(hop[:, ID_START:], hop[:, DST]))
-                held[side] = before
-            found.append(arriving)
-        return found
+    def arriving(self, staging: Staging, route: Route, side: Side) -> list[StagedRequests]:
+        """Returns the foreign rows of one side that arrive in all stages, hop by hop."""
+        placed, away = self.placed, ~self.is_own[side]
+        keys = placed.space.keys_of(self.parts[:, COLUMNS[side]], self.ranks).compress(away, axis=0)
+        stage = self._stage_of_parts(staging).compress(away)
+        is_kept = staging.kept == side and staging.num_remote > 1
+        near = self._requests(keys, stage, is_kept)
+        if isinstance(route, ThroughNodes):
+            return self._through_nodes(near, route, is_kept)
+        return _rounds(near) if route is tree else [near]
+
+    def _requests(self, keys: IntArray, stage: IntArray, is_kept: bool) -> StagedRequests:
+        """Returns the rows that ranks need in stages: where they are kept, in the first of them alone."""
+        placed = self.placed
+        if is_kept:
+            keys, stage = _first_stages(keys, stage)
+        # Every stage has ranks of its own.
+        wanted = interval.normalise(keys + (stage * placed.num_ranks * placed.space.stride)[:, None])
+        requests = placed.owners.requests(wanted)
+        stage, reader = np.divmod(requests[:, DST], placed.num_ranks)
+        requests[:, DST] = reader
+        return StagedRequests(requests, stage)
+
+    def _through_nodes(
+        self, wanted: StagedRequests, route: ThroughNodes, is_kept: bool
+    ) -> list[StagedRequests]:
+        """Returns what `ThroughNodes` sends, in all stages: a relay that keeps rows gets them once."""
+        size = route.node_size
+        src, dst = wanted.requests[:, SRC], wanted.requests[:, DST]
+        far = src // size != dst // size
+        relay = np.minimum(dst // size * size + src % size, self.placed.num_ranks - 1)
+        ids = wanted.requests[:, ID_START:].compress(far, axis=0)
+        keys = self.placed.space.keys_of(ids, relay[far])
+        first = self._requests(keys, wanted.stage[far], is_kept)
+        last = wanted.chosen(far & (relay != dst))
+        last.requests[:, SRC] = relay[far & (relay != dst)]
+        rounds = _rounds(first) if route.tree else [first]
+        return [wanted.chosen(~far).plus(rounds[0]), *rounds[1:], last]
 
     def _stage_of_parts(self, staging: Staging) -> IntArray:
         stage = np.zeros(len(self.parts), dtype=np.int64)

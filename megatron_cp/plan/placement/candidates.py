@@ -107,7 +107,7 @@ class PlacementCandidates:
         `balance` is one of `balances`. None if the mask is one document, or if the pieces would be too many. With a
         chosen chunk size documents begin at the nearest chunk.
         """
-        if len(self._bounds) <= 2:
+        if not self.has_documents:
             return None
         if (most_load, balance) not in self._documents:
             self._documents[most_load, balance] = self._whole_documents(most_load, balance)
@@ -118,6 +118,11 @@ class PlacementCandidates:
         if parts > max(self.limits.most_parts, self.limits.most_parts_per_rank * self.cp_size):
             return None
         return groups.regrouped(self.cp_size)
+
+    @property
+    def has_documents(self) -> bool:
+        """Returns whether no mask links tokens of two parts of the stream."""
+        return len(self._bounds) > 2
 
     @functools.cached_property
     def _bounds(self) -> IntArray:

@@ -46,6 +46,8 @@ class StagingLimits:
     """Stagings that are priced exactly, once an estimate has won."""
     exact_prices: int
     """The same over all head groups: for more of them one takes longer."""
+    hopeless: float
+    """Times what would be of use: not looked at in another order of rows."""
     as_even: float
     """Times the estimate: no other order of rows is worth a look."""
     stage_penalty: float
@@ -102,15 +104,15 @@ def assigned_strategy(
         prices = [one.estimate(options, name) for one in routed]
         best = routed[prices.index(min(prices))]
 
-        def refined() -> PassOption:
-            staging, seconds = best.best_staging(options, name)
+        def refined(limit: float) -> PassOption:
+            staging, seconds = best.best_staging(options, name, limit)
             return replace(option, seconds=seconds, build=lambda: best.build(staging), refine=None)
 
         option = PassOption(
             min(prices),
             groups.moved_bytes(rows, name),
             uneven,
-            build=lambda: refined().build(),
+            build=lambda: refined(math.inf).build(),
             refine=refined,
         )
         return option
@@ -185,8 +187,12 @@ class _RoutedAssignment:
         seconds: FloatArray = (begin + np.where(count == 1, one, several) + end).max(axis=1)
         return seconds + groups.exchange_seconds[name]
 
-    def best_staging(self, stagings: Sequence[Staging], name: PassName) -> tuple[Staging, float]:
+    def best_staging(
+        self, stagings: Sequence[Staging], name: PassName, limit: float
+    ) -> tuple[Staging, float]:
         """Returns the best staging and its price; a few that look best are priced exactly, in every order of rows.
+
+        The first that takes far longer than `limit` is not improved upon.
 
         A stage has its price as well, and so has an order: of stagings that are as good as equal, that with fewer
         slices and sends wins.
@@ -206,6 +212,8 @@ class _RoutedAssignment:
                 )
                 if price < best_price:
                     best, best_price, best_seconds = staging, price, seconds
+                if seconds > self.limits.hopeless * limit:
+                    return best, best_seconds
                 if price <= self.limits.as_even * estimates[index]:
                     break
         return best, best_seconds
@@ -225,20 +233,27 @@ class _RoutedAssignment:
         """Returns the loads of a staging; what moves is the same in both passes, and whatever comes last."""
         pieces, moved = self.assigned.in_pieces, replace(staging, keeps_rest=True)
         if moved not in self._moved:
-            stages = pieces.arriving(moved, self.route)
             self._moved[moved] = {
-                side: [self.groups.movement(stage[side]) for stage in stages] for side in SIDES
+                side: self.groups.staged_movement(
+                    pieces.arriving(moved, self.route, side), moved.num_stages
+                )
+                for side in SIDES
             }
         count = staging.num_stages
-        keeps = [staging.keeps(index) for index in range(count)]
         keys, queries = (
-            SideLoads.of(self._moved[moved][side][:count], [one == side for one in keeps])
-            for side in ("k", "q")
+            SideLoads(
+                per_byte[:count],
+                latency[:count],
+                np.array([staging.keeps(index) == side for index in range(count)]),
+            )
+            for side, (per_byte, latency) in (
+                (side, self._moved[moved][side]) for side in ("k", "q")
+            )
         )
         return PassLoads(pieces.areas(staging), keys, queries)
 
     @functools.cached_property
-    def _moved(self) -> dict[Staging, dict[Side, list[Movement | None]]]:
+    def _moved(self) -> dict[Staging, dict[Side, tuple[FloatArray, FloatArray]]]:
         return {}
 
 

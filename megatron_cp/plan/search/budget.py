@@ -24,6 +24,8 @@ class SearchBudget:
     """Of one placement by area. 1.25: .997; 2: 1.001, worst 1.022."""
     hope: float = 0.2
     """Share of the way from what a head degree promises down to its bound that one more step may go."""
+    patience: float = 1.02
+    """Times slower, for every step already taken, and another head degree has its turn."""
     perfect: float = 1.004
     """Times the load bound: nothing found later could be told from it. 1.001, 1.004: nothing."""
     good: float = 1.02
@@ -70,6 +72,7 @@ class SearchBudget:
         few=2,  # 1: 1.001, worst 1.013; 4: .998
         most_exact=3,  # 1: 1.001, worst 1.013; 6: nothing
         exact_prices=576,  # a limit of time: nothing up to 48 ranks
+        hopeless=1.1,
         as_even=1.005,  # 1.0025, 1.01: 1.000
         stage_penalty=2e-4,  # nothing: it breaks ties for fewer sends
         order_penalty=1e-3,  # half: nothing; double: 1.000: it breaks ties for fewer slices

@@ -171,6 +171,8 @@ class _Search:
         self.found: dict[bytes, Candidate] = {}
         self.fastest = dict.fromkeys(self.degrees, math.inf)
         self.promise = dict.fromkeys(self.degrees, math.inf)
+        self.known = math.inf
+        """Seconds of the fastest plan whose price is exact: what is skipped cannot beat it."""
         self.by_mask = {name: dict.fromkeys(self.degrees, math.inf) for name in masks}
         self.effort = 0.0
 
@@ -197,12 +199,14 @@ class _Search:
                     self._price(documents, degree, STAY)
             if self._is_open(degree) and self._least_in_order(degree) <= self._limit():
                 self._price(in_order, degree, STAY)
-                if self.config.num_stages is None and degree in self.searched:
+                if self.config.num_stages is None and degree == 1:
                     self._price(in_order, degree, PUBLISHED)
+        self._settle()
         for degree in self.searched if self.config.num_stages is None else ():
-            near = self.budget.hopeless * min(self.fastest.values())
+            near = self.budget.hopeless * self.known
             if self._is_open(degree) and self._least_with_all_keys(degree) <= near:
                 self._price(self.placements.zigzag(degree), degree, PUBLISHED)
+        self._settle()
 
     def _least_in_order(self, degree: int) -> float:
         """Returns the least time at a degree if tokens lie in order and queries stay at home."""
@@ -218,15 +222,16 @@ class _Search:
     def _least_with_all_keys(self, degree: int) -> float:
         """Returns the least time at a degree if every head group gets all keys, or the double ring goes round."""
         first = next(iter(self.masks))
-        candidate = self._candidate(self.placements.in_order())
-        groups = self._groups_of(candidate, first, degree)
+        groups = self._groups_of(self._candidate(self.placements.in_order()), first, degree)
         layers = sum(weight for _, weight in self.masks.values())
         moved = layers * min(groups.all_keys_seconds(), double_ring_seconds(groups))
-        return max(self.bound, moved) + self.exchange[degree]
+        slowed = self.bound + get_topology(self.config.topology).contention * moved
+        return max(slowed, moved) + self.exchange[degree]
 
     def improve(self) -> None:
         """Takes steps as long as one may lead to a plan that is faster by more than can be told."""
         left = {degree: self._steps(degree) for degree in self.searched}
+        taken, patience = dict.fromkeys(self.searched, 0), self.budget.patience
         while self._effort_left() >= 0:
             worth = {
                 degree: step
@@ -235,12 +240,14 @@ class _Search:
             }
             if not worth:
                 break
-            degree = min(worth, key=lambda one: self._hoped(worth[one]))
+            degree = min(worth, key=lambda one: self.fastest[one] * patience ** taken[one])
             step = worth[degree]
+            taken[degree] += 1
             left[degree].remove(step)
             placement = step.place()
             if placement is not None:
                 self._price(placement, degree, step.source)
+                self._settle()
         self._balance_otherwise()
         self._move_on_best()
 
@@ -257,12 +264,12 @@ class _Search:
         move = _Step(degree, lambda: first, MOVE, budget.far)
         steps = [by_area, move] if groups <= budget.by_area_at_once else [move, by_area]
         if whole is not None:
-            steps.insert(0, _Step(degree, tight, STAY))
+            return [_Step(degree, tight, STAY), *steps]
         return [*steps, _Step(degree, lambda: in_order, MOVE, budget.far**2)]
 
     def _is_worth(self, step: _Step) -> bool:
         """Returns whether a step may win."""
-        if self.budget.perfect * self._hoped(step) >= min(self.fastest.values()):
+        if self.budget.perfect * self._hoped(step) >= self.known:
             return False
         if step.source is STAY or self._is_quick(step):
             return True
@@ -276,9 +283,14 @@ class _Search:
         return step.source is MOVE and is_first and self.cp_size // step.degree <= self.must_move
 
     def _hoped(self, step: _Step) -> float:
-        """Returns the time that a step may reach: between what its degree promises so far, and the bound."""
+        """Returns the time that a step may reach: between what its degree promises so far, and the bound.
+
+        With documents together already, only waiting can be saved.
+        """
         least = self.bound + self.exchange[step.degree]
         promise = self.promise[step.degree]
+        if self.placements.has_documents:
+            return promise
         if promise == math.inf or self._is_quick(step):
             return least
         return promise - self.budget.hope * (promise - least)
@@ -286,13 +298,34 @@ class _Search:
     def _is_open(self, degree: int) -> bool:
         """Returns whether a plan of a degree may still be faster, by more than can be told, than the fastest."""
         least = self.bound + self.exchange[degree]
-        return self._effort_left() >= 0 and self.budget.perfect * least < min(self.fastest.values())
+        return self._effort_left() >= 0 and self.budget.perfect * least < self.known
 
     def _limit(self) -> float:
         """Returns the seconds beyond which a strategy is of no use; none in families and where memory is short."""
         if len(self.masks) > 1 or self.config.max_received_mb is not None:
             return math.inf
-        return self.budget.hopeless * min(self.fastest.values())
+        return self.budget.hopeless * min(self.known, *self.fastest.values())
+
+    def _settle(self) -> None:
+        """Prices exactly whatever looks fastest, until the fastest is priced exactly."""
+        while True:
+            known, self.known, candidate = self.known, math.inf, None
+            fastest: dict[tuple[str, PassName], PassOption] = {}
+            for one in self.found.values():
+                if all(one.options.values()):
+                    best = {key: min(options, key=_price_of) for key, options in one.options.items()}
+                    seconds = sum(self.masks[name][1] * o.seconds for (name, _), o in best.items())
+                    if seconds < self.known:
+                        self.known, candidate, fastest = seconds, one, best
+            estimates = {key: one for key, one in fastest.items() if one.refine is not None}
+            if candidate is None or not estimates:
+                return
+            spare = known - self.known  # a pass that takes so much longer makes nothing faster
+            for key, one in estimates.items():
+                options = candidate.options[key]
+                assert one.refine is not None
+                options[options.index(one)] = one.refine(one.seconds + spare / self.masks[key[0]][1])
+            self.known = known
 
     def _balance_otherwise(self) -> None:
         """Prices documents balanced for each mask of a family by itself, at the degree that did best."""
@@ -343,7 +376,7 @@ class _Search:
 
     def _is_within(self, factor: float) -> bool:
         """Returns whether a plan was found that takes no more than `factor` times the load bound."""
-        return min(self.fastest.values()) <= factor * self.bound
+        return self.known <= factor * self.bound
 
     def _price(self, placement: Placement, degree: int, source: StrategySource) -> float:
         """Adds strategies for all masks on a placement, with this head degree or the one that suits a mask best.
@@ -396,6 +429,10 @@ class _Search:
         if len(self.masks) == 1 or source is PUBLISHED:
             return degree
         return min(by_degree, key=by_degree.__getitem__)
+
+
+def _price_of(option: PassOption) -> float:
+    return option.seconds
 
 
 def _seconds(strategy: Strategy) -> float:
