@@ -51,8 +51,10 @@ class PassOption:
     moved_bytes: float  # to all ranks that compute, and back; relays not counted
     imbalance: float
     build: Callable[[], Pass]
-    refine: "Callable[[float], PassOption] | None" = None
-    """The same at its exact price, looked for less long if that is far above so many seconds; None if it is exact."""
+    refine: "Callable[[bool], PassOption] | None" = None
+    """The same at its exact price, True: in its best stages, False: in the first that look best; None if it is that."""
+    is_estimate: bool = False
+    """Whether the price may be too low by more than a few per mille."""
     is_published: bool = False
     """Whether a named planner would run the pass so: the plan is never slower than that, not even by a little."""
 

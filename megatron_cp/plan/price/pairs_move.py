@@ -46,8 +46,6 @@ class StagingLimits:
     """Stagings that are priced exactly, once an estimate has won."""
     exact_prices: int
     """The same over all head groups: for more of them one takes longer."""
-    hopeless: float
-    """Times what would be of use: not looked at in another order of rows."""
     as_even: float
     """Times the estimate: no other order of rows is worth a look."""
     stage_penalty: float
@@ -104,16 +102,23 @@ def assigned_strategy(
         prices = [one.estimate(options, name) for one in routed]
         best = routed[prices.index(min(prices))]
 
-        def refined(limit: float) -> PassOption:
-            staging, seconds = best.best_staging(options, name, limit)
-            return replace(option, seconds=seconds, build=lambda: best.build(staging), refine=None)
+        def refined(is_final: bool) -> PassOption:
+            staging, seconds = best.best_staging(options, name, is_final)
+            return replace(
+                option,
+                seconds=seconds,
+                build=lambda: best.build(staging),
+                refine=None if is_final else refined,
+                is_estimate=False,
+            )
 
         option = PassOption(
             min(prices),
             groups.moved_bytes(rows, name),
             uneven,
-            build=lambda: refined(math.inf).build(),
+            build=lambda: refined(True).build(),
             refine=refined,
+            is_estimate=True,
         )
         return option
 
@@ -188,11 +193,11 @@ class _RoutedAssignment:
         return seconds + groups.exchange_seconds[name]
 
     def best_staging(
-        self, stagings: Sequence[Staging], name: PassName, limit: float
+        self, stagings: Sequence[Staging], name: PassName, is_final: bool
     ) -> tuple[Staging, float]:
         """Returns the best staging and its price; a few that look best are priced exactly, in every order of rows.
 
-        The first that takes far longer than `limit` is not improved upon.
+        Only the first of these, unless `is_final`.
 
         A stage has its price as well, and so has an order: of stagings that are as good as equal, that with fewer
         slices and sends wins.
@@ -201,7 +206,8 @@ class _RoutedAssignment:
         estimates = self.even_seconds(stagings, name) * penalties
         best, best_price, best_seconds = stagings[0], math.inf, math.inf
         left = max(len(ORDERS), self.limits.exact_prices // self.groups.placed.num_ranks)
-        for index in np.argsort(estimates, kind="stable")[: self.limits.most_exact]:
+        most = self.limits.most_exact if is_final else 1
+        for index in np.argsort(estimates, kind="stable")[:most]:
             if estimates[index] >= best_price:  # even rows are the best case, nearly always
                 break
             for staging in _in_every_order(stagings[index])[:left]:
@@ -212,8 +218,6 @@ class _RoutedAssignment:
                 )
                 if price < best_price:
                     best, best_price, best_seconds = staging, price, seconds
-                if seconds > self.limits.hopeless * limit:
-                    return best, best_seconds
                 if price <= self.limits.as_even * estimates[index]:
                     break
         return best, best_seconds

@@ -72,7 +72,6 @@ class SearchBudget:
         few=2,  # 1: 1.001, worst 1.013; 4: .998
         most_exact=3,  # 1: 1.001, worst 1.013; 6: nothing
         exact_prices=576,  # a limit of time: nothing up to 48 ranks
-        hopeless=1.1,
         as_even=1.005,  # 1.0025, 1.01: 1.000
         stage_penalty=2e-4,  # nothing: it breaks ties for fewer sends
         order_penalty=1e-3,  # half: nothing; double: 1.000: it breaks ties for fewer slices

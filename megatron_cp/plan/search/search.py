@@ -201,9 +201,8 @@ class _Search:
                 self._price(in_order, degree, STAY)
                 if self.config.num_stages is None and degree == 1:
                     self._price(in_order, degree, PUBLISHED)
-        self._settle()
         for degree in self.searched if self.config.num_stages is None else ():
-            near = self.budget.hopeless * self.known
+            near = self.budget.hopeless * min(self.fastest.values())
             if self._is_open(degree) and self._least_with_all_keys(degree) <= near:
                 self._price(self.placements.zigzag(degree), degree, PUBLISHED)
         self._settle()
@@ -307,9 +306,9 @@ class _Search:
         return self.budget.hopeless * min(self.known, *self.fastest.values())
 
     def _settle(self) -> None:
-        """Prices exactly whatever looks fastest, until the fastest is priced exactly."""
+        """Replaces estimates by prices for whatever looks fastest, until the fastest has none."""
         while True:
-            known, self.known, candidate = self.known, math.inf, None
+            self.known, candidate = math.inf, None
             fastest: dict[tuple[str, PassName], PassOption] = {}
             for one in self.found.values():
                 if all(one.options.values()):
@@ -317,15 +316,13 @@ class _Search:
                     seconds = sum(self.masks[name][1] * o.seconds for (name, _), o in best.items())
                     if seconds < self.known:
                         self.known, candidate, fastest = seconds, one, best
-            estimates = {key: one for key, one in fastest.items() if one.refine is not None}
+            estimates = {key: one for key, one in fastest.items() if one.is_estimate}
             if candidate is None or not estimates:
                 return
-            spare = known - self.known  # a pass that takes so much longer makes nothing faster
             for key, one in estimates.items():
                 options = candidate.options[key]
                 assert one.refine is not None
-                options[options.index(one)] = one.refine(one.seconds + spare / self.masks[key[0]][1])
-            self.known = known
+                options[options.index(one)] = one.refine(False)
 
     def _balance_otherwise(self) -> None:
         """Prices documents balanced for each mask of a family by itself, at the degree that did best."""
