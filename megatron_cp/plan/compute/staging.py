@@ -205,6 +205,8 @@ class AssignedPieces:
     def arriving(self, staging: Staging, route: Route, side: Side) -> list[StagedRequests]:
         """Returns the foreign rows of one side that arrive in all stages, hop by hop."""
         placed, away = self.placed, ~self.is_own[side]
+        if not away.any():
+            return []
         keys = placed.space.keys_of(self.parts[:, COLUMNS[side]], self.ranks).compress(away, axis=0)
         stage = self._stage_of_parts(staging).compress(away)
         is_kept = staging.kept == side and staging.num_remote > 1
@@ -247,8 +249,13 @@ class AssignedPieces:
             stage[self._local_share > 0.5] = staging.num_remote + 1
         share = self._foreign_share(staging.kept, staging.order)
         which = np.minimum(share * staging.num_remote, staging.num_remote - 1)
-        stage[~self.is_local] = 1 + which
+        stage[self._remote] = 1 + which
         return stage
+
+    @cached_property
+    def _remote(self) -> IntArray:
+        """The parts with foreign rows."""
+        return np.flatnonzero(~self.is_local)
 
     @cached_property
     def _local_share(self) -> FloatArray:

@@ -52,7 +52,7 @@ class PassOption:
     imbalance: float
     build: Callable[[], Pass]
     refine: "Callable[[bool], PassOption] | None" = None
-    """The same at its exact price, True: in its best stages, False: in the first that look best; None if it is that."""
+    """The same at its exact price (True: looked for longer); None if it is that."""
     is_estimate: bool = False
     """Whether the price may be too low by more than a few per mille."""
     is_published: bool = False

@@ -31,6 +31,8 @@ from megatron_cp.plan.transfer.routing import (
     tree,
 )
 
+FEW_ORDERS = ORDERS[:2]  # of a plan that may not be taken; the third is rarely the best, and has most slices
+
 
 @dataclass(frozen=True)
 class StagingLimits:
@@ -44,8 +46,6 @@ class StagingLimits:
     """So many stages may do without local pairs at the end: better where latency decides."""
     most_exact: int
     """Stagings that are priced exactly, once an estimate has won."""
-    exact_prices: int
-    """The same over all head groups: for more of them one takes longer."""
     as_even: float
     """Times the estimate: no other order of rows is worth a look."""
     stage_penalty: float
@@ -195,26 +195,23 @@ class _RoutedAssignment:
     def best_staging(
         self, stagings: Sequence[Staging], name: PassName, is_final: bool
     ) -> tuple[Staging, float]:
-        """Returns the best staging and its price; a few that look best are priced exactly, in every order of rows.
+        """Returns the best staging and its price; of a few that look best, in every order of rows.
 
-        Only the first of these, unless `is_final`.
-
-        A stage has its price as well, and so has an order: of stagings that are as good as equal, that with fewer
-        slices and sends wins.
+        Unless `is_final`, in fewer orders. A stage has its price as well, and so has an order: of stagings that are as
+        good as equal, that with fewer slices and sends wins.
         """
         penalties = np.array([1 + self.limits.stage_penalty * one.num_stages for one in stagings])
         estimates = self.even_seconds(stagings, name) * penalties
         best, best_price, best_seconds = stagings[0], math.inf, math.inf
-        left = max(len(ORDERS), self.limits.exact_prices // self.groups.placed.num_ranks)
-        most = self.limits.most_exact if is_final else 1
-        for index in np.argsort(estimates, kind="stable")[:most]:
+        orders = ORDERS if is_final else FEW_ORDERS
+        for index in np.argsort(estimates, kind="stable")[: self.limits.most_exact]:
             if estimates[index] >= best_price:  # even rows are the best case, nearly always
                 break
-            for staging in _in_every_order(stagings[index])[:left]:
-                left -= 1
+            for order in orders if stagings[index].num_remote > 1 else ORDERS[:1]:
+                staging = replace(stagings[index], order=order)
                 seconds = self.groups.seconds(self._exact_loads(staging), name)
                 price = seconds * (
-                    penalties[index] + self.limits.order_penalty * ORDERS.index(staging.order)
+                    penalties[index] + self.limits.order_penalty * ORDERS.index(order)
                 )
                 if price < best_price:
                     best, best_price, best_seconds = staging, price, seconds
@@ -259,11 +256,6 @@ class _RoutedAssignment:
     @functools.cached_property
     def _moved(self) -> dict[Staging, dict[Side, tuple[FloatArray, FloatArray]]]:
         return {}
-
-
-def _in_every_order(staging: Staging) -> list[Staging]:
-    orders = ORDERS if staging.num_remote > 1 else ORDERS[:1]
-    return [replace(staging, order=order) for order in orders]
 
 
 def _num_rows(requests: IntArray) -> float:

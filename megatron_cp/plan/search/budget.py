@@ -71,7 +71,6 @@ class SearchBudget:
         estimated_counts=(1, 2, 4, 8),  # 1 alone: 1.009, worst 1.22 (star); with 8: 1.000, worst 1.014
         few=2,  # 1: 1.001, worst 1.013; 4: .998
         most_exact=3,  # 1: 1.001, worst 1.013; 6: nothing
-        exact_prices=576,  # a limit of time: nothing up to 48 ranks
         as_even=1.005,  # 1.0025, 1.01: 1.000
         stage_penalty=2e-4,  # nothing: it breaks ties for fewer sends
         order_penalty=1e-3,  # half: nothing; double: 1.000: it breaks ties for fewer slices

@@ -102,10 +102,9 @@ def _searched(
     search = _Search(masks, cp_size, config, budget)
     search.look()
     search.improve()
-    found = [one for one in search.found.values() if all(one.options.values())]
     if config.improver is not None:
-        search.solve(found)
-    return found
+        search.solve()
+    return [one for one in search.found.values() if all(one.options.values())]
 
 
 def _merged(mask: AttentionMask) -> AttentionMask:
@@ -141,8 +140,8 @@ class _Step:
     degree: int
     place: Callable[[], Placement | None]
     source: StrategySource
-    far: float = 1.0
-    """Times the load bound: if the fastest plan is no further from it, nothing is moved among many."""
+    is_first: bool = False
+    """Whether compute is moved on the likeliest placement: always among few head groups."""
 
 
 class _Search:
@@ -173,6 +172,8 @@ class _Search:
         self.promise = dict.fromkeys(self.degrees, math.inf)
         self.known = math.inf
         """Seconds of the fastest plan whose price is exact: what is skipped cannot beat it."""
+        self.leader: Candidate | None = None
+        """The placement of that plan."""
         self.by_mask = {name: dict.fromkeys(self.degrees, math.inf) for name in masks}
         self.effort = 0.0
 
@@ -248,6 +249,7 @@ class _Search:
                 self._price(placement, degree, step.source)
                 self._settle()
         self._balance_otherwise()
+        self._settle()
         self._move_on_best()
 
     def _steps(self, degree: int) -> list[_Step]:
@@ -260,11 +262,11 @@ class _Search:
         first = whole or (in_order if places.is_even_in_order else places.zigzag(degree))
         tight = functools.partial(places.by_documents, degree, budget.tight_load)
         by_area = _Step(degree, functools.partial(self._placed_by_area, degree), STAY)
-        move = _Step(degree, lambda: first, MOVE, budget.far)
+        move = _Step(degree, lambda: first, MOVE, is_first=True)
         steps = [by_area, move] if groups <= budget.by_area_at_once else [move, by_area]
         if whole is not None:
             return [_Step(degree, tight, STAY), *steps]
-        return [*steps, _Step(degree, lambda: in_order, MOVE, budget.far**2)]
+        return [*steps, _Step(degree, lambda: in_order, MOVE)]
 
     def _is_worth(self, step: _Step) -> bool:
         """Returns whether a step may win."""
@@ -272,14 +274,12 @@ class _Search:
             return False
         if step.source is STAY or self._is_quick(step):
             return True
-        return self.cp_size // step.degree <= self.budget.most_moved and not self._is_within(
-            step.far
-        )
+        groups = self.cp_size // step.degree
+        return groups <= self.budget.most_moved and not self._is_within(self.budget.far)
 
     def _is_quick(self, step: _Step) -> bool:
         """Returns whether a step moves compute among so few head groups that it always may pay."""
-        is_first = step.far <= self.budget.far
-        return step.source is MOVE and is_first and self.cp_size // step.degree <= self.must_move
+        return step.is_first and self.cp_size // step.degree <= self.must_move
 
     def _hoped(self, step: _Step) -> float:
         """Returns the time that a step may reach: between what its degree promises so far, and the bound.
@@ -317,6 +317,7 @@ class _Search:
                     if seconds < self.known:
                         self.known, candidate, fastest = seconds, one, best
             estimates = {key: one for key, one in fastest.items() if one.is_estimate}
+            self.leader = candidate
             if candidate is None or not estimates:
                 return
             for key, one in estimates.items():
@@ -338,30 +339,23 @@ class _Search:
         """Moves compute on the best placement, among few head groups."""
         if self.always_moved == 1 or self._is_within(self.budget.good):
             return
-        best = self._best(self.found.values())
+        best = self.leader
+        assert best is not None
         degrees = [best.fastest[name][1] for name in self.masks]
         for most in dict.fromkeys((self.always_moved, self.must_move)):
             for degree in dict.fromkeys(max(one, self.cp_size // most) for one in degrees):
                 if degree < self.cp_size:
                     self._price(best.placement, degree, MOVE)
 
-    def _best(self, candidates: Iterable[Candidate]) -> Candidate:
-        """Returns the candidate on which all masks together are fastest."""
-        unknown = (math.inf, 0)
-
-        def seconds(one: Candidate) -> float:
-            fastest = [(one.fastest.get(name, unknown), w) for name, (_, w) in self.masks.items()]
-            return sum(weight * least for (least, _), weight in fastest)
-
-        return min(candidates, key=seconds)
-
     def _placed_by_area(self, degree: int) -> Placement:
         self.effort += self.budget.by_area_effort
         return self.placements.by_area(degree)
 
-    def solve(self, found: list[Candidate]) -> None:
+    def solve(self) -> None:
         """Lets the config's solver assign the compute of the best candidate anew."""
-        best = self._best(found)
+        self._settle()
+        best = self.leader
+        assert best is not None
         for name in self.masks:
             groups = self._groups_of(best, name, best.fastest[name][1])
             best.add(name, solved(groups, self.budget.stagings))
