@@ -197,7 +197,10 @@ class _Cut:
         size = np.uint16 if len(self.target) < 8192 else np.int64
         keys = np.stack(
             [
-                parts.group * 8 + 4 + q_home * heavier * pulls[0] + k_home * (3 - heavier) * pulls[1]
+                parts.group * 8
+                + 4
+                + q_home * heavier * pulls[0]
+                + k_home * (3 - heavier) * pulls[1]
                 for q_home, k_home in HOMES
             ]
         ).astype(size)

@@ -96,7 +96,9 @@ def _first_stages(keys: IntArray, stage: IntArray) -> tuple[IntArray, IntArray]:
     first = np.full(len(cuts), -1)
     first[segment] = stage[late_first][which]  # the last one written is the first stage
     needed = np.flatnonzero(first >= 0)
-    return interval.columns(cuts[needed], cuts[np.minimum(needed + 1, len(cuts) - 1)]), first[needed]
+    return interval.columns(cuts[needed], cuts[np.minimum(needed + 1, len(cuts) - 1)]), first[
+        needed
+    ]
 
 
 def _rounds(sent: StagedRequests) -> list[StagedRequests]:
@@ -180,9 +182,7 @@ class AssignedPieces:
         self.parts, self.ranks, self.owner = parts, ranks, owner
         self.pieces, self.num_pieces = pieces, len(runs)
         self.area = rows_area(parts).astype(np.float64)
-        self.is_own: dict[Side, BoolArray] = {
-            side: known == ranks for side, known in owner.items()
-        }
+        self.is_own: dict[Side, BoolArray] = {side: known == ranks for side, known in owner.items()}
         self.is_local = self.is_own["q"] & self.is_own["k"]
         self._shares: dict[tuple[Side, Order], FloatArray] = {}
 
@@ -221,7 +221,9 @@ class AssignedPieces:
         if is_kept:
             keys, stage = _first_stages(keys, stage)
         # Every stage has ranks of its own.
-        wanted = interval.normalise(keys + (stage * placed.num_ranks * placed.space.stride)[:, None])
+        wanted = interval.normalise(
+            keys + (stage * placed.num_ranks * placed.space.stride)[:, None]
+        )
         requests = placed.owners.requests(wanted)
         stage, reader = np.divmod(requests[:, DST], placed.num_ranks)
         requests[:, DST] = reader

@@ -65,7 +65,7 @@ class PlacementCandidates:
         even = replace(config, token_multiple=math.lcm(config.token_multiple, pieces))
         self.chunk, per_rank = chunk_layout(num_tokens, cp_size, even)
         self.rows = self.chunk * per_rank
-        self._documents: dict[tuple[float, int], Placement] = {}
+        self._documents: dict[int, list[tuple[float, Placement, float]]] = {}
         layers = np.array([weight for _, weight in masks.values()])
         self.balances = [layers[None, :]]
         """What documents are balanced by, each `[loads, masks]`: all masks in one sum; each in a load of its own, all
@@ -109,15 +109,22 @@ class PlacementCandidates:
         """
         if not self.has_documents:
             return None
-        if (most_load, balance) not in self._documents:
-            self._documents[most_load, balance] = self._whole_documents(most_load, balance)
-        groups = self._documents[most_load, balance].regrouped(self.cp_size // degree).in_order()
+        groups = self._whole(most_load, balance).regrouped(self.cp_size // degree).in_order()
         document = np.searchsorted(self._bounds, groups.ids[:, 0], side="right")
         pieces = np.bincount(document)
         parts = (pieces * (pieces + 1) // 2).sum()
         if parts > max(self.limits.most_parts, self.limits.most_parts_per_rank * self.cp_size):
             return None
         return groups.regrouped(self.cp_size)
+
+    def _whole(self, most_load: float, balance: int) -> Placement:
+        """Returns documents on head groups; placed once for all limits between which they are the same."""
+        known = self._documents.setdefault(balance, [])
+        for limit, placed, busiest in known:
+            if busiest <= most_load <= limit:
+                return placed
+        known.append((most_load, *self._whole_documents(most_load, balance)))
+        return known[-1][1]
 
     @property
     def has_documents(self) -> bool:
@@ -131,7 +138,7 @@ class PlacementCandidates:
             np.intersect1d, (document_bounds(mask) for mask, _ in self.masks.values())
         )
 
-    def _whole_documents(self, most_load: float, balance: int) -> Placement:
+    def _whole_documents(self, most_load: float, balance: int) -> tuple[Placement, float]:
         """Returns documents on the smallest head groups that are looked at, in whole chunks if those are chosen."""
         degree, chunk = self.smallest_degree, self.config.chunk_size or 1
         groups = self.cp_size // degree
@@ -147,8 +154,8 @@ class PlacementCandidates:
         tokens = np.minimum(bounds * chunk, self._bounds[-1])
         areas = np.stack([mask.area_of_rows(tokens) for mask, _ in self.masks.values()], axis=1)
         rows, loads = degree * self.rows // chunk, areas @ self.balances[balance].T
-        placed = whole_documents(bounds, loads, ranks, rows, most_load)
-        return replace(placed, ids=placed.ids * chunk)
+        placed, busiest = whole_documents(bounds, loads, ranks, rows, most_load)
+        return replace(placed, ids=placed.ids * chunk), busiest
 
     def by_area(self, degree: int) -> Placement:
         """Returns zigzag chunks of head groups, exchanged until areas are as their speeds."""

@@ -43,6 +43,7 @@ from megatron_cp.plan.transfer.head_split import split_heads
 from megatron_cp.plan.transfer.pass_builder import PlacedMask
 from megatron_cp.plan.transfer.routing import DST, ID_START, ID_STOP, SRC
 
+
 @dataclass(frozen=True)
 class PassOption:
     """One way to run one pass of one mask on one placement."""
@@ -116,9 +117,7 @@ class HeadGroups:
     def seconds(self, loads: PassLoads, name: PassName) -> float:
         """Returns the predicted time of one pass; `loads`: of the head groups, for all heads."""
         per_share = replace(loads, areas=loads.areas / self.degree)
-        return (
-            pass_seconds(per_share, self.config, name, self.degree) + self.exchange_seconds[name]
-        )
+        return pass_seconds(per_share, self.config, name, self.degree) + self.exchange_seconds[name]
 
     @functools.cached_property
     def exchange_seconds(self) -> dict[PassName, float]:

@@ -31,7 +31,9 @@ from megatron_cp.plan.transfer.routing import (
     tree,
 )
 
-FEW_ORDERS = ORDERS[:2]  # of a plan that may not be taken; the third is rarely the best, and has most slices
+FEW_ORDERS = ORDERS[
+    :2
+]  # of a plan that may not be taken; the third is rarely the best, and has most slices
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,12 @@ class StagingLimits:
 
     counts: tuple[int, ...]
     """Numbers of stages with foreign rows."""
-    estimated_counts: tuple[int, ...]
-    """Of them, those of an assignment's first estimate."""
     few: int
     """So many stages may do without local pairs at the end: better where latency decides."""
     most_exact: int
     """Stagings that are priced exactly, once an estimate has won."""
+    uneven: float
+    """Times the estimate: what uneven stages add."""
     as_even: float
     """Times the estimate: no other order of rows is worth a look."""
     stage_penalty: float
@@ -99,7 +101,7 @@ def assigned_strategy(
 
     def option_of(name: PassName) -> PassOption:
         options = _stagings(groups.config, name, rows, limits)
-        prices = [one.estimate(options, name) for one in routed]
+        prices = [float(one.even_seconds(options, name).min()) for one in routed]
         best = routed[prices.index(min(prices))]
 
         def refined(is_final: bool) -> PassOption:
@@ -113,7 +115,7 @@ def assigned_strategy(
             )
 
         option = PassOption(
-            min(prices),
+            min(prices) * limits.uneven,
             groups.moved_bytes(rows, name),
             uneven,
             build=lambda: refined(True).build(),
@@ -156,13 +158,6 @@ class _RoutedAssignment:
         return {
             side: self.groups.movement(self.assigned.arriving(side, self.route)) for side in SIDES
         }
-
-    def estimate(self, stagings: Sequence[Staging], name: PassName) -> float:
-        """Returns about the time of a pass in the best of its stagings."""
-        some = [
-            one for one in stagings if one.num_remote in (0, *self.limits.estimated_counts)
-        ] or stagings
-        return float(self.even_seconds(some, name).min())
 
     def even_seconds(self, stagings: Sequence[Staging], name: PassName) -> FloatArray:
         """Returns about the time of each staging, as if rows were spread evenly over stages."""

@@ -22,26 +22,24 @@ class SearchBudget:
     """Half: 1.000; double: .998, worst 1.014."""
     by_area_effort: float = 1.5
     """Of one placement by area. 1.25: .997; 2: 1.001, worst 1.022."""
-    hope: float = 0.2
+    hope: float = 0.1
     """Share of the way from what a head degree promises down to its bound that one more step may go."""
     patience: float = 1.02
     """Times slower, for every step already taken, and another head degree has its turn."""
-    perfect: float = 1.004
+    perfect: float = 1.01
     """Times the load bound: nothing found later could be told from it. 1.001, 1.004: nothing."""
     good: float = 1.02
     """Times the load bound: moving compute on the best placement would not pay. 1.025: 1.000; 1.1: nothing. Never
     moving it there: 1.007 on the held-out cells, worst 1.27 (variable block sparse, 32 ranks)."""
     far: float = 1.3
     """Times the load bound: links limit, and moving compute is worth it. Half: 1.001, worst 1.014; double: nothing."""
-    hopeless: float = 1.1
+    hopeless: float = 1.03
     """Times the fastest strategy, whose price may be an estimate: not priced. 1.05: nothing; 1.2: 1.000."""
     loose_load: float = 1.08
     """Load of a rank by one document, times the fair share. 1.04: 1.000; 1.16: 1.002, worst 1.052. The tight load
     alone: 1.007, worst 1.24 (window_document, 24 ranks)."""
     tight_load: float = 1.0
     """The loose load alone: 1.003, worst 1.07 (causal_document W2, 48 ranks)."""
-    by_area_at_once: int = 16
-    """Head groups up to which a placement by area is priced first. Half: .998; double: 1.001, worst 1.022."""
     always_moved: int = 8
     """Head groups among which compute is always moved, or the fewest there can be. Half: 1.000; double: 1.001."""
     most_moved: int = 32
@@ -68,9 +66,9 @@ class SearchBudget:
             4,
             8,
         ),  # without 8: nothing up to 48 ranks; 1.004 on 40 to 128, worst 1.038 (causal, 96 ranks)
-        estimated_counts=(1, 2, 4, 8),  # 1 alone: 1.009, worst 1.22 (star); with 8: 1.000, worst 1.014
         few=2,  # 1: 1.001, worst 1.013; 4: .998
         most_exact=3,  # 1: 1.001, worst 1.013; 6: nothing
+        uneven=1.005,
         as_even=1.005,  # 1.0025, 1.01: 1.000
         stage_penalty=2e-4,  # nothing: it breaks ties for fewer sends
         order_penalty=1e-3,  # half: nothing; double: 1.000: it breaks ties for fewer slices

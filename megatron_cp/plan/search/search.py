@@ -1,13 +1,15 @@
 """What planner "auto" looks at: placements of tokens, degrees of head exchange, and who computes what.
 
-    look      every head degree: one placement by documents or by area, then the published schemes on tokens in
-              order and zigzag (needed keys, ring, all-gather, Ulysses, USP) that may come near
-    improve   the degree that promises most, a step at a time: other placements, and compute moved away from the
-              queries' owners; at last on the best placement, among the few head groups of a large degree
+    look      at every head degree documents and tokens in order, queries at home; then the published schemes on
+              tokens in order and zigzag (needed keys, ring, all-gather, double ring, Ulysses, USP)
+    improve   the fastest degree first, a step at a time: documents balanced more tightly, chunks by area, compute moved
+              away from the queries' owners; at last compute moved on the best placement
 
-until effort is spent or a plan is as good as perfect; then an optional solver (`plan/compute/solvers`). Everything is
-priced from small arrays; nothing is built here. Effort is counted, not clocked, so every rank finds the same plan.
-Placements come from `plan/placement/candidates.py`, strategies from `strategies.py`, all numbers from `budget.py`.
+Whatever looks fastest is priced exactly at once, and what cannot be faster by more than can be told is skipped:
+a degree by its bound (load, and the exchange of heads), a step by what it may save, a strategy by its busiest rank.
+Then an optional solver (`plan/compute/solvers`). Everything is priced from small arrays; nothing is built here. Effort is
+counted, not clocked, so every rank finds the same plan. Placements come from `plan/placement/candidates.py`, strategies
+from `strategies.py`, all numbers from `budget.py`.
 """
 
 import functools
@@ -254,8 +256,8 @@ class _Search:
 
     def _steps(self, degree: int) -> list[_Step]:
         """Returns what is worth a price at a degree besides, the cheap and likely first."""
-        groups, places, budget = self.cp_size // degree, self.placements, self.budget
-        if groups == 1:
+        places, budget = self.placements, self.budget
+        if degree == self.cp_size:
             return []
         whole = places.by_documents(degree, budget.loose_load)
         in_order = places.in_order()
@@ -263,10 +265,9 @@ class _Search:
         tight = functools.partial(places.by_documents, degree, budget.tight_load)
         by_area = _Step(degree, functools.partial(self._placed_by_area, degree), STAY)
         move = _Step(degree, lambda: first, MOVE, is_first=True)
-        steps = [by_area, move] if groups <= budget.by_area_at_once else [move, by_area]
         if whole is not None:
-            return [_Step(degree, tight, STAY), *steps]
-        return [*steps, _Step(degree, lambda: in_order, MOVE)]
+            return [_Step(degree, tight, STAY), by_area, move]
+        return [by_area, move, _Step(degree, lambda: in_order, MOVE)]
 
     def _is_worth(self, step: _Step) -> bool:
         """Returns whether a step may win."""
@@ -312,7 +313,9 @@ class _Search:
             fastest: dict[tuple[str, PassName], PassOption] = {}
             for one in self.found.values():
                 if all(one.options.values()):
-                    best = {key: min(options, key=_price_of) for key, options in one.options.items()}
+                    best = {
+                        key: min(options, key=_price_of) for key, options in one.options.items()
+                    }
                     seconds = sum(self.masks[name][1] * o.seconds for (name, _), o in best.items())
                     if seconds < self.known:
                         self.known, candidate, fastest = seconds, one, best
@@ -320,10 +323,10 @@ class _Search:
             self.leader = candidate
             if candidate is None or not estimates:
                 return
-            for key, one in estimates.items():
+            for key, option in estimates.items():
                 options = candidate.options[key]
-                assert one.refine is not None
-                options[options.index(one)] = one.refine(False)
+                assert option.refine is not None
+                options[options.index(option)] = option.refine(False)
 
     def _balance_otherwise(self) -> None:
         """Prices documents balanced for each mask of a family by itself, at the degree that did best."""
