@@ -144,6 +144,8 @@ class _Step:
     source: StrategySource
     is_first: bool = False
     """Whether compute is moved on the likeliest placement: always among few head groups."""
+    only_balances: bool = False
+    """Whether only waiting can be saved, as documents are together already."""
 
 
 class _Search:
@@ -266,8 +268,10 @@ class _Search:
         by_area = _Step(degree, functools.partial(self._placed_by_area, degree), STAY)
         move = _Step(degree, lambda: first, MOVE, is_first=True)
         if whole is not None:
-            return [_Step(degree, tight, STAY), by_area, move]
-        return [by_area, move, _Step(degree, lambda: in_order, MOVE)]
+            balanced = [replace(step, only_balances=True) for step in (by_area, move)]
+            return [_Step(degree, tight, STAY), *balanced]
+        stay = _Step(degree, lambda: first, STAY)
+        return [stay, by_area, move, _Step(degree, lambda: in_order, MOVE)]
 
     def _is_worth(self, step: _Step) -> bool:
         """Returns whether a step may win."""
@@ -283,13 +287,10 @@ class _Search:
         return step.is_first and self.cp_size // step.degree <= self.must_move
 
     def _hoped(self, step: _Step) -> float:
-        """Returns the time that a step may reach: between what its degree promises so far, and the bound.
-
-        With documents together already, only waiting can be saved.
-        """
+        """Returns the time that a step may reach: between what its degree promises so far, and the bound."""
         least = self.bound + self.exchange[step.degree]
         promise = self.promise[step.degree]
-        if self.placements.has_documents:
+        if step.only_balances:
             return promise
         if promise == math.inf or self._is_quick(step):
             return least
