@@ -313,5 +313,5 @@ def test_a_chosen_number_of_stages_is_kept(num_stages):
     options = config(num_heads=8, num_kv_heads=8, head_dim=128, num_stages=num_stages)
     plan = make_plan(masks.causal(1 << 15), 4, options)
     for pass_ in (plan.forward, plan.backward):
-        moving = [stage for stage in pass_.stages if stage.k_cast or stage.q_cast]
-        assert len(moving) in (0, num_stages)
+        # Own pairs are a stage before, and may be one behind; in a stage between all rows may be there already.
+        assert len(pass_.stages) in (1, num_stages + 1, num_stages + 2)

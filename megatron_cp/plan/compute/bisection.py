@@ -214,7 +214,8 @@ class _Cut:
             for weight, pull, rows in zip(weights, pulls, parts.sizes, strict=True)
         )
         by_value = np.lexsort((value / parts.area, parts.group))
-        return np.concatenate([orders.reshape(-1, len(by_value)), by_value[None]])
+        orders = orders.reshape(len(HOMES) * len(along), len(by_value))
+        return np.concatenate([orders, by_value[None]])
 
     def _cost(self, orders: IntArray, goes_right: BoolArray) -> FloatArray:
         """Returns the remote rows, weighted, of both halves of every group, in each order: `[orders, groups]`."""
@@ -228,7 +229,7 @@ class _Cut:
             cell = (2 * which + goes_right) * len(group_of_run) + run[orders]
             rows = np.zeros(count * 2 * len(group_of_run))
             rows[cell[away]] = self.parts.sizes[axis][orders[away]]
-            both = rows.reshape(count, 2, -1).sum(axis=1)
+            both = rows.reshape(count, 2, len(group_of_run)).sum(axis=1)
             opens = np.unique(group_of_run, return_index=True)[1]
             cost[:, group_of_run[opens]] += weight * np.add.reduceat(both, opens, axis=1)
         return cost

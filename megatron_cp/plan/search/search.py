@@ -267,10 +267,10 @@ class _Search:
         tight = functools.partial(places.by_documents, degree, budget.tight_load)
         by_area = _Step(degree, functools.partial(self._placed_by_area, degree), STAY)
         move = _Step(degree, lambda: first, MOVE, is_first=True)
+        stay = _Step(degree, functools.partial(places.zigzag, degree), STAY)
         if whole is not None:
             balanced = [replace(step, only_balances=True) for step in (by_area, move)]
-            return [_Step(degree, tight, STAY), *balanced]
-        stay = _Step(degree, lambda: first, STAY)
+            return [_Step(degree, tight, STAY), *balanced, stay]
         return [stay, by_area, move, _Step(degree, lambda: in_order, MOVE)]
 
     def _is_worth(self, step: _Step) -> bool:
