@@ -1,8 +1,8 @@
 """Every number that steers planner "auto": how much it tries, what it skips, and when it stops.
 
 Beside each stands what half and double of it do to predicted times: the geometric mean over those of today's value,
-then the worst cell, on 45 cells of 4 to 48 ranks (benchmarks/bench_search.py, 2026-11-22, every line of it in
-benchmarks/results/search_epyc_2026-11-22.md). "Nothing": not one cell moved. What switching a part off does was
+then the worst cell, on 45 cells of 4 to 48 ranks (benchmarks/bench_search.py, 2026-11-23, every line of it in
+benchmarks/results/search_epyc_2026-11-23.md). "Nothing": not one cell moved. What switching a part off does was
 measured the same day on the same cells, before others were switched off. Some limits matter on more ranks only.
 """
 

@@ -7,9 +7,9 @@
 
 Whatever looks fastest is priced exactly at once, and what cannot be faster by more than can be told is skipped:
 a degree by its bound (load, and the exchange of heads), a step by what it may save, a strategy by its busiest rank.
-Then an optional solver (`plan/compute/solvers`). Everything is priced from small arrays; nothing is built here. Effort is
-counted, not clocked, so every rank finds the same plan. Placements come from `plan/placement/candidates.py`, strategies
-from `strategies.py`, all numbers from `budget.py`.
+Then an optional solver (`plan/compute/solvers`). Everything is priced from small arrays; nothing is built here. Effort
+is counted, not clocked, so every rank finds the same plan. Placements come from `plan/placement/candidates.py`,
+strategies from `strategies.py`, all numbers from `budget.py`.
 """
 
 import functools
