@@ -5,6 +5,7 @@ enumerated with sorted searches, so two sets of 10^4 slices are joined without l
 pairs.
 """
 
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -24,6 +25,8 @@ from megatron_cp.mask.slice import (
 )
 
 AXES = ((Q_START, Q_END), (K_START, K_END))
+LOW_SIDES = [Q_START, K_START, LO]
+NUM_ORDERS = 5  # in which neighbours are merged
 PAIRS_PER_BLOCK = 1 << 20  # bounds what one step of a join may hold to about 200 MB
 
 
@@ -69,19 +72,23 @@ def find_overlap(rows: IntArray) -> tuple[int, int] | None:
 def merge(rows: IntArray) -> IntArray:
     """Returns the same pairs in fewer rows: two rows become one where their union is a slice."""
     # Neighbours side by side, above each other, on one diagonal, and of one corner, in turn.
-    orders = (
-        (K_START, Q_END, Q_START),
-        (Q_START, K_END, K_START),
-        (Q_START, LO),
-        (Q_START, HI),
-        (Q_START, K_START),
+    orders = itertools.cycle(
+        (
+            [K_START, Q_END, Q_START],
+            [Q_START, K_END, K_START],
+            [Q_START, LO],
+            [Q_START, HI],
+            [Q_START, K_START],
+        )
     )
-    while True:
-        before = len(rows)
-        for order in orders:
-            rows = _join_neighbours(rows.take(np.lexsort(rows.T[list(order)]), axis=0))
-        if len(rows) == before:
-            return rows
+    columns, area = np.ascontiguousarray(rows.T), rows_area(rows)
+    in_vain = 0
+    while in_vain < NUM_ORDERS and len(area) > 1:
+        order = np.lexsort(columns[next(orders)])
+        joined, area = _join_neighbours(columns.take(order, axis=1), area.take(order))
+        in_vain = in_vain + 1 if len(area) == columns.shape[1] else 0
+        columns = joined
+    return np.ascontiguousarray(columns.T)
 
 
 class _AxisJoin:
@@ -117,21 +124,24 @@ def _share_a_pair(a: IntArray, b: IntArray) -> NDArray[np.bool_]:
     return (q0 < q1) & (k0 < k1) & (lo <= hi) & (lo < k1 - q0) & (k0 - q1 < hi)
 
 
-def _join_neighbours(rows: IntArray) -> IntArray:
-    """Returns `rows` with neighbours joined where their bounding slice holds no other pair."""
-    area = rows_area(rows)
-    while len(rows) > 1:
-        low, high = np.minimum(rows[:-1], rows[1:]), np.maximum(rows[:-1], rows[1:])
-        touch = (high[:, Q_START] <= low[:, Q_END]) & (high[:, K_START] <= low[:, K_END])
+def _join_neighbours(columns: IntArray, area: IntArray) -> tuple[IntArray, IntArray]:
+    """Returns slices `[6, n]` and their areas with neighbours joined whose bounding slice holds no other pair."""
+    while len(area) > 1:
+        one, other = columns[:, :-1], columns[:, 1:]
+        touch = np.ones(len(area) - 1, dtype=bool)
+        for start, end in AXES:
+            touch &= other[start] <= one[end]
+            touch &= one[start] <= other[end]
         near = np.flatnonzero(touch)  # few: a slice's keys move on by one from row to row
         # The bounding slice of two tight rows is tight: it contains their convex hull and its sides
         # are integers on every row and column, so the closed form of the area holds.
-        starts = np.array([True, False, True, False, True, False])
-        bounding = np.where(starts, low[near], high[near])
-        joined_area = rows_area(bounding)
-        joins = joined_area == area[near] + area[near + 1]
+        pairs = one.take(near, axis=1), other.take(near, axis=1)
+        bounding = np.maximum(*pairs)
+        bounding[LOW_SIDES] = np.minimum(pairs[0][LOW_SIDES], pairs[1][LOW_SIDES])
+        joined_area = rows_area(bounding.T)
+        joins = joined_area == area.take(near) + area.take(near + 1)
         if not joins.any():
-            return rows
+            break
         # Of a run of joinable neighbours take every other one; the loop comes back for the rest.
         pair = near[joins]
         opens = np.ones(len(pair), dtype=bool)
@@ -139,7 +149,9 @@ def _join_neighbours(rows: IntArray) -> IntArray:
         run_start = np.maximum.accumulate(np.where(opens, pair, 0))
         taken = (pair - run_start) % 2 == 0
         first = pair[taken]
-        rows, area = rows.copy(), area.copy()
-        rows[first], area[first] = bounding[joins][taken], joined_area[joins][taken]
-        rows, area = np.delete(rows, first + 1, axis=0), np.delete(area, first + 1)
-    return rows
+        columns[:, first] = bounding[:, joins][:, taken]
+        area[first] = joined_area[joins][taken]
+        stays = np.ones(len(area), dtype=bool)
+        stays[first + 1] = False
+        columns, area = columns.compress(stays, axis=1), area.compress(stays)
+    return columns, area

@@ -26,6 +26,7 @@ STRIPS = 256
 MOST_STEPS = 128  # ranks up to which plans with a stage per rank are built
 MOST_BUILT = {
     "stripe": 32,  # tokens are dealt one by one: slices are many
+    "per_document_zigzag": 32,  # every document is cut by every rank: 1M tokens on 64 ranks take up to ten seconds
     "allgather": 512,  # a message for every two ranks
     "usp": 512,  # a stage per node
     "document_groups": 256,  # a stage per rank, wherever a document is on all of them

@@ -28,7 +28,16 @@ from megatron_cp.mask.slice import Q_START, cut_rows, rows_area
 from megatron_cp.plan.compute.bisection import Assignment
 from megatron_cp.plan.schema import BoolArray, FloatArray, Pass, Side
 from megatron_cp.plan.transfer.pass_builder import COLUMNS, PassBuilder, PlacedMask
-from megatron_cp.plan.transfer.routing import DST, ID_START, Route, direct
+from megatron_cp.plan.transfer.routing import (
+    DST,
+    ID_START,
+    SRC,
+    Route,
+    ThroughNodes,
+    direct,
+    tree,
+    tree_rounds,
+)
 
 PIECES = 256  # of the stream: slices are cut so finely, for stages to be equal
 PIECES_PER_RANK = (2, 8)  # at least, at most
@@ -60,78 +69,122 @@ class Staging:
 
 
 @dataclass(frozen=True)
-class AssignedStage:
-    """A stage as far as its price goes."""
+class StagedRequests:
+    """Rows that arrive, in which stages."""
 
-    areas: FloatArray
-    """Pairs of each rank: `[P]`."""
-    arriving: dict[Side, list[IntArray]]
-    """Foreign rows that arrive, hop by hop: requests (owner, reader, ids)."""
-    keeps: Side | None
+    requests: IntArray
+    """(owner, reader, ids): int64 `[n, 4]`."""
+    stage: IntArray
+    """int64 `[n]`."""
+
+    def chosen(self, which: BoolArray) -> "StagedRequests":
+        """Returns some of them."""
+        return StagedRequests(self.requests.compress(which, axis=0), self.stage[which])
+
+    def plus(self, other: "StagedRequests") -> "StagedRequests":
+        """Returns these and others."""
+        requests = np.concatenate([self.requests, other.requests])
+        return StagedRequests(requests, np.concatenate([self.stage, other.stage]))
+
+
+def _first_stages(keys: IntArray, stage: IntArray) -> tuple[IntArray, IntArray]:
+    """Returns keys that are needed in several stages cut so that each is there once, with its first stage."""
+    cuts = np.unique(keys)
+    low, high = (cuts.searchsorted(end) for end in keys.T)
+    late_first = np.argsort(-stage, kind="stable")
+    which, segment = interval.expand_ranges(low[late_first], high[late_first])
+    first = np.full(len(cuts), -1)
+    first[segment] = stage[late_first][which]  # the last one written is the first stage
+    needed = np.flatnonzero(first >= 0)
+    return interval.columns(cuts[needed], cuts[np.minimum(needed + 1, len(cuts) - 1)]), first[
+        needed
+    ]
+
+
+def _rounds(sent: StagedRequests) -> list[StagedRequests]:
+    """Returns requests as rounds in which readers pass rows on, each stage by itself."""
+    rounds: list[StagedRequests] = []
+    for stage in np.unique(sent.stage).tolist():
+        in_stage = tree_rounds(sent.requests.compress(sent.stage == stage, axis=0))
+        for index, requests in enumerate(in_stage):
+            one = StagedRequests(requests, np.full(len(requests), stage))
+            if index < len(rounds):
+                rounds[index] = rounds[index].plus(one)
+            else:
+                rounds.append(one)
+    return rounds or [sent]
 
 
 class AssignedMask:
     """A placed mask with a rank for every pair: what is local, and which rows have to move."""
 
     def __init__(self, placed: PlacedMask, assignment: Assignment):
+        """Every part has queries of one owner and keys of one."""
         self.placed = placed
-        parts, ranks = assignment.parts, assignment.ranks
+        self.parts, self.ranks = assignment.parts, assignment.ranks
+        self.area = rows_area(self.parts).astype(np.float64)
+        self.owner: dict[Side, IntArray] = {
+            side: placed.owners.rank_of(self.parts[:, start])
+            for side, (start, _) in COLUMNS.items()
+        }
+        self.is_own: dict[Side, BoolArray] = {
+            side: owner == self.ranks for side, owner in self.owner.items()
+        }
+        self.is_local = self.is_own["q"] & self.is_own["k"]
+
+    @cached_property
+    def local_areas(self) -> FloatArray:
+        """The pairs of each rank that need no foreign row: `[P]`."""
+        return self._per_rank(self.area * self.is_local)
+
+    @cached_property
+    def areas(self) -> FloatArray:
+        """The pairs of each rank: `[P]`."""
+        return self._per_rank(self.area)
+
+    def _per_rank(self, area: FloatArray) -> FloatArray:
+        return np.bincount(self.ranks, area, self.placed.num_ranks).astype(np.float64)
+
+    @cached_property
+    def foreign(self) -> dict[Side, IntArray]:
+        """The foreign rows of each side that ranks need, as normalised keys."""
+        found: dict[Side, IntArray] = {}
+        for side, columns in COLUMNS.items():
+            away = ~self.is_own[side]
+            ids = self.parts[:, columns].compress(away, axis=0)
+            found[side] = interval.normalise(self.placed.space.keys_of(ids, self.ranks[away]))
+        return found
+
+    def arriving(self, side: Side, route: Route) -> list[IntArray]:
+        """Returns the foreign rows of one side that ranks need, hop by hop: requests (owner, reader, ids)."""
+        return route(self.placed.owners, self.placed.space, self.foreign[side])
+
+    @cached_property
+    def in_pieces(self) -> "AssignedPieces":
+        """The same in pieces that are spread over stages."""
+        return AssignedPieces(self)
+
+
+class AssignedPieces:
+    """An assignment cut so finely that stages can be equal."""
+
+    def __init__(self, assigned: AssignedMask):
+        self.placed = placed = assigned.placed
+        parts, ranks, owner = assigned.parts, assigned.ranks, assigned.owner
         per_rank = int(np.clip(PIECES // placed.num_ranks, *PIECES_PER_RANK))
         runs = interval.cut(placed.owners.ids, max(1, placed.own_rows // per_rank))
         pieces: dict[Side, IntArray] = {}
         for side, (start, end) in COLUMNS.items():
             parts, source, piece = cut_rows(parts, runs, start, end)
             ranks = ranks[source]
+            owner = {one: known[source] for one, known in owner.items()}
             pieces = {**{one: known[source] for one, known in pieces.items()}, side: piece}
-        self.parts, self.ranks = parts, ranks
+        self.parts, self.ranks, self.owner = parts, ranks, owner
         self.pieces, self.num_pieces = pieces, len(runs)
         self.area = rows_area(parts).astype(np.float64)
-        self.owner: dict[Side, IntArray] = {
-            side: placed.owners.rank_of(parts[:, start]) for side, (start, _) in COLUMNS.items()
-        }
-        self.is_own: dict[Side, BoolArray] = {
-            side: owner == ranks for side, owner in self.owner.items()
-        }
+        self.is_own: dict[Side, BoolArray] = {side: known == ranks for side, known in owner.items()}
         self.is_local = self.is_own["q"] & self.is_own["k"]
         self._shares: dict[tuple[Side, Order], FloatArray] = {}
-
-    @cached_property
-    def _rows_of_parts(self) -> dict[Side, tuple[IntArray, IntArray]]:
-        """The rows of each side that parts need, as sorted keys of their ranks without repetition, and each part's."""
-        found: dict[Side, tuple[IntArray, IntArray]] = {}
-        for side, columns in COLUMNS.items():
-            keys = self.placed.space.keys_of(self.parts[:, columns], self.ranks)
-            order = np.lexsort((keys[:, 1], keys[:, 0]))
-            keys = keys.take(order, axis=0)
-            opens = _differs(keys[:, 0]) | _differs(keys[:, 1])
-            which = np.empty(len(keys), dtype=np.int64)
-            which[order] = np.cumsum(opens) - 1
-            found[side] = keys.compress(opens, axis=0), which
-        return found
-
-    @property
-    def local_areas(self) -> FloatArray:
-        """Returns the pairs of each rank that need no foreign row: `[P]`."""
-        return self._per_rank(self.area * self.is_local)
-
-    @property
-    def areas(self) -> FloatArray:
-        """Returns the pairs of each rank: `[P]`."""
-        return self._per_rank(self.area)
-
-    def _per_rank(self, area: FloatArray) -> FloatArray:
-        return np.bincount(self.ranks, area, self.placed.num_ranks).astype(np.float64)
-
-    def arriving(self, side: Side, route: Route) -> list[IntArray]:
-        """Returns the foreign rows of one side that ranks need, hop by hop: requests (owner, reader, ids)."""
-        return route(self.placed.owners, self.placed.space, self._foreign(side, ~self.is_own[side]))
-
-    def _foreign(self, side: Side, chosen: BoolArray) -> IntArray:
-        """Returns the rows of one side of the chosen parts, as normalised keys of the ranks that compute them."""
-        keys, which = self._rows_of_parts[side]
-        is_needed = np.zeros(len(keys), dtype=bool)
-        is_needed[which.compress(chosen)] = True
-        return interval.normalise(keys.compress(is_needed, axis=0))
 
     def build(self, staging: Staging, route: Route = direct) -> Pass:
         """Returns the pass that computes the assignment in these stages."""
@@ -143,30 +196,54 @@ class AssignedMask:
             builder.add(parts, ranks, keeps_k=keeps == "k", keeps_q=keeps == "q")
         return builder.build()
 
-    def stages(self, staging: Staging, route: Route = direct) -> list[AssignedStage]:
-        """Returns the pairs of every rank and the foreign rows that arrive, stage by stage."""
-        stage, placed = self._stage_of_parts(staging), self.placed
-        cell = stage * placed.num_ranks + self.ranks
-        sums = np.bincount(cell, self.area, staging.num_stages * placed.num_ranks)
-        areas: FloatArray = sums.astype(np.float64).reshape(staging.num_stages, -1)
-        held = dict.fromkeys(COLUMNS, placed.space)
-        found = []
-        for index in range(staging.num_stages):
-            now = stage == index
-            arriving: dict[Side, list[IntArray]] = {}
-            for side in COLUMNS:
-                keeps, before = staging.keeps(index) == side, placed.space
-                missing = self._foreign(side, now & ~self.is_own[side])
-                if keeps:
-                    before = held[side]
-                    missing = before.missing(missing)
-                arriving[side] = route(placed.owners, before, missing) if len(missing) else []
-                if staging.keeps(index + 1) == side:
-                    for hop in arriving[side]:  # relays hold what they pass on
-                        before = before.plus(before.keys_of(hop[:, ID_START:], hop[:, DST]))
-                held[side] = before
-            found.append(AssignedStage(areas[index], arriving, staging.keeps(index)))
-        return found
+    def areas(self, staging: Staging) -> FloatArray:
+        """Returns the pairs of every rank in every stage: `[stages, P]`."""
+        cell = self._stage_of_parts(staging) * self.placed.num_ranks + self.ranks
+        sums = np.bincount(cell, self.area, staging.num_stages * self.placed.num_ranks)
+        return sums.astype(np.float64).reshape(staging.num_stages, -1)
+
+    def arriving(self, staging: Staging, route: Route, side: Side) -> list[StagedRequests]:
+        """Returns the foreign rows of one side that arrive in all stages, hop by hop."""
+        placed, away = self.placed, ~self.is_own[side]
+        if not away.any():
+            return []
+        keys = placed.space.keys_of(self.parts[:, COLUMNS[side]], self.ranks).compress(away, axis=0)
+        stage = self._stage_of_parts(staging).compress(away)
+        is_kept = staging.kept == side and staging.num_remote > 1
+        near = self._requests(keys, stage, is_kept)
+        if isinstance(route, ThroughNodes):
+            return self._through_nodes(near, route, is_kept)
+        return _rounds(near) if route is tree else [near]
+
+    def _requests(self, keys: IntArray, stage: IntArray, is_kept: bool) -> StagedRequests:
+        """Returns the rows that ranks need in stages: where they are kept, in the first of them alone."""
+        placed = self.placed
+        if is_kept:
+            keys, stage = _first_stages(keys, stage)
+        # Every stage has ranks of its own.
+        wanted = interval.normalise(
+            keys + (stage * placed.num_ranks * placed.space.stride)[:, None]
+        )
+        requests = placed.owners.requests(wanted)
+        stage, reader = np.divmod(requests[:, DST], placed.num_ranks)
+        requests[:, DST] = reader
+        return StagedRequests(requests, stage)
+
+    def _through_nodes(
+        self, wanted: StagedRequests, route: ThroughNodes, is_kept: bool
+    ) -> list[StagedRequests]:
+        """Returns what `ThroughNodes` sends, in all stages: a relay that keeps rows gets them once."""
+        size = route.node_size
+        src, dst = wanted.requests[:, SRC], wanted.requests[:, DST]
+        far = src // size != dst // size
+        relay = np.minimum(dst // size * size + src % size, self.placed.num_ranks - 1)
+        ids = wanted.requests[:, ID_START:].compress(far, axis=0)
+        keys = self.placed.space.keys_of(ids, relay[far])
+        first = self._requests(keys, wanted.stage[far], is_kept)
+        last = wanted.chosen(far & (relay != dst))
+        last.requests[:, SRC] = relay[far & (relay != dst)]
+        rounds = _rounds(first) if route.tree else [first]
+        return [wanted.chosen(~far).plus(rounds[0]), *rounds[1:], last]
 
     def _stage_of_parts(self, staging: Staging) -> IntArray:
         stage = np.zeros(len(self.parts), dtype=np.int64)
@@ -174,8 +251,13 @@ class AssignedMask:
             stage[self._local_share > 0.5] = staging.num_remote + 1
         share = self._foreign_share(staging.kept, staging.order)
         which = np.minimum(share * staging.num_remote, staging.num_remote - 1)
-        stage[~self.is_local] = 1 + which
+        stage[self._remote] = 1 + which
         return stage
+
+    @cached_property
+    def _remote(self) -> IntArray:
+        """The parts with foreign rows."""
+        return np.flatnonzero(~self.is_local)
 
     @cached_property
     def _local_share(self) -> FloatArray:

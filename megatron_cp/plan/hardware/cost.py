@@ -143,8 +143,14 @@ def stage_seconds(
     compute = compute_seconds(loads.areas, config, pass_name)
     compute = compute / rank_speeds(config, loads.areas.shape[1])
     under, exposed = transfer_seconds(loads, config, pass_name, head_degree)
+    return hidden_seconds(config, compute, under) + exposed
+
+
+def hidden_seconds(config: CPConfig, compute: FloatArray, under: FloatArray) -> FloatArray:
+    """Returns what stages take that compute so long while rows travel so long."""
     slowed = compute + get_topology(config.topology).contention * under
-    return np.maximum(slowed, under) + exposed
+    seconds: FloatArray = np.maximum(slowed, under)
+    return seconds
 
 
 def transfer_seconds(

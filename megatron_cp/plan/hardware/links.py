@@ -66,10 +66,19 @@ class Links:
         return levels
 
     def moved(
-        self, src: IntArray, dst: IntArray, amount: IntArray | FloatArray, num_ranks: int
+        self,
+        src: IntArray,
+        dst: IntArray,
+        amount: IntArray | FloatArray,
+        num_ranks: int,
+        level: IntArray | None = None,
     ) -> FloatArray:
-        """Returns what ranks send and receive on each level: float64 `[2, P, levels]`, of messages of `amount[i]`."""
-        level, count = self.level(src, dst), len(self.gbytes_per_s)
+        """Returns what ranks send and receive on each level: float64 `[2, P, levels]`, of messages of `amount[i]`.
+
+        `level`: of each message, where ranks stand here several times and have other numbers.
+        """
+        level = self.level(src, dst) if level is None else level
+        count = len(self.gbytes_per_s)
         ends = np.concatenate([count * src + level, count * (num_ranks + dst) + level])
         both = np.bincount(ends, np.concatenate([amount, amount]), minlength=2 * count * num_ranks)
         moved = both.astype(np.float64).reshape(2, num_ranks, count)

@@ -44,8 +44,11 @@ class Ranks:
 
 def whole_documents(
     bounds: IntArray, areas: FloatArray, ranks: Ranks, rows: int, most_load: float
-) -> Placement:
+) -> tuple[Placement, float]:
     """Returns documents `bounds[i]` to `bounds[i+1]` on as few ranks as they fit, `rows` tokens for each rank.
+
+    Also the largest load of a rank by documents placed one by one, over its fair share: with any limit from there to
+    `most_load` the placement is the same.
 
     `areas` float64 `[documents, loads]`: each column is balanced by itself; `most_load`: see `DocumentGroups`. The
     largest documents, by tokens or pairs, are placed one by one; the others, and padding behind the last, follow each
@@ -68,7 +71,8 @@ def whole_documents(
     )
     shift = bounds[light[which]] - start[which]
     ids = np.concatenate([pieces.ids, shared + shift[:, None]])
-    return Placement(ids, np.concatenate([pieces.rank, free[place]]), num_ranks).in_order()
+    placed = Placement(ids, np.concatenate([pieces.rank, free[place]]), num_ranks).in_order()
+    return placed, float((groups.load / groups.fair).max())
 
 
 def group_sizes(num_ranks: int, *nodes: int) -> list[int]:

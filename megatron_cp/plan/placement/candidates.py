@@ -65,7 +65,7 @@ class PlacementCandidates:
         even = replace(config, token_multiple=math.lcm(config.token_multiple, pieces))
         self.chunk, per_rank = chunk_layout(num_tokens, cp_size, even)
         self.rows = self.chunk * per_rank
-        self._documents: dict[tuple[float, int], Placement] = {}
+        self._documents: dict[int, list[tuple[float, Placement, float]]] = {}
         layers = np.array([weight for _, weight in masks.values()])
         self.balances = [layers[None, :]]
         """What documents are balanced by, each `[loads, masks]`: all masks in one sum; each in a load of its own, all
@@ -78,11 +78,16 @@ class PlacementCandidates:
         return Placement.of_chunks(np.arange(self.cp_size)[:, None], self.rows)
 
     @functools.cached_property
+    def areas_in_order(self) -> dict[str, IntArray]:
+        """The pairs of each rank's queries under each mask, tokens in order: `[P]`."""
+        bounds = np.arange(self.cp_size + 1) * self.rows
+        return {name: mask.area_of_rows(bounds) for name, (mask, _) in self.masks.items()}
+
+    @functools.cached_property
     def is_even_in_order(self) -> bool:
         """Whether tokens in order have their share of the area already, as under a full mask."""
-        bounds = np.arange(self.cp_size + 1) * self.rows
-        areas = [weight * mask.area_of_rows(bounds) for mask, weight in self.masks.values()]
-        per_rank = np.sum(areas, axis=0)
+        areas = self.areas_in_order
+        per_rank = np.sum([weight * areas[one] for one, (_, weight) in self.masks.items()], axis=0)
         fair = per_rank.sum() / total_speed(self.config, self.cp_size)
         longest = (per_rank / rank_speeds(self.config, self.cp_size)).max()
         return bool(longest <= (1 + self.limits.imbalance) * fair)
@@ -102,17 +107,29 @@ class PlacementCandidates:
         `balance` is one of `balances`. None if the mask is one document, or if the pieces would be too many. With a
         chosen chunk size documents begin at the nearest chunk.
         """
-        if len(self._bounds) <= 2:
+        if not self.has_documents:
             return None
-        if (most_load, balance) not in self._documents:
-            self._documents[most_load, balance] = self._whole_documents(most_load, balance)
-        groups = self._documents[most_load, balance].regrouped(self.cp_size // degree).in_order()
+        groups = self._whole(most_load, balance).regrouped(self.cp_size // degree).in_order()
         document = np.searchsorted(self._bounds, groups.ids[:, 0], side="right")
         pieces = np.bincount(document)
         parts = (pieces * (pieces + 1) // 2).sum()
         if parts > max(self.limits.most_parts, self.limits.most_parts_per_rank * self.cp_size):
             return None
         return groups.regrouped(self.cp_size)
+
+    def _whole(self, most_load: float, balance: int) -> Placement:
+        """Returns documents on head groups; placed once for all limits between which they are the same."""
+        known = self._documents.setdefault(balance, [])
+        for limit, placed, busiest in known:
+            if busiest <= most_load <= limit:
+                return placed
+        known.append((most_load, *self._whole_documents(most_load, balance)))
+        return known[-1][1]
+
+    @property
+    def has_documents(self) -> bool:
+        """Returns whether no mask links tokens of two parts of the stream."""
+        return len(self._bounds) > 2
 
     @functools.cached_property
     def _bounds(self) -> IntArray:
@@ -121,7 +138,7 @@ class PlacementCandidates:
             np.intersect1d, (document_bounds(mask) for mask, _ in self.masks.values())
         )
 
-    def _whole_documents(self, most_load: float, balance: int) -> Placement:
+    def _whole_documents(self, most_load: float, balance: int) -> tuple[Placement, float]:
         """Returns documents on the smallest head groups that are looked at, in whole chunks if those are chosen."""
         degree, chunk = self.smallest_degree, self.config.chunk_size or 1
         groups = self.cp_size // degree
@@ -137,8 +154,8 @@ class PlacementCandidates:
         tokens = np.minimum(bounds * chunk, self._bounds[-1])
         areas = np.stack([mask.area_of_rows(tokens) for mask, _ in self.masks.values()], axis=1)
         rows, loads = degree * self.rows // chunk, areas @ self.balances[balance].T
-        placed = whole_documents(bounds, loads, ranks, rows, most_load)
-        return replace(placed, ids=placed.ids * chunk)
+        placed, busiest = whole_documents(bounds, loads, ranks, rows, most_load)
+        return replace(placed, ids=placed.ids * chunk), busiest
 
     def by_area(self, degree: int) -> Placement:
         """Returns zigzag chunks of head groups, exchanged until areas are as their speeds."""

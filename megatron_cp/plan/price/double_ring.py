@@ -27,14 +27,33 @@ def double_ring(groups: HeadGroups, areas: FloatArray, limit: float) -> list[Str
 
     `areas`: pairs between the queries of one head group and the keys of another, float64 `[P, P]`.
     """
-    num_ranks = len(areas)
-    inner = math.gcd(num_ranks, min(num_ranks, groups.links.node_size))
-    sides: dict[PassName, Side] = {"forward": "k", "backward": _cheaper_side(groups)}
-    if num_ranks == 1 or (inner == num_ranks and sides["backward"] == "k"):
+    if double_ring_seconds(groups) > limit:
         return []
-    if _least_seconds(groups, inner, sides) > limit:
-        return []
+    inner, sides = _ranks_inside(groups), _sides(groups)
     return [{name: _option(groups, areas, inner, name, sides[name]) for name in PASSES}]
+
+
+def double_ring_seconds(groups: HeadGroups) -> float:
+    """Returns what both passes take at least to move all blocks; infinite where the double ring is the ring."""
+    num_ranks, inner, sides = groups.placed.num_ranks, _ranks_inside(groups), _sides(groups)
+    if num_ranks == 1 or (inner == num_ranks and sides["backward"] == "k"):
+        return math.inf
+    sizes = [row_size(groups.config, name, side, groups.degree) for name, side in sides.items()]
+    size = sum(max(one.there, one.back) for one in sizes)
+    blocks = np.array([num_ranks - num_ranks // inner, num_ranks // inner - 1])
+    seconds = blocks * groups.links.seconds_per_byte[:2]
+    return float(seconds.max()) * groups.placed.own_rows * size
+
+
+def _ranks_inside(groups: HeadGroups) -> int:
+    """Returns the head groups of an inner ring."""
+    num_ranks = groups.placed.num_ranks
+    return math.gcd(num_ranks, min(num_ranks, groups.links.node_size))
+
+
+def _sides(groups: HeadGroups) -> dict[PassName, Side]:
+    """Returns which side goes round."""
+    return {"forward": "k", "backward": _cheaper_side(groups)}
 
 
 def _cheaper_side(groups: HeadGroups) -> Side:
@@ -42,16 +61,6 @@ def _cheaper_side(groups: HeadGroups) -> Side:
     query, key = (row_size(groups.config, "backward", side, groups.degree) for side in ("q", "k"))
     is_query = query.units_there + query.units_back < key.units_there + key.units_back
     return "q" if is_query else "k"
-
-
-def _least_seconds(groups: HeadGroups, inner: int, sides: dict[PassName, Side]) -> float:
-    """Returns what both passes take at least to move all blocks."""
-    num_ranks = groups.placed.num_ranks
-    sizes = [row_size(groups.config, name, side, groups.degree) for name, side in sides.items()]
-    size = sum(max(one.there, one.back) for one in sizes)
-    blocks = np.array([num_ranks - num_ranks // inner, num_ranks // inner - 1])
-    seconds = blocks * groups.links.seconds_per_byte[:2]
-    return float(seconds.max()) * groups.placed.own_rows * size
 
 
 def _option(
@@ -73,7 +82,7 @@ def _option(
     )
     if inner == len(areas):
         return option
-    return replace(option, refine=lambda: _as_built(groups, option, name))
+    return replace(option, refine=lambda _: _as_built(groups, option, name))
 
 
 def _stage_areas(stay: FloatArray, inner: int) -> FloatArray:

@@ -15,13 +15,14 @@ from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.compute.bisection import Weights
+from megatron_cp.plan.compute.staging import StagedRequests
 from megatron_cp.plan.hardware.cost import (
     Movement,
     PassLoads,
     compute_seconds,
     head_split_seconds,
     hop_movement,
-    stage_seconds,
+    pass_seconds,
 )
 from megatron_cp.plan.hardware.links import Links
 from megatron_cp.plan.hardware.rows import head_split_bytes, row_size
@@ -42,8 +43,6 @@ from megatron_cp.plan.transfer.head_split import split_heads
 from megatron_cp.plan.transfer.pass_builder import PlacedMask
 from megatron_cp.plan.transfer.routing import DST, ID_START, ID_STOP, SRC
 
-FIRST_STAGE: IntArray = np.zeros(1, dtype=np.int64)
-
 
 @dataclass(frozen=True)
 class PassOption:
@@ -53,9 +52,10 @@ class PassOption:
     moved_bytes: float  # to all ranks that compute, and back; relays not counted
     imbalance: float
     build: Callable[[], Pass]
-    refine: "Callable[[], PassOption] | None" = (
-        None  # the same at its exact price; None if that is the price
-    )
+    refine: "Callable[[bool], PassOption] | None" = None
+    """The same at its exact price (True: looked for longer); None if it is that."""
+    is_estimate: bool = False
+    """Whether the price may be too low by more than a few per mille."""
     is_published: bool = False
     """Whether a named planner would run the pass so: the plan is never slower than that, not even by a little."""
 
@@ -116,19 +116,14 @@ class HeadGroups:
 
     def seconds(self, loads: PassLoads, name: PassName) -> float:
         """Returns the predicted time of one pass; `loads`: of the head groups, for all heads."""
-        return float(self.seconds_of_each(loads, FIRST_STAGE, name)[0])
-
-    def seconds_of_each(self, loads: PassLoads, opens: IntArray, name: PassName) -> FloatArray:
-        """Returns the times of passes that stand in `loads` one after another, from stages `opens` on: `[passes]`.
-
-        Each but the last ends with a stage in which nothing is computed and nothing arrives.
-        """
         per_share = replace(loads, areas=loads.areas / self.degree)
-        stages = stage_seconds(per_share, self.config, name, self.degree)
+        return pass_seconds(per_share, self.config, name, self.degree) + self.exchange_seconds[name]
+
+    @functools.cached_property
+    def exchange_seconds(self) -> dict[PassName, float]:
+        """How long heads are exchanged in each pass."""
         split = HeadSplit((tuple(range(self.degree)),))
-        exchange = head_split_seconds(split, self._own, self.config, name)
-        slowest: FloatArray = np.add.reduceat(stages, opens).max(axis=1)
-        return slowest + exchange
+        return {name: head_split_seconds(split, self._own, self.config, name) for name in PASSES}
 
     def compute_seconds(self, load: float, names: Iterable[PassName] = PASSES) -> float:
         """Returns the time of these passes to compute so many pairs of a head group of speed 1."""
@@ -181,6 +176,25 @@ class HeadGroups:
             one = hop_movement(*ends, rows, self.placed.num_ranks, self.links)
             total = one.plus(total)
         return total
+
+    def staged_movement(
+        self, hops: Sequence[StagedRequests], num_stages: int
+    ) -> tuple[FloatArray, FloatArray]:
+        """Returns what serving requests costs in each stage: seconds per byte `[stages, P]`, and latency `[stages]`."""
+        num_ranks, links = self.placed.num_ranks, self.links
+        per_byte, latency = np.zeros((num_stages, num_ranks)), np.zeros(num_stages)
+        for hop in hops:
+            src, dst, start, stop = hop.requests.T
+            level, first = links.level(src, dst), hop.stage * num_ranks
+            moved = links.moved(
+                first + src, first + dst, stop - start, num_stages * num_ranks, level
+            )
+            seconds = links.seconds(moved.reshape(2, num_stages, num_ranks, -1))
+            per_byte += seconds.max(axis=(0, 3))
+            outermost = np.full(num_stages, -1)
+            np.maximum.at(outermost, hop.stage, level)
+            latency += np.where(outermost >= 0, np.array(links.latency)[outermost], 0.0)
+        return per_byte, latency
 
     def imbalance(self, areas: FloatArray) -> float:
         """Returns the largest time of the head groups over the fair one; `areas` `[P]`: their pairs."""

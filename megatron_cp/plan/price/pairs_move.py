@@ -15,9 +15,10 @@ from megatron_cp.config import CPConfig
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.compute.bisection import Assignment, assign
 from megatron_cp.plan.compute.staging import ORDERS, AssignedMask, Staging
-from megatron_cp.plan.hardware.cost import Movement, PassLoads, SideLoads
+from megatron_cp.plan.hardware.cost import Movement, PassLoads, SideLoads, hidden_seconds
+from megatron_cp.plan.hardware.rows import row_size
 from megatron_cp.plan.price.head_groups import HeadGroups, PassOption, Strategy
-from megatron_cp.plan.schema import PASSES, SIDES, BoolArray, FloatArray, Pass, PassName, Side
+from megatron_cp.plan.schema import PASSES, SIDES, FloatArray, Pass, PassName, Side
 from megatron_cp.plan.transfer.head_split import split_heads
 from megatron_cp.plan.transfer.routing import (
     ID_START,
@@ -30,6 +31,10 @@ from megatron_cp.plan.transfer.routing import (
     tree,
 )
 
+FEW_ORDERS = ORDERS[
+    :2
+]  # of a plan that may not be taken; the third is rarely the best, and has most slices
+
 
 @dataclass(frozen=True)
 class StagingLimits:
@@ -37,14 +42,12 @@ class StagingLimits:
 
     counts: tuple[int, ...]
     """Numbers of stages with foreign rows."""
-    estimated_counts: tuple[int, ...]
-    """Of them, those of an assignment's first estimate."""
     few: int
     """So many stages may do without local pairs at the end: better where latency decides."""
     most_exact: int
     """Stagings that are priced exactly, once an estimate has won."""
-    exact_prices: int
-    """The same over all head groups: for more of them one takes longer."""
+    uneven: float
+    """Times the estimate: what uneven stages add."""
     as_even: float
     """Times the estimate: no other order of rows is worth a look."""
     stage_penalty: float
@@ -98,19 +101,26 @@ def assigned_strategy(
 
     def option_of(name: PassName) -> PassOption:
         options = _stagings(groups.config, name, rows, limits)
-        prices = [one.estimate(options, name) for one in routed]
+        prices = [float(one.even_seconds(options, name).min()) for one in routed]
         best = routed[prices.index(min(prices))]
 
-        def refined() -> PassOption:
-            staging, seconds = best.best_staging(options, name)
-            return replace(option, seconds=seconds, build=lambda: best.build(staging), refine=None)
+        def refined(is_final: bool) -> PassOption:
+            staging, seconds = best.best_staging(options, name, is_final)
+            return replace(
+                option,
+                seconds=seconds,
+                build=lambda: best.build(staging),
+                refine=None if is_final else refined,
+                is_estimate=False,
+            )
 
         option = PassOption(
-            min(prices),
+            min(prices) * limits.uneven,
             groups.moved_bytes(rows, name),
             uneven,
-            build=lambda: refined().build(),
+            build=lambda: refined(True).build(),
             refine=refined,
+            is_estimate=True,
         )
         return option
 
@@ -149,47 +159,54 @@ class _RoutedAssignment:
             side: self.groups.movement(self.assigned.arriving(side, self.route)) for side in SIDES
         }
 
-    def estimate(self, stagings: Sequence[Staging], name: PassName) -> float:
-        """Returns about the time of a pass in the best of its stagings."""
-        some = [
-            one for one in stagings if one.num_remote in (0, *self.limits.estimated_counts)
-        ] or stagings
-        return float(self.even_seconds(some, name).min())
-
     def even_seconds(self, stagings: Sequence[Staging], name: PassName) -> FloatArray:
         """Returns about the time of each staging, as if rows were spread evenly over stages."""
-        shares = _even_shares(tuple(stagings))
-        local, remote = self.assigned.local_areas, shares.remote[:, None]
-        areas = shares.local[:, None] * local + remote * (self.assigned.areas - local)
-        loads = PassLoads(areas, self._even_moves("k", shares), self._even_moves("q", shares))
-        return self.groups.seconds_of_each(loads, shares.opens, name)
+        groups, config = self.groups, self.groups.config
+        pair = groups.compute_seconds(1.0, [name]) / groups.speeds
+        local = self.assigned.local_areas * pair
+        remote = self.assigned.areas * pair - local
+        count = np.array([[max(1, one.num_remote)] for one in stagings])
+        rest = np.array([[one.keeps_rest] for one in stagings])
+        arrive, leave, leave_last = np.zeros((3, len(stagings), len(local)))
+        for side in SIDES:
+            move, size = self._moves[side], row_size(config, name, side, groups.degree)
+            if move is None:
+                continue
+            arrive += move.seconds_per_byte * size.there / count + move.latency * (size.there > 0)
+            if size.back:  # of the side that is kept all goes home at the end
+                part = move.seconds_per_byte * size.back / count + move.latency
+                kept = np.array([[one.kept == side] for one in stagings])
+                leave += np.where(kept, 0.0, part)
+                leave_last += np.where(kept, count * part, part)
+        hidden = functools.partial(hidden_seconds, config)
+        one = remote / count
+        several = hidden(one, arrive) + hidden(one, leave)
+        several += (count - 2) * hidden(one, arrive + leave)
+        end = np.where(rest, hidden(local / 2, leave_last), leave_last)
+        begin = hidden(np.where(rest, local / 2, local), arrive)
+        seconds: FloatArray = (begin + np.where(count == 1, one, several) + end).max(axis=1)
+        return seconds + groups.exchange_seconds[name]
 
-    def _even_moves(self, side: Side, shares: "_EvenShares") -> SideLoads | None:
-        move = self._moves[side]
-        if move is None:
-            return None
-        seconds_per_byte: FloatArray = shares.remote[:, None] * move.seconds_per_byte
-        latency = np.where(shares.remote > 0, move.latency, 0.0)
-        return SideLoads(seconds_per_byte, latency, shares.keeps[side])
+    def best_staging(
+        self, stagings: Sequence[Staging], name: PassName, is_final: bool
+    ) -> tuple[Staging, float]:
+        """Returns the best staging and its price; of a few that look best, in every order of rows.
 
-    def best_staging(self, stagings: Sequence[Staging], name: PassName) -> tuple[Staging, float]:
-        """Returns the best staging and its price; a few that look best are priced exactly, in every order of rows.
-
-        A stage has its price as well, and so has an order: of stagings that are as good as equal, that with fewer
-        slices and sends wins.
+        Unless `is_final`, in fewer orders. A stage has its price as well, and so has an order: of stagings that are as
+        good as equal, that with fewer slices and sends wins.
         """
         penalties = np.array([1 + self.limits.stage_penalty * one.num_stages for one in stagings])
         estimates = self.even_seconds(stagings, name) * penalties
         best, best_price, best_seconds = stagings[0], math.inf, math.inf
-        left = max(len(ORDERS), self.limits.exact_prices // self.groups.placed.num_ranks)
+        orders = ORDERS if is_final else FEW_ORDERS
         for index in np.argsort(estimates, kind="stable")[: self.limits.most_exact]:
             if estimates[index] >= best_price:  # even rows are the best case, nearly always
                 break
-            for staging in _in_every_order(stagings[index])[:left]:
-                left -= 1
+            for order in orders if stagings[index].num_remote > 1 else ORDERS[:1]:
+                staging = replace(stagings[index], order=order)
                 seconds = self.groups.seconds(self._exact_loads(staging), name)
                 price = seconds * (
-                    penalties[index] + self.limits.order_penalty * ORDERS.index(staging.order)
+                    penalties[index] + self.limits.order_penalty * ORDERS.index(order)
                 )
                 if price < best_price:
                     best, best_price, best_seconds = staging, price, seconds
@@ -200,7 +217,7 @@ class _RoutedAssignment:
     def build(self, staging: Staging) -> Pass:
         """Returns the pass of a staging; the same object if forward and backward take the same."""
         if staging not in self._built:
-            built = self.assigned.build(staging, self.route)
+            built = self.assigned.in_pieces.build(staging, self.route)
             self._built[staging] = split_heads(built, self.groups.degree)
         return self._built[staging]
 
@@ -209,47 +226,31 @@ class _RoutedAssignment:
         return {}
 
     def _exact_loads(self, staging: Staging) -> PassLoads:
-        stages = self.assigned.stages(staging, self.route)
-        sides = {
-            side: SideLoads.of(
-                [self.groups.movement(stage.arriving[side]) for stage in stages],
-                [stage.keeps == side for stage in stages],
+        """Returns the loads of a staging; what moves is the same in both passes, and whatever comes last."""
+        pieces, moved = self.assigned.in_pieces, replace(staging, keeps_rest=True)
+        if moved not in self._moved:
+            self._moved[moved] = {
+                side: self.groups.staged_movement(
+                    pieces.arriving(moved, self.route, side), moved.num_stages
+                )
+                for side in SIDES
+            }
+        count = staging.num_stages
+        keys, queries = (
+            SideLoads(
+                per_byte[:count],
+                latency[:count],
+                np.array([staging.keeps(index) == side for index in range(count)]),
             )
-            for side in SIDES
-        }
-        return PassLoads(np.array([stage.areas for stage in stages]), sides["k"], sides["q"])
+            for side, (per_byte, latency) in (
+                (side, self._moved[moved][side]) for side in ("k", "q")
+            )
+        )
+        return PassLoads(pieces.areas(staging), keys, queries)
 
-
-@dataclass(frozen=True)
-class _EvenShares:
-    """Stagings one after another, each with an idle stage behind: what every stage has of the whole."""
-
-    local: FloatArray  # [stages], of the local pairs
-    remote: FloatArray  # [stages], of the other pairs and of the rows that arrive
-    keeps: dict[Side, BoolArray]
-    opens: IntArray  # the first stage of each staging
-
-
-@functools.lru_cache(maxsize=64)
-def _even_shares(stagings: tuple[Staging, ...]) -> _EvenShares:
-    local: list[float] = []
-    remote: list[float] = []
-    kept: list[Side | None] = []
-    opens = []
-    for one in stagings:
-        count = one.num_remote
-        opens.append(len(local))
-        ends, rest = ([0.5], [0.5]) if one.keeps_rest else ([1.0], [])
-        local += [*ends, *[0.0] * count, *rest, 0.0]
-        remote += [0.0, *[1 / max(1, count)] * count, *[0.0] * len(rest), 0.0]
-        kept += [*map(one.keeps, range(one.num_stages)), None]
-    keeps = {side: np.array([one == side for one in kept]) for side in SIDES}
-    return _EvenShares(np.array(local), np.array(remote), keeps, np.array(opens))
-
-
-def _in_every_order(staging: Staging) -> list[Staging]:
-    orders = ORDERS if staging.num_remote > 1 else ORDERS[:1]
-    return [replace(staging, order=order) for order in orders]
+    @functools.cached_property
+    def _moved(self) -> dict[Staging, dict[Side, tuple[FloatArray, FloatArray]]]:
+        return {}
 
 
 def _num_rows(requests: IntArray) -> float:

@@ -1,8 +1,8 @@
 """Every number that steers planner "auto": how much it tries, what it skips, and when it stops.
 
 Beside each stands what half and double of it do to predicted times: the geometric mean over those of today's value,
-then the worst cell, on 45 cells of 4 to 48 ranks (benchmarks/bench_search.py, 2026-11-22, every line of it in
-benchmarks/results/search_epyc_2026-11-22.md). "Nothing": not one cell moved. What switching a part off does was
+then the worst cell, on 45 cells of 4 to 48 ranks (benchmarks/bench_search.py, 2026-11-23, every line of it in
+benchmarks/results/search_epyc_2026-11-23.md). "Nothing": not one cell moved. What switching a part off does was
 measured the same day on the same cells, before others were switched off. Some limits matter on more ranks only.
 """
 
@@ -16,35 +16,33 @@ from megatron_cp.plan.price.pairs_move import StagingLimits
 class SearchBudget:
     """The numbers of one search. Seconds and loads are compared as factors, effort is about milliseconds."""
 
-    effort: float = 13.0
+    effort: float = 30.0
     """For each mask. Half: .999, worst 1.022; double: .994. The search is not monotone: half may be better."""
     effort_per_rank: float = 0.06
     """Half: 1.000; double: .998, worst 1.014."""
     by_area_effort: float = 1.5
     """Of one placement by area. 1.25: .997; 2: 1.001, worst 1.022."""
+    hope: float = 0.1
+    """Share of the way from what a head degree promises down to its bound that one more step may go."""
     patience: float = 1.02
-    """Times slower, for every step already taken, and another head degree has its turn. 1.01: .999; 1.04: 1.000."""
-    perfect: float = 1.002
+    """Times slower, for every step already taken, and another head degree has its turn."""
+    perfect: float = 1.01
     """Times the load bound: nothing found later could be told from it. 1.001, 1.004: nothing."""
-    good: float = 1.05
+    good: float = 1.02
     """Times the load bound: moving compute on the best placement would not pay. 1.025: 1.000; 1.1: nothing. Never
     moving it there: 1.007 on the held-out cells, worst 1.27 (variable block sparse, 32 ranks)."""
-    far: float = 2.0
+    far: float = 1.3
     """Times the load bound: links limit, and moving compute is worth it. Half: 1.001, worst 1.014; double: nothing."""
-    promising: float = 1.5
-    """Times the fastest strategy, without overlap: more stages may win. 1.25, 2: nothing."""
-    hopeless: float = 1.1
+    hopeless: float = 1.03
     """Times the fastest strategy, whose price may be an estimate: not priced. 1.05: nothing; 1.2: 1.000."""
     loose_load: float = 1.08
     """Load of a rank by one document, times the fair share. 1.04: 1.000; 1.16: 1.002, worst 1.052. The tight load
     alone: 1.007, worst 1.24 (window_document, 24 ranks)."""
     tight_load: float = 1.0
     """The loose load alone: 1.003, worst 1.07 (causal_document W2, 48 ranks)."""
-    by_area_at_once: int = 16
-    """Head groups up to which a placement by area is priced first. Half: .998; double: 1.001, worst 1.022."""
     always_moved: int = 8
     """Head groups among which compute is always moved, or the fewest there can be. Half: 1.000; double: 1.001."""
-    most_moved: int = 64
+    most_moved: int = 32
     """Head groups among which compute is moved although the effort is spent: a limit of time. Nothing."""
     most_groups: int = 256
     """Head groups; with more of them only tokens in order are looked at, if heads can be exchanged: a limit of time."""
@@ -56,7 +54,7 @@ class SearchBudget:
     """Plans built to price them with measured kernel rates: a limit of time, without them nothing."""
     placements: PlacementLimits = PlacementLimits(  # noqa: RUF009  it is frozen
         imbalance=0.01,  # half: .999; double: .998, worst 1.010
-        chunks=256,  # half: .996, worst 1.007; double: 1.000, worst 1.011
+        chunks=128,  # half: .996, worst 1.007; double: 1.000, worst 1.011
         least_chunks=4,  # nothing up to 48 ranks; it counts from 65 head groups on
         most_parts=1 << 12,  # half: 1.003, worst 1.093; double: .998, worst 1.014
         most_parts_per_rank=48,  # nothing up to 48 ranks; it counts from 86 ranks on
@@ -68,10 +66,9 @@ class SearchBudget:
             4,
             8,
         ),  # without 8: nothing up to 48 ranks; 1.004 on 40 to 128, worst 1.038 (causal, 96 ranks)
-        estimated_counts=(1, 4),  # 1 alone: 1.009, worst 1.22 (star); with 8: 1.000, worst 1.014
         few=2,  # 1: 1.001, worst 1.013; 4: .998
         most_exact=3,  # 1: 1.001, worst 1.013; 6: nothing
-        exact_prices=576,  # a limit of time: nothing up to 48 ranks
+        uneven=1.005,
         as_even=1.005,  # 1.0025, 1.01: 1.000
         stage_penalty=2e-4,  # nothing: it breaks ties for fewer sends
         order_penalty=1e-3,  # half: nothing; double: 1.000: it breaks ties for fewer slices

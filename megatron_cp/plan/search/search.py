@@ -1,37 +1,39 @@
 """What planner "auto" looks at: placements of tokens, degrees of head exchange, and who computes what.
 
-    look      every head degree: one placement by documents or by area, then the published schemes on tokens in
-              order and zigzag (needed keys, ring, all-gather, Ulysses, USP) that may come near
-    improve   the degree that promises most, a step at a time: other placements, and compute moved away from the
-              queries' owners; at last on the best placement, among the few head groups of a large degree
+    look      at every head degree documents and tokens in order, queries at home; then the published schemes on
+              tokens in order and zigzag (needed keys, ring, all-gather, double ring, Ulysses, USP)
+    improve   the fastest degree first, a step at a time: documents balanced more tightly, chunks by area, compute moved
+              away from the queries' owners; at last compute moved on the best placement
 
-until effort is spent or a plan is as good as perfect; then an optional solver (`plan/compute/solvers`). Everything is
-priced from small arrays; nothing is built here. Effort is counted, not clocked, so every rank finds the same plan.
-Placements come from `plan/placement/candidates.py`, strategies from `strategies.py`, all numbers from `budget.py`.
+Whatever looks fastest is priced exactly at once, and what cannot be faster by more than can be told is skipped:
+a degree by its bound (load, and the exchange of heads), a step by what it may save, a strategy by its busiest rank.
+Then an optional solver (`plan/compute/solvers`). Everything is priced from small arrays; nothing is built here. Effort
+is counted, not clocked, so every rank finds the same plan. Placements come from `plan/placement/candidates.py`,
+strategies from `strategies.py`, all numbers from `budget.py`.
 """
 
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.plan.hardware.cost import load_bound_seconds
-from megatron_cp.plan.hardware.speeds import rank_speeds
+from megatron_cp.plan.hardware.cost import head_split_seconds, load_bound_seconds
+from megatron_cp.plan.hardware.speeds import rank_speeds, total_speed
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.placement.candidates import Family, PlacementCandidates
 from megatron_cp.plan.placement.classes import Reordering, classes_together
 from megatron_cp.plan.placement.placement import Placement, chunk_layout
+from megatron_cp.plan.price.double_ring import double_ring_seconds
 from megatron_cp.plan.price.head_groups import HeadGroups, PassOption, Strategy
-from megatron_cp.plan.schema import PASSES, Pass, PassName, PlanData
+from megatron_cp.plan.schema import PASSES, HeadSplit, OwnRows, Pass, PassName, PlanData
 from megatron_cp.plan.search.budget import SearchBudget
 from megatron_cp.plan.search.strategies import MOVE, PUBLISHED, STAY, StrategySource, solved
 from megatron_cp.plan.transfer.head_split import fits_heads
 
-DONE = object()
 MANY_SLICES = 4096  # of a mask: merging neighbours takes a microsecond for each
 
 
@@ -102,10 +104,9 @@ def _searched(
     search = _Search(masks, cp_size, config, budget)
     search.look()
     search.improve()
-    found = [one for one in search.found.values() if all(one.options.values())]
     if config.improver is not None:
-        search.solve(found)
-    return found
+        search.solve()
+    return [one for one in search.found.values() if all(one.options.values())]
 
 
 def _merged(mask: AttentionMask) -> AttentionMask:
@@ -134,6 +135,19 @@ def _with_coarser_chunks(masks: Family, cp_size: int, config: CPConfig) -> list[
     ]
 
 
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """A placement and a source of strategies that may be worth a price at a head degree."""
+
+    degree: int
+    place: Callable[[], Placement | None]
+    source: StrategySource
+    is_first: bool = False
+    """Whether compute is moved on the likeliest placement: always among few head groups."""
+    only_balances: bool = False
+    """Whether only waiting can be saved, as documents are together already."""
+
+
 class _Search:
     def __init__(self, masks: Family, cp_size: int, config: CPConfig, budget: SearchBudget):
         self.masks, self.cp_size, self.config, self.budget = masks, cp_size, config, budget
@@ -156,64 +170,164 @@ class _Search:
             for key, (mask, _) in masks.items()
         }
         self.bound = sum(weight * self.bounds[key] for key, (_, weight) in masks.items())
+        self.exchange = {degree: self._exchange_seconds(degree) for degree in self.degrees}
         self.found: dict[bytes, Candidate] = {}
         self.fastest = dict.fromkeys(self.degrees, math.inf)
         self.promise = dict.fromkeys(self.degrees, math.inf)
+        self.known = math.inf
+        """Seconds of the fastest plan whose price is exact: what is skipped cannot beat it."""
+        self.leader: Candidate | None = None
+        """The placement of that plan."""
         self.by_mask = {name: dict.fromkeys(self.degrees, math.inf) for name in masks}
-        self._by_area: dict[int, Placement] = {}
-        self.needed_in_order: dict[int, float] = {}
         self.effort = 0.0
 
-    def look(self) -> None:
-        """Prices the published schemes exactly, and one placement by documents or by area per degree."""
-        loose, few = self.budget.loose_load, self.budget.by_area_at_once
-        for degree in self.degrees:
-            is_searched = degree in self.searched
-            documents = self.placements.by_documents(degree, loose) if is_searched else None
-            if documents is not None:
-                self._price(documents, degree, STAY)
-                if self.config.chunk_size is None:
-                    continue  # tokens of documents are placed one by one
-            if self.placements.is_even_in_order:
-                self._price(self.placements.in_order(), degree, STAY)
-            elif is_searched and 1 < self.cp_size // degree <= few:
-                self._price_by_area(degree)
-        needed = self.needed_in_order
-        for degree in self.searched if self.config.num_stages is None else ():
-            needed[degree] = self._price(self.placements.in_order(), degree, PUBLISHED)
-            self._price(self.placements.zigzag(degree), degree, PUBLISHED)
-        for degree in self._promising_in_order()[:1]:
-            # Windows: tokens in order need the fewest rows there can be.
-            self._price(self.placements.in_order(), degree, STAY)
+    def _exchange_seconds(self, degree: int) -> float:
+        """Returns what heads take to be exchanged, for all masks together; 0 for families, which may mix degrees."""
+        if len(self.masks) > 1:
+            return 0.0
+        split = HeadSplit((tuple(range(degree)),))
+        own = OwnRows.of_tokens(self.placements.rows)
+        seconds = (head_split_seconds(split, own, self.config, name) for name in PASSES)
+        return sum(weight for _, weight in self.masks.values()) * sum(seconds)
 
-    def _promising_in_order(self) -> list[int]:
-        """Returns the degrees at which needed keys alone, tokens in order, come near the fastest, best first."""
-        limit = self.budget.promising * min(self.fastest.values())
-        needed = self.needed_in_order
-        return [one for one in sorted(needed, key=needed.__getitem__) if needed[one] <= limit]
+    def look(self) -> None:
+        """Prices documents and tokens in order at every degree, queries at home; then the published schemes.
+
+        The degree whose bound is lowest comes first.
+        """
+        in_order = self.placements.in_order()
+        degrees = sorted(self.degrees, key=self.exchange.__getitem__)
+        for degree in degrees:
+            if degree in self.searched and self._is_open(degree):
+                documents = self.placements.by_documents(degree, self.budget.loose_load)
+                if documents is not None:
+                    self._price(documents, degree, STAY)
+            if self._is_open(degree) and self._least_in_order(degree) <= self._limit():
+                self._price(in_order, degree, STAY)
+                if self.config.num_stages is None and degree == 1:
+                    self._price(in_order, degree, PUBLISHED)
+        for degree in self.searched if self.config.num_stages is None else ():
+            near = self.budget.hopeless * min(self.fastest.values())
+            if self._is_open(degree) and self._least_with_all_keys(degree) <= near:
+                self._price(self.placements.zigzag(degree), degree, PUBLISHED)
+        self._settle()
+
+    def _least_in_order(self, degree: int) -> float:
+        """Returns the least time at a degree if tokens lie in order and queries stay at home."""
+        groups = self.cp_size // degree
+        speeds = rank_speeds(self.config, groups)
+        seconds = 0.0
+        for name, (mask, weight) in self.masks.items():
+            share = self.placements.areas_in_order[name].reshape(groups, degree).sum(axis=1)
+            longest = (share / speeds).max() * total_speed(self.config, groups)
+            seconds += weight * self.bounds[name] * longest / max(1, mask.area())
+        return seconds + self.exchange[degree]
+
+    def _least_with_all_keys(self, degree: int) -> float:
+        """Returns the least time at a degree if every head group gets all keys, or the double ring goes round."""
+        first = next(iter(self.masks))
+        groups = self._groups_of(self._candidate(self.placements.in_order()), first, degree)
+        layers = sum(weight for _, weight in self.masks.values())
+        moved = layers * min(groups.all_keys_seconds(), double_ring_seconds(groups))
+        slowed = self.bound + get_topology(self.config.topology).contention * moved
+        return max(slowed, moved) + self.exchange[degree]
+
+    def improve(self) -> None:
+        """Takes steps as long as one may lead to a plan that is faster by more than can be told."""
+        left = {degree: self._steps(degree) for degree in self.searched}
+        taken, patience = dict.fromkeys(self.searched, 0), self.budget.patience
+        while self._effort_left() >= 0:
+            worth = {
+                degree: step
+                for degree, steps in left.items()
+                if (step := next(filter(self._is_worth, steps), None)) is not None
+            }
+            if not worth:
+                break
+            degree = min(worth, key=lambda one: self.fastest[one] * patience ** taken[one])
+            step = worth[degree]
+            taken[degree] += 1
+            left[degree].remove(step)
+            placement = step.place()
+            if placement is not None:
+                self._price(placement, degree, step.source)
+                self._settle()
+        self._balance_otherwise()
+        self._settle()
+        self._move_on_best()
+
+    def _steps(self, degree: int) -> list[_Step]:
+        """Returns what is worth a price at a degree besides, the cheap and likely first."""
+        places, budget = self.placements, self.budget
+        if degree == self.cp_size:
+            return []
+        whole = places.by_documents(degree, budget.loose_load)
+        in_order = places.in_order()
+        first = whole or (in_order if places.is_even_in_order else places.zigzag(degree))
+        tight = functools.partial(places.by_documents, degree, budget.tight_load)
+        by_area = _Step(degree, functools.partial(self._placed_by_area, degree), STAY)
+        move = _Step(degree, lambda: first, MOVE, is_first=True)
+        stay = _Step(degree, functools.partial(places.zigzag, degree), STAY)
+        if whole is not None:
+            balanced = [replace(step, only_balances=True) for step in (by_area, move)]
+            return [_Step(degree, tight, STAY), *balanced, stay]
+        return [stay, by_area, move, _Step(degree, lambda: in_order, MOVE)]
+
+    def _is_worth(self, step: _Step) -> bool:
+        """Returns whether a step may win."""
+        if self.budget.perfect * self._hoped(step) >= self.known:
+            return False
+        if step.source is STAY or self._is_quick(step):
+            return True
+        groups = self.cp_size // step.degree
+        return groups <= self.budget.most_moved and not self._is_within(self.budget.far)
+
+    def _is_quick(self, step: _Step) -> bool:
+        """Returns whether a step moves compute among so few head groups that it always may pay."""
+        return step.is_first and self.cp_size // step.degree <= self.must_move
+
+    def _hoped(self, step: _Step) -> float:
+        """Returns the time that a step may reach: between what its degree promises so far, and the bound."""
+        least = self.bound + self.exchange[step.degree]
+        promise = self.promise[step.degree]
+        if step.only_balances:
+            return promise
+        if promise == math.inf or self._is_quick(step):
+            return least
+        return promise - self.budget.hope * (promise - least)
+
+    def _is_open(self, degree: int) -> bool:
+        """Returns whether a plan of a degree may still be faster, by more than can be told, than the fastest."""
+        least = self.bound + self.exchange[degree]
+        return self._effort_left() >= 0 and self.budget.perfect * least < self.known
 
     def _limit(self) -> float:
         """Returns the seconds beyond which a strategy is of no use; none in families and where memory is short."""
         if len(self.masks) > 1 or self.config.max_received_mb is not None:
             return math.inf
-        return self.budget.hopeless * min(self.fastest.values())
+        return self.budget.hopeless * min(self.known, *self.fastest.values())
 
-    def improve(self) -> None:
-        """Takes steps of the degree that promises most; one that is nearly as good has its turn as well."""
-        steps = {degree: self._steps(degree) for degree in self.searched}
-        taken = dict.fromkeys(self.searched, 0)
-        patience = self.budget.patience
-        while steps and not self._is_over():
-            degree = min(steps, key=lambda one: self.promise[one] * patience ** taken[one])
-            taken[degree] += 1
-            if next(steps[degree], DONE) is DONE:
-                del steps[degree]
-        for degree in (
-            [] if self._is_within(self.budget.perfect) else self._promising_in_order()[:2]
-        ):
-            self._price(self.placements.in_order(), degree, STAY)
-        self._balance_otherwise()
-        self._move_on_best()
+    def _settle(self) -> None:
+        """Replaces estimates by prices for whatever looks fastest, until the fastest has none."""
+        while True:
+            self.known, candidate = math.inf, None
+            fastest: dict[tuple[str, PassName], PassOption] = {}
+            for one in self.found.values():
+                if all(one.options.values()):
+                    best = {
+                        key: min(options, key=_price_of) for key, options in one.options.items()
+                    }
+                    seconds = sum(self.masks[name][1] * o.seconds for (name, _), o in best.items())
+                    if seconds < self.known:
+                        self.known, candidate, fastest = seconds, one, best
+            estimates = {key: one for key, one in fastest.items() if one.is_estimate}
+            self.leader = candidate
+            if candidate is None or not estimates:
+                return
+            for key, option in estimates.items():
+                options = candidate.options[key]
+                assert option.refine is not None
+                options[options.index(option)] = option.refine(False)
 
     def _balance_otherwise(self) -> None:
         """Prices documents balanced for each mask of a family by itself, at the degree that did best."""
@@ -225,74 +339,30 @@ class _Search:
             if placement is not None:
                 self._price(placement, degree, STAY)
 
-    def _steps(self, degree: int) -> Iterator[None]:
-        """Prices more and more for one degree of head exchange, a placement and a strategy at a time."""
-        in_order = self.placements.in_order()
-        if self.cp_size == degree:
-            self._price(in_order, degree, STAY)
-            yield
-            return
-        loose = self.placements.by_documents(degree, self.budget.loose_load)
-        tight = self.placements.by_documents(degree, self.budget.tight_load)
-        first = loose or (
-            in_order if self.placements.is_even_in_order else self.placements.zigzag(degree)
-        )
-        self._price(tight or first, degree, STAY)
-        yield
-        moved = functools.partial(self._move_if_worthwhile, first, degree)
-        by_area = functools.partial(self._price_by_area, degree)
-        stays = functools.partial(self._price, in_order, degree, STAY)
-        moves = functools.partial(self._move_if_worthwhile, in_order, degree)
-        steps: list[Callable[[], object]] = [moved, by_area, stays, moves]
-        if loose is not None and self.cp_size // degree > self.budget.by_area_at_once:
-            # Moving compute among many takes longest, and whole documents leave little to move.
-            steps = [by_area, stays, moved, moves]
-        for step in steps:
-            step()
-            yield
-
-    def _move_if_worthwhile(self, placement: Placement, degree: int) -> None:
-        groups = self.cp_size // degree
-        has_time = MOVE.fixed + MOVE.per_rank * groups <= self._effort_left()
-        if has_time or groups <= self.must_move or not self._is_within(self.budget.far):
-            self._price(placement, degree, MOVE)
-
     def _move_on_best(self) -> None:
+        """Moves compute on the best placement, among few head groups."""
         if self.always_moved == 1 or self._is_within(self.budget.good):
             return
-        best = self._best(self.found.values())
+        best = self.leader
+        assert best is not None
         degrees = [best.fastest[name][1] for name in self.masks]
         for most in dict.fromkeys((self.always_moved, self.must_move)):
             for degree in dict.fromkeys(max(one, self.cp_size // most) for one in degrees):
                 if degree < self.cp_size:
                     self._price(best.placement, degree, MOVE)
 
-    def _best(self, candidates: Iterable[Candidate]) -> Candidate:
-        """Returns the candidate on which all masks together are fastest."""
-        unknown = (math.inf, 0)
+    def _placed_by_area(self, degree: int) -> Placement:
+        self.effort += self.budget.by_area_effort
+        return self.placements.by_area(degree)
 
-        def seconds(one: Candidate) -> float:
-            fastest = [(one.fastest.get(name, unknown), w) for name, (_, w) in self.masks.items()]
-            return sum(weight * least for (least, _), weight in fastest)
-
-        return min(candidates, key=seconds)
-
-    def _price_by_area(self, degree: int) -> None:
-        if degree not in self._by_area:
-            self.effort += self.budget.by_area_effort
-            self._by_area[degree] = self.placements.by_area(degree)
-        self._price(self._by_area[degree], degree, STAY)
-
-    def solve(self, found: list[Candidate]) -> None:
+    def solve(self) -> None:
         """Lets the config's solver assign the compute of the best candidate anew."""
-        best = self._best(found)
+        self._settle()
+        best = self.leader
+        assert best is not None
         for name in self.masks:
             groups = self._groups_of(best, name, best.fastest[name][1])
             best.add(name, solved(groups, self.budget.stagings))
-
-    def _is_over(self) -> bool:
-        """Returns whether nothing better can be expected, or enough has been tried."""
-        return self._is_within(self.budget.perfect) or self._effort_left() < 0
 
     def _effort_left(self) -> float:
         """Returns what may still be spent on each mask."""
@@ -301,7 +371,7 @@ class _Search:
 
     def _is_within(self, factor: float) -> bool:
         """Returns whether a plan was found that takes no more than `factor` times the load bound."""
-        return min(self.fastest.values()) <= factor * self.bound
+        return self.known <= factor * self.bound
 
     def _price(self, placement: Placement, degree: int, source: StrategySource) -> float:
         """Adds strategies for all masks on a placement, with this head degree or the one that suits a mask best.
@@ -309,8 +379,7 @@ class _Search:
         Returns the price, or the best of the degree where it is known already. A degree promises what its
         fastest strategy would take if nobody waited for the busiest rank.
         """
-        new = Candidate(placement, {(name, which): [] for name in self.masks for which in PASSES})
-        candidate = self.found.setdefault(placement.ids.tobytes(), new)
+        candidate = self._candidate(placement)
         if (degree, source) in candidate.priced:
             return self.fastest[degree]
         candidate.priced.add((degree, source))
@@ -337,6 +406,10 @@ class _Search:
         self.promise[degree] = min(self.promise[degree], total if source is PUBLISHED else promise)
         return total
 
+    def _candidate(self, placement: Placement) -> Candidate:
+        new = Candidate(placement, {(name, which): [] for name in self.masks for which in PASSES})
+        return self.found.setdefault(placement.ids.tobytes(), new)
+
     def _groups_of(self, candidate: Candidate, name: str, degree: int) -> HeadGroups:
         """Returns a mask on the head groups of a candidate; placed once for all strategies."""
         if (name, degree) not in candidate.groups:
@@ -351,6 +424,10 @@ class _Search:
         if len(self.masks) == 1 or source is PUBLISHED:
             return degree
         return min(by_degree, key=by_degree.__getitem__)
+
+
+def _price_of(option: PassOption) -> float:
+    return option.seconds
 
 
 def _seconds(strategy: Strategy) -> float:

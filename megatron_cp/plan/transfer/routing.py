@@ -146,7 +146,7 @@ def direct(owners: Owners, held: RowSpace, wanted: IntArray) -> list[IntArray]:
 
 def tree(owners: Owners, held: RowSpace, wanted: IntArray) -> list[IntArray]:
     """Passes every row on from reader to reader: after t hops 2^t ranks hold it, so no rank sends it often."""
-    return _tree_rounds(owners.requests(wanted))
+    return tree_rounds(owners.requests(wanted))
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class ThroughNodes:
         relay = np.minimum(place + requests[:, SRC] % self.node_size, held.num_ranks - 1)
         keys = held.keys_of(requests[:, ID_START:].compress(far, axis=0), relay[far])
         first = owners.requests(held.missing(interval.normalise(keys)))
-        rounds = _tree_rounds(first) if self.tree else [first]
+        rounds = tree_rounds(first) if self.tree else [first]
         rounds[0] = np.concatenate([requests.compress(~far, axis=0), rounds[0]])
         passed_on = far & (relay != requests[:, DST])
         last = requests.compress(passed_on, axis=0)
@@ -197,7 +197,7 @@ def send(
     return Transfer(tuple(hops)), held
 
 
-def _tree_rounds(requests: IntArray) -> list[IntArray]:
+def tree_rounds(requests: IntArray) -> list[IntArray]:
     """Returns owner-to-reader requests as rounds in which readers pass rows on.
 
     Reader number i of a row (counted from 1, in the order of ranks from the owner on) gets it in round
