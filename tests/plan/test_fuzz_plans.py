@@ -10,7 +10,7 @@ from megatron_cp.config import CPConfig
 from megatron_cp.plan import AttentionPlan, make_plans
 from megatron_cp.plan.hardware.makespan import makespan_seconds
 from megatron_cp.plan.search.budget import BUDGET
-from megatron_cp.plan.search.search import candidates
+from megatron_cp.plan.search.portfolio import candidates
 from tests.plan.machines import machines, speeds_of
 from tests.plan.test_laws import check_laws
 from tests.strategies import attention_masks, document_lengths

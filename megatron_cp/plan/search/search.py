@@ -25,16 +25,14 @@ from megatron_cp.plan.hardware.cost import head_split_seconds, load_bound_second
 from megatron_cp.plan.hardware.speeds import rank_speeds, total_speed
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.placement.candidates import Family, PlacementCandidates
-from megatron_cp.plan.placement.classes import Reordering, classes_together
-from megatron_cp.plan.placement.placement import Placement, chunk_layout
+from megatron_cp.plan.placement.classes import Reordering
+from megatron_cp.plan.placement.placement import Placement
 from megatron_cp.plan.price.double_ring import double_ring_seconds
 from megatron_cp.plan.price.head_groups import HeadGroups, PassOption, Strategy
 from megatron_cp.plan.schema import PASSES, HeadSplit, OwnRows, Pass, PassName, PlanData
 from megatron_cp.plan.search.budget import SearchBudget
 from megatron_cp.plan.search.strategies import MOVE, PUBLISHED, STAY, StrategySource, solved
 from megatron_cp.plan.transfer.head_split import fits_heads
-
-MANY_SLICES = 4096  # of a mask: merging neighbours takes a microsecond for each
 
 
 @dataclass(frozen=True)
@@ -69,72 +67,6 @@ class Candidate:
                 self.options[name, which].append(option)
 
 
-def candidates(
-    masks: Family, cp_size: int, config: CPConfig, budget: SearchBudget
-) -> list[Candidate]:
-    """Returns all placements looked at, with their priced options; each mask has at least one on each.
-
-    A chosen chunk size is searched like each coarser one that is legal as well: no finer one does worse. Where classes
-    of tokens never meet (a dilated window), their tokens are put together first; if that takes no more slices, nothing
-    else is looked at.
-    """
-    masks = {name: (_merged(mask), weight) for name, (mask, weight) in masks.items()}
-    apart = (
-        classes_together([mask for mask, _ in masks.values()])
-        if _may_reorder(cp_size, config)
-        else None
-    )
-    found: list[Candidate] = []
-    if apart is not None:
-        weights = [weight for _, weight in masks.values()]
-        reordered = dict(zip(masks, zip(apart.masks, weights, strict=True), strict=True))
-        found += [
-            replace(one, reordering=apart) for one in _searched(reordered, cp_size, config, budget)
-        ]
-        if _num_slices(reordered) <= _num_slices(masks):
-            return found
-    for chosen in _with_coarser_chunks(masks, cp_size, config):
-        found += _searched(masks, cp_size, chosen, budget)
-    return found
-
-
-def _searched(
-    masks: Family, cp_size: int, config: CPConfig, budget: SearchBudget
-) -> list[Candidate]:
-    search = _Search(masks, cp_size, config, budget)
-    search.look()
-    search.improve()
-    if config.improver is not None:
-        search.solve()
-    return [one for one in search.found.values() if all(one.options.values())]
-
-
-def _merged(mask: AttentionMask) -> AttentionMask:
-    """Returns the mask with neighbours merged if it has so many slices that it may pay: a token each of a diagonal."""
-    return mask.merged() if mask.num_slices > MANY_SLICES else mask
-
-
-def _may_reorder(cp_size: int, config: CPConfig) -> bool:
-    """Returns whether single tokens may be placed anywhere: not in chunks that the user chose."""
-    return cp_size > 1 and config.chunk_size is None
-
-
-def _num_slices(masks: Family) -> int:
-    return sum(mask.num_slices for mask, _ in masks.values())
-
-
-def _with_coarser_chunks(masks: Family, cp_size: int, config: CPConfig) -> list[CPConfig]:
-    """Returns the config, and with a chosen chunk size those of 2, 4 ... times as many tokens that divide a rank's."""
-    if config.chunk_size is None:
-        return [config]
-    chunk, count = chunk_layout(next(iter(masks.values()))[0].num_queries, cp_size, config)
-    return [
-        replace(config, chunk_size=chunk << n)
-        for n in range(count.bit_length())
-        if count % (1 << n) == 0
-    ]
-
-
 @dataclass(frozen=True, eq=False)
 class _Step:
     """A placement and a source of strategies that may be worth a price at a head degree."""
@@ -148,7 +80,9 @@ class _Step:
     """Whether only waiting can be saved, as documents are together already."""
 
 
-class _Search:
+class Search:
+    """One search: placements looked at, the options found on them, and what is still worth a look."""
+
     def __init__(self, masks: Family, cp_size: int, config: CPConfig, budget: SearchBudget):
         self.masks, self.cp_size, self.config, self.budget = masks, cp_size, config, budget
         self.degrees = head_degrees(cp_size, config)
