@@ -26,8 +26,8 @@ class SearchBudget:
     patience: float = 1.02
     """Times slower, for every step already taken, and another head degree has its turn. 1.01, 1.04: nothing."""
     perfect: float = 1.01
-    """Times what a degree may still reach: what is faster by less is not looked for. 1.005, 1.02: nothing on 15 cells; on
-    45 1.005: 1.000, best .996; 1.02: 1.000, worst 1.005."""
+    """Times what a degree may still reach: what is faster by less is not looked for. 1.005, 1.02: nothing on 15 cells;
+    on 45 1.005: 1.000, best .996; 1.02: 1.000, worst 1.005."""
     good: float = 1.02
     """Times the load bound: moving compute on the best placement would not pay. 1.01, 1.04: nothing."""
     far: float = 1.3
