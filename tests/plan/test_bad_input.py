@@ -24,8 +24,8 @@ BAD_CALLS = {
         ["topology='H100'", "a800, cpu, h100, h200", "Topology of your own"],
     ),
     "mask not square": (
-        lambda: make_plan(masks.from_slices(4, 5, [(0, 4, 0, 5, None, None)]), 2),
-        ["(4, 5)", "square"],
+        lambda: make_plans({"a": (masks.full(4, 5), 1)}, 2),
+        ["(4, 5)", "square", "queries=plan"],
     ),
     "no tokens": (lambda: make_plan(masks.causal(0), 2), ["(0, 0)", "at least one token"]),
     "no masks": (lambda: make_plans({}, 2), ["masks is empty"]),
