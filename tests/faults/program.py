@@ -96,7 +96,8 @@ def run_program(launches: list[Launch], *, at_once: int = 1) -> list[list[Outcom
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
-# What the program imports after its arguments, and while it saves: once here, and not in every rank.
+# What the program imports after its arguments, and while it saves: once here, and not in every rank. Ranks of another
+# user may not read the interpreter's files, and can import nothing.
 _IMPORTED_LATE = (
     "megatron_cp.attn.cpu.backend",
     "megatron_cp.report.run.media",
@@ -105,8 +106,10 @@ _IMPORTED_LATE = (
     "megatron_cp.training.pretrain",
     "megatron.core.datasets.gpt_dataset",
     "megatron.core.dist_checkpointing.strategies.torch",
+    "multiprocessing.queues",
     "numpy.ma",
     "psutil",
+    "torch._dynamo",  # by the first optimizer
     "torch.utils.serialization.config",
 )
 

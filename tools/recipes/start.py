@@ -119,9 +119,10 @@ def main() -> int:
     compat.silence_known_warnings()
     cpu.install()
     import torch
+    import torch._dynamo  # by the first optimizer, as below: the ranks inherit it
 
     torch.set_num_threads(1)
-    from megatron_cp.training import gpt, pretrain  # noqa: F401  the ranks inherit it
+    from megatron_cp.training import gpt, pretrain  # noqa: F401
     from tools.recipes import dense  # noqa: F401
 
     for line in sys.stdin:
