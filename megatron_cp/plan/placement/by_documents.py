@@ -163,9 +163,6 @@ class DocumentGroups:
         self.fair = np.maximum(1.0, np.atleast_1d(area) / self.speeds.sum())
         self.room = np.full(sizes[-1], rows, dtype=np.int64)
         self.load = np.zeros((sizes[-1], len(self.fair)))
-        self.busy = np.zeros(sizes[-1])
-        """The largest load of each rank, over its fair share."""
-        self.are_alike = bool((self.speeds == self.speeds[0]).all())
 
     def ranks_wanted(self, lengths: IntArray, areas: FloatArray) -> FloatArray:
         """Returns to how many ranks' tokens, or pairs of some load, each document comes: `[D]`."""
@@ -198,7 +195,6 @@ class DocumentGroups:
             shares[document, ranks] = taken
             self.room[ranks] -= taken
             self.load[ranks] += area * taken[:, None] / max(1, length) / self.speeds[ranks, None]
-            self.busy[ranks] = (self.load[ranks] / self.fair).max(axis=1)
         return shares
 
     def _group(
@@ -206,23 +202,19 @@ class DocumentGroups:
     ) -> IntArray | None:
         """Returns the least loaded group with room, of the first size that keeps to `limit`, if any does."""
         for size in sizes:
-            room, busy, slowest = self.room, self.busy, self.speeds
+            room, load, speed = self.room, self.load, self.speeds
             if size > 1:
                 room = room.reshape(-1, size).sum(axis=1)
-                busy = busy.reshape(-1, size).max(axis=1)
-                slowest = slowest.reshape(-1, size).min(axis=1)
-            open_load = np.where(room >= length, busy, np.inf)
-            if not self.are_alike:
-                added = area / size / slowest[:, None] / self.fair
-                # To the bit: one load decides by itself where speeds are equal.
-                members = self.load.reshape(len(room), size, -1).max(axis=1)
-                after = (members / self.fair + (added - added.min())).max(axis=1)
-                open_load = np.where(room >= length, after, np.inf)
+                load = load.reshape(-1, size, load.shape[1]).max(axis=1)
+                speed = speed.reshape(-1, size).min(axis=1)
+            more = area / size / speed[:, None]
+            added = more / self.fair
+            # To the bit: one load decides by itself where speeds are equal.
+            after = (load / self.fair + (added - added.min())).max(axis=1)
+            open_load = np.where(room >= length, after, np.inf)
             least = int(open_load.argmin())
-            ranks = np.arange(least * size, (least + 1) * size)
-            load = self.load[ranks].max(axis=0) + area / size / slowest[least]
-            if open_load[least] < np.inf and (load <= limit).all():
-                return ranks
+            if open_load[least] < np.inf and (load[least] + more[least] <= limit).all():
+                return np.arange(least * size, (least + 1) * size)
         return None
 
     def _scattered(
