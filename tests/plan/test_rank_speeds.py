@@ -65,8 +65,10 @@ def test_a_rank_at_half_speed_gets_half_of_the_others_pairs_and_nobody_waits(nam
         options = config(topology=LINKS_ARE_FAST, num_kv_heads=4, rank_speeds=speeds)
         plan = make_plan(mask, cp_size, options)
         pairs = pairs_of(plan)
-        others = np.delete(pairs, slow)
-        assert pairs[slow] == pytest.approx(others.mean() / 2, rel=0.03)
+        # The search ends within 1 % of the bound; what others then have too much, the slow rank has too little.
+        shares = pairs / speeds * sum(speeds) / pairs.sum()
+        assert shares.max() <= 1.015
+        assert shares[slow] >= 0.95
         assert len({len(ids) for ids in plan.global_from_local}) == 1  # tokens stay equal
         seconds = sum(makespan_seconds(plan, one) for one in PASSES)
         fair = fair_seconds(mask, speeds, options)
