@@ -84,7 +84,8 @@ class ContextParallelAttention(MegatronModule):
         if attention_type != "self":
             raise NotImplementedError(
                 f"attention_type={attention_type!r}; Megatron's layers have context parallelism for 'self' attention; "
-                "leave cross attention to its own module, or call megatron_cp.cp_attention in a layer of yours"
+                "train cross attention with --context-parallel-size 1 and Megatron's own module, or call "
+                "megatron_cp.cp_attention in a layer of yours"
             )
         if num_splits is not None:
             raise NotImplementedError(

@@ -125,8 +125,9 @@ def _copy_with(node: Any, exchange: Callable[[str, Any], Any], name: str = "") -
         return changed
     if isinstance(node, CrossAttentionSubmodules):
         raise NotImplementedError(
-            "the spec has cross attention, whose layers Megatron splits over no context ranks; leave them to its own "
-            "attention, or call megatron_cp.cp_attention in a layer of yours (docs/plan.md, Cross attention)"
+            "the spec has cross attention, whose layers Megatron splits over no context ranks; train it with "
+            "--context-parallel-size 1 and without this spec, or call megatron_cp.cp_attention in a layer of yours "
+            "(docs/plan.md, Cross attention)"
         )
     if isinstance(node, (list, tuple)):
         items = [_copy_with(item, exchange) for item in node]

@@ -84,9 +84,7 @@ def make_plan(
     _check_cross(mask, cp_size, config, plans)
     placed = tuple(None if plan is None else plan.digest() for plan in plans.values())
     key = (mask.digest(), placed, cp_size, config)
-    return _remembered(key, lambda: {"mask": _make_cross(mask, cp_size, config, plans, started)})[
-        "mask"
-    ]
+    return _remembered(key, lambda: _make_cross(mask, cp_size, config, plans, started))["mask"]
 
 
 def make_plans(
@@ -131,6 +129,13 @@ def _make(
         plans = {name: planner(mask, cp_size, known) for name, (mask, _) in masks.items()}
         _check_one_placement(plans, config)
         _check_memory(plans, config)
+    return _finished(plans, config, started)
+
+
+def _finished(
+    plans: Mapping[str, PlanData], config: CPConfig, started: float
+) -> dict[str, AttentionPlan]:
+    """Returns plans as users have them, validated, with the config as it was given."""
     for plan in plans.values():
         validate(plan)
     plan_ms = (time.perf_counter() - started) * 1e3 / len(plans)
@@ -145,19 +150,17 @@ def _make_cross(
     config: CPConfig,
     plans: Mapping[Side, AttentionPlan | None],
     started: float,
-) -> AttentionPlan:
+) -> dict[str, AttentionPlan]:
     known = {
         side: Placement.of_chunks(plan.tokens_of(side), chunk_size=1)
         for side, plan in plans.items()
         if plan is not None
     }
     resolved = replace(config, topology=get_topology(config.topology))
-    plan = CROSS_PLANNERS[config.planner](mask, cp_size, resolved, known)
+    made = {"mask": CROSS_PLANNERS[config.planner](mask, cp_size, resolved, known)}
     if config.planner != "auto":
-        _check_memory({"mask": plan}, config)
-    validate(plan)
-    plan_ms = (time.perf_counter() - started) * 1e3
-    return AttentionPlan.of(plan, config=config, plan_ms=plan_ms)
+        _check_memory(made, config)
+    return _finished(made, config, started)
 
 
 def _check_one_placement(plans: Mapping[str, PlanData], config: CPConfig) -> None:

@@ -71,8 +71,8 @@ def check_document_lengths(document_lengths: Sequence[int], plan: PlanData) -> t
     """
     if plan.key_tokens is not None:
         raise ValueError(
-            "the plan is one of cross attention, which has two streams of tokens; give the plan of the tokens' own "
-            "self attention"
+            "the plan is one of cross attention, which has two streams of tokens; dispatch these rows by the plan of "
+            "their self attention, and give that one"
         )
     lengths = np.asarray(document_lengths)
     if lengths.ndim != 1 or (len(lengths) and not np.issubdtype(lengths.dtype, np.integer)):

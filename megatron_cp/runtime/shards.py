@@ -57,8 +57,9 @@ def position_ids(
         return torch.from_numpy(ids.copy())
     if plan.key_tokens is not None:
         raise ValueError(
-            "relative=True needs documents, which the mask of cross attention does not name; take the positions of "
-            "the self-attention plan that these tokens have, or count from document starts of your own"
+            "relative=True needs documents, which the mask of cross attention does not name; make the plan with "
+            "queries= or keys= the plan of these tokens and take that plan's positions, or count from document starts "
+            "of your own"
         )
     starts = document_starts(plan)
     real = ids < plan.num_tokens
@@ -130,7 +131,7 @@ def roll(
 
     Row of token i gets the value of token i - shifts (modulo num_tokens); padding rows stay as they are.
     Not differentiable (labels, masks and ids are rolled). Collective; only rows that cross ranks move. The plan is
-    that of the tokens' self attention.
+    the self-attention plan by which the rows were dispatched.
     """
     checked_side(plan, None)
     _check_length(x_local, plan.tokens_per_rank, dim, "x_local")

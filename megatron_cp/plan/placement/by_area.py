@@ -31,9 +31,9 @@ class ChunkTable:
     """What chunks of the stream have to do with each other."""
 
     areas: FloatArray
-    """Pairs between the queries of chunk i and the keys of chunk j: `[C, C]`."""
+    """Pairs between the queries of chunk i and the keys of chunk j: `[C, C]`, or `[C, 2 C]` where keys are others."""
     needs: FloatArray
-    """Key rows of chunk j that queries of chunk i may see: `[C, C]`."""
+    """Key rows of chunk j that queries of chunk i may see, of the same shape."""
     chunk_size: int
 
     @property
@@ -42,23 +42,26 @@ class ChunkTable:
         return self.areas.sum(axis=1)
 
 
-def chunk_table(mask: AttentionMask, chunk_size: int, num_chunks: int) -> ChunkTable:
+def chunk_table(
+    mask: AttentionMask, chunk_size: int, num_chunks: int, key_chunk: int | None = None
+) -> ChunkTable:
     """Returns the table of a mask; areas are exact.
 
     Slices of one chunk that share keys are counted once each in `needs`, capped at the chunk: an estimate
-    from above. O(slices x chunks that they meet).
+    from above. O(slices x chunks that they meet). With `key_chunk` keys are other tokens, in as many chunks of that
+    size, whose columns stand behind those of the queries' chunks: who owns queries owns none of them.
     """
-    cells = interval.chunks(num_chunks, chunk_size)
-    parts, _, _ = cut_rows(mask.array, cells, Q_START, Q_END)
-    parts, _, column = cut_rows(parts, cells, K_START, K_END)
-    chunk = parts[:, Q_START] // chunk_size
-    cell, shape = chunk * num_chunks + column, (num_chunks, num_chunks)
-    areas = np.bincount(cell, rows_area(parts), minlength=num_chunks**2)
+    key_size, first_key = (chunk_size, 0) if key_chunk is None else (key_chunk, num_chunks)
+    parts, _, _ = cut_rows(mask.array, interval.chunks(num_chunks, chunk_size), Q_START, Q_END)
+    parts, _, column = cut_rows(parts, interval.chunks(num_chunks, key_size), K_START, K_END)
+    shape = num_chunks, first_key + num_chunks
+    cell = parts[:, Q_START] // chunk_size * shape[1] + first_key + column
+    areas = np.bincount(cell, rows_area(parts), minlength=shape[0] * shape[1])
     rows = parts[:, K_END] - parts[:, K_START]
-    needs = np.bincount(cell, rows, minlength=num_chunks**2)
+    needs = np.bincount(cell, rows, minlength=shape[0] * shape[1])
     return ChunkTable(
         areas.reshape(shape).astype(np.float64),
-        np.minimum(needs, chunk_size).reshape(shape).astype(np.float64),
+        np.minimum(needs, key_size).reshape(shape).astype(np.float64),
         chunk_size,
     )
 

@@ -27,9 +27,9 @@ from megatron_cp.mask.slice import (
     Q_END,
     Q_START,
     cut_rows,
-    rows_area,
     shift_rows,
 )
+from megatron_cp.plan.placement import by_area
 from megatron_cp.plan.placement.by_area import ChunkTable
 from megatron_cp.plan.placement.candidates import PlacementCandidates
 from megatron_cp.plan.placement.placement import Placement, chunk_layout
@@ -132,12 +132,5 @@ class CrossPlacements(PlacementCandidates):
         return np.r_[0, rows[opens, Q_START], mask.num_queries]
 
     def _chunk_table(self, mask: AttentionMask, size: int, count: int) -> ChunkTable:
-        """Returns the table of query chunks by as many key chunks; none of the keys comes with the queries."""
-        parts, _, row = cut_rows(mask.array, interval.chunks(count, size), Q_START, Q_END)
-        key_size = -(-mask.num_keys // count)
-        parts, source, column = cut_rows(parts, interval.chunks(count, key_size), K_START, K_END)
-        cell = row.take(source), count + column
-        areas, needs = np.zeros((2, count, 2 * count))
-        np.add.at(areas, cell, rows_area(parts))
-        np.add.at(needs, cell, parts[:, K_END] - parts[:, K_START])
-        return ChunkTable(areas, np.minimum(needs, key_size), size)
+        key_chunk = -(-mask.num_keys // count)
+        return by_area.chunk_table(mask, size, count, key_chunk)

@@ -69,6 +69,11 @@ Strategy = Mapping[PassName, PassOption]
 """How both passes of a mask run: an option for each, which may be taken without the other."""
 
 
+def strategy_seconds(strategy: Strategy) -> float:
+    """Returns the time of both passes."""
+    return sum(option.seconds for option in strategy.values())
+
+
 @dataclass(frozen=True)
 class HeadGroups:
     """Head groups of `degree` neighbours that exchange heads; what runs inside is planned on them."""

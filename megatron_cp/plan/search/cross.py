@@ -19,7 +19,7 @@ from megatron_cp.plan.placement.two_sided import (
     KnownSides,
     TwoSidedPlacement,
 )
-from megatron_cp.plan.price.head_groups import HeadGroups, PassOption, Strategy
+from megatron_cp.plan.price.head_groups import HeadGroups, PassOption, strategy_seconds
 from megatron_cp.plan.schema import PASSES, Pass, PassName, PlanData
 from megatron_cp.plan.search.budget import BUDGET, SearchBudget
 from megatron_cp.plan.search.choose import best_of
@@ -35,14 +35,12 @@ MOST_MOVED = 3  # placements and head degrees on which compute is moved
 class CrossCandidate(Candidate):
     """A placement of both sides, and the options found on it."""
 
-    sides: TwoSidedPlacement | None = None
-
     def plan(
         self, mask: AttentionMask, config: CPConfig, forward: Pass, backward: Pass
     ) -> PlanData:
         """Returns the plan of a mask with these passes, forward and backward, of one stream."""
-        assert self.sides is not None
-        return cross_plan(mask, config, "auto", self.sides, forward, backward)
+        assert isinstance(self.placement, TwoSidedPlacement)
+        return cross_plan(mask, config, "auto", self.placement, forward, backward)
 
 
 def best_cross(
@@ -91,17 +89,16 @@ class _Search:
 
     def price(self, sides: TwoSidedPlacement, degree: int) -> None:
         """Adds the strategy whose queries stay at home, unless it cannot come near the fastest."""
-        key = sides.queries.ids.tobytes() + b"keys" + sides.keys.ids.tobytes()
         options: dict[tuple[str, PassName], list[PassOption]] = {
             (NAME, which): [] for which in PASSES
         }
-        candidate = self.found.setdefault(key, CrossCandidate(sides, options, sides=sides))
+        candidate = self.found.setdefault(sides.ids.tobytes(), CrossCandidate(sides, options))
         groups = HeadGroups.of(sides.one_stream(self.mask), sides, self.config, degree)
         best = min((seconds for seconds, _, _ in self.priced), default=math.inf)
         limit = math.inf if self.config.max_received_mb else self.budget.hopeless * best
         strategies = STAY.strategies(groups, limit, self.budget.stagings)
         candidate.add(NAME, strategies)
-        self.priced += [(_seconds(one), groups, candidate) for one in strategies]
+        self.priced += [(strategy_seconds(one), groups, candidate) for one in strategies]
 
     def improve(self) -> None:
         """Moves compute where queries at home did best, and lets the config's solver assign it anew."""
@@ -112,7 +109,3 @@ class _Search:
         if self.config.improver is not None:
             _, groups, candidate = best[0]
             candidate.add(NAME, solved(groups, self.budget.stagings))
-
-
-def _seconds(strategy: Strategy) -> float:
-    return sum(option.seconds for option in strategy.values())

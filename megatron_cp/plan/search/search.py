@@ -28,7 +28,7 @@ from megatron_cp.plan.placement.candidates import Family, PlacementCandidates
 from megatron_cp.plan.placement.classes import Reordering
 from megatron_cp.plan.placement.placement import Placement
 from megatron_cp.plan.price.double_ring import double_ring_seconds
-from megatron_cp.plan.price.head_groups import HeadGroups, PassOption, Strategy
+from megatron_cp.plan.price.head_groups import HeadGroups, PassOption, Strategy, strategy_seconds
 from megatron_cp.plan.schema import PASSES, HeadSplit, OwnRows, Pass, PassName, PlanData
 from megatron_cp.plan.search.budget import SearchBudget
 from megatron_cp.plan.search.strategies import MOVE, PUBLISHED, STAY, StrategySource, solved
@@ -328,14 +328,14 @@ class Search:
                 self.effort += source.effort(groups)
                 candidate.add(name, found)
                 strategies += found
-                seconds = _seconds(min(found, key=_seconds))
+                seconds = strategy_seconds(min(found, key=strategy_seconds))
                 self.by_mask[name][each] = min(self.by_mask[name][each], seconds)
                 known = candidate.fastest.get(name, (math.inf, 0))
                 candidate.fastest[name] = min(known, (seconds, each))
-            best = min(strategies, key=_seconds)
-            total += weight * _seconds(best)
+            best = min(strategies, key=strategy_seconds)
+            total += weight * strategy_seconds(best)
             waiting = self.bounds[name] * (best["forward"].imbalance - 1)
-            promise += weight * max(self.bounds[name], _seconds(best) - waiting)
+            promise += weight * max(self.bounds[name], strategy_seconds(best) - waiting)
         self.fastest[degree] = min(self.fastest[degree], total)
         self.promise[degree] = min(self.promise[degree], total if source is PUBLISHED else promise)
         return total
@@ -362,10 +362,6 @@ class Search:
 
 def _price_of(option: PassOption) -> float:
     return option.seconds
-
-
-def _seconds(strategy: Strategy) -> float:
-    return sum(option.seconds for option in strategy.values())
 
 
 def head_degrees(cp_size: int, config: CPConfig) -> list[int]:
