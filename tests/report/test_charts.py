@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from megatron_cp.report.draw.charts import Axes, Series, finite_points, line_chart, smoothed, thin
 from megatron_cp.report.draw.html import MAX_CSV_ROWS, Table
 from megatron_cp.report.draw.style import HEAT_STEPS
-from megatron_cp.report.draw.svg import Scale, escape, nice_ticks, short, short_tokens, tag
+from megatron_cp.report.draw.svg import (
+    Scale,
+    escape,
+    nice_ticks,
+    plain,
+    short,
+    short_tokens,
+    tag,
+)
 from megatron_cp.report.figures.plan import heat_step
 
 NUMBERS = st.floats(-1e6, 1e6)
@@ -91,6 +99,20 @@ def test_numbers_for_people():
         "999",
         "1.23k",
         "3.05M",
+    ]
+    assert [plain(n) for n in (0, 0.00421, 36.14, 99.96, 280.8, 2808.2)] == [
+        "0",
+        "0.00421",
+        "36.1",
+        "100",
+        "281",
+        "2,808",
+    ]
+    assert [plain(n, 4) for n in (1.23456, 280.84, 2808.2, 28082)] == [
+        "1.235",
+        "280.8",
+        "2,808",
+        "28,082",
     ]
     assert [short_tokens(n) for n in (5, 1024, 131072, 1 << 20)] == ["5", "1K", "128K", "1M"]
 

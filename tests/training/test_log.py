@@ -3,6 +3,8 @@
 import re
 from datetime import datetime
 
+import pytest
+
 from megatron_cp.training.logging.lines import StepReport, evaluation_lines, training_line
 
 # Captured from Megatron-LM core_v0.19.2.
@@ -46,6 +48,14 @@ def test_parts_that_were_not_asked_for_are_left_out():
     line = training_line(report(tflops=None, num_zeros=None, params_norm=None), now)
     cut = re.sub(r" (throughput per GPU|num zeros|params norm)[^|]*\|", "", MEGATRONS_LINE)
     assert line == cut
+
+
+@pytest.mark.parametrize(
+    ("tflops", "said"),
+    [(412.34, "412.3"), (1.0, "1.0"), (0.1234, "0.123"), (0.0227, "0.0227"), (3e-6, "0.00000300")],
+)
+def test_the_throughput_of_a_small_model_has_digits_that_count(tflops, said):
+    assert f" throughput per GPU (TFLOP/s/GPU): {said} |" in training_line(report(tflops=tflops))
 
 
 def test_an_evaluation_is_printed_as_megatron_prints_it():

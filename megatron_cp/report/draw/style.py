@@ -91,6 +91,7 @@ table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
 th{font-size:12px;font-weight:600;color:var(--muted);text-align:right;padding:5px 8px;vertical-align:bottom}
 td{text-align:right;padding:5px 8px;border-top:1px solid var(--grid);white-space:nowrap}
 th:first-child,td:first-child{text-align:left;padding-left:0}
+thead td{border-top:0}
 tbody th{font-size:inherit;font-weight:400;color:inherit;border-top:1px solid var(--grid);white-space:nowrap}
 tr.chosen td,tr.chosen th{font-weight:650}
 td.why{text-align:left;color:var(--muted);white-space:normal}th.why{text-align:left}

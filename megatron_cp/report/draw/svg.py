@@ -141,6 +141,11 @@ def short(value: float, digits: int = 3) -> str:
     return f"{value:.{digits}g}"
 
 
+def plain(value: float, digits: int = 3) -> str:
+    """Returns a number for people, without letters or powers of ten: 2,808, 36.1, 0.42."""
+    return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
+
+
 def short_bytes(value: float) -> str:
     """Returns bytes for people: 1.5 MB (powers of 1000)."""
     return f"{short(value)}B".replace("kB", " kB").replace("MB", " MB").replace("GB", " GB")
@@ -151,4 +156,4 @@ def short_tokens(value: float) -> str:
     for size, letter in ((1 << 20, "M"), (1 << 10, "K")):
         if value >= size:
             return f"{value / size:.3g}{letter}"
-    return f"{value:.4g}"
+    return plain(value, 4)

@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_cp.plan.study.compare import best_other
 from megatron_cp.report.draw.html import Section, Tile, page, row, strip
-from megatron_cp.report.draw.svg import Markup, short_bytes, short_tokens
+from megatron_cp.report.draw.svg import Markup, plain, short_bytes, short_tokens
 from megatron_cp.report.dry_run.study import DryRun
 from megatron_cp.report.figures.lengths import lengths_figure, shares_of_lengths
 from megatron_cp.report.figures.packs import (
@@ -84,7 +84,7 @@ def _tiles(run: DryRun, packs: list[PackView]) -> list[Tile]:
     tiles = [
         Tile(
             "Attention per layer",
-            f"{mine.predicted_ms:.3g} ms",
+            f"{plain(mine.predicted_ms)} ms",
             f"{machine_name(run)}, {over}",
             True,
         ),

@@ -19,6 +19,7 @@ from megatron_cp.report.draw.svg import (
     line,
     nice_ticks,
     picture,
+    plain,
     rect,
     short,
     text,
@@ -122,7 +123,7 @@ def _panel(title: str, run: Timeline, scale: Scale, top: float) -> tuple[Markup,
     ranks = run.timeline[:MAX_RANKS_DRAWN]
     first = top + 22
     height = len(lanes) * LANE
-    parts = [text(0, top + 13, f"{title}: {run.seconds * 1e3:.4g} ms", "strong")]
+    parts = [text(0, top + 13, f"{title}: {plain(run.seconds * 1e3, 4)} ms", "strong")]
     budget = MAX_EVENTS_DRAWN // max(1, len(ranks))
     for number, (rank, events) in enumerate(zip(run.ranks, ranks, strict=False)):
         y = first + number * (height + 5)
@@ -144,7 +145,7 @@ def _panel(title: str, run: Timeline, scale: Scale, top: float) -> tuple[Markup,
 
 def _bar(event: Event, lanes: Sequence[str], scale: Scale, y: float) -> Markup:
     start, end = scale(event.start * 1e3), scale(event.end * 1e3)
-    hint = f"{event.what}: {event.start * 1e3:.4g} to {event.end * 1e3:.4g} ms"
+    hint = f"{event.what}: {plain(event.start * 1e3, 4)} to {plain(event.end * 1e3, 4)} ms"
     lane = lanes.index(event.resource)
     return rect(
         start, y + lane * LANE + 1, max(end - start, 0.5), LANE - 2, _COLOURS[event.resource], hint

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_cp.report.draw.html import PREDICTED, Tile, scrolling
-from megatron_cp.report.draw.svg import Markup, escape, join, short_bytes, short_tokens, tag
+from megatron_cp.report.draw.svg import Markup, escape, join, plain, short_bytes, short_tokens, tag
 from megatron_cp.report.figures.packs import volume_words
 from megatron_cp.report.figures.planners import comparisons
 from megatron_cp.report.figures.view import USUAL_WORDS
@@ -127,7 +127,7 @@ def _step_rows(run: Run) -> list[tuple[str, ...]]:
     sent = mean_of(run, SENT).value or 0.0
     per_document_words = f"per document ({USUAL_WORDS})"
     return [
-        ("this run", f"{ours:.4g}", "", _balance(balance), short_bytes(sent)),
+        ("this run", plain(ours, 4), "", _balance(balance), short_bytes(sent)),
         (
             per_document_words,
             *_at_least(per_document, ours),
@@ -135,7 +135,7 @@ def _step_rows(run: Run) -> list[tuple[str, ...]]:
             short_bytes(ring),
         ),
         ("zigzag ring", *_at_least(zigzag, ours), _balance(zigzag_balance), short_bytes(ring)),
-        ("bound", f"{bound:.4g}", f"{bound / ours:.2f} ×", "", ""),
+        ("bound", plain(bound, 4), f"{bound / ours:.2f} ×", "", ""),
     ]
 
 
@@ -145,7 +145,7 @@ def _balance(value: float | None) -> str:
 
 def _at_least(value: float, ours: float) -> tuple[str, str]:
     """Returns a price from below, and how often ours fits into it."""
-    return f"≥ {value:.4g}", f"≥ {value / ours:.2f} ×"
+    return f"≥ {plain(value, 4)}", f"≥ {value / ours:.2f} ×"
 
 
 def _sentences(run: Run, kept: KeptPacks, other: Run | None) -> list[str]:
@@ -157,15 +157,15 @@ def _sentences(run: Run, kept: KeptPacks, other: Run | None) -> list[str]:
         pack = kept.drawn.ours
         ratio = kept.one_rank_ms / ours.predicted_ms
         found.append(
-            f"one rank: {kept.one_rank_ms:.3g} ms per layer predicted, {pack.cp_size} ranks "
-            f"{ours.predicted_ms:.3g} ms, {ratio:.2f} x as fast ({sample})"
+            f"one rank: {plain(kept.one_rank_ms)} ms per layer predicted, {pack.cp_size} ranks "
+            f"{plain(ours.predicted_ms)} ms, {ratio:.2f} x as fast ({sample})"
         )
         found.append(f"{sample}: {'; '.join(comparisons(ours, kept.outcomes))} (predicted)")
         received = max(pack.stats[name].get("received_mb_max", 0.0) for name in pack.stats)
         peak = max(pack.stats[name].get("peak_mb_max", 0.0) for name in pack.stats)
         found.append(
             f"memory: a rank holds {short_tokens(pack.tokens.shape[1])} of {short_tokens(kept.drawn.mask.num_queries)} "
-            f"tokens, at most {received:.3g} MB of received rows at once, and allocates at most {peak:.3g} MB "
+            f"tokens, at most {plain(received)} MB of received rows at once, and allocates at most {plain(peak)} MB "
             "per layer and pass (pack drawn; counted)"
         )
     if other is not None:
@@ -178,8 +178,9 @@ def _sentences(run: Run, kept: KeptPacks, other: Run | None) -> list[str]:
 def _measured(run: Run, other: Run) -> str:
     seconds = [np.median(one.column("iteration-time")[1] or [math.nan]) for one in (run, other)]
     ranks = [one.section("layout").get("context", "?") for one in (run, other)]
+    here, there = (plain(one) for one in seconds)
     return (
-        f"measured: the median step takes {seconds[0]:.3g} s here ({ranks[0]} context ranks) and {seconds[1]:.3g} s in "
+        f"measured: the median step takes {here} s here ({ranks[0]} context ranks) and {there} s in "
         f"{other.name} ({ranks[1]} context ranks)"
     )
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from megatron_cp.report.draw.charts import Axes, Series, finite_points, line_chart, smoothed
 from megatron_cp.report.draw.html import Figure, Table
+from megatron_cp.report.draw.svg import plain
 from megatron_cp.report.run.record import HELD_OUT_LOSS, LOSS, Run
 
 _STEP = "iteration"
@@ -94,7 +95,7 @@ def step_time_figure(run: Run, columns: int = 6) -> Figure:
     """Returns seconds per step."""
     points = finite_points(*run.column("iteration-time"))
     values = [y for _, y in points]
-    middle = f"Median {np.median(values):.3g} s. " if values else ""
+    middle = f"Median {plain(float(np.median(values)))} s. " if values else ""
     axes = Axes(
         x_label=_STEP,
         y_label="seconds per step",

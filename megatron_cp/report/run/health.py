@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_cp.report.draw.svg import Markup, escape, tag
+from megatron_cp.report.draw.svg import Markup, escape, plain, tag
 from megatron_cp.report.run.record import HELD_OUT_LOSS, LOSS, Run
 
 State = Literal["well", "look", "ill"]
@@ -125,13 +125,15 @@ def _gradients(run: Run) -> Reason | None:
     if len(values) < MIN_STEPS:
         return None
     middle, last = float(np.median(values)), float(np.median(values[-tenth(values) :]))
-    spikes = int((values > SPIKE * middle).sum())
-    said = f"gradient norm {last:.3g} at the end, median {middle:.3g}"
+    settled = values[tenth(values) :]  # at the start gradients are large, and nothing is wrong
+    spikes = int((settled > SPIKE * middle).sum())
+    said = f"gradient norm {plain(last)} at the end, median {plain(middle)}"
+    above = f"above {SPIKE:g} times the median after the first tenth"
     if last > GROWN * middle:
         return Reason("look", f"{said}: it grows")
     if spikes:
-        return Reason("look", f"{said}; {spikes} steps above {SPIKE:g} times the median")
-    return Reason("well", f"{said}, no spikes above {SPIKE:g} times the median")
+        return Reason("look", f"{said}; {spikes} steps {above}")
+    return Reason("well", f"{said}, no spikes {above}")
 
 
 def _skipped(run: Run) -> Reason | None:

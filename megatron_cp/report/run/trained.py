@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from megatron_cp.report.draw.html import Tile
-from megatron_cp.report.draw.svg import short
+from megatron_cp.report.draw.svg import plain, short
 from megatron_cp.report.run.health import tenth
 from megatron_cp.report.run.record import HELD_OUT_LOSS, LOSS, Run
 
@@ -86,6 +86,8 @@ def _amount_tiles(run: Run) -> list[Tile]:
     if seconds:
         middle = float(np.median(seconds))
         world = run.section("layout").get("world_size")
-        words = f"median step {middle:.3g} s on {world} rank{'' if world == 1 else 's'}, measured"
+        words = (
+            f"median step {plain(middle)} s on {world} rank{'' if world == 1 else 's'}, measured"
+        )
         tiles.append(Tile("Tokens per second", short(per_step / max(middle, 1e-9)), words))
     return tiles

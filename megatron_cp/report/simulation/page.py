@@ -11,7 +11,7 @@ from megatron_cp.plan.study.simulate import Simulation, simulate_pass
 from megatron_cp.report.draw.charts import Axes, Series, line_chart
 from megatron_cp.report.draw.html import Figure, Section, Table, Tile, page, row, strip
 from megatron_cp.report.draw.style import style_sheet
-from megatron_cp.report.draw.svg import Markup, short_tokens, tag
+from megatron_cp.report.draw.svg import Markup, plain, short_tokens, tag
 from megatron_cp.report.figures.packs import communication_figure
 from megatron_cp.report.figures.plan import heat_maps
 from megatron_cp.report.figures.planners import (
@@ -116,7 +116,7 @@ def _tiles(step: Step) -> list[Tile]:
     tiles = [
         Tile(
             "Attention per layer",
-            f"{ours.predicted_ms:.4g} ms",
+            f"{plain(ours.predicted_ms, 4)} ms",
             f"{step.cp_size} ranks, forward + backward",
             True,
         ),

@@ -16,6 +16,7 @@ from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.study.compare import Outcome, best_other, measured
+from megatron_cp.report.draw.svg import plain
 from megatron_cp.report.figures.planners import (
     LEGEND,
     machine_words,
@@ -115,7 +116,7 @@ def _step_lines(step: Step) -> list[str]:
         f"{step.cp_size} ranks, {mask.num_queries:,} tokens in {len(step.lengths):,} "
         f"document{'s' if len(step.lengths) > 1 else ''}, {mask.area():.4g} pairs (density {mask.density():.2g})"
     )
-    first += f"; no plan is faster than {served[0].bound_ms:.4g} ms" if served else ""
+    first += f"; no plan is faster than {plain(served[0].bound_ms, 4)} ms" if served else ""
     return [first, *planner_lines(step.ours, step.outcomes)]
 
 

@@ -6,6 +6,7 @@ prints the training lines.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -79,7 +80,7 @@ def training_line(report: StepReport, now: datetime | None = None) -> str:
         f" elapsed time per iteration (ms): {report.elapsed_ms:.1f}",
     ]
     if report.tflops is not None:
-        parts.append(f" throughput per GPU (TFLOP/s/GPU): {report.tflops:.1f}")
+        parts.append(f" throughput per GPU (TFLOP/s/GPU): {_throughput(report.tflops)}")
     parts.append(f" learning rate: {report.learning_rate:.6E}")
     parts.append(f" global batch size: {report.global_batch_size:5d}")
     parts += [f" {name}: {value:.6E}" for name, value in report.losses.items()]
@@ -96,6 +97,12 @@ def training_line(report: StepReport, now: datetime | None = None) -> str:
     parts.append(f" number of skipped iterations: {report.skipped_iterations:3d}")
     parts.append(f" number of nan iterations: {report.nan_iterations:3d}")
     return " |".join(parts) + " |" + report.speed
+
+
+def _throughput(tflops: float) -> str:
+    """Returns Megatron-LM's digits; three that count below 1, where it would print 0.0 for small models."""
+    decimals = 2 - math.floor(math.log10(tflops)) if 0 < tflops < 1 else 1
+    return f"{tflops:.{decimals}f}"
 
 
 def evaluation_lines(
