@@ -197,7 +197,7 @@ def test_the_price_of_the_double_ring_is_from_below_and_exact_once_it_is_refined
         for name, option in priced[0].items():
             exact = makespan_seconds(plan, name)
             assert option.seconds <= exact * (1 + 1e-9)
-            refined = option if option.refine is None else option.refine(True)
+            refined = option if option.refine is None else option.refine()
             assert refined.seconds == pytest.approx(exact, rel=1e-9)
             assert (option.refine is None) == (node_size == 8)
 

@@ -58,6 +58,17 @@ def test_auto_is_predicted_no_slower_and_simulated_a_hundredth_slower_at_most(da
     assert simulated["auto"] <= min(simulated.values()) * 1.01, simulated
 
 
+def test_auto_on_a_thousand_ranks_looks_at_all_that_may_win():
+    """A search that ends early there has seen least of what it could take."""
+    options = {"num_heads": 32, "num_kv_heads": 32, "head_dim": 128}
+    auto, usp = (
+        make_plan(masks.causal(1 << 17), 1024, config(name, **options)) for name in ("auto", "usp")
+    )
+    assert sum(makespan_seconds(auto, name) for name in PASSES) < 0.9 * sum(
+        makespan_seconds(usp, name) for name in PASSES
+    )
+
+
 @pytest.mark.parametrize("topology", ["h100", "a800"])
 def test_auto_takes_the_rings_whose_backward_moves_queries_where_they_win(topology):
     """Causal, as many key/value heads as query heads: zigzag forward, the double ring backward."""

@@ -66,6 +66,7 @@ class PlacementCandidates:
         self.chunk, per_rank = chunk_layout(num_tokens, cp_size, even)
         self.rows = self.chunk * per_rank
         self._documents: dict[int, list[tuple[float, Placement, float]]] = {}
+        self._on_groups: dict[tuple[int, float, int], Placement | None] = {}
         layers = np.array([weight for _, weight in masks.values()])
         self.balances = [layers[None, :]]
         """What documents are balanced by, each `[loads, masks]`: all masks in one sum; each in a load of its own, all
@@ -107,8 +108,12 @@ class PlacementCandidates:
         `balance` is one of `balances`. None if the mask is one document, or if the pieces would be too many. With a
         chosen chunk size documents begin at the nearest chunk.
         """
-        if not self.has_documents:
-            return None
+        key = degree, most_load, balance
+        if key not in self._on_groups:
+            self._on_groups[key] = self._documents_on_groups(*key) if self.has_documents else None
+        return self._on_groups[key]
+
+    def _documents_on_groups(self, degree: int, most_load: float, balance: int) -> Placement | None:
         groups = self._whole(most_load, balance).regrouped(self.cp_size // degree).in_order()
         document = np.searchsorted(self._bounds, groups.ids[:, 0], side="right")
         pieces = np.bincount(document)

@@ -82,7 +82,7 @@ def _option(
     )
     if inner == len(areas):
         return option
-    return replace(option, refine=lambda _: _as_built(groups, option, name))
+    return replace(option, refine=functools.partial(_as_built, groups, option, name))
 
 
 def _stage_areas(stay: FloatArray, inner: int) -> FloatArray:

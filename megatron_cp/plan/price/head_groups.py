@@ -52,8 +52,8 @@ class PassOption:
     moved_bytes: float  # to all ranks that compute, and back; relays not counted
     imbalance: float
     build: Callable[[], Pass]
-    refine: "Callable[[bool], PassOption] | None" = None
-    """The same at its exact price (True: looked for longer); None if it is that."""
+    refine: "Callable[[], PassOption] | None" = None
+    """The same at its exact price; None if it is that."""
     is_estimate: bool = False
     """Whether the price may be too low by more than a few per mille."""
     is_published: bool = False

@@ -31,10 +31,6 @@ from megatron_cp.plan.transfer.routing import (
     tree,
 )
 
-FEW_ORDERS = ORDERS[
-    :2
-]  # of a plan that may not be taken; the third is rarely the best, and has most slices
-
 
 @dataclass(frozen=True)
 class StagingLimits:
@@ -104,13 +100,13 @@ def assigned_strategy(
         prices = [float(one.even_seconds(options, name).min()) for one in routed]
         best = routed[prices.index(min(prices))]
 
-        def refined(is_final: bool) -> PassOption:
-            staging, seconds = best.best_staging(options, name, is_final)
+        def refined() -> PassOption:
+            staging, seconds = best.best_staging(options, name)
             return replace(
                 option,
                 seconds=seconds,
                 build=lambda: best.build(staging),
-                refine=None if is_final else refined,
+                refine=None,
                 is_estimate=False,
             )
 
@@ -118,7 +114,7 @@ def assigned_strategy(
             min(prices) * limits.uneven,
             groups.moved_bytes(rows, name),
             uneven,
-            build=lambda: refined(True).build(),
+            build=lambda: refined().build(),
             refine=refined,
             is_estimate=True,
         )
@@ -187,22 +183,19 @@ class _RoutedAssignment:
         seconds: FloatArray = (begin + np.where(count == 1, one, several) + end).max(axis=1)
         return seconds + groups.exchange_seconds[name]
 
-    def best_staging(
-        self, stagings: Sequence[Staging], name: PassName, is_final: bool
-    ) -> tuple[Staging, float]:
+    def best_staging(self, stagings: Sequence[Staging], name: PassName) -> tuple[Staging, float]:
         """Returns the best staging and its price; of a few that look best, in every order of rows.
 
-        Unless `is_final`, in fewer orders. A stage has its price as well, and so has an order: of stagings that are as
-        good as equal, that with fewer slices and sends wins.
+        A stage has its price as well, and so has an order: of stagings that are as good as equal, that with fewer
+        slices and sends wins.
         """
         penalties = np.array([1 + self.limits.stage_penalty * one.num_stages for one in stagings])
         estimates = self.even_seconds(stagings, name) * penalties
         best, best_price, best_seconds = stagings[0], math.inf, math.inf
-        orders = ORDERS if is_final else FEW_ORDERS
         for index in np.argsort(estimates, kind="stable")[: self.limits.most_exact]:
             if estimates[index] >= best_price:  # even rows are the best case, nearly always
                 break
-            for order in orders if stagings[index].num_remote > 1 else ORDERS[:1]:
+            for order in ORDERS if stagings[index].num_remote > 1 else ORDERS[:1]:
                 staging = replace(stagings[index], order=order)
                 seconds = self.groups.seconds(self._exact_loads(staging), name)
                 price = seconds * (

@@ -13,23 +13,11 @@ from megatron_cp.plan.price.pairs_move import StagingLimits
 
 @dataclass(frozen=True)
 class SearchBudget:
-    """The numbers of one search. Seconds and loads are compared as factors, effort is about milliseconds."""
+    """The numbers of one search. Seconds and loads are compared as factors."""
 
-    effort: float = 30.0
-    """For each mask, a limit of time: the search mostly ends by itself. Half, double: nothing."""
-    effort_per_rank: float = 0.06
-    """Half, double: nothing."""
-    by_area_effort: float = 1.5
-    """Of one placement by area. 1.25, 2: nothing."""
-    hope: float = 0.1
-    """Share of the way from what a head degree promises to its bound that a step may go. Half, double: nothing."""
-    patience: float = 1.02
-    """Times slower, for every step already taken, and another head degree has its turn. 1.01, 1.04: nothing."""
-    perfect: float = 1.01
+    perfect: float = 1.005
     """Times what a degree may still reach: what is faster by less is not looked for. 1.005, 1.02: nothing on 15 cells;
     on 45 1.005: 1.000, best .996; 1.02: 1.000, worst 1.005."""
-    good: float = 1.02
-    """Times the load bound: moving compute on the best placement would not pay. 1.01, 1.04: nothing."""
     far: float = 1.3
     """Times the load bound: links limit, and moving compute among many is worth it. 1.15, 1.6: nothing."""
     hopeless: float = 1.03

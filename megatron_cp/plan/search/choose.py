@@ -70,7 +70,7 @@ def best_of(
         ]
         best = totals.index(_pick(totals, budget))
         candidate, chosen = found[best], every[best]
-        estimates = {key: one.refine(True) for key, one in chosen.items() if one.refine is not None}
+        estimates = {key: one.refine() for key, one in chosen.items() if one.refine is not None}
         if estimates:
             _replace(candidate, chosen, estimates)
             continue

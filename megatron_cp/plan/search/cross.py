@@ -24,7 +24,7 @@ from megatron_cp.plan.schema import PASSES, Pass, PassName, PlanData
 from megatron_cp.plan.search.budget import BUDGET, SearchBudget
 from megatron_cp.plan.search.choose import best_of
 from megatron_cp.plan.search.search import Candidate, head_degrees
-from megatron_cp.plan.search.strategies import MOVE, STAY, solved
+from megatron_cp.plan.search.strategies import move, solved, stay
 from megatron_cp.plan.transfer.two_sided import cross_plan
 
 NAME = "mask"
@@ -96,7 +96,7 @@ class _Search:
         groups = HeadGroups.of(sides.one_stream(self.mask), sides, self.config, degree)
         best = min((seconds for seconds, _, _ in self.priced), default=math.inf)
         limit = math.inf if self.config.max_received_mb else self.budget.hopeless * best
-        strategies = STAY.strategies(groups, limit, self.budget.stagings)
+        strategies = stay(groups, limit, self.budget.stagings)
         candidate.add(NAME, strategies)
         self.priced += [(strategy_seconds(one), groups, candidate) for one in strategies]
 
@@ -105,7 +105,7 @@ class _Search:
         best = sorted(self.priced, key=lambda one: one[0])
         can_move = [one for one in best if 1 < one[1].placed.num_ranks <= self.budget.most_moved]
         for _, groups, candidate in can_move[:MOST_MOVED]:
-            candidate.add(NAME, MOVE.strategies(groups, math.inf, self.budget.stagings))
+            candidate.add(NAME, move(groups, math.inf, self.budget.stagings))
         if self.config.improver is not None:
             _, groups, candidate = best[0]
             candidate.add(NAME, solved(groups, self.budget.stagings))

@@ -1,7 +1,7 @@
 """What planner "auto" looks at: placements of tokens, degrees of head exchange, and who computes what.
 
-    look      at every head degree documents and tokens in order, queries at home; then the published schemes on
-              tokens in order and zigzag (needed keys, ring, all-gather, double ring, Ulysses, USP)
+    look      at every head degree documents and tokens in order, queries at home, and the published schemes on tokens
+              in order and zigzag (needed keys, ring, all-gather, double ring, Ulysses, USP); the lowest bound first
     improve   the fastest degree first, a step at a time: documents balanced more tightly, chunks by area, compute moved
               away from the queries' owners; at last compute moved on the best placement
 
@@ -15,8 +15,8 @@ strategies from `strategies.py`, all numbers from `budget.py`.
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
@@ -31,7 +31,7 @@ from megatron_cp.plan.price.double_ring import double_ring_seconds
 from megatron_cp.plan.price.head_groups import HeadGroups, PassOption, Strategy, strategy_seconds
 from megatron_cp.plan.schema import PASSES, HeadSplit, OwnRows, Pass, PassName, PlanData
 from megatron_cp.plan.search.budget import SearchBudget
-from megatron_cp.plan.search.strategies import MOVE, PUBLISHED, STAY, StrategySource, solved
+from megatron_cp.plan.search.strategies import StrategySource, move, published, solved, stay
 from megatron_cp.plan.transfer.head_split import fits_heads
 
 
@@ -74,10 +74,10 @@ class _Step:
     degree: int
     place: Callable[[], Placement | None]
     source: StrategySource
+    least: float = 0.0
+    """Seconds that it takes at least."""
     is_first: bool = False
     """Whether compute is moved on the likeliest placement: always among few head groups."""
-    only_balances: bool = False
-    """Whether only waiting can be saved, as documents are together already."""
 
 
 class Search:
@@ -94,8 +94,8 @@ class Search:
         )
         # All own equally many tokens, so a slow rank has too many pairs wherever they are placed: pairs have to move.
         speeds = rank_speeds(config, cp_size)
-        is_uneven = bool((speeds != speeds[0]).any())
-        self.must_move = max(moved, default=1) if is_uneven else self.always_moved
+        self.is_uneven = bool((speeds != speeds[0]).any())
+        self.must_move = max(moved, default=1) if self.is_uneven else self.always_moved
         self.placements = PlacementCandidates(
             masks, cp_size, config, min(self.searched), budget.placements
         )
@@ -107,13 +107,11 @@ class Search:
         self.exchange = {degree: self._exchange_seconds(degree) for degree in self.degrees}
         self.found: dict[bytes, Candidate] = {}
         self.fastest = dict.fromkeys(self.degrees, math.inf)
-        self.promise = dict.fromkeys(self.degrees, math.inf)
         self.known = math.inf
         """Seconds of the fastest plan whose price is exact: what is skipped cannot beat it."""
         self.leader: Candidate | None = None
         """The placement of that plan."""
         self.by_mask = {name: dict.fromkeys(self.degrees, math.inf) for name in masks}
-        self.effort = 0.0
 
     def _exchange_seconds(self, degree: int) -> float:
         """Returns what heads take to be exchanged, for all masks together; 0 for families, which may mix degrees."""
@@ -125,26 +123,28 @@ class Search:
         return sum(weight for _, weight in self.masks.values()) * sum(seconds)
 
     def look(self) -> None:
-        """Prices documents and tokens in order at every degree, queries at home; then the published schemes.
-
-        The degree whose bound is lowest comes first.
-        """
-        in_order = self.placements.in_order()
-        degrees = sorted(self.degrees, key=self.exchange.__getitem__)
-        for degree in degrees:
-            if degree in self.searched and self._is_open(degree):
-                documents = self.placements.by_documents(degree, self.budget.loose_load)
-                if documents is not None:
-                    self._price(documents, degree, STAY)
-            if self._is_open(degree) and self._least_in_order(degree) <= self._limit():
-                self._price(in_order, degree, STAY)
-                if self.config.num_stages is None and degree == 1:
-                    self._price(in_order, degree, PUBLISHED)
-        for degree in self.searched if self.config.num_stages is None else ():
-            near = self.budget.hopeless * min(self.fastest.values())
-            if self._is_open(degree) and self._least_with_all_keys(degree) <= near:
-                self._price(self.placements.zigzag(degree), degree, PUBLISHED)
+        """Prices documents, tokens in order and zigzag, in the order of what each may reach at best."""
+        steps = [step for degree in self.degrees for step in self._first_steps(degree)]
+        for step in sorted(steps, key=lambda one: one.least):
+            if step.least <= self._limit():
+                self._take(step)
         self._settle()
+
+    def _first_steps(self, degree: int) -> Iterator[_Step]:
+        """Yields what is worth a look at a degree: queries at home, and the published schemes."""
+        places, is_searched = self.placements, degree in self.searched
+        if is_searched:
+            documents = functools.partial(places.by_documents, degree, self.budget.loose_load)
+            yield _Step(degree, documents, stay, self.bound + self.exchange[degree])
+        least = self._least_in_order(degree)
+        yield _Step(degree, places.in_order, stay, least)
+        if self.config.num_stages is not None:
+            return
+        if degree == 1:
+            yield _Step(degree, places.in_order, published, least)
+        if is_searched:
+            zigzag = functools.partial(places.zigzag, degree)
+            yield _Step(degree, zigzag, published, self._least_with_all_keys(degree))
 
     def _least_in_order(self, degree: int) -> float:
         """Returns the least time at a degree if tokens lie in order and queries stay at home."""
@@ -169,49 +169,50 @@ class Search:
     def improve(self) -> None:
         """Takes steps as long as one may lead to a plan that is faster by more than can be told."""
         left = {degree: self._steps(degree) for degree in self.searched}
-        taken, patience = dict.fromkeys(self.searched, 0), self.budget.patience
-        while self._effort_left() >= 0:
-            worth = {
-                degree: step
-                for degree, steps in left.items()
-                if (step := next(filter(self._is_worth, steps), None)) is not None
-            }
-            if not worth:
-                break
-            degree = min(worth, key=lambda one: self.fastest[one] * patience ** taken[one])
-            step = worth[degree]
-            taken[degree] += 1
-            left[degree].remove(step)
-            placement = step.place()
-            if placement is not None:
-                self._price(placement, degree, step.source)
-                self._settle()
+        while worth := {
+            degree: step
+            for degree, steps in left.items()
+            if (step := next(filter(self._is_worth, steps), None)) is not None
+        }:
+            degree = min(worth, key=self.fastest.__getitem__)
+            left[degree].remove(worth[degree])
+            self._take(worth[degree])
+            self._settle()
         self._balance_otherwise()
         self._settle()
         self._move_on_best()
+
+    def _take(self, step: _Step) -> None:
+        placement = step.place()
+        if placement is not None:
+            self._price(placement, step.degree, step.source)
 
     def _steps(self, degree: int) -> list[_Step]:
         """Returns what is worth a price at a degree besides, the cheap and likely first."""
         places, budget = self.placements, self.budget
         if degree == self.cp_size:
             return []
+        by_area = _Step(degree, functools.partial(places.by_area, degree), stay)
         whole = places.by_documents(degree, budget.loose_load)
-        in_order = places.in_order()
-        first = whole or (in_order if places.is_even_in_order else places.zigzag(degree))
-        tight = functools.partial(places.by_documents, degree, budget.tight_load)
-        by_area = _Step(degree, functools.partial(self._placed_by_area, degree), STAY)
-        move = _Step(degree, lambda: first, MOVE, is_first=True)
-        stay = _Step(degree, functools.partial(places.zigzag, degree), STAY)
         if whole is not None:
-            balanced = [replace(step, only_balances=True) for step in (by_area, move)]
-            return [_Step(degree, tight, STAY), *balanced, stay]
-        return [stay, by_area, move, _Step(degree, lambda: in_order, MOVE)]
+            tight = functools.partial(places.by_documents, degree, budget.tight_load)
+            steps = [_Step(degree, tight, stay), by_area]
+            moved = _Step(degree, lambda: whole, move, is_first=True)
+            return [*steps, moved] if self.is_uneven else steps
+        in_order = places.in_order()
+        likely = in_order if places.is_even_in_order else places.zigzag(degree)
+        return [
+            _Step(degree, functools.partial(places.zigzag, degree), stay),
+            by_area,
+            _Step(degree, lambda: likely, move, is_first=True),
+            _Step(degree, lambda: in_order, move),
+        ]
 
     def _is_worth(self, step: _Step) -> bool:
         """Returns whether a step may win."""
-        if self.budget.perfect * self._hoped(step) >= self.known:
+        if not self._is_open(step.degree):
             return False
-        if step.source is STAY or self._is_quick(step):
+        if step.source is stay or self._is_quick(step):
             return True
         groups = self.cp_size // step.degree
         return groups <= self.budget.most_moved and not self._is_within(self.budget.far)
@@ -220,24 +221,17 @@ class Search:
         """Returns whether a step moves compute among so few head groups that it always may pay."""
         return step.is_first and self.cp_size // step.degree <= self.must_move
 
-    def _hoped(self, step: _Step) -> float:
-        """Returns the time that a step may reach: between what its degree promises so far, and the bound."""
-        least = self.bound + self.exchange[step.degree]
-        promise = self.promise[step.degree]
-        if step.only_balances:
-            return promise
-        if promise == math.inf or self._is_quick(step):
-            return least
-        return promise - self.budget.hope * (promise - least)
-
     def _is_open(self, degree: int) -> bool:
         """Returns whether a plan of a degree may still be faster, by more than can be told, than the fastest."""
-        least = self.bound + self.exchange[degree]
-        return self._effort_left() >= 0 and self.budget.perfect * least < self.known
+        return self.budget.perfect * (self.bound + self.exchange[degree]) < self.known
 
     def _limit(self) -> float:
-        """Returns the seconds beyond which a strategy is of no use; none in families and where memory is short."""
-        if len(self.masks) > 1 or self.config.max_received_mb is not None:
+        """Returns the seconds beyond which a strategy is of no use; none where attention's time alone does not decide.
+
+        Masks of a family share a placement, memory may be short, and states of linear layers travel as well.
+        """
+        config = self.config
+        if len(self.masks) > 1 or config.max_received_mb or config.linear_state_bytes:
             return math.inf
         return self.budget.hopeless * min(self.known, *self.fastest.values())
 
@@ -261,7 +255,7 @@ class Search:
             for key, option in estimates.items():
                 options = candidate.options[key]
                 assert option.refine is not None
-                options[options.index(option)] = option.refine(False)
+                options[options.index(option)] = option.refine()
 
     def _balance_otherwise(self) -> None:
         """Prices documents balanced for each mask of a family by itself, at the degree that did best."""
@@ -271,11 +265,11 @@ class Search:
         for balance, load in itertools.product(others, loads):
             placement = self.placements.by_documents(degree, load, balance)
             if placement is not None:
-                self._price(placement, degree, STAY)
+                self._price(placement, degree, stay)
 
     def _move_on_best(self) -> None:
         """Moves compute on the best placement, among few head groups."""
-        if self.always_moved == 1 or self._is_within(self.budget.good):
+        if self.always_moved == 1 or self._is_within(self.budget.perfect):
             return
         best = self.leader
         assert best is not None
@@ -283,11 +277,7 @@ class Search:
         for most in dict.fromkeys((self.always_moved, self.must_move)):
             for degree in dict.fromkeys(max(one, self.cp_size // most) for one in degrees):
                 if degree < self.cp_size:
-                    self._price(best.placement, degree, MOVE)
-
-    def _placed_by_area(self, degree: int) -> Placement:
-        self.effort += self.budget.by_area_effort
-        return self.placements.by_area(degree)
+                    self._price(best.placement, degree, move)
 
     def solve(self) -> None:
         """Lets the config's solver assign the compute of the best candidate anew."""
@@ -298,47 +288,32 @@ class Search:
             groups = self._groups_of(best, name, best.fastest[name][1])
             best.add(name, solved(groups, self.budget.stagings))
 
-    def _effort_left(self) -> float:
-        """Returns what may still be spent on each mask."""
-        all_of_it = self.budget.effort + self.budget.effort_per_rank * self.cp_size
-        return all_of_it - self.effort / len(self.masks)
-
     def _is_within(self, factor: float) -> bool:
         """Returns whether a plan was found that takes no more than `factor` times the load bound."""
         return self.known <= factor * self.bound
 
-    def _price(self, placement: Placement, degree: int, source: StrategySource) -> float:
-        """Adds strategies for all masks on a placement, with this head degree or the one that suits a mask best.
-
-        Returns the price, or the best of the degree where it is known already. A degree promises what its
-        fastest strategy would take if nobody waited for the busiest rank.
-        """
+    def _price(self, placement: Placement, degree: int, source: StrategySource) -> None:
+        """Adds strategies for all masks on a placement, with this head degree or the one that suits a mask best."""
         candidate = self._candidate(placement)
         if (degree, source) in candidate.priced:
-            return self.fastest[degree]
+            return
         candidate.priced.add((degree, source))
-        total = promise = 0.0
+        total = 0.0
         for name, (_, weight) in self.masks.items():
             strategies = []
             for each in {degree: None, self._favourite(name, degree, source): None}:
                 groups = self._groups_of(candidate, name, each)
-                found = source.strategies(groups, self._limit(), self.budget.stagings)
+                found = source(groups, self._limit(), self.budget.stagings)
                 if not found:
-                    return math.inf
-                self.effort += source.effort(groups)
+                    return
                 candidate.add(name, found)
                 strategies += found
                 seconds = strategy_seconds(min(found, key=strategy_seconds))
                 self.by_mask[name][each] = min(self.by_mask[name][each], seconds)
                 known = candidate.fastest.get(name, (math.inf, 0))
                 candidate.fastest[name] = min(known, (seconds, each))
-            best = min(strategies, key=strategy_seconds)
-            total += weight * strategy_seconds(best)
-            waiting = self.bounds[name] * (best["forward"].imbalance - 1)
-            promise += weight * max(self.bounds[name], strategy_seconds(best) - waiting)
+            total += weight * min(map(strategy_seconds, strategies))
         self.fastest[degree] = min(self.fastest[degree], total)
-        self.promise[degree] = min(self.promise[degree], total if source is PUBLISHED else promise)
-        return total
 
     def _candidate(self, placement: Placement) -> Candidate:
         new = Candidate(placement, {(name, which): [] for name in self.masks for which in PASSES})
@@ -355,7 +330,7 @@ class Search:
     def _favourite(self, name: str, degree: int, source: StrategySource) -> int:
         """Returns the degree at which a mask did best so far; masks of one plan need not share it."""
         by_degree = self.by_mask[name]
-        if len(self.masks) == 1 or source is PUBLISHED:
+        if len(self.masks) == 1 or source is published:
             return degree
         return min(by_degree, key=by_degree.__getitem__)
 

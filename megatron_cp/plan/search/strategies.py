@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from megatron_cp.plan.compute.solvers.solve import Problem, improve, measure
 from megatron_cp.plan.hardware.topology import get_topology
@@ -16,22 +15,26 @@ from megatron_cp.plan.price.pairs_move import (
     stay_at_home,
 )
 
+StrategySource = Callable[[HeadGroups, float, StagingLimits], list[Strategy]]
+"""(mask on head groups, seconds beyond which nothing is of use, limits) -> strategies; none if no one is of use."""
 
-@dataclass(frozen=True)
-class StrategySource:
-    """Strategies for a mask on head groups, and the effort of pricing them."""
 
-    strategies: Callable[[HeadGroups, float, StagingLimits], list[Strategy]]
-    """(mask on head groups, seconds beyond which nothing is of use, limits) -> strategies, none if all are."""
-    fixed: float
-    per_rank: float
-    per_part: float
-    """For each slice of the mask cut by owners."""
+def published(groups: HeadGroups, limit: float, stagings: StagingLimits) -> list[Strategy]:
+    """Returns the schemes of others."""
+    return published_strategies(groups, limit)
 
-    def effort(self, groups: HeadGroups) -> float:
-        """Returns about the milliseconds that `strategies` takes."""
-        placed = groups.placed
-        return self.fixed + self.per_rank * placed.num_ranks + self.per_part * len(placed.parts)
+
+def stay(groups: HeadGroups, limit: float, stagings: StagingLimits) -> list[Strategy]:
+    """Returns the strategy in which every pair is computed where its query lives."""
+    if groups.least_seconds() > limit:
+        return []
+    return [assigned_strategy(groups, stay_at_home(groups), stagings)]
+
+
+def move(groups: HeadGroups, limit: float, stagings: StagingLimits) -> list[Strategy]:
+    """Returns the strategies in which pairs move: among all head groups, and inside nodes alone."""
+    found = [move_compute(groups), move_inside_nodes(groups)]
+    return [assigned_strategy(groups, one, stagings) for one in found if one is not None]
 
 
 def solved(groups: HeadGroups, stagings: StagingLimits) -> list[Strategy]:
@@ -52,24 +55,3 @@ def solved(groups: HeadGroups, stagings: StagingLimits) -> list[Strategy]:
     assert solver is not None
     better = improve(problem, start, solver, effort)
     return [] if better is None else [assigned_strategy(groups, better, stagings)]
-
-
-def _published(groups: HeadGroups, limit: float, stagings: StagingLimits) -> list[Strategy]:
-    return published_strategies(groups, limit)
-
-
-def _stay(groups: HeadGroups, limit: float, stagings: StagingLimits) -> list[Strategy]:
-    if groups.least_seconds() > limit:
-        return []
-    return [assigned_strategy(groups, stay_at_home(groups), stagings)]
-
-
-def _move(groups: HeadGroups, limit: float, stagings: StagingLimits) -> list[Strategy]:
-    found = [move_compute(groups), move_inside_nodes(groups)]
-    return [assigned_strategy(groups, one, stagings) for one in found if one is not None]
-
-
-# About milliseconds of one core: what counts is that they are counted alike on every rank.
-PUBLISHED = StrategySource(_published, 0.4, 0.007, 1.2e-4)
-STAY = StrategySource(_stay, 0.8, 0.004, 5e-4)
-MOVE = StrategySource(_move, 2.5, 0.27, 1.4e-3)
