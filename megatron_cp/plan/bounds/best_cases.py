@@ -1,7 +1,7 @@
 """Prices from below for published schemes with a stage per rank, where building the plan would be too large.
 
-A ring on 4096 ranks has 4096 stages of 4096 masks. Its time is at least that of its busiest rank's pairs, and at
-least that of the rows that it moves; here stands the larger of the two. So the baseline looks as good as it can
+A ring on 4096 ranks has 4096 stages of 4096 masks. Its time is at least that of its busiest rank's pairs while rows
+travel, and at least that of the rows; here stands the larger of the two. So the baseline looks as good as it can
 be, or better: a comparison made with these figures is never unfair to it.
 """
 
@@ -66,7 +66,7 @@ def _ring(pieces: int) -> Callable[[AttentionMask, int, CPConfig, PassName], flo
         area = even_area(mask, cp_size, config)
         if pieces:
             area = busiest_area(mask, cp_size, config, pieces)
-        return max(_compute(area, config, pass_name), links * 1e-9 + _latency(steps, config))
+        return _overlapped(_compute(area, config, pass_name), links * 1e-9, steps, config)
 
     return seconds
 
@@ -78,7 +78,7 @@ def _double_ring(mask: AttentionMask, cp_size: int, config: CPConfig, pass_name:
     outer = (nodes - 1) * moved / topology.outer_gbytes_per_s
     inner = (cp_size - nodes) * moved / topology.inner_gbytes_per_s
     compute = _compute(busiest_area(mask, cp_size, config, pieces=2), config, pass_name)
-    return max(compute, max(outer, inner) * 1e-9 + _latency(cp_size - 1, config))
+    return _overlapped(compute, max(outer, inner) * 1e-9, cp_size - 1, config)
 
 
 def _allgather(mask: AttentionMask, cp_size: int, config: CPConfig, pass_name: PassName) -> float:
@@ -109,7 +109,7 @@ def _usp(mask: AttentionMask, cp_size: int, config: CPConfig, pass_name: PassNam
         inside = max(1, topology.node_size // degree)  # steps that may stay in the node
         steps = max(0, cp_size // degree - inside)
         links = steps * rows * degree * size / (topology.outer_gbytes_per_s * 1e9)
-        times.append(exchange + max(compute, links))
+        times.append(exchange + _overlapped(compute, links, 0, config))
     return min(times)
 
 
@@ -127,7 +127,7 @@ def _distflashattn(
     moved += rows * (query.there + query.back) * (cp_size / 8 - 0.25)
     share = max(0.0, 1 - topology.node_size / cp_size)  # of the rows, from other nodes
     links = share * moved / (topology.outer_gbytes_per_s * 1e9)
-    return max(compute, links + _latency(cp_size // 2, config))
+    return _overlapped(compute, links, cp_size // 2, config)
 
 
 def _document_groups(
@@ -189,8 +189,10 @@ def _row_bytes(config: CPConfig, pass_name: PassName) -> int:
     return min(side.there + side.back for side in sides)
 
 
-def _latency(steps: int, config: CPConfig) -> float:
-    return steps * get_topology(config.topology).latency_us * 1e-6
+def _overlapped(compute: float, links: float, steps: int, config: CPConfig) -> float:
+    """Returns the larger of compute, slowed by the rows that travel under it, and links with the latency of steps."""
+    topology = get_topology(config.topology)
+    return max(compute + topology.contention * links, links + steps * topology.latency_us * 1e-6)
 
 
 BEST_CASES: dict[str, Callable[[AttentionMask, int, CPConfig, PassName], float]] = {

@@ -43,7 +43,7 @@ class SearchBudget:
         imbalance=0.01,  # half: .999; double: 1.002, worst 1.015
         chunks=128,  # half: .998, worst 1.014; double: 1.002, worst 1.015
         least_chunks=4,  # nothing up to 48 ranks; it counts from 65 head groups on
-        most_parts=1 << 12,  # half, double: nothing
+        most_parts=1 << 13,  # half, double: nothing
         most_parts_per_rank=48,  # nothing up to 48 ranks; it counts from 86 ranks on
     )
     stagings: StagingLimits = StagingLimits(  # noqa: RUF009  it is frozen
