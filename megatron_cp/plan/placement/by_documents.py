@@ -44,11 +44,11 @@ class Ranks:
 
 def whole_documents(
     bounds: IntArray, areas: FloatArray, ranks: Ranks, rows: int, most_load: float
-) -> tuple[Placement, float]:
+) -> tuple[Placement, tuple[float, float]]:
     """Returns documents `bounds[i]` to `bounds[i+1]` on as few ranks as they fit, `rows` tokens for each rank.
 
-    Also the largest load of a rank by documents placed one by one, over its fair share: with any limit from there to
-    `most_load` the placement is the same.
+    Also the smallest and the largest limit with which the placement is the same: the largest load of a rank by
+    documents placed one by one, over its fair share, and `most_load`, or any if no document met that.
 
     `areas` float64 `[documents, loads]`: each column is balanced by itself; `most_load`: see `DocumentGroups`. The
     largest documents, by tokens or pairs, are placed one by one; the others, and padding behind the last, follow each
@@ -72,7 +72,8 @@ def whole_documents(
     shift = bounds[light[which]] - start[which]
     ids = np.concatenate([pieces.ids, shared + shift[:, None]])
     placed = Placement(ids, np.concatenate([pieces.rank, free[place]]), num_ranks).in_order()
-    return placed, float((groups.load / groups.fair).max())
+    busiest = float((groups.load / groups.fair).max())
+    return placed, (busiest, most_load if groups.is_limited else np.inf)
 
 
 def group_sizes(num_ranks: int, *nodes: int) -> list[int]:
@@ -163,6 +164,8 @@ class DocumentGroups:
         self.fair = np.maximum(1.0, np.atleast_1d(area) / self.speeds.sum())
         self.room = np.full(sizes[-1], rows, dtype=np.int64)
         self.load = np.zeros((sizes[-1], len(self.fair)))
+        self.is_limited = False
+        """Whether some document was placed otherwise because of `most_load`."""
 
     def ranks_wanted(self, lengths: IntArray, areas: FloatArray) -> FloatArray:
         """Returns to how many ranks' tokens, or pairs of some load, each document comes: `[D]`."""
@@ -213,14 +216,17 @@ class DocumentGroups:
             after = (load / self.fair + (added - added.min())).max(axis=1)
             open_load = np.where(room >= length, after, np.inf)
             least = int(open_load.argmin())
-            if open_load[least] < np.inf and (load[least] + more[least] <= limit).all():
-                return np.arange(least * size, (least + 1) * size)
+            if open_load[least] < np.inf:
+                if (load[least] + more[least] <= limit).all():
+                    return np.arange(least * size, (least + 1) * size)
+                self.is_limited = True
         return None
 
     def _scattered(
         self, length: int, area: FloatArray, limit: FloatArray, nodes: Sequence[int]
     ) -> tuple[IntArray, IntArray]:
         """Returns few ranks that have room within `limit`, of one node if one has enough, and what each takes."""
+        self.is_limited = True
         capacity = self._capacity(length, area, limit)
         while capacity.sum() < length:
             limit = limit + STEP * self.fair

@@ -65,7 +65,7 @@ class PlacementCandidates:
         even = replace(config, token_multiple=math.lcm(config.token_multiple, pieces))
         self.chunk, per_rank = chunk_layout(num_tokens, cp_size, even)
         self.rows = self.chunk * per_rank
-        self._documents: dict[int, list[tuple[float, Placement, float]]] = {}
+        self._documents: dict[int, list[tuple[Placement, tuple[float, float]]]] = {}
         self._on_groups: dict[tuple[int, float, int], Placement | None] = {}
         layers = np.array([weight for _, weight in masks.values()])
         self.balances = [layers[None, :]]
@@ -108,13 +108,16 @@ class PlacementCandidates:
         `balance` is one of `balances`. None if the mask is one document, or if the pieces would be too many. With a
         chosen chunk size documents begin at the nearest chunk.
         """
-        key = degree, most_load, balance
+        if not self.has_documents:
+            return None
+        limit, placed = self._whole(most_load, balance)
+        key = degree, limit, balance
         if key not in self._on_groups:
-            self._on_groups[key] = self._documents_on_groups(*key) if self.has_documents else None
+            self._on_groups[key] = self._documents_on_groups(placed, degree)
         return self._on_groups[key]
 
-    def _documents_on_groups(self, degree: int, most_load: float, balance: int) -> Placement | None:
-        groups = self._whole(most_load, balance).regrouped(self.cp_size // degree).in_order()
+    def _documents_on_groups(self, whole: Placement, degree: int) -> Placement | None:
+        groups = whole.regrouped(self.cp_size // degree).in_order()
         document = np.searchsorted(self._bounds, groups.ids[:, 0], side="right")
         pieces = np.bincount(document)
         parts = (pieces * (pieces + 1) // 2).sum()
@@ -122,14 +125,15 @@ class PlacementCandidates:
             return None
         return groups.regrouped(self.cp_size)
 
-    def _whole(self, most_load: float, balance: int) -> Placement:
-        """Returns documents on head groups; placed once for all limits between which they are the same."""
+    def _whole(self, most_load: float, balance: int) -> tuple[float, Placement]:
+        """Returns documents on head groups, and a limit that gives the same; placed once for all such limits."""
         known = self._documents.setdefault(balance, [])
-        for limit, placed, busiest in known:
-            if busiest <= most_load <= limit:
-                return placed
-        known.append((most_load, *self._whole_documents(most_load, balance)))
-        return known[-1][1]
+        for placed, (least, most) in known:
+            if least <= most_load <= most:
+                return most, placed
+        placed, (least, most) = self._whole_documents(most_load, balance)
+        known.append((placed, (least, most)))
+        return most, placed
 
     @property
     def has_documents(self) -> bool:
@@ -143,7 +147,9 @@ class PlacementCandidates:
             np.intersect1d, (document_bounds(mask) for mask, _ in self.masks.values())
         )
 
-    def _whole_documents(self, most_load: float, balance: int) -> tuple[Placement, float]:
+    def _whole_documents(
+        self, most_load: float, balance: int
+    ) -> tuple[Placement, tuple[float, float]]:
         """Returns documents on the smallest head groups that are looked at, in whole chunks if those are chosen."""
         degree, chunk = self.smallest_degree, self.config.chunk_size or 1
         groups = self.cp_size // degree
@@ -159,8 +165,8 @@ class PlacementCandidates:
         tokens = np.minimum(bounds * chunk, self._bounds[-1])
         areas = np.stack([mask.area_of_rows(tokens) for mask, _ in self.masks.values()], axis=1)
         rows, loads = degree * self.rows // chunk, areas @ self.balances[balance].T
-        placed, busiest = whole_documents(bounds, loads, ranks, rows, most_load)
-        return replace(placed, ids=placed.ids * chunk), busiest
+        placed, limits = whole_documents(bounds, loads, ranks, rows, most_load)
+        return replace(placed, ids=placed.ids * chunk), limits
 
     def by_area(self, degree: int) -> Placement:
         """Returns zigzag chunks of head groups, exchanged until areas are as their speeds."""

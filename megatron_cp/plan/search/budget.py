@@ -26,6 +26,8 @@ class SearchBudget:
     """Load of a rank by one document, times the fair share. 1.04, 1.16: nothing."""
     tight_load: float = 1.0
     """Half, double: nothing on 15 cells. Never: 1.002 on 45, worst 1.07 (causal_document W2, 48 ranks)."""
+    wide_load: float = 2.0
+    """Never: 1.004 on 115 cells, worst 1.32 (causal_document W4, 80 ranks)."""
     always_moved: int = 8
     """Head groups among which compute is always moved, or the fewest there can be. Half: 1.008, worst 1.13
     (causal_blockwise W2, 6 ranks); double: nothing."""

@@ -5,10 +5,10 @@
     improve   the fastest degree first, a step at a time: documents balanced more tightly, chunks by area, compute moved
               away from the queries' owners; at last compute moved on the best placement
 
-Whatever looks fastest is priced exactly at once, and what cannot be faster by more than can be told is skipped:
-a degree by its bound (load, and the exchange of heads), a step by what it may save, a strategy by its busiest rank.
-Then an optional solver (`plan/compute/solvers`). Everything is priced from small arrays; nothing is built here. Effort
-is counted, not clocked, so every rank finds the same plan. Placements come from `plan/placement/candidates.py`,
+Whatever looks fastest is priced exactly at once, and what cannot be faster by more than can be told is skipped: a
+degree by its bound (load, and the exchange of heads), a first look by the least it takes, a strategy by its busiest
+rank. Then an optional solver (`plan/compute/solvers`). Everything is priced from small arrays; nothing is built here,
+and nothing is clocked, so every rank finds the same plan. Placements come from `plan/placement/candidates.py`,
 strategies from `strategies.py`, all numbers from `budget.py`.
 """
 
@@ -16,7 +16,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
@@ -167,20 +167,22 @@ class Search:
         return max(slowed, moved) + self.exchange[degree]
 
     def improve(self) -> None:
-        """Takes steps as long as one may lead to a plan that is faster by more than can be told."""
-        left = {degree: self._steps(degree) for degree in self.searched}
-        while worth := {
-            degree: step
-            for degree, steps in left.items()
-            if (step := next(filter(self._is_worth, steps), None)) is not None
-        }:
-            degree = min(worth, key=self.fastest.__getitem__)
-            left[degree].remove(worth[degree])
-            self._take(worth[degree])
-            self._settle()
+        """Looks at other placements, queries at home; then moves compute, on the best placement first."""
+        steps = [step for degree in self.searched for step in self._steps(degree)]
+        self._take_while_worth([step for step in steps if step.source is stay])
         self._balance_otherwise()
         self._settle()
         self._move_on_best()
+        self._settle()
+        self._take_while_worth([step for step in steps if step.source is move])
+
+    def _take_while_worth(self, steps: list[_Step]) -> None:
+        """Takes steps, those of the fastest degree first, as long as one may lead to a faster plan."""
+        while worth := [step for step in steps if self._is_worth(step)]:
+            step = min(worth, key=lambda one: self.fastest[one.degree])
+            steps.remove(step)
+            self._take(step)
+            self._settle()
 
     def _take(self, step: _Step) -> None:
         placement = step.place()
@@ -192,21 +194,19 @@ class Search:
         places, budget = self.placements, self.budget
         if degree == self.cp_size:
             return []
-        by_area = _Step(degree, functools.partial(places.by_area, degree), stay)
-        whole = places.by_documents(degree, budget.loose_load)
-        if whole is not None:
-            tight = functools.partial(places.by_documents, degree, budget.tight_load)
-            steps = [_Step(degree, tight, stay), by_area]
-            moved = _Step(degree, lambda: whole, move, is_first=True)
-            return [*steps, moved] if self.is_uneven else steps
-        in_order = places.in_order()
+        in_order, whole = places.in_order(), places.by_documents(degree, budget.loose_load)
         likely = in_order if places.is_even_in_order else places.zigzag(degree)
-        return [
-            _Step(degree, functools.partial(places.zigzag, degree), stay),
-            by_area,
-            _Step(degree, lambda: likely, move, is_first=True),
-            _Step(degree, lambda: in_order, move),
-        ]
+        by_area = _Step(degree, functools.partial(places.by_area, degree), stay)
+        moved = _Step(degree, lambda: likely, move, is_first=True)
+        if whole is None:
+            zigzag = _Step(degree, functools.partial(places.zigzag, degree), stay)
+            return [zigzag, by_area, moved, _Step(degree, lambda: in_order, move)]
+        tight, wide = (
+            _Step(degree, functools.partial(places.by_documents, degree, load), stay)
+            for load in (budget.tight_load, budget.wide_load)
+        )
+        steps = [tight, wide, by_area, moved]
+        return [*steps, replace(moved, place=lambda: whole)] if self.is_uneven else steps
 
     def _is_worth(self, step: _Step) -> bool:
         """Returns whether a step may win."""
