@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_cp import mask as masks
@@ -78,6 +78,28 @@ def test_each_of_several_loads_is_kept_within_the_limit():
     loads = heavy[document].sum(axis=1)  # of each rank, for both masks
     assert (loads <= 1.08 * loads.mean(axis=0)).all()
     assert all(len(ranks) == 1 for ranks in ranks_of_documents(placed.tokens, bounds))
+
+
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=8, max_size=24),
+    ranks=st.sampled_from([2, 4, 8]),
+    slack=st.integers(0, 20),
+    limits=st.permutations([0.9, 1.0, 1.08, 1.5, 2.5]),
+)
+@example(
+    lengths=[15] * 30, ranks=32, slack=0, limits=[1.5, 1.08]
+)  # scattered, as no group has room
+@settings(max_examples=150)
+def test_limits_that_are_said_to_place_documents_alike_do(lengths, ranks, slack, limits):
+    bounds = np.cumsum([0, *lengths])
+    areas = np.array(lengths, dtype=np.float64) ** 2
+    rows = -(-sum(lengths) // ranks) + slack
+    (placed, (least, most)), (other, _) = (
+        whole_documents(bounds, areas, alike(ranks, min(8, ranks), ranks), rows, limit)
+        for limit in limits[:2]
+    )
+    if least <= limits[1] <= most:
+        assert np.array_equal(placed.tokens, other.tokens)
 
 
 def test_of_many_small_documents_one_per_rank_is_cut():
