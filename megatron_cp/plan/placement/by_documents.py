@@ -47,8 +47,7 @@ def whole_documents(
 ) -> tuple[Placement, tuple[float, float]]:
     """Returns documents `bounds[i]` to `bounds[i+1]` on as few ranks as they fit, `rows` tokens for each rank.
 
-    Also the smallest and the largest limit with which the placement is the same: the largest load of a rank by
-    documents placed one by one, over its fair share, and `most_load`, or any if no document met that.
+    Also the smallest and the largest limit with which the placement is the same.
 
     `areas` float64 `[documents, loads]`: each column is balanced by itself; `most_load`: see `DocumentGroups`. The
     largest documents, by tokens or pairs, are placed one by one; the others, and padding behind the last, follow each
@@ -72,8 +71,7 @@ def whole_documents(
     shift = bounds[light[which]] - start[which]
     ids = np.concatenate([pieces.ids, shared + shift[:, None]])
     placed = Placement(ids, np.concatenate([pieces.rank, free[place]]), num_ranks).in_order()
-    busiest = float((groups.load / groups.fair).max())
-    return placed, (busiest, most_load if groups.is_limited else np.inf)
+    return placed, groups.equal_limits()
 
 
 def group_sizes(num_ranks: int, *nodes: int) -> list[int]:
@@ -164,8 +162,10 @@ class DocumentGroups:
         self.fair = np.maximum(1.0, np.atleast_1d(area) / self.speeds.sum())
         self.room = np.full(sizes[-1], rows, dtype=np.int64)
         self.load = np.zeros((sizes[-1], len(self.fair)))
-        self.is_limited = False
-        """Whether some document was placed otherwise because of `most_load`."""
+        self.reached = 0.0
+        """The largest load, over its fair share, that was compared with `most_load` and found within it."""
+        self.is_limited = self.is_scattered = False
+        """Whether `most_load` kept some document out of a group, or decided how it was scattered."""
 
     def ranks_wanted(self, lengths: IntArray, areas: FloatArray) -> FloatArray:
         """Returns to how many ranks' tokens, or pairs of some load, each document comes: `[D]`."""
@@ -176,6 +176,12 @@ class DocumentGroups:
         """Returns areas as parts of a rank's fair share: `[D, loads]`."""
         shares: FloatArray = areas.reshape(len(areas), -1) / self.fair
         return shares
+
+    def equal_limits(self) -> tuple[float, float]:
+        """Returns the smallest and the largest `most_load` that would have placed the documents so."""
+        if self.is_scattered:
+            return self.most_load, self.most_load
+        return self.reached, self.most_load if self.is_limited else np.inf
 
     def place(self, lengths: IntArray, areas: FloatArray) -> IntArray:
         """Returns the tokens of each document that each rank takes: int64 `[D, P]`; `areas` `[D]` or `[D, loads]`."""
@@ -217,7 +223,10 @@ class DocumentGroups:
             open_load = np.where(room >= length, after, np.inf)
             least = int(open_load.argmin())
             if open_load[least] < np.inf:
-                if (load[least] + more[least] <= limit).all():
+                reached = load[least] + more[least]
+                if (reached <= limit).all():
+                    counted = (reached / self.fair)[limit < np.inf]
+                    self.reached = max(self.reached, counted.max(initial=0.0))
                     return np.arange(least * size, (least + 1) * size)
                 self.is_limited = True
         return None
@@ -226,7 +235,7 @@ class DocumentGroups:
         self, length: int, area: FloatArray, limit: FloatArray, nodes: Sequence[int]
     ) -> tuple[IntArray, IntArray]:
         """Returns few ranks that have room within `limit`, of one node if one has enough, and what each takes."""
-        self.is_limited = True
+        self.is_scattered |= bool((limit < np.inf).any())
         capacity = self._capacity(length, area, limit)
         while capacity.sum() < length:
             limit = limit + STEP * self.fair
