@@ -15,7 +15,7 @@ from megatron_cp.config import CPConfig, Topology
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.study.compare import Outcome, best_other
 from megatron_cp.report.draw.html import PREDICTED, scrolling
-from megatron_cp.report.draw.svg import Markup, escape, plain, tag
+from megatron_cp.report.draw.svg import Markup, escape, tag
 from megatron_cp.report.draw.table import text_table
 from megatron_cp.report.figures.view import USUAL, USUAL_WORDS
 
@@ -151,7 +151,7 @@ def _counted(one: Outcome) -> list[str]:
 
 
 def _figure(value: float) -> str:
-    return "" if math.isnan(value) else plain(value, 4)
+    return "" if math.isnan(value) else f"{value:.4g}"
 
 
 def _number(value: float, digits: int) -> str:
