@@ -2,8 +2,8 @@
 
     look      at every head degree documents and tokens in order, queries at home, and the published schemes on tokens
               in order and zigzag (needed keys, ring, all-gather, double ring, Ulysses, USP); the lowest bound first
-    improve   the fastest degree first, a step at a time: documents balanced more tightly, chunks by area, compute moved
-              away from the queries' owners; at last compute moved on the best placement
+    improve   the fastest degree first, a step at a time: documents balanced more tightly or less, chunks by area; then
+              compute moved away from the queries' owners, on the best placement before others
 
 Whatever looks fastest is priced exactly at once, and what cannot be faster by more than can be told is skipped: a
 degree by its bound (load, and the exchange of heads), a first look by the least it takes, a strategy by its busiest
