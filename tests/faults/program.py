@@ -11,6 +11,7 @@ A rank may be told to signal itself at the n-th call of a function: a fault at a
 
 import atexit
 import contextlib
+import faulthandler
 import functools
 import gc
 import importlib
@@ -92,6 +93,8 @@ def run_program(launches: list[Launch], *, at_once: int = 1) -> list[list[Outcom
     assert problem is None, problem
     return [[Outcome(**rank) for rank in ranks] for ranks in told]
 
+
+_STACKS_SIGNAL = signal.SIGQUIT
 
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
@@ -189,8 +192,7 @@ class _Running:
     """The ranks of one launch, from their start on."""
 
     def __init__(self, launch: dict):
-        # As torchrun does: the starter serves the store, on a port that it holds from the beginning.
-        self.store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self.store, port = _start_store()
         self.launch, self.start = launch, time.monotonic()
         self.folder = tempfile.TemporaryDirectory()
         self.ranks: dict[int, int] = {}
@@ -198,7 +200,7 @@ class _Running:
         for rank in range(launch["world_size"]):
             pid = os.fork()
             if pid == 0:
-                _become_rank(launch, rank, self.store.port, Path(self.folder.name))
+                _become_rank(launch, rank, port, Path(self.folder.name))
             self.ranks[pid] = rank
 
     def has_ended(self) -> bool:
@@ -207,13 +209,23 @@ class _Running:
         for pid in list(self.ranks):
             if (status := os.waitpid(pid, os.WNOHANG)) != (0, 0):
                 self.ended[self.ranks.pop(pid)] = (os.waitstatus_to_exitcode(status[1]), seconds)
-        if seconds > self.launch["timeout"] or all(map(_is_stopped, self.ranks)):
+        hung = seconds > self.launch["timeout"]
+        if hung:
+            self._write_stacks()
+        if hung or all(map(_is_stopped, self.ranks)):
             for pid in self.ranks:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
+                _kill(pid)
             self.ended |= dict.fromkeys(self.ranks.values(), (None, seconds))
             self.ranks = {}
+        if not self.ranks:
+            _kill(self.store)
         return not self.ranks
+
+    def _write_stacks(self) -> None:
+        """Where each rank hangs, to the end of what it said."""
+        for pid in self.ranks:
+            os.kill(pid, _STACKS_SIGNAL)
+        time.sleep(1.0)  # written in a signal handler: there is nothing to wait on
 
     def outcomes(self) -> list[dict]:
         """How each rank ended, and what it said."""
@@ -228,6 +240,32 @@ class _Running:
         return found
 
 
+def _start_store() -> tuple[int, int]:
+    """The process and the port of a store.
+
+    As with torchrun the ranks' starter holds it from the beginning, but in a process of its own: the store has
+    threads, and a rank forked beside them could find a lock held for ever by one that it does not have.
+    """
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+            os.write(writer, str(store.port).encode())
+            signal.pause()
+        finally:
+            os._exit(0)
+    os.close(writer)
+    port = int(os.read(reader, 5))
+    os.close(reader)
+    return pid, port
+
+
+def _kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
 def _is_stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
@@ -239,6 +277,7 @@ def _become_rank(launch: dict, rank: int, port: int, folder: Path) -> None:
         for number, name in ((1, "out"), (2, "err")):
             os.dup2(os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT), number)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        faulthandler.register(_STACKS_SIGNAL)
         os.environ.update(
             RANK=str(rank),
             LOCAL_RANK=str(rank),
