@@ -60,9 +60,19 @@ def left_running() -> dict[int, str]:
 
 
 def shared_memory() -> set[str]:
-    """Returns the names of torch's and Python's files in shared memory."""
+    """Returns the names of torch's and Python's files in shared memory.
+
+    A file of two names is not one of them: `sem_open` was killed before it removed the first, and no program can know.
+    """
     files = _SHARED_MEMORY.iterdir() if _SHARED_MEMORY.is_dir() else ()
-    return {file.name for file in files if file.name.startswith(_OUR_NAMES)}
+    return {file.name for file in files if file.name.startswith(_OUR_NAMES) and _has_one_name(file)}
+
+
+def _has_one_name(file: Path) -> bool:
+    try:
+        return file.stat().st_nlink == 1
+    except FileNotFoundError:
+        return False
 
 
 def check_nothing_is_left(shared_before: set[str]) -> None:

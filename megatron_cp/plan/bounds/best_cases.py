@@ -12,7 +12,7 @@ import numpy as np
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask, cell_areas
 from megatron_cp.plan.bounds.bounds import head_degrees
-from megatron_cp.plan.hardware.cost import compute_seconds
+from megatron_cp.plan.hardware.cost import compute_seconds, hidden_seconds
 from megatron_cp.plan.hardware.rows import head_split_bytes, row_size
 from megatron_cp.plan.hardware.speeds import rank_speeds, total_speed
 from megatron_cp.plan.hardware.topology import get_topology
@@ -191,8 +191,8 @@ def _row_bytes(config: CPConfig, pass_name: PassName) -> int:
 
 def _overlapped(compute: float, links: float, steps: int, config: CPConfig) -> float:
     """Returns the larger of compute, slowed by the rows that travel under it, and links with the latency of steps."""
-    topology = get_topology(config.topology)
-    return max(compute + topology.contention * links, links + steps * topology.latency_us * 1e-6)
+    latency = get_topology(config.topology).latency_us * 1e-6
+    return max(float(hidden_seconds(config, compute, links)), links + steps * latency)
 
 
 BEST_CASES: dict[str, Callable[[AttentionMask, int, CPConfig, PassName], float]] = {

@@ -101,18 +101,16 @@ def _first_stages(keys: IntArray, stage: IntArray) -> tuple[IntArray, IntArray]:
     ]
 
 
-def _rounds(sent: StagedRequests) -> list[StagedRequests]:
-    """Returns requests as rounds in which readers pass rows on, each stage by itself."""
-    rounds: list[StagedRequests] = []
-    for stage in np.unique(sent.stage).tolist():
-        in_stage = tree_rounds(sent.requests.compress(sent.stage == stage, axis=0))
-        for index, requests in enumerate(in_stage):
-            one = StagedRequests(requests, np.full(len(requests), stage))
-            if index < len(rounds):
-                rounds[index] = rounds[index].plus(one)
-            else:
-                rounds.append(one)
-    return rounds or [sent]
+def _rounds(sent: StagedRequests, num_ranks: int) -> list[StagedRequests]:
+    """Returns requests as rounds in which readers pass rows on, each stage by itself: it has ranks of its own."""
+    apart = sent.requests.copy()
+    apart[:, [SRC, DST]] += (sent.stage * num_ranks)[:, None]
+    rounds = []
+    for requests in tree_rounds(apart):
+        stage = requests[:, DST] // num_ranks
+        requests[:, [SRC, DST]] -= (stage * num_ranks)[:, None]
+        rounds.append(StagedRequests(requests, stage))
+    return rounds
 
 
 class AssignedMask:
@@ -213,7 +211,7 @@ class AssignedPieces:
         near = self._requests(keys, stage, is_kept)
         if isinstance(route, ThroughNodes):
             return self._through_nodes(near, route, is_kept)
-        return _rounds(near) if route is tree else [near]
+        return _rounds(near, placed.num_ranks) if route is tree else [near]
 
     def _requests(self, keys: IntArray, stage: IntArray, is_kept: bool) -> StagedRequests:
         """Returns the rows that ranks need in stages: where they are kept, in the first of them alone."""
@@ -233,16 +231,14 @@ class AssignedPieces:
         self, wanted: StagedRequests, route: ThroughNodes, is_kept: bool
     ) -> list[StagedRequests]:
         """Returns what `ThroughNodes` sends, in all stages: a relay that keeps rows gets them once."""
-        size = route.node_size
-        src, dst = wanted.requests[:, SRC], wanted.requests[:, DST]
-        far = src // size != dst // size
-        relay = np.minimum(dst // size * size + src % size, self.placed.num_ranks - 1)
-        ids = wanted.requests[:, ID_START:].compress(far, axis=0)
-        keys = self.placed.space.keys_of(ids, relay[far])
+        num_ranks = self.placed.num_ranks
+        far, relay = route.relays(wanted.requests, num_ranks)
+        keys = self.placed.space.keys_of(wanted.requests[far, ID_START:], relay[far])
         first = self._requests(keys, wanted.stage[far], is_kept)
-        last = wanted.chosen(far & (relay != dst))
-        last.requests[:, SRC] = relay[far & (relay != dst)]
-        rounds = _rounds(first) if route.tree else [first]
+        rounds = _rounds(first, num_ranks) if route.tree else [first]
+        passed_on = far & (relay != wanted.requests[:, DST])
+        last = wanted.chosen(passed_on)
+        last.requests[:, SRC] = relay[passed_on]
         return [wanted.chosen(~far).plus(rounds[0]), *rounds[1:], last]
 
     def _stage_of_parts(self, staging: Staging) -> IntArray:

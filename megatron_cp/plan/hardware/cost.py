@@ -146,7 +146,9 @@ def stage_seconds(
     return hidden_seconds(config, compute, under) + exposed
 
 
-def hidden_seconds(config: CPConfig, compute: FloatArray, under: FloatArray) -> FloatArray:
+def hidden_seconds(
+    config: CPConfig, compute: FloatArray | float, under: FloatArray | float
+) -> FloatArray:
     """Returns what stages take that compute so long while rows travel so long."""
     slowed = compute + get_topology(config.topology).contention * under
     seconds: FloatArray = np.maximum(slowed, under)

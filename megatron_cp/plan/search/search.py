@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.plan.hardware.cost import head_split_seconds, load_bound_seconds
+from megatron_cp.plan.hardware.cost import head_split_seconds, hidden_seconds, load_bound_seconds
 from megatron_cp.plan.hardware.speeds import rank_speeds, total_speed
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.placement.candidates import Family, PlacementCandidates
@@ -163,8 +163,7 @@ class Search:
         groups = self._groups_of(self._candidate(self.placements.in_order()), first, degree)
         layers = sum(weight for _, weight in self.masks.values())
         moved = layers * min(groups.all_keys_seconds(), double_ring_seconds(groups))
-        slowed = self.bound + get_topology(self.config.topology).contention * moved
-        return max(slowed, moved) + self.exchange[degree]
+        return float(hidden_seconds(self.config, self.bound, moved)) + self.exchange[degree]
 
     def improve(self) -> None:
         """Looks at other placements, queries at home; then moves compute, on the best placement first."""

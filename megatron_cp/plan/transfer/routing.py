@@ -18,7 +18,7 @@ import numpy as np
 from megatron_cp.mask import interval
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.placement.placement import Placement
-from megatron_cp.plan.schema import Hop, Transfer
+from megatron_cp.plan.schema import BoolArray, Hop, Transfer
 
 SRC, DST, ID_START, ID_STOP = range(4)
 
@@ -164,10 +164,8 @@ class ThroughNodes:
     def __call__(self, owners: Owners, held: RowSpace, wanted: IntArray) -> list[IntArray]:
         """See `Route`."""
         requests = owners.requests(wanted)
-        far = requests[:, SRC] // self.node_size != requests[:, DST] // self.node_size
-        place = requests[:, DST] // self.node_size * self.node_size
-        relay = np.minimum(place + requests[:, SRC] % self.node_size, held.num_ranks - 1)
-        keys = held.keys_of(requests[:, ID_START:].compress(far, axis=0), relay[far])
+        far, relay = self.relays(requests, held.num_ranks)
+        keys = held.keys_of(requests[far, ID_START:], relay[far])
         first = owners.requests(held.missing(interval.normalise(keys)))
         rounds = tree_rounds(first) if self.tree else [first]
         rounds[0] = np.concatenate([requests.compress(~far, axis=0), rounds[0]])
@@ -175,6 +173,13 @@ class ThroughNodes:
         last = requests.compress(passed_on, axis=0)
         last[:, SRC] = relay[passed_on]
         return [sent for sent in [*rounds, last] if len(sent)]
+
+    def relays(self, requests: IntArray, num_ranks: int) -> tuple[BoolArray, IntArray]:
+        """Returns which requests go to another node, and the rank there at their owner's place: both `[n]`."""
+        src, dst = requests[:, SRC], requests[:, DST]
+        far = src // self.node_size != dst // self.node_size
+        place = dst // self.node_size * self.node_size + src % self.node_size
+        return far, np.minimum(place, num_ranks - 1)
 
 
 def enters_twice(requests: IntArray, node_size: int, stride: int) -> bool:
