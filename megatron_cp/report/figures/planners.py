@@ -134,8 +134,8 @@ def _figures(one: Outcome, mark: str) -> list[str]:
     least = ">=" if one.is_best_case else ""
     return [
         f"{mark}{one.planner}",
-        f"{least}{_figure(one.simulated_ms)}",
-        f"{least}{_figure(one.predicted_ms)}",
+        f"{least}{four_digits(one.simulated_ms)}",
+        f"{least}{four_digits(one.predicted_ms)}",
         *_counted(one),
         _number(one.plan_ms, 1),
     ]
@@ -143,15 +143,16 @@ def _figures(one: Outcome, mark: str) -> list[str]:
 
 def _counted(one: Outcome) -> list[str]:
     return [
-        f"{one.gap:.4g}" if one.gap >= 1e4 else _number(one.gap, 2),
+        _number(one.gap, 0 if one.gap >= 1e4 else 2),
         _number(one.imbalance, 3),
         _number(one.volume_mean, 2),
         _number(one.volume_max, 2),
     ]
 
 
-def _figure(value: float) -> str:
-    return "" if math.isnan(value) else f"{value:.4g}"
+def four_digits(value: float) -> str:
+    """Returns a number that programs can read, with four digits or its whole part; "" for nan."""
+    return f"{value:.4g}" if value < 1e4 else _number(value, 0)
 
 
 def _number(value: float, digits: int) -> str:
@@ -215,7 +216,11 @@ def planner_table(ours: Outcome, outcomes: Sequence[Outcome], title: str) -> Mar
 def _table_row(one: Outcome, is_chosen: bool, slowest: float) -> Markup:
     least = "≥ " if one.is_best_case else ""
     words = f"{one.planner} ({USUAL_WORDS})" if one.planner == USUAL else one.planner
-    cells = [least + _figure(one.predicted_ms), least + _figure(one.simulated_ms), *_counted(one)]
+    cells = [
+        least + four_digits(one.predicted_ms),
+        least + four_digits(one.simulated_ms),
+        *_counted(one),
+    ]
     bar = tag("i", style=f"width:{one.predicted_ms / slowest:.1%}")
     meter = tag("td", tag("span", bar, class_="meter"), aria_hidden="true")
     written = [tag("td", escape(cell)) for cell in cells]

@@ -27,7 +27,7 @@ from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.schema import PASSES
 from megatron_cp.plan.study.simulate import simulate_pass
 from megatron_cp.report.draw.table import text_table
-from megatron_cp.report.figures.planners import machine_words
+from megatron_cp.report.figures.planners import four_digits, machine_words
 from megatron_cp.report.sources import MaskChoice, Source, Tell, check_ranks, quiet
 
 # M micro-batches, R replicas, P ranks
@@ -192,7 +192,7 @@ def replicas_text(studies: Sequence[ReplicaStudy]) -> str:
 def _table(study: ReplicaStudy) -> list[str]:
     columns = ("layout", "predicted ms", "simulated ms", "busiest ms", "mean ms")
     rows = [
-        (one.layout, *(f"{ms:.4g}" for ms in
+        (one.layout, *(four_digits(ms) for ms in
                        (one.predicted_ms, one.simulated_ms, one.busiest_ms, one.mean_ms)))
         for one in study.layouts
     ]  # fmt: skip
