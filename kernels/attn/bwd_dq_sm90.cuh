@@ -15,9 +15,10 @@
 #include <mcp/mailbox.cuh>
 #include <mcp/ring.cuh>
 
-#include "fwd_mail.cuh"
+#include "key_producer.cuh"
 #include "mask.cuh"
 #include "params.h"
+#include "segment_mail.cuh"
 #include "softcap.cuh"
 #include "store_row.cuh"
 #include "tile_iter.cuh"
@@ -45,7 +46,7 @@ struct DqShared {
                       Queries::kBytes == Traits::kQueryBytes &&
                       Dout::kBytes == Traits::kDoutBytes && Keys::kBytes == Traits::kKeyBytes &&
                       Values::kBytes == Traits::kValueBytes,
-                  "traits.h disagrees with panels.cuh or fwd_mail.cuh");
+                  "traits.h disagrees with panels.cuh or segment_mail.cuh");
 
     u32 base;
     Ring<1> query_ring;
@@ -85,26 +86,14 @@ struct DqShared {
     }
 };
 
-// The one warp that fills shared memory. All lanes wait, the leader alone issues, and not before
-// all have waited (see the forward kernel's producer).
 template <class Traits>
-struct DqProducer {
-    using Shared = DqShared<Traits>;
+struct DqProducer
+    : KeyProducer<DqProducer<Traits>, DqParams, DqShared<Traits>, Traits::kMailSlots> {
+    using Base = KeyProducer<DqProducer<Traits>, DqParams, DqShared<Traits>, Traits::kMailSlots>;
+    using Base::Base, Base::leader, Base::params, Base::post, Base::queries_at, Base::shared;
 
-    const DqParams& params;
-    const Shared& shared;
-    bool leader;
     RingPosition<Traits::kKeyStages> keys_at;
     RingPosition<Traits::kValueStages> values_at;
-    RingPosition<1> queries_at, tail_at;
-    RingPosition<Traits::kMailSlots> mail_at;
-
-    MCP_DEVICE DqProducer(const DqParams& params, const Shared& shared)
-        : params(params), shared(shared), leader(lane_index() == 0) {}
-
-    MCP_DEVICE void post(const SegmentMail& mail) {
-        send(shared.mailbox(), shared.mail_ring, mail_at, leader, mail);
-    }
 
     MCP_DEVICE void load_queries(const WorkItem& work) {
         shared.query_ring.wait_empty(queries_at);
@@ -120,40 +109,13 @@ struct DqProducer {
         queries_at.advance();
     }
 
-    // Rows from `end` on have dS = 0, but 0 * nan is nan, and a row outside every slice may hold
-    // anything: they are cleared.
     MCP_DEVICE void load_keys(int kv_head, int first_key, int end) {
-        const bool has_tail = first_key + Traits::kBlockN > end && end < params.num_keys;
-        const u32 full = shared.key_ring.full(keys_at);
-        const auto tile = shared.keys(keys_at.stage);
-        shared.key_ring.wait_empty(keys_at);
-        ptx::sync_warp();
-        if (leader) {
-            const u32 landed = has_tail ? shared.tail : full;
-            ptx::mbarrier_arrive_expect_tx(landed, Traits::kKeyBytes);
-            load_panels(tile, &params.k_map, landed, kv_head, first_key, ptx::kEvictLast);
-        }
-        if (has_tail) {
-            wait(shared.tail, tail_at.parity);
-            tail_at.advance();
-            clear_rows(tile, end - first_key);
-            ptx::fence_proxy_async();
-            ptx::sync_warp();
-            if (leader) ptx::mbarrier_arrive(full);
-        }
-        keys_at.advance();
+        this->load_cleared(shared.key_ring, keys_at, shared.keys(keys_at.stage), &params.k_map,
+                           kv_head, first_key, end);
     }
-
     MCP_DEVICE void load_values(int kv_head, int first_key) {
-        shared.value_ring.wait_empty(values_at);
-        ptx::sync_warp();
-        if (leader) {
-            const u32 full = shared.value_ring.full(values_at);
-            ptx::mbarrier_arrive_expect_tx(full, Traits::kValueBytes);
-            load_panels(shared.values(values_at.stage), &params.v_map, full, kv_head, first_key,
-                        ptx::kEvictLast);
-        }
-        values_at.advance();
+        this->load(shared.value_ring, values_at, shared.values(values_at.stage), &params.v_map,
+                   kv_head, first_key);
     }
 
     MCP_DEVICE void load_tiles(const WorkItem& work) {
@@ -168,21 +130,6 @@ struct DqProducer {
             if (!keys.advance()) break;
             if (keys.segments_left != segments_left) post(to_mail(work, keys));
         }
-    }
-
-    MCP_DEVICE void run() {
-        const WorkQueue<DqParams> queue = {params, leader};
-        WorkItem work = queue.first();
-        while (work.head >= 0) {
-            if (work.num_segs > 0) {
-                load_tiles(work);
-            } else {
-                post(to_mail(work));
-            }
-            work = queue.next();
-        }
-        post(to_mail(work));
-        queue.finish();
     }
 };
 

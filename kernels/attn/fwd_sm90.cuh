@@ -16,9 +16,10 @@
 #include <mcp/ring.cuh>
 
 #include "fwd_epilogue.cuh"
-#include "fwd_mail.cuh"
+#include "key_producer.cuh"
 #include "mask.cuh"
 #include "params.h"
+#include "segment_mail.cuh"
 #include "softcap.cuh"
 #include "softmax.cuh"
 #include "tile_iter.cuh"
@@ -44,7 +45,7 @@ struct FwdShared {
     static constexpr int kConsumerWarps = Traits::kConsumers * kWarpsPerWarpgroup;
     static_assert(Traits::kMailBytes == Traits::kMailSlots * SegmentMail::kBytes &&
                       Traits::kRoomBytes == 16 * kRowBytes,
-                  "traits.h and fwd_mail.cuh or fwd_epilogue.cuh disagree");
+                  "traits.h and segment_mail.cuh or fwd_epilogue.cuh disagree");
     static_assert(Queries::kBytes == Traits::kQueryBytes && Keys::kBytes == Traits::kKeyBytes &&
                       Values::kBytes == Traits::kValueBytes,
                   "traits.h and panels.cuh disagree");
@@ -95,27 +96,13 @@ struct FwdShared {
 
 // --------------------------------------------------------------------------------------- producer
 
-// The one warp that fills shared memory. All lanes wait, the leader alone issues, and not before
-// all have waited: a lane that came late could find that the leader's work has completed the phase
-// a second time.
 template <class Traits>
-struct Producer {
-    using Shared = FwdShared<Traits>;
+struct Producer : KeyProducer<Producer<Traits>, FwdParams, FwdShared<Traits>, Traits::kMailSlots> {
+    using Base = KeyProducer<Producer<Traits>, FwdParams, FwdShared<Traits>, Traits::kMailSlots>;
+    using Base::Base, Base::leader, Base::params, Base::post, Base::queries_at, Base::shared;
     using Position = RingPosition<Traits::kStages>;
 
-    const FwdParams& params;
-    const Shared& shared;
-    bool leader;
     Position keys_at, values_at;
-    RingPosition<1> queries_at, tail_at;
-    RingPosition<Traits::kMailSlots> mail_at;
-
-    MCP_DEVICE Producer(const FwdParams& params, const Shared& shared)
-        : params(params), shared(shared), leader(lane_index() == 0) {}
-
-    MCP_DEVICE void post(const SegmentMail& mail) {
-        send(shared.mailbox(), shared.mail_ring, mail_at, leader, mail);
-    }
 
     MCP_DEVICE void load_queries(const WorkItem& work) {
         shared.query_ring.wait_empty(queries_at);
@@ -130,40 +117,12 @@ struct Producer {
     }
 
     MCP_DEVICE void load_keys(int kv_head, int first_key) {
-        shared.key_ring.wait_empty(keys_at);
-        ptx::sync_warp();
-        if (leader) {
-            const u32 full = shared.key_ring.full(keys_at);
-            ptx::mbarrier_arrive_expect_tx(full, Traits::kKeyBytes);
-            load_panels(shared.keys(keys_at.stage), &params.k_map, full, kv_head, first_key,
-                        ptx::kEvictLast);
-        }
-        keys_at.advance();
+        this->load(shared.key_ring, keys_at, shared.keys(keys_at.stage), &params.k_map, kv_head,
+                   first_key);
     }
-
-    // Rows from `end` on have probability 0, but 0 * nan is nan, and a row outside every slice may
-    // hold anything: they are cleared. (Scores of such keys are replaced by the mask, and rows past
-    // the tensor are zeros already.)
     MCP_DEVICE void load_values(int kv_head, int first_key, int end) {
-        const bool has_tail = first_key + Traits::kBlockN > end && end < params.num_keys;
-        const u32 full = shared.value_ring.full(values_at);
-        const auto tile = shared.values(values_at.stage);
-        shared.value_ring.wait_empty(values_at);
-        ptx::sync_warp();
-        if (leader) {
-            const u32 landed = has_tail ? shared.tail : full;
-            ptx::mbarrier_arrive_expect_tx(landed, Traits::kValueBytes);
-            load_panels(tile, &params.v_map, landed, kv_head, first_key, ptx::kEvictLast);
-        }
-        if (has_tail) {
-            wait(shared.tail, tail_at.parity);
-            tail_at.advance();
-            clear_rows(tile, end - first_key);
-            ptx::fence_proxy_async();
-            ptx::sync_warp();
-            if (leader) ptx::mbarrier_arrive(full);
-        }
-        values_at.advance();
+        this->load_cleared(shared.value_ring, values_at, shared.values(values_at.stage),
+                           &params.v_map, kv_head, first_key, end);
     }
 
     // Values follow one key tile behind: the consumers need the next keys first.
@@ -183,21 +142,6 @@ struct Producer {
             load_values(kv_head, first_key, end);
         }
         load_values(kv_head, first_key, end);
-    }
-
-    MCP_DEVICE void run() {
-        const WorkQueue<FwdParams> queue = {params, leader};
-        WorkItem work = queue.first();
-        while (work.head >= 0) {
-            if (work.num_segs > 0) {
-                load_tiles(work);
-            } else {
-                post(to_mail(work));
-            }
-            work = queue.next();
-        }
-        post(to_mail(work));
-        queue.finish();
     }
 };
 

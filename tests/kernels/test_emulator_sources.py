@@ -81,13 +81,13 @@ MUTATIONS = {
         "no wgmma.fence|changed after the last wgmma.fence",
     ),
     "a cleared tail without proxy fence": (
-        "attn/fwd_sm90.cuh",
+        "attn/key_producer.cuh",
         "ptx::fence_proxy_async();\n            ptx::sync_warp();",
         "ptx::sync_warp();",
         "through the generic proxy",
     ),
     "a tail released before all lanes have cleared it": (
-        "attn/fwd_sm90.cuh",
+        "attn/key_producer.cuh",
         "ptx::fence_proxy_async();\n            ptx::sync_warp();",
         "ptx::fence_proxy_async();",
         r"was written by thread \d+, and nothing orders that write before",

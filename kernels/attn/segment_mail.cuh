@@ -1,4 +1,4 @@
-// What the producer of the forward kernel tells the consumers: one message per segment of a work
+// What a producer that loads key tiles tells the consumers: one message per segment of a work
 // item, so that no consumer waits for global memory, and what a tile without a mask does not need
 // takes no registers.
 #pragma once
