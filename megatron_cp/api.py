@@ -70,8 +70,8 @@ def cp_attention(  # noqa: PLR0913  the public signature
         raise ValueError("v is None; give values, or expand=..., which makes them of latent rows")
     options = resolve_options(q, keys, values, softmax_scale, softcap, backend, deterministic)
     check_sink(q, sink)
-    if plan.forward.head_split is not None:
-        _check_heads(q.shape[1], k.shape[1], plan.forward.head_split.degree)
+    for degree in {plan.forward.head_degree, plan.backward.head_degree} - {1}:
+        _check_heads(q.shape[1], k.shape[1], degree)
     call = f"{q.dtype} {tuple(q.shape)} {tuple(k.shape)} {tuple(values.shape[1:])} {options} {sink is None}"
     call += f" {return_max_logits} {expand is None}"
     session = open_session(plan, group, q.device, call)

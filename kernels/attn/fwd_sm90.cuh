@@ -116,6 +116,17 @@ struct Producer : KeyProducer<Producer<Traits>, FwdParams, FwdShared<Traits>, Tr
         queries_at.advance();
     }
 
+    // A work item without keys has no queries to load, but its rows leave through their rooms: the
+    // queries of the next one must not be there yet.
+    MCP_DEVICE void lend_queries() {
+        if constexpr (Traits::kOutInQueries) {
+            shared.query_ring.wait_empty(queries_at);
+            ptx::sync_warp();
+            if (leader) ptx::mbarrier_arrive(shared.query_ring.full(queries_at));
+            queries_at.advance();
+        }
+    }
+
     MCP_DEVICE void load_keys(int kv_head, int first_key) {
         this->load(shared.key_ring, keys_at, shared.keys(keys_at.stage), &params.k_map, kv_head,
                    first_key);
@@ -326,11 +337,12 @@ struct Consumer {
             finish_output();
         } else {
             keys.close();
+            if constexpr (Traits::kOutInQueries) shared.query_ring.wait_full(queries_at);
             begin_output(out, softmax, factor);
             finish_rows(params, work, place, softmax, factor);
         }
         store(work, factor);
-        if (Traits::kOutInQueries && work.num_segs > 0) release_queries();
+        if constexpr (Traits::kOutInQueries) release_queries();
     }
 
     MCP_DEVICE void store(const WorkItem& work, const float (&factor)[2]) const {

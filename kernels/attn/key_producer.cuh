@@ -79,6 +79,9 @@ struct KeyProducer {
         at.advance();
     }
 
+    // For consumers of a work item without keys that use the rows of the queries as rooms.
+    MCP_DEVICE void lend_queries() {}
+
     MCP_DEVICE void run() {
         const WorkQueue<Params> queue = {params, leader};
         WorkItem work = queue.first();
@@ -87,6 +90,7 @@ struct KeyProducer {
                 static_cast<Producer*>(this)->load_tiles(work);
             } else {
                 post(to_mail(work));
+                static_cast<Producer*>(this)->lend_queries();
             }
             work = queue.next();
         }

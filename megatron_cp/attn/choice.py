@@ -27,15 +27,8 @@ class Asked(NamedTuple):
     softcap: float
     deterministic: bool
     needs_grad: bool
-    max_logits: bool = False
 
 
-MAX_LOGITS = (
-    "reference",
-    "cpu",
-    "flex",
-    "flash",
-)  # the backends that return the largest logit of each head
 _Kind = tuple[torch.device, torch.dtype, int, int, bool, bool, bool, bool]
 _chosen: dict[_Kind, str] = {}
 _served: dict[_Kind, tuple[int, int]] = {}  # by hopper, tested
@@ -45,7 +38,7 @@ def _kind(q: Tensor, v: Tensor, asked: Asked) -> _Kind:
     """Returns what the answer depends on."""
     return (
         q.device, q.dtype, q.shape[-1], v.shape[-1],
-        asked.softcap > 0, asked.softmax_scale > 0, asked.deterministic, asked.needs_grad,
+        asked.softcap > 0, asked.softmax_scale >= 0, asked.deterministic, asked.needs_grad,
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ SHARPNESS = 2.0**14
 
 def no_logits(q: Tensor) -> Tensor:
     """Returns the largest logit of each head of `q` `[Q, N, H]` over no keys: -inf, fp32 `[N]`."""
-    return torch.full((q.shape[1],), -torch.inf, device=q.device)
+    return torch.full((q.shape[1],), -torch.inf, dtype=torch.float32, device=q.device)
 
 
 def raise_to_(max_logits: Tensor, found: Tensor) -> None:

@@ -24,7 +24,7 @@ class AttentionTape:
     """(out, lse) of the attention calls of one checkpointed region, in call order."""
 
     def __init__(self) -> None:
-        self._results: list[tuple[Result, int]] = []
+        self._results: list[tuple[Result, list[int]]] = []
         self._next = 0
         self._outer: AttentionTape | None = None
 
@@ -52,7 +52,7 @@ class AttentionTape:
     def keep(self, result: Result) -> None:
         """Appends one result, without its graph, here and in the tapes of enclosing regions."""
         kept = tuple(tensor.detach() for tensor in result)
-        self._results.append((kept, result[0]._version))
+        self._results.append((kept, [tensor._version for tensor in result]))
         if self._outer is not None:
             self._outer.keep(result)
 
@@ -63,10 +63,10 @@ class AttentionTape:
                 f"recomputation made attention call {self._next + 1}, the first forward made "
                 f"{len(self._results)}; a checkpointed function must do the same on both runs"
             )
-        result, version = self._results[self._next]
-        if result[0]._version != version:
+        result, versions = self._results[self._next]
+        if [tensor._version for tensor in result] != versions:
             raise RuntimeError(
-                f"the output of attention call {self._next + 1} was changed in place after the first "
+                f"a result of attention call {self._next + 1} was changed in place after the first "
                 "forward of a checkpointed function; use an operation that returns a new tensor"
             )
         self._next += 1

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron_cp.comm.all_to_all import start_all_to_all
 from megatron_cp.comm.upload import copy_to, upload
@@ -173,6 +174,7 @@ class _Dispatch(torch.autograd.Function):
         return _take_rows(x, plan, group, side)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return _gather_rows(grad, *ctx.given), None, None, None
 
@@ -188,6 +190,7 @@ class _Undispatch(torch.autograd.Function):
         return _gather_rows(x, plan, group, side)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return _take_rows(grad, *ctx.given), None, None, None
 

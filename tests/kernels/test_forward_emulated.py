@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from megatron_cp import mask as masks
 from megatron_cp.attn import attend
 from megatron_cp.attn.emulated.backend import Settings, run_forward, running
+from megatron_cp.attn.hopper import launch
 from megatron_cp.attn.hopper.checks import forward_variants
 from megatron_cp.attn.options import AttendOptions
 from tests.attn.formula import random_case
@@ -154,6 +155,17 @@ def test_an_earlier_result_keeps_its_bits_where_nothing_is_added(dims, out_dtype
     for now, then in zip(into, before, strict=True):
         assert torch.equal(now[had_keys & ~gets_more], then[had_keys & ~gets_more])
     _check(out, lse, inputs, dense_mask(230, 180, slices))
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (192, 128), (192, 192), (256, 256)], ids=str)
+def test_a_tile_without_keys_between_others_leaves_their_queries_alone(dims, monkeypatch):
+    """Tiles without keys are the last of a section of heads: with one head a section, the next head's come after."""
+    monkeypatch.setattr(launch, "heads_per_section", lambda *_: 1)
+    inputs, _ = random_case(256, 64, (3, 3), dims, torch.bfloat16)
+    mask = masks.from_slices(256, 64, [(128, 256, 0, 64, None, None)])
+    for seed in range(3):
+        out, lse = _run(inputs, mask, seed=seed, num_blocks=1)
+        _check(out, lse, inputs, torch.as_tensor(mask.to_dense()))
 
 
 @pytest.mark.parametrize("softcap", [0.0, 2.0])

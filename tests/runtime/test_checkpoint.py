@@ -75,14 +75,18 @@ def test_a_region_inside_a_region_replays_its_own_results():
         assert torch.equal(nested, plain)
 
 
-def test_a_result_changed_in_place_after_its_first_forward_is_an_error():
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_a_result_changed_in_place_after_its_first_forward_is_an_error(which):
     config = mcp.CPConfig(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
     plan = make_plan(mask_cases()["causal 37"], 1, config)
     x = torch.randn(plan.tokens_per_rank, HEADS, HEAD_DIM, requires_grad=True)
 
     def layer(x):
-        out, _ = mcp.cp_attention(x, x[:, :KV_HEADS], x[:, :KV_HEADS], plan, None)
-        return out.mul_(3)
+        keys = x[:, :KV_HEADS]
+        results = mcp.cp_attention(x, keys, keys, plan, None, return_max_logits=True)
+        results[which].mul_(3)
+        out, lse, max_logits = results
+        return out * lse[..., None].sin() * max_logits[None, :, None]
 
     with pytest.raises(RuntimeError, match="changed in place"):
         mcp.checkpoint(layer, x).sum().backward()

@@ -83,6 +83,19 @@ def test_passes_may_differ_in_their_head_degree(forward_splits):
     check_against_dense(4, plans, inputs, {"backend": "reference"})
 
 
+@pytest.mark.parametrize("forward_splits", [True, False])
+def test_heads_that_one_pass_cannot_split_are_refused_before_anything_is_sent(forward_splits):
+    split, whole = (
+        make_plan(mask_cases()["documents"], 4, config_of((8, 4), planner))
+        for planner in ("ulysses", "contiguous")
+    )
+    first, second = (split, whole) if forward_splits else (whole, split)
+    plan = replace(first, backward=second.backward)
+    q = torch.zeros(plan.tokens_per_rank, 2, 8)
+    with pytest.raises(ValueError, match="splits heads 4 ways, q has 2"):
+        mcp.cp_attention(q, q, q, plan, None)
+
+
 def bytes_handed_over(rank, world_size, plan, inputs):
     """Returns the bytes of each all-to-all of a forward and a backward call, of which one part stays here."""
     q, k, v, dout, _ = (local_rows(x, plan, rank) for x in inputs)

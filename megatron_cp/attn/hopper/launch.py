@@ -341,8 +341,8 @@ def counters(device: int, stream: int) -> Counters:
         return Counters(pair.data_ptr(), pair)
     address = _counter_of_stream.get((device, stream))
     if address is None:
-        with _counter_lock:
-            address = _new_counters(device, stream)
+        with _counter_lock:  # another thread may have come first
+            address = _counter_of_stream.get((device, stream)) or _new_counters(device, stream)
             _counter_of_stream[device, stream] = address
     return Counters(address, None)
 
