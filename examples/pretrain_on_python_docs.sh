@@ -36,12 +36,16 @@ if [[ ! -f "$DATA/valid_text_document.idx" ]]; then
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$DATA/tokenizer.json" --append-eod
 fi
 
-# A new run, not the continuation of an old one (give --load to go on).
-if [[ -e "$RUN_DIR" && ! -f "$RUN_DIR/run.json" && -n "$(ls -A "$RUN_DIR")" ]]; then
-    echo "RUN_DIR=$RUN_DIR exists and holds no run; give another folder, or empty it" >&2
-    exit 2
+# A new run begins in a new folder, and nothing is lost; `--load "$RUN_DIR"` goes on in it.
+if [[ -e "$RUN_DIR" && " $* " != *" --load"* ]]; then
+    if [[ ! -f "$RUN_DIR/run.json" && -n "$(ls -A "$RUN_DIR")" ]]; then
+        echo "RUN_DIR=$RUN_DIR exists and holds no run; give another folder, or empty it" >&2
+        exit 2
+    fi
+    OLD="$RUN_DIR-until-$(date +%Y%m%d-%H%M%S)"
+    mv "$RUN_DIR" "$OLD"
+    echo "the run that was in $RUN_DIR is in $OLD now"
 fi
-rm -rf "$RUN_DIR"
 torchrun --standalone --nproc-per-node "$CP" pretrain_gpt.py \
     --context-parallel-size "$CP" \
     --num-layers 2 --hidden-size 384 --ffn-hidden-size 1024 \

@@ -10,6 +10,7 @@ The formats of Megatron-LM's `--sft-tokenizer-prompt-format` keep their meaning:
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -107,6 +108,16 @@ def chat_format(name: str, tokenizer_model: str | None = None) -> ChatFormat:
     return lambda messages: _answers_of_template(render, messages)
 
 
+def format_identity(name: str, tokenizer_model: str | None = None) -> str:
+    """Returns what the text of a format depends on beside the messages: its name, and its template's files."""
+    if name not in _TEMPLATE_FORMATS:
+        return name
+    total = hashlib.sha256(name.encode())
+    for file in _template_files(Path(tokenizer_model or ".")):
+        total.update(file.read_bytes() if file.is_file() else b"none")
+    return total.hexdigest()
+
+
 _Render = Callable[[Sequence[Message], bool], str]
 
 
@@ -138,8 +149,8 @@ def _read_template(path: Path) -> _Render:
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    folder = path if path.is_dir() else path.parent
-    config_path, own_path = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+    config_path, own_path = _template_files(path)
+    folder = config_path.parent
     config: dict[str, Any] = {}
     if config_path.is_file():
         try:
@@ -174,6 +185,12 @@ def _read_template(path: Path) -> _Render:
             raise ValueError(f"the chat template of {folder} refuses ({error})") from None
 
     return render
+
+
+def _template_files(path: Path) -> tuple[Path, Path]:
+    """Returns where a tokenizer's special tokens and a template may stand, and where its own template does."""
+    folder = path if path.is_dir() else path.parent
+    return folder / "tokenizer_config.json", folder / "chat_template.jinja"
 
 
 def _content(token: Any) -> str:

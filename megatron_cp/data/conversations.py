@@ -146,15 +146,17 @@ def conversations_in_folder(
     tokenizer: Tokenizer,
     render: ChatFormat,
     *,
-    format_name: str,
+    format_identity: str,
     max_tokens: int,
 ) -> str:
     """Returns the prefix of the corpus of a chat file in `folder`, written if it is not there yet.
 
-    Its name is a checksum of all that it depends on. Several processes may ask at once: each writes
-    its own, and the first to finish stays.
+    Its name is a checksum of all that it depends on; `format_identity` is that of `chat.py`.
+    Several processes may ask at once: each writes its own, and the first to finish stays.
     """
-    identity = json.dumps([tokenizer.unique_identifiers, format_name, max_tokens])
+    identity = json.dumps(
+        [tokenizer.unique_identifiers, tokenizer.eod, format_identity, max_tokens]
+    )
     total = hashlib.sha256(identity.encode())
     if Path(source).is_file():  # else reading it says what is wrong
         with Path(source).open("rb") as stream:

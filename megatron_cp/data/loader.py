@@ -287,6 +287,12 @@ class PackedLoader:
         self._stop_workers()  # what they were building belongs to the old place
         self._begin(packer_state, consumed)
 
+    def skip(self, num_packs: int) -> None:
+        """Goes from the beginning to behind so many packs of all ranks, as if they had been trained on."""
+        self._stop_workers()
+        collections.deque(itertools.islice(self._packer, num_packs), maxlen=0)
+        self._begin(self._packer.state(), num_packs)
+
     def _identity(self) -> dict[str, Any]:
         return {"corpus": self._corpus, **self._packer.identity()}
 

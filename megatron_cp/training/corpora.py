@@ -22,7 +22,7 @@ from megatron_cp.data.blend_sources import (
     read_blend_file,
     read_per_split_file,
 )
-from megatron_cp.data.chat import chat_format
+from megatron_cp.data.chat import chat_format, format_identity
 from megatron_cp.data.conversations import conversations_in_folder
 from megatron_cp.data.document_set import Documents, DocumentSet, open_documents, split_documents
 from megatron_cp.data.fill_in_the_middle import FillInTheMiddle, find_fim_tokens
@@ -132,6 +132,7 @@ def _chat_opener(options: DataConfig, notes: list[str]) -> Opens:
         raise ValueError("--sft needs a tokenizer; give --tokenizer-type and --tokenizer-model")
     name = options.sft_tokenizer_prompt_format
     render = chat_format(name, options.tokenizer_model)
+    identity = format_identity(name, options.tokenizer_model)
     folder = Path(options.data_cache_path or _removed_at_exit())
 
     def opens(path: str) -> DocumentSet:
@@ -140,7 +141,7 @@ def _chat_opener(options: DataConfig, notes: list[str]) -> Opens:
             folder,
             tokenizer,
             render,
-            format_name=name,
+            format_identity=identity,
             max_tokens=options.seq_length,
         )
         documents = open_documents(prefix)

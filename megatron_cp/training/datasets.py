@@ -31,6 +31,7 @@ from megatron_cp.training.corpora import (
     open_fill_in_the_middle,
     open_tokenizer,
 )
+from megatron_cp.training.logging.lines import print_rank_0
 from megatron_cp.training.logging.text_size import bytes_per_token
 
 
@@ -157,13 +158,20 @@ def resume_loader(
 ) -> None:
     """Goes on where a checkpoint stands.
 
-    A checkpoint of Megatron-LM has no `state`; its samples consumed say where its own packing stood.
+    A checkpoint of Megatron-LM has no `state`; its samples consumed say where its own packing stood. Another packing
+    has other samples: it goes on behind as many of its own.
     """
     if state:
         loader.load_state_dict(state)
     elif config.data.packing == "megatron":
         place = {"position": consumed_samples, "consumed_samples": consumed_samples}
         loader.load_state_dict({**loader.state_dict(), **place})
+    elif consumed_samples:
+        loader.skip(consumed_samples)
+        print_rank_0(
+            f"data: the checkpoint does not say where its data stood; the first {consumed_samples:,} packs are "
+            "skipped, which are not the samples it was trained on (--packing megatron goes on exactly where Megatron-LM stopped)"
+        )
 
 
 def check_first_batch(config: TrainConfig, data: RunData, request: PlanRequest) -> None:

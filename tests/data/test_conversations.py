@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_cp.data.batch import BatchConfig, build_batch
 from megatron_cp.data.blend import open_blend
 from megatron_cp.data.blend_sources import parse_blend
-from megatron_cp.data.chat import PROMPT_FORMATS, chat_format
+from megatron_cp.data.chat import PROMPT_FORMATS, chat_format, format_identity
 from megatron_cp.data.conversations import (
     conversations_in_folder,
     read_conversations,
@@ -259,7 +259,9 @@ def test_a_corpus_of_chats_is_made_once_for_all_that_it_depends_on(tmp_path):
 
     def prefix_of(name, size):
         return conversations_in_folder(
-            path, tmp_path / "cache", BYTES, chat_format(name), format_name=name, max_tokens=size
+            *(path, tmp_path / "cache", BYTES, chat_format(name, str(tmp_path))),
+            format_identity=format_identity(name, str(tmp_path)),
+            max_tokens=size,
         )
 
     first = prefix_of("chatml", 300)
@@ -269,5 +271,9 @@ def test_a_corpus_of_chats_is_made_once_for_all_that_it_depends_on(tmp_path):
     others = {prefix_of("identity", 300), prefix_of("chatml", 290)}
     write_lines(path, {"messages": TALK[:3]})
     others.add(prefix_of("chatml", 300))
-    assert len(others | {first}) == 4
-    assert len(list((tmp_path / "cache").iterdir())) == 4  # no temporary folder is left
+    for turn in "<{{m.content}}>", "[{{m.content}}]":
+        template = "{% for m in messages %}" + turn + "{% endfor %}"
+        (tmp_path / "chat_template.jinja").write_text(template)
+        others.add(prefix_of("default", 300))
+    assert len(others | {first}) == 6
+    assert len(list((tmp_path / "cache").iterdir())) == 6  # no temporary folder is left

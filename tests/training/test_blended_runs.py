@@ -91,14 +91,16 @@ def test_splits_have_blends_of_their_own(prefixes, tmp_path):
     assert data.splits["test"] is None
 
 
-def test_a_checkpoint_of_megatron_says_where_its_samples_go_on(prefixes):
-    flags = ["--data-path", *prefixes, "--packing", "megatron"]
+@pytest.mark.parametrize("packing", ["megatron", "split"])
+def test_a_checkpoint_of_megatron_says_where_its_samples_go_on(prefixes, packing, capsys):
+    flags = ["--data-path", *prefixes, "--packing", packing]
     config, loader = loader_of(*flags)
     batches = [next(loader).batch.tokens.tolist() for _ in range(8)]
     _, other = loader_of(*flags)
     resume_loader(other, {}, config, consumed_samples=4)
     assert [next(other).batch.tokens.tolist() for _ in range(4)] == batches[4:]
     assert other.consumed_samples == 8
+    assert ("the first 4 packs are skipped" in capsys.readouterr().out) == (packing == "split")
 
 
 def test_megatron_s_indices_are_kept_in_the_cache_folder_only(prefixes, tmp_path, monkeypatch):
