@@ -170,7 +170,8 @@ def resume_loader(
         loader.skip(consumed_samples)
         print_rank_0(
             f"data: the checkpoint does not say where its data stood; the first {consumed_samples:,} packs are "
-            "skipped, which are not the samples it was trained on (--packing megatron goes on exactly where Megatron-LM stopped)"
+            "skipped, which are not the samples it was trained on (--packing megatron goes on exactly where "
+            "Megatron-LM stopped)"
         )
 
 

@@ -342,7 +342,10 @@ def _open_tracker(state: RunState, described: dict[str, Any]) -> Tracker:
     config = state.config
     run_dir = None if config.records.run_dir is None else Path(config.records.run_dir)
     wandb_dir = Path(config.records.wandb_save_dir or (run_dir / "wandb" if run_dir else "wandb"))
-    files = None if run_dir is None else RunFiles(run_dir, _description(state, described))
+    files = None
+    # An evaluation of a run's checkpoint must not take the place of the run's own records.
+    if run_dir is not None and not (config.steps.skip_train and (run_dir / "run.json").exists()):
+        files = RunFiles(run_dir, _description(state, described))
     return Tracker(
         wandb_run=start_wandb(config, wandb_dir), writer=start_tensorboard(config), files=files
     )
