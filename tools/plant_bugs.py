@@ -193,6 +193,8 @@ def main(words: list[str] | None = None) -> int:
     )
     chosen = parser.parse_args(words)
     bugs = [b for b in read_table() if chosen.only in f"{b.floor} {b.name} {b.file}"]
+    if not bugs:
+        parser.error(f"--only {chosen.only!r} is in no floor, name or file; --list shows them")
     for bug in bugs:
         planted(bug)
     if chosen.list:

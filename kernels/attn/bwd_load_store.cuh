@@ -91,9 +91,17 @@ struct BwdLoader {
             wait(shared.landed, landed_at.parity);
             landed_at.advance();
             clear_rows(tile, queries.k1 - first);
+            clear_stats(stats, queries.k1 - first);
             hand_over(full);
         }
         at.advance();
+    }
+
+    // A row that sees nothing but a sink has a finite lse: its delta is nan where its dout is.
+    MCP_DEVICE void clear_stats(u32 stats, i32 first_row) const {
+        for (i32 row = first_row + lane_index(); row < Traits::kBlockM; row += kWarpSize) {
+            ptx::store_shared_f32(stats + 4 * row, 0.0f);
+        }
     }
 
     // After all lanes have written to a tile.

@@ -152,3 +152,21 @@ def test_rows_outside_every_slice_may_hold_nan(head_dims, deterministic):
         x[:20] = x[147:150] = x[180:] = torch.nan
     got = _gradients((q, k, v), mask, arguments, **options)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("has_sink", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 192])
+def test_dout_of_rows_without_keys_may_hold_nan(head_dim, deterministic, has_sink):
+    slices = ((10, 90, 20, 147, None, None), (100, 160, 150, 180, None, 40))
+    mask = masks.from_slices(170, 190, slices)
+    inputs, _ = random_case(170, 190, (2, 2), (head_dim, head_dim), torch.bfloat16)
+    sink = torch.zeros(2) if has_sink else None
+    found = []
+    for outside in (0.0, torch.nan):
+        leaves = [x.detach().clone().requires_grad_() for x in inputs]
+        out, _ = attend(*leaves, mask, sink=sink, backend="emulated", deterministic=deterministic)
+        dout = torch.ones_like(out)
+        dout[:10] = dout[90:100] = dout[160:] = outside
+        found.append(torch.autograd.grad(out, leaves, dout))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -77,9 +77,8 @@ def next_lines(
     if wandb_folder is not None:
         found.append(("upload", f"wandb sync {shlex.quote(wandb_folder)}"))
     if save is not None:
-        found.append(
-            ("go on", f"the same command with --load {shlex.quote(save)} and more --train-iters")
-        )
+        words = "more --train-iters and --override-opt-param-scheduler"
+        found.append(("go on", f"the same command with --load {shlex.quote(save)}, {words}"))
     return found
 
 
