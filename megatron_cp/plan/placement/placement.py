@@ -109,8 +109,9 @@ def check_chunk_size(num_tokens: int, cp_size: int, config: CPConfig) -> None:
 
     if not is_legal(chosen):
         rows, num_chunks = layout(chosen)
-        sizes = filter(is_legal, range(1, 2 * least + 1))
-        near = min(sizes, key=lambda size: (abs(size - chosen), size))
+        middle = min(chosen, 2 * least)
+        outwards = (middle + sign * by for by in range(2 * least) for sign in (-1, 1))
+        near = next(size for size in outwards if 1 <= size <= 2 * least and is_legal(size))
         raise ValueError(
             f"chunk_size={chosen} deals {num_tokens} tokens to {cp_size} ranks as {num_chunks} chunks, {rows} "
             f"rows each; at most {most_chunks(cp_size)} chunks and {2 * least} rows are allowed: use chunk_size={near} "

@@ -52,8 +52,8 @@ NOTED: dict[str, tuple[int, str]] = {
     "--lazy-mpu-init": (0, "groups are made at the start"),
     # what is logged
     "--log-batch-size-to-tensorboard": (0, "the batch size is always logged"),
-    "--no-log-loss-scale-to-tensorboard": (0, "the loss scale is always 1 and logged as such"),
-    "--disable-log-loss-scale-to-tensorboard": (0, "the loss scale is always 1 and logged as such"),
+    "--no-log-loss-scale-to-tensorboard": (0, "the loss scale is logged"),
+    "--disable-log-loss-scale-to-tensorboard": (0, "the loss scale is logged"),
     "--logging-level": (1, "log lines have no levels; all are printed"),
     "--disable-straggler-on-startup": (0, _STRAGGLERS),
     "--straggler-ctrlr-port": (1, _STRAGGLERS),

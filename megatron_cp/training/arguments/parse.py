@@ -34,7 +34,7 @@ def build_parser() -> Parser:
     parser = Parser(
         prog=PROGRAM,
         exit_on_error=False,
-        description="Pretrain a GPT with context parallelism. Draft are those of Megatron-LM.",
+        description="Pretrain a GPT with context parallelism. Flags are those of Megatron-LM.",
         allow_abbrev=False,
     )
     add_served_flags(parser)
