@@ -110,8 +110,8 @@ struct DqProducer
     }
 
     MCP_DEVICE void load_keys(int kv_head, int first_key, int end) {
-        this->load_cleared(shared.key_ring, keys_at, shared.keys(keys_at.stage), &params.k_map,
-                           kv_head, first_key, end);
+        this->load(shared.key_ring, keys_at, shared.keys(keys_at.stage), &params.k_map, kv_head,
+                   first_key, end);
     }
     MCP_DEVICE void load_values(int kv_head, int first_key) {
         this->load(shared.value_ring, values_at, shared.values(values_at.stage), &params.v_map,

@@ -132,8 +132,8 @@ struct Producer : KeyProducer<Producer<Traits>, FwdParams, FwdShared<Traits>, Tr
                    first_key);
     }
     MCP_DEVICE void load_values(int kv_head, int first_key, int end) {
-        this->load_cleared(shared.value_ring, values_at, shared.values(values_at.stage),
-                           &params.v_map, kv_head, first_key, end);
+        this->load(shared.value_ring, values_at, shared.values(values_at.stage), &params.v_map,
+                   kv_head, first_key, end);
     }
 
     // Values follow one key tile behind: the consumers need the next keys first.

@@ -30,35 +30,17 @@ struct KeyProducer {
         send(shared.mailbox(), shared.mail_ring, mail_at, leader, mail);
     }
 
-    // A tile of keys or values into the stage of its ring.
+    // A tile of keys or values into the stage of its ring. It is multiplied with what is 0 for rows
+    // from `end` on, but 0 * nan is nan, and a row outside every slice may hold anything: they are
+    // cleared. (Rows past the tensor are zeros already.)
     template <class Tile, int kStages>
     MCP_DEVICE void load(Ring<kStages> ring,
                          RingPosition<kStages>& at,
                          Tile tile,
                          const TensorMap* map,
                          int kv_head,
-                         int first_key) {
-        ring.wait_empty(at);
-        ptx::sync_warp();
-        if (leader) {
-            const u32 full = ring.full(at);
-            ptx::mbarrier_arrive_expect_tx(full, Tile::kBytes);
-            load_panels(tile, map, full, kv_head, first_key, ptx::kEvictLast);
-        }
-        at.advance();
-    }
-
-    // The same for a tile whose rows are multiplied with what is 0 for rows from `end` on. 0 * nan
-    // is nan, and a row outside every slice may hold anything: they are cleared. (Rows past the
-    // tensor are zeros already.)
-    template <class Tile, int kStages>
-    MCP_DEVICE void load_cleared(Ring<kStages> ring,
-                                 RingPosition<kStages>& at,
-                                 Tile tile,
-                                 const TensorMap* map,
-                                 int kv_head,
-                                 int first_key,
-                                 int end) {
+                         int first_key,
+                         int end) {
         const bool has_tail = first_key + Tile::kRows > end && end < params.num_keys;
         const u32 full = ring.full(at);
         ring.wait_empty(at);
@@ -77,6 +59,17 @@ struct KeyProducer {
             if (leader) ptx::mbarrier_arrive(full);
         }
         at.advance();
+    }
+
+    // The same where every row may stay as it is.
+    template <class Tile, int kStages>
+    MCP_DEVICE void load(Ring<kStages> ring,
+                         RingPosition<kStages>& at,
+                         Tile tile,
+                         const TensorMap* map,
+                         int kv_head,
+                         int first_key) {
+        load(ring, at, tile, map, kv_head, first_key, first_key + Tile::kRows);
     }
 
     // For consumers of a work item without keys that use the rows of the queries as rooms.
