@@ -10,7 +10,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_cp.comm.all_to_all import start_all_to_all
 from megatron_cp.comm.upload import copy_to, upload
@@ -164,7 +163,7 @@ def roll(
 
 
 class _Dispatch(torch.autograd.Function):
-    """Local rows of a replicated tensor; backward gathers all ranks' gradients."""
+    """Local rows of a replicated tensor; backward gathers all ranks' gradients, and is differentiable."""
 
     @staticmethod
     def forward(
@@ -174,13 +173,12 @@ class _Dispatch(torch.autograd.Function):
         return _take_rows(x, plan, group, side)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _gather_rows(grad, *ctx.given), None, None, None
+        return _Undispatch.apply(grad, *ctx.given), None, None, None
 
 
 class _Undispatch(torch.autograd.Function):
-    """The whole tensor from all ranks' rows; backward keeps the local rows of the gradient."""
+    """The whole tensor from all ranks' rows; backward keeps the local rows of the gradient, differentiably."""
 
     @staticmethod
     def forward(
@@ -190,9 +188,8 @@ class _Undispatch(torch.autograd.Function):
         return _gather_rows(x, plan, group, side)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _take_rows(grad, *ctx.given), None, None, None
+        return _Dispatch.apply(grad, *ctx.given), None, None, None
 
 
 def _take_rows(

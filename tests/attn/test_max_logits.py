@@ -91,6 +91,18 @@ def test_gradients_flow_beside_them_and_none_through_them():
         assert torch.allclose(x.grad, y.grad, atol=1e-6)
 
 
+def test_they_are_fp32_whatever_the_default_dtype():
+    (q, k, v), _ = random_case(50, 50, (4, 2), (8, 8), torch.bfloat16, seed=2)
+    *_, expected = attend(q, k, v, masks.causal(50), return_max_logits=True)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        *_, found = attend(q, k, v, masks.causal(50), return_max_logits=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, expected)
+
+
 def test_a_large_call_that_is_split_by_heads_has_them_all(monkeypatch):
     from megatron_cp.attn.cpu import heads
 

@@ -52,6 +52,27 @@ def test_gradients_pass_through_dispatch_and_undispatch(cp_size):
         assert torch.equal(dy, local_rows(weights, plan, rank))
 
 
+def second_derivatives(rank, world_size, plan, x):
+    """Returns the gradient of a squared gradient through both, and without them."""
+    found = []
+    for there_and_back in (True, False):
+        leaf = x.clone().requires_grad_()
+        local = mcp.dispatch(leaf, plan, dist.group.WORLD) if there_and_back else leaf
+        cubes = local**3
+        if there_and_back:
+            cubes = mcp.undispatch(cubes, plan, dist.group.WORLD)
+        (first,) = torch.autograd.grad(cubes.square().sum(), leaf, create_graph=True)
+        found += torch.autograd.grad(first.square().sum(), leaf)
+    return found
+
+
+@pytest.mark.parametrize("cp_size", [1, 3])
+def test_second_derivatives_pass_through_dispatch_and_undispatch(cp_size):
+    plan = random_plan(mask_cases()["causal 37"], cp_size, seed=1)
+    for through, plain in run_on_ranks(cp_size, second_derivatives, plan, torch.randn(37, 2)):
+        assert torch.allclose(through, plain, rtol=1e-5)
+
+
 def rolled(rank, world_size, plan, x, shifts):
     return mcp.roll(local_rows(x, plan, rank), plan, dist.group.WORLD, shifts=shifts)
 

@@ -77,6 +77,27 @@ def test_a_run_goes_on_with_another_context_parallel_size(run: Path, tmp_path: P
         assert loss == pytest.approx(whole[iteration], rel=1e-6)
 
 
+def test_an_evaluation_of_an_earlier_checkpoint_leaves_the_records_of_the_run(
+    run: Path, tmp_path: Path
+):
+    copy = shutil.copytree(run, tmp_path / "copy", ignore=shutil.ignore_patterns("wandb"))
+    records = {
+        name: (copy / name).read_bytes() for name in ("run.json", "metrics.jsonl", "plan.json")
+    }
+    flags = [
+        "--load",
+        str(copy),
+        "--ckpt-step",
+        "2",
+        "--skip-train",
+        "--save",
+        str(copy),
+        "--no-wandb",
+    ]
+    assert "validation loss at iteration 2" in train(1, *SMALL_RUN, *flags)
+    assert {name: (copy / name).read_bytes() for name in records} == records
+
+
 def test_what_a_run_prints_and_leaves_is_complete(run: Path):
     output = (run / "output.txt").read_text()
     line = r"iteration +4/ +4 \| consumed samples: +8 \| elapsed time per iteration \(ms\): [\d.]+ \| learning rate: "
