@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Pretrains a small GPT with context parallelism on the Python documents of this machine: corpus, tokenizer, token files,
-# training on two CPU ranks, held-out loss, report. No network, no GPU; five to seven minutes on two cores.
+# training on two CPU ranks, held-out loss, report. No network, no GPU; about five minutes on two cores.
 #
 #   bash examples/pretrain_on_python_docs.sh              # or: make pretrain
 #   CP=1 bash examples/pretrain_on_python_docs.sh         # the same run on one rank: the same curve
