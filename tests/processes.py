@@ -19,8 +19,8 @@ _blamed: set[int] = (
     set()
 )  # left processes that a test has answered for: the next one need not wait for them too
 _SHARED_MEMORY = Path("/dev/shm")
-# What torch and Python name theirs; files of other programs are none of our business.
-_OUR_NAMES = ("torch_", "psm_", "sem.mp-")
+# What torch, Python and our runs name theirs; files of other programs are none of our business.
+_OUR_NAMES = ("torch_", "psm_", "sem.mp-", "sem.megatron_cp_")
 
 
 def wait_until(holds: Callable[[], object], what: str) -> None:
@@ -60,19 +60,9 @@ def left_running() -> dict[int, str]:
 
 
 def shared_memory() -> set[str]:
-    """Returns the names of torch's and Python's files in shared memory.
-
-    A file of two names is not one of them: `sem_open` was killed before it removed the first, and no program can know.
-    """
+    """Returns the names of torch's, Python's and our files in shared memory."""
     files = _SHARED_MEMORY.iterdir() if _SHARED_MEMORY.is_dir() else ()
-    return {file.name for file in files if file.name.startswith(_OUR_NAMES) and _has_one_name(file)}
-
-
-def _has_one_name(file: Path) -> bool:
-    try:
-        return file.stat().st_nlink == 1
-    except FileNotFoundError:
-        return False
+    return {file.name for file in files if file.name.startswith(_OUR_NAMES)}
 
 
 def check_nothing_is_left(shared_before: set[str]) -> None:

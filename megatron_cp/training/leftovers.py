@@ -5,6 +5,7 @@
 
     torchelastic_*/                      torchrun makes it for logs that nobody asked for, and leaves it after every run
     megatron_cp_<torchrun>_*/            one of each rank: temporary files of wandb, of compilers, and ours
+    /dev/shm/sem.megatron_cp_<torchrun>_*    semaphores whose makers were killed before they had unlinked them
 
 A rank cannot do this itself: it may be killed, and torchrun starts others below its folder. Nothing but the standard
 library is imported here: this runs before the slow imports.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import getpass
+import multiprocessing
 import os
 import re
 import select
@@ -23,9 +25,11 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _MADE_BY_TORCHRUN = "torchelastic_"
+_SHARED_MEMORY = Path("/dev/shm")
 _FOR_THE_RUN = (
     signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2,
 )  # fmt: skip
@@ -52,6 +56,7 @@ def end_with_torchrun(environment: Mapping[str, str]) -> None:
         _tidy_up_after(handle, _folder_of_torchrun(error_file), Path(tempfile.gettempdir()), prefix)
     os.close(handle)
     _use_own_temporary_folder(prefix)
+    name_semaphores(prefix)
 
 
 def die_with_parent(parent: int) -> None:
@@ -83,6 +88,12 @@ def _use_own_temporary_folder(prefix: str) -> None:
     tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix=prefix)
 
 
+def name_semaphores(prefix: str) -> None:
+    """Makes semaphores of this process, and of those that it forks, begin with the prefix, not with Python's."""
+    own: Any = multiprocessing.current_process()
+    own._config["semprefix"] = f"/{prefix}"  # what forks inherit; Python has no public name for it
+
+
 def _tidy_up_after(launcher: int, logs: Path | None, temporary: Path, prefix: str) -> None:
     """Forks the process that waits for the end of `launcher`, a descriptor, and removes what is left.
 
@@ -101,6 +112,7 @@ def _tidy_up_after(launcher: int, logs: Path | None, temporary: Path, prefix: st
         if logs is not None:
             remove_empty_folders(logs)
         remove_own_folders(temporary, prefix)
+        remove_own_semaphores(_SHARED_MEMORY, prefix)
     finally:
         os._exit(0)
 
@@ -117,3 +129,13 @@ def remove_own_folders(parent: Path, prefix: str) -> None:
     for path in parent.glob(f"{prefix}*"):
         if path.lstat().st_uid == os.getuid() and path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_own_semaphores(parent: Path, prefix: str) -> None:
+    """Removes this user's semaphores of that name, and the names under which glibc made them."""
+    own = [path for path in parent.glob(f"sem.{prefix}*") if path.lstat().st_uid == os.getuid()]
+    made = {path.lstat().st_ino for path in own}
+    for path in parent.glob("sem.*"):
+        with suppress(FileNotFoundError):
+            if path.lstat().st_ino in made:
+                path.unlink()

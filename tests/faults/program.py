@@ -163,12 +163,18 @@ def _answer(
     calls: Connection, environment: dict[str, str], launches: list[dict], at_once: int
 ) -> None:
     """Never returns: this process runs the launches of one call and says how they went."""
+    from megatron_cp.training import leftovers
+
+    semaphores = f"megatron_cp_{os.getpid()}_"
+    leftovers.name_semaphores(semaphores)
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.environ.clear()
         os.environ.update(environment)
         tempfile.tempdir = environment["TMPDIR"]
-        calls.send((None, _run_all(launches, at_once)))
+        told = _run_all(launches, at_once)
+        leftovers.remove_own_semaphores(Path("/dev/shm"), semaphores)  # killed ranks cannot
+        calls.send((None, told))
     except BaseException:
         calls.send((traceback.format_exc(), None))
     finally:

@@ -3,9 +3,11 @@
 The fixtures of `tests/conftest.py` look for processes and shared memory after every test.
 """
 
+import multiprocessing
 import os
 import signal
 import subprocess
+from multiprocessing.synchronize import SemLock
 from pathlib import Path
 
 import pytest
@@ -107,6 +109,21 @@ def test_only_own_folders_of_the_very_run_are_removed(tmp_path: Path):
     leftovers.remove_own_folders(tmp_path, "megatron_cp_7_1_")
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == ["elsewhere", "megatron_cp_70_1_a", "megatron_cp_7_12_a", "megatron_cp_7_1_link"]
+
+
+def test_semaphores_have_the_name_of_the_run_and_go_with_it(tmp_path: Path, monkeypatch):
+    monkeypatch.setitem(multiprocessing.current_process()._config, "semprefix", "/mp")
+    leftovers.name_semaphores("megatron_cp_7_1_")
+    name = SemLock._make_name()
+    assert name.startswith("/megatron_cp_7_1_")
+    left = tmp_path / f"sem.{name[1:]}"
+    left.write_text("")
+    (tmp_path / "sem.Ab3dEf").hardlink_to(left)  # killed in the middle of sem_open
+    others = ("sem.megatron_cp_7_12_a", "sem.mp-abc", "sem.Gh4iJk", "megatron_cp_7_1_a")
+    for other in others:
+        (tmp_path / other).write_text("")
+    leftovers.remove_own_semaphores(tmp_path, "megatron_cp_7_1_")
+    assert {path.name for path in tmp_path.iterdir()} == set(others)
 
 
 def test_without_torchrun_nothing_is_started(monkeypatch):
