@@ -2,7 +2,8 @@
 
 All packs hold equally many tokens, yet one long document costs far more attention than many short
 ones. So the packs of a global batch are shared out to ranks and micro-batches by cost, the predicted
-time of their attention (`pack_cost.py`). The *set* of packs in a global batch never depends on the number of ranks.
+time of their attention (`pack_cost.py`). Which packs a global batch holds, and which of them share a micro-batch,
+never depends on the number of ranks: a loss that is a mean of micro-batches is the same on any.
 """
 
 from __future__ import annotations
@@ -39,12 +40,17 @@ def deal_by_cost(costs: Sequence[int | float], num_groups: int) -> list[list[int
 
 
 def assign_packs(
-    costs: Sequence[int | float], *, dp_size: int, micro_batch_size: int
+    costs: Sequence[int | float],
+    *,
+    dp_size: int,
+    micro_batch_size: int,
+    areas: Sequence[int] | None = None,
 ) -> list[list[list[int]]]:
     """Returns pack indices `[dp_size][num_microbatches][micro_batch_size]`, each exactly once.
 
-    Cost is balanced over ranks first, then over the micro-batches of a rank. The micro-batches of
-    each rank come dearest first, so those that are computed at the same time cost about the same.
+    Packs meet in micro-batches by `areas`, which know nothing of ranks (None: `costs` do not either).
+    Micro-batches are dealt to ranks by cost, and those of each rank come dearest first, so those that
+    are computed at the same time cost about the same.
 
     Raises:
         ValueError: the number of packs is no multiple of `dp_size * micro_batch_size`.
@@ -55,12 +61,10 @@ def assign_packs(
             f"{dp_size} * {micro_batch_size}; "
             "change --global-batch-size or --micro-batch-size"
         )
-    plan = []
-    for mine in deal_by_cost(costs, dp_size):
-        micro_batches = deal_by_cost([costs[i] for i in mine], len(mine) // micro_batch_size)
-        chosen = [sorted(mine[j] for j in group) for group in micro_batches]
-        plan.append(sorted(chosen, key=lambda group: (-sum(costs[i] for i in group), group)))
-    return plan
+    together = deal_by_cost(costs if areas is None else areas, len(costs) // micro_batch_size)
+    micro_batches = sorted(sorted(packs) for packs in together)
+    sums = [sum(costs[i] for i in packs) for packs in micro_batches]
+    return [[micro_batches[k] for k in mine] for mine in deal_by_cost(sums, dp_size)]
 
 
 def assign_in_order(

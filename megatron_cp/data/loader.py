@@ -24,7 +24,7 @@ from megatron_cp.data.blend import make_packer
 from megatron_cp.data.document_set import Documents
 from megatron_cp.data.fill_in_the_middle import check_rearrangeable
 from megatron_cp.data.hybrid import BothLayouts, HybridBuilder, choose_layout
-from megatron_cp.data.pack_cost import pack_seconds
+from megatron_cp.data.pack_cost import pack_area, pack_seconds
 from megatron_cp.data.packing import Pack, PackingConfig, PackSource
 from megatron_cp.data.worker import BatchBuilder, Builder, Built, WorkerProcess
 
@@ -166,10 +166,13 @@ class PackedLoader:
         dp_size, micro_batch_size = self._dp_size, self.config.micro_batch_size
         if not self.config.balance:
             return assign_in_order(len(packs), dp_size=dp_size, micro_batch_size=micro_batch_size)
-        costs = [
-            pack_seconds(self._documents, pack, self.config.batch, self._request) for pack in packs
-        ]
-        return assign_packs(costs, dp_size=dp_size, micro_batch_size=micro_batch_size)
+        documents, batch, request = self._documents, self.config.batch, self._request
+        return assign_packs(
+            [pack_seconds(documents, pack, batch, request) for pack in packs],
+            areas=[pack_area(documents, pack, batch, request) for pack in packs],
+            dp_size=dp_size,
+            micro_batch_size=micro_batch_size,
+        )
 
     def __iter__(self) -> Iterator[PlannedBatch]:
         return self

@@ -32,11 +32,22 @@ def pack_seconds(
 
     With `config.fim` those of the pack before its pieces are rearranged. O(documents).
     """
+    return least_seconds(_lengths(documents, pack, config), config.seq_length, request)
+
+
+def pack_area(documents: Documents, pack: Pack, config: BatchConfig, request: PlanRequest) -> int:
+    """Returns the pairs that the masks of all layers allow, the same on any ranks. O(documents)."""
+    lengths = _lengths(documents, pack, config)
+    return sum(
+        layers * extent_of_lengths(lengths, window).area for layers, window in _layers(request)
+    )
+
+
+def _lengths(documents: Documents, pack: Pack, config: BatchConfig) -> list[tuple[int, int]]:
+    """Returns the documents that a pack's mask keeps apart, (tokens, leading tokens that all of them see)."""
     if config.reset_attention_mask:
-        lengths = [(piece.length, visible_prefix(documents, piece)) for piece in pack.pieces]
-    else:
-        lengths = [(pack.num_tokens, 0)]
-    return least_seconds(lengths, config.seq_length, request)
+        return [(piece.length, visible_prefix(documents, piece)) for piece in pack.pieces]
+    return [(pack.num_tokens, 0)]
 
 
 def least_seconds(

@@ -45,7 +45,8 @@ class ForeachAdam(torch.optim.Optimizer):
                 "optimizer_cuda_graph off"
             )
         self.adam_w_mode = adam_w_mode
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        # A group that never stepped has its count too: a checkpoint of it is loaded like any other.
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0}
         super().__init__(params, defaults)
 
     @torch.no_grad()
@@ -85,6 +86,17 @@ class ForeachAdam(torch.optim.Optimizer):
         torch._foreach_add_(denominators, group["eps"])
         rate = group["lr"] / (1 - beta1 ** group["step"])
         torch._foreach_addcdiv_(params, means, denominators, -rate)
+
+
+def fill_missing_state(optimizer: Any) -> None:
+    """Gives every parameter that was never updated the state that its first update would begin with.
+
+    ``optimizer`` is Megatron's. A checkpoint needs the state of each parameter; with a loss scale the
+    first steps may all be skipped.
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if part.optimizer is not None and part.init_state_fn is not None:
+            part.init_state_fn(part.optimizer, part.config)
 
 
 def install_foreach_adam() -> bool:

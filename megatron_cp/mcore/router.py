@@ -14,8 +14,9 @@ because that is what the same Megatron does without context parallelism. Without
 are right. The loss itself is one over the rows of all context ranks (Megatron sums expert counts
 over them), so it does not matter which rank a row was dispatched to.
 
-Sinkhorn routing. Megatron balances the rows of a rank among themselves. `ContextRouter` balances the
-rows of all context ranks together, as one rank would.
+Sinkhorn routing. Megatron balances the rows of a rank among themselves; under sequence parallelism
+that is a part of a sequence. `ContextRouter` balances the rows of all context ranks, and of the tensor
+ranks that share them, as one rank would.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 
 class ContextRouter(TopKRouter):
-    """Megatron's top-k router; Sinkhorn's algorithm balances the rows of all context ranks."""
+    """Megatron's top-k router; Sinkhorn's algorithm balances the rows of all ranks that hold a pack."""
 
     cp_group: Any
     tp_cp_group: Any
 
     def sinkhorn_load_balancing(self, logits: torch.Tensor) -> Any:
-        """Returns scores and choice of this rank's rows `[T, E]`. Collective over the context ranks."""
-        if self.cp_group.size() == 1 or not self.training:
-            return super().sinkhorn_load_balancing(logits)
+        """Returns scores and choice of this rank's rows `[T, E]`. Collective over those ranks."""
         group = self.tp_cp_group if self.config.sequence_parallel else self.cp_group
+        if group.size() == 1 or not self.training:
+            return super().sinkhorn_load_balancing(logits)
         rows = [torch.empty_like(logits) for _ in range(group.size())]
         dist.all_gather(rows, logits.detach().contiguous(), group=group)
         rows[group.rank()] = logits  # the gradient is that of this rank's rows

@@ -1,6 +1,7 @@
 """Dealing packs to ranks: everything once, equal counts, nearly equal cost."""
 
 import itertools
+import random
 
 import pytest
 from hypothesis import given
@@ -45,6 +46,16 @@ def test_attention_cost_is_balanced_where_token_count_cannot_tell():
     costs = [100, 100, 1, 1, 1, 1, 1, 1]  # in order, one rank would get both long documents
     plan = assign_packs(costs, dp_size=2, micro_batch_size=2)
     assert [sum(costs[i] for m in rank for i in m) for rank in plan] == [103, 103]
+
+
+@given(problems(), st.integers(0, 10**6))
+def test_which_packs_share_a_micro_batch_does_not_depend_on_the_ranks(problem, seed):
+    """Without per-token loss a batch's loss is a mean of micro-batches: other groups, another loss."""
+    areas, dp_size, _, size = problem
+    shuffled = random.Random(seed).sample(areas, len(areas))  # what one layout's ranks cost
+    one = assign_packs(areas, dp_size=1, micro_batch_size=size)
+    many = assign_packs(shuffled, dp_size=dp_size, micro_batch_size=size, areas=areas)
+    assert sorted(one[0]) == sorted(itertools.chain(*many))
 
 
 def test_batches_that_cannot_be_dealt_evenly_are_refused():

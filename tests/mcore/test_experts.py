@@ -58,6 +58,15 @@ def test_auxiliary_losses_weigh_the_same_beside_tensor_parallelism():
     assert_same_training(dataclasses.replace(one, cp=2), one)
 
 
+def test_sinkhorn_balances_the_rows_of_all_ranks_that_hold_a_pack():
+    balanced = {"moe_router_load_balancing_type": "sinkhorn", "moe_router_topk": 1}
+    reference = _experts(**balanced)
+    for layout in ({"cp": 2}, {"tp": 2}, {"tp": 2, "cp": 2}):
+        assert_same_training(
+            _ours(reference, **layout, sequence_parallel="tp" in layout), reference
+        )
+
+
 @pytest.mark.parametrize(
     "options",
     [

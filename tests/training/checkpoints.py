@@ -188,13 +188,18 @@ def weights_of(state) -> dict[str, torch.Tensor]:
     return {n: p.detach().clone() for chunk in chunks for n, p in chunk.named_parameters()}
 
 
-def step(state, number: int) -> None:
-    """One update of the optimizer with made-up gradients, so that there are moments to compare."""
+def step(state, number: int, *, overflows: bool = False) -> None:
+    """One update of the optimizer with made-up gradients, so that there are moments to compare.
+
+    Where they overflow, a loss scale that adapts skips the update.
+    """
     for place, chunk in enumerate(state.model):
         for index, parameter in enumerate(chunk.parameters()):
             parameter.main_grad.copy_(
                 value(f"{number} {place} {index}", tuple(parameter.shape)) - 0.3
             )
+            if overflows:
+                parameter.main_grad.fill_(float("inf"))
     state.optimizer.step()
     state.scheduler.step(increment=state.config.steps.global_batch_size)
     state.iteration += 1

@@ -80,6 +80,40 @@ def test_the_sharding_of_the_optimizer_is_read_from_the_checkpoint(tmp_path, sha
         assert all(torch.equal(found[name], x) for name, x in expected.items())
 
 
+# A step that a loss scale skips leaves the optimizer without state.
+HALF = ("--fp16", "--initial-loss-scale", "1024", "--hysteresis", "1")
+DISTRIBUTED = ("--use-distributed-optimizer",)
+BEFORE_ANY_STEP = {
+    "torch_dist": (1, ("--ckpt-format", "torch_dist")),
+    "torch": (1, ("--ckpt-format", "torch")),
+    "torch_dist, distributed": (2, ("--ckpt-format", "torch_dist", *DISTRIBUTED)),
+    "torch, distributed": (2, ("--ckpt-format", "torch", *DISTRIBUTED)),
+}
+
+
+def skip_save_and_go_on(rank, world_size, folder, flags):
+    """A step with a gradient that overflows, a checkpoint, an ordinary step; returns the weights."""
+    with made.run_state("--save", folder, *flags, rank=rank, world_size=world_size) as state:
+        from megatron_cp.training.checkpoint.save import Saver
+
+        before = made.weights_of(state)
+        made.step(state, 1, overflows=True)
+        assert all(torch.equal(x, before[n]) for n, x in made.weights_of(state).items())
+        Saver(state).save()
+        made.step(state, 2)
+        return made.weights_of(state), before
+
+
+@pytest.mark.parametrize("form", BEFORE_ANY_STEP)
+def test_a_checkpoint_from_before_the_first_update_is_resumed_bitwise(tmp_path, form: str):
+    world_size, flags = BEFORE_ANY_STEP[form]
+    whole = run_on_ranks(world_size, skip_save_and_go_on, str(tmp_path), (*HALF, *flags))
+    resumed = run_on_ranks(world_size, resume, str(tmp_path), (*HALF, *flags[2:]))
+    for (expected, before), (found, _) in zip(whole, resumed, strict=True):
+        assert all(torch.equal(found[name], x) for name, x in expected.items())
+        assert not all(torch.equal(found[name], x) for name, x in before.items())
+
+
 def through_both_formats(rank, world_size, folder):
     """From torch to torch_dist to torch; returns the weights and moments at both ends."""
     kept = []
@@ -257,10 +291,10 @@ def megatron_arguments(rank, world_size, folder):
         from megatron.core.transformer.enums import AttnBackend
 
         from megatron_cp.training.checkpoint.load import load_checkpoint
-        from megatron_cp.training.checkpoint.state import random_states
+        from megatron_cp.training.checkpoint.state import own_random_states
 
         torch.manual_seed(7)
-        states = random_states()
+        states = own_random_states()
         expected = torch.rand(3)
         args = Namespace(
             consumed_train_samples=40, model_type=ModelType.encoder_or_decoder, params_dtype=torch.bfloat16,

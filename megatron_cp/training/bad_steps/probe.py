@@ -22,7 +22,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron_cp.comm.groups import agreement_group
 from megatron_cp.data.batch import PlannedBatch, PlanRequest, plan_batch
 from megatron_cp.training.bad_steps.attempt import gradient_norm
-from megatron_cp.training.checkpoint.state import random_states, restore_random_states
+from megatron_cp.training.checkpoint.state import own_random_states, restore_random_states
 from megatron_cp.training.logging.auxiliary import auxiliary_losses
 from megatron_cp.training.step import Runner, whole_parameters
 
@@ -39,7 +39,7 @@ class Before:
     def of(cls, runner: Runner) -> Before:
         """Returns a copy of them."""
         scaling = {place: tensor.clone() for place, tensor in _fp8_scaling(runner).items()}
-        return cls(random_states(), [x.clone() for x in _module_buffers(runner)], scaling)
+        return cls(own_random_states(), [x.clone() for x in _module_buffers(runner)], scaling)
 
     def restore(self, runner: Runner, num_microbatches: int) -> None:
         """Puts them back, and begins the sums of auxiliary losses anew. Collective with experts."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from megatron_cp.training.checkpoint.state import (
     chunks_by_name,
     counters,
     first_line,
+    of_this_replica,
     raise_together,
     random_states,
 )
@@ -141,7 +141,7 @@ def load(state: RunState, folder: Path) -> Content:
         extra_states=empty,
     )
     _drop(wanted, lambda item: item.key in model.missing)
-    return _read(wanted, folder, index, chunks_by_name(state))
+    return _read(wanted, folder, index, state)
 
 
 def _ask(
@@ -168,7 +168,7 @@ def _ask(
     return wanted
 
 
-def _read(wanted: dict[str, Any], folder: Path, index: Metadata, chunks: Iterable[str]) -> Content:
+def _read(wanted: dict[str, Any], folder: Path, index: Metadata, state: RunState) -> Content:
     """Returns the wanted state, its tensors read from the files."""
     problem = None
     loaded: dict[str, Any] = {}
@@ -185,12 +185,12 @@ def _read(wanted: dict[str, Any], folder: Path, index: Metadata, chunks: Iterabl
             "by another version: load another checkpoint with --ckpt-step"
         )
     raise_together(problem)
-    states = loaded.get("rng_state")
+    has_random = "rng_state" in wanted
     return Content(
-        model={name: loaded[name] for name in chunks},
+        model={name: loaded[name] for name in chunks_by_name(state)},
         entries=loaded,
         optimizer=loaded.get("optimizer") if "optimizer" in wanted else None,
-        random=states[0] if states else None,
+        random=of_this_replica(state.config, loaded.get("rng_state")) if has_random else None,
     )
 
 
@@ -388,7 +388,7 @@ def _sharded_state(
         # Context ranks share the state of their tensor and pipeline rank.
         parts["rng_state"] = ShardedObject(
             "rng_state",
-            [random_states()],
+            random_states(state.config),
             (pp.size(), tp.size()),
             (pp.rank(), tp.rank()),
             replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),

@@ -30,11 +30,11 @@ from megatron_cp.training.checkpoint.state import (
     RunState,
     chunks_by_name,
     counters,
+    of_this_replica,
     raise_together,
     random_states,
 )
 from megatron_cp.training.config import TrainConfig
-from megatron_cp.training.logging.lines import print_rank_0
 
 
 def save(state: RunState, folder: Path) -> None:
@@ -44,10 +44,11 @@ def save(state: RunState, folder: Path) -> None:
     """
     config = state.config
     own = _own_folder(folder, config)
+    random = [] if config.checkpoint.no_save_rng else random_states(config)
     problem: Exception | None = None
     try:
         if _is_first_replica():
-            _save_entries(state, own)
+            _save_entries(state, own, random)
     except (OSError, RuntimeError) as failure:
         problem = failure  # the others are in the collective below
     if config.parallel.use_distributed_optimizer and not config.checkpoint.no_save_optim:
@@ -56,7 +57,7 @@ def save(state: RunState, folder: Path) -> None:
         raise problem
 
 
-def _save_entries(state: RunState, own: Path) -> None:
+def _save_entries(state: RunState, own: Path, random: list[dict[str, Any]]) -> None:
     """Writes weights and what else a rank holds by itself."""
     config = state.config
     own.mkdir()
@@ -66,8 +67,8 @@ def _save_entries(state: RunState, own: Path) -> None:
     if not config.checkpoint.no_save_optim:
         parts["optimizer"] = state.optimizer.state_dict()
         parts["opt_param_scheduler"] = state.scheduler.state_dict()
-    if not config.checkpoint.no_save_rng:
-        parts["rng_state"] = [random_states()]
+    if random:
+        parts["rng_state"] = random
     with HashedFile(own / LEGACY_MODEL) as file:
         torch.save(parts, cast(IO[bytes], file))
 
@@ -101,7 +102,10 @@ def load(state: RunState, folder: Path) -> Content:
         has_rerun=bool(found.get("rerun_state_machine")),
         extra_states=extra,
     )
-    return Content(model, found, optimizer, shards, _random_entry(state.config, found))
+    random = None
+    if state.config.checkpoint.wants_random_states:
+        random = of_this_replica(state.config, found.get("rng_state"))
+    return Content(model, found, optimizer, shards, random)
 
 
 @torch.no_grad()  # main parameters are leaves that it writes into
@@ -226,22 +230,6 @@ def _read_shards(state: RunState, folder: Path) -> Any:
                         "--no-load-optim"
                     )
     return shards
-
-
-def _random_entry(config: TrainConfig, found: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the random states that this rank goes on with; None where none are wanted or there."""
-    if not config.checkpoint.wants_random_states:
-        return None
-    states = found.get("rng_state")
-    if states:
-        place = (
-            parallel_state.get_data_parallel_rank() if config.steps.data_parallel_random_init else 0
-        )
-        return dict(states[place if place < len(states) else 0])
-    print_rank_0(
-        " random states are not loaded: the checkpoint holds none; dropout goes on from --seed"
-    )
-    return None
 
 
 def _own_folder(folder: Path, config: TrainConfig) -> Path:

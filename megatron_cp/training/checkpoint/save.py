@@ -22,6 +22,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_cp.mcore.optimizer import fill_missing_state
 from megatron_cp.training.checkpoint import dist_format, files, legacy_format
 from megatron_cp.training.checkpoint.background import BackgroundWrite
 from megatron_cp.training.checkpoint.state import RunState, first_line, manifest_of
@@ -87,6 +88,8 @@ class Saver:
             f"saving checkpoint at iteration {state.iteration:7d} to {self._root} in "
             f"{options.ckpt_format} format"
         )
+        if not options.no_save_optim:
+            fill_missing_state(state.optimizer)
         unfinished = _Unfinished(state.iteration, state.flops, manifest_of(state), began)
         self._unfinished = unfinished
         with self._or_removed(unfinished, is_last=is_last):

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.utils import unwrap_model
 
 from megatron_cp.training.checkpoint import files
 from megatron_cp.training.config import TrainConfig
+from megatron_cp.training.logging.lines import print_rank_0
 
 _LAYOUT = (
     "tensor_model_parallel_size",
@@ -77,7 +78,39 @@ def _shared_arguments(state: RunState) -> Namespace:
     return shared
 
 
-def random_states() -> dict[str, Any]:
+def random_states(config: TrainConfig) -> list[dict[str, Any]]:
+    """Returns the random states of all replicas: one where they are equal, else by data-parallel rank.
+
+    Collective: every rank calls it.
+    """
+    own = own_random_states()
+    if not config.steps.data_parallel_random_init:
+        return [own]
+    group = parallel_state.get_data_parallel_group()
+    gathered: list[Any] = [None] * group.size()
+    dist.all_gather_object(gathered, own, group=group)
+    return gathered
+
+
+def of_this_replica(config: TrainConfig, saved: list[dict[str, Any]] | None) -> Any:
+    """Returns the saved random states that this rank goes on with; None, and a note, where none fit."""
+    group = parallel_state.get_data_parallel_group()
+    differ = config.steps.data_parallel_random_init
+    if saved and not differ:
+        return saved[0]
+    if saved and len(saved) == group.size():
+        return saved[group.rank()]
+    reason = "the checkpoint holds none"
+    if saved:
+        reason = (
+            f"the checkpoint has those of {len(saved)} replicas, this run has {group.size()} "
+            "(--data-parallel-random-init)"
+        )
+    print_rank_0(f" random states are not loaded: {reason}; dropout goes on from --seed")
+    return None
+
+
+def own_random_states() -> dict[str, Any]:
     """Returns every random state of this rank, under Megatron-LM's names."""
     return {
         "random_rng_state": random.getstate(),
