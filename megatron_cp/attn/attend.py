@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_cp.attn.logits import no_logits, raise_to_, sharp_lse
 from megatron_cp.attn.merge import apply_sink, merge_rows_, merge_span_, sink_gradient
+from megatron_cp.attn.once import first_derivative_only
 from megatron_cp.attn.options import (
     AttendOptions,
     accumulation_dtype,
@@ -237,7 +237,7 @@ class _Attend(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("attend")
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, sink, out, lse = ctx.saved_tensors
         delta = torch.zeros_like(lse)

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_cp.comm.all_to_all import start_all_to_all
 
@@ -68,13 +67,28 @@ class _Exchange(torch.autograd.Function):
         return start_all_to_all(sent, *splits, group).wait()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        send, receive = list(ctx.exchange.send_splits), list(ctx.exchange.recv_splits)
-        back = start_all_to_all(grad, receive, send, ctx.group).wait()
-        grad_x = back.new_zeros((ctx.num_rows, *back.shape[1:]))
-        parts = zip(ctx.exchange.sent_rows.split(send), back.split(send), strict=True)
+        grad_x: Tensor = _Return.apply(grad, ctx.num_rows, ctx.exchange, ctx.group)
+        return grad_x, None, None
+
+
+class _Return(torch.autograd.Function):
+    """What arrived, back to the rows that it came from, summed there; backward, those rows out and in again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, grad: Tensor, num_rows: int, exchange: RowExchange, group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.exchange, ctx.group = exchange, group
+        send, receive = list(exchange.send_splits), list(exchange.recv_splits)
+        back = start_all_to_all(grad, receive, send, group).wait()
+        grad_x = back.new_zeros((num_rows, *back.shape[1:]))
+        parts = zip(exchange.sent_rows.split(send), back.split(send), strict=True)
         for rows, part in parts:  # no row twice in a part
             if len(rows):
                 grad_x.index_add_(0, rows, part)
-        return grad_x, None, None
+        return grad_x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _Exchange.apply(grad, ctx.exchange, ctx.group), None, None, None

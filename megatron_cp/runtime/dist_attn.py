@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_cp.attn.attend import (
     attend_backward_onto_,
@@ -33,6 +32,7 @@ from megatron_cp.attn.attend import (
     row_merger,
 )
 from megatron_cp.attn.merge import apply_sink, sink_gradient
+from megatron_cp.attn.once import first_derivative_only
 from megatron_cp.attn.options import AttendOptions, accumulation_dtype
 from megatron_cp.comm import Pending
 from megatron_cp.plan.schema import PassName
@@ -78,7 +78,7 @@ class DistributedAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("cp_attention")
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients of q, sink and keys; collective, like forward."""
         q, sink, out, lse, *keys = ctx.saved_tensors

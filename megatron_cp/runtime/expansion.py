@@ -46,6 +46,7 @@ class Expansion:
 
         Raises TypeError, ValueError when it does not give a key and a value of each row.
         """
+        function = _in_this_precision(function, latent.device.type)
         with torch.enable_grad():
             row = latent[:1].detach().requires_grad_()
             made = function(row)
@@ -153,6 +154,18 @@ class ExpandedResults(SideResults):
         """Returns the gradients of this rank's latent rows, from all ranks, and of what the function captures."""
         self._latent += self._rows.latent_gradient("own", super().own())
         return (self._latent, *self._rows.captured_gradients())
+
+
+def _in_this_precision(function: Expand, device: str) -> Expand:
+    """Returns the function under today's autocast, wherever it is called; backward runs outside of it."""
+    dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+
+    def expand(latent: Tensor) -> tuple[Tensor, Tensor]:
+        # Uncached: a copy of a weight made where no gradient is wanted would be used where one is.
+        with torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False):
+            return function(latent)
+
+    return expand
 
 
 def _captured(outputs: tuple[Tensor, ...], latent: Tensor) -> list[Tensor]:

@@ -130,13 +130,34 @@ def roll(
     """Returns `torch.roll` by the *global* order of tokens, on this rank's rows.
 
     Row of token i gets the value of token i - shifts (modulo num_tokens); padding rows stay as they are.
-    Not differentiable (labels, masks and ids are rolled). Collective; only rows that cross ranks move. The plan is
-    the self-attention plan by which the rows were dispatched.
+    Differentiable any number of times: a gradient rolls back. Collective; only rows that cross ranks move. The plan
+    is the self-attention plan by which the rows were dispatched.
     """
     checked_side(plan, None)
     _check_length(x_local, plan.tokens_per_rank, dim, "x_local")
     open_session(plan, group, x_local.device)
-    rows = x_local.detach().movedim(dim, 0)
+    rolled: Tensor = _Roll.apply(x_local.movedim(dim, 0), plan, group, shifts)
+    return rolled.movedim(0, dim)
+
+
+class _Roll(torch.autograd.Function):
+    """Local rows, rolled; backward rolls the gradient the other way, differentiably."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, plan: AttentionPlan, group: dist.ProcessGroup | None, shifts: int
+    ) -> Tensor:
+        ctx.given = plan, group, -shifts
+        return _roll_rows(x, plan, group, shifts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _Roll.apply(grad, *ctx.given), None, None, None
+
+
+def _roll_rows(
+    rows: Tensor, plan: AttentionPlan, group: dist.ProcessGroup | None, shifts: int
+) -> Tensor:
     rank = 0 if group is None else dist.get_rank(group)
     owner, row = plan.local_from_global
     ids = plan.global_from_local
@@ -159,7 +180,7 @@ def roll(
     if group is not None and plan.cp_size > 1:
         sent = start_all_to_all(sent, send_splits, recv_splits, group).wait()
     rolled[filled_rows] = sent
-    return rolled.movedim(0, dim)
+    return rolled
 
 
 class _Dispatch(torch.autograd.Function):

@@ -105,6 +105,38 @@ def test_relays_and_rows_kept_over_stages(seed):
     check(4, random_plan(mask_cases()["documents"], 4, seed, CONFIG), again=True)
 
 
+def attend_under_autocast(rank, world_size, plan, given):
+    """The gradients of latent rows and weights through `expand` and through keys made before the call."""
+    q, latent, dout = given
+    group, q, dout = dist.group.WORLD, q.bfloat16(), dout.bfloat16()
+    weight = UpProjection(dtype=torch.float32).weight
+    precisions, found = set(), []
+
+    def expand(rows):
+        precisions.add((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
+        made = torch.nn.functional.linear(rows[:, :-2], weight.t()).view(len(rows), KV_HEADS, -1)
+        return made[..., :VALUE_DIM].repeat(1, 1, 2)[..., :HEAD_DIM], made[..., -VALUE_DIM:]
+
+    for travels_as_latent in (True, False):
+        leaf = latent.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            if travels_as_latent:
+                out, _ = mcp.cp_attention(q, leaf, None, plan, group, expand=expand)
+            else:
+                out, _ = mcp.cp_attention(q, *expand(leaf), plan, group)
+        found.append(torch.autograd.grad(out, (leaf, weight), dout))
+    return precisions, found
+
+
+def test_backward_makes_keys_again_under_the_autocast_of_the_call():
+    plan = make_plan(mask_cases()["causal 37"], 1, CONFIG)
+    given = inputs(37, torch.float32)
+    ((precisions, found),) = run_on_ranks(1, attend_under_autocast, plan, given)
+    assert precisions == {(True, torch.bfloat16)}
+    for own, expected in zip(*found, strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-2, atol=1e-2 * expected.abs().max())
+
+
 def attend_with_a_lambda(rank, world_size, plan, given):
     q, latent, dout = (local_rows(x, plan, rank) for x in given)
     up = UpProjection()

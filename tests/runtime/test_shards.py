@@ -77,6 +77,31 @@ def rolled(rank, world_size, plan, x, shifts):
     return mcp.roll(local_rows(x, plan, rank), plan, dist.group.WORLD, shifts=shifts)
 
 
+def gradients_through_roll(rank, world_size, plan, x, shifts):
+    """Returns the local gradient of a sum of cubes of rolled rows, and of that gradient's squares."""
+    local = local_rows(x, plan, rank).requires_grad_()
+    weights = torch.arange(1.0, len(local) + 1)[:, None] * (rank + 1)
+    rolled = mcp.roll(local, plan, dist.group.WORLD, shifts=shifts)
+    (first,) = torch.autograd.grad((weights * rolled**3).sum(), local, create_graph=True)
+    (second,) = torch.autograd.grad((weights * first**2).sum(), local)
+    return weights, first.detach(), second
+
+
+@pytest.mark.parametrize("shifts", [-1, 5])
+@pytest.mark.parametrize("cp_size", [1, 3])
+def test_gradients_roll_back(cp_size, shifts):
+    plan = random_plan(mask_cases()["causal 37"], cp_size, seed=1)
+    x = torch.randn(37, 2)
+    parts = run_on_ranks(cp_size, gradients_through_roll, plan, x, shifts)
+    weights, first, second = (restore(list(own), plan) for own in zip(*parts, strict=True))
+    leaf = x.double().requires_grad_()
+    rolled = torch.roll(leaf, shifts, 0)
+    (expected,) = torch.autograd.grad((weights * rolled**3).sum(), leaf, create_graph=True)
+    torch.testing.assert_close(first, expected.detach(), rtol=1e-5, atol=1e-5)
+    (expected,) = torch.autograd.grad((weights * expected**2).sum(), leaf)
+    torch.testing.assert_close(second, expected, rtol=1e-5, atol=1e-3)
+
+
 @pytest.mark.parametrize("shifts", [-1, 1, 0, -5, 40])
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
 def test_roll_follows_the_global_order(cp_size, shifts):

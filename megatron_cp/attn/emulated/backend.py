@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_cp.attn.emulated.checks import find_variant
 from megatron_cp.attn.emulated.kernels import EmulatedKernel, Settings, running
@@ -40,6 +39,7 @@ from megatron_cp.attn.hopper.row_stats import (
 )
 from megatron_cp.attn.hopper.rows import KERNEL, merge_params
 from megatron_cp.attn.merge import sink_gradient
+from megatron_cp.attn.once import first_derivative_only
 from megatron_cp.attn.options import AttendOptions
 from megatron_cp.kernels import build
 from megatron_cp.kernels.emulator.library import EmulatorError
@@ -273,7 +273,7 @@ class _Attend(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("the emulated backend")
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sink, out, lse = ctx.saved_tensors
         dout = readable(dout)
