@@ -35,6 +35,7 @@ from megatron_cp.command_line import ToolParser
 from megatron_cp.data.document_set import prefix_lengths_path, write_prefix_lengths
 from megatron_cp.data.indexed import token_dtype
 from megatron_cp.data.indexed_writer import IndexedWriter
+from megatron_cp.data.manifest import made_by
 from megatron_cp.data.package_tokenizers import TIKTOKEN_PATTERNS
 from megatron_cp.data.text_files import TextInputs
 from megatron_cp.data.tokenizer import (
@@ -196,9 +197,8 @@ def write_corpus(arguments: argparse.Namespace, inputs: TextInputs) -> dict[str,
         if not prefix_lengths:
             raise ValueError(f"--input holds no document; skipped: {dict(inputs.skipped)}")
         facts = {
-            "tokenizer": {"vocab_size": tokenizer.vocab_size, **tokenizer.unique_identifiers},
+            **made_by(tokenizer),
             "eod_appended": arguments.append_eod,
-            "eod": tokenizer.eod,
             "skipped": dict(inputs.skipped),
         }
         for prefix, writer in zip(prefixes.values(), writers.values(), strict=True):

@@ -15,7 +15,6 @@ statement of an index is checked once, at open, with whole-array operations, and
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import struct
 from collections.abc import Mapping
@@ -26,12 +25,13 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_cp.data.manifest import REBUILD, manifest_path, read_manifest
+
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 # Codes 6 and 7 are Megatron's float types: legal in the format, never tokens.
 TOKEN_DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
-_REBUILD = "rebuild the corpus with tools/preprocess_data.py"
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -43,14 +43,9 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype(np.uint16 if vocab_size <= 65536 else np.int32)
 
 
-def manifest_path(prefix: str | os.PathLike[str]) -> Path:
-    """Returns `<prefix>.manifest.json`: sizes and checksums, written by `IndexedWriter.finish`."""
-    return Path(f"{os.fspath(prefix)}.manifest.json")
-
-
 def _refuse(path: Path, offset: int, statement: str, want: object, have: object) -> NoReturn:
     """Raises the one kind of error this module has."""
-    raise ValueError(f"{path}: byte {offset}: {statement}: want {want}, have {have}; {_REBUILD}")
+    raise ValueError(f"{path}: byte {offset}: {statement}: want {want}, have {have}; {REBUILD}")
 
 
 @dataclass(frozen=True)
@@ -66,7 +61,8 @@ class _Fingerprint:
 class IndexedDataset:
     """Documents of a Megatron `.bin` / `.idx` pair, every claim of the index checked at open.
 
-    `recorded_sha256` is that of the `.bin` in its manifest, None without one.
+    `facts` is what its manifest says (`tokenizer` and `eod` where `tools/preprocess_data.py` wrote it), empty
+    without one.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -91,7 +87,7 @@ class IndexedDataset:
             self._fingerprint = _Fingerprint(
                 len(index_bytes), idx_status.st_mtime_ns, status.st_size, status.st_mtime_ns
             )
-            self.recorded_sha256 = _check_manifest(
+            self.facts = read_manifest(
                 manifest_path(self.prefix), self.idx_path, index_bytes, status.st_size
             )
             self.dtype, self.document_starts = _parse_index(
@@ -102,6 +98,11 @@ class IndexedDataset:
             raise
         self.document_lengths: NDArray[np.int64] = np.diff(self.document_starts)
         self.document_lengths.flags.writeable = False
+
+    @property
+    def recorded_sha256(self) -> str | None:
+        """Returns the SHA-256 of the `.bin` in the manifest, None without one."""
+        return str(self.facts["bin"]["sha256"]) if self.facts else None
 
     def __len__(self) -> int:
         """Returns the number of documents, empty ones included."""
@@ -187,7 +188,7 @@ class IndexedDataset:
         if want is None:
             raise ValueError(
                 f"{manifest_path(self.prefix)} does not exist, so {self.bin_path} cannot be "
-                f"verified; {_REBUILD}"
+                f"verified; {REBUILD}"
             )
         total = hashlib.sha256()
         for offset in range(0, self._fingerprint.bin_bytes, 1 << 24):
@@ -219,32 +220,6 @@ def _reopen(prefix: str, expected: _Fingerprint) -> IndexedDataset:
             f"have {dataset._fingerprint}; restart the run"
         )
     return dataset
-
-
-def _check_manifest(path: Path, idx_path: Path, index_bytes: bytes, bin_bytes: int) -> str | None:
-    """Compares index and size with the manifest; returns the tokens' SHA-256, None without one (Megatron's)."""
-    if not path.is_file():
-        return None
-    advice = f"{_REBUILD}, or delete {path} if the files are right"
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        want_idx, want_bytes = str(manifest["idx"]["sha256"]), int(manifest["bin"]["bytes"])
-        recorded = str(manifest["bin"]["sha256"])
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise ValueError(
-            f"{path} is not a corpus manifest ({type(error).__name__}: {error}); {advice}"
-        ) from None
-    have_idx = hashlib.sha256(index_bytes).hexdigest()
-    if have_idx != want_idx:
-        raise ValueError(
-            f"{idx_path}: byte 0: checksum of the index: want {want_idx}, have {have_idx}; {advice}"
-        )
-    if bin_bytes != want_bytes:
-        raise ValueError(
-            f"{idx_path.with_suffix('.bin')}: byte {bin_bytes}: file size: want {want_bytes} "
-            f"bytes, have {bin_bytes}; {advice}"
-        )
-    return recorded
 
 
 def _parse_index(path: Path, raw: bytes, bin_bytes: int) -> tuple[np.dtype[Any], NDArray[np.int64]]:

@@ -26,8 +26,9 @@ from megatron_cp.data.chat import chat_format, format_identity
 from megatron_cp.data.conversations import conversations_in_folder
 from megatron_cp.data.document_set import Documents, DocumentSet, open_documents, split_documents
 from megatron_cp.data.fill_in_the_middle import FillInTheMiddle, find_fim_tokens
-from megatron_cp.data.indexed import manifest_path, token_dtype
+from megatron_cp.data.indexed import token_dtype
 from megatron_cp.data.indexed_writer import IndexedWriter
+from megatron_cp.data.manifest import manifest_path
 from megatron_cp.data.sample_index import SamplePacker
 from megatron_cp.data.tokenizer import Tokenizer, TokenizerFiles, build_tokenizer
 from megatron_cp.mcore.gpt_dataset import GPTSamples, open_gpt_samples

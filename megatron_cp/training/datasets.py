@@ -18,6 +18,7 @@ from megatron_cp.data.blend import BlendedDocuments
 from megatron_cp.data.document_set import DocumentSet
 from megatron_cp.data.indexed import IndexedDataset
 from megatron_cp.data.loader import LoaderConfig, PackedLoader
+from megatron_cp.data.manifest import note_of_another_tokenizer
 from megatron_cp.data.packing import PackingConfig
 from megatron_cp.data.tokenizer import Tokenizer
 from megatron_cp.mcore.arguments import cp_config_from_arguments
@@ -50,9 +51,19 @@ def open_data(config: TrainConfig) -> tuple[TrainConfig, RunData]:
             f"--fim-eod-token {config.data.fim_eod_token} is not the token {config.data.eod_token} "
             "with which the tokenizer ends documents: that one is cut and moved like text"
         )
-    for note in data.notes:
+    for note in (*data.notes, *_notes_of_tokenizers(config, data)):
         config = config.with_note(note)
     return config, data
+
+
+def _notes_of_tokenizers(config: TrainConfig, data: RunData) -> list[str]:
+    """Returns what is to be said of corpora that the run's tokenizer did not make; ValueError for wrong ones."""
+    tokenizer = open_tokenizer(config.data)
+    if tokenizer is None:
+        return []
+    files = _token_files(data)
+    notes = [note_of_another_tokenizer(p, files[p].facts, tokenizer) for p in sorted(files)]
+    return [note for note in notes if note is not None]
 
 
 def _with_vocabulary(config: TrainConfig) -> TrainConfig:

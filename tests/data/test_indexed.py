@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from megatron_cp.data.indexed import HEADER, IndexedDataset, manifest_path, token_dtype
+from megatron_cp.data.indexed import HEADER, IndexedDataset, token_dtype
 from megatron_cp.data.indexed_writer import IndexedWriter
+from megatron_cp.data.manifest import manifest_path
 from tests.data import megatron_oracle
 
 documents_of_tokens = st.lists(

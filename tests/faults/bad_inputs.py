@@ -18,8 +18,9 @@ import torch
 
 import megatron_cp as mcp
 from megatron_cp import mask as masks
-from megatron_cp.data.indexed import IndexedDataset, manifest_path
+from megatron_cp.data.indexed import IndexedDataset
 from megatron_cp.data.indexed_writer import IndexedWriter
+from megatron_cp.data.manifest import manifest_path
 from megatron_cp.data.text_files import TextInputs
 from megatron_cp.plan import make_plan, make_plans
 from tests.faults.program import Launch, Outcome, run_program
@@ -71,13 +72,19 @@ BASE = (
 )  # fmt: skip
 
 
-def write_corpus(prefix: Path, documents: list[list[int]], dtype: str = "uint16") -> Path:
-    """The prefix of a corpus without a manifest, as Megatron's own tool leaves it."""
+def write_corpus(
+    prefix: Path,
+    documents: list[list[int]],
+    dtype: str = "uint16",
+    facts: dict[str, object] | None = None,
+) -> Path:
+    """The prefix of a corpus; one without ``facts`` has no manifest, as Megatron's own tool leaves it."""
     with IndexedWriter(prefix, dtype=dtype) as writer:
         for tokens in documents:
             writer.add_document(tokens)
-        writer.finish()
-    manifest_path(prefix).unlink()
+        writer.finish(facts)
+    if facts is None:
+        manifest_path(prefix).unlink()
     return prefix
 
 
@@ -114,6 +121,8 @@ def write_corpora(folder: Path) -> None:
     good = [[(7 * i + j) % 512 for j in range(40 + i)] for i in range(40)]
     write_corpus(folder / "good", good)
     write_corpus(folder / "other", good[::-1])
+    made_by = {"tokenizer": {"vocab_size": 512, "class": "HuggingFaceTokenizer"}, "eod": 0}
+    write_corpus(folder / "of-another-tokenizer", good, facts=made_by)
     write_corpus(folder / "large-ids", [[*tokens, 600] for tokens in good])
     write_corpus(folder / "empty", [[], [], []])
     short = write_corpus(folder / "short", good)
@@ -236,6 +245,7 @@ PROGRAM = (
     ProgramCase(DATA, "--context-parallel-size 2", ("beyond the .bin",), data="short"),
     ProgramCase(DATA, "--context-parallel-size 2", ("no token",), data="empty"),
     ProgramCase(DATA, "--context-parallel-size 2", ("token id 600", "[0, 512)"), data="large-ids"),
+    ProgramCase(DATA, "--tokenizer-type ByteLevel", ("HuggingFaceTokenizer, the run's is ByteLevel", "vocab_size 512"), data="of-another-tokenizer"),
     ProgramCase(DATA, "--context-parallel-size 2", ("0 sources", "--data-path"), data=""),
     ProgramCase(DATA, "--mock-data", ("2 sources", "--data-path")),
     ProgramCase(DATA, "--data-path 0.5 good b", ("word 3, 'b'", "a weight before every prefix"), data=""),

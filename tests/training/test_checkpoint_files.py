@@ -1,10 +1,15 @@
 """The tracker, the manifest and the folders of a checkpoint."""
 
+import contextlib
+import io
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 
 from megatron_cp.training.checkpoint import files
+from tests.ranks import run_on_ranks
+from tests.training import checkpoints as made
 
 SHAPE = dict.fromkeys(files.SHAPE_ARGUMENTS, 1)
 
@@ -162,3 +167,28 @@ def test_a_folder_that_cannot_hold_files_is_named(tmp_path):
     files.check_writable("--save", None)
     files.check_writable("--save", str(tmp_path / "new" / "folder"))
     assert not list((tmp_path / "new" / "folder").iterdir())
+
+
+def three_saves(rank, world_size, folder, earlier):
+    """A run from the beginning that saves after each step, where another run may have saved."""
+    flags = ("--save", folder, "--save-retain-interval", "100")
+    said = io.StringIO()
+    with made.run_state(*flags) as state, contextlib.redirect_stdout(said):
+        from megatron_cp.training.checkpoint.save import Saver
+
+        if earlier:
+            make_checkpoint(Path(folder), 55)
+            files.write_atomically(Path(folder) / files.TRACKER, "55")
+        saver = Saver(state)
+        for number in (1, 2, 3):
+            made.step(state, number)
+            saver.save()
+    return said.getvalue(), sorted(path.name for path in Path(folder).glob("iter_*"))
+
+
+@pytest.mark.parametrize("earlier", [True, False])
+def test_a_run_replaces_its_own_checkpoints_alone(tmp_path, earlier):
+    ((said, kept),) = run_on_ranks(1, three_saves, str(tmp_path), earlier)
+    assert kept == ["iter_0000003"] + ["iter_0000055"] * earlier
+    told = "holds checkpoints of an earlier run, the last of iteration 55" in said
+    assert told == earlier

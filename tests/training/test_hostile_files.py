@@ -9,7 +9,8 @@ import pytest
 
 from megatron_cp.data.blend_sources import read_per_split_file
 from megatron_cp.data.document_set import open_documents
-from megatron_cp.data.indexed import HEADER, MAGIC, VERSION, manifest_path
+from megatron_cp.data.indexed import HEADER, MAGIC, VERSION
+from megatron_cp.data.manifest import manifest_path
 from megatron_cp.data.tokenizer import HuggingFaceTokenizer
 from megatron_cp.errors import DamagedCheckpointError
 from megatron_cp.models.hugging_face.config_file import read_config

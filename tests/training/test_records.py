@@ -45,10 +45,16 @@ def test_a_resumed_run_replaces_the_rows_after_its_checkpoint(tmp_path):
     ]
 
 
-def test_a_new_run_in_an_old_folder_starts_its_metrics_again(tmp_path):
-    RunFiles(tmp_path, {"iteration": 0, "arguments": {}}).log({"iteration": 1})
-    RunFiles(tmp_path, {"iteration": 0, "arguments": {}})
-    assert rows_of(tmp_path) == []
+def test_a_new_run_in_an_old_folder_keeps_the_old_records_aside(tmp_path, capsys):
+    for number in range(3):
+        files = RunFiles(tmp_path, {"iteration": 0, "arguments": {"lr": float(number)}})
+        files.log({"iteration": 1, "lm loss": float(number)})
+        files.add_texts([{"text": str(number)}])
+    for number, folder in enumerate((tmp_path / "earlier-1", tmp_path / "earlier-2", tmp_path)):
+        assert [row["lm loss"] for row in rows_of(folder)] == [number]
+        assert json.loads((folder / "run.json").read_text())["arguments"] == {"lr": number}
+        assert json.loads((folder / "text_samples.jsonl").read_text()) == {"text": str(number)}
+    assert f"they are in {tmp_path / 'earlier-2'}" in capsys.readouterr().out
 
 
 @given(st.permutations(range(12)))

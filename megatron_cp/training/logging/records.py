@@ -8,9 +8,11 @@ last step. Samples of text hold the documents' own words.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from megatron_cp.plan import AttentionPlan
 from megatron_cp.plan.hardware.makespan import stage_areas
 from megatron_cp.plan.sent_bytes import sent_bytes
 from megatron_cp.training.checkpoint.files import write_atomically
+from megatron_cp.training.logging.lines import print_rank_0
 from megatron_cp.training.logging.loggable import loggable, loggable_arguments
 
 SCHEMA = 1
@@ -31,8 +34,13 @@ class RunFiles:
     """Writes the records of one run into a folder; a resumed run goes on in the same files."""
 
     def __init__(self, folder: Path, description: dict[str, Any]) -> None:
-        """Creates the folder and `run.json`; rows of `metrics.jsonl` are appended."""
+        """Creates the folder and `run.json`; rows of `metrics.jsonl` are appended.
+
+        A run from the beginning moves what an earlier run left there aside, and says where.
+        """
         folder.mkdir(parents=True, exist_ok=True)
+        if not description["iteration"]:
+            _move_aside(folder)
         self.folder = folder
         arguments = loggable_arguments(description["arguments"])
         told = loggable({**description, "arguments": arguments})
@@ -87,6 +95,20 @@ def _read_samples(path: Path) -> list[dict[str, Any]]:
     except (ValueError, KeyError, TypeError, RecursionError):
         return []  # pictures of an earlier part; the run goes on without them
     return samples
+
+
+def _move_aside(folder: Path) -> None:
+    """Moves the records of an earlier run, if they have rows, into a folder of their own beside the new ones."""
+    rows = folder / "metrics.jsonl"
+    if not rows.is_file() or not rows.stat().st_size:
+        return
+    number = next(i for i in itertools.count(1) if not (folder / f"earlier-{i}").exists())
+    aside = folder / f"earlier-{number}"
+    aside.mkdir()
+    for name in ("run.json", "metrics.jsonl", "plan.json", TEXTS):
+        with suppress(FileNotFoundError):
+            (folder / name).rename(aside / name)
+    print_rank_0(f" note: {folder} held the records of an earlier run; they are in {aside}")
 
 
 def _keep_rows_until(path: Path, iteration: int) -> None:

@@ -1,0 +1,49 @@
+"""A corpus and the tokenizer of a run that reads it: the same, other files of the same numbers, another one."""
+
+import json
+
+import pytest
+
+from megatron_cp.data.indexed import IndexedDataset
+from megatron_cp.data.manifest import manifest_path, note_of_another_tokenizer
+from megatron_cp.data.tokenizer import ByteLevelTokenizer
+from tools import preprocess_data
+
+
+@pytest.fixture
+def corpus(tmp_path) -> IndexedDataset:
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": "to be or not"}) + "\n")
+    flags = ["--tokenizer-type", "ByteLevel", "--append-eod"]
+    files = ["--input", str(tmp_path / "text.jsonl"), "--output-prefix", str(tmp_path / "own")]
+    assert preprocess_data.main([*files, *flags]) == 0
+    return IndexedDataset(tmp_path / "own_text_document")
+
+
+def note(corpus: IndexedDataset, **changes: object) -> str | None:
+    facts = json.loads(json.dumps(corpus.facts))
+    for name, value in changes.items():
+        (facts if name == "eod" else facts["tokenizer"])[name] = value
+    return note_of_another_tokenizer(corpus.prefix, facts, ByteLevelTokenizer())
+
+
+def test_the_tokenizer_that_made_a_corpus_reads_it_without_a_word(corpus):
+    assert note(corpus) is None
+
+
+def test_other_files_with_equal_numbers_are_told(corpus):
+    told = note(corpus, sha256="of other files")
+    assert told is not None
+    assert "made by other tokenizer files" in told
+
+
+@pytest.mark.parametrize(("name", "value"), [("vocab_size", 50257), ("eod", 0)])
+def test_another_vocabulary_is_refused_with_what_differs(corpus, name, value):
+    with pytest.raises(ValueError, match=f"made by another tokenizer .*: {name} {value}, not"):
+        note(corpus, sha256="of other files", **{name: value})
+
+
+def test_a_corpus_that_says_nothing_is_read_by_any(corpus):
+    manifest_path(corpus.prefix).unlink()
+    again = IndexedDataset(corpus.prefix)
+    assert not again.facts and again.recorded_sha256 is None
+    assert note_of_another_tokenizer(again.prefix, again.facts, ByteLevelTokenizer()) is None
