@@ -2,6 +2,7 @@
 
 # T tokens of this rank, N query heads, G key/value heads, H head dim, Hv value head dim
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -52,7 +53,7 @@ def cp_attention(  # noqa: PLR0913  the public signature
     `CPConfig(latent_dim=...)`: such rows cannot be split by heads.
 
     Collective over `group` (None for cp_size 1), forward and backward: every rank calls it with the same
-    plan, dtypes and options.
+    plan, dtypes, options and wish for gradients.
 
     Raises:
         ValueError, NotImplementedError: wrong input, before any collective.
@@ -73,11 +74,15 @@ def cp_attention(  # noqa: PLR0913  the public signature
     for degree in {plan.forward.head_degree, plan.backward.head_degree} - {1}:
         _check_heads(q.shape[1], k.shape[1], degree)
     call = f"{q.dtype} {tuple(q.shape)} {tuple(k.shape)} {tuple(values.shape[1:])} {options} {sink is None}"
-    call += f" {return_max_logits} {expand is None}"
+    given = (k, values) if expansion is None else (k, *expansion.captured)
+    # A rank without a backward pass would leave the others waiting for it there.
+    has_backward = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (q, sink, *given)
+    )
+    call += f" {return_max_logits} {expand is None} backward {has_backward}"
     session = open_session(plan, group, q.device, call)
     kept = recorded_result()
     max_logits = no_logits(q) if return_max_logits else None
-    given = (k, values) if expansion is None else (k, *expansion.captured)
     out, lse = DistributedAttention.apply(
         q, sink, session, options, kept, max_logits, expansion, *given
     )
