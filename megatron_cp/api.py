@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp.attn.attend import attend
+from megatron_cp.attn.eager import eager
 from megatron_cp.attn.logits import no_logits
 from megatron_cp.attn.options import check_sink, resolve_options
 from megatron_cp.plan import AttentionPlan
@@ -19,6 +20,7 @@ from megatron_cp.runtime.session import open_session
 from megatron_cp.runtime.shards import dispatch, position_ids, roll, undispatch
 
 
+@eager
 def cp_attention(  # noqa: PLR0913  the public signature
     q: Tensor,
     k: Tensor,

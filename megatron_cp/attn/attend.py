@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_cp.attn.eager import eager
 from megatron_cp.attn.logits import no_logits, raise_to_, sharp_lse
 from megatron_cp.attn.merge import apply_sink, merge_rows_, merge_span_, sink_gradient
 from megatron_cp.attn.once import first_derivative_only
@@ -40,6 +41,7 @@ OWN_ATTEND = ("hopper", "emulated")  # whose kernel adds the sink and writes the
 _loaded: dict[str, ModuleType] = {}
 
 
+@eager
 def attend(  # noqa: PLR0913  the public signature of DESIGN section 9
     q: Tensor,
     k: Tensor,

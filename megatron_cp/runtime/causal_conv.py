@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_cp.attn.eager import eager
 from megatron_cp.attn.options import accumulation_dtype
 from megatron_cp.comm.row_exchange import RowExchange
 from megatron_cp.comm.upload import upload
@@ -26,6 +27,7 @@ from megatron_cp.runtime.linear_layout import MAX_LAYOUTS
 from megatron_cp.runtime.session import open_session
 
 
+@eager
 def cp_causal_conv1d(
     x: Tensor,
     weight: Tensor,
@@ -84,6 +86,7 @@ class _ConvLayout:
 
 
 @lru_cache(maxsize=MAX_LAYOUTS)
+@torch.inference_mode(False)  # kept: a later call may want gradients
 def _conv_layout(
     plan: PlanData,
     document_lengths: tuple[int, ...],

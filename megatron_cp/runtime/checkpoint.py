@@ -16,6 +16,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from megatron_cp.attn.eager import eager
+
 Result = tuple[Tensor, ...]
 """(out, lse), and the largest logits where they were asked for."""
 
@@ -77,6 +79,7 @@ _recorder: ContextVar[AttentionTape | None] = ContextVar("attention_recorder", d
 _player: ContextVar[AttentionTape | None] = ContextVar("attention_player", default=None)
 
 
+@eager
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Returns `function(*args, **kwargs)`, keeping only its inputs and its attention results for backward.
 

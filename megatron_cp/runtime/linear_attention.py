@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_cp.attn.eager import eager
 from megatron_cp.attn.linear import Maps, reduce_chunks, scan
 from megatron_cp.attn.options import DTYPES, accumulation_dtype
 from megatron_cp.plan import AttentionPlan
@@ -23,6 +24,7 @@ from megatron_cp.runtime.linear_layout import LinearLayout, linear_layout
 from megatron_cp.runtime.session import open_session
 
 
+@eager
 def cp_linear_attention(  # noqa: PLR0913  the public signature
     q: Tensor,
     k: Tensor,

@@ -83,6 +83,7 @@ class LinearLayout:
 
 
 @lru_cache(maxsize=MAX_LAYOUTS)
+@torch.inference_mode(False)  # kept: a later call may want gradients
 def linear_layout(
     plan: PlanData,
     document_lengths: tuple[int, ...],

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_cp.attn.eager import eager
 from megatron_cp.comm.all_to_all import start_all_to_all
 from megatron_cp.comm.upload import copy_to, upload
 from megatron_cp.plan import AttentionPlan
@@ -41,6 +42,7 @@ def checked_side(plan: AttentionPlan, side: Side | None) -> Side:
     return side or "q"
 
 
+@eager
 def position_ids(
     plan: AttentionPlan, rank: int, relative: bool = False, side: Side | None = None
 ) -> Tensor:
@@ -81,6 +83,7 @@ def document_starts(plan: AttentionPlan) -> np.ndarray[Any, np.dtype[np.int64]]:
     return cuts if len(cuts) and cuts[0] == 0 else np.r_[0, cuts]
 
 
+@eager
 def dispatch(
     x: Tensor,
     plan: AttentionPlan,
@@ -100,6 +103,7 @@ def dispatch(
     return local.movedim(0, dim)
 
 
+@eager
 def undispatch(
     x_local: Tensor,
     plan: AttentionPlan,
@@ -120,6 +124,7 @@ def undispatch(
     return whole.movedim(0, dim)
 
 
+@eager
 def roll(
     x_local: Tensor,
     plan: AttentionPlan,
