@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 
 from megatron_cp import __version__
-from megatron_cp.command_line import INTERRUPTED, HelpWithDefaults, OneLineParser, refuse
+from megatron_cp.command_line import HelpWithDefaults, OneLineParser, answering, refuse
 
 COMMANDS = {
     "doctor": ("what is installed, what works, can training run", "doctor --json"),
@@ -44,19 +44,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complete()
     words = list(sys.argv[1:] if argv is None else argv)
     name = " ".join([_program(), *words[:1]])
+    return answering(name)(_run)(name, words)
+
+
+def _run(name: str, words: list[str]) -> int:
     try:
         args = build_parser(words[0] if words else "").parse_args(words)
         return int(args.run(args, words))
-    except BrokenPipeError:  # `... | head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except KeyboardInterrupt:
-        sys.stderr.write(
-            f"\n{name}: interrupted\n" if sys.stderr.isatty() else f"{name}: interrupted\n"
-        )
-        return INTERRUPTED
-    except (ValueError, NotImplementedError, OSError) as problem:
-        refuse(name, [str(problem)])
     except ModuleNotFoundError as problem:
         missing = (problem.name or "").split(".")[0]
         if missing in ("", "megatron_cp"):  # a fault of ours

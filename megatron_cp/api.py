@@ -9,14 +9,14 @@ from torch import Tensor
 from megatron_cp.attn.attend import attend
 from megatron_cp.attn.eager import eager
 from megatron_cp.attn.logits import no_logits
-from megatron_cp.attn.options import check_sink, resolve_options
+from megatron_cp.attn.options import check_sink, check_tensor, resolve_options
 from megatron_cp.plan import AttentionPlan
 from megatron_cp.runtime.causal_conv import cp_causal_conv1d
 from megatron_cp.runtime.checkpoint import checkpoint, record_result, recorded_result
 from megatron_cp.runtime.dist_attn import DistributedAttention
 from megatron_cp.runtime.expansion import Expand, Expansion
 from megatron_cp.runtime.linear_attention import cp_linear_attention
-from megatron_cp.runtime.session import open_session
+from megatron_cp.runtime.session import check_plan, open_session
 from megatron_cp.runtime.shards import dispatch, position_ids, roll, undispatch
 
 
@@ -61,6 +61,9 @@ def cp_attention(  # noqa: PLR0913  the public signature
         ValueError, NotImplementedError: wrong input, before any collective.
         PlanMismatchError: on every rank, when the ranks' plans or calls differ.
     """
+    check_plan(plan)
+    for name, x in (("q", q), ("k", k)):
+        check_tensor(name, x)
     own = plan.own_rows
     if (len(q), len(k)) != (own.q, own.k):
         raise ValueError(

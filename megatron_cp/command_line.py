@@ -6,11 +6,15 @@ Bad input is one line for each reason on standard error and exit code 2.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, ParamSpec
+
+Parameters = ParamSpec("Parameters")
 
 STDOUT = Path("-")
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
@@ -22,6 +26,45 @@ def refuse(program: str, reasons: Sequence[str]) -> NoReturn:
     # One write: lines of several ranks must not run into each other.
     sys.stderr.write("".join(f"{program}: error: {line}\n" for line in lines))
     raise SystemExit(2)
+
+
+def answering(
+    program: str,
+) -> Callable[[Callable[Parameters, int]], Callable[Parameters, int]]:
+    """Returns a decorator for the main of a program: what it was refused is one line and code 2, Ctrl-C code 130.
+
+    ValueError, NotImplementedError and OSError are refusals.
+    """
+
+    def decorate(main: Callable[Parameters, int]) -> Callable[Parameters, int]:
+        @functools.wraps(main)
+        def answered(*args: Parameters.args, **kwargs: Parameters.kwargs) -> int:
+            if sys.stdout is None:  # closed by the shell, `>&-`
+                refuse(program, ["standard output is closed; open it, or send it to /dev/null"])
+            try:
+                return main(*args, **kwargs)
+            except BrokenPipeError:  # `... | head` has seen enough
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                return 0
+            except KeyboardInterrupt:
+                begin = "\n" if sys.stderr.isatty() else ""
+                sys.stderr.write(f"{begin}{program}: interrupted\n")
+                return INTERRUPTED
+            except OSError as problem:
+                refuse(program, [_words_of(problem)])
+            except (ValueError, NotImplementedError) as problem:
+                refuse(program, [str(problem)])
+
+        return answered
+
+    return decorate
+
+
+def _words_of(problem: OSError) -> str:
+    """Returns what the system said, without its number."""
+    if problem.filename is None or problem.strerror is None:
+        return str(problem)
+    return f"{problem.filename}: {problem.strerror}"
 
 
 class HelpWithDefaults(argparse.RawDescriptionHelpFormatter):

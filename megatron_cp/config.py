@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 
 @dataclass(frozen=True)
@@ -209,13 +210,13 @@ class CPConfig:
         for name in (
             "num_heads", "num_kv_heads", "head_dim", "token_multiple", "element_bytes", "improver_effort"
         ):  # fmt: skip
-            _check_positive(name, getattr(self, name))
+            object.__setattr__(self, name, _positive(name, getattr(self, name)))
         for name in (
             "chunk_size", "value_head_dim", "latent_dim", "linear_state_bytes", "num_stages",
             "max_received_mb", "head_degree",
         ):  # fmt: skip
             if getattr(self, name) is not None:
-                _check_positive(name, getattr(self, name))
+                object.__setattr__(self, name, _positive(name, getattr(self, name)))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}; "
@@ -269,10 +270,11 @@ def _checked_speeds(speeds: object) -> tuple[float, ...] | None:
     return tuple(map(float, speeds))
 
 
-def _check_positive(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+def _positive(name: str, value: object) -> int:
+    if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < 1:
         raise ValueError(
             f"{name}={value!r} must be a positive integer; leave it out for the default"
         )
-    if value > _MOST:
+    if int(value) > _MOST:
         raise ValueError(f"{name}={value!r} must be at most 2^31; leave it out for the default")
+    return int(value)

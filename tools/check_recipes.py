@@ -1,46 +1,33 @@
 #!/usr/bin/env python
 """Which published launch commands pretrain_gpt.py accepts, and what blocks the others.
 
+    python tools/check_recipes.py MEGATRON_LM_CHECKOUT          its functional tests that train GPT
     python tools/check_recipes.py recipes.json [--world-size 8]
 
-The file holds {"recipes": [{"name": ..., "world_size": 8, "argv": ["--num-layers", "2", ...]}, ...]}.
-Flags are judged as pretrain_gpt.py judges them before it opens any file, so a path in a recipe need not exist.
-They are judged for a GPU machine with Transformer Engine; --here judges them for this one. A recipe is tried on
-its own number of ranks, and on 2, 4 and 8 times as many where its experts or optimizer instances need more.
-Every reason of every recipe is printed, then a table of what blocks most recipes.
+A file holds {"recipes": [{"name": ..., "world_size": 8, "argv": ["--num-layers", "2", ...]}, ...]}. Commands that are
+equal are judged once. Flags are judged as pretrain_gpt.py judges them before it opens any file, so a path in a
+recipe need not exist. They are judged for a GPU machine with Transformer Engine; --here judges them for this one. A
+recipe is tried on its own number of ranks, and on 2, 4 and 8 times as many where its experts or optimizer instances
+need more. Every reason of every recipe is printed, then a table of what blocks most recipes.
 """
 
 from __future__ import annotations
 
-import json
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from megatron_cp.command_line import ToolParser
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_cp.command_line import ToolParser, answering
 from megatron_cp.training.arguments import judge_arguments
 from megatron_cp.training.arguments.machine import GPU_MACHINE, Machine
+from tools.recipes.published import NO_DROPOUT, Recipe, read_recipes
 
 _TIMES = (1, 2, 4, 8)
-_NO_DROPOUT = ("--attention-dropout", "0.0")
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """A launch command: the flags of every rank."""
-
-    name: str
-    world_size: int
-    """Ranks of its tensor, context and pipeline sizes at least."""
-    argv: tuple[str, ...]
-
-    @property
-    def has_default_dropout(self) -> bool:
-        """Whether attention keeps Megatron-LM's default dropout of .1."""
-        return _NO_DROPOUT[0] not in {word.partition("=")[0] for word in self.argv}
 
 
 @dataclass(frozen=True)
@@ -53,30 +40,6 @@ class Verdict:
     notes: tuple[str, ...]
 
 
-def read_recipes(path: Path) -> list[Recipe]:
-    """Returns the recipes of a file. Raises ValueError or OSError for a file that holds none."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as problem:
-        raise ValueError(f"{path} is not JSON: {problem}") from None
-    rows = content.get("recipes") if isinstance(content, dict) else None
-    if not isinstance(rows, list) or not rows:
-        raise ValueError(f'{path} must hold {{"recipes": [...]}} with one recipe or more')
-    return [_read_recipe(path, place, row) for place, row in enumerate(rows)]
-
-
-def _read_recipe(path: Path, place: int, row: Any) -> Recipe:
-    """Returns one recipe, or raises ValueError that says which one has another shape."""
-    row = row if isinstance(row, dict) else {}
-    name, world_size, argv = (row.get(key) for key in ("name", "world_size", "argv"))
-    is_complete = isinstance(name, str) and isinstance(argv, list)
-    if not is_complete or type(world_size) is not int or world_size < 1:
-        raise ValueError(
-            f"{path}: recipe {place} must hold a name, a positive world_size and argv, a list of words"
-        )
-    return Recipe(name, world_size, tuple(map(str, argv)))
-
-
 def judge(
     recipe: Recipe, world_size: int | None = None, machine: Machine | None = GPU_MACHINE
 ) -> Verdict:
@@ -87,7 +50,7 @@ def judge(
         world_size: ranks; None tries its own number and a few multiples.
         machine: what it is judged for; None is this machine.
     """
-    extra = _NO_DROPOUT if recipe.has_default_dropout else ()
+    extra = NO_DROPOUT if recipe.has_default_dropout else ()
     argv = [*map(expanded, recipe.argv), *extra]
     sizes = [world_size] if world_size else [recipe.world_size * times for times in _TIMES]
     verdicts = []
@@ -145,27 +108,30 @@ def summary(verdicts: Sequence[Verdict]) -> str:
     if changed:
         lines.append(
             f"{len(changed)} recipes leave Megatron-LM's attention dropout at its default .1; "
-            f"{' '.join(_NO_DROPOUT)} was appended to them. {by_dropout} of those were accepted, "
+            f"{' '.join(NO_DROPOUT)} was appended to them. {by_dropout} of those were accepted, "
             f"{len(accepted) - by_dropout} recipes as they stand."
         )
     return "\n".join(lines)
 
 
+@answering("check_recipes.py")
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the verdicts and returns the exit code: 2 for bad input, 0 otherwise."""
     parser = ToolParser(prog="check_recipes.py", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("file", type=Path, help="JSON file of recipes")
+    parser.add_argument(
+        "source", type=Path, help="checkout of Megatron-LM, or JSON file of recipes"
+    )
     parser.add_argument("--world-size", type=int, metavar="N", help="ranks; default the recipe's")
     parser.add_argument("--here", action="store_true", help="judge for this machine")
     arguments = parser.parse_args(argv)
     if arguments.world_size is not None and arguments.world_size < 1:
         parser.error(f"--world-size {arguments.world_size} must be positive")
-    try:
-        recipes = read_recipes(arguments.file)
-    except (OSError, ValueError) as problem:
-        parser.error(str(problem))
+    recipes = read_recipes(arguments.source)
     machine = None if arguments.here else GPU_MACHINE
-    verdicts = [judge(recipe, arguments.world_size, machine) for recipe in recipes]
+    different = {recipe.argv: recipe for recipe in reversed(recipes)}
+    verdicts = [
+        judge(recipe, arguments.world_size, machine) for recipe in reversed(different.values())
+    ]
     print("\n".join(map(describe, verdicts)), summary(verdicts), sep="\n\n")
     return 0
 

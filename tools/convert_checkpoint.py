@@ -65,6 +65,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
+@command_line.answering(PROGRAM)
 def main(argv: Sequence[str] | None = None) -> int:
     """Converts; returns the exit status."""
     arguments = parse_arguments(argv)
@@ -103,9 +104,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         refuse(
             [f"{name}: {problem.strerror}; reading and writing must be allowed; free or change it"]
         )
-    except KeyboardInterrupt:
-        print("convert_checkpoint.py: interrupted; nothing was written", file=sys.stderr)
-        return 130
     show(arguments.save, report)
     flags = training_flags(report.arguments) if to_megatron else []
     if flags:

@@ -18,6 +18,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_cp.command_line import answering
+
 _LINE = re.compile(r"iteration\s+(\d+)/\s*\d+ \|.*? lm loss: (\S+)")
 _KEY = "lm loss"
 
@@ -66,6 +68,7 @@ def table(first: dict[int, float], second: dict[int, float], *, max_rows: int) -
     return "\n".join(lines)
 
 
+@answering("loss_compare.py")
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the comparison; the exit code of the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -75,15 +78,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--assert-equal", action="store_true", help="the same as --tolerance 0")
     parser.add_argument("--max-rows", type=int, default=20, help="rows of the table")
     args = parser.parse_args(argv)
-    try:
-        first, second = read_losses(args.first), read_losses(args.second)
-    except (ValueError, OSError) as problem:
-        print(f"error: {problem}", file=sys.stderr)
-        return 2
+    first, second = read_losses(args.first), read_losses(args.second)
     common = first.keys() & second.keys()
     if not common:
-        print(f"error: {args.first} and {args.second} share no iteration", file=sys.stderr)
-        return 2
+        raise ValueError(f"{args.first} and {args.second} share no iteration")
     tolerance = 0.0 if args.assert_equal else args.tolerance
     largest = max(difference(first[i], second[i]) for i in common)
     print(table(first, second, max_rows=max(2, args.max_rows)))

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from megatron_cp.command_line import ToolParser
+from megatron_cp.command_line import ToolParser, answering
 from megatron_cp.data.document_set import prefix_lengths_path, write_prefix_lengths
 from megatron_cp.data.indexed import token_dtype
 from megatron_cp.data.indexed_writer import IndexedWriter
@@ -235,22 +235,19 @@ def _write_documents(
     return prefix_lengths
 
 
+@answering("preprocess_data.py")
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the tool; 0, or 1 with one line on stderr."""
+    """Runs the tool and returns its exit code."""
     arguments = parse_arguments(argv)
-    try:
-        if arguments.train_bpe:
-            texts = _sample(text_inputs(arguments), arguments.train_bpe_mib << 20)
-            train_byte_level_bpe(
-                texts,
-                vocab_size=arguments.train_bpe,
-                path=arguments.tokenizer_model,
-                special_tokens=arguments.tokenizer_special_tokens or (),
-            )
-        summary = write_corpus(arguments, text_inputs(arguments))
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    if arguments.train_bpe:
+        texts = _sample(text_inputs(arguments), arguments.train_bpe_mib << 20)
+        train_byte_level_bpe(
+            texts,
+            vocab_size=arguments.train_bpe,
+            path=arguments.tokenizer_model,
+            special_tokens=arguments.tokenizer_special_tokens or (),
+        )
+    summary = write_corpus(arguments, text_inputs(arguments))
     skipped = ", ".join(f"{count} {reason}" for reason, count in sorted(summary["skipped"].items()))
     for key, num_tokens in summary["tokens"].items():
         name = f"{arguments.output_prefix}_{key}_document"

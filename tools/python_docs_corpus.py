@@ -6,8 +6,7 @@
 Sources and texts of the standard library, and of the packages installed beside it. Exact
 duplicates are dropped. The held-out documents are those of other *packages*, not other files or
 lines of the same ones, and a vendored copy of a package counts as that package. The licences of
-the files are mixed: the corpus is for the machine it was made on. Standard library only; the same
-files give the same corpus.
+the files are mixed: the corpus is for the machine it was made on. The same files give the same corpus.
 """
 
 from __future__ import annotations
@@ -24,6 +23,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from megatron_cp.command_line import answering
 
 SUFFIXES = (".py", ".pyi", ".md", ".rst", ".txt")
 _SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "node_modules"}
@@ -178,8 +179,9 @@ def _replace(path: Path, content: str) -> None:
     temporary.replace(path)
 
 
+@answering("python_docs_corpus.py")
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the tool; 0, or 1 with one line on stderr."""
+    """Runs the tool and returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, required=True, help="folder to write to")
     parser.add_argument("--max-mib", type=float, default=24.0, help="size of both parts together")
@@ -192,15 +194,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     roots = {path.name: path for path in arguments.root} if arguments.root else default_roots()
     skipped: Counter[str] = Counter()
     limit = arguments.max_document_kib << 10
-    try:
-        documents = list(find_documents(roots, max_document_bytes=limit, skipped=skipped))
-        max_bytes = int(arguments.max_mib * 2**20)
-        parts = split_and_cap(documents, share=arguments.valid_share, max_bytes=max_bytes)
-        facts = {"python": sys.version.split()[0], "skipped": dict(skipped)}
-        write_corpus(parts, arguments.output, facts)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    documents = list(find_documents(roots, max_document_bytes=limit, skipped=skipped))
+    max_bytes = int(arguments.max_mib * 2**20)
+    parts = split_and_cap(documents, share=arguments.valid_share, max_bytes=max_bytes)
+    facts = {"python": sys.version.split()[0], "skipped": dict(skipped)}
+    write_corpus(parts, arguments.output, facts)
     for part, chosen in parts.items():
         mib = sum(d.num_bytes for d in chosen) / 2**20
         packages = len({d.package for d in chosen})

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
 """Runs a published training recipe of Megatron-LM on 1 to 4 CPU ranks, made small.
 
-    python tools/run_recipe.py recipes.json NAME                              its own layout, as far as 4 ranks hold it
-    python tools/run_recipe.py recipes.json NAME --context-parallel-size 2
-    python tools/run_recipe.py recipes.json NAME --compare [--documents]      the same losses at every layout?
+    python tools/run_recipe.py MEGATRON_LM_CHECKOUT NAME              its own layout, as far as 4 ranks hold it
+    python tools/run_recipe.py MEGATRON_LM_CHECKOUT NAME --context-parallel-size 2
+    python tools/run_recipe.py recipes.json NAME --compare [--documents]          the same losses at every layout?
 
-The file is that of check_recipes.py; NAME is the name of a recipe, or an end of it that no other has. Sizes are cut
+Recipes are those of check_recipes.py; NAME is the name of a recipe, or an end of it that no other has. Sizes are cut
 with their ratios, data are mock documents, what only a GPU can do is left out; each change is one line. --compare
 runs one rank, two context ranks, those beside the recipe's other ranks, and Megatron-Core's own attention, from the
 same weights (docs/recipes.md).
@@ -24,10 +24,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_cp.command_line import ToolParser  # noqa: E402
-from tools.check_recipes import Recipe, expanded, read_recipes  # noqa: E402
+from megatron_cp.command_line import ToolParser, answering  # noqa: E402
+from tools.check_recipes import expanded  # noqa: E402
 from tools.recipes.compare import Run, Starter, compare  # noqa: E402
 from tools.recipes.cut import Cut, cut  # noqa: E402
+from tools.recipes.published import Recipe, read_recipes  # noqa: E402
 
 MOST_RANKS = 4
 
@@ -71,7 +72,9 @@ def describe(runs: Sequence[Run]) -> str:
 def build_parser() -> ToolParser:
     """Returns the parser of this tool."""
     parser = ToolParser(prog="run_recipe.py", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("file", type=Path, help="JSON file of recipes")
+    parser.add_argument(
+        "source", type=Path, help="checkout of Megatron-LM, or JSON file of recipes"
+    )
     parser.add_argument("name", help="name of a recipe, or its end")
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="steps to train")
     parser.add_argument("--context-parallel-size", type=int, metavar="N", help="default its own")
@@ -82,6 +85,7 @@ def build_parser() -> ToolParser:
     return parser
 
 
+@answering("run_recipe.py")
 def main(argv: Sequence[str] | None = None) -> int:
     """Cuts and runs one recipe; returns the exit code: 2 for bad input, 1 where a run failed."""
     parser = build_parser()
@@ -91,18 +95,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     context = 2 if arguments.compare else arguments.context_parallel_size
     if context is not None and not 1 <= context <= MOST_RANKS:
         parser.error(f"--context-parallel-size {context} must lie in [1, {MOST_RANKS}]")
-    try:
-        recipe = find(read_recipes(arguments.file), arguments.name)
-        cut_recipe = cut(
-            [expanded(word) for word in recipe.argv],
-            MOST_RANKS,
-            steps=arguments.steps,
-            context=context,
-            documents=arguments.documents,
-            keep_precision=arguments.keep_precision,
-        )
-    except (OSError, ValueError) as problem:
-        parser.error(str(problem))
+    recipe = find(read_recipes(arguments.source), arguments.name)
+    cut_recipe = cut(
+        [expanded(word) for word in recipe.argv],
+        MOST_RANKS,
+        steps=arguments.steps,
+        context=context,
+        documents=arguments.documents,
+        keep_precision=arguments.keep_precision,
+    )
     print(f"{recipe.name} on {cut_recipe.ranks.world_size} ranks ({cut_recipe.ranks})")
     print("\n".join(f"    {change}" for change in cut_recipe.changes), flush=True)
     folder = Path(tempfile.mkdtemp(prefix="recipe_"))

@@ -1,8 +1,8 @@
 """Integer arrays that a mask needs on a device: made once, copied once, found again in a microsecond.
 
 All arrays of one use travel in one pinned, non-blocking copy, and live as long as their mask. No call waits
-for the device: a stream that meets them for the first time waits for the copy on the device. Never run on a
-GPU yet; on other devices the copy is a plain one.
+for the device: a stream that meets them for the first time waits for the copy on the device. On devices
+without streams the copy is a plain one.
 """
 
 import weakref

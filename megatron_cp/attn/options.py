@@ -82,7 +82,11 @@ def resolve_options(
 
 
 def check_mask(q: Tensor, k: Tensor, mask: AttentionMask) -> None:
-    """Raises ValueError unless the mask's grid is that of the tensors' rows."""
+    """Raises ValueError unless the mask's grid is that of the tensors' rows, TypeError for what is no mask."""
+    if not isinstance(mask, AttentionMask):
+        raise TypeError(
+            f"mask is {type(mask).__name__}; it must be an AttentionMask, as megatron_cp.mask builds it"
+        )
     if (mask.num_queries, mask.num_keys) != (q.shape[0], k.shape[0]):
         raise ValueError(
             f"mask grid {mask.num_queries} x {mask.num_keys} must equal the rows of q and k, "
@@ -110,8 +114,15 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def check_tensor(name: str, x: object) -> None:
+    """Raises TypeError for what is no tensor."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is {type(x).__name__}; it must be a torch.Tensor")
+
+
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, tensor)
         if tensor.dim() != 3:
             raise ValueError(
                 f"{name} of shape {tuple(tensor.shape)} must be [rows, heads, head_dim]; "

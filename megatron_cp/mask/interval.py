@@ -30,6 +30,17 @@ def columns(*parts: IntArray) -> IntArray:
     return table
 
 
+def distinct(values: IntArray) -> IntArray:
+    """Returns the different values of an array of any shape, sorted.
+
+    `np.unique` hashes where it is asked for no more, since NumPy 2.3: fifteen times slower where most values differ.
+    """
+    ordered = np.sort(values, axis=None)
+    is_first = np.ones(len(ordered), dtype=bool)
+    np.not_equal(ordered[1:], ordered[:-1], out=is_first[1:])
+    return ordered.compress(is_first)
+
+
 def normalise(intervals: IntArray) -> IntArray:
     """Returns the same set of integers sorted, with overlapping and touching intervals joined."""
     intervals = intervals.compress(intervals[:, 0] < intervals[:, 1], axis=0)

@@ -10,6 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from numbers import Integral
 
 import numpy as np
 
@@ -79,7 +80,7 @@ def make_plan(
     started = time.perf_counter()
     config = config or CPConfig()
     _check_masks({"mask": (mask, 1)})
-    _check_call(cp_size, config)
+    cp_size = _checked_size(cp_size, config)
     plans: dict[Side, AttentionPlan | None] = {"q": queries, "k": keys}
     _check_cross(mask, cp_size, config, plans)
     placed = tuple(None if plan is None else plan.digest() for plan in plans.values())
@@ -97,6 +98,7 @@ def make_plans(
     """
     config = config or CPConfig()
     started = time.perf_counter()
+    cp_size = _checked_size(cp_size, config)
     _check_inputs(masks, cp_size, config)
     key = (tuple((name, mask.digest(), w) for name, (mask, w) in masks.items()), cp_size, config)
     return _remembered(key, lambda: _make(masks, cp_size, config, started))
@@ -225,8 +227,10 @@ def _check_masks(masks: object) -> None:
             )
 
 
-def _check_call(cp_size: int, config: CPConfig) -> None:
-    if not isinstance(cp_size, int) or isinstance(cp_size, bool) or not 1 <= cp_size <= MAX_RANKS:
+def _checked_size(cp_size: object, config: CPConfig) -> int:
+    """Returns the number of ranks as an int, after whatever else does not depend on the masks."""
+    is_number = isinstance(cp_size, Integral) and not isinstance(cp_size, bool)
+    if not is_number or not 1 <= cp_size <= MAX_RANKS:  # type: ignore[operator]
         raise ValueError(
             f"cp_size={cp_size!r} must be a positive integer of at most {MAX_RANKS}, the size of the context-parallel "
             "group; use 1 for a single rank"
@@ -241,13 +245,14 @@ def _check_call(cp_size: int, config: CPConfig) -> None:
         )
     if config.improver is not None:
         check_solver(config.improver)
-    check_rank_speeds(config, cp_size)
+    size = int(cp_size)  # type: ignore[call-overload]
+    check_rank_speeds(config, size)
+    return size
 
 
 def _check_inputs(
     masks: Mapping[str, tuple[AttentionMask, float]], cp_size: int, config: CPConfig
 ) -> None:
-    _check_call(cp_size, config)
     _check_masks(masks)
     if not masks:
         raise ValueError("masks is empty; give at least one mask by name")

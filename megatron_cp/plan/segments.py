@@ -16,7 +16,7 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_cp.mask.interval import IntArray, expand_ranges
+from megatron_cp.mask.interval import IntArray, distinct, expand_ranges
 from megatron_cp.plan.schema import PlanData, owners_and_rows
 
 
@@ -146,7 +146,7 @@ def wanted_tokens(
     seen = tokens - np.arange(num_before + 1)[:, None]
     seen[seen < starts[document]] = -1
     foreign = (seen >= 0) & (owner[seen] != owner)
-    keys = np.unique((owner * len(owner) + seen)[foreign])
+    keys = distinct((owner * len(owner) + seen)[foreign])
     return WantedRows(*np.divmod(keys, max(len(owner), 1))), seen
 
 

@@ -51,7 +51,7 @@ class Source:
 
 @dataclass(frozen=True)
 class MaskChoice:
-    """A mask by name (`plan.workloads.MASKS`), narrowed to a window of keys (before, after) where one is given."""
+    """A mask by name (`plan.study.workloads.MASKS`), narrowed to a window (before, after) if there is one."""
 
     name: str = "causal_document"
     window: tuple[int, int] | None = None

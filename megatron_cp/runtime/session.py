@@ -121,6 +121,11 @@ def open_session(
         ValueError: when the group's size is not the plan's.
         PlanMismatchError: on every rank, when ranks hold different plans or make different calls.
     """
+    check_plan(plan)
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"group is {type(group).__name__}; it must be the context-parallel process group, or None for one rank"
+        )
     size = 1 if group is None else dist.get_world_size(group)
     if size != plan.cp_size:
         raise ValueError(
@@ -137,6 +142,14 @@ def open_session(
             _sessions.popitem(last=False)
     _sessions.move_to_end(key)
     return _sessions[key]
+
+
+def check_plan(plan: object) -> None:
+    """Raises TypeError for what is no plan."""
+    if not isinstance(plan, AttentionPlan):
+        raise TypeError(
+            f"plan is {type(plan).__name__}; it must be what make_plan(mask, size) returns"
+        )
 
 
 def _agree(plan: AttentionPlan, group: dist.ProcessGroup, call: str) -> None:

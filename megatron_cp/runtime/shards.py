@@ -4,6 +4,7 @@ Rows of padding at the tail of the pack are zero after `dispatch` and dropped by
 queries and keys are other tokens, which lie elsewhere: there `side` has to say which are meant, "q" or "k".
 """
 
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -12,26 +13,29 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp.attn.eager import eager
+from megatron_cp.attn.options import check_tensor
 from megatron_cp.comm.all_to_all import start_all_to_all
 from megatron_cp.comm.upload import copy_to, upload
 from megatron_cp.plan import AttentionPlan
 from megatron_cp.plan.schema import SIDES, Side
-from megatron_cp.runtime.session import open_session
+from megatron_cp.runtime.session import check_plan, open_session
 
 
 def local_indices(
     plan: AttentionPlan, rank: int, device: torch.device | None = None, side: Side | None = None
 ) -> Tensor:
     """Returns the global token index of each row of `rank`: int64 `[T]`; ids >= num_tokens are padding."""
-    ids = plan.tokens_of(checked_side(plan, side))[rank]
+    side = checked_side(plan, side)
+    ids = plan.tokens_of(side)[_checked_rank(plan, rank)]
     return copy_to(torch.from_numpy(ids.copy()), torch.device(device or "cpu"))
 
 
 def checked_side(plan: AttentionPlan, side: Side | None) -> Side:
     """Returns the side that is meant; where both are the same tokens it need not be said.
 
-    Raises ValueError for another word, and for a plan of cross attention if none is given.
+    Raises ValueError for another word, and for a plan of cross attention if none is given; TypeError for no plan.
     """
+    check_plan(plan)
     if side not in (None, *SIDES):
         raise ValueError(f"side={side!r} must be 'q' or 'k'; say which tokens are meant")
     if side is None and plan.key_tokens is not None:
@@ -54,7 +58,8 @@ def position_ids(
     Raises ValueError as `checked_side`, and for relative positions in cross attention, whose mask does not say where
     the documents of either side begin.
     """
-    ids = plan.tokens_of(checked_side(plan, side))[rank]
+    side = checked_side(plan, side)
+    ids = plan.tokens_of(side)[_checked_rank(plan, rank)]
     if not relative:
         return torch.from_numpy(ids.copy())
     if plan.key_tokens is not None:
@@ -140,6 +145,8 @@ def roll(
     """
     checked_side(plan, None)
     _check_length(x_local, plan.tokens_per_rank, dim, "x_local")
+    if not isinstance(shifts, Integral):
+        raise TypeError(f"shifts={shifts!r} must be an integer, a number of tokens")
     open_session(plan, group, x_local.device)
     rolled: Tensor = _Roll.apply(x_local.movedim(dim, 0), plan, group, shifts)
     return rolled.movedim(0, dim)
@@ -247,7 +254,19 @@ def _gather_rows(
     return whole[: plan.length_of(side)]
 
 
+def _checked_rank(plan: AttentionPlan, rank: int) -> int:
+    if not isinstance(rank, Integral) or not 0 <= rank < plan.cp_size:
+        raise ValueError(
+            f"rank={rank!r} must be one of the plan's ranks, an integer in [0, {plan.cp_size}); pass the rank in the "
+            "context-parallel group"
+        )
+    return int(rank)
+
+
 def _check_length(x: Tensor, expected: int, dim: int, name: str) -> None:
+    check_tensor(name, x)
+    if not isinstance(dim, Integral) or not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim={dim!r} must be a dimension of {name}, which has {x.dim()}")
     if x.shape[dim] != expected:
         raise ValueError(
             f"{name} has {x.shape[dim]} rows along dim {dim}, the plan has {expected}; "

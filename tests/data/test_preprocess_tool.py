@@ -104,12 +104,14 @@ def test_wrong_arguments_are_one_line_and_a_failure(tmp_path, capsys, arguments,
 
 def test_nothing_is_written_when_nothing_can_be_read(tmp_path, capsys):
     path = write_jsonl(tmp_path / "in.jsonl", [{"text": ""}, {"x": 1}])
-    assert run("--input", path, "--output-prefix", tmp_path / "o", *BYTES) == 1
+    with pytest.raises(SystemExit, match="2"):
+        run("--input", path, "--output-prefix", tmp_path / "o", *BYTES)
     error = capsys.readouterr().err
-    assert error.startswith("error: --input holds no document; skipped:")
+    assert error.startswith("preprocess_data.py: error: --input holds no document; skipped:")
     assert error.count("\n") == 1
     assert list(tmp_path.iterdir()) == [path]
-    assert run("--input", tmp_path / "no", "--output-prefix", tmp_path / "o", *BYTES) == 1
+    with pytest.raises(SystemExit, match="2"):
+        run("--input", tmp_path / "no", "--output-prefix", tmp_path / "o", *BYTES)
     assert "does not exist" in capsys.readouterr().err
 
 

@@ -95,7 +95,8 @@ def test_a_file_belongs_to_its_package_also_when_vendored(path, package):
 
 def test_too_little_to_split_is_an_error(tmp_path, capsys):
     tree = make_tree(tmp_path / "tree", {"only/one.py": filler("one")})
-    assert tool.main(["--root", str(tree), "--output", str(tmp_path / "out")]) == 1
+    with pytest.raises(SystemExit, match="2"):
+        tool.main(["--root", str(tree), "--output", str(tmp_path / "out")])
     assert "at least 2 are needed" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 

@@ -219,6 +219,13 @@ LIBRARY = (
     LibraryCase(ATTN, "an unknown backend", _attend(backend="magic"), ("'magic'", "cpu")),
     LibraryCase(ATTN, "the GPU kernels on a CPU tensor", _attend(backend="hopper"), ("'hopper'", "cpu"), NotImplementedError),
     LibraryCase(ATTN, "`softmax_scale=nan`", _attend(softmax_scale=NAN), ("nan", "finite")),
+    LibraryCase(ATTN, "a list for a tensor", _attend(q=[0.0]), ("q is list", "torch.Tensor"), TypeError),
+    LibraryCase(ATTN, "no mask", _attend(mask=None), ("mask is NoneType", "AttentionMask"), TypeError),
+    LibraryCase(ATTN, "no plan", _of(lambda: mcp.dispatch(torch.zeros(8), None, None)), ("plan is NoneType", "make_plan"), TypeError),
+    LibraryCase(ATTN, "no process group", _of(lambda: mcp.dispatch(torch.zeros(8), make_plan(masks.causal(8), 1), "cp")), ("group is str", "process group"), TypeError),
+    LibraryCase(ATTN, "a dimension that is not there", _of(lambda: mcp.dispatch(torch.zeros(8), make_plan(masks.causal(8), 1), None, dim=1)), ("dim=1", "x, which has 1")),
+    LibraryCase(ATTN, "positions of a rank that the plan has not", _of(lambda: mcp.position_ids(make_plan(masks.causal(8), 2), -1)), ("rank=-1", "[0, 2)")),
+    LibraryCase(ATTN, "a shift by half a token", _of(lambda: mcp.roll(torch.zeros(8), make_plan(masks.causal(8), 1), None, shifts=0.5)), ("shifts=0.5", "integer"), TypeError),
     LibraryCase(ATTN, "one sink too many", _attend(sink=torch.zeros(5)), ("(5,)", "(4,)")),
     LibraryCase(ATTN, "a group of another size than the plan's", _of(lambda: mcp.cp_attention(*[torch.zeros(4, 1, 8)] * 3, make_plan(masks.causal(8), 2), None)), ("group has 1 ranks", "cp_size=2")),
 )  # fmt: skip

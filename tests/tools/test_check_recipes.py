@@ -7,6 +7,7 @@ import pytest
 
 from tests.training.commands import DATA, MODEL, SMALL_RUN, STEPS
 from tools import check_recipes
+from tools.recipes import published
 
 WITHOUT_DROPOUT_FLAG = [w for w in MODEL if w not in ("--attention-dropout",)]
 WITHOUT_DROPOUT_FLAG.remove("0.0")
@@ -93,3 +94,38 @@ def test_bad_input_is_one_line_and_code_2(tmp_path: Path, capsys, content, named
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("check_recipes.py: error: ")
     assert named in line
+
+
+def test_a_checkout_of_megatron_lm_is_read_as_its_tests_launch_it(tmp_path: Path, capsys):
+    cases = tmp_path / "tests" / "functional_tests" / "test_cases"
+
+    def write_test(name: str, *lines: str) -> None:
+        (cases / name).mkdir(parents=True)
+        text = "ENV_VARS:\n  A: 1\nMODEL_ARGS:\n" + "".join(f"  {line}\n" for line in lines)
+        (cases / name / "model_config.yaml").write_text(text)
+
+    flags = [
+        "--num-layers: 2", "--tensor-model-parallel-size: 2", "--context-parallel-size: 2", "--swiglu: true",
+        "--bf16: false", "--lr: 4.5e-4", "--split: 99,1,0", "--train-samples: 0:384 200B:768", "--x: [1, two]",
+    ]  # fmt: skip
+    write_test("gpt/own", *flags)
+    write_test("gpt/own_1node", *flags)
+    write_test("moe/of_experts", "--num-experts: 4")
+    write_test("gpt/gpt_dynamic_inference", "--num-layers: 2")
+    write_test("bert/another_model", "--num-layers: 2")
+    first, same, experts = published.read_recipes(tmp_path)
+    assert (first.name, first.world_size) == ("gpt/own", 4)
+    assert first.argv == (
+        "--num-layers", "2", "--tensor-model-parallel-size", "2", "--context-parallel-size", "2", "--swiglu",
+        "--lr", "0.00045", "--split", "99,1,0", "--train-samples", "0:384", "200B:768", "--x", "1", "two",
+    )  # fmt: skip
+    assert same.argv == first.argv
+    assert (experts.name, experts.world_size) == ("moe/of_experts", 1)
+    assert check_recipes.main([str(tmp_path)]) == 0
+    assert "0 of 2 recipes accepted" in capsys.readouterr().out
+
+
+def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path, capsys):
+    with pytest.raises(SystemExit):
+        check_recipes.main([str(tmp_path)])
+    assert "give a checkout of Megatron-LM or a JSON file" in capsys.readouterr().err

@@ -270,7 +270,11 @@ def test_leaving_a_flag_out_is_advised_only_where_no_result_depends_on_it():
         if "leave it out" in (known_flags.refusal(name) or "")
     }
     harmless = re.compile(
-        r"tp-comm-"
+        r"((no|disable)-)?tp-comm-"
+        r"|((enable|calc)-)?(ft|inprocess)-|error-injection-|fault-injector-|adlr-autoresume|replication"
+        r"|((no|disable)-)?flight-recorder-|config-logger-dir|dump-param-to-param-group-map"
+        r"|gpu-sniff-test-interval|run-workload-inspector-server|record-shapes"
+        r"|save-(activations|[dw]grads|params|tokens-per-expert)-interval"
         r"|profile|(use-)?pytorch-profiler|nvtx-ranges|check-weight-hash|verify-integrity"
         r"|memory-snapshot-path|record-memory-history"
     )

@@ -56,8 +56,9 @@ def test_nan_equals_nan_and_nothing_else(tmp_path, other, code: int):
 
 def test_nothing_to_compare_is_an_error_of_its_own(tmp_path, capsys):
     a = write_metrics(tmp_path / "a", {1: 3.0})
-    assert loss_compare.main([str(a), str(tmp_path / "missing")]) == 2
-    assert loss_compare.main([str(a), str(write_metrics(tmp_path / "b", {5: 3.0}))]) == 2
     (tmp_path / "empty.log").write_text("nothing here")
-    assert loss_compare.main([str(a), str(tmp_path / "empty.log")]) == 2
+    other = write_metrics(tmp_path / "b", {5: 3.0})
+    for path in (tmp_path / "missing", other, tmp_path / "empty.log"):
+        with pytest.raises(SystemExit, match="2"):
+            loss_compare.main([str(a), str(path)])
     assert capsys.readouterr().err.count("error: ") == 3

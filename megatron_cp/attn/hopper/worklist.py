@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_cp.mask import AttentionMask
-from megatron_cp.mask.interval import IntArray, expand_ranges
+from megatron_cp.mask.interval import IntArray, distinct, expand_ranges
 from megatron_cp.mask.slice import transpose_rows
 
 Int32Array = NDArray[np.int32]
@@ -107,7 +107,7 @@ def _check_size(mask: AttentionMask) -> None:
 
 def _build(rows: IntArray, num_rows: int, tile_rows: int, step: int, full_rows: int) -> WorkList:
     """Returns the work list of tight `rows` sorted by row start; short intervals share tiles if cheaper."""
-    cuts = np.unique(np.concatenate([rows[:, 0], rows[:, 1], [0, num_rows]]))
+    cuts = distinct(np.concatenate([rows[:, 0], rows[:, 1], [0, num_rows]]))
     groups = _group_short(cuts, tile_rows)
     if len(groups) < len(cuts):
         groups = _split_costly(rows, cuts, groups, tile_rows, step, full_rows)

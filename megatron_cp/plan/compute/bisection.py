@@ -96,7 +96,7 @@ class _Groups:
 
     def half_of_rank(self, num_ranks: int) -> IntArray:
         """Returns a number for each rank that differs between halves of groups."""
-        edges = np.unique(np.r_[self.first, self.middle])
+        edges = interval.distinct(np.r_[self.first, self.middle])
         return np.searchsorted(edges, np.arange(num_ranks), side="right")
 
     def halve(self, parts: "_Parts", goes_right: BoolArray) -> "_Groups":

@@ -89,7 +89,7 @@ class StagedRequests:
 
 def _first_stages(keys: IntArray, stage: IntArray) -> tuple[IntArray, IntArray]:
     """Returns keys that are needed in several stages cut so that each is there once, with its first stage."""
-    cuts = np.unique(keys)
+    cuts = interval.distinct(keys)
     low, high = (cuts.searchsorted(end) for end in keys.T)
     late_first = np.argsort(-stage, kind="stable")
     which, segment = interval.expand_ranges(low[late_first], high[late_first])

@@ -113,7 +113,7 @@ def linked_blocks(masks: Sequence[AttentionMask]) -> IntArray | None:
     if not apart.any():
         return None
     label = _labels(len(islands), *(end[apart] for end in ends))
-    if label is None or len(np.unique(label)) == 1 + np.count_nonzero(np.diff(label)):
+    if label is None or len(interval.distinct(label)) == 1 + np.count_nonzero(np.diff(label)):
         return None
     ordered = islands.take(np.argsort(label, kind="stable"), axis=0)
     whole = np.array([[0, masks[0].num_queries]])

@@ -210,7 +210,7 @@ def tree_rounds(requests: IntArray) -> list[IntArray]:
     """
     if not len(requests):
         return [requests]
-    cuts = np.unique(requests[:, ID_START:])
+    cuts = interval.distinct(requests[:, ID_START:])
     low = np.searchsorted(cuts, requests[:, ID_START])
     high = np.searchsorted(cuts, requests[:, ID_STOP])
     which, segment = interval.expand_ranges(low, high)

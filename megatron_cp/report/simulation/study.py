@@ -116,7 +116,7 @@ def _step_lines(step: Step) -> list[str]:
         f"{step.cp_size} ranks, {mask.num_queries:,} tokens in {len(step.lengths):,} "
         f"document{'s' if len(step.lengths) > 1 else ''}, {mask.area():.4g} pairs (density {mask.density():.2g})"
     )
-    first += f"; no plan is faster than {plain(served[0].bound_ms, 4)} ms" if served else ""
+    first += f"; lower bound {plain(served[0].bound_ms, 4)} ms" if served else ""
     return [first, *planner_lines(step.ours, step.outcomes)]
 
 

@@ -7,6 +7,8 @@ is noted; any other name is unknown. To leave a flag out is advised only where n
 
 from __future__ import annotations
 
+import re
+
 from megatron_cp.training.arguments.megatron_names import MEGATRON_NAMES
 
 _STRAGGLERS = "--log-straggler looks for slow ranks from the first step to the last"
@@ -123,6 +125,10 @@ NOTED: dict[str, tuple[int, str]] = {
     "--cuda-graph-scope": (-1, _NO_GRAPH),
     "--cuda-graph-warmup-steps": (1, _NO_GRAPH),
     "--enable-cuda-graph": (0, _NO_GRAPH),
+    "--te-rng-tracker": (
+        0,
+        "it is for graphs; Megatron-Core's own tracker draws the random numbers",
+    ),
     # memory
     "--fine-grained-activation-offloading": (0, _STAYS),
     "--offload-modules": (-1, _STAYS),
@@ -146,8 +152,8 @@ NOTED: dict[str, tuple[int, str]] = {
 }
 
 _UNDER_MEGATRON_LM = (
-    "Megatron-LM trains it with our attention: give its pretrain_gpt.py --spec "
-    "megatron_cp.mcore.spec gpt_layer_spec (docs/megatron.md)"
+    "Megatron-LM's own pretrain_gpt.py has it, and takes our attention by --spec megatron_cp.mcore.spec "
+    "gpt_layer_spec (docs/megatron.md)"
 )
 _SAME_RESULTS = "leave it out: results stay the same"
 _NO_EQUIVALENT = (
@@ -157,37 +163,82 @@ _EXPERTS = "of experts, the flags of docs/flags.md are served; " + _UNDER_MEGATR
 _NO_PREDICTION = (
     "of multi-token prediction, --mtp-num-layers and its factor are served; " + _UNDER_MEGATRON_LM
 )
+_OTHER_MODEL = (
+    "it belongs to models that are no GPT, which neither this program nor our attention serves"
+)
+_OTHER_ATTENTION = (
+    "it chooses attention or layers that ours does not stand for, here or in Megatron-LM's program"
+)
+_NO_INFERENCE = "there is no inference here"
+_NO_REINFORCEMENT = "reinforcement learning is not part of this loop"
+_SENDS_OF_TENSORS = "overlap of tensor-parallel sends needs transformer-engine; " + _SAME_RESULTS
+_FSDP = "--use-distributed-optimizer shards the optimizer, with the same results"
+_OF_TOKENIZERS = "--tokenizer-type and --tokenizer-model describe the tokenizer"
+_RESTARTS = (
+    "torchrun restarts ranks that died, and the run goes on from its last checkpoint "
+    "(docs/reliability.md); " + _SAME_RESULTS
+)
+_STACKS = (
+    "a rank that hangs leaves the stacks of all in --run-dir (docs/reliability.md); "
+    + _SAME_RESULTS
+)
 
-# first match by prefix wins; the sentence completes "... is an argument of Megatron-LM that is not
-# served here: "
+# first match of the words at the start of the name wins, without no-, disable-, enable- or use- before them; the
+# sentence completes "... is an argument of Megatron-LM that is not served here: "
 _REASONS: tuple[tuple[str, str], ...] = (
-    ("moe-", _EXPERTS),
+    ("moe- overlap-dispatch-backward-with-experts", _EXPERTS),
     ("fp8", "of fp8, --fp8-format, --fp8-recipe and their scaling flags are served"),
     ("fp4", "linear layers compute in --bf16 or fp8 (--fp8-format)"),
     ("mtp-", _NO_PREDICTION),
     ("ckpt-convert", "--load reads torch_dist and torch; --ckpt-format says what --save writes"),
-    ("rl-", "reinforcement learning is not part of this loop"),
-    ("grpo-", "reinforcement learning is not part of this loop"),
-    ("inference-", "there is no inference here"),
-    ("mamba-", "only transformers are built here"),
-    ("hybrid-", "only transformers are built here"),
-    ("linear-", "only softmax attention is built here"),
-    ("dsa-", "only softmax attention is built here"),
-    ("tokenizer-", "--tokenizer-type and --tokenizer-model describe the tokenizer"),
-    ("tp-comm", "overlap of tensor-parallel sends needs transformer-engine; " + _SAME_RESULTS),
+    ("rl- grpo- langrl- perform-rl", _NO_REINFORCEMENT),
+    (
+        "inference- flash-decode decode-only chunked-prefill cache-mla-latents mlp-chunks-for-prefill "
+        "nccl-all-reduce-for-prefill num-speculative max-tokens-to-oom legacy-static-engine symmetric-ar",
+        _NO_INFERENCE,
+    ),
+    (
+        "bert- biencoder- block-data-path classes-fraction data-per-class dino- embedding-path evidence- head-lr "
+        "ict- img- indexer- iter-per-epoch mask-factor mask-prob mask-type mrope- num-channels num-classes "
+        "output-bert patch-dim query-in-block retriever- retro- sample-rate short-seq swin- titles- "
+        "one-sent-docs vision- vocab-extra data-sharding encoder- decoder-num-layers decoder-seq",
+        _OTHER_MODEL,
+    ),
+    ("mamba- hybrid- is-hybrid", "only transformers are built here"),
+    ("linear- dsa-", "only softmax attention is built here"),
+    (
+        "experimental-attention kitchen heterogeneous-layers relative-attention flash-attention-version "
+        "mla-down-proj",
+        _OTHER_ATTENTION,
+    ),
+    ("inprocess- ft- calc-ft adlr- replication", _RESTARTS),
+    (
+        "error-injection fault-injector-",
+        "it plants faults, to try a run's defences; " + _SAME_RESULTS,
+    ),
+    ("flight-recorder", _STACKS),
+    (
+        "config-logger- gpu-sniff- run-workload-inspector record-shapes save-activations save-dgrads save-wgrads "
+        "save-params save-tokens dump-param",
+        "it looks at a run and changes nothing in it; " + _SAME_RESULTS,
+    ),
+    ("msc object-storage", "files are read from folders of the machine; mount the storage there"),
+    ("tokenizer- tiktoken- trust-remote allow-ambiguous-pad null-tokenizer", _OF_TOKENIZERS),
+    ("tp-comm", _SENDS_OF_TENSORS),
     ("pytorch-profiler", "--profile writes a trace without it; " + _SAME_RESULTS),
     ("nvtx-ranges", "--profile writes a trace of torch.profiler; " + _SAME_RESULTS),
     (
-        "use-megatron-fsdp",
-        "--use-distributed-optimizer shards the optimizer, with the same results",
+        "megatron-fsdp fsdp- torch-fsdp2 data-parallel-sharding outer-dp-sharding full-sharding-in-hsdp "
+        "create-all-gather-group strict-fsdp init-model-with-meta",
+        _FSDP,
     ),
-    ("use-torch-fsdp2", "--use-distributed-optimizer shards the optimizer, with the same results"),
     ("wandb", "see --wandb-project, --wandb-exp-name, --wandb-save-dir, --wandb-entity"),
     ("checkpoint-activations", "use --recompute-granularity selective"),
     ("model-parallel-size", "use --tensor-model-parallel-size"),
     ("batch-size", "use --micro-batch-size"),
     ("warmup", "use --lr-warmup-fraction"),
 )
+_PREFIX = re.compile("(no|disable|enable|use)-")
 
 
 # refused flag -> values that it would have decided: they are not judged without it
@@ -209,5 +260,13 @@ def refusal(flag: str) -> str | None:
     name = flag.removeprefix("--")
     if name not in MEGATRON_NAMES:
         return None
-    advice = next((text for prefix, text in _REASONS if name.startswith(prefix)), _NO_EQUIVALENT)
+    spoken = (name, _PREFIX.sub("", name, count=1))
+    advice = next(
+        (
+            text
+            for words, text in _REASONS
+            if any(n.startswith(tuple(words.split())) for n in spoken)
+        ),
+        _NO_EQUIVALENT,
+    )
     return f"{flag} is an argument of Megatron-LM that is not served here: {advice}"

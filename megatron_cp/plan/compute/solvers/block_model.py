@@ -121,7 +121,7 @@ class BlockModel:
     def links(self, pins: IntArray, unit_of_block: IntArray) -> FloatArray:
         """Returns the seconds that foreign rows of some pins take, in and out: `[2, units * ports]`."""
         count = self.units.count
-        needs = np.unique(pins[:, 0] * count + unit_of_block[pins[:, 1]])
+        needs = interval.distinct(pins[:, 0] * count + unit_of_block[pins[:, 1]])
         net, unit = needs // count, needs % count
         foreign = unit != self.owner[net]
         ends, travel = self.ends(net[foreign], unit[foreign]), self.travel[net[foreign]]
@@ -250,7 +250,7 @@ def _nets(ranges: IntArray, block: IntArray) -> tuple[IntArray, IntArray, IntArr
 
     Returns pins (net, block), the rows of each net and its first row.
     """
-    edges = np.unique(ranges)
+    edges = interval.distinct(ranges)
     low, high = np.searchsorted(edges, ranges[:, 0]), np.searchsorted(edges, ranges[:, 1])
     which, atom = interval.expand_ranges(low, high)
     pairs = np.unique(np.stack([atom, block[which]], axis=1), axis=0)
