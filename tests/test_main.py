@@ -155,7 +155,7 @@ def test_page_that_cannot_be_written_is_one_line(tmp_path, capsys):
     with pytest.raises(SystemExit) as caught:
         main(["plan", "--lengths", "64", *QUICK, "--html", str(tmp_path / "file" / "page.html")])
     *progress, last = capsys.readouterr().err.splitlines()
-    assert caught.value.code == 2 and "error: /" in last and "file: Not a directory" in last
+    assert caught.value.code == 2 and "error: /" in last and "file: File exists" in last
     assert "error" not in "".join(progress)
 
 
