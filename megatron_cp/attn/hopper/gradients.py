@@ -19,6 +19,7 @@ from megatron_cp.attn.hopper.launch import (
     TiledKernel,
     heads_per_section,
     score_scales,
+    section_bytes,
     tensor_map,
 )
 from megatron_cp.attn.hopper.row_stats import RowStats, stats_map
@@ -192,7 +193,7 @@ def main_bytes(lists: BackwardList) -> int:
 
 def _items_per_section(item_bytes: int, num_items: int) -> int:
     """Returns the items of how many heads run side by side: those whose queries fit the cache."""
-    return min(num_items, max(1, SECTION_BYTES // max(1, item_bytes)))
+    return min(num_items, max(1, section_bytes() // max(1, item_bytes)))
 
 
 def postprocess_params(dq_sum: Tensor, dq: Tensor, softmax_scale: float) -> BwdPostprocessParams:

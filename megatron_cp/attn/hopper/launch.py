@@ -8,7 +8,8 @@ import contextlib
 import ctypes
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, Protocol
@@ -30,6 +31,7 @@ PANEL = 64
 SECTION_BYTES = (
     32 << 20
 )  # what is to stay in the second-level cache while it is read again and again
+_is_head_by_head: ContextVar[bool] = ContextVar("megatron_cp_head_by_head", default=False)
 MAX_STREAMS = 256  # per device; each has a pair of work counters
 COUNTER_BYTES = 128  # a cache line per pair
 TINY_SCALE = 1e-30  # stands for softmax_scale = 0, with which masked scores would be -inf * 0
@@ -246,8 +248,23 @@ def score_scales(softmax_scale: float, softcap: float) -> tuple[float, float, fl
 
 def heads_per_section(num_heads: int, num_kv_heads: int, num_keys: int, columns: int) -> int:
     """Returns how many query heads run side by side: those whose keys and values fit the cache."""
-    fitting = SECTION_BYTES // max(1, num_keys * columns * 2)
+    fitting = section_bytes() // max(1, num_keys * columns * 2)
     return min(num_heads, max(1, fitting) * (num_heads // num_kv_heads))
+
+
+def section_bytes() -> int:
+    """Returns what the heads that run side by side may read again and again."""
+    return 0 if _is_head_by_head.get() else SECTION_BYTES
+
+
+@contextlib.contextmanager
+def head_by_head() -> Iterator[None]:
+    """Runs heads one after another inside, as where their keys are too many for the cache: for small tests."""
+    token = _is_head_by_head.set(True)
+    try:
+        yield
+    finally:
+        _is_head_by_head.reset(token)
 
 
 def tensor_map(name: str, x: Tensor, box_rows: int, on: MapEncoder) -> TensorMap:
