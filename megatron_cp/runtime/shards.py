@@ -76,7 +76,10 @@ def position_ids(
 
 
 def document_starts(plan: AttentionPlan) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Returns the first token of each document: the finest cut that no slice of the mask crosses."""
+    """Returns the first token of each document: the finest cut that no slice of the mask crosses.
+
+    A token that no pair has is a document of its own, where the planner's `document_bounds` joins neighbours.
+    """
     rows = plan.mask.array
     low = np.minimum(rows[:, 0], rows[:, 2])
     high = np.maximum(rows[:, 1], rows[:, 3])

@@ -52,22 +52,6 @@ def check_supported(
         )
 
 
-def can_serve(
-    q: Tensor,
-    v: Tensor,
-    softmax_scale: float,
-    softcap: float,
-    deterministic: bool,
-    needs_grad: bool,
-) -> bool:
-    """Returns whether `check_supported` passes."""
-    try:
-        check_supported(q, v, softmax_scale, softcap, deterministic, needs_grad)
-    except NotImplementedError:
-        return False
-    return True
-
-
 def operator_for(q: Tensor, v: Tensor, options: AttendOptions, *, needs_grad: bool) -> Operator:
     """Returns the operator of a pass. Raises NotImplementedError as `check_supported`."""
     asked = (options.softcap, options.deterministic, needs_grad)

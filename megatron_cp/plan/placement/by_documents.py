@@ -99,13 +99,7 @@ def document_bounds(mask: AttentionMask) -> IntArray:
     opens = np.r_[True, start[1:] >= reach[:-1]][: len(start)]
     closes = np.r_[opens[1:], True][: len(start)]
     ends = np.array([0, mask.num_queries])
-    return distinct(np.concatenate([ends, start[opens], reach[closes]]))
-
-
-def distinct(values: IntArray) -> IntArray:
-    """Returns each value once, ascending; on values that are nearly in order four times quicker than `np.unique`."""
-    values = np.sort(values, kind="stable")
-    return values.compress(np.r_[True, values[1:] != values[:-1]])
+    return interval.distinct(np.concatenate([ends, start[opens], reach[closes]]))
 
 
 @dataclass(frozen=True)

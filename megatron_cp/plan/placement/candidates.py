@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
-from megatron_cp.mask.interval import IntArray
+from megatron_cp.mask.interval import IntArray, distinct
 from megatron_cp.plan.hardware.links import Links
 from megatron_cp.plan.hardware.speeds import rank_speeds, total_speed
 from megatron_cp.plan.hardware.topology import get_topology
@@ -21,7 +21,6 @@ from megatron_cp.plan.placement import by_area
 from megatron_cp.plan.placement.by_area import ChunkTable
 from megatron_cp.plan.placement.by_documents import (
     Ranks,
-    distinct,
     document_bounds,
     whole_documents,
 )

@@ -24,14 +24,12 @@ from megatron_cp.training.arguments.known_flags import NOTED, decided_by, refusa
 from megatron_cp.training.arguments.machine import Machine, this_machine
 from megatron_cp.training.config import TrainConfig
 
-Draft = argparse.Namespace
-Parser = argparse.ArgumentParser
 PROGRAM = "pretrain_gpt.py"
 
 
-def build_parser() -> Parser:
+def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of every served flag, Megatron-LM's and ours."""
-    parser = Parser(
+    parser = argparse.ArgumentParser(
         prog=PROGRAM,
         exit_on_error=False,
         description="Pretrain a GPT with context parallelism. Flags are those of Megatron-LM.",
@@ -69,7 +67,7 @@ _OF_LAUNCHER = ("rank", "world_size", "local_rank", "local_world_size")
 
 def judge_arguments(
     argv: Sequence[str], environment: Mapping[str, str], machine: Machine | None = None
-) -> tuple[Draft, list[str]]:
+) -> tuple[argparse.Namespace, list[str]]:
     """Returns a draft and every reason to refuse it, sorted; complete if there is none.
 
     Opens no file. A reason that only follows from another is left out. Judges for `machine`; by
@@ -89,7 +87,7 @@ def judge_arguments(
 
 
 def _sort_flags(
-    parser: Parser, argv: Sequence[str]
+    parser: argparse.ArgumentParser, argv: Sequence[str]
 ) -> tuple[list[str], list[str], list[str], list[str]]:
     """Returns the words that the parser takes, notes, refusals, and the values these leave open."""
     served = {name: action.dest for action in parser._actions for name in action.option_strings}
@@ -136,7 +134,9 @@ def _flags_with_values(argv: Sequence[str]) -> Iterator[list[str]]:
         yield group
 
 
-def _parse_kept(parser: Parser, words: list[str]) -> tuple[Draft, list[str]]:
+def _parse_kept(
+    parser: argparse.ArgumentParser, words: list[str]
+) -> tuple[argparse.Namespace, list[str]]:
     """Returns what the parser makes of the words, and why it refuses some of them.
 
     The parser stops at the first flag whose value is wrong. That flag is taken out, and the rest is
@@ -164,7 +164,7 @@ def _parse_kept(parser: Parser, words: list[str]) -> tuple[Draft, list[str]]:
     return args, reasons
 
 
-def _launcher(environment: Mapping[str, str], args: Draft) -> Iterator[str]:
+def _launcher(environment: Mapping[str, str], args: argparse.Namespace) -> Iterator[str]:
     """Completes rank, world size and local rank as torchrun or SLURM's wrapper exported them.
 
     (0, 1, 0) without a launcher.
