@@ -184,7 +184,9 @@ def test_items_side_by_side_are_those_whose_queries_fit_the_cache(
 def _heads_per_item(num_tokens, heads, visits, most_visits, *, in_order=False):
     q, k = (torch.empty(num_tokens, n, 128, device="meta") for n in heads)
     num_tiles = -(-num_tokens // 128)
-    lists = BackwardList(torch.empty(0), num_tiles, num_tiles, visits, most_visits, 0, 0, in_order)
+    lists = BackwardList(
+        torch.empty(0), num_tiles, num_tiles, visits, most_visits, 0, 0, 0, in_order
+    )
     return gradients.BackwardCall(q, k, k, q, None, lists, 1.0, 0.0).heads_per_item(132)
 
 
@@ -216,7 +218,17 @@ def test_forward_operator_keeps_the_rules_of_operators(device, needs_grad, sink)
     q, k, v = draw(9, 9, dtype=torch.float16)
     mask = masks.causal(9)
     grad_data, *counts = hopper._grad_list(q, v, mask, OPTIONS)
-    arguments = (q, k, v, *hopper._work_list(q, v, mask, 0.0), sink, 0.125, 0.0, grad_data, counts)
+    arguments = (
+        q,
+        k,
+        v,
+        *hopper._work_list(q, v, mask, 0.0)[:3],
+        sink,
+        0.125,
+        0.0,
+        grad_data,
+        counts,
+    )
     if needs_grad:
         arguments = (*_leaves((q, k, v)), *arguments[3:])
     torch.library.opcheck(torch.ops.megatron_cp.attention_forward.default, arguments)
@@ -260,7 +272,7 @@ def test_compiled_attention_gives_the_bits_of_the_plain_call(device):
 def test_operator_in_one_graph_gives_the_bits_of_the_plain_call(device):
     q, k, v = draw(13, 13)
     mask = masks.documents([4, 9])
-    data, num_tiles, num_segs = hopper._work_list(q, v, mask, 0.0)
+    data, num_tiles, num_segs, _ = hopper._work_list(q, v, mask, 0.0)
     grad_data, *counts = hopper._grad_list(q, v, mask, OPTIONS)
 
     def layer(q, k, v, data, grad_data):
@@ -281,7 +293,7 @@ def test_operator_in_one_graph_gives_the_bits_of_the_plain_call(device):
 
 def test_gradient_of_an_operator_called_without_a_list_for_it_is_refused(device):
     q, k, v = draw(9, 9)
-    lists = hopper._work_list(q, v, masks.causal(9), 0.0)
+    lists = hopper._work_list(q, v, masks.causal(9), 0.0)[:3]
     operator = torch.ops.megatron_cp.attention_forward
     out, *_ = operator(q.requires_grad_(), k, v, *lists, None, 0.125, 0.0, None, [])
     with pytest.raises(RuntimeError, match=r"without grad_work, .*; call attend\(\)"):

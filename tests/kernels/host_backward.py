@@ -128,10 +128,12 @@ def _dq_alone(raw: bytes, device) -> None:
     assert (q.shape[1], k.shape[1], len(k)) == (p.num_heads, p.num_kv_heads, p.num_keys)
     assert p.tiles % 16 == p.segments % 16 == 0 and p.counters
     assert 1 <= p.heads_per_section <= p.num_heads
-    tiles = array_at(p.tiles, np.int32, 4 * p.num_tiles).reshape(-1, 4)
-    segs = array_at(p.segments, np.int32, 8 * int(tiles[-1, 2:].sum())).reshape(-1, 8)
-    for tile in array_at(p.order, np.int32, p.num_tiles):
+    order = array_at(p.order, np.int32, p.num_tiles)
+    tiles = array_at(p.tiles, np.int32, 4 * (order.max() + 1)).reshape(-1, 4)
+    segs = array_at(p.segments, np.int32, 8 * int(tiles[:, 2:].sum(axis=1).max())).reshape(-1, 8)
+    for tile in order:
         row0, rows, seg0, count = tiles[tile].tolist()
+        assert count or not p.accumulate  # nothing would be added
         for row in range(row0, row0 + rows):
             # Rows are queries here: the same look-up, of keys.
             keys = _queries_of(row, segs[seg0 : seg0 + count])

@@ -74,13 +74,14 @@ def _run(p, query, key, value, device: HostDevice) -> None:
     assert k.shape[0] == v.shape[0] == p.num_keys
     assert 1 <= p.heads_per_section <= p.num_heads
     assert p.counters and p.counters % 8 == 0
-    tiles = array_at(p.tiles, np.int32, 4 * p.num_tiles).reshape(-1, 4)
     order = array_at(p.order, np.int32, p.num_tiles)
-    num_segs = int(tiles[-1, 2] + tiles[-1, 3])
+    tiles = array_at(p.tiles, np.int32, 4 * (order.max() + 1)).reshape(-1, 4)
+    num_segs = int((tiles[:, 2] + tiles[:, 3]).max())
     segs = array_at(p.segments, np.int32, 8 * num_segs).reshape(-1, 8)
     assert p.tiles % 16 == p.segments % 16 == 0
     for tile in order:
         row0, rows, seg0, count = tiles[tile]
+        assert count or not p.accumulate  # nothing would be added
         for head in range(p.num_heads):
             kv_head = head // (p.num_heads // p.num_kv_heads)
             for row in range(row0, row0 + rows):

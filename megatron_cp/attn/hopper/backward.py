@@ -96,7 +96,8 @@ def _launch_dq(call: BackwardCall, dq: Tensor, sm_share: float, *, adds: bool) -
         pair = counters(device, stream)
         params.counters, params.accumulate = pair.address, adds
         params.factor = 1.0 if adds else call.softmax_scale
-        num_items = call.lists.dq_tiles * call.q.shape[1]
+        params.num_tiles = call.lists.dq_with_keys if adds else call.lists.dq_tiles
+        num_items = params.num_tiles * call.q.shape[1]
         kernel.launch(kernel.num_blocks(num_items, sm_share), stream, params, device)
 
 

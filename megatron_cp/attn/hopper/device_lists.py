@@ -16,19 +16,27 @@ from megatron_cp.mask import AttentionMask
 
 
 class DeviceList(NamedTuple):
-    """A forward work list as one int32 tensor: tiles `[num_tiles, 4]`, segments `[num_segs, 8]`, order."""
+    """A forward work list as one int32 tensor: tiles `[num_tiles, 4]`, segments `[num_segs, 8]`, order.
+
+    The first `num_with_keys` tiles in order have keys, the others none.
+    """
 
     data: Tensor
     num_tiles: int
     num_segs: int
+    num_with_keys: int
+
+    def num_visited(self, accumulate: bool) -> int:
+        """Returns how many tiles a kernel visits: where it adds to a result, rows without keys keep what they have."""
+        return self.num_with_keys if accumulate else self.num_tiles
 
 
 class BackwardList(NamedTuple):
     """A backward work list as one int32 tensor: as DeviceList, then the list of the kernel for dq alone.
 
-    That has `dq_tiles` tiles and `dq_segs` segments, 0 where the kernel for dk and dv adds up dq. A query head's tiles
-    are visited `num_visits` times, `most_visits` times for one tile of keys. `in_order`: sums are to have the same
-    bits in every run.
+    That has `dq_tiles` tiles, `dq_with_keys` of them with keys, and `dq_segs` segments, 0 where the kernel for dk and
+    dv adds up dq. A query head's tiles are visited `num_visits` times, `most_visits` times for one tile of keys.
+    `in_order`: sums are to have the same bits in every run.
     """
 
     data: Tensor
@@ -37,6 +45,7 @@ class BackwardList(NamedTuple):
     num_visits: int
     most_visits: int
     dq_tiles: int
+    dq_with_keys: int
     dq_segs: int
     in_order: bool
 
@@ -52,7 +61,7 @@ def forward_list(
     def prepare(mask: AttentionMask) -> Prepared:
         work = forward_work(mask, tile_rows, tile_keys)
         _check_inside(work, mask.num_queries, mask.num_keys)
-        counts = len(work.tiles), len(work.segs)
+        counts = len(work.tiles), len(work.segs), work.num_with_segments
         arrays = [_one([work.tiles, work.segs, work.order])]
         return arrays, lambda data: DeviceList(data[0], *counts)
 
@@ -80,11 +89,11 @@ def backward_list(
     def prepare(mask: AttentionMask) -> Prepared:
         work = backward_work(mask, *tile)
         _check_inside(work, mask.num_keys, mask.num_queries)
-        parts, dq_counts = [work.tiles, work.segs, work.order], (0, 0)
+        parts, dq_counts = [work.tiles, work.segs, work.order], (0, 0, 0)
         if dq_tile is not None:
             dq_work = forward_work(mask, *dq_tile)
             parts += [dq_work.tiles, dq_work.segs, dq_work.order]
-            dq_counts = len(dq_work.tiles), len(dq_work.segs)
+            dq_counts = len(dq_work.tiles), dq_work.num_with_segments, len(dq_work.segs)
         visits = work.visits_of_tiles
         counts = len(work.tiles), len(work.segs), int(visits.sum()), int(visits.max(initial=0))
         return [_one(parts)], lambda data: BackwardList(data[0], *counts, *dq_counts, in_order)

@@ -67,6 +67,11 @@ class WorkList:
         return until[seg0 + num_segs] - until[seg0]
 
     @property
+    def num_with_segments(self) -> int:
+        """Returns how many tiles have any; the others are the last in `order`."""
+        return int(np.count_nonzero(self.tiles[:, 3]))
+
+    @property
     def num_full(self) -> int:
         """Returns how many of the visits need no mask."""
         return int((self.segs[:, FULL_END] - self.segs[:, FULL_BEGIN]).sum())
