@@ -63,7 +63,7 @@ def test_a_batch_of_some_documents_holds_their_tokens_their_loss_and_their_pairs
 def test_what_delayed_scaling_keeps_is_put_back_before_a_step_is_computed_again(monkeypatch):
     from megatron_cp.training.bad_steps import probe
 
-    for name in ("random_states", "restore_random_states", "auxiliary_losses"):
+    for name in ("own_random_states", "restore_random_states", "auxiliary_losses"):
         monkeypatch.setattr(probe, name, lambda *_: {})
     layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     runner = SimpleNamespace(model=[layers], config=None)
