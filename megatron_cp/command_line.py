@@ -17,7 +17,7 @@ from typing import Any, NoReturn, ParamSpec
 Parameters = ParamSpec("Parameters")
 
 STDOUT = Path("-")
-INTERRUPTED = 130  # 128 + SIGINT, as shells count
+INTERRUPTED, NOT_READ = 130, 141  # 128 + SIGINT, 128 + SIGPIPE, as shells count
 
 
 def refuse(program: str, reasons: Sequence[str]) -> NoReturn:
@@ -31,9 +31,10 @@ def refuse(program: str, reasons: Sequence[str]) -> NoReturn:
 def answering(
     program: str,
 ) -> Callable[[Callable[Parameters, int]], Callable[Parameters, int]]:
-    """Returns a decorator for the main of a program: what it was refused is one line and code 2, Ctrl-C code 130.
+    """Returns a decorator for the main of a program: what it was refused is one line and code 2.
 
-    ValueError, NotImplementedError and OSError are refusals.
+    Ctrl-C is code 130, an output that nobody reads any more code 141. Refusals are ValueError, NotImplementedError
+    and OSError.
     """
 
     def decorate(main: Callable[Parameters, int]) -> Callable[Parameters, int]:
@@ -43,9 +44,9 @@ def answering(
                 refuse(program, ["standard output is closed; open it, or send it to /dev/null"])
             try:
                 return main(*args, **kwargs)
-            except BrokenPipeError:  # `... | head` has seen enough
+            except BrokenPipeError:  # `... | head` has seen enough; what remained was not done
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-                return 0
+                return NOT_READ
             except KeyboardInterrupt:
                 begin = "\n" if sys.stderr.isatty() else ""
                 sys.stderr.write(f"{begin}{program}: interrupted\n")

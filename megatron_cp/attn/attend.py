@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_cp.attn.eager import eager
 from megatron_cp.attn.logits import no_logits, raise_to_, sharp_lse
 from megatron_cp.attn.merge import apply_sink, merge_rows_, merge_span_, sink_gradient
-from megatron_cp.attn.once import first_derivative_only
+from megatron_cp.attn.once import Saved, first_derivative_only
 from megatron_cp.attn.options import (
     AttendOptions,
     accumulation_dtype,
@@ -240,8 +240,10 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     @first_derivative_only("attend")
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, sink, out, lse = ctx.saved_tensors
+    def backward(
+        ctx: Any, saved: Saved, dout: Tensor | None, dlse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        q, k, v, sink, out, lse = saved
         delta = torch.zeros_like(lse)
         if dout is None:
             dout = torch.zeros_like(out)

@@ -11,24 +11,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Backward = Callable[..., tuple[Tensor | None, ...]]
+Saved = tuple[Any, ...]
+Gradients = tuple[Tensor | None, ...]
 
 
-def first_derivative_only(name: str) -> Callable[[Backward], Backward]:
+def first_derivative_only(
+    name: str,
+) -> Callable[[Callable[..., Gradients]], Callable[..., Gradients]]:
     """Returns a decorator for the backward of an autograd function whose gradients cannot be differentiated.
+
+    What it decorates takes the saved tensors behind its context: a checkpoint lets them be read once.
 
     With `create_graph=True` they depend on everything that the function saved or was given, by a node
     that raises NotImplementedError, naming ``name``, when a second derivative comes through.
     """
 
-    def decorate(backward: Backward) -> Backward:
+    def decorate(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
         @functools.wraps(backward)
-        def guarded(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        def guarded(ctx: Any, *grads: Tensor | None) -> Gradients:
+            saved: Saved = ctx.saved_tensors
             with torch.no_grad():
-                results = backward(ctx, *grads)
+                results = backward(ctx, saved, *grads)
             if not torch.is_grad_enabled():
                 return results
-            causes = [x for x in (*grads, *ctx.saved_tensors) if x is not None and x.requires_grad]
+            causes = [x for x in (*grads, *saved) if x is not None and x.requires_grad]
             found = [x for x in results if x is not None]
             if not causes or not found:
                 return results

@@ -50,30 +50,31 @@ def read_manifest(path: Path, idx_path: Path, index_bytes: bytes, bin_bytes: int
 
 def made_by(tokenizer: Tokenizer) -> dict[str, Any]:
     """Returns what a manifest records of the tokenizer that makes a corpus."""
-    facts = {"vocab_size": tokenizer.vocab_size, **tokenizer.unique_identifiers}
+    facts = {**tokenizer.unique_identifiers, "vocab_size": tokenizer.vocab_size}
     return {"tokenizer": facts, "eod": tokenizer.eod}
 
 
 def note_of_another_tokenizer(
     prefix: str, manifest: Mapping[str, Any], tokenizer: Tokenizer
 ) -> str | None:
-    """Returns a note for a corpus of other files of a tokenizer with equal numbers; None where nothing differs.
+    """Returns a note for a corpus that other files of a tokenizer made, which the run's may extend; else None.
 
-    Raises ValueError for a corpus whose vocabulary or end of document has another number.
+    Raises ValueError for a corpus of more tokens, or with another end of document.
     """
-    own, made = made_by(tokenizer), manifest.get("tokenizer")
-    if not isinstance(made, dict) or made == own["tokenizer"]:
+    own, made = made_by(tokenizer)["tokenizer"], manifest.get("tokenizer")
+    if not isinstance(made, dict) or {**made, "vocab_size": int(made["vocab_size"])} == own:
         return None
-    have = {"vocab_size": made.get("vocab_size"), "eod": manifest.get("eod")}
-    want = {"vocab_size": tokenizer.vocab_size, "eod": tokenizer.eod}
-    classes = f"{made.get('class')}, the run's is {own['tokenizer']['class']}"
-    if have == want:
+    size, eod = int(made["vocab_size"]), manifest.get("eod")
+    classes = f"{made.get('class')}, the run's is {own['class']}"
+    if size <= tokenizer.vocab_size and eod == tokenizer.eod:
         return (
-            f"{prefix} was made by other tokenizer files ({classes}), with as many tokens and the same end of "
-            "document; texts come out wrong if its tokens have other numbers"
+            f"{prefix} was made by other tokenizer files ({classes}), {size} tokens for {tokenizer.vocab_size} and "
+            "the same end of document; texts come out wrong if its tokens have other numbers"
         )
-    name = next(name for name in have if have[name] != want[name])
+    differs = f"end of document {eod}, not {tokenizer.eod}"
+    if eod == tokenizer.eod:
+        differs = f"vocab_size {size}, more than {tokenizer.vocab_size}"
     raise ValueError(
-        f"{prefix} was made by another tokenizer ({classes}): {name} {have[name]}, not {want[name]}; give the "
-        "tokenizer that made it, or make it again with this one"
+        f"{prefix} was made by another tokenizer ({classes}): {differs}; give the tokenizer that made it, or make "
+        "it again with this one"
     )

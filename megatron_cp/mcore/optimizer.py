@@ -92,10 +92,12 @@ def fill_missing_state(optimizer: Any) -> None:
     """Gives every parameter that was never updated the state that its first update would begin with.
 
     ``optimizer`` is Megatron's. A checkpoint needs the state of each parameter; with a loss scale the
-    first steps may all be skipped.
+    first steps may all be skipped. Left alone are optimizers that make their state themselves
+    (`use_precision_aware_optimizer`) or that Megatron cannot begin (SGD, those on a CPU).
     """
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if part.optimizer is not None and part.init_state_fn is not None:
+        has_rule = part.optimizer is not None and part.init_state_fn is not None
+        if has_rule and not part.config.use_precision_aware_optimizer:
             part.init_state_fn(part.optimizer, part.config)
 
 

@@ -32,7 +32,7 @@ from megatron_cp.attn.attend import (
     row_merger,
 )
 from megatron_cp.attn.merge import apply_sink, sink_gradient
-from megatron_cp.attn.once import first_derivative_only
+from megatron_cp.attn.once import Saved, first_derivative_only
 from megatron_cp.attn.options import AttendOptions, accumulation_dtype
 from megatron_cp.comm import Pending
 from megatron_cp.plan.schema import PassName
@@ -79,9 +79,11 @@ class DistributedAttention(torch.autograd.Function):
 
     @staticmethod
     @first_derivative_only("cp_attention")
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, saved: Saved, dout: Tensor | None, dlse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         """Gradients of q, sink and keys; collective, like forward."""
-        q, sink, out, lse, *keys = ctx.saved_tensors
+        q, sink, out, lse, *keys = saved
         # A rank whose out is unused must still take part: its keys serve others' queries.
         dout = torch.zeros_like(out) if dout is None else dout
         delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)

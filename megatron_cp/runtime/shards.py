@@ -150,8 +150,10 @@ def roll(
     _check_length(x_local, plan.tokens_per_rank, dim, "x_local")
     if not isinstance(shifts, Integral):
         raise TypeError(f"shifts={shifts!r} must be an integer, a number of tokens")
-    open_session(plan, group, x_local.device)
-    rolled: Tensor = _Roll.apply(x_local.movedim(dim, 0), plan, group, shifts)
+    # A rank without a backward pass would leave the others waiting for it there.
+    has_backward = torch.is_grad_enabled() and x_local.requires_grad
+    open_session(plan, group, x_local.device, f"roll backward {has_backward}")
+    rolled: Tensor = _Roll.apply(x_local.movedim(dim, 0), plan, group, int(shifts))
     return rolled.movedim(0, dim)
 
 

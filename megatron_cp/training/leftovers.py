@@ -127,15 +127,19 @@ def remove_empty_folders(folder: Path) -> None:
 def remove_own_folders(parent: Path, prefix: str) -> None:
     """Removes this user's folders of that name; links, and what belongs to others, stay."""
     for path in parent.glob(f"{prefix}*"):
-        if path.lstat().st_uid == os.getuid() and path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
+        with suppress(FileNotFoundError):
+            if path.lstat().st_uid == os.getuid() and path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_own_semaphores(parent: Path, prefix: str) -> None:
     """Removes this user's semaphores of that name, and the names under which glibc made them."""
-    own = [path for path in parent.glob(f"sem.{prefix}*") if path.lstat().st_uid == os.getuid()]
-    made = {path.lstat().st_ino for path in own}
+    own = set()
+    for path in parent.glob(f"sem.{prefix}*"):
+        with suppress(FileNotFoundError):  # others of the run remove theirs at the same time
+            found = path.lstat()
+            own |= {found.st_ino} if found.st_uid == os.getuid() else set()
     for path in parent.glob("sem.*"):
         with suppress(FileNotFoundError):
-            if path.lstat().st_ino in made:
+            if path.lstat().st_ino in own:
                 path.unlink()

@@ -36,10 +36,21 @@ def test_other_files_with_equal_numbers_are_told(corpus):
     assert "made by other tokenizer files" in told
 
 
-@pytest.mark.parametrize(("name", "value"), [("vocab_size", 50257), ("eod", 0)])
-def test_another_vocabulary_is_refused_with_what_differs(corpus, name, value):
-    with pytest.raises(ValueError, match=f"made by another tokenizer .*: {name} {value}, not"):
+def test_a_corpus_of_a_tokenizer_that_the_runs_extends_is_told(corpus):
+    assert "made by other tokenizer files" in note(corpus, vocab_size=200)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [("vocab_size", 50257, "vocab_size 50257, more than"), ("eod", 0, "end of document 0, not")],
+)
+def test_another_vocabulary_is_refused_with_what_differs(corpus, name, value, said):
+    with pytest.raises(ValueError, match=f"made by another tokenizer .*: {said}"):
         note(corpus, sha256="of other files", **{name: value})
+
+
+def test_a_size_that_an_older_manifest_has_as_text_is_a_number(corpus):
+    assert note(corpus, vocab_size=str(corpus.facts["tokenizer"]["vocab_size"])) is None
 
 
 def test_a_corpus_that_says_nothing_is_read_by_any(corpus):

@@ -252,7 +252,7 @@ PROGRAM = (
     ProgramCase(DATA, "--context-parallel-size 2", ("beyond the .bin",), data="short"),
     ProgramCase(DATA, "--context-parallel-size 2", ("no token",), data="empty"),
     ProgramCase(DATA, "--context-parallel-size 2", ("token id 600", "[0, 512)"), data="large-ids"),
-    ProgramCase(DATA, "--tokenizer-type ByteLevel", ("HuggingFaceTokenizer, the run's is ByteLevel", "vocab_size 512"), data="of-another-tokenizer"),
+    ProgramCase(DATA, "--tokenizer-type ByteLevel", ("HuggingFaceTokenizer, the run's is ByteLevel", "end of document 0"), data="of-another-tokenizer"),
     ProgramCase(DATA, "--context-parallel-size 2", ("0 sources", "--data-path"), data=""),
     ProgramCase(DATA, "--mock-data", ("2 sources", "--data-path")),
     ProgramCase(DATA, "--data-path 0.5 good b", ("word 3, 'b'", "a weight before every prefix"), data=""),

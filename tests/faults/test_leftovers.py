@@ -126,6 +126,26 @@ def test_semaphores_have_the_name_of_the_run_and_go_with_it(tmp_path: Path, monk
     assert {path.name for path in tmp_path.iterdir()} == set(others)
 
 
+def test_what_others_remove_at_the_same_time_is_no_error(tmp_path, monkeypatch):
+    """Ranks and resource trackers end, and tidy up, while this goes on."""
+    kept = tmp_path / "sem.megatron_cp_7_1_kept"
+    kept.write_text("")
+    plain = Path.glob
+
+    def glob_before_others(path, pattern):
+        found = [
+            *plain(path, pattern),
+            path / "sem.megatron_cp_7_1_gone",
+            path / "megatron_cp_7_1_gone",
+        ]
+        return iter(sorted(found))
+
+    monkeypatch.setattr(Path, "glob", glob_before_others)
+    leftovers.remove_own_semaphores(tmp_path, "megatron_cp_7_1_")
+    leftovers.remove_own_folders(tmp_path, "megatron_cp_7_1_")
+    assert not kept.exists()
+
+
 def test_without_torchrun_nothing_is_started(monkeypatch):
     monkeypatch.setattr(os, "fork", lambda: pytest.fail("forked"))
     leftovers.end_with_torchrun({"RANK": "0", "LOCAL_RANK": "0"})

@@ -168,23 +168,27 @@ def call_with_options_of_ones_own(rank, world_size, plan):
     return None
 
 
-def call_without_gradients_on_rank_1(rank, world_size, plan, how):
+def call_without_gradients_on_rank_1(rank, world_size, plan, how, call):
     rows = torch.zeros(
         plan.tokens_per_rank, HEADS, HEAD_DIM, requires_grad=rank != 1 or how == "no_grad"
     )
     keys = torch.zeros(plan.tokens_per_rank, KV_HEADS, HEAD_DIM)
     try:
         with torch.set_grad_enabled(rank != 1 or how == "leaf"):
-            mcp.cp_attention(rows, keys, keys, plan, dist.group.WORLD)
+            if call == "roll":
+                mcp.roll(rows, plan, dist.group.WORLD)
+            else:
+                mcp.cp_attention(rows, keys, keys, plan, dist.group.WORLD)
     except PlanMismatchError as error:
         return str(error)
     return None
 
 
+@pytest.mark.parametrize("call", ["cp_attention", "roll"])
 @pytest.mark.parametrize("how", ["leaf", "no_grad"])
-def test_a_rank_that_wants_no_gradients_is_an_error_on_every_rank_instead_of_a_hang(how):
+def test_a_rank_that_wants_no_gradients_is_an_error_on_every_rank_instead_of_a_hang(how, call):
     plan = make_plan(mask_cases()["documents"], 3, mcp.CPConfig(**CONFIG))
-    answers = run_on_ranks(3, call_without_gradients_on_rank_1, plan, how)
+    answers = run_on_ranks(3, call_without_gradients_on_rank_1, plan, how, call)
     assert all(answer is not None and "ranks [1] of 3" in answer for answer in answers)
 
 

@@ -53,6 +53,23 @@ def test_attend_refuses(backend, place):
     assert all(REFUSED in answer for answer in answers)
 
 
+@pytest.mark.parametrize("place", ["around attention", "around all"])
+def test_attention_inside_a_checkpoint_refuses_too(place):
+    plan = mcp.make_plan(masks.causal(37), 1)
+
+    def attention(x):
+        return mcp.cp_attention(x, x, x, plan, None)[0]
+
+    def make(x):
+        if place == "around attention":
+            return mcp.checkpoint(attention, x.sin())
+        return mcp.checkpoint(lambda y: attention(y.sin()).cos(), x)
+
+    answers = refusal_of(make)
+    assert len(answers) == 2
+    assert all(REFUSED in answer for answer in answers)
+
+
 def refusals_of_cp_attention(rank, world_size, plan):
     group = dist.group.WORLD
 

@@ -2,6 +2,7 @@
 
 import hypothesis
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -100,6 +101,14 @@ def test_gradients_roll_back(cp_size, shifts):
     torch.testing.assert_close(first, expected.detach(), rtol=1e-5, atol=1e-5)
     (expected,) = torch.autograd.grad((weights * expected**2).sum(), leaf)
     torch.testing.assert_close(second, expected, rtol=1e-5, atol=1e-3)
+
+
+def test_a_shift_without_a_sign_rolls_gradients_back():
+    plan = random_plan(mask_cases()["causal 37"], 1, seed=1)
+    leaf = torch.randn(37, requires_grad=True)
+    weights = torch.arange(37.0)
+    (weights * mcp.roll(leaf, plan, None, shifts=np.uint8(3))).sum().backward()
+    assert torch.equal(leaf.grad, mcp.roll(weights, plan, None, shifts=-3))
 
 
 @pytest.mark.parametrize("shifts", [-1, 1, 0, -5, 40])

@@ -169,26 +169,52 @@ def test_a_folder_that_cannot_hold_files_is_named(tmp_path):
     assert not list((tmp_path / "new" / "folder").iterdir())
 
 
-def three_saves(rank, world_size, folder, earlier):
-    """A run from the beginning that saves after each step, where another run may have saved."""
-    flags = ("--save", folder, "--save-retain-interval", "100")
+def three_saves(rank, world_size, folder, goes_on):
+    """Saves after each step, from the beginning or from what an earlier run left at iteration 2."""
+    flags = ["--save", folder, "--save-retain-interval", "100"]
+    if goes_on:
+        with made.run_state(*flags) as state, contextlib.redirect_stdout(io.StringIO()):
+            state.iteration = 1
+            made.step(state, 1)
+            _saver(state).save()
+        flags += ["--load", str(Path(folder) / "." / "")]
+    elif goes_on is False:
+        for iteration in (2, 55):
+            make_checkpoint(Path(folder), iteration)
+        files.write_atomically(Path(folder) / files.TRACKER, "55")
     said = io.StringIO()
     with made.run_state(*flags) as state, contextlib.redirect_stdout(said):
-        from megatron_cp.training.checkpoint.save import Saver
+        from megatron_cp.training.checkpoint.load import load_checkpoint
 
-        if earlier:
-            make_checkpoint(Path(folder), 55)
-            files.write_atomically(Path(folder) / files.TRACKER, "55")
-        saver = Saver(state)
+        if goes_on:
+            load_checkpoint(state)
+        saver = _saver(state)
         for number in (1, 2, 3):
             made.step(state, number)
             saver.save()
-    return said.getvalue(), sorted(path.name for path in Path(folder).glob("iter_*"))
+    return said.getvalue()
 
 
-@pytest.mark.parametrize("earlier", [True, False])
-def test_a_run_replaces_its_own_checkpoints_alone(tmp_path, earlier):
-    ((said, kept),) = run_on_ranks(1, three_saves, str(tmp_path), earlier)
-    assert kept == ["iter_0000003"] + ["iter_0000055"] * earlier
-    told = "holds checkpoints of an earlier run, the last of iteration 55" in said
-    assert told == earlier
+def _saver(state):
+    from megatron_cp.training.checkpoint.save import Saver
+
+    return Saver(state)
+
+
+def test_a_run_from_the_beginning_keeps_the_checkpoints_of_an_earlier_one_aside(tmp_path):
+    (said,) = run_on_ranks(1, three_saves, str(tmp_path), False)
+    aside = tmp_path / "earlier-1"
+    assert said.count(f"held checkpoints of an earlier run; they are in {aside}") == 1
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000003"]
+    assert sorted(path.name for path in aside.glob("iter_*")) == ["iter_0000002", "iter_0000055"]
+    assert files.latest_iteration(aside) == 55
+    assert files.latest_iteration(tmp_path) == 3
+
+
+@pytest.mark.parametrize("goes_on", [None, True])
+def test_a_run_replaces_its_own_checkpoints_and_moves_none(tmp_path, goes_on):
+    (said,) = run_on_ranks(1, three_saves, str(tmp_path), goes_on)
+    assert "earlier run" not in said
+    last = 5 if goes_on else 3
+    assert [path.name for path in tmp_path.glob("iter_*")] == [f"iter_000000{last}"]
+    assert not list(tmp_path.glob("earlier-*"))

@@ -2,6 +2,9 @@
 
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -52,6 +55,26 @@ def test_nan_equals_nan_and_nothing_else(tmp_path, other, code: int):
     a = write_metrics(tmp_path / "a", {1: 3.0, 2: None})
     b = write_metrics(tmp_path / "b", {1: 3.0, 2: other})
     assert loss_compare.main([str(a), str(b)]) == code
+
+
+def test_a_verdict_that_nobody_could_read_is_no_success(tmp_path):
+    losses = dict.fromkeys(range(2000), 3.0)
+    paths = [
+        write_metrics(tmp_path / name, {**losses, 1: value})
+        for name, value in (("a", 3.0), ("b", 4.0))
+    ]
+    words = [
+        sys.executable,
+        str(ROOT / "tools" / "loss_compare.py"),
+        *map(str, paths),
+        "--max-rows",
+        "2000",
+    ]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_nothing_to_compare_is_an_error_of_its_own(tmp_path, capsys):

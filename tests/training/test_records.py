@@ -1,7 +1,10 @@
 """run.json, metrics.jsonl and plan.json: what they say, and that they survive a killed run."""
 
+import contextlib
+import io
 import itertools
 import json
+from pathlib import Path
 
 import numpy as np
 from hypothesis import given
@@ -11,6 +14,7 @@ from megatron_cp import mask as masks
 from megatron_cp.config import CPConfig
 from megatron_cp.plan import make_plan
 from megatron_cp.training.logging.records import RunFiles, _runs, plan_sample
+from tests.ranks import run_on_ranks
 
 
 def rows_of(folder) -> list[dict]:
@@ -55,6 +59,22 @@ def test_a_new_run_in_an_old_folder_keeps_the_old_records_aside(tmp_path, capsys
         assert json.loads((folder / "run.json").read_text())["arguments"] == {"lr": number}
         assert json.loads((folder / "text_samples.jsonl").read_text()) == {"text": str(number)}
     assert f"they are in {tmp_path / 'earlier-2'}" in capsys.readouterr().out
+
+
+def begin_again_on_the_last_rank(rank, world_size, folder):
+    """What each rank prints where the last one, which keeps the records, finds those of an earlier run."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        if rank == world_size - 1:
+            RunFiles(Path(folder), {"iteration": 0, "arguments": {}}).log({"iteration": 1})
+            RunFiles(Path(folder), {"iteration": 0, "arguments": {}})
+    return said.getvalue()
+
+
+def test_the_rank_that_keeps_the_records_says_where_the_old_ones_are(tmp_path):
+    first, last = run_on_ranks(2, begin_again_on_the_last_rank, str(tmp_path))
+    assert not first
+    assert f"they are in {tmp_path / 'earlier-1'}" in last
 
 
 @given(st.permutations(range(12)))

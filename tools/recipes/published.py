@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,12 +63,10 @@ def _of_test(folder: Path) -> Recipe:
     path = folder / "model_config.yaml"
     try:
         flags = yaml.safe_load(path.read_text(encoding="utf-8"))["MODEL_ARGS"]
-        argv = tuple(word for flag, value in flags.items() for word in _words(flag, value))
-    except (yaml.YAMLError, KeyError, TypeError, AttributeError) as problem:
-        raise ValueError(f"{path} has no MODEL_ARGS ({type(problem).__name__})") from None
-    ranks = 1
-    for flag in _SIZES:
-        ranks *= int(flags.get(flag, 1))
+        argv = tuple(word for flag, value in flags.items() for word in _words(str(flag), value))
+        ranks = math.prod(int(flags.get(flag, 1)) for flag in _SIZES)
+    except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as problem:
+        raise ValueError(f"{path} has no MODEL_ARGS that can be read ({problem})") from None
     return Recipe(f"{folder.parent.name}/{folder.name}", ranks, argv)
 
 

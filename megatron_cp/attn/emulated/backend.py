@@ -39,7 +39,7 @@ from megatron_cp.attn.hopper.row_stats import (
 )
 from megatron_cp.attn.hopper.rows import KERNEL, merge_params
 from megatron_cp.attn.merge import sink_gradient
-from megatron_cp.attn.once import first_derivative_only
+from megatron_cp.attn.once import Saved, first_derivative_only
 from megatron_cp.attn.options import AttendOptions
 from megatron_cp.kernels import build
 from megatron_cp.kernels.emulator.library import EmulatorError
@@ -275,8 +275,8 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     @first_derivative_only("the emulated backend")
-    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sink, out, lse = ctx.saved_tensors
+    def backward(ctx: Any, saved: Saved, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sink, out, lse = saved
         dout = readable(dout)
         stats = _row_stats(out, dout, lse, dlse)
         grads = _run_backward(dout, (q, k, v), stats, ctx.mask, ctx.options, dtype=q.dtype)

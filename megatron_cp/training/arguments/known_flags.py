@@ -201,14 +201,16 @@ _REASONS: tuple[tuple[str, str], ...] = (
         "bert- biencoder- block-data-path classes-fraction data-per-class dino- embedding-path evidence- head-lr "
         "ict- img- indexer- iter-per-epoch mask-factor mask-prob mask-type mrope- num-channels num-classes "
         "output-bert patch-dim query-in-block retriever- retro- sample-rate short-seq swin- titles- "
-        "one-sent-docs vision- vocab-extra data-sharding encoder- decoder-num-layers decoder-seq",
+        "one-sent-docs vision- vocab-extra data-sharding decoder-num-layers decoder-seq "
+        "encoder-pipeline encoder-tensor",
         _OTHER_MODEL,
     ),
+    ("encoder-num-layers", "use --num-layers"),
+    ("encoder-seq-length", "use --seq-length"),
     ("mamba- hybrid- is-hybrid", "only transformers are built here"),
     ("linear- dsa-", "only softmax attention is built here"),
     (
-        "experimental-attention kitchen heterogeneous-layers relative-attention flash-attention-version "
-        "mla-down-proj",
+        "experimental-attention kitchen heterogeneous-layers relative-attention flash-attention-version",
         _OTHER_ATTENTION,
     ),
     ("inprocess- ft- calc-ft adlr- replication", _RESTARTS),
@@ -227,6 +229,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("tp-comm", _SENDS_OF_TENSORS),
     ("pytorch-profiler", "--profile writes a trace without it; " + _SAME_RESULTS),
     ("nvtx-ranges", "--profile writes a trace of torch.profiler; " + _SAME_RESULTS),
+    ("megatron-fsdp-grad-comm megatron-fsdp-main", _NO_EQUIVALENT),
     (
         "megatron-fsdp fsdp- torch-fsdp2 data-parallel-sharding outer-dp-sharding full-sharding-in-hsdp "
         "create-all-gather-group strict-fsdp init-model-with-meta",

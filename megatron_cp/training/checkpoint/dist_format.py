@@ -36,6 +36,7 @@ from megatron_cp.training.checkpoint.state import (
     counters,
     first_line,
     of_this_replica,
+    own_random_states,
     raise_together,
     random_states,
 )
@@ -102,7 +103,7 @@ def _to_save(state: RunState) -> tuple[dict[str, Any], dict[str, Any]]:
         metadata,
         is_loading=False,
         with_optimizer=not state.config.checkpoint.no_save_optim,
-        with_random=not state.config.checkpoint.no_save_rng,
+        random=None if state.config.checkpoint.no_save_rng else random_states(state.config),
     )
     return tensors, described
 
@@ -156,7 +157,7 @@ def _ask(
             metadata,
             is_loading=True,
             with_optimizer=state.config.checkpoint.wants_optimizer,
-            with_random=with_random,
+            random=[own_random_states()] if with_random else None,  # what is there is replaced
         )
     except _UNREADABLE as failure:  # Megatron-Core asks for the state of Adam alone
         problem = ValueError(
@@ -371,7 +372,7 @@ def _sharded_state(
     *,
     is_loading: bool,
     with_optimizer: bool,
-    with_random: bool,
+    random: list[dict[str, Any]] | None,
 ) -> dict[str, Any]:
     """Returns Megatron-LM's state dict: the same keys, every tensor with its place in the global one."""
     parts = counters(state)
@@ -382,13 +383,13 @@ def _sharded_state(
             parts, is_loading=is_loading, metadata=metadata
         )
         parts["opt_param_scheduler"] = state.scheduler.state_dict()
-    if with_random:
+    if random is not None:
         pp = parallel_state.get_pipeline_model_parallel_group()
         tp = parallel_state.get_tensor_model_parallel_group()
         # Context ranks share the state of their tensor and pipeline rank.
         parts["rng_state"] = ShardedObject(
             "rng_state",
-            random_states(state.config),
+            random,
             (pp.size(), tp.size()),
             (pp.rank(), tp.rank()),
             replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),

@@ -102,6 +102,31 @@ def publish(root: Path, iteration: int) -> None:
     remove_folder(replaced)
 
 
+def move_aside(root: Path) -> Path | None:
+    """Moves complete checkpoints and the tracker that names one into a folder of their own; None where none does.
+
+    The folder that it returns can be loaded.
+    """
+    with suppress(DamagedCheckpointError):
+        if latest_iteration(root) is None:
+            return None
+    aside = free_name(root, "earlier")
+    aside.mkdir()
+    shutil.copyfile(root / TRACKER, aside / TRACKER)
+    (root / TRACKER).unlink()
+    for number in iterations_before(root, None):
+        folder = iteration_folder(root, number)
+        if folder.is_dir() and not folder.is_symlink():
+            folder.rename(aside / folder.name)
+    return aside
+
+
+def free_name(folder: Path, name: str) -> Path:
+    """Returns the first of name-1, name-2, ... that is not in the folder."""
+    paths = (folder / f"{name}-{number}" for number in itertools.count(1))
+    return next(path for path in paths if not path.exists())
+
+
 def earlier_iteration(root: Path, iteration: int) -> int | None:
     """Returns the newest iteration before this one whose checkpoint is complete; None without one."""
     for number in iterations_before(root, iteration):

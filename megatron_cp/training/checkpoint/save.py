@@ -74,11 +74,8 @@ class Saver:
         self._root = Path(options.save)
         self._unfinished: _Unfinished | None = None
         self._saved_at = None if options.load is None else state.iteration
-        # Which may be replaced: never what another run left in the folder.
-        goes_on_here = options.load is not None and Path(options.load) == self._root
-        self._in_place = self._saved_at if goes_on_here else None
-        if not state.iteration:
-            self._note_an_earlier_run()
+        goes_on = options.load is not None and Path(options.load).resolve() == self._root.resolve()
+        self._may_hold_another_run = not (goes_on and state.iteration)
 
     def save(self, *, is_last: bool = False) -> None:
         """Saves the run as it is now; an unfinished save is finished before.
@@ -137,8 +134,7 @@ class Saver:
                     self._publish(unfinished)
         if self._unfinished is None:
             return
-        self._unfinished = None
-        self._saved_at = self._in_place = unfinished.iteration
+        self._unfinished, self._saved_at = None, unfinished.iteration
         layout = self._state.config.parallel
         tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
         print_rank_0(
@@ -155,15 +151,6 @@ class Saver:
         if self._unfinished is not None and self._unfinished.write is not None:
             self._unfinished.write.abandon()
         self._unfinished = None
-
-    def _note_an_earlier_run(self) -> None:
-        with suppress(ValueError):  # a tracker that says nothing is written anew
-            earlier = files.latest_iteration(self._root)
-            if earlier is not None:
-                print_rank_0(
-                    f" note: {self._root} holds checkpoints of an earlier run, the last of iteration {earlier}; "
-                    "this run begins at 0 and saves its own among them"
-                )
 
     def _write(self, unfinished: _Unfinished) -> None:
         """Writes the files aside, or begins to. Collective. Raises SaveError on every rank alike."""
@@ -182,10 +169,18 @@ class Saver:
     def _publish(self, unfinished: _Unfinished) -> None:
         """Puts the written folder in its place; on rank 0."""
         root, number = self._root, unfinished.iteration
+        if self._may_hold_another_run:
+            aside = files.move_aside(root)
+            if aside is not None:
+                print_rank_0(
+                    f"  note: {root} held checkpoints of an earlier run; they are in {aside}"
+                )
+            self._may_hold_another_run = False
+        previous = files.latest_iteration(root)
         options, folder = self._state.config.checkpoint, files.unfinished_folder(root, number)
         files.write_manifest(folder, unfinished.manifest)
         files.publish(root, number)
-        files.remove_replaced(root, self._in_place, number, options.save_retain_interval)
+        files.remove_replaced(root, previous, number, options.save_retain_interval)
 
     @contextmanager
     def _together(self, unfinished: _Unfinished) -> Iterator[None]:

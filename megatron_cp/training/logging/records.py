@@ -8,7 +8,6 @@ last step. Samples of text hold the documents' own words.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import time
@@ -22,8 +21,8 @@ from megatron_cp.mask import AttentionMask
 from megatron_cp.plan import AttentionPlan
 from megatron_cp.plan.hardware.makespan import stage_areas
 from megatron_cp.plan.sent_bytes import sent_bytes
-from megatron_cp.training.checkpoint.files import write_atomically
-from megatron_cp.training.logging.lines import print_rank_0
+from megatron_cp.training.checkpoint.files import free_name, write_atomically
+from megatron_cp.training.logging.lines import print_rank_last
 from megatron_cp.training.logging.loggable import loggable, loggable_arguments
 
 SCHEMA = 1
@@ -102,13 +101,12 @@ def _move_aside(folder: Path) -> None:
     rows = folder / "metrics.jsonl"
     if not rows.is_file() or not rows.stat().st_size:
         return
-    number = next(i for i in itertools.count(1) if not (folder / f"earlier-{i}").exists())
-    aside = folder / f"earlier-{number}"
+    aside = free_name(folder, "earlier")
     aside.mkdir()
     for name in ("run.json", "metrics.jsonl", "plan.json", TEXTS):
         with suppress(FileNotFoundError):
             (folder / name).rename(aside / name)
-    print_rank_0(f" note: {folder} held the records of an earlier run; they are in {aside}")
+    print_rank_last(f" note: {folder} held the records of an earlier run; they are in {aside}")
 
 
 def _keep_rows_until(path: Path, iteration: int) -> None:
