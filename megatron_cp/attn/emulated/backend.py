@@ -165,11 +165,10 @@ def run_forward(  # noqa: PLR0913  everything the kernel can be asked for
     params = forward_params(kernel, tensors, lists, sink, scales, (out, lse))
     params.counters, params.accumulate = counters.data_ptr(), accumulate
     params.max_logits = max_logits_address(max_logits_N, accumulate)
-    params.num_tiles = lists.num_visited(accumulate)
     touched = dict(zip("qkv", tensors, strict=True)) | {"work list": lists.data}
     if sink is not None:
         touched["sink"] = sink
-    kernel.run(params, params.num_tiles * q_QNH.shape[1], touched)
+    kernel.run(params, lists.num_tiles * q_QNH.shape[1], touched)
     results = {"out": out, "lse": lse}
     if max_logits_N is not None:
         results["max_logits"] = max_logits_N

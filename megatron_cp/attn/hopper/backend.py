@@ -53,7 +53,7 @@ def attend(
 
     `max_logits` float32 is raised, in place, to the largest scaled and capped logit of each head, without a gradient.
     """
-    data, num_tiles, num_segs, _ = _work_list(q_QNH, v_KGH, mask, options.softcap)
+    data, num_tiles, num_segs = _work_list(q_QNH, v_KGH, mask, options.softcap)
     sink = None if sink_N is None else sink_N.to(torch.float32).contiguous()
     scale, softcap = options.softmax_scale, options.softcap
     operator: Callable[..., tuple[Tensor, Tensor, Tensor]] = torch.ops.megatron_cp.attention_forward
@@ -253,7 +253,7 @@ def _forward(  # noqa: PLR0913  the operator's schema
     results = _allocate(q_QNH, v_KGH, q_QNH.dtype)
     max_logits = _no_logits(q_QNH, has_max_logits)
     asked = max_logits if has_max_logits else None
-    lists, scales = DeviceList(work, num_tiles, num_segs, num_tiles), (softmax_scale, softcap)
+    lists, scales = DeviceList(work, num_tiles, num_segs), (softmax_scale, softcap)
     tensors = unrepeated(q_QNH, k_KGH, v_KGH)
     launch_forward(tensors, lists, sink_N, scales, results, accumulate=False, max_logits_N=asked)
     return *results, max_logits

@@ -16,19 +16,11 @@ from megatron_cp.mask import AttentionMask
 
 
 class DeviceList(NamedTuple):
-    """A forward work list as one int32 tensor: tiles `[num_tiles, 4]`, segments `[num_segs, 8]`, order.
-
-    The first `num_with_keys` tiles in order have keys, the others none.
-    """
+    """A forward work list as one int32 tensor: tiles `[num_tiles, 4]`, segments `[num_segs, 8]`, order."""
 
     data: Tensor
     num_tiles: int
     num_segs: int
-    num_with_keys: int
-
-    def num_visited(self, accumulate: bool) -> int:
-        """Returns how many tiles a kernel visits: where it adds to a result, rows without keys keep what they have."""
-        return self.num_with_keys if accumulate else self.num_tiles
 
 
 class BackwardList(NamedTuple):
@@ -61,7 +53,7 @@ def forward_list(
     def prepare(mask: AttentionMask) -> Prepared:
         work = forward_work(mask, tile_rows, tile_keys)
         _check_inside(work, mask.num_queries, mask.num_keys)
-        counts = len(work.tiles), len(work.segs), work.num_with_segments
+        counts = len(work.tiles), len(work.segs)
         arrays = [_one([work.tiles, work.segs, work.order])]
         return arrays, lambda data: DeviceList(data[0], *counts)
 

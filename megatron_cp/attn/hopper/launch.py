@@ -166,8 +166,7 @@ def launch_forward(
         params.max_logits = max_logits_address(max_logits_N, accumulate)
         pair = counters(device, stream)
         params.counters, params.accumulate = pair.address, accumulate
-        params.num_tiles = lists.num_visited(accumulate)
-        num_blocks = kernel.num_blocks(params.num_tiles * q_QNH.shape[1], sm_share)
+        num_blocks = kernel.num_blocks(lists.num_tiles * q_QNH.shape[1], sm_share)
         kernel.launch(num_blocks, stream, params, device)
 
 
