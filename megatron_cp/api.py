@@ -2,14 +2,13 @@
 
 # T tokens of this rank, N query heads, G key/value heads, H head dim, Hv value head dim
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp.attn.attend import attend
 from megatron_cp.attn.eager import eager
 from megatron_cp.attn.logits import no_logits
-from megatron_cp.attn.options import check_sink, check_tensor, resolve_options
+from megatron_cp.attn.options import check_sink, check_tensor, needs_grad, resolve_options
 from megatron_cp.plan import AttentionPlan
 from megatron_cp.runtime.causal_conv import cp_causal_conv1d
 from megatron_cp.runtime.checkpoint import checkpoint, record_result, recorded_result
@@ -81,9 +80,7 @@ def cp_attention(  # noqa: PLR0913  the public signature
     call = f"{q.dtype} {tuple(q.shape)} {tuple(k.shape)} {tuple(values.shape[1:])} {options} {sink is None}"
     given = (k, values) if expansion is None else (k, *expansion.captured)
     # A rank without a backward pass would leave the others waiting for it there.
-    has_backward = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (q, sink, *given)
-    )
+    has_backward = needs_grad(q, sink, *given)
     call += f" {return_max_logits} {expand is None} backward {has_backward}"
     session = open_session(plan, group, q.device, call)
     kept = recorded_result()

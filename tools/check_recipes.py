@@ -128,10 +128,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--world-size {arguments.world_size} must be positive")
     recipes = read_recipes(arguments.source)
     machine = None if arguments.here else GPU_MACHINE
-    different = {recipe.argv: recipe for recipe in reversed(recipes)}
-    verdicts = [
-        judge(recipe, arguments.world_size, machine) for recipe in reversed(different.values())
-    ]
+    different: dict[tuple[str, ...], Recipe] = {}
+    for recipe in recipes:
+        different.setdefault(recipe.argv, recipe)
+    verdicts = [judge(recipe, arguments.world_size, machine) for recipe in different.values()]
     print("\n".join(map(describe, verdicts)), summary(verdicts), sep="\n\n")
     return 0
 

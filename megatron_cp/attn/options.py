@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp.attn import choice
-from megatron_cp.mask import AttentionMask
+from megatron_cp.mask import AttentionMask, checks
 
 BACKENDS = ("reference", "cpu", "flex", "flash", "hopper", "emulated")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -61,32 +61,29 @@ def resolve_options(
         )
     if not (math.isfinite(softcap) and softcap >= 0):
         raise ValueError(f"softcap={softcap} must be finite and >= 0; pass 0.0 for no softcap")
-    needs_grad = (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
-    asked = choice.Asked(scale, float(softcap), deterministic, needs_grad)
+    is_differentiated = needs_grad(q, k, v)
+    asked = choice.Asked(scale, float(softcap), deterministic, is_differentiated)
     if backend is None:
         backend = choice.choose_backend(q, v, asked)
-    _check_backend(backend, q, deterministic, needs_grad)
+    _check_backend(backend, q, deterministic, is_differentiated)
     if backend == "flash":
         from megatron_cp.attn.flash import checks as flash_checks
 
-        flash_checks.check_supported(q, v, scale, softcap, deterministic, needs_grad)
+        flash_checks.check_supported(q, v, scale, softcap, deterministic, is_differentiated)
     dims = built = (q.shape[-1], v.shape[-1])
     if backend == "hopper":
         built = choice.check_hopper(q, v, asked)
     if backend == "emulated":
         from megatron_cp.attn.emulated import checks as emulated_checks
 
-        built = emulated_checks.check_supported(q, v, scale, softcap, needs_grad)
+        built = emulated_checks.check_supported(q, v, scale, softcap, is_differentiated)
     wide = None if built == dims else built
     return AttendOptions(scale, float(softcap), backend, deterministic, wide_dims=wide)
 
 
 def check_mask(q: Tensor, k: Tensor, mask: AttentionMask) -> None:
     """Raises ValueError unless the mask's grid is that of the tensors' rows, TypeError for what is no mask."""
-    if not isinstance(mask, AttentionMask):
-        raise TypeError(
-            f"mask is {type(mask).__name__}; it must be an AttentionMask, as megatron_cp.mask builds it"
-        )
+    checks.check_mask(mask)
     if (mask.num_queries, mask.num_keys) != (q.shape[0], k.shape[0]):
         raise ValueError(
             f"mask grid {mask.num_queries} x {mask.num_keys} must equal the rows of q and k, "
@@ -112,6 +109,12 @@ def check_sink(q: Tensor, sink: Tensor | None) -> None:
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype of `out`, `lse` and gradients inside: float64 for float64, float32 for all others."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def needs_grad(*tensors: Tensor | None) -> bool:
+    """Returns whether a result of these tensors has a backward pass."""
+    wanted = any(x is not None and x.requires_grad for x in tensors)
+    return wanted and torch.is_grad_enabled()
 
 
 def check_tensor(name: str, x: object) -> None:

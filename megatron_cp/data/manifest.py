@@ -30,7 +30,10 @@ def read_manifest(path: Path, idx_path: Path, index_bytes: bytes, bin_bytes: int
     try:
         manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         want_idx, want_bytes = str(manifest["idx"]["sha256"]), int(manifest["bin"]["bytes"])
-        str(manifest["bin"]["sha256"])
+        str(manifest["bin"]["sha256"])  # for whoever asks later
+        if "tokenizer" in manifest:
+            made = manifest["tokenizer"]
+            made["vocab_size"] = int(made["vocab_size"])  # text in older ones
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(
             f"{path} is not a corpus manifest ({type(error).__name__}: {error}); {advice}"
@@ -62,9 +65,9 @@ def note_of_another_tokenizer(
     Raises ValueError for a corpus of more tokens, or with another end of document.
     """
     own, made = made_by(tokenizer)["tokenizer"], manifest.get("tokenizer")
-    if not isinstance(made, dict) or {**made, "vocab_size": int(made["vocab_size"])} == own:
+    if made is None or made == own:
         return None
-    size, eod = int(made["vocab_size"]), manifest.get("eod")
+    size, eod = made["vocab_size"], manifest.get("eod")
     classes = f"{made.get('class')}, the run's is {own['class']}"
     if size <= tokenizer.vocab_size and eod == tokenizer.eod:
         return (

@@ -227,10 +227,10 @@ def _check_masks(masks: object) -> None:
             )
 
 
-def _checked_size(cp_size: object, config: CPConfig) -> int:
-    """Returns the number of ranks as an int, after whatever else does not depend on the masks."""
+def _checked_size(cp_size: int, config: CPConfig) -> int:
+    """Returns the number of ranks as an int, after a check of it and of the config."""
     is_number = isinstance(cp_size, Integral) and not isinstance(cp_size, bool)
-    if not is_number or not 1 <= cp_size <= MAX_RANKS:  # type: ignore[operator]
+    if not is_number or not 1 <= cp_size <= MAX_RANKS:
         raise ValueError(
             f"cp_size={cp_size!r} must be a positive integer of at most {MAX_RANKS}, the size of the context-parallel "
             "group; use 1 for a single rank"
@@ -245,9 +245,8 @@ def _checked_size(cp_size: object, config: CPConfig) -> int:
         )
     if config.improver is not None:
         check_solver(config.improver)
-    size = int(cp_size)  # type: ignore[call-overload]
-    check_rank_speeds(config, size)
-    return size
+    check_rank_speeds(config, int(cp_size))
+    return int(cp_size)
 
 
 def _check_inputs(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp.attn.eager import eager
-from megatron_cp.attn.options import check_tensor
+from megatron_cp.attn.options import check_tensor, needs_grad
 from megatron_cp.comm.all_to_all import start_all_to_all
 from megatron_cp.comm.upload import copy_to, upload
 from megatron_cp.plan import AttentionPlan
@@ -151,8 +151,7 @@ def roll(
     if not isinstance(shifts, Integral):
         raise TypeError(f"shifts={shifts!r} must be an integer, a number of tokens")
     # A rank without a backward pass would leave the others waiting for it there.
-    has_backward = torch.is_grad_enabled() and x_local.requires_grad
-    open_session(plan, group, x_local.device, f"roll backward {has_backward}")
+    open_session(plan, group, x_local.device, f"roll backward {needs_grad(x_local)}")
     rolled: Tensor = _Roll.apply(x_local.movedim(dim, 0), plan, group, int(shifts))
     return rolled.movedim(0, dim)
 

@@ -42,7 +42,8 @@ def open_data(config: TrainConfig) -> tuple[TrainConfig, RunData]:
     Every rank does this by itself and comes to the same result. Raises ValueError or OSError with
     one line.
     """
-    config = _with_vocabulary(config)
+    tokenizer = open_tokenizer(config.data)
+    config = _with_vocabulary(config, tokenizer)
     fim = open_fill_in_the_middle(config.data, config.steps.seed)
     data = replace(open_corpora(config), fim=fim)
     data.train()
@@ -51,14 +52,13 @@ def open_data(config: TrainConfig) -> tuple[TrainConfig, RunData]:
             f"--fim-eod-token {config.data.fim_eod_token} is not the token {config.data.eod_token} "
             "with which the tokenizer ends documents: that one is cut and moved like text"
         )
-    for note in (*data.notes, *_notes_of_tokenizers(config, data)):
+    for note in (*data.notes, *_notes_of_tokenizers(tokenizer, data)):
         config = config.with_note(note)
     return config, data
 
 
-def _notes_of_tokenizers(config: TrainConfig, data: RunData) -> list[str]:
+def _notes_of_tokenizers(tokenizer: Tokenizer | None, data: RunData) -> list[str]:
     """Returns what is to be said of corpora that the run's tokenizer did not make; ValueError for wrong ones."""
-    tokenizer = open_tokenizer(config.data)
     if tokenizer is None:
         return []
     files = _token_files(data)
@@ -66,13 +66,12 @@ def _notes_of_tokenizers(config: TrainConfig, data: RunData) -> list[str]:
     return [note for note in notes if note is not None]
 
 
-def _with_vocabulary(config: TrainConfig) -> TrainConfig:
+def _with_vocabulary(config: TrainConfig, tokenizer: Tokenizer | None) -> TrainConfig:
     """Returns the configuration with the vocabulary of tokenizer or flag.
 
     The end-of-document token is known where a tokenizer says it.
     """
     options, eod, size = config.data, None, config.data.vocab_size
-    tokenizer = open_tokenizer(options)
     if tokenizer is not None:
         eod = tokenizer.eod
         if size is not None and size < tokenizer.vocab_size:

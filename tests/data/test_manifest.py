@@ -49,8 +49,20 @@ def test_another_vocabulary_is_refused_with_what_differs(corpus, name, value, sa
         note(corpus, sha256="of other files", **{name: value})
 
 
+def rewritten(corpus: IndexedDataset, tokenizer: dict[str, object]) -> IndexedDataset:
+    path = manifest_path(corpus.prefix)
+    path.write_text(json.dumps({**corpus.facts, "tokenizer": tokenizer}))
+    return IndexedDataset(corpus.prefix)
+
+
 def test_a_size_that_an_older_manifest_has_as_text_is_a_number(corpus):
-    assert note(corpus, vocab_size=str(corpus.facts["tokenizer"]["vocab_size"])) is None
+    made = corpus.facts["tokenizer"]
+    assert note(rewritten(corpus, {**made, "vocab_size": str(made["vocab_size"])})) is None
+
+
+def test_a_manifest_with_half_a_tokenizer_is_none(corpus):
+    with pytest.raises(ValueError, match="is not a corpus manifest"):
+        rewritten(corpus, {"class": "ByteLevel"})
 
 
 def test_a_corpus_that_says_nothing_is_read_by_any(corpus):

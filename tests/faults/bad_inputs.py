@@ -220,7 +220,7 @@ LIBRARY = (
     LibraryCase(ATTN, "the GPU kernels on a CPU tensor", _attend(backend="hopper"), ("'hopper'", "cpu"), NotImplementedError),
     LibraryCase(ATTN, "`softmax_scale=nan`", _attend(softmax_scale=NAN), ("nan", "finite")),
     LibraryCase(ATTN, "a list for a tensor", _attend(q=[0.0]), ("q is list", "torch.Tensor"), TypeError),
-    LibraryCase(ATTN, "no mask", _attend(mask=None), ("mask is NoneType", "AttentionMask"), TypeError),
+    LibraryCase(ATTN, "no mask", _attend(mask=None), ("mask=None is a NoneType", "AttentionMask"), TypeError),
     LibraryCase(ATTN, "no plan", _of(lambda: mcp.dispatch(torch.zeros(8), None, None)), ("plan is NoneType", "make_plan"), TypeError),
     LibraryCase(ATTN, "no process group", _of(lambda: mcp.dispatch(torch.zeros(8), make_plan(masks.causal(8), 1), "cp")), ("group is str", "process group"), TypeError),
     LibraryCase(ATTN, "a dimension that is not there", _of(lambda: mcp.dispatch(torch.zeros(8), make_plan(masks.causal(8), 1), None, dim=1)), ("dim=1", "x, which has 1")),

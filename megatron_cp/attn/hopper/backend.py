@@ -36,7 +36,7 @@ from megatron_cp.attn.hopper.row_stats import preprocess, readable, stats_of
 from megatron_cp.attn.hopper.rows import merge_rows_ as merge_rows_
 from megatron_cp.attn.logits import raise_to_
 from megatron_cp.attn.merge import sink_gradient
-from megatron_cp.attn.options import AttendOptions
+from megatron_cp.attn.options import AttendOptions, needs_grad
 from megatron_cp.mask import AttentionMask
 
 
@@ -59,7 +59,7 @@ def attend(
     operator: Callable[..., tuple[Tensor, Tensor, Tensor]] = torch.ops.megatron_cp.attention_forward
     grad_data: Tensor | None = None
     counts: list[int] = []
-    if _needs_grad(q_QNH, k_KGH, v_KGH, sink):
+    if needs_grad(q_QNH, k_KGH, v_KGH, sink):
         grad_data, *counts = _grad_list(q_QNH, v_KGH, mask, options)
     elif _is_plain(q_QNH, k_KGH, v_KGH):
         operator = _forward
@@ -193,12 +193,6 @@ def _grad_list(
     device, in_order = q_QNH.device, options.deterministic
     stream = raw_stream(device.index or 0)
     return backward_list(mask, *gradient_tiles(kernels), device, stream, in_order=in_order)
-
-
-def _needs_grad(q_QNH: Tensor, k_KGH: Tensor, v_KGH: Tensor, sink_N: Tensor | None) -> bool:
-    wanted = q_QNH.requires_grad or k_KGH.requires_grad or v_KGH.requires_grad
-    wanted = wanted or (sink_N is not None and sink_N.requires_grad)
-    return wanted and torch.is_grad_enabled()
 
 
 def _is_plain(q_QNH: Tensor, k_KGH: Tensor, v_KGH: Tensor) -> bool:
