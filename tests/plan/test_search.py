@@ -150,7 +150,7 @@ def test_an_assignment_in_any_stages_and_by_any_route_is_a_plan_of_the_mask(
     mask, allowed = case
     placed = placed_in_order(mask, cp_size)
     assigned = AssignedMask(placed, assign(mask, placed.owners, (2,), SAME, np.ones(cp_size)))
-    both = assigned.in_pieces.build(Staging(count, rest, kept, order), route)
+    both = assigned.in_pieces(kept).build(Staging(count, rest, kept, order), route)
     plan = AttentionPlan(mask, config(), "by hand", placed.placement, both, both)
     check_laws(plan, allowed)
 
@@ -168,7 +168,7 @@ def test_a_row_of_the_kept_side_travels_once_to_each_rank_that_needs_it(order, k
         int(((rank_of == rank).any(axis=axis) & (owner_of != rank)).sum()) for rank in range(8)
     )
     for count in (1, 4):
-        stages = assigned.in_pieces.build(Staging(count, True, kept, order)).stages
+        stages = assigned.in_pieces(kept).build(Staging(count, True, kept, order)).stages
         casts = [stage.cast(kept) for stage in stages]
         moved = sum(int(c.hops[0].rows_received(8).sum()) for c in casts if c is not None)
         assert moved == needed
@@ -180,7 +180,7 @@ def test_shares_load_every_link_alike_in_every_stage_and_tokens_do_not():
     assigned = AssignedMask(placed, Assignment(placed.parts, placed.q_owner))
     busiest = {}
     for order in ORDERS:
-        stages = assigned.in_pieces.build(Staging(4, False, "k", order)).stages[1:]
+        stages = assigned.in_pieces("k").build(Staging(4, False, "k", order)).stages[1:]
         hops = [stage.k_cast.hops[0].messages for stage in stages]
         sent = [np.bincount(m[:, 0], m[:, 3] - m[:, 2], minlength=8).max() for m in hops]
         busiest[order] = max(sent)

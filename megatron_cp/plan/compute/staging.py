@@ -129,6 +129,7 @@ class AssignedMask:
             side: owner == self.ranks for side, owner in self.owner.items()
         }
         self.is_local = self.is_own["q"] & self.is_own["k"]
+        self._pieces: dict[Side, AssignedPieces] = {}
 
     @cached_property
     def local_areas(self) -> FloatArray:
@@ -157,32 +158,46 @@ class AssignedMask:
         """Returns the foreign rows of one side that ranks need, hop by hop: requests (owner, reader, ids)."""
         return route(self.placed.owners, self.placed.space, self.foreign[side])
 
-    @cached_property
-    def in_pieces(self) -> "AssignedPieces":
-        """The same in pieces that are spread over stages."""
-        return AssignedPieces(self)
+    def in_pieces(self, kept: Side) -> "AssignedPieces":
+        """Returns the same in pieces that are spread over stages, of which one side's foreign rows are kept."""
+        if kept not in self._pieces:
+            self._pieces[kept] = AssignedPieces(self, kept)
+        return self._pieces[kept]
 
 
 class AssignedPieces:
-    """An assignment cut so finely that stages can be equal."""
+    """An assignment cut so finely that stages can be equal.
 
-    def __init__(self, assigned: AssignedMask):
-        self.placed = placed = assigned.placed
-        parts, ranks, owner = assigned.parts, assigned.ranks, assigned.owner
+    A part is cut along one side alone: foreign rows of the side that passes, else foreign ones of the side that is
+    kept, else queries.
+    """
+
+    def __init__(self, assigned: AssignedMask, kept: Side):
+        self.placed, self.kept = assigned.placed, kept
+        placed, passing = self.placed, self.passing
+        by_passing = ~assigned.is_own[passing]
+        by_queries = by_passing == (passing == "q")
+        by_queries |= assigned.is_local
         per_rank = int(np.clip(PIECES // placed.num_ranks, *PIECES_PER_RANK))
         runs = interval.cut(placed.owners.ids, max(1, placed.own_rows // per_rank))
-        pieces: dict[Side, IntArray] = {}
-        for side, (start, end) in COLUMNS.items():
-            parts, source, piece = cut_rows(parts, runs, start, end)
-            ranks = ranks[source]
-            owner = {one: known[source] for one, known in owner.items()}
-            pieces = {**{one: known[source] for one, known in pieces.items()}, side: piece}
-        self.parts, self.ranks, self.owner = parts, ranks, owner
-        self.pieces, self.num_pieces = pieces, len(runs)
-        self.area = rows_area(parts).astype(np.float64)
-        self.is_own: dict[Side, BoolArray] = {side: known == ranks for side, known in owner.items()}
-        self.is_local = self.is_own["q"] & self.is_own["k"]
-        self._shares: dict[tuple[Side, Order], FloatArray] = {}
+        cuts = []
+        for side, chosen in (("q", by_queries), ("k", ~by_queries)):
+            which = np.flatnonzero(chosen)
+            parts, source, piece = cut_rows(assigned.parts.take(which, axis=0), runs, *COLUMNS[side])
+            cuts.append((parts, which.take(source), piece))
+        self.parts, source, self.piece = (np.concatenate(found) for found in zip(*cuts, strict=True))
+        self.num_pieces = len(runs)
+        self.ranks = assigned.ranks.take(source)
+        self.owner = {side: owner.take(source) for side, owner in assigned.owner.items()}
+        self.is_own = {side: is_own.take(source) for side, is_own in assigned.is_own.items()}
+        self.is_local = assigned.is_local.take(source)
+        self.area = rows_area(self.parts).astype(np.float64)
+        self._shares: dict[Order, FloatArray] = {}
+
+    @property
+    def passing(self) -> Side:
+        """The side whose foreign rows are in one stage only."""
+        return "q" if self.kept == "k" else "k"
 
     def build(self, staging: Staging, route: Route = direct) -> Pass:
         """Returns the pass that computes the assignment in these stages."""
@@ -245,7 +260,7 @@ class AssignedPieces:
         stage = np.zeros(len(self.parts), dtype=np.int64)
         if staging.keeps_rest:
             stage[self._local_share > 0.5] = staging.num_remote + 1
-        share = self._foreign_share(staging.kept, staging.order)
+        share = self._foreign_share(staging.order)
         which = np.minimum(share * staging.num_remote, staging.num_remote - 1)
         stage[self._remote] = 1 + which
         return stage
@@ -261,27 +276,25 @@ class AssignedPieces:
         share = self._share_before(self.ranks, self.parts[:, Q_START], self.is_local)
         return share * self.is_local
 
-    def _foreign_share(self, kept: Side, order: Order) -> FloatArray:
+    def _foreign_share(self, order: Order) -> FloatArray:
         """Returns the share of its group's area before each part with foreign rows: `[foreign parts]`; found once."""
-        if (kept, order) not in self._shares:
-            share = self._share_before(*self._foreign_first(kept, order), ~self.is_local)
-            self._shares[kept, order] = share.compress(~self.is_local)
-        return self._shares[kept, order]
+        if order not in self._shares:
+            share = self._share_before(*self._foreign_first(order), ~self.is_local)
+            self._shares[order] = share.compress(~self.is_local)
+        return self._shares[order]
 
-    def _foreign_first(self, kept: Side, order: Order) -> tuple[IntArray, IntArray]:
+    def _foreign_first(self, order: Order) -> tuple[IntArray, IntArray]:
         """Returns the groups that are spread over stages, each by itself, and the places of parts in their group.
 
         Foreign rows of the side that passes come first, then own ones along the side that is kept.
         """
         num_ranks = self.placed.num_ranks
-        passing: Side = "q" if kept == "k" else "k"
-        is_own = self.is_own[passing]
-        owner = np.where(is_own, self.owner[kept], self.owner[passing])
-        piece = np.where(is_own, self.pieces[kept], self.pieces[passing])
+        is_own = self.is_own[self.passing]
+        owner = np.where(is_own, self.owner[self.kept], self.owner[self.passing])
         if order == "shares":
-            return (self.ranks * 2 + is_own) * num_ranks + owner, piece
+            return (self.ranks * 2 + is_own) * num_ranks + owner, self.piece
         turn = (owner - self.ranks) % num_ranks if order == "ring" else 0
-        return self.ranks, (is_own * num_ranks + turn) * self.num_pieces + piece
+        return self.ranks, (is_own * num_ranks + turn) * self.num_pieces + self.piece
 
     def _share_before(self, group: IntArray, along: IntArray, chosen: BoolArray) -> FloatArray:
         """Returns the share of its group's chosen area that lies before the middle of each part's run of equals."""

@@ -210,7 +210,7 @@ class _RoutedAssignment:
     def build(self, staging: Staging) -> Pass:
         """Returns the pass of a staging; the same object if forward and backward take the same."""
         if staging not in self._built:
-            built = self.assigned.in_pieces.build(staging, self.route)
+            built = self.assigned.in_pieces(staging.kept).build(staging, self.route)
             self._built[staging] = split_heads(built, self.groups.degree)
         return self._built[staging]
 
@@ -220,7 +220,7 @@ class _RoutedAssignment:
 
     def _exact_loads(self, staging: Staging) -> PassLoads:
         """Returns the loads of a staging; what moves is the same in both passes, and whatever comes last."""
-        pieces, moved = self.assigned.in_pieces, replace(staging, keeps_rest=True)
+        pieces, moved = self.assigned.in_pieces(staging.kept), replace(staging, keeps_rest=True)
         if moved not in self._moved:
             self._moved[moved] = {
                 side: self.groups.staged_movement(

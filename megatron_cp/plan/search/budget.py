@@ -15,12 +15,12 @@ from megatron_cp.plan.price.pairs_move import StagingLimits
 class SearchBudget:
     """The numbers of one search. Seconds and loads are compared as factors."""
 
-    perfect: float = 1.005
+    perfect: float = 1.03
     """Times what a degree may still reach: what is faster by less is not looked for. 1.0025, 1.01: nothing."""
     far: float = 1.3
     """Times the load bound: links limit, and moving compute among many is worth it. 1.15, 1.6: nothing. Never: 1.006
     on 115 cells, worst 1.38 (2048 global tokens, 256 ranks)."""
-    hopeless: float = 1.03
+    hopeless: float = 1.01
     """Times the fastest strategy, whose price may be an estimate: not priced. 1.015, 1.06: nothing."""
     loose_load: float = 1.08
     """Load of a rank by one document, times the fair share. 1.04: 1.000, worst 1.013; 1.16: 1.000, worst 1.010."""

@@ -16,7 +16,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
@@ -76,8 +76,6 @@ class _Step:
     source: StrategySource
     least: float = 0.0
     """Seconds that it takes at least."""
-    is_first: bool = False
-    """Whether compute is moved on the likeliest placement: always among few head groups."""
 
 
 class Search:
@@ -92,6 +90,9 @@ class Search:
         self.always_moved = max(
             (n for n in moved if n <= budget.always_moved), default=min(moved, default=1)
         )
+        # Memory may be short, states of linear layers travel as well, and measured kernels are slower than nominal ones.
+        has_rates = get_topology(config.topology).kernels is not None
+        self.is_by_time = not (config.max_received_mb or config.linear_state_bytes or has_rates)
         # All own equally many tokens, so a slow rank has too many pairs wherever they are placed: pairs have to move.
         speeds = rank_speeds(config, cp_size)
         self.is_uneven = bool((speeds != speeds[0]).any())
@@ -193,44 +194,38 @@ class Search:
         places, budget = self.placements, self.budget
         if degree == self.cp_size:
             return []
-        in_order, whole = places.in_order(), places.by_documents(degree, budget.loose_load)
-        likely = in_order if places.is_even_in_order else places.zigzag(degree)
+        zigzag = functools.partial(places.zigzag, degree)
         by_area = _Step(degree, functools.partial(places.by_area, degree), stay)
-        moved = _Step(degree, lambda: likely, move, is_first=True)
+        whole = places.by_documents(degree, budget.loose_load)
         if whole is None:
-            zigzag = _Step(degree, functools.partial(places.zigzag, degree), stay)
-            return [zigzag, by_area, moved, _Step(degree, lambda: in_order, move)]
+            in_order = _Step(degree, places.in_order, move)
+            return [_Step(degree, zigzag, stay), by_area, in_order]
         tight, wide = (
             _Step(degree, functools.partial(places.by_documents, degree, load), stay)
             for load in (budget.tight_load, budget.wide_load)
         )
-        steps = [tight, wide, by_area, moved]
-        return [*steps, replace(moved, place=lambda: whole)] if self.is_uneven else steps
+        are_few = self.cp_size // degree <= budget.always_moved
+        steps = [tight, wide, *[by_area] * are_few, _Step(degree, zigzag, move)]
+        return [*steps, _Step(degree, lambda: whole, move)] if self.is_uneven else steps
 
     def _is_worth(self, step: _Step) -> bool:
         """Returns whether a step may win."""
         if not self._is_open(step.degree):
             return False
-        if step.source is stay or self._is_quick(step):
+        if step.source is stay:
             return True
-        groups = self.cp_size // step.degree
-        return groups <= self.budget.most_moved and not self._is_within(self.budget.far)
-
-    def _is_quick(self, step: _Step) -> bool:
-        """Returns whether a step moves compute among so few head groups that it always may pay."""
-        return step.is_first and self.cp_size // step.degree <= self.must_move
+        must_move = self.is_uneven or not self.is_by_time or not self._is_within(self.budget.far)
+        must_move |= len(self.masks) > 1
+        return must_move and self.cp_size // step.degree <= self.budget.most_moved
 
     def _is_open(self, degree: int) -> bool:
         """Returns whether a plan of a degree may still be faster, by more than can be told, than the fastest."""
-        return self.budget.perfect * (self.bound + self.exchange[degree]) < self.known
+        reached = self.budget.perfect * (self.bound + self.exchange[degree])
+        return not self.is_by_time or reached < self.known
 
     def _limit(self) -> float:
-        """Returns the seconds beyond which a strategy is of no use; none where attention's time alone does not decide.
-
-        Masks of a family share a placement, memory may be short, and states of linear layers travel as well.
-        """
-        config = self.config
-        if len(self.masks) > 1 or config.max_received_mb or config.linear_state_bytes:
+        """Returns the seconds beyond which a strategy is of no use; none for families, whose masks share a placement."""
+        if len(self.masks) > 1 or not self.is_by_time:
             return math.inf
         return self.budget.hopeless * min(self.known, *self.fastest.values())
 
@@ -257,11 +252,11 @@ class Search:
                 options[options.index(option)] = option.refine()
 
     def _balance_otherwise(self) -> None:
-        """Prices documents balanced for each mask of a family by itself, at the degree that did best."""
-        degree = min(self.searched, key=self.fastest.__getitem__)
-        others = range(1, len(self.placements.balances))
+        """Prices documents balanced for each mask of a family by itself, at the two degrees that did best."""
+        degrees = sorted(self.searched, key=self.fastest.__getitem__)[:2]
         loads = (self.budget.loose_load, self.budget.tight_load)
-        for balance, load in itertools.product(others, loads):
+        others = range(1, len(self.placements.balances))
+        for balance, load, degree in itertools.product(others, loads, degrees):
             placement = self.placements.by_documents(degree, load, balance)
             if placement is not None:
                 self._price(placement, degree, stay)
