@@ -7,11 +7,12 @@ racks first (where there are any), then nodes, then ranks inside a node, until e
     [ at home in the left half | ... | at home in the right half ]
                        ^ cut where both halves have their share of the area
 
-Seven orders compete for every group: by how much pairs are at home in a half (their queries, their keys, or
-both), among equals along queries or keys; and by how many rows a pair keeps at home. The order that needs the fewest remote rows on both sides wins: a rectangle is cut across its longer
-side, and documents stay with their tokens as far as the balance allows. The slice at the cut is cut itself, at
-a row, so areas are equal to a row's pairs. All groups of a level are cut at once, and pairs are looked at in
-blocks that shrink with the groups, so the time grows with the number of ranks and hardly with that of tokens.
+Seven orders compete for every group: by how much pairs are at home in a half (their queries, their keys, or both),
+among equals along queries or keys; and by how many rows a pair keeps at home. The order that needs the fewest remote
+rows on both sides wins: a rectangle is cut across its longer side, and documents stay with their tokens as far as
+the balance allows. The slice at the cut is cut itself, at a row, so areas are equal to a row's pairs. All groups of a
+level are cut at once, and pairs are looked at in blocks that shrink with the groups, so the time grows with the
+number of ranks and hardly with that of tokens.
 
 Each order is the best for some masks: without those by the home of keys a full mask on 4 ranks needs 49 % more rows
 than the proven optimum, without that by rows kept at home block-causal documents on 48 ranks take 1.4 times as long.

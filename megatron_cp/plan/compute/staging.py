@@ -180,12 +180,17 @@ class AssignedPieces:
         by_queries |= assigned.is_local
         per_rank = int(np.clip(PIECES // placed.num_ranks, *PIECES_PER_RANK))
         runs = interval.cut(placed.owners.ids, max(1, placed.own_rows // per_rank))
+        chosen: dict[Side, BoolArray] = {"q": by_queries, "k": ~by_queries}
         cuts = []
-        for side, chosen in (("q", by_queries), ("k", ~by_queries)):
-            which = np.flatnonzero(chosen)
-            parts, source, piece = cut_rows(assigned.parts.take(which, axis=0), runs, *COLUMNS[side])
+        for side, is_cut in chosen.items():
+            which = np.flatnonzero(is_cut)
+            parts, source, piece = cut_rows(
+                assigned.parts.take(which, axis=0), runs, *COLUMNS[side]
+            )
             cuts.append((parts, which.take(source), piece))
-        self.parts, source, self.piece = (np.concatenate(found) for found in zip(*cuts, strict=True))
+        self.parts, source, self.piece = (
+            np.concatenate(found) for found in zip(*cuts, strict=True)
+        )
         self.num_pieces = len(runs)
         self.ranks = assigned.ranks.take(source)
         self.owner = {side: owner.take(source) for side, owner in assigned.owner.items()}

@@ -2,8 +2,8 @@
 
     look      at every head degree documents and tokens in order, queries at home, and the published schemes on tokens
               in order and zigzag (needed keys, ring, all-gather, double ring, Ulysses, USP); the lowest bound first
-    improve   the fastest degree first, a step at a time: documents balanced more tightly or less, chunks by area; then
-              compute moved away from the queries' owners, on the best placement before others
+    improve   the fastest degree first, a step at a time: documents balanced more tightly or less, chunks by area, or
+              zigzag; then compute moved away from the queries' owners, on the best placement before others
 
 Whatever looks fastest is priced exactly at once, and what cannot be faster by more than can be told is skipped: a
 degree by its bound (load, and the exchange of heads), a first look by the least it takes, a strategy by its busiest
@@ -90,7 +90,7 @@ class Search:
         self.always_moved = max(
             (n for n in moved if n <= budget.always_moved), default=min(moved, default=1)
         )
-        # Memory may be short, states of linear layers travel as well, and measured kernels are slower than nominal ones.
+        # Memory may be short, states of linear layers travel too, and measured kernels are slower than nominal ones.
         has_rates = get_topology(config.topology).kernels is not None
         self.is_by_time = not (config.max_received_mb or config.linear_state_bytes or has_rates)
         # All own equally many tokens, so a slow rank has too many pairs wherever they are placed: pairs have to move.
@@ -215,7 +215,6 @@ class Search:
         if step.source is stay:
             return True
         must_move = self.is_uneven or not self.is_by_time or not self._is_within(self.budget.far)
-        must_move |= len(self.masks) > 1
         return must_move and self.cp_size // step.degree <= self.budget.most_moved
 
     def _is_open(self, degree: int) -> bool:
@@ -224,7 +223,7 @@ class Search:
         return not self.is_by_time or reached < self.known
 
     def _limit(self) -> float:
-        """Returns the seconds beyond which a strategy is of no use; none for families, whose masks share a placement."""
+        """Returns the seconds beyond which a strategy is of no use; none for families: masks share a placement."""
         if len(self.masks) > 1 or not self.is_by_time:
             return math.inf
         return self.budget.hopeless * min(self.known, *self.fastest.values())
