@@ -156,7 +156,8 @@ class AssignedMask:
 
     def arriving(self, side: Side, route: Route) -> list[IntArray]:
         """Returns the foreign rows of one side that ranks need, hop by hop: requests (owner, reader, ids)."""
-        return route(self.placed.owners, self.placed.space, self.foreign[side])
+        wanted = self.foreign[side]
+        return route(self.placed.owners, self.placed.space, wanted) if len(wanted) else []
 
     def in_pieces(self, kept: Side) -> "AssignedPieces":
         """Returns the same in pieces that are spread over stages, of which one side's foreign rows are kept."""
