@@ -1,8 +1,9 @@
 """Every number that steers planner "auto": how much it tries, what it skips, and when it stops.
 
 Beside each stands what half and double of it do to predicted times: the geometric mean over those of today's value,
-then the worst cell, on 45 cells of 4 to 48 ranks (benchmarks/bench_search.py, 2026-11-23, every line of it in
-benchmarks/results/search_epyc_2026-11-23.md). "Nothing": not one cell moved. Some limits matter on more ranks only.
+then the worst cell, on 45 cells of 4 to 48 ranks; "large": on 26 of 40 to 256 ranks (benchmarks/bench_search.py,
+2026-11-23, every line in benchmarks/results/search_epyc_2026-11-23.md and search_large_epyc_2026-11-23.md). "Nothing":
+not one cell moved.
 """
 
 from dataclasses import dataclass
@@ -16,24 +17,27 @@ class SearchBudget:
     """The numbers of one search. Seconds and loads are compared as factors."""
 
     perfect: float = 1.03
-    """Times what a degree may still reach: what is faster by less is not looked for. 1.0025, 1.01: nothing."""
-    far: float = 1.3
-    """Times the load bound: links limit, and moving compute among many is worth it. 1.15, 1.6: nothing. Never: 1.006
-    on 115 cells, worst 1.38 (2048 global tokens, 256 ranks)."""
+    """Times what a degree may still reach: what is faster by less is not looked for. 1.015: .999; 1.06: 1.002, worst
+    1.043 (streaming, 6 ranks). Large: nothing. 1.005 takes a tenth longer to plan."""
+    far: float = 1.15
+    """Times the load bound: links limit, and moving compute among many is worth it. 1.075: 1.000; 1.3: nothing. Large:
+    1.001 and 1.002, worst 1.029 and 1.045 (chances of the search)."""
     hopeless: float = 1.01
-    """Times the fastest strategy, whose price may be an estimate: not priced. 1.015, 1.06: nothing."""
+    """Times the fastest strategy, whose price may be an estimate: not priced. 1.005, 1.02: nothing."""
     loose_load: float = 1.08
-    """Load of a rank by one document, times the fair share. 1.04: 1.000, worst 1.013; 1.16: 1.000, worst 1.010."""
+    """Load of a rank by one document, times the fair share. 1.04, 1.16: 1.000, worst 1.013. Large: 1.003, worst 1.067
+    (prefix_lm_document W2, 56 ranks)."""
     tight_load: float = 1.0
     """Half, double: 1.003, worst 1.07 (causal_document W2, 48 ranks)."""
     wide_load: float = 2.0
-    """Half: 1.001, worst 1.06 (causal_document W3, 24 ranks); double: nothing. Never: 1.004 on 115 cells, worst 1.32
+    """Half: 1.001, worst 1.06 (causal_document W3, 24 ranks); double: nothing. Large, half: 1.018, worst 1.30
     (causal_document W4, 80 ranks)."""
     always_moved: int = 8
-    """Head groups among which compute is always moved, or the fewest there can be. Half, double: 1.000, worst 1.009."""
+    """Head groups among which compute is always moved, or the fewest there can be, and chunks of documents are placed
+    by area. Half: 1.003, worst 1.062 (causal_document W2, 6 ranks); double: 1.000, best .980."""
     most_moved: int = 32
-    """Head groups among which compute is moved where links limit: a limit of time. Half, double: nothing. 8: 1.10 on
-    115 cells, worst 21 (2048 global tokens, 256 ranks)."""
+    """Head groups among which compute is moved where links limit: a limit of time. Half, double: nothing. Large, half:
+    1.27, worst 21 (2048 global tokens, 256 ranks); double: nothing."""
     most_groups: int = 256
     """Head groups; with more of them only tokens in order are looked at, if heads can be exchanged: a limit of time."""
     near: float = 1.00125
@@ -43,21 +47,21 @@ class SearchBudget:
     most_measured: int = 12
     """Plans built to price them with measured kernel rates: a limit of time, without them nothing."""
     placements: PlacementLimits = PlacementLimits(  # noqa: RUF009  it is frozen
-        imbalance=0.01,  # half: .999; double: 1.001, worst 1.013
-        chunks=128,  # half: 1.000, worst 1.015, best .968; double: 1.001, worst 1.030
-        least_chunks=4,  # half: nothing; double: 1.001, worst 1.030; it counts from 33 head groups on
+        imbalance=0.01,  # half: .999; double: 1.001, worst 1.015
+        chunks=128,  # half: 1.002, worst 1.068, best .968; double: 1.001, worst 1.015
+        least_chunks=4,  # nothing; large: 1.000 and .999, worst 1.038; it counts from 33 head groups on
         most_parts=1 << 13,  # half: 1.002, worst 1.063; double: nothing
         most_parts_per_rank=48,  # nothing up to 48 ranks; it counts from 171 ranks on
     )
     stagings: StagingLimits = StagingLimits(  # noqa: RUF009  it is frozen
-        counts=(1, 2, 4, 8),  # without 8: 1.000; 1.004 on 40 to 128 ranks, worst 1.038 (causal, 96)
-        few=2,  # 1: 1.001, worst 1.009; 4: .999
-        most_exact=3,  # 1: 1.003, worst 1.058; 6: nothing
-        uneven=1.005,  # 1.0025: 1.000; 1.01: 1.001, worst 1.009
+        counts=(1, 2, 4, 8),  # without 8: 1.000; large: 1.002, worst 1.048 (streaming, 128)
+        few=2,  # 1: 1.001, worst 1.009; 4: .999; large, 4: 1.005, worst 1.19
+        most_exact=3,  # 1: 1.002, worst 1.026; large: 1.008, worst 1.20; 6: nothing
+        uneven=1.005,  # 1.0025, 1.01: 1.000
         as_even=1.005,  # 1.0025, 1.01: 1.000
         stage_penalty=2e-4,  # nothing: it breaks ties for fewer sends
         order_penalty=1e-3,  # nothing: it breaks ties for fewer slices
-        hub=2.0,  # never a tree: 1.045 on 115 cells, worst 3.5 (2048 global tokens, 256 ranks)
+        hub=2.0,  # 1, 4: 1.000; never a tree: 3.5 times as long with 2048 global tokens on 256 ranks
     )
 
 
