@@ -33,6 +33,9 @@ class Level:
     """Of a transfer that leaves a group; None: that of the level inside."""
 
 
+_RATES = ("forward_tflops", "backward_tflops", "inner_gbytes_per_s", "outer_gbytes_per_s")
+
+
 @dataclass(frozen=True)
 class Topology:
     """One kind of machine: rates per rank, bandwidth of its levels, latency per transfer.
@@ -43,7 +46,8 @@ class Topology:
 
     A bandwidth is what one rank can send and, at the same time, receive on that level.
     `megatron_cp.plan.hardware.topology` holds the rows we ship. Raises ValueError for a rate, bandwidth or node size
-    that is not positive, for levels that do not contain each other, and for more network ports than ranks.
+    that is not positive, for levels that do not contain each other, and for more network ports than ranks; TypeError
+    for what is no name, number or rates.
     """
 
     name: str
@@ -65,19 +69,18 @@ class Topology:
     """As `CPConfig.rank_speeds`, where that says nothing."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "forward_tflops",
-            "backward_tflops",
-            "node_size",
-            "inner_gbytes_per_s",
-            "outer_gbytes_per_s",
-        ):
+        self._check_types()
+        for name in _RATES:
             value = getattr(self, name)
             if not 0 < value < float("inf"):
                 raise ValueError(
                     f"{name}={value!r} of topology {self.name!r} must be positive and finite; "
                     "give what one rank reaches"
                 )
+        if self.node_size < 1:
+            raise ValueError(
+                f"node_size={self.node_size!r} of topology {self.name!r} must be positive; give the ranks of a node"
+            )
         if not 0 <= self.contention < 1:
             raise ValueError(
                 f"contention={self.contention!r} of topology {self.name!r} must be at least 0 and below 1; "
@@ -97,6 +100,24 @@ class Topology:
                 "all of them"
             )
         object.__setattr__(self, "rank_speeds", _checked_speeds(self.rank_speeds))
+
+    def _check_types(self) -> None:
+        if not isinstance(self.name, str):
+            raise TypeError(f"name={self.name!r} of a topology must be a name; give a string")
+        for name in (*_RATES, "latency_us", "contention"):
+            if not _is_number(getattr(self, name)):
+                raise TypeError(
+                    f"{name}={getattr(self, name)!r} of topology {self.name!r} must be a number; give an int or a float"
+                )
+        if not isinstance(self.node_size, int) or isinstance(self.node_size, bool):
+            raise TypeError(
+                f"node_size={self.node_size!r} of topology {self.name!r} must be an integer; give the ranks of a node"
+            )
+        if not isinstance(self.kernels, KernelRates | None):
+            raise TypeError(
+                f"kernels={self.kernels!r} of topology {self.name!r} must be KernelRates; load_profile reads them, or "
+                "leave it out"
+            )
 
     def _check_levels(self) -> None:
         levels = self.outer_levels

@@ -86,6 +86,7 @@ def test_planner_that_cannot_serve_is_listed_with_its_reason(capsys):
 REFUSED = {
     "a mask by its old name": ["plan", "--mask", "documents"],
     "more ranks than tokens": ["plan", "--lengths", "3", "--context-parallel-size", "4"],
+    "no lengths": ["plan", "--lengths", ""],
     "two sources": ["plan", "--lengths", "3", "--data-path", "x"],
     "a negative length": ["plan", "--lengths=-1,4"],
     "no token": ["plan", "--lengths", "0,0"],

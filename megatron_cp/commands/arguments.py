@@ -77,7 +77,7 @@ def lengths(text: str) -> list[int]:
 def lengths_or_path(text: str) -> list[int] | Path:
     """Returns document lengths written out, or the path of what holds them."""
     is_list = all(character.isdigit() or character in ", -" for character in text)
-    return lengths(text) if is_list and text else Path(text)
+    return lengths(text) if is_list else Path(text)
 
 
 def seed(text: str) -> int:

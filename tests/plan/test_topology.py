@@ -1,6 +1,7 @@
 """Hardware rows and measured profiles: what is read, what is refused, and what measured rates change."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -154,6 +155,25 @@ def test_an_unknown_topology_names_the_nearest(name, near):
 def test_a_topology_with_a_rate_that_is_not_positive_is_refused(change):
     row = {**vars(TOPOLOGIES["h100"]), **change}
     with pytest.raises(ValueError, match=f"{next(iter(change))}=.*of topology 'h100'"):
+        Topology(**row)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"forward_tflops": "300"},
+        {"inner_gbytes_per_s": None},
+        {"latency_us": True},
+        {"contention": [0.1]},
+        {"node_size": 8.0},
+        {"kernels": {}},
+        {"name": 3},
+    ],
+)
+def test_a_topology_of_other_types_is_refused_by_name(change):
+    row = {**vars(TOPOLOGIES["h100"]), **change}
+    name, value = next(iter(change.items()))
+    with pytest.raises(TypeError, match=re.escape(f"{name}={value!r} of ")):
         Topology(**row)
 
 
