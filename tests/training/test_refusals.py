@@ -242,8 +242,18 @@ FAULTS = {
     ("--ckpt-step", "2"): "--ckpt-step needs --load",
     ("--spec", "os"): "--spec os must be",
     ("--weight-decay-incr-style", "linear"): "--weight-decay-incr-style linear needs",
-    ("--wandb-exp-name", ""): "--wandb-exp-name is empty",
+    ("--wandb-exp-name", ""): "--wandb-exp-name is given an empty word",
+    ("--tensorboard-dir", ""): "--tensorboard-dir is given an empty word",
+    ("--tokenizer-model=",): "--tokenizer-model is given an empty word",
 }
+
+
+@pytest.mark.parametrize("flag", ["--load", "--save", "--data-cache-path", "--tokenizer-type"])
+def test_an_unset_variable_of_the_shell_is_no_value(flag):
+    """``--load "$CHECKPOINT"`` would begin from nothing, without a word."""
+    for words in ([flag, ""], [f"{flag}="]):
+        _, reasons = judge_arguments([*SMALL_RUN, *words], {})
+        assert any(reason.startswith(f"{flag} is given an empty word") for reason in reasons)
 
 
 @settings(max_examples=60, deadline=None)

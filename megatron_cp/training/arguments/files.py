@@ -143,8 +143,6 @@ def complete_records(args: Namespace) -> Iterator[str]:
         args.notes.append(
             "--log-energy changes nothing here: it needs a GPU and the package pynvml"
         )
-    if args.wandb_exp_name == "":
-        yield "--wandb-exp-name is empty; give a name or drop the flag"
     if args.wandb_run_id is not None and not re.fullmatch(r"[\w-]{1,128}", args.wandb_run_id):
         yield (
             f"--wandb-run-id {args.wandb_run_id!r} must be of letters, digits, - and _, as it names a folder; "

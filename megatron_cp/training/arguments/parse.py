@@ -104,6 +104,12 @@ def _sort_flags(
                 reasons.append(f"{flag} expects {num_values} value(s)")
             notes.append(f"{flag} changes nothing here: {reason}")
             kept += words[1 if equals else 1 + num_values :]
+        elif flag in served and ("" in words or words[0].endswith("=")):
+            reasons.append(
+                f"{flag} is given an empty word, as a shell variable that is not set leaves it; give a value or drop "
+                "the flag"
+            )
+            undecided.append(served[flag])
         elif flag in served or not _is_flag(flag):
             kept += words
         elif (known := refusal(flag)) is not None:
