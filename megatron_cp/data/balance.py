@@ -3,7 +3,8 @@
 All packs hold equally many tokens, yet one long document costs far more attention than many short
 ones. So the packs of a global batch are shared out to ranks and micro-batches by cost, the predicted
 time of their attention (`pack_cost.py`). Which packs a global batch holds, and which of them share a micro-batch,
-never depends on the number of ranks: a loss that is a mean of micro-batches is the same on any.
+never depends on the number of ranks: a loss that is a mean of micro-batches is the same on any. Nor does the
+order of a replica's micro-batches depend on its context ranks: a loss that is a running mean is the same on any.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def assign_packs(
     """Returns pack indices `[dp_size][num_microbatches][micro_batch_size]`, each exactly once.
 
     Packs meet in micro-batches by `areas`, which know nothing of ranks (None: `costs` do not either).
-    Micro-batches are dealt to ranks by cost, and those of each rank come dearest first, so those that
+    Micro-batches are dealt to ranks by cost, and those of each rank come largest first, so those that
     are computed at the same time cost about the same.
 
     Raises:
@@ -61,10 +62,12 @@ def assign_packs(
             f"{dp_size} * {micro_batch_size}; "
             "change --global-batch-size or --micro-batch-size"
         )
-    together = deal_by_cost(costs if areas is None else areas, len(costs) // micro_batch_size)
+    sizes = costs if areas is None else areas
+    together = deal_by_cost(sizes, len(costs) // micro_batch_size)
     micro_batches = sorted(sorted(packs) for packs in together)
+    micro_batches.sort(key=lambda packs: -sum(sizes[i] for i in packs))
     sums = [sum(costs[i] for i in packs) for packs in micro_batches]
-    return [[micro_batches[k] for k in mine] for mine in deal_by_cost(sums, dp_size)]
+    return [[micro_batches[k] for k in sorted(mine)] for mine in deal_by_cost(sums, dp_size)]
 
 
 def assign_in_order(

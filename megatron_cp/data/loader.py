@@ -167,12 +167,9 @@ class PackedLoader:
         if not self.config.balance:
             return assign_in_order(len(packs), dp_size=dp_size, micro_batch_size=micro_batch_size)
         documents, batch, request = self._documents, self.config.batch, self._request
-        areas = None  # a pack that is alone in its micro-batch meets no other
-        if micro_batch_size > 1:
-            areas = [pack_area(documents, pack, batch, request) for pack in packs]
         return assign_packs(
             [pack_seconds(documents, pack, batch, request) for pack in packs],
-            areas=areas,
+            areas=[pack_area(documents, pack, batch, request) for pack in packs],
             dp_size=dp_size,
             micro_batch_size=micro_batch_size,
         )

@@ -1,18 +1,17 @@
-"""The router of experts, the same at every context-parallel size.
+"""The router of experts, the same at every context-parallel and tensor-parallel size.
 
-Two things of Megatron's router depend on how tokens are dealt to context ranks.
+Two things of Megatron's router depend on how tokens are dealt to ranks.
 
 Auxiliary losses. Megatron adds each rank's part of such a loss to the gradient. Under
-`calculate_per_token_loss` gradients are summed over the context ranks and divided by the tokens of
-the whole batch, so the part is multiplied by tokens first:
+`calculate_per_token_loss` gradients are summed over the ranks that share a sequence and divided by the
+tokens of the whole batch, so the part is multiplied by tokens first:
 
     before 0.19    part x tokens of this rank                  weight falls as 1 / (tp x cp)
     since 0.19     part x tokens of this rank x tp x cp        the same weight on any ranks
 
-`EqualWeightRouter` makes the first exact in cp. It keeps its 1 / tp under sequence parallelism,
-because that is what the same Megatron does without context parallelism. Without per-token loss both
-are right. The loss itself is one over the rows of all context ranks (Megatron sums expert counts
-over them), so it does not matter which rank a row was dispatched to.
+`EqualWeightRouter` makes the first the second. Without per-token loss both are right. The loss itself is
+one over the rows of all ranks that share the sequence (Megatron sums expert counts over them), so it does
+not matter which rank a row was dispatched to.
 
 Sinkhorn routing. Megatron balances the rows of a rank among themselves; under sequence parallelism
 that is a part of a sequence. `ContextRouter` balances the rows of all context ranks, and of the tensor
@@ -21,11 +20,14 @@ ranks that share them, as one rank would.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
+
+_ONE_RANK = SimpleNamespace(size=lambda: 1)
 
 
 class ContextRouter(TopKRouter):
@@ -34,9 +36,13 @@ class ContextRouter(TopKRouter):
     cp_group: Any
     tp_cp_group: Any
 
+    def _rows_group(self) -> Any:
+        """Returns the ranks that share the rows of a pack: tensor ranks only under sequence parallelism."""
+        return self.tp_cp_group if self.config.sequence_parallel else self.cp_group
+
     def sinkhorn_load_balancing(self, logits: torch.Tensor) -> Any:
         """Returns scores and choice of this rank's rows `[T, E]`. Collective over those ranks."""
-        group = self.tp_cp_group if self.config.sequence_parallel else self.cp_group
+        group = self._rows_group()
         if group.size() == 1 or not self.training:
             return super().sinkhorn_load_balancing(logits)
         rows = [torch.empty_like(logits) for _ in range(group.size())]
@@ -56,17 +62,17 @@ class EqualWeightRouter(ContextRouter):
         """Returns `activation` with the loss attached, weighed by the tokens of all ranks."""
         tokens = activation.shape[0] if valid_token_count is None else valid_token_count
         return super().attach_and_log_load_balancing_loss(
-            activation, *args, valid_token_count=tokens * self.cp_group.size(), **kwargs
+            activation, *args, valid_token_count=tokens * self._rows_group().size(), **kwargs
         )
 
     def apply_z_loss(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Returns `logits` with the z-loss attached, weighed by the tokens of all ranks."""
         if not self.calculate_per_token_loss:
             return super().apply_z_loss(logits, *args, **kwargs)
-        # Megatron divides the coefficient by the size of this group; a mean over the group's
-        # tokens needs that only where gradients are averaged.
-        both, self.tp_cp_group = self.tp_cp_group, self.tp_group
+        # Megatron divides the coefficient by the size of this group; a sum over tokens, divided once by
+        # all of them, must not be.
+        group, self.tp_cp_group = self.tp_cp_group, _ONE_RANK
         try:
             return super().apply_z_loss(logits, *args, **kwargs)
         finally:
-            self.tp_cp_group = both
+            self.tp_cp_group = group

@@ -25,7 +25,14 @@ from megatron_cp.training.logging.lines import ProgressBar, print_datetime, prin
 from megatron_cp.training.profiling import memory_history, step_profiler
 from megatron_cp.training.replicas import check_replicas
 from megatron_cp.training.same_batches import check_same_batches
-from megatron_cp.training.step import Runner, evaluate, next_batches, train_step, whole_parameters
+from megatron_cp.training.step import (
+    Runner,
+    evaluate,
+    next_batches,
+    params_norm,
+    train_step,
+    whole_parameters,
+)
 from megatron_cp.training.stop import ExitConditions, any_rank
 from megatron_cp.training.text_samples import TextSampler
 
@@ -154,7 +161,8 @@ def _step(run: Run) -> None:
     state.consumed_samples += result.num_packs
     state.data = run.loaders.train.state_dict()
     progress.at("log")
-    run.journal.step(batches, result, run.runner.device, waited_s=waited_s)
+    norm = params_norm(run.runner) if state.config.records.log_params_norm else None
+    run.journal.step(batches, result, run.runner.device, waited_s=waited_s, params_norm=norm)
 
 
 def _compare_replicas(run: Run) -> None:

@@ -9,7 +9,11 @@ import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron_cp.mcore.optimizer import install_foreach_adam
+from megatron_cp.mcore.optimizer import (
+    install_first_momentum,
+    install_foreach_adam,
+    name_decoupled_groups,
+)
 from megatron_cp.training.config import TrainConfig
 
 # Words of --exp-avg-dtype and the like; fp8 is kept as bytes.
@@ -33,6 +37,14 @@ def build_optimizer(config: TrainConfig, model: list[Any]) -> Any:
     given = {name: config.arguments[name] for name in names & config.arguments.keys()}
     given |= {name: _FORMATS[given[name]] for name in given if name.endswith("_dtype")}
     given["params_dtype"] = config.model.dtype
+    optimizer = _megatron_optimizer(config, given, model)
+    name_decoupled_groups(optimizer)
+    if config.optimizer.optimizer == "sgd":
+        install_first_momentum(optimizer)
+    return optimizer
+
+
+def _megatron_optimizer(config: TrainConfig, given: dict[str, Any], model: list[Any]) -> Any:
     if config.optimizer.optimizer != "muon":
         return get_megatron_optimizer(OptimizerConfig(**given), model)
     from megatron.core.optimizer.muon import get_megatron_muon_optimizer

@@ -60,12 +60,24 @@ def auxiliary_losses(config: TrainConfig, num_micro_batches: int) -> dict[str, f
 def _begin(names: list[str], num_layers: int) -> None:
     """Makes the sums that this stage, which may have no experts, has not made: one value per layer.
 
-    Megatron-Core would make them here without the layers of prediction, and stages could not be added.
+    Megatron-Core would make them here without the layers of prediction, and stages could not be added; and without
+    the ranks whose parts make up a loss, so that a stage without experts would tell a part of it.
     """
     tracker = get_moe_layer_wise_logging_tracker()
     for name in names:
-        zeros = torch.zeros(num_layers, device=torch.cuda.current_device())
-        tracker.setdefault(name, {"values": zeros, "reduce_group": None, "avg_group": None})
+        if name in tracker:
+            continue
+        group, has_replicas = None, name == _NAMES["global_aux_loss"]
+        if has_replicas:
+            group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        elif name != "z_loss":
+            group = parallel_state.get_tensor_and_context_parallel_group()
+        tracker[name] = {
+            "values": torch.zeros(num_layers, device=torch.cuda.current_device()),
+            "reduce_group": group,
+            "avg_group": None,
+            "reduce_group_has_dp": has_replicas,
+        }
 
 
 def _mean_over_rows(value: torch.Tensor) -> torch.Tensor:

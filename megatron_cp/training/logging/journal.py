@@ -49,7 +49,7 @@ from megatron_cp.training.logging.tracking import Tracker, start_tensorboard
 from megatron_cp.training.logging.wandb_run import Media, start_wandb
 from megatron_cp.training.optim import learning_rate
 from megatron_cp.training.setup import own_place
-from megatron_cp.training.step import StepResult, params_norm
+from megatron_cp.training.step import StepResult
 
 _NUM_PLAN_SAMPLES = 4
 
@@ -91,6 +91,7 @@ class Journal:
         device: torch.device,
         *,
         waited_s: float = 0.0,
+        params_norm: float | None = None,
     ) -> None:
         """Books one training step, and prints a line every `--log-interval` steps.
 
@@ -113,10 +114,9 @@ class Journal:
         self._skipped += not result.updated
         if result.loss is not None and not math.isfinite(result.loss):
             self.alert("loss is not finite", f"step {state.iteration}: lm loss {result.loss}")
-        norm = params_norm(state.model) if config.records.log_params_norm else None
         seconds = (time.perf_counter() - self._window_start) / self._window_steps
         if self._keeps and state.iteration % config.records.tensorboard_log_interval == 0:
-            self._track(batches, result, seconds, norm, device, waited_s)
+            self._track(batches, result, seconds, params_norm, device, waited_s)
         if (
             self._keeps
             and self._tracker.wants_plan_samples
@@ -124,7 +124,7 @@ class Journal:
         ):
             self._sample(batches)
         if state.iteration % config.records.log_interval == 0:
-            self._print(result, seconds, norm)
+            self._print(result, seconds, params_norm)
 
     def compare(self, told: list[list[int]]) -> None:
         """Names ranks that stay behind, from what every rank told of itself; nothing where none did."""
