@@ -58,6 +58,15 @@ def test_which_packs_share_a_micro_batch_does_not_depend_on_the_ranks(problem, s
     assert sorted(one[0]) == sorted(itertools.chain(*many))
 
 
+@given(problems(), st.integers(0, 10**6))
+def test_the_order_of_one_replica_s_micro_batches_does_not_depend_on_what_they_cost(problem, seed):
+    """A running mean, as the balance of experts over a global batch, is another in another order."""
+    areas, _, _, size = problem
+    shuffled = random.Random(seed).sample(areas, len(areas))
+    one = assign_packs(areas, dp_size=1, micro_batch_size=size)
+    assert assign_packs(shuffled, dp_size=1, micro_batch_size=size, areas=areas) == one
+
+
 def test_batches_that_cannot_be_dealt_evenly_are_refused():
     with pytest.raises(ValueError, match="global_batch_size=6 must be a multiple of"):
         assign_packs([1] * 6, dp_size=4, micro_batch_size=1)

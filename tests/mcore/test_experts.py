@@ -52,10 +52,12 @@ def test_auxiliary_losses_weigh_the_same_at_every_context_parallel_size(kind: st
     assert_same_training(_ours(own, "split", cp=2), own)
 
 
-def test_auxiliary_losses_weigh_the_same_beside_tensor_parallelism():
-    losses = {"moe_aux_loss_coeff": 0.5, "moe_z_loss_coeff": 0.2}
-    one = _ours(_experts(**losses), tp=2, sequence_parallel=True)
-    assert_same_training(dataclasses.replace(one, cp=2), one)
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "cp": 2}], ids=str)
+def test_auxiliary_losses_weigh_the_same_at_every_tensor_parallel_size(layout: dict):
+    """Megatron before 0.19 divides their weight by tp under sequence parallelism."""
+    reference = _experts(moe_aux_loss_coeff=0.5, moe_z_loss_coeff=0.2)
+    assert reference.per_token
+    assert_same_training(_ours(reference, **layout, sequence_parallel=True), reference)
 
 
 def test_sinkhorn_balances_the_rows_of_all_ranks_that_hold_a_pack():

@@ -42,7 +42,91 @@ def test_losses_go_on_as_on_one_rank(alone: Path, tmp_path: Path, layout: str):
             assert value == pytest.approx(expected[iteration], rel=2e-6), (key, iteration)
 
 
+EXPERTS = (
+    "--num-experts 4 --moe-ffn-hidden-size 48 --untie-embeddings-and-output-weights --no-wandb"
+)
+LOGGED = {  # flags, of the other layout, ranks, key
+    "all parameters, not a stale part": (
+        "--use-distributed-optimizer --log-params-norm --no-wandb",
+        "--context-parallel-size 2 --overlap-grad-reduce --overlap-param-gather",
+        2,
+        "params-norm",
+    ),
+    "the whole loss, from a stage without experts": (
+        f"{EXPERTS} --moe-layer-freq 2 --moe-aux-loss-coeff 0.01",
+        "--pipeline-model-parallel-size 2 --context-parallel-size 2",
+        4,
+        "load_balancing_loss",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", LOGGED)
+def test_a_figure_of_the_log_is_that_of_one_rank(tmp_path: Path, what: str):
+    flags, layout, world_size, key = LOGGED[what]
+    run = [*SMALL_RUN, *shlex.split(flags), "--train-iters", "3"]
+    train(
+        1,
+        *run,
+        "--save",
+        str(tmp_path / "one"),
+        "--save-interval",
+        "1",
+        "--save-retain-interval",
+        "1",
+    )
+    resumed = [
+        "--load",
+        str(tmp_path / "one"),
+        "--ckpt-step",
+        "1",
+        "--run-dir",
+        str(tmp_path / "other"),
+    ]
+    train(world_size, *run, *resumed, *layout.split())
+    found, expected = metrics(tmp_path / "other", key), metrics(tmp_path / "one", key)
+    assert found == pytest.approx({step: expected[step] for step in (2, 3)}, rel=1e-6)
+
+
+RESUMED = {
+    "rates of their own": "--decoupled-lr 1e-4",
+    "rates of their own, sharded": "--decoupled-lr 1e-4 --use-distributed-optimizer",
+    "momentum": "--optimizer sgd",
+    "no momentum": "--optimizer sgd --sgd-momentum 0",
+}
+
+
+@pytest.mark.parametrize("optimizer", RESUMED)
+def test_a_resumed_optimizer_goes_on_bit_by_bit(tmp_path: Path, optimizer: str):
+    run = [*SMALL_RUN, *RESUMED[optimizer].split(), "--lr", "2e-2", "--no-wandb"]
+    train(
+        1,
+        *run,
+        "--save",
+        str(tmp_path / "one"),
+        "--save-interval",
+        "2",
+        "--save-retain-interval",
+        "2",
+    )
+    train(
+        1,
+        *run,
+        "--load",
+        str(tmp_path / "one"),
+        "--ckpt-step",
+        "2",
+        "--run-dir",
+        str(tmp_path / "on"),
+    )
+    for key in ("lm loss", "grad-norm"):
+        found, expected = metrics(tmp_path / "on", key), metrics(tmp_path / "one", key)
+        assert found == {step: expected[step] for step in (3, 4)}, key
+
+
 ROUTING = {
+    "a running mean": "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.3 "
+    "--global-batch-size 8 --micro-batch-size 2 --window-size 50,0",
     "sinkhorn": "--moe-router-load-balancing-type sinkhorn --moe-router-topk 1",
     "each pack by itself": "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.3 "
     "--micro-batch-size 2",
@@ -54,7 +138,8 @@ def test_routing_does_not_depend_on_the_dispatch_of_tokens(tmp_path: Path, routi
     experts = "--num-experts 4 --moe-ffn-hidden-size 48 --calculate-per-token-loss --no-wandb"
     flags = [*SMALL_RUN, *experts.split(), *ROUTING[routing].split(), "--train-iters", "3"]
     train(1, *flags, "--run-dir", str(tmp_path / "one"))
-    train(2, *flags, "--context-parallel-size", "2", "--run-dir", str(tmp_path / "two"))
+    many = 4 if routing == "a running mean" else 2  # its order differs from 4 on
+    train(many, *flags, "--context-parallel-size", str(many), "--run-dir", str(tmp_path / "many"))
     for key in ("lm loss", "grad-norm"):
-        found, expected = metrics(tmp_path / "two", key), metrics(tmp_path / "one", key)
+        found, expected = metrics(tmp_path / "many", key), metrics(tmp_path / "one", key)
         assert found == pytest.approx(expected, rel=2e-6), key
