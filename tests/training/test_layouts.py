@@ -124,6 +124,54 @@ def test_a_resumed_optimizer_goes_on_bit_by_bit(tmp_path: Path, optimizer: str):
         assert found == {step: expected[step] for step in (3, 4)}, key
 
 
+DEALT = "--expert-model-parallel-size 2"
+DEALT_OTHERWISE = {  # how the optimizer is kept, layout of the first run, of the second
+    "dealt": ("", "", DEALT),
+    "gathered": ("", DEALT, ""),
+    "dealt, sharded": (
+        "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable",
+        "",
+        DEALT,
+    ),
+    "gathered, sharded": (
+        "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable",
+        DEALT,
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", DEALT_OTHERWISE)
+def test_a_resumed_optimizer_goes_on_where_experts_are_dealt_otherwise(tmp_path: Path, change: str):
+    optimizer, before, after = DEALT_OTHERWISE[change]
+    run = [*SMALL_RUN, *EXPERTS.split(), *optimizer.split(), "--lr", "2e-2"]
+    train(
+        2,
+        *run,
+        *before.split(),
+        "--save",
+        str(tmp_path / "one"),
+        "--save-interval",
+        "2",
+        "--save-retain-interval",
+        "2",
+    )
+    train(
+        2,
+        *run,
+        *after.split(),
+        "--load",
+        str(tmp_path / "one"),
+        "--ckpt-step",
+        "2",
+        "--run-dir",
+        str(tmp_path / "on"),
+    )
+    for key in ("lm loss", "grad-norm"):
+        found, expected = metrics(tmp_path / "on", key), metrics(tmp_path / "one", key)
+        assert found == pytest.approx({step: expected[step] for step in (3, 4)}, rel=1e-6), key
+
+
 ROUTING = {
     "a running mean": "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.3 "
     "--global-batch-size 8 --micro-batch-size 2 --window-size 50,0",

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megatron_cp.training.checkpoint import names
+
 Shape = tuple[int, ...]
 _SHOWN = 6  # names of one kind in a refusal; more would bury the advice
 
@@ -43,6 +45,10 @@ class Differences:
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.unexpected or self.reshaped)
+
+    def is_of_another_layout(self) -> bool:
+        """Returns whether buckets of the distributed optimizer differ: each holds what one layout put into it."""
+        return any(names.is_bucket(name) for name in (*self.unexpected, *self.reshaped))
 
     def sentences(self, at_most: int | None = None) -> list[str]:
         """Returns one sentence for each kind of difference, with the first names of each."""
@@ -99,6 +105,12 @@ def check_allowed(
         if not model.reshaped:
             advice += f", or {_permission(model)}"
         raise ValueError(f"{folder} does not fit this model: {told}; {advice}")
+    if optimizer is not None and not model and optimizer.is_of_another_layout():
+        raise ValueError(
+            f"{folder} holds the optimizer's state in the buckets of another layout; give the parallel sizes it was "
+            "saved with (a run that saves with --dist-ckpt-optim-fully-reshardable may change them), or "
+            "--no-load-optim to take the weights alone"
+        )
     if optimizer is not None and (optimizer or model):
         told = "; ".join((optimizer or model).sentences(_SHOWN))
         raise ValueError(

@@ -30,6 +30,7 @@ from megatron_cp.training.checkpoint import content, names
 from megatron_cp.training.checkpoint.background import BackgroundWrite, Results
 from megatron_cp.training.checkpoint.compare import Differences, Shape, compare
 from megatron_cp.training.checkpoint.content import Content
+from megatron_cp.training.checkpoint.optimizer_parts import in_parts_of
 from megatron_cp.training.checkpoint.state import (
     RunState,
     chunks_by_name,
@@ -44,9 +45,6 @@ from megatron_cp.training.checkpoint.writer import saving_in_this_process
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.logging.lines import print_rank_0
 
-_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
-# State of Megatron-LM's rerun machine, which this loop has not.
-_RERUN = "rerun_state_machine"
 # A checkpoint that is damaged or of something else makes Megatron and torch raise nearly anything;
 # torch's own CheckpointException is a BaseException.
 _UNREADABLE = (CheckpointException, Exception)
@@ -142,7 +140,7 @@ def load(state: RunState, folder: Path) -> Content:
         extra_states=empty,
     )
     _drop(wanted, lambda item: item.key in model.missing)
-    return _read(wanted, folder, index, state)
+    return _read(wanted, folder, (index, entries), state)
 
 
 def _ask(
@@ -169,9 +167,15 @@ def _ask(
     return wanted
 
 
-def _read(wanted: dict[str, Any], folder: Path, index: Metadata, state: RunState) -> Content:
-    """Returns the wanted state, its tensors read from the files."""
+def _read(
+    wanted: dict[str, Any],
+    folder: Path,
+    known: tuple[Metadata, dict[str, Any]],
+    state: RunState,
+) -> Content:
+    """Returns the wanted state, its tensors read from the files; `known` is what `_read_index` returned."""
     problem = None
+    index, entries = known
     loaded: dict[str, Any] = {}
     try:
         _check_objects(wanted, folder, index)
@@ -180,6 +184,9 @@ def _read(wanted: dict[str, Any], folder: Path, index: Metadata, state: RunState
     raise_together(problem)
     try:
         loaded = dist_checkpointing.load(wanted, str(folder))
+        if "optimizer" in wanted:
+            saved = entries.get("optimizer", {})
+            loaded["optimizer"] = in_parts_of(state.optimizer, loaded["optimizer"], saved)
     except _UNREADABLE as failure:
         problem = ValueError(
             f"{folder} cannot be loaded: {first_line(failure)}; a file of it is damaged, or it was saved "
@@ -235,17 +242,8 @@ def _asked_of_all_ranks(wanted: dict[str, Any]) -> tuple[dict[str, Shape], set[s
     return {key: shape for key, shape, _ in together}, {key for key, _, free in together if free}
 
 
-def _kind(name: str) -> str:
-    """Returns whose a key is: model, optimizer, random or rerun."""
-    if _OPTIMIZER.match(name):
-        return "optimizer"
-    if name.startswith(_RERUN):
-        return "rerun"
-    return "random" if name == "rng_state" else "model"
-
-
 def _of_kind(shapes: dict[str, Shape], kind: str) -> dict[str, Shape]:
-    return {name: shape for name, shape in shapes.items() if _kind(name) == kind}
+    return {name: shape for name, shape in shapes.items() if names.kind(name) == kind}
 
 
 def _extra_states(shapes: dict[str, Shape]) -> set[str]:

@@ -13,6 +13,7 @@ each saves under its own. `_extra_state` holds what fp8 needs, and nothing witho
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -22,6 +23,25 @@ _FUSED = {
     ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
     ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
 }
+
+
+_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
+# State of Megatron-LM's rerun machine, which this loop has not.
+_RERUN = "rerun_state_machine"
+
+
+def kind(key: str) -> str:
+    """Returns whose a key of the format torch_dist is: model, optimizer, random or rerun."""
+    if _OPTIMIZER.match(key):
+        return "optimizer"
+    if key.startswith(_RERUN):
+        return "rerun"
+    return "random" if key == "rng_state" else "model"
+
+
+def is_bucket(key: str) -> bool:
+    """Whether a key is that of a bucket of the distributed optimizer."""
+    return ".gbuf_idx_" in key
 
 
 def is_extra_state(name: str) -> bool:
