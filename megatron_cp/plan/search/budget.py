@@ -16,7 +16,7 @@ from megatron_cp.plan.price.pairs_move import StagingLimits
 class SearchBudget:
     """The numbers of one search. Seconds and loads are compared as factors."""
 
-    perfect: float = 1.03
+    perfect: float = 1.005
     """Times what a degree may still reach: what is faster by less is not looked for. 1.015: .999; 1.06: 1.002, worst
     1.043 (streaming, 6 ranks). Large: nothing. 1.005 takes a tenth longer to plan."""
     far: float = 1.15

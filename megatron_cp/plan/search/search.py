@@ -204,8 +204,7 @@ class Search:
             _Step(degree, functools.partial(places.by_documents, degree, load), stay)
             for load in (budget.tight_load, budget.wide_load)
         )
-        are_few = self.cp_size // degree <= budget.always_moved
-        steps = [tight, wide, *[by_area] * are_few, _Step(degree, zigzag, move)]
+        steps = [tight, wide, by_area, _Step(degree, zigzag, move)]
         return [*steps, _Step(degree, lambda: whole, move)] if self.is_uneven else steps
 
     def _is_worth(self, step: _Step) -> bool:
