@@ -17,8 +17,8 @@ class SearchBudget:
     """The numbers of one search. Seconds and loads are compared as factors."""
 
     perfect: float = 1.005
-    """Times what a degree may still reach: what is faster by less is not looked for. 1.0025, 1.01: nothing. 1.03 takes a
-    tenth less to plan, and leaves four cells of bench_plan.py's grid to others (8 ranks, by up to 2.1 %)."""
+    """Times what a degree may still reach: what is faster by less is not looked for. 1.0025, 1.01: nothing. 1.03 takes
+    a tenth less to plan, and leaves four cells of bench_plan.py's grid to others (8 ranks, by up to 2.1 %)."""
     far: float = 1.15
     """Times the load bound: links limit, and moving compute among many is worth it. 1.075: 1.000; 1.3: nothing. Large:
     1.001 and 1.002, worst 1.029 and 1.045 (chances of the search)."""
