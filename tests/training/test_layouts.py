@@ -1,6 +1,7 @@
 """Experts, further predictions and stages: the same losses from one checkpoint at every layout."""
 
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,7 @@ EXPERTS = (
 )
 LOGGED = {  # flags, of the other layout, ranks, key
     "all parameters, not a stale part": (
-        "--use-distributed-optimizer --log-params-norm --no-wandb",
+        "--use-distributed-optimizer --log-params-norm",
         "--context-parallel-size 2 --overlap-grad-reduce --overlap-param-gather",
         2,
         "params-norm",
@@ -61,31 +62,25 @@ LOGGED = {  # flags, of the other layout, ranks, key
 }
 
 
+def runs(
+    folder: Path, flags: str, first: tuple[int, str], second: tuple[int, str], keys: tuple[str, ...]
+) -> Iterator[tuple[dict[int, float], dict[int, float]]]:
+    """Yields what a run goes on with at another layout (ranks, flags) from step 2, and what it had; for each key."""
+    run = [*SMALL_RUN, *shlex.split(flags), "--no-wandb"]
+    saves = f"--save {folder}/one --save-interval 2 --save-retain-interval 2"
+    train(first[0], *run, *first[1].split(), *saves.split())
+    resumes = f"--load {folder}/one --ckpt-step 2 --run-dir {folder}/on"
+    train(second[0], *run, *second[1].split(), *resumes.split())
+    for key in keys:
+        expected = metrics(folder / "one", key)
+        yield metrics(folder / "on", key), {step: expected[step] for step in (3, 4)}
+
+
 @pytest.mark.parametrize("what", LOGGED)
 def test_a_figure_of_the_log_is_that_of_one_rank(tmp_path: Path, what: str):
     flags, layout, world_size, key = LOGGED[what]
-    run = [*SMALL_RUN, *shlex.split(flags), "--train-iters", "3"]
-    train(
-        1,
-        *run,
-        "--save",
-        str(tmp_path / "one"),
-        "--save-interval",
-        "1",
-        "--save-retain-interval",
-        "1",
-    )
-    resumed = [
-        "--load",
-        str(tmp_path / "one"),
-        "--ckpt-step",
-        "1",
-        "--run-dir",
-        str(tmp_path / "other"),
-    ]
-    train(world_size, *run, *resumed, *layout.split())
-    found, expected = metrics(tmp_path / "other", key), metrics(tmp_path / "one", key)
-    assert found == pytest.approx({step: expected[step] for step in (2, 3)}, rel=1e-6)
+    for found, expected in runs(tmp_path, flags, (1, ""), (world_size, layout), (key,)):
+        assert found == pytest.approx(expected, rel=1e-6)
 
 
 RESUMED = {
@@ -96,80 +91,32 @@ RESUMED = {
 }
 
 
+LOSSES = ("lm loss", "grad-norm")
+
+
 @pytest.mark.parametrize("optimizer", RESUMED)
 def test_a_resumed_optimizer_goes_on_bit_by_bit(tmp_path: Path, optimizer: str):
-    run = [*SMALL_RUN, *RESUMED[optimizer].split(), "--lr", "2e-2", "--no-wandb"]
-    train(
-        1,
-        *run,
-        "--save",
-        str(tmp_path / "one"),
-        "--save-interval",
-        "2",
-        "--save-retain-interval",
-        "2",
-    )
-    train(
-        1,
-        *run,
-        "--load",
-        str(tmp_path / "one"),
-        "--ckpt-step",
-        "2",
-        "--run-dir",
-        str(tmp_path / "on"),
-    )
-    for key in ("lm loss", "grad-norm"):
-        found, expected = metrics(tmp_path / "on", key), metrics(tmp_path / "one", key)
-        assert found == {step: expected[step] for step in (3, 4)}, key
+    flags = f"{RESUMED[optimizer]} --lr 2e-2"
+    for found, expected in runs(tmp_path, flags, (1, ""), (1, ""), LOSSES):
+        assert found == expected
 
 
 DEALT = "--expert-model-parallel-size 2"
+SHARDED = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
 DEALT_OTHERWISE = {  # how the optimizer is kept, layout of the first run, of the second
     "dealt": ("", "", DEALT),
     "gathered": ("", DEALT, ""),
-    "dealt, sharded": (
-        "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable",
-        "",
-        DEALT,
-    ),
-    "gathered, sharded": (
-        "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable",
-        DEALT,
-        "",
-    ),
+    "dealt, sharded": (SHARDED, "", DEALT),
+    "gathered, sharded": (SHARDED, DEALT, ""),
 }
 
 
 @pytest.mark.parametrize("change", DEALT_OTHERWISE)
 def test_a_resumed_optimizer_goes_on_where_experts_are_dealt_otherwise(tmp_path: Path, change: str):
     optimizer, before, after = DEALT_OTHERWISE[change]
-    run = [*SMALL_RUN, *EXPERTS.split(), *optimizer.split(), "--lr", "2e-2"]
-    train(
-        2,
-        *run,
-        *before.split(),
-        "--save",
-        str(tmp_path / "one"),
-        "--save-interval",
-        "2",
-        "--save-retain-interval",
-        "2",
-    )
-    train(
-        2,
-        *run,
-        *after.split(),
-        "--load",
-        str(tmp_path / "one"),
-        "--ckpt-step",
-        "2",
-        "--run-dir",
-        str(tmp_path / "on"),
-    )
-    for key in ("lm loss", "grad-norm"):
-        found, expected = metrics(tmp_path / "on", key), metrics(tmp_path / "one", key)
-        assert found == pytest.approx({step: expected[step] for step in (3, 4)}, rel=1e-6), key
+    flags = f"{EXPERTS} {optimizer} --lr 2e-2"
+    for found, expected in runs(tmp_path, flags, (2, before), (2, after), LOSSES):
+        assert found == pytest.approx(expected, rel=1e-6)
 
 
 ROUTING = {
