@@ -134,7 +134,7 @@ def decoder_block_spec(config: Any, *, use_transformer_engine: bool, vp_stage: i
 
 
 def repair_megatron() -> None:
-    """Repairs what keeps experts and latent attention from running without Transformer Engine.
+    """Repairs what keeps experts, latent attention and YaRN from running.
 
     It is called where specs are imported, so that no user has to. A second call changes nothing.
     """
@@ -143,6 +143,7 @@ def repair_megatron() -> None:
         _repair_biases_of_experts()
     if not torch.cuda.is_available():
         _repair_split_sizes()
+    _repair_length_of_yarn()
 
 
 def _repair_names() -> None:
@@ -189,6 +190,28 @@ def _repair_biases_of_experts() -> None:
 
     reduce._megatron_cp = True  # type: ignore[attr-defined]
     layers.reduce_from_tensor_model_parallel_region = reduce
+
+
+def _repair_length_of_yarn() -> None:
+    """Lets YaRN be made at every context size: its table gets a length that the size divides.
+
+    Megatron cuts the table of `original_max_position_embeddings` rows into 2 x context size parts when the module is
+    made; its default, 4096, has no thirds. Angles do not depend on how many rows there are.
+    """
+    from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding
+
+    rotary = yarn_rotary_pos_embedding.YarnRotaryEmbedding
+    plain = rotary._set_cos_sin_cache
+    if hasattr(plain, "_megatron_cp"):
+        return
+
+    @functools.wraps(plain)
+    def set_cache(self: Any, seq_len: int, *args: Any, **kwargs: Any) -> None:
+        parts = 1 if self.cp_group is None else 2 * self.cp_group.size()
+        plain(self, -(-seq_len // parts) * parts, *args, **kwargs)
+
+    set_cache._megatron_cp = True  # type: ignore[attr-defined]
+    rotary._set_cos_sin_cache = set_cache
 
 
 def _is_no_inference_layer(module: Any) -> bool:

@@ -53,6 +53,32 @@ def test_angles_are_the_rows_of_megatrons_table(kind: str):
     torch.testing.assert_close(ours, table[positions], rtol=3e-7, atol=0)
 
 
+def _yarn_of_66_positions(rank, world_size):
+    """Megatron's rows 0 to 3 of angles where 66 positions cannot be cut into 2 x `world_size` parts."""
+    with parallel_state(Case(cp=world_size)) as groups:
+        from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+            YarnRotaryEmbedding,
+        )
+
+        import megatron_cp.mcore.spec  # noqa: F401  it repairs Megatron
+
+        rotary = YarnRotaryEmbedding(
+            kv_channels=16,
+            scaling_factor=8.0,
+            original_max_position_embeddings=66,
+            use_cpu_initialization=True,
+            cp_group=groups.get_context_parallel_group(),
+        )
+        return rotary.get_emb(4)
+
+
+def test_yarn_is_made_at_context_sizes_that_do_not_divide_its_positions():
+    ((alone, scale),) = run_on_ranks(1, _yarn_of_66_positions)
+    for angles, our_scale in run_on_ranks(2, _yarn_of_66_positions):
+        assert our_scale == scale
+        torch.testing.assert_close(angles, alone, rtol=0, atol=0)
+
+
 def _positions_of_dispatched_documents(rank, world_size):
     """Rows and angles of this rank for documents of 4 and 4 tokens, split zigzag one by one."""
     with parallel_state(Case(cp=world_size)):
