@@ -141,8 +141,11 @@ def fusions_of(arguments: Arguments) -> dict[str, bool]:
     wants, on_cuda = arguments.get, torch.cuda.is_available()
     has_engine = compat.has_transformer_engine()
     is_plain_gelu = not any(wants(name) for name in ("swiglu", "quick_geglu", "squared_relu"))
-    # Megatron fuses a bias with GELU, and SwiGLU with or without one.
-    fused_activation = (wants("swiglu") and wants("bias_swiglu_fusion", True)) or (
+    # Megatron fuses a bias with GELU, and SwiGLU with or without one; its fused SwiGLU knows no bound and no offset.
+    is_plain_swiglu = wants("swiglu") and not (
+        wants("activation_func_clamp_value") or wants("glu_linear_offset")
+    )
+    fused_activation = (is_plain_swiglu and wants("bias_swiglu_fusion", True)) or (
         is_plain_gelu and wants("add_bias_linear", True) and wants("bias_gelu_fusion", True)
     )
     is_apex_norm = wants("normalization", "LayerNorm") == "LayerNorm" and compat.has_apex_norm()

@@ -129,9 +129,12 @@ class ContextParallelAttention(MegatronModule):
         if self.config.softmax_type == "off-by-one":
             self.softmax_offset = torch.zeros(num_heads, **where)
             return
-        offset = torch.nn.Parameter(torch.zeros(num_heads, **where))
+        drawn = torch.zeros(num_heads * self.tp_group.size(), **where)
         if self.config.perform_initialization:
-            self.config.init_method(offset)
+            # All heads on every rank: one start, and the same later draws, at every tensor-parallel size.
+            self.config.init_method(drawn)
+        own = drawn[num_heads * self.tp_group.rank() :][:num_heads]
+        offset = torch.nn.Parameter(own.clone())
         # Each tensor-parallel rank holds other heads: count them all in the gradient norm.
         offset.tensor_model_parallel = True  # type: ignore[attr-defined]
         offset.partition_dim, offset.partition_stride = 0, 1  # type: ignore[attr-defined]

@@ -200,17 +200,13 @@ def _has_experts(settings: Any) -> bool:
 
 
 def _check_experts(config: Any) -> None:
-    """Refuses routing that depends on how tokens are dealt to context ranks."""
-    cp = getattr(config, "context_parallel_size", 1)
-    if not _has_experts(config) or cp == 1:
+    """Refuses routing that depends on how tokens are dealt to context or tensor ranks."""
+    if not _has_experts(config):
         return
-    if getattr(config, "moe_expert_capacity_factor", None) is not None:
-        raise NotImplementedError(
-            f"moe_expert_capacity_factor={config.moe_expert_capacity_factor} with "
-            f"context_parallel_size={cp}: Megatron drops tokens by the "
-            "load of each rank's own rows, so results would depend on the dispatch; train without "
-            "a capacity (no token is dropped) or with context_parallel_size=1"
-        )
+    _check_capacity(config)
+    cp = getattr(config, "context_parallel_size", 1)
+    if cp == 1:
+        return
     for kind in _balancing(config):
         if kind not in ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"):
             raise NotImplementedError(
@@ -218,6 +214,22 @@ def _check_experts(config: Any) -> None:
                 "balances each rank's own rows, so results would depend on the dispatch; aux_loss, "
                 "seq_aux_loss, global_aux_loss, sinkhorn and none do not; choose one or use "
                 "context_parallel_size=1"
+            )
+
+
+def _check_capacity(settings: Any) -> None:
+    """Refuses a capacity of experts where the rows of a micro-batch are spread over ranks."""
+    capacity = getattr(settings, "moe_expert_capacity_factor", None)
+    if capacity is None or capacity < 0:  # Megatron: negative is none
+        return
+    is_split = getattr(settings, "sequence_parallel", False)
+    for name in ("context_parallel_size", "tensor_model_parallel_size")[: 1 + is_split]:
+        size = getattr(settings, name, 1)
+        if size > 1:
+            raise NotImplementedError(
+                f"moe_expert_capacity_factor={capacity} with {name}={size}: Megatron drops tokens by the load of each "
+                "rank's own rows, so results would depend on how rows are dealt to ranks; train without a capacity "
+                f"(no token is dropped) or with {name}=1"
             )
 
 

@@ -87,9 +87,15 @@ def _with_vocabulary(config: TrainConfig, tokenizer: Tokenizer | None) -> TrainC
         )
     if options.eod_mask_loss and eod is None:
         raise ValueError("--eod-mask-loss needs the end-of-document token; give --tokenizer-type")
-    unit = options.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
-    return config.with_arguments(
-        vocab_size=size, padded_vocab_size=-(-size // unit) * unit, eod_token=eod
+    multiple, tp = options.make_vocab_size_divisible_by, config.parallel.tensor_model_parallel_size
+    padded, alone = (-(-size // unit) * unit for unit in (multiple * tp, multiple))
+    config = config.with_arguments(vocab_size=size, padded_vocab_size=padded, eod_token=eod)
+    if padded == alone:
+        return config
+    return config.with_note(
+        f"the vocabulary of {size} is padded to {padded} rows for {tp} tensor-parallel ranks, as in Megatron-LM, and "
+        f"would be to {alone} for one: the rows that pad are drawn with the others and count in the softmax, so losses "
+        f"differ; --make-vocab-size-divisible-by {padded} with one rank gives the same"
     )
 
 

@@ -120,6 +120,22 @@ def _attend_packed(rank, world_size, *arguments):
     return attend_packed(rank, world_size, *arguments)
 
 
+def _sinks_and_next_draw(rank, world_size):
+    case = Case(tp=world_size).with_options(softmax_type="learnable")
+    with parallel_state(case):
+        torch.manual_seed(7)
+        sinks = make_attention(case).softmax_offset
+        return sinks.detach().clone(), torch.rand(1)
+
+
+def test_sinks_and_later_draws_start_the_same_on_any_tensor_parallel_ranks():
+    ((alone, next_draw),) = run_on_ranks(1, _sinks_and_next_draw)
+    parts = run_on_ranks(2, _sinks_and_next_draw)
+    assert alone.unique().numel() == alone.numel() == 4
+    torch.testing.assert_close(torch.cat([part[0] for part in parts]), alone, rtol=0, atol=0)
+    assert [part[1] for part in parts] == [next_draw] * 2
+
+
 def _attend_batch(rank, cp, softmax_type):
     with parallel_state(Case(cp=cp)):
         attention = make_attention(Case(cp=cp).with_options(softmax_type=softmax_type))

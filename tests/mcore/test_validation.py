@@ -70,6 +70,16 @@ def test_arguments_that_cannot_run_are_refused_in_one_line(change, world_size, p
             ["moe_expert_capacity_factor=1.5", "context_parallel_size=2"],
         ),
         (
+            {
+                "num_moe_experts": 4,
+                "moe_expert_capacity_factor": 1.5,
+                "context_parallel_size": 1,
+                "sequence_parallel": True,
+                "tensor_model_parallel_size": 2,
+            },
+            ["moe_expert_capacity_factor=1.5", "tensor_model_parallel_size=2"],
+        ),
+        (
             {"num_moe_experts": 4, "moe_router_load_balancing_type": ["aux_loss", "quantile"]},
             ["'quantile'", "seq_aux_loss"],
         ),
@@ -163,6 +173,8 @@ def test_fusions_are_megatrons_on_cuda_where_their_kernels_are_and_off_on_a_cpu(
     rope = {"apply_rope_fusion"} if on_cuda else set()
     assert on(LLAMA3_8B) == plain | weights | rope
     assert on(GPT_125M) == plain | weights
+    for unfused in ({"activation_func_clamp_value": 7.0}, {"glu_linear_offset": 1.0}):
+        assert on({**LLAMA3_8B, **unfused}) == (plain | weights | rope) - {"bias_activation_fusion"}
     unwanted = ("bias_swiglu_fusion", "bias_dropout_fusion", "apply_rope_fusion")
     off = dict.fromkeys((*unwanted, "gradient_accumulation_fusion"), False)
     assert on({**LLAMA3_8B, **off}) == set()

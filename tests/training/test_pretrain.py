@@ -220,9 +220,9 @@ def write_corpus(prefix: Path, documents: list[list[int]]) -> None:
         writer.finish()
 
 
-def parsed(*flags: str):
+def parsed(*flags: str, world_size: int = 1):
     base = [f for f in SMALL_RUN if f != "--mock-data"]
-    return parse_arguments([*base, *flags], {})
+    return parse_arguments([*base, *flags], {"WORLD_SIZE": str(world_size)})
 
 
 def test_data_that_is_not_there_is_named(tmp_path: Path):
@@ -240,6 +240,24 @@ def test_a_vocabulary_that_nobody_knows_is_refused(tmp_path: Path):
     config = parsed("--data-path", str(tmp_path / "x")).with_arguments(vocab_size=None)
     with pytest.raises(ValueError, match="--tokenizer-type"):
         open_data(config)
+
+
+@pytest.mark.parametrize(("multiple", "is_told"), [("128", True), ("320", False)])
+def test_a_note_says_where_tensor_ranks_pad_the_vocabulary_further(
+    tmp_path: Path, multiple: str, is_told: bool
+):
+    write_corpus(tmp_path / "some", [[1, 2, 3]] * 20)
+    flags = ("--data-path", str(tmp_path / "some"), "--vocab-size", "600")
+    flags = (*flags, "--make-vocab-size-divisible-by", multiple)
+    told = {}
+    for tp in (1, 2):
+        config = parsed(*flags, "--tensor-model-parallel-size", str(tp), world_size=tp)
+        told[tp] = [note for note in open_data(config)[0].notes if "vocabulary" in note]
+    assert told[1] == []
+    assert len(told[2]) == is_told
+    if is_told:
+        assert "padded to 768 rows for 2 tensor-parallel ranks" in told[2][0]
+        assert "would be to 640 for one" in told[2][0]
 
 
 def test_the_vocabulary_is_padded_for_tensor_parallel_ranks(tmp_path: Path):
