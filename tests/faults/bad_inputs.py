@@ -173,6 +173,7 @@ def _of(call: Callable[[], object]) -> Callable[[Path], object]:
 
 IDX, MASK, PLAN, ATTN = "Token files", "Masks", "Plans", "Attention"
 SIZES, DATA, OTHER, LOAD = "Sizes and layout", "Data of a run", "Settings", "Checkpoints"
+MODELS = "Models"
 
 LIBRARY = (
     LibraryCase(IDX, "`.idx` with another magic number", _lie(0, "<9s", b"MMIDIDY\0\0"), ("byte 0", "magic number", "want", "have")),
@@ -302,6 +303,14 @@ PROGRAM = (
     ProgramCase(DATA, "--mock-data --verify-token-files", ("--verify-token-files", "--mock-data"), data=""),
     ProgramCase(OTHER, "--ckpt-format zarr", ("'zarr'", "torch_dist")),
     ProgramCase(OTHER, "--dist-ckpt-strictness none", ("none", "raise_all")),
+    ProgramCase(MODELS, "--tensor-model-parallel-size 2 --num-experts 4", ("--num-experts 4", "--sequence-parallel")),
+    ProgramCase(MODELS, "--tensor-model-parallel-size 2 --sequence-parallel --num-experts 4 --moe-expert-capacity-factor 1", ("moe_expert_capacity_factor=1.0", "tensor_model_parallel_size=1")),
+    ProgramCase(MODELS, "--num-experts 4 --moe-router-num-groups 4 --moe-router-group-topk 1", ("--moe-router-topk 2", "1 x 1 experts")),
+    ProgramCase(MODELS, "--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights --mtp-num-layers 1 --position-embedding-type learned_absolute", ("learned_absolute", "two tables")),
+    ProgramCase(MODELS, "--mtp-num-layers 1 --recompute-granularity full --recompute-method uniform", ("uniform", "--recompute-method block")),
+    ProgramCase(MODELS, "--mtp-num-layers 1 --no-rope-freq 2", ("--no-rope-freq 2", "--mtp-num-layers 1")),
+    ProgramCase(MODELS, "--tensor-model-parallel-size 2 --qk-clip", ("--qk-clip", "--tensor-model-parallel-size 1")),
+    ProgramCase(MODELS, "--position-embedding-type yarn --rotary-percent 0.5", ("--rotary-percent 0.5", "yarn")),
     ProgramCase(LOAD, "--load two-formats", ("metadata.json", "mp_rank_00", "two formats")),
     ProgramCase(LOAD, "--load unfinished", ("iter_0000005", "not a complete checkpoint")),
     ProgramCase(LOAD, "--load unfinished --ckpt-step 7", ("iter_0000007", "does not exist")),

@@ -39,12 +39,14 @@ from megatron_cp.training.arguments.files import (
 )
 from megatron_cp.training.arguments.hybrid import check_hybrid
 from megatron_cp.training.arguments.machine import check_devices
+from megatron_cp.training.arguments.positions import check_latent_positions, check_yarn
 from megatron_cp.training.arguments.precision import (
     check_instances,
     check_optimizer_state,
     check_qk_clip,
     check_recomputed_layers,
     check_recomputed_modules,
+    check_recomputed_predictions,
     complete_engine,
     complete_expert_engine,
     complete_muon,
@@ -197,6 +199,21 @@ def _tensor_groups(args: Namespace) -> Iterator[str]:
             f"--num-query-groups {args.num_query_groups} must divide, or be a multiple of, "
             f"tensor size {tp}"
         )
+    if args.attention_output_gate and args.num_query_groups < tp:
+        yield (
+            f"--attention-output-gate with --num-query-groups {args.num_query_groups} and tensor size {tp} is not "
+            "served: Megatron-Core gives each rank the gates of all heads of its group; give a tensor size of at most "
+            f"{args.num_query_groups}"
+        )
+
+
+def _sinks(args: Namespace) -> Iterator[str]:
+    """Attention sinks are vectors."""
+    if args.softmax_type == "learnable" and args.init_method_xavier_uniform:
+        yield (
+            "--softmax-type learnable with --init-method-xavier-uniform is not served: that draws matrices, and sinks "
+            "are vectors; leave out --init-method-xavier-uniform, or train a model with another --softmax-type"
+        )
 
 
 def _positions(args: Namespace) -> Iterator[str]:
@@ -269,6 +286,7 @@ _CHECKS: tuple[tuple[Any, ...], ...] = (
     (_tensor_shares,),
     (_tensor_groups,),
     (_dropout,),
+    (_sinks,),
     (_positions, "max_position_embeddings"),
     (check_experts,),
     (check_expert_layers,),
@@ -290,8 +308,11 @@ _CHECKS: tuple[tuple[Any, ...], ...] = (
     (check_windows,),
     (check_rotation,),
     (check_skipped_rotation,),
+    (check_yarn,),
+    (check_latent_positions,),
     (check_recomputed_modules,),
     (check_recomputed_layers,),
+    (check_recomputed_predictions,),
     (complete_sources, "data_path", "train_data_path", "valid_data_path", "test_data_path"),
     (check_blends,),
     (complete_tokenizer,),

@@ -89,14 +89,17 @@ def check_experts(args: Namespace) -> Iterator[str]:
         )
     if shared is None and args.moe_shared_expert_gate:
         yield "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size; give it too"
-    if (
-        args.tensor_model_parallel_size > 1
-        and not args.sequence_parallel
-        and args.moe_token_dispatcher_type != "allgather"
-    ):
+    if shared is not None and args.add_bias_linear:
         yield (
-            f"--moe-token-dispatcher-type {args.moe_token_dispatcher_type} with "
-            "--tensor-model-parallel-size needs --sequence-parallel; give it too"
+            f"--moe-shared-expert-intermediate-size {shared} with biases is not served by Megatron-Core; train a model "
+            "with --disable-bias-linear"
+        )
+    # Without it Megatron-Core evaluates with one dispatcher, and trains with none.
+    only_evaluates = args.skip_train and args.moe_token_dispatcher_type == "allgather"
+    if args.tensor_model_parallel_size > 1 and not args.sequence_parallel and not only_evaluates:
+        yield (
+            f"--num-experts {experts} with --tensor-model-parallel-size {args.tensor_model_parallel_size} needs "
+            "--sequence-parallel in Megatron-Core; give it too: the same model"
         )
 
 
@@ -158,27 +161,71 @@ def check_routing(args: Namespace) -> Iterator[str]:
                 f"--moe-router-load-balancing-type {kind} is not served; choose one of "
                 f"{', '.join(_BALANCING)}"
             )
-    if isinstance(kinds, list) and (not isinstance(weights, list) or len(weights) != len(kinds)):
-        yield (
-            f"--moe-router-load-balancing-type has {len(kinds)} kinds; give as many values of "
-            "--moe-aux-loss-coeff"
-        )
+    yield from _weights_of_balancing(kinds, weights)
     if "seq_aux_loss" in ([kinds] if isinstance(kinds, str) else kinds):
         yield from _balance_of_samples(args)
-    groups, chosen = args.moe_router_num_groups, args.moe_router_group_topk
-    if (groups is None) != (chosen is None):
-        yield "--moe-router-num-groups and --moe-router-group-topk belong together; give both"
-    elif groups is not None and (args.num_experts % groups or not 0 < chosen <= groups):
-        yield (
-            f"--moe-router-num-groups {groups} must divide --num-experts {args.num_experts}, and "
-            f"--moe-router-group-topk {chosen} lie in [1, {groups}]"
-        )
+    yield from _groups_of_experts(args)
     if args.moe_router_enable_expert_bias and args.moe_router_score_function != "sigmoid":
         yield (
             "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid; give it too"
         )
     if args.moe_pad_expert_input_to_capacity and args.moe_expert_capacity_factor is None:
         yield "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor; give it too"
+    if args.moe_apply_probs_on_input and args.moe_router_topk != 1:
+        yield (
+            f"--moe-apply-probs-on-input with --moe-router-topk {args.moe_router_topk} is not served by Megatron-Core: "
+            "one expert alone weighs its input; leave it out, or train a model with --moe-router-topk 1"
+        )
+
+
+def _weights_of_balancing(kinds: str | list[str], weights: float | list[float]) -> Iterator[str]:
+    """Yields the faults of auxiliary losses and their weights."""
+    num_kinds = len(kinds) if isinstance(kinds, list) else 1
+    num_weights = len(weights) if isinstance(weights, list) else 1
+    if num_kinds != num_weights:
+        yield (
+            f"--moe-router-load-balancing-type has {num_kinds} kinds, --moe-aux-loss-coeff {num_weights} values; give "
+            "as many values as kinds"
+        )
+    elif kinds == "sinkhorn" and weights:
+        yield (
+            f"--moe-aux-loss-coeff {weights} with --moe-router-load-balancing-type sinkhorn is not served: Sinkhorn "
+            "routing has no auxiliary loss in Megatron-Core; leave it out"
+        )
+    elif isinstance(kinds, list) and "sinkhorn" in kinds:
+        yield (
+            f"--moe-router-load-balancing-type {' '.join(kinds)} is not served: Megatron-Core routes by sinkhorn where "
+            "it is the only kind, and would drop it here; give it alone, or the others"
+        )
+
+
+def _groups_of_experts(args: Namespace) -> Iterator[str]:
+    """Yields the faults of groups that limit a token's choice."""
+    groups, chosen, top_k = (
+        args.moe_router_num_groups,
+        args.moe_router_group_topk,
+        args.moe_router_topk,
+    )
+    if (groups is None) != (chosen is None):
+        yield "--moe-router-num-groups and --moe-router-group-topk belong together; give both"
+    elif groups is None:
+        return
+    elif args.num_experts % groups or not 0 < chosen <= groups:
+        yield (
+            f"--moe-router-num-groups {groups} must divide --num-experts {args.num_experts}, and "
+            f"--moe-router-group-topk {chosen} lie in [1, {groups}]"
+        )
+    elif top_k > chosen * (args.num_experts // groups):
+        yield (
+            f"--moe-router-topk {top_k} must be at most --moe-router-group-topk {chosen} x "
+            f"{args.num_experts // groups} experts of a group"
+        )
+    elif top_k < chosen < groups:
+        yield (
+            f"--moe-router-topk {top_k} with --moe-router-group-topk {chosen} is not served: Megatron-Core weighs a "
+            f"group by its best {top_k} / {chosen} experts, which is none; give a --moe-router-group-topk of at most "
+            f"{top_k}"
+        )
 
 
 def _balance_of_samples(args: Namespace) -> Iterator[str]:
@@ -226,6 +273,8 @@ def check_latent_attention(args: Namespace) -> Iterator[str]:
         yield from require(args, "q_lora_rank")
     if args.group_query_attention:
         yield "--group-query-attention and --multi-latent-attention exclude each other; give one"
+    if args.attention_output_gate:
+        yield "--attention-output-gate and --multi-latent-attention exclude each other; give one"
     if args.qk_pos_emb_head_dim % 2:
         yield f"--qk-pos-emb-head-dim {args.qk_pos_emb_head_dim} must be even; rotation turns pairs"
 
@@ -250,3 +299,25 @@ def check_prediction(args: Namespace) -> Iterator[str]:
         )
     if args.position_embedding_type == "none":
         yield "--mtp-num-layers needs positions; give --position-embedding-type rope"
+    if args.position_embedding_type == "learned_absolute" and args.pipeline_model_parallel_size > 1:
+        # Each draws its own, and their gradients are never summed.
+        yield (
+            "--mtp-num-layers with --position-embedding-type learned_absolute and --pipeline-model-parallel-size "
+            f"{args.pipeline_model_parallel_size} is not served: the first stage and that of the predictions would "
+            "learn two tables of positions; give --pipeline-model-parallel-size 1, or train a model with "
+            "--position-embedding-type rope"
+        )
+    yield from _settings_of_layers(args)
+
+
+def _settings_of_layers(args: Namespace) -> Iterator[str]:
+    """Yields settings that say something of each layer of the decoder, and nothing of a layer behind them."""
+    by_layer = {"no_rope_freq": args.no_rope_freq}
+    if args.window_size is not None and isinstance(args.window_attn_skip_freq, list):
+        by_layer["window_attn_skip_freq"] = args.window_attn_skip_freq
+    for name, value in by_layer.items():
+        if value is not None and not (name == "no_rope_freq" and args.multi_latent_attention):
+            yield (
+                f"--{name.replace('_', '-')} {value} with --mtp-num-layers {args.mtp_num_layers} is not served: "
+                "Megatron-Core looks the layers of predictions up in a list that ends with the decoder; leave one out"
+            )

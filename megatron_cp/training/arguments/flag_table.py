@@ -63,7 +63,6 @@ TABLE = """
 --qk-l2-norm on - | L2 norm on queries and keys
 --attention-output-gate on - | a gate on the output of attention
 --fp32-residual-connection on - | keep the residual stream in fp32
---apply-residual-connection-post-layernorm on - | the residual starts behind the norm
 --untie-embeddings-and-output-weights on - | a separate output matrix
 --attention-dropout float 0.1 | must be 0.0: attention has no dropout here
 --hidden-dropout float 0.1 | dropout on the residual branches

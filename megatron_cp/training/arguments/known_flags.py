@@ -173,6 +173,10 @@ _NO_INFERENCE = "there is no inference here"
 _NO_REINFORCEMENT = "reinforcement learning is not part of this loop"
 _SENDS_OF_TENSORS = "overlap of tensor-parallel sends needs transformer-engine; " + _SAME_RESULTS
 _FSDP = "--use-distributed-optimizer shards the optimizer, with the same results"
+_UNREAD = (
+    "Megatron-Core reads it nowhere, and the residual would start in front of the norm all the same; leave it out: "
+    "results stay those that Megatron-LM has with it"
+)
 _OF_TOKENIZERS = "--tokenizer-type and --tokenizer-model describe the tokenizer"
 _RESTARTS = (
     "torchrun restarts ranks that died, and the run goes on from its last checkpoint "
@@ -187,6 +191,7 @@ _STACKS = (
 # sentence completes "... is an argument of Megatron-LM that is not served here: "
 _REASONS: tuple[tuple[str, str], ...] = (
     ("moe- overlap-dispatch-backward-with-experts", _EXPERTS),
+    ("apply-residual", _UNREAD),
     ("fp8", "of fp8, --fp8-format, --fp8-recipe and their scaling flags are served"),
     ("fp4", "linear layers compute in --bf16 or fp8 (--fp8-format)"),
     ("mtp-", _NO_PREDICTION),

@@ -22,6 +22,7 @@ from megatron_cp.training.arguments.faults import discard, faults_of
 from megatron_cp.training.arguments.flags import add_served_flags
 from megatron_cp.training.arguments.known_flags import NOTED, decided_by, refusal
 from megatron_cp.training.arguments.machine import Machine, this_machine
+from megatron_cp.training.arguments.without_effect import notes_without_effect
 from megatron_cp.training.config import TrainConfig
 
 PROGRAM = "pretrain_gpt.py"
@@ -83,6 +84,8 @@ def judge_arguments(
     if [word.partition("=")[0] for word in argv].count("--spec") > 1:
         reasons.append("--spec is given twice; give one module and one name")
     reasons += complete_and_check(args)
+    if not reasons:
+        notes += notes_without_effect(args, [word.partition("=")[0] for word in argv])
     return args, sorted({" ".join(reason.split()) for reason in reasons})
 
 

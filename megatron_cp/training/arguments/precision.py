@@ -142,6 +142,17 @@ def check_qk_clip(args: Namespace) -> Iterator[str]:
             "--qk-clip with --use-distributed-optimizer is not served: Megatron-Core scales whole weights, not the "
             "shards of their fp32 copies; leave out --use-distributed-optimizer"
         )
+    tp = args.tensor_model_parallel_size
+    if args.qk_clip and tp > 1 and not args.multi_latent_attention:
+        yield (
+            f"--qk-clip with --tensor-model-parallel-size {tp} is not served: Megatron-Core cuts the weights of a rank "
+            "by the sizes of all ranks; give --tensor-model-parallel-size 1"
+        )
+    if args.qk_clip and args.attention_output_gate:
+        yield (
+            "--qk-clip with --attention-output-gate is not served: Megatron-Core does not know where among the weights "
+            "of queries and keys those of the gate lie; train without --qk-clip"
+        )
 
 
 def complete_muon(args: Namespace) -> Iterator[str]:
@@ -223,6 +234,34 @@ def check_recomputed_modules(args: Namespace) -> Iterator[str]:
             yield f"--recompute-modules {name} must be one of {', '.join(RECOMPUTE_MODULES)}"
     if "moe_act" in (args.recompute_modules or ()) and not args.moe_grouped_gemm:
         yield "--recompute-modules moe_act needs --moe-grouped-gemm; leave moe_act out"
+    is_mlp = args.recompute_granularity == "selective" and "mlp" in (args.recompute_modules or ())
+    if is_mlp and args.add_bias_linear and _has_dense_layers(args):
+        # The MLP returns its bias, which is then its own checkpoint's result: backward goes through it for ever.
+        yield (
+            "--recompute-modules mlp with biases is not served: Megatron-Core's first backward pass would not end; "
+            "leave mlp out, or train a model with --disable-bias-linear"
+        )
+
+
+def _has_dense_layers(args: Namespace) -> bool:
+    """Returns whether some layer of the decoder has a plain MLP."""
+    frequency = args.moe_layer_freq
+    if args.num_experts is None:
+        return True
+    return 0 in frequency if isinstance(frequency, list) else frequency > 1
+
+
+def check_recomputed_predictions(args: Namespace) -> Iterator[str]:
+    """Yields a line if the layers of predictions would be recomputed, which Megatron-Core does in fp8 alone."""
+    is_uniform = args.recompute_granularity == "full" and args.recompute_method == "uniform"
+    if args.mtp_num_layers is None or not is_uniform:
+        return
+    if args.fp8 is None or args.recompute_num_layers != 1:
+        yield (
+            "--recompute-method uniform with --mtp-num-layers is not served: Megatron-Core recomputes a prediction "
+            "from tensors alone; give --recompute-method block, where --recompute-num-layers counts the layers of a "
+            "stage that are recomputed: the same results"
+        )
 
 
 def check_recomputed_layers(args: Namespace) -> Iterator[str]:

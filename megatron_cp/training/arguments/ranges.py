@@ -126,6 +126,8 @@ def check_skipped_rotation(args: Namespace) -> Iterator[str]:
     frequency = args.no_rope_freq
     if isinstance(frequency, int) and frequency <= 0:
         yield f"--no-rope-freq {frequency} must be positive, or a list"
+    elif isinstance(frequency, int) and args.num_layers % frequency:
+        yield f"--no-rope-freq {frequency} must divide --num-layers {args.num_layers}, or be a list"
     if isinstance(frequency, list) and (
         len(frequency) != args.num_layers or set(frequency) - {0, 1}
     ):

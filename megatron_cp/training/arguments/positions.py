@@ -1,0 +1,78 @@
+"""Checks settings of positions that Megatron-Core would not heed: the model would be another one than asked for.
+
+Each check yields its faults as `faults.py` describes.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+# Value without effect on anything, by attribute. Core's YaRN takes base and factors of its own alone.
+_NOT_BY_YARN: Mapping[str, Any] = {
+    "rotary_percent": 1.0,
+    "rotary_seq_len_interpolation_factor": None,
+    "use_rope_scaling": False,
+}
+_NOT_BY_LATENT: Mapping[str, Any] = {
+    "rotary_seq_len_interpolation_factor": None,
+    "use_rope_scaling": False,
+    "no_rope_freq": None,
+    "yarn_original_max_position_embeddings": None,
+    "yarn_beta_fast": None,
+    "yarn_beta_slow": None,
+    "yarn_correction_range_round_to_int": None,
+}
+
+
+def check_yarn(args: Namespace) -> Iterator[str]:
+    """Yields what YaRN of plain attention does not do."""
+    if args.position_embedding_type != "yarn" or args.multi_latent_attention:
+        return
+    if args.rotary_interleaved:
+        yield (
+            "--rotary-interleaved with --position-embedding-type yarn is not served: Megatron-Core's YaRN rotates "
+            "halves alone; train a model without --rotary-interleaved, or with --position-embedding-type rope"
+        )
+    yield from _unheeded(args, _NOT_BY_YARN, "--position-embedding-type yarn")
+
+
+def check_latent_positions(args: Namespace) -> Iterator[str]:
+    """Yields what latent attention, which rotates by itself, does not do."""
+    if not args.multi_latent_attention:
+        return
+    kind = args.position_embedding_type
+    if kind == "yarn":
+        yield (
+            "--position-embedding-type yarn with --multi-latent-attention is not served: latent attention rotates by "
+            "itself; give --position-embedding-type rope, and --rope-type yarn, the default, is its YaRN"
+        )
+    if kind == "none":
+        yield (
+            "--position-embedding-type none with --multi-latent-attention is not served: latent attention would rotate "
+            "all the same; give --position-embedding-type rope"
+        )
+    if args.rotary_interleaved:
+        yield (
+            "--rotary-interleaved with --multi-latent-attention is not served by Megatron-Core; train a model without "
+            "--rotary-interleaved"
+        )
+    ignored = dict(_NOT_BY_LATENT)
+    if args.rope_type != "rope":
+        ignored["rotary_percent"] = 1.0
+    yield from _unheeded(args, ignored, "--multi-latent-attention")
+
+
+def _unheeded(args: Namespace, ignored: Mapping[str, Any], beside: str) -> Iterator[str]:
+    """Yields a line for each of these settings that is given."""
+    for name, default in ignored.items():
+        value = getattr(args, name)
+        if value == default:
+            continue
+        words = "" if isinstance(value, bool) else f" {value}"
+        flag = f"--{name.replace('_', '-')}{words}"
+        yield (
+            f"{flag} with {beside} is not served: Megatron-Core does not read it there, and the model would be another "
+            "one than asked for; leave it out for the model that Megatron-LM trains with it"
+        )

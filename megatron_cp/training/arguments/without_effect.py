@@ -1,0 +1,68 @@
+"""Notes which flags change nothing, because what they belong to is not there.
+
+Megatron-LM says nothing of them, and published recipes pass some: a line at the start, never an error. Flags that
+would make another model, if they were heeded, are refused by `experts.py` and `positions.py` instead.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
+
+
+def _rotates(args: Namespace) -> bool:
+    return args.multi_latent_attention or args.position_embedding_type in ("rope", "yarn")
+
+
+def _has_yarn(args: Namespace) -> bool:
+    return args.multi_latent_attention or args.position_embedding_type == "yarn"
+
+
+# flags (* for any letters), whether what they need is there, and how that is said
+_NEEDS: tuple[tuple[str, Callable[[Namespace], object], str], ...] = (
+    ("--moe-*", lambda a: a.num_experts, "--num-experts"),
+    ("--num-query-groups", lambda a: a.group_query_attention, "--group-query-attention"),
+    (
+        "--glu-linear-offset --activation-func-clamp-value",
+        lambda a: a.swiglu or a.quick_geglu,
+        "--swiglu or --quick-geglu",
+    ),
+    ("--window-attn-skip-freq", lambda a: a.window_size, "--window-size"),
+    ("--apply-wd-to-qk-layernorm", lambda a: a.qk_layernorm, "--qk-layernorm"),
+    ("--decoupled-min-lr", lambda a: a.decoupled_lr is not None, "--decoupled-lr"),
+    ("--mtp-loss-scaling-factor", lambda a: a.mtp_num_layers, "--mtp-num-layers"),
+    ("--qk-clip-*", lambda a: a.qk_clip, "--qk-clip"),
+    (
+        "--kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim --rope-type",
+        lambda a: a.multi_latent_attention,
+        "--multi-latent-attention",
+    ),
+    (
+        "--yarn-* --no-yarn-* --rotary-scaling-factor --mscale --mscale-all-dim",
+        _has_yarn,
+        "--position-embedding-type yarn",
+    ),
+    ("--rope-scaling-factor", lambda a: a.use_rope_scaling, "--use-rope-scaling"),
+    (
+        "--rotary-base --rotary-percent --rotary-interleaved --rotary-seq-len-interpolation-factor "
+        "--use-rope-scaling --no-rope-freq",
+        _rotates,
+        "--position-embedding-type rope",
+    ),
+)
+
+
+def notes_without_effect(args: Namespace, flags: Iterable[str]) -> list[str]:
+    """Returns a line for each of these flags that needs another one.
+
+    Args:
+        args: complete and without faults.
+        flags: as they were given.
+    """
+    return [
+        f"{flag} changes nothing here: it needs {needed}"
+        for flag in dict.fromkeys(flags)
+        for patterns, is_there, needed in _NEEDS
+        if any(fnmatchcase(flag, pattern) for pattern in patterns.split()) and not is_there(args)
+    ]

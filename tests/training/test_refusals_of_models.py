@@ -1,0 +1,226 @@
+"""Models that Megatron-Core could not train, or would train as another, are one line each; their neighbours run."""
+
+import pytest
+
+from megatron_cp.training.arguments import judge_arguments
+from megatron_cp.training.arguments.machine import GPU_MACHINE
+from tests.training.commands import SMALL_RUN
+from tests.training.verdicts import parse, refusal
+
+EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 48"
+PREDICTION = "--mtp-num-layers 1 --untie-embeddings-and-output-weights"
+STAGES, TENSOR = "--pipeline-model-parallel-size 2", "--tensor-model-parallel-size 2"
+LATENT, YARN = "--multi-latent-attention", "--position-embedding-type yarn"
+LEARNED = "--position-embedding-type learned_absolute"
+SELECTIVE = "--recompute-granularity selective --recompute-modules mlp"
+UNIFORM = "--recompute-granularity full --recompute-method uniform"
+
+# flags, ranks, what the line says, flags that are accepted instead
+REFUSED = [
+    (f"{PREDICTION} {LEARNED} {STAGES}", 2, "two tables of positions", f"{PREDICTION} {STAGES}"),
+    (f"{PREDICTION} {LEARNED} {STAGES}", 2, "-size 2 is not served", f"{PREDICTION} {LEARNED}"),
+    (
+        f"{PREDICTION} {STAGES} --pipeline-model-parallel-layout Ettm|L",
+        2,
+        "must have m and L on the last stage",
+        f"{PREDICTION} {STAGES} --pipeline-model-parallel-layout Et|tmL",
+    ),
+    (
+        f"{EXPERTS} {TENSOR} --sequence-parallel --moe-expert-capacity-factor 1",
+        2,
+        "moe_expert_capacity_factor=1.0 with tensor_model_parallel_size=2",
+        f"{EXPERTS} --moe-expert-capacity-factor 1",
+    ),
+    (
+        f"{EXPERTS} {TENSOR}",
+        2,
+        "needs --sequence-parallel",
+        f"{EXPERTS} {TENSOR} --sequence-parallel",
+    ),
+    (
+        f"{EXPERTS} {TENSOR} --skip-train --moe-token-dispatcher-type alltoall --expert-tensor-parallel-size 1",
+        2,
+        "needs --sequence-parallel",
+        f"{EXPERTS} {TENSOR} --skip-train",
+    ),
+    (f"--qk-clip {TENSOR}", 2, "by the sizes of all ranks", f"--log-max-attention-logit {TENSOR}"),
+    ("--qk-clip --attention-output-gate", 1, "those of the gate", "--attention-output-gate"),
+    (
+        f"--attention-output-gate --num-query-groups 1 {TENSOR}",
+        2,
+        "--num-query-groups 1 and tensor size 2",
+        f"--attention-output-gate {TENSOR}",
+    ),
+    (f"{PREDICTION} {UNIFORM}", 1, "give --recompute-method block", UNIFORM),
+    (
+        f"{PREDICTION} {UNIFORM} --recompute-num-layers 2",
+        1,
+        "give --recompute-method block",
+        f"{PREDICTION} --recompute-granularity full --recompute-method block --recompute-num-layers 2",
+    ),
+    (f"{PREDICTION} --no-rope-freq 2", 1, "--no-rope-freq 2 with --mtp", "--no-rope-freq 2"),
+    (
+        f"{PREDICTION} --window-size 16,0 --window-attn-skip-freq [1,0]",
+        1,
+        "--window-attn-skip-freq [1, 0] with --mtp",
+        f"{PREDICTION} --window-size 16,0 --window-attn-skip-freq 2",
+    ),
+    ("--no-rope-freq 2 --num-layers 3", 1, "--no-rope-freq 2 must divide", "--no-rope-freq [0,1]"),
+    (
+        f"{EXPERTS} --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff .01",
+        1,
+        "no auxiliary loss",
+        f"{EXPERTS} --moe-router-load-balancing-type sinkhorn",
+    ),
+    (
+        f"{EXPERTS} --moe-router-load-balancing-type aux_loss sinkhorn --moe-aux-loss-coeff .01 0",
+        1,
+        "would drop it",
+        f"{EXPERTS} --moe-router-load-balancing-type aux_loss none --moe-aux-loss-coeff .01 0",
+    ),
+    (
+        f"{EXPERTS} --moe-aux-loss-coeff .01 .02",
+        1,
+        "1 kinds, --moe-aux-loss-coeff 2 values",
+        f"{EXPERTS} --moe-aux-loss-coeff .01",
+    ),
+    (
+        f"{EXPERTS} --moe-router-num-groups 4 --moe-router-group-topk 1",
+        1,
+        "--moe-router-topk 2 must be at most --moe-router-group-topk 1 x 1",
+        f"{EXPERTS} --moe-router-num-groups 2 --moe-router-group-topk 1",
+    ),
+    (
+        f"{EXPERTS} --moe-router-num-groups 4 --moe-router-group-topk 3",
+        1,
+        "of at most 2",
+        f"{EXPERTS} --moe-router-num-groups 4 --moe-router-group-topk 2",
+    ),
+    (
+        f"{EXPERTS} --moe-apply-probs-on-input",
+        1,
+        "--moe-router-topk 2",
+        f"{EXPERTS} --moe-apply-probs-on-input --moe-router-topk 1 --moe-router-pre-softmax",
+    ),
+    (f"{YARN} --rotary-interleaved", 1, "rotates halves alone", "--rotary-interleaved"),
+    (f"{YARN} --rotary-percent 0.5", 1, "--rotary-percent 0.5 with", "--rotary-percent 0.5"),
+    (f"{YARN} --use-rope-scaling", 1, "--use-rope-scaling with", "--use-rope-scaling"),
+    (
+        f"{YARN} --rotary-seq-len-interpolation-factor 2",
+        1,
+        "--rotary-seq-len-interpolation-factor 2 with",
+        f"{YARN} --yarn-original-max-position-embeddings 66",
+    ),
+    (
+        "--softmax-type learnable --init-method-xavier-uniform",
+        1,
+        "sinks are vectors",
+        "--softmax-type off-by-one --init-method-xavier-uniform",
+    ),
+    ("--apply-residual-connection-post-layernorm", 1, "reads it nowhere", ""),
+]
+
+
+@pytest.mark.parametrize(("flags", "world_size", "named", "accepted"), REFUSED)
+def test_a_model_that_would_not_train_is_one_line(capsys, flags, world_size, named, accepted):
+    assert named in refusal(capsys, *SMALL_RUN, *flags.split(), world_size=world_size)
+    parse(*SMALL_RUN, *accepted.split(), world_size=world_size)
+
+
+WITH_BIASES = [word for word in SMALL_RUN if word != "--disable-bias-linear"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (SELECTIVE, "would not end"),
+        (f"{SELECTIVE} {EXPERTS} --moe-layer-freq 2", "would not end"),
+        (f"{EXPERTS} --moe-shared-expert-intermediate-size 32", "-size 32 with biases"),
+    ],
+)
+def test_biases_that_megatron_core_cannot_train_are_one_line(capsys, flags: str, named: str):
+    assert named in refusal(capsys, *WITH_BIASES, *flags.split())
+    parse(*SMALL_RUN, *flags.split())
+
+
+def test_modules_of_experts_are_recomputed_with_biases():
+    """Without a dense layer there is no MLP to recompute."""
+    parse(*WITH_BIASES, *SELECTIVE.split(), *EXPERTS.split())
+    parse(*WITH_BIASES, *EXPERTS.split(), "--recompute-modules", "mlp")
+
+
+OF_LATENT = [word for word in SMALL_RUN if word != "--group-query-attention"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (YARN, "--rope-type yarn, the default"),
+        ("--position-embedding-type none", "would rotate all the same"),
+        ("--rotary-interleaved", "without --rotary-interleaved"),
+        ("--attention-output-gate", "exclude each other"),
+        ("--no-rope-freq 2", "--no-rope-freq 2 with --multi-latent-attention"),
+        ("--use-rope-scaling", "--use-rope-scaling with --multi-latent-attention"),
+        ("--rotary-seq-len-interpolation-factor 2", "-factor 2 with --multi-latent-attention"),
+        ("--rotary-percent 0.5", "--rotary-percent 0.5 with --multi-latent-attention"),
+        ("--yarn-beta-fast 8", "--yarn-beta-fast 8.0 with --multi-latent-attention"),
+    ],
+)
+def test_positions_that_latent_attention_does_not_heed_are_one_line(capsys, flags, named):
+    assert named in refusal(capsys, *OF_LATENT, LATENT, *flags.split())
+
+
+def test_latent_attention_without_yarn_may_rotate_a_share():
+    parse(*OF_LATENT, LATENT, "--rope-type", "rope", "--rotary-percent", "0.5")
+
+
+def test_latent_attention_has_qk_clip_on_tensor_ranks():
+    for attention, num_reasons in ((LATENT, 0), ("--group-query-attention", 1)):
+        words = [*OF_LATENT, attention, *TENSOR.split(), "--qk-clip"]
+        _, reasons = judge_arguments(words, {"WORLD_SIZE": "2"}, GPU_MACHINE)
+        assert len(reasons) == num_reasons
+
+
+NOTED = {
+    "--moe-aux-loss-coeff 0.01": "--num-experts",
+    "--moe-layer-freq 2": "--num-experts",
+    "--moe-shared-expert-gate": "--num-experts",
+    "--window-attn-skip-freq 2": "--window-size",
+    "--apply-wd-to-qk-layernorm": "--qk-layernorm",
+    "--decoupled-min-lr 1e-5": "--decoupled-lr",
+    "--mtp-loss-scaling-factor 0.3": "--mtp-num-layers",
+    "--qk-clip-threshold 50": "--qk-clip",
+    "--kv-lora-rank 16": "--multi-latent-attention",
+    "--rope-type yarn": "--multi-latent-attention",
+    "--yarn-beta-fast 8": "--position-embedding-type yarn",
+    "--mscale 0.5": "--position-embedding-type yarn",
+    "--rope-scaling-factor=4": "--use-rope-scaling",
+}
+
+
+@pytest.mark.parametrize(("flags", "needed"), NOTED.items())
+def test_a_flag_without_what_it_belongs_to_is_a_note(flags: str, needed: str):
+    flag = flags.replace("=", " ").split()[0]
+    expected = f"{flag} changes nothing here: it needs {needed}"
+    assert [n for n in parse(*SMALL_RUN, *flags.split()).notes if "it needs" in n] == [expected]
+
+
+def test_flags_with_what_they_belong_to_are_no_notes():
+    belonging = (
+        "--num-query-groups 2 --glu-linear-offset 1 --rotary-base 500 --num-experts 4 --moe-layer-freq 2 "
+        "--window-size 8,0 --window-attn-skip-freq 2 --decoupled-lr 1e-3 --decoupled-min-lr 1e-4"
+    )
+    assert parse(*SMALL_RUN, *belonging.split()).notes == ()
+    assert parse(*SMALL_RUN, *YARN.split(), "--yarn-beta-fast", "8", "--mscale", "1").notes == ()
+
+
+def test_plain_models_tell_what_gates_groups_and_rotation_would_need():
+    plain = [word for word in SMALL_RUN if word not in ("--swiglu", "--group-query-attention")]
+    flags = ["--glu-linear-offset", "1", "--rotary-base", "500", *LEARNED.split()]
+    told = [note.rpartition("needs ")[2] for note in parse(*plain, *flags).notes]
+    wanted = [
+        "--group-query-attention",
+        "--swiglu or --quick-geglu",
+        "--position-embedding-type rope",
+    ]
+    assert told == wanted
