@@ -157,8 +157,6 @@ OF_LATENT = [word for word in SMALL_RUN if word != "--group-query-attention"]
     [
         (YARN, "--rope-type yarn, the default"),
         ("--position-embedding-type none", "would rotate all the same"),
-        ("--rotary-interleaved", "without --rotary-interleaved"),
-        ("--attention-output-gate", "exclude each other"),
         ("--no-rope-freq 2", "--no-rope-freq 2 with --multi-latent-attention"),
         ("--use-rope-scaling", "--use-rope-scaling with --multi-latent-attention"),
         ("--rotary-seq-len-interpolation-factor 2", "-factor 2 with --multi-latent-attention"),

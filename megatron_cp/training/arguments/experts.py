@@ -273,8 +273,6 @@ def check_latent_attention(args: Namespace) -> Iterator[str]:
         yield from require(args, "q_lora_rank")
     if args.group_query_attention:
         yield "--group-query-attention and --multi-latent-attention exclude each other; give one"
-    if args.attention_output_gate:
-        yield "--attention-output-gate and --multi-latent-attention exclude each other; give one"
     if args.qk_pos_emb_head_dim % 2:
         yield f"--qk-pos-emb-head-dim {args.qk_pos_emb_head_dim} must be even; rotation turns pairs"
 

@@ -53,11 +53,6 @@ def check_latent_positions(args: Namespace) -> Iterator[str]:
             "--position-embedding-type none with --multi-latent-attention is not served: latent attention would rotate "
             "all the same; give --position-embedding-type rope"
         )
-    if args.rotary_interleaved:
-        yield (
-            "--rotary-interleaved with --multi-latent-attention is not served by Megatron-Core; train a model without "
-            "--rotary-interleaved"
-        )
     ignored = dict(_NOT_BY_LATENT)
     if args.rope_type != "rope":
         ignored["rotary_percent"] = 1.0
