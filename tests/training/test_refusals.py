@@ -207,15 +207,18 @@ def test_latent_attention_on_tensor_ranks_is_one_line(capsys):
     assert "lose part of a gradient" in refusal(capsys, *flags, world_size=2)
 
 
-def test_a_note_says_where_tensor_ranks_change_the_weight_of_auxiliary_losses():
-    flags = (
-        "--num-experts 4 --moe-z-loss-coeff 0.1 --sequence-parallel --tensor-model-parallel-size 2"
-    )
-    told = "divides the weight of the experts' auxiliary losses"
-    words = [*SMALL_RUN, *flags.split()]
-    assert not any(told in note for note in parse(*words, world_size=2).notes)
-    notes = parse(*words, "--calculate-per-token-loss", world_size=2).notes
-    assert any(told in note for note in notes)
+def test_a_note_says_where_experts_start_from_other_weights():
+    flags = [
+        "--num-experts",
+        "4",
+        "--moe-ffn-hidden-size",
+        "32",
+        "--expert-model-parallel-size",
+        "2",
+    ]
+    told = "another --expert-model-parallel-size starts from other weights"
+    assert any(told in note for note in parse(*SMALL_RUN, *flags, world_size=2).notes)
+    assert not any(told in note for note in parse(*SMALL_RUN, *flags[:-2], world_size=2).notes)
 
 
 def test_instances_of_the_optimizer_need_einops():

@@ -111,6 +111,11 @@ def _overlap(args: Namespace) -> Iterator[str]:
             "each pipeline stage draws its initial weights from a seed of its own (--seed + 100 x stage), as in "
             "Megatron-LM: another --pipeline-model-parallel-size starts from other weights"
         )
+    if args.expert_model_parallel_size > 1 and args.load is None:
+        args.notes.append(
+            "each expert-parallel rank draws the weights of its experts from a seed of its own, as in Megatron-LM: "
+            "another --expert-model-parallel-size starts from other weights"
+        )
     if args.overlap_param_gather and missing:
         yield f"--overlap-param-gather needs {' and '.join(missing)}; give that too"
 

@@ -81,12 +81,6 @@ def check_experts(args: Namespace) -> Iterator[str]:
             f"--moe-shared-expert-intermediate-size {shared} must be a positive multiple of "
             f"--tensor-model-parallel-size {args.tensor_model_parallel_size}"
         )
-    weighs_losses = args.moe_z_loss_coeff or args.moe_aux_loss_coeff not in (0.0, [0.0])
-    if args.sequence_parallel and args.calculate_per_token_loss and weighs_losses:
-        args.notes.append(
-            "--calculate-per-token-loss with --sequence-parallel: Megatron-Core before 0.19 divides the "
-            "weight of the experts' auxiliary losses by --tensor-model-parallel-size"
-        )
     if shared is None and args.moe_shared_expert_gate:
         yield "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size; give it too"
     if shared is not None and args.add_bias_linear:
