@@ -63,7 +63,7 @@ def test_experts_get_the_ranks_they_need_and_shell_words_are_expanded(tmp_path: 
     recipe = {"name": "experts", "world_size": 2, "argv": [*SMALL_RUN, *experts, *modules]}
     path = write(tmp_path, {"recipes": [recipe]})
     check_recipes.main([str(path)])
-    assert capsys.readouterr().out.splitlines()[0] == "experts: accepted on 4 ranks"
+    assert capsys.readouterr().out.splitlines()[0] == "experts: accepted with notes on 4 ranks"
     check_recipes.main([str(path), "--here"])
     assert "moe_act needs --moe-grouped-gemm" in capsys.readouterr().out
 

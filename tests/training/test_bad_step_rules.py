@@ -94,6 +94,7 @@ def test_a_loss_that_stands_out_is_an_alert_and_its_step_is_booked(monkeypatch):
         monkeypatch.setattr(loop, name, mock.MagicMock())
     run = mock.MagicMock()
     run.state.iteration, run.state.consumed_samples = 6, 0
+    run.state.config.records.log_params_norm = False
     for struck, alerts in ((None, 0), ("step 8: the loss is at least 10 times", 1)):
         run.check.struck = struck
         loop._step(run)
