@@ -38,10 +38,23 @@ REFUSED = [
         f"{EXPERTS} {TENSOR} --sequence-parallel",
     ),
     (
-        f"{EXPERTS} {TENSOR} --skip-train --moe-token-dispatcher-type alltoall --expert-tensor-parallel-size 1",
+        f"{EXPERTS} {TENSOR} --skip-train --moe-token-dispatcher-type alltoall --expert-tensor-parallel-size 1 "
+        "--expert-model-parallel-size 2",
         2,
         "needs --sequence-parallel",
         f"{EXPERTS} {TENSOR} --skip-train",
+    ),
+    (
+        f"{EXPERTS} {TENSOR} --sequence-parallel --expert-tensor-parallel-size 1",
+        2,
+        "over the wrong ranks",
+        f"{EXPERTS} {TENSOR} --sequence-parallel --expert-tensor-parallel-size 1 --expert-model-parallel-size 2",
+    ),
+    (
+        f"{EXPERTS} --expert-tensor-parallel-size 2 --global-batch-size 4",
+        4,
+        "over the wrong ranks",
+        f"{EXPERTS} --expert-tensor-parallel-size 2 --expert-model-parallel-size 2 --global-batch-size 4",
     ),
     (f"--qk-clip {TENSOR}", 2, "by the sizes of all ranks", f"--log-max-attention-logit {TENSOR}"),
     ("--qk-clip --attention-output-gate", 1, "those of the gate", "--attention-output-gate"),
