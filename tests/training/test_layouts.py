@@ -3,9 +3,11 @@
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from megatron_cp.training.checkpoint.optimizer_parts import in_parts_of
 from tests.training.commands import SMALL_RUN, metrics, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -117,6 +119,15 @@ def test_a_resumed_optimizer_goes_on_where_experts_are_dealt_otherwise(tmp_path:
     flags = f"{EXPERTS} {optimizer} --lr 2e-2"
     for found, expected in runs(tmp_path, flags, (2, before), (2, after), LOSSES):
         assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_settings_of_other_groups_are_named_where_experts_are_dealt_otherwise():
+    saved = {"param_groups": [{"wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False}]}
+    group = {"wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": True, "is_expert_parallel": False}
+    part = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[group]))
+    several = SimpleNamespace(chained_optimizers=[part, part])
+    with pytest.raises(ValueError, match=r"no group of parameters with .*is_decoupled_lr=True"):
+        in_parts_of(several, saved, saved)
 
 
 ROUTING = {

@@ -15,7 +15,7 @@ level are cut at once, and pairs are looked at in blocks that shrink with the gr
 number of ranks and hardly with that of tokens.
 
 Each order is the best for some masks: without those by the home of keys a full mask on 4 ranks needs 49 % more rows
-than the proven optimum, without that by rows kept at home block-causal documents on 48 ranks take 1.4 times as long.
+than the proven optimum, without that by rows kept at home block-causal documents on 48 ranks take 1.5 times as long.
 Ten more (the same ones backwards, and pairs where they lie) found fewer rows for eight tokens in three documents, 14 %
 (tests/plan/test_solver_oracle.py), and slower plans on 40 to 256 ranks, by 1 %.
 

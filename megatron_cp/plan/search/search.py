@@ -213,8 +213,8 @@ class Search:
             return False
         if step.source is stay:
             return True
-        must_move = self.is_uneven or not self.is_by_time or not self._is_within(self.budget.far)
-        return must_move and self.cp_size // step.degree <= self.budget.most_moved
+        may_pay = self.is_uneven or not self.is_by_time or not self._is_within(self.budget.far)
+        return may_pay and self.cp_size // step.degree <= self.budget.most_moved
 
     def _is_open(self, degree: int) -> bool:
         """Returns whether a plan of a degree may still be faster, by more than can be told, than the fastest."""
@@ -222,7 +222,10 @@ class Search:
         return not self.is_by_time or reached < self.known
 
     def _limit(self) -> float:
-        """Returns the seconds beyond which a strategy is of no use; none for families: masks share a placement."""
+        """Returns the seconds beyond which a strategy is of no use; none where its time alone does not decide.
+
+        So it is with masks of a family, which share a placement.
+        """
         if len(self.masks) > 1 or not self.is_by_time:
             return math.inf
         return self.budget.hopeless * min(self.known, *self.fastest.values())

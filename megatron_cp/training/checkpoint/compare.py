@@ -119,6 +119,14 @@ def check_allowed(
         )
 
 
+def another_optimizer(folder: object, difference: object) -> ValueError:
+    """Returns the refusal of an optimizer's state that is not that of the run's optimizer."""
+    return ValueError(
+        f"{folder} holds the state of another optimizer: {difference}; give the arguments it was saved with, or "
+        "--no-load-optim"
+    )
+
+
 def consequence(model: Differences, strictness: str) -> str:
     """Returns what happens to tensors that are not exchanged, as a note; empty without any."""
     effects = []

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from megatron_cp.mcore import safe_load
 from megatron_cp.training.checkpoint import content, names
 from megatron_cp.training.checkpoint.background import BackgroundWrite, Results
-from megatron_cp.training.checkpoint.compare import Differences, Shape, compare
+from megatron_cp.training.checkpoint.compare import Differences, Shape, another_optimizer, compare
 from megatron_cp.training.checkpoint.content import Content
 from megatron_cp.training.checkpoint.optimizer_parts import in_parts_of
 from megatron_cp.training.checkpoint.state import (
@@ -184,15 +184,18 @@ def _read(
     raise_together(problem)
     try:
         loaded = dist_checkpointing.load(wanted, str(folder))
-        if "optimizer" in wanted:
-            saved = entries.get("optimizer", {})
-            loaded["optimizer"] = in_parts_of(state.optimizer, loaded["optimizer"], saved)
     except _UNREADABLE as failure:
         problem = ValueError(
             f"{folder} cannot be loaded: {first_line(failure)}; a file of it is damaged, or it was saved "
             "by another version: load another checkpoint with --ckpt-step"
         )
     raise_together(problem)
+    if "optimizer" in wanted:
+        saved = entries.get("optimizer", {})
+        try:
+            loaded["optimizer"] = in_parts_of(state.optimizer, loaded["optimizer"], saved)
+        except ValueError as difference:
+            raise another_optimizer(folder, difference) from difference
     has_random = "rng_state" in wanted
     return Content(
         model={name: loaded[name] for name in chunks_by_name(state)},

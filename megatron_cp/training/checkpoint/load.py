@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_cp.mcore.safe_load import reading_safely
 from megatron_cp.training.checkpoint import dist_format, files, formats, legacy_format
 from megatron_cp.training.checkpoint.choose import choose_checkpoint
+from megatron_cp.training.checkpoint.compare import another_optimizer
 from megatron_cp.training.checkpoint.content import Content, put_into_model
 from megatron_cp.training.checkpoint.state import (
     RunState,
@@ -106,10 +107,7 @@ def _restore_optimizer(state: RunState, content: Content, folder: Path) -> None:
     try:
         state.optimizer.load_state_dict(content.optimizer)
     except (CheckpointException, Exception) as failure:  # a foreign state raises nearly anything
-        problem = ValueError(
-            f"{folder} holds the state of another optimizer: {first_line(failure)}; give the "
-            "arguments it was saved with, or --no-load-optim"
-        )
+        problem = another_optimizer(folder, first_line(failure))
     raise_together(problem)
     if state.config.parallel.use_distributed_optimizer and formats.detect(folder) == "torch":
         legacy_format.restore_shards(state.optimizer, content.shards)

@@ -15,11 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_KIND = (
-    "wd_mult",
-    "lr_mult",
-    "is_decoupled_lr",
-)  # of a group; whether it holds experts goes with the layout
+# What tells groups apart; whether a group holds experts goes with the layout.
+_KIND = ("wd_mult", "lr_mult", "is_decoupled_lr")
 
 
 def in_parts_of(
@@ -27,8 +24,8 @@ def in_parts_of(
 ) -> Mapping[Any, Any]:
     """Returns `loaded` in the parts of Megatron's `optimizer`; as it is where it was `saved` in as many.
 
-    `loaded` holds this rank's tensors beside `saved`, the settings that are equal on all ranks. Raises KeyError for the
-    settings of other groups.
+    `loaded` holds this rank's tensors beside `saved`, the settings that are equal on all ranks. Raises ValueError, on
+    every rank alike, where no settings were saved for a group of the optimizer.
     """
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     are_several, were_several = len(parts) > 1, 0 in saved
@@ -48,15 +45,19 @@ def _part(own: Mapping[str, Any], saved: Mapping[str, Any], part: Any) -> dict[s
         inner = _part(own.get("optimizer", {}), saved["optimizer"], part)
         return {**saved, **own, "optimizer": inner}
     groups = part.optimizer.param_groups
-    known = {tuple(group[key] for key in _KIND): group for group in saved["param_groups"]}
+    known = {_kind(group): group for group in saved["param_groups"]}
+    for group in groups:
+        if _kind(group) not in known:
+            told = ", ".join(f"{key}={group[key]}" for key in _KIND)
+            raise ValueError(f"it has no group of parameters with {told}")
     tensors = own.get("param_groups", [{}] * len(groups))
     merged = [
-        {
-            **known[tuple(group[key] for key in _KIND)],
-            "is_expert_parallel": group["is_expert_parallel"],
-            **{key: mine[key] for key in mine if key == "params"},
-        }
+        {**known[_kind(group)], "is_expert_parallel": group["is_expert_parallel"], **mine}
         for group, mine in zip(groups, tensors, strict=True)
     ]
     state = {**saved.get("state", {}), **own.get("state", {})}
     return {**saved, **own, "param_groups": merged, **({"state": state} if state else {})}
+
+
+def _kind(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(group[key] for key in _KIND)
