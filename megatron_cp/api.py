@@ -2,10 +2,13 @@
 
 # T tokens of this rank, N query heads, G key/value heads, H head dim, Hv value head dim
 
+from dataclasses import replace
+
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp.attn.attend import attend
+from megatron_cp.attn.dropout import head_seeds
 from megatron_cp.attn.eager import eager
 from megatron_cp.attn.logits import no_logits
 from megatron_cp.attn.options import check_sink, check_tensor, needs_grad, resolve_options
@@ -34,6 +37,8 @@ def cp_attention(  # noqa: PLR0913  the public signature
     deterministic: bool = False,
     return_max_logits: bool = False,
     expand: Expand | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Returns attention over the whole context for the tokens of this rank, in the plan's local order.
 
@@ -52,6 +57,12 @@ def cp_attention(  # noqa: PLR0913  the public signature
     rank that attends to them, forward and again backward. Gradients flow through it to the latent rows and to the leaf
     tensors that it captures (weights), of which each rank has its share, to be summed over the group. Plan with
     `CPConfig(latent_dim=...)`: such rows cannot be split by heads.
+
+    With `dropout_p` each pair of the mask is dropped with that probability, and the others count 1/(1 - dropout_p)
+    times, in out and not in lse. Which pairs depends on their tokens, their head and `dropout_seed`, not on the plan or
+    the number of ranks: int64 `[1]`, or `[N]` for a seed of each head; None draws one from the default generator of the
+    device, which should be in the same state on every rank. (If it is not, the result is one of other pairs, forward
+    and backward alike.)
 
     Collective over `group` (None for cp_size 1), forward and backward: every rank calls it with the same
     plan, dtypes, options and wish for gradients.
@@ -73,7 +84,9 @@ def cp_attention(  # noqa: PLR0913  the public signature
     keys, values = (k, v) if expansion is None else expansion.like
     if values is None:
         raise ValueError("v is None; give values, or expand=..., which makes them of latent rows")
-    options = resolve_options(q, keys, values, softmax_scale, softcap, backend, deterministic)
+    options = resolve_options(
+        q, keys, values, softmax_scale, softcap, backend, deterministic, dropout_p
+    )
     check_sink(q, sink)
     for degree in {plan.forward.head_degree, plan.backward.head_degree} - {1}:
         _check_heads(q.shape[1], k.shape[1], degree)
@@ -84,12 +97,17 @@ def cp_attention(  # noqa: PLR0913  the public signature
     call += f" {return_max_logits} {expand is None} backward {has_backward}"
     session = open_session(plan, group, q.device, call)
     kept = recorded_result()
+    # Drawn even if kept: the next dropout of a recomputed layer draws from where this one leaves off.
+    seeds = head_seeds(dropout_seed, q) if dropout_p > 0 else None
+    if kept is not None and seeds is not None:
+        kept, seeds = kept[:-1], kept[-1]
+    options = replace(options, dropout_seeds=seeds)
     max_logits = no_logits(q) if return_max_logits else None
     out, lse = DistributedAttention.apply(
         q, sink, session, options, kept, max_logits, expansion, *given
     )
     result = (out, lse) if max_logits is None else (out, lse, max_logits)
-    record_result(result)
+    record_result(result if seeds is None else (*result, seeds))
     return result
 
 

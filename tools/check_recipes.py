@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_cp.command_line import ToolParser, answering
 from megatron_cp.training.arguments import judge_arguments
 from megatron_cp.training.arguments.machine import GPU_MACHINE, Machine
-from tools.recipes.published import NO_DROPOUT, Recipe, read_recipes
+from tools.recipes.published import Recipe, read_recipes
 
 _TIMES = (1, 2, 4, 8)
 
@@ -43,15 +43,14 @@ class Verdict:
 def judge(
     recipe: Recipe, world_size: int | None = None, machine: Machine | None = GPU_MACHINE
 ) -> Verdict:
-    """Returns the verdict on a recipe without attention dropout.
+    """Returns the verdict on a recipe.
 
     Args:
         recipe: what is judged.
         world_size: ranks; None tries its own number and a few multiples.
         machine: what it is judged for; None is this machine.
     """
-    extra = NO_DROPOUT if recipe.has_default_dropout else ()
-    argv = [*map(expanded, recipe.argv), *extra]
+    argv = [expanded(word) for word in recipe.argv]
     sizes = [world_size] if world_size else [recipe.world_size * times for times in _TIMES]
     verdicts = []
     for size in sizes:
@@ -98,19 +97,11 @@ def summary(verdicts: Sequence[Verdict]) -> str:
     lines += [f"{count:7d}  {only:5d}  {reason}" for count, only, reason in blockers(verdicts)]
     accepted = [verdict for verdict in verdicts if not verdict.reasons]
     noted = sum(bool(verdict.notes) for verdict in accepted)
-    changed = [verdict for verdict in verdicts if verdict.recipe.has_default_dropout]
-    by_dropout = sum(not verdict.reasons for verdict in changed)
     lines += [
         "",
         f"{len(accepted)} of {len(verdicts)} recipes accepted, {noted} of them with notes; "
         f"{len(verdicts) - len(accepted)} refused.",
     ]
-    if changed:
-        lines.append(
-            f"{len(changed)} recipes leave Megatron-LM's attention dropout at its default .1; "
-            f"{' '.join(NO_DROPOUT)} was appended to them. {by_dropout} of those were accepted, "
-            f"{len(accepted) - by_dropout} recipes as they stand."
-        )
     return "\n".join(lines)
 
 

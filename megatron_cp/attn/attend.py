@@ -6,6 +6,7 @@ Both passes leave an enclosing autocast: the dtype of q, k and v decides the pre
 # Q query rows, K key rows, N query heads, G kv heads, H head dim, Hv value head dim
 
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_cp.attn.dropout import Dropout, head_seeds, key_words, row_words
 from megatron_cp.attn.eager import eager
 from megatron_cp.attn.logits import no_logits, raise_to_, sharp_lse
 from megatron_cp.attn.merge import apply_sink, merge_rows_, merge_span_, sink_gradient
@@ -54,6 +56,8 @@ def attend(  # noqa: PLR0913  the public signature of DESIGN section 9
     backend: str | None = None,
     deterministic: bool = False,
     return_max_logits: bool = False,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Returns `(out [Q, N, Hv] in the dtype of q, lse [Q, N] float32 (float64 for float64 inputs))`.
 
@@ -66,11 +70,19 @@ def attend(  # noqa: PLR0913  the public signature of DESIGN section 9
     With `return_max_logits` a third result: the largest scaled and capped logit of each head over all pairs of the
     mask, fp32 `[N]`, -inf without pairs, without a gradient, not counting the sink (QK-Clip).
 
+    With `dropout_p` each pair of the mask is dropped with that probability, and the others count 1/(1 - dropout_p)
+    times, in `out` and not in `lse`. Which pairs depends on the rows, the heads and `dropout_seed` alone: int64 `[1]`,
+    or `[N]` for a seed of each head; None draws one from the default generator of the device.
+
     Raises: ValueError for wrong input, NotImplementedError for a backend that cannot serve the call.
     """
-    options = resolve_options(q, k, v, softmax_scale, softcap, backend, deterministic)
+    options = resolve_options(q, k, v, softmax_scale, softcap, backend, deterministic, dropout_p)
     check_mask(q, k, mask)
     check_sink(q, sink)
+    if dropout_p > 0:
+        places_q, places_k = (torch.arange(len(x), device=q.device) for x in (q, k))
+        words = row_words(head_seeds(dropout_seed, q), places_q), key_words(places_k)
+        options = replace(options, dropout=Dropout(dropout_p, *words))
     max_logits = no_logits(q) if return_max_logits else None
     if options.backend not in OWN_ATTEND:
         out, lse = _Attend.apply(q, k, v, sink, mask, options, max_logits)

@@ -27,9 +27,10 @@ class Asked(NamedTuple):
     softcap: float
     deterministic: bool
     needs_grad: bool
+    has_dropout: bool = False
 
 
-_Kind = tuple[torch.device, torch.dtype, int, int, bool, bool, bool, bool]
+_Kind = tuple[torch.device, torch.dtype, int, int, bool, bool, bool, bool, bool]
 _chosen: dict[_Kind, str] = {}
 _served: dict[_Kind, tuple[int, int]] = {}  # by hopper, tested
 
@@ -39,6 +40,7 @@ def _kind(q: Tensor, v: Tensor, asked: Asked) -> _Kind:
     return (
         q.device, q.dtype, q.shape[-1], v.shape[-1],
         asked.softcap > 0, asked.softmax_scale >= 0, asked.deterministic, asked.needs_grad,
+        asked.has_dropout,
     )  # fmt: skip
 
 
@@ -65,6 +67,8 @@ def _choose_gpu_backend(q: Tensor, v: Tensor, asked: Asked) -> str:
 
 def _first_that_serves(q: Tensor, v: Tensor, asked: Asked) -> tuple[str, list[str]]:
     """Returns a backend, and why those before it were passed over."""
+    if asked.has_dropout:
+        return "flex", ["hopper and flash have no dropout of attention"]
     checks: dict[str, Callable[[], object]] = {
         "hopper": lambda: check_hopper(q, v, asked),
         "flash": lambda: check_flash(q, v, asked),

@@ -40,6 +40,6 @@ def sharp_lse(
     At the cost of one more pass: at a temperature close to 0, `lse` is the maximum. At most ln(keys)/16384 too large.
     """
     scale, softcap = SHARPNESS * options.softmax_scale, SHARPNESS * options.softcap
-    sharp = replace(options, softmax_scale=scale, softcap=softcap)
+    sharp = replace(options, softmax_scale=scale, softcap=softcap, dropout=None)
     _, lse_QN = forward(q, k, v, mask, sharp)
     return lse_QN.amax(dim=0) / SHARPNESS if len(q) else no_logits(q)

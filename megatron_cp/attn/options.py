@@ -6,21 +6,23 @@ Every check is made here, on every rank alike, so that a backend may assume good
 # Q query rows, K key rows, N query heads, G kv heads, H head dim, Hv value head dim
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from megatron_cp.attn import choice
+from megatron_cp.attn.dropout import Dropout, check_rate
 from megatron_cp.mask import AttentionMask, checks
 
 BACKENDS = ("reference", "cpu", "flex", "flash", "hopper", "emulated")
+WITH_DROPOUT = ("reference", "cpu", "flex")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True)
 class AttendOptions:
-    """Checked settings of one attention call; `softcap` 0 means none.
+    """Checked settings of one attention call; `softcap` and `dropout_p` 0 mean none.
 
     `deterministic` asks for the same bits in every run; `reference` and `cpu` always give them.
     """
@@ -33,6 +35,11 @@ class AttendOptions:
     """Share of a GPU's multiprocessors that the kernel leaves to transfers under way; `hopper` heeds it."""
     wide_dims: tuple[int, int] | None = None
     """Head dim and value head dim of the kernel, where it is wider than the rows: zeros are put behind them."""
+    dropout_p: float = 0.0
+    dropout_seeds: Tensor | None = field(default=None, repr=False, compare=False)
+    """Int64 `[N]`, of each head, where there is dropout."""
+    dropout: Dropout | None = field(default=None, repr=False, compare=False)
+    """For the rows at hand."""
 
 
 def resolve_options(
@@ -43,6 +50,7 @@ def resolve_options(
     softcap: float = 0.0,
     backend: str | None = None,
     deterministic: bool = False,
+    dropout_p: float = 0.0,
 ) -> AttendOptions:
     """Returns checked options for `q` `[Q, N, H]`, `k` `[K, G, H]`, `v` `[K, G, Hv]`.
 
@@ -61,11 +69,12 @@ def resolve_options(
         )
     if not (math.isfinite(softcap) and softcap >= 0):
         raise ValueError(f"softcap={softcap} must be finite and >= 0; pass 0.0 for no softcap")
+    check_rate(dropout_p)
     is_differentiated = needs_grad(q, k, v)
-    asked = choice.Asked(scale, float(softcap), deterministic, is_differentiated)
+    asked = choice.Asked(scale, float(softcap), deterministic, is_differentiated, dropout_p > 0)
     if backend is None:
         backend = choice.choose_backend(q, v, asked)
-    _check_backend(backend, q, deterministic, is_differentiated)
+    _check_backend(backend, q, asked)
     if backend == "flash":
         from megatron_cp.attn.flash import checks as flash_checks
 
@@ -78,7 +87,9 @@ def resolve_options(
 
         built = emulated_checks.check_supported(q, v, scale, softcap, is_differentiated)
     wide = None if built == dims else built
-    return AttendOptions(scale, float(softcap), backend, deterministic, wide_dims=wide)
+    return AttendOptions(
+        scale, float(softcap), backend, deterministic, wide_dims=wide, dropout_p=float(dropout_p)
+    )
 
 
 def check_mask(q: Tensor, k: Tensor, mask: AttentionMask) -> None:
@@ -163,7 +174,7 @@ def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def _check_backend(backend: str, q: Tensor, deterministic: bool, needs_grad: bool) -> None:
+def _check_backend(backend: str, q: Tensor, asked: choice.Asked) -> None:
     if backend not in BACKENDS:
         raise ValueError(
             f"backend={backend!r} must be one of {', '.join(BACKENDS)}; "
@@ -175,12 +186,17 @@ def _check_backend(backend: str, q: Tensor, deterministic: bool, needs_grad: boo
         raise NotImplementedError(
             f"backend='cpu' cannot compute on device={q.device}, only on cpu; use {able}"
         )
-    if backend == "flex" and deterministic:
+    if asked.has_dropout and backend not in WITH_DROPOUT:
+        raise NotImplementedError(
+            f"backend={backend!r} has no dropout of attention, only {', '.join(WITH_DROPOUT)} have; use {able}, or "
+            "dropout_p=0.0"
+        )
+    if backend == "flex" and asked.deterministic:
         raise NotImplementedError(
             "backend='flex' cannot promise deterministic=True, only reference and cpu can; "
             "use backend='reference'"
         )
-    if backend == "flex" and on_cpu and needs_grad:
+    if backend == "flex" and on_cpu and asked.needs_grad:
         raise NotImplementedError(
             f"backend='flex' has no backward pass on device=cpu, only on GPUs; use {able}"
         )

@@ -1,11 +1,12 @@
 """Attention on slices as plain torch: the executable definition that every other backend must equal.
 
     s = softmax_scale * q.k                 x = softcap * tanh(s / softcap)       p = exp(x - lse)
-    out = p v                               dv = p' dout
-    dx = p * (dout.v - delta)               ds = dx * (1 - (x / softcap)^2)
+    out = (m * p) v                         dv = (m * p)' dout
+    dx = p * (m * dout.v - delta)           ds = dx * (1 - (x / softcap)^2)
     dq = softmax_scale * ds k               dk = softmax_scale * ds' q
 
-It builds the whole Q x K matrix: for tests and small sizes, on any device, in any floating dtype.
+`m` is 1; with dropout 1/(1 - dropout_p) where a pair is kept, else 0. It builds the whole Q x K matrix: for tests and
+small sizes, on any device, in any floating dtype.
 """
 
 # Q query rows, K key rows, N query heads, G kv heads, R = N/G query heads per kv head, H head dim, Hv value head dim
@@ -38,7 +39,7 @@ def forward(
     if max_logits_N is not None and allowed_QK.numel():
         raise_to_(max_logits_N, allowed_x_GRQK.amax(dim=(2, 3)).flatten())
     p_GRQK = _probabilities(x_GRQK, lse_GRQ, allowed_QK)
-    out_QGRH = torch.einsum("grqk,kgh->qgrh", p_GRQK, v_KGH)
+    out_QGRH = torch.einsum("grqk,kgh->qgrh", _dropped(p_GRQK, options), v_KGH)
     return out_QGRH.flatten(1, 2), lse_GRQ.flatten(0, 1).t().contiguous()
 
 
@@ -64,12 +65,14 @@ def backward(
     x_GRQK = _capped_scores(q_QGRH, k_KGH, options)
     p_GRQK = _probabilities(x_GRQK, lse_GRQ, allowed_QK)
     dp_GRQK = torch.einsum("qgrh,kgh->grqk", dout_QGRH, v_KGH)
+    dp_GRQK = _dropped(dp_GRQK, options)
     ds_GRQK = p_GRQK * (dp_GRQK - delta_QN.t().unflatten(0, (num_kv_heads, -1)).unsqueeze(-1))
     if options.softcap:
         ds_GRQK = ds_GRQK * (1 - (x_GRQK / options.softcap) ** 2)
     dq_QGRH = options.softmax_scale * torch.einsum("grqk,kgh->qgrh", ds_GRQK, k_KGH)
     dk_KGH = options.softmax_scale * torch.einsum("grqk,qgrh->kgh", ds_GRQK, q_QGRH)
-    return dq_QGRH.flatten(1, 2), dk_KGH, torch.einsum("grqk,qgrh->kgh", p_GRQK, dout_QGRH)
+    dv_KGH = torch.einsum("grqk,qgrh->kgh", _dropped(p_GRQK, options), dout_QGRH)
+    return dq_QGRH.flatten(1, 2), dk_KGH, dv_KGH
 
 
 def _dense(mask: AttentionMask, device: torch.device) -> Tensor:
@@ -110,3 +113,11 @@ def _probabilities(x_GRQK: Tensor, lse_GRQ: Tensor, allowed_QK: Tensor) -> Tenso
     """Returns `exp(x - lse)` on allowed pairs of rows with keys, exactly 0 elsewhere; nan for an `lse` of nan."""
     allowed = allowed_QK & (lse_GRQ != -torch.inf).unsqueeze(-1)
     return torch.exp(x_GRQK - lse_GRQ.unsqueeze(-1)).masked_fill(~allowed, 0.0)
+
+
+def _dropped(x_GRQK: Tensor, options: AttendOptions) -> Tensor:
+    """Returns `x` of the pairs that dropout keeps, scaled, and 0 of the others."""
+    if options.dropout is None:
+        return x_GRQK
+    factors_NQK = options.dropout.factors(slice(None), slice(None), x_GRQK.dtype)
+    return x_GRQK * factors_NQK.view(x_GRQK.shape)

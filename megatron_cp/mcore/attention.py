@@ -35,6 +35,7 @@ from megatron.core.transformer.utils import (
 from megatron_cp.api import cp_attention
 from megatron_cp.mcore import cut, layers, split
 from megatron_cp.mcore.batch import ContextParallelParams
+from megatron_cp.mcore.dropout import draw_head_seeds
 from megatron_cp.mcore.mtp import install_order_roll
 from megatron_cp.mcore.validation import (
     check_dropout,
@@ -50,7 +51,7 @@ class ContextParallelAttention(MegatronModule):
     """Computes softmax attention over the whole context, on the rows of this rank.
 
     The constructor takes Megatron's arguments: `config`, `layer_number` (from 1), `attn_mask_type`,
-    `attention_type` ("self"), `attention_dropout` (0), `softmax_scale`, `k_channels`, `v_channels`,
+    `attention_type` ("self"), `attention_dropout` (None: as in `config`), `softmax_scale`, `k_channels`, `v_channels`,
     `num_splits` (None), `cp_comm_type` (the plan decides instead) and `pg_collection` with `tp` and `cp`.
     `backend` is a backend of `megatron_cp.attend`; None chooses by device. `thd_split="per_document"` says that
     batches with thd parameters were cut zigzag in each document; None knows no cut and takes them on one
@@ -80,7 +81,9 @@ class ContextParallelAttention(MegatronModule):
         super().__init__(config=config)
         split.check_thd_split(thd_split)
         validate_config(config)
-        check_dropout(config.attention_dropout if attention_dropout is None else attention_dropout)
+        rate = config.attention_dropout if attention_dropout is None else attention_dropout
+        check_dropout(rate)
+        self.dropout_p = float(rate)
         if attention_type != "self":
             raise NotImplementedError(
                 f"attention_type={attention_type!r}; Megatron's layers have context parallelism for 'self' attention; "
@@ -176,6 +179,11 @@ class ContextParallelAttention(MegatronModule):
         if sink is not None:
             sink = sink.to(device=query.device, dtype=torch.float32)
             sink = sink if rows.are_one_stream else sink.repeat(batch)
+        seeds, dropout_p = None, self.dropout_p if self.training else 0.0
+        if dropout_p:
+            sets = 1 if rows.are_one_stream else batch
+            num_heads = self.plan_config.num_heads
+            seeds = draw_head_seeds(num_heads, sets, self.tp_group, query.device)
         with self._results_kept(packed_seq_params):
             out, _, *max_logits = cp_attention(
                 rows.fold(query),
@@ -188,6 +196,8 @@ class ContextParallelAttention(MegatronModule):
                 backend=self.backend,
                 deterministic=bool(getattr(self.config, "deterministic_mode", False)),
                 return_max_logits=self._wants_max_logits and self.training,
+                dropout_p=dropout_p,
+                dropout_seed=seeds,
             )
         if max_logits:
             self._keep_max_logits(rows.of_heads(max_logits[0]))

@@ -291,16 +291,11 @@ def check_padding(config: Any, num_rows: int, num_tokens: int) -> None:
 
 
 def check_dropout(attention_dropout: float) -> None:
-    """Returns for 0.
-
-    Raises:
-        NotImplementedError: for any other rate.
-    """
-    if attention_dropout:
-        raise NotImplementedError(
-            f"attention_dropout={attention_dropout}; attention probabilities are never held, so it "
-            "must be 0 (Megatron's default is 0.1); --attention-dropout 0.0 trains without that "
-            "regularisation, as most published recipes do"
+    """Raises ValueError unless the rate lies in [0, 1)."""
+    if not 0.0 <= attention_dropout < 1.0:
+        raise ValueError(
+            f"attention_dropout={attention_dropout} must lie in [0, 1); it is the probability that a query does not "
+            "see a key"
         )
 
 

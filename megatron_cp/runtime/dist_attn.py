@@ -16,6 +16,7 @@ bit and the error does not grow with the number of ranks. Everything a rank does
 # T tokens of this rank, R rows of this rank inside the pass (h T under a head split), N query heads,
 # G key/value heads, H head dim, Hv value head dim
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -31,6 +32,7 @@ from megatron_cp.attn.attend import (
     dq_factor,
     row_merger,
 )
+from megatron_cp.attn.dropout import Dropout, key_words, row_words
 from megatron_cp.attn.merge import apply_sink, sink_gradient
 from megatron_cp.attn.once import Saved, first_derivative_only
 from megatron_cp.attn.options import AttendOptions, accumulation_dtype
@@ -109,8 +111,8 @@ def forward_pass(
     the largest logit of each head over the whole context.
     """
     rank_pass, num_heads = session.forward, q_TNH.shape[1]
-    q, *entered = _enter(rank_pass, (q_TNH, *_key_tensors(keys)))
-    key_rows = _key_rows(keys, tuple(entered))
+    queries, entered = _enter(rank_pass, (q_TNH,), keys, _words(session, options))
+    q, key_rows = queries[0], _key_rows(keys, entered)
     value_dim, dtype = key_rows.rows("own")[1].shape[2], accumulation_dtype(q.dtype)
     like = q.new_empty((0, q.shape[1], value_dim), dtype=dtype)
     results = SideResults(len(q), (like, like[..., 0]), merging(row_merger(options)))
@@ -119,9 +121,9 @@ def forward_pass(
     logits = None if max_logits_N is None else max_logits_N[heads]
 
     def compute(part: Quadrant, query: Rows, key: Rows, options: AttendOptions) -> None:
-        (q_held,), (k_held, v_held) = query, key
+        (q_held, *_), (k_held, v_held, *_) = query, key
         held = results.of(part.query, len(q_held))
-        asked = (q_held, k_held, v_held, part.work, options, logits)
+        asked = (q_held, k_held, v_held, part.work, _at(options, query, key), logits)
         if held is None:
             results.take(part.query, attend_forward(*asked))
         else:
@@ -130,7 +132,7 @@ def forward_pass(
     def send_home(stage: RankStage) -> Returns:
         return [results.send_home(stage.query, session.group)]
 
-    rows = SideRows((q,)), key_rows
+    rows = SideRows(queries), key_rows
     _run_stages("forward", (rank_pass, session.group), rows, options, compute, send_home)
     out, lse = results.own()
     if max_logits_N is not None and session.group is not None:
@@ -158,18 +160,19 @@ def backward_pass(
     """
     rank_pass = session.backward
     queries_TNH = (q_TNH, dout, lse_TN, delta_TN)
-    q, dout, lse, delta, *entered = _enter(rank_pass, (*queries_TNH, *_key_tensors(keys)))
-    key_rows = _key_rows(keys, tuple(entered), keeps_graph=True)
+    queries, entered = _enter(rank_pass, queries_TNH, keys, _words(session, options))
+    q, key_rows = queries[0], _key_rows(keys, entered, keeps_graph=True)
     like = q.new_empty((0, *q.shape[1:]), dtype=lse_TN.dtype)
     query_results = SideResults(len(q), (like,), ADD)
     key_results = _key_results(key_rows, lse_TN.dtype)
 
     def compute(part: Quadrant, query: Rows, key: Rows, options: AttendOptions) -> None:
-        (q_held, dout, lse, delta), (k_held, v_held) = query, key
+        (q_held, dout, lse, delta, *_), (k_held, v_held, *_) = query, key
         held = query_results.of(part.query, len(q_held))
         dq, dk, dv = attend_backward_onto_(
             held[0] if held else None,
-            dout, q_held, k_held, v_held, lse, delta, part.work, options,
+            dout, q_held, k_held, v_held, lse, delta, part.work,
+            _at(options, query, key),
         )  # fmt: skip
         if held is None:
             query_results.take(part.query, (dq,))
@@ -181,7 +184,7 @@ def backward_pass(
             key_results.send_home(stage.key, session.group),
         ]
 
-    rows = SideRows((q, dout, lse, delta)), key_rows
+    rows = SideRows(queries), key_rows
     _run_stages("backward", (rank_pass, session.group), rows, options, compute, send_home)
     (dq,), dkeys = query_results.own(), key_results.own()
     if (factor := dq_factor(options)) != 1.0:
@@ -191,19 +194,36 @@ def backward_pass(
     return _leave(rank_pass, (dq, *dkeys), (*whole, *((1, x.dtype) for x in latent)))
 
 
+def _words(session: Session, options: AttendOptions) -> tuple[Rows, Rows]:
+    """Returns the words of dropout of this rank's queries `[T, N]` and of its keys `[T, 1]`, if there is any."""
+    if options.dropout_seeds is None:
+        return (), ()
+    queries, keys = session.places
+    return (row_words(options.dropout_seeds, queries),), (key_words(keys).unsqueeze(-1),)
+
+
+def _at(options: AttendOptions, query: Rows, key: Rows) -> AttendOptions:
+    """Returns the options of a call on these rows, of which the words of dropout are the last."""
+    if options.dropout_seeds is None:
+        return options
+    return replace(options, dropout=Dropout(options.dropout_p, query[-1], key[-1].squeeze(-1)))
+
+
 def _key_tensors(keys: Rows | Expansion) -> Rows:
     """Returns what has heads on the key side: k and v, and nothing of latent rows."""
     return () if isinstance(keys, Expansion) else keys
 
 
 def _key_rows(keys: Rows | Expansion, entered: Rows, keeps_graph: bool = False) -> SideRows:
-    return ExpandedRows(keys, keeps_graph) if isinstance(keys, Expansion) else SideRows(entered)
+    if isinstance(keys, Expansion):
+        return ExpandedRows(keys, entered, keeps_graph)
+    return SideRows(entered)
 
 
 def _key_results(rows: SideRows, dtype: torch.dtype) -> SideResults:
     if isinstance(rows, ExpandedRows):
         return ExpandedResults(rows, dtype)
-    own = rows.rows("own")
+    own = rows.rows("own")[:2]
     like = tuple(x.new_empty((0, *x.shape[1:]), dtype=dtype) for x in own)
     return SideResults(len(own[0]), like, ADD)
 
@@ -251,11 +271,26 @@ def _run_stages(
     come_home(len(stages) - 1)
 
 
-def _enter(rank_pass: RankPass, tensors: Rows) -> Rows:
-    """Returns the tensors `[T, heads, ...]` as the stages see them: heads exchanged if the plan says so."""
-    if rank_pass.exchange is None:
-        return tuple(tensor.contiguous() for tensor in tensors)
-    return rank_pass.exchange.split_heads(tensors)
+def _enter(
+    rank_pass: RankPass, queries: Rows, keys: Rows | Expansion, words: tuple[Rows, Rows]
+) -> tuple[Rows, Rows]:
+    """Returns the rows of both sides as the stages see them, words behind: heads exchanged if the plan says so.
+
+    Of latent rows, which have no heads, only the words.
+    """
+    tensors, (row_words, key_words) = _key_tensors(keys), words
+    exchange = rank_pass.exchange
+    if exchange is None:
+        queries, tensors = (tuple(x.contiguous() for x in rows) for rows in (queries, tensors))
+        return (*queries, *row_words), (*tensors, *key_words)
+    # All heads have the same words of keys; each gets them, for the exchange.
+    key_words = tuple(x.expand(-1, tensors[0].shape[1]) for x in key_words)
+    entered = iter(exchange.split_heads((*queries, *row_words, *tensors, *key_words)))
+    rows, held, its_words = (
+        tuple(itertools.islice(entered, len(x)))
+        for x in ((*queries, *row_words), tensors, key_words)
+    )
+    return rows, (*held, *(x[:, :1].contiguous() for x in its_words))
 
 
 def _leave(rank_pass: RankPass, tensors: Rows, whole: tuple[tuple[int, torch.dtype], ...]) -> Rows:

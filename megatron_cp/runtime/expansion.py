@@ -77,9 +77,9 @@ class _Piece:
 class ExpandedRows(SideRows):
     """Keys and values of latent rows, own and received; each row is expanded once in a pass."""
 
-    def __init__(self, expansion: Expansion, keeps_graph: bool):
-        """`keeps_graph`: for `latent_gradient`."""
-        super().__init__((expansion.latent.contiguous(),))
+    def __init__(self, expansion: Expansion, beside: Rows, keeps_graph: bool):
+        """`beside`: what else travels with the rows, as it is. `keeps_graph`: for `latent_gradient`."""
+        super().__init__((expansion.latent.contiguous(), *beside))
         self.expansion, self._keeps_graph = expansion, keeps_graph
         self._pieces: dict[Source, list[_Piece]] = {"own": [], "received": []}
         self._received: Rows = ()
@@ -96,8 +96,8 @@ class ExpandedRows(SideRows):
             self._received = tuple(map(Tensor.new_empty, self.expansion.like, shapes))
 
     def rows(self, source: Source) -> Rows:
-        """Returns keys and values of the own rows, or of those received in the chain so far."""
-        (latent,), pieces = super().rows(source), self._pieces[source]
+        """Returns keys, values and what is beside them, of the own rows or of those received in the chain so far."""
+        (latent, *beside), pieces = super().rows(source), self._pieces[source]
         begin = sum(len(piece.latent) for piece in pieces)
         if begin < len(latent):
             pieces.append(_Piece(self.expansion.function, latent[begin:], self._keeps_graph))
@@ -105,8 +105,8 @@ class ExpandedRows(SideRows):
                 for room, x in zip(self._received, pieces[-1].rows, strict=True):
                     room[begin : len(latent)] = x
         if source == "own":
-            return pieces[0].rows
-        return tuple(x[: len(latent)] for x in self._received)
+            return (*pieces[0].rows, *beside)
+        return (*(x[: len(latent)] for x in self._received), *beside)
 
     def latent_gradient(self, source: Source, given: Rows) -> Tensor:
         """Returns the gradient of latent rows, given those of all keys and values of a source; ends their graphs."""

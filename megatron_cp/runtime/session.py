@@ -90,6 +90,8 @@ class Session:
 
     forward: RankPass
     backward: RankPass
+    places: tuple[Tensor, Tensor]
+    """Of this rank's queries and of its keys: which tokens they are, int64."""
     group: dist.ProcessGroup | None
     """Over which rows travel."""
 
@@ -187,8 +189,9 @@ def _compile(
 ) -> Session:
     group = None if group is None else transfer_group(group)
     passes = tuple(_compile_pass(plan, name, rank, group) for name in ("forward", "backward"))
-    forward, backward = upload(passes, device)
-    return Session(forward, backward, group)
+    places = tuple(torch.from_numpy(plan.tokens_of(side)[rank].copy()) for side in SIDES)
+    (forward, backward), (queries, keys) = upload((passes, places), device)
+    return Session(forward, backward, (queries, keys), group)
 
 
 def _compile_pass(

@@ -56,6 +56,7 @@ class ModelConfig:
 
     num_layers: int
     kv_channels: int
+    attention_dropout: float
     window_size: tuple[int, int] | None
     window_attn_skip_freq: Windows
     spec: list[str] | None

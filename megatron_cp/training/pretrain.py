@@ -195,6 +195,7 @@ def check_backend(config: TrainConfig) -> None:
         rows,
         backend=config.model.cp_backend,
         deterministic=config.steps.deterministic_mode,
+        dropout_p=config.model.attention_dropout,
     )
 
 

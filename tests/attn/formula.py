@@ -17,7 +17,7 @@ NAMES = ("out", "lse", "dq", "dk", "dv", "dsink")
 
 
 def stored_lse_attention(
-    q, k, v, allowed, *, dout, dlse, sink=None, softmax_scale=None, softcap=0.0
+    q, k, v, allowed, *, dout, dlse, sink=None, softmax_scale=None, softcap=0.0, factors=None
 ):
     """Returns (AttentionResult in the dtype of `q`, dict of sizes); arguments as the oracle's."""
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
@@ -34,16 +34,18 @@ def stored_lse_attention(
         lse = torch.logaddexp(lse, sink.to(lse.dtype).expand_as(lse))
     safe_lse = lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)
     p = torch.exp(scores - safe_lse).masked_fill(~allowed, 0.0)
-    out = torch.einsum("qnk,knv->qnv", p, v_KNV)
+    factor = torch.ones_like(p) if factors is None else factors.to(p.dtype)
+    kept = p * factor
+    out = torch.einsum("qnk,knv->qnv", kept, v_KNV)
     delta = (dout * out).sum(dim=-1) - dlse
-    dp = torch.einsum("qnv,knv->qnk", dout, v_KNV)
+    dp = torch.einsum("qnv,knv->qnk", dout, v_KNV) * factor
     ds = p * (dp - delta.unsqueeze(-1)) * slope * scale
     size_ds = p * (dp.abs() + delta.abs().unsqueeze(-1)) * slope * abs(scale)
     dq, size_dq = (
         torch.einsum("qnk,knh->qnh", a, b) for a, b in ((ds, k_KNH), (size_ds, k_KNH.abs()))
     )
     dk, size_dk = (torch.einsum("qnk,qnh->knh", a, b) for a, b in ((ds, q), (size_ds, q.abs())))
-    dv, size_dv = (torch.einsum("qnk,qnv->knv", p, a) for a in (dout, dout.abs()))
+    dv, size_dv = (torch.einsum("qnk,qnv->knv", kept, a) for a in (dout, dout.abs()))
     dk, dv, size_dk, size_dv = (
         x.unflatten(1, (num_kv_heads, -1)).sum(dim=2) for x in (dk, dv, size_dk, size_dv)
     )
@@ -51,7 +53,7 @@ def stored_lse_attention(
     dsink = None if sink is None else -terms.sum(dim=0)
     has_lse = torch.isfinite(lse)
     biggest = {
-        "out": torch.einsum("qnk,knv->qnv", p, v_KNV.abs()),
+        "out": torch.einsum("qnk,knv->qnv", kept, v_KNV.abs()),
         "lse": torch.where(has_lse, lse.abs() + 1, 0),
         "dq": size_dq,
         "dk": size_dk,

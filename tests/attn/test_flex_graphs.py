@@ -4,6 +4,8 @@ The graphs run on CPU tensors through AOTAutograd without a code generator: forw
 torch's dense formulas, so that results are compared, too. Triton's kernels are not built here.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -11,12 +13,15 @@ from torch.nn.attention import flex_attention as flex_attention_module
 
 from megatron_cp import mask as masks
 from megatron_cp.attn import AttendOptions, attend, attend_backward, attend_forward, device_arrays
+from megatron_cp.attn.dropout import Dropout, head_seeds, key_words, row_words
 from megatron_cp.attn.flex import backend, kernel, tables
 from megatron_cp.plan import make_plan
 from tests.attn.formula import assert_attention, random_case
+from tests.oracles.dropout import dropout_factors
 from tests.plan.cases import config, packed
 
 MAX_GRAPHS = 4
+SEED = 2**50 + 3
 
 
 @pytest.fixture(autouse=True)
@@ -32,9 +37,15 @@ def graphs(monkeypatch):
     torch._dynamo.reset()
 
 
-def _check(mask, heads, *, softcap=0.0):
+def _check(mask, heads, *, softcap=0.0, dropout_p=0.0):
     inputs, arguments = random_case(mask.num_queries, mask.num_keys, heads, (8, 8), torch.float32)
-    options = AttendOptions(8**-0.5, softcap, "flex")
+    options = AttendOptions(8**-0.5, softcap, "flex", dropout_p=dropout_p)
+    if dropout_p:
+        places = [torch.arange(len(x)) for x in inputs[:2]]
+        seeds = head_seeds(torch.tensor([SEED]), inputs[0])
+        dropout = Dropout(dropout_p, row_words(seeds, places[0]), key_words(places[1]))
+        options = replace(options, dropout=dropout)
+        arguments["factors"] = dropout_factors(SEED, heads[0], *places, dropout_p)
     out, lse = attend_forward(*inputs, mask, options)
     dout, dlse = arguments["dout"], arguments["dlse"]
     delta = (dout * out).sum(dim=-1) - dlse
@@ -89,6 +100,22 @@ def test_softcap_and_sinks_are_served(graphs):
     actual = attend(*inputs, mask, backend="flex", sink=arguments["sink"])
     dense = torch.as_tensor(mask.to_dense())
     assert_attention(actual, inputs, dense, plain_dtype=torch.float32, **arguments)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("rate", [0.1, 0.95])
+def test_dropout_forward_and_backward_equals_float64(graphs, rate, softcap):
+    """At .95 some rows keep no key at all."""
+    empty_rows = masks.from_slices(90, 80, [(0, 20, 0, 30, None, 0), (50, 60, 3, 9, None, None)])
+    for mask in (masks.documents([100, 1, 70], "causal"), empty_rows):
+        _check(mask, (4, 2), softcap=softcap, dropout_p=rate)
+    assert graphs.frame_count == 1
+
+
+def test_dropout_of_rows_of_many_intervals_is_computed_in_parts_of_the_keys(graphs):
+    mask = masks.strided(120, 60, 3, 20)
+    assert len(tables.parts_of(mask, torch.device("cpu"))) > 1
+    _check(mask, (2, 1), dropout_p=0.3)
 
 
 def test_the_largest_logits_take_one_more_graph_of_a_kind(graphs):

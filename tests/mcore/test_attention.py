@@ -176,8 +176,8 @@ def _refusals(rank, world_size):
         from megatron_cp.plan.planner import make_plan
 
         case = Case()
-        note("dropout", lambda: make_attention(case.with_options(attention_dropout=0.1)))
-        note("dropout argument", lambda: make_attention(case, attention_dropout=0.1))
+        note("dropout", lambda: make_attention(case.with_options(attention_dropout=1.5)))
+        note("dropout argument", lambda: make_attention(case, attention_dropout=-0.1))
         note("thd split", lambda: make_attention(case, thd_split="per_sequence"))
         note("cross", lambda: make_attention(case, attention_type="cross"))
         attention = make_attention(case)
@@ -222,8 +222,8 @@ def test_what_cannot_be_honoured_is_refused_with_a_way_out():
     (messages,) = run_on_ranks(1, _refusals)
     assert messages.pop("causal mask").startswith("no error")
     expected = {
-        "dropout": "attention_dropout=0.1",
-        "dropout argument": "attention_dropout=0.1",
+        "dropout": "attention_dropout=1.5",
+        "dropout argument": "attention_dropout=-0.1",
         "thd split": "thd_split='per_sequence'",
         "cross": "attention_type='cross'",
         "document mask": "is not the causal mask",

@@ -36,7 +36,7 @@ GOOD_CONFIG = {
         ({}, 6, ["world size 6", "2 x 1 x 2 = 4", "start 4 ranks"]),
         ({"num_attention_heads": 7}, 4, ["--num-attention-heads 7", "size 2", "give 8 heads"]),
         ({"seq_length": 1}, 4, ["--seq-length 1", "--seq-length 2"]),
-        ({"attention_dropout": 0.1}, 4, ["attention_dropout=0.1", "--attention-dropout 0"]),
+        ({"attention_dropout": 1.0}, 4, ["attention_dropout=1.0", "[0, 1)"]),
         ({"window_size": (4, 4)}, 4, ["window_size=(4, 4)", "--window-size 4,0"]),
         ({"fp8": "hybrid"}, 4, ["fp8='hybrid'", "not installed", "bf16"]),
         ({"fp4": "e2m1"}, 4, ["fp4='e2m1'", "--fp8-format"]),
@@ -60,7 +60,7 @@ def test_arguments_that_cannot_run_are_refused_in_one_line(change, world_size, p
 @pytest.mark.parametrize(
     ("change", "parts"),
     [
-        ({"attention_dropout": 0.1}, ["attention_dropout=0.1"]),
+        ({"attention_dropout": 1.5}, ["attention_dropout=1.5"]),
         ({"window_size": (-2, 0)}, ["window_size=(-2, 0)"]),
         ({"softmax_type": "tanh"}, ["softmax_type='tanh'", "learnable"]),
         ({"fp8_multi_head_attention": True}, ["fp8_multi_head_attention"]),

@@ -24,8 +24,10 @@ class AttentionResult(NamedTuple):
     dsink: torch.Tensor | None
 
 
-def dense_attention(q, k, v, allowed, *, softmax_scale=None, softcap=0.0, sink=None):
+def dense_attention(q, k, v, allowed, *, softmax_scale=None, softcap=0.0, sink=None, factors=None):
     """Returns (out, lse) in the dtype of `q`, differentiable; lse is a natural log, with the sink.
+
+    `factors` [Q, N, K] multiply the probabilities: dropout.
 
     Rows without keys give 0 and -inf (lse = sink with a sink) and exactly zero gradients.
     Query head n uses key/value head n // (N // G). `softmax_scale` defaults to 1/sqrt(H).
@@ -50,6 +52,8 @@ def dense_attention(q, k, v, allowed, *, softmax_scale=None, softcap=0.0, sink=N
     empty_QN1 = total_QN1 == 0
     safe_total_QN1 = torch.where(empty_QN1, torch.ones_like(total_QN1), total_QN1)
     probabilities_QNK = (weights_QNK / safe_total_QN1)[:, :, : k.shape[0]]
+    if factors is not None:
+        probabilities_QNK = probabilities_QNK * factors.to(probabilities_QNK.dtype)
     out_QNV = torch.einsum("qnk,knv->qnv", probabilities_QNK, v_KNV)
     lse_QN1 = (top_QN1 + torch.log(safe_total_QN1)).masked_fill(empty_QN1, float("-inf"))
     return out_QNV, lse_QN1[..., 0]
@@ -61,7 +65,7 @@ def plain_attention(q, k, v, allowed, *, dout=None, dlse=None, sink=None, **opti
     Args:
         dout: gradient of out; default: ones.
         dlse: gradient of lse; default: none flows through lse. Ignored in rows without keys.
-        options: `softmax_scale`, `softcap`.
+        options: `softmax_scale`, `softcap`, `factors`.
     """
     q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
     leaves = [q, k, v]

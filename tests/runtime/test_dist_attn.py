@@ -1,5 +1,6 @@
 """Distributed attention equals dense attention, for every planner, CP size, mask and option."""
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,6 +9,7 @@ import megatron_cp as mcp
 from megatron_cp.plan import PLANNERS, make_plan
 from tests.closeness import assert_within_budget
 from tests.oracles.attention import exact_attention, plain_attention
+from tests.oracles.dropout import dropout_factors
 from tests.ranks import run_on_ranks
 from tests.runtime.cases import HEAD_DIM, HEADS, KV_HEADS, local_rows, mask_cases, restore, tensors
 from tests.runtime.handmade import random_plan
@@ -42,7 +44,14 @@ def check_against_dense(cp_size, plans, inputs, options):
     per_rank = run_on_ranks(cp_size, attention_on_ranks, plans, inputs, options)
     for index, (plan, (q, k, v, dout, dlse)) in enumerate(zip(plans, inputs, strict=True)):
         allowed = torch.from_numpy(plan.mask.to_dense())
-        oracle_options = {key: value for key, value in options.items() if key != "backend"}
+        oracle_options = {
+            key: options[key] for key in ("sink", "softcap", "softmax_scale") if key in options
+        }
+        if "dropout_p" in options:
+            rate, (seed,) = options["dropout_p"], options["dropout_seed"].tolist()
+            places = np.arange(len(q)), np.arange(len(k))
+            factors = dropout_factors(seed, q.shape[1], *places, rate)
+            oracle_options["factors"] = factors
         gradients = {"dout": dout, "dlse": dlse}
         exact = exact_attention(q, k, v, allowed, **gradients, **oracle_options)
         plain = plain_attention(q, k, v, allowed, **gradients, **oracle_options)

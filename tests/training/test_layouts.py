@@ -12,6 +12,7 @@ from tests.training.commands import SMALL_RUN, metrics, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
+LOSSES = ("lm loss", "grad-norm")
 MODEL = shlex.split(
     "--num-layers 4 --untie-embeddings-and-output-weights --mtp-num-layers 1 "
     "--num-experts 4 --moe-ffn-hidden-size 48 --moe-aux-loss-coeff 1e-2 --moe-layer-freq ([0]*1+[1]*3) "
@@ -43,6 +44,41 @@ def test_losses_go_on_as_on_one_rank(alone: Path, tmp_path: Path, layout: str):
         assert sorted(found) == [2, 3, 4], key
         for iteration, value in found.items():
             assert value == pytest.approx(expected[iteration], rel=2e-6), (key, iteration)
+
+
+SPLIT_TENSORS = "--tensor-model-parallel-size 2"
+DROPPED_ALIKE = {  # ranks, layout
+    "context": (2, "--context-parallel-size 2 --cp-planner auto"),
+    "split heads": (2, "--context-parallel-size 2 --cp-planner ulysses"),
+    "tensor": (2, SPLIT_TENSORS),
+    "sequence and context": (4, f"{SPLIT_TENSORS} --sequence-parallel --context-parallel-size 2"),
+    "recomputed": (2, "--context-parallel-size 2 --recompute-granularity full --recompute-method uniform "
+                      "--recompute-num-layers 1"),
+}  # fmt: skip
+DROPOUT = [
+    "--attention-dropout",
+    "0.3",
+    "--window-size",
+    "40,0",
+    "--window-attn-skip-freq",
+    "2",
+    "--no-wandb",
+]
+
+
+@pytest.fixture(scope="module")
+def with_dropout(tmp_path_factory) -> dict[str, dict[int, float]]:
+    folder = tmp_path_factory.mktemp("runs") / "dropout"
+    train(1, *SMALL_RUN, *DROPOUT, "--run-dir", str(folder))
+    return {key: metrics(folder, key) for key in LOSSES}
+
+
+@pytest.mark.parametrize("layout", DROPPED_ALIKE)
+def test_attention_drops_the_same_pairs_at_every_layout(with_dropout, tmp_path: Path, layout: str):
+    world_size, flags = DROPPED_ALIKE[layout]
+    train(world_size, *SMALL_RUN, *DROPOUT, *flags.split(), "--run-dir", str(tmp_path / "run"))
+    for key, expected in with_dropout.items():
+        assert metrics(tmp_path / "run", key) == pytest.approx(expected, rel=5e-6), key
 
 
 EXPERTS = (
@@ -91,9 +127,6 @@ RESUMED = {
     "momentum": "--optimizer sgd",
     "no momentum": "--optimizer sgd --sgd-momentum 0",
 }
-
-
-LOSSES = ("lm loss", "grad-norm")
 
 
 @pytest.mark.parametrize("optimizer", RESUMED)

@@ -150,7 +150,8 @@ def test_other_layouts_learn_and_print_from_the_last_rank(tmp_path: Path, layout
 
 
 def test_the_distributed_optimizer_with_dropout_resumes_bitwise(tmp_path: Path):
-    flags = [*SMALL_RUN, "--use-distributed-optimizer", "--hidden-dropout", "0.1", "--no-wandb"]
+    dropout = ["--hidden-dropout", "0.1", "--attention-dropout", "0.2"]
+    flags = [*SMALL_RUN, "--use-distributed-optimizer", *dropout, "--no-wandb"]
     whole = tmp_path / "whole"
     train(2, *flags, "--save", str(whole), "--save-interval", "2")
     half = cut_to(whole, tmp_path / "half", 2)

@@ -14,7 +14,7 @@ from tests.training.verdicts import parse, refusal, refusals
 HYBRID = ["--hybrid-context-parallel", "--calculate-per-token-loss"]
 EXPERTS = ["--num-experts", "4"]
 BAD = [
-    (["--attention-dropout", "0.1"], "--attention-dropout"),
+    (["--attention-dropout", "1.0"], "--attention-dropout"),
     (["--hidden-dropout", "1.5"], "--hidden-dropout"),
     (["--num-attention-heads", "5"], "--kv-channels"),
     (["--num-query-groups", "3"], "--num-query-groups"),
@@ -236,7 +236,7 @@ FAULTS = {
     ("--context-paralel-size", "2"): "--context-paralel-size is unknown",
     ("--lr", "nothing"): "argument --lr: invalid float value: 'nothing'",
     ("--cp-backend", "magic"): "argument --cp-backend: invalid choice: 'magic'",
-    ("--attention-dropout", "0.1"): "--attention-dropout 0.1 is not served",
+    ("--attention-dropout", "-0.1"): "--attention-dropout -0.1 must lie in [0, 1)",
     ("--clip-grad", "-1"): "--clip-grad -1.0 must be finite",
     ("--num-query-groups", "3"): "--num-attention-heads 4 must be a multiple of --num-query-groups",
     ("--max-position-embeddings", "16"): "--max-position-embeddings 16 must be at least",

@@ -11,7 +11,6 @@ from typing import Any
 
 import yaml  # comes with wandb
 
-NO_DROPOUT = ("--attention-dropout", "0.0")
 _CASES = Path("tests") / "functional_tests" / "test_cases"
 _KINDS = ("gpt", "mixtral", "moe")
 _NOT_TRAINING = ("inference", "grpo")
@@ -30,11 +29,6 @@ class Recipe:
     world_size: int
     """Ranks of its tensor, context and pipeline sizes at least."""
     argv: tuple[str, ...]
-
-    @property
-    def has_default_dropout(self) -> bool:
-        """Whether attention keeps Megatron-LM's default dropout of .1."""
-        return NO_DROPOUT[0] not in {word.partition("=")[0] for word in self.argv}
 
 
 def read_recipes(path: Path) -> list[Recipe]:

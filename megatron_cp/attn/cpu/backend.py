@@ -11,12 +11,14 @@ partial sum of the gradients to 16 bits (docs/numerics.md has the price).
 
 # Q query rows, K key rows, N query heads, G kv heads, H head dim, Hv value head dim
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_cp.attn.cpu import sdpa, tiles
-from megatron_cp.attn.cpu.heads import head_groups
+from megatron_cp.attn.cpu.heads import HeadGroup, head_groups
 from megatron_cp.attn.cpu.pieces import pieces_of
 from megatron_cp.attn.merge import merge_span_
 from megatron_cp.attn.options import AttendOptions, accumulation_dtype
@@ -42,18 +44,19 @@ def forward(
     pieces = list(pieces_of(mask))
     overwrites, others = _writing_order(pieces, num_rows)
     out[torch.from_numpy(others)] = 0.0
-    uses_tiles = options.softcap > 0 or max_logits_N is not None
+    uses_tiles = _needs_scores(options) or max_logits_N is not None
     for group in head_groups(q_QNH, k_KGH):
         q = group.read_rows(q_QNH, dtype, head_dim)
         k, v = (group.read_keys(x, dtype, head_dim) for x in (k_KGH, v_KGH))
         out_view, lse_view = group.rows_view(out), group.read_numbers(lse)
+        mine = _of_heads(options, group)
         holds_nan = bool((q.sum() + k.sum()).isnan())
         for piece, overwrite in zip(pieces, overwrites, strict=True):
             rows, keys = _spans(piece)
             parts = q[:, :, rows], k[:, :, keys], v[:, :, keys]
             if uses_tiles or (holds_nan and sdpa.may_hide_nan(*parts[:2])):
                 tops = None if max_logits_N is None else max_logits_N[group.heads]
-                part_out, part_lse = tiles.forward(*parts, piece, options, tops)
+                part_out, part_lse = tiles.forward(*parts, piece, mine, tops)
             else:
                 part_out, part_lse = sdpa.forward(*parts, piece, options)
             part_out = part_out[..., : v_KGH.shape[-1]]
@@ -92,7 +95,7 @@ def backward(
             group.read_numbers(delta_QN),
         )
         views = group.rows_view(dq), group.keys_view(dk), group.keys_view(dv)
-        _add_gradients_(views, inputs, pieces, options)
+        _add_gradients_(views, inputs, pieces, _of_heads(options, group))
     return dq, dk, dv
 
 
@@ -105,7 +108,7 @@ def _add_gradients_(
     """Adds the gradients of all pieces for one group of heads to `results` = (dq, dk, dv)."""
     dout, q, k, v, lse, delta = inputs
     dq, dk, dv = results
-    stand_in = None if options.softcap else sdpa.stand_in_for_out(dout, delta)
+    stand_in = None if _needs_scores(options) else sdpa.stand_in_for_out(dout, delta)
     for piece in pieces:
         rows, keys = _spans(piece)
         q_, k_, v_ = q[:, :, rows], k[:, :, keys], v[:, :, keys]
@@ -119,6 +122,16 @@ def _add_gradients_(
         dq[:, :, rows] += parts[0][..., : dq.shape[-1]]
         dk[:, :, keys] += parts[1][..., : dk.shape[-1]]
         dv[:, :, keys] += parts[2][..., : dv.shape[-1]]
+
+
+def _needs_scores(options: AttendOptions) -> bool:
+    """Returns whether something is done to scores or probabilities that the operator does not do."""
+    return options.softcap > 0 or options.dropout is not None
+
+
+def _of_heads(options: AttendOptions, group: HeadGroup) -> AttendOptions:
+    dropout = options.dropout
+    return options if dropout is None else replace(options, dropout=dropout.of_heads(group.heads))
 
 
 def _compute_format(q_QNH: Tensor, v_KGH: Tensor) -> tuple[torch.dtype, int]:

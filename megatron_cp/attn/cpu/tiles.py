@@ -1,6 +1,6 @@
 """One piece of attention by matrix products over small tiles: what the flash operator cannot do.
 
-That is softcap, and a gradient of `lse` in rows without a gradient of `out`. Query heads that share a
+That is softcap, dropout, and a gradient of `lse` in rows without a gradient of `out`. Query heads that share a
 kv head are rows of one matrix, so keys are never repeated.
 """
 
@@ -33,7 +33,8 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Returns `(out [B, R, Q, H], lse [B, R, Q])` of the piece's rows over the piece's keys.
 
-    `max_logits` `[B R]` is raised, in place, to the largest score of each head.
+    `max_logits` `[B R]` is raised, in place, to the largest score of each head. The dropout of `options` is that of
+    these heads.
     """
     out, lse = torch.zeros_like(q_BRQH), q_BRQH.new_full(q_BRQH.shape[:3], -torch.inf)
     for tile, rows, keys in _tiles(piece, q_BRQH):
@@ -48,6 +49,7 @@ def forward(
             raise_to_(max_logits, top.view(len(max_logits), -1).amax(dim=1))
         weights = scores.sub_(top).exp_()
         total = weights.sum(dim=-1, keepdim=True)
+        _drop_(weights, tile, options)
         tile_out = torch.bmm(weights, v).div_(total).view(out[:, :, rows].shape)
         tile_lse = top.add_(total.log_()).view(lse[:, :, rows].shape)
         merge_span_(out[:, :, rows], lse[:, :, rows], tile_out, tile_lse)
@@ -76,9 +78,13 @@ def backward(
         slope = _softcap_(scores, options.softcap)
         weights = scores.sub_(lse).exp_()
         _mask_(weights, tile, 0.0)
-        dscores = torch.baddbmm(delta, dout, v.transpose(1, 2), beta=-1.0).mul_(weights)
+        dweights = torch.bmm(dout, v.transpose(1, 2))
+        factors = _drop_(dweights, tile, options)
+        dscores = dweights.sub_(delta).mul_(weights)
         if slope is not None:
             dscores.mul_(slope)
+        if factors is not None:
+            weights.mul_(factors)
         dv[:, :, keys] += torch.bmm(weights.transpose(1, 2), dout).view(v_BRKH[:, :, keys].shape)
         dq_tile, dk_tile = torch.bmm(dscores, k), torch.bmm(dscores.transpose(1, 2), q)
         dq[:, :, rows] += dq_tile.mul_(scale).view(q_BRQH[:, :, rows].shape)
@@ -111,6 +117,16 @@ def _softcap_(scores: Tensor, softcap: float) -> Tensor | None:
     slope = 1 - bounded**2
     scores.mul_(softcap)
     return slope
+
+
+def _drop_(x: Tensor, tile: MaskSlice, options: AttendOptions) -> Tensor | None:
+    """Multiplies `x` `[G, query heads * Q, K]` in place by the factors of dropout and returns them; None without it."""
+    if options.dropout is None:
+        return None
+    rows, keys = slice(tile.q_start, tile.q_end), slice(tile.k_start, tile.k_end)
+    factors = options.dropout.factors(rows, keys, x.dtype).view(x.shape)
+    x.mul_(factors)
+    return factors
 
 
 def _mask_(scores: Tensor, tile: MaskSlice, value: float) -> None:

@@ -14,9 +14,10 @@ since p = w p_l makes p_l (dout_l.v - rowsum(dout_l out_l) + dlse_l) equal to p 
 # Q query rows, K key rows, N query heads, G kv heads, H head dim, Hv value head dim
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_cp.attn.flex.kernel import call_compiled, call_uncompiled
+from megatron_cp.attn.flex.kernel import Words, call_compiled, call_uncompiled
 from megatron_cp.attn.flex.tables import Part, parts_of
 from megatron_cp.attn.merge import merge_partials
 from megatron_cp.attn.options import AttendOptions, accumulation_dtype
@@ -94,14 +95,14 @@ def _call(
     inputs: tuple[Tensor, Tensor, Tensor], num_rows: int, part: Part, options: AttendOptions
 ) -> tuple[Tensor, Tensor]:
     """Returns `(out, lse)` of a part in the accumulation dtype, without padded rows."""
-    dtype = accumulation_dtype(inputs[0].dtype)
+    dtype, words = accumulation_dtype(inputs[0].dtype), _padded_words(part, options)
     if inputs[0].device.type in COMPILED_ON:
         # One graph for both passes: with gradients, whoever asks.
         with torch.enable_grad():
             q, k, v = (x.requires_grad_() for x in inputs)
-            out, lse = call_compiled(q, k, v, part, options)
+            out, lse = call_compiled(q, k, v, part, options, words)
             return out[:num_rows].to(dtype), lse[:num_rows].to(dtype)
-    out, lse = call_uncompiled(*inputs, part, options)
+    out, lse = call_uncompiled(*inputs, part, options, words)
     return out[:num_rows].to(dtype), lse[:num_rows].to(dtype)
 
 
@@ -113,6 +114,19 @@ def _padded_inputs(
     sides = ((q_QNH, part.used_rows), (k_KGH[keys], part.used_keys), (v_KGH[keys], part.used_keys))
     q, k, v = (_padded(x.detach(), used) for x, used in sides)
     return q, k, v
+
+
+def _padded_words(part: Part, options: AttendOptions) -> Words:
+    """Returns the words of dropout of a part in whole blocks, if there is any."""
+    dropout = options.dropout
+    if dropout is None:
+        return ()
+    keys = dropout.key_words[part.k_start : part.k_end]
+    missing = [
+        len(used) - len(x)
+        for used, x in ((part.used_rows, dropout.row_words), (part.used_keys, keys))
+    ]
+    return F.pad(dropout.row_words.t(), (0, missing[0])), F.pad(keys, (0, missing[1]))
 
 
 def _padded(x: Tensor, used: Tensor) -> Tensor:

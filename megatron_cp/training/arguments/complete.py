@@ -159,17 +159,6 @@ def _mlp(args: Namespace) -> Iterator[str]:
         )
 
 
-def _dropout(args: Namespace) -> Iterator[str]:
-    """Attention has no dropout."""
-    if args.attention_dropout != 0.0:
-        yield (
-            f"--attention-dropout {args.attention_dropout} is not served: attention has no "
-            "dropout under context parallelism; give --attention-dropout 0.0 (Megatron-LM's "
-            "default is 0.1)"
-        )
-        discard(args, "attention_dropout")
-
-
 def _heads(args: Namespace) -> Iterator[str]:
     """Key/value heads."""
     heads = args.num_attention_heads
@@ -290,7 +279,6 @@ _CHECKS: tuple[tuple[Any, ...], ...] = (
     (_heads, "num_query_groups"),
     (_tensor_shares,),
     (_tensor_groups,),
-    (_dropout,),
     (_sinks,),
     (_positions, "max_position_embeddings"),
     (check_experts,),

@@ -64,7 +64,7 @@ TABLE = """
 --attention-output-gate on - | a gate on the output of attention
 --fp32-residual-connection on - | keep the residual stream in fp32
 --untie-embeddings-and-output-weights on - | a separate output matrix
---attention-dropout float 0.1 | must be 0.0: attention has no dropout here
+--attention-dropout float 0.1 | probability that a query does not see a key
 --hidden-dropout float 0.1 | dropout on the residual branches
 --apply-layernorm-1p on:layernorm_zero_centered_gamma - | store the weights of norms minus one
 --softmax-type one-of:vanilla,off-by-one,learnable vanilla | attention sink

@@ -37,6 +37,7 @@ RANGES = {
     "loss_scale_window": _POSITIVE,
     "hysteresis": _POSITIVE,
     "microbatch_group_size_per_vp_stage": _POSITIVE,
+    "attention_dropout": "[0, 1)",
     "hidden_dropout": "[0, 1)",
     "ddp_bucket_size": _POSITIVE,
     "distributed_timeout_minutes": _POSITIVE,
