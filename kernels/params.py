@@ -12,6 +12,18 @@ class TensorMap(ctypes.Structure):
     _fields_ = (("opaque", ctypes.c_ubyte * TENSOR_MAP_BYTES),)
 
 
+class DropoutParams(ctypes.Structure):
+    """Which probabilities a kernel with dropout drops."""
+
+    _fields_ = (
+        ("row_words", c_void_p),
+        ("key_words", c_void_p),
+        ("padded_rows", c_int32),
+        ("threshold", c_int32),
+        ("scale", c_float),
+    )
+
+
 class FwdParams(ctypes.Structure):
     """Parameters of the forward kernel; the header says what each means."""
 
@@ -41,7 +53,8 @@ class FwdParams(ctypes.Structure):
         ("cap_scale", c_float),
         ("out_is_float", c_int32),
         ("accumulate", c_int32),
-        ("padding", c_int32 * 14),  # the header's struct is aligned to 64 bytes
+        ("dropout", DropoutParams),
+        ("padding", c_int32 * 6),  # the header's struct is aligned to 64 bytes
     )
 
 
@@ -101,6 +114,8 @@ class BwdParams(ctypes.Structure):
         ("cap_scale", c_float),
         ("softmax_scale", c_float),
         ("grads_are_float", c_int32),
+        ("dropout", DropoutParams),
+        ("padding", c_int32 * 8),  # the header's struct is aligned to 64 bytes
     )
 
 
@@ -133,7 +148,8 @@ class DqParams(ctypes.Structure):
         ("factor", c_float),
         ("dq_is_float", c_int32),
         ("accumulate", c_int32),
-        ("padding", c_int32 * 2),  # the header's struct is aligned to 64 bytes
+        ("dropout", DropoutParams),
+        ("padding", c_int32 * 10),  # the header's struct is aligned to 64 bytes
     )
 
 

@@ -7,6 +7,7 @@ using Traits = mcp::attn::BwdTraits<mcp::MCP_TYPE,
                                     MCP_BLOCK_M,
                                     MCP_STAGES,
                                     MCP_SOFTCAP,
+                                    MCP_DROPOUT,
                                     MCP_ADDS_DQ>;
 static_assert(Traits::kBlockN == MCP_BLOCK_N && Traits::kThreads == MCP_THREADS &&
                   Traits::kSharedBytes == MCP_SHARED_BYTES,

@@ -7,7 +7,8 @@ using Traits = mcp::attn::DqTraits<mcp::MCP_TYPE,
                                    MCP_BLOCK_N,
                                    MCP_STAGES,
                                    MCP_VALUE_STAGES,
-                                   MCP_SOFTCAP>;
+                                   MCP_SOFTCAP,
+                                   MCP_DROPOUT>;
 static_assert(Traits::kBlockM == MCP_BLOCK_M && Traits::kThreads == MCP_THREADS &&
                   Traits::kSharedBytes == MCP_SHARED_BYTES,
               "variants.json and traits.h disagree");

@@ -15,6 +15,7 @@
 #include <mcp/mailbox.cuh>
 #include <mcp/ring.cuh>
 
+#include "dropout.cuh"
 #include "key_producer.cuh"
 #include "mask.cuh"
 #include "params.h"
@@ -152,6 +153,7 @@ struct DqConsumer {
     float dq[Traits::kHeadDim / 2];
     u32 ds_16[Traits::kBlockN / 4];
     float lse[2], delta[2];  // of the thread's two rows
+    RowWords words;
 
     MCP_DEVICE DqConsumer(const DqParams& params, const Shared& shared, int consumer)
         : params(params),
@@ -187,9 +189,17 @@ struct DqConsumer {
         }
     }
 
+    // What dropout keeps of the tile that is `ahead` further on than `keys`.
+    MCP_DEVICE VisiblePairs kept_keys(FragmentPlace place, i32 ahead) const {
+        if constexpr (!Traits::kDropout) return {};
+        const i32 first = keys.first() - ahead * Traits::kBlockN + place.column;
+        return kept_pairs<Traits::kBlockN / 4, false>(words, params.dropout.key_words + first,
+                                                      params.dropout.threshold);
+    }
+
     // One key tile; the product of the one before is still in flight, unless it is the first.
     template <bool kMasked>
-    MCP_DEVICE void visit(FragmentPlace place, bool is_first) {
+    MCP_DEVICE void visit(FragmentPlace place, bool is_first, i32 ahead) {
         Scores scores, dp;
         shared.key_ring.wait_full(keys_at);
         issue_a_bt<T>(scores, shared.queries(), consumer * 64, shared.keys(keys_at.stage));
@@ -197,6 +207,7 @@ struct DqConsumer {
         issue_a_bt<T>(dp, shared.dout(), consumer * 64, shared.values(values_at.stage));
         VisiblePairs visible;
         if constexpr (kMasked) visible = visible_pairs<Traits::kBlockN / 4>(keys.bounds(), place);
+        const VisiblePairs kept = kept_keys(place, ahead);
         ptx::wgmma_wait<2>();
         ptx::wgmma_pin(dq);
         if (!is_first) release(shared.key_ring, multiplied_at);
@@ -206,6 +217,7 @@ struct DqConsumer {
         ptx::wgmma_wait<0>();
         ptx::wgmma_pin(dp);
         release(shared.value_ring, values_at);
+        if constexpr (Traits::kDropout) drop(dp, kept, params.dropout.scale);
         MCP_UNROLL
         for (int i = 0; i < Traits::kBlockN / 2; i++)
             dp[i] = (dp[i] - delta[i / 2 % 2]) * scores[i];
@@ -225,12 +237,12 @@ struct DqConsumer {
             if (num_full > 0) {
                 MCP_NO_UNROLL
                 for (i32 left = num_full; left > 0; left--) {
-                    visit<false>(place, is_first);
+                    visit<false>(place, is_first, num_full - left);
                     is_first = false;
                 }
                 more = keys.advance(num_full);
             } else {
-                visit<true>(place, is_first);
+                visit<true>(place, is_first, 0);
                 is_first = false;
                 more = keys.advance(1);
             }
@@ -249,6 +261,9 @@ struct DqConsumer {
             const bool valid = row < work.row0 + work.rows;
             lse[half] = valid ? params.lse_2[line + row] : positive_infinity();
             delta[half] = valid ? params.delta[line + row] : 0.0f;
+        }
+        if constexpr (Traits::kDropout) {
+            words.load(words_of_head(params.dropout, work.head) + place.row);
         }
     }
 

@@ -83,8 +83,8 @@ MCP_DEVICE void to_probabilities(float (&scores)[kSize],
 
 // The same address, known once most of the probabilities are: no probability is -1. ptxas
 // would move a load, and the wait behind it, above the exponentials.
-template <int kSize>
-MCP_DEVICE u32 hold_address(u32 address, const float (&probs)[kSize]) {
+template <class Address, int kSize>
+MCP_DEVICE Address hold_address(Address address, const float (&probs)[kSize]) {
     return address + (probs[kSize * 5 / 8] == -1.0f ? 16 : 0);
 }
 

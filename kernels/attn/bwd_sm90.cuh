@@ -22,6 +22,7 @@
 #include "bwd_load_store.cuh"
 #include "bwd_shared.cuh"
 #include "bwd_work.cuh"
+#include "dropout.cuh"
 #include "mask.cuh"
 #include "params.h"
 #include "tile_iter.cuh"
@@ -37,6 +38,7 @@ struct BwdConsumer {
     using Queries = QueryTiles<Traits::kBlockM>;
     using Position = RingPosition<Traits::kStages>;
     static constexpr int kScores = Traits::kBlockM / 2;
+    static constexpr int kQueriesOfTile = Traits::kBlockM;
 
     const BwdParams& params;
     const Shared& shared;
@@ -46,6 +48,8 @@ struct BwdConsumer {
 
     float dk[Traits::kHeadDim / 2];
     float dv[Traits::kValueDim / 2];
+    RowWords key_words;
+    i32 query_head;
 
     MCP_DEVICE BwdConsumer(const BwdParams& params, const Shared& shared, int consumer)
         : params(params), shared(shared), consumer(consumer) {}
@@ -57,13 +61,27 @@ struct BwdConsumer {
 
     MCP_DEVICE void visit_tiles(const WorkItem& work, FragmentPlace place) {
         shared.key_ring.wait_full(keys_at);
+        if constexpr (Traits::kDropout) {
+            key_words.load(params.dropout.key_words + place.row);
+        }
         visit_queries(*this, work, place);
         release_keys(*this);
     }
 
+    MCP_DEVICE void enter_head(i32 head) {
+        if constexpr (Traits::kDropout) query_head = head;
+    }
+    // Not before the probabilities are known: the registers that held lse are free then.
+    MCP_DEVICE VisiblePairs kept_queries(i32 first, const float (&probs)[kScores]) const {
+        if constexpr (!Traits::kDropout) return {};
+        const i32* const words = words_of_head(params.dropout, query_head) + first;
+        return kept_pairs<kScores / 2, true>(key_words, hold_address(words, probs),
+                                             params.dropout.threshold);
+    }
+
     // The gradients through one query tile.
     template <bool kMasked>
-    MCP_DEVICE void visit(const Queries& queries, FragmentPlace place) {
+    MCP_DEVICE void visit(const Queries& queries, FragmentPlace place, i32 first_query) {
         const auto q = shared.queries(rows_at.stage);
         const auto dout = shared.dout(rows_at.stage);
         const u32 lse = shared.lse(rows_at.stage) + 4 * place.column;
@@ -89,13 +107,16 @@ struct BwdConsumer {
         if constexpr (kMasked) {
             apply_mask(scores, visible_pairs<kScores / 2>(queries.bounds(), place), 0.0f);
         }
+        const VisiblePairs kept = kept_queries(first_query + place.column, scores);
         if constexpr (!Traits::kSoftcap) {
             load_row_stats(row_delta, hold_address(delta, scores));
             ptx::wgmma_wait<0>();
             ptx::wgmma_pin(dp);
+            if constexpr (Traits::kDropout) drop(dp, kept, params.dropout.scale);
             subtract_delta(dp, row_delta);
         }
         to_score_gradients(scores, dp);
+        if constexpr (Traits::kDropout) drop(scores, kept, params.dropout.scale);
         // Both at the end: packed probabilities beside unpacked gradients would cost registers that
         // are not there.
         pack<T>(probs_16, scores);

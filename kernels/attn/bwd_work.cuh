@@ -16,6 +16,7 @@ MCP_DEVICE void visit_queries(Consumer& consumer, const WorkItem& work, Fragment
     const BwdParams& params = consumer.params;
     MCP_NO_UNROLL
     for (i32 head = 0; head < params.heads_per_item; head++) {
+        consumer.enter_head(first_query_head_of(params, work) + head);
         typename Consumer::Queries queries(params.segments, work);
         bool more = true;
         MCP_NO_UNROLL
@@ -24,11 +25,13 @@ MCP_DEVICE void visit_queries(Consumer& consumer, const WorkItem& work, Fragment
             if (num_full > 0) {
                 MCP_NO_UNROLL
                 for (i32 left = num_full; left > 0; left--) {
-                    consumer.template visit<false>(queries, place);
+                    consumer.template visit<false>(
+                        queries, place,
+                        queries.first() + (num_full - left) * Consumer::kQueriesOfTile);
                 }
                 more = queries.advance(num_full);
             } else {
-                consumer.template visit<true>(queries, place);
+                consumer.template visit<true>(queries, place, queries.first());
                 more = queries.advance();
             }
         }

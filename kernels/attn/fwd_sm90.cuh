@@ -15,6 +15,7 @@
 #include <mcp/mailbox.cuh>
 #include <mcp/ring.cuh>
 
+#include "dropout.cuh"
 #include "fwd_epilogue.cuh"
 #include "key_producer.cuh"
 #include "mask.cuh"
@@ -198,6 +199,7 @@ struct Consumer {
     float out[Traits::kValueDim / 2];
     u32 probs[Traits::kBlockN / 4];
     OnlineSoftmax softmax;
+    RowWords words;
 
     MCP_DEVICE Consumer(const FwdParams& params, const Shared& shared, int consumer)
         : params(params),
@@ -243,6 +245,17 @@ struct Consumer {
         softmax.template step<kMasked>(scores, params.score_scale, rescale);
     }
 
+    // What dropout keeps of the tile that is `ahead` further on than `keys`.
+    MCP_DEVICE VisiblePairs kept_keys(FragmentPlace place, i32 ahead) const {
+        if constexpr (!Traits::kDropout) return {};
+        const i32 first = keys.first() - ahead * Traits::kBlockN + place.column;
+        return kept_pairs<Traits::kBlockN / 4, false>(words, params.dropout.key_words + first,
+                                                      params.dropout.threshold);
+    }
+    MCP_DEVICE void drop_some(Scores& probs, const VisiblePairs& kept) const {
+        if constexpr (Traits::kDropout) drop(probs, kept, params.dropout.scale);
+    }
+
     // The first key tile has no earlier product to overlap with.
     MCP_DEVICE void first_tile(FragmentPlace place) {
         Scores scores;
@@ -250,18 +263,20 @@ struct Consumer {
         shared.key_ring.wait_full(keys_at);
         issue_scores(scores);
         const VisiblePairs visible = visible_keys(place);
+        const VisiblePairs kept = kept_keys(place, 0);
         ptx::wgmma_wait<0>();
         ptx::wgmma_pin(scores);
         if (speaker) shared.key_ring.release(keys_at);
         keys_at.advance();
         apply_softmax<true>(scores, visible, rescale);
         if (params.accumulate) begin_output(out, softmax, rescale);
+        drop_some(scores, kept);
         pack<T>(probs, scores);
     }
 
     // Scores of this key tile, while the output of the one before is still being multiplied.
     template <bool kMasked>
-    MCP_DEVICE void next_tile(FragmentPlace place) {
+    MCP_DEVICE void next_tile(FragmentPlace place, i32 ahead) {
         Scores scores;
         float rescale[2];
         shared.key_ring.wait_full(keys_at);
@@ -272,6 +287,7 @@ struct Consumer {
         turns.pass();
         VisiblePairs visible;
         if constexpr (kMasked) visible = visible_keys(place);
+        const VisiblePairs kept = kept_keys(place, ahead);
         ptx::wgmma_wait<1>();
         ptx::wgmma_pin(scores);
         apply_softmax<kMasked>(scores, visible, rescale);
@@ -285,6 +301,7 @@ struct Consumer {
         ptx::wgmma_pin(out);
         if (speaker) shared.value_ring.release(values_at);
         values_at.advance();
+        drop_some(scores, kept);
         pack<T>(probs, scores);
         scale_rows(out, rescale);
     }
@@ -304,10 +321,11 @@ struct Consumer {
             const i32 num_full = keys.num_full();
             if (num_full > 0) {
                 MCP_NO_UNROLL
-                for (i32 left = num_full; left > 0; left--) next_tile<false>(place);
+                for (i32 left = num_full; left > 0; left--)
+                    next_tile<false>(place, num_full - left);
                 more = keys.advance(num_full);
             } else {
-                next_tile<true>(place);
+                next_tile<true>(place, 0);
                 more = keys.advance(1);
             }
         }
@@ -328,6 +346,9 @@ struct Consumer {
         place.row += work.row0 + consumer * 64;
         float factor[2] = {1.0f, 1.0f};
         load_earlier<T>(params, work, place, out, softmax);
+        if constexpr (Traits::kDropout) {
+            words.load(words_of_head(params.dropout, work.head) + place.row);
+        }
         if (work.num_segs > 0) {
             visit_keys(place);
             keys.close();

@@ -22,6 +22,16 @@ struct alignas(16) Segment {
     i32 q0, q1, full_begin, full_end;
 };
 
+// Dropout of probabilities, in the variants that have it: words of query rows [N, padded_rows] and
+// of key rows, a tile more of both than there are rows, and what their hash is compared with
+// (dropout.cuh). What is kept is multiplied by `scale`.
+struct DropoutParams {
+    const i32* row_words;
+    const i32* key_words;
+    i32 padded_rows, threshold;
+    float scale;
+};
+
 // out = softmax(scale * q k' + mask) v per query head n, which uses kv head n / (num_heads /
 // num_kv_heads).
 struct FwdParams {
@@ -56,6 +66,7 @@ struct FwdParams {
     i32 out_is_float;  // otherwise out has the inputs' type
     i32 accumulate;    // out and lse hold a partial result over other keys, and receive the merged
                        // one
+    DropoutParams dropout;
 };
 
 // The copy engine starts a box at multiples of 16 bytes only (anything else was an illegal
@@ -118,6 +129,7 @@ struct BwdParams {
     float score_scale, cap, cap_scale;  // as in FwdParams
     float softmax_scale;
     i32 grads_are_float;  // dk and dv; otherwise they have the inputs' type
+    DropoutParams dropout;
 };
 
 // dq = factor * sum of ds k, from query tiles: as BwdParams, with lists as in FwdParams.
@@ -142,6 +154,7 @@ struct DqParams {
     float factor;
     i32 dq_is_float;
     i32 accumulate;  // dq, float, receives the sum of what it holds and this
+    DropoutParams dropout;
 };
 
 // dq = softmax_scale * dq_sum, converted.

@@ -69,6 +69,7 @@ struct MailedKeys {
 
     // How many tiles from this one on need no mask for any row.
     MCP_DEVICE i32 num_full() const { return tile < full_end ? tile - full_begin + 1 : 0; }
+    MCP_DEVICE i32 first() const { return uniform(load(1).x) + tile * kBlockN; }
     MCP_DEVICE MaskBounds bounds() const {
         const i32x4 keys = load(1), rows = load(2);
         return {keys.x + tile * kBlockN, keys.x, keys.y, keys.z, keys.w, rows.x, rows.y};

@@ -16,7 +16,8 @@ template <class T_,
           int kBlockN_,
           int kStages_,
           int kConsumers_,
-          bool kSoftcap_>
+          bool kSoftcap_,
+          bool kDropout_>
 struct FwdTraits {
     using T = T_;
     static constexpr int kHeadDim = kHeadDim_;
@@ -26,6 +27,7 @@ struct FwdTraits {
     static constexpr int kStages = kStages_;
     static constexpr int kConsumers = kConsumers_;
     static constexpr bool kSoftcap = kSoftcap_;
+    static constexpr bool kDropout = kDropout_;
     static constexpr int kThreads = 128 * (kConsumers + 1);
 
     // Register pool per lane: 3 x 168 = 24 + 2 x 240, or 4 x 128 = 32 + 3 x 160.
@@ -71,6 +73,7 @@ template <class T_,
           int kBlockM_,
           int kStages_,
           bool kSoftcap_,
+          bool kDropout_,
           bool kAddsDq_>
 struct BwdTraits {
     using T = T_;
@@ -81,6 +84,7 @@ struct BwdTraits {
     static constexpr int kBlockN = 64 * kConsumers;
     static constexpr int kStages = kStages_;
     static constexpr bool kSoftcap = kSoftcap_;
+    static constexpr bool kDropout = kDropout_;
     static constexpr bool kAddsDq = kAddsDq_;
     static constexpr int kThreads = 128 * (kConsumers + 1);
     static constexpr int kProducerRegisters = 24;
@@ -91,7 +95,8 @@ struct BwdTraits {
     // Each consumer computes 64 x 64 of dq: all rows of one 64-column panel, or 64 rows of the only
     // panel.
     static constexpr bool kSplitRows = kBlockM == 128;
-    static_assert(kSplitRows ? kPaddedHeadDim == 64 : kBlockM == 64 && kPaddedHeadDim == 128,
+    static_assert(!kAddsDq ||
+                      (kSplitRows ? kPaddedHeadDim == 64 : kBlockM == 64 && kPaddedHeadDim == 128),
                   "dq is 2 x 64 x 64");
 
     static constexpr int kKeyBytes = kBlockN * kPaddedHeadDim * 2;
@@ -166,7 +171,8 @@ template <class T_,
           int kBlockN_,
           int kKeyStages_,
           int kValueStages_,
-          bool kSoftcap_>
+          bool kSoftcap_,
+          bool kDropout_>
 struct DqTraits {
     using T = T_;
     static constexpr int kHeadDim = kHeadDim_;
@@ -177,6 +183,7 @@ struct DqTraits {
     static constexpr int kKeyStages = kKeyStages_;
     static constexpr int kValueStages = kValueStages_;
     static constexpr bool kSoftcap = kSoftcap_;
+    static constexpr bool kDropout = kDropout_;
     static constexpr int kThreads = 128 * (kConsumers + 1);
     static constexpr int kProducerRegisters = 24;
     static constexpr int kConsumerRegisters = 240;

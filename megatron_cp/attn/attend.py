@@ -39,7 +39,10 @@ _MODULES = {
     "emulated": "megatron_cp.attn.emulated.backend",
 }
 LSE_ONLY = ("flex", "flash")  # whose operators return no largest logits
-OWN_ATTEND = ("hopper", "emulated")  # whose kernel adds the sink and writes the dtype of q
+OWN_ATTEND = (
+    "hopper",
+    "emulated",
+)  # whose kernel adds the sink and writes the dtype of q, without dropout
 _loaded: dict[str, ModuleType] = {}
 
 
@@ -84,7 +87,7 @@ def attend(  # noqa: PLR0913  the public signature of DESIGN section 9
         words = row_words(head_seeds(dropout_seed, q), places_q), key_words(places_k)
         options = replace(options, dropout=Dropout(dropout_p, *words))
     max_logits = no_logits(q) if return_max_logits else None
-    if options.backend not in OWN_ATTEND:
+    if options.backend not in OWN_ATTEND or options.dropout is not None:
         out, lse = _Attend.apply(q, k, v, sink, mask, options, max_logits)
     else:
         own_attend, asked = (

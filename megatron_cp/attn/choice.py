@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_cp.attn.features import Feature, feature_of
 from megatron_cp.attn.graphs import outside_compiled_graphs
 from megatron_cp.kernels.compilers import CompileError, NoCompilerError
 from megatron_cp.kernels.driver import CudaError
@@ -28,6 +29,10 @@ class Asked(NamedTuple):
     deterministic: bool
     needs_grad: bool
     has_dropout: bool = False
+
+    def feature(self) -> Feature:
+        """Returns the feature of kernels that serve the call. Raises NotImplementedError where none has all of it."""
+        return feature_of(self.softcap > 0, self.has_dropout)
 
 
 _Kind = tuple[torch.device, torch.dtype, int, int, bool, bool, bool, bool, bool]
@@ -67,8 +72,6 @@ def _choose_gpu_backend(q: Tensor, v: Tensor, asked: Asked) -> str:
 
 def _first_that_serves(q: Tensor, v: Tensor, asked: Asked) -> tuple[str, list[str]]:
     """Returns a backend, and why those before it were passed over."""
-    if asked.has_dropout:
-        return "flex", ["hopper and flash have no dropout of attention"]
     checks: dict[str, Callable[[], object]] = {
         "hopper": lambda: check_hopper(q, v, asked),
         "flash": lambda: check_flash(q, v, asked),
@@ -104,8 +107,9 @@ def check_hopper(q: Tensor, v: Tensor, asked: Asked) -> tuple[int, int]:
         return _served[kind]
     from megatron_cp.attn.hopper import checks, self_test
 
-    dims = checks.check_supported(q, v, asked.softmax_scale, asked.softcap, asked.needs_grad)
-    tested = self_test.Kind(q.dtype, *dims, asked.softcap > 0, asked.needs_grad)
+    feature = asked.feature()
+    dims = checks.check_supported(q, v, asked.softmax_scale, feature, asked.needs_grad)
+    tested = self_test.Kind(q.dtype, *dims, feature, asked.needs_grad)
     verdict = self_test.find_verdict(tested, q.device)
     if verdict is None:
         return dims
@@ -122,5 +126,6 @@ def check_flash(q: Tensor, v: Tensor, asked: Asked) -> None:
     """Raises NotImplementedError for calls that no variable-length operator serves."""
     from megatron_cp.attn.flash import checks
 
+    checks.check_no_dropout(asked.has_dropout)
     wishes = (asked.softmax_scale, asked.softcap, asked.deterministic, asked.needs_grad)
     checks.check_supported(q, v, *wishes)

@@ -16,7 +16,6 @@ from megatron_cp.attn.dropout import Dropout, check_rate
 from megatron_cp.mask import AttentionMask, checks
 
 BACKENDS = ("reference", "cpu", "flex", "flash", "hopper", "emulated")
-WITH_DROPOUT = ("reference", "cpu", "flex")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -78,6 +77,7 @@ def resolve_options(
     if backend == "flash":
         from megatron_cp.attn.flash import checks as flash_checks
 
+        flash_checks.check_no_dropout(asked.has_dropout)
         flash_checks.check_supported(q, v, scale, softcap, deterministic, is_differentiated)
     dims = built = (q.shape[-1], v.shape[-1])
     if backend == "hopper":
@@ -85,7 +85,7 @@ def resolve_options(
     if backend == "emulated":
         from megatron_cp.attn.emulated import checks as emulated_checks
 
-        built = emulated_checks.check_supported(q, v, scale, softcap, is_differentiated)
+        built = emulated_checks.check_supported(q, v, scale, asked.feature(), is_differentiated)
     wide = None if built == dims else built
     return AttendOptions(
         scale, float(softcap), backend, deterministic, wide_dims=wide, dropout_p=float(dropout_p)
@@ -185,11 +185,6 @@ def _check_backend(backend: str, q: Tensor, asked: choice.Asked) -> None:
     if backend == "cpu" and not on_cpu:
         raise NotImplementedError(
             f"backend='cpu' cannot compute on device={q.device}, only on cpu; use {able}"
-        )
-    if asked.has_dropout and backend not in WITH_DROPOUT:
-        raise NotImplementedError(
-            f"backend={backend!r} has no dropout of attention, only {', '.join(WITH_DROPOUT)} have; use {able}, or "
-            "dropout_p=0.0"
         )
     if backend == "flex" and asked.deterministic:
         raise NotImplementedError(

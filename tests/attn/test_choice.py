@@ -20,7 +20,7 @@ from megatron_cp.attn.hopper import checks as hopper_checks
 from megatron_cp.attn.hopper import self_test
 from megatron_cp.kernels.compilers import NoCompilerError
 
-KIND = self_test.Kind(torch.bfloat16, 128, 128, False, True)
+KIND = self_test.Kind(torch.bfloat16, 128, 128, "", True)
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 PASSED = self_test.Verdict(True, "out under causal", 0.001, 0.004)
 FAILED = self_test.Verdict(False, "dq under causal", 0.3, 0.004)
@@ -32,14 +32,16 @@ ASKED = choice.Asked(0.1, 0.0, False, True)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "dims", "has_softcap"),
-    [(torch.bfloat16, (128, 128), False), (torch.float16, (64, 64), True)],
+    ("dtype", "dims", "feature"),
+    [
+        (torch.bfloat16, (128, 128), ""),
+        (torch.float16, (64, 64), "softcap"),
+        (torch.bfloat16, (64, 64), "dropout"),
+    ],
     ids=str,
 )
-def test_the_kernels_source_in_the_emulator_passes(dtype, dims, has_softcap):
-    verdict = self_test.judge(
-        emulated, self_test.Kind(dtype, *dims, has_softcap, needs_grad=True), CPU
-    )
+def test_the_kernels_source_in_the_emulator_passes(dtype, dims, feature):
+    verdict = self_test.judge(emulated, self_test.Kind(dtype, *dims, feature, needs_grad=True), CPU)
     assert verdict.passed, verdict
     assert 0 < verdict.error <= verdict.limit
 
@@ -150,7 +152,7 @@ def test_all_kinds_are_told_in_one_line(untested, monkeypatch):
     monkeypatch.setattr(self_test, "_key", lambda kind, device: f"new {hash(kind)}")
     self_test._verdicts.clear()
     with pytest.raises(
-        SystemExit, match=r"24 of 24 kinds of kernels are wrong: .*dq under causal is 0\.3"
+        SystemExit, match=r"28 of 28 kinds of kernels are wrong: .*dq under causal is 0\.3"
     ):
         self_test.tell_all(GPU)
 

@@ -20,6 +20,7 @@ from megatron_cp.attn.dropout import (
     seeds_of_heads,
     threshold,
 )
+from megatron_cp.attn.flash import checks as flash_checks
 from tests.attn.formula import assert_attention, random_case
 from tests.oracles.dropout import GOLDEN, dropout_factors
 from tests.strategies import attention_masks
@@ -193,8 +194,11 @@ def test_a_seed_of_another_kind_is_refused(seed):
         attend(*inputs, masks.causal(4), dropout_p=0.1, dropout_seed=seed)
 
 
-@pytest.mark.parametrize("backend", ["emulated"])
-def test_a_backend_without_dropout_refuses_by_name(backend):
-    inputs, _ = random_case(4, 4, (2, 2), (64, 64), torch.bfloat16)
-    with pytest.raises(NotImplementedError, match=f"backend='{backend}' has no dropout"):
-        attend(*inputs, masks.causal(4), dropout_p=0.1, backend=backend)
+def test_what_no_kernel_has_is_refused_by_name():
+    inputs, _ = random_case(4, 4, (2, 2), (192, 192), torch.bfloat16)
+    with pytest.raises(NotImplementedError, match=r"192 and dropout, only for .*use backend='cpu'"):
+        attend(*inputs, masks.causal(4), dropout_p=0.1, backend="emulated")
+    with pytest.raises(NotImplementedError, match="softcap and dropout at once"):
+        attend(*inputs, masks.causal(4), dropout_p=0.1, softcap=2.0, backend="emulated")
+    with pytest.raises(NotImplementedError, match=r"backend='flash' has no dropout .*'flex'"):
+        flash_checks.check_no_dropout(True)

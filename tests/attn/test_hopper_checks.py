@@ -264,7 +264,7 @@ def test_gradients_without_a_kernel_are_refused_at_the_call(device, monkeypatch,
     _forget()
     tensors, sink = draw(4, 4), torch.zeros(4)
     (*tensors, sink)[which].requires_grad_()
-    cap = " and a softcap" if softcap else ""
+    cap = " and softcap" if softcap else ""
     message = (
         rf"no backward kernel for head_dim=64, value head_dim=64{cap}, only for .*backend='flex'"
     )

@@ -10,6 +10,7 @@ from megatron_cp.attn import attend, merge_partials
 from megatron_cp.attn.hopper import backend as hopper
 from megatron_cp.attn.hopper import gradients
 from megatron_cp.attn.hopper.device_lists import BackwardList
+from megatron_cp.attn.hopper.scores import Scores
 from megatron_cp.attn.options import AttendOptions
 from tests.attn.on_host import draw, host_device, operators_on_cpu
 from tests.closeness import assert_within_budget
@@ -176,7 +177,7 @@ def test_items_side_by_side_are_those_whose_queries_fit_the_cache(
 ):
     # 128 + 128 columns of 2 bytes: 2^10 queries are 512 KB per query head, 4 MB per kv head.
     q, v = torch.empty(num_queries, 64, 128, device="meta"), torch.empty(7, 8, 128, device="meta")
-    call = gradients.BackwardCall(q, v, v, q, None, None, 1.0, 0.0)
+    call = gradients.BackwardCall(q, v, v, q, None, None, Scores(1.0))
     item_bytes = heads_per_item * call.row_bytes
     assert gradients._items_per_section(item_bytes, 64 // heads_per_item) == items
 
@@ -187,7 +188,7 @@ def _heads_per_item(num_tokens, heads, visits, most_visits, *, in_order=False):
     lists = BackwardList(
         torch.empty(0), num_tiles, num_tiles, visits, most_visits, 0, 0, 0, in_order
     )
-    return gradients.BackwardCall(q, k, k, q, None, lists, 1.0, 0.0).heads_per_item(132)
+    return gradients.BackwardCall(q, k, k, q, None, lists, Scores(1.0)).heads_per_item(132)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +223,7 @@ def test_forward_operator_keeps_the_rules_of_operators(device, needs_grad, sink)
         q,
         k,
         v,
-        *hopper._work_list(q, v, mask, 0.0),
+        *hopper._work_list(q, v, mask, OPTIONS),
         sink,
         0.125,
         0.0,
@@ -272,7 +273,7 @@ def test_compiled_attention_gives_the_bits_of_the_plain_call(device):
 def test_operator_in_one_graph_gives_the_bits_of_the_plain_call(device):
     q, k, v = draw(13, 13)
     mask = masks.documents([4, 9])
-    data, num_tiles, num_segs = hopper._work_list(q, v, mask, 0.0)
+    data, num_tiles, num_segs = hopper._work_list(q, v, mask, OPTIONS)
     grad_data, *counts = hopper._grad_list(q, v, mask, OPTIONS)
 
     def layer(q, k, v, data, grad_data):
@@ -293,7 +294,7 @@ def test_operator_in_one_graph_gives_the_bits_of_the_plain_call(device):
 
 def test_gradient_of_an_operator_called_without_a_list_for_it_is_refused(device):
     q, k, v = draw(9, 9)
-    lists = hopper._work_list(q, v, masks.causal(9), 0.0)
+    lists = hopper._work_list(q, v, masks.causal(9), OPTIONS)
     operator = torch.ops.megatron_cp.attention_forward
     out, *_ = operator(q.requires_grad_(), k, v, *lists, None, 0.125, 0.0, None, [])
     with pytest.raises(RuntimeError, match=r"without grad_work, .*; call attend\(\)"):

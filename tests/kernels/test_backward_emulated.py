@@ -8,9 +8,11 @@ from hypothesis import strategies as st
 from megatron_cp import mask as masks
 from megatron_cp.attn import attend, attend_backward, resolve_options
 from megatron_cp.attn.emulated.backend import Settings, running
+from megatron_cp.attn.hopper.checks import feature_of_variant
 from megatron_cp.attn.hopper.gradients import BackwardCall
 from megatron_cp.kernels import build
 from tests.attn.formula import assert_attention, random_case
+from tests.kernels.features import of_oracle, wishes
 from tests.kernels.masks import MIXED, dense_mask
 from tests.oracles.attention import exact_attention
 from tests.strategies import disjoint_slices
@@ -35,21 +37,20 @@ def _gradients(inputs, mask, arguments, *, seed=1, num_blocks=3, **options):
         return (out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves))
 
 
-def _check(slices, size, heads, head_dims, dtype, *, sink=False, seed=1, softcap=0.0, **options):
+def _check(slices, size, heads, head_dims, dtype, *, sink=False, seed=1, feature="", **options):
     mask = masks.from_slices(*size, slices)
     inputs, arguments = random_case(*size, heads, head_dims, dtype, seed=seed, sink=sink)
-    actual = _gradients(inputs, mask, arguments, seed=seed, softcap=softcap, **options)
-    wanted = {"softcap": softcap, **arguments}
+    actual = _gradients(inputs, mask, arguments, seed=seed, **wishes(feature), **options)
+    wanted = {**of_oracle(feature, *inputs[:2]), **arguments}
     assert_attention(actual, inputs, dense_mask(*size, slices), plain_dtype=dtype, **wanted)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.name)
 def test_every_variant_differentiates_all_kinds_of_slices_in_one_call(variant):
     head_dims = int(variant.value("MCP_HEAD_DIM")), int(variant.value("MCP_VALUE_DIM"))
-    softcap = 3.0 if variant.value("MCP_SOFTCAP") == "true" else 0.0
-    dtype = DTYPES[variant.value("MCP_TYPE")]
+    feature, dtype = feature_of_variant(variant), DTYPES[variant.value("MCP_TYPE")]
     apart = variant.kernel_pass == "backward_dkdv"  # then dq comes from a kernel of its own
-    _check(MIXED, (300, 300), (2, 1), head_dims, dtype, softcap=softcap, deterministic=apart)
+    _check(MIXED, (300, 300), (2, 1), head_dims, dtype, feature=feature, deterministic=apart)
 
 
 @pytest.mark.parametrize("length", [1, 127, 128, 129])
@@ -65,23 +66,32 @@ def _random_cases(draw):
     return num_queries, num_keys, draw(disjoint_slices(num_queries, num_keys))
 
 
-@settings(max_examples=10)
+@settings(max_examples=15)
 @given(
     case=_random_cases(),
     heads=st.sampled_from(((1, 1), (4, 2), (3, 1))),
     dtype=st.sampled_from((torch.bfloat16, torch.float16)),
-    head_dim=st.sampled_from((64, 128, 192)),
+    kernel=st.sampled_from(((64, ""), (128, ""), (192, ""), (64, "dropout"), (128, "dropout"))),
     deterministic=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_random_slices_under_random_asynchrony(case, heads, dtype, head_dim, deterministic, seed):
+def test_random_slices_under_random_asynchrony(case, heads, dtype, kernel, deterministic, seed):
     num_queries, num_keys, slices = case
+    head_dim, feature = kernel
     size, head_dims = (num_queries, num_keys), (head_dim, head_dim)
-    _check(slices, size, heads, head_dims, dtype, seed=seed, deterministic=deterministic)
+    asked = {"seed": seed, "feature": feature, "deterministic": deterministic}
+    _check(slices, size, heads, head_dims, dtype, **asked)
 
 
 @pytest.mark.parametrize(
-    "variant", ["bwd_bf16_128", "bwd_dkdv_bf16_192_128", "bwd_dkdv_bf16_64_softcap"]
+    "variant",
+    [
+        "bwd_bf16_128",
+        "bwd_dkdv_bf16_192_128",
+        "bwd_dkdv_bf16_64_softcap",
+        "bwd_bf16_128_dropout",
+        "bwd_dkdv_bf16_64_dropout",
+    ],
 )
 @pytest.mark.parametrize("heads_per_item", [1, 3])
 def test_query_heads_of_a_group_worked_on_side_by_side_add_to_one_sum(
@@ -90,13 +100,14 @@ def test_query_heads_of_a_group_worked_on_side_by_side_add_to_one_sum(
     monkeypatch.setattr(BackwardCall, "heads_per_item", lambda *_: heads_per_item)
     found = build.variants()[variant]
     head_dims = int(found.value("MCP_HEAD_DIM")), int(found.value("MCP_VALUE_DIM"))
-    softcap = 3.0 if found.value("MCP_SOFTCAP") == "true" else 0.0
-    _check(MIXED, (300, 300), (6, 2), head_dims, torch.bfloat16, softcap=softcap)
+    feature = feature_of_variant(found)
+    _check(MIXED, (300, 300), (6, 2), head_dims, torch.bfloat16, feature=feature)
 
 
-def test_sinks_and_softcap_have_gradients():
+def test_sinks_softcap_and_dropout_have_gradients():
     size, heads = (300, 300), (4, 2)
-    _check(MIXED, size, heads, (128, 128), torch.bfloat16, sink=True, softcap=2.0)
+    for feature in ("softcap", "dropout"):
+        _check(MIXED, size, heads, (128, 128), torch.bfloat16, sink=True, feature=feature)
     _check(MIXED, size, heads, (64, 64), torch.float16, sink=True)
 
 

@@ -13,6 +13,7 @@ from megatron_cp.attn.hopper.checks import forward_variants
 from megatron_cp.attn.options import AttendOptions
 from tests.attn.formula import random_case
 from tests.closeness import assert_within_budget
+from tests.kernels.features import of_oracle, with_feature
 from tests.kernels.masks import MIXED, dense_mask
 from tests.oracles.attention import dense_attention
 from tests.strategies import disjoint_slices
@@ -41,10 +42,11 @@ def _check(out, lse, inputs, allowed, **arguments):
     assert (out[~has_keys] == 0).all()
 
 
-def _run(inputs, mask, *, softcap=0.0, out_dtype=torch.float32, seed=1, num_blocks=3, **arguments):
+def _run(inputs, mask, *, feature="", out_dtype=torch.float32, seed=1, num_blocks=3, **arguments):
     out = torch.empty(*inputs[0].shape[:2], inputs[2].shape[2], dtype=out_dtype)
     lse = torch.empty(inputs[0].shape[:2])
-    options = AttendOptions(inputs[0].shape[-1] ** -0.5, softcap, "emulated")
+    options = AttendOptions(inputs[0].shape[-1] ** -0.5, 0.0, "emulated")
+    options = with_feature(options, feature, *inputs[:2])
     with running(Settings(seed=seed, num_blocks=num_blocks, host_threads=1)):
         run_forward(*inputs, mask, options, into=(out, lse), **arguments)
     return out, lse
@@ -52,12 +54,11 @@ def _run(inputs, mask, *, softcap=0.0, out_dtype=torch.float32, seed=1, num_bloc
 
 @pytest.mark.parametrize("variant", forward_variants(), ids=lambda key: "-".join(map(str, key)))
 def test_every_variant_computes_all_kinds_of_slices_in_one_call(variant):
-    dtype, head_dim, value_dim, has_softcap = variant
-    softcap = 3.0 if has_softcap else 0.0
+    dtype, head_dim, value_dim, feature = variant
     inputs, _ = random_case(300, 300, (2, 1), (head_dim, value_dim), DTYPES[dtype])
     mask = masks.from_slices(300, 300, MIXED)
-    out, lse = _run(inputs, mask, softcap=softcap)
-    _check(out, lse, inputs, dense_mask(300, 300, MIXED), softcap=softcap)
+    out, lse = _run(inputs, mask, feature=feature)
+    _check(out, lse, inputs, dense_mask(300, 300, MIXED), **of_oracle(feature, *inputs[:2]))
 
 
 @pytest.mark.parametrize("length", [1, 127, 128, 129, 300])
@@ -82,13 +83,16 @@ def _random_cases(draw):
     heads=st.sampled_from(((1, 1), (4, 2), (3, 1))),
     dtype=st.sampled_from((torch.bfloat16, torch.float16)),
     head_dim=st.sampled_from((64, 128)),
+    feature=st.sampled_from(("", "dropout")),
     seed=st.integers(0, 1000),
 )
-def test_random_slices_under_random_asynchrony(case, heads, dtype, head_dim, seed):
+def test_random_slices_under_random_asynchrony(case, heads, dtype, head_dim, feature, seed):
     num_queries, num_keys, slices = case
     inputs, _ = random_case(num_queries, num_keys, heads, (head_dim, head_dim), dtype, seed=seed)
-    out, lse = _run(inputs, masks.from_slices(num_queries, num_keys, slices), seed=seed)
-    _check(out, lse, inputs, dense_mask(num_queries, num_keys, slices))
+    mask = masks.from_slices(num_queries, num_keys, slices)
+    out, lse = _run(inputs, mask, feature=feature, seed=seed)
+    allowed = dense_mask(num_queries, num_keys, slices)
+    _check(out, lse, inputs, allowed, **of_oracle(feature, *inputs[:2]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -168,24 +172,26 @@ def test_a_tile_without_keys_between_others_leaves_their_queries_alone(dims, mon
         _check(out, lse, inputs, torch.as_tensor(mask.to_dense()))
 
 
-@pytest.mark.parametrize("softcap", [0.0, 2.0])
-def test_rows_outside_every_slice_may_hold_nan(softcap):
+@pytest.mark.parametrize("feature", ["", "softcap", "dropout"])
+def test_rows_outside_every_slice_may_hold_nan(feature):
     slices = ((10, 90, 20, 147, None, None), (100, 160, 150, 180, None, 40))
     inputs, _ = random_case(170, 190, (2, 2), (64, 64), torch.bfloat16)
     q, k, v = (x.clone() for x in inputs)
     q[:10] = q[90:100] = q[160:] = torch.nan
     for x in (k, v):
         x[:20] = x[147:150] = x[180:] = torch.nan
-    out, lse = _run((q, k, v), masks.from_slices(170, 190, slices), softcap=softcap)
-    _check(out, lse, inputs, dense_mask(170, 190, slices), softcap=softcap)
+    out, lse = _run((q, k, v), masks.from_slices(170, 190, slices), feature=feature)
+    of_rows = of_oracle(feature, q, k)
+    _check(out, lse, inputs, dense_mask(170, 190, slices), **of_rows)
 
 
 @pytest.mark.parametrize("size", [5.0, 1e3])
 def test_scores_far_beyond_the_cap_are_the_cap(size):
     (q, k, v), _ = random_case(150, 300, (2, 1), (64, 64), torch.bfloat16)
     inputs = (q * size, k * size, v)  # e^2y from 0 to far beyond the largest float
-    out, lse = _run(inputs, masks.full(150, 300), softcap=3.0)
-    _check(out, lse, inputs, torch.ones(150, 300, dtype=torch.bool), softcap=3.0)
+    out, lse = _run(inputs, masks.full(150, 300), feature="softcap")
+    every = torch.ones(150, 300, dtype=torch.bool)
+    _check(out, lse, inputs, every, **of_oracle("softcap", q, k))
 
 
 def test_strided_inputs_are_read_where_they_lie():

@@ -36,7 +36,7 @@ def _backward_dims():
     return sorted(
         {
             (head_dim, value_dim)
-            for dtype, head_dim, value_dim, has_softcap in forward_variants()
+            for dtype, head_dim, value_dim, feature in forward_variants()
             if _has_backward(head_dim, value_dim)
         }
     )
@@ -44,7 +44,7 @@ def _backward_dims():
 
 def _has_backward(head_dim, value_dim):
     try:
-        find_variant("backward", torch.bfloat16, head_dim, value_dim, False)
+        find_variant("backward", torch.bfloat16, head_dim, value_dim, "")
     except NotImplementedError:
         return False
     return True

@@ -13,6 +13,7 @@ from tests.attn.on_host import host_device, operators_on_cpu
 from tests.attn.test_max_logits import largest_logits
 from tests.closeness import assert_within_budget
 from tests.kernels.emulated_driver import EmulatedDriver
+from tests.kernels.features import SOFTCAP, with_feature
 from tests.kernels.masks import MIXED, dense_mask
 from tests.oracles.attention import dense_attention
 
@@ -52,10 +53,11 @@ def _loud_case(heads, dims, dtype):
 
 @pytest.mark.parametrize("variant", forward_variants(), ids=lambda key: "-".join(map(str, key)))
 def test_every_variant_finds_them_and_leaves_the_bits_of_the_result(variant):
-    dtype, head_dim, value_dim, has_softcap = variant
-    softcap = 3.0 if has_softcap else 0.0
+    dtype, head_dim, value_dim, feature = variant
+    softcap = SOFTCAP if feature == "softcap" else 0.0
     inputs = _loud_case((4, 2), (head_dim, value_dim), DTYPES[dtype])
-    mask, options = masks.from_slices(300, 300, MIXED), _options(softcap)
+    mask = masks.from_slices(300, 300, MIXED)
+    options = with_feature(_options(0.0), feature, *inputs[:2])
     found, results = _forward(inputs, mask, options)
     _assert_largest(found, *inputs[:2], dense_mask(300, 300, MIXED), softcap)
     with emulated.running(emulated.Settings(num_blocks=3, host_threads=1)):

@@ -14,10 +14,11 @@ from megatron_cp import mask as masks
 from megatron_cp.attn import AttendOptions, attend
 from megatron_cp.attn.hopper import backend as hopper
 from megatron_cp.attn.hopper import gradients
-from megatron_cp.attn.hopper.checks import find_variant
+from megatron_cp.attn.hopper.checks import feature_of_variant, find_variant
 from megatron_cp.kernels import build
 from megatron_cp.mask import AttentionMask
 from tests.closeness import assert_within_budget
+from tests.kernels.features import of_oracle, wishes, with_feature
 from tests.oracles.attention import dense_attention, exact_attention, plain_attention
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -78,9 +79,9 @@ def small_checks(quick: bool) -> Iterator[Small]:
 def has_gradients(variant: build.Variant) -> bool:
     """Returns whether there is a backward kernel for what this forward kernel computes."""
     dims = int(variant.value("MCP_HEAD_DIM")), int(variant.value("MCP_VALUE_DIM"))
-    dtype, softcap = DTYPES[variant.value("MCP_TYPE")], variant.value("MCP_SOFTCAP") == "true"
+    dtype = DTYPES[variant.value("MCP_TYPE")]
     try:
-        find_variant("backward_dkdv", dtype, *dims, softcap)
+        find_variant("backward_dkdv", dtype, *dims, feature_of_variant(variant))
     except NotImplementedError:
         return False
     return True
@@ -94,7 +95,7 @@ def check_small(small: Small, device: str = "cuda") -> str:
     variant, mask = small.variant, small.mask
     dtype = DTYPES[variant.value("MCP_TYPE")]
     dims = int(variant.value("MCP_HEAD_DIM")), int(variant.value("MCP_VALUE_DIM"))
-    softcap = 2.0 if variant.value("MCP_SOFTCAP") == "true" else 0.0
+    feature = feature_of_variant(variant)
     generator = torch.Generator().manual_seed(0)
     shapes = (
         (mask.num_queries, small.num_heads, dims[0]),
@@ -104,7 +105,7 @@ def check_small(small: Small, device: str = "cuda") -> str:
     q, k, v = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
     sink = torch.linspace(-1, 1, small.num_heads) if small.has_sink else None
     dense = torch.from_numpy(mask.to_dense())
-    options = {"softcap": softcap}
+    options = of_oracle(feature, q, k)
     exact = dense_attention(
         *(x.double() for x in (q, k, v)), dense, **options, **_sink(sink, torch.float64)
     )
@@ -112,9 +113,10 @@ def check_small(small: Small, device: str = "cuda") -> str:
     q[~dense.any(1)], k[~dense.any(0)], v[~dense.any(0)] = (float("nan"),) * 3
     on = [x.to(device) for x in (q, k, v)]
     device_sink = None if sink is None else sink.to(device)
+    asked = {"backend": "hopper", "sink": device_sink, **wishes(feature, device)}
     with torch.no_grad(), poisoned_results():
-        first = attend(*on, mask, backend="hopper", softcap=softcap, sink=device_sink)
-        again = attend(*on, mask, backend="hopper", softcap=softcap, sink=device_sink)
+        first = attend(*on, mask, **asked)
+        again = attend(*on, mask, **asked)
     for name, one, other in zip(("out", "lse"), first, again, strict=True):
         assert torch.equal(one.nan_to_num(), other.nan_to_num()), f"{name} differs between two runs"
     assert not first[0].isnan().any() and not first[1].isnan().any(), (
@@ -131,19 +133,24 @@ def check_merge(variant: build.Variant, device: str = "cuda") -> str:
     """Returns the error of two parts of the keys merged in place; raises AssertionError beyond the budget."""
     dtype = DTYPES[variant.value("MCP_TYPE")]
     dims = int(variant.value("MCP_HEAD_DIM")), int(variant.value("MCP_VALUE_DIM"))
-    softcap = 2.0 if variant.value("MCP_SOFTCAP") == "true" else 0.0
+    feature = feature_of_variant(variant)
     mask, generator = masks.sliding_window(300, 90), torch.Generator().manual_seed(2)
     shapes = ((300, 4, dims[0]), (300, 2, dims[0]), (300, 2, dims[1]))
     q, k, v = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
     dense = torch.from_numpy(mask.to_dense())
-    exact = dense_attention(q.double(), k.double(), v.double(), dense, softcap=softcap)
-    plain = dense_attention(q, k, v, dense, softcap=softcap)
+    known = of_oracle(feature, q, k)
+    exact = dense_attention(q.double(), k.double(), v.double(), dense, **known)
+    plain = dense_attention(q, k, v, dense, **known)
     on_q, on_k, on_v = (x.to(device) for x in (q, k, v))
-    options = AttendOptions(dims[0] ** -0.5, softcap, "hopper")
+    plain_options = AttendOptions(dims[0] ** -0.5, 0.0, "hopper")
+    of_head, of_tail = (
+        with_feature(plain_options, feature, on_q, on_k, keys)
+        for keys in (slice(0, 140), slice(140, 300))
+    )
     head, tail = mask.crop(k=(0, 140)), mask.crop(k=(140, 300))
     with torch.no_grad():
-        out, lse = hopper.forward(on_q, on_k[:140], on_v[:140], head, options)
-        hopper.forward_onto_(out, lse, on_q, on_k[140:], on_v[140:], tail, options)
+        out, lse = hopper.forward(on_q, on_k[:140], on_v[:140], head, of_head)
+        hopper.forward_onto_(out, lse, on_q, on_k[140:], on_v[140:], tail, of_tail)
     assert_within_budget(out.cpu(), plain[0], exact[0], "out")
     _assert_lse(lse.cpu(), exact[1])
     return f"out {_relative(out.cpu(), exact[0]):.1e}"
@@ -163,7 +170,7 @@ def check_gradients(small: Small, device: str = "cuda") -> str:
     variant, mask = small.variant, small.mask
     dtype = DTYPES[variant.value("MCP_TYPE")]
     dims = int(variant.value("MCP_HEAD_DIM")), int(variant.value("MCP_VALUE_DIM"))
-    softcap = 2.0 if variant.value("MCP_SOFTCAP") == "true" else 0.0
+    feature = feature_of_variant(variant)
     generator = torch.Generator().manual_seed(1)
     shapes = (
         (mask.num_queries, small.num_heads, dims[0]),
@@ -173,10 +180,11 @@ def check_gradients(small: Small, device: str = "cuda") -> str:
     shapes += ((mask.num_queries, small.num_heads, dims[1]),)
     q, k, v, dout = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
     dense = torch.from_numpy(mask.to_dense())
-    exact = exact_attention(q, k, v, dense, dout=dout, softcap=softcap)
-    plain = plain_attention(q, k, v, dense, dout=dout, softcap=softcap)
+    known = of_oracle(feature, q, k)
+    exact = exact_attention(q, k, v, dense, dout=dout, **known)
+    plain = plain_attention(q, k, v, dense, dout=dout, **known)
     leaves = [x.to(device).requires_grad_() for x in (q, k, v)]
-    options = {"backend": "hopper", "softcap": softcap}
+    options = {"backend": "hopper", **wishes(feature, device)}
 
     def differentiate(deterministic: bool) -> tuple[Tensor, ...]:
         out, _ = attend(*leaves, mask, deterministic=deterministic, **options)

@@ -30,10 +30,11 @@ from tools.kernel_model.peers import PEERS
 
 OURS = ("fwd_64", "fwd_128", "fwd_256", "bwd_64", "bwd_128", "dkdv_256", "dq_256")
 WITH_SOFTCAP = tuple(f"{name}_softcap" for name in OURS)
+WITH_DROPOUT = ("fwd_64_dropout", "fwd_128_dropout", "bwd_128_dropout")
 
 
 def variant_name(name: str) -> str:
-    """Returns the variant that stands for one of OURS or WITH_SOFTCAP: that of bf16."""
+    """Returns the variant that stands for one of OURS or one with a feature: that of bf16."""
     kind, rest = name.split("_", 1)
     return f"{kind if kind in ('fwd', 'bwd') else f'bwd_{kind}'}_bf16_{rest}"
 
@@ -110,12 +111,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "names",
         nargs="*",
         metavar="KERNEL",
-        help=f"of {', '.join(OURS)} (the default), or one of these with _softcap behind it",
+        help=f"of {', '.join(OURS)} (the default), or one of these with _softcap behind it, "
+        f"or {', '.join(WITH_DROPOUT)}",
     )
     parser.add_argument("--peer", type=Path, metavar="FILE", help="a library or a folder of cubins")
     parser.add_argument("--json", action="store_true", help="print all figures")
     options = parser.parse_args(arguments)
-    allowed = OURS + WITH_SOFTCAP
+    allowed = OURS + WITH_SOFTCAP + WITH_DROPOUT
     unknown = [name for name in options.names if name not in allowed]
     if unknown:
         parser.error(f"unknown kernel {unknown[0]!r}; one of {', '.join(allowed)}")

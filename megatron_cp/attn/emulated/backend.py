@@ -38,6 +38,7 @@ from megatron_cp.attn.hopper.row_stats import (
     stats_of,
 )
 from megatron_cp.attn.hopper.rows import KERNEL, merge_params
+from megatron_cp.attn.hopper.scores import Scores
 from megatron_cp.attn.merge import sink_gradient
 from megatron_cp.attn.once import Saved, first_derivative_only
 from megatron_cp.attn.options import AttendOptions
@@ -154,18 +155,19 @@ def run_forward(  # noqa: PLR0913  everything the kernel can be asked for
     if not accumulate:
         out.fill_(torch.nan)
         lse.fill_(torch.nan)
-    variant = find_variant("forward", q_QNH, v_KGH.shape[2], options.softcap)
+    scores = Scores.of(options)
+    variant = find_variant("forward", q_QNH, v_KGH.shape[2], scores.feature)
     lists = forward_list(mask, *tile_shape(variant.name), CPU, 0)
     if not lists.num_segs:
         fill_without_keys(out, lse, sink_N, accumulate)
         return
-    tensors, scales = unrepeated(q_QNH, k_KGH, v_KGH), (options.softmax_scale, options.softcap)
+    tensors = unrepeated(q_QNH, k_KGH, v_KGH)
     sink = None if sink_N is None else sink_N.detach().float().contiguous()
     kernel, counters = EmulatedKernel(variant), torch.zeros(2, dtype=torch.int32)
-    params = forward_params(kernel, tensors, lists, sink, scales, (out, lse))
+    params = forward_params(kernel, tensors, lists, sink, scores, (out, lse))
     params.counters, params.accumulate = counters.data_ptr(), accumulate
     params.max_logits = max_logits_address(max_logits_N, accumulate)
-    touched = dict(zip("qkv", tensors, strict=True)) | {"work list": lists.data}
+    touched = dict(zip("qkv", tensors, strict=True)) | {"work list": lists.data} | scores.touched()
     if sink is not None:
         touched["sink"] = sink
     kernel.run(params, lists.num_tiles * q_QNH.shape[1], touched)
@@ -186,14 +188,14 @@ def _run_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns `(dq, dk, dv)` from the main kernel and the postprocess kernel, or that for dq alone."""
     q_QNH, _, v_KGH = tensors
-    dims, has_softcap = (q_QNH.shape[2], v_KGH.shape[2]), options.softcap > 0
-    kernels = find_gradient_kernels(q_QNH.dtype, *dims, has_softcap, options.deterministic)
+    dims, scores = (q_QNH.shape[2], v_KGH.shape[2]), Scores.of(options)
+    kernels = find_gradient_kernels(q_QNH.dtype, *dims, scores.feature, options.deterministic)
     in_order = options.deterministic
     lists = backward_list(mask, *gradient_tiles(kernels), CPU, 0, in_order=in_order)
     if not lists.num_segs:
         dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in tensors)
         return dq, dk, dv
-    call = BackwardCall(*tensors, dout, stats, lists, options.softmax_scale, options.softcap)
+    call = BackwardCall(*tensors, dout, stats, lists, scores)
     dq = torch.full(q_QNH.shape, torch.nan, dtype=dtype)
     if kernels.dq is not None:
         dk, dv = _run_main(EmulatedKernel(kernels.main), call, None, dtype)
@@ -230,14 +232,14 @@ def _run_dq(kernel: EmulatedKernel, call: BackwardCall, dq: Tensor) -> None:
     """Fills `dq` from query tiles."""
     counters = torch.zeros(2, dtype=torch.int32)
     params = call.dq_params(kernel, dq)
-    params.counters, params.factor = counters.data_ptr(), call.softmax_scale
+    params.counters, params.factor = counters.data_ptr(), call.scores.softmax_scale
     kernel.run(params, call.lists.dq_tiles * dq.shape[1], _touched(call))
     _check_results({"dq": dq}, counters)
 
 
 def _touched(call: BackwardCall) -> dict[str, Tensor]:
     """Returns what the backward kernels may read."""
-    read = {"q": call.q, "k": call.k, "v": call.v, "dout": call.dout}
+    read = {"q": call.q, "k": call.k, "v": call.v, "dout": call.dout} | call.scores.touched()
     return read | {"work list": call.lists.data, "lse": call.stats.lse_2, "delta": call.stats.delta}
 
 

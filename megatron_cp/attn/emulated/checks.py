@@ -4,6 +4,7 @@
 
 from torch import Tensor
 
+from megatron_cp.attn.features import Feature
 from megatron_cp.attn.hopper import checks as hopper_checks
 from megatron_cp.attn.hopper.checks import Refuser
 from megatron_cp.kernels import build
@@ -13,7 +14,7 @@ EMULATED = Refuser("emulated", "backend='cpu' or 'reference'")
 
 
 def check_supported(
-    q: Tensor, v: Tensor, softmax_scale: float, softcap: float, needs_grad: bool
+    q: Tensor, v: Tensor, softmax_scale: float, feature: Feature, needs_grad: bool
 ) -> tuple[int, int]:
     """Returns the dims of the kernels that serve a call, as `hopper.checks.built_dims`.
 
@@ -23,7 +24,7 @@ def check_supported(
         raise NotImplementedError(
             f"backend='emulated' cannot compute on device={q.device}, only on cpu; use backend='flex' or 'reference'"
         )
-    asked = (q.dtype, q.shape[2], v.shape[2], softcap > 0, needs_grad)
+    asked = (q.dtype, q.shape[2], v.shape[2], feature, needs_grad)
     dims = hopper_checks.built_dims(*asked, EMULATED)
     if softmax_scale < 0:
         raise NotImplementedError(
@@ -33,13 +34,12 @@ def check_supported(
 
 
 def find_variant(
-    kernel_pass: str, x: Tensor, value_dim: int | None, softcap: float | None
+    kernel_pass: str, x: Tensor, value_dim: int | None, feature: Feature | None
 ) -> build.Variant:
     """Returns the kernel of this pass for `x` `[rows, heads, head dim]`, the head dim where the pass has one.
 
     Raises: NotImplementedError naming backends that can.
     """
     head_dim = None if kernel_pass == "backward_preprocess" else x.shape[2]
-    has_softcap = None if softcap is None else softcap > 0
-    kind = (kernel_pass, x.dtype, head_dim, value_dim, has_softcap)
+    kind = (kernel_pass, x.dtype, head_dim, value_dim, feature)
     return hopper_checks.find_variant(*kind, EMULATED)

@@ -52,6 +52,15 @@ def check_supported(
         )
 
 
+def check_no_dropout(has_dropout: bool) -> None:
+    """Raises NotImplementedError for dropout: which pairs an operator drops depends on how its rows were cut."""
+    if has_dropout:
+        raise NotImplementedError(
+            "backend='flash' has no dropout of attention that is the same forward and backward; use backend='hopper', "
+            "'flex' or 'reference', or dropout_p=0.0"
+        )
+
+
 def operator_for(q: Tensor, v: Tensor, options: AttendOptions, *, needs_grad: bool) -> Operator:
     """Returns the operator of a pass. Raises NotImplementedError as `check_supported`."""
     asked = (options.softcap, options.deterministic, needs_grad)

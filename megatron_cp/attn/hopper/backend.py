@@ -21,9 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_cp.attn.features import Feature, feature_of
 from megatron_cp.attn.graphs import outside_compiled_graphs
 from megatron_cp.attn.hopper.backward import add_gradients_, launch_backward
-from megatron_cp.attn.hopper.checks import find_gradient_kernels, find_variant, unrepeated
+from megatron_cp.attn.hopper.checks import (
+    find_gradient_kernels,
+    find_variant,
+    unrepeated,
+)
 from megatron_cp.attn.hopper.device_lists import (
     BackwardList,
     DeviceList,
@@ -34,6 +39,7 @@ from megatron_cp.attn.hopper.gradients import BackwardCall
 from megatron_cp.attn.hopper.launch import gradient_tiles, launch_forward, raw_stream, tile_shape
 from megatron_cp.attn.hopper.row_stats import preprocess, readable, stats_of
 from megatron_cp.attn.hopper.rows import merge_rows_ as merge_rows_
+from megatron_cp.attn.hopper.scores import Scores
 from megatron_cp.attn.logits import raise_to_
 from megatron_cp.attn.merge import sink_gradient
 from megatron_cp.attn.options import AttendOptions, needs_grad
@@ -53,7 +59,7 @@ def attend(
 
     `max_logits` float32 is raised, in place, to the largest scaled and capped logit of each head, without a gradient.
     """
-    data, num_tiles, num_segs = _work_list(q_QNH, v_KGH, mask, options.softcap)
+    data, num_tiles, num_segs = _work_list(q_QNH, v_KGH, mask, options)
     sink = None if sink_N is None else sink_N.to(torch.float32).contiguous()
     scale, softcap = options.softmax_scale, options.softcap
     operator: Callable[..., tuple[Tensor, Tensor, Tensor]] = torch.ops.megatron_cp.attention_forward
@@ -83,18 +89,16 @@ def forward(
     `max_logits` float32 is raised, in place, to the largest scaled and capped logit of each head.
     """
     results = _allocate(q_QNH, v_KGH, torch.float32)
-    lists = _work_list(q_QNH, v_KGH, mask, options.softcap)
-    scales = (options.softmax_scale, options.softcap)
-    tensors, share = unrepeated(q_QNH, k_KGH, v_KGH), options.sm_share
+    lists = _work_list(q_QNH, v_KGH, mask, options)
     launch_forward(
-        tensors,
+        unrepeated(q_QNH, k_KGH, v_KGH),
         lists,
         None,
-        scales,
+        Scores.of(options),
         results,
         accumulate=False,
         max_logits_N=max_logits_N,
-        sm_share=share,
+        sm_share=options.sm_share,
     )
     return results
 
@@ -119,11 +123,16 @@ def forward_onto_(
         part = forward(q_QNH, k_KGH, v_KGH, mask, options, max_logits_N)
         merge_rows_(out_QNH, lse_QN, None, *part)
         return
-    lists = _work_list(q_QNH, v_KGH, mask, options.softcap)
-    scales = (options.softmax_scale, options.softcap)
-    tensors, share = unrepeated(q_QNH, k_KGH, v_KGH), options.sm_share
-    results = (out_QNH, lse_QN)
-    launch_forward(tensors, lists, None, scales, results, accumulate=True, sm_share=share)
+    lists = _work_list(q_QNH, v_KGH, mask, options)
+    launch_forward(
+        unrepeated(q_QNH, k_KGH, v_KGH),
+        lists,
+        None,
+        Scores.of(options),
+        (out_QNH, lse_QN),
+        accumulate=True,
+        sm_share=options.sm_share,
+    )
 
 
 def backward(
@@ -171,14 +180,15 @@ def _backward_call(
 ) -> BackwardCall:
     lists = _grad_list(q_QNH, v_KGH, mask, options)
     dout, stats = readable(dout_QNH.to(q_QNH.dtype)), stats_of(lse_QN, delta_QN)
-    scales = (options.softmax_scale, options.softcap)
-    return BackwardCall(*unrepeated(q_QNH, k_KGH, v_KGH), dout, stats, lists, *scales)
+    return BackwardCall(*unrepeated(q_QNH, k_KGH, v_KGH), dout, stats, lists, Scores.of(options))
 
 
 @outside_compiled_graphs
-def _work_list(q_QNH: Tensor, v_KGH: Tensor, mask: AttentionMask, softcap: float) -> DeviceList:
+def _work_list(
+    q_QNH: Tensor, v_KGH: Tensor, mask: AttentionMask, options: AttendOptions
+) -> DeviceList:
     dims = (q_QNH.shape[-1], v_KGH.shape[-1])
-    variant = find_variant("forward", q_QNH.dtype, *dims, softcap > 0)
+    variant = find_variant("forward", q_QNH.dtype, *dims, _feature(options))
     device = q_QNH.device
     tile_rows, tile_keys = tile_shape(variant.name)
     return forward_list(mask, tile_rows, tile_keys, device, raw_stream(device.index or 0))
@@ -189,10 +199,14 @@ def _grad_list(
     q_QNH: Tensor, v_KGH: Tensor, mask: AttentionMask, options: AttendOptions
 ) -> BackwardList:
     dims = (q_QNH.shape[-1], v_KGH.shape[-1])
-    kernels = find_gradient_kernels(q_QNH.dtype, *dims, options.softcap > 0, options.deterministic)
+    kernels = find_gradient_kernels(q_QNH.dtype, *dims, _feature(options), options.deterministic)
     device, in_order = q_QNH.device, options.deterministic
     stream = raw_stream(device.index or 0)
     return backward_list(mask, *gradient_tiles(kernels), device, stream, in_order=in_order)
+
+
+def _feature(options: AttendOptions) -> Feature:
+    return feature_of(options.softcap > 0, options.dropout is not None)
 
 
 def _is_plain(q_QNH: Tensor, k_KGH: Tensor, v_KGH: Tensor) -> bool:
@@ -247,9 +261,9 @@ def _forward(  # noqa: PLR0913  the operator's schema
     results = _allocate(q_QNH, v_KGH, q_QNH.dtype)
     max_logits = _no_logits(q_QNH, has_max_logits)
     asked = max_logits if has_max_logits else None
-    lists, scales = DeviceList(work, num_tiles, num_segs), (softmax_scale, softcap)
+    lists, scores = DeviceList(work, num_tiles, num_segs), Scores(softmax_scale, softcap)
     tensors = unrepeated(q_QNH, k_KGH, v_KGH)
-    launch_forward(tensors, lists, sink_N, scales, results, accumulate=False, max_logits_N=asked)
+    launch_forward(tensors, lists, sink_N, scores, results, accumulate=False, max_logits_N=asked)
     return *results, max_logits
 
 
@@ -294,7 +308,7 @@ def _backward(  # noqa: PLR0913  the operator's schema
     stats = preprocess(out_QNH, dout, lse_QN, dlse_QN)
     lists = BackwardList._make((work, *counts))
     tensors = unrepeated(q_QNH, k_KGH, v_KGH)
-    call = BackwardCall(*tensors, dout, stats, lists, softmax_scale, softcap)
+    call = BackwardCall(*tensors, dout, stats, lists, Scores(softmax_scale, softcap))
     dq, dk, dv = launch_backward(call, float_grads=False)
     return dq, dk, dv, stats.delta[0, :, : lse_QN.shape[0]].t().contiguous()
 

@@ -46,7 +46,7 @@ def launch_backward(
     dk, dv = _launch_main(call, dq_sum, dtype, sm_share)
     dq = dq_sum if float_grads else gradients.empty_gradient(dq_sum, dtype)
     if lists.num_segs:
-        _postprocess(dq_sum, dq, q.dtype, call.softmax_scale)
+        _postprocess(dq_sum, dq, q.dtype, call.scores.softmax_scale)
     elif not float_grads:
         dq.zero_()
     return dq, dk, dv
@@ -95,7 +95,7 @@ def _launch_dq(call: BackwardCall, dq: Tensor, sm_share: float, *, adds: bool) -
         params = call.dq_params(kernel, dq)
         pair = counters(device, stream)
         params.counters, params.accumulate = pair.address, adds
-        params.factor = 1.0 if adds else call.softmax_scale
+        params.factor = 1.0 if adds else call.scores.softmax_scale
         params.num_tiles = call.lists.dq_with_keys if adds else call.lists.dq_tiles
         num_items = params.num_tiles * call.q.shape[1]
         kernel.launch(kernel.num_blocks(num_items, sm_share), stream, params, device)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_cp.attn.features import Feature, feature_of
 from megatron_cp.attn.graphs import outside_compiled_graphs
 from megatron_cp.kernels import build
 from megatron_cp.kernels.build import Variant
@@ -18,15 +19,29 @@ CAPABILITY = (9, 0)
 ALIGNMENT = 16  # bytes; what the copy engine wants of addresses and strides
 
 
+def _feature(defines: dict[str, str]) -> Feature | None:
+    """Returns the feature of a variant; None where one kernel serves all."""
+    if "MCP_SOFTCAP" not in defines:
+        return None
+    return feature_of(defines["MCP_SOFTCAP"] == "true", defines.get("MCP_DROPOUT") == "true")
+
+
+def feature_of_variant(variant: Variant) -> Feature:
+    """Returns the feature of a kernel that has scores."""
+    feature = _feature(dict(define.split("=", 1) for define in variant.defines))
+    assert feature is not None, f"{variant.name} has no scores"
+    return feature
+
+
 @lru_cache(maxsize=1)
-def forward_variants() -> dict[tuple[str, int, int, bool], Variant]:
-    """Returns the forward kernels by (dtype, head dim, value head dim, has softcap)."""
+def forward_variants() -> dict[tuple[str, int, int, Feature], Variant]:
+    """Returns the forward kernels by (dtype, head dim, value head dim, feature)."""
     return {
         (
             variant.value("MCP_TYPE"),
             int(variant.value("MCP_HEAD_DIM")),
             int(variant.value("MCP_VALUE_DIM")),
-            variant.value("MCP_SOFTCAP") == "true",
+            feature_of_variant(variant),
         ): variant
         for variant in build.variants().values()
         if variant.kernel_pass == "forward"
@@ -42,12 +57,12 @@ class Refuser(NamedTuple):
 
 HOPPER = Refuser("hopper", "backend='flex' or 'reference'")
 
-_Kind = tuple[str, str, int | None, int | None, bool | None]
+_Kind = tuple[str, str, int | None, int | None, Feature | None]
 
 
 @lru_cache(maxsize=1)
 def _variants() -> dict[_Kind, Variant]:
-    """Returns all kernels by (pass, dtype, head dim, value head dim, has softcap), None where one serves all."""
+    """Returns all kernels by (pass, dtype, head dim, value head dim, feature), None where one serves all."""
     table: dict[_Kind, Variant] = {}
     for variant in build.variants().values():
         defines = dict(define.split("=", 1) for define in variant.defines)
@@ -55,9 +70,8 @@ def _variants() -> dict[_Kind, Variant]:
             int(defines[name]) if name in defines else None
             for name in ("MCP_HEAD_DIM", "MCP_VALUE_DIM")
         ]
-        softcap = defines["MCP_SOFTCAP"] == "true" if "MCP_SOFTCAP" in defines else None
         dtype = defines.get("MCP_TYPE", "")  # none where the kernel is in float32
-        table[variant.kernel_pass, dtype, dims[0], dims[1], softcap] = variant
+        table[variant.kernel_pass, dtype, dims[0], dims[1], _feature(defines)] = variant
     return table
 
 
@@ -67,11 +81,11 @@ def find_variant(
     dtype: torch.dtype,
     head_dim: int | None,
     value_dim: int | None,
-    has_softcap: bool | None,
+    feature: Feature | None,
     refuser: Refuser = HOPPER,
 ) -> Variant:
     """Returns the kernel of such calls. Raises NotImplementedError as `check_supported`."""
-    kind = (kernel_pass, DTYPES.get(dtype, ""), head_dim, value_dim, has_softcap)
+    kind = (kernel_pass, DTYPES.get(dtype, ""), head_dim, value_dim, feature)
     variant = _variants().get(kind)
     if variant is not None:
         return variant
@@ -81,12 +95,12 @@ def find_variant(
             f"backend={refuser.backend!r} cannot compute dtype={dtype}, only {allowed}; cast q, k and v, or use "
             f"{refuser.others}"
         )
-    kinds = [kind for kind in _variants() if kind[0] == kernel_pass and kind[4] == has_softcap]
+    kinds = [kind for kind in _variants() if kind[0] == kernel_pass and kind[4] == feature]
     pairs = sorted({(kind[2] or 0, kind[3] or 0) for kind in kinds})
-    cap = " and a softcap" if has_softcap else ""
+    also = f" and {feature}" if feature else ""
     raise NotImplementedError(
         f"backend={refuser.backend!r} has no {kernel_pass.split('_')[0]} kernel for head_dim={head_dim}, value "
-        f"head_dim={value_dim}{cap}, only for {', '.join(str(pair) for pair in pairs) or 'calls without one'}; "
+        f"head_dim={value_dim}{also}, only for {', '.join(str(pair) for pair in pairs) or 'calls without one'}; "
         f"use {refuser.others}"
     )
 
@@ -100,7 +114,7 @@ class GradientKernels(NamedTuple):
 
 @lru_cache(maxsize=256)
 def find_gradient_kernels(
-    dtype: torch.dtype, head_dim: int, value_dim: int, has_softcap: bool, deterministic: bool
+    dtype: torch.dtype, head_dim: int, value_dim: int, feature: Feature, deterministic: bool
 ) -> GradientKernels:
     """Returns the kernels of such calls; raises NotImplementedError as `check_supported`.
 
@@ -108,7 +122,7 @@ def find_gradient_kernels(
     what everything waits for (head dims above 128) there are only the two, and they alone give the same bits
     in every run.
     """
-    kind = (dtype, head_dim, value_dim, has_softcap)
+    kind = (dtype, head_dim, value_dim, feature)
     one = _variants().get(("backward", DTYPES.get(dtype, ""), *kind[1:]))
     if one is not None and not deterministic:
         return GradientKernels(one, None)
@@ -120,7 +134,7 @@ def built_dims(
     dtype: torch.dtype,
     head_dim: int,
     value_dim: int,
-    has_softcap: bool,
+    feature: Feature,
     needs_grad: bool,
     refuser: Refuser = HOPPER,
 ) -> tuple[int, int]:
@@ -130,7 +144,7 @@ def built_dims(
     `check_supported`.
     """
     passes = ("forward", "backward_dkdv") if needs_grad else ("forward",)
-    asked = (DTYPES.get(dtype), has_softcap)
+    asked = (DTYPES.get(dtype), feature)
     built = [
         {
             (kind[2] or 0, kind[3] or 0)
@@ -143,13 +157,13 @@ def built_dims(
     if fitting:
         return min(fitting, key=lambda dims: (sum(dims), dims))
     for name in passes:
-        find_variant(name, dtype, head_dim, value_dim, has_softcap, refuser)
+        find_variant(name, dtype, head_dim, value_dim, feature, refuser)
     raise AssertionError("a pair of dims that is built is wide enough for itself")
 
 
 @outside_compiled_graphs
 def check_supported(
-    q: Tensor, v: Tensor, softmax_scale: float, softcap: float, needs_grad: bool
+    q: Tensor, v: Tensor, softmax_scale: float, feature: Feature, needs_grad: bool
 ) -> tuple[int, int]:
     """Returns the dims of the kernels that serve a call, as `built_dims`.
 
@@ -159,7 +173,7 @@ def check_supported(
         raise NotImplementedError(
             f"backend='hopper' cannot use softmax_scale={softmax_scale} < 0; negate q and the scale"
         )
-    return _check_kind(q.device, q.dtype, q.shape[-1], v.shape[-1], softcap > 0, needs_grad)
+    return _check_kind(q.device, q.dtype, q.shape[-1], v.shape[-1], feature, needs_grad)
 
 
 @lru_cache(maxsize=256)  # what is refused raises, and is asked again
@@ -168,7 +182,7 @@ def _check_kind(
     dtype: torch.dtype,
     head_dim: int,
     value_dim: int,
-    has_softcap: bool,
+    feature: Feature,
     needs_grad: bool,
 ) -> tuple[int, int]:
     if device.type not in ON_DEVICES:
@@ -176,7 +190,7 @@ def _check_kind(
             f"backend='hopper' cannot compute on device={device}, only on CUDA devices of compute capability 9.0 "
             "(H100, H200, GH200); use backend='cpu' or 'reference', or 'emulated' for the kernels' source on a CPU"
         )
-    dims = built_dims(dtype, head_dim, value_dim, has_softcap, needs_grad)
+    dims = built_dims(dtype, head_dim, value_dim, feature, needs_grad)
     check_capability(device)
     return dims
 

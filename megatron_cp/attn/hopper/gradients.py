@@ -18,11 +18,11 @@ from megatron_cp.attn.hopper.launch import (
     SECTION_BYTES,
     TiledKernel,
     heads_per_section,
-    score_scales,
     section_bytes,
     tensor_map,
 )
 from megatron_cp.attn.hopper.row_stats import RowStats, stats_map
+from megatron_cp.attn.hopper.scores import Scores
 from megatron_cp.attn.hopper.worklist import TILE_COST
 from megatron_cp.kernels.params import BwdParams, BwdPostprocessParams, DqParams, TensorMap
 
@@ -47,14 +47,14 @@ class BackwardCall(NamedTuple):
     """`[Q, N, Hv]`, in the dtype of q."""
     stats: RowStats
     lists: BackwardList
-    softmax_scale: float
-    softcap: float
+    scores: Scores
 
     @property
     def kernels(self) -> GradientKernels:
         """Returns the kernels that the list was made for."""
         dims = self.q.shape[2], self.v.shape[2]
-        return find_gradient_kernels(self.q.dtype, *dims, self.softcap > 0, self.lists.dq_tiles > 0)
+        in_two = self.lists.dq_tiles > 0
+        return find_gradient_kernels(self.q.dtype, *dims, self.scores.feature, in_two)
 
     @property
     def group(self) -> int:
@@ -112,11 +112,10 @@ class BackwardCall(NamedTuple):
         params.heads_per_item, params.items_per_group = heads, self.group // heads
         params.heads_per_section = _items_per_section(heads * self.row_bytes, num_heads // heads)
         params.num_queries = num_queries
-        params.score_scale, params.cap, params.cap_scale = score_scales(
-            self.softmax_scale, self.softcap
-        )
-        params.softmax_scale = self.softmax_scale
+        params.score_scale, params.cap, params.cap_scale = self.scores.scales()
+        params.softmax_scale = self.scores.softmax_scale
         params.grads_are_float = dk.dtype == torch.float32
+        params.dropout = self.scores.dropout()
         return params
 
     def dq_params(self, kernel: TiledKernel, dq: Tensor) -> DqParams:
@@ -141,10 +140,11 @@ class BackwardCall(NamedTuple):
             heads_per_section(num_heads, num_kv_heads, num_keys, width),
             num_keys,
             stats.delta.shape[2],
-            *score_scales(self.softmax_scale, self.softcap),
+            *self.scores.scales(),
             1.0,
             dq.dtype == torch.float32,
             False,
+            self.scores.dropout(),
         )
 
     def _maps(self, kernel: TiledKernel) -> tuple[TensorMap, ...]:

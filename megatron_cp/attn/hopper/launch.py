@@ -17,15 +17,19 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron_cp.attn.hopper.checks import GradientKernels, check_layout, find_variant
+from megatron_cp.attn.hopper.checks import (
+    GradientKernels,
+    check_layout,
+    find_variant,
+)
 from megatron_cp.attn.hopper.device_lists import DeviceList
+from megatron_cp.attn.hopper.scores import Scores
 from megatron_cp.kernels import build, loading
 from megatron_cp.kernels.driver import BFLOAT16, FLOAT16, FLOAT32, Driver, driver
 from megatron_cp.kernels.params import FwdParams, TensorMap
 
 # Q query rows, K key rows, N query heads, G kv heads, H head dim, Hv value head dim
 
-LOG2_E = math.log2(math.e)
 PANEL_BYTES = 128  # of one row of a box: 64 columns of a 16-bit type, 32 of float
 PANEL = 64
 SECTION_BYTES = (
@@ -34,7 +38,6 @@ SECTION_BYTES = (
 _is_head_by_head: ContextVar[bool] = ContextVar("megatron_cp_head_by_head", default=False)
 MAX_STREAMS = 256  # per device; each has a pair of work counters
 COUNTER_BYTES = 128  # a cache line per pair
-TINY_SCALE = 1e-30  # stands for softmax_scale = 0, with which masked scores would be -inf * 0
 MAX_TENSOR_MAPS = 4096
 BLOCKS_PER_SM = 8  # of kernels that only stream rows
 DTYPE_CODES = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.float32: FLOAT32}
@@ -136,7 +139,7 @@ def launch_forward(
     tensors: tuple[Tensor, Tensor, Tensor],
     lists: DeviceList,
     sink_N: Tensor | None,
-    scales: tuple[float, float],
+    scores: Scores,
     results: tuple[Tensor, Tensor],
     *,
     accumulate: bool,
@@ -145,7 +148,7 @@ def launch_forward(
 ) -> None:
     """Fills `results = (out [Q, N, Hv], lse [Q, N])` from (q, k, v) on the current stream of their device.
 
-    `scales` are softmax_scale and softcap. With `accumulate` the results are merged onto what they hold; without it,
+    With `accumulate` the results are merged onto what they hold; without it,
     `max_logits` (float32, contiguous) is raised to the largest logit of each head. `sm_share` of the multiprocessors
     stays free for transfers.
     """
@@ -156,13 +159,13 @@ def launch_forward(
     q_QNH, _, v_KGH = tensors
     device = q_QNH.device.index or 0
     dims = (q_QNH.shape[2], v_KGH.shape[2])
-    variant = find_variant("forward", q_QNH.dtype, *dims, scales[1] > 0)
+    variant = find_variant("forward", q_QNH.dtype, *dims, scores.feature)
     if accumulate:  # results of its own making are in order
         check_layout("out", out_QNH)
     with device_guard(device):
         kernel = load_kernel(variant.name, device)
         stream = raw_stream(device)
-        params = forward_params(kernel, tensors, lists, sink_N, scales, results)
+        params = forward_params(kernel, tensors, lists, sink_N, scores, results)
         params.max_logits = max_logits_address(max_logits_N, accumulate)
         pair = counters(device, stream)
         params.counters, params.accumulate = pair.address, accumulate
@@ -187,7 +190,7 @@ def forward_params(
     tensors: tuple[Tensor, Tensor, Tensor],
     lists: DeviceList,
     sink_N: Tensor | None,
-    scales: tuple[float, float],
+    scores: Scores,
     results: tuple[Tensor, Tensor],
 ) -> FwdParams:
     """Returns the kernel's parameters without counters and largest logits, for results that hold nothing yet."""
@@ -215,9 +218,10 @@ def forward_params(
         num_kv_heads,
         heads_per_section(num_heads, num_kv_heads, num_keys, head_dim + value_dim),
         num_keys,
-        *score_scales(*scales),
+        *scores.scales(),
         out_QNH.dtype == torch.float32,
         False,
+        scores.dropout(),
     )
 
 
@@ -236,14 +240,6 @@ def fill_without_keys(
     if not accumulate:
         out_QNH.zero_()
         lse_QN.fill_(-torch.inf) if sink_N is None else lse_QN.copy_(sink_N.expand_as(lse_QN))
-
-
-def score_scales(softmax_scale: float, softcap: float) -> tuple[float, float, float]:
-    """Returns `score_scale, cap, cap_scale` as params.h defines them."""
-    scale = softmax_scale or TINY_SCALE
-    if not softcap:
-        return scale * LOG2_E, 0.0, 0.0
-    return 1.0, softcap * LOG2_E, 2 * LOG2_E * scale / softcap
 
 
 def heads_per_section(num_heads: int, num_kv_heads: int, num_keys: int, columns: int) -> int:

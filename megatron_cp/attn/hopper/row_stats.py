@@ -9,12 +9,12 @@ from torch import Tensor
 
 from megatron_cp.attn.hopper.checks import find_variant, is_readable
 from megatron_cp.attn.hopper.launch import (
-    LOG2_E,
     TiledKernel,
     find_map,
     launch_rows,
     remember_map,
 )
+from megatron_cp.attn.hopper.scores import LOG2_E
 from megatron_cp.kernels.driver import FLOAT32
 from megatron_cp.kernels.params import BwdPreprocessParams, TensorMap
 

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 from megatron_cp.attn import reference
+from megatron_cp.attn.dropout import Dropout, key_words, row_words, seeds_of_heads
+from megatron_cp.attn.features import Feature
 from megatron_cp.attn.hopper.checks import (
     DTYPES,
     find_gradient_kernels,
@@ -35,6 +37,7 @@ from megatron_cp.mask import AttentionMask, documents, sliding_window
 
 TEST_VERSION = 2  # of the cases below: verdicts of others are not asked
 NUM_HEADS, NUM_KV_HEADS = 4, 2
+DROPOUT = 0.3
 # Of a row's result, in eps of its type: about twice what the emulated kernels reach over all variants (.26 to .55). One
 # key too many in a row of 400 moves it by 5 %, six times the limit in bf16.
 MAX_ROW_ERROR_IN_EPS = 1.0
@@ -81,7 +84,7 @@ class Kind:
     dtype: torch.dtype
     head_dim: int
     value_dim: int
-    has_softcap: bool
+    feature: Feature
     needs_grad: bool
 
 
@@ -148,8 +151,8 @@ def all_kinds() -> list[Kind]:
     """Returns every kind of call that has kernels for both passes."""
     dtypes = {name: dtype for dtype, name in DTYPES.items()}
     return [
-        Kind(dtypes[name], head_dim, value_dim, has_softcap, needs_grad=True)
-        for name, head_dim, value_dim, has_softcap in forward_variants()
+        Kind(dtypes[name], head_dim, value_dim, feature, needs_grad=True)
+        for name, head_dim, value_dim, feature in forward_variants()
     ]
 
 
@@ -198,8 +201,10 @@ def _compared(
     q = draw(mask.num_queries, NUM_HEADS, kind.head_dim)
     k = draw(mask.num_keys, NUM_KV_HEADS, kind.head_dim)
     v = draw(mask.num_keys, NUM_KV_HEADS, kind.value_dim)
-    softcap = 5.0 if kind.has_softcap else 0.0
+    softcap = 5.0 if kind.feature == "softcap" else 0.0
     options = AttendOptions(kind.head_dim**-0.5, softcap, "reference", sm_share=sm_share)
+    if kind.feature == "dropout":
+        options = replace(options, dropout_p=DROPOUT, dropout=_dropout(q, k))
     q_f64, k_f64, v_f64 = q.double(), k.double(), v.double()
     logits = torch.full((NUM_HEADS,), -math.inf, dtype=torch.float64, device=device)
     found_logits = logits.float()
@@ -228,6 +233,12 @@ def _compared(
             yield _judged(what, _row_error(result, expected), limit)
 
 
+def _dropout(q: Tensor, k: Tensor) -> Dropout:
+    seeds = seeds_of_heads(torch.tensor([1], device=q.device), torch.arange(NUM_HEADS).to(q.device))
+    places = (torch.arange(len(x), device=q.device) for x in (q, k))
+    return Dropout(DROPOUT, row_words(seeds, next(places)), key_words(next(places)))
+
+
 def _in_two_parts(
     passes: Passes,
     tensors: tuple[Tensor, Tensor, Tensor],
@@ -237,12 +248,23 @@ def _in_two_parts(
     """Returns `(out, lse)` over halves of the keys, merged row by row in another order."""
     q, k, v = tensors
     half = len(k) // 2
-    out, lse = passes.forward(q, k[:half], v[:half], mask.crop(k=(0, half)), options)
-    part = passes.forward(q, k[half:], v[half:], mask.crop(k=(half, len(k))), options)
+    out, lse = passes.forward(
+        q, k[:half], v[:half], mask.crop(k=(0, half)), _of_keys(options, slice(0, half))
+    )
+    part = passes.forward(
+        q, k[half:], v[half:], mask.crop(k=(half, len(k))), _of_keys(options, slice(half, len(k)))
+    )
     order = torch.arange(len(q) - 1, -1, -1, device=q.device)
     rows_of_part = [x[order].contiguous() for x in part]
     passes.merge_rows_(out, lse, order, *rows_of_part)
     return out, lse
+
+
+def _of_keys(options: AttendOptions, keys: slice) -> AttendOptions:
+    dropout = options.dropout
+    if dropout is None:
+        return options
+    return replace(options, dropout=replace(dropout, key_words=dropout.key_words[keys]))
 
 
 def _judged(result: str, error: float, limit: float) -> Verdict:
@@ -265,7 +287,7 @@ def _row_error(actual: Tensor, exact: Tensor) -> float:
 def _key(kind: Kind, device: torch.device) -> str:
     """Returns a name for GPU, driver and the very machine code: any other gets a test of its own."""
     properties = torch.cuda.get_device_properties(device)
-    asked = (kind.dtype, kind.head_dim, kind.value_dim, kind.has_softcap)
+    asked = (kind.dtype, kind.head_dim, kind.value_dim, kind.feature)
     variants = [find_variant("forward", *asked)]
     if kind.needs_grad:
         both = [find_gradient_kernels(*asked, deterministic) for deterministic in (False, True)]
