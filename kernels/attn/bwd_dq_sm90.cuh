@@ -189,12 +189,11 @@ struct DqConsumer {
         }
     }
 
-    // What dropout keeps of the tile that is `ahead` further on than `keys`.
-    MCP_DEVICE VisiblePairs kept_keys(FragmentPlace place, i32 ahead) const {
-        if constexpr (!Traits::kDropout) return {};
+    // Marks what dropout drops of the tile that is `ahead` further on than `keys`.
+    MCP_DEVICE void mark(Scores& probs, FragmentPlace place, i32 ahead) const {
         const i32 first = keys.first() - ahead * Traits::kBlockN + place.column;
-        return kept_pairs<Traits::kBlockN / 4, false>(words, params.dropout.key_words + first,
-                                                      params.dropout.threshold);
+        mark_dropped<false>(probs, words, params.dropout.key_words + first,
+                            params.dropout.threshold);
     }
 
     // One key tile; the product of the one before is still in flight, unless it is the first.
@@ -207,20 +206,24 @@ struct DqConsumer {
         issue_a_bt<T>(dp, shared.dout(), consumer * 64, shared.values(values_at.stage));
         VisiblePairs visible;
         if constexpr (kMasked) visible = visible_pairs<Traits::kBlockN / 4>(keys.bounds(), place);
-        const VisiblePairs kept = kept_keys(place, ahead);
         ptx::wgmma_wait<2>();
         ptx::wgmma_pin(dq);
         if (!is_first) release(shared.key_ring, multiplied_at);
         ptx::wgmma_wait<1>();
         ptx::wgmma_pin(scores);
         to_weights(scores);
+        if constexpr (Traits::kDropout) mark(scores, place, ahead);
         ptx::wgmma_wait<0>();
         ptx::wgmma_pin(dp);
         release(shared.value_ring, values_at);
-        if constexpr (Traits::kDropout) drop(dp, kept, params.dropout.scale);
         MCP_UNROLL
-        for (int i = 0; i < Traits::kBlockN / 2; i++)
+        for (int i = 0; i < Traits::kBlockN / 2; i++) {
+            if constexpr (Traits::kDropout) {
+                dp[i] = after_dropout(scores[i], dp[i], params.dropout.scale);
+                scores[i] = ptx::abs(scores[i]);
+            }
             dp[i] = (dp[i] - delta[i / 2 % 2]) * scores[i];
+        }
         // What is hidden may be NaN in dP: v may hold anything there.
         if constexpr (kMasked) apply_mask(dp, visible, 0.0f);
         pack<T>(ds_16, dp);

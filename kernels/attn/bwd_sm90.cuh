@@ -72,11 +72,9 @@ struct BwdConsumer {
         if constexpr (Traits::kDropout) query_head = head;
     }
     // Not before the probabilities are known: the registers that held lse are free then.
-    MCP_DEVICE VisiblePairs kept_queries(i32 first, const float (&probs)[kScores]) const {
-        if constexpr (!Traits::kDropout) return {};
+    MCP_DEVICE void mark(float (&probs)[kScores], i32 first) const {
         const i32* const words = words_of_head(params.dropout, query_head) + first;
-        return kept_pairs<kScores / 2, true>(key_words, hold_address(words, probs),
-                                             params.dropout.threshold);
+        mark_dropped<true>(probs, key_words, hold_address(words, probs), params.dropout.threshold);
     }
 
     // The gradients through one query tile.
@@ -104,19 +102,21 @@ struct BwdConsumer {
         } else {
             to_probabilities(scores, row_lse, params.score_scale);
         }
+        if constexpr (Traits::kDropout) mark(scores, first_query + place.column);
         if constexpr (kMasked) {
             apply_mask(scores, visible_pairs<kScores / 2>(queries.bounds(), place), 0.0f);
         }
-        const VisiblePairs kept = kept_queries(first_query + place.column, scores);
         if constexpr (!Traits::kSoftcap) {
             load_row_stats(row_delta, hold_address(delta, scores));
             ptx::wgmma_wait<0>();
             ptx::wgmma_pin(dp);
-            if constexpr (Traits::kDropout) drop(dp, kept, params.dropout.scale);
-            subtract_delta(dp, row_delta);
+            if constexpr (!Traits::kDropout) subtract_delta(dp, row_delta);
         }
-        to_score_gradients(scores, dp);
-        if constexpr (Traits::kDropout) drop(scores, kept, params.dropout.scale);
+        if constexpr (Traits::kDropout) {
+            to_score_gradients_with_dropout(scores, dp, row_delta, params.dropout.scale);
+        } else {
+            to_score_gradients(scores, dp);
+        }
         // Both at the end: packed probabilities beside unpacked gradients would cost registers that
         // are not there.
         pack<T>(probs_16, scores);

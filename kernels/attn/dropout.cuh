@@ -1,6 +1,5 @@
-// Attention dropout: which pairs are kept, a hash of a word of the query row and one of the key, as
-// megatron_cp/attn/dropout.py defines it. Only that the hash is taken in another place differs
-// between the passes: forward and dq have rows of queries, dk and dv rows of keys.
+// Attention dropout. A hash of a word of the query row and a word of the key says whether a pair is
+// kept, as megatron_cp/attn/dropout.py defines it: the same in every pass, whoever computes it.
 #pragma once
 
 #include <mcp/fragment.cuh>
@@ -35,19 +34,27 @@ struct RowWords {
     }
 };
 
-// The pairs of the thread that are kept, as VisiblePairs: of columns 0, 1, 8, 9, ..., whose words
-// begin at `words`. kRowsAreKeys: in the transposed passes.
-template <int kColumns, bool kRowsAreKeys>
+// Whether register `i` of the thread's fragment is kept; `word` is that of its column.
+// kRowsAreKeys: in the transposed passes.
+template <bool kRowsAreKeys>
+MCP_DEVICE bool keeps(const RowWords& rows, int i, u32 word, i32 threshold) {
+    const u32 row = rows.of[i / 2 % 2];
+    return kRowsAreKeys ? is_kept(word, row, threshold) : is_kept(row, word, threshold);
+}
+MCP_DEVICE u32 word_of_column(const i32* words, int i) {
+    return static_cast<u32>(ptx::load_constant_i32(words + 8 * (i / 4) + i % 2));
+}
+
+// The pairs of the thread that are kept, as VisiblePairs: of columns whose words begin at `words`.
+template <int kColumns>
 MCP_DEVICE VisiblePairs kept_pairs(const RowWords& rows, const i32* words, i32 threshold) {
     VisiblePairs kept;
     MCP_UNROLL
     for (int i = 0; i < kColumns; i++) {
-        const u32 word = static_cast<u32>(ptx::load_constant_i32(words + 8 * (i / 2) + i % 2));
+        const u32 word = word_of_column(words, i / 2 * 4 + i % 2);
         MCP_UNROLL
         for (int half = 0; half < 2; half++) {
-            const u32 row = rows.of[half];
-            const bool is =
-                kRowsAreKeys ? is_kept(word, row, threshold) : is_kept(row, word, threshold);
+            const bool is = is_kept(rows.of[half], word, threshold);
             kept.row[half] |= static_cast<u32>(is) << i;
         }
     }
@@ -56,10 +63,41 @@ MCP_DEVICE VisiblePairs kept_pairs(const RowWords& rows, const i32* words, i32 t
 
 // What is kept is multiplied by 1 / (1 - rate), the rest becomes 0.
 template <int kSize>
-MCP_DEVICE void drop(float (&values)[kSize], const VisiblePairs& kept, float scale) {
+MCP_DEVICE void drop(float (&probs)[kSize], const VisiblePairs& kept, float scale) {
     MCP_UNROLL
-    for (int i = 0; i < kSize; i++) values[i] *= scale;
-    apply_mask(values, kept, 0.0f);
+    for (int i = 0; i < kSize; i++) probs[i] *= scale;
+    apply_mask(probs, kept, 0.0f);
+}
+
+// In the backward pass probabilities are wanted whole and dropped. One that is dropped becomes
+// negative: no register is held for it until the gradients are there.
+template <bool kRowsAreKeys, int kSize>
+MCP_DEVICE void mark_dropped(float (&probs)[kSize],
+                             const RowWords& rows,
+                             const i32* words,
+                             i32 threshold) {
+    MCP_UNROLL
+    for (int i = 0; i < kSize; i++) {
+        const bool kept = keeps<kRowsAreKeys>(rows, i, word_of_column(words, i), threshold);
+        probs[i] = kept ? probs[i] : -probs[i];
+    }
+}
+// What a value of a marked probability is after dropout; that of NaN is kept.
+MCP_DEVICE float after_dropout(float marked, float value, float scale) {
+    return marked <= 0.0f ? 0.0f : value * scale;
+}
+// dp, the gradient of what was dropped, -> ds, and marked probabilities -> dropped ones.
+template <int kSize>
+MCP_DEVICE void to_score_gradients_with_dropout(float (&marked)[kSize],
+                                                float (&dp)[kSize],
+                                                const f32x2 (&delta)[kSize / 4],
+                                                float scale) {
+    MCP_UNROLL
+    for (int i = 0; i < kSize; i++) {
+        const float d = i % 2 ? delta[i / 4].y : delta[i / 4].x;
+        dp[i] = (after_dropout(marked[i], dp[i], scale) - d) * ptx::abs(marked[i]);
+        marked[i] = after_dropout(marked[i], marked[i], scale);
+    }
 }
 
 }  // namespace mcp::attn

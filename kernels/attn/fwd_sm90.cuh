@@ -245,12 +245,13 @@ struct Consumer {
         softmax.template step<kMasked>(scores, params.score_scale, rescale);
     }
 
-    // What dropout keeps of the tile that is `ahead` further on than `keys`.
+    // What dropout keeps of the tile that is `ahead` further on than `keys`: found while its scores
+    // are multiplied.
     MCP_DEVICE VisiblePairs kept_keys(FragmentPlace place, i32 ahead) const {
         if constexpr (!Traits::kDropout) return {};
         const i32 first = keys.first() - ahead * Traits::kBlockN + place.column;
-        return kept_pairs<Traits::kBlockN / 4, false>(words, params.dropout.key_words + first,
-                                                      params.dropout.threshold);
+        return kept_pairs<Traits::kBlockN / 4>(words, params.dropout.key_words + first,
+                                               params.dropout.threshold);
     }
     MCP_DEVICE void drop_some(Scores& probs, const VisiblePairs& kept) const {
         if constexpr (Traits::kDropout) drop(probs, kept, params.dropout.scale);

@@ -39,6 +39,9 @@ MCP_DEVICE float min_or_nan(float a, float b) {
     asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
     return y;
 }
+MCP_DEVICE float abs(float x) {
+    return fabsf(x);
+}
 MCP_DEVICE i32 max(i32 a, i32 b) {
     return a > b ? a : b;
 }

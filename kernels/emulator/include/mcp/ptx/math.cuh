@@ -46,6 +46,9 @@ MCP_DEVICE float max(float a, float b) {
 MCP_DEVICE float min_or_nan(float a, float b) {
     return a < b || std::isnan(a) ? a : b;
 }
+MCP_DEVICE float abs(float x) {
+    return std::fabs(x);
+}
 MCP_DEVICE i32 max(i32 a, i32 b) {
     return a > b ? a : b;
 }
