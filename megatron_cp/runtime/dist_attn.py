@@ -290,7 +290,7 @@ def _enter(
         tuple(itertools.islice(entered, len(x)))
         for x in ((*queries, *row_words), tensors, key_words)
     )
-    return rows, (*held, *(x[:, :1].contiguous() for x in its_words))
+    return rows, (*held, *(x[:, :1].clone() for x in its_words))
 
 
 def _leave(rank_pass: RankPass, tensors: Rows, whole: tuple[tuple[int, torch.dtype], ...]) -> Rows:

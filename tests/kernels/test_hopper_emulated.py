@@ -8,10 +8,13 @@ import torch
 
 from megatron_cp import mask as masks
 from megatron_cp.attn import attend
+from megatron_cp.attn.hopper import backend as hopper
 from megatron_cp.attn.hopper.checks import find_variant, forward_variants
+from megatron_cp.attn.options import AttendOptions
 from tests.attn.on_host import draw, host_device, operators_on_cpu
 from tests.closeness import assert_within_budget
 from tests.kernels.emulated_driver import EmulatedDriver
+from tests.kernels.features import of_oracle, wishes, with_feature
 from tests.oracles.attention import exact_attention, plain_attention
 
 # Every kind of slice, one-token documents, lengths around a tile, rows and keys in no slice.
@@ -99,6 +102,42 @@ def test_softcap():
     dout = torch.randn(300, 3, 128, generator=torch.Generator().manual_seed(7)).bfloat16()
     made = _gradients(tensors, dout, EmulatedDriver(), softcap=2.0, softmax_scale=0.2)
     _assert_within_budget(made, tensors, dout, softcap=2.0, softmax_scale=0.2)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_dropout(head_dim, deterministic):
+    tensors = draw(300, 280, (4, 2), (head_dim, head_dim), torch.bfloat16)
+    dout = torch.randn(300, 4, head_dim, generator=torch.Generator().manual_seed(7)).bfloat16()
+    options = {"deterministic": deterministic, **wishes("dropout")}
+    made = _gradients(tensors, dout, EmulatedDriver(), **options)
+    _assert_within_budget(made, tensors, dout, **of_oracle("dropout", *tensors[:2]))
+
+
+def test_dropout_of_parts_of_the_keys_is_that_of_the_whole():
+    """As stages call it: onto an earlier result, and onto earlier gradients."""
+    q, k, v = draw(300, 280, (4, 2), (128, 128), torch.bfloat16)
+    dout = torch.randn(300, 4, 128, generator=torch.Generator().manual_seed(7)).bfloat16()
+    plain = AttendOptions(128**-0.5, 0.0, "hopper")
+    known = of_oracle("dropout", q, k)
+    exact = exact_attention(q, k, v, MASK.to_dense(), dout=dout, **known)
+    lse, delta = exact.lse.float(), (dout.double() * exact.out).sum(-1).float()
+    out = found_lse = dq = None
+    dk, dv = [], []
+    with host_device(EmulatedDriver()), torch.no_grad():
+        for keys in (slice(0, 130), slice(130, 280)):
+            options = with_feature(plain, "dropout", q, k, keys)
+            asked = (k[keys], v[keys], MASK.crop(k=(keys.start, keys.stop)), options)
+            if out is None:
+                out, found_lse = hopper.forward(q, *asked)
+            else:
+                hopper.forward_onto_(out, found_lse, q, *asked)
+            rows = (dout, q, k[keys], v[keys], lse, delta)
+            dq, *of_keys = hopper.backward_onto_(dq, *rows, *asked[2:])
+            dk.append(of_keys[0])
+            dv.append(of_keys[1])
+    made = (out, found_lse, dq * plain.softmax_scale, torch.cat(dk), torch.cat(dv))
+    _assert_within_budget(made, (q, k, v), dout, **known)
 
 
 def test_nan_in_rows_of_no_slice_reaches_no_result():

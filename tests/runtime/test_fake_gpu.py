@@ -4,6 +4,7 @@ Attention is a stand-in that allocates its results; everything around it is the 
 metered is what torch does between the kernels, in bytes; a kernel's own traffic is not in it.
 """
 
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import megatron_cp as mcp
+from megatron_cp.attn.hopper.scores import ROOM, Scores
 from megatron_cp.attn.options import AttendOptions
 from megatron_cp.plan import PLANNERS
 from megatron_cp.plan.hardware.cost import compute_seconds
@@ -26,6 +28,7 @@ OPTIONS = AttendOptions(0.1, backend="hopper")
 
 def _result(q, k, v, mask, options, max_logits=None):
     assert q.device == k.device == v.device == CUDA
+    _check_words(q, k, options)
     assert (len(q), len(k)) == (mask.num_queries, mask.num_keys)
     out = q.new_empty((*q.shape[:2], v.shape[2]), dtype=torch.float32)
     return out, q.new_empty(q.shape[:2], dtype=torch.float32)
@@ -44,7 +47,17 @@ def _merge(out, lse, rows, part_out, part_lse):
         part.add(part)
 
 
+def _check_words(q, k, options):
+    """As a kernel with dropout reads them."""
+    words = Scores.of(options).words
+    assert (words is not None) == (options.dropout_p > 0)
+    if words is not None:
+        assert words.rows.device == words.keys.device == CUDA
+        assert words.rows.shape == (q.shape[1], len(q) + ROOM) and len(words.keys) == len(k) + ROOM
+
+
 def _gradients(dq, dout, q, k, v, lse, delta, mask, options):
+    _check_words(q, k, options)
     assert dout.shape == (*q.shape[:2], v.shape[2]) and lse.shape == delta.shape == q.shape[:2]
     grads = [x.new_empty(x.shape, dtype=torch.float32) for x in (q, k, v)]
     assert dq is None or dq.shape == q.shape
@@ -57,7 +70,7 @@ def in_a_fresh_process():
         yield call
 
 
-def metered(plan, rank, num_ranks):
+def metered(plan, rank, num_ranks, dropout_p=0.0):
     """Returns what a forward and a backward pass of one rank met: (waits, bytes, bytes by operator) of each."""
     q_shape = (plan.tokens_per_rank, HEADS, HEAD_DIM)
     with (
@@ -71,11 +84,15 @@ def metered(plan, rank, num_ranks):
         k = torch.empty(q_shape[0], KV_HEADS, HEAD_DIM, device=CUDA, dtype=torch.bfloat16)
         v = k.clone()
         session = open_session(plan, group, CUDA)
+        options = OPTIONS
+        if dropout_p:
+            seeds = torch.zeros(HEADS, dtype=torch.int64, device=CUDA)
+            options = replace(OPTIONS, dropout_p=dropout_p, dropout_seeds=seeds)
         with Meter() as forward:
-            out, lse = dist_attn.forward_pass(q, (k, v), None, session, OPTIONS)
+            out, lse = dist_attn.forward_pass(q, (k, v), None, session, options)
         delta = lse.clone()
         with Meter() as backward:
-            dist_attn.backward_pass(out, q, (k, v), lse, delta, session, OPTIONS)
+            dist_attn.backward_pass(out, q, (k, v), lse, delta, session, options)
     return [(meter.waits, meter.bytes, meter.by_operator) for meter in (forward, backward)]
 
 
@@ -95,8 +112,9 @@ def config_of(planner):
 def test_nothing_waits_for_the_gpu_and_no_two_devices_meet(in_a_fresh_process, planner):
     mask = mcp.mask.documents(document_lengths(16_384, seed=1), "causal")
     plan = mcp.make_plan(mask, 8, config_of(planner))
-    for waits, num_bytes, _ in in_a_fresh_process(metered, plan, 3, 8):
-        assert waits == [] and num_bytes > 0
+    for dropout_p in (0.0, 0.1):
+        for waits, num_bytes, _ in in_a_fresh_process(metered, plan, 3, 8, dropout_p):
+            assert waits == [] and num_bytes > 0
 
 
 BUDGETS = {"documents": 0.12, "causal": 0.04}  # of forward attention at its predicted time
