@@ -289,7 +289,6 @@ PROGRAM = (
     ProgramCase(OTHER, "--cp-rank-speeds 1,half", ("'1,half'", "numbers with commas")),
     ProgramCase(OTHER, "--cp-rank-speeds 1,1,0.5 --context-parallel-size 2", ("3 for cp_size=2", "give 2 numbers")),
     ProgramCase(OTHER, "--cp-backend hopper", ("'hopper'", "cpu")),
-    ProgramCase(OTHER, "--cp-backend emulated --attention-dropout 0.1", ("'emulated' has no dropout", "cpu")),
     ProgramCase(OTHER, "--spec os system", ("os system", "--allow-custom-spec")),
     ProgramCase(OTHER, "--contxt-parallel-size 2", ("--contxt-parallel-size", "--context-parallel-size")),
     ProgramCase(OTHER, "--save /proc/none", ("--save /proc/none", "folder")),
