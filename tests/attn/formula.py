@@ -3,13 +3,14 @@
 The package's backward pass is *defined* on a stored lse: p = exp(s - lse). A float32 lse near 8 is off by
 up to 2.4e-7, and so is every p relative to itself; the dense oracle, which never stores lse, has no such
 error. `stored_lse_attention` is that definition in a dozen lines of torch, computed in the dtype of its
-inputs; it shares no code with the package.
+inputs; it shares no code with the package. (`attend_with_gradients` calls what is tested.)
 
 `sizes` are the magnitudes at which results are rounded: sums of absolute terms, from float64.
 """
 
 import torch
 
+from megatron_cp.attn import attend
 from tests.closeness import assert_within_budget
 from tests.oracles.attention import AttentionResult, exact_attention
 
@@ -104,3 +105,17 @@ def random_case(num_queries, num_keys, heads, head_dims, dtype, *, seed=0, sink=
     if sink:
         arguments["sink"] = normal(num_heads)
     return inputs, arguments
+
+
+def attend_with_gradients(inputs, mask, arguments, **options):
+    """Returns (out, lse, dq, dk, dv[, dsink]); rows without keys have no lse to differentiate."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    sink = arguments.get("sink")
+    if sink is not None:
+        sink = sink.detach().clone().requires_grad_()
+        leaves.append(sink)
+    out, lse = attend(*leaves[:3], mask, sink=sink, **options)
+    dlse = arguments["dlse"].to(lse.dtype)
+    finite_lse = lse.masked_fill(~torch.isfinite(lse), 0.0)
+    loss = (out * arguments["dout"]).sum(dtype=lse.dtype) + (finite_lse * dlse).sum()
+    return (out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves))

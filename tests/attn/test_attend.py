@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_cp import mask as masks
 from megatron_cp.attn import attend
-from tests.attn.formula import assert_attention, random_case
+from tests.attn.formula import assert_attention, attend_with_gradients, random_case
 from tests.strategies import attention_masks, document_lengths
 
 BACKENDS = ("reference", "cpu")
@@ -16,25 +16,11 @@ HEADS = ((2, 2), (4, 2), (3, 1), (1, 1))
 HEAD_DIMS = ((8, 8), (5, 9), (16, 3))
 
 
-def _attend_with_gradients(inputs, mask, arguments, **options):
-    """Returns (out, lse, dq, dk, dv[, dsink]); rows without keys have no lse to differentiate."""
-    leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    sink = arguments.get("sink")
-    if sink is not None:
-        sink = sink.detach().clone().requires_grad_()
-        leaves.append(sink)
-    out, lse = attend(*leaves[:3], mask, sink=sink, **options)
-    dlse = arguments["dlse"].to(lse.dtype)
-    finite_lse = lse.masked_fill(~torch.isfinite(lse), 0.0)
-    loss = (out * arguments["dout"]).sum(dtype=lse.dtype) + (finite_lse * dlse).sum()
-    return (out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves))
-
-
 def _check(mask, dense, heads, head_dims, dtype, backend, *, sink=False, seed=0, **options):
     inputs, arguments = random_case(
         mask.num_queries, mask.num_keys, heads, head_dims, dtype, seed=seed, sink=sink
     )
-    actual = _attend_with_gradients(inputs, mask, arguments, backend=backend, **options)
+    actual = attend_with_gradients(inputs, mask, arguments, backend=backend, **options)
     assert actual[0].dtype == dtype
     assert actual[1].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert_attention(actual, inputs, dense, plain_dtype=dtype, **arguments, **options)
@@ -111,7 +97,7 @@ def test_large_scores_neither_overflow_nor_lose_accuracy(backend):
     inputs, arguments = random_case(37, 41, (2, 2), (8, 8), torch.float32)
     inputs = (inputs[0] * 30, inputs[1] * 30, inputs[2])
     mask, dense = masks.causal(37, 41), _banded(37, 41, -41, 4)
-    actual = _attend_with_gradients(inputs, mask, arguments, backend=backend)
+    actual = attend_with_gradients(inputs, mask, arguments, backend=backend)
     assert all(torch.isfinite(x).all() for x in actual)
     assert_attention(actual[:2], inputs, dense, plain_dtype=torch.float32, **arguments)
 
@@ -153,10 +139,10 @@ def test_rows_outside_every_slice_influence_nothing_even_as_nan(backend, softcap
     dense = torch.as_tensor(mask.to_dense())
     inputs, arguments = random_case(64, 80, (4, 2), (8, 6), torch.float32)
     options = {"backend": backend, "softcap": softcap}
-    clean = _attend_with_gradients(inputs, mask, arguments, **options)
+    clean = attend_with_gradients(inputs, mask, arguments, **options)
     q, k, v = (x.clone() for x in inputs)
     q[~dense.any(1)], k[~dense.any(0)], v[~dense.any(0)] = torch.nan, torch.nan, torch.nan
-    dirty = _attend_with_gradients((q, k, v), mask, arguments, **options)
+    dirty = attend_with_gradients((q, k, v), mask, arguments, **options)
     for a, b in zip(clean, dirty, strict=True):
         assert torch.equal(a, b)
     assert torch.equal(clean[0][~dense.any(1)], torch.zeros_like(clean[0][~dense.any(1)]))
@@ -171,7 +157,7 @@ def test_a_mask_without_pairs_gives_zero_and_minus_infinity(backend, shape):
     num_queries, num_keys = shape
     mask = masks.from_slices(num_queries, num_keys, [])
     inputs, arguments = random_case(num_queries, num_keys, (2, 1), (4, 3), torch.float32)
-    out, lse, *gradients = _attend_with_gradients(inputs, mask, arguments, backend=backend)
+    out, lse, *gradients = attend_with_gradients(inputs, mask, arguments, backend=backend)
     assert torch.equal(out, torch.zeros(num_queries, 2, 3))
     assert torch.equal(lse, torch.full((num_queries, 2), -torch.inf))
     for gradient, x in zip(gradients, inputs, strict=True):
@@ -184,9 +170,9 @@ def test_a_mask_without_pairs_gives_zero_and_minus_infinity(backend, shape):
 def test_every_run_gives_the_same_bits(backend, dtype, heads):
     mask = masks.documents([130, 1, 77, 200], ["causal", "full", ("window", 33), "causal"])
     inputs, arguments = random_case(408, 408, heads, (16, 16), dtype, sink=True)
-    first = _attend_with_gradients(inputs, mask, arguments, backend=backend)
+    first = attend_with_gradients(inputs, mask, arguments, backend=backend)
     for _ in range(3):
-        again = _attend_with_gradients(inputs, mask, arguments, backend=backend)
+        again = attend_with_gradients(inputs, mask, arguments, backend=backend)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 

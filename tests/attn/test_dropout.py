@@ -21,24 +21,11 @@ from megatron_cp.attn.dropout import (
     threshold,
 )
 from megatron_cp.attn.flash import checks as flash_checks
-from tests.attn.formula import assert_attention, random_case
+from tests.attn.formula import assert_attention, attend_with_gradients, random_case
 from tests.oracles.dropout import GOLDEN, dropout_factors
 from tests.strategies import attention_masks
 
 SEED = 0x1234_5678_9ABC_DEF1
-
-
-def attend_with_gradients(inputs, mask, arguments, **options):
-    leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    sink = arguments.get("sink")
-    if sink is not None:
-        sink = sink.detach().clone().requires_grad_()
-        leaves.append(sink)
-    out, lse = attend(*leaves[:3], mask, sink=sink, **options)
-    dlse = arguments["dlse"].to(lse.dtype)
-    finite_lse = lse.masked_fill(~torch.isfinite(lse), 0.0)
-    loss = (out * arguments["dout"]).sum(dtype=lse.dtype) + (finite_lse * dlse).sum()
-    return (out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves))
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])

@@ -89,17 +89,7 @@ def forward(
     `max_logits` float32 is raised, in place, to the largest scaled and capped logit of each head.
     """
     results = _allocate(q_QNH, v_KGH, torch.float32)
-    lists = _work_list(q_QNH, v_KGH, mask, options)
-    launch_forward(
-        unrepeated(q_QNH, k_KGH, v_KGH),
-        lists,
-        None,
-        Scores.of(options),
-        results,
-        accumulate=False,
-        max_logits_N=max_logits_N,
-        sm_share=options.sm_share,
-    )
+    _run_forward((q_QNH, k_KGH, v_KGH), mask, options, results, False, max_logits_N)
     return results
 
 
@@ -123,14 +113,26 @@ def forward_onto_(
         part = forward(q_QNH, k_KGH, v_KGH, mask, options, max_logits_N)
         merge_rows_(out_QNH, lse_QN, None, *part)
         return
-    lists = _work_list(q_QNH, v_KGH, mask, options)
+    _run_forward((q_QNH, k_KGH, v_KGH), mask, options, (out_QNH, lse_QN), True)
+
+
+def _run_forward(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    mask: AttentionMask,
+    options: AttendOptions,
+    results: tuple[Tensor, Tensor],
+    accumulate: bool,
+    max_logits_N: Tensor | None = None,
+) -> None:
+    lists = _work_list(tensors[0], tensors[2], mask, options)
     launch_forward(
-        unrepeated(q_QNH, k_KGH, v_KGH),
+        unrepeated(*tensors),
         lists,
         None,
         Scores.of(options),
-        (out_QNH, lse_QN),
-        accumulate=True,
+        results,
+        accumulate=accumulate,
+        max_logits_N=max_logits_N,
         sm_share=options.sm_share,
     )
 
