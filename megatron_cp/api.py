@@ -95,10 +95,10 @@ def cp_attention(  # noqa: PLR0913  the public signature
     # A rank without a backward pass would leave the others waiting for it there.
     has_backward = needs_grad(q, sink, *given)
     call += f" {return_max_logits} {expand is None} backward {has_backward}"
+    # Drawn in a recomputed layer too: its next dropout draws from where this one leaves off.
+    seeds = head_seeds(dropout_seed, q) if dropout_p > 0 else None
     session = open_session(plan, group, q.device, call)
     kept = recorded_result()
-    # Drawn even if kept: the next dropout of a recomputed layer draws from where this one leaves off.
-    seeds = head_seeds(dropout_seed, q) if dropout_p > 0 else None
     if kept is not None and seeds is not None:
         kept, seeds = kept[:-1], kept[-1]
     options = replace(options, dropout_seeds=seeds)

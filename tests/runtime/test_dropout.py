@@ -1,5 +1,7 @@
 """Attention dropout on ranks: the pairs that one rank would keep, forward and backward, under every kind of plan."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -65,7 +67,7 @@ def test_latent_rows_bring_the_words_of_their_keys(planner):
         torch.testing.assert_close(restore(found, plan), restore(expected, plan))
 
 
-def train_layer(rank, world_size, plan, recompute):
+def train_layer(rank, world_size, plan, recompute, keeps_states=True):
     """Gradients of x through a layer with dropout of its own behind attention's, seeds drawn."""
     torch.manual_seed(5)
     q, k, v, dout, _ = (local_rows(x, plan, rank) for x in tensors(plan.num_tokens))
@@ -73,17 +75,24 @@ def train_layer(rank, world_size, plan, recompute):
 
     def layer(q):
         out, _ = mcp.cp_attention(q, k, v, plan, dist.group.WORLD, dropout_p=0.4)
-        return torch.nn.functional.dropout(out, 0.5)
+        return torch.nn.functional.dropout(out, 0.5) if keeps_states else out
 
-    out = mcp.checkpoint(layer, q) if recompute else layer(q)
+    if recompute:
+        out = mcp.checkpoint(layer, q, preserve_rng_state=keeps_states)
+    else:
+        out = layer(q)
     out.backward(dout)
     return out.detach(), q.grad
 
 
+@pytest.mark.parametrize("keeps_states", [True, False])
 @pytest.mark.parametrize("cp_size", [1, 3])
-def test_a_recomputed_layer_draws_what_it_drew(cp_size):
+def test_a_recomputed_layer_draws_what_it_drew(cp_size, keeps_states):
+    """Attention's seeds are kept with its results: a checkpoint that keeps no random states does not change them."""
     plan = make_plan(mask_cases()["documents"], cp_size, config_of((4, 2), "auto"))
-    plain, again = (run_on_ranks(cp_size, train_layer, plan, kind) for kind in (False, True))
+    plain, again = (
+        run_on_ranks(cp_size, train_layer, plan, kind, keeps_states) for kind in (False, True)
+    )
     for expected, found in zip(plain, again, strict=True):
         assert all(map(torch.equal, expected, found))
 
@@ -121,3 +130,14 @@ def test_ranks_whose_generators_drifted_apart_drop_alike_forward_and_backward():
     plan = make_plan(mask_cases()["documents"], 3, config_of((4, 2), "auto"))
     for by_steps, by_gradient in run_on_ranks(3, drifted_generators, plan)[0]:
         torch.testing.assert_close(by_gradient, by_steps, rtol=1e-6, atol=1e-8)
+
+
+def test_a_seed_of_another_kind_is_refused_before_anything_travels():
+    plan = make_plan(mask_cases()["documents"], 1, config_of((4, 2), "auto"))
+    q, k, v, *_ = tensors(plan.num_tokens)
+    with (
+        mock.patch("megatron_cp.api.open_session", side_effect=AssertionError("too late")),
+        pytest.raises(ValueError, match=r"dropout_seed .* must be int64"),
+    ):
+        seed = torch.tensor([1.0])
+        mcp.cp_attention(q, k, v, plan, None, dropout_p=0.1, dropout_seed=seed)
