@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import megatron_cp as mcp
 from megatron_cp.plan import make_plan
+from megatron_cp.runtime.checkpoint import AttentionTape
 from tests.ranks import run_on_ranks
 from tests.runtime import test_expansion as latent
 from tests.runtime.cases import local_rows, mask_cases, restore, tensors
@@ -67,7 +68,7 @@ def test_latent_rows_bring_the_words_of_their_keys(planner):
         torch.testing.assert_close(restore(found, plan), restore(expected, plan))
 
 
-def train_layer(rank, world_size, plan, recompute, keeps_states=True):
+def train_layer(rank, world_size, plan, recompute):
     """Gradients of x through a layer with dropout of its own behind attention's, seeds drawn."""
     torch.manual_seed(5)
     q, k, v, dout, _ = (local_rows(x, plan, rank) for x in tensors(plan.num_tokens))
@@ -75,26 +76,32 @@ def train_layer(rank, world_size, plan, recompute, keeps_states=True):
 
     def layer(q):
         out, _ = mcp.cp_attention(q, k, v, plan, dist.group.WORLD, dropout_p=0.4)
-        return torch.nn.functional.dropout(out, 0.5) if keeps_states else out
+        return torch.nn.functional.dropout(out, 0.5)
 
-    if recompute:
-        out = mcp.checkpoint(layer, q, preserve_rng_state=keeps_states)
-    else:
-        out = layer(q)
+    out = mcp.checkpoint(layer, q) if recompute else layer(q)
     out.backward(dout)
     return out.detach(), q.grad
 
 
-@pytest.mark.parametrize("keeps_states", [True, False])
 @pytest.mark.parametrize("cp_size", [1, 3])
-def test_a_recomputed_layer_draws_what_it_drew(cp_size, keeps_states):
-    """Attention's seeds are kept with its results: a checkpoint that keeps no random states does not change them."""
+def test_a_recomputed_layer_draws_what_it_drew(cp_size):
     plan = make_plan(mask_cases()["documents"], cp_size, config_of((4, 2), "auto"))
-    plain, again = (
-        run_on_ranks(cp_size, train_layer, plan, kind, keeps_states) for kind in (False, True)
-    )
+    plain, again = (run_on_ranks(cp_size, train_layer, plan, kind) for kind in (False, True))
     for expected, found in zip(plain, again, strict=True):
         assert all(map(torch.equal, expected, found))
+
+
+def test_a_recomputation_with_other_random_states_drops_what_the_kept_result_dropped():
+    """As under Megatron, whose backward is that of the second forward."""
+    plan = make_plan(mask_cases()["documents"], 1, config_of((4, 2), "auto"))
+    q, k, v, dout, _ = tensors(plan.num_tokens)
+    tape, gradients = AttentionTape(), []
+    for context in (tape.recording(), tape.replaying()):
+        leaf = q.clone().requires_grad_()
+        with context:
+            out, _ = mcp.cp_attention(leaf, k, v, plan, None, dropout_p=0.4)
+        gradients += torch.autograd.grad(out, leaf, dout)
+    assert torch.equal(*gradients)
 
 
 def drifted_generators(rank, world_size, plan):
