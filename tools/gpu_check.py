@@ -215,13 +215,14 @@ class Check:
         mask, x = case.mask(), peers.draw(case)
         contenders = [peers.hopper(case, mask, x)]
         if contenders[0].backward is not None:
-            contenders.append(peers.hopper(case, mask, x, deterministic=True))
+            contenders.append(peers.hopper(case, mask, x, "deterministic", deterministic=True))
         for make in peers.PEERS:
             if flex or make is not peers.flex_attention:
                 contenders += self._prepared(make, case, mask, x)
         with torch.no_grad():
             for one in contenders:
                 self._check_rows(one, case, mask, x)
+        contenders += peers.with_features(case, mask, x)  # whose values small cases check
         before = measure.clocks()
         for kernel_pass in ("forward", "backward"):
             calls = {c.name: getattr(c, kernel_pass) for c in contenders}

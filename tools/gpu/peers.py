@@ -68,17 +68,28 @@ def draw(case: Case, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) 
     return Inputs(*(torch.randn(s, generator=generator, device=device).to(dtype) for s in shapes))
 
 
-def hopper(case: Case, mask: AttentionMask, x: Inputs, deterministic: bool = False) -> Contender:
-    """Returns our kernels; without `backward` while the package refuses gradients."""
+FEATURES: dict[str, dict[str, Any]] = {"softcap": {"softcap": 20.0}, "dropout": {"dropout_p": 0.1}}
+FEATURE_DIMS = (64, 128)  # which have kernels of all features
+
+
+def with_features(case: Case, mask: AttentionMask, x: Inputs) -> list[Contender]:
+    """Returns our kernels with softcap and with dropout, on causal masks of head dims that have both."""
+    if case.mask_name != "causal" or case.head_dim not in FEATURE_DIMS:
+        return []
+    return [hopper(case, mask, x, name, **wishes) for name, wishes in FEATURES.items()]
+
+
+def hopper(case: Case, mask: AttentionMask, x: Inputs, what: str = "", **wishes: Any) -> Contender:
+    """Returns our kernels with these wishes; without `backward` while the package refuses gradients."""
 
     def forward() -> Tensor:
         with torch.no_grad():
-            return attend(x.q, x.k, x.v, mask, backend="hopper")[0]
+            return attend(x.q, x.k, x.v, mask, backend="hopper", **wishes)[0]
 
-    name = "hopper, deterministic" if deterministic else "hopper"
+    name = f"hopper, {what}" if what else "hopper"
     try:
         q, k, v = _leaves(x.q, x.k, x.v)
-        out, _ = attend(q, k, v, mask, backend="hopper", deterministic=deterministic)
+        out, _ = attend(q, k, v, mask, backend="hopper", **wishes)
         backward: Call | None = _grad(out, (q, k, v), x.dout)
     except NotImplementedError:
         backward = None
