@@ -115,6 +115,7 @@ def attend_forward(
     `max_logits` fp32 `[N]` is raised, in place, to the largest logit of each head.
     """
     check_mask(q, k, mask)
+    _check_words(options)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         forward = backend_module(options.backend).forward
         if max_logits is not None and options.backend in LSE_ONLY:
@@ -146,6 +147,7 @@ def attend_forward_onto_(
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         if hasattr(module, "forward_onto_") and options.wide_dims is None:
             check_mask(q, k, mask)
+            _check_words(options)
             asked = (mask, options) if max_logits is None else (mask, options, max_logits)
             module.forward_onto_(out, lse, q, k, v, *asked)  # its kernel merges
         else:
@@ -168,6 +170,7 @@ def attend_backward(
     *all* keys, of which `k` and `v` may be a part. Rows with `lse = -inf` get and give exactly 0.
     """
     check_mask(q, k, mask)
+    _check_words(options)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         backward = backend_module(options.backend).backward
         if options.wide_dims is None:
@@ -205,6 +208,7 @@ def attend_backward_onto_(  # noqa: PLR0913  as attend_backward, and what to add
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         if _adds_itself(options):
             check_mask(q, k, mask)
+            _check_words(options)
             module = backend_module(options.backend)
             grads = module.backward_onto_(dq, dout, q, k, v, lse, delta, mask, options)
             return grads[0], grads[1], grads[2]
@@ -228,6 +232,15 @@ def dq_factor(options: AttendOptions) -> float:
 def _adds_itself(options: AttendOptions) -> bool:
     """Returns whether the backend's kernel adds to dq."""
     return options.wide_dims is None and hasattr(backend_module(options.backend), "backward_onto_")
+
+
+def _check_words(options: AttendOptions) -> None:
+    """Raises ValueError where a rate would be forgotten: a raw pass is told which rows and keys it has."""
+    if (options.dropout_p > 0) != (options.dropout is not None):
+        raise ValueError(
+            f"dropout_p={options.dropout_p} needs the words of the rows and keys at hand (attn/dropout.py); give "
+            "options.dropout, or call attend or cp_attention"
+        )
 
 
 class _Attend(torch.autograd.Function):

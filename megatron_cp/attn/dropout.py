@@ -97,7 +97,7 @@ def keeps(row_words: Tensor, key_words: Tensor, threshold: int) -> Tensor:
 
 def threshold(rate: float) -> int:
     """Returns the number, an int32, below which a pair's hash drops it."""
-    return round(rate * _WORDS) - _WORDS // 2
+    return min(round(rate * _WORDS), _WORDS - 1) - _WORDS // 2
 
 
 def _mix(word: Tensor, key: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_cp import mask as masks
 from megatron_cp.attn import attend, resolve_options
-from megatron_cp.attn.attend import attend_backward
+from megatron_cp.attn.attend import attend_backward, attend_forward
 from megatron_cp.attn.dropout import (
     Dropout,
     head_seeds,
@@ -110,6 +110,19 @@ def test_lse_and_the_largest_logits_are_those_without_dropout():
         with_dropout = attend(*inputs, mask, backend=backend, return_max_logits=True, dropout_p=0.6)
         torch.testing.assert_close(with_dropout[1], lse, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(with_dropout[2], top, rtol=1e-6, atol=1e-6)
+
+
+def test_a_raw_pass_that_is_not_told_its_rows_is_refused():
+    inputs, _ = random_case(4, 4, (2, 2), (8, 8), torch.float32)
+    options = resolve_options(*inputs, dropout_p=0.3)
+    with pytest.raises(ValueError, match=r"dropout_p=0\.3 needs the words"):
+        attend_forward(*inputs, masks.causal(4), options)
+
+
+def test_a_rate_close_to_one_keeps_almost_nothing():
+    words = row_words(torch.tensor([1]), torch.arange(64)), key_words(torch.arange(64))
+    factors = Dropout(1 - 1e-12, *words).factors(slice(None), slice(None), torch.float64)
+    assert (factors == 0).all()
 
 
 def test_a_part_of_the_keys_gets_the_gradients_of_the_whole():

@@ -126,6 +126,13 @@ def test_the_largest_logits_take_one_more_graph_of_a_kind(graphs):
     assert graphs.frame_count == 2
 
 
+def test_the_largest_logits_are_those_without_dropout(graphs):
+    inputs, _ = random_case(40, 40, (2, 2), (8, 8), torch.float32)
+    asked = {"backend": "flex", "return_max_logits": True}
+    plain = attend(*inputs, masks.causal(40), **asked)[2]
+    assert torch.equal(attend(*inputs, masks.causal(40), **asked, dropout_p=0.7)[2], plain)
+
+
 def test_rows_of_many_intervals_are_computed_in_parts_of_the_keys(graphs):
     mask = masks.strided(120, 60, 3, 20)
     device = torch.device("cpu")

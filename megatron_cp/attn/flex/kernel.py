@@ -45,7 +45,8 @@ def call_compiled(
 
     Raises: NotImplementedError where torch.compile is switched off, or has no room for one more graph.
     """
-    function = _compiled(options.softmax_scale, options.softcap, options.dropout_p, COMPILER)
+    dropout_p = options.dropout_p if words else 0.0
+    function = _compiled(options.softmax_scale, options.softcap, dropout_p, COMPILER)
     # A scale is a constant of the graph; a graph for any scale is built and dropped otherwise.
     settings: dict[str, Any] = {
         "recompile_limit": MAX_GRAPHS,
