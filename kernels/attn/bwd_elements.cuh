@@ -81,11 +81,11 @@ MCP_DEVICE void to_probabilities(float (&scores)[kSize],
     }
 }
 
-// The same address, known once most of the probabilities are: no probability is -1. ptxas
+// The same address, known once most of the probabilities are: none of them is `never`. ptxas
 // would move a load, and the wait behind it, above the exponentials.
 template <class Address, int kSize>
-MCP_DEVICE Address hold_address(Address address, const float (&probs)[kSize]) {
-    return address + (probs[kSize * 5 / 8] == -1.0f ? 16 : 0);
+MCP_DEVICE Address hold_address(Address address, const float (&probs)[kSize], float never = -1.0f) {
+    return address + (probs[kSize * 5 / 8] == never ? 16 : 0);
 }
 
 // dp - delta -> ds, given the probabilities (or with them the slopes of the cap). It is finite

@@ -107,7 +107,9 @@ struct BwdConsumer {
             apply_mask(scores, visible_pairs<kScores / 2>(queries.bounds(), place), 0.0f);
         }
         if constexpr (!Traits::kSoftcap) {
-            load_row_stats(row_delta, hold_address(delta, scores));
+            // A marked probability may be -1, of a query that sees one key.
+            constexpr float kNever = Traits::kDropout ? -2.0f : -1.0f;
+            load_row_stats(row_delta, hold_address(delta, scores, kNever));
             ptx::wgmma_wait<0>();
             ptx::wgmma_pin(dp);
             if constexpr (!Traits::kDropout) subtract_delta(dp, row_delta);

@@ -39,10 +39,8 @@ _MODULES = {
     "emulated": "megatron_cp.attn.emulated.backend",
 }
 LSE_ONLY = ("flex", "flash")  # whose operators return no largest logits
-OWN_ATTEND = (
-    "hopper",
-    "emulated",
-)  # whose kernel adds the sink and writes the dtype of q, without dropout
+# Whose kernel adds the sink and writes the dtype of q. With dropout all go the general way.
+OWN_ATTEND = ("hopper", "emulated")
 _loaded: dict[str, ModuleType] = {}
 
 

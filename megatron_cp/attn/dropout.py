@@ -65,7 +65,7 @@ def head_seeds(seed: Tensor | None, q: Tensor) -> Tensor:
             f"{q.device}; pass one seed, or one for each query head"
         )
     if len(seed) == num_heads:
-        return seed
+        return seed.clone()  # it is read again in backward; the caller's may be another by then
     return seeds_of_heads(seed, torch.arange(num_heads, device=q.device))
 
 

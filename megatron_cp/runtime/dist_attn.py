@@ -16,7 +16,6 @@ bit and the error does not grow with the number of ranks. Everything a rank does
 # T tokens of this rank, R rows of this rank inside the pass (h T under a head split), N query heads,
 # G key/value heads, H head dim, Hv value head dim
 
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -278,19 +277,18 @@ def _enter(
 
     Of latent rows, which have no heads, only the words.
     """
-    tensors, (row_words, key_words) = _key_tensors(keys), words
+    tensors, (of_rows, of_keys) = _key_tensors(keys), words
     exchange = rank_pass.exchange
     if exchange is None:
         queries, tensors = (tuple(x.contiguous() for x in rows) for rows in (queries, tensors))
-        return (*queries, *row_words), (*tensors, *key_words)
+        return (*queries, *of_rows), (*tensors, *of_keys)
     # All heads have the same words of keys; each gets them, for the exchange.
-    key_words = tuple(x.expand(-1, tensors[0].shape[1]) for x in key_words)
-    entered = iter(exchange.split_heads((*queries, *row_words, *tensors, *key_words)))
-    rows, held, its_words = (
-        tuple(itertools.islice(entered, len(x)))
-        for x in ((*queries, *row_words), tensors, key_words)
-    )
-    return rows, (*held, *(x[:, :1].clone() for x in its_words))
+    for_heads = tuple(x.expand(-1, tensors[0].shape[1]) for x in of_keys)
+    entered = exchange.split_heads((*queries, *of_rows, *tensors, *for_heads))
+    num_queries = len(queries) + len(of_rows)
+    first_words = num_queries + len(tensors)
+    own_words = tuple(x[:, :1].clone() for x in entered[first_words:])
+    return entered[:num_queries], (*entered[num_queries:first_words], *own_words)
 
 
 def _leave(rank_pass: RankPass, tensors: Rows, whole: tuple[tuple[int, torch.dtype], ...]) -> Rows:

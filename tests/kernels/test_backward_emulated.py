@@ -104,6 +104,16 @@ def test_query_heads_of_a_group_worked_on_side_by_side_add_to_one_sum(
     _check(MIXED, (300, 300), (6, 2), head_dims, torch.bfloat16, feature=feature)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_dropped_probability_of_one_is_no_other_row_s(head_dim, deterministic):
+    """Queries that see one key: its probability is 1 to the bit. All places of a tile meet one, some are dropped."""
+    slices = ((0, 132, 8, 140, 8, 8),)
+    heads, dims = (4, 2), (head_dim, head_dim)
+    asked = {"feature": "dropout", "deterministic": deterministic}
+    _check(slices, (140, 140), heads, dims, torch.bfloat16, **asked)
+
+
 def test_sinks_softcap_and_dropout_have_gradients():
     size, heads = (300, 300), (4, 2)
     for feature in ("softcap", "dropout"):

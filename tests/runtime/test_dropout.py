@@ -91,6 +91,19 @@ def test_a_recomputed_layer_draws_what_it_drew(cp_size):
         assert all(map(torch.equal, expected, found))
 
 
+@pytest.mark.parametrize("num_heads", [1, 4])
+def test_seeds_that_change_after_the_call_are_not_those_of_its_backward(num_heads):
+    plan = make_plan(mask_cases()["documents"], 1, config_of((num_heads, 1), "auto"))
+    q, k, v, dout, _ = tensors(plan.num_tokens, heads=(num_heads, 1))
+    gradients = []
+    for step in (0, 1):
+        leaf, seeds = q.clone().requires_grad_(), torch.arange(num_heads)
+        out, _ = mcp.cp_attention(leaf, k, v, plan, None, dropout_p=0.4, dropout_seed=seeds)
+        seeds += step
+        gradients += torch.autograd.grad(out, leaf, dout)
+    assert torch.equal(*gradients)
+
+
 def test_a_recomputation_with_other_random_states_drops_what_the_kept_result_dropped():
     """As under Megatron, whose backward is that of the second forward."""
     plan = make_plan(mask_cases()["documents"], 1, config_of((4, 2), "auto"))

@@ -60,8 +60,8 @@ def call_compiled(
     except torch._dynamo.exc.FailOnRecompileLimitHit as error:
         raise NotImplementedError(
             f"backend='flex' has compiled {MAX_GRAPHS} graphs, as many as allowed, for other head counts, dtypes, "
-            "scales or softcaps; it does not run uncompiled, which holds all scores in memory: use "
-            "backend='flash', or call torch._dynamo.reset() between models"
+            "scales, softcaps or dropout rates; it does not run uncompiled, which holds all scores in memory: use "
+            "another backend, or call torch._dynamo.reset() between models"
         ) from error
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp.attn import reference
-from megatron_cp.attn.dropout import Dropout, key_words, row_words, seeds_of_heads
+from megatron_cp.attn.dropout import Dropout, head_seeds, key_words, row_words
 from megatron_cp.attn.features import Feature
 from megatron_cp.attn.hopper.checks import (
     DTYPES,
@@ -33,9 +33,9 @@ from megatron_cp.attn.hopper.launch import head_by_head
 from megatron_cp.attn.options import AttendOptions
 from megatron_cp.kernels import build, cache
 from megatron_cp.kernels.driver import driver
-from megatron_cp.mask import AttentionMask, documents, sliding_window
+from megatron_cp.mask import AttentionMask, documents, from_slices, sliding_window
 
-TEST_VERSION = 2  # of the cases below: verdicts of others are not asked
+TEST_VERSION = 3  # of the cases below: verdicts of others are not asked
 NUM_HEADS, NUM_KV_HEADS = 4, 2
 DROPOUT = 0.3
 # Of a row's result, in eps of its type: about twice what the emulated kernels reach over all variants (.26 to .55). One
@@ -175,6 +175,7 @@ def small_masks() -> dict[str, AttentionMask]:
     return {
         "documents": documents([150, 1, 129, 2, 118], list(kinds)),
         "a window of 65": sliding_window(300, 65),
+        "queries that see one key": from_slices(140, 140, [(0, 132, 8, 140, 8, 8)]),
         "queries without keys": documents([140, 160], "causal").crop(k=(100, 300)),
     }
 
@@ -234,9 +235,9 @@ def _compared(
 
 
 def _dropout(q: Tensor, k: Tensor) -> Dropout:
-    seeds = seeds_of_heads(torch.tensor([1], device=q.device), torch.arange(NUM_HEADS).to(q.device))
-    places = (torch.arange(len(x), device=q.device) for x in (q, k))
-    return Dropout(DROPOUT, row_words(seeds, next(places)), key_words(next(places)))
+    rows, keys = (torch.arange(len(x), device=q.device) for x in (q, k))
+    words = row_words(head_seeds(torch.tensor([1], device=q.device), q), rows)
+    return Dropout(DROPOUT, words, key_words(keys))
 
 
 def _in_two_parts(
