@@ -12,9 +12,10 @@ from megatron_cp.attn.hopper.checks import feature_of_variant
 from megatron_cp.attn.hopper.gradients import BackwardCall
 from megatron_cp.kernels import build
 from tests.attn.formula import assert_attention, random_case
-from tests.kernels.features import of_oracle, wishes
+from tests.kernels.features import RATE, of_oracle, wishes
 from tests.kernels.masks import MIXED, dense_mask
 from tests.oracles.attention import exact_attention
+from tests.oracles.dropout import dropout_factors
 from tests.strategies import disjoint_slices
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -107,11 +108,21 @@ def test_query_heads_of_a_group_worked_on_side_by_side_add_to_one_sum(
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_dropped_probability_of_one_is_no_other_row_s(head_dim, deterministic):
-    """Queries that see one key: its probability is 1 to the bit. All places of a tile meet one, some are dropped."""
-    slices = ((0, 132, 8, 140, 8, 8),)
-    heads, dims = (4, 2), (head_dim, head_dim)
-    asked = {"feature": "dropout", "deterministic": deterministic}
-    _check(slices, (140, 140), heads, dims, torch.bfloat16, **asked)
+    """Query 40 looks at key 0 alone, with logit 0, so its probability is 1 to the bit: it is marked as -1."""
+    size, query = (128, 128), 40
+    mask = masks.full(*size)
+    (q, k, v), arguments = random_case(*size, (1, 1), (head_dim, head_dim), torch.bfloat16)
+    q[:, 0, 0], k[:, 0, 0] = 0.0, -k[:, 0, 0].abs() - 60
+    q[query], k[0] = 0.0, 0.0
+    q[query, 0, 0] = 20.0
+    allowed = torch.ones(size, dtype=torch.bool)
+    for seed in range(6):
+        factors = dropout_factors(seed, 1, range(128), range(128), RATE)
+        asked = {"dropout_p": RATE, "dropout_seed": torch.tensor([seed])}
+        asked["deterministic"] = deterministic
+        _, _, _, dk, _ = _gradients((q, k, v), mask, arguments, **asked)
+        exact = exact_attention(q, k, v, allowed, factors=factors, **arguments)
+        assert (dk[0] - exact.dk[0]).norm() <= 0.05 * exact.dk[0].norm(), factors[query, 0, 0]
 
 
 def test_sinks_softcap_and_dropout_have_gradients():

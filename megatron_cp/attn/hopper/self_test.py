@@ -33,9 +33,9 @@ from megatron_cp.attn.hopper.launch import head_by_head
 from megatron_cp.attn.options import AttendOptions
 from megatron_cp.kernels import build, cache
 from megatron_cp.kernels.driver import driver
-from megatron_cp.mask import AttentionMask, documents, from_slices, sliding_window
+from megatron_cp.mask import AttentionMask, documents, sliding_window
 
-TEST_VERSION = 3  # of the cases below: verdicts of others are not asked
+TEST_VERSION = 2  # of the cases below: verdicts of others are not asked
 NUM_HEADS, NUM_KV_HEADS = 4, 2
 DROPOUT = 0.3
 # Of a row's result, in eps of its type: about twice what the emulated kernels reach over all variants (.26 to .55). One
@@ -175,7 +175,6 @@ def small_masks() -> dict[str, AttentionMask]:
     return {
         "documents": documents([150, 1, 129, 2, 118], list(kinds)),
         "a window of 65": sliding_window(300, 65),
-        "queries that see one key": from_slices(140, 140, [(0, 132, 8, 140, 8, 8)]),
         "queries without keys": documents([140, 160], "causal").crop(k=(100, 300)),
     }
 
