@@ -99,9 +99,10 @@ def cp_attention(  # noqa: PLR0913  the public signature
     seeds = head_seeds(dropout_seed, q) if dropout_p > 0 else None
     session = open_session(plan, group, q.device, call)
     kept = recorded_result()
-    if kept is not None and seeds is not None:
-        kept, seeds = kept[:-1], kept[-1]
-    options = replace(options, dropout_seeds=seeds)
+    if seeds is not None:
+        if kept is not None:
+            kept, seeds = kept[:-1], kept[-1]
+        options = replace(options, dropout_seeds=seeds)
     max_logits = no_logits(q) if return_max_logits else None
     out, lse = DistributedAttention.apply(
         q, sink, session, options, kept, max_logits, expansion, *given

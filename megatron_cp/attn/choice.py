@@ -114,9 +114,10 @@ def check_hopper(q: Tensor, v: Tensor, asked: Asked) -> tuple[int, int]:
     if verdict is None:
         return dims
     if not verdict.passed:
+        others = "'flex'" if asked.has_dropout else "'flash' or 'flex'"
         raise FailedSelfTestError(
             f"backend='hopper' is wrong on {q.device} for {tested.dtype}, head_dim={tested.head_dim}: {verdict}; use "
-            "backend='flash' or 'flex', and report it with the output of python -m megatron_cp doctor"
+            f"backend={others}, and report it with the output of python -m megatron_cp doctor"
         )
     _served[kind] = dims
     return dims

@@ -42,11 +42,11 @@ class Dropout:
         return kept.to(dtype).mul_(1.0 / (1.0 - self.rate))
 
 
-def check_rate(dropout_p: float) -> None:
-    """Raises ValueError unless `dropout_p` is a rate that leaves something."""
-    if not 0.0 <= dropout_p < 1.0:
+def check_rate(rate: float, name: str = "dropout_p") -> None:
+    """Raises ValueError, with what the caller calls it, unless `rate` leaves something."""
+    if not 0.0 <= rate < 1.0:
         raise ValueError(
-            f"dropout_p={dropout_p} must lie in [0, 1); it is the probability that a pair is dropped"
+            f"{name}={rate} must lie in [0, 1); it is the probability that a query does not see a key"
         )
 
 

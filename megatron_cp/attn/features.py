@@ -9,7 +9,6 @@ def feature_of(has_softcap: bool, has_dropout: bool) -> Feature:
     """Returns the feature of a call. Raises NotImplementedError for both at once."""
     if has_softcap and has_dropout:
         raise NotImplementedError(
-            "no kernel of ours has softcap and dropout at once; use one of the two, or backend='flex', 'reference' "
-            "or, on a CPU, 'cpu'"
+            "no kernel of ours has softcap and dropout at once; use backend='flex' or 'reference', or 'cpu' on a CPU"
         )
     return "softcap" if has_softcap else "dropout" if has_dropout else ""

@@ -75,10 +75,7 @@ def resolve_options(
         backend = choice.choose_backend(q, v, asked)
     _check_backend(backend, q, asked)
     if backend == "flash":
-        from megatron_cp.attn.flash import checks as flash_checks
-
-        flash_checks.check_no_dropout(asked.has_dropout)
-        flash_checks.check_supported(q, v, scale, softcap, deterministic, is_differentiated)
+        choice.check_flash(q, v, asked)
     dims = built = (q.shape[-1], v.shape[-1])
     if backend == "hopper":
         built = choice.check_hopper(q, v, asked)

@@ -33,12 +33,12 @@ from megatron.core.transformer.utils import (
 )
 
 from megatron_cp.api import cp_attention
+from megatron_cp.attn.dropout import check_rate
 from megatron_cp.mcore import cut, layers, split
 from megatron_cp.mcore.batch import ContextParallelParams
 from megatron_cp.mcore.dropout import draw_head_seeds
 from megatron_cp.mcore.mtp import install_order_roll
 from megatron_cp.mcore.validation import (
-    check_dropout,
     check_padding,
     check_samples,
     validate_config,
@@ -82,7 +82,7 @@ class ContextParallelAttention(MegatronModule):
         split.check_thd_split(thd_split)
         validate_config(config)
         rate = config.attention_dropout if attention_dropout is None else attention_dropout
-        check_dropout(rate)
+        check_rate(rate, "attention_dropout")
         self.dropout_p = float(rate)
         if attention_type != "self":
             raise NotImplementedError(

@@ -2,8 +2,8 @@
 
 Megatron's random streams: the default one, which a layer under sequence parallelism exchanges for one of its
 tensor-parallel rank; and one that is alike on all tensor-parallel ranks, by which seeds are drawn. Megatron's
-recomputation, Transformer Engine's and a resumed run restore all of them. `torch.utils.checkpoint` around a layer
-restores the default one alone: under it this dropout, as Megatron's own, would be another one in backward.
+recomputation and a resumed run restore all of them. `torch.utils.checkpoint` around a layer restores the default one
+alone: under it this dropout, as Megatron's own, would be another one in backward.
 """
 
 import contextlib

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megatron_cp.attn.dropout import check_rate
 from megatron_cp.mcore import compat
 
 # name -> why, and what to do; refused when the value is true.
@@ -44,7 +45,7 @@ def validate_config(config: Any) -> None:
             raise NotImplementedError(
                 f"{name}={getattr(config, name)!r} is not served with context parallelism: {advice}"
             )
-    check_dropout(config.attention_dropout)
+    check_rate(config.attention_dropout, "attention_dropout")
     _check_window(config.window_size)
     check_low_precision(config, getattr(config, "transformer_impl", "local"))
     _check_experts(config)
@@ -290,15 +291,6 @@ def check_padding(config: Any, num_rows: int, num_tokens: int) -> None:
             )
 
 
-def check_dropout(attention_dropout: float) -> None:
-    """Raises ValueError unless the rate lies in [0, 1)."""
-    if not 0.0 <= attention_dropout < 1.0:
-        raise ValueError(
-            f"attention_dropout={attention_dropout} must lie in [0, 1); it is the probability that a query does not "
-            "see a key"
-        )
-
-
 def _check_window(window_size: Any) -> None:
     if window_size is None:
         return
@@ -385,7 +377,7 @@ def _engine_of(args: Namespace) -> str:
 SETTING_CHECKS: tuple[Callable[[Namespace], None], ...] = (
     _check_length,
     _check_refused_settings,
-    lambda args: check_dropout(getattr(args, "attention_dropout", 0.0)),
+    lambda args: check_rate(getattr(args, "attention_dropout", 0.0), "attention_dropout"),
     lambda args: _check_window(getattr(args, "window_size", None)),
     lambda args: check_engine(_engine_of(args)),
     _check_formats,

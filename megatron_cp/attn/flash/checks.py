@@ -57,7 +57,7 @@ def check_no_dropout(has_dropout: bool) -> None:
     if has_dropout:
         raise NotImplementedError(
             "backend='flash' has no dropout of attention that is the same forward and backward; use backend='hopper', "
-            "'flex' or 'reference', or dropout_p=0.0"
+            "'flex' or 'reference'"
         )
 
 

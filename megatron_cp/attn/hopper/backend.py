@@ -24,11 +24,7 @@ from torch import Tensor
 from megatron_cp.attn.features import Feature, feature_of
 from megatron_cp.attn.graphs import outside_compiled_graphs
 from megatron_cp.attn.hopper.backward import add_gradients_, launch_backward
-from megatron_cp.attn.hopper.checks import (
-    find_gradient_kernels,
-    find_variant,
-    unrepeated,
-)
+from megatron_cp.attn.hopper.checks import find_gradient_kernels, find_variant, unrepeated
 from megatron_cp.attn.hopper.device_lists import (
     BackwardList,
     DeviceList,

@@ -17,11 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron_cp.attn.hopper.checks import (
-    GradientKernels,
-    check_layout,
-    find_variant,
-)
+from megatron_cp.attn.hopper.checks import GradientKernels, check_layout, find_variant
 from megatron_cp.attn.hopper.device_lists import DeviceList
 from megatron_cp.attn.hopper.scores import Scores
 from megatron_cp.kernels import build, loading
