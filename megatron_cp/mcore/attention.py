@@ -2,12 +2,8 @@
 
     SelfAttention -> core_attention(query, key, value, attention_mask, packed_seq_params=...) -> [s, b, n * h]
 
-Every rank brings the rows that it holds. The plan of the micro-batch says which query sees which key:
-
-    packed_seq_params        plan                                               made by
-    ContextParallelParams    plans["full"]; plans["window"] in window layers    the data loader, for any mask
-    PackedSeqParams (thd)    documents that Megatron has cut itself             split.py, cached
-    None                     the sequence, which Megatron has cut itself        split.py, cached
+Every rank brings the rows that it holds. The plan of the micro-batch says which query sees which key
+(micro_batch.py).
 
 The module has no parameters, so checkpoints go to Megatron's attention and back. A learnable sink
 (`softmax_type="learnable"`) is called `softmax_offset` and sharded as there.
@@ -20,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -34,16 +30,13 @@ from megatron.core.transformer.utils import (
 
 from megatron_cp.api import cp_attention
 from megatron_cp.attn.dropout import check_rate
-from megatron_cp.mcore import cut, layers, split
+from megatron_cp.mcore import layers
 from megatron_cp.mcore.batch import ContextParallelParams
 from megatron_cp.mcore.dropout import draw_head_seeds
+from megatron_cp.mcore.micro_batch import PlanFinder, Rows, group_of
 from megatron_cp.mcore.mtp import install_order_roll
-from megatron_cp.mcore.validation import (
-    check_padding,
-    check_samples,
-    validate_config,
-)
-from megatron_cp.plan import AttentionPlan
+from megatron_cp.mcore.split import check_thd_split
+from megatron_cp.mcore.validation import validate_config
 from megatron_cp.runtime.checkpoint import AttentionTape
 
 
@@ -79,7 +72,7 @@ class ContextParallelAttention(MegatronModule):
         thd_split: str | None = None,
     ) -> None:
         super().__init__(config=config)
-        split.check_thd_split(thd_split)
+        check_thd_split(thd_split)
         validate_config(config)
         rate = config.attention_dropout if attention_dropout is None else attention_dropout
         check_rate(rate, "attention_dropout")
@@ -96,7 +89,7 @@ class ContextParallelAttention(MegatronModule):
             )
         self.layer_number = max(1, layer_number)
         self.attn_mask_type = attn_mask_type
-        self.backend, self.thd_split = backend, thd_split
+        self.backend = backend
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(
             required_pgs=["tp", "cp"]
         )
@@ -108,18 +101,18 @@ class ContextParallelAttention(MegatronModule):
         windowed = is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer_number
         )
-        self.window: tuple[int, int] | None = tuple(config.window_size) if windowed else None
-        tp_size = self.tp_group.size()
-        self.plan_config = layers.attention_sizes(config, tp_size, k_channels, v_channels)
+        window: tuple[int, int] | None = tuple(config.window_size) if windowed else None
+        sizes = layers.attention_sizes(config, self.tp_group.size(), k_channels, v_channels)
+        self._plans = PlanFinder(config, self.layer_number, sizes, window, thd_split)
         self._wants_max_logits = bool(
             getattr(config, "qk_clip", False) or getattr(config, "log_max_attention_logit", False)
         )
         # Megatron's QK-Clip reads it after the optimizer's step and sets it back to None.
         self.current_max_attn_logits: torch.Tensor | None = None
-        self._make_softmax_offset(self.plan_config.num_heads)
+        self._make_softmax_offset(sizes.num_heads)
         # Megatron's latent attention is built twice: as plain attention, which is thrown away, then itself.
         if k_channels is not None or not getattr(config, "multi_latent_attention", False):
-            layers.register(config, self.plan_config)
+            layers.register(config, sizes)
         if getattr(config, "mtp_num_layers", None):
             install_order_roll()
 
@@ -172,9 +165,9 @@ class ContextParallelAttention(MegatronModule):
                 "(a key-value cache is inference); run inference with Megatron's own attention"
             )
         mask_type = attn_mask_type or self.attn_mask_type
-        group = self._group(packed_seq_params)
-        plan = self._plan(query.shape[0], group, mask_type, attention_mask, packed_seq_params)
-        rows = _Rows(query.shape[0], batch, getattr(packed_seq_params, "num_samples", 1) > 1)
+        group, num_rows = group_of(packed_seq_params, self.cp_group), query.shape[0]
+        plan = self._plans.plan(num_rows, group, mask_type, attention_mask, packed_seq_params)
+        rows = Rows.of(num_rows, batch, packed_seq_params)
         sink = self.softmax_offset
         if sink is not None:
             sink = sink.to(device=query.device, dtype=torch.float32)
@@ -182,7 +175,7 @@ class ContextParallelAttention(MegatronModule):
         seeds, dropout_p = None, self.dropout_p if self.training else 0.0
         if dropout_p:
             sets = 1 if rows.are_one_stream else batch
-            num_heads = self.plan_config.num_heads
+            num_heads = self._plans.sizes.num_heads
             seeds = draw_head_seeds(num_heads, sets, self.tp_group, query.device)
         with self._results_kept(packed_seq_params):
             out, _, *max_logits = cp_attention(
@@ -228,57 +221,6 @@ class ContextParallelAttention(MegatronModule):
         tape = params.tapes.pop(id(self), None)
         return contextlib.nullcontext() if tape is None else tape.replaying()
 
-    def _group(self, params: Any) -> Any:
-        if params is None or params.cp_group is None:
-            return self.cp_group
-        return params.cp_group
-
-    def _plan(
-        self,
-        num_rows: int,
-        group: Any,
-        mask_type: AttnMaskType,
-        attention_mask: torch.Tensor | None,
-        params: Any,
-    ) -> AttentionPlan:
-        if isinstance(params, ContextParallelParams):
-            cut.claim(params)
-            return self._plan_of_params(params, num_rows, group, attention_mask)
-        cut.check_none_is_lost()
-        band = split.band_of(mask_type, self.window)
-        documents = split.documents_of_batch(params, num_rows, group.size(), self.thd_split)
-        plan = split.plan_of_split(*documents, group.size(), band, self.plan_config)
-        _check_rows(plan, num_rows, group)
-        if attention_mask is not None:
-            split.check_mask_is_causal(attention_mask, plan, group.rank(), band)
-        return plan
-
-    def _plan_of_params(
-        self,
-        params: ContextParallelParams,
-        num_rows: int,
-        group: Any,
-        attention_mask: torch.Tensor | None,
-    ) -> AttentionPlan:
-        if attention_mask is not None:
-            raise ValueError(
-                f"attention_mask of shape {tuple(attention_mask.shape)} beside "
-                "ContextParallelParams; the plan is the mask; pass attention_mask=None"
-            )
-        name = "full" if self.window is None else "window"
-        if name not in params.plans:
-            raise ValueError(
-                f"packed_seq_params.plans={sorted(params.plans)} has no {name!r} plan for layer "
-                f"{self.layer_number}; plans need 'full', and 'window' where the model has "
-                "sliding-window layers; make both with make_plans"
-            )
-        plan: AttentionPlan = params.plans[name]
-        num_rows *= params.num_samples
-        _check_rows(plan, num_rows, group)
-        check_padding(self.config, num_rows * plan.cp_size, plan.num_tokens)
-        check_samples(self.config, params.num_samples, plan.cp_size)
-        return plan
-
     def sharded_state_dict(
         self,
         prefix: str = "",
@@ -296,41 +238,6 @@ class ContextParallelAttention(MegatronModule):
             groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
         return make_sharded_tensors_for_checkpoint(
             state, prefix, {"softmax_offset": 0}, sharded_offsets, **groups
-        )
-
-
-class _Rows(NamedTuple):
-    """Says how the samples of a batch lie in the rows and heads that attention is given."""
-
-    num_rows: int
-    num_samples: int
-    are_one_stream: bool
-    """The samples follow one another in the plan; otherwise they share it, so they are more heads."""
-
-    def fold(self, heads: torch.Tensor) -> torch.Tensor:
-        """Returns `[b * s, n, h]` of one stream, else `[s, b * n, h]`: the heads of a group stay side by side."""
-        if heads.dim() == 3:
-            return heads
-        return heads.transpose(0, 1).flatten(0, 1) if self.are_one_stream else heads.flatten(1, 2)
-
-    def of_heads(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Returns the largest number of each of the n heads, `[n]`."""
-        return numbers if self.are_one_stream else numbers.view(self.num_samples, -1).amax(dim=0)
-
-    def unfold(self, out: torch.Tensor) -> torch.Tensor:
-        """Returns Megatron's `[s, b, n * h]`."""
-        if not self.are_one_stream:
-            return out.reshape(self.num_rows, self.num_samples, -1)
-        return out.reshape(self.num_samples, self.num_rows, -1).transpose(0, 1).contiguous()
-
-
-def _check_rows(plan: AttentionPlan, num_rows: int, group: Any) -> None:
-    if (plan.tokens_per_rank, plan.cp_size) != (num_rows, group.size()):
-        raise ValueError(
-            f"query has {num_rows} rows on each of {group.size()} context ranks; the plan is for "
-            f"{plan.tokens_per_rank} rows on "
-            f"{plan.cp_size} ranks; build the batch and the plan from the same pack and "
-            "context-parallel size"
         )
 
 
