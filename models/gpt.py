@@ -89,9 +89,12 @@ def transformer_config(
     if arguments.get("init_method_xavier_uniform"):
         fields["init_method"] = fields["output_layer_init_method"] = torch.nn.init.xavier_uniform_
     fields.update(fusions_of(arguments))
+    # Megatron would refuse context parallelism with linear layers (0.16), or want heads that it divides (0.20).
+    variant = fields.pop("experimental_attention_variant", None)
     with warnings.catch_warnings():  # 0.16.1 warns of its own default
         warnings.filterwarnings("ignore", message="full scope is deprecated")
         config = kind(**{**fields, **extra})
+    config.experimental_attention_variant = variant
     if arguments.get("position_embedding_type") == "yarn" and not is_latent:
         for name, (argument, default) in _YARN.items():
             value = arguments.get(argument)

@@ -6,6 +6,7 @@ from argparse import ArgumentParser, Namespace
 from typing import Any
 
 from megatron_cp.config import CPConfig
+from megatron_cp.mcore.linear_layers import linear_state_bytes
 from megatron_cp.plan.hardware.speeds import read_rank_speeds
 from megatron_cp.plan.hardware.topology import read_topology
 
@@ -109,6 +110,7 @@ def cp_config_from_arguments(
         "max_received_mb": getattr(args, "cp_max_received_mb", None),
         "improver": getattr(args, "cp_improver", None),
         "improver_effort": getattr(args, "cp_improver_effort", 10),
+        "linear_state_bytes": linear_state_bytes(args, tp),
         "token_multiple": _rows_multiple(args, tp),
         "element_bytes": element_bytes or (2 if half else 4),
     }

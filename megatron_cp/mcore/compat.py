@@ -7,6 +7,7 @@ possible.
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.metadata
 import importlib.util
@@ -102,7 +103,7 @@ def weighs_auxiliary_losses_by_rank() -> bool:
 
 
 def decoder_layer_specs(config: Any, *, use_transformer_engine: bool) -> list[Any]:
-    """Returns Megatron's spec of every decoder layer of the model, in order.
+    """Returns Megatron's spec of every decoder layer of the model, in order, each with softmax attention.
 
     Dense and expert layers alternate as `config.moe_layer_freq` says; multi-latent attention,
     query-key norms and kinds of norm follow the configuration. The branch of Transformer Engine
@@ -112,7 +113,7 @@ def decoder_layer_specs(config: Any, *, use_transformer_engine: bool) -> list[An
 
     return list(
         gpt_layer_specs.get_gpt_decoder_layer_specs(
-            config,
+            _of_softmax_attention(config),
             use_transformer_engine=use_transformer_engine,
             normalization=config.normalization,
             qk_l2_norm=getattr(config, "qk_l2_norm", False),
@@ -125,12 +126,41 @@ def decoder_block_spec(config: Any, *, use_transformer_engine: bool, vp_stage: i
     from megatron.core.models.gpt import gpt_layer_specs
 
     return gpt_layer_specs.get_gpt_decoder_block_spec(
-        config,
+        _of_softmax_attention(config),
         use_transformer_engine=use_transformer_engine,
         normalization=config.normalization,
         qk_l2_norm=getattr(config, "qk_l2_norm", False),
         vp_stage=vp_stage,
     )
+
+
+def _of_softmax_attention(config: Any) -> Any:
+    """Returns the configuration as if all layers were softmax attention: 0.20 makes specs of no other."""
+    if getattr(config, "experimental_attention_variant", None) is None:
+        return config
+    plain = copy.copy(config)
+    plain.experimental_attention_variant = None
+    return plain
+
+
+def layers_of_stage(config: Any, vp_stage: int | None) -> list[int]:
+    """Returns the decoder layers, from 0, that this pipeline stage holds."""
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    layout = config.pipeline_model_parallel_layout
+    if layout is not None:
+        return list(layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=vp_stage))
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    return list(range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage)))
+
+
+def transformer_engine_norm() -> Any:
+    """Returns Megatron's norm of Transformer Engine's modules; it needs a GPU and never ran on one."""
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return TENorm
 
 
 def repair_megatron() -> None:

@@ -17,6 +17,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 
 from megatron_cp.config import CPConfig
 from megatron_cp.data.batch import PlanRequest
+from megatron_cp.mcore.linear_layers import linear_layers, linear_state_bytes
 
 _requests: set[PlanRequest] = set()
 _requests_without_layers: set[PlanRequest] = set()
@@ -42,7 +43,7 @@ def register(config: Any, plan_config: CPConfig) -> None:
 
 
 def register_stage(config: Any) -> None:
-    """Remembers the model of a pipeline stage that may hold no layer; layers that it holds are believed first."""
+    """Remembers the model of a stage that may hold no softmax attention; layers that it holds are believed first."""
     head_dim = value_head_dim = None
     if getattr(config, "multi_latent_attention", False):
         head_dim = config.qk_head_dim + config.qk_pos_emb_head_dim
@@ -64,14 +65,16 @@ def has_our_attention(spec: Any) -> bool:
 
 def _request_of(config: Any, plan_config: CPConfig) -> PlanRequest:
     windows = [
-        is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer)
-        for layer in range(1, config.num_layers + 1)
+        is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer + 1)
+        for layer, is_linear in enumerate(linear_layers(config))
+        if not is_linear
     ]
     return PlanRequest(
         cp_size=config.context_parallel_size,
         config=replace(
             plan_config,
             token_multiple=config.tensor_model_parallel_size if config.sequence_parallel else 1,
+            linear_state_bytes=linear_state_bytes(config, config.tensor_model_parallel_size),
         ),
         num_full_layers=windows.count(False),
         num_window_layers=windows.count(True),

@@ -6,15 +6,16 @@
 
     pretrain_gpt.py ... --spec megatron_cp.mcore.spec gpt_layer_spec         # stock Megatron-LM
 
-A spec is a tree of dataclasses. In a copy of it three kinds of leaves are exchanged:
+A spec is a tree of dataclasses. In a copy of it these leaves are exchanged:
 
-    core_attention    for `ContextParallelAttention`
+    core_attention    for `ContextParallelAttention`; a gated delta net for `ContextGatedDeltaNet`
     a local norm      for `LocalNorm`, the same but fit for sequence parallelism
     router            for `ContextRouter`, which does not depend on the dispatch
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import logging
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.attention import CrossAttentionSubmodules
 from megatron.core.transformer.moe.router import TopKRouter
@@ -35,6 +37,8 @@ from megatron.core.transformer.transformer_layer import (
 
 from megatron_cp.mcore import compat, hooks, layers, program
 from megatron_cp.mcore.attention import ContextParallelAttention
+from megatron_cp.mcore.gated_delta_net import ContextGatedDeltaNet, gated_delta_net_layer
+from megatron_cp.mcore.linear_layers import linear_layers
 from megatron_cp.mcore.norm import MEGATRONS_OWN, LocalNorm
 from megatron_cp.mcore.optimizer import install_foreach_adam
 from megatron_cp.mcore.router import ContextRouter, EqualWeightRouter
@@ -83,6 +87,9 @@ def with_context_parallel(spec: Any, **attention_options: Any) -> Any:
             _check_is_softmax_attention(leaf)
             num_replaced += 1
             return attention
+        if getattr(leaf, "module", None) in (GatedDeltaNet, ContextGatedDeltaNet):
+            num_replaced += 1
+            return _context_gated_delta_net(leaf, attention_options)
         return _exchange_norm_or_router(name, leaf)
 
     copy = _copy_with(spec, exchange)
@@ -93,6 +100,17 @@ def with_context_parallel(spec: Any, **attention_options: Any) -> Any:
             "a TransformerBlockSubmodules or an MTP block spec"
         )
     return copy
+
+
+def _context_gated_delta_net(spec: ModuleSpec, attention_options: dict[str, Any]) -> ModuleSpec:
+    """Returns our layer with the parts of Megatron's; of the options it takes how batches were cut."""
+    params = {name: attention_options[name] for name in ("thd_split",) if name in attention_options}
+    return ModuleSpec(
+        module=ContextGatedDeltaNet,
+        params={**spec.params, **params},
+        submodules=_copy_with(spec.submodules, _exchange_norm_or_router),
+        metainfo=spec.metainfo,
+    )
 
 
 def _params_of(leaf: Any) -> dict[str, Any]:
@@ -201,8 +219,8 @@ class ConfiguredLayer(TransformerLayer):
         if megatrons.get("add_layer_offset", True):
             stage = None if pg_collection is None else pg_collection.pp.rank()
             offset = get_transformer_layer_offset(config, vp_stage, stage)
-        specs = compat.decoder_layer_specs(config, use_transformer_engine=use_te)
-        layer = with_context_parallel(specs[layer_number + offset - 1], **(attention_options or {}))
+        spec = _decoder_layers(config, use_te)[layer_number + offset - 1]
+        layer = with_context_parallel(spec, **(attention_options or {}))
         super().__init__(
             config,
             layer.submodules,
@@ -236,6 +254,10 @@ def gpt_block_spec(config: Any, *, vp_stage: int | None = None, **attention_opti
     use_te = _uses_transformer_engine(config)
     check_spec(config)
     block = compat.decoder_block_spec(config, use_transformer_engine=use_te, vp_stage=vp_stage)
+    if any(linear_layers(config)):
+        own = compat.layers_of_stage(config, vp_stage)
+        every = _decoder_layers(config, use_te)
+        block = replace(block, layer_specs=[every[layer] for layer in own])
     if not block.layer_specs:  # a pipeline stage may hold the embedding or the loss alone
         layers.register_stage(config)
         return _copy_with(block, _exchange_norm_or_router)
@@ -251,11 +273,27 @@ def mtp_block_spec(config: Any, *, vp_stage: int | None = None, **attention_opti
     if not config.mtp_num_layers:
         return None
     use_te = _uses_transformer_engine(config)
-    last_layer = compat.decoder_layer_specs(config, use_transformer_engine=use_te)[-1]
+    last_layer = _decoder_layers(config, use_te)[-1]
     block = gpt_layer_specs.get_gpt_mtp_block_spec(
         config, last_layer, use_transformer_engine=use_te, vp_stage=vp_stage
     )
     return None if block is None else with_context_parallel(block, **attention_options)
+
+
+def _decoder_layers(config: Any, use_te: bool) -> list[Any]:
+    """Returns the spec of every decoder layer of the model, with gated delta nets where it has linear layers."""
+    layers_ = compat.decoder_layer_specs(config, use_transformer_engine=use_te)
+    pattern = linear_layers(config)
+    if not any(pattern):
+        return layers_
+    plain_config = copy.copy(config)
+    plain_config.multi_latent_attention = False
+    plain = compat.decoder_layer_specs(plain_config, use_transformer_engine=use_te)
+    norm = compat.transformer_engine_norm() if use_te else LocalNorm
+    return [
+        gated_delta_net_layer(layer, one, norm) if is_linear else layer
+        for layer, one, is_linear in zip(layers_, plain, pattern, strict=True)
+    ]
 
 
 def _uses_transformer_engine(config: Any) -> bool:

@@ -15,6 +15,7 @@ import torch
 
 from megatron_cp.attn.dropout import check_rate
 from megatron_cp.mcore import compat
+from megatron_cp.mcore.linear_layers import check_linear_layers
 
 # name -> why, and what to do; refused when the value is true.
 _REFUSED_SETTINGS = {
@@ -28,8 +29,6 @@ _REFUSED_SETTINGS = {
     "--dynamic-context-parallel",
     "hierarchical_context_parallel_sizes": "the planner knows nodes by its topology; drop the "
     "flag, set --cp-topology",
-    "experimental_attention_variant": "only softmax attention is served; train such a model with "
-    "Megatron's own attention",
     "flash_decode": "is for inference; switch it off",
 }
 
@@ -45,6 +44,7 @@ def validate_config(config: Any) -> None:
             raise NotImplementedError(
                 f"{name}={getattr(config, name)!r} is not served with context parallelism: {advice}"
             )
+    check_linear_layers(config)
     check_rate(config.attention_dropout, "attention_dropout")
     _check_window(config.window_size)
     check_low_precision(config, getattr(config, "transformer_impl", "local"))
@@ -377,6 +377,7 @@ def _engine_of(args: Namespace) -> str:
 SETTING_CHECKS: tuple[Callable[[Namespace], None], ...] = (
     _check_length,
     _check_refused_settings,
+    check_linear_layers,
     lambda args: check_rate(getattr(args, "attention_dropout", 0.0), "attention_dropout"),
     lambda args: _check_window(getattr(args, "window_size", None)),
     lambda args: check_engine(_engine_of(args)),

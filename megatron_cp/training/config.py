@@ -18,6 +18,8 @@ from typing import Any, Literal
 
 import torch
 
+from megatron_cp.mcore.linear_layers import linear_layers
+
 Windows = int | list[int] | None
 
 
@@ -59,6 +61,8 @@ class ModelConfig:
     attention_dropout: float
     window_size: tuple[int, int] | None
     window_attn_skip_freq: Windows
+    experimental_attention_variant: str | None
+    linear_attention_freq: Windows
     spec: list[str] | None
     bf16: bool
     fp16: bool
@@ -87,9 +91,10 @@ class ModelConfig:
         return bool(frequency[layer - 1])
 
     def layers_by_mask(self) -> dict[str, int]:
-        """Returns how many layers attend in full and how many through the window."""
-        window = sum(self.is_window_layer(layer) for layer in range(1, self.num_layers + 1))
-        return {"full": self.num_layers - window, "window": window}
+        """Returns how many layers attend in full and how many through the window; linear ones do neither."""
+        softmax = [n for n, is_linear in enumerate(linear_layers(self), 1) if not is_linear]
+        window = sum(map(self.is_window_layer, softmax))
+        return {"full": len(softmax) - window, "window": window}
 
 
 @dataclass(frozen=True, kw_only=True)

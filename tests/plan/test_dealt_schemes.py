@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 
 from megatron_cp import mask as masks
+from megatron_cp.mask.linked import document_bounds
 from megatron_cp.plan import make_plans
-from megatron_cp.plan.placement.by_documents import document_bounds
 from megatron_cp.plan.placement.placement import per_document_zigzag
 from tests.oracles.plans import needed_remote_ids, received_ids
 from tests.plan.cases import HEAD_COUNTS, config, nodes_of, packed, scheme

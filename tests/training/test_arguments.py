@@ -103,7 +103,7 @@ def test_an_old_switch_against_positions_changes_nothing_with_rotary_ones(capsys
         (["--moe-latent-size", "8"], "--moe-latent-size", "gpt_layer_spec"),
         (["--mtp-standalone"], "--mtp-standalone", "--mtp-num-layers"),
         (["--use-mup"], "--use-mup", "gpt_layer_spec"),
-        (["--linear-attention-freq", "3"], "--linear-attention-freq", "softmax"),
+        (["--dsa-indexer-topk", "3"], "--dsa-indexer-topk", "softmax"),
         (["--use-megatron-fsdp"], "--use-megatron-fsdp", "--use-distributed-optimizer"),
     ],
 )

@@ -30,6 +30,31 @@ def test_a_tiny_gpt_counted_by_hand():
     assert flops.of_step(5, {"full": 9}) == expected
 
 
+def test_linear_layers_counted_by_hand():
+    model = {
+        "num_layers": 3,
+        "hidden_size": 8,
+        "ffn_hidden_size": 16,
+        "num_attention_heads": 4,
+        "num_query_groups": 4,
+        "kv_channels": 2,
+        "swiglu": True,
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": [1, 0, 1],
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 5,
+        "linear_value_head_dim": 3,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+    }
+    flops = gpt_flops(model, num_layers={"full": 1, "window": 0}, vocab_size=10)
+    # q and k 2x5, v and z 6x3, beta and alpha 6, out 18x8; taps of 4; a state of 5x3 read, written and read.
+    linear = 8 * (10 + 10 + 18 + 18 + 6 + 6) + 18 * 8 + 4 * (10 + 10 + 18) + 6 * 3 * 5 * 3
+    softmax, mlp = 4 * 8 * 8, 3 * 8 * 16
+    assert flops.matrix_parameters == 2 * linear + softmax + 3 * mlp + 80
+    assert flops.num_layers == {"full": 1}
+
+
 def test_experts_latent_attention_and_prediction_counted_by_hand():
     model = {
         "num_layers": 2,

@@ -15,9 +15,8 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_cp.mask import AttentionMask, interval
+from megatron_cp.mask import interval
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.mask.slice import K_END, K_START, Q_END, Q_START
 from megatron_cp.plan.placement.placement import Placement
 from megatron_cp.plan.schema import FloatArray
 
@@ -86,20 +85,6 @@ def group_sizes(num_ranks: int, *nodes: int) -> list[int]:
             left = whole // sizes[-1]
             sizes.append(sizes[-1] * next(n for n in range(2, left + 1) if left % n == 0))
     return sizes
-
-
-def document_bounds(mask: AttentionMask) -> IntArray:
-    """Returns where documents begin, and the number of tokens behind: int64 `[documents + 1]`."""
-    rows = mask.array
-    start = np.minimum(rows[:, Q_START], rows[:, K_START])
-    stop = np.maximum(rows[:, Q_END], rows[:, K_END])
-    order = np.argsort(start, kind="stable")
-    reach = np.maximum.accumulate(stop[order])
-    start = start[order]
-    opens = np.r_[True, start[1:] >= reach[:-1]][: len(start)]
-    closes = np.r_[opens[1:], True][: len(start)]
-    ends = np.array([0, mask.num_queries])
-    return interval.distinct(np.concatenate([ends, start[opens], reach[closes]]))
 
 
 @dataclass(frozen=True)

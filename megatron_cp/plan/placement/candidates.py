@@ -14,6 +14,7 @@ import numpy as np
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray, distinct
+from megatron_cp.mask.linked import document_bounds
 from megatron_cp.plan.hardware.links import Links
 from megatron_cp.plan.hardware.speeds import rank_speeds, total_speed
 from megatron_cp.plan.hardware.topology import get_topology
@@ -21,7 +22,6 @@ from megatron_cp.plan.placement import by_area
 from megatron_cp.plan.placement.by_area import ChunkTable
 from megatron_cp.plan.placement.by_documents import (
     Ranks,
-    document_bounds,
     whole_documents,
 )
 from megatron_cp.plan.placement.placement import Placement, chunk_layout

@@ -8,9 +8,9 @@ import numpy as np
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
+from megatron_cp.mask.linked import document_bounds
 from megatron_cp.plan.hardware.links import Links
 from megatron_cp.plan.hardware.topology import get_topology
-from megatron_cp.plan.placement.by_documents import document_bounds
 from megatron_cp.plan.segments import states_received
 
 

@@ -9,11 +9,11 @@ import numpy as np
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
+from megatron_cp.mask.linked import document_bounds
 from megatron_cp.mask.slice import Q_START
 from megatron_cp.plan.placement.by_documents import (
     DocumentGroups,
     Pieces,
-    document_bounds,
     mirrored,
 )
 from megatron_cp.plan.placement.placement import tokens_per_rank

@@ -38,6 +38,7 @@ from megatron_cp.training.arguments.files import (
     complete_tokenizer,
 )
 from megatron_cp.training.arguments.hybrid import check_hybrid
+from megatron_cp.training.arguments.linear import complete_linear
 from megatron_cp.training.arguments.machine import check_devices
 from megatron_cp.training.arguments.positions import check_latent_positions, check_yarn
 from megatron_cp.training.arguments.precision import (
@@ -280,6 +281,7 @@ _CHECKS: tuple[tuple[Any, ...], ...] = (
     (_tensor_shares,),
     (_tensor_groups,),
     (_sinks,),
+    (complete_linear,),
     (_positions, "max_position_embeddings"),
     (check_experts,),
     (check_expert_layers,),

@@ -62,6 +62,13 @@ TABLE = """
 --qk-layernorm on - | norm on queries and keys
 --qk-l2-norm on - | L2 norm on queries and keys
 --attention-output-gate on - | a gate on the output of attention
+--experimental-attention-variant str - | gated_delta_net (or gdn): layers of linear attention
+--linear-attention-freq layers - | which layers: N, every Nth is softmax attention, or a list of 0 and 1 (linear)
+--linear-conv-kernel-dim int 4 | tokens that the convolution of a linear layer sees
+--linear-key-head-dim int 128 | head size of queries and keys of linear layers
+--linear-value-head-dim int 128 | head size of their values
+--linear-num-key-heads int 16 | their query and key heads
+--linear-num-value-heads int 32 | their value heads
 --fp32-residual-connection on - | keep the residual stream in fp32
 --untie-embeddings-and-output-weights on - | a separate output matrix
 --attention-dropout float 0.1 | probability that a query does not see a key

@@ -213,9 +213,9 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("encoder-num-layers", "use --num-layers"),
     ("encoder-seq-length", "use --seq-length"),
     ("mamba- hybrid- is-hybrid", "only transformers are built here"),
-    ("linear- dsa-", "only softmax attention is built here"),
+    ("dsa-", "only softmax attention and gated delta nets are built here"),
     (
-        "experimental-attention kitchen heterogeneous-layers relative-attention flash-attention-version",
+        "kitchen heterogeneous-layers relative-attention flash-attention-version",
         _OTHER_ATTENTION,
     ),
     ("inprocess- ft- calc-ft adlr- replication", _RESTARTS),

@@ -30,6 +30,12 @@ _NEEDS: tuple[tuple[str, Callable[[Namespace], object], str], ...] = (
     ),
     ("--window-attn-skip-freq", lambda a: a.window_size, "--window-size"),
     ("--apply-wd-to-qk-layernorm", lambda a: a.qk_layernorm, "--qk-layernorm"),
+    (
+        "--linear-conv-kernel-dim --linear-key-head-dim --linear-value-head-dim --linear-num-key-heads "
+        "--linear-num-value-heads",
+        lambda a: a.experimental_attention_variant,
+        "--experimental-attention-variant",
+    ),
     ("--decoupled-min-lr", lambda a: a.decoupled_lr is not None, "--decoupled-lr"),
     ("--mtp-loss-scaling-factor", lambda a: a.mtp_num_layers, "--mtp-num-layers"),
     ("--qk-clip-*", lambda a: a.qk_clip, "--qk-clip"),

@@ -46,6 +46,13 @@ SHAPE_ARGUMENTS = (
     "untie_embeddings_and_output_weights",
     "position_embedding_type",
     "softmax_type",
+    "experimental_attention_variant",
+    "linear_attention_freq",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
 )
 
 # Of these, what decides which tensors there are, but not the shape or the meaning of the others.

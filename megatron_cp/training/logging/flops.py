@@ -3,7 +3,8 @@
 Megatron-LM counts half of seq_length^2 whatever the mask; packed documents look at far fewer pairs,
 so that count would claim work that nobody did. Here a pair (query, key) that the mask allows costs
 2 x (head size of keys + head size of values) per head in forward (scores and weighted values, a
-multiplication and an addition each), a parameter of a matrix 2 per real token that it multiplies,
+multiplication and an addition each), a parameter of a matrix 2 per real token that it multiplies, a number of
+a linear layer's state 2 each time that a token reads or writes it,
 and backward twice as much as forward. Of experts the active ones count. Recomputed activations,
 norms, softmax and embeddings' look-ups are not counted ("model FLOPs").
 
@@ -16,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from megatron_cp.mcore.linear_layers import linear_pattern
 
 _PASSES = 3  # forward, and backward with respect to the inputs and to the weights
 
@@ -57,11 +60,19 @@ def gpt_flops(
     """
     hidden = arguments["hidden_size"]
     is_expert = expert_layers(arguments)
-    layers = [_attention(arguments) + _mlp(arguments, is_expert=on) for on in is_expert]
+    is_linear = linear_pattern(
+        arguments.get("experimental_attention_variant"),
+        arguments.get("linear_attention_freq"),
+        arguments["num_layers"],
+    )
+    layers = [
+        (_gated_delta_net if linear else _attention)(arguments) + _mlp(arguments, is_expert=expert)
+        for linear, expert in zip(is_linear, is_expert, strict=True)
+    ]
     prediction = arguments.get("mtp_num_layers") or 0  # its layers are like the last one
     extra = prediction * (layers[-1] + 2 * hidden * hidden + hidden * vocab_size)
     counts = {name: count for name, count in num_layers.items() if count}
-    if prediction:
+    if prediction and not is_linear[-1]:
         counts["full"] = counts.get("full", 0) + prediction
     return ModelFlops(
         matrix_parameters=sum(layers) + hidden * vocab_size + extra,
@@ -102,6 +113,19 @@ def _attention(arguments: Mapping[str, Any]) -> int:
     keys = hidden * (rank + arguments["qk_pos_emb_head_dim"])
     up = rank * heads * (arguments["qk_head_dim"] + value_size)
     return int(queries + keys + up + heads * value_size * hidden)
+
+
+def _gated_delta_net(arguments: Mapping[str, Any]) -> int:
+    """Returns the parameters of a layer's projections and taps, and what a token costs its states.
+
+    A state of K x V numbers is read, written to and read again, a multiplication and an addition each.
+    """
+    heads, value_size = arguments["linear_num_value_heads"], arguments["linear_value_head_dim"]
+    key_size = arguments["linear_key_head_dim"]
+    keys, values = arguments["linear_num_key_heads"] * key_size, heads * value_size
+    projections = arguments["hidden_size"] * (2 * keys + 3 * values + 2 * heads)
+    taps = arguments["linear_conv_kernel_dim"] * (2 * keys + values)
+    return int(projections + taps + 3 * heads * key_size * value_size)
 
 
 def _mlp(arguments: Mapping[str, Any], *, is_expert: bool) -> int:

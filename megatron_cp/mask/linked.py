@@ -1,0 +1,53 @@
+"""Documents as a mask has them: runs of tokens that no allowed pair links with others. Square masks, NumPy only."""
+
+import functools
+
+import numpy as np
+
+from megatron_cp.mask.builders import causal
+from megatron_cp.mask.interval import IntArray, distinct
+from megatron_cp.mask.mask import AttentionMask
+from megatron_cp.mask.slice import K_END, K_START, Q_END, Q_START
+
+
+def document_bounds(mask: AttentionMask) -> IntArray:
+    """Returns where documents begin, and the number of tokens behind: int64 `[documents + 1]`.
+
+    Tokens that see nothing and are not seen are a document wherever they lie side by side.
+    """
+    rows = mask.array
+    start = np.minimum(rows[:, Q_START], rows[:, K_START])
+    stop = np.maximum(rows[:, Q_END], rows[:, K_END])
+    order = np.argsort(start, kind="stable")
+    reach = np.maximum.accumulate(stop[order])
+    start = start[order]
+    opens = np.r_[True, start[1:] >= reach[:-1]][: len(start)]
+    closes = np.r_[opens[1:], True][: len(start)]
+    ends = np.array([0, mask.num_queries])
+    return distinct(np.concatenate([ends, start[opens], reach[closes]]))
+
+
+@functools.lru_cache(maxsize=8)
+def causal_document_lengths(mask: AttentionMask) -> tuple[int, ...]:
+    """Returns the lengths of the documents in which every token sees itself and all tokens before it.
+
+    This is what a causal recurrence needs of a mask: its state holds all that came before in the document. Tokens that
+    see nothing are documents too. A mask may allow more, such as a prefix that sees itself whole. The last eight are
+    remembered.
+
+    Raises ValueError where a token of a document does not see one before it: a state would let it.
+    """
+    bounds = document_bounds(mask)
+    size = mask.num_queries
+    behind = mask & causal(size)
+    lengths = np.diff(bounds)
+    area = behind.area_of_rows(bounds)
+    hides = np.flatnonzero((area != 0) & (area != lengths * (lengths + 1) // 2))
+    if len(hides):
+        first = int(hides[0])
+        start, stop = bounds[first : first + 2].tolist()
+        raise ValueError(
+            f"tokens {start} to {stop - 1} of the mask are one document in which a token does not see all before it; "
+            "the state of a linear layer would show it to them: give documents(lengths), or layers of attention alone"
+        )
+    return tuple(lengths.tolist())

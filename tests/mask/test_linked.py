@@ -1,0 +1,90 @@
+"""Documents that a mask links, and those in which a state may flow, against the dense mask."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_cp import mask as masks
+from megatron_cp.mask.linked import causal_document_lengths, document_bounds
+
+
+def bounds_by_pairs(dense):
+    """Returns where no pair reaches over: one document may not be cut, tokens without pairs lie together."""
+    size = len(dense)
+    linked = dense | dense.T
+    sees = linked.any(axis=1)
+    cuts = [0]
+    for place in range(1, size):
+        is_crossed = linked[:place, place:].any()
+        both_blind = not sees[place - 1] and not sees[place]
+        if not is_crossed and not both_blind:
+            cuts.append(place)
+    return [*cuts, size]
+
+
+def states_may_flow(dense, bounds):
+    """Returns whether every token that sees anything sees all before it in its document."""
+    for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+        document = dense[start:stop, start:stop]
+        if document.any() and not document[np.tril_indices(stop - start)].all():
+            return False
+    return True
+
+
+@st.composite
+def square_masks(draw):
+    size = draw(st.integers(1, 14))
+    cuts = sorted(draw(st.sets(st.integers(0, size), max_size=4)) | {0, size})
+    slices = []
+    for start, stop in zip(cuts[:-1], cuts[1:], strict=True):
+        kind = draw(st.sampled_from(["causal", "full", "prefix", "window", "nothing"]))
+        if kind == "nothing" or start == stop:
+            continue
+        low = -draw(st.integers(1, 4)) if kind == "window" else None
+        slices.append((start, stop, start, stop, low, None if kind == "full" else 0))
+        if kind == "prefix":
+            middle = draw(st.integers(start, stop))
+            slices[-1] = (middle, stop, start, stop, None, 0)
+            slices.append((start, middle, start, middle, None, None))
+    return masks.from_slices(size, size, [s for s in slices if s[0] < s[1]])
+
+
+@given(square_masks())
+def test_documents_are_what_no_pair_links(mask):
+    dense = mask.to_dense()
+    bounds = document_bounds(mask).tolist()
+    assert set(bounds_by_pairs(dense)) == set(bounds)
+    if states_may_flow(dense, bounds):
+        assert causal_document_lengths(mask) == tuple(np.diff(bounds).tolist())
+    else:
+        with pytest.raises(ValueError, match="does not see all before it"):
+            causal_document_lengths(mask)
+
+
+@pytest.mark.parametrize(
+    ("mask", "lengths"),
+    [
+        (masks.documents([5, 0, 1, 7]), (5, 1, 7)),
+        (masks.causal(6), (6,)),
+        (masks.full(4), (4,)),
+        (masks.prefix_lm(6, 3), (6,)),
+        (masks.from_slices(9, 9, [(2, 5, 2, 5, None, 0)]), (2, 3, 4)),
+        (masks.sliding_window(3, 5), (3,)),
+    ],
+)
+def test_lengths_by_hand(mask, lengths):
+    assert causal_document_lengths(mask) == lengths
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        masks.shared_question([4, 2, 2]),
+        masks.sliding_window(9, 3),
+        masks.chunked_causal(9, 4) | masks.from_slices(9, 9, [(8, 9, 0, 1, None, None)]),
+    ],
+)
+def test_a_hidden_token_is_named(mask):
+    with pytest.raises(ValueError, match="tokens 0 to 8|tokens 0 to 7"):
+        causal_document_lengths(mask)

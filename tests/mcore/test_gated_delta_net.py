@@ -1,0 +1,298 @@
+"""The gated delta net layer: against that of `transformers` document by document, under every layout and cut."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.mcore.tiny_gpt import Case, make_config, parallel_state
+from tests.oracles.gated_delta_net import layer_of_transformers, outputs_of_documents
+from tests.oracles.plans import tokens_of
+from tests.ranks import run_on_ranks
+
+HIDDEN = 64
+SIZES = {
+    "linear_attention_freq": 2,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+OPTIONS = {"normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False}
+LENGTHS = (37, 1, 5, 50, 3)
+
+
+def config_of(case: Case, **options):
+    """Returns Megatron's configuration with linear layers, as `models.gpt.transformer_config` makes it."""
+    fields = {**OPTIONS, **SIZES, "activation_func": torch.nn.functional.silu, **options}
+    config = make_config(dataclasses.replace(case, options=tuple(fields.items())))
+    config.experimental_attention_variant = "gated_delta_net"
+    return config
+
+
+def build_layer(case: Case, **options):
+    """Returns our layer as the spec of the first decoder layer has it, with weights that its seed draws."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.spec_utils import build_module
+
+    from megatron_cp.mcore.spec import gpt_block_spec
+
+    config = config_of(case, **options)
+    spec = gpt_block_spec(config).layer_specs[0].submodules.self_attention
+    torch.manual_seed(7)
+    groups = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+    layer = build_module(spec, config=config, layer_number=1, pg_collection=groups)
+    with torch.no_grad():
+        layer.out_norm.weight.add_(torch.linspace(-0.5, 0.5, len(layer.out_norm.weight)))
+        layer.dt_bias.add_(0.25)
+        layer.A_log.sub_(4)  # states that last for tens of tokens
+        layer.in_proj.weight.mul_(6)
+    return layer
+
+
+def rows_and_upstream(num_tokens, batch=1):
+    generator = torch.Generator().manual_seed(3)
+    shape = (2, num_tokens, batch, HIDDEN)
+    return torch.randn(shape, generator=generator)
+
+
+def params_of(lengths, cp, planner, rank, num_samples=1):
+    from megatron_cp import CPConfig
+    from megatron_cp.mask import packed
+    from megatron_cp.mcore.batch import ContextParallelParams
+    from megatron_cp.plan import make_plan
+
+    plan = make_plan(packed.documents(lengths), cp, CPConfig(planner=planner, topology="cpu"))
+    return ContextParallelParams(plans={"full": plan}, num_samples=num_samples), plan
+
+
+def run_layer(rank, world_size, case: Case, planner: str, lengths=LENGTHS):
+    """(plan, output rows, gradient rows, weights, gradients of weights summed over context ranks) of this rank."""
+    with parallel_state(case):
+        layer = build_layer(case)
+        cp_rank = layer.pg_collection.cp.rank()
+        params, plan = params_of(lengths, case.cp, planner, cp_rank)
+        whole = torch.nn.functional.pad(
+            rows_and_upstream(sum(lengths)),
+            (0, 0, 0, 0, 0, tokens_of(plan, "q").size - sum(lengths)),
+        )
+        x, upstream = whole[:, tokens_of(plan, "q")[cp_rank]]
+        own = slice(None)
+        if case.sequence_parallel:
+            share = len(x) // case.tp
+            own = slice(rank % case.tp * share, (rank % case.tp + 1) * share)
+        x = x[own].clone().requires_grad_()
+        out, bias = layer(x, None, packed_seq_params=params)
+        assert bias is None
+        out.backward(upstream[own])
+        gradients = {}
+        for name, weight in layer.named_parameters():
+            gradient = weight.grad.clone()
+            torch.distributed.all_reduce(gradient, group=layer.pg_collection.cp)
+            if case.sequence_parallel and getattr(weight, "sequence_parallel", False):
+                torch.distributed.all_reduce(gradient, group=layer.pg_collection.tp)
+            gradients[name] = gradient
+        weights = {name: weight.detach() for name, weight in layer.named_parameters()}
+        return plan, out.detach()[:, 0], x.grad[:, 0], weights, gradients
+
+
+def join(parts, name):
+    """Returns a weight of all heads from those of the tensor ranks."""
+    own = [part[name] for part in parts]
+    if name == "out_norm.weight" or len(parts) == 1:
+        return own[0]
+    if name == "out_proj.weight":
+        return torch.cat(own, dim=1)
+    sizes = {"in_proj.weight": (16, 16, 16, 16, 2, 2), "conv1d.weight": (16, 16, 16)}.get(name)
+    if sizes is None:
+        return torch.cat(own)
+    sections = zip(*(part.split(list(sizes)) for part in own), strict=True)
+    return torch.cat([part for section in sections for part in section])
+
+
+def exact(weights, lengths=LENGTHS):
+    """Returns output, gradient of the rows and of the weights by `transformers`, in float64."""
+    whole = {name: weight.detach() for name, weight in weights.items()}
+    module = layer_of_transformers(
+        whole, hidden=HIDDEN, key_heads=2, value_heads=4, key_dim=16, value_dim=8, eps=1e-5
+    )
+    x, upstream = rows_and_upstream(sum(lengths))[:, :, 0].double()
+    x.requires_grad_()
+    out = outputs_of_documents(module, x, lengths)
+    out.backward(upstream)
+    gradients = {
+        name: parameter.grad
+        for name, parameter in module.named_parameters()
+        if name in ("conv1d.weight", "dt_bias", "A_log", "out_proj.weight", "norm.weight")
+    }
+    gradients["out_norm.weight"] = gradients.pop("norm.weight")
+    return out.detach(), x.grad, gradients
+
+
+def assert_near(ours, wanted):
+    """Ours is fp32: some hundred roundings, at the size of the largest number."""
+    assert (ours.double() - wanted).abs().max() <= 3e-6 * wanted.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("case", "planner"),
+    [
+        (Case(), "auto"),
+        (Case(cp=2), "auto"),
+        (Case(cp=2), "zigzag"),
+        (Case(cp=3), "stripe"),
+        (Case(tp=2), "auto"),
+        (Case(tp=2, sequence_parallel=True), "auto"),
+        (Case(tp=2, cp=2, sequence_parallel=True), "zigzag"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"tp{value.tp} cp{value.cp}",
+)
+def test_layer_equals_that_of_transformers_document_by_document(case, planner):
+    lengths = (37, 1, 5, 50, 3)  # 96 tokens: no row is padding on 1, 2, 3 or 4 ranks
+    ranks = run_on_ranks(case.tp * case.cp, run_layer, case, planner, timeout=110)
+    tensor_ranks = ranks[: case.tp]
+    weights = {name: join([r[3] for r in tensor_ranks], name) for name in tensor_ranks[0][3]}
+    out, dx, gradients = exact(weights)
+    order = torch.from_numpy(tokens_of(ranks[0][0], "q").reshape(-1).copy())
+    if case.sequence_parallel:
+        ours_out, ours_dx = (torch.cat([r[i] for r in ranks]) for i in (1, 2))
+    else:
+        ours_out, ours_dx = (torch.cat([r[i] for r in ranks[:: case.tp]]) for i in (1, 2))
+    assert len(order) == sum(lengths)
+    assert_near(ours_out, out[order])
+    assert_near(ours_dx, dx[order])
+    for name, wanted in gradients.items():
+        assert_near(join([r[4] for r in tensor_ranks], name), wanted)
+
+
+def test_weights_start_the_same_on_any_tensor_parallel_ranks():
+    (alone,) = run_on_ranks(1, run_layer, Case(), "auto", timeout=110)
+    pair = run_on_ranks(2, run_layer, Case(tp=2), "auto", timeout=110)
+    for name, weight in alone[3].items():
+        assert torch.equal(join([r[3] for r in pair], name), weight), name
+    assert not torch.equal(pair[0][3]["A_log"], pair[1][3]["A_log"])
+
+
+def run_in_batch(rank, world_size, sequences: int):
+    """Output rows of two sequences side by side as Megatron cuts them, or of one of them."""
+    with parallel_state(Case(cp=world_size)):
+        layer = build_layer(Case(cp=world_size))
+        x = rows_and_upstream(32, batch=2)[0]
+        pieces = torch.arange(32).reshape(2 * world_size, -1)
+        rows = torch.cat([pieces[rank], pieces[2 * world_size - 1 - rank]])
+        return layer(x[rows, :sequences], None)[0].detach()
+
+
+def test_samples_of_megatron_batches_do_not_see_each_other():
+    """Without parameters the samples share one plan, and the layer takes them for more heads."""
+    both = run_on_ranks(2, run_in_batch, 2, timeout=110)
+    alone = run_on_ranks(2, run_in_batch, 1, timeout=110)
+    for two, one in zip(both, alone, strict=True):
+        torch.testing.assert_close(two[:, :1], one, rtol=0, atol=1e-6)
+
+
+def run_stream(rank, world_size):
+    """Two samples of one stream, as the hooks cut them: `[s, b]` holds the rows of the plan column by column."""
+    with parallel_state(Case()):
+        layer = build_layer(Case())
+        x = rows_and_upstream(96)[0]
+        params, _ = params_of(LENGTHS, 1, "auto", 0, num_samples=2)
+        folded = layer(x.reshape(2, 48, HIDDEN).transpose(0, 1), None, packed_seq_params=params)[0]
+        params, _ = params_of(LENGTHS, 1, "auto", 0)
+        return folded.detach(), layer(x, None, packed_seq_params=params)[0].detach()
+
+
+def test_samples_of_one_stream_lie_column_by_column():
+    ((folded, plain),) = run_on_ranks(1, run_stream, timeout=110)
+    torch.testing.assert_close(folded.transpose(0, 1).reshape(96, 1, HIDDEN), plain)
+
+
+def keys_of_checkpoint(rank, world_size):
+    """(names and shapes of weights, keys of the sharded checkpoint) of our layer and of Megatron's own."""
+    with parallel_state(Case()):
+        from megatron.core.process_groups_config import ProcessGroupCollection
+        from megatron.core.ssm import gated_delta_net as megatrons
+
+        ours = build_layer(Case())
+        home = getattr(megatrons, "common", megatrons)  # 0.17 made a package of the module
+        plain = {name: getattr(home, name) for name in ("HAVE_FLA", "chunk_gated_delta_rule")}
+        home.HAVE_FLA, home.chunk_gated_delta_rule = True, print
+        try:
+            config = config_of(Case(), deterministic_mode=True)
+            parts = megatrons.GatedDeltaNetSubmodules(
+                in_proj=type(ours.in_proj), out_norm=_PlainNorm, out_proj=type(ours.out_proj)
+            )
+            theirs = megatrons.GatedDeltaNet(
+                config,
+                parts,
+                layer_number=1,
+                pg_collection=ProcessGroupCollection.use_mpu_process_groups(
+                    required_pgs=["tp", "cp"]
+                ),
+            )
+        finally:
+            vars(home).update(plain)
+        return [_described(layer) for layer in (ours, theirs)]
+
+
+class _PlainNorm:
+    def __new__(cls, config, hidden_size, eps):
+        return torch.nn.RMSNorm(hidden_size, eps=eps)
+
+
+def _described(layer):
+    shapes = {name: tuple(x.shape) for name, x in layer.state_dict().items() if x is not None}
+    sharded = layer.sharded_state_dict(prefix="x.")
+    parts = {}
+    for key, tensor in sharded.items():
+        pieces = tensor.build() if hasattr(tensor, "build") else [tensor]
+        for piece in pieces if isinstance(pieces, list) else pieces.values():
+            if hasattr(piece, "global_shape"):
+                parts[piece.key] = (key, piece.global_shape)
+    return shapes, parts
+
+
+def test_checkpoints_are_those_of_megatrons_layer():
+    (((our_shapes, our_parts), (shapes, parts)),) = run_on_ranks(1, keys_of_checkpoint, timeout=110)
+    assert our_shapes == shapes
+    assert our_parts == parts
+    assert any(key.endswith("in_proj.weight.alpha") for key in parts)
+
+
+def refusal(rank, world_size, mask_name, options):
+    with parallel_state(Case()):
+        from megatron_cp import CPConfig
+        from megatron_cp import mask as masks
+        from megatron_cp.mcore.batch import ContextParallelParams
+        from megatron_cp.plan import make_plan
+
+        try:
+            layer = build_layer(Case(), **options)
+            mask = {
+                "one question, two answers": masks.shared_question([4, 4, 4]),
+                "window": masks.sliding_window(12, 3),
+            }.get(mask_name, masks.causal(12))
+            plan = make_plan(mask, 1, CPConfig(topology="cpu"))
+            params = ContextParallelParams(plans={"full": plan})
+            layer(rows_and_upstream(12)[0], None, packed_seq_params=params)
+        except (ValueError, NotImplementedError) as error:
+            return str(error)
+        return None
+
+
+@pytest.mark.parametrize(
+    ("mask_name", "options", "said"),
+    [
+        ("causal", {}, None),
+        ("one question, two answers", {}, "does not see all before it"),
+        ("window", {}, "does not see all before it"),
+        ("causal", {"activation_func": torch.nn.functional.gelu}, "--swiglu"),
+        ("causal", {"linear_attention_freq": 0}, "must say of each of 2 layers"),
+        ("causal", {"linear_attention_freq": [1, 0, 1]}, "must say of each of 2 layers"),
+        ("causal", {"linear_num_value_heads": 3}, "a multiple of linear_num_key_heads"),
+    ],
+)
+def test_what_a_state_would_show_and_sizes_that_do_not_fit_are_refused(mask_name, options, said):
+    (line,) = run_on_ranks(1, refusal, mask_name, options, timeout=110)
+    assert line is None if said is None else said in line

@@ -1,0 +1,121 @@
+"""Layers of linear attention between those of softmax attention: the same losses from one checkpoint at every layout."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron_cp.training.arguments import parse_arguments
+from megatron_cp.training.datasets import plan_request
+from tests.training.commands import SMALL_RUN, metrics, train
+from tests.training.verdicts import refusals
+
+LINEAR = shlex.split(
+    "--num-layers 4 --experimental-attention-variant gated_delta_net --linear-attention-freq [1,0,1,1] "
+    "--linear-key-head-dim 16 --linear-value-head-dim 8 --linear-num-key-heads 2 --linear-num-value-heads 4"
+)
+MODEL = [
+    *LINEAR,
+    *shlex.split(
+        "--num-experts 4 --moe-ffn-hidden-size 48 --moe-layer-freq [0,1,1,0] --moe-aux-loss-coeff 1e-2 "
+        "--untie-embeddings-and-output-weights --calculate-per-token-loss --no-wandb"
+    ),
+]
+LAYOUTS = {  # ranks, flags
+    "context": (2, "--context-parallel-size 2 --cp-planner auto"),
+    "a stage of linear layers alone": (
+        4,
+        "--pipeline-model-parallel-size 2 --context-parallel-size 2",
+    ),
+    "tensor, sequence and context": (
+        4,
+        "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2 --cp-planner auto",
+    ),
+    "tensor and recomputed": (
+        2,
+        "--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1",
+    ),
+    "replicas": (4, "--context-parallel-size 2"),
+}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "alone"
+    flags = ["--save", str(folder), "--save-interval", "1", "--save-retain-interval", "1"]
+    train(1, *SMALL_RUN, *MODEL, *flags)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_go_on_as_on_one_rank(alone: Path, tmp_path: Path, layout: str):
+    world_size, flags = LAYOUTS[layout]
+    resumed = ["--load", str(alone), "--ckpt-step", "1", "--run-dir", str(tmp_path / "run")]
+    train(world_size, *SMALL_RUN, *MODEL, *resumed, *flags.split())
+    for key in ("lm loss", "grad-norm", "load_balancing_loss"):
+        found, expected = metrics(tmp_path / "run", key), metrics(alone, key)
+        assert sorted(found) == [2, 3, 4], key
+        for iteration, value in found.items():
+            assert value == pytest.approx(expected[iteration], rel=3e-6), (key, iteration)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            "--linear-attention-freq 2",
+            "--linear-attention-freq 2 without --experimental-attention-variant",
+        ),
+        ("--experimental-attention-variant dsa", "dsa is not served"),
+        (
+            "--experimental-attention-variant gdn",
+            "--linear-attention-freq is missing; it has no default",
+        ),
+        (
+            "--experimental-attention-variant gdn --linear-attention-freq [1,0,1]",
+            "linear_attention_freq=[1, 0, 1] must say of each of 2 layers",
+        ),
+        (
+            "--experimental-attention-variant gdn --linear-attention-freq 2 --linear-num-key-heads 3",
+            "linear_num_value_heads=32 must be a multiple of linear_num_key_heads=3",
+        ),
+        (
+            "--experimental-attention-variant gdn --linear-attention-freq 2 --linear-key-head-dim 0",
+            "--linear-key-head-dim 0 must be positive",
+        ),
+    ],
+)
+def test_what_cannot_be_built_is_one_line(capsys, flags: str, said: str):
+    (line,) = refusals(capsys, *SMALL_RUN, *flags.split())
+    assert said in line
+
+
+def test_another_activation_is_refused(capsys):
+    flags = [flag for flag in (*SMALL_RUN, *LINEAR) if flag != "--swiglu"]
+    (line,) = refusals(capsys, *flags)
+    assert "give --swiglu" in line
+
+
+def test_tensor_ranks_divide_the_key_heads(capsys):
+    (line,) = refusals(
+        capsys, *SMALL_RUN, *LINEAR, *["--tensor-model-parallel-size", "4"], world_size=4
+    )
+    assert "linear_num_key_heads=2" in line or "--num-query-groups" in line
+
+
+def test_linear_layers_have_no_mask_and_their_states_a_price():
+    windows = ("--window-size", "16,0", "--window-attn-skip-freq", "2")
+    config = parse_arguments([*SMALL_RUN, *LINEAR, *windows], {})
+    assert config.model.layers_by_mask() == {"full": 1, "window": 0}
+    request = plan_request(config, on_cuda=False)
+    assert request.config.linear_state_bytes == 3 * 4 * 16 * (8 + 16) * 4
+    plain = parse_arguments(SMALL_RUN, {})
+    assert plan_request(plain, on_cuda=False).config.linear_state_bytes is None
+
+
+def test_a_checkpoint_of_other_linear_layers_is_refused(alone: Path):
+    other = ["--linear-num-key-heads", "4", "--linear-key-head-dim", "8"]
+    with pytest.raises(AssertionError, match="--linear-key-head-dim 16, this run has 8"):
+        train(1, *SMALL_RUN, *MODEL, *other, "--load", str(alone))
