@@ -1,5 +1,7 @@
 """Documents that a mask links, and those in which a state may flow, against the dense mask."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -25,7 +27,7 @@ def bounds_by_pairs(dense):
 
 def states_may_flow(dense, bounds):
     """Returns whether every token that sees anything sees all before it in its document."""
-    for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, stop in itertools.pairwise(bounds):
         document = dense[start:stop, start:stop]
         if document.any() and not document[np.tril_indices(stop - start)].all():
             return False
@@ -37,7 +39,7 @@ def square_masks(draw):
     size = draw(st.integers(1, 14))
     cuts = sorted(draw(st.sets(st.integers(0, size), max_size=4)) | {0, size})
     slices = []
-    for start, stop in zip(cuts[:-1], cuts[1:], strict=True):
+    for start, stop in itertools.pairwise(cuts):
         kind = draw(st.sampled_from(["causal", "full", "prefix", "window", "nothing"]))
         if kind == "nothing" or start == stop:
             continue
@@ -86,5 +88,5 @@ def test_lengths_by_hand(mask, lengths):
     ],
 )
 def test_a_hidden_token_is_named(mask):
-    with pytest.raises(ValueError, match="tokens 0 to 8|tokens 0 to 7"):
+    with pytest.raises(ValueError, match=r"tokens 0 to [78]"):
         causal_document_lengths(mask)

@@ -128,3 +128,26 @@ def test_twenty_losses_equal_those_of_megatrons_own_attention(
     # The log has seven digits: the last one may round otherwise.
     record_property("largest difference", np.abs(np.subtract(found, expected)).max())
     np.testing.assert_allclose(found, expected, rtol=0, atol=1.5e-6)
+
+
+LINEAR = shlex.split("""
+    --num-layers 4 --swiglu --normalization RMSNorm --disable-bias-linear --linear-attention-freq 2
+    --experimental-attention-variant gated_delta_net --linear-key-head-dim 16 --linear-value-head-dim 8
+    --linear-num-key-heads 4 --linear-num-value-heads 4 --no-bias-swiglu-fusion
+""")
+
+
+@pytest.mark.parametrize("layout", ["cp2", "tp2-cp2"])
+@pytest.mark.parametrize("documents", ["positions, no mask", "two samples"])
+def test_linear_layers_give_the_losses_of_one_context_rank(corpus, layout, documents):
+    """Megatron's own layer needs kernels of a GPU, so the reference is ours; before 0.17 it takes one context rank."""
+    if minor_version() < 17:
+        pytest.skip("this Megatron-LM refuses context parallelism with linear layers")
+    flags, _ = FLAGS[documents]
+    ranks, parallel = LAYOUTS[layout]
+    own = parallel[:-2]
+    run = [*LINEAR, *flags, *EOD_LOSS, *SPEC]
+    expected, _ = losses(corpus, ranks // 2, *own, *run)
+    found, _ = losses(corpus, ranks, *parallel, *run)
+    assert expected[-1] < expected[0] - 0.3
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6)

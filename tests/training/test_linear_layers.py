@@ -1,4 +1,4 @@
-"""Layers of linear attention between those of softmax attention: the same losses from one checkpoint at every layout."""
+"""Layers of linear attention between those of softmax attention: one checkpoint, the same losses at every layout."""
 
 import shlex
 from pathlib import Path

@@ -17,7 +17,12 @@ _WINDOW = 15
 # At .3 a narrow model of latent attention and experts amplifies rounding a hundred times: two runs of
 # deepseekv3_proxy differed by 4e-7 after three steps; at .1 by 3e-8.
 _LARGEST_STD = 0.1
-_LAYER_LISTS = ("--moe-layer-freq", "--window-attn-skip-freq", "--no-rope-freq")
+_LAYER_LISTS = (
+    "--moe-layer-freq",
+    "--window-attn-skip-freq",
+    "--no-rope-freq",
+    "--linear-attention-freq",
+)
 # Sizes of latent attention: an eighth of a head of 128, and what the ranks of its vectors are to it.
 _LATENT = {
     "--q-lora-rank": (1536, 24),
@@ -61,7 +66,23 @@ def cut_width(line: CommandLine) -> None:
             size = line.number(flag, default)
             if size:
                 line.set(flag, min(size, max(8, size * new // of)), why="small")
+    if line.has("--experimental-attention-variant"):
+        _cut_linear(line)
     _keep_activations(line, Fraction(width, new_width))
+
+
+def _cut_linear(line: CommandLine) -> None:
+    """Cuts heads of linear attention; a key head keeps its number of value heads, as far as there may be."""
+    keys, values = (
+        line.number("--linear-num-key-heads", 16),
+        line.number("--linear-num-value-heads", 32),
+    )
+    new_keys = min(keys, _MOST_GROUPS)
+    line.set("--linear-num-key-heads", new_keys, why="few heads")
+    new_values = new_keys * min(values // keys, _MOST_PER_GROUP)
+    line.set("--linear-num-value-heads", new_values, why="few heads")
+    for flag in ("--linear-key-head-dim", "--linear-value-head-dim"):
+        line.set(flag, min(line.number(flag, 128), HEAD), why="small")
 
 
 def _keep_activations(line: CommandLine, factor: Fraction) -> None:
