@@ -5,6 +5,7 @@ This one takes any, and forgets the logits of a step whether it clips or not.
 Settings: `qk_clip_threshold` and `qk_clip_alpha` of TransformerConfig. Source: Kimi K2 (arXiv 2507.20534), section 2.1.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,16 +21,22 @@ def clip_qk(model: Sequence[torch.nn.Module], *, clips: bool) -> float:
     context-parallel ranks, which hold the same heads: every rank calls it after a step of the optimizer.
     """
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    largest = 0.0
+    peaks = [0.0]
     with torch.no_grad():
         for layer in _clippable(model):
             logits = layer.core_attention.current_max_attn_logits
             dist.all_reduce(logits, op=dist.ReduceOp.MAX, group=group)
-            largest = max(largest, float(logits.max()))
-            if clips:
+            peaks.append(float(logits.max()))
+            if clips and math.isfinite(peaks[-1]):
                 layer.clip_qk()
             layer.core_attention.current_max_attn_logits = None
-    return largest
+    return float(torch.tensor(peaks).max())  # NaN if one is
+
+
+def forget_logits(model: Sequence[torch.nn.Module]) -> None:
+    """Drops the logits seen so far: a step that is computed again, or left out, must not scale weights."""
+    for layer in _clippable(model):
+        layer.core_attention.current_max_attn_logits = None
 
 
 def _clippable(model: Sequence[torch.nn.Module]) -> list[Any]:

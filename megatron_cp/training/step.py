@@ -18,9 +18,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_cp.data.batch import PlannedBatch
 from megatron_cp.data.loader import PackedLoader
 from megatron_cp.mcore.loss import LOSS_NAME
+from megatron_cp.mcore.qk_clip import clip_qk, forget_logits
 from megatron_cp.training.bad_steps.attempt import Attempt, LocalGradients
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.logging.auxiliary import auxiliary_losses
+from megatron_cp.training.logging.lines import print_rank_last
 from megatron_cp.training.logging.timers import Timers
 from megatron_cp.training.same_batches import check_same_batches
 from megatron_cp.training.watchdog import Progress
@@ -131,6 +133,7 @@ def forward_backward(runner: Runner, batches: list[PlannedBatch], optimizer: Any
     for chunk in runner.model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
+    forget_logits(runner.model)  # of an attempt that was not applied
     sums_M2 = runner.sums(batches, forward_only=False)
     total = over_all_ranks(sums_M2)
     loss, tokens = (None, 0) if total is None else _mean(total)
@@ -151,7 +154,7 @@ def train_step(
         runner.progress.at("update")
         runner.timers("optimizer").start(barrier=config.records.barrier_with_L1_time)
         updated, grad_norm, num_zeros = optimizer.step()
-        largest = _clip_logits(runner)
+        largest = _clip_logits(runner, clips=updated)
         runner.timers("optimizer").stop()
     num_packs = len(batches) * config.steps.micro_batch_size * config.parallel.data_parallel_size
     if updated:
@@ -169,22 +172,25 @@ def train_step(
     )
 
 
-def _clip_logits(runner: Runner) -> float | None:
-    """Returns the largest attention logit of the step, after QK-Clip; None where neither was asked for."""
+def _clip_logits(runner: Runner, *, clips: bool) -> float | None:
+    """Returns the largest attention logit of the step, after QK-Clip; None where neither was asked for.
+
+    A step that updated nothing (fp16 overflowed) clips nothing.
+    """
     arguments = runner.config.arguments
     if not (arguments["qk_clip"] or arguments["log_max_attention_logit"]):
         return None
-    from megatron_cp.mcore.qk_clip import clip_qk
-
-    largest = clip_qk(runner.model, clips=bool(arguments["qk_clip"]))
+    largest = clip_qk(runner.model, clips=clips and bool(arguments["qk_clip"]))
     over_all = torch.tensor(largest, device=runner.device)
     dist.all_reduce(over_all, op=dist.ReduceOp.MAX)
     return float(over_all)
 
 
-def _mean(total: torch.Tensor) -> tuple[float, int]:
-    """Returns mean loss and number of tokens from (sum, count)."""
+def _mean(total: torch.Tensor) -> tuple[float | None, int]:
+    """Returns mean loss and number of tokens from (sum, count); None where no token counts."""
     loss_sum, count = total.tolist()
+    if count == 0 and loss_sum == 0:
+        return None, 0
     return loss_sum / max(count, 1.0), int(count)
 
 
@@ -193,8 +199,8 @@ def evaluate(
 ) -> float | None:
     """Returns mean loss per token over the next `num_batches` batches; the loader goes back afterwards.
 
-    None before the last pipeline stage. It ends early, on every rank, where `is_cut()` holds on every
-    rank. Collective: every rank calls it.
+    None before the last pipeline stage, and where no token counts. It ends early, on every rank, where `is_cut()` holds
+    on every rank. Collective: every rank calls it.
     """
     start = loader.state_dict()
     for chunk in runner.model:
@@ -212,7 +218,12 @@ def evaluate(
     for chunk in runner.model:
         chunk.train()
     loader.load_state_dict(start)
-    return None if total is None else _mean(total)[0]
+    if total is None:
+        return None
+    loss, _ = _mean(total)
+    if loss is None:
+        print_rank_last("warning: no token of the evaluation counts in the loss: there is none")
+    return loss
 
 
 def params_norm(runner: Runner) -> float:

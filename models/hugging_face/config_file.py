@@ -156,8 +156,38 @@ def config_of(family: Family, arguments: Arguments) -> dict[str, Any]:
 _FREE = {"vocab_size", "padded_vocab_size", "max_position_embeddings", "moe_router_dtype"}
 
 
-def disagreements(expected: Arguments, saved: Arguments) -> list[str]:
-    """Returns how a checkpoint's own arguments contradict config.json; arguments it lacks are not asked."""
+# What makes another model of the same tensors, and what it must be where a family's config.json has no word for it.
+_UNSAID = {
+    "squared_relu": False,
+    "glu_linear_offset": 0.0,
+    "activation_func_clamp_value": None,
+    "qk_l2_norm": False,
+    "attention_output_gate": False,
+    "experimental_attention_variant": None,
+    "layernorm_zero_centered_gamma": False,
+    "apply_layernorm_1p": False,
+    "apply_residual_connection_post_layernorm": False,
+    "position_embedding_type": "rope",
+    "rotary_percent": 1.0,
+    "rotary_interleaved": False,
+    "no_rope_freq": None,
+    "rotary_seq_len_interpolation_factor": None,
+    "moe_router_pre_softmax": False,
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+    "moe_router_topk_scaling_factor": None,
+    "moe_shared_expert_gate": False,
+    "moe_apply_probs_on_input": False,
+    "mtp_num_layers": None,
+}
+
+
+def disagreements(said: Arguments, saved: Arguments) -> list[str]:
+    """Returns how a checkpoint's own arguments contradict config.json; arguments it lacks are not asked.
+
+    `said` are those of config.json; it also contradicts what it has no word for.
+    """
+    expected = _UNSAID | said
     free = _FREE | {"group_query_attention"}  # num_query_groups says it
     if expected["multi_latent_attention"]:
         free |= {"kv_channels", "num_query_groups"}  # Megatron does not read them then
@@ -166,7 +196,7 @@ def disagreements(expected: Arguments, saved: Arguments) -> list[str]:
     if saved.get("group_query_attention") is False:  # so the number of groups says nothing
         saved = saved | {"num_query_groups": saved.get("num_attention_heads")}
     return [
-        f"{name}: config.json says {value!r}, the checkpoint {saved[name]!r}"
+        f"{name}: config.json {'says' if name in said else 'means'} {value!r}, the checkpoint {saved[name]!r}"
         for name, value in expected.items()
         if name in saved and name not in free and not _means_the_same(value, saved[name])
     ]

@@ -19,6 +19,7 @@ RUN = (
     "--micro-batch-size", "2", "--train-iters", "4", "--lr", "1e-3", "--log-interval", "1", "--eval-iters", "0",
     "--no-wandb",
 )  # fmt: skip
+LOGITS = "--log-max-attention-logit"
 CP2 = ("--context-parallel-size", "2", "--global-batch-size", "8")
 LAYOUTS = {
     "two context ranks": (2, CP2),
@@ -81,8 +82,8 @@ def test_bad_steps_are_left_out_and_only_they(tmp_path, corpus):
     """The oracle is a run whose weights never meet the poison: its steps before the bad one are the same."""
     outcomes = run_program(
         [
-            launch(corpus, tmp_path / "bad", "nan_embedding", "--on-bad-step", "skip"),
-            launch(corpus, tmp_path / "good", ""),
+            launch(corpus, tmp_path / "bad", "nan_embedding", "--on-bad-step", "skip", LOGITS),
+            launch(corpus, tmp_path / "good", "", LOGITS),
             launch(
                 corpus, tmp_path / "row", "nan_embedding", "--on-bad-step", "skip",
                 "--bad-steps-in-a-row", "1",
@@ -99,6 +100,11 @@ def test_bad_steps_are_left_out_and_only_they(tmp_path, corpus):
     assert all(losses[step] == others[step] for step in losses if step < left_out[0])
     assert all(losses[step] is not None for step in losses if step not in left_out)
     assert bad[0].stdout.count("the step is left out") == 1
+    # What the bad step saw is forgotten: QK-Clip would scale the weights of the next step by it.
+    logits, expected = (metrics(tmp_path / run, "max_attention_logit") for run in ("bad", "good"))
+    assert left_out[0] not in logits and max(left_out) < max(logits)
+    for step, value in logits.items():
+        assert value == pytest.approx(expected[step], rel=0.3)
     assert [rank.code for rank in row] == [17, 17]
     assert "--bad-steps-in-a-row allows fewer" in error_lines(row[1].stderr)[0]
 

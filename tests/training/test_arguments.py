@@ -160,6 +160,14 @@ def test_muon_spreads_whole_layers_where_megatron_shards_its_state():
     assert len(reasons) == 1 and "emerging-optimizers" in reasons[0]
 
 
+def test_muon_does_not_cut_queries_with_a_gate_among_them():
+    flags = [*SMALL_RUN, "--bf16", "--optimizer", "muon", "--attention-output-gate"]
+    _, reasons = judge_arguments(flags, {}, GPU_MACHINE)
+    assert len(reasons) == 1 and "give --muon-no-split-qkv" in reasons[0]
+    _, reasons = judge_arguments([*flags, "--muon-no-split-qkv"], {}, GPU_MACHINE)
+    assert not reasons
+
+
 def test_optimizer_instances_divide_the_replicas():
     flags = ["--use-distributed-optimizer", "--num-distributed-optimizer-instances", "2"]
     _, reasons = judge_arguments([*SMALL_RUN, *flags], {}, GPU_MACHINE)

@@ -247,3 +247,30 @@ def test_an_optimizer_that_is_left_out_is_one_note_and_no_difference(tmp_path):
     for flag, text in zip(("--finetune", "--no-load-optim"), said, strict=True):
         assert text.count(f"note: {flag}: the checkpoint's optimizer state is not loaded") == 1
         assert "only in the checkpoint" not in text
+
+
+def go_on_with_another_model(rank, world_size, folder):
+    """What two loads of one checkpoint say: with a flag that changes what its tensors compute, and without."""
+    from megatron_cp.training.checkpoint.load import load_checkpoint
+    from megatron_cp.training.checkpoint.save import Saver
+
+    said = []
+    with made.run_state("--save", folder, rank=rank, world_size=world_size) as state:
+        made.step(state, 1)
+        Saver(state).save()
+    for flags in (("--rotary-base", "20000", "--norm-epsilon", "1e-3"), ()):
+        text = io.StringIO()
+        with (
+            made.run_state("--load", folder, *flags, rank=rank, world_size=world_size) as state,
+            contextlib.redirect_stdout(text),
+        ):
+            load_checkpoint(state)
+        said.append(text.getvalue())
+    return said
+
+
+def test_flags_that_change_what_the_weights_compute_are_told(tmp_path):
+    ((changed, same),) = run_on_ranks(1, go_on_with_another_model, str(tmp_path))
+    assert "note: --rotary-base was 10000, and is 20000 from here on: the weights of" in changed
+    assert "note: --norm-epsilon was 1e-05, and is 0.001 from here on" in changed
+    assert "from here on" not in same

@@ -177,6 +177,12 @@ def complete_muon(args: Namespace) -> Iterator[str]:
             "--optimizer muon with --multi-latent-attention is not served: Megatron-Core cuts "
             "queries, keys and values of plain attention alone; choose another optimizer"
         )
+    if args.attention_output_gate and args.muon_split_qkv:
+        yield (
+            "--optimizer muon with --attention-output-gate is not served: Megatron-Core does not know where among the "
+            "weights of queries, keys and values those of the gate lie; give --muon-no-split-qkv, which takes them for "
+            "one matrix, or choose another optimizer"
+        )
     if args.layer_wise_optimizer and not args.bf16:
         yield "--optimizer muon --use-distributed-optimizer needs --bf16 to be saved; give it too"
     if args.layer_wise_optimizer and not args.machine.has_cuda:

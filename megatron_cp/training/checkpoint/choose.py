@@ -21,6 +21,7 @@ from megatron_cp.errors import DamagedCheckpointError
 from megatron_cp.mcore import safe_load
 from megatron_cp.training.checkpoint import files, formats, integrity
 from megatron_cp.training.checkpoint.compare import leaves_out
+from megatron_cp.training.checkpoint.meaning import changes_of_meaning
 from megatron_cp.training.config import CheckpointConfig, TrainConfig
 from megatron_cp.training.logging.lines import print_rank_0
 
@@ -163,8 +164,11 @@ def _examine(
         if not is_damage:
             raise ValueError(text) from problem
     damage = next((text for _, text in filter(None, said)), None)
-    if damage is None and manifest is not None and config.checkpoint.verify_checkpoint:
-        print_rank_0(f" verified the contents of {candidate}")
+    if damage is None and manifest is not None:
+        for change in changes_of_meaning(manifest.get("meaning", {}), config.arguments):
+            print_rank_0(f"note: {change}: the weights of {candidate} compute something else")
+        if config.checkpoint.verify_checkpoint:
+            print_rank_0(f" verified the contents of {candidate}")
     return manifest, damage
 
 

@@ -14,6 +14,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.utils import unwrap_model
 
 from megatron_cp.training.checkpoint import files
+from megatron_cp.training.checkpoint.meaning import meaning_of
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.logging.lines import print_rank_0
 
@@ -137,6 +138,7 @@ def manifest_of(state: RunState) -> dict[str, Any]:
         "format": 1,
         "iteration": state.iteration,
         "shape": {name: arguments[name] for name in files.SHAPE_ARGUMENTS},
+        "meaning": meaning_of(arguments),
         "layout": {name: arguments[name] for name in _LAYOUT},
         "data": state.data,
         "restarts": state.restarts,

@@ -217,7 +217,8 @@ class Journal:
     def _print(self, result: StepResult, seconds: float, norm: float | None) -> None:
         """Megatron-LM's line over the steps since the last one."""
         config, state = self._state.config, self._state
-        means = {name: _mean(values) for name, values in self._losses.items()}
+        # A window may hold no token that counts in the loss; it is NaN where a loss was no number.
+        means = {name: _mean(v) for name, v in self._losses.items() if v or self._nan}
         report = StepReport(
             iteration=state.iteration,
             train_iters=config.steps.train_iters,

@@ -246,6 +246,40 @@ def test_a_checkpoint_of_another_model_is_told_by_every_argument_that_differs():
     assert disagreements(arguments, {"num_layers": 32}) == []
 
 
+ANOTHER_MODEL = {
+    "layernorm_zero_centered_gamma": True,
+    "apply_layernorm_1p": True,
+    "rotary_interleaved": True,
+    "rotary_percent": 0.5,
+    "rotary_seq_len_interpolation_factor": 2,
+    "no_rope_freq": [0, 1],
+    "position_embedding_type": "none",
+    "qk_l2_norm": True,
+    "qk_layernorm": "other",
+    "attention_output_gate": True,
+    "experimental_attention_variant": "gated_delta_net",
+    "squared_relu": True,
+    "glu_linear_offset": 0.5,
+    "activation_func_clamp_value": 0.5,
+    "moe_router_topk_scaling_factor": 7.5,
+    "moe_router_num_groups": 3,
+    "moe_router_pre_softmax": "other",
+    "moe_shared_expert_gate": True,
+    "softmax_type": "off-by-one",
+    "window_size": (5, 0),
+    "mtp_num_layers": 1,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("argument", ANOTHER_MODEL)
+def test_a_model_that_config_json_cannot_describe_is_told(name, argument):
+    """Megatron's flags that change what the same tensors compute, whether or not the family has a word for them."""
+    arguments = arguments_of(PUBLISHED[name])
+    (line,) = disagreements(arguments, arguments | {argument: ANOTHER_MODEL[argument]})
+    assert line.startswith(f"{argument}: config.json ")
+
+
 def test_ungrouped_attention_says_nothing_by_its_number_of_groups():
     config = PUBLISHED["Llama-3.1-8B"]
     ungrouped = arguments_of(config | {"num_key_value_heads": 32})
