@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.fx.experimental.symbolic_shapes  # noqa: F401  by the first backward pass, else in every rank
 
 from tests.processes import HANG_SECONDS
 
