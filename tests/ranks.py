@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.fx.experimental.symbolic_shapes  # noqa: F401  by the first backward pass, else in every rank
+import torch.fx.experimental.symbolic_shapes
 
 from tests.processes import HANG_SECONDS
 

@@ -137,7 +137,7 @@ def test_the_deterministic_mode_gives_the_same_bits_under_every_seed_and_grid(he
     mask = masks.from_slices(300, 300, MIXED)
     inputs, arguments = random_case(300, 300, (2, 1), (head_dim, head_dim), torch.bfloat16)
     first = None
-    for seed, num_blocks in ((0, 1), (1, 1), (2, 2), (3, 4), (4, 3), (5, 1)):
+    for seed, num_blocks in ((0, 1), (3, 4), (4, 3)):
         got = _gradients(
             inputs, mask, arguments, seed=seed, num_blocks=num_blocks, deterministic=True
         )
