@@ -10,17 +10,25 @@ of equal pieces; here pieces are what a placement left of documents, and a state
 import hashlib
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_cp.attn import linear_fla
 from megatron_cp.attn.eager import eager
 from megatron_cp.attn.linear import Maps, reduce_chunks, scan
 from megatron_cp.attn.options import DTYPES, accumulation_dtype
 from megatron_cp.plan import AttentionPlan
 from megatron_cp.plan.segments import check_document_lengths
-from megatron_cp.runtime.linear_layout import LinearLayout, linear_layout
+from megatron_cp.runtime.linear_layout import (
+    LinearLayout,
+    SegmentRuns,
+    Telling,
+    linear_layout,
+    segment_runs,
+)
 from megatron_cp.runtime.session import open_session
 
 
@@ -36,6 +44,7 @@ def cp_linear_attention(  # noqa: PLR0913  the public signature
     g: Tensor | None = None,
     beta: Tensor | None = None,
     scale: float | None = None,
+    backend: Literal["torch", "fla"] | None = None,
 ) -> Tensor:
     """Returns causal linear attention inside each document for the tokens of this rank, in the plan's local order.
 
@@ -48,9 +57,12 @@ def cp_linear_attention(  # noqa: PLR0913  the public signature
         out = scale S^T q              scale: default 1 / sqrt(K)
 
     `document_lengths` are those of the pack in the order of tokens and add up to the plan's tokens; the plan's mask is
-    not looked at. Padding rows give 0 and zero gradients. States, sums and gradients inside are fp32 (fp64 for fp64
-    inputs), in a fixed order. Differentiable in q, k, v, g and beta. Plain torch on every device; **it has never run on
-    a GPU**.
+    not looked at. Padding rows give 0 and zero gradients. States that travel are fp32 (fp64 for fp64 inputs).
+    Differentiable in q, k, v, g and beta.
+
+    `backend="torch"` is plain torch on every device: everything inside is fp32 (fp64), in a fixed order. "fla" are the
+    Triton kernels of flash-linear-attention for the gated delta rule in 16 bits on a GPU. None takes them where they
+    serve the call and agree with plain torch on a small case. **Neither has ever run on a GPU.**
 
     Collective over `group` (None for cp_size 1) where a document lies on several ranks, forward and backward: every
     rank calls it with the same plan, lengths, dtypes, options and `requires_grad`.
@@ -67,13 +79,33 @@ def cp_linear_attention(  # noqa: PLR0913  the public signature
     check_tensors({"q": q, "k": k, "v": v, "g": g, "beta": beta}, q.device)
     scale = _resolve_scale(scale, q.shape[-1])
     tensors = (q, k, v, g, beta)
-    call = f"linear attention {describe_call(tensors, lengths)} {scale}"
+    chosen = _resolve_backend(backend, k, v, g, beta)
+    call = f"linear attention {describe_call(tensors, lengths)} {scale} {chosen}"
     session = open_session(plan, group, q.device, call)
     rank = 0 if group is None else dist.get_rank(group)
     layout = linear_layout(plan, lengths, q.shape[-1], rank, q.device)
     with torch.autocast(q.device.type, enabled=False):
-        out = _attend(tensors, scale, layout, session.group)
+        if chosen == "torch":
+            out = _attend(tensors, scale, layout, session.group)
+        else:
+            assert g is not None and beta is not None
+            runs = segment_runs(plan, lengths, rank, q.device)
+            out = _attend_runs((q, k, v, g, beta), scale, layout, runs, session.group)
     return out.to(q.dtype)
+
+
+def _resolve_backend(
+    backend: str | None, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None
+) -> str:
+    """Returns "torch" or "fla". Raises NotImplementedError for a wish that cannot be served."""
+    if backend not in (None, "torch", "fla"):
+        raise ValueError(f"backend={backend!r} must be 'torch', 'fla' or None")
+    if backend == "torch":
+        return backend
+    reason = linear_fla.why_not(k, v, g, beta)
+    if backend == "fla" and reason is not None:
+        raise NotImplementedError(f"backend='fla' cannot be taken: {reason}; leave it out")
+    return "fla" if reason is None else "torch"
 
 
 def describe_call(tensors: Sequence[Tensor | None], document_lengths: tuple[int, ...]) -> str:
@@ -104,27 +136,56 @@ def _attend(
         into_chunks(g),
         None if beta is None else into_chunks(beta.unsqueeze(-1)),
     )
-    initial = _states_before_segments(chunks.maps, layout, group)
+    told = _maps_of_segments(chunks.maps, layout.telling)
+    initial = _states_before_segments(told, v.shape[-1], layout, group)
     before, _ = scan(chunks.maps, initial, layout.chunking.chains)
     return layout.chunking.from_chunks(chunks.outputs(before), len(q))
 
 
+def _attend_runs(
+    tensors: tuple[Tensor, ...],
+    scale: float,
+    layout: LinearLayout,
+    runs: SegmentRuns,
+    group: dist.ProcessGroup | None,
+) -> Tensor:
+    """As `_attend`, by kernels that take a state before each run of tokens and give the one behind it."""
+    rows = layout.chunking.rows
+    q, k, v, g, beta = (x.index_select(0, rows) for x in tensors)
+    # What hangs on no token hangs on this in autograd's graph: all ranks take part in the way back.
+    nothing = sum((x[:0].float().sum() for x in (q, k, v, g, beta)), q.new_zeros(()).float())
+    told = nothing.expand(len(runs.told_bounds) - 1, *k.shape[1:], k.shape[-1] + v.shape[-1])
+    if len(told):
+        k_, v_, g_, beta_ = (x.index_select(0, runs.told_tokens) for x in (k, v, g, beta))
+        transition, added = linear_fla.map_of_runs(k_, v_, g_, beta_, runs.told_bounds)
+        told = torch.cat([added, transition], dim=-1)
+    initial = _states_before_segments(told, v.shape[-1], layout, group)
+    flat = v
+    if layout.num_segments:
+        flat, _ = linear_fla.rule_of_runs(q, k, v, g, beta, runs.bounds, initial, scale)
+    flat = flat + (nothing + initial[:0].sum()).to(flat.dtype)
+    return flat.new_zeros((len(tensors[0]), *flat.shape[1:])).index_copy(0, rows, flat)
+
+
+def _maps_of_segments(chunk_maps: Maps, telling: Telling) -> Tensor:
+    """Returns the maps (B, P) `[n, H, K, V + (1 or K)]` of own segments that somebody wants."""
+    identity = chunk_maps.identity(telling.chains.num_chains)
+    _, after = scan(chunk_maps.widened(telling.chunks), identity, telling.chains)
+    return after.index_select(0, telling.last_links)
+
+
 def _states_before_segments(
-    chunk_maps: Maps, layout: LinearLayout, group: dist.ProcessGroup | None
+    told: Tensor, value_dim: int, layout: LinearLayout, group: dist.ProcessGroup | None
 ) -> Tensor:
     """Returns the state `[H, K, V]` that each own segment starts from; collective where states travel.
 
     Every rank's result hangs on the exchange in autograd's graph, also where it receives nothing, so that all ranks
     take part in the way back.
     """
-    telling, folding = layout.telling, layout.folding
-    identity = chunk_maps.identity(telling.chains.num_chains)
-    _, after = scan(chunk_maps.widened(telling.chunks), identity, telling.chains)
-    told = after.index_select(0, telling.last_links)
+    folding = layout.folding
     received = layout.exchange.receive(told, group)
-    value_dim = chunk_maps.added.shape[-1]
     maps = Maps.unpacked(torch.cat([told, received]).index_select(0, folding.sources), value_dim)
-    state = chunk_maps.added.new_zeros((layout.num_segments, *chunk_maps.added.shape[1:]))
+    state = maps.added.new_zeros((layout.num_segments, *maps.added.shape[1:]))
     nothing = state.new_zeros((folding.chains.num_chains, *state.shape[1:]))
     _, after = scan(maps, nothing, folding.chains)
     return state.index_copy(0, folding.begun, after.index_select(0, folding.links))

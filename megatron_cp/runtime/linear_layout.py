@@ -82,6 +82,40 @@ class LinearLayout:
     folding: Folding
 
 
+@dataclass(frozen=True)
+class SegmentRuns:
+    """Own segments as runs of tokens side by side, in the order of a layout; for kernels that take any lengths."""
+
+    bounds: Tensor
+    """Where each begins among the tokens of `Chunking.rows`, and the end."""
+    told_tokens: Tensor
+    """Of these tokens, those of segments whose maps somebody wants."""
+    told_bounds: Tensor
+    """Where each such segment begins among them."""
+
+
+@lru_cache(maxsize=MAX_LAYOUTS)
+@torch.inference_mode(False)
+def segment_runs(
+    plan: PlanData, document_lengths: tuple[int, ...], rank: int, device: torch.device
+) -> SegmentRuns:
+    """Returns the runs of `rank`, compiled once; lengths are checked."""
+    segments = find_segments(plan, document_lengths)
+    own, is_told = _own_segments(segments, wanted_states(segments), rank)
+    length = segments.length[own]
+    bounds = np.cumsum([0, *length])
+    _, told = expand_ranges(bounds[:-1][is_told], bounds[1:][is_told])
+    told_bounds = np.cumsum([0, *length[is_told]])
+    return upload(SegmentRuns(_tensor(bounds), _tensor(told), _tensor(told_bounds)), device)
+
+
+def _own_segments(segments: Segments, wanted: WantedRows, rank: int) -> tuple[IntArray, BoolArray]:
+    """Returns a rank's segments, longest first, and which of them somebody wants the map of."""
+    own = segments.of(rank)
+    own = own[np.argsort(-segments.length[own], kind="stable")]
+    return own, np.isin(own, wanted.item)
+
+
 @lru_cache(maxsize=MAX_LAYOUTS)
 @torch.inference_mode(False)  # kept: a later call may want gradients
 def linear_layout(
@@ -94,11 +128,9 @@ def linear_layout(
     """Returns the layout of `rank`, compiled once; lengths are checked."""
     segments = find_segments(plan, document_lengths)
     wanted = wanted_states(segments)
-    own = segments.of(rank)
+    own, is_told = _own_segments(segments, wanted, rank)
     size = _chunk_size(segments.length[own], key_dim)
-    own = own[np.argsort(-segments.length[own], kind="stable")]
     chunking = _cut_into_chunks(segments.length[own], segments.row[own], size)
-    is_told = np.isin(own, wanted.item)
     telling = _tell(-(-segments.length[own] // size), is_told, chunking.chains)
     map_row = np.zeros(len(segments.rank), np.int64)  # of the maps told and received here
     map_row[own[is_told]] = np.arange(is_told.sum())

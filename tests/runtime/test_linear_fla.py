@@ -1,0 +1,113 @@
+"""Linear attention by another's kernels: a stand-in of their operator, on ranks, against the recurrence."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megatron_cp as mcp
+from megatron_cp.attn import linear_fla
+from tests.attn.fla_on_host import chunk_gated_delta_rule, installed
+from tests.ranks import run_on_ranks
+from tests.runtime.cases import local_rows, restore
+from tests.runtime.test_linear_attention import (
+    LENGTHS,
+    NAMES,
+    by_recurrence,
+    inputs_of,
+    outputs_and_gradients,
+    plan_of,
+)
+
+CASES = [
+    (lengths, planner)
+    for lengths in LENGTHS.values()
+    for planner in ("zigzag", "auto", "random")
+    if planner != "random" or sum(lengths) < 100
+]
+
+
+def rounded(lengths):
+    """Rows in bf16, decays in fp32: q, k, v, g, beta, dout."""
+    q, k, v, g, beta, dout = inputs_of(sum(lengths), "gated delta rule")
+    q, k, v, beta, dout = (x.to(torch.bfloat16) for x in (q, k, v, beta, dout))
+    return q, k, v, g, beta, dout
+
+
+def attend_on_ranks(rank, world_size, cases):
+    """This rank's output and gradients of each (plan, lengths)."""
+    results = []
+    with installed():
+        for plan, lengths in cases:
+            *local, dout = (local_rows(x, plan, rank) for x in rounded(lengths))
+
+            def attend(q, k, v, g, beta, plan=plan, lengths=lengths):
+                return mcp.cp_linear_attention(
+                    q, k, v, plan, dist.group.WORLD, document_lengths=lengths, g=g, beta=beta,
+                    backend="fla",
+                )  # fmt: skip
+
+            results.append(outputs_and_gradients(attend, local, dout))
+    return results
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 3])
+def test_states_before_and_behind_runs_give_the_recurrence_on_ranks(cp_size):
+    cases = [(plan_of(lengths, cp_size, planner), lengths) for lengths, planner in CASES]
+    per_rank = run_on_ranks(cp_size, attend_on_ranks, cases)
+    for index, (plan, lengths) in enumerate(cases):
+        exact = by_recurrence(lengths, rounded(lengths), torch.float64)
+        for i, name in enumerate(["out", *(f"d{n}" for n in NAMES)]):
+            actual = restore([results[index][i] for results in per_rank], plan)
+            # Everything but what is returned in 16 bits, and maps that travel in fp32, is float64 here.
+            error, size = (actual - exact[i]).abs().max(), exact[i].abs().max()
+            where = f"{name} of {lengths} under {plan.planner} on {cp_size} ranks"
+            assert error <= 0.012 * size, where
+
+
+def test_the_operator_is_taken_where_it_is_right(caplog):
+    k, v = torch.zeros(5, 2, 8, dtype=torch.bfloat16), torch.zeros(5, 2, 5, dtype=torch.bfloat16)
+    g, beta = torch.zeros(5, 2), torch.zeros(5, 2)
+    with installed():
+        assert linear_fla.why_not(k, v, g, beta) is None
+
+    def careless(*args, **kwargs):
+        """The state before a run is forgotten."""
+        kwargs["initial_state"] = kwargs["initial_state"] * 0
+        return chunk_gated_delta_rule(*args, **kwargs)
+
+    with installed(careless), pytest.warns(UserWarning, match="flash-linear-attention is off by"):
+        assert linear_fla.why_not(k, v, g, beta) == "it failed its test on this device"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"dtype": torch.float32}, "takes 16 bits|take 16 bits"),
+        ({"g": None}, "one decay for each head"),
+        ({"beta": None}, "one decay for each head"),
+        ({"width": 300}, "the key dim is 300"),
+        ({"installed": False}, "need a GPU"),
+    ],
+)
+def test_a_wish_that_cannot_be_served_is_refused(change, said):
+    dtype, width = change.get("dtype", torch.bfloat16), change.get("width", 8)
+    plan = plan_of((5,), 1, "zigzag")
+    q = torch.zeros(plan.tokens_per_rank, 2, width, dtype=dtype)
+    gates = {"g": q.new_zeros(len(q), 2, dtype=torch.float32), "beta": q.new_zeros(len(q), 2)}
+    gates |= {name: change[name] for name in ("g", "beta") if name in change}
+
+    def ask(backend):
+        return mcp.cp_linear_attention(
+            q, q, q, plan, None, document_lengths=(5,), backend=backend, **gates
+        )
+
+    if not change.get("installed", True):
+        with pytest.raises(NotImplementedError, match=said):
+            ask("fla")
+        return
+    with installed():
+        with pytest.raises(NotImplementedError, match=said):
+            ask("fla")
+        ask(None)
+        with pytest.raises(ValueError, match="must be 'torch', 'fla' or None"):
+            ask("triton")
