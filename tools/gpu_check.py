@@ -12,6 +12,7 @@ Parts, in order:
                FA3, FA4 when importable; the bars for an H200 and the kernel model's prediction beside them
     dims       head dims 64, 96, 192, 256 and 192/128
     ranks      two and four ranks on this one GPU, gloo and NCCL: values, traces, every planner
+    linear     linear attention in plain torch and by flash-linear-attention where that is: values, time, memory
     sanitize   compute-sanitizer on tiny cases, each in a process of its own: what memcheck finds is a failure; reports
                of racecheck and synccheck are printed and kept as notes
 
@@ -41,10 +42,10 @@ sys.path.insert(0, str(ROOT))
 from megatron_cp.attn.hopper import self_test  # noqa: E402
 from megatron_cp.kernels import build, compilers  # noqa: E402
 from megatron_cp.mask import AttentionMask  # noqa: E402
-from tools.gpu import calls, cases, measure, peers, predict, ranks, sanitizer, values  # noqa: E402
+from tools.gpu import calls, cases, linear, measure, peers, predict, ranks, sanitizer, values  # noqa: E402
 from tools.gpu.report import Report, Timed  # noqa: E402
 
-PARTS = ("build", "values", "calls", "speed", "dims", "ranks", "sanitize")
+PARTS = ("build", "values", "calls", "speed", "dims", "ranks", "linear", "sanitize")
 SECONDS = 570.0  # an invocation ends before ten minutes
 SANITIZER_SECONDS = 150
 RANKS_SECONDS = 120
@@ -158,6 +159,12 @@ class Check:
             traces = self.path.with_name(f"{self.path.name}_{backend}{num_ranks}")
             verdict, words = ranks.run_all(backend, traces, limit, num_ranks=num_ranks)
             self._heard(f"{num_ranks} ranks, {backend}", verdict, words)
+
+    def linear(self) -> None:
+        """Checks and times linear attention; what is wrong there says nothing of the kernels, and stops nothing."""
+        failed = sum(self._one(name, check) for name, check in linear.checks().items())
+        if failed:
+            self.report.notes.append(f"linear attention: {failed} checks failed")
 
     def sanitize(self) -> None:
         """Runs the tiny cases under compute-sanitizer. Raises StopError if memcheck reports anything."""
