@@ -244,14 +244,6 @@ class CPConfig:
                 "give the head counts of one tensor-parallel rank"
             )
 
-    @property
-    def kv_ratio(self) -> float:
-        """Elements of one key plus value row over twice those of one query row (rho of the papers)."""
-        value_dim = self.value_head_dim or self.head_dim
-        return (
-            self.num_kv_heads * (self.head_dim + value_dim) / (2 * self.num_heads * self.head_dim)
-        )
-
 
 _MOST = 1 << 31
 _LEAST_SPEED, _MOST_SPEED = 0.01, 100.0

@@ -123,8 +123,3 @@ def loss_masks(num_tokens: int) -> st.SearchStrategy[np.ndarray]:
         lambda flags: np.array(flags, dtype=np.float32).reshape(num_tokens)
     )
     return everywhere | nowhere | single | anywhere
-
-
-def world_sizes(*, largest: int = 8) -> st.SearchStrategy[int]:
-    """Returns the numbers of ranks that every distributed law is tried on."""
-    return st.sampled_from([n for n in (1, 2, 3, 4, 8) if n <= largest])

@@ -81,17 +81,6 @@ def svg(
     )
 
 
-def ranks_of_tokens(global_from_local: IntArray, num_tokens: int) -> IntArray:
-    """Returns which rank owns each token, from the tokens of each rank `[ranks, tokens_per_rank]`.
-
-    Ids at or beyond `num_tokens` are padding. Tokens that nobody owns get -1.
-    """
-    owners = np.full(num_tokens, -1, dtype=np.int64)
-    for rank, tokens in enumerate(np.asarray(global_from_local)):
-        owners[tokens[tokens < num_tokens]] = rank
-    return owners
-
-
 # ---------------------------------------------------------------------- parts
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron_cp import mask as masks
 from megatron_cp.config import CPConfig, Topology
 from megatron_cp.plan import PLANNERS, make_plan
-from megatron_cp.plan.bounds.bounds import bound_report, mask_extent, time_bound, volume_bound
+from megatron_cp.plan.bounds.bounds import mask_extent, time_bound, volume_bound
 from megatron_cp.plan.schema import OwnRows
 from megatron_cp.plan.study.simulate import simulate_pass
 from tests.plan.cases import HEADS, config, packed
@@ -133,15 +133,15 @@ def test_a_head_split_over_all_ranks_moves_exactly_its_bound():
             assert stats["volume_bound"] == pytest.approx(stats["volume_mean"])
 
 
-def test_a_report_adds_up_and_names_the_best_head_degree():
+def test_a_bound_is_above_its_parts_and_names_the_best_head_degree():
     mask, options = masks.causal(4096), CPConfig(num_heads=8, num_kv_heads=8, topology=SLOW)
-    report = bound_report(mask, 8, options, "forward")
-    parts = [report[name] for name in ("load_ms", "volume_ms", "critical_ms")]
-    assert report["bound_ms"] >= max(parts) * SLACK
-    assert report["head_degree"] in (1, 2, 4, 8)
-    assert report["best_volume_units"] <= report["volume_units"]
+    bound = time_bound(mask, 8, options, "forward")
+    parts = (bound.load_seconds, bound.volume_seconds, bound.critical_seconds)
+    assert bound.seconds >= max(parts) * SLACK
+    assert bound.head_degree in (1, 2, 4, 8)
+    assert bound.best_volume_units <= bound.volume_units
     unsplit = CPConfig(num_heads=1, num_kv_heads=1, head_dim=1024, topology=SLOW)
-    assert report["bound_ms"] <= bound_report(mask, 8, unsplit, "forward")["bound_ms"] / SLACK
+    assert bound.seconds <= time_bound(mask, 8, unsplit, "forward").seconds / SLACK
 
 
 # ------------------------------------------------------------------ brute force

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from megatron_cp import mask as masks
-from megatron_cp.config import CPConfig
 from megatron_cp.plan import HeadSplit, Hop, Pass, Transfer, make_plan
 from tests.oracles.plans import held_ids
 from tests.plan.cases import PLANNERS, config
@@ -216,10 +215,3 @@ def test_a_plan_is_made_without_torch():
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", program], check=True, env=environment)
-
-
-def test_rho_counts_key_and_value_rows_against_two_query_rows():
-    assert CPConfig(num_heads=32, num_kv_heads=8, head_dim=128).kv_ratio == 0.25
-    assert CPConfig(num_heads=4, num_kv_heads=4, head_dim=192, value_head_dim=128).kv_ratio == pytest.approx(
-        (192 + 128) / (2 * 192)
-    )  # fmt: skip

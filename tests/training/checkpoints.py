@@ -7,7 +7,6 @@ as Megatron-LM and Transformer Engine name them.
 import contextlib
 import functools
 import io
-import json
 import zlib
 from pathlib import Path
 
@@ -212,7 +211,3 @@ def answer(call) -> str:
     except ValueError as refusal:
         return str(refusal)
     raise AssertionError("nothing was refused")
-
-
-def write_json(path: Path, content: object) -> None:
-    path.write_text(json.dumps(content))

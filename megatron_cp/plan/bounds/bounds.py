@@ -91,7 +91,8 @@ class Bound:
 
 
 @lru_cache(maxsize=64)
-def _extent(mask: AttentionMask) -> MaskExtent:
+def mask_extent(mask: AttentionMask) -> MaskExtent:
+    """Returns area, degrees and one-sidedness of a mask; O(slices log slices)."""
     rows = mask.array
     top = np.minimum(rows[:, HI], rows[:, K_END] - 1 - rows[:, Q_START])
     bottom = np.maximum(rows[:, LO], rows[:, K_START] - rows[:, Q_END] + 1)
@@ -99,11 +100,6 @@ def _extent(mask: AttentionMask) -> MaskExtent:
     return MaskExtent(
         mask.area(), _largest_degree(rows), _largest_degree(transpose_rows(rows)), is_one_sided
     )
-
-
-def mask_extent(mask: AttentionMask) -> MaskExtent:
-    """Returns area, degrees and one-sidedness of a mask; O(slices log slices)."""
-    return _extent(mask)
 
 
 def _largest_degree(rows: IntArray) -> int:
@@ -235,22 +231,6 @@ def best_degree(
         ),
         key=lambda one: one[0],  # the first of equals
     )
-
-
-def bound_report(
-    mask: AttentionMask, cp_size: int, config: CPConfig, pass_name: PassName
-) -> dict[str, float]:
-    """Returns the bounds of a pass as numbers: milliseconds, and units of one rank's query rows."""
-    bound = time_bound(mask, cp_size, config, pass_name)
-    return {
-        "load_ms": bound.load_seconds * 1e3,
-        "volume_ms": bound.volume_seconds * 1e3,
-        "critical_ms": bound.critical_seconds * 1e3,
-        "bound_ms": bound.seconds * 1e3,
-        "head_degree": float(bound.head_degree),
-        "volume_units": bound.volume_units,
-        "best_volume_units": bound.best_volume_units,
-    }
 
 
 def head_degrees(cp_size: int, config: CPConfig) -> list[int]:

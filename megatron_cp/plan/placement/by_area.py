@@ -4,13 +4,11 @@ A share is by speed: of what ranks take for their pairs, the longest is made sho
 
 Starts from the stream in order (the best locality there is) and exchanges single chunks between a loaded
 and an idle rank, always the pair that moves the fewest additional key rows among those that help enough.
-Compare MagiAttention's area dispatch (min-heap over chunks sorted by area), which balances
-as well but scatters documents over ranks; it is here too, for masks where exchanges get stuck.
+MagiAttention's area dispatch (`schemes/magi.py`) balances as well, but scatters documents over ranks.
 
 All sums are of whole numbers, so they are exact in any order of summation: the same on every machine.
 """
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -73,11 +71,6 @@ def weighted_sum(tables: Sequence[ChunkTable], weights: Sequence[float]) -> Chun
     return ChunkTable(areas, needs, tables[0].chunk_size)
 
 
-def in_order(num_chunks: int, cp_size: int) -> IntArray:
-    """Returns the stream in order: rank r owns the r-th run of chunks, int64 `[P, n]`."""
-    return np.arange(num_chunks, dtype=np.int64).reshape(cp_size, -1)
-
-
 def zigzag(num_chunks: int, cp_size: int) -> IntArray:
     """Returns runs r and 2P-1-r of 2P runs for rank r (one run over for an odd number goes in order)."""
     half = num_chunks // cp_size // 2
@@ -85,22 +78,6 @@ def zigzag(num_chunks: int, cp_size: int) -> IntArray:
     runs = np.arange(2 * cp_size * half, dtype=np.int64).reshape(2 * cp_size, half)
     rest = np.arange(2 * cp_size * half, num_chunks, dtype=np.int64).reshape(cp_size, -1)
     return np.concatenate([runs[ranks], runs[2 * cp_size - 1 - ranks], rest], axis=1)
-
-
-def largest_first(areas: FloatArray, cp_size: int) -> IntArray:
-    """Returns the chunk assignment that gives the largest chunk to the least loaded rank with room, again and again.
-
-    Source: longest-processing-time rule with equal counts; MagiAttention's min-heap dispatch.
-    """
-    room = len(areas) // cp_size
-    owned: list[list[int]] = [[] for _ in range(cp_size)]
-    heap = [(0.0, rank) for rank in range(cp_size)]
-    for chunk in np.argsort(-areas, kind="stable").tolist():
-        load, rank = heapq.heappop(heap)
-        owned[rank].append(chunk)
-        if len(owned[rank]) < room:
-            heapq.heappush(heap, (load + areas[chunk], rank))
-    return np.array(owned, dtype=np.int64)
 
 
 def exchange_chunks(

@@ -13,14 +13,16 @@ place passes it on): `is_per_node`. `study/rival.py` has the rest of how it is r
 Volume: what the chunks of a rank need; at most 2 rho (P-1). Source: MagiAttention 1.1, static solver.
 """
 
+import heapq
+
 import numpy as np
 
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
+from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.hardware.topology import get_topology
-from megatron_cp.plan.placement.by_area import largest_first
 from megatron_cp.plan.placement.placement import tokens_of_chunks
-from megatron_cp.plan.schema import PlanData
+from megatron_cp.plan.schema import FloatArray, PlanData
 from megatron_cp.plan.schemes.gather import one_pass_plan
 from megatron_cp.plan.schemes.layout import chunk_layout
 from megatron_cp.plan.transfer.pass_builder import PlacedMask
@@ -43,3 +45,19 @@ def plan_magi(
     num_stages = config.num_stages or OVERLAP_DEGREE
     both = needed_keys_pass(PlacedMask(mask, placement), num_stages, route)
     return one_pass_plan(mask, config, "magi", placement, both)
+
+
+def largest_first(areas: FloatArray, cp_size: int) -> IntArray:
+    """Returns the chunk assignment that gives the largest chunk to the least loaded rank with room, again and again.
+
+    Source: longest-processing-time rule with equal counts; MagiAttention's min-heap dispatch.
+    """
+    room = len(areas) // cp_size
+    owned: list[list[int]] = [[] for _ in range(cp_size)]
+    heap = [(0.0, rank) for rank in range(cp_size)]
+    for chunk in np.argsort(-areas, kind="stable").tolist():
+        load, rank = heapq.heappop(heap)
+        owned[rank].append(chunk)
+        if len(owned[rank]) < room:
+            heapq.heappush(heap, (load + areas[chunk], rank))
+    return np.array(owned, dtype=np.int64)
