@@ -75,7 +75,7 @@ def test_losses_go_on_as_on_one_rank(alone: Path, tmp_path: Path, layout: str):
         ),
         (
             "--experimental-attention-variant gdn --linear-attention-freq [1,0,1]",
-            "linear_attention_freq=[1, 0, 1] must say of each of 2 layers",
+            "--linear-attention-freq [1, 0, 1] must hold one 0 (softmax) or 1 (linear) for each of",
         ),
         (
             "--experimental-attention-variant gdn --linear-attention-freq 2 --linear-num-key-heads 3",

@@ -15,7 +15,6 @@ from typing import Any
 
 from megatron_cp.mcore.validation import SETTING_CHECKS
 from megatron_cp.training.arguments.experts import (
-    check_expert_layers,
     check_expert_ranks,
     check_experts,
     check_latent_attention,
@@ -55,10 +54,10 @@ from megatron_cp.training.arguments.precision import (
     complete_recompute,
 )
 from megatron_cp.training.arguments.ranges import (
+    check_layer_kinds,
     check_ranges,
     check_rotation,
     check_skipped_rotation,
-    check_windows,
 )
 from megatron_cp.training.arguments.stages import complete_stages
 from megatron_cp.training.arguments.steps import (
@@ -284,7 +283,6 @@ _CHECKS: tuple[tuple[Any, ...], ...] = (
     (complete_linear,),
     (_positions, "max_position_embeddings"),
     (check_experts,),
-    (check_expert_layers,),
     (check_expert_ranks,),
     (check_rank_order,),
     (check_routing,),
@@ -300,7 +298,7 @@ _CHECKS: tuple[tuple[Any, ...], ...] = (
     (check_qk_clip,),
     (check_instances,),
     (complete_recompute, "recompute_num_layers"),
-    (check_windows,),
+    (check_layer_kinds,),
     (check_rotation,),
     (check_skipped_rotation,),
     (check_yarn,),

@@ -104,20 +104,6 @@ def check_experts(args: Namespace) -> Iterator[str]:
         )
 
 
-def check_expert_layers(args: Namespace) -> Iterator[str]:
-    """Yields a line if the layers with experts do not fit the number of layers."""
-    frequency = args.moe_layer_freq
-    if isinstance(frequency, int) and frequency <= 0:
-        yield f"--moe-layer-freq {frequency} must be positive, or a list"
-    if isinstance(frequency, list) and (
-        len(frequency) != args.num_layers or set(frequency) - {0, 1}
-    ):
-        yield (
-            f"--moe-layer-freq {frequency} must hold one 0 (dense) or 1 (experts) for each of "
-            f"--num-layers {args.num_layers}"
-        )
-
-
 def check_expert_ranks(args: Namespace) -> Iterator[str]:
     """Yields a line if the ranks of experts do not tile those of a pipeline stage.
 

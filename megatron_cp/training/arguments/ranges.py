@@ -100,18 +100,28 @@ def _lies_in(value: float, interval: str) -> bool:
     return above and below
 
 
-def check_windows(args: Namespace) -> Iterator[str]:
-    """Yields a line if the layers with a window do not fit the number of layers."""
-    frequency = args.window_attn_skip_freq
-    if isinstance(frequency, int) and frequency <= 0:
-        yield f"--window-attn-skip-freq {frequency} must be positive, or a list"
-    if isinstance(frequency, list) and (
-        len(frequency) != args.num_layers or set(frequency) - {0, 1}
-    ):
-        yield (
-            f"--window-attn-skip-freq {frequency} must hold one 0 (full) or 1 (window) for each of "
-            f"--num-layers {args.num_layers}"
-        )
+# Argument that says it of each layer -> what 0 and 1 mean in its list.
+_LAYER_KINDS = {
+    "window_attn_skip_freq": ("full", "window"),
+    "no_rope_freq": ("rotates", "does not"),
+    "moe_layer_freq": ("dense", "experts"),
+    "linear_attention_freq": ("softmax", "linear"),
+}
+
+
+def check_layer_kinds(args: Namespace) -> Iterator[str]:
+    """Yields a line for each number or list that does not say of every layer what it is."""
+    for name, (zero, one) in _LAYER_KINDS.items():
+        value, flag = getattr(args, name), "--" + name.replace("_", "-")
+        if isinstance(value, int) and value <= 0:
+            yield f"{flag} {value} must be positive, or a list"
+        elif isinstance(value, list) and (len(value) != args.num_layers or set(value) - {0, 1}):
+            yield (
+                f"{flag} {value} must hold one 0 ({zero}) or 1 ({one}) for each of --num-layers {args.num_layers}"
+            )
+        else:
+            continue
+        discard(args, name)
 
 
 def check_rotation(args: Namespace) -> Iterator[str]:
@@ -123,16 +133,7 @@ def check_rotation(args: Namespace) -> Iterator[str]:
 
 
 def check_skipped_rotation(args: Namespace) -> Iterator[str]:
-    """Yields a line if the layers without rotation do not fit the number of layers."""
+    """Yields a line if every so many layers without rotation do not fit the number of layers."""
     frequency = args.no_rope_freq
-    if isinstance(frequency, int) and frequency <= 0:
-        yield f"--no-rope-freq {frequency} must be positive, or a list"
-    elif isinstance(frequency, int) and args.num_layers % frequency:
+    if isinstance(frequency, int) and args.num_layers % frequency:
         yield f"--no-rope-freq {frequency} must divide --num-layers {args.num_layers}, or be a list"
-    if isinstance(frequency, list) and (
-        len(frequency) != args.num_layers or set(frequency) - {0, 1}
-    ):
-        yield (
-            f"--no-rope-freq {frequency} must hold one 0 (rotates) or 1 (does not) for each of "
-            f"--num-layers {args.num_layers}"
-        )
