@@ -1,7 +1,4 @@
-"""Which corpora a run reads, and the documents of each split.
-
-Opened before any process group exists.
-"""
+"""Which corpora a run reads, and the documents of each split; opened before any process group exists."""
 
 from __future__ import annotations
 

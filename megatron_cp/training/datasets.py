@@ -1,7 +1,4 @@
-"""The documents of a run, its loaders, and the plans that its batches need.
-
-Opened before any process group exists.
-"""
+"""The documents of a run, opened before any process group exists; its loaders, and the plans that its batches need."""
 
 from __future__ import annotations
 

@@ -41,7 +41,8 @@ def initialize_distributed(
     backend = config.parallel.distributed_backend or ("nccl" if on_cuda else "gloo")
     if backend == "nccl":
         record_collectives(config.records.run_dir, os.environ)
-    print_rank_0("> initializing torch distributed ...") if config.parallel.rank == 0 else None
+    if config.parallel.rank == 0:
+        print_rank_0("> initializing torch distributed ...")
     os.environ.setdefault("MASTER_ADDR", "localhost")
     os.environ.setdefault("MASTER_PORT", "29511")
     dist.init_process_group(

@@ -1,7 +1,4 @@
-"""One training step and one evaluation.
-
-Micro-batches through Megatron's schedule, then the optimizer.
-"""
+"""One step, or one evaluation: micro-batches through Megatron's schedule, then the optimizer."""
 
 from __future__ import annotations
 
@@ -34,10 +31,7 @@ Check = Callable[[list[PlannedBatch]], tuple[Attempt, bool]]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step came to; loss and tokens are those of the whole global batch.
-
-    On the last pipeline stage alone.
-    """
+    """What a step came to. Loss and tokens are of the whole global batch, known on the last pipeline stage alone."""
 
     num_packs: int
     loss: float | None
@@ -248,10 +242,7 @@ def params_norm(runner: Runner) -> float:
 
 @contextmanager
 def whole_parameters(runner: Runner) -> Iterator[None]:
-    """Inside, every rank holds complete parameters.
-
-    Also with --overlap-param-gather (which gathers them in forward).
-    """
+    """Inside, every rank holds complete parameters, also with --overlap-param-gather, which gathers them in forward."""
     if not runner.config.parallel.overlap_param_gather:
         yield
         return

@@ -176,9 +176,9 @@ class Watchdog:
         return self._store
 
     def _look_twice(self, period_s: float) -> tuple[str, int] | None:
-        """Returns the verdict on the beats of all ranks, two periods apart.
+        """Returns the verdict on two looks at the beats of all ranks, two periods apart.
 
-        On the store instead where it does not answer; each rank says so then.
+        Where the store does not answer, the verdict is that, and each rank says it.
         """
         try:
             first = self._beats()

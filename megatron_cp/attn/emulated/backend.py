@@ -4,7 +4,7 @@ For tests and for looking into a kernel, not for speed: a 512-token forward take
 is out of the question. The emulator keeps to the documented semantics and raises EmulatorError where a kernel does
 what hardware leaves undefined (docs/emulator.md). Values say nothing about any GPU beyond those semantics.
 
-    mask -> work list   q, k, v -> tensor maps   parameters      the host code of the GPU path (hopper_launch.py)
+    mask -> work list   q, k, v -> tensor maps   parameters      the host code of the GPU path (attn/hopper/)
     kernels/attn/*.cu compiled with g++, CTAs on host threads    instead of cubins and a driver
 
 Backward: preprocess, main and postprocess kernels, or that for dq alone. `Settings` and `running` choose seed, grid

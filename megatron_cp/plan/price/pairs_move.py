@@ -1,6 +1,6 @@
 """Predicted seconds of assignments: which route rows take, in how many stages, forward and backward each for itself.
 
-Areas and rows are exact. How they divide over stages is first taken to be even; a option that wins by that
+Areas and rows are exact. How they divide over stages is first taken to be even; an option that wins by that
 estimate is refined: its stagings are priced exactly, stage by stage.
 """
 

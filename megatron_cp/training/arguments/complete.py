@@ -1,6 +1,4 @@
-"""Completes the arguments (what follows from others) and finds what cannot be run.
-
-Before any process group exists.
+"""Completes the arguments, and finds what cannot be run before any process group exists.
 
 The order is that of a reader: parallel layout, model, batch, schedule, precision, recompute, data,
 checkpoint. Each check is a plain function of the arguments, so every rank comes to the same

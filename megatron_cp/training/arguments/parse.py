@@ -1,6 +1,4 @@
-"""The command line of `pretrain_gpt.py`.
-
-Parsed, completed and checked before anything else happens.
+"""Parses, completes and checks the command line of `pretrain_gpt.py` before anything else happens.
 
 `parse_arguments` needs no process group: the world size is read from the launcher's environment,
 so every rank reaches the same verdict by itself, before the first collective, and a refusal is

@@ -74,7 +74,7 @@ def renamed(tensors: Mapping[str, Any], *, to_fused: bool) -> dict[str, Any]:
 
 
 def holds_fp8_state(value: Any) -> bool:
-    """Whether an `_extra_state` says anything; what cannot be read is taken to.
+    """Returns whether an `_extra_state` holds anything; one that cannot be read counts as holding it.
 
     Transformer Engine writes nothing, an empty byte tensor, or (before 2.0) a saved None.
     """

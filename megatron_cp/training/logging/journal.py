@@ -1,7 +1,4 @@
-"""Keeps the run's books: counts operations, averages between log lines.
-
-Prints Megatron-LM's lines, feeds the trackers.
-"""
+"""Keeps the run's books: counts, averages between log lines, prints Megatron-LM's lines and feeds the trackers."""
 
 from __future__ import annotations
 
