@@ -45,6 +45,8 @@ def linear_state_bytes(settings: Any, tp_size: int) -> int | None:
 
     What travels for a head is the map of a state, `K x (V + K)` numbers in fp32 (docs/linear_attention.md).
     """
+    if not getattr(settings, "experimental_attention_variant", None):
+        return None  # arguments of a recorded run may say no more
     count = sum(linear_layers(settings))
     if not count:
         return None

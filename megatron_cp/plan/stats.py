@@ -1,43 +1,62 @@
 """Figures of a plan, counted from the plan itself: balance, rows moved, predicted time."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from megatron_cp.plan.bounds.bounds import time_bound, volume_bound
 from megatron_cp.plan.hardware.makespan import makespan_seconds, stage_areas
 from megatron_cp.plan.hardware.memory import peak_bytes
-from megatron_cp.plan.hardware.rows import exchange_elements, row_size
+from megatron_cp.plan.hardware.rows import exchange_elements, head_split_bytes, row_size
 from megatron_cp.plan.hardware.speeds import imbalance, rank_speeds
-from megatron_cp.plan.schema import DST, SRC, START, STOP, FloatArray, PassName, PlanData
+from megatron_cp.plan.schema import DST, SRC, START, STOP, FloatArray, PassName, PlanData, Side
 
 
 def traffic(plan: PlanData, pass_name: PassName) -> FloatArray:
     """Returns what each rank sends to each other in one pass: float64 `[src, dst]`.
 
-    Unit: one rank's query rows (tokens x query heads x head dim elements), results on their way back
-    included.
+    Unit: one rank's query rows (tokens x query heads x head dim elements), results on their way back included.
     """
+    degree = plan.get_pass(pass_name).head_degree
+    exchanged = exchange_elements(plan.config, pass_name, degree, plan.own_rows) / degree
+
+    def units(side: Side) -> tuple[float, float]:
+        size = row_size(plan.config, pass_name, side, degree)
+        return size.units_there / plan.tokens_per_rank, size.units_back / plan.tokens_per_rank
+
+    return _sent(plan, pass_name, units, exchanged)
+
+
+def sent_bytes(plan: PlanData, pass_name: PassName) -> FloatArray:
+    """Returns the same in bytes of one layer, gradients and partial results in fp32 as they travel."""
+    degree = plan.get_pass(pass_name).head_degree
+    exchanged = head_split_bytes(plan.own_rows, degree, plan.config, pass_name)
+
+    def width(side: Side) -> tuple[float, float]:
+        size = row_size(plan.config, pass_name, side, degree)
+        return size.there, size.back
+
+    return _sent(plan, pass_name, width, exchanged / max(1, degree - 1))
+
+
+def _sent(
+    plan: PlanData,
+    pass_name: PassName,
+    size_of_row: Callable[[Side], tuple[float, float]],
+    exchanged: float,
+) -> FloatArray:
+    """Counts rows by their size there and back, and what members of a head group give each other."""
     pass_ = plan.get_pass(pass_name)
-    degree = pass_.head_degree
     moved = np.zeros((plan.cp_size, plan.cp_size))
     for side, transfer in pass_.transfers():
-        size = row_size(plan.config, pass_name, side, degree)
+        there, back = size_of_row(side)
         for hop in transfer.hops:
             src, dst = hop.messages[:, SRC], hop.messages[:, DST]
-            rows = (hop.messages[:, STOP] - hop.messages[:, START]) / plan.tokens_per_rank
-            np.add.at(moved, (src, dst), rows * size.units_there)
-            np.add.at(moved, (dst, src), rows * size.units_back)
-    if pass_.head_split is not None:
-        moved += _head_split_traffic(plan, pass_name)
-    return moved
-
-
-def _head_split_traffic(plan: PlanData, pass_name: PassName) -> FloatArray:
-    split = plan.get_pass(pass_name).head_split
-    assert split is not None
-    elements = exchange_elements(plan.config, pass_name, split.degree, plan.own_rows)
-    moved = np.zeros((plan.cp_size, plan.cp_size))
-    for group in split.groups:
-        moved[np.ix_(group, group)] = elements / split.degree
+            rows = hop.messages[:, STOP] - hop.messages[:, START]
+            np.add.at(moved, (src, dst), rows * there)
+            np.add.at(moved, (dst, src), rows * back)
+    for group in () if pass_.head_split is None else pass_.head_split.groups:
+        moved[np.ix_(group, group)] += exchanged
     np.fill_diagonal(moved, 0.0)
     return moved
 

@@ -16,7 +16,7 @@ from megatron_cp.plan.placement import by_area
 from megatron_cp.plan.placement.placement import Placement
 from megatron_cp.plan.price.double_ring import double_ring
 from megatron_cp.plan.price.head_groups import HeadGroups
-from megatron_cp.plan.price.keys_move import placement_figures, published_strategies
+from megatron_cp.plan.price.keys_move import published_strategies
 from megatron_cp.plan.transfer.head_split import fits_heads
 from megatron_cp.plan.transfer.pass_builder import PassBuilder, PlacedMask
 from megatron_cp.plan.transfer.passes import needed_keys_pass
@@ -189,7 +189,7 @@ def test_the_price_of_the_double_ring_is_from_below_and_exact_once_it_is_refined
         options = config(topology=nodes_of(node_size), num_kv_heads=kv_heads)
         plan = make_plan(mask, 8, replace(options, planner="double_ring"))
         groups = HeadGroups.of(mask, Placement.of_chunks(plan.global_from_local, 1), options, 1)
-        priced = double_ring(groups, placement_figures(groups.placed).areas, math.inf)
+        priced = double_ring(groups, math.inf)
         if not priced:  # one node, and keys go round in both passes: the ring
             assert node_size == 8
             assert kv_heads == 4
@@ -211,15 +211,15 @@ def test_figures_of_a_placement_count_pairs_and_needed_rows_between_ranks(case, 
     mask, allowed = case
     rows = -(-len(allowed) // cp_size)
     placement = np.random.default_rng(len(allowed)).permutation(cp_size * rows).reshape(cp_size, -1)
-    figures = placement_figures(PlacedMask(mask, placement))
+    placed = PlacedMask(mask, placement)
     whole = np.zeros((placement.size, placement.size), dtype=bool)
     whole[: len(allowed), : len(allowed)] = allowed
     for reader, queries in enumerate(placement):
         for owner, keys in enumerate(placement):
             block = whole[np.ix_(queries, keys)]
-            assert figures.areas[reader, owner] == block.sum()
+            assert placed.areas_by_owner[reader, owner] == block.sum()
             expected = 0 if reader == owner else block.any(axis=0).sum()
-            assert figures.rows[owner, reader] == expected
+            assert placed.rows_by_owner[owner, reader] == expected
 
 
 @given(case=attention_masks(max_queries=30, square=True), chunk=st.integers(1, 9))

@@ -8,7 +8,7 @@ import pytest
 from megatron_cp import CPConfig, make_plan
 from megatron_cp import mask as masks
 from megatron_cp.plan import PLANNERS
-from megatron_cp.plan.sent_bytes import sent_bytes
+from megatron_cp.plan.stats import sent_bytes
 from megatron_cp.training.logging.baselines import PASSES, pack_figures, ring_bytes
 
 LENGTHS = (137, 2, 301, 1, 64, 519)

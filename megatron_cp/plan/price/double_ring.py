@@ -22,15 +22,12 @@ from megatron_cp.plan.transfer.head_split import split_heads
 from megatron_cp.plan.transfer.pass_builder import PlacedMask
 
 
-def double_ring(groups: HeadGroups, areas: FloatArray, limit: float) -> list[Strategy]:
-    """Returns the double ring, if it is not the ring itself and may take less than `limit` seconds.
-
-    `areas`: pairs between the queries of one head group and the keys of another, float64 `[P, P]`.
-    """
+def double_ring(groups: HeadGroups, limit: float) -> list[Strategy]:
+    """Returns the double ring, if it is not the ring itself and may take less than `limit` seconds."""
     if double_ring_seconds(groups) > limit:
         return []
     inner, sides = _ranks_inside(groups), _sides(groups)
-    return [{name: _option(groups, areas, inner, name, sides[name]) for name in PASSES}]
+    return [{name: _option(groups, inner, name, sides[name]) for name in PASSES}]
 
 
 def double_ring_seconds(groups: HeadGroups) -> float:
@@ -63,9 +60,8 @@ def _cheaper_side(groups: HeadGroups) -> Side:
     return "q" if is_query else "k"
 
 
-def _option(
-    groups: HeadGroups, areas: FloatArray, inner: int, name: PassName, side: Side
-) -> PassOption:
+def _option(groups: HeadGroups, inner: int, name: PassName, side: Side) -> PassOption:
+    areas = groups.placed.areas_by_owner
     stay = areas if side == "k" else areas.T  # [who stays, who moves]
     moved = SideLoads.of(_movements(groups, inner), [False] * len(areas))
     loads = _stage_areas(stay, inner)

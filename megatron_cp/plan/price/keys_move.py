@@ -7,7 +7,6 @@ rank and the keys of another, and the key rows that one needs of the other.
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,27 +14,7 @@ from megatron_cp.plan.hardware.cost import Movement, PassLoads, SideLoads, hop_m
 from megatron_cp.plan.price.double_ring import double_ring
 from megatron_cp.plan.price.head_groups import HeadGroups, Strategy
 from megatron_cp.plan.schema import FloatArray
-from megatron_cp.plan.transfer.pass_builder import PlacedMask
 from megatron_cp.plan.transfer.passes import allgather_pass, needed_keys_pass, ring_pass
-
-
-@dataclass(frozen=True)
-class Figures:
-    """A mask on a placement, as far as schemes that leave queries at home are concerned."""
-
-    areas: FloatArray  # [P, P] pairs between the queries of rank i and the keys of rank j
-    rows: FloatArray  # [P, P] key rows that rank j needs of rank i
-    own_rows: int
-
-    @property
-    def loads(self) -> FloatArray:
-        """Returns the pairs that each rank computes: `[P]`."""
-        return self.areas.sum(axis=1)
-
-
-def placement_figures(placed: PlacedMask) -> Figures:
-    """Returns the exact figures of a mask on any placement of few runs."""
-    return Figures(placed.areas_by_owner, placed.rows_by_owner, placed.own_rows)
 
 
 def published_strategies(groups: HeadGroups, limit: float = math.inf) -> list[Strategy]:
@@ -46,11 +25,10 @@ def published_strategies(groups: HeadGroups, limit: float = math.inf) -> list[St
     """
     if groups.least_seconds() > limit:
         return []
-    figures = placement_figures(groups.placed)
-    strategies = [_needed_keys(groups, figures)]
+    strategies = [_needed_keys(groups)]
     if groups.all_keys_seconds() <= limit:
-        strategies += [_ring(groups, figures), _allgather(groups, figures)]
-    return strategies + double_ring(groups, figures.areas, limit)
+        strategies += [_ring(groups), _allgather(groups)]
+    return strategies + double_ring(groups, limit)
 
 
 def _key_loads(areas: FloatArray, moves: Sequence[Movement | None]) -> PassLoads:
@@ -58,37 +36,39 @@ def _key_loads(areas: FloatArray, moves: Sequence[Movement | None]) -> PassLoads
     return PassLoads(areas, SideLoads.of(moves, [False] * len(moves)))
 
 
-def _needed_keys(groups: HeadGroups, figures: Figures) -> Strategy:
-    local = np.diagonal(figures.areas)
-    src, dst = np.nonzero(figures.rows)
+def _needed_keys(groups: HeadGroups) -> Strategy:
+    areas, needed = groups.placed.areas_by_owner, groups.placed.rows_by_owner
+    local = np.diagonal(areas)
+    src, dst = np.nonzero(needed)
     build = functools.partial(needed_keys_pass, groups.placed)
     if not len(src):
         return groups.same_both_ways(PassLoads(local[None]), 0.0, build)
-    rows = figures.rows[src, dst]
-    moved = hop_movement(src, dst, rows, len(figures.areas), groups.links)
-    loads = _key_loads(np.stack([local, figures.loads - local]), [None, moved])
+    rows = needed[src, dst]
+    moved = hop_movement(src, dst, rows, len(areas), groups.links)
+    loads = _key_loads(np.stack([local, areas.sum(axis=1) - local]), [None, moved])
     return groups.same_both_ways(loads, float(rows.sum()), build)
 
 
-def _ring(groups: HeadGroups, figures: Figures) -> Strategy:
-    links, num_ranks = groups.links, len(figures.areas)
+def _ring(groups: HeadGroups) -> Strategy:
+    links, num_ranks, own_rows = groups.links, groups.placed.num_ranks, groups.placed.own_rows
     ranks, steps = np.arange(num_ranks), np.arange(num_ranks)[:, None]
     src, dst = (ranks - steps) % num_ranks, (ranks + steps) % num_ranks
     # In a step every rank has one partner to receive from and one to send to: the slower link decides.
     level = np.stack([links.level(ranks, partner) for partner in (src, dst)])
     slower = links.seconds(links.passed(level)).max(axis=(0, 3))
-    per_byte: FloatArray = slower * (figures.own_rows * (steps > 0))
+    per_byte: FloatArray = slower * (own_rows * (steps > 0))
     latency = np.where(steps[:, 0] > 0, np.array(links.latency)[level.max(axis=(0, 2))], 0.0)
     moved = SideLoads(per_byte, latency, np.zeros(num_ranks, dtype=bool))
-    loads = PassLoads(figures.areas[ranks, src], moved if num_ranks > 1 else None)
-    key_rows = float((num_ranks - 1) * num_ranks * figures.own_rows)
+    loads = PassLoads(groups.placed.areas_by_owner[ranks, src], moved if num_ranks > 1 else None)
+    key_rows = float((num_ranks - 1) * num_ranks * own_rows)
     return groups.same_both_ways(loads, key_rows, functools.partial(ring_pass, groups.placed))
 
 
-def _allgather(groups: HeadGroups, figures: Figures) -> Strategy:
-    src, dst = np.nonzero(~np.eye(len(figures.areas), dtype=bool))
-    rows = np.full(len(src), figures.own_rows)
-    moved = hop_movement(src, dst, rows, len(figures.areas), groups.links)
-    loads = _key_loads(figures.loads[None], [moved])
+def _allgather(groups: HeadGroups) -> Strategy:
+    areas = groups.placed.areas_by_owner
+    src, dst = np.nonzero(~np.eye(len(areas), dtype=bool))
+    rows = np.full(len(src), groups.placed.own_rows)
+    moved = hop_movement(src, dst, rows, len(areas), groups.links)
+    loads = _key_loads(areas.sum(axis=1)[None], [moved])
     build = functools.partial(allgather_pass, groups.placed)
     return groups.same_both_ways(loads, float(rows.sum()), build)

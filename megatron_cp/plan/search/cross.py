@@ -23,7 +23,7 @@ from megatron_cp.plan.price.head_groups import HeadGroups, PassOption, strategy_
 from megatron_cp.plan.schema import PASSES, Pass, PassName, PlanData
 from megatron_cp.plan.search.budget import BUDGET, SearchBudget
 from megatron_cp.plan.search.choose import best_of
-from megatron_cp.plan.search.search import Candidate, head_degrees
+from megatron_cp.plan.search.search import Candidate, searched_degrees
 from megatron_cp.plan.search.strategies import move, solved, stay
 from megatron_cp.plan.transfer.two_sided import cross_plan
 
@@ -64,7 +64,7 @@ def best_cross(
 class _Search:
     def __init__(self, mask: AttentionMask, cp_size: int, config: CPConfig, budget: SearchBudget):
         self.mask, self.cp_size, self.config, self.budget = mask, cp_size, config, budget
-        self.degrees = head_degrees(cp_size, config)
+        self.degrees = searched_degrees(cp_size, config)
         self.found: dict[bytes, CrossCandidate] = {}
         self.priced: list[tuple[float, HeadGroups, CrossCandidate]] = []
         self._placements = CrossPlacements(

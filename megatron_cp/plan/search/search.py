@@ -83,7 +83,7 @@ class Search:
 
     def __init__(self, masks: Family, cp_size: int, config: CPConfig, budget: SearchBudget):
         self.masks, self.cp_size, self.config, self.budget = masks, cp_size, config, budget
-        self.degrees = head_degrees(cp_size, config)
+        self.degrees = searched_degrees(cp_size, config)
         searched = [degree for degree in self.degrees if cp_size // degree <= budget.most_groups]
         self.searched = searched or self.degrees[-1:]
         moved = [n for d in self.searched if 1 < (n := cp_size // d) <= budget.most_moved]
@@ -334,7 +334,7 @@ def _price_of(option: PassOption) -> float:
     return option.seconds
 
 
-def head_degrees(cp_size: int, config: CPConfig) -> list[int]:
+def searched_degrees(cp_size: int, config: CPConfig) -> list[int]:
     """Returns the head degrees worth a look: those inside a node, and all ranks (Ulysses)."""
     node_size = get_topology(config.topology).node_size
     inside = [d for d in range(1, min(node_size, cp_size) + 1) if cp_size % d == 0]

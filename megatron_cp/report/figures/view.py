@@ -15,7 +15,7 @@ from megatron_cp.plan import AttentionPlan
 from megatron_cp.plan.hardware.makespan import stage_areas
 from megatron_cp.plan.hardware.rows import row_size as row_bytes
 from megatron_cp.plan.schema import PassName
-from megatron_cp.plan.sent_bytes import sent_bytes
+from megatron_cp.plan.stats import sent_bytes
 
 FloatArray = NDArray[np.float64]
 MAX_CHUNKS_SHOWN = 128

@@ -20,7 +20,7 @@ from megatron_cp.plan.hardware.cost import load_bound_seconds
 from megatron_cp.plan.hardware.rows import row_size
 from megatron_cp.plan.placement.placement import tokens_per_rank
 from megatron_cp.plan.schema import PASSES, PassName
-from megatron_cp.plan.sent_bytes import sent_bytes
+from megatron_cp.plan.stats import sent_bytes
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import numpy as np
 from megatron_cp.mask import AttentionMask
 from megatron_cp.plan import AttentionPlan
 from megatron_cp.plan.hardware.makespan import stage_areas
-from megatron_cp.plan.sent_bytes import sent_bytes
+from megatron_cp.plan.stats import sent_bytes
 from megatron_cp.training.checkpoint.files import free_name, write_atomically
 from megatron_cp.training.logging.lines import print_rank_last
 from megatron_cp.training.logging.loggable import loggable, loggable_arguments
