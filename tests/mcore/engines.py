@@ -5,6 +5,7 @@ either engine from its first import on.
 """
 
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -62,6 +63,61 @@ def _trained(case: Case) -> dict[str, object]:
         }
 
 
+LINEAR = {
+    "linear_attention_freq": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "add_bias_linear": False,
+    "activation_func": torch.nn.functional.silu,
+}
+
+
+def _linear(case: Case) -> dict[str, object]:
+    """A linear and a softmax layer: our block, that of Megatron's spec, and what Megatron alone would keep."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
+    from megatron.core.ssm import gated_delta_net as megatrons
+
+    from megatron_cp.mcore.spec import gpt_block_spec, with_context_parallel
+
+    answers: dict[str, object] = {}
+    with parallel_state(case):
+        config = make_config(case)
+        config.experimental_attention_variant = "gated_delta_net"
+        own = {"our block": gpt_block_spec(config)}
+        if config.transformer_impl == "transformer_engine":
+            home = getattr(megatrons, "common", megatrons)  # 0.17 made a package of the module
+            home.HAVE_FLA, home.chunk_gated_delta_rule = True, print
+            config.deterministic_mode = True  # then Megatron's layer asks for no kernel
+            os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # what its attention wants for it
+            spec = variants.get_transformer_block_with_experimental_attention_variant_spec(config)
+            own |= {"megatron's": spec, "megatron's, exchanged": with_context_parallel(spec)}
+        options = {"share_embeddings_and_output_weights": False, "position_embedding_type": "rope"}
+        for name, spec in own.items():
+            layer, other = (model := GPTModel(config, spec, 64, 128, **options)).decoder.layers
+            mixer = layer.self_attention
+            answers[name] = {
+                "class": type(mixer).__name__,
+                "parts": [type(x).__name__ for x in (layer.input_layernorm, mixer.in_proj)],
+                "attention": type(other.self_attention.core_attention).__name__,
+                "keys": _parts(model),
+            }
+    return answers
+
+
+def _parts(model) -> list[str]:
+    """Names of all pieces in which a model's tensors lie in a checkpoint."""
+    found: list[str] = []
+    for value in model.sharded_state_dict().values():
+        pieces = value.build() if hasattr(value, "build") else [value]
+        found += [piece.key for piece in pieces]
+    return sorted(found)
+
+
 def _transformer_engine() -> dict[str, object]:
     import transformer_engine
 
@@ -77,6 +133,8 @@ def _transformer_engine() -> dict[str, object]:
     }.items():
         answers[name], answers[f"{name} keys"] = _built(case)
     answers["megatron's keys"] = _megatrons_keys(on_te, uses_te=True)
+    answers["linear te"] = _linear(on_te.with_options(**LINEAR))
+    answers["linear local"] = _linear(Case(attention="planned").with_options(**LINEAR))
     answers["bf16"] = _trained(on_te)
 
     seen: list[tuple[bool, str]] = []

@@ -47,6 +47,27 @@ def test_checkpoints_of_either_engine_have_the_keys_of_megatrons_own():
     assert any(key.endswith("linear_qkv._extra_state") for key in answers["te keys"])
 
 
+def test_linear_layers_have_the_parts_and_keys_of_megatrons_own():
+    answers = _answers("te")
+    on_te, local = answers["linear te"], answers["linear local"]["our block"]
+    megatrons, exchanged, ours = (
+        on_te[name] for name in ("megatron's", "megatron's, exchanged", "our block")
+    )
+    assert megatrons["class"] == "GatedDeltaNet"
+    assert {x["class"] for x in (exchanged, ours, local)} == {"ContextGatedDeltaNet"}
+    assert {x["attention"] for x in (exchanged, ours, local)} == {"ContextParallelAttention"}
+    for built in (megatrons, exchanged, ours):
+        assert built["parts"] == ["IdentityOp", "TELayerNormColumnParallelLinear"]
+    assert local["parts"] == ["RMSNorm", "ColumnParallelLinear"]
+    assert ours["keys"] == exchanged["keys"] == megatrons["keys"]
+    # The norm of local layers lies where the fused one does; which modules have extra states is the engine's affair.
+    local_keys, keys = (
+        [key for key in built["keys"] if "_extra_state" not in key] for built in (local, ours)
+    )
+    assert local_keys == keys
+    assert any(key.endswith("in_proj.layer_norm_weight") for key in local["keys"])
+
+
 def test_fp8_is_on_in_linear_layers_and_attention_computes_in_its_own_precision():
     answers = _answers("te")
     assert answers["fp8 layers"] == [

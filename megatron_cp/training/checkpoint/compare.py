@@ -107,8 +107,9 @@ def check_allowed(
         raise ValueError(f"{folder} does not fit this model: {told}; {advice}")
     if optimizer is not None and not model and optimizer.is_of_another_layout():
         raise ValueError(
-            f"{folder} holds the optimizer's state in the buckets of another layout; give the parallel sizes it was "
-            "saved with (a run that saves with --dist-ckpt-optim-fully-reshardable may change them), or "
+            f"{folder} holds the optimizer's state in the buckets of another layout or precision; give the parallel "
+            "sizes, and the --bf16 or --fp16, it was saved with (a run that saves with "
+            "--dist-ckpt-optim-fully-reshardable may change them), or "
             "--no-load-optim to take the weights alone"
         )
     if optimizer is not None and (optimizer or model):
