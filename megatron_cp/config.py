@@ -182,7 +182,8 @@ class CPConfig:
 
     linear_state_bytes: int | None = None
     """Bytes of a document's states in all layers of linear attention for each attention layer that is planned for, or
-    for all of `make_plans`: heads x K x (V + 1) x 4 a layer. Placements that cut documents often cost more then."""
+    for all of `make_plans`: a layer's are heads x K x (V + 1) x 4, under the delta rule heads x K x (V + K) x 4.
+    Placements that cut documents often cost more then."""
 
     topology: str | Topology = "h100"
     """Hardware of the cost model: cpu, a800, h100, h200, or a row of your own."""

@@ -42,7 +42,8 @@ def why_not(k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None) -> str 
         return f"the key dim is {k.shape[-1]}; its kernels take {_MAX_KEY_DIM} at most"
     kind = (k.device, k.dtype, k.shape[-1], v.shape[-1])
     if kind not in _verdicts:
-        _verdicts[kind] = _try(k, v)
+        # The maps of runs are computed with keys in the place of values.
+        _verdicts[kind] = _try(k, v) or (None if v.shape[-1] == k.shape[-1] else _try(k, k))
         _log.info(
             "linear attention on %s: %s", k.device, _verdicts[kind] or "flash-linear-attention"
         )

@@ -39,10 +39,11 @@ def causal_document_lengths(mask: AttentionMask) -> tuple[int, ...]:
     """
     bounds = document_bounds(mask)
     size = mask.num_queries
-    behind = mask & causal(size)
     lengths = np.diff(bounds)
-    area = behind.area_of_rows(bounds)
-    hides = np.flatnonzero((area != 0) & (area != lengths * (lengths + 1) // 2))
+    behind = (mask & causal(size)).area_of_rows(bounds)
+    hides = np.flatnonzero(
+        (mask.area_of_rows(bounds) != 0) & (behind != lengths * (lengths + 1) // 2)
+    )
     if len(hides):
         first = int(hides[0])
         start, stop = bounds[first : first + 2].tolist()

@@ -33,10 +33,7 @@ from megatron_cp.attn.dropout import check_rate
 from megatron_cp.mcore import layers
 from megatron_cp.mcore.batch import ContextParallelParams
 from megatron_cp.mcore.dropout import draw_head_seeds
-from megatron_cp.mcore.micro_batch import PlanFinder, Rows, group_of
-from megatron_cp.mcore.mtp import install_order_roll
-from megatron_cp.mcore.split import check_thd_split
-from megatron_cp.mcore.validation import validate_config
+from megatron_cp.mcore.micro_batch import PlanFinder, Rows, group_of, prepare_layer
 from megatron_cp.runtime.checkpoint import AttentionTape
 
 
@@ -72,8 +69,7 @@ class ContextParallelAttention(MegatronModule):
         thd_split: str | None = None,
     ) -> None:
         super().__init__(config=config)
-        check_thd_split(thd_split)
-        validate_config(config)
+        prepare_layer(config, thd_split)
         rate = config.attention_dropout if attention_dropout is None else attention_dropout
         check_rate(rate, "attention_dropout")
         self.dropout_p = float(rate)
@@ -113,8 +109,6 @@ class ContextParallelAttention(MegatronModule):
         # Megatron's latent attention is built twice: as plain attention, which is thrown away, then itself.
         if k_channels is not None or not getattr(config, "multi_latent_attention", False):
             layers.register(config, sizes)
-        if getattr(config, "mtp_num_layers", None):
-            install_order_roll()
 
     def _make_softmax_offset(self, num_heads: int) -> None:
         """Makes the sink logit of each head as Megatron does: none, zero ("off-by-one") or a parameter."""

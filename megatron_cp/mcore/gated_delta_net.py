@@ -28,8 +28,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron_cp.api import cp_causal_conv1d, cp_linear_attention
 from megatron_cp.mask.linked import causal_document_lengths
 from megatron_cp.mcore import layers
-from megatron_cp.mcore.linear_layers import check_linear_layers
-from megatron_cp.mcore.micro_batch import PlanFinder, Rows, group_of
+from megatron_cp.mcore.micro_batch import PlanFinder, Rows, group_of, prepare_layer
 
 _SECTIONS = ("query", "key", "value", "z", "beta", "alpha")
 
@@ -59,7 +58,7 @@ class ContextGatedDeltaNet(GatedDeltaNet):
     ) -> None:
         # Not that of Megatron's layer, which asks for kernels that are not used here.
         MegatronModule.__init__(self, config=config)
-        check_linear_layers(config)
+        prepare_layer(config, thd_split)
         if config.activation_func is not F.silu:
             raise NotImplementedError(
                 f"activation_func={config.activation_func.__name__} with gated delta net layers, which take that of "
@@ -176,9 +175,9 @@ class ContextGatedDeltaNet(GatedDeltaNet):
         group = self.pg_collection.tp
 
         def summed(gradient: torch.Tensor) -> torch.Tensor:
-            total = gradient.contiguous().clone()
+            total = gradient.float().contiguous().clone()
             torch.distributed.all_reduce(total, group=group)
-            return total
+            return total.to(gradient.dtype)
 
         for parameter in self.out_norm.parameters():
             parameter.register_hook(summed)

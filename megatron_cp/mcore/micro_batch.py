@@ -19,7 +19,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron_cp.config import CPConfig
 from megatron_cp.mcore import cut, split
 from megatron_cp.mcore.batch import ContextParallelParams
-from megatron_cp.mcore.validation import check_padding, check_samples
+from megatron_cp.mcore.mtp import install_order_roll
+from megatron_cp.mcore.validation import check_padding, check_samples, validate_config
 from megatron_cp.plan import AttentionPlan
 
 
@@ -89,6 +90,17 @@ class PlanFinder:
         check_padding(self.config, num_rows * plan.cp_size, plan.num_tokens)
         check_samples(self.config, params.num_samples, plan.cp_size)
         return plan
+
+
+def prepare_layer(config: Any, thd_split: str | None) -> None:
+    """Checks the settings of a layer that mixes tokens, and lets multi-token prediction follow the plans.
+
+    Raises ValueError or NotImplementedError for what such a layer cannot honour.
+    """
+    split.check_thd_split(thd_split)
+    validate_config(config)
+    if getattr(config, "mtp_num_layers", None):
+        install_order_roll()
 
 
 def group_of(params: Any, own: Any) -> Any:

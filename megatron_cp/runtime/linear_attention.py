@@ -152,8 +152,8 @@ def _attend_runs(
     """As `_attend`, by kernels that take a state before each run of tokens and give the one behind it."""
     rows = layout.chunking.rows
     q, k, v, g, beta = (x.index_select(0, rows) for x in tensors)
-    # What hangs on no token hangs on this in autograd's graph: all ranks take part in the way back.
-    nothing = sum((x[:0].float().sum() for x in (q, k, v, g, beta)), q.new_zeros(()).float())
+    # What hangs on no token hangs on this in autograd's graph, as maps do elsewhere: all ranks go the way back.
+    nothing = sum((x[:0].float().sum() for x in (k, v, g, beta)), q.new_zeros(()).float())
     told = nothing.expand(len(runs.told_bounds) - 1, *k.shape[1:], k.shape[-1] + v.shape[-1])
     if len(told):
         k_, v_, g_, beta_ = (x.index_select(0, runs.told_tokens) for x in (k, v, g, beta))
@@ -163,7 +163,7 @@ def _attend_runs(
     flat = v
     if layout.num_segments:
         flat, _ = linear_fla.rule_of_runs(q, k, v, g, beta, runs.bounds, initial, scale)
-    flat = flat + (nothing + initial[:0].sum()).to(flat.dtype)
+    flat = flat + (nothing + q[:0].float().sum() + initial[:0].sum()).to(flat.dtype)
     return flat.new_zeros((len(tensors[0]), *flat.shape[1:])).index_copy(0, rows, flat)
 
 

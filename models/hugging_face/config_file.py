@@ -172,13 +172,21 @@ _UNSAID = {
     "rotary_interleaved": False,
     "no_rope_freq": None,
     "rotary_seq_len_interpolation_factor": None,
+    "mtp_num_layers": None,
+}
+_UNSAID_OF_EXPERTS = {
     "moe_router_pre_softmax": False,
     "moe_router_num_groups": None,
     "moe_router_group_topk": None,
     "moe_router_topk_scaling_factor": None,
     "moe_shared_expert_gate": False,
     "moe_apply_probs_on_input": False,
-    "mtp_num_layers": None,
+}
+# Of these 1 is as good as none.
+_FACTORS = {
+    "moe_router_num_groups",
+    "moe_router_topk_scaling_factor",
+    "rotary_seq_len_interpolation_factor",
 }
 
 
@@ -187,7 +195,11 @@ def disagreements(said: Arguments, saved: Arguments) -> list[str]:
 
     `said` are those of config.json; it also contradicts what it has no word for.
     """
-    expected = _UNSAID | said
+    unsaid = _UNSAID | (_UNSAID_OF_EXPERTS if said.get("num_experts") else {})
+    expected = unsaid | said
+    saved = {
+        name: None if name in _FACTORS and value == 1 else value for name, value in saved.items()
+    }
     free = _FREE | {"group_query_attention"}  # num_query_groups says it
     if expected["multi_latent_attention"]:
         free |= {"kv_channels", "num_query_groups"}  # Megatron does not read them then

@@ -40,11 +40,13 @@ def square_masks(draw):
     cuts = sorted(draw(st.sets(st.integers(0, size), max_size=4)) | {0, size})
     slices = []
     for start, stop in itertools.pairwise(cuts):
-        kind = draw(st.sampled_from(["causal", "full", "prefix", "window", "nothing"]))
+        kind = draw(st.sampled_from(["causal", "full", "prefix", "window", "after", "nothing"]))
         if kind == "nothing" or start == stop:
             continue
         low = -draw(st.integers(1, 4)) if kind == "window" else None
         slices.append((start, stop, start, stop, low, None if kind == "full" else 0))
+        if kind == "after":
+            slices[-1] = (start, stop, start, stop, 1, None)
         if kind == "prefix":
             middle = draw(st.integers(start, stop))
             slices[-1] = (middle, stop, start, stop, None, 0)
@@ -83,6 +85,7 @@ def test_lengths_by_hand(mask, lengths):
     "mask",
     [
         masks.shared_question([4, 2, 2]),
+        masks.from_slices(8, 8, [(0, 8, 0, 8, 1, None)]),
         masks.sliding_window(9, 3),
         masks.chunked_causal(9, 4) | masks.from_slices(9, 9, [(8, 9, 0, 1, None, None)]),
     ],

@@ -6,7 +6,11 @@ import pytest
 import torch
 
 from tests.mcore.tiny_gpt import Case, make_config, parallel_state
-from tests.oracles.gated_delta_net import layer_of_transformers, outputs_of_documents
+from tests.oracles.gated_delta_net import (
+    gradient_of_in_proj,
+    layer_of_transformers,
+    outputs_of_documents,
+)
 from tests.oracles.plans import tokens_of
 from tests.ranks import run_on_ranks
 
@@ -127,6 +131,7 @@ def exact(weights, lengths=LENGTHS):
         if name in ("conv1d.weight", "dt_bias", "A_log", "out_proj.weight", "norm.weight")
     }
     gradients["out_norm.weight"] = gradients.pop("norm.weight")
+    gradients["in_proj.weight"] = gradient_of_in_proj(module)
     return out.detach(), x.grad, gradients
 
 
@@ -162,6 +167,7 @@ def test_layer_equals_that_of_transformers_document_by_document(case, planner):
     assert len(order) == sum(lengths)
     assert_near(ours_out, out[order])
     assert_near(ours_dx, dx[order])
+    assert gradients.keys() == weights.keys()
     for name, wanted in gradients.items():
         assert_near(join([r[4] for r in tensor_ranks], name), wanted)
 
@@ -292,6 +298,7 @@ def refusal(rank, world_size, mask_name, options):
         ("causal", {"linear_attention_freq": 0}, "must say of each of 2 layers"),
         ("causal", {"linear_attention_freq": [1, 0, 1]}, "must say of each of 2 layers"),
         ("causal", {"linear_num_value_heads": 3}, "a multiple of linear_num_key_heads"),
+        ("causal", {"flash_decode": True}, "flash_decode=True is not served"),
     ],
 )
 def test_what_a_state_would_show_and_sizes_that_do_not_fit_are_refused(mask_name, options, said):

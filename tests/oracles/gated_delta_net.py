@@ -38,6 +38,22 @@ def layer_of_transformers(weights, *, hidden, key_heads, value_heads, key_dim, v
     return module
 
 
+def gradient_of_in_proj(module):
+    """Returns the gradient of `in_proj` in Megatron's order of rows."""
+    heads, value_heads = module.num_k_heads, module.num_v_heads
+    keys, values = module.head_k_dim, value_heads // heads * module.head_v_dim
+    both = (
+        (module.in_proj_qkvz.weight.grad, (keys, keys, values, values)),
+        (module.in_proj_ba.weight.grad, (value_heads // heads,) * 2),
+    )
+    parts = [
+        part.flatten(0, 1)
+        for gradient, sizes in both
+        for part in gradient.unflatten(0, (heads, -1)).split(sizes, dim=1)
+    ]
+    return torch.cat(parts)
+
+
 def outputs_of_documents(module, hidden_states, lengths):
     """Returns the outputs `[tokens, hidden]` of each document by itself, as if there were no other."""
     parts = hidden_states.split(list(lengths))

@@ -64,6 +64,35 @@ def test_states_before_and_behind_runs_give_the_recurrence_on_ranks(cp_size):
             assert error <= 0.012 * size, where
 
 
+def one_gradient(rank, world_size, plan, lengths):
+    """This rank's gradient of each input where it alone wants one."""
+    found = []
+    with installed():
+        *local, dout = (local_rows(x, plan, rank) for x in rounded(lengths))
+        for wanted in range(len(local)):
+            leaves = [x.detach().clone().requires_grad_(i == wanted) for i, x in enumerate(local)]
+            q, k, v, g, beta = leaves
+            out = mcp.cp_linear_attention(
+                q, k, v, plan, dist.group.WORLD, document_lengths=lengths, g=g, beta=beta,
+                backend="fla",
+            )  # fmt: skip
+            out.backward(dout)
+            found.append(leaves[wanted].grad)
+    return found
+
+
+@pytest.mark.parametrize("planner", ["contiguous", "zigzag"])
+def test_every_input_may_want_a_gradient_alone(planner):
+    """One rank tells nothing: whether the way back is taken must not hang on what it tells."""
+    lengths = (24,)
+    plan = plan_of(lengths, 2, planner)
+    per_rank = run_on_ranks(2, one_gradient, plan, lengths)
+    exact = by_recurrence(lengths, rounded(lengths), torch.float64)
+    for i, name in enumerate(NAMES):
+        actual = restore([results[i] for results in per_rank], plan)
+        assert (actual - exact[1 + i]).abs().max() <= 0.012 * exact[1 + i].abs().max(), name
+
+
 def test_the_operator_is_taken_where_it_is_right(caplog):
     k, v = torch.zeros(5, 2, 8, dtype=torch.bfloat16), torch.zeros(5, 2, 5, dtype=torch.bfloat16)
     g, beta = torch.zeros(5, 2), torch.zeros(5, 2)

@@ -18,7 +18,7 @@ MODEL = [
     *LINEAR,
     *shlex.split(
         "--num-experts 4 --moe-ffn-hidden-size 48 --moe-layer-freq [0,1,1,0] --moe-aux-loss-coeff 1e-2 "
-        "--untie-embeddings-and-output-weights --calculate-per-token-loss --no-wandb"
+        "--untie-embeddings-and-output-weights --mtp-num-layers 1 --calculate-per-token-loss --no-wandb"
     ),
 ]
 LAYOUTS = {  # ranks, flags
@@ -33,7 +33,7 @@ LAYOUTS = {  # ranks, flags
     ),
     "tensor and recomputed": (
         2,
-        "--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full --recompute-method uniform "
+        "--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full --recompute-method block "
         "--recompute-num-layers 1",
     ),
     "replicas": (4, "--context-parallel-size 2"),
@@ -54,11 +54,33 @@ def test_losses_go_on_as_on_one_rank(alone: Path, tmp_path: Path, layout: str):
     world_size, flags = LAYOUTS[layout]
     resumed = ["--load", str(alone), "--ckpt-step", "1", "--run-dir", str(tmp_path / "run")]
     train(world_size, *SMALL_RUN, *MODEL, *resumed, *flags.split())
-    for key in ("lm loss", "grad-norm", "load_balancing_loss"):
+    for key in ("lm loss", "grad-norm", "load_balancing_loss", "mtp_1 loss"):
         found, expected = metrics(tmp_path / "run", key), metrics(alone, key)
         assert sorted(found) == [2, 3, 4], key
         for iteration, value in found.items():
             assert value == pytest.approx(expected[iteration], rel=3e-6), (key, iteration)
+
+
+BESIDE = {
+    "windows": "--window-size 16,0 --window-attn-skip-freq [1,0,1,1]",
+    "latent": "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16",
+    "linear alone": "--linear-attention-freq [1,1,1,1] --mtp-num-layers 1",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", BESIDE)
+def test_two_context_ranks_are_one_beside_other_layers(tmp_path: Path, other: str):
+    flags = [*SMALL_RUN, *LINEAR, *BESIDE[other].split(), "--no-wandb"]
+    if other == "latent":
+        place = flags.index("--group-query-attention")
+        del flags[place : place + 3]
+    for ranks in (1, 2):
+        more = ["--context-parallel-size", str(ranks), "--run-dir", str(tmp_path / str(ranks))]
+        train(ranks, *flags, *more)
+    for key in ("lm loss", "grad-norm"):
+        one, two = (metrics(tmp_path / str(ranks), key) for ranks in (1, 2))
+        assert two == pytest.approx(one, rel=3e-6), key
 
 
 @pytest.mark.parametrize(
@@ -102,7 +124,7 @@ def test_tensor_ranks_divide_the_key_heads(capsys):
     (line,) = refusals(
         capsys, *SMALL_RUN, *LINEAR, *["--tensor-model-parallel-size", "4"], world_size=4
     )
-    assert "linear_num_key_heads=2" in line or "--num-query-groups" in line
+    assert "linear_num_key_heads=2 must be a multiple of tensor_model_parallel_size=4" in line
 
 
 def test_linear_layers_have_no_mask_and_their_states_a_price():
@@ -113,6 +135,21 @@ def test_linear_layers_have_no_mask_and_their_states_a_price():
     assert request.config.linear_state_bytes == 3 * 4 * 16 * (8 + 16) * 4
     plain = parse_arguments(SMALL_RUN, {})
     assert plan_request(plain, on_cuda=False).config.linear_state_bytes is None
+
+
+def test_a_checkpoint_of_the_same_layers_said_otherwise_is_taken(tmp_path: Path):
+    """[1,0,1,0] is every second layer; sizes of linear layers say nothing where there are none."""
+    for saved, resumed in (
+        (
+            [*LINEAR, "--linear-attention-freq", "2"],
+            [*LINEAR, "--linear-attention-freq", "[1,0,1,0]"],
+        ),
+        ([], ["--linear-key-head-dim", "64"]),
+    ):
+        folder = tmp_path / str(len(saved))
+        train(1, *SMALL_RUN, *saved, "--train-iters", "1", "--save", str(folder))
+        more = ["--train-iters", "2", "--override-opt-param-scheduler"]
+        train(1, *SMALL_RUN, *resumed, *more, "--load", str(folder))
 
 
 def test_a_checkpoint_of_other_linear_layers_is_refused(alone: Path):

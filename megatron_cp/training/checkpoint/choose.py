@@ -135,7 +135,8 @@ def _read_manifest(folder: Path, config: TrainConfig) -> Manifest:
     if manifest is not None:
         # Which tensors there are is compared, and judged, when they are known.
         tolerant = leaves_out(config.checkpoint.dist_ckpt_strictness)
-        files.check_shape(folder, manifest["shape"], config.arguments, may_add_tensors=tolerant)
+        shape = files.shape_of(config.arguments)
+        files.check_shape(folder, manifest["shape"], shape, may_add_tensors=tolerant)
     return manifest
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cp.errors import DamagedCheckpointError
+from megatron_cp.mcore.linear_layers import linear_pattern
 from megatron_cp.training.checkpoint import integrity
 from megatron_cp.training.checkpoint.integrity import ANOTHER
 
@@ -55,6 +56,8 @@ SHAPE_ARGUMENTS = (
     "linear_num_value_heads",
 )
 
+_OF_LINEAR_LAYERS = tuple(name for name in SHAPE_ARGUMENTS if name.startswith("linear_"))
+
 # Of these, what decides which tensors there are, but not the shape or the meaning of the others.
 _WHICH_TENSORS = frozenset(
     {"add_bias_linear", "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights"}
@@ -65,6 +68,16 @@ _SPELLED = {
     "add_bias_linear": "--disable-bias-linear",
     "padded_vocab_size": "a padded --vocab-size (see --make-vocab-size-divisible-by) of",
 }
+
+
+def shape_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a manifest keeps of the model: which layers are linear, however that was said, and their sizes."""
+    shape = {name: arguments[name] for name in SHAPE_ARGUMENTS}
+    which = ("experimental_attention_variant", "linear_attention_freq", "num_layers")
+    pattern = linear_pattern(*(arguments[name] for name in which))
+    if not any(pattern):
+        return shape | dict.fromkeys(_OF_LINEAR_LAYERS)
+    return shape | {"linear_attention_freq": [int(is_linear) for is_linear in pattern]}
 
 
 def iteration_folder(root: str | Path, iteration: int) -> Path:

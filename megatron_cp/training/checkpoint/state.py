@@ -137,7 +137,7 @@ def manifest_of(state: RunState) -> dict[str, Any]:
     return {
         "format": 1,
         "iteration": state.iteration,
-        "shape": {name: arguments[name] for name in files.SHAPE_ARGUMENTS},
+        "shape": files.shape_of(arguments),
         "meaning": meaning_of(arguments),
         "layout": {name: arguments[name] for name in _LAYOUT},
         "data": state.data,

@@ -261,14 +261,32 @@ ANOTHER_MODEL = {
     "squared_relu": True,
     "glu_linear_offset": 0.5,
     "activation_func_clamp_value": 0.5,
-    "moe_router_topk_scaling_factor": 7.5,
-    "moe_router_num_groups": 3,
-    "moe_router_pre_softmax": "other",
-    "moe_shared_expert_gate": True,
     "softmax_type": "off-by-one",
     "window_size": (5, 0),
     "mtp_num_layers": 1,
 }
+
+
+OTHER_EXPERTS = {
+    "moe_router_topk_scaling_factor": 7.5,
+    "moe_router_num_groups": 3,
+    "moe_router_pre_softmax": "other",
+    "moe_shared_expert_gate": True,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("argument", OTHER_EXPERTS)
+def test_experts_that_config_json_cannot_describe_are_told(name, argument):
+    arguments = arguments_of(PUBLISHED[name])
+    lines = disagreements(arguments, arguments | {argument: OTHER_EXPERTS[argument]})
+    assert [line.split(":")[0] for line in lines] == [argument] * bool(arguments["num_experts"])
+
+
+def test_a_factor_of_one_is_none():
+    arguments = arguments_of(PUBLISHED["Mixtral-8x7B"])
+    neutral = {"moe_router_topk_scaling_factor": 1.0, "rotary_seq_len_interpolation_factor": 1}
+    assert disagreements(arguments, arguments | neutral | {"moe_router_num_groups": 1}) == []
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
