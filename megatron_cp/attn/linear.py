@@ -15,7 +15,6 @@ Sources: the chunked form, GLA (arXiv 2312.06635); the delta rule in it, DeltaNe
 
 # n chunks, C tokens of a chunk, H heads, K key dim, V value dim, E = K decays of a head, or 1 for all of it
 
-import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -163,29 +162,3 @@ def _sums_after(g: Tensor) -> Tensor:
     """Returns the sum of the rows behind each row, along dim -2."""
     following = torch.nn.functional.pad(g[..., 1:, :], (0, 0, 0, 1))
     return following.flip(-2).cumsum(-2).flip(-2)
-
-
-def delta_rule_of_runs(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    bounds: Tensor,
-    initial: Tensor,
-    scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """Returns outputs and last states of the gated delta rule, token by token: what kernels are compared with.
-
-    Arguments and results are those of `linear_fla.rule_of_runs`, in the dtype of the inputs.
-    """
-    outputs, last = [], []
-    for run, (start, stop) in enumerate(itertools.pairwise(bounds.tolist())):
-        state = initial[run]
-        for token in range(start, stop):
-            state = g[token].exp()[:, None, None] * state
-            held = torch.einsum("hkv,hk->hv", state, k[token])
-            state = state + torch.einsum("h,hk,hv->hkv", beta[token], k[token], v[token] - held)
-            outputs.append(scale * torch.einsum("hkv,hk->hv", state, q[token]))
-        last.append(state)
-    return torch.stack(outputs), torch.stack(last)

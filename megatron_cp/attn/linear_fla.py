@@ -4,8 +4,8 @@
     o_t = scale S_t^T q_t
 
 Its operator takes a state before each run and gives the one behind it, with gradients of both; that is all that
-context parallelism needs. It is taken where it agrees with the plain computation (`linear.py`) on a small case, tried
-once for each device, dtype and head dims. **It has never run on a GPU**: tests put another operator of the same
+context parallelism needs. It is taken where it agrees with the recurrence on a small case, tried once for each device,
+dtype and head dims; else `linear.py` computes. **It has never run on a GPU**: tests put another operator of the same
 signature in its place.
 
 Source: `fla.ops.gated_delta_rule.chunk_gated_delta_rule`, flash-linear-attention 0.6.
@@ -13,6 +13,7 @@ Source: `fla.ops.gated_delta_rule.chunk_gated_delta_rule`, flash-linear-attentio
 
 # N runs, T tokens in them, H heads, K key dim, V value dim
 
+import itertools
 import logging
 import warnings
 from collections.abc import Callable
@@ -20,8 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from megatron_cp.attn.linear import delta_rule_of_runs
 
 _log = logging.getLogger("megatron_cp")
 
@@ -98,6 +97,32 @@ def map_of_runs(
     return transition, added
 
 
+def delta_rule_of_runs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    bounds: Tensor,
+    initial: Tensor,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Returns outputs and last states of the gated delta rule, token by token: what the kernels are compared with.
+
+    Arguments and results are those of `rule_of_runs`, in the dtype of the inputs.
+    """
+    outputs, last = [], []
+    for run, (start, stop) in enumerate(itertools.pairwise(bounds.tolist())):
+        state = initial[run]
+        for token in range(start, stop):
+            state = g[token].exp()[:, None, None] * state
+            held = torch.einsum("hkv,hk->hv", state, k[token])
+            state = state + torch.einsum("h,hk,hv->hkv", beta[token], k[token], v[token] - held)
+            outputs.append(scale * torch.einsum("hkv,hk->hv", state, q[token]))
+        last.append(state)
+    return torch.stack(outputs), torch.stack(last)
+
+
 def _try(k: Tensor, v: Tensor) -> str | None:
     """Returns what stands against the kernels for tensors like these: not installed, or wrong on a small case."""
     try:
@@ -117,7 +142,7 @@ def _try(k: Tensor, v: Tensor) -> str | None:
     query, key, value, beta = (x.to(k.dtype) for x in rows)
     tensors = [query, key, value, -drawn(tokens, heads).abs() / 8, beta]
     initial = drawn(len(lengths), heads, k.shape[-1], v.shape[-1])
-    bounds = torch.tensor([0, 70, 100, 101], device=k.device)
+    bounds = torch.tensor([0, *lengths], device=k.device).cumsum(0)
     with torch.enable_grad(), torch.inference_mode(False):
         found = _results(rule_of_runs, [*tensors, initial], bounds)
         exact = [x.double() for x in (*tensors, initial)]
@@ -126,10 +151,11 @@ def _try(k: Tensor, v: Tensor) -> str | None:
         float((one.double() - other).abs().max() / other.abs().max())
         for one, other in zip(found, wanted, strict=True)
     ]
-    if max(errors) <= _LARGEST_ERROR:  # not so where one is NaN
+    worst = float(torch.tensor(errors).max())  # NaN if one is
+    if worst <= _LARGEST_ERROR:
         return None
     warnings.warn(
-        f"flash-linear-attention is off by {max(errors):.2g} of the largest number on {k.device} ({k.dtype}, head dims "
+        f"flash-linear-attention is off by {worst:.2g} of the largest number on {k.device} ({k.dtype}, head dims "
         f"{k.shape[-1]}, {v.shape[-1]}); the plain computation is taken",
         stacklevel=5,
     )

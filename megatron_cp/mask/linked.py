@@ -49,6 +49,6 @@ def causal_document_lengths(mask: AttentionMask) -> tuple[int, ...]:
         start, stop = bounds[first : first + 2].tolist()
         raise ValueError(
             f"tokens {start} to {stop - 1} of the mask are one document in which a token does not see all before it; "
-            "the state of a linear layer would show it to them: give documents(lengths), or layers of attention alone"
+            "the state of a linear layer would show it to them: such a mask is for models without linear layers"
         )
     return tuple(lengths.tolist())

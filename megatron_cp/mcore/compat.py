@@ -113,7 +113,7 @@ def decoder_layer_specs(config: Any, *, use_transformer_engine: bool) -> list[An
 
     return list(
         gpt_layer_specs.get_gpt_decoder_layer_specs(
-            _of_softmax_attention(config),
+            _changed(config, experimental_attention_variant=None),  # 0.20 makes specs of no other
             use_transformer_engine=use_transformer_engine,
             normalization=config.normalization,
             qk_l2_norm=getattr(config, "qk_l2_norm", False),
@@ -126,7 +126,7 @@ def decoder_block_spec(config: Any, *, use_transformer_engine: bool, vp_stage: i
     from megatron.core.models.gpt import gpt_layer_specs
 
     return gpt_layer_specs.get_gpt_decoder_block_spec(
-        _of_softmax_attention(config),
+        _changed(config, experimental_attention_variant=None),
         use_transformer_engine=use_transformer_engine,
         normalization=config.normalization,
         qk_l2_norm=getattr(config, "qk_l2_norm", False),
@@ -134,13 +134,17 @@ def decoder_block_spec(config: Any, *, use_transformer_engine: bool, vp_stage: i
     )
 
 
-def _of_softmax_attention(config: Any) -> Any:
-    """Returns the configuration as if all layers were softmax attention: 0.20 makes specs of no other."""
-    if getattr(config, "experimental_attention_variant", None) is None:
-        return config
-    plain = copy.copy(config)
-    plain.experimental_attention_variant = None
-    return plain
+def plain_layer_specs(config: Any, *, use_transformer_engine: bool) -> list[Any]:
+    """Returns the same with plain attention in every layer, also where that of the model is latent."""
+    plain = _changed(config, multi_latent_attention=False)
+    return decoder_layer_specs(plain, use_transformer_engine=use_transformer_engine)
+
+
+def _changed(config: Any, **fields: Any) -> Any:
+    """Returns a copy of a configuration with other values, without its checks."""
+    changed = copy.copy(config)
+    vars(changed).update(fields)
+    return changed
 
 
 def layers_of_stage(config: Any, vp_stage: int | None) -> list[int]:

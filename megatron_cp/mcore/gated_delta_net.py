@@ -38,8 +38,8 @@ class ContextGatedDeltaNet(GatedDeltaNet):
 
     The constructor takes Megatron's arguments: `config`, `submodules` (`in_proj`, `out_norm`, `out_proj`),
     `layer_number`, and `pg_collection` with `tp` and `cp`; others that its layers pass are not needed. `thd_split` is
-    that of `ContextParallelAttention`. Weights start the same at every tensor-parallel size where they are drawn on the
-    CPU, but for those of `in_proj` and `out_proj` on a GPU. It has never run on a GPU.
+    that of `ContextParallelAttention`. Weights drawn on the CPU start the same at every tensor-parallel size; of those
+    drawn on a GPU `in_proj` and `out_proj` do not. It has never run on a GPU.
 
     Raises NotImplementedError or ValueError for settings that it cannot honour.
     """
@@ -62,7 +62,7 @@ class ContextGatedDeltaNet(GatedDeltaNet):
         if config.activation_func is not F.silu:
             raise NotImplementedError(
                 f"activation_func={config.activation_func.__name__} with gated delta net layers, which take that of "
-                "the MLP and are made for SiLU; give --swiglu"
+                "the MLP and are made for SiLU; give --swiglu (another model)"
             )
         self.layer_number, self.pg_collection = max(1, layer_number), pg_collection
         self.tp_size = pg_collection.tp.size()

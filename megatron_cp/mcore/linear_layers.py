@@ -8,10 +8,11 @@ Settings are Megatron's TransformerConfig or parsed arguments; both have the sam
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 GATED_DELTA_NET = ("gated_delta_net", "gdn")
-"""Names of the one kind that is served; the second is that of Megatron-Core from 0.19 on."""
+"""Names of the one kind that is served; the second is that of Megatron-Core 0.20."""
 
 _Frequency = int | list[int] | None
 
@@ -38,6 +39,13 @@ def linear_layers(settings: Any) -> tuple[bool, ...]:
     variant = getattr(settings, "experimental_attention_variant", None)
     frequency = settings.linear_attention_freq if variant else None
     return linear_pattern(variant, frequency, settings.num_layers)
+
+
+def linear_layers_of(arguments: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Returns the same for arguments by their names."""
+    get = arguments.get
+    variant, frequency = get("experimental_attention_variant"), get("linear_attention_freq")
+    return linear_pattern(variant, frequency, arguments["num_layers"])
 
 
 def linear_state_bytes(settings: Any, tp_size: int) -> int | None:

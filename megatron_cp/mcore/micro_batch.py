@@ -1,9 +1,11 @@
 """What a layer that mixes tokens must know of its micro-batch: plan, group, and how samples lie in its rows.
 
-packed_seq_params        plan                                               made by
-ContextParallelParams    plans["full"]; plans["window"] in window layers    the data loader, for any mask
-PackedSeqParams (thd)    documents that Megatron has cut itself             split.py, cached
-None                     the sequence, which Megatron has cut itself        split.py, cached
+The plan comes with the micro-batch, or follows from how Megatron has cut it:
+
+    packed_seq_params        plan                                               made by
+    ContextParallelParams    plans["full"]; plans["window"] in window layers    the data loader, for any mask
+    PackedSeqParams (thd)    documents that Megatron has cut itself             split.py, cached
+    None                     the sequence, which Megatron has cut itself        split.py, cached
 """
 
 # s rows of this rank, b batch, n heads, h head dim

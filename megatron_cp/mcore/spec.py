@@ -15,7 +15,6 @@ A spec is a tree of dataclasses. In a copy of it these leaves are exchanged:
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import logging
@@ -282,17 +281,15 @@ def mtp_block_spec(config: Any, *, vp_stage: int | None = None, **attention_opti
 
 def _decoder_layers(config: Any, use_te: bool) -> list[Any]:
     """Returns the spec of every decoder layer of the model, with gated delta nets where it has linear layers."""
-    layers_ = compat.decoder_layer_specs(config, use_transformer_engine=use_te)
+    specs = compat.decoder_layer_specs(config, use_transformer_engine=use_te)
     pattern = linear_layers(config)
     if not any(pattern):
-        return layers_
-    plain_config = copy.copy(config)
-    plain_config.multi_latent_attention = False
-    plain = compat.decoder_layer_specs(plain_config, use_transformer_engine=use_te)
+        return specs
+    plain = compat.plain_layer_specs(config, use_transformer_engine=use_te)
     norm = compat.transformer_engine_norm() if use_te else LocalNorm
     return [
-        gated_delta_net_layer(layer, one, norm) if is_linear else layer
-        for layer, one, is_linear in zip(layers_, plain, pattern, strict=True)
+        gated_delta_net_layer(spec, one, norm) if is_linear else spec
+        for spec, one, is_linear in zip(specs, plain, pattern, strict=True)
     ]
 
 

@@ -62,7 +62,7 @@ def cp_linear_attention(  # noqa: PLR0913  the public signature
 
     `backend="torch"` is plain torch on every device: everything inside is fp32 (fp64), in a fixed order. "fla" are the
     Triton kernels of flash-linear-attention for the gated delta rule in 16 bits on a GPU. None takes them where they
-    serve the call and agree with plain torch on a small case. **Neither has ever run on a GPU.**
+    serve the call and agree with the recurrence on a small case. **Neither has ever run on a GPU.**
 
     Collective over `group` (None for cp_size 1) where a document lies on several ranks, forward and backward: every
     rank calls it with the same plan, lengths, dtypes, options and `requires_grad`.

@@ -127,7 +127,8 @@ def forward_backward(runner: Runner, batches: list[PlannedBatch], optimizer: Any
     for chunk in runner.model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
-    forget_logits(runner.model)  # of an attempt that was not applied
+    if _looks_at_logits(runner.config):
+        forget_logits(runner.model)  # of an attempt that was not applied
     sums_M2 = runner.sums(batches, forward_only=False)
     total = over_all_ranks(sums_M2)
     loss, tokens = (None, 0) if total is None else _mean(total)
@@ -171,13 +172,17 @@ def _clip_logits(runner: Runner, *, clips: bool) -> float | None:
 
     A step that updated nothing (fp16 overflowed) clips nothing.
     """
-    arguments = runner.config.arguments
-    if not (arguments["qk_clip"] or arguments["log_max_attention_logit"]):
+    if not _looks_at_logits(runner.config):
         return None
-    largest = clip_qk(runner.model, clips=clips and bool(arguments["qk_clip"]))
+    largest = clip_qk(runner.model, clips=clips and bool(runner.config.arguments["qk_clip"]))
     over_all = torch.tensor(largest, device=runner.device)
     dist.all_reduce(over_all, op=dist.ReduceOp.MAX)
     return float(over_all)
+
+
+def _looks_at_logits(config: TrainConfig) -> bool:
+    """Returns whether attention keeps its largest logits."""
+    return bool(config.arguments["qk_clip"] or config.arguments["log_max_attention_logit"])
 
 
 def _mean(total: torch.Tensor) -> tuple[float | None, int]:

@@ -90,7 +90,7 @@ def _linear(case: Case) -> dict[str, object]:
         config.experimental_attention_variant = "gated_delta_net"
         own = {"our block": gpt_block_spec(config)}
         if config.transformer_impl == "transformer_engine":
-            home = getattr(megatrons, "common", megatrons)  # 0.17 made a package of the module
+            home = getattr(megatrons, "common", megatrons)  # in 0.20 the module is a package
             home.HAVE_FLA, home.chunk_gated_delta_rule = True, print
             config.deterministic_mode = True  # then Megatron's layer asks for no kernel
             os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # what its attention wants for it

@@ -222,7 +222,7 @@ def keys_of_checkpoint(rank, world_size):
         from megatron.core.ssm import gated_delta_net as megatrons
 
         ours = build_layer(Case())
-        home = getattr(megatrons, "common", megatrons)  # 0.17 made a package of the module
+        home = getattr(megatrons, "common", megatrons)  # in 0.20 the module is a package
         plain = {name: getattr(home, name) for name in ("HAVE_FLA", "chunk_gated_delta_rule")}
         home.HAVE_FLA, home.chunk_gated_delta_rule = True, print
         try:

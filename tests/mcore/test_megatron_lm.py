@@ -141,7 +141,7 @@ LINEAR = shlex.split("""
 @pytest.mark.parametrize("layout", ["cp2", "tp2-cp2"])
 @pytest.mark.parametrize("documents", ["positions, no mask", "two samples"])
 def test_linear_layers_give_the_losses_of_one_context_rank(corpus, layout, documents):
-    """Megatron's own layer needs kernels of a GPU, so the reference is ours; before 0.17 it takes one context rank."""
+    """Megatron's own layer needs kernels of a GPU, so the reference is ours; 0.16 takes one context rank."""
     if minor_version() < 17:
         pytest.skip("this Megatron-LM refuses context parallelism with linear layers")
     flags, _ = FLAGS[documents]

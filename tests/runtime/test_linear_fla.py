@@ -104,8 +104,14 @@ def test_the_operator_is_taken_where_it_is_right(caplog):
         kwargs["initial_state"] = kwargs["initial_state"] * 0
         return chunk_gated_delta_rule(*args, **kwargs)
 
-    with installed(careless), pytest.warns(UserWarning, match="flash-linear-attention is off by"):
-        assert linear_fla.why_not(k, v, g, beta) == "it failed its test on this device"
+    def unwritten(*args, **kwargs):
+        """Outputs are right, the states behind the runs are not numbers."""
+        out, states = chunk_gated_delta_rule(*args, **kwargs)
+        return out, states * torch.nan
+
+    for wrong in (careless, unwritten):
+        with installed(wrong), pytest.warns(UserWarning, match="flash-linear-attention is off by"):
+            assert linear_fla.why_not(k, v, g, beta) == "it failed its test on this device"
 
 
 @pytest.mark.parametrize(

@@ -48,5 +48,5 @@ def complete_linear(args: Namespace) -> Iterator[str]:
     if not args.swiglu:
         yield (
             "--experimental-attention-variant gated_delta_net takes the activation of the MLP, and is made for SiLU; "
-            "give --swiglu"
+            "give --swiglu (another model)"
         )

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cp.errors import DamagedCheckpointError
-from megatron_cp.mcore.linear_layers import linear_pattern
+from megatron_cp.mcore.linear_layers import linear_layers_of
 from megatron_cp.training.checkpoint import integrity
 from megatron_cp.training.checkpoint.integrity import ANOTHER
 
@@ -73,8 +73,7 @@ _SPELLED = {
 def shape_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what a manifest keeps of the model: which layers are linear, however that was said, and their sizes."""
     shape = {name: arguments[name] for name in SHAPE_ARGUMENTS}
-    which = ("experimental_attention_variant", "linear_attention_freq", "num_layers")
-    pattern = linear_pattern(*(arguments[name] for name in which))
+    pattern = linear_layers_of(arguments)
     if not any(pattern):
         return shape | dict.fromkeys(_OF_LINEAR_LAYERS)
     return shape | {"linear_attention_freq": [int(is_linear) for is_linear in pattern]}

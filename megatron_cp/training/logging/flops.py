@@ -3,10 +3,10 @@
 Megatron-LM counts half of seq_length^2 whatever the mask; packed documents look at far fewer pairs,
 so that count would claim work that nobody did. Here a pair (query, key) that the mask allows costs
 2 x (head size of keys + head size of values) per head in forward (scores and weighted values, a
-multiplication and an addition each), a parameter of a matrix 2 per real token that it multiplies, a number of
-a linear layer's state 2 each time that a token reads or writes it,
-and backward twice as much as forward. Of experts the active ones count. Recomputed activations,
-norms, softmax and embeddings' look-ups are not counted ("model FLOPs").
+multiplication and an addition each), a parameter of a matrix 2 per real token that it multiplies, a
+number of a linear layer's state 2 each time that a token reads or writes it, and backward twice as
+much as forward. Of experts the active ones count. Recomputed activations, norms, softmax and
+embeddings' look-ups are not counted ("model FLOPs").
 
 Source: Narayanan et al. 2021 (arXiv 2104.04473), appendix, with the area of the mask in place of
 s^2.
@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_cp.mcore.linear_layers import linear_pattern
+from megatron_cp.mcore.linear_layers import linear_layers_of
 
 _PASSES = 3  # forward, and backward with respect to the inputs and to the weights
 
@@ -60,11 +60,7 @@ def gpt_flops(
     """
     hidden = arguments["hidden_size"]
     is_expert = expert_layers(arguments)
-    is_linear = linear_pattern(
-        arguments.get("experimental_attention_variant"),
-        arguments.get("linear_attention_freq"),
-        arguments["num_layers"],
-    )
+    is_linear = linear_layers_of(arguments)
     layers = [
         (_gated_delta_net if linear else _attention)(arguments) + _mlp(arguments, is_expert=expert)
         for linear, expert in zip(is_linear, is_expert, strict=True)
