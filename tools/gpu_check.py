@@ -3,6 +3,7 @@
     python tools/gpu_check.py --output results/h200                 everything that fits in ten minutes
     python tools/gpu_check.py --output results/h200 --part speed    one part per invocation
     python tools/gpu_check.py --output results/h200 --quick         a few minutes: is it right, is it fast
+    python tools/gpu_check.py --output results/h200 --jobs 6        values and sanitizers in six processes
 
 Parts, in order:
     build      every variant of the kernels, several at a time
@@ -13,6 +14,7 @@ Parts, in order:
     dims       head dims 64, 96, 192, 256 and 192/128
     ranks      two and four ranks on this one GPU, gloo and NCCL: values, traces, every planner
     linear     linear attention in plain torch and by flash-linear-attention where that is: values, time, memory
+    training   small runs with megatron-core in all layouts, side by side: losses those of one rank (the same model)
     sanitize   compute-sanitizer on tiny cases, each in a process of its own: what memcheck finds is a failure; reports
                of racecheck and synccheck are printed and kept as notes
 
@@ -24,10 +26,10 @@ runs out of time or hangs says so. Needs Python >= 3.10, torch with CUDA
 
 import argparse
 import concurrent.futures
+import importlib.util
 import os
 import platform
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,13 +41,26 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_cp.attn.hopper import self_test  # noqa: E402
-from megatron_cp.kernels import build, compilers  # noqa: E402
-from megatron_cp.mask import AttentionMask  # noqa: E402
-from tools.gpu import calls, cases, linear, measure, peers, predict, ranks, sanitizer, values  # noqa: E402
-from tools.gpu.report import Report, Timed  # noqa: E402
+from megatron_cp.attn.hopper import self_test
+from megatron_cp.kernels import build, compilers
+from megatron_cp.mask import AttentionMask
+from tools.gpu import (
+    calls,
+    cases,
+    linear,
+    measure,
+    peers,
+    predict,
+    ranks,
+    sanitizer,
+    shares,
+    training,
+    values,
+)
+from tools.gpu.report import Report, Timed
+from tools.gpu.watchdog import StopError, Watchdog
 
-PARTS = ("build", "values", "calls", "speed", "dims", "ranks", "linear", "sanitize")
+PARTS = ("build", "values", "calls", "speed", "dims", "ranks", "linear", "training", "sanitize")
 SECONDS = 570.0  # an invocation ends before ten minutes
 SANITIZER_SECONDS = 150
 RANKS_SECONDS = 120
@@ -60,31 +75,6 @@ QUICK_DIM_MASKS = ("causal", "causal_document")
 QUICK_FLEX_MASKS = ("causal_document", "block_causal_document")
 
 
-class StopError(Exception):
-    """Nothing after this would mean anything."""
-
-
-class Watchdog:
-    """Ends the process when a step takes too long, after telling which: a GPU that hangs cannot be interrupted."""
-
-    def __init__(self, on_silence: Callable[[str], None]):
-        self._on_silence = on_silence
-        self._timer: threading.Timer | None = None
-
-    def watch(self, step: str, seconds: float) -> None:
-        """Begins to wait for the next step, or for `stop`."""
-        self.stop()
-        text = f"{step} did not end within {seconds:.0f} s; the kernel may wait for itself forever"
-        self._timer = threading.Timer(seconds, self._on_silence, (text,))
-        self._timer.daemon = True
-        self._timer.start()
-
-    def stop(self) -> None:
-        """Ends waiting."""
-        if self._timer is not None:
-            self._timer.cancel()
-
-
 class Check:
     """One invocation: its report, its clock, its parts."""
 
@@ -96,9 +86,11 @@ class Check:
         seconds: float = SECONDS,
         path: Path = Path("gpu_check"),
         asks_model: bool = True,
+        jobs: int = 1,
+        share: values.Share = values.WHOLE,
     ):
         self.report, self.quick, self.watchdog = report, quick, watchdog
-        self.asks_model = asks_model
+        self.asks_model, self.jobs, self.share = asks_model, jobs, share
         self.path, self.model, self.gpu = path, predict.Model({}), predict.Gpu(0, 0.0)
         self.deadline = time.monotonic() + seconds
 
@@ -114,19 +106,23 @@ class Check:
 
     def values(self) -> None:
         """Checks small shapes. Raises StopError if any is wrong, after all have run."""
-        failed = 0
-        for small in values.small_checks(self.quick):
-            failed += self._one(small.name, lambda small=small: values.check_small(small))
-        for variant in build.variants().values():
-            if variant.kernel_pass == "forward":
-                name = f"{variant.name}, merged parts"
-                failed += self._one(name, lambda variant=variant: values.check_merge(variant))
-        for small in values.small_checks(self.quick):
-            if values.has_gradients(small.variant) and not small.has_sink:
-                name = f"gradients, {small.name}"
-                failed += self._one(name, lambda small=small: values.check_gradients(small))
+        if self.jobs > 1:
+            failed = self._values_in_processes()
+        else:
+            failed = sum(self._one(*check) for check in values.checks(self.quick, self.share))
         if failed:
             raise StopError(f"{failed} value checks failed; speed of a wrong kernel means nothing")
+
+    def _values_in_processes(self) -> int:
+        """Shares the variants out among processes; returns how many checks failed. Raises StopError if one stops."""
+        self.watchdog.stop()  # each process has one of its own
+        limit, failed = self.deadline - time.monotonic(), 0
+        for checks, stopped in shares.run_all(self.jobs, self.quick, limit):
+            self.report.checks += checks
+            failed += sum(verdict == "FAILED" for _, verdict, _ in checks)
+            if stopped and not failed:
+                raise StopError(stopped)
+        return failed
 
     def calls(self) -> None:
         """Checks graphs, streams, compiled functions. Raises StopError if any is wrong, after all have run."""
@@ -166,14 +162,36 @@ class Check:
         if failed:
             self.report.notes.append(f"linear attention: {failed} checks failed")
 
+    def training(self) -> None:
+        """Trains small models in all layouts; one that fails says nothing of the kernels, and stops nothing."""
+        if importlib.util.find_spec("megatron.core") is None:
+            self.report.checks.append(("training", "not run", "megatron-core is not installed"))
+            return
+        self.watchdog.stop()  # runs have limits of their own
+        folder = self.path.with_name(f"{self.path.name}_runs").resolve()
+        names = training.QUICK if self.quick else ()
+        found = training.run_all(folder, self.deadline - time.monotonic(), names)
+        for name, (verdict, words) in found.items():
+            self.report.checks.append((f"training, {name}", verdict, words))
+            _say(f"{name}: {verdict}: {words}")
+
     def sanitize(self) -> None:
         """Runs the tiny cases under compute-sanitizer. Raises StopError if memcheck reports anything."""
         self.watchdog.stop()
         for tool in sanitizer.TOOLS[: 1 if self.quick else None]:
             self._check_time()
-            program = [sys.executable, str(Path(__file__).resolve()), "--tiny"]
             limit = min(SANITIZER_SECONDS, self.deadline - time.monotonic())
-            self._heard(f"compute-sanitizer {tool}", *sanitizer.run(tool, program, limit, ROOT))
+
+            def run(index: int, tool: str = tool, limit: float = limit) -> tuple[str, str]:
+                share = ["--tiny", "--share", f"{index}/{self.jobs}"]
+                program = [sys.executable, str(Path(__file__).resolve()), *share]
+                return sanitizer.run(tool, program, limit, ROOT)
+
+            with concurrent.futures.ThreadPoolExecutor(self.jobs) as pool:
+                found = list(pool.map(run, range(self.jobs)))
+            for index, (verdict, words) in enumerate(found):
+                part = f", {index + 1} of {self.jobs}" if self.jobs > 1 else ""
+                self._heard(f"compute-sanitizer {tool}{part}", verdict, words)
 
     def _heard(self, what: str, verdict: str, words: str) -> None:
         """Keeps what another program said. Raises StopError if it failed; a report is a note and goes on."""
@@ -295,15 +313,6 @@ def require_gpu() -> dict[str, str]:
     }
 
 
-def run_tiny() -> None:
-    """Runs a handful of tiny cases; for compute-sanitizer."""
-    for index, small in enumerate(values.small_checks(quick=True)):
-        if index % 5 == 0 and small.mask.num_queries <= 400:
-            values.check_small(small)
-            if values.has_gradients(small.variant):
-                values.check_gradients(small)
-
-
 @contextmanager
 def written(report: Report, path: Path) -> Iterator[None]:
     """Writes the report whatever happens, and turns StopError and Ctrl-C into its reason."""
@@ -350,10 +359,17 @@ def main() -> int:
     parser.add_argument(
         "--output", type=Path, default=Path("gpu_check"), help="path without suffix"
     )
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="processes that share values, and sanitizers, out"
+    )
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="the time it may take")
     parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--share", type=values.read_share, default=values.WHOLE, help=argparse.SUPPRESS
+    )
     options = parser.parse_args()
     if options.tiny:
-        run_tiny()
+        sanitizer.run_tiny(options.share)
         return 0
     date = datetime.now(timezone.utc).strftime("%Y-%m-%d")
     facts = {"date": date, "command": f"python tools/gpu_check.py --part {options.part}"}
@@ -363,7 +379,14 @@ def main() -> int:
         report.facts |= require_gpu()
         watchdog = Watchdog(lambda why: _give_up(report, path, why))
         check = Check(
-            report, options.quick, watchdog, path=path, asks_model=not options.without_model
+            report,
+            options.quick,
+            watchdog,
+            options.seconds,
+            path,
+            asks_model=not options.without_model,
+            jobs=options.jobs,
+            share=options.share,
         )
         for part in PARTS if options.part == "all" else dict.fromkeys(("build", options.part)):
             _say(f"== {part}")

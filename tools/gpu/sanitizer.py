@@ -9,10 +9,21 @@ import os
 import subprocess
 from pathlib import Path
 
+from tools.gpu import values
+
 TOOLS = ("memcheck", "racecheck", "synccheck")
 DECIDING = ("memcheck",)
 ERROR_EXIT = 9  # of compute-sanitizer, when it has something to report
 KEPT_LINES = 12
+
+
+def run_tiny(share: values.Share) -> None:
+    """Runs a handful of tiny cases; for compute-sanitizer."""
+    for index, small in enumerate(values.small_checks(quick=True, share=share)):
+        if index % 5 == 0 and small.mask.num_queries <= 400:
+            values.check_small(small)
+            if values.has_gradients(small.variant):
+                values.check_gradients(small)
 
 
 def run(tool: str, program: list[str], seconds: float, folder: Path) -> tuple[str, str]:

@@ -3,8 +3,9 @@
 The budget is that of the test suite: at most about twice the error of the plain formula in the same dtype.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -27,6 +28,8 @@ ROUNDED_ROWS = 16  # per timed case, compared with float64
 ROW_TOLERANCE = (
     2e-2  # relative norm of rows of large cases: rounding is below 1e-2, a wrong key is not
 )
+Share = tuple[int, int]  # which one, of how many
+WHOLE: Share = (0, 1)
 LSE_TOLERANCE = 1e-5  # of max(1, lse): float32 sums of exact products
 
 
@@ -66,14 +69,37 @@ def small_masks() -> Iterator[tuple[str, AttentionMask]]:
     yield "block sparse, empty rows", masks.block_sparse(table, 64, num_queries=384, num_keys=384)
 
 
-def small_checks(quick: bool) -> Iterator[Small]:
-    """Yields every forward variant with every small mask, heads and sink alternating."""
+def read_share(text: str) -> Share:
+    """Returns the share that a command line names, as `2/6`."""
+    index, of = text.split("/")
+    return int(index), int(of)
+
+
+def forward_variants(share: Share = WHOLE) -> list[build.Variant]:
+    """Returns the forward variants of a share: every `share[1]`-th, from `share[0]` on."""
+    first, step = share
+    return [v for v in build.variants().values() if v.kernel_pass == "forward"][first::step]
+
+
+def small_checks(quick: bool, share: Share = WHOLE) -> Iterator[Small]:
+    """Yields forward variants with every small mask, heads and sink alternating."""
     heads = ((4, 1), (3, 3), (8, 2))
-    variants = [v for v in build.variants().values() if v.kernel_pass == "forward"]
-    for variant in variants:
+    for variant in forward_variants(share):
         for index, (name, mask) in enumerate(small_masks()):
             if not quick or index % 4 == 0:
                 yield Small(variant, name, mask, *heads[index % 3], has_sink=index % 2 == 1)
+
+
+def checks(quick: bool, share: Share = WHOLE) -> Iterator[tuple[str, Callable[[], str]]]:
+    """Yields all checks of a share of the variants: what the report calls it, and a call that judges it."""
+    for small in small_checks(quick, share):
+        yield small.name, partial(check_small, small)
+    for variant in forward_variants(share):
+        yield f"{variant.name}, merged parts", partial(check_merge, variant)
+        yield f"{variant.name}, long rows", partial(check_long, variant)
+    for small in small_checks(quick, share):
+        if has_gradients(small.variant) and not small.has_sink:
+            yield f"gradients, {small.name}", partial(check_gradients, small)
 
 
 def has_gradients(variant: build.Variant) -> bool:
@@ -154,6 +180,54 @@ def check_merge(variant: build.Variant, device: str = "cuda") -> str:
     assert_within_budget(out.cpu(), plain[0], exact[0], "out")
     _assert_lse(lse.cpu(), exact[1])
     return f"out {_relative(out.cpu(), exact[0]):.1e}"
+
+
+def check_long(variant: build.Variant, device: str = "cuda", num_keys: int = 5200) -> str:
+    """Returns the errors where one multiprocessor meets rows without keys and the next head in turn.
+
+    More keys than the heads of one section may have (4,096 at head dim 256 with 8 kv heads), rows without keys between
+    documents. Each kv head is compared by itself, on the device. Raises AssertionError beyond the budget.
+    """
+    dtype = DTYPES[variant.value("MCP_TYPE")]
+    dims = int(variant.value("MCP_HEAD_DIM")), int(variant.value("MCP_VALUE_DIM"))
+    feature = feature_of_variant(variant)
+    num_queries, num_keys = num_keys // 2, num_keys
+    some, others = (0, num_queries // 3), (num_queries // 2 - 5, num_queries - 50)
+    slices = [
+        (*some, 0, num_keys, None, None),
+        (*others, num_keys // 16, num_keys, None, num_queries),
+    ]
+    mask = masks.from_slices(num_queries, num_keys, slices)
+    dense = torch.from_numpy(mask.to_dense()).to(device)
+    generator = torch.Generator().manual_seed(3)
+    of_q, of_k = (num_queries, 16), (num_keys, 8)
+    shapes = (*of_q, dims[0]), (*of_k, dims[0]), (*of_k, dims[1]), (*of_q, dims[1])
+    q, k, v, dout = (
+        torch.randn(s, generator=generator).to(dtype).to(device).requires_grad_() for s in shapes
+    )
+    with poisoned_results():
+        out, lse = attend(q, k, v, mask, backend="hopper", **wishes(feature, device))
+        found = [out]
+        if has_gradients(variant):
+            found += torch.autograd.grad(out, (q, k, v), dout)
+    known = of_oracle(feature, q, k)
+    factors = known.pop("factors", None)
+    names, errors = ("out", "dq", "dk", "dv"), []
+    for head in range(8):
+        of_q, of_k = slice(2 * head, 2 * head + 2), slice(head, head + 1)
+        if factors is not None:
+            known["factors"] = factors[:, of_q].to(device)
+        one = q[:, of_q], k[:, of_k], v[:, of_k], dense
+        exact = exact_attention(*one, dout=dout[:, of_q], **known)
+        plain = plain_attention(*one, dout=dout[:, of_q], **known)
+        _assert_lse(lse[:, of_q].detach(), exact.lse)
+        for name, result in zip(names, found, strict=False):
+            part = result[:, of_q if name in ("out", "dq") else of_k].detach()
+            wanted = getattr(exact, name)
+            size = max(1.0, wanted.abs().max().item())
+            assert_within_budget(part, getattr(plain, name), wanted, name, size=size)
+            errors.append(_relative(part, wanted))
+    return f"largest relative error {torch.tensor(errors).max().item():.1e}"
 
 
 def _assert_lse(lse: Tensor, exact: Tensor) -> None:

@@ -1,0 +1,294 @@
+"""Small training runs on one GPU: do they end, and does a layout train as one rank does?
+
+Ranks are processes on the one GPU, each a machine of its own for NCCL (ranks.py says why); several runs go side by
+side, so their times say nothing. A run that does not end is aborted, and the stacks of its ranks stand in its log.
+"""
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 240.0  # of one run, beside others
+STEPS = 8
+RANKS_AT_ONCE = 8
+SECONDS_OF_OTHERS = 8.0  # what ranks get to say why, when one has failed
+
+MODEL = (
+    "--num-layers 4 --hidden-size 1024 --ffn-hidden-size 2816 --num-attention-heads 8 --group-query-attention "
+    "--num-query-groups 2 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--attention-dropout 0 --hidden-dropout 0 --untie-embeddings-and-output-weights"
+)
+DATA = "--mock-data --vocab-size 4096 --seq-length 8192 --reset-attention-mask --reset-position-ids --num-workers 1"
+LOOP = (
+    f"--micro-batch-size 1 --global-batch-size 2 --train-iters {STEPS} --lr 1e-3 --bf16 --calculate-per-token-loss "
+    "--log-interval 1 --eval-interval 100 --eval-iters 1 --no-wandb --distributed-timeout-minutes 2"
+)
+EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 704 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2"
+LINEAR = (
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-key-head-dim 128 "
+    "--linear-value-head-dim 128 --linear-num-key-heads 4 --linear-num-value-heads 8"
+)
+LATENT = "--multi-latent-attention --kv-lora-rank 256 --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128"
+# Ranks without a GPU: is what stands here a command that runs at all?
+SMALL = shlex.split(
+    "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --vocab-size 512 --seq-length 256"
+)
+CP2, CP4 = "--context-parallel-size 2", "--context-parallel-size 4"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run: its ranks, its flags, and the run whose losses it must repeat, each within `most` of them."""
+
+    ranks: int
+    flags: str
+    like: str = ""
+    most: float = 2e-3
+    without: tuple[str, ...] = ()  # flags of MODEL, DATA and LOOP to leave out, with their values
+    on_cpu: bool = True  # what a CPU cannot do is left out there
+
+
+# Weights drawn by stages, tensor and expert ranks are others than those of one rank: these are compared with their own
+# kind without context parallelism.
+JOBS: Mapping[str, Job] = {
+    "one rank": Job(1, "--save {run} --save-interval 4"),
+    "CP 2": Job(2, CP2, "one rank"),
+    "CP 4": Job(4, CP4, "one rank"),
+    "resumed at CP 2, saved in the background": Job(
+        2,
+        f"{CP2} --load {{one rank}} --ckpt-step 4 --save {{run}} --save-interval 2 --async-save",
+        "one rank",
+    ),
+    "flash backend": Job(1, "--cp-backend flash", "one rank", on_cpu=False),
+    "flex backend, CP 2": Job(2, f"{CP2} --cp-backend flex", "one rank", on_cpu=False),
+    "profile, memory, energy, stragglers": Job(
+        1,
+        "--profile --profile-step-start 4 --profile-step-end 5 --use-pytorch-profiler --log-straggler --log-energy "
+        "--record-memory-history --memory-snapshot-path {run}/memory.pickle --tensorboard-dir {run}/tensorboard",
+        "one rank",
+        on_cpu=False,
+    ),
+    "replicas, sharded optimizer": Job(
+        2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", "one rank"
+    ),
+    "packs of replicas together": Job(4, f"{CP2} --hybrid-context-parallel", "one rank"),
+    "recomputed": Job(
+        1,
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        "one rank",
+    ),
+    "TP 2": Job(2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "TP 2, CP 2": Job(4, f"--tensor-model-parallel-size 2 --sequence-parallel {CP2}", "TP 2"),
+    "PP 2": Job(2, "--pipeline-model-parallel-size 2"),
+    "PP 2, CP 2": Job(4, f"--pipeline-model-parallel-size 2 {CP2}", "PP 2"),
+    "PP 2 interleaved, CP 2": Job(
+        4, f"--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 {CP2}"
+    ),
+    "dropout of attention": Job(1, "--attention-dropout 0.1", without=("--attention-dropout",)),
+    "dropout of attention, CP 2": Job(
+        2,
+        f"--attention-dropout 0.1 {CP2}",
+        "dropout of attention",
+        without=("--attention-dropout",),
+    ),
+    "dropout of attention, flex": Job(
+        1,
+        "--attention-dropout 0.1 --cp-backend flex",
+        "dropout of attention",
+        without=("--attention-dropout",),
+        on_cpu=False,
+    ),
+    "window and sinks": Job(
+        1, "--window-size 512,0 --window-attn-skip-freq 2 --softmax-type learnable"
+    ),
+    "window and sinks, CP 2": Job(
+        2,
+        f"--window-size 512,0 --window-attn-skip-freq 2 --softmax-type learnable {CP2}",
+        "window and sinks",
+    ),
+    "latent attention": Job(1, LATENT, without=("--group-query-attention", "--num-query-groups")),
+    "latent attention, CP 2": Job(
+        2,
+        f"{LATENT} {CP2}",
+        "latent attention",
+        without=("--group-query-attention", "--num-query-groups"),
+    ),
+    "experts": Job(1, EXPERTS),
+    "experts, CP 2": Job(2, f"{EXPERTS} {CP2}", "experts", most=1e-2),
+    "gated delta nets": Job(1, LINEAR),
+    "gated delta nets, CP 2": Job(2, f"{LINEAR} {CP2}", "gated delta nets"),
+    "fp16": Job(1, "--fp16 --initial-loss-scale 65536", without=("--bf16",)),
+    "muon": Job(1, "--optimizer muon --muon-momentum 0.95"),
+    "muon, CP 2": Job(2, f"--optimizer muon --muon-momentum 0.95 {CP2}", "muon"),
+}
+
+QUICK = ("one rank", "CP 2", "PP 2", "PP 2, CP 2")
+
+
+def run_all(
+    folder: Path, seconds: float, names: Sequence[str] = (), small: bool = False
+) -> dict[str, tuple[str, str]]:
+    """Returns (ok or FAILED, words) of each run, all or those named, within so many seconds together.
+
+    What each run leaves is in `folder`, under its name. `small` runs tiny models on CPU ranks.
+    """
+    wanted = {name: JOBS[name] for name in names or JOBS if JOBS[name].on_cpu or not small}
+    deadline, room = time.monotonic() + seconds, _Room(RANKS_AT_ONCE)
+    ended = {name: threading.Event() for name in wanted}
+    codes: dict[str, str] = {}
+
+    def run(name: str) -> None:
+        job = wanted[name]
+        try:
+            for other in wanted:
+                if "{" + other + "}" in job.flags:
+                    ended[other].wait()
+            with room.for_ranks(job.ranks):
+                limit = min(SECONDS, deadline - time.monotonic())
+                codes[name] = _run(name, folder, limit, small)
+        finally:
+            ended[name].set()
+
+    with ThreadPoolExecutor(len(wanted)) as pool:
+        list(pool.map(run, wanted))
+    losses = {name: _losses(folder_of(name, folder)) for name in wanted}
+    return {name: _verdict(name, codes[name], losses) for name in wanted}
+
+
+def folder_of(name: str, folder: Path) -> Path:
+    """Returns where a run leaves what it leaves."""
+    return folder / "".join(c if c.isalnum() else "_" for c in name)
+
+
+def flags_of(name: str, folder: Path, small: bool = False) -> list[str]:
+    """Returns the command line of a run."""
+    job, kept, keeps = JOBS[name], [], True
+    for word in shlex.split(f"{MODEL} {DATA} {LOOP}"):
+        keeps = word not in job.without if word.startswith("--") else keeps
+        kept += [word] if keeps else []
+    said = job.flags
+    for one in ("run", *JOBS):
+        said = said.replace("{" + one + "}", str(folder_of(name if one == "run" else one, folder)))
+    return [
+        *kept,
+        *shlex.split(said),
+        "--run-dir",
+        str(folder_of(name, folder)),
+        *(SMALL if small else ()),
+    ]
+
+
+def _run(name: str, folder: Path, seconds: float, small: bool) -> str:
+    """Runs all ranks; returns "" if all ended well, else what went wrong."""
+    own, job = folder_of(name, folder), JOBS[name]
+    logs = own.with_name(f"{own.name}_logs")
+    logs.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags_of(name, folder, small)]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    place |= {"WORLD_SIZE": str(job.ranks), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    place |= {"NCCL_SOCKET_IFNAME": "lo", "PYTHONFAULTHANDLER": "1", "OMP_NUM_THREADS": "1"}
+    place["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    processes = []
+    for rank in range(job.ranks):
+        environment = os.environ | place | {"RANK": str(rank), "NCCL_HOSTID": f"rank{rank}"}
+        with (logs / f"rank{rank}.log").open("w") as log:
+            processes.append(
+                subprocess.Popen(command, cwd=own.parent, stdout=log, stderr=log, env=environment)
+            )
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not all(code == 0 for code in _codes(processes)):
+        if any(_codes(processes)):
+            time.sleep(SECONDS_OF_OTHERS)  # the others may say why
+            break
+        time.sleep(0.2)
+    codes = _codes(processes)
+    _end(processes)
+    if not any(code != 0 for code in codes):
+        return ""
+    first = next((rank for rank, code in enumerate(codes) if code), 0)
+    what = "did not end" if not any(codes) else f"rank {first} ended with {codes[first]}"
+    return f"{what}: {_last_words(logs / f'rank{first}.log')}"
+
+
+def _codes(processes: Sequence["subprocess.Popen[bytes]"]) -> list[int | None]:
+    return [process.poll() for process in processes]
+
+
+def _end(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
+    """Ends what still runs: SIGABRT first, on which Python writes the stacks of all threads."""
+    for code in (signal.SIGABRT, signal.SIGKILL):
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(code)
+        deadline = time.monotonic() + SECONDS_OF_OTHERS
+        while time.monotonic() < deadline and None in _codes(processes):
+            time.sleep(0.05)
+
+
+def _last_words(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    wrong = [line for line in lines if "rror" in line] or lines
+    return wrong[-1][:300] if wrong else "nothing was said"
+
+
+def _losses(folder: Path) -> list[float]:
+    try:
+        rows = [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]
+    except OSError:
+        return []
+    found = {row["iteration"]: row["lm loss"] for row in rows if "lm loss" in row}
+    return [float(found.get(step, float("nan"))) for step in range(1, STEPS + 1)]
+
+
+def _verdict(name: str, wrong: str, losses: Mapping[str, Sequence[float]]) -> tuple[str, str]:
+    """Returns (ok or FAILED, words): the run ended, its losses are numbers, and those of the run it repeats."""
+    own, job = losses[name], JOBS[name]
+    if wrong or not own:
+        return "FAILED", wrong or "no losses were written"
+    steps = [i for i, loss in enumerate(own) if loss == loss]
+    if not steps or steps[-1] != STEPS - 1 or len(steps) != STEPS - steps[0]:
+        return "FAILED", f"losses {own}"
+    words = f"loss {own[steps[0]]:.4f} at step {steps[0] + 1}, {own[-1]:.4f} at step {STEPS}"
+    other = losses.get(job.like)
+    if not other:
+        return "ok", words
+    apart = max(abs(own[i] - other[i]) for i in steps)
+    verdict = "ok" if apart <= job.most else "FAILED"
+    return verdict, f"{words}, within {apart:.1e} of {job.like!r} (at most {job.most:.0e})"
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+class _Room:
+    """Lets runs begin while their ranks together are not too many, one after another."""
+
+    def __init__(self, ranks: int):
+        self._free, self._changed = ranks, threading.Condition()
+
+    @contextmanager
+    def for_ranks(self, ranks: int) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= ranks)
+            self._free -= ranks
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += ranks
+                self._changed.notify_all()
