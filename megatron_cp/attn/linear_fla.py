@@ -144,7 +144,17 @@ def _try(k: Tensor, v: Tensor) -> str | None:
     initial = drawn(len(lengths), heads, k.shape[-1], v.shape[-1])
     bounds = torch.tensor([0, *lengths], device=k.device).cumsum(0)
     with torch.enable_grad(), torch.inference_mode(False):
-        found = _results(rule_of_runs, [*tensors, initial], bounds)
+        try:
+            found = _results(rule_of_runs, [*tensors, initial], bounds)
+        except (
+            Exception
+        ) as error:  # whatever a compiler or the library raises: there is another way to compute
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            warnings.warn(
+                f"flash-linear-attention does not run on {k.device}, the plain computation is taken: {reason}",
+                stacklevel=5,
+            )
+            return f"it does not run here: {reason}"
         exact = [x.double() for x in (*tensors, initial)]
         wanted = _results(delta_rule_of_runs, exact, bounds)
     errors = [

@@ -8,6 +8,7 @@ group alike, and kept. The NCCL communicator ran between ranks on one GPU; sever
 """
 
 import contextlib
+import hashlib
 from collections.abc import Iterator
 
 import torch
@@ -39,9 +40,10 @@ def forget_groups() -> None:
 def _beside(group: dist.ProcessGroup, use: str, backend: str, options: object) -> dist.ProcessGroup:
     key = (str(group.group_name), use)
     if key not in _groups:
-        with _nothing_to_split():
+        ranks = dist.get_process_group_ranks(group)
+        with _nothing_to_split(), _named(f"megatron_cp {use} beside {group.group_name}: {ranks}"):
             _groups[key] = dist.new_group(
-                dist.get_process_group_ranks(group),
+                ranks,
                 backend=backend,
                 pg_options=options,
                 use_local_synchronization=True,
@@ -63,3 +65,19 @@ def _nothing_to_split() -> Iterator[None]:
         yield
     finally:
         world.bound_device_id = device
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Makes a group that its ranks alone make find the same name on each of them: by it they meet.
+
+    torch's own name counts the groups that a rank is in. Ranks of a pipeline are in different numbers of them (the
+    first and the last stage share embeddings), would go by different names, and wait for ever.
+    """
+    c10d = dist.distributed_c10d
+    hashed, digest = c10d._hash_ranks_to_str, hashlib.sha1(name.encode(), usedforsecurity=False)
+    c10d._hash_ranks_to_str = lambda ranks: digest.hexdigest()
+    try:
+        yield
+    finally:
+        c10d._hash_ranks_to_str = hashed

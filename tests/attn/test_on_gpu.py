@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ from megatron_cp.attn import (
     resolve_options,
 )
 from tests.attn.formula import assert_attention, random_case
+from tests.oracles.dropout import dropout_factors
 
 pytestmark = [
     pytest.mark.gpu,
@@ -88,3 +90,18 @@ def test_parts_of_the_keys_add_up_to_attention_over_all(name, num_parts, backend
     dq = sum(part[0] for part in gradients)
     dk, dv = (torch.cat([part[i] for part in gradients]) for i in (1, 2))
     _check((out, lse, dq, dk, dv), inputs, mask, arguments, dtype)
+
+
+@pytest.mark.parametrize("backend", ["flex", "hopper"])
+@pytest.mark.parametrize("name", MASKS)
+def test_dropout_equals_float64(name, backend):
+    mask = MASKS[name]
+    sizes, dtype = (mask.num_queries, mask.num_keys), torch.bfloat16
+    inputs, arguments = random_case(*sizes, (4, 2), (64, 64), dtype)
+    on_device, given = _on_device(inputs, arguments)
+    leaves = [x.requires_grad_() for x in on_device]
+    seed = torch.tensor([2**45 + 9], device=DEVICE)
+    out, lse = attend(*leaves, mask, dropout_p=0.3, dropout_seed=seed, backend=backend)
+    gradients = torch.autograd.grad((out, lse), leaves, (given["dout"], given["dlse"].float()))
+    factors = dropout_factors(int(seed), 4, *map(np.arange, sizes), 0.3)
+    _check((out, lse, *gradients), inputs, mask, {**arguments, "factors": factors}, dtype)

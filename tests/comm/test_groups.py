@@ -37,6 +37,23 @@ def test_a_group_does_not_split_the_communicator_of_all_ranks():
         assert total == 3
 
 
+def made_after_another(rank, world_size):
+    """The sum over a group, made when rank 0 is in one group more: as the first stage of a pipeline is."""
+    if rank == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    made = groups._beside(dist.group.WORLD, "a test", "gloo", None)
+    of_two = groups._beside(dist.group.WORLD, "another test", "gloo", None)
+    sums = torch.tensor([rank + 1])
+    dist.all_reduce(sums, group=made)
+    dist.all_reduce(sums, group=of_two)
+    return sums.item(), made.group_name == of_two.group_name
+
+
+def test_ranks_in_other_numbers_of_groups_meet():
+    """torch names a group by how many the rank is in: ranks of a pipeline would wait for one another for ever."""
+    assert run_on_ranks(2, made_after_another) == [(6, False)] * 2
+
+
 def test_gloo_ranks_need_no_group_beside_theirs():
     assert run_on_ranks(2, uses_its_own) == [True, True]
 

@@ -114,6 +114,29 @@ def test_the_operator_is_taken_where_it_is_right(caplog):
             assert linear_fla.why_not(k, v, g, beta) == "it failed its test on this device"
 
 
+def test_an_operator_that_does_not_run_is_not_taken():
+    """As flash-linear-attention refuses some versions of Triton: in the backward pass, when training has begun."""
+    k, gates = torch.zeros(5, 2, 8, dtype=torch.bfloat16), torch.zeros(5, 2)
+
+    class Refusing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dout):
+            raise RuntimeError("upgrade\nTriton")
+
+    def refusing(q, *args, **kwargs):
+        return chunk_gated_delta_rule(Refusing.apply(q), *args, **kwargs)
+
+    with installed(refusing):
+        with pytest.warns(UserWarning, match="the plain computation is taken: RuntimeError"):
+            said = linear_fla.why_not(k, k, gates, gates)
+        assert said == "it does not run here: RuntimeError: upgrade Triton"
+        assert linear_fla.why_not(k, k, gates, gates) == said
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -23,6 +23,7 @@ MAX_ERROR = {
     "fla": 3e-2,
 }  # of the largest number; results and gradients are rounded to 16 bits
 ROUNDS = 5
+SECONDS = 300.0  # of a check: flash-linear-attention tries many settings of each of its kernels
 
 
 def checks() -> dict[str, Callable[[], str]]:
