@@ -139,7 +139,8 @@ def fusions_of(arguments: Arguments) -> dict[str, bool]:
     """Returns Megatron's fusions as this machine can run them: its defaults on CUDA, none on a CPU.
 
     None of them changes a result beyond rounding. Each is on only where it is wanted and what it
-    needs is installed, because Megatron would stop otherwise. The CUDA side never ran on a GPU.
+    needs is installed, because Megatron would stop otherwise. On a GPU this ran without Transformer
+    Engine and apex; with them it never did.
     """
     wants, on_cuda = arguments.get, torch.cuda.is_available()
     has_engine = compat.has_transformer_engine()

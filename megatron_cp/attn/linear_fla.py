@@ -5,8 +5,8 @@
 
 Its operator takes a state before each run and gives the one behind it, with gradients of both; that is all that
 context parallelism needs. It is taken where it agrees with the recurrence on a small case, tried once for each device,
-dtype and head dims; else `linear.py` computes. **It has never run on a GPU**: tests put another operator of the same
-signature in its place.
+dtype and head dims; else `linear.py` computes. On an H100 its 0.6 refused the backward pass under Triton 3.4 to 3.7.0,
+and was not taken. **It has never computed on a GPU**: tests put another operator of the same signature in its place.
 
 Source: `fla.ops.gated_delta_rule.chunk_gated_delta_rule`, flash-linear-attention 0.6.
 """

@@ -17,10 +17,10 @@ transfers that are under way (`RankStage.sm_share`).
 On a CPU nothing can be enqueued: `start_chain` goes to the first collective, `wait` runs the later hops. To run
 them earlier would mean to wait earlier, because all ranks start collectives in one order.
 
-The order of streams is tested on recorded fakes of them. It ran with two ranks on one H100 over gloo; **over NCCL it
-has never run**. Where CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams into one hardware queue, kernels launched after
-`start_chain` may be held up by the hops before the last one; so nothing that follows the last one is enqueued at the
-start.
+The order of streams is tested on recorded fakes of them. It ran on one H100, with two ranks over gloo and four over
+NCCL through sockets; **between GPUs it has never run**. Where CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams into one
+hardware queue, kernels launched after `start_chain` may be held up by the hops before the last one; so nothing that
+follows the last one is enqueued at the start.
 """
 
 from collections.abc import Generator

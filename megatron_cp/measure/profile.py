@@ -1,6 +1,6 @@
 """The profile of a cluster, as `--cp-topology FILE.json` reads it, measured by all of its ranks together.
 
-On CPU ranks it was run and is tested; on GPUs it has not run yet.
+It is tested on CPU ranks, and ran with two ranks on one H100; between GPUs it never did.
 """
 
 from collections.abc import Sequence

@@ -47,7 +47,7 @@ def cp_causal_conv1d(
     so that `weight[:, W - 1]` is of the token itself; tokens before a document's first are zero. Padding rows give 0
     and zero gradients. Sums are fp32 (fp64 for fp64 inputs). Differentiable in x, weight and bias; the gradients of the
     last two are this rank's share, to be summed over the group like those of any replicated parameter. Plain torch on
-    every device; **it has never run on a GPU**.
+    every device; **it has never been checked on a GPU**.
 
     Collective over `group` (None for cp_size 1) where a token sees one of another rank, forward and backward: every
     rank calls it with the same plan, lengths, dtypes, options and `requires_grad`.

@@ -30,7 +30,7 @@ def build_optimizer(config: TrainConfig, model: list[Any]) -> Any:
 
     Fields of Megatron's `OptimizerConfig` have the names of the arguments. Collective: every rank
     calls it. Muon needs emerging-optimizers; with its version 0.1.0, losses on two context ranks
-    (CPU) are those on one within 1e-6, and a resumed run is bitwise the same. It never ran on a GPU.
+    (CPU) are those on one within 1e-6, and a resumed run is bitwise the same; on one H100 within 6e-4 (bf16).
     """
     install_foreach_adam()
     names = {field.name for field in dataclasses.fields(OptimizerConfig)}

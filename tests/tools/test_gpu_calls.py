@@ -1,16 +1,22 @@
 """The parts of the GPU check that try calls and linear attention: what they say, without a GPU."""
 
+import subprocess
+import sys
+import time
+
 import pytest
 import torch
 
 from tests.attn.fla_on_host import chunk_gated_delta_rule, installed
-from tools import gpu_check
-from tools.gpu import calls, linear
+from tests.processes import HANG_SECONDS
+from tools.gpu import calls, linear, shares
+from tools.gpu.check import Check, Wishes
 from tools.gpu.report import Report
+from tools.gpu.watchdog import StopError, Watchdog
 
 
 def test_a_call_that_is_wrong_somewhere_stops_after_all_were_tried(monkeypatch):
-    check = gpu_check.Check(Report("t", {}), True, gpu_check.Watchdog(print))
+    check = Check(Report("t", {}), Watchdog(print), Wishes(quick=True))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
 
     def wrong() -> str:
@@ -18,7 +24,7 @@ def test_a_call_that_is_wrong_somewhere_stops_after_all_were_tried(monkeypatch):
 
     found = {"a CUDA graph": wrong, "two streams at once": lambda: "the same bits"}
     monkeypatch.setattr(calls, "checks", lambda: found)
-    with pytest.raises(gpu_check.StopError, match="1 checks of calls failed"):
+    with pytest.raises(StopError, match="1 checks of calls failed"):
         check.calls()
     check.watchdog.stop()
     page = check.report.page()
@@ -54,7 +60,7 @@ def test_linear_attention_that_is_wrong_is_said_and_stops_nothing(monkeypatch):
     def careless(q, k, v, g, beta, **options):
         return chunk_gated_delta_rule(q, k, v, g * 0, beta, **options)
 
-    check = gpu_check.Check(Report("t", {}), True, gpu_check.Watchdog(print))
+    check = Check(Report("t", {}), Watchdog(print), Wishes(quick=True))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     found = {"fla": lambda: linear.check_values("fla"), "torch": lambda: "right"}
     monkeypatch.setattr(linear, "checks", lambda: found)
@@ -64,3 +70,18 @@ def test_linear_attention_that_is_wrong_is_said_and_stops_nothing(monkeypatch):
     page = check.report.page()
     assert "| fla | FAILED | AssertionError: it failed its test on this device |" in page
     assert "linear attention: 1 checks failed" in page
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would check values")
+def test_processes_that_share_values_each_say_why_they_stopped():
+    found = list(shares.run_all(2, quick=True, seconds=240.0))
+    assert [checks for checks, _ in found] == [[], []]
+    assert all("sees no CUDA device" in stopped for _, stopped in found)
+
+
+def test_a_process_that_leaves_no_page_or_does_not_end_is_said(tmp_path):
+    for program, code in (("", 0), ("import time; time.sleep(3600)", -9)):
+        process = subprocess.Popen([sys.executable, "-c", program])
+        limit = HANG_SECONDS if code == 0 else 0.5
+        found = shares._result(process, 1, tmp_path, time.monotonic() + limit)
+        assert found == ([], f"process 1 of the value checks ended with {code}, no page")

@@ -8,17 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_cp import mask as masks
-from megatron_cp.attn import attend
-from tests.attn.on_host import host_device, operators_on_cpu
-from tests.kernels import host_backward
-from tests.kernels import host_device as host
+from tests.attn.on_host import operators_on_cpu
 from tests.oracles.attention import dense_attention
 from tests.processes import HANG_SECONDS
 from tools import gpu_check
 from tools.gpu import cases, measure, peers, ranks, report, sanitizer, values
 from tools.gpu.cases import Case
+from tools.gpu.check import PARTS, Check, Wishes
 from tools.gpu.measure import Times
+from tools.gpu.watchdog import StopError, Watchdog
 
 EXACT = Times(2.0, 1.9, 2.1)
 
@@ -150,81 +148,6 @@ def test_flash_attention_3_is_served_from_its_bare_library_too(name):
     assert all(torch.equal(a, b) for a, b in zip(raw.backward(), wrapped.backward(), strict=True))
 
 
-# ---------------------------------------------------------------------- values
-
-
-@pytest.mark.parametrize("index", [3, 6, 8])
-def test_value_check_accepts_right_results(index):
-    small = list(values.small_checks(quick=False))[index]
-    with host_device() as device:
-        device.block_n = int(small.variant.value("MCP_BLOCK_N"))
-        assert values.check_small(small, "cpu").startswith("out ")
-
-
-def _without_last_key(row, segs):
-    return _keys_of(row, segs)[:-1]
-
-
-_keys_of = host._keys_of
-
-
-def test_value_check_refuses_a_kernel_that_forgets_a_key(monkeypatch):
-    small = list(values.small_checks(quick=False))[2]
-    monkeypatch.setattr(host, "_keys_of", _without_last_key)
-    with host_device(), pytest.raises(AssertionError):
-        values.check_small(small, "cpu")
-
-
-def test_value_check_refuses_rows_that_are_not_written(monkeypatch):
-    small = list(values.small_checks(quick=False))[2]
-    write = host._write_row
-    monkeypatch.setattr(
-        host, "_write_row", lambda p, row, *rest: None if row == 5 else write(p, row, *rest)
-    )
-    with host_device(), pytest.raises(AssertionError, match="not written, or holds NaN"):
-        values.check_small(small, "cpu")
-
-
-@pytest.mark.parametrize("index", [4, 8])
-def test_gradient_check_accepts_right_gradients(index):
-    small = list(values.small_checks(quick=False))[index]
-    with host_device():
-        assert values.check_gradients(small, "cpu").startswith("dq ")
-
-
-def test_gradient_check_refuses_wrong_gradients(monkeypatch):
-    small = list(values.small_checks(quick=False))[2]
-    slopes = host_backward._slopes
-    monkeypatch.setattr(host_backward, "_slopes", lambda *x: (slopes(*x)[0], 1.1 * slopes(*x)[1]))
-    with host_device(), pytest.raises(AssertionError, match=r"dq .* outside its error budget"):
-        values.check_gradients(small, "cpu")
-
-
-def test_merge_check_accepts_right_results_and_refuses_wrong_ones(monkeypatch):
-    variant = values.build.variants()["fwd_fp16_64"]
-    with host_device():
-        assert values.check_merge(variant, "cpu").startswith("out ")
-        monkeypatch.setattr(host, "_keys_of", _without_last_key)
-        with pytest.raises(AssertionError):
-            values.check_merge(variant, "cpu")
-
-
-def test_row_check_of_large_cases_finds_one_missing_key():
-    mask = masks.sliding_window(300, 20)
-    q, k, v = (torch.randn(300, heads, 16) for heads in (4, 2, 2))
-    out, _ = attend(q, k, v, mask, backend="reference")
-    values.check_rows(out, (q, k, v), mask)
-    wrong, _ = attend(q, k, v, masks.sliding_window(300, 19), backend="reference")
-    with pytest.raises(AssertionError, match=r"row \d+, head \d: relative error"):
-        values.check_rows(wrong, (q, k, v), mask)
-
-
-def test_quick_checks_are_some_of_all_and_meet_every_variant():
-    full, quick = (list(values.small_checks(q)) for q in (False, True))
-    assert {s.name for s in quick} < {s.name for s in full}
-    assert {s.variant.name for s in quick} == {s.variant.name for s in full}
-
-
 # ---------------------------------------------------------------------- the command
 
 
@@ -241,15 +164,13 @@ def test_other_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A800")
-    with pytest.raises(gpu_check.StopError, match=r"A800 of compute capability 8\.0; .* 9\.0"):
+    with pytest.raises(StopError, match=r"A800 of compute capability 8\.0; .* 9\.0"):
         gpu_check.require_gpu()
 
 
 def test_check_stops_at_its_deadline():
-    check = gpu_check.Check(report.Report("t", {}), True, gpu_check.Watchdog(print), seconds=-1.0)
-    with pytest.raises(
-        gpu_check.StopError, match="time is up; run the remaining parts with --part"
-    ):
+    check = Check(report.Report("t", {}), Watchdog(print), Wishes(quick=True, seconds=-1.0))
+    with pytest.raises(StopError, match="time is up; run the remaining parts with --part"):
         check.values()
 
 
@@ -259,8 +180,9 @@ import threading
 from pathlib import Path
 from tools import gpu_check
 from tools.gpu.report import Report
+from tools.gpu.watchdog import Watchdog
 report, path = Report("t", {{}}), Path({str(tmp_path)!r}, "x")
-dog = gpu_check.Watchdog(lambda why: gpu_check._give_up(report, path, why))
+dog = Watchdog(lambda why: gpu_check._give_up(report, path, why))
 dog.watch("quick step", 3600)
 dog.watch("slow step", 0.1)
 threading.Event().wait(3600)
@@ -289,8 +211,8 @@ def test_failed_values_stop_everything_after_all_were_tried(monkeypatch):
     monkeypatch.setattr(values, "check_merge", lambda v: "fine")
     monkeypatch.setattr(values, "check_long", lambda v: "fine")
     monkeypatch.setattr(values, "has_gradients", lambda v: False)
-    check = gpu_check.Check(report.Report("t", {}), True, gpu_check.Watchdog(print))
-    with pytest.raises(gpu_check.StopError, match="value checks failed; speed of a wrong kernel"):
+    check = Check(report.Report("t", {}), Watchdog(print), Wishes(quick=True))
+    with pytest.raises(StopError, match="value checks failed; speed of a wrong kernel"):
         check.values()
     tried = list(values.small_checks(quick=True))
     check.watchdog.stop()
@@ -331,9 +253,7 @@ def test_missing_sanitizer_is_no_failure_but_said(tmp_path):
 
 @pytest.fixture
 def check(tmp_path):
-    made = gpu_check.Check(
-        report.Report("t", {}), False, gpu_check.Watchdog(print), path=tmp_path / "x"
-    )
+    made = Check(report.Report("t", {}), Watchdog(print), Wishes(tmp_path / "x"))
     yield made
     made.watchdog.stop()
 
@@ -359,15 +279,15 @@ def test_reports_of_racecheck_and_synccheck_are_notes_and_stop_nothing(check, mo
 
 def test_what_memcheck_finds_is_a_failure(check, monkeypatch):
     _sanitizer_that_reports(monkeypatch, "memcheck")
-    with pytest.raises(gpu_check.StopError, match="compute-sanitizer memcheck: memcheck: Race"):
+    with pytest.raises(StopError, match="compute-sanitizer memcheck: memcheck: Race"):
         check.sanitize()
     assert "1 failed" in check.report.page()
 
 
 def test_values_come_first_then_speed_and_the_sanitizer_last(tmp_path, monkeypatch):
     done = []
-    for part in gpu_check.PARTS:
-        monkeypatch.setattr(gpu_check.Check, part, lambda self, part=part: done.append(part))
+    for part in PARTS:
+        monkeypatch.setattr(Check, part, lambda self, part=part: done.append(part))
     monkeypatch.setattr(gpu_check, "require_gpu", dict)
     monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--output", str(tmp_path / "x")])
     assert gpu_check.main() == 0
@@ -392,5 +312,5 @@ def test_wrong_result_of_two_ranks_stops_the_check(check, monkeypatch):
     monkeypatch.setattr(
         ranks, "run_all", lambda *x, num_ranks: ("FAILED", "gloo: AssertionError: row 3")
     )
-    with pytest.raises(gpu_check.StopError, match="2 ranks, gloo: gloo: AssertionError: row 3"):
+    with pytest.raises(StopError, match="2 ranks, gloo: gloo: AssertionError: row 3"):
         check.ranks()

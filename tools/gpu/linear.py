@@ -1,4 +1,4 @@
-"""Linear attention on a GPU: plain torch and flash-linear-attention, right and how fast. Never run on one yet.
+"""Linear attention on a GPU: plain torch and flash-linear-attention, right and how fast.
 
 One context rank, gated delta rule with a decay for each head, bf16, forward and backward. Each check raises
 AssertionError, or returns what it found.

@@ -7,6 +7,7 @@ side, so their times say nothing. A run that does not end is aborted, and the st
 import json
 import math
 import os
+import re
 import shlex
 import signal
 import socket
@@ -27,6 +28,7 @@ RANKS_AT_ONCE = 12
 # How far the first loss, and (relative) gradient norm, may be from those of one rank: bf16 sums in another order.
 FIRST = {"lm loss": 4e-4, "grad-norm": 1e-2}
 SECONDS_OF_OTHERS = 8.0  # what ranks get to say why, when one has failed
+FRAMES = 8  # of the stack of a run that did not end, innermost first
 
 MODEL = (
     "--num-layers 4 --hidden-size 1024 --ffn-hidden-size 2816 --num-attention-heads 8 --group-query-attention "
@@ -44,6 +46,7 @@ LINEAR = (
     "--linear-value-head-dim 128 --linear-num-key-heads 4 --linear-num-value-heads 8"
 )
 LATENT = "--multi-latent-attention --kv-lora-rank 256 --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128"
+FP16 = "--fp16 --initial-loss-scale 1"
 # Ranks without a GPU: is what stands here a command that runs at all?
 SMALL = shlex.split(
     "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --vocab-size 512 --seq-length 256"
@@ -64,6 +67,10 @@ class Job:
     most: float = 2e-3
     without: tuple[str, ...] = ()  # flags of MODEL, DATA and LOOP to leave out, with their values
     on_cpu: bool = True  # what a CPU cannot do is left out there
+
+    def goes_on_from(self) -> list[str]:
+        """Returns the runs whose folders its flags name."""
+        return [other for other in JOBS if "{" + other + "}" in self.flags]
 
 
 # Weights drawn by stages, tensor and expert ranks are others than those of one rank: these are compared with their own
@@ -136,7 +143,8 @@ JOBS: Mapping[str, Job] = {
     "experts, CP 2": Job(2, f"{EXPERTS} {CP2}", "experts", most=1e-2),
     "gated delta nets": Job(1, LINEAR),
     "gated delta nets, CP 2": Job(2, f"{LINEAR} {CP2}", "gated delta nets"),
-    "fp16": Job(1, "--fp16 --initial-loss-scale 1", "one rank", without=("--bf16",)),
+    "fp16": Job(1, FP16, without=("--bf16",)),
+    "fp16, CP 2": Job(2, f"{FP16} {CP2}", "fp16", without=("--bf16",)),
     "muon": Job(1, "--optimizer muon --muon-momentum 0.95"),
     "muon, CP 2": Job(2, f"--optimizer muon --muon-momentum 0.95 {CP2}", "muon"),
 }
@@ -147,11 +155,12 @@ QUICK = ("one rank", "CP 2", "PP 2", "PP 2, CP 2")
 def run_all(
     folder: Path, seconds: float, names: Sequence[str] = (), small: bool = False
 ) -> dict[str, tuple[str, str]]:
-    """Returns (ok or FAILED, words) of each run, all or those named, within so many seconds together.
+    """Returns (ok or FAILED, words) of each run, within so many seconds together.
 
-    What each run leaves is in `folder`, under its name. `small` runs tiny models on CPU ranks.
+    `names` are runs of JOBS, all by default; those that they are compared with or go on from run too. What each run
+    leaves is in `folder`, under its name. `small` runs tiny models on CPU ranks.
     """
-    wanted = {name: JOBS[name] for name in names or JOBS if JOBS[name].on_cpu or not small}
+    wanted = {name: JOBS[name] for name in _with_needed(names) if JOBS[name].on_cpu or not small}
     deadline, room = time.monotonic() + seconds, _Room(RANKS_AT_ONCE)
     ended = {name: threading.Event() for name in wanted}
     codes: dict[str, str] = {}
@@ -159,9 +168,8 @@ def run_all(
     def run(name: str) -> None:
         job = wanted[name]
         try:
-            for other in wanted:
-                if "{" + other + "}" in job.flags:
-                    ended[other].wait()
+            for other in job.goes_on_from():
+                ended[other].wait()
             with room.for_ranks(job.ranks):
                 limit = min(SECONDS, deadline - time.monotonic())
                 codes[name] = _run(name, folder, limit, small)
@@ -172,6 +180,18 @@ def run_all(
         list(pool.map(run, wanted))
     found = {name: _metrics(folder_of(name, folder)) for name in wanted}
     return {name: _verdict(name, codes[name], found) for name in wanted}
+
+
+def _with_needed(names: Sequence[str]) -> list[str]:
+    """Returns the runs, all or those named, with those that they need, as JOBS orders them."""
+    asked = set(names or JOBS)
+    while missing := {x for name in asked for x in _needs(JOBS[name])} - asked:
+        asked |= missing
+    return [name for name in JOBS if name in asked]
+
+
+def _needs(job: Job) -> set[str]:
+    return {*job.goes_on_from(), job.like} - {""}
 
 
 def folder_of(name: str, folder: Path) -> Path:
@@ -220,13 +240,16 @@ def _run(name: str, folder: Path, seconds: float, small: bool) -> str:
             time.sleep(SECONDS_OF_OTHERS)  # the others may say why
             break
         time.sleep(0.2)
-    codes = _codes(processes)
+    codes, files = _codes(processes), [logs / f"rank{rank}.log" for rank in range(job.ranks)]
+    words = [_last_words(log) for log in files]
     _end(processes)
     if not any(code != 0 for code in codes):
         return ""
-    first = next((rank for rank, code in enumerate(codes) if code), 0)
-    what = "did not end" if not any(codes) else f"rank {first} ended with {codes[first]}"
-    return f"{what}: {_last_words(logs / f'rank{first}.log')}"
+    if any(codes):
+        rank = next(rank for rank, code in enumerate(codes) if code)
+        return f"rank {rank} ended with {codes[rank]}: {words[rank]}"
+    places = "; ".join(f"rank {rank} in {_place(log)}" for rank, log in enumerate(files))
+    return f"did not end: {words[0]}; {places}"
 
 
 def _codes(processes: Sequence["subprocess.Popen[bytes]"]) -> list[int | None]:
@@ -248,6 +271,16 @@ def _last_words(log: Path) -> str:
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     wrong = [line for line in lines if "rror" in line] or lines
     return wrong[-1][:300] if wrong else "nothing was said"
+
+
+def _place(log: Path) -> str:
+    """Returns the innermost lines of the main thread, as Python wrote them when it was aborted."""
+    _, _, stack = log.read_text(errors="replace").partition("Current thread ")
+    frames = re.findall(r'File ".*?([^/"]+)", line (\d+) in (\S+)', stack)
+    return (
+        " < ".join(f"{name}:{line} {function}" for name, line, function in frames[:FRAMES])
+        or "no line"
+    )
 
 
 Metrics = dict[int, dict[str, float]]
@@ -272,9 +305,9 @@ def _verdict(name: str, wrong: str, found: Mapping[str, Metrics]) -> tuple[str, 
         return "FAILED", f"losses {losses}"
     first = min(losses)
     words = f"loss {losses[first]:.4f} at step {first}, {losses[STEPS]:.4f} at step {STEPS}"
-    other = found.get(job.like)
-    if not other:
+    if not job.like:
         return "ok", words
+    other = found[job.like]
     if missing := [step for step in losses if step not in other]:
         return "FAILED", f"{words}; {job.like!r} has no steps {missing}"
     apart = max(abs(loss - other[step]["lm loss"]) for step, loss in losses.items())

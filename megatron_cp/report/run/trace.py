@@ -5,7 +5,7 @@
 
 Only what lies in a training step counts (`cp step 11`). Every call begins with sending the rows of stage 0. Ranks make
 the same calls in the same order, so the n-th call of one is the n-th of all. Shown is the call of median duration. Of
-a trace from a GPU the device's ranges are taken, not the host's; that has never run on a GPU.
+a trace from a GPU the device's ranges are taken, not the host's; no page of one was looked at yet.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class BackgroundWrite:
             return
         arguments = list(request.async_fn_args)
         if request.preload_fn is not None:
-            arguments[1] = request.preload_fn()  # from a GPU to the host: never run on one yet
+            arguments[1] = request.preload_fn()  # from a GPU to the host
         context = multiprocessing.get_context("fork")
         self._process = context.Process(
             target=_write,

@@ -1,4 +1,4 @@
-"""Energy of the GPUs per step, by Megatron-Core's monitor (NVML). It never ran on a GPU."""
+"""Energy of the GPUs per step, by Megatron-Core's monitor (NVML). It ran on one H100."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def memory_line() -> str:
     if not torch.cuda.is_available():
         kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return f"{name} | max resident: {kib / 1024:.2f}"
-    return (  # never run on a GPU yet
+    return (
         f"{name} | allocated: {torch.cuda.memory_allocated() / mib:.2f} | max allocated: "
         f"{torch.cuda.max_memory_allocated() / mib:.2f} | reserved: "
         f"{torch.cuda.memory_reserved() / mib:.2f} | max reserved: "

@@ -2,7 +2,7 @@
 
 Ranks wait for each other in every layer, so all of them take the same time for a step. Here a rank is busy
 while it waits for its batch and while its main thread computes: a wait in a collective on a CPU takes no
-processor time. On a GPU the processor time is that of the host, which launches kernels (never run on one): a
+processor time. On a GPU the processor time is that of the host, which launches kernels (it ran on one H100): a
 loader that stalls and a slow host show, a slow GPU does not.
 
     --log-straggler      the slowest ranks, below each log line
