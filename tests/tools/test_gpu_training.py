@@ -1,11 +1,14 @@
 """The training runs of the GPU check, without a GPU: that they are commands, how they are judged, what is said."""
 
 import dataclasses
+import threading
+import time
 
 import pytest
 
 from megatron_cp.training.arguments.machine import GPU_MACHINE
 from megatron_cp.training.arguments.parse import judge_arguments
+from tests.processes import HANG_SECONDS
 from tools.gpu import training
 from tools.gpu.training import JOBS, Job
 
@@ -102,3 +105,28 @@ wait(3600)
     place = "pretrain_gpt.py:3 wait < pretrain_gpt.py:5 <module>"
     words = f"did not end: waiting for a friend; rank 0 in {place}; rank 1 in {place}"
     assert found["two"] == ("FAILED", words)
+
+
+def test_a_large_run_is_not_overtaken_by_small_ones_that_came_later():
+    room, begun, gates = training._Room(2), [], [threading.Event() for _ in range(4)]
+
+    def run(index, ranks):
+        with room.for_ranks(ranks):
+            begun.append(index)
+            gates[index].wait(HANG_SECONDS)
+
+    threads = []
+    for index, ranks in enumerate((1, 2, 1, 1)):
+        threads.append(threading.Thread(target=run, args=(index, ranks)))
+        threads[-1].start()
+        while index not in begun and len(room._waiting) < index:
+            time.sleep(0.001)
+    assert begun == [0]  # one rank is free, and the next wants two
+    gates[0].set()
+    while begun != [0, 1]:
+        time.sleep(0.001)
+    for gate in gates:
+        gate.set()
+    for thread in threads:
+        thread.join(HANG_SECONDS)
+    assert sorted(begun[2:]) == [2, 3]

@@ -328,16 +328,24 @@ def _free_port() -> int:
 
 
 class _Room:
-    """Lets runs begin while their ranks together are not too many, one after another."""
+    """Lets runs begin while their ranks together are not too many, in the order in which they came.
+
+    Without that order small runs would take each place that falls free, and large ones would wait for the last of them.
+    """
 
     def __init__(self, ranks: int):
         self._free, self._changed = ranks, threading.Condition()
+        self._waiting: list[object] = []
 
     @contextmanager
     def for_ranks(self, ranks: int) -> Iterator[None]:
+        ticket = object()
         with self._changed:
-            self._changed.wait_for(lambda: self._free >= ranks)
+            self._waiting.append(ticket)
+            self._changed.wait_for(lambda: self._waiting[0] is ticket and self._free >= ranks)
+            self._waiting.remove(ticket)
             self._free -= ranks
+            self._changed.notify_all()
         try:
             yield
         finally:
