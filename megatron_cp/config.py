@@ -204,20 +204,12 @@ class CPConfig:
     max_received_mb: int | None = None
     """Most megabytes that a rank may hold at once because others sent them, in a pass of a layer; None: no limit."""
 
-    improver: str | None = None
-    """Solver that goes on from the plan of planner "auto": cp_sat, milp or hypergraph (extra `solvers`); None: none."""
-
-    improver_effort: int = 10
-    """Work of the improver, about seconds of one core: counted, not clocked, so that all ranks find the same plan."""
-
     head_degree: int | None = None
     """Ranks that exchange tokens against heads in planner "usp"; None: the most that fit into a node."""
 
     def __post_init__(self) -> None:
-        for name in ("planner", "improver"):
-            value = getattr(self, name)
-            if not isinstance(value, str) and not (name == "improver" and value is None):
-                raise TypeError(f"{name}={value!r} must be a name; give a string")
+        if not isinstance(self.planner, str):
+            raise TypeError(f"planner={self.planner!r} must be a name; give a string")
         if not isinstance(self.topology, str | Topology):
             raise TypeError(
                 f"topology={self.topology!r} must be the name of a row or a Topology; leave it out for h100"
@@ -229,9 +221,7 @@ class CPConfig:
                 f"rank_speeds={self.rank_speeds!r} differ from rank_speeds={known!r} of the topology; only one of the "
                 "two may say them: leave them out here or there"
             )
-        for name in (
-            "num_heads", "num_kv_heads", "head_dim", "token_multiple", "element_bytes", "improver_effort"
-        ):  # fmt: skip
+        for name in ("num_heads", "num_kv_heads", "head_dim", "token_multiple", "element_bytes"):
             object.__setattr__(self, name, _positive(name, getattr(self, name)))
         for name in (
             "chunk_size", "value_head_dim", "latent_dim", "linear_state_bytes", "num_stages",

@@ -51,20 +51,6 @@ def add_context_parallel_arguments(parser: ArgumentParser) -> ArgumentParser:
         help="Most megabytes that a rank holds because others sent them, in a pass of a layer. Default: no limit.",
     )
     group.add_argument(
-        "--cp-improver",
-        default=None,
-        metavar="SOLVER",
-        help="Solver that goes on from the plan of auto: cp_sat, milp or hypergraph (extra "
-        "`solvers`). Default: none.",
-    )
-    group.add_argument(
-        "--cp-improver-effort",
-        type=int,
-        default=10,
-        metavar="SECONDS",
-        help="Work of the improver for each plan, counted and not clocked. Default: %(default)s.",
-    )
-    group.add_argument(
         "--cp-backend",
         choices=ATTENTION_BACKENDS,
         default=None,
@@ -108,8 +94,6 @@ def cp_config_from_arguments(
         # Runs recorded before these flags existed are reported all the same.
         "rank_speeds": read_rank_speeds(getattr(args, "cp_rank_speeds", None)),
         "max_received_mb": getattr(args, "cp_max_received_mb", None),
-        "improver": getattr(args, "cp_improver", None),
-        "improver_effort": getattr(args, "cp_improver_effort", 10),
         "linear_state_bytes": linear_state_bytes(args, tp),
         "token_multiple": _rows_multiple(args, tp),
         "element_bytes": element_bytes or (2 if half else 4),

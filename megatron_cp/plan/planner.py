@@ -19,7 +19,6 @@ from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.checks import check_mask
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.attention_plan import AttentionPlan
-from megatron_cp.plan.compute.solvers.solve import check_solver
 from megatron_cp.plan.hardware.memory import received_bytes
 from megatron_cp.plan.hardware.speeds import check_rank_speeds
 from megatron_cp.plan.hardware.topology import get_topology
@@ -243,8 +242,6 @@ def _checked_size(cp_size: int, config: CPConfig) -> int:
             f"planner={config.planner!r} is unknown; choose one of {', '.join(sorted(PLANNERS))} "
             f"(nearest: {near})"
         )
-    if config.improver is not None:
-        check_solver(config.improver)
     check_rank_speeds(config, int(cp_size))
     return int(cp_size)
 

@@ -178,7 +178,7 @@ def _empty_pack(num_texts: int, room: int, request: PlanRequest) -> PlannedBatch
     )
     # Published planners refuse lengths, and a search is not worth its time for so few tokens.
     simple = replace(request.config, planner="contiguous", chunk_size=None, num_stages=None)
-    simple = replace(simple, improver=None, head_degree=None, max_received_mb=None)
+    simple = replace(simple, head_degree=None, max_received_mb=None)
     return PlannedBatch(batch, make_batch_plans(batch.mask, replace(request, config=simple)))
 
 

@@ -185,7 +185,7 @@ def test_flags_become_the_planners_settings_per_tensor_parallel_rank():
     add_context_parallel_arguments(parser)
     flags = (
         "--cp-planner zigzag --cp-chunk-size 64 --cp-topology h200 --cp-backend cpu "
-        "--cp-max-received-mb 300 --cp-improver milp --cp-improver-effort 2 --cp-rank-speeds 1,.5"
+        "--cp-max-received-mb 300 --cp-rank-speeds 1,.5"
     )
     args = parser.parse_args(flags.split())
     assert args.cp_backend == "cpu"
@@ -203,12 +203,12 @@ def test_flags_become_the_planners_settings_per_tensor_parallel_rank():
     assert (config.planner, config.chunk_size, config.topology) == ("zigzag", 64, "h200")
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 2, 32)
     assert (config.token_multiple, config.element_bytes) == (2, 2)
-    assert (config.max_received_mb, config.improver, config.improver_effort) == (300, "milp", 2)
+    assert config.max_received_mb == 300
     assert config.rank_speeds == (1.0, 0.5)
     defaults = Namespace(**vars(parser.parse_args([])), **{**model, "bf16": False})
     config = cp_config_from_arguments(defaults, on_cuda=False)
     assert (config.planner, config.topology, config.element_bytes) == ("auto", "cpu", 4)
-    assert (config.max_received_mb, config.improver, config.rank_speeds) == (None, None, None)
+    assert (config.max_received_mb, config.rank_speeds) == (None, None)
     assert cp_config_from_arguments(defaults, on_cuda=True).topology == "h100"
 
 

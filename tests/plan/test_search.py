@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_cp import mask as masks
-from megatron_cp.config import KernelRates, Topology
+from megatron_cp.config import Topology
 from megatron_cp.plan import AttentionPlan, forget_plans, make_plan, make_plans
 from megatron_cp.plan.compute.bisection import Assignment, Weights, assign
 from megatron_cp.plan.compute.staging import ORDERS, AssignedMask, Staging
@@ -268,50 +268,3 @@ def test_plans_are_the_same_in_another_process_with_another_hash_seed_and_thread
         found.append(done.stdout.split())
     assert len(found[0]) == 9
     assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("improver", ["cp_sat", "milp", "hypergraph"])
-def test_an_improver_never_makes_a_plan_slower_and_computes_every_pair(improver):
-    mask = packed("log-normal", 4096, 9)
-    options = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 128, "topology": PAIRS}
-    ours = make_plan(mask, 4, config(**options))
-    improved = make_plan(mask, 4, config(improver=improver, improver_effort=1, **options))
-    again = make_plans(
-        {"a": (mask, 1.0)}, 4, config(improver=improver, improver_effort=1, **options)
-    )
-    assert improved.digest() == again["a"].digest()
-    for plan in (ours, improved):
-        plan.validate()
-    seconds = [
-        sum(makespan_seconds(plan, name) for name in ("forward", "backward"))
-        for plan in (improved, ours)
-    ]
-    assert seconds[0] <= seconds[1] * 1.0025  # plans so near count as equal
-
-
-def test_an_unknown_improver_is_named_with_the_nearest():
-    with pytest.raises(ValueError, match=r"improver='cpsat' is unknown; .*nearest: cp_sat"):
-        make_plan(masks.causal(64), 2, config(improver="cpsat"))
-
-
-def test_measured_kernel_rates_decide_between_few_large_and_many_small_slices():
-    """Rates that grow with the slice: exchanging heads keeps slices whole, moving compute cuts them."""
-    sizes = (128, 2048, 32_768)
-    table = tuple(tuple(40.0 + r / 64 + k / 128 for k in sizes) for r in sizes)
-    rates = KernelRates(sizes, sizes, (table, table), (table, table))
-    machine = Topology("measured", 808.0, 808.0, 8, 370.0, 45.0, 20.0, kernels=rates)
-    options = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 128, "topology": machine}
-    seconds = {}
-    for planner in ("auto", *KNOWN):
-        plan = make_plan(masks.causal(32_768), 8, config(planner, **options))
-        seconds[planner] = sum(makespan_seconds(plan, name) for name in ("forward", "backward"))
-    assert seconds["auto"] <= 1.0025 * min(seconds.values()), seconds
-
-
-@pytest.mark.parametrize("num_stages", [1, 3])
-def test_a_chosen_number_of_stages_is_kept(num_stages):
-    options = config(num_heads=8, num_kv_heads=8, head_dim=128, num_stages=num_stages)
-    plan = make_plan(masks.causal(1 << 15), 4, options)
-    for pass_ in (plan.forward, plan.backward):
-        # Own pairs are a stage before, and may be one behind; in a stage between all rows may be there already.
-        assert len(pass_.stages) in (1, num_stages + 1, num_stages + 2)

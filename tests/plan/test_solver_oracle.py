@@ -21,9 +21,7 @@ from megatron_cp.plan.placement.placement import contiguous
 from megatron_cp.plan.schema import OwnRows
 from megatron_cp.plan.transfer.pass_builder import PlacedMask
 
-cp_model = pytest.importorskip(
-    "ortools.sat.python.cp_model", reason="the oracle is OR-tools, of the extra 'solvers'"
-)
+cp_model = pytest.importorskip("ortools.sat.python.cp_model", reason="the oracle is OR-tools")
 
 QUERY, KEY = 64 + 65, 64 + 64
 CONFIG = CPConfig(num_heads=1, num_kv_heads=1, head_dim=64)

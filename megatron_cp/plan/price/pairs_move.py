@@ -14,9 +14,12 @@ import numpy as np
 from megatron_cp.config import CPConfig
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.compute.bisection import Assignment, assign
+from megatron_cp.plan.compute.blocks import Problem
+from megatron_cp.plan.compute.local_search import improved
 from megatron_cp.plan.compute.staging import ORDERS, AssignedMask, Staging
 from megatron_cp.plan.hardware.cost import Movement, PassLoads, SideLoads, hidden_seconds
 from megatron_cp.plan.hardware.rows import row_size
+from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.price.head_groups import HeadGroups, PassOption, Strategy
 from megatron_cp.plan.schema import PASSES, SIDES, FloatArray, Pass, PassName, Side
 from megatron_cp.plan.transfer.head_split import split_heads
@@ -75,6 +78,21 @@ def move_inside_nodes(groups: HeadGroups) -> Assignment | None:
     first = np.arange(0, len(speeds), size)
     of_node = np.add.reduceat(loads, first) / np.add.reduceat(speeds, first)
     return _assigned(groups, speeds * of_node.repeat(size)[: len(speeds)])
+
+
+def move_near(groups: HeadGroups, start: Assignment) -> Assignment:
+    """Returns the assignment by local search from another one: links and areas are weighed against each other."""
+    inner, outer = groups.links.seconds_per_byte[:2].tolist()
+    problem = Problem(
+        groups.placed,
+        groups.weights(),
+        groups.compute_seconds(1.0),
+        (inner, outer),
+        groups.links.node_size,
+        get_topology(groups.config.topology).contention,
+        groups.speeds,
+    )
+    return improved(problem, start)
 
 
 def _assigned(groups: HeadGroups, shares: FloatArray) -> Assignment:

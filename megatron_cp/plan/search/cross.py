@@ -24,7 +24,7 @@ from megatron_cp.plan.schema import PASSES, Pass, PassName, PlanData
 from megatron_cp.plan.search.budget import BUDGET, SearchBudget
 from megatron_cp.plan.search.choose import best_of
 from megatron_cp.plan.search.search import Candidate, searched_degrees
-from megatron_cp.plan.search.strategies import move, solved, stay
+from megatron_cp.plan.search.strategies import move, move_near_both, stay
 from megatron_cp.plan.transfer.two_sided import cross_plan
 
 NAME = "mask"
@@ -101,11 +101,10 @@ class _Search:
         self.priced += [(strategy_seconds(one), groups, candidate) for one in strategies]
 
     def improve(self) -> None:
-        """Moves compute where queries at home did best, and lets the config's solver assign it anew."""
+        """Moves compute where queries at home did best; among few head groups also by a local search."""
         best = sorted(self.priced, key=lambda one: one[0])
         can_move = [one for one in best if 1 < one[1].placed.num_ranks <= self.budget.most_moved]
         for _, groups, candidate in can_move[:MOST_MOVED]:
             candidate.add(NAME, move(groups, math.inf, self.budget.stagings))
-        if self.config.improver is not None:
-            _, groups, candidate = best[0]
-            candidate.add(NAME, solved(groups, self.budget.stagings))
+            if groups.placed.num_ranks <= self.budget.always_moved:
+                candidate.add(NAME, move_near_both(groups, math.inf, self.budget.stagings))

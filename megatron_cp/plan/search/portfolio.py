@@ -48,8 +48,6 @@ def _searched(
     search = Search(masks, cp_size, config, budget)
     search.look()
     search.improve()
-    if config.improver is not None:
-        search.solve()
     return [one for one in search.found.values() if all(one.options.values())]
 
 

@@ -3,11 +3,12 @@
     look      at every head degree documents and tokens in order, queries at home, and the published schemes on tokens
               in order and zigzag (needed keys, ring, all-gather, double ring, Ulysses, USP); the lowest bound first
     improve   the fastest degree first, a step at a time: documents balanced more tightly or less, chunks by area, or
-              zigzag; then compute moved away from the queries' owners, on the best placement before others
+              zigzag; then compute moved away from the queries' owners, on the best placement before others; then a
+              local search near what the best placement has, where links limit
 
 Whatever looks fastest is priced exactly at once, and what cannot be faster by more than can be told is skipped: a
 degree by its bound (load, and the exchange of heads), a first look by the least it takes, a strategy by its busiest
-rank. Then an optional solver (`plan/compute/solvers`). Everything is priced from small arrays; nothing is built here,
+rank. Everything is priced from small arrays; nothing is built here,
 and nothing is clocked, so every rank finds the same plan. Placements come from `plan/placement/candidates.py`,
 strategies from `strategies.py`, all numbers from `budget.py`.
 """
@@ -31,7 +32,7 @@ from megatron_cp.plan.price.double_ring import double_ring_seconds
 from megatron_cp.plan.price.head_groups import HeadGroups, PassOption, Strategy, strategy_seconds
 from megatron_cp.plan.schema import PASSES, HeadSplit, OwnRows, Pass, PassName, PlanData
 from megatron_cp.plan.search.budget import SearchBudget
-from megatron_cp.plan.search.strategies import StrategySource, move, published, solved, stay
+from megatron_cp.plan.search.strategies import StrategySource, move, move_near_both, published, stay
 from megatron_cp.plan.transfer.head_split import fits_heads
 
 
@@ -175,6 +176,8 @@ class Search:
         self._move_on_best()
         self._settle()
         self._take_while_worth([step for step in steps if step.source is move])
+        self._move_near_best()
+        self._settle()
 
     def _take_while_worth(self, steps: list[_Step]) -> None:
         """Takes steps, those of the fastest degree first, as long as one may lead to a faster plan."""
@@ -266,22 +269,22 @@ class Search:
         """Moves compute on the best placement, among few head groups."""
         if self.always_moved == 1 or self._is_within(self.budget.perfect):
             return
+        for most in dict.fromkeys((self.always_moved, self.must_move)):
+            self._price_on_best(most, move)
+
+    def _move_near_best(self) -> None:
+        """Searches near the assignments on the best placement, where links limit and head groups are few."""
+        if self.always_moved <= self.budget.always_moved and not self._is_within(self.budget.far):
+            self._price_on_best(self.always_moved, move_near_both)
+
+    def _price_on_best(self, most: int, source: StrategySource) -> None:
+        """Prices a source on the best placement, at the degrees that did best there, or with `most` head groups."""
         best = self.leader
         assert best is not None
         degrees = [best.fastest[name][1] for name in self.masks]
-        for most in dict.fromkeys((self.always_moved, self.must_move)):
-            for degree in dict.fromkeys(max(one, self.cp_size // most) for one in degrees):
-                if degree < self.cp_size:
-                    self._price(best.placement, degree, move)
-
-    def solve(self) -> None:
-        """Lets the config's solver assign the compute of the best candidate anew."""
-        self._settle()
-        best = self.leader
-        assert best is not None
-        for name in self.masks:
-            groups = self._groups_of(best, name, best.fastest[name][1])
-            best.add(name, solved(groups, self.budget.stagings))
+        for degree in dict.fromkeys(max(one, self.cp_size // most) for one in degrees):
+            if degree < self.cp_size:
+                self._price(best.placement, degree, source)
 
     def _is_within(self, factor: float) -> bool:
         """Returns whether a plan was found that takes no more than `factor` times the load bound."""

@@ -1,10 +1,7 @@
-"""Where strategies come from: published schemes, pairs that stay at home, pairs that move, an optional solver."""
+"""Where strategies come from: published schemes, pairs that stay at home, pairs that move."""
 
-import functools
 from collections.abc import Callable
 
-from megatron_cp.plan.compute.solvers.solve import Problem, improve, measure
-from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.price.head_groups import HeadGroups, Strategy
 from megatron_cp.plan.price.keys_move import published_strategies
 from megatron_cp.plan.price.pairs_move import (
@@ -12,6 +9,7 @@ from megatron_cp.plan.price.pairs_move import (
     assigned_strategy,
     move_compute,
     move_inside_nodes,
+    move_near,
     stay_at_home,
 )
 
@@ -37,21 +35,7 @@ def move(groups: HeadGroups, limit: float, stagings: StagingLimits) -> list[Stra
     return [assigned_strategy(groups, one, stagings) for one in found if one is not None]
 
 
-def solved(groups: HeadGroups, stagings: StagingLimits) -> list[Strategy]:
-    """Returns what the config's solver makes of the better of both assignments, if it finds anything."""
-    inner, outer = groups.links.seconds_per_byte[:2].tolist()
-    problem = Problem(
-        groups.placed,
-        groups.weights(),
-        groups.compute_seconds(1.0),
-        (inner, outer),
-        groups.links.node_size,
-        get_topology(groups.config.topology).contention,
-        groups.speeds,
-    )
+def move_near_both(groups: HeadGroups, limit: float, stagings: StagingLimits) -> list[Strategy]:
+    """Returns the strategies found by local search near the two others: queries at home, and pairs moved."""
     starts = (stay_at_home(groups), move_compute(groups))
-    start = min(starts, key=functools.partial(measure, problem))
-    solver, effort = groups.config.improver, groups.config.improver_effort
-    assert solver is not None
-    better = improve(problem, start, solver, effort)
-    return [] if better is None else [assigned_strategy(groups, better, stagings)]
+    return [assigned_strategy(groups, move_near(groups, one), stagings) for one in starts]

@@ -1,1 +1,0 @@
-"""Optional solvers that go on from a compute assignment (extra `solvers`)."""
