@@ -99,41 +99,61 @@ def scan(maps: Maps, initial: Tensor, chains: Chains) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class ChunkResults:
-    """What a chunk gives: its map, its outputs without a state before it, and how that state is read."""
+class Chunks:
+    """Chunks reduced to their maps, and what their outputs are made of."""
 
     maps: Maps
+    _q: Tensor
+    _k: Tensor
+    _g: Tensor
+    _since: Tensor
+    """What is left of the state before the chunk when a token reads it: `[n, H, C, E]`."""
+    _written: Tensor
+    """What each token adds to the state under its key, if the chunk starts from nothing: `[n, H, C, V]`."""
+    _forgotten: Tensor | None
+    """How each token's writing hangs on the state before the chunk: `[n, H, C, K]`; None: not."""
+
+    def without_state(self) -> "ChunkOutputs":
+        """Returns the outputs of chunks that start from nothing, and how a state before them is read."""
+        scores = decayed_products(self._q, self._k, self._g)
+        read = self._q * self._since
+        if self._forgotten is not None:
+            read = read - scores @ self._forgotten
+        return ChunkOutputs(scores @ self._written, read)
+
+
+@dataclass(frozen=True)
+class ChunkOutputs:
+    """What chunks give without a state before them, and how such a state is read."""
+
     out: Tensor
     """`[n, H, C, V]`"""
     read: Tensor
     """`[n, H, C, K]`"""
 
-    def outputs(self, before_nHKV: Tensor) -> Tensor:
+    def after(self, before_nHKV: Tensor) -> Tensor:
         """Returns the outputs `[n, H, C, V]`, given the states before the chunks."""
         return self.out + self.read @ before_nHKV
 
 
-def reduce_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> ChunkResults:
-    """Returns the maps and outputs of chunks that start from nothing.
+def reduce_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> Chunks:
+    """Returns the maps of chunks; their outputs can be computed later.
 
     q (scaled), k `[n, H, C, K]`, v `[n, H, C, V]`, g `[n, H, C, E]`, beta `[n, H, C, 1]`; C is a power of two. Rows of
     zeros change nothing.
     """
-    total = g.sum(-2, keepdim=True)
-    since = g.cumsum(-2).exp()
-    read = q * since
+    total, since = g.sum(-2, keepdim=True), g.cumsum(-2).exp()
     left_HKC = (k * _sums_after(g).exp()).transpose(-1, -2)  # what is left of k at the chunk's end
     transition = total.exp().transpose(-1, -2).expand(*k.shape[:2], k.shape[-1], 1)
-    scores = decayed_products(q, k, g)
     if beta is None:
-        return ChunkResults(Maps(transition, left_HKC @ v), scores @ v, read)
+        return Chunks(Maps(transition, left_HKC @ v), q, k, g, since, v, None)
     # row i writes u_i = beta_i (v_i - what the state holds under k_i), which depends on the rows before it
     lower = beta * decayed_products(k, k, g)
     right = beta * torch.cat([v, k * since], dim=-1)
     solved = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
     u, w = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
     transition = torch.diag_embed(transition[..., 0]) - left_HKC @ w
-    return ChunkResults(Maps(transition, left_HKC @ u), scores @ u, read - scores @ w)
+    return Chunks(Maps(transition, left_HKC @ u), q, k, g, since, u, w)
 
 
 def decayed_products(x: Tensor, y: Tensor, g: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """Linear attention and the gated delta rule over a whole context, tokens where the plan put them.
 
 Each rank reduces its segments to maps of their states, maps of cut documents travel once, and every segment starts from
-the right state. What travels does not grow with the tokens. Source: LASP-2 (arXiv 2502.07563), which gathers the states
-of equal pieces; here pieces are what a placement left of documents, and a state goes to those who read it.
+the right state. What travels does not grow with the tokens, and is under way while outputs are computed as if every
+segment started from nothing. Source: LASP-2 (arXiv 2502.07563), which gathers the states of equal pieces; here pieces
+are what a placement left of documents, and a state goes to those who read it.
 """
 
 # T tokens of this rank, H heads, K key dim, V value dim
@@ -62,7 +63,8 @@ def cp_linear_attention(  # noqa: PLR0913  the public signature
 
     `backend="torch"` is plain torch on every device: everything inside is fp32 (fp64), in a fixed order. "fla" are the
     Triton kernels of flash-linear-attention for the gated delta rule in 16 bits on a GPU. None takes them where they
-    serve the call and agree with the recurrence on a small case. **Neither has ever run on a GPU.**
+    serve the call and agree with the recurrence on a small case. On a GPU
+    plain torch ran on one H100; the kernels have never computed.
 
     Collective over `group` (None for cp_size 1) where a document lies on several ranks, forward and backward: every
     rank calls it with the same plan, lengths, dtypes, options and `requires_grad`.
@@ -137,9 +139,11 @@ def _attend(
         None if beta is None else into_chunks(beta.unsqueeze(-1)),
     )
     told = _maps_of_segments(chunks.maps, layout.telling)
-    initial = _states_before_segments(told, v.shape[-1], layout, group)
+    flight = layout.exchange.start(told, group)
+    outputs = chunks.without_state()  # while the maps travel
+    initial = _states_before_segments(told, flight.wait(), v.shape[-1], layout)
     before, _ = scan(chunks.maps, initial, layout.chunking.chains)
-    return layout.chunking.from_chunks(chunks.outputs(before), len(q))
+    return layout.chunking.from_chunks(outputs.after(before), len(q))
 
 
 def _attend_runs(
@@ -159,7 +163,8 @@ def _attend_runs(
         k_, v_, g_, beta_ = (x.index_select(0, runs.told_tokens) for x in (k, v, g, beta))
         transition, added = linear_fla.map_of_runs(k_, v_, g_, beta_, runs.told_bounds)
         told = torch.cat([added, transition], dim=-1)
-    initial = _states_before_segments(told, v.shape[-1], layout, group)
+    received = layout.exchange.receive(told, group)
+    initial = _states_before_segments(told, received, v.shape[-1], layout)
     flat = v
     if layout.num_segments:
         flat, _ = linear_fla.rule_of_runs(q, k, v, g, beta, runs.bounds, initial, scale)
@@ -175,15 +180,14 @@ def _maps_of_segments(chunk_maps: Maps, telling: Telling) -> Tensor:
 
 
 def _states_before_segments(
-    told: Tensor, value_dim: int, layout: LinearLayout, group: dist.ProcessGroup | None
+    told: Tensor, received: Tensor, value_dim: int, layout: LinearLayout
 ) -> Tensor:
-    """Returns the state `[H, K, V]` that each own segment starts from; collective where states travel.
+    """Returns the state `[H, K, V]` that each own segment starts from, given the maps told and received.
 
     Every rank's result hangs on the exchange in autograd's graph, also where it receives nothing, so that all ranks
     take part in the way back.
     """
     folding = layout.folding
-    received = layout.exchange.receive(told, group)
     maps = Maps.unpacked(torch.cat([told, received]).index_select(0, folding.sources), value_dim)
     state = maps.added.new_zeros((layout.num_segments, *maps.added.shape[1:]))
     nothing = state.new_zeros((folding.chains.num_chains, *state.shape[1:]))
