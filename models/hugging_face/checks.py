@@ -38,8 +38,7 @@ def check_sources(
     dtypes: dict[str, set[torch.dtype | str]] = {}
     for piece in pieces:
         for source in piece.sources:
-            stacked = () if source.expert is None else (piece.sizes["E"],)
-            expected[source.name] = (*stacked, *source.shape)
+            expected[source.name] = source.whole
             if source.name in infos:
                 dtypes.setdefault(piece.keys[0], set()).add(infos[source.name].dtype)
     for name, shape in expected.items():

@@ -165,7 +165,6 @@ _UNSAID = {
     "attention_output_gate": False,
     "experimental_attention_variant": None,
     "layernorm_zero_centered_gamma": False,
-    "apply_layernorm_1p": False,
     "apply_residual_connection_post_layernorm": False,
     "position_embedding_type": "rope",
     "rotary_percent": 1.0,
@@ -197,6 +196,7 @@ def disagreements(said: Arguments, saved: Arguments) -> list[str]:
     """
     unsaid = _UNSAID | (_UNSAID_OF_EXPERTS if said.get("num_experts") else {})
     expected = unsaid | said
+    expected["apply_layernorm_1p"] = expected["layernorm_zero_centered_gamma"]  # Megatron-LM's name
     saved = {
         name: None if name in _FACTORS and value == 1 else value for name, value in saved.items()
     }

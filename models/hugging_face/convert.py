@@ -172,20 +172,24 @@ def _config_for(request: Request, source: Path, saved: Arguments) -> dict[str, A
 def _tensors(
     reader: megatron.TorchDistReader, stored: Sequence[megatron.Stored], progress: Any
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields Hugging Face's tensors; a stacked one when its last expert has come."""
+    """Yields Hugging Face's tensors; one that several pieces make when the last of them has come."""
     for names, group in itertools.groupby(stored, lambda entry: _names(entry[1])):
-        stacks: list[torch.Tensor] = []
+        wholes: list[torch.Tensor] = []
         for key, piece, dtype in group:
             parts = piece.cut(reader.read(key, piece))
             progress.update(piece.num_elements * dtype.itemsize)
-            if piece.sources[0].expert is None:
+            at = piece.sources[0].at
+            if at is None:
                 yield from zip(names, parts, strict=True)
                 continue
-            if not stacks:
-                stacks = [part.new_zeros(piece.sizes["E"], *part.shape) for part in parts]
-            for stack, part in zip(stacks, parts, strict=True):
-                stack[piece.sources[0].expert] = part
-        yield from zip(names, stacks, strict=False)
+            if not wholes:
+                wholes = [
+                    part.new_zeros(source.whole)
+                    for part, source in zip(parts, piece.sources, strict=True)
+                ]
+            for whole, part in zip(wholes, parts, strict=True):
+                whole[at] = part
+        yield from zip(names, wholes, strict=False)
 
 
 def _names(piece: Piece) -> tuple[str, ...]:
@@ -198,8 +202,7 @@ def _specs(
     """Yields name, shape and type of every tensor of Hugging Face, in the order of `_tensors`."""
     for _, piece, dtype in stored:
         for source in piece.sources:
-            stacked = () if source.expert is None else (piece.sizes["E"],)
-            yield source.name, ((*stacked, *source.shape), dtype)
+            yield source.name, (source.whole, dtype)
 
 
 def _write_config(folder: Path, config: dict[str, Any]) -> None:
@@ -236,7 +239,7 @@ def _saved_arguments(request: Request, arguments: Arguments, dtype: torch.dtype)
         use_rotary_position_embeddings=is_rope,
         rotary_interleaved=False,
         squared_relu=False,
-        apply_layernorm_1p=False,
+        apply_layernorm_1p=bool(arguments.get("layernorm_zero_centered_gamma")),
         apply_query_key_layer_scaling=False,
         attention_dropout=0.0,
         hidden_dropout=0.0,

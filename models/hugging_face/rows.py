@@ -1,18 +1,21 @@
 """Tables of weights, and the pieces they stand for: which tensors are joined, in which row order.
 
-A row of a table names one tensor of Megatron and the tensors of Hugging Face that it is made of. A
-piece is a row at one layer (and one expert): the unit that is read, joined or cut, and written.
+A row of a table names one tensor of Megatron and the tensors of Hugging Face that it is made of, or
+rows of one. A piece is a row at one layer (and one expert): the unit that is read, joined or cut,
+and written.
 
     joined = concatenate(parts, transposed where the table says so)[order]        to Megatron
     parts  = split(joined[inverse of order])                                      to Hugging Face
 
-One row order serves both directions, and no value is computed: a round trip is exact.
+One row order serves both directions, and no value is computed: a round trip is exact. But for one
+weight (`less`), which Megatron stores less 1.
 """
 
 # V vocabulary, H hidden, N query heads, D head width, Q = N x D, K = kv heads x D, F width of the
 # MLP, M of an expert, G = 2 x M, S of the shared experts, E experts. Multi-latent attention: A and
 # C low ranks of queries and of keys and values, B = C + rotary width, U and T rows of the two up
-# projections, O = N x value width.
+# projections, O = N x value width. Gated delta nets: J value heads, I width of a value head, L = key
+# heads x key width, R = J x I, X = 2 x L + 2 x R, Y = 2 x J, Z = 2 x L + R, W taps; P = 2 x Q.
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-Place = Literal["model", "layer", "dense layer", "expert layer", "expert"]
+Place = Literal["model", "layer", "linear layer", "dense layer", "expert layer", "expert"]
 Arguments = dict[str, Any]
 Sizes = Mapping[str, int]
 LAYERS = "decoder.layers."
@@ -38,6 +41,10 @@ class Row:
     megatron: str
     hf: tuple[tuple[str, str], ...]
     """(name, shape in letters); `{e}` stands for the expert, without it experts are stacked."""
+    rows: Callable[[Sizes], np.ndarray] | None = None
+    """Which rows of its one tensor of Hugging Face these are; other rows of the table have the others."""
+    less: float = 0.0
+    """What Megatron's weights are less than Hugging Face's: norms that store theirs minus 1."""
     order: Callable[[Sizes], np.ndarray] | None = None
     """`joined[i]` is row `order[i]` of the concatenated parts; None keeps their order."""
     transposed: bool = False
@@ -49,13 +56,17 @@ class Row:
     """Megatron's name where Transformer Engine's layer spec has another one."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Source:
-    """A tensor of Hugging Face, or one expert of a stacked one."""
+    """A tensor of Hugging Face, or what one piece has of it."""
 
     name: str
     shape: tuple[int, ...]
-    expert: int | None = None
+    """Of what the piece has."""
+    whole: tuple[int, ...]
+    """Of the tensor."""
+    at: int | np.ndarray | None = None
+    """The expert of a stacked tensor, or rows; None: all of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +103,8 @@ class Piece:
         """Returns Megatron's tensor of these parts, given in the order of `sources`."""
         turned = [part.t() if self.row.transposed else part for part in parts]
         whole = turned[0] if len(turned) == 1 else torch.cat(turned)
+        if self.row.less:
+            whole = whole - self.row.less
         if self.row.order is not None:
             whole = whole[torch.from_numpy(self.row.order(self.sizes))]
         if self.shape[0] > self.num_rows:
@@ -101,7 +114,7 @@ class Piece:
 
     def cut(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """Returns the tensors of Hugging Face, in the order of `sources`: the inverse of `joined`."""
-        whole = whole[: self.num_rows]
+        whole = whole[: self.num_rows] + self.row.less if self.row.less else whole[: self.num_rows]
         if self.row.order is not None:
             whole = whole[torch.from_numpy(np.argsort(self.row.order(self.sizes)))]
         counts = [_turned(source.shape, self.row.transposed)[0] for source in self.sources]
@@ -114,6 +127,39 @@ def by_group(sizes: Sizes) -> np.ndarray:
     parts = np.split(np.arange(sizes["Q"] + 2 * sizes["K"]), [sizes["Q"], sizes["Q"] + sizes["K"]])
     num_groups = sizes["K"] // sizes["D"]
     return np.concatenate([part.reshape(num_groups, -1) for part in parts], axis=1).ravel()
+
+
+def by_group_with_gate(sizes: Sizes) -> np.ndarray:
+    """The same where each head's gate lies behind its query: queries of a group, their gates, key, value."""
+    width, num_groups = sizes["D"], sizes["K"] // sizes["D"]
+    both, key, value = np.split(
+        np.arange(sizes["P"] + 2 * sizes["K"]), [sizes["P"], sizes["P"] + sizes["K"]]
+    )
+    query, gate = both.reshape(num_groups, -1, 2, width).swapaxes(1, 2).swapaxes(0, 1)
+    parts = [part.reshape(num_groups, -1) for part in (query, gate, key, value)]
+    return np.concatenate(parts, axis=1).ravel()
+
+
+def of_key_heads(section: int, *widths: str) -> Callable[[Sizes], np.ndarray]:
+    """Rows of one section of a tensor in which each key head has its part of every section, side by side."""
+
+    def rows(sizes: Sizes) -> np.ndarray:
+        heads = sizes["key heads"]
+        edges = np.cumsum([0, *(sizes[width] // heads for width in widths)])
+        places = np.arange(heads * edges[-1]).reshape(heads, -1)
+        return places[:, edges[section] : edges[section + 1]].ravel()
+
+    return rows
+
+
+def section_of(section: int, *widths: str) -> Callable[[Sizes], np.ndarray]:
+    """Rows of one of the sections that follow each other."""
+
+    def rows(sizes: Sizes) -> np.ndarray:
+        edges = np.cumsum([0, *(sizes[width] for width in widths)])
+        return np.arange(edges[section], edges[section + 1])
+
+    return rows
 
 
 def evens_then_odds(sizes: Sizes) -> np.ndarray:
@@ -138,6 +184,8 @@ def sizes_of(arguments: Arguments) -> Sizes:
         "G": 2 * (get("moe_ffn_hidden_size") or 0),
         "S": get("moe_shared_expert_intermediate_size") or 0,
         "E": get("num_experts") or 0,
+        "P": 2 * heads * width,
+        "1": 1,
         "padded": arguments["padded_vocab_size"],
     }
     if get("multi_latent_attention"):
@@ -150,6 +198,21 @@ def sizes_of(arguments: Arguments) -> Sizes:
             "T": heads * (key_width + arguments["v_head_dim"]),
             "O": heads * arguments["v_head_dim"],
         }
+    if get("experimental_attention_variant"):
+        values, key_heads = arguments["linear_num_value_heads"], arguments["linear_num_key_heads"]
+        keys = key_heads * arguments["linear_key_head_dim"]
+        all_values = values * arguments["linear_value_head_dim"]
+        sizes |= {
+            "key heads": key_heads,
+            "J": values,
+            "I": arguments["linear_value_head_dim"],
+            "L": keys,
+            "R": all_values,
+            "X": 2 * keys + 2 * all_values,
+            "Y": 2 * values,
+            "Z": 2 * keys + all_values,
+            "W": arguments["linear_conv_kernel_dim"],
+        }
     return sizes
 
 
@@ -161,8 +224,18 @@ def has_experts(arguments: Arguments, layer: int) -> bool:
     return frequency[layer] == 1 if isinstance(frequency, list) else layer % frequency == 0
 
 
+def is_linear(arguments: Arguments, layer: int) -> bool:
+    """Whether this layer (from 0) has linear attention."""
+    if not arguments.get("experimental_attention_variant"):
+        return False
+    frequency = arguments["linear_attention_freq"]
+    return bool(frequency[layer] if isinstance(frequency, list) else (layer + 1) % frequency)
+
+
 def is_stacked_by_layer(arguments: Arguments) -> bool:
     """Whether Megatron stores a tensor of all layers as one, with an axis for the layer."""
+    if arguments.get("experimental_attention_variant"):
+        return False
     return not arguments.get("num_experts") or arguments.get("moe_layer_freq", 1) == 1
 
 
@@ -184,7 +257,7 @@ def pieces_of(
             keys=_names(row, ""),
             index=(),
             leading=(),
-            sources=tuple(Source(name, _shape(text, sizes)) for name, text in row.hf),
+            sources=tuple(_source(row, name, text, sizes) for name, text in row.hf),
             sizes=sizes,
         )
     num_layers = arguments["num_layers"]
@@ -192,14 +265,15 @@ def pieces_of(
         index, leading = ((layer,), (num_layers,)) if stacked else ((), ())
         prefix = LAYERS if stacked else f"{LAYERS}{layer}."
         mlp: Place = "expert layer" if has_experts(arguments, layer) else "dense layer"
-        for row in (*_rows(tables, "layer", arguments), *_rows(tables, mlp, arguments)):
+        mixer: Place = "linear layer" if is_linear(arguments, layer) else "layer"
+        for row in (*_rows(tables, mixer, arguments), *_rows(tables, mlp, arguments)):
             yield Piece(
                 row=row,
                 keys=_names(row, prefix),
                 index=index,
                 leading=leading,
                 sources=tuple(
-                    Source(f"model.layers.{layer}.{name}", _shape(text, sizes))
+                    _source(row, f"model.layers.{layer}.{name}", text, sizes)
                     for name, text in row.hf
                 ),
                 sizes=sizes,
@@ -226,15 +300,27 @@ def _expert_pieces(
                 index=(*index, expert),
                 leading=(*leading, sizes["E"]),
                 sources=tuple(
-                    Source(
+                    _source(
+                        row,
                         f"model.layers.{layer}.{name.format(e=expert)}",
-                        _shape(text, sizes),
+                        text,
+                        sizes,
                         None if "{e}" in name else expert,
                     )
                     for name, text in row.hf
                 ),
                 sizes=sizes,
             )
+
+
+def _source(row: Row, name: str, letters: str, sizes: Sizes, expert: int | None = None) -> Source:
+    shape = tuple(sizes[letter] for letter in letters)
+    if expert is not None:
+        return Source(name, shape, (sizes["E"], *shape), expert)
+    if row.rows is None:
+        return Source(name, shape, shape)
+    rows = row.rows(sizes)
+    return Source(name, (len(rows), *shape[1:]), shape, rows)
 
 
 def _rows(tables: Mapping[Place, tuple[Row, ...]], place: Place, arguments: Arguments) -> list[Row]:
@@ -248,10 +334,6 @@ def _rows(tables: Mapping[Place, tuple[Row, ...]], place: Place, arguments: Argu
 
 def _names(row: Row, prefix: str) -> tuple[str, ...]:
     return tuple(prefix + name for name in (row.megatron, row.fused) if name is not None)
-
-
-def _shape(letters: str, sizes: Sizes) -> tuple[int, ...]:
-    return tuple(sizes[letter] for letter in letters)
 
 
 def _turned(shape: tuple[int, ...], is_transposed: bool) -> tuple[int, ...]:

@@ -69,14 +69,15 @@ class SafetensorsReader:
         self._open: tuple[str, Any] | None = None
 
     def read(self, source: Source) -> torch.Tensor:
-        """Returns the tensor, or one expert of a stacked one."""
+        """Returns the tensor, or what the piece has of it."""
         file = self.infos[source.name].file
         if self._open is None or self._open[0] != file:
             self._open = (file, safetensors.safe_open(self.folder / file, framework="pt"))
         handle = self._open[1]
-        if source.expert is None:
-            return handle.get_tensor(source.name)
-        return handle.get_slice(source.name)[source.expert]
+        if isinstance(source.at, int):
+            return handle.get_slice(source.name)[source.at]
+        whole = handle.get_tensor(source.name)
+        return whole if source.at is None else whole[torch.from_numpy(source.at)]
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:

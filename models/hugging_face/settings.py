@@ -143,6 +143,47 @@ WINDOWS = Setting(
 )
 SWIGLU_LIMIT = same("swiglu_limit", "activation_func_clamp_value")
 
+
+def _linear_layers_from_config(config: Config) -> Arguments:
+    """HF: a kind for each layer, or a full one after each so many - 1 linear ones."""
+    every, count = config.get("full_attention_interval", 4), config["num_hidden_layers"]
+    kinds = config.get("layer_types") or [
+        "linear_attention" if (layer + 1) % every else "full_attention" for layer in range(count)
+    ]
+    unknown = sorted(set(kinds) - {"linear_attention", "full_attention"})
+    if unknown:
+        raise NotImplementedError(
+            f"layer_types={unknown} in config.json is not served; layers may be linear_attention "
+            "or full_attention; convert a model of such layers"
+        )
+    is_linear = [int(kind == "linear_attention") for kind in kinds]
+    first = (is_linear.index(0) if 0 in is_linear else count) + 1
+    regular = [int((layer + 1) % first != 0) for layer in range(count)]
+    return {"linear_attention_freq": first if is_linear == regular else is_linear}
+
+
+def _linear_layers_to_config(arguments: Arguments) -> dict[str, Any]:
+    frequency, layers = arguments["linear_attention_freq"], range(arguments["num_layers"])
+    if isinstance(frequency, list):
+        is_linear = [bool(flag) for flag in frequency]
+    else:
+        is_linear = [(layer + 1) % frequency != 0 for layer in layers]
+    return {"layer_types": [f"{'linear' if on else 'full'}_attention" for on in is_linear]}
+
+
+LINEAR_LAYERS = (
+    Setting(
+        keys=("layer_types", "full_attention_interval"),
+        to_arguments=_linear_layers_from_config,
+        to_config=_linear_layers_to_config,
+    ),
+    same("linear_conv_kernel_dim", "linear_conv_kernel_dim"),
+    same("linear_key_head_dim", "linear_key_head_dim"),
+    same("linear_value_head_dim", "linear_value_head_dim"),
+    same("linear_num_key_heads", "linear_num_key_heads"),
+    same("linear_num_value_heads", "linear_num_value_heads"),
+)
+
 NUM_EXPERTS = same("num_local_experts", "num_experts", "num_experts")
 ROUTED_EXPERTS = same("n_routed_experts", "num_experts", "num_local_experts")
 
@@ -231,6 +272,9 @@ SHARED_WIDTH = Setting(
         // arguments["moe_ffn_hidden_size"]
     },
 )
+
+
+GATED_SHARED_WIDTH = same("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
 
 
 def _groups_from_config(config: Config) -> Arguments:

@@ -141,8 +141,9 @@ def _write_item(key: str, piece: Piece, dtype: torch.dtype) -> WriteItem:
 def _empty_states(stored: Sequence[Stored]) -> Iterator[WriteItem]:
     """Yields the objects without content that Megatron's linear layers look for beside weights."""
     for key, piece, _ in stored:
-        module, _, name = key.rpartition(".")
-        if name == "weight" and module.rpartition(".")[2].startswith("linear_"):
+        module, found, section = key.partition(".weight")
+        is_linear = module.rpartition(".")[2].startswith(("linear_", "in_proj", "out_proj"))
+        if found and is_linear and section in ("", ".query"):  # of sections the first: one for all
             index, sizes = piece.index or (0,), piece.leading or (1,)
             shard = f"{'.'.join(map(str, index))}_{'.'.join(map(str, sizes))}"
             state = MetadataIndex(f"{module}._extra_state/shard_{shard}")

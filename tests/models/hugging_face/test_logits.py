@@ -22,6 +22,9 @@ from tests.ranks import run_on_ranks
 
 # Both compute in fp32. Measured: 2.5e-6 to 5.7e-6 with logits up to 6.
 LARGEST_DIFFERENCE = 1e-5
+# Four layers, three of them recurrences: 6.7e-5 with logits up to 9. Weights changed by a ten-millionth change those of
+# transformers by 6e-4.
+OF_RECURRENCES = {"qwen3_next": 1e-4}
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +55,7 @@ def computed_logits(root: Path, case: Case) -> torch.Tensor:
 def assert_same_logits(root: Path, name: str, case: Case) -> None:
     expected, computed = expected_logits(name), computed_logits(root / name, case)
     assert expected.abs().max() > 1
-    assert (computed - expected).abs().max() < LARGEST_DIFFERENCE
+    assert (computed - expected).abs().max() < OF_RECURRENCES.get(name, LARGEST_DIFFERENCE)
 
 
 @pytest.mark.parametrize("cp", [1, 2])
@@ -62,17 +65,19 @@ def test_logits_of_packed_documents_equal_transformers(converted: Path, name: st
 
 
 # Latent attention needs TransformerEngine's layers there: Megatron's local ones are refused.
-@pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3", "mixtral"])
+@pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3", "mixtral", "qwen3_next"])
 def test_two_tensor_parallel_ranks_load_the_same_checkpoint(converted: Path, name: str):
     assert_same_logits(converted, name, Case(tp=2))
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "qwen3_moe", "gpt_oss", "deepseek_v3_plain"])
+@pytest.mark.parametrize(
+    "name", ["llama_tied", "qwen3_moe", "qwen3_next", "gpt_oss", "deepseek_v3_plain"]
+)
 def test_two_pipeline_stages_load_the_same_checkpoint(converted: Path, name: str):
     assert_same_logits(converted, name, Case(pp=2))
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_next", "mixtral", "gpt_oss", "deepseek_v3"])
 def test_two_expert_parallel_ranks_load_the_same_checkpoint(converted: Path, name: str):
     assert_same_logits(converted, name, Case(ep=2))
 
@@ -83,6 +88,9 @@ def test_two_expert_parallel_ranks_load_the_same_checkpoint(converted: Path, nam
         ("llama3", {"rope_parameters": {"factor": 4.0}}),
         ("qwen3", {"rms_norm_eps": 1e-2}),
         ("qwen3_moe", {"norm_topk_prob": False}),
+        ("qwen3_next", {"norm_topk_prob": False}),
+        ("qwen3_next", {"rope_parameters": {"partial_rotary_factor": 0.5}}),
+        ("qwen3_next", {"rms_norm_eps": 1e-2}),
         ("gpt_oss", {"sliding_window": 9}),
         ("gpt_oss", {"swiglu_limit": 7.0}),
         ("gpt_oss", {"rope_parameters": {"truncate": True}}),
@@ -106,4 +114,4 @@ def test_a_setting_that_is_a_little_wrong_is_seen(
         config[key] = config[key] | value if isinstance(value, dict) else value
     path.write_text(json.dumps(config))
     difference = (computed_logits(root, Case()) - expected_logits(name)).abs().max()
-    assert difference > 10 * LARGEST_DIFFERENCE
+    assert difference > 10 * OF_RECURRENCES.get(name, LARGEST_DIFFERENCE)

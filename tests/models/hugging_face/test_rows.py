@@ -39,7 +39,7 @@ def test_padding_is_zero_and_cut_off_again():
         keys=("key",),
         index=(),
         leading=(),
-        sources=(Source("name", (5, 3)),),
+        sources=(Source("name", (5, 3), (5, 3)),),
         sizes={"padded": 8},
     )
     tensor = torch.randn(5, 3)
@@ -58,7 +58,7 @@ def test_cut_is_the_inverse_of_joined_for_any_order(is_transposed: bool):
         keys=("key",),
         index=(),
         leading=(),
-        sources=tuple(Source(str(shape), shape) for shape in shapes),
+        sources=tuple(Source(str(shape), shape, shape) for shape in shapes),
         sizes={},
     )
     parts = [torch.randn(shape) for shape in shapes]

@@ -20,7 +20,11 @@ RUN = shlex.split(
     "--global-batch-size 2 --train-iters 1 --lr 1e-30 --weight-decay 0.0 --eval-iters 0 "
     "--log-interval 1 --finetune"
 )
-LAYOUTS = {"llama3": (2, ["--tensor-model-parallel-size", "2"]), "qwen2": (1, [])}
+LAYOUTS = {
+    "llama3": (2, ["--tensor-model-parallel-size", "2"]),
+    "qwen2": (1, []),
+    "qwen3_next": (2, ["--context-parallel-size", "2", "--reset-attention-mask"]),
+}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -93,6 +93,22 @@ MODELS = {
             "num_hidden_layers": 3,
         },
     ),
+    "qwen3_next": Tiny(
+        "Qwen3Next",
+        {
+            "head_dim": 32,
+            "num_hidden_layers": 4,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 40,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 6,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 8,
+        },
+    ),
     "mixtral": Tiny("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "gpt_oss": Tiny(
         "GptOss",

@@ -1,0 +1,213 @@
+"""Tables of weights: which tensors of Hugging Face make which of Megatron, by kind of layer.
+
+Names and shapes are those of the families' published checkpoints as `transformers` saves them;
+Megatron's are the sharded keys of megatron-core's layer specs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_cp.models.hugging_face.rows import (
+    Row,
+    by_group,
+    by_group_with_gate,
+    evens_then_odds,
+    of_key_heads,
+    section_of,
+)
+
+
+def row(megatron: str, *hf: tuple[str, str], **properties: Any) -> Row:
+    """Returns a row of a table: Megatron's name, and (name, shape in letters) of what it is made of."""
+    return Row(megatron=megatron, hf=hf, **properties)
+
+
+OUTER = (
+    row("embedding.word_embeddings.weight", ("model.embed_tokens.weight", "VH"), padded=True),
+    row("decoder.final_layernorm.weight", ("model.norm.weight", "H")),
+    row(
+        "output_layer.weight",
+        ("lm_head.weight", "VH"),
+        padded=True,
+        needs=("untie_embeddings_and_output_weights", True),
+    ),
+)
+ATTENTION = (
+    row("self_attention.linear_qkv.layer_norm_weight", ("input_layernorm.weight", "H")),
+    row(
+        "self_attention.linear_qkv.weight",
+        ("self_attn.q_proj.weight", "QH"),
+        ("self_attn.k_proj.weight", "KH"),
+        ("self_attn.v_proj.weight", "KH"),
+        order=by_group,
+    ),
+    row("self_attention.linear_proj.weight", ("self_attn.o_proj.weight", "HQ")),
+)
+QKV_BIAS = (
+    row(
+        "self_attention.linear_qkv.bias",
+        ("self_attn.q_proj.bias", "Q"),
+        ("self_attn.k_proj.bias", "K"),
+        ("self_attn.v_proj.bias", "K"),
+        order=by_group,
+    ),
+)
+QK_NORM = (
+    row("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight", "D")),
+    row("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight", "D")),
+)
+SINKS = (
+    row("self_attention.linear_proj.bias", ("self_attn.o_proj.bias", "H")),
+    row("self_attention.core_attention.softmax_offset", ("self_attn.sinks", "N")),
+)
+LATENT_ATTENTION = (
+    row("input_layernorm.weight", ("input_layernorm.weight", "H")),
+    row(
+        "self_attention.linear_q_proj.weight",
+        ("self_attn.q_proj.weight", "UH"),
+        needs=("q_lora_rank", False),
+    ),
+    row(
+        "self_attention.linear_q_down_proj.weight",
+        ("self_attn.q_a_proj.weight", "AH"),
+        needs=("q_lora_rank", True),
+    ),
+    row(
+        "self_attention.q_layernorm.weight",
+        ("self_attn.q_a_layernorm.weight", "A"),
+        needs=("q_lora_rank", True),
+        fused="self_attention.linear_q_up_proj.layer_norm_weight",
+    ),
+    row(
+        "self_attention.linear_q_up_proj.weight",
+        ("self_attn.q_b_proj.weight", "UA"),
+        needs=("q_lora_rank", True),
+    ),
+    row(
+        "self_attention.linear_kv_down_proj.weight",
+        ("self_attn.kv_a_proj_with_mqa.weight", "BH"),
+    ),
+    row(
+        "self_attention.kv_layernorm.weight",
+        ("self_attn.kv_a_layernorm.weight", "C"),
+        fused="self_attention.linear_kv_up_proj.layer_norm_weight",
+    ),
+    row("self_attention.linear_kv_up_proj.weight", ("self_attn.kv_b_proj.weight", "TC")),
+    row("self_attention.linear_proj.weight", ("self_attn.o_proj.weight", "HO")),
+)
+GATED_ATTENTION = (
+    ATTENTION[0],
+    row(
+        "self_attention.linear_qkv.weight",
+        ("self_attn.q_proj.weight", "PH"),
+        ("self_attn.k_proj.weight", "KH"),
+        ("self_attn.v_proj.weight", "KH"),
+        order=by_group_with_gate,
+    ),
+    ATTENTION[2],
+    *QK_NORM,
+)
+GATED_DELTA_NET = (
+    row("self_attention.in_proj.layer_norm_weight", ("input_layernorm.weight", "H")),
+    *(
+        row(
+            f"self_attention.in_proj.weight.{name}",
+            ("linear_attn.in_proj_qkvz.weight", "XH"),
+            rows=of_key_heads(section, "L", "L", "R", "R"),
+        )
+        for section, name in enumerate(("query", "key", "value", "z"))
+    ),
+    *(
+        row(
+            f"self_attention.in_proj.weight.{name}",
+            ("linear_attn.in_proj_ba.weight", "YH"),
+            rows=of_key_heads(section, "J", "J"),
+        )
+        for section, name in enumerate(("beta", "alpha"))
+    ),
+    *(
+        row(
+            f"self_attention.conv1d.weight.{name}",
+            ("linear_attn.conv1d.weight", "Z1W"),
+            rows=section_of(section, "L", "L", "R"),
+        )
+        for section, name in enumerate(("query", "key", "value"))
+    ),
+    row("self_attention.dt_bias", ("linear_attn.dt_bias", "J")),
+    row("self_attention.A_log", ("linear_attn.A_log", "J")),
+    # All norms of the family but this one store their weights minus 1; Megatron's switch is for all.
+    row("self_attention.out_norm.weight", ("linear_attn.norm.weight", "I"), less=1.0),
+    row("self_attention.out_proj.weight", ("linear_attn.out_proj.weight", "HR")),
+)
+DENSE_NORM = (row("mlp.linear_fc1.layer_norm_weight", ("post_attention_layernorm.weight", "H")),)
+DENSE = (
+    row(
+        "mlp.linear_fc1.weight",
+        ("mlp.gate_proj.weight", "FH"),
+        ("mlp.up_proj.weight", "FH"),
+    ),
+    row("mlp.linear_fc2.weight", ("mlp.down_proj.weight", "HF")),
+)
+# The local layer spec stores the norm before experts under the name that a dense layer has with
+# Transformer Engine; Transformer Engine's spec does not fuse it there.
+EXPERT_NORM = (
+    row(
+        "mlp.linear_fc1.layer_norm_weight",
+        ("post_attention_layernorm.weight", "H"),
+        fused="pre_mlp_layernorm.weight",
+    ),
+)
+
+
+def _experts(gate: str, up: str, down: str) -> tuple[Row, ...]:
+    """Experts that are stored one by one."""
+    return (
+        row("linear_fc1.weight", (gate, "MH"), (up, "MH")),
+        row("linear_fc2.weight", (down, "HM")),
+    )
+
+
+QWEN_EXPERTS = _experts(
+    *(f"mlp.experts.{{e}}.{name}.weight" for name in ("gate_proj", "up_proj", "down_proj"))
+)
+MIXTRAL_EXPERTS = _experts(
+    *(f"block_sparse_moe.experts.{{e}}.{name}.weight" for name in ("w1", "w3", "w2"))
+)
+GPT_OSS_EXPERTS = (
+    row(
+        "linear_fc1.weight",
+        ("mlp.experts.gate_up_proj", "HG"),
+        order=evens_then_odds,
+        transposed=True,
+    ),
+    row("linear_fc1.bias", ("mlp.experts.gate_up_proj_bias", "G"), order=evens_then_odds),
+    row("linear_fc2.weight", ("mlp.experts.down_proj", "MH"), transposed=True),
+    row("linear_fc2.bias", ("mlp.experts.down_proj_bias", "H")),
+)
+GPT_OSS_ROUTER = (
+    row("mlp.router.weight", ("mlp.router.weight", "EH")),
+    row("mlp.router.bias", ("mlp.router.bias", "E")),
+)
+DEEPSEEK_ROUTER = (
+    row("mlp.router.weight", ("mlp.gate.weight", "EH")),
+    row("mlp.router.expert_bias", ("mlp.gate.e_score_correction_bias", "E")),
+)
+SHARED_EXPERTS = (
+    row(
+        "mlp.shared_experts.linear_fc1.weight",
+        ("mlp.shared_experts.gate_proj.weight", "SH"),
+        ("mlp.shared_experts.up_proj.weight", "SH"),
+    ),
+    row("mlp.shared_experts.linear_fc2.weight", ("mlp.shared_experts.down_proj.weight", "HS")),
+)
+
+GATED_SHARED_EXPERT = (
+    row(
+        "mlp.shared_experts.linear_fc1.weight",
+        ("mlp.shared_expert.gate_proj.weight", "SH"),
+        ("mlp.shared_expert.up_proj.weight", "SH"),
+    ),
+    row("mlp.shared_experts.linear_fc2.weight", ("mlp.shared_expert.down_proj.weight", "HS")),
+    row("mlp.shared_experts.gate_weight", ("mlp.shared_expert_gate.weight", "1H")),
+)
