@@ -37,6 +37,7 @@ from megatron_cp.data.indexed import token_dtype
 from megatron_cp.data.indexed_writer import IndexedWriter
 from megatron_cp.data.manifest import made_by
 from megatron_cp.data.package_tokenizers import TIKTOKEN_PATTERNS
+from megatron_cp.data.supervision import supervision_path
 from megatron_cp.data.text_files import TextInputs
 from megatron_cp.data.tokenizer import (
     TOKENIZER_TYPES,
@@ -202,7 +203,8 @@ def write_corpus(arguments: argparse.Namespace, inputs: TextInputs) -> dict[str,
             "skipped": dict(inputs.skipped),
         }
         for prefix, writer in zip(prefixes.values(), writers.values(), strict=True):
-            prefix_lengths_path(prefix).unlink(missing_ok=True)  # those of an older corpus
+            for path in (prefix_lengths_path(prefix), supervision_path(prefix)):
+                path.unlink(missing_ok=True)  # those of an older corpus
             writer.finish(facts)
     for prefix in prefixes.values():
         if arguments.prefix_json_key:

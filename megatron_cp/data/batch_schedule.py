@@ -38,14 +38,14 @@ class BatchSchedule:
         """Returns every size that a step may have."""
         return sorted({size for _, size in self.steps})
 
-    def num_steps(self, num_packs: int) -> int:
-        """Returns how many whole steps `num_packs` packs give."""
-        consumed = count = 0
+    def num_steps(self, num_packs: int, consumed: int = 0) -> int:
+        """Returns how many whole steps `num_packs` packs give, `consumed` of them taken before."""
+        count = 0
         ends = [*(start for start, _ in self.steps[1:]), num_packs]
         for end, (_, size) in zip(ends, self.steps, strict=True):
             # The step that crosses into the next size still has this one.
             wanted = max(0, -(-(min(end, num_packs) - consumed) // size))
-            taken = min(wanted, (num_packs - consumed) // size)
+            taken = min(wanted, max(0, num_packs - consumed) // size)
             count, consumed = count + taken, consumed + taken * size
             if taken < wanted:
                 break  # too few packs are left for a step of this size

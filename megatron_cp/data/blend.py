@@ -97,11 +97,21 @@ Opens = Callable[[str], DocumentSet]
 
 
 def open_blend(sources: Sequence[BlendSource], opens: Opens = open_documents) -> Documents | None:
-    """Returns the documents of a blend; None where no corpus has both weight and tokens.
+    """Returns the documents of a blend; None where no corpus has a weight.
 
     `opens` returns the documents of a corpus.
+
+    Raises:
+        ValueError: a corpus with a weight, or the only one, has no token.
     """
-    return _blended([(source.weight, opens(source.prefix)) for source in sources])
+    corpora = [(source.weight, opens(source.prefix)) for source in sources]
+    found = _blended(corpora)
+    for weight, documents in corpora:
+        if weight != 0 and not documents.num_tokens and (weight is not None or found is None):
+            raise ValueError(
+                f"{documents.dataset.prefix} has no token; give it documents or leave it out"
+            )
+    return found
 
 
 def open_split_blend(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -112,11 +113,15 @@ def format_identity(name: str, tokenizer_model: str | None = None) -> str:
     """Returns what the text of a format depends on beside the messages: its name, and its template's files."""
     if name not in _TEMPLATE_FORMATS:
         return name
-    total = hashlib.sha256(name.encode())
+    total = hashlib.sha256(f"{_VERSION} {name}".encode())
     for file in _template_files(Path(tokenizer_model or ".")):
         total.update(file.read_bytes() if file.is_file() else b"none")
     return total.hexdigest()
 
+
+_VERSION = (
+    2  # of how templates are rendered; of 1 were JSON escaped for HTML, and tools that nobody gave
+)
 
 _Render = Callable[[Sequence[Message], bool], str]
 
@@ -143,11 +148,9 @@ def _answers_of_template(render: _Render, messages: Sequence[Message]) -> list[P
 def _read_template(path: Path) -> _Render:
     """Returns the chat template beside a tokenizer file, or in its folder, ready to render.
 
-    Source: the names that Hugging Face's templates use (`messages`, `add_generation_prompt`,
-    `bos_token`, `raise_exception`), rendered in a sandbox.
+    Source: the names and filters that transformers 5 gives to templates, rendered in a sandbox as there.
     """
     from jinja2 import TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     config_path, own_path = _template_files(path)
     folder = config_path.parent
@@ -168,23 +171,61 @@ def _read_template(path: Path) -> _Render:
             "tokenizer_config.json); give another --sft-tokenizer-prompt-format"
         )
 
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.globals["raise_exception"] = refuse
-    environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "sort_keys": False}
-    names = {name: _content(config.get(name)) for name in ("bos_token", "eos_token", "pad_token")}
+    environment, names = _environment(), _special_tokens(config)
 
     def render(messages: Sequence[Message], add_generation_prompt: bool) -> str:
         try:
             return environment.from_string(text).render(
-                messages=list(messages), add_generation_prompt=add_generation_prompt, **names
+                messages=list(messages),
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **names,
             )
         except TemplateError as error:
             raise ValueError(f"the chat template of {folder} refuses ({error})") from None
 
     return render
+
+
+def _environment() -> Any:
+    """Returns what templates are rendered in."""
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}` marks what an assistant says; its text is that of its body."""
+
+        tags = {"generation"}  # noqa: RUF012  jinja2's way
+
+        def parse(self, parser: Any) -> list[nodes.Node]:
+            next(parser.stream)
+            found: list[nodes.Node] = parser.parse_statements(
+                ("name:endgeneration",), drop_needle=True
+            )
+            return found
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = to_json  # jinja2's own is for HTML, and escapes apostrophes
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the special tokens that there are, by the names under which templates ask for them."""
+    kinds = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+    names = {f"{kind}_token": _content(config.get(f"{kind}_token")) for kind in kinds}
+    return {name: token for name, token in names.items() if token}
 
 
 def _template_files(path: Path) -> tuple[Path, Path]:

@@ -140,6 +140,9 @@ def write_conversations(
     return ConversationCounts(document, tokens, sum(b - a for _, a, b in spans), truncated)
 
 
+_VERSION = 2  # of how chats become tokens: one of 1 may have been cut by its tokenizer's file
+
+
 def conversations_in_folder(
     source: str | os.PathLike[str],
     folder: Path,
@@ -155,7 +158,7 @@ def conversations_in_folder(
     Several processes may ask at once: each writes its own, and the first to finish stays.
     """
     identity = json.dumps(
-        [tokenizer.unique_identifiers, tokenizer.eod, format_identity, max_tokens]
+        [_VERSION, tokenizer.unique_identifiers, tokenizer.eod, format_identity, max_tokens]
     )
     total = hashlib.sha256(identity.encode())
     if Path(source).is_file():  # else reading it says what is wrong

@@ -1,6 +1,6 @@
 """Text documents from JSONL files, text files and folders, with a count of everything skipped.
 
-A line of a .jsonl or .json file is a document; so is a text file, and each file of a folder. What
+A line of a .jsonl, .ndjson or .json file is a document; so is a text file, and each file of a folder. What
 is not text (not UTF-8, NUL bytes, bad JSON, a missing field) is counted, never dropped silently.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-_JSON_SUFFIXES = (".jsonl", ".json")
+_JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 _TOO_LONG = "longer than the limit"
 
 
@@ -69,7 +69,7 @@ class TextInputs:
 
     def __iter__(self) -> Iterator[dict[str, str]]:
         for file, name in self.files():
-            if file.suffix in _JSON_SUFFIXES:
+            if file.suffix.lower() in _JSON_SUFFIXES:
                 yield from self._lines(file, name)
             else:
                 yield from self._whole(file, name)
@@ -82,8 +82,24 @@ class TextInputs:
         self.bytes_read += len(raw)
         text = self._decode(raw)
         if text is not None:
+            self._refuse_json_lines(file, text)
             self._remember(name, len(raw), hashlib.sha256(raw).hexdigest())
             yield dict.fromkeys(self.fields, text)
+
+    def _refuse_json_lines(self, file: Path, text: str) -> None:
+        """Raises ValueError for lines of JSON under another name: they would be one document, braces and all."""
+        first = text.lstrip().partition("\n")[0]
+        if file not in self.paths or not first.startswith("{"):
+            return
+        try:
+            row = json.loads(first)
+        except (ValueError, RecursionError):
+            return
+        if isinstance(row, dict) and all(field in row for field in self.fields):
+            raise ValueError(
+                f"--input {file}: its first line is a JSON object with {', '.join(self.fields)}, and its name "
+                f"ends in none of {', '.join(_JSON_SUFFIXES)}; rename it, so that each line is a document"
+            )
 
     def _lines(self, file: Path, name: str) -> Iterator[dict[str, str]]:
         total, num_bytes = hashlib.sha256(), 0

@@ -128,6 +128,9 @@ class HuggingFaceTokenizer:
             raise ValueError(
                 f"{file} is not a tokenizers file ({error}); give a tokenizer.json"
             ) from None
+        # A file keeps what its last user asked for; documents are neither cut nor filled up.
+        self._backend.no_truncation()
+        self._backend.no_padding()
         vocabulary: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         config = _read_config(file.with_name("tokenizer_config.json"))
         eod = _special(vocabulary, config.get("eos_token"), _EOD_NAMES)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import logging
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -73,9 +74,11 @@ class GPTSplit:
 class _TokenizerFacts:
     """As much of a tokenizer as building an index asks for. No `pad`: no token is taken for one."""
 
-    def __init__(self, eod: int, vocab_size: int | None) -> None:
+    def __init__(self, eod: int, vocab_size: int | None, corpora: str) -> None:
+        """`corpora`: their checksum. Megatron names an index by prefixes, which may hold other documents later."""
         self.eod, self.vocab_size = eod, vocab_size
-        self.unique_identifiers = {"class": "megatron_cp", "eod": eod, "vocab_size": vocab_size}
+        facts = {"class": "megatron_cp", "eod": eod, "vocab_size": vocab_size, "corpora": corpora}
+        self.unique_identifiers = facts
 
 
 def open_gpt_samples(request: GPTSamples) -> dict[str, GPTSplit | None]:
@@ -99,7 +102,7 @@ def open_gpt_samples(request: GPTSamples) -> dict[str, GPTSplit | None]:
     for parts, is_built, name in zip(corpora, built, _SPLITS, strict=True):
         if is_built:
             _check_shares(parts, request.seq_length, name)
-    datasets = _build(request, built)
+    datasets = _build(request, built, _checksum(corpora))
     return {
         name: _read_index(dataset, parts, request) if is_built else None
         for name, dataset, parts, is_built in zip(_SPLITS, datasets, corpora, built, strict=True)
@@ -144,7 +147,12 @@ def _check_shares(parts: _Parts, seq_length: int, name: str) -> None:
             )
 
 
-def _build(request: GPTSamples, built: list[bool]) -> list[Any]:
+def _checksum(corpora: list[_Parts]) -> str:
+    found = {part.dataset.digest() for parts in corpora for _, part in parts}
+    return hashlib.sha256("".join(sorted(found)).encode()).hexdigest()
+
+
+def _build(request: GPTSamples, built: list[bool], checksum: str) -> list[Any]:
     """Returns Megatron's dataset of each split; None where it is not built."""
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
@@ -158,7 +166,7 @@ def _build(request: GPTSamples, built: list[bool]) -> list[Any]:
             else [_blend(request.blend_per_split.get(name)) for name in _SPLITS],
             split=request.split,
             path_to_cache=str(folder),
-            tokenizer=_TokenizerFacts(request.eod, request.vocab_size),
+            tokenizer=_TokenizerFacts(request.eod, request.vocab_size, checksum),
             reset_position_ids=False,
             reset_attention_mask=False,
             eod_mask_loss=False,

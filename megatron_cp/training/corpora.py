@@ -198,6 +198,13 @@ def _megatron_samples(config: TrainConfig, split: str) -> RunData:
         )
     )
     parts = {name: opened[name] for name in SPLITS}
+    for name, wanted in zip(SPLITS, _least_samples(config), strict=True):
+        part = parts[name]
+        if part is not None and part.packer.num_samples < wanted:
+            raise ValueError(
+                f"--packing megatron: the {name} split has {part.packer.num_samples} samples, this run takes {wanted}; "
+                "corpora without weights are read once: give weights, or fewer --train-iters or --eval-iters"
+            )
     return RunData(
         {name: None if part is None else part.documents for name, part in parts.items()},
         {name: part.packer for name, part in parts.items() if part is not None},
@@ -216,6 +223,14 @@ def _num_samples(config: TrainConfig) -> tuple[int, int, int]:
         num_evaluations += steps.train_iters // steps.eval_interval
     evaluated = steps.eval_iters * steps.eval_global_batch_size
     return train, num_evaluations * evaluated, evaluated
+
+
+def _least_samples(config: TrainConfig) -> tuple[int, int, int]:
+    """Returns how many samples of each split are taken: an evaluation at the last step is the last one."""
+    steps, (train, valid, test) = config.steps, _num_samples(config)
+    if valid and steps.eval_interval and steps.train_iters % steps.eval_interval == 0:
+        valid -= steps.eval_iters * steps.eval_global_batch_size
+    return train, valid, test
 
 
 def _mock_documents(config: TrainConfig) -> DocumentSet:

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from megatron.core import parallel_state
 
 from megatron_cp.attn.options import resolve_options
 from megatron_cp.data.batch import PlanRequest
+from megatron_cp.data.batch_schedule import BatchSchedule
 from megatron_cp.data.loader import PackedLoader
 from megatron_cp.errors import PlanMismatchError
 from megatron_cp.training import datasets, exit_signal
@@ -32,7 +34,7 @@ from megatron_cp.training.checkpoint.load import follow_release, load_checkpoint
 from megatron_cp.training.checkpoint.save import SaveError
 from megatron_cp.training.checkpoint.state import RunState, raise_together
 from megatron_cp.training.config import TrainConfig
-from megatron_cp.training.corpora import RunData, open_tokenizer
+from megatron_cp.training.corpora import SPLITS, RunData, open_tokenizer
 from megatron_cp.training.logging.flops import ModelFlops
 from megatron_cp.training.logging.journal import Journal
 from megatron_cp.training.logging.lines import arguments_block, print_rank_0
@@ -117,9 +119,7 @@ def pretrain(
             loaders = _build_loaders(config, data, request)
             state, runner = _build(config, model_provider, forward_step, device, watchdog.progress)
             with one_line_errors():
-                if config.checkpoint.load is not None and load_checkpoint(state):
-                    consumed = state.consumed_samples
-                    datasets.resume_loader(loaders.train, state.data, config, consumed)
+                _resume(state, loaders.train)
             tokenizer = open_tokenizer(config.data)
             texts, said = make_sampler(runner, data, request, tokenizer, logits_step)
             described = {"data": datasets.describe(data, tokenizer), "text_samples": said}
@@ -242,9 +242,34 @@ def _build_loaders(config: TrainConfig, data: RunData, request: PlanRequest) -> 
     assert train is not None
     if not config.steps.eval_iters:
         return Loaders(train, None, None)
+    if empty := [name for name in SPLITS if data.splits[name] is None]:
+        print_rank_0(f"> no token in {' and '.join(empty)}: nothing is evaluated there")
     valid = datasets.build_loader(config, data, request, split="valid", **place)
     test = datasets.build_loader(config, data, request, split="test", **place)
     return Loaders(train, valid, test)
+
+
+def _resume(state: RunState, loader: PackedLoader) -> None:
+    """Goes on where a checkpoint ended, if there is one."""
+    config = state.config
+    if config.checkpoint.load is not None and load_checkpoint(state):
+        datasets.resume_loader(loader, state.data, config, state.consumed_samples)
+        _count_steps_anew(state)
+
+
+def _count_steps_anew(state: RunState) -> None:
+    """Takes the samples that are left of --train-samples, whatever size the steps before had."""
+    config, samples = state.config, state.config.arguments.get("train_samples")
+    if not samples:
+        return
+    schedule = BatchSchedule(config.steps.batch_schedule)
+    last = state.iteration + schedule.num_steps(samples, state.consumed_samples)
+    if last != config.steps.train_iters:
+        print_rank_0(
+            f"> {state.consumed_samples} of --train-samples {samples} were taken in {state.iteration} steps; the last "
+            f"step is now {last}"
+        )
+        state.config = replace(config, steps=replace(config.steps, train_iters=last))
 
 
 def _build(

@@ -1,5 +1,7 @@
 """Batch sizes that change, against Megatron-Core's own calculator and against counting."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -65,3 +67,17 @@ def test_the_number_of_steps_is_that_of_taking_them(gaps: list[tuple[int, int]],
 def test_what_is_no_schedule_is_refused(wrong):
     with pytest.raises(ValueError, match=r"must|no number|reach"):
         wrong()
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.integers(1, 9)), min_size=1, max_size=4),
+    st.integers(0, 120),
+    st.integers(0, 120),
+)
+def test_steps_that_are_left_are_those_of_a_run_that_goes_on(parts, num_packs, consumed):
+    starts = [0, *itertools.accumulate(length for length, _ in parts[:-1])]
+    schedule = BatchSchedule(tuple(zip(starts, (size for _, size in parts), strict=True)))
+    at, count = consumed, 0
+    while at + schedule.size_at(at) <= num_packs:
+        at, count = at + schedule.size_at(at), count + 1
+    assert schedule.num_steps(num_packs, consumed) == count

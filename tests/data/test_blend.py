@@ -21,7 +21,8 @@ from megatron_cp.data.blend_sources import (
     read_blend_file,
     read_per_split_file,
 )
-from megatron_cp.data.document_set import split_documents
+from megatron_cp.data.document_set import open_documents, split_documents
+from megatron_cp.data.indexed_writer import IndexedWriter
 from megatron_cp.data.packing import Packer, PackingConfig
 from tests.data import megatron_oracle
 from tests.data.corpora import write_corpus
@@ -239,3 +240,16 @@ def test_a_corpus_with_nothing_to_train_on_is_refused(tmp_path):
         open_split_blend(sources, "40,60")
     _, valid, _ = open_split_blend(sources, "60,40")
     assert valid.dataset.prefix == str(tmp_path / "a")  # b gives nothing to validation
+
+
+def test_a_corpus_without_a_token_is_refused_where_it_is_named_for_a_split(prefixes, tmp_path):
+    with IndexedWriter(tmp_path / "z", dtype=np.int32) as writer:
+        writer.add_document(np.zeros(0, np.int64))
+        writer.finish()
+    for words in ([".001", prefixes[0], ".999", str(tmp_path / "z")], ["1", str(tmp_path / "z")]):
+        with pytest.raises(ValueError, match="z has no token; give it documents or leave it out"):
+            open_blend(parse_blend(words, "--train-data-path"))
+    shared = open_blend(parse_blend([prefixes[0], str(tmp_path / "z")], "--train-data-path"))
+    assert shared.num_tokens == open_documents(prefixes[0]).num_tokens  # no weight: by its tokens
+    left_out = ["1", prefixes[0], "0", str(tmp_path / "z")]
+    assert open_blend(parse_blend(left_out, "--train-data-path")) is not None

@@ -21,7 +21,7 @@ from megatron_cp.data.conversations import (
 from megatron_cp.data.document_set import open_documents, split_documents
 from megatron_cp.data.packing import Packer, PackingConfig
 from megatron_cp.data.supervision import supervision_path, write_supervision
-from megatron_cp.data.tokenizer import ByteLevelTokenizer
+from megatron_cp.data.tokenizer import ByteLevelTokenizer, train_byte_level_bpe
 from tests.data.corpora import write_corpus
 
 BYTES = ByteLevelTokenizer()
@@ -277,3 +277,37 @@ def test_a_corpus_of_chats_is_made_once_for_all_that_it_depends_on(tmp_path):
         others.add(prefix_of("default", 300))
     assert len(others | {first}) == 6
     assert len(list((tmp_path / "cache").iterdir())) == 6  # no temporary folder is left
+
+
+TEMPLATES = {
+    "JSON": "{% for m in messages %}{{ m.content | tojson }}{{ m | tojson(indent=1) }}{% endfor %}",
+    "tools": "{% if tools is not none %}TOOLS{% endif %}{% if documents is none %}-{% endif %}",
+    "tokens": "{{ bos_token is defined }} {{ pad_token is defined }} {{ unk_token }} {{ additional_special_tokens }}",
+    "loops": "{% for m in messages %}{% if loop.index == 3 %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
+    "generation": "{% for m in messages %}\n{% generation %}\n {{ m.content }}{% endgeneration %}\n{% endfor %}x",
+    "dates": "{{ strftime_now('%Y') }}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_templates_say_what_transformers_tokenizer_says(tmp_path, name):
+    transformers = pytest.importorskip("transformers")
+    talk = [
+        {"role": "user", "content": "it's <b> & \u00e9"},
+        {"role": "assistant", "content": "that's"},
+    ] * 2
+    tokens = {
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "additional_special_tokens": ["<a>", "<c>"],
+    }
+    train_byte_level_bpe(["hello world " * 20], vocab_size=300, path=tmp_path / "tokenizer.json")
+    config = {
+        "chat_template": TEMPLATES[name],
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    } | tokens
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    expected = theirs.apply_chat_template(talk, tokenize=False)
+    (part,) = chat_format("default", str(tmp_path))(talk)
+    assert part.text == expected

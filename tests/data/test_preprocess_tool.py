@@ -7,6 +7,7 @@ import pytest
 
 from megatron_cp.data.document_set import open_documents
 from megatron_cp.data.indexed import IndexedDataset
+from megatron_cp.data.supervision import write_supervision
 from megatron_cp.data.tokenizer import ByteLevelTokenizer, HuggingFaceTokenizer
 from tools import preprocess_data
 
@@ -133,3 +134,18 @@ def test_wrong_flags_are_one_line_without_usage(tmp_path, capsys, arguments, nam
     (line,) = capsys.readouterr().err.splitlines()
     assert named in line
     assert [path.name for path in tmp_path.iterdir()] == ["some.txt"]
+
+
+def test_what_stood_beside_an_older_corpus_of_that_name_goes(tmp_path):
+    first = write_jsonl(
+        tmp_path / "in.jsonl", [{"text": "abc", "n": "x"}, {"text": "de", "n": "y"}]
+    )
+    options = ["--output-prefix", tmp_path / "o", *BYTES]
+    run("--input", first, *options, "--prefix-json-key", "n")
+    prefix = f"{tmp_path}/o_text_document"
+    write_supervision(prefix, [(0, 1, 3)])
+    assert open_documents(prefix).is_supervised
+    run("--input", first, *options)
+    again = open_documents(prefix)
+    assert not again.is_supervised
+    assert (again.prefix_lengths == 0).all()

@@ -95,3 +95,21 @@ def test_links_do_not_lead_out_of_a_folder(tmp_path):
 def test_a_missing_input_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"--input .*nowhere does not exist"):
         TextInputs([tmp_path / "nowhere"])
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.JSONL", "a.ndjson", "a.json"])
+def test_lines_of_json_are_documents_by_each_of_their_names(tmp_path, name):
+    (tmp_path / name).write_text('{"text": "one"}\n{"text": "two"}\n')
+    assert [row["text"] for row in TextInputs([tmp_path / name])] == ["one", "two"]
+
+
+@pytest.mark.parametrize("name", ["a", "a.txt", "a.jsonl.txt"])
+def test_lines_of_json_under_another_name_are_refused(tmp_path, name):
+    (tmp_path / name).write_text('\n{"text": "one"}\n{"text": "two"}\n')
+    with pytest.raises(
+        ValueError, match=r"its first line is a JSON object with text, .* rename it"
+    ):
+        list(TextInputs([tmp_path / name]))
+    assert len(list(TextInputs([tmp_path]))) == 1  # a folder's files are what they are
+    (tmp_path / name).write_text('{"other": "one"}\n{')
+    assert len(list(TextInputs([tmp_path / name]))) == 1

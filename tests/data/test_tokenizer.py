@@ -1,6 +1,7 @@
 """Tokenizers: exact for every text, local only, clear when something is missing."""
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -145,3 +146,25 @@ def test_files_that_are_not_gpt_2s_are_refused(gpt2_files, tmp_path):
     (tmp_path / "m.txt").write_text("#version: 0.2\n")
     with pytest.raises(ValueError, match=r"has no <.endoftext.>"):
         GPT2BPETokenizer(tmp_path / "v.json", tmp_path / "m.txt")
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        {"truncation": {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}},
+        {
+            "padding": {
+                "strategy": {"Fixed": 640}, "direction": "Right", "pad_to_multiple_of": None,
+                "pad_id": 0, "pad_type_id": 0, "pad_token": "!",
+            }
+        },
+    ],
+    ids=["truncation", "padding"],
+)  # fmt: skip
+def test_what_a_file_says_of_lengths_neither_cuts_nor_fills_a_document(bpe_file, tmp_path, kept):
+    text = "some text that is longer than four tokens " * 3
+    expected = HuggingFaceTokenizer(bpe_file).tokenize(text)
+    assert 4 < len(expected) < 640
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(Path(bpe_file).read_text()) | kept))
+    assert list(HuggingFaceTokenizer(file).tokenize(text)) == list(expected)

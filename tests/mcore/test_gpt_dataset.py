@@ -262,3 +262,16 @@ def test_what_megatron_cannot_build_is_refused_in_one_line(prefixes, tmp_path):
         open_gpt_samples(samples_of([str(tmp_path / "sentences")], "100", (9, 0, 0)))
     with pytest.raises(ValueError, match="give blend and split"):
         GPTSamples(seq_length=4, seed=1, num_samples=(1, 0, 0))
+
+
+def test_a_corpus_made_again_under_its_name_gets_an_index_of_its_own(tmp_path):
+    """Ten documents, then forty: an index of the first would never draw the others."""
+    words, drawn = [str(tmp_path / "a")], []
+    for count in (10, 40, 10):
+        write_corpus(tmp_path / "a", [20] * count, eod=EOD)
+        request = samples_of(words, "100", (60, 0, 0), cache_path=tmp_path / "cache")
+        index = open_gpt_samples(request)["train"].packer
+        drawn.append(
+            {piece.document for pack in itertools.islice(index, 60) for piece in pack.pieces}
+        )
+    assert drawn == [set(range(10)), set(range(40)), set(range(10))]

@@ -38,6 +38,10 @@ def complete_sources(args: Namespace) -> Iterator[str]:
             "--data-args-path, --train-data-path (with --valid-data-path, --test-data-path), "
             "--per-split-data-args-path and --mock-data is needed"
         )
+    elif args.split is not None and (any(own_words) or args.per_split_data_args_path):
+        args.notes.append(
+            f"--split {args.split} is not heeded: each split has documents of its own"
+        )
 
 
 def check_blends(args: Namespace) -> Iterator[str]:
