@@ -277,7 +277,7 @@ class PackedLoader:
             if state.get(name) != value:
                 raise ValueError(
                     f"loader state: {name}={state.get(name)!r}, this run has {value!r}; resume "
-                    "with the data and flags of the checkpoint, or start the data anew"
+                    "with the data and flags of the checkpoint, or begin anew with its weights (--finetune)"
                 )
         try:
             packer_state = {name: state[name] for name in self._packer.state()}
