@@ -20,8 +20,8 @@ class SearchBudget:
     """Times what a degree may still reach: what is faster by less is not looked for. 1.0025, 1.01: nothing. 1.03 takes
     a tenth less to plan, and leaves four cells of bench_plan.py's grid to others (8 ranks, by up to 2.1 %)."""
     far: float = 1.15
-    """Times the load bound: links limit, and moving compute among many is worth it, and a local search among few. 1.075,
-    1.3: 1.000, worst 1.019. Large: 1.001 and 1.003, worst 1.029 and 1.058."""
+    """Times the load bound: links limit, and moving compute among many is worth it, and a local search among few.
+    1.075, 1.3: 1.000, worst 1.019. Large: 1.001 and 1.003, worst 1.029 and 1.058."""
     hopeless: float = 1.01
     """Times the fastest strategy, whose price may be an estimate: not priced. 1.005, 1.02: nothing."""
     loose_load: float = 1.08
