@@ -25,6 +25,7 @@ from megatron_cp.plan import AttentionPlan
 from megatron_cp.plan.segments import check_document_lengths
 from megatron_cp.runtime.linear_layout import (
     LinearLayout,
+    Runs,
     SegmentRuns,
     Telling,
     linear_layout,
@@ -155,21 +156,32 @@ def _attend_runs(
 ) -> Tensor:
     """As `_attend`, by kernels that take a state before each run of tokens and give the one behind it."""
     rows = layout.chunking.rows
-    q, k, v, g, beta = (x.index_select(0, rows) for x in tensors)
+    q, k, v, g, beta = every = [x.index_select(0, rows) for x in tensors]
     # What hangs on no token hangs on this in autograd's graph, as maps do elsewhere: all ranks go the way back.
     nothing = sum((x[:0].float().sum() for x in (k, v, g, beta)), q.new_zeros(()).float())
-    told = nothing.expand(len(runs.told_bounds) - 1, *k.shape[1:], k.shape[-1] + v.shape[-1])
+    told = nothing.expand(len(runs.told), *k.shape[1:], k.shape[-1] + v.shape[-1])
     if len(told):
-        k_, v_, g_, beta_ = (x.index_select(0, runs.told_tokens) for x in (k, v, g, beta))
-        transition, added = linear_fla.map_of_runs(k_, v_, g_, beta_, runs.told_bounds)
+        k_, v_, g_, beta_ = (x.index_select(0, runs.told.tokens) for x in (k, v, g, beta))
+        transition, added = linear_fla.map_of_runs(k_, v_, g_, beta_, runs.told.bounds)
         told = torch.cat([added, transition], dim=-1)
-    received = layout.exchange.receive(told, group)
-    initial = _states_before_segments(told, received, v.shape[-1], layout)
-    flat = v
-    if layout.num_segments:
-        flat, _ = linear_fla.rule_of_runs(q, k, v, g, beta, runs.bounds, initial, scale)
+    flight = layout.exchange.start(told, group)
+    empty = told.new_zeros((len(runs.first), *told.shape[1:-1], v.shape[-1]))
+    flat = _outputs(every, runs.first, empty, scale, torch.zeros_like(v))  # while the maps travel
+    initial = _states_before_segments(told, flight.wait(), v.shape[-1], layout)
+    flat = _outputs(every, runs.later, initial[layout.folding.begun], scale, flat)
     flat = flat + (nothing + q[:0].float().sum() + initial[:0].sum()).to(flat.dtype)
     return flat.new_zeros((len(tensors[0]), *flat.shape[1:])).index_copy(0, rows, flat)
+
+
+def _outputs(
+    tensors: Sequence[Tensor], runs: Runs, initial: Tensor, scale: float, flat: Tensor
+) -> Tensor:
+    """Returns `flat` `[tokens, H, V]` with the outputs of these runs, which start from `initial`."""
+    if not len(runs):
+        return flat
+    q, k, v, g, beta = (x.index_select(0, runs.tokens) for x in tensors)
+    out, _ = linear_fla.rule_of_runs(q, k, v, g, beta, runs.bounds, initial, scale)
+    return flat.index_copy(0, runs.tokens, out)
 
 
 def _maps_of_segments(chunk_maps: Maps, telling: Telling) -> Tensor:

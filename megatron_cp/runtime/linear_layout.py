@@ -83,15 +83,29 @@ class LinearLayout:
 
 
 @dataclass(frozen=True)
-class SegmentRuns:
-    """Own segments as runs of tokens side by side, in the order of a layout; for kernels that take any lengths."""
+class Runs:
+    """Some own segments, in the order of a layout, as runs of tokens side by side."""
 
+    tokens: Tensor
+    """Their tokens, as places in `Chunking.rows`."""
     bounds: Tensor
-    """Where each begins among the tokens of `Chunking.rows`, and the end."""
-    told_tokens: Tensor
-    """Of these tokens, those of segments whose maps somebody wants."""
-    told_bounds: Tensor
-    """Where each such segment begins among them."""
+    """Where each begins among them, and the end."""
+
+    def __len__(self) -> int:
+        """Returns the number of segments."""
+        return len(self.bounds) - 1
+
+
+@dataclass(frozen=True)
+class SegmentRuns:
+    """Own segments as runs, for kernels that take any lengths."""
+
+    told: Runs
+    """Those whose maps somebody wants."""
+    first: Runs
+    """Those that start from nothing: each begins its document."""
+    later: Runs
+    """Those that start from a state, as `Folding.begun`."""
 
 
 @lru_cache(maxsize=MAX_LAYOUTS)
@@ -104,9 +118,13 @@ def segment_runs(
     own, is_told = _own_segments(segments, wanted_states(segments), rank)
     length = segments.length[own]
     bounds = np.cumsum([0, *length])
-    _, told = expand_ranges(bounds[:-1][is_told], bounds[1:][is_told])
-    told_bounds = np.cumsum([0, *length[is_told]])
-    return upload(SegmentRuns(_tensor(bounds), _tensor(told), _tensor(told_bounds)), device)
+
+    def runs(chosen: BoolArray) -> Runs:
+        _, tokens = expand_ranges(bounds[:-1][chosen], bounds[1:][chosen])
+        return Runs(_tensor(tokens), _tensor(np.cumsum([0, *length[chosen]])))
+
+    is_later = segments.order[own] > 0
+    return upload(SegmentRuns(runs(is_told), runs(~is_later), runs(is_later)), device)
 
 
 def _own_segments(segments: Segments, wanted: WantedRows, rank: int) -> tuple[IntArray, BoolArray]:
