@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from megatron_cp.data.batch import PlannedBatch
 from megatron_cp.data.loader import PackedLoader
 from megatron_cp.training.bad_steps.check import BadStepError, StepCheck
 from megatron_cp.training.checkpoint.save import Saver
@@ -24,7 +25,7 @@ from megatron_cp.training.logging.journal import Journal
 from megatron_cp.training.logging.lines import ProgressBar, print_datetime, print_rank_0
 from megatron_cp.training.profiling import memory_history, step_profiler
 from megatron_cp.training.replicas import check_replicas
-from megatron_cp.training.same_batches import check_same_batches
+from megatron_cp.training.same_batches import BatchError, check_same_batches
 from megatron_cp.training.step import (
     Runner,
     evaluate,
@@ -108,7 +109,8 @@ def _train(run: Run) -> None:
     ):
         while state.iteration < steps.train_iters:
             profiler.before_step(state.iteration)
-            _step(run)
+            with _kept_if_batches_end(run):
+                _step(run)
             profiler.after_step(state.iteration)
             bar.step()
             is_due = steps.eval_interval and state.iteration % steps.eval_interval == 0
@@ -141,12 +143,11 @@ def _step(run: Run) -> None:
     busy, started, progress = run.journal.stragglers, time.perf_counter(), run.runner.progress
     progress.at("batches", state.iteration + 1)
     with run.runner.timers.measure("batch-generator"), busy.waiting():
-        batches = next_batches(run.loaders.train)
+        batches, failure = _next_batches(run.loaders.train)
     waited_s = time.perf_counter() - started
     progress.at("comparison of batches")
-    run.journal.compare(
-        check_same_batches(batches, f"step {state.iteration + 1}", told=busy.told())
-    )
+    where = f"step {state.iteration + 1}"
+    run.journal.compare(check_same_batches(batches, where, busy.told(), failure))
     progress.at("forward and backward")
     check = functools.partial(run.check, run.runner, state.optimizer, state.iteration + 1)
     try:
@@ -163,6 +164,25 @@ def _step(run: Run) -> None:
     progress.at("log")
     norm = params_norm(run.runner) if state.config.records.log_params_norm else None
     run.journal.step(batches, result, run.runner.device, waited_s=waited_s, params_norm=norm)
+
+
+@contextmanager
+def _kept_if_batches_end(run: Run) -> Iterator[None]:
+    """Saves the steps before one whose batches cannot be read: they were right."""
+    try:
+        yield
+    except BatchError:
+        if run.saver is not None and run.saver.newest != run.state.iteration:
+            _save(run, run.saver, is_last=True)
+        raise
+
+
+def _next_batches(loader: PackedLoader) -> tuple[list[PlannedBatch], Exception | None]:
+    """Returns the micro-batches of the next step, or why there are none."""
+    try:
+        return next_batches(loader), None
+    except (ValueError, OSError) as problem:
+        return [], problem
 
 
 def _compare_replicas(run: Run) -> None:

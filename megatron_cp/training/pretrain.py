@@ -44,6 +44,7 @@ from megatron_cp.training.logging.wandb_run import Media
 from megatron_cp.training.loop import Loaders, Run, go_through
 from megatron_cp.training.optim import build_optimizer, build_scheduler
 from megatron_cp.training.replicas import ReplicasDifferError
+from megatron_cp.training.same_batches import BatchError
 from megatron_cp.training.setup import (
     ModelProvider,
     build_model,
@@ -140,7 +141,7 @@ def _go_through(run: Run) -> None:
     """The loop; what ends it on all ranks alike is one line."""
     try:
         go_through(run)
-    except (ReplicasDifferError, SaveError, PlanMismatchError, BadStepError) as problem:
+    except (ReplicasDifferError, SaveError, PlanMismatchError, BadStepError, BatchError) as problem:
         sys.stderr.write(f"pretrain_gpt.py: error: {problem}\n")
         code = BAD_STEP_CODE if isinstance(problem, BadStepError) else 1
         raise SystemExit(code) from problem

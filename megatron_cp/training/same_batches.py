@@ -7,7 +7,8 @@ node, where the digests compared at the start do not look, would give context ra
                                                                 one all-reduce of 16 bytes a replica over all ranks
     (16 bytes more say the same of all ranks, for batches that span replicas)
 
-Equal where largest and smallest are. Only after a difference are all hashes gathered, to name micro-batch and ranks.
+Equal where largest and smallest are. Only after a difference are all hashes gathered, to name micro-batch and ranks. A
+rank that could not read its batches tells so in their place, and all ranks stop with its words.
 Numbers that all ranks are to hear of, now and then, ride in the same all-reduce.
 """
 
@@ -32,20 +33,30 @@ Prints = list[tuple[str, str]]
 """SHA-256 of tokens and of plan digests, one pair a micro-batch."""
 
 
+class BatchError(ValueError):
+    """A rank could not read the batches of a step; raised on every rank alike."""
+
+
 def check_same_batches(
-    batches: Sequence[PlannedBatch], where: str, told: Sequence[int] = ()
+    batches: Sequence[PlannedBatch],
+    where: str,
+    told: Sequence[int] = (),
+    failure: Exception | None = None,
 ) -> list[list[int]]:
     """Returns what each rank `told`, as many numbers on each, if ranks that share batches hold the same.
 
-    Those of a replica share tokens and plans, or all ranks where batches span replicas.
+    Those of a replica share tokens and plans, or all ranks where batches span replicas. `failure`: why this rank has
+    no batches.
 
-    Collective over the whole job, on CPU tensors. Raises PlanMismatchError on every rank alike; it names
-    `where` (the step), the first micro-batch that differs, what of it, and the ranks.
+    Collective over the whole job, on CPU tensors. Raises BatchError if a rank has none. Raises PlanMismatchError; it
+    names `where` (the step), the first micro-batch that differs, what of it, and the ranks. Both on every rank alike.
     """
     own = [_prints(batch) for batch in batches]
+    wrong = "" if failure is None else f"{where}: {failure}"
     number = _hash(own)
     # What all replicas share: their batches where one spans them, else that none does.
-    of_all = _hash(own if batches[0].spans_replicas else None)
+    spans = bool(batches) and batches[0].spans_replicas
+    of_all = _hash(wrong or (own if spans else None))
     replica = parallel_state.get_data_parallel_rank()
     num_replicas, num_ranks = parallel_state.get_data_parallel_world_size(), dist.get_world_size()
     num_rows = num_replicas + 1
@@ -59,15 +70,21 @@ def check_same_batches(
     group = agreement_group(dist.group.WORLD)
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
     if torch.equal(extremes_R2[:, 0], ~extremes_R2[:, 1]):
+        if wrong:  # on all ranks, the same
+            raise BatchError(wrong)
         return [[int(x) for x in row] for row in told_WK]
-    prints: list[tuple[int, Prints]] = [(replica, own)] * num_ranks
-    dist.all_gather_object(prints, (replica, own), group=group)
+    gathered: list[tuple[int, Prints, str]] = [(replica, own, wrong)] * num_ranks
+    dist.all_gather_object(gathered, gathered[0], group=group)
+    failed = [rank for rank, (_, _, words) in enumerate(gathered) if words]
+    if failed:
+        raise BatchError(f"ranks {failed}: {gathered[failed[0]][2]}")
+    prints = [(replica, own) for replica, own, _ in gathered]
     if not torch.equal(extremes_R2[num_replicas, 0], ~extremes_R2[num_replicas, 1]):
         prints = [(0, one) for _, one in prints]
     raise PlanMismatchError(_difference(prints, where))
 
 
-def _hash(prints: Prints | None) -> int:
+def _hash(prints: Prints | str | None) -> int:
     digest = hashlib.sha256(repr(prints).encode()).digest()
     return int.from_bytes(digest[:8], "big", signed=True)
 

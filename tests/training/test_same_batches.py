@@ -1,6 +1,7 @@
 """Ranks that share batches but hold other tokens or plans stop together, and the odd ones are named."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from tests.faults.bad_inputs import BASE, write_corpus
 from tests.faults.program import Launch, run_program
 from tests.mcore.tiny_gpt import Case, parallel_state
 from tests.ranks import run_on_ranks
+from tests.training.commands import MODEL, error_lines, launch
 
 
 @pytest.fixture(scope="module")
@@ -208,3 +210,47 @@ def test_a_token_file_that_is_not_that_of_its_manifest_stops_every_rank_where_as
         assert rank.code == 2, rank.stderr[-2000:]
         (line,) = [x for x in rank.stderr.splitlines() if "error: " in x]
         assert "damaged.bin: byte 0: checksum of the tokens" in line
+
+
+def compare_failed(rank, world_size, corpus, failed):
+    """What each rank is told where some have no batches."""
+    with parallel_state(Case(cp=2)):
+        from megatron_cp.training.same_batches import check_same_batches
+
+        failure = ValueError(f"token id {rank} is none") if rank in failed else None
+        try:
+            check_same_batches([] if failure else planned(corpus, 2), "step 7", (), failure)
+        except ValueError as problem:
+            return f"{type(problem).__name__}: {problem}"
+    return None
+
+
+@pytest.mark.parametrize("failed", [[1], [2, 3], [0, 1, 2, 3]])
+def test_a_rank_without_batches_stops_all_with_its_words(corpus, failed):
+    answers = run_on_ranks(4, compare_failed, corpus, failed)
+    assert set(answers) == {f"BatchError: ranks {failed}: step 7: token id {failed[0]} is none"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout", [[], ["--context-parallel-size", "2"]], ids=["replicas", "context"]
+)
+def test_a_token_that_no_vocabulary_has_ends_the_run_in_one_line_after_a_save(tmp_path, layout):
+    with IndexedWriter(tmp_path / "corpus", dtype=np.int32) as writer:
+        for document in range(60):
+            writer.add_document(np.full(200, 4000 if document == 31 else document))
+        writer.finish()
+    flags = ["--data-path", str(tmp_path / "corpus"), "--split", "100,0,0", "--vocab-size", "512"]
+    sizes = ["--seq-length", "128", "--micro-batch-size", "1", "--global-batch-size", "2"]
+    steps = ["--train-iters", "60", "--lr", "1e-3", "--eval-iters", "0", "--num-workers", "1"]
+    folders = ["--save", str(tmp_path / "ckpt"), "--run-dir", str(tmp_path / "run")]
+    done = launch(2, *MODEL, *flags, *sizes, *steps, *folders, *layout)
+    assert done.returncode == 1
+    assert (
+        "Traceback" not in done.stderr.partition("ChildFailedError")[0].rpartition("Traceback")[0]
+    )
+    (line,) = set(error_lines(done.stderr))
+    step = int(re.search(r"step (\d+): token id 4000 at position", line)[1])
+    assert step > 1
+    newest = (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").read_text()
+    assert int(newest) == step - 1
