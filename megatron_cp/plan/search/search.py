@@ -273,8 +273,10 @@ class Search:
             self._price_on_best(most, move)
 
     def _move_near_best(self) -> None:
-        """Searches near the assignments on the best placement, where links limit and head groups are few."""
-        if self.always_moved <= self.budget.always_moved and not self._is_within(self.budget.far):
+        """Searches near the assignments on the best placement, where links limit; among few head groups and slices."""
+        most = max(mask.num_slices for mask, _ in self.masks.values())
+        is_quick = self.always_moved <= self.budget.always_moved and most <= self.budget.most_near
+        if is_quick and not self._is_within(self.budget.far):
             self._price_on_best(self.always_moved, move_near_both)
 
     def _price_on_best(self, most: int, source: StrategySource) -> None:
