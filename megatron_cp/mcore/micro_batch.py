@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.transformer.enums import AttnMaskType
 
+from megatron_cp.attn.eager import eager
 from megatron_cp.config import CPConfig
 from megatron_cp.mcore import cut, split
 from megatron_cp.mcore.batch import ContextParallelParams
@@ -40,6 +41,7 @@ class PlanFinder:
     thd_split: str | None = None
     """How batches with thd parameters were cut: "per_document", or None where that is unknown."""
 
+    @eager
     def plan(
         self,
         num_rows: int,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -128,9 +129,16 @@ def documents_of(params: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
     Raises NotImplementedError when queries and keys are packed differently.
     """
-    known = getattr(params, "_megatron_cp_documents", None)
-    if known is not None:  # one transfer from the device per micro-batch, not one per layer
-        return known
+    tensors = (
+        params.cu_seqlens_q,
+        params.cu_seqlens_kv,
+        params.cu_seqlens_q_padded,
+        params.cu_seqlens_kv_padded,
+    )
+    found: Any
+    known, found = getattr(params, "_megatron_cp_documents", (None, None))
+    if known is not None and _are_as_known(tensors, known):
+        return found[0], found[1]  # one transfer from the device per micro-batch, not one per layer
     real = params.cu_seqlens_q.tolist()
     padded = real if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded.tolist()
     for queries, keys in (
@@ -151,8 +159,18 @@ def documents_of(params: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     documents = [(start, stop, end - begin) for start, stop, begin, end in rows if stop > start]
     starts = (*(start for start, _, _ in documents), padded[-1])
     lengths = tuple(length for _, _, length in documents)
-    params._megatron_cp_documents = (starts, lengths)
+    if not any(x is not None and x.is_inference() for x in tensors):  # those have no version
+        known = [None if x is None else (x, x._version) for x in tensors]
+        params._megatron_cp_documents = (known, (starts, lengths))
     return starts, lengths
+
+
+def _are_as_known(tensors: Sequence[Any], known: Sequence[Any]) -> bool:
+    """Returns whether these are the tensors that were read, unchanged since: parameters may be filled anew."""
+    return all(
+        x is None if before is None else x is before[0] and x._version == before[1]
+        for x, before in zip(tensors, known, strict=True)
+    )
 
 
 def check_mask_is_causal(
@@ -165,8 +183,11 @@ def check_mask_is_causal(
     lets queries see later keys takes no dense mask. Raises NotImplementedError for every other mask: it is
     never ignored.
     """
-    seen = (attention_mask._version, plan.digest())
-    if band[1] == 0 and _checked_masks.get(attention_mask) == seen:
+    is_known = (
+        not attention_mask.is_inference()
+    )  # one of inference has no version, and is looked at each time
+    seen = (attention_mask._version if is_known else None, plan.digest())
+    if is_known and band[1] == 0 and _checked_masks.get(attention_mask) == seen:
         return
     rows = torch.from_numpy(plan.global_from_local[rank].copy()).to(attention_mask.device)
     keys = torch.arange(attention_mask.shape[-1], device=attention_mask.device)

@@ -205,6 +205,7 @@ def _check_experts(config: Any) -> None:
     if not _has_experts(config):
         return
     _check_capacity(config)
+    _check_expert_shards(config)
     cp = getattr(config, "context_parallel_size", 1)
     if cp == 1:
         return
@@ -216,6 +217,21 @@ def _check_experts(config: Any) -> None:
                 "seq_aux_loss, global_aux_loss, sinkhorn and none do not; choose one or use "
                 "context_parallel_size=1"
             )
+
+
+def _check_expert_shards(settings: Any) -> None:
+    """Refuses experts cut otherwise than the rest where ranks hold all of them: their gradients would differ."""
+    tp, ep, etp = (
+        getattr(settings, f"{name}_parallel_size", None) or 1
+        for name in ("tensor_model", "expert_model", "expert_tensor")
+    )
+    given = getattr(settings, "expert_tensor_parallel_size", None)
+    if ep == 1 and given is not None and etp != tp:
+        raise NotImplementedError(
+            f"expert_tensor_parallel_size={etp} with tensor_model_parallel_size={tp} without expert parallelism: "
+            "Megatron sums the gradients of experts over the wrong ranks; leave it out, or use "
+            "expert_model_parallel_size of 2 or more"
+        )
 
 
 def _check_capacity(settings: Any) -> None:

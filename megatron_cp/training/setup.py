@@ -166,7 +166,8 @@ def count_parameters(model: list[Any]) -> int:
         is_own = is_first_replica[is_dense] and param_is_not_shared(parameter)
         if is_own and (is_split or is_first_tensor_rank[is_dense]):
             count += parameter.numel()
-    total = torch.tensor([count], dtype=torch.int64, device=next(model[0].parameters()).device)
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # a stage may hold no parameter to ask
+    total = torch.tensor([count], dtype=torch.int64, device=device)
     dist.all_reduce(total)
     return int(total.item())
 

@@ -72,6 +72,16 @@ def test_arguments_that_cannot_run_are_refused_in_one_line(change, world_size, p
         (
             {
                 "num_moe_experts": 4,
+                "context_parallel_size": 1,
+                "sequence_parallel": True,
+                "tensor_model_parallel_size": 2,
+                "expert_tensor_parallel_size": 1,
+            },
+            ["expert_tensor_parallel_size=1", "tensor_model_parallel_size=2", "leave it out"],
+        ),
+        (
+            {
+                "num_moe_experts": 4,
                 "moe_expert_capacity_factor": 1.5,
                 "context_parallel_size": 1,
                 "sequence_parallel": True,

@@ -310,3 +310,15 @@ def test_predictions_that_could_not_be_saved_are_refused(capsys):
     flags = [*SMALL_RUN, "--mtp-num-layers", "1", "--pipeline-model-parallel-size", "2"]
     assert "cannot be saved" in refusal(capsys, *flags, world_size=2)
     parse(*flags, "--untie-embeddings-and-output-weights", world_size=2)
+
+
+def test_gradients_are_kept_in_the_type_that_was_asked_for():
+    flags = ["--bf16", "--use-distributed-optimizer", "--use-precision-aware-optimizer"]
+    for kept, is_wide in (("fp32", True), ("bf16", False)):
+        wanted = [*SMALL_RUN, *flags, "--main-grads-dtype", kept]
+        draft, reasons = judge_arguments(wanted, {}, GPU_MACHINE)
+        assert not reasons
+        assert draft.accumulate_allreduce_grads_in_fp32 is is_wide
+    both = [*wanted, "--accumulate-allreduce-grads-in-fp32"]
+    (reason,) = judge_arguments(both, {}, GPU_MACHINE)[1]
+    assert reason.startswith("--main-grads-dtype bf16 and --accumulate-allreduce-grads-in-fp32 ex")

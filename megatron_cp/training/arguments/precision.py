@@ -46,7 +46,12 @@ def complete_precision(args: Namespace) -> Iterator[str]:
             "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; "
             "give one"
         )
-    if args.bf16 and not args.grad_reduce_in_bf16:
+    if args.main_grads_dtype == "bf16" and args.accumulate_allreduce_grads_in_fp32:
+        yield (
+            "--main-grads-dtype bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; "
+            "give one"
+        )
+    if args.bf16 and not args.grad_reduce_in_bf16 and args.main_grads_dtype == "fp32":
         args.accumulate_allreduce_grads_in_fp32 = True
     if args.fp16_lm_cross_entropy and not args.fp16:
         yield "--fp16-lm-cross-entropy needs --fp16; give it too"

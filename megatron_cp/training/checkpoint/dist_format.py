@@ -198,7 +198,9 @@ def _read(
             raise another_optimizer(folder, difference) from difference
     has_random = "rng_state" in wanted
     return Content(
-        model={name: loaded[name] for name in chunks_by_name(state)},
+        model={
+            name: loaded.get(name, {}) for name in chunks_by_name(state)
+        },  # a stage may be empty
         entries=loaded,
         optimizer=loaded.get("optimizer") if "optimizer" in wanted else None,
         random=of_this_replica(state.config, loaded.get("rng_state")) if has_random else None,

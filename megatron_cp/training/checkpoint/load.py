@@ -104,6 +104,7 @@ def _restore_optimizer(state: RunState, content: Content, folder: Path) -> None:
         state.optimizer.reload_model_params()
         return
     problem: Exception | None = None
+    wanted = [{name: group.get(name) for name in _RATES} for group in state.optimizer.param_groups]
     try:
         state.optimizer.load_state_dict(content.optimizer)
     except (CheckpointException, Exception) as failure:  # a foreign state raises nearly anything
@@ -112,6 +113,7 @@ def _restore_optimizer(state: RunState, content: Content, folder: Path) -> None:
     if state.config.parallel.use_distributed_optimizer and formats.detect(folder) == "torch":
         legacy_format.restore_shards(state.optimizer, content.shards)
     try:
+        _settle_rates(state, wanted)
         state.scheduler.load_state_dict(content.entries["opt_param_scheduler"])
     except (AssertionError, KeyError) as failure:
         raise ValueError(
@@ -119,6 +121,28 @@ def _restore_optimizer(state: RunState, content: Content, folder: Path) -> None:
             "or --override-opt-param-scheduler (these flags win) or "
             "--use-checkpoint-opt-param-scheduler (the checkpoint wins)"
         ) from failure
+
+
+_RATES = ("max_lr", "min_lr")  # of each group of parameters; the schedule takes them before its own
+
+
+def _settle_rates(state: RunState, wanted: list[dict[str, float | None]]) -> None:
+    """Lets the rates win that the user said shall, those of the flags or of the checkpoint.
+
+    Raises AssertionError where they differ and nothing was said, as the schedule does.
+    """
+    options = state.config.optimizer
+    if options.use_checkpoint_opt_param_scheduler:
+        return
+    for group, rates in zip(state.optimizer.param_groups, wanted, strict=True):
+        for name, rate in rates.items():
+            saved = group.get(name)
+            if options.override_opt_param_scheduler:
+                group[name] = rate
+            elif None not in (rate, saved) and rate != saved:
+                raise AssertionError(
+                    f"{name} of a group of parameters was {saved}, and is {rate} now"
+                )
 
 
 def _check_finite(model: list[Any], folder: Path) -> None:

@@ -1,0 +1,56 @@
+"""Which learning rates a resumed run has: those of the flags, of the checkpoint, or a refusal."""
+
+import pytest
+
+from tests.training.commands import SMALL_RUN, error_lines, launch, metrics, train
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+RUN = [*SMALL_RUN, "--lr-decay-style", "constant"]
+FLAGS_WIN, CHECKPOINT_WINS = (
+    "--override-opt-param-scheduler",
+    "--use-checkpoint-opt-param-scheduler",
+)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Two steps at 2e-2, the embedding's at 1e-3."""
+    folder = tmp_path_factory.mktemp("saved")
+    rates = ["--lr", "2e-2", "--decoupled-lr", "1e-3", "--untie-embeddings-and-output-weights"]
+    save = [
+        "--save",
+        str(folder / "ckpt"),
+        "--save-interval",
+        "2",
+        "--run-dir",
+        str(folder / "run"),
+    ]
+    train(1, *RUN, *rates, *save, "--train-iters", "4", "--exit-interval", "2")
+    return folder / "ckpt"
+
+
+def resumed(saved, tmp_path, *flags):
+    load = ["--load", str(saved), "--run-dir", str(tmp_path), "--train-iters", "4"]
+    train(1, *RUN, "--untie-embeddings-and-output-weights", *load, *flags)
+    losses = metrics(tmp_path)
+    return set(metrics(tmp_path, "learning-rate").values()), [
+        losses[step] for step in sorted(losses)
+    ]
+
+
+def test_the_rate_is_that_of_whom_the_user_lets_win(saved, tmp_path):
+    rates = ["--lr", "1e-4", "--decoupled-lr", "1e-3"]
+    assert resumed(saved, tmp_path / "a", *rates, FLAGS_WIN)[0] == {1e-4}
+    assert resumed(saved, tmp_path / "b", *rates, CHECKPOINT_WINS)[0] == {2e-2}
+
+
+def test_the_rate_of_the_embedding_is_no_other_without_a_word(saved, tmp_path):
+    same = ["--lr", "2e-2", "--decoupled-lr", "1e-3"]
+    other = ["--lr", "2e-2", "--decoupled-lr", "1e-1"]
+    _, losses = resumed(saved, tmp_path / "same", *same)
+    _, changed = resumed(saved, tmp_path / "changed", *other, FLAGS_WIN)
+    assert losses[0] == changed[0] and losses[1] != changed[1]
+    load = ["--load", str(saved), "--run-dir", str(tmp_path / "refused"), "--train-iters", "4"]
+    done = launch(1, *RUN, "--untie-embeddings-and-output-weights", *load, *other)
+    (line,) = error_lines(done.stderr)
+    assert "max_lr of a group of parameters was 0.001, and is 0.1 now; give its values" in line
