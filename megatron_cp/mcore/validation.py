@@ -221,16 +221,12 @@ def _check_experts(config: Any) -> None:
 
 def _check_expert_shards(settings: Any) -> None:
     """Refuses experts cut otherwise than the rest where ranks hold all of them: their gradients would differ."""
-    tp, ep, etp = (
-        getattr(settings, f"{name}_parallel_size", None) or 1
-        for name in ("tensor_model", "expert_model", "expert_tensor")
-    )
-    given = getattr(settings, "expert_tensor_parallel_size", None)
-    if ep == 1 and given is not None and etp != tp:
+    tp, ep = (getattr(settings, f"{x}_model_parallel_size", 1) for x in ("tensor", "expert"))
+    etp = getattr(settings, "expert_tensor_parallel_size", None)
+    if ep == 1 and etp not in (None, tp):
         raise NotImplementedError(
-            f"expert_tensor_parallel_size={etp} with tensor_model_parallel_size={tp} without expert parallelism: "
-            "Megatron sums the gradients of experts over the wrong ranks; leave it out, or use "
-            "expert_model_parallel_size of 2 or more"
+            f"expert_tensor_parallel_size={etp} with tensor_model_parallel_size={tp} without expert parallelism: Megatron "
+            "sums the experts' gradients over the wrong ranks; leave it out, or give expert_model_parallel_size 2 or more"
         )
 
 
