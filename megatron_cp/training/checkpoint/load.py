@@ -8,6 +8,7 @@ last                        values must be finite
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,11 @@ from megatron_cp.training.checkpoint import dist_format, files, formats, legacy_
 from megatron_cp.training.checkpoint.choose import choose_checkpoint
 from megatron_cp.training.checkpoint.compare import another_optimizer
 from megatron_cp.training.checkpoint.content import Content, put_into_model
+from megatron_cp.training.checkpoint.meaning import (
+    another_model,
+    changes_of_meaning,
+    foreign_meaning,
+)
 from megatron_cp.training.checkpoint.state import (
     RunState,
     chunks_by_name,
@@ -75,6 +81,8 @@ def load_checkpoint(state: RunState) -> bool:
         raise ValueError(
             f"{folder} says no iteration number; give --finetune to take its weights alone"
         )
+    if manifest is None:
+        _compare_with_its_arguments(folder, content.entries.get("args"), config)
     put_into_model(state, content, chunks_by_name(state))
     _check_finite(state.model, folder)
     if options.finetune:
@@ -93,6 +101,15 @@ def load_checkpoint(state: RunState) -> bool:
     )
     dist.barrier()
     return True
+
+
+def _compare_with_its_arguments(folder: Path, saved: Any, config: TrainConfig) -> None:
+    """Raises ValueError if Megatron-LM saved another model there; says what the weights now compute otherwise."""
+    if not isinstance(saved, Namespace):
+        return
+    another_model(folder, vars(saved), config.arguments)
+    for change in changes_of_meaning(foreign_meaning(vars(saved)), config.arguments):
+        print_rank_0(f"note: {change}: the weights of {folder} compute something else")
 
 
 def _restore_optimizer(state: RunState, content: Content, folder: Path) -> None:

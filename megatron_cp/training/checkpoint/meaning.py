@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 # Argument -> its flag, where that is not the name with dashes.
@@ -42,6 +43,50 @@ _ARGUMENTS = {
     "moe_router_group_topk": None,
     "moe_apply_probs_on_input": None,
 }
+
+
+# Of what Megatron-LM's own checkpoints say of their model: with others the same tensors are cut into other heads.
+_OF_HEADS = {
+    "num_layers": "--num-layers",
+    "hidden_size": "--hidden-size",
+    "num_attention_heads": "--num-attention-heads",
+    "num_query_groups": "--num-query-groups",
+    "kv_channels": "--kv-channels",
+}
+
+
+def another_model(folder: Path, saved: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
+    """Raises ValueError where a checkpoint's own arguments say other layers or heads; what it lacks is not asked."""
+    was, now = _with_groups(saved), _with_groups(arguments)
+    for name, flag in _OF_HEADS.items():
+        if None not in (was.get(name), now.get(name)) and was[name] != now[name]:
+            raise ValueError(
+                f"{folder} was saved with {flag} {was[name]}, this run has {now[name]}; give the checkpoint's value, "
+                "or another --load"
+            )
+
+
+def _with_groups(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns arguments with as many groups as heads where keys are not shared: Megatron-LM then keeps 1."""
+    found = dict(arguments)
+    if found.get("multi_latent_attention"):
+        return found | {"num_query_groups": None, "kv_channels": None}
+    if not found.get("group_query_attention", True):
+        found["num_query_groups"] = found.get("num_attention_heads")
+    return found
+
+
+def foreign_meaning(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what Megatron-LM's arguments say of these, as a manifest has it; what is off is not said."""
+    named = {
+        **saved,
+        "layernorm_epsilon": saved.get("norm_epsilon", saved.get("layernorm_epsilon")),
+    }
+    return {
+        name: json.loads(json.dumps(named[name], default=str))
+        for name in _ARGUMENTS
+        if named.get(name)
+    }
 
 
 def meaning_of(arguments: Mapping[str, Any]) -> dict[str, Any]:

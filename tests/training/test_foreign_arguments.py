@@ -1,0 +1,59 @@
+"""A checkpoint without our manifest, as Megatron-LM saves it, is compared with the arguments that it holds."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_cp.training.checkpoint.files import MANIFEST
+from megatron_cp.training.checkpoint.meaning import another_model, foreign_meaning
+from tests.training.commands import SMALL_RUN, error_lines, launch, train
+
+OF_LLAMA = {
+    "num_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "group_query_attention": True,
+    "kv_channels": 16,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["torch_dist", "torch"])
+def test_other_heads_are_refused_and_another_meaning_is_told(tmp_path, kind):
+    run = [*SMALL_RUN, "--run-dir", str(tmp_path / "run"), "--ckpt-format", kind]
+    train(1, *run, "--save", str(tmp_path / "ckpt"), "--save-interval", "2", "--exit-interval", "2")
+    for manifest in Path(tmp_path, "ckpt").rglob(MANIFEST):
+        manifest.unlink()
+    load = ["--load", str(tmp_path / "ckpt")]
+    heads = ["--num-attention-heads", "8", "--num-query-groups", "4"]
+    (line,) = error_lines(launch(1, *run, *load, *heads).stderr)
+    assert "was saved with --num-attention-heads 4, this run has 8; give the checkpoint's" in line
+    output = train(1, *run, *load, "--norm-epsilon", "1e-3")
+    assert "note: --norm-epsilon was 1e-05, and is 0.001 from here on: the weights of" in output
+    assert "compute something else" not in train(1, *run, *load)
+
+
+@pytest.mark.parametrize(
+    ("saved", "refused"),
+    [
+        ({}, None),
+        ({"num_attention_heads": 8}, "--num-attention-heads 8, this run has 4"),
+        ({"num_query_groups": 4}, "--num-query-groups 4, this run has 2"),
+        ({"group_query_attention": False, "num_query_groups": 1}, "--num-query-groups 4, this run"),
+        ({"kv_channels": None}, None),
+        ({"kv_channels": 32}, "--kv-channels 32, this run has 16"),
+        ({"multi_latent_attention": True, "num_query_groups": 1, "kv_channels": 4}, None),
+    ],
+)
+def test_heads_are_compared_as_megatron_lm_says_them(tmp_path, saved, refused):
+    if refused is None:
+        another_model(tmp_path, OF_LLAMA | saved, OF_LLAMA)
+        return
+    with pytest.raises(ValueError, match=refused):
+        another_model(tmp_path, OF_LLAMA | saved, OF_LLAMA)
+
+
+def test_what_is_off_or_not_there_says_nothing():
+    said = foreign_meaning({"norm_epsilon": 1e-6, "rotary_base": 10000, "qk_l2_norm": False})
+    assert said == {"layernorm_epsilon": 1e-6, "rotary_base": 10000}
