@@ -226,7 +226,7 @@ def _check_expert_shards(settings: Any) -> None:
     if ep == 1 and etp not in (None, tp):
         raise NotImplementedError(
             f"expert_tensor_parallel_size={etp} with tensor_model_parallel_size={tp} and no expert ranks: Megatron "
-            "adds experts' gradients over wrong ranks; leave it out, or give expert_model_parallel_size 2 or more"
+            "adds their gradients over the wrong ranks; leave it out, or give expert_model_parallel_size 2 or more"
         )
 
 

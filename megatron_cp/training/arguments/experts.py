@@ -81,13 +81,6 @@ def check_experts(args: Namespace) -> Iterator[str]:
             f"--moe-shared-expert-intermediate-size {shared} must be a positive multiple of "
             f"--tensor-model-parallel-size {args.tensor_model_parallel_size}"
         )
-    if ranks == 1 and tp != args.tensor_model_parallel_size:
-        # Their gradients are summed over replicas like all others, which hold other shards, or other rows.
-        yield (
-            f"--expert-tensor-parallel-size {tp} with --tensor-model-parallel-size {args.tensor_model_parallel_size} "
-            "is not served without --expert-model-parallel-size: Megatron-Core would sum the gradients of experts over "
-            "the wrong ranks; give --expert-model-parallel-size 2 or more, or leave out --expert-tensor-parallel-size"
-        )
     if shared is None and args.moe_shared_expert_gate:
         yield "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size; give it too"
     if shared is not None and args.add_bias_linear:
