@@ -16,6 +16,7 @@ _HOME = {
     "ContextParallelParams": "batch",
     "LocalBatch": "batch",
     "local_batch": "batch",
+    "forget_batch": "cut",
     "params_of_batch": "cut",
     "GPTSamples": "gpt_dataset",
     "open_gpt_samples": "gpt_dataset",

@@ -12,7 +12,7 @@ does not arrive there is an error.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,9 +31,16 @@ SEQUENCE_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 _WHOLE_KEYS = {"attention_mask", "cu_seqlens", "cu_seqlens_padded", "max_seqlen"}
 PARAMS = "_megatron_cp_params"
 """Attribute of the cut tensors: the parameters that go with them into the model."""
-_unclaimed: list[
-    ContextParallelParams
-] = []  # of the batch cut last, until attention has taken them
+
+
+@dataclass
+class _CutBatch:
+    params: ContextParallelParams
+    is_claimed: bool = False
+    """Attention was given these parameters."""
+
+
+_last: list[_CutBatch] = []  # the batch that was cut last, while none after it was left to Megatron
 
 
 def cut_batch(batch: dict[str, Any], lengths: Lengths, group: Any) -> ContextParallelParams:
@@ -54,33 +61,41 @@ def cut_batch(batch: dict[str, Any], lengths: Lengths, group: Any) -> ContextPar
         if isinstance(value, torch.Tensor) and value.shape[:2] == whole.shape[:2]:
             batch[key] = value.flatten(0, 1)[rows].unflatten(0, (num_samples, -1))
             setattr(batch[key], PARAMS, params)
-    _unclaimed[:] = [params]
+    _last[:] = [_CutBatch(params)]
     return params
 
 
 def claim(params: ContextParallelParams) -> None:
     """Notes that attention was given these parameters."""
-    if _unclaimed and _unclaimed[0] is params:
-        _unclaimed.clear()
+    if _last and _last[0].params is params:
+        _last[0].is_claimed = True
 
 
-def check_none_is_lost() -> None:
-    """Returns if attention without a plan is right: no batch was cut by one that did not arrive.
+def check_none_is_lost(num_rows: int, cp_size: int) -> None:
+    """Returns if attention without a plan is right for `num_rows` rows of a sample on each of `cp_size` ranks.
 
-    Raises RuntimeError otherwise: the rows are not where Megatron puts them, and the mask would be lost.
+    It is not where the last batch was cut by a plan that no attention was given, nor on rows as many as that
+    batch has: a second model may be given copies of it. Raises RuntimeError then: the rows are not where
+    Megatron puts them, and the mask would be lost.
     """
-    if _unclaimed:
-        raise RuntimeError(
-            "a batch was cut by the plan of its documents, but attention was given no plan: the batch's tensors were "
-            "copied after Megatron's batch function (clone, cat, copy_), or the model does not run GPTModel.forward "
-            "(another model class, --overlap-moe-expert-parallel-comm); give "
-            "packed_seq_params=megatron_cp.mcore.params_of_batch(batch) to GPTModel.forward"
-        )
+    if not _last:
+        return
+    params = _last[0].params
+    has_its_rows = num_rows * cp_size * params.num_samples == params.max_seqlen_q
+    if _last[0].is_claimed and not has_its_rows:
+        return
+    raise RuntimeError(
+        "a batch was cut by the plan of its documents, but attention was given no plan: the batch's tensors were "
+        "copied after Megatron's batch function (clone, cat, copy_), or the model does not run GPTModel.forward "
+        "(another model class, --overlap-moe-expert-parallel-comm); give "
+        "packed_seq_params=megatron_cp.mcore.params_of_batch(batch) to GPTModel.forward; for rows that are no copy "
+        "of that batch, call megatron_cp.mcore.forget_batch() before"
+    )
 
 
-def forget() -> None:
-    """Drops the batch that was cut last; for processes that go on to another program."""
-    _unclaimed.clear()
+def forget_batch() -> None:
+    """Drops the batch that was cut last: rows that come next are where Megatron puts them."""
+    _last.clear()
 
 
 def params_of_batch(batch: Mapping[str, Any]) -> ContextParallelParams | None:

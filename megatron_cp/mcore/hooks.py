@@ -34,7 +34,7 @@ from torch import Tensor
 
 from megatron_cp.mcore import compat, layers, model_hooks, program
 from megatron_cp.mcore.batch import ContextParallelParams
-from megatron_cp.mcore.cut import SEQUENCE_KEYS, Lengths, cut_batch
+from megatron_cp.mcore.cut import SEQUENCE_KEYS, Lengths, cut_batch, forget_batch
 from megatron_cp.mcore.documents import (
     DocumentRule,
     current_rule,
@@ -232,6 +232,7 @@ def _cut_by_plan(plain: Callable[..., Any]) -> Callable[..., Any]:
         lengths = batch.pop(_DOCUMENTS, None) or find_documents(batch, rule)
         if lengths is None:
             _say_once("documents: none are asked for; rows stay where Megatron puts them (zigzag)")
+            forget_batch()
             return plain(batch, *args, **kwargs)
         group = signature.bind(batch, *args, **kwargs).arguments.get("cp_group")
         params = cut_batch(batch, lengths, group or parallel_state.get_context_parallel_group())

@@ -60,7 +60,7 @@ class PlanFinder:
         if isinstance(params, ContextParallelParams):
             cut.claim(params)
             return self._plan_of_params(params, num_rows, group, attention_mask)
-        cut.check_none_is_lost()
+        cut.check_none_is_lost(num_rows, group.size())
         band = split.band_of(mask_type, self.window)
         documents = split.documents_of_batch(params, num_rows, group.size(), self.thd_split)
         plan = split.plan_of_split(*documents, group.size(), band, self.sizes)

@@ -23,7 +23,7 @@ def stock_program(**flags):
     program._GLOBAL_ARGS = SimpleNamespace(**({"micro_batch_size": 1, "seq_length": 128} | flags))
     program.get_args = lambda: program._GLOBAL_ARGS
     layers.forget()
-    cut.forget()
+    cut.forget_batch()
     hooks._said.clear()
     hooks.install()
     sys.modules[program.__name__] = program
@@ -32,7 +32,7 @@ def stock_program(**flags):
     finally:
         del sys.modules[program.__name__]
         layers.forget()
-        cut.forget()
+        cut.forget_batch()
 
 
 def cut_by_megatron(batch) -> None:

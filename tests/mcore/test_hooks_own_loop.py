@@ -18,7 +18,7 @@ def _losses(rank, world_size):
     with stock_program() as program, parallel_state(case) as groups:
         del sys.modules[program.__name__]  # no program, no flags
 
-        from megatron_cp.mcore.cut import params_of_batch
+        from megatron_cp.mcore.cut import forget_batch, params_of_batch
 
         try:
             model = Trainer(case, groups).chunks[0].eval()
@@ -36,10 +36,16 @@ def _losses(rank, world_size):
                 found = model(*inputs, labels=labels)
                 params = params_of_batch(batch)
                 again = model(*copies, labels=labels.clone(), packed_seq_params=params)
-                # A batch without documents afterwards is Megatron's affair, as before.
-                plain = tokens.view(1, 2 * world_size, -1)[:, [rank, 2 * world_size - 1 - rank]]
-                plain = plain.reshape(1, -1)
-                model(plain, plain, None, labels=plain)
+                # Also a second model must not take copies for rows that Megatron has cut.
+                with pytest.raises(RuntimeError, match="attention was given no plan"):
+                    model(*copies, labels=labels.clone())
+                # Other rows, a batch without documents, and one that is said to be none, are Megatron's affair.
+                model(*(x if x is None else x[:, :32] for x in copies), labels=labels[:, :32])
+                cut_by_megatron(plain := {"tokens": tokens, "position_ids": torch.arange(128)[None]})
+                model(plain["tokens"], plain["position_ids"], None, labels=plain["tokens"])
+                cut_by_megatron(batch | {"tokens": tokens, "attention_mask": dense_mask((128,))})
+                forget_batch()
+                model(*copies, labels=labels.clone())
         finally:
             sys.modules[program.__name__] = program
     return found, again
