@@ -41,7 +41,9 @@ def _losses(rank, world_size):
                     model(*copies, labels=labels.clone())
                 # Other rows, a batch without documents, and one that is said to be none, are Megatron's affair.
                 model(*(x if x is None else x[:, :32] for x in copies), labels=labels[:, :32])
-                cut_by_megatron(plain := {"tokens": tokens, "position_ids": torch.arange(128)[None]})
+                cut_by_megatron(
+                    plain := {"tokens": tokens, "position_ids": torch.arange(128)[None]}
+                )
                 model(plain["tokens"], plain["position_ids"], None, labels=plain["tokens"])
                 cut_by_megatron(batch | {"tokens": tokens, "attention_mask": dense_mask((128,))})
                 forget_batch()

@@ -160,7 +160,7 @@ def test_settings_of_other_groups_are_named_where_experts_are_dealt_otherwise():
     part = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[group]))
     several = SimpleNamespace(chained_optimizers=[part, part])
     with pytest.raises(ValueError, match=r"no group of parameters with .*is_decoupled_lr=True"):
-        in_parts_of(several, saved, saved)
+        in_parts_of(several, saved, saved, "folder")
 
 
 ROUTING = {

@@ -54,3 +54,18 @@ def test_the_rate_of_the_embedding_is_no_other_without_a_word(saved, tmp_path):
     done = launch(1, *RUN, "--untie-embeddings-and-output-weights", *load, *other)
     (line,) = error_lines(done.stderr)
     assert "max_lr of a group of parameters was 0.001, and is 0.1 now; give its values" in line
+
+
+def test_other_groups_of_parameters_are_no_damage(saved, tmp_path):
+    load = ["--load", str(saved), "--run-dir", str(tmp_path), "--train-iters", "4"]
+    one_rate = ["--untie-embeddings-and-output-weights", "--lr", "2e-2", FLAGS_WIN]
+    (line,) = error_lines(launch(1, *RUN, *load, *one_rate).stderr)
+    assert "another optimizer: it has 3 groups of parameters and this run 2" in line
+
+
+def test_settings_that_the_checkpoint_keeps_are_told(saved, tmp_path):
+    load = ["--load", str(saved), "--run-dir", str(tmp_path), "--train-iters", "4"]
+    rates = ["--lr", "2e-2", "--decoupled-lr", "1e-3", "--untie-embeddings-and-output-weights"]
+    told = train(1, *RUN, *load, *rates, "--adam-beta2", "0.9")
+    assert f"--adam-beta1, --adam-beta2 stays (0.9, 0.999), as {saved}/" in told
+    assert "note: --adam-eps" not in told

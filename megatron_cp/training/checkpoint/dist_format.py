@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from megatron_cp.mcore import safe_load
 from megatron_cp.training.checkpoint import content, names
 from megatron_cp.training.checkpoint.background import BackgroundWrite, Results
-from megatron_cp.training.checkpoint.compare import Differences, Shape, another_optimizer, compare
+from megatron_cp.training.checkpoint.compare import Differences, Shape, compare
 from megatron_cp.training.checkpoint.content import Content
-from megatron_cp.training.checkpoint.optimizer_parts import in_parts_of
+from megatron_cp.training.checkpoint.optimizer_parts import check_groups, in_parts_of
 from megatron_cp.training.checkpoint.state import (
     RunState,
     chunks_by_name,
@@ -176,9 +176,12 @@ def _read(
     """Returns the wanted state, its tensors read from the files; `known` is what `_read_index` returned."""
     problem = None
     index, entries = known
+    saved = entries.get("optimizer", {})
     loaded: dict[str, Any] = {}
     try:
         _check_objects(wanted, folder, index)
+        if "optimizer" in wanted:
+            check_groups(folder, state.optimizer, saved)
     except ValueError as refusal:
         problem = refusal
     raise_together(problem)
@@ -191,11 +194,8 @@ def _read(
         )
     raise_together(problem)
     if "optimizer" in wanted:
-        saved = entries.get("optimizer", {})
-        try:
-            loaded["optimizer"] = in_parts_of(state.optimizer, loaded["optimizer"], saved)
-        except ValueError as difference:
-            raise another_optimizer(folder, difference) from difference
+        parts = in_parts_of(state.optimizer, loaded["optimizer"], saved, folder)
+        loaded["optimizer"] = parts
     has_random = "rng_state" in wanted
     return Content(
         model={

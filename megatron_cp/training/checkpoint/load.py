@@ -122,11 +122,17 @@ def _restore_optimizer(state: RunState, content: Content, folder: Path) -> None:
         return
     problem: Exception | None = None
     wanted = [{name: group.get(name) for name in _RATES} for group in state.optimizer.param_groups]
+    flags = _settings(state.optimizer)
     try:
         state.optimizer.load_state_dict(content.optimizer)
     except (CheckpointException, Exception) as failure:  # a foreign state raises nearly anything
         problem = another_optimizer(folder, first_line(failure))
     raise_together(problem)
+    for name, value in _settings(state.optimizer).items():
+        if flags.get(name) != value:
+            print_rank_0(
+                f"note: {name} stays {value}, as {folder} has it: flags say {flags.get(name)}"
+            )
     if state.config.parallel.use_distributed_optimizer and formats.detect(folder) == "torch":
         legacy_format.restore_shards(state.optimizer, content.shards)
     try:
@@ -138,6 +144,19 @@ def _restore_optimizer(state: RunState, content: Content, folder: Path) -> None:
             "or --override-opt-param-scheduler (these flags win) or "
             "--use-checkpoint-opt-param-scheduler (the checkpoint wins)"
         ) from failure
+
+
+_SETTINGS = {
+    "betas": "--adam-beta1, --adam-beta2",
+    "eps": "--adam-eps",
+    "momentum": "--sgd-momentum",
+}
+
+
+def _settings(optimizer: Any) -> dict[str, Any]:
+    """Returns the settings of the update rule that an optimizer's state brings along, by their flags."""
+    groups = optimizer.param_groups
+    return {flag: group[key] for group in groups for key, flag in _SETTINGS.items() if key in group}
 
 
 _RATES = ("max_lr", "min_lr")  # of each group of parameters; the schedule takes them before its own

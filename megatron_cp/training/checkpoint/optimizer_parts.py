@@ -15,12 +15,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_cp.training.checkpoint.compare import another_optimizer
+
 # What tells groups apart; whether a group holds experts goes with the layout.
 _KIND = ("wd_mult", "lr_mult", "is_decoupled_lr")
 
 
+def check_groups(folder: object, optimizer: Any, saved: Mapping[Any, Any]) -> None:
+    """Raises ValueError where as many parts were saved with other numbers of groups, which cannot be merged."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    before = [saved[key] for key in sorted(saved) if isinstance(key, int)] or [saved]
+    if len(before) != len(parts):
+        return
+    for part, settings in zip(parts, before, strict=True):
+        groups = settings.get("optimizer", settings).get("param_groups")
+        now = len(part.param_groups)
+        if groups is not None and len(groups) != now:
+            raise another_optimizer(
+                folder,
+                f"it has {len(groups)} groups of parameters and this run {now}, which --decoupled-lr and flags of "
+                "weight decay decide",
+            )
+
+
 def in_parts_of(
-    optimizer: Any, loaded: Mapping[Any, Any], saved: Mapping[Any, Any]
+    optimizer: Any, loaded: Mapping[Any, Any], saved: Mapping[Any, Any], folder: object
 ) -> Mapping[Any, Any]:
     """Returns `loaded` in the parts of Megatron's `optimizer`; as it is where it was `saved` in as many.
 
@@ -34,22 +53,30 @@ def in_parts_of(
     settings = saved[0] if were_several else saved
     if not are_several:
         return _part(
-            {key: loaded[key] for key in loaded if not isinstance(key, int)}, settings, parts[0]
+            {key: loaded[key] for key in loaded if not isinstance(key, int)},
+            settings,
+            parts[0],
+            folder,
         )
-    return {index: _part(loaded.get(index, {}), settings, part) for index, part in enumerate(parts)}
+    return {
+        index: _part(loaded.get(index, {}), settings, part, folder)
+        for index, part in enumerate(parts)
+    }
 
 
-def _part(own: Mapping[str, Any], saved: Mapping[str, Any], part: Any) -> dict[str, Any]:
+def _part(
+    own: Mapping[str, Any], saved: Mapping[str, Any], part: Any, folder: object
+) -> dict[str, Any]:
     """Returns the state of one part: its own tensors, and the settings that were saved for groups like its own."""
     if "optimizer" in saved:  # beside main parameters, or a loss scale
-        inner = _part(own.get("optimizer", {}), saved["optimizer"], part)
+        inner = _part(own.get("optimizer", {}), saved["optimizer"], part, folder)
         return {**saved, **own, "optimizer": inner}
     groups = part.optimizer.param_groups
     known = {_kind(group): group for group in saved["param_groups"]}
     for group in groups:
         if _kind(group) not in known:
             told = ", ".join(f"{key}={group[key]}" for key in _KIND)
-            raise ValueError(f"it has no group of parameters with {told}")
+            raise another_optimizer(folder, f"it has no group of parameters with {told}")
     tensors = own.get("param_groups", [{}] * len(groups))
     merged = [
         {**known[_kind(group)], "is_expert_parallel": group["is_expert_parallel"], **mine}
