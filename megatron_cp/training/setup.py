@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from datetime import timedelta
 from typing import Any
 
@@ -41,6 +41,10 @@ def initialize_distributed(
     backend = config.parallel.distributed_backend or ("nccl" if on_cuda else "gloo")
     if backend == "nccl":
         record_collectives(config.records.run_dir, os.environ)
+    if on_cuda and config.steps.deterministic_mode:
+        fix_algorithms(os.environ)
+        if config.parallel.rank == 0:
+            print_rank_0(f"> --deterministic-mode: NCCL_ALGO={os.environ['NCCL_ALGO']}")
     if config.parallel.rank == 0:
         print_rank_0("> initializing torch distributed ...")
     os.environ.setdefault("MASTER_ADDR", "localhost")
@@ -64,6 +68,16 @@ def initialize_distributed(
         distributed_timeout_minutes=config.parallel.distributed_timeout_minutes,
     )
     return device
+
+
+def fix_algorithms(environment: MutableMapping[str, str]) -> None:
+    """Lets cuBLAS and NCCL have one way to sum, unless the user has chosen; before either is started.
+
+    torch refuses matrix products under `use_deterministic_algorithms` without the first, Megatron-LM the mode
+    without the second.
+    """
+    environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    environment.setdefault("NCCL_ALGO", "Ring")
 
 
 def own_place() -> str:

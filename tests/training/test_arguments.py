@@ -168,6 +168,21 @@ def test_muon_does_not_cut_queries_with_a_gate_among_them():
     assert not reasons
 
 
+def test_equal_bits_are_not_promised_with_a_fused_loss_on_a_gpu():
+    flags = [*SMALL_RUN, "--deterministic-mode", "--cross-entropy-loss-fusion"]
+    _, reasons = judge_arguments(flags, {}, GPU_MACHINE)
+    assert len(reasons) == 1 and "--cross-entropy-loss-fusion has not the same bits" in reasons[0]
+    assert not judge_arguments(flags, {}, replace(GPU_MACHINE, has_cuda=False))[1]
+
+
+def test_equal_bits_fix_how_libraries_sum_unless_the_user_has():
+    from megatron_cp.training.setup import fix_algorithms  # after the stand-ins of conftest.py
+
+    environment = {"NCCL_ALGO": "Tree"}
+    fix_algorithms(environment)
+    assert environment == {"NCCL_ALGO": "Tree", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+
+
 def test_optimizer_instances_divide_the_replicas():
     flags = ["--use-distributed-optimizer", "--num-distributed-optimizer-instances", "2"]
     _, reasons = judge_arguments([*SMALL_RUN, *flags], {}, GPU_MACHINE)

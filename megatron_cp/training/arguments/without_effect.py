@@ -38,6 +38,20 @@ _NEEDS: tuple[tuple[str, Callable[[Namespace], object], str], ...] = (
     ),
     ("--decoupled-min-lr", lambda a: a.decoupled_lr is not None, "--decoupled-lr"),
     ("--mtp-loss-scaling-factor", lambda a: a.mtp_num_layers, "--mtp-num-layers"),
+    (
+        "--initial-loss-scale --min-loss-scale --loss-scale-window --hysteresis",
+        lambda a: a.fp16 and not a.loss_scale,
+        "--fp16, and no --loss-scale",
+    ),
+    (
+        "--fp8-* --no-fp8-wgrad --first-last-layers-bf16 --num-layers-at-*-in-bf16",
+        lambda a: a.fp8,
+        "--fp8-format",
+    ),
+    ("--recompute-modules", lambda a: a.recompute_granularity, "--recompute-granularity"),
+    ("--muon-*", lambda a: "muon" in a.optimizer, "--optimizer muon"),
+    ("--sgd-momentum", lambda a: a.optimizer == "sgd", "--optimizer sgd"),
+    ("--adam-*", lambda a: a.optimizer != "sgd", "--optimizer adam"),
     ("--qk-clip-*", lambda a: a.qk_clip, "--qk-clip"),
     (
         "--kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim --rope-type",
