@@ -82,7 +82,7 @@ def _first_that_serves(q: Tensor, v: Tensor, asked: Asked) -> tuple[str, list[st
             check()
         except NotImplementedError as refusal:
             reasons.append(str(refusal).split("; ")[0])
-        except (CudaError, CompileError, NoCompilerError) as failure:
+        except (CudaError, CompileError, NoCompilerError, OSError) as failure:  # a cache, a library
             reasons.append(str(failure).splitlines()[0])
         except FailedSelfTestError as failure:
             reasons.append(f"{backend} failed its self-test")
@@ -116,8 +116,8 @@ def check_hopper(q: Tensor, v: Tensor, asked: Asked) -> tuple[int, int]:
     if not verdict.passed:
         others = "'flex'" if asked.has_dropout else "'flash' or 'flex'"
         raise FailedSelfTestError(
-            f"backend='hopper' is wrong on {q.device} for {tested.dtype}, head_dim={tested.head_dim}: {verdict}; use "
-            f"backend={others}, and report it with the output of python -m megatron_cp doctor"
+            f"backend='hopper' fails its self-test on {q.device} for {tested.dtype}, head_dim={tested.head_dim}: "
+            f"{verdict}; use backend={others}, and report it with the output of python -m megatron_cp doctor"
         )
     _served[kind] = dims
     return dims

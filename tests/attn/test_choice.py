@@ -1,6 +1,7 @@
 """Which backend a GPU call gets, what its self-test lets through, and what is said about it."""
 
 import logging
+import os
 import re
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from megatron_cp.attn.flash import checks as flash_checks
 from megatron_cp.attn.hopper import checks as hopper_checks
 from megatron_cp.attn.hopper import self_test
 from megatron_cp.kernels.compilers import NoCompilerError
+from megatron_cp.kernels.driver import CudaError
 
 KIND = self_test.Kind(torch.bfloat16, 128, 128, "", True)
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -136,6 +138,65 @@ def test_a_verdict_is_found_once_per_gpu_and_build_and_kept_for_other_processes(
     assert len(untested) == 2
 
 
+class _FaultError(CudaError):
+    """An instruction that the GPU does not know, as the driver tells it."""
+
+    def __init__(self):
+        super().__init__("cuLaunchKernel: an illegal instruction was encountered", 715)
+
+
+def _raise(error):
+    raise error
+
+
+def test_kernels_whose_test_ends_in_a_fault_are_not_tried_by_the_next_process(
+    untested, monkeypatch
+):
+    monkeypatch.setattr(self_test, "judge", lambda *_: _raise(_FaultError()))
+    with pytest.raises(RuntimeError, match=r"illegal instruction .* start again: it goes on with"):
+        self_test.find_verdict(KIND, GPU)
+    verdict = self_test.find_verdict(KIND, GPU)
+    assert not verdict.passed
+    assert "illegal instruction" in str(verdict)
+
+
+def test_kernels_that_ended_the_process_of_their_test_are_not_tried_again(untested, monkeypatch):
+    def die(*_):
+        os._exit(1)
+
+    monkeypatch.setattr(self_test, "judge", die)
+    child = os.fork()
+    if child == 0:
+        self_test.find_verdict(KIND, GPU)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    verdict = self_test.find_verdict(KIND, GPU)  # does not end this process
+    assert not verdict.passed
+    assert "did not end it (delete " in str(verdict)
+
+
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), torch.OutOfMemoryError("no memory"), CudaError("no image", 200)]
+)
+def test_a_test_that_was_stopped_by_something_else_is_done_again(untested, monkeypatch, error):
+    judge = self_test.judge
+    monkeypatch.setattr(self_test, "judge", lambda *_: _raise(error))
+    with pytest.raises(type(error)):
+        self_test.find_verdict(KIND, GPU)
+    monkeypatch.setattr(self_test, "judge", judge)
+    assert self_test.find_verdict(KIND, GPU) == PASSED
+
+
+def test_a_cache_that_cannot_be_used_costs_a_warning_and_a_test_in_every_process(
+    untested, monkeypatch, tmp_path
+):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match="is repeated in every process"):
+        assert self_test.find_verdict(KIND, GPU) == PASSED
+    assert self_test.find_verdict(KIND, GPU) == PASSED
+    assert len(untested) == 1
+
+
 def test_tools_that_judge_kernels_themselves_skip_it(untested):
     with self_test.skipped():
         assert self_test.find_verdict(KIND, GPU) is None
@@ -173,6 +234,10 @@ def _lacks_a_compiler(*_):
     raise NoCompilerError("no compiler here\ninstall one")
 
 
+def _lacks_a_cache(*_):
+    raise PermissionError("cubin cache ~/.cache: others can write")
+
+
 def _serve(*_):
     return (128, 128)
 
@@ -198,8 +263,9 @@ def gpu(monkeypatch):
         ({"hopper": _refuse}, "flash", r"it cannot compute this\)"),
         ({"hopper": _refuse, "flash": _refuse}, "flex", "this; it cannot compute this"),
         ({"hopper": _lacks_a_compiler}, "flash", r"no compiler here\)"),
+        ({"hopper": _lacks_a_cache}, "flash", r"cache .* others can write\)"),
     ],
-    ids=["all serve", "no Hopper", "neither", "no compiler"],
+    ids=["all serve", "no Hopper", "neither", "no compiler", "no cache"],
 )
 def test_the_first_backend_that_serves_is_taken_and_one_line_says_why(
     gpu, caplog, says, backend, why
@@ -226,7 +292,9 @@ def test_a_failed_self_test_warns_with_the_numbers_and_takes_flash(gpu, caplog):
 def test_a_failed_self_test_is_an_error_for_who_asked_for_hopper(gpu):
     gpu(verdict=FAILED)
     tensor = _on(GPU)
-    with pytest.raises(RuntimeError, match=r"is wrong on cuda:0 .* use backend='flash' or 'flex'"):
+    with pytest.raises(
+        RuntimeError, match=r"fails its self-test on cuda:0 .* use backend='flash' or 'flex'"
+    ):
         choice.check_hopper(tensor, tensor, ASKED)
 
 

@@ -1,7 +1,7 @@
 """The kernels' first call on a GPU: a few small masks against float64 on that very GPU, remembered in the cache.
 
 A kernel that is wrong there (a driver, a compiler, a board that nobody tried) must not train a model. The test
-runs once per GPU, driver and build of a variant, in a fraction of a second; its verdict is a small file. All
+runs once per GPU, driver and build of a variant, in a fraction of a second; its verdict is kept (verdicts.py). All
 kinds passed it on an H100; on a CPU the emulated kernels pass it, and kernels with a planted defect fail it.
 """
 
@@ -9,12 +9,10 @@ kinds passed it on an H100; on a CPU the emulated kernels pass it, and kernels w
 
 import contextlib
 import hashlib
-import json
 import math
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -30,8 +28,9 @@ from megatron_cp.attn.hopper.checks import (
     forward_variants,
 )
 from megatron_cp.attn.hopper.launch import head_by_head
+from megatron_cp.attn.hopper.verdicts import Verdict, kept_verdict
 from megatron_cp.attn.options import AttendOptions
-from megatron_cp.kernels import build, cache
+from megatron_cp.kernels import build
 from megatron_cp.kernels.driver import driver
 from megatron_cp.mask import AttentionMask, documents, sliding_window
 
@@ -88,20 +87,6 @@ class Kind:
     needs_grad: bool
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Whether the kernels of a kind are right on a GPU, and the error that came nearest to its limit."""
-
-    passed: bool
-    result: str
-    error: float
-    limit: float
-
-    def __str__(self) -> str:
-        """Returns the numbers as a sentence."""
-        return f"{self.result} is {self.error:.2g} off float64, at most {self.limit:.2g} is allowed"
-
-
 _is_skipped: ContextVar[bool] = ContextVar("megatron_cp_self_test_is_skipped", default=False)
 _verdicts: dict[tuple[Kind, torch.device], Verdict] = {}
 
@@ -117,18 +102,18 @@ def skipped() -> Iterator[None]:
 
 
 def find_verdict(kind: Kind, device: torch.device) -> Verdict | None:
-    """Returns the verdict on this GPU: of this process, of an earlier one, or of a test now; None if skipped."""
+    """Returns the verdict on this GPU: of this process, of an earlier one, or of a test now; None if skipped.
+
+    Raises RuntimeError where the test now ends in a fault of the GPU.
+    """
     if _is_skipped.get():
         return None
     verdict = _verdicts.get((kind, device))
     if verdict is None:
         from megatron_cp.attn.hopper import backend
 
-        path = _folder() / f"{_key(kind, device)}.json"
-        if not path.is_file():
-            judged = judge(backend, kind, device)
-            cache.write_whole(path, json.dumps(asdict(judged)).encode())
-        verdict = _verdicts[kind, device] = Verdict(**json.loads(path.read_text()))
+        verdict = kept_verdict(_key(kind, device), lambda: judge(backend, kind, device))
+        _verdicts[kind, device] = verdict
     return verdict
 
 
@@ -166,7 +151,13 @@ def judge(passes: Passes, kind: Kind, device: torch.device) -> Verdict:
     with head_by_head():
         name, mask = "tiles without keys, on one multiprocessor", tiles_without_keys()
         found += _compared(passes, kind, name, mask, device, sm_share=1.0)
-    return max(found, key=lambda one: math.inf if math.isnan(one.error) else one.error / one.limit)
+    return max(found, key=_share_of_limit)
+
+
+def _share_of_limit(verdict: Verdict) -> float:
+    assert verdict.error is not None
+    assert verdict.limit is not None
+    return math.inf if math.isnan(verdict.error) else verdict.error / verdict.limit
 
 
 def small_masks() -> dict[str, AttentionMask]:
@@ -297,7 +288,3 @@ def _key(kind: Kind, device: torch.device) -> str:
     gpu = f"{properties.name} {getattr(properties, 'uuid', '')}"
     text = f"test {TEST_VERSION} {gpu} driver {driver().version} {asked} {names} {code}"
     return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def _folder() -> Path:
-    return cache.user_folder("verdicts", "self-test")
