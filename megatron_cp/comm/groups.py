@@ -19,7 +19,7 @@ _groups: dict[tuple[str, str], dist.ProcessGroup] = {}
 
 def transfer_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Returns the group over which rows of `group` travel. Collective over its ranks on first use."""
-    if dist.get_backend(group) != "nccl":
+    if not _is_nccl(group):
         return group
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     return _beside(group, "rows", "nccl", options)
@@ -27,7 +27,7 @@ def transfer_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 def agreement_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Returns a group of the same ranks for CPU tensors. Collective over its ranks on first use."""
-    if torch.device("cpu") in group._device_types or dist.get_backend(group) != "nccl":
+    if torch.device("cpu") in group._device_types or not _is_nccl(group):
         return group
     return _beside(group, "agreements", "gloo", None)
 
@@ -35,6 +35,11 @@ def agreement_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 def forget_groups() -> None:
     """Drops the groups made here; NCCL's and gloo's threads must not outlive the interpreter's objects."""
     _groups.clear()
+
+
+def _is_nccl(group: dist.ProcessGroup) -> bool:
+    """Returns whether GPU tensors of a group go over NCCL; it may have another backend for CPU tensors."""
+    return "cuda:nccl" in dist.get_backend_config(group).split(",")
 
 
 def _beside(group: dist.ProcessGroup, use: str, backend: str, options: object) -> dist.ProcessGroup:

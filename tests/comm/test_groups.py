@@ -1,5 +1,8 @@
 """Groups made beside a context group: once, by its ranks alone, whatever the job's own group is bound to."""
 
+from types import SimpleNamespace
+
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -61,3 +64,32 @@ def test_gloo_ranks_need_no_group_beside_theirs():
 def uses_its_own(rank, world_size):
     group = dist.group.WORLD
     return groups.transfer_group(group) is group and groups.agreement_group(group) is group
+
+
+@pytest.mark.parametrize(
+    ("backends", "made"),
+    [
+        ("cuda:nccl", ["rows", "agreements"]),
+        (
+            "cpu:gloo,cuda:nccl",
+            ["rows"],
+        ),  # of init_process_group() without a backend on a GPU machine
+        ("cpu:gloo,cuda:gloo", []),
+        ("cpu:gloo", []),
+    ],
+)
+def test_rows_on_nccl_get_a_communicator_of_their_own_whatever_serves_cpu_tensors(
+    monkeypatch, backends, made
+):
+    kinds = [torch.device(pair.split(":")[0]) for pair in backends.split(",")]
+    group, found = SimpleNamespace(_device_types=kinds), []
+    nccl = SimpleNamespace(Options=lambda **options: options)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: backends)
+    monkeypatch.setattr(groups, "_beside", lambda _, use, *options: found.append((use, *options)))
+    groups.transfer_group(group)
+    groups.agreement_group(group)
+    assert [use for use, *_ in found] == made
+    assert [options for _, _, options in found if options] == [
+        {"is_high_priority_stream": True} for use in made if use == "rows"
+    ]
