@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
+import sys
 from collections.abc import Callable, MutableMapping
 from datetime import timedelta
 from typing import Any
@@ -46,6 +48,7 @@ def initialize_distributed(
         if config.parallel.rank == 0:
             print_rank_0(f"> --deterministic-mode: NCCL_ALGO={os.environ['NCCL_ALGO']}")
     if config.parallel.rank == 0:
+        show_log_lines()
         print_rank_0("> initializing torch distributed ...")
     os.environ.setdefault("MASTER_ADDR", "localhost")
     os.environ.setdefault("MASTER_PORT", "29511")
@@ -68,6 +71,19 @@ def initialize_distributed(
         distributed_timeout_minutes=config.parallel.distributed_timeout_minutes,
     )
     return device
+
+
+def show_log_lines() -> None:
+    """Lets the run's output have the package's log lines, such as which backend computes attention and why.
+
+    Python drops them where nobody has set up logging.
+    """
+    logger = logging.getLogger("megatron_cp")
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(logging.Formatter("> %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
 
 
 def fix_algorithms(environment: MutableMapping[str, str]) -> None:

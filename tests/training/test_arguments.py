@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -181,6 +183,21 @@ def test_equal_bits_fix_how_libraries_sum_unless_the_user_has():
     environment = {"NCCL_ALGO": "Tree"}
     fix_algorithms(environment)
     assert environment == {"NCCL_ALGO": "Tree", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+
+
+def test_a_run_shows_which_backend_computes_unless_the_user_has_set_up_logging():
+    show = "from megatron_cp.training.setup import show_log_lines; show_log_lines(); show_log_lines(); "
+    tell = "import logging; logging.getLogger('megatron_cp').info('backend hopper')"
+    own = "import logging; logging.basicConfig(level=logging.ERROR); "
+    install = "import megatron_cp.mcore.cpu as cpu; cpu.install(); "
+    for before, expected in (("", "> backend hopper\n"), (own, "")):
+        done = subprocess.run(
+            [sys.executable, "-c", install + before + show + tell],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout == expected
 
 
 def test_optimizer_instances_divide_the_replicas():
