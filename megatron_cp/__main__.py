@@ -6,15 +6,21 @@ Bad input is one line on standard error and exit code 2; Ctrl-C is one line and 
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Sequence
-from importlib import import_module
-from pathlib import Path
 
-from megatron_cp import __version__
-from megatron_cp.command_line import HelpWithDefaults, OneLineParser, answering, refuse
+try:
+    import os
+    from collections.abc import Sequence
+    from importlib import import_module
+    from pathlib import Path
 
+    from megatron_cp import __version__
+    from megatron_cp.command_line import HelpWithDefaults, OneLineParser, answering, refuse
+except KeyboardInterrupt:  # `answering` is not there yet
+    sys.stderr.write("megatron_cp: interrupted\n")
+    raise SystemExit(130) from None
+
+LAUNCHER = "torchrun --nproc-per-node 8 -m megatron_cp"
 COMMANDS = {
     "doctor": ("what is installed, what works, can training run", "doctor --json"),
     "plan": (
@@ -27,15 +33,15 @@ COMMANDS = {
     ),
     "measure": (
         "the profile of your machines, for plans that know them; started by torchrun",
-        "measure cluster.json",
+        f"{LAUNCHER} measure cluster.json",
     ),
     "emulate": (
         "one case of the Hopper kernels on this CPU",
-        "emulate --mask causal_document --seq-length 300 --backward",
+        "emulate --mask documents --seq-length 300 --backward",
     ),
     "report": ("one offline HTML file of a training run", "report runs/python-docs/cp2"),
 }
-"""Name of each command: what it is for, and an example."""
+"""Name of each command: what it is for, and an example; the program stands before those that no launcher starts."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,9 +76,10 @@ def build_parser(asked: str) -> OneLineParser:
     parser.add_argument("--version", action="version", version=f"megatron_cp {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (words, example) in COMMANDS.items():
+        line = example if example.startswith(LAUNCHER) else f"{program} {example}"
         command = commands.add_parser(
             name, help=words, description=words, allow_abbrev=False,
-            formatter_class=HelpWithDefaults, epilog=f"example: {program} {example}",
+            formatter_class=HelpWithDefaults, epilog=f"example: {line}",
         )  # fmt: skip
         if name == asked:
             module = import_module(f"megatron_cp.commands.{name}")

@@ -125,7 +125,10 @@ def test_help_names_every_default_and_ends_with_an_example(capsys, command, monk
         main([command, "--help"])
     text = capsys.readouterr().out
     assert end.value.code == 0
-    assert re.search(rf"example: python -m megatron_cp {command} ?\S*", text.splitlines()[-1])
+    example = text.splitlines()[-1]
+    started = "torchrun .*-m" if command == "measure" else "python -m"
+    assert re.match(rf"example: {started} megatron_cp {command}\b", example)
+    assert "default: ()" not in text
     for flag, default in {
         "--kv-channels": "128",
         "--seed": "1234",
@@ -223,6 +226,28 @@ def test_an_interrupt_is_one_line_and_code_130():
     *progress, last = said.splitlines()
     assert last == "python -m megatron_cp simulate: interrupted"
     assert all(line.startswith("simulate: ") for line in progress)
+
+
+STARTED = """
+import runpy, sys
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "megatron_cp.command_line":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupt())
+runpy.run_module("megatron_cp", run_name="__main__")
+"""
+
+
+def test_an_interrupt_of_the_first_imports_is_one_line_and_code_130():
+    done = subprocess.run(
+        [sys.executable, "-c", STARTED],
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (130, "megatron_cp: interrupted\n")
 
 
 def test_lengths_are_numbers_or_a_path(tmp_path):

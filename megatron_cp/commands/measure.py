@@ -21,10 +21,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output", type=Path, metavar="FILE.json", help="where the profile goes")
     parser.add_argument("--name", default="measured", help="of the profile")
     parser.add_argument(
-        "--wider-groups", type=_sizes, default=(), metavar="N,N", help="ranks of racks, pods ..."
-    )
+        "--wider-groups", type=_sizes, default=(), metavar="N,N",
+        help="ranks of a rack, of a pod, as 64,512; default: none, nodes alone are told apart",
+    )  # fmt: skip
     parser.add_argument(
-        "--rounds", type=count, default=ROUNDS, metavar="N", help="the least counts"
+        "--rounds",
+        type=count,
+        default=ROUNDS,
+        metavar="N",
+        help="of each figure, the least time counts",
     )
     add_heads(parser)
 
