@@ -159,10 +159,38 @@ def test_json_in_a_file_stands_beside_the_text_and_only_the_asked_planners_run(
     printed = capsys.readouterr()
     assert f"wrote {target}" in printed.err and json.loads(target.read_text())
     assert "* zigzag" in printed.out and "  ring " in printed.out and " magi " not in printed.out
-    assert (
-        "by default: --workload W1, --mask causal_document, --num-attention-heads 64" in printed.out
-    )
-    assert "--cp-topology h100" in printed.out
+    packs = "--packs 2, " if command == "plan" else ""
+    line = f"by default: --workload W1, --mask documents, {packs}--num-attention-heads 64, "
+    assert line in printed.out and "--cp-topology h100" in printed.out
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+@pytest.mark.parametrize("mask", ["documents", "causal_document"])
+def test_what_was_given_is_not_assumed_even_where_it_is_the_default(capsys, command, mask):
+    given = ["--mask", mask, "--num-attention-heads=64", "--kv-channels", "128", "--lengths", "512"]
+    assert main([command, *given, "--cp-planner", "zigzag", "--json"]) == 0
+    assumed = json.loads(capsys.readouterr().out)["assumed"]
+    cp_size = 8 if command == "plan" else "8,64,512"
+    heads = {"--num-query-groups": 8, "--cp-topology": "h100"}
+    assert assumed == {"--context-parallel-size": cp_size, **heads}
+
+
+def test_a_step_of_replicas_says_what_it_assumes(capsys):
+    words = ["--data-parallel-size", "2", "--cp-planner", "zigzag", "--tokens-per-rank", "64"]
+    assert main(["simulate", *words]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert "--mask documents, --context-parallel-size 8, --global-batch-size 2, " in line
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate", "emulate"])
+def test_help_names_the_builders_of_masks(capsys, command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "2000")
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    (line,) = re.findall(r"^  --mask NAME .*", capsys.readouterr().out, flags=re.M)
+    for name in ("documents", "shared_question", "prefix_tree", "block_diffusion"):
+        assert f" {name}," in line
+    assert line.endswith("; default: documents")
 
 
 @pytest.mark.parametrize("command", ["plan", "simulate"])

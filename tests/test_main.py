@@ -84,7 +84,7 @@ def test_planner_that_cannot_serve_is_listed_with_its_reason(capsys):
 
 
 REFUSED = {
-    "a mask by its old name": ["plan", "--mask", "documents"],
+    "a mask without a name": ["plan", "--mask", "from_dense"],
     "more ranks than tokens": ["plan", "--lengths", "3", "--context-parallel-size", "4"],
     "no lengths": ["plan", "--lengths", ""],
     "two sources": ["plan", "--lengths", "3", "--data-path", "x"],

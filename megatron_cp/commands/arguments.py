@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from megatron_cp.config import CPConfig
 from megatron_cp.plan import PLANNERS
 from megatron_cp.plan.hardware.speeds import check_rank_speeds, read_rank_speeds
 from megatron_cp.plan.hardware.topology import TOPOLOGIES, read_topology
-from megatron_cp.plan.study.workloads import MASKS, MAX_TOKENS, WORKLOADS
+from megatron_cp.plan.study.workloads import BUILDER_MASKS, MASKS, MAX_TOKENS, WORKLOADS
 from megatron_cp.report.sources import (
     Source,
     source_of_corpus,
@@ -28,6 +28,7 @@ MAX_RANKS = 1 << 16
 NO_NUMBER = -1
 SPLIT = "969,30,1"  # Megatron-LM's default
 SEED = 1234  # Megatron-LM's default, and that of the loader
+MASK = "documents"
 HEADS = 64
 TOPOLOGY = "h100"
 WORKLOAD = "W1"
@@ -163,17 +164,19 @@ def add_documents(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--split", metavar="N,N,N", help=f"of --data-path, first part used; default {SPLIT}"
     )
-    add_mask(parser, MASKS)
+    add_mask(parser)
     parser.add_argument(
         "--seed", type=seed, default=SEED, help="of the order of --data-path, and of what is drawn"
     )
 
 
-def add_mask(parser: ArgumentParser, names: Iterable[str]) -> None:
-    """Adds the mask by name, and a window that narrows it."""
+def add_mask(parser: ArgumentParser, more: Iterable[str] = ()) -> None:
+    """Adds the mask by name, `more` names beside those of `MASKS`, and a window that narrows it."""
+    others = [*(name for name in MASKS if name not in BUILDER_MASKS), *more]
     parser.add_argument(
-        "--mask", default="causal_document", metavar="NAME", help=f"one of {', '.join(names)}"
-    )
+        "--mask", default=MASK, metavar="NAME",
+        help=f"a builder of megatron_cp.mask: {', '.join(BUILDER_MASKS)}; or {', '.join(others)}",
+    )  # fmt: skip
     parser.add_argument(
         "--window-size", type=window, metavar="N,N", help="narrows the mask to keys before,after"
     )
@@ -182,8 +185,9 @@ def add_mask(parser: ArgumentParser, names: Iterable[str]) -> None:
 def add_heads(parser: ArgumentParser, num_heads: int = HEADS) -> None:
     """Adds the shape of attention."""
     parser.add_argument(
-        "--num-attention-heads", type=count, default=num_heads, metavar="N", help="query heads"
-    )
+        "--num-attention-heads", type=count, default=num_heads, metavar="N",
+        help=f"query heads; default: {num_heads} (CPConfig in Python: 1 query and 1 key head)",
+    )  # fmt: skip
     parser.add_argument(
         "--num-query-groups", type=count, metavar="N",
         help="key and value heads; default: an eighth of the heads",
@@ -284,7 +288,7 @@ def pack_tokens(args: Namespace, cp_size: int) -> int:
     """Returns the tokens of a pack on `cp_size` ranks; ValueError for more than anybody plans."""
     if args.seq_length is not None:
         return int(args.seq_length)
-    if isinstance(args.lengths, list) and args.tokens_per_rank is None:
+    if _is_one_pack(args):
         return sum(args.lengths)
     per_rank = TOKENS_PER_RANK if args.tokens_per_rank is None else args.tokens_per_rank
     if per_rank * cp_size > MAX_TOKENS:
@@ -295,24 +299,53 @@ def pack_tokens(args: Namespace, cp_size: int) -> int:
     return int(per_rank * cp_size)
 
 
-def assumed(args: Namespace) -> str:
-    """Returns a line that names every value of weight which nobody gave."""
-    found = {
+def assumed(args: Namespace, words: Sequence[str]) -> dict[str, int | str]:
+    """Returns every flag of weight that is not among the words of the command line, and its value."""
+    given = {word.split("=", 1)[0] for word in words}
+    cp_sizes = args.context_parallel_size
+    values = {
         "--workload": WORKLOAD if _draws_by_default(args) else None,
-        "--mask": "causal_document" if args.mask == "causal_document" else None,
+        "--split": SPLIT if args.data_path else None,
+        "--packing": "split" if args.data_path and hasattr(args, "packing") else None,
+        "--mask": args.mask,
         "--tokens-per-rank": _size_assumed(args),
-        "--num-attention-heads": HEADS if args.num_attention_heads == HEADS else None,
-        "--num-query-groups": key_heads(args) if args.num_query_groups is None else None,
-        "--kv-channels": 128 if args.kv_channels == 128 else None,
-        "--cp-topology": TOPOLOGY if args.cp_topology == TOPOLOGY else None,
+        "--packs": getattr(args, "packs", None) if _fills_packs(args) else None,
+        "--context-parallel-size": ",".join(map(str, cp_sizes))
+        if isinstance(cp_sizes, list)
+        else cp_sizes,
+        "--global-batch-size": getattr(args, "data_parallel_size", None),
+        "--num-attention-heads": args.num_attention_heads,
+        "--num-query-groups": key_heads(args),
+        "--kv-channels": args.kv_channels,
+        "--cp-topology": args.cp_topology,
     }
-    said = ", ".join(f"{name} {value}" for name, value in found.items() if value is not None)
+    return {
+        name: value for name, value in values.items() if value is not None and name not in given
+    }
+
+
+def assumed_line(found: Mapping[str, int | str]) -> str:
+    """Returns the line that says what was assumed."""
+    said = ", ".join(f"{name} {value}" for name, value in found.items())
     return f"by default: {said}" if said else "every size was given"
 
 
+def _has_documents(args: Namespace) -> bool:
+    return args.mask not in MASKS or MASKS[args.mask].has_documents
+
+
 def _draws_by_default(args: Namespace) -> bool:
-    is_given = args.data_path or args.lengths or args.workload
-    return not is_given and (args.mask not in MASKS or MASKS[args.mask].has_documents)
+    return not (args.data_path or args.lengths or args.workload) and _has_documents(args)
+
+
+def _is_one_pack(args: Namespace) -> bool:
+    """Returns whether the documents that were given are the pack."""
+    is_sized = args.seq_length is not None or args.tokens_per_rank is not None
+    return isinstance(args.lengths, list) and not is_sized
+
+
+def _fills_packs(args: Namespace) -> bool:
+    return _has_documents(args) and not _is_one_pack(args)
 
 
 def _size_assumed(args: Namespace) -> int | None:

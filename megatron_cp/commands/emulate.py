@@ -28,7 +28,6 @@ from megatron_cp.commands.arguments import (
     tokens,
 )
 from megatron_cp.mask import AttentionMask
-from megatron_cp.plan.study.workloads import MASKS
 from megatron_cp.report.sources import MaskChoice, source_of_lengths, source_of_workload
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ KERNEL_SHAPES: dict[str, Callable[[int], AttentionMask]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
-    add_mask(parser, [*MASKS, *KERNEL_SHAPES])
+    add_mask(parser, KERNEL_SHAPES)
     parser.add_argument(
         "--seq-length", type=tokens, default=300, metavar="N", help="queries and keys"
     )

@@ -14,6 +14,7 @@ from megatron_cp.commands.arguments import (
     add_heads,
     add_planning,
     assumed,
+    assumed_line,
     config_of,
     count,
     pack_tokens,
@@ -23,6 +24,7 @@ from megatron_cp.commands.arguments import (
     source_of,
 )
 from megatron_cp.data.packing import PACKING_POLICIES, PackingConfig
+from megatron_cp.plan.study.workloads import ALIASES
 from megatron_cp.report.dry_run import study
 from megatron_cp.report.sources import MaskChoice
 
@@ -52,8 +54,9 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
     progress = Progress("plan")
     dry_run = study.plan_corpus(corpus, args.context_parallel_size, config, planners, progress)
     progress.clear()
-    text = f"{study.dry_run_text(dry_run)}\n\n{assumed(args)}"
-    show(text, study.dry_run_values(dry_run), args.json)
+    found = assumed(args, words)
+    text = f"{study.dry_run_text(dry_run)}\n\n{assumed_line(found)}"
+    show(text, {**study.dry_run_values(dry_run), "assumed": found}, args.json)
     if args.html is not None:
         from megatron_cp.report.draw.html import write_page
         from megatron_cp.report.dry_run.page import dry_run_page
@@ -66,7 +69,8 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
 def _corpus(args: argparse.Namespace) -> study.Corpus:
     """Returns the packs; token files are packed by the loader's own rules."""
     seq_length = pack_tokens(args, args.context_parallel_size)
-    choice = MaskChoice(args.mask, args.window_size)
+    # Pictures know the kind of documents by the benchmarks' name.
+    choice = MaskChoice(ALIASES.get(args.mask, args.mask), args.window_size)
     if args.data_path is None:
         refuse_unused(args, "packing")
         return study.corpus_of_source(

@@ -14,6 +14,7 @@ from megatron_cp.commands.arguments import (
     add_heads,
     add_planning,
     assumed,
+    assumed_line,
     config_of,
     count,
     pack_tokens,
@@ -70,7 +71,7 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
         [8] if has_replicas else [8, 64, 512]
     )
     if has_replicas:
-        return _run_replicas(args)
+        return _run_replicas(args, words)
     refuse_unused(args, "global_batch_size", source="--data-parallel-size")
     cp_sizes = args.context_parallel_size
     sizes = [(n, pack_tokens(args, n)) for n in cp_sizes]
@@ -86,12 +87,19 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
         source_of(args), choice, sizes, config, planners, seed=args.seed, tell=progress
     )
     progress.clear()
-    show(f"{study_text(study)}\n\n{assumed(args)}", study_values(study), args.json)
+    _show(study_text(study), study_values(study), assumed(args, words), args.json)
     _write_pictures(study, args, shlex.join(["megatron-cp", *words]))
     return 0
 
 
-def _run_replicas(args: argparse.Namespace) -> int:
+def _show(
+    text: str, values: dict[str, object], found: dict[str, int | str], json_path: Path | None
+) -> None:
+    """Prints the figures and what was assumed for them."""
+    show(f"{text}\n\n{assumed_line(found)}", {**values, "assumed": found}, json_path)
+
+
+def _run_replicas(args: argparse.Namespace, words: Sequence[str]) -> int:
     """Prints a step of replicas in every layout."""
     for name in ("html", "svg", "trace"):
         if getattr(args, name) is not None:
@@ -119,7 +127,7 @@ def _run_replicas(args: argparse.Namespace) -> int:
         for n in args.context_parallel_size
     ]
     progress.clear()
-    show(f"{replicas_text(studies)}\n\n{assumed(args)}", replicas_values(studies), args.json)
+    _show(replicas_text(studies), replicas_values(studies), assumed(args, words), args.json)
     return 0
 
 

@@ -12,7 +12,7 @@ SMALL = ["--seq-length", "140", "--num-query-groups", "1", "--kv-channels", "64"
 MASKS = {
     **{
         name: ["--mask", name]
-        for name in (*KERNEL_SHAPES, "full", "causal", "causal_document", "mixed_document")
+        for name in (*KERNEL_SHAPES, "full", "causal", "documents", "mixed_document")
     },
     "a window": ["--mask", "causal", "--window-size", "30,0"],
     "a prefix": ["--mask", "prefix_lm_causal"],
@@ -72,7 +72,7 @@ def test_a_defect_is_one_line_on_standard_error_and_exit_code_1(capsys, monkeypa
     monkeypatch.setattr(library.Kernel, "run", find)
     status, printed = _emulate(capsys)
     assert status == 1 and printed.out == ""
-    assert printed.err.endswith("\ncausal_document: seed 1, block 0, deadlock\n")
+    assert printed.err.endswith("\ndocuments: seed 1, block 0, deadlock\n")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Workloads have the statistics that their sources publish; named masks are what their definitions say."""
 
+import inspect
 import itertools
 
 import numpy as np
@@ -9,6 +10,8 @@ from hypothesis import strategies as st
 
 from megatron_cp import mask as masks
 from megatron_cp.plan.study.workloads import (
+    ALIASES,
+    BUILDER_MASKS,
     LONGCA_MASKS,
     MASKS,
     TRAINING_MASKS,
@@ -106,7 +109,25 @@ def test_fitted_repeats_documents_until_the_pack_is_full(lengths, num_tokens):
 
 def test_all_published_names_are_there():
     assert len(LONGCA_MASKS) == 14 and len(ULTRAATTN_MASKS) == 6
-    assert set(LONGCA_MASKS) | set(ULTRAATTN_MASKS) | set(TRAINING_MASKS) == set(MASKS)
+    published = {*LONGCA_MASKS, *ULTRAATTN_MASKS, *TRAINING_MASKS}
+    assert published | set(BUILDER_MASKS) == set(MASKS) and not published & set(ALIASES)
+
+
+def test_every_builder_of_a_mask_can_be_named():
+    builders = {
+        name
+        for name in masks.__all__
+        if not name.startswith(("from_", "to_", "concat"))
+        and not inspect.isclass(getattr(masks, name))
+        and inspect.signature(getattr(masks, name)).return_annotation is masks.AttentionMask
+    }
+    assert {"documents", "prefix_tree", "block_diffusion"} <= builders == set(BUILDER_MASKS)
+
+
+@pytest.mark.parametrize(("builder", "benchmark"), ALIASES.items())
+def test_a_builder_and_its_name_in_benchmarks_are_one_mask(builder, benchmark):
+    ours, theirs = (named_mask(name, 3000, workload="W4", seed=2) for name in (builder, benchmark))
+    assert ours == theirs and MASKS[builder].has_documents == MASKS[benchmark].has_documents
 
 
 @pytest.mark.parametrize("name", sorted(MASKS))
@@ -115,7 +136,7 @@ def test_every_mask_can_be_built_at_any_length(name):
         mask = named_mask(name, num_tokens, workload="W1", seed=1)
         assert (mask.num_queries, mask.num_keys) == (num_tokens, num_tokens)
         assert mask.digest() == named_mask(name, num_tokens, workload="W1", seed=1).digest()
-        if num_tokens > 3 and name != "uniform_block_sparse" and name != "variable_block_sparse":
+        if num_tokens > 3 and "block_sparse" not in name:
             assert mask.to_dense().any(axis=1).all() if num_tokens <= 1000 else mask.area()
 
 
@@ -129,6 +150,12 @@ BY_HAND = {
     "full_document": SAME,
     "causal_document": SAME & (K <= Q),
     "share_question": (K <= Q) & (SAME | (DOC == 0)),
+    "documents": SAME & (K <= Q),
+    "shared_question": (K <= Q) & (SAME | (DOC == 0)),
+    "prefix_tree": (K <= Q) & (SAME | (DOC == 0) | ((DOC[:, None] == 3) & (DOC == 1))),
+    "image_spans": (K <= Q) | (SAME & (DOC % 2 == 1)),
+    "block_diffusion": Q // 10 == K // 10,  # one block of noisy and one of clean tokens
+    "dilated": (K <= Q) & ((Q - K) % 2 == 0),
     "causal_blockwise": (K <= Q) & (SAME | (DOC[:, None] == 3)),
     "star": (K <= Q) & ((Q // 5 == K // 5) | (K < 5)),
     "window_document": SAME & (K <= Q),  # shorter than the window

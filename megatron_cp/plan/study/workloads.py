@@ -5,13 +5,13 @@
 
 Lengths are drawn from published statistics (histograms, quantiles, shares), seeded, with nothing but uniform
 numbers from the generator, so that they are the same with every NumPy. Masks are those of LongCA-bench (14
-names), UltraAttn (6) and three that packed training mixes; at any length.
+names), UltraAttn (6), three that packed training mixes, and every builder of `megatron_cp.mask`; at any length.
 """
 
 import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -27,6 +27,8 @@ Draw = Callable[[FloatArray, int], FloatArray]
 MAX_TOKENS = 1 << 31  # of a pack: its token ids alone are 16 GiB, in every plan
 WINDOW = 1024
 VIDEO_BLOCK = 1024
+ATTENTION_CHUNK = 8192  # Llama 4
+DIFFUSION_BLOCK = 32
 MAX_BLOCKS = (
     256  # per side of a block-sparse table: larger blocks beyond, so that slices stay countable
 )
@@ -250,7 +252,20 @@ def _mixed(lengths: IntArray, num_tokens: int, uniform: FloatArray) -> Attention
     return masks.documents(lengths, within=kinds)
 
 
-MASKS: Mapping[str, NamedMask] = {
+def _image_spans(lengths: IntArray, num_tokens: int, uniform: FloatArray) -> AttentionMask:
+    """Every second document is an image."""
+    end = np.cumsum(lengths)
+    return masks.image_spans(num_tokens, np.stack([end - lengths, end], axis=1)[1::2])
+
+
+def _block_diffusion(lengths: IntArray, num_tokens: int, uniform: FloatArray) -> AttentionMask:
+    """Half of the pack is noisy, half clean; of an odd number the last token is on its own."""
+    half = num_tokens // 2
+    pairs = masks.block_diffusion(half, max(DIFFUSION_BLOCK, math.ceil(half / MAX_BLOCKS)))
+    return masks.concat([pairs, masks.full(1)]) if num_tokens % 2 else pairs
+
+
+_BENCHMARK_MASKS: Mapping[str, NamedMask] = {
     one.name: one
     for one in (
         # LongCA-bench, fourteen
@@ -282,7 +297,33 @@ MASKS: Mapping[str, NamedMask] = {
         NamedMask("mixed_document", True, _mixed),
     )
 }
-LONGCA_MASKS = tuple(MASKS)[:14]
+_MORE_BUILDERS = (
+    NamedMask(
+        "prefix_tree", True, lambda d, n, u: masks.prefix_tree(d, (np.arange(len(d)) - 1) // 2)
+    ),
+    NamedMask("image_spans", True, _image_spans),
+    NamedMask("chunked_causal", False, lambda d, n, u: masks.chunked_causal(n, ATTENTION_CHUNK)),
+    NamedMask("block_causal", False, lambda d, n, u: masks.block_causal(n, VIDEO_BLOCK)),
+    NamedMask("block_diffusion", False, _block_diffusion),
+    NamedMask("dilated", False, lambda d, n, u: masks.dilated(n, WINDOW)),
+)
+ALIASES: Mapping[str, str] = {
+    "documents": "causal_document",
+    "shared_question": "share_question",
+    "prefix_lm": "prefix_lm_causal",
+    "prefix_lm_documents": "prefix_lm_document",
+    "block_causal_documents": "block_causal_document",
+    "block_sparse": "uniform_block_sparse",
+}
+"""Builders of `megatron_cp.mask` whose masks benchmarks have under another name: builder -> benchmark."""
+
+MASKS: Mapping[str, NamedMask] = {
+    **_BENCHMARK_MASKS,
+    **{name: replace(_BENCHMARK_MASKS[old], name=name) for name, old in ALIASES.items()},
+    **{one.name: one for one in _MORE_BUILDERS},
+}
+BUILDER_MASKS = tuple(name for name in masks.__all__ if name in MASKS)
+LONGCA_MASKS = tuple(_BENCHMARK_MASKS)[:14]
 ULTRAATTN_MASKS = ("full", "causal", "strided", "global_local", "star", "streaming")
 TRAINING_MASKS = (
     "causal_document",
