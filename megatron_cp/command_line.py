@@ -6,6 +6,7 @@ Bad input is one line for each reason on standard error and exit code 2.
 from __future__ import annotations
 
 import argparse
+import errno
 import functools
 import json
 import os
@@ -126,12 +127,24 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def prepare_outputs(*paths: Path | None) -> None:
+    """Makes the folders of files that will be written. Raises OSError now, not after the work, where one cannot be."""
+    for path in paths:
+        if path is None or path == STDOUT:
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+
 def show(text: str, values: Any, json_path: Path | None) -> None:
     """Prints the text, or the values as JSON in its place, or both where the JSON goes to a file."""
     written = json.dumps(values, indent=1, allow_nan=False) + "\n"
     sys.stdout.write(written if json_path == STDOUT else text + "\n")
     if json_path is not None and json_path != STDOUT:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
+        prepare_outputs(json_path)
         json_path.write_text(written, encoding="utf-8")
         say_written(json_path)
 

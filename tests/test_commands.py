@@ -56,6 +56,34 @@ def test_bad_arguments_and_help_end_before_torch_is_imported(command):
     assert after(command, "--help") == (0, ["numpy"])
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["emulate", "--kv-channels", "7"],
+        ["emulate", "--v-head-dim", "300"],
+        ["emulate", "--softcap", "-1"],
+        ["emulate", "--seq-length", "1M"],
+        ["emulate", "--mask", "round"],
+        ["plan", "--mask", "round"],
+        ["measure", "cluster.json"],
+    ],
+)
+def test_an_error_is_found_before_torch_is_imported(words):
+    assert after(*words) == (2, ["numpy"])
+
+
+@pytest.mark.parametrize("words", [["plan", "--html"], ["simulate", "--trace"], ["plan", "--json"]])
+def test_a_file_that_cannot_be_written_is_told_before_any_planner_runs(capsys, tmp_path, words):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit) as end:
+        main([*words, str(tmp_path / "file" / "page"), *SMALL])
+    printed = capsys.readouterr()
+    assert end.value.code == 2 and printed.out == ""
+    assert printed.err == (
+        f"python -m megatron_cp {words[0]}: error: {tmp_path / 'file'}: File exists\n"
+    )
+
+
 ISOLATED = """
 import sys
 sys.path[:] = [path for path in sys.path if "site-packages" not in path]

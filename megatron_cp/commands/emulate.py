@@ -7,6 +7,7 @@ of the kernel's mbarriers. Nothing it prints says anything about the speed of a 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections import Counter
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_cp import mask as masks
-from megatron_cp.command_line import Progress
+from megatron_cp.command_line import Progress, prepare_outputs
 from megatron_cp.commands.arguments import (
     SEED,
     WORKLOAD,
@@ -27,6 +28,7 @@ from megatron_cp.commands.arguments import (
     seed,
     tokens,
 )
+from megatron_cp.kernels import build
 from megatron_cp.mask import AttentionMask
 from megatron_cp.report.sources import MaskChoice, source_of_lengths, source_of_workload
 
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 DTYPES = ("bf16", "fp16")
+MOST_SCORES = 1 << 28  # 2 GiB in float64, of which reference and plain formula hold a few
 
 
 def _mixed_slices(length: int) -> AttentionMask:
@@ -77,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--v-head-dim", type=count, metavar="N", help="default: --kv-channels")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the inputs")
     parser.add_argument(
-        "--softcap", type=float, default=0.0, metavar="X", help="of the scores; 0: none"
+        "--softcap", type=softcap, default=0.0, metavar="X", help="of the scores; 0 is none"
     )
     parser.add_argument(
         "--seed", type=seed, default=SEED,
@@ -101,7 +104,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, words: Sequence[str]) -> int:
     """Prints what was found; returns 1 if the emulator found a defect."""
-    mask, _ = mask_of(args), key_heads(args)  # what can be refused without torch is
+    key_heads(args)  # what can be refused without torch is
+    check_head_dims(args)
+    check_scores(args)
+    mask = mask_of(args)
+    prepare_outputs(args.history)
     progress = Progress("emulate")
     progress("compiling the kernel for this CPU where it is not in the cache, then emulating")
     lines, status = _emulated(args, mask)
@@ -124,6 +131,48 @@ def mask_of(args: argparse.Namespace) -> AttentionMask:
     source = source_of_lengths(args.lengths) if args.lengths else source_of_workload(WORKLOAD)
     choice = MaskChoice(args.mask, args.window_size)
     return choice.build(length, source.documents(length, args.seed), args.seed)
+
+
+def check_head_dims(args: argparse.Namespace) -> None:
+    """Raises ValueError where no kernel is built for --kv-channels and --v-head-dim."""
+    built = {
+        (int(variant.value("MCP_HEAD_DIM")), int(variant.value("MCP_VALUE_DIM")))
+        for variant in build.variants().values()
+        if variant.kernel_pass == "forward" and variant.value("MCP_TYPE") == args.dtype
+    }
+    if (args.kv_channels, args.v_head_dim or args.kv_channels) in built:
+        return
+    asked = f"--kv-channels {args.kv_channels}"
+    if args.v_head_dim is not None:
+        asked = f"{asked} --v-head-dim {args.v_head_dim}"
+    alone = ", ".join(str(dim) for dim, value_dim in sorted(built) if dim == value_dim)
+    both = [f"{a} with --v-head-dim {b}" for a, b in sorted(built) if a != b]
+    raise ValueError(
+        f"{asked} must be what a kernel is built for: --kv-channels {', or '.join([alone, *both])}; give one of these"
+    )
+
+
+def check_scores(args: argparse.Namespace) -> None:
+    """Raises ValueError for more scores than fit: the formula beside the kernel computes all of them."""
+    length = args.seq_length if args.lengths is None else sum(args.lengths)
+    num_scores = args.num_attention_heads * length**2
+    if num_scores > MOST_SCORES:
+        most = math.isqrt(MOST_SCORES // args.num_attention_heads)
+        raise ValueError(
+            f"{args.num_attention_heads} heads of {length} x {length} scores are more than {MOST_SCORES}, which the "
+            f"comparison holds in float64; give at most {most} tokens, or fewer heads"
+        )
+
+
+def softcap(text: str) -> float:
+    """Returns a softcap, 0 or more; ArgumentTypeError for any other text."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of at least 0; 0 is none")
+    return value
 
 
 def _emulated(args: argparse.Namespace, mask: AttentionMask) -> tuple[list[str], int]:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_cp.command_line import Progress, say_written
+from megatron_cp.command_line import Progress, prepare_outputs, say_written
 from megatron_cp.commands.arguments import add_heads, count, key_heads
 from megatron_cp.plan.hardware.topology import get_topology, load_profile
 
@@ -45,6 +45,8 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
     if args.output.suffix != ".json":
         raise ValueError(f"{args.output} must end in .json: --cp-topology knows profiles by that")
     kv_heads = key_heads(args)
+    if os.environ.get("RANK") == "0":
+        prepare_outputs(args.output)
 
     import torch
     import torch.distributed as dist
@@ -69,7 +71,6 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
     found = measure(cluster, heads, args.rounds, get_topology("h100" if on_cuda else "cpu"), tick)
     if is_first:
         progress.clear()
-        args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text(json.dumps(found.profile, indent=1) + "\n", encoding="utf-8")
         topology = load_profile(args.output)
         print(f"{topology.name}: {ranks} ranks, {node} on each node")

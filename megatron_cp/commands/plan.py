@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_cp.command_line import Progress, add_json, say_written, show
+from megatron_cp.command_line import Progress, add_json, prepare_outputs, say_written, show
 from megatron_cp.commands.arguments import (
     SPLIT,
     add_documents,
@@ -51,6 +51,7 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
     """Prints the plans and the planners side by side."""
     config, planners = config_of(args), planners_of(args)
     corpus = _corpus(args)
+    prepare_outputs(args.json, args.html)
     progress = Progress("plan")
     dry_run = study.plan_corpus(corpus, args.context_parallel_size, config, planners, progress)
     progress.clear()

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_cp.command_line import Progress, add_json, say_written, show
+from megatron_cp.command_line import Progress, add_json, prepare_outputs, say_written, show
 from megatron_cp.commands.arguments import (
     add_documents,
     add_heads,
@@ -81,11 +81,10 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
             f"--svg {args.svg}: there is no plan at {min(cp_sizes)} ranks to draw; ask for at most "
             f"{MAX_RANKS_PICTURED} ranks"
         )
-    choice = MaskChoice(args.mask, args.window_size)
+    choice, source = MaskChoice(args.mask, args.window_size), source_of(args)
+    prepare_outputs(args.json, args.html, args.svg, args.trace)
     progress = Progress("simulate")
-    study = run_study(
-        source_of(args), choice, sizes, config, planners, seed=args.seed, tell=progress
-    )
+    study = run_study(source, choice, sizes, config, planners, seed=args.seed, tell=progress)
     progress.clear()
     _show(study_text(study), study_values(study), assumed(args, words), args.json)
     _write_pictures(study, args, shlex.join(["megatron-cp", *words]))
@@ -114,6 +113,7 @@ def _run_replicas(args: argparse.Namespace, words: Sequence[str]) -> int:
             f"{-(-num_packs // dp_size) * dp_size}"
         )
     progress, config, source = Progress("simulate"), config_of(args), source_of(args)
+    prepare_outputs(args.json)
     choice = MaskChoice(args.mask, args.window_size)
     studies = [
         study_replicas(
@@ -150,5 +150,4 @@ def _write_pictures(study: Study, args: argparse.Namespace, command: str) -> Non
 
 
 def _write(path: Path, content: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(content, encoding="utf-8")

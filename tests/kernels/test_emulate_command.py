@@ -54,6 +54,13 @@ def test_instructions_and_barriers_are_counted_as_executed(capsys, tmp_path):
     assert f"wrote {len(events):,} events" in printed.out
 
 
+@pytest.mark.parametrize("dims", [(64, 64), (192, 128), (256, 256)])
+def test_head_dims_that_are_said_to_be_built_are(capsys, dims):
+    words = ["--kv-channels", str(dims[0]), "--v-head-dim", str(dims[1]), "--seq-length", "20"]
+    status, printed = _emulate(capsys, *words)
+    assert status == 0 and f"head dim {dims[0]} ({dims[1]})" in printed.out
+
+
 @pytest.mark.parametrize("mask", ["mixed_slices", "causal"])
 def test_gradients_are_as_close_to_float64_as_the_plain_formula(capsys, mask):
     status, printed = _emulate(capsys, "--mask", mask, "--backward", "--seed", "2")
@@ -78,7 +85,14 @@ def test_a_defect_is_one_line_on_standard_error_and_exit_code_1(capsys, monkeypa
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--kv-channels", "80"], "no forward kernel for head_dim=80"),
+        (
+            ["--kv-channels", "80"],
+            "--kv-channels 80 must be what a kernel is built for: --kv-channels 64, 96,",
+        ),
+        (["--v-head-dim", "128"], "64 --v-head-dim 128 must be what a kernel is built for"),
+        (["--softcap", "nan"], "argument --softcap: 'nan' must be a number of at least 0"),
+        (["--seq-length", "1M"], "2 heads of 1048576 x 1048576 scores are more than 268435456"),
+        (["--history", "/"], "/: Is a directory"),
         (["--num-query-groups", "3"], "--num-query-groups 3 must divide --num-attention-heads 2"),
         (["--seq-length", "0"], "must be a whole number of at least 1"),
         (["--seed", "-1"], "must be a whole number of at least 0"),
@@ -89,5 +103,5 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, words, message):
     with pytest.raises(SystemExit) as caught:
         main(["emulate", *SMALL, *words])
     printed = capsys.readouterr()
-    refusal = printed.err.splitlines()[-1]  # progress may stand before it
+    (refusal,) = printed.err.splitlines()  # nothing was begun
     assert caught.value.code == 2 and "error: " in refusal and message in refusal
