@@ -19,6 +19,7 @@ METRICS = {
     "data/wait_s": 0.05,
     "cp/area_max_over_mean": 1.01,
     "cp/zigzag_area_max_over_mean": 1.25,
+    "cp/per_document_area_max_over_mean": 1.0625,
     "cp/comm_bytes_sent": 3e6,
     "cp/ring_bytes_sent": 6e6,
     "cp/predicted_ms": 40.0,

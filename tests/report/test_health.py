@@ -55,7 +55,7 @@ CASES = {
     "a loss that stands still": ({"lm_loss": 7 + NOISE}, "look", "does not move"),
     "a held-out loss that turns": ({"held_out": [(20, 6.2), (40, 6.5)]}, "look", "rises: 6.500 after 6.200 at step 20"),
     "no held-out loss": ({"held_out": []}, "look", "no held-out loss"),
-    "a spike": ({"grad_norm": np.r_[np.ones(4), 9.0, np.ones(STEPS - 5)]}, "look", "1 steps above 5 times"),
+    "a spike": ({"grad_norm": np.r_[np.ones(4), 9.0, np.ones(STEPS - 5)]}, "look", "1 step above 5 times"),
     "gradients that grow": ({"grad_norm": np.r_[np.ones(30), np.full(10, 4.0)]}, "look", "it grows"),
     "gradients that are not finite": ({"grad__nonfinite": np.r_[np.zeros(STEPS - 1), 1.0]}, "ill", "not finite in 1"),
     "a few skipped steps": ({"grad__skipped": np.r_[1.0, np.zeros(STEPS - 1)]}, "look", "1 of 40 steps were skipped"),

@@ -85,6 +85,18 @@ def test_a_gpus_trace_is_read_on_the_device(folder):
     assert stages.on_device and stages.passes["forward"].seconds == pytest.approx(830e-6, abs=1e-6)
 
 
+def test_shares_of_traced_steps_are_counted_over_both_passes_and_ranks(folder):
+    step = [span("cp step 11", 0, 5000), span("cp step 12", 6000, 1000)]
+    write_trace(folder, 0, [*step, *call(100, 500), *call(1000, 70, "backward"), *call(5200, 900)])
+    write_trace(folder, 1, [*step, *call(100, 300), *call(1000, 130, "backward"), *call(5200, 9)])
+    shares = measured_stages(read_run(folder)).shares
+    assert shares["attend"] == pytest.approx(((500 + 70) + (300 + 130)) / 2 / 6000)
+    assert shares["wait"] == pytest.approx(2 * 20 / 6000)
+    words = run_page(read_run(folder)).split("What limits now")[1].split("</figure>")[0]
+    assert "8.3% attention, computing" in words and "0.7% attention, waiting for rows" in words
+    assert "mean over the ranks that traced steps 11 to 12" in words
+
+
 def test_ranks_of_one_context_group_and_the_newest_steps_are_taken(folder):
     events = [span("cp step 11", 0, 5000), *call(100, 50)]
     for rank in (0, 1, 2, 3):

@@ -9,6 +9,7 @@ from megatron_cp import CPConfig, make_plan
 from megatron_cp import mask as masks
 from megatron_cp.plan import PLANNERS
 from megatron_cp.plan.stats import sent_bytes
+from megatron_cp.training.logging import baselines
 from megatron_cp.training.logging.baselines import PASSES, pack_figures, ring_bytes
 
 LENGTHS = (137, 2, 301, 1, 64, 519)
@@ -37,6 +38,43 @@ def test_figures_of_the_rings_are_those_of_their_plans(shape, cp_size, element_b
     if cp_size > 1:  # prices from below
         assert figures.zigzag_ms <= milliseconds(zigzag) * (1 + 1e-9)
         assert figures.per_document_ms <= milliseconds(per_document) * (1 + 1e-9)
+
+
+def pairs_of_split_documents(dense, lengths, cp_size):
+    """Pairs of each rank, token by token: documents filled up, cut in 2P pieces, rank r has r and 2P - 1 - r."""
+    pairs, start = np.zeros(cp_size), 0
+    for length in lengths:
+        size = -(-length // (2 * cp_size))
+        for token in range(length):
+            piece = token // size
+            pairs[min(piece, 2 * cp_size - 1 - piece)] += dense[start + token].sum()
+        start += length
+    return pairs
+
+
+@pytest.mark.parametrize("cp_size", [2, 3, 4, 8])
+@pytest.mark.parametrize("lengths", [LENGTHS, (1024,), (5, 5, 5, 5), (7, 300, 90)])
+@pytest.mark.parametrize("within", ["causal", "full"])
+def test_balance_of_split_documents_equals_a_count_token_by_token(cp_size, lengths, within):
+    mask = masks.documents(list(lengths), within=within)
+    pairs = pairs_of_split_documents(mask.to_dense(), lengths, cp_size)
+    config = CPConfig(**SHAPES[0], planner="contiguous")
+    figures = pack_figures(make_plan(mask, cp_size, config))
+    assert figures.per_document_imbalance == pytest.approx(pairs.max() / pairs.mean())
+
+
+@pytest.mark.parametrize("cp_size", [2, 4])
+def test_balance_of_split_documents_is_that_of_the_plan_where_nothing_is_to_fill_up(cp_size):
+    config = CPConfig(**SHAPES[0], planner="per_document_zigzag")
+    plan = make_plan(masks.documents([16, 64, 8, 512]), cp_size, config)
+    balance = plan.stats("forward")["imbalance"]
+    assert pack_figures(plan).per_document_imbalance == pytest.approx(balance)
+
+
+def test_balance_of_too_many_pieces_is_not_counted(monkeypatch):
+    plan = make_plan(masks.documents(list(LENGTHS)), 4, CPConfig(**SHAPES[0]))
+    monkeypatch.setattr(baselines, "MOST_PIECES", len(LENGTHS) * 8 - 1)
+    assert pack_figures(plan).per_document_imbalance is None
 
 
 def test_figures_of_a_pack_hold_the_bytes_of_both_passes():
@@ -102,3 +140,8 @@ def test_a_plan_over_replicas_is_compared_with_a_pack_on_each_of_them(cp_size):
     area = sum(pack.area() for pack in packs) / (3 * cp_size)
     assert figures.zigzag_imbalance == pytest.approx(packs[0].area() / cp_size / area, rel=1e-3)
     assert figures.predicted_ms == pytest.approx(milliseconds(whole))
+    split = [
+        pairs_of_split_documents(pack.to_dense(), lengths, cp_size).max()
+        for pack, lengths in zip(packs, ([512], [64] * 8, [200, 100, 212]), strict=True)
+    ]
+    assert figures.per_document_imbalance == pytest.approx(max(split) / area)

@@ -5,6 +5,7 @@ from megatron_cp.training.logging.closing import Summary, closing_box, next_line
 ROW = {
     "cp/area_max_over_mean": 1.0,
     "cp/zigzag_area_max_over_mean": 1.2,
+    "cp/per_document_area_max_over_mean": 1.01,
     "cp/comm_bytes_sent": 3e6,
     "cp/ring_bytes_sent": 4e6,
 }
@@ -21,10 +22,20 @@ def test_the_box_says_means_over_all_steps_and_what_to_run_next():
     assert "done: 20 steps, 10,240 tokens, 0:01:30" in box
     assert "8.9500 -> 7.1500, mean of the first and last 2 steps" in box
     assert "7.5000 at step 20" in box
-    assert "1.000 max / mean area, zigzag 1.295 (mean of 20 steps)" in box
-    assert "3 MB a step, 75.0% of a zigzag ring's" in box
+    others = "zigzag 1.295, Transformer Engine (THD) 1.010"
+    assert f"1.000 max / mean area, {others} (mean of 20 steps)" in box
+    assert "3 MB a step, 75.0% of what zigzag or Transformer Engine (THD) sends (mean" in box
     assert "python -m megatron_cp report 'runs/my run', then open 'runs/my run/report.html'" in box
     assert "wandb sync 'runs/my run/wandb/offline-run-1'" in box and "--load 'runs/my run'" in box
+
+
+def test_a_balance_that_some_steps_did_not_count_is_left_out():
+    """A mean over other steps would stand beside ours as if it were of the same."""
+    summary = Summary()
+    summary.row(ROW)
+    summary.row({key: v for key, v in ROW.items() if "per_document" not in key})
+    (words,) = [words for name, words in summary.facts() if name == "balance"]
+    assert words == "1.000 max / mean area, zigzag 1.200 (mean of 2 steps)"
 
 
 def test_one_rank_sends_nothing_and_says_nothing_of_it():

@@ -96,6 +96,16 @@ def test_metrics_of_a_step_equal_a_count_over_all_its_plans(planner):
     balances = [max(areas) / np.mean(areas) for name, _, areas, _ in counted if name == "full"]
     assert metrics["cp/area_max_over_mean"] == pytest.approx(max(balances))
     assert max(balances) > balances[-1]  # the worst pack is not the last
+    split = []
+    for pack in PACKS:
+        pairs = np.zeros(CP)
+        for length in pack:
+            size = -(-length // (2 * CP))
+            for token in range(length):  # causal: token t sees t + 1
+                piece = token // size
+                pairs[min(piece, 2 * CP - 1 - piece)] += token + 1
+        split.append(pairs.max() / pairs.mean())
+    assert metrics["cp/per_document_area_max_over_mean"] == pytest.approx(max(split))
     times = sum(layers[name] * ms for name, _, _, ms in counted)
     assert metrics["cp/predicted_ms"] == pytest.approx(times)
     lengths = np.concatenate(PACKS)

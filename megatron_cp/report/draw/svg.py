@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NewType
 
@@ -144,6 +144,27 @@ def short(value: float, digits: int = 3) -> str:
 def plain(value: float, digits: int = 3) -> str:
     """Returns a number for people, without letters or powers of ten: 2,808, 36.1, 0.42."""
     return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
+
+
+def aligned(values: Sequence[float], digits: int = 3) -> list[str]:
+    """Returns a column of numbers with the same decimals: as many as give the smallest `digits` digits, at most 4.
+
+    Thousands have commas; what is not finite is "".
+    """
+    sizes = [abs(value) for value in values if math.isfinite(value) and value]
+    leading = math.floor(math.log10(min(sizes))) + 1 if sizes else digits
+    decimals = min(4, max(0, digits - leading))
+    return [f"{value:,.{decimals}f}" if math.isfinite(value) else "" for value in values]
+
+
+def exact(count: int) -> str:
+    """Returns a count with commas, all digits of it; from ten million on three."""
+    return f"{count:,}" if count < 10_000_000 else short(count)
+
+
+def count_of(count: int, noun: str) -> str:
+    """Returns a count and what is counted: 1 step, 2,048 steps."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def short_bytes(value: float) -> str:

@@ -104,7 +104,12 @@ def _tiles(run: DryRun, packs: list[PackView]) -> list[Tile]:
         if other is not None and other is not mine:
             tiles.insert(
                 1,
-                Tile(label, headline(mine, other), f"{mine.planner}: {against(mine, other)}", True),
+                Tile(
+                    label,
+                    headline(mine, other),
+                    f"{mine.planner}: {against(mine, other, '×')}",
+                    True,
+                ),
             )
     return tiles
 

@@ -15,7 +15,7 @@ from megatron_cp.config import CPConfig, Topology
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.study.compare import Outcome, best_other
 from megatron_cp.report.draw.html import PREDICTED, scrolling
-from megatron_cp.report.draw.svg import Markup, escape, tag
+from megatron_cp.report.draw.svg import Markup, aligned, escape, tag
 from megatron_cp.report.draw.table import text_table
 from megatron_cp.report.figures.view import USUAL, USUAL_WORDS
 
@@ -84,19 +84,19 @@ def named(outcomes: Sequence[Outcome], planner: str) -> Outcome | None:
     return next((one for one in outcomes if one.planner == planner and not one.refusal), None)
 
 
-def against(ours: Outcome, other: Outcome) -> str:
+def against(ours: Outcome, other: Outcome, times: str = "x") -> str:
     """Returns how our predicted time compares: `1.22 x faster than magi`, `1.07 x slower than usp`.
 
     The number is always at least 1: how often the faster fits into the slower. A price from below of the other
-    makes a win `at least`, and a loss `at most`.
+    makes a win `at least`, and a loss `at most`. `times`: × on a page, x where a terminal may not have it.
     """
     ratio = other.predicted_ms / ours.predicted_ms if ours.predicted_ms else 1.0
     name = f"{other.planner} ({USUAL_WORDS})" if other.planner == USUAL else other.planner
     if abs(ratio - 1) < 0.005:
         return f"as fast as {name}"
     if ratio > 1:
-        return f"{'at least ' if other.is_best_case else ''}{ratio:.2f} x faster than {name}"
-    return f"{'at most ' if other.is_best_case else ''}{1 / ratio:.2f} x slower than {name}"
+        return f"{'at least ' if other.is_best_case else ''}{ratio:.2f} {times} faster than {name}"
+    return f"{'at most ' if other.is_best_case else ''}{1 / ratio:.2f} {times} slower than {name}"
 
 
 def headline(ours: Outcome, other: Outcome) -> str:
@@ -106,14 +106,14 @@ def headline(ours: Outcome, other: Outcome) -> str:
     return f"{sign}{max(ratio, 1 / ratio):.2f} ×"
 
 
-def comparisons(ours: Outcome, outcomes: Sequence[Outcome]) -> list[str]:
+def comparisons(ours: Outcome, outcomes: Sequence[Outcome], times: str = "x") -> list[str]:
     """Returns the sentences of `against` for the best other scheme, then for the usual one."""
     if ours.refusal:
         return []
     best, usual = best_other(outcomes, ours.planner), named(outcomes, USUAL)
-    found = [f"{against(ours, best)}, the best of the others"] if best is not None else []
+    found = [f"{against(ours, best, times)}, the best of the others"] if best is not None else []
     if usual is not None and usual not in (ours, best):
-        found.append(against(ours, usual))
+        found.append(against(ours, usual, times))
     return found
 
 
@@ -186,7 +186,12 @@ def planner_table(ours: Outcome, outcomes: Sequence[Outcome], title: str) -> Mar
     )
     served = sorted((one for one in outcomes if not one.refusal), key=lambda one: one.predicted_ms)
     slowest = max((one.predicted_ms for one in served), default=1.0) or 1.0
-    rows = [_table_row(one, one.planner == ours.planner, slowest) for one in served]
+    predicted = aligned([one.predicted_ms for one in served])
+    simulated = aligned([one.simulated_ms for one in served])
+    rows = [
+        _table_row(one, (ms, trial), one.planner == ours.planner, slowest)
+        for one, ms, trial in zip(served, predicted, simulated, strict=True)
+    ]
     rows += [
         tag(
             "tr",
@@ -198,10 +203,12 @@ def planner_table(ours: Outcome, outcomes: Sequence[Outcome], title: str) -> Mar
     ]
     cells = (tag("th", escape(head), scope="col") if head else tag("td") for head in heads)
     table = tag("table", tag("thead", tag("tr", *cells)), tag("tbody", *rows))
-    said = "; ".join(comparisons(ours, outcomes))
-    caption = (
-        f"{ours.planner} is predicted {said}. " if said else ""
-    ) + f"Fastest first; {LEGEND}. Counted: imbalance and volume. Predicted and simulated: times."
+    said = "; ".join(comparisons(ours, outcomes, "×"))
+    legend = LEGEND.replace("x bound", "× bound")
+    caption = f"{ours.planner} is predicted {said}. " if said else ""
+    caption += (
+        f"Fastest first; {legend}. Counted: imbalance and volume. Predicted and simulated: times."
+    )
     if any(one.is_best_case for one in served):
         caption += f" {FROM_BELOW[0].replace('>', '≥')}{FROM_BELOW[2:]}."
     return tag(
@@ -213,14 +220,10 @@ def planner_table(ours: Outcome, outcomes: Sequence[Outcome], title: str) -> Mar
     )
 
 
-def _table_row(one: Outcome, is_chosen: bool, slowest: float) -> Markup:
+def _table_row(one: Outcome, times: tuple[str, str], is_chosen: bool, slowest: float) -> Markup:
     least = "≥ " if one.is_best_case else ""
     words = f"{one.planner} ({USUAL_WORDS})" if one.planner == USUAL else one.planner
-    cells = [
-        least + four_digits(one.predicted_ms),
-        least + four_digits(one.simulated_ms),
-        *_counted(one),
-    ]
+    cells = [*(least + ms if ms else "" for ms in times), *_counted(one)]
     bar = tag("i", style=f"width:{one.predicted_ms / slowest:.1%}")
     meter = tag("td", tag("span", bar, class_="meter"), aria_hidden="true")
     written = [tag("td", escape(cell)) for cell in cells]

@@ -95,8 +95,9 @@ def _panel(view: PlanView, pairs: FloatArray) -> Markup:
         hint = f"rank {rank}: {short(pairs[rank, i, j])} of {short(total[i, j])} pairs"
         colour = rank_colour(rank, view.cp_size)
         parts.append(rect(j * wide, TOP - 14 + i * high, wide, high, hint=hint, **colour))
+    parts.append(text(0, TOP + SIDE + 9, "rank", "muted"))
     for rank in range(min(view.cp_size, MAX_RANKS_NAMED)):
-        at, low = rank * 30.0, TOP + SIDE
+        at, low = 34.0 + rank * 30.0, TOP + SIDE
         parts.append(rect(at, low, 10, 10, rx=2, **rank_colour(rank, view.cp_size)))
         parts.append(text(at + 14, low + 9, rank))
     return picture(SIDE + 2, TOP + SIDE + 16, f"who computes which pair, {view.planner}", *parts)

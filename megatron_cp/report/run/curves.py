@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_cp.report.draw.charts import Axes, Series, finite_points, line_chart, smoothed
 from megatron_cp.report.draw.html import Figure, Table
-from megatron_cp.report.draw.svg import plain
+from megatron_cp.report.draw.svg import count_of, plain
 from megatron_cp.report.run.record import HELD_OUT_LOSS, LOSS, Run
 
 _STEP = "iteration"
@@ -104,7 +104,8 @@ def step_time_figure(run: Run, columns: int = 6) -> Figure:
     )
     inside = tuple((x, min(y, axes.y_high or y)) for x, y in points)
     cut = sum(y > (axes.y_high or y) for y in values)
-    above = f" {cut} steps above the frame are drawn at its edge." if cut else ""
+    drawn = "is" if cut == 1 else "are"
+    above = f" {count_of(cut, 'step')} above the frame {drawn} drawn at its edge." if cut else ""
     return Figure(
         title="Step time",
         caption=f"{middle}Measured. Flat is good; spikes are checkpoints, evaluation or other users "

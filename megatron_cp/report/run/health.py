@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_cp.report.draw.svg import Markup, escape, plain, tag
+from megatron_cp.report.draw.svg import Markup, count_of, escape, plain, tag
 from megatron_cp.report.run.record import HELD_OUT_LOSS, LOSS, Run
 
 State = Literal["well", "look", "ill"]
@@ -85,12 +85,14 @@ def _loss(run: Run) -> Reason | None:
     """Falling: the last tenth's mean is lower than the first's by more than chance makes it."""
     values = _values(run, LOSS)
     if len(values) < MIN_STEPS:
-        return Reason("look", f"{len(values)} steps logged a loss; a trend needs {MIN_STEPS}")
+        return Reason(
+            "look", f"{count_of(len(values), 'step')} logged a loss; a trend needs {MIN_STEPS}"
+        )
     count = tenth(values)
     first, last = values[:count], values[-count:]
     spread = float(np.std(np.diff(values)) / np.sqrt(2)) * np.sqrt(2 / count)
     fall = float(first.mean() - last.mean())
-    said = f"{first.mean():.3f} to {last.mean():.3f} (mean of the first and the last {count} steps)"
+    said = f"{first.mean():.3f} to {last.mean():.3f} (mean of the first and the last {count_of(count, 'step')})"
     if fall > SURE * spread:
         return Reason("well", f"training loss falls, {said}")
     if fall < -SURE * spread:
@@ -109,6 +111,8 @@ def _held_out(run: Run) -> Reason | None:
     if len(training):
         away = losses[-1] - float(training[-tenth(training) :].mean())
         gap = f", {abs(away):.3f} {'above' if away >= 0 else 'below'} the training loss"
+        if abs(away) < 0.0005:
+            gap = ", as the training loss"
     if losses[-1] > WORSE * losses[best]:
         return Reason(
             "look",
@@ -121,7 +125,7 @@ def _held_out(run: Run) -> Reason | None:
 def _gradients(run: Run) -> Reason | None:
     values, broken = _values(run, "grad-norm"), int(_values(run, "grad/nonfinite").sum())
     if broken:
-        return Reason("ill", f"the gradient norm was not finite in {broken} steps")
+        return Reason("ill", f"the gradient norm was not finite in {count_of(broken, 'step')}")
     if len(values) < MIN_STEPS:
         return None
     middle, last = float(np.median(values)), float(np.median(values[-tenth(values) :]))
@@ -132,7 +136,7 @@ def _gradients(run: Run) -> Reason | None:
     if last > GROWN * middle:
         return Reason("look", f"{said}: it grows")
     if spikes:
-        return Reason("look", f"{said}; {spikes} steps {above}")
+        return Reason("look", f"{said}; {count_of(spikes, 'step')} {above}")
     return Reason("well", f"{said}, no spikes {above}")
 
 
@@ -155,4 +159,4 @@ def _end(run: Run) -> Reason:
         return Reason("look", f"not finished: {done}{of} steps")
     if isinstance(wanted, int) and done < wanted:
         return Reason("look", f"ended early, after {done}{of} steps")
-    return Reason("well", f"all {done} steps done")
+    return Reason("well", f"all {count_of(done, 'step')} done")

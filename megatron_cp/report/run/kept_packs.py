@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from megatron_cp.config import CPConfig
 from megatron_cp.plan import PLANNERS, AttentionPlan, make_plan
+from megatron_cp.plan.schema import PASSES
 from megatron_cp.plan.study.compare import NONE, Outcome, best_other, measured, outcome_of
 from megatron_cp.report.figures.planners import mean_outcome
 from megatron_cp.report.figures.view import USUAL, PackView, view_of_plan
@@ -29,6 +32,8 @@ class KeptPacks:
     """Every planner, means over the packs, ours first; none where no pack was kept or there is one rank."""
     one_rank_ms: float = NONE
     """Predicted attention of one layer on one rank, mean over the packs."""
+    one_rank_mb: float = NONE
+    """The most megabytes that attention of the pack drawn allocates at once on one rank, one layer and pass."""
     is_rebuilt: bool = True
     """Whether our plans came out as the run recorded them; else pictures show the record."""
 
@@ -43,6 +48,11 @@ class KeptPacks:
         return max(self.packs, key=lambda pack: len(pack.document_lengths), default=None)
 
 
+def kept_words(kept: KeptPacks) -> str:
+    """Returns the sample in words."""
+    return "the kept pack" if len(kept.packs) == 1 else f"the {len(kept.packs)} kept packs"
+
+
 def plan_again(run: Run, tell: Tell) -> KeptPacks:
     """Returns the kept packs with baselines; plans every pack with every planner, so `tell` hears of each."""
     if not run.packs or run.packs[0].ours.cp_size == 1:
@@ -53,7 +63,7 @@ def plan_again(run: Run, tell: Tell) -> KeptPacks:
     alone = []
     for number, pack in enumerate(run.packs, 1):
         tell(f"every planner on kept pack {number} of {len(run.packs)}")
-        alone.append(_milliseconds(make_plan(pack.mask, 1, replace(config, chunk_size=None))))
+        alone.append(make_plan(pack.mask, 1, replace(config, chunk_size=None)))
         for name in names:
             made[name].append(_outcome(pack, name, config))
     outcomes = tuple(mean_outcome(one) for one in made.values())
@@ -70,11 +80,14 @@ def plan_again(run: Run, tell: Tell) -> KeptPacks:
         for index, pack in enumerate(run.packs)
     )
     same = all(pack.ours.computed is not None for pack in packs)
-    return KeptPacks(packs, outcomes, sum(alone) / len(alone), same)
+    kept = KeptPacks(packs, outcomes, float(np.mean([_milliseconds(one) for one in alone])))
+    drawn = alone[packs.index(kept.drawn)] if kept.drawn is not None else alone[0]
+    peak = max(drawn.stats(name)["peak_mb_max"] for name in PASSES)
+    return replace(kept, one_rank_mb=peak, is_rebuilt=same)
 
 
 def _milliseconds(plan: AttentionPlan) -> float:
-    return plan.stats("forward")["makespan_ms"] + plan.stats("backward")["makespan_ms"]
+    return sum(plan.stats(name)["makespan_ms"] for name in PASSES)
 
 
 def _outcome(pack: PackView, name: str, config: CPConfig) -> Outcome:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_cp.report.draw.html import Figure, Section, note, page, row, strip, write_page
-from megatron_cp.report.draw.svg import Markup, short
+from megatron_cp.report.draw.svg import Markup, count_of, short, short_tokens
 from megatron_cp.report.figures.lengths import (
     LengthShares,
     lengths_figure,
@@ -20,7 +20,7 @@ from megatron_cp.report.figures.planners import planner_table
 from megatron_cp.report.figures.timeline import stages_figure
 from megatron_cp.report.figures.view import PackView
 from megatron_cp.report.figures.workers import workers_figure
-from megatron_cp.report.run.bought import bought_table, bought_tiles, limits_figure
+from megatron_cp.report.run.bought import bought_table, bought_tiles
 from megatron_cp.report.run.curves import (
     balance_figure,
     comparison_figures,
@@ -29,11 +29,12 @@ from megatron_cp.report.run.curves import (
     step_time_figure,
 )
 from megatron_cp.report.run.health import verdict_of
-from megatron_cp.report.run.kept_packs import KeptPacks, plan_again
+from megatron_cp.report.run.kept_packs import KeptPacks, kept_words, plan_again
+from megatron_cp.report.run.limits import limits_figure
 from megatron_cp.report.run.record import Run, read_run
 from megatron_cp.report.run.resume import resume_points
 from megatron_cp.report.run.texts import texts_parts
-from megatron_cp.report.run.trace import measured_stages
+from megatron_cp.report.run.trace import MeasuredStages, measured_stages
 from megatron_cp.report.run.trained import trained_tiles
 from megatron_cp.report.sources import Tell, quiet
 
@@ -60,14 +61,15 @@ def run_page(
     `kept`: the kept packs, where somebody has planned them again already.
     """
     kept = plan_again(run, tell) if kept is None else kept
+    traced = measured_stages(run)
     pack = kept.drawn
     tiles = [*trained_tiles(run), *bought_tiles(run, kept)]
     overview = [verdict_of(run).markup(), strip(tiles)]
     if pack is None or pack.ours.cp_size > 1:
-        overview.append(row(bought_table(run, kept, other), limits_figure(run, kept)))
+        overview.append(row(bought_table(run, kept, other), limits_figure(run, kept, traced)))
     else:
-        overview.append(row(limits_figure(run, kept)))
-    sections = [Section("overview", "Overview", overview), _plan_section(run, kept)]
+        overview.append(row(limits_figure(run, kept, traced)))
+    sections = [Section("overview", "Overview", overview), _plan_section(kept, traced)]
     curves = row(loss_figure(run), gradient_figure(run))
     sections.append(
         Section("training", "Training", [curves, row(balance_figure(run), step_time_figure(run))])
@@ -92,7 +94,7 @@ def run_page(
     return page(f"{run.name} · training report", _subtitle(run), sections, _foot(run, other, kept))
 
 
-def _plan_section(run: Run, kept: KeptPacks) -> Section:
+def _plan_section(kept: KeptPacks, traced: MeasuredStages | None) -> Section:
     pack = kept.drawn
     if pack is None:
         words = "The run kept no packs (plan.json is missing), so no plan can be drawn."
@@ -101,11 +103,11 @@ def _plan_section(run: Run, kept: KeptPacks) -> Section:
     workers = workers_figure(pack)
     if workers is not None and pack.ours.cp_size > 1:
         parts.append(row(workers))
-    stages = _stages(run, pack)
+    stages = _stages(traced, pack)
     if stages is not None:
         parts.append(row(stages))
     if kept.ours is not None:
-        title = f"Planners on the {len(kept.packs)} kept packs"
+        title = f"Planners on {kept_words(kept)}"
         parts.append(row(planner_table(kept.ours, kept.outcomes, title)))
     if not kept.is_rebuilt:
         parts.insert(
@@ -118,9 +120,8 @@ def _plan_section(run: Run, kept: KeptPacks) -> Section:
     return Section("plan", "Plan of a kept pack", parts)
 
 
-def _stages(run: Run, pack: PackView) -> Figure | None:
+def _stages(measured: MeasuredStages | None, pack: PackView) -> Figure | None:
     """Returns the stages of a pass: those of the run's trace where it wrote one, and those of the plans."""
-    measured = measured_stages(run)
     if measured is None:
         return stages_figure(pack)
     panels = [
@@ -145,7 +146,7 @@ def length_shares(run: Run) -> LengthShares | None:
         counts = (np.asarray(train[name]) for name in names)
         return shares_of_bins(*counts, source="of the training split")
     lengths = [length for pack in run.packs for length in pack.document_lengths]
-    source = f"of {len(run.packs)} kept packs, cut where a pack ends"
+    source = f"of {count_of(len(run.packs), 'kept pack')}, cut where a pack ends"
     return shares_of_lengths(np.array(lengths), source) if lengths else None
 
 
@@ -159,10 +160,11 @@ def _subtitle(run: Run) -> str:
     split = " × ".join(f"{name} {layout[key]}" for name, key in sizes if key in layout)
     steps = int(run.rows[-1]["iteration"]) if run.rows else 0
     parts = [f"GPT of {short(run.description.get('num_parameters') or float('nan'))} parameters"]
-    if run.argument("seq_length"):
-        parts.append(f"{run.argument('seq_length')} tokens per pack")
+    seq_length = run.argument("seq_length")
+    if isinstance(seq_length, int) and seq_length:
+        parts.append(f"{short_tokens(seq_length)} tokens per pack")
     state = "" if run.description.get("finished") else " (not finished)"
-    return ", ".join([*parts, split, f"{steps} steps{state}"])
+    return ", ".join([*parts, split, f"{count_of(steps, 'step')}{state}"])
 
 
 def _foot(run: Run, other: Run | None, kept: KeptPacks) -> dict[str, object]:

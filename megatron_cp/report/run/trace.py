@@ -13,8 +13,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from megatron_cp.plan.schema import PassName
@@ -29,6 +30,8 @@ _SPAN = re.compile(
 )
 _STEP = re.compile(r"cp step \d+")
 _LANES = {"attend": COMPUTE, "send rows": SENDS}
+SHARES = ("attend", "wait")
+_SHARE_OF = {COMPUTE: "attend", WAITS: "wait"}
 _ON_DEVICE = "gpu_user_annotation"
 PASSES: tuple[PassName, ...] = ("forward", "backward")
 Call = list[Event]
@@ -59,6 +62,8 @@ class MeasuredStages:
     steps: str = ""
     on_device: bool = False
     problem: str = ""
+    shares: Mapping[str, float] = field(default_factory=dict)
+    """Of the traced steps' time, mean over these ranks: `attend` computing, `wait` for rows; empty for no trace."""
 
 
 def measured_stages(run: Run) -> MeasuredStages | None:
@@ -73,15 +78,18 @@ def measured_stages(run: Run) -> MeasuredStages | None:
     ranks = _one_group(sorted(files), run.section("layout"))[:MAX_RANKS_DRAWN]
     steps = f"{newest[0]} to {newest[1]}"
     try:
-        traces = {rank: _spans(_read(files[rank])) for rank in ranks}
+        read = {rank: _read(files[rank]) for rank in ranks}
+        traces = {rank: _spans(trace) for rank, trace in read.items()}
         on_device = all(any(cat == _ON_DEVICE for cat, *_ in spans) for spans in traces.values())
         passes = {name: _middle_call(traces, name, on_device) for name in PASSES}
+        parts = [_shares(read[rank], traces[rank], on_device) for rank in ranks]
     except _UNREADABLE as error:
         words = f"traces of steps {steps} cannot be read ({error})"
         return MeasuredStages({}, steps, problem=words)
     shown = {name: one for name, one in passes.items() if one is not None}
     nothing = "" if shown else f"traces of steps {steps} show no stage of attention"
-    return MeasuredStages(shown, steps, on_device, nothing)
+    shares = {key: fmean(one[key] for one in parts) for key in SHARES} if shown else {}
+    return MeasuredStages(shown, steps, on_device, nothing, shares)
 
 
 def _one_group(ranks: Sequence[int], layout: Mapping[str, Any]) -> list[int]:
@@ -130,6 +138,25 @@ def _spans(trace: Mapping[str, Any]) -> list[tuple[str, PassName, Event]]:
         name: PassName = "forward" if match[1] == "forward" else "backward"
         found.append((str(event.get("cat")), name, what))
     return sorted(found, key=lambda one: one[2].start)
+
+
+def _shares(
+    trace: Mapping[str, Any], spans: Sequence[tuple[str, PassName, Event]], on_device: bool
+) -> dict[str, float]:
+    """Returns which part of a rank's traced steps attention computed, and which it waited, by the steps' own ranges."""
+    steps = sum(
+        float(event["dur"]) * 1e-6
+        for event in trace["traceEvents"]
+        if event.get("ph") == "X"
+        and _STEP.fullmatch(str(event.get("name")))
+        and event.get("cat") != _ON_DEVICE
+    )
+    spent = dict.fromkeys(SHARES, 0.0)
+    for kind, _, event in spans:
+        key = _SHARE_OF.get(event.resource)
+        if key is not None and (kind == _ON_DEVICE) == on_device:
+            spent[key] += event.end - event.start
+    return {key: seconds / steps if steps else 0.0 for key, seconds in spent.items()}
 
 
 def _calls(events: Iterable[Event]) -> list[Call]:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from megatron_cp.report.draw.html import Tile
-from megatron_cp.report.draw.svg import plain, short
+from megatron_cp.report.draw.svg import count_of, exact, plain, short
 from megatron_cp.report.run.health import tenth
 from megatron_cp.report.run.record import HELD_OUT_LOSS, LOSS, Run
 
@@ -77,17 +77,17 @@ def _amount_tiles(run: Run) -> list[Tile]:
     if per_step is None:
         return []
     steps = int(run.rows[-1]["iteration"]) if run.rows else 0
-    detail = f"{steps} steps of {per_step:,}, packs full"
+    detail = f"{count_of(steps, 'step')} of {per_step:,}, packs full"
     train = run.section("data").get("train")
     total = train.get("tokens") if isinstance(train, dict) else None
     if isinstance(total, int) and total > 0:
         detail += f"; {steps * per_step / total:.2f} × the training documents"
-    tiles = [Tile("Tokens read", short(steps * per_step), detail)]
+    tiles = [Tile("Tokens read", exact(steps * per_step), detail)]
     if seconds:
         middle = float(np.median(seconds))
         world = run.section("layout").get("world_size")
         words = (
             f"median step {plain(middle)} s on {world} rank{'' if world == 1 else 's'}, measured"
         )
-        tiles.append(Tile("Tokens per second", short(per_step / max(middle, 1e-9)), words))
+        tiles.append(Tile("Tokens per second", exact(round(per_step / max(middle, 1e-9))), words))
     return tiles

@@ -131,7 +131,12 @@ def _tiles(step: Step) -> list[Tile]:
         if other is not None and other is not ours and not ours.refusal:
             tiles.insert(
                 1,
-                Tile(label, headline(ours, other), f"{ours.planner}: {against(ours, other)}", True),
+                Tile(
+                    label,
+                    headline(ours, other),
+                    f"{ours.planner}: {against(ours, other, '×')}",
+                    True,
+                ),
             )
     return tiles
 

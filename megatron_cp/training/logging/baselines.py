@@ -2,25 +2,34 @@
 
     zigzag                every pack cut in 2P pieces, two to a rank; keys go round a ring
     per-document zigzag   every document cut so: Transformer Engine's THD layout; the same ring
-    bound                 no plan with equal tokens per rank is predicted faster, or moves fewer rows
+    bound                 no plan with equal tokens per rank is predicted faster
 
 Both rings send every key to every rank, whatever the mask. Nothing is planned here: milliseconds of CPU time on any
 number of ranks. Times are predicted, of one layer; those of the rings are prices from below, so never unfair to them.
+Balance and bytes are counted. No least number of bytes is: a plan may move less and be slower.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
+from megatron_cp.mask.linked import document_bounds
 from megatron_cp.plan import AttentionPlan
 from megatron_cp.plan.bounds.best_cases import best_case_seconds, busiest_area, even_area
 from megatron_cp.plan.hardware.cost import load_bound_seconds
 from megatron_cp.plan.hardware.rows import row_size
+from megatron_cp.plan.hardware.speeds import rank_speeds
 from megatron_cp.plan.placement.placement import tokens_per_rank
 from megatron_cp.plan.schema import PASSES, PassName
 from megatron_cp.plan.stats import sent_bytes
+
+MOST_PIECES = (
+    1 << 18
+)  # of documents that are cut and counted: a tenth of a second on one core (November 2026)
 
 
 @dataclass(frozen=True)
@@ -30,6 +39,8 @@ class PackFigures:
     imbalance: float
     """Largest time of a rank's pairs over the fair one, forward; equal speeds: largest over mean pairs."""
     zigzag_imbalance: float
+    per_document_imbalance: float | None
+    """Of Transformer Engine's split; None beyond MOST_PIECES."""
     sent_bytes: float
     ring_bytes: float
     """What a ring sends, zigzag or per document alike."""
@@ -54,6 +65,8 @@ def pack_figures(plan: AttentionPlan, num_replicas: int = 1) -> PackFigures:
     stats = [plan.stats(name) for name in PASSES]
     fair = even_area(plan.mask, plan.cp_size, config)
     busiest = max(busiest_area(pack, group, config, pieces=2) for pack in packs)
+    split = [busiest_of_split_documents(pack, group, config) for pack in packs]
+    counted = [area for area in split if area is not None]
     ours = sum(one["makespan_ms"] for one in stats)
 
     def at_least_ms(planner: str) -> float:
@@ -64,9 +77,13 @@ def pack_figures(plan: AttentionPlan, num_replicas: int = 1) -> PackFigures:
             for pack in packs
         )
 
+    def over_fair(area: float) -> float:
+        return area / fair if fair and plan.cp_size > 1 else 1.0
+
     return PackFigures(
         imbalance=stats[0]["imbalance"],
-        zigzag_imbalance=busiest / fair if fair and plan.cp_size > 1 else 1.0,
+        zigzag_imbalance=over_fair(busiest),
+        per_document_imbalance=over_fair(max(counted)) if len(counted) == len(packs) else None,
         sent_bytes=float(sum(sent_bytes(plan, name).sum() for name in PASSES)),
         ring_bytes=num_replicas * ring_bytes(packs[0], group, config),
         predicted_ms=ours,
@@ -74,6 +91,24 @@ def pack_figures(plan: AttentionPlan, num_replicas: int = 1) -> PackFigures:
         per_document_ms=at_least_ms("per_document_zigzag"),
         bound_ms=sum(one["bound_ms"] for one in stats),
     )
+
+
+def busiest_of_split_documents(mask: AttentionMask, cp_size: int, config: CPConfig) -> float | None:
+    """Returns the pairs of the slowest rank over its speed where every document is cut in 2P pieces, two to a rank.
+
+    As Transformer Engine cuts: documents are filled up to a multiple of 2P with tokens that see nothing, so the last
+    pieces are short. None where there are more than MOST_PIECES.
+    """
+    bounds = document_bounds(mask)
+    pieces = 2 * cp_size
+    if (len(bounds) - 1) * pieces > MOST_PIECES:
+        return None
+    lengths = np.diff(bounds)
+    size = -(-lengths // pieces)
+    cuts = np.minimum(size[:, None] * np.arange(pieces), lengths[:, None]) + bounds[:-1, None]
+    areas = mask.area_of_rows(np.append(cuts, bounds[-1])).reshape(-1, pieces).sum(axis=0)
+    pairs = areas[:cp_size] + areas[: cp_size - 1 : -1]
+    return float((pairs / rank_speeds(config, cp_size)).max())
 
 
 def _at_least_seconds(

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 _BALANCE, _ZIGZAG = "cp/area_max_over_mean", "cp/zigzag_area_max_over_mean"
+_PER_DOCUMENT = "cp/per_document_area_max_over_mean"
 _SENT, _RING = "cp/comm_bytes_sent", "cp/ring_bytes_sent"
-_KEYS = (_BALANCE, _ZIGZAG, _SENT, _RING)
+_KEYS = (_BALANCE, _ZIGZAG, _PER_DOCUMENT, _SENT, _RING)
 MOST_EVALUATIONS = 4  # that are listed, the last ones
 
 
@@ -26,6 +27,8 @@ class Summary:
     started: float = field(default_factory=time.perf_counter)
     _sums: dict[str, float] = field(default_factory=dict)
     _num_rows: int = 0
+    _rows_with: dict[str, int] = field(default_factory=dict)
+    """Rows that hold a figure: a mean over fewer than all of them would not be comparable."""
 
     def step(self, loss: float | None, num_tokens: int) -> None:
         """Counts one step."""
@@ -38,6 +41,7 @@ class Summary:
         self._num_rows += 1
         for key in _KEYS:
             self._sums[key] = self._sums.get(key, 0.0) + float(row.get(key, 0.0))
+            self._rows_with[key] = self._rows_with.get(key, 0) + (key in row)
 
     def mean(self, key: str) -> float:
         """Returns the mean over all rows."""
@@ -57,9 +61,15 @@ class Summary:
             facts.append(("held-out loss", words))
         if self._num_rows and self.mean(_RING):
             over = f"mean of {self._num_rows} steps"
-            balance = f"{self.mean(_BALANCE):.3f} max / mean area, zigzag {self.mean(_ZIGZAG):.3f} ({over})"
+            others = f"zigzag {self.mean(_ZIGZAG):.3f}"
+            if self._rows_with.get(_PER_DOCUMENT) == self._num_rows:
+                others += f", Transformer Engine (THD) {self.mean(_PER_DOCUMENT):.3f}"
+            balance = f"{self.mean(_BALANCE):.3f} max / mean area, {others} ({over})"
             sent, ring = self.mean(_SENT), self.mean(_RING)
-            volume = f"{sent / 1e6:,.4g} MB a step, {sent / ring:.1%} of a zigzag ring's ({over})"
+            volume = (
+                f"{sent / 1e6:,.4g} MB a step, {sent / ring:.1%} of what zigzag or Transformer Engine (THD) sends "
+                f"({over})"
+            )
             facts += [("balance", balance), ("bytes sent", volume)]
         return facts
 

@@ -64,6 +64,9 @@ def plan_metrics(config: TrainConfig, batches: list[PlannedBatch]) -> dict[str, 
     ]
     tp = config.parallel.tensor_model_parallel_size
 
+    per_document = [one.per_document_imbalance for name, _, one in figures if name == "full"]
+    counted = [value for value in per_document if value is not None]
+
     def sum_of(value: Callable[[PackFigures], float]) -> float:
         return float(sum(count * value(one) for _, count, one in figures))
 
@@ -71,6 +74,11 @@ def plan_metrics(config: TrainConfig, batches: list[PlannedBatch]) -> dict[str, 
         "cp/area_max_over_mean": max(one.imbalance for name, _, one in figures if name == "full"),
         "cp/zigzag_area_max_over_mean": max(
             one.zigzag_imbalance for name, _, one in figures if name == "full"
+        ),
+        **(
+            {"cp/per_document_area_max_over_mean": max(counted)}
+            if len(counted) == len(per_document)
+            else {}
         ),
         "cp/tokens_per_rank": float(batches[0].plans["full"].tokens_per_rank),
         "cp/plan_ms": float(np.mean([item.metrics.get("plan_ms", 0.0) for item in batches])),
