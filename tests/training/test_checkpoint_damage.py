@@ -72,11 +72,12 @@ def flip(file: Path) -> None:
 
 
 def every_file(folder: Path) -> list[str]:
-    return sorted(
-        p.relative_to(folder).as_posix()
-        for p in folder.rglob("*")
-        if p.is_file() and p.name != MANIFEST
-    )
+    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+
+
+def every_other_file(folder: Path) -> list[str]:
+    """All but the manifest."""
+    return [name for name in every_file(folder) if name != MANIFEST]
 
 
 def test_the_manifest_holds_the_hash_of_every_file_and_nothing_else_stays(saved):
@@ -84,7 +85,7 @@ def test_the_manifest_holds_the_hash_of_every_file_and_nothing_else_stays(saved)
         folder = iteration_folder(saved[0], iteration)
         expected = {
             name: hashlib.sha256((folder / name).read_bytes()).hexdigest()
-            for name in every_file(folder)
+            for name in every_other_file(folder)
         }
         assert json.loads((folder / MANIFEST).read_text())["sha256"] == expected
         assert not list(folder.rglob("*.sha256"))
@@ -113,8 +114,11 @@ DAMAGES = {
     "a cut file": cut,
     "a lost folder": shutil.rmtree,
     "a cut manifest": lambda folder: (folder / MANIFEST).write_text("{"),
-    "a manifest without a hash": lambda folder: (folder / MANIFEST).write_text(
-        json.dumps(json.loads((folder / MANIFEST).read_text()) | {"sha256": {}})
+    "a manifest without a hash": lambda folder: made.rewrite_manifest(
+        folder, lambda content: content.update(sha256={})
+    ),
+    "a manifest of other layers": lambda folder: (folder / MANIFEST).write_text(
+        (folder / MANIFEST).read_text().replace('"num_layers": 2', '"num_layers": 3')
     ),
 }  # fmt: skip
 
@@ -173,10 +177,10 @@ def test_the_fallback_is_the_default_after_a_restart_and_never_with_a_step(
 
 def test_files_are_not_compared_where_nobody_wants_it(saved, tmp_path):
     root = copied(saved, tmp_path)
-    manifest = iteration_folder(root, 2) / MANIFEST
-    content = json.loads(manifest.read_text())
-    content["sha256"] = dict.fromkeys(content["sha256"], "0" * 64)
-    manifest.write_text(json.dumps(content))
+    made.rewrite_manifest(
+        iteration_folder(root, 2),
+        lambda content: content.update(sha256=dict.fromkeys(content["sha256"], "0" * 64)),
+    )
     assert "another SHA-256" in run_on_ranks(1, load, str(root), ())[0][0]
     refusal, said, iteration, _ = run_on_ranks(1, load, str(root), ("--no-verify-checkpoint",))[0]
     assert (refusal, iteration) == (None, 2)
@@ -185,12 +189,25 @@ def test_files_are_not_compared_where_nobody_wants_it(saved, tmp_path):
 
 def test_a_checkpoint_without_hashes_is_refused_only_on_demand(saved, tmp_path):
     root = copied(saved, tmp_path)
-    manifest = iteration_folder(root, 2) / MANIFEST
-    content = json.loads(manifest.read_text())
-    del content["sha256"]  # as older versions wrote it
-    manifest.write_text(json.dumps(content))
+    made.rewrite_manifest(iteration_folder(root, 2), without_hashes)
     assert run_on_ranks(1, load, str(root), ())[0][2] == 2
     assert "holds no SHA-256" in run_on_ranks(1, load, str(root), ("--verify-integrity",))[0][0]
+
+
+def without_hashes(content: dict) -> None:
+    """As the first versions wrote it."""
+    content["format"] = 1
+    del content["sha256"]
+
+
+def test_a_checkpoint_of_the_format_before_is_loaded_and_compared(saved, tmp_path):
+    root = copied(saved, tmp_path)
+    made.rewrite_manifest(iteration_folder(root, 2), lambda content: content.update(format=1))
+    refusal, said, iteration, _ = run_on_ranks(1, load, str(root), ("--verify-integrity",))[0]
+    assert (refusal, iteration) == (None, 2)
+    assert "verified the contents of" in said
+    DAMAGES["a flipped bit"](iteration_folder(root, 2))
+    assert "another SHA-256" in run_on_ranks(1, load, str(root), ())[0][0]
 
 
 class Command:
@@ -208,16 +225,18 @@ def test_no_file_of_a_checkpoint_executes_anything_also_with_a_matching_manifest
     archived = io.BytesIO()
     torch.save(Command(), archived)
     tried = 0
-    for name in every_file(iteration_folder(saved[0], 2)):
+    for name in every_other_file(iteration_folder(saved[0], 2)):
         for number, content in enumerate((pickled, archived.getvalue())):
             root = copied(saved, tmp_path / f"{tried} {number}")
             file = iteration_folder(root, 2) / name
             file.write_bytes(content)
-            manifest = iteration_folder(root, 2) / MANIFEST
-            told = json.loads(manifest.read_text())
-            told["files"][name] = len(content)
-            told["sha256"][name] = hashlib.sha256(content).hexdigest()
-            manifest.write_text(json.dumps(told))
+            told = {"files": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+            made.rewrite_manifest(
+                iteration_folder(root, 2),
+                lambda manifest, name=name, told=told: [
+                    manifest[entry].update({name: value}) for entry, value in told.items()
+                ],
+            )
             for flags in ((), ("--finetune",), ("--no-verify-checkpoint", "--no-load-optim")):
                 refusal, *_ = run_on_ranks(1, load, str(root), flags)[0]
                 # Without the optimizer nobody reads its file.

@@ -2,11 +2,13 @@
 
 import contextlib
 import io
+import json
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
+from megatron_cp.errors import DamagedCheckpointError
 from megatron_cp.training.checkpoint import files
 from tests.ranks import run_on_ranks
 from tests.training import checkpoints as made
@@ -14,8 +16,8 @@ from tests.training import checkpoints as made
 SHAPE = dict.fromkeys(files.SHAPE_ARGUMENTS, 1)
 
 
-def make_checkpoint(root, iteration: int, **content):
-    folder = files.iteration_folder(root, iteration)
+def make_checkpoint(root, number: int, **content):
+    folder = files.iteration_folder(root, number)
     folder.mkdir(parents=True)
     (folder / "__0_0.distcp").write_bytes(b"x" * 100)
     (folder / "metadata.json").write_text("{}")
@@ -73,6 +75,56 @@ def test_a_damaged_manifest_is_named(tmp_path):
     (folder / files.MANIFEST).write_text("{")
     with pytest.raises(ValueError, match=r"megatron_cp\.json is damaged"):
         files.read_manifest(folder)
+
+
+SMALL = {
+    "shape": {"num_layers": 2, "normalization": "RMSNorm", "kv_channels": None},
+    "meaning": {"rotary_base": 10000.0},
+    "layout": {"world_size": 2},
+    "data": {"cursor": 20, "epoch": 1, "skipped": [1, 2]},
+    "iteration": 5,
+    "restarts": 0,
+}
+
+
+def test_every_flipped_bit_of_a_manifest_is_damage_or_changes_nothing(tmp_path):
+    folder = make_checkpoint(tmp_path, 5, **SMALL)
+    path = folder / files.MANIFEST
+    whole, content = path.read_bytes(), files.read_manifest(folder)
+    assert content["data"] == SMALL["data"]
+    harmless = 0
+    for place in range(8 * len(whole)):
+        flipped = bytearray(whole)
+        flipped[place // 8] ^= 1 << place % 8
+        path.write_bytes(flipped)
+        try:
+            found = files.read_manifest(folder)
+        except DamagedCheckpointError as damage:
+            assert str(path) in str(damage)
+            continue
+        assert json.dumps(found) == json.dumps(content), (place, bytes(flipped))
+        harmless += 1
+    assert harmless < 10  # of blanks, some
+
+
+@pytest.mark.parametrize("form", [0, 3, True, "2", 2.0, None, [2]])
+def test_a_manifest_of_an_unknown_format_is_damaged(tmp_path, form):
+    folder = make_checkpoint(tmp_path, 5)
+    made.rewrite_manifest(folder, lambda content: content.update(format=form))
+    with pytest.raises(DamagedCheckpointError, match=r"it says format .*, and 1 and 2 are known"):
+        files.read_manifest(folder)
+
+
+def test_manifests_of_the_format_before_are_read_but_not_with_entries_that_it_never_had(tmp_path):
+    folder = make_checkpoint(tmp_path, 5, **SMALL)
+    made.rewrite_manifest(folder, lambda content: content.update(format=1))
+    assert files.read_manifest(folder)["data"] == SMALL["data"]
+    text = (folder / files.MANIFEST).read_text()
+    (folder / files.MANIFEST).write_text(text.replace('"sha256"', '"sha257"'))
+    with pytest.raises(DamagedCheckpointError, match="'sha257', which is no entry of format 1"):
+        files.read_manifest(folder)
+    made.rewrite_manifest(folder, lambda content: content.pop("sha257"))  # the first versions
+    assert files.read_manifest(folder)["data"] == SMALL["data"]
 
 
 def test_a_checkpoint_of_megatron_has_no_manifest(tmp_path):

@@ -80,7 +80,8 @@ def test_hostile_json_is_one_plain_error_of_its_reader(tmp_path, name: str):
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "a/../../b"])
 def test_a_manifest_does_not_lead_out_of_its_checkpoint(tmp_path, name: str):
-    content = {"files": {name: 1}, "sha256": {name: "0"}, "shape": {}, "data": {}, "restarts": 0}
+    content = {"format": 1, "files": {name: 1}, "sha256": {name: "0"}}
+    content |= {"shape": {}, "data": {}, "restarts": 0}
     (tmp_path / MANIFEST).write_text(json.dumps(content))
     with pytest.raises(DamagedCheckpointError, match="outside of the checkpoint"):
         read_manifest(tmp_path)

@@ -26,6 +26,10 @@ from megatron_cp.training.checkpoint.integrity import ANOTHER
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"  # what a tracker holds in place of a number, and the folder it means
 MANIFEST = "megatron_cp.json"
+FORMAT = 2  # of the manifest; since 2 it holds the SHA-256 of itself
+_ENTRIES_OF_FORMAT_1 = frozenset(
+    {"format", "iteration", "shape", "meaning", "layout", "data", "restarts", "files", "sha256"}
+)
 
 _numbers = itertools.count()
 
@@ -233,7 +237,8 @@ def write_manifest(folder: Path, content: dict[str, Any]) -> None:
     """Writes our manifest, with the size and the SHA-256 of every file of the checkpoint as it is now."""
     files = {p.relative_to(folder).as_posix(): p.stat().st_size for p in files_of(folder)}
     hashes = integrity.take_hashes(folder, list(files))
-    content = {**content, "files": files, "sha256": hashes}
+    content = {**content, "format": FORMAT, "files": files, "sha256": hashes}
+    content[integrity.SEAL] = integrity.seal_of(content)
     write_atomically(folder / MANIFEST, json.dumps(content, indent=1, sort_keys=True))
 
 
@@ -257,8 +262,9 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        _check_seal(content)
         files = dict(content["files"])
-        hashes = dict(content.get("sha256", files))  # older ones have none
+        hashes = dict(content.get("sha256", files))  # the first of format 1 have none
         if hashes.keys() != files.keys():
             raise KeyError("sha256")
         dict(content["shape"]), dict(content["data"]), int(content["restarts"])
@@ -275,6 +281,22 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
             state = "missing" if found is None else f"{found} bytes"
             raise DamagedCheckpointError(f"{file} is {state}; it must have {size} bytes; {ANOTHER}")
     return content
+
+
+def _check_seal(content: dict[str, Any]) -> None:
+    """Raises ValueError unless a manifest says of itself what it says; KeyError where an entry is lost.
+
+    Format 1 held no hash of itself: there an entry that it never had is what a flipped bit made of another.
+    """
+    form = content["format"]
+    if type(form) is not int or form not in (1, FORMAT):
+        raise ValueError(f"it says format {str(form)[:40]}, and 1 and {FORMAT} are known")
+    if form == 1 and (unknown := content.keys() - _ENTRIES_OF_FORMAT_1):
+        raise ValueError(f"it holds {min(unknown)[:40]!r}, which is no entry of format 1")
+    if form != 1 and content[integrity.SEAL] != integrity.seal_of(content):
+        raise ValueError("it does not hold what was saved: another SHA-256")
+    if form != 1 and "sha256" not in content:
+        raise KeyError("sha256")
 
 
 def check_shape(

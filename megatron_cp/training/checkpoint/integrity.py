@@ -11,6 +11,7 @@ can hide anything; what keeps a file from being executed is `safe_load`.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,9 @@ from megatron_cp.errors import DamagedCheckpointError
 
 ANOTHER = "load another checkpoint with --ckpt-step, or the last good one with --ckpt-fallback"
 """What every message about a damaged file advises."""
+
+SEAL = "manifest_sha256"
+"""The manifest's entry that holds the SHA-256 of all its others."""
 
 _ASIDE = ".sha256"
 _BLOCK_BYTES = 1 << 20
@@ -123,6 +127,13 @@ def take_hashes(folder: Path, names: Sequence[str]) -> dict[str, str]:
         else:
             found[name] = sha256_of(folder / name)
     return found
+
+
+def seal_of(content: Mapping[str, Any]) -> str:
+    """Returns the SHA-256 of a manifest's entries without the seal, however the file is laid out."""
+    rest = {name: value for name, value in content.items() if name != SEAL}
+    read = json.loads(json.dumps(rest))  # as it is when it was written and read
+    return hashlib.sha256(json.dumps(read, sort_keys=True).encode()).hexdigest()
 
 
 def share_of(sizes: Mapping[str, int], rank: int, world_size: int) -> list[str]:

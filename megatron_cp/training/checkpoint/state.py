@@ -135,7 +135,6 @@ def manifest_of(state: RunState) -> dict[str, Any]:
     """Returns what our manifest says of a checkpoint beside its tensors."""
     arguments = state.config.arguments
     return {
-        "format": 1,
         "iteration": state.iteration,
         "shape": files.shape_of(arguments),
         "meaning": meaning_of(arguments),
