@@ -112,7 +112,7 @@ def _train(run: Run) -> None:
             with _kept_if_batches_end(run):
                 _step(run)
             profiler.after_step(state.iteration)
-            bar.step()
+            bar.step(run.journal.tokens_per_s)
             is_due = steps.eval_interval and state.iteration % steps.eval_interval == 0
             if is_due and run.loaders.valid is not None:
                 _evaluate(run, run.loaders.valid, split="validation")

@@ -26,6 +26,7 @@ from megatron_cp.data.batch_schedule import BatchSchedule
 from megatron_cp.data.loader import PackedLoader
 from megatron_cp.errors import PlanMismatchError
 from megatron_cp.training import datasets, exit_signal
+from megatron_cp.training.arguments import build_parser
 from megatron_cp.training.bad_steps.check import EXIT_CODE as BAD_STEP_CODE
 from megatron_cp.training.bad_steps.check import BadStepError
 from megatron_cp.training.checkpoint.choose import check_checkpoint
@@ -36,7 +37,7 @@ from megatron_cp.training.checkpoint.state import RunState, raise_together
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.corpora import SPLITS, RunData, open_tokenizer
 from megatron_cp.training.logging.flops import ModelFlops
-from megatron_cp.training.logging.journal import Journal
+from megatron_cp.training.logging.journal import Journal, keeps_records
 from megatron_cp.training.logging.lines import arguments_block, print_rank_0
 from megatron_cp.training.logging.loggable import loggable_arguments
 from megatron_cp.training.logging.timers import Timers
@@ -229,7 +230,18 @@ def _announce(config: TrainConfig) -> None:
     )
     for note in config.notes:
         print_rank_0(f"note: {note}")
-    print_rank_0(arguments_block(loggable_arguments(config.arguments)))
+    defaults = loggable_arguments(vars(build_parser().parse_args([])))
+    print_rank_0(
+        arguments_block(loggable_arguments(config.arguments), defaults, _all_arguments(config))
+    )
+
+
+def _all_arguments(config: TrainConfig) -> str:
+    """Returns where all arguments stand: in the run's records, or else with the flags."""
+    if not keeps_records(config):
+        return "pretrain_gpt.py --help names them; --run-dir keeps all in run.json"
+    assert config.records.run_dir is not None
+    return str(Path(config.records.run_dir) / "run.json")
 
 
 def _build_loaders(config: TrainConfig, data: RunData, request: PlanRequest) -> Loaders:

@@ -1,11 +1,18 @@
 """Megatron-LM's lines, word for word."""
 
 import re
+import sys
 from datetime import datetime
 
 import pytest
 
-from megatron_cp.training.logging.lines import StepReport, evaluation_lines, training_line
+from megatron_cp.training.logging.lines import (
+    ProgressBar,
+    StepReport,
+    arguments_block,
+    evaluation_lines,
+    training_line,
+)
 
 # Captured from Megatron-LM core_v0.19.2.
 MEGATRONS_LINE = (
@@ -63,3 +70,25 @@ def test_an_evaluation_is_printed_as_megatron_prints_it():
     rule, line, end = evaluation_lines("iteration 5", "validation", loss, perplexity).split("\n")
     assert line == MEGATRONS_EVALUATION
     assert rule == end == "-" * (len(line) + 1)
+
+
+def test_arguments_at_their_defaults_are_counted():
+    arguments = {"lr": 0.1, "adam_eps": 1e-8, "rank": 0, "save": None, "hidden_size": 64}
+    defaults = {"lr": None, "adam_eps": 1e-8, "save": None}
+    assert arguments_block(arguments, defaults, "runs/x/run.json").splitlines() == [
+        "------------------------ arguments ------------------------",
+        "  hidden_size ..................................... 64",
+        "  lr .............................................. 0.1",
+        "  rank ............................................ 0",
+        "-------------------- end of arguments ---------------------",
+        "2 others are at their defaults: runs/x/run.json",
+    ]
+
+
+def test_the_bar_of_a_terminal_says_tokens_per_second(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    bar = ProgressBar(total=2, done=0)
+    bar.step(12345.6)
+    bar.step(23456.7)
+    bar.close()
+    assert "23,457 tokens/s" in capsys.readouterr().err.split("\r")[-1]

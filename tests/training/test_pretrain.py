@@ -102,6 +102,20 @@ def test_what_a_run_prints_and_leaves_is_complete(run: Path):
     output = (run / "output.txt").read_text()
     line = r"iteration +4/ +4 \| consumed samples: +8 \| elapsed time per iteration \(ms\): [\d.]+ \| learning rate: "
     assert len(re.findall(line, output)) == 1
+    ours = r"nan iterations:   0 \| tokens per second: \d+ \| tokens per second per device: \d+ \| remaining: "
+    assert len(re.findall(ours + r"\d+:\d+:\d+ \|\n", output)) == 4
+    assert "throughput per GPU" not in output
+    said, others = re.search(
+        rf"- arguments -+\n(.*)^-+ end of arguments -+\n(\d+) others are at their defaults: {run}/run.json\n",
+        output,
+        flags=re.M | re.S,
+    ).groups()
+    shown = dict(re.findall(r"^  (\w+) \.+ (.*)$", said, flags=re.M))
+    assert shown["num_layers"] == "2" and shown["lr"] == "0.001" and "adam_beta1" not in shown
+    assert list(shown) == sorted(shown)
+    recorded = json.loads((run / "run.json").read_text())["arguments"]
+    assert len(shown) + int(others) == len(recorded) and len(shown) < 60
+    assert recorded["adam_beta1"] == 0.9
     assert "validation loss at iteration 4 on validation set | lm loss value: " in output
     assert "on test set" in output
     description = json.loads((run / "run.json").read_text())

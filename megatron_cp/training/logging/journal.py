@@ -22,6 +22,7 @@ from megatron_cp.mcore.loss import LOSS_NAME
 from megatron_cp.training.agreement import versions
 from megatron_cp.training.checkpoint.save import Saved
 from megatron_cp.training.checkpoint.state import RunState
+from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.logging.closing import Summary, closing_box, next_lines
 from megatron_cp.training.logging.energy import EnergyMeter
 from megatron_cp.training.logging.flops import ModelFlops
@@ -80,6 +81,7 @@ class Journal:
         self._summary = Summary()
         self._evaluated: dict[str, int] = {}
         self._newest_texts = -1
+        self.tokens_per_s = 0.0  # of the newest step, a mean since the last log line
 
     def step(
         self,
@@ -112,6 +114,7 @@ class Journal:
         if result.loss is not None and not math.isfinite(result.loss):
             self.alert("loss is not finite", f"step {state.iteration}: lm loss {result.loss}")
         seconds = (time.perf_counter() - self._window_start) / self._window_steps
+        self.tokens_per_s = self._speed(seconds).tokens_per_s
         if self._keeps and state.iteration % config.records.tensorboard_log_interval == 0:
             self._track(batches, result, seconds, params_norm, device, waited_s)
         if (
@@ -231,7 +234,7 @@ class Journal:
             loss_scale=result.loss_scale,
             skipped_iterations=self._skipped,
             nan_iterations=self._nan,
-            speed=self._speed(seconds).fields() if config.records.log_throughput else "",
+            speed=self._speed(seconds).fields(),
         )
         print_rank_last(training_line(report))
         self._print_where_time_went(seconds)
@@ -335,14 +338,24 @@ def _mean(values: list[float]) -> float:
     return sum(values) / len(values) if values else float("nan")
 
 
+def keeps_records(config: TrainConfig) -> bool:
+    """Returns whether this run writes a run.json of its own.
+
+    An evaluation of a run's checkpoint must not take the place of the run's own records.
+    """
+    run_dir = config.records.run_dir
+    if run_dir is None:
+        return False
+    return not (config.steps.skip_train and (Path(run_dir) / "run.json").exists())
+
+
 def _open_tracker(state: RunState, described: dict[str, Any]) -> Tracker:
     """Returns the sinks that the arguments ask for."""
     config = state.config
     run_dir = None if config.records.run_dir is None else Path(config.records.run_dir)
     wandb_dir = Path(config.records.wandb_save_dir or (run_dir / "wandb" if run_dir else "wandb"))
     files = None
-    # An evaluation of a run's checkpoint must not take the place of the run's own records.
-    if run_dir is not None and not (config.steps.skip_train and (run_dir / "run.json").exists()):
+    if run_dir is not None and keeps_records(config):
         files = RunFiles(run_dir, _description(state, described))
     return Tracker(
         wandb_run=start_wandb(config, wandb_dir), writer=start_tensorboard(config), files=files

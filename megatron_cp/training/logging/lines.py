@@ -33,15 +33,19 @@ def print_datetime(event: str) -> None:
     print_rank_0(f"[{event}] datetime: {datetime.now():%Y-%m-%d %H:%M:%S} ")
 
 
-def arguments_block(arguments: Mapping[str, Any]) -> str:
-    """Returns the dotted block of all arguments, sorted by name."""
-    lines = [f"  {k} {'.' * (48 - len(k))} {v}" for k, v in sorted(arguments.items())]
+def arguments_block(arguments: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> str:
+    """Returns the dotted block of the arguments that differ from `defaults`, sorted, and how many others there are.
+
+    `where` says where those are. An argument without a default differs if it has a value.
+    """
+    shown = {k: v for k, v in sorted(arguments.items()) if v != defaults.get(k)}
     title = "arguments"
     return "\n".join(
         [
             f"------------------------ {title} ------------------------",
-            *lines,
+            *(f"  {k} {'.' * (48 - len(k))} {v}" for k, v in shown.items()),
             f"-------------------- end of {title} ---------------------",
+            f"{len(arguments) - len(shown)} others are at their defaults: {where}",
         ]
     )
 
@@ -128,9 +132,10 @@ class ProgressBar:
 
             self._bar = tqdm(total=total, initial=done, unit="it", desc="train", dynamic_ncols=True)
 
-    def step(self) -> None:
-        """One step is done."""
+    def step(self, tokens_per_s: float) -> None:
+        """One step is done, at this speed."""
         if self._bar is not None:
+            self._bar.set_postfix_str(f"{tokens_per_s:,.0f} tokens/s", refresh=False)
             self._bar.update(1)
 
     def close(self) -> None:
