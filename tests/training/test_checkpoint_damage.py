@@ -153,6 +153,46 @@ def test_where_nothing_is_whole_the_first_damage_is_the_refusal(saved, tmp_path)
         assert refusal.endswith("no earlier one is whole")
 
 
+def tensors_of_one_rank(folder: Path) -> Path:
+    """The largest file, which both formats have more than one of."""
+    files = [*folder.rglob("*.distcp"), *folder.rglob("*.pt")]
+    return max(files, key=lambda f: f.stat().st_size)
+
+
+def cut_by(num_bytes: int):
+    def cut_it(file: Path) -> None:
+        content = file.read_bytes()
+        file.write_bytes(content[: len(content) - num_bytes])
+
+    return cut_it
+
+
+LOSSES = {"one byte": cut_by(1), "most of it": cut_by(200), "all of it": Path.unlink}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("name", ["tensors", "common.pt", ".metadata"])
+def test_without_a_manifest_a_cut_or_lost_file_is_named_and_a_run_goes_back_too(
+    saved, tmp_path, name: str, loss: str
+):
+    root = copied(saved, tmp_path)
+    for iteration in (1, 2):
+        (iteration_folder(root, iteration) / MANIFEST).unlink()  # as Megatron-LM writes them
+    folder = iteration_folder(root, 2)
+    file = tensors_of_one_rank(folder) if name == "tensors" else folder / name
+    if saved[1] == "torch" and name != "tensors":
+        pytest.skip("no such file in the format torch")
+    LOSSES[loss](file)
+    for refusal, _, iteration, _ in run_on_ranks(2, load, str(root), ()):
+        place = folder if saved[1] == "torch" and loss == "all of it" else file
+        assert str(place) in refusal
+        assert iteration == 0
+    for refusal, said, iteration, weights in run_on_ranks(2, load, str(root), ("--ckpt-fallback",)):
+        assert (refusal, iteration) == (None, 1)
+        assert all(torch.equal(weights[name], x) for name, x in saved[2][0].items())
+        assert "verified" not in said
+
+
 @pytest.mark.parametrize(
     ("restarts", "flags", "iteration"),
     [
@@ -190,7 +230,10 @@ def test_files_are_not_compared_where_nobody_wants_it(saved, tmp_path):
 def test_a_checkpoint_without_hashes_is_refused_only_on_demand(saved, tmp_path):
     root = copied(saved, tmp_path)
     made.rewrite_manifest(iteration_folder(root, 2), without_hashes)
-    assert run_on_ranks(1, load, str(root), ())[0][2] == 2
+    _, said, iteration, _ = run_on_ranks(1, load, str(root), ())[0]
+    assert iteration == 2
+    assert "verified" not in said
+    assert f"{iteration_folder(root, 2)} holds no SHA-256 of its files: their contents were" in said
     assert "holds no SHA-256" in run_on_ranks(1, load, str(root), ("--verify-integrity",))[0][0]
 
 

@@ -1,7 +1,7 @@
 """Which checkpoint a run goes on from: the one that the tracker names, or the last good one before it.
 
     before any process group    format, manifest, sizes, model shape          check_checkpoint
-    together, before a load     all of it again, the index, SHA-256           choose_checkpoint
+    together, before a load     all of it again, SHA-256, what files reach    choose_checkpoint
 
 A checkpoint of another model, or one that asks for code, is refused; only damage makes a run go further back, and
 only where `--ckpt-fallback` says so: by itself after an elastic restart, where stopping would end every further
@@ -18,8 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_cp.errors import DamagedCheckpointError
-from megatron_cp.mcore import safe_load
-from megatron_cp.training.checkpoint import files, formats, integrity
+from megatron_cp.training.checkpoint import files, formats, integrity, places
 from megatron_cp.training.checkpoint.compare import leaves_out
 from megatron_cp.training.checkpoint.meaning import changes_of_meaning
 from megatron_cp.training.config import CheckpointConfig, TrainConfig
@@ -154,10 +153,14 @@ def _examine(
             raise candidate
         manifest = _read_manifest(candidate, config)
         _check_contents(candidate, manifest, config.checkpoint)
-        if formats.detect(candidate) == "torch_dist":
-            safe_load.read_index(candidate / ".metadata")
+        places.check_reach(candidate)
     except ValueError as refusal:
         problem = refusal
+    except OSError as failure:  # on this rank's node, say: the others must hear of it
+        path = failure.filename or candidate
+        problem = DamagedCheckpointError(
+            f"{path} cannot be read ({failure.strerror}); {integrity.ANOTHER}"
+        )
     said = _of_all_ranks(
         None if problem is None else (isinstance(problem, DamagedCheckpointError), str(problem))
     )
@@ -165,17 +168,31 @@ def _examine(
         if not is_damage:
             raise ValueError(text) from problem
     damage = next((text for _, text in filter(None, said)), None)
-    if damage is None and manifest is not None:
-        for change in changes_of_meaning(manifest.get("meaning", {}), config.arguments):
+    if damage is None:
+        meaning = {} if manifest is None else manifest.get("meaning", {})
+        for change in changes_of_meaning(meaning, config.arguments):
             print_rank_0(f"note: {change}: the weights of {candidate} compute something else")
         if config.checkpoint.verify_checkpoint:
-            print_rank_0(f" verified the contents of {candidate}")
+            assert isinstance(candidate, Path)
+            print_rank_0(_said_of_contents(candidate, manifest))
     return manifest, damage
+
+
+def _said_of_contents(folder: Path, manifest: Manifest) -> str:
+    """Returns whether the files of a checkpoint were compared with what was saved."""
+    if _hashes_of(manifest) is not None:
+        return f" verified the contents of {folder}"
+    return f" note: {folder} holds no SHA-256 of its files: their contents were not compared"
+
+
+def _hashes_of(manifest: Manifest) -> dict[str, str] | None:
+    """Returns the SHA-256 of every file; None for Megatron-LM's checkpoints, and for our first."""
+    return None if manifest is None else manifest.get("sha256")
 
 
 def _check_contents(folder: Path, manifest: Manifest, options: CheckpointConfig) -> None:
     """Raises ValueError if a file of this rank's share holds something else than was saved."""
-    hashes = None if manifest is None else manifest.get("sha256")
+    hashes = _hashes_of(manifest)
     if hashes is None:
         if options.verify_integrity:
             raise ValueError(

@@ -7,7 +7,6 @@ wants; the comparison is the same everywhere.
 
 from __future__ import annotations
 
-import io
 import re
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from megatron_cp.training.checkpoint.background import BackgroundWrite, Results
 from megatron_cp.training.checkpoint.compare import Differences, Shape, compare
 from megatron_cp.training.checkpoint.content import Content
 from megatron_cp.training.checkpoint.optimizer_parts import check_groups, in_parts_of
+from megatron_cp.training.checkpoint.places import object_bytes, places_of_objects
 from megatron_cp.training.checkpoint.state import (
     RunState,
     chunks_by_name,
@@ -285,19 +285,19 @@ def _extra_states_with_fp8(folder: Path, index: Metadata) -> set[str]:
     """Returns the `_extra_state` keys that hold fp8 state, as rank 0 read them; collective."""
     found: set[str] = set()
     problem: Exception | None = None
-    places = _places_of_objects(index) if dist.get_rank() == 0 else {}
+    places = places_of_objects(index) if dist.get_rank() == 0 else {}
     try:
         for key in places:
             name = key.rpartition("/")[0]
             if names.is_extra_state(name):
                 entry = safe_load.load_trusted_types(
-                    _object_bytes(folder, places[key]), f"{folder}: {name}"
+                    object_bytes(folder, places[key]), f"{folder}: {name}"
                 )
                 # Megatron-Core wraps every object in a list of one.
                 entries = entry if isinstance(entry, list) else [entry]
                 found |= {name} if any(map(names.holds_fp8_state, entries)) else set()
-    except (ValueError, OSError) as failure:
-        problem = ValueError(f"{folder} cannot be loaded: {failure}")
+    except ValueError as failure:
+        problem = failure
     raise_together(problem)
     told = [found]
     dist.broadcast_object_list(told, src=0)
@@ -310,28 +310,11 @@ def _check_objects(wanted: dict[str, Any], folder: Path, index: Metadata) -> Non
     torch reads these without any check of its own.
     """
     prepared, _, _ = load_preprocess(wanted)
-    places = _places_of_objects(index)
+    places = places_of_objects(index)
     for item in nested_values(prepared):
         if isinstance(item, ShardedObject) and item.unique_key in places:
-            raw = _object_bytes(folder, places[item.unique_key])
+            raw = object_bytes(folder, places[item.unique_key])
             safe_load.load_trusted_types(raw, f"{folder}: {item.key}")
-
-
-def _places_of_objects(index: Metadata) -> dict[str, Any]:
-    """Returns where the bytes of each saved object are, by its key."""
-    kinds = index.state_dict_metadata
-    return {
-        entry.fqn: place
-        for entry, place in index.storage_data.items()
-        if not isinstance(kinds.get(entry.fqn), TensorStorageMetadata)
-    }
-
-
-def _object_bytes(folder: Path, place: Any) -> io.BytesIO:
-    """Returns the bytes of one saved object."""
-    with (folder / place.relative_path).open("rb") as file:
-        file.seek(place.offset)
-        return io.BytesIO(file.read(place.length))
 
 
 def _random_states_fit(config: TrainConfig, saved: dict[str, Shape]) -> bool:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.utils import unwrap_model
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_cp.training.checkpoint import files
 from megatron_cp.training.checkpoint.meaning import meaning_of
@@ -157,5 +158,7 @@ def raise_together(problem: Exception | None) -> None:
 
 
 def first_line(problem: BaseException) -> str:
-    """Returns what a problem says, in at most one line."""
+    """Returns what a problem says, in at most one line; of torch's collected ones, the first rank's."""
+    if isinstance(problem, CheckpointException) and problem.failures:
+        problem = next(iter(problem.failures.values()))[0]
     return (str(problem).strip() or type(problem).__name__).splitlines()[0][:300]
