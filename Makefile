@@ -24,7 +24,8 @@ INSTALLED_DEV := $(VENV)/.installed-dev-$(CHOICE)
 # Stands while pip works: an environment that was interrupted half-way is made anew.
 UNFINISHED := $(VENV)/.unfinished
 # pip would make bytecode on one core, half of its time; `install` makes it on all.
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+# On a terminal it shows what it loads and how far it is; a log would only get longer.
+PIP_INSTALL := $(BIN)/python -m pip install $(if $(MAKE_TERMOUT),,--quiet) --disable-pip-version-check --no-compile
 
 define install
 	@if [ -e $(UNFINISHED) ] || ! $(BIN)/python -m pip --version > /dev/null 2>&1 \
@@ -55,7 +56,7 @@ pretrain: $(INSTALLED)
 	@PATH="$(abspath $(BIN)):$$PATH" bash examples/pretrain_on_python_docs.sh
 
 # The gate of the kernels reads what these compilers make; without them its tests say that they are skipped.
-CI_TOOLKITS := 12.8
+CI_TOOLKITS := 12.4 12.8
 
 # Workers, each of which takes whole files in the order in which pytest has them; 0 is pytest's own process.
 JOBS ?= 2

@@ -2,6 +2,7 @@
 
 import ast
 import os
+import pty
 import re
 import runpy
 import shutil
@@ -264,3 +265,19 @@ def test_every_program_and_page_that_starts_process_groups_ends_them():
     starting = {name for name, text in texts.items() if "init_process_group(" in text}
     open_ = {name for name in starting if "destroy_process_group(" not in texts[name]}
     assert len(starting) > 8 and open_ == _ENDED_ELSEWHERE
+
+
+def test_install_steps_show_pips_progress_on_a_terminal_alone(tmp_path):
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    words = ["make", "--dry-run", f"VENV={tmp_path / 'new'}", "pretrain"]
+    outer = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    piped = subprocess.run(words, cwd=ROOT, env=outer, capture_output=True, text=True, check=True)
+    ours, theirs = pty.openpty()
+    subprocess.run(words, cwd=ROOT, env=outer, stdout=theirs, check=True)
+    shown = os.read(ours, 1 << 16).decode()
+    os.close(theirs)
+    os.close(ours)
+    for said, is_quiet in ((piped.stdout, True), (shown, False)):
+        steps = [line for line in said.splitlines() if " -m pip install " in line]
+        assert len(steps) == 2 and all(("--quiet" in step) == is_quiet for step in steps)
