@@ -47,17 +47,25 @@ print(", ".join(names), "NCCL" if dist.is_nccl_available() else "", torch.versio
 """
 
 
+# Which backend a training run would take on each GPU, and why none that is faster.
+BACKEND_PROBE = """
+import warnings; warnings.simplefilter("ignore")
+import torch
+from megatron_cp.attn.choice import tell_choice
+print("; ".join(tell_choice(torch.device("cuda", i)) for i in range(torch.cuda.device_count())))
+"""
 # The smallest kernel there is.
 KERNEL_PROBE = """
 from megatron_cp.kernels.driver import driver
 from megatron_cp.kernels.loading import load_variant
 load_variant("bwd_postprocess_bf16_64", driver(), 0)
 """
-# All of them against float64; remembered, so that the first training step finds the verdicts.
+# All of them against float64 on every Hopper GPU; remembered, so that the first training step finds the verdicts.
 SELF_TEST_PROBE = """
 import torch
 from megatron_cp.attn.hopper.self_test import tell_all
-print(tell_all(torch.device("cuda", 0)))
+gpus = [i for i in range(torch.cuda.device_count()) if torch.cuda.get_device_capability(i) == (9, 0)]
+print("; ".join(f"GPU {i}: {tell_all(torch.device('cuda', i))}" for i in gpus))
 """
 
 
@@ -82,7 +90,13 @@ def examine() -> list[Finding]:
     if has_gpu:
         nccl = COLLECTIVE_PROBE.format(backend="nccl", device="cuda")
         findings.append(_tried("NCCL", nccl, "all-to-all on the GPU works"))
-    return [*findings, *_kernels(), _cache(os.environ), _wandb(os.environ), _machine()]
+    return [
+        *findings,
+        *_kernels(" sm_90" in gpu.text),
+        _cache(os.environ),
+        _wandb(os.environ),
+        _machine(),
+    ]
 
 
 def can_train(findings: Sequence[Finding]) -> bool:
@@ -199,8 +213,8 @@ def _gpu() -> tuple[Finding, bool]:
     return Finding("GPU", "ok", f"{names}, CUDA {cuda}, {nccl or 'no NCCL'}"), True
 
 
-def _kernels() -> list[Finding]:
-    """Whether the Hopper kernels can be had here: driver, compilers, packaged cubins, and one of them loaded."""
+def _kernels(has_hopper: bool) -> list[Finding]:
+    """Which backend computes attention; whether the Hopper kernels can be had: driver, compilers, cubins, verdicts."""
     from megatron_cp.kernels.loading import answers
 
     said = answers()
@@ -208,7 +222,11 @@ def _kernels() -> list[Finding]:
         Finding(one.part, "ok" if one.is_fine else "note", " ".join(one.words.split()))
         for one in said
     ]
-    if said[0].is_fine:  # there is a driver
+    if not said[0].is_fine:  # no driver
+        return findings
+    works, chosen = run_probe(BACKEND_PROBE)
+    findings.append(Finding("attention", "ok" if works else "note", chosen))
+    if has_hopper:
         works, last = run_probe(KERNEL_PROBE)
         words = "one was loaded onto the GPU" if works else f"do not load: {last}"
         findings.append(Finding("Hopper kernels", "ok" if works else "note", words))

@@ -1,7 +1,9 @@
 import json
 import os
+import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from megatron_cp import doctor
 from megatron_cp.__main__ import build_parser, main
 from megatron_cp.data import IndexedWriter
+from megatron_cp.kernels import loading
 from megatron_cp.mask import documents, sliding_window
 from megatron_cp.plan import PLANNERS
 from tests.processes import HANG_SECONDS
@@ -231,6 +234,30 @@ def test_doctor_tries_nccl_where_there_is_a_gpu(capsys, probes):
     assert main(["doctor"]) == 1
     printed = capsys.readouterr().out
     assert "NVIDIA H200" in printed and "training cannot run: NCCL" in printed
+
+
+@pytest.mark.parametrize(
+    ("gpu", "chosen", "tried"),
+    [
+        ("NVIDIA H100 sm_90", "cuda:0: hopper", True),
+        ("NVIDIA H100 sm_90", "cuda:0: flash (hopper failed its self-test)", True),
+        ("NVIDIA A100 sm_80", "cuda:0: flash (of compute capability 8.0, only 9.0)", False),
+    ],
+)
+def test_doctor_says_which_backend_computes_and_tries_the_kernels_where_they_could(
+    capsys, probes, monkeypatch, gpu, chosen, tried
+):
+    driver = SimpleNamespace(part="CUDA driver", is_fine=True, words="13.0")
+    monkeypatch.setattr(loading, "answers", lambda: [driver])
+    probes["get_device_name"] = (True, f"{gpu}|NCCL|13.0")
+    probes["nccl"] = (True, "")
+    probes["tell_choice"] = (True, chosen)
+    probes["load_variant"] = (True, "")
+    probes["tell_all"] = (True, "GPU 0: all 28 kinds agree")
+    main(["doctor"])
+    printed = capsys.readouterr().out
+    assert re.search(rf"attention +{re.escape(chosen)}\n", printed)
+    assert ("one was loaded" in printed) == ("all 28 kinds" in printed) == tried
 
 
 def test_probe_tells_the_last_line_of_a_failure_and_of_a_success():

@@ -70,6 +70,15 @@ def _choose_gpu_backend(q: Tensor, v: Tensor, asked: Asked) -> str:
     return chosen
 
 
+def tell_choice(device: torch.device) -> str:
+    """Returns which backend computes bf16 attention of head dim 128 with gradients on a GPU, and why none before it."""
+    q = torch.zeros(1, 8, 128, dtype=torch.bfloat16, device=device)
+    asked = Asked(128**-0.5, softcap=0.0, deterministic=False, needs_grad=True)
+    chosen, reasons = _first_that_serves(q, q, asked)
+    why = f" ({'; '.join(reasons)})" if reasons else ""
+    return f"{device}: {chosen}{why}"
+
+
 def _first_that_serves(q: Tensor, v: Tensor, asked: Asked) -> tuple[str, list[str]]:
     """Returns a backend, and why those before it were passed over."""
     checks: dict[str, Callable[[], object]] = {

@@ -301,3 +301,12 @@ def test_a_failed_self_test_is_an_error_for_who_asked_for_hopper(gpu):
 def test_a_cpu_computes_on_the_cpu():
     tensor = _on(CPU)
     assert choice.choose_backend(tensor, tensor, ASKED) == "cpu"
+
+
+def test_the_choice_for_training_is_told_with_what_kept_others_from_it(gpu):
+    gpu(hopper=_refuse)
+    made = torch.zeros
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "zeros", lambda *size, device, **kind: made(*size, **kind).to("meta"))
+        told = choice.tell_choice(GPU)
+    assert told == "cuda:0: flash (it cannot compute this)"
