@@ -143,6 +143,40 @@ def test_a_damaged_tracker_is_no_end_either(saved, tmp_path):
     assert [(refusal, at) for refusal, _, at, _ in answers] == [(None, 2), (None, 2)]
 
 
+def resume_and_save(rank, world_size, folder, flags):
+    """(refusal or None, the iteration at which a resumed run saved) of a load, a step and a save."""
+    here = ("--load", folder, "--save", folder, "--context-parallel-size", str(world_size))
+    with made.run_state(*here, *flags, rank=rank, world_size=world_size) as state:
+        from megatron_cp.training.checkpoint.load import load_checkpoint
+        from megatron_cp.training.checkpoint.save import SaveError, Saver
+
+        load_checkpoint(state)
+        made.step(state, 3)
+        saver = Saver(state)
+        try:
+            saver.save(is_last=True)
+        except SaveError as failure:
+            return str(failure), saver.newest
+        return None, saver.newest
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("advice", "saves"),
+    [(("--ckpt-fallback",), 3), (("--ckpt-step", "2"), 3), (("--ckpt-step", "1"), 2)],
+)
+def test_a_run_that_went_on_beside_a_damaged_tracker_saves_and_mends_it(
+    saved, tmp_path, world_size: int, advice, saves: int
+):
+    root = copied(saved, tmp_path)
+    (root / TRACKER).write_text("2x")
+    answers = run_on_ranks(world_size, resume_and_save, str(root), advice)
+    assert answers == [(None, saves)] * world_size
+    assert (root / TRACKER).read_text() == str(saves)
+    names = [iteration_folder(root, number).name for number in range(1, max(saves, 2) + 1)]
+    assert sorted(path.name for path in root.iterdir()) == [*names, TRACKER]
+
+
 def test_where_nothing_is_whole_the_first_damage_is_the_refusal(saved, tmp_path):
     root = copied(saved, tmp_path)
     for iteration in (1, 2):

@@ -22,6 +22,13 @@ def full_disk_says_torch(*arguments, **keywords):
     raise RuntimeError("[enforce fail at inline_container.cc:603] . unexpected pos 704 vs 598")
 
 
+BUSY = "Device or resource busy"
+
+
+def busy(*arguments, **keywords):
+    raise OSError(errno.EBUSY, BUSY, str(arguments[0]))
+
+
 class FullFile:
     """Stands for HashedFile on a full disk."""
 
@@ -47,6 +54,8 @@ def places() -> dict:
         "distrib_optim.pt": (torch, "save", full_disk_says_torch),
         "manifest": (files, "write_manifest", full_disk),
         "name": (files, "publish", full_disk),
+        "a bug": (files, "write_manifest", lambda *given: {}["no such entry"]),
+        "an older checkpoint": (files.shutil, "rmtree", busy),
     }
 
 
@@ -128,6 +137,29 @@ def test_or_stops_with_the_same_line_on_every_rank(tmp_path, kind: str):
     assert [said for _, said, *_ in answers] == ["", ""]
     assert (root / TRACKER).read_text() == "1"
     assert not list(root.glob("*.unfinished"))
+
+
+def test_what_no_disk_says_is_told_to_every_rank_too(tmp_path):
+    answers = run_on_ranks(2, save_three_times, str(tmp_path / "run"), "a bug", 0, ())
+    refusals = [refusal for refusal, *_ in answers]
+    assert refusals[0] == refusals[1]
+    assert "could not be written: KeyError: 'no such entry'" in refusals[0]
+    assert (tmp_path / "run" / TRACKER).read_text() == "1"
+
+
+def test_an_older_checkpoint_that_stays_is_a_warning_and_no_failed_save(tmp_path):
+    root = tmp_path / "run"
+    flags = ("--save-retain-interval", "100")
+    answers = run_on_ranks(2, save_three_times, str(root), "an older checkpoint", 0, flags)
+    first, second, third = (iteration_folder(root, n).name for n in (1, 2, 3))
+    for refusal, _, newest, left in answers:
+        assert (refusal, newest) == (None, 3)
+        assert left == [first, second, TRACKER]
+    assert answers[0][1].count("WARNING: ") == 1
+    assert f"an older checkpoint could not be removed: [Errno 16] {BUSY}" in answers[0][1]
+    assert str(root / first) in answers[0][1] and "could not be written" not in answers[0][1]
+    assert answers[1][1] == ""
+    assert sorted(path.name for path in root.iterdir()) == [first, third, TRACKER]
 
 
 def lose_the_folder(rank, world_size, folder):

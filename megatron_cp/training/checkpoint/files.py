@@ -93,6 +93,11 @@ def unfinished_folder(root: str | Path, iteration: int) -> Path:
     return Path(root) / f"{iteration_folder(root, iteration).name}.unfinished"
 
 
+def _replaced_folder(root: Path, iteration: int) -> Path:
+    """Returns where the checkpoint of `iteration` is after another was saved over it, until it is removed."""
+    return Path(root) / f"{iteration_folder(root, iteration).name}.replaced"
+
+
 def remove_folder(folder: Path) -> None:
     """Removes the folder with all it holds; what a link points at stays."""
     if folder.is_symlink():
@@ -105,15 +110,15 @@ def publish(root: Path, iteration: int) -> None:
     """Puts the complete, unfinished folder in its place and makes the tracker name it.
 
     Where the tracker already names this iteration, it names the newest earlier complete one, or
-    nothing, while one folder replaces the other. What needs space is written first: on a full disk
-    nothing has changed.
+    nothing, while one folder replaces the other, which stays beside it until `remove_replaced`. What needs
+    space is written first: on a full disk nothing has changed.
     """
     unfinished, folder = unfinished_folder(root, iteration), iteration_folder(root, iteration)
-    tracker, replaced = root / TRACKER, folder.with_name(f"{folder.name}.replaced")
+    tracker, replaced = root / TRACKER, _replaced_folder(root, iteration)
     remove_folder(replaced)
     named = _written_aside(tracker, str(iteration))
     if folder.exists() or folder.is_symlink():
-        if latest_iteration(root) == iteration:
+        if previous_iteration(root) == iteration:
             earlier = earlier_iteration(root, iteration)
             if earlier is None:
                 tracker.unlink()
@@ -122,7 +127,6 @@ def publish(root: Path, iteration: int) -> None:
         folder.replace(replaced)
     unfinished.replace(folder)
     named.replace(tracker)
-    remove_folder(replaced)
 
 
 def move_aside(root: Path) -> Path | None:
@@ -225,6 +229,17 @@ def latest_iteration(root: str | Path) -> int | None:
             "into it, or give --ckpt-step, or --ckpt-fallback for the newest good one"
         )
     return int(text)
+
+
+def previous_iteration(root: Path) -> int | None:
+    """Returns the iteration that the tracker names before a save; None where it is damaged too.
+
+    A run that went on from beside a damaged tracker writes a new one over it.
+    """
+    try:
+        return latest_iteration(root)
+    except DamagedCheckpointError:
+        return None
 
 
 def is_release(root: str | Path) -> bool:
@@ -330,10 +345,11 @@ def check_shape(
 def remove_replaced(
     root: Path, previous: int | None, current: int, retain_interval: int | None
 ) -> Path | None:
-    """Removes the checkpoint before `current` unless --save-retain-interval keeps it.
+    """Removes what `publish` replaced, and the checkpoint before `current` unless --save-retain-interval keeps it.
 
-    Returns the folder removed, or None.
+    Returns the folder of the latter if it was removed, or None.
     """
+    remove_folder(_replaced_folder(root, current))
     if (
         retain_interval is None
         or previous is None

@@ -125,13 +125,14 @@ class Saver:
         if self._unfinished is None:
             return
         start, unfinished = time.perf_counter(), self._unfinished
+        previous: int | None = None
         with self._or_removed(unfinished, is_last=is_last):
             if unfinished.write is not None:
                 with self._together(unfinished):
                     unfinished.write.finish()
-            with self._together(unfinished):
+            with self._together(unfinished, told=Exception):
                 if dist.get_rank() == 0:
-                    self._publish(unfinished)
+                    previous = self._publish(unfinished)
         if self._unfinished is None:
             return
         self._unfinished, self._saved_at = None, unfinished.iteration
@@ -141,6 +142,8 @@ class Saver:
             f"  successfully saved checkpoint from iteration {unfinished.iteration:7d} to {self._root} "
             f"[ t 1/{tp}, p 1/{pp} ]"
         )
+        if dist.get_rank() == 0:
+            self._clean_up(previous, unfinished.iteration)
         end = time.perf_counter()
         blocked_s = unfinished.blocked_s + end - start
         save_s = end - unfinished.began
@@ -156,7 +159,7 @@ class Saver:
         """Writes the files aside, or begins to. Collective. Raises SaveError on every rank alike."""
         state, options = self._state, self._state.config.checkpoint
         folder = files.unfinished_folder(self._root, unfinished.iteration)
-        with self._together(unfinished):
+        with self._together(unfinished, told=Exception):
             if dist.get_rank() == 0:
                 files.remove_folder(folder)  # a save that was killed half-way leaves parts behind
                 folder.mkdir(parents=True)
@@ -166,8 +169,8 @@ class Saver:
             else:
                 _SAVE[options.ckpt_format](state, folder)
 
-    def _publish(self, unfinished: _Unfinished) -> None:
-        """Puts the written folder in its place; on rank 0."""
+    def _publish(self, unfinished: _Unfinished) -> int | None:
+        """Puts the written folder in its place; returns the iteration that the tracker named before. On rank 0."""
         root, number = self._root, unfinished.iteration
         if self._may_hold_another_run:
             aside = files.move_aside(root)
@@ -176,23 +179,38 @@ class Saver:
                     f"  note: {root} held checkpoints of an earlier run; they are in {aside}"
                 )
             self._may_hold_another_run = False
-        previous = files.latest_iteration(root)
-        options, folder = self._state.config.checkpoint, files.unfinished_folder(root, number)
-        files.write_manifest(folder, unfinished.manifest)
+        previous = files.previous_iteration(root)
+        files.write_manifest(files.unfinished_folder(root, number), unfinished.manifest)
         files.publish(root, number)
-        files.remove_replaced(root, previous, number, options.save_retain_interval)
+        return previous
+
+    def _clean_up(self, previous: int | None, current: int) -> None:
+        """Removes what the checkpoint in its place makes needless. What stays is told: it is no failed save."""
+        interval = self._state.config.checkpoint.save_retain_interval
+        try:
+            files.remove_replaced(self._root, previous, current, interval)
+        except OSError as failure:
+            sys.stderr.write(
+                f"WARNING: an older checkpoint could not be removed: {failure}; iteration {current} is saved "
+                "and is the latest, and the older one may be damaged: remove it by hand\n"
+            )
 
     @contextmanager
-    def _together(self, unfinished: _Unfinished) -> Iterator[None]:
+    def _together(
+        self,
+        unfinished: _Unfinished,
+        told: type[BaseException] | tuple[type[BaseException], ...] = _UNWRITABLE,
+    ) -> Iterator[None]:
         """Within the block a rank writes; after it all ranks know whether every one of them could.
 
-        Collective. Raises SaveError on every rank alike, with what the first of them was refused.
+        Collective. Raises SaveError on every rank alike, with what the first of them was refused. `told`
+        is `Exception` where the block holds no collective: the others already wait here then.
         """
         own: tuple[int, str] | None = None
         cause: BaseException | None = None
         try:
             yield
-        except _UNWRITABLE as failure:
+        except told as failure:
             own, cause = _reason(failure, self._root), failure
         said: list[tuple[int, str] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(said, own)
@@ -238,6 +256,8 @@ def _reason(failure: BaseException, folder: Path) -> tuple[int, str]:
             return rank, ""
         rank, (failure, _) = next(iter(failure.failures.items()))
     said = first_line(failure)
+    if not isinstance(failure, _UNWRITABLE):
+        said = f"{type(failure).__name__}: {said}"
     if _SHORT_WRITE in said:
         said = "a file was written in part, as on a full disk"
     return rank, f"{said}; {_free_space(folder)}"
