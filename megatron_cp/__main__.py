@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 
 try:
+    import difflib
     import os
     from collections.abc import Sequence
     from importlib import import_module
@@ -55,7 +56,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(name: str, words: list[str]) -> int:
     try:
-        args = build_parser(words[0] if words else "").parse_args(words)
+        args, stray = build_parser(words[0] if words else "").parse_known_args(words)
+        if args.command is None:
+            refuse(name, [f"a command is missing; give one of {', '.join(COMMANDS)}, or --help"])
+        if stray:
+            refuse(
+                name, [f"unrecognized arguments: {' '.join(stray)}; {_nearest(stray, args.flags)}"]
+            )
         return int(args.run(args, words))
     except ModuleNotFoundError as problem:
         missing = (problem.name or "").split(".")[0]
@@ -66,6 +73,13 @@ def _run(name: str, words: list[str]) -> int:
         refuse(name, [f"out of memory ({problem}); plan fewer tokens, documents or ranks"])
 
 
+def _nearest(stray: Sequence[str], flags: Sequence[str]) -> str:
+    """Returns the flag that was meant, or where all flags stand."""
+    unknown = [word.split("=", 1)[0] for word in stray if word.startswith("-")]
+    near = difflib.get_close_matches(unknown[0], flags, n=1, cutoff=0.7) if unknown else []
+    return f"nearest: {near[0]}" if near else "see --help"
+
+
 def build_parser(asked: str) -> OneLineParser:
     """Returns the parser of all commands; only that of command `asked` knows its arguments."""
     program = _program()
@@ -74,7 +88,7 @@ def build_parser(asked: str) -> OneLineParser:
         epilog=f"example: {program} plan --lengths 137,2041,89 --context-parallel-size 4",
     )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"megatron_cp {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, (words, example) in COMMANDS.items():
         line = example if example.startswith(LAUNCHER) else f"{program} {example}"
         command = commands.add_parser(
@@ -84,7 +98,7 @@ def build_parser(asked: str) -> OneLineParser:
         if name == asked:
             module = import_module(f"megatron_cp.commands.{name}")
             module.add_arguments(command)
-            command.set_defaults(run=module.run)
+            command.set_defaults(run=module.run, flags=[*command._option_string_actions])
     return parser
 
 

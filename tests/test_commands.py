@@ -16,6 +16,7 @@ from megatron_cp.commands.arguments import lengths_or_path
 from tests.processes import HANG_SECONDS
 
 ROOT = Path(__file__).resolve().parent.parent
+SLOW = "trying what is installed, some ten seconds"
 SMALL = ["--context-parallel-size", "2", "--tokens-per-rank", "512", "--cp-planner", "zigzag,ring"]
 PROBE = """
 import sys
@@ -72,6 +73,26 @@ def test_an_error_is_found_before_torch_is_imported(words):
     assert after(*words) == (2, ["numpy"])
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "a command is missing; give one of doctor, plan, simulate, "),
+        (["plan", "--context-paralel-size", "4"], "4; nearest: --context-parallel-size"),
+        (
+            ["plan", "--mask=full", "--lenghts=4"],
+            "unrecognized arguments: --lenghts=4; nearest: --le",
+        ),
+        (["report", "runs/a", "runs/b"], "unrecognized arguments: runs/b; see --help"),
+    ],
+)
+def test_what_is_not_known_is_named_beside_what_is_near(capsys, words, said):
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2 and said in line
+    assert line.startswith(" ".join(["python -m megatron_cp", *words[:1]]) + ": error: ")
+
+
 @pytest.mark.parametrize("words", [["plan", "--html"], ["simulate", "--trace"], ["plan", "--json"]])
 def test_a_file_that_cannot_be_written_is_told_before_any_planner_runs(capsys, tmp_path, words):
     (tmp_path / "file").write_text("")
@@ -108,7 +129,7 @@ def without_packages(*words):
 
 def test_doctor_works_without_any_package_and_says_what_is_missing():
     done = without_packages("doctor")
-    assert done.returncode == 1 and done.stderr == ""
+    assert done.returncode == 1 and done.stderr == f"doctor: {SLOW}\n"
     missing = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("NO")]
     assert {"megatron-core", "numpy", "torch"} <= set(missing)
     assert "is not installed: pip install torch" in done.stdout

@@ -149,7 +149,9 @@ def add_documents(parser: ArgumentParser) -> None:
         help="document lengths: 137,2041,89, or a file (JSON list, a number per line, .npy), or a folder of texts",
     )  # fmt: skip
     source.add_argument(
-        "--workload", metavar="NAME", help=f"default {WORKLOAD}; {', '.join(WORKLOADS)}"
+        "--workload",
+        metavar="NAME",
+        help=f"document lengths as in {', '.join(WORKLOADS)}; default: {WORKLOAD}",
     )
     length = parser.add_mutually_exclusive_group()
     length.add_argument(
@@ -159,14 +161,20 @@ def add_documents(parser: ArgumentParser) -> None:
         "--tokens-per-rank",
         type=tokens,
         metavar="N",
-        help="the pack grows with the ranks; default 8K",
+        help="the pack grows with the ranks; default: 8K",
     )
     parser.add_argument(
-        "--split", metavar="N,N,N", help=f"of --data-path, first part used; default {SPLIT}"
+        "--split",
+        metavar="N,N,N",
+        help=f"parts of --data-path, the first of which is used; default: {SPLIT}",
     )
     add_mask(parser)
     parser.add_argument(
-        "--seed", type=seed, default=SEED, help="of the order of --data-path, and of what is drawn"
+        "--seed",
+        type=seed,
+        default=SEED,
+        metavar="N",
+        help="seed of the order of --data-path, and of what is drawn",
     )
 
 
@@ -175,10 +183,13 @@ def add_mask(parser: ArgumentParser, more: Iterable[str] = ()) -> None:
     others = [*(name for name in MASKS if name not in BUILDER_MASKS), *more]
     parser.add_argument(
         "--mask", default=MASK, metavar="NAME",
-        help=f"a builder of megatron_cp.mask: {', '.join(BUILDER_MASKS)}; or {', '.join(others)}",
+        help=f"a builder of megatron_cp.mask: {', '.join(BUILDER_MASKS)}; or by another name {', '.join(others)}",
     )  # fmt: skip
     parser.add_argument(
-        "--window-size", type=window, metavar="N,N", help="narrows the mask to keys before,after"
+        "--window-size",
+        type=window,
+        metavar="N,N",
+        help="narrows the mask to a window, keys before,after, as 1024,0",
     )
 
 
@@ -200,14 +211,21 @@ def add_heads(parser: ArgumentParser, num_heads: int = HEADS) -> None:
 def add_planning(parser: ArgumentParser) -> None:
     """Adds the planners to run and the machine to run them for."""
     parser.add_argument(
-        "--tensor-model-parallel-size", type=count, default=1, metavar="N", help="shares the heads"
+        "--tensor-model-parallel-size",
+        type=count,
+        default=1,
+        metavar="N",
+        help="tensor-parallel ranks, which share the heads",
     )
     parser.add_argument(
         "--cp-planner", type=words_of, metavar="NAME[,NAME...]",
-        help=f"the planners to run, the first is ours; default: all, auto first; {', '.join(PLANNERS)}",
+        help=f"the planners to run, the first as ours: {', '.join(PLANNERS)}; default: all, auto first",
     )  # fmt: skip
     parser.add_argument(
-        "--cp-chunk-size", type=count, metavar="N", help="tokens per unit of dispatch"
+        "--cp-chunk-size",
+        type=count,
+        metavar="N",
+        help="tokens per unit of dispatch; default: the planner's",
     )
     parser.add_argument(
         "--cp-topology", default=TOPOLOGY, metavar="NAME",

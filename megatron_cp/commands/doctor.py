@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from megatron_cp.command_line import add_json, show
+from megatron_cp.command_line import Progress, add_json, show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +26,10 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
     from megatron_cp import checkout, doctor
 
     if args.megatron is None:
+        progress = Progress("doctor")
+        progress("trying what is installed, some ten seconds")
         findings, program = doctor.examine(), "training"
+        progress.clear()
         text = doctor.doctor_text(findings)
     else:
         findings, program = checkout.examine_checkout(args.megatron), "hooks"

@@ -77,14 +77,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"document lengths: 137,2041,89; default: drawn from workload {WORKLOAD}",
     )  # fmt: skip
     add_heads(parser, num_heads=2)
-    parser.add_argument("--v-head-dim", type=count, metavar="N", help="default: --kv-channels")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the inputs")
     parser.add_argument(
-        "--softcap", type=softcap, default=0.0, metavar="X", help="of the scores; 0 is none"
+        "--v-head-dim",
+        type=count,
+        metavar="N",
+        help="size of a value head; default: --kv-channels",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="dtype of the inputs")
+    parser.add_argument(
+        "--softcap", type=softcap, default=0.0, metavar="X", help="cap of the scores; 0 is none"
     )
     parser.add_argument(
-        "--seed", type=seed, default=SEED,
-        help="of the inputs, the documents and the order of what is asynchronous; 0: in program order",
+        "--seed", type=seed, default=SEED, metavar="N",
+        help="seed of the inputs, the documents and the order of what is asynchronous; 0 is program order",
     )  # fmt: skip
     parser.add_argument("--blocks", type=count, default=2, metavar="N", help="CTAs of the grid")
     parser.add_argument(
@@ -92,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=count,
         default=1,
         metavar="N",
-        help="1: the same run for the same seed",
+        help="threads that run CTAs; with 1 a seed always gives the same run",
     )
     parser.add_argument(
         "--backward", action="store_true", help="the backward kernels too, with a random gradient"

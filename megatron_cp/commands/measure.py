@@ -19,7 +19,7 @@ ROUNDS = 5
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
     parser.add_argument("output", type=Path, metavar="FILE.json", help="where the profile goes")
-    parser.add_argument("--name", default="measured", help="of the profile")
+    parser.add_argument("--name", default="measured", help="name of the profile")
     parser.add_argument(
         "--wider-groups", type=_sizes, default=(), metavar="N,N",
         help="ranks of a rack, of a pod, as 64,512; default: none, nodes alone are told apart",

@@ -35,7 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
     add_documents(parser)
     parser.add_argument(
-        "--packing", choices=PACKING_POLICIES, help="of --data-path; default: split"
+        "--packing",
+        choices=PACKING_POLICIES,
+        help="how documents of --data-path fill packs; default: split",
     )
     parser.add_argument("--packs", type=count, default=PACKS, metavar="N", help="packs to plan")
     parser.add_argument(

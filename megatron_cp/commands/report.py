@@ -11,8 +11,14 @@ from megatron_cp.command_line import Progress
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
-    parser.add_argument("run_dir", type=Path, help="what --run-dir (or --save) named when training")
-    parser.add_argument("--output", type=Path, help="default: report.html in the run's folder")
+    parser.add_argument(
+        "run_dir", type=Path, metavar="RUN_DIR",
+        help="what --run-dir (or --save) named when training",
+    )  # fmt: skip
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE",
+        help="the page; default: report.html in the run's folder",
+    )  # fmt: skip
     parser.add_argument(
         "--compare", type=Path, metavar="RUN_DIR",
         help="another run beside it: losses and step times, of one rank best of all",

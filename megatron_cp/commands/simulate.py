@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_documents(parser)
     parser.add_argument(
         "--context-parallel-size", type=ranks, metavar="N[,N...]",
-        help="default: 8,64,512; with --data-parallel-size 8",
+        help="ranks; default: 8,64,512, or 8 with --data-parallel-size",
     )  # fmt: skip
     parser.add_argument(
         "--data-parallel-size", type=rank_count, metavar="N",
@@ -58,10 +58,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_planning(parser)
     add_json(parser)
     parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="write pictures of the first size"
+        "--html", type=Path, metavar="FILE", help="write the pictures, plans of the first size"
     )
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="write its timeline alone")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace of it")
+    parser.add_argument(
+        "--svg", type=Path, metavar="FILE", help="write the timeline of the first size"
+    )
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write that timeline as a Chrome trace"
+    )
 
 
 def run(args: argparse.Namespace, words: Sequence[str]) -> int:
