@@ -20,10 +20,11 @@ import types
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint import filesystem, metadata, planner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
@@ -73,6 +74,26 @@ _INDEX_NAMES = frozenset(
         )
     }
     | {f"torch {name}" for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+)
+
+
+# Of these, what a pickle makes anew and then gives its state to.
+_BUILT = frozenset(
+    {
+        filesystem._StorageInfo,
+        filesystem._StoragePrefix,
+        metadata.BytesStorageMetadata,
+        metadata.ChunkStorageMetadata,
+        metadata.Metadata,
+        metadata.MetadataIndex,
+        metadata.StorageMeta,
+        metadata.TensorProperties,
+        metadata.TensorStorageMetadata,
+        planner.BytesIOWriteData,
+        planner.SavePlan,
+        planner.TensorWriteData,
+        planner.WriteItem,
+    }
 )
 
 
@@ -157,8 +178,26 @@ def _unsafe_names(path: Path | io.BytesIO) -> list[str]:
         return []
 
 
-class _IndexUnpickler(pickle.Unpickler):
-    """Builds what an index is made of and nothing else: any other name is refused before it is imported."""
+class _IndexUnpickler(pickle._Unpickler):
+    """Builds what an index is made of and nothing else: any other name is refused before it is imported.
+
+    A pickle may also give state to what it names. Only to what it has made itself: the attributes of a type,
+    a function or a member of an enumeration are the process's. Python's own unpickler, which can be asked,
+    takes four times as long as the compiled one (7 s instead of 2 for 100,000 pieces, on a loaded core).
+    """
+
+    stack: list[Any]
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+
+    def load_build(self) -> None:
+        """Gives state to an object. Raises _ForeignNameError for one that the pickle has not made."""
+        target = self.stack[-2]
+        if type(target) not in _BUILT:
+            shared = target if isinstance(target, type) else type(target)
+            raise _ForeignNameError(f"{shared.__module__} {shared.__name__} to change it")
+        pickle._Unpickler.load_build(self)  # type: ignore[attr-defined]
+
+    dispatch[pickle.BUILD[0]] = load_build
 
     def find_class(self, module: str, name: str) -> Any:
         """Returns an allowed type. Raises _ForeignNameError for any other name."""
