@@ -11,6 +11,7 @@ from megatron_cp.training.logging.lines import (
     StepReport,
     arguments_block,
     evaluation_lines,
+    print_rank_last,
     training_line,
 )
 
@@ -90,5 +91,10 @@ def test_the_bar_of_a_terminal_says_tokens_per_second(capsys, monkeypatch):
     bar = ProgressBar(total=2, done=0)
     bar.step(12345.6)
     bar.step(23456.7)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    print_rank_last("a line")
     bar.close()
-    assert "23,457 tokens/s" in capsys.readouterr().err.split("\r")[-1]
+    print_rank_last("another")
+    printed = capsys.readouterr()
+    assert "23,457 tokens/s" in printed.err.split("\r")[-1]
+    assert printed.out == "\r\x1b[Ka line\nanother\n", "the first takes the place of the bar"

@@ -15,17 +15,25 @@ from typing import Any
 
 import torch.distributed as dist
 
+_CLEAR_LINE = "\r\x1b[K"
+
 
 def print_rank_0(message: str) -> None:
     """Prints on rank 0 alone (or without a process group)."""
     if not dist.is_initialized() or dist.get_rank() == 0:
-        print(message, flush=True)
+        _print(message)
 
 
 def print_rank_last(message: str) -> None:
     """Prints on the last rank alone (or without a process group)."""
     if not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1:
-        print(message, flush=True)
+        _print(message)
+
+
+def _print(message: str) -> None:
+    """Prints in the place of the bar, which another rank may have drawn, where both are on a terminal."""
+    is_behind_bar = ProgressBar.is_shown and sys.stdout.isatty()
+    print(f"{_CLEAR_LINE}{message}" if is_behind_bar else message, flush=True)
 
 
 def print_datetime(event: str) -> None:
@@ -123,9 +131,13 @@ def evaluation_lines(
 class ProgressBar:
     """A bar on rank 0 where standard error is a terminal; nothing anywhere else."""
 
+    is_shown = False
+    """Whether a bar is being drawn, by this rank or another: all ranks of a machine have one terminal."""
+
     def __init__(self, *, total: int, done: int) -> None:
         """A bar of `total` steps of which `done` lie behind (a resumed run)."""
         self._bar: Any = None
+        ProgressBar.is_shown = sys.stderr.isatty()
         is_first = not dist.is_initialized() or dist.get_rank() == 0
         if is_first and sys.stderr.isatty():
             from tqdm import tqdm
@@ -140,5 +152,6 @@ class ProgressBar:
 
     def close(self) -> None:
         """Leaves the finished bar on its line."""
+        ProgressBar.is_shown = False
         if self._bar is not None:
             self._bar.close()
