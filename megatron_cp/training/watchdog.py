@@ -202,20 +202,29 @@ class Watchdog:
         return [Beat(*json.loads(text)) for text in told]
 
     def _tell(self, finding: str, speaker: int, waited_s: float) -> None:
-        """Writes this rank's stack; the speaker prints the line."""
-        self.finding = finding
+        """Prints the line on the speaker, then writes this rank's stack: a disk that takes no more keeps no line."""
         folder = self.config.records.run_dir
-        if folder is not None:
-            stacks = Path(folder) / "stacks"
-            stacks.mkdir(parents=True, exist_ok=True)
-            with (stacks / f"rank_{self.config.parallel.rank}.txt").open("w") as file:
-                file.write(f"{self.place}, in {self.progress}\n{finding}\n\n")
-                file.flush()
-                faulthandler.dump_traceback(file)
-            self.finding += f"; stacks are in {stacks}"
+        stacks = None if folder is None else Path(folder) / "stacks"
+        self.finding = finding if stacks is None else f"{finding}; stacks are in {stacks}"
         if speaker == self.config.parallel.rank:
-            line = f"warning: nothing moved for {waited_s:.0f} s: {self.finding}\n"
-            os.write(2, line.encode())  # the main thread may hold the stream's lock
+            _print(f"warning: nothing moved for {waited_s:.0f} s: {self.finding}")
+        if stacks is not None:
+            try:
+                self._write_stack(stacks, finding)
+            except OSError as failure:
+                _print(f"warning: the stack of {self.place} could not be written: {failure}")
+
+    def _write_stack(self, stacks: Path, finding: str) -> None:
+        stacks.mkdir(parents=True, exist_ok=True)
+        with (stacks / f"rank_{self.config.parallel.rank}.txt").open("w") as file:
+            file.write(f"{self.place}, in {self.progress}\n{finding}\n\n")
+            file.flush()
+            faulthandler.dump_traceback(file)
+
+
+def _print(line: str) -> None:
+    with suppress(OSError):  # nobody reads it any more: the thread goes on
+        os.write(2, f"{line}\n".encode())  # the main thread may hold the stream's lock
 
 
 def _key(rank: int) -> str:

@@ -126,6 +126,20 @@ def test_semaphores_have_the_name_of_the_run_and_go_with_it(tmp_path: Path, monk
     assert {path.name for path in tmp_path.iterdir()} == set(others)
 
 
+def test_what_belongs_to_another_user_stays(tmp_path: Path, monkeypatch):
+    """Names can be guessed, and the temporary folder and shared memory are everybody's."""
+    (tmp_path / "megatron_cp_7_1_theirs").mkdir()
+    (tmp_path / "megatron_cp_7_1_theirs" / "file").write_text("")
+    (tmp_path / "sem.megatron_cp_7_1_theirs").write_text("")
+    (tmp_path / "sem.Ab3dEf").hardlink_to(tmp_path / "sem.megatron_cp_7_1_theirs")
+    before = sorted(tmp_path.rglob("*"))
+    own = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: own + 1)
+    leftovers.remove_own_folders(tmp_path, "megatron_cp_7_1_")
+    leftovers.remove_own_semaphores(tmp_path, "megatron_cp_7_1_")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_what_others_remove_at_the_same_time_is_no_error(tmp_path, monkeypatch):
     """Ranks and resource trackers end, and tidy up, while this goes on."""
     kept = tmp_path / "sem.megatron_cp_7_1_kept"

@@ -1,11 +1,14 @@
 """A rank that is stopped or never comes: the others name it, with its stage, before their collectives give up."""
 
+import os
 import signal
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron_cp.training.watchdog import Beat, record_collectives, verdict
+from megatron_cp.training.watchdog import Beat, Progress, Watchdog, record_collectives, verdict
 from tests.faults.program import Kill, Launch, run_program
 from tests.training.commands import DATA, MODEL, error_lines
 
@@ -86,6 +89,40 @@ def test_ranks_that_all_wait_may_be_in_different_collectives():
     second = [beat(0, 6, waits=True), beat(1, 6, waits=True)]
     line, _ = verdict(first, second)
     assert "every rank waits in a collective" in line
+
+
+def told(folder: Path, capfd) -> list[str]:
+    """The lines of rank 0, which found something, with that folder for its run."""
+    watchdog = Watchdog.__new__(Watchdog)  # no thread, no store
+    records, parallel = SimpleNamespace(run_dir=str(folder)), SimpleNamespace(rank=0)
+    watchdog.config = SimpleNamespace(records=records, parallel=parallel)
+    watchdog.place, watchdog.progress = "rank 0 (stage)", Progress(3, "update")
+    try:
+        watchdog._tell("rank 1 is stopped", 0, 48.0)
+    finally:
+        os.close(watchdog.progress.memory)
+    assert watchdog.finding == f"rank 1 is stopped; stacks are in {folder / 'stacks'}"
+    return capfd.readouterr().err.splitlines()
+
+
+def test_the_line_comes_and_then_the_stack(tmp_path, capfd):
+    (line,) = told(tmp_path, capfd)
+    assert line.startswith("warning: nothing moved for 48 s: rank 1 is stopped; stacks are in ")
+    stack = (tmp_path / "stacks" / "rank_0.txt").read_text()
+    assert stack.startswith("rank 0 (stage), in update of step 3\nrank 1 is stopped\n")
+    assert "test_watchdog.py" in stack
+
+
+@pytest.mark.parametrize("fault", ["a full disk", "no folder"])
+def test_a_stack_that_cannot_be_written_keeps_no_line(tmp_path, capfd, fault: str):
+    if fault == "a full disk":
+        (tmp_path / "run" / "stacks").mkdir(parents=True)
+        (tmp_path / "run" / "stacks" / "rank_0.txt").symlink_to("/dev/full")
+    else:
+        (tmp_path / "run").write_text("a file")
+    first, second = told(tmp_path / "run", capfd)
+    assert first.startswith("warning: nothing moved for 48 s: rank 1 is stopped")
+    assert second.startswith("warning: the stack of rank 0 (stage) could not be written: [Errno ")
 
 
 @pytest.mark.parametrize(
