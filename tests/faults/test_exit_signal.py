@@ -1,12 +1,15 @@
 """The exit signal to one rank: all ranks agree, save once, and leave with code 0, wherever they are."""
 
 import json
+import os
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from megatron_cp.training import exit_signal
 from megatron_cp.training.checkpoint.files import TRACKER, iteration_folder, read_manifest
 from tests.faults.program import Kill, Launch, Outcome, run_program
 from tests.training.commands import DATA, MODEL
@@ -112,3 +115,38 @@ def test_the_signal_can_be_chosen(runs):
     assert [rank.code for rank in ranks] == [0, 0], ranks[0].stderr[-3000:]
     assert "exiting program after receiving SIGUSR1." in ranks[0].stdout
     assert (runs[0] / "another signal" / TRACKER).read_text() == "2"
+
+
+@pytest.fixture
+def caught(monkeypatch):
+    """This process notes SIGUSR2 for the length of a test."""
+    for name in ("_caught", "_catcher", "_arrived"):
+        monkeypatch.setattr(exit_signal, name, getattr(exit_signal, name))
+    before = signal.getsignal(signal.SIGUSR2)
+    exit_signal.catch_exit_signal(["--exit-signal-handler", "--exit-signal", "SIGUSR2"])
+    yield
+    signal.signal(signal.SIGUSR2, before)
+
+
+def test_the_signal_is_noted_and_said_once_and_a_fork_that_writes_says_nothing(caught, capfd):
+    child = os.fork()
+    if child == 0:
+        os.kill(os.getpid(), signal.SIGUSR2)
+        os._exit(int(exit_signal.arrived()))
+    assert os.waitpid(child, 0)[1] == 0
+    assert not exit_signal.arrived()
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGUSR2)
+    assert exit_signal.arrived()
+    said = capfd.readouterr().err
+    assert said == "SIGUSR2 received: this rank leaves after the current step\n"
+
+
+def test_a_program_that_the_last_checkpoint_needs_never_sees_the_signal(caught):
+    with exit_signal.held_back():
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert not exit_signal.arrived()
+        status = subprocess.run(["cat", "/proc/self/status"], stdout=subprocess.PIPE, text=True)
+    assert exit_signal.arrived()
+    (blocked,) = (x for x in status.stdout.splitlines() if x.startswith("SigBlk:"))
+    assert int(blocked.split()[1], 16) >> (signal.SIGUSR2 - 1) & 1

@@ -13,4 +13,5 @@ def test_a_run_that_was_killed_anywhere_ends_with_the_bits_of_one_that_was_not(t
     verdicts = run_trials(trials, tmp_path)
     assert len({trial.phase for trial in trials}) == 4
     assert [v.difference for v in verdicts] == [None] * 8, verdicts
-    assert any(verdict.died for verdict in verdicts)
+    # Moments lie within what the phase is followed by; on a fast machine one or the other may come too late.
+    assert sum(verdict.died for verdict in verdicts) >= 6, verdicts
