@@ -78,7 +78,7 @@ test-fast: $(INSTALLED_DEV)
 # Strict: a broken link is an error. Search and pictures need no network.
 docs: $(INSTALLED_DEV)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
-	@echo "build/site is the site; to read and search it: $(PYTHON) -m http.server -d build/site"
+	@echo "build/site is the site; open build/site/index.html in a browser"
 
 # NVRTC of every CUDA version that the kernels are for, into the user's cache (about 320 MB).
 toolkits: $(INSTALLED_DEV)

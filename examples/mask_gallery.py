@@ -8,6 +8,8 @@ Proves: any of them is planned, and the plan is a picture that can be looked at 
 import inspect
 from pathlib import Path
 
+import numpy as np
+
 import megatron_cp as mcp
 from megatron_cp import mask as masks
 from megatron_cp.report.draw.html import Section, page, write_page
@@ -87,10 +89,47 @@ def strided_blocks():
     return masks.strided(NUM_TOKENS, 64, 4, 4)
 
 
+def every_second_key():
+    """A window with holes: dilated attention of Sparse Transformer and LongNet."""
+    return masks.dilated(NUM_TOKENS, 4095, dilation=128)
+
+
+def in_context_examples():
+    """Examples that see themselves, and a last document that sees them all: in-context learning."""
+    return masks.causal_blockwise([8192, 5600, 7200, 2976, 8800])
+
+
+def first_block_for_all():
+    """Blocks that see themselves and the first one: Star Attention."""
+    return masks.star(NUM_TOKENS, 8)
+
+
+def near_and_first_blocks():
+    """Blocks that see the ones before them and the first: StreamingLLM by blocks."""
+    return masks.streaming(NUM_TOKENS)
+
+
+def local_and_global_blocks():
+    """Blocks that see their neighbours and a few global ones: UltraAttn's global_local."""
+    return masks.global_local(NUM_TOKENS)
+
+
+def chosen_blocks():
+    """Blocks that a table names: NSA, MoBA, VSA."""
+    table = np.tril(np.random.default_rng(0).random((16, 16)) < 0.3) | np.eye(16, dtype=bool)
+    return masks.block_sparse(table, NUM_TOKENS // 16)
+
+
+def one_prefix():
+    """One prefix that looks both ways, then causal text: T5, PaliGemma."""
+    return masks.prefix_lm(NUM_TOKENS, 12000)
+
+
 GALLERY = (
-    packed_documents, bidirectional_documents, causal_text, sliding_window, windowed_documents, chunked_causal,
-    prefix_documents, text_with_images, shared_question, tree_of_rollouts, video_blocks, block_diffusion,
-    near_and_global, strided_blocks,
+    packed_documents, bidirectional_documents, causal_text, sliding_window, windowed_documents,
+    chunked_causal, one_prefix, prefix_documents, text_with_images, shared_question, in_context_examples,
+    tree_of_rollouts, video_blocks, block_diffusion, near_and_global, strided_blocks, every_second_key,
+    first_block_for_all, near_and_first_blocks, local_and_global_blocks, chosen_blocks,
 )  # fmt: skip
 
 

@@ -1,16 +1,20 @@
 """The documentation as a site: it builds without a warning, asks nobody for anything, and its pictures are there."""
 
+import inspect
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 import pytest
 
 pytest.importorskip("mkdocs", reason="pip install megatron_cp[docs]")
 
+from tests.report.screenshots import find_browser
 from tools import docs_site
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,6 +58,51 @@ def test_pictures_are_drawn_from_plans(site):
     names = [make.__name__ for make in docs_site.mask_gallery.GALLERY]
     assert [name for name in names if f'id="{name}"' not in gallery] == []
     assert gallery.count("attention mask of") == len(names)
+
+
+def test_every_builder_of_the_table_of_masks_has_a_picture():
+    """`full` alone has none: documents that look both ways show it."""
+    table = (ROOT / "docs" / "mask.md").read_text(encoding="utf-8").split("| builder |")[1]
+    rows = [
+        line.split("|")[1] for line in table.split("\n\n")[0].splitlines() if line.startswith("| `")
+    ]
+    builders = {name for row in rows for name in re.findall(r"`(\w+)", row)} - {"full"}
+    drawn = "".join(inspect.getsource(make) for make in docs_site.mask_gallery.GALLERY)
+    assert len(builders) > 15
+    assert {name for name in builders if f"masks.{name}(" not in drawn} == set()
+
+
+def test_pictures_have_the_colours_of_the_scheme_that_the_reader_chose(site):
+    """Material keeps the choice in the page, not in the system: no rule may ask the system."""
+    style = (site / "assets" / "pictures.css").read_text(encoding="utf-8")
+    assert "prefers-color-scheme" not in style
+    rules = {
+        scheme: dict(
+            re.findall(
+                r"(--[\w-]+):([^;]+);",
+                style.split(f'[data-md-color-scheme="{scheme}"]{{')[1].split("}")[0],
+            )
+        )
+        for scheme in ("default", "slate")
+    }
+    names = set(re.findall(r"var\((--[\w-]+)\)", style))
+    assert names and all(names <= set(one) for one in rules.values())
+    assert {name for name in names if rules["default"][name] == rules["slate"][name]} == set()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_browser() is None, reason="no chromium on PATH, no CHROMIUM")
+def test_search_answers_on_a_page_that_was_opened_as_a_file(site, tmp_path):
+    command = [
+        find_browser(), "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}",
+        "--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=30000", "--dump-dom",
+        f"{(site / 'index.html').as_uri()}?q=dropout",
+    ]  # fmt: skip
+    text = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    found = re.findall(r'<a href="([^"?#]+)[^>]*class="md-search-result__link"', text)
+    pages = {Path(url2pathname(urlsplit(one).path)) for one in found}
+    assert len(pages) > 4
+    assert all("dropout" in page.read_text(encoding="utf-8").lower() for page in pages)
 
 
 def test_files_of_the_repository_that_pages_link_to_are_pages(site):

@@ -24,7 +24,7 @@ import megatron_cp as mcp  # noqa: E402
 from examples import mask_gallery  # noqa: E402
 from megatron_cp.plan.study.simulate import simulate_pass  # noqa: E402
 from megatron_cp.report.draw.html import Figure  # noqa: E402
-from megatron_cp.report.draw.style import picture_style_sheet  # noqa: E402
+from megatron_cp.report.draw.style import picture_style_sheet_of  # noqa: E402
 from megatron_cp.report.draw.svg import Markup, join, tag  # noqa: E402
 from megatron_cp.report.figures.mask import mask_picture  # noqa: E402
 from megatron_cp.report.figures.packs import dispatch_figure  # noqa: E402
@@ -35,6 +35,7 @@ from megatron_cp.report.figures.workers import workers_figure  # noqa: E402
 PICTURE = re.compile(r"<!-- picture: (\w+) -->")
 # Links out of docs/; a line's number is dropped.
 OUTSIDE = re.compile(r"\]\(\.\./([\w./-]+)(?:#[\w-]+)?\)")
+OTHER_WORKER = re.compile(r"https://unpkg\.com/iframe-worker/shim")
 LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".cuh": "cuda", ".cu": "cuda"}
 STYLE = """
 .md-grid{max-width:1500px}.md-typeset table:not([class]){font-size:.62rem}
@@ -44,6 +45,8 @@ STYLE = """
 .mcp .pair{display:flex;flex-wrap:wrap;gap:14px 3%;align-items:center}.mcp .pair>*{flex:1 1 260px}
 .mcp .pair .panels>svg{max-width:100%}@media(max-width:600px){.mcp .panels>svg{max-width:100%}}
 """
+# Material keeps the scheme that a reader chose; pictures follow it, and not the system's.
+LIGHT, DARK = '[data-md-color-scheme="default"]', '[data-md-color-scheme="slate"]'
 
 # The pack of the pictures: documents as they come, 32K tokens on four GPUs of an H100 node.
 LENGTHS = (9000, 1200, 300, 14000, 41, 5000, 3227)
@@ -60,7 +63,7 @@ SLOW_CONFIG = mcp.CPConfig(num_heads=1, num_kv_heads=1, head_dim=128, topology=S
 
 def on_files(files: Files, config: Any) -> Files:
     """Adds the style sheet of pictures, and every file of the repository that a page links to."""
-    style = picture_style_sheet() + STYLE
+    style = picture_style_sheet_of(LIGHT, DARK) + STYLE
     files.append(File.generated(config, "assets/pictures.css", content=style))
     named = {
         name
@@ -79,6 +82,18 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         return markdown
     markdown = OUTSIDE.sub(lambda found: f"]({page_name(found[1])})", markdown)
     return PICTURE.sub(lambda found: framed(PICTURES[found[1]]()), markdown)
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """Returns the page with our own stand-in for workers; the plugin `offline` asks another server for one."""
+    del config
+    return OTHER_WORKER.sub(f"{'../' * page.url.count('/')}assets/file_search.js", output)
+
+
+def on_post_template(output_content: str, template_name: str, config: Any) -> str:
+    """Returns the page of lost links with the same."""
+    del template_name, config
+    return OTHER_WORKER.sub("assets/file_search.js", output_content)
 
 
 def page_name(path: str) -> str:

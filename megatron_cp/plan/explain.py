@@ -63,7 +63,8 @@ def _explain_pass(plan: PlanData, name: PassName) -> list[str]:
     lines = [
         f"{name}: {num_stages} stages{split}, imbalance {stats['imbalance']:.3f}",
         f"  rows received per rank, over its own query rows: mean {stats['volume_mean']:.2f}, largest "
-        f"{stats['volume_max']:.2f}; so many pairs on each rank need a mean of {stats['volume_bound']:.2f} at least",
+        f"{stats['volume_max']:.2f}; any plan with these pair counts receives at least "
+        f"{stats['volume_bound']:.2f} on average",
         f"  predicted {stats['makespan_ms']:.3f} ms per layer on {get_topology(plan.config.topology).name}; "
         f"no plan is predicted below {stats['bound_ms']:.3f} ms (pairs alone {stats['load_bound_ms']:.3f}): "
         f"gap {gap:.2f}x",

@@ -6,7 +6,9 @@ Debian: `apt install chromium`. CHROMIUM names another one, by its path or name.
 with code 2.
 """
 
+import html
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -47,6 +49,25 @@ def screenshot(browser: str, page: Path, picture: Path, *, width: int, scheme: s
         subprocess.run(command, check=True, capture_output=True, timeout=SECONDS)
     if not picture.is_file():  # some leave with code 0 though they could not
         raise FileNotFoundError(f"{browser} wrote no {picture}; run it by hand: {command}")
+
+
+def says_in_browser(browser: str, page: Path, script: str, *, width: int, scheme: str) -> str:
+    """Returns what `script` puts into the page's title: its policy is taken out first, since it lets no script run."""
+    text = re.sub(r"<meta[^>]*Content-Security-Policy[^>]*>", "", page.read_text(encoding="utf-8"))
+    closed = script.replace("</script>", "<\\/script>")
+    with tempfile.TemporaryDirectory() as folder:
+        open_page = Path(folder, "page.html")
+        open_page.write_text(
+            text.replace("</body>", f"<script>{closed}</script></body>"), encoding="utf-8"
+        )
+        command = [
+            browser, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}/profile",
+            f"--window-size={width},2000", f"--blink-settings=preferredColorScheme={SCHEMES[scheme]}",
+            "--virtual-time-budget=60000", "--dump-dom", open_page.as_uri(),
+        ]  # fmt: skip
+        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS)
+    found = re.search(r"<title>(.*?)</title>", done.stdout, re.DOTALL)
+    return html.unescape(found[1]) if found else ""
 
 
 def main(words: list[str]) -> int:

@@ -1,19 +1,62 @@
-"""The page in a real browser: one on PATH, or that of CHROMIUM. It has run with Qt's Chromium, never with Debian's."""
+"""The page in a real browser: one on PATH, or that of CHROMIUM; its accessibility where AXE names axe.min.js."""
+
+import json
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron_cp.report.run.page import write_run_report
 from tests.report.runs import write_run
-from tests.report.screenshots import WIDTHS, find_browser, screenshot
+from tests.report.screenshots import SCHEMES, WIDTHS, find_browser, says_in_browser, screenshot
 
 BROWSER = find_browser()
+AXE = os.environ.get("AXE", "")
+in_browser = pytest.mark.skipif(
+    BROWSER is None, reason="no chromium on PATH, no CHROMIUM (apt install chromium)"
+)
+# Which frames are wider inside than outside, and the width of the page, in the page's title.
+OVERFLOW = """
+document.documentElement.style.width = "WIDTHpx";  // a window is never less than 500 wide
+const wide = [...document.querySelectorAll('.plot')].filter((one) => one.scrollWidth > one.clientWidth + 1);
+document.title = JSON.stringify([document.body.scrollWidth, wide.map((one) => one.ariaLabel)]);
+"""
+VIOLATIONS = """
+axe.run(document, {resultTypes: ['violations']}).then((found) => {
+  document.title = JSON.stringify(found.violations.map((one) => [one.id, one.nodes[0].html]));
+});
+"""
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    BROWSER is None, reason="no chromium on PATH, no CHROMIUM (apt install chromium)"
-)
+@in_browser
+@pytest.mark.parametrize("width", [400, 700, 1440])
+def test_every_picture_is_shown_whole_at_any_width(tmp_path, width):
+    """Charts, maps, bars and timelines: none scrolls sideways, and the page is as wide as its window."""
+    write_run(tmp_path / "run", cp_size=8)
+    page = write_run_report(tmp_path / "run")
+    said = says_in_browser(
+        BROWSER, page, OVERFLOW.replace("WIDTH", str(width)), width=width, scheme="light"
+    )
+    inside, wide = json.loads(said)
+    assert wide == [] and inside == width
+
+
+@pytest.mark.slow
+@in_browser
+@pytest.mark.skipif(not AXE, reason="AXE names no axe.min.js (npm pack axe-core)")
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_axe_finds_no_violation(tmp_path, scheme, width):
+    write_run(tmp_path / "run", cp_size=8)
+    page = write_run_report(tmp_path / "run")
+    script = Path(AXE).read_text(encoding="utf-8") + VIOLATIONS
+    assert json.loads(says_in_browser(BROWSER, page, script, width=width, scheme=scheme)) == []
+
+
+@pytest.mark.slow
+@in_browser
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_page_follows_the_reader_s_scheme_at_both_widths(tmp_path, width):
     image = pytest.importorskip("PIL.Image", reason="Pillow reads the pictures (extra `dev`)")

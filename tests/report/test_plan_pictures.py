@@ -1,6 +1,7 @@
 """What a reader sees in the pictures of a plan: which cell, which label, which bar, against the plan itself."""
 
 import re
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 
 from megatron_cp import CPConfig, make_plan
 from megatron_cp.mask import causal, documents
-from megatron_cp.report.figures.mask import mask_picture
+from megatron_cp.report.figures.mask import FINEST, SIZE, mask_picture
 from megatron_cp.report.figures.plan import heat_maps, matrices
 from megatron_cp.report.figures.view import (
     PackView,
@@ -151,6 +152,17 @@ def test_bands_at_the_left_and_above_lie_at_the_tokens_of_their_rank():
         place = (first / 64 * board[2], count / 64 * board[2])
         assert bands["left", rank] == pytest.approx(place, abs=0.02)
         assert bands["above", rank] == pytest.approx(place, abs=0.02)
+
+
+def test_bands_of_tokens_dealt_one_by_one_are_of_bounded_number_and_say_what_a_rank_owns():
+    """Every fourth token: a rectangle for each would be megabytes of page."""
+    plan = make_plan(causal(8192), 4, replace(CONFIG, planner="stripe"))
+    pack = PackView(plan.mask, (8192,), ("causal",), view_of_plan(plan), (), kv_bytes(CONFIG))
+    assert [list(ids[:2]) for ids in pack.ours.tokens] == [[r, r + 4] for r in range(4)]
+    drawn = [one for one in rects(mask_picture(pack)) if one[5] and "owns 2048 tokens" in one[5]]
+    assert 8 <= len(drawn) <= 2 * FINEST
+    left = [(y, height) for x, y, _, height, _, _ in drawn if x < 40]
+    assert sum(height for _, height in left) == pytest.approx(SIZE, rel=0.02)
 
 
 def test_needed_bytes_are_the_keys_that_a_ranks_queries_see_and_another_owns():

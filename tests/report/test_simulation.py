@@ -17,7 +17,7 @@ from megatron_cp.plan import PLANNERS, make_plan
 from megatron_cp.plan.study.compare import Outcome
 from megatron_cp.plan.study.simulate import simulate_pass
 from megatron_cp.report.figures.planners import against
-from megatron_cp.report.figures.timeline import chrome_trace, timeline_picture
+from megatron_cp.report.figures.timeline import chrome_trace, timeline_drawing, timeline_picture
 from megatron_cp.report.simulation.replicas import packs_of
 from megatron_cp.report.simulation.study import run_study, study_text
 from megatron_cp.report.sources import (
@@ -179,7 +179,7 @@ BAD = {
     "speeds of text": (["--cp-rank-speeds", "1,fast"], ["--cp-rank-speeds '1,fast'", "1,1,0.5,1"]),
     "no file": (["--lengths", "/none"], ["/none"]),
     "ranks": (["--context-parallel-size", "8,x"], ["'x' must be a whole number"]),
-    "too many ranks": (["--context-parallel-size", "99999999"], ["at most 65536"]),
+    "too many ranks": (["--context-parallel-size", "99999999"], ["at most 4096"]),
     "tokens": (["--seq-length", "K"], ["must be a whole number"]),
     "ranks over tokens": (["--seq-length", "7"], ["cp_size=8 is more than the 7 tokens"]),
     "a pack that nobody plans": (
@@ -268,14 +268,25 @@ def test_a_timeline_draws_every_event_where_it_happens(runs):
     drawn = timeline_picture([("ring <forward>", runs["forward"])])
     assert "ring &lt;forward&gt;" in drawn
     bars = re.findall(
-        r'<rect x="([\d.]+)" y="[\d.]+" width="([\d.]+)"[^>]*class="s1"><title>', drawn
+        r'<rect x="([\d.]+)%" y="[\d.]+" width="([\d.]+)%"[^>]*class="s1"><title>', drawn
     )
     stages = [e for events in runs["forward"].timeline for e in events if e.resource == "compute"]
     assert len(bars) == len(stages)
-    left, right = 150, 890
+    seconds = runs["forward"].seconds
+    starts = sorted(float(x) for x, _ in bars)
+    assert starts == pytest.approx(sorted(100 * e.start / seconds for e in stages), abs=1e-3)
     ends = sorted(float(x) + float(width) for x, width in bars)
-    expected = max(e.end for e in stages) / runs["forward"].seconds * (right - left) + left
-    assert ends[-1] == pytest.approx(expected, abs=0.6)
+    assert ends[-1] == pytest.approx(100 * max(e.end for e in stages) / seconds, abs=0.1)
+
+
+def test_a_timeline_fits_any_width_on_a_page_and_is_one_drawing_in_a_file(runs):
+    panels = [("ours", runs["forward"]), ("theirs", runs["backward"])]
+    page, file = timeline_picture(panels), timeline_drawing(panels)
+    outer = re.findall(r'<svg role="img" aria-label="(\w+)" style="flex:1 1 0', page)
+    assert outer == ["ours", "theirs"] and "viewBox" not in page
+    bars = r'<rect (x="[\d.]+%" y="[\d.]+" width="[\d.]+%" height="[\d.]+" class="s\d")>'
+    assert re.findall(bars, page) == re.findall(bars, file) != []
+    assert file.startswith("<svg viewBox") and file.count("<g transform") == 2
 
 
 class Structure(HTMLParser):

@@ -27,8 +27,8 @@ from megatron_cp.report.draw.svg import (
 MAX_POINTS = 500
 LONGEST_NAME = 40
 LEGEND_ROW = 19.0
-CHARACTER = 8.6  # pixels of a character where a narrow page makes them large
-LEFT, RIGHT, TOP, BOTTOM = 54.0, 14.0, 26.0, 34.0
+CHARACTER = 9.4  # pixels of a character where a narrow page makes them large
+LEFT, RIGHT, TOP, BOTTOM = 54.0, 14.0, 26.0, 42.0
 Point = tuple[float, float]
 
 
@@ -148,7 +148,7 @@ def _x_axis(x: Scale, axes: Axes) -> list[Markup]:
     else:
         ticks = nice_ticks(x.low, x.high, 6)
     parts = [line(LEFT, bottom, axes.width - RIGHT, bottom, "axis")]
-    parts += [text(x(value), bottom + 15, axes.x_text(value), anchor="middle") for value in ticks]
+    parts += [text(x(value), bottom + 17, axes.x_text(value), anchor="middle") for value in ticks]
     middle = (x.start + x.end) / 2
     return [*parts, text(middle, axes.height - 3, axes.x_label, "muted", "middle")]
 
@@ -187,16 +187,17 @@ def _draw(one: Series, x: Scale, y: Scale) -> list[Markup]:
 
 
 def _legend(drawn: Sequence[Series], axes: Axes) -> tuple[list[Markup], float]:
-    """Returns the names of the lines, in as many rows as they need, and the height of the rows beyond the first."""
+    """Returns the names of the lines, in as many rows as they need below the axis's name, and the height of these."""
     named = [one for one in drawn if one.style != "faint"]
-    first = 12 + CHARACTER * len(axes.y_label)
     parts: list[Markup] = []
-    at, y = first, 4.0
-    for one in named if len(named) > 1 else ():
+    if len(named) < 2:
+        return parts, 0.0
+    at, y = 2.0, 4.0 + LEGEND_ROW
+    for one in named:
         name = one.name if len(one.name) <= LONGEST_NAME else one.name[: LONGEST_NAME - 1] + "…"
         width = 26 + CHARACTER * len(name)
-        if at + width > axes.width and at > first:
-            at, y = first, y + LEGEND_ROW
+        if at + width > axes.width and at > 2.0:
+            at, y = 2.0, y + LEGEND_ROW
         parts.append(rect(at, y, 10, 8, f"s{(one.colour - 1) % 8 + 1}", rx=2))
         parts.append(text(at + 14, y + 7.5, name))
         at += width

@@ -68,7 +68,7 @@ class Figure:
             "figure",
             tag("h3", escape(self.title), badge),
             tag("figcaption", escape(self.caption)),
-            scrolling(self.picture, self.title, "plot wide" if self.columns > 5 else "plot"),
+            scrolling(self.picture, self.title, "plot"),
             tag("details", tag("summary", words), numbers),
             class_=f"w{self.columns}",
         )

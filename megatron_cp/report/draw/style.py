@@ -36,6 +36,12 @@ svg .strong{fill:var(--ink);font-weight:600}svg .muted{fill:var(--muted)}svg .ti
 .bar{fill:var(--doc-a)}.bar-quiet{fill:var(--doc-b)}
 .line{fill:none;stroke-width:2;stroke-linejoin:round;stroke-linecap:round}
 .faint{fill:none;stroke-width:1;opacity:.35}
+.panel-title{margin:10px 0 2px;color:var(--ink);font-size:13px;line-height:1.35;font-weight:600}
+.lanes{display:flex;padding-right:16px}.in-bar{display:none}
+.heat{display:flex;gap:4px 12px;align-items:flex-start}.heat>svg{min-width:0;height:auto}
+@media screen and (max-width:900px){.heat{flex-wrap:wrap}.heat>svg{flex-basis:100%!important}
+.heat>svg:first-child text{font-size:16px}.heat>svg+svg{max-width:290px!important}
+svg .in-bar{display:inline;fill:#fff}}
 """
 
 _LAYOUT = """
@@ -112,7 +118,7 @@ footer dl{display:grid;grid-template-columns:max-content minmax(0,1fr);gap:2px 1
 footer dt{color:var(--muted)}footer dd{margin:0;overflow-wrap:anywhere}
 code{font:12px ui-monospace,"DejaVu Sans Mono",monospace}
 @media screen and (max-width:900px){.row>*{grid-column:1/-1}header,nav,main,footer{padding-left:10px;padding-right:10px}
-.strip{grid-template-columns:repeat(2,minmax(0,1fr))}.wide>svg:not([data-chart]){min-width:760px}nav{position:static}
+.strip{grid-template-columns:repeat(2,minmax(0,1fr))}nav{position:static}
 [data-chart] text{font-size:16px}th,td,tbody th{padding:4px 5px;font-size:12.5px}tbody th{white-space:normal;
 min-width:104px}.scroll,.plot{background:linear-gradient(to right,var(--card) 30%,transparent),
 linear-gradient(to right,transparent,var(--card) 70%) 100% 0,
@@ -121,7 +127,7 @@ radial-gradient(farthest-side at 100% 50%,var(--shade),transparent) 100% 0;backg
 background-size:40px 100%,40px 100%,14px 100%,14px 100%;background-attachment:local,local,scroll,scroll}}
 @media print{@page{size:A4;margin:12mm}:root{color-scheme:light}body{background:#fff;font-size:11px}
 nav,.skip,.says,details{display:none}figure,.tile,.verdict,tr{break-inside:avoid}h2{break-after:avoid}
-.row>*{grid-column:1/-1}.plot,.scroll{overflow:visible}.wide>svg{min-width:0}
+.row>*{grid-column:1/-1}.plot,.scroll{overflow:visible}td .meter{display:none}
 .strip{grid-template-columns:repeat(4,minmax(0,1fr))}*{print-color-adjust:exact}}
 """
 
@@ -132,24 +138,49 @@ def style_sheet() -> str:
 
 
 def picture_style_sheet() -> str:
-    """Returns what pictures alone need, for pages that have a layout of their own."""
-    colours = "".join(
+    """Returns what pictures alone need, for pages that have a layout of their own and follow the reader's system."""
+    dark = "@media (prefers-color-scheme:dark)"
+    return (
+        f":root{{color-scheme:light dark;{_LIGHT}}}{dark}{{:root{{{_DARK}}}}}"
+        f"{_PICTURES}{_marks()}{_numbers(_ON_LIGHT)}{dark}{{{_numbers(_ON_DARK)}}}"
+    )
+
+
+def picture_style_sheet_of(light: str, dark: str) -> str:
+    """Returns the same for a site that chooses the scheme itself: selectors of what holds a light and a dark page."""
+    return (
+        f"{light}{{{_LIGHT}}}{dark}{{{_DARK}}}"
+        f"{_PICTURES}{_marks()}{_numbers(_ON_LIGHT)}{_numbers(_ON_DARK, f'{dark} ')}"
+    )
+
+
+_ON_LIGHT = (
+    "#14140f",
+    "#fff",
+    5,
+)  # numbers in a cell: their colour up to a step of the heat, beyond, the step
+_ON_DARK = ("#fff", "#14140f", 6)
+
+
+def _numbers(colours: tuple[str, str, int], within: str = "") -> str:
+    """Returns the colours of numbers that stand in the cells of a heat map."""
+    low, high, step = colours
+    return "".join(
+        f"{within}svg .t{i}{{fill:{low if i < step else high}}}" for i in range(HEAT_STEPS)
+    )
+
+
+def _marks() -> str:
+    """Returns the colours of series, ranks, heat and documents, as the variables say."""
+    series = "".join(
         f".s{i}{{fill:var(--s{i})}}.l{i}{{stroke:var(--s{i})}}" for i in range(1, NUM_SERIES + 1)
     )
     heat = "".join(
-        f".h{i}{{fill:var(--h{i});shape-rendering:crispEdges}}svg .t{i}{{fill:{'#14140f' if i < 5 else '#fff'}}}"
-        for i in range(HEAT_STEPS)
-    )
-    heat_dark = "".join(
-        f"svg .t{i}{{fill:{'#fff' if i < 6 else '#14140f'}}}" for i in range(HEAT_STEPS)
+        f".h{i}{{fill:var(--h{i});shape-rendering:crispEdges}}" for i in range(HEAT_STEPS)
     )
     # A mask's drawing gives each document one of COLOURS; those are the ranks' here, so two tones.
     documents = "".join(
         f".mask [fill='{colour}']{{fill:var(--doc-{'ab'[i % 2]})}}"
         for i, colour in enumerate(COLOURS)
     )
-    return (
-        f":root{{color-scheme:light dark;{_LIGHT}}}"
-        f"@media (prefers-color-scheme:dark){{:root{{{_DARK}}}}}"
-        f"{_PICTURES}{colours}{documents}{heat}@media (prefers-color-scheme:dark){{{heat_dark}}}"
-    )
+    return series + documents + heat

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from megatron_cp.report.draw.charts import Axes, Series, line_chart
 from megatron_cp.report.draw.html import Figure, Table
-from megatron_cp.report.draw.svg import short, short_tokens
+from megatron_cp.report.draw.svg import exact, short_tokens
 
 FloatArray = NDArray[np.float64]
 
@@ -99,7 +99,7 @@ def lengths_figure(shares: LengthShares, seq_length: int | None, columns: int = 
     return Figure(
         title="Document lengths",
         caption=f"{shares.num_documents:,} documents {shares.source} with "
-        f"{short(shares.num_tokens)} tokens. {_long_share(shares)} Area: each under a causal mask of "
+        f"{exact(shares.num_tokens)} tokens. {_long_share(shares)} Area: each under a causal mask of "
         "its own.",
         picture=line_chart("shares by document length", series, axes),
         table=Table(("from", "to", "documents", "tokens", "area"), rows),

@@ -21,6 +21,7 @@ from megatron_cp.report.figures.view import PackView
 SIZE = 330.0
 LEFT, TOP = 44.0, 40.0
 BAND = 12.0
+FINEST = 660  # pieces of a band: half a pixel each
 MAX_RANKS_NAMED = 8
 CELLS = 110  # along each side of a mask that is not square: cells of 3 pixels
 
@@ -34,8 +35,10 @@ def mask_picture(pack: PackView) -> Markup:
     sides = ((ours.tokens, mask.num_queries), (ours.key_tokens, mask.num_keys))
     for is_key, (tokens, count) in enumerate(sides):
         scale = Scale(0, count, 0, SIZE)
-        for rank, ids in enumerate(tokens):
-            parts += _bands(ids[ids < count], rank, ours.cp_size, scale, across=bool(is_key))
+        owned = zip(_runs(tokens, count), (tokens < count).sum(axis=1).tolist(), strict=True)
+        for rank, (runs, num_tokens) in enumerate(owned):
+            band = (rank, ours.cp_size, num_tokens)
+            parts += _bands(runs, band, scale, across=bool(is_key))
     size, words = f"{short_tokens(mask.num_queries)} tokens", f"{mask.num_queries} tokens"
     if not are_same:
         size = f"{short_tokens(mask.num_queries)} queries, {short_tokens(mask.num_keys)} keys"
@@ -73,16 +76,39 @@ def rank_colour(rank: int, cp_size: int) -> dict[str, str]:
     return {"class_": "", "fill": f"hsl({hue:.0f} 58% 55%)"}
 
 
-def _bands(ids: IntArray, rank: int, cp_size: int, scale: Scale, *, across: bool) -> list[Markup]:
-    """Returns what a rank owns of the queries, at the left, or of the keys, `across` the top."""
+def _runs(tokens: IntArray, count: int) -> list[IntArray]:
+    """Returns the runs of tokens that each rank owns.
+
+    Where they are more than could be seen, a cell of half a pixel belongs to the owner of its first token.
+    """
+    runs = [from_indices(ids[ids < count]) for ids in tokens]
+    if sum(map(len, runs)) <= FINEST:
+        return runs
+    owner = np.empty(count, dtype=np.int64)
+    for rank, ids in enumerate(tokens):
+        owner[ids[ids < count]] = rank
+    bounds = even_bounds(count, FINEST)
+    of_cell = owner[bounds[:-1]]
+    cells = (from_indices(np.flatnonzero(of_cell == rank)) for rank in range(len(tokens)))
+    return [bounds[one] for one in cells]
+
+
+def _bands(
+    runs: IntArray, band: tuple[int, int, int], scale: Scale, *, across: bool
+) -> list[Markup]:
+    """Returns what a rank owns of the queries, at the left, or of the keys, `across` the top.
+
+    `band`: the rank, how many there are, how many tokens it owns.
+    """
+    rank, cp_size, size = band
     colour = rank_colour(rank, cp_size)
-    hint = f"rank {rank} owns {len(ids)} tokens"
+    hint = f"rank {rank} owns {size} tokens"
     parts = []
-    for start, stop in from_indices(ids).tolist():
-        at, size = scale(start), max(scale(stop) - scale(start), 0.4)
-        x, y, wide, high = LEFT - BAND - 4, TOP + at, BAND, size
+    for start, stop in runs.tolist():
+        at, long = scale(start), max(scale(stop) - scale(start), 0.4)
+        x, y, wide, high = LEFT - BAND - 4, TOP + at, BAND, long
         if across:
-            x, y, wide, high = LEFT + at, TOP - BAND - 4, size, BAND
+            x, y, wide, high = LEFT + at, TOP - BAND - 4, long, BAND
         parts.append(rect(x, y, wide, high, hint=hint, **colour))
     return parts
 

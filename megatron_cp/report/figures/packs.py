@@ -66,7 +66,7 @@ def dispatch_figure(pack: PackView) -> Figure:
         ]
     caption = (
         "Who computes how much of which part of the pack: the stronger a cell, the more keys its "
-        "rows look at. Bars at the right: the area should end at the dashed mean on every rank, and the "
+        "rows look at. Bars beside it: the area should end at the dashed mean on every rank, and the "
         "tokens are equal by construction."
     )
     table = Table(("planner", "rank", "first token", "end token", "pairs"), rows)

@@ -12,6 +12,7 @@ from megatron_cp.report.draw.style import HEAT_STEPS
 from megatron_cp.report.draw.svg import (
     EMPTY,
     Markup,
+    escape,
     join,
     line,
     picture,
@@ -27,7 +28,8 @@ from megatron_cp.report.figures.view import PlanView
 FloatArray = NDArray[np.float64]
 MAX_ROWS_LABELLED = 16
 MAX_NUMBERS = 8  # ranks up to which a matrix has its values written in
-TITLE = 20.0
+FIRST = 16.0  # where the rows of a map begin, below its heads
+MAP_WIDTH, BARS_WIDTH, BAR = 512.0, 228.0, 118.0
 
 
 def heat_step(value: float, high: float) -> int:
@@ -43,41 +45,52 @@ def heat_step(value: float, high: float) -> int:
 def heat_maps(named: Sequence[tuple[str, PlanView, FloatArray]], bounds: IntArray) -> Markup:
     """Returns one panel per plan, one above the other, on one colour scale.
 
-    `named`: title, plan, area `[P, chunks]`. Bars at the right: area and tokens of each rank, on
-    one scale over all panels.
+    `named`: title, plan, area `[P, chunks]`. Bars at the right, or below where a page is narrow: area and tokens of
+    each rank, on one scale over all panels.
     """
-    width, height = 740.0, 0.0
     high = max(float(heat.max()) for _, _, heat in named)
     widest = max(float(view.area.max() / max(view.area.mean(), 1.0)) for _, view, _ in named)
     parts = []
     for title, view, heat in named:
-        panel, used = _panel(title, view, heat, bounds, (high, widest, height))
-        parts.append(panel)
-        height += used + 12
-    parts.append(_heat_legend(high, height + 4))
-    return picture(width, height + 20, "area by rank and chunk", *parts)
+        row_height = max(4.0, min(52.0, 128.0 / view.cp_size))
+        height = FIRST + view.cp_size * row_height + 2
+        cells = join(_cells(view, heat, bounds, (high, row_height)))
+        bars = join(_bars(view, widest, row_height))
+        parts.append(tag("p", escape(title), class_="panel-title"))
+        sides = (
+            _side(MAP_WIDTH, height, f"area by rank and chunk, {title}", cells),
+            _side(BARS_WIDTH, height, f"area and tokens of each rank, {title}", bars),
+        )
+        parts.append(tag("div", *sides, class_="heat"))
+    legend = picture(MAP_WIDTH, 14, "colours of the cells", _heat_legend(high, 2))
+    return tag("div", *parts, tag("div", legend, class_="heat"), class_="heats")
 
 
-def _panel(
-    title: str,
-    view: PlanView,
-    heat: FloatArray,
-    bounds: IntArray,
-    frame: tuple[float, float, float],
-) -> tuple[Markup, float]:
-    """Returns a panel and its height; `frame` is largest cell, largest bar, top."""
-    high, widest, top = frame
-    left, map_width, num_ranks = 52.0, 452.0, view.cp_size
-    row_height = max(4.0, min(52.0, 128.0 / num_ranks))
-    first = top + TITLE + 14
-    parts = [text(0, top + 13, title, "strong")]
-    parts += [text(left, first - 5, "chunks of the pack →", "tiny muted")]
-    parts += _bar_heads(first)
+def _side(width: float, height: float, label: str, content: Markup) -> Markup:
+    """Returns a picture that shares a row with another in proportion to its width, so that both have one scale."""
+    view = f"0 0 {width:g} {height:.2f}"
+    return tag(
+        "svg",
+        content,
+        viewBox=view,
+        role="img",
+        aria_label=label,
+        style=f"flex:{width:g} 1 0;max-width:{width * 1.25:g}px",
+    )
+
+
+def _cells(
+    view: PlanView, heat: FloatArray, bounds: IntArray, frame: tuple[float, float]
+) -> list[Markup]:
+    """Returns the map of one plan; `frame` is its largest cell, and the height of a row."""
+    high, row_height = frame
+    left, map_width, num_ranks = 60.0, MAP_WIDTH - 60.0, view.cp_size
+    parts = [text(left, FIRST - 5, "chunks of the pack →", "tiny muted")]
     edges = left + bounds / bounds[-1] * map_width
     gap = 1.0 if row_height > 8 else 0.4
     owned = _owned(view, bounds)
     for rank in range(num_ranks):
-        y = first + rank * row_height
+        y = FIRST + rank * row_height
         if num_ranks <= MAX_ROWS_LABELLED or rank % 8 == 0:
             parts.append(text(left - 8, y + row_height / 2 + 4, f"rank {rank}", anchor="end"))
         parts.append(rect(left, y, map_width, row_height - gap, "empty"))
@@ -93,41 +106,37 @@ def _panel(
                     f"{short(heat[rank, chunk])} pairs",
                 )
             )
-        parts += _rank_bars(view, rank, y, row_height - gap, widest)
-    bottom = first + num_ranks * row_height
-    mean = _bar_start() + _BAR / max(widest, 1.0)
-    parts.append(line(mean, first - 2, mean, bottom, "mean"))
-    return join(parts), bottom - top
+    return parts
 
 
-_BAR = 118.0
-
-
-def _bar_start() -> float:
-    return 516.0
-
-
-def _bar_heads(first: float) -> list[Markup]:
-    start = _bar_start()
-    return [
-        text(start, first - 5, "area / mean", "tiny muted"),
-        text(start + _BAR + 42, first - 5, "tokens", "tiny muted"),
+def _bars(view: PlanView, widest: float, row_height: float) -> list[Markup]:
+    """Returns each rank's area over the mean, the mean, and its tokens."""
+    parts = [
+        text(0, FIRST - 5, "area / mean", "tiny muted"),
+        text(BAR + 42, FIRST - 5, "tokens", "tiny muted"),
     ]
+    gap = 1.0 if row_height > 8 else 0.4
+    for rank in range(view.cp_size):
+        parts += _rank_bars(view, rank, FIRST + rank * row_height, row_height - gap, widest)
+    mean = BAR / max(widest, 1.0)
+    bottom = FIRST + view.cp_size * row_height
+    return [*parts, line(mean, FIRST - 2, mean, bottom, "mean")]
 
 
 def _rank_bars(view: PlanView, rank: int, y: float, height: float, widest: float) -> list[Markup]:
     """Returns the rank's area over the mean, and its tokens."""
     share = float(view.area[rank] / max(view.area.mean(), 1.0))
-    start, thick = _bar_start(), min(height, 18.0)
+    thick = min(height, 18.0)
     middle = y + height / 2
     parts = [
-        rect(start, middle - thick / 2, share / max(widest, 1.0) * _BAR, thick, "bar", rx=1.5),
-        rect(start + _BAR + 42, middle - thick / 2, 30, thick, "bar-quiet", rx=1.5),
+        rect(0, middle - thick / 2, share / max(widest, 1.0) * BAR, thick, "bar", rx=1.5),
+        rect(BAR + 42, middle - thick / 2, 30, thick, "bar-quiet", rx=1.5),
     ]
     if view.cp_size <= MAX_ROWS_LABELLED:
-        parts.append(text(start + _BAR + 4, middle + 4, f"{share:.2f}"))
+        parts.append(text(BAR + 4, middle + 4, f"{share:.2f}"))
+        parts.append(text(4, middle + 4, f"rank {rank}", "tiny in-bar"))
         tokens = short_tokens(view.tokens.shape[1])
-        parts.append(text(start + _BAR + 76, middle + 4, tokens))
+        parts.append(text(BAR + 76, middle + 4, tokens))
     return parts
 
 
@@ -140,8 +149,8 @@ def _owned(view: PlanView, bounds: IntArray) -> NDArray[np.bool_]:
 
 
 def _heat_legend(high: float, y: float) -> Markup:
-    parts = [text(52, y + 9, "area of a cell: 0", "muted")]
-    x = 52 + 92.0
+    parts = [text(60, y + 9, "area of a cell: 0", "muted")]
+    x = 60 + 128.0
     for step in range(HEAT_STEPS):
         parts.append(rect(x + step * 15, y, 15, 10, f"h{step}"))
     parts.append(text(x + HEAT_STEPS * 15 + 6, y + 9, f"{short(high)} pairs", "muted"))

@@ -7,6 +7,7 @@ rank 0  compute  [stage 0][stage 1    ]   [stage 2 ]      one lane per resource 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from megatron_cp.plan.schema import PassName
@@ -14,21 +15,22 @@ from megatron_cp.plan.study.simulate import RESOURCES, Event, Simulation, simula
 from megatron_cp.report.draw.html import Figure, Table
 from megatron_cp.report.draw.svg import (
     Markup,
-    Scale,
+    escape,
     join,
-    line,
     nice_ticks,
     picture,
     plain,
-    rect,
     short,
+    tag,
     text,
 )
 from megatron_cp.report.figures.view import PackView
 
 MAX_RANKS_DRAWN = 8
 MAX_EVENTS_DRAWN = 4000
-LEFT, WIDTH, LANE = 150.0, 900.0, 11.0
+LEFT, RIGHT, WIDTH, LANE = 124.0, 16.0, 900.0, 11.0
+MOST_TICKS = 4  # about: numbers must not touch where a telephone leaves 200 pixels
+LEAST_SEEN = 0.0006  # of the width: half a pixel
 SENDS, WAITS = "sends", "waits"  # what a trace of a run tells of transfers
 _LANES = (*RESOURCES, SENDS, WAITS)
 _COLOURS = dict(zip(_LANES, ("s1", "s2", "s4", "s3", "s7", "s2", "s6"), strict=True))
@@ -105,50 +107,95 @@ def _rows(panels: Panels) -> list[tuple[object, ...]]:
 
 
 def timeline_picture(panels: Panels, label: str = "simulated timeline of ranks") -> Markup:
-    """Returns one panel per pass (title, ranks), one above the other, on one time scale."""
-    longest = max(run.seconds for _, run in panels) or 1.0
-    scale = Scale(0, longest * 1e3, LEFT, WIDTH - 10)
+    """Returns one panel per pass (title, ranks), one above the other, on one time scale, as wide as there is room."""
+    parts = []
+    for title, words, panel in _panels(panels):
+        parts.append(tag("p", escape(words), class_="panel-title"))
+        high = f"height:{panel.height:.0f}px"
+        names = tag(
+            "svg", panel.names, style=f"flex:none;width:{LEFT:.0f}px;{high}", aria_hidden="true"
+        )
+        style = f"flex:1 1 0;min-width:0;overflow:visible;{high}"
+        plot = tag("svg", panel.plot, role="img", aria_label=title, style=style)
+        parts.append(tag("div", names, plot, class_="lanes"))
+    return tag("div", *parts, role="group", aria_label=label, class_="timeline")
+
+
+def timeline_drawing(panels: Panels, label: str = "simulated timeline of ranks") -> Markup:
+    """Returns the same as one drawing of a fixed width, for a file that stands alone."""
     parts, top = [], 0.0
-    for title, run in panels:
-        panel, used = _panel(title, run, scale, top)
-        parts.append(panel)
-        top += used + 14
-    parts.append(_legend(panels, top))
-    return picture(WIDTH, top + 18, label, *parts)
+    for _, words, panel in _panels(panels):
+        width = WIDTH - LEFT - RIGHT
+        plot = tag("svg", panel.plot, x=LEFT, width=width, height=panel.height, overflow="visible")
+        parts.append(text(0, top + 13, words, "strong"))
+        parts.append(tag("g", panel.names, plot, transform=f"translate(0 {top + 22:.0f})"))
+        top += panel.height + 36
+    return picture(WIDTH, top, label, *parts)
 
 
-def _panel(title: str, run: Timeline, scale: Scale, top: float) -> tuple[Markup, float]:
-    """Returns a panel and its height."""
+@dataclass(frozen=True)
+class _Panel:
+    """One pass: the names of ranks and lanes, and beside them what happens, in parts of whatever width is left."""
+
+    names: Markup
+    plot: Markup
+    height: float
+
+
+def _panels(panels: Panels) -> list[tuple[str, str, _Panel]]:
+    """Returns title, title with duration, and drawing of each pass."""
+    longest = max(run.seconds for _, run in panels) or 1.0
+    return [
+        (title, f"{title}: {plain(run.seconds * 1e3, 4)} ms", _panel(run, longest * 1e3))
+        for title, run in panels
+    ]
+
+
+def _panel(run: Timeline, longest_ms: float) -> _Panel:
     lanes = _used(run)
     ranks = run.timeline[:MAX_RANKS_DRAWN]
-    first = top + 22
     height = len(lanes) * LANE
-    parts = [text(0, top + 13, f"{title}: {plain(run.seconds * 1e3, 4)} ms", "strong")]
     budget = MAX_EVENTS_DRAWN // max(1, len(ranks))
+    names, plot = [], []
     for number, (rank, events) in enumerate(zip(run.ranks, ranks, strict=False)):
-        y = first + number * (height + 5)
-        parts.append(text(0, y + height / 2 + 4, f"rank {rank}"))
-        parts.append(rect(LEFT, y, scale.end - LEFT, height, "empty"))
-        parts += [
+        y = 2 + number * (height + 5)
+        names.append(text(0, y + height / 2 + 4, f"rank {rank}"))
+        plot.append(tag("rect", x=0, y=y, width="100%", height=height, class_="empty"))
+        names += [
             text(LEFT - 5, y + lane * LANE + LANE - 2, name, "tiny muted", "end")
             for lane, name in enumerate(lanes)
         ]
-        parts += [_bar(event, lanes, scale, y) for event in _longest(events, budget)]
-    bottom = first + len(ranks) * (height + 5)
-    for value in nice_ticks(0, scale.high, 8):
-        parts.append(line(scale(value), first, scale(value), bottom, "grid"))
-        parts.append(text(scale(value), bottom + 10, f"{short(value)} ms", "tiny muted", "middle"))
-    end = scale(run.seconds * 1e3)
-    parts.append(line(end, first - 2, end, bottom, "mean"))
-    return join(parts), bottom + 14 - top
+        plot += [_bar(event, lanes, longest_ms, y) for event in _longest(events, budget)]
+    bottom = 2 + len(ranks) * (height + 5)
+    names.append(text(LEFT - 9, bottom + 11, "ms", "tiny muted", "end"))
+    for value in nice_ticks(0, longest_ms, MOST_TICKS):
+        at = _share(value, longest_ms)
+        plot.append(tag("line", x1=at, x2=at, y1=0, y2=bottom, class_="grid"))
+        words = escape(short(value))
+        plot.append(
+            tag("text", words, x=at, y=bottom + 11, class_="tiny muted", text_anchor="middle")
+        )
+    end = _share(run.seconds * 1e3, longest_ms)
+    plot.append(tag("line", x1=end, x2=end, y1=0, y2=bottom, class_="mean"))
+    return _Panel(join(names), join(plot), bottom + 16)
 
 
-def _bar(event: Event, lanes: Sequence[str], scale: Scale, y: float) -> Markup:
-    start, end = scale(event.start * 1e3), scale(event.end * 1e3)
-    hint = f"{event.what}: {plain(event.start * 1e3, 4)} to {plain(event.end * 1e3, 4)} ms"
-    lane = lanes.index(event.resource)
-    return rect(
-        start, y + lane * LANE + 1, max(end - start, 0.5), LANE - 2, _COLOURS[event.resource], hint
+def _share(value: float, longest: float) -> str:
+    """Returns a place or a width in per cent of the room beside the names."""
+    return f"{value / longest:.3%}"
+
+
+def _bar(event: Event, lanes: Sequence[str], longest_ms: float, y: float) -> Markup:
+    start, end = event.start * 1e3, event.end * 1e3
+    hint = f"{event.what}: {plain(start, 4)} to {plain(end, 4)} ms"
+    return tag(
+        "rect",
+        tag("title", escape(hint)),
+        x=_share(start, longest_ms),
+        y=y + lanes.index(event.resource) * LANE + 1,
+        width=_share(max(end - start, longest_ms * LEAST_SEEN), longest_ms),
+        height=LANE - 2,
+        class_=_COLOURS[event.resource],
     )
 
 
@@ -160,16 +207,6 @@ def _longest(events: Sequence[Event], budget: int) -> list[Event]:
 def _used(run: Timeline) -> list[str]:
     seen = {event.resource for events in run.timeline[:MAX_RANKS_DRAWN] for event in events}
     return [name for name in _LANES if name in seen]
-
-
-def _legend(panels: Panels, y: float) -> Markup:
-    names = [name for name in _LANES if any(name in _used(run) for _, run in panels)]
-    parts, at = [], LEFT
-    for name in names:
-        parts.append(rect(at, y + 2, 10, 8, _COLOURS[name], rx=2))
-        parts.append(text(at + 14, y + 10, name))
-        at += 34 + 6.3 * len(name)
-    return join(parts)
 
 
 def chrome_trace(passes: Mapping[str, Simulation], title: str) -> dict[str, object]:

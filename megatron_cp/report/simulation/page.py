@@ -21,7 +21,12 @@ from megatron_cp.report.figures.planners import (
     planner_table,
     speed_words,
 )
-from megatron_cp.report.figures.timeline import MAX_RANKS_DRAWN, chrome_trace, timeline_picture
+from megatron_cp.report.figures.timeline import (
+    MAX_RANKS_DRAWN,
+    chrome_trace,
+    timeline_drawing,
+    timeline_picture,
+)
 from megatron_cp.report.figures.view import (
     MAX_RANKS_PICTURED,
     USUAL,
@@ -90,7 +95,7 @@ def timeline_file(study: Study) -> Markup:
             f"there is no plan at {step.cp_size} ranks to draw; ask for at most {MAX_RANKS_PICTURED} ranks and "
             "a planner that serves them"
         )
-    drawing = timeline_picture([panel for plan in plans for panel in _panels(plan)])
+    drawing = timeline_drawing([panel for plan in plans for panel in _panels(plan)])
     style = tag("style", Markup(style_sheet()))
     opened = drawing.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
     return Markup(opened.replace(">", f">{style}", 1) + "\n")
