@@ -7,13 +7,17 @@ import tempfile
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 import wandb
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_cp.report.run.media import run_media
 from megatron_cp.training.arguments import parse_arguments
+from megatron_cp.training.logging.spikes import GradientSpikes
 from megatron_cp.training.logging.tracking import Tracker, start_tensorboard
-from megatron_cp.training.logging.wandb_run import WandbRun, start_wandb, wandb_mode
+from megatron_cp.training.logging.wandb_run import WandbRun, group_of, start_wandb, wandb_mode
 from tests.report.runs import write_run
 from tests.training.commands import SMALL_RUN
 
@@ -115,6 +119,54 @@ def test_an_offline_run_holds_its_name_tags_minima_alerts_pictures_and_tables(
     assert page == run_media(tmp_path / "my run").pages["report/page"]
     (table,) = (json.loads(path.read_text()) for path in folder.rglob("planners*.table.json"))
     assert table["data"][0][0] == "auto"
+
+
+@pytest.mark.parametrize(
+    ("run_dir", "group"),
+    [("runs/python-docs/cp2", "python-docs"), ("/data/sweep/a", "sweep"), ("alone", None), (None, None),
+     (f"hf_{SECRET}/a", None)],
+)  # fmt: skip
+def test_runs_in_folders_side_by_side_are_a_group(run_dir, group):
+    config = parse_arguments([*SMALL_RUN, *(["--run-dir", run_dir] if run_dir else [])], {})
+    assert group_of(config) == group
+
+
+def spikes_by_hand(norms, num_steps):
+    """Steps whose norm is above five times the median of all before, as sorting says it."""
+    found = []
+    for step, norm in enumerate(norms, 1):
+        before = sorted(one for one in norms[: step - 1] if np.isfinite(one))
+        if len(before) >= 10 and step > num_steps // 10 and norm > 5 * before[len(before) // 2]:
+            found.append(step)
+    return found
+
+
+@given(
+    st.lists(st.sampled_from([0.5, 1.0, 1.5, 4.0, 9.0, 60.0, float("nan")]), max_size=80),
+    st.sampled_from([0, 80, 400]),
+)
+def test_gradient_norms_that_stand_out_are_told_as_counted_by_hand(norms, num_steps):
+    told = []
+    run = types.SimpleNamespace(
+        log=lambda row, step: None, alert=lambda title, text: told.append(text)
+    )
+    tracker = Tracker(wandb_run=run, num_steps=num_steps)
+    for step, norm in enumerate(norms, 1):
+        tracker.log(step, {"grad-norm": norm, "lm loss": 2.0})
+    assert [int(words.split(":")[0].split()[1]) for words in told] == spikes_by_hand(
+        norms, num_steps
+    )
+    assert all("times the median" in words for words in told)
+
+
+def test_what_is_usual_is_of_the_last_thousand_steps():
+    """A norm that has fallen a hundredfold: a spike at the end is small beside the beginning."""
+    spikes = GradientSpikes(0)
+    for step in range(1, 1600):
+        assert spikes.told(step, {"grad-norm": 100.0 if step <= 500 else 1.0}) is None
+    assert (
+        spikes.told(1600, {"grad-norm": 6.0}) == "step 1600: gradient norm 6, 6 times the median 1"
+    )
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")

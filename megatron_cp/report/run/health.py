@@ -15,14 +15,13 @@ from numpy.typing import NDArray
 
 from megatron_cp.report.draw.svg import Markup, count_of, escape, plain, tag
 from megatron_cp.report.run.record import HELD_OUT_LOSS, LOSS, Run
+from megatron_cp.training.logging.spikes import MIN_STEPS, SPIKE
 
 State = Literal["well", "look", "ill"]
 FloatArray = NDArray[np.float64]
 WORDS: dict[State, str] = {"well": "Healthy", "look": "Worth a look", "ill": "Not healthy"}
 _ORDER: tuple[State, ...] = ("well", "look", "ill")
-MIN_STEPS = 10  # fewer say nothing about a trend
 SURE = 2.0  # standard errors between two means before one is called lower
-SPIKE = 5.0  # times the median gradient norm: clipping hides smaller ones from the weights
 GROWN = 3.0  # times the median of the run: above, the norm drifts and does not jump
 WORSE = 1.01  # held-out loss over its best: below, it is within what other batches would say
 MANY = 0.05  # of all steps skipped: loss scaling alone skips the first few

@@ -16,7 +16,8 @@ from urllib.parse import urlparse
 
 from megatron_cp.training import exit_signal
 from megatron_cp.training.config import TrainConfig
-from megatron_cp.training.logging.loggable import loggable_arguments
+from megatron_cp.training.logging.loggable import loggable_arguments, loggable_text
+from megatron_cp.training.logging.spikes import GradientSpikes
 
 WandbMode = Literal["online", "offline", "disabled"]
 # Of what a table of runs shows the least, or the most, in place of the last value.
@@ -61,9 +62,10 @@ MakeMedia = Callable[[], Media]
 class WandbRun:
     """A run of wandb that never stops training."""
 
-    def __init__(self, run: Any) -> None:
-        """`run`: what `wandb.init` returned."""
+    def __init__(self, run: Any, num_steps: int = 0) -> None:
+        """`run`: what `wandb.init` returned; `num_steps`: of the whole run."""
         self._run = run
+        self._spikes = GradientSpikes(num_steps)
 
     @property
     def offline_folder(self) -> str | None:
@@ -74,8 +76,11 @@ class WandbRun:
         return None if folder is None else str(folder)
 
     def log(self, numbers: Mapping[str, float], iteration: int) -> None:
-        """One row of metrics."""
+        """One row of metrics; a gradient norm in it that stands out is an alert too."""
         self._try(lambda: self._run.log(dict(numbers), step=iteration))
+        spike = self._spikes.told(iteration, numbers)
+        if spike is not None:
+            self.alert("the gradient norm stands out", spike)
 
     def alert(self, title: str, text: str) -> None:
         """A message to whoever watches the run; at most one of a title in ten minutes."""
@@ -124,7 +129,8 @@ def start_wandb(
 ) -> WandbRun | None:
     """Returns a wandb run whose files lie in `folder`; None, with a warning, if it cannot start.
 
-    WANDB_RUN_GROUP, WANDB_TAGS, WANDB_NOTES and the like are heeded by wandb itself.
+    WANDB_RUN_GROUP, WANDB_TAGS, WANDB_NOTES and the like are heeded by wandb itself. Without the first, runs in
+    folders side by side are a group.
     """
     options = config.records
     if not options.wandb:
@@ -148,6 +154,7 @@ def start_wandb(
                 entity=options.wandb_entity,
                 id=options.wandb_run_id,
                 resume="allow" if options.wandb_run_id else None,
+                group=None if os.environ.get("WANDB_RUN_GROUP") else group_of(config),
                 job_type="pretrain",
                 tags=None if os.environ.get("WANDB_TAGS") else tags_of(config),
                 config=loggable_arguments(config.arguments),
@@ -156,7 +163,7 @@ def start_wandb(
             )
         for key, best in BEST.items():
             run.define_metric(key, summary=best)
-        return WandbRun(run)
+        return WandbRun(run, config.steps.train_iters)
     except Exception as problem:  # a tracker never stops a run
         warnings.warn(f"wandb is not used: {problem}", stacklevel=2)
         return None
@@ -175,6 +182,13 @@ def tags_of(config: TrainConfig) -> list[str]:
         *(f"{name} {size}" for name, size in sizes.items()),
         f"planner {config.arguments['cp_planner']}",
     ]
+
+
+def group_of(config: TrainConfig) -> str | None:
+    """Returns the name of the folder that holds the run's folder: runs that lie side by side are one group."""
+    run_dir = config.records.run_dir
+    name = Path(run_dir).parent.name if run_dir else ""
+    return name if name and loggable_text(name) == name else None
 
 
 def _name_of_folder(config: TrainConfig) -> str | None:
