@@ -1,11 +1,13 @@
 """A loss or gradient that is not finite: the document is named, all ranks decide alike, nothing is updated."""
 
 import json
+import math
 
 import numpy as np
 import pytest
 
 from megatron_cp.data.indexed_writer import IndexedWriter
+from megatron_cp.training.bad_steps.attempt import Ceiling
 from tests.faults.plants import POISON
 from tests.faults.program import Launch, run_program
 from tests.training.commands import MODEL, error_lines, metrics
@@ -132,3 +134,12 @@ def test_steps_computed_twice_are_reported_and_change_nothing(tmp_path, corpus):
     assert metrics(tmp_path / "twice") == metrics(tmp_path / "once")
     for ranks in (twice, dropout):
         assert "steps computed twice: 4 | with the same bits: 4 |" in ranks[0].stdout
+
+
+def test_the_hundred_values_that_set_the_ceiling_are_finite_ones():
+    ceiling = Ceiling()
+    for value in (math.inf, math.nan, *[1.0] * 99, -math.inf, 2.0):
+        assert not ceiling.is_reached_by(value)
+    assert not ceiling.is_reached_by(19.9)
+    assert ceiling.is_reached_by(20.0) and ceiling.is_reached_by(-20.0)
+    assert not ceiling.is_reached_by(math.inf)  # a bad step, which is told as such

@@ -297,7 +297,7 @@ def _extra_states_with_fp8(folder: Path, index: Metadata) -> set[str]:
                 entries = entry if isinstance(entry, list) else [entry]
                 found |= {name} if any(map(names.holds_fp8_state, entries)) else set()
     except ValueError as failure:
-        problem = failure
+        problem = ValueError(f"{folder} cannot be loaded: {failure}")
     raise_together(problem)
     told = [found]
     dist.broadcast_object_list(told, src=0)
