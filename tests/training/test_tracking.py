@@ -148,9 +148,9 @@ def spikes_by_hand(norms, num_steps):
 def test_gradient_norms_that_stand_out_are_told_as_counted_by_hand(norms, num_steps):
     told = []
     run = types.SimpleNamespace(
-        log=lambda row, step: None, alert=lambda title, text: told.append(text)
+        log=lambda row, step: None, alert=lambda title, text, wait_duration: told.append(text)
     )
-    tracker = Tracker(wandb_run=run, num_steps=num_steps)
+    tracker = Tracker(wandb_run=WandbRun(run, num_steps))
     for step, norm in enumerate(norms, 1):
         tracker.log(step, {"grad-norm": norm, "lm loss": 2.0})
     assert [int(words.split(":")[0].split()[1]) for words in told] == spikes_by_hand(
