@@ -11,7 +11,7 @@ import torch.distributed as dist
 import megatron_cp as mcp
 from megatron_cp.report.one_plan import plan_page
 
-DOCUMENTS = [137, 2041, 89, 1, 700]  # no padding, no multiple of anything
+DOCUMENTS = [1370, 5041, 89, 1, 1700]  # no padding, no multiple of anything
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 8, 2, 32
 
 

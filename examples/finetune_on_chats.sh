@@ -29,4 +29,7 @@ torchrun --standalone --nproc-per-node "$CP" pretrain_gpt.py "${MODEL[@]}" --con
     --eval-iters 0 --log-interval 1 --save "$OUT/tuned" --save-interval "$STEPS" "$@"
 
 python tools/convert_checkpoint.py --from megatron --to hf --load "$OUT/tuned" --hf-folder "$HF" --save "$OUT/tuned-hf"
+python -m megatron_cp report "$OUT/tuned"
 echo "the tuned model is in $OUT/tuned-hf"
+echo "picture: $OUT/tuned/report.html"
+echo "next: STEPS=200 OUT=runs/chats-longer bash examples/finetune_on_chats.sh, with HF and CHATS as here"

@@ -22,3 +22,7 @@ torchrun --standalone --nproc-per-node "$CP" pretrain_gpt.py "${MODEL[@]}" \
     --micro-batch-size 1 --global-batch-size 2 --train-iters "$STEPS" --calculate-per-token-loss \
     --lr 1e-3 --lr-decay-style cosine --lr-warmup-iters 2 --clip-grad 1.0 \
     --eval-iters 2 --log-interval 1 --log-throughput --save "$RUN_DIR" "$@"
+
+python -m megatron_cp report "$RUN_DIR"
+echo "picture: $RUN_DIR/report.html"
+echo "next: CP=1 EP=1 RUN_DIR=runs/moe/cp1 bash examples/pretrain_moe.sh, or your own chats: examples/finetune_on_chats.sh"

@@ -44,6 +44,11 @@ def test_an_example_ends_with_a_picture_and_what_comes_next(name, tmp_path):
     assert not any(codes), problem
     page = tmp_path / re.search(r"(?:picture: |wrote )(runs/\w+\.html)", said)[1]
     assert "<svg" in page.read_text(encoding="utf-8")
+    if (
+        name == "attention_on_four_ranks.py"
+    ):  # the first of README's reading list shows what balance is
+        shares = re.findall(r"^ +\d+ +\d+ +([\d.]+) ", said, re.MULTILINE)
+        assert len(shares) == 8 and all(0.99 <= float(share) <= 1.01 for share in shares)
     following = re.search(r"next: (.+)", said)[1]
     assert all(Path(EXAMPLES.parent, word).is_file() for word in re.findall(r"\S+\.py", following))
 

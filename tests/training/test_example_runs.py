@@ -30,8 +30,20 @@ def run(script: str, folder: Path, **variables: str) -> str:
     return done.stdout
 
 
+def check_picture_and_next(said: str, run_dir: Path) -> None:
+    """A script ends with a page that has pictures, and with what to run next, which is there."""
+    *_, picture, following = said.strip().splitlines()
+    assert picture == f"picture: {run_dir}/report.html"
+    page = Path(picture.removeprefix("picture: ")).read_text(encoding="utf-8")
+    assert "attention mask of" in page and "training and held-out loss" in page
+    assert following.startswith("next: ")
+    scripts = [word.rstrip(",") for word in following.split() if word.startswith("examples/")]
+    assert scripts and all((ROOT / word).is_file() for word in scripts)
+
+
 def test_experts_train_on_context_and_expert_parallel_ranks(tmp_path: Path):
-    run("pretrain_moe.sh", tmp_path, STEPS="4", RUN_DIR=str(tmp_path / "run"))
+    said = run("pretrain_moe.sh", tmp_path, STEPS="4", RUN_DIR=str(tmp_path / "run"))
+    check_picture_and_next(said, tmp_path / "run")
     losses = metrics(tmp_path / "run")
     assert sorted(losses) == [1, 2, 3, 4]
     assert losses[4] < losses[1]
@@ -77,7 +89,8 @@ def test_a_converted_model_is_tuned_on_conversations_and_converted_back(
     turns = [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "four"}]
     chats.write_text("\n".join([json.dumps({"messages": turns})] * 40))
     settings = {"HF": str(model), "CHATS": str(chats), "OUT": str(tmp_path / "out")}
-    run("finetune_on_chats.sh", tmp_path, **settings, SEQ="64", STEPS="5", LR="3e-3")
+    said = run("finetune_on_chats.sh", tmp_path, **settings, SEQ="64", STEPS="5", LR="3e-3")
+    check_picture_and_next(said, tmp_path / "out" / "tuned")
     losses = metrics(tmp_path / "out" / "tuned")
     assert losses[5] < losses[1] - 0.1
     before = load_file(model / "model.safetensors")
