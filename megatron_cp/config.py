@@ -199,7 +199,7 @@ class CPConfig:
     """Bytes of one activation element on the wire."""
 
     num_stages: int | None = None
-    """Stages of overlap for remote keys; None lets the cost model choose."""
+    """Stages of overlap for remote keys, at most 4096; None lets the cost model choose."""
 
     max_received_mb: int | None = None
     """Most megabytes that a rank may hold at once because others sent them, in a pass of a layer; None: no limit."""
@@ -229,6 +229,10 @@ class CPConfig:
         ):  # fmt: skip
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, _positive(name, getattr(self, name)))
+        if self.num_stages is not None and self.num_stages > MAX_STAGES:
+            raise ValueError(
+                f"num_stages={self.num_stages} must be at most {MAX_STAGES}; leave it out for the default"
+            )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}; "
@@ -236,6 +240,7 @@ class CPConfig:
             )
 
 
+MAX_STAGES = 1 << 12
 _MOST = 1 << 31
 _LEAST_SPEED, _MOST_SPEED = 0.01, 100.0
 

@@ -32,7 +32,9 @@ from megatron_cp.mask.slice import (
 )
 
 MaskMod = Callable[[Any, Any, Any, Any], Any]
-MAX_ROWS = 1 << 24  # of a table by rows: some hundred megabytes
+MAX_ROWS = 1 << 24  # of a table by rows, all slices together: some hundred megabytes
+MAX_BLOCKS = 1 << 22  # that are neither whole nor empty: some hundred megabytes
+MAX_LISTED = 1 << 27  # entries of a table of blocks by blocks, 4 bytes each
 MAX_ASKED = 1 << 32  # pairs that a mask function is asked for: minutes
 Int32Array = NDArray[np.int32]
 BLOCK_MASK_FIELDS = (
@@ -44,12 +46,14 @@ def row_intervals(mask: AttentionMask) -> IntArray:
     """Returns the keys of every query as R sorted, disjoint intervals: `[R, num_queries, 2]`.
 
     R is the largest number that any query needs (at least 1); unused intervals are (0, 0). O(R x
-    queries).
+    queries). Raises NotImplementedError for tables of more than 2^24 rows or intervals.
     """
     check_mask(mask)
-    if mask.num_queries > MAX_ROWS:
+    num_rows = int((mask.array[:, Q_END] - mask.array[:, Q_START]).sum())
+    if max(num_rows, mask.num_queries) > MAX_ROWS:
         raise NotImplementedError(
-            f"a table of {mask.num_queries} rows has at most {MAX_ROWS} rows; crop the mask first"
+            f"a table of {mask.num_queries} queries with {num_rows} intervals in all is too large: at most {MAX_ROWS} "
+            "of either are allowed; crop the mask first, or use to_ranges"
         )
     which, q = expand_ranges(mask.array[:, Q_START], mask.array[:, Q_END])
     rows = mask.array[which]
@@ -63,7 +67,13 @@ def row_intervals(mask: AttentionMask) -> IntArray:
     closes = np.r_[opens[1:], len(q)][: len(opens)] - 1
     q, start, end = q[opens], start[opens], end[closes]
     place = np.arange(len(q)) - np.searchsorted(q, q, side="left")
-    intervals = np.zeros((int(place.max(initial=0)) + 1, mask.num_queries, 2), dtype=np.int64)
+    most = int(place.max(initial=0)) + 1
+    if most * mask.num_queries > 2 * MAX_ROWS:
+        raise NotImplementedError(
+            f"a table of {most} intervals for each of {mask.num_queries} queries is too large: at most {2 * MAX_ROWS} "
+            "in all are allowed; crop the mask first, or use to_ranges"
+        )
+    intervals = np.zeros((most, mask.num_queries, 2), dtype=np.int64)
     intervals[place, q, 0] = start
     intervals[place, q, 1] = end
     return intervals
@@ -108,8 +118,14 @@ class BlockTable:
         """Returns kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices of a BlockMask.
 
         int32, `[query blocks]` and `[query blocks, key blocks]`; `BlockMask.from_kv_blocks` takes
-        them with two leading dimensions of 1. Entries behind the counts are 0.
+        them with two leading dimensions of 1. Entries behind the counts are 0. Raises NotImplementedError for
+        tables of more than 2^27 entries.
         """
+        if self.num_q_blocks * self.num_k_blocks > MAX_LISTED:
+            raise NotImplementedError(
+                f"a BlockMask of {self.num_q_blocks} x {self.num_k_blocks} blocks is too large, at most {MAX_LISTED} "
+                "are allowed; take larger blocks, or crop the mask first"
+            )
         which, j = expand_ranges(self.full[:, 1], self.full[:, 2])
         return (
             *self._listed(self.partial[:, 0], self.partial[:, 1]),
@@ -124,11 +140,16 @@ class BlockTable:
 
 
 def block_table(mask: AttentionMask, q_block: int = 128, k_block: int = 128) -> BlockTable:
-    """Returns the blocks of a mask from its slices; no pair is looked at one by one."""
+    """Returns the blocks of a mask from its slices; no pair is looked at one by one.
+
+    Raises NotImplementedError for more than 2^22 strips of slices, or blocks that are neither whole nor empty.
+    """
     check_mask(mask)
     q_block = as_count("q_block", q_block, minimum=1)
     k_block = as_count("k_block", k_block, minimum=1)
     num_q, num_k = -(-mask.num_queries // q_block), -(-mask.num_keys // k_block)
+    starts, ends = mask.array[:, Q_START] // q_block, -(-mask.array[:, Q_END] // q_block)
+    _check_blocks(int((ends - starts).sum()), "strips of slices")
     strips, i = _cut_at(mask.array, np.arange(num_q + 1) * q_block, Q_START, Q_END)
     q0, q1, k0, k1, lo, hi = strips.T
     first, last = k0 // k_block, -(-k1 // k_block)
@@ -139,6 +160,7 @@ def block_table(mask: AttentionMask, q_block: int = 128, k_block: int = 128) -> 
     whole = (q1 - q0 == q_block) & (inner < outer)
     inner, outer = np.where(whole, inner, last), np.where(whole, outer, last)
     edge = np.concatenate([np.stack([first, inner], 1), np.stack([outer, last], 1)])
+    _check_blocks(int((edge[:, 1] - edge[:, 0]).sum()), "blocks that are neither whole nor empty")
     owner, j = expand_ranges(edge[:, 0], edge[:, 1])
     owner = owner % max(1, len(strips))
     cells = strips[owner]
@@ -161,6 +183,14 @@ def block_table(mask: AttentionMask, q_block: int = 128, k_block: int = 128) -> 
     full = full[np.lexsort((full[:, 1], full[:, 0]))]
     partial = np.stack(np.divmod(rest, max(1, num_k)), axis=1)
     return BlockTable(q_block, k_block, num_q, num_k, partial, full)
+
+
+def _check_blocks(count: int, what: str) -> None:
+    if count > MAX_BLOCKS:
+        raise NotImplementedError(
+            f"a table of blocks would have {count} {what}, at most {MAX_BLOCKS} are allowed; take larger blocks, or "
+            "crop the mask first"
+        )
 
 
 def to_mask_mod(mask: AttentionMask, convert: Callable[[Int32Array], Any] = np.asarray) -> MaskMod:

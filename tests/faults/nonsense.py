@@ -20,10 +20,8 @@ import megatron_cp as mcp
 from megatron_cp import mask as masks
 
 REFUSALS = (ValueError, TypeError, NotImplementedError)
-MAX_SECONDS = (
-    20  # of one call, on a busy machine: of those that end at all, the slowest takes a fraction
-)
-MAX_BYTES = 6 << 30  # of address space, the interpreter and its libraries included
+MAX_SECONDS = 10  # of processor time in one call; the slowest that ends takes a third
+MAX_BYTES = 4 << 30  # of address space, the interpreter and its libraries included
 
 SMALL = masks.causal(12)
 SLICE = masks.MaskSlice(0, 4, 0, 4, None, 0)
@@ -38,11 +36,12 @@ ARRAYS = [
     np.array([1, 2, 3]), np.array([[0, 1], [2, 3]]), np.array(3), np.array([2**62]), np.array([1.5]),
     np.array(["a"]), np.zeros((0, 6)), np.ones((3, 3), bool), np.ones((2, 6)), np.ones((2, 6), int),
 ]  # fmt: skip
-OBJECTS = [None, object(), lambda *_: 1, lambda _: SMALL, SMALL, masks.full(3, 5), SLICE]
+LARGE = [masks.causal(2**31), masks.block_causal(2**17, 16), masks.sliding_window(2**30, 5)]
+OBJECTS = [None, object(), lambda *_: 1, lambda _: SMALL, SMALL, masks.full(3, 5), SLICE, *LARGE]
 VALUES = [*NUMBERS, *WORDS, *LISTS, *ARRAYS, *OBJECTS, masks.MaskSlice(0, 2**62, 0, 4)]
 PLANNED = [
     SMALL, masks.documents([100, 200, 3], "causal"), masks.full(0), masks.full(1), masks.full(3, 5),
-    masks.causal(2**31), masks.sliding_window(2**30, 5), None, 3, "causal", [], {}, np.zeros((3, 3)),
+    *LARGE, None, 3, "causal", [], {}, np.zeros((3, 3)),
     {"a": SMALL}, {"a": 3}, [SMALL], {"a": (SMALL, 2)}, {"full": SMALL, "other": masks.causal(10)},
 ]  # fmt: skip
 
@@ -89,7 +88,7 @@ def call_of_a_planner(draw):
 
 def fault_of(call):
     """Returns what a call does wrong, None if nothing."""
-    signal.setitimer(signal.ITIMER_REAL, MAX_SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
     try:
         result = call()
         if isinstance(result, masks.AttentionMask) and result.area() < 0:
@@ -103,7 +102,7 @@ def fault_of(call):
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:100]}"
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
     return None
 
 
@@ -114,7 +113,7 @@ def _ring(*_):
 def faults(seed, mask_calls, planner_calls):
     """Returns the faults of so many calls, each kind once. Limits the memory of this process for good."""
     resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
-    signal.signal(signal.SIGALRM, _ring)
+    signal.signal(signal.SIGPROF, _ring)
     draw, functions = random.Random(seed), list(mask_functions())
     found = {}
     with np.errstate(all="ignore"):

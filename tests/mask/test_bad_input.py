@@ -9,6 +9,17 @@ from megatron_cp.mask import draw
 CAUSAL_4 = masks.causal(4)
 NAN = float("nan")
 
+TOO_LARGE = [  # and refused before anything is made of that size
+    (lambda: masks.block_table(masks.causal(2**31)), "16777216 strips of slices, at most 4194304"),
+    (lambda: masks.block_table(masks.block_causal(2**20, 130)), "neither whole nor empty, at most"),
+    (
+        lambda: masks.to_flashmask(masks.block_causal(2**20, 16)),
+        "34360262656 intervals .* at most 16777216",
+    ),
+    (lambda: masks.row_intervals(masks.block_causal(2**17, 16).transpose()), "at most 16777216"),
+    (lambda: masks.block_table(masks.causal(2**22)).kv_arrays(), "32768 x 32768 blocks"),
+]
+
 TABLE = [
     # sizes
     ("negative size", lambda: masks.causal(-1), "num_queries=-1 must be an integer >= 0"),
@@ -227,3 +238,19 @@ def test_bad_input_gives_one_clear_line(call, message):
 def test_what_a_form_cannot_express_is_refused_by_name(call, message):
     with pytest.raises(NotImplementedError, match=message):
         call()
+
+
+@pytest.mark.parametrize(("call", "message"), TOO_LARGE)
+def test_tables_beyond_memory_are_refused(call, message):
+    with pytest.raises(NotImplementedError, match=message):
+        call()
+
+
+def test_a_table_as_large_as_is_allowed_is_right():
+    table = masks.block_table(masks.sliding_window(2**22, 127, 0))
+    assert table.num_q_blocks == 2**15 and not len(table.full)
+    blocks = np.arange(2**15)
+    own, before = np.stack([blocks, blocks], 1), np.stack([blocks[1:], blocks[:-1]], 1)
+    expected = np.concatenate([own, before])
+    expected = expected[np.lexsort((expected[:, 1], expected[:, 0]))]
+    np.testing.assert_array_equal(table.partial, expected)

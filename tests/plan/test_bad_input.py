@@ -52,6 +52,12 @@ BAD_CALLS = {
     ),
     "chunk_size 0": (lambda: CPConfig(chunk_size=0), ["chunk_size=0", "positive integer"]),
     "num_stages 0": (lambda: CPConfig(num_stages=0), ["num_stages=0", "positive integer"]),
+    "num_stages of a million": (
+        lambda: CPConfig(num_stages=1 << 20), ["num_stages=1048576", "at most 4096", "leave it out"],
+    ),
+    "ranks of a million": (
+        lambda: make_plan(CAUSAL, 1 << 20), ["cp_size=1048576", "at most 4096"],
+    ),
     "heads that do not divide": (
         lambda: CPConfig(num_heads=8, num_kv_heads=3),
         ["num_kv_heads=3", "num_heads=8"],
