@@ -1,6 +1,7 @@
 """Masks from and to the plainest forms: (query range, key range, type) triples, dense booleans."""
 
 from collections.abc import Sequence
+from numbers import Integral
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,7 +105,11 @@ def _type_codes(types: Sequence[str | int] | str | int, count: int) -> IntArray:
             f"types has {len(items)} entries for {count} boxes; give one per box, or one for all"
         )
     codes = {name: code for code, name in enumerate(RANGE_TYPES)} | {c: c for c in range(4)}
-    unknown = [index for index, item in enumerate(items) if item not in codes]
+    unknown = [
+        i
+        for i, item in enumerate(items)
+        if not isinstance(item, str | Integral) or item not in codes
+    ]
     if unknown:
         raise ValueError(
             f"types[{unknown[0]}]={items[unknown[0]]!r} is unknown; allowed are "

@@ -43,6 +43,11 @@ TABLE = [
     ("negative length", lambda: masks.documents([3, -1]), r"lengths\[1\]=-1 must be >= 0"),
     ("float lengths", lambda: masks.documents([3.0, 1.0]), "lengths has dtype float64"),
     ("nested lengths", lambda: masks.documents([[3], [1]]), r"lengths has .* shape \(2, 1\)"),
+    (
+        "types that are lists",
+        lambda: masks.from_ranges([(0, 2)], [(0, 2)], [[1]]),
+        r"types\[0\]=\[1\] is unknown; allowed are",
+    ),
     ("unknown kind", lambda: masks.documents([3], "casual"), "within='casual' is no kind"),
     ("kind of another type", lambda: masks.documents([3], 7), "within=7 is no kind"),
     ("kind in a list", lambda: masks.documents([3], [7]), "within=7 for document 0 is no kind"),
