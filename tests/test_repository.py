@@ -103,14 +103,15 @@ def test_the_one_unpickler_uses_of_pickle_only_what_it_narrows():
     tree = ast.parse(_UNPICKLER.read_text(encoding="utf-8"))
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     used = {node.attr for node in nodes if ast.unparse(node.value) == "pickle"}
-    assert used == {"Unpickler", "UnpicklingError"}
+    assert used == {"_Unpickler", "BUILD", "UnpicklingError"}
     (narrowed,) = (
         node
         for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef) and "pickle.Unpickler" in map(ast.unparse, node.bases)
+        if isinstance(node, ast.ClassDef) and "pickle._Unpickler" in map(ast.unparse, node.bases)
     )
     assert [item.name for item in narrowed.body if isinstance(item, ast.FunctionDef)] == [
-        "find_class"
+        "load_build",
+        "find_class",
     ]
 
 
