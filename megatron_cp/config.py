@@ -202,7 +202,8 @@ class CPConfig:
     """Stages of overlap for remote keys, at most 4096; None lets the cost model choose."""
 
     max_received_mb: int | None = None
-    """Most megabytes that a rank may hold at once because others sent them, in a pass of a layer; None: no limit."""
+    """Most megabytes that a rank may hold at once because others sent them, in a pass of an attention layer; None: no
+    limit. States and halos of linear layers are not counted: they are few megabytes beside rows."""
 
     head_degree: int | None = None
     """Ranks that exchange tokens against heads in planner "usp"; None: the most that fit into a node."""

@@ -31,6 +31,7 @@ VALUES = [
     f"user:{SECRET}@host/x",
     f"Bearer {SECRET}",
     f"Authorization: Basic {SECRET}",
+    f"Token {SECRET}",
     "hf_abcdefghijKLMNOPqrst",
     "sk-proj_abcdefgh",
     "ghp_abcdefgh12345678",
@@ -137,3 +138,21 @@ def test_plain_values_are_unchanged(value):
 def test_no_other_sign_than_those_of_the_list_is_written(text: str):
     allowed = set(" .,:;+*/|()[]<>%~^-_")
     assert all(sign.isalnum() or sign in allowed for sign in loggable(text))
+
+
+@pytest.mark.parametrize(
+    "words", [["--save", "x", "-p"], ["--no-load-optim"], ["--lr", "1"], ["--lr=1"], ["-p"], []]
+)
+def test_words_that_no_served_flag_takes_are_removed(words: list[str]):
+    assert SECRET not in " ".join(loggable_command(["train.py", *words, SECRET]))
+
+
+def test_every_value_of_a_served_flag_is_kept():
+    words = "train.py --data-path 1 a 2 b --window-size -1,0 --seed -1 --lr=-.5".split()
+    assert loggable_command(words) == words
+
+
+def test_keys_of_mappings_are_texts_too():
+    assert loggable({"hf_abcdefghijKLMNOPqrst": 1, "kept": {SECRET + "=": 2, "also": 3}}) == {
+        "kept": {"also": 3}
+    }

@@ -342,7 +342,7 @@ TABLE = """
 [logging]
 --log-interval int 100 | steps between log lines
 --log-energy on - | joules and watts per GPU in the log line (NVML)
---log-throughput on - | TFLOP/s per GPU, tokens per second and remaining time in the log line
+--log-throughput on - | TFLOP/s per GPU in the log line
 --log-straggler on - | name the slowest ranks below the log line
 --straggler-minmax-count int 1 | how many of them
 --timing-log-level one-of-int:0,1,2 0 | timers: 0 none, 1 once a step, 2 every micro-batch and send

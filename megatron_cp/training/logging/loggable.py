@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -30,7 +31,8 @@ _KEY_PREFIX = re.compile(
 )
 # As long as the keys of wandb, clouds and hubs are, of digits and letters without a break.
 _LONG_WORD = re.compile(r"(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z0-9]{20,}")
-_BEARER = re.compile(r"(?i)\b(bearer|basic|authorization)\b")
+_BEARER = re.compile(r"(?i)\b(?:(?:bearer|basic|authorization)\b|token\s)")
+_NUMBER = re.compile(r"-\.?\d.*")  # a value, though it begins as a flag does
 
 
 def loggable(value: Any) -> Any:
@@ -60,18 +62,23 @@ def loggable_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def loggable_command(words: Iterable[str]) -> list[str]:
-    """Returns a command line: the program, served flags and their values. Any other word is removed."""
+    """Returns a command line: the program, served flags and as many values as they take. Other words are removed."""
     program, *rest = [*words] or [""]
-    kept, is_served = [loggable_text(program)], False
+    kept, values_left = [loggable_text(program)], 0.0
     for word in rest:
         flag, equals, value = word.partition("=")
         if word.startswith("--"):
-            is_served = flag in _flags()
-            said = flag if is_served or _is_flag(flag) else REMOVED
-            shown = loggable_text(value) if is_served else REMOVED
+            most = _flags().get(flag)
+            said = REMOVED if most is None and not _is_flag(flag) else flag
+            shown = loggable_text(value) if most else REMOVED
             kept.append(f"{said}={shown}" if equals else said)
+            values_left = 0 if equals else most or 0
+        elif word.startswith("-") and not _NUMBER.fullmatch(word):
+            kept.append(REMOVED)
+            values_left = 0
         else:
-            kept.append(loggable_text(word) if is_served else REMOVED)
+            kept.append(loggable_text(word) if values_left > 0 else REMOVED)
+            values_left -= 1
     return kept
 
 
@@ -93,8 +100,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 @functools.cache
-def _flags() -> frozenset[str]:
-    return frozenset(name for action in _parser()._actions for name in action.option_strings)
+def _flags() -> dict[str, float]:
+    """Returns how many values each served flag takes at most."""
+    most = {None: 1.0, "?": 1.0, "*": math.inf, "+": math.inf}
+    return {
+        name: most[action.nargs] if action.nargs in most else float(action.nargs or 0)
+        for action in _parser()._actions
+        for name in action.option_strings
+    }
 
 
 @functools.cache
