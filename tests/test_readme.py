@@ -42,3 +42,27 @@ def test_links_of_pages_lead_to_files_and_headings():
             if not found:
                 broken.append(f"{page.relative_to(ROOT)}: {link}")
     assert len(PAGES) > 20 and broken == []
+
+
+def sentences(text):
+    """Returns the sentences of a page's prose: no code, tables, headings or pictures; what stands in ` ` is a word."""
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"`[^`]*`", "X", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text))
+    blocks = re.split(r"\n\s*\n|\n(?=[-*|#!] ?|\d+\. )", text)
+    prose = [" ".join(block.split()) for block in blocks if block.strip()[:1] not in "|#!<"]
+    ends = re.compile(r"(?<=[.?!])[*)]*\s+(?=[A-Z*(\d])")
+    return [
+        one for block in prose for one in ends.split(re.sub(r"^[-*] |^\d+\. ", "", block)) if one
+    ]
+
+
+def test_nine_of_ten_sentences_of_readme_have_at_most_thirty_words_and_none_has_more_than_35():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    counts = sorted(len(re.findall(r"\S*\w\S*", one)) for one in sentences(text))
+    assert len(counts) > 60
+    assert counts[int(0.9 * len(counts))] <= 30 and counts[-1] <= 35
+
+
+def test_sentences_are_told_apart():
+    text = "# Title\n\nOne `a. b` two. Three:\n\n- four 1.5 times. *Five* six\n\n| a | b |\n\n```\nCode. Code.\n```\n"
+    assert sentences(text) == ["One X two.", "Three:", "four 1.5 times.", "*Five* six"]

@@ -1,0 +1,103 @@
+"""What pages say of benchmarks, counted again from the files: losses as well as wins, and no file that nobody names."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PLANS = json.loads((RESULTS / "plan_epyc_2026-11-24.json").read_text(encoding="utf-8"))
+PAGE = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def cells_that_others_win(key: str, *, from_below: bool) -> dict[str, list[float]]:
+    """Cells in which another scheme's time, or price from below, stands under ours: the ratio of each such scheme."""
+    found: dict[str, list[float]] = {}
+    for one in PLANS["details"]:
+        ours, *others = one["outcomes"]
+        for other in others:
+            if other["is_best_case"] == from_below and (other.get(key) or 1e99) < ours[key]:
+                found.setdefault(str(one["cell"]), []).append(ours[key] / other[key])
+    return found
+
+
+def test_losses_are_told_as_often_as_the_file_has_them():
+    predicted, simulated = (
+        cells_that_others_win(key, from_below=False) for key in ("predicted_ms", "simulated_ms")
+    )
+    opened, opened_simulated = (
+        cells_that_others_win(key, from_below=True) for key in ("predicted_ms", "simulated_ms")
+    )
+    assert len(PLANS["details"]) == 149
+    assert f"In {len(predicted)} cell of 149 another scheme is predicted faster" in PAGE
+    assert f"In {len(simulated)} cells another is faster when simulated" in PAGE
+    assert max(max(one) for one in simulated.values()) < 1.001  # "by less than a thousandth"
+    assert f"In {len(opened)} cells the answer is open" in PAGE
+    assert f"Simulated, {len(opened_simulated)} cells are" in PAGE
+    said = " ".join(README.split())
+    assert (
+        f"in {len(predicted)} of 149 cells another scheme is predicted faster, in {len(simulated)} simulated"
+        in said.lower()
+    )
+    assert f"in {len(opened)} more" in said.lower()
+
+
+def test_open_cells_have_their_times_on_the_page():
+    rows = re.findall(
+        r"^\| [^|]*: ([^|]*) \| ([\d,]+) \| ([\d:]+) \| ([\d,]+) \| ([\d,]+) \|$", PAGE, re.M
+    )
+    told = set()
+    for planners, ranks, heads, least, ours in rows:
+        names = tuple(sorted(re.findall(r"`(\w+)`", planners)))
+        told.add((names, *(word.replace(",", "") for word in (ranks, heads, least, ours))))
+    counted = set()
+    for one in PLANS["details"]:
+        ours, *others = one["outcomes"]
+        below = [
+            o for o in others if o["is_best_case"] and o["predicted_ms"] < ours["predicted_ms"]
+        ]
+        if below:
+            least = min(o["predicted_ms"] for o in below)
+            names = tuple(sorted(o["planner"] for o in below))
+            cell = one["cell"]
+            times = (f"{least:.0f}", f"{ours['predicted_ms']:.0f}")
+            counted.add((names, str(cell["ranks"]), cell["heads"], *times))
+    assert told == counted and counted
+
+
+def test_goals_that_were_missed_are_told():
+    (goals,) = [one for one in PLANS["tables"] if one["title"] == "Goals"]
+    verdicts = [row[-1] for row in goals["rows"]]
+    missed, all_goals = verdicts.count("NO"), len(verdicts)
+    assert f"Of {all_goals} goals {missed} are missed" in PAGE
+    assert f"{missed} of {all_goals} goals are missed" in " ".join(README.split())
+
+
+def test_every_result_file_is_named_by_a_page():
+    pages = "".join(one.read_text(encoding="utf-8") for one in ROOT.glob("docs/*.md"))
+    linked = set(re.findall(r"\]\(\.\./benchmarks/results/([\w.-]+\.md)", pages))
+    assert {one.name for one in RESULTS.glob("*.md")} - linked == set()
+
+
+@pytest.mark.parametrize(("page", "column"), [(PAGE, 4), (README, 4)])
+def test_means_of_planners_are_those_of_the_file(page, column):
+    """Geometric means by kind of mask; names in the tables may carry words behind them."""
+    (summary,) = [one for one in PLANS["tables"] if one["title"] == "Planners"]
+    means = {row[0]: row[2:5] for row in summary["rows"]}
+    names = {"Transformer Engine, THD": "per_document_zigzag"}
+    compared = 0
+    for line in page.splitlines():
+        cells = [cell.strip().strip("`") for cell in line.strip("|").split("|")]
+        name = next(
+            (ours for words, ours in names.items() if cells[0].startswith(words)),
+            cells[0].split(" ")[0].strip("`"),
+        )
+        if len(cells) == column and name in means:
+            assert [float(cell) for cell in cells[1:]] == [float(cell) for cell in means[name]], (
+                line
+            )
+            compared += 1
+    assert compared >= 4
