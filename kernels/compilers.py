@@ -30,8 +30,8 @@ NVCC_FLAGS = ("-cubin", "-O3", "-gencode", "arch=compute_90a,code=sm_90a")
 NVRTC_FLAGS = ("--gpu-architecture=sm_90a",)
 NVRTC_NAMES = ("libnvrtc.so.12", "libnvrtc.so.13")
 # 12.3 has all instructions too, but serialises the matrix products of the backward kernels of the large head dims
-# (C7516, seen in its log on 14 variants, 2026-11-22). 12.4 still does so with head dim 64's backward: what its log
-# calls serialised is not used (build.compile_variant), and another compiler or backend takes its place.
+# (C7516, seen in its log on 14 variants, 2026-11-22). What a log calls serialised is not used (build.compile_variant);
+# another compiler or backend takes its place.
 MIN_VERSION = (12, 4)
 
 

@@ -1,5 +1,5 @@
-// Gradients of keys and values for Hopper, head dims above 128 (and 64 with softcap), where those
-// of 64 keys do not fit one warpgroup's registers. As bwd_sm90.cuh, but a tile has 64 keys, both
+// Gradients of keys and values for Hopper, head dims above 128, where those of 64 keys do not fit
+// one warpgroup's registers. As bwd_sm90.cuh, but a tile has 64 keys, both
 // consumers work on all of them, and each owns one gradient:
 //
 //     values   S' = K Q'     P'                        dV += P' dO

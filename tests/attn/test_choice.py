@@ -169,7 +169,8 @@ def test_kernels_that_ended_the_process_of_their_test_are_not_tried_again(untest
     if child == 0:
         self_test.find_verdict(KIND, GPU)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
-    verdict = self_test.find_verdict(KIND, GPU)  # does not end this process
+    monkeypatch.setattr(self_test, "judge", lambda *_: PASSED)
+    verdict = self_test.find_verdict(KIND, GPU)
     assert not verdict.passed
     assert "did not end it (delete " in str(verdict)
 

@@ -182,13 +182,13 @@ def test_items_side_by_side_are_those_whose_queries_fit_the_cache(
     assert gradients._items_per_section(item_bytes, 64 // heads_per_item) == items
 
 
-def _heads_per_item(num_tokens, heads, visits, most_visits, *, in_order=False):
+def _call(num_tokens, heads, visits, most_visits, *, in_order=False):
     q, k = (torch.empty(num_tokens, n, 128, device="meta") for n in heads)
     num_tiles = -(-num_tokens // 128)
     lists = BackwardList(
         torch.empty(0), num_tiles, num_tiles, visits, most_visits, 0, 0, 0, in_order
     )
-    return gradients.BackwardCall(q, k, k, q, None, lists, Scores(1.0)).heads_per_item(132)
+    return gradients.BackwardCall(q, k, k, q, None, lists, Scores(1.0))
 
 
 @pytest.mark.parametrize(
@@ -205,9 +205,18 @@ def test_query_heads_of_a_group_are_worked_on_side_by_side_where_that_ends_soone
 ):
     most = reach // 64
     visits = sum(min(most, (num_tokens - first) // 64) for first in range(0, num_tokens, 128))
-    assert _heads_per_item(num_tokens, heads, visits, most) == expected
+    assert _call(num_tokens, heads, visits, most).heads_per_item(132) == expected
     group = heads[0] // heads[1]
-    assert _heads_per_item(num_tokens, heads, visits, most, in_order=True) == group
+    assert _call(num_tokens, heads, visits, most, in_order=True).heads_per_item(132) == group
+
+
+def test_sums_with_an_order_are_of_query_heads_apart_where_that_ends_sooner_and_memory_allows():
+    visits = sum(128 - first // 64 for first in range(0, 8192, 128))
+    assert _call(8192, (8, 1), visits, 128).of_heads_apart(132) is None
+    apart = _call(8192, (8, 1), visits, 128, in_order=True).of_heads_apart(132)
+    assert apart.k.shape == (8192, 8, 128) and apart.heads_per_item(132) == 1
+    long = sum(512 - first // 64 for first in range(0, 32768, 128))
+    assert _call(32768, (64, 8), long, 512, in_order=True).of_heads_apart(132) is None
 
 
 # ---------------------------------------------------------------------- the operators

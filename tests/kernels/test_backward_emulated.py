@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from megatron_cp import mask as masks
 from megatron_cp.attn import attend, attend_backward, resolve_options
 from megatron_cp.attn.emulated.backend import Settings, running
+from megatron_cp.attn.hopper import gradients
 from megatron_cp.attn.hopper.checks import feature_of_variant
 from megatron_cp.attn.hopper.gradients import BackwardCall
 from megatron_cp.kernels import build
@@ -103,6 +104,20 @@ def test_query_heads_of_a_group_worked_on_side_by_side_add_to_one_sum(
     head_dims = int(found.value("MCP_HEAD_DIM")), int(found.value("MCP_VALUE_DIM"))
     feature = feature_of_variant(found)
     _check(MIXED, (300, 300), (6, 2), head_dims, torch.bfloat16, feature=feature)
+
+
+@pytest.mark.parametrize("head_dims", [(64, 64), (192, 128)])
+def test_sums_of_query_heads_apart_are_those_of_the_group_in_every_run(head_dims, monkeypatch):
+    monkeypatch.setattr(gradients, "_faster", lambda *_: 1)
+    _check(MIXED, (300, 300), (6, 2), head_dims, torch.bfloat16, deterministic=True)
+    mask = masks.from_slices(300, 300, MIXED)
+    inputs, arguments = random_case(300, 300, (6, 2), head_dims, torch.bfloat16)
+    runs = [
+        _gradients(inputs, mask, arguments, seed=seed, num_blocks=blocks, deterministic=True)
+        for seed, blocks in ((1, 3), (2, 5))
+    ]
+    for one, other in zip(*runs, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

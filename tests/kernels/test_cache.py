@@ -3,6 +3,7 @@
 import os
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -54,6 +55,19 @@ def test_a_folder_of_another_owner_is_refused(find, base, monkeypatch):
 def test_who_can_replace_is_read_from_the_mode(mode: int):
     state = os.stat_result((stat.S_IFDIR | mode, 0, 0, 1, os.getuid(), 999_999, 0, 0, 0, 0))
     assert cache._others_can_replace(state) == bool(mode & 0o022)
+
+
+@pytest.mark.parametrize(
+    ("name", "members", "is_own"),
+    [("me", [], True), ("me", ["me"], True), ("me", ["me", "other"], False), ("staff", [], False)],
+)
+def test_a_group_is_the_user_s_own_by_its_name_and_without_other_members(
+    monkeypatch, name, members, is_own
+):
+    group = SimpleNamespace(gr_name=name, gr_mem=members)
+    monkeypatch.setattr(cache.grp, "getgrgid", lambda number: group)
+    monkeypatch.setattr(cache.pwd, "getpwuid", lambda number: SimpleNamespace(pw_name="me"))
+    assert cache._is_own_group(999_999) == is_own
 
 
 def test_the_folders_above_end_with_the_home(tmp_path, monkeypatch):

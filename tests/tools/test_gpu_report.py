@@ -1,13 +1,13 @@
 """The page of the GPU check: speeds, verdicts, and the kernel model's predictions beside them."""
 
 import json
-import sys
 
 import pytest
 
 from tools.gpu import measure, predict, report
 from tools.gpu.cases import Case
 from tools.gpu.measure import Times
+from tools.kernel_model import record
 
 
 def test_median_and_spread_of_times():
@@ -51,8 +51,13 @@ def test_page_and_values_say_the_same(tmp_path):
 # ---------------------------------------------------------------------- the kernel model
 
 FIGURES = {
-    "fwd_128": {"default": 1.0, "tight": 0.8, "fixed_cycles": {"accumulate": 9, "16 bits": 4096}},
-    "bwd_128": {"default": 0.5, "tight": 0.5},
+    "fwd_128": {
+        "default": 1.0,
+        "tight": 0.8,
+        "rows": 128,
+        "fixed_cycles": {"accumulate": 9, "16 bits": 4096},
+    },
+    "bwd_128": {"default": 0.5, "tight": 0.5, "rows": 128, "fixed_cycles": {}},
 }
 H200 = predict.Gpu(num_sms=132, clock_mhz=1980.0)
 
@@ -80,21 +85,28 @@ def test_head_dims_that_the_model_does_not_have_get_no_prediction():
     )
 
 
-@pytest.mark.parametrize("heading", [False, True])
-def test_model_is_read_from_its_program(tmp_path, heading):
-    said = {"model, not measured": FIGURES} if heading else FIGURES
-    program = [sys.executable, "-c", f"import json; print(json.dumps({said!r}))"]
-    assert predict.load_model(tmp_path, program) == predict.Model(FIGURES)
+def test_items_of_more_rows_have_fewer_fixed_cycles():
+    case = Case("full", 1536, num_heads=1, num_kv_heads=1)
+    costs = FIGURES["fwd_128"] | {"default": 1.0, "tight": 1.0}
+    peak = 132 * 4096 * 1980e6 / 1e12
+    for rows in (128, 192):
+        model = predict.Model({"fwd_128": costs | {"rows": rows}})
+        loop = 4 * 1536**2 * 128 / 4096
+        expected = peak * loop / (loop + 1536 / rows * 4096)
+        assert predict.predicted_tflops(model, case, "forward", 1536**2, H200)[0] == pytest.approx(
+            expected
+        )
 
 
-@pytest.mark.parametrize(
-    ("program", "reason"), [("raise SystemExit(2)", "exit status 2"), ("print('no')", "Expecting")]
-)
-def test_model_that_fails_gives_its_reason_and_no_predictions(tmp_path, program, reason):
-    model = predict.load_model(tmp_path, [sys.executable, "-c", program])
-    assert model.kernels == {}
-    assert reason in model.reason
-    assert predict.load_model(tmp_path / "none").reason == "tools/kernel_model is not here"
+def test_kernels_that_changed_since_the_model_saw_them_get_no_prediction(monkeypatch):
+    known = dict(record.read())
+    whole = predict.load_model()
+    assert whole.reason == "" and whole.kernels == known
+    known["fwd_128"] = known["fwd_128"] | {"source": "other"}
+    monkeypatch.setattr(record, "read", lambda: known)
+    model = predict.load_model()
+    assert set(whole.kernels) - set(model.kernels) == {"fwd_128"}
+    assert model.reason == "changed since the model saw them: fwd_128"
 
 
 def test_prediction_stands_beside_the_time_and_is_called_what_it_is(tmp_path):

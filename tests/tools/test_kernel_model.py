@@ -1,12 +1,13 @@
 """The model of machine code, on listings of a few lines whose cycles can be counted by hand."""
 
+import re
 import struct
+from pathlib import Path
 
 import pytest
 
-from megatron_cp.kernels import build
-from tools.kernel_model import disassemble
-from tools.kernel_model.__main__ import OURS, shape_of, variant_name
+from tools.kernel_model import disassemble, record
+from tools.kernel_model.__main__ import OURS, joint_figures, known_variants, main, shape_of
 from tools.kernel_model.issue import DeadlockError, Work, steady_state
 from tools.kernel_model.kernels import Shape, figures, find_loops, ways_through
 from tools.kernel_model.listing import read_listing
@@ -231,14 +232,14 @@ def test_a_listing_without_products_is_refused():
 
 def test_shapes_follow_from_the_variants():
     for name in OURS:
-        variant = build.variants()[variant_name(name)]
+        variant = known_variants()[name]
         shape = shape_of(variant)
         assert shape.head_dim == int(name.split("_")[1])
         assert shape.is_backward == (not name.startswith("fwd"))
     assert Shape(False, 128, 128, 128).flops == 4 * 128**3
     assert Shape(True, 64, 128, 128).flops == 10 * 64 * 128 * 128
-    assert shape_of(build.variants()[variant_name("dq_256")]).flops == 6 * 128 * 64 * 256
-    assert shape_of(build.variants()[variant_name("dkdv_256")]).flops == 8 * 64 * 64 * 256
+    assert shape_of(known_variants()["dq_256"]).flops == 6 * 128 * 64 * 256
+    assert shape_of(known_variants()["dkdv_256"]).flops == 8 * 64 * 64 * 256
 
 
 def test_functions_of_an_elf_file_are_found_by_name():
@@ -260,3 +261,58 @@ def test_functions_of_an_elf_file_are_found_by_name():
     )  # fmt: skip
     elf = bytes(header) + names + symbols + sections
     assert list(disassemble.functions(elf)) == [(2, "kernel_a"), (3, "kernel_b")]
+
+
+def test_two_kernels_of_a_pass_are_judged_by_the_products_that_one_would_make():
+    """Each at full speed: seven products in the time of seven, of which five are needed."""
+    full = {"default": 1.0, "tight": 0.5}
+    found = {"dkdv_256": full, "dq_256": full, "dkdv_64": full, "fwd_64": full}
+    assert joint_figures(found) == {"bwd_256 in two": {"default": 0.714, "tight": 0.357}}
+
+
+def test_kernels_that_do_not_exist_are_refused_with_those_that_do(capsys):
+    with pytest.raises(SystemExit):
+        main(["bwd_64_softcap"])  # it is two kernels
+    told = capsys.readouterr().err
+    assert "unknown kernel 'bwd_64_softcap'" in told
+    assert "dkdv_64_softcap" in told
+
+
+def test_the_record_is_of_todays_kernels():
+    """Else: python -m tools.kernel_model --record, and the tables of docs/kernels.md."""
+    assert record.stale(record.read(), known_variants()) == set()
+
+
+ROWS = {
+    "forward 64": "fwd_64", "forward 128": "fwd_128", "forward 256": "fwd_256", "backward 64": "bwd_64",
+    "backward 128": "bwd_128", "backward 256: dK and dV": "dkdv_256", "backward 256: dQ": "dq_256",
+    "backward 64: dK and dV": "dkdv_64", "backward 64: dQ": "dq_64",
+}  # fmt: skip
+
+
+def test_the_page_quotes_the_record():
+    page = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text(encoding="utf-8")
+    figures, seen = record.read(), 0
+    for heading, feature in (
+        ("loop", ""),
+        ("with softcap", "_softcap"),
+        ("with dropout", "_dropout"),
+    ):
+        table = page[page.index(f"| {heading}, default / tight (over masked tiles)") :].split(
+            "\n\n"
+        )[0]
+        now = table.splitlines()[0].split("|").index(" now ")
+        for line in table.splitlines()[2:]:
+            name, told = line.split("|")[1].strip(), line.split("|")[now]
+            told = [float(word) for word in re.findall(r"\d?\.\d+", told)]
+            if name.endswith("of five products"):
+                width = re.findall(r"\d+", name)[0] + feature
+                pair = {one: figures[one] for one in (f"dkdv_{width}", f"dq_{width}")}
+                found = joint_figures(pair)[f"bwd_{width} in two"]
+                wanted = [found["default"], found["tight"]]
+            else:
+                found = figures[ROWS[name] + feature]
+                wanted = [found["default"], found["tight"], *found["masked"].values()]
+            assert told == wanted, line
+            seen += 1
+    assert seen == 17

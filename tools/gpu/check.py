@@ -203,7 +203,6 @@ class Check:
         if not self.wishes.asks_model:
             self.model = predict.Model({}, "not asked")
             return
-        self.watchdog.stop()  # a process with a limit of its own
         self.model, self.gpu = predict.load_model(), measure.gpu()
         words = self.model.reason or "busy cycles from machine code; not measured"
         self.report.facts["kernel model"] = words

@@ -3,10 +3,12 @@
     PYTHONPATH=. python -m tools.kernel_model                      our kernels, compiled with nvcc
     PYTHONPATH=. python -m tools.kernel_model --json bwd_128       one of them, all figures
     PYTHONPATH=. python -m tools.kernel_model --peer _C.so         FlashAttention-3's kernels of another library
+    PYTHONPATH=. python -m tools.kernel_model --record             every kernel of ours, into record.json
 
 For the loop over full tiles, and in the backward pass over masked ones: the share of the cycles in which the
 products need the tensor cores, under the assumptions `default` / `tight`. Then the cycles that a work item of
-four tiles takes beyond four rounds of the loop, by kind of result (`default`). `--peer` takes a library (.so; needs
+four tiles takes beyond four rounds of the loop, by kind of result (`default`). Two kernels of one backward pass make
+seven products; `bwd_256 in two` is their share of the five that are needed. `--peer` takes a library (.so; needs
 cuobjdump) or a folder of cubins. Compare kernels under one model only.
 """
 
@@ -14,10 +16,12 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_cp.kernels import build, compilers
+from tools.kernel_model import record
 from tools.kernel_model.disassemble import (
     ToolError,
     cubins_of,
@@ -29,14 +33,27 @@ from tools.kernel_model.listing import read_listing
 from tools.kernel_model.peers import PEERS
 
 OURS = ("fwd_64", "fwd_128", "fwd_256", "bwd_64", "bwd_128", "dkdv_256", "dq_256")
-WITH_SOFTCAP = tuple(f"{name}_softcap" for name in OURS)
-WITH_DROPOUT = ("fwd_64_dropout", "fwd_128_dropout", "bwd_128_dropout")
+KINDS = {"forward": "fwd", "backward": "bwd", "backward_dkdv": "dkdv", "backward_dq": "dq"}
 
 
-def variant_name(name: str) -> str:
-    """Returns the variant that stands for one of OURS or one with a feature: that of bf16."""
-    kind, rest = name.split("_", 1)
-    return f"{kind if kind in ('fwd', 'bwd') else f'bwd_{kind}'}_bf16_{rest}"
+def known_variants() -> dict[str, build.Variant]:
+    """Returns the bf16 variant of every kernel with loops of products, by the name that it has here."""
+    return {
+        f"{KINDS[v.kernel_pass]}_{v.name.partition('_bf16_')[2]}": v
+        for v in build.variants().values()
+        if v.kernel_pass in KINDS and "_bf16_" in v.name
+    }
+
+
+def item_rows(variant: build.Variant) -> int:
+    """Returns the rows that a work item owns: queries, or keys in the kernels that make dk and dv."""
+    owns_keys = variant.kernel_pass in ("backward", "backward_dkdv")
+    return int(variant.value("MCP_BLOCK_N" if owns_keys else "MCP_BLOCK_M"))
+
+
+def of_five_products(dkdv: float, dq: float) -> float:
+    """Returns the share of two kernels that make four products and three, of which five are useful."""
+    return 5 / (4 / dkdv + 3 / dq)
 
 
 def shape_of(variant: build.Variant) -> Shape:
@@ -65,7 +82,7 @@ def listings(
     """
     if peer is None:
         for name in names:
-            variant = build.variants()[variant_name(name)]
+            variant = known_variants()[name]
             yield name, listing_of_variant(variant.name, folder), shape_of(variant)
         return
     cubins = cubins_of(peer, folder)
@@ -75,7 +92,7 @@ def listings(
             yield known.name, text, known.shape
 
 
-def as_json(both: dict[str, Figures]) -> dict[str, object]:
+def as_json(both: dict[str, Figures]) -> dict[str, Any]:
     """Returns the figures of one kernel as they are written to JSON."""
     default = both["default"]
     return {
@@ -88,6 +105,19 @@ def as_json(both: dict[str, Figures]) -> dict[str, object]:
         "busy": {kind: round(share, 3) for kind, share in default.steady.busy.items()},
         "waited": {why: round(cycles) for why, cycles in default.steady.waited.items()},
     }
+
+
+def joint_figures(found: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Returns the backward passes that are two kernels, as if they were one: `bwd_256` of dkdv_256 and dq_256."""
+    joint = {}
+    for name, dkdv in found.items():
+        dq = found.get(f"dq_{name.removeprefix('dkdv_')}")
+        if name.startswith("dkdv_") and dq is not None:
+            shares = {at: of_five_products(dkdv[at], dq[at]) for at in ("default", "tight")}
+            joint[f"bwd_{name.removeprefix('dkdv_')} in two"] = {
+                at: round(share, 3) for at, share in shares.items()
+            }
+    return joint
 
 
 def line(name: str, both: dict[str, Figures]) -> str:
@@ -111,16 +141,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "names",
         nargs="*",
         metavar="KERNEL",
-        help=f"of {', '.join(OURS)} (the default), or one of these with _softcap behind it, "
-        f"or {', '.join(WITH_DROPOUT)}",
+        help=f"of {', '.join(known_variants())}; default: {', '.join(OURS)}",
     )
     parser.add_argument("--peer", type=Path, metavar="FILE", help="a library or a folder of cubins")
     parser.add_argument("--json", action="store_true", help="print all figures")
+    parser.add_argument(
+        "--record", action="store_true", help=f"model every kernel, and write {record.PATH.name}"
+    )
     options = parser.parse_args(arguments)
-    allowed = OURS + WITH_SOFTCAP + WITH_DROPOUT
-    unknown = [name for name in options.names if name not in allowed]
+    if options.record:
+        options.names, options.peer = list(known_variants()), None
+    unknown = [name for name in options.names if name not in known_variants()]
     if unknown:
-        parser.error(f"unknown kernel {unknown[0]!r}; one of {', '.join(allowed)}")
+        parser.error(f"unknown kernel {unknown[0]!r}; one of {', '.join(known_variants())}")
     found = {}
     try:
         with tempfile.TemporaryDirectory(prefix="mcp-model-") as folder:
@@ -129,10 +162,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 found[name] = as_json(both)
                 if not options.json:
                     print(line(name, both), flush=True)
+            found |= joint_figures(found)
     except (ToolError, compilers.NoCompilerError, compilers.CompileError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    if options.json:
+    if options.record:
+        kept = {
+            name: (
+                known_variants()[name],
+                found[name] | {"rows": item_rows(known_variants()[name])},
+            )
+            for name in options.names
+        }
+        record.write(kept, compilers.find_compiler("nvcc").name)
+    if not options.json:
+        for name in joint_figures(found):
+            print(f"{name:22s} {found[name]['default']:.3f} / {found[name]['tight']:.3f}   as one")
+    else:
         print(json.dumps({"model, not measured": found}, indent=1))
     return 0
 

@@ -212,6 +212,10 @@ def _run_main(
     kernel: EmulatedKernel, call: BackwardCall, dq_sum: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Returns `(dk, dv)`; adds to `dq_sum` if it is given."""
+    apart = call.of_heads_apart(kernel.num_sms)
+    if apart is not None:
+        dk, dv = map(call.sum_of_heads, _run_main(kernel, apart, dq_sum, torch.float32))
+        return dk.to(dtype), dv.to(dtype)
     heads = call.heads_per_item(kernel.num_sms)
     dk, dv = call.room_for_gradients(dtype, heads)
     if heads == call.group:  # nothing is added to them

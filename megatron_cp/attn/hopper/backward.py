@@ -73,7 +73,12 @@ def _launch_main(
     device = call.q.device.index or 0
     with device_guard(device):
         kernel, stream = load_kernel(call.kernels.main.name, device), raw_stream(device)
-        heads = call.heads_per_item(kernel.num_blocks(kernel.num_sms, sm_share))
+        num_sms = kernel.num_blocks(kernel.num_sms, sm_share)
+        apart = call.of_heads_apart(num_sms)
+        if apart is not None:
+            dk, dv = map(call.sum_of_heads, _launch_main(apart, dq_sum, torch.float32, sm_share))
+            return dk.to(dtype), dv.to(dtype)
+        heads = call.heads_per_item(num_sms)
         dk, dv = call.room_for_gradients(dtype, heads)
         params = call.main_params(kernel, (dq_sum, dk, dv), heads)
         pair = counters(device, stream)

@@ -1,7 +1,8 @@
 """What the kernels of the backward pass are given: their parameters, and how work items share query heads.
 
 Key tiles own rows of dk and dv: no atomics there. Where the query heads of a group are worked on side by side instead
-of one after another (`heads_per_item`), they add to dk and dv too.
+of one after another (`heads_per_item`), they add to dk and dv too; with an order each has a dk and dv of its own first
+(`of_heads_apart`).
 """
 
 # Q query rows, K key rows, N query heads, G kv heads, H head dim, Hv value head dim
@@ -32,6 +33,9 @@ ADDING_TILE_COST = 2 * TILE_COST
 # are at different heads. 562 TFLOP/s against 613 with one query head per kv head, causal 32K, head dim 128; 283
 # against 423 with 256 (H100, 2026-11-22).
 DRIFT = 1.09
+# Of float gradients of every query head by itself: a limit of memory. 8 heads of 128 on 32K keys; there and beyond,
+# whole groups keep all CTAs busy.
+MOST_APART_BYTES = 1 << 28
 
 
 class BackwardCall(NamedTuple):
@@ -71,8 +75,29 @@ class BackwardCall(NamedTuple):
 
         In order always the group: which item adds to dk first is chance.
         """
-        if self.group == 1 or self.lists.in_order:
-            return self.group
+        return self.group if self.lists.in_order else self._faster(num_sms)
+
+    def of_heads_apart(self, num_sms: int) -> "BackwardCall | None":
+        """Returns the call with keys and values of every query head's own, None where whole groups end as soon.
+
+        Only where sums have an order. Its dk and dv are those of query heads: `sum_of_heads` adds them.
+        """
+        num_keys, num_heads = self.k.shape[0], self.q.shape[1]
+        sum_bytes = 4 * num_keys * num_heads * (self.k.shape[2] + self.v.shape[2])
+        if not self.lists.in_order or sum_bytes > MOST_APART_BYTES:
+            return None
+        if self._faster(num_sms) == self.group:
+            return None
+        k, v = (x.repeat_interleave(self.group, dim=1) for x in (self.k, self.v))
+        return self._replace(k=k, v=v)
+
+    def sum_of_heads(self, gradient: Tensor) -> Tensor:
+        """Returns the gradient of keys or values `[K, G, H]` from those of query heads `[K, N, H]`, in their order."""
+        return gradient.unflatten(1, (-1, self.group)).sum(dim=2)
+
+    def _faster(self, num_sms: int) -> int:
+        if self.group == 1:
+            return 1
         visits = (self.lists.num_tiles, self.lists.num_visits, self.lists.most_visits)
         return _faster(self.group, self.q.shape[1], *visits, self.row_bytes, num_sms)
 

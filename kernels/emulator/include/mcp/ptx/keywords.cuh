@@ -9,3 +9,4 @@
 #define MCP_PARAMS(Type, name) const Type& name
 #define MCP_UNROLL
 #define MCP_NO_UNROLL
+#define MCP_COMPILER_VERSION 1208

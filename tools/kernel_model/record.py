@@ -1,0 +1,43 @@
+"""The model's figures of every kernel, kept beside the sources that they are of.
+
+`python -m tools.kernel_model --record` writes them anew (three minutes, nvcc). The pages quote them, and
+`tools/gpu_check.py` predicts from them on machines without nvcc.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_cp.kernels import build
+
+PATH = Path(__file__).with_name("record.json")
+
+
+def write(kernels: Mapping[str, tuple[build.Variant, Mapping[str, Any]]], compiler: str) -> None:
+    """Writes the figures of kernels, by the variants that they are of."""
+    kept = {
+        name: {**figures, "source": build.source_key(variant)[:16]}
+        for name, (variant, figures) in kernels.items()
+    }
+    text = json.dumps({"model, not measured": kept, "compiler": compiler}, indent=1)
+    PATH.write_text(text + "\n", encoding="utf-8")
+
+
+def read(path: Path = PATH) -> dict[str, dict[str, Any]]:
+    """Returns the recorded figures by kernel (`fwd_128`)."""
+    found: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))[
+        "model, not measured"
+    ]
+    return found
+
+
+def stale(
+    figures: Mapping[str, Mapping[str, Any]], variants: Mapping[str, build.Variant]
+) -> set[str]:
+    """Returns the kernels whose figures are of other sources than today's, and those without any."""
+    return {
+        name
+        for name, variant in variants.items()
+        if figures.get(name, {}).get("source") != build.source_key(variant)[:16]
+    }
