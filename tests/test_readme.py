@@ -46,6 +46,7 @@ def test_links_of_pages_lead_to_files_and_headings():
 
 def sentences(text):
     """Returns the sentences of a page's prose: no code, tables, headings or pictures; what stands in ` ` is a word."""
+    text = re.sub(r"(?:^|(?<=\n))(?: {4}.*\n)+", "\n", text)
     text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"`[^`]*`", "X", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text))
     blocks = re.split(r"\n\s*\n|\n(?=[-*|#!] ?|\d+\. )", text)
@@ -61,6 +62,16 @@ def test_nine_of_ten_sentences_of_readme_have_at_most_thirty_words_and_none_has_
     counts = sorted(len(re.findall(r"\S*\w\S*", one)) for one in sentences(text))
     assert len(counts) > 60
     assert counts[int(0.9 * len(counts))] <= 30 and counts[-1] <= 35
+
+
+def test_nine_of_ten_sentences_of_every_page_of_docs_have_at_most_thirty_two_words():
+    slow = {}
+    for page in ROOT.glob("docs/*.md"):
+        found = sentences(page.read_text(encoding="utf-8"))
+        counts = sorted(len(re.findall(r"\S*\w\S*", one)) for one in found)
+        if counts and counts[int(0.9 * len(counts))] > 32:
+            slow[page.name] = counts[-1]
+    assert slow == {}
 
 
 def test_sentences_are_told_apart():
