@@ -108,9 +108,9 @@ def test_shares_of_a_step_leave_its_first_step_out_and_divide_what_a_trace_divid
             row |= {"iteration-time": 10.0, "data/wait_s": 9.0}
     shares = dict(measured_shares(run, None))
     assert shares["waiting for the loader"] == pytest.approx(0.05 / 0.5)
-    assert shares.pop("model: compute and communication (--profile divides them)") == pytest.approx(
-        0.9
-    )
+    assert shares.pop(
+        "compute and communication of the model (--profile divides them)"
+    ) == pytest.approx(0.9)
     traced = MeasuredStages({}, "11 to 12", shares={"attend": 0.3, "wait": 0.2})
     divided = dict(measured_shares(run, traced))
     assert divided["attention, computing"] == pytest.approx(0.3)

@@ -125,6 +125,7 @@ linear-gradient(to right,transparent,var(--card) 70%) 100% 0,
 radial-gradient(farthest-side at 0 50%,var(--shade),transparent),
 radial-gradient(farthest-side at 100% 50%,var(--shade),transparent) 100% 0;background-repeat:no-repeat;
 background-size:40px 100%,40px 100%,14px 100%,14px 100%;background-attachment:local,local,scroll,scroll}}
+@media screen and (max-width:480px){th,td,tbody th{padding:4px 2px;font-size:12px}tbody th{min-width:0}}
 @media print{@page{size:A4;margin:12mm}:root{color-scheme:light}body{background:#fff;font-size:11px}
 nav,.skip,.says,details{display:none}figure,.tile,.verdict,tr{break-inside:avoid}h2{break-after:avoid}
 .row>*{grid-column:1/-1}.plot,.scroll{overflow:visible}td .meter{display:none}

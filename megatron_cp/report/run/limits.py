@@ -87,7 +87,7 @@ def measured_shares(run: Run, traced: MeasuredStages | None) -> list[Share]:
 def _divided(model: float, steps: float, traced: MeasuredStages | None) -> list[Share]:
     """Returns the parts of the model's share; `steps`: the share of all steps, which a trace covers whole."""
     if traced is None or not traced.shares:
-        return [("model: compute and communication (--profile divides them)", model)]
+        return [("compute and communication of the model (--profile divides them)", model)]
     found = [
         ("attention, computing", traced.shares["attend"] * steps),
         ("attention, waiting for rows", traced.shares["wait"] * steps),
