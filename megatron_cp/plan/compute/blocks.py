@@ -141,29 +141,28 @@ class Blocks:
 
     def readers(self, rank_of_block: IntArray) -> IntArray:
         """Returns for how many blocks of each rank a net is needed, its owner left out: `[nets, P]`."""
-        net, block = self.pins.T
-        cell = net * self.num_ranks + rank_of_block[block]
+        first_of_net, own = self._cells
+        cell = first_of_net + rank_of_block.take(self.pins[:, 1])
         count = np.bincount(cell, minlength=len(self.owner) * self.num_ranks)
-        count = count.reshape(len(self.owner), self.num_ranks)
-        count[np.arange(len(self.owner)), self.owner] = 0
-        return count
+        count[own] = 0
+        return count.reshape(-1, self.num_ranks)
 
     def loads(self, rank_of_block: IntArray) -> Loads:
         """Returns what ranks have to do: `rank_of_block` `[blocks]`."""
-        count = self.readers(rank_of_block)
-        enters, inside = self.by_node(count) > 0, (count > 0) & self.passes_inside
-        links = np.zeros((4, self.num_ranks))
-        near, far = (self.bytes[:, None] * s for s in self.problem.seconds_per_byte)
-        links[0] = (near * inside).sum(axis=0)
-        links[1] = self._summed(self.source, near * inside)
-        links[2] = self._summed(self.relay, far * enters)
-        links[3] = self._summed(self.owner[:, None], far * enters)
-        work = np.bincount(rank_of_block, self.compute, self.num_ranks)
+        count, num_ranks = self.readers(rank_of_block), self.num_ranks
+        inside = self.near * (count > 0)
+        enters = self.far * (self.by_node(count) > 0)
+        seconds = np.concatenate([inside.ravel(), enters.ravel(), enters.ravel()])
+        sent = np.bincount(self._senders, seconds, 3 * num_ranks).reshape(3, num_ranks)
+        links = np.concatenate([inside.sum(axis=0)[None], sent])
+        work = np.bincount(rank_of_block, self.compute, num_ranks)
         return Loads(work / self.problem.speeds, links, self.problem.contention)
 
     def by_node(self, of_rank: IntArray) -> IntArray:
         """Returns sums over the ranks of each node other than the owner's: `[nets, nodes]` of `[nets, P]`."""
         first = np.arange(0, self.num_ranks, self.problem.node_size)
+        if len(first) == 1:
+            return np.zeros((len(of_rank), 1), dtype=of_rank.dtype)
         return np.where(self.is_home, 0, np.add.reduceat(of_rank, first, axis=1))
 
     @cached_property
@@ -194,9 +193,28 @@ class Blocks:
         """Whether a net reaches a rank by a link inside the node, at the end: `[nets, P]`."""
         return self.source != np.arange(self.num_ranks)
 
-    def _summed(self, rank: IntArray, seconds: FloatArray) -> FloatArray:
-        ranks = np.broadcast_to(rank, seconds.shape).reshape(-1)
-        return np.bincount(ranks, seconds.reshape(-1), self.num_ranks).astype(np.float64)
+    @cached_property
+    def near(self) -> FloatArray:
+        """Seconds in which a net reaches each rank by a link inside the node: `[nets, P]`."""
+        return (self.bytes[:, None] * self.problem.seconds_per_byte[0]) * self.passes_inside
+
+    @cached_property
+    def far(self) -> FloatArray:
+        """Seconds in which a net enters each node: `[nets, nodes]`."""
+        return (self.bytes[:, None] * self.problem.seconds_per_byte[1]) * ~self.is_home
+
+    @cached_property
+    def _cells(self) -> tuple[IntArray, IntArray]:
+        """Of a table `[nets, P]`: where each pin's net begins, and where the owner of each net is."""
+        owners = np.arange(len(self.owner)) * self.num_ranks + self.owner
+        return self.pins[:, 0] * self.num_ranks, owners
+
+    @cached_property
+    def _senders(self) -> IntArray:
+        """Who sends for each cell of `near`, receives for each of `far`, and sends for those; each P further."""
+        owner = np.broadcast_to(self.owner[:, None], self.relay.shape)
+        ranks = (self.source, self.relay + self.num_ranks, owner + 2 * self.num_ranks)
+        return np.concatenate([one.ravel() for one in ranks])
 
 
 def _chunks(placed: PlacedMask, per_rank: int) -> tuple[IntArray, IntArray]:

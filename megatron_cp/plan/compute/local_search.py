@@ -60,8 +60,6 @@ class _Search:
         self.all = np.arange(blocks.num_blocks)
         pins = blocks.pins
         self.opens = np.flatnonzero(np.diff(pins[:, 1], prepend=-1))
-        near, far = (blocks.bytes[:, None] * s for s in blocks.problem.seconds_per_byte)
-        self.near, self.far = near * blocks.passes_inside, far * ~blocks.is_home
 
     def best(self) -> IntArray:
         """Returns the rank of each block."""
@@ -115,8 +113,8 @@ class _Search:
         compute, came, went, entered, left = _prices(blocks.loads(now), self.scale)
         readers = blocks.readers(now)
         in_node = blocks.by_node(readers)
-        inside = self.near * (came + went[blocks.source])
-        between = self.far * (entered[blocks.relay] + left[blocks.owner][:, None])
+        inside = blocks.near * (came + went[blocks.source])
+        between = blocks.far * (entered[blocks.relay] + left[blocks.owner][:, None])
         # A rank's first block that needs a net brings it there, its last one frees it; and so it is with nodes.
         brings = np.where(readers == 0, inside, 0.0)
         brings += np.where(in_node == 0, between, 0.0)[:, blocks.node]
