@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from megatron_cp.config import CPConfig
+from megatron_cp.config import MAX_RANKS, CPConfig
 from megatron_cp.plan import PLANNERS
 from megatron_cp.plan.hardware.speeds import check_rank_speeds, read_rank_speeds
 from megatron_cp.plan.hardware.topology import TOPOLOGIES, read_topology
@@ -24,7 +24,6 @@ from megatron_cp.report.sources import (
     source_of_workload,
 )
 
-MAX_RANKS = 1 << 16
 NO_NUMBER = -1
 SPLIT = "969,30,1"  # Megatron-LM's default
 SEED = 1234  # Megatron-LM's default, and that of the loader

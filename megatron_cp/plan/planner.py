@@ -14,7 +14,7 @@ from numbers import Integral
 
 import numpy as np
 
-from megatron_cp.config import CPConfig
+from megatron_cp.config import MAX_RANKS, CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.checks import check_mask
 from megatron_cp.mask.interval import IntArray
@@ -47,7 +47,6 @@ from megatron_cp.plan.transfer.pass_builder import PlacedMask
 from megatron_cp.plan.transfer.passes import needed_keys_pass
 from megatron_cp.plan.validation import validate
 
-MAX_RANKS = 1 << 12  # a table of ranks by ranks has 134 MB then, and a search makes several
 MAX_PLANNED_TOKENS = 1 << 27  # their places alone are 1 GB
 MAX_RECENT = 4  # families of plans kept, for masks that come again; a plan of 1M tokens holds 8 MB
 _recent: OrderedDict[object, dict[str, AttentionPlan]] = OrderedDict()

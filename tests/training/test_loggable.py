@@ -148,7 +148,19 @@ def test_words_that_no_served_flag_takes_are_removed(words: list[str]):
 
 
 def test_every_value_of_a_served_flag_is_kept():
-    words = ["train.py", "--data-path", "1", "a", "2", "b", "--window-size", "-1,0", "--seed", "-1", "--lr=-.5"]
+    words = [
+        "train.py",
+        "--data-path",
+        "1",
+        "a",
+        "2",
+        "b",
+        "--window-size",
+        "-1,0",
+        "--seed",
+        "-1",
+        "--lr=-.5",
+    ]
     assert loggable_command(words) == words
 
 
