@@ -22,12 +22,15 @@ def rows_of(folder) -> list[dict]:
 
 
 def test_rows_are_appended_and_what_is_not_finite_is_null(tmp_path):
-    files = RunFiles(tmp_path, {"iteration": 0, "arguments": {"api_key": "x", "lr": 1.0}})
+    command = ["pretrain_gpt.py", "--lr=1.0", "--window-size", "8,0", "--password=hunter2"]
+    told = {"iteration": 0, "arguments": {"api_key": "x", "lr": 1.0}, "command": command}
+    files = RunFiles(tmp_path, told)
     files.log({"iteration": 1, "lm loss": float("nan"), "grad-norm": 2.0})
     row = rows_of(tmp_path)[0]
     assert (row["iteration"], row["lm loss"], row["grad-norm"]) == (1, None, 2.0)
     run = json.loads((tmp_path / "run.json").read_text())
     assert run["arguments"] == {"lr": 1.0}
+    assert run["command"] == [*command[:-1], "--password=<removed>"]
     assert run["finished"] is None
     files.finish({"iteration": 1})
     assert json.loads((tmp_path / "run.json").read_text())["finished"]["iteration"] == 1

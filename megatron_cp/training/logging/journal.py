@@ -32,7 +32,6 @@ from megatron_cp.training.logging.lines import (
     print_rank_last,
     training_line,
 )
-from megatron_cp.training.logging.loggable import loggable_command
 from megatron_cp.training.logging.metrics import (
     memory_line,
     memory_metrics,
@@ -369,7 +368,7 @@ def _description(state: RunState, described: dict[str, Any]) -> dict[str, Any]:
         "name": config.records.wandb_exp_name or Path(config.records.run_dir or "").name,
         "created": time.time(),
         "iteration": state.iteration,
-        "command": loggable_command(sys.argv),
+        "command": list(sys.argv),
         "arguments": dict(config.arguments),
         "layout": {
             "world_size": config.parallel.world_size,

@@ -23,7 +23,7 @@ from megatron_cp.plan.hardware.makespan import stage_areas
 from megatron_cp.plan.stats import sent_bytes
 from megatron_cp.training.checkpoint.files import free_name, write_atomically
 from megatron_cp.training.logging.lines import print_rank_last
-from megatron_cp.training.logging.loggable import loggable, loggable_arguments
+from megatron_cp.training.logging.loggable import loggable, loggable_arguments, loggable_command
 
 SCHEMA = 1
 TEXTS = "text_samples.jsonl"
@@ -42,7 +42,10 @@ class RunFiles:
             _move_aside(folder)
         self.folder = folder
         arguments = loggable_arguments(description["arguments"])
-        told = loggable({**description, "arguments": arguments})
+        told = loggable({**description, "arguments": arguments, "command": None})
+        told["command"] = loggable_command(
+            description.get("command", ())
+        )  # in words: `--flag=value` is one
         self._run = {"schema": SCHEMA, **told, "finished": None}
         self._samples: list[dict[str, Any]] = (
             _read_samples(folder / "plan.json") if description["iteration"] else []
