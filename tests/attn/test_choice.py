@@ -1,5 +1,6 @@
 """Which backend a GPU call gets, what its self-test lets through, and what is said about it."""
 
+import errno
 import logging
 import os
 import re
@@ -18,7 +19,8 @@ from megatron_cp.attn import (
 from megatron_cp.attn.emulated import backend as emulated
 from megatron_cp.attn.flash import checks as flash_checks
 from megatron_cp.attn.hopper import checks as hopper_checks
-from megatron_cp.attn.hopper import self_test
+from megatron_cp.attn.hopper import self_test, verdicts
+from megatron_cp.kernels import cache
 from megatron_cp.kernels.compilers import NoCompilerError
 from megatron_cp.kernels.driver import CudaError
 
@@ -149,34 +151,69 @@ def _raise(error):
     raise error
 
 
+class _AssertError(torch.AcceleratorError):
+    """A device-side assertion, as torch tells it."""
+
+    error_code = 710
+
+
+@pytest.mark.parametrize("fault", [_FaultError(), _AssertError("CUDA error: device-side assert")])
 def test_kernels_whose_test_ends_in_a_fault_are_not_tried_by_the_next_process(
-    untested, monkeypatch
+    untested, monkeypatch, fault
 ):
-    monkeypatch.setattr(self_test, "judge", lambda *_: _raise(_FaultError()))
-    with pytest.raises(RuntimeError, match=r"illegal instruction .* start again: it goes on with"):
+    monkeypatch.setattr(self_test, "judge", lambda *_: _raise(fault))
+    with pytest.raises(RuntimeError, match=r"fault of the GPU: .* start again: it goes on with"):
         self_test.find_verdict(KIND, GPU)
-    verdict = self_test.find_verdict(KIND, GPU)
-    assert not verdict.passed
-    assert "illegal instruction" in str(verdict)
-
-
-def test_kernels_that_ended_the_process_of_their_test_are_not_tried_again(untested, monkeypatch):
-    def die(*_):
-        os._exit(1)
-
-    monkeypatch.setattr(self_test, "judge", die)
-    child = os.fork()
-    if child == 0:
-        self_test.find_verdict(KIND, GPU)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
     monkeypatch.setattr(self_test, "judge", lambda *_: PASSED)
     verdict = self_test.find_verdict(KIND, GPU)
     assert not verdict.passed
-    assert "did not end it (delete " in str(verdict)
+    assert "(delete /" in str(verdict)
+
+
+def test_what_the_caller_broke_before_is_no_verdict(untested, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: _raise(_AssertError("assert")))
+    with pytest.raises(_AssertError):
+        self_test.find_verdict(KIND, GPU)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    assert self_test.find_verdict(KIND, GPU) == PASSED
+
+
+def _die(*_):
+    os._exit(1)
+
+
+def test_kernels_that_ended_two_processes_of_their_test_are_not_tried_again(untested, monkeypatch):
+    for _ in range(2):
+        monkeypatch.setattr(self_test, "judge", _die)
+        child = os.fork()
+        if child == 0:
+            self_test.find_verdict(KIND, GPU)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    monkeypatch.setattr(self_test, "judge", lambda *_: PASSED)
+    verdict = self_test.find_verdict(KIND, GPU)
+    assert not verdict.passed
+    assert "2 processes that tested them did not end it (delete " in str(verdict)
+
+
+def test_one_process_that_was_killed_by_chance_condemns_nothing(untested, monkeypatch):
+    monkeypatch.setattr(self_test, "judge", _die)
+    child = os.fork()
+    if child == 0:
+        self_test.find_verdict(KIND, GPU)
+    os.waitpid(child, 0)
+    monkeypatch.setattr(self_test, "judge", lambda *_: PASSED)
+    assert self_test.find_verdict(KIND, GPU) == PASSED
 
 
 @pytest.mark.parametrize(
-    "error", [KeyboardInterrupt(), torch.OutOfMemoryError("no memory"), CudaError("no image", 200)]
+    "error",
+    [
+        KeyboardInterrupt(),
+        torch.OutOfMemoryError("no memory"),
+        torch.AcceleratorError("CUDA error: out of memory"),
+        CudaError("no image", 200),
+    ],
 )
 def test_a_test_that_was_stopped_by_something_else_is_done_again(untested, monkeypatch, error):
     judge = self_test.judge
@@ -185,6 +222,20 @@ def test_a_test_that_was_stopped_by_something_else_is_done_again(untested, monke
         self_test.find_verdict(KIND, GPU)
     monkeypatch.setattr(self_test, "judge", judge)
     assert self_test.find_verdict(KIND, GPU) == PASSED
+
+
+@pytest.mark.parametrize("broken", ["begun", "json"])
+def test_a_full_disk_costs_a_warning_and_one_test(untested, monkeypatch, broken):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if broken == "json":
+        monkeypatch.setattr(cache, "write_whole", full)
+    else:
+        monkeypatch.setattr(verdicts.Path, "open", full)
+    with pytest.warns(UserWarning, match="No space left"):
+        assert self_test.find_verdict(KIND, GPU) == PASSED
+    assert len(untested) == 1
 
 
 def test_a_cache_that_cannot_be_used_costs_a_warning_and_a_test_in_every_process(
