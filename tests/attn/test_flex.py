@@ -1,5 +1,6 @@
 """The flex backend as far as a CPU allows: forward passes, uncompiled, and the algebra of its backward."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,7 +8,9 @@ from hypothesis import strategies as st
 
 from megatron_cp import mask as masks
 from megatron_cp.attn import attend, attend_backward, attend_forward, resolve_options
+from megatron_cp.attn.flex import tables
 from megatron_cp.attn.flex.backend import local_gradients
+from megatron_cp.mask import blocks
 from tests.attn.formula import assert_attention, random_case
 from tests.strategies import attention_masks
 
@@ -75,3 +78,21 @@ def test_flex_on_a_cpu_refuses_a_backward_pass_and_large_calls():
     large = torch.zeros(2048, 2, 4)
     with pytest.raises(NotImplementedError, match=r"scores, at most .* use 'cpu' or 'reference'"):
         attend(large, large, large, masks.causal(2048), backend="flex")
+
+
+def test_tables_that_are_too_large_for_all_keys_are_made_for_parts_of_them(monkeypatch):
+    mask = masks.block_causal(1024, 64)
+    monkeypatch.setattr(blocks, "MAX_ROWS", 4000)  # 16 slices have 8,704 rows in all
+    parts = tables._cut(mask, 0)
+    assert len(parts) > 1
+    pairs = np.zeros((1024, 1024), dtype=bool)
+    for part in parts:
+        starts, ends = np.split(part.intervals[:, :1024], 2)
+        for start, end in zip(starts, ends, strict=True):
+            for row in range(1024):
+                assert not pairs[row, part.k_start + start[row] : part.k_start + end[row]].any()
+                pairs[row, part.k_start + start[row] : part.k_start + end[row]] = True
+    np.testing.assert_array_equal(pairs, mask.to_dense())
+    monkeypatch.setattr(blocks, "MAX_ROWS", 1000)
+    with pytest.raises(NotImplementedError, match="1024 queries .* at most 1000"):
+        tables._cut(mask, 0)

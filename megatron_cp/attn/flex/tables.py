@@ -86,14 +86,30 @@ def _prepare(mask: AttentionMask) -> device_arrays.Prepared:
 
 
 def _cut(mask: AttentionMask, k_start: int) -> list[_HostPart]:
-    """Returns parts none of which needs more intervals per row than there are; none without a pair."""
+    """Returns parts none of which needs more intervals per row than there are; none without a pair.
+
+    Raises NotImplementedError where tables of some block of keys alone are too large.
+    """
     if not mask.num_slices:
         return []
+    try:
+        part = _host_part(mask, k_start)
+    except NotImplementedError:  # tables of half of the keys may fit
+        if mask.num_keys <= BLOCK_SIZE:
+            raise
+        part = None
+    if part is not None:
+        return [part]
+    half = mask.num_keys // 2
+    low, high = mask.crop(k=(0, half)), mask.crop(k=(half, mask.num_keys))
+    return [*_cut(low, k_start), *_cut(high, k_start + half)]
+
+
+def _host_part(mask: AttentionMask, k_start: int) -> _HostPart | None:
+    """Returns a mask as one part, None if it needs more intervals per row than there are."""
     intervals = row_intervals(mask)
     if len(intervals) > NUM_INTERVALS[-1]:
-        half = mask.num_keys // 2
-        low, high = mask.crop(k=(0, half)), mask.crop(k=(half, mask.num_keys))
-        return [*_cut(low, k_start), *_cut(high, k_start + half)]
+        return None
     whole = AttentionMask(padded(mask.num_queries), padded(mask.num_keys), mask.array)
     blocks = [
         array
@@ -104,10 +120,8 @@ def _cut(mask: AttentionMask, k_start: int) -> list[_HostPart]:
         _covered(mask.array[:, columns], size)
         for columns, size in ((slice(0, 2), whole.num_queries), (slice(2, 4), whole.num_keys))
     ]
-    k_end = k_start + mask.num_keys
-    return [
-        _HostPart(k_start, k_end, blocks, _padded_intervals(intervals, whole.num_queries), used)
-    ]
+    padded_intervals = _padded_intervals(intervals, whole.num_queries)
+    return _HostPart(k_start, k_start + mask.num_keys, blocks, padded_intervals, used)
 
 
 def _padded_intervals(intervals: IntArray, num_rows: int) -> Int32Array:
