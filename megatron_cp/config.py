@@ -242,7 +242,7 @@ class CPConfig:
 
 
 MAX_STAGES = 1 << 12
-MAX_RANKS = 1 << 12  # a table of ranks by ranks has 134 MB then, and a search makes several
+MAX_RANKS = 1 << 13  # a table of ranks by ranks has 512 MB then, and a search makes several
 _MOST = 1 << 31
 _LEAST_SPEED, _MOST_SPEED = 0.01, 100.0
 

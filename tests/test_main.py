@@ -120,7 +120,7 @@ NEVER_MEANT = {  # flags, what the line must say
     "more digits than int reads": (["--lengths", "9" * 5000], ["--lengths", "to 2147483648"]),
     "a long pack": (["--mask", "causal", "--seq-length", "9" * 23], ["--seq-length", "at most 2147483648"]),
     "a wide window": (["--lengths", "8", "--window-size", f"{10**20},0"], ["--window-size"]),
-    "many ranks": (["--lengths", "8", "--context-parallel-size", "4097"], ["at most 4096"]),
+    "many ranks": (["--lengths", "8", "--context-parallel-size", "8193"], ["at most 8192"]),
     "a wide head": (["--lengths", "8", "--kv-channels", "9" * 30], ["--kv-channels", "at most"]),
     "split of lengths": (["--lengths", "8", "--split", "0,0,0"], ["--split 0,0,0 is for --data-path"]),
     "a seed below zero": (["--lengths", "8", "--seed=-1"], ["--seed", "at least 0"]),

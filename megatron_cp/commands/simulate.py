@@ -24,6 +24,7 @@ from megatron_cp.commands.arguments import (
     refuse_unused,
     source_of,
 )
+from megatron_cp.config import MAX_RANKS
 from megatron_cp.report.figures.view import MAX_RANKS_PICTURED
 from megatron_cp.report.simulation.replicas import (
     replicas_text,
@@ -110,6 +111,12 @@ def _run_replicas(args: argparse.Namespace, words: Sequence[str]) -> int:
                 f"--{name} {getattr(args, name)} draws the plans of one pack; leave out --data-parallel-size"
             )
     dp_size = args.data_parallel_size
+    for cp_size in args.context_parallel_size:
+        if dp_size * cp_size > MAX_RANKS:
+            raise ValueError(
+                f"--data-parallel-size {dp_size} times --context-parallel-size {cp_size} must be at most {MAX_RANKS} "
+                "ranks, over which --hybrid-context-parallel makes one plan; give less of either"
+            )
     num_packs = args.global_batch_size or dp_size
     if num_packs % dp_size:
         raise ValueError(

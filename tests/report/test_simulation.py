@@ -179,7 +179,11 @@ BAD = {
     "speeds of text": (["--cp-rank-speeds", "1,fast"], ["--cp-rank-speeds '1,fast'", "1,1,0.5,1"]),
     "no file": (["--lengths", "/none"], ["/none"]),
     "ranks": (["--context-parallel-size", "8,x"], ["'x' must be a whole number"]),
-    "too many ranks": (["--context-parallel-size", "99999999"], ["at most 4096"]),
+    "too many ranks": (["--context-parallel-size", "99999999"], ["at most 8192"]),
+    "too many ranks of replicas": (
+        ["--data-parallel-size", "4096", "--context-parallel-size", "4"],
+        ["--data-parallel-size 4096 times --context-parallel-size 4", "at most 8192 ranks"],
+    ),
     "tokens": (["--seq-length", "K"], ["must be a whole number"]),
     "ranks over tokens": (["--seq-length", "7"], ["cp_size=8 is more than the 7 tokens"]),
     "a pack that nobody plans": (

@@ -10,7 +10,7 @@ import contextlib
 from argparse import Namespace
 from collections.abc import Iterator
 
-from megatron_cp.config import Topology
+from megatron_cp.config import MAX_RANKS, Topology
 from megatron_cp.plan.hardware.topology import read_topology
 
 _FLAG = "--hybrid-context-parallel"
@@ -36,6 +36,12 @@ def check_hybrid(args: Namespace) -> Iterator[str]:
             f"{_FLAG} with --use-tp-pp-dp-mapping and --pipeline-model-parallel-size "
             f"{args.pipeline_model_parallel_size} is not served: the planner takes the ranks of neighbouring replicas "
             "for neighbours in a node; drop --use-tp-pp-dp-mapping"
+        )
+    num_ranks = args.data_parallel_size * args.context_parallel_size
+    if num_ranks > MAX_RANKS:
+        yield (
+            f"{_FLAG} makes one plan for {num_ranks} ranks, and at most {MAX_RANKS} are allowed; drop {_FLAG}, which "
+            "changes results by rounding alone"
         )
     if _knows_speeds(args):
         yield (
