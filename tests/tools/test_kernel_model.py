@@ -238,6 +238,11 @@ def test_shapes_follow_from_the_variants():
         assert shape.is_backward == (not name.startswith("fwd"))
     assert Shape(False, 128, 128, 128).flops == 4 * 128**3
     assert Shape(True, 64, 128, 128).flops == 10 * 64 * 128 * 128
+    # 192 with values of 128: S of 192 columns and P V of 128; dP and dV of 128, the others of 192.
+    narrow = [shape_of(known_variants()[f"{kind}_192_128"]) for kind in ("fwd", "dkdv", "dq")]
+    widths = [one.flops // (2 * one.block_m * one.block_n) for one in narrow]
+    assert widths == [192 + 128, 2 * 192 + 2 * 128, 2 * 192 + 128]
+    assert narrow[0].tma_bytes == 128 * 2 * (192 + 128)
     assert shape_of(known_variants()["dq_256"]).flops == 6 * 128 * 64 * 256
     assert shape_of(known_variants()["dkdv_256"]).flops == 8 * 64 * 64 * 256
 
@@ -281,6 +286,10 @@ def test_kernels_that_do_not_exist_are_refused_with_those_that_do(capsys):
 def test_the_record_is_of_todays_kernels():
     """Else: python -m tools.kernel_model --record, and the tables of docs/kernels.md."""
     assert record.stale(record.read(), known_variants()) == set()
+    for (
+        figures
+    ) in record.read().values():  # nothing keeps tensor cores busy for longer than it takes
+        assert 0 < max(figures["default"], figures["tight"], *figures["masked"].values()) <= 1.0
 
 
 ROWS = {

@@ -61,16 +61,16 @@ def shape_of(variant: build.Variant) -> Shape:
     block_m, block_n, head_dim = (
         int(variant.value(f"MCP_{key}")) for key in ("BLOCK_M", "BLOCK_N", "HEAD_DIM")
     )
-    sizes = (block_m, block_n, head_dim)
+    sizes, value_dim = (block_m, block_n, head_dim), int(variant.value("MCP_VALUE_DIM"))
     if variant.kernel_pass == "backward":
-        return Shape(True, *sizes)
+        return Shape(True, *sizes, value_dim=value_dim)
     if variant.kernel_pass == "backward_dkdv":
         wide = Path(variant.source).stem.endswith("wide")
-        return Shape(True, *sizes, separate_code=wide, products=4)
+        return Shape(True, *sizes, separate_code=wide, products=4, value_dim=value_dim)
     if variant.kernel_pass == "backward_dq":
-        return Shape(True, *sizes, products=3, steps_through_keys=True)
+        return Shape(True, *sizes, products=3, steps_through_keys=True, value_dim=value_dim)
     consumers = int(variant.value("MCP_CONSUMERS"))
-    return Shape(False, *sizes, consumers, turns=True)
+    return Shape(False, *sizes, consumers, turns=True, value_dim=value_dim)
 
 
 def listings(
@@ -112,7 +112,8 @@ def joint_figures(found: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str,
     joint = {}
     for name, dkdv in found.items():
         dq = found.get(f"dq_{name.removeprefix('dkdv_')}")
-        if name.startswith("dkdv_") and dq is not None:
+        is_even = "_192_128" not in name  # else products differ in width
+        if name.startswith("dkdv_") and dq is not None and is_even:
             shares = {at: of_five_products(dkdv[at], dq[at]) for at in ("default", "tight")}
             joint[f"bwd_{name.removeprefix('dkdv_')} in two"] = {
                 at: round(share, 3) for at, share in shares.items()

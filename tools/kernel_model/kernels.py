@@ -29,19 +29,26 @@ class Shape:
     separate_code: bool = False  # each consumer has a loop of its own
     products: int = 0  # where it is neither 2 forward nor 5 backward
     steps_through_keys: bool = False  # a backward kernel that does, as the forward one
+    value_dim: int | None = None  # of values, where it is not head_dim
 
     @property
     def flops(self) -> int:
-        """Returns the operations of all products of a step."""
+        """Returns the operations of all products of a step: with values are P V; dP and dV."""
         products = self.products or (5 if self.is_backward else 2)
-        return 2 * products * self.block_m * self.block_n * self.head_dim
+        with_values = {2: 1, 5: 2, 4: 2, 3: 1}[products]
+        width = (products - with_values) * self.head_dim + with_values * self._values
+        return 2 * self.block_m * self.block_n * width
 
     @property
     def tma_bytes(self) -> int:
         """Returns what is moved through shared memory for a step: 16-bit tiles, and dq in fp32."""
-        if not self.is_backward or self.steps_through_keys:
-            return self.block_n * self.head_dim * (2 + 2)
-        return self.block_m * self.head_dim * (2 + 2 + (0 if self.products else 4))
+        rows = self.block_n if not self.is_backward or self.steps_through_keys else self.block_m
+        adds_dq = self.is_backward and not self.products
+        return rows * (2 * (self.head_dim + self._values) + (4 * self.head_dim if adds_dq else 0))
+
+    @property
+    def _values(self) -> int:
+        return self.head_dim if self.value_dim is None else self.value_dim
 
 
 @dataclass(frozen=True)
