@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(name: str, words: list[str]) -> int:
     try:
-        args, stray = build_parser(words[0] if words else "").parse_known_args(words)
+        args, stray = build_parser(_command_of(words)).parse_known_args(words)
         if args.command is None:
             refuse(name, [f"a command is missing; give one of {', '.join(COMMANDS)}, or --help"])
         if stray:
@@ -73,9 +73,16 @@ def _run(name: str, words: list[str]) -> int:
         refuse(name, [f"out of memory ({problem}); plan fewer tokens, documents or ranks"])
 
 
+def _command_of(words: Sequence[str]) -> str:
+    """Returns the first word that is a command's name, as argparse takes it; flags may stand before. Else ""."""
+    return next((word for word in words if word in COMMANDS), "")
+
+
 def _nearest(stray: Sequence[str], flags: Sequence[str]) -> str:
     """Returns the flag that was meant, or where all flags stand."""
     unknown = [word.split("=", 1)[0] for word in stray if word.startswith("-")]
+    if unknown and unknown[0] in flags:
+        return f"{unknown[0]} stands behind the command"
     near = difflib.get_close_matches(unknown[0], flags, n=1, cutoff=0.7) if unknown else []
     return f"nearest: {near[0]}" if near else "see --help"
 

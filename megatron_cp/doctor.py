@@ -225,7 +225,8 @@ def _kernels(has_hopper: bool) -> list[Finding]:
     if not said[0].is_fine:  # no driver
         return findings
     works, chosen = run_probe(BACKEND_PROBE)
-    findings.append(Finding("attention", "ok" if works else "note", chosen))
+    if chosen:  # some GPU is shown
+        findings.append(Finding("attention", "ok" if works else "note", chosen))
     if has_hopper:
         works, last = run_probe(KERNEL_PROBE)
         words = "one was loaded onto the GPU" if works else f"do not load: {last}"

@@ -83,6 +83,9 @@ def test_an_error_is_found_before_torch_is_imported(words):
             "unrecognized arguments: --lenghts=4; nearest: --le",
         ),
         (["report", "runs/a", "runs/b"], "unrecognized arguments: runs/b; see --help"),
+        (["--foo", "plan", "--lengths", "3"], "unrecognized arguments: --foo; see --help"),
+        (["--lenghts=4", "plan"], "unrecognized arguments: --lenghts=4; nearest: --lengths"),
+        (["--lengths=4", "plan"], "--lengths=4; --lengths stands behind the command"),
     ],
 )
 def test_what_is_not_known_is_named_beside_what_is_near(capsys, words, said):

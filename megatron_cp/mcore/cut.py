@@ -11,6 +11,7 @@ does not arrive there is an error.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,7 +36,8 @@ PARAMS = "_megatron_cp_params"
 
 @dataclass
 class _CutBatch:
-    params: ContextParallelParams
+    params: weakref.ref[ContextParallelParams]
+    tokens_of_sample: int
     is_claimed: bool = False
     """Attention was given these parameters."""
 
@@ -61,13 +63,13 @@ def cut_batch(batch: dict[str, Any], lengths: Lengths, group: Any) -> ContextPar
         if isinstance(value, torch.Tensor) and value.shape[:2] == whole.shape[:2]:
             batch[key] = value.flatten(0, 1)[rows].unflatten(0, (num_samples, -1))
             setattr(batch[key], PARAMS, params)
-    _last[:] = [_CutBatch(params)]
+    _last[:] = [_CutBatch(weakref.ref(params), whole.shape[1])]
     return params
 
 
 def claim(params: ContextParallelParams) -> None:
     """Notes that attention was given these parameters."""
-    if _last and _last[0].params is params:
+    if _last and _last[0].params() is params:
         _last[0].is_claimed = True
 
 
@@ -80,8 +82,7 @@ def check_none_is_lost(num_rows: int, cp_size: int) -> None:
     """
     if not _last:
         return
-    params = _last[0].params
-    has_its_rows = num_rows * cp_size * params.num_samples == params.max_seqlen_q
+    has_its_rows = num_rows * cp_size == _last[0].tokens_of_sample
     if _last[0].is_claimed and not has_its_rows:
         return
     raise RuntimeError(

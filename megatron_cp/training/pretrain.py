@@ -238,10 +238,12 @@ def _announce(config: TrainConfig) -> None:
 
 def _all_arguments(config: TrainConfig) -> str:
     """Returns where all arguments stand: in the run's records, or else with the flags."""
-    if not keeps_records(config):
+    if config.records.run_dir is None:
         return "pretrain_gpt.py --help names them; --run-dir keeps all in run.json"
-    assert config.records.run_dir is not None
-    return str(Path(config.records.run_dir) / "run.json")
+    records = Path(config.records.run_dir) / "run.json"
+    if not keeps_records(config):
+        return f"pretrain_gpt.py --help names them; {records} stays that of the training"
+    return str(records)
 
 
 def _build_loaders(config: TrainConfig, data: RunData, request: PlanRequest) -> Loaders:

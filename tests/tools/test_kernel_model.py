@@ -286,10 +286,8 @@ def test_kernels_that_do_not_exist_are_refused_with_those_that_do(capsys):
 def test_the_record_is_of_todays_kernels():
     """Else: python -m tools.kernel_model --record, and the tables of docs/kernels.md."""
     assert record.stale(record.read(), known_variants()) == set()
-    for (
-        figures
-    ) in record.read().values():  # nothing keeps tensor cores busy for longer than it takes
-        assert 0 < max(figures["default"], figures["tight"], *figures["masked"].values()) <= 1.0
+    for one in record.read().values():  # nothing keeps tensor cores busy for longer than it takes
+        assert 0 < max(one["default"], one["tight"], *one["masked"].values()) <= 1.0
 
 
 ROWS = {

@@ -6,6 +6,7 @@ from datetime import datetime
 
 import pytest
 
+from megatron_cp.training.arguments import parse_arguments
 from megatron_cp.training.logging.lines import (
     ProgressBar,
     StepReport,
@@ -14,6 +15,7 @@ from megatron_cp.training.logging.lines import (
     print_rank_last,
     training_line,
 )
+from tests.training.commands import SMALL_RUN
 
 # Captured from Megatron-LM core_v0.19.2.
 MEGATRONS_LINE = (
@@ -98,3 +100,30 @@ def test_the_bar_of_a_terminal_says_tokens_per_second(capsys, monkeypatch):
     printed = capsys.readouterr()
     assert "23,457 tokens/s" in printed.err.split("\r")[-1]
     assert printed.out == "\r\x1b[Ka line\nanother\n", "the first takes the place of the bar"
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_there", "said"),
+    [
+        ([], False, "pretrain_gpt.py --help names them; --run-dir keeps all in run.json"),
+        (["--run-dir", "RUN"], False, "RUN/run.json"),
+        (["--run-dir", "RUN"], True, "RUN/run.json"),
+        (["--run-dir", "RUN", "--skip-train"], False, "RUN/run.json"),
+        (
+            ["--run-dir", "RUN", "--skip-train"],
+            True,
+            "pretrain_gpt.py --help names them; RUN/run.json stays that of the training",
+        ),
+    ],
+)
+def test_where_all_arguments_stand_is_said_of_the_run_that_they_are_of(
+    tmp_path, flags, is_there, said
+):
+    from megatron_cp.training.pretrain import _all_arguments
+
+    if is_there:
+        (tmp_path / "run.json").write_text("{}")
+    config = parse_arguments(
+        [*SMALL_RUN, *(word.replace("RUN", str(tmp_path)) for word in flags)], {}
+    )
+    assert _all_arguments(config) == said.replace("RUN", str(tmp_path))

@@ -131,6 +131,25 @@ def test_runs_in_folders_side_by_side_are_a_group(run_dir, group):
     assert group_of(config) == group
 
 
+@pytest.mark.parametrize(
+    ("run_dir", "group"),
+    [("/cluster/people/alice/x", None), ("/cluster/people/x", None), ("/x", None), ("/tmp/x", None),
+     ("/var/tmp/x", None), ("/home/bob/x", None), ("/scratch/alice/x", None),
+     ("/cluster/people/alice/y/../x", None),
+     ("/cluster/people/alice/sweep/x", "sweep"), ("/home/bob/sweep/x", "sweep"), ("/tmp/sweep/x", "sweep")],
+)  # fmt: skip
+def test_a_group_is_not_named_after_a_user_or_what_holds_all_users(monkeypatch, run_dir, group):
+    monkeypatch.setenv("HOME", "/cluster/people/alice")
+    config = parse_arguments([*SMALL_RUN, "--run-dir", run_dir], {})
+    assert group_of(config) == group
+
+
+def test_a_user_without_a_home_has_groups(monkeypatch):
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    config = parse_arguments([*SMALL_RUN, "--run-dir", "/data/sweep/x"], {})
+    assert group_of(config) == "sweep"
+
+
 def spikes_by_hand(norms, num_steps):
     """Steps whose norm is above five times the median of all before, as sorting says it."""
     found = []

@@ -33,8 +33,8 @@ ADDING_TILE_COST = 2 * TILE_COST
 # are at different heads. 562 TFLOP/s against 613 with one query head per kv head, causal 32K, head dim 128; 283
 # against 423 with 256 (H100, 2026-11-22).
 DRIFT = 1.09
-# Of float gradients of every query head by itself: a limit of memory. 8 heads of 128 on 32K keys; there and beyond,
-# whole groups keep all CTAs busy.
+# Of keys and values of every query head by itself and their float gradients: a limit of memory, which no plan predicts.
+# 8 heads of 128 on 21K keys; beyond, whole groups keep all CTAs busy.
 MOST_APART_BYTES = 1 << 28
 
 
@@ -83,8 +83,8 @@ class BackwardCall(NamedTuple):
         Only where sums have an order. Its dk and dv are those of query heads: `sum_of_heads` adds them.
         """
         num_keys, num_heads = self.k.shape[0], self.q.shape[1]
-        sum_bytes = 4 * num_keys * num_heads * (self.k.shape[2] + self.v.shape[2])
-        if not self.lists.in_order or sum_bytes > MOST_APART_BYTES:
+        apart_bytes = (4 + 2) * num_keys * num_heads * (self.k.shape[2] + self.v.shape[2])
+        if not self.lists.in_order or apart_bytes > MOST_APART_BYTES:
             return None
         if self._faster(num_sms) == self.group:
             return None

@@ -24,7 +24,8 @@ _KIND = ("wd_mult", "lr_mult", "is_decoupled_lr")
 def check_groups(folder: object, optimizer: Any, saved: Mapping[Any, Any]) -> None:
     """Raises ValueError where as many parts were saved with other numbers of groups, which cannot be merged."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    before = [saved[key] for key in sorted(saved) if isinstance(key, int)] or [saved]
+    numbers = sorted(key for key in saved if isinstance(key, int))
+    before = [saved[key] for key in numbers] or [saved]
     if len(before) != len(parts):
         return
     for part, settings in zip(parts, before, strict=True):

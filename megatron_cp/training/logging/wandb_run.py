@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import netrc
 import os
+import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ from megatron_cp.training.logging.loggable import loggable_arguments, loggable_t
 from megatron_cp.training.logging.spikes import GradientSpikes
 
 WandbMode = Literal["online", "offline", "disabled"]
+_HOMES = ("/home", "/Users")
+_TEMPORARY = ("/tmp", "/var/tmp", "/dev/shm")
 # Of what a table of runs shows the least, or the most, in place of the last value.
 BEST = {
     "lm loss": "min",
@@ -185,10 +188,27 @@ def tags_of(config: TrainConfig) -> list[str]:
 
 
 def group_of(config: TrainConfig) -> str | None:
-    """Returns the name of the folder that holds the run's folder: runs that lie side by side are one group."""
-    run_dir = config.records.run_dir
-    name = Path(run_dir).parent.name if run_dir else ""
+    """Returns the name of the folder that holds the run's folder: runs that lie side by side are one group.
+
+    None for folders that hold more than such runs, and for those whose name is a user's.
+    """
+    if not config.records.run_dir:
+        return None
+    folder = Path(config.records.run_dir).parent
+    name = "" if _is_a_place_for_all(folder) else folder.name
     return name if name and loggable_text(name) == name else None
+
+
+def _is_a_place_for_all(folder: Path) -> bool:
+    """Returns whether a folder is a home, above the user's, named like it, or for temporary files."""
+    home = Path(os.path.expanduser("~")).resolve()  # noqa: PTH111  Path.home() raises for a user without one
+    folder = folder.resolve()
+    return (
+        folder in (home, *home.parents, *(Path(one).resolve() for one in _TEMPORARY))
+        or folder == Path(tempfile.gettempdir()).resolve()
+        or folder.name == home.name
+        or str(folder.parent) in _HOMES
+    )
 
 
 def _name_of_folder(config: TrainConfig) -> str | None:
