@@ -123,7 +123,7 @@ def test_an_offline_run_holds_its_name_tags_minima_alerts_pictures_and_tables(
 
 @pytest.mark.parametrize(
     ("run_dir", "group"),
-    [("runs/python-docs/cp2", "python-docs"), ("/data/sweep/a", "sweep"), ("alone", None), (None, None),
+    [("runs/python-docs/cp2", "python-docs"), ("/data/sweep/a", "sweep"), ("alone", None), ("../a", None), (None, None),
      (f"hf_{SECRET}/a", None)],
 )  # fmt: skip
 def test_runs_in_folders_side_by_side_are_a_group(run_dir, group):

@@ -196,18 +196,18 @@ def group_of(config: TrainConfig) -> str | None:
         return None
     folder = Path(config.records.run_dir).parent
     name = "" if _is_a_place_for_all(folder) else folder.name
-    return name if name and loggable_text(name) == name else None
+    return name if name not in ("", "..") and loggable_text(name) == name else None
 
 
 def _is_a_place_for_all(folder: Path) -> bool:
     """Returns whether a folder is a home, above the user's, named like it, or for temporary files."""
     home = Path(os.path.expanduser("~")).resolve()  # noqa: PTH111  Path.home() raises for a user without one
-    folder = folder.resolve()
-    return (
-        folder in (home, *home.parents, *(Path(one).resolve() for one in _TEMPORARY))
-        or folder == Path(tempfile.gettempdir()).resolve()
-        or folder.name == home.name
-        or str(folder.parent) in _HOMES
+    temporary = [Path(one).resolve() for one in (*_TEMPORARY, tempfile.gettempdir())]
+    return any(
+        place in (home, *home.parents, *temporary)
+        or place.name == home.name
+        or str(place.parent) in _HOMES
+        for place in (folder.absolute(), folder.resolve())  # homes may be links
     )
 
 
