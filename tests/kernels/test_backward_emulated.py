@@ -106,14 +106,22 @@ def test_query_heads_of_a_group_worked_on_side_by_side_add_to_one_sum(
     _check(MIXED, (300, 300), (6, 2), head_dims, torch.bfloat16, feature=feature)
 
 
-@pytest.mark.parametrize("head_dims", [(64, 64), (192, 128)])
-def test_sums_of_query_heads_apart_are_those_of_the_group_in_every_run(head_dims, monkeypatch):
+@pytest.mark.parametrize(
+    ("head_dims", "feature"),
+    [((64, 64), ""), ((192, 128), ""), ((64, 64), "softcap"), ((128, 128), "dropout")],
+)
+def test_sums_of_query_heads_apart_are_those_of_the_group_in_every_run(
+    head_dims, feature, monkeypatch
+):
     monkeypatch.setattr(gradients, "_faster", lambda *_: 1)
-    _check(MIXED, (300, 300), (6, 2), head_dims, torch.bfloat16, deterministic=True)
+    asked = {"deterministic": True, "feature": feature}
+    _check(MIXED, (300, 300), (6, 2), head_dims, torch.bfloat16, **asked)
     mask = masks.from_slices(300, 300, MIXED)
     inputs, arguments = random_case(300, 300, (6, 2), head_dims, torch.bfloat16)
+    inputs = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in inputs]  # heads first
+    options = wishes(feature) | {"deterministic": True}
     runs = [
-        _gradients(inputs, mask, arguments, seed=seed, num_blocks=blocks, deterministic=True)
+        _gradients(inputs, mask, arguments, seed=seed, num_blocks=blocks, **options)
         for seed, blocks in ((1, 3), (2, 5))
     ]
     for one, other in zip(*runs, strict=True):
