@@ -4,13 +4,22 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_cp import CPConfig, make_plan
 from megatron_cp import mask as masks
+from megatron_cp.mask.linked import document_bounds
 from megatron_cp.plan import PLANNERS
 from megatron_cp.plan.stats import sent_bytes
-from megatron_cp.training.logging import baselines
-from megatron_cp.training.logging.baselines import PASSES, pack_figures, ring_bytes
+from megatron_cp.training.logging.baselines import (
+    PASSES,
+    pack_figures,
+    per_document_imbalance,
+    ring_bytes,
+)
+from megatron_cp.training.logging.split_documents import pairs_of_split_documents
+from tests.strategies import attention_masks
 
 LENGTHS = (137, 2, 301, 1, 64, 519)
 SHAPES = [{"num_heads": 4, "num_kv_heads": 4, "head_dim": 8}, {"num_heads": 8, "num_kv_heads": 2}]
@@ -40,7 +49,7 @@ def test_figures_of_the_rings_are_those_of_their_plans(shape, cp_size, element_b
         assert figures.per_document_ms <= milliseconds(per_document) * (1 + 1e-9)
 
 
-def pairs_of_split_documents(dense, lengths, cp_size):
+def pairs_by_token(dense, lengths, cp_size):
     """Pairs of each rank, token by token: documents filled up, cut in 2P pieces, rank r has r and 2P - 1 - r."""
     pairs, start = np.zeros(cp_size), 0
     for length in lengths:
@@ -57,10 +66,10 @@ def pairs_of_split_documents(dense, lengths, cp_size):
 @pytest.mark.parametrize("within", ["causal", "full"])
 def test_balance_of_split_documents_equals_a_count_token_by_token(cp_size, lengths, within):
     mask = masks.documents(list(lengths), within=within)
-    pairs = pairs_of_split_documents(mask.to_dense(), lengths, cp_size)
+    pairs = pairs_by_token(mask.to_dense(), lengths, cp_size)
     config = CPConfig(**SHAPES[0], planner="contiguous")
-    figures = pack_figures(make_plan(mask, cp_size, config))
-    assert figures.per_document_imbalance == pytest.approx(pairs.max() / pairs.mean())
+    plan = make_plan(mask, cp_size, config)
+    assert per_document_imbalance(plan) == pytest.approx(pairs.max() / pairs.mean())
 
 
 @pytest.mark.parametrize("cp_size", [2, 4])
@@ -68,13 +77,23 @@ def test_balance_of_split_documents_is_that_of_the_plan_where_nothing_is_to_fill
     config = CPConfig(**SHAPES[0], planner="per_document_zigzag")
     plan = make_plan(masks.documents([16, 64, 8, 512]), cp_size, config)
     balance = plan.stats("forward")["imbalance"]
-    assert pack_figures(plan).per_document_imbalance == pytest.approx(balance)
+    assert per_document_imbalance(plan) == pytest.approx(balance)
 
 
-def test_balance_of_too_many_pieces_is_not_counted(monkeypatch):
-    plan = make_plan(masks.documents(list(LENGTHS)), 4, CPConfig(**SHAPES[0]))
-    monkeypatch.setattr(baselines, "MOST_PIECES", len(LENGTHS) * 8 - 1)
-    assert pack_figures(plan).per_document_imbalance is None
+@given(attention_masks(square=True), st.integers(1, 5))
+def test_pairs_of_split_documents_equal_a_count_token_by_token(drawn, cp_size):
+    """Any mask, also with several slices to a row and tokens that see nothing."""
+    mask, dense = drawn
+    lengths = np.diff(document_bounds(mask))
+    pairs = pairs_of_split_documents(mask, cp_size)
+    assert pairs.tolist() == pairs_by_token(dense, lengths, cp_size).tolist()
+
+
+def test_balance_of_many_documents_on_many_ranks_is_counted_and_in_closed_form():
+    """4,096 documents of 256 tokens on 128 ranks, a million pieces of one token: every rank has the same pairs."""
+    mask = masks.documents([256] * 4096)
+    pairs = pairs_of_split_documents(mask, 128)
+    assert pairs.tolist() == [4096 * 257] * 128
 
 
 def test_figures_of_a_pack_hold_the_bytes_of_both_passes():
@@ -141,7 +160,7 @@ def test_a_plan_over_replicas_is_compared_with_a_pack_on_each_of_them(cp_size):
     assert figures.zigzag_imbalance == pytest.approx(packs[0].area() / cp_size / area, rel=1e-3)
     assert figures.predicted_ms == pytest.approx(milliseconds(whole))
     split = [
-        pairs_of_split_documents(pack.to_dense(), lengths, cp_size).max()
+        pairs_by_token(pack.to_dense(), lengths, cp_size).max()
         for pack, lengths in zip(packs, ([512], [64] * 8, [200, 100, 212]), strict=True)
     ]
-    assert figures.per_document_imbalance == pytest.approx(max(split) / area)
+    assert per_document_imbalance(whole, 3) == pytest.approx(max(split) / area)

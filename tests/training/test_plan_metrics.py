@@ -112,3 +112,15 @@ def test_metrics_of_a_step_equal_a_count_over_all_its_plans(planner):
     assert metrics["data/docs_per_pack"] == len(lengths) / len(PACKS)
     assert metrics["data/doc_len_p50"] == np.median(lengths)
     assert metrics["cp/tokens_per_rank"] * CP >= 1024
+
+
+def test_split_documents_are_counted_once_a_pack_and_not_for_plans_of_windows(monkeypatch):
+    from megatron_cp.training.logging import split_documents
+
+    counted = []
+    count = split_documents.document_bounds
+    monkeypatch.setattr(
+        split_documents, "document_bounds", lambda mask: counted.append(mask.area()) or count(mask)
+    )
+    metrics_of("zigzag")
+    assert counted == [sum(n * (n + 1) // 2 for n in pack) for pack in PACKS]

@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 
 from megatron_cp.data.batch import PlannedBatch
 from megatron_cp.training.config import TrainConfig
-from megatron_cp.training.logging.baselines import PackFigures, pack_figures
+from megatron_cp.training.logging.baselines import PackFigures, pack_figures, per_document_imbalance
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,6 @@ def plan_metrics(config: TrainConfig, batches: list[PlannedBatch]) -> dict[str, 
     ]
     tp = config.parallel.tensor_model_parallel_size
 
-    per_document = [one.per_document_imbalance for name, _, one in figures if name == "full"]
-    counted = [value for value in per_document if value is not None]
-
     def sum_of(value: Callable[[PackFigures], float]) -> float:
         return float(sum(count * value(one) for _, count, one in figures))
 
@@ -75,10 +72,8 @@ def plan_metrics(config: TrainConfig, batches: list[PlannedBatch]) -> dict[str, 
         "cp/zigzag_area_max_over_mean": max(
             one.zigzag_imbalance for name, _, one in figures if name == "full"
         ),
-        **(
-            {"cp/per_document_area_max_over_mean": max(counted)}
-            if len(counted) == len(per_document)
-            else {}
+        "cp/per_document_area_max_over_mean": max(
+            per_document_imbalance(item.plans["full"], replicas) for item in batches
         ),
         "cp/tokens_per_rank": float(batches[0].plans["full"].tokens_per_rank),
         "cp/plan_ms": float(np.mean([item.metrics.get("plan_ms", 0.0) for item in batches])),
