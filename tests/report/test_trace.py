@@ -1,6 +1,7 @@
 """Measured stages on a run's page: those of the traces, of training steps alone, on one clock."""
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,20 @@ def test_ranks_of_one_context_group_and_the_newest_steps_are_taken(folder):
         run.description["layout"] |= {"tensor": tensor, "context": context}
         stages = measured_stages(run)
         assert stages.passes["forward"].ranks == ranks and stages.steps == "11 to 12"
+
+
+def test_two_traces_take_no_more_memory_than_one(folder):
+    run = read_run(folder)
+    others = [span(f"kernel {index}", index, 1) for index in range(20_000)]
+    peaks = {}
+    for rank in (0, 1):
+        write_trace(folder, rank, [span("cp step 11", 0, 5000), *call(100, 50), *others])
+        tracemalloc.start()
+        stages = measured_stages(run)
+        peaks[rank + 1] = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert len(stages.passes["forward"].ranks) == rank + 1
+    assert peaks[2] < 1.2 * peaks[1]
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,16 @@ _UNREADABLE = (
 
 
 @dataclass(frozen=True)
+class _Ranges:
+    """What is needed of one rank's trace."""
+
+    spans: Sequence[tuple[str, PassName, Event]]
+    """Kind, pass and event of every named range, by begin; times are those of the machine's clock."""
+    steps_seconds: float
+    """Of its training steps, by the host's ranges."""
+
+
+@dataclass(frozen=True)
 class MeasuredPass:
     """One call of attention as it went on the ranks that wrote traces."""
 
@@ -78,11 +88,12 @@ def measured_stages(run: Run) -> MeasuredStages | None:
     ranks = _one_group(sorted(files), run.section("layout"))[:MAX_RANKS_DRAWN]
     steps = f"{newest[0]} to {newest[1]}"
     try:
-        read = {rank: _read(files[rank]) for rank in ranks}
-        traces = {rank: _spans(trace) for rank, trace in read.items()}
-        on_device = all(any(cat == _ON_DEVICE for cat, *_ in spans) for spans in traces.values())
+        traces = {
+            rank: _ranges(_read(files[rank])) for rank in ranks
+        }  # one file in memory at a time
+        on_device = all(any(cat == _ON_DEVICE for cat, *_ in one.spans) for one in traces.values())
         passes = {name: _middle_call(traces, name, on_device) for name in PASSES}
-        parts = [_shares(read[rank], traces[rank], on_device) for rank in ranks]
+        parts = [_shares(one, on_device) for one in traces.values()]
     except _UNREADABLE as error:
         words = f"traces of steps {steps} cannot be read ({error})"
         return MeasuredStages({}, steps, problem=words)
@@ -116,16 +127,13 @@ def _read(path: Path) -> dict[str, Any]:
     return content
 
 
-def _spans(trace: Mapping[str, Any]) -> list[tuple[str, PassName, Event]]:
-    """Returns kind, pass and event of every named range, by begin; times are those of the machine's clock."""
+def _ranges(trace: Mapping[str, Any]) -> _Ranges:
+    """Returns what is needed of a trace, and keeps nothing else of it."""
     base = float(trace.get("baseTimeNanoseconds", 0)) * 1e-9
     found: list[tuple[str, PassName, Event]] = []
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-    steps = [
-        (float(event["ts"]), float(event["ts"]) + float(event["dur"]))
-        for event in events
-        if _STEP.fullmatch(str(event.get("name")))
-    ]
+    named = [event for event in events if _STEP.fullmatch(str(event.get("name")))]
+    steps = [(float(event["ts"]), float(event["ts"]) + float(event["dur"])) for event in named]
     for event in events:
         match = _SPAN.fullmatch(str(event.get("name")))
         if match is None or not any(a <= float(event["ts"]) <= b for a, b in steps):
@@ -137,25 +145,18 @@ def _spans(trace: Mapping[str, Any]) -> list[tuple[str, PassName, Event]]:
         )
         name: PassName = "forward" if match[1] == "forward" else "backward"
         found.append((str(event.get("cat")), name, what))
-    return sorted(found, key=lambda one: one[2].start)
+    seconds = sum(float(event["dur"]) * 1e-6 for event in named if event.get("cat") != _ON_DEVICE)
+    return _Ranges(sorted(found, key=lambda one: one[2].start), seconds)
 
 
-def _shares(
-    trace: Mapping[str, Any], spans: Sequence[tuple[str, PassName, Event]], on_device: bool
-) -> dict[str, float]:
+def _shares(trace: _Ranges, on_device: bool) -> dict[str, float]:
     """Returns which part of a rank's traced steps attention computed, and which it waited, by the steps' own ranges."""
-    steps = sum(
-        float(event["dur"]) * 1e-6
-        for event in trace["traceEvents"]
-        if event.get("ph") == "X"
-        and _STEP.fullmatch(str(event.get("name")))
-        and event.get("cat") != _ON_DEVICE
-    )
     spent = dict.fromkeys(SHARES, 0.0)
-    for kind, _, event in spans:
+    for kind, _, event in trace.spans:
         key = _SHARE_OF.get(event.resource)
         if key is not None and (kind == _ON_DEVICE) == on_device:
             spent[key] += event.end - event.start
+    steps = trace.steps_seconds
     return {key: seconds / steps if steps else 0.0 for key, seconds in spent.items()}
 
 
@@ -171,16 +172,16 @@ def _calls(events: Iterable[Event]) -> list[Call]:
 
 
 def _middle_call(
-    traces: Mapping[int, list[tuple[str, PassName, Event]]], name: PassName, on_device: bool
+    traces: Mapping[int, _Ranges], name: PassName, on_device: bool
 ) -> MeasuredPass | None:
     """Returns the call of median duration, from the first rank's begin to the last rank's end."""
     by_rank = [
         _calls(
             event
-            for kind, pass_name, event in spans
+            for kind, pass_name, event in trace.spans
             if pass_name == name and (kind == _ON_DEVICE) == on_device
         )
-        for spans in traces.values()
+        for trace in traces.values()
     ]
     num_calls = min(map(len, by_rank))
     if not num_calls:
