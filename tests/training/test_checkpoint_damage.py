@@ -362,3 +362,28 @@ def test_every_file_is_read_by_one_rank(world_size: int):
     sizes = {f"{n}": n * 7 % 5 for n in range(11)}
     shares = [integrity.share_of(sizes, rank, world_size) for rank in range(world_size)]
     assert sorted(name for share in shares for name in share) == sorted(sizes)
+
+
+def indices_parsed(rank, world_size, folder):
+    """The folders whose index is parsed while a rank loads."""
+    from megatron_cp.mcore import safe_load
+
+    parsed, parse = [], safe_load._parse_index
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            safe_load, "_parse_index", lambda path: parsed.append(path.parent.name) or parse(path)
+        )
+        refusal, _, iteration, _ = load(rank, world_size, folder, ("--ckpt-fallback",))
+    return refusal, iteration, parsed
+
+
+def test_a_load_parses_each_index_once_on_every_rank(saved, tmp_path):
+    if saved[1] == "torch":
+        pytest.skip("the format torch has no index")
+    folder = copied(saved, tmp_path)
+    names = [iteration_folder(folder, number).name for number in (1, 2)]
+    assert run_on_ranks(2, indices_parsed, str(folder)) == [(None, 2, names[1:])] * 2
+    (iteration_folder(folder, 2) / MANIFEST).unlink()  # what files reach is compared with the index
+    (iteration_folder(folder, 2) / "__1_0.distcp").write_bytes(b"")
+    expected = [(None, 1, [names[1], names[0]])] * 2
+    assert run_on_ranks(2, indices_parsed, str(folder)) == expected

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed.checkpoint import metadata
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -78,6 +78,47 @@ def test_an_index_changes_nothing_of_the_process(tmp_path, shared: str, state: b
     with pytest.raises(safe_load.ForeignCodeError, match="to change it"):
         safe_load.read_index(written(tmp_path, b"\x80\x02" + build + state))
     assert not hasattr(target, "poisoned")
+
+
+def counted_parses(monkeypatch) -> list[Path]:
+    """The files that are parsed from now on."""
+    parsed, parse = [], safe_load._parse_index
+    monkeypatch.setattr(safe_load, "_parse_index", lambda path: parsed.append(path) or parse(path))
+    return parsed
+
+
+def test_an_index_is_parsed_once_whoever_asks_for_it_in_a_load(tmp_path, monkeypatch):
+    path = written(tmp_path, pickle.dumps(checkpoint_of(tmp_path)))
+    parsed = counted_parses(monkeypatch)
+    with safe_load.parsing_each_index_once(), safe_load.reading_safely():
+        places.check_reach(tmp_path)
+        kept = safe_load.read_index(path)
+        reader = FileSystemReader(tmp_path)
+        of_torch = reader.read_metadata()
+        assert parsed == [path]
+        assert of_torch.storage_meta.load_id == reader.load_id and kept.storage_meta is None
+        assert of_torch.storage_data == kept.storage_data == checkpoint_of(tmp_path).storage_data
+    assert safe_load.read_index(path) == kept and len(parsed) == 2  # nothing is kept behind a load
+
+
+def test_an_index_that_is_another_file_by_now_is_parsed_and_checked_again(tmp_path):
+    content = pickle.dumps(index_of({"a": [("x", 0, 40)]}))
+    path = written(tmp_path, content)
+    outside = pickle.dumps(index_of({"a": [("/", 0, 40)]}))
+    assert len(outside) == len(content)
+    with safe_load.parsing_each_index_once():
+        before = path.stat()
+        safe_load.read_index(path)
+        (tmp_path / "other").write_bytes(outside)  # as long, of the same time, in its place
+        os.utime(tmp_path / "other", ns=(before.st_atime_ns, before.st_mtime_ns))
+        (tmp_path / "other").replace(path)
+        with pytest.raises(safe_load.ForeignCodeError, match="points at the file"):
+            safe_load.read_index(path)
+        with pytest.raises(safe_load.ForeignCodeError, match="points at the file"):
+            safe_load.read_index(path)
+        path.unlink()
+        with pytest.raises(DamagedCheckpointError, match="cannot be read"):
+            safe_load.read_index(path)
 
 
 class Command:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_cp.mcore.safe_load import reading_safely
+from megatron_cp.mcore.safe_load import parsing_each_index_once, reading_safely
 from megatron_cp.training.checkpoint import dist_format, files, formats, legacy_format
 from megatron_cp.training.checkpoint.choose import choose_checkpoint
 from megatron_cp.training.checkpoint.compare import another_optimizer
@@ -54,6 +54,7 @@ def follow_release(config: TrainConfig) -> TrainConfig:
     )
 
 
+@parsing_each_index_once()
 def load_checkpoint(state: RunState) -> bool:
     """Returns whether a checkpoint was found in `--load`; `state` then stands where it was saved.
 
