@@ -82,6 +82,15 @@ def test_every_result_file_is_named_by_a_page():
     assert {one.name for one in RESULTS.glob("*.md")} - linked == set()
 
 
+def test_kills_are_those_of_the_newest_file():
+    newest = max(RESULTS.glob("kills_epyc_*.json"))
+    (table,) = json.loads(newest.read_text(encoding="utf-8"))["tables"]
+    drawn, died, equal = (sum(column) for column in list(zip(*table["rows"], strict=True))[2:])
+    (line,) = (line for line in PAGE.splitlines() if line.startswith("- [Kills]"))
+    assert f"results/{newest.stem}.md): {drawn} drawn at random points" in line
+    assert f"{died} ranks died" in line and f"{equal} runs were bitwise equal" in line
+
+
 @pytest.mark.parametrize(("page", "column"), [(PAGE, 4), (README, 4)])
 def test_means_of_planners_are_those_of_the_file(page, column):
     """Geometric means by kind of mask; names in the tables may carry words behind them."""
