@@ -134,9 +134,11 @@ def test_runs_in_folders_side_by_side_are_a_group(run_dir, group):
 @pytest.mark.parametrize(
     ("run_dir", "group"),
     [("/cluster/people/alice/x", None), ("/cluster/people/x", None), ("/x", None), ("/tmp/x", None),
-     ("/var/tmp/x", None), ("/home/bob/x", None), ("/scratch/alice/x", None),
+     ("/var/tmp/x", None), ("/scratch/alice/x", None),
      ("/cluster/people/alice/y/../x", None),
-     ("/cluster/people/alice/sweep/x", "sweep"), ("/home/bob/sweep/x", "sweep"), ("/tmp/sweep/x", "sweep")],
+     ("/cluster/people/alice/sweep/x", "sweep"), ("/tmp/sweep/x", "sweep"),
+     *((f"{homes}/bob/x", None) for homes in ("/home", "/Users")),
+     *((f"{homes}/bob/sweep/x", "sweep") for homes in ("/home", "/Users"))],
 )  # fmt: skip
 def test_a_group_is_not_named_after_a_user_or_what_holds_all_users(monkeypatch, run_dir, group):
     monkeypatch.setenv("HOME", "/cluster/people/alice")
