@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import wandb
 from hypothesis import given
 from hypothesis import strategies as st
 
-import wandb
 from megatron_cp.report.run.media import run_media
 from megatron_cp.training.arguments import parse_arguments
 from megatron_cp.training.logging.spikes import GradientSpikes
