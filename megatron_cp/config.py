@@ -203,7 +203,7 @@ class CPConfig:
 
     max_received_mb: int | None = None
     """Most megabytes that a rank may hold at once because others sent them, in a pass of an attention layer; None: no
-    limit. States and halos of linear layers are not counted: they are few megabytes beside rows."""
+    limit. States and halos of linear layers are not counted."""
 
     head_degree: int | None = None
     """Ranks that exchange tokens against heads in planner "usp"; None: the most that fit into a node."""

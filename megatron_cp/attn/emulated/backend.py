@@ -214,8 +214,7 @@ def _run_main(
     """Returns `(dk, dv)`; adds to `dq_sum` if it is given."""
     apart = call.of_heads_apart(kernel.num_sms)
     if apart is not None:
-        dk, dv = map(call.sum_of_heads, _run_main(kernel, apart, dq_sum, torch.float32))
-        return dk.to(dtype), dv.to(dtype)
+        return call.sums_of_heads(_run_main(kernel, apart, dq_sum, torch.float32), dtype)
     heads = call.heads_per_item(kernel.num_sms)
     dk, dv = call.room_for_gradients(dtype, heads)
     if heads == call.group:  # nothing is added to them

@@ -76,8 +76,8 @@ def _launch_main(
         num_sms = kernel.num_blocks(kernel.num_sms, sm_share)
         apart = call.of_heads_apart(num_sms)
         if apart is not None:
-            dk, dv = map(call.sum_of_heads, _launch_main(apart, dq_sum, torch.float32, sm_share))
-            return dk.to(dtype), dv.to(dtype)
+            of_heads = _launch_main(apart, dq_sum, torch.float32, sm_share)
+            return call.sums_of_heads(of_heads, dtype)
         heads = call.heads_per_item(num_sms)
         dk, dv = call.room_for_gradients(dtype, heads)
         params = call.main_params(kernel, (dq_sum, dk, dv), heads)

@@ -75,27 +75,30 @@ class BackwardCall(NamedTuple):
 
         In order always the group: which item adds to dk first is chance.
         """
-        return self.group if self.lists.in_order else self._faster(num_sms)
+        return self.group if self.lists.in_order else self._heads_that_end_sooner(num_sms)
 
     def of_heads_apart(self, num_sms: int) -> "BackwardCall | None":
         """Returns the call with keys and values of every query head's own, None where whole groups end as soon.
 
-        Only where sums have an order. Its dk and dv are those of query heads: `sum_of_heads` adds them.
+        Only where sums have an order. Its dk and dv are those of query heads: `sums_of_heads` adds them.
         """
         num_keys, num_heads = self.k.shape[0], self.q.shape[1]
         apart_bytes = (4 + 2) * num_keys * num_heads * (self.k.shape[2] + self.v.shape[2])
         if not self.lists.in_order or apart_bytes > MOST_APART_BYTES:
             return None
-        if self._faster(num_sms) == self.group:
+        if self._heads_that_end_sooner(num_sms) == self.group:
             return None
         k, v = (x.repeat_interleave(self.group, dim=1) for x in (self.k, self.v))
         return self._replace(k=k, v=v)
 
-    def sum_of_heads(self, gradient: Tensor) -> Tensor:
-        """Returns the gradient of keys or values `[K, G, H]` from those of query heads `[K, N, H]`, in their order."""
-        return gradient.unflatten(1, (-1, self.group)).sum(dim=2)
+    def sums_of_heads(
+        self, gradients: tuple[Tensor, Tensor], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Returns dk and dv `[K, G, H]` in `dtype` from those of query heads `[K, N, H]`, added in their order."""
+        dk, dv = (x.unflatten(1, (-1, self.group)).sum(dim=2).to(dtype) for x in gradients)
+        return dk, dv
 
-    def _faster(self, num_sms: int) -> int:
+    def _heads_that_end_sooner(self, num_sms: int) -> int:
         if self.group == 1:
             return 1
         visits = (self.lists.num_tiles, self.lists.num_visits, self.lists.most_visits)

@@ -113,9 +113,8 @@ def find_verdict(kind: Kind, device: torch.device) -> Verdict | None:
         from megatron_cp.attn.hopper import backend
 
         if torch.cuda.is_available():
-            torch.cuda.synchronize(
-                device
-            )  # a fault of what the caller has done before is the caller's
+            # A fault of what the caller has done before is the caller's.
+            torch.cuda.synchronize(device)
         verdict = kept_verdict(_key(kind, device), lambda: judge(backend, kind, device))
         _verdicts[kind, device] = verdict
     return verdict

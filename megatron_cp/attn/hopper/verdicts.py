@@ -21,7 +21,7 @@ from megatron_cp.kernels.driver import CudaError
 
 ATTEMPTS = 2  # tests that may end with their process
 _FIRST_FAULT = 700  # of CUresult and cudaError_t: an illegal address; failures of loading lie below
-FAULTS = (torch.AcceleratorError, CudaError)
+_FAULTS = (torch.AcceleratorError, CudaError)
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def _judged(judge: Callable[[], Verdict], keep_fault: Callable[[str], None] | No
     """Returns the verdict. Raises RuntimeError for a fault of the GPU, which `keep_fault` is told of before."""
     try:
         return judge()
-    except FAULTS as fault:
+    except _FAULTS as fault:
         if not _is_fault(fault):
             raise
         what = f"the self-test ended in a fault of the GPU: {str(fault).splitlines()[0]}"

@@ -155,11 +155,8 @@ def picture_style_sheet_of(light: str, dark: str) -> str:
     )
 
 
-_ON_LIGHT = (
-    "#14140f",
-    "#fff",
-    5,
-)  # numbers in a cell: their colour up to a step of the heat, beyond, the step
+# Numbers in a cell: their colour up to a step of the heat, beyond, the step.
+_ON_LIGHT = ("#14140f", "#fff", 5)
 _ON_DARK = ("#fff", "#14140f", 6)
 
 

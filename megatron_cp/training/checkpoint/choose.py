@@ -157,10 +157,8 @@ def _examine(
     except ValueError as refusal:
         problem = refusal
     except OSError as failure:  # on this rank's node, say: the others must hear of it
-        path = failure.filename or candidate
-        problem = DamagedCheckpointError(
-            f"{path} cannot be read ({failure.strerror}); {integrity.ANOTHER}"
-        )
+        path = str(failure.filename or candidate)
+        problem = integrity.unreadable(path, failure)
     said = _of_all_ranks(
         None if problem is None else (isinstance(problem, DamagedCheckpointError), str(problem))
     )

@@ -194,8 +194,7 @@ def _read(
         )
     raise_together(problem)
     if "optimizer" in wanted:
-        parts = in_parts_of(state.optimizer, loaded["optimizer"], saved, folder)
-        loaded["optimizer"] = parts
+        loaded["optimizer"] = in_parts_of(state.optimizer, loaded["optimizer"], saved, folder)
     has_random = "rng_state" in wanted
     return Content(
         model={

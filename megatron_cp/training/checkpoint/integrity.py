@@ -34,6 +34,11 @@ _WORTH_A_THREAD = 1 << 18
 _THREADS = 4
 
 
+def unreadable(path: str | os.PathLike[str], failure: OSError) -> DamagedCheckpointError:
+    """Returns the refusal of a checkpoint whose file the system does not read."""
+    return DamagedCheckpointError(f"{path} cannot be read ({failure.strerror}); {ANOTHER}")
+
+
 class HashedFile:
     """A file that is written from its beginning to its end, and hashed meanwhile.
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from megatron_cp.errors import DamagedCheckpointError
 from megatron_cp.mcore import safe_load
 from megatron_cp.training.checkpoint import formats
-from megatron_cp.training.checkpoint.integrity import ANOTHER
+from megatron_cp.training.checkpoint.integrity import ANOTHER, unreadable
 
 _PLAIN_PICKLE = b"\x80"  # torch before 1.6 wrote them; `safe_load` judges what it reads
 
@@ -66,9 +66,7 @@ def _check_archive(path: Path) -> None:
                 return
             zipfile.ZipFile(file).close()
     except OSError as problem:
-        raise DamagedCheckpointError(
-            f"{path} cannot be read ({problem.strerror}); {ANOTHER}"
-        ) from None
+        raise unreadable(path, problem) from None
     except Exception as problem:  # a damaged archive raises nearly anything
         raise DamagedCheckpointError(
             f"{path} is damaged: it does not end as it was written ({problem}); {ANOTHER}"
@@ -93,6 +91,4 @@ def object_bytes(folder: Path, place: Any) -> io.BytesIO:
             file.seek(place.offset)
             return io.BytesIO(file.read(place.length))
     except OSError as problem:
-        raise DamagedCheckpointError(
-            f"{path} cannot be read ({problem.strerror}); {ANOTHER}"
-        ) from None
+        raise unreadable(path, problem) from None

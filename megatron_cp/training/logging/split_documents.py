@@ -23,10 +23,8 @@ def pairs_of_split_documents(mask: AttentionMask, cp_size: int) -> IntArray:
     bounds = document_bounds(mask)
     q0, q1, k0, k1, lo, hi = mask.array.T
     document = np.searchsorted(bounds, q0, side="right") - 1
-    begin, size = (
-        bounds[document],
-        -(-np.diff(bounds) // pieces)[document],
-    )  # cut i: begin + size * i
+    # Cut i is at begin + size * i.
+    begin, size = bounds[document], -(-np.diff(bounds) // pieces)[document]
     upper = k1 - 1 - q0 - hi  # leg of the corner that the box lacks at its first row
     box = np.stack([2 * (k1 - k0) * (begin - q0), 2 * (k1 - k0) * size, 0 * size])
     corner = _twice_triangle(upper + q0 - begin, -size)  # what is left of it below the cut
