@@ -57,20 +57,24 @@ class Loads:
     links: FloatArray
     """Seconds of each direction, in and out inside the node, in and out between nodes: `[4, P]`."""
     contention: float
+    readers: IntArray
+    """For how many blocks of each rank a net is needed, its owner left out: `[nets, P]`."""
+    in_node: IntArray
+    """The same of each node other than the owner's: `[nets, nodes]`."""
 
-    @property
+    @cached_property
     def link(self) -> FloatArray:
-        """Returns the seconds of the busiest direction: `[P]`."""
+        """The seconds of the busiest direction: `[P]`."""
         return self.links.max(axis=0)
 
-    @property
+    @cached_property
     def with_transfers(self) -> FloatArray:
-        """Returns the seconds of compute that transfers slow down: `[P]`."""
+        """The seconds of compute that transfers slow down: `[P]`."""
         return self.compute + self.contention * self.link
 
-    @property
+    @cached_property
     def seconds(self) -> FloatArray:
-        """Returns the time of each rank: `[P]`."""
+        """The time of each rank: `[P]`."""
         return np.maximum(self.with_transfers, self.link)
 
 
@@ -139,26 +143,26 @@ class Blocks:
         """Returns the pairs of every block on its rank."""
         return Assignment(self.parts, rank_of_block[self.block])
 
-    def readers(self, rank_of_block: IntArray) -> IntArray:
-        """Returns for how many blocks of each rank a net is needed, its owner left out: `[nets, P]`."""
+    def loads(self, rank_of_block: IntArray) -> Loads:
+        """Returns what ranks have to do: `rank_of_block` `[blocks]`."""
+        readers, num_ranks = self._readers(rank_of_block), self.num_ranks
+        in_node = self._by_node(readers)
+        inside = self.near * (readers > 0)
+        enters = self.far * (in_node > 0)
+        seconds = np.concatenate([inside.ravel(), enters.ravel(), enters.ravel()])
+        sent = np.bincount(self._senders, seconds, 3 * num_ranks).reshape(3, num_ranks)
+        links = np.concatenate([inside.sum(axis=0)[None], sent])
+        work = np.bincount(rank_of_block, self.compute, num_ranks) / self.problem.speeds
+        return Loads(work, links, self.problem.contention, readers, in_node)
+
+    def _readers(self, rank_of_block: IntArray) -> IntArray:
         first_of_net, own = self._cells
         cell = first_of_net + rank_of_block.take(self.pins[:, 1])
         count = np.bincount(cell, minlength=len(self.owner) * self.num_ranks)
         count[own] = 0
         return count.reshape(-1, self.num_ranks)
 
-    def loads(self, rank_of_block: IntArray) -> Loads:
-        """Returns what ranks have to do: `rank_of_block` `[blocks]`."""
-        count, num_ranks = self.readers(rank_of_block), self.num_ranks
-        inside = self.near * (count > 0)
-        enters = self.far * (self.by_node(count) > 0)
-        seconds = np.concatenate([inside.ravel(), enters.ravel(), enters.ravel()])
-        sent = np.bincount(self._senders, seconds, 3 * num_ranks).reshape(3, num_ranks)
-        links = np.concatenate([inside.sum(axis=0)[None], sent])
-        work = np.bincount(rank_of_block, self.compute, num_ranks)
-        return Loads(work / self.problem.speeds, links, self.problem.contention)
-
-    def by_node(self, of_rank: IntArray) -> IntArray:
+    def _by_node(self, of_rank: IntArray) -> IntArray:
         """Returns sums over the ranks of each node other than the owner's: `[nets, nodes]` of `[nets, P]`."""
         first = np.arange(0, self.num_ranks, self.problem.node_size)
         if len(first) == 1:

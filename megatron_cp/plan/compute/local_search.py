@@ -19,6 +19,8 @@ where it ran, the hypergraph partitioner Mt-KaHyPar, DCP's way (SOSP'25), won le
 Nothing here is clocked or drawn, and powers are products: every process finds the same.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 from megatron_cp.mask import sweep
@@ -51,6 +53,15 @@ def improved(problem: Problem, start: Assignment) -> Assignment:
     return _merged(found, problem.placed.owners)
 
 
+class _State(NamedTuple):
+    """The rank of each block, and what follows from it."""
+
+    ranks: IntArray
+    loads: Loads
+    total: float
+    """The sum that is to fall."""
+
+
 class _Search:
     """The blocks of one size."""
 
@@ -63,70 +74,69 @@ class _Search:
 
     def best(self) -> IntArray:
         """Returns the rank of each block."""
-        best = self.blocks.start
-        least = self._sum(best)
+        best = self._state(self.blocks.start)
         for _ in range(ROUNDS):
-            before = least
-            best, least = self._round(best, least)
-            if least >= before * (1 - LEAST_GAIN):
+            before = best.total
+            best = self._round(best)
+            if best.total >= before * (1 - LEAST_GAIN):
                 break
-        return best
+        return best.ranks
 
-    def _round(self, best: IntArray, least: float) -> tuple[IntArray, float]:
-        now, rests, in_vain = best, np.zeros(len(best), dtype=bool), 0
+    def _round(self, best: _State) -> _State:
+        now, rests, in_vain = best, np.zeros(len(best.ranks), dtype=bool), 0
         for _ in range(STEPS):
-            now, reached = self._step(now, rests, least)
-            if reached < least:
-                best, least, in_vain = now, reached, 0
+            now = self._step(now, rests, best.total)
+            if now.total < best.total:
+                best, in_vain = now, 0
             else:
                 in_vain += 1
             if in_vain > IN_VAIN or rests.all():
                 break
-        return best, least
+        return best
 
-    def _step(self, now: IntArray, rests: BoolArray, least: float) -> tuple[IntArray, float]:
-        """Moves the blocks that gain most and do not rest, and lets them rest; returns the ranks and their sum."""
+    def _step(self, now: _State, rests: BoolArray, least: float) -> _State:
+        """Moves the blocks that gain most and do not rest, and lets them rest."""
         gains = self._gains(now)
         target = gains.argmax(axis=1)
         gain = np.where(rests, -np.inf, gains[self.all, target])
-        count = min(max(1, len(now) // SHARE), int((~rests).sum()))
+        count = min(max(1, len(rests) // SHARE), int((~rests).sum()))
         chosen = np.argsort(-gain, kind="stable")[:count]
-        found, reached = now, np.inf
+        found = now._replace(total=np.inf)
         while len(chosen):
-            moved = now.copy()
+            moved = now.ranks.copy()
             moved[chosen] = target[chosen]
-            total = self._sum(moved)
-            if total < reached:
-                found, reached = moved, total
-            if total < least:
+            tried = self._state(moved)
+            if tried.total < found.total:
+                found = tried
+            if tried.total < least:
                 break
             chosen = chosen[: len(chosen) // 2]
-        rests |= found != now
-        return found, reached
+        rests |= found.ranks != now.ranks
+        return found
 
-    def _sum(self, ranks: IntArray) -> float:
-        return float(_eighth_power(self.blocks.loads(ranks).seconds / self.scale).sum())
+    def _state(self, ranks: IntArray) -> _State:
+        loads = self.blocks.loads(ranks)
+        return _State(ranks, loads, float(_eighth_power(loads.seconds / self.scale).sum()))
 
-    def _gains(self, now: IntArray) -> FloatArray:
+    def _gains(self, now: _State) -> FloatArray:
         """Returns what the sum falls by, about, if a block moves to a rank: `[blocks, P]`; nothing for its own."""
-        blocks = self.blocks
-        compute, came, went, entered, left = _prices(blocks.loads(now), self.scale)
-        readers = blocks.readers(now)
-        in_node = blocks.by_node(readers)
+        blocks, loads = self.blocks, now.loads
+        compute, came, went, entered, left = _prices(loads, self.scale)
         inside = blocks.near * (came + went[blocks.source])
         between = blocks.far * (entered[blocks.relay] + left[blocks.owner][:, None])
         # A rank's first block that needs a net brings it there, its last one frees it; and so it is with nodes.
-        brings = np.where(readers == 0, inside, 0.0)
-        brings += np.where(in_node == 0, between, 0.0)[:, blocks.node]
-        frees = inside + np.where(in_node == 1, between, 0.0)[:, blocks.node]
+        brings = np.where(loads.readers == 0, inside, 0.0)
+        brings += np.where(loads.in_node == 0, between, 0.0)[:, blocks.node]
+        frees = inside + np.where(loads.in_node == 1, between, 0.0)[:, blocks.node]
         net, block = blocks.pins.T
-        is_last = readers[net, now[block]] == 1
-        freed = np.add.reduceat(is_last * frees[net, now[block]], self.opens)
-        brought = np.add.reduceat(brings[net], self.opens, axis=0)
+        rank = now.ranks[block]
+        is_last = loads.readers[net, rank] == 1
+        freed = np.add.reduceat(is_last * frees[net, rank], self.opens)
+        brought = np.add.reduceat(brings.take(net, axis=0), self.opens, axis=0)
         price = compute / blocks.problem.speeds
-        more = blocks.compute[:, None] * (price - price[now][:, None])
+        more = blocks.compute[:, None] * (price - price[now.ranks][:, None])
         gains = freed[:, None] - brought - more
-        gains[self.all, now] = -np.inf
+        gains[self.all, now.ranks] = -np.inf
         return gains
 
 

@@ -7,6 +7,7 @@ even, and the winner is priced again as it is built.
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -26,8 +27,11 @@ def double_ring(groups: HeadGroups, limit: float) -> list[Strategy]:
     """Returns the double ring, if it is not the ring itself and may take less than `limit` seconds."""
     if double_ring_seconds(groups) > limit:
         return []
-    inner, sides = _ranks_inside(groups), _sides(groups)
-    return [{name: _option(groups, inner, name, sides[name]) for name in PASSES}]
+    inner = _ranks_inside(groups)
+    moved = SideLoads.of(_movements(groups, inner), [False] * groups.placed.num_ranks)
+    build = functools.cache(functools.partial(_build, groups, inner))
+    sides = _sides(groups)
+    return [{name: _option(groups, inner, name, sides[name], moved, build) for name in PASSES}]
 
 
 def double_ring_seconds(groups: HeadGroups) -> float:
@@ -60,20 +64,26 @@ def _cheaper_side(groups: HeadGroups) -> Side:
     return "q" if is_query else "k"
 
 
-def _option(groups: HeadGroups, inner: int, name: PassName, side: Side) -> PassOption:
+def _option(
+    groups: HeadGroups,
+    inner: int,
+    name: PassName,
+    side: Side,
+    moved: SideLoads | None,
+    build: Callable[[Side], Pass],
+) -> PassOption:
+    """`moved`: in each step; `build`: the pass in which a side goes round, built once for both passes."""
     areas = groups.placed.areas_by_owner
     stay = areas if side == "k" else areas.T  # [who stays, who moves]
-    moved = SideLoads.of(_movements(groups, inner), [False] * len(areas))
     loads = _stage_areas(stay, inner)
     passing = PassLoads(loads, keys=moved) if side == "k" else PassLoads(loads, queries=moved)
     num_moved = float(len(areas) * (len(areas) - 1) * groups.placed.own_rows)
     rows: dict[Side, float] = {"q": 0.0, "k": 0.0, side: num_moved}
-    build = functools.cache(functools.partial(_build, groups, inner, side))
     option = PassOption(
         groups.seconds(passing, name),
         groups.moved_bytes(rows, name),
         groups.imbalance(stay.sum(axis=1)),
-        build,
+        functools.partial(build, side),
         is_published=True,
     )
     if inner == len(areas):

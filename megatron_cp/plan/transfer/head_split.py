@@ -12,6 +12,7 @@ Sources: USP (arXiv 2405.07719), LoongTrain's 2D attention (2406.18485).
 """
 
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 
@@ -61,7 +62,7 @@ def split_heads(inner: Pass, degree: int) -> Pass:
 
 
 def _split_stage(stage: Stage, degree: int) -> Stage:
-    work = tuple(one for one in stage.work for _ in range(degree))
+    work = tuple(chain.from_iterable(zip(*[stage.work] * degree, strict=True)))
     k_cast, q_cast = (_split_transfer(cast, degree) for cast in (stage.k_cast, stage.q_cast))
     return replace(stage, work=work, k_cast=k_cast, q_cast=q_cast)
 

@@ -186,36 +186,26 @@ class PassBuilder:
 def _local_works(added: list[_Added]) -> list[tuple[AttentionMask, ...]]:
     """Returns each rank's mask on the rows that it holds, for every stage.
 
-    Ranks and stages are merged in one go, on a diagonal of blocks so far apart that slices of two are
+    Ranks and stages are handled in one go, on a diagonal of blocks so far apart that slices of two are
     never neighbours, in queries, keys or distance.
     """
-    q_sizes, k_sizes = (np.stack([one.held[side].sizes for one in added]) for side in COLUMNS)
-    q_step = int(q_sizes.max()) + 1
-    k_step = 2 * q_step + int(k_sizes.max())
-    num_ranks = q_sizes.shape[1]
-    blocks = [
-        shift_rows(
-            _on_diagonal(one, q_step, k_step),
-            stage * num_ranks * q_step,
-            stage * num_ranks * k_step,
-        )
-        for stage, one in enumerate(added)
-    ]
-    rows = sweep.merge(np.concatenate(blocks))
-    block = rows[:, Q_START] // q_step
-    rows = shift_rows(rows, q=-block * q_step, k=-block * k_step)
-    masks = AttentionMask.many(q_sizes.reshape(-1), k_sizes.reshape(-1), rows, block)
-    return [masks[i : i + num_ranks] for i in range(0, len(masks), num_ranks)]
-
-
-def _on_diagonal(one: _Added, q_step: int, k_step: int) -> IntArray:
-    """Returns the slices of a stage in local rows, those of rank r in block r of the diagonal."""
-    queries, keys = one.held["q"], one.held["k"]
-    rows = shift_rows(one.parts, q=one.ranks * queries.stride, k=one.ranks * keys.stride)
+    queries, keys = (
+        RowSpace.one_after_another([one.held[side] for one in added]) for side in COLUMNS
+    )
+    q_step = int(queries.sizes.max()) + 1
+    k_step = 2 * q_step + int(keys.sizes.max())
+    num_ranks = added[0].held["q"].num_ranks
+    rank = np.concatenate([index * num_ranks + one.ranks for index, one in enumerate(added)])
+    rows = np.concatenate([one.parts for one in added])
+    rows = shift_rows(rows, q=rank * queries.stride, k=rank * keys.stride)
     rows, _, run = cut_rows(rows, queries.runs, Q_START, Q_END)
     rows = shift_rows(rows, q=queries.shifts(q_step)[run])
     rows, _, run = cut_rows(rows, keys.runs, K_START, K_END)
-    return shift_rows(rows, k=keys.shifts(k_step)[run])
+    rows = sweep.merge(shift_rows(rows, k=keys.shifts(k_step)[run]))
+    block = rows[:, Q_START] // q_step
+    rows = shift_rows(rows, q=-block * q_step, k=-block * k_step)
+    masks = AttentionMask.many(queries.sizes, keys.sizes, rows, block)
+    return [masks[i : i + num_ranks] for i in range(0, len(masks), num_ranks)]
 
 
 def _square(cell: IntArray, amounts: IntArray, size: int) -> FloatArray:

@@ -1,5 +1,9 @@
 """Passes in which queries stay with their owners and keys travel: what several schemes and their prices share."""
 
+import itertools
+
+import numpy as np
+
 from megatron_cp.plan.schema import Pass
 from megatron_cp.plan.transfer.pass_builder import PassBuilder, PlacedMask
 from megatron_cp.plan.transfer.routing import Route, direct, split_evenly
@@ -28,8 +32,10 @@ def ring_pass(placed: PlacedMask) -> Pass:
     builder = PassBuilder(placed)
     builder.add_own()
     distance = (placed.q_owner - placed.k_owner) % placed.num_ranks
-    for step in range(1, placed.num_ranks):
-        now = distance == step
+    by_distance = np.argsort(distance, kind="stable")
+    ends = np.searchsorted(distance[by_distance], np.arange(1, placed.num_ranks + 1))
+    for step, (begin, end) in enumerate(itertools.pairwise(ends.tolist()), start=1):
+        now = by_distance[begin:end]
         blocks = placed.owners.blocks([step])
         builder.add(placed.parts[now], placed.q_owner[now], all_keys=blocks)
     return builder.build()

@@ -9,7 +9,7 @@ A route turns "these ranks want these keys" into hops. Whatever the route, a ran
 holds already.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -38,6 +38,13 @@ class RowSpace:
         stride = placement.num_ranks * placement.own_rows + 1
         runs = placement.ids + (placement.rank * stride)[:, None]
         return cls(runs, placement.num_ranks, stride)
+
+    @classmethod
+    def one_after_another(cls, spaces: "Sequence[RowSpace]") -> "RowSpace":
+        """Returns the space of as many times the ranks; the ranks of each space follow those of the one before."""
+        num_ranks, stride = spaces[0].num_ranks, spaces[0].stride
+        runs = [index * num_ranks * stride + one.runs for index, one in enumerate(spaces)]
+        return cls(np.concatenate(runs), len(spaces) * num_ranks, stride)
 
     def keys_of(self, ids: IntArray, ranks: IntArray) -> IntArray:
         """Returns ranges of token ids `[n, 2]` as `ranks` `[n]` see them."""
