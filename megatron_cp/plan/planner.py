@@ -35,7 +35,7 @@ from megatron_cp.plan.schemes.gather import (
     plan_contiguous,
     plan_contiguous_cross,
 )
-from megatron_cp.plan.schemes.magi import plan_magi
+from megatron_cp.plan.schemes.magi import plan_magi, plan_magi_hierarchical
 from megatron_cp.plan.schemes.ring import plan_ring, plan_zigzag
 from megatron_cp.plan.schemes.stripe import plan_stripe
 from megatron_cp.plan.schemes.ultraattn import plan_ultraattn
@@ -318,6 +318,7 @@ PLANNERS: dict[str, Planner] = {
     "per_document_zigzag": plan_per_document_zigzag,
     "document_groups": plan_document_groups,
     "magi": plan_magi,
+    "magi_hierarchical": plan_magi_hierarchical,
     "ultraattn": plan_ultraattn,
     "dcp": plan_dcp,
 }

@@ -16,6 +16,7 @@ PLANNERS = (
     "document_groups",
     "double_ring",
     "magi",
+    "magi_hierarchical",
     "per_document_zigzag",
     "ring",
     "stripe",

@@ -7,8 +7,9 @@ rank that needs it. Own keys come first, then as many stages of remote keys as t
 Eight chunks per rank unless `chunk_size` says otherwise, and overlap degree 2 unless `num_stages` does, as in
 the published benchmarks. Their stages take chunks of remote keys in turn; ours take an equal share
 of what each pair of ranks exchanges: the same rows, and no fuller links.
-The published system can be set to send a row once to each node (its hierarchical group-cast: the rank at the owner's
-place passes it on): `is_per_node`. `study/rival.py` has the rest of how it is run.
+`magi_hierarchical` sends a row once to each node, and the rank at the owner's place passes it on: the published
+system's hierarchical group-cast, which a variable of its environment turns on. `study/rival.py` has the rest of how
+it is run.
 
 Volume: what the chunks of a rank need; at most 2 rho (P-1). Source: MagiAttention 1.1, static solver.
 """
@@ -27,24 +28,33 @@ from megatron_cp.plan.schemes.gather import one_pass_plan
 from megatron_cp.plan.schemes.layout import chunk_layout
 from megatron_cp.plan.transfer.pass_builder import PlacedMask
 from megatron_cp.plan.transfer.passes import needed_keys_pass
-from megatron_cp.plan.transfer.routing import ThroughNodes, direct
+from megatron_cp.plan.transfer.routing import Route, ThroughNodes, direct
 
 CHUNKS_PER_RANK = 8
 OVERLAP_DEGREE = 2
 
 
-def plan_magi(
-    mask: AttentionMask, cp_size: int, config: CPConfig, *, is_per_node: bool = False
-) -> PlanData:
+def plan_magi(mask: AttentionMask, cp_size: int, config: CPConfig) -> PlanData:
     """Returns chunks assigned largest area first, and needed keys in `num_stages` stages after own keys."""
+    return _plan(mask, cp_size, config, "magi", direct)
+
+
+def plan_magi_hierarchical(mask: AttentionMask, cp_size: int, config: CPConfig) -> PlanData:
+    """Returns the plan of `plan_magi` in which a row enters each node once."""
+    node_size = get_topology(config.topology).node_size
+    route = ThroughNodes(node_size) if 1 < node_size < cp_size else direct
+    return _plan(mask, cp_size, config, "magi_hierarchical", route)
+
+
+def _plan(
+    mask: AttentionMask, cp_size: int, config: CPConfig, planner: str, route: Route
+) -> PlanData:
     chunk, per_rank = chunk_layout(mask.num_queries, cp_size, config, CHUNKS_PER_RANK)
     areas = mask.area_of_rows(np.arange(cp_size * per_rank + 1) * chunk)
     placement = tokens_of_chunks(largest_first(areas.astype(np.float64), cp_size), chunk)
-    node_size = get_topology(config.topology).node_size
-    route = ThroughNodes(node_size) if is_per_node and 1 < node_size < cp_size else direct
     num_stages = config.num_stages or OVERLAP_DEGREE
     both = needed_keys_pass(PlacedMask(mask, placement), num_stages, route)
-    return one_pass_plan(mask, config, "magi", placement, both)
+    return one_pass_plan(mask, config, planner, placement, both)
 
 
 def largest_first(areas: FloatArray, cp_size: int) -> IntArray:

@@ -16,7 +16,13 @@ from megatron_cp.plan.schema import PASSES
 from megatron_cp.plan.study.simulate import simulate_pass
 
 NONE = float("nan")
-MOST_RANKS = {"document_groups": 1024, "ultraattn": 1024, "dcp": 1024, "magi": 2048}
+MOST_RANKS = {
+    "document_groups": 1024,
+    "ultraattn": 1024,
+    "dcp": 1024,
+    "magi": 2048,
+    "magi_hierarchical": 2048,
+}
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""MagiAttention as it can be run, beside the plain form of planner "magi": how much of a lead is over settings only.
+"""MagiAttention as it can be run, beside planner "magi" on our runtime: how much of a lead is over settings only.
 
-    straight        every row from its owner to each rank that needs it; gradients in fp32; rows source by source
-    per node        a row enters a node once and is passed on inside (its hierarchical group-cast)
-    16 bits         gradients go home in 16 bits, its default
+    straight        every row from its owner to each rank that needs it: planner "magi"
+    per node        a row enters a node once and is passed on inside: planner "magi_hierarchical"
+    16 bits         gradients go home in 16 bits, its default; ours travel in fp32
     global order    received rows are put back into the order of tokens, so what is contiguous stays so: fewer slices
 
 Times are predicted by the cost model; putting rows into order costs nothing there, in its favour.
@@ -17,9 +17,13 @@ from megatron_cp.mask import AttentionMask, interval
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.hardware.makespan import makespan_seconds
 from megatron_cp.plan.hardware.rows import FP32_BYTES
-from megatron_cp.plan.hardware.topology import get_topology
-from megatron_cp.plan.schema import PassName, PlanData
-from megatron_cp.plan.schemes.magi import plan_magi
+from megatron_cp.plan.planner import make_plan
+from megatron_cp.plan.schema import PASSES, PassName, PlanData
+from megatron_cp.plan.study.compare import Outcome
+from megatron_cp.plan.study.simulate import simulate_pass
+
+RIVALS = ("magi", "magi_hierarchical")
+GRADIENT_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -27,15 +31,16 @@ class RivalForm:
     """One way to run it."""
 
     name: str
-    is_per_node: bool
+    planner: str
     gradient_bytes: int
     is_in_global_order: bool
 
 
 FORMS = (
-    RivalForm("straight", False, FP32_BYTES, False),
-    RivalForm("per node", True, FP32_BYTES, True),
-    RivalForm("per node, 16 bits", True, 2, True),
+    RivalForm("straight", "magi", FP32_BYTES, False),
+    RivalForm("straight, 16 bits", "magi", GRADIENT_BYTES, True),
+    RivalForm("per node", "magi_hierarchical", FP32_BYTES, True),
+    RivalForm("per node, 16 bits", "magi_hierarchical", GRADIENT_BYTES, True),
 )
 
 
@@ -50,14 +55,27 @@ class RivalFigures:
 
 def rival_figures(mask: AttentionMask, cp_size: int, config: CPConfig) -> list[RivalFigures]:
     """Returns the figures of every form."""
-    known = replace(config, planner="magi", topology=get_topology(config.topology))
+    plans = {one: make_plan(mask, cp_size, replace(config, planner=one)) for one in RIVALS}
     found = []
     for form in FORMS:
-        plan = plan_magi(mask, cp_size, known, is_per_node=form.is_per_node)
-        seconds = makespan_seconds(plan, "forward")
-        seconds += makespan_seconds(plan, "backward", form.gradient_bytes)
+        plan = plans[form.planner]
+        seconds = sum(makespan_seconds(plan, name, form.gradient_bytes) for name in PASSES)
         found.append(RivalFigures(form, seconds * 1e3, most_slices(plan, form.is_in_global_order)))
     return found
+
+
+def by_default(outcome: Outcome) -> Outcome:
+    """Returns the outcome of one of RIVALS with gradients in 16 bits; any other outcome, or a refusal, as it is."""
+    plan = outcome.plan
+    if outcome.planner not in RIVALS or plan is None:
+        return outcome
+    predicted = sum(makespan_seconds(plan, name, GRADIENT_BYTES) for name in PASSES)
+    simulated = [simulate_pass(plan, name, gradient_bytes=GRADIENT_BYTES) for name in PASSES]
+    return replace(
+        outcome,
+        predicted_ms=predicted * 1e3,
+        simulated_ms=sum(one.seconds for one in simulated) * 1e3,
+    )
 
 
 def most_slices(plan: PlanData, is_in_global_order: bool = False) -> int:

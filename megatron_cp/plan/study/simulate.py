@@ -25,7 +25,7 @@ from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.hardware.cost import compute_seconds, head_split_seconds
 from megatron_cp.plan.hardware.links import Links
 from megatron_cp.plan.hardware.makespan import weighted_areas
-from megatron_cp.plan.hardware.rows import row_size
+from megatron_cp.plan.hardware.rows import FP32_BYTES, RowSize, row_size
 from megatron_cp.plan.hardware.speeds import check_rank_speeds, rank_speeds
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.schema import (
@@ -162,14 +162,16 @@ def simulate_pass(
     topology: Topology | str | None = None,
     overlap: bool = True,
     num_traced: int = 0,
+    gradient_bytes: int = FP32_BYTES,
 ) -> Simulation:
     """Returns how one pass of one layer goes; a timeline for the first `num_traced` ranks.
 
-    `topology`: where to run it, by default that of the plan's config. O(messages + stages x ranks).
+    `topology`: where to run it, by default that of the plan's config. `gradient_bytes`: see `row_size`.
+    O(messages + stages x ranks).
     """
     row = get_topology(plan.config.topology if topology is None else topology)
     check_rank_speeds(replace(plan.config, topology=row), plan.cp_size)
-    return _Player(plan, pass_name, row, overlap, num_traced).play()
+    return _Player(plan, pass_name, row, overlap, num_traced, gradient_bytes).play()
 
 
 class _Player:
@@ -182,8 +184,10 @@ class _Player:
         topology: Topology,
         overlap: bool,
         num_traced: int,
+        gradient_bytes: int,
     ):
         num_ranks = plan.cp_size
+        self.gradient_bytes = gradient_bytes
         self.plan, self.pass_name, self.overlap = plan, pass_name, overlap
         self.pass_ = plan.get_pass(pass_name)
         self.degree = self.pass_.head_degree
@@ -234,7 +238,7 @@ class _Player:
         """Starts the transfers of a stage on every rank; returns when its rows are there."""
         for side in SIDES:
             cast = self.pass_.stages[index].cast(side)
-            size = row_size(self.config, self.pass_name, side, self.degree).there
+            size = self._row_size(side).there
             for number, hop in enumerate(cast.hops if cast else ()):
                 what = f"{_NAMES[side]} of stage {index}" + (f", hop {number}" if number else "")
                 ready = self._move(hop.messages, size, ready, what)
@@ -243,13 +247,16 @@ class _Player:
     def _returns(self, index: int, ready: FloatArray) -> FloatArray:
         """Starts the results of a stage on their way home; returns when they are there."""
         for side in SIDES:
-            size = row_size(self.config, self.pass_name, side, self.degree).back
+            size = self._row_size(side).back
             if not size or not self.pass_.ends_chain(index, side):
                 continue
             casts = [self.pass_.stages[i].cast(side) for i in self.pass_.chain(index, side)]
             for cast in reversed([cast for cast in casts if cast is not None]):
                 ready = self._back(cast, size, ready, f"{_NAMES[side]} results of stage {index}")
         return ready
+
+    def _row_size(self, side: Side) -> RowSize:
+        return row_size(self.config, self.pass_name, side, self.degree, self.gradient_bytes)
 
     def _back(self, cast: Transfer, size: int, ready: FloatArray, what: str) -> FloatArray:
         for hop in reversed(cast.hops):
