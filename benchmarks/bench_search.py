@@ -1,4 +1,6 @@
-"""What every number of SearchBudget does: plans at half and at double, on masks of their own.
+"""What every number of planner "auto" does: plans at half and at double, on masks of their own.
+
+First those of SearchBudget, then those that stand inside a step of the search, in the file of that step.
 
 python benchmarks/bench_search.py --output benchmarks/results/search_<hardware>_<date>     a quarter of an hour
 python benchmarks/bench_search.py --only effort far
@@ -8,10 +10,13 @@ measured nowhere. Planning times are bench_plan.py's.
 """
 
 import argparse
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
+from types import ModuleType
+from unittest import mock
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before NumPy: planning is measured on one thread
 
@@ -19,13 +24,24 @@ from search_cells import SearchCell, large_cells, search_cells
 from timing import Cell, Table, environment, publish
 
 from megatron_cp.config import CPConfig
+from megatron_cp.plan.compute import bisection, local_search, staging
 from megatron_cp.plan.hardware.makespan import makespan_seconds
+from megatron_cp.plan.placement import by_area, by_documents, placement
 from megatron_cp.plan.schema import PASSES
 from megatron_cp.plan.search.budget import BUDGET, SearchBudget
 from megatron_cp.plan.search.choose import best_family
 from megatron_cp.plan.study.compare import geometric_mean
 
 ROUNDING = 1e-9
+WITHOUT = {"most_near": 1 << 40, "hub": math.inf}  # tried besides: no limit, never a tree
+INSIDE_STEPS: dict[ModuleType, tuple[str, ...]] = {
+    bisection: ("PARTS_PER_GROUP", "CHUNKS_PER_RANK"),
+    local_search: ("CHUNKS_PER_RANK", "ROUNDS", "STEPS", "IN_VAIN", "SHARE", "LEAST_PRICE", "LEAST_GAIN"),
+    staging: ("PIECES", "LEAST_PIECES_PER_RANK", "MOST_PIECES_PER_RANK"),
+    by_area: ("MAX_EXCHANGES_PER_RANK", "PARTNERS", "USEFUL_SHARE"),
+    by_documents: ("LIGHT", "WIDEST", "STEP", "MOST_PLACED"),
+    placement: ("MAX_CHUNKS_PER_RANK", "MIN_CHUNKS_PER_RANK", "MAX_PADDING", "TARGET_CHUNKS", "MIN_CHUNK_TOKENS"),
+}  # fmt: skip
 COLUMNS = (
     "number",
     "value",
@@ -64,8 +80,20 @@ def variants(only: list[str]) -> Iterator[tuple[str, object, object, SearchBudge
                 yield one.name, value, new, replace(BUDGET, **{one.name: new})
 
 
-def _half_and_double(name: str, value: object) -> tuple[object, object]:
+def inside_steps() -> Iterator[tuple[str, str, ModuleType, object, object]]:
+    """Yields (number, its file, module, its value, another) for every number inside a step."""
+    for module, names in INSIDE_STEPS.items():
+        for name in names:
+            old = getattr(module, name)
+            for new in _half_and_double(name, old):
+                yield name, module.__name__.split("megatron_cp.plan.")[1], module, old, new
+
+
+def _half_and_double(name: str, value: object) -> tuple[object, ...]:
     """Returns half and double; of a factor just above 1 what it is above 1, of stage counts one less and one more."""
+    if name in WITHOUT:
+        assert isinstance(value, int | float)
+        return (*_half_and_double("", value), WITHOUT[name])
     if isinstance(value, tuple):
         return value[:-1], (*value, 2 * value[-1])
     if isinstance(value, int):
@@ -115,6 +143,14 @@ def main() -> None:
             continue
         rows.append(row([name, _short(old), _short(new)], cells, base, predicted(cells, budget)))
         print(*rows[-1], sep=" | ", flush=True)
+    steps: list[list[Cell]] = []
+    for name, file, module, old, new in inside_steps():
+        if arguments.only and name not in arguments.only:
+            continue
+        with mock.patch.object(module, name, new):
+            found = predicted(cells, BUDGET)
+        steps.append(row([f"{file}: {name}", _short(old), _short(new)], cells, base, found))
+        print(*steps[-1], sep=" | ", flush=True)
     note = f"{len(cells)} cells; times over those of the budget that is used, geometric mean; below 1 is faster."
     command = "python benchmarks/bench_search.py" + " --large" * arguments.large
     command += " --held-out" * arguments.held_out + f" --every {arguments.every}"
@@ -122,7 +158,11 @@ def main() -> None:
         "what": "predicted times of plans; no GPU was used",
         "command": command,
     }
-    publish("Search budget", facts, [Table("Numbers", COLUMNS, rows, note)], arguments.output)
+    tables = [
+        Table("Numbers", COLUMNS, rows, note),
+        Table("Numbers inside steps", COLUMNS, steps, note),
+    ]
+    publish("Search budget", facts, tables, arguments.output)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from megatron_cp.plan.transfer.routing import (
 )
 
 PIECES = 256  # of the stream: slices are cut so finely, for stages to be equal
-PIECES_PER_RANK = (2, 8)  # at least, at most
+LEAST_PIECES_PER_RANK, MOST_PIECES_PER_RANK = 2, 8
 
 Order = Literal["tokens", "ring", "shares"]
 ORDERS: tuple[Order, ...] = ("tokens", "ring", "shares")
@@ -179,7 +179,9 @@ class AssignedPieces:
         by_passing = ~assigned.is_own[passing]
         by_queries = by_passing == (passing == "q")
         by_queries |= assigned.is_local
-        per_rank = int(np.clip(PIECES // placed.num_ranks, *PIECES_PER_RANK))
+        per_rank = int(
+            np.clip(PIECES // placed.num_ranks, LEAST_PIECES_PER_RANK, MOST_PIECES_PER_RANK)
+        )
         runs = interval.cut(placed.owners.ids, max(1, placed.own_rows // per_rank))
         chosen: dict[Side, BoolArray] = {"q": by_queries, "k": ~by_queries}
         cuts = []
