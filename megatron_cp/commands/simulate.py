@@ -25,6 +25,7 @@ from megatron_cp.commands.arguments import (
     source_of,
 )
 from megatron_cp.config import MAX_RANKS
+from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.report.figures.view import MAX_RANKS_PICTURED
 from megatron_cp.report.simulation.replicas import (
     replicas_text,
@@ -124,6 +125,11 @@ def _run_replicas(args: argparse.Namespace, words: Sequence[str]) -> int:
             f"{-(-num_packs // dp_size) * dp_size}"
         )
     progress, config, source = Progress("simulate"), config_of(args), source_of(args)
+    if config.rank_speeds or get_topology(config.topology).rank_speeds:
+        raise ValueError(
+            "--data-parallel-size with --cp-rank-speeds, or a --cp-topology profile with rank_speeds, is not served: "
+            "they name the ranks of one replica, and a plan spans all; drop one of the two"
+        )
     prepare_outputs(args.json)
     choice = MaskChoice(args.mask, args.window_size)
     studies = [

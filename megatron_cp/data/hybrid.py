@@ -98,7 +98,7 @@ def hybrid_request(request: PlanRequest, dp_size: int) -> PlanRequest:
 
 
 def choose_layout(step: Sequence[BothLayouts]) -> list[PlannedBatch]:
-    """Returns the micro-batches of a step, all hybrid or all fixed, whichever is sure to be no slower.
+    """Returns the micro-batches of a step, all hybrid or all fixed, hybrid where that is sure to be faster.
 
     In the fixed layout replicas meet at the end of the step alone, so the slowest one counts; in the hybrid layout
     all ranks meet in every micro-batch. Equal on all ranks, but for whose part `fixed` is.
@@ -110,12 +110,12 @@ def choose_layout(step: Sequence[BothLayouts]) -> list[PlannedBatch]:
 
 
 def is_hybrid_faster(hybrid_M: Sequence[float], fixed_MR: Sequence[Sequence[float]]) -> bool:
-    """Returns whether a step of M micro-batches on R replicas is sure to be no slower in the hybrid layout.
+    """Returns whether a step of M micro-batches on R replicas is sure to be faster in the hybrid layout.
 
     `hybrid_M`: seconds of each micro-batch; `fixed_MR`: what each replica's part takes at least.
     """
     slowest = max(map(sum, zip(*fixed_MR, strict=True)))
-    return round(sum(hybrid_M), _DIGITS) <= round(slowest, _DIGITS)
+    return round(sum(hybrid_M), _DIGITS) < round(slowest, _DIGITS)
 
 
 def seconds_of(batch: PlannedBatch, request: PlanRequest) -> float:

@@ -393,6 +393,7 @@ def test_a_stream_of_lengths_is_cut_into_packs():
         (["--global-batch-size", "4"], "--global-batch-size 4 is for --data-parallel-size"),
         ([*REPLICAS, "--global-batch-size", "3"], "--data-parallel-size 2; give 4"),
         ([*REPLICAS, "--html", "a.html"], "leave out --data-parallel-size"),
+        ([*REPLICAS, "--cp-rank-speeds", "1,.5"], "--data-parallel-size with --cp-rank-speeds"),
         ([*REPLICAS, "--seq-length", "1"], "use 1 ranks or fewer"),
     ],
 )

@@ -1,6 +1,7 @@
 """--hybrid-context-parallel: the losses of fixed groups and of one rank, resumed exactly."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -91,6 +92,8 @@ def test_a_step_that_spans_replicas_counts_its_tokens_once(one: Path, hybrid: tu
     folder, printed = hybrid
     assert 1.0 in metrics(folder, "cp/is_hybrid").values()
     assert f"5 steps, {5 * 4 * 256:,} tokens" in printed
+    told = [int(n) for n in re.findall(r"\| hybrid steps: (\d+) \|", printed)]
+    assert sum(told) == sum(metrics(folder, "cp/is_hybrid").values())
     same_losses(folder, one)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from megatron_cp.report.draw.charts import Axes, Series, finite_points, line_chart, smoothed
 from megatron_cp.report.draw.html import Figure, Table
 from megatron_cp.report.draw.svg import count_of, plain
+from megatron_cp.report.figures.view import USUAL_WORDS
 from megatron_cp.report.run.record import HELD_OUT_LOSS, LOSS, Run
 
 _STEP = "iteration"
@@ -41,9 +42,10 @@ def loss_figure(run: Run, columns: int = 6) -> Figure:
 
 
 def balance_figure(run: Run, columns: int = 6) -> Figure:
-    """Returns the balance of every step, worst micro-batch, beside a zigzag split's on the same packs."""
+    """Returns the balance of every step, worst micro-batch, beside that of two usual splits of the same packs."""
     points = finite_points(*run.column("cp/area_max_over_mean"))
     zigzag = finite_points(*run.column("cp/zigzag_area_max_over_mean"))
+    per_document = finite_points(*run.column("cp/per_document_area_max_over_mean"))
     values = [y for _, y in points]
     words = (
         f"Median {np.median(values):.3f}, 99% of the steps at or below {np.percentile(values, 99):.3f}. "
@@ -54,18 +56,23 @@ def balance_figure(run: Run, columns: int = 6) -> Figure:
         x_label=_STEP,
         y_label="max / mean area",
         level=1.0,
-        y_high=max([1.1, *values, *(y for _, y in zigzag)]) if values else None,
+        y_high=max([1.1, *values, *(y for _, y in (*zigzag, *per_document))]) if values else None,
         y_text=lambda v: f"{v:.4g}",
     )
-    at = dict(zigzag)
-    series = [Series("this run", points, 1), Series("zigzag on the same packs", zigzag, 2)]
+    usual = {"zigzag": dict(zigzag), USUAL_WORDS: dict(per_document)}
+    series = [
+        Series("this run", points, 1),
+        Series("zigzag on the same packs", zigzag, 2),
+        Series(USUAL_WORDS, per_document, 3),
+    ]
     return Figure(
         title="Balance of every step",
         caption=f"{words}1 (dashed) is perfect: every rank waits for the busiest. Worst micro-batch "
         "of a step; counted.",
         picture=line_chart("balance by step", series, axes),
         table=Table(
-            (_STEP, "max over mean area", "zigzag"), [(int(x), y, at.get(x, "")) for x, y in points]
+            (_STEP, "max over mean area", *usual),
+            [(int(x), y, *(at.get(x, "") for at in usual.values())) for x, y in points],
         ),
         columns=columns,
     )

@@ -1,9 +1,9 @@
 """A step of several replicas, on paper: packs on one replica each, or on all ranks of all of them.
 
     fixed, by area     packs are dealt to replicas and micro-batches by the area of their masks
-    fixed, by time     by their predicted time, as the loader deals them
+    fixed, by time     by the least time that their attention takes, as the loader deals them
     hybrid             the packs that replicas compute at the same time are one mask on all ranks
-    chosen             what --hybrid-context-parallel takes: hybrid where that is sure to be no slower, else fixed
+    chosen             what --hybrid-context-parallel takes: hybrid where that is sure to be faster, else fixed
 
 Attention of one layer, forward and backward, in all micro-batches of a step. In the fixed layout replicas meet at the
 end of the step, in the hybrid one all ranks meet in every micro-batch. Nothing here is measured.

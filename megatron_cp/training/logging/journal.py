@@ -73,7 +73,7 @@ class Journal:
         self._tracker = _open_tracker(state, described) if self._keeps else Tracker()
         self._losses: dict[str, list[float]] = {LOSS_NAME: []}
         self._skipped = self._nan = 0
-        self._window_flops = self._window_tokens = 0
+        self._window_flops = self._window_tokens = self._window_hybrid = 0
         self._window_start = time.perf_counter()
         self._window_steps = self._num_samples = self._steps_since_line = 0
         self._last: dict[str, Any] = {}
@@ -101,26 +101,25 @@ class Journal:
         state.flops += operations
         self._window_flops += operations
         self._window_tokens += work.num_tokens
+        self._window_hybrid += batches[0].spans_replicas
         self._window_steps += 1
         self._steps_since_line += 1
         self._summary.step(result.loss, work.num_tokens)
-        if result.loss is not None and math.isfinite(result.loss):
+        is_lost = result.loss is not None and not math.isfinite(result.loss)
+        if result.loss is not None and not is_lost:
             self._losses[LOSS_NAME].append(result.loss)
         for name, value in result.auxiliary.items():
             self._losses.setdefault(name, []).append(value)
-        self._nan += result.loss is not None and not math.isfinite(result.loss)
+        self._nan += is_lost
         self._skipped += not result.updated
-        if result.loss is not None and not math.isfinite(result.loss):
+        if is_lost:
             self.alert("loss is not finite", f"step {state.iteration}: lm loss {result.loss}")
         seconds = (time.perf_counter() - self._window_start) / self._window_steps
         self.tokens_per_s = self._speed(seconds).tokens_per_s
         if self._keeps and state.iteration % config.records.tensorboard_log_interval == 0:
             self._track(batches, result, seconds, params_norm, device, waited_s)
-        if (
-            self._keeps
-            and self._tracker.wants_plan_samples
-            and self._num_samples < _NUM_PLAN_SAMPLES
-        ):
+        wants_more = self._tracker.wants_plan_samples and self._num_samples < _NUM_PLAN_SAMPLES
+        if self._keeps and wants_more:
             self._sample(batches)
         if state.iteration % config.records.log_interval == 0:
             self._print(result, seconds, params_norm)
@@ -210,6 +209,7 @@ class Journal:
             tokens_per_s=self._window_tokens / (self._window_steps * seconds),
             world_size=config.parallel.world_size,
             mfu=None if self._peak is None else self._tflops(seconds) / self._peak,
+            hybrid_steps=self._window_hybrid if config.parallel.spans_replicas else None,
             remaining_s=seconds * (config.steps.train_iters - self._state.iteration),
         )
 
@@ -265,7 +265,7 @@ class Journal:
 
     def restart_clock(self) -> None:
         """The next steps are timed from now on."""
-        self._window_flops = self._window_tokens = self._window_steps = 0
+        self._window_flops = self._window_tokens = self._window_hybrid = self._window_steps = 0
         self._window_start = time.perf_counter()
         if self._energy is not None:
             self._energy.start()

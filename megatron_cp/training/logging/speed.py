@@ -34,6 +34,8 @@ class Speed:
     mfu: float | None
     """Operations of the model over the device's peak; None where that is not known."""
     remaining_s: float
+    hybrid_steps: int | None = None
+    """So many of these steps had all replicas' packs on all their ranks; None where none may."""
 
     def row(self) -> dict[str, float]:
         """Returns the metrics."""
@@ -52,5 +54,7 @@ class Speed:
         ]
         if self.mfu is not None:
             parts.append(f" MFU: {100 * self.mfu:.1f}%")
+        if self.hybrid_steps is not None:
+            parts.append(f" hybrid steps: {self.hybrid_steps}")
         parts.append(f" remaining: {timedelta(seconds=round(self.remaining_s))}")
         return " |".join(parts) + " |"
