@@ -382,8 +382,7 @@ def test_packs_that_are_alike_stay_where_they_are(capsys):
 
 
 def test_a_stream_of_lengths_is_cut_into_packs():
-    source = source_of_lengths([5, 3, 9, 2])
-    packs = packs_of(source, 6, 4, seed=0)
+    packs = packs_of(source_of_lengths([5, 3, 9, 2]), 6, 4, seed=0)
     assert [one.tolist() for one in packs] == [[5, 1], [2, 4], [5, 1], [1, 5]]
 
 

@@ -42,6 +42,7 @@ from megatron_cp.mask.slice import (
 from megatron_cp.plan.schema import BoolArray, FloatArray
 from megatron_cp.plan.transfer.routing import Owners
 
+# What half and double of each do: benchmarks/bench_search.py; results are linked in docs/plan.md.
 PARTS_PER_GROUP = 96  # blocks are halved until a group has so many, or they are small
 CHUNKS_PER_RANK = 4  # ... which means this fraction of a rank's rows
 HOMES = ((1, 1), (1, 0), (0, 1))  # whether queries and keys pull a pair home

@@ -14,7 +14,7 @@ Fiduccia and Mattheyses (1982); the best assignment seen is kept.
 It is used where links limit, among at most 8 head groups. Of 89 cells (benchmarks/search_cells.py) 12 got faster plans
 by it, in .90 of the predicted time (geometric mean; the best .58), and none a slower one. In its place, on the 16 cells
 where it ran, the hypergraph partitioner Mt-KaHyPar, DCP's way (SOSP'25), won less, .938 for .926, in .6 s for 12 ms
-(2026-11-24, one core of an EPYC). Each number below was halved and doubled there: the worst lost .007.
+(2026-11-24, one core of an EPYC).
 
 Nothing here is clocked or drawn, and powers are products: every process finds the same.
 """
@@ -31,6 +31,7 @@ from megatron_cp.plan.compute.blocks import Blocks, Loads, Problem
 from megatron_cp.plan.schema import BoolArray, FloatArray
 from megatron_cp.plan.transfer.routing import Owners
 
+# What half and double of each do: benchmarks/bench_search.py; results are linked in docs/plan.md.
 CHUNKS_PER_RANK = (1, 2, 4, 8)
 ROUNDS = 3  # of a size of blocks, while they gain
 STEPS = 12  # of a round

@@ -39,6 +39,7 @@ from megatron_cp.plan.transfer.routing import (
     tree_rounds,
 )
 
+# What half and double of each do: benchmarks/bench_search.py; results are linked in docs/plan.md.
 PIECES = 256  # of the stream: slices are cut so finely, for stages to be equal
 LEAST_PIECES_PER_RANK, MOST_PIECES_PER_RANK = 2, 8
 

@@ -19,6 +19,7 @@ from megatron_cp.mask.interval import IntArray
 from megatron_cp.mask.slice import K_END, K_START, Q_END, Q_START, cut_rows, rows_area
 from megatron_cp.plan.schema import BoolArray, FloatArray
 
+# What half and double of each do: benchmarks/bench_search.py; results are linked in docs/plan.md.
 MAX_EXCHANGES_PER_RANK = 64
 PARTNERS = 4  # idle ranks looked at per exchange; an eighth of all ranks if that is more
 USEFUL_SHARE = 0.5  # an exchange must reach this share of the best improvement on offer

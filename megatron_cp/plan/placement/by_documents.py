@@ -20,6 +20,7 @@ from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.placement.placement import Placement
 from megatron_cp.plan.schema import FloatArray
 
+# What half and double of each do: benchmarks/bench_search.py; results are linked in docs/plan.md.
 LIGHT = 64  # a document of less than this part of the fair share does not decide the load
 WIDEST = 8  # times the ranks that a document wants: it is scattered rather than in a larger group
 STEP = 0.01  # of the fair share, by which the limit is raised until a scattered document fits

@@ -16,6 +16,7 @@ from megatron_cp.mask import interval
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.schema import OwnRows
 
+# What half and double of each do: benchmarks/bench_search.py; results are linked in docs/plan.md.
 MAX_CHUNKS_PER_RANK = 32
 MIN_CHUNKS_PER_RANK = 8
 MAX_PADDING = 1 / 64  # more rows than needed, for the sake of finer chunks
