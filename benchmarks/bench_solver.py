@@ -4,10 +4,10 @@ MAGI_ATTENTION=<checkout> python benchmarks/bench_solver.py --output benchmarks/
 
 The solver is theirs, unchanged and in Python (MAGI_ATTENTION_CPP_BACKEND=0; its compiled ranges need CUDA to be built).
 Its compiled modules and triton are stood in for, because planning calls neither. The ranks of a job are threads here,
-which take turns: what they gather from each other is handed over in memory, and a rank's time is that of its own thread, waiting left
-out. So its two gathers cost it nothing. Counted are dealing chunks (eight a rank) and solving with overlap degree 2; the
-arguments of its kernels and transfers, which it makes of that on a GPU, are not. Ours is one call of `make_plan`,
-which every rank makes, transfers and checks included.
+which take turns. What they gather from each other is handed over in memory, and a rank's time is that of its own
+thread, waiting left out; so its two gathers cost it nothing. Counted are dealing chunks (eight a rank) and solving with
+overlap degree 2. The arguments of its kernels and transfers, which it makes of that on a GPU, are not. Ours is one call
+of `make_plan`, which every rank makes, transfers and checks included.
 
 Masks are those of `search_cells.py` that its four types of slices can say, on tokens that its chunks divide.
 """

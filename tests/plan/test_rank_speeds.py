@@ -278,6 +278,17 @@ def test_one_speed_for_each_rank_is_asked_for():
             call()
 
 
+def test_under_a_window_a_slow_rank_of_many_gives_up_half_of_its_pairs():
+    """Heads exchanged in pairs would make its neighbour as slow: with 64 ranks no group may be larger than a rank."""
+    speeds = (*[1.0] * 63, 0.5)
+    options = CPConfig(num_heads=32, num_kv_heads=8, rank_speeds=speeds)
+    plan = make_plan(masks.sliding_window(64 << 13, 4095), 64, options)
+    fair = sum(pairs_of(plan)) / sum(speeds)
+    assert max(np.divide(pairs_of(plan), speeds)) < 1.1 * fair
+    assert pairs_of(plan)[63] < 0.6 * np.median(pairs_of(plan))
+    assert plan.forward.head_degree == 1
+
+
 def test_speeds_may_be_a_list_and_are_numbers_then():
     assert CPConfig(rank_speeds=[1, 2]).rank_speeds == (1.0, 2.0)
     assert hash(CPConfig(rank_speeds=[1, 2])) == hash(CPConfig(rank_speeds=(1.0, 2.0)))

@@ -2,7 +2,7 @@
 
 Beside each stands what half and double of it do to predicted times: the geometric mean over those of today's value,
 then the worst cell, on 45 cells of 4 to 48 ranks; "large": on 26 of 40 to 256 ranks (benchmarks/bench_search.py,
-2026-11-24, every line in benchmarks/results/search_epyc_2026-11-24.md and search_large_epyc_2026-11-24.md). "Nothing":
+2026-11-25, every line in benchmarks/results/search_epyc_2026-11-25.md and search_large_epyc_2026-11-25.md). "Nothing":
 not one cell moved.
 """
 
@@ -40,12 +40,15 @@ class SearchBudget:
     most_moved: int = 32
     """Head groups among which compute is moved where links limit: a limit of time. Half, double: nothing. Large, half:
     1.27, worst 21 (2048 global tokens, 256 ranks); double: nothing."""
+    most_moved_uneven: int = 256
+    """The same where ranks' speeds differ, for a group is as slow as its slowest rank: a limit of time. Half, a window of
+    4,096 tokens on 256 ranks, one at half speed: 1.16; 32: 1.33. Causal and packed documents there: nothing."""
     most_groups: int = 256
     """Head groups; with more of them only tokens in order are looked at, if heads can be exchanged: a limit of time."""
     near: float = 1.00125
     """Predictions cannot tell such passes, or plans, apart: balance, then bytes decide. 1.0006, 1.0025: 1.000."""
     good_imbalance: float = 1.02
-    """Below, balance does not decide. 1.01, 1.04: nothing."""
+    """Below, balance does not decide. 1.01: 1.000, best .997; 1.04: nothing."""
     most_measured: int = 12
     """Plans built to price them with measured kernel rates: a limit of time, without them nothing."""
     placements: PlacementLimits = PlacementLimits(  # noqa: RUF009  it is frozen
@@ -57,12 +60,12 @@ class SearchBudget:
     )
     stagings: StagingLimits = StagingLimits(  # noqa: RUF009  it is frozen
         counts=(1, 2, 4, 8),  # without 8: 1.000; large: 1.002, worst 1.031 (streaming, 128)
-        few=2,  # 1: 1.001, worst 1.022; 4: .999; large, 4: 1.005, worst 1.19
-        most_exact=3,  # 1: 1.004, worst 1.067; large: 1.008, worst 1.20; 6: nothing
-        uneven=1.005,  # 1.0025: 1.000; 1.01: 1.001, worst 1.008
-        as_even=1.005,  # 1.0025, 1.01: 1.000
-        stage_penalty=2e-4,  # nothing: it breaks ties for fewer sends
-        order_penalty=1e-3,  # nothing: it breaks ties for fewer slices
+        few=2,  # 1: 1.001, worst 1.011; 4: 1.000, best .984; large, 4: 1.005, worst 1.19
+        most_exact=3,  # 1: 1.004, worst 1.067; large: 1.008, worst 1.20; 6: nothing; large: 1.000
+        uneven=1.005,  # 1.0025: .999, best .996; 1.01: 1.001, worst 1.008
+        as_even=1.005,  # 1.0025, 1.01: 1.000; large, 1.0025: 1.002, worst 1.045
+        stage_penalty=2e-4,  # 1.000, one cell moves: it breaks ties for fewer sends
+        order_penalty=1e-3,  # 1.000, one cell moves: it breaks ties for fewer slices
         hub=2.0,  # 1, 4: 1.000; large, never a tree: 1.22, worst 3.5 (2048 global tokens, 256)
     )
 

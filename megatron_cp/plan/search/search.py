@@ -87,16 +87,17 @@ class Search:
         self.degrees = searched_degrees(cp_size, config)
         searched = [degree for degree in self.degrees if cp_size // degree <= budget.most_groups]
         self.searched = searched or self.degrees[-1:]
-        moved = [n for d in self.searched if 1 < (n := cp_size // d) <= budget.most_moved]
+        # All own equally many tokens, so a slow rank has too many pairs wherever they are placed: pairs have to move.
+        speeds = rank_speeds(config, cp_size)
+        self.is_uneven = bool((speeds != speeds[0]).any())
+        self.most_moved = budget.most_moved_uneven if self.is_uneven else budget.most_moved
+        moved = [n for d in self.searched if 1 < (n := cp_size // d) <= self.most_moved]
         self.always_moved = max(
             (n for n in moved if n <= budget.always_moved), default=min(moved, default=1)
         )
         # Memory may be short, states of linear layers travel too, and measured kernels are slower than nominal ones.
         has_rates = get_topology(config.topology).kernels is not None
         self.is_by_time = not (config.max_received_mb or config.linear_state_bytes or has_rates)
-        # All own equally many tokens, so a slow rank has too many pairs wherever they are placed: pairs have to move.
-        speeds = rank_speeds(config, cp_size)
-        self.is_uneven = bool((speeds != speeds[0]).any())
         self.must_move = max(moved, default=1) if self.is_uneven else self.always_moved
         self.placements = PlacementCandidates(
             masks, cp_size, config, min(self.searched), budget.placements
@@ -217,7 +218,7 @@ class Search:
         if step.source is stay:
             return True
         may_pay = self.is_uneven or not self.is_by_time or not self._is_within(self.budget.far)
-        return may_pay and self.cp_size // step.degree <= self.budget.most_moved
+        return may_pay and self.cp_size // step.degree <= self.most_moved
 
     def _is_open(self, degree: int) -> bool:
         """Returns whether a plan of a degree may still be faster, by more than can be told, than the fastest."""
