@@ -17,6 +17,7 @@ import importlib.abc
 import importlib.machinery
 import os
 import statistics
+import subprocess
 import sys
 import threading
 import time
@@ -185,6 +186,18 @@ def kinds_of_slices(mask: AttentionMask) -> list[int] | None:
     return (cuts_high + 2 * cuts_low).tolist()
 
 
+def _summary(name: str, took: Sequence[tuple[float, float]]) -> list[Cell]:
+    ratios = [ours / theirs for ours, theirs in took]
+    medians = (statistics.median(one) for one in zip(*took, strict=True))
+    factors = geometric_mean(ratios), min(ratios), max(ratios)
+    return [name, len(took), *(f"{x:.1f}" for x in medians), *(f"{x:.2f}" for x in factors)]
+
+
+def _commit_of(checkout: str) -> str:
+    words = ["git", "-C", checkout, "rev-parse", "--short=10", "HEAD"]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def main() -> None:
     """Prints the tables and writes them."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -198,7 +211,8 @@ def main() -> None:
     torch.cuda.current_device = lambda: 0
     torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *said: 0
     rows: list[list[Cell]] = []
-    left_out, ratios = [], []
+    took: dict[int, list[tuple[float, float]]] = {}
+    left_out = []
     for cell in search_cells():
         mask = cell.build()
         kinds = kinds_of_slices(mask)
@@ -207,25 +221,29 @@ def main() -> None:
             continue
         theirs = min(their_seconds(mask, cell, kinds) for _ in range(ROUNDS)) * 1e3
         ours = min(our_seconds(mask, cell) for _ in range(ROUNDS)) * 1e3
-        ratios.append(ours / theirs)
-        rows.append([str(cell), f"{ours:.1f}", f"{theirs:.1f}", f"{ratios[-1]:.2f}"])
+        took.setdefault(cell.ranks, []).append((ours, theirs))
+        rows.append([str(cell), f"{ours:.1f}", f"{theirs:.1f}", f"{ours / theirs:.2f}"])
         print(*rows[-1], sep=" | ", flush=True)
     facts = environment() | {
         "what": "processor time of planning, ms: ours for a plan, theirs for one rank of it (mean)",
+        "their solver": f"MagiAttention, commit {_commit_of(checkout)}",
         "left out": f"{len(left_out)} cells with other slices or lengths",
         "command": "MAGI_ATTENTION=<checkout> python benchmarks/bench_solver.py",
     }
-    medians: list[Cell] = [
-        len(rows),
-        *(f"{statistics.median(float(str(row[n])) for row in rows):.1f}" for n in (1, 2)),
-        f"{geometric_mean(ratios):.2f}",
-        f"{min(ratios):.2f}",
-        f"{max(ratios):.2f}",
-    ]
-    columns = ("cells", "ours, median ms", "theirs, median ms", "ours over theirs", "least", "most")
+    means = [_summary(str(ranks), found) for ranks, found in sorted(took.items())]
+    means.append(_summary("all", [one for found in took.values() for one in found]))
+    columns = (
+        "ranks",
+        "cells",
+        "ours, median ms",
+        "theirs, median ms",
+        "ours over theirs",
+        "least",
+        "most",
+    )
     note = "Ours over theirs: geometric mean."
     tables = [
-        Table("Summary", columns, [medians], note),
+        Table("Summary", columns, means, note),
         Table("Cells", ("mask", "ours ms", "theirs ms", "ours over theirs"), rows, ""),
     ]
     publish("Solver", facts, tables, arguments.output)
