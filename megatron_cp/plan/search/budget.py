@@ -41,8 +41,8 @@ class SearchBudget:
     """Head groups among which compute is moved where links limit: a limit of time. Half, double: nothing. Large, half:
     1.27, worst 21 (2048 global tokens, 256 ranks); double: nothing."""
     most_moved_uneven: int = 256
-    """The same where ranks' speeds differ, for a group is as slow as its slowest rank: a limit of time. A window of 4,096
-    tokens on 256 ranks, one at half speed, 128: 1.16; 32: 1.33. Causal and packed documents there: nothing."""
+    """The same where ranks' speeds differ, for a group is as slow as its slowest rank: a limit of time. A window of
+    4,096 tokens on 256 ranks, one at half speed, 128: 1.16; 32: 1.33. Causal and packed documents there: nothing."""
     most_groups: int = 256
     """Head groups; with more of them only tokens in order are looked at, if heads can be exchanged: a limit of time."""
     near: float = 1.00125
