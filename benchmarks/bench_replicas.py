@@ -1,6 +1,6 @@
 """Packs of several replicas on paper: fixed context groups beside --hybrid-context-parallel, and how packs are dealt.
 
-python benchmarks/bench_replicas.py --output benchmarks/results/replicas_<hardware>_<date>     ten minutes
+python benchmarks/bench_replicas.py --output benchmarks/results/replicas_<hardware>_<date>     a quarter of an hour
 
 Times are predicted and simulated (attention of one layer, forward plus backward, head dim 128, bf16, topology h100);
 they were measured nowhere. Only what loader workers do is measured.
@@ -39,7 +39,7 @@ CONFIG = CPConfig(num_heads=64, num_kv_heads=8, head_dim=128, topology="h100")
 GOAL = ("W1", "W2", "W4", "W3")  # W3 is the heavy tail
 OTHERS = ("W5", "W6", "W7", "W8", "prolong512k")
 SEEDS = (0, 1000, 2000)
-MICRO_BATCHES = (1, 2, 4)
+MICRO_BATCHES = (1, 2, 4, 8)
 MIXED = ("W1", "W2", "W4", "W5", "W6", "W7")
 WINDOW = {"num_window_layers": 5, "window": (1023, 0)}
 DEALT: dict[str, tuple[PlanRequest, int]] = {
