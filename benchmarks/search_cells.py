@@ -1,7 +1,8 @@
 """Masks on which the search of planner "auto" is tuned and judged; none is a cell of bench_plan.py.
 
-Lengths, ranks, heads and seeds are others than those of the benchmark grid. Every second cell is held out: numbers are
-set on the first half, and the second says whether they hold. Hubs are masks of which few rows are seen by all ranks.
+Lengths, ranks, heads and seeds are others than those of the benchmark grid. The numbers of SearchBudget are set on
+every second cell; the others say whether they hold. The local search was judged on all of them. Hubs are masks of which
+few rows are seen by all ranks.
 """
 
 import itertools
