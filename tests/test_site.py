@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
@@ -14,6 +15,8 @@ import pytest
 
 pytest.importorskip("mkdocs", reason="pip install megatron_cp[docs]")
 
+from megatron_cp.plan import make_plan
+from megatron_cp.plan.study.simulate import simulate_pass
 from tests.report.screenshots import find_browser
 from tools import docs_site
 
@@ -118,3 +121,23 @@ def test_search_finds_words_of_every_kind_of_page(site):
     assert {"faq.html", "api.html", "flags.html", "how-it-works.html", "results.html"} <= found
     names = {entry["title"] for entry in index["docs"] if entry["location"].startswith("api.html#")}
     assert any("cp_attention" in name for name in names)
+
+
+def test_the_words_around_the_first_picture_of_a_plan_are_those_of_its_plans():
+    text = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+    words = " ".join(
+        text.split("<!-- picture: slow_workers -->")[1].split("<!-- picture")[0].split()
+    )
+    in_order, zigzag, ours = plans = docs_site._slow_plans()
+    predicted = [plan.stats("forward")["makespan_ms"] for plan in plans]
+    played = [1e3 * simulate_pass(plan, "forward").seconds for plan in plans]
+    for times in (predicted, played):
+        assert "{:.2f}, {:.2f} and {:.2f} ms".format(*times) in words
+    assert f"**auto** receives {ours.stats()['volume_mean']:.1f} times that volume" in words
+    assert f"has {ours.stats()['imbalance']:.2f} times the mean work" in words
+    assert f"receives {zigzag.stats()['volume_mean']:.1f} times the volume" in words
+    assert f"(contiguous: {in_order.stats()['volume_mean']:.1f})" in words
+    names = {"MagiAttention takes": "magi", "DCP": "dcp", "UltraAttn": "ultraattn"}
+    for said, planner in names.items():
+        other = make_plan(in_order.mask, 8, replace(docs_site.SLOW_CONFIG, planner=planner))
+        assert f"{said} {other.stats()['makespan_ms']:.2f}" in words

@@ -4,6 +4,7 @@ import itertools
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,11 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_cp import mask as masks
-from megatron_cp.config import Topology
+from megatron_cp.config import CPConfig, Topology
 from megatron_cp.plan import AttentionPlan, forget_plans, make_plan, make_plans
 from megatron_cp.plan.compute.bisection import Assignment, Weights, assign
 from megatron_cp.plan.compute.staging import ORDERS, AssignedMask, Staging
 from megatron_cp.plan.hardware.makespan import makespan_seconds
+from megatron_cp.plan.hardware.topology import get_topology
+from megatron_cp.plan.schema import PASSES
 from megatron_cp.plan.study.simulate import simulate_pass
 from megatron_cp.plan.transfer.pass_builder import PlacedMask
 from megatron_cp.plan.transfer.routing import ThroughNodes, direct, tree
@@ -206,6 +209,22 @@ def test_auto_is_simulated_no_slower_than_the_schemes_it_knows(kind, topology):
             simulate_pass(plan, name).seconds for name in ("forward", "backward")
         )
     assert seconds["auto"] <= 1.03 * min(seconds.values()), seconds
+
+
+@pytest.mark.parametrize(
+    ("cp_size", "node_size", "kv_heads"), [(41, 8, 32), (34, 1, 32), (77, 8, 8)]
+)
+def test_compute_moves_also_where_groups_cannot_be_few(cp_size, node_size, kv_heads):
+    """Ranks that do not divide into nodes, and nodes of one rank: no heads are exchanged, and keys alone take long."""
+    topology = replace(get_topology("h100"), name="machine", node_size=node_size)
+    options = CPConfig(num_heads=32, num_kv_heads=kv_heads, topology=topology)
+    mask = masks.causal(512 * cp_size)
+    names = ("auto", "contiguous", "zigzag", "double_ring")
+    ours, *others = (
+        sum(plan.stats(name)["makespan_ms"] for name in PASSES)
+        for plan in (make_plan(mask, cp_size, replace(options, planner=one)) for one in names)
+    )
+    assert ours < 0.7 * min(others)
 
 
 @pytest.mark.parametrize(

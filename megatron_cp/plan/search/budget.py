@@ -40,9 +40,11 @@ class SearchBudget:
     most_moved: int = 32
     """Head groups among which compute is moved where links limit: a limit of time. Half, double: nothing. Large, half:
     1.27, worst 21 (2048 global tokens, 256 ranks); double: nothing."""
-    most_moved_uneven: int = 256
-    """The same where ranks' speeds differ, for a group is as slow as its slowest rank: a limit of time. A window of
-    4,096 tokens on 256 ranks, one at half speed, 128: 1.16; 32: 1.33. Causal and packed documents there: nothing."""
+    most_moved_ranks: int = 256
+    """The same where groups cannot be few: ranks do not divide into nodes, or nodes are single ranks, or heads do not
+    divide; and where ranks' speeds differ, as a group is as slow as its slowest rank. A limit of time. With 32 in its
+    place: causal, 77 ranks: 1.90; packed documents, 83 ranks: 1.71; a window of 4,096 tokens on 256 ranks, one at half
+    speed: 1.33. From 257 ranks on it earned nothing."""
     most_groups: int = 256
     """Head groups; with more of them only tokens in order are looked at, if heads can be exchanged: a limit of time."""
     near: float = 1.00125

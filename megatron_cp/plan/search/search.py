@@ -90,7 +90,10 @@ class Search:
         # All own equally many tokens, so a slow rank has too many pairs wherever they are placed: pairs have to move.
         speeds = rank_speeds(config, cp_size)
         self.is_uneven = bool((speeds != speeds[0]).any())
-        self.most_moved = budget.most_moved_uneven if self.is_uneven else budget.most_moved
+        fewest = min((n for d in self.searched if (n := cp_size // d) > 1), default=1)
+        are_few = fewest <= budget.most_moved or cp_size > budget.most_moved_ranks
+        are_few &= not self.is_uneven
+        self.most_moved = budget.most_moved if are_few else budget.most_moved_ranks
         moved = [n for d in self.searched if 1 < (n := cp_size // d) <= self.most_moved]
         self.always_moved = max(
             (n for n in moved if n <= budget.always_moved), default=min(moved, default=1)
