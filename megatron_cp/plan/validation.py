@@ -7,9 +7,8 @@ import numpy as np
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.schema import DST, SIDES, SRC, START, Hop, Pass, PlanData, Side, Transfer
 
-GRID = attrgetter(
-    "num_queries", "num_keys"
-)  # of a mask; quick, as large plans have millions of them
+# Of a mask; quick, as large plans have millions of them.
+GRID = attrgetter("num_queries", "num_keys")
 AREA = methodcaller("area")
 
 

@@ -125,6 +125,12 @@ def test_few_queries_travel_to_many_keys():
     assert plan.stats()["volume_mean"] == pytest.approx(7 * (1 + 1 + 1 / 128))
 
 
+def test_few_queries_travel_also_on_ranks_that_do_not_divide_into_nodes():
+    plan = make_plan(rectangle(2050, 41 << 13), 41, CPConfig(num_heads=8, num_kv_heads=8))
+    moved = {side for stage in plan.forward.stages for side in "qk" if stage.cast(side)}
+    assert moved == {"q"}
+
+
 SAID = {  # docs/plan.md: predicted time over that of both sides in order
     "video and text": (rectangle(1 << 20, 512), 64, 0.94),
     "clips and captions": (captioned(*_lengths(1 << 17, 1 << 13, 40)), 8, 0.35),

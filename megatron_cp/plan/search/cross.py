@@ -23,7 +23,7 @@ from megatron_cp.plan.price.head_groups import HeadGroups, PassOption, strategy_
 from megatron_cp.plan.schema import PASSES, Pass, PassName, PlanData
 from megatron_cp.plan.search.budget import BUDGET, SearchBudget
 from megatron_cp.plan.search.choose import best_of
-from megatron_cp.plan.search.search import Candidate, searched_degrees
+from megatron_cp.plan.search.search import Candidate, most_moved, searched_degrees
 from megatron_cp.plan.search.strategies import move, move_near_both, stay
 from megatron_cp.plan.transfer.two_sided import cross_plan
 
@@ -103,7 +103,8 @@ class _Search:
     def improve(self) -> None:
         """Moves compute where queries at home did best; among few head groups also by a local search."""
         best = sorted(self.priced, key=lambda one: one[0])
-        can_move = [one for one in best if 1 < one[1].placed.num_ranks <= self.budget.most_moved]
+        most = most_moved(self.cp_size, self.degrees, self.config, self.budget)
+        can_move = [one for one in best if 1 < one[1].placed.num_ranks <= most]
         for _, groups, candidate in can_move[:MOST_MOVED]:
             candidate.add(NAME, move(groups, math.inf, self.budget.stagings))
             if groups.placed.num_ranks <= self.budget.always_moved:

@@ -87,13 +87,8 @@ class Search:
         self.degrees = searched_degrees(cp_size, config)
         searched = [degree for degree in self.degrees if cp_size // degree <= budget.most_groups]
         self.searched = searched or self.degrees[-1:]
-        # All own equally many tokens, so a slow rank has too many pairs wherever they are placed: pairs have to move.
-        speeds = rank_speeds(config, cp_size)
-        self.is_uneven = bool((speeds != speeds[0]).any())
-        fewest = min((n for d in self.searched if (n := cp_size // d) > 1), default=1)
-        are_few = fewest <= budget.most_moved or cp_size > budget.most_moved_ranks
-        are_few &= not self.is_uneven
-        self.most_moved = budget.most_moved if are_few else budget.most_moved_ranks
+        self.is_uneven = is_uneven(config, cp_size)
+        self.most_moved = most_moved(cp_size, self.searched, config, budget)
         moved = [n for d in self.searched if 1 < (n := cp_size // d) <= self.most_moved]
         self.always_moved = max(
             (n for n in moved if n <= budget.always_moved), default=min(moved, default=1)
@@ -101,6 +96,7 @@ class Search:
         # Memory may be short, states of linear layers travel too, and measured kernels are slower than nominal ones.
         has_rates = get_topology(config.topology).kernels is not None
         self.is_by_time = not (config.max_received_mb or config.linear_state_bytes or has_rates)
+        # All own equally many tokens, so a slow rank has too many pairs wherever they are placed: pairs have to move.
         self.must_move = max(moved, default=1) if self.is_uneven else self.always_moved
         self.placements = PlacementCandidates(
             masks, cp_size, config, min(self.searched), budget.placements
@@ -349,3 +345,18 @@ def searched_degrees(cp_size: int, config: CPConfig) -> list[int]:
     inside = [d for d in range(1, min(node_size, cp_size) + 1) if cp_size % d == 0]
     aligned = [d for d in inside if cp_size <= node_size or node_size % d == 0]
     return [d for d in sorted({*aligned, cp_size}) if fits_heads(d, config)]
+
+
+def is_uneven(config: CPConfig, cp_size: int) -> bool:
+    """Returns whether some ranks are faster than others."""
+    speeds = rank_speeds(config, cp_size)
+    return bool((speeds != speeds[0]).any())
+
+
+def most_moved(cp_size: int, degrees: list[int], config: CPConfig, budget: SearchBudget) -> int:
+    """Returns among how many head groups compute moves at most: few, unless fewer cannot be had or speeds differ."""
+    fewest = min((n for degree in degrees if (n := cp_size // degree) > 1), default=1)
+    are_few = fewest <= budget.most_moved or cp_size > budget.most_moved_ranks
+    if are_few and not is_uneven(config, cp_size):
+        return budget.most_moved
+    return budget.most_moved_ranks
