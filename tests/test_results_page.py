@@ -70,6 +70,20 @@ def test_open_cells_have_their_times_on_the_page():
     assert told == counted and counted
 
 
+DRAWS = {"first": "plan_epyc_2026-11-25", "second": "plan_drawn_epyc_2026-11-25"}
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_drawn_cells_are_told_as_the_file_has_them(draw):
+    tables = json.loads((RESULTS / f"{DRAWS[draw]}.json").read_text(encoding="utf-8"))["tables"]
+    (summary,) = [one for one in tables if one["title"] == "Summary, drawn cells"]
+    rows = {row[0]: row for row in summary["rows"]}
+    (line,) = (line for line in PAGE.splitlines() if line.startswith(f"| {draw} ("))
+    said = [float(cell) for cell in line.strip("| ").split(" | ")[1:]]
+    means = [rows[name][3] for name in ("dense", "documents", "sparse", "all")]
+    assert said == [*(round(float(x), 2) for x in means), rows["all"][2], round(rows["all"][4], 2)]
+
+
 def test_goals_that_were_missed_are_told():
     (goals,) = [one for one in PLANS["tables"] if one["title"] == "Goals"]
     verdicts = [row[-1] for row in goals["rows"]]
