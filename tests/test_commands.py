@@ -333,3 +333,9 @@ def test_an_interrupt_of_the_first_imports_is_one_line_and_code_130():
 def test_lengths_are_numbers_or_a_path(tmp_path):
     assert lengths_or_path("137,2041,89") == [137, 2041, 89]
     assert lengths_or_path(str(tmp_path)) == tmp_path
+
+
+def test_a_step_of_one_replica_may_have_ranks_of_different_speed(capsys):
+    words = ["--data-parallel-size", "1", "--context-parallel-size", "2", "--seq-length", "4096"]
+    assert main(["simulate", *words, "--cp-rank-speeds", "1,.5"]) == 0
+    assert "rank speeds 1, 0.5" in capsys.readouterr().out

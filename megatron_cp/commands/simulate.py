@@ -25,7 +25,7 @@ from megatron_cp.commands.arguments import (
     source_of,
 )
 from megatron_cp.config import MAX_RANKS
-from megatron_cp.plan.hardware.topology import get_topology
+from megatron_cp.plan.hardware.speeds import known_speeds
 from megatron_cp.report.figures.view import MAX_RANKS_PICTURED
 from megatron_cp.report.simulation.replicas import (
     replicas_text,
@@ -125,7 +125,7 @@ def _run_replicas(args: argparse.Namespace, words: Sequence[str]) -> int:
             f"{-(-num_packs // dp_size) * dp_size}"
         )
     progress, config, source = Progress("simulate"), config_of(args), source_of(args)
-    if config.rank_speeds or get_topology(config.topology).rank_speeds:
+    if dp_size > 1 and known_speeds(config) is not None:
         raise ValueError(
             "--data-parallel-size with --cp-rank-speeds, or a --cp-topology profile with rank_speeds, is not served: "
             "they name the ranks of one replica, and a plan spans all; drop one of the two"

@@ -13,7 +13,7 @@ from megatron_cp.plan.schema import PASSES
 from megatron_cp.plan.study.compare import measured
 from megatron_cp.plan.study.rival import (
     FORMS,
-    by_default,
+    in_16_bits,
     most_slices,
     rival_figures,
     work_in_global_order,
@@ -71,16 +71,16 @@ def test_gradients_of_half_the_bytes_take_half_as_long_home():
     assert half == pytest.approx(elements * (2 + 2) / 1e9, rel=1e-6)
     assert makespan_seconds(plan, "forward", 2) == makespan_seconds(plan, "forward", 4)
     in_fp32 = measured(plan.mask, 2, replace(plan.config, planner="magi"))
-    in_16_bits = by_default(in_fp32)
+    narrow = in_16_bits(in_fp32)
     saved = elements * 2 / 1e9 * 1e3
-    assert in_fp32.predicted_ms - in_16_bits.predicted_ms == pytest.approx(saved, rel=1e-6)
-    assert in_fp32.simulated_ms - in_16_bits.simulated_ms == pytest.approx(saved, rel=1e-6)
+    assert in_fp32.predicted_ms - narrow.predicted_ms == pytest.approx(saved, rel=1e-6)
+    assert in_fp32.simulated_ms - narrow.simulated_ms == pytest.approx(saved, rel=1e-6)
 
 
 def test_other_planners_and_refusals_have_no_other_gradients():
     ours = measured(MASK, 8, config(topology=PAIRS))
     refused = measured(masks.causal(64), 4096, config("magi"))
-    assert by_default(ours) is ours and by_default(refused) is refused and refused.refusal
+    assert in_16_bits(ours) is ours and in_16_bits(refused) is refused and refused.refusal
 
 
 def test_a_form_with_smaller_gradients_is_faster_and_one_in_order_has_no_more_slices():

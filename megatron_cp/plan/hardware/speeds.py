@@ -13,9 +13,22 @@ from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.schema import FloatArray
 
 
+def known_speeds(config: CPConfig) -> tuple[float, ...] | None:
+    """Returns the speeds that the config or its topology has, one per context rank; None where all are alike."""
+    if config.rank_speeds is not None:
+        return config.rank_speeds
+    return get_topology(config.topology).rank_speeds
+
+
+def is_uneven(config: CPConfig, num_units: int) -> bool:
+    """Returns whether some of the ranks, or head groups, are faster than others."""
+    speeds = rank_speeds(config, num_units)
+    return bool((speeds != speeds[0]).any())
+
+
 def rank_speeds(config: CPConfig, num_units: int) -> FloatArray:
     """Returns the speed of each rank, or of each of so many head groups: of its slowest rank. float64 `[num_units]`."""
-    speeds = _known(config)
+    speeds = known_speeds(config)
     if speeds is None:
         return np.ones(num_units)
     slowest: FloatArray = np.array(speeds).reshape(num_units, -1).min(axis=1)
@@ -24,13 +37,13 @@ def rank_speeds(config: CPConfig, num_units: int) -> FloatArray:
 
 def total_speed(config: CPConfig, cp_size: int) -> float:
     """Returns the sum of the ranks' speeds: over how many ranks of speed 1 the pairs divide."""
-    speeds = _known(config)
+    speeds = known_speeds(config)
     return cp_size if speeds is None else sum(speeds)
 
 
 def check_rank_speeds(config: CPConfig, cp_size: int) -> None:
     """Raises ValueError unless there is one speed for each of `cp_size` ranks."""
-    speeds = _known(config)
+    speeds = known_speeds(config)
     if speeds is not None and len(speeds) != cp_size:
         raise ValueError(
             f"rank_speeds={speeds} are {len(speeds)} for cp_size={cp_size}; there must be one per context rank: give "
@@ -55,9 +68,3 @@ def imbalance(areas: FloatArray, speeds: FloatArray) -> float:
     """Returns the largest time of the units over the fair one, 1 for none; `areas` `[units]`: their pairs."""
     fair = areas.sum() / speeds.sum()
     return float((areas / speeds).max() / fair) if areas.any() else 1.0
-
-
-def _known(config: CPConfig) -> tuple[float, ...] | None:
-    if config.rank_speeds is not None:
-        return config.rank_speeds
-    return get_topology(config.topology).rank_speeds

@@ -23,7 +23,7 @@ from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.hardware.cost import head_split_seconds, hidden_seconds, load_bound_seconds
-from megatron_cp.plan.hardware.speeds import rank_speeds, total_speed
+from megatron_cp.plan.hardware.speeds import is_uneven, rank_speeds, total_speed
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.placement.candidates import Family, PlacementCandidates
 from megatron_cp.plan.placement.classes import Reordering
@@ -345,12 +345,6 @@ def searched_degrees(cp_size: int, config: CPConfig) -> list[int]:
     inside = [d for d in range(1, min(node_size, cp_size) + 1) if cp_size % d == 0]
     aligned = [d for d in inside if cp_size <= node_size or node_size % d == 0]
     return [d for d in sorted({*aligned, cp_size}) if fits_heads(d, config)]
-
-
-def is_uneven(config: CPConfig, cp_size: int) -> bool:
-    """Returns whether some ranks are faster than others."""
-    speeds = rank_speeds(config, cp_size)
-    return bool((speeds != speeds[0]).any())
 
 
 def most_moved(cp_size: int, degrees: list[int], config: CPConfig, budget: SearchBudget) -> int:

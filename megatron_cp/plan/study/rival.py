@@ -64,7 +64,7 @@ def rival_figures(mask: AttentionMask, cp_size: int, config: CPConfig) -> list[R
     return found
 
 
-def by_default(outcome: Outcome) -> Outcome:
+def in_16_bits(outcome: Outcome) -> Outcome:
     """Returns the outcome of one of RIVALS with gradients in 16 bits; any other outcome, or a refusal, as it is."""
     plan = outcome.plan
     if outcome.planner not in RIVALS or plan is None:

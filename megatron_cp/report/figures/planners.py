@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_cp.config import CPConfig, Topology
+from megatron_cp.plan.hardware.speeds import known_speeds
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.study.compare import Outcome, best_other
 from megatron_cp.report.draw.html import PREDICTED, scrolling
@@ -53,7 +54,7 @@ def links_words(topology: Topology) -> str:
 
 def speed_words(config: CPConfig) -> str:
     """Returns the speeds of ranks where they differ from 1, else nothing."""
-    speeds = config.rank_speeds or get_topology(config.topology).rank_speeds
+    speeds = known_speeds(config)
     return f", rank speeds {', '.join(f'{one:g}' for one in speeds)}" if speeds else ""
 
 

@@ -72,8 +72,8 @@ class Journal:
         self._keeps = dist.get_rank() == dist.get_world_size() - 1
         self._tracker = _open_tracker(state, described) if self._keeps else Tracker()
         self._losses: dict[str, list[float]] = {LOSS_NAME: []}
-        self._skipped = self._nan = 0
-        self._window_flops = self._window_tokens = self._window_hybrid = 0
+        self._skipped = self._nan = self._hybrid = 0
+        self._window_flops = self._window_tokens = 0
         self._window_start = time.perf_counter()
         self._window_steps = self._num_samples = self._steps_since_line = 0
         self._last: dict[str, Any] = {}
@@ -101,18 +101,18 @@ class Journal:
         state.flops += operations
         self._window_flops += operations
         self._window_tokens += work.num_tokens
-        self._window_hybrid += batches[0].spans_replicas
+        self._hybrid += batches[0].spans_replicas
         self._window_steps += 1
         self._steps_since_line += 1
         self._summary.step(result.loss, work.num_tokens)
-        is_lost = result.loss is not None and not math.isfinite(result.loss)
-        if result.loss is not None and not is_lost:
+        is_no_number = result.loss is not None and not math.isfinite(result.loss)
+        if result.loss is not None and not is_no_number:
             self._losses[LOSS_NAME].append(result.loss)
         for name, value in result.auxiliary.items():
             self._losses.setdefault(name, []).append(value)
-        self._nan += is_lost
+        self._nan += is_no_number
         self._skipped += not result.updated
-        if is_lost:
+        if is_no_number:
             self.alert("loss is not finite", f"step {state.iteration}: lm loss {result.loss}")
         seconds = (time.perf_counter() - self._window_start) / self._window_steps
         self.tokens_per_s = self._speed(seconds).tokens_per_s
@@ -209,7 +209,7 @@ class Journal:
             tokens_per_s=self._window_tokens / (self._window_steps * seconds),
             world_size=config.parallel.world_size,
             mfu=None if self._peak is None else self._tflops(seconds) / self._peak,
-            hybrid_steps=self._window_hybrid if config.parallel.spans_replicas else None,
+            hybrid_steps=self._hybrid if config.parallel.spans_replicas else None,
             remaining_s=seconds * (config.steps.train_iters - self._state.iteration),
         )
 
@@ -237,7 +237,7 @@ class Journal:
         )
         print_rank_last(training_line(report))
         self._print_where_time_went(seconds)
-        self._losses, self._skipped, self._nan = {LOSS_NAME: []}, 0, 0
+        self._losses, self._skipped, self._nan, self._hybrid = {LOSS_NAME: []}, 0, 0, 0
         self.restart_clock()
 
     def _print_where_time_went(self, seconds: float) -> None:
@@ -265,7 +265,7 @@ class Journal:
 
     def restart_clock(self) -> None:
         """The next steps are timed from now on."""
-        self._window_flops = self._window_tokens = self._window_hybrid = self._window_steps = 0
+        self._window_flops = self._window_tokens = self._window_steps = 0
         self._window_start = time.perf_counter()
         if self._energy is not None:
             self._energy.start()

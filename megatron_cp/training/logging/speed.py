@@ -35,7 +35,7 @@ class Speed:
     """Operations of the model over the device's peak; None where that is not known."""
     remaining_s: float
     hybrid_steps: int | None = None
-    """So many of these steps had all replicas' packs on all their ranks; None where none may."""
+    """So many steps since the last line had all replicas' packs on all their ranks; None where none may."""
 
     def row(self) -> dict[str, float]:
         """Returns the metrics."""
