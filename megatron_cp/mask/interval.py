@@ -112,6 +112,13 @@ def overlapping_pairs(a: IntArray, b: IntArray) -> tuple[IntArray, IntArray]:
     return expand_ranges(low, np.maximum(high, low))
 
 
+def num_overlapping_pairs(a: IntArray, b: IntArray) -> int:
+    """Returns how many pairs `overlapping_pairs(a, b)` holds."""
+    low = b[:, 1].searchsorted(a[:, 0], side="right")
+    high = b[:, 0].searchsorted(a[:, 1], side="left")
+    return int(np.maximum(high - low, 0).sum())
+
+
 def overlaps(a: IntArray, b: IntArray) -> tuple[IntArray, IntArray, IntArray]:
     """Returns `overlapping_pairs(a, b)`, and what each pair shares: int64 `[n, 2]`."""
     first, second = overlapping_pairs(a, b)

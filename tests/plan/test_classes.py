@@ -1,5 +1,7 @@
 """Tokens reordered class by class, against dense masks with their rows and columns exchanged."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -8,6 +10,8 @@ from hypothesis import strategies as st
 from megatron_cp import mask as masks
 from megatron_cp.plan import make_plan
 from megatron_cp.plan.placement.classes import classes_together
+from megatron_cp.plan.placement.placement import Placement
+from megatron_cp.plan.transfer.pass_builder import PlacedMask
 from tests.plan.cases import config
 from tests.plan.test_laws import check_laws
 from tests.strategies import attention_masks
@@ -73,3 +77,29 @@ def test_families_share_the_classes_or_have_none():
     assert classes_together([dilated, causal]) is None
     assert classes_together([causal]) is None
     assert classes_together([masks.documents([16, 16, 32])]) is None
+
+
+def test_a_dilated_window_in_chosen_chunks_is_planned_in_memory_for_its_slices():
+    """2,049 diagonals, which chunks keep apart: rows of overlapping slices were once counted pair by pair."""
+    mask = masks.dilated(1 << 15, 4096, dilation=2)
+    tracemalloc.start()
+    plan = make_plan(mask, 32, config(chunk_size=128, num_heads=32, num_kv_heads=8))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert plan.global_from_local.shape == (32, 1024)
+    assert peak < 1 << 30, peak
+
+
+def test_slices_that_fill_memory_once_they_are_cut_are_refused_at_once():
+    mask = masks.dilated(1 << 19, 104_858, dilation=2)
+    with pytest.raises(ValueError, match=r"52430 slices .* 32 ranks.*leave out chunk_size"):
+        make_plan(mask, 32, config(chunk_size=512, num_heads=1, num_kv_heads=1))
+    assert make_plan(mask, 32, config()).cp_size == 32
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_a_mask_is_cut_into_as_many_parts_as_are_counted(degree):
+    placement = Placement.of_chunks(np.array([[0, 7], [1, 6], [2, 5], [3, 4]]), 8)
+    placed = PlacedMask(masks.dilated(64, 16, dilation=2), placement.regrouped(4 // degree))
+    count = len(placed.parts)
+    assert placed.has_parts(count) and not placed.has_parts(count - 1)

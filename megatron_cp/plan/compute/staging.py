@@ -88,18 +88,21 @@ class StagedRequests:
         return StagedRequests(requests, np.concatenate([self.stage, other.stage]))
 
 
-def _first_stages(keys: IntArray, stage: IntArray) -> tuple[IntArray, IntArray]:
-    """Returns keys that are needed in several stages cut so that each is there once, with its first stage."""
+def _first_stages(wanted: IntArray, per_stage: int) -> IntArray:
+    """Returns keys that are needed in several stages cut so that each is there once, in its first stage.
+
+    `wanted`: normalised; those of a stage are `per_stage` behind those of the stage before.
+    """
+    stage = wanted[:, 0] // per_stage
+    keys = wanted - (stage * per_stage)[:, None]
     cuts = interval.distinct(keys)
     low, high = (cuts.searchsorted(end) for end in keys.T)
-    late_first = np.argsort(-stage, kind="stable")
-    which, segment = interval.expand_ranges(low[late_first], high[late_first])
+    which, segment = interval.expand_ranges(low[::-1], high[::-1])
     first = np.full(len(cuts), -1)
-    first[segment] = stage[late_first][which]  # the last one written is the first stage
+    first[segment] = stage[::-1][which]  # the last one written is the first stage
     needed = np.flatnonzero(first >= 0)
-    return interval.columns(cuts[needed], cuts[np.minimum(needed + 1, len(cuts) - 1)]), first[
-        needed
-    ]
+    found = interval.columns(cuts[needed], cuts[np.minimum(needed + 1, len(cuts) - 1)])
+    return found + (first[needed] * per_stage)[:, None]
 
 
 def _rounds(sent: StagedRequests, num_ranks: int) -> list[StagedRequests]:
@@ -240,12 +243,10 @@ class AssignedPieces:
     def _requests(self, keys: IntArray, stage: IntArray, is_kept: bool) -> StagedRequests:
         """Returns the rows that ranks need in stages: where they are kept, in the first of them alone."""
         placed = self.placed
+        per_stage = placed.num_ranks * placed.space.stride  # every stage has ranks of its own
+        wanted = interval.normalise(keys + (stage * per_stage)[:, None])
         if is_kept:
-            keys, stage = _first_stages(keys, stage)
-        # Every stage has ranks of its own.
-        wanted = interval.normalise(
-            keys + (stage * placed.num_ranks * placed.space.stride)[:, None]
-        )
+            wanted = interval.normalise(_first_stages(wanted, per_stage))
         requests = placed.owners.requests(wanted)
         stage, reader = np.divmod(requests[:, DST], placed.num_ranks)
         requests[:, DST] = reader

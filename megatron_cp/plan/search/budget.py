@@ -36,7 +36,13 @@ class SearchBudget:
     """Head groups among which compute is always moved, or the fewest there can be; a local search takes no more. Half:
     1.020, worst 1.73 (causal_blockwise W2, 48 ranks); double: 1.000, large .997, best .91: a limit of time."""
     most_near: int = 1 << 14
-    """Slices of a mask near whose assignments is searched: a limit of time, without it nothing."""
+    """Slices of a mask, cut by owners, near whose assignments is searched: a limit of time, without it nothing."""
+    most_parts: int = 1 << 17
+    """Slices into which a mask is cut by the owners of its rows, beyond twice its own and what cuts one slice: a limit
+    of time. Masks of thousands of diagonals have more: a dilated window whose tokens a chosen chunk size keeps in
+    order."""
+    most_parts_published: int = 1 << 20
+    """The same for what others publish, whose stages are given: a limit of memory."""
     most_moved: int = 32
     """Head groups among which compute is moved where links limit: a limit of time. Half, double: nothing. Large, half:
     1.27, worst 21 (2048 global tokens, 256 ranks); double: nothing."""

@@ -131,6 +131,8 @@ class Search:
             if step.least <= self._limit():
                 self._take(step)
         self._settle()
+        if self.leader is None:
+            raise ValueError(self._too_many_parts())
 
     def _first_steps(self, degree: int) -> Iterator[_Step]:
         """Yields what is worth a look at a degree: queries at home, and the published schemes."""
@@ -195,7 +197,7 @@ class Search:
     def _steps(self, degree: int) -> list[_Step]:
         """Returns what is worth a price at a degree besides, the cheap and likely first."""
         places, budget = self.placements, self.budget
-        if degree == self.cp_size:
+        if degree == self.cp_size or self._is_cut_up(degree):
             return []
         zigzag = functools.partial(places.zigzag, degree)
         by_area = _Step(degree, functools.partial(places.by_area, degree), stay)
@@ -274,8 +276,7 @@ class Search:
 
     def _move_near_best(self) -> None:
         """Searches near the assignments on the best placement, where links limit; among few head groups and slices."""
-        most = max(mask.num_slices for mask, _ in self.masks.values())
-        is_quick = self.always_moved <= self.budget.always_moved and most <= self.budget.most_near
+        is_quick = self.always_moved <= self.budget.always_moved
         if is_quick and not self._is_within(self.budget.far):
             self._price_on_best(self.always_moved, move_near_both)
 
@@ -303,7 +304,9 @@ class Search:
             strategies = []
             for each in {degree: None, self._favourite(name, degree, source): None}:
                 groups = self._groups_of(candidate, name, each)
-                found = source(groups, self._limit(), self.budget.stagings)
+                found = []
+                if groups.placed.has_parts(self._most_parts(groups, source)):
+                    found = source(groups, self._limit(), self.budget.stagings)
                 if not found:
                     return
                 candidate.add(name, found)
@@ -314,6 +317,37 @@ class Search:
                 candidate.fastest[name] = min(known, (seconds, each))
             total += weight * min(map(strategy_seconds, strategies))
         self.fastest[degree] = min(self.fastest[degree], total)
+
+    def _is_cut_up(self, degree: int) -> bool:
+        """Returns whether tokens in order cut a mask into too many parts already; other placements cut it further."""
+        in_order = self._candidate(self.placements.in_order())
+        every = [self._groups_of(in_order, name, degree) for name in self.masks]
+        return not all(one.placed.has_parts(self._most_parts(one, stay)) for one in every)
+
+    def _most_parts(self, groups: HeadGroups, source: StrategySource) -> int:
+        """Returns into how many parts the mask may be cut for a source.
+
+        Something must be found: what others publish, or with a chosen number of stages tokens in order.
+        """
+        if source is move_near_both:
+            return self.budget.most_near
+        in_order = len(groups.placed.owners.ids) == groups.placed.num_ranks
+        is_only = in_order and source is stay and self.config.num_stages is not None
+        must = source is published or is_only
+        most = self.budget.most_parts_published if must else self.budget.most_parts
+        return max(most, 2 * groups.mask.num_slices, len(groups.placed.owners.ids) ** 2)
+
+    def _too_many_parts(self) -> str:
+        slices = max(mask.num_slices for mask, _ in self.masks.values())
+        way = "describe it in fewer, larger slices"
+        if self.config.chunk_size is not None:
+            way += (
+                ", or leave out chunk_size: classes of tokens that never meet are put together then"
+            )
+        return (
+            f"a mask of {slices} slices cannot be planned for {self.cp_size} ranks: cut where their tokens end it has "
+            f"more than {self.budget.most_parts_published}, which fill memory; {way}"
+        )
 
     def _candidate(self, placement: Placement) -> Candidate:
         new = Candidate(placement, {(name, which): [] for name in self.masks for which in PASSES})

@@ -65,6 +65,16 @@ class PlacedMask:
         parts, row, k_run = cut_rows(rows, self.owners.ids, K_START, K_END)
         return parts, q_owner.take(row), self.owners.rank.take(k_run)
 
+    def has_parts(self, most: int) -> bool:
+        """Returns whether the mask is cut into no more than `most` parts; found without them, they may fill memory."""
+        slices, runs = self.mask.array, self.owners.ids
+        if len(slices) * len(runs) ** 2 <= most:
+            return True
+        if interval.num_overlapping_pairs(slices[:, COLUMNS["q"]], runs) > most:
+            return False
+        rows, _ = self._by_q_owner
+        return interval.num_overlapping_pairs(rows[:, COLUMNS["k"]], runs) <= most
+
     @cached_property
     def loads(self) -> FloatArray:
         """The pairs of each rank's queries: float64 `[P]`; known before the mask is cut by keys."""
