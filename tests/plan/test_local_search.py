@@ -189,7 +189,7 @@ def test_auto_is_faster_by_it_where_links_limit(cp_size, monkeypatch):
         return sum(makespan_seconds(plan, name) for name in PASSES)
 
     with_it = planned()
-    monkeypatch.setattr(Search, "_move_near_best", lambda search: None)
+    monkeypatch.setattr(Search, "_move_near", lambda search, starts: None)
     assert with_it < 0.9 * planned()
 
 

@@ -35,6 +35,8 @@ class SearchBudget:
     always_moved: int = 8
     """Head groups among which compute is always moved, or the fewest there can be; a local search takes no more. Half:
     1.020, worst 1.73 (causal_blockwise W2, 48 ranks); double: 1.000, large .997, best .91: a limit of time."""
+    most_near_groups: int = 16
+    """Head groups among which is searched near an assignment."""
     most_near: int = 1 << 14
     """Slices of a mask, cut by owners, near whose assignments is searched: a limit of time, without it nothing."""
     most_parts: int = 1 << 17

@@ -23,7 +23,8 @@ from megatron_cp.plan.price.head_groups import HeadGroups, PassOption, strategy_
 from megatron_cp.plan.schema import PASSES, Pass, PassName, PlanData
 from megatron_cp.plan.search.budget import BUDGET, SearchBudget
 from megatron_cp.plan.search.choose import best_of
-from megatron_cp.plan.search.search import Candidate, most_moved, searched_degrees
+from megatron_cp.plan.search.degrees import most_moved, searched_degrees
+from megatron_cp.plan.search.search import Candidate
 from megatron_cp.plan.search.strategies import move, move_near_both, stay
 from megatron_cp.plan.transfer.two_sided import cross_plan
 

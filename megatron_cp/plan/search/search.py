@@ -3,8 +3,9 @@
     look      at every head degree documents and tokens in order, queries at home, and the published schemes on tokens
               in order and zigzag (needed keys, ring, all-gather, double ring, Ulysses, USP); the lowest bound first
     improve   the fastest degree first, a step at a time: documents balanced more tightly or less, chunks by area, or
-              zigzag; then compute moved away from the queries' owners, on the best placement before others; then a
-              local search near what the best placement has, where links limit
+              zigzag; documents on larger groups of ranks than those that exchange heads; then compute moved away from
+              the queries' owners, on the best placements before others; then a local search near what these have,
+              where links limit
 
 Whatever looks fastest is priced exactly at once, and what cannot be faster by more than can be told is skipped: a
 degree by its bound (load, and the exchange of heads), a first look by the least it takes, a strategy by its busiest
@@ -32,8 +33,8 @@ from megatron_cp.plan.price.double_ring import double_ring_seconds
 from megatron_cp.plan.price.head_groups import HeadGroups, PassOption, Strategy, strategy_seconds
 from megatron_cp.plan.schema import PASSES, HeadSplit, OwnRows, Pass, PassName, PlanData
 from megatron_cp.plan.search.budget import SearchBudget
+from megatron_cp.plan.search.degrees import most_moved, moved_groups, searched_degrees
 from megatron_cp.plan.search.strategies import StrategySource, move, move_near_both, published, stay
-from megatron_cp.plan.transfer.head_split import fits_heads
 
 
 @dataclass(frozen=True)
@@ -89,15 +90,14 @@ class Search:
         self.searched = searched or self.degrees[-1:]
         self.is_uneven = is_uneven(config, cp_size)
         self.most_moved = most_moved(cp_size, self.searched, config, budget)
-        moved = [n for d in self.searched if 1 < (n := cp_size // d) <= self.most_moved]
-        self.always_moved = max(
-            (n for n in moved if n <= budget.always_moved), default=min(moved, default=1)
-        )
+        of_groups = functools.partial(moved_groups, cp_size, self.searched, self.most_moved)
+        self.always_moved = of_groups(budget.always_moved)
+        self.near_moved = of_groups(budget.most_near_groups)
         # Memory may be short, states of linear layers travel too, and measured kernels are slower than nominal ones.
         has_rates = get_topology(config.topology).kernels is not None
         self.is_by_time = not (config.max_received_mb or config.linear_state_bytes or has_rates)
         # All own equally many tokens, so a slow rank has too many pairs wherever they are placed: pairs have to move.
-        self.must_move = max(moved, default=1) if self.is_uneven else self.always_moved
+        self.must_move = of_groups(cp_size) if self.is_uneven else self.always_moved
         self.placements = PlacementCandidates(
             masks, cp_size, config, min(self.searched), budget.placements
         )
@@ -174,11 +174,13 @@ class Search:
         steps = [step for degree in self.searched for step in self._steps(degree)]
         self._take_while_worth([step for step in steps if step.source is stay])
         self._balance_otherwise()
-        self._settle()
-        self._move_on_best()
+        starts = self._with_leader([])
+        self._place_on_larger_groups()
+        starts = self._with_leader(starts)
+        self._move_on(starts)
         self._settle()
         self._take_while_worth([step for step in steps if step.source is move])
-        self._move_near_best()
+        self._move_near(self._with_leader(starts))
         self._settle()
 
     def _take_while_worth(self, steps: list[_Step]) -> None:
@@ -267,27 +269,49 @@ class Search:
             if placement is not None:
                 self._price(placement, degree, stay)
 
-    def _move_on_best(self) -> None:
-        """Moves compute on the best placement, among few head groups."""
+    def _place_on_larger_groups(self) -> None:
+        """Prices documents on larger groups than those that exchange heads: pieces are longer, and fewer rows move."""
+        if self._is_within(self.budget.perfect):
+            return
+        degree = min(self.searched, key=self.fastest.__getitem__)
+        larger = [n for n in range(degree + 1, self.cp_size) if self.cp_size % n == 0]
+        for group, load in itertools.product(
+            larger, (self.budget.loose_load, self.budget.tight_load)
+        ):
+            placement = self.placements.by_documents(group, load)
+            if placement is not None:
+                self._price(placement, degree, stay)
+
+    def _with_leader(self, starts: list[Candidate]) -> list[Candidate]:
+        """Returns placements on which compute is worth moving, and the best one now."""
+        self._settle()
+        assert self.leader is not None
+        return [one for one in starts if one is not self.leader] + [self.leader]
+
+    def _move_on(self, starts: list[Candidate]) -> None:
+        """Moves compute on placements, among few head groups."""
         if self.always_moved == 1 or self._is_within(self.budget.perfect):
             return
-        for most in dict.fromkeys((self.always_moved, self.must_move)):
-            self._price_on_best(most, move)
+        for start in starts:
+            for most in dict.fromkeys((self.always_moved, self.must_move)):
+                self._price_on(start, most, move)
 
-    def _move_near_best(self) -> None:
-        """Searches near the assignments on the best placement, where links limit; among few head groups and slices."""
-        is_quick = self.always_moved <= self.budget.always_moved
+    def _move_near(self, starts: list[Candidate]) -> None:
+        """Searches near the assignments on placements, where links limit; among few head groups and slices."""
+        is_quick = 1 < self.near_moved <= self.budget.most_near_groups
         if is_quick and not self._is_within(self.budget.far):
-            self._price_on_best(self.always_moved, move_near_both)
+            for start in starts:
+                for most in dict.fromkeys((self.always_moved, self.near_moved)):
+                    self._price_on(start, most, move_near_both)
 
-    def _price_on_best(self, most: int, source: StrategySource) -> None:
-        """Prices a source on the best placement, at the degrees that did best there, or with `most` head groups."""
-        best = self.leader
-        assert best is not None
-        degrees = [best.fastest[name][1] for name in self.masks]
-        for degree in dict.fromkeys(max(one, self.cp_size // most) for one in degrees):
-            if degree < self.cp_size:
-                self._price(best.placement, degree, source)
+    def _price_on(self, start: Candidate, most: int, source: StrategySource) -> None:
+        """Prices a source on a placement, with `most` head groups, or as many as did best if their exchange is long."""
+        for name in self.masks:
+            best = start.fastest[name][1]
+            degree = max(best, self.cp_size // most)
+            degree = degree if self._is_open(degree) else best
+            if 1 < self.cp_size // degree <= self.most_moved:
+                self._price(start.placement, degree, source)
 
     def _is_within(self, factor: float) -> bool:
         """Returns whether a plan was found that takes no more than `factor` times the load bound."""
@@ -371,20 +395,3 @@ class Search:
 
 def _price_of(option: PassOption) -> float:
     return option.seconds
-
-
-def searched_degrees(cp_size: int, config: CPConfig) -> list[int]:
-    """Returns the head degrees worth a look: those inside a node, and all ranks (Ulysses)."""
-    node_size = get_topology(config.topology).node_size
-    inside = [d for d in range(1, min(node_size, cp_size) + 1) if cp_size % d == 0]
-    aligned = [d for d in inside if cp_size <= node_size or node_size % d == 0]
-    return [d for d in sorted({*aligned, cp_size}) if fits_heads(d, config)]
-
-
-def most_moved(cp_size: int, degrees: list[int], config: CPConfig, budget: SearchBudget) -> int:
-    """Returns among how many head groups compute moves at most: few, unless fewer cannot be had or speeds differ."""
-    fewest = min((n for degree in degrees if (n := cp_size // degree) > 1), default=1)
-    are_few = fewest <= budget.most_moved or cp_size > budget.most_moved_ranks
-    if are_few and not is_uneven(config, cp_size):
-        return budget.most_moved
-    return budget.most_moved_ranks

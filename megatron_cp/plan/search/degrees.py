@@ -1,0 +1,33 @@
+"""Which head degrees are searched, and among how many head groups compute moves."""
+
+from megatron_cp.config import CPConfig
+from megatron_cp.plan.hardware.speeds import is_uneven
+from megatron_cp.plan.hardware.topology import get_topology
+from megatron_cp.plan.search.budget import SearchBudget
+from megatron_cp.plan.transfer.head_split import fits_heads
+
+
+def searched_degrees(cp_size: int, config: CPConfig) -> list[int]:
+    """Returns the head degrees worth a look: those inside a node, and all ranks (Ulysses)."""
+    node_size = get_topology(config.topology).node_size
+    inside = [d for d in range(1, min(node_size, cp_size) + 1) if cp_size % d == 0]
+    aligned = [d for d in inside if cp_size <= node_size or node_size % d == 0]
+    return [d for d in sorted({*aligned, cp_size}) if fits_heads(d, config)]
+
+
+def most_moved(cp_size: int, degrees: list[int], config: CPConfig, budget: SearchBudget) -> int:
+    """Returns among how many head groups compute moves at most: few, unless fewer cannot be had or speeds differ."""
+    fewest = min((n for degree in degrees if (n := cp_size // degree) > 1), default=1)
+    are_few = fewest <= budget.most_moved or cp_size > budget.most_moved_ranks
+    if are_few and not is_uneven(config, cp_size):
+        return budget.most_moved
+    return budget.most_moved_ranks
+
+
+def moved_groups(cp_size: int, degrees: list[int], at_most: int, wished: int) -> int:
+    """Returns the largest number of head groups that is no more than wished, or the least; 1 if compute cannot move.
+
+    `at_most`: among so many compute moves at all.
+    """
+    moved = [n for degree in degrees if 1 < (n := cp_size // degree) <= at_most]
+    return max((n for n in moved if n <= wished), default=min(moved, default=1))
