@@ -33,7 +33,8 @@ from megatron_cp.plan.search.choose import best_family
 from megatron_cp.plan.study.compare import geometric_mean
 
 ROUNDING = 1e-9
-WITHOUT = {"most_near": 1 << 40, "hub": math.inf}  # tried besides: no limit, never a tree
+WITHOUT = {"most_near": 1 << 40, "hub": math.inf, "most_near_groups": 0}
+# Tried besides: no limit, never a tree, no local search.
 INSIDE_STEPS: dict[ModuleType, tuple[str, ...]] = {
     bisection: ("PARTS_PER_GROUP", "CHUNKS_PER_RANK"),
     local_search: ("CHUNKS_PER_RANK", "ROUNDS", "STEPS", "IN_VAIN", "SHARE", "LEAST_PRICE", "LEAST_GAIN"),

@@ -70,7 +70,7 @@ def test_open_cells_have_their_times_on_the_page():
     assert told == counted and counted
 
 
-DRAWS = {"first": "plan_epyc_2026-11-25", "second": "plan_drawn_epyc_2026-11-25"}
+DRAWS = {"first": "plan_first_draw_epyc_2026-11-25", "second": "plan_drawn_epyc_2026-11-25"}
 
 
 @pytest.mark.parametrize("draw", DRAWS)

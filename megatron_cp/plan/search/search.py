@@ -92,7 +92,6 @@ class Search:
         self.most_moved = most_moved(cp_size, self.searched, config, budget)
         of_groups = functools.partial(moved_groups, cp_size, self.searched, self.most_moved)
         self.always_moved = of_groups(budget.always_moved)
-        self.near_moved = of_groups(budget.most_near_groups)
         # Memory may be short, states of linear layers travel too, and measured kernels are slower than nominal ones.
         has_rates = get_topology(config.topology).kernels is not None
         self.is_by_time = not (config.max_received_mb or config.linear_state_bytes or has_rates)
@@ -298,11 +297,10 @@ class Search:
 
     def _move_near(self, starts: list[Candidate]) -> None:
         """Searches near the assignments on placements, where links limit; among few head groups and slices."""
-        is_quick = 1 < self.near_moved <= self.budget.most_near_groups
+        is_quick = 1 < self.always_moved <= self.budget.most_near_groups
         if is_quick and not self._is_within(self.budget.far):
             for start in starts:
-                for most in dict.fromkeys((self.always_moved, self.near_moved)):
-                    self._price_on(start, most, move_near_both)
+                self._price_on(start, self.always_moved, move_near_both)
 
     def _price_on(self, start: Candidate, most: int, source: StrategySource) -> None:
         """Prices a source on a placement, with `most` head groups, or as many as did best if their exchange is long."""
