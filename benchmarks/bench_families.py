@@ -2,20 +2,19 @@
 
 python benchmarks/bench_families.py --output benchmarks/results/families_<hardware>_<date>     two minutes
 
-Times are predicted (forward plus backward of one layer, 32 query and 8 key heads of 128, bf16, topology h100); they
-were measured nowhere. The second table is a fault finder: a mask alone and the same mask twice have the same best
-plan, so where the family is faster the search of one mask has missed it. Its packs are drawn at random.
+Times are predicted (forward plus backward of one layer, 32 query heads of 128, 8 key heads where a row names no
+others, bf16, topology h100); they were measured nowhere. The second table is a fault finder: a mask alone and the same
+mask twice have the same best plan, so where the family is faster the search of one mask has missed it. Its packs are
+drawn at random.
 """
 
-import argparse
 import itertools
 import os
-from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before NumPy
 
 import numpy as np
-from timing import Cell, Table, environment, publish
+from timing import Cell, Table, argument_parser, environment, publish
 
 from megatron_cp import mask as masks
 from megatron_cp.config import CPConfig
@@ -95,9 +94,7 @@ def summary(rows: list[list[Cell]]) -> str:
 
 def main() -> None:
     """Prints the tables and writes them."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--output", type=Path, help="path of the result without suffix")
-    arguments = parser.parse_args()
+    arguments = argument_parser(__doc__).parse_args()
     facts = environment() | {
         "what": "predicted times of plans; no GPU was used",
         "command": "python benchmarks/bench_families.py",

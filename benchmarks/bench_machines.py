@@ -7,14 +7,12 @@ were measured nowhere. "Unaware": the plan for ranks of speed 1, two levels and 
 as it is.
 """
 
-import argparse
 import os
 from dataclasses import replace
-from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before NumPy
 
-from timing import Cell, Table, environment, publish
+from timing import Cell, Table, argument_parser, environment, publish
 
 from megatron_cp import mask as masks
 from megatron_cp.config import CPConfig, Level
@@ -85,9 +83,7 @@ def other_machines(num_ranks: int, num_tokens: int) -> list[list[Cell]]:
 
 def main() -> None:
     """Prints the tables and writes them."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--output", type=Path, help="path of the result without suffix")
-    arguments = parser.parse_args()
+    arguments = argument_parser(__doc__).parse_args()
     facts = environment() | {
         "what": "predicted times of plans; no GPU was used",
         "command": "python benchmarks/bench_machines.py",

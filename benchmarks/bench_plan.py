@@ -22,13 +22,12 @@ import resource
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before NumPy: planning is measured on one thread
 
 import numpy as np
 from plan_goals import goals_table
-from timing import Cell, Table, environment, publish
+from timing import Cell, Table, argument_parser, environment, publish
 
 from megatron_cp.config import CPConfig
 from megatron_cp.plan import PLANNERS
@@ -310,8 +309,7 @@ def run(cells: list[GridCell], planners: list[str]) -> list[tuple[GridCell, list
 
 def main() -> None:
     """Prints the tables and writes them."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--output", type=Path, help="path of the result without suffix")
+    parser = argument_parser(__doc__)
     parser.add_argument("--full", action="store_true", help="the whole grid")
     parser.add_argument("--only", default="", help="cells whose name holds this")
     parser.add_argument("--ranks", type=int, nargs="*", help="cells with these numbers of ranks")

@@ -11,7 +11,6 @@ Two clocks: the wall, and the processor time of a rank (all its threads), which 
 to; the latter knows no waiting and no overlap, so it is compared with the plain sum of compute and transfers.
 """
 
-import argparse
 import contextlib
 import datetime
 import json
@@ -27,7 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from timing import Cell, Table, environment, publish
+from timing import Cell, Table, argument_parser, environment, publish
 
 from megatron_cp import mask as masks
 from megatron_cp.api import cp_attention
@@ -265,8 +264,7 @@ def r2(predicted: np.ndarray, executed: np.ndarray) -> float:
 
 def main() -> None:
     """Measures, compares, prints and writes."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--output", type=Path, help="path of the result without suffix")
+    parser = argument_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
     arguments = parser.parse_args()

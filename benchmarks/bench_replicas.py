@@ -6,7 +6,6 @@ Times are predicted and simulated (attention of one layer, forward plus backward
 they were measured nowhere. Only what loader workers do is measured.
 """
 
-import argparse
 import os
 import pickle
 import tempfile
@@ -16,7 +15,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before NumPy: planning is measured on one thread
 
 import numpy as np
-from timing import Cell, Table, environment, publish
+from timing import Cell, Table, argument_parser, environment, publish
 
 from megatron_cp.config import CPConfig
 from megatron_cp.data.balance import assign_packs
@@ -61,8 +60,7 @@ DEALT: dict[str, tuple[PlanRequest, int]] = {
 
 def main() -> None:
     """Prints the tables and writes them."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--output", type=Path, help="path of the result without suffix")
+    parser = argument_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=len(SEEDS), help="how many draws of each cell")
     arguments = parser.parse_args()
     tables = [_building(), *_layout_tables(SEEDS[: arguments.seeds]), _dealing()]

@@ -9,15 +9,13 @@ measured nowhere. The rival is planned by our own code after its published rules
 `plan/study/rival.py`).
 """
 
-import argparse
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before NumPy: planning is measured on one thread
 
 from search_cells import search_cells
-from timing import Cell, Table, environment, publish
+from timing import Cell, Table, argument_parser, environment, publish
 
 from megatron_cp.attn.hopper.worklist import PARTIAL_COST, TILE_COST, forward_work
 from megatron_cp.config import CPConfig
@@ -38,8 +36,7 @@ TILE = 128
 
 def main() -> None:
     """Prints the tables and writes them."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--output", type=Path, help="path of the result without suffix")
+    parser = argument_parser(__doc__)
     parser.add_argument("--every", type=int, default=1, help="one of so many cells")
     arguments = parser.parse_args()
     times: dict[str, list[float]] = {form.name: [] for form in FORMS}

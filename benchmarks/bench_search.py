@@ -9,19 +9,17 @@ Times of passes are predicted (forward plus backward of one layer, head dim 128,
 measured nowhere. Planning times are bench_plan.py's.
 """
 
-import argparse
 import math
 import os
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
-from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before NumPy: planning is measured on one thread
 
 from search_cells import SearchCell, large_cells, search_cells
-from timing import Cell, Table, environment, publish
+from timing import Cell, Table, argument_parser, environment, publish
 
 from megatron_cp.config import CPConfig
 from megatron_cp.plan.compute import bisection, local_search, staging
@@ -128,8 +126,7 @@ def _short(value: object) -> str:
 
 def main() -> None:
     """Prints the table and writes it."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--output", type=Path, help="path of the result without suffix")
+    parser = argument_parser(__doc__)
     parser.add_argument("--only", nargs="*", default=[], help="numbers with these names")
     parser.add_argument("--held-out", action="store_true", help="the other half of the cells")
     parser.add_argument("--large", action="store_true", help="40 to 256 ranks, held out")

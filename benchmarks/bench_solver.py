@@ -12,7 +12,6 @@ of `make_plan`, which every rank makes, transfers and checks included.
 Masks are those of `search_cells.py` that its four types of slices can say, on tokens that its chunks divide.
 """
 
-import argparse
 import importlib.abc
 import importlib.machinery
 import os
@@ -23,7 +22,6 @@ import threading
 import time
 import types
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before NumPy: planning is measured on one thread
@@ -32,7 +30,7 @@ os.environ["MAGI_ATTENTION_CPP_BACKEND"] = "0"
 import torch
 import torch.distributed as dist
 from search_cells import SearchCell, search_cells
-from timing import Cell, Table, environment, publish
+from timing import Cell, Table, argument_parser, environment, publish
 
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
@@ -200,8 +198,7 @@ def _commit_of(checkout: str) -> str:
 
 def main() -> None:
     """Prints the tables and writes them."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--output", type=Path, help="path of the result without suffix")
+    parser = argument_parser(__doc__)
     arguments = parser.parse_args()
     checkout = os.environ.get("MAGI_ATTENTION")
     if checkout is None:

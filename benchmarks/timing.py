@@ -5,6 +5,7 @@ are not counted, so that a busy moment hits all alike. Reported are medians on t
 time of all threads; the latter is what other work on the machine disturbs least, on one thread.
 """
 
+import argparse
 import json
 import os
 import platform
@@ -56,6 +57,13 @@ def interleaved(
         name: Timing(statistics.median(wall[name]), min(wall[name]), statistics.median(cpu[name]))
         for name in functions
     }
+
+
+def argument_parser(doc: str) -> argparse.ArgumentParser:
+    """Returns the parser of a benchmark with this docstring: where to write, and what else it adds."""
+    parser = argparse.ArgumentParser(description=doc.split("\n")[0])
+    parser.add_argument("--output", type=Path, help="path of the result without suffix")
+    return parser
 
 
 def environment(packages: Sequence[str] = ("numpy",)) -> dict[str, str]:

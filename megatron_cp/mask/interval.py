@@ -61,6 +61,17 @@ def length(intervals: IntArray) -> int:
     return int((intervals[:, 1] - intervals[:, 0]).sum())
 
 
+def grouped(intervals: IntArray, group: IntArray, stride: int) -> IntArray:
+    """Returns intervals below `stride` moved so that those of two groups do not meet; `ungrouped` undoes it."""
+    return intervals + (group * stride)[:, None]
+
+
+def ungrouped(keys: IntArray, stride: int) -> tuple[IntArray, IntArray]:
+    """Returns the group of each of `grouped` intervals, and the intervals."""
+    group = keys[:, 0] // stride
+    return group, keys - (group * stride)[:, None]
+
+
 def intersect(a: IntArray, b: IntArray) -> IntArray:
     """Returns the integers that are in both normalised sets."""
     return overlaps(a, b)[2]
@@ -107,16 +118,20 @@ def from_indices(indices: IntArray) -> IntArray:
 
 def overlapping_pairs(a: IntArray, b: IntArray) -> tuple[IntArray, IntArray]:
     """Returns index pairs `(i, j)` with `a[i]` meeting `b[j]`, i ascending; `b` is sorted and disjoint."""
-    low = b[:, 1].searchsorted(a[:, 0], side="right")
-    high = b[:, 0].searchsorted(a[:, 1], side="left")
-    return expand_ranges(low, np.maximum(high, low))
+    return expand_ranges(*_met(a, b))
 
 
 def num_overlapping_pairs(a: IntArray, b: IntArray) -> int:
     """Returns how many pairs `overlapping_pairs(a, b)` holds."""
+    low, high = _met(a, b)
+    return int((high - low).sum())
+
+
+def _met(a: IntArray, b: IntArray) -> tuple[IntArray, IntArray]:
+    """Returns the range of intervals of `b` that each of `a` meets."""
     low = b[:, 1].searchsorted(a[:, 0], side="right")
     high = b[:, 0].searchsorted(a[:, 1], side="left")
-    return int(np.maximum(high - low, 0).sum())
+    return low, np.maximum(high, low)
 
 
 def overlaps(a: IntArray, b: IntArray) -> tuple[IntArray, IntArray, IntArray]:

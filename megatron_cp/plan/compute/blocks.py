@@ -243,9 +243,8 @@ def _nets(ranges: IntArray, block: IntArray) -> tuple[IntArray, FloatArray, IntA
     Returns pins (net, block), the rows of each net and its first row.
     """
     span = int(ranges.max(initial=0)) + 1  # every block has rows of its own: none is in it twice
-    ranges = interval.normalise(ranges + (block * span)[:, None])
-    block = ranges[:, 0] // span
-    ranges = ranges - (block * span)[:, None]
+    united = interval.normalise(interval.grouped(ranges, block, span))
+    block, ranges = interval.ungrouped(united, span)
     edges = interval.distinct(ranges)
     low, high = np.searchsorted(edges, ranges[:, 0]), np.searchsorted(edges, ranges[:, 1])
     which, atom = interval.expand_ranges(low, high)

@@ -93,8 +93,7 @@ def _first_stages(wanted: IntArray, per_stage: int) -> IntArray:
 
     `wanted`: normalised; those of a stage are `per_stage` behind those of the stage before.
     """
-    stage = wanted[:, 0] // per_stage
-    keys = wanted - (stage * per_stage)[:, None]
+    stage, keys = interval.ungrouped(wanted, per_stage)
     cuts = interval.distinct(keys)
     low, high = (cuts.searchsorted(end) for end in keys.T)
     which, segment = interval.expand_ranges(low[::-1], high[::-1])
@@ -102,7 +101,7 @@ def _first_stages(wanted: IntArray, per_stage: int) -> IntArray:
     first[segment] = stage[::-1][which]  # the last one written is the first stage
     needed = np.flatnonzero(first >= 0)
     found = interval.columns(cuts[needed], cuts[np.minimum(needed + 1, len(cuts) - 1)])
-    return found + (first[needed] * per_stage)[:, None]
+    return interval.grouped(found, first[needed], per_stage)
 
 
 def _rounds(sent: StagedRequests, num_ranks: int) -> list[StagedRequests]:
@@ -244,7 +243,7 @@ class AssignedPieces:
         """Returns the rows that ranks need in stages: where they are kept, in the first of them alone."""
         placed = self.placed
         per_stage = placed.num_ranks * placed.space.stride  # every stage has ranks of its own
-        wanted = interval.normalise(keys + (stage * per_stage)[:, None])
+        wanted = interval.normalise(interval.grouped(keys, stage, per_stage))
         if is_kept:
             wanted = interval.normalise(_first_stages(wanted, per_stage))
         requests = placed.owners.requests(wanted)

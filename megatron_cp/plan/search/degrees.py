@@ -17,7 +17,7 @@ def searched_degrees(cp_size: int, config: CPConfig) -> list[int]:
 
 def most_moved(cp_size: int, degrees: list[int], config: CPConfig, budget: SearchBudget) -> int:
     """Returns among how many head groups compute moves at most: few, unless fewer cannot be had or speeds differ."""
-    fewest = min((n for degree in degrees if (n := cp_size // degree) > 1), default=1)
+    fewest = moved_groups(cp_size, degrees, at_most=cp_size, wished=1)
     are_few = fewest <= budget.most_moved or cp_size > budget.most_moved_ranks
     if are_few and not is_uneven(config, cp_size):
         return budget.most_moved

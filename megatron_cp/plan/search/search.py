@@ -326,9 +326,9 @@ class Search:
             strategies = []
             for each in {degree: None, self._favourite(name, degree, source): None}:
                 groups = self._groups_of(candidate, name, each)
-                found = []
-                if groups.placed.has_parts(self._most_parts(groups, source)):
-                    found = source(groups, self._limit(), self.budget.stagings)
+                if not groups.placed.has_parts(self._most_parts(groups, source)):
+                    return
+                found = source(groups, self._limit(), self.budget.stagings)
                 if not found:
                     return
                 candidate.add(name, found)

@@ -67,13 +67,17 @@ class PlacedMask:
 
     def has_parts(self, most: int) -> bool:
         """Returns whether the mask is cut into no more than `most` parts; found without them, they may fill memory."""
-        slices, runs = self.mask.array, self.owners.ids
-        if len(slices) * len(runs) ** 2 <= most:
-            return True
-        if interval.num_overlapping_pairs(slices[:, COLUMNS["q"]], runs) > most:
-            return False
+        is_few = self.mask.num_slices * len(self.owners.ids) ** 2 <= most
+        return is_few or (self._num_by_q_owner <= most and self._num_by_owner <= most)
+
+    @cached_property
+    def _num_by_q_owner(self) -> int:
+        return interval.num_overlapping_pairs(self.mask.array[:, COLUMNS["q"]], self.owners.ids)
+
+    @cached_property
+    def _num_by_owner(self) -> int:
         rows, _ = self._by_q_owner
-        return interval.num_overlapping_pairs(rows[:, COLUMNS["k"]], runs) <= most
+        return interval.num_overlapping_pairs(rows[:, COLUMNS["k"]], self.owners.ids)
 
     @cached_property
     def loads(self) -> FloatArray:

@@ -125,8 +125,7 @@ class Owners:
 
     def requests(self, wanted: IntArray) -> IntArray:
         """Returns normalised keys `[n, 2]`, cut by owner: int64 `[m, 4]` (owner, reader, id start, id stop)."""
-        reader = wanted[:, 0] // self.stride
-        ids = wanted - (reader * self.stride)[:, None]
+        reader, ids = interval.ungrouped(wanted, self.stride)
         which, run, shared = interval.overlaps(ids, self.ids)
         return interval.columns(self.rank.take(run), reader.take(which), *shared.T)
 
