@@ -22,6 +22,9 @@ def transfer_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     if not _is_nccl(group):
         return group
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    # By default NCCL starts four blocks as one cluster, which waits until four multiprocessors of one part of the GPU
+    # are free together. What attention leaves lies anywhere: single blocks begin there at once.
+    options.config.cga_cluster_size = 1
     return _beside(group, "rows", "nccl", options)
 
 

@@ -83,13 +83,15 @@ def test_rows_on_nccl_get_a_communicator_of_their_own_whatever_serves_cpu_tensor
 ):
     kinds = [torch.device(pair.split(":")[0]) for pair in backends.split(",")]
     group, found = SimpleNamespace(_device_types=kinds), []
-    nccl = SimpleNamespace(Options=lambda **options: options)
+    nccl = SimpleNamespace(Options=lambda **more: SimpleNamespace(config=SimpleNamespace(), **more))
     monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
     monkeypatch.setattr(dist, "get_backend_config", lambda _: backends)
     monkeypatch.setattr(groups, "_beside", lambda _, use, *options: found.append((use, *options)))
     groups.transfer_group(group)
     groups.agreement_group(group)
     assert [use for use, *_ in found] == made
-    assert [options for _, _, options in found if options] == [
-        {"is_high_priority_stream": True} for use in made if use == "rows"
-    ]
+    of_rows = [options for _, _, options in found if options]
+    assert len(of_rows) == made.count("rows")
+    for options in of_rows:
+        assert options.is_high_priority_stream
+        assert vars(options.config) == {"cga_cluster_size": 1}
