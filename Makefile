@@ -60,7 +60,8 @@ CI_TOOLKITS := 12.4 12.8
 
 # Workers, each of which takes whole files in the order in which pytest has them; 0 is pytest's own process.
 JOBS ?= 2
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 20
+PYTEST_ARGS ?=
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 20 $(PYTEST_ARGS)
 
 test: $(INSTALLED_DEV)
 	@$(MAKE) --no-print-directory --jobs 2 check ci-toolkits

@@ -12,7 +12,7 @@ import hypothesis
 import pytest
 import torch
 
-from tests import processes, ranks
+from tests import durations, processes, ranks
 
 hypothesis.settings.register_profile(
     "suite",
@@ -86,48 +86,33 @@ _LEAVE_STAND_INS = (
     "tests/models/",
     "tests/training/",
 )
-# What takes longest, 200 to 20 processor seconds (2026-11-23). Two workers take whole files: one that began last would
-# keep one of them alone for so long. The watchdog's runs mostly wait: beside the gate, which has two threads.
-LONGEST = (
-    "tests/kernels/test_compile_gate.py",
-    "tests/faults/test_watchdog.py",
-    "tests/kernels/test_backward_emulated.py",
-    "tests/test_examples.py",
-    "tests/faults/test_random_kills.py",
-    "tests/faults/test_leftovers.py",
-    "tests/runtime/test_dist_attn.py",
-    "tests/kernels/test_emulator_sources.py",
-    "tests/faults/test_signalled_job.py",
-    "tests/tools/test_run_recipe.py",
-    "tests/runtime/test_memory.py",
-    "tests/attn/test_flex_graphs.py",
-    "tests/tools/test_gpu_check.py",
-    "tests/kernels/test_forward_emulated.py",
-    "tests/faults/test_bad_steps.py",
-    "tests/runtime/test_linear_attention.py",
-    "tests/training/test_hybrid_runs.py",
-    "tests/mcore/test_parity.py",
-    "tests/mcore/test_experts.py",
-    "tests/training/test_example_runs.py",
-    "tests/training/test_launch_examples.py",
-    "tests/training/test_pretrain.py",
-    "tests/training/test_text_samples.py",
-    "tests/training/test_checkpoint_unwritable.py",
-    "tests/training/test_fill_in_the_middle_runs.py",
-)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds what measures the tests again."""
+    parser.addoption("--write-durations", action="store_true", help="write tests/durations.json")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Records durations where that is asked for, in the process that has the reports of all workers."""
+    if config.getoption("--write-durations") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(durations.Recorder())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Stand-ins come last, whatever was asked for and in which order; before and behind, the longest files begin.
+    """Marks tests that took long; stand-ins come last, whatever was asked for and in which order; long files begin.
 
-    pytest-xdist keeps the order of files.
+    Two workers take whole files, in this order: a long one that began last would keep one of them alone.
     """
-    places = {name: place for place, name in enumerate(LONGEST)}
+    known = durations.known()
 
-    def place(item: pytest.Item) -> tuple[bool, int]:
+    def place(item: pytest.Item) -> tuple[bool, float]:
         name = item.nodeid.partition("::")[0]
-        return name.startswith(_LEAVE_STAND_INS), places.get(name, len(places))
+        return name.startswith(_LEAVE_STAND_INS), -known["files"].get(name, 0.0)
 
+    for item in items:
+        if durations.name_of(item.nodeid) in known["slow"]:
+            item.add_marker("slow")
     items.sort(key=place)
 
 

@@ -113,9 +113,12 @@ def _keys_seen(mask: AttentionMask, queries: Placement, chunk: int, num_chunks: 
 
 
 class CrossPlacements(PlacementCandidates):
-    """The placements of queries worth a look; of keys there is one for each, beside the queries that see them."""
+    """The placements of a mask's queries worth a look; of keys there is one for each, beside the queries that see them.
 
-    def keys(self, queries: Placement, degree: int) -> Placement:
+    Of a transposed mask its queries are the keys.
+    """
+
+    def beside(self, queries: Placement, degree: int) -> Placement:
         """Returns the keys of ranks whose queries are placed, for head groups of `degree`."""
         mask, _ = next(iter(self.masks.values()))
         chunk, count = chunk_layout(mask.num_keys, self.cp_size, self.config)

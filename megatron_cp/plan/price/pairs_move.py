@@ -62,6 +62,11 @@ def stay_at_home(groups: HeadGroups) -> Assignment:
     return Assignment(groups.placed.parts, groups.placed.q_owner)
 
 
+def go_to_keys(groups: HeadGroups) -> Assignment:
+    """Returns the assignment of every pair to the rank that owns its key."""
+    return Assignment(groups.placed.parts, groups.placed.k_owner)
+
+
 def move_compute(groups: HeadGroups) -> Assignment:
     """Returns the assignment by search: areas by speed, and few rows moved on both sides."""
     return _assigned(groups, groups.speeds)

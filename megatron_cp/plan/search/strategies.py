@@ -7,6 +7,7 @@ from megatron_cp.plan.price.keys_move import published_strategies
 from megatron_cp.plan.price.pairs_move import (
     StagingLimits,
     assigned_strategy,
+    go_to_keys,
     move_compute,
     move_inside_nodes,
     move_near,
@@ -27,6 +28,11 @@ def stay(groups: HeadGroups, limit: float, stagings: StagingLimits) -> list[Stra
     if groups.least_seconds() > limit:
         return []
     return [assigned_strategy(groups, stay_at_home(groups), stagings)]
+
+
+def at_keys(groups: HeadGroups, limit: float, stagings: StagingLimits) -> list[Strategy]:
+    """Returns the strategy in which every pair is computed where its key lives."""
+    return [assigned_strategy(groups, go_to_keys(groups), stagings)]
 
 
 def move(groups: HeadGroups, limit: float, stagings: StagingLimits) -> list[Strategy]:
