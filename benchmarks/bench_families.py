@@ -19,9 +19,8 @@ from timing import Cell, Table, argument_parser, environment, publish
 from megatron_cp import mask as masks
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
-from megatron_cp.plan import AttentionPlan, make_plan, make_plans
-from megatron_cp.plan.hardware.makespan import makespan_seconds
-from megatron_cp.plan.schema import PASSES
+from megatron_cp.plan import make_plan, make_plans
+from megatron_cp.plan.hardware.makespan import layer_seconds
 from megatron_cp.plan.study.compare import geometric_mean
 from megatron_cp.plan.study.workloads import fitted
 
@@ -45,11 +44,6 @@ def under(mask: AttentionMask, window: int) -> AttentionMask:
     return mask & masks.sliding_window(mask.num_queries, window)
 
 
-def seconds(plan: AttentionPlan) -> float:
-    """Returns the predicted time of a plan, forward and backward."""
-    return sum(makespan_seconds(plan, name) for name in PASSES)
-
-
 def families() -> list[list[Cell]]:
     """Returns a row for each family: its layers together over each mask's layers at its own best."""
     rows: list[list[Cell]] = []
@@ -57,9 +51,10 @@ def families() -> list[list[Cell]]:
         full = pack(ranks * TOKENS_PER_RANK, count, ranks + count)
         family = {"window": (under(full, window), layers[0]), "full": (full, layers[1])}
         together = make_plans(family, ranks, CONFIG)
-        ours = sum(layers * seconds(together[name]) for name, (_, layers) in family.items())
+        ours = sum(layers * layer_seconds(together[name]) for name, (_, layers) in family.items())
         best = sum(
-            layers * seconds(make_plan(mask, ranks, CONFIG)) for mask, layers in family.values()
+            layers * layer_seconds(make_plan(mask, ranks, CONFIG))
+            for mask, layers in family.values()
         )
         name = f"{layers[0]}:{layers[1]}, window {window}, {count} documents, {ranks} ranks"
         rows.append([name, ours * 1e3, f"{ours / best:.3f}"])
@@ -75,8 +70,8 @@ def drawn() -> list[list[Cell]]:
         window, heads = int(draw.choice(WINDOWS)), int(draw.choice((8, 32)))
         mask = under(pack(ranks * TOKENS_PER_RANK, count, seed), window)
         config = CPConfig(num_heads=32, num_kv_heads=heads)
-        alone = seconds(make_plan(mask, ranks, config))
-        twice = seconds(make_plans({"a": (mask, 1), "b": (mask, 1)}, ranks, config)["a"])
+        alone = layer_seconds(make_plan(mask, ranks, config))
+        twice = layer_seconds(make_plans({"a": (mask, 1), "b": (mask, 1)}, ranks, config)["a"])
         name = f"window {window}, {count} documents, {ranks} ranks, 32:{heads}"
         rows.append([name, alone * 1e3, f"{alone / twice:.3f}"])
     return rows

@@ -19,7 +19,7 @@ from megatron_cp.config import CPConfig, Level
 from megatron_cp.mask import AttentionMask
 from megatron_cp.plan import AttentionPlan, make_plan
 from megatron_cp.plan.hardware.cost import load_bound_seconds
-from megatron_cp.plan.hardware.makespan import makespan_seconds
+from megatron_cp.plan.hardware.makespan import layer_seconds
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.schema import PASSES
 from megatron_cp.plan.study.workloads import document_lengths
@@ -49,7 +49,7 @@ def named_masks(num_tokens: int) -> dict[str, AttentionMask]:
 
 def seconds(plan: AttentionPlan, config: CPConfig) -> float:
     """Returns the predicted time of a plan on a machine."""
-    return sum(makespan_seconds(replace(plan, config=config), name) for name in PASSES)
+    return layer_seconds(replace(plan, config=config))
 
 
 def slow_rank(num_ranks: int, num_tokens: int) -> list[list[Cell]]:

@@ -23,9 +23,8 @@ from timing import Cell, Table, argument_parser, environment, publish
 
 from megatron_cp.config import CPConfig
 from megatron_cp.plan.compute import bisection, local_search, staging
-from megatron_cp.plan.hardware.makespan import makespan_seconds
+from megatron_cp.plan.hardware.makespan import layer_seconds
 from megatron_cp.plan.placement import by_area, by_documents, placement
-from megatron_cp.plan.schema import PASSES
 from megatron_cp.plan.search.budget import BUDGET, SearchBudget
 from megatron_cp.plan.search.choose import best_family
 from megatron_cp.plan.study.compare import geometric_mean
@@ -60,7 +59,7 @@ def predicted(cells: list[SearchCell], budget: SearchBudget) -> list[float]:
         mask = cell.build()
         config = CPConfig(num_heads=cell.heads[0], num_kv_heads=cell.heads[1])
         plan = best_family({"mask": (mask, 1.0)}, cell.ranks, config, budget)["mask"]
-        found.append(sum(makespan_seconds(plan, name) for name in PASSES))
+        found.append(layer_seconds(plan))
     return found
 
 

@@ -23,6 +23,7 @@ from megatron_cp.plan.hardware.speeds import rank_speeds
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.schema import (
     DST,
+    PASSES,
     SIDES,
     SRC,
     START,
@@ -114,6 +115,11 @@ def makespan_seconds(
     loads = replace(loads, gradient_bytes=gradient_bytes)
     exposed = head_split_seconds(pass_.head_split, plan.own_rows, plan.config, pass_name)
     return pass_seconds(loads, plan.config, pass_name, pass_.head_degree) + exposed
+
+
+def layer_seconds(plan: PlanData, gradient_bytes: int = FP32_BYTES) -> float:
+    """Returns the predicted time of one layer, forward and backward; `gradient_bytes`: see `row_size`."""
+    return sum(makespan_seconds(plan, name, gradient_bytes) for name in PASSES)
 
 
 def transfer_shares(plan: PlanData, pass_name: PassName, rank: int) -> list[float]:

@@ -58,7 +58,7 @@ class SearchBudget:
     """Head groups; with more of them only tokens in order are looked at, if heads can be exchanged: a limit of time."""
     cross_moved: int = 5
     """Placements of cross attention, with a head degree each, on which compute is moved. 2, 10: 1.000. 0: 1.006 and
-    1.010 (held out), worst 1.30. Of 120 masks drawn at random (bench_cross.py; cross_epyc_2026-11-25.md)."""
+    1.010 (two draws), worst 1.30. Of 120 masks drawn at random (bench_cross.py; cross_epyc_2026-11-25.md)."""
     cross_near: int = 4
     """The best of these that get a local search as well. 2, 8: 1.000. 0: 1.004 and 1.008, worst 1.30."""
     near: float = 1.00125

@@ -15,7 +15,7 @@ import numpy as np
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask, interval
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.plan.hardware.makespan import makespan_seconds
+from megatron_cp.plan.hardware.makespan import layer_seconds
 from megatron_cp.plan.hardware.rows import FP32_BYTES
 from megatron_cp.plan.planner import make_plan
 from megatron_cp.plan.schema import PASSES, PassName, PlanData
@@ -59,7 +59,7 @@ def rival_figures(mask: AttentionMask, cp_size: int, config: CPConfig) -> list[R
     found = []
     for form in FORMS:
         plan = plans[form.planner]
-        seconds = sum(makespan_seconds(plan, name, form.gradient_bytes) for name in PASSES)
+        seconds = layer_seconds(plan, form.gradient_bytes)
         found.append(RivalFigures(form, seconds * 1e3, most_slices(plan, form.is_in_global_order)))
     return found
 
@@ -69,7 +69,7 @@ def in_16_bits(outcome: Outcome) -> Outcome:
     plan = outcome.plan
     if outcome.planner not in RIVALS or plan is None:
         return outcome
-    predicted = sum(makespan_seconds(plan, name, GRADIENT_BYTES) for name in PASSES)
+    predicted = layer_seconds(plan, GRADIENT_BYTES)
     simulated = [simulate_pass(plan, name, gradient_bytes=GRADIENT_BYTES) for name in PASSES]
     return replace(
         outcome,
