@@ -10,7 +10,7 @@ they were measured nowhere.
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from unittest import mock
@@ -24,8 +24,9 @@ from megatron_cp import mask as masks
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.plan.hardware.makespan import layer_seconds
+from megatron_cp.plan.price.pairs_move import stay_at_home
 from megatron_cp.plan.schemes.gather import plan_contiguous_cross
-from megatron_cp.plan.search import cross
+from megatron_cp.plan.search import cross, strategies
 from megatron_cp.plan.search.budget import BUDGET, SearchBudget
 from megatron_cp.plan.study.compare import geometric_mean
 
@@ -90,14 +91,14 @@ def variants() -> Iterator[tuple[str, SearchBudget, AbstractContextManager[objec
     """Yields (what is changed, the budget, the change of code that goes with it)."""
     yield "nothing", BUDGET, nullcontext()
     for name, values in (
-        ("cross_moved", (0, 2, 10)),
-        ("cross_near", (0, 2, 8)),
-        ("most_near_groups", (8, 32)),
+        ("moved_starts", (0, 2, 8)),
+        ("near_starts", (0, 1, 4)),
+        ("most_near_groups", (16, 64)),
     ):
         for value in values:
             yield f"{name} {value}", replace(BUDGET, **{name: value}), nullcontext()
-    nowhere: Callable[..., list[object]] = lambda *_: []  # noqa: E731
-    yield "never with the keys", BUDGET, mock.patch.object(cross, "at_keys", nowhere)
+    at_home = mock.patch.object(strategies, "go_to_keys", stay_at_home)
+    yield "never with the keys", BUDGET, at_home
     yield "keys never placed first", BUDGET, mock.patch.object(cross, "SIDES", ("q",))
 
 

@@ -30,8 +30,8 @@ from megatron_cp.plan.search.choose import best_family
 from megatron_cp.plan.study.compare import geometric_mean
 
 ROUNDING = 1e-9
-WITHOUT = {"most_near": 1 << 40, "hub": math.inf, "most_near_groups": 0}
-# Tried besides: no limit, never a tree, no local search.
+WITHOUT = {"most_near": 1 << 40, "hub": math.inf, "near_starts": 0, "moved_starts": 0}
+# Tried besides: no limit, never a tree, no local search, compute never moved.
 INSIDE_STEPS: dict[ModuleType, tuple[str, ...]] = {
     bisection: ("PARTS_PER_GROUP", "CHUNKS_PER_RANK"),
     local_search: ("CHUNKS_PER_RANK", "ROUNDS", "STEPS", "IN_VAIN", "SHARE", "LEAST_PRICE", "LEAST_GAIN"),
@@ -66,8 +66,6 @@ def predicted(cells: list[SearchCell], budget: SearchBudget) -> list[float]:
 def variants(only: list[str]) -> Iterator[tuple[str, object, object, SearchBudget]]:
     """Yields (number, its value, another, the budget with that one): half and double of every number."""
     for one in fields(BUDGET):
-        if one.name.startswith("cross_"):  # bench_cross.py has masks for them
-            continue
         value = getattr(BUDGET, one.name)
         if is_dataclass(value):
             for inner in fields(value):

@@ -11,8 +11,10 @@ from megatron_cp import mask as masks
 from megatron_cp.plan import make_plan, make_plans
 from megatron_cp.plan.hardware.makespan import makespan_seconds
 from megatron_cp.plan.planner import forget_plans
+from megatron_cp.plan.price.pairs_move import stay_at_home
 from megatron_cp.plan.schema import PASSES
-from megatron_cp.plan.search.search import Search
+from megatron_cp.plan.search import strategies
+from megatron_cp.plan.search.looks import Looks
 from megatron_cp.plan.study.simulate import simulate_pass
 from megatron_cp.plan.transfer.head_split import fits_heads
 from tests.plan.cases import config, packed
@@ -136,15 +138,21 @@ def test_a_mask_is_no_slower_alone_than_twice_in_a_family(kind, count, ranks):
     assert seconds[0] <= 1.001 * seconds[1], seconds
 
 
+def seconds_under_a_window(num_documents):
+    """Returns the predicted time of windows in documents, with as many key/value heads as heads: links limit."""
+    mask = packed("log-normal", 1 << 17, num_documents, 1, within=("window", 1024))
+    forget_plans()
+    plan = make_plan(mask, 16, config(num_heads=32, num_kv_heads=32, head_dim=128))
+    return sum(makespan_seconds(plan, name) for name in PASSES)
+
+
 def test_documents_under_a_window_lie_on_more_ranks_than_exchange_heads(monkeypatch):
-    mask = packed("log-normal", 1 << 17, 20, 1, within=("window", 1024))
-    options = config(num_heads=32, num_kv_heads=32, head_dim=128)
+    found = seconds_under_a_window(20)
+    monkeypatch.setattr(Looks, "for_fastest", lambda looks, degree: iter(()))
+    assert found < 0.95 * seconds_under_a_window(20)
 
-    def seconds():
-        forget_plans()
-        plan = make_plan(mask, 16, options)
-        return sum(makespan_seconds(plan, name) for name in PASSES)
 
-    found = seconds()
-    monkeypatch.setattr(Search, "_place_on_larger_groups", lambda search: None)
-    assert found < 0.85 * seconds()
+def test_pairs_under_a_window_are_computed_where_their_keys_live(monkeypatch):
+    found = seconds_under_a_window(5)
+    monkeypatch.setattr(strategies, "go_to_keys", stay_at_home)
+    assert found < 0.85 * seconds_under_a_window(5)

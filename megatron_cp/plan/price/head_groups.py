@@ -139,6 +139,11 @@ class HeadGroups:
         """Returns what both passes take at least where queries stay at home: the pairs of the slowest head group."""
         return self.compute_seconds((self.placed.loads / self.speeds).max())
 
+    def least_seconds_at_keys(self) -> float:
+        """Returns what both passes take at least where pairs are computed with their keys."""
+        loads = self.placed.areas_by_owner.sum(axis=0)
+        return self.compute_seconds((loads / self.speeds).max())
+
     def all_keys_seconds(self) -> float:
         """Returns what both passes take at least where every head group receives all keys."""
         num_ranks = self.placed.num_ranks

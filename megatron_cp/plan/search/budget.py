@@ -3,7 +3,8 @@
 Beside each stands what half and double of it do to predicted times: the geometric mean over those of today's value,
 then the worst cell, on 45 cells of 4 to 48 ranks; "large": on 26 of 40 to 256 ranks (benchmarks/bench_search.py,
 2026-11-25, every line in benchmarks/results/search_epyc_2026-11-25.md and search_large_epyc_2026-11-25.md). "Nothing":
-not one cell moved.
+not one cell moved. They were measured with the search as it was before it tried pairs where their keys live; starts of
+moves and of the local search are new, and stand here as tried by hand.
 """
 
 from dataclasses import dataclass
@@ -32,14 +33,18 @@ class SearchBudget:
     wide_load: float = 2.0
     """Half: 1.001, worst 1.06 (causal_document W3, 24 ranks); double: nothing. Large, half: 1.010, worst 1.30
     (causal_document W4, 80 ranks)."""
-    always_moved: int = 8
-    """Head groups among which compute is always moved, or the fewest there can be. Half, double: 1.000, worst 1.003,
-    best .996; large: 1.000."""
-    most_near_groups: int = 16
-    """A local search runs where these are no more. Half: nothing; large: 1.004, worst 1.10 (causal_document W1, 96
-    ranks). Double: nothing. Without a local search: 1.023, worst 1.73 (causal_blockwise W2, 48 ranks); large: 1.005."""
+    moved_starts: int = 4
+    """Placements, with a head degree each, on which compute is moved. 2: 1.004, worst 1.38, of 89 cells up to 48
+    ranks."""
+    near_starts: int = 2
+    """Placements, with a head degree each, near whose assignments is searched. 1: 1.001, worst 1.05; 3: 1.000, of 89
+    cells up to 48 ranks."""
+    most_near_groups: int = 32
+    """A local search runs on placements that have no more in all. Half: packs of 200 documents under a window on 32
+    ranks, 1.14. Without a local search: 1.023, worst 1.73 (causal_blockwise W2, 48 ranks); large: 1.005."""
     most_near: int = 1 << 14
-    """Slices of a mask, cut by owners, near whose assignments is searched: a limit of time, without it nothing."""
+    """Slices of a mask, cut by owners, times head groups, near whose assignments is searched: a limit of time. Double:
+    nothing."""
     most_parts: int = 1 << 17
     """Slices into which a mask is cut by the owners of its rows, beyond twice its own and what cuts one slice: a limit
     of time. Masks of thousands of diagonals have more: a dilated window whose tokens a chosen chunk size keeps in
@@ -56,11 +61,6 @@ class SearchBudget:
     speed: 1.33. From 257 ranks on it earned nothing."""
     most_groups: int = 256
     """Head groups; with more of them only tokens in order are looked at, if heads can be exchanged: a limit of time."""
-    cross_moved: int = 5
-    """Placements of cross attention, with a head degree each, on which compute is moved. 2, 10: 1.000. 0: 1.006 and
-    1.010 (two draws), worst 1.30. Of 120 masks drawn at random (bench_cross.py; cross_epyc_2026-11-25.md)."""
-    cross_near: int = 4
-    """The best of these that get a local search as well. 2, 8: 1.000. 0: 1.004 and 1.008, worst 1.30."""
     near: float = 1.00125
     """Predictions cannot tell such passes, or plans, apart: balance, then bytes decide. 1.0006, 1.0025: 1.000."""
     good_imbalance: float = 1.02

@@ -18,8 +18,8 @@ from megatron_cp.plan.price.head_groups import PassOption
 from megatron_cp.plan.price.linear_layers import linear_seconds
 from megatron_cp.plan.schema import PASSES, PassName, PlanData
 from megatron_cp.plan.search.budget import BUDGET, SearchBudget
+from megatron_cp.plan.search.candidate import Candidate
 from megatron_cp.plan.search.portfolio import candidates
-from megatron_cp.plan.search.search import Candidate
 
 Key = tuple[str, PassName]
 Chosen = dict[Key, PassOption]

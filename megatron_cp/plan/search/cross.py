@@ -2,31 +2,28 @@
 
     one side      where another plan has it, or in order, zigzag, by documents, by area
     the other     where another plan has it, or beside what it meets of the first; either side may be the first
-    compute       at every head degree with the queries, or with the keys; on the best few also elsewhere
 
-All of it is planned and priced as the self attention of one stream (`plan/placement/two_sided.py`).
+All of it is searched and priced as the self attention of one stream (`plan/placement/two_sided.py`).
 """
 
-import math
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
-from megatron_cp.plan.hardware.cost import load_bound_seconds
 from megatron_cp.plan.placement.placement import Placement
 from megatron_cp.plan.placement.two_sided import (
     CrossPlacements,
     KnownSides,
     TwoSidedPlacement,
 )
-from megatron_cp.plan.price.head_groups import HeadGroups, PassOption, strategy_seconds
-from megatron_cp.plan.schema import PASSES, SIDES, Pass, PassName, PlanData, Side
+from megatron_cp.plan.schema import PASSES, SIDES, OwnRows, Pass, PlanData, Side
 from megatron_cp.plan.search.budget import BUDGET, SearchBudget
+from megatron_cp.plan.search.candidate import Candidate
 from megatron_cp.plan.search.choose import best_of
-from megatron_cp.plan.search.degrees import most_moved, searched_degrees
-from megatron_cp.plan.search.search import Candidate
-from megatron_cp.plan.search.strategies import StrategySource, at_keys, move, move_near_both, stay
+from megatron_cp.plan.search.looks import Look, Looks
+from megatron_cp.plan.search.search import Search
 from megatron_cp.plan.transfer.two_sided import cross_plan
 
 NAME = "mask"
@@ -54,96 +51,84 @@ def best_cross(
 ) -> PlanData:
     """Returns the plan with the smallest predicted time; `known` sides stay where they are."""
     config = replace(config, linear_state_bytes=None)  # no such layer has two sides
-    search = _Search(mask, cp_size, config, budget)
-    for degree in search.degrees:
-        for sides in search.placements(degree, known):
-            search.price(sides, degree)
-    search.improve()
-    found: list[Candidate] = [one for one in search.found.values() if all(one.options.values())]
-    return best_of(found, {NAME: (mask, 1.0)}, config, budget)[NAME]
+    looks = CrossLooks(mask, cp_size, config, budget, known)
+    return best_of(Search(looks, budget).run(), looks.masks, config, budget)[NAME]
 
 
-@dataclass(frozen=True)
-class _Start:
-    """A placement at a head degree, and the least seconds found on it so far."""
+class CrossLooks(Looks):
+    """Placements of both sides that may be worth a price."""
 
-    candidate: CrossCandidate
-    groups: HeadGroups
-    seconds: float = math.inf
-
-    def tried(self, source: StrategySource, limit: float, budget: SearchBudget) -> "_Start":
-        """Adds the strategies of a source to the candidate's options."""
-        strategies = source(self.groups, limit, budget.stagings)
-        self.candidate.add(NAME, strategies)
-        return replace(self, seconds=min([self.seconds, *map(strategy_seconds, strategies)]))
-
-
-class _Search:
-    def __init__(self, mask: AttentionMask, cp_size: int, config: CPConfig, budget: SearchBudget):
-        self.mask, self.cp_size, self.config, self.budget = mask, cp_size, config, budget
-        self.degrees = searched_degrees(cp_size, config)
-        self.found: dict[bytes, CrossCandidate] = {}
-        self._starts: dict[tuple[bytes, int], _Start] = {}
+    def __init__(
+        self,
+        mask: AttentionMask,
+        cp_size: int,
+        config: CPConfig,
+        budget: SearchBudget,
+        known: KnownSides,
+    ):
+        super().__init__({NAME: (mask, 1.0)}, cp_size, config, budget)
+        self.known = known
         masks: dict[Side, AttentionMask] = {"q": mask, "k": mask.transpose()}
-        self._places = {
+        self.sides = {
             side: CrossPlacements(
                 {NAME: (one, 1.0)}, cp_size, config, self.degrees[0], budget.placements
             )
             for side, one in masks.items()
         }
 
-    def placements(self, degree: int, known: KnownSides) -> Iterator[TwoSidedPlacement]:
-        """Yields the placements worth a price at one head degree."""
+    @property
+    def own_rows(self) -> OwnRows:
+        """Returns how many rows of each side a rank owns, at least."""
+        mask, _ = self.masks[NAME]
+        return OwnRows(mask.num_queries // self.cp_size, mask.num_keys // self.cp_size)
+
+    def candidate(self, placement: Placement) -> Candidate:
+        """Returns a placement without options."""
+        return CrossCandidate(placement, {(NAME, which): [] for which in PASSES})
+
+    def mask_on(self, name: str, placement: Placement) -> AttentionMask:
+        """Returns the mask as that of one stream."""
+        assert isinstance(placement, TwoSidedPlacement)
+        return placement.one_stream(self.masks[name][0])
+
+    def at_first(self, degree: int) -> Iterator[Look]:
+        """Yields all placements of both sides."""
+        least = self.bound + self.exchange[degree]
         for first in SIDES:
-            places, other = self._places[first], OTHER[first]
-            for placed in [known[first]] if first in known else self._first(places, degree):
-                beside = known[other] if other in known else places.beside(placed, degree)
-                sides = {first: placed, other: beside}
-                yield TwoSidedPlacement.of(sides["q"], sides["k"])
+            for place in self._first(first, degree):
+                yield Look(degree, functools.partial(self._both, first, place, degree), least=least)
 
-    def _first(self, places: CrossPlacements, degree: int) -> Iterator[Placement]:
-        yield places.in_order()
-        documents = places.by_documents(degree, self.budget.loose_load)
-        if documents is not None:
-            yield documents
-        if not places.is_even_in_order and degree < self.cp_size:
-            yield places.zigzag(degree)
-            yield places.by_area(degree)
+    def besides(self, degree: int) -> Iterator[Look]:
+        """Yields nothing more."""
+        return iter(())
 
-    def price(self, sides: TwoSidedPlacement, degree: int) -> None:
-        """Adds the strategies that compute with the queries and with the keys, if they come near the fastest."""
-        key = sides.ids.tobytes(), degree
-        if key in self._starts:
-            return
-        options: dict[tuple[str, PassName], list[PassOption]] = {
-            (NAME, which): [] for which in PASSES
-        }
-        candidate = self.found.setdefault(key[0], CrossCandidate(sides, options))
-        groups = HeadGroups.of(sides.one_stream(self.mask), sides, self.config, degree)
-        best = min((one.seconds for one in self._starts.values()), default=math.inf)
-        limit = math.inf if self.config.max_received_mb else self.budget.hopeless * best
-        start = _Start(candidate, groups).tried(stay, limit, self.budget)
-        self._starts[key] = start.tried(at_keys, limit, self.budget)
+    def for_fastest(self, degree: int) -> Iterator[Look]:
+        """Yields nothing more."""
+        return iter(())
 
-    def improve(self) -> None:
-        """Moves compute where it did best so far; then, where links limit, by a local search on the best of these."""
-        most = most_moved(self.cp_size, self.degrees, self.config, self.budget)
-        can_move = [one for one in self._starts.values() if 1 < one.groups.placed.num_ranks <= most]
-        starts = sorted(can_move, key=_seconds_of)[: self.budget.cross_moved]
-        moved = sorted((one.tried(move, math.inf, self.budget) for one in starts), key=_seconds_of)
-        bound = sum(
-            load_bound_seconds(self.mask, self.cp_size, self.config, which) for which in PASSES
+    def to_move_on(self, degree: int) -> None:
+        """Returns nothing more."""
+
+    def _both(
+        self, first: Side, place: Callable[[], Placement | None], degree: int
+    ) -> TwoSidedPlacement | None:
+        """Returns a placement of one side, and beside it the other; None if there is none."""
+        placed, other = place(), OTHER[first]
+        if placed is None:
+            return None
+        beside = (
+            self.known[other] if other in self.known else self.sides[first].beside(placed, degree)
         )
-        if moved and moved[0].seconds > self.budget.far * bound:
-            for one in [one for one in moved if self._is_quick(one)][: self.budget.cross_near]:
-                one.tried(move_near_both, math.inf, self.budget)
+        sides = {first: placed, other: beside}
+        return TwoSidedPlacement.of(sides["q"], sides["k"])
 
-    def _is_quick(self, start: _Start) -> bool:
-        """Returns whether head groups and slices are few enough for a local search."""
-        placed = start.groups.placed
-        are_few = placed.num_ranks <= self.budget.most_near_groups
-        return are_few and placed.has_parts(self.budget.most_near)
-
-
-def _seconds_of(start: _Start) -> float:
-    return start.seconds
+    def _first(self, side: Side, degree: int) -> Iterator[Callable[[], Placement | None]]:
+        places = self.sides[side]
+        if side in self.known:
+            yield lambda: self.known[side]
+            return
+        yield places.in_order
+        yield functools.partial(places.by_documents, degree, self.budget.loose_load)
+        if not places.is_even_in_order and degree < self.cp_size:
+            yield functools.partial(places.zigzag, degree)
+            yield functools.partial(places.by_area, degree)

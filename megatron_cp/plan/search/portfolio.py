@@ -8,7 +8,9 @@ from megatron_cp.plan.placement.candidates import Family
 from megatron_cp.plan.placement.classes import classes_together
 from megatron_cp.plan.placement.placement import chunk_layout
 from megatron_cp.plan.search.budget import SearchBudget
-from megatron_cp.plan.search.search import Candidate, Search
+from megatron_cp.plan.search.candidate import Candidate
+from megatron_cp.plan.search.looks import Looks
+from megatron_cp.plan.search.search import Search
 
 MANY_SLICES = 4096  # of a mask: merging neighbours takes a microsecond for each
 
@@ -45,10 +47,7 @@ def candidates(
 def _searched(
     masks: Family, cp_size: int, config: CPConfig, budget: SearchBudget
 ) -> list[Candidate]:
-    search = Search(masks, cp_size, config, budget)
-    search.look()
-    search.improve()
-    return [one for one in search.found.values() if all(one.options.values())]
+    return Search(Looks(masks, cp_size, config, budget), budget).run()
 
 
 def _merged(mask: AttentionMask) -> AttentionMask:

@@ -32,6 +32,8 @@ def stay(groups: HeadGroups, limit: float, stagings: StagingLimits) -> list[Stra
 
 def at_keys(groups: HeadGroups, limit: float, stagings: StagingLimits) -> list[Strategy]:
     """Returns the strategy in which every pair is computed where its key lives."""
+    if groups.least_seconds_at_keys() > limit:
+        return []
     return [assigned_strategy(groups, go_to_keys(groups), stagings)]
 
 
