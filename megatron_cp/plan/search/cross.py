@@ -80,7 +80,7 @@ class CrossLooks(Looks):
     def own_rows(self) -> OwnRows:
         """Returns how many rows of each side a rank owns, at least."""
         mask, _ = self.masks[NAME]
-        return OwnRows(mask.num_queries // self.cp_size, mask.num_keys // self.cp_size)
+        return OwnRows(-(-mask.num_queries // self.cp_size), -(-mask.num_keys // self.cp_size))
 
     def candidate(self, placement: Placement) -> Candidate:
         """Returns a placement without options."""
