@@ -4,7 +4,7 @@ Beside each stands what half and double of it do to predicted times: the geometr
 then the worst cell, on 45 cells of 4 to 48 ranks; "large": on 26 of 40 to 256 ranks (benchmarks/bench_search.py,
 2026-11-25, every line in benchmarks/results/search_epyc_2026-11-25.md and search_large_epyc_2026-11-25.md). "Nothing":
 not one cell moved. They were measured with the search as it was before it tried pairs where their keys live; starts of
-moves and of the local search are new, and stand here as tried by hand.
+moves and of the local search, and the limits of the latter, are new and not in those files.
 """
 
 from dataclasses import dataclass
@@ -34,17 +34,18 @@ class SearchBudget:
     """Half: 1.001, worst 1.06 (causal_document W3, 24 ranks); double: nothing. Large, half: 1.010, worst 1.30
     (causal_document W4, 80 ranks)."""
     moved_starts: int = 4
-    """Placements, with a head degree each, on which compute is moved. 2: 1.004, worst 1.38, of 89 cells up to 48
-    ranks."""
+    """Placements, with a head degree each, on which compute is moved. Half: 1.007, worst 1.38 (causal_blockwise
+    W2, 6 ranks); large: 1.010, worst 1.14. Double: nothing. 0: 1.002, worst 1.06; large: 1.094, worst 2.3 (2048 global
+    tokens, 256 ranks)."""
     near_starts: int = 2
-    """Placements, with a head degree each, near whose assignments is searched. 1: 1.001, worst 1.05; 3: 1.000, of 89
-    cells up to 48 ranks."""
+    """Placements, with a head degree each, near whose assignments is searched. Half: 1.001, worst 1.06
+    (causal_blockwise W2, 6 ranks). Double: 1.000. 0: 1.007, worst 1.17; large: 1.002, worst 1.03."""
     most_near_groups: int = 32
-    """A local search runs on placements that have no more in all. Half: packs of 200 documents under a window on 32
-    ranks, 1.14. Without a local search: 1.023, worst 1.73 (causal_blockwise W2, 48 ranks); large: 1.005."""
+    """A local search runs on placements that have no more in all. Half: 1.000, worst 1.006; by hand, 200 documents
+    under a window on 32 ranks, 1.14. Double: nothing."""
     most_near: int = 1 << 14
-    """Slices of a mask, cut by owners, times head groups, near whose assignments is searched: a limit of time. Double:
-    nothing."""
+    """Slices of a mask, cut by owners, times head groups, near whose assignments is searched: a limit of time. Half,
+    without it: nothing."""
     most_parts: int = 1 << 17
     """Slices into which a mask is cut by the owners of its rows, beyond twice its own and what cuts one slice: a limit
     of time. Masks of thousands of diagonals have more: a dilated window whose tokens a chosen chunk size keeps in

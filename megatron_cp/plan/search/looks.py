@@ -3,8 +3,8 @@
     at first              at every degree documents and tokens in order, pairs where their queries live or their keys,
                           and the published schemes on tokens in order and zigzag
     besides               documents balanced more tightly or less, chunks by area, or zigzag
-    on larger groups      documents on larger groups of ranks than those that exchange heads: pieces are longer, and
-                          fewer rows move
+    for the fastest       documents balanced for each mask of a family by itself; documents on larger groups of ranks
+                          than those that exchange heads: pieces are longer, and fewer rows move
 
 Placements come from `plan/placement/candidates.py`, strategies from `strategies.py`, all numbers from `budget.py`.
 """
@@ -106,8 +106,8 @@ class Looks:
             yield Look(degree, zigzag, (published,), self._least_with_all_keys(degree))
 
     def besides(self, degree: int) -> Iterator[Look]:
-        """Yields what is worth a price at a degree besides, the cheap and likely first."""
-        if degree == self.cp_size or degree not in self.searched:
+        """Yields what is worth a price besides at a degree that is searched, the cheap and likely first."""
+        if degree == self.cp_size:
             return
         if self.places.by_documents(degree, self.budget.loose_load) is not None:
             for load in (self.budget.tight_load, self.budget.wide_load):
@@ -118,7 +118,7 @@ class Looks:
 
     def for_fastest(self, degree: int) -> Iterator[Look]:
         """Yields documents balanced for each mask of a family by itself, and documents on larger groups."""
-        if not self.places.has_documents or degree not in self.searched:
+        if not self.places.has_documents:
             return
         loads = (self.budget.loose_load, self.budget.tight_load)
         for balance, load in itertools.product(range(1, len(self.places.balances)), loads):

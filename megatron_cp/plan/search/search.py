@@ -48,6 +48,7 @@ class Search:
         self.is_thorough = is_uneven(self.config, self.cp_size) or not self.is_by_time
         self.found: dict[bytes, Candidate] = {}
         self.trials: dict[tuple[bytes, int], Trial] = {}
+        self.groups: dict[tuple[bytes, str, int], HeadGroups] = {}
         self.known = math.inf
         """Seconds of the fastest plan so far; exact after `_settle`: what is skipped cannot beat it."""
 
@@ -238,13 +239,21 @@ class Search:
             candidate = self.found.setdefault(ids, self.looks.candidate(placement))
             groups = {
                 name: [
-                    HeadGroups.of(self.looks.mask_on(name, placement), placement, self.config, each)
+                    self._groups_of(placement, name, each)
                     for each in dict.fromkeys((degree, self._favourite(name, degree)))
                 ]
                 for name in self.looks.masks
             }
             self.trials[ids, degree] = Trial(candidate, degree, groups)
         return self.trials[ids, degree]
+
+    def _groups_of(self, placement: Placement, name: str, degree: int) -> HeadGroups:
+        """Returns a mask on the head groups of a placement; placed once for all trials."""
+        key = placement.ids.tobytes(), name, degree
+        if key not in self.groups:
+            mask = self.looks.mask_on(name, placement)
+            self.groups[key] = HeadGroups.of(mask, placement, self.config, degree)
+        return self.groups[key]
 
     def _favourite(self, name: str, degree: int) -> int:
         """Returns the degree at which a mask of a family did best so far."""
