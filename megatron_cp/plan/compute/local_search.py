@@ -7,14 +7,15 @@ and 8 chunks in turn, and blocks (`blocks.py`) move while
     sum over ranks of (T of the rank / T of the slowest at the start) ^ 8
 
 falls. Its slopes are prices: of a second of compute on each rank, of a second of each direction of its link. A step
-moves the blocks that gain most at these prices to where each gains most; of a step that is too large, half is tried.
+moves the blocks that gain most at these prices to where each gains most; of a step that is too large, half is tried,
+and the next step begins with twice what was moved.
 A block that has moved rests for the round, and others go on even if the sum grows for a while, as in the method of
 Fiduccia and Mattheyses (1982); the best assignment seen is kept.
 
-It is used where links limit, among at most 8 head groups. Of 89 cells (benchmarks/search_cells.py) 12 got faster plans
-by it, in .90 of the predicted time (geometric mean; the best .58), and none a slower one. In its place, on the 16 cells
-where it ran, the hypergraph partitioner Mt-KaHyPar, DCP's way (SOSP'25), won less, .938 for .926, in .6 s for 12 ms
-(2026-11-24, one core of an EPYC).
+It is used where links limit, among at most 32 head groups. What it earns: `near_starts` of 0 in the results of
+benchmarks/bench_search.py. In place of an earlier form of it, on the 16 cells where that ran, the hypergraph partitioner
+Mt-KaHyPar, DCP's way (SOSP'25), won less, .938 of the predicted time for .926, in .6 s for 12 ms (2026-11-24, one core
+of an EPYC).
 
 Nothing here is clocked or drawn, and powers are products: every process finds the same.
 """
@@ -70,6 +71,7 @@ class _Search:
         self.blocks = blocks
         self.scale = blocks.loads(blocks.start).seconds.max()
         self.all = np.arange(blocks.num_blocks)
+        self.most = max(1, blocks.num_blocks // SHARE)
         pins = blocks.pins
         self.opens = np.flatnonzero(np.diff(pins[:, 1], prepend=-1))
 
@@ -85,8 +87,10 @@ class _Search:
 
     def _round(self, best: _State) -> _State:
         now, rests, in_vain = best, np.zeros(len(best.ranks), dtype=bool), 0
+        most = self.most
         for _ in range(STEPS):
-            now = self._step(now, rests, best.total)
+            now, moved = self._step(now, rests, best.total, most)
+            most = min(self.most, 2 * moved)
             if now.total < best.total:
                 best, in_vain = now, 0
             else:
@@ -95,25 +99,24 @@ class _Search:
                 break
         return best
 
-    def _step(self, now: _State, rests: BoolArray, least: float) -> _State:
-        """Moves the blocks that gain most and do not rest, and lets them rest."""
+    def _step(self, now: _State, rests: BoolArray, least: float, most: int) -> tuple[_State, int]:
+        """Moves the blocks that gain most and do not rest, and lets them rest; returns how many."""
         gains = self._gains(now)
         target = gains.argmax(axis=1)
         gain = np.where(rests, -np.inf, gains[self.all, target])
-        count = min(max(1, len(rests) // SHARE), int((~rests).sum()))
-        chosen = np.argsort(-gain, kind="stable")[:count]
-        found = now._replace(total=np.inf)
+        chosen = np.argsort(-gain, kind="stable")[: min(most, int((~rests).sum()))]
+        found, count = now._replace(total=np.inf), 0
         while len(chosen):
             moved = now.ranks.copy()
             moved[chosen] = target[chosen]
             tried = self._state(moved)
             if tried.total < found.total:
-                found = tried
+                found, count = tried, len(chosen)
             if tried.total < least:
                 break
             chosen = chosen[: len(chosen) // 2]
         rests |= found.ranks != now.ranks
-        return found
+        return found, count
 
     def _state(self, ranks: IntArray) -> _State:
         loads = self.blocks.loads(ranks)

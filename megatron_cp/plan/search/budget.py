@@ -41,8 +41,8 @@ class SearchBudget:
     """Placements, with a head degree each, near whose assignments is searched. Half: 1.001, worst 1.06
     (causal_blockwise W2, 6 ranks). Double: 1.000. 0: 1.007, worst 1.17; large: 1.002, worst 1.03."""
     most_near_groups: int = 32
-    """A local search runs on placements that have no more in all. Half: 1.000, worst 1.006; by hand, 200 documents
-    under a window on 32 ranks, 1.14. Double: nothing."""
+    """Local searches run, up to two on a placement, while these are no more in all. Half: 1.000, worst 1.006; by hand,
+    200 documents under a window on 32 ranks, 1.14. Double: nothing."""
     most_near: int = 1 << 14
     """Slices of a mask, cut by owners, times head groups, near whose assignments is searched: a limit of time. Half,
     without it: nothing."""

@@ -49,6 +49,7 @@ class Trial:
     degree: int
     groups: dict[str, list[HeadGroups]]
     """Of each mask."""
-    priced: set[StrategySource] = field(default_factory=set)
+    priced: dict[StrategySource, float] = field(default_factory=dict)
+    """The seconds of all masks by each source so far; infinite where it has nothing of use."""
     fastest: dict[str, float] = field(default_factory=dict)
     """The least seconds of each mask so far; missing before its first price."""

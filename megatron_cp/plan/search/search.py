@@ -24,9 +24,9 @@ from megatron_cp.plan.search.candidate import Candidate, Trial
 from megatron_cp.plan.search.degrees import most_moved
 from megatron_cp.plan.search.looks import Look, Looks
 from megatron_cp.plan.search.strategies import (
+    NEAR,
     StrategySource,
     move,
-    move_near_both,
     published,
     stay,
 )
@@ -124,23 +124,27 @@ class Search:
         for trial in sorted(self.trials.values(), key=self._seconds):
             groups = self.cp_size // trial.degree
             if starts and 1 < groups <= left and self._is_open(trial.degree):
-                left, starts = left - groups, starts - 1
-                self._price(trial, move_near_both)
+                starts -= 1
+                for source in sorted(NEAR, key=lambda one: trial.priced.get(one, math.inf)):
+                    if groups <= left:
+                        left -= groups
+                        self._price(trial, NEAR[source])
         self._settle()
 
     def _price(self, trial: Trial, source: StrategySource) -> None:
         """Adds the strategies of a source for all masks of a trial."""
         if source in trial.priced:
             return
-        trial.priced.add(source)
+        trial.priced[source] = 0.0
         for name, every in trial.groups.items():
+            fastest = math.inf
             for groups in every:
-                if not self._is_possible(groups, source):
-                    continue
-                found = source(groups, self._limit(), self.budget.stagings)
-                trial.candidate.add(name, found)
-                seconds = [trial.fastest.get(name, math.inf), *map(strategy_seconds, found)]
-                trial.fastest[name] = min(seconds)
+                if self._is_possible(groups, source):
+                    found = source(groups, self._limit(), self.budget.stagings)
+                    trial.candidate.add(name, found)
+                    fastest = min([fastest, *map(strategy_seconds, found)])
+            trial.priced[source] += self.looks.masks[name][1] * fastest
+            trial.fastest[name] = min(trial.fastest.get(name, math.inf), fastest)
         self.known = min(self.known, self._seconds(trial))
 
     def _settle(self) -> None:
@@ -202,7 +206,7 @@ class Search:
 
     def _is_possible(self, groups: HeadGroups, source: StrategySource) -> bool:
         """Returns whether head groups, and parts into which they cut a mask, are few enough for a source."""
-        is_moved = source in (move, move_near_both)
+        is_moved = source is move or source in NEAR.values()
         if is_moved and not 1 < groups.placed.num_ranks <= self.most_moved:
             return False
         return groups.placed.has_parts(self._most_parts(groups, source))
@@ -212,7 +216,7 @@ class Search:
 
         Something must be found: what others publish, or with a chosen number of stages tokens in order.
         """
-        if source is move_near_both:
+        if source in NEAR.values():
             return self.budget.most_near // groups.placed.num_ranks
         in_order = len(groups.placed.owners.ids) == groups.placed.num_ranks
         is_only = in_order and source is stay and self.config.num_stages is not None

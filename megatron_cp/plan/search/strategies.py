@@ -43,7 +43,15 @@ def move(groups: HeadGroups, limit: float, stagings: StagingLimits) -> list[Stra
     return [assigned_strategy(groups, one, stagings) for one in found if one is not None]
 
 
-def move_near_both(groups: HeadGroups, limit: float, stagings: StagingLimits) -> list[Strategy]:
-    """Returns the strategies found by local search near the two others: queries at home, and pairs moved."""
-    starts = (stay_at_home(groups), move_compute(groups))
-    return [assigned_strategy(groups, move_near(groups, one), stagings) for one in starts]
+def move_near_home(groups: HeadGroups, limit: float, stagings: StagingLimits) -> list[Strategy]:
+    """Returns the strategy found by local search near that of queries at home."""
+    return [assigned_strategy(groups, move_near(groups, stay_at_home(groups)), stagings)]
+
+
+def move_near_moved(groups: HeadGroups, limit: float, stagings: StagingLimits) -> list[Strategy]:
+    """Returns the strategy found by local search near that of pairs moved among all head groups."""
+    return [assigned_strategy(groups, move_near(groups, move_compute(groups)), stagings)]
+
+
+NEAR: dict[StrategySource, StrategySource] = {stay: move_near_home, move: move_near_moved}
+"""Where a local search starts, and what it finds."""
