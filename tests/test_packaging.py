@@ -22,7 +22,6 @@ def tracked(*more: str) -> set[str]:
     return {name for name in done.stdout.split("\0") if name and Path(ROOT, name).exists()}
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not tracked(), reason="no git checkout")
 def test_a_source_distribution_holds_every_file_of_the_repository_and_no_other(tmp_path):
     pytest.importorskip("setuptools", minversion="77", reason="reads pyproject.toml's license")

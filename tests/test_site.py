@@ -93,7 +93,6 @@ def test_pictures_have_the_colours_of_the_scheme_that_the_reader_chose(site):
     assert {name for name in names if rules["default"][name] == rules["slate"][name]} == set()
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(find_browser() is None, reason="no chromium on PATH, no CHROMIUM")
 def test_search_answers_on_a_page_that_was_opened_as_a_file(site, tmp_path):
     command = [

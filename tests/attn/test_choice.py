@@ -34,7 +34,6 @@ ASKED = choice.Asked(0.1, 0.0, False, True)
 # ---------------------------------------------------------------------- the self-test
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "dims", "feature"),
     [
@@ -105,7 +104,6 @@ DEFECTS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_a_defect_fails_the_self_test_and_is_told_with_its_numbers(defect):
     assert self_test.judge(Defective(), KIND, CPU).passed

@@ -122,7 +122,6 @@ STAGE_CALLS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("planner", STAGE_CALLS)
 @pytest.mark.parametrize("name", STAGE_MASKS)
 def test_stages_of_real_plans_take_few_calls(planner, name):

@@ -70,7 +70,6 @@ RUN = {
 PLANNERS = ("auto", "zigzag", "allgather", "magi", "ring", "contiguous", "dcp")
 
 
-@pytest.mark.slow
 def test_a_run_over_many_plans_masks_and_head_counts_compiles_at_most_four_graphs(graphs):
     seen = set()
     for planner in PLANNERS:

@@ -44,7 +44,6 @@ def test_the_narrowest_pair_that_fits_is_taken(dims, built, feature):
 SIZE, SLICES = (150, 170), ((0, 60, 0, 170, None, 0), (60, 150, 20, 160, -70, 40))
 
 
-@pytest.mark.slow  # g++ compiles the kernels
 @pytest.mark.parametrize(
     ("dims", "dtype", "softcap"),
     [
@@ -70,7 +69,6 @@ def test_values_and_gradients_of_narrow_rows_are_those_of_the_formula(dims, dtyp
     assert_attention(actual, inputs, allowed, plain_dtype=dtype, **wanted)
 
 
-@pytest.mark.slow  # g++ compiles the kernels
 def test_stages_of_narrow_rows_add_up_to_the_whole():
     """As context parallelism runs them: a part of the keys, then the others onto it."""
     (q, k, v), arguments = random_case(*SIZE, (2, 1), (80, 40), torch.bfloat16, seed=4)

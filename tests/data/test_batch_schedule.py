@@ -10,7 +10,6 @@ from megatron_cp.data.batch_schedule import BatchSchedule, constant, parse_steps
 from tests.data import megatron_oracle
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("start", "increment", "packs", "final"),
     [(4, 4, 100, 16), (2, 2, 7, 8), (1, 1, 3, 9)],

@@ -38,7 +38,6 @@ def prefix(tmp_path):
     return tmp_path / "corpus"
 
 
-@pytest.mark.slow
 @given(documents=documents_of_tokens, dtype=st.sampled_from([np.uint16, np.int32, np.int64]))
 def test_files_are_byte_equal_to_those_of_megatron(tmp_path_factory, documents, dtype):
     folder = tmp_path_factory.mktemp("both")

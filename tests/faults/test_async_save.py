@@ -12,7 +12,7 @@ from tests.faults.program import Kill, Launch, Outcome, run_program
 from tests.faults.test_killed_rank import losses_of, tensors_of
 from tests.training.commands import DATA, MODEL
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.timeout(1800)
 
 RUN = (
     *MODEL, *DATA, "--micro-batch-size", "1", "--global-batch-size", "2", "--train-iters", "5",

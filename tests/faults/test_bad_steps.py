@@ -12,7 +12,7 @@ from tests.faults.plants import POISON
 from tests.faults.program import Launch, run_program
 from tests.training.commands import MODEL, error_lines, metrics
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.timeout(1800)
 
 NUM_DOCUMENTS, BAD_DOCUMENT = 60, 17
 RUN = (

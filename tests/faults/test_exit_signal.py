@@ -15,7 +15,7 @@ from megatron_cp.training.checkpoint.files import TRACKER, iteration_folder, rea
 from tests.faults.program import Kill, Launch, Outcome, run_program
 from tests.training.commands import DATA, MODEL
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.timeout(1800)
 
 HANDLER = ("--exit-signal-handler",)
 RUN = (

@@ -48,7 +48,6 @@ ENDS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("end", ENDS)
 def test_nothing_is_left_of_a_run_that_writes_checkpoints(tmp_path: Path, end: str):
     temporary = tmp_path / "temporary"

@@ -14,7 +14,7 @@ from tests.faults.plants import NOBODY
 from tests.faults.program import Launch, Outcome, run_program
 from tests.training.commands import DATA, MODEL, STEPS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 CP2 = ("--context-parallel-size", "2")
 MOCK = (*MODEL, *DATA, *STEPS, *CP2, "--eval-iters", "0", "--no-wandb")

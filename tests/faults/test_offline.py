@@ -10,7 +10,7 @@ from tests.faults.offline import write_sitecustomize
 from tests.faults.program import Launch, run_program
 from tests.training.commands import MODEL, STEPS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 
 def test_no_address_but_the_machine_s_own_is_looked_up_or_connected_to(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 
 from tests.faults.random_kills import draw, run_trials
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.timeout(1800)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

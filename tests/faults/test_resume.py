@@ -10,7 +10,7 @@ from megatron_cp.training.checkpoint.files import MANIFEST, iteration_folder
 from tests.faults.program import Launch, Outcome, run_program
 from tests.training.commands import DATA, MODEL
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.timeout(1800)
 
 RUN = (
     *MODEL, *DATA, "--micro-batch-size", "1", "--global-batch-size", "2", "--lr-decay-iters", "4",

@@ -14,7 +14,7 @@ from megatron_cp.training.checkpoint.files import TRACKER, iteration_folder, rea
 from tests.processes import HANG_SECONDS, wait_until
 from tests.training.commands import DATA, MODEL, command_line, environment, metrics
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.timeout(1800)
 
 RUN = (
     *MODEL, *DATA, "--num-workers", "1", "--micro-batch-size", "1", "--global-batch-size", "2",

@@ -13,7 +13,7 @@ from tests.mcore.tiny_gpt import Case, parallel_state
 from tests.ranks import run_on_ranks
 from tests.training.commands import DATA, MODEL
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.timeout(1800)
 
 RUN = (
     *MODEL, *DATA, "--micro-batch-size", "1", "--global-batch-size", "2", "--train-iters", "2",

@@ -33,7 +33,6 @@ STOPPED = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_rank_that_is_stopped_or_stays_away_is_named_with_its_stage_and_all_stacks_are_kept(
     tmp_path,

@@ -21,7 +21,6 @@ CHECKOUT = os.environ.get("MEGATRON_LM")
 EOD = 127
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.timeout(1200),
     pytest.mark.skipif(not CHECKOUT, reason="MEGATRON_LM names no checkout of Megatron-LM"),
 ]

@@ -45,7 +45,6 @@ def check_plan(plan):
         assert stats["bound_ms"] * SLACK <= simulate_pass(plan, name).seconds * 1e3
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("planner", sorted(PLANNERS))
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 8])
 def test_no_plan_of_any_planner_is_below_its_bound(planner, cp_size):

@@ -201,7 +201,6 @@ def test_ultraattn_stays_below_star_broadcast_and_near_partitions_of_the_whole_t
 # ------------------------------------------------------------------ dcp
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mask", "cp_size", "volume"),
     [

@@ -130,7 +130,6 @@ PAIRS = Topology("nodes of two", 300.0, 250.0, 2, 200.0, 10.0, 5.0)
 GROUPS = [(1, "h100"), (2, "cpu"), (2, "h100"), (3, "a800"), (4, PAIRS), (8, "h100"), (8, PAIRS)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("cp_size", "topology"), [*GROUPS, (16, "h100")])
 def test_auto_is_never_predicted_slower_than_a_published_scheme(cp_size, topology):
     for heads in ((1, 1), (16, 16), (16, 2)):

@@ -295,7 +295,6 @@ def test_the_overlapped_ring_of_the_same_constants_is_faster():
 # ------------------------------------------------------------------ prices from below
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("planner", sorted(set(BEST_CASES) & set(PLANNERS)))
 @pytest.mark.parametrize("cp_size", [4, 8, 24])
 def test_a_best_case_is_no_slower_than_the_plan_that_it_stands_for(planner, cp_size):

@@ -117,7 +117,6 @@ def optimum(name, measure):
     return proven(mask.to_dense(), owner, cut(name)[0], measure)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_no_bound_exceeds_the_proven_optimum_of_equal_areas(name):
     mask, cp_size = CASES[name]
@@ -132,7 +131,6 @@ def test_no_bound_exceeds_the_proven_optimum_of_equal_areas(name):
     assert one <= least_full * (1 + 1e-9)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_recursive_cut_is_above_the_proven_optimum_by_no_more_than_was_measured(name):
     inbound = cut(name)[1]

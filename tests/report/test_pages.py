@@ -252,7 +252,6 @@ def test_a_plan_that_comes_out_otherwise_today_is_shown_as_it_was_recorded(run_d
     assert "pictures show what the run recorded" in " ".join(Reader(run_page(run)).words)
 
 
-@pytest.mark.slow  # every planner on 64 ranks
 def test_large_run_stays_below_the_size_limit(tmp_path):
     rng = np.random.default_rng(0)
     lengths = tuple(np.exp(rng.normal(3.2, 1.0, 1000)).astype(int).clip(1, 500).tolist())

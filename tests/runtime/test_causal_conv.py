@@ -76,7 +76,6 @@ def check_against_definition(cp_size, cases):
             assert_within_budget(actual, plain[i], exact[i], label, size=size)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_taps", [1, 2, 4, 7])
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 8])
 def test_convolution_on_ranks_equals_its_definition(cp_size, num_taps):

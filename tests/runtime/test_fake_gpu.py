@@ -107,7 +107,6 @@ def config_of(planner):
     return mcp.CPConfig(planner=planner, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_nothing_waits_for_the_gpu_and_no_two_devices_meet(in_a_fresh_process, planner):
     mask = mcp.mask.documents(document_lengths(16_384, seed=1), "causal")
@@ -120,7 +119,6 @@ def test_nothing_waits_for_the_gpu_and_no_two_devices_meet(in_a_fresh_process, p
 BUDGETS = {"documents": 0.12, "causal": 0.04}  # of forward attention at its predicted time
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", BUDGETS)
 @pytest.mark.parametrize("rank", [0, 3, 7])
 def test_bytes_that_move_beside_attention_stay_within_their_budget(in_a_fresh_process, name, rank):

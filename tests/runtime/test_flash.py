@@ -16,7 +16,6 @@ def flash_on_ranks(rank, world_size, plans, inputs, options):
     return results
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("planner", ["auto", "zigzag", "magi"])
 @pytest.mark.parametrize("cp_size", [1, 2, 4])

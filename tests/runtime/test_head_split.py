@@ -39,7 +39,6 @@ def config_of(heads, planner="ulysses"):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("cp_size", "heads"), LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_heads_split_over_all_ranks_equal_dense_attention(cp_size, heads, dtype):

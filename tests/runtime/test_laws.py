@@ -31,7 +31,6 @@ def outputs_before_and_after_a_change(rank, world_size, plans, probes):
     return results
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 8])
 def test_changing_a_token_moves_only_the_rows_that_may_see_it(cp_size):
     cases = [

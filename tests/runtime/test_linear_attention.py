@@ -110,7 +110,6 @@ def check_against_recurrence(cp_size, cases):
             assert_within_budget(actual, plain[i], exact[i], label)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("gates", GATES)
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 8])
 def test_linear_attention_on_ranks_equals_the_recurrence(cp_size, gates):

@@ -55,7 +55,6 @@ def test_a_different_value_width_on_ranks_equals_dense_attention(cp_size, backen
     check_against_dense(cp_size, plans, inputs, {"backend": backend})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("cp_size", [1, 2, 4, 8])
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float16, torch.float64], ids=["bf16", "fp16", "fp64"]

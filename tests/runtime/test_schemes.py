@@ -12,7 +12,6 @@ PAIRS = Topology("nodes of two", 300.0, 250.0, 2, 200.0, 20.0, 5.0)
 MASKS = ("causal 37", "full 16", "documents", "window", "rows without keys")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("planner", ["dcp", "document_groups", "double_ring", "ultraattn", "usp"])
 @pytest.mark.parametrize("cp_size", [4, 8])
 def test_attention_on_ranks_in_nodes_of_two_equals_dense_attention(planner, cp_size):

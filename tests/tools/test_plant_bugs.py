@@ -46,7 +46,6 @@ def checkout(tmp_path):
 BUG = plant_bugs.Bug("a bug", "f", "f.py", "x + 1", "x + 2", ("tests/test_f.py",))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "outcome"),
     [
@@ -65,7 +64,6 @@ def test_a_bug_is_caught_where_a_test_fails_and_the_checkout_stays(checkout, cha
     assert before == {path: path.read_bytes() for path in checkout.rglob("*") if path.is_file()}
 
 
-@pytest.mark.slow
 def test_tests_that_fail_without_a_bug_prove_nothing(checkout):
     assert plant_bugs.check_without_bugs([BUG], checkout) is None
     (checkout / "f.py").write_text("def f(x):\n    return x\n")

@@ -90,7 +90,6 @@ def runs(tmp_path_factory) -> dict:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", RECIPES)
 def test_losses_of_a_cut_recipe_equal_those_of_megatrons_own_attention(name: str, runs: dict):
@@ -105,7 +104,6 @@ def test_losses_of_a_cut_recipe_equal_those_of_megatrons_own_attention(name: str
     assert abs(one.losses[-1] - one.losses[0]) > 1e-2, "nothing was learned"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_megatron_or_our_layers_refuse_is_one_line_before_ranks_meet(name: str, runs: dict):
     run = runs["refused", name]

@@ -52,7 +52,6 @@ def source_flags(kind: str, prefixes: list[str], folder: Path) -> list[str]:
     return [kind, str(file)]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("kind", "packing", "context_size"),
@@ -164,7 +163,6 @@ def chats(tmp_path_factory) -> list[str]:
 CHATS = [*["--sft", "--sft-tokenizer-prompt-format", "chatml", "--tokenizer-type", "ByteLevel"]]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_fine_tuning_on_chats_is_resumed_exactly(chats, tmp_path):
     flags = [*MODEL, *SIZES, *STEPS, *CHATS, "--data-path", *chats, "--context-parallel-size", "2"]

@@ -5,7 +5,6 @@ import pytest
 from tests.training.commands import SMALL_RUN, metrics, train
 
 
-@pytest.mark.slow
 def test_a_rank_whose_first_stage_is_empty_goes_on_with_the_losses_of_one(tmp_path):
     run = [*SMALL_RUN, "--num-layers", "4"]
     save = ["--save", str(tmp_path / "ckpt"), "--save-interval", "2"]

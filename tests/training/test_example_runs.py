@@ -11,7 +11,7 @@ import pytest
 from tests.processes import HANG_SECONDS
 from tests.training.commands import ROOT, environment, metrics
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 TEMPLATE = "{% for m in messages %}<s>{{ m['role'] }} {{ m['content'] }}</s>{% endfor %}"
 

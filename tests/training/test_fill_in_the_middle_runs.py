@@ -88,7 +88,6 @@ FIM = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("masks", [["--dataloader-inter-document-masking"], []])
 def test_losses_are_those_of_one_rank_at_every_context_size(corpus, tmp_path, masks):
@@ -106,7 +105,6 @@ def test_losses_are_those_of_one_rank_at_every_context_size(corpus, tmp_path, ma
             assert found[cp_size][key] == pytest.approx(found[1][key], rel=drift), key
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_run_that_fills_in_the_middle_is_resumed_exactly(corpus, tmp_path):
     flags = [*corpus, *FIM, "--packing", "keep", "--dataloader-inter-document-masking"]

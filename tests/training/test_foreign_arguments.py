@@ -18,7 +18,6 @@ OF_LLAMA = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["torch_dist", "torch"])
 def test_other_heads_are_refused_and_another_meaning_is_told(tmp_path, kind):
     run = [*SMALL_RUN, "--run-dir", str(tmp_path / "run"), "--ckpt-format", kind]

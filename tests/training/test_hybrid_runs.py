@@ -13,7 +13,7 @@ from tests.faults.plants import POISON
 from tests.faults.program import Launch, run_program
 from tests.training.commands import AUTO, DATA, MODEL, SMALL_RUN, STEPS, error_lines, metrics, train
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.timeout(1800)
 
 RUN = [
     *SMALL_RUN,

@@ -126,7 +126,6 @@ def run_on_two_nodes(folder: Path, program: Path, *flags: str) -> list[str]:
     return said
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_two_nodes_go_on_bitwise_after_a_killed_rank(tmp_path: Path):
     program = tmp_path / "mortal.py"

@@ -10,7 +10,7 @@ import pytest
 from megatron_cp.training.checkpoint.optimizer_parts import in_parts_of
 from tests.training.commands import SMALL_RUN, metrics, train
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.timeout(1800)
 
 LOSSES = ("lm loss", "grad-norm")
 MODEL = shlex.split(

@@ -48,7 +48,6 @@ def alone(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_losses_go_on_as_on_one_rank(alone: Path, tmp_path: Path, layout: str):
     world_size, flags = LAYOUTS[layout]
@@ -68,7 +67,6 @@ BESIDE = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("other", BESIDE)
 def test_two_context_ranks_are_one_beside_other_layers(tmp_path: Path, other: str):
     flags = [*SMALL_RUN, *LINEAR, *BESIDE[other].split(), "--no-wandb"]

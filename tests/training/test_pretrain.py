@@ -16,7 +16,7 @@ from megatron_cp.training.datasets import open_data
 from tests.faults.program import Launch, run_program
 from tests.training.commands import AUTO, ROOT, SMALL_RUN, error_lines, launch, metrics, train
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.timeout(1800)
 
 CP2 = ["--context-parallel-size", "2", *AUTO]
 

@@ -9,7 +9,7 @@ import pytest
 from tests.faults.program import Kill, Launch, run_program
 from tests.training.commands import SMALL_RUN
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 
 def events_of(trace: Path) -> list[dict]:

@@ -4,7 +4,7 @@ import pytest
 
 from tests.training.commands import SMALL_RUN, error_lines, launch, metrics, train
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 RUN = [*SMALL_RUN, "--lr-decay-style", "constant"]
 FLAGS_WIN, CHECKPOINT_WINS = (
     "--override-opt-param-scheduler",

@@ -144,7 +144,6 @@ def test_a_batch_that_spans_replicas_is_the_same_on_all_ranks(corpus):
         assert "on ranks [2], " in answers[0]
 
 
-@pytest.mark.slow
 def test_a_file_that_differs_where_the_start_does_not_look_stops_every_rank(tmp_path: Path):
     tokens = [i % 509 + 1 for i in range(400_000)]
     write_corpus(tmp_path / "good", [tokens[i : i + 100] for i in range(0, 400_000, 100)])
@@ -164,7 +163,6 @@ def test_a_file_that_differs_where_the_start_does_not_look_stops_every_rank(tmp_
         assert "tokens of micro-batch" in line and "of step " in line
 
 
-@pytest.mark.slow
 def test_token_files_with_other_manifests_are_one_line_on_every_rank_before_the_first_step(
     tmp_path: Path,
 ):
@@ -186,7 +184,6 @@ def test_token_files_with_other_manifests_are_one_line_on_every_rank_before_the_
         assert "building GPT model" not in rank.stdout
 
 
-@pytest.mark.slow
 def test_a_token_file_that_is_not_that_of_its_manifest_stops_every_rank_where_asked_for(
     tmp_path: Path,
 ):
@@ -231,7 +228,6 @@ def test_a_rank_without_batches_stops_all_with_its_words(corpus, failed):
     assert set(answers) == {f"BatchError: ranks {failed}: step 7: token id {failed[0]} is none"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout", [[], ["--context-parallel-size", "2"]], ids=["replicas", "context"]
 )

@@ -12,7 +12,6 @@ RUN = [*MODEL, *DATA, "--micro-batch-size", "1", "--train-samples", "16", "--lr"
 RUN += ["--lr-decay-style", "constant", "--log-interval", "1", "--eval-iters", "0"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("size", "last"), [(8, 3), (2, 6)])
 def test_another_batch_size_takes_the_samples_that_are_left(tmp_path, size, last):
     first, then = (["--run-dir", str(tmp_path / name)] for name in ("first", "then"))

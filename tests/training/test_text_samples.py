@@ -132,7 +132,6 @@ def texts_of(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "text_samples.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_planted_model_is_written_on_token_by_token(runs: Path):
     samples = texts_of(runs / "table")
@@ -147,7 +146,6 @@ def test_a_planted_model_is_written_on_token_by_token(runs: Path):
         assert one["continuation"] == told
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("key", ["lm loss", "grad-norm", "lm loss validation"])
 def test_training_is_bit_for_bit_the_same_with_and_without_samples(runs: Path, key: str):
@@ -155,7 +153,6 @@ def test_training_is_bit_for_bit_the_same_with_and_without_samples(runs: Path, k
     assert found and found == metrics(runs / "without", key)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("other", ["one rank", "replicas", "tensor"])
 def test_every_layout_writes_the_same_texts_of_the_same_model(runs: Path, other: str):
@@ -165,13 +162,11 @@ def test_every_layout_writes_the_same_texts_of_the_same_model(runs: Path, other:
     assert sum(a == b for a, b in zip(ours, theirs, strict=True)) >= 5
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_logits_score_tokens_as_the_losses_of_training_do(runs: Path):
     assert len(texts_of(runs / "compared")) == 4  # the planted comparison let them pass
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_pipeline_stages_have_no_samples_and_the_page_says_why(runs: Path):
     from megatron_cp.report.run.page import run_page

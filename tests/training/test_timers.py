@@ -75,7 +75,6 @@ def test_a_stage_that_works_longer_and_a_rank_without_others_are_not_slow():
     assert slow_ranks([{3: 900}] * 5, (0, 0, 0, 1)) == [[]] * 5
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_slow_rank_is_one_line_and_an_alert():
     flags = ["--train-iters", "32", "--context-parallel-size", "2", "--cp-planner", "zigzag"]
@@ -127,7 +126,6 @@ def test_the_peak_is_known_for_known_gpus_alone():
     assert peak_tflops("cpu", bf16=True) is None
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_says_where_its_time_goes(tmp_path: Path):
     flags = (

@@ -12,7 +12,7 @@ from tests.models.hugging_face.tiny_models import save_tiny
 from tests.ranks import run_on_ranks
 from tests.training.commands import train
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 # So small a step changes no weight in fp32: what comes back must be what went in.
 RUN = shlex.split(
