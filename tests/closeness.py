@@ -23,6 +23,7 @@ def assert_within_budget(
     name: str,
     *,
     size: float | None = None,
+    most: float = 2.0,
 ) -> None:
     """Passes if `actual` is as close to `exact` as `plain` is, by both rules above.
 
@@ -33,6 +34,8 @@ def assert_within_budget(
         name: what the message calls the result.
         size: magnitude at which the result is rounded; default max |exact|. Needed where terms of
             known size cancel to (nearly) zero, as in dq of a row with one key.
+        most: how many times the largest error of the plain formula the largest may be. Only where many correct
+            results were measured to go beyond 2, by luck of single elements; the norm stays at 2.
     """
     __tracebackhide__ = True
     assert exact.dtype == torch.float64, f"{name}: exact has {exact.dtype}; compute it in float64"
@@ -58,7 +61,7 @@ def assert_within_budget(
 
     max_error, max_plain = error.max().item(), plain_error.max().item()
     norm_error, norm_plain = error.norm().item(), plain_error.norm().item()
-    max_budget = 2 * max_plain + eps * max_size
+    max_budget = most * max_plain + eps * max_size
     norm_budget = 2 * norm_plain + eps * norm_size / 4
     if max_error <= max_budget and norm_error <= norm_budget:
         return

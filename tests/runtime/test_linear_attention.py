@@ -20,6 +20,9 @@ from tests.runtime.handmade import random_plan
 
 HEADS, KEYS, VALUES = 2, 8, 5
 NAMES = ("q", "k", "v", "g", "beta")
+# With the delta rule chunks are solved, tokens are not: of 200 draws (131, 3 and 70 tokens, 2 ranks) the largest error
+# was up to 3.9 times that of the recurrence, beyond 2 in one of 300 results; the norm up to 1.41 times (2026-11-26).
+MOST_WITH_BETA = 5.0
 LENGTHS = {
     "odd documents": (5, 0, 13, 1, 1, 17),
     "longer than chunks and ranks": (131, 3, 70),
@@ -107,7 +110,8 @@ def check_against_recurrence(cp_size, cases):
         for i, name in enumerate(["out", *names]):
             actual = restore([results[index][i] for results in per_rank], plan)
             label = f"{name} of documents {lengths} under {plan.planner} on {cp_size} ranks"
-            assert_within_budget(actual, plain[i], exact[i], label)
+            most = 2.0 if inputs[4] is None else MOST_WITH_BETA
+            assert_within_budget(actual, plain[i], exact[i], label, most=most)
 
 
 @pytest.mark.parametrize("gates", GATES)
