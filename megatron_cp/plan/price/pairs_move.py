@@ -55,6 +55,8 @@ class StagingLimits:
     """Share of the time that the next order of rows must save, which has more slices."""
     hub: float
     """An owner that sends so many times the mean is worth a tree."""
+    short: float
+    """Latency over the seconds of a fair share of the pairs: above, rows that enter nodes twice are worth sending so."""
 
 
 def stay_at_home(groups: HeadGroups) -> Assignment:
@@ -114,7 +116,7 @@ def assigned_strategy(
     rows = {side: sum(map(_num_rows, hops)) for side, hops in straight.items()}
     routed = [
         _RoutedAssignment(groups, assigned, route, limits)
-        for route in _routes(groups, straight, limits.hub)
+        for route in _routes(groups, straight, limits)
     ]
     uneven = groups.imbalance(assigned.areas)
 
@@ -146,7 +148,9 @@ def assigned_strategy(
     return {name: option_of(name) for name in PASSES}
 
 
-def _routes(groups: HeadGroups, arriving: dict[Side, list[IntArray]], hub: float) -> list[Route]:
+def _routes(
+    groups: HeadGroups, arriving: dict[Side, list[IntArray]], limits: StagingLimits
+) -> list[Route]:
     """Returns the routes worth a price, given what arrives when owners send themselves."""
     num_ranks, node_size = groups.placed.num_ranks, groups.links.node_size
     stride = groups.placed.space.stride
@@ -154,10 +158,13 @@ def _routes(groups: HeadGroups, arriving: dict[Side, list[IntArray]], hub: float
         enters_twice(hop, node_size, stride) for hops in arriving.values() for hop in hops
     )
     found: list[Route] = [ThroughNodes(node_size) if has_nodes else direct]
+    fair = groups.compute_seconds(groups.placed.loads.sum() / groups.speeds.sum())
+    if has_nodes and groups.links.latency[0] > limits.short * fair:
+        found.append(direct)
     for requests in (hop for hops in arriving.values() for hop in hops):
         rows = requests[:, ID_STOP] - requests[:, ID_START]
         sent = np.bincount(requests[:, SRC], rows, num_ranks)
-        if len(rows) and sent.max() > hub * sent.mean():
+        if len(rows) and sent.max() > limits.hub * sent.mean():
             found.append(ThroughNodes(node_size, tree=True) if has_nodes else tree)
             break
     return found

@@ -94,6 +94,7 @@ class CrossLooks(Looks):
     def at_first(self, degree: int) -> Iterator[Look]:
         """Yields all placements of both sides."""
         least = self.bound + self.exchange[degree]
+        yield Look(degree, self._in_order, least=least)
         for first in SIDES:
             for place in self._first(first, degree):
                 yield Look(degree, functools.partial(self._both, first, place, degree), least=least)
@@ -108,6 +109,14 @@ class CrossLooks(Looks):
 
     def to_move_on(self, degree: int) -> None:
         """Returns nothing more."""
+
+    def _in_order(self) -> TwoSidedPlacement:
+        """Returns each side where another plan has it, or in order."""
+        queries, keys = (
+            self.known[side] if side in self.known else self.sides[side].in_order()
+            for side in SIDES
+        )
+        return TwoSidedPlacement.of(queries, keys)
 
     def _both(
         self, first: Side, place: Callable[[], Placement | None], degree: int
