@@ -13,7 +13,7 @@ A block that has moved rests for the round, and others go on even if the sum gro
 Fiduccia and Mattheyses (1982); the best assignment seen is kept.
 
 It is used where links limit, among at most 32 head groups. What it earns: `near_starts` of 0 in the results of
-benchmarks/bench_search.py. In place of an earlier form of it, on the 16 cells where that ran, the hypergraph partitioner
+benchmarks/bench_search.py. In place of an earlier form, on the 16 cells where that ran, the hypergraph partitioner
 Mt-KaHyPar, DCP's way (SOSP'25), won less, .938 of the predicted time for .926, in .6 s for 12 ms (2026-11-24, one core
 of an EPYC).
 

@@ -55,8 +55,8 @@ class StagingLimits:
     """Share of the time that the next order of rows must save, which has more slices."""
     hub: float
     """An owner that sends so many times the mean is worth a tree."""
-    short: float
-    """Latency over the seconds of a fair share of the pairs: above, rows that enter nodes twice are worth sending so."""
+    straight: float
+    """Latency over the seconds of a fair share of the pairs, above which rows that enter a node twice may go straight."""
 
 
 def stay_at_home(groups: HeadGroups) -> Assignment:
@@ -159,7 +159,7 @@ def _routes(
     )
     found: list[Route] = [ThroughNodes(node_size) if has_nodes else direct]
     fair = groups.compute_seconds(groups.placed.loads.sum() / groups.speeds.sum())
-    if has_nodes and groups.links.latency[0] > limits.short * fair:
+    if has_nodes and groups.links.latency[0] > limits.straight * fair:
         found.append(direct)
     for requests in (hop for hops in arriving.values() for hop in hops):
         rows = requests[:, ID_STOP] - requests[:, ID_START]

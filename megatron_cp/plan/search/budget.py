@@ -82,7 +82,7 @@ class SearchBudget:
         stage_penalty=2e-4,  # nothing: it breaks ties for fewer sends
         order_penalty=1e-3,  # 1.000, one cell moves: it breaks ties for fewer slices
         hub=2.0,  # 1, 4: 1.000; large, never a tree: 1.19, worst 3.2 (2048 global tokens, 256)
-        short=4e-3,
+        straight=4e-3,
     )
 
 
