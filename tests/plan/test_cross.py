@@ -147,8 +147,20 @@ def test_queries_travel_to_the_documents_of_keys_that_they_see():
     assert ours.stats()["makespan_ms"] < 0.15 * in_order.stats()["makespan_ms"]
 
 
+def test_rows_go_straight_into_a_node_twice_where_a_second_hop_would_take_longer():
+    """Captions of few tokens on 23 ranks in nodes of 8: latencies are most of the time."""
+    mask = captioned(*_lengths(23 << 10, 23 << 8, 64))
+    ours, in_order = (
+        make_plan(mask, 23, CPConfig(planner=planner, num_heads=32, num_kv_heads=4))
+        for planner in ("auto", "contiguous")
+    )
+    casts = [stage.cast(side) for stage in ours.forward.stages for side in "qk"]
+    assert [len(cast.hops) for cast in casts if cast is not None] == [1]
+    assert ours.stats()["makespan_ms"] < 0.9 * in_order.stats()["makespan_ms"]
+
+
 SAID = {  # docs/plan.md: predicted time over that of both sides in order
-    "video and text": (rectangle(1 << 20, 512), 64, 0.94),
+    "video and text": (rectangle(1 << 20, 512), 64, 0.93),
     "clips and captions": (captioned(*_lengths(1 << 17, 1 << 13, 40)), 8, 0.35),
     "growing": (aligned_runs(128, 64, 1024), 16, 0.14),
     "few queries": (rectangle(4096, 1 << 20), 32, 0.06),

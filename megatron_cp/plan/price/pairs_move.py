@@ -56,7 +56,7 @@ class StagingLimits:
     hub: float
     """An owner that sends so many times the mean is worth a tree."""
     straight: float
-    """Latency over the seconds of a fair share of the pairs, above which rows that enter a node twice may go straight."""
+    """Latency over the seconds of a fair share of pairs, above which rows that enter a node twice may go straight."""
 
 
 def stay_at_home(groups: HeadGroups) -> Assignment:
