@@ -25,7 +25,7 @@ class SearchBudget:
     hopeless: float = 1.01
     """Times the fastest strategy, whose price may be an estimate: not priced. 1.005, 1.02: nothing."""
     loose_load: float = 1.08
-    """Load of a rank by one document, times the fair share. 1.04, 1.16: 1.000, worst 1.013. Large: 1.002, worst 1.042
+    """Load of a rank by one document, times the fair share. 1.04, 1.16: 1.000, worst 1.013. Large: 1.001, worst 1.042
     (causal_document W1, 96 ranks)."""
     tight_load: float = 1.0
     """Half, double: 1.003, worst 1.07 (causal_document W2, 48 ranks). Large: 1.002, worst 1.041."""

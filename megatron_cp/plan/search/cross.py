@@ -112,11 +112,11 @@ class CrossLooks(Looks):
 
     def _in_order(self) -> TwoSidedPlacement:
         """Returns each side where another plan has it, or in order."""
-        queries, keys = (
-            self.known[side] if side in self.known else self.sides[side].in_order()
-            for side in SIDES
-        )
-        return TwoSidedPlacement.of(queries, keys)
+        sides = {
+            side: self.known[side] if side in self.known else places.in_order()
+            for side, places in self.sides.items()
+        }
+        return TwoSidedPlacement.of(sides["q"], sides["k"])
 
     def _both(
         self, first: Side, place: Callable[[], Placement | None], degree: int
