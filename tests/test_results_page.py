@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PLANS = json.loads((RESULTS / "plan_epyc_2026-11-25.json").read_text(encoding="utf-8"))
+PLANS = json.loads((RESULTS / "plan_xeon_2026-11-26.json").read_text(encoding="utf-8"))
 GRID = [one for one in PLANS["details"] if one["grid"] == "grid"]
 PAGE = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -70,7 +70,11 @@ def test_open_cells_have_their_times_on_the_page():
     assert told == counted and counted
 
 
-DRAWS = {"first": "plan_first_draw_epyc_2026-11-25", "second": "plan_drawn_epyc_2026-11-25"}
+DRAWS = {
+    "first": "plan_first_draw_epyc_2026-11-25",
+    "second": "plan_drawn_epyc_2026-11-25",
+    "third": "plan_xeon_2026-11-26",
+}
 
 
 @pytest.mark.parametrize("draw", DRAWS)
