@@ -30,7 +30,13 @@ from megatron_cp.plan.search.choose import best_family
 from megatron_cp.plan.study.compare import geometric_mean
 
 ROUNDING = 1e-9
-WITHOUT = {"most_near": 1 << 40, "hub": math.inf, "straight": math.inf, "near_starts": 0, "moved_starts": 0}
+WITHOUT = {
+    "most_near": 1 << 40,
+    "hub": math.inf,
+    "straight": math.inf,
+    "near_starts": 0,
+    "moved_starts": 0,
+}
 # Tried besides: no limit, never a tree, never straight, no local search, compute never moved.
 INSIDE_STEPS: dict[ModuleType, tuple[str, ...]] = {
     bisection: ("PARTS_PER_GROUP", "CHUNKS_PER_RANK"),
