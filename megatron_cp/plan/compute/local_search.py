@@ -8,9 +8,8 @@ and 8 chunks in turn, and blocks (`blocks.py`) move while
 
 falls. Its slopes are prices: of a second of compute on each rank, of a second of each direction of its link. A step
 moves the blocks that gain most at these prices to where each gains most; of a step that is too large, half is tried,
-and the next step begins with twice what was moved.
-A block that has moved rests for the round, and others go on even if the sum grows for a while, as in the method of
-Fiduccia and Mattheyses (1982); the best assignment seen is kept.
+and the next step begins with twice what was moved. A block that has moved rests for the round, and others go on even
+if the sum grows for a while, as in the method of Fiduccia and Mattheyses (1982); the best assignment seen is kept.
 
 It is used where links limit, among at most 32 head groups. What it earns: `near_starts` of 0 in the results of
 benchmarks/bench_search.py. In place of an earlier form, on the 16 cells where that ran, the hypergraph partitioner
@@ -71,7 +70,6 @@ class _Search:
         self.blocks = blocks
         self.scale = blocks.loads(blocks.start).seconds.max()
         self.all = np.arange(blocks.num_blocks)
-        self.most = max(1, blocks.num_blocks // SHARE)
         pins = blocks.pins
         self.opens = np.flatnonzero(np.diff(pins[:, 1], prepend=-1))
 
@@ -87,10 +85,10 @@ class _Search:
 
     def _round(self, best: _State) -> _State:
         now, rests, in_vain = best, np.zeros(len(best.ranks), dtype=bool), 0
-        most = self.most
+        most = largest = max(1, len(rests) // SHARE)
         for _ in range(STEPS):
-            now, moved = self._step(now, rests, best.total, most)
-            most = min(self.most, 2 * moved)
+            before, now = now, self._step(now, rests, best.total, most)
+            most = min(largest, 2 * int((now.ranks != before.ranks).sum()))
             if now.total < best.total:
                 best, in_vain = now, 0
             else:
@@ -99,24 +97,24 @@ class _Search:
                 break
         return best
 
-    def _step(self, now: _State, rests: BoolArray, least: float, most: int) -> tuple[_State, int]:
-        """Moves the blocks that gain most and do not rest, and lets them rest; returns how many."""
+    def _step(self, now: _State, rests: BoolArray, least: float, most: int) -> _State:
+        """Moves the blocks that gain most and do not rest, at most so many, and lets them rest."""
         gains = self._gains(now)
         target = gains.argmax(axis=1)
         gain = np.where(rests, -np.inf, gains[self.all, target])
         chosen = np.argsort(-gain, kind="stable")[: min(most, int((~rests).sum()))]
-        found, count = now._replace(total=np.inf), 0
+        found = now._replace(total=np.inf)
         while len(chosen):
             moved = now.ranks.copy()
             moved[chosen] = target[chosen]
             tried = self._state(moved)
             if tried.total < found.total:
-                found, count = tried, len(chosen)
+                found = tried
             if tried.total < least:
                 break
             chosen = chosen[: len(chosen) // 2]
         rests |= found.ranks != now.ranks
-        return found, count
+        return found
 
     def _state(self, ranks: IntArray) -> _State:
         loads = self.blocks.loads(ranks)

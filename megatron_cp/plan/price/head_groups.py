@@ -135,6 +135,10 @@ class HeadGroups:
         pairs = np.array(load / self.degree)
         return sum(float(compute_seconds(pairs, self.config, name)) for name in names)
 
+    def fair_seconds(self) -> float:
+        """Returns what both passes take at least, wherever pairs are computed: all pairs, spread by speed."""
+        return self.compute_seconds(self.placed.loads.sum() / self.speeds.sum())
+
     def least_seconds(self) -> float:
         """Returns what both passes take at least where queries stay at home: the pairs of the slowest head group."""
         return self.compute_seconds((self.placed.loads / self.speeds).max())

@@ -158,8 +158,7 @@ def _routes(
         enters_twice(hop, node_size, stride) for hops in arriving.values() for hop in hops
     )
     found: list[Route] = [ThroughNodes(node_size) if has_nodes else direct]
-    fair = groups.compute_seconds(groups.placed.loads.sum() / groups.speeds.sum())
-    if has_nodes and groups.links.latency[0] > limits.straight * fair:
+    if has_nodes and groups.links.latency[0] > limits.straight * groups.fair_seconds():
         found.append(direct)
     for requests in (hop for hops in arriving.values() for hop in hops):
         rows = requests[:, ID_STOP] - requests[:, ID_START]

@@ -206,7 +206,7 @@ class Search:
 
     def _is_possible(self, groups: HeadGroups, source: StrategySource) -> bool:
         """Returns whether head groups, and parts into which they cut a mask, are few enough for a source."""
-        is_moved = source is move or source in NEAR.values()
+        is_moved = source in (move, *NEAR.values())
         if is_moved and not 1 < groups.placed.num_ranks <= self.most_moved:
             return False
         return groups.placed.has_parts(self._most_parts(groups, source))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from megatron_cp.plan.compute.bisection import Assignment
 from megatron_cp.plan.price.head_groups import HeadGroups, Strategy
 from megatron_cp.plan.price.keys_move import published_strategies
 from megatron_cp.plan.price.pairs_move import (
@@ -43,15 +44,14 @@ def move(groups: HeadGroups, limit: float, stagings: StagingLimits) -> list[Stra
     return [assigned_strategy(groups, one, stagings) for one in found if one is not None]
 
 
-def move_near_home(groups: HeadGroups, limit: float, stagings: StagingLimits) -> list[Strategy]:
-    """Returns the strategy found by local search near that of queries at home."""
-    return [assigned_strategy(groups, move_near(groups, stay_at_home(groups)), stagings)]
+def _near(start: Callable[[HeadGroups], Assignment]) -> StrategySource:
+    """Returns the source of the strategy that a local search finds near an assignment."""
+
+    def source(groups: HeadGroups, limit: float, stagings: StagingLimits) -> list[Strategy]:
+        return [assigned_strategy(groups, move_near(groups, start(groups)), stagings)]
+
+    return source
 
 
-def move_near_moved(groups: HeadGroups, limit: float, stagings: StagingLimits) -> list[Strategy]:
-    """Returns the strategy found by local search near that of pairs moved among all head groups."""
-    return [assigned_strategy(groups, move_near(groups, move_compute(groups)), stagings)]
-
-
-NEAR: dict[StrategySource, StrategySource] = {stay: move_near_home, move: move_near_moved}
-"""Where a local search starts, and what it finds."""
+NEAR = {stay: _near(stay_at_home), move: _near(move_compute)}
+"""The local search near what each of two sources finds."""
