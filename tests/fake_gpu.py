@@ -80,6 +80,7 @@ def fake_gpus(rank, num_ranks):
         fake,
         mock.patch.object(upload, "copy_to", copied),
         mock.patch.object(session, "_agree", lambda *_: None),
+        mock.patch.object(session, "tell_of_other_hardware", lambda *_: None),
         mock.patch.object(streams, "_streams_of", lambda _: _Streams()),
         mock.patch.dict(streams._side_streams, clear=True),
         mock.patch.object(torch.Tensor, "record_stream", lambda *_: None),

@@ -35,7 +35,7 @@ class Asked(NamedTuple):
         return feature_of(self.softcap > 0, self.has_dropout)
 
 
-_Kind = tuple[torch.device, torch.dtype, int, int, bool, bool, bool, bool, bool]
+_Kind = tuple[torch.device, torch.dtype, int, int, bool, bool, bool, bool, bool, bool]
 _chosen: dict[_Kind, str] = {}
 _served: dict[_Kind, tuple[int, int]] = {}  # by hopper, tested
 
@@ -45,12 +45,21 @@ def _kind(q: Tensor, v: Tensor, asked: Asked) -> _Kind:
     return (
         q.device, q.dtype, q.shape[-1], v.shape[-1],
         asked.softcap > 0, asked.softmax_scale >= 0, asked.deterministic, asked.needs_grad,
-        asked.has_dropout,
+        asked.has_dropout, torch_wants_determinism(),
     )  # fmt: skip
 
 
+def torch_wants_determinism() -> bool:
+    """Returns whether torch is to raise an error where results may differ from run to run."""
+    is_wanted = torch.are_deterministic_algorithms_enabled()
+    return is_wanted and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
 def choose_backend(q: Tensor, v: Tensor, asked: Asked) -> str:
-    """Returns the backend for calls like this one: `cpu` on a CPU, else the first GPU backend that serves it."""
+    """Returns the backend for calls like this one: `cpu` on a CPU, else the first GPU backend that serves it.
+
+    Raises NotImplementedError where none does.
+    """
     return "cpu" if q.device.type == "cpu" else _choose_gpu_backend(q, v, asked)
 
 
@@ -59,13 +68,12 @@ def _choose_gpu_backend(q: Tensor, v: Tensor, asked: Asked) -> str:
     kind = _kind(q, v, asked)
     chosen = _chosen.get(kind)
     if chosen is None:
-        chosen, reasons = _first_that_serves(q, v, asked)
-        _chosen[kind] = chosen
-        why = f" ({'; '.join(reasons)})" if reasons else ""
+        found = _first_that_serves(q, v, asked)
+        chosen = _chosen[kind] = found.backend
         _log.log(
-            logging.WARNING if reasons else logging.INFO,
-            "attention on %s, %s, head_dim %d: backend %s%s",
-            q.device, str(q.dtype).removeprefix("torch."), q.shape[-1], chosen, why,
+            logging.WARNING if found.reasons else logging.INFO,
+            "attention on %s, %s, head_dim %d: backend %s",
+            q.device, str(q.dtype).removeprefix("torch."), q.shape[-1], found,
         )  # fmt: skip
     return chosen
 
@@ -74,31 +82,49 @@ def tell_choice(device: torch.device) -> str:
     """Returns which backend computes bf16 attention of head dim 128 with gradients on a GPU, and why none before it."""
     q = torch.zeros(1, 8, 128, dtype=torch.bfloat16, device=device)
     asked = Asked(128**-0.5, softcap=0.0, deterministic=False, needs_grad=True)
-    chosen, reasons = _first_that_serves(q, q, asked)
-    why = f" ({'; '.join(reasons)})" if reasons else ""
-    return f"{device}: {chosen}{why}"
+    return f"{device}: {_first_that_serves(q, q, asked)}"
 
 
-def _first_that_serves(q: Tensor, v: Tensor, asked: Asked) -> tuple[str, list[str]]:
-    """Returns a backend, and why those before it were passed over."""
+class _Found(NamedTuple):
+    """A backend, and why those before it were passed over."""
+
+    backend: str
+    reasons: list[str]
+    operator: str = ""
+    """Of flash: whose."""
+
+    def __str__(self) -> str:
+        """Returns it in words."""
+        by = f" by {self.operator}" if self.operator else ""
+        why = f" ({'; '.join(self.reasons)})" if self.reasons else ""
+        return f"{self.backend}{by}{why}"
+
+
+def _first_that_serves(q: Tensor, v: Tensor, asked: Asked) -> _Found:
+    """Returns a backend, and why those before it were passed over. Raises NotImplementedError where none serves."""
     checks: dict[str, Callable[[], object]] = {
         "hopper": lambda: check_hopper(q, v, asked),
         "flash": lambda: check_flash(q, v, asked),
     }
-    reasons = []
+    reasons: list[str] = []
     for backend, check in checks.items():
         try:
-            check()
+            served = check()
+            return _Found(backend, reasons, served if isinstance(served, str) else "")
         except NotImplementedError as refusal:
-            reasons.append(str(refusal).split("; ")[0])
+            reasons.append(str(refusal).rsplit("; ", 1)[0])  # without the advice
         except (CudaError, CompileError, NoCompilerError, OSError) as failure:  # a cache, a library
             reasons.append(str(failure).splitlines()[0])
         except FailedSelfTestError as failure:
             reasons.append(f"{backend} failed its self-test")
             warnings.warn(str(failure), stacklevel=4)
-        else:
-            return backend, reasons
-    return "flex", reasons
+    if asked.deterministic and asked.needs_grad:
+        raise NotImplementedError(
+            f"no backend computes these gradients deterministically on {q.device}: {'; '.join(reasons)}; give bf16 or "
+            "fp16 tensors under torch.use_deterministic_algorithms(True), which makes torch's operator deterministic, "
+            "install flash-attn 2, or use backend='reference', which holds all scores in memory"
+        )
+    return _Found("flex", reasons)
 
 
 class FailedSelfTestError(RuntimeError):
@@ -114,11 +140,11 @@ def check_hopper(q: Tensor, v: Tensor, asked: Asked) -> tuple[int, int]:
     kind = _kind(q, v, asked)
     if kind in _served:
         return _served[kind]
-    from megatron_cp.attn.hopper import checks, self_test
+    from megatron_cp.attn.hopper import checks, judge, self_test
 
     feature = asked.feature()
     dims = checks.check_supported(q, v, asked.softmax_scale, feature, asked.needs_grad)
-    tested = self_test.Kind(q.dtype, *dims, feature, asked.needs_grad)
+    tested = judge.Kind(q.dtype, *dims, feature, asked.needs_grad)
     verdict = self_test.find_verdict(tested, q.device)
     if verdict is None:
         return dims
@@ -132,10 +158,10 @@ def check_hopper(q: Tensor, v: Tensor, asked: Asked) -> tuple[int, int]:
     return dims
 
 
-def check_flash(q: Tensor, v: Tensor, asked: Asked) -> None:
-    """Raises NotImplementedError for calls that no variable-length operator serves."""
+def check_flash(q: Tensor, v: Tensor, asked: Asked) -> str:
+    """Returns whose operator serves a call. Raises NotImplementedError where none does."""
     from megatron_cp.attn.flash import checks
 
     checks.check_no_dropout(asked.has_dropout)
     wishes = (asked.softmax_scale, asked.softcap, asked.deterministic, asked.needs_grad)
-    checks.check_supported(q, v, *wishes)
+    return checks.check_supported(q, v, *wishes).name

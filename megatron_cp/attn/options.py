@@ -54,7 +54,8 @@ def resolve_options(
     """Returns checked options for `q` `[Q, N, H]`, `k` `[K, G, H]`, `v` `[K, G, Hv]`.
 
     `softmax_scale=None` means `1/sqrt(H)`; `backend=None` means `cpu` for CPU tensors, and for CUDA tensors the first
-    of `hopper`, `flash` and `flex` that serves the call (choice.py).
+    of `hopper`, `flash` and `flex` that serves the call (choice.py). `deterministic` is also what
+    `torch.use_deterministic_algorithms(True)` asks for.
 
     Raises: ValueError for shapes, dtypes or values that no backend could serve; NotImplementedError for a backend
     that cannot serve this call, naming those that can; RuntimeError for `hopper` by name where it failed its self-test.
@@ -70,6 +71,7 @@ def resolve_options(
         raise ValueError(f"softcap={softcap} must be finite and >= 0; pass 0.0 for no softcap")
     check_rate(dropout_p)
     is_differentiated = needs_grad(q, k, v)
+    deterministic = deterministic or choice.torch_wants_determinism()
     asked = choice.Asked(scale, float(softcap), deterministic, is_differentiated, dropout_p > 0)
     if backend is None:
         backend = choice.choose_backend(q, v, asked)
@@ -100,9 +102,10 @@ def check_mask(q: Tensor, k: Tensor, mask: AttentionMask) -> None:
 
 
 def check_sink(q: Tensor, sink: Tensor | None) -> None:
-    """Raises ValueError unless `sink` is None or a floating tensor `[N]` on the device of `q`."""
+    """Raises ValueError unless `sink` is None or floating `[N]` on the device of `q`, TypeError for no tensor."""
     if sink is None:
         return
+    check_tensor("sink", sink)
     if (
         tuple(sink.shape) != (q.shape[1],)
         or not sink.is_floating_point()
@@ -178,15 +181,16 @@ def _check_backend(backend: str, q: Tensor, asked: choice.Asked) -> None:
             "pass None to let the device choose"
         )
     on_cpu = q.device.type == "cpu"
-    able = "backend='cpu' or 'reference'" if on_cpu else "backend='flex' or 'reference'"
+    able = "backend='cpu' or 'reference'" if on_cpu else "backend='flash', 'flex' or 'reference'"
     if backend == "cpu" and not on_cpu:
         raise NotImplementedError(
             f"backend='cpu' cannot compute on device={q.device}, only on cpu; use {able}"
         )
-    if backend == "flex" and asked.deterministic:
+    if backend == "flex" and asked.deterministic and asked.needs_grad:
+        others = "'cpu'" if on_cpu else "'hopper', 'flash'"
         raise NotImplementedError(
-            "backend='flex' cannot promise deterministic=True, only reference and cpu can; "
-            "use backend='reference'"
+            "backend='flex' cannot promise the same gradients in every run, as deterministic=True or "
+            f"torch.use_deterministic_algorithms(True) asks for; use backend={others} or 'reference'"
         )
     if backend == "flex" and on_cpu and asked.needs_grad:
         raise NotImplementedError(

@@ -8,13 +8,25 @@ group alike, and kept. The NCCL communicator ran between ranks on one GPU; sever
 """
 
 import contextlib
+import datetime
 import hashlib
+import itertools
+import weakref
 from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 
 _groups: dict[tuple[str, str], dist.ProcessGroup] = {}
+_numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+_next_number = itertools.count()
+
+
+def name_of(group: dist.ProcessGroup) -> str:
+    """Returns a name that no other group of this process has had: torch's own come back after a new start."""
+    if group not in _numbers:
+        _numbers[group] = next(_next_number)
+    return f"{group.group_name} {_numbers[group]}"
 
 
 def transfer_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -46,18 +58,26 @@ def _is_nccl(group: dist.ProcessGroup) -> bool:
 
 
 def _beside(group: dist.ProcessGroup, use: str, backend: str, options: object) -> dist.ProcessGroup:
-    key = (str(group.group_name), use)
+    key = (name_of(group), use)
     if key not in _groups:
         ranks = dist.get_process_group_ranks(group)
         with _nothing_to_split(), _named(f"megatron_cp {use} beside {group.group_name}: {ranks}"):
             _groups[key] = dist.new_group(
                 ranks,
+                timeout=_timeout_of(group),
                 backend=backend,
                 pg_options=options,
                 use_local_synchronization=True,
                 group_desc=f"megatron_cp {use}",
             )
     return _groups[key]
+
+
+def _timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
+    """Returns how long the group's own collectives wait, None where its backend does not say."""
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    timeout: datetime.timedelta | None = getattr(options, "_timeout", None)
+    return timeout
 
 
 @contextlib.contextmanager

@@ -18,13 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp.comm import HeadExchange, RankTransfer
-from megatron_cp.comm.groups import agreement_group, forget_groups, transfer_group
+from megatron_cp.comm.groups import agreement_group, forget_groups, name_of, transfer_group
 from megatron_cp.comm.upload import upload
 from megatron_cp.errors import PlanMismatchError
 from megatron_cp.mask import AttentionMask
 from megatron_cp.plan import AttentionPlan
 from megatron_cp.plan.hardware.makespan import transfer_shares
 from megatron_cp.plan.schema import SIDES, Hop, OwnRows, Pass, PassName, Side, Transfer
+from megatron_cp.runtime.hardware import tell_of_other_hardware
 
 Rows = tuple[Tensor, ...]
 
@@ -136,6 +137,8 @@ def open_session(
         )
     if group is not None and size > 1:
         _agree(plan, group, call)
+    if device.type == "cuda":
+        tell_of_other_hardware(plan.config.topology, device)
     rank = 0 if group is None else dist.get_rank(group)
     key = (plan.digest(), _name(group), rank, str(device))
     if key not in _sessions:
@@ -180,8 +183,7 @@ def _agree(plan: AttentionPlan, group: dist.ProcessGroup, call: str) -> None:
 
 
 def _name(group: dist.ProcessGroup | None) -> str:
-    """Returns a name that no other group of this process has had; ids of dead groups come back."""
-    return "" if group is None else str(group.group_name)
+    return "" if group is None else name_of(group)
 
 
 def _compile(

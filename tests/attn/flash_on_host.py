@@ -23,8 +23,11 @@ class Calls(list):
 
 
 @contextmanager
-def on_host(capability=(8, 0)) -> Iterator[Calls]:
-    """CPU tensors, also of float64, pass for those of a GPU; yields the calls that are made."""
+def on_host(capability=(8, 0), find_fault=lambda *_: None) -> Iterator[Calls]:
+    """CPU tensors, also of float64, pass for those of a GPU; yields the calls that are made.
+
+    `find_fault` stands for the trial of each operator.
+    """
     calls = Calls()
     library = torch.library.Library("aten", "IMPL")
 
@@ -50,6 +53,7 @@ def on_host(capability=(8, 0)) -> Iterator[Calls]:
         patch.setattr(checks, "ON_DEVICES", ("cpu", "cuda"))
         patch.setattr(checks, "DTYPES", ALL_DTYPES)
         patch.setattr(checks, "_capability", lambda _: capability)
+        patch.setattr(checks, "find_fault", find_fault)
         _forget()
         try:
             yield calls

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -18,8 +19,8 @@ from megatron_cp.attn import (
     device_arrays,
     resolve_options,
 )
-from megatron_cp.attn.flash import backend, checks, grouping
-from megatron_cp.attn.flash.backend import delta_as_out, device_calls
+from megatron_cp.attn.flash import backend, checks, grouping, passes
+from megatron_cp.attn.flash.passes import delta_as_out, device_calls
 from tests.attn.flash_on_host import on_host
 from tests.attn.formula import assert_attention, random_case
 from tests.attn.in_parts import attend_in_parts
@@ -182,7 +183,7 @@ def test_a_mask_is_grouped_and_copied_once(calls, monkeypatch):
         grouped.append(mask.num_slices)
         return grouping.group_calls(mask)
 
-    monkeypatch.setattr(backend, "group_calls", group_calls)
+    monkeypatch.setattr(passes, "group_calls", group_calls)
     inputs, arguments = random_case(40, 40, (2, 2), (8, 8), torch.bfloat16)
     mask = masks.documents([10, 30], "causal")
     for _ in range(3):
@@ -192,6 +193,15 @@ def test_a_mask_is_grouped_and_copied_once(calls, monkeypatch):
     assert device_arrays.num_cached() == 1
     del mask
     assert device_arrays.num_cached() == 0
+
+
+def test_a_mask_of_many_calls_is_told_with_what_may_be_faster(caplog):
+    mask = masks.dilated(160, 140, 0, 4)
+    device_calls(mask, torch.device("cpu"))
+    (said,) = caplog.messages
+    assert re.match(r"backend 'flash' takes 36 calls for a mask of 36 slices .* 20 times on", said)
+    device_calls(masks.shared_question([9, 8, 7]), torch.device("cpu"))
+    assert len(caplog.messages) == 1
 
 
 def test_an_lse_in_the_layout_of_older_versions_is_refused(monkeypatch):
@@ -222,7 +232,8 @@ def test_one_run_of_rows_is_read_where_it_lies():
     assert call.queries.read(shared).is_contiguous()
 
 
-def _check_shapes(mask, device):
+def _check_shapes(mask, device, monkeypatch):
+    monkeypatch.setattr(checks, "find_fault", lambda *_: None)  # nothing to be compared
     of_device = {"dtype": torch.bfloat16, "device": device}
     q, dout = (torch.zeros(mask.num_queries, 4, 64, **of_device) for _ in range(2))
     k, v = (torch.zeros(mask.num_keys, 2, 64, **of_device) for _ in range(2))
@@ -243,10 +254,10 @@ def test_torch_s_own_operators_take_a_call_on_tensors_of_a_gpu_without_data(monk
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda _: None))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        _check_shapes(masks.documents([10, 30], "causal"), "cuda")
+        _check_shapes(masks.documents([10, 30], "causal"), "cuda", monkeypatch)
 
 
 @pytest.mark.parametrize("mask", [masks.shared_question([9, 8, 7]), masks.full(40, 0)], ids=str)
 def test_torch_s_own_operators_take_several_calls_on_tensors_without_data(mask, monkeypatch):
     monkeypatch.setattr(checks, "ON_DEVICES", ("meta",))
-    _check_shapes(mask, "meta")
+    _check_shapes(mask, "meta", monkeypatch)

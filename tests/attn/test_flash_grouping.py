@@ -87,6 +87,22 @@ def test_masks_that_people_use_take_few_calls(case):
     assert len(group_calls(mask)) <= num_calls
 
 
+MANY_SLICES = {
+    "260 blocks that see all before": (masks.block_causal(520, 2), 10),
+    "block diffusion": (masks.block_diffusion(256, 2), 10),
+    "video of 300 blocks": (masks.block_causal_documents([300, 300], 2), 9),
+}
+
+
+@pytest.mark.parametrize("name", MANY_SLICES)
+def test_masks_of_many_slices_take_few_calls_too(name):
+    """As many as their logarithm: each call would otherwise read its keys again."""
+    mask, num_calls = MANY_SLICES[name]
+    assert mask.num_slices > 256
+    np.testing.assert_array_equal(times_computed(mask), mask.to_dense().astype(int))
+    assert len(group_calls(mask)) <= num_calls
+
+
 def test_a_pack_of_a_thousand_documents_is_two_calls_in_the_order_of_memory():
     mask = packed("log-normal", 1 << 16, 1000)
     calls = group_calls(mask)

@@ -67,14 +67,33 @@ def test_a_backend_of_16_bit_types_names_those_that_take_others():
 
 def test_a_wish_that_a_backend_cannot_serve_names_those_that_can():
     tensors = _tensors()
-    with pytest.raises(NotImplementedError, match=r"deterministic=True.*use backend='reference'"):
-        resolve_options(*tensors, backend="flex", deterministic=True)
+    resolve_options(*tensors, backend="flex", deterministic=True)  # no gradients
     tensors[0].requires_grad_()
+    with pytest.raises(
+        NotImplementedError, match=r"deterministic=True.*use backend='cpu' or 'reference'"
+    ):
+        resolve_options(*tensors, backend="flex", deterministic=True)
     with pytest.raises(NotImplementedError, match=r"no backward pass on device=cpu.*'cpu' or"):
         resolve_options(*tensors, backend="flex")
     on_meta = [x.to("meta") for x in _tensors()]
-    with pytest.raises(NotImplementedError, match="only on cpu; use backend='flex' or 'reference'"):
+    with pytest.raises(NotImplementedError, match="only on cpu; use backend='flash', 'flex' or"):
         resolve_options(*on_meta, backend="cpu")
+
+
+def test_torch_s_switch_asks_for_determinism_too():
+    tensors = _tensors()
+    assert not resolve_options(*tensors).deterministic
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    try:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        assert not resolve_options(*tensors).deterministic
+        torch.use_deterministic_algorithms(True)
+        assert resolve_options(*tensors).deterministic
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def test_mask_and_sink_must_fit_the_tensors():
@@ -84,3 +103,5 @@ def test_mask_and_sink_must_fit_the_tensors():
     for sink in (torch.zeros(3), torch.zeros(4, dtype=torch.int64), torch.zeros(4, 1)):
         with pytest.raises(ValueError, match=r"sink .* \(4,\) on cpu; pass one logit per query"):
             attend(q, k, v, masks.causal(6), sink=sink)
+    with pytest.raises(TypeError, match=r"sink is float; it must be a torch.Tensor"):
+        attend(q, k, v, masks.causal(6), sink=1.0)

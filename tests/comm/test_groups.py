@@ -1,12 +1,16 @@
 """Groups made beside a context group: once, by its ranks alone, whatever the job's own group is bound to."""
 
+import datetime
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_cp import CPConfig, cp_attention, make_plan
+from megatron_cp import mask as masks
 from megatron_cp.comm import groups
+from megatron_cp.runtime.session import open_session
 from tests.ranks import run_on_ranks
 
 
@@ -55,6 +59,45 @@ def made_after_another(rank, world_size):
 def test_ranks_in_other_numbers_of_groups_meet():
     """torch names a group by how many the rank is in: ranks of a pipeline would wait for one another for ever."""
     assert run_on_ranks(2, made_after_another) == [(6, False)] * 2
+
+
+def timeout_beside(rank, world_size):
+    """The time-outs of a group and of the one made beside it, in minutes."""
+    group = dist.new_group([0, 1], timeout=datetime.timedelta(minutes=7))
+    made = groups._beside(group, "a test", "gloo", None)
+    cpu = torch.device("cpu")
+    return [g._get_backend(cpu).options._timeout.seconds / 60 for g in (group, made)]
+
+
+def test_a_group_beside_another_waits_as_long():
+    assert run_on_ranks(2, timeout_beside) == [[7.0, 7.0]] * 2
+
+
+def started_twice(rank, world_size, files):
+    """Whether the second start of a process is told from the first: groups, plans, and what they agreed on."""
+    plan = make_plan(masks.causal(64), world_size, CPConfig(planner="zigzag", head_dim=16))
+    x = torch.randn(64 // world_size, 1, 16)
+    names, outs = [], []
+    for file in files:
+        dist.destroy_process_group()
+        dist.init_process_group(
+            "gloo", init_method=f"file://{file}", rank=rank, world_size=world_size
+        )
+        world = dist.group.WORLD
+        outs.append(cp_attention(x, x, x, plan, world)[0])
+        session = open_session(plan, world, x.device)
+        names.append((world.group_name, groups.name_of(world), session.group is world))
+    return names, torch.equal(*outs)
+
+
+def test_a_group_of_a_second_start_is_not_taken_for_that_of_the_first(tmp_path):
+    files = [str(tmp_path / name) for name in ("first", "second")]
+    for names, are_equal in run_on_ranks(2, started_twice, files):
+        (first, ours, is_own), (second, ours_again, is_own_again) = names
+        assert first == second  # torch's names come back
+        assert ours != ours_again
+        assert is_own and is_own_again
+        assert are_equal
 
 
 def test_gloo_ranks_need_no_group_beside_theirs():

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_cp.attn.emulated.checks import find_variant
 from megatron_cp.attn.emulated.kernels import EmulatedKernel, Settings, running
-from megatron_cp.attn.hopper.checks import find_gradient_kernels, unrepeated
+from megatron_cp.attn.hopper.checks import find_gradient_kernels, readable
 from megatron_cp.attn.hopper.device_lists import backward_list, forward_list
 from megatron_cp.attn.hopper.gradients import BackwardCall, postprocess_params
 from megatron_cp.attn.hopper.launch import (
@@ -34,7 +34,6 @@ from megatron_cp.attn.hopper.row_stats import (
     RowStats,
     empty_stats,
     preprocess_params,
-    readable,
     stats_of,
 )
 from megatron_cp.attn.hopper.rows import KERNEL, merge_params
@@ -46,7 +45,7 @@ from megatron_cp.kernels import build
 from megatron_cp.kernels.emulator.library import EmulatorError
 from megatron_cp.mask import AttentionMask
 
-__all__ = ["Settings", "attend", "backward", "forward", "run_forward", "running"]
+__all__ = ["Settings", "attend", "backward", "backward_onto_", "forward", "run_forward", "running"]
 
 # Registers that hold nothing, as the emulator marks them; arithmetic keeps all but the sign and the quiet bit.
 POISON = (0x7FA1BEEF, 0x7FA57FA5)
@@ -127,9 +126,34 @@ def backward(
     options: AttendOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns `(dq, dk, dv)` in float32; `lse` and `delta` are those of the result merged over all keys."""
-    dout, stats = readable(dout_QNH.to(q_QNH.dtype)), stats_of(lse_QN, delta_QN)
-    tensors = unrepeated(q_QNH, k_KGH, v_KGH)
-    return _run_backward(dout, tensors, stats, mask, options, dtype=torch.float32)
+    tensors, stats = (q_QNH, k_KGH, v_KGH), stats_of(lse_QN, delta_QN)
+    call = _backward_call(dout_QNH.to(q_QNH.dtype), tensors, stats, mask, options)
+    return _run_backward(call, dtype=torch.float32)
+
+
+def backward_onto_(  # noqa: PLR0913  as backward, and what to add to
+    dq_QNH: Tensor | None,
+    dout_QNH: Tensor,
+    q_QNH: Tensor,
+    k_KGH: Tensor,
+    v_KGH: Tensor,
+    lse_QN: Tensor,
+    delta_QN: Tensor,
+    mask: AttentionMask,
+    options: AttendOptions,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns `(dq, dk, dv)` in float32, `dq` still without softmax_scale; added to a `dq` that is given."""
+    tensors, stats = (q_QNH, k_KGH, v_KGH), stats_of(lse_QN, delta_QN)
+    call = _backward_call(dout_QNH.to(q_QNH.dtype), tensors, stats, mask, options)
+    dq = torch.zeros(q_QNH.shape) if dq_QNH is None else dq_QNH
+    if not call.lists.num_segs:
+        dk, dv = (torch.zeros(x.shape) for x in (k_KGH, v_KGH))
+    elif call.kernels.dq is None:
+        dk, dv = _run_main(call, dq, torch.float32)
+    else:
+        dk, dv = _run_main(call, None, torch.float32)
+        _run_dq(call, dq, adds=True)
+    return dq, dk, dv
 
 
 def run_forward(  # noqa: PLR0913  everything the kernel can be asked for
@@ -149,7 +173,7 @@ def run_forward(  # noqa: PLR0913  everything the kernel can be asked for
     `accumulate`: `into` holds a partial result over other keys and receives the merged one; not with `max_logits`.
 
     Raises: EmulatorBuildError without g++; EmulatorError for a defect of the kernel; ValueError for strides or
-    addresses that the copy engine cannot read.
+    addresses of `into` that the kernel cannot write.
     """
     out, lse = into
     if not accumulate:
@@ -161,7 +185,7 @@ def run_forward(  # noqa: PLR0913  everything the kernel can be asked for
     if not lists.num_segs:
         fill_without_keys(out, lse, sink_N, accumulate)
         return
-    tensors = unrepeated(q_QNH, k_KGH, v_KGH)
+    tensors = readable(q_QNH), readable(k_KGH), readable(v_KGH)
     sink = None if sink_N is None else sink_N.detach().float().contiguous()
     kernel, counters = EmulatedKernel(variant), torch.zeros(2, dtype=torch.int32)
     params = forward_params(kernel, tensors, lists, sink, scores, (out, lse))
@@ -177,44 +201,46 @@ def run_forward(  # noqa: PLR0913  everything the kernel can be asked for
     _check_results(results, counters)
 
 
-def _run_backward(
-    dout: Tensor,
+def _backward_call(
+    dout_QNH: Tensor,
     tensors: tuple[Tensor, Tensor, Tensor],
     stats: RowStats,
     mask: AttentionMask,
     options: AttendOptions,
-    *,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns `(dq, dk, dv)` from the main kernel and the postprocess kernel, or that for dq alone."""
-    q_QNH, _, v_KGH = tensors
-    dims, scores = (q_QNH.shape[2], v_KGH.shape[2]), Scores.of(options)
-    kernels = find_gradient_kernels(q_QNH.dtype, *dims, scores.feature, options.deterministic)
+) -> BackwardCall:
+    q, k, v = (readable(x) for x in tensors)
+    dims, scores = (q.shape[2], v.shape[2]), Scores.of(options)
     in_order = options.deterministic
+    kernels = find_gradient_kernels(q.dtype, *dims, scores.feature, in_order)
     lists = backward_list(mask, *gradient_tiles(kernels), CPU, 0, in_order=in_order)
-    if not lists.num_segs:
-        dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in tensors)
+    return BackwardCall(q, k, v, readable(dout_QNH), stats, lists, scores)
+
+
+def _run_backward(call: BackwardCall, *, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns `(dq, dk, dv)` from the main kernel and the postprocess kernel, or that for dq alone."""
+    if not call.lists.num_segs:
+        dq, dk, dv = (torch.zeros(x.shape, dtype=dtype) for x in (call.q, call.k, call.v))
         return dq, dk, dv
-    call = BackwardCall(*tensors, dout, stats, lists, scores)
-    dq = torch.full(q_QNH.shape, torch.nan, dtype=dtype)
-    if kernels.dq is not None:
-        dk, dv = _run_main(EmulatedKernel(kernels.main), call, None, dtype)
-        _run_dq(EmulatedKernel(kernels.dq), call, dq)
+    dq = torch.full(call.q.shape, torch.nan, dtype=dtype)
+    if call.kernels.dq is not None:
+        dk, dv = _run_main(call, None, dtype)
+        _run_dq(call, dq, adds=False)
         return dq, dk, dv
-    dq_sum = torch.zeros(q_QNH.shape)
-    dk, dv = _run_main(EmulatedKernel(kernels.main), call, dq_sum, dtype)
-    last = EmulatedKernel(find_variant("backward_postprocess", q_QNH, None, None))
-    last.run(postprocess_params(dq_sum, dq, options.softmax_scale), dq.numel(), {})
+    dq_sum = torch.zeros(call.q.shape)
+    dk, dv = _run_main(call, dq_sum, dtype)
+    last = EmulatedKernel(find_variant("backward_postprocess", call.q, None, None))
+    last.run(postprocess_params(dq_sum, dq, call.scores.softmax_scale), dq.numel(), {})
     return dq, dk, dv
 
 
 def _run_main(
-    kernel: EmulatedKernel, call: BackwardCall, dq_sum: Tensor | None, dtype: torch.dtype
+    call: BackwardCall, dq_sum: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Returns `(dk, dv)`; adds to `dq_sum` if it is given."""
+    kernel = EmulatedKernel(call.kernels.main)
     apart = call.of_heads_apart(kernel.num_sms)
     if apart is not None:
-        return call.sums_of_heads(_run_main(kernel, apart, dq_sum, torch.float32), dtype)
+        return call.sums_of_heads(_run_main(apart, dq_sum, torch.float32), dtype)
     heads = call.heads_per_item(kernel.num_sms)
     dk, dv = call.room_for_gradients(dtype, heads)
     if heads == call.group:  # nothing is added to them
@@ -231,12 +257,17 @@ def _run_main(
     return dk.to(dtype), dv.to(dtype)
 
 
-def _run_dq(kernel: EmulatedKernel, call: BackwardCall, dq: Tensor) -> None:
-    """Fills `dq` from query tiles."""
-    counters = torch.zeros(2, dtype=torch.int32)
+def _run_dq(call: BackwardCall, dq: Tensor, *, adds: bool) -> None:
+    """Fills `dq` from query tiles, or adds to it, then without softmax_scale."""
+    variant, counters = call.kernels.dq, torch.zeros(2, dtype=torch.int32)
+    assert variant is not None, "the list has query tiles"
+    kernel = EmulatedKernel(variant)
     params = call.dq_params(kernel, dq)
-    params.counters, params.factor = counters.data_ptr(), call.scores.softmax_scale
-    kernel.run(params, call.lists.dq_tiles * dq.shape[1], _touched(call))
+    params.counters, params.accumulate = counters.data_ptr(), adds
+    params.factor = 1.0 if adds else call.scores.softmax_scale
+    params.num_tiles = call.lists.dq_with_keys if adds else call.lists.dq_tiles
+    touched = _touched(call) | ({"dq": dq} if adds else {})
+    kernel.run(params, params.num_tiles * dq.shape[1], touched)
     _check_results({"dq": dq}, counters)
 
 
@@ -283,7 +314,8 @@ class _Attend(torch.autograd.Function):
         q, k, v, sink, out, lse = saved
         dout = readable(dout)
         stats = _row_stats(out, dout, lse, dlse)
-        grads = _run_backward(dout, (q, k, v), stats, ctx.mask, ctx.options, dtype=q.dtype)
+        call = _backward_call(dout, (q, k, v), stats, ctx.mask, ctx.options)
+        grads = _run_backward(call, dtype=q.dtype)
         dsink = None
         if sink is not None:
             dsink = sink_gradient(lse, sink, stats.delta[0, :, : len(lse)].t()).to(sink.dtype)

@@ -2,7 +2,6 @@
 
 # N query heads, G kv heads, H head dim, Hv value head dim
 
-import logging
 from functools import lru_cache
 
 import torch
@@ -10,11 +9,11 @@ from torch import Tensor
 
 from megatron_cp.attn.flash.libraries import find_operator
 from megatron_cp.attn.flash.operators import Operator, Wish
+from megatron_cp.attn.flash.trial import find_fault
 from megatron_cp.attn.options import AttendOptions
 
 DTYPES = (torch.bfloat16, torch.float16)
 ON_DEVICES = ("cuda",)
-_log = logging.getLogger(__name__)
 
 
 def check_supported(
@@ -24,8 +23,8 @@ def check_supported(
     softcap: float,
     deterministic: bool,
     needs_grad: bool,
-) -> None:
-    """Raises NotImplementedError for a valid call that no installed operator serves, naming what does."""
+) -> Operator:
+    """Returns the operator of a call. Raises NotImplementedError where no installed one serves it, naming what does."""
     if q.device.type not in ON_DEVICES or torch.version.hip is not None:
         raise NotImplementedError(
             f"backend='flash' cannot compute on device={q.device}, only on CUDA devices of compute capability 8.0 "
@@ -42,14 +41,15 @@ def check_supported(
             "use backend='flex' or 'reference'"
         )
     wish = _wish(q, v, softcap, deterministic, needs_grad)
-    operator, reasons = _find(wish)
+    operator, reasons = _find(wish, q)
     if operator is None:
         softcap_text = f", softcap={softcap}" if softcap else ""
         raise NotImplementedError(
             f"backend='flash' finds no operator for head_dim={wish.head_dim}, value head_dim={wish.value_dim}"
-            f"{softcap_text}, deterministic={deterministic}, gradients={needs_grad}: {'; '.join(reasons)}; install "
-            "flash-attn, or use backend='flex' or 'reference'"
+            f"{softcap_text}, deterministic={deterministic}, gradients={needs_grad}: {'; '.join(reasons)}; "
+            f"{_advice(wish)}"
         )
+    return operator
 
 
 def check_no_dropout(has_dropout: bool) -> None:
@@ -61,14 +61,21 @@ def check_no_dropout(has_dropout: bool) -> None:
         )
 
 
+def _advice(wish: Wish) -> str:
+    """Returns what serves such a call nevertheless."""
+    if wish.deterministic and wish.needs_grad:
+        return (
+            "call torch.use_deterministic_algorithms(True), which makes torch's operator deterministic, or install "
+            "flash-attn 2, or use backend='reference'"
+        )
+    return "install flash-attn, or use backend='flex' or 'reference'"
+
+
 def operator_for(q: Tensor, v: Tensor, options: AttendOptions, *, needs_grad: bool) -> Operator:
     """Returns the operator of a pass. Raises NotImplementedError as `check_supported`."""
     asked = (options.softcap, options.deterministic, needs_grad)
-    operator, _ = _find(_wish(q, v, *asked))
-    if operator is None:
-        check_supported(q, v, options.softmax_scale, *asked)
-    assert operator is not None
-    return operator
+    operator, _ = _find(_wish(q, v, *asked), q)
+    return operator or check_supported(q, v, options.softmax_scale, *asked)
 
 
 def _wish(q: Tensor, v: Tensor, softcap: float, deterministic: bool, needs_grad: bool) -> Wish:
@@ -82,19 +89,18 @@ def _wish(q: Tensor, v: Tensor, softcap: float, deterministic: bool, needs_grad:
     return Wish(_capability(q.device), *dims, *wants, torch_is_deterministic)
 
 
-def _find(wish: Wish) -> tuple[Operator | None, tuple[str, ...]]:
-    """Returns `find_operator`, asked once per wish; but a refusal is asked again."""
-    found = _found.get(wish)
+def _find(wish: Wish, q: Tensor) -> tuple[Operator | None, tuple[str, ...]]:
+    """Returns `find_operator` with a trial of each, asked once per wish; but a refusal is asked again."""
+    key = (wish, q.dtype, q.device)
+    found = _found.get(key)
     if found is None:
-        found = find_operator(wish)
+        found = find_operator(wish, lambda operator: find_fault(operator, wish, q.dtype, q.device))
         if found[0] is not None:
-            _found[wish] = found
-            passed_over = f" ({'; '.join(found[1])})" if found[1] else ""
-            _log.info("backend 'flash' uses %s%s", found[0].name, passed_over)
+            _found[key] = found
     return found
 
 
-_found: dict[Wish, tuple[Operator | None, tuple[str, ...]]] = {}
+_found: dict[tuple[Wish, torch.dtype, torch.device], tuple[Operator | None, tuple[str, ...]]] = {}
 
 
 @lru_cache(maxsize=64)

@@ -16,12 +16,14 @@ and gradients are written without collisions, and what is gathered is never larg
     # # # #                            . . # #                       # # #
 
 1. Slices are taken as they are, or neighbours joined to larger ones; bends are cut or not, the upper, the lower
-   or both; staircases of keys are cut by halves or not. Of these ways the one with the fewest calls is taken.
+   or both; staircases of keys are cut by halves or not. Of these ways the one with the fewest calls is taken, and of
+   several the one that cuts least.
 2. Boxes of one key range become one sequence, and so do boxes of one query range, whose keys are gathered
    one behind the other; a box in front of a slice with the same queries and an open lower side joins it.
 3. Sequences of one window that do not collide are one call; an open side takes any window that cuts nothing.
 """
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -42,8 +44,6 @@ OPEN = -1
 # flash-attn 2's backward pass allocates 128 rows of float32 per sequence beside those of q (mha_varlen_bwd): at
 # 32 heads of 128 these are 1.1 GB for 512 sequences, and 137 GB for 65,535, where CUDA's grid ends.
 MAX_SEQUENCES = 512
-# Masks of more slices are not cut by halves: 2,000 slices take 0.5 s (EPYC core).
-MAX_HALVED = 256
 
 
 class Sequence(NamedTuple):
@@ -91,15 +91,10 @@ class VarlenCall:
 
 def group_calls(mask: AttentionMask) -> tuple[VarlenCall, ...]:
     """Returns calls whose pairs are exactly those of the mask, each pair once; those of most rows come first."""
-    fewest = _colour(_sequences(mask.array))
+    # What is cut most comes first: it has few calls where others would have thousands, which take seconds to find.
+    fewest: list[_Group] = []
     for way in _ways_to_cut(mask.array):
-        if len(fewest) == 1:
-            break
-        fewest = min(fewest, _colour(_sequences(way)), key=len)
-    if len(fewest) > 2 and mask.num_slices <= MAX_HALVED:
-        for way in (mask.array, merge(mask.array)):
-            halves = np.concatenate(_halve(way))
-            fewest = min(fewest, _colour(_sequences(halves)), key=len)
+        fewest = _colour(_sequences(way), len(fewest) or math.inf) or fewest
     calls = [call for group in fewest for call in _to_calls(group)]
     return tuple(sorted(calls, key=lambda call: -int(call.cu_seqlens_q[-1])))
 
@@ -108,15 +103,19 @@ def group_calls(mask: AttentionMask) -> tuple[VarlenCall, ...]:
 
 
 def _ways_to_cut(rows: IntArray) -> Iterator[IntArray]:
-    """Yields the slices joined; then with their upper, their lower, and both kinds of bends cut."""
+    """Yields the slices cut by halves; with both kinds of bends cut, the lower, the upper; joined; as they are."""
     joined = merge(rows)
-    if len(joined) < len(rows):
-        yield joined
+    if len(rows) > 2:
+        yield np.concatenate(_halve(joined))
+        yield np.concatenate(_halve(rows))
     upper, lower = _cut_upper(joined), _cut_lower(joined)
-    yield from (way for way in (upper, lower) if way is not joined)
     both = _cut_lower(upper)
     if both is not upper and upper is not joined:
         yield both
+    yield from (way for way in (lower, upper) if way is not joined)
+    if len(joined) < len(rows):
+        yield joined
+    yield rows
 
 
 def _halve(rows: IntArray) -> list[IntArray]:
@@ -266,8 +265,11 @@ def _agrees(side: int, window: int, size: int) -> bool:
     return side == window or (side == OPEN and window >= size - 1)
 
 
-def _colour(sequences: list[Sequence]) -> list[_Group]:
-    """Returns the sequences in groups, first fit: fixed windows before those that may widen or narrow."""
+def _colour(sequences: list[Sequence], most: float) -> list[_Group] | None:
+    """Returns the sequences in at most so many groups, first fit: fixed windows before those that may widen or narrow.
+
+    None where they need more.
+    """
 
     def order(seq: Sequence) -> tuple[int, tuple[Range, ...]]:
         return (seq.left == OPEN) + (seq.right == OPEN), seq.queries
@@ -276,6 +278,8 @@ def _colour(sequences: list[Sequence]) -> list[_Group]:
     for seq in sorted(sequences, key=order):
         home = next((group for group in groups if group.takes(seq)), None)
         if home is None:
+            if len(groups) >= most:
+                return None
             home = _Group(seq.left, seq.right)
             groups.append(home)
         home.add(seq)

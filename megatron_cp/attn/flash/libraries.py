@@ -12,6 +12,7 @@ Source: flash_attn_interface.py of flash-attn 2.8.3; hopper/flash_api.cpp (3.0) 
 
 import importlib
 import inspect
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -35,11 +36,15 @@ from megatron_cp.attn.flash.operators import (
 )
 from megatron_cp.attn.options import AttendOptions
 
+_log = logging.getLogger("megatron_cp")
 
-def find_operator(wish: Wish) -> tuple[Operator | None, tuple[str, ...]]:
+
+def find_operator(
+    wish: Wish, find_fault: Callable[[Operator], str | None]
+) -> tuple[Operator | None, tuple[str, ...]]:
     """Returns the first operator that serves a wish, and why those before it (or all) do not.
 
-    The newest that knows the device comes first: flash-attn 4, 3, 2, then torch.
+    The newest that knows the device comes first: flash-attn 4, 3, 2, then torch. One with a fault is passed over.
     """
     reasons: list[str] = []
     for missing, load in (
@@ -50,7 +55,11 @@ def find_operator(wish: Wish) -> tuple[Operator | None, tuple[str, ...]]:
     ):
         found = missing(wish) or load()  # a library that could not serve is not even imported
         if isinstance(found, Operator):
-            return found, tuple(reasons)
+            fault = find_fault(found)
+            if fault is None:
+                return found, tuple(reasons)
+            _log.warning("backend 'flash' passes over an operator: %s", fault)
+            found = fault
         reasons.append(found)
     return None, tuple(reasons)
 

@@ -55,7 +55,7 @@ class Refuser(NamedTuple):
     others: str
 
 
-HOPPER = Refuser("hopper", "backend='flex' or 'reference'")
+HOPPER = Refuser("hopper", "backend='flash', 'flex' or 'reference'")
 
 _Kind = tuple[str, str, int | None, int | None, Feature | None]
 
@@ -201,7 +201,7 @@ def check_capability(device: torch.device) -> None:
     if capability != CAPABILITY:
         raise NotImplementedError(
             f"backend='hopper' cannot compute on {device} of compute capability {capability[0]}.{capability[1]}, only "
-            "on 9.0 (H100, H200, GH200); use backend='flex' or 'reference'"
+            "on 9.0 (H100, H200, GH200); use backend='flash', 'flex' or 'reference'"
         )
 
 
@@ -218,13 +218,9 @@ def is_readable(x: Tensor) -> bool:
     )
 
 
-def unrepeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the tensors, those copied that show one element in several places, as `expand` makes them."""
-    return _whole(q), _whole(k), _whole(v)
-
-
-def _whole(x: Tensor) -> Tensor:
-    return x.contiguous() if _repeats(x) else x
+def readable(x: Tensor) -> Tensor:
+    """Returns `x`, copied if the copy engine cannot read it where it lies."""
+    return x if is_readable(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def _repeats(x: Tensor) -> bool:

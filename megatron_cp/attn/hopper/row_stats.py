@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_cp.attn.hopper.checks import find_variant, is_readable
+from megatron_cp.attn.hopper.checks import find_variant, readable
 from megatron_cp.attn.hopper.launch import (
     TiledKernel,
     find_map,
@@ -28,11 +28,6 @@ class RowStats(NamedTuple):
 
     lse_2: Tensor  # lse in base 2; +inf for rows without keys
     delta: Tensor
-
-
-def readable(x: Tensor) -> Tensor:
-    """Returns `x`, copied if the copy engine cannot read it where it lies."""
-    return x if is_readable(x) else x.contiguous()
 
 
 def preprocess(
