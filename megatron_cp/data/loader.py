@@ -183,7 +183,7 @@ class PackedLoader:
         Raises:
             ValueError: the data is wrong (names file and document), or a packer that ends has no
                 whole global batch left.
-            RuntimeError: a worker died or hangs (names it); the loader is closed then.
+            WorkerError: a worker died or hangs (names it); the loader is closed then.
         """
         if self._closed:
             raise RuntimeError("this loader is closed; make a new one")

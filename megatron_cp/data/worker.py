@@ -52,6 +52,10 @@ Builder = BatchBuilder | HybridBuilder
 Built = PlannedBatch | BothLayouts
 
 
+class WorkerError(RuntimeError):
+    """A worker gives no batch, and not because the data is wrong."""
+
+
 class WorkerProcess:
     """The trainer's end of one worker.
 
@@ -88,11 +92,11 @@ class WorkerProcess:
 
         Raises:
             ValueError: the worker raised one (bad data); the message is the worker's.
-            RuntimeError: the worker failed otherwise, died, or did not answer in time.
+            WorkerError: the worker failed otherwise, died, or did not answer in time.
         """
         try:
             if not self._connection.poll(self._timeout_s):
-                raise RuntimeError(
+                raise WorkerError(
                     f"{self._name()} gave no batch within {self._timeout_s:.0f} s; look at what it "
                     "waits for, or use fewer --num-workers"
                 )
@@ -103,7 +107,7 @@ class WorkerProcess:
             return result
         if result == "ValueError":
             raise ValueError(text)
-        raise RuntimeError(f"{self._name()} failed with\n{text}")
+        raise WorkerError(f"{self._name()} failed with\n{text}")
 
     def close(self) -> None:
         """Ends the worker; safe to call twice."""
@@ -118,14 +122,14 @@ class WorkerProcess:
         except OSError:  # a broken pipe is one
             raise self._death() from None
 
-    def _death(self) -> RuntimeError:
+    def _death(self) -> WorkerError:
         try:
             code: int | str = self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
             code = "unknown: it closed its socket but lives"
         if isinstance(code, int) and code < 0:
             code = f"{code} ({signal.Signals(-code).name})"
-        return RuntimeError(
+        return WorkerError(
             f"{self._name()} died, exit status {code}; see its output above. A killed worker often "
             "means too little host memory: use fewer --num-workers, then resume the run"
         )

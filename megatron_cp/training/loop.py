@@ -10,32 +10,39 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from megatron_cp.data.batch import PlannedBatch
 from megatron_cp.data.loader import PackedLoader
 from megatron_cp.training.bad_steps.check import BadStepError, StepCheck
-from megatron_cp.training.checkpoint.save import Saver
+from megatron_cp.training.checkpoint.save import SaveError, Saver
 from megatron_cp.training.checkpoint.state import RunState
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.logging.journal import Journal
 from megatron_cp.training.logging.lines import ProgressBar, print_datetime, print_rank_0
 from megatron_cp.training.profiling import memory_history, step_profiler
-from megatron_cp.training.replicas import check_replicas
-from megatron_cp.training.same_batches import BatchError, check_same_batches
+from megatron_cp.training.replicas import ReplicasDifferError, check_replicas
+from megatron_cp.training.same_batches import (
+    BatchError,
+    BatchesDifferError,
+    check_same_batches,
+)
 from megatron_cp.training.step import (
     Runner,
     evaluate,
-    next_batches,
     params_norm,
     train_step,
+    try_next_batches,
     whole_parameters,
 )
 from megatron_cp.training.stop import ExitConditions, any_rank
 from megatron_cp.training.text_samples import TextSampler
+
+ENDS_ALL = (BatchError, BatchesDifferError, BadStepError, ReplicasDifferError)
+"""Errors that every rank raises at the same place: collectives still work after them."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +91,11 @@ class Run:
 
 def go_through(run: Run) -> None:
     """Trains from where the state stands to the end, then evaluates for the last time."""
+    with _published_if_all_end(run):
+        _go_through(run)
+
+
+def _go_through(run: Run) -> None:
     print_rank_0("done with setup ...")
     if not run.state.config.steps.skip_train and not run.exits.is_signalled():
         print_rank_0("training ...")
@@ -143,7 +155,7 @@ def _step(run: Run) -> None:
     busy, started, progress = run.journal.stragglers, time.perf_counter(), run.runner.progress
     progress.at("batches", state.iteration + 1)
     with run.runner.timers.measure("batch-generator"), busy.waiting():
-        batches, failure = _next_batches(run.loaders.train)
+        batches, failure = try_next_batches(run.loaders.train)
     waited_s = time.perf_counter() - started
     progress.at("comparison of batches")
     where = f"step {state.iteration + 1}"
@@ -168,21 +180,30 @@ def _step(run: Run) -> None:
 
 @contextmanager
 def _kept_if_batches_end(run: Run) -> Iterator[None]:
-    """Saves the steps before one whose batches cannot be read: they were right."""
+    """Saves the steps before batches that cannot be read, or differ: they were right."""
     try:
         yield
-    except BatchError:
+    except (BatchError, BatchesDifferError) as problem:
         if run.saver is not None and run.saver.newest != run.state.iteration:
-            _save(run, run.saver, is_last=True)
+            try:
+                _save(run, run.saver, is_last=True)
+            except SaveError as failure:
+                raise BatchError(f"{problem}; {failure}") from failure
         raise
 
 
-def _next_batches(loader: PackedLoader) -> tuple[list[PlannedBatch], Exception | None]:
-    """Returns the micro-batches of the next step, or why there are none."""
+@contextmanager
+def _published_if_all_end(run: Run) -> Iterator[None]:
+    """Completes what is written in the background where an error ends all ranks together; it was right."""
     try:
-        return next_batches(loader), None
-    except (ValueError, OSError) as problem:
-        return [], problem
+        yield
+    except ENDS_ALL:
+        if run.saver is not None:
+            try:
+                run.saver.finish()
+            except SaveError as failure:
+                sys.stderr.write(f"WARNING: {failure}\n")
+        raise
 
 
 def _compare_replicas(run: Run) -> None:
@@ -203,7 +224,11 @@ def _evaluate(run: Run, loader: PackedLoader, *, split: str) -> None:
     """The loss on held-out documents, logged; nothing if the exit signal comes before its end."""
     num_batches = run.state.config.steps.eval_iters
     run.runner.progress.at(f"evaluation ({split})")
-    with whole_parameters(run.runner), run.runner.timers.measure("evaluate"):
+    with (
+        _kept_if_batches_end(run),
+        whole_parameters(run.runner),
+        run.runner.timers.measure("evaluate"),
+    ):
         loss = evaluate(run.runner, loader, num_batches, is_cut=run.exits.is_signalled)
     if not run.exits.is_signalled():
         run.journal.evaluated(split, f"iteration {run.state.iteration}", loss)

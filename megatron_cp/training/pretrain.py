@@ -104,6 +104,7 @@ def pretrain(
         if not config.steps.plan_only:  # last, as it makes the folders
             check_writable("--save", config.checkpoint.save)
             check_writable("--run-dir", config.records.run_dir)
+            check_writable("--tensorboard-dir", config.records.tensorboard_dir)
     if config.steps.plan_only:
         show_plans(config, check)
         return

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from megatron_cp.training.config import TrainConfig
+from megatron_cp.training.logging.lines import told_if_refused
 
 
 class StepProfiler:
@@ -61,13 +62,14 @@ class StepProfiler:
         self._end_step()
         self._profile.stop()
         folder = Path(self._options.tensorboard_dir or self._options.run_dir or "")
-        folder.mkdir(parents=True, exist_ok=True)
         name = f"rank{dist.get_rank()}.steps{self._first}-{iteration}.pt.trace.json"
-        unfinished = folder / f"{name}.unfinished"
-        self._profile.export_chrome_trace(str(unfinished))
-        unfinished.replace(folder / name)
+        with told_if_refused(f"the profile {folder / name}"):
+            folder.mkdir(parents=True, exist_ok=True)
+            unfinished = folder / f"{name}.unfinished"
+            self._profile.export_chrome_trace(str(unfinished))
+            unfinished.replace(folder / name)
+            print(f"profile of rank {dist.get_rank()}: {folder / name}", flush=True)
         self._profile, self._wants = None, False
-        print(f"profile of rank {dist.get_rank()}: {folder / name}", flush=True)
 
     def _end_step(self) -> None:
         if self._step is not None:

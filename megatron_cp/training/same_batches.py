@@ -37,6 +37,10 @@ class BatchError(ValueError):
     """A rank could not read the batches of a step; raised on every rank alike."""
 
 
+class BatchesDifferError(PlanMismatchError):
+    """Ranks that share batches hold different ones; raised on every rank alike."""
+
+
 def check_same_batches(
     batches: Sequence[PlannedBatch],
     where: str,
@@ -48,7 +52,7 @@ def check_same_batches(
     Those of a replica share tokens and plans, or all ranks where batches span replicas. `failure`: why this rank has
     no batches.
 
-    Collective over the whole job, on CPU tensors. Raises BatchError if a rank has none. Raises PlanMismatchError; it
+    Collective over the whole job, on CPU tensors. Raises BatchError if a rank has none. Raises BatchesDifferError; it
     names `where` (the step), the first micro-batch that differs, what of it, and the ranks. Both on every rank alike.
     """
     own = [_prints(batch) for batch in batches]
@@ -81,7 +85,7 @@ def check_same_batches(
     prints = [(replica, own) for replica, own, _ in gathered]
     if not torch.equal(extremes_R2[num_replicas, 0], ~extremes_R2[num_replicas, 1]):
         prints = [(0, one) for _, one in prints]
-    raise PlanMismatchError(_difference(prints, where))
+    raise BatchesDifferError(_difference(prints, where))
 
 
 def _hash(prints: Prints | str | None) -> int:

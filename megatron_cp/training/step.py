@@ -14,6 +14,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_cp.data.batch import PlannedBatch
 from megatron_cp.data.loader import PackedLoader
+from megatron_cp.data.worker import WorkerError
 from megatron_cp.mcore.loss import LOSS_NAME
 from megatron_cp.mcore.qk_clip import clip_qk, forget_logits
 from megatron_cp.training.bad_steps.attempt import Attempt, LocalGradients
@@ -105,6 +106,14 @@ class Runner:
 def next_batches(loader: PackedLoader) -> list[PlannedBatch]:
     """Returns the micro-batches of the next step."""
     return [next(loader) for _ in range(loader.num_microbatches)]
+
+
+def try_next_batches(loader: PackedLoader) -> tuple[list[PlannedBatch], Exception | None]:
+    """Returns the micro-batches of the next step, or why there are none: all ranks are to hear of it together."""
+    try:
+        return next_batches(loader), None
+    except (ValueError, OSError, WorkerError) as problem:
+        return [], problem
 
 
 def over_all_ranks(sums_M2: torch.Tensor | None) -> torch.Tensor | None:
@@ -199,7 +208,7 @@ def evaluate(
     """Returns mean loss per token over the next `num_batches` batches; the loader goes back afterwards.
 
     None before the last pipeline stage, and where no token counts. It ends early, on every rank, where `is_cut()` holds
-    on every rank. Collective: every rank calls it.
+    on every rank. Collective: every rank calls it. Raises BatchError and BatchesDifferError as `check_same_batches`.
     """
     start = loader.state_dict()
     for chunk in runner.model:
@@ -209,8 +218,8 @@ def evaluate(
         for number in range(num_batches):
             if is_cut():
                 break
-            batches = next_batches(loader)
-            check_same_batches(batches, f"evaluation batch {number}")
+            batches, failure = try_next_batches(loader)
+            check_same_batches(batches, f"evaluation batch {number}", failure=failure)
             part = runner.run(batches, forward_only=True)
             if part is not None:
                 total = part if total is None else total + part
@@ -253,6 +262,8 @@ def whole_parameters(runner: Runner) -> Iterator[None]:
         return
     for chunk in runner.model:
         chunk.disable_forward_pre_hook()
-    yield
-    for chunk in runner.model:
-        chunk.enable_forward_pre_hook()
+    try:
+        yield
+    finally:
+        for chunk in runner.model:
+            chunk.enable_forward_pre_hook()

@@ -1,8 +1,10 @@
 """Faults planted into a run before it begins: numbers that are not finite, at a known place."""
 
+import errno
 import fcntl
 import itertools
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -120,9 +122,9 @@ def another_token(rank: int) -> None:
     Ranks write there when that was and when they ended.
     """
     odd, step, folder = os.environ["CHANGED"].split(maxsplit=2)
-    from megatron_cp.training import loop
+    from megatron_cp.training import step as steps
 
-    take, leave, calls = loop.next_batches, os._exit, [0]
+    take, leave, calls = steps.next_batches, os._exit, [0]
 
     def note(what: str) -> None:
         Path(folder, f"{what}_{rank}").write_text(repr(time.time()))
@@ -142,7 +144,43 @@ def another_token(rank: int) -> None:
         note("ended")
         leave(code)
 
-    loop.next_batches, os._exit = taken, left
+    steps.next_batches, os._exit = taken, left
+
+
+def a_new_node(rank: int) -> None:
+    """Rank 0 was started again by its agent, as agents may twice; that of rank 1 is new."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1" if rank == 0 else "0"
+    os.environ["TORCHELASTIC_MAX_RESTARTS"] = "2"
+
+
+def a_worker_dies(rank: int) -> None:
+    """The loader's worker is killed before it gives the batches of the fifth step."""
+    from megatron_cp.data.worker import WorkerProcess
+
+    receive, calls = WorkerProcess.receive, itertools.count(1)
+
+    def received(worker):
+        if next(calls) == 9:  # two micro-batches a step
+            os.kill(worker.pid, signal.SIGKILL)
+            worker._process.wait()
+            worker._connection.close()
+        return receive(worker)
+
+    WorkerProcess.receive = received
+
+
+def a_full_disk_for_records(rank: int) -> None:
+    """Nothing can be appended to a file while three steps are taken; and then again."""
+    from megatron_cp.training.checkpoint import files
+    from megatron_cp.training.logging import journal, records
+
+    def refused(path, text):
+        if any(f'"iteration": {step},' in text for step in (3, 4, 5)) or "Iteration: 3" in text:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        append(path, text)
+
+    append = files.append_whole
+    records.append_whole = journal.append_whole = refused
 
 
 def nobody(rank: int) -> None:

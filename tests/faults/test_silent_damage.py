@@ -1,6 +1,7 @@
 """Damage that no size and no error shows: other bytes in a checkpoint, a replica that drifts, and who writes."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -39,12 +40,17 @@ def runs(tmp_path_factory) -> tuple[Path, dict[str, list[Outcome]]]:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
+    shutil.copytree(root / "broken", root / "cut")
+    (iteration_folder(root / "cut", 2) / file.name).write_bytes(content[:100])
     more = ("--train-iters", "3", "--override-opt-param-scheduler")
     restarted = {"TORCHELASTIC_RESTART_COUNT": "1"}
     loads = {
         "load plain": Launch((*RUN, *more, "--load", str(root / "plain"), "--verify-integrity"), 2),
         "load broken": Launch((*RUN, *more, "--load", str(root / "broken")), 2),
         "restart": Launch((*RUN, *more, "--load", str(root / "broken")), 2, environment=restarted),
+        "new node": Launch(
+            (*RUN, *more, "--load", str(root / "cut")), 2, plant="tests.faults.plants.a_new_node"
+        ),
     }
     outcomes |= dict(zip(loads, run_program(list(loads.values())), strict=True))
     return root, outcomes
@@ -71,6 +77,14 @@ def test_after_an_elastic_restart_the_run_goes_back_and_on(runs):
     assert [rank.code for rank in ranks] == [0, 0], ranks[0].stderr[-3000:]
     assert "WARNING: damaged checkpoint" in ranks[0].stdout
     assert "successfully loaded checkpoint" in ranks[0].stdout
+    assert "at iteration 1" in ranks[0].stdout
+
+
+def test_a_node_in_the_place_of_another_goes_back_with_those_that_were_restarted(runs):
+    """It counts restarts from 0, and a cut file is seen before ranks have met."""
+    ranks = runs[1]["new node"]
+    assert [rank.code for rank in ranks] == [0, 0], ranks[1].stderr[-3000:]
+    assert "is 100 bytes" in ranks[0].stdout
     assert "at iteration 1" in ranks[0].stdout
 
 

@@ -19,6 +19,7 @@ RUN = (
 CP2 = ("--context-parallel-size", "2")
 IMPATIENT = "tests.faults.plants.impatient"
 LOOP = "megatron_cp.training.loop"
+STEP = "megatron_cp.training.step"
 STOPPED = {
     "in the forward pass": (
         CP2,
@@ -27,7 +28,7 @@ STOPPED = {
     ),
     "while it waits for batches": (
         ("--pipeline-model-parallel-size", "2"),
-        Kill(0, LOOP, "next_batches", 4, signals=(signal.SIGSTOP,)),
+        Kill(0, STEP, "next_batches", 4, signals=(signal.SIGSTOP,)),
         "batches of step 4",
     ),
 }

@@ -90,8 +90,9 @@ def test_what_delayed_scaling_keeps_is_put_back_before_a_step_is_computed_again(
 def test_a_loss_that_stands_out_is_an_alert_and_its_step_is_booked(monkeypatch):
     from megatron_cp.training import loop
 
-    for name in ("next_batches", "check_same_batches", "train_step"):
+    for name in ("check_same_batches", "train_step"):
         monkeypatch.setattr(loop, name, mock.MagicMock())
+    monkeypatch.setattr(loop, "try_next_batches", lambda _: ([], None))
     run = mock.MagicMock()
     run.state.iteration, run.state.consumed_samples = 6, 0
     run.state.config.records.log_params_norm = False
@@ -109,8 +110,8 @@ def test_a_bad_step_that_ends_the_run_is_an_alert_before_it_is_an_error(monkeypa
     def ends(*_):
         raise loop.BadStepError("step 1: the loss is not finite")
 
-    for name in ("next_batches", "check_same_batches"):
-        monkeypatch.setattr(loop, name, lambda *_, **__: [])
+    monkeypatch.setattr(loop, "try_next_batches", lambda _: ([], None))
+    monkeypatch.setattr(loop, "check_same_batches", lambda *_, **__: [])
     monkeypatch.setattr(loop, "train_step", ends)
     run = mock.MagicMock()
     run.state.iteration = 0

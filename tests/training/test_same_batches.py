@@ -80,7 +80,7 @@ def test_a_difference_is_one_error_on_all_ranks_that_names_batch_and_ranks(
     odd = world_size - 1
     answers = run_on_ranks(world_size, compare, corpus, layout, odd, change)
     assert len(set(answers)) == 1
-    assert answers[0].startswith(f"PlanMismatchError: {says}")
+    assert answers[0].startswith(f"BatchesDifferError: {says}")
     # Two replicas of two context ranks: ranks 2 and 3 share the batch.
     sharing = [2, 3] if (layout, world_size) == ({"cp": 2}, 4) else list(range(world_size))
     assert f"on ranks {sharing}, which share it" in answers[0]
@@ -139,7 +139,7 @@ def test_a_batch_that_spans_replicas_is_the_same_on_all_ranks(corpus):
     for change in ("plan", "layout"):
         answers = run_on_ranks(4, compare_spanning, corpus, 2, change)
         assert len(set(answers)) == 1
-        told = "PlanMismatchError: plans of micro-batch 0 of step 7 are not the same on ranks [0, 1, 2, 3]"
+        told = "BatchesDifferError: plans of micro-batch 0 of step 7 are not the same on ranks [0, 1, 2, 3]"
         assert answers[0].startswith(told)
         assert "on ranks [2], " in answers[0]
 

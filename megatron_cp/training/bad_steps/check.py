@@ -21,7 +21,7 @@ from megatron_cp.training.bad_steps.attempt import Attempt, Ceiling
 from megatron_cp.training.bad_steps.probe import Before, Culprit, Probe
 from megatron_cp.training.bad_steps.record import Finding, gathered, keep, view_of
 from megatron_cp.training.config import TrainConfig
-from megatron_cp.training.logging.lines import print_rank_0
+from megatron_cp.training.logging.lines import print_rank_0, told_if_refused
 from megatron_cp.training.step import Runner, forward_backward
 from megatron_cp.training.stop import any_rank
 
@@ -139,14 +139,16 @@ class StepCheck:
             found["documents"] = tuple(batch.document_names[i] for i in culprit.documents)
             folder = self.config.records.run_dir
             if folder is not None:
-                found["kept"] = keep(Path(folder), iteration, batch)
+                with told_if_refused(f"the micro-batch of step {iteration}"):
+                    found["kept"] = keep(Path(folder), iteration, batch)
         return found
 
     def _tell(self, finding: Finding) -> None:
         """Prints a bad step that is left out. Raises BadStepError where it ends the run."""
         steps, folder, line = self.config.steps, self.config.records.run_dir, finding.line()
         if folder is not None and dist.get_rank() == 0:
-            finding.write(Path(folder))
+            with told_if_refused(f"the record of step {finding.iteration}"):
+                finding.write(Path(folder))
         if steps.on_bad_step == "stop":
             raise BadStepError(
                 f"{line}; nothing was updated: mend the document, lower --lr, or leave such steps "

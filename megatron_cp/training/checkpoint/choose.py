@@ -25,6 +25,7 @@ from megatron_cp.training.config import CheckpointConfig, TrainConfig
 from megatron_cp.training.logging.lines import print_rank_0
 
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+MAX_RESTARTS = "TORCHELASTIC_MAX_RESTARTS"
 
 Manifest = dict[str, Any] | None
 
@@ -45,7 +46,8 @@ def named_folder(config: TrainConfig) -> Path | None:
 def check_checkpoint(config: TrainConfig) -> None:
     """Returns where a checkpoint can be loaded as far as one rank sees without reading tensors.
 
-    Needs no process group. Raises ValueError for a missing, damaged or foreign checkpoint.
+    Needs no process group. Raises ValueError for a missing, damaged or foreign checkpoint; damage waits until ranks
+    have met where another one may want to go further back.
     """
     damage: DamagedCheckpointError | None = None
     for folder in _candidates(config, falls_back=_falls_back(config.checkpoint)):
@@ -58,7 +60,9 @@ def check_checkpoint(config: TrainConfig) -> None:
             continue
         return
     if damage is not None:
-        raise damage
+        if not _another_may_fall_back(config.checkpoint):
+            raise damage
+        return
     if config.checkpoint.exit_on_missing_checkpoint:
         raise ValueError(
             f"--load {config.checkpoint.load} holds no checkpoint and "
@@ -100,6 +104,14 @@ def _falls_back(options: CheckpointConfig) -> bool:
         return options.ckpt_fallback
     count = os.environ.get(RESTARTS, "0")
     return count.isdigit() and int(count) > 0
+
+
+def _another_may_fall_back(options: CheckpointConfig) -> bool:
+    """Whether a node may have been started again that counts restarts of its own: this one may be new in its place."""
+    if options.ckpt_step is not None or options.ckpt_fallback is not None:
+        return False
+    allowed = os.environ.get(MAX_RESTARTS, "0")
+    return allowed.isdigit() and int(allowed) > 0
 
 
 def _candidates(

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -191,6 +192,20 @@ def _written_aside(path: Path, text: str) -> Path:
             temporary.unlink()
         raise
     return temporary
+
+
+def append_whole(path: Path, text: str) -> None:
+    """Appends the text, or nothing: what comes after is not to stand behind half a line. Raises OSError."""
+    data = text.encode()
+    with path.open("ab", buffering=0) as file:
+        start = file.seek(0, os.SEEK_END)
+        try:
+            written = file.write(data)
+            if written != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        except OSError:
+            file.truncate(start)
+            raise
 
 
 def check_writable(flag: str, folder: str | None) -> None:

@@ -20,6 +20,7 @@ from megatron_cp.data.batch import PlannedBatch
 from megatron_cp.data.prompts import TextSample
 from megatron_cp.mcore.loss import LOSS_NAME
 from megatron_cp.training.agreement import versions
+from megatron_cp.training.checkpoint.files import append_whole
 from megatron_cp.training.checkpoint.save import Saved
 from megatron_cp.training.checkpoint.state import RunState
 from megatron_cp.training.config import TrainConfig
@@ -30,6 +31,8 @@ from megatron_cp.training.logging.lines import (
     StepReport,
     evaluation_lines,
     print_rank_last,
+    progress_line,
+    told_if_refused,
     training_line,
 )
 from megatron_cp.training.logging.metrics import (
@@ -308,12 +311,9 @@ class Journal:
         self._tracker.log(state.iteration, row, samples=state.consumed_samples)
         folder = config.checkpoint.save
         if config.records.log_progress and folder is not None and dist.get_rank() == 0:
-            with (Path(folder) / "progress.txt").open("a", encoding="utf-8") as file:
-                file.write(
-                    f"{time.strftime('%Y-%m-%d %H:%M:%S')}\t# GPUs: {config.parallel.world_size}\t"
-                    f"Saved checkpoint\tIteration: {saved.iteration}\t"
-                    f"Floating-point operations: {saved.flops:.2e}\n"
-                )
+            line = progress_line(config.parallel.world_size, saved.iteration, saved.flops)
+            with told_if_refused("progress.txt"):
+                append_whole(Path(folder) / "progress.txt", line)
 
     def close_well(self) -> None:
         """Prints the box of a run that came to its end; nothing where no step was taken."""
@@ -355,7 +355,8 @@ def _open_tracker(state: RunState, described: dict[str, Any]) -> Tracker:
     wandb_dir = Path(config.records.wandb_save_dir or (run_dir / "wandb" if run_dir else "wandb"))
     files = None
     if run_dir is not None and keeps_records(config):
-        files = RunFiles(run_dir, _description(state, described))
+        with told_if_refused("the run's records"):
+            files = RunFiles(run_dir, _description(state, described))
     return Tracker(
         wandb_run=start_wandb(config, wandb_dir), writer=start_tensorboard(config), files=files
     )

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -34,6 +35,16 @@ def _print(message: str) -> None:
     """Prints in the place of the bar, which another rank may have drawn, where both are on a terminal."""
     is_behind_bar = ProgressBar.is_shown and sys.stdout.isatty()
     print(f"{_CLEAR_LINE}{message}" if is_behind_bar else message, flush=True)
+
+
+@contextmanager
+def told_if_refused(what: str) -> Iterator[None]:
+    """Turns what a disk or a folder refuses inside into a warning: nothing that is only looked at ends a run."""
+    try:
+        yield
+    except OSError as problem:
+        said = " ".join(str(problem).split())
+        sys.stderr.write(f"WARNING: {what} could not be written: {said}; training goes on\n")
 
 
 def print_datetime(event: str) -> None:
@@ -115,6 +126,14 @@ def _throughput(tflops: float) -> str:
     """Returns Megatron-LM's digits; three that count below 1, where it would print 0.0 for small models."""
     decimals = 2 - math.floor(math.log10(tflops)) if 0 < tflops < 1 else 1
     return f"{tflops:.{decimals}f}"
+
+
+def progress_line(world_size: int, iteration: int, flops: int) -> str:
+    """Returns what `--log-progress` appends for a checkpoint."""
+    return (
+        f"{datetime.now():%Y-%m-%d %H:%M:%S}\t# GPUs: {world_size}\tSaved checkpoint\t"
+        f"Iteration: {iteration}\tFloating-point operations: {flops:.2e}\n"
+    )
 
 
 def evaluation_lines(

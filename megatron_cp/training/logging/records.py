@@ -21,7 +21,7 @@ from megatron_cp.mask import AttentionMask
 from megatron_cp.plan import AttentionPlan
 from megatron_cp.plan.hardware.makespan import stage_areas
 from megatron_cp.plan.stats import sent_bytes
-from megatron_cp.training.checkpoint.files import free_name, write_atomically
+from megatron_cp.training.checkpoint.files import append_whole, free_name, write_atomically
 from megatron_cp.training.logging.lines import print_rank_last
 from megatron_cp.training.logging.loggable import loggable, loggable_arguments, loggable_command
 
@@ -57,8 +57,8 @@ class RunFiles:
 
     def log(self, row: dict[str, Any]) -> None:
         """Appends one row; values that are not finite become null, as JSON has none."""
-        with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"time": time.time(), **_finite(row)}) + "\n")
+        line = json.dumps({"time": time.time(), **_finite(row)})
+        append_whole(self.folder / "metrics.jsonl", f"{line}\n")
 
     def add_plan_sample(self, sample: dict[str, Any]) -> None:
         """Adds one pack to `plan.json`."""
@@ -69,8 +69,7 @@ class RunFiles:
 
     def add_texts(self, rows: list[dict[str, Any]]) -> None:
         """Appends samples of text."""
-        with (self.folder / TEXTS).open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+        append_whole(self.folder / TEXTS, "".join(json.dumps(row) + "\n" for row in rows))
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Writes how the run ended into `run.json`."""

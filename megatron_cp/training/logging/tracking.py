@@ -5,11 +5,13 @@ One rank sends them: the last, which holds the loss. wandb is logged whether or 
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_cp.training.config import TrainConfig
+from megatron_cp.training.logging.lines import told_if_refused
 from megatron_cp.training.logging.loggable import loggable_arguments
 from megatron_cp.training.logging.wandb_run import MakeMedia, WandbRun
 
@@ -25,22 +27,26 @@ class Tracker:
     ) -> None:
         """The sinks: a wandb run, a tensorboard writer, `records.RunFiles`; each may be None."""
         self._wandb, self._writer, self._files = wandb_run, writer, files
+        self._is_refused = False
 
     def log(self, iteration: int, row: Mapping[str, Any], *, samples: int | None = None) -> None:
         """One row of metrics at `iteration`.
 
         Tensorboard gets "<key> vs samples" too, as in Megatron-LM.
         """
-        if self._files is not None:
-            self._files.log({"iteration": iteration, **row})
+        self._record(lambda files: files.log({"iteration": iteration, **row}))
         numbers = {key: value for key, value in row.items() if isinstance(value, (int, float))}
         if self._wandb is not None:
             self._wandb.log(numbers, iteration)
         if self._writer is not None:
-            for key, value in numbers.items():
-                self._writer.add_scalar(key, value, iteration)
-                if samples is not None:
-                    self._writer.add_scalar(f"{key} vs samples", value, samples)
+            try:
+                for key, value in numbers.items():
+                    self._writer.add_scalar(key, value, iteration)
+                    if samples is not None:
+                        self._writer.add_scalar(f"{key} vs samples", value, samples)
+            except OSError as problem:  # its thread's, which has ended then
+                self._writer = None
+                _tell(f"tensorboard's files could not be written: {problem}; it gets no more")
 
     def alert(self, title: str, text: str) -> None:
         """Tells those who watch the run that something needs them."""
@@ -49,13 +55,26 @@ class Tracker:
 
     def add_plan_sample(self, sample: dict[str, Any]) -> None:
         """One pack for the report."""
-        if self._files is not None:
-            self._files.add_plan_sample(sample)
+        self._record(lambda files: files.add_plan_sample(sample))
 
     def add_texts(self, rows: list[dict[str, Any]]) -> None:
         """Samples of text for the report."""
-        if self._files is not None:
-            self._files.add_texts(rows)
+        self._record(lambda files: files.add_texts(rows))
+
+    def _record(self, write: Callable[[Any], None]) -> None:
+        """Writes into the run's own files; what a disk refuses is left out, and told until it takes something again."""
+        if self._files is None:
+            return
+        try:
+            write(self._files)
+        except OSError as problem:
+            if not self._is_refused:
+                _tell(
+                    f"the run's records could not be written: {problem}; training goes on without them"
+                )
+            self._is_refused = True
+        else:
+            self._is_refused = False
 
     @property
     def wants_plan_samples(self) -> bool:
@@ -69,14 +88,18 @@ class Tracker:
 
     def finish(self, summary: dict[str, Any], make_media: MakeMedia | None = None) -> None:
         """Closes every sink; `make_media` gives wandb what it shows beside numbers, once the files are complete."""
-        if self._files is not None:
-            self._files.finish(summary)
+        self._record(lambda files: files.finish(summary))
         if self._writer is not None:
-            self._writer.close()
+            with told_if_refused("the end of tensorboard's files"):
+                self._writer.close()
         if self._wandb is not None:
             if make_media is not None and self._files is not None:
                 self._wandb.show(make_media)
             self._wandb.finish()
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(f"WARNING: {' '.join(text.split())}\n")
 
 
 def start_tensorboard(config: TrainConfig) -> Any:
