@@ -11,9 +11,12 @@ import copy
 import functools
 import importlib.metadata
 import importlib.util
+import inspect
 import logging
 import re
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -61,6 +64,43 @@ def check_megatron_version() -> None:
             dotted(found),
             dotted(*TESTED),
         )
+
+
+def writers_of_common_state() -> list[tuple[Any, str]]:
+    """Returns who writes `common.pt`, as (owner, name); nobody from core 0.19 on, where a tensors' file holds it."""
+    from megatron.core.dist_checkpointing import serialization
+    from megatron.core.dist_checkpointing.strategies import common
+
+    strategy = getattr(common, "TorchCommonSaveStrategy", None)
+    owner = serialization if strategy is None else strategy
+    return [(owner, "save_common")] if hasattr(owner, "save_common") else []
+
+
+@contextmanager
+def given_common_state(entries: dict[str, Any]) -> Iterator[None]:
+    """Within the block Megatron-Core's load takes these entries for those of the checkpoint that it reads.
+
+    They were read before, in whichever form they were saved; it knows its own.
+    """
+    from megatron.core.dist_checkpointing import serialization
+    from megatron.core.dist_checkpointing.strategies import common
+
+    owner: Any = getattr(common, "TorchCommonLoadStrategy", serialization)
+    name = "load_common"
+    if owner is serialization and hasattr(serialization, "_legacy_common_state_exists"):
+        name = "load_common_state_dict"  # from 0.19 on
+    before = getattr(owner, name)
+    setattr(owner, name, lambda *_: copy.deepcopy(entries))
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def background_options(save: Callable[..., Any]) -> dict[str, Any]:
+    """Returns what makes Megatron-Core's own writer save in the background: its default is another package's."""
+    knows = "async_strategy" in inspect.signature(save).parameters
+    return {"async_strategy": "mcore"} if knows else {}
 
 
 def has_transformer_engine() -> bool:
@@ -284,3 +324,4 @@ def silence_known_warnings() -> None:
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated")
     warnings.filterwarnings("ignore", message="Please use DTensor instead")
+    warnings.filterwarnings("ignore", message="The argument order of load has been changed")

@@ -41,13 +41,13 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megatron_cp.mcore.safe_load import load_trusted_types, read_index
+from megatron_cp.mcore.checkpoint_objects import COMMON_FILE, read_common
+from megatron_cp.mcore.safe_load import read_index
 from megatron_cp.models.hugging_face.refusal import refuse
 from megatron_cp.models.hugging_face.rows import Piece
 
 TRACKER = "latest_checkpointed_iteration.txt"
 CARRIED = "hugging_face"
-COMMON = "common.pt"
 # Megatron-Core's description of the format; 0.16 writes it, later versions still read it.
 FORMAT = {
     "sharded_backend": "torch_dist",
@@ -165,7 +165,7 @@ def write_common(folder: Path, arguments: Namespace) -> None:
         "num_floating_point_operations_so_far": 0,
         "content_metadata": dict(CONTENT),
     }
-    torch.save(common, folder / COMMON)
+    torch.save(common, folder / COMMON_FILE)
     (folder / "metadata.json").write_text(json.dumps(FORMAT), encoding="utf-8")
 
 
@@ -246,7 +246,7 @@ class TorchDistReader:
     def arguments(self) -> dict[str, Any]:
         """Returns the arguments of the run that wrote it; empty where it holds none."""
         try:
-            common = load_trusted_types(self.folder / "common.pt")
+            common = read_common(self.folder, self._metadata)
         except ValueError as problem:
             line = (str(problem).splitlines() or [""])[0]
             raise refuse(

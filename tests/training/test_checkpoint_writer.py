@@ -24,6 +24,8 @@ def save_twice_and_once_in_the_background(rank, world_size, folder):
         from megatron.core.dist_checkpointing.strategies import filesystem_async
         from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
+        from megatron_cp.mcore.compat import background_options
+
         def sharded(number):
             value = torch.full((3,), float(number))
             return {"x": ShardedTensor.from_rank_offsets("x", value, replica_id=rank)}
@@ -39,7 +41,12 @@ def save_twice_and_once_in_the_background(rank, world_size, folder):
         Path(folder, "3").mkdir(exist_ok=True)
         saves = AsyncCallsQueue()
         saves.schedule_async_request(
-            dist_checkpointing.save(sharded(3), str(Path(folder, "3")), async_sharded_save=True)
+            dist_checkpointing.save(
+                sharded(3),
+                str(Path(folder, "3")),
+                async_sharded_save=True,
+                **background_options(dist_checkpointing.save),
+            )
         )
         saves.maybe_finalize_async_calls(blocking=True)
         filesystem_async._results_queue._manager.shutdown()  # Megatron-Core's own, which it keeps

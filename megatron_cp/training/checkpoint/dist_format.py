@@ -24,13 +24,18 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from megatron_cp.mcore import safe_load
+from megatron_cp.mcore import compat, safe_load
+from megatron_cp.mcore.checkpoint_objects import (
+    COMMON_KEY,
+    object_bytes,
+    places_of_objects,
+    read_common,
+)
 from megatron_cp.training.checkpoint import content, names
 from megatron_cp.training.checkpoint.background import BackgroundWrite, Results
 from megatron_cp.training.checkpoint.compare import Differences, Shape, compare
 from megatron_cp.training.checkpoint.content import Content
 from megatron_cp.training.checkpoint.optimizer_parts import check_groups, in_parts_of
-from megatron_cp.training.checkpoint.places import object_bytes, places_of_objects
 from megatron_cp.training.checkpoint.state import (
     RunState,
     chunks_by_name,
@@ -77,6 +82,7 @@ def save_in_background(state: RunState, folder: Path) -> BackgroundWrite:
             _strategy(state.config),
             async_sharded_save=True,
             content_metadata=described,
+            **compat.background_options(dist_checkpointing.save),
         )
     if failures:
         raise failures[0]
@@ -186,7 +192,8 @@ def _read(
         problem = refusal
     raise_together(problem)
     try:
-        loaded = dist_checkpointing.load(wanted, str(folder))
+        with compat.given_common_state(entries):
+            loaded = dist_checkpointing.load(wanted, str(folder))
     except _UNREADABLE as failure:
         problem = ValueError(
             f"{folder} cannot be loaded: {first_line(failure)}; a file of it is damaged, or it was saved "
@@ -212,7 +219,7 @@ def _read_index(folder: Path) -> tuple[Metadata, dict[str, Any]]:
     index, entries = None, {}
     try:
         index = safe_load.read_index(folder / ".metadata")
-        entries = safe_load.load_trusted_types(folder / "common.pt")
+        entries = read_common(folder, index)
     except ValueError as refusal:
         problem = refusal
     raise_together(problem)
@@ -224,6 +231,8 @@ def _saved_shapes(index: Metadata) -> dict[str, Shape]:
     """Returns what a checkpoint holds: tensors with their shape, objects with their grid of shards."""
     shapes: dict[str, Shape] = {}
     for key, entry in index.state_dict_metadata.items():
+        if key == COMMON_KEY:
+            continue
         if isinstance(entry, TensorStorageMetadata):
             shapes[key] = tuple(entry.size)
         else:

@@ -1,7 +1,7 @@
 """Where a checkpoint's bytes are, and whether its files reach that far: for checkpoints without sizes of their own.
 
     torch_dist   .metadata ──> file, offset, length of every piece ──> the file is there and as long
-                 common.pt ──> its directory, at its end
+                 common.pt, where it has one ──> its directory, at its end
     torch        *.pt      ──> the same
 
 Megatron-LM writes no sizes beside its files. A cut one is found here, before a tensor is read, and named.
@@ -9,15 +9,14 @@ Megatron-LM writes no sizes beside its files. A cut one is found here, before a 
 
 from __future__ import annotations
 
-import io
 import zipfile
 from pathlib import Path
-from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_cp.errors import DamagedCheckpointError
 from megatron_cp.mcore import safe_load
+from megatron_cp.mcore.checkpoint_objects import COMMON_FILE, holds_common_file
 from megatron_cp.training.checkpoint import formats
 from megatron_cp.training.checkpoint.integrity import ANOTHER, unreadable
 
@@ -33,8 +32,10 @@ def check_reach(folder: Path) -> None:
         for path in sorted(folder.glob("mp_rank_*/*.pt")):
             _check_archive(path)
         return
-    _check_pieces(folder, safe_load.read_index(folder / ".metadata"))
-    _check_archive(folder / "common.pt")
+    index = safe_load.read_index(folder / ".metadata")
+    _check_pieces(folder, index)
+    if holds_common_file(folder, index):
+        _check_archive(folder / COMMON_FILE)
 
 
 def _check_pieces(folder: Path, index: Metadata) -> None:
@@ -71,24 +72,3 @@ def _check_archive(path: Path) -> None:
         raise DamagedCheckpointError(
             f"{path} is damaged: it does not end as it was written ({problem}); {ANOTHER}"
         ) from None
-
-
-def places_of_objects(index: Metadata) -> dict[str, Any]:
-    """Returns where the bytes of each saved object are, by its key."""
-    kinds = index.state_dict_metadata
-    return {
-        entry.fqn: place
-        for entry, place in index.storage_data.items()
-        if not isinstance(kinds.get(entry.fqn), TensorStorageMetadata)
-    }
-
-
-def object_bytes(folder: Path, place: Any) -> io.BytesIO:
-    """Returns the bytes of one saved object. Raises DamagedCheckpointError, with the file, where it cannot."""
-    path = folder / place.relative_path
-    try:
-        with path.open("rb") as file:
-            file.seek(place.offset)
-            return io.BytesIO(file.read(place.length))
-    except OSError as problem:
-        raise unreadable(path, problem) from None

@@ -23,6 +23,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+from megatron_cp.mcore import compat
 from megatron_cp.training.checkpoint.integrity import HashedFile
 
 _PR_SET_PDEATHSIG = 1
@@ -42,7 +43,7 @@ def saving_in_this_process(
     """
     global _rank_that_saves
     from megatron.core.dist_checkpointing import serialization
-    from megatron.core.dist_checkpointing.strategies import common, filesystem_async
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     noted = partial(_noting, [] if failures is None else failures)
     queue_of_results = queue.Queue() if results is None else results
@@ -54,7 +55,7 @@ def saving_in_this_process(
         replaced += [
             (owner, name, noted(getattr(owner, name)))
             for owner, name in (
-                (common.TorchCommonSaveStrategy, "save_common"),
+                *compat.writers_of_common_state(),
                 (filesystem_async.FileSystemWriterAsync, "finish"),
                 (serialization, "save_config"),
             )
