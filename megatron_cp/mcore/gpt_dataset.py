@@ -25,6 +25,7 @@ from megatron_cp.data.document_set import (
     open_documents,
     split_documents,
 )
+from megatron_cp.data.packing import check_epochs
 from megatron_cp.data.sample_files import (
     SampleArrays,
     SampledDocuments,
@@ -149,6 +150,7 @@ def _check_shares(parts: _Parts, seq_length: int, name: str) -> None:
                 f"--packing megatron: {source.prefix} has {part.num_tokens} tokens in the {name} "
                 f"split, at least {least} are needed; give it more, change --split, or leave it out"
             )
+        check_epochs(part.num_tokens, seq_length, f"{source.prefix} in the {name} split")
 
 
 def _checksum(corpora: list[_Parts]) -> str:
