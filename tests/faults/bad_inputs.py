@@ -266,6 +266,8 @@ PROGRAM = (
     ProgramCase(DATA, "--fim-data --tokenizer-type ByteLevel --fim-rate 1.5", ("--fim-rate 1.5", "[0, 1]")),
     ProgramCase(DATA, "--fim-data --tokenizer-type ByteLevel --fim-split-sample <file>", ("--fim-split-sample <file>", "--fim-fragment-rate")),
     ProgramCase(DATA, "--fim-data --tokenizer-type ByteLevel --packing megatron", ("--packing megatron", "--packing split")),
+    ProgramCase(DATA, "--data-path https://user:hunter2@host/corpus?sig=abc", ("--data-path names '<removed>', a URL", "this machine"), data=""),
+    ProgramCase(DATA, "--load s3://user:hunter2@bucket/run", ("--load <removed> is a URL", "give a path")),
     ProgramCase(DATA, "--split 0,0,0", ("0,0,0", "non-negative")),
     ProgramCase(DATA, "--seq-length 2147483648", ("--seq-length 2147483648", "2380 tokens 902304 times", "40 documents", "--seq-length 2380000 at most")),
     ProgramCase(DATA, "--seq-length 90000 --split 39,1,0 --eval-iters 1", ("79 tokens 1139 times", "from document 39", "--seq-length 79000 at most")),
