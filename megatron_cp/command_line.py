@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, ParamSpec
 
+from megatron_cp.loggable_text import without_secrets
+
 Parameters = ParamSpec("Parameters")
 
 STDOUT = Path("-")
@@ -22,8 +24,8 @@ INTERRUPTED, NOT_READ = 130, 141  # 128 + SIGINT, 128 + SIGPIPE, as shells count
 
 
 def refuse(program: str, reasons: Sequence[str]) -> NoReturn:
-    """Prints one line for each reason on standard error and leaves with code 2."""
-    lines = (" ".join(reason.split()) for reason in reasons)
+    """Prints one line for each reason on standard error and leaves with code 2; no password of a URL is in them."""
+    lines = (without_secrets(" ".join(reason.split())) for reason in reasons)
     # One write: lines of several ranks must not run into each other.
     sys.stderr.write("".join(f"{program}: error: {line}\n" for line in lines))
     raise SystemExit(2)

@@ -154,6 +154,23 @@ def test_damaged_index_is_named_in_the_line(capsys, corpus):
     assert f"{corpus}.idx" in refusal(capsys, "plan", "--data-path", corpus, "--seq-length", "64")
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plan", "--data-path", "https://user:hunter2@host/x?sig=abc", *QUICK],
+        ["plan", "--lengths", "https://user:hunter2@host/x?sig=abc", *QUICK],
+        ["plan", "--seq-length", "https://user:hunter2@host/x?sig=abc", *QUICK],
+        ["report", "https://user:hunter2@host/x?sig=abc"],
+        ["plan", "https://user:hunter2@host/x?sig=abc"],
+        ["https://user:hunter2@host/x?sig=abc"],
+    ],
+    ids=str,
+)
+def test_a_refusal_does_not_say_the_password_of_a_url(capsys, words):
+    line = refusal(capsys, *words)
+    assert "hunter2" not in line and "sig=" not in line and "<removed>" in line
+
+
 def test_page_that_cannot_be_written_is_one_line(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     with pytest.raises(SystemExit) as caught:

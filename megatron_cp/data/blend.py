@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from megatron_cp.data.blend_sources import BlendSource
 from megatron_cp.data.document_set import Documents, DocumentSet, open_documents, split_documents
-from megatron_cp.data.packing import Pack, Packer, PackingConfig, PackSource
+from megatron_cp.data.packing import Pack, Packer, PackingConfig, PackSource, check_epochs
 
 
 @dataclass(frozen=True)
@@ -206,8 +206,24 @@ class BlendedPacker:
         return next(self._packers[which]).shifted(self._first_documents[which])
 
 
+def check_packs(documents: Documents, config: PackingConfig) -> None:
+    """Raises ValueError if one pack would take the documents of a corpus more than 1,000 times."""
+    if config.policy == "keep":
+        return  # a pack ends with its epoch
+    corpora = documents.corpora if isinstance(documents, BlendedDocuments) else (documents,)
+    for corpus in corpora:
+        if len(corpus):
+            where = f"{len(corpus)} documents from {corpus.name(0)} on"
+            check_epochs(corpus.num_tokens, config.seq_length, where)
+
+
 def make_packer(documents: Documents, config: PackingConfig) -> PackSource:
-    """Returns the endless stream of packs of one corpus or of a blend."""
+    """Returns the endless stream of packs of one corpus or of a blend.
+
+    Raises:
+        ValueError: there is no token, or one pack would take them more than 1,000 times.
+    """
+    check_packs(documents, config)
     if isinstance(documents, BlendedDocuments):
         return BlendedPacker(documents, config)
     return Packer(documents.lengths, config)

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_cp.loggable_text import is_url, without_secrets
+
 _SPLITS = ("train", "valid", "test")
 
 
@@ -25,11 +27,16 @@ def parse_blend(words: Sequence[str], flag: str = "--data-path") -> tuple[BlendS
     Weights need not add to 1. One word alone is a prefix, even if it reads as a number.
 
     Raises:
-        ValueError: weights and prefixes do not alternate, a corpus comes twice, or the weights are
-            negative, not finite or add to 0.
+        ValueError: weights and prefixes do not alternate, a corpus comes twice or is a URL, or the
+            weights are negative, not finite or add to 0.
     """
     if not words:
         raise ValueError(f"{flag} names no corpus; give at least one prefix")
+    for word in filter(is_url, words):
+        raise ValueError(
+            f"{flag} names {without_secrets(word)!r}, a URL; only files of this machine are read: copy it, and give "
+            "the prefix of the copy"
+        )
     numbers = [_number(word) for word in words]
     if len(words) == 1 or all(number is None for number in numbers):
         sources = [BlendSource(None, word.strip()) for word in words]

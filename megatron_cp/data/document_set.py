@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from megatron_cp.data.indexed import IndexedDataset
 from megatron_cp.data.packing import Piece
+from megatron_cp.data.plain_array import read_plain_array
 from megatron_cp.data.supervision import Supervision, read_supervision
 
 BIDIRECTIONAL = -1
@@ -51,10 +52,7 @@ def _read_prefix_lengths(dataset: IndexedDataset) -> NDArray[np.int64]:
     path = prefix_lengths_path(dataset.prefix)
     if not path.is_file():
         return np.zeros(len(dataset), dtype=np.int64)
-    try:
-        lengths = np.load(path, allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
-        raise ValueError(f"{path} is not an .npy file ({error}); write it again") from None
+    lengths = read_plain_array(path)
     _check_prefix_lengths(lengths, dataset, str(path))
     return np.asarray(lengths, dtype=np.int64)
 

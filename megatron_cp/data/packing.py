@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 PACKING_POLICIES = ("split", "keep")
 PackingPolicy = Literal["split", "keep"]
+MAX_EPOCHS_OF_A_PACK = 1000
 
 
 class Piece(NamedTuple):
@@ -133,6 +134,20 @@ class PackingConfig:
             raise ValueError(
                 f"keep_buffer={self.keep_buffer} must be at least 1; 512 is a good value"
             )
+
+
+def check_epochs(num_tokens: int, seq_length: int, where: str) -> None:
+    """Raises ValueError if one pack would take the tokens of `where` more than 1,000 times.
+
+    That is a slip in one of the numbers, and the pieces of a pack are all in memory.
+    """
+    most = MAX_EPOCHS_OF_A_PACK * num_tokens
+    if 0 < most < seq_length:
+        raise ValueError(
+            f"--seq-length {seq_length} takes {num_tokens} tokens {seq_length // num_tokens} times in one pack, those "
+            f"of {where}; at most {MAX_EPOCHS_OF_A_PACK} are allowed: give more documents, another --split, or "
+            f"--seq-length {most} at most"
+        )
 
 
 class Packer:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_cp.data.indexed import IndexedDataset
+from megatron_cp.data.plain_array import read_plain_array
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,7 @@ def read_supervision(dataset: IndexedDataset) -> Supervision | None:
     path = supervision_path(dataset.prefix)
     if not path.is_file():
         return None
-    try:
-        rows = np.load(path, allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
-        raise ValueError(f"{path} is not an .npy file ({error}); write it again") from None
+    rows = read_plain_array(path)
     _check(rows, dataset, str(path))
     first_span = np.searchsorted(rows[:, 0], np.arange(len(dataset) + 1))
     return Supervision(np.ascontiguousarray(rows[:, 1:], dtype=np.int64), first_span)

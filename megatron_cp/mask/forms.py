@@ -99,7 +99,13 @@ def to_ranges(mask: AttentionMask) -> tuple[IntArray, IntArray, IntArray]:
 
 def _type_codes(types: Sequence[str | int] | str | int, count: int) -> IntArray:
     """Returns one code per box: bit 0 = upper bound on `k - q`, bit 1 = lower bound."""
-    items = [types] * count if isinstance(types, str | int) else list(types)
+    try:
+        items = [types] * count if isinstance(types, str | int) else list(types)
+    except TypeError:
+        raise ValueError(
+            f"types={types!r} must be one of {', '.join(RANGE_TYPES)} or 0, 1, 2, 3, or a list of one per box: use one "
+            "of these"
+        ) from None
     if len(items) != count:
         raise ValueError(
             f"types has {len(items)} entries for {count} boxes; give one per box, or one for all"

@@ -7,10 +7,8 @@ plans are made as for every other packing, by the true boundaries of documents.
 from __future__ import annotations
 
 import contextlib
-import copy
 import hashlib
 import logging
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +25,17 @@ from megatron_cp.data.document_set import (
     open_documents,
     split_documents,
 )
+from megatron_cp.data.packing import check_epochs
+from megatron_cp.data.sample_files import (
+    SampleArrays,
+    SampledDocuments,
+    read_sample_files,
+    write_sample_files,
+)
 from megatron_cp.data.sample_index import SampleIndex, SamplePacker
 
 _SPLITS = ("train", "valid", "test")
-_ARRAYS = ("document", "sample", "shuffle")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +150,7 @@ def _check_shares(parts: _Parts, seq_length: int, name: str) -> None:
                 f"--packing megatron: {source.prefix} has {part.num_tokens} tokens in the {name} "
                 f"split, at least {least} are needed; give it more, change --split, or leave it out"
             )
+        check_epochs(part.num_tokens, seq_length, f"{source.prefix} in the {name} split")
 
 
 def _checksum(corpora: list[_Parts]) -> str:
@@ -154,9 +160,14 @@ def _checksum(corpora: list[_Parts]) -> str:
 
 def _build(request: GPTSamples, built: list[bool], checksum: str) -> list[Any]:
     """Returns Megatron's dataset of each split; None where it is not built."""
-    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
+    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 
-    with _cache_folder(request.cache_path) as folder, _without_notes():
+    if request.cache_path is not None:
+        request.cache_path.mkdir(parents=True, exist_ok=True)
+    with _without_notes():
         config = GPTDatasetConfig(
             random_seed=request.seed,
             sequence_length=request.seq_length,
@@ -165,7 +176,7 @@ def _build(request: GPTSamples, built: list[bool], checksum: str) -> list[Any]:
             if request.blend_per_split is None
             else [_blend(request.blend_per_split.get(name)) for name in _SPLITS],
             split=request.split,
-            path_to_cache=str(folder),
+            path_to_cache="",  # neither reads nor writes files; None is a folder beside the corpus
             tokenizer=_TokenizerFacts(request.eod, request.vocab_size, checksum),
             reset_position_ids=False,
             reset_attention_mask=False,
@@ -183,7 +194,10 @@ def _build(request: GPTSamples, built: list[bool], checksum: str) -> list[Any]:
                 blend if is_built else None
                 for blend, is_built in zip(config.blend_per_split, built, strict=True)
             ]
-        builder = _builder_class()(GPTDataset, list(request.num_samples), lambda: True, config)
+        dataset_class = _dataset_class(request.cache_path)
+        builder = BlendedMegatronDatasetBuilder(
+            dataset_class, list(request.num_samples), lambda: True, config
+        )
         try:
             return list(builder.build())
         except IndexError as error:
@@ -199,27 +213,41 @@ def _blend(sources: Sequence[BlendSource] | None) -> tuple[list[str], list[float
     return [source.prefix for source in kept], weights or None
 
 
-def _builder_class() -> Any:
-    from megatron.core.datasets.blended_dataset import BlendedDataset
-    from megatron.core.datasets.blended_megatron_dataset_builder import (
-        BlendedMegatronDatasetBuilder,
+def _dataset_class(cache: Path | None) -> Any:
+    """Returns GPTDataset with its index in `cache`; Megatron's own runs what it finds in the files of an index."""
+    from megatron.core.datasets.gpt_dataset import GPTDataset
+
+    class DatasetWithCheckedIndex(GPTDataset):
+        def _build_document_sample_shuffle_indices(self) -> SampleArrays:
+            name = f"{self.unique_description_hash}-GPTDataset-{self.index_split.name}"
+            kept = None if cache is None else _kept_index(cache, name, self)
+            if kept is not None:
+                return kept
+            built = SampleArrays(*super()._build_document_sample_shuffle_indices())
+            if cache is not None:
+                write_sample_files(cache, name, self.unique_description, built)
+            return built
+
+    # The description holds the name; so an index of before is found.
+    DatasetWithCheckedIndex.__name__ = GPTDataset.__name__
+    return DatasetWithCheckedIndex
+
+
+def _kept_index(cache: Path, name: str, dataset: Any) -> SampleArrays | None:
+    """Returns the index of a dataset of Megatron's; None where there is none, or a damaged one, which is said."""
+    made_of = SampledDocuments(
+        dataset.dataset.sequence_lengths,
+        int(dataset.indices[0]),
+        int(dataset.indices[-1]) + 1,
+        dataset.config.sequence_length,
+        dataset.num_samples,
     )
-
-    class BuilderWithoutRanks(BlendedMegatronDatasetBuilder):
-        """Keeps blends in memory: with a cache their class asks a process group for its rank."""
-
-        @staticmethod
-        def build_generic_dataset(
-            cls: Any, is_built_on_rank: Any, synchronize_ranks: bool, *args: Any
-        ) -> Any:
-            """Returns `cls(*args)`."""
-            if cls is BlendedDataset:
-                config = copy.copy(args[-1])
-                config.path_to_cache = None
-                args = (*args[:-1], config)
-            return cls(*args)
-
-    return BuilderWithoutRanks
+    try:
+        return read_sample_files(cache, name, made_of)
+    except ValueError as damage:
+        found, _, _ = str(damage).rpartition("; ")  # without its advice
+        _log.warning("%s: the index of samples is built again", found)
+        return None
 
 
 @contextlib.contextmanager
@@ -232,31 +260,6 @@ def _without_notes() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-@contextlib.contextmanager
-def _cache_folder(path: Path | None) -> Iterator[Path]:
-    """Yields a folder of this process with the indices of `path`; new ones are moved there.
-
-    Megatron writes an index of four files in place. Ranks that build the same one must not read
-    each other's half: files are moved whole, the description last, and an index is taken from
-    `path` only if its description is there.
-    """
-    if path is not None:
-        path.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="megatron_cp_index_", dir=path) as name:
-        folder = Path(name)
-        for description in [] if path is None else path.glob("*-description.txt"):
-            index = description.name.removesuffix("description.txt")
-            for kind in ("description.txt", *(f"{a}_index.npy" for a in _ARRAYS)):
-                file = description.with_name(index + kind)
-                if file.is_file():
-                    (folder / file.name).symlink_to(file.resolve())
-        yield folder
-        made = [] if path is None else [f for f in folder.iterdir() if not f.is_symlink()]
-        for file in sorted(made, key=lambda file: file.suffix):
-            assert path is not None
-            file.replace(path / file.name)  # .npy comes before .txt
 
 
 def _read_index(dataset: Any, parts: _Parts, request: GPTSamples) -> GPTSplit:

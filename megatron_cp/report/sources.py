@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from megatron_cp.data.document_set import open_documents, split_documents
 from megatron_cp.data.packing import document_order
+from megatron_cp.data.plain_array import read_plain_array
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.builders import sliding_window
 from megatron_cp.plan.study.workloads import (
@@ -147,13 +148,13 @@ def _numbers_in(path: Path) -> NDArray[np.float64]:
     """Returns the numbers of a file, and one that is no number for a file of anything else."""
     try:
         if path.suffix == ".npy":
-            content = np.load(path, allow_pickle=False)
+            content = read_plain_array(path)
             if content.dtype.kind in "iuf":
                 return np.asarray(content, dtype=np.float64)
         else:
             text = path.read_text().strip()
             return np.array(json.loads(text) if text.startswith("[") else text.split(), float)
-    except (ValueError, TypeError, OverflowError, EOFError, AttributeError, RecursionError):
+    except (ValueError, TypeError, OverflowError, RecursionError):
         pass  # whatever it holds, it is no list of numbers
     return np.array([np.nan])
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_cp.data.batch import BatchConfig, PlanRequest
 from megatron_cp.data.batch_schedule import BatchSchedule
-from megatron_cp.data.blend import BlendedDocuments
+from megatron_cp.data.blend import BlendedDocuments, check_packs
 from megatron_cp.data.document_set import DocumentSet
 from megatron_cp.data.indexed import IndexedDataset
 from megatron_cp.data.loader import LoaderConfig, PackedLoader
@@ -44,6 +44,10 @@ def open_data(config: TrainConfig) -> tuple[TrainConfig, RunData]:
     fim = open_fill_in_the_middle(config.data, config.steps.seed)
     data = replace(open_corpora(config), fim=fim)
     data.train()
+    # Those of validation and test are drawn when ranks wait for each other.
+    for split, documents in data.splits.items():
+        if documents is not None and (split == "train" or config.steps.eval_iters):
+            check_packs(documents, _packing(config, shuffle=False))
     if fim is not None and fim.tokens.eod != config.data.eod_token:
         config = config.with_note(
             f"--fim-eod-token {config.data.fim_eod_token} is not the token {config.data.eod_token} "
@@ -132,12 +136,7 @@ def build_loader(
     options = config.data
     samples = data.samples.get(split)
     settings = LoaderConfig(
-        packing=PackingConfig(
-            seq_length=options.seq_length,
-            policy="keep" if options.packing == "keep" else "split",
-            seed=config.steps.seed,
-            shuffle=is_train,
-        ),
+        packing=_packing(config, shuffle=is_train),
         batch=BatchConfig(
             seq_length=options.seq_length,
             reset_position_ids=options.reset_position_ids,
@@ -163,6 +162,15 @@ def build_loader(
         packer=copy.copy(samples),  # the index is shared, the position is the loader's
         dp_rank=dp_rank,
         dp_size=dp_size,
+    )
+
+
+def _packing(config: TrainConfig, *, shuffle: bool) -> PackingConfig:
+    return PackingConfig(
+        seq_length=config.data.seq_length,
+        policy="keep" if config.data.packing == "keep" else "split",
+        seed=config.steps.seed,
+        shuffle=shuffle,
     )
 
 

@@ -25,6 +25,7 @@ from megatron_cp.data.batch import PlanRequest
 from megatron_cp.data.batch_schedule import BatchSchedule
 from megatron_cp.data.loader import PackedLoader
 from megatron_cp.errors import PlanMismatchError
+from megatron_cp.loggable_text import without_secrets
 from megatron_cp.training import datasets, exit_signal
 from megatron_cp.training.arguments import build_parser
 from megatron_cp.training.bad_steps.check import EXIT_CODE as BAD_STEP_CODE
@@ -169,7 +170,7 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, NotImplementedError, OSError, PlanMismatchError) as problem:
-        text = " ".join(_said_of(problem).split())
+        text = without_secrets(" ".join(_said_of(problem).split()))
         sys.stderr.write(f"pretrain_gpt.py: error: {text}\n")  # one write: ranks share the stream
         raise SystemExit(2) from problem
 

@@ -37,6 +37,10 @@ class Lengths:
 
     def __init__(self, lengths):
         self.lengths = np.array(lengths)
+        self.num_tokens = sum(lengths)
+
+    def name(self, document):
+        return f"document {document}"
 
     def __len__(self):
         return len(self.lengths)

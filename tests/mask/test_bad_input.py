@@ -140,6 +140,11 @@ TABLE = [
         r"types\[0\]=4 is unknown",
     ),
     (
+        "a type that is no type",
+        lambda: masks.from_ranges([(0, 1)], [(0, 1)], 1.5),
+        r"types=1\.5 must be one of",
+    ),
+    (
         "types of another count",
         lambda: masks.from_ranges([(0, 1)], [(0, 1)], [0, 1]),
         "types has 2 entries",

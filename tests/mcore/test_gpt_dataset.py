@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -244,6 +245,78 @@ def test_indices_are_left_in_the_cache_folder_only_and_used_again(prefixes, tmp_
     packs = [[next(split.packer) for _ in range(60)] for split in (without, first, second)]
     assert packs[0] == packs[1] == packs[2]
     assert files_of(Path(prefixes[0]).parent) == corpora
+
+
+def put(array, place, value):
+    array[place] = value
+    return array
+
+
+DAMAGE = {
+    "a document that is not there": ("document", lambda a: put(a, 0, 5000), "holds 5000 at 0"),
+    "another dtype": ("sample", lambda a: a.astype(float), "holds float64"),
+    "another shape": ("sample", lambda a: a.reshape(-1), "want integers"),
+    "places that fall": ("sample", lambda a: a[::-1], "as sample 0"),
+    "no permutation": ("shuffle", lambda a: put(a, 0, a[1]), "holds no sample"),
+    "a sample that is not there": ("shuffle", lambda a: put(a, 0, 2**31), "holds 2147483648 at 0"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+@in_a_child
+def test_a_damaged_index_of_the_cache_is_built_again_with_one_line(prefixes, tmp_path, name):
+    kind, change, says = DAMAGE[name]
+    log, lines = logging.getLogger("megatron_cp"), []
+    log.addHandler(handler := logging.Handler())
+    handler.emit = lambda record: lines.append(record.getMessage())
+    request = samples_of(prefixes[:1], "100", (150, 0, 0), cache_path=tmp_path)
+    packs = list(open_gpt_samples(request)["train"].packer)
+    (file,) = tmp_path.glob(f"*-{kind}_index.npy")
+    good = file.read_bytes()
+    for damage in (change(np.load(file)), None):
+        if damage is None:
+            file.write_bytes(good[:-1])
+            says = "is not an .npy file of numbers"
+        else:
+            np.save(file, damage)
+        assert list(open_gpt_samples(request)["train"].packer) == packs
+        (line,) = lines
+        assert line.startswith(str(file)) and says in line
+        assert line.endswith(": the index of samples is built again")
+        assert file.read_bytes() == good
+        lines.clear()
+        assert list(open_gpt_samples(request)["train"].packer) == packs
+        assert lines == []
+
+
+@in_a_child
+def test_an_index_of_megatron_s_own_is_read_from_its_cache(prefixes, tmp_path):
+    """What an earlier version left, which let Megatron write the files."""
+    from megatron.core.datasets import gpt_dataset
+
+    plain = samples_of(prefixes[:1], "80,20", (60, 5, 0))
+    cached = replace(plain, cache_path=tmp_path)
+    open_gpt_samples(cached)
+    ours = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    for file in tmp_path.iterdir():
+        file.unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        built = gpt_dataset.GPTDataset._build_document_sample_shuffle_indices
+
+        def write_in_the_cache(dataset):
+            dataset.config.path_to_cache = str(tmp_path)
+            return built(dataset)
+
+        patch.setattr(
+            gpt_dataset.GPTDataset, "_build_document_sample_shuffle_indices", write_in_the_cache
+        )
+        open_gpt_samples(plain)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == ours
+    files = files_of(tmp_path)
+    assert list(open_gpt_samples(cached)["train"].packer) == list(
+        open_gpt_samples(plain)["train"].packer
+    )
+    assert files_of(tmp_path) == files
 
 
 @in_a_child

@@ -7,18 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from megatron_cp.data.blend_sources import read_per_split_file
-from megatron_cp.data.document_set import open_documents
+from megatron_cp.data.blend_sources import parse_blend, read_per_split_file
+from megatron_cp.data.document_set import open_documents, prefix_lengths_path
 from megatron_cp.data.indexed import HEADER, MAGIC, VERSION
 from megatron_cp.data.manifest import manifest_path
+from megatron_cp.data.supervision import supervision_path
 from megatron_cp.data.tokenizer import HuggingFaceTokenizer
 from megatron_cp.errors import DamagedCheckpointError
+from megatron_cp.mcore.gpt_dataset import GPTSamples, open_gpt_samples
 from megatron_cp.models.hugging_face.config_file import read_config
 from megatron_cp.models.hugging_face.safetensors_folder import INDEX, _read_index
 from megatron_cp.plan.hardware.topology import load_profile
+from megatron_cp.report.sources import source_of_path
 from megatron_cp.training.checkpoint.files import MANIFEST, read_manifest
 from megatron_cp.training.checkpoint.formats import _check_backend
 from megatron_cp.training.logging.records import _read_samples
+from tests.child import in_a_child
+from tests.data.arrays import WRITES_A_FILE
 from tests.data.corpora import write_corpus
 
 DEEP = "[" * 200_000
@@ -133,3 +138,46 @@ def test_an_index_with_absurd_counts_is_refused_before_anything_is_taken(tmp_pat
     path.write_bytes(head + raw[HEADER.size :])
     with pytest.raises(ValueError, match="entries"):
         open_documents(tmp_path / "corpus")
+
+
+@pytest.mark.parametrize("name", [*WRITES_A_FILE, "the first bytes of a zip"])
+def test_an_array_that_is_none_is_one_plain_error_of_its_reader_and_does_not_run(
+    tmp_path, name: str
+):
+    def written(path: Path) -> Path:
+        path.write_bytes(b"PK\x03\x04")
+        if name in WRITES_A_FILE:
+            WRITES_A_FILE[name](path, tmp_path / "ran")
+        return path
+
+    write_corpus(tmp_path / "a", [3, 4])
+    write_corpus(tmp_path / "b", [3, 4])
+    written(supervision_path(tmp_path / "a"))
+    written(prefix_lengths_path(tmp_path / "b"))
+    readers = {
+        "a.supervised.npy": lambda: open_documents(tmp_path / "a"),
+        "b.prefix_lengths.npy": lambda: open_documents(tmp_path / "b"),
+        "lengths.npy": lambda: source_of_path(written(tmp_path / "lengths.npy")),
+    }
+    for file, read in readers.items():
+        with pytest.raises(ValueError, match=file) as refused:
+            read()
+        assert "\n" not in str(refused.value)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", WRITES_A_FILE)
+@in_a_child
+def test_nothing_runs_that_stands_in_the_cache_of_indices(tmp_path, name: str):
+    write_corpus(tmp_path / "corpus", [30] * 20, eod=7)
+    request = GPTSamples(
+        seq_length=12, seed=1, num_samples=(40, 0, 0), blend=parse_blend([str(tmp_path / "corpus")]),
+        split="100", cache_path=tmp_path / "cache", eod=7,
+    )  # fmt: skip
+    packs = list(open_gpt_samples(request)["train"].packer)
+    files = sorted((tmp_path / "cache").glob("*.npy"))
+    assert len(files) == 3
+    for file in files:
+        WRITES_A_FILE[name](file, tmp_path / "ran")
+        assert list(open_gpt_samples(request)["train"].packer) == packs
+    assert not (tmp_path / "ran").exists()

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_cp.loggable_text import REMOVED, is_url, without_secrets
 from megatron_cp.training.arguments import parse_arguments
 from megatron_cp.training.logging.loggable import (
-    REMOVED,
     loggable,
     loggable_arguments,
     loggable_command,
@@ -34,6 +34,13 @@ VALUES = [
     f"Token {SECRET}",
     "hf_abcdefghijKLMNOPqrst",
     "sk-proj_abcdefgh",
+    "sk-ant-api03-abcdEFGH",
+    "xoxb-1234-5678-abcdefghijkl",
+    "run-hf_AbCdEfGhIjKlMnOp",
+    "/data/corpus-hf_abcdefghijklmnop",
+    "run.sk-ant-api03-abcdEFGH_2",
+    "exp_glpat-abc_def-123/x",
+    "copy2AKIAIOSFODNN7EXAMPLE",
     "ghp_abcdefgh12345678",
     "AKIAIOSFODNN7EXAMPLE",
     "eyJhbGciOiJIUzI1NiJ9.e30.sig",
@@ -87,6 +94,46 @@ def test_what_stands_behind_a_word_that_is_not_ours_is_removed(words):
 def test_a_key_in_a_path_takes_its_own_part_along():
     path = "/data/0123456789abcdef0123456789abcdef01234567/corpus_text_document"
     assert loggable(path) == f"/data/{REMOVED}/corpus_text_document"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "/data/wiki_sk_text_document", "opus-sk-en-parallel", "wiki-sk-20241101", "/models/Llama-2-7b-hf",
+        "Llama-2-7b-hf-tokenizer", "corpus-hf_tokenized", "risk_assessments2024", "disk-abcdefghijklmnop",
+        "code-npm-packages", "math-rk_text_document", "runs/2024-11-26_cp8",
+    ],
+)  # fmt: skip
+def test_names_in_which_the_letters_of_keys_stand_are_kept(name: str):
+    assert loggable(name) == name
+
+
+def test_a_long_part_is_looked_through_in_time_that_grows_with_it():
+    assert loggable("sk-" * 50_000) == "sk-" * 50_000
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        (f"data path 'https://u:{SECRET}@h/x?sig=abc': https://u:{SECRET}@h/x?sig=abc.idx is not there; give one",
+         f"data path '{REMOVED}': {REMOVED} is not there; give one"),
+        (f"--load https:/u:{SECRET}@h/x holds nothing", f"--load {REMOVED} holds nothing"),
+        (f"/here/s3://{SECRET}@h/x: no", f"/here/{REMOVED}: no"),
+        (f"a 'pp://u:{SECRET} \"'@h/x', b", f"a '{REMOVED}', b"),
+        (f"a https://h/x?token={SECRET}; b", f"a {REMOVED}; b"),
+        ("see https://h.org/x.html, then y", "see https://h.org/x.html, then y"),
+        ("/data/a:b/c of 1 x 2: cp_size=2 (nearest) or a@b", "/data/a:b/c of 1 x 2: cp_size=2 (nearest) or a@b"),
+    ],
+)  # fmt: skip
+def test_of_a_line_that_is_said_the_urls_with_secrets_are_removed(line: str, shown: str):
+    assert without_secrets(line) == shown
+
+
+@given(st.text("ab:/.@'\" ;", max_size=40))
+def test_lines_without_a_url_are_said_as_they_are(line: str):
+    if ":/" not in line:
+        assert without_secrets(line) == line
+    assert not is_url(f"/{line}") and not is_url(f"./{line}")
 
 
 def test_every_argument_of_a_run_is_written_down_as_it_is():

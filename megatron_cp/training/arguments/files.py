@@ -13,8 +13,26 @@ import torch
 
 from megatron_cp.data.blend_sources import parse_blend
 from megatron_cp.data.chat import PROMPT_FORMATS
+from megatron_cp.loggable_text import is_url
 from megatron_cp.training.arguments.flags import flags_of
 from megatron_cp.training.checkpoint.compare import STRICTNESS
+
+# Folders and files; the corpora of --data-path are looked at where their words are read.
+_PLACES = (
+    "data_args_path", "per_split_data_args_path", "data_cache_path", "tokenizer_model", "vocab_file", "merge_file",
+    "load", "save", "run_dir", "wandb_save_dir",
+)  # fmt: skip
+
+
+def check_places(args: Namespace) -> Iterator[str]:
+    """Yields a line for each file or folder that is a URL; a folder of that name would be made."""
+    for name in _PLACES:
+        value = getattr(args, name, None)
+        if value is not None and is_url(value):
+            yield (
+                f"--{name.replace('_', '-')} {value} is a URL; only files and folders of this machine are read and "
+                "written: give a path"
+            )
 
 
 def complete_sources(args: Namespace) -> Iterator[str]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator
 
+from megatron_cp.plan.study.workloads import MAX_TOKENS
 from megatron_cp.training.arguments.faults import discard
 
 _POSITIVE, _NOT_NEGATIVE = "(0, inf)", "[0, inf)"
 
 # attribute -> where its value lies; not a number lies nowhere, None (not given) is left alone.
 RANGES = {
-    "seq_length": "[2, inf)",
+    "seq_length": f"[2, {MAX_TOKENS}]",
     "ffn_hidden_size": _POSITIVE,
     "kv_channels": _POSITIVE,
     "layernorm_epsilon": _POSITIVE,
@@ -68,7 +69,7 @@ RANGES = {
     "straggler_minmax_count": _POSITIVE,
 }
 _ADVICE = {
-    "seq_length": "a token needs one to predict; give --seq-length 2 or more",
+    "seq_length": "a token needs one to predict, and a plan has no more",
     "clip_grad": "0 is no clipping",
     "num_workers": "0 plans in the training process",
     "eval_iters": "0 is no evaluation",

@@ -18,20 +18,10 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from megatron_cp.loggable_text import REMOVED, is_key, loggable_text
 from megatron_cp.training.arguments import build_parser
 from megatron_cp.training.config import SECTIONS
 
-REMOVED = "<removed>"
-
-_ALLOWED_TEXT = re.compile(r"[\w .,:;+*/|()\[\]<>%~^-]*")
-_PARTS = re.compile(r"[^/ ,:;|()\[\]]+")
-_KEY_PREFIX = re.compile(
-    r"(?i:hf|sk|pk|rk|pat|ghp|gho|ghs|ghu|github_pat|glpat|xox[a-z]|npm|pypi|dop_v1|nvapi|wandb_v1)[-_]\w{8,}"
-    r"|(AKIA|ASIA|AIza|ya29\.|eyJ)[\w.-]{8,}"
-)
-# As long as the keys of wandb, clouds and hubs are, of digits and letters without a break.
-_LONG_WORD = re.compile(r"(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z0-9]{20,}")
-_BEARER = re.compile(r"(?i)\b(?:(?:bearer|basic|authorization)\b|token\s)")
 _NUMBER = re.compile(r"-\.?\d.*")  # a value, though it begins as a flag does
 
 
@@ -47,13 +37,6 @@ def loggable(value: Any) -> Any:
     if isinstance(value, (list, tuple, set, frozenset)):
         return [loggable(item) for item in value]
     return loggable_text(str(value))
-
-
-def loggable_text(text: str) -> str:
-    """Returns the text; without the parts that look like keys, and nothing of it where its form is not allowed."""
-    if not _ALLOWED_TEXT.fullmatch(text) or _BEARER.search(text):
-        return REMOVED
-    return _PARTS.sub(lambda part: REMOVED if _is_key(part[0]) else part[0], text)
 
 
 def loggable_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,11 +66,7 @@ def loggable_command(words: Iterable[str]) -> list[str]:
 
 
 def _is_flag(word: str) -> bool:
-    return re.fullmatch(r"--[a-z][a-z0-9_-]*", word) is not None and not _is_key(word.strip("-"))
-
-
-def _is_key(part: str) -> bool:
-    return bool(_KEY_PREFIX.match(part) or _LONG_WORD.search(part))
+    return re.fullmatch(r"--[a-z][a-z0-9_-]*", word) is not None and not is_key(word.strip("-"))
 
 
 def _is_allowed(text: str) -> bool:

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 from urllib.parse import urlparse
 
+from megatron_cp.loggable_text import loggable_text
 from megatron_cp.training import exit_signal
 from megatron_cp.training.config import TrainConfig
-from megatron_cp.training.logging.loggable import loggable_arguments, loggable_text
+from megatron_cp.training.logging.loggable import loggable_arguments
 from megatron_cp.training.logging.spikes import GradientSpikes
 
 WandbMode = Literal["online", "offline", "disabled"]
