@@ -19,7 +19,7 @@ import pathlib
 import pickle
 import signal
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path, PurePath
 from typing import Any, ClassVar
@@ -99,6 +99,20 @@ _BUILT = frozenset(
 )
 
 
+_CHOICES = "megatron.core.transformer.enums."  # values of arguments; each version has others
+
+
+class UnknownChoice:
+    """Stands for a member of an enumeration that another version of Megatron-Core has: nothing but its value."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        """Returns the value in words."""
+        return f"UnknownChoice({self.value!r})"
+
+
 def allowed_types() -> list[Any]:
     """Returns the types that Megatron-LM's arguments, random states and counters are made of."""
     from megatron.core.enums import ModelType
@@ -130,13 +144,15 @@ def allowed_types() -> list[Any]:
     return [*plain, ModelType, *layers, *rerun, *numbers, *numpy_functions, *spellings]
 
 
-def trusting() -> AbstractContextManager[None]:
+def trusting(choices: Sequence[str] = ()) -> AbstractContextManager[None]:
     """Returns a context in which `torch.load(weights_only=True)` takes the allowed types.
 
-    At its end torch forgets them, so what Megatron-Core told torch for good is not told again here.
+    `choices` are names of enumerations that `UnknownChoice` stands for. At the end torch forgets all of them, so what
+    Megatron-Core told torch for good is not told again here.
     """
     known = torch.serialization.get_safe_globals()
-    return torch.serialization.safe_globals([x for x in allowed_types() if x not in known])
+    types_ = [*allowed_types(), *((UnknownChoice, name) for name in choices)]
+    return torch.serialization.safe_globals([x for x in types_ if x not in known])
 
 
 def load_trusted_types(path: Path | io.BytesIO, name: str | None = None) -> Any:
@@ -147,10 +163,13 @@ def load_trusted_types(path: Path | io.BytesIO, name: str | None = None) -> Any:
     """
     shown = name or str(path)
     try:
-        with trusting():
-            if isinstance(path, io.BytesIO):
-                path.seek(0)
-            return torch.load(path, map_location="cpu", weights_only=True)
+        try:
+            return _load(path)
+        except Exception:
+            choices = _unsafe_names(path)
+            if not choices or not all(choice.startswith(_CHOICES) for choice in choices):
+                raise
+            return _load(path, choices)  # of another version of Megatron-Core
     except OSError as problem:
         raise DamagedCheckpointError(
             f"{shown} cannot be read ({problem.strerror}); give another --load"
@@ -167,6 +186,13 @@ def load_trusted_types(path: Path | io.BytesIO, name: str | None = None) -> Any:
         raise DamagedCheckpointError(
             f"{shown} is damaged ({text}); load another checkpoint with --ckpt-step"
         ) from None
+
+
+def _load(path: Path | io.BytesIO, choices: Sequence[str] = ()) -> Any:
+    with trusting(choices):
+        if isinstance(path, io.BytesIO):
+            path.seek(0)
+        return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _unsafe_names(path: Path | io.BytesIO) -> list[str]:

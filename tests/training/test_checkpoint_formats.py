@@ -282,13 +282,14 @@ def test_arguments_as_megatron_keeps_them_are_read(tmp_path):
 
 def megatron_arguments(rank, world_size, folder):
     """Loads a checkpoint whose args and random states hold what Megatron-LM's hold."""
+    import enum
     import signal
 
     import numpy as np
 
     with made.run_state("--load", folder, "--no-load-optim") as state:
         from megatron.core.enums import ModelType
-        from megatron.core.transformer.enums import AttnBackend
+        from megatron.core.transformer import enums
 
         from megatron_cp.training.checkpoint.load import load_checkpoint
         from megatron_cp.training.checkpoint.state import own_random_states
@@ -298,11 +299,15 @@ def megatron_arguments(rank, world_size, folder):
         expected = torch.rand(3)
         args = Namespace(
             consumed_train_samples=40, model_type=ModelType.encoder_or_decoder, params_dtype=torch.bfloat16,
-            attention_backend=AttnBackend.flash, exit_signal=signal.SIGTERM, start=np.float64(0.5),
+            attention_backend=enums.AttnBackend.flash, exit_signal=signal.SIGTERM, start=np.float64(0.5),
             save=Path("somewhere"),
         )  # fmt: skip
+        # Another version of Megatron-Core has choices that this one does not know.
+        enums.Later = enum.Enum("Later", {"none": 0}, module=enums.__name__)
+        args.later = [enums.Later.none]
         entries = {"args": args, "rng_state": [states], "opt_param_scheduler": {}}
         made.write_legacy(Path(folder), made.local_weights(), **entries)
+        del enums.Later
         with contextlib.redirect_stdout(io.StringIO()):
             load_checkpoint(state)
         assert (state.iteration, state.consumed_samples) == (5, 40)
