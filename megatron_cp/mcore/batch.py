@@ -79,7 +79,11 @@ def local_batch(
         loss_mask=_rows_of(batch.loss_mask, rows, device),
         position_ids=_rows_of(batch.position_ids, rows, device),
         params=context_parallel_params(
-            planned.plans, cp_rank, device, position_ids=batch.position_ids, cp_group=cp_group
+            planned.plans,
+            cp_rank,
+            device,
+            position_ids=getattr(batch, "rope_positions", batch.position_ids),
+            cp_group=cp_group,
         ),
         num_loss_tokens=int(batch.loss_mask.sum()),
     )

@@ -162,7 +162,8 @@ def find_documents(batch: Mapping[str, Any], rule: DocumentRule) -> tuple[int, .
 def find_starts(batch: Mapping[str, Any], rule: DocumentRule) -> Tensor:
     """Returns bool `[b, S]`, the first tokens of documents, where the rule names positions, a mask or a token.
 
-    Raises ValueError where the batch lacks what the rule names.
+    Raises ValueError where the batch lacks what the rule names, NotImplementedError where its dense mask is not that of
+    these documents.
     """
     names = {"positions": "position_ids", "mask": "attention_mask", "eod": "tokens"}
     values = batch.get(names[rule.source])
@@ -171,11 +172,32 @@ def find_starts(batch: Mapping[str, Any], rule: DocumentRule) -> Tensor:
             f"{rule.asked_by} asks for documents, but the batch has no {names[rule.source]}; this stage cannot "
             "know them: train through Megatron-LM's get_batch_on_this_tp_rank and get_batch_on_this_cp_rank"
         )
-    if rule.source == "positions":
-        return starts_from_positions(values)
     if rule.source == "mask":
         return starts_from_dense_mask(values)
-    return starts_from_eod(values, rule.eod)
+    by_positions = rule.source == "positions"
+    starts = starts_from_positions(values) if by_positions else starts_from_eod(values, rule.eod)
+    _check_dense_mask(batch.get("attention_mask"), starts)
+    return starts
+
+
+def _check_dense_mask(attention_mask: Tensor | None, starts: Tensor) -> None:
+    """Raises NotImplementedError for a dense mask of anything but these documents: it would be left out.
+
+    Its pairs are counted in every batch, which reads it once; only another number is looked at.
+    """
+    if attention_mask is None:
+        return
+    index = torch.arange(starts.shape[1], device=starts.device)
+    begins = torch.where(starts, index, 0).cummax(dim=-1).values
+    pairs = int((index - begins + 1).sum())
+    if attention_mask.numel() - int(attention_mask.count_nonzero()) == pairs:
+        return
+    found = starts_from_dense_mask(attention_mask)
+    raise NotImplementedError(
+        f"the batch's dense attention_mask has {int(found.sum())} documents, its positions or tokens tell "
+        f"{int(starts.sum())}; a mask is never left out: make both from the same documents, or give "
+        "--no-create-attention-mask-in-dataloader"
+    )
 
 
 def starts_from_positions(position_ids: Tensor) -> Tensor:

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -54,38 +55,45 @@ if transformer_block.LayerNormImpl in MEGATRONS_OWN:
 _log = logging.getLogger(__name__)
 
 
-def with_context_parallel(spec: Any, **attention_options: Any) -> Any:
+def with_context_parallel(
+    spec: Any, *, replaces: Sequence[type] = (), **attention_options: Any
+) -> Any:
     """Returns a copy of `spec` whose self-attention layers compute with our attention.
+
+    Megatron's and Transformer Engine's plain attention is replaced, with the parameters that its spec has.
 
     Args:
         spec: a layer spec, a block's submodules or an MTP block spec of Megatron; it is not
             changed.
+        replaces: classes of core attention besides that ours may stand for: they must compute plain softmax
+            attention under the configuration's settings. A cap on logits, say, would be lost.
         attention_options: extra constructor arguments of `ContextParallelAttention`, e.g.
             `backend="cpu"`.
 
     Raises:
         ValueError: if there is no core attention in it, or ours with options already.
-        NotImplementedError: for cross attention, and for attention variants that are more than
-            softmax attention.
+        NotImplementedError: for cross attention, and for attention of another class or with parameters that
+            ours does not know: it may compute something else.
     """
     if getattr(spec, "module", None) is ConfiguredLayer:
         if not _takes_options(spec.params.get("attention_options"), attention_options):
             return spec
         return replace(spec, params={**spec.params, "attention_options": attention_options})
-    attention: Any = ContextParallelAttention
-    if attention_options:
-        attention = ModuleSpec(module=ContextParallelAttention, params=attention_options)
     num_replaced = 0
 
     def exchange(name: str, leaf: Any) -> Any:
         nonlocal num_replaced
         if name == "core_attention" and leaf is not None:
-            if getattr(leaf, "module", leaf) is ContextParallelAttention:
-                num_replaced += 1
-                return attention if _takes_options(_params_of(leaf), attention_options) else leaf
-            _check_is_softmax_attention(leaf)
             num_replaced += 1
-            return attention
+            if getattr(leaf, "module", leaf) is ContextParallelAttention:
+                if not _takes_options(_params_of(leaf), attention_options):
+                    return leaf
+            else:
+                _check_is_plain_attention(leaf, replaces)
+            params = {**_params_of(leaf), **attention_options}
+            return (
+                ModuleSpec(ContextParallelAttention, params) if params else ContextParallelAttention
+            )
         if getattr(leaf, "module", None) in (GatedDeltaNet, ContextGatedDeltaNet):
             num_replaced += 1
             return _context_gated_delta_net(leaf, attention_options)
@@ -166,13 +174,31 @@ def _changes(values: dict[str, Any], exchange: Callable[[str, Any], Any]) -> dic
     return {name: copy for name, copy in copies.items() if copy is not values[name]}
 
 
-def _check_is_softmax_attention(core_attention: Any) -> None:
-    """Refuses a core attention with modules of its own, such as sparse indexers."""
+# Megatron's own, and its face of Transformer Engine's.
+_PLAIN = ("DotProductAttention", "TEDotProductAttention")
+
+
+def _check_is_plain_attention(core_attention: Any, replaces: Sequence[type]) -> None:
+    """Refuses a core attention that may compute anything but what ours does."""
+    module = getattr(core_attention, "module", core_attention)
+    name = getattr(module, "__name__", repr(module))
     if getattr(core_attention, "submodules", None) is not None:
         raise NotImplementedError(
-            f"core_attention={getattr(core_attention, 'module', core_attention)!r} has modules of "
-            "its own; only plain "
-            "softmax attention can be replaced; remove experimental_attention_variant"
+            f"core_attention={name} has modules of its own; only plain softmax attention can be replaced; remove "
+            "experimental_attention_variant"
+        )
+    is_megatrons = str(getattr(module, "__module__", "")).startswith("megatron.core.")
+    if module not in replaces and not (is_megatrons and name in _PLAIN):
+        raise NotImplementedError(
+            f"core_attention={name} is neither {' nor '.join(_PLAIN)} of Megatron-Core: what it computes besides plain "
+            f"softmax attention would be lost; if that is nothing, give with_context_parallel(spec, replaces=({name},))"
+        )
+    known = inspect.signature(ContextParallelAttention.__init__).parameters
+    unknown = sorted(_params_of(core_attention).keys() - known.keys())
+    if unknown:
+        raise NotImplementedError(
+            f"core_attention={name} has parameters that ours does not know: {', '.join(unknown)}; leave them out of "
+            "the spec"
         )
 
 

@@ -98,6 +98,8 @@ def test_a_pack_equals_the_walk_over_its_tokens(tmp_path_factory, case):
         assert batch.loss_mask[:used].tolist() == loss
         for tail in (batch.tokens, batch.labels, batch.loss_mask):
             assert not tail[used:].any()
+        query, key = np.nonzero(sees)  # RoPE rotates by what lies between the two
+        assert (batch.rope_positions[query] - batch.rope_positions[key] == query - key).all()
         assert (batch.mask.to_dense() == sees).all()
         assert sees.sum() == batch.mask.area()
         if config.reset_attention_mask:

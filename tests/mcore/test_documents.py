@@ -39,6 +39,21 @@ def batch_of(samples: list[list[int]]) -> tuple[dict[str, torch.Tensor], tuple[i
     return batch, tuple(length for lengths, _, _ in made for length in lengths)
 
 
+@given(samples, st.integers(1, 3), st.data())
+def test_a_dense_mask_beside_positions_or_tokens_is_never_left_out(sample, num_samples, data):
+    """Where it says anything else, by one pair that is seen or hidden, the batch is refused."""
+    batch, lengths = batch_of([sample[i:] + sample[:i] for i in range(num_samples)])
+    size = len(sample)
+    place = [data.draw(st.integers(0, end - 1)) for end in (num_samples, 1, size, size)]
+    changed = batch["attention_mask"].clone()
+    changed[tuple(place)] ^= True
+    for source in ("positions", "eod"):
+        rule = DocumentRule(source, "--flags", EOD)
+        assert find_documents(batch, rule) == lengths
+        with pytest.raises(NotImplementedError, match="attention_mask"):
+            find_documents({**batch, "attention_mask": changed}, rule)
+
+
 @given(samples, st.integers(1, 3))
 def test_every_source_finds_the_documents_of_every_sample(sample, num_samples):
     batch, lengths = batch_of([sample[i:] + sample[:i] for i in range(num_samples)])

@@ -46,7 +46,23 @@ def _exchange(rank, world_size):
         )
         from megatron.core.models.T5.t5_spec import decoder_model_with_local_spec
 
+        class CappedAttention(DotProductAttention):
+            """Of a team of its own; caps logits, say."""
+
+        def with_attention(core_attention):
+            spec = get_gpt_layer_local_spec()
+            spec.submodules.self_attention.submodules.core_attention = core_attention
+            return spec
+
+        undropped = ModuleSpec(DotProductAttention, params={"attention_dropout": 0.0})
+        undropped = attention_of(with_context_parallel(with_attention(undropped), backend="cpu"))
+        fitting = with_context_parallel(
+            with_attention(CappedAttention), replaces=(CappedAttention,)
+        )
+        odd = ModuleSpec(DotProductAttention, params={"logit_cap": 5.0})
         return {
+            "parameters stay": undropped.params == {"attention_dropout": 0.0, "backend": "cpu"},
+            "named": attention_of(fitting) is ContextParallelAttention,
             "untouched": attention_of(layer) is DotProductAttention,
             "same but for attention": ours.submodules.mlp is layer.submodules.mlp,
             "layer": attention_of(ours) is ContextParallelAttention,
@@ -62,6 +78,11 @@ def _exchange(rank, world_size):
             "two options": _refusal(lambda: with_context_parallel(chosen, backend="cpu")),
             "empty": _refusal(lambda: with_context_parallel(ModuleSpec(module=object))),
             "sparse": _refusal(lambda: with_context_parallel(sparse)),
+            "another": _refusal(lambda: with_context_parallel(with_attention(CappedAttention))),
+            "another's": _refusal(
+                lambda: with_context_parallel(with_attention(ModuleSpec(CappedAttention)))
+            ),
+            "parameters": _refusal(lambda: with_context_parallel(with_attention(odd))),
             "cross": _refusal(lambda: with_context_parallel(decoder_model_with_local_spec())),
         }
 
@@ -73,6 +94,10 @@ def test_only_core_attention_is_exchanged_and_only_in_a_copy():
     assert "holds no core_attention" in refusals["empty"]
     assert "has modules of its own" in refusals["sparse"]
     assert "cross attention" in refusals["cross"]
+    for name in ("another", "another's"):
+        assert "core_attention=CappedAttention is neither" in refusals[name]
+        assert "replaces=(CappedAttention,)" in refusals[name]
+    assert "parameters that ours does not know: logit_cap" in refusals["parameters"]
 
 
 EXPERTS = {"num_moe_experts": 4, "add_bias_linear": False, "moe_layer_freq": (0, 1)}
