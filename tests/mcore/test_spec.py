@@ -46,23 +46,7 @@ def _exchange(rank, world_size):
         )
         from megatron.core.models.T5.t5_spec import decoder_model_with_local_spec
 
-        class CappedAttention(DotProductAttention):
-            """Of a team of its own; caps logits, say."""
-
-        def with_attention(core_attention):
-            spec = get_gpt_layer_local_spec()
-            spec.submodules.self_attention.submodules.core_attention = core_attention
-            return spec
-
-        undropped = ModuleSpec(DotProductAttention, params={"attention_dropout": 0.0})
-        undropped = attention_of(with_context_parallel(with_attention(undropped), backend="cpu"))
-        fitting = with_context_parallel(
-            with_attention(CappedAttention), replaces=(CappedAttention,)
-        )
-        odd = ModuleSpec(DotProductAttention, params={"logit_cap": 5.0})
         return {
-            "parameters stay": undropped.params == {"attention_dropout": 0.0, "backend": "cpu"},
-            "named": attention_of(fitting) is ContextParallelAttention,
             "untouched": attention_of(layer) is DotProductAttention,
             "same but for attention": ours.submodules.mlp is layer.submodules.mlp,
             "layer": attention_of(ours) is ContextParallelAttention,
@@ -78,11 +62,6 @@ def _exchange(rank, world_size):
             "two options": _refusal(lambda: with_context_parallel(chosen, backend="cpu")),
             "empty": _refusal(lambda: with_context_parallel(ModuleSpec(module=object))),
             "sparse": _refusal(lambda: with_context_parallel(sparse)),
-            "another": _refusal(lambda: with_context_parallel(with_attention(CappedAttention))),
-            "another's": _refusal(
-                lambda: with_context_parallel(with_attention(ModuleSpec(CappedAttention)))
-            ),
-            "parameters": _refusal(lambda: with_context_parallel(with_attention(odd))),
             "cross": _refusal(lambda: with_context_parallel(decoder_model_with_local_spec())),
         }
 
@@ -94,10 +73,46 @@ def test_only_core_attention_is_exchanged_and_only_in_a_copy():
     assert "holds no core_attention" in refusals["empty"]
     assert "has modules of its own" in refusals["sparse"]
     assert "cross attention" in refusals["cross"]
-    for name in ("another", "another's"):
-        assert "core_attention=CappedAttention is neither" in refusals[name]
-        assert "replaces=(CappedAttention,)" in refusals[name]
-    assert "parameters that ours does not know: logit_cap" in refusals["parameters"]
+
+
+def _replace_others(rank, world_size):
+    """What becomes of core attention with parameters, and of a class of a team's own."""
+    with parallel_state(Case()):
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.transformer.dot_product_attention import DotProductAttention
+        from megatron.core.transformer.spec_utils import ModuleSpec
+
+        from megatron_cp.mcore.spec import with_context_parallel
+
+        class CappedAttention(DotProductAttention):
+            """Caps logits, say."""
+
+        def replaced(core_attention, **options):
+            spec = get_gpt_layer_local_spec()
+            spec.submodules.self_attention.submodules.core_attention = core_attention
+            spec = with_context_parallel(spec, **options)
+            return spec.submodules.self_attention.submodules.core_attention
+
+        undropped = ModuleSpec(DotProductAttention, params={"attention_dropout": 0.0})
+        odd = ModuleSpec(DotProductAttention, params={"logit_cap": 5.0})
+        return (
+            replaced(undropped, backend="cpu").params,
+            replaced(CappedAttention, replaces=(CappedAttention,)).__name__,
+            _refusal(lambda: replaced(CappedAttention)),
+            _refusal(lambda: replaced(ModuleSpec(CappedAttention))),
+            _refusal(lambda: replaced(odd)),
+        )
+
+
+def test_what_another_attention_computes_is_never_lost_without_a_word():
+    (found,) = run_on_ranks(1, _replace_others)
+    params, named, *refused, unknown = found
+    assert params == {"attention_dropout": 0.0, "backend": "cpu"}
+    assert named == "ContextParallelAttention"
+    for refusal in refused:
+        assert "core_attention=CappedAttention is neither" in refusal
+        assert "replaces=(CappedAttention,)" in refusal
+    assert "parameters that ours does not know: logit_cap" in unknown
 
 
 EXPERTS = {"num_moe_experts": 4, "add_bias_linear": False, "moe_layer_freq": (0, 1)}
