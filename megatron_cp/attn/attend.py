@@ -116,14 +116,12 @@ def attend_forward(
     _check_words(options)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         forward = backend_module(options.backend).forward
+        wide = (q, k, v) if options.wide_dims is None else widen(options.wide_dims, q, k, v)
         if max_logits is not None and options.backend in LSE_ONLY:
-            raise_to_(max_logits, sharp_lse(forward, q, k, v, mask, options))
+            raise_to_(max_logits, sharp_lse(forward, *wide, mask, options))
             max_logits = None
         asked = (mask, options) if max_logits is None else (mask, options, max_logits)
-        if options.wide_dims is None:
-            out, lse = forward(q, k, v, *asked)
-            return out, lse
-        out, lse = forward(*widen(options.wide_dims, q, k, v), *asked)
+        out, lse = forward(*wide, *asked)
     return out[..., : v.shape[-1]], lse
 
 

@@ -110,7 +110,7 @@ def _first_that_serves(q: Tensor, v: Tensor, asked: Asked) -> _Found:
     for backend, check in checks.items():
         try:
             served = check()
-            return _Found(backend, reasons, served if isinstance(served, str) else "")
+            return _Found(backend, reasons, getattr(served, "name", ""))
         except NotImplementedError as refusal:
             reasons.append(str(refusal).rsplit("; ", 1)[0])  # without the advice
         except (CudaError, CompileError, NoCompilerError, OSError) as failure:  # a cache, a library
@@ -158,10 +158,18 @@ def check_hopper(q: Tensor, v: Tensor, asked: Asked) -> tuple[int, int]:
     return dims
 
 
-def check_flash(q: Tensor, v: Tensor, asked: Asked) -> str:
-    """Returns whose operator serves a call. Raises NotImplementedError where none does."""
+class FlashServed(NamedTuple):
+    """Whose operator serves a call, and at which head dim and value head dim."""
+
+    name: str
+    dims: tuple[int, int]
+
+
+def check_flash(q: Tensor, v: Tensor, asked: Asked) -> FlashServed:
+    """Returns what serves a call. Raises NotImplementedError where no variable-length operator does."""
     from megatron_cp.attn.flash import checks
 
     checks.check_no_dropout(asked.has_dropout)
     wishes = (asked.softmax_scale, asked.softcap, asked.deterministic, asked.needs_grad)
-    return checks.check_supported(q, v, *wishes).name
+    operator, dims = checks.check_supported(q, v, *wishes)
+    return FlashServed(operator.name, dims)

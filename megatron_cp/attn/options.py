@@ -76,9 +76,9 @@ def resolve_options(
     if backend is None:
         backend = choice.choose_backend(q, v, asked)
     _check_backend(backend, q, asked)
-    if backend == "flash":
-        choice.check_flash(q, v, asked)
     dims = built = (q.shape[-1], v.shape[-1])
+    if backend == "flash":
+        built = choice.check_flash(q, v, asked).dims
     if backend == "hopper":
         built = choice.check_hopper(q, v, asked)
     if backend == "emulated":

@@ -41,7 +41,7 @@ def _serve(*_):
 
 
 def _serve_by_torch(*_):
-    return SimpleNamespace(name="torch")
+    return flash_checks.Served(SimpleNamespace(name="torch"), (128, 128))
 
 
 @pytest.fixture

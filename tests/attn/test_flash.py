@@ -176,6 +176,27 @@ def test_overflow_in_dout_reaches_the_gradients():
     assert finite.tolist() == [True, False, False, True]
 
 
+@pytest.mark.parametrize(
+    ("dims", "built"),
+    [((192, 128), (192, 192)), ((100, 100), (104, 104)), ((24, 40), (40, 40)), ((40, 40), None)],
+    ids=str,
+)
+def test_head_dims_that_no_operator_has_run_on_the_next_that_one_has(dims, built):
+    """As latent attention's 192 and 128 on a GPU without flash-attn 3; the scale is that of the dims asked for."""
+    mask = masks.shared_question([9, 8, 7])
+    inputs, arguments = random_case(24, 24, (4, 2), dims, torch.float64)
+    options = resolve_options(*inputs, backend="flash")
+    assert options.wide_dims == built
+    assert options.softmax_scale == pytest.approx(dims[0] ** -0.5)
+    actual = _attend_with_gradients(inputs, mask, arguments)
+    dense = torch.as_tensor(mask.to_dense())
+    assert_attention(actual, inputs, dense, plain_dtype=torch.float64, **arguments)
+    *_, largest = attend(*inputs, mask, backend="flash", return_max_logits=True)
+    scores = torch.einsum("qnh,knh->nqk", inputs[0], inputs[1].repeat_interleave(2, dim=1))
+    expected = scores.masked_fill(~dense, -torch.inf).amax(dim=(1, 2)) * dims[0] ** -0.5
+    torch.testing.assert_close(largest.double(), expected, rtol=1e-3, atol=1e-3)
+
+
 def test_a_mask_is_grouped_and_copied_once(calls, monkeypatch):
     grouped = []
 

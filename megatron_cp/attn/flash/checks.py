@@ -3,6 +3,7 @@
 # N query heads, G kv heads, H head dim, Hv value head dim
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,14 @@ from megatron_cp.attn.options import AttendOptions
 
 DTYPES = (torch.bfloat16, torch.float16)
 ON_DEVICES = ("cuda",)
+STEP, WIDEST = 8, 256  # of head dims that flash-attn has
+
+
+class Served(NamedTuple):
+    """Who computes a call, and at which head dim and value head dim: zeros are put behind narrower rows."""
+
+    operator: Operator
+    dims: tuple[int, int]
 
 
 def check_supported(
@@ -23,8 +32,8 @@ def check_supported(
     softcap: float,
     deterministic: bool,
     needs_grad: bool,
-) -> Operator:
-    """Returns the operator of a call. Raises NotImplementedError where no installed one serves it, naming what does."""
+) -> Served:
+    """Returns what serves a call. Raises NotImplementedError where no installed operator does, naming what does."""
     if q.device.type not in ON_DEVICES or torch.version.hip is not None:
         raise NotImplementedError(
             f"backend='flash' cannot compute on device={q.device}, only on CUDA devices of compute capability 8.0 "
@@ -41,15 +50,25 @@ def check_supported(
             "use backend='flex' or 'reference'"
         )
     wish = _wish(q, v, softcap, deterministic, needs_grad)
-    operator, reasons = _find(wish, q)
-    if operator is None:
-        softcap_text = f", softcap={softcap}" if softcap else ""
-        raise NotImplementedError(
-            f"backend='flash' finds no operator for head_dim={wish.head_dim}, value head_dim={wish.value_dim}"
-            f"{softcap_text}, deterministic={deterministic}, gradients={needs_grad}: {'; '.join(reasons)}; "
-            f"{_advice(wish)}"
-        )
-    return operator
+    refusals: list[tuple[str, ...]] = []
+    for dims in _dims_that_may_serve(wish.head_dim, wish.value_dim):
+        operator, reasons = _find(wish._replace(head_dim=dims[0], value_dim=dims[1]), q)
+        if operator is not None:
+            return Served(operator, dims)
+        refusals.append(reasons)
+    softcap_text = f", softcap={softcap}" if softcap else ""
+    raise NotImplementedError(
+        f"backend='flash' finds no operator for head_dim={wish.head_dim}, value head_dim={wish.value_dim}"
+        f"{softcap_text}, deterministic={deterministic}, gradients={needs_grad}: {'; '.join(refusals[-1])}; "
+        f"{_advice(wish)}"
+    )
+
+
+def _dims_that_may_serve(head_dim: int, value_dim: int) -> list[tuple[int, int]]:
+    """Returns head dim and value head dim as they are, and wider ones that more operators have."""
+    one = -(-max(head_dim, value_dim) // STEP) * STEP
+    wider = [(dim, dim) for dim in (one, WIDEST) if dim <= WIDEST]
+    return list(dict.fromkeys([(head_dim, value_dim), *wider]))
 
 
 def check_no_dropout(has_dropout: bool) -> None:
@@ -75,7 +94,7 @@ def operator_for(q: Tensor, v: Tensor, options: AttendOptions, *, needs_grad: bo
     """Returns the operator of a pass. Raises NotImplementedError as `check_supported`."""
     asked = (options.softcap, options.deterministic, needs_grad)
     operator, _ = _find(_wish(q, v, *asked), q)
-    return operator or check_supported(q, v, options.softmax_scale, *asked)
+    return operator or check_supported(q, v, options.softmax_scale, *asked).operator
 
 
 def _wish(q: Tensor, v: Tensor, softcap: float, deterministic: bool, needs_grad: bool) -> Wish:
