@@ -122,7 +122,7 @@ def attend_forward(
             max_logits = None
         asked = (mask, options) if max_logits is None else (mask, options, max_logits)
         out, lse = forward(*wide, *asked)
-    return out[..., : v.shape[-1]], lse
+    return (out if options.wide_dims is None else out[..., : v.shape[-1]]), lse
 
 
 def attend_forward_onto_(
