@@ -35,9 +35,16 @@ class Asked(NamedTuple):
         return feature_of(self.softcap > 0, self.has_dropout)
 
 
+class Served(NamedTuple):
+    """What serves a call: head dim and value head dim of the kernels, and whose operator where there are several."""
+
+    dims: tuple[int, int]
+    operator: str = ""
+
+
 _Kind = tuple[torch.device, torch.dtype, int, int, bool, bool, bool, bool, bool, bool]
 _chosen: dict[_Kind, str] = {}
-_served: dict[_Kind, tuple[int, int]] = {}  # by hopper, tested
+_served: dict[_Kind, Served] = {}  # by hopper, tested
 
 
 def _kind(q: Tensor, v: Tensor, asked: Asked) -> _Kind:
@@ -102,15 +109,14 @@ class _Found(NamedTuple):
 
 def _first_that_serves(q: Tensor, v: Tensor, asked: Asked) -> _Found:
     """Returns a backend, and why those before it were passed over. Raises NotImplementedError where none serves."""
-    checks: dict[str, Callable[[], object]] = {
-        "hopper": lambda: check_hopper(q, v, asked),
-        "flash": lambda: check_flash(q, v, asked),
+    checks: dict[str, Callable[[Tensor, Tensor, Asked], Served]] = {
+        "hopper": check_hopper,
+        "flash": check_flash,
     }
     reasons: list[str] = []
     for backend, check in checks.items():
         try:
-            served = check()
-            return _Found(backend, reasons, getattr(served, "name", ""))
+            return _Found(backend, reasons, check(q, v, asked).operator)
         except NotImplementedError as refusal:
             reasons.append(str(refusal).rsplit("; ", 1)[0])  # without the advice
         except (CudaError, CompileError, NoCompilerError, OSError) as failure:  # a cache, a library
@@ -132,8 +138,8 @@ class FailedSelfTestError(RuntimeError):
 
 
 @outside_compiled_graphs
-def check_hopper(q: Tensor, v: Tensor, asked: Asked) -> tuple[int, int]:
-    """Returns the (head dim, value head dim) of the kernels that serve a call.
+def check_hopper(q: Tensor, v: Tensor, asked: Asked) -> Served:
+    """Returns the kernels that serve a call.
 
     Raises NotImplementedError for calls that the kernels do not serve, FailedSelfTestError where they are wrong.
     """
@@ -147,29 +153,22 @@ def check_hopper(q: Tensor, v: Tensor, asked: Asked) -> tuple[int, int]:
     tested = judge.Kind(q.dtype, *dims, feature, asked.needs_grad)
     verdict = self_test.find_verdict(tested, q.device)
     if verdict is None:
-        return dims
+        return Served(dims)
     if not verdict.passed:
         others = "'flex'" if asked.has_dropout else "'flash' or 'flex'"
         raise FailedSelfTestError(
             f"backend='hopper' fails its self-test on {q.device} for {tested.dtype}, head_dim={tested.head_dim}: "
             f"{verdict}; use backend={others}, and report it with the output of python -m megatron_cp doctor"
         )
-    _served[kind] = dims
-    return dims
+    served = _served[kind] = Served(dims)
+    return served
 
 
-class FlashServed(NamedTuple):
-    """Whose operator serves a call, and at which head dim and value head dim."""
-
-    name: str
-    dims: tuple[int, int]
-
-
-def check_flash(q: Tensor, v: Tensor, asked: Asked) -> FlashServed:
+def check_flash(q: Tensor, v: Tensor, asked: Asked) -> Served:
     """Returns what serves a call. Raises NotImplementedError where no variable-length operator does."""
     from megatron_cp.attn.flash import checks
 
     checks.check_no_dropout(asked.has_dropout)
     wishes = (asked.softmax_scale, asked.softcap, asked.deterministic, asked.needs_grad)
     operator, dims = checks.check_supported(q, v, *wishes)
-    return FlashServed(operator.name, dims)
+    return Served(dims, operator.name)

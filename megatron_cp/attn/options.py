@@ -80,7 +80,7 @@ def resolve_options(
     if backend == "flash":
         built = choice.check_flash(q, v, asked).dims
     if backend == "hopper":
-        built = choice.check_hopper(q, v, asked)
+        built = choice.check_hopper(q, v, asked).dims
     if backend == "emulated":
         from megatron_cp.attn.emulated import checks as emulated_checks
 

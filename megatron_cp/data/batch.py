@@ -81,14 +81,14 @@ class PackedBatch:
     """Where each begins among the S tokens."""
     document_names: tuple[str, ...]
     """Corpus, number and tokens of each, for messages."""
-    distances: NDArray[np.int64] | None = None
-    """Positions for RoPE, which knows distances alone, where documents see those before them: they count through the
-    sample, whatever `position_ids` do. None: `position_ids`."""
+    places_in_sample: NDArray[np.int64] | None = None
+    """Where each token stands in its sample, for RoPE, where documents see those before them: `position_ids` may
+    restart, what lies between two tokens stays. None: documents see themselves alone."""
 
     @property
     def rope_positions(self) -> NDArray[np.int64]:
         """Returns the position of each token for RoPE."""
-        return self.position_ids if self.distances is None else self.distances
+        return self.position_ids if self.places_in_sample is None else self.places_in_sample
 
     def only(self, chosen: Collection[int]) -> PackedBatch:
         """Returns the batch with these documents alone, each seeing itself only; the rest is padding.
@@ -210,7 +210,7 @@ def join_batches(batches: Sequence[PackedBatch]) -> PackedBatch:
             for start in b.document_starts
         ),
         document_names=tuple(name for b in batches for name in b.document_names),
-        distances=np.concatenate([b.rope_positions for b in batches]),
+        places_in_sample=np.concatenate([b.rope_positions for b in batches]),
     )
 
 
@@ -297,7 +297,7 @@ def _build_pack(documents: Texts, pack: Pack, config: BatchConfig) -> PackedBatc
             f"{documents.name(piece.document)}, tokens {piece.start} to {piece.stop}"
             for piece in pack.pieces
         ),
-        distances=None if config.reset_attention_mask else np.arange(size, dtype=np.int64),
+        places_in_sample=None if config.reset_attention_mask else np.arange(size, dtype=np.int64),
     )
 
 

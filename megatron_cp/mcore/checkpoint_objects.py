@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from megatron_cp.errors import DamagedCheckpointError
+from megatron_cp.errors import ANOTHER_CHECKPOINT, DamagedCheckpointError, unreadable
 from megatron_cp.mcore.safe_load import load_trusted_types
 
 COMMON_FILE = "common.pt"
@@ -40,10 +40,7 @@ def object_bytes(folder: Path, place: Any) -> io.BytesIO:
             file.seek(place.offset)
             return io.BytesIO(file.read(place.length))
     except OSError as problem:
-        raise DamagedCheckpointError(
-            f"{path} cannot be read ({problem.strerror}); load another checkpoint with --ckpt-step, or the last good "
-            "one with --ckpt-fallback"
-        ) from None
+        raise unreadable(path, problem) from None
 
 
 def holds_common_file(folder: Path, index: Metadata) -> bool:
@@ -62,7 +59,6 @@ def read_common(folder: Path, index: Metadata) -> dict[str, Any]:
             (entries,) = entries
     if not isinstance(entries, dict):
         raise DamagedCheckpointError(
-            f"{folder} is damaged: what its ranks share is of type {type(entries).__name__}; load another checkpoint "
-            "with --ckpt-step, or the last good one with --ckpt-fallback"
+            f"{folder} is damaged: what its ranks share is of type {type(entries).__name__}; {ANOTHER_CHECKPOINT}"
         )
     return entries

@@ -195,8 +195,7 @@ def _check_dense_mask(attention_mask: Tensor | None, starts: Tensor) -> None:
     found = starts_from_dense_mask(attention_mask)
     raise NotImplementedError(
         f"the batch's dense attention_mask has {int(found.sum())} documents, its positions or tokens tell "
-        f"{int(starts.sum())}; a mask is never left out: make both from the same documents, or give "
-        "--no-create-attention-mask-in-dataloader"
+        f"{int(starts.sum())}; a mask is never left out: make both from the same documents"
     )
 
 

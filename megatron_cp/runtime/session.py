@@ -137,11 +137,11 @@ def open_session(
         )
     if group is not None and size > 1:
         _agree(plan, group, call)
-    if device.type == "cuda":
-        tell_of_other_hardware(plan.config.topology, device)
     rank = 0 if group is None else dist.get_rank(group)
     key = (plan.digest(), _name(group), rank, str(device))
     if key not in _sessions:
+        if device.type == "cuda":
+            tell_of_other_hardware(plan.config.topology, device)
         _sessions[key] = _compile(plan, rank, group, device)
         if len(_sessions) > MAX_SESSIONS:
             _sessions.popitem(last=False)

@@ -64,6 +64,7 @@ def on_host(capability=(8, 0), find_fault=lambda *_: None) -> Iterator[Calls]:
 
 def _forget():
     checks._found.clear()
+    checks._faults.clear()
     device_arrays._entries.clear()
 
 

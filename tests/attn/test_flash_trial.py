@@ -10,11 +10,11 @@ from megatron_cp import mask as masks
 from megatron_cp.attn import attend
 from megatron_cp.attn.flash import checks, trial
 from tests.attn import flash_libraries, flash_on_host
-from tests.attn.flash_libraries import flash2, loaded_anew
+from tests.attn.flash_libraries import flash2, flash3, loaded_anew
 from tests.attn.flash_on_host import on_host
 from tests.attn.formula import random_case
 
-__all__ = ["flash2", "loaded_anew"]
+__all__ = ["flash2", "flash3", "loaded_anew"]
 pytestmark = pytest.mark.usefixtures("loaded_anew")
 
 
@@ -113,6 +113,23 @@ def test_a_gpu_on_which_all_are_wrong_is_told_so(monkeypatch):
         NotImplementedError, match=r"torch is wrong on this GPU: out of a row is 0.05"
     ):
         _attend_as_on((8, 0))
+
+
+def test_a_library_is_tried_once_where_another_serves_wider_rows(flash3, monkeypatch, caplog):
+    """Each call asks for the dims as they are again; flash-attn 3 has them, and fails."""
+    monkeypatch.setattr(flash_libraries, "_run_forward", _no_image(None))
+    inputs, _ = random_case(24, 24, (2, 2), (144, 104), torch.bfloat16)
+    tried = []
+
+    def find_fault(operator, wish, *asked):
+        tried.append((operator.name, wish.head_dim, wish.value_dim))
+        return trial.find_fault(operator, wish, *asked)
+
+    with on_host((9, 0), find_fault):
+        for _ in range(3):
+            attend(*inputs, masks.causal(24), backend="flash")
+    assert tried.count(("flash-attn 3", 144, 104)) == 1
+    assert sum("no kernel image" in said for said in caplog.messages) == 2  # also at 144 and 144
 
 
 def test_a_full_gpu_condemns_no_library(flash2, monkeypatch):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_cp.attn.emulated.checks import find_variant
 from megatron_cp.attn.emulated.kernels import EmulatedKernel, Settings, running
-from megatron_cp.attn.hopper.checks import find_gradient_kernels, readable
+from megatron_cp.attn.hopper.checks import all_readable, find_gradient_kernels, readable
 from megatron_cp.attn.hopper.device_lists import backward_list, forward_list
 from megatron_cp.attn.hopper.gradients import BackwardCall, postprocess_params
 from megatron_cp.attn.hopper.launch import (
@@ -185,7 +185,7 @@ def run_forward(  # noqa: PLR0913  everything the kernel can be asked for
     if not lists.num_segs:
         fill_without_keys(out, lse, sink_N, accumulate)
         return
-    tensors = readable(q_QNH), readable(k_KGH), readable(v_KGH)
+    tensors = all_readable(q_QNH, k_KGH, v_KGH)
     sink = None if sink_N is None else sink_N.detach().float().contiguous()
     kernel, counters = EmulatedKernel(variant), torch.zeros(2, dtype=torch.int32)
     params = forward_params(kernel, tensors, lists, sink, scores, (out, lse))
@@ -208,7 +208,7 @@ def _backward_call(
     mask: AttentionMask,
     options: AttendOptions,
 ) -> BackwardCall:
-    q, k, v = (readable(x) for x in tensors)
+    q, k, v = all_readable(*tensors)
     dims, scores = (q.shape[2], v.shape[2]), Scores.of(options)
     in_order = options.deterministic
     kernels = find_gradient_kernels(q.dtype, *dims, scores.feature, in_order)

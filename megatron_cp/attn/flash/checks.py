@@ -2,12 +2,14 @@
 
 # N query heads, G kv heads, H head dim, Hv value head dim
 
+import logging
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_cp.attn.choice import torch_wants_determinism
 from megatron_cp.attn.flash.libraries import find_operator
 from megatron_cp.attn.flash.operators import Operator, Wish
 from megatron_cp.attn.flash.trial import find_fault
@@ -15,6 +17,7 @@ from megatron_cp.attn.options import AttendOptions
 
 DTYPES = (torch.bfloat16, torch.float16)
 ON_DEVICES = ("cuda",)
+_log = logging.getLogger("megatron_cp")
 STEP, WIDEST = 8, 256  # of head dims that flash-attn has
 
 
@@ -99,27 +102,35 @@ def operator_for(q: Tensor, v: Tensor, options: AttendOptions, *, needs_grad: bo
 
 def _wish(q: Tensor, v: Tensor, softcap: float, deterministic: bool, needs_grad: bool) -> Wish:
     dims = (q.shape[-1], v.shape[-1])
-    torch_is_deterministic = (
-        deterministic
-        and torch.are_deterministic_algorithms_enabled()
-        and not torch.is_deterministic_algorithms_warn_only_enabled()
-    )
-    wants = (softcap > 0, deterministic, needs_grad)
-    return Wish(_capability(q.device), *dims, *wants, torch_is_deterministic)
+    wants = (softcap > 0, deterministic, needs_grad, deterministic and torch_wants_determinism())
+    return Wish(_capability(q.device), *dims, *wants)
 
 
 def _find(wish: Wish, q: Tensor) -> tuple[Operator | None, tuple[str, ...]]:
-    """Returns `find_operator` with a trial of each, asked once per wish; but a refusal is asked again."""
+    """Returns `find_operator` with a trial of each, asked once per wish; but a refusal is asked again.
+
+    What a trial found is not: an operator is tried once per wish.
+    """
     key = (wish, q.dtype, q.device)
+
+    def tried(operator: Operator) -> str | None:
+        if (operator.name, key) not in _faults:
+            fault = _faults[operator.name, key] = find_fault(operator, *key)
+            if fault is not None:
+                _log.warning("backend 'flash' passes over an operator: %s", fault)
+        return _faults[operator.name, key]
+
     found = _found.get(key)
     if found is None:
-        found = find_operator(wish, lambda operator: find_fault(operator, wish, q.dtype, q.device))
+        found = find_operator(wish, tried)
         if found[0] is not None:
             _found[key] = found
     return found
 
 
-_found: dict[tuple[Wish, torch.dtype, torch.device], tuple[Operator | None, tuple[str, ...]]] = {}
+_Key = tuple[Wish, torch.dtype, torch.device]
+_found: dict[_Key, tuple[Operator | None, tuple[str, ...]]] = {}
+_faults: dict[tuple[str, _Key], str | None] = {}
 
 
 @lru_cache(maxsize=64)

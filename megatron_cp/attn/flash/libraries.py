@@ -12,7 +12,6 @@ Source: flash_attn_interface.py of flash-attn 2.8.3; hopper/flash_api.cpp (3.0) 
 
 import importlib
 import inspect
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -36,8 +35,6 @@ from megatron_cp.attn.flash.operators import (
 )
 from megatron_cp.attn.options import AttendOptions
 
-_log = logging.getLogger("megatron_cp")
-
 
 def find_operator(
     wish: Wish, find_fault: Callable[[Operator], str | None]
@@ -58,7 +55,6 @@ def find_operator(
             fault = find_fault(found)
             if fault is None:
                 return found, tuple(reasons)
-            _log.warning("backend 'flash' passes over an operator: %s", fault)
             found = fault
         reasons.append(found)
     return None, tuple(reasons)

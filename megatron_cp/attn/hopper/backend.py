@@ -24,7 +24,12 @@ from torch import Tensor
 from megatron_cp.attn.features import Feature, feature_of
 from megatron_cp.attn.graphs import outside_compiled_graphs
 from megatron_cp.attn.hopper.backward import add_gradients_, launch_backward
-from megatron_cp.attn.hopper.checks import find_gradient_kernels, find_variant, readable
+from megatron_cp.attn.hopper.checks import (
+    all_readable,
+    find_gradient_kernels,
+    find_variant,
+    readable,
+)
 from megatron_cp.attn.hopper.device_lists import (
     BackwardList,
     DeviceList,
@@ -122,7 +127,7 @@ def _run_forward(
 ) -> None:
     lists = _work_list(tensors[0], tensors[2], mask, options)
     launch_forward(
-        (readable(tensors[0]), readable(tensors[1]), readable(tensors[2])),
+        all_readable(*tensors),
         lists,
         None,
         Scores.of(options),
@@ -178,7 +183,7 @@ def _backward_call(
 ) -> BackwardCall:
     lists = _grad_list(q_QNH, v_KGH, mask, options)
     dout, stats = readable(dout_QNH.to(q_QNH.dtype)), stats_of(lse_QN, delta_QN)
-    tensors = readable(q_QNH), readable(k_KGH), readable(v_KGH)
+    tensors = all_readable(q_QNH, k_KGH, v_KGH)
     return BackwardCall(*tensors, dout, stats, lists, Scores.of(options))
 
 
@@ -261,7 +266,7 @@ def _forward(  # noqa: PLR0913  the operator's schema
     max_logits = _no_logits(q_QNH, has_max_logits)
     asked = max_logits if has_max_logits else None
     lists, scores = DeviceList(work, num_tiles, num_segs), Scores(softmax_scale, softcap)
-    tensors = readable(q_QNH), readable(k_KGH), readable(v_KGH)
+    tensors = all_readable(q_QNH, k_KGH, v_KGH)
     launch_forward(tensors, lists, sink_N, scores, results, accumulate=False, max_logits_N=asked)
     return *results, max_logits
 
@@ -306,7 +311,7 @@ def _backward(  # noqa: PLR0913  the operator's schema
     dout = readable(dout_QNH)
     stats = preprocess(out_QNH, dout, lse_QN, dlse_QN)
     lists = BackwardList._make((work, *counts))
-    tensors = readable(q_QNH), readable(k_KGH), readable(v_KGH)
+    tensors = all_readable(q_QNH, k_KGH, v_KGH)
     call = BackwardCall(*tensors, dout, stats, lists, Scores(softmax_scale, softcap))
     dq, dk, dv = launch_backward(call, float_grads=False)
     return dq, dk, dv, stats.delta[0, :, : lse_QN.shape[0]].t().contiguous()

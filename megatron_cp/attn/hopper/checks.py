@@ -223,6 +223,11 @@ def readable(x: Tensor) -> Tensor:
     return x if is_readable(x) else x.clone(memory_format=torch.contiguous_format)
 
 
+def all_readable(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the tensors, each as `readable`."""
+    return readable(q), readable(k), readable(v)
+
+
 def _repeats(x: Tensor) -> bool:
     """Returns whether a dimension of more than one element has stride 0, which no tensor map may have."""
     return 0 in x.stride() and any(

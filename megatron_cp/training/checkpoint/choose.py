@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_cp.errors import DamagedCheckpointError
+from megatron_cp.errors import DamagedCheckpointError, unreadable
 from megatron_cp.training.checkpoint import files, formats, integrity, places
 from megatron_cp.training.checkpoint.compare import leaves_out
 from megatron_cp.training.checkpoint.meaning import changes_of_meaning
@@ -170,7 +170,7 @@ def _examine(
         problem = refusal
     except OSError as failure:  # on this rank's node, say: the others must hear of it
         path = str(failure.filename or candidate)
-        problem = integrity.unreadable(path, failure)
+        problem = unreadable(path, failure)
     said = _of_all_ranks(
         None if problem is None else (isinstance(problem, DamagedCheckpointError), str(problem))
     )

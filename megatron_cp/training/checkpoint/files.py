@@ -19,10 +19,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_cp.errors import DamagedCheckpointError
+from megatron_cp.errors import ANOTHER_CHECKPOINT, DamagedCheckpointError
 from megatron_cp.mcore.linear_layers import linear_layers_of
 from megatron_cp.training.checkpoint import integrity
-from megatron_cp.training.checkpoint.integrity import ANOTHER
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"  # what a tracker holds in place of a number, and the folder it means
@@ -299,17 +298,21 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
             raise KeyError("sha256")
         dict(content["shape"]), dict(content["data"]), int(content["restarts"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as problem:
-        raise DamagedCheckpointError(f"{path} is damaged ({problem}); {ANOTHER}") from None
+        raise DamagedCheckpointError(
+            f"{path} is damaged ({problem}); {ANOTHER_CHECKPOINT}"
+        ) from None
     for name, size in files.items():
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise DamagedCheckpointError(
-                f"{path} is damaged: it names {name!r}, which is outside of the checkpoint; {ANOTHER}"
+                f"{path} is damaged: it names {name!r}, which is outside of the checkpoint; {ANOTHER_CHECKPOINT}"
             )
         file = folder / name
         found = file.stat().st_size if file.is_file() else None
         if found != size:
             state = "missing" if found is None else f"{found} bytes"
-            raise DamagedCheckpointError(f"{file} is {state}; it must have {size} bytes; {ANOTHER}")
+            raise DamagedCheckpointError(
+                f"{file} is {state}; it must have {size} bytes; {ANOTHER_CHECKPOINT}"
+            )
     return content
 
 

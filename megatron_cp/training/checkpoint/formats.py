@@ -13,8 +13,7 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from megatron_cp.errors import DamagedCheckpointError
-from megatron_cp.training.checkpoint.integrity import ANOTHER
+from megatron_cp.errors import ANOTHER_CHECKPOINT, DamagedCheckpointError
 from megatron_cp.training.config import TrainConfig
 
 Format = Literal["torch_dist", "torch"]
@@ -102,7 +101,7 @@ def _check_backend(folder: Path) -> None:
         backend = json.loads(path.read_text(encoding="utf-8"))["sharded_backend"]
     except (ValueError, KeyError, TypeError, RecursionError) as problem:
         raise DamagedCheckpointError(
-            f"{path} is damaged ({type(problem).__name__}); {ANOTHER}"
+            f"{path} is damaged ({type(problem).__name__}); {ANOTHER_CHECKPOINT}"
         ) from None
     if backend != "torch_dist":
         raise ValueError(

@@ -19,10 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from megatron_cp.errors import DamagedCheckpointError
-
-ANOTHER = "load another checkpoint with --ckpt-step, or the last good one with --ckpt-fallback"
-"""What every message about a damaged file advises."""
+from megatron_cp.errors import ANOTHER_CHECKPOINT, DamagedCheckpointError
 
 SEAL = "manifest_sha256"
 """The manifest's entry that holds the SHA-256 of all its others."""
@@ -32,11 +29,6 @@ _BLOCK_BYTES = 1 << 20
 # Below this a hand-over to the thread costs more than the hash (measured: 1.3 GB/s, 20 us a hand-over).
 _WORTH_A_THREAD = 1 << 18
 _THREADS = 4
-
-
-def unreadable(path: str | os.PathLike[str], failure: OSError) -> DamagedCheckpointError:
-    """Returns the refusal of a checkpoint whose file the system does not read."""
-    return DamagedCheckpointError(f"{path} cannot be read ({failure.strerror}); {ANOTHER}")
 
 
 class HashedFile:
@@ -160,7 +152,7 @@ def check_hashes(folder: Path, hashes: Mapping[str, str], names: Sequence[str]) 
         for name, reason in zip(names, threads.map(difference, names), strict=True):
             if reason is not None:
                 raise DamagedCheckpointError(
-                    f"{folder / name} does not hold what was saved ({reason}); {ANOTHER}"
+                    f"{folder / name} does not hold what was saved ({reason}); {ANOTHER_CHECKPOINT}"
                 )
 
 

@@ -14,11 +14,10 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron_cp.errors import DamagedCheckpointError
+from megatron_cp.errors import ANOTHER_CHECKPOINT, DamagedCheckpointError, unreadable
 from megatron_cp.mcore import safe_load
 from megatron_cp.mcore.checkpoint_objects import COMMON_FILE, holds_common_file
 from megatron_cp.training.checkpoint import formats
-from megatron_cp.training.checkpoint.integrity import ANOTHER, unreadable
 
 _PLAIN_PICKLE = b"\x80"  # torch before 1.6 wrote them; `safe_load` judges what it reads
 
@@ -47,7 +46,7 @@ def _check_pieces(folder: Path, index: Metadata) -> None:
             ends[place.relative_path] = max(end, ends.get(place.relative_path, 0))
     except (AttributeError, TypeError, ValueError, OverflowError):
         raise DamagedCheckpointError(
-            f"{folder / '.metadata'} is damaged: it has a piece without its place; {ANOTHER}"
+            f"{folder / '.metadata'} is damaged: it has a piece without its place; {ANOTHER_CHECKPOINT}"
         ) from None
     for name, end in sorted(ends.items()):
         file = folder / name
@@ -55,7 +54,7 @@ def _check_pieces(folder: Path, index: Metadata) -> None:
         if found is None or found < end:
             state = "missing" if found is None else f"{found} bytes"
             raise DamagedCheckpointError(
-                f"{file} is {state}; the index .metadata beside it names {end} bytes of it; {ANOTHER}"
+                f"{file} is {state}; the index .metadata beside it names {end} bytes of it; {ANOTHER_CHECKPOINT}"
             )
 
 
@@ -70,5 +69,5 @@ def _check_archive(path: Path) -> None:
         raise unreadable(path, problem) from None
     except Exception as problem:  # a damaged archive raises nearly anything
         raise DamagedCheckpointError(
-            f"{path} is damaged: it does not end as it was written ({problem}); {ANOTHER}"
+            f"{path} is damaged: it does not end as it was written ({problem}); {ANOTHER_CHECKPOINT}"
         ) from None
