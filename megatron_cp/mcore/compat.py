@@ -15,7 +15,7 @@ import inspect
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -142,6 +142,44 @@ def weighs_auxiliary_losses_by_rank() -> bool:
     return megatron_version() < (0, 19, 0)
 
 
+@contextmanager
+def groups_found_at_any_rate(groups: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """Megatron finds the saved state of these groups of parameters by what they are, not by their learning rates too.
+
+    It does so before 0.19. Since then it knows no group of a checkpoint again whose --lr was another, whichever of the
+    two the user lets win. Groups that differ in rates alone are still told apart by them.
+    """
+    from megatron.core.optimizer import distrib_optimizer, optimizer
+
+    every: tuple[str, ...] = optimizer.param_group_identifier_keys
+    keys = tuple(key for key in every if key not in ("max_lr", "min_lr"))
+    found, told_apart = (
+        {tuple(map(group.get, names)) for group in groups} for names in (keys, every)
+    )
+    if len(found) < len(told_apart):
+        keys = every
+    try:
+        for module in (distrib_optimizer, optimizer):
+            module.param_group_identifier_keys = keys
+        yield
+    finally:
+        for module in (distrib_optimizer, optimizer):
+            module.param_group_identifier_keys = every
+
+
+def sums_of_expert_losses() -> dict[str, torch.Tensor]:
+    """Returns the sums over micro-batches, one number a layer, by the loss's name; of what this stage's experts had."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if hasattr(moe_utils, "get_moe_metrics_tracker"):  # from 0.18 on
+        return {
+            name: entry.values
+            for name, entry in moe_utils.get_moe_metrics_tracker().metrics.items()
+        }
+    tracker = moe_utils.get_moe_layer_wise_logging_tracker()
+    return {name: entry["values"] for name, entry in tracker.items()}
+
+
 def decoder_layer_specs(config: Any, *, use_transformer_engine: bool) -> list[Any]:
     """Returns Megatron's spec of every decoder layer of the model, in order, each with softmax attention.
 
@@ -151,27 +189,47 @@ def decoder_layer_specs(config: Any, *, use_transformer_engine: bool) -> list[An
     """
     from megatron.core.models.gpt import gpt_layer_specs
 
-    return list(
-        gpt_layer_specs.get_gpt_decoder_layer_specs(
-            _changed(config, experimental_attention_variant=None),  # 0.20 makes specs of no other
-            use_transformer_engine=use_transformer_engine,
-            normalization=config.normalization,
-            qk_l2_norm=getattr(config, "qk_l2_norm", False),
-        )
+    layers = gpt_layer_specs.get_gpt_decoder_layer_specs(
+        _changed(config, experimental_attention_variant=None),  # 0.20 makes specs of no other
+        use_transformer_engine=use_transformer_engine,
+        normalization=config.normalization,
+        qk_l2_norm=getattr(config, "qk_l2_norm", False),
     )
+    if not use_transformer_engine:
+        _leave_queries_without_norm(config, layers)
+    return list(layers)
 
 
 def decoder_block_spec(config: Any, *, use_transformer_engine: bool, vp_stage: int | None) -> Any:
     """Returns Megatron's spec of this pipeline stage: its layers of the above and a final norm."""
     from megatron.core.models.gpt import gpt_layer_specs
 
-    return gpt_layer_specs.get_gpt_decoder_block_spec(
+    block = gpt_layer_specs.get_gpt_decoder_block_spec(
         _changed(config, experimental_attention_variant=None),
         use_transformer_engine=use_transformer_engine,
         normalization=config.normalization,
         qk_l2_norm=getattr(config, "qk_l2_norm", False),
         vp_stage=vp_stage,
     )
+    if not use_transformer_engine:
+        _leave_queries_without_norm(config, block.layer_specs)
+    return block
+
+
+def _leave_queries_without_norm(config: Any, layers: Iterable[Any]) -> None:
+    """Takes the norm of compressed queries out of Megatron's local layers that compress none.
+
+    Its spec has it in any latent attention; before 0.19 it was left aside, since then it is an error.
+    """
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    from megatron_cp.mcore.latent import LatentAttentionOfPlainQueries
+
+    if config.multi_latent_attention and config.q_lora_rank is None:
+        for layer in layers:
+            attention = layer.submodules.self_attention
+            attention.module = LatentAttentionOfPlainQueries
+            attention.submodules.q_layernorm = IdentityOp
 
 
 def plain_layer_specs(config: Any, *, use_transformer_engine: bool) -> list[Any]:

@@ -29,7 +29,7 @@ RICHER = ("--qk-layernorm", "--untie-embeddings-and-output-weights")
 REFUSED = {
     **{name: (flags, "--override-opt-param-scheduler") for name, flags in OTHER.items()},
     "optimizer": ((*SAME, "--optimizer", "sgd"), "--no-load-optim"),
-    "damage": ((*SAME, "--no-verify-checkpoint"), "cannot be loaded"),
+    "damage": ((*SAME, "--no-verify-checkpoint"), "damaged"),
 }
 
 

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 
+from megatron_cp.mcore.compat import groups_found_at_any_rate
 from megatron_cp.mcore.optimizer import ForeachAdam
 from megatron_cp.training.checkpoint.writer import saving_in_this_process
 from tests.mcore.tiny_gpt import Case, Trainer, parallel_state
@@ -125,3 +126,35 @@ def test_training_goes_on_where_it_was_saved(tmp_path, saved: str, resumed: str,
         assert again == on, "the same layout must resume bit for bit"
     for step, values in enumerate(on):
         assert again[step] == pytest.approx(values, rel=2e-5), step
+
+
+OF_NEWER_VERSIONS = ("max_lr", "min_lr", "optimizer", "wd_mult", "lr_mult", "is_decoupled_lr")
+
+
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        (
+            {"max_lr": 0.2, "is_decoupled_lr": True},
+            ("optimizer", "wd_mult", "lr_mult", "is_decoupled_lr"),
+        ),
+        (
+            {},
+            ("optimizer", "wd_mult", "lr_mult", "is_decoupled_lr"),
+        ),  # the same group of another chunk
+        ({"max_lr": 0.2}, OF_NEWER_VERSIONS),  # told apart by its rate alone
+    ],
+)
+def test_groups_are_known_again_whatever_their_rates_were(
+    monkeypatch, others: dict, expected: tuple
+):
+    from megatron.core.optimizer import distrib_optimizer, optimizer
+
+    modules = (optimizer, distrib_optimizer)
+    for module in modules:
+        monkeypatch.setattr(module, "param_group_identifier_keys", OF_NEWER_VERSIONS)
+    group = {"max_lr": 0.1, "min_lr": 0.0, "wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False}
+    with pytest.raises(KeyError), groups_found_at_any_rate([group, group | others]):
+        assert [module.param_group_identifier_keys for module in modules] == [expected] * 2
+        raise KeyError
+    assert [module.param_group_identifier_keys for module in modules] == [OF_NEWER_VERSIONS] * 2

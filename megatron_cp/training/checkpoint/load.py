@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_cp.mcore import compat
 from megatron_cp.mcore.optimizer import adopt_parameter_steps
 from megatron_cp.mcore.safe_load import parsing_each_index_once, reading_safely
 from megatron_cp.training.checkpoint import dist_format, files, formats, legacy_format
@@ -126,7 +127,8 @@ def _restore_optimizer(state: RunState, content: Content, folder: Path) -> None:
     wanted = [{name: group.get(name) for name in _RATES} for group in state.optimizer.param_groups]
     flags = _settings(state.optimizer)
     try:
-        state.optimizer.load_state_dict(content.optimizer)
+        with compat.groups_found_at_any_rate(state.optimizer.param_groups):
+            state.optimizer.load_state_dict(content.optimizer)
         adopt_parameter_steps(state.optimizer)
     except (CheckpointException, Exception) as failure:  # a foreign state raises nearly anything
         problem = another_optimizer(folder, first_line(failure))
