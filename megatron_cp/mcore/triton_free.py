@@ -1,6 +1,6 @@
-"""Lets Megatron-Core 0.19 and later be imported where triton is not installed.
+"""Lets Megatron-Core 0.18 and later be imported where triton is not installed.
 
-From 0.19 on one module of Megatron, which the training path imports, says `import triton` without
+From 0.18 on one module of Megatron, which the training path imports, says `import triton` without
 a guard: a CPU build of torch has no triton, and `import megatron.core` ends there. The stand-in is
 seen by these modules alone and only while they are imported, so torch's own questions for triton
 (`import triton`, `importlib.util.find_spec`) still get the true answer. A kernel declared with the
@@ -19,7 +19,8 @@ from types import ModuleType
 from typing import Any
 
 NEEDS_TRITON = (
-    "megatron.core.transformer.moe.ops.paged_stash",
+    "megatron.core.transformer.moe.paged_stash",  # 0.18
+    "megatron.core.transformer.moe.ops.paged_stash",  # 0.19 and 0.20
     "megatron.core.transformer.custom_layers.batch_invariant_kernels",  # 0.16 and 0.17, by megatron.training
     "megatron.core.ssm.",  # 0.19 and 0.20, by megatron.training
 )
