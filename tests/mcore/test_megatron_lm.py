@@ -127,7 +127,7 @@ def test_twenty_losses_equal_those_of_megatrons_own_attention(
     assert lines[0].startswith(f"megatron_cp: documents: from {source}, ")
     # The log has seven digits, and the last one may round otherwise. Steps carry rounding on: 2e-6 was seen in the
     # thirteenth step of two context ranks, after four steps without a difference.
-    record_property("largest difference", np.abs(np.subtract(found, expected)).max())
+    record_property("largest difference", float(np.abs(np.subtract(found, expected)).max()))
     np.testing.assert_allclose(found, expected, rtol=0, atol=2.5e-6)
 
 
