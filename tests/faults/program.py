@@ -107,6 +107,7 @@ _IMPORTED_LATE = (
     "megatron_cp.training.arguments",
     "megatron_cp.training.gpt",
     "megatron_cp.training.pretrain",
+    "megatron_cp.mcore.latent",
     "megatron.core.datasets.blended_megatron_dataset_builder",
     "megatron.core.datasets.gpt_dataset",
     "megatron.core.dist_checkpointing.strategies.torch",
