@@ -25,6 +25,9 @@ from megatron_cp.mcore.hook_points import OLDEST, TESTED, Version, dotted
 
 _log = logging.getLogger(__name__)
 
+RATES = ("max_lr", "min_lr")
+"""What a group of parameters says of its learning rate; the schedule takes these before its own."""
+
 
 def megatron_version() -> Version:
     """Returns the version of the installed megatron-core, e.g. (0, 16, 1).
@@ -152,7 +155,7 @@ def groups_found_at_any_rate(groups: Sequence[dict[str, Any]]) -> Iterator[None]
     from megatron.core.optimizer import distrib_optimizer, optimizer
 
     every: tuple[str, ...] = optimizer.param_group_identifier_keys
-    keys = tuple(key for key in every if key not in ("max_lr", "min_lr"))
+    keys = tuple(key for key in every if key not in RATES)
     found, told_apart = (
         {tuple(map(group.get, names)) for group in groups} for names in (keys, every)
     )

@@ -29,7 +29,7 @@ RICHER = ("--qk-layernorm", "--untie-embeddings-and-output-weights")
 REFUSED = {
     **{name: (flags, "--override-opt-param-scheduler") for name, flags in OTHER.items()},
     "optimizer": ((*SAME, "--optimizer", "sgd"), "--no-load-optim"),
-    "damage": ((*SAME, "--no-verify-checkpoint"), "damaged"),
+    "damage": ((*SAME, "--no-verify-checkpoint"), "cannot be loaded"),
 }
 
 
@@ -122,11 +122,15 @@ def test_weights_that_a_checkpoint_lacks_are_one_line_on_every_rank(runs):
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_does_not_fit_is_one_line_that_names_the_folder(runs, name: str):
-    for rank in runs[1][name]:
+    root, outcomes = runs
+    words = REFUSED[name][1]
+    if name == "damage" and not (root / "broken/iter_0000002/common.pt").exists():
+        words = "common_state is damaged"  # a file of tensors holds it from Megatron-Core 0.19 on
+    for rank in outcomes[name]:
         assert rank.code == 2, rank.stderr[-3000:]
         (line,) = [x for x in rank.stderr.splitlines() if x.startswith("pretrain_gpt.py: error: ")]
         assert "iter_0000002" in line
-        assert REFUSED[name][1] in line
+        assert words in line
         assert "Traceback" not in rank.stderr
 
 

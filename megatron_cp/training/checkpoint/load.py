@@ -124,7 +124,9 @@ def _restore_optimizer(state: RunState, content: Content, folder: Path) -> None:
         state.optimizer.reload_model_params()
         return
     problem: Exception | None = None
-    wanted = [{name: group.get(name) for name in _RATES} for group in state.optimizer.param_groups]
+    wanted = [
+        {name: group.get(name) for name in compat.RATES} for group in state.optimizer.param_groups
+    ]
     flags = _settings(state.optimizer)
     try:
         with compat.groups_found_at_any_rate(state.optimizer.param_groups):
@@ -162,9 +164,6 @@ def _settings(optimizer: Any) -> dict[str, Any]:
     """Returns the settings of the update rule that an optimizer's state brings along, by their flags."""
     groups = optimizer.param_groups
     return {flag: group[key] for group in groups for key, flag in _SETTINGS.items() if key in group}
-
-
-_RATES = ("max_lr", "min_lr")  # of each group of parameters; the schedule takes them before its own
 
 
 def _settle_rates(state: RunState, wanted: list[dict[str, float | None]]) -> None:

@@ -47,14 +47,12 @@ def _losses_of_experts(arguments: Mapping[str, Any], num_micro_batches: int) -> 
     version to version, and where the stages make them unlike the all-reduce waits for ever.
     """
     kinds = arguments["moe_router_load_balancing_type"]
-    names = [
-        _NAMES[kind] for kind in ([kinds] if isinstance(kinds, str) else kinds) if kind in _NAMES
-    ]
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    names = [_NAMES[kind] for kind in kinds if kind in _NAMES]
     if arguments["moe_z_loss_coeff"] is not None:
         names.append("z_loss")
     sums = compat.sums_of_expert_losses()
-    device = torch.cuda.current_device()
-    totals = torch.zeros(len(names), dtype=torch.float64, device=device)
+    totals = torch.zeros(len(names), dtype=torch.float64, device=torch.cuda.current_device())
     for place, name in enumerate(names):
         if name in sums:  # not on a stage without experts
             totals[place] = sums[name].double().sum()
