@@ -114,8 +114,9 @@ class BwdParams(ctypes.Structure):
         ("cap_scale", c_float),
         ("softmax_scale", c_float),
         ("grads_are_float", c_int32),
+        ("accumulate", c_int32),
         ("dropout", DropoutParams),
-        ("padding", c_int32 * 8),  # the header's struct is aligned to 64 bytes
+        ("padding", c_int32 * 6),  # the header's struct is aligned to 64 bytes
     )
 
 
@@ -170,15 +171,42 @@ class BwdPostprocessParams(ctypes.Structure):
     )
 
 
+class Joins(ctypes.Structure):
+    """Which parts each row gets."""
+
+    _fields_ = (
+        ("rows", c_void_p),
+        ("begins", c_void_p),
+        ("parts", c_void_p),
+        ("num_rows", c_int64),
+    )
+
+
+class AddRowsParams(ctypes.Structure):
+    """Parameters of the kernel that adds rows."""
+
+    _fields_ = (
+        ("joins", Joins),
+        ("total", c_void_p),
+        ("part", c_void_p),
+        ("total_row_stride", c_int64),
+        ("total_head_stride", c_int64),
+        ("part_row_stride", c_int64),
+        ("part_head_stride", c_int64),
+        ("num_heads", c_int32),
+        ("width", c_int32),
+    )
+
+
 class MergeRowsParams(ctypes.Structure):
     """Parameters of the kernel that merges rows of partial results."""
 
     _fields_ = (
+        ("joins", Joins),
         ("out", c_void_p),
         ("lse", c_void_p),
         ("part_out", c_void_p),
         ("part_lse", c_void_p),
-        ("index", c_void_p),
         ("out_row_stride", c_int64),
         ("out_head_stride", c_int64),
         ("lse_row_stride", c_int64),
@@ -187,8 +215,6 @@ class MergeRowsParams(ctypes.Structure):
         ("part_out_head_stride", c_int64),
         ("part_lse_row_stride", c_int64),
         ("part_lse_head_stride", c_int64),
-        ("num_rows", c_int32),
         ("num_heads", c_int32),
         ("width", c_int32),
-        ("padding", c_int32),
     )

@@ -45,7 +45,8 @@ class Meter(TorchDispatchMode):
             self.waits.append(name)
         if func.is_view or func.namespace in ("c10d", "prim") or name.split(".")[1] in FREE:
             return result
-        reads = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        given = {key: value for key, value in (kwargs or {}).items() if key != "out"}
+        reads = [x for x in tree_leaves((args, given)) if isinstance(x, torch.Tensor)]
         writes = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
         if name.startswith(("aten.index_select", "aten.index.")):  # reads the chosen rows only
             reads = writes

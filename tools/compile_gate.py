@@ -46,6 +46,7 @@ PARAMS: dict[str, type[ctypes.Structure]] = {
     "backward_preprocess": params.BwdPreprocessParams,
     "backward_postprocess": params.BwdPostprocessParams,
     "merge_rows": params.MergeRowsParams,
+    "add_rows": params.AddRowsParams,
 }
 COUNTED = "12.4,12.8,13.0"  # whose ordering instructions are written down; others are held to what these agree on
 JOBS = 2

@@ -96,8 +96,8 @@ MCP_DEVICE void to_score_gradients(const float (&probs)[kSize], float (&dp)[kSiz
     for (int i = 0; i < kSize; i++) dp[i] *= probs[i];
 }
 
-// Gradient of one row of keys or values, fp32 or 16 bits; added to what is there where a kv head
-// has several work items. All lanes of the warp call; `valid` lanes store.
+// Gradient of one row of keys or values, fp32, perhaps added to what is there, or 16 bits. All lanes
+// of the warp call; `valid` lanes store.
 template <int kHalf, class T, int kSize>
 MCP_DEVICE void store_gradient(const BwdParams& params,
                                void* gradient,
@@ -106,9 +106,8 @@ MCP_DEVICE void store_gradient(const BwdParams& params,
                                float factor,
                                bool valid) {
     if (params.grads_are_float) {
-        const bool adds = params.items_per_group > 1;
         float* const row = static_cast<float*>(gradient) + offset;
-        if (valid) store_or_add_row_f32(row, d, kHalf, factor, adds);
+        if (valid) store_or_add_row_f32(row, d, kHalf, factor, params.accumulate);
     } else {
         store_row_16<T>(static_cast<u16*>(gradient) + offset, d, kHalf, factor, valid);
     }

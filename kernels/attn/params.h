@@ -122,13 +122,13 @@ struct BwdParams {
 
     i32 num_tiles, num_heads, num_kv_heads;
     i32 heads_per_section;  // of work, as in FwdParams
-    // Query heads that a work item visits, and how many items share a kv head. More than one add
-    // to dk and dv, which are float then and begin with zeros.
+    // Query heads that a work item visits, and how many items share a kv head.
     i32 heads_per_item, items_per_group;
     i32 num_queries;                    // rows of q and dout
     float score_scale, cap, cap_scale;  // as in FwdParams
     float softmax_scale;
     i32 grads_are_float;  // dk and dv; otherwise they have the inputs' type
+    i32 accumulate;       // dk and dv are float sums and are added to; so where items share a kv head
     DropoutParams dropout;
 };
 

@@ -1,16 +1,15 @@
-// Merges rows of a partial attention result into another: a warp per row and head, read and written
-// once. Source: Milakov & Gimelshein, arXiv:1805.02867, section 3.1.
+// Merges rows of partial attention results into others: a warp per row and head, the result read and
+// written once. Source: Milakov & Gimelshein, arXiv:1805.02867, section 3.1.
 #pragma once
 
 #include <mcp/fragment.cuh>
-#include <mcp/platform.cuh>
 
-#include "params.h"
+#include "joins.cuh"
 
 namespace mcp::rows {
 
-constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / kWarpSize;
+constexpr int kPairs = 4;  // of columns, of a lane
+constexpr int kMerged = 2 * kPairs * kWarpSize;
 constexpr float kLogOf2 = 0.693147180559945309f;
 
 // Factors of the two results, and lse of their merge. `part` is not -inf.
@@ -28,40 +27,63 @@ struct Weights {
     }
 };
 
-MCP_DEVICE void merge_row(const MergeRowsParams& params, i64 row, i64 head) {
-    const i64 to = params.index == nullptr ? row : params.index[row];
-    float* lse = params.lse + to * params.lse_row_stride + head * params.lse_head_stride;
-    // One lane reads and writes lse, so that no lane can read what another has written.
-    u32 bits[2] = {0, 0};
-    if (lane_index() == 0) {
-        bits[0] = ptx::as_bits(*lse);
-        bits[1] = ptx::as_bits(params.part_lse[row * params.part_lse_row_stride +
-                                               head * params.part_lse_head_stride]);
+// One lane reads for all, so that none reads what another has written.
+MCP_DEVICE float read_once(const float* address) {
+    const u32 bits = lane_index() == 0 ? ptx::as_bits(*address) : 0;
+    return ptx::as_float(ptx::shuffle(bits, 0));
+}
+
+// Merges columns `first` to `first + kMerged - 1` of all parts; returns lse of the merge.
+MCP_DEVICE float merge_columns(const MergeRowsParams& params, const JoinedRow& joined, int head,
+                               float lse, int first) {
+    const int column = first + 2 * lane_index();
+    const auto is_mine = [&](int pair) { return column + 2 * kWarpSize * pair < params.width; };
+    float* out =
+        params.out + joined.row * params.out_row_stride + head * params.out_head_stride + column;
+    f32x2 held[kPairs];
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+        if (is_mine(i)) held[i] = *reinterpret_cast<const f32x2*>(out + 2 * kWarpSize * i);
     }
-    const float held_lse = ptx::as_float(ptx::shuffle(bits[0], 0));
-    const float part_lse = ptx::as_float(ptx::shuffle(bits[1], 0));
-    if (part_lse == negative_infinity()) return;
-    const Weights weights(held_lse, part_lse);
-    float* out = params.out + to * params.out_row_stride + head * params.out_head_stride;
-    const float* part = params.part_out + row * params.part_out_row_stride +
-                        head * params.part_out_head_stride;
-    for (int column = 2 * lane_index(); column < params.width; column += 2 * kWarpSize) {
-        const f32x2 held = *reinterpret_cast<const f32x2*>(out + column);
-        const f32x2 more = *reinterpret_cast<const f32x2*>(part + column);
-        *reinterpret_cast<f32x2*>(out + column) = {
-            ptx::fma(more.x, weights.part, held.x * weights.held),
-            ptx::fma(more.y, weights.part, held.y * weights.held)};
+    for (i64 place = joined.begin; place < joined.end; ++place) {
+        const i64 row = joined.part(place);
+        const float part_lse = read_once(params.part_lse + row * params.part_lse_row_stride +
+                                         head * params.part_lse_head_stride);
+        if (part_lse == negative_infinity()) continue;
+        const Weights weights(lse, part_lse);
+        const float* part = params.part_out + row * params.part_out_row_stride +
+                            head * params.part_out_head_stride + column;
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) {
+            if (!is_mine(i)) continue;
+            const f32x2 more = *reinterpret_cast<const f32x2*>(part + 2 * kWarpSize * i);
+            held[i].x = ptx::fma(more.x, weights.part, held[i].x * weights.held);
+            held[i].y = ptx::fma(more.y, weights.part, held[i].y * weights.held);
+        }
+        lse = weights.lse;
     }
-    if (lane_index() == 0) *lse = weights.lse;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+        if (is_mine(i)) *reinterpret_cast<f32x2*>(out + 2 * kWarpSize * i) = held[i];
+    }
+    return lse;
+}
+
+MCP_DEVICE void merge_row(const MergeRowsParams& params, i64 index, int head) {
+    const JoinedRow joined(params.joins, index);
+    float* address =
+        params.lse + joined.row * params.lse_row_stride + head * params.lse_head_stride;
+    const float lse = read_once(address);
+    float merged = lse;
+    for (int first = 0; first < params.width; first += kMerged) {
+        merged = merge_columns(params, joined, head, lse, first);
+    }
+    if (lane_index() == 0) *address = merged;
 }
 
 MCP_DEVICE void merge_rows(const MergeRowsParams& params) {
-    const i64 num_items = static_cast<i64>(params.num_rows) * params.num_heads;
-    const i64 step = static_cast<i64>(ptx::num_blocks()) * kWarps;
-    i64 item = static_cast<i64>(ptx::block_index()) * kWarps + ptx::thread_index() / kWarpSize;
-    for (; item < num_items; item += step) {
-        merge_row(params, item / params.num_heads, item % params.num_heads);
-    }
+    for_each_item(params.joins.num_rows, params.num_heads,
+                  [&](i64 index, int head) { merge_row(params, index, head); });
 }
 
 }  // namespace mcp::rows

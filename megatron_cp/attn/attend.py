@@ -5,7 +5,6 @@ Both passes leave an enclosing autocast: the dtype of q, k and v decides the pre
 
 # Q query rows, K key rows, N query heads, G kv heads, H head dim, Hv value head dim
 
-from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from types import ModuleType
@@ -17,7 +16,7 @@ from torch import Tensor
 from megatron_cp.attn.dropout import Dropout, head_seeds, key_words, row_words
 from megatron_cp.attn.eager import eager
 from megatron_cp.attn.logits import no_logits, raise_to_, sharp_lse
-from megatron_cp.attn.merge import apply_sink, merge_rows_, merge_span_, sink_gradient
+from megatron_cp.attn.merge import PartJoiner, apply_sink, merge_span_, sink_gradient
 from megatron_cp.attn.once import Saved, first_derivative_only
 from megatron_cp.attn.options import (
     AttendOptions,
@@ -188,6 +187,7 @@ def backend_module(backend: str) -> ModuleType:
 
 def attend_backward_onto_(  # noqa: PLR0913  as attend_backward, and what to add to
     dq: Tensor | None,
+    dkeys: tuple[Tensor, Tensor] | None,
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -199,25 +199,26 @@ def attend_backward_onto_(  # noqa: PLR0913  as attend_backward, and what to add
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns `(dq, dk, dv)` as `attend_backward`, `dq` still to be multiplied by `dq_factor(options)`.
 
-    Where `dq` holds such a sum over other keys, it is the one returned, with this one added to it.
+    Where `dq` holds such a sum over other keys, it is the one returned, with this one added to it; and where `dkeys`
+    holds `(dk, dv)` of other queries, so are they.
     """
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         if _adds_itself(options):
             check_mask(q, k, mask)
             _check_words(options)
             module = backend_module(options.backend)
-            grads = module.backward_onto_(dq, dout, q, k, v, lse, delta, mask, options)
+            grads = module.backward_onto_(dq, dkeys, dout, q, k, v, lse, delta, mask, options)
             return grads[0], grads[1], grads[2]
-        part, dk, dv = attend_backward(dout, q, k, v, lse, delta, mask, options)
-    return part if dq is None else dq.add_(part), dk, dv
+        parts = attend_backward(dout, q, k, v, lse, delta, mask, options)
+        held = (dq, *(dkeys or (None, None)))
+        sums = [x if h is None else h.add_(x) for h, x in zip(held, parts, strict=True)]
+    return sums[0], sums[1], sums[2]
 
 
-def row_merger(options: AttendOptions) -> Callable[..., None]:
-    """Returns what merges rows of partial results in place, as `merge_rows_`: by the backend's kernel if it has one."""
-    merger: Callable[..., None] = getattr(
-        backend_module(options.backend), "merge_rows_", merge_rows_
-    )
-    return merger
+def part_joiner(options: AttendOptions) -> PartJoiner | None:
+    """Returns the backend's kernels that join results for the same rows, None where it leaves that to torch."""
+    module = backend_module(options.backend)
+    return module if hasattr(module, "merge_parts_") else None
 
 
 def dq_factor(options: AttendOptions) -> float:

@@ -11,8 +11,31 @@ Source: Milakov & Gimelshein, "Online normalizer calculation for softmax", arXiv
 
 # Q rows, N query heads, Hv value head dim
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
+
+ByRow = tuple[Tensor, Tensor, Tensor]
+"""`(rows, begins, parts)`, int64 and contiguous: row `rows[i]`, each there once, gets rows
+`parts[begins[i] : begins[i + 1]]` of a part, one after the other."""
+
+
+class PartJoiner(Protocol):
+    """A backend's kernels that join results for the same rows, in place, each row read and written once."""
+
+    def merge_parts_(
+        self,
+        out: Tensor,
+        lse: Tensor,
+        part_out: Tensor,
+        part_lse: Tensor,
+        by_row: ByRow | None = None,
+    ) -> None:
+        """Merges partial results; without `by_row` the first rows get one each."""
+
+    def add_parts_(self, total: Tensor, part: Tensor, by_row: ByRow) -> None:
+        """Adds gradients."""
 
 
 def merge_partials(

@@ -22,22 +22,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp.comm.all_to_all import start_all_to_all
+from megatron_cp.comm.joins import Joins
 from megatron_cp.comm.packed import PackedRows, Rows, gathered, packed
 from megatron_cp.comm.streams import Chain, Pending, start_chain
+from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.schema import DST, Hop, Transfer, message_rows
 
-Combine = Callable[
-    [Rows, Tensor, Rows], None
-]  # (target rows, int64 indices, contributions), in place
-
-
-@dataclass(frozen=True)
-class _Return:
-    """Where contributions coming back from one destination go: rows `index` of one segment."""
-
-    segment: int  # 0 = own rows, i + 1 = rows received in hop i
-    begin: int  # first row of the contribution within what came back
-    index: Tensor
+Combine = Callable[[Rows, Joins, Rows], None]  # (target rows, joins, contributions), in place
+_Runs = list[tuple[int, IntArray]]  # as in `Joins.of`
 
 
 @dataclass(frozen=True)
@@ -70,7 +62,8 @@ class RankHop:
     sources: _Sources
     send_splits: list[int]
     recv_splits: list[int]
-    returns: tuple[_Return, ...]
+    relayed: tuple[tuple[int, Joins], ...]
+    """Of what comes back: what goes to rows that were received in the hop of this number."""
     is_silent: bool  # nobody sends anything: no collective takes place
 
 
@@ -80,6 +73,13 @@ class RankTransfer:
 
     hops: tuple[RankHop, ...]
     own_rows: int
+    home: Joins
+    """Of all that comes back, the last hop's first: what goes to own rows."""
+
+    @property
+    def num_sent(self) -> int:
+        """Returns how many rows this rank sends over all hops."""
+        return sum(sum(hop.send_splits) for hop in self.hops)
 
     @property
     def num_received(self) -> int:
@@ -99,26 +99,31 @@ class RankTransfer:
         num_ranks: int,
         own_rows: int,
         received_before: int = 0,
+        comes_home: bool = True,
     ) -> "RankTransfer":
-        """Returns what `rank` of `num_ranks` does in `transfer`, behind rows that it received before."""
+        """Returns what `rank` of `num_ranks` does in `transfer`, behind rows that it received before.
+
+        Without `comes_home` there is no `group_reduce` along it.
+        """
         hops: list[RankHop] = []
+        back: list[dict[int, _Runs]] = []
         segment_ends = [own_rows + received_before]
         for hop in transfer.hops:
-            hops.append(_compile_hop(hop, (rank, num_ranks), own_rows, segment_ends))
+            sent = hop.sent_by(rank)
+            back.append(_runs_back(sent, segment_ends) if comes_home else {})
+            hops.append(_compile_hop(hop, sent, (rank, num_ranks), own_rows, back[-1]))
             segment_ends.append(segment_ends[-1] + sum(hops[-1].recv_splits))
-        return cls(tuple(hops), own_rows)
+        runs, begin = [], 0
+        for compiled, by_segment in zip(reversed(hops), reversed(back), strict=True):
+            runs += [(begin + first, rows) for first, rows in by_segment.get(0, [])]
+            begin += sum(compiled.send_splits)
+        return cls(tuple(hops), own_rows, Joins.of(runs))
 
 
-def _compile_hop(hop: Hop, who: tuple[int, int], own_rows: int, segment_ends: list[int]) -> RankHop:
-    """`who`: rank and number of ranks."""
-    rank, num_ranks = who
-    sent, received = hop.sent_by(rank), hop.received_by(rank)
-    send_splits, recv_splits = [0] * num_ranks, [0] * num_ranks
-    for _, dst, start, stop in sent.tolist():
-        send_splits[dst] += stop - start
-    for src, _, start, stop in received.tolist():
-        recv_splits[src] += stop - start
-    returns, begin = [], 0
+def _runs_back(sent: IntArray, segment_ends: list[int]) -> dict[int, _Runs]:
+    """Returns where what comes back goes, run by run: by segment, 0 own rows, i + 1 those received in hop i."""
+    returns: dict[int, _Runs] = {}
+    begin = 0
     for dst in sorted(set(sent[:, DST].tolist())):
         rows = message_rows(sent[sent[:, DST] == dst])
         segments = np.searchsorted(segment_ends, rows, side="right")
@@ -126,14 +131,27 @@ def _compile_hop(hop: Hop, who: tuple[int, int], own_rows: int, segment_ends: li
         for first, stop in itertools.pairwise([0, *cuts, len(rows)]):
             segment = int(segments[first])  # messages may name segments in any order, and again
             base = segment_ends[segment - 1] if segment else 0
-            index = torch.from_numpy(rows[first:stop] - base)
-            returns.append(_Return(segment, begin + first, index))
+            returns.setdefault(segment, []).append((begin + first, rows[first:stop] - base))
         begin += len(rows)
+    return returns
+
+
+def _compile_hop(
+    hop: Hop, sent: IntArray, who: tuple[int, int], own_rows: int, back: dict[int, _Runs]
+) -> RankHop:
+    """`who`: rank and number of ranks."""
+    rank, num_ranks = who
+    send_splits, recv_splits = [0] * num_ranks, [0] * num_ranks
+    for _, dst, start, stop in sent.tolist():
+        send_splits[dst] += stop - start
+    for src, _, start, stop in hop.received_by(rank).tolist():
+        recv_splits[src] += stop - start
     rows = message_rows(sent)
     is_own = rows < own_rows
     arrays = (rows[is_own], rows[~is_own] - own_rows, is_own.nonzero()[0], (~is_own).nonzero()[0])
     sources = _Sources(*(torch.from_numpy(array) for array in arrays))
-    return RankHop(sources, send_splits, recv_splits, tuple(returns), not len(hop.messages))
+    relayed = tuple((segment - 1, Joins.of(runs)) for segment, runs in back.items() if segment)
+    return RankHop(sources, send_splits, recv_splits, relayed, not len(hop.messages))
 
 
 def group_cast(
@@ -186,8 +204,8 @@ def group_reduce(
     `own`: what this rank holds for its own rows, `[own_rows, ...]` each, updated in place by `wait()` alone.
     `received`: one contribution per received row, `[num_received, ...]` each, same dtypes and row shapes; a
     relay combines in it what it passes on, so it belongs to the reduce from now on.
-    `combine(target, index, part)` joins `part` into rows `index` (without repeats) of `target`, in place:
-    `add_rows_` for gradients, the merge of partial `(out, lse)` for results. Collective.
+    `combine(target, joins, parts)` joins contributions into rows of `target`, in place: `add_rows_` for gradients,
+    the merge of partial `(out, lse)` for results. Collective.
     """
     chain = _reduce_chain(own, received, transfer, group, combine)
     return start_chain(chain, transfer.num_collectives, received)
@@ -198,36 +216,23 @@ def _reduce_chain(
 ) -> Chain[None]:
     sizes = [sum(hop.recv_splits) for hop in transfer.hops]
     segments = list(zip(*(torch.split(tensor, sizes) for tensor in received), strict=True))
-    home: list[
-        tuple[Tensor, Rows]
-    ] = []  # for own rows, which the caller goes on changing until `wait()`
+    back, end = PackedRows.empty(transfer.num_sent, own), 0
     for hop, segment in zip(reversed(transfer.hops), reversed(segments), strict=True):
         if hop.is_silent:
             continue
-        back = PackedRows.empty(sum(hop.send_splits), own)
+        begin, end = end, end + sum(hop.send_splits)
+        arrived = back.rows(begin, end)
         message = packed(segment).data
-        pending = start_all_to_all(message, hop.recv_splits, hop.send_splits, group, back.data)
-        yield (pending.received, pending.sent, *(tensor for _, part in home for tensor in part))
+        pending = start_all_to_all(message, hop.recv_splits, hop.send_splits, group, arrived.data)
+        yield (pending.received, pending.sent)
         pending.wait()
-        for item in hop.returns:
-            part = tuple(x[item.begin : item.begin + len(item.index)] for x in back.tensors)
-            if item.segment:
-                combine(segments[item.segment - 1], item.index, part)
-            else:
-                home.append((item.index, part))
-    for index, part in home:
-        combine(own, index, part)
-
-
-def add_rows_(target: Rows, index: Tensor, part: Rows) -> None:
-    """Adds `part` to rows `index` (without repeats) of `target`, in place, in the target's dtype."""
-    for tensor, rows in zip(target, part, strict=True):
-        tensor.index_add_(0, index, rows.to(tensor.dtype))
+        for number, joins in hop.relayed:
+            combine(segments[number], joins, arrived.tensors)
+    combine(own, transfer.home, back.tensors)  # the caller goes on changing them until `wait()`
 
 
 __all__ = [
     "RankTransfer",
-    "add_rows_",
     "group_cast",
     "group_reduce",
 ]

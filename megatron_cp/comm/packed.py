@@ -69,10 +69,33 @@ def gathered(source: Rows, index: Tensor) -> PackedRows:
 
 
 def packed(source: Sequence[Tensor]) -> PackedRows:
-    """Returns all rows of `source`, packed."""
-    rows = PackedRows.empty(len(source[0]), tuple(source))
-    rows.fill_(tuple(source))
+    """Returns all rows of `source`, packed: as views, where they lie side by side in memory already."""
+    source = tuple(source)
+    rows = _as_they_lie(source)
+    if rows is None:
+        rows = PackedRows.empty(len(source[0]), source)
+        rows.fill_(source)
     return rows
+
+
+def _as_they_lie(source: Rows) -> PackedRows | None:
+    """Returns `source` as a message without moving anything; None where its rows lie otherwise."""
+    sizes = [math.prod(x.shape[1:]) * x.element_size() for x in source]
+    begins, width = _places(sizes)
+    first, size = source[0], source[0].element_size()
+    storage, num_rows = first.untyped_storage(), len(first)
+    at = first.storage_offset() * size - begins[0]
+    if num_rows == 0 or at < 0 or at % size or width % size:
+        return None
+    if at + num_rows * width > storage.nbytes():
+        return None
+    for x, begin in zip(source, begins, strict=True):
+        offset, step = x.storage_offset() * x.element_size(), x.stride(0) * x.element_size()
+        lies_there = x.untyped_storage()._cdata == storage._cdata and offset == at + begin
+        if not lies_there or not x[:1].is_contiguous() or (num_rows > 1 and step != width):
+            return None
+    words = first.as_strided((num_rows, width // size), (width // size, 1), at // size)
+    return PackedRows(words.view(torch.uint8), source)
 
 
 def _places(sizes: Sequence[int]) -> tuple[list[int], int]:

@@ -29,7 +29,7 @@ from megatron_cp.attn.attend import (
     attend_forward,
     attend_forward_onto_,
     dq_factor,
-    row_merger,
+    part_joiner,
 )
 from megatron_cp.attn.dropout import Dropout, key_words, row_words
 from megatron_cp.attn.merge import apply_sink, sink_gradient
@@ -39,7 +39,7 @@ from megatron_cp.comm import Pending
 from megatron_cp.plan.schema import PassName
 from megatron_cp.runtime.expansion import ExpandedResults, ExpandedRows, Expansion
 from megatron_cp.runtime.session import Quadrant, RankPass, RankStage, Rows, Session
-from megatron_cp.runtime.sides import ADD, SideResults, SideRows, merging
+from megatron_cp.runtime.sides import Combination, SideResults, SideRows, adding, merging
 from megatron_cp.runtime.spans import span
 
 Returns = list[Pending[None] | None]
@@ -114,7 +114,7 @@ def forward_pass(
     q, key_rows = queries[0], _key_rows(keys, entered)
     value_dim, dtype = key_rows.rows("own")[1].shape[2], accumulation_dtype(q.dtype)
     like = q.new_empty((0, q.shape[1], value_dim), dtype=dtype)
-    results = SideResults(len(q), (like, like[..., 0]), merging(row_merger(options)))
+    results = SideResults(len(q), (like, like[..., 0]), merging(part_joiner(options)))
     exchange = rank_pass.exchange
     heads = slice(None) if exchange is None else exchange.own_heads(num_heads)
     logits = None if max_logits_N is None else max_logits_N[heads]
@@ -162,20 +162,23 @@ def backward_pass(
     queries, entered = _enter(rank_pass, queries_TNH, keys, _words(session, options))
     q, key_rows = queries[0], _key_rows(keys, entered, keeps_graph=True)
     like = q.new_empty((0, *q.shape[1:]), dtype=lse_TN.dtype)
-    query_results = SideResults(len(q), (like,), ADD)
-    key_results = _key_results(key_rows, lse_TN.dtype)
+    combination = adding(part_joiner(options))
+    query_results = SideResults(len(q), (like,), combination)
+    key_results = _key_results(key_rows, lse_TN.dtype, combination)
 
     def compute(part: Quadrant, query: Rows, key: Rows, options: AttendOptions) -> None:
         (q_held, dout, lse, delta, *_), (k_held, v_held, *_) = query, key
         held = query_results.of(part.query, len(q_held))
-        dq, dk, dv = attend_backward_onto_(
-            held[0] if held else None,
+        held_keys = key_results.of(part.key, len(k_held))
+        dq, *dkeys = attend_backward_onto_(
+            held[0] if held else None, (held_keys[0], held_keys[1]) if held_keys else None,
             dout, q_held, k_held, v_held, lse, delta, part.work,
             _at(options, query, key),
         )  # fmt: skip
         if held is None:
             query_results.take(part.query, (dq,))
-        key_results.take(part.key, (dk, dv))
+        if held_keys is None:
+            key_results.take(part.key, tuple(dkeys))
 
     def send_home(stage: RankStage) -> Returns:
         return [
@@ -187,7 +190,9 @@ def backward_pass(
     _run_stages("backward", (rank_pass, session.group), rows, options, compute, send_home)
     (dq,), dkeys = query_results.own(), key_results.own()
     if (factor := dq_factor(options)) != 1.0:
-        dq.mul_(factor)
+        # Where it is returned as it is, rounded in the same pass.
+        dtype = q_TNH.dtype if rank_pass.exchange is None else dq.dtype
+        dq = torch.mul(dq, factor, out=torch.empty_like(dq, dtype=dtype))
     latent = (keys.latent, *keys.captured) if isinstance(keys, Expansion) else ()
     whole = [(x.shape[1], x.dtype) for x in (q_TNH, *_key_tensors(keys))]
     return _leave(rank_pass, (dq, *dkeys), (*whole, *((1, x.dtype) for x in latent)))
@@ -219,12 +224,12 @@ def _key_rows(keys: Rows | Expansion, entered: Rows, keeps_graph: bool = False) 
     return SideRows(entered)
 
 
-def _key_results(rows: SideRows, dtype: torch.dtype) -> SideResults:
+def _key_results(rows: SideRows, dtype: torch.dtype, combination: Combination) -> SideResults:
     if isinstance(rows, ExpandedRows):
-        return ExpandedResults(rows, dtype)
+        return ExpandedResults(rows, dtype, combination)
     own = rows.rows("own")[:2]
     like = tuple(x.new_empty((0, *x.shape[1:]), dtype=dtype) for x in own)
-    return SideResults(len(own[0]), like, ADD)
+    return SideResults(len(own[0]), like, combination)
 
 
 def _run_stages(

@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_cp.attn.options import accumulation_dtype
 from megatron_cp.comm import Pending, group_reduce
 from megatron_cp.runtime.session import RankSide, Rows, Source
-from megatron_cp.runtime.sides import ADD, SideResults, SideRows
+from megatron_cp.runtime.sides import Combination, SideResults, SideRows
 
 Expand = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Latent rows `[R, ...]` -> keys `[R, G, H]` and values `[R, G, Hv]`, each row for itself."""
@@ -132,15 +132,15 @@ class ExpandedRows(SideRows):
 class ExpandedResults(SideResults):
     """Gradients of keys and values; those of latent rows go home, and are what is left in the end."""
 
-    def __init__(self, rows: ExpandedRows, dtype: torch.dtype):
+    def __init__(self, rows: ExpandedRows, dtype: torch.dtype, combination: Combination):
         expansion = rows.expansion
         like = tuple(x.new_empty(x.shape, dtype=dtype) for x in expansion.like)
-        super().__init__(len(expansion.latent), like, ADD)
+        super().__init__(len(expansion.latent), like, combination)
         self._rows, self._latent = rows, torch.zeros_like(expansion.latent, dtype=dtype)
 
     def send_home(self, side: RankSide, group: dist.ProcessGroup | None) -> Pending[None] | None:
         """Starts the way home of the gradients of received latent rows, after the last stage of a chain."""
-        if not side.ends_chain or side.returns is None:
+        if side.returns is None:
             return None
         assert group is not None, "a plan for one rank moves nothing"
         received = self._whole("received", side.num_received)
@@ -148,7 +148,8 @@ class ExpandedResults(SideResults):
         back = self._latent.new_empty((0, *self._latent.shape[1:]))
         if side.num_received:
             back = self._rows.latent_gradient("received", received).to(back.dtype)
-        return group_reduce((self._latent,), (back,), side.returns, group, ADD.rows_)
+        own, combine = (self._latent,), self._combination.rows_
+        return group_reduce(own, (back,), side.returns, group, combine)
 
     def own(self) -> Rows:
         """Returns the gradients of this rank's latent rows, from all ranks, and of what the function captures."""

@@ -47,10 +47,8 @@ class RankSide:
     """Received rows that the stage holds: its own and those of the stages before it in its chain."""
     chain_rows: int
     """Received rows at the end of the chain: room is made for all of them where it begins."""
-    ends_chain: bool
-    """The stage after starts from own rows again."""
     returns: RankTransfer | None
-    """The casts of the whole chain, where it ends: what was computed for received rows goes home."""
+    """The casts of the whole chain, where it ends: what was computed for received rows goes home along them."""
 
 
 @dataclass(frozen=True)
@@ -206,10 +204,12 @@ def _compile_pass(
         exchange = HeadExchange.compile(pass_.head_split, rank, plan.cp_size, group)
     own = plan.own_rows.times(pass_.head_degree)
     shares = transfer_shares(plan, name, rank)
+    answered = ("q",) if name == "forward" else SIDES
     stages = []
     for index, stage in enumerate(pass_.stages):
         query, key = (
-            _compile_side(pass_, index, side, (rank, plan.cp_size, own.of(side))) for side in SIDES
+            _compile_side(pass_, index, side, (rank, plan.cp_size, own.of(side)), side in answered)
+            for side in SIDES
         )
         quadrants = _cut_into_quadrants(stage.work[rank], own)
         stages.append(RankStage(quadrants, query, key, shares[index]))
@@ -230,8 +230,10 @@ def _cut_into_quadrants(work: AttentionMask, own: OwnRows) -> tuple[Quadrant, ..
     return tuple(quadrant for quadrant in quadrants if quadrant.work.num_slices)
 
 
-def _compile_side(pass_: Pass, index: int, side: Side, who: tuple[int, int, int]) -> RankSide:
-    """`who`: rank, number of ranks, own rows."""
+def _compile_side(
+    pass_: Pass, index: int, side: Side, who: tuple[int, int, int], is_answered: bool
+) -> RankSide:
+    """`who`: rank, number of ranks, own rows. `is_answered`: there are results for the rows of this side."""
     rank, num_ranks, _ = who
     stage, chain = pass_.stages[index], pass_.chain(index, side)
     end = index
@@ -243,12 +245,13 @@ def _compile_side(pass_: Pass, index: int, side: Side, who: tuple[int, int, int]
     ]
     hops = [hop for i in chain[:-1] for hop in _hops(pass_.stages[i].cast(side))]
     before = sum(received[: index - chain.start])
-    cast = _compile_hops(_hops(stage.cast(side)), who, before)
-    returns = cast if end == index else None
-    if hops and end == index:
+    goes_home = is_answered and end == index
+    cast = _compile_hops(_hops(stage.cast(side)), who, before, goes_home and not hops)
+    returns = cast if goes_home else None
+    if goes_home and hops:
         returns = _compile_hops(hops + _hops(stage.cast(side)), who)
     held = before + received[index - chain.start]
-    return RankSide(cast, stage.keeps(side), held, sum(received), end == index, returns)
+    return RankSide(cast, stage.keeps(side), held, sum(received), returns)
 
 
 def _hops(cast: Transfer | None) -> list[Hop]:
@@ -256,8 +259,11 @@ def _hops(cast: Transfer | None) -> list[Hop]:
 
 
 def _compile_hops(
-    hops: list[Hop], who: tuple[int, int, int], received_before: int = 0
+    hops: list[Hop],
+    who: tuple[int, int, int],
+    received_before: int = 0,
+    comes_home: bool = True,
 ) -> RankTransfer | None:
     if not any(len(hop.messages) for hop in hops):
         return None
-    return RankTransfer.compile(Transfer(tuple(hops)), *who, received_before)
+    return RankTransfer.compile(Transfer(tuple(hops)), *who, received_before, comes_home)

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_cp.comm import Pending, add_rows_, group_cast, group_reduce
+from megatron_cp.attn.merge import PartJoiner, merge_rows_, merge_span_
+from megatron_cp.comm import Joins, Pending, add_rows_, group_cast, group_reduce
 from megatron_cp.comm.packed import PackedRows
 from megatron_cp.runtime.session import RankSide, Rows, Source
 
@@ -26,8 +27,8 @@ class Combination:
 
     span_: Callable[[Rows, Rows], None]
     """Joins results for the same rows in the same order into the first."""
-    rows_: Callable[[Rows, Tensor, Rows], None]
-    """Joins results into rows `index` (without repeats) of the first."""
+    rows_: Callable[[Rows, Joins, Rows], None]
+    """Joins results into some rows of the first."""
     neutral: tuple[float, ...]
     """What a row without results holds, per tensor."""
 
@@ -37,17 +38,41 @@ def _add_span_(target: Rows, part: Rows) -> None:
         tensor.add_(rows)
 
 
-def merging(merge_rows_: Callable[..., None]) -> Combination:
-    """Returns how partial `(out, lse)` over disjoint keys become one, by a function like `attn.merge.merge_rows_`."""
+def _apart(held: Rows, part: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (out, lse), (part_out, part_lse) = held, part
+    return out, lse, part_out, part_lse
+
+
+def _merge_runs_(held: Rows, joins: Joins, parts: Rows) -> None:
+    out, lse, part_out, part_lse = _apart(held, parts)
+    for begin, index in joins.runs:
+        run = slice(begin, begin + len(index))
+        merge_rows_(out, lse, index, part_out[run], part_lse[run])
+
+
+def merging(joiner: PartJoiner | None) -> Combination:
+    """Returns how partial `(out, lse)` over disjoint keys become one: by a backend's kernels, or by torch."""
+    neutral = (0.0, -torch.inf)
+    if joiner is None:
+        return Combination(
+            lambda held, part: merge_span_(*_apart(held, part)), _merge_runs_, neutral
+        )
     return Combination(
-        lambda target, part: merge_rows_(*target, None, *part),
-        lambda target, index, part: merge_rows_(*target, index, *part),
-        (0.0, -torch.inf),
+        lambda held, part: joiner.merge_parts_(*_apart(held, part)),
+        lambda held, joins, parts: joiner.merge_parts_(*_apart(held, parts), joins.by_row),
+        neutral,
     )
 
 
-ADD = Combination(_add_span_, add_rows_, (0.0, 0.0))
-"""Gradients."""
+def adding(joiner: PartJoiner | None) -> Combination:
+    """Returns how gradients become one: by a backend's kernels, or by torch."""
+
+    def add_rows(held: Rows, joins: Joins, parts: Rows) -> None:
+        assert joiner is not None
+        for total, part in zip(held, parts, strict=True):
+            joiner.add_parts_(total, part, joins.by_row)
+
+    return Combination(_add_span_, add_rows_ if joiner is None else add_rows, (0.0, 0.0))
 
 
 class SideRows:
@@ -112,7 +137,7 @@ class SideResults:
 
     def send_home(self, side: RankSide, group: dist.ProcessGroup | None) -> Pending[None] | None:
         """Starts the way home of results after the last stage of a chain; None if nothing is to go."""
-        if not side.ends_chain or side.returns is None:
+        if side.returns is None:
             return None
         received = self._whole("received", side.num_received)
         del self._held["received"]

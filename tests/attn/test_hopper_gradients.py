@@ -157,15 +157,19 @@ def test_dq_has_a_kernel_of_its_own_in_the_deterministic_mode_and_for_wide_heads
     assert ("mcp_attention_backward_postprocess" in entries) != apart
 
 
-def test_parts_add_to_one_dq_whoever_makes_it(device):
+def test_parts_add_to_the_gradients_that_are_held_whoever_makes_them(device):
     mask, (q, k, v) = masks.causal(40), draw(40, 40, (2, 1), (192, 192), torch.float16)
     out, lse = hopper.forward(q, k, v, mask, OPTIONS)
     dout = torch.randn(40, 2, 192).half()
     given = (dout, q, k, v, lse, (dout.float() * out).sum(-1), mask, OPTIONS)
-    once, dk, _ = hopper.backward_onto_(None, *given)
-    twice, dk_again, _ = hopper.backward_onto_(once.clone(), *given)
-    assert torch.allclose(twice, 2 * once) and once.abs().max() > 0
-    assert torch.equal(dk, dk_again)
+    once = hopper.backward_onto_(None, None, *given)
+    held = [x.clone() for x in once]
+    twice = hopper.backward_onto_(held[0], tuple(held[1:]), *given)
+    for x, y, z in zip(once, twice, held, strict=True):
+        assert torch.allclose(y, 2 * x) and x.abs().max() > 0
+        assert y is z
+    alone = hopper.backward_onto_(None, None, *given)
+    assert all(map(torch.equal, alone, once))
 
 
 @pytest.mark.parametrize(
@@ -185,9 +189,7 @@ def test_items_side_by_side_are_those_whose_queries_fit_the_cache(
 def _call(num_tokens, heads, visits, most_visits, *, in_order=False):
     q, k = (torch.empty(num_tokens, n, 128, device="meta") for n in heads)
     num_tiles = -(-num_tokens // 128)
-    lists = BackwardList(
-        torch.empty(0), num_tiles, num_tiles, visits, most_visits, 0, 0, 0, in_order
-    )
+    lists = BackwardList(torch.empty(0), *[num_tiles] * 3, visits, most_visits, 0, 0, 0, in_order)
     return gradients.BackwardCall(q, k, k, q, None, lists, Scores(1.0))
 
 

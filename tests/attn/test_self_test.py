@@ -48,7 +48,18 @@ class Defective:
 
     def __init__(self, scale=1.0, **changes):
         self.scale = scale
-        for name in ("forward", "backward", "mask", "rows", "onto", "sink", "whole", "dq"):
+        for name in (
+            "forward",
+            "backward",
+            "mask",
+            "by_row",
+            "added",
+            "onto",
+            "sink",
+            "whole",
+            "dq",
+            "dkeys",
+        ):
             setattr(self, f"change_{name}", changes.get(name, lambda x: x))
 
     def _told(self, mask, options):
@@ -59,8 +70,16 @@ class Defective:
         told = (*self._told(mask, options), max_logits)
         return self.change_forward(attend_forward(q, k, v, *told))
 
-    def merge_rows_(self, out, lse, rows, *part):
-        merge_rows_(out, lse, self.change_rows(rows), *part)
+    def merge_parts_(self, out, lse, part_out, part_lse, by_row):
+        rows, begins, parts = self.change_by_row(by_row)
+        for first in (0, 1):  # each row gets two
+            one = parts[begins[:-1] + first]
+            merge_rows_(out, lse, rows, part_out[one], part_lse[one])
+
+    def add_parts_(self, total, part, by_row):
+        rows, begins, parts = self.change_added(by_row)
+        counts = begins.diff()
+        total.index_add_(0, rows.repeat_interleave(counts), part[parts])
 
     def forward_onto_(self, out, lse, q, k, v, mask, options):
         part = attend_forward(q, k, v, *self._told(mask, options))
@@ -73,11 +92,12 @@ class Defective:
         )  # fmt: skip
         return self.change_whole(out), lse
 
-    def backward_onto_(self, dq, dout, q, k, v, lse, delta, mask, options):
+    def backward_onto_(self, dq, dkeys, dout, q, k, v, lse, delta, mask, options):
         told = self._told(mask, options)
-        part, dk, dv = attend_backward(dout, q, k, v, lse, delta, *told)
+        part, *of_keys = attend_backward(dout, q, k, v, lse, delta, *told)
         part = self.change_dq(part / told[1].softmax_scale)
-        return part if dq is None else dq + part, dk, dv
+        held = self.change_dkeys(dkeys) or (0.0, 0.0)
+        return part if dq is None else dq + part, held[0] + of_keys[0], held[1] + of_keys[1]
 
     def backward(self, dout, q, k, v, lse, delta, mask, options):
         told = self._told(mask, options)
@@ -99,6 +119,10 @@ def _diagonals_one_further(mask):
     return type(mask)(mask.num_queries, mask.num_keys, rows)
 
 
+def _firsts_twice(parts):
+    return parts.view(-1, 2)[:, :1].expand(-1, 2).flatten()
+
+
 DEFECTS = {
     "one key too many": Defective(mask=_diagonals_one_further),
     "a scale of 1.05": Defective(scale=1.05),
@@ -108,12 +132,16 @@ DEFECTS = {
     "a row without keys that is not -inf": Defective(
         forward=lambda x: (x[0], x[1].masked_fill(x[1] == -torch.inf, -1e30))
     ),
-    "rows merged into others": Defective(rows=lambda rows: rows.roll(1)),
+    "rows merged into others": Defective(by_row=lambda x: (x[0].roll(1), *x[1:])),
+    "rows that get the first part twice": Defective(by_row=lambda x: (*x[:2], _firsts_twice(x[2]))),
+    "rows added to others": Defective(added=lambda x: (x[0].roll(1), *x[1:])),
+    "rows that are added once too often": Defective(added=lambda x: (*x[:2], _firsts_twice(x[2]))),
     "dq without its scale": Defective(backward=lambda x: (x[0] * 128**0.5, x[1], x[2])),
     "one row of dk twice": Defective(backward=_one_row(1, 2.0)),
     "dv of one row lost": Defective(backward=_one_row(2, 0.0)),
     "the second stage counts twice": Defective(onto=lambda x: (x[0], x[1] + 0.7)),
     "dq of the second stage in place of the first's": Defective(dq=lambda x: x * 0.5),
+    "dk and dv of the last stage alone": Defective(dkeys=lambda x: None),
     "no sink": Defective(sink=lambda x: x * 0.0 - 1e30),
     "16-bit results cut, not rounded": Defective(whole=lambda x: x * (1 - 2**-6)),
 }
@@ -141,7 +169,7 @@ def test_a_verdict_is_of_every_kernel_that_such_calls_launch(
         kernels, "source_of", lambda variant: (ran.add(variant.name), source_of(variant))[1]
     )
     monkeypatch.setattr(judge, "small_masks", lambda: {"documents": masks.documents([40, 30])})
-    judge.judge(emulated, kind, CPU)
+    assert judge.judge(emulated, kind, CPU).passed
     assert ran == set(self_test.kernels_of(kind))
     first = untested_key(kind)
     for changed in ran:

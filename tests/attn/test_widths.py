@@ -87,7 +87,9 @@ def test_stages_of_narrow_rows_add_up_to_the_whole():
         else:
             attend_forward_onto_(summed, q, k[keys], v[keys], part, options)
     for keys, part in parts:
-        dq, dk, dv = attend_backward_onto_(dq, dout, q, k[keys], v[keys], lse, delta, part, options)
+        dq, dk, dv = attend_backward_onto_(
+            dq, None, dout, q, k[keys], v[keys], lse, delta, part, options
+        )
         dks.append(dk)
         dvs.append(dv)
     results = *summed, dq * dq_factor(options), torch.cat(dks), torch.cat(dvs)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_cp.attn.merge import merge_rows_
 from megatron_cp.comm import RankTransfer, add_rows_, all_to_all, group_cast, group_reduce
-from megatron_cp.comm.packed import gathered, packed
+from megatron_cp.comm.packed import PackedRows, gathered, packed
 from megatron_cp.plan import Hop, Transfer
 from tests.closeness import assert_within_budget
 from tests.comm.transfers import matrix_of, random_transfer
@@ -158,6 +158,40 @@ def test_gathered_rows_are_those_rows_bit_for_bit_and_aligned_for_any_dtype(data
         assert len(part) < 2 or part.stride(0) * part.element_size() % alignment == 0
 
 
+@settings(max_examples=60)
+@given(st.data())
+def test_rows_that_lie_side_by_side_already_are_not_moved(data):
+    dtypes = [torch.bfloat16, torch.float32, torch.float64]
+    like = tuple(
+        torch.empty((0, *data.draw(st.sampled_from([(), (3,), (2, 4)]))), dtype=dtype)
+        for dtype in data.draw(st.lists(st.sampled_from(dtypes), min_size=1, max_size=3))
+    )
+    whole = PackedRows.empty(6, like)
+    whole.data.copy_(torch.arange(whole.data.numel()).view_as(whole.data) % 120)
+    begin, end = sorted(data.draw(st.tuples(st.integers(0, 6), st.integers(0, 6))))
+    part = whole.rows(begin, end)
+    again = packed(part.tensors)
+    assert again.data.shape == part.data.shape
+    assert all(map(torch.equal, again.tensors, part.tensors))
+    if len(part):
+        assert again.data.data_ptr() == part.data.data_ptr()
+        assert torch.equal(again.data, part.data)
+
+
+def test_rows_that_lie_otherwise_are_moved():
+    k, v = torch.randn(4, 2, 8), torch.randn(4, 2, 8)
+    both = PackedRows.empty(4, (k, v))
+    both.fill_((k, v))
+    for source in ((k, v), both.tensors[::-1], both.tensors[:1], (both.tensors[0][::2],) * 2):
+        made = packed(source)
+        assert made.data.data_ptr() not in (x.data_ptr() for x in (k, v, both.data))
+        assert all(map(torch.equal, made.tensors, source))
+        assert all(x.is_contiguous() for x in (made.data,))
+    alone = packed((k,))
+    assert alone.data.data_ptr() == k.data_ptr()
+    assert torch.equal(alone.data.view(torch.float32), k.flatten(1))
+
+
 def reduce_floats(rank, world_size, transfer, interleave):
     """Returns the fp32 sums of random contributions; with `interleave` two reduces are under way at once."""
     compiled = RankTransfer.compile(transfer, rank, world_size, OWN_ROWS)
@@ -254,8 +288,10 @@ def merge_attention(rank, world_size, transfer):
     def attend(queries):
         return dense_attention(queries, k, v, torch.ones(len(queries), KEYS, dtype=torch.bool))
 
-    def combine(target, index, part):
-        merge_rows_(target[0], target[1], index, part[0], part[1])
+    def combine(target, joins, parts):
+        for begin, index in joins.runs:
+            run = [part[begin : begin + len(index)] for part in parts]
+            merge_rows_(*target, index, *run)
 
     result = attend(own[0])
     group_reduce(result, attend(received), compiled, dist.group.WORLD, combine).wait()

@@ -75,16 +75,16 @@ def _main(raw: bytes, device) -> None:
     stats = [_row_stats(device, m, q.shape[:2], q_box) for m in (p.lse_map, p.delta_map)]
     adds_dq = build.variants()[device.last_variant].value("MCP_ADDS_DQ") == "true"
     dq = _dq(device, p.dq_map, q.shape, q_box) if adds_dq else np.zeros(q.shape)
-    tiles = array_at(p.tiles, np.int32, 4 * p.num_tiles).reshape(-1, 4)
-    num_segs = int(tiles[-1, 2] + tiles[-1, 3])
-    segs = array_at(p.segments, np.int32, 8 * num_segs).reshape(-1, 8)
     order = array_at(p.order, np.int32, p.num_tiles)
+    tiles = array_at(p.tiles, np.int32, 4 * (order.max() + 1)).reshape(-1, 4)
+    segs = array_at(p.segments, np.int32, 8 * int(tiles[:, 2:].sum(axis=1).max())).reshape(-1, 8)
     group = p.num_heads // p.num_kv_heads
     assert (q.shape[1], k.shape[1], q.shape[0]) == (p.num_heads, p.num_kv_heads, p.num_queries)
     assert p.heads_per_item * p.items_per_group == group
     assert 1 <= p.heads_per_section <= p.num_kv_heads * p.items_per_group and p.counters
     for tile in order:
         row0, rows, seg0, count = tiles[tile].tolist()
+        assert count or not p.accumulate  # nothing would be added
         for key in range(row0, row0 + rows):
             queries = _queries_of(key, segs[seg0 : seg0 + count])
             for kv_head in range(p.num_kv_heads):
@@ -183,11 +183,12 @@ def _store_gradients(p, device, key: int, kv_head: int, grads: list[np.ndarray])
     width = 4 if p.grads_are_float else 2
     for (address, stride), gradient in zip(strides, grads, strict=True):
         to = _rows(address, width, key, kv_head, stride, len(gradient))
-        if p.items_per_group > 1:
-            assert (
-                p.grads_are_float and not to.any()
-            )  # this adds once what the kernel adds in parts
-        to[:] = gradient if p.grads_are_float else encoded(gradient, device.last_dtype)
+        if p.accumulate:  # this adds once what the kernel may add in parts
+            assert p.grads_are_float
+            to += gradient.astype(np.float32)
+        else:
+            assert p.items_per_group == 1
+            to[:] = gradient if p.grads_are_float else encoded(gradient, device.last_dtype)
 
 
 RUN = {

@@ -181,6 +181,8 @@ STRUCTS = (
     params.BwdPreprocessParams,
     params.BwdParams,
     params.BwdPostprocessParams,
+    params.Joins,
+    params.AddRowsParams,
     params.MergeRowsParams,
 )
 HEADERS = ("attn/params.h", "rows/params.h")

@@ -133,7 +133,7 @@ def test_dropout_of_parts_of_the_keys_is_that_of_the_whole():
             else:
                 hopper.forward_onto_(out, found_lse, q, *asked)
             rows = (dout, q, k[keys], v[keys], lse, delta)
-            dq, *of_keys = hopper.backward_onto_(dq, *rows, *asked[2:])
+            dq, *of_keys = hopper.backward_onto_(dq, None, *rows, *asked[2:])
             dk.append(of_keys[0])
             dv.append(of_keys[1])
     made = (out, found_lse, dq * plain.softmax_scale, torch.cat(dk), torch.cat(dv))

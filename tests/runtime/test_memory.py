@@ -1,5 +1,7 @@
 """What a pass allocates, storage by storage, against what the plan says, over every planner."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -54,9 +56,9 @@ def attend_forward_onto_(held, *asked):
     return None
 
 
-def attend_backward_onto_(dq, dout, q, k, v, *asked):
-    dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
-    return torch.zeros_like(q, dtype=torch.float32) if dq is None else dq, dk, dv
+def attend_backward_onto_(dq, dkeys, dout, q, k, v, *asked):
+    dkeys = dkeys or (torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
+    return torch.zeros_like(q, dtype=torch.float32) if dq is None else dq, *dkeys
 
 
 STAND_INS = {f.__name__: f for f in (attend_forward, attend_forward_onto_, attend_backward_onto_)}
@@ -71,7 +73,7 @@ def measured(rank, world_size, name, planner, dtype):
     q, k, v = (torch.randn(*shape).to(dtype) for shape in shapes)
     session = open_session(plan, group, q.device)
     options = resolve_options(q, k, v, backend="cpu", deterministic=False)
-    kept = {name: getattr(dist_attn, name) for name in (*STAND_INS, "row_merger")}
+    kept = {name: getattr(dist_attn, name) for name in (*STAND_INS, "merging")}
 
     memory = Allocations()
 
@@ -85,10 +87,14 @@ def measured(rank, world_size, name, planner, dtype):
 
         return called
 
+    def quietly(combination):
+        changed = {name: quiet(getattr(combination, name)) for name in ("span_", "rows_")}
+        return replace(combination, **changed)
+
     try:
         for name, stand_in in STAND_INS.items():
             setattr(dist_attn, name, quiet(kept[name] if planner == ATTENDS else stand_in))
-        dist_attn.row_merger = lambda options: quiet(kept["row_merger"](options))
+        dist_attn.merging = lambda joiner: quietly(kept["merging"](joiner))
         out, lse = dist_attn.forward_pass(q, (k, v), None, session, options)
         dout, delta = torch.randn_like(out), torch.zeros_like(lse)
         peaks = []

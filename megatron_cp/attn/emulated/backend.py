@@ -22,7 +22,7 @@ from megatron_cp.attn.emulated.checks import find_variant
 from megatron_cp.attn.emulated.kernels import EmulatedKernel, Settings, running
 from megatron_cp.attn.hopper.checks import all_readable, find_gradient_kernels, readable
 from megatron_cp.attn.hopper.device_lists import backward_list, forward_list
-from megatron_cp.attn.hopper.gradients import BackwardCall, postprocess_params
+from megatron_cp.attn.hopper.gradients import BackwardCall, added_to, postprocess_params
 from megatron_cp.attn.hopper.launch import (
     fill_without_keys,
     forward_params,
@@ -36,9 +36,9 @@ from megatron_cp.attn.hopper.row_stats import (
     preprocess_params,
     stats_of,
 )
-from megatron_cp.attn.hopper.rows import KERNEL, merge_params
+from megatron_cp.attn.hopper.rows import ADD, MERGE, add_params, merge_params
 from megatron_cp.attn.hopper.scores import Scores
-from megatron_cp.attn.merge import sink_gradient
+from megatron_cp.attn.merge import ByRow, sink_gradient
 from megatron_cp.attn.once import Saved, first_derivative_only
 from megatron_cp.attn.options import AttendOptions
 from megatron_cp.kernels import build
@@ -100,19 +100,26 @@ def forward_onto_(
     """
     if max_logits_N is not None:
         part = forward(q_QNH, k_KGH, v_KGH, mask, options, max_logits_N)
-        merge_rows_(out_QNH, lse_QN, None, *part)
+        merge_parts_(out_QNH, lse_QN, *part)
         return
     into = (out_QNH, lse_QN)
     run_forward(q_QNH, k_KGH, v_KGH, mask, options, into=into, accumulate=True)
 
 
-def merge_rows_(
-    out: Tensor, lse: Tensor, rows: Tensor | None, part_out: Tensor, part_lse: Tensor
+def merge_parts_(
+    out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor, by_row: ByRow | None = None
 ) -> None:
-    """Merges a partial result of some rows into `out` and `lse` in place, by the kernel that does it on a GPU."""
-    if part_lse.numel():
-        params = merge_params(out, lse, rows, part_out, part_lse)
-        EmulatedKernel(build.variants()[KERNEL]).run(params, part_lse.numel(), {})
+    """Merges partial results into rows of `out` and `lse`, in place, by the kernel that does it on a GPU."""
+    params, num_items = merge_params(out, lse, part_out, part_lse, by_row)
+    if num_items:
+        EmulatedKernel(build.variants()[MERGE]).run(params, num_items, {})
+
+
+def add_parts_(total: Tensor, part: Tensor, by_row: ByRow) -> None:
+    """Adds rows of `part` to rows of `total`, in place, by the kernel that does it on a GPU."""
+    params, num_items = add_params(total, part, by_row)
+    if num_items:
+        EmulatedKernel(build.variants()[ADD]).run(params, num_items, {})
 
 
 def backward(
@@ -133,6 +140,7 @@ def backward(
 
 def backward_onto_(  # noqa: PLR0913  as backward, and what to add to
     dq_QNH: Tensor | None,
+    dkeys: tuple[Tensor, Tensor] | None,
     dout_QNH: Tensor,
     q_QNH: Tensor,
     k_KGH: Tensor,
@@ -142,18 +150,18 @@ def backward_onto_(  # noqa: PLR0913  as backward, and what to add to
     mask: AttentionMask,
     options: AttendOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns `(dq, dk, dv)` in float32, `dq` still without softmax_scale; added to a `dq` that is given."""
+    """Returns `(dq, dk, dv)` in float32, `dq` still without softmax_scale; added to those that are given."""
     tensors, stats = (q_QNH, k_KGH, v_KGH), stats_of(lse_QN, delta_QN)
     call = _backward_call(dout_QNH.to(q_QNH.dtype), tensors, stats, mask, options)
     dq = torch.zeros(q_QNH.shape) if dq_QNH is None else dq_QNH
     if not call.lists.num_segs:
-        dk, dv = (torch.zeros(x.shape) for x in (k_KGH, v_KGH))
+        dkeys = dkeys or (torch.zeros(k_KGH.shape), torch.zeros(v_KGH.shape))
     elif call.kernels.dq is None:
-        dk, dv = _run_main(call, dq, torch.float32)
+        dkeys = _run_main(call, dq, torch.float32, dkeys)
     else:
-        dk, dv = _run_main(call, None, torch.float32)
+        dkeys = _run_main(call, None, torch.float32, dkeys)
         _run_dq(call, dq, adds=True)
-    return dq, dk, dv
+    return dq, *dkeys
 
 
 def run_forward(  # noqa: PLR0913  everything the kernel can be asked for
@@ -234,25 +242,29 @@ def _run_backward(call: BackwardCall, *, dtype: torch.dtype) -> tuple[Tensor, Te
 
 
 def _run_main(
-    call: BackwardCall, dq_sum: Tensor | None, dtype: torch.dtype
+    call: BackwardCall,
+    dq_sum: Tensor | None,
+    dtype: torch.dtype,
+    held: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns `(dk, dv)`; adds to `dq_sum` if it is given."""
+    """Returns `(dk, dv)`; adds to `dq_sum` and to `held` if they are given."""
     kernel = EmulatedKernel(call.kernels.main)
     apart = call.of_heads_apart(kernel.num_sms)
     if apart is not None:
-        return call.sums_of_heads(_run_main(apart, dq_sum, torch.float32), dtype)
+        sums = call.sums_of_heads(_run_main(apart, dq_sum, torch.float32), dtype)
+        return sums if held is None else added_to(held, sums)
     heads = call.heads_per_item(kernel.num_sms)
-    dk, dv = call.room_for_gradients(dtype, heads)
-    if heads == call.group:  # nothing is added to them
+    dk, dv = held or call.room_for_gradients(dtype, heads)
+    if held is None and heads == call.group:  # nothing is added to them
         dk.fill_(torch.nan)
         dv.fill_(torch.nan)
     counters = torch.zeros(2, dtype=torch.int32)
-    params = call.main_params(kernel, (dq_sum, dk, dv), heads)
+    params = call.main_params(kernel, (dq_sum, dk, dv), heads, held is not None)
     params.counters = counters.data_ptr()
     touched, results = _touched(call), {"dk": dk, "dv": dv}
     if dq_sum is not None:
         touched["dq"] = results["dq"] = dq_sum
-    kernel.run(params, call.lists.num_tiles * (call.q.shape[1] // heads), touched)
+    kernel.run(params, params.num_tiles * (call.q.shape[1] // heads), touched)
     _check_results(results, counters)
     return dk.to(dtype), dv.to(dtype)
 

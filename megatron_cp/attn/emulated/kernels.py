@@ -20,6 +20,7 @@ PARAMS = {
     "backward_preprocess": "mcp::attn::BwdPreprocessParams",
     "backward_postprocess": "mcp::attn::BwdPostprocessParams",
     "merge_rows": "mcp::rows::MergeRowsParams",
+    "add_rows": "mcp::rows::AddRowsParams",
 }
 SWIZZLE_NONE, SWIZZLE_128 = 0, 3  # of the driver's enumeration
 

@@ -39,7 +39,8 @@ from megatron_cp.attn.hopper.device_lists import (
 from megatron_cp.attn.hopper.gradients import BackwardCall
 from megatron_cp.attn.hopper.launch import gradient_tiles, launch_forward, raw_stream, tile_shape
 from megatron_cp.attn.hopper.row_stats import preprocess, stats_of
-from megatron_cp.attn.hopper.rows import merge_rows_ as merge_rows_
+from megatron_cp.attn.hopper.rows import add_parts_ as add_parts_
+from megatron_cp.attn.hopper.rows import merge_parts_ as merge_parts_
 from megatron_cp.attn.hopper.scores import Scores
 from megatron_cp.attn.logits import raise_to_
 from megatron_cp.attn.merge import sink_gradient
@@ -112,7 +113,7 @@ def forward_onto_(
     """
     if max_logits_N is not None:
         part = forward(q_QNH, k_KGH, v_KGH, mask, options, max_logits_N)
-        merge_rows_(out_QNH, lse_QN, None, *part)
+        merge_parts_(out_QNH, lse_QN, *part)
         return
     _run_forward((q_QNH, k_KGH, v_KGH), mask, options, (out_QNH, lse_QN), True)
 
@@ -155,6 +156,7 @@ def backward(
 
 def backward_onto_(  # noqa: PLR0913  as backward, and what to add to
     dq_QNH: Tensor | None,
+    dkeys: tuple[Tensor, Tensor] | None,
     dout_QNH: Tensor,
     q_QNH: Tensor,
     k_KGH: Tensor,
@@ -164,11 +166,10 @@ def backward_onto_(  # noqa: PLR0913  as backward, and what to add to
     mask: AttentionMask,
     options: AttendOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns `(dq, dk, dv)` in float32, `dq` still without softmax_scale; added to a `dq` that is given."""
+    """Returns `(dq, dk, dv)` in float32, `dq` still without softmax_scale; added to those that are given."""
     call = _backward_call(dout_QNH, q_QNH, k_KGH, v_KGH, lse_QN, delta_QN, mask, options)
     dq = q_QNH.new_zeros(q_QNH.shape, dtype=torch.float32) if dq_QNH is None else dq_QNH
-    dk, dv = add_gradients_(call, dq, dtype=torch.float32, sm_share=options.sm_share)
-    return dq, dk, dv
+    return dq, *add_gradients_(call, dq, dkeys, sm_share=options.sm_share)
 
 
 def _backward_call(

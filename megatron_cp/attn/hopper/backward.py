@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_cp.attn.hopper import gradients
 from megatron_cp.attn.hopper.checks import find_variant
-from megatron_cp.attn.hopper.gradients import BackwardCall
+from megatron_cp.attn.hopper.gradients import BackwardCall, added_to
 from megatron_cp.attn.hopper.launch import (
     counters,
     device_guard,
@@ -53,20 +53,30 @@ def launch_backward(
 
 
 def add_gradients_(
-    call: BackwardCall, dq_sum: Tensor, *, dtype: torch.dtype, sm_share: float
+    call: BackwardCall, dq_sum: Tensor, held: tuple[Tensor, Tensor] | None, *, sm_share: float
 ) -> tuple[Tensor, Tensor]:
-    """Adds to `dq_sum` (float32, contiguous, without softmax_scale) and returns `(dk, dv)` in `dtype`."""
+    """Adds to `dq_sum` (float32, contiguous, without softmax_scale) and returns `(dk, dv)` in float32.
+
+    They are those `held`, with these added to them, where there are any.
+    """
+    dtype = torch.float32
     if not call.lists.dq_tiles:
-        return _launch_main(call, dq_sum, dtype, sm_share)
-    dk, dv = _launch_main(call, None, dtype, sm_share)
+        return _launch_main(call, dq_sum, dtype, sm_share, held)
+    dkeys = _launch_main(call, None, dtype, sm_share, held)
     _launch_dq(call, dq_sum, sm_share, adds=True)
-    return dk, dv
+    return dkeys
 
 
 def _launch_main(
-    call: BackwardCall, dq_sum: Tensor | None, dtype: torch.dtype, sm_share: float
+    call: BackwardCall,
+    dq_sum: Tensor | None,
+    dtype: torch.dtype,
+    sm_share: float,
+    held: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns `(dk, dv)` in `dtype`; adds to `dq_sum` if it is given."""
+    """Returns `(dk, dv)` in `dtype`; adds to `dq_sum` and to `held`, contiguous and float32, if they are given."""
+    if not call.lists.num_segs and held is not None:
+        return held
     if not call.lists.num_segs:
         dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (call.k, call.v))
         return dk, dv
@@ -77,13 +87,14 @@ def _launch_main(
         apart = call.of_heads_apart(num_sms)
         if apart is not None:
             of_heads = _launch_main(apart, dq_sum, torch.float32, sm_share)
-            return call.sums_of_heads(of_heads, dtype)
+            sums = call.sums_of_heads(of_heads, dtype)
+            return sums if held is None else added_to(held, sums)
         heads = call.heads_per_item(num_sms)
-        dk, dv = call.room_for_gradients(dtype, heads)
-        params = call.main_params(kernel, (dq_sum, dk, dv), heads)
+        dk, dv = held or call.room_for_gradients(dtype, heads)
+        params = call.main_params(kernel, (dq_sum, dk, dv), heads, held is not None)
         pair = counters(device, stream)
         params.counters = pair.address
-        num_items = call.lists.num_tiles * (call.q.shape[1] // heads)
+        num_items = params.num_tiles * (call.q.shape[1] // heads)
         kernel.launch(kernel.num_blocks(num_items, sm_share), stream, params, device)
     return dk.to(dtype), dv.to(dtype)
 

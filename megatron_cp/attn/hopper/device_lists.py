@@ -26,13 +26,15 @@ class DeviceList(NamedTuple):
 class BackwardList(NamedTuple):
     """A backward work list as one int32 tensor: as DeviceList, then the list of the kernel for dq alone.
 
-    That has `dq_tiles` tiles, `dq_with_keys` of them with keys, and `dq_segs` segments, 0 where the kernel for dk and
-    dv adds up dq. A query head's tiles are visited `num_visits` times, `most_visits` times for one tile of keys.
+    The first has `num_with_queries` tiles with queries, the other `dq_tiles` tiles, `dq_with_keys` of them with keys,
+    and `dq_segs` segments, 0 where the kernel for dk and dv adds up dq. A query head's tiles are visited `num_visits`
+    times, `most_visits` times for one tile of keys.
     `in_order`: sums are to have the same bits in every run.
     """
 
     data: Tensor
     num_tiles: int
+    num_with_queries: int
     num_segs: int
     num_visits: int
     most_visits: int
@@ -87,8 +89,11 @@ def backward_list(
             parts += [dq_work.tiles, dq_work.segs, dq_work.order]
             dq_counts = len(dq_work.tiles), dq_work.num_with_segments, len(dq_work.segs)
         visits = work.visits_of_tiles
-        counts = len(work.tiles), len(work.segs), int(visits.sum()), int(visits.max(initial=0))
-        return [_one(parts)], lambda data: BackwardList(data[0], *counts, *dq_counts, in_order)
+        counts = len(work.tiles), work.num_with_segments, len(work.segs)
+        most = int(visits.sum()), int(visits.max(initial=0))
+        return [_one(parts)], lambda data: BackwardList(
+            data[0], *counts, *most, *dq_counts, in_order
+        )
 
     use = ("hopper backward", tile, dq_tile, in_order)
     lists: BackwardList = for_mask(mask, use, device, prepare, stream)

@@ -107,15 +107,22 @@ class BackwardCall(NamedTuple):
     def room_for_gradients(self, dtype: torch.dtype, heads: int) -> list[Tensor]:
         """Returns memory for dk and dv: float zeros where work items of so many query heads add to them."""
         if heads < self.group:
-            return [x.new_zeros(x.shape, dtype=torch.float32) for x in (self.k, self.v)]
+            return float_gradients(self.k, self.v, zeros=True)
+        if dtype == torch.float32:
+            return float_gradients(self.k, self.v, zeros=False)
         return [empty_gradient(x, dtype) for x in (self.k, self.v)]
 
     def main_params(
-        self, kernel: TiledKernel, gradients: tuple[Tensor | None, Tensor, Tensor], heads: int
+        self,
+        kernel: TiledKernel,
+        gradients: tuple[Tensor | None, Tensor, Tensor],
+        heads: int,
+        accumulate: bool,
     ) -> BwdParams:
         """Returns the main kernel's parameters without its counters; a work item visits `heads` query heads.
 
-        `gradients` are (sum of dq, dk, dv), without the sum for a kernel of dk and dv alone.
+        `gradients` are (sum of dq, dk, dv), without the sum for a kernel of dk and dv alone. With `accumulate` dk and
+        dv are added to.
         """
         (dq_sum, dk, dv), lists, stats = gradients, self.lists, self.stats
         num_queries, num_heads, _ = self.q.shape
@@ -135,7 +142,8 @@ class BackwardCall(NamedTuple):
         params.dk, params.dv = dk.data_ptr(), dv.data_ptr()
         params.dk_row_stride, params.dk_head_stride = dk.stride()[:2]
         params.dv_row_stride, params.dv_head_stride = dv.stride()[:2]
-        params.num_tiles = lists.num_tiles
+        params.accumulate = accumulate or heads < self.group
+        params.num_tiles = lists.num_with_queries if params.accumulate else lists.num_tiles
         params.num_heads, params.num_kv_heads = num_heads, self.k.shape[1]
         params.heads_per_item, params.items_per_group = heads, self.group // heads
         params.heads_per_section = _items_per_section(heads * self.row_bytes, num_heads // heads)
@@ -183,6 +191,22 @@ class BackwardCall(NamedTuple):
             tensor_map("k", self.k, keys, on),
             tensor_map("v", self.v, keys, on),
         )
+
+
+def added_to(
+    held: tuple[Tensor, Tensor], gradients: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Returns `held` (dk, dv), with others added to them."""
+    dk, dv = (x.add_(more) for x, more in zip(held, gradients, strict=True))
+    return dk, dv
+
+
+def float_gradients(k: Tensor, v: Tensor, *, zeros: bool) -> list[Tensor]:
+    """Returns memory for dk and dv in float32, side by side: rows for keys of other ranks go home as they lie."""
+    widths = [x.shape[1] * x.shape[2] for x in (k, v)]
+    make = k.new_zeros if zeros else k.new_empty
+    both = make((len(k), sum(widths)), dtype=torch.float32).split(widths, dim=1)
+    return [x.unflatten(1, (k.shape[1], -1)) for x in both]
 
 
 def empty_gradient(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,18 +1,18 @@
 """What is asked of kernels on a GPU before they train a model: small masks, all passes, against float64 on that GPU.
 
 parts       what every stage of context parallelism calls: a forward pass, one onto an earlier result, merged rows,
-            the backward pass of given row statistics, one that adds to an earlier dq
+            the backward pass of given row statistics, one that adds to an earlier dq, added rows
 the whole   `attend` with a sink and gradients through `out` and `lse`, in 16 bits
 
-Of the parts, whole passes and merged rows were judged on an H100 (until 2026-11-24); the others on a CPU alone, in the
-emulator.
+Of the parts, whole passes and rows that were merged one by one were judged on an H100 (until 2026-11-24); the others on
+a CPU alone, in the emulator.
 """
 
 # Q query rows, K key rows, N query heads, G kv heads, H head dim, Hv value head dim
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -25,7 +25,7 @@ from megatron_cp.attn.dropout import Dropout, head_seeds, key_words, row_words
 from megatron_cp.attn.features import Feature
 from megatron_cp.attn.hopper.launch import head_by_head
 from megatron_cp.attn.hopper.verdicts import Verdict
-from megatron_cp.attn.merge import apply_sink, sink_gradient
+from megatron_cp.attn.merge import ByRow, apply_sink, sink_gradient
 from megatron_cp.attn.options import AttendOptions
 from megatron_cp.mask import AttentionMask, documents, sliding_window
 
@@ -90,6 +90,7 @@ class Passes(Protocol):
     def backward_onto_(  # noqa: PLR0913  as backward, and what to add to
         self,
         dq: Tensor | None,
+        dkeys: tuple[Tensor, Tensor] | None,
         dout: Tensor,
         q: Tensor,
         k: Tensor,
@@ -99,12 +100,20 @@ class Passes(Protocol):
         mask: AttentionMask,
         options: AttendOptions,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns `(dq, dk, dv)`, dq without softmax_scale and added to a dq that is given."""
+        """Returns `(dq, dk, dv)`, dq without softmax_scale; added to a dq and to `dkeys` that are given."""
 
-    def merge_rows_(
-        self, out: Tensor, lse: Tensor, rows: Tensor | None, part_out: Tensor, part_lse: Tensor
+    def merge_parts_(
+        self,
+        out: Tensor,
+        lse: Tensor,
+        part_out: Tensor,
+        part_lse: Tensor,
+        by_row: ByRow | None = None,
     ) -> None:
-        """Merges rows of a partial result into another, in place."""
+        """Merges rows of partial results into another, in place."""
+
+    def add_parts_(self, total: Tensor, part: Tensor, by_row: ByRow) -> None:
+        """Adds rows of gradients to others, in place."""
 
 
 @dataclass(frozen=True)
@@ -233,7 +242,7 @@ def _judged_passes(passes: Passes, case: _Case) -> Iterator[Verdict]:
     yield case.judged_numbers("max_logits", logits, case.logits)
     yield case.judged_numbers("lse", lse, case.lse)
     yield case.judged("out", out, case.out)
-    out, lse = _in_two_parts(passes, tensors, mask, options)
+    out, lse = _merged_parts(passes, case)
     yield case.judged_numbers("merged lse", lse, case.lse)
     yield case.judged("merged out", out, case.out)
     if not case.kind.needs_grad:
@@ -248,31 +257,47 @@ def _judged_passes(passes: Passes, case: _Case) -> Iterator[Verdict]:
 
 def _judged_stages(passes: Passes, case: _Case) -> Iterator[Verdict]:
     """Yields verdicts on what stages of context parallelism call: each adds to what the one before left."""
-    (q, k, v), mask, options = case.tensors, case.mask, case.options
+    (q, k, v), options = case.tensors, case.options
     half = len(k) // 2
-    halves = [(slice(*span), mask.crop(k=span)) for span in ((0, half), (half, len(k)))]
-    (first, part), (second, rest) = halves
+    spans = (0, half), (half, len(k))
+    keys = [slice(*span) for span in spans]
+    (first, part), (second, rest) = zip(
+        keys, (case.mask.crop(k=span) for span in spans), strict=True
+    )
     out, lse = passes.forward(q, k[first], v[first], part, _of_keys(options, first))
     passes.forward_onto_(out, lse, q, k[second], v[second], rest, _of_keys(options, second))
     yield case.judged_numbers("lse of two stages", lse, case.lse)
     yield case.judged("out of two stages", out, case.out)
     if not case.kind.needs_grad:
         return
-    stats = case.lse.float(), case.delta.float()
     for deterministic in (False, True):
-        dq, parts = None, []
-        for keys, part in halves:
-            asked = replace(_of_keys(options, keys), deterministic=deterministic)
-            dq, *of_keys = passes.backward_onto_(
-                dq, case.dout, q, k[keys], v[keys], *stats, part, asked
-            )
-            parts.append(of_keys)
-        assert dq is not None
-        found = (dq * options.softmax_scale, *map(torch.cat, zip(*parts, strict=True)))
+        found = _gradients_of_stages(passes, case, deterministic)
         for name, *pair in zip(("dq", "dk", "dv"), found, case.exact, strict=True):
-            yield case.judged(
-                f"{'deterministic ' if deterministic else ''}{name} of two stages", *pair
-            )
+            yield case.judged(f"{'deterministic ' if deterministic else ''}{name} of stages", *pair)
+    yield case.judged("added dq", _added_parts(passes, case), case.exact[0])
+
+
+def _gradients_of_stages(
+    passes: Passes, case: _Case, deterministic: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns `(dq, dk, dv)` of halves of the queries and of the keys, each added to what is held for its rows."""
+    (q, k, v), lse, delta = case.tensors, case.lse.float(), case.delta.float()
+    middle, half = len(q) // 2, len(k) // 2
+    dq: list[Tensor | None] = [None, None]
+    dkeys: list[tuple[Tensor, Tensor] | None] = [None, None]
+    for i, rows in enumerate(((0, middle), (middle, len(q)))):
+        for j, columns in enumerate(((0, half), (half, len(k)))):
+            queries, keys = slice(*rows), slice(*columns)
+            asked = _of_queries(_of_keys(case.options, keys), queries)
+            dq[i], *of_keys = passes.backward_onto_(
+                dq[i], dkeys[j], case.dout[queries], q[queries], k[keys], v[keys],
+                lse[queries], delta[queries], case.mask.crop(q=rows, k=columns),
+                replace(asked, deterministic=deterministic),
+            )  # fmt: skip
+            dkeys[j] = (of_keys[0], of_keys[1])
+    whole = torch.cat([x for x in dq if x is not None])
+    dk, dv = map(torch.cat, zip(*(pair for pair in dkeys if pair), strict=True))
+    return whole * case.options.softmax_scale, dk, dv
 
 
 def _judged_whole(passes: Passes, case: _Case) -> Iterator[Verdict]:
@@ -304,25 +329,50 @@ def _dropout(q: Tensor, k: Tensor) -> Dropout:
     return Dropout(DROPOUT, words, key_words(keys))
 
 
-def _in_two_parts(
-    passes: Passes,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    mask: AttentionMask,
-    options: AttendOptions,
-) -> tuple[Tensor, Tensor]:
-    """Returns `(out, lse)` over halves of the keys, merged row by row in another order."""
-    q, k, v = tensors
-    half = len(k) // 2
-    out, lse = passes.forward(
-        q, k[:half], v[:half], mask.crop(k=(0, half)), _of_keys(options, slice(0, half))
+def _merged_parts(passes: Passes, case: _Case) -> tuple[Tensor, Tensor]:
+    """Returns `(out, lse)` over thirds of the keys: each row of the first gets one of the second and of the third."""
+    q, k, v = case.tensors
+    (out, lse), *others = (
+        passes.forward(q, k[keys], v[keys], part, _of_keys(case.options, keys))
+        for keys, part in _thirds(case)
     )
-    part = passes.forward(
-        q, k[half:], v[half:], mask.crop(k=(half, len(k))), _of_keys(options, slice(half, len(k)))
-    )
-    order = torch.arange(len(q) - 1, -1, -1, device=q.device)
-    rows_of_part = [x[order].contiguous() for x in part]
-    passes.merge_rows_(out, lse, order, *rows_of_part)
+    part_out, part_lse = (_backwards(x) for x in zip(*others, strict=True))
+    passes.merge_parts_(out, lse, part_out, part_lse, _by_row(len(q), q.device))
     return out, lse
+
+
+def _added_parts(passes: Passes, case: _Case) -> Tensor:
+    """Returns dq over thirds of the keys, summed as results are merged in `_merged_parts`."""
+    q, k, v = case.tensors
+    stats = case.lse.float(), case.delta.float()
+    dq, *others = (
+        passes.backward(case.dout, q, k[keys], v[keys], *stats, part, _of_keys(case.options, keys))[
+            0
+        ]
+        for keys, part in _thirds(case)
+    )
+    passes.add_parts_(dq, _backwards(others), _by_row(len(q), q.device))
+    return dq
+
+
+def _thirds(case: _Case) -> Iterator[tuple[slice, AttentionMask]]:
+    num_keys = case.mask.num_keys
+    for i in range(3):
+        span = (num_keys * i // 3, num_keys * (i + 1) // 3)
+        yield slice(*span), case.mask.crop(k=span)
+
+
+def _backwards(parts: Sequence[Tensor]) -> Tensor:
+    """Returns all rows, those of each part in the opposite order."""
+    return torch.cat([x.flip(0) for x in parts])
+
+
+def _by_row(num_rows: int, device: torch.device) -> ByRow:
+    """Returns how each row gets its own of two parts that are `_backwards`."""
+    rows = torch.arange(num_rows, device=device)
+    own = num_rows - 1 - rows
+    parts = torch.stack([own, own + num_rows], dim=1).flatten()
+    return rows, 2 * torch.arange(num_rows + 1, device=device), parts
 
 
 def _of_keys(options: AttendOptions, keys: slice) -> AttendOptions:
@@ -330,3 +380,10 @@ def _of_keys(options: AttendOptions, keys: slice) -> AttendOptions:
     if dropout is None:
         return options
     return replace(options, dropout=replace(dropout, key_words=dropout.key_words[keys]))
+
+
+def _of_queries(options: AttendOptions, queries: slice) -> AttendOptions:
+    dropout = options.dropout
+    if dropout is None:
+        return options
+    return replace(options, dropout=replace(dropout, row_words=dropout.row_words[queries]))

@@ -1,51 +1,109 @@
-"""Partial results merged by our kernel: each row read and written once.
+"""Results for the same rows joined by our kernels: each row is read and written once, whatever comes to it.
 
-torch takes eleven passes over the rows for the same (attn/merge.py, which is the definition).
+torch takes eleven passes over the rows for one merge (attn/merge.py, which is the definition), three for one sum, and
+a call for each part. **The kernels ran in the emulator alone**; one that merged a single part for each row ran on an
+H100 (2026-11-24).
 """
 
 # R rows, N query heads, Hv value head dim
+
+import ctypes
 
 import torch
 from torch import Tensor
 
 from megatron_cp.attn.hopper.launch import launch_rows
-from megatron_cp.kernels.params import MergeRowsParams
+from megatron_cp.attn.merge import ByRow
+from megatron_cp.kernels.params import AddRowsParams, Joins, MergeRowsParams
 
-KERNEL = "merge_rows"
+MERGE, ADD = "merge_rows", "add_rows"
+ADDED_COLUMNS = 128  # by a warp
 
 
-def merge_rows_(
-    out: Tensor, lse: Tensor, rows: Tensor | None, part_out: Tensor, part_lse: Tensor
+def merge_parts_(
+    out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor, by_row: ByRow | None = None
 ) -> None:
-    """Merges a partial result of some rows into `out` and `lse` in place, as `attn.merge.merge_rows_`.
+    """Merges partial results `part_out` `[R, N, Hv]`, `part_lse` `[R, N]` into rows of `out` and `lse`, in place.
 
-    All but `rows` in float32. `rows` int64 `[m]` without repeats, contiguous, or None: the first m rows.
+    Without `by_row` into the first R rows. All in float32.
     """
-    params = merge_params(out, lse, rows, part_out, part_lse)
-    launch_rows(KERNEL, part_out, part_lse.numel(), params)
+    params, num_items = merge_params(out, lse, part_out, part_lse, by_row)
+    launch_rows(MERGE, part_out, num_items, params)
+
+
+def add_parts_(total: Tensor, part: Tensor, by_row: ByRow) -> None:
+    """Adds rows of `part` `[R, ...]` to rows of `total`, in place, in the order of `by_row`. Both in float32."""
+    params, num_items = add_params(total, part, by_row)
+    launch_rows(ADD, part, num_items, params)
 
 
 def merge_params(
-    out: Tensor, lse: Tensor, rows: Tensor | None, part_out: Tensor, part_lse: Tensor
-) -> MergeRowsParams:
-    """Returns the kernel's parameters. Raises ValueError for rows that are not float32 in pairs of elements."""
+    out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor, by_row: ByRow | None = None
+) -> tuple[MergeRowsParams, int]:
+    """Returns the kernel's parameters and its number of warps' shares.
+
+    Raises ValueError for rows that are not float32 in pairs of elements.
+    """
     for name, x in (("out", out), ("part_out", part_out)):
-        if x.dtype != torch.float32:
-            raise ValueError(f"{name} of {x.dtype} must be torch.float32; call {name}.float()")
+        _check_type(name, x)
         if x.stride(2) != 1 or any(step % 2 for step in x.stride()[:2]) or x.shape[2] % 2:
             raise ValueError(
                 f"{name} {tuple(x.shape)} of strides {x.stride()} must have an even width, last stride 1 and other "
                 f"strides of whole pairs; call {name}.contiguous()"
             )
-    return MergeRowsParams(
+    joins = _joins(by_row, len(part_out))
+    num_heads, width = part_out.shape[1:]
+    params = MergeRowsParams(
+        joins,
         out.data_ptr(),
         lse.data_ptr(),
         part_out.data_ptr(),
         part_lse.data_ptr(),
-        None if rows is None else rows.data_ptr(),
         *out.stride()[:2],
         *lse.stride(),
         *part_out.stride()[:2],
         *part_lse.stride(),
-        *part_out.shape,
+        num_heads,
+        width,
     )
+    return params, joins.num_rows * num_heads
+
+
+def add_params(total: Tensor, part: Tensor, by_row: ByRow) -> tuple[AddRowsParams, int]:
+    """Returns the kernel's parameters and its number of warps' shares.
+
+    Raises ValueError for rows that are not float32 or have gaps between columns.
+    """
+    if total[:1].is_contiguous() and part[:1].is_contiguous():  # all heads side by side
+        total, part = (x.flatten(1).unsqueeze(1) for x in (total, part))
+    for name, x in (("total", total), ("part", part)):
+        _check_type(name, x)
+        if x.dim() != 3 or x.stride(2) != 1:
+            raise ValueError(
+                f"{name} {tuple(x.shape)} of strides {x.stride()} must be [rows, heads, columns] with last stride 1; "
+                f"call {name}.contiguous()"
+            )
+    joins = _joins(by_row, len(part))
+    num_heads, width = total.shape[1:]
+    params = AddRowsParams(
+        joins,
+        total.data_ptr(),
+        part.data_ptr(),
+        *total.stride()[:2],
+        *part.stride()[:2],
+        num_heads,
+        width,
+    )
+    return params, joins.num_rows * num_heads * -(-width // ADDED_COLUMNS)
+
+
+def _joins(by_row: ByRow | None, num_parts: int) -> Joins:
+    if by_row is None:
+        return Joins(None, None, None, num_parts)
+    addresses: list[ctypes.c_void_p | int] = [x.data_ptr() for x in by_row]
+    return Joins(*addresses, len(by_row[0]))
+
+
+def _check_type(name: str, x: Tensor) -> None:
+    if x.dtype != torch.float32:
+        raise ValueError(f"{name} of {x.dtype} must be torch.float32; call {name}.float()")

@@ -22,12 +22,12 @@ from megatron_cp.attn.hopper.checks import (
     forward_variants,
 )
 from megatron_cp.attn.hopper.judge import Kind, judge
-from megatron_cp.attn.hopper.rows import KERNEL
+from megatron_cp.attn.hopper.rows import ADD, MERGE
 from megatron_cp.attn.hopper.verdicts import Verdict, kept_verdict
 from megatron_cp.kernels import build
 from megatron_cp.kernels.driver import driver
 
-TEST_VERSION = 3  # of the cases in judge.py: verdicts of others are not asked
+TEST_VERSION = 4  # of the cases in judge.py: verdicts of others are not asked
 
 _is_skipped: ContextVar[bool] = ContextVar("megatron_cp_self_test_is_skipped", default=False)
 _verdicts: dict[tuple[Kind, torch.device], Verdict] = {}
@@ -89,7 +89,7 @@ def all_kinds() -> list[Kind]:
 def kernels_of(kind: Kind) -> tuple[str, ...]:
     """Returns the names of all kernels that such calls launch."""
     asked = (kind.dtype, kind.head_dim, kind.value_dim, kind.feature)
-    variants = [find_variant("forward", *asked)]
+    variants, joining = [find_variant("forward", *asked)], [MERGE]
     if kind.needs_grad:
         both = [find_gradient_kernels(*asked, deterministic) for deterministic in (False, True)]
         variants += [one for pair in both for one in pair if one is not None]
@@ -98,7 +98,8 @@ def kernels_of(kind: Kind) -> tuple[str, ...]:
                 find_variant("backward_postprocess", kind.dtype, kind.head_dim, None, None)
             )
         variants.append(find_variant("backward_preprocess", kind.dtype, None, kind.value_dim, None))
-    return *dict.fromkeys(variant.name for variant in variants), KERNEL
+        joining.append(ADD)
+    return *dict.fromkeys(variant.name for variant in variants), *joining
 
 
 def _key(kind: Kind, device: torch.device) -> str:

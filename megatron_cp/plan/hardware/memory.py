@@ -188,12 +188,7 @@ def _compute(
         for one, is_received in ((sides["q"], of_received_q), (sides["k"], of_received_k)):
             rows = one.rows if is_received else np.full(plan.cp_size, float(one.own))
             size = is_there * rows * one.result
-            held = one.received_result if is_received else one.own_result
             _take_result(one, size, memory, is_received=bool(is_received))
-            if (
-                one is sides["k"]
-            ):  # a gradient of keys is made apart, and added to one that is there
-                memory.pass_through(np.where(size == held, size, 0.0))
 
 
 def _quadrants(rows: IntArray, own: dict[Side, int]) -> list[bool]:
@@ -228,6 +223,8 @@ def _go_home(
     _take_result(one, one.rows * one.result, memory, is_received=True)
     held, one.received_result = one.received_result, none
     message = np.max([_largest_hop(cast, plan.cp_size, DST) for cast in casts], axis=0)
+    if (pass_name, side) == ("backward", "q"):  # one tensor, which goes home as it lies
+        message = none
     back = sum((_rows_by(cast, plan.cp_size, SRC) for cast in casts), none) * one.result
     memory.take(message * one.result)
     memory.take(back, received=True)
