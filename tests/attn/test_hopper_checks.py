@@ -80,6 +80,16 @@ def test_parts_merge_onto_each_other_in_place(device):
     assert_attention((out, lse), (q, k, v), mask.to_dense(), softmax_scale=0.25)
 
 
+def test_tiles_without_keys_are_left_out_where_parts_merge(device):
+    """The stand-in of the kernel refuses them."""
+    mask = masks.documents([150, 150])
+    q, k, v = draw(300, 300)
+    options = AttendOptions(0.25, backend="hopper")
+    out, lse = hopper.forward(q, k[:150], v[:150], mask.crop(k=(0, 150)), options)
+    hopper.forward_onto_(out, lse, q, k[150:], v[150:], mask.crop(k=(150, 300)), options)
+    assert_attention((out, lse), (q, k, v), mask.to_dense(), softmax_scale=0.25)
+
+
 @pytest.mark.parametrize("value_dim", [128, 192])
 def test_head_dim_of_values_may_differ_where_a_kernel_serves_it(device, value_dim):
     tensors = draw(9, 9, dims=(192, value_dim))

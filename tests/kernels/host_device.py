@@ -81,6 +81,7 @@ def _run(p, query, key, value, device: HostDevice) -> None:
     assert p.tiles % 16 == p.segments % 16 == 0
     for tile in order:
         row0, rows, seg0, count = tiles[tile]
+        assert count or not p.accumulate  # nothing would be merged
         for head in range(p.num_heads):
             kv_head = head // (p.num_heads // p.num_kv_heads)
             for row in range(row0, row0 + rows):

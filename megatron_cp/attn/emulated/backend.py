@@ -178,7 +178,8 @@ def run_forward(  # noqa: PLR0913  everything the kernel can be asked for
 ) -> None:
     """Fills `into = (out [Q, N, Hv] float32 or the dtype of q, lse [Q, N] float32)`; raises `max_logits`, as `attend`.
 
-    `accumulate`: `into` holds a partial result over other keys and receives the merged one; not with `max_logits`.
+    `accumulate`: `into` holds a partial result over other keys, 0 and -inf in rows without, and receives the merged
+    one; not with `max_logits` and not with a sink.
 
     Raises: EmulatorBuildError without g++; EmulatorError for a defect of the kernel; ValueError for strides or
     addresses of `into` that the kernel cannot write.
@@ -196,13 +197,13 @@ def run_forward(  # noqa: PLR0913  everything the kernel can be asked for
     tensors = all_readable(q_QNH, k_KGH, v_KGH)
     sink = None if sink_N is None else sink_N.detach().float().contiguous()
     kernel, counters = EmulatedKernel(variant), torch.zeros(2, dtype=torch.int32)
-    params = forward_params(kernel, tensors, lists, sink, scores, (out, lse))
-    params.counters, params.accumulate = counters.data_ptr(), accumulate
+    params = forward_params(kernel, tensors, lists, sink, scores, (out, lse), accumulate)
+    params.counters = counters.data_ptr()
     params.max_logits = max_logits_address(max_logits_N, accumulate)
     touched = dict(zip("qkv", tensors, strict=True)) | {"work list": lists.data} | scores.touched()
     if sink is not None:
         touched["sink"] = sink
-    kernel.run(params, lists.num_tiles * q_QNH.shape[1], touched)
+    kernel.run(params, params.num_tiles * q_QNH.shape[1], touched)
     results = {"out": out, "lse": lse}
     if max_logits_N is not None:
         results["max_logits"] = max_logits_N

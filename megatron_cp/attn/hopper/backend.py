@@ -61,7 +61,7 @@ def attend(
 
     `max_logits` float32 is raised, in place, to the largest scaled and capped logit of each head, without a gradient.
     """
-    data, num_tiles, num_segs = _work_list(q_QNH, v_KGH, mask, options)
+    data, num_tiles, num_segs, _ = _work_list(q_QNH, v_KGH, mask, options)
     sink = None if sink_N is None else sink_N.to(torch.float32).contiguous()
     scale, softcap = options.softmax_scale, options.softcap
     operator: Callable[..., tuple[Tensor, Tensor, Tensor]] = torch.ops.megatron_cp.attention_forward
@@ -107,9 +107,9 @@ def forward_onto_(
 ) -> None:
     """Merges this part's result into the partial `out` (float32 or the dtype of q) and `lse`, in place.
 
-    Rows without keys in this part keep what they have. With `max_logits`, raised as by `forward`, the part is computed
-    apart and merged by a second kernel (`out` in float32): a row that starts from an earlier result does not know
-    its largest logit. That reads the part and `out` once more.
+    Rows without keys in this part keep what they have, and those without any so far hold 0. With `max_logits`, raised
+    as by `forward`, the part is computed apart and merged by a second kernel (`out` in float32): a row that starts
+    from an earlier result does not know its largest logit. That reads the part and `out` once more.
     """
     if max_logits_N is not None:
         part = forward(q_QNH, k_KGH, v_KGH, mask, options, max_logits_N)
@@ -266,8 +266,8 @@ def _forward(  # noqa: PLR0913  the operator's schema
     results = _allocate(q_QNH, v_KGH, q_QNH.dtype)
     max_logits = _no_logits(q_QNH, has_max_logits)
     asked = max_logits if has_max_logits else None
-    lists, scores = DeviceList(work, num_tiles, num_segs), Scores(softmax_scale, softcap)
-    tensors = all_readable(q_QNH, k_KGH, v_KGH)
+    lists = DeviceList(work, num_tiles, num_segs, num_tiles)
+    tensors, scores = all_readable(q_QNH, k_KGH, v_KGH), Scores(softmax_scale, softcap)
     launch_forward(tensors, lists, sink_N, scores, results, accumulate=False, max_logits_N=asked)
     return *results, max_logits
 

@@ -16,11 +16,15 @@ from megatron_cp.mask import AttentionMask
 
 
 class DeviceList(NamedTuple):
-    """A forward work list as one int32 tensor: tiles `[num_tiles, 4]`, segments `[num_segs, 8]`, order."""
+    """A forward work list as one int32 tensor: tiles `[num_tiles, 4]`, segments `[num_segs, 8]`, order.
+
+    `num_with_keys` of the tiles have any; they are the first in the order.
+    """
 
     data: Tensor
     num_tiles: int
     num_segs: int
+    num_with_keys: int
 
 
 class BackwardList(NamedTuple):
@@ -55,7 +59,7 @@ def forward_list(
     def prepare(mask: AttentionMask) -> Prepared:
         work = forward_work(mask, tile_rows, tile_keys)
         _check_inside(work, mask.num_queries, mask.num_keys)
-        counts = len(work.tiles), len(work.segs)
+        counts = len(work.tiles), len(work.segs), work.num_with_segments
         arrays = [_one([work.tiles, work.segs, work.order])]
         return arrays, lambda data: DeviceList(data[0], *counts)
 

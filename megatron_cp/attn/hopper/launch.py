@@ -144,7 +144,7 @@ def launch_forward(
 ) -> None:
     """Fills `results = (out [Q, N, Hv], lse [Q, N])` from (q, k, v) on the current stream of their device.
 
-    With `accumulate` the results are merged onto what they hold; without it,
+    With `accumulate` the results are merged onto what they hold, 0 and -inf in rows without keys; without it,
     `max_logits` (float32, contiguous) is raised to the largest logit of each head. `sm_share` of the multiprocessors
     stays free for transfers.
     """
@@ -161,11 +161,11 @@ def launch_forward(
     with device_guard(device):
         kernel = load_kernel(variant.name, device)
         stream = raw_stream(device)
-        params = forward_params(kernel, tensors, lists, sink_N, scores, results)
+        params = forward_params(kernel, tensors, lists, sink_N, scores, results, accumulate)
         params.max_logits = max_logits_address(max_logits_N, accumulate)
         pair = counters(device, stream)
-        params.counters, params.accumulate = pair.address, accumulate
-        num_blocks = kernel.num_blocks(lists.num_tiles * q_QNH.shape[1], sm_share)
+        params.counters = pair.address
+        num_blocks = kernel.num_blocks(params.num_tiles * q_QNH.shape[1], sm_share)
         kernel.launch(num_blocks, stream, params, device)
 
 
@@ -188,8 +188,13 @@ def forward_params(
     sink_N: Tensor | None,
     scores: Scores,
     results: tuple[Tensor, Tensor],
+    accumulate: bool,
 ) -> FwdParams:
-    """Returns the kernel's parameters without counters and largest logits, for results that hold nothing yet."""
+    """Returns the kernel's parameters without counters and largest logits.
+
+    With `accumulate`, for results that hold something: tiles without keys are left out.
+    """
+    assert sink_N is None or not accumulate, "a sink joins every row once"
     (q_QNH, k_KGH, v_KGH), (out_QNH, lse_QN) = tensors, results
     num_heads, head_dim = q_QNH.shape[1:]
     num_keys, num_kv_heads, value_dim = v_KGH.shape
@@ -209,14 +214,14 @@ def forward_params(
         None,
         *out_QNH.stride()[:2],
         *lse_QN.stride(),
-        lists.num_tiles,
+        lists.num_with_keys if accumulate else lists.num_tiles,
         num_heads,
         num_kv_heads,
         heads_per_section(num_heads, num_kv_heads, num_keys, head_dim + value_dim),
         num_keys,
         *scores.scales(),
         out_QNH.dtype == torch.float32,
-        False,
+        accumulate,
         scores.dropout(),
     )
 
