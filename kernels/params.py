@@ -81,6 +81,9 @@ class BwdPreprocessParams(ctypes.Structure):
     )
 
 
+STORE_16_BITS, STORE_FLOATS, ADD_FLOATS = range(3)  # how dk and dv are stored
+
+
 class BwdParams(ctypes.Structure):
     """Parameters of the backward kernel."""
 
@@ -113,10 +116,9 @@ class BwdParams(ctypes.Structure):
         ("cap", c_float),
         ("cap_scale", c_float),
         ("softmax_scale", c_float),
-        ("grads_are_float", c_int32),
-        ("accumulate", c_int32),
+        ("store", c_int32),
         ("dropout", DropoutParams),
-        ("padding", c_int32 * 6),  # the header's struct is aligned to 64 bytes
+        ("padding", c_int32 * 8),  # the header's struct is aligned to 64 bytes
     )
 
 

@@ -105,9 +105,10 @@ MCP_DEVICE void store_gradient(const BwdParams& params,
                                const float (&d)[kSize],
                                float factor,
                                bool valid) {
-    if (params.grads_are_float) {
+    if (params.store != kStore16Bits) {
+        const bool adds = params.store == kAddFloats;
         float* const row = static_cast<float*>(gradient) + offset;
-        if (valid) store_or_add_row_f32(row, d, kHalf, factor, params.accumulate);
+        if (valid) store_or_add_row_f32(row, d, kHalf, factor, adds);
     } else {
         store_row_16<T>(static_cast<u16*>(gradient) + offset, d, kHalf, factor, valid);
     }

@@ -94,6 +94,12 @@ struct BwdPreprocessParams {
     i32 out_is_float;
 };
 
+enum GradientStore : i32 {
+    kStore16Bits,  // dk and dv have the inputs' type
+    kStoreFloats,
+    kAddFloats,  // dk and dv are float sums
+};
+
 // With p = exp2(s * score_scale - lse_2), dp = dout v', ds = p * (dp - delta):
 //     dv += p' dout     dk += softmax_scale * ds' q     dq += ds k
 // (dq is not scaled: the postprocess does that once. Kernels of dk and dv alone leave it to
@@ -127,8 +133,7 @@ struct BwdParams {
     i32 num_queries;                    // rows of q and dout
     float score_scale, cap, cap_scale;  // as in FwdParams
     float softmax_scale;
-    i32 grads_are_float;  // dk and dv; otherwise they have the inputs' type
-    i32 accumulate;       // dk and dv are float sums and are added to; so where items share a kv head
+    GradientStore store;  // where items share a kv head, they add
     DropoutParams dropout;
 };
 

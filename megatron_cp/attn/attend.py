@@ -20,7 +20,6 @@ from megatron_cp.attn.merge import PartJoiner, apply_sink, merge_span_, sink_gra
 from megatron_cp.attn.once import Saved, first_derivative_only
 from megatron_cp.attn.options import (
     AttendOptions,
-    accumulation_dtype,
     check_mask,
     check_sink,
     resolve_options,
@@ -215,10 +214,23 @@ def attend_backward_onto_(  # noqa: PLR0913  as attend_backward, and what to add
     return sums[0], sums[1], sums[2]
 
 
-def part_joiner(options: AttendOptions) -> PartJoiner | None:
-    """Returns the backend's kernels that join results for the same rows, None where it leaves that to torch."""
+def row_products(dout: Tensor, out: Tensor, lse: Tensor, options: AttendOptions) -> Tensor:
+    """Returns `rowsum(dout * out)` `[Q, N]` in the dtype of `lse`, by the backend's kernel if it has one."""
     module = backend_module(options.backend)
-    return module if hasattr(module, "merge_parts_") else None
+    if options.wide_dims is None and hasattr(module, "row_products"):
+        with torch.no_grad():
+            products: Tensor = module.row_products(dout, out, lse)
+            return products
+    return (dout * out.to(lse.dtype)).sum(dim=-1)
+
+
+def part_joiner(options: AttendOptions, width: int) -> PartJoiner | None:
+    """Returns the backend's kernels that join results for the same rows, None where torch does that.
+
+    The kernels take results in pairs of columns, so `width` of a head is even.
+    """
+    module = backend_module(options.backend)
+    return module if hasattr(module, "merge_parts_") and width % 2 == 0 else None
 
 
 def dq_factor(options: AttendOptions) -> float:
@@ -273,13 +285,12 @@ class _Attend(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         else:
-            dtype = accumulation_dtype(q.dtype)
-            delta += (dout.to(dtype) * out.to(dtype)).sum(dim=-1)
+            delta += row_products(dout, out, lse, ctx.options)
         if dlse is not None:
             delta -= dlse
         dq, dk, dv = attend_backward(dout, q, k, v, lse, delta, ctx.mask, ctx.options)
         dsink = None if sink is None else sink_gradient(lse, sink, delta).to(sink.dtype)
-        dq = dq.to(q.dtype)  # one after another: each frees its float32 twin
+        dq = dq.to(q.dtype)  # one after another: each frees its float32 twin, if that lies alone
         dk = dk.to(k.dtype)
         dv = dv.to(v.dtype)
         return dq, dk, dv, dsink, None, None, None

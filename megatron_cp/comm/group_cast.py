@@ -73,8 +73,8 @@ class RankTransfer:
 
     hops: tuple[RankHop, ...]
     own_rows: int
-    home: Joins
-    """Of all that comes back, the last hop's first: what goes to own rows."""
+    home: Joins | None
+    """Of all that comes back, the last hop's first: what goes to own rows. None where nothing ever comes back."""
 
     @property
     def num_sent(self) -> int:
@@ -117,7 +117,7 @@ class RankTransfer:
         for compiled, by_segment in zip(reversed(hops), reversed(back), strict=True):
             runs += [(begin + first, rows) for first, rows in by_segment.get(0, [])]
             begin += sum(compiled.send_splits)
-        return cls(tuple(hops), own_rows, Joins.of(runs))
+        return cls(tuple(hops), own_rows, Joins.of(runs) if comes_home else None)
 
 
 def _runs_back(sent: IntArray, segment_ends: list[int]) -> dict[int, _Runs]:
@@ -214,6 +214,7 @@ def group_reduce(
 def _reduce_chain(
     own: Rows, received: Rows, transfer: RankTransfer, group: dist.ProcessGroup, combine: Combine
 ) -> Chain[None]:
+    assert transfer.home is not None, "compiled for casts alone"
     sizes = [sum(hop.recv_splits) for hop in transfer.hops]
     segments = list(zip(*(torch.split(tensor, sizes) for tensor in received), strict=True))
     back, end = PackedRows.empty(transfer.num_sent, own), 0

@@ -30,6 +30,7 @@ from megatron_cp.attn.attend import (
     attend_forward_onto_,
     dq_factor,
     part_joiner,
+    row_products,
 )
 from megatron_cp.attn.dropout import Dropout, key_words, row_words
 from megatron_cp.attn.merge import apply_sink, sink_gradient
@@ -87,7 +88,7 @@ class DistributedAttention(torch.autograd.Function):
         q, sink, out, lse, *keys = saved
         # A rank whose out is unused must still take part: its keys serve others' queries.
         dout = torch.zeros_like(out) if dout is None else dout
-        delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)
+        delta = row_products(dout, out, lse, ctx.options)
         if dlse is not None:
             delta = delta - dlse
         rows = (dout, q, ctx.expansion or tuple(keys), lse, delta)
@@ -114,7 +115,8 @@ def forward_pass(
     q, key_rows = queries[0], _key_rows(keys, entered)
     value_dim, dtype = key_rows.rows("own")[1].shape[2], accumulation_dtype(q.dtype)
     like = q.new_empty((0, q.shape[1], value_dim), dtype=dtype)
-    results = SideResults(len(q), (like, like[..., 0]), merging(part_joiner(options)))
+    combination = merging(part_joiner(options, value_dim))
+    results = SideResults(len(q), (like, like[..., 0]), combination)
     exchange = rank_pass.exchange
     heads = slice(None) if exchange is None else exchange.own_heads(num_heads)
     logits = None if max_logits_N is None else max_logits_N[heads]
@@ -162,7 +164,7 @@ def backward_pass(
     queries, entered = _enter(rank_pass, queries_TNH, keys, _words(session, options))
     q, key_rows = queries[0], _key_rows(keys, entered, keeps_graph=True)
     like = q.new_empty((0, *q.shape[1:]), dtype=lse_TN.dtype)
-    combination = adding(part_joiner(options))
+    combination = adding(part_joiner(options, q.shape[2]))
     query_results = SideResults(len(q), (like,), combination)
     key_results = _key_results(key_rows, lse_TN.dtype, combination)
 
@@ -190,9 +192,9 @@ def backward_pass(
     _run_stages("backward", (rank_pass, session.group), rows, options, compute, send_home)
     (dq,), dkeys = query_results.own(), key_results.own()
     if (factor := dq_factor(options)) != 1.0:
-        # Where it is returned as it is, rounded in the same pass.
-        dtype = q_TNH.dtype if rank_pass.exchange is None else dq.dtype
-        dq = torch.mul(dq, factor, out=torch.empty_like(dq, dtype=dtype))
+        # Where it is returned as it is, it is rounded in the same pass.
+        stays = rank_pass.exchange is not None or dq.dtype == q.dtype
+        dq = torch.mul(dq, factor, out=dq if stays else torch.empty_like(dq, dtype=q.dtype))
     latent = (keys.latent, *keys.captured) if isinstance(keys, Expansion) else ()
     whole = [(x.shape[1], x.dtype) for x in (q_TNH, *_key_tensors(keys))]
     return _leave(rank_pass, (dq, *dkeys), (*whole, *((1, x.dtype) for x in latent)))

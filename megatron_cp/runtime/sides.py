@@ -66,13 +66,15 @@ def merging(joiner: PartJoiner | None) -> Combination:
 
 def adding(joiner: PartJoiner | None) -> Combination:
     """Returns how gradients become one: by a backend's kernels, or by torch."""
+    neutral = (0.0, 0.0)
+    if joiner is None:
+        return Combination(_add_span_, add_rows_, neutral)
 
     def add_rows(held: Rows, joins: Joins, parts: Rows) -> None:
-        assert joiner is not None
         for total, part in zip(held, parts, strict=True):
             joiner.add_parts_(total, part, joins.by_row)
 
-    return Combination(_add_span_, add_rows_ if joiner is None else add_rows, (0.0, 0.0))
+    return Combination(_add_span_, add_rows, neutral)
 
 
 class SideRows:
@@ -124,9 +126,6 @@ class SideResults:
     def take(self, source: Source, part: Rows) -> None:
         """Takes results, which belong to the side from now on; results held for fewer rows join them."""
         held = self._held.get(source)
-        if held is not None and len(held[0]) == len(part[0]):
-            self._combination.span_(held, part)
-            return
         if held is not None:
             self._combination.span_(tuple(x[: len(held[0])] for x in part), held)
         self._held[source] = part

@@ -59,6 +59,7 @@ class Defective:
             "whole",
             "dq",
             "dkeys",
+            "span",
         ):
             setattr(self, f"change_{name}", changes.get(name, lambda x: x))
 
@@ -70,11 +71,16 @@ class Defective:
         told = (*self._told(mask, options), max_logits)
         return self.change_forward(attend_forward(q, k, v, *told))
 
-    def merge_parts_(self, out, lse, part_out, part_lse, by_row):
+    def merge_parts_(self, out, lse, part_out, part_lse, by_row=None):
+        if by_row is None:
+            merge_span_(out, lse, self.change_span(part_out), part_lse)
+            return
         rows, begins, parts = self.change_by_row(by_row)
-        for first in (0, 1):  # each row gets two
-            one = parts[begins[:-1] + first]
-            merge_rows_(out, lse, rows, part_out[one], part_lse[one])
+        counts = begins.diff()
+        for i in range(int(counts.max())):
+            some = counts > i
+            one = parts[begins[:-1][some] + i]
+            merge_rows_(out, lse, rows[some], part_out[one], part_lse[one])
 
     def add_parts_(self, total, part, by_row):
         rows, begins, parts = self.change_added(by_row)
@@ -119,8 +125,14 @@ def _diagonals_one_further(mask):
     return type(mask)(mask.num_queries, mask.num_keys, rows)
 
 
-def _firsts_twice(parts):
-    return parts.view(-1, 2)[:, :1].expand(-1, 2).flatten()
+def _firsts_twice(by_row):
+    rows, begins, parts = by_row
+    return rows, begins, parts[begins[:-1].repeat_interleave(begins.diff())]
+
+
+def _last_lost(by_row):
+    rows, begins, parts = by_row
+    return rows, begins.clamp(max=len(parts) - 1), parts
 
 
 DEFECTS = {
@@ -133,9 +145,17 @@ DEFECTS = {
         forward=lambda x: (x[0], x[1].masked_fill(x[1] == -torch.inf, -1e30))
     ),
     "rows merged into others": Defective(by_row=lambda x: (x[0].roll(1), *x[1:])),
-    "rows that get the first part twice": Defective(by_row=lambda x: (*x[:2], _firsts_twice(x[2]))),
+    "rows that get the first part twice": Defective(by_row=_firsts_twice),
+    "rows that are counted instead of read": Defective(
+        by_row=lambda x: (torch.arange(len(x[0])), *x[1:])
+    ),
+    "parts that are counted instead of read": Defective(
+        by_row=lambda x: (*x[:2], torch.arange(len(x[2])))
+    ),
+    "one part lost": Defective(by_row=_last_lost),
+    "parts of the first rows one further": Defective(span=lambda x: x.roll(1, 0)),
     "rows added to others": Defective(added=lambda x: (x[0].roll(1), *x[1:])),
-    "rows that are added once too often": Defective(added=lambda x: (*x[:2], _firsts_twice(x[2]))),
+    "rows that get the first gradient twice": Defective(added=_firsts_twice),
     "dq without its scale": Defective(backward=lambda x: (x[0] * 128**0.5, x[1], x[2])),
     "one row of dk twice": Defective(backward=_one_row(1, 2.0)),
     "dv of one row lost": Defective(backward=_one_row(2, 0.0)),

@@ -7,6 +7,8 @@ import numpy as np
 from megatron_cp.kernels import build
 from megatron_cp.kernels.driver import FLOAT32
 from megatron_cp.kernels.params import (
+    ADD_FLOATS,
+    STORE_16_BITS,
     BwdParams,
     BwdPostprocessParams,
     BwdPreprocessParams,
@@ -84,7 +86,7 @@ def _main(raw: bytes, device) -> None:
     assert 1 <= p.heads_per_section <= p.num_kv_heads * p.items_per_group and p.counters
     for tile in order:
         row0, rows, seg0, count = tiles[tile].tolist()
-        assert count or not p.accumulate  # nothing would be added
+        assert count or p.store != ADD_FLOATS  # nothing would be added
         for key in range(row0, row0 + rows):
             queries = _queries_of(key, segs[seg0 : seg0 + count])
             for kv_head in range(p.num_kv_heads):
@@ -180,15 +182,14 @@ def _store_gradients(p, device, key: int, kv_head: int, grads: list[np.ndarray])
         (p.dk, (p.dk_row_stride, p.dk_head_stride)),
         (p.dv, (p.dv_row_stride, p.dv_head_stride)),
     )
-    width = 4 if p.grads_are_float else 2
+    width = 2 if p.store == STORE_16_BITS else 4
     for (address, stride), gradient in zip(strides, grads, strict=True):
         to = _rows(address, width, key, kv_head, stride, len(gradient))
-        if p.accumulate:  # this adds once what the kernel may add in parts
-            assert p.grads_are_float
+        if p.store == ADD_FLOATS:  # this adds once what the kernel may add in parts
             to += gradient.astype(np.float32)
         else:
             assert p.items_per_group == 1
-            to[:] = gradient if p.grads_are_float else encoded(gradient, device.last_dtype)
+            to[:] = gradient if width == 4 else encoded(gradient, device.last_dtype)
 
 
 RUN = {

@@ -125,7 +125,7 @@ def test_added_rows_are_sums_in_the_order_of_the_runs(
 
 
 def joiner():
-    return part_joiner(AttendOptions(1.0, backend="emulated"))
+    return part_joiner(AttendOptions(1.0, backend="emulated"), 64)
 
 
 def test_rows_that_the_kernels_cannot_read_are_refused():

@@ -63,6 +63,13 @@ def _join(held, parts, by_row):
         total.new_empty(len(rows), *total.shape[1:]).clone()
 
 
+def _products(dout, out, lse, options):
+    """Stands for the kernel of `rowsum(dout * out)`, metered as what reads both."""
+    dout.sum()
+    out.sum()
+    return lse.clone()
+
+
 def _check_words(q, k, options):
     """As a kernel with dropout reads them."""
     words = Scores.of(options).words
@@ -95,7 +102,8 @@ def metered(plan, rank, num_ranks, dropout_p=0.0):
         mock.patch.object(dist_attn, "attend_forward", _result),
         mock.patch.object(dist_attn, "attend_forward_onto_", _onto),
         mock.patch.object(dist_attn, "attend_backward_onto_", _gradients),
-        mock.patch.object(dist_attn, "part_joiner", lambda _: _Joiner),
+        mock.patch.object(dist_attn, "part_joiner", lambda *_: _Joiner),
+        mock.patch.object(dist_attn, "row_products", _products),
     ):
         q = torch.empty(q_shape, device=CUDA, dtype=torch.bfloat16)
         k = torch.empty(q_shape[0], KV_HEADS, HEAD_DIM, device=CUDA, dtype=torch.bfloat16)
@@ -107,8 +115,8 @@ def metered(plan, rank, num_ranks, dropout_p=0.0):
             options = replace(OPTIONS, dropout_p=dropout_p, dropout_seeds=seeds)
         with Meter() as forward:
             out, lse = dist_attn.forward_pass(q, (k, v), None, session, options)
-        delta = lse.clone()
         with Meter() as backward:
+            delta = dist_attn.row_products(out, out, lse, options)
             dist_attn.backward_pass(out, q, (k, v), lse, delta, session, options)
     return [(meter.waits, meter.bytes, meter.by_operator) for meter in (forward, backward)]
 

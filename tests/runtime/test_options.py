@@ -64,3 +64,18 @@ def test_the_error_in_every_dtype_keeps_one_budget_at_every_cp_size(cp_size, dty
     plans = mixed_plans(cp_size, (4, 2), (8, 8))
     inputs = [tensors(plan.num_tokens, dtype=dtype) for plan in plans]
     check_against_dense(cp_size, plans, inputs, {"backend": "cpu"})
+
+
+@pytest.mark.parametrize(
+    ("cp_size", "heads", "dims", "deterministic"),
+    [(3, (4, 4), (64, 64), False), (2, (4, 2), (40, 33), True)],
+    ids=["built", "padded and odd"],
+)
+def test_the_kernels_of_hopper_on_ranks_equal_dense_attention(cp_size, heads, dims, deterministic):
+    """In the emulator: results of other ranks join by our kernels, gradients add up in them, over relays too."""
+    plans = mixed_plans(cp_size, heads, dims)[2:5]  # one of ours, two random ones
+    inputs = [
+        tensors(plan.num_tokens, heads=heads, dims=dims, dtype=torch.float16) for plan in plans
+    ]
+    options = {"backend": "emulated", "deterministic": deterministic}
+    check_against_dense(cp_size, plans, inputs, options)

@@ -290,6 +290,14 @@ def _touched(call: BackwardCall) -> dict[str, Tensor]:
     return read | {"work list": call.lists.data, "lse": call.stats.lse_2, "delta": call.stats.delta}
 
 
+def row_products(dout_QNH: Tensor, out_QNH: Tensor, lse_QN: Tensor) -> Tensor:
+    """Returns `rowsum(dout * out)` `[Q, N]` float32, 0 for rows without keys, by the preprocess kernel."""
+    if not lse_QN.numel():
+        return lse_QN.new_zeros(lse_QN.shape)
+    stats = _row_stats(readable(out_QNH), readable(dout_QNH), lse_QN, None)
+    return stats.delta[0, :, : len(lse_QN)].t().contiguous()
+
+
 def _row_stats(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None) -> RowStats:
     """Returns what the preprocess kernel makes of a whole result."""
     stats = empty_stats(lse)

@@ -59,10 +59,9 @@ def add_gradients_(
 
     They are those `held`, with these added to them, where there are any.
     """
-    dtype = torch.float32
     if not call.lists.dq_tiles:
-        return _launch_main(call, dq_sum, dtype, sm_share, held)
-    dkeys = _launch_main(call, None, dtype, sm_share, held)
+        return _launch_main(call, dq_sum, torch.float32, sm_share, held)
+    dkeys = _launch_main(call, None, torch.float32, sm_share, held)
     _launch_dq(call, dq_sum, sm_share, adds=True)
     return dkeys
 
@@ -74,10 +73,10 @@ def _launch_main(
     sm_share: float,
     held: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns `(dk, dv)` in `dtype`; adds to `dq_sum` and to `held`, contiguous and float32, if they are given."""
-    if not call.lists.num_segs and held is not None:
-        return held
+    """Returns `(dk, dv)` in `dtype`; adds to `dq_sum` and to `held`, float32 sums, if they are given."""
     if not call.lists.num_segs:
+        if held is not None:
+            return held
         dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (call.k, call.v))
         return dk, dv
     device = call.q.device.index or 0

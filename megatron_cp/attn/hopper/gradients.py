@@ -25,7 +25,15 @@ from megatron_cp.attn.hopper.launch import (
 from megatron_cp.attn.hopper.row_stats import RowStats, stats_map
 from megatron_cp.attn.hopper.scores import Scores
 from megatron_cp.attn.hopper.worklist import TILE_COST
-from megatron_cp.kernels.params import BwdParams, BwdPostprocessParams, DqParams, TensorMap
+from megatron_cp.kernels.params import (
+    ADD_FLOATS,
+    STORE_16_BITS,
+    STORE_FLOATS,
+    BwdParams,
+    BwdPostprocessParams,
+    DqParams,
+    TensorMap,
+)
 
 # As TILE_COST, of an item that adds to float sums: twice the bytes are written, and the sums are cleared and rounded.
 ADDING_TILE_COST = 2 * TILE_COST
@@ -106,10 +114,8 @@ class BackwardCall(NamedTuple):
 
     def room_for_gradients(self, dtype: torch.dtype, heads: int) -> list[Tensor]:
         """Returns memory for dk and dv: float zeros where work items of so many query heads add to them."""
-        if heads < self.group:
-            return float_gradients(self.k, self.v, zeros=True)
-        if dtype == torch.float32:
-            return float_gradients(self.k, self.v, zeros=False)
+        if heads < self.group or dtype == torch.float32:
+            return float_gradients(self.k, self.v, zeros=heads < self.group)
         return [empty_gradient(x, dtype) for x in (self.k, self.v)]
 
     def main_params(
@@ -142,15 +148,16 @@ class BackwardCall(NamedTuple):
         params.dk, params.dv = dk.data_ptr(), dv.data_ptr()
         params.dk_row_stride, params.dk_head_stride = dk.stride()[:2]
         params.dv_row_stride, params.dv_head_stride = dv.stride()[:2]
-        params.accumulate = accumulate or heads < self.group
-        params.num_tiles = lists.num_with_queries if params.accumulate else lists.num_tiles
+        params.num_tiles = lists.num_tiles
+        params.store = STORE_FLOATS if dk.dtype == torch.float32 else STORE_16_BITS
+        if accumulate or heads < self.group:
+            params.num_tiles, params.store = lists.num_with_queries, ADD_FLOATS
         params.num_heads, params.num_kv_heads = num_heads, self.k.shape[1]
         params.heads_per_item, params.items_per_group = heads, self.group // heads
         params.heads_per_section = _items_per_section(heads * self.row_bytes, num_heads // heads)
         params.num_queries = num_queries
         params.score_scale, params.cap, params.cap_scale = self.scores.scales()
         params.softmax_scale = self.scores.softmax_scale
-        params.grads_are_float = dk.dtype == torch.float32
         params.dropout = self.scores.dropout()
         return params
 

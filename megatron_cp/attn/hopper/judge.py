@@ -12,7 +12,7 @@ a CPU alone, in the emulator.
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -25,7 +25,7 @@ from megatron_cp.attn.dropout import Dropout, head_seeds, key_words, row_words
 from megatron_cp.attn.features import Feature
 from megatron_cp.attn.hopper.launch import head_by_head
 from megatron_cp.attn.hopper.verdicts import Verdict
-from megatron_cp.attn.merge import ByRow, apply_sink, sink_gradient
+from megatron_cp.attn.merge import ByRow, apply_sink, merge_partials, sink_gradient
 from megatron_cp.attn.options import AttendOptions
 from megatron_cp.mask import AttentionMask, documents, sliding_window
 
@@ -135,6 +135,7 @@ def judge(passes: Passes, kind: Kind, device: torch.device) -> Verdict:
         for case in cases:
             found += _judged_passes(passes, case)
         found += _judged_stages(passes, cases[0])
+        found += _judged_joins(passes, cases[0])
         if kind.feature != "dropout":  # has no `attend` of its own
             found += _judged_whole(passes, cases[0])
         with head_by_head():
@@ -235,16 +236,13 @@ class _Case:
 
 
 def _judged_passes(passes: Passes, case: _Case) -> Iterator[Verdict]:
-    """Yields verdicts on both passes, and on parts merged row by row."""
+    """Yields verdicts on both passes."""
     tensors, mask, options = case.tensors, case.mask, case.options
     logits = torch.full_like(case.logits, -math.inf, dtype=torch.float32)
     out, lse = passes.forward(*tensors, mask, options, logits)
     yield case.judged_numbers("max_logits", logits, case.logits)
     yield case.judged_numbers("lse", lse, case.lse)
     yield case.judged("out", out, case.out)
-    out, lse = _merged_parts(passes, case)
-    yield case.judged_numbers("merged lse", lse, case.lse)
-    yield case.judged("merged out", out, case.out)
     if not case.kind.needs_grad:
         return
     stats = case.lse.float(), case.delta.float()
@@ -274,7 +272,6 @@ def _judged_stages(passes: Passes, case: _Case) -> Iterator[Verdict]:
         found = _gradients_of_stages(passes, case, deterministic)
         for name, *pair in zip(("dq", "dk", "dv"), found, case.exact, strict=True):
             yield case.judged(f"{'deterministic ' if deterministic else ''}{name} of stages", *pair)
-    yield case.judged("added dq", _added_parts(passes, case), case.exact[0])
 
 
 def _gradients_of_stages(
@@ -329,50 +326,55 @@ def _dropout(q: Tensor, k: Tensor) -> Dropout:
     return Dropout(DROPOUT, words, key_words(keys))
 
 
-def _merged_parts(passes: Passes, case: _Case) -> tuple[Tensor, Tensor]:
-    """Returns `(out, lse)` over thirds of the keys: each row of the first gets one of the second and of the third."""
-    q, k, v = case.tensors
-    (out, lse), *others = (
-        passes.forward(q, k[keys], v[keys], part, _of_keys(case.options, keys))
-        for keys, part in _thirds(case)
-    )
-    part_out, part_lse = (_backwards(x) for x in zip(*others, strict=True))
-    passes.merge_parts_(out, lse, part_out, part_lse, _by_row(len(q), q.device))
-    return out, lse
+def _judged_joins(passes: Passes, case: _Case) -> Iterator[Verdict]:
+    """Yields verdicts on results that come home: some rows get none, some one and some two, in no order."""
+    generator = torch.Generator().manual_seed(1)
+    num_rows, num_parts, width = 300, 400, case.kind.value_dim
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(case.dout.device)
+
+    held = draw(num_rows, NUM_HEADS, width), 3 * draw(num_rows, NUM_HEADS)
+    part = draw(num_parts, NUM_HEADS, width), 3 * draw(num_parts, NUM_HEADS)
+    held[1][::7], part[1][::5] = -math.inf, -math.inf  # rows without keys
+    held[0][::7], part[0][::5] = 0.0, 0.0
+    rows = torch.randperm(num_rows, generator=generator)[: num_rows - 20]
+    counts = torch.arange(len(rows)) % 3
+    begins = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    parts = torch.randperm(num_parts, generator=generator)[: int(begins[-1])]
+    by_row = (rows.to(case.dout.device), begins.to(case.dout.device), parts.to(case.dout.device))
+    out, lse, total = held[0].double(), held[1].double(), held[0].double()
+    for i in range(2):
+        some = counts > i
+        to, one = rows[some], parts[begins[:-1][some] + i]
+        more = part[0][one].double(), part[1][one].double()
+        out[to], lse[to] = merge_partials(out[to], lse[to], *more)
+        total[to] += more[0]
+    yield from _joined(passes, case, held, part, (out, lse), by_row)
+    first = tuple(x[:num_rows] for x in part)
+    exact = merge_partials(*(x.double() for x in (*held, *first)))
+    yield from _joined(passes, case, held, (first[0], first[1]), exact, None)
+    if not case.kind.needs_grad:
+        return
+    for name, columns in (("added rows", width), ("added rows with gaps", width + 4)):
+        found = held[0].new_zeros(num_rows, NUM_HEADS, columns)[..., :width].copy_(held[0])
+        passes.add_parts_(found, part[0], by_row)
+        yield case.judged_numbers(name, found, total)
 
 
-def _added_parts(passes: Passes, case: _Case) -> Tensor:
-    """Returns dq over thirds of the keys, summed as results are merged in `_merged_parts`."""
-    q, k, v = case.tensors
-    stats = case.lse.float(), case.delta.float()
-    dq, *others = (
-        passes.backward(case.dout, q, k[keys], v[keys], *stats, part, _of_keys(case.options, keys))[
-            0
-        ]
-        for keys, part in _thirds(case)
-    )
-    passes.add_parts_(dq, _backwards(others), _by_row(len(q), q.device))
-    return dq
-
-
-def _thirds(case: _Case) -> Iterator[tuple[slice, AttentionMask]]:
-    num_keys = case.mask.num_keys
-    for i in range(3):
-        span = (num_keys * i // 3, num_keys * (i + 1) // 3)
-        yield slice(*span), case.mask.crop(k=span)
-
-
-def _backwards(parts: Sequence[Tensor]) -> Tensor:
-    """Returns all rows, those of each part in the opposite order."""
-    return torch.cat([x.flip(0) for x in parts])
-
-
-def _by_row(num_rows: int, device: torch.device) -> ByRow:
-    """Returns how each row gets its own of two parts that are `_backwards`."""
-    rows = torch.arange(num_rows, device=device)
-    own = num_rows - 1 - rows
-    parts = torch.stack([own, own + num_rows], dim=1).flatten()
-    return rows, 2 * torch.arange(num_rows + 1, device=device), parts
+def _joined(
+    passes: Passes,
+    case: _Case,
+    held: tuple[Tensor, Tensor],
+    part: tuple[Tensor, Tensor],
+    exact: tuple[Tensor, Tensor],
+    by_row: ByRow | None,
+) -> Iterator[Verdict]:
+    out, lse = held[0].clone(), held[1].clone()
+    passes.merge_parts_(out, lse, *part, by_row)
+    which = "merged spans" if by_row is None else "merged rows"
+    yield case.judged_numbers(f"lse of {which}", lse, exact[1])
+    yield case.judged_numbers(f"out of {which}", out, exact[0])
 
 
 def _of_keys(options: AttendOptions, keys: slice) -> AttendOptions:

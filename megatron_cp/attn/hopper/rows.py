@@ -14,10 +14,10 @@ from torch import Tensor
 
 from megatron_cp.attn.hopper.launch import launch_rows
 from megatron_cp.attn.merge import ByRow
+from megatron_cp.kernels import build
 from megatron_cp.kernels.params import AddRowsParams, Joins, MergeRowsParams
 
 MERGE, ADD = "merge_rows", "add_rows"
-ADDED_COLUMNS = 128  # by a warp
 
 
 def merge_parts_(
@@ -94,7 +94,8 @@ def add_params(total: Tensor, part: Tensor, by_row: ByRow) -> tuple[AddRowsParam
         num_heads,
         width,
     )
-    return params, joins.num_rows * num_heads * -(-width // ADDED_COLUMNS)
+    columns_of_a_warp = int(build.variants()[ADD].value("MCP_COLUMNS"))
+    return params, joins.num_rows * num_heads * -(-width // columns_of_a_warp)
 
 
 def _joins(by_row: ByRow | None, num_parts: int) -> Joins:

@@ -223,7 +223,8 @@ def _go_home(
     _take_result(one, one.rows * one.result, memory, is_received=True)
     held, one.received_result = one.received_result, none
     message = np.max([_largest_hop(cast, plan.cp_size, DST) for cast in casts], axis=0)
-    if (pass_name, side) == ("backward", "q"):  # one tensor, which goes home as it lies
+    # One tensor goes home as it lies; so do dk and dv of `hopper`, but of no other backend.
+    if (pass_name, side) == ("backward", "q"):
         message = none
     back = sum((_rows_by(cast, plan.cp_size, SRC) for cast in casts), none) * one.result
     memory.take(message * one.result)
