@@ -51,17 +51,12 @@ def merge_partials(
     return out_a * weight_a + out_b * weight_b, lse
 
 
-def merge_rows_(
-    out: Tensor, lse: Tensor, rows: Tensor | None, part_out: Tensor, part_lse: Tensor
-) -> None:
+def merge_rows_(out: Tensor, lse: Tensor, rows: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     """Merges a partial result of some rows into `out` and `lse` in place.
 
-    `rows` int64 `[m]` without repeats, or None for the first m rows; `part_out` `[m, N, Hv]`, `part_lse` `[m, N]`
+    `rows` int64 `[m]` without repeats; `part_out` `[m, N, Hv]`, `part_lse` `[m, N]`
     of any float dtype.
     """
-    if rows is None:
-        merge_span_(out[: len(part_out)], lse[: len(part_out)], part_out, part_lse)
-        return
     if rows.numel() == 0:
         return
     part_out, part_lse = part_out.to(out.dtype), part_lse.to(lse.dtype)

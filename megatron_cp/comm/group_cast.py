@@ -72,7 +72,6 @@ class RankTransfer:
     """A Transfer compiled for one rank; its index tensors are on the CPU until `on_device` moves them."""
 
     hops: tuple[RankHop, ...]
-    own_rows: int
     home: Joins | None
     """Of all that comes back, the last hop's first: what goes to own rows. None where nothing ever comes back."""
 
@@ -117,7 +116,7 @@ class RankTransfer:
         for compiled, by_segment in zip(reversed(hops), reversed(back), strict=True):
             runs += [(begin + first, rows) for first, rows in by_segment.get(0, [])]
             begin += sum(compiled.send_splits)
-        return cls(tuple(hops), own_rows, Joins.of(runs) if comes_home else None)
+        return cls(tuple(hops), Joins.of(runs) if comes_home else None)
 
 
 def _runs_back(sent: IntArray, segment_ends: list[int]) -> dict[int, _Runs]:

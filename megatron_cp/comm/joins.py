@@ -4,7 +4,7 @@ Both say the same, and in the same order for each row. torch adds run after run,
 call. A kernel takes row after row, so that each is read and written once, however many contributions it gets.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,6 +43,11 @@ class Joins:
             *map(torch.from_numpy, arrays),
         )
 
+    def by_run(self, contributions: Rows) -> Iterator[tuple[Tensor, Rows]]:
+        """Yields `(index, part)` of each run: what goes to rows `index`, in their order."""
+        for begin, index in self.runs:
+            yield index, tuple(x[begin : begin + len(index)] for x in contributions)
+
     @property
     def by_row(self) -> tuple[Tensor, Tensor, Tensor]:
         """Returns what a kernel reads: `(rows, begins, parts)`."""
@@ -51,7 +56,6 @@ class Joins:
 
 def add_rows_(target: Rows, joins: Joins, parts: Rows) -> None:
     """Adds contributions to rows of `target`, in place, in the target's dtype."""
-    for begin, index in joins.runs:
-        for tensor, part in zip(target, parts, strict=True):
-            rows = part[begin : begin + len(index)]
+    for index, part in joins.by_run(parts):
+        for tensor, rows in zip(target, part, strict=True):
             tensor.index_add_(0, index, rows.to(tensor.dtype))

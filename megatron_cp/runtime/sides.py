@@ -44,10 +44,9 @@ def _apart(held: Rows, part: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _merge_runs_(held: Rows, joins: Joins, parts: Rows) -> None:
-    out, lse, part_out, part_lse = _apart(held, parts)
-    for begin, index in joins.runs:
-        run = slice(begin, begin + len(index))
-        merge_rows_(out, lse, index, part_out[run], part_lse[run])
+    for index, part in joins.by_run(parts):
+        out, lse, *of_run = _apart(held, part)
+        merge_rows_(out, lse, index, *of_run)
 
 
 def merging(joiner: PartJoiner | None) -> Combination:

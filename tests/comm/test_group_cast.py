@@ -289,9 +289,8 @@ def merge_attention(rank, world_size, transfer):
         return dense_attention(queries, k, v, torch.ones(len(queries), KEYS, dtype=torch.bool))
 
     def combine(target, joins, parts):
-        for begin, index in joins.runs:
-            run = [part[begin : begin + len(index)] for part in parts]
-            merge_rows_(*target, index, *run)
+        for index, part in joins.by_run(parts):
+            merge_rows_(*target, index, *part)
 
     result = attend(own[0])
     group_reduce(result, attend(received), compiled, dist.group.WORLD, combine).wait()

@@ -295,7 +295,7 @@ def row_products(dout_QNH: Tensor, out_QNH: Tensor, lse_QN: Tensor) -> Tensor:
     if not lse_QN.numel():
         return lse_QN.new_zeros(lse_QN.shape)
     stats = _row_stats(readable(out_QNH), readable(dout_QNH), lse_QN, None)
-    return stats.delta[0, :, : len(lse_QN)].t().contiguous()
+    return stats.delta_of_rows(len(lse_QN)).contiguous()
 
 
 def _row_stats(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None) -> RowStats:
@@ -339,7 +339,7 @@ class _Attend(torch.autograd.Function):
         grads = _run_backward(call, dtype=q.dtype)
         dsink = None
         if sink is not None:
-            dsink = sink_gradient(lse, sink, stats.delta[0, :, : len(lse)].t()).to(sink.dtype)
+            dsink = sink_gradient(lse, sink, stats.delta_of_rows(len(lse))).to(sink.dtype)
         return *grads, dsink, None, None, None
 
 

@@ -38,7 +38,7 @@ from megatron_cp.attn.hopper.device_lists import (
 )
 from megatron_cp.attn.hopper.gradients import BackwardCall
 from megatron_cp.attn.hopper.launch import gradient_tiles, launch_forward, raw_stream, tile_shape
-from megatron_cp.attn.hopper.row_stats import RowStats, preprocess, stats_of
+from megatron_cp.attn.hopper.row_stats import preprocess, stats_of
 from megatron_cp.attn.hopper.rows import add_parts_ as add_parts_
 from megatron_cp.attn.hopper.rows import merge_parts_ as merge_parts_
 from megatron_cp.attn.hopper.scores import Scores
@@ -174,11 +174,8 @@ def backward_onto_(  # noqa: PLR0913  as backward, and what to add to
 
 def row_products(dout_QNH: Tensor, out_QNH: Tensor, lse_QN: Tensor) -> Tensor:
     """Returns `rowsum(dout * out)` `[Q, N]` float32, 0 for rows without keys."""
-    return _delta_of(preprocess(out_QNH, readable(dout_QNH), lse_QN, None), len(lse_QN))
-
-
-def _delta_of(stats: RowStats, num_rows: int) -> Tensor:
-    return stats.delta[0, :, :num_rows].t().contiguous()
+    stats = preprocess(out_QNH, readable(dout_QNH), lse_QN, None)
+    return stats.delta_of_rows(len(lse_QN)).contiguous()
 
 
 def _backward_call(
@@ -324,7 +321,7 @@ def _backward(  # noqa: PLR0913  the operator's schema
     tensors = all_readable(q_QNH, k_KGH, v_KGH)
     call = BackwardCall(*tensors, dout, stats, lists, Scores(softmax_scale, softcap))
     dq, dk, dv = launch_backward(call, float_grads=False)
-    return dq, dk, dv, _delta_of(stats, len(lse_QN))
+    return dq, dk, dv, stats.delta_of_rows(len(lse_QN)).contiguous()
 
 
 def _backward_fake(

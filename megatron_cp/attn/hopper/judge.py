@@ -25,7 +25,13 @@ from megatron_cp.attn.dropout import Dropout, head_seeds, key_words, row_words
 from megatron_cp.attn.features import Feature
 from megatron_cp.attn.hopper.launch import head_by_head
 from megatron_cp.attn.hopper.verdicts import Verdict
-from megatron_cp.attn.merge import ByRow, apply_sink, merge_partials, sink_gradient
+from megatron_cp.attn.merge import (
+    ByRow,
+    PartJoiner,
+    apply_sink,
+    merge_partials,
+    sink_gradient,
+)
 from megatron_cp.attn.options import AttendOptions
 from megatron_cp.mask import AttentionMask, documents, sliding_window
 
@@ -37,8 +43,8 @@ MAX_ROW_ERROR_IN_EPS = 1.0
 MAX_LSE_ERROR = 1e-5  # float32 sums of exact products; the emulated kernels reach 1.2e-6
 
 
-class Passes(Protocol):
-    """The raw passes of a backend."""
+class Passes(PartJoiner, Protocol):
+    """The raw passes of a backend, and its kernels that join results."""
 
     def forward(
         self,
@@ -101,19 +107,6 @@ class Passes(Protocol):
         options: AttendOptions,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns `(dq, dk, dv)`, dq without softmax_scale; added to a dq and to `dkeys` that are given."""
-
-    def merge_parts_(
-        self,
-        out: Tensor,
-        lse: Tensor,
-        part_out: Tensor,
-        part_lse: Tensor,
-        by_row: ByRow | None = None,
-    ) -> None:
-        """Merges rows of partial results into another, in place."""
-
-    def add_parts_(self, total: Tensor, part: Tensor, by_row: ByRow) -> None:
-        """Adds rows of gradients to others, in place."""
 
 
 @dataclass(frozen=True)
@@ -328,21 +321,21 @@ def _dropout(q: Tensor, k: Tensor) -> Dropout:
 
 def _judged_joins(passes: Passes, case: _Case) -> Iterator[Verdict]:
     """Yields verdicts on results that come home: some rows get none, some one and some two, in no order."""
-    generator = torch.Generator().manual_seed(1)
+    generator, device = torch.Generator().manual_seed(1), case.dout.device
     num_rows, num_parts, width = 300, 400, case.kind.value_dim
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(case.dout.device)
+        return torch.randn(*shape, generator=generator).to(device)
 
     held = draw(num_rows, NUM_HEADS, width), 3 * draw(num_rows, NUM_HEADS)
     part = draw(num_parts, NUM_HEADS, width), 3 * draw(num_parts, NUM_HEADS)
     held[1][::7], part[1][::5] = -math.inf, -math.inf  # rows without keys
     held[0][::7], part[0][::5] = 0.0, 0.0
-    rows = torch.randperm(num_rows, generator=generator)[: num_rows - 20]
-    counts = torch.arange(len(rows)) % 3
+    rows = torch.randperm(num_rows, generator=generator)[: num_rows - 20].to(device)
+    counts = torch.arange(len(rows), device=device) % 3
     begins = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    parts = torch.randperm(num_parts, generator=generator)[: int(begins[-1])]
-    by_row = (rows.to(case.dout.device), begins.to(case.dout.device), parts.to(case.dout.device))
+    parts = torch.randperm(num_parts, generator=generator).to(device)[: int(begins[-1])]
+    by_row = (rows, begins, parts)
     out, lse, total = held[0].double(), held[1].double(), held[0].double()
     for i in range(2):
         some = counts > i

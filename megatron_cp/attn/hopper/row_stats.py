@@ -29,6 +29,10 @@ class RowStats(NamedTuple):
     lse_2: Tensor  # lse in base 2; +inf for rows without keys
     delta: Tensor
 
+    def delta_of_rows(self, num_rows: int) -> Tensor:
+        """Returns delta as `[Q, N]`, a view; 0 for rows without keys."""
+        return self.delta[0, :, :num_rows].t()
+
 
 def preprocess(
     out_QNH: Tensor, dout_QNH: Tensor, lse_QN: Tensor, dlse_QN: Tensor | None

@@ -8,6 +8,7 @@ H100 (2026-11-24).
 # R rows, N query heads, Hv value head dim
 
 import ctypes
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -45,12 +46,9 @@ def merge_params(
     Raises ValueError for rows that are not float32 in pairs of elements.
     """
     for name, x in (("out", out), ("part_out", part_out)):
-        _check_type(name, x)
-        if x.stride(2) != 1 or any(step % 2 for step in x.stride()[:2]) or x.shape[2] % 2:
-            raise ValueError(
-                f"{name} {tuple(x.shape)} of strides {x.stride()} must have an even width, last stride 1 and other "
-                f"strides of whole pairs; call {name}.contiguous()"
-            )
+        is_in_pairs = not any(size % 2 for size in (*x.stride()[:2], x.shape[2]))
+        layout = "have an even width, last stride 1 and other strides of whole pairs"
+        _check(name, x, is_in_pairs, layout)
     joins = _joins(by_row, len(part_out))
     num_heads, width = part_out.shape[1:]
     params = MergeRowsParams(
@@ -77,12 +75,7 @@ def add_params(total: Tensor, part: Tensor, by_row: ByRow) -> tuple[AddRowsParam
     if total[:1].is_contiguous() and part[:1].is_contiguous():  # all heads side by side
         total, part = (x.flatten(1).unsqueeze(1) for x in (total, part))
     for name, x in (("total", total), ("part", part)):
-        _check_type(name, x)
-        if x.dim() != 3 or x.stride(2) != 1:
-            raise ValueError(
-                f"{name} {tuple(x.shape)} of strides {x.stride()} must be [rows, heads, columns] with last stride 1; "
-                f"call {name}.contiguous()"
-            )
+        _check(name, x, x.dim() == 3, "be [rows, heads, columns] with last stride 1")
     joins = _joins(by_row, len(part))
     num_heads, width = total.shape[1:]
     params = AddRowsParams(
@@ -94,8 +87,7 @@ def add_params(total: Tensor, part: Tensor, by_row: ByRow) -> tuple[AddRowsParam
         num_heads,
         width,
     )
-    columns_of_a_warp = int(build.variants()[ADD].value("MCP_COLUMNS"))
-    return params, joins.num_rows * num_heads * -(-width // columns_of_a_warp)
+    return params, joins.num_rows * num_heads * -(-width // _columns_of_a_warp())
 
 
 def _joins(by_row: ByRow | None, num_parts: int) -> Joins:
@@ -105,6 +97,16 @@ def _joins(by_row: ByRow | None, num_parts: int) -> Joins:
     return Joins(*addresses, len(by_row[0]))
 
 
-def _check_type(name: str, x: Tensor) -> None:
+@cache
+def _columns_of_a_warp() -> int:
+    return int(build.variants()[ADD].value("MCP_COLUMNS"))
+
+
+def _check(name: str, x: Tensor, is_laid_out: bool, layout: str) -> None:
+    """Raises ValueError for other types than float32, columns with gaps, or another layout than told."""
     if x.dtype != torch.float32:
         raise ValueError(f"{name} of {x.dtype} must be torch.float32; call {name}.float()")
+    if not is_laid_out or x.stride(-1) != 1:
+        raise ValueError(
+            f"{name} {tuple(x.shape)} of strides {x.stride()} must {layout}; call {name}.contiguous()"
+        )
