@@ -39,6 +39,7 @@ class FwdParams(ctypes.Structure):
         ("lse", c_void_p),
         ("sink", c_void_p),
         ("max_logits", c_void_p),
+        ("earlier", c_void_p),
         ("out_row_stride", c_int64),
         ("out_head_stride", c_int64),
         ("lse_row_stride", c_int64),
@@ -52,9 +53,8 @@ class FwdParams(ctypes.Structure):
         ("cap", c_float),
         ("cap_scale", c_float),
         ("out_is_float", c_int32),
-        ("accumulate", c_int32),
         ("dropout", DropoutParams),
-        ("padding", c_int32 * 6),  # the header's struct is aligned to 64 bytes
+        ("padding", c_int32 * 4),  # the header's struct is aligned to 64 bytes
     )
 
 

@@ -34,7 +34,7 @@ struct RowPlace {
 };
 
 // Nothing, or the earlier result. `out` must not be used before `begin_output`.
-template <class T, int kSize>
+template <int kSize>
 MCP_DEVICE void load_earlier(const FwdParams& params,
                              const WorkItem& work,
                              FragmentPlace place,
@@ -42,23 +42,16 @@ MCP_DEVICE void load_earlier(const FwdParams& params,
                              OnlineSoftmax& softmax) {
     softmax.reset();
     fill(out, 0.0f);
-    if (!params.accumulate) return;
+    if (params.earlier == nullptr) return;
     MCP_UNROLL
     for (int half = 0; half < 2; half++) {
         const RowPlace at(work, place, half);
         if (!at.valid) continue;
         softmax.start(half, *at.lse(params, work), params.score_scale, place.column == 0);
-        const i64 offset = at.out_offset(params, work) + place.column;
+        const float* earlier = params.earlier + at.out_offset(params, work) + place.column;
         MCP_UNROLL
         for (int i = 0; i < kSize / 4; i++) {
-            f32x2 pair;
-            if (params.out_is_float) {
-                pair = *reinterpret_cast<const f32x2*>(static_cast<const float*>(params.out) +
-                                                       offset + 8 * i);
-            } else {
-                pair = ptx::unpack2<T>(*reinterpret_cast<const u32*>(
-                    static_cast<const u16*>(params.out) + offset + 8 * i));
-            }
+            const f32x2 pair = *reinterpret_cast<const f32x2*>(earlier + 8 * i);
             out[4 * i + 2 * half] = pair.x;
             out[4 * i + 2 * half + 1] = pair.y;
         }

@@ -270,7 +270,7 @@ struct Consumer {
         if (speaker) shared.key_ring.release(keys_at);
         keys_at.advance();
         apply_softmax<true>(scores, visible, rescale);
-        if (params.accumulate) begin_output(out, softmax, rescale);
+        if (params.earlier != nullptr) begin_output(out, softmax, rescale);
         drop_some(scores, kept);
         pack<T>(probs, scores);
     }
@@ -346,7 +346,7 @@ struct Consumer {
         FragmentPlace place = fragment_place();
         place.row += work.row0 + consumer * 64;
         float factor[2] = {1.0f, 1.0f};
-        load_earlier<T>(params, work, place, out, softmax);
+        load_earlier(params, work, place, out, softmax);
         if constexpr (Traits::kDropout) {
             words.load(words_of_head(params.dropout, work.head) + place.row);
         }

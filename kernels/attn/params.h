@@ -48,7 +48,10 @@ struct FwdParams {
     float* lse;     // [T, N] natural log of the softmax denominator, sink included
     const float* sink;  // [N] logits that join the denominator without a value, or null
     float* max_logits;  // [N] raised to the largest scaled and capped logit of each head, or null;
-                        // not with accumulate, whose rows start from lse instead of a logit
+                        // not with earlier, whose rows start from lse instead of a logit
+    const float* earlier;  // [T, N, Hv] with the strides of out, or null: with what lse holds, a
+                           // partial result over other keys, onto which this one is merged. May be
+                           // out itself: then rows without keys here need no tile
 
     i64 out_row_stride, out_head_stride;
     i64 lse_row_stride, lse_head_stride;
@@ -64,8 +67,6 @@ struct FwdParams {
     float score_scale, cap, cap_scale;
 
     i32 out_is_float;  // otherwise out has the inputs' type
-    i32 accumulate;    // out and lse hold a partial result over other keys, and receive the merged
-                       // one
     DropoutParams dropout;
 };
 

@@ -148,7 +148,47 @@ def attend_forward_onto_(
             merge_span_(out, lse, *attend_forward(q, k, v, mask, options, max_logits))
 
 
-def attend_backward(
+def attend_forward_last(
+    held: tuple[Tensor, ...] | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask,
+    options: AttendOptions,
+    sink: Tensor | None,
+    max_logits: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Returns `(out [Q, N, Hv] in the dtype of q, lse [Q, N])` over these keys, which are the last, and `sink` `[N]`.
+
+    `held`, `(out, lse)` over other keys in the accumulation dtype if there are any, is used up. `max_logits` as
+    `attend_forward`.
+    """
+    module = backend_module(options.backend)
+    serves = options.wide_dims is None and (held is None or max_logits is None)
+    if serves and hasattr(module, "forward_last"):  # its kernel adds the sink and rounds
+        check_mask(q, k, mask)
+        _check_words(options)
+        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+            out, lse = module.forward_last(held, q, k, v, mask, options, sink, max_logits)
+        return out, lse
+    if held is None:
+        held = attend_forward(q, k, v, mask, options, max_logits)
+    else:
+        attend_forward_onto_(held, q, k, v, mask, options, max_logits)
+    return finished(held, sink, q.dtype)
+
+
+def finished(
+    whole: tuple[Tensor, ...], sink: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Returns `(out, lse)` over all keys with the sink, `out` in the dtype in which a caller gets it."""
+    out, lse = whole
+    if sink is not None:
+        out, lse = apply_sink(out, lse, sink)
+    return out.to(dtype), lse
+
+
+def attend_backward(  # noqa: PLR0913  what the pass needs, and how its results are stored
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -157,8 +197,9 @@ def attend_backward(
     delta: Tensor,
     mask: AttentionMask,
     options: AttendOptions,
+    rounded: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns `(dq, dk, dv)` in the accumulation dtype.
+    """Returns `(dq, dk, dv)` in the accumulation dtype, or `rounded` to that of the inputs.
 
     `lse` and `delta = rowsum(dout * out) - dlse`, both `[Q, N]`, are those of the result merged over
     *all* keys, of which `k` and `v` may be a part. Rows with `lse = -inf` get and give exactly 0.
@@ -167,13 +208,20 @@ def attend_backward(
     _check_words(options)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         backward = backend_module(options.backend).backward
-        if options.wide_dims is None:
+        if options.wide_dims is not None:
+            wide = widen(options.wide_dims, q, k, v)
+            dout = widen_values(options.wide_dims, dout)
+            dq, dk, dv = backward(dout, *wide, lse, delta, mask, options)
+            dq, dk, dv = dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
+        elif rounded and _adds_itself(options):  # its kernels round
+            dq, dk, dv = backward(dout, q, k, v, lse, delta, mask, options, rounded)
+        else:
             dq, dk, dv = backward(dout, q, k, v, lse, delta, mask, options)
-            return dq, dk, dv
-        wide = widen(options.wide_dims, q, k, v)
-        dout = widen_values(options.wide_dims, dout)
-        dq, dk, dv = backward(dout, *wide, lse, delta, mask, options)
-    return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
+    if rounded:
+        dq = dq.to(q.dtype)  # one after another: each frees its float32 twin, if that lies alone
+        dk = dk.to(k.dtype)
+        dv = dv.to(v.dtype)
+    return dq, dk, dv
 
 
 def backend_module(backend: str) -> ModuleType:
@@ -266,10 +314,7 @@ class _Attend(torch.autograd.Function):
         options: AttendOptions,
         max_logits: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = attend_forward(q, k, v, mask, options, max_logits)
-        if sink is not None:
-            out, lse = apply_sink(out, lse, sink)
-        out = out.to(q.dtype)
+        out, lse = attend_forward_last(None, q, k, v, mask, options, sink, max_logits)
         ctx.save_for_backward(q, k, v, sink, out, lse)
         ctx.mask, ctx.options = mask, options
         ctx.set_materialize_grads(False)
@@ -288,9 +333,7 @@ class _Attend(torch.autograd.Function):
             delta += row_products(dout, out, lse, ctx.options)
         if dlse is not None:
             delta -= dlse
-        dq, dk, dv = attend_backward(dout, q, k, v, lse, delta, ctx.mask, ctx.options)
+        rows = (dout, q, k, v, lse, delta)
+        dq, dk, dv = attend_backward(*rows, ctx.mask, ctx.options, rounded=True)
         dsink = None if sink is None else sink_gradient(lse, sink, delta).to(sink.dtype)
-        dq = dq.to(q.dtype)  # one after another: each frees its float32 twin, if that lies alone
-        dk = dk.to(k.dtype)
-        dv = dv.to(v.dtype)
         return dq, dk, dv, dsink, None, None, None

@@ -25,19 +25,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp.attn.attend import (
+    attend_backward,
     attend_backward_onto_,
     attend_forward,
+    attend_forward_last,
     attend_forward_onto_,
     dq_factor,
+    finished,
     part_joiner,
     row_products,
 )
 from megatron_cp.attn.dropout import Dropout, key_words, row_words
-from megatron_cp.attn.merge import apply_sink, sink_gradient
+from megatron_cp.attn.merge import sink_gradient
 from megatron_cp.attn.once import Saved, first_derivative_only
 from megatron_cp.attn.options import AttendOptions, accumulation_dtype
 from megatron_cp.comm import Pending
-from megatron_cp.plan.schema import PassName
+from megatron_cp.plan.schema import SIDES, PassName
 from megatron_cp.runtime.expansion import ExpandedResults, ExpandedRows, Expansion
 from megatron_cp.runtime.session import Quadrant, RankPass, RankStage, Rows, Session
 from megatron_cp.runtime.sides import Combination, SideResults, SideRows, adding, merging
@@ -120,26 +123,30 @@ def forward_pass(
     exchange = rank_pass.exchange
     heads = slice(None) if exchange is None else exchange.own_heads(num_heads)
     logits = None if max_logits_N is None else max_logits_N[heads]
+    sink = None if sink_N is None else sink_N[heads]
+    complete: Rows | None = None
 
     def compute(part: Quadrant, query: Rows, key: Rows, options: AttendOptions) -> None:
+        nonlocal complete
         (q_held, *_), (k_held, v_held, *_) = query, key
         held = results.of(part.query, len(q_held))
-        asked = (q_held, k_held, v_held, part.work, _at(options, query, key), logits)
-        if held is None:
-            results.take(part.query, attend_forward(*asked))
+        asked = (q_held, k_held, v_held, part.work, _at(options, query, key))
+        if "q" in part.completes:
+            complete = attend_forward_last(held, *asked, sink, logits)
+            results.drop(part.query)
+        elif held is None:
+            results.take(part.query, attend_forward(*asked, logits))
         else:
-            attend_forward_onto_(held, *asked)
+            attend_forward_onto_(held, *asked, logits)
 
     def send_home(stage: RankStage) -> Returns:
         return [results.send_home(stage.query, session.group)]
 
     rows = SideRows(queries), key_rows
     _run_stages("forward", (rank_pass, session.group), rows, options, compute, send_home)
-    out, lse = results.own()
+    out, lse = complete or finished(results.own(), sink, q.dtype)
     if max_logits_N is not None and session.group is not None:
         dist.all_reduce(max_logits_N, dist.ReduceOp.MAX, group=session.group)
-    if sink_N is not None:
-        out, lse = apply_sink(out, lse, sink_N[heads])
     # Everything is merged, so out can travel in the dtype in which it is returned; lse is exponentiated later.
     out, lse = _leave(rank_pass, (out, lse), ((num_heads, q.dtype), (num_heads, dtype)))
     return out, lse
@@ -167,11 +174,18 @@ def backward_pass(
     combination = adding(part_joiner(options, q.shape[2]))
     query_results = SideResults(len(q), (like,), combination)
     key_results = _key_results(key_rows, lse_TN.dtype, combination)
+    rounds_at_once = _rounds_at_once(rank_pass, keys)
+    complete: Rows | None = None
 
     def compute(part: Quadrant, query: Rows, key: Rows, options: AttendOptions) -> None:
+        nonlocal complete
         (q_held, dout, lse, delta, *_), (k_held, v_held, *_) = query, key
         held = query_results.of(part.query, len(q_held))
         held_keys = key_results.of(part.key, len(k_held))
+        if rounds_at_once and part.completes == SIDES and held is held_keys is None:
+            rows = (dout, q_held, k_held, v_held, lse, delta)
+            complete = attend_backward(*rows, part.work, _at(options, query, key), rounded=True)
+            return
         dq, *dkeys = attend_backward_onto_(
             held[0] if held else None, (held_keys[0], held_keys[1]) if held_keys else None,
             dout, q_held, k_held, v_held, lse, delta, part.work,
@@ -190,14 +204,25 @@ def backward_pass(
 
     rows = SideRows(queries), key_rows
     _run_stages("backward", (rank_pass, session.group), rows, options, compute, send_home)
-    (dq,), dkeys = query_results.own(), key_results.own()
-    if (factor := dq_factor(options)) != 1.0:
-        # Where it is returned as it is, it is rounded in the same pass.
-        stays = rank_pass.exchange is not None or dq.dtype == q.dtype
-        dq = torch.mul(dq, factor, out=dq if stays else torch.empty_like(dq, dtype=q.dtype))
+    if complete is not None:
+        dq, dkeys = complete[0], complete[1:]
+    else:
+        (dq,), dkeys = query_results.own(), key_results.own()
+        if (factor := dq_factor(options)) != 1.0:
+            # Where it is returned as it is, it is rounded in the same pass.
+            stays = rank_pass.exchange is not None or dq.dtype == q.dtype
+            dq = torch.mul(dq, factor, out=dq if stays else torch.empty_like(dq, dtype=q.dtype))
     latent = (keys.latent, *keys.captured) if isinstance(keys, Expansion) else ()
     whole = [(x.shape[1], x.dtype) for x in (q_TNH, *_key_tensors(keys))]
     return _leave(rank_pass, (dq, *dkeys), (*whole, *((1, x.dtype) for x in latent)))
+
+
+def _rounds_at_once(rank_pass: RankPass, keys: Rows | Expansion) -> bool:
+    """Returns whether a kernel may round gradients of own rows that it alone computes: they are added to nowhere."""
+    if isinstance(keys, Expansion):
+        return False
+    exchange = rank_pass.exchange
+    return exchange is None or keys[0].shape[1] >= len(exchange.members)
 
 
 def _words(session: Session, options: AttendOptions) -> tuple[Rows, Rows]:

@@ -8,6 +8,8 @@ here: it ends in the process group's time-out; docs/runtime.md says why and how 
 
 import atexit
 import hashlib
+import itertools
+import threading
 import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ from megatron_cp.comm.upload import upload
 from megatron_cp.errors import PlanMismatchError
 from megatron_cp.mask import AttentionMask
 from megatron_cp.plan import AttentionPlan
+from megatron_cp.plan.completion import completing_quadrants
 from megatron_cp.plan.hardware.makespan import transfer_shares
 from megatron_cp.plan.schema import SIDES, Hop, OwnRows, Pass, PassName, Side, Transfer
 from megatron_cp.runtime.hardware import tell_of_other_hardware
@@ -62,6 +65,8 @@ class Quadrant:
     work: AttentionMask
     query: Source
     key: Source
+    completes: tuple[Side, ...]
+    """Sides whose results for own rows are all there after it."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,7 @@ class Session:
 
 
 _sessions: OrderedDict[tuple[str, str, int, str], Session] = OrderedDict()
+_lock = threading.Lock()
 _agreed: dict[tuple[int, str], weakref.ref[AttentionPlan]] = {}
 
 
@@ -137,14 +143,17 @@ def open_session(
         _agree(plan, group, call)
     rank = 0 if group is None else dist.get_rank(group)
     key = (plan.digest(), _name(group), rank, str(device))
-    if key not in _sessions:
+    session = _sessions.get(key)
+    if session is None:
         if device.type == "cuda":
             tell_of_other_hardware(plan.config.topology, device)
-        _sessions[key] = _compile(plan, rank, group, device)
+        session = _compile(plan, rank, group, device)
+    with _lock:  # threads may drop each other's
+        _sessions[key] = session
+        _sessions.move_to_end(key)
         if len(_sessions) > MAX_SESSIONS:
             _sessions.popitem(last=False)
-    _sessions.move_to_end(key)
-    return _sessions[key]
+    return session
 
 
 def check_plan(plan: object) -> None:
@@ -204,28 +213,38 @@ def _compile_pass(
         exchange = HeadExchange.compile(pass_.head_split, rank, plan.cp_size, group)
     own = plan.own_rows.times(pass_.head_degree)
     shares = transfer_shares(plan, name, rank)
-    answered = ("q",) if name == "forward" else SIDES
+    answered: tuple[Side, ...] = ("q",) if name == "forward" else SIDES
+    ends = {side: completing_quadrants(pass_, own, side, (rank,))[0] for side in answered}
     stages = []
     for index, stage in enumerate(pass_.stages):
         query, key = (
             _compile_side(pass_, index, side, (rank, plan.cp_size, own.of(side)), side in answered)
             for side in SIDES
         )
-        quadrants = _cut_into_quadrants(stage.work[rank], own)
+        quadrants = _cut_into_quadrants(stage.work[rank], own, index, ends)
         stages.append(RankStage(quadrants, query, key, shares[index]))
     return RankPass(tuple(stages), exchange)
 
 
-def _cut_into_quadrants(work: AttentionMask, own: OwnRows) -> tuple[Quadrant, ...]:
-    """Returns the quadrants that hold pairs, own rows before received ones."""
+def _cut_into_quadrants(
+    work: AttentionMask, own: OwnRows, index: int, ends: dict[Side, tuple[int, int] | None]
+) -> tuple[Quadrant, ...]:
+    """Returns the quadrants of a stage that hold pairs, own rows before received ones.
+
+    `ends`: the stage and the quadrant that complete the results for own rows.
+    """
     spans: dict[Source, dict[Side, tuple[int, int]]] = {
         "own": {"q": (0, own.q), "k": (0, own.k)},
         "received": {"q": (own.q, work.num_queries), "k": (own.k, work.num_keys)},
     }
     quadrants = [
-        Quadrant(work.crop(q=spans[query]["q"], k=spans[key]["k"]), query, key)
-        for query in SOURCES
-        for key in SOURCES
+        Quadrant(
+            work.crop(q=spans[query]["q"], k=spans[key]["k"]),
+            query,
+            key,
+            tuple(side for side, end in ends.items() if end == (index, place)),
+        )
+        for place, (query, key) in enumerate(itertools.product(SOURCES, SOURCES))
     ]
     return tuple(quadrant for quadrant in quadrants if quadrant.work.num_slices)
 

@@ -129,6 +129,10 @@ class SideResults:
             self._combination.span_(tuple(x[: len(held[0])] for x in part), held)
         self._held[source] = part
 
+    def drop(self, source: Source) -> None:
+        """Forgets what is held, if anything."""
+        self._held.pop(source, None)
+
     def own(self) -> Rows:
         """Returns the results for own rows; neutral ones where there are none."""
         return self._whole("own", self._num_own)

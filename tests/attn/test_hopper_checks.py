@@ -90,6 +90,19 @@ def test_tiles_without_keys_are_left_out_where_parts_merge(device):
     assert_attention((out, lse), (q, k, v), mask.to_dense(), softmax_scale=0.25)
 
 
+@pytest.mark.parametrize("held_keys", [0, 150, 300])
+def test_the_last_part_adds_the_sink_and_rounds(device, held_keys):
+    mask, sink = masks.documents([150, 150]), torch.linspace(-1, 1, 4)
+    q, k, v = draw(300, 300)
+    first, last = (mask.crop(k=span) for span in ((0, held_keys), (held_keys, 300)))
+    options = AttendOptions(0.25, backend="hopper")
+    held = hopper.forward(q, k[:held_keys], v[:held_keys], first, options) if held_keys else None
+    rest = k[held_keys:], v[held_keys:], last
+    out, lse = hopper.forward_last(held, q, *rest, options, sink)
+    assert (out.dtype, lse.dtype) == (q.dtype, torch.float32)
+    assert_attention((out, lse), (q, k, v), mask.to_dense(), softmax_scale=0.25, sink=sink)
+
+
 @pytest.mark.parametrize("value_dim", [128, 192])
 def test_head_dim_of_values_may_differ_where_a_kernel_serves_it(device, value_dim):
     tensors = draw(9, 9, dims=(192, value_dim))

@@ -114,6 +114,9 @@ def test_raw_gradients_of_parts_add_up_to_those_of_the_whole(device):
     made = (one[0] + other[0], torch.cat([one[1], other[1]]), torch.cat([one[2], other[2]]))
     assert {gradient.dtype for gradient in made} == {torch.float32}
     _assert_gradients(made, (q, k, v), dense, dout, softmax_scale=0.25)
+    rounded = hopper.backward(dout, q, k, v, lse, delta, mask, OPTIONS, rounded=True)
+    assert {gradient.dtype for gradient in rounded} == {torch.float16}
+    _assert_gradients(rounded, (q, k, v), dense, dout, softmax_scale=0.25)
 
 
 def test_gradient_that_is_expanded_or_of_another_type_is_made_right(device):

@@ -15,6 +15,7 @@ from megatron_cp.attn import (
     attend_forward,
     merge_rows_,
 )
+from megatron_cp.attn.attend import attend_forward_last
 from megatron_cp.attn.emulated import backend as emulated
 from megatron_cp.attn.emulated import kernels
 from megatron_cp.attn.hopper import judge, self_test, verdicts
@@ -60,6 +61,8 @@ class Defective:
             "dq",
             "dkeys",
             "span",
+            "held",
+            "last_sink",
         ):
             setattr(self, f"change_{name}", changes.get(name, lambda x: x))
 
@@ -91,6 +94,10 @@ class Defective:
         part = attend_forward(q, k, v, *self._told(mask, options))
         merge_span_(out, lse, *self.change_onto(part))
 
+    def forward_last(self, held, q, k, v, mask, options, sink):
+        held, told = self.change_held(held), self._told(mask, options)
+        return attend_forward_last(held, q, k, v, *told, self.change_last_sink(sink))
+
     def attend(self, q, k, v, mask, sink, options):
         out, lse = attend(
             *(q, k, v, mask), sink=self.change_sink(sink), softmax_scale=options.softmax_scale,
@@ -105,8 +112,8 @@ class Defective:
         held = self.change_dkeys(dkeys) or (0.0, 0.0)
         return part if dq is None else dq + part, held[0] + of_keys[0], held[1] + of_keys[1]
 
-    def backward(self, dout, q, k, v, lse, delta, mask, options):
-        told = self._told(mask, options)
+    def backward(self, dout, q, k, v, lse, delta, mask, options, rounded):
+        told = (*self._told(mask, options), rounded)
         return self.change_backward(attend_backward(dout, q, k, v, lse, delta, *told))
 
 
@@ -160,6 +167,8 @@ DEFECTS = {
     "one row of dk twice": Defective(backward=_one_row(1, 2.0)),
     "dv of one row lost": Defective(backward=_one_row(2, 0.0)),
     "the second stage counts twice": Defective(onto=lambda x: (x[0], x[1] + 0.7)),
+    "the last stage without the earlier ones": Defective(held=lambda x: None),
+    "the last stage without a sink": Defective(last_sink=lambda x: None),
     "dq of the second stage in place of the first's": Defective(dq=lambda x: x * 0.5),
     "dk and dv of the last stage alone": Defective(dkeys=lambda x: None),
     "no sink": Defective(sink=lambda x: x * 0.0 - 1e30),

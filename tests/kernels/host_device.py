@@ -81,7 +81,7 @@ def _run(p, query, key, value, device: HostDevice) -> None:
     assert p.tiles % 16 == p.segments % 16 == 0
     for tile in order:
         row0, rows, seg0, count = tiles[tile]
-        assert count or not p.accumulate  # nothing would be merged
+        assert count or p.earlier != p.out  # nothing would be merged
         for head in range(p.num_heads):
             kv_head = head // (p.num_heads // p.num_kv_heads)
             for row in range(row0, row0 + rows):
@@ -104,7 +104,7 @@ def _attend_row(p, head, q, k, v) -> tuple[np.ndarray, float]:
         scores = p.cap * np.tanh(scores * p.cap_scale / (2 * math.log2(math.e)))
     weights = np.exp2(scores * p.score_scale)
     if p.max_logits:
-        assert not p.accumulate
+        assert not p.earlier
         most = array_at(p.max_logits, np.float32, p.num_heads)
         most[head] = max(
             most[head], np.max(scores * p.score_scale / math.log2(math.e), initial=-math.inf)
@@ -122,11 +122,16 @@ def _write_row(p, row, head, out, lse, half_dtype) -> None:
     where = array_at(p.out + at, dtype, len(out))
     lse_at = 4 * (row * p.lse_row_stride + head * p.lse_head_stride)
     lse_where = array_at(p.lse + lse_at, np.float32, 1)
-    if p.accumulate:
+    if p.earlier:
+        held = array_at(
+            p.earlier + 4 * (row * p.out_row_stride + head * p.out_head_stride),
+            np.float32,
+            len(out),
+        )
         merged = np.logaddexp(lse, lse_where[0])
         weight = 0.0 if lse == -math.inf else math.exp(lse - merged)
         before = 0.0 if lse_where[0] == -math.inf else math.exp(lse_where[0] - merged)
-        out, lse = weight * out + before * where, merged
+        out, lse = weight * out + before * held, merged
     if p.out_is_float:
         where[:] = out
     else:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_cp import mask as masks
 from megatron_cp.attn import attend
+from megatron_cp.attn.emulated import backend
 from megatron_cp.attn.emulated.backend import Settings, run_forward, running
 from megatron_cp.attn.hopper import launch
 from megatron_cp.attn.hopper.checks import forward_variants
@@ -136,29 +137,62 @@ def test_two_parts_of_the_keys_merge_into_the_whole():
     run_forward(
         *(q, k[130:], v[130:], mask.crop(k=(130, 300)), AttendOptions(64**-0.5, 0.0, "emulated")),
         into=(out, lse),
-        accumulate=True,
+        earlier_QNH=out,
     )
     _check(out, lse, inputs, torch.as_tensor(mask.to_dense()))
 
 
-@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rounds", [False, True])
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (256, 256)], ids=str)
-def test_an_earlier_result_keeps_its_bits_where_nothing_is_added(dims, out_dtype):
+def test_an_earlier_result_keeps_its_bits_where_nothing_is_added(dims, rounds):
     inputs, _ = random_case(230, 180, (2, 1), dims, torch.bfloat16)
     q, k, v = inputs
     slices = ((20, 200, 0, 100, None, None), (60, 120, 100, 180, None, 70))
     mask = masks.from_slices(230, 180, slices)
-    out, lse = _run((q, k[:100], v[:100]), mask.crop(k=(0, 100)), out_dtype=out_dtype)
-    out[:20] = torch.nan  # of rows without keys so far, in tiles with some, `out` may hold anything
+    earlier, lse = _run((q, k[:100], v[:100]), mask.crop(k=(0, 100)))
+    earlier[:20] = (
+        torch.nan
+    )  # of rows without keys so far, in tiles with some, it may hold anything
+    out = earlier.bfloat16() if rounds else earlier
     before = out.clone(), lse.clone()
     options = AttendOptions(dims[0] ** -0.5, 0.0, "emulated")
     into, rest = (out, lse), mask.crop(k=(100, 180))
-    run_forward(q, k[100:], v[100:], rest, options, into=into, accumulate=True)
+    run_forward(q, k[100:], v[100:], rest, options, into=into, earlier_QNH=earlier)
     gets_more = torch.as_tensor(rest.to_dense()).any(dim=1)
     had_keys = torch.isfinite(before[1][:, 0])
     for now, then in zip(into, before, strict=True):
         assert torch.equal(now[had_keys & ~gets_more], then[had_keys & ~gets_more])
     _check(out, lse, inputs, dense_mask(230, 180, slices))
+
+
+@pytest.mark.parametrize("feature", ["", "softcap", "dropout"])
+@pytest.mark.parametrize("has_sink", [False, True])
+def test_the_last_part_reads_what_is_held_adds_the_sink_and_rounds(feature, has_sink):
+    """Rows of both parts, of one of them and of none, and whole tiles of these."""
+    inputs, arguments = random_case(520, 180, (4, 2), (128, 128), torch.bfloat16, sink=has_sink)
+    q, k, v = inputs
+    slices = ((0, 160, 0, 100, None, None), (140, 150, 100, 180, None, None))
+    slices = (*slices, (300, 380, 100, 180, None, -210))
+    mask = masks.from_slices(520, 180, slices)
+    sink = arguments.get("sink")
+    options = AttendOptions(128**-0.5, 0.0, "emulated")
+    first, last = (
+        (
+            k[a:b],
+            v[a:b],
+            mask.crop(k=(a, b)),
+            with_feature(options, feature, q, k, keys=slice(a, b)),
+        )
+        for a, b in ((0, 100), (100, 180))
+    )
+    out, lse = backend.forward_last(backend.forward(q, *first), q, *last, sink)
+    assert out.dtype == torch.bfloat16
+    wanted = of_oracle(feature, q, k) | ({"sink": sink} if has_sink else {})
+    _check(out, lse, inputs, dense_mask(520, 180, slices), **wanted)
+    if not has_sink:
+        held = backend.forward(q, *first)
+        backend.forward_onto_(*held, q, *last)
+        assert torch.equal(held[0].bfloat16(), out) and torch.equal(held[1], lse)
 
 
 @pytest.mark.parametrize("dims", [(128, 128), (192, 128), (192, 192), (256, 256)], ids=str)

@@ -42,6 +42,14 @@ def _onto(held, q, k, v, mask, options, max_logits=None):
     assert (out.shape, lse.shape) == (part_out.shape, part_lse.shape)
 
 
+def _last(held, q, k, v, mask, options, sink, max_logits=None):
+    _, lse = _result(q, k, v, mask, options)
+    if held is not None:
+        assert held[1].shape == lse.shape and held[0].dtype == torch.float32
+        lse = held[1]
+    return q.new_empty((*q.shape[:2], v.shape[2])), lse
+
+
 class _Joiner:
     """Stands for the kernels that join rows, metered as what they do: parts read, rows read and written once."""
 
@@ -88,6 +96,12 @@ def _gradients(dq, dkeys, dout, q, k, v, lse, delta, mask, options):
     return grads[0] if dq is None else dq, *(dkeys or grads[1:])
 
 
+def _rounded_gradients(dout, q, k, v, lse, delta, mask, options, rounded):
+    assert rounded
+    _gradients(None, None, dout, q, k, v, lse, delta, mask, options)
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
 @pytest.fixture(scope="module")
 def in_a_fresh_process():
     with fresh_process() as call:
@@ -101,7 +115,9 @@ def metered(plan, rank, num_ranks, dropout_p=0.0):
         fake_gpus(rank, num_ranks) as group,
         mock.patch.object(dist_attn, "attend_forward", _result),
         mock.patch.object(dist_attn, "attend_forward_onto_", _onto),
+        mock.patch.object(dist_attn, "attend_forward_last", _last),
         mock.patch.object(dist_attn, "attend_backward_onto_", _gradients),
+        mock.patch.object(dist_attn, "attend_backward", _rounded_gradients),
         mock.patch.object(dist_attn, "part_joiner", lambda *_: _Joiner),
         mock.patch.object(dist_attn, "row_products", _products),
     ):
@@ -142,7 +158,7 @@ def test_nothing_waits_for_the_gpu_and_no_two_devices_meet(in_a_fresh_process, p
 
 
 # Of attention at its predicted time, forward and backward. The goals are .12 and .04 forward.
-BUDGETS = {"documents": (0.09, 0.05), "causal": (0.012, 0.012)}
+BUDGETS = {"documents": (0.09, 0.05), "causal": (0.006, 0.012)}
 
 
 @pytest.mark.parametrize("name", BUDGETS)
@@ -161,3 +177,15 @@ def test_bytes_that_move_beside_attention_stay_within_their_budget(in_a_fresh_pr
     ):
         attention = float(compute_seconds(np.array(mask.area() / 8), config, pass_name))
         assert 0 < num_bytes / MEMORY_BYTES_PER_SECOND / attention <= budget, by_operator
+
+
+def test_on_one_gpu_the_kernels_write_what_is_returned(in_a_fresh_process):
+    """Forward there is nothing beside attention: in fp32 and then rounded, `out` of 512 tokens a document took as long.
+
+    Backward there are rowsum(dout * out) and its copies for the kernels.
+    """
+    plan = mcp.make_plan(mcp.mask.documents([512] * 16, "causal"), 1, config_of("auto"))
+    (_, forward, _), (_, backward, by_operator) = in_a_fresh_process(metered, plan, 0, 1)
+    out_bytes = 2 * 8192 * HEADS * HEAD_DIM
+    assert forward == 0
+    assert 2 * out_bytes <= backward <= 2.2 * out_bytes, by_operator

@@ -68,8 +68,13 @@ def test_the_error_in_every_dtype_keeps_one_budget_at_every_cp_size(cp_size, dty
 
 @pytest.mark.parametrize(
     ("cp_size", "heads", "dims", "deterministic"),
-    [(3, (4, 4), (64, 64), False), (2, (4, 2), (40, 33), True)],
-    ids=["built", "padded and odd"],
+    [
+        (3, (4, 4), (64, 64), False),
+        (2, (4, 2), (40, 33), True),
+        (1, (4, 2), (64, 64), False),
+        (1, (4, 2), (64, 64), True),
+    ],
+    ids=["built", "padded and odd", "one rank", "one rank, in order"],
 )
 def test_the_kernels_of_hopper_on_ranks_equal_dense_attention(cp_size, heads, dims, deterministic):
     """In the emulator: results of other ranks join by our kernels, gradients add up in them, over relays too."""
@@ -77,5 +82,6 @@ def test_the_kernels_of_hopper_on_ranks_equal_dense_attention(cp_size, heads, di
     inputs = [
         tensors(plan.num_tokens, heads=heads, dims=dims, dtype=torch.float16) for plan in plans
     ]
-    options = {"backend": "emulated", "deterministic": deterministic}
+    sink = torch.linspace(-1.0, 1.0, heads[0])
+    options = {"backend": "emulated", "deterministic": deterministic, "sink": sink}
     check_against_dense(cp_size, plans, inputs, options)

@@ -103,7 +103,37 @@ def forward_onto_(
         merge_parts_(out_QNH, lse_QN, *part)
         return
     into = (out_QNH, lse_QN)
-    run_forward(q_QNH, k_KGH, v_KGH, mask, options, into=into, accumulate=True)
+    run_forward(q_QNH, k_KGH, v_KGH, mask, options, into=into, earlier_QNH=out_QNH)
+
+
+def forward_last(
+    held: tuple[Tensor, Tensor] | None,
+    q_QNH: Tensor,
+    k_KGH: Tensor,
+    v_KGH: Tensor,
+    mask: AttentionMask,
+    options: AttendOptions,
+    sink_N: Tensor | None,
+    max_logits_N: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Returns `(out in the dtype of q, lse float32)` over these keys and those of `held`, sink included.
+
+    `held` is as `forward` returns it and is used up; `max_logits`, raised as by `attend`, goes without.
+    """
+    out = q_QNH.new_empty(*q_QNH.shape[:2], v_KGH.shape[2])
+    earlier, lse = held or (None, torch.empty(q_QNH.shape[:2]))
+    run_forward(
+        q_QNH,
+        k_KGH,
+        v_KGH,
+        mask,
+        options,
+        into=(out, lse),
+        sink_N=sink_N,
+        earlier_QNH=None if earlier is None else earlier.contiguous(),
+        max_logits_N=max_logits_N,
+    )
+    return out, lse
 
 
 def merge_parts_(
@@ -122,7 +152,7 @@ def add_parts_(total: Tensor, part: Tensor, by_row: ByRow) -> None:
         EmulatedKernel(build.variants()[ADD]).run(params, num_items, {})
 
 
-def backward(
+def backward(  # noqa: PLR0913  what the pass needs, and how its results are stored
     dout_QNH: Tensor,
     q_QNH: Tensor,
     k_KGH: Tensor,
@@ -131,11 +161,15 @@ def backward(
     delta_QN: Tensor,
     mask: AttentionMask,
     options: AttendOptions,
+    rounded: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns `(dq, dk, dv)` in float32; `lse` and `delta` are those of the result merged over all keys."""
+    """Returns `(dq, dk, dv)` in float32, or `rounded` to the dtype of q.
+
+    `lse` and `delta` are those of the result merged over all keys.
+    """
     tensors, stats = (q_QNH, k_KGH, v_KGH), stats_of(lse_QN, delta_QN)
     call = _backward_call(dout_QNH.to(q_QNH.dtype), tensors, stats, mask, options)
-    return _run_backward(call, dtype=torch.float32)
+    return _run_backward(call, dtype=q_QNH.dtype if rounded else torch.float32)
 
 
 def backward_onto_(  # noqa: PLR0913  as backward, and what to add to
@@ -173,33 +207,34 @@ def run_forward(  # noqa: PLR0913  everything the kernel can be asked for
     *,
     into: tuple[Tensor, Tensor],
     sink_N: Tensor | None = None,
-    accumulate: bool = False,
+    earlier_QNH: Tensor | None = None,
     max_logits_N: Tensor | None = None,
 ) -> None:
     """Fills `into = (out [Q, N, Hv] float32 or the dtype of q, lse [Q, N] float32)`; raises `max_logits`, as `attend`.
 
-    `accumulate`: `into` holds a partial result over other keys, 0 and -inf in rows without, and receives the merged
-    one; not with `max_logits` and not with a sink.
+    `earlier`, float32 with the strides of `out` or `out` itself, and what `lse` holds are a partial result over other
+    keys, 0 and -inf in rows without, onto which this one is merged: not with `max_logits`, and a sink not in place.
 
     Raises: EmulatorBuildError without g++; EmulatorError for a defect of the kernel; ValueError for strides or
     addresses of `into` that the kernel cannot write.
     """
     out, lse = into
-    if not accumulate:
+    if earlier_QNH is not out:
         out.fill_(torch.nan)
+    if earlier_QNH is None:
         lse.fill_(torch.nan)
     scores = Scores.of(options)
     variant = find_variant("forward", q_QNH, v_KGH.shape[2], scores.feature)
     lists = forward_list(mask, *tile_shape(variant.name), CPU, 0)
     if not lists.num_segs:
-        fill_without_keys(out, lse, sink_N, accumulate)
+        fill_without_keys(out, lse, sink_N, earlier_QNH)
         return
     tensors = all_readable(q_QNH, k_KGH, v_KGH)
     sink = None if sink_N is None else sink_N.detach().float().contiguous()
     kernel, counters = EmulatedKernel(variant), torch.zeros(2, dtype=torch.int32)
-    params = forward_params(kernel, tensors, lists, sink, scores, (out, lse), accumulate)
+    params = forward_params(kernel, tensors, lists, sink, scores, (out, lse), earlier_QNH)
     params.counters = counters.data_ptr()
-    params.max_logits = max_logits_address(max_logits_N, accumulate)
+    params.max_logits = max_logits_address(max_logits_N, earlier_QNH)
     touched = dict(zip("qkv", tensors, strict=True)) | {"work list": lists.data} | scores.touched()
     if sink is not None:
         touched["sink"] = sink

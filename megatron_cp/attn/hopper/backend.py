@@ -91,7 +91,7 @@ def forward(
     `max_logits` float32 is raised, in place, to the largest scaled and capped logit of each head.
     """
     results = _allocate(q_QNH, v_KGH, torch.float32)
-    _run_forward((q_QNH, k_KGH, v_KGH), mask, options, results, False, max_logits_N)
+    _run_forward((q_QNH, k_KGH, v_KGH), mask, options, results, max_logits_N=max_logits_N)
     return results
 
 
@@ -105,17 +105,41 @@ def forward_onto_(
     options: AttendOptions,
     max_logits_N: Tensor | None = None,
 ) -> None:
-    """Merges this part's result into the partial `out` (float32 or the dtype of q) and `lse`, in place.
+    """Merges this part's result into the partial `out` and `lse`, float32, in place.
 
     Rows without keys in this part keep what they have, and those without any so far hold 0. With `max_logits`, raised
-    as by `forward`, the part is computed apart and merged by a second kernel (`out` in float32): a row that starts
-    from an earlier result does not know its largest logit. That reads the part and `out` once more.
+    as by `forward`, the part is computed apart and merged by a second kernel: a row that starts from an earlier result
+    does not know its largest logit. That reads the part and `out` once more.
     """
     if max_logits_N is not None:
         part = forward(q_QNH, k_KGH, v_KGH, mask, options, max_logits_N)
         merge_parts_(out_QNH, lse_QN, *part)
         return
-    _run_forward((q_QNH, k_KGH, v_KGH), mask, options, (out_QNH, lse_QN), True)
+    _run_forward((q_QNH, k_KGH, v_KGH), mask, options, (out_QNH, lse_QN), earlier_QNH=out_QNH)
+
+
+def forward_last(
+    held: tuple[Tensor, Tensor] | None,
+    q_QNH: Tensor,
+    k_KGH: Tensor,
+    v_KGH: Tensor,
+    mask: AttentionMask,
+    options: AttendOptions,
+    sink_N: Tensor | None,
+    max_logits_N: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Returns `(out in the dtype of q, lse float32)` over these keys and those of `held`, sink included.
+
+    `held` is as `forward` returns it and is used up; `max_logits`, raised as by `forward`, goes without.
+    """
+    out, lse = _allocate(q_QNH, v_KGH, q_QNH.dtype)
+    earlier = None
+    if held is not None:
+        earlier, lse = held[0].contiguous(), held[1]
+    sink = None if sink_N is None else sink_N.to(torch.float32).contiguous()
+    asked = {"sink_N": sink, "earlier_QNH": earlier, "max_logits_N": max_logits_N}
+    _run_forward((q_QNH, k_KGH, v_KGH), mask, options, (out, lse), **asked)
+    return out, lse
 
 
 def _run_forward(
@@ -123,23 +147,25 @@ def _run_forward(
     mask: AttentionMask,
     options: AttendOptions,
     results: tuple[Tensor, Tensor],
-    accumulate: bool,
+    *,
+    sink_N: Tensor | None = None,
+    earlier_QNH: Tensor | None = None,
     max_logits_N: Tensor | None = None,
 ) -> None:
     lists = _work_list(tensors[0], tensors[2], mask, options)
     launch_forward(
         all_readable(*tensors),
         lists,
-        None,
+        sink_N,
         Scores.of(options),
         results,
-        accumulate=accumulate,
+        earlier_QNH=earlier_QNH,
         max_logits_N=max_logits_N,
         sm_share=options.sm_share,
     )
 
 
-def backward(
+def backward(  # noqa: PLR0913  what the pass needs, and how its results are stored
     dout_QNH: Tensor,
     q_QNH: Tensor,
     k_KGH: Tensor,
@@ -148,10 +174,14 @@ def backward(
     delta_QN: Tensor,
     mask: AttentionMask,
     options: AttendOptions,
+    rounded: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns `(dq, dk, dv)` in float32; `lse` and `delta` are those of the result merged over all keys."""
+    """Returns `(dq, dk, dv)` in float32, or `rounded` to the dtype of q.
+
+    `lse` and `delta` are those of the result merged over all keys.
+    """
     call = _backward_call(dout_QNH, q_QNH, k_KGH, v_KGH, lse_QN, delta_QN, mask, options)
-    return launch_backward(call, float_grads=True, sm_share=options.sm_share)
+    return launch_backward(call, float_grads=not rounded, sm_share=options.sm_share)
 
 
 def backward_onto_(  # noqa: PLR0913  as backward, and what to add to
@@ -274,7 +304,7 @@ def _forward(  # noqa: PLR0913  the operator's schema
     asked = max_logits if has_max_logits else None
     lists = DeviceList(work, num_tiles, num_segs, num_tiles)
     tensors, scores = all_readable(q_QNH, k_KGH, v_KGH), Scores(softmax_scale, softcap)
-    launch_forward(tensors, lists, sink_N, scores, results, accumulate=False, max_logits_N=asked)
+    launch_forward(tensors, lists, sink_N, scores, results, max_logits_N=asked)
     return *results, max_logits
 
 

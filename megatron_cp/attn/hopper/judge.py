@@ -1,7 +1,8 @@
 """What is asked of kernels on a GPU before they train a model: small masks, all passes, against float64 on that GPU.
 
-parts       what every stage of context parallelism calls: a forward pass, one onto an earlier result, merged rows,
-            the backward pass of given row statistics, one that adds to an earlier dq, added rows
+parts       what every stage of context parallelism calls: a forward pass, one onto an earlier result, one that is the
+            last for its rows, merged rows, the backward pass of given row statistics, one that adds to an earlier dq,
+            added rows
 the whole   `attend` with a sink and gradients through `out` and `lse`, in 16 bits
 
 Of the parts, whole passes and rows that were merged one by one were judged on an H100 (until 2026-11-24); the others on
@@ -11,10 +12,10 @@ a CPU alone, in the emulator.
 # Q query rows, K key rows, N query heads, G kv heads, H head dim, Hv value head dim
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,14 +25,9 @@ from megatron_cp.attn.closeness import largest_difference, row_error
 from megatron_cp.attn.dropout import Dropout, head_seeds, key_words, row_words
 from megatron_cp.attn.features import Feature
 from megatron_cp.attn.hopper.launch import head_by_head
+from megatron_cp.attn.hopper.passes import Passes
 from megatron_cp.attn.hopper.verdicts import Verdict
-from megatron_cp.attn.merge import (
-    ByRow,
-    PartJoiner,
-    apply_sink,
-    merge_partials,
-    sink_gradient,
-)
+from megatron_cp.attn.merge import ByRow, apply_sink, merge_partials, sink_gradient
 from megatron_cp.attn.options import AttendOptions
 from megatron_cp.mask import AttentionMask, documents, sliding_window
 
@@ -41,72 +37,6 @@ DROPOUT = 0.3
 # key too many in a row of 400 moves it by 5 %, six times the limit in bf16.
 MAX_ROW_ERROR_IN_EPS = 1.0
 MAX_LSE_ERROR = 1e-5  # float32 sums of exact products; the emulated kernels reach 1.2e-6
-
-
-class Passes(PartJoiner, Protocol):
-    """The raw passes of a backend, and its kernels that join results."""
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: AttentionMask,
-        options: AttendOptions,
-        max_logits_N: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Returns `(out, lse)`; raises `max_logits` to the largest logit of each head."""
-
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        mask: AttentionMask,
-        options: AttendOptions,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns `(dq, dk, dv)`."""
-
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: AttentionMask,
-        sink_N: Tensor | None,
-        options: AttendOptions,
-    ) -> tuple[Tensor, Tensor]:
-        """Returns `(out, lse)`, sink included, differentiable."""
-
-    def forward_onto_(
-        self,
-        out: Tensor,
-        lse: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: AttentionMask,
-        options: AttendOptions,
-    ) -> None:
-        """Merges attention over other keys into a result, in place."""
-
-    def backward_onto_(  # noqa: PLR0913  as backward, and what to add to
-        self,
-        dq: Tensor | None,
-        dkeys: tuple[Tensor, Tensor] | None,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        mask: AttentionMask,
-        options: AttendOptions,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns `(dq, dk, dv)`, dq without softmax_scale; added to a dq and to `dkeys` that are given."""
 
 
 @dataclass(frozen=True)
@@ -239,11 +169,17 @@ def _judged_passes(passes: Passes, case: _Case) -> Iterator[Verdict]:
     if not case.kind.needs_grad:
         return
     stats = case.lse.float(), case.delta.float()
-    for deterministic in (False, True):  # other kernels
+    types = (
+        (False, True) if case.kind.feature == "dropout" else (False,)
+    )  # the whole rounds for the others
+    for deterministic, rounded in itertools.product(
+        (False, True), types
+    ):  # other kernels, other stores
         asked = replace(options, deterministic=deterministic)
-        found = passes.backward(case.dout, *tensors, *stats, mask, asked)
+        found = passes.backward(case.dout, *tensors, *stats, mask, asked, rounded)
+        words = f"{'deterministic ' if deterministic else ''}{'rounded ' if rounded else ''}"
         for name, *pair in zip(("dq", "dk", "dv"), found, case.exact, strict=True):
-            yield case.judged(f"{'deterministic ' if deterministic else ''}{name}", *pair)
+            yield case.judged(f"{words}{name}", *pair)
 
 
 def _judged_stages(passes: Passes, case: _Case) -> Iterator[Verdict]:
@@ -259,6 +195,13 @@ def _judged_stages(passes: Passes, case: _Case) -> Iterator[Verdict]:
     passes.forward_onto_(out, lse, q, k[second], v[second], rest, _of_keys(options, second))
     yield case.judged_numbers("lse of two stages", lse, case.lse)
     yield case.judged("out of two stages", out, case.out)
+    sink = _sink(case.dout.device)
+    held = passes.forward(q, k[first], v[first], part, _of_keys(options, first))
+    last = q, k[second], v[second], rest, _of_keys(options, second), sink
+    out, lse = passes.forward_last(held, *last)
+    exact_out, exact_lse = apply_sink(case.out, case.lse, sink.double())
+    yield case.judged_numbers("lse of the last stage", lse, exact_lse)
+    yield case.judged("out of the last stage", out, exact_out)
     if not case.kind.needs_grad:
         return
     for deterministic in (False, True):
@@ -292,7 +235,7 @@ def _gradients_of_stages(
 
 def _judged_whole(passes: Passes, case: _Case) -> Iterator[Verdict]:
     """Yields verdicts on `attend` with a sink, and on its gradients through both results."""
-    sink = torch.linspace(-1.0, 1.0, NUM_HEADS, device=case.dout.device)
+    sink = _sink(case.dout.device)
     exact_out, exact_lse = apply_sink(case.out, case.lse, sink.double())
     leaves = [x.detach().requires_grad_(case.kind.needs_grad) for x in (*case.tensors, sink)]
     q, k, v, of_sink = leaves
@@ -311,6 +254,10 @@ def _judged_whole(passes: Passes, case: _Case) -> Iterator[Verdict]:
         yield case.judged(f"{name} with a sink", *pair)
     dsink = sink_gradient(exact_lse, sink.double(), delta)
     yield case.judged("dsink", found[3][None], dsink[None])
+
+
+def _sink(device: torch.device) -> Tensor:
+    return torch.linspace(-1.0, 1.0, NUM_HEADS, device=device)
 
 
 def _dropout(q: Tensor, k: Tensor) -> Dropout:

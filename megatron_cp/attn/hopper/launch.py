@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_cp.attn.hopper.checks import GradientKernels, check_layout, find_variant
 from megatron_cp.attn.hopper.device_lists import DeviceList
 from megatron_cp.attn.hopper.scores import Scores
+from megatron_cp.attn.merge import apply_sink
 from megatron_cp.kernels import build, loading
 from megatron_cp.kernels.driver import BFLOAT16, FLOAT16, FLOAT32, Driver, driver
 from megatron_cp.kernels.params import FwdParams, TensorMap
@@ -138,31 +139,31 @@ def launch_forward(
     scores: Scores,
     results: tuple[Tensor, Tensor],
     *,
-    accumulate: bool,
+    earlier_QNH: Tensor | None = None,
     max_logits_N: Tensor | None = None,
     sm_share: float = 0.0,
 ) -> None:
     """Fills `results = (out [Q, N, Hv], lse [Q, N])` from (q, k, v) on the current stream of their device.
 
-    With `accumulate` the results are merged onto what they hold, 0 and -inf in rows without keys; without it,
-    `max_logits` (float32, contiguous) is raised to the largest logit of each head. `sm_share` of the multiprocessors
-    stays free for transfers.
+    With `earlier`, float32 with the strides of `out` or `out` itself, results are merged onto it and onto what `lse`
+    holds, 0 and -inf in rows without keys; without it, `max_logits` (float32, contiguous) is raised to the largest
+    logit of each head. `sm_share` of the multiprocessors stays free for transfers.
     """
     out_QNH, lse_QN = results
     if not lists.num_segs:
-        fill_without_keys(out_QNH, lse_QN, sink_N, accumulate)
+        fill_without_keys(out_QNH, lse_QN, sink_N, earlier_QNH)
         return
     q_QNH, _, v_KGH = tensors
     device = q_QNH.device.index or 0
     dims = (q_QNH.shape[2], v_KGH.shape[2])
     variant = find_variant("forward", q_QNH.dtype, *dims, scores.feature)
-    if accumulate:  # results of its own making are in order
+    if earlier_QNH is out_QNH:  # results of its own making are in order
         check_layout("out", out_QNH)
     with device_guard(device):
         kernel = load_kernel(variant.name, device)
         stream = raw_stream(device)
-        params = forward_params(kernel, tensors, lists, sink_N, scores, results, accumulate)
-        params.max_logits = max_logits_address(max_logits_N, accumulate)
+        params = forward_params(kernel, tensors, lists, sink_N, scores, results, earlier_QNH)
+        params.max_logits = max_logits_address(max_logits_N, earlier_QNH)
         pair = counters(device, stream)
         params.counters = pair.address
         num_blocks = kernel.num_blocks(params.num_tiles * q_QNH.shape[1], sm_share)
@@ -188,14 +189,18 @@ def forward_params(
     sink_N: Tensor | None,
     scores: Scores,
     results: tuple[Tensor, Tensor],
-    accumulate: bool,
+    earlier_QNH: Tensor | None,
 ) -> FwdParams:
     """Returns the kernel's parameters without counters and largest logits.
 
-    With `accumulate`, for results that hold something: tiles without keys are left out.
+    Where `earlier` is `out` itself, tiles without keys are left out.
     """
-    assert sink_N is None or not accumulate, "a sink joins every row once"
     (q_QNH, k_KGH, v_KGH), (out_QNH, lse_QN) = tensors, results
+    in_place = earlier_QNH is out_QNH
+    assert sink_N is None or not in_place, "a sink joins every row once"
+    assert earlier_QNH is None or (
+        earlier_QNH.dtype == torch.float32 and earlier_QNH.stride() == out_QNH.stride()
+    )
     num_heads, head_dim = q_QNH.shape[1:]
     num_keys, num_kv_heads, value_dim = v_KGH.shape
     tiles = lists.data.data_ptr()
@@ -212,35 +217,41 @@ def forward_params(
         lse_QN.data_ptr(),
         None if sink_N is None else sink_N.data_ptr(),
         None,
+        None if earlier_QNH is None else earlier_QNH.data_ptr(),
         *out_QNH.stride()[:2],
         *lse_QN.stride(),
-        lists.num_with_keys if accumulate else lists.num_tiles,
+        lists.num_with_keys if in_place else lists.num_tiles,
         num_heads,
         num_kv_heads,
         heads_per_section(num_heads, num_kv_heads, num_keys, head_dim + value_dim),
         num_keys,
         *scores.scales(),
         out_QNH.dtype == torch.float32,
-        accumulate,
         scores.dropout(),
     )
 
 
-def max_logits_address(max_logits_N: Tensor | None, accumulate: bool) -> int | None:
+def max_logits_address(max_logits_N: Tensor | None, earlier_QNH: Tensor | None) -> int | None:
     """Returns where the kernel raises the largest logits; rows that start from an earlier lse would hide them."""
     assert max_logits_N is None or (
-        not accumulate and max_logits_N.dtype == torch.float32 and max_logits_N.is_contiguous()
+        earlier_QNH is None and max_logits_N.dtype == torch.float32 and max_logits_N.is_contiguous()
     )
     return None if max_logits_N is None else max_logits_N.data_ptr()
 
 
 def fill_without_keys(
-    out_QNH: Tensor, lse_QN: Tensor, sink_N: Tensor | None, accumulate: bool
+    out_QNH: Tensor, lse_QN: Tensor, sink_N: Tensor | None, earlier_QNH: Tensor | None
 ) -> None:
-    """Writes what rows without keys hold; there may be no key to point a tensor map at."""
-    if not accumulate:
+    """Writes what rows hold to which no key comes; there may be none to point a tensor map at."""
+    if earlier_QNH is None:
         out_QNH.zero_()
-        lse_QN.fill_(-torch.inf) if sink_N is None else lse_QN.copy_(sink_N.expand_as(lse_QN))
+        lse_QN.fill_(-torch.inf)
+    elif earlier_QNH is not out_QNH:
+        out_QNH.copy_(earlier_QNH)
+    if sink_N is not None:
+        out, lse = apply_sink(out_QNH if earlier_QNH is None else earlier_QNH, lse_QN, sink_N)
+        out_QNH.copy_(out)
+        lse_QN.copy_(lse)
 
 
 def heads_per_section(num_heads: int, num_kv_heads: int, num_keys: int, columns: int) -> int:

@@ -27,7 +27,7 @@ from megatron_cp.attn.hopper.verdicts import Verdict, kept_verdict
 from megatron_cp.kernels import build
 from megatron_cp.kernels.driver import driver
 
-TEST_VERSION = 4  # of the cases in judge.py: verdicts of others are not asked
+TEST_VERSION = 5  # of the cases in judge.py: verdicts of others are not asked
 
 _is_skipped: ContextVar[bool] = ContextVar("megatron_cp_self_test_is_skipped", default=False)
 _verdicts: dict[tuple[Kind, torch.device], Verdict] = {}

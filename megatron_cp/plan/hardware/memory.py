@@ -3,6 +3,7 @@
     tokens -> heads     message and what is received, if the plan splits heads
     a chain begins      room for all rows that it receives; results for them where they are first computed
     a stage begins      the rows of the next stage are gathered and sent
+    its results         those that complete own rows in the dtype of the inputs; what was held for them is given back
     results go home     a message of them, and what comes back for own rows
     heads -> tokens     message, what is received, and this rank's results
 
@@ -17,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.mask.slice import K_END, K_START, Q_END, Q_START
+from megatron_cp.plan.completion import completing_quadrants, quadrants_with_pairs
 from megatron_cp.plan.hardware.rows import FP32_BYTES, row_size
 from megatron_cp.plan.schema import (
     DST,
@@ -25,7 +26,9 @@ from megatron_cp.plan.schema import (
     SRC,
     START,
     STOP,
+    BoolArray,
     FloatArray,
+    OwnRows,
     PassName,
     PlanData,
     Side,
@@ -108,6 +111,8 @@ class _Side:
     """Rows received in the chain so far."""
     own_result: FloatArray
     received_result: FloatArray
+    is_rounded: BoolArray
+    """Whether the results for own rows are complete, in the dtype of the inputs."""
 
 
 def _count(plan: PlanData, pass_name: PassName) -> _Memory:
@@ -115,9 +120,12 @@ def _count(plan: PlanData, pass_name: PassName) -> _Memory:
     memory, own = _Memory(ranks), plan.own_rows.times(pass_.head_degree)
     none = np.zeros(ranks)
     sides = {
-        side: _Side(own.of(side), *_row_bytes(plan, pass_name, side), *(none,) * 4)
+        side: _Side(
+            own.of(side), *_row_bytes(plan, pass_name, side), *(none,) * 4, none.astype(bool)
+        )
         for side in SIDES
     }
+    ends = _ends(plan, pass_name)
     if pass_.head_degree > 1:
         enters = sum(one.own * one.there for one in sides.values())
         memory.take(enters, received=True)
@@ -130,7 +138,7 @@ def _count(plan: PlanData, pass_name: PassName) -> _Memory:
         for side, one in sides.items():
             _arrive(plan, pass_name, index, side, one, memory)
         sent = _start(plan, pass_name, index + 1, sides, memory)
-        _compute(plan, pass_name, index, sides, memory)
+        _compute(plan, pass_name, index, sides, ends == index, memory)
         home = [_go_home(plan, pass_name, index, side, one, memory) for side, one in sides.items()]
         memory.take(-travelling)
         memory.take(-returned, received=True)
@@ -177,25 +185,75 @@ def _arrive(
 
 
 def _compute(
-    plan: PlanData, pass_name: PassName, index: int, sides: dict[Side, _Side], memory: _Memory
+    plan: PlanData,
+    pass_name: PassName,
+    index: int,
+    sides: dict[Side, _Side],
+    completes: BoolArray,
+    memory: _Memory,
 ) -> None:
-    """Books the results of a stage: own or received queries with own or received keys, in the runtime's order."""
+    """Books the results of a stage: own or received queries with own or received keys, in the runtime's order.
+
+    `completes` `[P, quadrants]`: whether a kernel may round the results for own rows.
+    """
     works = plan.get_pass(pass_name).stages[index].work
-    own = {side: one.own for side, one in sides.items()}
-    exists = np.array([_quadrants(work.array, own) for work in works])
+    own = OwnRows(sides["q"].own, sides["k"].own)
+    exists = np.array([quadrants_with_pairs(work.array, own) for work in works])
+    answered = [one for one in sides.values() if one.result]
     for quadrant, (of_received_q, of_received_k) in enumerate(np.ndindex(2, 2)):
-        is_there = exists[:, quadrant]
+        rounds = completes[:, quadrant].copy()
+        if pass_name == "backward":  # gradients are rounded where nothing is added to them
+            rounds &= sum(one.own_result for one in answered) == 0
+        is_there = exists[:, quadrant] & ~rounds
         for one, is_received in ((sides["q"], of_received_q), (sides["k"], of_received_k)):
             rows = one.rows if is_received else np.full(plan.cp_size, float(one.own))
             size = is_there * rows * one.result
             _take_result(one, size, memory, is_received=bool(is_received))
+        for one in answered:
+            _round_result(plan, pass_name, one, rounds, memory)
 
 
-def _quadrants(rows: IntArray, own: dict[Side, int]) -> list[bool]:
-    """Returns whether there are pairs of own or received queries with own or received keys, own ones first."""
-    of_q = (rows[:, Q_START] < own["q"], rows[:, Q_END] > own["q"])
-    of_k = (rows[:, K_START] < own["k"], rows[:, K_END] > own["k"])
-    return [bool((query & key).any()) for query in of_q for key in of_k]
+def _ends(plan: PlanData, pass_name: PassName) -> IntArray:
+    """Returns the stage `[P, quadrants]` whose quadrant completes results for own rows that a kernel may round, or -1.
+
+    In backward both sides' at once; copies of a head under a head split, and those of latent rows, are added to.
+    """
+    pass_, config = plan.get_pass(pass_name), plan.config
+    ends = np.full((plan.cp_size, 4), -1)
+    own, degree = plan.own_rows.times(pass_.head_degree), pass_.head_degree
+    is_added_to = pass_name == "backward" and (config.latent_dim or config.num_kv_heads < degree)
+    if config.element_bytes == FP32_BYTES or is_added_to:
+        return ends
+    answered: tuple[Side, ...] = ("q",) if pass_name == "forward" else SIDES
+    places = [completing_quadrants(pass_, own, side, range(plan.cp_size)) for side in answered]
+    for rank, (place, *others) in enumerate(zip(*places, strict=True)):
+        if place is not None and all(other == place for other in others):
+            ends[rank, place[1]] = place[0]
+    return ends
+
+
+def _round_result(
+    plan: PlanData, pass_name: PassName, one: _Side, rounds: BoolArray, memory: _Memory
+) -> None:
+    """Books results for own rows in the dtype of the inputs, beside what was held, which is then given back.
+
+    `lse` is fp32 and stays where it lies.
+    """
+    scalars = one.own * _scalar_bytes(plan, pass_name)
+    rounded = (one.own * one.result - scalars) * plan.config.element_bytes / FP32_BYTES + scalars
+    stays = np.where(one.own_result > 0, scalars, 0.0)
+    memory.take(rounds * (rounded - stays))
+    memory.take(rounds * (stays - one.own_result))
+    one.own_result = np.where(rounds, rounded, one.own_result)
+    one.is_rounded = one.is_rounded | rounds
+
+
+def _scalar_bytes(plan: PlanData, pass_name: PassName) -> int:
+    """Returns the bytes of a query's fp32 scalars in its result: lse, forward alone."""
+    if pass_name == "backward":
+        return 0
+    degree = plan.get_pass(pass_name).head_degree
+    return max(1, plan.config.num_heads // degree) * FP32_BYTES
 
 
 def _take_result(one: _Side, size: FloatArray, memory: _Memory, *, is_received: bool) -> None:
@@ -236,9 +294,8 @@ def _leave(plan: PlanData, pass_name: PassName, sides: dict[Side, _Side], memory
     """Books this rank's results in the dtype of the inputs, after heads became tokens again."""
     config, degree = plan.config, plan.get_pass(pass_name).head_degree
     for one in sides.values():
-        _take_result(
-            one, np.full(plan.cp_size, float(one.own * one.result)), memory, is_received=False
-        )
+        size = np.where(one.is_rounded, 0.0, one.own * one.result)
+        _take_result(one, size, memory, is_received=False)
     value_dim, element = config.value_head_dim or config.head_dim, config.element_bytes
     own, heads = plan.own_rows, config.num_heads
     if pass_name == "forward":
@@ -248,7 +305,8 @@ def _leave(plan: PlanData, pass_name: PassName, sides: dict[Side, _Side], memory
         keys = own.k * config.num_kv_heads * (config.head_dim + value_dim)
     outputs = (queries + keys) * element
     if degree == 1:
-        memory.take(outputs * (element != FP32_BYTES))
+        rounds = (element != FP32_BYTES) & ~sides["q"].is_rounded
+        memory.take(np.where(rounds, float(outputs), 0.0))
         return
     message = outputs + scalars
     if keys and config.num_kv_heads < degree:  # copies travel in fp32

@@ -1,0 +1,90 @@
+"""The raw passes of a backend with kernels of its own, as context parallelism calls them: `hopper` and `emulated`."""
+
+# Q query rows, K key rows, N query heads, G kv heads, H head dim, Hv value head dim
+
+from typing import Protocol
+
+from torch import Tensor
+
+from megatron_cp.attn.merge import PartJoiner
+from megatron_cp.attn.options import AttendOptions
+from megatron_cp.mask import AttentionMask
+
+
+class Passes(PartJoiner, Protocol):
+    """The raw passes of a backend, and its kernels that join results."""
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: AttentionMask,
+        options: AttendOptions,
+        max_logits_N: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns `(out, lse)`; raises `max_logits` to the largest logit of each head."""
+
+    def backward(  # noqa: PLR0913  what the pass needs, and how its results are stored
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        mask: AttentionMask,
+        options: AttendOptions,
+        rounded: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns `(dq, dk, dv)`, or `rounded` to the dtype of q."""
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: AttentionMask,
+        sink_N: Tensor | None,
+        options: AttendOptions,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns `(out, lse)`, sink included, differentiable."""
+
+    def forward_onto_(
+        self,
+        out: Tensor,
+        lse: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: AttentionMask,
+        options: AttendOptions,
+    ) -> None:
+        """Merges attention over other keys into a result, in place."""
+
+    def forward_last(
+        self,
+        held: tuple[Tensor, Tensor] | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: AttentionMask,
+        options: AttendOptions,
+        sink_N: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns `(out, lse)` over these keys and those of `held`, sink included, `out` in the dtype of q."""
+
+    def backward_onto_(  # noqa: PLR0913  as backward, and what to add to
+        self,
+        dq: Tensor | None,
+        dkeys: tuple[Tensor, Tensor] | None,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        mask: AttentionMask,
+        options: AttendOptions,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns `(dq, dk, dv)`, dq without softmax_scale; added to a dq and to `dkeys` that are given."""
