@@ -53,11 +53,16 @@ def check_rate(rate: float, name: str = "dropout_p") -> None:
 def head_seeds(seed: Tensor | None, q: Tensor) -> Tensor:
     """Returns a seed for each head of `q` `[Q, N, H]`, int64 `[N]`, given one seed `[1]`, or these, or None.
 
-    None draws from the default generator of the device, as dropout of torch does. Raises ValueError for other tensors.
+    None draws from the default generator of the device, as dropout of torch does. Raises ValueError for other tensors,
+    TypeError for what is none.
     """
     num_heads = q.shape[1]
     if seed is None:
         seed = draw_seed(q.device)
+    if not isinstance(seed, Tensor):
+        raise TypeError(
+            f"dropout_seed={seed!r} must be a tensor, so that a graph can hold it; give torch.tensor([{seed!r}])"
+        )
     shapes = ((1,), (num_heads,))
     if seed.dtype != torch.int64 or tuple(seed.shape) not in shapes or seed.device != q.device:
         raise ValueError(

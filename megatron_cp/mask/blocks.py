@@ -226,9 +226,9 @@ def from_mask_mod(
 ) -> AttentionMask:
     """Returns the mask of a FlexAttention mask function, asked once per pair: O(queries x keys).
 
-    The function is called with index arrays, batch 0 and head 0; `convert` makes them what it can
-    work with (`torch.from_numpy` for one that reads tensors). Rows are asked in blocks, so memory
-    stays small, but use a builder for long sequences.
+    The function is called with arrays of indices, batch and head 0 among them; `convert` makes them what it can
+    work with (`torch.from_numpy` for one that reads tensors, and for FlexAttention's `and_masks` and `or_masks`).
+    Rows are asked in blocks, so memory stays small, but use a builder for long sequences.
     """
     _check_callable("mask_mod", mask_mod)
     _check_callable("convert", convert)
@@ -242,18 +242,19 @@ def from_mask_mod(
     parts = [np.zeros((0, 6), dtype=np.int64)]
     for start in range(0, num_queries, step):
         q = np.arange(start, min(start + step, num_queries))
-        dense = _asked(mask_mod, q, np.arange(num_keys), convert)
+        dense = _asked(mask_mod, (0, 0), q, np.arange(num_keys), convert)
         parts.append(shift_rows(from_dense(dense).array, q=start))
     return AttentionMask(num_queries, num_keys, np.concatenate(parts)).merged()
 
 
 def from_block_mask(
-    block_mask: Any, convert: Callable[[IntArray], Any] = np.asarray
+    block_mask: Any, convert: Callable[[IntArray], Any] | None = None
 ) -> AttentionMask:
     """Returns the mask of a FlexAttention BlockMask (any object with its fields).
 
-    Full blocks become boxes, the mask function is asked for the pairs of partial blocks only.
-    Raises NotImplementedError if batch entries or heads differ: one AttentionMask serves all heads.
+    Full blocks become boxes, the mask function is asked for the pairs of partial blocks only, of every batch entry
+    and head. `convert` makes indices what it can work with: tensors beside `kv_indices` if none is given.
+    Raises NotImplementedError if batch entries or heads differ: one AttentionMask serves all.
     """
     missing = [name for name in BLOCK_MASK_FIELDS if not hasattr(block_mask, name)]
     if missing:
@@ -264,7 +265,17 @@ def from_block_mask(
     q_block, k_block = (int(size) for size in block_mask.BLOCK_SIZE)
     num_queries, num_keys = (int(size) for size in block_mask.seq_lengths)
     names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    entries = list(np.ndindex(*block_mask.kv_indices.shape[:2]))
+    made: Callable[[IntArray], Any] = getattr(block_mask.kv_indices, "new_tensor", np.asarray)
+    made = made if convert is None else convert
     arrays = [_same_for_all(name, getattr(block_mask, name)) for name in names]
+    num_blocks = (-(-num_queries // q_block), -(-num_keys // k_block))
+    assert arrays[1] is not None
+    if arrays[1].shape != num_blocks:
+        raise ValueError(
+            f"block_mask has tables of {arrays[1].shape[0]} x {arrays[1].shape[1]} blocks, its {num_queries} x "
+            f"{num_keys} tokens have {num_blocks[0]} x {num_blocks[1]}; give the whole BlockMask, not a part of it"
+        )
     mask = AttentionMask(num_queries, num_keys, make_rows(0, 0, 0, 0))
     if arrays[2] is not None:
         table = _table_of(arrays[2], arrays[3])
@@ -273,7 +284,13 @@ def from_block_mask(
     for i, j in np.argwhere(_table_of(arrays[0], arrays[1])).tolist():
         q = np.arange(i * q_block, min((i + 1) * q_block, num_queries))
         k = np.arange(j * k_block, min((j + 1) * k_block, num_keys))
-        part = from_dense(_asked(block_mask.mask_mod, q, k, convert))
+        first, *others = (_asked(block_mask.mask_mod, entry, q, k, made) for entry in entries)
+        if any((first != other).any() for other in others):
+            raise NotImplementedError(
+                "mask_mod differs between batch entries or heads of the block mask; one AttentionMask serves all: "
+                "convert each entry by itself"
+            )
+        part = from_dense(first)
         rows.append(shift_rows(part.array, i * q_block, j * k_block))
     return AttentionMask(num_queries, num_keys, np.concatenate(rows)).merged()
 
@@ -286,12 +303,24 @@ def _check_callable(name: str, value: object) -> None:
 
 
 def _asked(
-    mask_mod: MaskMod, q: IntArray, k: IntArray, convert: Callable[[IntArray], Any]
+    mask_mod: MaskMod,
+    entry: tuple[int, ...],
+    q: IntArray,
+    k: IntArray,
+    convert: Callable[[IntArray], Any],
 ) -> NDArray[np.bool_]:
-    """Returns what a mask function says about every pair of `q` and `k`: bool `[queries, keys]`."""
-    allowed = as_array(
-        "what mask_mod returns", mask_mod(0, 0, convert(q[:, None]), convert(k[None]))
-    )
+    """Returns what a mask function says of a batch entry and head about every pair: bool `[queries, keys]`."""
+    batch, head = (convert(np.array(index)) for index in entry)
+    try:
+        said = mask_mod(batch, head, convert(q[:, None]), convert(k[None]))
+    except (AttributeError, TypeError) as error:
+        if convert is not np.asarray:
+            raise
+        raise TypeError(
+            f"mask_mod does not work with NumPy arrays ({error}); give convert=torch.from_numpy for one that reads "
+            "tensors"
+        ) from error
+    allowed = as_array("what mask_mod returns", _on_the_host(said))
     if allowed.dtype.kind not in "biuf" or allowed.ndim > 2:
         raise TypeError(
             f"mask_mod returns dtype {allowed.dtype} and shape {allowed.shape}; it must return booleans that "
@@ -300,11 +329,16 @@ def _asked(
     return np.broadcast_to(allowed.astype(bool), (len(q), len(k)))
 
 
+def _on_the_host(array: Any) -> Any:
+    """Returns an array, or a tensor of another device copied to where NumPy reads it."""
+    return array.cpu() if hasattr(array, "cpu") else array
+
+
 def _same_for_all(name: str, tensor: Any) -> IntArray | None:
     """Returns the entry of batch 0 and head 0, or None for None; refuses entries that differ."""
     if tensor is None:
         return None
-    array = np.asarray(tensor)
+    array = np.asarray(_on_the_host(tensor))
     if (array != array[:1, :1]).any():
         raise NotImplementedError(
             f"{name} differs between batch entries or heads of the block mask; one AttentionMask "

@@ -177,11 +177,11 @@ def as_slices(
 ) -> IntArray:
     """Returns slices as int64 rows `[n, 6]`, checked to lie inside the grid; None becomes open."""
     if isinstance(slices, np.ndarray):
-        if slices.size % 6:
+        if slices.size and (slices.ndim != 2 or slices.shape[1] != 6):
             raise ValueError(
                 f"slices of shape {slices.shape} must be [n, 6]; give six numbers for each slice"
             )
-        rows = slices.reshape(-1, 6) if slices.size else np.zeros((0, 6), dtype=np.int64)
+        rows = slices if slices.size else np.zeros((0, 6), dtype=np.int64)
     elif not isinstance(slices, Iterable):
         raise TypeError(
             f"slices={slices!r} must be a sequence of slices; give [(q_start, q_end, k_start, k_end, lo, hi), ...]"

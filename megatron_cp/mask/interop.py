@@ -47,7 +47,8 @@ def from_packed_seq_params(params: Any, within: str = "causal") -> AttentionMask
     """Returns the mask of Megatron-Core's PackedSeqParams (any object with its cu_seqlens fields).
 
     With `cu_seqlens_q_padded` each document starts at its padded offset; rows and keys of the
-    padding are in the grid and see nothing.
+    padding are in the grid and see nothing. A causal document has as many queries as keys: libraries do not agree on
+    where the diagonal of another one lies.
     """
     if getattr(params, "cu_seqlens_q", None) is None:
         raise TypeError(
@@ -57,7 +58,8 @@ def from_packed_seq_params(params: Any, within: str = "causal") -> AttentionMask
     given = getattr(params, "cu_seqlens_kv", None)
     keys = queries if given is None else as_cu_seqlens("cu_seqlens_kv", given)
     q_offsets = _padded("cu_seqlens_q_padded", params, queries)
-    k_offsets = _padded("cu_seqlens_kv_padded", params, keys)
+    has_own = given is not None or getattr(params, "cu_seqlens_kv_padded", None) is not None
+    k_offsets = _padded("cu_seqlens_kv_padded", params, keys) if has_own else q_offsets
     if len(keys) != len(queries):
         raise ValueError(
             f"cu_seqlens_kv has {len(keys)} entries and cu_seqlens_q {len(queries)}; both need "
@@ -67,6 +69,10 @@ def from_packed_seq_params(params: Any, within: str = "causal") -> AttentionMask
     if within not in ("causal", "full"):
         raise ValueError(f"within={within!r} must be 'causal' or 'full'; name one of them")
     num_queries, num_keys = np.diff(queries), np.diff(keys)
+    if within == "causal":
+        _check_same_lengths(
+            num_queries, num_keys, "from_cu_seqlens, whose diagonal is at the bottom right"
+        )
     q_start, k_start = q_offsets[:-1], k_offsets[:-1]
     q_end, k_end = q_start + num_queries, k_start + num_keys
     hi = k_end - q_end if within == "causal" else OPEN
@@ -79,9 +85,12 @@ def to_packed_seq_params(mask: AttentionMask) -> dict[str, Any]:
 
     Raises NotImplementedError where `to_cu_seqlens` does. The attention mask type that goes with it
     is padding_causal or padding (for "full"), under the key "attn_mask_type", which the caller
-    takes out.
+    takes out. Raises ValueError for causal documents with other numbers of queries than of keys: Megatron has no
+    word for a diagonal at the bottom right, and that of padding_causal begins at the top left.
     """
     queries, keys, within = to_cu_seqlens(mask)
+    if within == "causal":
+        _check_same_lengths(np.diff(queries), np.diff(keys), "to_cu_seqlens")
     return {
         "qkv_format": "thd",
         "cu_seqlens_q": queries.astype(np.int32),
@@ -90,6 +99,16 @@ def to_packed_seq_params(mask: AttentionMask) -> dict[str, Any]:
         "max_seqlen_kv": int(np.diff(keys).max(initial=0)),
         "attn_mask_type": "padding_causal" if within == "causal" else "padding",
     }
+
+
+def _check_same_lengths(num_queries: IntArray, num_keys: IntArray, instead: str) -> None:
+    bad = np.flatnonzero(num_queries != num_keys)
+    if len(bad):
+        index = int(bad[0])
+        raise ValueError(
+            f"document {index} has {num_queries[index]} queries and {num_keys[index]} keys; a causal one must have as "
+            f"many of both in PackedSeqParams, whose diagonal begins at the top left: use {instead}"
+        )
 
 
 def _padded(name: str, params: Any, unpadded: IntArray) -> IntArray:

@@ -49,10 +49,12 @@ class AttentionMask:
     """
 
     def __init__(self, num_queries: int, num_keys: int, array: IntArray):
-        if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu" or array.size % 6:
+        if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu":
             raise TypeError(
                 f"array of type {type(array).__name__} must be an integer array [n, 6]; users call from_slices"
             )
+        if array.size and (array.ndim != 2 or array.shape[1] != 6):
+            raise TypeError(f"array of shape {array.shape} must be [n, 6]; users call from_slices")
         if max(num_queries, num_keys) > MAX_TOKENS:
             raise ValueError(
                 f"grid {num_queries} x {num_keys} must have at most 2^31 rows and keys; cut the pack"

@@ -5,6 +5,7 @@ Everything is vectorised: 10^4 documents in 1M tokens take milliseconds.
 """
 
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import TypeAlias, cast
 
 import numpy as np
@@ -232,7 +233,7 @@ def _kind_of_each(within: Kinds, num_documents: int) -> list[Kind]:
     """Returns the kind of every document."""
     if isinstance(within, str | AttentionMask) or callable(within):
         return [within] * num_documents
-    if isinstance(within, tuple) and within and isinstance(within[-1], int):
+    if isinstance(within, tuple) and within and isinstance(within[-1], Integral):
         return [cast(NamedKind, within)] * num_documents
     if not isinstance(within, Sequence):
         raise ValueError(

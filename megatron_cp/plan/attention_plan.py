@@ -9,7 +9,7 @@ from megatron_cp.plan.stats import pass_stats
 from megatron_cp.plan.validation import validate
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class AttentionPlan(PlanData):
     """Who owns, computes and sends what, for one mask on `cp_size` ranks; equal by `digest()`."""
 

@@ -6,6 +6,7 @@ the others emit one published scheme each. Equal inputs give equal bytes in ever
 
 import difflib
 import math
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ import numpy as np
 
 from megatron_cp.config import MAX_RANKS, CPConfig
 from megatron_cp.mask import AttentionMask
-from megatron_cp.mask.checks import check_mask
+from megatron_cp.mask.checks import as_array, check_mask
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.attention_plan import AttentionPlan
 from megatron_cp.plan.hardware.memory import received_bytes
@@ -50,6 +51,7 @@ from megatron_cp.plan.validation import validate
 MAX_PLANNED_TOKENS = 1 << 27  # their places alone are 1 GB
 MAX_RECENT = 4  # families of plans kept, for masks that come again; a plan of 1M tokens holds 8 MB
 _recent: OrderedDict[object, dict[str, AttentionPlan]] = OrderedDict()
+_lock = threading.Lock()
 
 Planner = Callable[[AttentionMask, int, CPConfig], PlanData]
 CrossPlanner = Callable[[AttentionMask, int, CPConfig, KnownSides], PlanData]
@@ -105,12 +107,15 @@ def make_plans(
 def _remembered(
     key: object, make: Callable[[], dict[str, AttentionPlan]]
 ) -> dict[str, AttentionPlan]:
-    if key not in _recent:
-        _recent[key] = make()
+    plans = _recent.get(key)
+    if plans is None:
+        plans = make()
+    with _lock:  # threads may drop each other's
+        _recent[key] = plans
+        _recent.move_to_end(key)
         if len(_recent) > MAX_RECENT:
             _recent.popitem(last=False)
-    _recent.move_to_end(key)
-    return dict(_recent[key])
+    return dict(plans)
 
 
 def forget_plans() -> None:
@@ -199,13 +204,34 @@ def plan_on_placement(
 ) -> AttentionPlan:
     """Returns the plan for a given token placement (int64 `[P, T]`), needed keys only.
 
-    For frameworks that have split their batch already, for instance Megatron's own zigzag.
+    For frameworks that have split their batch already, for instance Megatron's own zigzag. The plan keeps a copy of
+    `tokens`, which may be anything that NumPy reads.
+
+    Raises: ValueError unless they are 0 to P T - 1, each once, as many as the mask has or more.
     """
-    check_rank_speeds(config, len(tokens))
+    _check_masks({"mask": (mask, 1.0)})
+    tokens = _as_placement(mask, tokens)
+    _checked_size(len(tokens), replace(config, planner="auto") if config else config)
     both = needed_keys_pass(PlacedMask(mask, tokens))
     plan = one_pass_plan(mask, config, planner, tokens, both)
     validate(plan)
     return AttentionPlan.of(plan)
+
+
+def _as_placement(mask: AttentionMask, tokens: object) -> IntArray:
+    """Returns the tokens of each rank as int64 `[P, T]` of their own."""
+    ids = as_array("tokens", tokens)
+    if ids.ndim != 2 or not ids.size or ids.dtype.kind not in "iu":
+        raise ValueError(
+            f"tokens have dtype {ids.dtype} and shape {ids.shape}; they must be integers [ranks, tokens], one "
+            "of each at least"
+        )
+    if ids.size < mask.num_queries or (np.sort(ids, axis=None) != np.arange(ids.size)).any():
+        raise ValueError(
+            f"tokens of shape {ids.shape} must name each of 0 to {ids.size - 1} once, among them the "
+            f"{mask.num_queries} of the mask; those beyond it are padding"
+        )
+    return ids.astype(np.int64)
 
 
 def _check_masks(masks: object) -> None:

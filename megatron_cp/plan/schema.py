@@ -222,7 +222,7 @@ class Pass:
         return np.stack([global_from_local[list(group)].reshape(-1) for group in groups])
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PlanData:
     """Who owns, computes and sends what, for one mask on `cp_size` ranks; equal by `digest()`.
 
@@ -240,6 +240,19 @@ class PlanData:
     key_tokens: IntArray | None = None
     """Of cross attention: the keys of each rank, int64 `[cp_size, keys per rank]`, padded like the queries. None where
     queries and keys are the same tokens."""
+
+    def __post_init__(self) -> None:
+        self._freeze()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._freeze()  # NumPy does not pickle that an array is not to be written to
+
+    def _freeze(self) -> None:
+        found = self.__dict__.get("local_from_global", ())
+        for tokens in (self.global_from_local, self.key_tokens, *found):
+            if tokens is not None:
+                tokens.setflags(write=False)
 
     @property
     def cp_size(self) -> int:
@@ -311,7 +324,10 @@ class PlanData:
     @cached_property
     def local_from_global(self) -> tuple[IntArray, IntArray]:
         """Owner rank and local row of every token id, padding included: two int64 `[P * T]`."""
-        return owners_and_rows(self.global_from_local)
+        owner, row = owners_and_rows(self.global_from_local)
+        owner.setflags(write=False)
+        row.setflags(write=False)
+        return owner, row
 
     def __repr__(self) -> str:
         shape = f"{self.cp_size} ranks x {self.tokens_per_rank} tokens"

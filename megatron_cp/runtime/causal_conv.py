@@ -24,7 +24,7 @@ from megatron_cp.plan.schema import PlanData
 from megatron_cp.plan.segments import check_document_lengths, wanted_tokens
 from megatron_cp.runtime.linear_attention import check_tensors, describe_call
 from megatron_cp.runtime.linear_layout import MAX_LAYOUTS
-from megatron_cp.runtime.session import open_session
+from megatron_cp.runtime.session import check_plan, open_session
 
 
 @eager
@@ -58,6 +58,8 @@ def cp_causal_conv1d(
         ValueError, TypeError: wrong input, before any collective.
         PlanMismatchError: on every rank, when the ranks' plans or calls differ.
     """
+    check_plan(plan)
+    check_tensors({"x": x, "weight": weight, "bias": bias})
     lengths = check_document_lengths(document_lengths, plan)
     _check(x, weight, bias, activation, plan.tokens_per_rank)
     call = f"causal conv1d {describe_call((x, weight, bias), lengths)} {activation}"
@@ -128,7 +130,6 @@ def _check(
         raise ValueError(
             f"bias has shape {tuple(bias.shape)}, it must be ({channels},); give one number for each channel"
         )
-    check_tensors({"x": x, "weight": weight, "bias": bias}, x.device)
     if activation not in (None, "silu"):
         raise ValueError(
             f"activation={activation!r} must be None or 'silu'; apply another one to the result"

@@ -9,7 +9,7 @@ Source: DISTFLASHATTN (arXiv 2310.03294), section 3.3: 1.31x end to end at 32K t
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -75,6 +75,19 @@ class AttentionTape:
         return result
 
 
+class _EveryTime:
+    """A context made anew each time it is entered: a graph that is kept is recomputed in every backward pass."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]):
+        self._make, self._open = make, ExitStack()
+
+    def __enter__(self) -> None:
+        self._open.enter_context(self._make())
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._open.__exit__(*error)
+
+
 _recorder: ContextVar[AttentionTape | None] = ContextVar("attention_recorder", default=None)
 _player: ContextVar[AttentionTape | None] = ContextVar("attention_player", default=None)
 
@@ -89,7 +102,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     tape = AttentionTape()
 
     def contexts() -> tuple[Any, Any]:
-        return tape.recording(), tape.replaying()
+        return tape.recording(), _EveryTime(tape.replaying)
 
     return torch_checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 

@@ -47,9 +47,15 @@ class Expansion:
         Raises TypeError, ValueError when it does not give a key and a value of each row.
         """
         function = _in_this_precision(function, latent.device.type)
+        before = _random_state(latent.device)
         with torch.enable_grad():
             row = latent[:1].detach().requires_grad_()
             made = function(row)
+        if not torch.equal(before, _random_state(latent.device)):
+            raise ValueError(
+                "expand draws random numbers (dropout, say); rows are expanded on several ranks, and again in "
+                "backward, and must become the same keys and values each time: put dropout before or behind it"
+            )
         _check(made)
         like = tuple(x.new_empty((0, *x.shape[1:])).requires_grad_() for x in made)
         return cls(function, latent.detach(), tuple(_captured(made, row)), like)
@@ -71,7 +77,8 @@ class _Piece:
         ]
         outputs, gradients = zip(*pairs, strict=True)
         inputs = (self.latent, *captured)
-        return torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
+        # Other pieces go back through what was made outside of the function, a sum of weights say, as well.
+        return torch.autograd.grad(outputs, inputs, gradients, allow_unused=True, retain_graph=True)
 
 
 class ExpandedRows(SideRows):
@@ -155,6 +162,16 @@ class ExpandedResults(SideResults):
         """Returns the gradients of this rank's latent rows, from all ranks, and of what the function captures."""
         self._latent += self._rows.latent_gradient("own", super().own())
         return (self._latent, *self._rows.captured_gradients())
+
+
+def _random_state(device: torch.device) -> Tensor:
+    """Returns where the default generator of a device is; nothing while a CUDA graph records, which cannot be asked."""
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.empty(0)
+    torch.cuda.init()
+    return torch.tensor(torch.cuda.default_generators[device.index or 0].get_offset())
 
 
 def _in_this_precision(function: Expand, device: str) -> Expand:

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_cp.attn import linear_fla
 from megatron_cp.attn.eager import eager
 from megatron_cp.attn.linear import Maps, reduce_chunks, scan
-from megatron_cp.attn.options import DTYPES, accumulation_dtype
+from megatron_cp.attn.options import DTYPES, accumulation_dtype, check_tensor
 from megatron_cp.plan import AttentionPlan
 from megatron_cp.plan.segments import check_document_lengths
 from megatron_cp.runtime.linear_layout import (
@@ -31,7 +31,7 @@ from megatron_cp.runtime.linear_layout import (
     linear_layout,
     segment_runs,
 )
-from megatron_cp.runtime.session import open_session
+from megatron_cp.runtime.session import check_plan, open_session
 
 
 @eager
@@ -76,10 +76,11 @@ def cp_linear_attention(  # noqa: PLR0913  the public signature
         ValueError, TypeError: wrong input, before any collective.
         PlanMismatchError: on every rank, when the ranks' plans or calls differ.
     """
+    check_plan(plan)
+    check_tensors({"q": q, "k": k, "v": v, "g": g, "beta": beta})
     lengths = check_document_lengths(document_lengths, plan)
     _check_rows(q, k, v, plan.tokens_per_rank)
     _check_gates(k, g, beta)
-    check_tensors({"q": q, "k": k, "v": v, "g": g, "beta": beta}, q.device)
     scale = _resolve_scale(scale, q.shape[-1])
     tensors = (q, k, v, g, beta)
     chosen = _resolve_backend(backend, k, v, g, beta)
@@ -207,8 +208,16 @@ def _states_before_segments(
     return state.index_copy(0, folding.begun, after.index_select(0, folding.links))
 
 
-def check_tensors(tensors: dict[str, Tensor | None], device: torch.device) -> None:
-    """Raises ValueError for a tensor of a dtype that is not computed with, or on another device; None passes."""
+def check_tensors(tensors: dict[str, Tensor | None]) -> None:
+    """Raises TypeError for what is no tensor, ValueError for one that is not computed with or lies elsewhere.
+
+    The first is needed and says on which device all must be; others may be None.
+    """
+    first = next(iter(tensors))
+    for name, x in tensors.items():
+        if x is not None or name == first:
+            check_tensor(name, x)
+    device = tensors[first].device  # type: ignore[union-attr]
     for name, x in tensors.items():
         if x is not None and (x.dtype not in DTYPES or x.device != device):
             allowed = ", ".join(str(dtype) for dtype in DTYPES)

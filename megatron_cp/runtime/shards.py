@@ -1,9 +1,11 @@
 """Tokens between their global order and the ranks: dispatch, undispatch, roll, positions.
 
-Rows of padding at the tail of the pack are zero after `dispatch` and dropped by `undispatch`. In cross attention
-queries and keys are other tokens, which lie elsewhere: there `side` has to say which are meant, "q" or "k".
+Rows of padding at the tail of the pack are zero after `dispatch`, or what it is told, and dropped by `undispatch`. In
+cross attention queries and keys are other tokens, which lie elsewhere: there `side` has to say which are meant, "q" or
+"k". Rows travel as bytes: gloo knows few dtypes.
 """
 
+import math
 from numbers import Integral
 from typing import Any
 
@@ -16,6 +18,7 @@ from megatron_cp.attn.eager import eager
 from megatron_cp.attn.options import check_tensor, needs_grad
 from megatron_cp.comm.all_to_all import start_all_to_all
 from megatron_cp.comm.upload import copy_to, upload
+from megatron_cp.mask.slice import HI, LO
 from megatron_cp.plan import AttentionPlan
 from megatron_cp.plan.schema import SIDES, Side
 from megatron_cp.runtime.session import check_plan, open_session
@@ -76,11 +79,13 @@ def position_ids(
 
 
 def document_starts(plan: AttentionPlan) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Returns the first token of each document: the finest cut that no slice of the mask crosses.
+    """Returns the first token of each document: the finest cut that no pair of the mask crosses.
 
-    A token that no pair has is a document of its own, where the planner's `document_bounds` joins neighbours.
+    A token that no pair has is a document of its own, where the planner's `document_bounds` joins neighbours; so is
+    one that sees itself alone, which may share a slice with others: the diagonal.
     """
     rows = plan.mask.array
+    rows = rows[(rows[:, LO] < 0) | (rows[:, HI] > 0)]
     low = np.minimum(rows[:, 0], rows[:, 2])
     high = np.maximum(rows[:, 1], rows[:, 3])
     crossed = np.zeros(plan.num_tokens + 1, dtype=np.int64)
@@ -98,16 +103,21 @@ def dispatch(
     group: dist.ProcessGroup | None,
     dim: int = 0,
     side: Side | None = None,
+    padding_value: float = 0,
 ) -> Tensor:
     """Returns this rank's rows of the whole `x`, which every rank holds: `[..., T, ...]` along `dim`.
 
+    Where the ranks hold more rows than there are tokens, the last ones are padding and get `padding_value`: give
+    labels one that the loss leaves out, `dispatch(labels, plan, group, padding_value=-100)`.
+
     Differentiable: the gradient is gathered from all ranks, so every rank gets the whole of it. Collective
-    in backward, and in forward for the first use of a plan.
+    in backward, and in forward for the first use of a plan, with a gradient and without.
     """
     side = checked_side(plan, side)
     _check_length(x, plan.length_of(side), dim, "x")
-    open_session(plan, group, x.device)
-    local: Tensor = _Dispatch.apply(x.movedim(dim, 0), plan, group, side)
+    # A rank without a backward pass would leave the others waiting for it there.
+    open_session(plan, group, x.device, f"dispatch{_backward_of(x, dim)}")
+    local: Tensor = _Dispatch.apply(x.movedim(dim, 0), plan, group, side, padding_value)
     return local.movedim(0, dim)
 
 
@@ -127,7 +137,7 @@ def undispatch(
     """
     side = checked_side(plan, side)
     _check_length(x_local, plan.own_rows.of(side), dim, "x_local")
-    open_session(plan, group, x_local.device)
+    open_session(plan, group, x_local.device, f"undispatch {_rows_of(x_local, dim)}")
     whole: Tensor = _Undispatch.apply(x_local.movedim(dim, 0), plan, group, side)
     return whole.movedim(0, dim)
 
@@ -150,8 +160,8 @@ def roll(
     _check_length(x_local, plan.tokens_per_rank, dim, "x_local")
     if not isinstance(shifts, Integral):
         raise TypeError(f"shifts={shifts!r} must be an integer, a number of tokens")
-    # A rank without a backward pass would leave the others waiting for it there.
-    open_session(plan, group, x_local.device, f"roll backward {needs_grad(x_local)}")
+    call = f"roll by {int(shifts)} {_rows_of(x_local, dim)}{_backward_of(x_local, dim)}"
+    open_session(plan, group, x_local.device, call)
     rolled: Tensor = _Roll.apply(x_local.movedim(dim, 0), plan, group, int(shifts))
     return rolled.movedim(0, dim)
 
@@ -194,7 +204,8 @@ def _roll_rows(
     )
     sent = rows[wanted_rows]
     if group is not None and plan.cp_size > 1:
-        sent = start_all_to_all(sent, send_splits, recv_splits, group).wait()
+        received = start_all_to_all(_bytes_of(sent), send_splits, recv_splits, group).wait()
+        sent = received.view(-1).view(rows.dtype).view(len(received), *rows.shape[1:])
     rolled[filled_rows] = sent
     return rolled
 
@@ -204,14 +215,19 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, plan: AttentionPlan, group: dist.ProcessGroup | None, side: Side
+        ctx: Any,
+        x: Tensor,
+        plan: AttentionPlan,
+        group: dist.ProcessGroup | None,
+        side: Side,
+        padding_value: float = 0,
     ) -> Tensor:
         ctx.given = plan, group, side
-        return _take_rows(x, plan, group, side)
+        return _take_rows(x, plan, group, side, padding_value)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Undispatch.apply(grad, *ctx.given), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return _Undispatch.apply(grad, *ctx.given), None, None, None, None
 
 
 class _Undispatch(torch.autograd.Function):
@@ -230,11 +246,15 @@ class _Undispatch(torch.autograd.Function):
 
 
 def _take_rows(
-    x: Tensor, plan: AttentionPlan, group: dist.ProcessGroup | None, side: Side
+    x: Tensor,
+    plan: AttentionPlan,
+    group: dist.ProcessGroup | None,
+    side: Side,
+    padding_value: float,
 ) -> Tensor:
     ids = plan.tokens_of(side)[0 if group is None else dist.get_rank(group)]
     is_real = ids < plan.length_of(side)
-    rows = x.new_zeros((len(ids), *x.shape[1:]))
+    rows = x.new_full((len(ids), *x.shape[1:]), padding_value)
     places, tokens = upload(
         (torch.from_numpy(np.flatnonzero(is_real)), torch.from_numpy(ids[is_real])), x.device
     )
@@ -248,14 +268,32 @@ def _gather_rows(
     x = x.contiguous()
     parts = [x]
     if group is not None and plan.cp_size > 1:
-        parts = [torch.empty_like(x) for _ in range(plan.cp_size)]
-        dist.all_gather(parts, x, group=group)
+        mine = _bytes_of(x)
+        gathered = [torch.empty_like(mine) for _ in range(plan.cp_size)]
+        dist.all_gather(gathered, mine, group=group)
+        parts = [one.view(-1).view(x.dtype).view(x.shape) for one in gathered]
     tokens = plan.tokens_of(side)
     whole = x.new_empty((tokens.size, *x.shape[1:]))
     places = upload(tuple(torch.from_numpy(ids.copy()) for ids in tokens), x.device)
     for rows, part in zip(places, parts, strict=True):
         whole[rows] = part
     return whole[: plan.length_of(side)]
+
+
+def _bytes_of(rows: Tensor) -> Tensor:
+    """Returns rows with numbers in them as bytes `[rows, bytes of a row]`."""
+    row_bytes = math.prod(rows.shape[1:]) * rows.element_size()
+    return rows.contiguous().view(-1).view(torch.uint8).view(len(rows), row_bytes)
+
+
+def _rows_of(x: Tensor, dim: int) -> str:
+    """Returns what rows of ranks must have in common to be put together."""
+    return f"{x.dtype} {tuple(x.movedim(dim, 0).shape[1:])}"
+
+
+def _backward_of(x: Tensor, dim: int) -> str:
+    """Returns which backward pass a call has, in which all ranks take part or none."""
+    return f" backward {_rows_of(x, dim)}" if needs_grad(x) else ""
 
 
 def _checked_rank(plan: AttentionPlan, rank: int) -> int:

@@ -217,3 +217,16 @@ def test_one_row_expanded_over_all_rows_is_read_right(backend):
     q, k, v = (x[:1].expand(40, -1, -1) for x in inputs)
     out, _ = attend(q, k, v, masks.causal(40), backend=backend)
     torch.testing.assert_close(out, v)  # a mean of equal values
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"dropout_p": 0.1}])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_default_device_of_the_user_is_not_where_things_are_made(backend, options):
+    inputs, arguments = random_case(70, 70, (4, 2), (8, 8), torch.float32)
+    options = {"backend": backend, "dropout_seed": torch.tensor([3]), **options}
+    mask = masks.sliding_window(70, 9)
+    plain = attend_with_gradients(inputs, mask, arguments, **options)
+    with torch.device("meta"):
+        elsewhere = attend_with_gradients(inputs, mask, arguments, **options)
+    for one, other in zip(plain, elsewhere, strict=True):
+        assert torch.equal(one, other)

@@ -194,6 +194,14 @@ def test_a_seed_of_another_kind_is_refused(seed):
         attend(*inputs, masks.causal(4), dropout_p=0.1, dropout_seed=seed)
 
 
+def test_a_seed_that_is_no_tensor_is_refused():
+    inputs, _ = random_case(4, 4, (2, 2), (8, 8), torch.float32)
+    with pytest.raises(
+        TypeError, match=r"dropout_seed=3 must be a tensor.* torch\.tensor\(\[3\]\)"
+    ):
+        attend(*inputs, masks.causal(4), dropout_p=0.1, dropout_seed=3)
+
+
 def test_what_no_kernel_has_is_refused_by_name():
     inputs, _ = random_case(4, 4, (2, 2), (192, 192), torch.bfloat16)
     with pytest.raises(NotImplementedError, match=r"192 and dropout, only for .*use backend='cpu'"):

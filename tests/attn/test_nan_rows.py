@@ -74,3 +74,30 @@ def test_a_merge_with_nan_is_nan_on_either_side():
             assert joined_out[ROW].isnan().all() and joined_lse[ROW].isnan().all()
             others = torch.arange(5) != ROW
             assert joined_out[others].isfinite().all() and joined_lse[others].isfinite().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("num_keys", [4, 30, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_keys_whose_scores_are_below_all_numbers_count_nothing(backend, num_keys, dtype):
+    """Finite rows whose product has no exponent: of no key at all in one part, of another part's as if alone."""
+    largest = torch.finfo(dtype).max ** 0.5
+    q = torch.full((5, 2, 8), largest, dtype=dtype)
+    k = torch.randn(2 * num_keys, 2, 8, dtype=dtype) / largest
+    k[num_keys:] = -largest
+    v = torch.randn(2 * num_keys, 2, 8, dtype=dtype)
+    options = resolve_options(q, k, v, backend=backend)
+    first, last = slice(0, num_keys), slice(num_keys, None)
+    box = masks.full(5, num_keys)
+    out, lse = attend_forward(q, k[last], v[last], box, options)
+    assert (out == 0).all() and (lse == -torch.inf).all()
+    alone = attend_forward(q, k[first], v[first], box, options)
+    both = attend_forward(q, k, v, masks.full(5, 2 * num_keys), options)
+    for part in (merge_partials(*alone, out, lse), both):
+        for found, expected in zip(part, alone, strict=True):
+            torch.testing.assert_close(found, expected)
+    delta = torch.zeros(5, 2, dtype=dtype)
+    grads = attend_backward(
+        torch.ones_like(q), q, k, v, both[1], delta, masks.full(5, 2 * num_keys), options
+    )
+    assert (grads[2][last] == 0).all()

@@ -183,6 +183,11 @@ TABLE = [
         lambda: masks.block_sparse(np.ones((2, 2), bool), 4, num_queries=4),
         "num_queries=4 must end inside the last of 2 blocks",
     ),
+    (
+        "slices of four numbers, three of them: no two of six",
+        lambda: masks.from_slices(6, 6, np.array([[0, 2, 0, 2], [2, 4, 2, 4], [4, 6, 4, 6]])),
+        r"shape \(3, 4\) must be \[n, 6\]",
+    ),
     # algebra
     ("another grid", lambda: CAUSAL_4 & masks.causal(5), r"grid \(5, 5\), this one \(4, 4\)"),
     ("crop outside", lambda: CAUSAL_4.crop(q=(0, 5)), r"q=\(0, 5\) must satisfy"),

@@ -7,7 +7,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import (
+    BlockMask,
+    and_masks,
+    create_block_mask,
+    or_masks,
+)
 
 from megatron_cp import mask as masks
 from tests.mask.test_algebra import assert_is
@@ -96,6 +101,76 @@ def test_block_masks_that_differ_between_heads_are_refused():
     theirs = create_block_mask(mask_mod, None, 2, 16, 16, device="cpu", BLOCK_SIZE=4)
     with pytest.raises(NotImplementedError, match="kv_num_blocks differs"):
         masks.from_block_mask(theirs)
+
+
+@pytest.mark.parametrize("axis", ["batch", "head"])
+def test_block_masks_whose_entries_differ_inside_their_blocks_are_refused(axis):
+    """The tables of 128 by 128 are the same for both windows."""
+    reach = torch.tensor([3, 40])
+
+    def mask_mod(batch, head, q, k):
+        return (k <= q) & (q - k <= reach[batch if axis == "batch" else head])
+
+    sizes = (2, None) if axis == "batch" else (None, 2)
+    theirs = create_block_mask(mask_mod, *sizes, 200, 200, device="cpu")
+    with pytest.raises(NotImplementedError, match="mask_mod differs between batch entries"):
+        masks.from_block_mask(theirs)
+    reach[1] = 3
+    window = masks.sliding_window(200, 3)
+    np.testing.assert_array_equal(masks.from_block_mask(theirs).to_dense(), window.to_dense())
+
+
+def test_masks_put_together_by_flex_attention_are_read():
+    def causal(batch, head, q, k):
+        return q >= k
+
+    def window(batch, head, q, k):
+        return q - k <= 3
+
+    expected = masks.sliding_window(16, 3).to_dense()
+    both = and_masks(causal, window)
+    made = masks.from_mask_mod(both, 16, convert=torch.from_numpy)
+    np.testing.assert_array_equal(made.to_dense(), expected)
+    theirs = create_block_mask(both, None, None, 16, 16, device="cpu", BLOCK_SIZE=4)
+    np.testing.assert_array_equal(masks.from_block_mask(theirs).to_dense(), expected)
+    every = or_masks(causal, lambda batch, head, q, k: q < k)
+    assert masks.from_mask_mod(every, 16, convert=torch.from_numpy).area() == 256
+    blocks = BlockMask.from_kv_blocks(
+        torch.ones(1, 1, 4, dtype=torch.int32),
+        torch.arange(4, dtype=torch.int32).view(1, 1, 4, 1).expand(-1, -1, -1, 4).contiguous(),
+        BLOCK_SIZE=4,
+    )
+    assert masks.from_block_mask(blocks).area() == 4 * 16
+    with pytest.raises(TypeError, match=r"NumPy arrays .*convert=torch\.from_numpy"):
+        masks.from_mask_mod(both, 16)
+
+
+def test_a_part_of_a_block_mask_is_refused():
+    theirs = create_block_mask(
+        lambda batch, head, q, k: q >= k, None, None, 16, 16, device="cpu", BLOCK_SIZE=4
+    )
+    with pytest.raises(ValueError, match="2 x 4 blocks, its 16 x 16 tokens have 4 x 4"):
+        masks.from_block_mask(theirs[:, :, 1:3])
+
+
+def test_causal_documents_of_other_lengths_of_keys_have_no_word_in_packed_seq_params():
+    mask = masks.from_cu_seqlens([0, 2, 5], "causal", [0, 4, 9])
+    with pytest.raises(ValueError, match="document 0 has 2 queries and 4 keys"):
+        masks.to_packed_seq_params(mask)
+    params = SimpleNamespace(cu_seqlens_q=[0, 2, 5], cu_seqlens_kv=[0, 4, 9])
+    with pytest.raises(ValueError, match="document 0 has 2 queries and 4 keys"):
+        masks.from_packed_seq_params(params)
+    full = masks.from_packed_seq_params(params, "full")
+    assert masks.to_packed_seq_params(full)["attn_mask_type"] == "padding"
+
+
+def test_keys_without_lengths_of_their_own_lie_where_their_queries_do():
+    params = SimpleNamespace(cu_seqlens_q=[0, 2, 5], cu_seqlens_q_padded=[0, 4, 8])
+    mask = masks.from_packed_seq_params(params)
+    assert (mask.num_queries, mask.num_keys) == (8, 8)
+    expected = masks.documents([2, 2, 3, 1]).to_dense()
+    expected[2:4] = expected[7] = False
+    np.testing.assert_array_equal(mask.to_dense(), expected)
 
 
 @given(attention_masks())

@@ -5,7 +5,7 @@ import pytest
 
 from megatron_cp import mask as masks
 from megatron_cp.config import CPConfig
-from megatron_cp.plan import make_plan, make_plans
+from megatron_cp.plan import make_plan, make_plans, plan_on_placement
 from megatron_cp.plan.placement.placement import per_document_zigzag
 
 CAUSAL = masks.causal(3000)
@@ -65,6 +65,22 @@ BAD_CALLS = {
     "ulysses beyond the heads": (
         lambda: make_plan(CAUSAL, 8, CPConfig(planner="ulysses", num_heads=6, num_kv_heads=2)),
         ["head degree 8", "num_heads=6", "[1, 2, 6]", "nearest is 6", "planner='auto'"],
+    ),
+    "a placement in one dimension": (
+        lambda: plan_on_placement(masks.causal(4), [0, 1, 2, 3], CPConfig()),
+        ["shape (4,)", "[ranks, tokens]"],
+    ),
+    "a placement of nobody": (
+        lambda: plan_on_placement(masks.causal(4), np.zeros((0, 4), int), CPConfig()),
+        ["shape (0, 4)", "one of each at least"],
+    ),
+    "a placement without a token": (
+        lambda: plan_on_placement(masks.causal(4), [[0, 1], [2, 2]], CPConfig()),
+        ["each of 0 to 3 once"],
+    ),
+    "a placement of too few": (
+        lambda: plan_on_placement(masks.causal(5), [[0, 1], [2, 3]], CPConfig()),
+        ["the 5 of the mask"],
     ),
     "per-document zigzag of an odd document": (
         lambda: per_document_zigzag([16, 20], 4),

@@ -1,15 +1,28 @@
 """The schema's own rules: what `validate` finds, what a digest covers, how rows are counted."""
 
+import copy
 import dataclasses
 import os
+import pickle
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_cp import mask as masks
-from megatron_cp.plan import HeadSplit, Hop, Pass, Transfer, make_plan
+from megatron_cp.config import CPConfig
+from megatron_cp.plan import (
+    HeadSplit,
+    Hop,
+    Pass,
+    Transfer,
+    make_plan,
+    plan_on_placement,
+    planner,
+)
 from tests.oracles.plans import held_ids
 from tests.plan.cases import PLANNERS, config
 
@@ -215,3 +228,50 @@ def test_a_plan_is_made_without_torch():
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", program], check=True, env=environment)
+
+
+@pytest.mark.parametrize(
+    "copied", [lambda plan: plan, copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))]
+)
+def test_nobody_can_write_into_a_plan(copied):
+    plan = copied(make_plan(masks.causal(7), 2))
+    cross = copied(make_plan(masks.full(4, 6), 2))
+    for array in (plan.global_from_local, *plan.local_from_global, cross.key_tokens):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 0
+
+
+def test_a_placement_is_copied_and_may_be_anything_that_numpy_reads():
+    buffer = np.array([[0, 1, 6, 7], [2, 3, 4, 5]], dtype=np.int32)
+    plans = [
+        plan_on_placement(masks.causal(8), given, CPConfig())
+        for given in (buffer, buffer.tolist(), torch.from_numpy(buffer.copy()))
+    ]
+    buffer[:] = 0  # a loader's, used for the next pack
+    for plan in plans:
+        assert plan.global_from_local.tolist() == [[0, 1, 6, 7], [2, 3, 4, 5]]
+        assert plan.global_from_local.dtype == np.int64
+        assert plan == plans[0]
+
+
+def test_a_plan_is_one_short_line_in_messages():
+    plan = make_plan(masks.causal(640), 64)
+    assert repr(plan) == f"AttentionPlan(auto, 64 ranks x 10 tokens, {plan.digest()[:12]})"
+
+
+def test_threads_may_plan_at_once(monkeypatch):
+    """More masks than are remembered: each thread drops what another is about to read."""
+    monkeypatch.setattr(planner, "MAX_RECENT", 2)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            sizes = [1 + i % 5 for i in range(400)]
+            made = list(
+                pool.map(
+                    lambda n: make_plan(masks.causal(n), 1, CPConfig(planner="contiguous")), sizes
+                )
+            )
+    finally:
+        sys.setswitchinterval(interval)
+    assert [plan.num_tokens for plan in made] == sizes

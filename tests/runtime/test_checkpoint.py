@@ -29,7 +29,7 @@ def train_layer(rank, world_size, plan, recompute):
         return x + out.mean(dim=1).repeat(1, 2)
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("attend_forward", "attend_forward_onto_"):
+        for name in ("attend_forward", "attend_forward_onto_", "attend_forward_last"):
             patch.setattr(dist_attn, name, counted(getattr(dist_attn, name)))
         y = x
         for weight in weights:
@@ -90,3 +90,14 @@ def test_a_result_changed_in_place_after_its_first_forward_is_an_error(which):
 
     with pytest.raises(RuntimeError, match="changed in place"):
         mcp.checkpoint(layer, x).sum().backward()
+
+
+def test_a_graph_that_is_kept_is_recomputed_in_every_backward_pass():
+    plan = make_plan(mask_cases()["documents"], 1)
+    x = torch.randn(plan.num_tokens, HEADS, HEAD_DIM, requires_grad=True)
+    plain = mcp.cp_attention(x, x, x, plan, None)[0].square().sum()
+    kept = mcp.checkpoint(lambda x: mcp.cp_attention(x, x, x, plan, None)[0].square(), x).sum()
+    (expected,) = torch.autograd.grad(plain, x)
+    for _ in range(3):
+        (found,) = torch.autograd.grad(kept, x, retain_graph=True)
+        assert torch.equal(found, expected)

@@ -179,6 +179,36 @@ def test_plans_count_latent_rows_and_never_exchange_heads():
     assert {auto.forward.head_degree, auto.backward.head_degree} == {1}
 
 
+def with_a_sum_of_weights(rank, world_size, plan):
+    """Returns gradients of weights that are added up before the call, and inside of the function."""
+    found = []
+    for inside in (False, True):
+        q, latent, _ = (local_rows(x, plan, rank) for x in inputs(plan.num_tokens))
+        draw = torch.Generator().manual_seed(3)
+        width = KV_HEADS * (HEAD_DIM + VALUE_DIM)
+        shapes = ((LATENT, 2), (2, width))
+        low, high = (
+            torch.randn(*s, generator=draw, dtype=q.dtype).requires_grad_() for s in shapes
+        )
+        weight = low @ high
+
+        def expand(rows, low=low, high=high, weight=None if inside else weight):
+            made = rows @ (low @ high if weight is None else weight)
+            return made.view(len(rows), KV_HEADS, -1).split([HEAD_DIM, VALUE_DIM], dim=-1)
+
+        out, _ = mcp.cp_attention(q, latent, None, plan, dist.group.WORLD, expand=expand)
+        found.append(torch.autograd.grad(out.square().sum(), (low, high)))
+    return found
+
+
+def test_weights_may_be_made_outside_of_the_function():
+    """An adapter that is added to its weight once: own and received rows go back through the same sum."""
+    plan = make_plan(mask_cases()["documents"], 2, CONFIG)
+    for outside, inside in run_on_ranks(2, with_a_sum_of_weights, plan):
+        for found, expected in zip(outside, inside, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
 def call(plan, **changes):
     q, latent, _ = inputs(plan.tokens_per_rank)
     options = {"expand": UpProjection(), "v": None} | changes
@@ -192,6 +222,11 @@ def call(plan, **changes):
         ({"expand": None}, ValueError, "v is None; give values, or expand"),
         ({"expand": lambda x: x}, TypeError, r"must return \(keys, values\)"),
         ({"expand": lambda x: (x, x)}, ValueError, r"\[1, heads, dim\]"),
+        (
+            {"expand": lambda x: UpProjection()(torch.dropout(x, 0.5, True))},
+            ValueError,
+            "random numbers",
+        ),
     ],
 )
 def test_what_cannot_be_expanded_is_refused(changes, error, words):

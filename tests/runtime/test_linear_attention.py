@@ -305,6 +305,8 @@ def messages_of_bad_calls(rank, world_size, plan, lengths):
         "integers": {"q": rows.long(), "k": rows.long(), "v": rows.long()},
         "beta dtype": {"beta": gate.long()},
         "scale": {"scale": float("nan")},
+        "no tensor": {"q": [[0.0]]},
+        "no plan": {"plan": None},
     }
     own_rows = {
         "rows": {"q": rows[1:], "k": rows[1:], "v": rows[1:]},
@@ -317,10 +319,10 @@ def messages_of_bad_calls(rank, world_size, plan, lengths):
     for calls in (changes, own_rows):
         messages.append({})
         for name, change in calls.items():
-            kinds = TypeError if name == "fractions" else ValueError
+            kinds = TypeError if name in ("fractions", "no tensor", "no plan") else ValueError
             with pytest.raises(kinds) as caught:
-                arguments = {**good, **change}
-                mcp.cp_linear_attention(plan=plan, group=dist.group.WORLD, **arguments)
+                arguments = {"plan": plan, **good, **change}
+                mcp.cp_linear_attention(group=dist.group.WORLD, **arguments)
             messages[-1][name] = str(caught.value)
     return messages
 

@@ -1,5 +1,7 @@
 """Dispatch, undispatch, roll and positions against plain indexing."""
 
+from unittest import mock
+
 import hypothesis
 import hypothesis.strategies as st
 import numpy as np
@@ -9,7 +11,9 @@ import torch.distributed as dist
 
 import megatron_cp as mcp
 from megatron_cp import mask as masks
+from megatron_cp.errors import PlanMismatchError
 from megatron_cp.plan import make_plan
+from megatron_cp.runtime import shards
 from tests.ranks import run_on_ranks
 from tests.runtime.cases import local_rows, mask_cases, restore
 from tests.runtime.handmade import random_plan
@@ -135,3 +139,113 @@ def test_positions_are_global_or_restart_in_every_document(cp_size):
         real = ids < plan.num_tokens
         assert torch.equal(relative[real], expected[ids[real]])
         assert not relative[~real].any()
+
+
+ALONE = {
+    "padding in front": [-1, -2, -3, 0, 0, 0, 0, 0],
+    "padding between": [0, 0, 0, 0, 0, -1, -2, -3, 1, 1, 1, 1],
+    "single tokens": [0, 1, 2, 2, 3, 4, 4, 4],
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_positions_depend_on_the_pairs_and_not_on_how_they_are_cut_into_slices(name):
+    """Tokens that see themselves alone share a slice with each other and with the first of a document."""
+    documents = np.array(ALONE[name])
+    sees = (documents[:, None] == documents) & np.tri(len(documents), dtype=bool)
+    starts = np.r_[0, np.flatnonzero(np.diff(documents)) + 1]
+    expected = (
+        np.arange(len(documents))
+        - starts[np.searchsorted(starts, np.arange(len(documents)), "right") - 1]
+    )
+    made = masks.documents(np.diff(np.r_[starts, len(documents)]))
+    for mask in (made, made.merged(), masks.from_dense(sees)):
+        np.testing.assert_array_equal(mask.to_dense(), sees)
+        positions = mcp.position_ids(make_plan(mask, 1), 0, relative=True)
+        assert positions.tolist() == expected.tolist()
+
+
+def test_padding_rows_get_the_value_that_is_asked_for():
+    plan = make_plan(masks.causal(7), 3)
+    labels = torch.arange(7)
+    for rank in range(3):
+        real = plan.global_from_local[rank] < 7
+        found = dispatched_alone(labels, plan, rank, padding_value=-100)
+        assert found[torch.from_numpy(~real)].eq(-100).all()
+        assert found[torch.from_numpy(real)].tolist() == plan.global_from_local[rank][real].tolist()
+
+
+def dispatched_alone(x, plan, rank, **options):
+    """Returns what a rank gets, without the others: their plans need no comparing here."""
+    with mock.patch.multiple(
+        shards, open_session=lambda *_: None, dist=mock.Mock(get_rank=lambda _: rank)
+    ):
+        return mcp.dispatch(x, plan, mock.Mock(), **options)
+
+
+DTYPES = (torch.bool, torch.int8, torch.int16, torch.int64, torch.bfloat16, torch.float64)
+DTYPES += (torch.complex64, torch.float8_e4m3fn)
+
+
+def through_bytes(rank, world_size, plan):
+    found = []
+    for dtype in DTYPES:
+        for shape in ((), (1,), (3, 1, 2), (0,)):
+            x = torch.arange(37).view(-1, *[1] * len(shape)).expand(37, *shape).to(dtype)
+            local = mcp.dispatch(x, plan, dist.group.WORLD)
+            rolled = mcp.undispatch(mcp.roll(local, plan, dist.group.WORLD), plan, dist.group.WORLD)
+            whole = mcp.undispatch(local, plan, dist.group.WORLD)
+            found.append(
+                (
+                    x.tolist(),
+                    whole.tolist(),
+                    torch.roll(x.double(), -1, 0).tolist(),
+                    rolled.double().tolist(),
+                )
+            )
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex values")
+def test_rows_of_every_dtype_and_shape_travel():
+    plan = make_plan(masks.documents([20, 17]), 2)
+    for found in run_on_ranks(2, through_bytes, plan):
+        for x, whole, rolled, found_rolled in found:
+            assert whole == x
+            assert found_rolled == rolled
+
+
+def calls_that_differ(rank, world_size, plan, name):
+    group, rows = dist.group.WORLD, plan.tokens_per_rank
+    x = torch.ones(rows, 4)
+    whole = torch.ones(plan.num_tokens, 4)
+    try:
+        if name == "undispatch of another dtype":
+            mcp.undispatch(x.int() if rank else x, plan, group)
+        elif name == "undispatch of another width":
+            mcp.undispatch(x[:, :2] if rank else x, plan, group)
+        elif name == "roll by another shift":
+            mcp.roll(x, plan, group, shifts=-1 - rank)
+        elif name == "roll of another dtype":
+            mcp.roll(x.int() if rank else x, plan, group)
+        else:
+            mcp.dispatch(whole.requires_grad_(bool(rank)), plan, group)
+    except PlanMismatchError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "undispatch of another dtype",
+        "undispatch of another width",
+        "roll by another shift",
+        "roll of another dtype",
+        "dispatch that only one wants a gradient of",
+    ],
+)
+def test_calls_that_differ_between_ranks_are_an_error_on_all_of_them(name):
+    plan = make_plan(masks.documents([20, 17]), 2)
+    for told in run_on_ranks(2, calls_that_differ, plan, name):
+        assert "make another call than the rest" in told

@@ -39,8 +39,8 @@ def forward(
     """
     dtype, head_dim = _compute_format(q_QNH, v_KGH)
     num_rows, num_heads, _ = q_QNH.shape
-    out = torch.empty(num_rows, num_heads, v_KGH.shape[-1], dtype=dtype)
-    lse = torch.full((num_rows, num_heads), -torch.inf, dtype=dtype)
+    out = q_QNH.new_empty(num_rows, num_heads, v_KGH.shape[-1], dtype=dtype)
+    lse = q_QNH.new_full((num_rows, num_heads), -torch.inf, dtype=dtype)
     pieces = list(pieces_of(mask))
     overwrites, others = _writing_order(pieces, num_rows)
     out[torch.from_numpy(others)] = 0.0
@@ -50,11 +50,13 @@ def forward(
         k, v = (group.read_keys(x, dtype, head_dim) for x in (k_KGH, v_KGH))
         out_view, lse_view = group.rows_view(out), group.read_numbers(lse)
         mine = _of_heads(options, group)
-        holds_nan = bool((q.sum() + k.sum()).isnan())
+        scale = options.softmax_scale
+        is_plain = sdpa.largest_score(q, k, scale) < torch.finfo(dtype).max
         for piece, overwrite in zip(pieces, overwrites, strict=True):
             rows, keys = _spans(piece)
             parts = q[:, :, rows], k[:, :, keys], v[:, :, keys]
-            if uses_tiles or (holds_nan and sdpa.may_hide_nan(*parts[:2])):
+            serves = is_plain or sdpa.serves(*parts[:2], sdpa.largest_score(*parts[:2], scale))
+            if uses_tiles or not serves:
                 tops = None if max_logits_N is None else max_logits_N[group.heads]
                 part_out, part_lse = tiles.forward(*parts, piece, mine, tops)
             else:
@@ -79,7 +81,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns `(dq, dk, dv)` in the accumulation dtype for a given global `lse` and `delta`."""
     dtype, head_dim = _compute_format(q_QNH, v_KGH)
-    dq, dk, dv = (torch.zeros(x.shape, dtype=dtype) for x in (q_QNH, k_KGH, v_KGH))
+    dq, dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (q_QNH, k_KGH, v_KGH))
     pieces = list(pieces_of(mask))
     # exp(s - inf) = 0: a row that no rank gave keys gets and gives nothing.
     no_keys = lse_QN == -torch.inf

@@ -10,6 +10,7 @@ There is none where `dout` is (nearly) zero and delta is not: only `lse` has a g
 
 # B, R as in heads.py, Q rows and K keys of the piece, H head dim (padded to max(H, Hv))
 
+import math
 from functools import lru_cache
 
 import torch
@@ -29,9 +30,23 @@ _SMALLEST_SQUARE, _LARGEST_SQUARE = 1e-30, 1e30
 _VECTOR_SIZE = 64
 
 
-def may_hide_nan(q_BRQH: Tensor, k_BRKH: Tensor) -> bool:
-    """Returns whether the operator may take a row of nan for a masked one: there is nan among few keys' scores."""
-    return k_BRKH.shape[2] < _VECTOR_SIZE and bool((q_BRQH.sum() + k_BRKH.sum()).isnan())
+def largest_score(q_BRQH: Tensor, k_BRKH: Tensor, softmax_scale: float) -> float:
+    """Returns what no score exceeds, either way, before it is scaled and after; nan where there is nan."""
+    if not q_BRQH.numel() or not k_BRKH.numel():
+        return 0.0
+    sides = (torch.stack(x.aminmax()).abs().amax() for x in (q_BRQH, k_BRKH))
+    return math.prod(map(float, sides)) * q_BRQH.shape[-1] * max(1.0, softmax_scale)
+
+
+def serves(q_BRQH: Tensor, k_BRKH: Tensor, largest: float) -> bool:
+    """Returns whether the operator is right about these scores.
+
+    It takes a row of nan for a masked one where there are few keys, and one whose scores are all -inf, for lack of
+    exponents, for one with a denominator of 1.
+    """
+    if math.isnan(largest):
+        return k_BRKH.shape[2] >= _VECTOR_SIZE
+    return largest < torch.finfo(q_BRQH.dtype).max
 
 
 def forward(
@@ -102,6 +117,8 @@ def _additive_mask(piece: MaskSlice, dtype: torch.dtype) -> Tensor | None:
 @lru_cache(maxsize=8)  # at most 2.6 MB each (float32), never written to
 def _additive_band(num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
     """Returns `[num_rows, num_rows + width]`, 0 where `0 <= column - row <= width`, else -inf."""
-    distance = torch.arange(num_rows + width) - torch.arange(num_rows)[:, None]
+    distance = torch.arange(num_rows + width, device="cpu")
+    distance = distance - torch.arange(num_rows, device="cpu")[:, None]
     outside = (distance < 0) | (distance > width)
-    return torch.zeros(outside.shape, dtype=dtype).masked_fill_(outside, -torch.inf)
+    zeros = torch.zeros(outside.shape, dtype=dtype, device="cpu")
+    return zeros.masked_fill_(outside, -torch.inf)

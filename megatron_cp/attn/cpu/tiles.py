@@ -47,10 +47,11 @@ def forward(
         top = scores.amax(dim=-1, keepdim=True)
         if max_logits is not None:
             raise_to_(max_logits, top.view(len(max_logits), -1).amax(dim=1))
-        weights = scores.sub_(top).exp_()
+        weights = scores.sub_(top.masked_fill(top == -torch.inf, 0.0)).exp_()
         total = weights.sum(dim=-1, keepdim=True)
         _drop_(weights, tile, options)
-        tile_out = torch.bmm(weights, v).div_(total).view(out[:, :, rows].shape)
+        whole = total.masked_fill(total == 0.0, 1.0)  # of a row whose scores are all -inf
+        tile_out = torch.bmm(weights, v).div_(whole).view(out[:, :, rows].shape)
         tile_lse = top.add_(total.log_()).view(lse[:, :, rows].shape)
         merge_span_(out[:, :, rows], lse[:, :, rows], tile_out, tile_lse)
     return out, lse
@@ -141,5 +142,6 @@ def _mask_(scores: Tensor, tile: MaskSlice, value: float) -> None:
 
 @lru_cache(maxsize=16)  # tiles along one diagonal all have the same mask
 def _outside_band(num_rows: int, num_keys: int, lo: int, hi: int) -> Tensor:
-    distance = torch.arange(num_keys) - torch.arange(num_rows)[:, None]
+    rows = torch.arange(num_rows, device="cpu")
+    distance = torch.arange(num_keys, device="cpu") - rows[:, None]
     return (distance < lo) | (distance > hi)
