@@ -15,7 +15,7 @@ import inspect
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,9 +24,6 @@ import torch
 from megatron_cp.mcore.hook_points import OLDEST, TESTED, Version, dotted
 
 _log = logging.getLogger(__name__)
-
-RATES = ("max_lr", "min_lr")
-"""What a group of parameters says of its learning rate; the schedule takes these before its own."""
 
 
 def megatron_version() -> Version:
@@ -145,31 +142,6 @@ def weighs_auxiliary_losses_by_rank() -> bool:
     return megatron_version() < (0, 19, 0)
 
 
-@contextmanager
-def groups_found_at_any_rate(groups: Sequence[dict[str, Any]]) -> Iterator[None]:
-    """Megatron finds the saved state of these groups of parameters by what they are, not by their learning rates too.
-
-    It does so before 0.19. Since then it knows no group of a checkpoint again whose --lr was another, whichever of the
-    two the user lets win. Groups that differ in rates alone are still told apart by them.
-    """
-    from megatron.core.optimizer import distrib_optimizer, optimizer
-
-    every: tuple[str, ...] = optimizer.param_group_identifier_keys
-    keys = tuple(key for key in every if key not in RATES)
-    found, told_apart = (
-        {tuple(map(group.get, names)) for group in groups} for names in (keys, every)
-    )
-    if len(found) < len(told_apart):
-        keys = every
-    try:
-        for module in (distrib_optimizer, optimizer):
-            module.param_group_identifier_keys = keys
-        yield
-    finally:
-        for module in (distrib_optimizer, optimizer):
-            module.param_group_identifier_keys = every
-
-
 def sums_of_expert_losses() -> dict[str, torch.Tensor]:
     """Returns the sums over micro-batches, one number a layer, by the loss's name; of what this stage's experts had."""
     from megatron.core.transformer.moe import moe_utils
@@ -285,7 +257,7 @@ def _repair_names() -> None:
     """Repairs names of single versions, where they are wrong.
 
     0.16.1 uses a Transformer Engine function that it never imported (`NameError: te_general_gemm`)
-    and takes Transformer Engine for installed in multi-latent attention; its checkpoint of a norm
+    and takes Transformer Engine for installed in multi-latent attention. In all versions the checkpoint of a norm
     asks Transformer Engine about fp8 unless told None, and its callers tell nothing. 0.20 asks in multi-token
     prediction whether a layer is of a class that it could not define.
     """
@@ -298,8 +270,8 @@ def _repair_names() -> None:
     if getattr(multi_latent_attention, "HAVE_TE", False):
         multi_latent_attention.HAVE_TE = False
     checkpoint: Any = random.CheckpointWithoutOutput.__init__
-    if checkpoint.__defaults__ == (False,):  # taken as given: `fp8 is not None`
-        checkpoint.__defaults__ = (None,)
+    if checkpoint.__defaults__[0] is False:  # taken as given: `fp8 is not None`
+        checkpoint.__defaults__ = (None, *checkpoint.__defaults__[1:])
     if hasattr(multi_token_prediction, "is_inference_column_parallel_linear"):
         multi_token_prediction.is_inference_column_parallel_linear = _is_no_inference_layer
 

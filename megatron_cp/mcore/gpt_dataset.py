@@ -86,10 +86,21 @@ class _TokenizerFacts:
         self.unique_identifiers = facts
 
 
+@contextlib.contextmanager
+def outside_process_groups() -> Iterator[None]:
+    """Lets this rank build an index by itself where there are process groups: Megatron finds none inside."""
+    before = dist.is_initialized
+    dist.is_initialized = lambda: False
+    try:
+        yield
+    finally:
+        dist.is_initialized = before
+
+
 def open_gpt_samples(request: GPTSamples) -> dict[str, GPTSplit | None]:
     """Returns "train", "valid" and "test" with Megatron's samples; None where there are none.
 
-    Called before there is a process group: every rank builds the same index for itself.
+    Called before there is a process group, or outside of them: every rank builds the same index for itself.
 
     Raises:
         ValueError: Megatron cannot make samples of these corpora.

@@ -10,7 +10,13 @@ from dataclasses import dataclass
 Version = tuple[int, ...]
 
 OLDEST: Version = (0, 16, 1)
-TESTED: tuple[Version, ...] = ((0, 16, 1), (0, 19, 1), (0, 20, 0))
+TESTED: tuple[Version, ...] = (
+    (0, 16, 1),
+    (0, 17, 1),
+    (0, 18, 2),
+    (0, 19, 0),
+    (0, 20, 0),
+)
 
 
 def dotted(*versions: Version) -> str:

@@ -88,17 +88,6 @@ class ForeachAdam(torch.optim.Optimizer):
         torch._foreach_addcdiv_(params, means, denominators, -rate)
 
 
-def name_decoupled_groups(optimizer: Any) -> None:
-    """Says of each group of parameters whether it has a learning rate of its own (`--decoupled-lr`).
-
-    ``optimizer`` is Megatron's. A checkpoint knows its groups by that among others. Megatron-Core 0.16 says no of all
-    of them, so that a loaded run gave the embedding's rate to the other parameters (measured: loss off by 4e-3 one
-    step later).
-    """
-    for group in optimizer.param_groups:
-        group["is_decoupled_lr"] = not group.get("default_config", True)
-
-
 def install_first_momentum(optimizer: Any) -> None:
     """Gives Megatron's SGD the rule by which its state begins, without which no distributed checkpoint is loaded."""
 

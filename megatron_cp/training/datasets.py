@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,6 +31,10 @@ from megatron_cp.training.corpora import (
 )
 from megatron_cp.training.logging.lines import print_rank_0
 from megatron_cp.training.logging.text_size import bytes_per_token
+from megatron_cp.training.same_samples import check_same_samples
+
+if TYPE_CHECKING:
+    from megatron_cp.training.checkpoint.state import RunState
 
 
 def open_data(config: TrainConfig) -> tuple[TrainConfig, RunData]:
@@ -87,7 +91,10 @@ def _with_vocabulary(config: TrainConfig, tokenizer: Tokenizer | None) -> TrainC
             "--vocab-size"
         )
     if options.eod_mask_loss and eod is None:
-        raise ValueError("--eod-mask-loss needs the end-of-document token; give --tokenizer-type")
+        raise ValueError(
+            "--eod-mask-loss needs the end-of-document token, which NullTokenizer does not know (Megatron-LM takes the "
+            "last of the vocabulary or the one behind it, by version); give the --tokenizer-type that made the files"
+        )
     multiple, tp = options.make_vocab_size_divisible_by, config.parallel.tensor_model_parallel_size
     padded, alone = (-(-size // unit) * unit for unit in (multiple * tp, multiple))
     config = config.with_arguments(vocab_size=size, padded_vocab_size=padded, eod_token=eod)
@@ -174,17 +181,18 @@ def _packing(config: TrainConfig, *, shuffle: bool) -> PackingConfig:
     )
 
 
-def resume_loader(
-    loader: PackedLoader, state: dict[str, Any], config: TrainConfig, consumed_samples: int
-) -> None:
+def resume_loader(loader: PackedLoader, data: RunData, resumed: RunState) -> None:
     """Goes on where a checkpoint stands.
 
-    A checkpoint of Megatron-LM has no `state`; its samples consumed say where its own packing stood. Another packing
+    One of Megatron-LM has no state of a loader; its samples consumed say where its own packing stood. Another packing
     has other samples: it goes on behind as many of its own.
     """
-    if state:
-        loader.load_state_dict(state)
+    config, consumed_samples = resumed.config, resumed.consumed_samples
+    if resumed.data:
+        loader.load_state_dict(resumed.data)
     elif config.data.packing == "megatron":
+        if consumed_samples:
+            check_same_samples(config, data, resumed.foreign_arguments)
         place = {"position": consumed_samples, "consumed_samples": consumed_samples}
         loader.load_state_dict({**loader.state_dict(), **place})
     elif consumed_samples:

@@ -123,7 +123,7 @@ def pretrain(
             loaders = _build_loaders(config, data, request)
             state, runner = _build(config, model_provider, forward_step, device, watchdog.progress)
             with one_line_errors():
-                _resume(state, loaders.train)
+                _resume(state, loaders.train, data)
             tokenizer = open_tokenizer(config.data)
             texts, said = make_sampler(runner, data, request, tokenizer, logits_step)
             described = {"data": datasets.describe(data, tokenizer), "text_samples": said}
@@ -266,11 +266,11 @@ def _build_loaders(config: TrainConfig, data: RunData, request: PlanRequest) -> 
     return Loaders(train, valid, test)
 
 
-def _resume(state: RunState, loader: PackedLoader) -> None:
+def _resume(state: RunState, loader: PackedLoader, data: RunData) -> None:
     """Goes on where a checkpoint ended, if there is one."""
     config = state.config
     if config.checkpoint.load is not None and load_checkpoint(state):
-        datasets.resume_loader(loader, state.data, config, state.consumed_samples)
+        datasets.resume_loader(loader, data, state)
         _count_steps_anew(state)
 
 

@@ -214,7 +214,7 @@ def evaluate(
     for chunk in runner.model:
         chunk.eval()
     total = None
-    with torch.no_grad():
+    with torch.no_grad(), _without_jitter(runner.model):
         for number in range(num_batches):
             if is_cut():
                 break
@@ -232,6 +232,28 @@ def evaluate(
     if loss is None:
         print_rank_last("warning: no token of the evaluation counts in the loss: there is none")
     return loss
+
+
+@contextmanager
+def _without_jitter(chunks: list[Any]) -> Iterator[None]:
+    """Routes tokens as the weights say.
+
+    Megatron jitters the input of a router in evaluation too, and draws from the random stream of training for it.
+    """
+    modules = (module for chunk in chunks for module in chunk.modules())
+    configs = {id(module.config): module.config for module in modules if hasattr(module, "config")}
+    kept = [
+        (config, config.moe_input_jitter_eps)
+        for config in configs.values()
+        if getattr(config, "moe_input_jitter_eps", None) is not None
+    ]
+    try:
+        for config, _ in kept:
+            config.moe_input_jitter_eps = None
+        yield
+    finally:
+        for config, eps in kept:
+            config.moe_input_jitter_eps = eps
 
 
 def params_norm(runner: Runner) -> float:

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from megatron_cp.mcore import compat
 from tests.mcore.tiny_gpt import Case, build_chunks, make_config, parallel_state
 from tests.processes import HANG_SECONDS
 from tests.ranks import run_on_ranks
@@ -239,3 +240,20 @@ print("torch._inductor.compile_fx" in sys.modules)
 """
     done = _run(script)
     assert done.stdout.split() == ["meta", "meta", "True", "None", "False"], done.stderr
+
+
+class _OfNewerVersions:
+    """How 0.20 has the checkpoint of a norm, whose callers say nothing of fp8."""
+
+    def __init__(self, fp8=False, ckpt_manager=None, retain_input_tensors=False):
+        self.fp8 = fp8 is not None
+
+
+def test_a_norm_is_recomputed_without_transformer_engine(monkeypatch):
+    from megatron.core.tensor_parallel import random
+
+    monkeypatch.setattr(random, "CheckpointWithoutOutput", _OfNewerVersions)
+    compat.repair_megatron()
+    compat.repair_megatron()  # once more changes nothing
+    assert not _OfNewerVersions().fp8
+    assert _OfNewerVersions(True).fp8

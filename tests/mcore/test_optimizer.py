@@ -3,12 +3,13 @@
 import functools
 import multiprocessing
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron_cp.mcore.compat import groups_found_at_any_rate
 from megatron_cp.mcore.optimizer import ForeachAdam
+from megatron_cp.mcore.parameter_groups import groups_found_at_any_rate, name_decoupled_groups
 from megatron_cp.training.checkpoint.writer import saving_in_this_process
 from tests.mcore.tiny_gpt import Case, Trainer, parallel_state
 from tests.ranks import run_on_ranks
@@ -154,7 +155,41 @@ def test_groups_are_known_again_whatever_their_rates_were(
     for module in modules:
         monkeypatch.setattr(module, "param_group_identifier_keys", OF_NEWER_VERSIONS)
     group = {"max_lr": 0.1, "min_lr": 0.0, "wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False}
-    with pytest.raises(KeyError), groups_found_at_any_rate([group, group | others]):
+    inner = SimpleNamespace(param_groups=[group, group | others])
+    with pytest.raises(KeyError), groups_found_at_any_rate(inner, {}):
         assert [module.param_group_identifier_keys for module in modules] == [expected] * 2
         raise KeyError
     assert [module.param_group_identifier_keys for module in modules] == [OF_NEWER_VERSIONS] * 2
+
+
+@pytest.mark.parametrize("by_rate", [False, True], ids=["before 0.19", "since 0.19"])
+def test_a_group_with_a_rate_of_its_own_is_known_in_states_that_call_it_like_the_others(
+    monkeypatch, by_rate: bool
+):
+    """Megatron marks none, in any version: ours are marked while a state is looked through, whoever saved it."""
+    from megatron.core.optimizer import distrib_optimizer, optimizer
+
+    keys = ("wd_mult", "is_decoupled_lr", *(("max_lr", "min_lr") if by_rate else ()))
+    for module in (optimizer, distrib_optimizer):
+        monkeypatch.setattr(module, "param_group_identifier_keys", keys)
+
+    def groups(rate: float, marks: bool) -> list[dict]:
+        plain = {"wd_mult": 1.0, "max_lr": rate, "min_lr": 0.0, "default_config": True}
+        return [
+            plain | {"is_decoupled_lr": False},
+            plain | {"max_lr": 0.5, "default_config": False, "is_decoupled_lr": marks},
+        ]
+
+    inner = SimpleNamespace(param_groups=groups(0.2, marks=False))
+    name_decoupled_groups(inner)
+    marks = [group["is_decoupled_lr"] for group in inner.param_groups]
+    assert marks == [False, not by_rate]
+    for saved in (groups(0.1, marks=False), groups(0.1, marks=True)):
+        state = {"optimizer": {"param_groups": saved}, "state": {0: {"exp_avg": 1}}}
+        with groups_found_at_any_rate(inner, state):
+            sought = optimizer.param_group_identifier_keys
+            found = {tuple(group[key] for key in sought) for group in saved}
+            assert {tuple(group[key] for key in sought) for group in inner.param_groups} == found
+            assert len(found) == 2
+            inner.param_groups = saved  # as a load does
+        assert [group["is_decoupled_lr"] for group in inner.param_groups] == marks

@@ -242,10 +242,15 @@ def test_nobody_can_write_into_a_plan(copied):
 
 
 def test_a_placement_is_copied_and_may_be_anything_that_numpy_reads():
-    buffer = np.array([[0, 1, 6, 7], [2, 3, 4, 5]], dtype=np.int32)
+    buffer = np.array([[0, 1, 6, 7], [2, 3, 4, 5]])
     plans = [
         plan_on_placement(masks.causal(8), given, CPConfig())
-        for given in (buffer, buffer.tolist(), torch.from_numpy(buffer.copy()))
+        for given in (
+            buffer,
+            buffer.astype(np.int32),
+            buffer.tolist(),
+            torch.from_numpy(buffer.copy()),
+        )
     ]
     buffer[:] = 0  # a loader's, used for the next pack
     for plan in plans:

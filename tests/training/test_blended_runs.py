@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -79,7 +80,13 @@ def test_a_run_on_a_blend_is_resumed_exactly(prefixes, tmp_path, kind, packing, 
 def loader_of(*flags, split="train"):
     config, data = open_data(parse_arguments([*MODEL, *SIZES, *STEPS, *flags], {}))
     request = plan_request(config, on_cuda=False)
-    return config, build_loader(config, data, request, split=split, dp_rank=0, dp_size=1)
+    return config, build_loader(config, data, request, split=split, dp_rank=0, dp_size=1), data
+
+
+def at(config, consumed_samples, **foreign_arguments):
+    """Where a checkpoint of Megatron-LM stands."""
+    state = {"data": {}, "consumed_samples": consumed_samples}
+    return SimpleNamespace(config=config, foreign_arguments=foreign_arguments, **state)
 
 
 def test_splits_have_blends_of_their_own(prefixes, tmp_path):
@@ -93,13 +100,52 @@ def test_splits_have_blends_of_their_own(prefixes, tmp_path):
 @pytest.mark.parametrize("packing", ["megatron", "split"])
 def test_a_checkpoint_of_megatron_says_where_its_samples_go_on(prefixes, packing, capsys):
     flags = ["--data-path", *prefixes, "--packing", packing]
-    config, loader = loader_of(*flags)
+    config, loader, data = loader_of(*flags)
     batches = [next(loader).batch.tokens.tolist() for _ in range(8)]
-    _, other = loader_of(*flags)
-    resume_loader(other, {}, config, consumed_samples=4)
+    _, other, _ = loader_of(*flags)
+    resume_loader(other, data, at(config, 4))
     assert [next(other).batch.tokens.tolist() for _ in range(4)] == batches[4:]
     assert other.consumed_samples == 8
     assert ("the first 4 packs are skipped" in capsys.readouterr().out) == (packing == "split")
+
+
+SAVED = {
+    "seed": 1234,
+    "split": "80,10,10",
+    "seq_length": 128,
+    "train_iters": 4,
+    "global_batch_size": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("flags", "saved", "said"),
+    [
+        ("", {}, None),
+        ("", {"seed": 99}, "--seed was 99, and is 1234"),
+        ("", {"split": "100,0,0"}, "--split was 100,0,0, and is 80,10,10"),
+        ("", {"seq_length": 64}, "--seq-length was 64, and is 128"),
+        ("", {"train_iters": 40}, "--train-iters was 40, and is 4"),
+        ("", {"train_iters": 2, "global_batch_size": 4}, None),  # as many samples
+        ("", {"data_path": ["/moved/a", "/moved/b"]}, None),
+        ("", {"data_path": ["a"]}, r"--data-path was \['.*a'\], and is \["),
+        ("--finetune", {"seed": 99}, None),
+    ],
+)
+def test_a_checkpoint_of_megatron_with_another_order_of_samples_is_refused(
+    prefixes, flags, saved, said
+):
+    a, b = prefixes
+    words = ["--data-path", "0.7", a, "0.3", b, "--packing", "megatron", *flags.split()]
+    config, loader, data = loader_of(*words)
+    saved = {**SAVED, "data_path": ["0.7", a, "0.3", b], **saved}
+    saved["data_path"] = [{"a": a}.get(word, word) for word in saved["data_path"]]
+    resumed = at(config, 0 if flags else 2, **saved)
+    if said is None:
+        resume_loader(loader, data, resumed)
+        return
+    with pytest.raises(ValueError, match=f"other samples than Megatron-LM: {said}"):
+        resume_loader(loader, data, resumed)
 
 
 def test_megatron_s_indices_are_kept_in_the_cache_folder_only(prefixes, tmp_path, monkeypatch):
@@ -179,7 +225,7 @@ def test_fine_tuning_on_chats_is_resumed_exactly(chats, tmp_path):
 
 def test_conversations_stay_whole_and_see_themselves_only(chats, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    _, loader = loader_of(*CHATS, "--data-path", *chats)
+    _, loader, _ = loader_of(*CHATS, "--data-path", *chats)
     for _ in range(6):
         batch = next(loader).batch
         starts = np.flatnonzero(batch.position_ids[: sum(batch.document_lengths)] == 0)

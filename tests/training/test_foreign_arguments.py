@@ -4,8 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from megatron_cp.training.arguments.parse import build_parser
 from megatron_cp.training.checkpoint.files import MANIFEST
-from megatron_cp.training.checkpoint.meaning import another_model, foreign_meaning
+from megatron_cp.training.checkpoint.meaning import (
+    another_model,
+    changes_of_meaning,
+    foreign_meaning,
+    meaning_of,
+)
 from tests.training.commands import SMALL_RUN, error_lines, launch, train
 
 OF_LLAMA = {
@@ -56,3 +62,20 @@ def test_heads_are_compared_as_megatron_lm_says_them(tmp_path, saved, refused):
 def test_what_is_off_or_not_there_says_nothing():
     said = foreign_meaning({"norm_epsilon": 1e-6, "rotary_base": 10000, "qk_l2_norm": False})
     assert said == {"layernorm_epsilon": 1e-6, "rotary_base": 10000}
+
+
+def test_documents_that_begin_to_see_each_other_are_told():
+    """Also where Megatron-LM said that they did, and no longer do."""
+    defaults = vars(build_parser().parse_args([]))
+    apart = defaults | {"reset_attention_mask": True, "reset_position_ids": True}
+    for saved, now in ((defaults, apart), (apart, defaults)):
+        told = changes_of_meaning(foreign_meaning(saved), now)
+        assert [line.split(" was ")[0] for line in told] == [
+            "--reset-attention-mask",
+            "--reset-position-ids",
+        ]
+        assert changes_of_meaning(meaning_of(saved), now) == told
+    others = {"moe_router_load_balancing_type": "sinkhorn", "moe_expert_capacity_factor": 0.5}
+    told = changes_of_meaning(foreign_meaning(defaults), defaults | others)
+    assert "--moe-expert-capacity-factor was None, and is 0.5 from here on" in told
+    assert len(told) == 2

@@ -4,7 +4,7 @@ import pytest
 
 from megatron_cp.training.arguments import judge_arguments
 from megatron_cp.training.arguments.machine import GPU_MACHINE
-from tests.training.commands import SMALL_RUN
+from tests.training.commands import MODEL, SMALL_RUN, STEPS
 from tests.training.verdicts import parse, refusal
 
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 48"
@@ -160,6 +160,16 @@ def test_modules_of_experts_are_recomputed_with_biases():
     """Without a dense layer there is no MLP to recompute."""
     parse(*WITH_BIASES, *SELECTIVE.split(), *EXPERTS.split())
     parse(*WITH_BIASES, *EXPERTS.split(), "--recompute-modules", "mlp")
+
+
+def test_packs_whose_labels_cross_documents_are_balanced_one_by_one(capsys, tmp_path):
+    """Under Megatron-LM's samples all positions count in the loss, whatever sees whom."""
+    data = ["--data-path", str(tmp_path / "x"), "--vocab-size", "512", "--seq-length", "128"]
+    words = [*MODEL, *data, *STEPS, *EXPERTS.split(), "--reset-attention-mask"]
+    words += ["--moe-router-load-balancing-type", "seq_aux_loss", "--micro-batch-size", "2"]
+    parse(*words, "--packing", "megatron")
+    for packing in (["--packing", "split"], ["--packing", "megatron", "--eod-mask-loss"]):
+        assert "give --micro-batch-size 1" in refusal(capsys, *words, *packing)
 
 
 OF_LATENT = [word for word in SMALL_RUN if word != "--group-query-attention"]

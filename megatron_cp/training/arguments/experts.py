@@ -223,7 +223,9 @@ def _balance_of_samples(args: Namespace) -> Iterator[str]:
         "dataloader_inter_document_masking",
         "sft",
     )
-    are_equal = not any(getattr(args, name) for name in documents) and args.packing != "keep"
+    cross = args.packing == "megatron" and not args.sft  # labels do, whatever sees whom
+    are_equal = not any(getattr(args, name) for name in (documents[:1] if cross else documents))
+    are_equal = are_equal and args.packing != "keep"
     if not are_equal and not args.calculate_per_token_loss:
         yield (
             f"--moe-router-load-balancing-type seq_aux_loss with --micro-batch-size {size} is not "

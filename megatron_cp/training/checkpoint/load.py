@@ -17,8 +17,8 @@ import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_cp.mcore import compat
 from megatron_cp.mcore.optimizer import adopt_parameter_steps
+from megatron_cp.mcore.parameter_groups import RATES, groups_found_at_any_rate
 from megatron_cp.mcore.safe_load import parsing_each_index_once, reading_safely
 from megatron_cp.training.checkpoint import dist_format, files, formats, legacy_format
 from megatron_cp.training.checkpoint.choose import choose_checkpoint
@@ -85,7 +85,9 @@ def load_checkpoint(state: RunState) -> bool:
             f"{folder} says no iteration number; give --finetune to take its weights alone"
         )
     if manifest is None:
-        _compare_with_its_arguments(folder, content.entries.get("args"), config)
+        saved = content.entries.get("args")
+        state.foreign_arguments = vars(saved) if isinstance(saved, Namespace) else {}
+        _compare_with_its_arguments(folder, state.foreign_arguments, config)
     put_into_model(state, content, chunks_by_name(state))
     _check_finite(state.model, folder)
     if options.finetune:
@@ -106,12 +108,10 @@ def load_checkpoint(state: RunState) -> bool:
     return True
 
 
-def _compare_with_its_arguments(folder: Path, saved: Any, config: TrainConfig) -> None:
+def _compare_with_its_arguments(folder: Path, saved: dict[str, Any], config: TrainConfig) -> None:
     """Raises ValueError if Megatron-LM saved another model there; says what the weights now compute otherwise."""
-    if not isinstance(saved, Namespace):
-        return
-    another_model(folder, vars(saved), config.arguments)
-    for change in changes_of_meaning(foreign_meaning(vars(saved)), config.arguments):
+    another_model(folder, saved, config.arguments)
+    for change in changes_of_meaning(foreign_meaning(saved), config.arguments):
         print_rank_0(f"note: {change}: the weights of {folder} compute something else")
 
 
@@ -124,12 +124,10 @@ def _restore_optimizer(state: RunState, content: Content, folder: Path) -> None:
         state.optimizer.reload_model_params()
         return
     problem: Exception | None = None
-    wanted = [
-        {name: group.get(name) for name in compat.RATES} for group in state.optimizer.param_groups
-    ]
+    wanted = [{name: group.get(name) for name in RATES} for group in state.optimizer.param_groups]
     flags = _settings(state.optimizer)
     try:
-        with compat.groups_found_at_any_rate(state.optimizer.param_groups):
+        with groups_found_at_any_rate(state.optimizer, content.optimizer):
             state.optimizer.load_state_dict(content.optimizer)
         adopt_parameter_steps(state.optimizer)
     except (CheckpointException, Exception) as failure:  # a foreign state raises nearly anything

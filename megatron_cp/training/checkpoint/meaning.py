@@ -42,7 +42,15 @@ _ARGUMENTS = {
     "moe_router_num_groups": None,
     "moe_router_group_topk": None,
     "moe_apply_probs_on_input": None,
+    "moe_router_load_balancing_type": None,
+    "moe_expert_capacity_factor": None,
+    "moe_pad_expert_input_to_capacity": None,
+    "moe_token_drop_policy": None,
+    "reset_attention_mask": None,
+    "reset_position_ids": None,
 }
+# Of these Megatron-LM's arguments say reliably that they are off.
+_SAID_WHERE_OFF = ("reset_attention_mask", "reset_position_ids", "moe_expert_capacity_factor")
 
 
 # Of what Megatron-LM's own checkpoints say of their model: with others the same tensors are cut into other heads.
@@ -85,7 +93,7 @@ def foreign_meaning(saved: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: json.loads(json.dumps(named[name], default=str))
         for name in _ARGUMENTS
-        if named.get(name)
+        if named.get(name) or (name in named and name in _SAID_WHERE_OFF)
     }
 
 

@@ -15,10 +15,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_cp.mcore.parameter_groups import is_decoupled
 from megatron_cp.training.checkpoint.compare import another_optimizer
 
 # What tells groups apart; whether a group holds experts goes with the layout.
-_KIND = ("wd_mult", "lr_mult", "is_decoupled_lr")
+_KIND = ("wd_mult", "lr_mult")
 
 
 def check_groups(folder: object, optimizer: Any, saved: Mapping[Any, Any]) -> None:
@@ -77,6 +78,7 @@ def _part(
     for group in groups:
         if _kind(group) not in known:
             told = ", ".join(f"{key}={group[key]}" for key in _KIND)
+            told += f", is_decoupled_lr={is_decoupled(group)}"
             raise another_optimizer(folder, f"it has no group of parameters with {told}")
     tensors = own.get("param_groups", [{}] * len(groups))
     merged = [
@@ -88,4 +90,4 @@ def _part(
 
 
 def _kind(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(group[key] for key in _KIND)
+    return (*(group[key] for key in _KIND), is_decoupled(group))

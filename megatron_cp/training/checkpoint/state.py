@@ -43,6 +43,8 @@ class RunState:
     restarts: int = 0
     data: dict[str, Any] = field(default_factory=dict)
     """State of the training loader after `iteration` steps (JSON)."""
+    foreign_arguments: dict[str, Any] = field(default_factory=dict)
+    """Those of Megatron-LM, where the run goes on from its checkpoint."""
 
 
 def chunks_by_name(state: RunState) -> dict[str, Any]:
