@@ -29,6 +29,11 @@ from megatron_cp.data.packing import Pack, PackingConfig, PackSource
 from megatron_cp.data.worker import BatchBuilder, Builder, Built, WorkerProcess
 
 _STATE_VERSION = 1
+# What a state says by a digest, and what may be another where that is.
+_OF_DIGESTS = {
+    "corpus": "files, --split or weights of corpora",
+    "index": "order of samples (--split, corpora, or how many are asked for: --train-iters)",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,11 +278,14 @@ class PackedLoader:
             ValueError: the state is of another corpus, sequence length, seed or packing.
         """
         wanted = {"version": _STATE_VERSION, **self._identity()}
-        for name, value in wanted.items():
-            if state.get(name) != value:
+        for name in sorted(wanted, key=_OF_DIGESTS.__contains__):  # numbers say more
+            if state.get(name) != wanted[name]:
+                differs = f"{name}={state.get(name)!r}, this run has {wanted[name]!r}"
+                if name in _OF_DIGESTS:
+                    differs = f"this run has another {name}, that is other {_OF_DIGESTS[name]}"
                 raise ValueError(
-                    f"loader state: {name}={state.get(name)!r}, this run has {value!r}; resume "
-                    "with the data and flags of the checkpoint, or begin anew with its weights (--finetune)"
+                    f"loader state: {differs}; resume with the data and flags of the checkpoint, or begin anew with "
+                    "its weights (--finetune)"
                 )
         try:
             packer_state = {name: state[name] for name in self._packer.state()}
