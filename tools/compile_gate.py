@@ -33,6 +33,7 @@ from megatron_cp.kernels import build, compilers, elf, params  # noqa: E402
 from tools.gate import ordering, ptx, sass  # noqa: E402
 
 MAX_SHARED_BYTES = 227 * 1024
+REGISTERS = 1 << 16  # of a multiprocessor
 # Local-memory instructions allowed in the consumers' branches outside the innermost loops of products: what a work item
 # needs before and after, kept there once per item.
 CONSUMER_SPILL_BUDGET = 32
@@ -126,6 +127,8 @@ def judge(variant: build.Variant, by: str, log: str, listing: sass.Listing) -> V
         seconds=0.0,
     )
     faults = tuple(_faults(verdict, log, listing.names, bool(consumers)))
+    if consumers:
+        faults += tuple(_pool_faults(verdict, int(values["MCP_THREADS"])))
     return Verdict(**{**verdict.__dict__, "faults": faults})
 
 
@@ -142,6 +145,13 @@ def _faults(verdict: Verdict, log: str, names: list[str], has_roles: bool) -> It
             yield "spills"
         return
     yield from _role_faults(verdict, names)
+
+
+def _pool_faults(verdict: Verdict, num_threads: int) -> Iterator[str]:
+    """Yields a line if a launch has fewer registers than its roles hand each other (`setmaxnreg`): it would hang."""
+    pool = REGISTERS // num_threads // 8 * 8
+    if verdict.registers and verdict.registers != pool:
+        yield f"{verdict.registers} registers a thread, and the roles share {pool} of {num_threads} threads"
 
 
 def _role_faults(verdict: Verdict, names: list[str]) -> Iterator[str]:

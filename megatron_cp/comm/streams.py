@@ -1,18 +1,18 @@
 """Where the hops of a transfer run: on CUDA beside the computation, on a CPU in the caller's own order.
 
-    compute stream   ..rows.. start . wait for pack . attention of a stage ---- wait ..use..
-                                |        |                                       |
-    side stream                 +- pack -+- all-to-all, pack, all-to-all --------+
+    compute stream   ..rows.. pack, all-to-all . attention of a stage ----------- wait ..use..
+                                        |                                          |
+    side stream                         +- wait, pack, all-to-all (later hops) ----+
 
 A transfer is a *chain*, a generator that stops after starting each of its collectives. On CUDA `start_chain`
-enqueues the chain up to its last collective on a side stream of the device: one for all transfers, in the order
-started. `wait` makes the compute stream wait for that one. Tensors that cross streams are recorded on the
-stream that did not allocate them, so their memory is not used again before both are done. The host waits for
-nothing.
+enqueues it up to its last collective: the first where the rows were computed, later ones, which wait for those before,
+on a side stream of the device: one for all transfers, in the order started. `wait` makes the compute stream wait for
+the last one. Tensors that cross streams are recorded on the stream that did not allocate them, so their memory is not
+used again before both are done. The host waits for nothing.
 
 Attention holds every multiprocessor that it gets until it ends, so what is to run under it must be there first:
-the compute stream goes on when the first message is packed, and a stage leaves some multiprocessors to the
-transfers that are under way (`RankStage.sm_share`).
+the first message is packed in front of it, on its own stream, and a stage leaves some multiprocessors to the
+transfers that are under way (`RankStage.sm_share`). It waits for no hop of another transfer.
 
 On a CPU nothing can be enqueued: `start_chain` goes to the first collective, `wait` runs the later hops. To run
 them earlier would mean to wait earlier, because all ranks start collectives in one order.
@@ -83,21 +83,18 @@ def start_chain(
         return Pending(chain, None)
     device = inputs[0].device
     streams = _streams_of(device)
-    if streams is None:
-        next(chain)
+    going_on_with = next(chain)
+    if streams is None or num_collectives == 1:
         return Pending(chain, None)
     if device not in _side_streams:  # urgent: short copies must not queue behind attention's blocks
         _side_streams[device] = streams.Stream(device, priority=-1)
     side = _side_streams[device]
     side.wait_stream(streams.current_stream(device))
-    for tensor in inputs:
+    for tensor in (*inputs, *going_on_with):
         tensor.record_stream(side)
     with streams.stream(side):
-        going_on_with = next(chain)
-        packed = side.record_event()
         for _ in range(num_collectives - 1):
             going_on_with = next(chain)
-    streams.current_stream(device).wait_event(packed)
     return Pending(chain, _Beside(going_on_with, streams))
 
 

@@ -18,7 +18,7 @@ from megatron_cp.attn import (
 from megatron_cp.attn.attend import attend_forward_last
 from megatron_cp.attn.emulated import backend as emulated
 from megatron_cp.attn.emulated import kernels
-from megatron_cp.attn.hopper import judge, self_test, verdicts
+from megatron_cp.attn.hopper import gradients, judge, self_test, verdicts
 from megatron_cp.attn.merge import merge_span_
 from megatron_cp.kernels import cache
 from megatron_cp.kernels.driver import CudaError
@@ -42,6 +42,17 @@ def test_the_kernels_source_in_the_emulator_passes(dtype, dims, feature):
     verdict = judge.judge(emulated, judge.Kind(dtype, *dims, feature, needs_grad=True), CPU)
     assert verdict.passed, verdict
     assert 0 < verdict.error <= verdict.limit
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (192, 128)], ids=str)
+def test_stages_add_up_as_on_132_multiprocessors(monkeypatch, dims):
+    """Where heads of a group are worked on side by side, or apart, as small tiles are on a GPU."""
+    monkeypatch.setattr(gradients, "_faster", lambda *_: 1)
+    kind = judge.Kind(torch.bfloat16, *dims, "", needs_grad=True)
+    case = judge._Case.of(kind, "documents", judge.small_masks()["documents"], CPU)
+    with torch.no_grad():
+        verdicts = list(judge._judged_stages(emulated, case))
+    assert len(verdicts) == 10 and all(verdict.passed for verdict in verdicts)
 
 
 class Defective:

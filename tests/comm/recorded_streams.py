@@ -21,7 +21,6 @@ from megatron_cp.comm import streams
 class Stream:
     def __init__(self, name, clock=()):
         self.name, self.clock = name, dict(clock)
-        self.events = []
 
     def wait(self, clock):
         for name, time in clock.items():
@@ -32,10 +31,6 @@ class Stream:
 
     def wait_event(self, event):
         self.wait(event)
-
-    def record_event(self):
-        self.events.append(dict(self.clock))
-        return self.events[-1]
 
     def tick(self):
         self.clock[self.name] = self.clock.get(self.name, 0) + 1
@@ -66,6 +61,7 @@ class RecordedStreams(TorchDispatchMode):
             [],
         )  # collectives: the streams that they were issued from
         self._storages, self._is_paused = {}, False
+        self._awaited = 0  # the last collective for which compute was told to wait
         self._all_to_all = dist.all_to_all_single
 
     # --- what comm.streams calls
@@ -74,13 +70,12 @@ class RecordedStreams(TorchDispatchMode):
         self.side = Stream("side")
         return self.side
 
-    def starved(self):
-        """Returns the packings that a kernel launched now would keep waiting, if it held every multiprocessor.
+    def held_up(self):
+        """Returns whether a kernel launched now would wait for a collective that nobody has waited for.
 
-        A persistent kernel lets nothing begin beside it, so the messages of all transfers under way must be packed.
+        A transfer that starts must not stop the computation until hops of another one are there.
         """
-        moments = [("side", event["side"]) for event in self.side.events]
-        return [moment for moment in moments if not self.compute.knows(moment)]
+        return self.compute.clock.get("nccl", 0) > self._awaited
 
     def current_stream(self, device):
         return self.current
@@ -104,8 +99,14 @@ class RecordedStreams(TorchDispatchMode):
         self._is_paused = False
         self.nccl.wait(self.current.clock)
         self._touch(self.nccl, [sent], [received], "all_to_all_single")
-        done, recorder = dict(self.nccl.clock), self
-        return mock.Mock(wait=lambda: recorder.current.wait_event(done))
+        done = dict(self.nccl.clock)
+
+        def wait():
+            self.current.wait_event(done)
+            if self.current is self.compute:
+                self._awaited = max(self._awaited, done["nccl"])
+
+        return mock.Mock(wait=wait)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))

@@ -54,7 +54,7 @@ LOG = "ptxas info    : Used 168 registers, used 16 barriers"
 
 
 def judge(text: str, log: str = LOG, shared_bytes: int = 1024) -> tuple[str, ...]:
-    defines = (f"MCP_SHARED_BYTES={shared_bytes}",)
+    defines = (f"MCP_SHARED_BYTES={shared_bytes}", "MCP_THREADS=384")
     variant = replace(VARIANTS["fwd_bf16_64"], name="fwd_test", defines=defines)
     return gate.judge(variant, "nobody", log, sass.read_listing(text)).faults
 
@@ -182,6 +182,7 @@ def _with(before: str, lines: list[str]) -> list[str]:
         (SASS, LOG, 227 * 1024 + 1, "shared memory 232449 B"),
         (SASS, f"info : (C7520) wgmma serialized\n{LOG}", 0, "info : (C7520)"),
         (SASS, f"setmaxnreg ignored; unable to determine\n{LOG}", 0, "setmaxnreg ignored"),
+        (SASS, LOG.replace("168", "160"), 0, "160 registers a thread, and the roles share 168"),
         (SASS, "", 0, "the compiler's log does not say how many registers"),
     ],
 )

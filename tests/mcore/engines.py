@@ -138,15 +138,15 @@ def _transformer_engine() -> dict[str, object]:
     answers["bf16"] = _trained(on_te)
 
     seen: list[tuple[bool, str]] = []
-    plain = dist_attn.attend_forward
+    plain = dist_attn.attend_forward_last  # of one rank
 
-    def recorded(query, *args):
+    def recorded(held, query, *args):
         from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
         seen.append((FP8GlobalStateManager.is_fp8_enabled(), str(query.dtype)))
-        return plain(query, *args)
+        return plain(held, query, *args)
 
-    dist_attn.attend_forward = recorded
+    dist_attn.attend_forward_last = recorded
     transformer_engine.events.clear()
     answers["fp8"] = _trained(on_te.with_options(fp8="hybrid", fp8_recipe="delayed"))
     answers["fp8 layers"] = sorted(set(transformer_engine.events))

@@ -81,7 +81,7 @@ def run_layer(rank, world_size, case: Case, planner: str, lengths=LENGTHS):
             rows_and_upstream(sum(lengths)),
             (0, 0, 0, 0, 0, tokens_of(plan, "q").size - sum(lengths)),
         )
-        x, upstream = whole[:, tokens_of(plan, "q")[cp_rank]]
+        x, upstream = whole[:, tokens_of(plan, "q")[cp_rank].copy()]
         own = slice(None)
         if case.sequence_parallel:
             share = len(x) // case.tp

@@ -143,7 +143,7 @@ def _samples_side_by_side(rank, world_size):
             params = getattr(batch["tokens"], "_megatron_cp_params", None)
             parts = [torch.empty_like(out) for _ in range(world_size)]
             torch.distributed.all_gather(parts, out.contiguous(), group=group)
-            rows = params.plans["full"].global_from_local.reshape(-1)
+            rows = params.plans["full"].global_from_local.flatten()
             result = torch.empty(len(which) * size, out.shape[-1])
             result[torch.from_numpy(rows)] = torch.cat(
                 [p.reshape(-1, out.shape[-1]) for p in parts]

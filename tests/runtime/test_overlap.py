@@ -28,7 +28,7 @@ def results_of(rank, plan, inputs):
 def attention_on_streams(rank, world_size, plan, inputs):
     """Returns (results, those of a CPU, faults, collectives issued before each stage computes).
 
-    A stage's attention that would hold up the packing of a transfer is among the faults.
+    A stage's attention that would wait for rows of a later one is among the faults.
     """
     expected = results_of(rank, plan, inputs)
     before = []
@@ -37,7 +37,7 @@ def attention_on_streams(rank, world_size, plan, inputs):
         def noting(pass_name, action, stage):
             if action == "attend":
                 before.append(len(recorder.collectives))
-                recorder.faults += [f"stage {stage} starves {m}" for m in recorder.starved()]
+                recorder.faults += [f"stage {stage} is held up"] * recorder.held_up()
             return nullcontext()
 
         with mock.patch.object(dist_attn, "span", noting):

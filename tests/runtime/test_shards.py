@@ -195,24 +195,16 @@ def through_bytes(rank, world_size, plan):
             local = mcp.dispatch(x, plan, dist.group.WORLD)
             rolled = mcp.undispatch(mcp.roll(local, plan, dist.group.WORLD), plan, dist.group.WORLD)
             whole = mcp.undispatch(local, plan, dist.group.WORLD)
-            found.append(
-                (
-                    x.tolist(),
-                    whole.tolist(),
-                    torch.roll(x.double(), -1, 0).tolist(),
-                    rolled.double().tolist(),
-                )
-            )
+            one_on = x[torch.arange(1, 38) % 37]
+            found += [(x.tolist(), whole.tolist()), (one_on.tolist(), rolled.tolist())]
     return found
 
 
-@pytest.mark.filterwarnings("ignore:Casting complex values")
 def test_rows_of_every_dtype_and_shape_travel():
     plan = make_plan(masks.documents([20, 17]), 2)
     for found in run_on_ranks(2, through_bytes, plan):
-        for x, whole, rolled, found_rolled in found:
-            assert whole == x
-            assert found_rolled == rolled
+        for expected, actual in found:
+            assert actual == expected
 
 
 def calls_that_differ(rank, world_size, plan, name):

@@ -209,6 +209,7 @@ def test_failed_values_stop_everything_after_all_were_tried(monkeypatch):
         values, "check_small", lambda s: (_ for _ in ()).throw(AssertionError("no"))
     )
     monkeypatch.setattr(values, "check_merge", lambda v: "fine")
+    monkeypatch.setattr(values, "check_stages", lambda v: "fine")
     monkeypatch.setattr(values, "check_long", lambda v: "fine")
     monkeypatch.setattr(values, "has_gradients", lambda v: False)
     check = Check(report.Report("t", {}), Watchdog(print), Wishes(quick=True))

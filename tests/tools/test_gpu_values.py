@@ -5,6 +5,7 @@ import torch
 
 from megatron_cp import mask as masks
 from megatron_cp.attn import attend
+from megatron_cp.attn.hopper.verdicts import Verdict
 from tests.attn.on_host import host_device, operators_on_cpu
 from tests.kernels import host_backward
 from tests.kernels import host_device as host
@@ -81,6 +82,22 @@ def test_check_of_long_rows_accepts_right_results_and_refuses_wrong_ones(name, m
         monkeypatch.setattr(host, "_keys_of", _without_last_key)
         with pytest.raises(AssertionError):
             values.check_long(variant, "cpu", 280)
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_what_stages_call_is_judged_as_the_self_test_does(monkeypatch, passed):
+    asked = []
+    verdict = Verdict(passed, "out of the last stage under documents", 0.001, 0.004)
+    monkeypatch.setattr(values.judge, "judge", lambda *given: asked.append(given) or verdict)
+    variant = values.build.variants()["fwd_fp16_64_softcap"]
+    if passed:
+        assert "0.001" in values.check_stages(variant, "cpu")
+    else:
+        with pytest.raises(AssertionError, match="out of the last stage"):
+            values.check_stages(variant, "cpu")
+    ((passes, kind, device),) = asked
+    assert passes is values.hopper and device == torch.device("cpu")
+    assert kind == values.judge.Kind(torch.float16, 64, 64, "softcap", needs_grad=True)
 
 
 def test_row_check_of_large_cases_finds_one_missing_key():

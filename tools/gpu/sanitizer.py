@@ -15,6 +15,7 @@ TOOLS = ("memcheck", "racecheck", "synccheck")
 DECIDING = ("memcheck",)
 ERROR_EXIT = 9  # of compute-sanitizer, when it has something to report
 KEPT_LINES = 12
+STAGES_STEP = 9  # of so many variants one is run as stages call it: minutes under memcheck
 
 
 def run_tiny(share: values.Share) -> None:
@@ -24,6 +25,8 @@ def run_tiny(share: values.Share) -> None:
             values.check_small(small)
             if values.has_gradients(small.variant):
                 values.check_gradients(small)
+    for variant in values.forward_variants(share)[::STAGES_STEP]:
+        values.check_stages(variant)
 
 
 def run(tool: str, program: list[str], seconds: float, folder: Path) -> tuple[str, str]:

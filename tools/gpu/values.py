@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_cp import mask as masks
 from megatron_cp.attn import AttendOptions, attend
 from megatron_cp.attn.hopper import backend as hopper
-from megatron_cp.attn.hopper import gradients
+from megatron_cp.attn.hopper import gradients, judge
 from megatron_cp.attn.hopper.checks import feature_of_variant, find_variant
 from megatron_cp.kernels import build
 from megatron_cp.mask import AttentionMask
@@ -98,6 +98,7 @@ def checks(quick: bool, share: Share = WHOLE) -> Iterator[tuple[str, Callable[[]
     for variant in forward_variants(share):
         yield f"{variant.name}, merged parts", partial(check_merge, variant)
         yield f"{variant.name}, long rows", partial(check_long, variant)
+        yield f"{variant.name}, as stages call it", partial(check_stages, variant)
     for small in small_checks(quick, share):
         if has_gradients(small.variant) and not small.has_sink:
             yield f"gradients, {small.name}", partial(check_gradients, small)
@@ -181,6 +182,16 @@ def check_merge(variant: build.Variant, device: str = "cuda") -> str:
     assert_within_budget(out.cpu(), plain[0], exact[0], "out")
     _assert_lse(lse.cpu(), exact[1])
     return f"out {_relative(out.cpu(), exact[0]):.1e}"
+
+
+def check_stages(variant: build.Variant, device: str = "cuda") -> str:
+    """Returns the self-test's worst result: passes that add to others, are the last, join; AssertionError if wrong."""
+    dims = int(variant.value("MCP_HEAD_DIM")), int(variant.value("MCP_VALUE_DIM"))
+    dtype, feature = DTYPES[variant.value("MCP_TYPE")], feature_of_variant(variant)
+    kind = judge.Kind(dtype, *dims, feature, has_gradients(variant))
+    verdict = judge.judge(hopper, kind, torch.device(device))
+    assert verdict.passed, verdict
+    return str(verdict)
 
 
 def check_long(variant: build.Variant, device: str = "cuda", num_keys: int = 5200) -> str:

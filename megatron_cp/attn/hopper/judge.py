@@ -63,7 +63,9 @@ def judge(passes: Passes, kind: Kind, device: torch.device) -> Verdict:
             found += _judged_whole(passes, cases[0])
         with head_by_head():
             name, mask = "tiles without keys, on one multiprocessor", tiles_without_keys()
-            found += _judged_passes(passes, _Case.of(kind, name, mask, device, sm_share=1.0))
+            alone = _Case.of(kind, name, mask, device, sm_share=1.0)
+            found += _judged_passes(passes, alone)
+            found += _judged_stages(passes, alone)  # there a group's heads are visited in one item
     return max(found, key=_share_of_limit)
 
 
