@@ -23,6 +23,8 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
@@ -174,14 +176,19 @@ def encoded(arguments: argparse.Namespace, records: Iterable[dict[str, str]]) ->
         return
     # spawn: forking a process that has threads (a caller's, the tokenizer's) may deadlock
     context = multiprocessing.get_context("spawn")
-    with context.Pool(arguments.workers, _start_worker, (arguments,)) as pool:
-        waiting: collections.deque[Any] = collections.deque()
-        for batch in _batches(records):
-            waiting.append(pool.apply_async(_encode_batch, (batch,)))
-            if len(waiting) > 4 * arguments.workers:
-                yield from waiting.popleft().get()
-        while waiting:
-            yield from waiting.popleft().get()
+    waiting: collections.deque[Any] = collections.deque()
+    with ProcessPoolExecutor(arguments.workers, context, _start_worker, (arguments,)) as pool:
+        try:
+            for batch in _batches(records):
+                waiting.append(pool.submit(_encode_batch, batch))
+                if len(waiting) > 4 * arguments.workers:
+                    yield from waiting.popleft().result()
+            while waiting:
+                yield from waiting.popleft().result()
+        except BrokenProcessPool:
+            raise ChildProcessError(
+                "a worker of --workers died, killed for memory perhaps: nothing is written; give fewer --workers"
+            ) from None
 
 
 def write_corpus(arguments: argparse.Namespace, inputs: TextInputs) -> dict[str, Any]:
@@ -203,12 +210,12 @@ def write_corpus(arguments: argparse.Namespace, inputs: TextInputs) -> dict[str,
             "skipped": dict(inputs.skipped),
         }
         for prefix, writer in zip(prefixes.values(), writers.values(), strict=True):
-            for path in (prefix_lengths_path(prefix), supervision_path(prefix)):
-                path.unlink(missing_ok=True)  # those of an older corpus
             writer.finish(facts)
+            for path in (prefix_lengths_path(prefix), supervision_path(prefix)):
+                path.unlink(missing_ok=True)  # those of an older corpus, which is gone now
+            if arguments.prefix_json_key:
+                write_prefix_lengths(prefix, np.array(prefix_lengths))
     for prefix in prefixes.values():
-        if arguments.prefix_json_key:
-            write_prefix_lengths(prefix, np.array(prefix_lengths))
         lines = "".join(json.dumps(source) + "\n" for source in inputs.sources)
         Path(f"{prefix}.sources.jsonl").write_text(lines, encoding="utf-8")
     tokens = {key: writer.num_tokens for key, writer in writers.items()}

@@ -17,6 +17,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_cp.data.tokenizer import read_special_tokens
+
 Message = Mapping[str, str]
 ROLES = ("system", "user", "tool", "assistant")
 
@@ -114,7 +116,8 @@ def format_identity(name: str, tokenizer_model: str | None = None) -> str:
     if name not in _TEMPLATE_FORMATS:
         return name
     total = hashlib.sha256(f"{_VERSION} {name}".encode())
-    for file in _template_files(Path(tokenizer_model or ".")):
+    files = _template_files(Path(tokenizer_model or "."))
+    for file in (*files, files[0].with_name("special_tokens_map.json")):
         total.update(file.read_bytes() if file.is_file() else b"none")
     return total.hexdigest()
 
@@ -171,7 +174,7 @@ def _read_template(path: Path) -> _Render:
             "tokenizer_config.json); give another --sft-tokenizer-prompt-format"
         )
 
-    environment, names = _environment(), _special_tokens(config)
+    environment, names = _environment(), _special_tokens(read_special_tokens(folder))
 
     def render(messages: Sequence[Message], add_generation_prompt: bool) -> str:
         try:

@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,11 @@ def _conversations_of_line(line: bytes, where: str) -> Iterator[list[Message]]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON ({error}); repair it") from None
     messages = record.get("messages") if isinstance(record, dict) else None
+    if isinstance(record, dict) and record.get("tools"):
+        raise ValueError(
+            f"{where} has tools, which would not be rendered: the model would never see them; write them into a system "
+            "message as the template does, and take the key out"
+        )
     if not isinstance(messages, list) or not messages:
         raise ValueError(f'{where} must be {{"messages": [...]}} with at least one message')
     current: list[Message] = []
@@ -94,16 +100,36 @@ def tokenize_conversation(
     ids: list[int] = []
     spans: list[Span] = []
     is_learned = False
-    for text, is_learned in render(messages):
+    parts = render(messages)
+    for (_, is_learned), own in zip(
+        parts, _ids_of_parts([text for text, _ in parts], tokenizer), strict=True
+    ):
         start = len(ids)
-        ids += tokenizer.tokenize(text)
-        if is_learned and len(ids) > start:
+        ids += own
+        if is_learned and own:
             spans.append((start, len(ids)))
     if ids and ids[-1] != tokenizer.eod:
         ids.append(tokenizer.eod)
         if is_learned and spans:
             spans[-1] = (spans[-1][0], len(ids))
     return ids, spans
+
+
+def _ids_of_parts(texts: list[str], tokenizer: Tokenizer) -> list[list[int]]:
+    """Returns the ids of each part, without the blank that tokenizers like SentencePiece put before a text.
+
+    A part whose border lies inside a token of the whole is tokenized by itself, as a prompt is before its answer.
+    """
+    apart = [list(tokenizer.tokenize(text)) for text in texts]
+    if list(chain.from_iterable(apart)) == list(tokenizer.tokenize("".join(texts))):
+        return apart
+    found: list[list[int]] = []
+    before: list[int] = []
+    for end, own in enumerate(apart, start=1):
+        so_far = list(tokenizer.tokenize("".join(texts[:end])))
+        found.append(so_far[len(before) :] if so_far[: len(before)] == before else own)
+        before = so_far
+    return found
 
 
 def write_conversations(
@@ -140,7 +166,8 @@ def write_conversations(
     return ConversationCounts(document, tokens, sum(b - a for _, a, b in spans), truncated)
 
 
-_VERSION = 2  # of how chats become tokens: one of 1 may have been cut by its tokenizer's file
+# Of how chats become tokens: one of 1 may have been cut by its tokenizer's file, one of 2 has blanks between parts.
+_VERSION = 3
 
 
 def conversations_in_folder(

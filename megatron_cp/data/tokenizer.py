@@ -132,7 +132,7 @@ class HuggingFaceTokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         vocabulary: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
-        config = _read_config(file.with_name("tokenizer_config.json"))
+        config = read_special_tokens(file.parent)
         eod = _special(vocabulary, config.get("eos_token"), _EOD_NAMES)
         if eod is None:
             raise ValueError(
@@ -233,6 +233,16 @@ class GPT2BPETokenizer:
     def detokenize(self, ids: Sequence[int]) -> str:
         """Returns the text of the ids."""
         return str(self._backend.decode(list(ids), skip_special_tokens=False))
+
+
+def read_special_tokens(folder: Path) -> dict[str, Any]:
+    """Returns tokenizer_config.json of a folder; special tokens that it does not name from special_tokens_map.json.
+
+    Raises ValueError for a file that is not JSON.
+    """
+    named = _read_config(folder / "special_tokens_map.json")
+    config = _read_config(folder / "tokenizer_config.json")
+    return {**named, **{name: value for name, value in config.items() if value is not None}}
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -130,12 +130,12 @@ QWEN3_NEXT = Family(
         *_SHAPE,
         rope.PARTIAL_ROPE,
         *s.LINEAR_LAYERS,
-        s.NUM_EXPERTS,
+        s.NUM_EXPERTS_ALONE,
         s.TOP_K,
         s.EXPERT_WIDTH,
         s.GATED_SHARED_WIDTH,
         s.SPARSE_LAYERS,
-        s.RENORMALISED,
+        s.RENORMALISED_UNLESS_SAID,
     ),
     constants=_LLAMA_LIKE
     | _EXPERTS_AFTER_SOFTMAX
@@ -245,7 +245,7 @@ DEEPSEEK_V3 = Family(
     only=_PLAIN
     | _NO_BIAS
     | {
-        "rope_interleave": (True, None),
+        "rope_interleave": (True,),
         "norm_topk_prob": (True,),
         "scoring_func": ("sigmoid", None),
         "topk_method": ("noaux_tc", None),

@@ -15,8 +15,17 @@ _ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 
 
 def _rope(config: Config) -> tuple[int | float, str, dict[str, Any]]:
-    """(base, kind, what else is said) of either form: flat with rope_scaling, or rope_parameters."""
-    said = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    """(base, kind, what else is said) of either form: flat with rope_scaling, or rope_parameters.
+
+    Raises NotImplementedError where both are there and differ: versions of transformers take one or the other.
+    """
+    newer, older = (dict(config.get(name) or {}) for name in ("rope_parameters", "rope_scaling"))
+    if newer and older and _scaling(newer) != _scaling(older):
+        raise NotImplementedError(
+            f"rope_parameters={newer} and rope_scaling={older} in config.json say different things; leave the one that "
+            "the model was trained with"
+        )
+    said = newer or older
     theta = said.pop("rope_theta", None)
     theta = config["rope_theta"] if theta is None else theta
     kind = said.pop("rope_type", None) or said.pop("type", None) or "default"
@@ -24,9 +33,21 @@ def _rope(config: Config) -> tuple[int | float, str, dict[str, Any]]:
     return (int(theta) if float(theta).is_integer() else theta), kind, said
 
 
+def _scaling(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what either form says beside the base."""
+    kind = said.get("rope_type") or said.get("type") or "default"
+    names = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
+    return {"rope_type": kind} | {name: value for name, value in said.items() if name not in names}
+
+
 def _take(said: dict[str, Any], allowed: Mapping[str, tuple[Any, ...]], kind: str) -> None:
     """Refuses what a kind of RoPE says beside the `allowed` values (empty: any)."""
     for name, value in said.items():
+        if value is None and name in allowed:
+            raise NotImplementedError(
+                f"{name}=null of rope type {kind!r} in config.json is not served: transformers finds a number of its "
+                "own; give it"
+            )
         if name not in allowed or (allowed[name] and value not in allowed[name]):
             values = " or ".join(map(str, allowed.get(name, ()))) or "no such parameter"
             raise NotImplementedError(
@@ -153,6 +174,9 @@ _LATENT_YARN = {
 
 def _latent_rope_from_config(config: Config) -> Arguments:
     theta, kind, said = _rope(config)
+    for name in ("mscale", "mscale_all_dim"):
+        if not said.get(name):
+            said.pop(name, None)  # null and 0 are as if it were not there
     arguments = {
         "position_embedding_type": "rope",
         "rope_type": "rope" if kind == "default" else "yarn",
@@ -184,6 +208,10 @@ LATENT_ROPE = Setting(
         "rope_scaling": None
         if arguments["rope_type"] == "rope"
         else {"rope_type": "yarn"}
-        | {name: arguments[argument] for name, argument in _LATENT_YARN.items()},
+        | {
+            name: arguments[argument]
+            for name, argument in _LATENT_YARN.items()
+            if arguments["mscale_all_dim"] or not name.startswith("mscale")
+        },
     },
 )

@@ -185,6 +185,7 @@ LINEAR_LAYERS = (
 )
 
 NUM_EXPERTS = same("num_local_experts", "num_experts", "num_experts")
+NUM_EXPERTS_ALONE = same("num_experts", "num_experts")
 ROUTED_EXPERTS = same("n_routed_experts", "num_experts", "num_local_experts")
 
 
@@ -212,6 +213,7 @@ EXPERTS_AS_WIDE_AS_MLP = Setting(
 )
 # Softmax over the chosen experts alone is softmax over all, scaled to sum 1 over the chosen.
 RENORMALISED = negated("norm_topk_prob", "moe_router_pre_softmax", False)
+RENORMALISED_UNLESS_SAID = negated("norm_topk_prob", "moe_router_pre_softmax", True)
 
 
 def _frequency(is_expert: list[int]) -> int | list[int]:
@@ -250,7 +252,7 @@ FIRST_DENSE_LAYERS = Setting(
             ]
         )
     },
-    to_config=lambda arguments: {"first_k_dense_replace": _expert_layers(arguments).index(1)},
+    to_config=lambda arguments: {"first_k_dense_replace": [*_expert_layers(arguments), 1].index(1)},
 )
 
 

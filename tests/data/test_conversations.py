@@ -24,6 +24,16 @@ from megatron_cp.data.supervision import supervision_path, write_supervision
 from megatron_cp.data.tokenizer import ByteLevelTokenizer, train_byte_level_bpe
 from tests.data.corpora import write_corpus
 
+
+class AsSentencePiece:
+    """Words as ids, and a blank before every text that has none, as SentencePiece and Metaspace put it."""
+
+    vocab_size, eod, unique_identifiers = 1 << 16, 0, {}
+
+    def tokenize(self, text):
+        return [1 + ord(letter) for letter in "_" * bool(text) + text.replace(" ", "_")]
+
+
 BYTES = ByteLevelTokenizer()
 TALK = [
     {"role": "system", "content": " Be brief. "},
@@ -311,3 +321,26 @@ def test_templates_say_what_transformers_tokenizer_says(tmp_path, name):
     expected = theirs.apply_chat_template(talk, tokenize=False)
     (part,) = chat_format("default", str(tmp_path))(talk)
     assert part.text == expected
+
+
+@pytest.mark.parametrize("name", PROMPT_FORMATS)
+def test_no_blank_is_put_between_a_prompt_and_its_answer(tokenizer_folder, name):
+    """The ids are those of the whole text, to which such a tokenizer adds one blank in front."""
+    tokenizer, render = AsSentencePiece(), chat_format(name, str(tokenizer_folder))
+    ids, spans = tokenize_conversation(TALK, tokenizer, render)
+    parts = render(TALK)
+    text = "".join(part.text for part in parts)
+    assert ids == [*tokenizer.tokenize(text), 0]
+    learned = "".join("_" + part.text for part in parts if part.is_learned)
+    told = "".join("_" + text[max(0, a - 1) : b - 1] for a, b in spans)
+    assert told.rstrip("\0") == learned
+
+
+def test_tools_that_would_not_be_rendered_are_refused(tmp_path):
+    talk = {"messages": TALK, "tools": [{"type": "function", "function": {"name": "add"}}]}
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps(talk))
+    with pytest.raises(ValueError, match=r"chats\.jsonl, line 1 has tools, which would not be"):
+        list(read_conversations(path))
+    path.write_text(json.dumps(talk | {"tools": []}))
+    assert len(list(read_conversations(path))) == 1

@@ -1,6 +1,8 @@
 """tools/preprocess_data.py: what goes in as text comes out as the same tokens."""
 
 import json
+import os
+import signal
 
 import numpy as np
 import pytest
@@ -149,3 +151,39 @@ def test_what_stood_beside_an_older_corpus_of_that_name_goes(tmp_path):
     again = open_documents(prefix)
     assert not again.is_supervised
     assert (again.prefix_lengths == 0).all()
+
+
+def test_a_run_that_fails_at_its_end_leaves_an_older_corpus_whole(tmp_path, monkeypatch):
+    first = write_jsonl(tmp_path / "in.jsonl", [{"text": "abc", "n": "x"}])
+    options = ["--input", first, "--output-prefix", tmp_path / "o", *BYTES]
+    run(*options, "--prefix-json-key", "n")
+    prefix = f"{tmp_path}/o_text_document"
+    write_supervision(prefix, [(0, 1, 3)])
+
+    def full(writer, facts):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(preprocess_data.IndexedWriter, "finish", full)
+    with pytest.raises(SystemExit):
+        run(*options)
+    again = open_documents(prefix)
+    assert again.is_supervised and again.prefix_lengths.tolist() == [1]
+
+
+def test_a_worker_that_is_killed_ends_the_tool_in_one_line(tmp_path, monkeypatch, capsys):
+    path = write_jsonl(tmp_path / "in.jsonl", [{"text": "abc"}] * 5000)
+    submit, alive = preprocess_data.ProcessPoolExecutor.submit, [True]
+
+    def killed(pool, *task):
+        future = submit(pool, *task)
+        if alive:
+            future.result()  # a worker is at work
+            os.kill(next(iter(pool._processes)), signal.SIGKILL)
+            alive.clear()
+        return future
+
+    monkeypatch.setattr(preprocess_data.ProcessPoolExecutor, "submit", killed)
+    with pytest.raises(SystemExit):
+        run("--input", path, "--output-prefix", tmp_path / "o", "--workers", 2, *BYTES)
+    assert "a worker of --workers died" in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["in.jsonl"]

@@ -69,6 +69,15 @@ def test_the_end_token_of_the_configuration_wins(bpe_file, tmp_path, eos):
     assert HuggingFaceTokenizer(tmp_path).eod == 1
 
 
+@pytest.mark.parametrize("config", [None, {}, {"eos_token": None}])
+def test_the_end_token_may_stand_in_the_map_of_special_tokens(bpe_file, tmp_path, config):
+    (tmp_path / "tokenizer.json").write_bytes(bpe_file.read_bytes())
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|pad|>"}))
+    if config is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert HuggingFaceTokenizer(tmp_path).eod == 1
+
+
 def test_a_vocabulary_without_end_token_is_refused(bpe_file, tmp_path):
     content = bpe_file.read_text().replace("<|endoftext|>", "<|nothing|>")
     (tmp_path / "tokenizer.json").write_text(content)

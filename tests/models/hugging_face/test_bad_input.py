@@ -51,6 +51,11 @@ def change_config(folder: Path, **changes) -> None:
         ({"resid_scale": 2.0}, "resid_scale=2.0.*--ignore-config-keys resid_scale"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}, "'longrope'"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "factor is missing"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, "say different things"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0, "factor": None}},
+            "factor=null",
+        ),
         (
             {
                 "rope_parameters": {
