@@ -160,7 +160,7 @@ class TextInputs:
             self.skipped["NUL character"] += 1
         else:
             try:
-                return raw.decode("utf-8")
+                return raw.decode("utf-8-sig")  # a byte order mark in front is no text
             except UnicodeDecodeError:
                 self.skipped["not UTF-8"] += 1
         return None

@@ -133,6 +133,11 @@ class HuggingFaceTokenizer:
         self._backend.no_padding()
         vocabulary: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         config = read_special_tokens(file.parent)
+        if lacking := _added_elsewhere(config, vocabulary):
+            raise ValueError(
+                f"{file} lacks tokens that tokenizer_config.json adds: {', '.join(lacking[:5])}; texts with them would "
+                "be cut otherwise: save the tokenizer anew with transformers"
+            )
         eod = _special(vocabulary, config.get("eos_token"), _EOD_NAMES)
         if eod is None:
             raise ValueError(
@@ -253,6 +258,14 @@ def _read_config(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}); repair or remove it") from None
     return config if isinstance(config, dict) else {}
+
+
+def _added_elsewhere(config: dict[str, Any], vocabulary: dict[str, int]) -> list[str]:
+    """Returns the tokens that the configuration adds and the vocabulary does not have."""
+    added = config.get("added_tokens_decoder")
+    entries = added.values() if isinstance(added, dict) else ()
+    tokens = [entry.get("content") for entry in entries if isinstance(entry, dict)]
+    return [token for token in tokens if isinstance(token, str) and token not in vocabulary]
 
 
 def _special(vocabulary: dict[str, int], configured: Any, known: Iterable[str]) -> int | None:

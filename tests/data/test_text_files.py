@@ -113,3 +113,12 @@ def test_lines_of_json_under_another_name_are_refused(tmp_path, name):
     assert len(list(TextInputs([tmp_path]))) == 1  # a folder's files are what they are
     (tmp_path / name).write_text('{"other": "one"}\n{')
     assert len(list(TextInputs([tmp_path / name]))) == 1
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
+def test_a_byte_order_mark_is_no_text(tmp_path, name):
+    text = "first" if name == "a.txt" else '{"text": "first"}\n{"text": "second"}\n'
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    inputs = TextInputs([tmp_path / name])
+    assert [record["text"] for record in inputs] == ["first", "second"][: 1 + (name == "a.jsonl")]
+    assert not inputs.skipped

@@ -78,6 +78,19 @@ def test_the_end_token_may_stand_in_the_map_of_special_tokens(bpe_file, tmp_path
     assert HuggingFaceTokenizer(tmp_path).eod == 1
 
 
+def test_tokens_that_only_the_configuration_adds_are_refused(bpe_file, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes(bpe_file.read_bytes())
+    added = {"0": {"content": "<|endoftext|>"}, "900": {"content": "<|turn|>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+    with pytest.raises(
+        ValueError, match=r"lacks tokens that tokenizer_config.json adds: <\|turn\|>;"
+    ):
+        HuggingFaceTokenizer(tmp_path)
+    added.pop("900")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+    assert HuggingFaceTokenizer(tmp_path).eod == 0
+
+
 def test_a_vocabulary_without_end_token_is_refused(bpe_file, tmp_path):
     content = bpe_file.read_text().replace("<|endoftext|>", "<|nothing|>")
     (tmp_path / "tokenizer.json").write_text(content)
