@@ -186,6 +186,8 @@ def encoded(arguments: argparse.Namespace, records: Iterable[dict[str, str]]) ->
             while waiting:
                 yield from waiting.popleft().result()
         except BrokenProcessPool:
+            for worker in multiprocessing.active_children():
+                worker.kill()  # one that is asked to end may wait for what the dead one held
             raise ChildProcessError(
                 "a worker of --workers died, killed for memory perhaps: nothing is written; give fewer --workers"
             ) from None
