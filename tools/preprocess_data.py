@@ -185,7 +185,11 @@ def encoded(arguments: argparse.Namespace, records: Iterable[dict[str, str]]) ->
                     yield from waiting.popleft().result()
             while waiting:
                 yield from waiting.popleft().result()
-        except BrokenProcessPool:
+        except (BrokenProcessPool, OSError) as problem:
+            if (
+                getattr(problem, "errno", None) is not None
+            ):  # of a file; a pool that breaks has none
+                raise
             for worker in multiprocessing.active_children():
                 worker.kill()  # one that is asked to end may wait for what the dead one held
             raise ChildProcessError(
