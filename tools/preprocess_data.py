@@ -48,6 +48,7 @@ from megatron_cp.data.tokenizer import (
     build_tokenizer,
     train_byte_level_bpe,
 )
+from megatron_cp.processes import die_with_parent
 
 _BATCH = 32  # documents per message to a worker
 
@@ -150,8 +151,10 @@ class Encoder:
 _encoder: Encoder | None = None
 
 
-def _start_worker(arguments: argparse.Namespace) -> None:
+def _start_worker(arguments: argparse.Namespace, parent: int | None = None) -> None:
     global _encoder
+    if parent is not None:
+        die_with_parent(parent)  # it would wait for work for ever
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per worker process
     _encoder = Encoder(arguments)
 
@@ -177,7 +180,9 @@ def encoded(arguments: argparse.Namespace, records: Iterable[dict[str, str]]) ->
     # spawn: forking a process that has threads (a caller's, the tokenizer's) may deadlock
     context = multiprocessing.get_context("spawn")
     waiting: collections.deque[Any] = collections.deque()
-    with ProcessPoolExecutor(arguments.workers, context, _start_worker, (arguments,)) as pool:
+    start = (arguments, os.getpid())
+    others = multiprocessing.active_children()  # of a program that calls this one
+    with ProcessPoolExecutor(arguments.workers, context, _start_worker, start) as pool:
         try:
             for batch in _batches(records):
                 waiting.append(pool.submit(_encode_batch, batch))
@@ -186,11 +191,9 @@ def encoded(arguments: argparse.Namespace, records: Iterable[dict[str, str]]) ->
             while waiting:
                 yield from waiting.popleft().result()
         except (BrokenProcessPool, OSError) as problem:
-            if (
-                getattr(problem, "errno", None) is not None
-            ):  # of a file; a pool that breaks has none
-                raise
-            for worker in multiprocessing.active_children():
+            if isinstance(problem, OSError) and problem.errno is not None:
+                raise  # of a file: a pool that breaks while it is written to has no number
+            for worker in set(multiprocessing.active_children()).difference(others):
                 worker.kill()  # one that is asked to end may wait for what the dead one held
             raise ChildProcessError(
                 "a worker of --workers died, killed for memory perhaps: nothing is written; give fewer --workers"

@@ -8,7 +8,6 @@ dies, the trainer sees the closed socket at once.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
@@ -26,10 +25,10 @@ from megatron_cp.data.batch import BatchConfig, PlannedBatch, PlanRequest, build
 from megatron_cp.data.document_set import Documents
 from megatron_cp.data.hybrid import BothLayouts, HybridBuilder
 from megatron_cp.data.packing import Pack
+from megatron_cp.processes import die_with_parent
 
 _SIGNALS_OF_THE_TRAINER = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
 _COMMAND = "import sys; from megatron_cp.data.worker import main; main(*map(int, sys.argv[1:]))"
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -177,7 +176,5 @@ def _answer(builder: Builder, packs: tuple[Pack, ...]) -> tuple[Built | str, str
 
 def main(descriptor: int, trainer: int) -> None:
     """Serves on an inherited socket until the trainer closes it, or dies, in the middle of a plan too."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != trainer:  # it died before the line above
-        return
+    die_with_parent(trainer)
     serve(Connection(descriptor))

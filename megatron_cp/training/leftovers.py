@@ -13,7 +13,6 @@ library is imported here: this runs before the slow imports.
 
 from __future__ import annotations
 
-import ctypes
 import getpass
 import multiprocessing
 import os
@@ -27,7 +26,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1
+from megatron_cp.processes import die_with_parent
+
 _MADE_BY_TORCHRUN = "torchelastic_"
 _SHARED_MEMORY = Path("/dev/shm")
 _FOR_THE_RUN = (
@@ -57,13 +57,6 @@ def end_with_torchrun(environment: Mapping[str, str]) -> None:
     os.close(handle)
     _use_own_temporary_folder(prefix)
     name_semaphores(prefix)
-
-
-def die_with_parent(parent: int) -> None:
-    """From now on the kernel kills this process when `parent`, which started it, dies."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before the line above
-        os._exit(1)
 
 
 def _start_of(pid: int) -> str:

@@ -1,8 +1,12 @@
 """tools/preprocess_data.py: what goes in as text comes out as the same tokens."""
 
 import json
+import multiprocessing
 import os
 import signal
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -11,6 +15,7 @@ from megatron_cp.data.document_set import open_documents
 from megatron_cp.data.indexed import IndexedDataset
 from megatron_cp.data.supervision import write_supervision
 from megatron_cp.data.tokenizer import ByteLevelTokenizer, HuggingFaceTokenizer
+from tests.processes import HANG_SECONDS, is_running, wait_until
 from tools import preprocess_data
 
 BYTES = ["--tokenizer-type", "ByteLevel"]
@@ -183,7 +188,37 @@ def test_a_worker_that_is_killed_ends_the_tool_in_one_line(tmp_path, monkeypatch
         return future
 
     monkeypatch.setattr(preprocess_data.ProcessPoolExecutor, "submit", killed)
-    with pytest.raises(SystemExit):
-        run("--input", path, "--output-prefix", tmp_path / "o", "--workers", 2, *BYTES)
+    bystander = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+    bystander.start()
+    try:
+        with pytest.raises(SystemExit):
+            run("--input", path, "--output-prefix", tmp_path / "o", "--workers", 2, *BYTES)
+        assert bystander.is_alive()
+    finally:
+        bystander.kill()
+        bystander.join()
     assert "a worker of --workers died" in capsys.readouterr().err
     assert [file.name for file in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_workers_end_when_the_tool_is_killed(tmp_path):
+    path = write_jsonl(tmp_path / "in.jsonl", [{"text": "abc"}] * 5000)
+    program = (
+        "import multiprocessing, os, signal, sys\n"
+        "from tools import preprocess_data as tool\n"
+        "documents = tool.encoded(tool.parse_arguments(sys.argv[1:]), [{'text': 'abc'}] * 5000)\n"
+        "next(documents)\n"
+        "print(*[child.pid for child in multiprocessing.active_children()], flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    options = ["--input", path, "--output-prefix", tmp_path / "o", "--workers", "2", *BYTES]
+    result = subprocess.run(
+        [sys.executable, "-c", program, *map(str, options)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        timeout=HANG_SECONDS,
+    )
+    assert result.returncode == -signal.SIGKILL
+    pids = [int(pid) for pid in result.stdout.split()]
+    assert len(pids) == 2
+    wait_until(lambda: not any(map(is_running, pids)), "a worker outlived the tool")

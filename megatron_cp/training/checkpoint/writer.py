@@ -14,20 +14,17 @@ the `with` block.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import queue
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 from megatron_cp.mcore import compat
+from megatron_cp.processes import die_with_parent
 from megatron_cp.training.checkpoint.integrity import HashedFile
 
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True)
 _rank_that_saves: int | None = None
 
 
@@ -106,9 +103,7 @@ def _end_with_the_rank() -> None:
     global _rank_that_saves
     if _rank_that_saves is None:
         return
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != _rank_that_saves:  # it died before the line above
-        os._exit(1)
+    die_with_parent(_rank_that_saves)
     _rank_that_saves = None  # what this process forks has another parent
 
 
