@@ -26,6 +26,7 @@ from megatron_cp.attn.hopper import checks as hopper_checks
 from megatron_cp.attn.hopper import launch as hopper_launch
 from megatron_cp.attn.hopper import self_test
 from megatron_cp.attn.options import AttendOptions
+from megatron_cp.device_memory import share
 from megatron_cp.kernels import build
 from megatron_cp.kernels.driver import Driver
 from tests.kernels import fake_cuda
@@ -38,7 +39,7 @@ def stub_the_device() -> None:
     """Makes CPU tensors pass for CUDA tensors, and the stand-in for the driver."""
     driver = Driver(fake_cuda.load())
     size = hopper_launch.MAX_STREAMS * hopper_launch.COUNTER_BYTES // 4
-    counters = torch.zeros(size, dtype=torch.int32)
+    counters = share(torch.zeros(size, dtype=torch.int32))
     hopper.LIBRARY.impl("attention_forward", hopper._forward, "CPU")
     hopper.LIBRARY.impl("attention_backward", hopper._backward, "CPU")
     hopper_launch.driver = lambda: driver

@@ -15,7 +15,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_cp import device_memory
 from megatron_cp.comm import streams, upload
+from megatron_cp.device_memory import SharedTensor
 from megatron_cp.runtime import session
 
 CUDA = torch.device("cuda", 0)
@@ -80,6 +82,9 @@ def fake_gpus(rank, num_ranks):
     with (
         fake,
         mock.patch.object(upload, "copy_to", copied),
+        mock.patch.object(upload, "share", lambda buffer: SharedTensor(buffer, None, {0})),
+        mock.patch.object(device_memory, "current_stream", lambda _: 0),
+        mock.patch.object(session, "is_capturing", lambda _: False),
         mock.patch.object(session, "_agree", lambda *_: None),
         mock.patch.object(session, "tell_of_other_hardware", lambda *_: None),
         mock.patch.object(streams, "_streams_of", lambda _: _Streams()),

@@ -1,8 +1,7 @@
 """Integer arrays that a mask needs on a device: made once, copied once, found again in a microsecond.
 
 All arrays of one use travel in one pinned, non-blocking copy, and live as long as their mask. No call waits
-for the device: a stream that meets them for the first time waits for the copy on the device. On devices
-without streams the copy is a plain one.
+for the device (`device_memory.py`).
 """
 
 import weakref
@@ -15,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_cp.device_memory import SharedTensor, copy_to, current_stream, is_capturing, share
 from megatron_cp.mask import AttentionMask
 
 Int32Array = NDArray[np.int32]
@@ -26,10 +26,8 @@ ALIGNMENT = 4
 @dataclass(slots=True)
 class _Entry:
     mask: "weakref.ref[AttentionMask]"
-    data: Tensor
     made: Any
-    copied: "torch.cuda.Event | None"  # recorded behind the copy
-    streams: set[int]  # those that may read without waiting
+    arrays: SharedTensor
 
 
 _Key = tuple[int, Hashable, torch.device]
@@ -50,17 +48,15 @@ def for_mask(
     `stream`: the current one as the driver knows it, from a caller who has asked already.
     """
     if stream is None:
-        stream = _stream(device)
+        stream = current_stream(device)
     key = (id(mask), use, device)
     entry = _entries.get(key)
     if entry is None or entry.mask() is not mask:
         arrays, finish = prepare(mask)
-        data, parts, copied = _copy(arrays, device)
+        data, parts = _copy(arrays, device)
         owner = weakref.ref(mask, lambda _: _entries.pop(key, None))
-        entry = _entries[key] = _Entry(owner, data, finish(parts), copied, {stream})
-    elif stream not in entry.streams and not _is_capturing(entry.data.device):
-        _wait_for_copy(entry)
-        entry.streams.add(stream)
+        entry = _entries[key] = _Entry(owner, finish(parts), share(data))
+    entry.arrays.wait(stream)
     return entry.made
 
 
@@ -69,11 +65,9 @@ def num_cached() -> int:
     return len(_entries)
 
 
-def _copy(
-    arrays: Sequence[Int32Array], device: torch.device
-) -> "tuple[Tensor, list[Tensor], torch.cuda.Event | None]":
-    """Returns all arrays as one tensor on the device, its parts in their shapes, and an event behind the copy."""
-    if _is_capturing(device):
+def _copy(arrays: Sequence[Int32Array], device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """Returns all arrays as one tensor on the device, and its parts in their shapes."""
+    if is_capturing(device):
         raise RuntimeError(
             "the first call with a mask must not be inside a CUDA graph capture; call it once before, and keep the "
             "mask as long as the graph"
@@ -83,35 +77,9 @@ def _copy(
     packed = np.zeros(int(begins[-1]), dtype=np.int32)
     for begin, array in zip(begins, arrays, strict=False):
         packed[begin : begin + array.size] = array.ravel()
-    data, copied = torch.from_numpy(packed), None
-    if device.type == "cuda":
-        data = data.pin_memory().to(device, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record(torch.cuda.current_stream(device))
-    else:
-        data = data.to(device)
+    data = copy_to(torch.from_numpy(packed), device)
     parts = [
         data.narrow(0, begin, array.size).view(array.shape)
         for begin, array in zip(begins.tolist(), arrays, strict=False)
     ]
-    return data, parts, copied
-
-
-def _stream(device: torch.device) -> int:
-    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
-
-
-def _is_capturing(device: torch.device) -> bool:
-    """Returns whether the current stream records a CUDA graph.
-
-    A capture begins behind a synchronisation, so that what was copied before is there without waiting.
-    """
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _wait_for_copy(entry: _Entry) -> None:
-    """Makes the current stream wait for the copy, and keeps the memory until the stream is done with it."""
-    if entry.copied is not None:
-        stream = torch.cuda.current_stream(entry.data.device)
-        stream.wait_event(entry.copied)
-        entry.data.record_stream(stream)
+    return data, parts

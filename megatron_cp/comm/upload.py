@@ -2,36 +2,43 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from megatron_cp.device_memory import SharedTensor, copy_to, share
+
 Tree = TypeVar("Tree")
 
 
-def upload(tree: Tree, device: torch.device) -> Tree:
+@dataclass(frozen=True)
+class Uploaded(Generic[Tree]):
+    """A tree whose tensors are views of one buffer on a device; None on a CPU, where nothing is copied."""
+
+    tree: Tree
+    buffer: SharedTensor | None
+
+    def here(self) -> Tree:
+        """Returns the tree, ready for the current stream."""
+        if self.buffer is not None:
+            self.buffer.wait()
+        return self.tree
+
+
+def upload(tree: Tree, device: torch.device) -> Uploaded[Tree]:
     """Returns a tree of dataclasses and tuples with its int64 CPU tensors on `device`, as views of one buffer.
 
-    On CUDA the copy is from pinned memory on the current stream; other streams must wait for it as for any work.
+    On CUDA the copy is from pinned memory on the current stream.
     """
-    if device.type == "cpu":
-        return tree
     found = list(_tensors(tree))
-    if not found:
-        return tree
-    whole = torch.cat([tensor.flatten() for tensor in found])
-    moved = copy_to(whole, device).split([tensor.numel() for tensor in found])
+    if device.type == "cpu" or not found:
+        return Uploaded(tree, None)
+    buffer = copy_to(torch.cat([tensor.flatten() for tensor in found]), device)
+    moved = buffer.split([tensor.numel() for tensor in found])
     views = (part.view(tensor.shape) for part, tensor in zip(moved, found, strict=True))
-    result: Tree = _replaced(tree, iter(views))
-    return result
-
-
-def copy_to(x: Tensor, device: torch.device) -> Tensor:
-    """Returns a CPU tensor on `device` without waiting for the copy."""
-    if device.type != "cuda":
-        return x.to(device)
-    return x.pin_memory().to(device, non_blocking=True)
+    return Uploaded(_replaced(tree, iter(views)), share(buffer))
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:

@@ -19,7 +19,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron_cp.comm.upload import copy_to
+from megatron_cp.device_memory import copy_to
 
 
 @dataclass

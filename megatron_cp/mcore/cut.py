@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from megatron_cp.comm.upload import copy_to
 from megatron_cp.data.batch import PlanRequest, make_batch_plans
+from megatron_cp.device_memory import copy_to
 from megatron_cp.mask import packed
 from megatron_cp.mcore import layers
 from megatron_cp.mcore.batch import ContextParallelParams

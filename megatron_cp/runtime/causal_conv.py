@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_cp.attn.eager import eager
 from megatron_cp.attn.options import accumulation_dtype
 from megatron_cp.comm.row_exchange import RowExchange
-from megatron_cp.comm.upload import upload
+from megatron_cp.comm.upload import Uploaded, upload
 from megatron_cp.plan import AttentionPlan
 from megatron_cp.plan.schema import PlanData
 from megatron_cp.plan.segments import check_document_lengths, wanted_tokens
@@ -65,7 +65,7 @@ def cp_causal_conv1d(
     call = f"causal conv1d {describe_call((x, weight, bias), lengths)} {activation}"
     session = open_session(plan, group, x.device, call)
     rank = 0 if group is None else dist.get_rank(group)
-    layout = _conv_layout(plan, lengths, weight.shape[1], rank, x.device)
+    layout = _conv_layout(plan, lengths, weight.shape[1], rank, x.device).here()
     exact = accumulation_dtype(x.dtype)
     own, taps_WD = x.to(exact), weight.to(exact).T
     received = layout.exchange.receive(own, session.group)
@@ -95,7 +95,7 @@ def _conv_layout(
     num_taps: int,
     rank: int,
     device: torch.device,
-) -> _ConvLayout:
+) -> Uploaded[_ConvLayout]:
     owner, row = plan.local_from_global
     wanted, seen = wanted_tokens(plan, document_lengths, num_taps - 1)
     exchange, arriving = RowExchange.compile(

@@ -87,13 +87,13 @@ def cp_linear_attention(  # noqa: PLR0913  the public signature
     call = f"linear attention {describe_call(tensors, lengths)} {scale} {chosen}"
     session = open_session(plan, group, q.device, call)
     rank = 0 if group is None else dist.get_rank(group)
-    layout = linear_layout(plan, lengths, q.shape[-1], rank, q.device)
+    layout = linear_layout(plan, lengths, q.shape[-1], rank, q.device).here()
     with torch.autocast(q.device.type, enabled=False):
         if chosen == "torch":
             out = _attend(tensors, scale, layout, session.group)
         else:
             assert g is not None and beta is not None
-            runs = segment_runs(plan, lengths, rank, q.device)
+            runs = segment_runs(plan, lengths, rank, q.device).here()
             out = _attend_runs((q, k, v, g, beta), scale, layout, runs, session.group)
     return out.to(q.dtype)
 

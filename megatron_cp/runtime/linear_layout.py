@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_cp.attn.linear import Chains
 from megatron_cp.comm.row_exchange import RowExchange
-from megatron_cp.comm.upload import upload
+from megatron_cp.comm.upload import Uploaded, upload
 from megatron_cp.mask.interval import IntArray, expand_ranges
 from megatron_cp.plan.schema import BoolArray, PlanData
 from megatron_cp.plan.segments import Segments, WantedRows, find_segments, wanted_states
@@ -112,7 +112,7 @@ class SegmentRuns:
 @torch.inference_mode(False)
 def segment_runs(
     plan: PlanData, document_lengths: tuple[int, ...], rank: int, device: torch.device
-) -> SegmentRuns:
+) -> Uploaded[SegmentRuns]:
     """Returns the runs of `rank`, compiled once; lengths are checked."""
     segments = find_segments(plan, document_lengths)
     own, is_told = _own_segments(segments, wanted_states(segments), rank)
@@ -142,7 +142,7 @@ def linear_layout(
     key_dim: int,
     rank: int,
     device: torch.device,
-) -> LinearLayout:
+) -> Uploaded[LinearLayout]:
     """Returns the layout of `rank`, compiled once; lengths are checked."""
     segments = find_segments(plan, document_lengths)
     wanted = wanted_states(segments)

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from megatron_cp.comm import HeadExchange, RankTransfer
 from megatron_cp.comm.groups import agreement_group, forget_groups, name_of, transfer_group
-from megatron_cp.comm.upload import upload
+from megatron_cp.comm.upload import Uploaded, upload
+from megatron_cp.device_memory import is_capturing
 from megatron_cp.errors import PlanMismatchError
 from megatron_cp.mask import AttentionMask
 from megatron_cp.plan import AttentionPlan
@@ -100,7 +101,7 @@ class Session:
     """Over which rows travel."""
 
 
-_sessions: OrderedDict[tuple[str, str, int, str], Session] = OrderedDict()
+_sessions: OrderedDict[tuple[str, str, int, str], Uploaded[Session]] = OrderedDict()
 _lock = threading.Lock()
 _agreed: dict[tuple[int, str], weakref.ref[AttentionPlan]] = {}
 
@@ -126,12 +127,18 @@ def open_session(
 
     Raises:
         ValueError: when the group's size is not the plan's.
+        RuntimeError: while a CUDA graph is recorded.
         PlanMismatchError: on every rank, when ranks hold different plans or make different calls.
     """
     check_plan(plan)
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise TypeError(
             f"group is {type(group).__name__}; it must be the context-parallel process group, or None for one rank"
+        )
+    if is_capturing(device):
+        raise RuntimeError(
+            "a CUDA graph must not record calls with a plan: replays would read its index tensors after they are "
+            "gone, and agree on nothing with other ranks; call outside of the graph, or attend() on one device"
         )
     size = 1 if group is None else dist.get_world_size(group)
     if size != plan.cp_size:
@@ -153,7 +160,7 @@ def open_session(
         _sessions.move_to_end(key)
         if len(_sessions) > MAX_SESSIONS:
             _sessions.popitem(last=False)
-    return session
+    return session.here()
 
 
 def check_plan(plan: object) -> None:
@@ -195,12 +202,11 @@ def _name(group: dist.ProcessGroup | None) -> str:
 
 def _compile(
     plan: AttentionPlan, rank: int, group: dist.ProcessGroup | None, device: torch.device
-) -> Session:
+) -> Uploaded[Session]:
     group = None if group is None else transfer_group(group)
-    passes = tuple(_compile_pass(plan, name, rank, group) for name in ("forward", "backward"))
-    places = tuple(torch.from_numpy(plan.tokens_of(side)[rank].copy()) for side in SIDES)
-    (forward, backward), (queries, keys) = upload((passes, places), device)
-    return Session(forward, backward, (queries, keys), group)
+    forward, backward = (_compile_pass(plan, name, rank, group) for name in ("forward", "backward"))
+    queries, keys = (torch.from_numpy(plan.tokens_of(side)[rank].copy()) for side in SIDES)
+    return upload(Session(forward, backward, (queries, keys), group), device)
 
 
 def _compile_pass(

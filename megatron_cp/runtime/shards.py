@@ -17,7 +17,8 @@ from torch import Tensor
 from megatron_cp.attn.eager import eager
 from megatron_cp.attn.options import check_tensor, needs_grad
 from megatron_cp.comm.all_to_all import start_all_to_all
-from megatron_cp.comm.upload import copy_to, upload
+from megatron_cp.comm.upload import upload
+from megatron_cp.device_memory import copy_to
 from megatron_cp.mask.slice import HI, LO
 from megatron_cp.plan import AttentionPlan
 from megatron_cp.plan.schema import SIDES, Side
@@ -201,7 +202,7 @@ def _roll_rows(
     wanted_rows, filled_rows = upload(
         (torch.from_numpy(np.concatenate(outgoing)), torch.from_numpy(np.concatenate(arrivals))),
         rows.device,
-    )
+    ).here()
     sent = rows[wanted_rows]
     if group is not None and plan.cp_size > 1:
         received = start_all_to_all(_bytes_of(sent), send_splits, recv_splits, group).wait()
@@ -257,7 +258,7 @@ def _take_rows(
     rows = x.new_full((len(ids), *x.shape[1:]), padding_value)
     places, tokens = upload(
         (torch.from_numpy(np.flatnonzero(is_real)), torch.from_numpy(ids[is_real])), x.device
-    )
+    ).here()
     rows[places] = x[tokens]
     return rows
 
@@ -274,7 +275,7 @@ def _gather_rows(
         parts = [one.view(-1).view(x.dtype).view(x.shape) for one in gathered]
     tokens = plan.tokens_of(side)
     whole = x.new_empty((tokens.size, *x.shape[1:]))
-    places = upload(tuple(torch.from_numpy(ids.copy()) for ids in tokens), x.device)
+    places = upload(tuple(torch.from_numpy(ids.copy()) for ids in tokens), x.device).here()
     for rows, part in zip(places, parts, strict=True):
         whole[rows] = part
     return whole[: plan.length_of(side)]

@@ -14,6 +14,7 @@ from megatron_cp.attn.hopper import backward as hopper_backward
 from megatron_cp.attn.hopper import checks as hopper_checks
 from megatron_cp.attn.hopper import launch as hopper_launch
 from megatron_cp.attn.hopper import self_test
+from megatron_cp.device_memory import share
 from megatron_cp.kernels import build
 from tests.closeness import assert_within_budget
 from tests.kernels.host_device import HostDevice
@@ -43,7 +44,7 @@ def host_device(driver: Any = None) -> Iterator[Any]:
             patch.setattr(module, "raw_stream", lambda _: 7)
         patch.setattr(hopper_launch, "num_sms", lambda _: 132)
         size = hopper_launch.MAX_STREAMS * hopper_launch.COUNTER_BYTES // 4
-        zeros = torch.zeros(size, dtype=torch.int32)
+        zeros = share(torch.zeros(size, dtype=torch.int32))
         patch.setattr(hopper_launch, "zeroed_counters", lambda _: zeros)
         _forget()
         try:

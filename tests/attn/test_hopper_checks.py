@@ -356,8 +356,7 @@ def test_another_stream_waits_once_for_the_copy_and_a_capture_does_not(device, m
     device_lists.forward_list(mask, 128, 128, on_cpu, 7)
     (entry,) = device_arrays._entries.values()
     data, stream = _Recorder(), _Recorder()
-    entry.data = data
-    entry.copied = object()
+    entry.arrays.data, entry.arrays.filled = data, object()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
     capturing = [True]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])

@@ -290,10 +290,12 @@ def test_kernels_whose_test_ends_in_a_fault_are_not_tried_by_the_next_process(
 
 def test_what_the_caller_broke_before_is_no_verdict(untested, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: _raise(_AssertError("assert")))
+    broken = SimpleNamespace(synchronize=lambda: _raise(_AssertError("assert")))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: broken)
     with pytest.raises(_AssertError):
         self_test.find_verdict(KIND, GPU)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    idle = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: idle)
     assert self_test.find_verdict(KIND, GPU) == PASSED
 
 

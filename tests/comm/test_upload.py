@@ -62,7 +62,7 @@ def _values(tree):
 
 def test_a_tree_is_one_pinned_copy_that_nobody_waits_for(copies):
     tree = _tree()
-    moved = upload(tree, GPU)
+    moved = upload(tree, GPU).here()
     assert copies == [(True, {"non_blocking": True})]
     assert _values(moved) == _values(tree)
     assert [leaf.name for leaf in moved[0].leaves] == ["a", "b"] and moved[0].count == 3
@@ -75,7 +75,7 @@ def test_a_tree_is_one_pinned_copy_that_nobody_waits_for(copies):
 
 def test_nothing_is_copied_on_a_cpu_nor_without_tensors(copies):
     tree = _tree()
-    assert upload(tree, CPU) is tree
+    assert upload(tree, CPU).here() is tree
     without = (Leaf, "text", 5)
-    assert upload(without, GPU) is without
+    assert upload(without, GPU).here() is without
     assert copies == []

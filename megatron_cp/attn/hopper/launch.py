@@ -21,6 +21,7 @@ from megatron_cp.attn.hopper.checks import GradientKernels, check_layout, find_v
 from megatron_cp.attn.hopper.device_lists import DeviceList
 from megatron_cp.attn.hopper.scores import Scores
 from megatron_cp.attn.merge import apply_sink
+from megatron_cp.device_memory import SharedTensor, share
 from megatron_cp.kernels import build, loading
 from megatron_cp.kernels.driver import BFLOAT16, FLOAT16, FLOAT32, Driver, driver
 from megatron_cp.kernels.params import FwdParams, TensorMap
@@ -344,7 +345,7 @@ def device_guard(device: int) -> contextlib.AbstractContextManager[object]:
 
 _thread = threading.local()
 _counter_lock = threading.Lock()
-_counter_pools: dict[int, Tensor] = {}
+_counter_pools: dict[int, SharedTensor] = {}
 _counter_of_stream: dict[tuple[int, int], int] = {}
 
 
@@ -387,11 +388,11 @@ def _new_counters(device: int, stream: int) -> int:
             f"stream {stream} is number {index + 1} to run attention on device {device}, at most "
             f"{MAX_STREAMS} are allowed; reuse streams"
         )
-    return pool.data_ptr() + COUNTER_BYTES * index
+    pool.wait(stream)
+    return pool.data.data_ptr() + COUNTER_BYTES * index
 
 
-def zeroed_counters(device: int) -> Tensor:
-    """Returns the counters of all streams, zero on the device before it returns."""
-    pool = torch.zeros(MAX_STREAMS * COUNTER_BYTES // 4, dtype=torch.int32, device=f"cuda:{device}")
-    torch.cuda.synchronize(device)  # once per process: any stream may use its pair next
-    return pool
+def zeroed_counters(device: int) -> SharedTensor:
+    """Returns the counters of all streams, all zero."""
+    size = MAX_STREAMS * COUNTER_BYTES // 4
+    return share(torch.zeros(size, dtype=torch.int32, device=f"cuda:{device}"))

@@ -56,7 +56,7 @@ def find_verdict(kind: Kind, device: torch.device) -> Verdict | None:
 
         if torch.cuda.is_available():
             # A fault of what the caller has done before is the caller's.
-            torch.cuda.synchronize(device)
+            torch.cuda.current_stream(device).synchronize()
         verdict = kept_verdict(_key(kind, device), lambda: judge(backend, kind, device))
         _verdicts[kind, device] = verdict
     return verdict
