@@ -105,7 +105,7 @@ def chat_format(name: str, tokenizer_model: str | None = None) -> ChatFormat:
             f"--sft-tokenizer-prompt-format {name} is not served; give one of "
             f"{', '.join(PROMPT_FORMATS)}"
         )
-    render = _read_template(Path(tokenizer_model or "."))
+    render = _read_template(_folder_of(tokenizer_model))
     if name == "default":
         return lambda messages: [Part(render(messages, False), True)]
     return lambda messages: _answers_of_template(render, messages)
@@ -116,15 +116,16 @@ def format_identity(name: str, tokenizer_model: str | None = None) -> str:
     if name not in _TEMPLATE_FORMATS:
         return name
     total = hashlib.sha256(f"{_VERSION} {name}".encode())
-    files = _template_files(Path(tokenizer_model or "."))
-    for file in (*files, files[0].with_name("special_tokens_map.json")):
+    folder = _folder_of(tokenizer_model)
+    for name_of_file in ("tokenizer_config.json", _TEMPLATE, "special_tokens_map.json"):
+        file = folder / name_of_file
         total.update(file.read_bytes() if file.is_file() else b"none")
     return total.hexdigest()
 
 
-_VERSION = (
-    2  # of how templates are rendered; of 1 were JSON escaped for HTML, and tools that nobody gave
-)
+_TEMPLATE = "chat_template.jinja"
+# Of how templates are rendered; of 1 were JSON escaped for HTML, and tools that nobody gave.
+_VERSION = 2
 
 _Render = Callable[[Sequence[Message], bool], str]
 
@@ -148,24 +149,15 @@ def _answers_of_template(render: _Render, messages: Sequence[Message]) -> list[P
     return parts
 
 
-def _read_template(path: Path) -> _Render:
-    """Returns the chat template beside a tokenizer file, or in its folder, ready to render.
+def _read_template(folder: Path) -> _Render:
+    """Returns the chat template in a tokenizer's folder, ready to render.
 
     Source: the names and filters that transformers 5 gives to templates, rendered in a sandbox as there.
     """
     from jinja2 import TemplateError
 
-    config_path, own_path = _template_files(path)
-    folder = config_path.parent
-    config: dict[str, Any] = {}
-    if config_path.is_file():
-        try:
-            config = dict(json.loads(config_path.read_text(encoding="utf-8")))
-        except (ValueError, TypeError, RecursionError) as error:
-            raise ValueError(f"{config_path} is not a JSON object ({error}); repair it") from None
-    text = (
-        own_path.read_text(encoding="utf-8") if own_path.is_file() else config.get("chat_template")
-    )
+    config, own = read_special_tokens(folder), folder / _TEMPLATE
+    text = own.read_text(encoding="utf-8") if own.is_file() else config.get("chat_template")
     if isinstance(text, list):  # several by name
         text = next((t["template"] for t in text if t.get("name") == "default"), None)
     if not isinstance(text, str):
@@ -174,7 +166,7 @@ def _read_template(path: Path) -> _Render:
             "tokenizer_config.json); give another --sft-tokenizer-prompt-format"
         )
 
-    environment, names = _environment(), _special_tokens(read_special_tokens(folder))
+    environment, names = _environment(), _special_tokens(config)
 
     def render(messages: Sequence[Message], add_generation_prompt: bool) -> str:
         try:
@@ -231,10 +223,10 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return {name: token for name, token in names.items() if token}
 
 
-def _template_files(path: Path) -> tuple[Path, Path]:
-    """Returns where a tokenizer's special tokens and a template may stand, and where its own template does."""
-    folder = path if path.is_dir() else path.parent
-    return folder / "tokenizer_config.json", folder / "chat_template.jinja"
+def _folder_of(tokenizer_model: str | None) -> Path:
+    """Returns the folder of a tokenizer, which is given as it or as a file in it."""
+    path = Path(tokenizer_model or ".")
+    return path if path.is_dir() else path.parent
 
 
 def _content(token: Any) -> str:

@@ -244,15 +244,15 @@ def fill_without_keys(
     out_QNH: Tensor, lse_QN: Tensor, sink_N: Tensor | None, earlier_QNH: Tensor | None
 ) -> None:
     """Writes what rows hold to which no key comes; there may be none to point a tensor map at."""
-    if earlier_QNH is None:
-        out_QNH.zero_()
+    held = earlier_QNH
+    if held is None:
+        held = out_QNH.zero_()
         lse_QN.fill_(-torch.inf)
-    elif earlier_QNH is not out_QNH:
-        out_QNH.copy_(earlier_QNH)
     if sink_N is not None:
-        out, lse = apply_sink(out_QNH if earlier_QNH is None else earlier_QNH, lse_QN, sink_N)
-        out_QNH.copy_(out)
+        held, lse = apply_sink(held, lse_QN, sink_N)
         lse_QN.copy_(lse)
+    if held is not out_QNH:
+        out_QNH.copy_(held)
 
 
 def heads_per_section(num_heads: int, num_kv_heads: int, num_keys: int, columns: int) -> int:
