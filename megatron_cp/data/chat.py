@@ -6,10 +6,13 @@ r"""Conversations to text, and which parts of the text are learned.
 
 The formats of Megatron-LM's `--sft-tokenizer-prompt-format` keep their meaning: `identity` and
 `default` learn every token. `chatml` and `chat-template` are ours and learn what the assistant says.
+Nothing that a conversation holds is left out without a word: tools and calls of them need a template that
+renders them.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +22,7 @@ from typing import Any, NamedTuple
 
 from megatron_cp.data.tokenizer import read_special_tokens
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 ROLES = ("system", "user", "tool", "assistant")
 
 
@@ -30,7 +33,15 @@ class Part(NamedTuple):
     is_learned: bool
 
 
-ChatFormat = Callable[[Sequence[Message]], list[Part]]
+class Conversation(NamedTuple):
+    """Messages in their order, and the tools that the model is offered, as JSON schemas."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Any] | None = None
+
+
+ChatFormat = Callable[[Conversation], list[Part]]
+"""Conversation -> parts. Raises ValueError for what the format cannot say."""
 
 
 def _identity(messages: Sequence[Message]) -> list[Part]:
@@ -42,7 +53,7 @@ def _chatml(messages: Sequence[Message]) -> list[Part]:
     for message in messages:
         head, body = f"<|im_start|>{message['role']}\n", f"{message['content']}<|im_end|>\n"
         if message["role"] == "assistant":
-            parts += [Part(head, False), Part(body, True)]
+            parts += [Part(head, False), Part(body, is_learned(message))]
         else:
             parts.append(Part(head + body, False))
     return parts
@@ -54,7 +65,7 @@ def _nemotron_h_aligned(messages: Sequence[Message]) -> list[Part]:
     for message in messages:
         role, content = message["role"], message["content"].strip()
         if role == "assistant":
-            parts.append(Part(f"{content}\n", True))
+            parts.append(Part(f"{content}\n", is_learned(message)))
         elif role == "user":
             head = "<SPECIAL_11>Assistant\n"
             parts.append(Part(f"<SPECIAL_11>User\n{content}\n{head}", False))
@@ -70,7 +81,7 @@ def _nemotron_nano_v2(messages: Sequence[Message]) -> list[Part]:
         role, content = message["role"], message["content"]
         if role == "assistant":
             parts.append(Part("<SPECIAL_11>Assistant\n", False))
-            parts.append(Part(f"{content.strip()}\n<SPECIAL_12>\n", True))
+            parts.append(Part(f"{content.strip()}\n<SPECIAL_12>\n", is_learned(message)))
             continue
         content = content.replace("/think", "").replace("/no_think", "").strip()
         if role == "user":
@@ -80,7 +91,7 @@ def _nemotron_nano_v2(messages: Sequence[Message]) -> list[Part]:
     return parts
 
 
-_FORMATS: dict[str, ChatFormat] = {
+_FORMATS: dict[str, Callable[[Sequence[Message]], list[Part]]] = {
     "nemotron-h-aligned": _nemotron_h_aligned,
     "nemotron-nano-v2": _nemotron_nano_v2,
     "identity": _identity,
@@ -99,16 +110,20 @@ def chat_format(name: str, tokenizer_model: str | None = None) -> ChatFormat:
         ValueError: an unknown format, or there is no template.
     """
     if name in _FORMATS:
-        return _FORMATS[name]
+        return functools.partial(_in_words, name)
     if name not in _TEMPLATE_FORMATS:
         raise ValueError(
             f"--sft-tokenizer-prompt-format {name} is not served; give one of "
             f"{', '.join(PROMPT_FORMATS)}"
         )
     render = _read_template(_folder_of(tokenizer_model))
-    if name == "default":
-        return lambda messages: [Part(render(messages, False), True)]
-    return lambda messages: _answers_of_template(render, messages)
+    parts_of = _whole_of_template if name == "default" else _answers_of_template
+
+    def parts(conversation: Conversation) -> list[Part]:
+        _refuse_what_is_not_rendered(render, conversation)
+        return parts_of(render, conversation)
+
+    return parts
 
 
 def format_identity(name: str, tokenizer_model: str | None = None) -> str:
@@ -127,24 +142,84 @@ _TEMPLATE = "chat_template.jinja"
 # Of how templates are rendered; of 1 were JSON escaped for HTML, and tools that nobody gave.
 _VERSION = 2
 
-_Render = Callable[[Sequence[Message], bool], str]
+_Render = Callable[[Conversation, bool], str]
+_BESIDE_CONTENT = ("tool_calls", "reasoning_content")  # what a message of an assistant may hold
 
 
-def _answers_of_template(render: _Render, messages: Sequence[Message]) -> list[Part]:
+def is_learned(message: Message) -> bool:
+    """Returns whether an answer is learned: `"weight": 0` says that it is read alone."""
+    return bool(message.get("weight", 1))
+
+
+def _in_words(name: str, conversation: Conversation) -> list[Part]:
+    """Returns the parts of a format that knows roles and contents alone."""
+    held = ["tools"] if conversation.tools else []
+    held += [key for key in _BESIDE_CONTENT if any(m.get(key) for m in conversation.messages)]
+    if held:
+        raise ValueError(
+            f"it has {' and '.join(held)}, which {name} leaves out; give --sft-tokenizer-prompt-format chat-template, "
+            "or write them into the content"
+        )
+    if name == "identity":
+        _refuse_weights(name, conversation)
+    return _FORMATS[name](conversation.messages)
+
+
+def _refuse_weights(name: str, conversation: Conversation) -> None:
+    if not all(map(is_learned, conversation.messages)):
+        raise ValueError(
+            f'it has an answer of "weight": 0, and {name} learns everything; give --sft-tokenizer-prompt-format '
+            "chat-template, or take the weight out"
+        )
+
+
+def _refuse_what_is_not_rendered(render: _Render, conversation: Conversation) -> None:
+    """Raises ValueError where the text would be the same without tools, or without calls of them."""
+    calls = [dict(m, tool_calls=None) for m in conversation.messages]
+    without = {
+        "tools": conversation._replace(tools=None),
+        "tool_calls": conversation._replace(messages=calls),
+    }
+    held = {
+        "tools": conversation.tools,
+        "tool_calls": any(m.get("tool_calls") for m in conversation.messages),
+    }
+    for name, other in without.items():
+        if held[name] and render(conversation, False) == _text_or_refusal(render, other):
+            raise ValueError(
+                f"it has {name}, which the chat template leaves out: the model would never see them; give a template "
+                "that renders them"
+            )
+
+
+def _text_or_refusal(render: _Render, conversation: Conversation) -> str:
+    try:
+        return render(conversation, False)
+    except ValueError as refusal:  # a message without content, perhaps
+        return f"refused: {refusal}"
+
+
+def _whole_of_template(render: _Render, conversation: Conversation) -> list[Part]:
+    _refuse_weights("default", conversation)
+    return [Part(render(conversation, False), True)]
+
+
+def _answers_of_template(render: _Render, conversation: Conversation) -> list[Part]:
     """Returns prompts and answers: what a template adds for an assistant's turn is the answer."""
+    messages = conversation.messages
     parts, done = [], ""
     for place, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        prompt = render(messages[:place], True)
-        whole = render(messages[: place + 1], False)
+        prompt = render(conversation._replace(messages=messages[:place]), True)
+        whole = render(conversation._replace(messages=messages[: place + 1]), False)
         if not (prompt.startswith(done) and whole.startswith(prompt)):
             raise ValueError(
                 f"the chat template changes earlier turns when message {place} is added, so its "
                 "answers cannot be told apart; give --sft-tokenizer-prompt-format default, which "
                 "learns every token"
             )
-        parts += [Part(prompt[len(done) :], False), Part(whole[len(prompt) :], True)]
+        parts += [Part(prompt[len(done) :], False), Part(whole[len(prompt) :], is_learned(message))]
         done = whole
     return parts
 
@@ -166,16 +241,22 @@ def _read_template(folder: Path) -> _Render:
             "tokenizer_config.json); give another --sft-tokenizer-prompt-format"
         )
 
-    environment, names = _environment(), _special_tokens(config)
+    names = _special_tokens(config)
+    try:
+        template = _environment().from_string(text)
+    except TemplateError as error:
+        raise ValueError(f"the chat template of {folder} cannot be read ({error})") from None
 
-    def render(messages: Sequence[Message], add_generation_prompt: bool) -> str:
+    def render(conversation: Conversation, add_generation_prompt: bool) -> str:
         try:
-            return environment.from_string(text).render(
-                messages=list(messages),
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **names,
+            return str(
+                template.render(
+                    messages=list(conversation.messages),
+                    tools=conversation.tools and list(conversation.tools),
+                    documents=None,
+                    add_generation_prompt=add_generation_prompt,
+                    **names,
+                )
             )
         except TemplateError as error:
             raise ValueError(f"the chat template of {folder} refuses ({error})") from None

@@ -1,7 +1,7 @@
 """Chat files to a corpus whose learned tokens are known: one conversation, one document.
 
-A line of the file is {"messages": [{"role": ..., "content": ...}, ...]}. A system message begins a
-new conversation, so that a line may hold several.
+A line of the file is {"messages": [{"role": ..., "content": ...}, ...], "tools": [...]}. A system message
+begins a new conversation, so that a line may hold several; each is offered the tools.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from megatron_cp.data.chat import ROLES, ChatFormat, Message
+from megatron_cp.data.chat import ROLES, ChatFormat, Conversation, Message
 from megatron_cp.data.indexed import token_dtype
 from megatron_cp.data.indexed_writer import IndexedWriter
 from megatron_cp.data.supervision import write_supervision
@@ -36,8 +36,8 @@ class ConversationCounts:
     truncated: int
 
 
-def read_conversations(path: str | os.PathLike[str]) -> Iterator[list[Message]]:
-    """Yields the conversations of a chat file.
+def read_conversations(path: str | os.PathLike[str]) -> Iterator[tuple[str, Conversation]]:
+    """Yields the conversations of a chat file, each with its file and line.
 
     Raises:
         ValueError: a line is something else (names file and line).
@@ -47,30 +47,32 @@ def read_conversations(path: str | os.PathLike[str]) -> Iterator[list[Message]]:
     with Path(path).open("rb") as stream:
         for number, line in enumerate(stream, start=1):
             if line.strip():
-                yield from _conversations_of_line(line, f"{os.fspath(path)}, line {number}")
+                where = f"{os.fspath(path)}, line {number}"
+                yield from ((where, one) for one in _conversations_of_line(line, where))
 
 
-def _conversations_of_line(line: bytes, where: str) -> Iterator[list[Message]]:
+def _conversations_of_line(line: bytes, where: str) -> Iterator[Conversation]:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON ({error}); repair it") from None
-    messages = record.get("messages") if isinstance(record, dict) else None
-    if isinstance(record, dict) and record.get("tools"):
-        raise ValueError(
-            f"{where} has tools, which would not be rendered: the model would never see them; write them into a system "
-            "message as the template does, and take the key out"
-        )
+    messages, tools = (
+        (record.get("messages"), record.get("tools")) if isinstance(record, dict) else (None, None)
+    )
     if not isinstance(messages, list) or not messages:
         raise ValueError(f'{where} must be {{"messages": [...]}} with at least one message')
+    if tools is not None and not _are_objects(tools):
+        raise ValueError(f"{where} has tools that are no list of JSON schemas; repair it")
+    if b"\\u" in line and _has_lone_surrogate(record):
+        raise ValueError(f"{where} holds a lone surrogate, which is no text; repair it")
     current: list[Message] = []
     for place, message in enumerate(messages):
         checked = _checked(message, f"{where}, message {place}")
         if checked["role"] == "system" and current:
-            yield current
+            yield Conversation(current, tools or None)
             current = []
         current.append(checked)
-    yield current
+    yield Conversation(current, tools or None)
 
 
 def _checked(message: Any, where: str) -> Message:
@@ -78,20 +80,61 @@ def _checked(message: Any, where: str) -> Message:
         (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
     )
     role = role.lower() if isinstance(role, str) else role
-    if role not in ROLES or not isinstance(content, str):
+    calls = message.get("tool_calls") if role == "assistant" else None
+    if role not in ROLES or not (isinstance(content, str) or (content is None and calls)):
         raise ValueError(
             f"{where} has role {role!r} and content of type {type(content).__name__}, it must have "
             f"one of {', '.join(ROLES)} and a string; repair it"
         )
-    if not content.isascii() and any("\ud800" <= letter <= "\udfff" for letter in content):
-        raise ValueError(f"{where} holds a lone surrogate, which is no text; repair it")
-    if role == "assistant" and not content.strip():
+    if role == "assistant" and not calls and not (content or "").strip():
         raise ValueError(f"{where} is an empty answer, from which nothing is learned; take it out")
-    return {**message, "role": role}
+    if message.get("weight", 1) not in (0, 1):
+        raise ValueError(f"{where} has weight {message['weight']!r}, it must be 0 or 1; repair it")
+    checked = {**message, "role": role}
+    return {**checked, "tool_calls": _checked_calls(calls, where)} if calls else checked
+
+
+def _checked_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Returns calls of tools with their arguments as objects, which templates write as JSON; they may be JSON text."""
+    try:
+        if not _are_objects(calls):
+            raise ValueError("no list of objects")
+        return [_with_arguments_read(call) for call in calls]
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f'{where} has tool_calls that cannot be read ({error}); each must be {{"function": {{"name": ..., '
+            '"arguments": {...}}}'
+        ) from None
+
+
+def _with_arguments_read(call: dict[str, Any]) -> dict[str, Any]:
+    if "function" in call:
+        if not isinstance(call["function"], dict):
+            raise ValueError("a function that is no object")
+        return {**call, "function": _with_arguments_read(call["function"])}
+    if not isinstance(call.get("name"), str):
+        raise ValueError("a call without a name")
+    arguments = call.get("arguments", {})
+    read = json.loads(arguments) if isinstance(arguments, str) else arguments
+    if not isinstance(read, dict):
+        raise ValueError("arguments that are no object")
+    return {**call, "arguments": read}
+
+
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, dict) for one in value)
+
+
+def _has_lone_surrogate(record: Any) -> bool:
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def tokenize_conversation(
-    messages: Sequence[Message], tokenizer: Tokenizer, render: ChatFormat
+    conversation: Conversation, tokenizer: Tokenizer, render: ChatFormat
 ) -> tuple[list[int], list[Span]]:
     """Returns the ids of a conversation, closed by the end-of-document token, and the learned spans.
 
@@ -100,7 +143,7 @@ def tokenize_conversation(
     ids: list[int] = []
     spans: list[Span] = []
     is_learned = False
-    parts = render(messages)
+    parts = render(conversation)
     for (_, is_learned), own in zip(
         parts, _ids_of_parts([text for text, _ in parts], tokenizer), strict=True
     ):
@@ -148,8 +191,11 @@ def write_conversations(
     spans: list[tuple[int, int, int]] = []
     truncated = document = 0
     with IndexedWriter(prefix, dtype=token_dtype(tokenizer.vocab_size)) as writer:
-        for messages in read_conversations(source):
-            ids, learned = tokenize_conversation(messages, tokenizer, render)
+        for where, conversation in read_conversations(source):
+            try:
+                ids, learned = tokenize_conversation(conversation, tokenizer, render)
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from None
             truncated += len(ids) > max_tokens
             writer.add_document(ids[:max_tokens])
             cut = ((start, min(stop, max_tokens)) for start, stop in learned)
@@ -166,8 +212,9 @@ def write_conversations(
     return ConversationCounts(document, tokens, sum(b - a for _, a, b in spans), truncated)
 
 
-# Of how chats become tokens: one of 1 may have been cut by its tokenizer's file, one of 2 has blanks between parts.
-_VERSION = 3
+# Of how chats become tokens. Of 1 one may have been cut by its tokenizer's file, of 2 there are blanks between parts,
+# and of 3 calls of tools may have been left out.
+_VERSION = 4
 
 
 def conversations_in_folder(

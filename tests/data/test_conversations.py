@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_cp.data.batch import BatchConfig, build_batch
 from megatron_cp.data.blend import open_blend
 from megatron_cp.data.blend_sources import parse_blend
-from megatron_cp.data.chat import PROMPT_FORMATS, chat_format, format_identity
+from megatron_cp.data.chat import PROMPT_FORMATS, Conversation, chat_format, format_identity
 from megatron_cp.data.conversations import (
     conversations_in_folder,
     read_conversations,
@@ -21,7 +21,8 @@ from megatron_cp.data.conversations import (
 from megatron_cp.data.document_set import open_documents, split_documents
 from megatron_cp.data.packing import Packer, PackingConfig
 from megatron_cp.data.supervision import supervision_path, write_supervision
-from megatron_cp.data.tokenizer import ByteLevelTokenizer, train_byte_level_bpe
+from megatron_cp.data.tokenizer import train_byte_level_bpe
+from tests.data.chats import BYTES, TALK, TEMPLATE, write_lines, write_template
 from tests.data.corpora import write_corpus
 
 
@@ -34,19 +35,6 @@ class AsSentencePiece:
         return [1 + ord(letter) for letter in "_" * bool(text) + text.replace(" ", "_")]
 
 
-BYTES = ByteLevelTokenizer()
-TALK = [
-    {"role": "system", "content": " Be brief. "},
-    {"role": "user", "content": "2 + 2? /think"},
-    {"role": "assistant", "content": "4 "},
-    {"role": "user", "content": "Sure?"},
-    {"role": "assistant", "content": "Yes."},
-]
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] | trim }}"
-    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 # Learned stretches in brackets, written from the formats' descriptions.
 EXPECTED = {
     "nemotron-h-aligned": "<SPECIAL_10>System\nBe brief.\n<SPECIAL_11>User\n2 + 2? /think\n"
@@ -65,29 +53,22 @@ EXPECTED = {
 }
 
 
-@pytest.fixture
-def tokenizer_folder(tmp_path):
-    config = {"chat_template": TEMPLATE, "bos_token": "<b>", "eos_token": {"content": "</s>"}}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    return tmp_path
-
-
 def shown(parts):
     return "".join(f"[{text}]" if learned else text for text, learned in parts)
 
 
 @pytest.mark.parametrize("name", PROMPT_FORMATS)
-def test_text_and_learned_stretches_of_each_format(tokenizer_folder, name):
-    render = chat_format(name, str(tokenizer_folder / "tokenizer.json"))
-    assert shown(render(TALK)) == EXPECTED[name]
+def test_text_and_learned_stretches_of_each_format(tmp_path, name):
+    render = chat_format(name, str(write_template(tmp_path) / "tokenizer.json"))
+    assert shown(render(Conversation(TALK))) == EXPECTED[name]
 
 
-def test_a_template_says_what_transformers_says(tokenizer_folder):
+def test_a_template_says_what_transformers_says(tmp_path):
     transformers = pytest.importorskip("transformers.utils.chat_template_utils")
     expected, _ = transformers.render_jinja_template(
         conversations=[TALK], chat_template=TEMPLATE, bos_token="<b>", eos_token="</s>"
     )
-    (part,) = chat_format("default", str(tokenizer_folder))(TALK)
+    (part,) = chat_format("default", str(write_template(tmp_path)))(Conversation(TALK))
     assert [part.text] == expected
 
 
@@ -97,7 +78,7 @@ def test_a_template_says_what_transformers_says(tokenizer_folder):
         (None, "holds no chat template"),
         ("{{ raise_exception('no system') }}", r"refuses \(no system\)"),
         ("{{ messages | length }}", "changes earlier turns"),
-        ("{% for", "refuses"),
+        ("{% for", "cannot be read"),
         ("{{ ''.__class__.__mro__ }}", "refuses"),
     ],
 )
@@ -105,13 +86,13 @@ def test_templates_that_cannot_serve_are_refused(tmp_path, template, message):
     if template is not None:
         (tmp_path / "chat_template.jinja").write_text(template)
     with pytest.raises(ValueError, match=message):
-        chat_format("chat-template", str(tmp_path))(TALK)
+        chat_format("chat-template", str(tmp_path))(Conversation(TALK))
     with pytest.raises(ValueError, match="llama3 is not served; give one of nemotron-h-aligned"):
         chat_format("llama3")
 
 
 def test_learned_spans_are_the_ids_of_the_learned_stretches():
-    ids, spans = tokenize_conversation(TALK, BYTES, chat_format("chatml"))
+    ids, spans = tokenize_conversation(Conversation(TALK), BYTES, chat_format("chatml"))
     assert ids[-1] == BYTES.eod
     text = [bytes(ids[a:b]) if b < len(ids) else bytes(ids[a : b - 1]) for a, b in spans]
     learned = re.findall(r"\[(.*?)\]", EXPECTED["chatml"], flags=re.DOTALL)
@@ -119,16 +100,11 @@ def test_learned_spans_are_the_ids_of_the_learned_stretches():
     assert spans[-1][1] == len(ids)  # the end follows an answer
 
 
-def write_lines(path, *records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
 def test_a_line_may_hold_several_conversations(tmp_path):
     path = write_lines(
         tmp_path / "c.jsonl", {"messages": [*TALK, *TALK[:3]]}, {"messages": TALK[1:3]}
     )
-    assert [len(talk) for talk in read_conversations(path)] == [5, 3, 2]
+    assert [len(talk.messages) for _, talk in read_conversations(path)] == [5, 3, 2]
 
 
 @pytest.mark.parametrize(
@@ -182,7 +158,7 @@ def test_a_batch_learns_answers_and_nothing_else(tmp_path_factory, talks, size):
     texts, answers = [], []
     for talk in talks:
         ids, flags = [], []
-        for text, learned in render(talk):
+        for text, learned in render(Conversation(talk)):
             ids += list(text.encode())
             flags += [learned] * len(text)
         texts.append([*ids, BYTES.eod][:size])
@@ -214,7 +190,7 @@ def test_a_batch_learns_answers_and_nothing_else(tmp_path_factory, talks, size):
 
 
 def render_ids(render, talk):
-    return tokenize_conversation(talk, BYTES, render)[0]
+    return tokenize_conversation(Conversation(talk), BYTES, render)[0]
 
 
 def test_what_is_learned_follows_documents_into_splits_and_blends(tmp_path):
@@ -319,28 +295,18 @@ def test_templates_say_what_transformers_tokenizer_says(tmp_path, name):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     expected = theirs.apply_chat_template(talk, tokenize=False)
-    (part,) = chat_format("default", str(tmp_path))(talk)
+    (part,) = chat_format("default", str(tmp_path))(Conversation(talk))
     assert part.text == expected
 
 
 @pytest.mark.parametrize("name", PROMPT_FORMATS)
-def test_no_blank_is_put_between_a_prompt_and_its_answer(tokenizer_folder, name):
+def test_no_blank_is_put_between_a_prompt_and_its_answer(tmp_path, name):
     """The ids are those of the whole text, to which such a tokenizer adds one blank in front."""
-    tokenizer, render = AsSentencePiece(), chat_format(name, str(tokenizer_folder))
-    ids, spans = tokenize_conversation(TALK, tokenizer, render)
-    parts = render(TALK)
+    tokenizer, render = AsSentencePiece(), chat_format(name, str(write_template(tmp_path)))
+    ids, spans = tokenize_conversation(Conversation(TALK), tokenizer, render)
+    parts = render(Conversation(TALK))
     text = "".join(part.text for part in parts)
     assert ids == [*tokenizer.tokenize(text), 0]
     learned = "".join("_" + part.text for part in parts if part.is_learned)
     told = "".join("_" + text[max(0, a - 1) : b - 1] for a, b in spans)
     assert told.rstrip("\0") == learned
-
-
-def test_tools_that_would_not_be_rendered_are_refused(tmp_path):
-    talk = {"messages": TALK, "tools": [{"type": "function", "function": {"name": "add"}}]}
-    path = tmp_path / "chats.jsonl"
-    path.write_text(json.dumps(talk))
-    with pytest.raises(ValueError, match=r"chats\.jsonl, line 1 has tools, which would not be"):
-        list(read_conversations(path))
-    path.write_text(json.dumps(talk | {"tools": []}))
-    assert len(list(read_conversations(path))) == 1
