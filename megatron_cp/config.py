@@ -32,8 +32,14 @@ class Level:
     latency_us: float | None = None
     """Of a transfer that leaves a group; None: that of the level inside."""
 
+    def __post_init__(self) -> None:
+        for name in ("gbytes_per_s", "latency_us"):
+            if _is_number(getattr(self, name)):  # a topology says what else is wrong
+                object.__setattr__(self, name, float(getattr(self, name)))
+
 
 _RATES = ("forward_tflops", "backward_tflops", "inner_gbytes_per_s", "outer_gbytes_per_s")
+_NUMBERS = (*_RATES, "latency_us", "contention")
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,8 @@ class Topology:
 
     def __post_init__(self) -> None:
         self._check_types()
+        for name in _NUMBERS:
+            object.__setattr__(self, name, float(getattr(self, name)))  # equal rows are said alike
         for name in _RATES:
             value = getattr(self, name)
             if not 0 < value < float("inf"):
@@ -104,7 +112,7 @@ class Topology:
     def _check_types(self) -> None:
         if not isinstance(self.name, str):
             raise TypeError(f"name={self.name!r} of a topology must be a name; give a string")
-        for name in (*_RATES, "latency_us", "contention"):
+        for name in _NUMBERS:
             if not _is_number(getattr(self, name)):
                 raise TypeError(
                     f"{name}={getattr(self, name)!r} of topology {self.name!r} must be a number; give an int or a float"

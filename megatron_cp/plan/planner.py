@@ -187,8 +187,9 @@ def _check_memory(plans: Mapping[str, PlanData], config: CPConfig) -> None:
         float(received_bytes(plan, name).max()) for plan in plans.values() for name in PASSES
     )
     if held > config.max_received_mb * 1e6:
+        (planner,) = {plan.planner for plan in plans.values()}
         raise ValueError(
-            f"max_received_mb={config.max_received_mb} cannot be kept by planner={config.planner!r}, which holds "
+            f"max_received_mb={config.max_received_mb} cannot be kept by planner={planner!r}, which holds "
             f"{math.ceil(held / 1e6)} MB of received rows on a rank: raise it to that, take planner='auto', or plan "
             "for more ranks"
         )
@@ -207,7 +208,8 @@ def plan_on_placement(
     For frameworks that have split their batch already, for instance Megatron's own zigzag. The plan keeps a copy of
     `tokens`, which may be anything that NumPy reads.
 
-    Raises: ValueError unless they are 0 to P T - 1, each once, as many as the mask has or more.
+    Raises: ValueError unless they are 0 to P T - 1, each once, as many as the mask has or more, and where
+    `max_received_mb` cannot be kept.
     """
     _check_masks({"mask": (mask, 1.0)})
     tokens = _as_placement(mask, tokens)
@@ -215,6 +217,7 @@ def plan_on_placement(
     both = needed_keys_pass(PlacedMask(mask, tokens))
     plan = one_pass_plan(mask, config, planner, tokens, both)
     validate(plan)
+    _check_memory({"mask": plan}, plan.config)
     return AttentionPlan.of(plan)
 
 

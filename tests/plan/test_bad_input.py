@@ -1,12 +1,17 @@
 """What make_plan refuses: one clear line with the value received and the nearest legal one."""
 
+import math
+import re
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from megatron_cp import mask as masks
-from megatron_cp.config import CPConfig
+from megatron_cp.config import CPConfig, Level, Topology
 from megatron_cp.plan import make_plan, make_plans, plan_on_placement
 from megatron_cp.plan.placement.placement import per_document_zigzag
+from megatron_cp.plan.planner import forget_plans
 
 CAUSAL = masks.causal(3000)
 
@@ -104,6 +109,51 @@ def test_bad_input_is_refused_in_one_line_that_says_what_to_do(name):
 def test_the_nearest_legal_chunk_sizes_are_legal(chunk_size):
     plan = make_plan(CAUSAL, 8, CPConfig(chunk_size=chunk_size))
     assert plan.tokens_per_rank <= 2 * 375
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "cp_size", "chunk_size", "multiple"),
+    [(9, 3, 3, 1), (8000, 8, 1999, 1), (7992, 8, 999, 1), (32768, 12, 2731, 1), (63, 3, 7, 3)],
+)
+@pytest.mark.parametrize("planner", ["auto", "dcp", "magi"])
+def test_ranks_hold_the_fewest_rows_that_a_chosen_chunk_allows(
+    num_tokens, cp_size, chunk_size, multiple, planner
+):
+    options = CPConfig(planner=planner, chunk_size=chunk_size, token_multiple=multiple)
+    plan = make_plan(masks.causal(num_tokens), cp_size, options)
+    step = math.lcm(chunk_size, multiple)
+    assert plan.tokens_per_rank == -(-num_tokens // (cp_size * step)) * step
+
+
+def test_a_placement_that_cannot_keep_the_memory_limit_is_refused():
+    tokens = np.arange(4096).reshape(4, -1)
+    limit = CPConfig(num_heads=8, num_kv_heads=8, max_received_mb=1)
+    message = r"max_received_mb=1 cannot be kept by planner='fixed_placement', which holds (\d+) MB"
+    with pytest.raises(ValueError, match=message) as caught:
+        plan_on_placement(masks.causal(4096), tokens, limit)
+    least = int(re.search(message, str(caught.value))[1])
+    plan_on_placement(masks.causal(4096), tokens, replace(limit, max_received_mb=least))
+    with pytest.raises(ValueError, match="cannot be kept"):
+        plan_on_placement(masks.causal(4096), tokens, replace(limit, max_received_mb=least - 1))
+
+
+def test_equal_topologies_give_equal_digests():
+    digests = set()
+    for number in (int, float):
+        forget_plans()
+        levels = (Level(16, number(20)),)
+        topology = Topology(
+            "x",
+            number(500),
+            number(400),
+            8,
+            number(370),
+            number(45),
+            number(20),
+            outer_levels=levels,
+        )
+        digests.add(make_plan(masks.causal(64), 4, CPConfig(topology=topology)).digest())
+    assert len(digests) == 1
 
 
 def test_per_document_zigzag_gives_each_rank_two_mirrored_pieces_of_every_document():

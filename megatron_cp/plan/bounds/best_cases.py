@@ -19,6 +19,7 @@ from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.placement.placement import tokens_per_rank
 from megatron_cp.plan.schema import FloatArray, OwnRows, PassName
 from megatron_cp.plan.schemes.documents import local_intra_inter
+from megatron_cp.plan.schemes.double_ring import passes_queries
 from megatron_cp.plan.schemes.layout import ranks_per_node
 from megatron_cp.plan.transfer.pass_builder import PlacedMask
 
@@ -77,6 +78,8 @@ def _double_ring(mask: AttentionMask, cp_size: int, config: CPConfig, pass_name:
     moved = _key_bytes(mask, cp_size, config, pass_name)
     outer = (nodes - 1) * moved / topology.outer_gbytes_per_s
     inner = (cp_size - nodes) * moved / topology.inner_gbytes_per_s
+    if pass_name == "backward" and passes_queries(config):  # pairs are computed where keys live
+        mask = mask.transpose()
     compute = _compute(busiest_area(mask, cp_size, config, pieces=2), config, pass_name)
     return _overlapped(compute, max(outer, inner) * 1e-9, cp_size - 1, config)
 

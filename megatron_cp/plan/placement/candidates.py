@@ -60,7 +60,8 @@ class PlacementCandidates:
         self.smallest_degree = smallest_degree
         # One row count for all: it must not depend on the data, pipeline shapes are fixed by it.
         num_tokens = next(iter(masks.values()))[0].num_queries
-        pieces = 2 if cp_size > 1 else 1  # zigzag halves every rank's rows
+        # Zigzag halves every rank's rows; of an odd chunk that was chosen it would double them.
+        pieces = 2 if cp_size > 1 and config.chunk_size is None else 1
         even = replace(config, token_multiple=math.lcm(config.token_multiple, pieces))
         self.chunk, per_rank = chunk_layout(num_tokens, cp_size, even)
         self.rows = self.chunk * per_rank
@@ -95,7 +96,7 @@ class PlacementCandidates:
     def zigzag(self, degree: int) -> Placement:
         """Returns two mirrored pieces of the stream per head group; in order where a chosen chunk would be cut."""
         groups = self.cp_size // degree
-        if groups == 1 or degree * self.rows // 2 % (self.config.chunk_size or 1):
+        if groups == 1 or degree * self.rows % (2 * (self.config.chunk_size or 1)):
             return self.in_order()
         first = np.arange(groups)
         halves = np.stack([first, 2 * groups - 1 - first], axis=1)
