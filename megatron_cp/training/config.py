@@ -63,6 +63,7 @@ class ModelConfig:
     window_attn_skip_freq: Windows
     experimental_attention_variant: str | None
     linear_attention_freq: Windows
+    mtp_num_layers: int | None
     spec: list[str] | None
     bf16: bool
     fp16: bool
@@ -91,8 +92,13 @@ class ModelConfig:
         return bool(frequency[layer - 1])
 
     def layers_by_mask(self) -> dict[str, int]:
-        """Returns how many layers attend in full and how many through the window; linear ones do neither."""
-        softmax = [n for n, is_linear in enumerate(linear_layers(self), 1) if not is_linear]
+        """Returns how many layers attend in full and how many through the window; linear ones do neither.
+
+        Layers of predictions follow those of the decoder, and are of the last one's kind.
+        """
+        is_linear = linear_layers(self)
+        kinds = (*is_linear, *is_linear[-1:] * (self.mtp_num_layers or 0))
+        softmax = [layer for layer, linear in enumerate(kinds, 1) if not linear]
         window = sum(map(self.is_window_layer, softmax))
         return {"full": len(softmax) - window, "window": window}
 

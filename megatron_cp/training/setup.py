@@ -146,6 +146,9 @@ def build_model(config: TrainConfig, provider: ModelProvider, device: torch.devi
             ),
             vp_stage=stage,
         )
+        if getattr(chunk, "embedding", None) is not None:
+            # Megatron-Core says it of the first stage's alone; the copy that predictions read learns alike.
+            chunk.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         chunks.append(chunk.to(device))

@@ -19,7 +19,7 @@ from megatron_cp.mcore.loss import LOSS_NAME
 from megatron_cp.mcore.qk_clip import clip_qk, forget_logits
 from megatron_cp.training.bad_steps.attempt import Attempt, LocalGradients
 from megatron_cp.training.config import TrainConfig
-from megatron_cp.training.logging.auxiliary import auxiliary_losses
+from megatron_cp.training.logging.auxiliary import NO_LOSSES, AuxiliaryLosses, auxiliary_losses
 from megatron_cp.training.logging.lines import print_rank_last
 from megatron_cp.training.logging.timers import Timers
 from megatron_cp.training.same_batches import check_same_batches
@@ -41,8 +41,8 @@ class StepResult:
     num_zeros: int | None
     updated: bool
     loss_scale: float
-    auxiliary: dict[str, float]
-    """Further losses by name, means over the micro-batches."""
+    auxiliary: AuxiliaryLosses
+    """Of a step that was left out there are none."""
     max_attention_logit: float | None = None
     """The largest of all heads, layers and ranks, where it was asked for."""
 
@@ -171,7 +171,7 @@ def train_step(
         num_zeros=None if num_zeros is None else int(num_zeros),
         updated=bool(updated),
         loss_scale=float(optimizer.get_loss_scale()),
-        auxiliary=auxiliary_losses(config, len(batches)),
+        auxiliary=auxiliary_losses(config, len(batches)) if is_applied else NO_LOSSES,
         max_attention_logit=largest,
     )
 
@@ -214,7 +214,7 @@ def evaluate(
     for chunk in runner.model:
         chunk.eval()
     total = None
-    with torch.no_grad(), _without_jitter(runner.model):
+    with torch.no_grad(), without_jitter(runner.model):
         for number in range(num_batches):
             if is_cut():
                 break
@@ -235,7 +235,7 @@ def evaluate(
 
 
 @contextmanager
-def _without_jitter(chunks: list[Any]) -> Iterator[None]:
+def without_jitter(chunks: list[Any]) -> Iterator[None]:
     """Routes tokens as the weights say.
 
     Megatron jitters the input of a router in evaluation too, and draws from the random stream of training for it.

@@ -39,7 +39,7 @@ from megatron_cp.mask import documents as document_mask
 from megatron_cp.training.bad_steps.probe import Before
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.corpora import RunData
-from megatron_cp.training.step import Runner, whole_parameters
+from megatron_cp.training.step import Runner, whole_parameters, without_jitter
 
 LogitsStep = Callable[[PlannedBatch, Any, torch.device], torch.Tensor]
 """Returns the logits of this rank's rows, `[T, V]`, the whole vocabulary on every tensor-parallel rank."""
@@ -91,7 +91,7 @@ class TextSampler:
         before = Before.of(runner)
         for chunk in runner.model:
             chunk.eval()
-        with torch.no_grad(), whole_parameters(runner):
+        with torch.no_grad(), without_jitter(runner.model), whole_parameters(runner):
             written = self._write()
         for chunk in runner.model:
             chunk.train()

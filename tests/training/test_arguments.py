@@ -48,7 +48,6 @@ def test_a_script_of_megatron_is_completed_as_megatron_completes_it():
     assert args.data_parallel_size == 2
     assert args.kv_channels == 16
     assert args.ffn_hidden_size == 128  # int(4 * 64 * 2 / 3 / 64) * 64
-    assert args.num_micro_batches == 1
     assert (args.lr_decay_steps, args.lr_warmup_steps) == (8, 4.0)
     assert args.max_position_embeddings == 128
 
@@ -248,8 +247,42 @@ def test_virtual_stages_need_a_pipeline_and_enough_micro_batches(capsys):
     assert "--pipeline-model-parallel-size" in refusal(capsys, *SMALL_RUN, *flags)
     flags += ["--pipeline-model-parallel-size", "2"]
     assert parse(*SMALL_RUN, *flags, world_size=2).virtual_pipeline_model_parallel_size == 2
+    evaluated = ["--eval-global-batch-size", "3"]
+    told = refusal(capsys, *SMALL_RUN, *flags, *evaluated, world_size=2)
+    assert "--eval-global-batch-size 3 is 3 micro-batches a replica" in told
+    parse(*SMALL_RUN, *flags, *evaluated, "--eval-iters", "0", world_size=2)
     flags += ["--global-batch-size", "3"]
-    assert "--global-batch-size" in refusal(capsys, *SMALL_RUN, *flags, world_size=2)
+    told = refusal(capsys, *SMALL_RUN, *flags, world_size=2)
+    assert "--global-batch-size 3 is 3 micro-batches a replica" in told
+    ramp = ["--rampup-batch-size", "2", "1", "4", "--train-samples", "20"]
+    steps = [*MODEL, *DATA, "--micro-batch-size", "1", "--lr", "1e-3", "--eval-iters", "1"]
+    flags[-1] = "4"
+    told = refusal(capsys, *steps, *flags, *ramp, world_size=2)
+    assert "--global-batch-size 3 is 3 micro-batches a replica" in told
+    ramp[2] = "2"
+    parse(*steps, *flags, *ramp, world_size=2)
+
+
+def test_groups_of_experts_change_nothing_without_experts(capsys):
+    args = parse(*SMALL_RUN, *["--moe-router-num-groups", "2", "--moe-router-group-topk", "1"])
+    assert args.moe_router_num_groups is args.moe_router_group_topk is None
+    told = refusal(capsys, *SMALL_RUN, "--expert-model-parallel-size", "0")
+    assert "--expert-model-parallel-size 0" in told
+
+
+@pytest.mark.parametrize(
+    ("flags", "layers"),
+    [
+        ("--window-size 31,0", {"full": 0, "window": 3}),
+        ("--window-size 31,0 --window-attn-skip-freq 3", {"full": 1, "window": 2}),
+        ("--window-size 31,0 --window-attn-skip-freq 2", {"full": 1, "window": 2}),
+        ("", {"full": 3, "window": 0}),
+    ],
+)
+def test_layers_of_predictions_are_counted_with_those_of_the_decoder(flags, layers):
+    predicted = ["--untie-embeddings-and-output-weights", "--mtp-num-layers", "1"]
+    config = parse_arguments([*SMALL_RUN, *predicted, *flags.split()], {"WORLD_SIZE": "1"})
+    assert config.model.layers_by_mask() == layers
 
 
 def test_our_own_layer_spec_is_allowed():

@@ -136,3 +136,26 @@ def test_gradients_are_read_where_somebody_looks_at_them(monkeypatch, is_wanted,
     gradients = LocalGradients(is_wanted, overlaps)
     gradients.finalize([chunk])
     assert order == ["finalize"] and float(gradients.norm) == (5.0 if is_wanted else 0.0)
+
+
+def test_what_probes_changed_is_put_back_behind_a_step_that_is_left_out(monkeypatch):
+    """Routers count tokens in buffers, for the update that is not made."""
+    from megatron_cp.training.bad_steps import check
+    from megatron_cp.training.bad_steps.attempt import Attempt
+
+    order = []
+    before = mock.Mock(restore=lambda *_: order.append("restore"))
+    probe = mock.Mock(culprit=lambda: order.append("probe"))
+    monkeypatch.setattr(check, "Before", mock.Mock(of=lambda _: before))
+    monkeypatch.setattr(check, "Probe", lambda *_: probe)
+    monkeypatch.setattr(check, "any_rank", lambda *votes: votes)
+    monkeypatch.setattr(check, "gathered", lambda view: [view])
+    monkeypatch.setattr(check, "view_of", lambda *_, **__: None)
+    bad = Attempt(math.nan, 8, None, 1.0)
+    monkeypatch.setattr(check, "forward_backward", lambda *_: bad)
+    monkeypatch.setattr(check.StepCheck, "_tell", lambda *_: order.append("tell"))
+    config = mock.MagicMock()
+    config.steps.rerun_mode = "disabled"
+    step_check = check.StepCheck(config, mock.Mock())
+    assert step_check(mock.Mock(), mock.Mock(), 1, [mock.Mock()]) == (bad, False)
+    assert order == ["probe", "tell", "restore"]

@@ -75,7 +75,7 @@ def test_experts_latent_attention_and_prediction_counted_by_hand():
         "moe_shared_expert_intermediate_size": 9,
         "mtp_num_layers": 1,
     }
-    flops = gpt_flops(model, num_layers={"full": 2, "window": 0}, vocab_size=10)
+    flops = gpt_flops(model, num_layers={"full": 3, "window": 0}, vocab_size=10)
     # Queries 8x6 and 6 x 4x5; keys and values 8 x (5 + 2) and 5 x 4x(3 + 4); output 4x4 x 8.
     attention = 48 + 120 + 56 + 140 + 128
     dense, experts = 3 * 8 * 16, 3 * 8 * (3 * 7 + 9) + 8 * 16

@@ -114,6 +114,24 @@ def runs(
         yield metrics(folder / "on", key), {step: expected[step] for step in (3, 4)}
 
 
+def test_the_copy_of_the_embedding_that_predictions_read_learns_at_the_same_rate(tmp_path: Path):
+    """Both stages hold one, and Megatron-Core calls the first alone an embedding."""
+    flags = f"{shlex.join(MODEL)} --decoupled-lr 1e-4 --lr 1e-2"
+    stages = (2, "--pipeline-model-parallel-size 2")
+    for found, expected in runs(tmp_path, flags, (1, ""), stages, ("lm loss", "mtp_1 loss")):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("predicted", ["", "--mtp-num-layers 1"])
+def test_losses_of_layers_are_kept_where_they_are_asked_for(tmp_path: Path, predicted: str):
+    """The last layer is dense here, and that of predictions is like it."""
+    balanced = "--moe-layer-freq 2 --moe-aux-loss-coeff 0.01 --moe-per-layer-logging --moe-z-loss-coeff 0.1"
+    train(1, *SMALL_RUN, *shlex.split(f"{EXPERTS} {balanced} {predicted} --run-dir {tmp_path}"))
+    for name in ("load_balancing_loss", "z_loss"):
+        assert metrics(tmp_path, f"moe/{name}_layer_0") == metrics(tmp_path, name)
+        assert not metrics(tmp_path, f"moe/{name}_layer_1")
+
+
 @pytest.mark.parametrize("what", LOGGED)
 def test_a_figure_of_the_log_is_that_of_one_rank(tmp_path: Path, what: str):
     flags, layout, world_size, key = LOGGED[what]

@@ -259,7 +259,7 @@ def _one_batch(args: Namespace) -> Iterator[str]:
         args.global_batch_size or args.micro_batch_size * args.data_parallel_size
     )
     args.train_iters = args.lr_decay_steps = args.lr_warmup_steps = 0
-    args.num_micro_batches, args.eval_global_batch_size = 1, args.global_batch_size
+    args.eval_global_batch_size = args.global_batch_size
     args.batch_schedule = ((0, args.global_batch_size),)
     args.lr, args.wsd_decay_steps, args.wd_incr_steps = args.lr or 0.0, None, 0
     args.start_weight_decay = args.end_weight_decay = args.weight_decay
@@ -314,7 +314,7 @@ _CHECKS: tuple[tuple[Any, ...], ...] = (
     (check_fill_in_the_middle,),
 )
 _STEP_CHECKS: tuple[tuple[Any, ...], ...] = (
-    (complete_batch, "global_batch_size", "num_micro_batches"),
+    (complete_batch, "global_batch_size"),
     (check_virtual_batches,),
     (complete_steps, "train_iters"),
     (check_intervals,),

@@ -33,12 +33,11 @@ def complete_experts(args: Namespace) -> Iterator[str]:
         value = getattr(args, name)
         if isinstance(value, list) and len(value) == 1:
             setattr(args, name, value[0])
+    yield from require(args, "expert_model_parallel_size", "expert_tensor_parallel_size")
     if args.num_experts is None:
         yield from _without_experts(args)
         return
-    yield from require(
-        args, "num_experts", "expert_model_parallel_size", "expert_tensor_parallel_size"
-    )
+    yield from require(args, "num_experts")
     if args.moe_ffn_hidden_size is None:
         args.moe_ffn_hidden_size = args.ffn_hidden_size
     yield from require(args, "moe_ffn_hidden_size", "moe_router_topk")
@@ -60,6 +59,8 @@ def _without_experts(args: Namespace) -> Iterator[str]:
             "give the number of experts"
         )
         discard(args, "expert_model_parallel_size")
+    # Megatron-Core divides experts by groups; a note says that these change nothing.
+    args.moe_router_num_groups = args.moe_router_group_topk = None
 
 
 def check_experts(args: Namespace) -> Iterator[str]:

@@ -156,7 +156,7 @@ TABLE = """
 --moe-token-drop-policy one-of:probs,position probs | which tokens it drops
 --moe-apply-probs-on-input on - | weigh tokens before the expert
 --moe-layer-recompute on - | old spelling of --recompute-modules moe
---moe-per-layer-logging on - | losses of each layer in the log
+--moe-per-layer-logging on - | losses of each layer in the records
 
 [latent attention]
 --multi-latent-attention on - | queries, keys and values from latent vectors

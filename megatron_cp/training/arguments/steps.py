@@ -43,7 +43,6 @@ def complete_batch(args: Namespace) -> Iterator[str]:
                 )
                 break
     args.global_batch_size, args.batch_schedule = sizes.steps[-1][1], sizes.steps
-    args.num_micro_batches = sizes.sizes()[0] // per_round
 
 
 def _batch_sizes(args: Namespace, per_round: int) -> Generator[str, None, BatchSchedule]:
@@ -81,14 +80,20 @@ def check_virtual_batches(args: Namespace) -> Iterator[str]:
     """Yields a line if virtual stages cannot deal their micro-batches evenly."""
     if not args.virtual_pipeline_model_parallel_size:
         return
-    count, stages = args.num_micro_batches, args.pipeline_model_parallel_size
+    stages = args.pipeline_model_parallel_size
     group = args.microbatch_group_size_per_vp_stage or stages
-    if not stages <= group <= count or 0 < count % group < stages:
-        yield (
-            f"micro-batches per step {count} must be a multiple of --pipeline-model-parallel-size "
-            f"{stages} with virtual stages (or go into groups of at least {stages}: "
-            "--microbatch-group-size-per-virtual-pipeline-stage); raise --global-batch-size"
-        )
+    named = [("--global-batch-size", size) for size in BatchSchedule(args.batch_schedule).sizes()]
+    if args.eval_iters:
+        named.append(("--eval-global-batch-size", args.eval_global_batch_size))
+    for flag, size in named:
+        count = size // (args.micro_batch_size * args.data_parallel_size)
+        if not stages <= group <= count or 0 < count % group < stages:
+            yield (
+                f"{flag} {size} is {count} micro-batches a replica; with virtual stages they must be a multiple of "
+                f"--pipeline-model-parallel-size {stages}, or go into groups of at least {stages} "
+                "(--microbatch-group-size-per-virtual-pipeline-stage); give another size, in every step of a ramp"
+            )
+            return
 
 
 def complete_steps(args: Namespace) -> Iterator[str]:

@@ -103,6 +103,7 @@ class StepCheck:
         found = {} if culprit is None else self._found(probe, culprit, batches, iteration)
         views = gathered(view_of(attempt, differs=differs, **found))
         self._tell(Finding(iteration, what, views, culprit))
+        before.restore(runner, len(batches))  # routers count tokens for the update that is not made
         return attempt, False
 
     def _judge(self, attempt: Attempt, iteration: int) -> str | None:

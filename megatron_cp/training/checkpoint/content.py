@@ -58,7 +58,9 @@ def note_what_stays(
         )
     if has_optimizer and not state.config.checkpoint.wants_optimizer:
         flag = "--finetune" if state.config.checkpoint.finetune else "--no-load-optim"
-        print_rank_0(f" note: {flag}: the checkpoint's optimizer state is not loaded")
+        print_rank_0(
+            f" note: {flag}: the checkpoint's optimizer state is not loaded, and rates begin anew"
+        )
     note = names.extra_state_note(extra_states)
     if note:
         print_rank_0(f" note: {note}")

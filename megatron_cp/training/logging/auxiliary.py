@@ -7,7 +7,7 @@ Megatron-LM's names.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,23 +25,37 @@ _NAMES = {
 }
 
 
-def auxiliary_losses(config: TrainConfig, num_micro_batches: int) -> dict[str, float]:
-    """Returns the step's mean auxiliary losses by name; those of prediction on the last stage alone.
+class AuxiliaryLosses(NamedTuple):
+    """Means over the micro-batches of a step, by name."""
+
+    means: dict[str, float]
+    """Over layers."""
+    by_layer: dict[str, float]
+    """Of single layers, where `--moe-per-layer-logging` asks for them."""
+
+
+NO_LOSSES = AuxiliaryLosses({}, {})
+
+
+def auxiliary_losses(config: TrainConfig, num_micro_batches: int) -> AuxiliaryLosses:
+    """Returns the step's auxiliary losses; those of prediction on the last stage alone.
 
     Collective where the model has experts or predicts further tokens: every rank calls it once per
     step, because the sums begin anew.
     """
-    arguments, found = config.arguments, dict[str, Any]()
+    arguments, found, by_layer = config.arguments, dict[str, Any](), dict[str, float]()
     if arguments["num_experts"]:
-        found.update(_losses_of_experts(arguments, num_micro_batches))
+        found, by_layer = _losses_of_experts(arguments, num_micro_batches)
     if arguments["mtp_num_layers"]:
         scale = 1 / num_micro_batches
         MTPLossLoggingHelper.track_mtp_metrics(scale, 0, None, total_loss_dict=found)
-    return {name: float(value) for name, value in found.items()}
+    return AuxiliaryLosses({name: float(value) for name, value in found.items()}, by_layer)
 
 
-def _losses_of_experts(arguments: Mapping[str, Any], num_micro_batches: int) -> dict[str, float]:
-    """Returns the means over layers, micro-batches and replicas; begins the sums anew. Collective.
+def _losses_of_experts(
+    arguments: Mapping[str, Any], num_micro_batches: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Returns the means over layers, and those of each layer; begins the sums anew. Collective.
 
     Megatron-Core has a function for it, but a stage without experts has no sums there; how to make them differs from
     version to version, and where the stages make them unlike the all-reduce waits for ever.
@@ -51,11 +65,16 @@ def _losses_of_experts(arguments: Mapping[str, Any], num_micro_batches: int) -> 
     names = [_NAMES[kind] for kind in kinds if kind in _NAMES]
     if arguments["moe_z_loss_coeff"] is not None:
         names.append("z_loss")
+    predicted = arguments["mtp_num_layers"] or 0
+    is_expert = expert_layers(arguments)
+    is_expert += is_expert[-1:] * predicted
     sums = compat.sums_of_expert_losses()
-    totals = torch.zeros(len(names), dtype=torch.float64, device=torch.cuda.current_device())
+    totals = torch.zeros(
+        len(names), len(is_expert), dtype=torch.float64, device=torch.cuda.current_device()
+    )
     for place, name in enumerate(names):
         if name in sums:  # not on a stage without experts
-            totals[place] = sums[name].double().sum()
+            totals[place, : len(sums[name])] = sums[name].double()
             sums[name].zero_()
     rows = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     for group in (parallel_state.get_pipeline_model_parallel_group(), rows):
@@ -64,8 +83,15 @@ def _losses_of_experts(arguments: Mapping[str, Any], num_micro_batches: int) -> 
     # z-loss of its own rows.
     parts = dict.fromkeys(names, parallel_state.get_data_parallel_world_size())
     parts.update({_NAMES["global_aux_loss"]: 1, "z_loss": rows.size()})
-    num_layers = sum(expert_layers(arguments)) + (arguments["mtp_num_layers"] or 0)
-    return {
-        name: total / (parts[name] * num_layers * num_micro_batches)
-        for name, total in zip(names, totals.tolist(), strict=True)
-    }
+    means, by_layer = dict[str, float](), dict[str, float]()
+    for name, total in zip(names, totals.tolist(), strict=True):
+        share = 1 / (parts[name] * num_micro_batches)
+        means[name] = sum(total) * share / sum(is_expert)
+        if arguments["moe_per_layer_logging"]:
+            layers = zip(total, is_expert, strict=True)
+            by_layer |= {
+                f"moe/{name}_layer_{layer}": loss * share
+                for layer, (loss, expert) in enumerate(layers)
+                if expert
+            }
+    return means, by_layer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,9 @@ class Summary:
     """Counts along while a run goes on; means are over every row that was tracked."""
 
     losses: list[float] = field(default_factory=list)
+    """Those that are numbers."""
     held_out: list[tuple[int, float]] = field(default_factory=list)
+    num_steps: int = 0
     num_tokens: int = 0
     started: float = field(default_factory=time.perf_counter)
     _sums: dict[str, float] = field(default_factory=dict)
@@ -32,8 +35,9 @@ class Summary:
 
     def step(self, loss: float | None, num_tokens: int) -> None:
         """Counts one step."""
-        if loss is not None:
+        if loss is not None and math.isfinite(loss):
             self.losses.append(loss)
+        self.num_steps += 1
         self.num_tokens += num_tokens
 
     def row(self, row: Mapping[str, Any]) -> None:
@@ -95,9 +99,10 @@ def next_lines(
 def closing_box(
     summary: Summary, steps: int, lines: Sequence[tuple[str, str]], now: float | None = None
 ) -> str:
-    """Returns the box; `now` is the clock of `summary.started`."""
+    """Returns the box of a run that has taken `steps`, some perhaps before; `now` is the clock of `summary.started`."""
     seconds = (time.perf_counter() if now is None else now) - summary.started
-    title = f"{steps} steps, {summary.num_tokens:,} tokens, {timedelta(seconds=round(seconds))}"
+    of_all = "" if steps == summary.num_steps else f" (the run has {steps})"
+    title = f"{summary.num_steps} steps{of_all}, {summary.num_tokens:,} tokens, {timedelta(seconds=round(seconds))}"
     rows = [*summary.facts(), *lines]
     width = max((len(name) for name, _ in rows), default=0)
     rule = "-" * 80

@@ -55,7 +55,7 @@ def gpt_flops(
 
     Args:
         arguments: the model under Megatron-LM's names, completed.
-        num_layers: decoder layers by the name of their mask.
+        num_layers: layers by the name of their mask, those of predictions too.
         vocab_size: columns of the output layer.
     """
     hidden = arguments["hidden_size"]
@@ -67,13 +67,10 @@ def gpt_flops(
     ]
     prediction = arguments.get("mtp_num_layers") or 0  # its layers are like the last one
     extra = prediction * (layers[-1] + 2 * hidden * hidden + hidden * vocab_size)
-    counts = {name: count for name, count in num_layers.items() if count}
-    if prediction and not is_linear[-1]:
-        counts["full"] = counts.get("full", 0) + prediction
     return ModelFlops(
         matrix_parameters=sum(layers) + hidden * vocab_size + extra,
         score_width=arguments["num_attention_heads"] * sum(_head_sizes(arguments)),
-        num_layers=counts,
+        num_layers={name: count for name, count in num_layers.items() if count},
     )
 
 

@@ -42,7 +42,7 @@ from megatron_cp.training.logging.metrics import (
     work_of_step,
 )
 from megatron_cp.training.logging.records import RunFiles, plan_sample
-from megatron_cp.training.logging.speed import Speed, peak_tflops
+from megatron_cp.training.logging.speed import Clock, Counts, Speed, peak_tflops
 from megatron_cp.training.logging.stragglers import Stragglers
 from megatron_cp.training.logging.timers import Timers
 from megatron_cp.training.logging.tracking import Tracker, start_tensorboard
@@ -75,10 +75,10 @@ class Journal:
         self._keeps = dist.get_rank() == dist.get_world_size() - 1
         self._tracker = _open_tracker(state, described) if self._keeps else Tracker()
         self._losses: dict[str, list[float]] = {LOSS_NAME: []}
-        self._skipped = self._nan = self._hybrid = 0
-        self._window_flops = self._window_tokens = 0
-        self._window_start = time.perf_counter()
-        self._window_steps = self._num_samples = self._steps_since_line = 0
+        # A line is of the steps since the last line, a row of those since the last row.
+        self._line, self._row = Clock(), Clock()
+        self._line_counts, self._row_counts = Counts(), Counts()
+        self._num_samples = self._steps_since_line = 0
         self._last: dict[str, Any] = {}
         self._summary = Summary()
         self._evaluated: dict[str, int] = {}
@@ -102,30 +102,31 @@ class Journal:
         work = work_of_step(batches, device)
         operations = self._flops.of_step(work.num_tokens, work.area)
         state.flops += operations
-        self._window_flops += operations
-        self._window_tokens += work.num_tokens
-        self._hybrid += batches[0].spans_replicas
-        self._window_steps += 1
         self._steps_since_line += 1
         self._summary.step(result.loss, work.num_tokens)
         is_no_number = result.loss is not None and not math.isfinite(result.loss)
+        for clock in (self._line, self._row):
+            clock.step(work.num_tokens, operations, waited_s)
+        for counts in (self._line_counts, self._row_counts):
+            counts.skipped += not result.updated
+            counts.nan += is_no_number
+            counts.nonfinite += result.grad_norm is not None and not math.isfinite(result.grad_norm)
+            counts.hybrid += batches[0].spans_replicas
         if result.loss is not None and not is_no_number:
             self._losses[LOSS_NAME].append(result.loss)
-        for name, value in result.auxiliary.items():
+        for name, value in result.auxiliary.means.items():
             self._losses.setdefault(name, []).append(value)
-        self._nan += is_no_number
-        self._skipped += not result.updated
         if is_no_number:
             self.alert("loss is not finite", f"step {state.iteration}: lm loss {result.loss}")
-        seconds = (time.perf_counter() - self._window_start) / self._window_steps
-        self.tokens_per_s = self._speed(seconds).tokens_per_s
+        self.tokens_per_s = self._line.tokens_per_s()
         if self._keeps and state.iteration % config.records.tensorboard_log_interval == 0:
-            self._track(batches, result, seconds, params_norm, device, waited_s)
+            self._track(batches, result, params_norm, device)
+            self._row, self._row_counts = Clock(), Counts()
         wants_more = self._tracker.wants_plan_samples and self._num_samples < _NUM_PLAN_SAMPLES
         if self._keeps and wants_more:
             self._sample(batches)
         if state.iteration % config.records.log_interval == 0:
-            self._print(result, seconds, params_norm)
+            self._print(result, params_norm)
 
     def compare(self, told: list[list[int]]) -> None:
         """Names ranks that stay behind, from what every rank told of itself; nothing where none did."""
@@ -145,16 +146,16 @@ class Journal:
         self,
         batches: list[PlannedBatch],
         result: StepResult,
-        seconds: float,
         norm: float | None,
         device: torch.device,
-        waited_s: float,
     ) -> None:
         """One row under Megatron-LM's keys, and ours."""
         config, state = self._state.config, self._state
+        clock, counts = self._row, self._row_counts
         row: dict[str, Any] = {
             LOSS_NAME: result.loss,
-            **result.auxiliary,
+            **result.auxiliary.means,
+            **result.auxiliary.by_layer,
             "learning-rate": learning_rate(state.optimizer),
             "grad-norm": result.grad_norm,
             "num-zeros": result.num_zeros,
@@ -163,15 +164,13 @@ class Journal:
             "batch-size": result.num_packs,
             "loss-scale": result.loss_scale,
             "samples vs steps": state.consumed_samples,
-            "iteration-time": seconds,
-            "throughput": self._tflops(seconds),
-            **self._speed(seconds).row(),
+            "iteration-time": clock.seconds,
+            "throughput": clock.tflops(config.parallel.world_size),
+            **self._speed(clock, counts).row(),
             "loss/valid_tokens": result.valid_tokens,
-            "grad/nonfinite": float(
-                result.grad_norm is not None and not math.isfinite(result.grad_norm)
-            ),
-            "grad/skipped": float(not result.updated),
-            "data/wait_s": waited_s,
+            "grad/nonfinite": float(counts.nonfinite),
+            "grad/skipped": float(counts.skipped),
+            "data/wait_s": clock.waited_s / clock.steps,
             "data/cursor": float(_documents_drawn(state.data)),
             "restart/count": float(state.restarts),
             **plan_metrics(config, batches),
@@ -199,34 +198,31 @@ class Journal:
             self._tracker.add_plan_sample(sample)
             self._num_samples += 1
 
-    def _tflops(self, seconds: float) -> float:
-        """Returns TFLOP/s per rank since the last log line."""
-        return self._window_flops / (
-            self._window_steps * seconds * 1e12 * self._state.config.parallel.world_size
-        )
-
-    def _speed(self, seconds: float) -> Speed:
-        """Returns means since the last log line."""
+    def _speed(self, clock: Clock, counts: Counts) -> Speed:
         config = self._state.config
+        world_size = config.parallel.world_size
         return Speed(
-            tokens_per_s=self._window_tokens / (self._window_steps * seconds),
-            world_size=config.parallel.world_size,
-            mfu=None if self._peak is None else self._tflops(seconds) / self._peak,
-            hybrid_steps=self._hybrid if config.parallel.spans_replicas else None,
-            remaining_s=seconds * (config.steps.train_iters - self._state.iteration),
+            tokens_per_s=clock.tokens_per_s(),
+            world_size=world_size,
+            mfu=None if self._peak is None else clock.tflops(world_size) / self._peak,
+            hybrid_steps=counts.hybrid if config.parallel.spans_replicas else None,
+            remaining_s=clock.seconds * (config.steps.train_iters - self._state.iteration),
         )
 
-    def _print(self, result: StepResult, seconds: float, norm: float | None) -> None:
+    def _print(self, result: StepResult, norm: float | None) -> None:
         """Megatron-LM's line over the steps since the last one."""
         config, state = self._state.config, self._state
+        clock, counts = self._line, self._line_counts
         # A window may hold no token that counts in the loss; it is NaN where a loss was no number.
-        means = {name: _mean(v) for name, v in self._losses.items() if v or self._nan}
+        means = {name: _mean(v) for name, v in self._losses.items() if v or counts.nan}
         report = StepReport(
             iteration=state.iteration,
             train_iters=config.steps.train_iters,
             consumed_samples=state.consumed_samples,
-            elapsed_ms=seconds * 1e3,
-            tflops=self._tflops(seconds) if config.records.log_throughput else None,
+            elapsed_ms=clock.seconds * 1e3,
+            tflops=clock.tflops(config.parallel.world_size)
+            if config.records.log_throughput
+            else None,
             learning_rate=learning_rate(state.optimizer),
             global_batch_size=result.num_packs,
             losses=means,
@@ -234,16 +230,16 @@ class Journal:
             num_zeros=None if result.num_zeros is None else float(result.num_zeros),
             params_norm=norm,
             loss_scale=result.loss_scale,
-            skipped_iterations=self._skipped,
-            nan_iterations=self._nan,
-            speed=self._speed(seconds).fields(),
+            skipped_iterations=counts.skipped,
+            nan_iterations=counts.nan,
+            speed=self._speed(clock, counts).fields(),
         )
         print_rank_last(training_line(report))
-        self._print_where_time_went(seconds)
-        self._losses, self._skipped, self._nan, self._hybrid = {LOSS_NAME: []}, 0, 0, 0
-        self.restart_clock()
+        self._print_where_time_went()
+        self._losses, self._line_counts = {LOSS_NAME: []}, Counts()
+        self._restart_line()
 
-    def _print_where_time_went(self, seconds: float) -> None:
+    def _print_where_time_went(self) -> None:
         """Timers, slow ranks and energy since the last line, where they are asked for."""
         options, state, num_steps = self._state.config.records, self._state, self._steps_since_line
         self._steps_since_line = 0
@@ -255,7 +251,7 @@ class Journal:
             row |= slow
         if self._energy is not None:
             line, used = self._energy.report(
-                self._window_steps, seconds, self._state.config.parallel.world_size
+                self._line.steps, self._line.seconds, self._state.config.parallel.world_size
             )
             lines.append(line)
             row |= used
@@ -268,8 +264,11 @@ class Journal:
 
     def restart_clock(self) -> None:
         """The next steps are timed from now on."""
-        self._window_flops = self._window_tokens = self._window_steps = 0
-        self._window_start = time.perf_counter()
+        self._row = Clock()
+        self._restart_line()
+
+    def _restart_line(self) -> None:
+        self._line = Clock()
         if self._energy is not None:
             self._energy.start()
 

@@ -92,4 +92,4 @@ def _flags() -> dict[str, float]:
 @functools.cache
 def _names() -> frozenset[str]:
     ours = {field.name for section in SECTIONS.values() for field in dataclasses.fields(section)}
-    return frozenset({*ours, "num_micro_batches", *(action.dest for action in _parser()._actions)})
+    return frozenset({*ours, *(action.dest for action in _parser()._actions)})

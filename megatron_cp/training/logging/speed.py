@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 # Dense bf16 TFLOP/s without sparsity, from the makers' data sheets; the first name that the device's holds.
@@ -24,9 +25,50 @@ def peak_tflops(device_name: str, *, bf16: bool) -> float | None:
     return next(known, None) if bf16 else None
 
 
+@dataclass
+class Clock:
+    """Time and work of the steps since it was started; what is not a step starts it anew."""
+
+    started: float = field(default_factory=time.perf_counter)
+    steps: int = 0
+    tokens: int = 0
+    """Real tokens of the whole job, padding excluded."""
+    flops: float = 0.0
+    waited_s: float = 0.0
+    """So long this rank waited for batches."""
+    seconds: float = 0.0
+    """Mean of a step, up to the end of the last one."""
+
+    def step(self, tokens: int, flops: float, waited_s: float) -> None:
+        """Counts a step that has just ended."""
+        self.steps += 1
+        self.tokens += tokens
+        self.flops += flops
+        self.waited_s += waited_s
+        self.seconds = (time.perf_counter() - self.started) / self.steps
+
+    def tflops(self, world_size: int) -> float:
+        """Returns TFLOP/s per rank."""
+        return self.flops / (self.steps * self.seconds * 1e12 * world_size)
+
+    def tokens_per_s(self) -> float:
+        """Returns real tokens of the whole job over time."""
+        return self.tokens / (self.steps * self.seconds)
+
+
+@dataclass
+class Counts:
+    """Steps that were something: without an update, with a loss or a gradient that is no number, over all replicas."""
+
+    skipped: int = 0
+    nan: int = 0
+    nonfinite: int = 0
+    hybrid: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Means over the steps since the last log line."""
+    """Means over some steps."""
 
     tokens_per_s: float
     """Real tokens of the whole job, padding excluded."""
@@ -35,7 +77,7 @@ class Speed:
     """Operations of the model over the device's peak; None where that is not known."""
     remaining_s: float
     hybrid_steps: int | None = None
-    """So many steps since the last line had all replicas' packs on all their ranks; None where none may."""
+    """So many of them had all replicas' packs on all their ranks; None where none may."""
 
     def row(self) -> dict[str, float]:
         """Returns the metrics."""
