@@ -183,14 +183,14 @@ def find_starts(batch: Mapping[str, Any], rule: DocumentRule) -> Tensor:
 def _check_dense_mask(attention_mask: Tensor | None, starts: Tensor) -> None:
     """Raises NotImplementedError for a dense mask of anything but these documents: it would be left out.
 
-    Its pairs are counted in every batch, which reads it once; only another number is looked at.
+    The keys of each row are counted in every batch, which reads it once; only another number is looked at.
     """
     if attention_mask is None:
         return
     index = torch.arange(starts.shape[1], device=starts.device)
     begins = torch.where(starts, index, 0).cummax(dim=-1).values
-    pairs = int((index - begins + 1).sum())
-    if attention_mask.numel() - int(attention_mask.count_nonzero()) == pairs:
+    seen = attention_mask.shape[-1] - attention_mask.count_nonzero(dim=-1)
+    if torch.equal(seen, (index - begins + 1)[:, None]):
         return
     found = starts_from_dense_mask(attention_mask)
     raise NotImplementedError(

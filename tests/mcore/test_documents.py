@@ -184,3 +184,13 @@ def test_programs_whose_layers_would_get_no_plan_are_refused(flags, message):
     with pytest.raises(NotImplementedError, match=message):
         rule_from_arguments(Namespace(**asks, **flags))
     assert rule_from_arguments(Namespace(**flags)).source == "none"
+
+
+@pytest.mark.parametrize("other", [[1, 2, EOD, 4, 5, 6, 7, EOD], [1, EOD, 3, 4, 5, EOD, 7, EOD]])
+def test_a_mask_of_other_documents_with_as_many_pairs_is_refused(other):
+    """Of documents of 5 and 3, of 3 and 5, and of 2, 4 and 2 the masks have 21, 21 and 16 pairs."""
+    batch, _ = batch_of([[1, 2, 3, 4, EOD, 6, 7, EOD]])
+    batch["attention_mask"] = batch_of([other])[0]["attention_mask"]
+    rule = DocumentRule("positions", "--reset-position-ids")
+    with pytest.raises(NotImplementedError, match="a mask is never left out"):
+        find_documents(batch, rule)
