@@ -83,14 +83,16 @@ class Search:
         self._settle()
 
     def _move(self) -> None:
-        """Moves compute where it is likely to be worth it: once unless all is well, then as long as links limit."""
-        enough = self.budget.perfect
+        """Moves compute where it is likely to be worth it: once at every degree, then as long as links limit."""
+        moved: set[int] = set()
         for trial in self._to_move_on():
+            enough = self.budget.far if trial.degree in moved else self.budget.perfect
             if self._is_within(enough) and not self.is_thorough:
-                return
-            self._price(trial, move)
-            self._settle()
-            enough = self.budget.far
+                continue
+            if self._is_open(trial.degree):
+                self._price(trial, move)
+                self._settle()
+            moved.add(trial.degree)
 
     def _to_move_on(self) -> list[Trial]:
         """Returns the best placements of the fastest degrees at which compute can move, and those that suit it anyway.
