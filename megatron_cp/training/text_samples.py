@@ -60,6 +60,8 @@ def why_no_samples(config: TrainConfig, documents: Documents, limit: int | None)
         return "the run has no tokenizer that makes text of its tokens"
     if config.data.seq_length < 2 or not (documents.lengths >= 2).any():
         return "no pack has a document of two tokens"
+    if np.any(documents.prefix_lengths):
+        return "documents have prefixes that see both ways, and samples would be written under another mask"
     prompts = choose_prompts(documents, config.records.log_text_samples, config.data.seq_length)
     if any(max(one.ids.max(), one.follows.max()) >= limit for one in prompts):
         return "the token files are of another vocabulary than the tokenizer"

@@ -11,6 +11,7 @@ import torch
 from megatron_cp.data.indexed_writer import IndexedWriter
 from megatron_cp.data.prompts import NEW_TOKENS, choose_prompts, draw, text_behind
 from megatron_cp.data.tokenizer import ByteLevelTokenizer
+from megatron_cp.training.arguments import parse_arguments
 from tests.faults.program import Launch, run_program
 from tests.training.commands import MODEL, ROOT, STEPS, metrics
 from tests.training.verdicts import parse, refusal
@@ -225,6 +226,19 @@ def test_prompts_are_the_beginnings_of_long_documents_else_of_the_longest(length
 def test_a_short_context_is_not_exceeded():
     (prompt,) = choose_prompts(Lengths(900), 1, 20)
     assert len(prompt.ids) + len(prompt.follows) == 20
+
+
+def test_documents_with_prefixes_have_no_samples(corpus):
+    """Training lets a prefix see both ways; samples would be written under a causal mask."""
+    from megatron_cp.training.text_samples import why_no_samples
+
+    options = [*corpus, "--log-text-samples", "1", "--run-dir", "x"]
+    config = parse_arguments(options, {"WORLD_SIZE": "1"})
+    documents = Lengths(90, 80)
+    for prefixes, refused in (([0, 0], False), ([0, 7], True), ([-1, 0], True)):
+        documents.prefix_lengths = np.array(prefixes)
+        why = why_no_samples(config, documents, 1 << 16)
+        assert (why is not None and "another mask" in why) == refused
 
 
 def test_wishes_that_cannot_be_are_one_line(capsys, corpus):
