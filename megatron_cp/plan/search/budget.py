@@ -2,8 +2,8 @@
 
 Beside each stands what half and double of it do to predicted times: the geometric mean over those of today's value,
 then the worst cell, on 45 cells of 4 to 48 ranks; "large": on 26 of 40 to 256 ranks (benchmarks/bench_search.py,
-2026-11-26, every line in benchmarks/results/search_xeon_2026-11-26.md and search_large_xeon_2026-11-26.md). "Nothing":
-not one cell moved.
+2026-11-26, every line in benchmarks/results/search_xeon_2026-11-26.md and search_large_xeon_2026-11-26.md; before
+compute was moved once at every degree). "Nothing": not one cell moved.
 """
 
 from dataclasses import dataclass
