@@ -83,15 +83,23 @@ def description(name, cp_size, num_tokens):
     }
 
 
-def write_run(folder: Path, *, name="a run", cp_size=4, steps=20, lengths=LENGTHS, planner="auto"):
-    """Writes run.json, metrics.jsonl and plan.json as a training run does; returns the plan."""
+def write_run(
+    folder: Path, *, name="a run", cp_size=4, steps=20, lengths=LENGTHS, planner="auto", interval=1
+):
+    """Writes run.json, metrics.jsonl and plan.json as a training run does; returns the plan.
+
+    `interval`: the steps from a row of metrics to the next.
+    """
     config = CPConfig(**{**vars(CONFIG), "planner": planner})
     mask = documents(list(lengths))
     plan = make_plan(mask, cp_size, config)
-    files = RunFiles(folder, description(name, cp_size, sum(lengths)))
+    described = description(name, cp_size, sum(lengths))
+    described["arguments"]["tensorboard_log_interval"] = interval
+    files = RunFiles(folder, described)
     files.add_plan_sample(plan_sample(1, mask, plan, lengths, ("causal",) * len(lengths)))
     for step in range(1, steps + 1):
-        files.log({"iteration": step, **METRICS, "lm loss": 9 - 0.1 * step})
+        if step % interval == 0:
+            files.log({"iteration": step, **METRICS, "lm loss": 9 - 0.1 * step})
         if step % 10 == 0:
             files.log({"iteration": step, "lm loss validation": 9.5 - 0.1 * step})
     files.finish({"iteration": steps})

@@ -13,8 +13,9 @@ from megatron_cp.plan.hardware.memory import peak_bytes
 from megatron_cp.report.draw.svg import aligned
 from megatron_cp.report.figures.planners import planner_table
 from megatron_cp.report.run.bought import bought_table, bought_tiles
+from megatron_cp.report.run.curves import step_time_figure
 from megatron_cp.report.run.kept_packs import KeptPacks, plan_again
-from megatron_cp.report.run.limits import measured_shares
+from megatron_cp.report.run.limits import limits_figure, measured_shares
 from megatron_cp.report.run.page import run_page
 from megatron_cp.report.run.record import config_of, read_run
 from megatron_cp.report.run.trace import MeasuredStages
@@ -117,6 +118,55 @@ def test_shares_of_a_step_leave_its_first_step_out_and_divide_what_a_trace_divid
     assert divided["attention, waiting for rows"] == pytest.approx(0.2)
     assert divided["the rest of the model, and sending"] == pytest.approx(0.9 - 0.5)
     assert sum(divided.values()) == pytest.approx(1.0)
+
+
+@pytest.fixture
+def sparse(tmp_path):
+    """A run whose rows tell of ten steps each."""
+    write_run(tmp_path / "sparse", steps=100, interval=10)
+    return read_run(tmp_path / "sparse")
+
+
+def with_saves(run, *saves):
+    rows = [{"iteration": step, "ckpt/blocked_s": seconds} for step, seconds in saves]
+    return replace(run, rows=(*run.rows, *rows))
+
+
+def test_a_row_counts_as_often_as_the_steps_that_it_tells_of(sparse):
+    # 90 steps of half a second, a tenth of it waiting; 5 s of saves, of which one lies between two rows
+    run = with_saves(sparse, (10, 100.0), (40, 3.0), (55, 2.0))
+    shares = dict(measured_shares(run, None))
+    assert shares["waiting for checkpoints"] == pytest.approx(5 / 50)
+    assert shares["waiting for the loader"] == pytest.approx(4.5 / 50)
+    figure = limits_figure(run, KeptPacks(run.packs))
+    assert "mean over all 90 steps logged but the first 10." in figure
+
+
+def test_a_save_counts_whether_its_step_was_logged_or_not(run):
+    shares = dict(measured_shares(with_saves(run, (1, 9.0), (10, 0.25), (11, 0.25)), None))
+    assert shares["waiting for checkpoints"] == pytest.approx(0.5 / (19 * 0.5 + 0.5))
+
+
+def test_a_step_time_that_is_a_mean_of_steps_says_so(run, sparse):
+    assert "a mean of" not in step_time_figure(run).caption
+    assert "Each point is the mean of 10 steps." in step_time_figure(sparse).caption
+    sparse.rows[3]["iteration-time"] = 50.0
+    assert "1 point above the frame is drawn" in step_time_figure(sparse).caption
+
+
+def test_tokens_read_are_those_of_the_samples_consumed(run):
+    amount = trained_tiles(run)[2]
+    assert (amount.value, amount.detail) == ("81,920", "20 steps of 4,096, packs full")
+    for row in run.rows:  # a batch that grows from 2 packs to 4
+        if "lm loss" in row:
+            steps = row["iteration"]
+            row |= {"samples vs steps": 2 * min(steps, 10) + 4 * max(steps - 10, 0)}
+            row |= {"tokens-per-second": 1234.0 + steps}
+    amount, speed = trained_tiles(run)[2:]
+    assert amount.value == "61,440"
+    assert amount.detail == "20 steps of 3,072 on average, packs full"
+    assert speed.value == "1,244" and speed.label == "Tokens per second"
+    assert speed.detail == "step of 0.5 s on 4 ranks, medians; measured, padding excluded"
 
 
 def test_a_page_has_one_number_format(run):

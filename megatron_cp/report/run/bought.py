@@ -215,6 +215,6 @@ def _measured(run: Run, other: Run) -> str:
     ranks = [one.section("layout").get("context", "?") for one in (run, other)]
     here, there = (plain(one) for one in seconds)
     return (
-        f"measured: the median step takes {here} s here ({ranks[0]} context ranks) and {there} s in "
-        f"{other.name} ({ranks[1]} context ranks)"
+        f"measured: a step takes {here} s here ({ranks[0]} context ranks) and {there} s in "
+        f"{other.name} ({ranks[1]} context ranks), medians of what was logged"
     )

@@ -20,9 +20,9 @@ def loss_figure(run: Run, columns: int = 6) -> Figure:
     points = finite_points(*run.column(LOSS))
     window = max(1, len(points) // 30) | 1
     held_out = finite_points(*run.column(HELD_OUT_LOSS))
-    name = "training" if window == 1 else f"training, mean of {window} steps"
+    name = "training" if window == 1 else f"training, mean of {window} steps logged"
     series = [
-        Series("training, each step", points, 1, "faint"),
+        Series("training, each step logged", points, 1, "faint"),
         Series(name, smoothed(points, window), 1),
         Series("held-out documents", held_out, 2, "line+dots"),
     ]
@@ -42,13 +42,13 @@ def loss_figure(run: Run, columns: int = 6) -> Figure:
 
 
 def balance_figure(run: Run, columns: int = 6) -> Figure:
-    """Returns the balance of every step, worst micro-batch, beside that of two usual splits of the same packs."""
+    """Returns the balance of steps logged, worst micro-batch, beside that of two usual splits of the same packs."""
     points = finite_points(*run.column("cp/area_max_over_mean"))
     zigzag = finite_points(*run.column("cp/zigzag_area_max_over_mean"))
     per_document = finite_points(*run.column("cp/per_document_area_max_over_mean"))
     values = [y for _, y in points]
     words = (
-        f"Median {np.median(values):.3f}, 99% of the steps at or below {np.percentile(values, 99):.3f}. "
+        f"Median {np.median(values):.3f}, 99% of the steps logged at or below {np.percentile(values, 99):.3f}. "
         if values
         else ""
     )
@@ -66,7 +66,7 @@ def balance_figure(run: Run, columns: int = 6) -> Figure:
         Series(USUAL_WORDS, per_document, 3),
     ]
     return Figure(
-        title="Balance of every step",
+        title="Balance by step",
         caption=f"{words}1 (dashed) is perfect: every rank waits for the busiest. Worst micro-batch "
         "of a step; counted.",
         picture=line_chart("balance by step", series, axes),
@@ -82,8 +82,11 @@ def gradient_figure(run: Run, columns: int = 6) -> Figure:
     """Returns the gradient norm before clipping, plain and smoothed."""
     points = finite_points(*run.column("grad-norm"))
     window = max(1, len(points) // 30) | 1
-    name = "gradient norm" if window == 1 else f"mean of {window} steps"
-    series = [Series("each step", points, 1, "faint"), Series(name, smoothed(points, window), 1)]
+    name = "gradient norm" if window == 1 else f"mean of {window} steps logged"
+    series = [
+        Series("each step logged", points, 1, "faint"),
+        Series(name, smoothed(points, window), 1),
+    ]
     clip = run.argument("clip_grad")
     level = float(clip) if isinstance(clip, (int, float)) and clip else None
     words = f"Clipped at {level:g} (dashed). " if level is not None else ""
@@ -99,7 +102,7 @@ def gradient_figure(run: Run, columns: int = 6) -> Figure:
 
 
 def step_time_figure(run: Run, columns: int = 6) -> Figure:
-    """Returns seconds per step."""
+    """Returns seconds per step, a mean of the steps that a row tells of."""
     points = finite_points(*run.column("iteration-time"))
     values = [y for _, y in points]
     middle = f"Median {plain(float(np.median(values)))} s. " if values else ""
@@ -112,10 +115,11 @@ def step_time_figure(run: Run, columns: int = 6) -> Figure:
     inside = tuple((x, min(y, axes.y_high or y)) for x, y in points)
     cut = sum(y > (axes.y_high or y) for y in values)
     drawn = "is" if cut == 1 else "are"
-    above = f" {count_of(cut, 'step')} above the frame {drawn} drawn at its edge." if cut else ""
+    above = f" {count_of(cut, 'point')} above the frame {drawn} drawn at its edge." if cut else ""
+    mean = f"Each point is the mean of {run.interval} steps. " if run.interval > 1 else ""
     return Figure(
         title="Step time",
-        caption=f"{middle}Measured. Flat is good; spikes are checkpoints, evaluation or other users "
+        caption=f"{middle}{mean}Measured. Flat is good; spikes are checkpoints, evaluation or other users "
         f"of the machine.{above}",
         picture=line_chart("seconds per step", [Series("step time", inside, 1)], axes),
         table=Table((_STEP, "seconds"), [(int(x), y) for x, y in points]),

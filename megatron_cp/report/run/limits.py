@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from megatron_cp.report.draw.html import PREDICTED
 from megatron_cp.report.draw.svg import Markup, count_of, escape, join, tag
 from megatron_cp.report.run.kept_packs import KeptPacks, kept_words
@@ -47,16 +45,18 @@ def limits_figure(run: Run, kept: KeptPacks, traced: MeasuredStages | None = Non
     )
 
 
-def _counted_steps(run: Run) -> list[float]:
-    """Returns the steps that count: all that logged a time but the first, which makes and fills caches."""
-    steps, _ = run.column(SECONDS)
-    return steps[1:] if len(steps) > 1 else steps
+def _counted(run: Run, key: str) -> list[float]:
+    """Returns values of all rows behind the first that logged a time: its first step makes and fills caches."""
+    timed, _ = run.column(SECONDS)
+    left_out = timed[0] if len(timed) > 1 else -1
+    return [value for step, value in zip(*run.column(key), strict=True) if step > left_out]
 
 
 def _sample(run: Run) -> str:
-    steps = _counted_steps(run)
-    without = " but the first" if len(run.column(SECONDS)[0]) > len(steps) else ""
-    return f"all {count_of(len(steps), 'step')} logged{without}"
+    rows, size = len(_counted(run, SECONDS)), run.interval
+    without = f" but the first{f' {size}' if size > 1 else ''}"
+    is_all = rows == len(run.column(SECONDS)[0])
+    return f"all {count_of(rows * size, 'step')} logged{'' if is_all else without}"
 
 
 def measured_shares(run: Run, traced: MeasuredStages | None) -> list[Share]:
@@ -64,22 +64,16 @@ def measured_shares(run: Run, traced: MeasuredStages | None) -> list[Share]:
 
     The model's part is divided where the run traced steps: attention that computes, and waiting for rows of others.
     """
-    counted = set(_counted_steps(run))
-
-    def seconds(key: str) -> float | None:
-        steps, values = run.column(key)
-        kept = [value for step, value in zip(steps, values, strict=True) if step in counted]
-        return float(np.sum(kept)) if kept else None
-
-    total = seconds(SECONDS)
+    waits, saves = _counted(run, LOADER), _counted(run, SAVING)
+    total = run.interval * sum(_counted(run, SECONDS))  # a row holds the mean of its steps
+    waited, blocked = run.interval * sum(waits), sum(saves)
     if not total:
         return []
-    waited, blocked = seconds(LOADER), seconds(SAVING)
-    whole = total + (blocked or 0.0)
-    shares = _divided(max(0.0, total - (waited or 0.0)) / whole, total / whole, traced)
-    if waited is not None:
+    whole = total + blocked
+    shares = _divided(max(0.0, total - waited) / whole, total / whole, traced)
+    if waits:
         shares.append(("waiting for the loader", waited / whole))
-    if blocked is not None:
+    if saves:
         shares.append(("waiting for checkpoints", blocked / whole))
     return shares
 

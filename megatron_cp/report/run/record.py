@@ -54,6 +54,12 @@ class Run:
         part = self.description.get(name)
         return part if isinstance(part, Mapping) else {}
 
+    @property
+    def interval(self) -> int:
+        """Returns the steps that a row of metrics tells of: its own and those since the row before."""
+        steps = self.argument("tensorboard_log_interval")
+        return steps if isinstance(steps, int) and steps > 0 else 1
+
     def column(self, key: str) -> tuple[list[float], list[float]]:
         """Returns iterations and values of the rows that have a finite number under `key`."""
         pairs = [

@@ -64,30 +64,36 @@ def vocabulary_size(run: Run) -> int | None:
     )
 
 
-def tokens_per_step(run: Run) -> int | None:
-    """Returns the tokens of a global batch, as the arguments say it; None where they do not."""
-    batch, seq_length = run.argument("global_batch_size"), run.argument("seq_length")
-    return batch * seq_length if isinstance(batch, int) and isinstance(seq_length, int) else None
-
-
 def _amount_tiles(run: Run) -> list[Tile]:
-    """Returns how much was read, and how fast."""
-    _, seconds = run.column("iteration-time")
-    per_step = tokens_per_step(run)
-    if per_step is None:
+    """Returns how much was read, and how fast; nothing where the arguments do not say what a step reads."""
+    batch, seq_length = run.argument("global_batch_size"), run.argument("seq_length")
+    if not isinstance(batch, int) or not isinstance(seq_length, int):
         return []
-    steps = int(run.rows[-1]["iteration"]) if run.rows else 0
-    detail = f"{count_of(steps, 'step')} of {per_step:,}, packs full"
+    counted, samples = run.column("samples vs steps")
+    steps = int(counted[-1] if counted else run.rows[-1]["iteration"] if run.rows else 0)
+    tokens = int(samples[-1] if samples else steps * batch) * seq_length
+    size = f"{batch * seq_length:,}"
+    if tokens != steps * batch * seq_length:  # the batch grew, or another part had another one
+        size = f"{tokens / max(steps, 1):,.0f} on average"
+    detail = f"{count_of(steps, 'step')} of {size}, packs full"
     train = run.section("data").get("train")
     total = train.get("tokens") if isinstance(train, dict) else None
     if isinstance(total, int) and total > 0:
-        detail += f"; {steps * per_step / total:.2f} × the training documents"
-    tiles = [Tile("Tokens read", exact(steps * per_step), detail)]
-    if seconds:
-        middle = float(np.median(seconds))
-        world = run.section("layout").get("world_size")
-        words = (
-            f"median step {plain(middle)} s on {world} rank{'' if world == 1 else 's'}, measured"
-        )
-        tiles.append(Tile("Tokens per second", exact(round(per_step / max(middle, 1e-9))), words))
-    return tiles
+        detail += f"; {tokens / total:.2f} × the training documents"
+    return [Tile("Tokens read", exact(tokens), detail), *_speed_tile(run, batch * seq_length)]
+
+
+def _speed_tile(run: Run, per_step: int) -> list[Tile]:
+    """Returns the median speed that was logged, or that of full packs; none where no step was timed."""
+    _, seconds = run.column("iteration-time")
+    if not seconds:
+        return []
+    middle = float(np.median(seconds))
+    _, logged = run.column("tokens-per-second")
+    speed = float(np.median(logged)) if logged else per_step / max(middle, 1e-9)
+    world = run.section("layout").get("world_size")
+    words = (
+        f"step of {plain(middle)} s on {world} rank{'' if world == 1 else 's'}, medians; measured"
+    )
+    padding = ", padding excluded" if logged else ""
+    return [Tile("Tokens per second", exact(round(speed)), words + padding)]
