@@ -13,14 +13,14 @@ STEPS = 40
 NOISE = np.random.default_rng(0).normal(0, 0.05, STEPS)
 
 
-def run_with(folder, *, wanted=STEPS, finished=True, held_out=(), **columns):
-    """A run whose metrics are these columns, one value a step."""
+def run_with(folder, *, wanted=STEPS, finished=True, held_out=(), interval=1, **columns):
+    """A run whose metrics are these columns, one value every `interval` steps."""
     write_run(folder, steps=0)
     record = json.loads((folder / "run.json").read_text())
-    record["arguments"]["train_iters"] = wanted
-    record["finished"] = {"iteration": STEPS} if finished else None
+    record["arguments"] |= {"train_iters": wanted, "tensorboard_log_interval": interval}
+    record["finished"] = {"iteration": STEPS * interval} if finished else None
     (folder / "run.json").write_text(json.dumps(record))
-    rows = [{"iteration": step + 1} for step in range(STEPS)]
+    rows = [{"iteration": interval * (step + 1)} for step in range(STEPS)]
     for key, values in columns.items():
         for row, value in zip(rows, values, strict=True):
             row[key.replace("__", "/").replace("_norm", "-norm").replace("lm_", "lm ")] = value
@@ -72,6 +72,32 @@ def test_one_fault_decides_the_verdict_and_is_named(tmp_path, name):
     assert verdict.state == state
     (reason,) = [one for one in verdict.reasons if one.state != "well"]
     assert words in reason.words
+
+
+def words_of(run):
+    return [one.words for one in verdict_of(run).reasons]
+
+
+def test_the_gap_is_that_to_the_training_loss_at_the_time_of_the_evaluation(tmp_path):
+    # evaluated at step 20 only, 0.2 above the training loss there and 1.3 above that of the end
+    line = np.linspace(9, 6, STEPS)
+    there = line[17:21].mean()  # steps 18 to 21: a tenth of all, the nearest to step 20
+    run = run_with(tmp_path / "run", **(GOOD | {"lm_loss": line, "held_out": [(20, there - 0.2)]}))
+    said = f"held-out loss {there - 0.2:.3f}, 0.200 below the training loss around step 20"
+    assert said in words_of(run)
+
+
+def test_skipped_steps_are_counted_and_not_rows(tmp_path):
+    skipped = np.r_[np.zeros(STEPS - 2), 9.0, 6.0]
+    run = run_with(tmp_path / "run", **(GOOD | {"grad__skipped": skipped}), interval=10, wanted=400)
+    assert "15 of 400 steps were skipped" in words_of(run)
+    assert verdict_of(run).state == "look"
+
+
+def test_spikes_are_judged_in_the_steps_logged_and_the_verdict_says_so(tmp_path):
+    for interval, judged in ((1, "first tenth"), (10, "first tenth, of the steps logged")):
+        run = run_with(tmp_path / f"{interval}", **GOOD, interval=interval)
+        assert any(words.endswith(judged) for words in words_of(run))
 
 
 def test_a_run_that_logged_nothing_is_not_called_healthy(tmp_path):

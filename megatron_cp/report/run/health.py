@@ -91,7 +91,7 @@ def _loss(run: Run) -> Reason | None:
     first, last = values[:count], values[-count:]
     spread = float(np.std(np.diff(values)) / np.sqrt(2)) * np.sqrt(2 / count)
     fall = float(first.mean() - last.mean())
-    said = f"{first.mean():.3f} to {last.mean():.3f} (mean of the first and the last {count_of(count, 'step')})"
+    said = f"{first.mean():.3f} to {last.mean():.3f} (mean of the first and the last {count_of(count, 'step')} logged)"
     if fall > SURE * spread:
         return Reason("well", f"training loss falls, {said}")
     if fall < -SURE * spread:
@@ -104,14 +104,14 @@ def _held_out(run: Run) -> Reason | None:
     steps, losses = run.column(HELD_OUT_LOSS)
     if not losses:
         return Reason("look", "no held-out loss was logged (--eval-interval)")
-    best = int(np.argmin(losses))
-    training = _values(run, LOSS)
+    best, when = int(np.argmin(losses)), steps[-1]
+    trained, training = (np.array(one) for one in run.column(LOSS))
     gap = ""
-    if len(training):
-        away = losses[-1] - float(training[-tenth(training) :].mean())
-        gap = f", {abs(away):.3f} {'above' if away >= 0 else 'below'} the training loss"
-        if abs(away) < 0.0005:
-            gap = ", as the training loss"
+    if len(training):  # the training loss has moved on where the evaluation is older than its end
+        nearest = np.argsort(np.abs(trained - when), kind="stable")[: tenth(training)]
+        away = losses[-1] - float(training[nearest].mean())
+        gap = f"{abs(away):.3f} {'above' if away >= 0 else 'below'}"
+        gap = f", {gap if abs(away) >= 0.0005 else 'as'} the training loss around step {when:.0f}"
     if losses[-1] > WORSE * losses[best]:
         return Reason(
             "look",
@@ -131,7 +131,8 @@ def _gradients(run: Run) -> Reason | None:
     settled = values[tenth(values) :]  # at the start gradients are large, and nothing is wrong
     spikes = int((settled > SPIKE * middle).sum())
     said = f"gradient norm {plain(last)} at the end, median {plain(middle)}"
-    above = f"above {SPIKE:g} times the median after the first tenth"
+    judged = ", of the steps logged" if run.interval > 1 else ""
+    above = f"above {SPIKE:g} times the median after the first tenth{judged}"
     if last > GROWN * middle:
         return Reason("look", f"{said}: it grows")
     if spikes:
@@ -146,8 +147,9 @@ def _skipped(run: Run) -> Reason | None:
     count = int(values.sum())
     if count == 0:
         return Reason("well", "no step was skipped")
-    state: State = "ill" if count > MANY * len(values) else "look"
-    return Reason(state, f"{count} of {len(values)} steps were skipped")
+    steps = len(values) * run.interval
+    state: State = "ill" if count > MANY * steps else "look"
+    return Reason(state, f"{count:,} of {count_of(steps, 'step')} were skipped")
 
 
 def _end(run: Run) -> Reason:
