@@ -18,6 +18,7 @@ from megatron_cp.report.draw.svg import (
     short,
     short_tokens,
     tag,
+    tick_words,
 )
 from megatron_cp.report.figures.plan import heat_step
 
@@ -44,6 +45,36 @@ def test_ticks_lie_inside_the_range_and_are_evenly_spaced(low, width):
     assert all(low - slack <= tick <= low + width + slack for tick in ticks)
     if len(ticks) > 2:
         assert np.allclose(np.diff(ticks), ticks[1] - ticks[0], atol=slack)
+
+
+def labels_of(chart, anchor):
+    return re.findall(rf'<text [^>]*text-anchor="{anchor}"[^>]*>([^<]*)</text>', chart)
+
+
+@pytest.mark.parametrize(
+    ("points", "across", "up"),
+    [
+        (
+            ((100_001.0, 10.82), (100_300.0, 10.84)),
+            ["100.05k", "100.1k", "100.15k", "100.2k", "100.25k", "100.3k"],
+            ["10.82", "10.825", "10.83", "10.835", "10.84"],
+        ),
+        (
+            ((1.0, 2.312), (20.0, 2.334)),
+            ["5", "10", "15", "20"],
+            ["2.315", "2.32", "2.325", "2.33", "2.335"],
+        ),
+    ],
+)
+def test_labels_of_a_narrow_range_say_where_their_lines_lie(points, across, up):
+    chart = line_chart("c", [Series("a", points)], Axes(x_label="x", y_label="y"))
+    assert labels_of(chart, "middle") == [*across, "x"] and labels_of(chart, "end") == up
+
+
+@given(NUMBERS, st.floats(1e-3, 1e6))
+def test_no_two_ticks_have_the_same_words(low, width):
+    words = tick_words(nice_ticks(low, low + width))
+    assert len(set(words)) == len(words)
 
 
 def test_logarithmic_scale_gives_equal_steps_for_equal_ratios():

@@ -19,9 +19,9 @@ from megatron_cp.report.draw.svg import (
     path,
     picture,
     rect,
-    short,
     tag,
     text,
+    tick_words,
 )
 
 MAX_POINTS = 500
@@ -54,8 +54,9 @@ class Axes:
     x_log2: bool = False
     y_low: float | None = None
     y_high: float | None = None
-    x_text: Callable[[float], str] = short
-    y_text: Callable[[float], str] = short
+    x_text: Callable[[float], str] | None = None
+    y_text: Callable[[float], str] | None = None
+    """How a tick is written; None: with the digits that tell it from the next."""
     level: float | None = None
     """A dashed reference line at this y."""
     mark: tuple[float, str] | None = None
@@ -133,9 +134,10 @@ def _scales(drawn: Sequence[Series], axes: Axes) -> tuple[Scale, Scale]:
 
 def _y_axis(y: Scale, axes: Axes) -> list[Markup]:
     parts = [text(2, 11, axes.y_label, "muted")]
-    for value in nice_ticks(y.low, y.high):
+    ticks = nice_ticks(y.low, y.high)
+    for value, words in zip(ticks, _words(ticks, axes.y_text), strict=True):
         parts.append(line(LEFT, y(value), axes.width - RIGHT, y(value), "grid"))
-        parts.append(text(LEFT - 7, y(value) + 4, axes.y_text(value), anchor="end"))
+        parts.append(text(LEFT - 7, y(value) + 4, words, anchor="end"))
     return parts
 
 
@@ -148,9 +150,16 @@ def _x_axis(x: Scale, axes: Axes) -> list[Markup]:
     else:
         ticks = nice_ticks(x.low, x.high, 6)
     parts = [line(LEFT, bottom, axes.width - RIGHT, bottom, "axis")]
-    parts += [text(x(value), bottom + 17, axes.x_text(value), anchor="middle") for value in ticks]
+    parts += [
+        text(x(value), bottom + 17, words, anchor="middle")
+        for value, words in zip(ticks, _words(ticks, axes.x_text), strict=True)
+    ]
     middle = (x.start + x.end) / 2
     return [*parts, text(middle, axes.height - 3, axes.x_label, "muted", "middle")]
+
+
+def _words(ticks: list[float], to_text: Callable[[float], str] | None) -> list[str]:
+    return tick_words(ticks) if to_text is None else [to_text(tick) for tick in ticks]
 
 
 def _mark(at: float, axes: Axes) -> list[Markup]:

@@ -131,12 +131,22 @@ def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
     return [round(i * step, 12) for i in range(first, last + 1)]
 
 
+def tick_words(ticks: Sequence[float]) -> list[str]:
+    """Returns ticks for people, with as many digits as tell one from the next."""
+    digits = 3
+    if len(ticks) > 1:
+        largest, step = max(abs(tick) for tick in ticks), ticks[1] - ticks[0]
+        # one digit more than those from the largest to the step, which may be 2.5
+        digits = max(digits, math.floor(math.log10(largest)) - math.floor(math.log10(step)) + 2)
+    return [short(tick, digits) for tick in ticks]
+
+
 def short(value: float, digits: int = 3) -> str:
     """Returns a number for people: 12.4k, 3.05M, 0.0042."""
     if value is None or not math.isfinite(value):
         return "n/a"
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size * 0.9995:
+        if abs(value) >= size * (1 - 10.0**-digits / 2):
             return f"{value / size:.{digits}g}{letter}"
     return f"{value:.{digits}g}"
 

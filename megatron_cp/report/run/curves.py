@@ -57,7 +57,6 @@ def balance_figure(run: Run, columns: int = 6) -> Figure:
         y_label="max / mean area",
         level=1.0,
         y_high=max([1.1, *values, *(y for _, y in (*zigzag, *per_document))]) if values else None,
-        y_text=lambda v: f"{v:.4g}",
     )
     usual = {"zigzag": dict(zigzag), USUAL_WORDS: dict(per_document)}
     series = [
@@ -149,7 +148,7 @@ def comparison_figures(run: Run, other: Run) -> tuple[Figure, Figure]:
     difference = line_chart(
         "difference of the losses",
         [Series("difference", gaps, 5)],
-        Axes(x_label=_STEP, y_label="difference", level=0.0, y_text=lambda v: f"{v:.2g}"),
+        Axes(x_label=_STEP, y_label="difference", level=0.0),
     )
     table = Table((_STEP, *names), [(int(x), a, b) for x, a, b in rows])
     gap_table = Table((_STEP, "difference"), [(int(x), gap) for x, gap in gaps])
