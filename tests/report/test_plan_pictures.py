@@ -10,6 +10,7 @@ import pytest
 from megatron_cp import CPConfig, make_plan
 from megatron_cp.mask import causal, documents
 from megatron_cp.report.figures.mask import FINEST, SIZE, mask_picture
+from megatron_cp.report.figures.packs import dispatch_figure
 from megatron_cp.report.figures.plan import heat_maps, matrices
 from megatron_cp.report.figures.view import (
     PackView,
@@ -17,6 +18,7 @@ from megatron_cp.report.figures.view import (
     chunk_bounds,
     kv_bytes,
     needed_bytes,
+    view_of_pack,
     view_of_plan,
 )
 from megatron_cp.report.figures.workers import workers_figure
@@ -97,6 +99,20 @@ def test_bars_and_labels_are_area_over_the_mean_and_the_dashed_line_is_the_mean(
     (mean,) = [a for kind, a, _ in elements(markup) if kind == "line" and a["class"] == "mean"]
     one = bars[0][0] + widths.max() / shares.max()
     assert float(mean["x1"]) == float(mean["x2"]) == pytest.approx(one, abs=0.02)
+
+
+def test_with_ranks_of_different_speed_bars_are_pairs_over_speed_as_the_title_is():
+    speeds = (1, 1, 0.5, 1)
+    config = replace(CONFIG, planner="auto", rank_speeds=speeds)
+    plan = make_plan(causal(1 << 15), 4, config)
+    figure = dispatch_figure(view_of_pack([plan]))
+    pairs = view_of_plan(plan).area
+    shares = pairs / speeds / (pairs.sum() / sum(speeds))
+    assert pairs.max() / pairs.mean() > 1.1  # the slow rank has fewer
+    labels = [words for _, _, words in texts(figure.picture) if re.fullmatch(r"\d\.\d\d", words)]
+    assert labels == [f"{share:.2f}" for share in shares]
+    assert f"busiest rank {max(labels)} × mean" in figure.picture
+    assert "area / speed / mean" in figure.picture and "area / speed should" in figure.caption
 
 
 def test_a_cell_of_the_heat_map_says_its_tokens_and_pairs_in_the_row_of_its_rank():

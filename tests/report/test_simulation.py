@@ -328,15 +328,15 @@ def test_the_page_shows_ours_beside_the_baselines_and_says_that_it_is_simulated(
     assert "auto, backward" in svg.read_text()
 
 
+def test_a_first_planner_that_cannot_serve_is_said_on_the_page(tmp_path):
+    words = ["--context-parallel-size", "16", "--tokens-per-rank", "256", "--cp-planner"]
+    main(["simulate", *HEADS, *words, "ulysses,zigzag", "--html", f"{tmp_path}/a.html"])
+    content = (tmp_path / "a.html").read_text()
+    assert "ulysses has no plan on 16 ranks: head degree" in content and ">nan" not in content
+
+
 def test_pictures_of_many_ranks_are_refused_in_one_line(capsys, tmp_path):
-    words = [
-        "--context-parallel-size",
-        "65",
-        "--tokens-per-rank",
-        "64",
-        "--cp-planner",
-        "contiguous",
-    ]
+    words = ["--context-parallel-size", "65", "--tokens-per-rank", "64", "--cp-planner", "zigzag"]
     said = refusal(capsys, *HEADS, *words, "--svg", str(tmp_path / "a.svg"))
     assert "no plan at 65 ranks to draw; ask for at most 64 ranks" in said
 

@@ -66,8 +66,8 @@ def dispatch_figure(pack: PackView) -> Figure:
         ]
     caption = (
         "Who computes how much of which part of the pack: the stronger a cell, the more keys its "
-        "rows look at. Bars beside it: the area should end at the dashed mean on every rank, and the "
-        "tokens are equal by construction."
+        f"rows look at. Bars beside it: {pack.ours.load_words} should end at the dashed mean on every rank, "
+        "and the tokens are equal by construction."
     )
     table = Table(("planner", "rank", "first token", "end token", "pairs"), rows)
     return Figure("Dispatch: rank × chunk", caption, heat_maps(maps, bounds), table, 8)

@@ -49,7 +49,7 @@ def heat_maps(named: Sequence[tuple[str, PlanView, FloatArray]], bounds: IntArra
     each rank, on one scale over all panels.
     """
     high = max(float(heat.max()) for _, _, heat in named)
-    widest = max(float(view.area.max() / max(view.area.mean(), 1.0)) for _, view, _ in named)
+    widest = max(float(view.load.max()) for _, view, _ in named)
     parts = []
     for title, view, heat in named:
         row_height = max(4.0, min(52.0, 128.0 / view.cp_size))
@@ -110,9 +110,9 @@ def _cells(
 
 
 def _bars(view: PlanView, widest: float, row_height: float) -> list[Markup]:
-    """Returns each rank's area over the mean, the mean, and its tokens."""
+    """Returns each rank's load over the mean, the mean, and its tokens."""
     parts = [
-        text(0, FIRST - 5, "area / mean", "tiny muted"),
+        text(0, FIRST - 5, f"{view.load_words} / mean", "tiny muted"),
         text(BAR + 42, FIRST - 5, "tokens", "tiny muted"),
     ]
     gap = 1.0 if row_height > 8 else 0.4
@@ -124,8 +124,8 @@ def _bars(view: PlanView, widest: float, row_height: float) -> list[Markup]:
 
 
 def _rank_bars(view: PlanView, rank: int, y: float, height: float, widest: float) -> list[Markup]:
-    """Returns the rank's area over the mean, and its tokens."""
-    share = float(view.area[rank] / max(view.area.mean(), 1.0))
+    """Returns the rank's load over the mean, and its tokens."""
+    share = float(view.load[rank])
     thick = min(height, 18.0)
     middle = y + height / 2
     parts = [

@@ -14,6 +14,7 @@ from megatron_cp.mask.interval import IntArray, from_indices, to_indices
 from megatron_cp.plan import AttentionPlan
 from megatron_cp.plan.hardware.makespan import stage_areas
 from megatron_cp.plan.hardware.rows import row_size as row_bytes
+from megatron_cp.plan.hardware.speeds import rank_speeds
 from megatron_cp.plan.schema import PassName
 from megatron_cp.plan.stats import sent_bytes
 
@@ -39,6 +40,8 @@ class PlanView:
     """Bytes of all ranks, forward and backward, one layer."""
     stats: dict[str, dict[str, float]]
     """The planner's figures by pass, for what is predicted."""
+    speeds: FloatArray
+    """`[P]`: how fast each rank is; 1 where all are alike."""
     computed: AttentionPlan | None = None
     """The plan itself where it is at hand; else ranks compute the rows they own."""
 
@@ -66,6 +69,16 @@ class PlanView:
     def cp_size(self) -> int:
         """Returns the number of ranks."""
         return len(self.tokens)
+
+    @property
+    def load(self) -> FloatArray:
+        """Returns `[P]`: the area of each rank over its speed, beside the mean; its largest is `balance`."""
+        return self.area / self.speeds / max(self.area.sum() / self.speeds.sum(), 1.0)
+
+    @property
+    def load_words(self) -> str:
+        """Returns what `load` counts."""
+        return "area" if (self.speeds == self.speeds[0]).all() else "area / speed"
 
     @property
     def balance(self) -> float:
@@ -104,6 +117,7 @@ def view_of_plan(plan: AttentionPlan) -> PlanView:
         sent_bytes=sent["forward"],
         all_bytes=float(sum(matrix.sum() for matrix in sent.values())),
         stats={name: plan.stats(name) for name in passes},
+        speeds=rank_speeds(plan.config, plan.cp_size),
         computed=plan,
     )
 

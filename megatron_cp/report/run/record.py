@@ -21,7 +21,8 @@ from megatron_cp.data.prompts import TextSample
 from megatron_cp.mask import AttentionMask, from_slices
 from megatron_cp.mask.interval import IntArray, to_indices
 from megatron_cp.mcore.arguments import cp_config_from_arguments
-from megatron_cp.report.figures.view import PackView, PlanView, kv_bytes
+from megatron_cp.plan.hardware.speeds import rank_speeds
+from megatron_cp.report.figures.view import FloatArray, PackView, PlanView, kv_bytes
 from megatron_cp.report.run.texts import read_texts
 
 SCHEMA = 1
@@ -152,15 +153,15 @@ def pack_view(sample: Mapping[str, Any], run: Run) -> PackView:
             f"mask has {mask.area()} pairs, mask_area={sample['mask_area']} must be the same; "
             "write the record again"
         )
-    plans = sample["plans"]
+    plans, config = sample["plans"], config_of(run)
     return PackView(
         mask=mask,
         document_lengths=tuple(int(n) for n in sample["document_lengths"]),
         document_kinds=tuple(str(kind) for kind in sample["document_kinds"]),
-        ours=_plan_view(plans["ours"], mask, cp_size),
+        ours=_plan_view(plans["ours"], mask, rank_speeds(config, cp_size)),
         digest=str(plans["ours"].get("digest", "")),
         others=(),  # what it is compared with is planned anew: run/kept_packs.py
-        kv_row_bytes=kv_bytes(config_of(run)),
+        kv_row_bytes=kv_bytes(config),
     )
 
 
@@ -170,7 +171,8 @@ def config_of(run: Run) -> CPConfig:
     return cp_config_from_arguments(Namespace(**run.section("arguments")), on_cuda=on_cuda)
 
 
-def _plan_view(record: Mapping[str, Any], mask: AttentionMask, cp_size: int) -> PlanView:
+def _plan_view(record: Mapping[str, Any], mask: AttentionMask, speeds: FloatArray) -> PlanView:
+    cp_size = len(speeds)
     tokens = _placement(record["token_runs"], cp_size, mask.num_queries)
     forward, backward = (
         np.asarray(record["comm_bytes"][name], dtype=np.float64).reshape(cp_size, cp_size)
@@ -185,6 +187,7 @@ def _plan_view(record: Mapping[str, Any], mask: AttentionMask, cp_size: int) -> 
         sent_bytes=forward,
         all_bytes=float(forward.sum() + backward.sum()),
         stats=stats,
+        speeds=speeds,
     )
 
 

@@ -9,7 +9,7 @@ from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.schema import PASSES
 from megatron_cp.plan.study.simulate import Simulation, simulate_pass
 from megatron_cp.report.draw.charts import Axes, Series, line_chart
-from megatron_cp.report.draw.html import Figure, Section, Table, Tile, page, row, strip
+from megatron_cp.report.draw.html import Figure, Section, Table, Tile, note, page, row, strip
 from megatron_cp.report.draw.style import style_sheet
 from megatron_cp.report.draw.svg import Markup, plain, short_tokens, tag
 from megatron_cp.report.figures.packs import communication_figure
@@ -43,7 +43,11 @@ MAX_LINES = 8
 def simulation_page(study: Study, command: str) -> Markup:
     """Returns the page; pictures are those of the smallest number of ranks."""
     step = min(study.steps, key=lambda one: one.cp_size)
-    sections = [Section("overview", "Overview", [strip(_tiles(step))])]
+    refused = (
+        f"Planner {step.ours.planner} has no plan on {step.cp_size} ranks: {step.ours.refusal}"
+    )
+    overview = note(refused) if step.ours.refusal else strip(_tiles(step))
+    sections = [Section("overview", "Overview", [overview])]
     if len(study.steps) > 1:
         sections.append(Section("scaling", "Time against ranks", [row(_scaling(study))]))
     size = f"{step.cp_size} ranks, {short_tokens(step.mask.num_queries)} tokens"
@@ -133,7 +137,7 @@ def _tiles(step: Step) -> list[Tile]:
         ("Against the best of the others", step.best_other),
         ("Against the usual scheme", step.usual),
     ):
-        if other is not None and other is not ours and not ours.refusal:
+        if other is not None and other is not ours:
             tiles.insert(
                 1,
                 Tile(
@@ -213,7 +217,8 @@ def _heat(plans: list[AttentionPlan], step: Step) -> Figure:
         for rank, area in enumerate(view.area.tolist())
     ]
     caption = (
-        "Who computes how much of which part of the pack, forward. Bars: area over mean, tokens."
+        "Who computes how much of which part of the pack, forward. "
+        f"Bars: {views[0].load_words} over the mean, and tokens."
     )
     table = Table(("planner", "rank", "pairs", "tokens"), rows)
     return Figure("Work by rank and chunk", caption, heat_maps(named, bounds), table, columns=12)
