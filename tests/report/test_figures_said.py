@@ -36,6 +36,8 @@ def test_a_loss_in_nats_is_bits_over_the_bytes_of_a_token(run):
     assert bits_per_byte(run, math.log(16)) == pytest.approx(2.0)
     assert held_out_words(run, math.log(16)).startswith("perplexity 16; 2.00 bits per byte; ")
     assert held_out_words(run, 1.0).endswith(f"among 512 tokens: {math.log(512):.2f}")
+    run.description["arguments"]["padded_vocab_size"] = 640
+    assert held_out_words(run, 1.0).endswith(f"among 640 tokens: {math.log(640):.2f}")
 
 
 def test_tiles_say_balance_and_the_share_of_a_rings_bytes(run):

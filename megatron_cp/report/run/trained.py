@@ -58,7 +58,7 @@ def bits_per_byte(run: Run, loss: float) -> float | None:
 
 def vocabulary_size(run: Run) -> int | None:
     """Returns the tokens that the model chooses from, those of padding included."""
-    sizes = (run.argument(name) for name in ("vocab_size", "padded_vocab_size"))
+    sizes = (run.argument(name) for name in ("padded_vocab_size", "vocab_size"))
     return next(
         (n for n in sizes if isinstance(n, int) and not isinstance(n, bool) and n > 1), None
     )
