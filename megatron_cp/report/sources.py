@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +74,10 @@ class MaskChoice:
     def documents(self, num_tokens: int, lengths: IntArray) -> IntArray:
         """Returns the documents that the mask tells apart: one for a mask that knows none."""
         return lengths if self.has_documents else np.array([num_tokens], dtype=np.int64)
+
+    def seen_of(self, source: Source) -> Source:
+        """Returns the source in words that stay true: for a mask that knows no documents none is drawn."""
+        return source if self.has_documents else replace(source, words="no documents")
 
     def build(self, num_tokens: int, lengths: IntArray, seed: int) -> AttentionMask:
         """Returns the mask over documents of these lengths; ValueError names the nearest of an unknown one."""

@@ -7,6 +7,7 @@ import pytest
 from megatron_cp.config import CPConfig
 from megatron_cp.plan.study.compare import Outcome
 from megatron_cp.report.dry_run.study import DryRun, corpus_of_source, dry_run_text, plan_corpus
+from megatron_cp.report.simulation.replicas import replicas_text, study_replicas
 from megatron_cp.report.simulation.study import Step, Study, run_study, study_text
 from megatron_cp.report.sources import MaskChoice, source_of_lengths, source_of_workload
 
@@ -45,6 +46,13 @@ def test_simulate_s_figures_stand_apart_and_under_their_heads_whatever_their_siz
     assert len(header) == len(first) == len(second)
     assert third.split(maxsplit=1) == ["usp", "no such degree"]
     assert third.index("no such") > len(f"  {LONG}")
+
+
+def test_a_mask_without_documents_names_no_source_of_them(study):
+    assert "data: no documents; mask causal; seed 0" in study_text(study)
+    config, choice = CPConfig(num_heads=8, num_kv_heads=2), MaskChoice("causal")
+    replicas = study_replicas(source_of_workload("W1"), choice, (2, 2, 512, 4), config)
+    assert "data: no documents; mask causal; seed 0" in replicas_text([replicas])
 
 
 def test_plan_s_figures_stand_apart_and_under_their_heads_whatever_their_size():

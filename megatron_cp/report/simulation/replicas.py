@@ -122,7 +122,15 @@ def study_replicas(
         replace(hybrid if is_hybrid else fixed, layout="chosen"),
     )
     return ReplicaStudy(
-        source, choice.words, config, seed, cp_size, dp_size, num_tokens, len(by_time), layouts
+        choice.seen_of(source),
+        choice.words,
+        config,
+        seed,
+        cp_size,
+        dp_size,
+        num_tokens,
+        len(by_time),
+        layouts,
     )
 
 

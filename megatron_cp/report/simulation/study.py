@@ -95,7 +95,7 @@ def run_study(
             one = measured(mask, cp_size, wanted)
             outcomes.append(one if cp_size == smallest else replace(one, plan=None))
         steps.append(Step(cp_size, mask, lengths, tuple(outcomes)))
-    return Study(source, choice.words, config, seed, tuple(steps))
+    return Study(choice.seen_of(source), choice.words, config, seed, tuple(steps))
 
 
 def study_text(study: Study) -> str:
