@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_cp import __version__, doctor
+from megatron_cp import __version__, checkout, doctor
 from megatron_cp.__main__ import COMMANDS, main
 from megatron_cp.commands.arguments import lengths_or_path
 from tests.processes import HANG_SECONDS
@@ -106,6 +106,27 @@ def test_a_file_that_cannot_be_written_is_told_before_any_planner_runs(capsys, t
     assert printed.err == (
         f"python -m megatron_cp {words[0]}: error: {tmp_path / 'file'}: File exists\n"
     )
+
+
+@pytest.mark.parametrize("more", [[], ["--megatron", "checkout"]])
+def test_doctor_looks_at_nothing_where_its_file_cannot_be_written(tmp_path, monkeypatch, more):
+    for module, name in ((doctor, "examine"), (checkout, "examine_checkout")):
+        monkeypatch.setattr(module, name, lambda *_: pytest.fail("it was examined"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit) as end:
+        main(["doctor", *more, "--json", str(tmp_path / "file" / "found")])
+    assert end.value.code == 2
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_key_heads_that_tensor_ranks_cannot_share_are_refused_and_never_assumed(capsys, command):
+    words = [command, *SMALL, "--num-attention-heads", "24", "--tensor-model-parallel-size", "2"]
+    with pytest.raises(SystemExit) as end:
+        main([*words, "--num-query-groups", "3"])
+    said = "--num-query-groups 3 must divide, or be a multiple of, --tensor-model-parallel-size 2; "
+    assert end.value.code == 2 and said in capsys.readouterr().err
+    assert main(words) == 0  # an eighth would be 3
+    assert "--num-query-groups 2," in capsys.readouterr().out
 
 
 ISOLATED = """

@@ -239,16 +239,23 @@ def add_planning(parser: ArgumentParser) -> None:
 def key_heads(args: Namespace) -> int:
     """Returns the key and value heads: those given, or the largest divisor of the heads up to an eighth.
 
-    Raises ValueError for a number that does not divide the heads.
+    Tensor-parallel ranks share them, or each is on several ranks. Raises ValueError for a number of other kind.
     """
     heads, groups = args.num_attention_heads, args.num_query_groups
-    if groups is not None:
-        if heads % groups:
-            raise ValueError(
-                f"--num-query-groups {groups} must divide --num-attention-heads {heads}; give a divisor of the heads"
-            )
-        return int(groups)
-    return max(n for n in range(1, max(1, heads // 8) + 1) if heads % n == 0)
+    tp = getattr(args, "tensor_model_parallel_size", 1)
+    if groups is None:
+        up_to_eighth = range(1, max(1, heads // 8) + 1)
+        return max(n for n in up_to_eighth if heads % n == 0 and (n % tp == 0 or tp % n == 0))
+    if heads % groups:
+        raise ValueError(
+            f"--num-query-groups {groups} must divide --num-attention-heads {heads}; give a divisor of the heads"
+        )
+    if groups % tp and tp % groups:
+        raise ValueError(
+            f"--num-query-groups {groups} must divide, or be a multiple of, --tensor-model-parallel-size {tp}; give a "
+            "divisor or a multiple of it"
+        )
+    return int(groups)
 
 
 def planners_of(args: Namespace) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from megatron_cp.command_line import Progress, add_json, show
+from megatron_cp.command_line import Progress, add_json, prepare_outputs, show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,6 +25,7 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
     """Prints the findings; returns 1 where training cannot run, or our hooks do not fit."""
     from megatron_cp import checkout, doctor
 
+    prepare_outputs(args.json)
     if args.megatron is None:
         progress = Progress("doctor")
         progress("trying what is installed, some ten seconds")
