@@ -97,6 +97,7 @@ BAD_PROFILES = {
     "all of it": (profile(contention=1), ["'contention' is 1;", "from 0 to below 1"]),
     "text": (profile(outer_gbytes_per_s="fast"), ["'outer_gbytes_per_s' is 'fast'"]),
     "true": (profile(inner_gbytes_per_s=True), ["'inner_gbytes_per_s' is True"]),
+    "no node": (json.dumps(profile() | {"node_size": None}), ["'node_size' is missing"]),
     "half a node": (profile(node_size=2.5), ["'node_size' is 2.5", "whole number"]),
     "infinite": (profile(inner_gbytes_per_s=float("inf")), ["'inner_gbytes_per_s' is inf"]),
     "negative rate": (cells_without(2, forward_tflops=-1), ["kernel[2]", "'forward_tflops' is -1"]),
@@ -126,6 +127,14 @@ BAD_PROFILES = {
     "a speed of 0": (profile(rank_speeds=[1, 0]), ["rank_speeds[1]=0 ", "from 0.01 to 100"]),
     "hole": (profile(kernel=profile()["kernel"][:3]), ["no entry for rows=1024, keys=2048"]),
 }  # fmt: skip
+
+
+def test_null_is_an_entry_left_out(write):
+    optional = dict.fromkeys(("contention", "nics_per_node", "outer_levels", "rank_speeds"))
+    assert load_profile(write(profile() | optional)) == load_profile(write(profile()))
+    level = {"size": 16, "gbytes_per_s": 4}
+    wide, told = (profile(outer_levels=[one]) for one in (level, level | {"latency_us": None}))
+    assert load_profile(write(told)) == load_profile(write(wide))
 
 
 @pytest.mark.parametrize("name", sorted(BAD_PROFILES))

@@ -8,7 +8,8 @@ one's own machine takes the place of a row: `load_profile`.
      "kernel": [{"rows": 128,  "keys": 128,  "forward_tflops": 90,  "backward_tflops": 70},
                 {"rows": 8192, "keys": 8192, "forward_tflops": 640, "backward_tflops": 540}, ...]}
 
-`contention` (0 if left out) is the share of its compute that a rank loses while rows move. May be there as well:
+`contention` (0 if left out) is the share of its compute that a rank loses while rows move. May be there as well
+(null is left out):
 
      "outer_levels": [{"size": 64, "gbytes_per_s": 20, "latency_us": 30}, ...]     see config.py: Level
      "nics_per_node": 4,  "rank_speeds": [1, 1, 0.5, 1]                            see config.py: Topology
@@ -135,6 +136,7 @@ def load_profile(path: str | Path) -> Topology:
     if not isinstance(content, dict):
         raise ValueError(f"{where} must be a JSON object; write it as docs/simulate.md shows")
     _check_keys(content, _ENTRIES, where)
+    content = {key: value for key, value in content.items() if value is not None}  # null: left out
     name = content.get("name", Path(path).stem)
     if not isinstance(name, str):
         raise ValueError(
@@ -181,7 +183,9 @@ def _levels(content: Mapping[str, Any], where: str) -> tuple[Level, ...]:
             raise ValueError(f"{entry} is {_shown(level)}; it must have size and gbytes_per_s")
         _check_keys(level, _LEVEL, entry)
         size, rate = (_number(level, key, entry) for key in _LEVEL[:2])
-        latency = _number(level, "latency_us", entry) if "latency_us" in level else None
+        latency = (
+            _number(level, "latency_us", entry) if level.get("latency_us") is not None else None
+        )
         found.append(Level(int(size), rate, latency))
     return tuple(found)
 
