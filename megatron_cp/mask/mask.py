@@ -8,6 +8,7 @@ pictures.
 import hashlib
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +64,12 @@ class AttentionMask:
         rows = rows.take(np.lexsort(rows.T[ORDER]), axis=0)
         rows.setflags(write=False)
         self.num_queries, self.num_keys, self.array = int(num_queries), int(num_keys), rows
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.array.setflags(
+            write=False
+        )  # NumPy does not pickle that an array is not to be written to
 
     @classmethod
     def many(

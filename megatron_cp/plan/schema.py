@@ -93,6 +93,10 @@ class Hop:
         messages.setflags(write=False)
         object.__setattr__(self, "messages", messages)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.messages.setflags(write=False)  # as in PlanData
+
     def sent_by(self, rank: int) -> IntArray:
         """Returns the messages that `rank` sends, by destination."""
         return self.messages[self.messages[:, SRC] == rank]

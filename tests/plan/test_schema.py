@@ -236,7 +236,12 @@ def test_a_plan_is_made_without_torch():
 def test_nobody_can_write_into_a_plan(copied):
     plan = copied(make_plan(masks.causal(7), 2))
     cross = copied(make_plan(masks.full(4, 6), 2))
-    for array in (plan.global_from_local, *plan.local_from_global, cross.key_tokens):
+    messages = [hop.messages for _, cast in plan.forward.transfers() for hop in cast.hops]
+    arrays = [one.array for one in (plan.mask, *plan.forward.stages[0].work)]
+    assert messages
+    for array in (
+        plan.global_from_local, *plan.local_from_global, cross.key_tokens, *messages, *arrays,
+    ):  # fmt: skip
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 0
 
