@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_cp.mask.checks import as_array, as_bounds, as_count, as_tokens, check_mask
+from megatron_cp.mask.checks import as_array, as_bounds, as_count, as_int32, as_tokens, check_mask
 from megatron_cp.mask.forms import from_dense
 from megatron_cp.mask.interval import IntArray, expand_ranges
 from megatron_cp.mask.mask import AttentionMask
@@ -201,7 +201,7 @@ def to_mask_mod(mask: AttentionMask, convert: Callable[[Int32Array], Any] = np.a
     NumPy.
     """
     _check_callable("convert", convert)
-    intervals = row_intervals(mask).astype(np.int32)
+    intervals = as_int32(row_intervals(mask), "mask_mod")
     tables = [
         (convert(np.ascontiguousarray(part[:, 0])), convert(np.ascontiguousarray(part[:, 1])))
         for part in intervals

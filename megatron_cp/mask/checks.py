@@ -52,6 +52,16 @@ def check_number_of_slices(count: int, what: str) -> None:
         )
 
 
+def as_int32(numbers: IntArray, form: str) -> NDArray[np.int32]:
+    """Returns rows and keys as int32, for `form`; NotImplementedError where one does not fit: it would wrap."""
+    most = int(numbers.max(initial=0))
+    if most >= 1 << 31:
+        raise NotImplementedError(
+            f"{form} counts in int32, up to {(1 << 31) - 1}, and the mask has {most} rows or keys; crop it first"
+        )
+    return numbers.astype(np.int32)
+
+
 def check_mask(value: object, name: str = "mask") -> None:
     """Raises TypeError unless `value` is an AttentionMask."""
     from megatron_cp.mask.mask import AttentionMask

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_cp.mask.blocks import row_intervals
-from megatron_cp.mask.checks import as_array, as_cu_seqlens, as_tokens, check_mask
+from megatron_cp.mask.checks import as_array, as_cu_seqlens, as_int32, as_tokens, check_mask
 from megatron_cp.mask.forms import from_dense
 from megatron_cp.mask.interval import IntArray, expand_ranges
 from megatron_cp.mask.mask import AttentionMask, concat
@@ -93,8 +93,8 @@ def to_packed_seq_params(mask: AttentionMask) -> dict[str, Any]:
         _check_same_lengths(np.diff(queries), np.diff(keys), "to_cu_seqlens")
     return {
         "qkv_format": "thd",
-        "cu_seqlens_q": queries.astype(np.int32),
-        "cu_seqlens_kv": keys.astype(np.int32),
+        "cu_seqlens_q": as_int32(queries, "PackedSeqParams"),
+        "cu_seqlens_kv": as_int32(keys, "PackedSeqParams"),
         "max_seqlen_q": int(np.diff(queries).max(initial=0)),
         "max_seqlen_kv": int(np.diff(keys).max(initial=0)),
         "attn_mask_type": "padding_causal" if within == "causal" else "padding",
@@ -167,29 +167,30 @@ def from_huggingface_4d(mask: Any) -> AttentionMask:
     """Returns the mask of `[B, 1, Q, K]`: bool (true = allowed) or additive (0 = allowed).
 
     The B masks stand one after another, block-diagonally. Costs O(B Q K). Raises ValueError for
-    additive values that are neither 0 nor below -1e4 (a bias is not a mask), NotImplementedError if
-    heads differ.
+    additive values that are neither 0 nor at most -1e4 (a bias is not a mask), NotImplementedError
+    if heads differ.
     """
     array = as_array("mask", mask)
-    if array.ndim != 4 or array.dtype.kind not in "bf":
+    if array.ndim != 4 or not array.shape[1] or array.dtype.kind not in "bf":
         raise ValueError(
             f"mask has dtype {array.dtype} and shape {array.shape}; it must be bool or float of "
             "shape "
-            "[B, heads, Q, K]: convert bfloat16 tensors with .float()"
+            "[B, heads, Q, K], of one head at least: convert bfloat16 tensors with .float()"
         )
+    if array.dtype.kind == "f":
+        other = array[~((array == 0) | (array <= -1e4))]
+        if len(other):
+            raise ValueError(
+                f"mask holds {other[0]}, which is neither 0 nor at most -1e4; a bias cannot become a "
+                "mask: pass 0 for allowed and -inf for masked"
+            )
+        array = array == 0
     if (array != array[:, :1]).any():
         raise NotImplementedError(
             f"mask of shape {array.shape} differs between heads; one AttentionMask serves all "
             "heads: "
             "convert each head by itself"
         )
-    if array.dtype.kind == "f":
-        if not ((array == 0) | (array < -1e4)).all():
-            raise ValueError(
-                "mask holds values other than 0 and large negative numbers; a bias cannot become a "
-                "mask: pass 0 for allowed and -inf for masked"
-            )
-        array = array == 0
     return concat([from_dense(one[0]) for one in array])
 
 
@@ -255,7 +256,7 @@ def to_flashmask(mask: AttentionMask) -> tuple[NDArray[np.int32], bool]:
         if (counts <= 1).all():
             runs = np.where(counts[:, None] == 0, size, runs)
             columns = runs[:, :1] if (runs[:, 1] == size).all() else runs
-            return columns.astype(np.int32), True
+            return as_int32(columns, "FlashMask"), True
     (first, second), counts = _leading_runs(hidden, 2)
     if (counts > 2).any():
         worst = int(np.argmax(counts > 2))
@@ -268,8 +269,8 @@ def to_flashmask(mask: AttentionMask) -> tuple[NDArray[np.int32], bool]:
     upper, lower = np.where(at_top, first, second), np.where(at_top, second, first)
     lower = np.where(lower[:, :1] == lower[:, 1:], size, lower)
     if (lower[:, 1] == size).all() and (upper[:, 0] == 0).all():
-        return np.stack([lower[:, 0], upper[:, 1]], axis=1).astype(np.int32), False
-    return np.concatenate([lower, upper], axis=1).astype(np.int32), False
+        return as_int32(np.stack([lower[:, 0], upper[:, 1]], axis=1), "FlashMask"), False
+    return as_int32(np.concatenate([lower, upper], axis=1), "FlashMask"), False
 
 
 def _hidden_runs(mask: AttentionMask) -> IntArray:

@@ -18,6 +18,7 @@ from megatron_cp.mask.checks import (
     as_integers,
     as_lengths,
     as_window_side,
+    check_number_of_slices,
 )
 from megatron_cp.mask.interval import IntArray, expand_ranges
 from megatron_cp.mask.mask import AttentionMask
@@ -217,8 +218,9 @@ def block_causal_documents(lengths: Sequence[int] | IntArray, block: int) -> Att
     sizes, block = as_lengths("lengths", lengths), as_count("block", block, minimum=1)
     if block == 1:
         return documents(sizes, "causal")
-    end = np.cumsum(sizes)
-    which, index = expand_ranges(np.zeros_like(sizes), -(-sizes // block))
+    end, blocks = np.cumsum(sizes), -(-sizes // block)
+    check_number_of_slices(int(blocks.sum()), f"block={block} of {int(sizes.sum())} tokens")
+    which, index = expand_ranges(np.zeros_like(sizes), blocks)
     document_start = (end - sizes)[which]
     q_start = document_start + index * block
     q_end = np.minimum(q_start + block, end[which])

@@ -18,6 +18,13 @@ TOO_LARGE = [  # and refused before anything is made of that size
     ),
     (lambda: masks.row_intervals(masks.block_causal(2**17, 16).transpose()), "at most 16777216"),
     (lambda: masks.block_table(masks.causal(2**22)).kv_arrays(), "32768 x 32768 blocks"),
+    # 2^31 is one more than int32 holds, and would be -2^31 in it
+    (
+        lambda: masks.to_mask_mod(masks.full(8, 2**31)),
+        "mask_mod counts in int32, .* has 2147483648",
+    ),
+    (lambda: masks.to_packed_seq_params(masks.full(8, 2**31)), "PackedSeqParams counts in int32"),
+    (lambda: masks.to_flashmask(masks.full(2**31, 8)), "FlashMask counts in int32"),
 ]
 
 TABLE = [
@@ -27,6 +34,11 @@ TABLE = [
     ("boolean size", lambda: masks.full(True), "num_queries=True must be an integer"),
     ("no size", lambda: masks.prefix_lm(None, 0), "num_tokens=None must be an integer"),
     ("zero chunk", lambda: masks.chunked_causal(8, 0), "chunk=0 must be an integer >= 1"),
+    (
+        "many blocks",
+        lambda: masks.block_causal_documents([2**31 - 9, 9], 400),
+        "block=400 of 2147483648 tokens makes 5368711 slices, at most 4194304",
+    ),
     ("zero block", lambda: masks.block_causal_documents([8], 0), "block=0 must be"),
     (
         "window below -1",
@@ -200,6 +212,16 @@ TABLE = [
     ("gather outside", lambda: CAUSAL_4.gather([(0, 3)], [(2, 5)]), "k_ranges=.* must be disjoint"),
     ("bounds that fall", lambda: CAUSAL_4.area_of_rows([0, 3, 2]), "bounds falls after entry 1"),
     # conversions
+    (
+        "a mask of no head",
+        lambda: masks.from_huggingface_4d(np.zeros((1, 0, 3, 3), bool)),
+        r"shape \(1, 0, 3, 3\); it must .* of one head at least",
+    ),
+    (
+        "not a number",
+        lambda: masks.from_huggingface_4d(np.full((1, 2, 2, 2), np.nan)),
+        "mask holds nan, which is neither 0 nor at most -1e4",
+    ),
     (
         "biased mask",
         lambda: masks.from_huggingface_4d(np.full((1, 1, 2, 2), -0.5)),

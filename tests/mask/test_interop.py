@@ -307,6 +307,10 @@ def test_huggingface_4d_masks_bool_and_additive(drawn):
     assert_is(masks.from_huggingface_4d(additive), expected)
     lowest = np.where(two, 0, np.finfo(np.float16).min).astype(np.float16)
     assert_is(masks.from_huggingface_4d(lowest), expected)
+    # of older versions, -1e4 and not below; heads may hide pairs by other numbers
+    hidden = np.array([-1e4, -np.inf, np.finfo(np.float32).min])[:, None, None]
+    older = np.where(two, 0, hidden)
+    assert_is(masks.from_huggingface_4d(older), expected)
 
 
 @given(LENGTHS, st.sampled_from(["causal", "full"]))
