@@ -67,9 +67,7 @@ class AttentionMask:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.array.setflags(
-            write=False
-        )  # NumPy does not pickle that an array is not to be written to
+        self.array.setflags(write=False)  # NumPy pickles arrays as writable
 
     @classmethod
     def many(
