@@ -182,7 +182,7 @@ def _sentences(run: Run, kept: KeptPacks, other: Run | None) -> list[str]:
         )
         found.append(
             f"plans built {sample}, one layer, predicted: {'; '.join(comparisons(ours, kept.outcomes, times='×'))}. "
-            "The table above prices from below, over all steps"
+            "The table above prices from below, over all steps logged"
         )
         found.append(_memory(kept, pack))
     if other is not None:
