@@ -39,6 +39,10 @@ class Expansion:
     """Leaf tensors that the function uses."""
     like: Rows
     """No rows of the keys and values that it makes."""
+    first: Rows
+    """What it made of the first row."""
+    counters: tuple[tuple[Tensor, int], ...]
+    """Version counters of the tensors that the first row's gradient reads, and where they stood."""
 
     @classmethod
     def of(cls, function: Expand, latent: Tensor) -> "Expansion":
@@ -48,9 +52,17 @@ class Expansion:
         """
         function = _in_this_precision(function, latent.device.type)
         before = _random_state(latent.device)
-        with torch.enable_grad():
-            row = latent[:1].detach().requires_grad_()
-            made = function(row)
+        counters: list[tuple[Tensor, int]] = []
+
+        def count(saved: Tensor) -> Tensor:
+            if type(saved) is Tensor:  # other classes may have no counter of their own
+                counter = saved.detach()
+                counter.data = saved.new_empty(0)  # the counter stays, and no memory with it
+                counters.append((counter, counter._version))
+            return saved
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
+            row, made = _try(function, latent)
         if not torch.equal(before, _random_state(latent.device)):
             raise ValueError(
                 "expand draws random numbers (dropout, say); rows are expanded on several ranks, and again in "
@@ -58,7 +70,25 @@ class Expansion:
             )
         _check(made)
         like = tuple(x.new_empty((0, *x.shape[1:])).requires_grad_() for x in made)
-        return cls(function, latent.detach(), tuple(_captured(made, row)), like)
+        first = tuple(x.detach() for x in made)
+        captured = tuple(_captured(made, row))
+        return cls(function, latent.detach(), captured, like, first, tuple(counters))
+
+    def check_unchanged(self) -> None:
+        """Raises RuntimeError where the function is seen not to be that of forward any more.
+
+        Values are compared on the CPU alone; elsewhere that would wait for the device.
+        """
+        changed = any(counter._version != stood for counter, stood in self.counters)
+        if not changed and self.latent.device.type == "cpu":
+            again = zip(self.first, _try(self.function, self.latent)[1], strict=True)
+            changed = not all(torch.allclose(x, y, 0.0, 0.0, equal_nan=True) for x, y in again)
+        if changed:
+            raise RuntimeError(
+                "expand runs again in backward and is not the function of forward any more: a tensor that it reads was "
+                "changed in place, or a variable that it reads names another one; leave such tensors as they are "
+                "until backward, and bind the variable of a loop: expand=lambda x, w=w: ..."
+            )
 
 
 class _Piece:
@@ -72,11 +102,20 @@ class _Piece:
 
     def gradients(self, captured: Rows, given: Rows) -> tuple[Tensor | None, ...]:
         """Returns the gradients of the latent rows and of `captured`, given those of keys and values."""
+        known = set(map(id, captured))
+        if any(id(x) not in known for x in _captured(self._made, self.latent)):
+            raise RuntimeError(
+                "expand uses a tensor in backward that wants a gradient and that the first row of this rank did not "
+                "use in forward, so it would get none; let each row use all weights (an expert that it does not "
+                "choose times zero), and bind the variable of a loop: expand=lambda x, w=w: ..."
+            )
         pairs = [
             (x, g.to(x.dtype)) for x, g in zip(self._made, given, strict=True) if x.requires_grad
         ]
-        outputs, gradients = zip(*pairs, strict=True)
         inputs = (self.latent, *captured)
+        if not pairs:  # keys and values frozen inside of the function
+            return (None,) * len(inputs)
+        outputs, gradients = zip(*pairs, strict=True)
         # Other pieces go back through what was made outside of the function, a sum of weights say, as well.
         return torch.autograd.grad(outputs, inputs, gradients, allow_unused=True, retain_graph=True)
 
@@ -86,6 +125,8 @@ class ExpandedRows(SideRows):
 
     def __init__(self, expansion: Expansion, beside: Rows, keeps_graph: bool):
         """`beside`: what else travels with the rows, as it is. `keeps_graph`: for `latent_gradient`."""
+        if keeps_graph:
+            expansion.check_unchanged()
         super().__init__((expansion.latent.contiguous(), *beside))
         self.expansion, self._keeps_graph = expansion, keeps_graph
         self._pieces: dict[Source, list[_Piece]] = {"own": [], "received": []}
@@ -162,6 +203,13 @@ class ExpandedResults(SideResults):
         """Returns the gradients of this rank's latent rows, from all ranks, and of what the function captures."""
         self._latent += self._rows.latent_gradient("own", super().own())
         return (self._latent, *self._rows.captured_gradients())
+
+
+def _try(function: Expand, latent: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Returns the first row of `latent` and what the function makes of it, with the graph between."""
+    with torch.enable_grad():
+        row = latent[:1].detach().requires_grad_()
+        return row, function(row)
 
 
 def _random_state(device: torch.device) -> Tensor:
