@@ -10,7 +10,8 @@
       tokens <- heads                                  tokens <- heads
 
 Partial results are merged and gradients summed in fp32 in the order of the plan: results repeat bit for
-bit and the error does not grow with the number of ranks. Everything a rank does is in its `RankPass`.
+bit and the error does not grow with the number of ranks. Everything a rank does is in its `RankPass`. Both
+passes leave an enclosing autocast, as those of one device do.
 """
 
 # T tokens of this rank, R rows of this rank inside the pass (h T under a head split), N query heads,
@@ -72,7 +73,8 @@ class DistributedAttention(torch.autograd.Function):
         """
         if kept is None:
             rows = (q_TNH, expansion or keys, sink_N)
-            out, lse = forward_pass(*rows, session, options, max_logits_N)
+            with torch.autocast(q_TNH.device.type, enabled=False):
+                out, lse = forward_pass(*rows, session, options, max_logits_N)
         else:
             out, lse, *logits = (tensor.detach() for tensor in kept)
             if max_logits_N is not None:
@@ -95,7 +97,8 @@ class DistributedAttention(torch.autograd.Function):
         if dlse is not None:
             delta = delta - dlse
         rows = (dout, q, ctx.expansion or tuple(keys), lse, delta)
-        dq, *dkeys = backward_pass(*rows, ctx.session, ctx.options)
+        with torch.autocast(q.device.type, enabled=False):
+            dq, *dkeys = backward_pass(*rows, ctx.session, ctx.options)
         dsink = None if sink is None else sink_gradient(lse, sink, delta).to(sink.dtype)
         return dq, dsink, None, None, None, None, None, *dkeys
 

@@ -143,3 +143,25 @@ def test_a_head_split_costs_two_messages_a_pass_and_the_elements_that_the_planne
             counted = sum(sizes) * rows * (cp_size - 1) / cp_size  # a rank's own part stays
             predicted = head_split_bytes(OwnRows.of_tokens(rows), cp_size, config, name)
             assert counted == pytest.approx(predicted, rel=1e-12)
+
+
+def inside_and_outside_of_autocast(rank, world_size, plan, given):
+    """Returns out and the gradients of a call, both passes inside of bf16 autocast, and both outside."""
+    found = []
+    for enabled in (True, False):
+        q, k, v, dout = (local_rows(x, plan, rank) for x in given)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out, _ = mcp.cp_attention(*leaves, plan, dist.group.WORLD)
+            out.backward(dout)
+        found.append([out.detach(), *(x.grad for x in leaves)])
+    return found
+
+
+def test_the_dtype_of_q_decides_the_precision_under_an_autocast_of_another_kind():
+    """Joining the heads of halves under bf16 was an error."""
+    plan = make_plan(mask_cases()["documents"], 2, config_of((4, 2)))
+    given = tensors(plan.num_tokens, torch.float16, heads=(4, 2), dims=DIMS)[:4]
+    for inside, outside in run_on_ranks(2, inside_and_outside_of_autocast, plan, given):
+        for found, expected in zip(inside, outside, strict=True):
+            assert found.dtype == torch.float16 and torch.equal(found, expected)
