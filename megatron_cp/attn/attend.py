@@ -335,5 +335,5 @@ class _Attend(torch.autograd.Function):
             delta -= dlse
         rows = (dout, q, k, v, lse, delta)
         dq, dk, dv = attend_backward(*rows, ctx.mask, ctx.options, rounded=True)
-        dsink = None if sink is None else sink_gradient(lse, sink, delta).to(sink.dtype)
+        dsink = None if sink is None else sink_gradient(lse, sink, delta, dlse).to(sink.dtype)
         return dq, dk, dv, dsink, None, None, None

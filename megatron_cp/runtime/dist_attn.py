@@ -99,7 +99,7 @@ class DistributedAttention(torch.autograd.Function):
         rows = (dout, q, ctx.expansion or tuple(keys), lse, delta)
         with torch.autocast(q.device.type, enabled=False):
             dq, *dkeys = backward_pass(*rows, ctx.session, ctx.options)
-        dsink = None if sink is None else sink_gradient(lse, sink, delta).to(sink.dtype)
+        dsink = None if sink is None else sink_gradient(lse, sink, delta, dlse).to(sink.dtype)
         return dq, dsink, None, None, None, None, None, *dkeys
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from megatron_cp import mask as masks
-from megatron_cp.attn import attend_backward, attend_forward, resolve_options
-from megatron_cp.attn.merge import merge_partials, merge_rows_, merge_span_
+from megatron_cp.attn import attend, attend_backward, attend_forward, resolve_options
+from megatron_cp.attn.merge import merge_partials, merge_rows_, merge_span_, sink_gradient
 from tests.attn.formula import random_case
 
 BACKENDS = ("reference", "cpu")
@@ -101,3 +101,32 @@ def test_keys_whose_scores_are_below_all_numbers_count_nothing(backend, num_keys
         torch.ones_like(q), q, k, v, both[1], delta, masks.full(5, 2 * num_keys), options
     )
     assert (grads[2][last] == 0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("sharp", [False, True])
+def test_a_gradient_of_nan_in_rows_without_keys_does_not_reach_the_sink(backend, sharp):
+    """Their out is 0 whatever the sink is; dlse counts there. `sharp`: the sink outweighs keys too."""
+    (q, k, v), arguments = random_case(9, 9, (4, 2), (8, 8), torch.float64)
+    dout, dlse = arguments["dout"], torch.randn(9, 4, dtype=torch.float64)
+    seen, sink = 5, torch.linspace(-1.0, 1.0, 4, dtype=torch.float64) + (20.0 if sharp else 0.0)
+    dout[seen:] = torch.nan
+    mask = masks.from_slices(9, 9, [(0, seen, 0, seen, None, None)])
+    found, expected = sink.clone().requires_grad_(), sink.clone().requires_grad_()
+    out, lse = attend(q, k, v, mask, sink=found, backend=backend)
+    torch.autograd.backward((out, lse), (dout, dlse))
+    keys, values = (x[:seen].repeat_interleave(2, dim=1) for x in (k, v))
+    scores = torch.einsum("qnh,knh->qnk", q[:seen], keys) * 8**-0.5
+    scores = torch.cat([scores, expected[None, :, None].expand(seen, -1, 1)], dim=-1)
+    exact = torch.einsum("qnk,knh->qnh", scores.softmax(dim=-1)[..., :-1], values)
+    loss = (exact * dout[:seen]).sum() + (scores.logsumexp(dim=-1) * dlse[:seen]).sum()
+    (loss + (expected * dlse[seen:]).sum()).backward()
+    torch.testing.assert_close(found.grad, expected.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_a_sink_that_a_kernel_gives_back_an_ulp_off_is_the_lse_of_a_row_without_keys():
+    sink = torch.tensor([3.0, -0.7])
+    lse = torch.nextafter(sink, torch.tensor(9.0)).expand(2, -1)
+    dlse = torch.tensor([[1.0, 2.0], [4.0, 8.0]])
+    found = sink_gradient(lse, sink, torch.full((2, 2), torch.nan), dlse)
+    torch.testing.assert_close(found, torch.tensor([5.0, 10.0]))

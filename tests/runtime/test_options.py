@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import megatron_cp as mcp
 from megatron_cp.plan import make_plan
-from tests.runtime.cases import mask_cases, tensors
+from tests.ranks import run_on_ranks
+from tests.runtime.cases import HEADS, local_rows, mask_cases, tensors
 from tests.runtime.handmade import random_plan
 from tests.runtime.test_dist_attn import check_against_dense
 
@@ -85,3 +87,29 @@ def test_the_kernels_of_hopper_on_ranks_equal_dense_attention(cp_size, heads, di
     sink = torch.linspace(-1.0, 1.0, heads[0])
     options = {"backend": "emulated", "deterministic": deterministic, "sink": sink}
     check_against_dense(cp_size, plans, inputs, options)
+
+
+def sink_gradients_on_rank(rank, world_size, plan, given, sink):
+    """Returns this rank's share for a `dout` that is nan where no keys are, padding included, and for one of 0."""
+    q, k, v, dout, _ = (local_rows(x, plan, rank) for x in given)
+    tokens = torch.from_numpy(plan.global_from_local[rank].copy())
+    sees = torch.from_numpy(plan.mask.to_dense()).any(dim=1)
+    keyless = torch.cat([~sees, torch.ones(len(tokens) * world_size, dtype=torch.bool)])[tokens]
+    shares = []
+    for value in (torch.nan, 0.0):
+        leaf = sink.clone().requires_grad_()
+        out, _ = mcp.cp_attention(q, k, v, plan, dist.group.WORLD, sink=leaf)
+        out.backward(dout.masked_fill(keyless[:, None, None], value))
+        shares.append(leaf.grad)
+    return shares
+
+
+@pytest.mark.parametrize("cp_size", [1, 3])
+def test_a_gradient_of_nan_where_no_keys_are_does_not_reach_the_sink(cp_size):
+    """All heads of the sink became nan; what a gradient of 0 gives there is compared with dense attention above."""
+    sink = torch.linspace(-1.0, 1.0, HEADS)
+    for name in ("rows without keys", "causal 37"):
+        plan = make_plan(mask_cases()[name], cp_size, mcp.CPConfig(planner="zigzag"))
+        given = tensors(plan.num_tokens)
+        for nans, zeros in run_on_ranks(cp_size, sink_gradients_on_rank, plan, given, sink):
+            assert torch.equal(nans, zeros)

@@ -374,7 +374,7 @@ class _Attend(torch.autograd.Function):
         grads = _run_backward(call, dtype=q.dtype)
         dsink = None
         if sink is not None:
-            dsink = sink_gradient(lse, sink, stats.delta_of_rows(len(lse))).to(sink.dtype)
+            dsink = sink_gradient(lse, sink, stats.delta_of_rows(len(lse)), dlse).to(sink.dtype)
         return *grads, dsink, None, None, None
 
 

@@ -383,7 +383,7 @@ def _differentiate(ctx: Any, dout: Tensor, dlse: Tensor, _: Tensor) -> tuple[Ten
     dq, dk, dv, delta = torch.ops.megatron_cp.attention_backward(
         dout, dlse, q, k, v, out, lse, grad_work, ctx.counts, *ctx.scales
     )
-    dsink = None if sink is None else sink_gradient(lse, sink, delta)
+    dsink = None if sink is None else sink_gradient(lse, sink, delta, dlse)
     return dq, dk, dv, None, None, None, dsink, None, None, None, None, None
 
 

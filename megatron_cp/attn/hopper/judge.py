@@ -254,7 +254,7 @@ def _judged_whole(passes: Passes, case: _Case) -> Iterator[Verdict]:
     exact = case.gradients(exact_lse, delta)
     for name, *pair in zip(("dq", "dk", "dv"), found[:3], exact, strict=True):
         yield case.judged(f"{name} with a sink", *pair)
-    dsink = sink_gradient(exact_lse, sink.double(), delta)
+    dsink = sink_gradient(exact_lse, sink.double(), delta, dlse)
     yield case.judged("dsink", found[3][None], dsink[None])
 
 
