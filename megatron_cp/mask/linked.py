@@ -5,19 +5,23 @@ import functools
 import numpy as np
 
 from megatron_cp.mask.builders import causal
-from megatron_cp.mask.interval import IntArray, distinct
+from megatron_cp.mask.interval import IntArray, distinct, to_indices
 from megatron_cp.mask.mask import AttentionMask
-from megatron_cp.mask.slice import K_END, K_START, Q_END, Q_START
+from megatron_cp.mask.slice import HI, K_END, K_START, LO, Q_END, Q_START
 
 
 def document_bounds(mask: AttentionMask) -> IntArray:
     """Returns where documents begin, and the number of tokens behind: int64 `[documents + 1]`.
 
-    Tokens that see nothing and are not seen are a document wherever they lie side by side.
+    Tokens that see nothing and are not seen are a document wherever they lie side by side; those that see themselves
+    alone are a document each, however slices hold them.
     """
     rows = mask.array
-    start = np.minimum(rows[:, Q_START], rows[:, K_START])
-    stop = np.maximum(rows[:, Q_END], rows[:, K_END])
+    on_diagonal = (rows[:, LO] == 0) & (rows[:, HI] == 0)
+    alone = to_indices(rows.compress(on_diagonal, axis=0)[:, Q_START : Q_END + 1])
+    rows = rows.compress(~on_diagonal, axis=0)
+    start = np.r_[np.minimum(rows[:, Q_START], rows[:, K_START]), alone]
+    stop = np.r_[np.maximum(rows[:, Q_END], rows[:, K_END]), alone + 1]
     order = np.argsort(start, kind="stable")
     reach = np.maximum.accumulate(stop[order])
     start = start[order]

@@ -40,11 +40,15 @@ def square_masks(draw):
     cuts = sorted(draw(st.sets(st.integers(0, size), max_size=4)) | {0, size})
     slices = []
     for start, stop in itertools.pairwise(cuts):
-        kind = draw(st.sampled_from(["causal", "full", "prefix", "window", "after", "nothing"]))
+        kind = draw(
+            st.sampled_from(["causal", "full", "prefix", "window", "after", "alone", "nothing"])
+        )
         if kind == "nothing" or start == stop:
             continue
         low = -draw(st.integers(1, 4)) if kind == "window" else None
         slices.append((start, stop, start, stop, low, None if kind == "full" else 0))
+        if kind == "alone":
+            slices[-1] = (start, stop, start, stop, 0, 0)
         if kind == "after":
             slices[-1] = (start, stop, start, stop, 1, None)
         if kind == "prefix":
@@ -75,6 +79,7 @@ def test_documents_are_what_no_pair_links(mask):
         (masks.prefix_lm(6, 3), (6,)),
         (masks.from_slices(9, 9, [(2, 5, 2, 5, None, 0)]), (2, 3, 4)),
         (masks.sliding_window(3, 5), (3,)),
+        (masks.documents([3, 1, 1, 2]).merged(), (3, 1, 1, 2)),
     ],
 )
 def test_lengths_by_hand(mask, lengths):
