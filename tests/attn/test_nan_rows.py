@@ -104,6 +104,14 @@ def test_keys_whose_scores_are_below_all_numbers_count_nothing(backend, num_keys
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("num_keys", [4, 30, 100])
+def test_a_negative_scale_may_take_scores_below_all_numbers(backend, num_keys):
+    x = torch.full((num_keys, 1, 2), 1e19)
+    out, lse = attend(x, x, x, masks.causal(num_keys), softmax_scale=-4.0, backend=backend)
+    assert (out == 0).all() and (lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("sharp", [False, True])
 def test_a_gradient_of_nan_in_rows_without_keys_does_not_reach_the_sink(backend, sharp):
     """Their out is 0 whatever the sink is; dlse counts there. `sharp`: the sink outweighs keys too."""

@@ -35,7 +35,7 @@ def largest_score(q_BRQH: Tensor, k_BRKH: Tensor, softmax_scale: float) -> float
     if not q_BRQH.numel() or not k_BRKH.numel():
         return 0.0
     sides = (torch.stack(x.aminmax()).abs().amax() for x in (q_BRQH, k_BRKH))
-    return math.prod(map(float, sides)) * q_BRQH.shape[-1] * max(1.0, softmax_scale)
+    return math.prod(map(float, sides)) * q_BRQH.shape[-1] * max(1.0, abs(softmax_scale))
 
 
 def serves(q_BRQH: Tensor, k_BRKH: Tensor, largest: float) -> bool:
