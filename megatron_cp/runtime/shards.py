@@ -112,12 +112,12 @@ def dispatch(
     labels one that the loss leaves out, `dispatch(labels, plan, group, padding_value=-100)`.
 
     Differentiable: the gradient is gathered from all ranks, so every rank gets the whole of it. Collective
-    in backward, and in forward for the first use of a plan, with a gradient and without.
+    in backward, and in forward for the first use of a side of a plan, with a gradient and without.
     """
     side = checked_side(plan, side)
     _check_length(x, plan.length_of(side), dim, "x")
     # A rank without a backward pass would leave the others waiting for it there.
-    open_session(plan, group, x.device, f"dispatch{_backward_of(x, dim)}")
+    open_session(plan, group, x.device, f"dispatch {side}{_backward_of(x, dim)}")
     local: Tensor = _Dispatch.apply(x.movedim(dim, 0), plan, group, side, padding_value)
     return local.movedim(0, dim)
 
@@ -138,7 +138,7 @@ def undispatch(
     """
     side = checked_side(plan, side)
     _check_length(x_local, plan.own_rows.of(side), dim, "x_local")
-    open_session(plan, group, x_local.device, f"undispatch {_rows_of(x_local, dim)}")
+    open_session(plan, group, x_local.device, f"undispatch {side} {_rows_of(x_local, dim)}")
     whole: Tensor = _Undispatch.apply(x_local.movedim(dim, 0), plan, group, side)
     return whole.movedim(0, dim)
 
@@ -284,6 +284,7 @@ def _gather_rows(
 def _bytes_of(rows: Tensor) -> Tensor:
     """Returns rows with numbers in them as bytes `[rows, bytes of a row]`."""
     row_bytes = math.prod(rows.shape[1:]) * rows.element_size()
+    rows = rows.resolve_conj().resolve_neg()  # of which a view may put off the sign
     return rows.contiguous().view(-1).view(torch.uint8).view(len(rows), row_bytes)
 
 

@@ -115,6 +115,25 @@ def test_a_side_must_be_said():
         mcp.cp_attention(x, x, x, plan, None)
 
 
+def other_sides(rank, world_size, plan, name):
+    """Each side has as many rows; rank 0 means the queries, rank 1 the keys."""
+    whole = torch.ones(plan.num_tokens, 2).requires_grad_()
+    with pytest.raises(PlanMismatchError, match="make another call"):
+        if name == "dispatch":
+            mcp.dispatch(whole, plan, dist.group.WORLD, side="qk"[rank])
+        else:
+            mcp.undispatch(whole[: plan.own_rows.q], plan, dist.group.WORLD, side="qk"[rank])
+    return True
+
+
+@pytest.mark.parametrize("name", ["dispatch", "undispatch"])
+def test_ranks_that_mean_other_sides_are_told_so(name):
+    """Rows of queries and of keys were put together as if they were of one tensor."""
+    plan = make_plan(rectangle(32, 32), 2, CONFIG, keys=make_plan(mcp.mask.causal(32), 2, CONFIG))
+    assert plan.key_tokens is not None and plan.own_rows.q == plan.own_rows.k
+    assert all(run_on_ranks(2, other_sides, plan, name))
+
+
 def test_self_attention_may_name_a_side():
     plan = make_plan(mcp.mask.causal(8), 1, CONFIG)
     x = torch.randn(8, 2)

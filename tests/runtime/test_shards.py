@@ -207,6 +207,28 @@ def test_rows_of_every_dtype_and_shape_travel():
             assert actual == expected
 
 
+def with_signs_put_off(rank, world_size, plan, real, imaginary):
+    """Returns what comes back of views whose sign torch puts off, forward and rolled, and what they are."""
+    group, found = dist.group.WORLD, []
+    x = torch.complex(*(local_rows(part, plan, rank) for part in (real, imaginary)))
+    conjugate, negated = x.conj(), torch._neg_view(x)
+    for view, parts in ((conjugate, (real, -imaginary)), (negated, (-real, -imaginary))):
+        expected = torch.complex(*parts)
+        found.append((mcp.undispatch(view, plan, group), expected))
+        rolled = mcp.undispatch(mcp.roll(view, plan, group), plan, group)
+        found.append((rolled, expected[torch.arange(1, 38) % 37]))
+    return [(a.tolist(), b.tolist()) for a, b in found]
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_lazily_conjugated_and_negated_rows_travel_as_the_numbers_they_are(cp_size):
+    plan = make_plan(masks.documents([20, 17]), cp_size)
+    real = torch.arange(1.0, 38)
+    for found in run_on_ranks(cp_size, with_signs_put_off, plan, real, real + 0.5):
+        for actual, expected in found:
+            assert actual == expected
+
+
 def calls_that_differ(rank, world_size, plan, name):
     group, rows = dist.group.WORLD, plan.tokens_per_rank
     x = torch.ones(rows, 4)
