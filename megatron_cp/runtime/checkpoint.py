@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -97,7 +98,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Returns `function(*args, **kwargs)`, keeping only its inputs and its attention results for backward.
 
     As `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`, except that `cp_attention` calls
-    inside are not repeated.
+    inside are not repeated, unless they are made under `torch.inference_mode()`.
     """
     tape = AttentionTape()
 
@@ -110,11 +111,14 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def recorded_result() -> Result | None:
     """Returns the next kept result when a tape is replaying, else None."""
     tape = _player.get()
-    return None if tape is None else tape.take()
+    return None if tape is None or torch.is_inference_mode_enabled() else tape.take()
 
 
 def record_result(result: Result) -> None:
-    """Keeps the result of an attention call when a tape is recording."""
+    """Keeps the result of an attention call when a tape is recording.
+
+    None under `torch.inference_mode()`: nothing tells whether such a result was changed in place.
+    """
     tape = _recorder.get()
-    if tape is not None:
+    if tape is not None and not torch.is_inference_mode_enabled():
         tape.keep(result)

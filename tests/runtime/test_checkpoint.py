@@ -92,6 +92,23 @@ def test_a_result_changed_in_place_after_its_first_forward_is_an_error(which):
         mcp.checkpoint(layer, x).sum().backward()
 
 
+def test_a_call_under_inference_mode_inside_of_a_region_is_made_again():
+    """A teacher beside its student; its result may even be changed in place."""
+    plan = make_plan(mask_cases()["documents"], 1)
+    x = torch.randn(plan.num_tokens, HEADS, HEAD_DIM, requires_grad=True)
+
+    def distance(x):
+        with torch.inference_mode():
+            taught = mcp.cp_attention(2 * x, x, x, plan, None)[0].mul_(3.0)
+        return (mcp.cp_attention(x, x, x, plan, None)[0] * taught.clone()).sin()
+
+    (expected,) = torch.autograd.grad(distance(x).sum(), x)
+    kept = mcp.checkpoint(distance, x).sum()
+    for _ in range(2):
+        (found,) = torch.autograd.grad(kept, x, retain_graph=True)
+        assert torch.equal(found, expected)
+
+
 def test_a_graph_that_is_kept_is_recomputed_in_every_backward_pass():
     plan = make_plan(mask_cases()["documents"], 1)
     x = torch.randn(plan.num_tokens, HEADS, HEAD_DIM, requires_grad=True)
