@@ -54,9 +54,10 @@ def cp_attention(  # noqa: PLR0913  the public signature
 
     With `expand`, `k` are latent rows `[T, ...]` and `v` is None: rows travel as they are, and
     `expand(rows [R, ...]) -> (k [R, G, H], v [R, G, Hv])`, each row for itself, makes keys and values of them on the
-    rank that attends to them, forward and again backward. Gradients flow through it to the latent rows and to the leaf
-    tensors that it captures (weights), of which each rank has its share, to be summed over the group. Plan with
-    `CPConfig(latent_dim=...)`: such rows cannot be split by heads.
+    rank that attends to them, forward and again backward: what it reads must stay the same until then. Gradients flow
+    through it to the latent rows and to the leaf tensors that it captures (weights), all of which it must use for the
+    first row; each rank has its share of theirs, to be summed over the group. Plan with `CPConfig(latent_dim=...)`:
+    such rows cannot be split by heads.
 
     With `dropout_p` each pair of the mask is dropped with that probability, and the others count 1/(1 - dropout_p)
     times, in out and not in lse. Which pairs depends on their tokens, their head and `dropout_seed`, not on the plan or
@@ -70,6 +71,7 @@ def cp_attention(  # noqa: PLR0913  the public signature
     Raises:
         ValueError, NotImplementedError: wrong input, before any collective.
         PlanMismatchError: on every rank, when the ranks' plans or calls differ.
+        RuntimeError: in backward, when `expand` is another function than in forward.
     """
     check_plan(plan)
     for name, x in (("q", q), ("k", k)):
