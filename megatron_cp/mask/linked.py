@@ -5,7 +5,7 @@ import functools
 import numpy as np
 
 from megatron_cp.mask.builders import causal
-from megatron_cp.mask.interval import IntArray, distinct, to_indices
+from megatron_cp.mask.interval import IntArray, columns, distinct, to_indices
 from megatron_cp.mask.mask import AttentionMask
 from megatron_cp.mask.slice import HI, K_END, K_START, LO, Q_END, Q_START
 
@@ -13,21 +13,21 @@ from megatron_cp.mask.slice import HI, K_END, K_START, LO, Q_END, Q_START
 def document_bounds(mask: AttentionMask) -> IntArray:
     """Returns where documents begin, and the number of tokens behind: int64 `[documents + 1]`.
 
-    Tokens that see nothing and are not seen are a document wherever they lie side by side; those that see themselves
-    alone are a document each, however slices hold them.
+    Tokens that see nothing and are not seen are a document wherever they lie side by side; so are those that see
+    themselves alone where a slice holds several. Each slice lies in one document.
     """
-    rows = mask.array
-    on_diagonal = (rows[:, LO] == 0) & (rows[:, HI] == 0)
-    alone = to_indices(rows.compress(on_diagonal, axis=0)[:, Q_START : Q_END + 1])
-    rows = rows.compress(~on_diagonal, axis=0)
-    start = np.r_[np.minimum(rows[:, Q_START], rows[:, K_START]), alone]
-    stop = np.r_[np.maximum(rows[:, Q_END], rows[:, K_END]), alone + 1]
+    return _bounds(mask.num_queries, mask.array)
+
+
+def _bounds(num_tokens: int, rows: IntArray) -> IntArray:
+    start = np.minimum(rows[:, Q_START], rows[:, K_START])
+    stop = np.maximum(rows[:, Q_END], rows[:, K_END])
     order = np.argsort(start, kind="stable")
     reach = np.maximum.accumulate(stop[order])
     start = start[order]
     opens = np.r_[True, start[1:] >= reach[:-1]][: len(start)]
     closes = np.r_[opens[1:], True][: len(start)]
-    ends = np.array([0, mask.num_queries])
+    ends = np.array([0, num_tokens])
     return distinct(np.concatenate([ends, start[opens], reach[closes]]))
 
 
@@ -36,13 +36,16 @@ def causal_document_lengths(mask: AttentionMask) -> tuple[int, ...]:
     """Returns the lengths of the documents in which every token sees itself and all tokens before it.
 
     This is what a causal recurrence needs of a mask: its state holds all that came before in the document. Tokens that
-    see nothing are documents too. A mask may allow more, such as a prefix that sees itself whole. The last eight are
-    remembered.
+    see nothing are documents too, and each that sees itself alone is one. A mask may allow more, such as a prefix that
+    sees itself whole. The last eight are remembered.
 
     Raises ValueError where a token of a document does not see one before it: a state would let it.
     """
-    bounds = document_bounds(mask)
-    size = mask.num_queries
+    size, rows = mask.num_queries, mask.array
+    is_diagonal = (rows[:, LO] == 0) & (rows[:, HI] == 0)
+    alone = to_indices(rows.compress(is_diagonal, axis=0)[:, Q_START : Q_END + 1])
+    single = columns(alone, alone + 1, alone, alone + 1, 0 * alone, 0 * alone)
+    bounds = _bounds(size, np.concatenate([rows.compress(~is_diagonal, axis=0), single]))
     lengths = np.diff(bounds)
     behind = (mask & causal(size)).area_of_rows(bounds)
     hides = np.flatnonzero(

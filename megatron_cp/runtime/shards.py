@@ -82,8 +82,8 @@ def position_ids(
 def document_starts(plan: AttentionPlan) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Returns the first token of each document: the finest cut that no pair of the mask crosses.
 
-    A token that no pair has is a document of its own, where the planner's `document_bounds` joins neighbours; one that
-    sees itself alone, which may share a slice with others, the diagonal, is one in both.
+    A token that no pair has is a document of its own, where the planner's `document_bounds` joins neighbours; so is
+    one that sees itself alone, which may share a slice with others: the diagonal.
     """
     rows = plan.mask.array
     rows = rows[(rows[:, LO] < 0) | (rows[:, HI] > 0)]
