@@ -32,8 +32,8 @@ def upload(tree: Tree, device: torch.device) -> Uploaded[Tree]:
 
     On CUDA the copy is from pinned memory on the current stream.
     """
-    found = list(_tensors(tree))
-    if device.type == "cpu" or not found:
+    found = [] if device.type == "cpu" else list(_tensors(tree))
+    if not found:
         return Uploaded(tree, None)
     buffer = copy_to(torch.cat([tensor.flatten() for tensor in found]), device)
     moved = buffer.split([tensor.numel() for tensor in found])

@@ -175,17 +175,14 @@ def _refuse_weights(name: str, conversation: Conversation) -> None:
 
 def _refuse_what_is_not_rendered(render: _Render, conversation: Conversation) -> None:
     """Raises ValueError where the text would be the same without tools, or without calls of them."""
-    calls = [dict(m, tool_calls=None) for m in conversation.messages]
-    without = {
-        "tools": conversation._replace(tools=None),
-        "tool_calls": conversation._replace(messages=calls),
-    }
-    held = {
-        "tools": conversation.tools,
-        "tool_calls": any(m.get("tool_calls") for m in conversation.messages),
-    }
+    messages, without = conversation.messages, {}
+    if conversation.tools:
+        without["tools"] = conversation._replace(tools=None)
+    if any(m.get("tool_calls") for m in messages):
+        silent = [{**m, "tool_calls": None} for m in messages]
+        without["tool_calls"] = conversation._replace(messages=silent)
     for name, other in without.items():
-        if held[name] and render(conversation, False) == _text_or_refusal(render, other):
+        if render(conversation, False) == _text_or_refusal(render, other):
             raise ValueError(
                 f"it has {name}, which the chat template leaves out: the model would never see them; give a template "
                 "that renders them"
