@@ -4,9 +4,11 @@ Importing Megatron-Core here would put it, without the CPU stand-ins, into every
 """
 
 import functools
+import os
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
+from megatron_cp.processes import die_with_parent
 from tests.processes import HANG_SECONDS
 
 
@@ -26,7 +28,8 @@ _FUNCTIONS = {}
 
 @functools.lru_cache
 def _process():
-    return ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+    # Nobody closes it: it ends with the session, however that ends.
+    return ProcessPoolExecutor(1, get_context("spawn"), die_with_parent, (os.getpid(),))
 
 
 def _run(name, args, kwargs):
