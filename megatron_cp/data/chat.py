@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_cp.data.tokenizer import read_special_tokens
+from megatron_cp.data.chat_template import TEMPLATE_FILES, Render, read_template
 
 Message = Mapping[str, Any]
 ROLES = ("system", "user", "tool", "assistant")
@@ -116,7 +114,7 @@ def chat_format(name: str, tokenizer_model: str | None = None) -> ChatFormat:
             f"--sft-tokenizer-prompt-format {name} is not served; give one of "
             f"{', '.join(PROMPT_FORMATS)}"
         )
-    render = _read_template(_folder_of(tokenizer_model))
+    render = read_template(_folder_of(tokenizer_model))
     parts_of = _whole_of_template if name == "default" else _answers_of_template
 
     def parts(conversation: Conversation) -> list[Part]:
@@ -132,17 +130,14 @@ def format_identity(name: str, tokenizer_model: str | None = None) -> str:
         return name
     total = hashlib.sha256(f"{_VERSION} {name}".encode())
     folder = _folder_of(tokenizer_model)
-    for name_of_file in ("tokenizer_config.json", _TEMPLATE, "special_tokens_map.json"):
-        file = folder / name_of_file
+    for file in (folder / name for name in TEMPLATE_FILES):
         total.update(file.read_bytes() if file.is_file() else b"none")
     return total.hexdigest()
 
 
-_TEMPLATE = "chat_template.jinja"
 # Of how templates are rendered; of 1 were JSON escaped for HTML, and tools that nobody gave.
 _VERSION = 2
 
-_Render = Callable[[Conversation, bool], str]
 _BESIDE_CONTENT = ("tool_calls", "reasoning_content")  # what a message of an assistant may hold
 
 
@@ -173,7 +168,7 @@ def _refuse_weights(name: str, conversation: Conversation) -> None:
         )
 
 
-def _refuse_what_is_not_rendered(render: _Render, conversation: Conversation) -> None:
+def _refuse_what_is_not_rendered(render: Render, conversation: Conversation) -> None:
     """Raises ValueError where the text would be the same without tools, or without calls of them."""
     messages, without = conversation.messages, {}
     if conversation.tools:
@@ -182,34 +177,34 @@ def _refuse_what_is_not_rendered(render: _Render, conversation: Conversation) ->
         silent = [{**m, "tool_calls": None} for m in messages]
         without["tool_calls"] = conversation._replace(messages=silent)
     for name, other in without.items():
-        if render(conversation, False) == _text_or_refusal(render, other):
+        if render(*conversation, False) == _text_or_refusal(render, other):
             raise ValueError(
                 f"it has {name}, which the chat template leaves out: the model would never see them; give a template "
                 "that renders them"
             )
 
 
-def _text_or_refusal(render: _Render, conversation: Conversation) -> str:
+def _text_or_refusal(render: Render, conversation: Conversation) -> str:
     try:
-        return render(conversation, False)
+        return render(*conversation, False)
     except ValueError as refusal:  # a message without content, perhaps
         return f"refused: {refusal}"
 
 
-def _whole_of_template(render: _Render, conversation: Conversation) -> list[Part]:
+def _whole_of_template(render: Render, conversation: Conversation) -> list[Part]:
     _refuse_weights("default", conversation)
-    return [Part(render(conversation, False), True)]
+    return [Part(render(*conversation, False), True)]
 
 
-def _answers_of_template(render: _Render, conversation: Conversation) -> list[Part]:
+def _answers_of_template(render: Render, conversation: Conversation) -> list[Part]:
     """Returns prompts and answers: what a template adds for an assistant's turn is the answer."""
     messages = conversation.messages
     parts, done = [], ""
     for place, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        prompt = render(conversation._replace(messages=messages[:place]), True)
-        whole = render(conversation._replace(messages=messages[: place + 1]), False)
+        prompt = render(messages[:place], conversation.tools, True)
+        whole = render(messages[: place + 1], conversation.tools, False)
         if not (prompt.startswith(done) and whole.startswith(prompt)):
             raise ValueError(
                 f"the chat template changes earlier turns when message {place} is added, so its "
@@ -221,92 +216,7 @@ def _answers_of_template(render: _Render, conversation: Conversation) -> list[Pa
     return parts
 
 
-def _read_template(folder: Path) -> _Render:
-    """Returns the chat template in a tokenizer's folder, ready to render.
-
-    Source: the names and filters that transformers 5 gives to templates, rendered in a sandbox as there.
-    """
-    from jinja2 import TemplateError
-
-    config, own = read_special_tokens(folder), folder / _TEMPLATE
-    text = own.read_text(encoding="utf-8") if own.is_file() else config.get("chat_template")
-    if isinstance(text, list):  # several by name
-        text = next((t["template"] for t in text if t.get("name") == "default"), None)
-    if not isinstance(text, str):
-        raise ValueError(
-            f"{folder} holds no chat template (chat_template.jinja, or chat_template in "
-            "tokenizer_config.json); give another --sft-tokenizer-prompt-format"
-        )
-
-    names = _special_tokens(config)
-    try:
-        template = _environment().from_string(text)
-    except TemplateError as error:
-        raise ValueError(f"the chat template of {folder} cannot be read ({error})") from None
-
-    def render(conversation: Conversation, add_generation_prompt: bool) -> str:
-        try:
-            return str(
-                template.render(
-                    messages=list(conversation.messages),
-                    tools=conversation.tools and list(conversation.tools),
-                    documents=None,
-                    add_generation_prompt=add_generation_prompt,
-                    **names,
-                )
-            )
-        except TemplateError as error:
-            raise ValueError(f"the chat template of {folder} refuses ({error})") from None
-
-    return render
-
-
-def _environment() -> Any:
-    """Returns what templates are rendered in."""
-    from jinja2 import TemplateError, nodes
-    from jinja2.ext import Extension
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """`{% generation %}` marks what an assistant says; its text is that of its body."""
-
-        tags = {"generation"}  # noqa: RUF012  jinja2's way
-
-        def parse(self, parser: Any) -> list[nodes.Node]:
-            next(parser.stream)
-            found: list[nodes.Node] = parser.parse_statements(
-                ("name:endgeneration",), drop_needle=True
-            )
-            return found
-
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = to_json  # jinja2's own is for HTML, and escapes apostrophes
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the special tokens that there are, by the names under which templates ask for them."""
-    kinds = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-    names = {f"{kind}_token": _content(config.get(f"{kind}_token")) for kind in kinds}
-    return {name: token for name, token in names.items() if token}
-
-
 def _folder_of(tokenizer_model: str | None) -> Path:
     """Returns the folder of a tokenizer, which is given as it or as a file in it."""
     path = Path(tokenizer_model or ".")
     return path if path.is_dir() else path.parent
-
-
-def _content(token: Any) -> str:
-    """Returns the text of a special token, which is a string or {"content": ...}."""
-    return str(token.get("content", "")) if isinstance(token, dict) else str(token or "")
