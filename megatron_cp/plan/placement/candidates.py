@@ -39,6 +39,8 @@ class PlacementLimits:
     """Over all head groups."""
     least_chunks: int
     """Of each head group."""
+    coarse_chunks: int
+    """Of each head group, where chunks are as large as they may be and still be balanced."""
     most_parts: int
     """Of a mask on documents in mirrored pieces: planning time grows with them."""
     most_parts_per_rank: int
@@ -168,10 +170,16 @@ class PlacementCandidates:
         placed, limits = whole_documents(bounds, loads, ranks, rows, most_load)
         return replace(placed, ids=placed.ids * chunk), limits
 
-    def by_area(self, degree: int) -> Placement:
-        """Returns zigzag chunks of head groups, exchanged until areas are as their speeds."""
-        groups = self.cp_size // degree
-        per_group = self._chunks_per_group(degree * self.rows // self.chunk, groups)
+    def by_area(self, degree: int, is_coarse: bool = False) -> Placement:
+        """Returns zigzag chunks of head groups, exchanged until areas are as their speeds.
+
+        In coarse ones fewer documents are cut, and fewer rows move.
+        """
+        groups, limits = self.cp_size // degree, self.limits
+        wished = max(limits.least_chunks, limits.chunks // groups)
+        per_group = _largest_divisor(
+            degree * self.rows // self.chunk, limits.coarse_chunks if is_coarse else wished
+        )
         size, count = degree * self.rows // per_group, groups * per_group
         tables = [self._chunk_table(mask, size, count) for mask, _ in self.masks.values()]
         table = by_area.weighted_sum(tables, [weight for _, weight in self.masks.values()])
@@ -183,7 +191,6 @@ class PlacementCandidates:
     def _chunk_table(self, mask: AttentionMask, size: int, count: int) -> ChunkTable:
         return by_area.chunk_table(mask, size, count)
 
-    def _chunks_per_group(self, finest: int, groups: int) -> int:
-        """Returns how many chunks a head group owns: a divisor of the finest number."""
-        most = max(self.limits.least_chunks, self.limits.chunks // groups)
-        return max(n for n in range(1, finest + 1) if finest % n == 0 and (n <= most or n == 1))
+
+def _largest_divisor(number: int, most: int) -> int:
+    return next(n for n in range(min(number, most), 0, -1) if number % n == 0)

@@ -2,8 +2,8 @@
 
 Beside each stands what half and double of it do to predicted times: the geometric mean over those of today's value,
 then the worst cell, on 45 cells of 4 to 48 ranks; "large": on 26 of 40 to 256 ranks (benchmarks/bench_search.py,
-2026-11-26, every line in benchmarks/results/search_xeon_2026-11-26.md and search_large_xeon_2026-11-26.md; before
-compute was moved once at every degree). "Nothing": not one cell moved.
+2026-11-26, every line in benchmarks/results/search_xeon_2026-11-26.md and search_large_xeon_2026-11-26.md).
+"Nothing": not one cell moved.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class SearchBudget:
     a tenth less to plan, and leaves four cells of bench_plan.py's grid to others (8 ranks, by up to 2.1 %)."""
     far: float = 1.15
     """Times the load bound: links limit, and moving compute among many is worth it, and a local search among few.
-    1.075, 1.3: 1.000, worst 1.007. Large: 1.001 and 1.003, worst 1.029 and 1.071."""
+    1.075, 1.3: 1.000, worst 1.007. Large: 1.000, worst 1.029."""
     hopeless: float = 1.01
     """Times the fastest strategy, whose price may be an estimate: not priced. 1.005, 1.02: nothing."""
     loose_load: float = 1.08
@@ -33,11 +33,11 @@ class SearchBudget:
     """Half: 1.000, worst 1.008; double: nothing. Large, half: 1.007, worst 1.21 (causal_document W4, 80 ranks)."""
     moved_starts: int = 4
     """Placements, with a head degree each, on which compute is moved. Half: 1.007, worst 1.37 (causal_blockwise
-    W2, 6 ranks); large: 1.010, worst 1.14. Double: nothing. 0: 1.001, worst 1.022; large: 1.121, worst 2.2 (2048 global
+    W2, 6 ranks); large: 1.010, worst 1.14. Double: nothing. 0: 1.001, worst 1.022; large: 1.122, worst 2.2 (2048 global
     tokens, 256 ranks)."""
     near_starts: int = 2
     """Placements, with a head degree each, near whose assignments is searched. Half: 1.001, worst 1.022
-    (causal_blockwise W2, 6 ranks). Double: nothing. 0: 1.006, worst 1.17; large: 1.002, worst 1.031."""
+    (causal_blockwise W2, 6 ranks). Double: nothing. 0: 1.006, worst 1.17; large: 1.001, worst 1.031."""
     most_near_groups: int = 32
     """Local searches run, up to two on a placement, while these are no more in all. Half: 1.001, worst 1.022; by hand,
     200 documents under a window on 32 ranks, 1.14. Double: 1.000."""
@@ -61,15 +61,17 @@ class SearchBudget:
     most_groups: int = 256
     """Head groups; with more of them only tokens in order are looked at, if heads can be exchanged: a limit of time."""
     near: float = 1.00125
-    """Predictions cannot tell such passes, or plans, apart: balance, then bytes decide. 1.0006, 1.0025: nothing."""
+    """Predictions cannot tell such passes, or plans, apart: balance, then bytes decide. 1.0006: nothing; 1.0025:
+    1.000, best .997."""
     good_imbalance: float = 1.02
     """Below, balance does not decide. 1.01: 1.000, best .997; 1.04: 1.000, worst 1.001."""
     most_measured: int = 12
     """Plans built to price them with measured kernel rates: a limit of time, without them nothing."""
     placements: PlacementLimits = PlacementLimits(  # noqa: RUF009  it is frozen
         imbalance=0.01,  # half: .999; double: 1.001, worst 1.017
-        chunks=128,  # half: 1.002, worst 1.068; double: 1.002, worst 1.017; large: .992, worst 1.038
-        least_chunks=4,  # half: nothing; double: 1.001, worst 1.017; large: 1.004, worst 1.128
+        chunks=128,  # half: 1.000, worst 1.026; double: 1.001, worst 1.015; large: .992, worst 1.038
+        least_chunks=4,  # half, double: nothing; large, double: 1.004, worst 1.128
+        coarse_chunks=2,  # 1: 1.000, worst 1.037; 4: 1.000; none, by hand, 407 masks: 1.001, worst 1.17
         most_parts=1 << 13,  # half: 1.002, worst 1.063; double: nothing
         most_parts_per_rank=48,  # nothing up to 48 ranks; it counts from 171 ranks on
     )

@@ -2,7 +2,7 @@
 
     at first              at every degree documents and tokens in order, pairs where their queries live or their keys,
                           and the published schemes on tokens in order and zigzag
-    besides               documents balanced more tightly or less, chunks by area, or zigzag
+    besides               documents balanced more tightly or less, chunks by area, fine and coarse, or zigzag
     for the fastest       documents balanced for each mask of a family by itself; documents on larger groups of ranks
                           than those that exchange heads: pieces are longer, and fewer rows move
 
@@ -114,7 +114,8 @@ class Looks:
                 yield Look(degree, self._documents(degree, load))
         else:
             yield Look(degree, functools.partial(self.places.zigzag, degree))
-        yield Look(degree, functools.partial(self.places.by_area, degree))
+        for is_coarse in (False, True):
+            yield Look(degree, functools.partial(self.places.by_area, degree, is_coarse))
 
     def for_fastest(self, degree: int) -> Iterator[Look]:
         """Yields documents balanced for each mask of a family by itself, and documents on larger groups."""
