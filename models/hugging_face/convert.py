@@ -111,7 +111,7 @@ def to_megatron(request: Request) -> Report:
         num_bytes=progress.total,
         left=tuple(left),
         carried=tuple(carried),
-        left_files=tuple(left_files),
+        left_files=(*left_files, *reader.unread_files()),
     )
 
 

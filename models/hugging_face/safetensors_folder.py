@@ -30,6 +30,7 @@ except ImportError as problem:
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+ADAPTER = "adapter_config.json"
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -61,12 +62,24 @@ class SafetensorsReader:
         """
         self.folder = folder
         self.infos: dict[str, TensorInfo] = {}
+        if (folder / ADAPTER).is_file():
+            raise refuse(
+                f"{folder} holds {ADAPTER}, with which transformers and peft compute another model than "
+                "that of the weights; merge the adapter into them (merge_and_unload of peft), or remove it"
+            )
         index = _read_index(folder)
         for file in [SINGLE] if index is None else sorted(set(index.values())):
             self.infos |= _header(folder / file)
         if index is not None:
             _check_index(folder, index, self.infos)
         self._open: tuple[str, Any] | None = None
+
+    def unread_files(self) -> list[str]:
+        """Returns the names of files of weights that no tensor is read from."""
+        used = {info.file for info in self.infos.values()}
+        return sorted(
+            path.name for path in self.folder.glob("*.safetensors") if path.name not in used
+        )
 
     def read(self, source: Source) -> torch.Tensor:
         """Returns the tensor, or what the piece has of it."""
@@ -102,6 +115,11 @@ def _read_index(folder: Path) -> dict[str, str] | None:
         raise refuse(
             f"{folder / INDEX} names {listing(outside)}; files must lie beside it, by their names alone; "
             "download it again"
+        )
+    if (folder / SINGLE).is_file() and set(index.values()) != {SINGLE}:
+        raise refuse(
+            f"{folder} holds {SINGLE}, which transformers would read alone, and {INDEX}, which names other files; "
+            "they may be two models: remove the one that is not meant"
         )
     absent = sorted({file for file in index.values() if not (folder / file).is_file()})
     if absent:

@@ -2,16 +2,18 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from megatron_cp.models.hugging_face import convert, torch_dist_folder
 from megatron_cp.models.hugging_face.refusal import ConversionError
 from tests.models.hugging_face import in_ranks
-from tests.models.hugging_face.tiny_models import save_tiny
+from tests.models.hugging_face.tiny_models import make_tiny, save_tiny
 from tests.ranks import run_on_ranks
 
 
@@ -118,6 +120,34 @@ def test_an_index_that_contradicts_its_files_is_refused(tmp_path: Path):
     assert "contradict each other about model.more.weight" in reasons_of(source)[0]
     path.write_text('{"weight_map": []}')
     assert "cannot be read" in reasons_of(source)[0]
+
+
+def test_weights_of_two_models_in_one_folder_are_refused_until_one_is_removed(tmp_path: Path):
+    """transformers leaves the file of an earlier save beside its shards, and an index beside its file."""
+    source = save_tiny("llama3", tmp_path / "source", max_shard_size="40KB")
+    model = make_tiny("llama3")
+    model.model.norm.weight.data *= 3.0
+    model.save_pretrained(tmp_path / "other")
+    shutil.move(tmp_path / "other" / "model.safetensors", source / "model.safetensors")
+    shutil.rmtree(tmp_path / "other")
+    read = AutoModelForCausalLM.from_pretrained(source)
+    assert torch.equal(read.model.norm.weight, model.model.norm.weight)
+    assert (
+        "which transformers would read alone, and model.safetensors.index.json"
+        in reasons_of(source)[0]
+    )
+    (source / "model.safetensors.index.json").unlink()
+    request = convert.Request(load=source, save=tmp_path / "megatron", show_progress=False)
+    report = convert.to_megatron(request)
+    assert report.left_files == tuple(sorted(p.name for p in source.glob("model-*.safetensors")))
+    run_on_ranks(1, in_ranks.convert, "hf", request.save, tmp_path / "back", {})
+    norm = load_file(tmp_path / "back" / "model.safetensors")["model.norm.weight"]
+    assert torch.equal(norm, model.model.norm.weight.data)
+
+
+def test_an_adapter_beside_the_weights_is_refused(llama: Path):
+    (llama / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    assert "holds adapter_config.json" in reasons_of(llama)[0]
 
 
 def test_a_truncated_file_is_named(llama: Path):
