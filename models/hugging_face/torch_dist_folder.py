@@ -244,7 +244,7 @@ class TorchDistReader:
                 )
 
     def arguments(self) -> dict[str, Any]:
-        """Returns the arguments of the run that wrote it; empty where it holds none."""
+        """Returns the arguments of the run that wrote it, under our names; empty where it holds none."""
         try:
             common = read_common(self.folder, self._metadata)
         except ValueError as problem:
@@ -253,7 +253,10 @@ class TorchDistReader:
                 f"the arguments of {self.folder} cannot be read ({line}); they must be as Megatron "
                 "saves them; give another --ckpt-step"
             ) from None
-        return dict(vars(common["args"])) if "args" in common else {}
+        saved = dict(vars(common["args"])) if "args" in common else {}
+        if "norm_epsilon" in saved:  # Megatron-LM's name
+            saved.setdefault("layernorm_epsilon", saved["norm_epsilon"])
+        return saved
 
     def read(self, key: str, piece: Piece) -> torch.Tensor:
         """Returns the piece's tensor as it is stored, with every row of the vocabulary."""

@@ -15,7 +15,9 @@ from tests.models.hugging_face import in_ranks
 from tests.models.hugging_face.tiny_models import (
     MODELS,
     expected_logits,
+    logits_of,
     logits_of_folder,
+    make_tiny,
     save_tiny,
 )
 from tests.ranks import run_on_ranks
@@ -118,6 +120,28 @@ def test_config_is_recomputed_where_none_was_carried(tmp_path: Path, name: str):
     assert again.arguments == first.arguments
     back = tensors_of(tmp_path / "back")
     assert all(torch.equal(tensor, back[key]) for key, tensor in tensors_of(source).items())
+
+
+def test_megatron_lm_names_the_epsilon_of_norms_otherwise(tmp_path: Path):
+    """It is in the recomputed config.json, and one that config.json contradicts is told."""
+    source, root = save_tiny("llama3", tmp_path / "source"), tmp_path / "megatron"
+    to_megatron(source, root)
+    common = root / "iter_0000001" / "common.pt"
+    entries = torch.load(common, weights_only=False)
+    entries["args"].norm_epsilon = 1e-3
+    del entries["args"].layernorm_epsilon
+    torch.save(entries, common)
+    (reasons,) = run_on_ranks(1, in_ranks.refusal, "hf", root, tmp_path / "back", {})
+    assert [reason.split(";")[0] for reason in reasons or ()] == [
+        "layernorm_epsilon: config.json says 1e-06, the checkpoint 0.001"
+    ]
+    (root / "hugging_face" / "config.json").unlink()
+    to_hugging_face(root, tmp_path / "back", family="llama")
+    model = make_tiny("llama3")
+    for norm in model.modules():
+        if hasattr(norm, "variance_epsilon"):
+            norm.variance_epsilon = 1e-3
+    assert torch.equal(logits_of_folder(tmp_path / "back"), logits_of(model))
 
 
 def test_a_tensor_without_a_place_is_refused_and_left_out_only_when_told(tmp_path: Path):

@@ -175,16 +175,17 @@ def tokens() -> np.ndarray:
 
 def expected_logits(name: str) -> torch.Tensor:
     """Logits [tokens, vocabulary] of the pack; each document is computed by itself."""
-    return _logits(make_tiny(name))
+    return logits_of(make_tiny(name))
 
 
 def logits_of_folder(folder: Path) -> torch.Tensor:
     """The same of the model that transformers loads from a folder."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    return _logits(model.eval())
+    return logits_of(model.eval())
 
 
-def _logits(model: "transformers.PreTrainedModel") -> torch.Tensor:
+def logits_of(model: "transformers.PreTrainedModel") -> torch.Tensor:
+    """The same of a model."""
     with torch.no_grad():
         documents = torch.from_numpy(tokens()).split(LENGTHS)
         return torch.cat([model(document[None]).logits[0] for document in documents])
