@@ -207,11 +207,39 @@ def disagreements(said: Arguments, saved: Arguments) -> list[str]:
         free |= {"add_qkv_bias"}  # this neither
     if saved.get("group_query_attention") is False:  # so the number of groups says nothing
         saved = saved | {"num_query_groups": saved.get("num_attention_heads")}
+    if (saved.get("vocab_size") or 0) > said["vocab_size"]:
+        free -= {"vocab_size"}  # what the run learned of the others would be cut off
+    if expected["window_size"] is not None and "window_attn_skip_freq" in saved:
+        # Without it Megatron gives all layers the window.
+        saved["window_attn_skip_freq"] = saved["window_attn_skip_freq"] or [1] * said["num_layers"]
+    one, other = (
+        _layer_by_layer(arguments, said["num_layers"]) for arguments in (expected, expected | saved)
+    )
     return [
         f"{name}: config.json {'says' if name in said else 'means'} {value!r}, the checkpoint {saved[name]!r}"
         for name, value in expected.items()
-        if name in saved and name not in free and not _means_the_same(value, saved[name])
+        if name in saved and name not in free and not _means_the_same(one[name], other[name])
     ]
+
+
+def _layer_by_layer(arguments: Arguments, num_layers: int) -> Arguments:
+    """Returns arguments that say of each layer what it is, however that was said."""
+    layers = range(num_layers)
+    written_out: Arguments = {
+        "moe_layer_freq": lambda every: [layer % every == 0 for layer in layers],
+        **dict.fromkeys(
+            ("linear_attention_freq", "window_attn_skip_freq"),
+            lambda every: [(layer + 1) % every != 0 for layer in layers],
+        ),
+    }
+    given = {name: arguments[name] for name in written_out if arguments.get(name)}
+    patterns = {
+        name: written_out[name](value) if isinstance(value, int) else [bool(on) for on in value]
+        for name, value in given.items()
+    }
+    if arguments["experimental_attention_variant"] == "gdn":  # Megatron-Core 0.20's name
+        patterns["experimental_attention_variant"] = "gated_delta_net"
+    return arguments | patterns
 
 
 def _means_the_same(one: Any, other: Any) -> bool:

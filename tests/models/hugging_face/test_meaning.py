@@ -1,8 +1,13 @@
-"""What config.json means where it says nothing, null or zero, and what pretrain_gpt.py can be told of it."""
+"""What config.json means where it says nothing, null or zero; what a checkpoint means that says it otherwise."""
 
 import pytest
 
-from megatron_cp.models.hugging_face.config_file import arguments_of, config_of, family_of
+from megatron_cp.models.hugging_face.config_file import (
+    arguments_of,
+    config_of,
+    disagreements,
+    family_of,
+)
 from megatron_cp.models.hugging_face.refusal import ConversionError
 from tests.models.hugging_face.test_config_file import PUBLISHED
 from tools.convert_checkpoint import training_flags
@@ -34,3 +39,26 @@ def test_the_flags_of_a_published_model_are_told_and_what_has_none_is():
     assert "--rotary-scaling-factor=40" in training_flags(arguments)
     with pytest.raises(ValueError, match="no flag for beta_fast=16 and would take 32"):
         training_flags({**arguments, "beta_fast": 16})
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "same", "other"),
+    [
+        ("Qwen3-30B-A3B", "moe_layer_freq", [1] * 48, [0, *[1] * 47]),
+        ("gpt-oss-20b", "window_attn_skip_freq", [1, 0] * 12, [0, 1] * 12),
+        ("Qwen3-Next-80B-A3B", "linear_attention_freq", [1, 1, 1, 0] * 12, [1, 0] * 24),
+        ("Qwen3-Next-80B-A3B", "experimental_attention_variant", "gdn", "dsa"),
+        ("Llama-3.1-8B", "vocab_size", 128000, 128257),
+    ],
+)
+def test_the_same_model_said_otherwise_is_the_same(name: str, argument: str, same, other):
+    arguments = arguments_of(PUBLISHED[name])
+    assert disagreements(arguments, arguments | {argument: same}) == []
+    (line,) = disagreements(arguments, arguments | {argument: other})
+    assert line.startswith(f"{argument}: config.json says ")
+
+
+def test_a_window_of_all_layers_may_be_said_by_its_size_alone():
+    config = PUBLISHED["gpt-oss-20b"] | {"layer_types": ["sliding_attention"] * 24}
+    arguments = arguments_of(config)
+    assert disagreements(arguments, arguments | {"window_attn_skip_freq": None}) == []
