@@ -11,6 +11,7 @@ Families, limits and memory: docs/convert.md. One process, no GPU.
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 import sys
 from collections.abc import Sequence
@@ -55,8 +56,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.source == arguments.target:
         parser.error(f"--from {arguments.source} --to {arguments.target} must differ")
-    if arguments.max_file_gb <= 0:
-        parser.error(f"--max-file-gb {arguments.max_file_gb} must be positive")
+    if not 0 < arguments.max_file_gb < math.inf:
+        parser.error(f"--max-file-gb {arguments.max_file_gb} must be positive and finite")
     if arguments.make_vocab_size_divisible_by <= 0:
         parser.error(
             f"--make-vocab-size-divisible-by {arguments.make_vocab_size_divisible_by} must be "

@@ -99,9 +99,11 @@ def to_megatron(request: Request) -> Report:
             progress.update(value.nbytes)
             return value
 
-        megatron.write_tensors(folder, stored, value_of, max_file_bytes=request.max_file_bytes)
         weight_dtype = dtypes[pieces[0].keys[0]]
-        megatron.write_common(folder, _saved_arguments(request, arguments, weight_dtype))
+        common = _saved_arguments(request, arguments, weight_dtype)
+        with _what_torch_cannot_write(request.save):
+            megatron.write_tensors(folder, stored, value_of, max_file_bytes=request.max_file_bytes)
+            megatron.write_common(folder, common)
         (root / megatron.CARRIED).mkdir()
         carried, left_files = hf.carry_files(request.load, root / megatron.CARRIED)
         (root / megatron.TRACKER).write_text(str(ITERATION), encoding="utf-8")
@@ -165,7 +167,13 @@ def _config_for(request: Request, source: Path, saved: Arguments) -> dict[str, A
                 f"{source / 'config.json'} is missing; it tells the family; give --hf-folder with "
                 f"the model's files, or --family (one of {', '.join(FAMILIES)})"
             )
-        return read_config(source)
+        config = read_config(source)
+        if request.family not in (None, config.get("model_type")):
+            raise refuse(
+                f"--family {request.family} is not the model_type={config.get('model_type')!r} of "
+                f"{source / 'config.json'}, which is used where it is; leave out --family, or remove the file"
+            )
+        return config
     return config_of(FAMILIES[request.family], saved)
 
 
@@ -265,6 +273,18 @@ def _written_aside(target: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
+
+
+@contextmanager
+def _what_torch_cannot_write(save: Path) -> Iterator[None]:
+    """Raises ConversionError where torch could not write: of a full disk it makes a RuntimeError that names none."""
+    try:
+        yield
+    except RuntimeError as problem:
+        line = (str(problem).splitlines() or [""])[0]
+        raise refuse(
+            f"{save} could not be written ({line}); torch says so of a full disk: free space, or give another --save"
+        ) from problem
 
 
 @contextmanager

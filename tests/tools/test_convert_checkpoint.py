@@ -68,6 +68,34 @@ def test_a_refusal_is_one_line_per_reason_with_exit_code_2(tmp_path: Path):
     assert not (tmp_path / "megatron").exists()
 
 
+@pytest.mark.parametrize("direction", ["megatron", "hf"])
+def test_a_full_disk_is_one_line_and_nothing_is_left(tmp_path: Path, direction: str):
+    source, target = save_tiny("llama3", tmp_path / "source"), tmp_path / "out"
+    if direction == "hf":
+        done = run_tool(
+            *("--from", "hf", "--to", "megatron"), "--load", source, "--save", tmp_path / "megatron"
+        )
+        assert done.returncode == 0, done.stderr
+        source = tmp_path / "megatron"
+    before = sorted(tmp_path.iterdir())
+    origin = "hf" if direction == "megatron" else "megatron"
+    tool = ROOT / "tools" / "convert_checkpoint.py"
+    words = [tool, "--from", origin, "--to", direction, "--load", source, "--save", target]
+    command = shlex.join([sys.executable, *map(str, words)])
+    done = subprocess.run(
+        ["bash", "-c", f"ulimit -f 40; exec {command}"],  # blocks of 1024 bytes
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if "B/s" not in line]
+    assert line.startswith(f"convert_checkpoint.py: error: {target}")
+    assert sorted(tmp_path.iterdir()) == before
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -75,6 +103,8 @@ def test_a_refusal_is_one_line_per_reason_with_exit_code_2(tmp_path: Path):
         ("--from gguf --to hf --load a --save b", "argument --from: invalid choice: 'gguf'"),
         ("--from hf --to megatron --load a", "required: --save"),
         ("--from hf --to megatron --load a --save b --max-file-gb 0", "--max-file-gb 0.0 must"),
+        ("--from hf --to megatron --load a --save b --max-file-gb inf", "--max-file-gb inf must"),
+        ("--from hf --to megatron --load a --save b --max-file-gb nan", "--max-file-gb nan must"),
         (
             "--from hf --to megatron --load a --save b --make-vocab-size-divisible-by 0",
             "--make-vocab-size-divisible-by 0 must",

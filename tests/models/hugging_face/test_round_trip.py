@@ -122,6 +122,15 @@ def test_config_is_recomputed_where_none_was_carried(tmp_path: Path, name: str):
     assert all(torch.equal(tensor, back[key]) for key, tensor in tensors_of(source).items())
 
 
+def test_a_family_that_the_carried_config_contradicts_is_refused(tmp_path: Path):
+    root = tmp_path / "megatron"
+    to_megatron(save_tiny("llama3", tmp_path / "source"), root)
+    options = {"family": "qwen3"}
+    (reasons,) = run_on_ranks(1, in_ranks.refusal, "hf", root, tmp_path / "back", options)
+    assert "--family qwen3 is not the model_type='llama' of" in "".join(reasons or ())
+    to_hugging_face(root, tmp_path / "back", family="llama")
+
+
 def test_megatron_lm_names_the_epsilon_of_norms_otherwise(tmp_path: Path):
     """It is in the recomputed config.json, and one that config.json contradicts is told."""
     source, root = save_tiny("llama3", tmp_path / "source"), tmp_path / "megatron"
