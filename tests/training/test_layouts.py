@@ -132,6 +132,16 @@ def test_losses_of_layers_are_kept_where_they_are_asked_for(tmp_path: Path, pred
         assert not metrics(tmp_path, f"moe/{name}_layer_1")
 
 
+def test_a_model_that_has_experts_in_no_layer_is_a_dense_one(tmp_path: Path):
+    """A converted DeepSeek of dense layers alone is such a model."""
+    none = "--num-experts 4 --moe-layer-freq ([0]*2) --moe-aux-loss-coeff 0.01"
+    for name, flags in (("none", none), ("dense", "")):
+        train(1, *SMALL_RUN, *flags.split(), "--no-wandb", "--run-dir", str(tmp_path / name))
+    for key in (*LOSSES, "lm loss validation"):
+        assert metrics(tmp_path / "none", key) == metrics(tmp_path / "dense", key)
+    assert len(metrics(tmp_path / "none", "lm loss validation")) == 1
+
+
 @pytest.mark.parametrize("what", LOGGED)
 def test_a_figure_of_the_log_is_that_of_one_rank(tmp_path: Path, what: str):
     flags, layout, world_size, key = LOGGED[what]

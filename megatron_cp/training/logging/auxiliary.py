@@ -44,7 +44,7 @@ def auxiliary_losses(config: TrainConfig, num_micro_batches: int) -> AuxiliaryLo
     step, because the sums begin anew.
     """
     arguments, found, by_layer = config.arguments, dict[str, Any](), dict[str, float]()
-    if arguments["num_experts"]:
+    if any(expert_layers(arguments)):
         found, by_layer = _losses_of_experts(arguments, num_micro_batches)
     if arguments["mtp_num_layers"]:
         scale = 1 / num_micro_batches
