@@ -58,6 +58,8 @@ REFUSED = [
     ),
     (f"--qk-clip {TENSOR}", 2, "by the sizes of all ranks", f"--log-max-attention-logit {TENSOR}"),
     ("--qk-clip --attention-output-gate", 1, "those of the gate", "--attention-output-gate"),
+    ("--qk-clip --qk-layernorm", 1, "--qk-clip with --qk-layernorm is", "--qk-layernorm"),
+    ("--qk-clip --qk-l2-norm", 1, "--qk-clip with --qk-l2-norm is", "--qk-clip"),
     (
         f"--attention-output-gate --num-query-groups 1 {TENSOR}",
         2,
@@ -196,8 +198,9 @@ def test_latent_attention_without_yarn_may_rotate_a_share():
 
 
 def test_latent_attention_has_qk_clip_on_tensor_ranks():
-    for attention, num_reasons in ((LATENT, 0), ("--group-query-attention", 1)):
-        words = [*OF_LATENT, attention, *TENSOR.split(), "--qk-clip"]
+    """Norms of its latent vectors lie before the weights that are scaled."""
+    for attention, num_reasons in ((LATENT, 0), ("--group-query-attention", 2)):
+        words = [*OF_LATENT, attention, *TENSOR.split(), "--qk-clip", "--qk-layernorm"]
         _, reasons = judge_arguments(words, {"WORLD_SIZE": "2"}, GPU_MACHINE)
         assert len(reasons) == num_reasons
 

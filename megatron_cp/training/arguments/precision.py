@@ -158,6 +158,12 @@ def check_qk_clip(args: Namespace) -> Iterator[str]:
             f"--qk-clip with --tensor-model-parallel-size {tp} is not served: Megatron-Core cuts the weights of a rank "
             "by the sizes of all ranks; give --tensor-model-parallel-size 1"
         )
+    norms = [name for name in ("qk_layernorm", "qk_l2_norm") if getattr(args, name)]
+    if args.qk_clip and norms and not args.multi_latent_attention:
+        yield (
+            f"--qk-clip with --{norms[0].replace('_', '-')} is not served: the norm behind the weights undoes their "
+            "scale, so that they would shrink to nothing step by step; leave out --qk-clip"
+        )
     if args.qk_clip and args.attention_output_gate:
         yield (
             "--qk-clip with --attention-output-gate is not served: Megatron-Core does not know where among the weights "
