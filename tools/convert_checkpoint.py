@@ -134,6 +134,11 @@ def training_flags(arguments: dict[str, Any]) -> list[str]:
                 f"the checkpoint is written, but pretrain_gpt.py cannot train it: it has no flag for {name}="
                 f"{arguments[name]} and would take {default}; set it in code (MLATransformerConfig)"
             )
+    if not isinstance(arguments["rotary_base"], int):
+        raise ValueError(
+            f"the checkpoint is written, but pretrain_gpt.py cannot train it: --rotary-base takes whole numbers, and "
+            f"the model has {arguments['rotary_base']}; set it in code (rotary_base of GPTModel)"
+        )
     left = ("padded_vocab_size", *_WITHOUT_FLAG)
     model = {name: value for name, value in arguments.items() if name not in left}
     return flags_of({**model, "attention_dropout": 0.0, "hidden_dropout": 0.0})

@@ -39,6 +39,10 @@ def test_the_flags_of_a_published_model_are_told_and_what_has_none_is():
     assert "--rotary-scaling-factor=40" in training_flags(arguments)
     with pytest.raises(ValueError, match="no flag for beta_fast=16 and would take 32"):
         training_flags({**arguments, "beta_fast": 16})
+    with pytest.raises(
+        ValueError, match=r"--rotary-base takes whole numbers, and the model has 12345\.5"
+    ):
+        training_flags(arguments_of({**PUBLISHED["Llama-3.1-8B"], "rope_theta": 12345.5}))
 
 
 @pytest.mark.parametrize(
