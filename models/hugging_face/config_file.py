@@ -171,7 +171,6 @@ _UNSAID = {
     "rotary_interleaved": False,
     "no_rope_freq": None,
     "rotary_seq_len_interpolation_factor": None,
-    "mtp_num_layers": None,
 }
 _UNSAID_OF_EXPERTS = {
     "moe_router_pre_softmax": False,

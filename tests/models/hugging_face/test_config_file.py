@@ -296,7 +296,6 @@ ANOTHER_MODEL = {
     "activation_func_clamp_value": 0.5,
     "softmax_type": "off-by-one",
     "window_size": (5, 0),
-    "mtp_num_layers": 1,
 }
 
 

@@ -47,3 +47,23 @@ def test_a_step_of_training_without_effect_gives_back_the_model(tmp_path: Path, 
     )
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_a_run_with_further_predictions_converts_back_without_them(tmp_path: Path):
+    """Their layers have no place there; the model that transformers computes is the same without them."""
+    source, root = save_tiny("qwen3_tied", tmp_path / "source"), tmp_path / "megatron"
+    run_on_ranks(1, in_ranks.convert, "megatron", source, root, {})
+    (flags,) = run_on_ranks(1, in_ranks.flags, source)
+    added = ["--mtp-num-layers", "1", "--dist-ckpt-strictness", "log_all"]
+    saves = ["--load", str(root), "--save", str(tmp_path / "trained"), "--save-interval", "1"]
+    train(1, *flags, *added, *RUN, *saves)
+    wanted = ("hf", tmp_path / "trained", tmp_path / "back")
+    (reasons,) = run_on_ranks(1, in_ranks.refusal, *wanted, {"hf_folder": source})
+    assert reasons
+    assert all("--leave-out 'mtp." in reason for reason in reasons)
+    options = {"hf_folder": source, "leave_out": ("mtp.*",)}
+    (report,) = run_on_ranks(1, in_ranks.convert, *wanted, options)
+    assert any(line.startswith("mtp.layers.0.") for line in report["left"])
+    before, after = (load_file(f / "model.safetensors") for f in (source, tmp_path / "back"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
