@@ -49,6 +49,9 @@ def test_other_heads_are_refused_and_another_meaning_is_told(tmp_path, kind):
         ({"kv_channels": None}, None),
         ({"kv_channels": 32}, "--kv-channels 32, this run has 16"),
         ({"multi_latent_attention": True, "num_query_groups": 1, "kv_channels": 4}, None),
+        ({"use_mup": True}, "--use-mup, with which the same weights are another model"),
+        ({"use_mup": False, "apply_residual_connection_post_layernorm": False}, None),
+        ({"moe_mlp_glu_interleave_size": 32}, "--moe-mlp-glu-interleave-size, with which"),
     ],
 )
 def test_heads_are_compared_as_megatron_lm_says_them(tmp_path, saved, refused):
@@ -62,6 +65,22 @@ def test_heads_are_compared_as_megatron_lm_says_them(tmp_path, saved, refused):
 def test_what_is_off_or_not_there_says_nothing():
     said = foreign_meaning({"norm_epsilon": 1e-6, "rotary_base": 10000, "qk_l2_norm": False})
     assert said == {"layernorm_epsilon": 1e-6, "rotary_base": 10000}
+
+
+@pytest.mark.parametrize(
+    ("saved", "line"),
+    [
+        ({"apply_layernorm_1p": True}, "--apply-layernorm-1p was True, and is False"),
+        ({"position_embedding_type": "none"}, "--position-embedding-type was none, and is learned"),
+        ({"softmax_type": "off-by-one"}, "--softmax-type was off-by-one, and is vanilla"),
+        ({"squared_relu": True}, "--squared-relu was True, and is False"),
+    ],
+)
+def test_what_the_tensors_of_megatron_lm_do_not_say_is_told(saved, line):
+    defaults = vars(build_parser().parse_args([]))
+    (told,) = changes_of_meaning(foreign_meaning(saved), defaults)
+    assert told.startswith(line)
+    assert changes_of_meaning(foreign_meaning(defaults), defaults) == []
 
 
 def test_documents_that_begin_to_see_each_other_are_told():

@@ -49,10 +49,19 @@ _ARGUMENTS = {
     "reset_attention_mask": None,
     "reset_position_ids": None,
 }
+# What a manifest of ours says of the model's shape, where another value is refused.
+_OF_SHAPE = ("position_embedding_type", "softmax_type", "swiglu", "squared_relu")
 # Of these Megatron-LM's arguments say reliably that they are off.
 _SAID_WHERE_OFF = ("reset_attention_mask", "reset_position_ids", "moe_expert_capacity_factor")
 
 
+# What no flag of this program asks for: the same tensors, and another model.
+_NOT_BUILT = (
+    "apply_residual_connection_post_layernorm",
+    "use_mup",
+    "moe_mlp_glu_interleave_size",
+    "moe_shared_expert_glu_interleave_size",
+)
 # Of what Megatron-LM's own checkpoints say of their model: with others the same tensors are cut into other heads.
 _OF_HEADS = {
     "num_layers": "--num-layers",
@@ -64,7 +73,16 @@ _OF_HEADS = {
 
 
 def another_model(folder: Path, saved: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
-    """Raises ValueError where a checkpoint's own arguments say other layers or heads; what it lacks is not asked."""
+    """Raises ValueError where a checkpoint's own arguments say other layers or heads, or what is not built here.
+
+    What it lacks is not asked.
+    """
+    for name in _NOT_BUILT:
+        if saved.get(name):
+            raise ValueError(
+                f"{folder} was saved with --{name.replace('_', '-')}, with which the same weights are another model; "
+                "it is not served here: give another --load, or train on with Megatron-LM"
+            )
     was, now = _with_groups(saved), _with_groups(arguments)
     for name, flag in _OF_HEADS.items():
         if None not in (was.get(name), now.get(name)) and was[name] != now[name]:
@@ -90,9 +108,10 @@ def foreign_meaning(saved: Mapping[str, Any]) -> dict[str, Any]:
         **saved,
         "layernorm_epsilon": saved.get("norm_epsilon", saved.get("layernorm_epsilon")),
     }
+    named.setdefault("layernorm_zero_centered_gamma", saved.get("apply_layernorm_1p"))
     return {
         name: json.loads(json.dumps(named[name], default=str))
-        for name in _ARGUMENTS
+        for name in (*_ARGUMENTS, *_OF_SHAPE)
         if named.get(name) or (name in named and name in _SAID_WHERE_OFF)
     }
 
@@ -105,7 +124,7 @@ def meaning_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def changes_of_meaning(saved: Mapping[str, Any], arguments: Mapping[str, Any]) -> list[str]:
     """Returns a line for each argument that a manifest has otherwise; what it does not have is not asked."""
     lines = []
-    for name, flag in _ARGUMENTS.items():
+    for name, flag in (_ARGUMENTS | dict.fromkeys(_OF_SHAPE)).items():
         now = json.loads(json.dumps(arguments[name]))  # as a manifest has it
         if name in saved and saved[name] != now:
             said = flag or "--" + name.replace("_", "-")
