@@ -171,6 +171,7 @@ _UNSAID = {
     "rotary_interleaved": False,
     "no_rope_freq": None,
     "rotary_seq_len_interpolation_factor": None,
+    "use_mup": False,
 }
 _UNSAID_OF_EXPERTS = {
     "moe_router_pre_softmax": False,
@@ -179,6 +180,8 @@ _UNSAID_OF_EXPERTS = {
     "moe_router_topk_scaling_factor": None,
     "moe_shared_expert_gate": False,
     "moe_apply_probs_on_input": False,
+    "moe_mlp_glu_interleave_size": None,
+    "moe_shared_expert_glu_interleave_size": None,
 }
 # Of these 1 is as good as none.
 _FACTORS = {
@@ -206,6 +209,8 @@ def disagreements(said: Arguments, saved: Arguments) -> list[str]:
         free |= {"add_qkv_bias"}  # this neither
     if saved.get("group_query_attention") is False:  # so the number of groups says nothing
         saved = saved | {"num_query_groups": saved.get("num_attention_heads")}
+    if saved.get("moe_router_load_balancing_type") in ("sinkhorn", ["sinkhorn"]):
+        saved["moe_router_pre_softmax"] = True  # so it weighs experts, whatever was said
     if (saved.get("vocab_size") or 0) > said["vocab_size"]:
         free -= {"vocab_size"}  # what the run learned of the others would be cut off
     if expected["window_size"] is not None and "window_attn_skip_freq" in saved:

@@ -65,7 +65,7 @@ def load_model(root: Path, case: Case, groups):
 
     arguments = arguments_of(read_config(root / "hugging_face"), make_vocab_size_divisible_by=128)
     layout = Layout(tensor=case.tp, pipeline=case.pp, context=case.cp, expert=case.ep)
-    config = transformer_config(arguments, layout=layout)
+    config = transformer_config(arguments, layout=layout, **dict(case.options))
     model = build_gpt(
         config,
         arguments,

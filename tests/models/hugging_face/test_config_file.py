@@ -296,6 +296,7 @@ ANOTHER_MODEL = {
     "activation_func_clamp_value": 0.5,
     "softmax_type": "off-by-one",
     "window_size": (5, 0),
+    "use_mup": True,
 }
 
 
@@ -304,6 +305,8 @@ OTHER_EXPERTS = {
     "moe_router_num_groups": 3,
     "moe_router_pre_softmax": "other",
     "moe_shared_expert_gate": True,
+    "moe_mlp_glu_interleave_size": 32,
+    "moe_shared_expert_glu_interleave_size": 32,
 }
 
 

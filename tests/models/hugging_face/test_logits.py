@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_cp.models.hugging_face.config_file import arguments_of, disagreements, read_config
 from tests.mcore.tiny_gpt import Case
 from tests.models.hugging_face import in_ranks
 from tests.models.hugging_face.tiny_models import (
@@ -115,3 +116,13 @@ def test_a_setting_that_is_a_little_wrong_is_seen(
     path.write_text(json.dumps(config))
     difference = (computed_logits(root, Case()) - expected_logits(name)).abs().max()
     assert difference > 10 * OF_RECURRENCES.get(name, LARGEST_DIFFERENCE)
+
+
+def test_sinkhorn_weighs_experts_as_a_model_whose_weights_are_not_scaled(converted: Path):
+    case = Case().with_options(moe_router_load_balancing_type="sinkhorn")
+    for name, is_same in (("qwen3_moe_some_dense", True), ("qwen3_moe", False)):
+        difference = (computed_logits(converted / name, case) - expected_logits(name)).abs().max()
+        assert (difference < LARGEST_DIFFERENCE) == is_same
+        said = arguments_of(read_config(converted / name / "hugging_face"))
+        lines = disagreements(said, said | {"moe_router_load_balancing_type": "sinkhorn"})
+        assert len(lines) == (not is_same), lines
