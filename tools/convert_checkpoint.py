@@ -113,9 +113,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def show(save: Path, report: Any) -> None:
-    """Prints what was converted, carried along and left behind."""
+    """Prints what was converted, carried along, not compared and left behind."""
     print(f"{save}: {report.num_tensors} tensors, {report.num_bytes / 1e9:.3f} GB")
     print(f"carried along: {', '.join(report.carried) or 'nothing'}")
+    if not report.is_compared:
+        print(
+            "note: the checkpoint holds no arguments of its run: config.json was compared with shapes alone, and may "
+            "be that of another model"
+        )
     for name in (*report.left, *report.left_files):
         print(f"left behind: {name}")
 

@@ -69,6 +69,8 @@ class Report:
     """Tensors and objects without a place on the other side, left behind knowingly."""
     carried: tuple[str, ...]
     left_files: tuple[str, ...]
+    is_compared: bool = True
+    """Whether config.json was compared with arguments of the run; a checkpoint may hold none."""
 
 
 def to_megatron(request: Request) -> Report:
@@ -156,6 +158,7 @@ def to_hugging_face(request: Request) -> Report:
         left=tuple(left),
         carried=tuple(carried),
         left_files=tuple(left_files),
+        is_compared=bool(saved),
     )
 
 

@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
-from tests.models.hugging_face.tiny_models import save_tiny
+from tests.models.hugging_face.tiny_models import expected_logits, logits_of_folder, save_tiny
 from tools import convert_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,10 +45,26 @@ def test_there_and_back_on_the_command_line(tmp_path: Path):
     )  # fmt: skip
     assert back.returncode == 0, back.stderr
     assert "left behind: *._extra_state* (8)" in back.stdout
+    assert "note:" not in back.stdout
     assert (
         load_file(source / "model.safetensors").keys()
         == load_file(tmp_path / "back" / "model.safetensors").keys()
     )
+
+
+def test_a_checkpoint_that_says_nothing_of_its_run_is_told(tmp_path: Path):
+    """Its tensors fit another epsilon as well, and are that model then."""
+    source, root = save_tiny("llama3", tmp_path / "source"), tmp_path / "megatron"
+    words = ("--from", "hf", "--to", "megatron", "--load", source, "--save", root)
+    assert run_tool(*words).returncode == 0
+    torch.save({"iteration": 0}, root / "iter_0000001" / "common.pt")
+    config = root / "hugging_face" / "config.json"
+    config.write_text(config.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 0.01'))
+    back = run_tool("--from", "megatron", "--to", "hf", "--load", root, "--save", tmp_path / "back")
+    assert back.returncode == 0, back.stderr
+    assert "note: the checkpoint holds no arguments of its run: config.json was" in back.stdout
+    difference = logits_of_folder(tmp_path / "back") - expected_logits("llama3")
+    assert difference.abs().max() > 1e-3
 
 
 def test_a_refusal_is_one_line_per_reason_with_exit_code_2(tmp_path: Path):
