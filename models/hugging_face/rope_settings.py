@@ -25,12 +25,25 @@ def _rope(config: Config) -> tuple[int | float, str, dict[str, Any]]:
             f"rope_parameters={newer} and rope_scaling={older} in config.json say different things; leave the one that "
             "the model was trained with"
         )
+    for name in ("rope_theta", "partial_rotary_factor"):
+        _refuse_two(name, config, newer, older)
     said = newer or older
     theta = said.pop("rope_theta", None)
     theta = config["rope_theta"] if theta is None else theta
     kind = said.pop("rope_type", None) or said.pop("type", None) or "default"
     said.pop("type", None)
     return (int(theta) if float(theta).is_integer() else theta), kind, said
+
+
+def _refuse_two(name: str, config: Config, newer: Config, older: Config) -> None:
+    """Raises NotImplementedError where a number stands in two places and differs: versions read one or the other."""
+    alone = config.get(name)
+    found = [said.get(name, alone) for said in (newer, older) if said]
+    if len({*found, *([] if alone is None else [alone])}) > 1:
+        raise NotImplementedError(
+            f"config.json has more than one {name} ({alone} by itself, {newer.get(name)} in rope_parameters, "
+            f"{older.get(name)} in rope_scaling); give each form that is there the one that the model was trained with"
+        )
 
 
 def _scaling(said: Mapping[str, Any]) -> dict[str, Any]:

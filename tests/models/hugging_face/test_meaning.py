@@ -1,15 +1,21 @@
 """What config.json means where it says nothing, null or zero; what a checkpoint means that says it otherwise."""
 
+import json
+from pathlib import Path
+
 import pytest
+from transformers import AutoConfig
 
 from megatron_cp.models.hugging_face.config_file import (
     arguments_of,
     config_of,
     disagreements,
     family_of,
+    read_config,
 )
 from megatron_cp.models.hugging_face.refusal import ConversionError
 from tests.models.hugging_face.test_config_file import PUBLISHED
+from tests.models.hugging_face.tiny_models import make_tiny
 from tools.convert_checkpoint import training_flags
 
 
@@ -66,3 +72,41 @@ def test_a_window_of_all_layers_may_be_said_by_its_size_alone():
     config = PUBLISHED["gpt-oss-20b"] | {"layer_types": ["sliding_attention"] * 24}
     arguments = arguments_of(config)
     assert disagreements(arguments, arguments | {"window_attn_skip_freq": None}) == []
+
+
+_BASE = {"rope_theta": 500000.0}  # of the tiny model, in rope_parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "base", "alone", "older", "is_refused"),
+    [
+        ("rope_theta", 500000.0, None, None, False),
+        ("rope_theta", 500000.0, 500000.0, _BASE, False),
+        ("rope_theta", 500000.0, 500000.0, {}, False),
+        ("rope_theta", 500000.0, None, _BASE, False),
+        ("rope_theta", 10000.0, None, {}, True),  # its default: the other form is not looked at
+        ("rope_theta", 77.0, None, {"rope_theta": 77.0}, True),
+        ("rope_theta", 500000.0, 123.0, None, True),  # transformers 4 takes 123
+        ("partial_rotary_factor", 0.25, None, None, False),
+        ("partial_rotary_factor", 0.25, 0.25, None, False),
+        ("partial_rotary_factor", 0.25, 0.5, None, True),
+    ],
+)
+def test_numbers_of_rope_in_several_places_are_those_of_transformers_or_refused(
+    tmp_path: Path, name: str, base: float, alone: float | None, older: dict | None, is_refused
+):
+    tiny = "llama3" if name == "rope_theta" else "qwen3_next"
+    make_tiny(tiny).config.save_pretrained(tmp_path)
+    config = read_config(tmp_path)
+    newer = config["rope_parameters"]
+    scaling = {key: value for key, value in newer.items() if key != "rope_theta"}
+    config |= {} if alone is None else {name: alone}
+    config |= {} if older is None else {"rope_scaling": scaling | older}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert AutoConfig.from_pretrained(tmp_path).rope_parameters[name] == base
+    if is_refused:
+        with pytest.raises(ConversionError, match=f"more than one {name}"):
+            arguments_of(config)
+        return
+    argument = "rotary_base" if name == "rope_theta" else "rotary_percent"
+    assert arguments_of(config)[argument] == base
