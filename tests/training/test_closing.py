@@ -1,6 +1,13 @@
 """The box at the end of a run."""
 
-from megatron_cp.training.logging.closing import Summary, closing_box, next_lines
+import re
+import shlex
+
+import pytest
+
+from megatron_cp.training.arguments import parse_arguments
+from megatron_cp.training.logging.closing import Summary, closing_box, flag_of_more, next_lines
+from tests.training.commands import SMALL_RUN, metrics, train
 
 ROW = {
     "cp/area_max_over_mean": 1.0,
@@ -58,3 +65,22 @@ def test_one_rank_sends_nothing_and_says_nothing_of_it():
 
 def test_a_run_without_folders_has_nothing_to_open():
     assert next_lines(None, None, None) == []
+
+
+def test_what_a_run_that_left_early_says_of_going_on_leads_to_the_losses_of_a_whole_one(tmp_path):
+    """Other learning rates, as a longer run has, would be other losses."""
+    flags = [*SMALL_RUN, "--no-wandb", "--save"]
+    train(1, *flags, str(tmp_path / "whole"))
+    said = train(1, *flags, str(tmp_path / "left"), "--exit-interval", "2")
+    advice = re.search(r"go on +the same command with (.+)", said)[1]
+    train(1, *flags, str(tmp_path / "left"), *shlex.split(advice))
+    assert metrics(tmp_path / "left") == metrics(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("flag", "length"), [("--train-iters", "4"), ("--train-samples", "8")])
+def test_a_run_that_came_to_its_end_names_the_flag_that_makes_it_longer(flag, length):
+    place = SMALL_RUN.index("--train-iters")
+    config = parse_arguments([*SMALL_RUN[:place], flag, length, *SMALL_RUN[place + 2 :]], {})
+    ((_, words),) = next_lines(None, "runs/a", None, flag_of_more(config, 4))
+    assert words.endswith(f"--load runs/a, more {flag} and --override-opt-param-scheduler")
+    assert flag_of_more(config, 3) is None

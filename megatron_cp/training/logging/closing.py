@@ -11,6 +11,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from megatron_cp.training.config import TrainConfig
+
 _BALANCE, _ZIGZAG = "cp/area_max_over_mean", "cp/zigzag_area_max_over_mean"
 _PER_DOCUMENT = "cp/per_document_area_max_over_mean"
 _SENT, _RING = "cp/comm_bytes_sent", "cp/ring_bytes_sent"
@@ -79,9 +81,12 @@ class Summary:
 
 
 def next_lines(
-    run_dir: str | None, save: str | None, wandb_folder: str | None
+    run_dir: str | None, save: str | None, wandb_folder: str | None, more: str | None = None
 ) -> list[tuple[str, str]]:
-    """Returns where the records are, and the commands that show, upload and go on with them."""
+    """Returns where the records are, and the commands that show, upload and go on with them.
+
+    `more` is the flag that a longer run gives anew; None where the run left before its last step.
+    """
     found = []
     if run_dir is not None:
         folder = shlex.quote(run_dir)
@@ -91,9 +96,18 @@ def next_lines(
     if wandb_folder is not None:
         found.append(("upload", f"wandb sync {shlex.quote(wandb_folder)}"))
     if save is not None:
-        words = "more --train-iters and --override-opt-param-scheduler"
-        found.append(("go on", f"the same command with --load {shlex.quote(save)}, {words}"))
+        same = f"the same command with --load {shlex.quote(save)}"
+        longer = "" if more is None else f", more {more} and --override-opt-param-scheduler"
+        found.append(("go on", f"{same}{longer}"))
     return found
+
+
+def flag_of_more(config: TrainConfig, steps: int) -> str | None:
+    """Returns the flag that says how long a run is; None where `steps` are not all that this one was to take."""
+    if steps < config.steps.train_iters:
+        return None
+    by_samples = config.arguments.get("train_samples") is not None
+    return "--train-samples" if by_samples else "--train-iters"
 
 
 def closing_box(

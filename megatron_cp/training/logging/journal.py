@@ -24,7 +24,7 @@ from megatron_cp.training.checkpoint.files import append_whole
 from megatron_cp.training.checkpoint.save import Saved
 from megatron_cp.training.checkpoint.state import RunState
 from megatron_cp.training.config import TrainConfig
-from megatron_cp.training.logging.closing import Summary, closing_box, next_lines
+from megatron_cp.training.logging.closing import Summary, closing_box, flag_of_more, next_lines
 from megatron_cp.training.logging.energy import EnergyMeter
 from megatron_cp.training.logging.flops import ModelFlops
 from megatron_cp.training.logging.lines import (
@@ -316,11 +316,11 @@ class Journal:
 
     def close_well(self) -> None:
         """Prints the box of a run that came to its end; nothing where no step was taken."""
-        config = self._state.config
+        config, steps = self._state.config, self._state.iteration
         if self._summary.num_tokens:
-            folder = self._tracker.offline_folder
-            lines = next_lines(config.records.run_dir, config.checkpoint.save, folder)
-            print_rank_last(closing_box(self._summary, self._state.iteration, lines))
+            folder, more = self._tracker.offline_folder, flag_of_more(config, steps)
+            lines = next_lines(config.records.run_dir, config.checkpoint.save, folder, more)
+            print_rank_last(closing_box(self._summary, steps, lines))
 
     def finish(self) -> None:
         """Closes the trackers."""
