@@ -179,7 +179,6 @@ def fusions_of(arguments: Arguments) -> dict[str, bool]:
 def embedding_options(arguments: Arguments) -> dict[str, Any]:
     """Returns what the constructor of `GPTModel` is told of embeddings, positions and output."""
     options = {
-        "fp16_lm_cross_entropy": arguments.get("fp16_lm_cross_entropy", False),
         "share_embeddings_and_output_weights": not arguments.get(
             "untie_embeddings_and_output_weights"
         ),

@@ -1,5 +1,6 @@
 """The command line against Megatron-LM's parser, and refusals in one line for each reason."""
 
+import importlib.util
 import json
 import re
 import subprocess
@@ -81,6 +82,15 @@ def test_only_flags_of_megatron_are_noted_and_none_that_is_served_too():
     names = set(known_flags.NOTED)
     assert not names & served
     assert {name.removeprefix("--") for name in names} <= known_flags.MEGATRON_NAMES
+
+
+def test_the_loss_in_float16_is_noted_as_nothing_in_megatron_core_reads_it():
+    (note,) = parse(*SMALL_RUN, "--fp16", "--fp16-lm-cross-entropy").notes
+    assert note.startswith("--fp16-lm-cross-entropy changes nothing here: Megatron-Core reads it")
+    (core,) = importlib.util.find_spec("megatron.core").submodule_search_locations
+    texts = [path.read_text(encoding="utf-8") for path in Path(core, "models").rglob("*.py")]
+    uses = [use for text in texts for use in re.findall(r"\.fp16_lm_cross_entropy\b.*", text)]
+    assert uses and set(uses) == {".fp16_lm_cross_entropy = fp16_lm_cross_entropy"}
 
 
 def test_two_files_choose_gpt_2s_tokenizer_as_in_megatron():

@@ -191,7 +191,6 @@ TABLE = """
 --min-loss-scale float 1.0 | the smallest
 --loss-scale-window int 1000 | steps without overflow before it doubles
 --hysteresis int 2 | overflows before it halves
---fp16-lm-cross-entropy on - | the loss in float16
 --first-last-layers-bf16 on - | first and last layers not in fp8
 --num-layers-at-start-in-bf16 int 1 | how many first ones
 --num-layers-at-end-in-bf16 int 1 | how many last ones

@@ -34,6 +34,7 @@ NOTED: dict[str, tuple[int, str]] = {
     "--attention-softmax-in-fp32": (0, "softmax is always computed in fp32 or better"),
     "--no-create-attention-mask-in-dataloader": (0, "no dense mask is ever built"),
     "--no-masked-softmax-fusion": (0, "softmax is part of the attention kernel"),
+    "--fp16-lm-cross-entropy": (0, "Megatron-Core reads it nowhere; the loss is computed in fp32"),
     "--use-dist-ckpt": (0, "--ckpt-format torch_dist, the default, is the distributed format"),
     "--auto-detect-ckpt-format": (0, "the format is read from the checkpoint"),
     "--ckpt-fully-parallel-save": (

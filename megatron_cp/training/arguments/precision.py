@@ -53,8 +53,6 @@ def complete_precision(args: Namespace) -> Iterator[str]:
         )
     if args.bf16 and not args.grad_reduce_in_bf16 and args.main_grads_dtype == "fp32":
         args.accumulate_allreduce_grads_in_fp32 = True
-    if args.fp16_lm_cross_entropy and not args.fp16:
-        yield "--fp16-lm-cross-entropy needs --fp16; give it too"
     if args.fp32_residual_connection and not (args.fp16 or args.bf16):
         yield "--fp32-residual-connection needs --bf16 or --fp16; give one too"
 
