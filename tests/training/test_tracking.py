@@ -107,6 +107,7 @@ def test_an_offline_run_holds_its_name_tags_minima_alerts_pictures_and_tables(
         "pretrain",
     )
     assert {"CP 1", "planner zigzag"} <= set(start.tags)
+    assert start.host == ""
     minima = {one.metric.name for one in records if one.metric.summary.min}
     assert {"lm loss", "lm loss validation"} <= minima
     (alert,) = (one.alert for one in records if one.WhichOneof("record_type") == "alert")

@@ -144,10 +144,15 @@ def start_wandb(
         import wandb
 
         folder.mkdir(parents=True, exist_ok=True)
-        # The command line, the console and the git remote do not go through our list, so wandb does not
-        # collect them.
+        # The command line, the console, the git remote and the machine's name do not go through our list, so wandb
+        # does not collect them.
         settings = wandb.Settings(
-            console="off", silent=True, disable_git=True, disable_code=True, x_disable_meta=True
+            console="off",
+            silent=True,
+            disable_git=True,
+            disable_code=True,
+            x_disable_meta=True,
+            host=os.environ.get("WANDB_HOST", ""),
         )
         with exit_signal.held_back():  # wandb's own process lives as long as the run
             run = wandb.init(
