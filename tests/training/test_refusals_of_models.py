@@ -224,6 +224,28 @@ NOTED = {
     "--yarn-beta-fast 8": "--position-embedding-type yarn",
     "--mscale 0.5": "--position-embedding-type yarn",
     "--rope-scaling-factor=4": "--use-rope-scaling",
+    "--finetune": "--load",
+    "--no-load-optim": "--load",
+    "--dist-ckpt-strictness log_all": "--load",
+    "--override-opt_param-scheduler": "--load",
+    "--async-save": "--save",
+    "--save-retain-interval 4": "--save",
+    "--lr-wsd-decay-iters 2": "--lr-decay-style WSD",
+    "--lr-warmup-init 1e-5": "a warm-up, as --lr-warmup-iters gives",
+    "--optimizer-offload-fraction .5": "--optimizer-cpu-offload",
+    "--recompute-num-layers 1": "--recompute-granularity full",
+    "--sft-tokenizer-prompt-format chatml": "--sft",
+    "--mid-level-dataset-surplus .1": "--packing megatron",
+    "--tiktoken-pattern v1": "--tokenizer-type TikTokenizer",
+    "--eval-interval 2 --eval-iters 0": "--eval-iters above 0",
+    "--exit-signal SIGUSR1": "--exit-signal-handler",
+    "--bad-steps-in-a-row 3": "--on-bad-step skip",
+    "--manual-gc-interval 5": "--manual-gc",
+    "--profile-ranks 0 1": "--profile",
+    "--memory-snapshot-path here.pickle": "--record-memory-history",
+    "--straggler-minmax-count 2": "--log-straggler",
+    "--log-timers-to-tensorboard": "--timing-log-level 1 or 2",
+    "--plan-batches 2": "--plan-only",
 }
 
 
@@ -240,6 +262,12 @@ def test_flags_with_what_they_belong_to_are_no_notes():
         "--window-size 8,0 --window-attn-skip-freq 2 --decoupled-lr 1e-3 --decoupled-min-lr 1e-4"
     )
     assert parse(*SMALL_RUN, *belonging.split()).notes == ()
+    of_a_run = (
+        "--load a --finetune --no-load-rng --save b --async-save --save-retain-interval 4 --lr-warmup-fraction .5 "
+        "--lr-warmup-init 1e-5 --lr-decay-style WSD --lr-wsd-decay-iters 2 --exit-signal-handler "
+        "--exit-signal SIGUSR1 --eval-interval 2 --manual-gc --manual-gc-interval 5"
+    )
+    assert parse(*SMALL_RUN, *of_a_run.split()).notes == ()
     assert parse(*SMALL_RUN, *YARN.split(), "--yarn-beta-fast", "8", "--mscale", "1").notes == ()
 
 

@@ -70,6 +70,53 @@ _NEEDS: tuple[tuple[str, Callable[[Namespace], object], str], ...] = (
         _rotates,
         "--position-embedding-type rope",
     ),
+    (
+        "--finetune --no-load-optim --no-load-rng --verify-integrity --no-verify-checkpoint --ckpt-fallback "
+        "--no-ckpt-fallback --dist-ckpt-strictness --override-opt-param-scheduler "
+        "--override-opt_param-scheduler --use-checkpoint-opt-param-scheduler "
+        "--use-checkpoint-opt_param-scheduler",
+        lambda a: a.load,
+        "--load",
+    ),
+    (
+        "--save-retain-interval --async-save --no-save-optim --no-save-rng --on-save-error --ckpt-format "
+        "--no-ckpt-fully-parallel-save --log-progress",
+        lambda a: a.save,
+        "--save",
+    ),
+    ("--lr-wsd-*", lambda a: a.lr_decay_style == "WSD", "--lr-decay-style WSD"),
+    ("--lr-warmup-init", lambda a: a.lr_warmup_steps, "a warm-up, as --lr-warmup-iters gives"),
+    (
+        "--optimizer-offload-fraction --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d "
+        "--no-pin-cpu-grads --no-pin-cpu-params",
+        lambda a: a.optimizer_cpu_offload,
+        "--optimizer-cpu-offload",
+    ),
+    (
+        "--recompute-num-layers",
+        lambda a: a.recompute_granularity == "full",
+        "--recompute-granularity full",
+    ),
+    ("--sft-tokenizer-prompt-format", lambda a: a.sft, "--sft"),
+    ("--mid-level-dataset-surplus", lambda a: a.packing == "megatron", "--packing megatron"),
+    (
+        "--tiktoken-pattern --tiktoken-num-special-tokens",
+        lambda a: a.tokenizer_type == "TikTokenizer",
+        "--tokenizer-type TikTokenizer",
+    ),
+    ("--eval-interval --eval-global-batch-size", lambda a: a.eval_iters, "--eval-iters above 0"),
+    ("--exit-signal", lambda a: a.exit_signal_handler, "--exit-signal-handler"),
+    ("--bad-steps-in-a-row", lambda a: a.on_bad_step == "skip", "--on-bad-step skip"),
+    ("--manual-gc-interval", lambda a: a.manual_gc, "--manual-gc"),
+    ("--profile-*", lambda a: a.profile, "--profile"),
+    ("--memory-snapshot-path", lambda a: a.record_memory_history, "--record-memory-history"),
+    ("--straggler-minmax-count", lambda a: a.log_straggler, "--log-straggler"),
+    (
+        "--timing-log-option --log-timers-to-tensorboard --no-barrier-with-level-1-timing",
+        lambda a: a.timing_log_level,
+        "--timing-log-level 1 or 2",
+    ),
+    ("--plan-batches", lambda a: a.plan_only, "--plan-only"),
 )
 
 
