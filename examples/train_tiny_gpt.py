@@ -63,18 +63,18 @@ def main() -> None:
         )
         plan = mcp.make_plan(mask, cp_size, config=config)
 
-        ends = np.cumsum(lengths) - 1  # a document's last token has no successor
         in_document = np.concatenate([np.arange(n) for n in lengths])
-        rows = plan.global_from_local[group.rank()]
-        local = [
-            torch.from_numpy(x[rows])[None] for x in (tokens, np.roll(tokens, -1), in_document)
-        ]
-        counts = torch.from_numpy(~np.isin(rows, ends))[None]
+        has_successor = np.roll(in_document, -1) > 0  # a document's last token has none
+        whole = (tokens, np.roll(tokens, -1), in_document, has_successor)
+        # This rank's rows. Where ranks do not divide the tokens the last rows are padding: zeros, which do not count.
+        token_ids, labels, positions, counts = (
+            mcp.dispatch(torch.from_numpy(x), plan, group)[None] for x in whole
+        )
 
         params = context_parallel_params(
             {"full": plan}, group.rank(), "cpu", position_ids=in_document
         )
-        losses = model(local[0], local[2], None, labels=local[1], packed_seq_params=params)
+        losses = model(token_ids, positions, None, labels=labels, packed_seq_params=params)
         loss = (losses * counts).sum() / (SEQ_LENGTH - len(lengths))
         optimizer.zero_grad()
         loss.backward()

@@ -53,6 +53,17 @@ def test_an_example_ends_with_a_picture_and_what_comes_next(name, tmp_path):
     assert all(Path(EXAMPLES.parent, word).is_file() for word in re.findall(r"\S+\.py", following))
 
 
+def test_the_tiny_gpt_has_one_curve_where_ranks_do_not_divide_its_tokens(tmp_path):
+    where = {"SCRIPT": str(EXAMPLES / "train_tiny_gpt.py"), "FOLDER": str(tmp_path)}
+    plant = f"{__name__}.run_script"
+    runs = run_program([Launch((), size, environment=where, plant=plant) for size in (1, 3)])
+    assert not any(rank.code for ranks in runs for rank in ranks), runs[1][2].stderr
+    one, three = (
+        [float(loss) for loss in re.findall(r"loss ([\d.]+)", ranks[0].stdout)] for ranks in runs
+    )
+    assert len(one) == 8 and three == pytest.approx(one, abs=2e-4)
+
+
 def run_script(rank: int) -> None:
     """Planted in a rank: runs the program `SCRIPT` in `FOLDER`, and nothing behind it."""
     os.chdir(os.environ["FOLDER"])
