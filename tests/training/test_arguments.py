@@ -345,6 +345,15 @@ def test_a_launcher_that_exports_nonsense_is_refused(capsys, name: str):
     assert name in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
+def test_tasks_that_nobody_told_their_rank_do_not_train_alone(name: str):
+    two_ranks = [*SMALL_RUN, "--context-parallel-size", "2"]
+    _, (reason,) = judge_arguments(two_ranks, {name: "2", "SLURM_PROCID": "1"})
+    assert f"{name}=2 is set and WORLD_SIZE is not" in reason and "torchrun" in reason
+    assert judge_arguments(two_ranks, {name: "2", "WORLD_SIZE": "2", "RANK": "1"})[1] == []
+    assert judge_arguments(SMALL_RUN, {name: "1", "SLURM_NTASKS": "8"})[1] == []
+
+
 def test_leaving_a_flag_out_is_advised_only_where_no_result_depends_on_it():
     """Layouts, graphs, overlap, files and clocks; never a model, its data or its optimizer."""
     advised = {

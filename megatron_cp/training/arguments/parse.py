@@ -62,6 +62,8 @@ def parse_arguments(
 
 
 _OF_LAUNCHER = ("rank", "world_size", "local_rank", "local_world_size")
+# How srun and Open MPI's mpirun tell a program how many of it they started.
+_TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 
 
 def judge_arguments(
@@ -191,3 +193,10 @@ def _launcher(environment: Mapping[str, str], args: argparse.Namespace) -> Itera
             f"environment RANK={args.rank} must lie in [0, WORLD_SIZE={args.world_size}); start "
             "with torchrun"
         )
+    for name in _TASKS if "WORLD_SIZE" not in environment else ():
+        if (count := environment.get(name, "1")) != "1":
+            yield (
+                f"environment {name}={count} is set and WORLD_SIZE is not: each of these tasks would train alone, into "
+                "the same folders; start torchrun on every node (examples/launch), or export RANK, WORLD_SIZE, "
+                "LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
+            )
