@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # One node of a run: torchrun and the command line. Every node runs the same; SLURM and Kubernetes call it.
 #
-#   NNODES=2 RDZV_ENDPOINT=first-node:29500 RUN_DIR=/shared/run examples/launch/node.sh [more flags]
+#   NNODES=2 RDZV_ENDPOINT=first-node:29500 RUN_DIR=/shared/run DATA=/shared/corpus \
+#       TOKENIZER=/shared/tokenizer.json examples/launch/node.sh [more flags]
 #
 # --load and --save are one folder: the first start finds it empty, every other start goes on from it.
 set -euo pipefail
