@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from megatron_cp.plan import PLANNERS
 from tests.programs import run_by_hand
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,6 +43,13 @@ def test_links_of_pages_lead_to_files_and_headings():
             if not found:
                 broken.append(f"{page.relative_to(ROOT)}: {link}")
     assert len(PAGES) > 20 and broken == []
+
+
+def test_the_quickstart_counts_the_schemes_that_a_dry_run_shows():
+    text = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    assert "Transformer Engine's\nsplit, zigzag, a ring and twelve others" in text
+    named = {"auto", "per_document_zigzag", "zigzag", "ring"}
+    assert named < PLANNERS.keys() and len(PLANNERS) - len(named) == 12
 
 
 def sentences(text):
