@@ -55,8 +55,17 @@ class _Refusing(torch.autograd.Function):
         return tuple(x.detach() for x in tensors[:count])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        refusal_of(ctx.name)(ctx, *grads)
+
+
+def refusal_of(name: str) -> Callable[..., None]:
+    """Returns the backward of the gradients of ``name``: it raises NotImplementedError."""
+
+    def refuse(ctx: Any, *grads: Tensor) -> None:
         raise NotImplementedError(
-            f"the gradient of {ctx.name} has no gradient itself: no second derivative through attention; "
+            f"the gradient of {name} has no gradient itself: no second derivative through attention; "
             "keep attention out of what is differentiated twice, or write it in operators of torch there"
         )
+
+    return refuse

@@ -96,6 +96,18 @@ def test_gradient_of_a_sink_and_of_rows_without_keys(device):
         assert torch.allclose(gradient.double(), getattr(exact, name), rtol=2e-2, atol=2e-2), name
 
 
+@pytest.mark.parametrize("place", ["q", "k", "v", "sink"])
+def test_a_second_derivative_is_refused(device, place):
+    tensors = dict(zip("qkv", draw(9, 9, dtype=torch.float16), strict=True))
+    tensors["sink"] = torch.randn(4)
+    leaf = tensors[place].requires_grad_()
+    out, _ = attend(**tensors, mask=masks.causal(9), backend="hopper")
+    output = out.float().square().sum() + leaf.float().pow(3).sum()
+    (first,) = torch.autograd.grad(output, leaf, create_graph=True)
+    with pytest.raises(NotImplementedError, match="gradient of attend has no gradient itself"):
+        torch.autograd.grad(first.float().square().sum(), leaf)
+
+
 def test_raw_gradients_of_parts_add_up_to_those_of_the_whole(device):
     mask, dense = masks.sliding_window(20, 7), masks.sliding_window(20, 7).to_dense()
     q, k, v = draw(20, 20, dtype=torch.float16)

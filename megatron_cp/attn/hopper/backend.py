@@ -44,6 +44,7 @@ from megatron_cp.attn.hopper.rows import merge_parts_ as merge_parts_
 from megatron_cp.attn.hopper.scores import Scores
 from megatron_cp.attn.logits import raise_to_
 from megatron_cp.attn.merge import sink_gradient
+from megatron_cp.attn.once import refusal_of
 from megatron_cp.attn.options import AttendOptions, needs_grad
 from megatron_cp.mask import AttentionMask
 
@@ -152,10 +153,9 @@ def _run_forward(
     earlier_QNH: Tensor | None = None,
     max_logits_N: Tensor | None = None,
 ) -> None:
-    lists = _work_list(tensors[0], tensors[2], mask, options)
     launch_forward(
         all_readable(*tensors),
-        lists,
+        _work_list(tensors[0], tensors[2], mask, options),
         sink_N,
         Scores.of(options),
         results,
@@ -220,8 +220,7 @@ def _backward_call(
 ) -> BackwardCall:
     lists = _grad_list(q_QNH, v_KGH, mask, options)
     dout, stats = readable(dout_QNH.to(q_QNH.dtype)), stats_of(lse_QN, delta_QN)
-    tensors = all_readable(q_QNH, k_KGH, v_KGH)
-    return BackwardCall(*tensors, dout, stats, lists, Scores.of(options))
+    return BackwardCall(*all_readable(q_QNH, k_KGH, v_KGH), dout, stats, lists, Scores.of(options))
 
 
 @outside_compiled_graphs
@@ -231,8 +230,7 @@ def _work_list(
     dims = (q_QNH.shape[-1], v_KGH.shape[-1])
     variant = find_variant("forward", q_QNH.dtype, *dims, _feature(options))
     device = q_QNH.device
-    tile_rows, tile_keys = tile_shape(variant.name)
-    return forward_list(mask, tile_rows, tile_keys, device, raw_stream(device.index or 0))
+    return forward_list(mask, *tile_shape(variant.name), device, raw_stream(device.index or 0))
 
 
 @outside_compiled_graphs
@@ -396,4 +394,7 @@ torch.library.register_autograd(
     _differentiate,
     setup_context=_keep_for_backward,
     lib=LIBRARY,
+)
+torch.library.register_autograd(
+    "megatron_cp::attention_backward", refusal_of("attend"), lib=LIBRARY
 )
