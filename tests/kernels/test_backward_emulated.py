@@ -225,3 +225,29 @@ def test_dout_of_rows_without_keys_may_hold_nan(head_dim, deterministic, has_sin
         dout[:10] = dout[90:100] = dout[160:] = outside
         found.append(torch.autograd.grad(out, leaves, dout))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_results_do_not_depend_on_the_default_dtype(deterministic):
+    mask = masks.sliding_window(150, 40)
+    inputs, arguments = random_case(150, 150, (2, 1), (64, 64), torch.bfloat16)
+    found = []
+    for default in (torch.float32, torch.float64):
+        leaves = [x.detach().clone().requires_grad_() for x in inputs]
+        torch.set_default_dtype(default)
+        try:
+            with running(Settings(host_threads=1)):
+                result = attend(*leaves, mask, backend="emulated", deterministic=deterministic)
+                weights = arguments["dout"].to(result[0].dtype), arguments["dlse"].float()
+                found.append((*result, *torch.autograd.grad(result, leaves, weights)))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_call_without_queries_has_gradients_of_zero():
+    leaves = [torch.ones(n, 2, 64, dtype=torch.float16, requires_grad=True) for n in (0, 5, 5)]
+    out, lse = attend(*leaves, masks.from_slices(0, 5, []), backend="emulated")
+    made = torch.autograd.grad(out.sum() + lse.sum(), leaves)
+    assert (out.shape, lse.shape) == ((0, 2, 64), (0, 2))
+    assert all(torch.equal(x, torch.zeros_like(leaf)) for x, leaf in zip(made, leaves, strict=True))

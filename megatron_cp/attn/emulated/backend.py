@@ -79,7 +79,7 @@ def forward(
     max_logits_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns `(out [Q, N, Hv], lse [Q, N])` in float32, (0, -inf) without keys; raises `max_logits` as `attend`."""
-    into = torch.empty(*q_QNH.shape[:2], v_KGH.shape[2]), torch.empty(q_QNH.shape[:2])
+    into = _floats(*q_QNH.shape[:2], v_KGH.shape[2]), _floats(*q_QNH.shape[:2])
     run_forward(q_QNH, k_KGH, v_KGH, mask, options, into=into, max_logits_N=max_logits_N)
     return into
 
@@ -121,7 +121,7 @@ def forward_last(
     `held` is as `forward` returns it and is used up; `max_logits`, raised as by `attend`, goes without.
     """
     out = q_QNH.new_empty(*q_QNH.shape[:2], v_KGH.shape[2])
-    earlier, lse = held or (None, torch.empty(q_QNH.shape[:2]))
+    earlier, lse = held or (None, _floats(*q_QNH.shape[:2]))
     run_forward(
         q_QNH,
         k_KGH,
@@ -187,9 +187,9 @@ def backward_onto_(  # noqa: PLR0913  as backward, and what to add to
     """Returns `(dq, dk, dv)` in float32, `dq` still without softmax_scale; added to those that are given."""
     tensors, stats = (q_QNH, k_KGH, v_KGH), stats_of(lse_QN, delta_QN)
     call = _backward_call(dout_QNH.to(q_QNH.dtype), tensors, stats, mask, options)
-    dq = torch.zeros(q_QNH.shape) if dq_QNH is None else dq_QNH
+    dq = _floats(*q_QNH.shape).zero_() if dq_QNH is None else dq_QNH
     if not call.lists.num_segs:
-        dkeys = dkeys or (torch.zeros(k_KGH.shape), torch.zeros(v_KGH.shape))
+        dkeys = dkeys or (_floats(*k_KGH.shape).zero_(), _floats(*v_KGH.shape).zero_())
     elif call.kernels.dq is None:
         dkeys = _run_main(call, dq, torch.float32, dkeys)
     else:
@@ -270,7 +270,7 @@ def _run_backward(call: BackwardCall, *, dtype: torch.dtype) -> tuple[Tensor, Te
         dk, dv = _run_main(call, None, dtype)
         _run_dq(call, dq, adds=False)
         return dq, dk, dv
-    dq_sum = torch.zeros(call.q.shape)
+    dq_sum = _floats(*call.q.shape).zero_()
     dk, dv = _run_main(call, dq_sum, dtype)
     last = EmulatedKernel(find_variant("backward_postprocess", call.q, None, None))
     last.run(postprocess_params(dq_sum, dq, call.scores.softmax_scale), dq.numel(), {})
@@ -327,8 +327,6 @@ def _touched(call: BackwardCall) -> dict[str, Tensor]:
 
 def row_products(dout_QNH: Tensor, out_QNH: Tensor, lse_QN: Tensor) -> Tensor:
     """Returns `rowsum(dout * out)` `[Q, N]` float32, 0 for rows without keys, by the preprocess kernel."""
-    if not lse_QN.numel():
-        return lse_QN.new_zeros(lse_QN.shape)
     stats = _row_stats(readable(out_QNH), readable(dout_QNH), lse_QN, None)
     return stats.delta_of_rows(len(lse_QN)).contiguous()
 
@@ -338,7 +336,8 @@ def _row_stats(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None) -> R
     stats = empty_stats(lse)
     params, _kept = preprocess_params(out, dout, lse, dlse, stats)
     kernel = EmulatedKernel(find_variant("backward_preprocess", dout, dout.shape[2], None))
-    kernel.run(params, lse.numel(), {})
+    if lse.numel():
+        kernel.run(params, lse.numel(), {})
     return stats
 
 
@@ -357,7 +356,7 @@ class _Attend(torch.autograd.Function):
         max_logits: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype)
-        lse = torch.empty(q.shape[:2])
+        lse = _floats(*q.shape[:2])
         into = (out, lse)
         run_forward(q, k, v, mask, options, into=into, sink_N=sink, max_logits_N=max_logits)
         ctx.save_for_backward(q, k, v, sink, out, lse)
@@ -376,6 +375,11 @@ class _Attend(torch.autograd.Function):
         if sink is not None:
             dsink = sink_gradient(lse, sink, stats.delta_of_rows(len(lse)), dlse).to(sink.dtype)
         return *grads, dsink, None, None, None
+
+
+def _floats(*shape: int) -> Tensor:
+    """Returns room for what kernels write in float32, whatever torch's default is."""
+    return torch.empty(shape, dtype=torch.float32)
 
 
 def _check_results(results: dict[str, Tensor], counters: Tensor) -> None:
