@@ -35,8 +35,8 @@ class AttentionTape:
     def recording(self) -> Iterator[None]:
         """While open, every `cp_attention` of this thread leaves its result here."""
         self._results.clear()
-        self._outer = _recorder.get()
-        token = _recorder.set(self)
+        self._outer = _open_here(_recorder)
+        token = _recorder.set((self, torch._C._current_graph_task_id()))
         try:
             yield
         finally:
@@ -46,7 +46,7 @@ class AttentionTape:
     def replaying(self) -> Iterator[None]:
         """While open, `cp_attention` takes its results from here, from the first on, and computes nothing."""
         self._next = 0
-        token = _player.set(self)
+        token = _player.set((self, torch._C._current_graph_task_id()))
         try:
             yield
         finally:
@@ -89,8 +89,20 @@ class _EveryTime:
         return self._open.__exit__(*error)
 
 
-_recorder: ContextVar[AttentionTape | None] = ContextVar("attention_recorder", default=None)
-_player: ContextVar[AttentionTape | None] = ContextVar("attention_player", default=None)
+_Open = ContextVar[tuple[AttentionTape, int] | None]
+"""The tape that is open, and the backward pass in which it was opened."""
+_recorder: _Open = ContextVar("attention_recorder", default=None)
+_player: _Open = ContextVar("attention_player", default=None)
+
+
+def _open_here(kind: _Open) -> AttentionTape | None:
+    """Returns the tape that is open for a call made now.
+
+    A region may differentiate something itself: what is made again for that, in a backward pass inside of the region,
+    is none of its calls.
+    """
+    tape, graph_task = kind.get() or (None, None)
+    return tape if graph_task == torch._C._current_graph_task_id() else None
 
 
 @eager
@@ -110,7 +122,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def recorded_result() -> Result | None:
     """Returns the next kept result when a tape is replaying, else None."""
-    tape = _player.get()
+    tape = _open_here(_player)
     return None if tape is None or torch.is_inference_mode_enabled() else tape.take()
 
 
@@ -119,6 +131,6 @@ def record_result(result: Result) -> None:
 
     None under `torch.inference_mode()`: nothing tells whether such a result was changed in place.
     """
-    tape = _recorder.get()
+    tape = _open_here(_recorder)
     if tape is not None and not torch.is_inference_mode_enabled():
         tape.keep(result)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 
 import megatron_cp as mcp
 from megatron_cp.plan import make_plan
@@ -118,3 +119,55 @@ def test_a_graph_that_is_kept_is_recomputed_in_every_backward_pass():
     for _ in range(3):
         (found,) = torch.autograd.grad(kept, x, retain_graph=True)
         assert torch.equal(found, expected)
+
+
+def call(function, *args):
+    return function(*args)
+
+
+def by_torch(function, *args):
+    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
+
+
+REGIONS = {"none": call, "torch": by_torch, "ours": mcp.checkpoint}
+
+
+def learning_layers(rank, world_size, plan, outer, inner):
+    """Returns output and gradient of layers that learn by gradients of their own in the forward pass."""
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(plan.tokens_per_rank, 2, 8, generator=generator).requires_grad_()
+
+    def attend(x):
+        return mcp.cp_attention(x, x, x, plan, dist.group.WORLD)[0]
+
+    def learned(x):
+        with torch.enable_grad():
+            for _ in range(2):
+                x = x.detach().requires_grad_()
+                loss = (x.sin() * x).square().sum() + attend(x).square().sum()
+                x = x - 0.01 * torch.autograd.grad(loss, x)[0]
+        return x.detach()
+
+    def layer(x):
+        hidden = attend(x)
+        return attend(hidden + learned(hidden)) + attend(2 * x)
+
+    def layers(x):
+        hidden = attend(REGIONS[inner](layer, x)).cos()
+        return hidden + learned(attend(REGIONS[inner](layer, x / 2)))
+
+    out = REGIONS[outer](layers, x)
+    out.square().sum().backward()
+    return out.detach(), x.grad
+
+
+@pytest.mark.parametrize(("outer", "inner"), [("none", "ours"), ("ours", "none"), ("ours", "torch"),
+                                              ("torch", "ours"), ("ours", "ours")])  # fmt: skip
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_a_region_may_differentiate_in_its_forward_pass(cp_size, outer, inner):
+    config = mcp.CPConfig(num_heads=2, num_kv_heads=2, head_dim=8)
+    plan = make_plan(mask_cases()["documents"], cp_size, config)
+    plain = run_on_ranks(cp_size, learning_layers, plan, "none", "none")
+    found = run_on_ranks(cp_size, learning_layers, plan, outer, inner)
+    for one, other in zip(found, plain, strict=True):
+        assert all(map(torch.equal, one, other))
