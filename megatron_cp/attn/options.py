@@ -129,9 +129,14 @@ def needs_grad(*tensors: Tensor | None) -> bool:
 
 
 def check_tensor(name: str, x: object) -> None:
-    """Raises TypeError for what is no tensor."""
+    """Raises TypeError for what is no tensor, or one of all ranks."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is {type(x).__name__}; it must be a torch.Tensor")
+    if type(x) is not Tensor and hasattr(x, "to_local"):
+        raise TypeError(
+            f"{name} is {type(x).__name__}, a tensor of all ranks; it must be a plain torch.Tensor of what belongs to "
+            f"this rank: {name}.to_local(), where it is placed so"
+        )
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:

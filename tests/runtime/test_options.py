@@ -3,6 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import megatron_cp as mcp
 from megatron_cp.plan import make_plan
@@ -113,3 +115,33 @@ def test_a_gradient_of_nan_where_no_keys_are_does_not_reach_the_sink(cp_size):
         given = tensors(plan.num_tokens)
         for nans, zeros in run_on_ranks(cp_size, sink_gradients_on_rank, plan, given, sink):
             assert torch.equal(nans, zeros)
+
+
+def refusals_of_distributed_tensors(rank, world_size, plan):
+    """Returns what calls say to a DTensor, and the result for its local part."""
+    group, mesh = dist.group.WORLD, init_device_mesh("cpu", (world_size,))
+    x = local_rows(tensors(plan.num_tokens)[0], plan, rank)
+    of_all = DTensor.from_local(x, mesh)
+    weight, sink = (DTensor.from_local(torch.ones(4, *shape), mesh) for shape in ((3,), ()))
+    lengths = {"document_lengths": [plan.num_tokens]}
+    calls = {
+        "q": lambda: mcp.cp_attention(of_all, x, x, plan, group),
+        "v": lambda: mcp.cp_attention(x, x, of_all, plan, group),
+        "sink": lambda: mcp.cp_attention(x, x, x, plan, group, sink=sink),
+        "k": lambda: mcp.cp_linear_attention(x, of_all, x, plan, group, **lengths),
+        "weight": lambda: mcp.cp_causal_conv1d(x[:, :, 0], weight, plan, group, **lengths),
+        "x_local": lambda: mcp.undispatch(of_all, plan, group),
+    }
+    for name, call in calls.items():
+        with pytest.raises(TypeError, match=f"{name} is DTensor, a tensor of all ranks"):
+            call()
+    rows = [of_all.to_local()] * 3
+    return mcp.cp_attention(*rows, plan, group)[0], mcp.cp_attention(x, x, x, plan, group)[0]
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_distributed_tensors_are_refused_by_name(cp_size):
+    config = mcp.CPConfig(num_heads=HEADS, num_kv_heads=HEADS, head_dim=8)
+    plan = make_plan(mask_cases()["documents"], cp_size, config)
+    for found, expected in run_on_ranks(cp_size, refusals_of_distributed_tensors, plan):
+        assert torch.equal(found, expected)
