@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from megatron_cp import mask as masks
 from megatron_cp.attn import attend, attend_backward, resolve_options
@@ -251,3 +252,42 @@ def test_a_call_without_queries_has_gradients_of_zero():
     made = torch.autograd.grad(out.sum() + lse.sum(), leaves)
     assert (out.shape, lse.shape) == ((0, 2, 64), (0, 2))
     assert all(torch.equal(x, torch.zeros_like(leaf)) for x, leaf in zip(made, leaves, strict=True))
+
+
+class _GradientOnItsWay(torch.autograd.Function):
+    """As it is; the gradient comes from a collective that is under way."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dx):
+        return AsyncCollectiveTensor(dx.clone())
+
+
+def test_results_of_collectives_that_are_under_way_are_read_where_they_lie():
+    mask = masks.causal(40)
+    inputs, arguments = random_case(40, 40, (2, 2), (64, 64), torch.float16, sink=True)
+    inputs = (*inputs, arguments["sink"].float())
+    found = []
+    for leaves, gives in (
+        ([x.detach().requires_grad_() for x in inputs], torch.clone),
+        ([AsyncCollectiveTensor(x).requires_grad_() for x in inputs], _GradientOnItsWay.apply),
+    ):
+        with running(Settings(host_threads=1)):
+            *qkv, sink = leaves
+            out, lse = attend(*qkv, mask, sink=sink, backend="emulated")
+            loss = gives(out).float().square().sum() + gives(lse).sin().sum()
+            found.append((out, lse, *torch.autograd.grad(loss, leaves)))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_the_sink_may_come_from_a_collective_that_is_under_way():
+    inputs, _ = random_case(40, 40, (2, 2), (64, 64), torch.float16)
+    sink = torch.tensor([0.5, 3.0])
+    found = [
+        attend(*inputs, masks.causal(40), sink=x, backend="emulated")
+        for x in (sink, AsyncCollectiveTensor(sink))
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

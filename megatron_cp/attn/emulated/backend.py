@@ -20,7 +20,12 @@ from torch import Tensor
 
 from megatron_cp.attn.emulated.checks import find_variant
 from megatron_cp.attn.emulated.kernels import EmulatedKernel, Settings, running
-from megatron_cp.attn.hopper.checks import all_readable, find_gradient_kernels, readable
+from megatron_cp.attn.hopper.checks import (
+    all_readable,
+    find_gradient_kernels,
+    readable,
+    readable_sink,
+)
 from megatron_cp.attn.hopper.device_lists import backward_list, forward_list
 from megatron_cp.attn.hopper.gradients import BackwardCall, added_to, postprocess_params
 from megatron_cp.attn.hopper.launch import (
@@ -230,7 +235,7 @@ def run_forward(  # noqa: PLR0913  everything the kernel can be asked for
         fill_without_keys(out, lse, sink_N, earlier_QNH)
         return
     tensors = all_readable(q_QNH, k_KGH, v_KGH)
-    sink = None if sink_N is None else sink_N.detach().float().contiguous()
+    sink = readable_sink(None if sink_N is None else sink_N.detach())
     kernel, counters = EmulatedKernel(variant), torch.zeros(2, dtype=torch.int32)
     params = forward_params(kernel, tensors, lists, sink, scores, (out, lse), earlier_QNH)
     params.counters = counters.data_ptr()

@@ -29,6 +29,7 @@ from megatron_cp.attn.hopper.checks import (
     find_gradient_kernels,
     find_variant,
     readable,
+    readable_sink,
 )
 from megatron_cp.attn.hopper.device_lists import (
     BackwardList,
@@ -137,8 +138,7 @@ def forward_last(
     earlier = None
     if held is not None:
         earlier, lse = held[0].contiguous(), held[1]
-    sink = None if sink_N is None else sink_N.to(torch.float32).contiguous()
-    asked = {"sink_N": sink, "earlier_QNH": earlier, "max_logits_N": max_logits_N}
+    asked = {"sink_N": readable_sink(sink_N), "earlier_QNH": earlier, "max_logits_N": max_logits_N}
     _run_forward((q_QNH, k_KGH, v_KGH), mask, options, (out, lse), **asked)
     return out, lse
 
@@ -302,7 +302,7 @@ def _forward(  # noqa: PLR0913  the operator's schema
     asked = max_logits if has_max_logits else None
     lists = DeviceList(work, num_tiles, num_segs, num_tiles)
     tensors, scores = all_readable(q_QNH, k_KGH, v_KGH), Scores(softmax_scale, softcap)
-    launch_forward(tensors, lists, sink_N, scores, results, max_logits_N=asked)
+    launch_forward(tensors, lists, readable_sink(sink_N), scores, results, max_logits_N=asked)
     return *results, max_logits
 
 

@@ -215,12 +215,26 @@ def is_readable(x: Tensor) -> bool:
         and (head_stride * itemsize % ALIGNMENT == 0 or x.shape[1] == 1)
         and (row_stride * itemsize % ALIGNMENT == 0 or x.shape[0] == 1)
         and x.data_ptr() % ALIGNMENT == 0
+        and has_memory(x)
     )
 
 
 def readable(x: Tensor) -> Tensor:
     """Returns `x`, copied if the copy engine cannot read it where it lies."""
     return x if is_readable(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def readable_sink(sink: Tensor | None) -> Tensor | None:
+    """Returns the sink as the kernels read it, if there is one."""
+    if sink is None:
+        return None
+    sink = sink.to(torch.float32).contiguous()
+    return sink if has_memory(sink) else sink.clone()
+
+
+def has_memory(x: Tensor) -> bool:
+    """Returns whether the numbers of `x` lie at its address; those of a collective that is under way do not."""
+    return x.data_ptr() != 0 or not x.numel()
 
 
 def all_readable(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -240,8 +254,8 @@ def check_layout(name: str, x: Tensor) -> None:
     if not is_readable(x):
         raise ValueError(
             f"{name} of strides {x.stride()} at address {x.data_ptr():#x} must have last stride 1, other strides of a "
-            f"multiple of {ALIGNMENT // x.element_size()} elements, and begin at a multiple of {ALIGNMENT} bytes; "
-            f"call {name}.contiguous()"
+            f"multiple of {ALIGNMENT // x.element_size()} elements, and begin at a multiple of {ALIGNMENT} bytes, "
+            f"not at 0; call {name}.contiguous()"
         )
 
 

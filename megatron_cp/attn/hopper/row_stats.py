@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_cp.attn.hopper.checks import find_variant, readable
+from megatron_cp.attn.hopper.checks import find_variant, has_memory, readable
 from megatron_cp.attn.hopper.launch import (
     TiledKernel,
     find_map,
@@ -53,7 +53,8 @@ def preprocess_params(
     out_QNH: Tensor, dout_QNH: Tensor, lse_QN: Tensor, dlse_QN: Tensor | None, stats: RowStats
 ) -> tuple[BwdPreprocessParams, Tensor | None]:
     """Returns the parameters, and `dlse` as they read it: to be kept until the launch."""
-    if dlse_QN is not None and dlse_QN.stride() != lse_QN.stride():
+    fits = dlse_QN is None or (dlse_QN.stride() == lse_QN.stride() and has_memory(dlse_QN))
+    if dlse_QN is not None and not fits:
         dlse_QN = torch.empty_like(lse_QN).copy_(dlse_QN)
     params = BwdPreprocessParams(
         out_QNH.data_ptr(),
