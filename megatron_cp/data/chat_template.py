@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from megatron_cp.data.tokenizer import read_special_tokens
+from megatron_cp.data.special_tokens import SPECIAL_KINDS, content_of, read_special_tokens
 
 Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Any] | None, bool], str]
 """(messages, tools, whether the head of an answer follows) -> text. Raises ValueError where the template refuses."""
@@ -99,11 +99,5 @@ def _environment() -> Any:
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Returns the special tokens that there are, by the names under which templates ask for them."""
-    kinds = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-    names = {f"{kind}_token": _content(config.get(f"{kind}_token")) for kind in kinds}
+    names = {f"{kind}_token": content_of(config.get(f"{kind}_token")) for kind in SPECIAL_KINDS}
     return {name: token for name, token in names.items() if token}
-
-
-def _content(token: Any) -> str:
-    """Returns the text of a special token, which is a string or {"content": ...}."""
-    return str(token.get("content", "")) if isinstance(token, dict) else str(token or "")

@@ -6,18 +6,22 @@ All tokenizers carry what Megatron's datasets ask of one: `eod`, `pad`, `vocab_s
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from megatron_cp.data.package_tokenizers import (
     DEFAULT_TIKTOKEN_VOCAB_SIZE,
     SENTENCE_PIECE_TYPES,
     SentencePieceTokenizer,
     TikTokenizer,
+)
+from megatron_cp.data.special_tokens import (
+    read_special_tokens,
+    register_special_tokens,
+    special_token_id,
 )
 
 TOKENIZER_TYPES = (
@@ -131,20 +135,16 @@ class HuggingFaceTokenizer:
         # A file keeps what its last user asked for; documents are neither cut nor filled up.
         self._backend.no_truncation()
         self._backend.no_padding()
-        vocabulary: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         config = read_special_tokens(file.parent)
-        if lacking := _added_elsewhere(config, vocabulary):
-            raise ValueError(
-                f"{file} lacks tokens that tokenizer_config.json adds: {', '.join(lacking[:5])}; texts with them would "
-                "be cut otherwise: save the tokenizer anew with transformers"
-            )
-        eod = _special(vocabulary, config.get("eos_token"), _EOD_NAMES)
+        self._registered = register_special_tokens(self._backend, config, file)
+        vocabulary: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+        eod = special_token_id(vocabulary, config.get("eos_token"), _EOD_NAMES)
         if eod is None:
             raise ValueError(
                 f"{file} has no end-of-document token: none of {_EOD_NAMES} is in its vocabulary; "
                 "name it as eos_token in tokenizer_config.json"
             )
-        pad = _special(vocabulary, config.get("pad_token"), _PAD_NAMES)
+        pad = special_token_id(vocabulary, config.get("pad_token"), _PAD_NAMES)
         self.path = file
         self.eod: int = eod
         self.pad: int = eod if pad is None else pad
@@ -157,13 +157,17 @@ class HuggingFaceTokenizer:
 
     @property
     def unique_identifiers(self) -> dict[str, str]:
-        """Class and a checksum of the vocabulary file."""
+        """Class and a checksum of the vocabulary file; of special tokens that only its configuration has, one more."""
         import hashlib
 
-        return {
+        own = {
             "class": "HuggingFaceTokenizer",
             "sha256": hashlib.sha256(self.path.read_bytes()).hexdigest(),
         }
+        if self._registered:
+            text = "\n".join(self._registered)
+            own["special_tokens_sha256"] = hashlib.sha256(text.encode()).hexdigest()
+        return own
 
     def token_id(self, name: str) -> int | None:
         """Returns the id of a token, special or not; None if there is none of this name."""
@@ -238,44 +242,6 @@ class GPT2BPETokenizer:
     def detokenize(self, ids: Sequence[int]) -> str:
         """Returns the text of the ids."""
         return str(self._backend.decode(list(ids), skip_special_tokens=False))
-
-
-def read_special_tokens(folder: Path) -> dict[str, Any]:
-    """Returns tokenizer_config.json of a folder; special tokens that it does not name from special_tokens_map.json.
-
-    Raises ValueError for a file that is not JSON.
-    """
-    named = _read_config(folder / "special_tokens_map.json")
-    config = _read_config(folder / "tokenizer_config.json")
-    return {**named, **{name: value for name, value in config.items() if value is not None}}
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON ({error}); repair or remove it") from None
-    return config if isinstance(config, dict) else {}
-
-
-def _added_elsewhere(config: dict[str, Any], vocabulary: dict[str, int]) -> list[str]:
-    """Returns the tokens that the configuration adds and the vocabulary does not have."""
-    added = config.get("added_tokens_decoder")
-    entries = added.values() if isinstance(added, dict) else ()
-    tokens = [entry.get("content") for entry in entries if isinstance(entry, dict)]
-    return [token for token in tokens if isinstance(token, str) and token not in vocabulary]
-
-
-def _special(vocabulary: dict[str, int], configured: Any, known: Iterable[str]) -> int | None:
-    """Returns the id of the configured token (a string or {"content": ...}), else of a known name."""
-    if isinstance(configured, dict):
-        configured = configured.get("content")
-    for name in [configured, *known]:
-        if isinstance(name, str) and name in vocabulary:
-            return vocabulary[name]
-    return None
 
 
 @dataclass(frozen=True, kw_only=True)

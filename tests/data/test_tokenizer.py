@@ -83,12 +83,71 @@ def test_tokens_that_only_the_configuration_adds_are_refused(bpe_file, tmp_path)
     added = {"0": {"content": "<|endoftext|>"}, "900": {"content": "<|turn|>"}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
     with pytest.raises(
-        ValueError, match=r"lacks tokens that tokenizer_config.json adds: <\|turn\|>;"
+        ValueError, match=r"lacks tokens that tokenizer_config.json or .* adds: <\|turn\|>;"
     ):
         HuggingFaceTokenizer(tmp_path)
     added.pop("900")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
     assert HuggingFaceTokenizer(tmp_path).eod == 0
+
+
+SPECIAL_ELSEWHERE = {
+    "as end": {"eos_token": "<|turn|>"},
+    "as padding, with flags": {
+        "pad_token": {"__type": "AddedToken", "content": "<|turn|>", "lstrip": True}
+    },
+    "by a list": {"additional_special_tokens": ["<|turn|>"]},
+    "by a list of transformers 5": {"extra_special_tokens": ["<|turn|>", "<|endoftext|>"]},
+    "by name": {"extra_special_tokens": {"turn_token": "<|turn|>"}},
+    "by number": {"added_tokens_decoder": {"300": {"content": "<|turn|>", "special": True}}},
+    "as a word": {"added_tokens_decoder": {"300": {"content": "<|turn|>", "special": False}}},
+    "with other flags": {
+        "added_tokens_decoder": {
+            "0": {"content": "<|endoftext|>", "special": True, "normalized": False, "lstrip": True}
+        }
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [(kind, "tokenizer_config.json") for kind in SPECIAL_ELSEWHERE]
+    + [
+        ("as end", "special_tokens_map.json"),
+        ("by a list of transformers 5", "special_tokens_map.json"),
+    ],
+)
+def test_special_tokens_of_the_configuration_are_cut_out_of_texts_as_by_transformers(
+    bpe_file, tmp_path, kind, place
+):
+    transformers = pytest.importorskip("transformers")
+    content = json.loads(bpe_file.read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["<|turn|>"] = max(vocabulary.values()) + 1
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    plain = HuggingFaceTokenizer(tmp_path)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    if place == "tokenizer_config.json":
+        config |= SPECIAL_ELSEWHERE[kind]
+    else:
+        (tmp_path / place).write_text(json.dumps(SPECIAL_ELSEWHERE[kind]))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours = HuggingFaceTokenizer(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for text in ("def f(q):<|turn|>\nreturn <|turn|> q", "q <|endoftext|> v", "softmax"):
+        assert ours.tokenize(text) == theirs(text, add_special_tokens=False)["input_ids"], text
+    assert ours.unique_identifiers != plain.unique_identifiers
+    assert ours.vocab_size == plain.vocab_size == len(theirs)
+
+
+@pytest.mark.parametrize(
+    "named", [{"eos_token": "<|turn|>"}, {"extra_special_tokens": ["<|turn|>"]}]
+)
+def test_a_special_token_without_an_id_is_refused(bpe_file, tmp_path, named):
+    (tmp_path / "tokenizer.json").write_bytes(bpe_file.read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    with pytest.raises(ValueError, match=r"adds: <\|turn\|>; .* save the tokenizer anew"):
+        HuggingFaceTokenizer(tmp_path)
 
 
 def test_a_vocabulary_without_end_token_is_refused(bpe_file, tmp_path):
