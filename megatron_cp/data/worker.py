@@ -9,6 +9,7 @@ dies, the trainer sees the closed socket at once.
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -90,7 +91,7 @@ class WorkerProcess:
         """Returns the result of the task in flight.
 
         Raises:
-            ValueError: the worker raised one (bad data); the message is the worker's.
+            ValueError: the worker found bad data, or files that went; the message is the worker's.
             WorkerError: the worker failed otherwise, died, or did not answer in time.
         """
         try:
@@ -154,21 +155,28 @@ def _without_signals() -> Iterator[None]:
 def serve(connection: Connection) -> None:
     """Answers tasks until the trainer goes away. The first message is the builder."""
     try:
-        builder = None
+        builder = _read_builder(connection.recv_bytes())
         while True:
-            message = connection.recv()
-            if builder is None:
-                builder = message
-            else:
-                connection.send(_answer(builder, message))
+            connection.send(_answer(builder, connection.recv()))
     except (EOFError, OSError):
         return  # the trainer is gone
 
 
-def _answer(builder: Builder, packs: tuple[Pack, ...]) -> tuple[Built | str, str]:
+def _read_builder(message: bytes) -> Builder | Exception:
+    """Returns the builder, or why its files cannot be opened here, which is the answer to every task."""
     try:
+        builder: Builder = pickle.loads(message)
+    except (ValueError, OSError) as problem:
+        return problem
+    return builder
+
+
+def _answer(builder: Builder | Exception, packs: tuple[Pack, ...]) -> tuple[Built | str, str]:
+    try:
+        if isinstance(builder, Exception):
+            raise builder
         return builder(packs), ""
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         return "ValueError", str(error)
     except Exception:
         return "Exception", traceback.format_exc()

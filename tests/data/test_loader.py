@@ -280,6 +280,22 @@ def test_bad_data_is_the_same_error_inline_and_in_a_worker(documents, num_worker
         next(loader)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda prefix: prefix.with_suffix(".idx").unlink(), r"c\.idx does not exist"),
+        (lambda prefix: os.truncate(f"{prefix}.bin", 8), r"c\.bin: byte 8: file size"),
+        (lambda prefix: write_corpus(prefix, [7, 9]), "was replaced while the run was reading it"),
+    ],
+)
+def test_a_worker_that_finds_other_files_says_so_in_one_line(tmp_path, capfd, change, message):
+    with PackedLoader(write_corpus(tmp_path / "c", [9, 7]), changed(num_workers=1)) as loader:
+        change(tmp_path / "c")
+        with pytest.raises(ValueError, match=message):
+            next(loader)
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_settings_that_cannot_work_are_refused_before_any_worker_starts(documents, tmp_path):
     with pytest.raises(ValueError, match="global_batch_size=4 must be a multiple of dp_size"):
         PackedLoader(documents, CONFIG, dp_size=3)
