@@ -40,7 +40,7 @@ from megatron_cp.data.indexed_writer import IndexedWriter
 from megatron_cp.data.manifest import made_by
 from megatron_cp.data.package_tokenizers import TIKTOKEN_PATTERNS
 from megatron_cp.data.supervision import supervision_path
-from megatron_cp.data.text_files import TextInputs
+from megatron_cp.data.text_files import JSON_SUFFIXES, TextInputs
 from megatron_cp.data.tokenizer import (
     TOKENIZER_TYPES,
     Tokenizer,
@@ -104,12 +104,25 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
 def text_inputs(arguments: argparse.Namespace) -> TextInputs:
     """The documents that the arguments name."""
     fields = [*arguments.json_keys, *filter(None, [arguments.prefix_json_key])]
-    return TextInputs(
+    inputs = TextInputs(
         arguments.input,
         fields=fields,
         patterns=arguments.patterns.split(","),
         max_document_bytes=arguments.max_document_mib << 20,
     )
+    if arguments.prefix_json_key:
+        _refuse_whole_files(arguments.prefix_json_key, inputs)
+    return inputs
+
+
+def _refuse_whole_files(prefix_key: str, inputs: TextInputs) -> None:
+    """Raises ValueError for a file without fields: its text would be its own prefix."""
+    for file, _ in inputs.files():
+        if file.suffix.lower() not in JSON_SUFFIXES:
+            raise ValueError(
+                f"--prefix-json-key {prefix_key}: {file} has no such field, as only lines of "
+                f"{', '.join(JSON_SUFFIXES)} have fields; leave it out of --input, or set --patterns"
+            )
 
 
 def _sample(inputs: TextInputs, max_bytes: int) -> Iterator[str]:

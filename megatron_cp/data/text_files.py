@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-_JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
+JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 _TOO_LONG = "longer than the limit"
 
 
@@ -69,7 +69,7 @@ class TextInputs:
 
     def __iter__(self) -> Iterator[dict[str, str]]:
         for file, name in self.files():
-            if file.suffix.lower() in _JSON_SUFFIXES:
+            if file.suffix.lower() in JSON_SUFFIXES:
                 yield from self._lines(file, name)
             else:
                 yield from self._whole(file, name)
@@ -98,7 +98,7 @@ class TextInputs:
         if isinstance(row, dict) and all(field in row for field in self.fields):
             raise ValueError(
                 f"--input {file}: its first line is a JSON object with {', '.join(self.fields)}, and its name "
-                f"ends in none of {', '.join(_JSON_SUFFIXES)}; rename it, so that each line is a document"
+                f"ends in none of {', '.join(JSON_SUFFIXES)}; rename it, so that each line is a document"
             )
 
     def _lines(self, file: Path, name: str) -> Iterator[dict[str, str]]:

@@ -53,6 +53,18 @@ def test_documents_come_back_in_order_with_their_end(tmp_path, capsys, workers):
     assert manifest["tokenizer"]["vocab_size"] == 258
 
 
+def test_a_file_without_fields_is_not_its_own_prefix(tmp_path, capsys):
+    write_jsonl(tmp_path / "in.jsonl", [{"q": "what?", "text": "that"}])
+    (tmp_path / "notes.txt").write_text("some notes")
+    command = ("--input", tmp_path, "--output-prefix", tmp_path / "o", "--prefix-json-key", "q")
+    with pytest.raises(SystemExit, match="2"):
+        run(*command, *BYTES)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--prefix-json-key q:" in line and "notes.txt has no such field" in line
+    assert run(*command, *BYTES, "--patterns", "*.jsonl") == 0
+    assert IndexedDataset(tmp_path / "o_text_document").document_lengths.tolist() == [9]
+
+
 def test_each_key_gets_its_own_files(tmp_path):
     path = write_jsonl(tmp_path / "in.jsonl", [{"text": "ab", "summary": "c"}] * 2)
     keys = ("--json-keys", "text", "summary")
