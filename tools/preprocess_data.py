@@ -107,7 +107,7 @@ def text_inputs(arguments: argparse.Namespace) -> TextInputs:
     inputs = TextInputs(
         arguments.input,
         fields=fields,
-        patterns=arguments.patterns.split(","),
+        patterns=[pattern.strip() for pattern in arguments.patterns.split(",")],
         max_document_bytes=arguments.max_document_mib << 20,
     )
     if arguments.prefix_json_key:

@@ -65,6 +65,15 @@ def test_a_file_without_fields_is_not_its_own_prefix(tmp_path, capsys):
     assert IndexedDataset(tmp_path / "o_text_document").document_lengths.tolist() == [9]
 
 
+def test_blanks_between_patterns_leave_no_file_out(tmp_path):
+    for name in ("a.py", "b.md", "c.txt"):
+        (tmp_path / name).write_text(name)
+    command = ("--input", tmp_path, "--output-prefix", tmp_path / "o", *BYTES)
+    assert run(*command, "--patterns", "*.py, *.md") == 0
+    dataset = IndexedDataset(tmp_path / "o_text_document")
+    assert [bytes(dataset.read(i).tolist()) for i in range(len(dataset))] == [b"a.py", b"b.md"]
+
+
 def test_each_key_gets_its_own_files(tmp_path):
     path = write_jsonl(tmp_path / "in.jsonl", [{"text": "ab", "summary": "c"}] * 2)
     keys = ("--json-keys", "text", "summary")
