@@ -74,6 +74,19 @@ def test_blanks_between_patterns_leave_no_file_out(tmp_path):
     assert [bytes(dataset.read(i).tolist()) for i in range(len(dataset))] == [b"a.py", b"b.md"]
 
 
+def test_a_bpe_is_written_into_a_folder_too(tmp_path):
+    path = write_jsonl(tmp_path / "in.jsonl", [{"text": "a text to learn from"}] * 3)
+    (tmp_path / "folder").mkdir()
+    command = ("--input", path, "--tokenizer-type", "HuggingFaceTokenizer", "--train-bpe", "300")
+    for place in ("folder", "file.json"):
+        prefix = ("--output-prefix", tmp_path / place)
+        assert run(*command, "--tokenizer-model", tmp_path / place, *prefix) == 0
+    file = tmp_path / "folder" / "tokenizer.json"
+    assert file.read_bytes() == (tmp_path / "file.json").read_bytes()
+    ids = IndexedDataset(f"{tmp_path}/folder_text_document").read(0).tolist()
+    assert HuggingFaceTokenizer(file).detokenize(ids) == "a text to learn from"
+
+
 def test_each_key_gets_its_own_files(tmp_path):
     path = write_jsonl(tmp_path / "in.jsonl", [{"text": "ab", "summary": "c"}] * 2)
     keys = ("--json-keys", "text", "summary")
