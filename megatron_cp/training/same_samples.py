@@ -30,8 +30,15 @@ _OF_THE_ORDER = (
     "train_iters",
     "train_samples",
     "global_batch_size",
+    "mid_level_dataset_surplus",
     *_PATHS,
 )
+# Of Megatron-LM's run: with another value its samples are none of GPTDataset's, or drawn by another sampler.
+_SERVED: dict[str, tuple[Any, ...]] = {
+    "dataloader_type": (None, "single"),
+    "fim_data": (None, False),
+    "sft": (None, False),
+}
 
 
 def check_same_samples(config: TrainConfig, data: RunData, saved: Mapping[str, Any]) -> None:
@@ -39,6 +46,7 @@ def check_same_samples(config: TrainConfig, data: RunData, saved: Mapping[str, A
 
     Files that have moved are looked for where this run says.
     """
+    _check_served(saved)
     others = {
         name: saved[name]
         for name in _OF_THE_ORDER
@@ -55,6 +63,18 @@ def check_same_samples(config: TrainConfig, data: RunData, saved: Mapping[str, A
         raise ValueError(
             f"--packing megatron would go on with other samples than Megatron-LM: {said}; give the checkpoint's "
             "values, or begin anew with its weights (--finetune)"
+        )
+
+
+def _check_served(saved: Mapping[str, Any]) -> None:
+    """Raises ValueError for samples that no order of ours is that of."""
+    found = [name for name, served in _SERVED.items() if saved.get(name) not in served]
+    if found:
+        said = ", ".join(f"--{name.replace('_', '-')} {_plain(saved[name])}" for name in found)
+        raise ValueError(
+            f"--packing megatron goes on with samples of --dataloader-type single, and Megatron-LM's run had {said}; "
+            "give another --packing, which goes on behind as many packs of its own, or begin anew with its weights "
+            "(--finetune)"
         )
 
 

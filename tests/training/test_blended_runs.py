@@ -127,6 +127,12 @@ SAVED = {
         ("", {"seq_length": 64}, "--seq-length was 64, and is 128"),
         ("", {"train_iters": 40}, "--train-iters was 40, and is 4"),
         ("", {"train_iters": 2, "global_batch_size": 4}, None),  # as many samples
+        ("", {"mid_level_dataset_surplus": 0.004}, None),  # no epoch more of a corpus
+        (
+            "",
+            {"mid_level_dataset_surplus": 9.0},
+            "--mid-level-dataset-surplus was 9.0, and is 0.005",
+        ),
         ("", {"data_path": ["/moved/a", "/moved/b"]}, None),
         ("", {"data_path": ["a"]}, r"--data-path was \['.*a'\], and is \["),
         ("--finetune", {"seed": 99}, None),
@@ -146,6 +152,25 @@ def test_a_checkpoint_of_megatron_with_another_order_of_samples_is_refused(
         return
     with pytest.raises(ValueError, match=f"other samples than Megatron-LM: {said}"):
         resume_loader(loader, data, resumed)
+
+
+@pytest.mark.parametrize(
+    "saved", [{"dataloader_type": "cyclic"}, {"fim_data": True, "sft": False}, {"sft": True}]
+)
+def test_samples_that_megatron_drew_or_made_otherwise_are_refused(prefixes, saved):
+    flags = ["--data-path", *prefixes]
+    config, loader, data = loader_of(*flags, "--packing", "megatron")
+    name, value = next(iter(saved.items()))
+    message = f"Megatron-LM's run had --{name.replace('_', '-')} {value}; give another --packing"
+    with pytest.raises(ValueError, match=message):
+        resume_loader(loader, data, at(config, 2, **SAVED, **saved))
+    config, loader, data = loader_of(*flags, "--packing", "split")  # what it advises
+    resume_loader(loader, data, at(config, 2, **SAVED, **saved))
+    assert loader.consumed_samples == 2
+    config, loader, data = loader_of(*flags, "--packing", "megatron")
+    named = {**SAVED, "data_path": prefixes, "dataloader_type": "single", "fim_data": False}
+    resume_loader(loader, data, at(config, 2, **named))
+    assert loader.consumed_samples == 2
 
 
 def test_megatron_s_indices_are_kept_in_the_cache_folder_only(prefixes, tmp_path, monkeypatch):
