@@ -138,7 +138,7 @@ def tokenize_conversation(
 ) -> tuple[list[int], list[Span]]:
     """Returns the ids of a conversation, closed by the end-of-document token, and the learned spans.
 
-    The end is learned where it follows an answer.
+    The end is learned where it follows an answer. Raises ValueError for an answer without a token.
     """
     ids: list[int] = []
     spans: list[Span] = []
@@ -149,11 +149,16 @@ def tokenize_conversation(
     ):
         start = len(ids)
         ids += own
-        if is_learned and own:
+        if is_learned and not own:
+            raise ValueError(
+                "the tokenizer has no token for an answer (of characters that it drops, perhaps), from which nothing "
+                "is learned; take it out"
+            )
+        if is_learned:
             spans.append((start, len(ids)))
     if ids and ids[-1] != tokenizer.eod:
         ids.append(tokenizer.eod)
-        if is_learned and spans:
+        if is_learned:
             spans[-1] = (spans[-1][0], len(ids))
     return ids, spans
 

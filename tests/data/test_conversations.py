@@ -310,3 +310,22 @@ def test_no_blank_is_put_between_a_prompt_and_its_answer(tmp_path, name):
     learned = "".join("_" + part.text for part in parts if part.is_learned)
     told = "".join("_" + text[max(0, a - 1) : b - 1] for a, b in spans)
     assert told.rstrip("\0") == learned
+
+
+@pytest.mark.parametrize("place", [2, 4])
+def test_an_answer_of_characters_that_the_tokenizer_drops_is_refused(tmp_path, place):
+    """The end of a last one was taken for learned from the answer before it on, the question between included."""
+
+    class DropsSome(AsSentencePiece):
+        def tokenize(self, text):
+            return super().tokenize(re.sub("[\u200b\n]", "", text))
+
+    render = chat_format("nemotron-h-aligned")
+    talk = [*TALK[:place], {"role": "assistant", "content": "\u200b"}]
+    path = write_lines(tmp_path / "c.jsonl", {"messages": TALK}, {"messages": talk})
+    with pytest.raises(ValueError, match=r"c\.jsonl, line 2: .* no token for an answer"):
+        write_conversations(path, tmp_path / "c", DropsSome(), render, max_tokens=1000)
+    talk[-1] = {"role": "assistant", "content": "\u200b", "weight": 0}
+    ids, spans = tokenize_conversation(Conversation(talk), DropsSome(), render)
+    told = ["".join(chr(i - 1) for i in ids[a:b]) for a, b in spans]
+    assert told == (["4"] if place == 4 else [])
