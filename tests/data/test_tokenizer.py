@@ -198,6 +198,13 @@ def test_gpt_2s_two_files_give_the_ids_of_the_same_tokenizer_in_one_file(
     assert (two.eod, two.vocab_size) == (one.eod, one.vocab_size)
 
 
+def test_the_end_of_a_document_is_text_inside_of_a_text_of_gpt_2s_two_files(gpt2_files):
+    """Megatron-LM's --legacy-tokenizer reads it so, transformers and Megatron-Core take it for the token."""
+    two, text = GPT2BPETokenizer(*gpt2_files), "def q:<|endoftext|>\nreturn"
+    assert two.eod not in two.tokenize(text)
+    assert two.detokenize(two.tokenize(text)) == text
+
+
 def test_a_token_is_found_by_its_name(bpe_file, gpt2_files):
     one = HuggingFaceTokenizer(bpe_file)
     two = GPT2BPETokenizer(*gpt2_files)
