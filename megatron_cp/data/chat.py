@@ -135,8 +135,8 @@ def format_identity(name: str, tokenizer_model: str | None = None) -> str:
     return total.hexdigest()
 
 
-# Of how templates are rendered; of 1 were JSON escaped for HTML, and tools that nobody gave.
-_VERSION = 2
+# Of how templates are rendered: 1 escaped JSON for HTML and gave tools that nobody had; 2 left a model's tokens out.
+_VERSION = 3
 
 _BESIDE_CONTENT = ("tool_calls", "reasoning_content")  # what a message of an assistant may hold
 

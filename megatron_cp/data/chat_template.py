@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from megatron_cp.data.special_tokens import SPECIAL_KINDS, content_of, read_special_tokens
+from megatron_cp.data.special_tokens import named_special_tokens, read_special_tokens
 
 Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Any] | None, bool], str]
 """(messages, tools, whether the head of an answer follows) -> text. Raises ValueError where the template refuses."""
@@ -37,7 +37,7 @@ def read_template(folder: Path) -> Render:
             "tokenizer_config.json); give another --sft-tokenizer-prompt-format"
         )
 
-    names = _special_tokens(config)
+    names = named_special_tokens(config)
     try:
         template = _environment().from_string(text)
     except TemplateError as error:
@@ -95,9 +95,3 @@ def _environment() -> Any:
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the special tokens that there are, by the names under which templates ask for them."""
-    names = {f"{kind}_token": content_of(config.get(f"{kind}_token")) for kind in SPECIAL_KINDS}
-    return {name: token for name, token in names.items() if token}

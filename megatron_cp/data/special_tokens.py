@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-SPECIAL_KINDS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+_NAMES = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_OF_A_MODEL = ("extra_special_tokens", "model_specific_special_tokens")  # objects by name
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -64,7 +65,9 @@ def register_special_tokens(backend: Any, config: Mapping[str, Any], file: Path)
     in_file = {repr(token) for token in backend.get_added_tokens_decoder().values()}
     others = [token for token in described if repr(token) not in in_file]
     seen = {token.content for token in (*backend.get_added_tokens_decoder().values(), *others)}
-    for entry in _named(config):
+    for name, entry in _entries_by_name(config):
+        if name not in _NAMES and name in config and backend.token_to_id(content_of(entry)) is None:
+            continue  # may be a password, as much as a token
         if (token := _added_token(entry, special=True)).content not in seen:
             others.append(token)
             seen.add(token.content)
@@ -84,10 +87,22 @@ def _entries(value: Any) -> Iterator[Any]:
     return (entry for entry in found if content_of(entry))
 
 
-def _named(config: Mapping[str, Any]) -> Iterator[Any]:
-    yield from _entries([config.get(f"{kind}_token") for kind in SPECIAL_KINDS])
+def _entries_by_name(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields the tokens that a configuration names, and those of its lists, which have no name."""
+    for name, value in config.items():
+        if name.endswith("_token") and content_of(value):
+            yield name, value
+    for name in _OF_A_MODEL:
+        if isinstance(own := config.get(name), dict):
+            yield from ((key, value) for key, value in own.items() if content_of(value))
     for name in ("additional_special_tokens", "extra_special_tokens"):
-        yield from _entries(config.get(name))
+        if isinstance(config.get(name), list):
+            yield from (("", value) for value in _entries(config[name]))
+
+
+def named_special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the special tokens that there are, by the names under which chat templates ask for them."""
+    return {name: content_of(value) for name, value in _entries_by_name(config) if name}
 
 
 def _added_token(entry: Any, **flags: bool) -> Any:

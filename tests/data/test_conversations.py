@@ -299,6 +299,25 @@ def test_templates_say_what_transformers_tokenizer_says(tmp_path, name):
     assert part.text == expected
 
 
+@pytest.mark.parametrize("kind", ["extra_special_tokens", "model_specific_special_tokens", None])
+def test_templates_know_the_tokens_of_a_model_as_by_transformers(tmp_path, kind):
+    transformers = pytest.importorskip("transformers")
+    train_byte_level_bpe(["hello world " * 20], vocab_size=300, path=tmp_path / "tokenizer.json")
+    own = {"turn_token": "<|turn|>"}
+    config = {
+        "chat_template": "{{ turn_token }}{{ messages[0].content }}{{ eos_token }}",
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|endoftext|>",
+        **(own if kind is None else {kind: own}),
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    talk = [{"role": "user", "content": "hello"}]
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    expected = theirs.apply_chat_template(talk, tokenize=False)
+    (part,) = chat_format("default", str(tmp_path))(Conversation(talk))
+    assert part.text == expected
+
+
 @pytest.mark.parametrize("name", PROMPT_FORMATS)
 def test_no_blank_is_put_between_a_prompt_and_its_answer(tmp_path, name):
     """The ids are those of the whole text, to which such a tokenizer adds one blank in front."""

@@ -99,6 +99,7 @@ SPECIAL_ELSEWHERE = {
     "by a list": {"additional_special_tokens": ["<|turn|>"]},
     "by a list of transformers 5": {"extra_special_tokens": ["<|turn|>", "<|endoftext|>"]},
     "by name": {"extra_special_tokens": {"turn_token": "<|turn|>"}},
+    "by a name of the model": {"turn_token": "<|turn|>"},
     "by number": {"added_tokens_decoder": {"300": {"content": "<|turn|>", "special": True}}},
     "as a word": {"added_tokens_decoder": {"300": {"content": "<|turn|>", "special": False}}},
     "with other flags": {
