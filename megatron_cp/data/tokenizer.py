@@ -331,7 +331,6 @@ def train_byte_level_bpe(
     backend.train_from_iterator(texts, trainer)
     file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(
-        backend.to_str(pretty=True), encoding="utf-8"
-    )  # its own save() raises bare ones
+    # Not its own save(), whose errors are bare exceptions.
+    file.write_text(backend.to_str(pretty=True), encoding="utf-8")
     return HuggingFaceTokenizer(file)
