@@ -9,7 +9,6 @@ dies, the trainer sees the closed socket at once.
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import socket
 import subprocess
@@ -155,18 +154,18 @@ def _without_signals() -> Iterator[None]:
 def serve(connection: Connection) -> None:
     """Answers tasks until the trainer goes away. The first message is the builder."""
     try:
-        builder = _read_builder(connection.recv_bytes())
+        builder = _read_builder(connection)
         while True:
             connection.send(_answer(builder, connection.recv()))
     except (EOFError, OSError):
         return  # the trainer is gone
 
 
-def _read_builder(message: bytes) -> Builder | Exception:
+def _read_builder(connection: Connection) -> Builder | Exception:
     """Returns the builder, or why its files cannot be opened here, which is the answer to every task."""
     try:
-        builder: Builder = pickle.loads(message)
-    except (ValueError, OSError) as problem:
+        builder: Builder = connection.recv()
+    except (ValueError, FileNotFoundError, PermissionError) as problem:  # none is of the socket
         return problem
     return builder
 
