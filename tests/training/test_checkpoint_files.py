@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_cp.errors import DamagedCheckpointError
-from megatron_cp.training.checkpoint import files
+from megatron_cp.training.checkpoint import files, formats
 from tests.ranks import run_on_ranks
 from tests.training import checkpoints as made
 
@@ -271,3 +271,14 @@ def test_a_run_replaces_its_own_checkpoints_and_moves_none(tmp_path, goes_on):
     last = 5 if goes_on else 3
     assert [path.name for path in tmp_path.glob("iter_*")] == [f"iter_000000{last}"]
     assert not list(tmp_path.glob("earlier-*"))
+
+
+def test_the_format_torch_is_not_loaded_by_ranks_that_experts_are_dealt_to(tmp_path):
+    """Each would take those of the first."""
+    (tmp_path / "mp_rank_00").mkdir()
+    (tmp_path / "mp_rank_00" / "model_optim_rng.pt").touch()
+    flags = ("--num-experts", "2", "--moe-ffn-hidden-size", "32")
+    dealt = ("--expert-model-parallel-size", "2")
+    formats.check_legacy_layout(tmp_path, made.arguments(*flags, world_size=2))
+    with pytest.raises(ValueError, match="no place for experts of --expert-model-parallel-size 2"):
+        formats.check_legacy_layout(tmp_path, made.arguments(*flags, *dealt, world_size=2))

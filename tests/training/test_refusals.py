@@ -221,6 +221,17 @@ def test_a_note_says_where_experts_start_from_other_weights():
     assert not any(told in note for note in parse(*SMALL_RUN, *flags[:-2], world_size=2).notes)
 
 
+def test_the_format_torch_has_no_place_for_experts_of_other_ranks(capsys, tmp_path):
+    """One file for a tensor rank would hold the experts of the first rank alone."""
+    flags = [*SMALL_RUN, *EXPERTS, "--moe-ffn-hidden-size", "32", "--ckpt-format", "torch"]
+    flags += ["--save", str(tmp_path)]
+    dealt = ["--expert-model-parallel-size", "2"]
+    line = refusal(capsys, *flags, *dealt, world_size=2)
+    assert "--ckpt-format torch with --expert-model-parallel-size 2" in line
+    parse(*flags, world_size=2)
+    parse(*flags, *dealt, "--ckpt-format", "torch_dist", world_size=2)
+
+
 def test_instances_of_the_optimizer_need_einops():
     flags = ["--num-distributed-optimizer-instances", "2", "--use-distributed-optimizer"]
     for has_einops in (True, False):

@@ -181,6 +181,12 @@ def check_checkpoints(args: Namespace) -> Iterator[str]:
             f"--async-save with --ckpt-format {args.ckpt_format} is not served; give --ckpt-format "
             "torch_dist, or leave --async-save out"
         )
+    experts = args.expert_model_parallel_size
+    if args.save is not None and args.ckpt_format == "torch" and experts > 1:
+        yield (
+            f"--ckpt-format torch with --expert-model-parallel-size {experts} is not served: it has one file for each "
+            "tensor and pipeline rank, so experts of other ranks would be lost; give --ckpt-format torch_dist"
+        )
     if args.dist_ckpt_strictness not in STRICTNESS:
         yield (
             f"--dist-ckpt-strictness {args.dist_ckpt_strictness} is unknown; choose one of "

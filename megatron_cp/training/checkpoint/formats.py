@@ -68,6 +68,12 @@ def check_legacy_layout(folder: Path, config: TrainConfig) -> None:
             f"{folder} was saved with expert parallelism ({max(found)}); experts are not served: "
             "give another --load"
         )
+    experts = config.parallel.expert_model_parallel_size
+    if experts > 1:
+        raise ValueError(
+            f"{folder} is in the format torch, which has no place for experts of --expert-model-parallel-size "
+            f"{experts}; load it without that flag, save it with --ckpt-format torch_dist and go on from there"
+        )
     tensor = 1 + max(int(place[1]) for place in places if place is not None)
     pipeline = 1 + max(int(place[2] or 0) for place in places if place is not None)
     layout = config.parallel
