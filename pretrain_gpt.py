@@ -16,8 +16,10 @@ def main() -> None:
 
     from megatron_cp.training.exit_signal import catch_exit_signal
     from megatron_cp.training.leftovers import end_with_torchrun
+    from megatron_cp.training.output import leave_out_what_is_refused
 
-    end_with_torchrun(os.environ)  # both before the slow imports
+    leave_out_what_is_refused()  # all three before the slow imports
+    end_with_torchrun(os.environ)
     catch_exit_signal(sys.argv[1:])
 
     from megatron_cp.training.arguments import parse_arguments

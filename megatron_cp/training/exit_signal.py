@@ -13,7 +13,7 @@ import argparse
 import os
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
@@ -53,8 +53,9 @@ def _note(number: int, frame: FrameType | None) -> None:
         return  # a fork that writes a checkpoint goes on, and says nothing
     if not _arrived:
         name = signal.Signals(number).name
-        # A handler may run inside a print: straight to the descriptor.
-        os.write(2, f"{name} received: this rank leaves after the current step\n".encode())
+        # A handler may run inside a print: straight to the descriptor, which may be a full disk.
+        with suppress(OSError):
+            os.write(2, f"{name} received: this rank leaves after the current step\n".encode())
     _arrived = True
 
 
