@@ -4,7 +4,8 @@
     stop.py             arrived               once a step; ranks agree, and all of them leave
 
 Without `--exit-signal-handler` nothing is caught: a scheduler's SIGTERM ends the process, as Python has it.
-Nothing but the standard library is imported here, so that the first second of a run is covered too.
+Nothing but the standard library is imported here, so that the first second of a run is covered too: also by the clock
+of `--exit-duration-in-mins`.
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 
 EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
+
+STARTED = time.monotonic()
+"""When the program began, as Megatron-LM counts it: when its own modules were imported."""
 
 _caught: signal.Signals | None = None
 _catcher: int | None = None

@@ -74,7 +74,6 @@ class Run:
     saver: Saver | None = field(init=False)
 
     def __post_init__(self) -> None:
-        """Starts the clock of `--exit-duration-in-mins`."""
         config = self.state.config
         self.exits = ExitConditions(config)
         self.check = StepCheck(config, self.loaders.train.request)

@@ -23,9 +23,8 @@ class ExitConditions:
     """Signal, duration and interval of one run. Every rank asks the same questions in the same order."""
 
     def __init__(self, config: TrainConfig) -> None:
-        """Starts the clock of `--exit-duration-in-mins`."""
+        """The clock of `--exit-duration-in-mins` runs since the program began: start and load are a job's time too."""
         self._steps = config.steps
-        self._start = time.monotonic()
         self._is_signalled = False
 
     def is_signalled(self) -> bool:
@@ -44,7 +43,7 @@ class ExitConditions:
             return True
         is_late = False
         if steps.exit_signal_handler or minutes is not None:
-            own = minutes is not None and time.monotonic() - self._start > 60 * minutes
+            own = minutes is not None and time.monotonic() - exit_signal.STARTED > 60 * minutes
             is_late = self._agree(steps.exit_signal_handler and exit_signal.arrived(), is_late=own)
         if is_late:
             print_rank_0(f"exiting program after {minutes} minutes at iteration {iteration}")

@@ -8,12 +8,13 @@ from tests.ranks import run_on_ranks
 from tests.training.commands import SMALL_RUN
 
 
-def iterations_of_exit(rank, world_size, flags, seconds):
-    """The first of five iterations after which this rank stops; `seconds[rank]` pass in each."""
+def iterations_of_exit(rank, world_size, flags, seconds, setup_s=0):
+    """The first of five iterations after which this rank stops; `seconds[rank]` pass in each, `setup_s` before all."""
     with parallel_state(Case()):
-        from megatron_cp.training import stop
+        from megatron_cp.training import exit_signal, stop
 
         clock = [0.0]
+        started, exit_signal.STARTED = exit_signal.STARTED, -setup_s
         monotonic, stop.time.monotonic = stop.time.monotonic, lambda: clock[0]
         try:
             conditions = stop.ExitConditions(parse_arguments([*SMALL_RUN, *flags], {}))
@@ -22,7 +23,7 @@ def iterations_of_exit(rank, world_size, flags, seconds):
                 if conditions.hold(iteration):
                     return iteration
         finally:
-            stop.time.monotonic = monotonic
+            stop.time.monotonic, exit_signal.STARTED = monotonic, started
     return None
 
 
@@ -39,3 +40,8 @@ def iterations_of_exit(rank, world_size, flags, seconds):
 )
 def test_all_ranks_stop_after_the_same_iteration(flags, seconds, stops):
     assert run_on_ranks(2, iterations_of_exit, flags, seconds) == [stops, stops]
+
+
+def test_the_time_of_start_and_load_counts():
+    flags = ["--exit-duration-in-mins", "2"]
+    assert run_on_ranks(2, iterations_of_exit, flags, (20, 20), 70) == [3, 3]

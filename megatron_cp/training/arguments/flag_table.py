@@ -179,7 +179,7 @@ TABLE = """
 --train-iters int - | steps to train
 --train-samples int - | packs to train on, instead of --train-iters
 --exit-interval int - | stop after an iteration divisible by this
---exit-duration-in-mins int - | stop after this many minutes
+--exit-duration-in-mins int - | stop after this many minutes since the program began
 --exit-signal-handler on - | on a signal to any rank, save and leave with code 0
 --exit-signal one-of:SIGTERM,SIGINT,SIGUSR1,SIGUSR2 SIGTERM | which signal
 --seed int 1234 | seed of weights, dropout and shuffling
