@@ -273,6 +273,42 @@ def test_a_run_replaces_its_own_checkpoints_and_moves_none(tmp_path, goes_on):
     assert not list(tmp_path.glob("earlier-*"))
 
 
+def steps_from(rank, world_size, folder, flags, saves):
+    """Where a run goes on from, and what it says; it saves after each step whose number is among `saves`."""
+    said = io.StringIO()
+    flags = ("--save", folder, "--load", folder, *flags)
+    with made.run_state(*flags) as state, contextlib.redirect_stdout(said):
+        from megatron_cp.training.checkpoint.load import load_checkpoint
+
+        load_checkpoint(state)
+        start, saver = state.iteration, _saver(state)
+        for number in range(start + 1, max(saves, default=0) + 1):
+            made.step(state, number)
+            if number in saves:
+                saver.save()
+    return start, said.getvalue()
+
+
+def test_checkpoints_of_steps_that_were_taken_anew_are_not_gone_back_to(tmp_path):
+    """A run goes back from step 3 to 1 and saves step 4: what lies between is of the steps that it left."""
+    folder = str(tmp_path)
+    ((_, said),) = run_on_ranks(1, steps_from, folder, (), (1, 2, 3))
+    assert "they are in" not in said
+    ((start, said),) = run_on_ranks(1, steps_from, folder, ("--ckpt-step", "1"), (4, 5))
+    aside = tmp_path / "earlier-1"
+    note = f"held checkpoints after iteration 1, which this run took anew; they are in {aside}"
+    assert start == 1 and said.count(note) == 1
+    assert sorted(path.name for path in aside.glob("iter_*")) == ["iter_0000002", "iter_0000003"]
+    assert (files.latest_iteration(tmp_path), files.latest_iteration(aside)) == (5, 3)
+    for number in (4, 5):
+        for file in files.iteration_folder(tmp_path, number).glob("*.distcp"):
+            file.write_bytes(bytes(file.stat().st_size))
+    ((start, _),) = run_on_ranks(1, steps_from, folder, ("--ckpt-fallback",), ())
+    assert start == 1
+    ((start, _),) = run_on_ranks(1, steps_from, str(aside), (), ())
+    assert start == 3
+
+
 def test_the_format_torch_is_not_loaded_by_ranks_that_experts_are_dealt_to(tmp_path):
     """Each would take those of the first."""
     (tmp_path / "mp_rank_00").mkdir()

@@ -129,19 +129,27 @@ def publish(root: Path, iteration: int) -> None:
     named.replace(tracker)
 
 
-def move_aside(root: Path) -> Path | None:
+def move_aside(root: Path, after: int | None = None) -> Path | None:
     """Moves complete checkpoints and the tracker that names one into a folder of their own; None where none does.
 
+    With `after` it moves those of later iterations alone, where the tracker names one of them; it names `after` then.
     The folder that it returns can be loaded.
     """
+    later = [n for n in iterations_before(root, None) if after is None or n > after]
     with suppress(DamagedCheckpointError):
-        if latest_iteration(root) is None:
+        named = latest_iteration(root)
+        if named is None or (after is not None and named <= after):
             return None
+    if after is not None and not later:
+        return None
     aside = free_name(root, "earlier")
     aside.mkdir()
     shutil.copyfile(root / TRACKER, aside / TRACKER)
-    (root / TRACKER).unlink()
-    for number in iterations_before(root, None):
+    if after is None:
+        (root / TRACKER).unlink()
+    else:
+        write_atomically(root / TRACKER, str(after))
+    for number in later:
         folder = iteration_folder(root, number)
         if folder.is_dir() and not folder.is_symlink():
             folder.rename(aside / folder.name)

@@ -75,7 +75,8 @@ class Saver:
         self._unfinished: _Unfinished | None = None
         self._saved_at = None if options.load is None else state.iteration
         goes_on = options.load is not None and Path(options.load).resolve() == self._root.resolve()
-        self._may_hold_another_run = not (goes_on and state.iteration)
+        self._goes_on_from = state.iteration if goes_on and state.iteration else None
+        self._has_published = False
 
     def save(self, *, is_last: bool = False) -> None:
         """Saves the run as it is now; an unfinished save is finished before.
@@ -172,13 +173,17 @@ class Saver:
     def _publish(self, unfinished: _Unfinished) -> int | None:
         """Puts the written folder in its place; returns the iteration that the tracker named before. On rank 0."""
         root, number = self._root, unfinished.iteration
-        if self._may_hold_another_run:
-            aside = files.move_aside(root)
+        if not self._has_published:
+            start = self._goes_on_from
+            aside = files.move_aside(root, after=start)
             if aside is not None:
-                print_rank_0(
-                    f"  note: {root} held checkpoints of an earlier run; they are in {aside}"
+                whose = (
+                    "of an earlier run"
+                    if start is None
+                    else f"after iteration {start}, which this run took anew"
                 )
-            self._may_hold_another_run = False
+                print_rank_0(f"  note: {root} held checkpoints {whose}; they are in {aside}")
+            self._has_published = True
         previous = files.previous_iteration(root)
         files.write_manifest(files.unfinished_folder(root, number), unfinished.manifest)
         files.publish(root, number)
