@@ -297,6 +297,19 @@ def test_what_only_follows_from_a_reason_is_left_out(capsys, flags: list[str], n
     assert named in refusal(capsys, *SMALL_RUN, *flags)
 
 
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ([], "--micro-batch-size is missing"),
+        (["--micro-batch-size", "x"], "argument --micro-batch-size: invalid int value: 'x'"),
+        (["--micro-batch-size", "1", "--rampup-batch-size", "[2", "1", "4"], "--rampup-batch-size"),
+    ],
+)
+def test_samples_that_no_batch_size_counts_are_left_out_too(capsys, flags: list[str], named: str):
+    run = [*MODEL, *DATA, "--lr", "1e-3", "--train-samples", "8"]
+    assert named in refusal(capsys, *run, *flags)
+
+
 def test_a_misspelt_flag_is_not_reported_as_missing_too(capsys):
     flags = [*MODEL, *DATA, *STEPS]
     flags[flags.index("--lr")] = "--lrr"

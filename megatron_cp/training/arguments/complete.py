@@ -314,7 +314,7 @@ _CHECKS: tuple[tuple[Any, ...], ...] = (
     (check_fill_in_the_middle,),
 )
 _STEP_CHECKS: tuple[tuple[Any, ...], ...] = (
-    (complete_batch, "global_batch_size"),
+    (complete_batch, "global_batch_size", "batch_schedule"),
     (check_virtual_batches,),
     (complete_steps, "train_iters"),
     (check_intervals,),
