@@ -62,11 +62,12 @@ def judge(
 def expanded(word: str) -> str:
     """Returns a word as the shell of a test harness gives it to the program.
 
-    A list of YAML loses its brackets, and the repetition of a test is its seed.
+    A list of YAML loses its brackets, a word its backslashes, and the repetition of a test is its seed.
     """
     if word == "${REPEAT}":
         return "1"
-    return word.strip("[]") if re.fullmatch(r"\[?[a-z_]+\]?", word) else word
+    word = word.replace("\\", "")
+    return word.strip("[]") if re.fullmatch(r"\[?[\w.]+\]?", word) else word
 
 
 def describe(verdict: Verdict) -> str:

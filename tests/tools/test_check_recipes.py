@@ -67,6 +67,15 @@ def test_experts_get_the_ranks_they_need_and_shell_words_are_expanded(tmp_path: 
     assert "moe_act needs --moe-grouped-gemm" in capsys.readouterr().out
 
 
+def test_words_reach_the_program_as_the_shell_of_a_test_harness_gives_them(tmp_path: Path, capsys):
+    ramp = ["--rampup-batch-size", "[2", "2", "4]", "--train-samples", "8", "--lr", "1e-3"]
+    stages = ["--pipeline-model-parallel-layout", r"Et\\|\\(t\\|\\)*1L"]
+    size = ["--pipeline-model-parallel-size", "3", "--micro-batch-size", "1"]
+    recipe = {"name": "a", "world_size": 3, "argv": [*MODEL, *DATA, *ramp, *stages, *size]}
+    check_recipes.main([str(write(tmp_path, {"recipes": [recipe]}))])
+    assert capsys.readouterr().out.splitlines()[0].startswith("a: accepted")
+
+
 def test_another_number_of_ranks_can_be_judged(tmp_path: Path, capsys):
     path = write(tmp_path, {"recipes": [RECIPES[2]]})
     check_recipes.main([str(path), "--world-size", "3"])
