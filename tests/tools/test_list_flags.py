@@ -25,3 +25,22 @@ def test_what_the_page_calls_refused_is_refused_and_nothing_else_is():
     )
     by_name = {line.split()[0] for line in reasons if "is an argument of Megatron-LM" in line}
     assert by_name == refused
+
+
+def test_flags_that_single_versions_have_are_known_by_what_they_do():
+    """Each is in the parser of one release: 0.16.1 or 0.20.0."""
+    told = {flag: (kind, why) for flag, kind, why in list_flags.rows()}
+    for flag, kind, advice in (
+        ("--muon-use-nesterov", "refused", "use --muon-nesterov"),
+        ("--disable-ckpt-fully-parallel-save", "refused", "use --no-ckpt-fully-parallel-save"),
+        ("--legacy-tokenizer", "refused", "--tokenizer-type"),
+        ("--no-scatter-gather-tensors-in-pipeline", "noted", "ranks send"),
+        ("--enable-mhc-connections", "refused", "ours does not stand for"),
+        ("--mhc-num-residual-streams", "refused", "ours does not stand for"),
+        ("--mtp-hsm", "refused", "of multi-token prediction"),
+        ("--output-logit-dtype", "refused", "results without it may differ"),
+        ("--moe-dispatch-fwd-dtype", "refused", "of experts"),
+        ("--otel-enabled", "refused", "leave it out: results stay the same"),
+        ("--no-save-tokenizer-assets", "noted", "beside checkpoints"),
+    ):
+        assert told[flag][0] == kind and advice in told[flag][1], (flag, told[flag])

@@ -369,6 +369,7 @@ def test_leaving_a_flag_out_is_advised_only_where_no_result_depends_on_it():
         r"|save-(activations|[dw]grads|params|tokens-per-expert)-interval"
         r"|profile|(use-)?pytorch-profiler|nvtx-ranges|check-weight-hash|verify-integrity"
         r"|memory-snapshot-path|record-memory-history"
+        r"|otel-|ckpt-fully-parallel-(load|save-)|ckpt-pg-tensors-cache-|ckpt-drop-redundant-extra-state"
         r"|apply-residual-connection-post-layernorm"  # Megatron-Core reads it nowhere
     )
     assert advised and all(harmless.match(name) for name in advised)

@@ -16,6 +16,7 @@ _ONE_LOGGER = "one-logger is never used"
 _ONE_WRITER = "with --async-save a process forked for each save writes it and ends"
 _NCCL = "it tunes how NCCL sends, not what; NCCL's own environment variables do that here"
 _NOT_OVERLAPPED = "it hides time of sends, which is not hidden here; results are the same"
+_ORDER = "only how and in which order ranks send would differ"
 _PLANNED = "the planner chooses how ranks exchange rows; --cp-planner names a scheme"
 _NO_GRAPH = "nothing is captured in graphs, because plans change with the documents; it is the same"
 _STAYS = (
@@ -42,6 +43,8 @@ NOTED: dict[str, tuple[int, str]] = {
         "a save is spread over the replicas unless --no-ckpt-fully-parallel-save is given",
     ),
     "--ckpt-fully-parallel-load": (0, "every rank reads what it needs"),
+    "--no-save-tokenizer-assets": (0, "no file of a tokenizer is put beside checkpoints"),
+    "--disable-save-tokenizer-assets": (0, "no file of a tokenizer is put beside checkpoints"),
     "--ckpt-assume-constant-structure": (0, "the save plan is made anew each time"),
     "--dist-ckpt-format": (1, "--ckpt-format says in which format checkpoints are saved"),
     "--no-mmap-bin-files": (0, "token files are always mapped"),
@@ -110,7 +113,9 @@ NOTED: dict[str, tuple[int, str]] = {
     "--no-align-param-gather": (0, "each pipeline stage gathers parameters when it needs them"),
     "--overlap-param-gather-with-optimizer-step": (0, _NOT_OVERLAPPED),
     "--overlap-p2p-communication-warmup-flush": (0, _NOT_OVERLAPPED),
-    "--no-async-tensor-model-parallel-allreduce": (0, "only the order of sends would differ"),
+    "--no-async-tensor-model-parallel-allreduce": (0, _ORDER),
+    "--disable-async-tensor-model-parallel-allreduce": (0, _ORDER),
+    "--no-scatter-gather-tensors-in-pipeline": (0, _ORDER),
     "--overlap-moe-expert-parallel-comm": (0, _NOT_OVERLAPPED),
     "--delay-wgrad-compute": (0, _NOT_OVERLAPPED),
     "--defer-embedding-wgrad-compute": (0, _NOT_DEFERRED),
@@ -199,6 +204,13 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("fp8", "of fp8, --fp8-format, --fp8-recipe and their scaling flags are served"),
     ("fp4", "linear layers compute in --bf16 or fp8 (--fp8-format)"),
     ("mtp-", _NO_PREDICTION),
+    (
+        "ckpt-fully-parallel-load ckpt-pg-tensors ckpt-drop-redundant",
+        "every rank reads what it needs; " + _SAME_RESULTS,
+    ),
+    ("ckpt-fully-parallel-save-", "replicas share the work of a save; " + _SAME_RESULTS),
+    ("ckpt-fully-parallel-save", "use --no-ckpt-fully-parallel-save"),
+    ("muon-use-nesterov", "use --muon-nesterov"),
     ("ckpt-convert", "--load reads torch_dist and torch; --ckpt-format says what --save writes"),
     ("rl- grpo- langrl- perform-rl", _NO_REINFORCEMENT),
     (
@@ -219,7 +231,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("mamba- hybrid- is-hybrid", "only transformers are built here"),
     ("dsa-", "only softmax attention and gated delta nets are built here"),
     (
-        "kitchen heterogeneous-layers relative-attention flash-attention-version",
+        "kitchen heterogeneous-layers relative-attention flash-attention-version mhc- gdp-",
         _OTHER_ATTENTION,
     ),
     ("inprocess- ft- calc-ft adlr- replication", _RESTARTS),
@@ -230,11 +242,14 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("flight-recorder", _STACKS),
     (
         "config-logger- gpu-sniff- run-workload-inspector record-shapes save-activations save-dgrads save-wgrads "
-        "save-params save-tokens dump-param",
+        "save-params save-tokens dump-param otel-",
         "it looks at a run and changes nothing in it; " + _SAME_RESULTS,
     ),
     ("msc object-storage", "files are read from folders of the machine; mount the storage there"),
-    ("tokenizer- tiktoken- trust-remote allow-ambiguous-pad null-tokenizer", _OF_TOKENIZERS),
+    (
+        "tokenizer- tiktoken- trust-remote allow-ambiguous-pad null-tokenizer legacy-tokenizer gigatoken",
+        _OF_TOKENIZERS,
+    ),
     ("tp-comm", _SENDS_OF_TENSORS),
     ("pytorch-profiler", "--profile writes a trace without it; " + _SAME_RESULTS),
     ("nvtx-ranges", "--profile writes a trace of torch.profiler; " + _SAME_RESULTS),

@@ -121,7 +121,9 @@ def _sort_flags(
         else:
             near = get_close_matches(flag, served, n=1)
             hint = f"did you mean {near[0]}?" if near else "see --help for the served flags"
-            reasons.append(f"{flag} is unknown to Megatron-LM and to megatron_cp; {hint}")
+            reasons.append(
+                f"{flag} is unknown to Megatron-LM (0.16 to 0.20) and to megatron_cp; {hint}"
+            )
             undecided += [served[name] for name in near]
     return kept, notes, reasons, undecided
 
