@@ -44,13 +44,17 @@ def build_optimizer(config: TrainConfig, model: list[Any]) -> Any:
 def _megatron_optimizer(config: TrainConfig, given: dict[str, Any], model: list[Any]) -> Any:
     if config.optimizer.optimizer != "muon":
         return get_megatron_optimizer(OptimizerConfig(**given), model)
+    is_layer_wise = config.optimizer.layer_wise_optimizer
+    if hasattr(
+        OptimizerConfig, "use_layer_wise_distributed_optimizer"
+    ):  # Megatron-Core 0.18 and later
+        given["use_layer_wise_distributed_optimizer"] = is_layer_wise
+        return get_megatron_optimizer(OptimizerConfig(**given), model)
     from megatron.core.optimizer.muon import get_megatron_muon_optimizer
 
     given["muon_use_nesterov"] = config.arguments["muon_nesterov"]
     return get_megatron_muon_optimizer(
-        OptimizerConfig(**given),
-        model,
-        layer_wise_distributed_optimizer=config.optimizer.layer_wise_optimizer,
+        OptimizerConfig(**given), model, layer_wise_distributed_optimizer=is_layer_wise
     )
 
 
