@@ -171,6 +171,15 @@ def test_muon_spreads_whole_layers_where_megatron_shards_its_state():
     assert len(reasons) == 1 and "emerging-optimizers" in reasons[0]
 
 
+def test_a_note_says_where_muon_depends_on_the_tensor_ranks():
+    flags = [*SMALL_RUN, "--optimizer", "muon", "--tensor-model-parallel-size"]
+    for size, mode, is_told in (("2", [], True), ("2", ["duplicated"], False), ("1", [], False)):
+        given = [*flags, size, *(["--muon-tp-mode", *mode] if mode else [])]
+        draft, reasons = judge_arguments(given, {"WORLD_SIZE": size}, GPU_MACHINE)
+        assert not reasons
+        assert any("--muon-tp-mode blockwise" in note for note in draft.notes) == is_told
+
+
 def test_muon_does_not_cut_queries_with_a_gate_among_them():
     flags = [*SMALL_RUN, "--bf16", "--optimizer", "muon", "--attention-output-gate"]
     _, reasons = judge_arguments(flags, {}, GPU_MACHINE)

@@ -179,6 +179,12 @@ def complete_muon(args: Namespace) -> Iterator[str]:
         return
     args.layer_wise_optimizer = args.optimizer == "dist_muon" or args.use_distributed_optimizer
     args.optimizer, args.use_distributed_optimizer = "muon", False
+    if args.tensor_model_parallel_size > 1 and args.muon_tp_mode == "blockwise":
+        args.notes.append(
+            "--muon-tp-mode blockwise, the default here and in Megatron-LM up to 0.19, takes each tensor rank's share "
+            "for a matrix: results depend on --tensor-model-parallel-size; those of duplicated, the default of "
+            "Megatron-LM 0.20, do not"
+        )
     if not args.machine.has_emerging_optimizers:
         yield (
             "--optimizer muon needs the package emerging-optimizers, which is not installed; "
