@@ -85,16 +85,15 @@ def rule_from_arguments(args: Namespace, tokenizer: Any = None) -> DocumentRule:
 
 def _check_stages_see_one_stream(args: Namespace, name: str) -> None:
     """Refuses samples that Megatron-LM joins to one stream, between stages that expect them side by side."""
-    size, stages = (
-        getattr(args, key, None) or 1
-        for key in ("micro_batch_size", "pipeline_model_parallel_size")
-    )
-    if size > 1 and stages > 1:
-        raise NotImplementedError(
-            f"--{name.replace('_', '-')} with --micro-batch-size {size} and {stages} pipeline stages: Megatron-LM "
-            "joins the samples to one sequence, and later stages receive them side by side; give --micro-batch-size 1 "
-            "and the same --global-batch-size"
-        )
+    stages = getattr(args, "pipeline_model_parallel_size", None) or 1
+    for flag in ("micro-batch-size", "eval-micro-batch-size"):
+        size = getattr(args, flag.replace("-", "_"), None) or 1
+        if size > 1 and stages > 1:
+            raise NotImplementedError(
+                f"--{name.replace('_', '-')} with --{flag} {size} and {stages} pipeline stages: Megatron-LM joins the "
+                f"samples to one sequence, and later stages receive them side by side; give --{flag} 1 and the same "
+                f"--{flag.replace('micro', 'global')}"
+            )
     has_middle = stages > 2 or getattr(args, "virtual_pipeline_model_parallel_size", None)
     if name == "dataloader_inter_document_masking" and has_middle:
         raise NotImplementedError(

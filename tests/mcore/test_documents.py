@@ -159,10 +159,12 @@ def test_what_does_not_describe_documents_is_refused(rule, batch, message):
         find_documents(batch, DocumentRule(rule, "--flags", EOD))
 
 
-def test_samples_joined_to_one_sequence_are_refused_between_pipeline_stages():
-    flags = {"dataloader_inter_document_masking": True, "micro_batch_size": 2}
+@pytest.mark.parametrize("flag", ["micro_batch_size", "eval_micro_batch_size"])
+def test_samples_joined_to_one_sequence_are_refused_between_pipeline_stages(flag):
+    flags = {"dataloader_inter_document_masking": True, flag: 2}
     args = Namespace(**flags, pipeline_model_parallel_size=2)
-    with pytest.raises(NotImplementedError, match="give --micro-batch-size 1 and the same"):
+    advice = f"give --{flag.replace('_', '-')} 1 and the same"
+    with pytest.raises(NotImplementedError, match=advice):
         rule_from_arguments(args)
     args.pipeline_model_parallel_size = 1
     assert rule_from_arguments(args).source == "cu_seqlens"
