@@ -45,9 +45,8 @@ def _megatron_optimizer(config: TrainConfig, given: dict[str, Any], model: list[
     if config.optimizer.optimizer != "muon":
         return get_megatron_optimizer(OptimizerConfig(**given), model)
     is_layer_wise = config.optimizer.layer_wise_optimizer
-    if hasattr(
-        OptimizerConfig, "use_layer_wise_distributed_optimizer"
-    ):  # Megatron-Core 0.18 and later
+    # Megatron-Core 0.18 and later
+    if hasattr(OptimizerConfig, "use_layer_wise_distributed_optimizer"):
         given["use_layer_wise_distributed_optimizer"] = is_layer_wise
         return get_megatron_optimizer(OptimizerConfig(**given), model)
     from megatron.core.optimizer.muon import get_megatron_muon_optimizer

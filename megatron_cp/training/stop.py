@@ -23,7 +23,7 @@ class ExitConditions:
     """Signal, duration and interval of one run. Every rank asks the same questions in the same order."""
 
     def __init__(self, config: TrainConfig) -> None:
-        """The clock of `--exit-duration-in-mins` runs since the program began: start and load are a job's time too."""
+        """Keeps what the run asks for. The clock runs since the program began: start and load are a job's time too."""
         self._steps = config.steps
         self._is_signalled = False
 
