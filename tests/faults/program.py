@@ -106,6 +106,7 @@ _IMPORTED_LATE = (
     "megatron_cp.report.run.media",
     "megatron_cp.training.arguments",
     "megatron_cp.training.gpt",
+    "megatron_cp.training.output",
     "megatron_cp.training.pretrain",
     "megatron_cp.mcore.latent",
     "megatron.core.datasets.blended_megatron_dataset_builder",

@@ -12,7 +12,7 @@ from tools import plant_bugs
 ROOT = Path(__file__).resolve().parents[2]
 BUGS = plant_bugs.read_table()
 FLOORS = {
-    "mask", "plan", "comm", "runtime", "attn", "kernels", "data", "training", "mcore", "report",
+    "mask", "plan", "comm", "runtime", "attn", "kernels", "data", "training", "mcore", "models", "report",
 }  # fmt: skip
 
 
