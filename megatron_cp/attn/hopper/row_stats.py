@@ -53,8 +53,7 @@ def preprocess_params(
     out_QNH: Tensor, dout_QNH: Tensor, lse_QN: Tensor, dlse_QN: Tensor | None, stats: RowStats
 ) -> tuple[BwdPreprocessParams, Tensor | None]:
     """Returns the parameters, and `dlse` as they read it: to be kept until the launch."""
-    fits = dlse_QN is None or (dlse_QN.stride() == lse_QN.stride() and has_memory(dlse_QN))
-    if dlse_QN is not None and not fits:
+    if dlse_QN is not None and (dlse_QN.stride() != lse_QN.stride() or not has_memory(dlse_QN)):
         dlse_QN = torch.empty_like(lse_QN).copy_(dlse_QN)
     params = BwdPreprocessParams(
         out_QNH.data_ptr(),
