@@ -21,10 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_cp import mask as masks
 from megatron_cp.attn import attend, device_arrays
 from megatron_cp.attn.hopper import backend as hopper
-from megatron_cp.attn.hopper import backward as hopper_backward
 from megatron_cp.attn.hopper import checks as hopper_checks
+from megatron_cp.attn.hopper import gpu, operators, self_test
 from megatron_cp.attn.hopper import launch as hopper_launch
-from megatron_cp.attn.hopper import self_test
 from megatron_cp.attn.options import AttendOptions
 from megatron_cp.device_memory import share
 from megatron_cp.kernels import build
@@ -38,18 +37,17 @@ ALLOWED_US = 15.0
 def stub_the_device() -> None:
     """Makes CPU tensors pass for CUDA tensors, and the stand-in for the driver."""
     driver = Driver(fake_cuda.load())
-    size = hopper_launch.MAX_STREAMS * hopper_launch.COUNTER_BYTES // 4
+    size = gpu.MAX_STREAMS * gpu.COUNTER_BYTES // 4
     counters = share(torch.zeros(size, dtype=torch.int32))
-    hopper.LIBRARY.impl("attention_forward", hopper._forward, "CPU")
-    hopper.LIBRARY.impl("attention_backward", hopper._backward, "CPU")
-    hopper_launch.driver = lambda: driver
-    hopper_launch.current_device = lambda: 0
-    hopper_launch.num_sms = lambda device: 132
-    hopper_launch.zeroed_counters = lambda device: counters
-    hopper_launch.is_capturing = lambda: False
+    operators.implement_operators("CPU")
+    hopper_launch.run_on("cpu", gpu.gpu(0))
+    gpu.driver = lambda: driver
+    gpu.current_device = lambda: 0
+    gpu.num_sms = lambda device: 132
+    gpu.raw_stream = lambda device: 7
+    gpu.zeroed_counters = lambda device: counters
+    gpu.is_capturing = lambda: False
     self_test.find_verdict = lambda kind, device: self_test.Verdict(True, "", 0.0, 1.0)
-    for module in (hopper, hopper_launch, hopper_backward):
-        module.raw_stream = lambda device: 7
     hopper_checks.check_capability = lambda device: None
     hopper_checks.ON_DEVICES = ("cpu", "cuda")
     build.cubin = lambda name: name.encode()
@@ -98,7 +96,7 @@ def calls(num_tokens: int) -> dict[str, Callable[[], object]]:
         ),
         "raw pass, three new addresses": with_new_addresses,
         f"raw pass, new causal mask of {num_tokens} tokens": with_new_mask,
-        "two outputs of torch.empty alone": lambda: hopper._allocate(q, v, q.dtype),
+        "two outputs of torch.empty alone": lambda: hopper.empty_results(q, v, q.dtype),
         "raw backward pass": lambda: hopper.backward(dout, q, k, v, lse, lse, mask, options),
         "attend and its gradient": with_gradient,
     }

@@ -39,16 +39,12 @@ def for_mask(
     use: Hashable,
     device: torch.device,
     prepare: Callable[[AttentionMask], "Prepared"],
-    stream: int | None = None,
 ) -> Any:
     """Returns what `prepare` makes of a mask with its arrays on the device, ready for the current stream.
 
     It is asked once per mask, `use` and device: for arrays, and for a function that takes them as int32 tensors
     and must not start work on the device, since another stream that finds the result waits for the copy alone.
-    `stream`: the current one as the driver knows it, from a caller who has asked already.
     """
-    if stream is None:
-        stream = current_stream(device)
     key = (id(mask), use, device)
     entry = _entries.get(key)
     if entry is None or entry.mask() is not mask:
@@ -56,7 +52,7 @@ def for_mask(
         data, parts = _copy(arrays, device)
         owner = weakref.ref(mask, lambda _: _entries.pop(key, None))
         entry = _entries[key] = _Entry(owner, finish(parts), share(data))
-    entry.arrays.wait(stream)
+    entry.arrays.wait(current_stream(device))
     return entry.made
 
 

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from megatron_cp.attn import device_arrays
-from megatron_cp.attn.hopper import backend as hopper
-from megatron_cp.attn.hopper import backward as hopper_backward
+from megatron_cp.attn.emulated import backend as emulated  # lets the operators take CPU tensors
 from megatron_cp.attn.hopper import checks as hopper_checks
+from megatron_cp.attn.hopper import gpu, self_test
 from megatron_cp.attn.hopper import launch as hopper_launch
-from megatron_cp.attn.hopper import self_test
 from megatron_cp.device_memory import share
 from megatron_cp.kernels import build
 from tests.closeness import assert_within_budget
@@ -36,43 +35,31 @@ def host_device(driver: Any = None) -> Iterator[Any]:
         patch.setattr(hopper_checks, "check_supported", check_as_if_on_gpu)
         patch.setattr(hopper_checks, "_capability", lambda _: (9, 0))
         patch.setattr(build, "cubin", lambda name: name.encode())
-        patch.setattr(hopper_launch, "driver", lambda: host)
-        patch.setattr(hopper_launch, "current_device", lambda: 0)
-        patch.setattr(hopper_launch, "is_capturing", lambda: False)
+        patch.setattr(gpu, "driver", lambda: host)
+        patch.setattr(gpu, "current_device", lambda: 0)
+        patch.setattr(gpu, "is_capturing", lambda: False)
+        patch.setattr(gpu, "raw_stream", lambda _: 7)
+        patch.setattr(gpu, "num_sms", lambda _: 132)
+        zeros = share(torch.zeros(gpu.MAX_STREAMS * gpu.COUNTER_BYTES // 4, dtype=torch.int32))
+        patch.setattr(gpu, "zeroed_counters", lambda _: zeros)
         patch.setattr(self_test, "find_verdict", lambda *_: None)
-        for module in (hopper, hopper_launch, hopper_backward):
-            patch.setattr(module, "raw_stream", lambda _: 7)
-        patch.setattr(hopper_launch, "num_sms", lambda _: 132)
-        size = hopper_launch.MAX_STREAMS * hopper_launch.COUNTER_BYTES // 4
-        zeros = share(torch.zeros(size, dtype=torch.int32))
-        patch.setattr(hopper_launch, "zeroed_counters", lambda _: zeros)
+        hopper_launch.run_on("cpu", gpu.gpu(0))
         _forget()
         try:
             yield host
         finally:
+            hopper_launch.run_on("cpu", emulated.Emulator())
             _forget()
 
 
 def _forget():
     hopper_checks._check_kind.cache_clear()
     hopper_checks.built_dims.cache_clear()
-    hopper_launch.load_kernel.cache_clear()
     hopper_launch._tensor_maps.clear()
-    hopper_launch._counter_pools.clear()
-    hopper_launch._counter_of_stream.clear()
+    gpu.load_kernel.cache_clear()
+    gpu._counter_pools.clear()
+    gpu._counter_of_stream.clear()
     device_arrays._entries.clear()
-
-
-@contextmanager
-def operators_on_cpu() -> Iterator[None]:
-    """The operators' CUDA implementations are those for CPU tensors too."""
-    library = torch.library.Library("megatron_cp", "IMPL")
-    library.impl("attention_forward", hopper._forward, "CPU")
-    library.impl("attention_backward", hopper._backward, "CPU")
-    try:
-        yield
-    finally:
-        library._destroy()
 
 
 def draw(num_queries, num_keys, heads=(4, 2), dims=(64, 64), dtype=torch.bfloat16):

@@ -12,23 +12,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_cp import device_memory
 from megatron_cp import mask as masks
 from megatron_cp.attn import attend, device_arrays, resolve_options
 from megatron_cp.attn.hopper import backend as hopper
 from megatron_cp.attn.hopper import checks as hopper_checks
-from megatron_cp.attn.hopper import device_lists
+from megatron_cp.attn.hopper import device_lists, gpu
 from megatron_cp.attn.hopper import launch as hopper_launch
 from megatron_cp.attn.options import AttendOptions
 from megatron_cp.kernels import build
-from tests.attn.on_host import assert_attention, draw, host_device, operators_on_cpu
+from tests.attn.on_host import assert_attention, draw, host_device
 from tests.processes import HANG_SECONDS
 from tests.strategies import attention_masks
-
-
-@pytest.fixture(scope="module", autouse=True)
-def operators():
-    with operators_on_cpu():
-        yield
 
 
 @pytest.fixture
@@ -198,15 +193,15 @@ def test_another_tile_shape_gets_a_list_of_its_own(device):
 
 
 def test_every_stream_has_work_counters_of_its_own(device, monkeypatch):
-    addresses = [hopper_launch.counters(0, stream).address for stream in (7, 8, 7, 9)]
+    addresses = [gpu.gpu(0).counters(stream).address for stream in (7, 8, 7, 9)]
     assert addresses[0] == addresses[2]
     assert len(set(addresses)) == 3
     apart = np.diff(sorted(set(addresses)))
     assert (apart >= 8).all()
-    for stream in range(100, 100 + hopper_launch.MAX_STREAMS - 3):
-        hopper_launch.counters(0, stream)
+    for stream in range(100, 100 + gpu.MAX_STREAMS - 3):
+        gpu.gpu(0).counters(stream)
     with pytest.raises(RuntimeError, match=r"stream 5 is number 257 .* at most 256 .* reuse"):
-        hopper_launch.counters(0, 5)
+        gpu.gpu(0).counters(5)
 
 
 def test_streams_that_begin_together_share_no_counters(device):
@@ -214,7 +209,7 @@ def test_streams_that_begin_together_share_no_counters(device):
 
     def first_use(stream):
         barrier.wait(timeout=HANG_SECONDS)
-        found.append(hopper_launch.counters(0, stream).address)
+        found.append(gpu.gpu(0).counters(stream).address)
 
     threads = [threading.Thread(target=first_use, args=(100 + i,)) for i in range(8)]
     for thread in threads:
@@ -328,13 +323,13 @@ def test_first_call_with_a_mask_inside_a_graph_capture_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     message = r"with a mask must not be inside a CUDA graph capture; call it once before, and keep"
     for make in (device_lists.forward_list, device_lists.backward_list):
-        on = (torch.device("cuda", 0), 7)
+        on = torch.device("cuda", 0)
         is_forward = make is device_lists.forward_list
         with pytest.raises(RuntimeError, match=message):
             if is_forward:
-                make(masks.causal(4), 128, 128, *on)
+                make(masks.causal(4), 128, 128, on)
             else:
-                make(masks.causal(4), (128, 128), (128, 64), *on, in_order=True)
+                make(masks.causal(4), (128, 128), (128, 64), on, in_order=True)
     assert device_arrays.num_cached() == 0
 
 
@@ -353,19 +348,21 @@ class _Recorder:
 def test_another_stream_waits_once_for_the_copy_and_a_capture_does_not(device, monkeypatch):
     mask = masks.causal(4)
     on_cpu = torch.device("cpu")
-    device_lists.forward_list(mask, 128, 128, on_cpu, 7)
+    streams = iter((7, 8, 8, 7, 8, 7))
+    monkeypatch.setattr(device_arrays, "current_stream", lambda _: next(streams))
+    monkeypatch.setattr(device_memory, "current_stream", lambda _: 7)
+    device_lists.forward_list(mask, 128, 128, on_cpu)
     (entry,) = device_arrays._entries.values()
     data, stream = _Recorder(), _Recorder()
     entry.arrays.data, entry.arrays.filled = data, object()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
     capturing = [True]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-    device_lists.forward_list(mask, 128, 128, on_cpu, 8)
+    device_lists.forward_list(mask, 128, 128, on_cpu)
     assert (stream.calls, data.calls) == ([], [])
     capturing[0] = False
-    for _ in range(2):
-        device_lists.forward_list(mask, 128, 128, on_cpu, 8)
-        device_lists.forward_list(mask, 128, 128, on_cpu, 7)
+    for _ in range(4):
+        device_lists.forward_list(mask, 128, 128, on_cpu)
     assert (stream.calls, data.calls) == (["wait_event"], ["record_stream"])
 
 
@@ -382,11 +379,11 @@ def test_device_that_is_not_current_is_made_so_for_the_launch(device, monkeypatc
         def __exit__(self, *_):
             entered.append("left")
 
-    monkeypatch.setattr(hopper_launch, "current_device", lambda: 3)
+    monkeypatch.setattr(gpu, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "device", Guard)
     attend(*draw(4, 4), masks.causal(4), backend="hopper")
     assert entered == [0, "left"]
-    monkeypatch.setattr(hopper_launch, "current_device", lambda: 0)
+    monkeypatch.setattr(gpu, "current_device", lambda: 0)
     attend(*draw(4, 4), masks.causal(4), backend="hopper")
     assert entered == [0, "left"]
 

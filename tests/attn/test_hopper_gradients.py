@@ -9,21 +9,15 @@ from megatron_cp import mask as masks
 from megatron_cp.attn import attend, merge_partials
 from megatron_cp.attn.hopper import backend as hopper
 from megatron_cp.attn.hopper import gradients
-from megatron_cp.attn.hopper.device_lists import BackwardList
+from megatron_cp.attn.hopper.device_lists import BackwardList, gradient_work_of, work_of
 from megatron_cp.attn.hopper.scores import Scores
 from megatron_cp.attn.options import AttendOptions
-from tests.attn.on_host import draw, host_device, operators_on_cpu
+from tests.attn.on_host import draw, host_device
 from tests.closeness import assert_within_budget
 from tests.oracles.attention import exact_attention, plain_attention
 from tests.strategies import attention_masks
 
 OPTIONS = AttendOptions(0.25, backend="hopper")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def operators():
-    with operators_on_cpu():
-        yield
 
 
 @pytest.fixture
@@ -162,7 +156,7 @@ def test_dq_has_a_kernel_of_its_own_in_the_deterministic_mode_and_for_wide_heads
 ):
     tensors = draw(300, 300, (2, 1), (dim, dim), torch.float16)
     options = AttendOptions(0.25, 0.0, "hopper", deterministic)
-    lists = hopper._grad_list(tensors[0], tensors[2], masks.causal(300), options)
+    lists = gradient_work_of(tensors[0], tensors[2], masks.causal(300), options)
     assert (lists.dq_tiles > 0) == (lists.dq_segs > 0) == apart
     leaves = _leaves(tensors)
     out, _ = attend(*leaves, masks.causal(300), backend="hopper", deterministic=deterministic)
@@ -244,12 +238,12 @@ def test_sums_with_an_order_are_of_query_heads_apart_where_that_ends_sooner_and_
 def test_forward_operator_keeps_the_rules_of_operators(device, needs_grad, sink):
     q, k, v = draw(9, 9, dtype=torch.float16)
     mask = masks.causal(9)
-    grad_data, *counts = hopper._grad_list(q, v, mask, OPTIONS)
+    grad_data, *counts = gradient_work_of(q, v, mask, OPTIONS)
     arguments = (
         q,
         k,
         v,
-        *hopper._work_list(q, v, mask, OPTIONS)[:3],
+        *work_of(q, v, mask, OPTIONS)[:3],
         sink,
         0.125,
         0.0,
@@ -267,7 +261,7 @@ def test_backward_operator_keeps_the_rules_of_operators(device, mask):
     q = (
         q.transpose(0, 1).contiguous().transpose(0, 1)
     )  # gradients are contiguous whatever the inputs are
-    data, *counts = hopper._grad_list(q, v, mask, OPTIONS)
+    data, *counts = gradient_work_of(q, v, mask, OPTIONS)
     out, lse = attend(q, k, v, mask, backend="hopper")
     arguments = (out, torch.zeros_like(lse), q, k, v, out, lse, data, counts, 0.125, 0.0)
     operator = torch.ops.megatron_cp.attention_backward.default
@@ -299,8 +293,8 @@ def test_compiled_attention_gives_the_bits_of_the_plain_call(device):
 def test_operator_in_one_graph_gives_the_bits_of_the_plain_call(device):
     q, k, v = draw(13, 13)
     mask = masks.documents([4, 9])
-    data, num_tiles, num_segs, _ = hopper._work_list(q, v, mask, OPTIONS)
-    grad_data, *counts = hopper._grad_list(q, v, mask, OPTIONS)
+    data, num_tiles, num_segs, _ = work_of(q, v, mask, OPTIONS)
+    grad_data, *counts = gradient_work_of(q, v, mask, OPTIONS)
 
     def layer(q, k, v, data, grad_data):
         out, *_ = torch.ops.megatron_cp.attention_forward(
@@ -320,7 +314,7 @@ def test_operator_in_one_graph_gives_the_bits_of_the_plain_call(device):
 
 def test_gradient_of_an_operator_called_without_a_list_for_it_is_refused(device):
     q, k, v = draw(9, 9)
-    lists = hopper._work_list(q, v, masks.causal(9), OPTIONS)[:3]
+    lists = work_of(q, v, masks.causal(9), OPTIONS)[:3]
     operator = torch.ops.megatron_cp.attention_forward
     out, *_ = operator(q.requires_grad_(), k, v, *lists, None, 0.125, 0.0, None, [])
     with pytest.raises(RuntimeError, match=r"without grad_work, .*; call attend\(\)"):

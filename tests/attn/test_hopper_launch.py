@@ -15,19 +15,13 @@ from megatron_cp.attn import (
     attend_forward_onto_,
     dq_factor,
 )
-from megatron_cp.attn.hopper import launch as hopper_launch
+from megatron_cp.attn.hopper import gpu
 from megatron_cp.attn.options import AttendOptions
 from megatron_cp.kernels.params import FwdParams
-from tests.attn.on_host import assert_attention, draw, host_device, operators_on_cpu
+from tests.attn.on_host import assert_attention, draw, host_device
 
 OPTIONS = AttendOptions(0.25, backend="hopper")
 CTAS = 0  # place of the number of CTAs in a launch that the host device noted
-
-
-@pytest.fixture(scope="module", autouse=True)
-def operators():
-    with operators_on_cpu():
-        yield
 
 
 @pytest.fixture
@@ -82,9 +76,9 @@ def test_every_launch_that_a_graph_records_has_counters_of_its_own(device, monke
     tensors, mask = draw(64, 64), masks.causal(64)
     attend(*tensors, mask, backend="hopper")
     attend(*tensors, mask, backend="hopper")
-    monkeypatch.setattr(hopper_launch, "is_capturing", lambda: True)
+    monkeypatch.setattr(gpu, "is_capturing", lambda: True)
     monkeypatch.setattr(torch, "zeros", on_cpu)
-    recorded = [hopper_launch.counters(0, 7) for _ in range(2)]  # kept, as a graph keeps its memory
+    recorded = [gpu.gpu(0).counters(7) for _ in range(2)]  # kept, as a graph keeps its memory
     attend(*tensors, mask, backend="hopper")
     assert used[0] == used[1]
     assert len({used[0], used[2], *(pair.address for pair in recorded)}) == 4

@@ -17,7 +17,7 @@ from megatron_cp.attn import (
 )
 from megatron_cp.attn.attend import attend_forward_last
 from megatron_cp.attn.emulated import backend as emulated
-from megatron_cp.attn.emulated import kernels
+from megatron_cp.attn.emulated import machine
 from megatron_cp.attn.hopper import gradients, judge, self_test, verdicts
 from megatron_cp.attn.merge import merge_span_
 from megatron_cp.kernels import cache
@@ -204,9 +204,9 @@ def test_a_verdict_is_of_every_kernel_that_such_calls_launch(
     """Those that the emulator runs in the test; a changed one, whichever it is, is judged anew."""
     kind = judge.Kind(torch.bfloat16, *dims, feature, needs_grad=True)
     ran = set()
-    source_of = kernels.source_of
+    source_of = machine.source_of
     monkeypatch.setattr(
-        kernels, "source_of", lambda variant: (ran.add(variant.name), source_of(variant))[1]
+        machine, "source_of", lambda variant: (ran.add(variant.name), source_of(variant))[1]
     )
     monkeypatch.setattr(judge, "small_masks", lambda: {"documents": masks.documents([40, 30])})
     assert judge.judge(emulated, kind, CPU).passed

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron_cp.attn.emulated.kernels import source_of
+from megatron_cp.attn.emulated.machine import source_of
 from megatron_cp.kernels import build
 from megatron_cp.kernels.emulator import library
 

@@ -10,7 +10,7 @@ import torch
 
 from megatron_cp import mask as masks
 from megatron_cp.attn import attend
-from megatron_cp.attn.emulated import kernels as emulated_kernels
+from megatron_cp.attn.emulated import machine as emulated_machine
 from megatron_cp.kernels.emulator import library
 from tests.attn.formula import random_case
 
@@ -216,9 +216,9 @@ def _break(mutation, tmp_path, monkeypatch):
     source = (kernels / name).read_text()
     assert text in source, f"{name} has changed: say this mutation in its new words"
     (kernels / name).write_text(source.replace(text, replacement))
-    whole = emulated_kernels.source_of
+    whole = emulated_machine.source_of
     monkeypatch.setattr(
-        emulated_kernels, "source_of", lambda variant: replace(whole(variant), root=kernels)
+        emulated_machine, "source_of", lambda variant: replace(whole(variant), root=kernels)
     )
 
 
@@ -306,6 +306,6 @@ def test_portable_context_switches_give_the_same_bits(monkeypatch):
     def load_portable(source):
         return load(source, ("-DMCP_EMULATOR_UCONTEXT", "-Werror"))
 
-    monkeypatch.setattr(emulated_kernels.library, "load", load_portable)
+    monkeypatch.setattr(emulated_machine.library, "load", load_portable)
     for got, wanted in zip(attend(*inputs, mask, backend="emulated"), expected, strict=True):
         assert torch.equal(got, wanted)

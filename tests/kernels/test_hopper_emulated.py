@@ -11,7 +11,7 @@ from megatron_cp.attn import attend
 from megatron_cp.attn.hopper import backend as hopper
 from megatron_cp.attn.hopper.checks import find_variant, forward_variants
 from megatron_cp.attn.options import AttendOptions
-from tests.attn.on_host import draw, host_device, operators_on_cpu
+from tests.attn.on_host import draw, host_device
 from tests.closeness import assert_within_budget
 from tests.kernels.emulated_driver import EmulatedDriver
 from tests.kernels.features import of_oracle, wishes, with_feature
@@ -27,12 +27,6 @@ SLICES = [
     (280, 290, 3, 9, None, None),
 ]
 MASK = masks.from_slices(300, 280, SLICES)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def operators():
-    with operators_on_cpu():
-        yield
 
 
 def _backward_dims():

@@ -5,14 +5,11 @@ import torch
 
 from megatron_cp import mask as masks
 from megatron_cp.attn.emulated import backend as emulated
-from megatron_cp.attn.hopper import backend as hopper
 from megatron_cp.attn.hopper.checks import forward_variants
 from megatron_cp.attn.options import AttendOptions
 from tests.attn.formula import random_case
-from tests.attn.on_host import host_device, operators_on_cpu
 from tests.attn.test_max_logits import largest_logits
 from tests.closeness import assert_within_budget
-from tests.kernels.emulated_driver import EmulatedDriver
 from tests.kernels.features import SOFTCAP, with_feature
 from tests.kernels.masks import MIXED, dense_mask
 from tests.oracles.attention import dense_attention
@@ -22,8 +19,8 @@ TOLERANCE = 1e-5  # float32 sums of exact products
 SCALE = 0.2
 
 
-def _options(softcap=0.0, backend="emulated"):
-    return AttendOptions(SCALE, softcap, backend)
+def _options(softcap=0.0):
+    return AttendOptions(SCALE, softcap, "emulated")
 
 
 def _no_logits(q):
@@ -95,19 +92,16 @@ def test_they_are_raised_never_lowered_and_stay_without_pairs():
 
 
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
-@pytest.mark.parametrize("backend", ["emulated", "hopper"])
-def test_parts_of_the_keys_leave_those_of_the_whole(backend, softcap):
+def test_parts_of_the_keys_leave_those_of_the_whole(softcap):
     # 160 logits per row: lse is above all of them, which must not pass for a logit.
     q, k, v = _loud_case((4, 2), (64, 64), torch.bfloat16)
-    mask, options = masks.from_slices(300, 300, MIXED), _options(softcap, backend)
+    mask, options = masks.from_slices(300, 300, MIXED), _options(softcap)
     found = _no_logits(q)
-    with operators_on_cpu(), host_device(EmulatedDriver()):
-        module = {"emulated": emulated, "hopper": hopper}[backend]
-        held = module.forward(q, k[:90], v[:90], mask.crop(k=(0, 90)), options, found)
-        rest = (q, k[90:], v[90:], mask.crop(k=(90, 300)), options)
-        module.forward_onto_(*held, *rest, found)
-        with pytest.raises(ValueError, match=r"out of torch.bfloat16 must be torch.float32"):
-            module.forward_onto_(held[0].bfloat16(), held[1].clone(), *rest, found)
+    held = emulated.forward(q, k[:90], v[:90], mask.crop(k=(0, 90)), options, found)
+    rest = (q, k[90:], v[90:], mask.crop(k=(90, 300)), options)
+    emulated.forward_onto_(*held, *rest, found)
+    with pytest.raises(ValueError, match=r"out of torch.bfloat16 must be torch.float32"):
+        emulated.forward_onto_(held[0].bfloat16(), held[1].clone(), *rest, found)
     allowed = dense_mask(300, 300, MIXED)
     _assert_largest(found, q, k, allowed, softcap)
     wishes = {"softcap": softcap, "softmax_scale": SCALE}
@@ -116,17 +110,15 @@ def test_parts_of_the_keys_leave_those_of_the_whole(backend, softcap):
     assert_within_budget(held[0], plain, exact, "out")
 
 
-@pytest.mark.parametrize("backend", [emulated, hopper], ids=["emulated", "hopper"])
 @pytest.mark.parametrize("needs_grad", [False, True])
-def test_attend_finds_them_beside_a_sink_without_a_gradient(backend, needs_grad):
+def test_attend_finds_them_beside_a_sink_without_a_gradient(needs_grad):
     inputs = _loud_case((4, 2), (64, 64), torch.bfloat16)
     leaves = [x.detach().requires_grad_(needs_grad) for x in inputs]
     mask, found = masks.from_slices(300, 300, MIXED), _no_logits(inputs[0])
     sink = torch.full((4,), 1e4)  # no logit of a pair
-    with operators_on_cpu(), host_device(EmulatedDriver()):
-        out, _ = backend.attend(*leaves, mask, sink, _options(), found)
-        if needs_grad:
-            gradients = torch.autograd.grad(out.sum(), leaves)
-            assert all(torch.isfinite(x).all() for x in gradients)
+    out, _ = emulated.attend(*leaves, mask, sink, _options(), found)
+    if needs_grad:
+        gradients = torch.autograd.grad(out.sum(), leaves)
+        assert all(torch.isfinite(x).all() for x in gradients)
     assert found.grad_fn is None and not found.requires_grad
     _assert_largest(found, *inputs[:2], dense_mask(300, 300, MIXED))

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.attn.on_host import operators_on_cpu
 from tests.oracles.attention import dense_attention
 from tests.processes import HANG_SECONDS
 from tools import gpu_check
@@ -19,12 +18,6 @@ from tools.gpu.measure import Times
 from tools.gpu.watchdog import StopError, Watchdog
 
 EXACT = Times(2.0, 1.9, 2.1)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def operators():
-    with operators_on_cpu():
-        yield
 
 
 # ---------------------------------------------------------------------- cases

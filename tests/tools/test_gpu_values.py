@@ -6,16 +6,10 @@ import torch
 from megatron_cp import mask as masks
 from megatron_cp.attn import attend
 from megatron_cp.attn.hopper.verdicts import Verdict
-from tests.attn.on_host import host_device, operators_on_cpu
+from tests.attn.on_host import host_device
 from tests.kernels import host_backward
 from tests.kernels import host_device as host
 from tools.gpu import values
-
-
-@pytest.fixture(scope="module", autouse=True)
-def operators():
-    with operators_on_cpu():
-        yield
 
 
 @pytest.mark.parametrize("index", [3, 6, 8])

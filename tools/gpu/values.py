@@ -3,6 +3,7 @@
 The budget is that of the test suite: at most about twice the error of the plain formula in the same dtype.
 """
 
+import ctypes
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -14,8 +15,10 @@ from torch import Tensor
 from megatron_cp import mask as masks
 from megatron_cp.attn import AttendOptions, attend
 from megatron_cp.attn.hopper import backend as hopper
-from megatron_cp.attn.hopper import gradients, judge
+from megatron_cp.attn.hopper import judge
 from megatron_cp.attn.hopper.checks import feature_of_variant, find_variant
+from megatron_cp.attn.hopper.gpu import GpuKernel
+from megatron_cp.attn.hopper.machine import Memory
 from megatron_cp.kernels import build
 from megatron_cp.mask import AttentionMask
 from tests.attn.formula import stored_lse_attention
@@ -319,22 +322,26 @@ _NO_KEYS = torch.zeros(0, dtype=torch.int64)
 
 
 class poisoned_results:  # noqa: N801  reads as a statement
-    """Fills what the launch allocates with NaN before the kernel writes it."""
+    """Fills what a kernel is to write whole with NaN before its launch."""
 
     def __enter__(self) -> None:
-        self._allocate = hopper._allocate
-        self._gradient = gradients.empty_gradient
+        self._launch = launch = GpuKernel.launch
 
-        def poisoned(*arguments: object) -> tuple[Tensor, Tensor]:
-            out, lse = self._allocate(*arguments)
-            return out.fill_(float("nan")), lse.fill_(float("nan"))
+        def poisoned(
+            kernel: GpuKernel,
+            num_blocks: int,
+            stream: int,
+            params: ctypes.Structure,
+            memory: Callable[[], Memory] | None = None,
+        ) -> None:
+            for x in memory().filled.values() if memory else ():
+                x.fill_(float("nan"))
+            launch(kernel, num_blocks, stream, params)
 
-        hopper._allocate = poisoned
-        gradients.empty_gradient = lambda *x: self._gradient(*x).fill_(float("nan"))
+        GpuKernel.launch = poisoned
 
     def __exit__(self, *_: object) -> None:
-        hopper._allocate = self._allocate
-        gradients.empty_gradient = self._gradient
+        GpuKernel.launch = self._launch
 
 
 def _sink(sink: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:

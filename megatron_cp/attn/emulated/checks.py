@@ -7,7 +7,6 @@ from torch import Tensor
 from megatron_cp.attn.features import Feature
 from megatron_cp.attn.hopper import checks as hopper_checks
 from megatron_cp.attn.hopper.checks import Refuser
-from megatron_cp.kernels import build
 
 # The same kernels as those of hopper: the same limits, other ways out.
 EMULATED = Refuser("emulated", "backend='cpu' or 'reference'")
@@ -31,15 +30,3 @@ def check_supported(
             f"backend='emulated' cannot use softmax_scale={softmax_scale} < 0; negate q and the scale"
         )
     return dims
-
-
-def find_variant(
-    kernel_pass: str, x: Tensor, value_dim: int | None, feature: Feature | None
-) -> build.Variant:
-    """Returns the kernel of this pass for `x` `[rows, heads, head dim]`, the head dim where the pass has one.
-
-    Raises: NotImplementedError naming backends that can.
-    """
-    head_dim = None if kernel_pass == "backward_preprocess" else x.shape[2]
-    kind = (kernel_pass, x.dtype, head_dim, value_dim, feature)
-    return hopper_checks.find_variant(*kind, EMULATED)

@@ -7,77 +7,27 @@ The host plans a mask once and afterwards only looks things up; it never waits f
 proportional to queries x keys. The forward pass is deterministic: every query row is computed by one CTA, in
 one order. The backward pass is so with `deterministic=True`. Rows without keys give (0, -inf).
 
-`attend` calls registered operators (`torch.ops.megatron_cp.attention_forward` and `attention_backward`) with
-fake and autograd implementations, so that compiled graphs may hold them; making a work list is plain Python
-and breaks the graph before it. A head dim without a backward kernel is refused at the call where gradients
-are needed, never computed by something else.
+The device of the tensors says where kernels run (machine.py): the emulator takes those of the CPU. `attend`, which
+is differentiable, stands in operators.py.
 """
 
 # Q query rows, K key rows, N query heads, G kv heads, H head dim, Hv value head dim
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from megatron_cp.attn.features import Feature, feature_of
-from megatron_cp.attn.graphs import outside_compiled_graphs
 from megatron_cp.attn.hopper.backward import add_gradients_, launch_backward
-from megatron_cp.attn.hopper.checks import (
-    all_readable,
-    find_gradient_kernels,
-    find_variant,
-    readable,
-    readable_sink,
-)
-from megatron_cp.attn.hopper.device_lists import (
-    BackwardList,
-    DeviceList,
-    backward_list,
-    forward_list,
-)
+from megatron_cp.attn.hopper.checks import all_readable, readable, readable_sink
+from megatron_cp.attn.hopper.device_lists import gradient_work_of, work_of
 from megatron_cp.attn.hopper.gradients import BackwardCall
-from megatron_cp.attn.hopper.launch import gradient_tiles, launch_forward, raw_stream, tile_shape
+from megatron_cp.attn.hopper.launch import empty_results, launch_forward
+from megatron_cp.attn.hopper.operators import attend as attend
 from megatron_cp.attn.hopper.row_stats import preprocess, stats_of
 from megatron_cp.attn.hopper.rows import add_parts_ as add_parts_
 from megatron_cp.attn.hopper.rows import merge_parts_ as merge_parts_
 from megatron_cp.attn.hopper.scores import Scores
-from megatron_cp.attn.logits import raise_to_
-from megatron_cp.attn.merge import sink_gradient
-from megatron_cp.attn.once import refusal_of
-from megatron_cp.attn.options import AttendOptions, needs_grad
+from megatron_cp.attn.options import AttendOptions
 from megatron_cp.mask import AttentionMask
-
-
-def attend(
-    q_QNH: Tensor,
-    k_KGH: Tensor,
-    v_KGH: Tensor,
-    mask: AttentionMask,
-    sink_N: Tensor | None,
-    options: AttendOptions,
-    max_logits_N: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Returns `(out [Q, N, Hv] in the dtype of q, lse [Q, N] float32)`, sink included; differentiable.
-
-    `max_logits` float32 is raised, in place, to the largest scaled and capped logit of each head, without a gradient.
-    """
-    data, num_tiles, num_segs, _ = _work_list(q_QNH, v_KGH, mask, options)
-    sink = None if sink_N is None else sink_N.to(torch.float32).contiguous()
-    scale, softcap = options.softmax_scale, options.softcap
-    operator: Callable[..., tuple[Tensor, Tensor, Tensor]] = torch.ops.megatron_cp.attention_forward
-    grad_data: Tensor | None = None
-    counts: list[int] = []
-    if needs_grad(q_QNH, k_KGH, v_KGH, sink):
-        grad_data, *counts = _grad_list(q_QNH, v_KGH, mask, options)
-    elif _is_plain(q_QNH, k_KGH, v_KGH):
-        operator = _forward
-    work = (data, num_tiles, num_segs, sink, scale, softcap, grad_data, counts)
-    out, lse, found = operator(q_QNH, k_KGH, v_KGH, *work, max_logits_N is not None)
-    if max_logits_N is not None:
-        raise_to_(max_logits_N, found.detach())
-    return out, lse
 
 
 def forward(
@@ -92,9 +42,9 @@ def forward(
 
     `max_logits` float32 is raised, in place, to the largest scaled and capped logit of each head.
     """
-    results = _allocate(q_QNH, v_KGH, torch.float32)
-    _run_forward((q_QNH, k_KGH, v_KGH), mask, options, results, max_logits_N=max_logits_N)
-    return results
+    into = empty_results(q_QNH, v_KGH, torch.float32)
+    run_forward(q_QNH, k_KGH, v_KGH, mask, options, into=into, max_logits_N=max_logits_N)
+    return into
 
 
 def forward_onto_(
@@ -117,7 +67,8 @@ def forward_onto_(
         part = forward(q_QNH, k_KGH, v_KGH, mask, options, max_logits_N)
         merge_parts_(out_QNH, lse_QN, *part)
         return
-    _run_forward((q_QNH, k_KGH, v_KGH), mask, options, (out_QNH, lse_QN), earlier_QNH=out_QNH)
+    into = (out_QNH, lse_QN)
+    run_forward(q_QNH, k_KGH, v_KGH, mask, options, into=into, earlier_QNH=out_QNH)
 
 
 def forward_last(
@@ -134,31 +85,45 @@ def forward_last(
 
     `held` is as `forward` returns it and is used up; `max_logits`, raised as by `forward`, goes without.
     """
-    out, lse = _allocate(q_QNH, v_KGH, q_QNH.dtype)
+    out, lse = empty_results(q_QNH, v_KGH, q_QNH.dtype)
     earlier = None
     if held is not None:
         earlier, lse = held[0].contiguous(), held[1]
-    asked = {"sink_N": readable_sink(sink_N), "earlier_QNH": earlier, "max_logits_N": max_logits_N}
-    _run_forward((q_QNH, k_KGH, v_KGH), mask, options, (out, lse), **asked)
+    run_forward(
+        *(q_QNH, k_KGH, v_KGH, mask, options),
+        into=(out, lse),
+        sink_N=sink_N,
+        earlier_QNH=earlier,
+        max_logits_N=max_logits_N,
+    )
     return out, lse
 
 
-def _run_forward(
-    tensors: tuple[Tensor, Tensor, Tensor],
+def run_forward(  # noqa: PLR0913  everything the kernel can be asked for
+    q_QNH: Tensor,
+    k_KGH: Tensor,
+    v_KGH: Tensor,
     mask: AttentionMask,
     options: AttendOptions,
-    results: tuple[Tensor, Tensor],
     *,
+    into: tuple[Tensor, Tensor],
     sink_N: Tensor | None = None,
     earlier_QNH: Tensor | None = None,
     max_logits_N: Tensor | None = None,
 ) -> None:
+    """Fills `into = (out [Q, N, Hv] float32 or the dtype of q, lse [Q, N] float32)`; raises `max_logits`, as `forward`.
+
+    `earlier`, float32 with the strides of `out` or `out` itself, and what `lse` holds are a partial result over other
+    keys, 0 and -inf in rows without, onto which this one is merged: not with `max_logits`, and a sink not in place.
+
+    Raises: ValueError for strides or addresses of `into` that the kernel cannot write.
+    """
     launch_forward(
-        all_readable(*tensors),
-        _work_list(tensors[0], tensors[2], mask, options),
-        sink_N,
+        all_readable(q_QNH, k_KGH, v_KGH),
+        work_of(q_QNH, v_KGH, mask, options),
+        readable_sink(sink_N),
         Scores.of(options),
-        results,
+        into,
         earlier_QNH=earlier_QNH,
         max_logits_N=max_logits_N,
         sm_share=options.sm_share,
@@ -218,183 +183,6 @@ def _backward_call(
     mask: AttentionMask,
     options: AttendOptions,
 ) -> BackwardCall:
-    lists = _grad_list(q_QNH, v_KGH, mask, options)
+    lists = gradient_work_of(q_QNH, v_KGH, mask, options)
     dout, stats = readable(dout_QNH.to(q_QNH.dtype)), stats_of(lse_QN, delta_QN)
     return BackwardCall(*all_readable(q_QNH, k_KGH, v_KGH), dout, stats, lists, Scores.of(options))
-
-
-@outside_compiled_graphs
-def _work_list(
-    q_QNH: Tensor, v_KGH: Tensor, mask: AttentionMask, options: AttendOptions
-) -> DeviceList:
-    dims = (q_QNH.shape[-1], v_KGH.shape[-1])
-    variant = find_variant("forward", q_QNH.dtype, *dims, _feature(options))
-    device = q_QNH.device
-    return forward_list(mask, *tile_shape(variant.name), device, raw_stream(device.index or 0))
-
-
-@outside_compiled_graphs
-def _grad_list(
-    q_QNH: Tensor, v_KGH: Tensor, mask: AttentionMask, options: AttendOptions
-) -> BackwardList:
-    dims = (q_QNH.shape[-1], v_KGH.shape[-1])
-    kernels = find_gradient_kernels(q_QNH.dtype, *dims, _feature(options), options.deterministic)
-    device, in_order = q_QNH.device, options.deterministic
-    stream = raw_stream(device.index or 0)
-    return backward_list(mask, *gradient_tiles(kernels), device, stream, in_order=in_order)
-
-
-def _feature(options: AttendOptions) -> Feature:
-    return feature_of(options.softcap > 0, options.dropout is not None)
-
-
-def _is_plain(q_QNH: Tensor, k_KGH: Tensor, v_KGH: Tensor) -> bool:
-    """Returns whether nobody wants to see the operator: no compiler, no dispatch mode, no subclass.
-
-    The dispatcher's way to a Python operator costs 8 us, more than the launch (EPYC core, torch 2.13).
-    """
-    return (
-        not torch.compiler.is_compiling()
-        and not torch._C._len_torch_dispatch_stack()
-        and type(q_QNH) is type(k_KGH) is type(v_KGH) is Tensor
-    )
-
-
-def _allocate(q_QNH: Tensor, v_KGH: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    num_rows, num_heads, _ = q_QNH.shape
-    shape = (num_rows, num_heads, v_KGH.shape[-1])
-    # Without a dtype new_empty is twice as fast.
-    out = q_QNH.new_empty(shape) if dtype == q_QNH.dtype else q_QNH.new_empty(shape, dtype=dtype)
-    return out, q_QNH.new_empty((num_rows, num_heads), dtype=torch.float32)
-
-
-# ---------------------------------------------------------------------- the operators
-
-# The work lists are tensors, so that a graph holds them as inputs; grad_work is what the backward needs.
-LIBRARY = torch.library.Library("megatron_cp", "DEF")
-LIBRARY.define(
-    "attention_forward(Tensor q, Tensor k, Tensor v, Tensor work, SymInt num_tiles, SymInt num_segs, Tensor? sink, "
-    "float softmax_scale, float softcap, Tensor? grad_work, SymInt[] grad_counts, bool has_max_logits=False) "
-    "-> (Tensor, Tensor, Tensor)"
-)
-LIBRARY.define(
-    "attention_backward(Tensor dout, Tensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    "Tensor work, SymInt[] counts, float softmax_scale, float softcap) -> (Tensor, Tensor, Tensor, Tensor)"
-)
-
-
-def _forward(  # noqa: PLR0913  the operator's schema
-    q_QNH: Tensor,
-    k_KGH: Tensor,
-    v_KGH: Tensor,
-    work: Tensor,
-    num_tiles: int,
-    num_segs: int,
-    sink_N: Tensor | None,
-    softmax_scale: float,
-    softcap: float,
-    grad_work: Tensor | None,
-    grad_counts: Sequence[int],
-    has_max_logits: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    results = _allocate(q_QNH, v_KGH, q_QNH.dtype)
-    max_logits = _no_logits(q_QNH, has_max_logits)
-    asked = max_logits if has_max_logits else None
-    lists = DeviceList(work, num_tiles, num_segs, num_tiles)
-    tensors, scores = all_readable(q_QNH, k_KGH, v_KGH), Scores(softmax_scale, softcap)
-    launch_forward(tensors, lists, readable_sink(sink_N), scores, results, max_logits_N=asked)
-    return *results, max_logits
-
-
-def _no_logits(q_QNH: Tensor, is_asked: bool) -> Tensor:
-    """Returns the largest logits `[N]` of no keys, or an empty tensor where nobody asks."""
-    if not is_asked:
-        return q_QNH.new_empty(0, dtype=torch.float32)
-    return q_QNH.new_full((q_QNH.shape[1],), -torch.inf, dtype=torch.float32)
-
-
-def _forward_fake(  # noqa: PLR0913  the operator's schema
-    q_QNH: Tensor,
-    k_KGH: Tensor,
-    v_KGH: Tensor,
-    work: Tensor,
-    num_tiles: int,
-    num_segs: int,
-    sink_N: Tensor | None,
-    softmax_scale: float,
-    softcap: float,
-    grad_work: Tensor | None,
-    grad_counts: Sequence[int],
-    has_max_logits: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return *_allocate(q_QNH, v_KGH, q_QNH.dtype), _no_logits(q_QNH, has_max_logits)
-
-
-def _backward(  # noqa: PLR0913  the operator's schema
-    dout_QNH: Tensor,
-    dlse_QN: Tensor,
-    q_QNH: Tensor,
-    k_KGH: Tensor,
-    v_KGH: Tensor,
-    out_QNH: Tensor,
-    lse_QN: Tensor,
-    work: Tensor,
-    counts: Sequence[int],
-    softmax_scale: float,
-    softcap: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dout = readable(dout_QNH)
-    stats = preprocess(out_QNH, dout, lse_QN, dlse_QN)
-    lists = BackwardList._make((work, *counts))
-    tensors = all_readable(q_QNH, k_KGH, v_KGH)
-    call = BackwardCall(*tensors, dout, stats, lists, Scores(softmax_scale, softcap))
-    dq, dk, dv = launch_backward(call, float_grads=False)
-    return dq, dk, dv, stats.delta_of_rows(len(lse_QN)).contiguous()
-
-
-def _backward_fake(
-    dout_QNH: Tensor,
-    dlse_QN: Tensor,
-    q_QNH: Tensor,
-    k_KGH: Tensor,
-    v_KGH: Tensor,
-    out_QNH: Tensor,
-    lse_QN: Tensor,
-    *_: object,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q_QNH, k_KGH, v_KGH))
-    return dq, dk, dv, lse_QN.new_empty(lse_QN.shape)
-
-
-def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, _, _, _, sink, softmax_scale, softcap, grad_work, grad_counts, _ = inputs
-    ctx.save_for_backward(q, k, v, sink, *output[:2], grad_work)
-    ctx.counts, ctx.scales = grad_counts, (softmax_scale, softcap)
-
-
-def _differentiate(ctx: Any, dout: Tensor, dlse: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, sink, out, lse, grad_work = ctx.saved_tensors
-    if grad_work is None:
-        raise RuntimeError(
-            "attention_forward was called without grad_work, which its gradient needs; call attend()"
-        )
-    dq, dk, dv, delta = torch.ops.megatron_cp.attention_backward(
-        dout, dlse, q, k, v, out, lse, grad_work, ctx.counts, *ctx.scales
-    )
-    dsink = None if sink is None else sink_gradient(lse, sink, delta, dlse)
-    return dq, dk, dv, None, None, None, dsink, None, None, None, None, None
-
-
-LIBRARY.impl("attention_forward", _forward, "CUDA")
-LIBRARY.impl("attention_backward", _backward, "CUDA")
-torch.library.register_fake("megatron_cp::attention_forward", _forward_fake, lib=LIBRARY)
-torch.library.register_fake("megatron_cp::attention_backward", _backward_fake, lib=LIBRARY)
-torch.library.register_autograd(
-    "megatron_cp::attention_forward",
-    _differentiate,
-    setup_context=_keep_for_backward,
-    lib=LIBRARY,
-)
-torch.library.register_autograd(
-    "megatron_cp::attention_backward", refusal_of("attend"), lib=LIBRARY
-)

@@ -17,13 +17,9 @@ from torch import Tensor
 from megatron_cp.attn.hopper import gradients
 from megatron_cp.attn.hopper.checks import find_variant
 from megatron_cp.attn.hopper.gradients import BackwardCall, added_to
-from megatron_cp.attn.hopper.launch import (
-    counters,
-    device_guard,
-    launch_rows,
-    load_kernel,
-    raw_stream,
-)
+from megatron_cp.attn.hopper.launch import launch_rows, machine_of, num_blocks
+from megatron_cp.attn.hopper.machine import Memory
+from megatron_cp.kernels.params import ADD_FLOATS
 
 
 def launch_backward(
@@ -79,10 +75,10 @@ def _launch_main(
             return held
         dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (call.k, call.v))
         return dk, dv
-    device = call.q.device.index or 0
-    with device_guard(device):
-        kernel, stream = load_kernel(call.kernels.main.name, device), raw_stream(device)
-        num_sms = kernel.num_blocks(kernel.num_sms, sm_share)
+    machine = machine_of(call.q)
+    with machine.is_current():
+        kernel, stream = machine.load(call.kernels.main.name), machine.stream()
+        num_sms = num_blocks(kernel, kernel.num_sms, sm_share)
         apart = call.of_heads_apart(num_sms)
         if apart is not None:
             of_heads = _launch_main(apart, dq_sum, torch.float32, sm_share)
@@ -91,10 +87,17 @@ def _launch_main(
         heads = call.heads_per_item(num_sms)
         dk, dv = held or call.room_for_gradients(dtype, heads)
         params = call.main_params(kernel, (dq_sum, dk, dv), heads, held is not None)
-        pair = counters(device, stream)
+        pair = machine.counters(stream)
         params.counters = pair.address
-        num_items = params.num_tiles * (call.q.shape[1] // heads)
-        kernel.launch(kernel.num_blocks(num_items, sm_share), stream, params, device)
+        blocks = num_blocks(kernel, params.num_tiles * (call.q.shape[1] // heads), sm_share)
+
+        def memory() -> Memory:
+            sums, dkeys = {"dq": dq_sum}, {"dk": dk, "dv": dv}
+            if params.store == ADD_FLOATS:
+                return Memory.of(call.read() | sums, {}, sums | dkeys)
+            return Memory.of(call.read() | sums, dkeys, sums)
+
+        kernel.launch(blocks, stream, params, memory)
     return dk.to(dtype), dv.to(dtype)
 
 
@@ -102,21 +105,31 @@ def _launch_dq(call: BackwardCall, dq: Tensor, sm_share: float, *, adds: bool) -
     """Fills `dq` from query tiles, or adds to it, then without softmax_scale."""
     if not call.lists.dq_segs:
         return
-    device = call.q.device.index or 0
-    variant = call.kernels.dq
+    variant, machine = call.kernels.dq, machine_of(call.q)
     assert variant is not None, "the list has query tiles"
-    with device_guard(device):
-        kernel, stream = load_kernel(variant.name, device), raw_stream(device)
+    with machine.is_current():
+        kernel, stream = machine.load(variant.name), machine.stream()
         params = call.dq_params(kernel, dq)
-        pair = counters(device, stream)
+        pair = machine.counters(stream)
         params.counters, params.accumulate = pair.address, adds
         params.factor = 1.0 if adds else call.scores.softmax_scale
         params.num_tiles = call.lists.dq_with_keys if adds else call.lists.dq_tiles
-        num_items = params.num_tiles * call.q.shape[1]
-        kernel.launch(kernel.num_blocks(num_items, sm_share), stream, params, device)
+        blocks = num_blocks(kernel, params.num_tiles * call.q.shape[1], sm_share)
+
+        def memory() -> Memory:
+            made = {"dq": dq}
+            return Memory(call.read() | made, {}, made) if adds else Memory(call.read(), made, {})
+
+        kernel.launch(blocks, stream, params, memory)
 
 
 def _postprocess(dq_sum: Tensor, dq: Tensor, dtype: torch.dtype, softmax_scale: float) -> None:
     name = find_variant("backward_postprocess", dtype, dq.shape[2], None, None).name
+    params = gradients.postprocess_params(dq_sum, dq, softmax_scale)
     num_items = dq.shape[0] * dq.shape[1]
-    launch_rows(name, dq, num_items, gradients.postprocess_params(dq_sum, dq, softmax_scale))
+
+    def memory() -> Memory:
+        made = {"dq": dq}
+        return Memory({}, {}, made) if dq is dq_sum else Memory({}, made, {})
+
+    launch_rows(name, dq, num_items, params, memory)

@@ -4,6 +4,8 @@ Nothing is proportional to queries x keys, and no call waits for the device (att
 keeps the address of a list: who keeps the graph must keep the mask.
 """
 
+# Q query rows, K key rows, N query heads, G kv heads, H head dim
+
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +13,12 @@ import torch
 from torch import Tensor
 
 from megatron_cp.attn.device_arrays import Int32Array, Prepared, for_mask
+from megatron_cp.attn.features import Feature, feature_of
+from megatron_cp.attn.graphs import outside_compiled_graphs
+from megatron_cp.attn.hopper.checks import find_gradient_kernels, find_variant
+from megatron_cp.attn.hopper.machine import tile_shape
 from megatron_cp.attn.hopper.worklist import WorkList, backward_work, forward_work
+from megatron_cp.attn.options import AttendOptions
 from megatron_cp.mask import AttentionMask
 
 
@@ -48,10 +55,36 @@ class BackwardList(NamedTuple):
     in_order: bool
 
 
-def forward_list(
-    mask: AttentionMask, tile_rows: int, tile_keys: int, device: torch.device, stream: int
+@outside_compiled_graphs
+def work_of(
+    q_QNH: Tensor, v_KGH: Tensor, mask: AttentionMask, options: AttendOptions
 ) -> DeviceList:
-    """Returns the forward work list of a mask on a device, ready for `stream` (a raw CUDA stream).
+    """Returns the work of the forward kernel that such a call takes."""
+    dims = (q_QNH.shape[-1], v_KGH.shape[-1])
+    variant = find_variant("forward", q_QNH.dtype, *dims, _feature(options))
+    return forward_list(mask, *tile_shape(variant.name), q_QNH.device)
+
+
+@outside_compiled_graphs
+def gradient_work_of(
+    q_QNH: Tensor, v_KGH: Tensor, mask: AttentionMask, options: AttendOptions
+) -> BackwardList:
+    """Returns the work of the kernels that make the gradients of such a call."""
+    dims, in_order = (q_QNH.shape[-1], v_KGH.shape[-1]), options.deterministic
+    kernels = find_gradient_kernels(q_QNH.dtype, *dims, _feature(options), in_order)
+    dq_tile = None if kernels.dq is None else tile_shape(kernels.dq.name)
+    tile = tile_shape(kernels.main.name)
+    return backward_list(mask, tile, dq_tile, q_QNH.device, in_order=in_order)
+
+
+def _feature(options: AttendOptions) -> Feature:
+    return feature_of(options.softcap > 0, options.dropout is not None)
+
+
+def forward_list(
+    mask: AttentionMask, tile_rows: int, tile_keys: int, device: torch.device
+) -> DeviceList:
+    """Returns the forward work list of a mask on a device, ready for the current stream.
 
     Raises: ValueError for a mask whose slices leave its grid, or that is too large.
     """
@@ -64,7 +97,7 @@ def forward_list(
         return arrays, lambda data: DeviceList(data[0], *counts)
 
     use = ("hopper forward", tile_rows, tile_keys)
-    lists: DeviceList = for_mask(mask, use, device, prepare, stream)
+    lists: DeviceList = for_mask(mask, use, device, prepare)
     return lists
 
 
@@ -73,11 +106,10 @@ def backward_list(
     tile: tuple[int, int],
     dq_tile: tuple[int, int] | None,
     device: torch.device,
-    stream: int,
     *,
     in_order: bool,
 ) -> BackwardList:
-    """Returns the backward work list of a mask on a device, ready for `stream`.
+    """Returns the backward work list of a mask on a device, ready for the current stream.
 
     `tile` (query rows, keys) is that of the kernel for dk and dv, `dq_tile` that of the kernel for dq if there is one.
 
@@ -100,7 +132,7 @@ def backward_list(
         )
 
     use = ("hopper backward", tile, dq_tile, in_order)
-    lists: BackwardList = for_mask(mask, use, device, prepare, stream)
+    lists: BackwardList = for_mask(mask, use, device, prepare)
     return lists
 
 

@@ -17,11 +17,11 @@ from megatron_cp.attn.hopper.checks import GradientKernels, find_gradient_kernel
 from megatron_cp.attn.hopper.device_lists import BackwardList
 from megatron_cp.attn.hopper.launch import (
     SECTION_BYTES,
-    TiledKernel,
     heads_per_section,
     section_bytes,
     tensor_map,
 )
+from megatron_cp.attn.hopper.machine import Kernel
 from megatron_cp.attn.hopper.row_stats import RowStats, stats_map
 from megatron_cp.attn.hopper.scores import Scores
 from megatron_cp.attn.hopper.worklist import TILE_COST
@@ -78,6 +78,12 @@ class BackwardCall(NamedTuple):
         """Returns the bytes of one query head's rows of q and dout."""
         return self.q.shape[0] * (self.q.shape[2] + self.v.shape[2]) * 2
 
+    def read(self) -> dict[str, Tensor]:
+        """Returns what the kernels read, by name."""
+        tensors = {"q": self.q, "k": self.k, "v": self.v, "dout": self.dout}
+        rows = {"work list": self.lists.data, "lse": self.stats.lse_2, "delta": self.stats.delta}
+        return tensors | rows | self.scores.touched()
+
     def heads_per_item(self, num_sms: int) -> int:
         """Returns how many query heads a work item visits: the whole group, or one, whichever ends sooner.
 
@@ -120,7 +126,7 @@ class BackwardCall(NamedTuple):
 
     def main_params(
         self,
-        kernel: TiledKernel,
+        kernel: Kernel,
         gradients: tuple[Tensor | None, Tensor, Tensor],
         heads: int,
         accumulate: bool,
@@ -161,7 +167,7 @@ class BackwardCall(NamedTuple):
         params.dropout = self.scores.dropout()
         return params
 
-    def dq_params(self, kernel: TiledKernel, dq: Tensor) -> DqParams:
+    def dq_params(self, kernel: Kernel, dq: Tensor) -> DqParams:
         """Returns the parameters of the kernel for dq alone, without counters, factor and whether it adds."""
         (num_keys, num_kv_heads, head_dim), num_heads = self.k.shape, self.q.shape[1]
         lists, stats, width = self.lists, self.stats, head_dim + self.v.shape[2]
@@ -190,7 +196,7 @@ class BackwardCall(NamedTuple):
             self.scores.dropout(),
         )
 
-    def _maps(self, kernel: TiledKernel) -> tuple[TensorMap, ...]:
+    def _maps(self, kernel: Kernel) -> tuple[TensorMap, ...]:
         on, rows, keys = kernel.driver, kernel.tile_rows, kernel.tile_keys
         return (
             tensor_map("q", self.q, rows, on),

@@ -1,29 +1,25 @@
-"""From tensors to a launch: loaded kernels, tensor maps, work counters, all cached.
+"""From tensors to a launch, on the machine of their device.
 
 What a call needs besides its tensors is looked up, and found after the first time: kernels by variant and
-device, tensor maps by address, shape and strides, counters by stream. The host never waits for the device.
+device, tensor maps by address, shape and strides, counters by stream.
 """
 
 import contextlib
 import ctypes
 import math
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_cp.attn.hopper.checks import GradientKernels, check_layout, find_variant
+from megatron_cp.attn.hopper.checks import check_layout, find_variant
 from megatron_cp.attn.hopper.device_lists import DeviceList
+from megatron_cp.attn.hopper.gpu import gpu
+from megatron_cp.attn.hopper.machine import Kernel, Machine, MapEncoder, Memory
 from megatron_cp.attn.hopper.scores import Scores
 from megatron_cp.attn.merge import apply_sink
-from megatron_cp.device_memory import SharedTensor, share
-from megatron_cp.kernels import build, loading
-from megatron_cp.kernels.driver import BFLOAT16, FLOAT16, FLOAT32, Driver, driver
+from megatron_cp.kernels.driver import BFLOAT16, FLOAT16, FLOAT32
 from megatron_cp.kernels.params import FwdParams, TensorMap
 
 # Q query rows, K key rows, N query heads, G kv heads, H head dim, Hv value head dim
@@ -34,103 +30,29 @@ SECTION_BYTES = (
     32 << 20
 )  # what is to stay in the second-level cache while it is read again and again
 _is_head_by_head: ContextVar[bool] = ContextVar("megatron_cp_head_by_head", default=False)
-MAX_STREAMS = 256  # per device; each has a pair of work counters
-COUNTER_BYTES = 128  # a cache line per pair
 MAX_TENSOR_MAPS = 4096
 BLOCKS_PER_SM = 8  # of kernels that only stream rows
 DTYPE_CODES = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.float32: FLOAT32}
+_machines: dict[str, Callable[[int], Machine]] = {"cuda": gpu}
 
 
-class MapEncoder(Protocol):
-    """What makes tensor maps: the driver, or what stands in for it."""
-
-    def ensure_context(self, device: int) -> None:
-        """Makes a context of the device current."""
-
-    def encode_tensor_map(
-        self,
-        dtype: int,
-        address: int,
-        sizes: Sequence[int],
-        stride_bytes: Sequence[int],
-        box: Sequence[int],
-        swizzled: bool = True,
-    ) -> bytes:
-        """Returns the 128 bytes of a tensor map."""
+def run_on(device_type: str, machine: Machine) -> None:
+    """Lets kernels on tensors of such a device run on a machine."""
+    _machines[device_type] = lambda _: machine
 
 
-class TiledKernel(Protocol):
-    """What parameters are made for."""
-
-    @property
-    def driver(self) -> MapEncoder:
-        """Returns what makes its tensor maps."""
-
-    @property
-    def tile_rows(self) -> int:
-        """Returns the query rows of a tile."""
-
-    @property
-    def tile_keys(self) -> int:
-        """Returns the key rows of a tile."""
+def machine_of(x: Tensor) -> Machine:
+    """Returns where kernels on a tensor run."""
+    device = x.device
+    return _machines[device.type](device.index or 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """A loaded kernel and what its launch needs."""
+def num_blocks(kernel: Kernel, num_items: int, sm_share: float) -> int:
+    """Returns how many CTAs take the items: one per multiprocessor, but for the share left to transfers.
 
-    handle: int
-    driver: Driver
-    num_threads: int
-    shared_bytes: int
-    num_sms: int
-    tile_rows: int  # 0 where the kernel has no tiles
-    tile_keys: int
-
-    def num_blocks(self, num_items: int, sm_share: float) -> int:
-        """Returns how many CTAs take the items: one per multiprocessor, but for the share left to transfers.
-
-        A persistent CTA leaves no room on its multiprocessor, so what is to run beside it needs one of its own.
-        """
-        return min(num_items, max(1, self.num_sms - math.ceil(sm_share * self.num_sms)))
-
-    def launch(self, num_blocks: int, stream: int, params: ctypes.Structure, device: int) -> None:
-        """Launches on a raw stream of the current device."""
-        if not hasattr(_thread, "has_context"):
-            self.driver.ensure_context(device)
-            _thread.has_context = True
-        self.driver.launch(
-            self.handle, num_blocks, self.num_threads, self.shared_bytes, stream, params
-        )
-
-
-@lru_cache(maxsize=256)
-def load_kernel(name: str, device: int) -> Kernel:
-    """Returns a variant on a device; its first use by a process may compile it."""
-    on = driver()
-    defines = dict(define.split("=", 1) for define in build.variants()[name].defines)
-    shared_bytes = int(defines.get("MCP_SHARED_BYTES", 0))
-    return Kernel(
-        loading.load_variant(name, on, device),
-        on,
-        int(defines["MCP_THREADS"]),
-        shared_bytes,
-        num_sms(device),
-        *tile_shape(name),
-    )
-
-
-@lru_cache(maxsize=256)
-def tile_shape(name: str) -> tuple[int, int]:
-    """Returns `(query rows, key rows)` of a variant's tiles, zeros where it has none."""
-    defines = dict(define.split("=", 1) for define in build.variants()[name].defines)
-    return int(defines.get("MCP_BLOCK_M", 0)), int(defines.get("MCP_BLOCK_N", 0))
-
-
-def gradient_tiles(kernels: GradientKernels) -> tuple[tuple[int, int], tuple[int, int] | None]:
-    """Returns the tile shapes of the kernel for dk and dv and, if there is one, of that for dq alone."""
-    dq_tile = None if kernels.dq is None else tile_shape(kernels.dq.name)
-    return tile_shape(kernels.main.name), dq_tile
+    A persistent CTA leaves no room on its multiprocessor, so what is to run beside it needs one of its own.
+    """
+    return min(num_items, max(1, kernel.num_sms - math.ceil(sm_share * kernel.num_sms)))
 
 
 def launch_forward(
@@ -155,36 +77,74 @@ def launch_forward(
         fill_without_keys(out_QNH, lse_QN, sink_N, earlier_QNH)
         return
     q_QNH, _, v_KGH = tensors
-    device = q_QNH.device.index or 0
     dims = (q_QNH.shape[2], v_KGH.shape[2])
     variant = find_variant("forward", q_QNH.dtype, *dims, scores.feature)
     if earlier_QNH is out_QNH:  # results of its own making are in order
         check_layout("out", out_QNH)
-    with device_guard(device):
-        kernel = load_kernel(variant.name, device)
-        stream = raw_stream(device)
+    machine = machine_of(q_QNH)
+    with machine.is_current():
+        kernel, stream = machine.load(variant.name), machine.stream()
         params = forward_params(kernel, tensors, lists, sink_N, scores, results, earlier_QNH)
         params.max_logits = max_logits_address(max_logits_N, earlier_QNH)
-        pair = counters(device, stream)
+        pair = machine.counters(stream)
         params.counters = pair.address
-        num_blocks = kernel.num_blocks(params.num_tiles * q_QNH.shape[1], sm_share)
-        kernel.launch(num_blocks, stream, params, device)
+        blocks = num_blocks(kernel, params.num_tiles * q_QNH.shape[1], sm_share)
+
+        def memory() -> Memory:
+            return _forward_memory(
+                tensors, lists, scores, sink_N, results, earlier_QNH, max_logits_N
+            )
+
+        kernel.launch(blocks, stream, params, memory)
 
 
-def launch_rows(name: str, x: Tensor, num_items: int, params: ctypes.Structure) -> None:
-    """Launches a kernel that gives a warp to every row and head."""
+def _forward_memory(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    lists: DeviceList,
+    scores: Scores,
+    sink_N: Tensor | None,
+    results: tuple[Tensor, Tensor],
+    earlier_QNH: Tensor | None,
+    max_logits_N: Tensor | None,
+) -> Memory:
+    (q_QNH, k_KGH, v_KGH), (out_QNH, lse_QN) = tensors, results
+    read = {"q": q_QNH, "k": k_KGH, "v": v_KGH, "work list": lists.data, "sink": sink_N}
+    out, lse = {"out": out_QNH}, {"lse": lse_QN}
+    filled = {} if earlier_QNH is out_QNH else out
+    if earlier_QNH is None:
+        return Memory.of(read | scores.touched(), filled | lse, {"max_logits": max_logits_N})
+    return Memory.of(read | scores.touched(), filled, out | lse)
+
+
+def empty_results(q_QNH: Tensor, v_KGH: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns room for `(out [Q, N, Hv] in dtype, lse [Q, N] float32)`."""
+    num_rows, num_heads, _ = q_QNH.shape
+    shape = (num_rows, num_heads, v_KGH.shape[-1])
+    # Without a dtype new_empty is twice as fast.
+    out = q_QNH.new_empty(shape) if dtype == q_QNH.dtype else q_QNH.new_empty(shape, dtype=dtype)
+    return out, q_QNH.new_empty((num_rows, num_heads), dtype=torch.float32)
+
+
+def launch_rows(
+    name: str,
+    x: Tensor,
+    num_items: int,
+    params: ctypes.Structure,
+    memory: Callable[[], Memory] | None = None,
+) -> None:
+    """Launches a kernel that gives a warp to every row and head, on the machine of `x`."""
     if not num_items:
         return
-    device = x.device.index or 0
-    with device_guard(device):
-        kernel = load_kernel(name, device)
+    machine = machine_of(x)
+    with machine.is_current():
+        kernel = machine.load(name)
         warps = kernel.num_threads // 32
-        num_blocks = min(-(-num_items // warps), BLOCKS_PER_SM * num_sms(device))
-        kernel.launch(num_blocks, raw_stream(device), params, device)
+        blocks = min(-(-num_items // warps), BLOCKS_PER_SM * kernel.num_sms)
+        kernel.launch(blocks, machine.stream(), params, memory)
 
 
 def forward_params(
-    kernel: TiledKernel,
+    kernel: Kernel,
     tensors: tuple[Tensor, Tensor, Tensor],
     lists: DeviceList,
     sink_N: Tensor | None,
@@ -317,82 +277,3 @@ def remember_map(key: tuple[object, ...], encoded: bytes) -> TensorMap:
 
 
 _tensor_maps: dict[tuple[object, ...], TensorMap] = {}
-
-
-@lru_cache(maxsize=64)
-def num_sms(device: int) -> int:
-    """Returns the number of multiprocessors."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def current_device() -> int:
-    """Returns the ordinal of the thread's current device."""
-    return torch.cuda.current_device()
-
-
-def raw_stream(device: int) -> int:
-    """Returns the current stream of a device as the driver knows it."""
-    return torch.cuda.current_stream(device).cuda_stream
-
-
-_NO_GUARD = contextlib.nullcontext()
-
-
-def device_guard(device: int) -> contextlib.AbstractContextManager[object]:
-    """Returns a context in which the device is current."""
-    return _NO_GUARD if current_device() == device else torch.cuda.device(device)
-
-
-_thread = threading.local()
-_counter_lock = threading.Lock()
-_counter_pools: dict[int, SharedTensor] = {}
-_counter_of_stream: dict[tuple[int, int], int] = {}
-
-
-class Counters(NamedTuple):
-    """A pair of work counters, zero when the launch begins, and the tensor to keep until then, if any."""
-
-    address: int
-    memory: Tensor | None
-
-
-def counters(device: int, stream: int) -> Counters:
-    """Returns work counters for one launch on a stream: the stream's own, which the last CTA sets to zero again.
-
-    A launch that a CUDA graph records gets a pair in the graph's memory, zeroed by the graph: all graphs are
-    recorded on one stream, and may be replayed side by side.
-    """
-    if is_capturing():
-        pair = torch.zeros(2, dtype=torch.int32, device=f"cuda:{device}")
-        return Counters(pair.data_ptr(), pair)
-    address = _counter_of_stream.get((device, stream))
-    if address is None:
-        with _counter_lock:  # another thread may have come first
-            address = _counter_of_stream.get((device, stream)) or _new_counters(device, stream)
-            _counter_of_stream[device, stream] = address
-    return Counters(address, None)
-
-
-def is_capturing() -> bool:
-    """Returns whether a CUDA graph records the current stream."""
-    return torch.cuda.is_current_stream_capturing()
-
-
-def _new_counters(device: int, stream: int) -> int:
-    pool = _counter_pools.get(device)
-    if pool is None:
-        pool = _counter_pools[device] = zeroed_counters(device)
-    index = sum(1 for known, other in _counter_of_stream if known == device and other != stream)
-    if index >= MAX_STREAMS:
-        raise RuntimeError(
-            f"stream {stream} is number {index + 1} to run attention on device {device}, at most "
-            f"{MAX_STREAMS} are allowed; reuse streams"
-        )
-    pool.wait(stream)
-    return pool.data.data_ptr() + COUNTER_BYTES * index
-
-
-def zeroed_counters(device: int) -> SharedTensor:
-    """Returns the counters of all streams, all zero."""
-    size = MAX_STREAMS * COUNTER_BYTES // 4
-    return share(torch.zeros(size, dtype=torch.int32, device=f"cuda:{device}"))

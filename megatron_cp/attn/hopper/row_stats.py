@@ -8,12 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_cp.attn.hopper.checks import find_variant, has_memory, readable
-from megatron_cp.attn.hopper.launch import (
-    TiledKernel,
-    find_map,
-    launch_rows,
-    remember_map,
-)
+from megatron_cp.attn.hopper.launch import find_map, launch_rows, remember_map
+from megatron_cp.attn.hopper.machine import Kernel
 from megatron_cp.attn.hopper.scores import LOG2_E
 from megatron_cp.kernels.driver import FLOAT32
 from megatron_cp.kernels.params import BwdPreprocessParams, TensorMap
@@ -87,7 +83,7 @@ def stats_of(lse_QN: Tensor, delta_QN: Tensor) -> RowStats:
     return RowStats(both[0], both[1])
 
 
-def stats_map(x_CNP: Tensor, num_rows: int, kernel: TiledKernel) -> TensorMap:
+def stats_map(x_CNP: Tensor, num_rows: int, kernel: Kernel) -> TensorMap:
     """Returns the map of row statistics: plain boxes of as many rows as a tile has."""
     num_copies, num_heads, padded = x_CNP.shape
     key = ("row statistics", x_CNP.data_ptr(), num_rows, num_heads, kernel.tile_rows)

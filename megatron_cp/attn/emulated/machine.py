@@ -1,16 +1,23 @@
-"""Kernels of variants.json in the emulator, with the face that the host code of the GPU path expects of a kernel."""
+"""The emulator as the machine that the host code of the GPU path launches on.
+
+It watches over the memory of a launch: what the kernel is to fill holds no number before, and what it made holds
+nothing of a register that was never written.
+"""
 
 import ctypes
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
+from megatron_cp.attn.hopper.machine import Counters, Memory, tile_shape
 from megatron_cp.kernels import build
 from megatron_cp.kernels.emulator import library
+from megatron_cp.kernels.emulator.library import EmulatorError
 
 PARAMS = {
     "forward": "mcp::attn::FwdParams",
@@ -23,6 +30,9 @@ PARAMS = {
     "add_rows": "mcp::rows::AddRowsParams",
 }
 SWIZZLE_NONE, SWIZZLE_128 = 0, 3  # of the driver's enumeration
+# Registers that hold nothing, as the emulator marks them; arithmetic keeps all but the sign and the quiet bit.
+POISON = (0x7FA1BEEF, 0x7FA57FA5)
+POISON_MASK = 0x7FBFFFFF
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,27 @@ def _current() -> Session:
     return _session.get() or Session(Settings())
 
 
+class Emulator:
+    """The emulated machine: one device without streams."""
+
+    def is_current(self) -> AbstractContextManager[object]:
+        """Returns a context of nothing: the CPU is always there."""
+        return nullcontext()
+
+    def stream(self) -> int:
+        """Returns the only stream."""
+        return 0
+
+    def load(self, name: str) -> "EmulatedKernel":
+        """Returns a variant, compiled at its first use."""
+        return EmulatedKernel(build.variants()[name])
+
+    def counters(self, stream: int) -> Counters:
+        """Returns counters of one launch."""
+        pair = torch.zeros(2, dtype=torch.int32)
+        return Counters(pair.data_ptr(), pair)
+
+
 class EmulatedKernel:
     """A variant in the emulator; it is its own `driver`."""
 
@@ -71,8 +102,7 @@ class EmulatedKernel:
         defines = dict(define.split("=", 1) for define in variant.defines)
         self.num_threads = int(defines["MCP_THREADS"])
         self.shared_bytes = int(defines.get("MCP_SHARED_BYTES", 0))
-        self.tile_rows = int(defines.get("MCP_BLOCK_M", 0))
-        self.tile_keys = int(defines.get("MCP_BLOCK_N", 0))
+        self.tile_rows, self.tile_keys = tile_shape(variant.name)
         self.driver = self
         self._kernel = library.load(source_of(variant))
 
@@ -97,23 +127,47 @@ class EmulatedKernel:
         swizzle = SWIZZLE_128 if swizzled else SWIZZLE_NONE
         return self._kernel.encode_tiled(dtype, address, dims, strides, box, swizzle=swizzle)
 
-    def run(self, params: ctypes.Structure, max_blocks: int, touched: dict[str, Tensor]) -> None:
-        """Runs the kernel, which may read `touched` through TMA and read-only loads.
+    def launch(
+        self,
+        num_blocks: int,
+        stream: int,
+        params: ctypes.Structure,
+        memory: Callable[[], Memory] | None = None,
+    ) -> None:
+        """Runs the kernel to its end.
 
-        Raises: EmulatorError with the first defect.
+        Raises: EmulatorError with the first defect: also a value from nowhere in its results, and counters left set.
         """
-        session = _current()
+        session, touched = _current(), Memory({}, {}, {}) if memory is None else memory()
         settings = session.settings
+        for x in touched.filled.values():
+            x.fill_(torch.nan)
         machine = library.Machine(
-            min(settings.num_blocks, max_blocks),
+            num_blocks,
             self.num_threads,
             self.shared_bytes,
             seed=settings.seed,
             host_threads=settings.host_threads,
             record_history=settings.record_history,
-            ranges=tuple(_range(name, x) for name, x in touched.items()),
+            ranges=tuple(_range(name, x) for name, x in touched.read.items()),
         )
         session.runs.append(self._kernel.run(params, machine))
+        _check_results(touched.filled | touched.changed)
+        address = getattr(params, "counters", None)
+        pair = [0, 0] if address is None else (ctypes.c_int32 * 2).from_address(address)[:]
+        if any(pair):
+            raise EmulatorError(f"the kernel left its work counters at {pair}")
+
+
+def _check_results(results: dict[str, Tensor]) -> None:
+    """Raises EmulatorError if a register without a value was stored."""
+    for name, x in results.items():
+        if x.dtype == torch.float32:
+            bits = x.contiguous().view(torch.int32) & POISON_MASK
+            if any((bits == value).any() for value in POISON):
+                raise EmulatorError(
+                    f"{name} holds values of registers that were never written, or read in flight"
+                )
 
 
 def source_of(variant: build.Variant) -> library.Source:
