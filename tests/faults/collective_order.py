@@ -23,28 +23,13 @@ import torch
 import torch.distributed as dist
 
 FOLDER = "MCP_TEST_COLLECTIVES"  # variable of the environment
-COLLECTIVES = [
-    "_allgather_base",
-    "allgather",
-    "allgather_coalesced",
-    "allgather_into_tensor_coalesced",
-    "allreduce",
-    "allreduce_coalesced",
-    "alltoall",
-    "alltoall_base",
-    "broadcast",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "_reduce_scatter_base",
-    "reduce_scatter_tensor_coalesced",
-    "scatter",
-    "barrier",
-    "monitored_barrier",
-    "all_gather_single",
-    "all_to_all_single",
+COLLECTIVES = (
+    "_allgather_base", "allgather", "allgather_coalesced", "allgather_into_tensor_coalesced",
+    "allreduce", "allreduce_coalesced", "alltoall", "alltoall_base", "broadcast", "gather",
+    "reduce", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced",
+    "scatter", "barrier", "monitored_barrier", "all_gather_single", "all_to_all_single",
     "reduce_scatter_single",
-]
+)  # fmt: skip
 PEER = {
     "send": 1,
     "recv": 1,
