@@ -8,13 +8,14 @@ Both passes leave an enclosing autocast: the dtype of q, k and v decides the pre
 from dataclasses import replace
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from megatron_cp.attn.dropout import Dropout, head_seeds, key_words, row_words
 from megatron_cp.attn.eager import eager
+from megatron_cp.attn.hopper.passes import Passes
 from megatron_cp.attn.logits import no_logits, raise_to_, sharp_lse
 from megatron_cp.attn.merge import PartJoiner, apply_sink, merge_span_, sink_gradient
 from megatron_cp.attn.once import Saved, first_derivative_only
@@ -37,8 +38,8 @@ _MODULES = {
     "emulated": "megatron_cp.attn.emulated.backend",
 }
 LSE_ONLY = ("flex", "flash")  # whose operators return no largest logits
-# Whose kernel adds the sink and writes the dtype of q. With dropout all go the general way.
-OWN_ATTEND = ("hopper", "emulated")
+# Whose kernels add to what is held, add the sink and round: their modules are `Passes`.
+OWN_KERNELS = ("hopper", "emulated")
 _loaded: dict[str, ModuleType] = {}
 
 
@@ -83,13 +84,11 @@ def attend(  # noqa: PLR0913  the public signature of DESIGN section 9
         words = row_words(head_seeds(dropout_seed, q), places_q), key_words(places_k)
         options = replace(options, dropout=Dropout(dropout_p, *words))
     max_logits = no_logits(q) if return_max_logits else None
-    if options.backend not in OWN_ATTEND or options.dropout is not None:
+    if options.backend not in OWN_KERNELS or options.dropout is not None:
         out, lse = _Attend.apply(q, k, v, sink, mask, options, max_logits)
     else:
-        own_attend, asked = (
-            backend_module(options.backend).attend,
-            (mask, sink, options, max_logits),
-        )
+        own_attend = backend_module(options.backend).attend
+        asked = (mask, sink, options, max_logits)
         if options.wide_dims is None:
             out, lse = own_attend(q, k, v, *asked)
         else:
@@ -137,13 +136,12 @@ def attend_forward_onto_(
     Both are in the accumulation dtype. Rows without keys here keep what they have. `max_logits` as `attend_forward`.
     """
     out, lse = held
-    module = backend_module(options.backend)
+    own = _own_passes(options)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        if hasattr(module, "forward_onto_") and options.wide_dims is None:
+        if own is not None:
             check_mask(q, k, mask)
             _check_words(options)
-            asked = (mask, options) if max_logits is None else (mask, options, max_logits)
-            module.forward_onto_(out, lse, q, k, v, *asked)  # its kernel merges
+            own.forward_onto_(out, lse, q, k, v, mask, options, max_logits)  # its kernel merges
         else:
             merge_span_(out, lse, *attend_forward(q, k, v, mask, options, max_logits))
 
@@ -163,14 +161,13 @@ def attend_forward_last(
     `held`, `(out, lse)` over other keys in the accumulation dtype if there are any, is used up. `max_logits` as
     `attend_forward`.
     """
-    module = backend_module(options.backend)
-    serves = options.wide_dims is None and (held is None or max_logits is None)
-    if serves and hasattr(module, "forward_last"):  # its kernel adds the sink and rounds
+    own = _own_passes(options)
+    if own is not None and (held is None or max_logits is None):  # adds the sink and rounds
         check_mask(q, k, mask)
         _check_words(options)
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-            out, lse = module.forward_last(held, q, k, v, mask, options, sink, max_logits)
-        return out, lse
+            known = None if held is None else (held[0], held[1])
+            return own.forward_last(known, q, k, v, mask, options, sink, max_logits)
     if held is None:
         held = attend_forward(q, k, v, mask, options, max_logits)
     else:
@@ -206,15 +203,16 @@ def attend_backward(  # noqa: PLR0913  what the pass needs, and how its results 
     """
     check_mask(q, k, mask)
     _check_words(options)
+    own = _own_passes(options)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        if own is not None:
+            return own.backward(dout, q, k, v, lse, delta, mask, options, rounded)
         backward = backend_module(options.backend).backward
         if options.wide_dims is not None:
             wide = widen(options.wide_dims, q, k, v)
             dout = widen_values(options.wide_dims, dout)
             dq, dk, dv = backward(dout, *wide, lse, delta, mask, options)
             dq, dk, dv = dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
-        elif rounded and _adds_itself(options):  # its kernels round
-            dq, dk, dv = backward(dout, q, k, v, lse, delta, mask, options, rounded)
         else:
             dq, dk, dv = backward(dout, q, k, v, lse, delta, mask, options)
     if rounded:
@@ -249,13 +247,12 @@ def attend_backward_onto_(  # noqa: PLR0913  as attend_backward, and what to add
     Where `dq` holds such a sum over other keys, it is the one returned, with this one added to it; and where `dkeys`
     holds `(dk, dv)` of other queries, so are they.
     """
+    own = _own_passes(options)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        if _adds_itself(options):
+        if own is not None:
             check_mask(q, k, mask)
             _check_words(options)
-            module = backend_module(options.backend)
-            grads = module.backward_onto_(dq, dkeys, dout, q, k, v, lse, delta, mask, options)
-            return grads[0], grads[1], grads[2]
+            return own.backward_onto_(dq, dkeys, dout, q, k, v, lse, delta, mask, options)
         parts = attend_backward(dout, q, k, v, lse, delta, mask, options)
         held = (dq, *(dkeys or (None, None)))
         sums = [x if h is None else h.add_(x) for h, x in zip(held, parts, strict=True)]
@@ -264,11 +261,10 @@ def attend_backward_onto_(  # noqa: PLR0913  as attend_backward, and what to add
 
 def row_products(dout: Tensor, out: Tensor, lse: Tensor, options: AttendOptions) -> Tensor:
     """Returns `rowsum(dout * out)` `[Q, N]` in the dtype of `lse`, by the backend's kernel if it has one."""
-    module = backend_module(options.backend)
-    if options.wide_dims is None and hasattr(module, "row_products"):
+    own = _own_passes(options)
+    if own is not None:
         with torch.no_grad():
-            products: Tensor = module.row_products(dout, out, lse)
-            return products
+            return own.row_products(dout, out, lse)
     return (dout * out.to(lse.dtype)).sum(dim=-1)
 
 
@@ -277,18 +273,20 @@ def part_joiner(options: AttendOptions, width: int) -> PartJoiner | None:
 
     The kernels take results in pairs of columns, so `width` of a head is even.
     """
-    module = backend_module(options.backend)
-    return module if hasattr(module, "merge_parts_") and width % 2 == 0 else None
+    has_joiner = options.backend in OWN_KERNELS and width % 2 == 0
+    return cast(Passes, backend_module(options.backend)) if has_joiner else None
 
 
 def dq_factor(options: AttendOptions) -> float:
     """Returns what the sums of `attend_backward_onto_` are to be multiplied by, once, in the end."""
-    return options.softmax_scale if _adds_itself(options) else 1.0
+    return 1.0 if _own_passes(options) is None else options.softmax_scale
 
 
-def _adds_itself(options: AttendOptions) -> bool:
-    """Returns whether the backend's kernel adds to dq."""
-    return options.wide_dims is None and hasattr(backend_module(options.backend), "backward_onto_")
+def _own_passes(options: AttendOptions) -> Passes | None:
+    """Returns the passes of a backend with kernels of its own; None for others, and for rows to be widened."""
+    if options.backend not in OWN_KERNELS or options.wide_dims is not None:
+        return None
+    return cast(Passes, backend_module(options.backend))
 
 
 def _check_words(options: AttendOptions) -> None:

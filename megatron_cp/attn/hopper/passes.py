@@ -47,6 +47,7 @@ class Passes(PartJoiner, Protocol):
         mask: AttentionMask,
         sink_N: Tensor | None,
         options: AttendOptions,
+        max_logits_N: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Returns `(out, lse)`, sink included, differentiable."""
 
@@ -59,6 +60,7 @@ class Passes(PartJoiner, Protocol):
         v: Tensor,
         mask: AttentionMask,
         options: AttendOptions,
+        max_logits_N: Tensor | None = None,
     ) -> None:
         """Merges attention over other keys into a result, in place."""
 
@@ -71,6 +73,7 @@ class Passes(PartJoiner, Protocol):
         mask: AttentionMask,
         options: AttendOptions,
         sink_N: Tensor | None,
+        max_logits_N: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Returns `(out, lse)` over these keys and those of `held`, sink included, `out` in the dtype of q."""
 
@@ -88,3 +91,6 @@ class Passes(PartJoiner, Protocol):
         options: AttendOptions,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns `(dq, dk, dv)`, dq without softmax_scale; added to a dq and to `dkeys` that are given."""
+
+    def row_products(self, dout: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+        """Returns `rowsum(dout * out)`, 0 for rows without keys."""
