@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_cp.attn.apart import run_apart
+
 _log = logging.getLogger("megatron_cp")
 
 _MAX_KEY_DIM = 256
@@ -42,7 +44,9 @@ def why_not(k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None) -> str 
     kind = (k.device, k.dtype, k.shape[-1], v.shape[-1])
     if kind not in _verdicts:
         # The maps of runs are computed with keys in the place of values.
-        _verdicts[kind] = _try(k, v) or (None if v.shape[-1] == k.shape[-1] else _try(k, k))
+        _verdicts[kind] = run_apart(
+            lambda: _try(k, v) or (None if v.shape[-1] == k.shape[-1] else _try(k, k))
+        )
         _log.info(
             "linear attention on %s: %s", k.device, _verdicts[kind] or "flash-linear-attention"
         )
@@ -133,7 +137,7 @@ def _try(k: Tensor, v: Tensor) -> str | None:
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(k.device)
+        return torch.randn(shape, generator=generator, dtype=torch.float32).to(k.device)
 
     tokens = sum(lengths)
     keys = torch.nn.functional.normalize(drawn(tokens, heads, k.shape[-1]), dim=-1)
@@ -152,7 +156,7 @@ def _try(k: Tensor, v: Tensor) -> str | None:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             warnings.warn(
                 f"flash-linear-attention does not run on {k.device}, the plain computation is taken: {reason}",
-                stacklevel=5,
+                stacklevel=2,
             )
             return f"it does not run here: {reason}"
         exact = [x.double() for x in (*tensors, initial)]
@@ -167,7 +171,7 @@ def _try(k: Tensor, v: Tensor) -> str | None:
     warnings.warn(
         f"flash-linear-attention is off by {worst:.2g} of the largest number on {k.device} ({k.dtype}, head dims "
         f"{k.shape[-1]}, {v.shape[-1]}); the plain computation is taken",
-        stacklevel=5,
+        stacklevel=2,
     )
     return "it failed its test on this device"
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_cp.attn.apart import run_apart
 from megatron_cp.attn.choice import torch_wants_determinism
 from megatron_cp.attn.flash.libraries import find_operator
 from megatron_cp.attn.flash.operators import Operator, Wish
@@ -115,7 +116,8 @@ def _find(wish: Wish, q: Tensor) -> tuple[Operator | None, tuple[str, ...]]:
 
     def tried(operator: Operator) -> str | None:
         if (operator.name, key) not in _faults:
-            fault = _faults[operator.name, key] = find_fault(operator, *key)
+            fault = run_apart(lambda: find_fault(operator, *key))
+            _faults[operator.name, key] = fault
             if fault is not None:
                 _log.warning("backend 'flash' passes over an operator: %s", fault)
         return _faults[operator.name, key]

@@ -117,7 +117,7 @@ class _Case:
         generator = torch.Generator().manual_seed(len(name))
 
         def draw(rows: int, heads: int, dim: int) -> Tensor:
-            drawn = torch.randn(rows, heads, dim, generator=generator)
+            drawn = torch.randn(rows, heads, dim, generator=generator, dtype=torch.float32)
             return drawn.to(kind.dtype).to(device)
 
         q = draw(mask.num_queries, NUM_HEADS, kind.head_dim)
@@ -247,7 +247,8 @@ def _judged_whole(passes: Passes, case: _Case) -> Iterator[Verdict]:
     yield case.judged("out with a sink", out.detach(), exact_out)
     if not case.kind.needs_grad:
         return
-    dlse = torch.linspace(-1.0, 1.0, exact_lse.numel(), device=sink.device).view_as(exact_lse)
+    dlse = torch.linspace(-1.0, 1.0, exact_lse.numel(), dtype=torch.float32, device=sink.device)
+    dlse = dlse.view_as(exact_lse)
     found = torch.autograd.grad((out, lse), leaves, (case.dout, dlse))
     # Of the result as it was rounded, which is judged above.
     delta = (case.dout.double() * out.detach().double()).sum(dim=-1) - dlse
@@ -259,7 +260,7 @@ def _judged_whole(passes: Passes, case: _Case) -> Iterator[Verdict]:
 
 
 def _sink(device: torch.device) -> Tensor:
-    return torch.linspace(-1.0, 1.0, NUM_HEADS, device=device)
+    return torch.linspace(-1.0, 1.0, NUM_HEADS, dtype=torch.float32, device=device)
 
 
 def _dropout(q: Tensor, k: Tensor) -> Dropout:
@@ -274,7 +275,7 @@ def _judged_joins(passes: Passes, case: _Case) -> Iterator[Verdict]:
     num_rows, num_parts, width = 300, 400, case.kind.value_dim
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(device)
+        return torch.randn(*shape, generator=generator, dtype=torch.float32).to(device)
 
     held = draw(num_rows, NUM_HEADS, width), 3 * draw(num_rows, NUM_HEADS)
     part = draw(num_parts, NUM_HEADS, width), 3 * draw(num_parts, NUM_HEADS)

@@ -15,6 +15,7 @@ from contextvars import ContextVar
 
 import torch
 
+from megatron_cp.attn.apart import run_apart
 from megatron_cp.attn.hopper.checks import (
     DTYPES,
     find_gradient_kernels,
@@ -57,7 +58,9 @@ def find_verdict(kind: Kind, device: torch.device) -> Verdict | None:
         if torch.cuda.is_available():
             # A fault of what the caller has done before is the caller's.
             torch.cuda.current_stream(device).synchronize()
-        verdict = kept_verdict(_key(kind, device), lambda: judge(backend, kind, device))
+        verdict = kept_verdict(
+            _key(kind, device), lambda: run_apart(lambda: judge(backend, kind, device))
+        )
         _verdicts[kind, device] = verdict
     return verdict
 
