@@ -53,6 +53,7 @@ class FwdParams(ctypes.Structure):
         ("cap", c_float),
         ("cap_scale", c_float),
         ("out_is_float", c_int32),
+        ("score_per_lse", c_float),
         ("dropout", DropoutParams),
         ("padding", c_int32 * 4),  # the header's struct is aligned to 64 bytes
     )

@@ -47,7 +47,7 @@ MCP_DEVICE void load_earlier(const FwdParams& params,
     for (int half = 0; half < 2; half++) {
         const RowPlace at(work, place, half);
         if (!at.valid) continue;
-        softmax.start(half, *at.lse(params, work), params.score_scale, place.column == 0);
+        softmax.start(half, *at.lse(params, work), params.score_per_lse, place.column == 0);
         const float* earlier = params.earlier + at.out_offset(params, work) + place.column;
         MCP_UNROLL
         for (int i = 0; i < kSize / 4; i++) {

@@ -66,7 +66,10 @@ struct FwdParams {
     // must be > 0; give 1e-30 for 0.
     float score_scale, cap, cap_scale;
 
-    i32 out_is_float;  // otherwise out has the inputs' type
+    i32 out_is_float;     // otherwise out has the inputs' type
+    float score_per_lse;  // the score whose exponential is that of an lse: log2(e) / score_scale,
+                          // rounded once. A quotient of the device would be an approximation that
+                          // moves lse the same way at every stage
     DropoutParams dropout;
 };
 

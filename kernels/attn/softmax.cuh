@@ -20,8 +20,8 @@ struct OnlineSoftmax {
         sum[0] = sum[1] = 0.0f;
     }
     // An earlier result, as one key whose exponential is 1: one lane of the row has it.
-    MCP_DEVICE void start(int half, float lse, float score_scale, bool has_it) {
-        max[half] = start_max[half] = lse * (kLog2E / score_scale);
+    MCP_DEVICE void start(int half, float lse, float score_per_lse, bool has_it) {
+        max[half] = start_max[half] = lse * score_per_lse;
         sum[half] = has_it && lse != negative_infinity() ? 1.0f : 0.0f;
     }
     MCP_DEVICE bool has_start(int half) const { return start_max[half] != negative_infinity(); }

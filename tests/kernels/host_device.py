@@ -7,6 +7,7 @@ follows tiles, segments and order, and writes `out` and `lse` where the pointers
 import math
 
 import numpy as np
+import pytest
 
 from megatron_cp.kernels import build
 from megatron_cp.kernels.driver import BFLOAT16, FLOAT16, FLOAT32
@@ -74,6 +75,9 @@ def _run(p, query, key, value, device: HostDevice) -> None:
     assert k.shape[0] == v.shape[0] == p.num_keys
     assert 1 <= p.heads_per_section <= p.num_heads
     assert p.counters and p.counters % 8 == 0
+    assert np.float32(p.score_per_lse) == pytest.approx(
+        math.log2(math.e) / p.score_scale, rel=2**-23
+    )
     order = array_at(p.order, np.int32, p.num_tiles)
     tiles = array_at(p.tiles, np.int32, 4 * (order.max() + 1)).reshape(-1, 4)
     num_segs = int((tiles[:, 2] + tiles[:, 3]).max())

@@ -188,6 +188,7 @@ def forward_params(
         num_keys,
         *scores.scales(),
         out_QNH.dtype == torch.float32,
+        scores.score_per_lse(),
         scores.dropout(),
     )
 

@@ -59,6 +59,10 @@ class Scores(NamedTuple):
             return scale * LOG2_E, 0.0, 0.0
         return 1.0, self.softcap * LOG2_E, 2 * LOG2_E * scale / self.softcap
 
+    def score_per_lse(self) -> float:
+        """Returns the score whose exponential is that of an lse of 1: what rows that go on from a result start at."""
+        return LOG2_E if self.softcap else 1.0 / (self.softmax_scale or TINY_SCALE)
+
     def dropout(self) -> DropoutParams:
         """Returns what a kernel is told about dropout; a kernel without it does not look."""
         words = self.words
