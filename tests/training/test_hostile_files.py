@@ -76,7 +76,8 @@ def test_hostile_json_is_one_plain_error_of_its_reader(tmp_path, name: str):
         with pytest.raises((ValueError, DamagedCheckpointError)) as refused:
             read()
         assert len(str(refused.value)) < 1000
-    assert _read_samples(written("plan.json")) == []
+    (tmp_path / "run.json").write_text("{}")
+    assert _read_samples(written("plan.json").parent, {"iteration": 9}) == []
     if name not in ("a list", "an endless number", "an infinite size"):
         written("tokenizer_config.json")
         with pytest.raises(ValueError, match="is not JSON"):

@@ -52,6 +52,25 @@ def test_a_resumed_run_replaces_the_rows_after_its_checkpoint(tmp_path):
     ]
 
 
+def test_a_resumed_run_keeps_the_first_four_packs_once(tmp_path):
+    """Packs of steps that the run left come again, those of another layout are not its own."""
+
+    def kept_after(iteration, layout, packs):
+        files = RunFiles(tmp_path, {"iteration": iteration, "arguments": {}, "layout": layout})
+        for one in packs[: files.num_wanted_plan_samples]:
+            files.add_plan_sample(one)
+        return json.loads((tmp_path / "plan.json").read_text())["samples"]
+
+    def packs(first, name):
+        return [{"iteration": first + step, "by": name} for step in range(8)]
+
+    assert kept_after(0, {"context": 1}, packs(1, "a")[:3]) == packs(1, "a")[:3]
+    expected = packs(1, "a")[:2] + packs(3, "b")[:2]
+    assert kept_after(2, {"context": 1}, packs(3, "b")) == expected
+    assert kept_after(5, {"context": 1}, packs(6, "c")) == expected
+    assert kept_after(5, {"context": 2}, packs(6, "d")) == packs(6, "d")[:4]
+
+
 def test_a_new_run_in_an_old_folder_keeps_the_old_records_aside(tmp_path, capsys):
     for number in range(3):
         files = RunFiles(tmp_path, {"iteration": 0, "arguments": {"lr": float(number)}})

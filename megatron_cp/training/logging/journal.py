@@ -51,8 +51,6 @@ from megatron_cp.training.optim import learning_rate
 from megatron_cp.training.setup import own_place
 from megatron_cp.training.step import StepResult
 
-_NUM_PLAN_SAMPLES = 4
-
 
 class Journal:
     """The books of one run. Every rank calls every method; the last rank prints and tracks."""
@@ -78,7 +76,7 @@ class Journal:
         # A line is of the steps since the last line, a row of those since the last row.
         self._line, self._row = Clock(), Clock()
         self._line_counts, self._row_counts = Counts(), Counts()
-        self._num_samples = self._steps_since_line = 0
+        self._steps_since_line = 0
         self._last: dict[str, Any] = {}
         self._summary = Summary()
         self._evaluated: dict[str, int] = {}
@@ -122,9 +120,7 @@ class Journal:
         if self._keeps and state.iteration % config.records.tensorboard_log_interval == 0:
             self._track(batches, result, params_norm, device)
             self._row, self._row_counts = Clock(), Counts()
-        wants_more = self._tracker.wants_plan_samples and self._num_samples < _NUM_PLAN_SAMPLES
-        if self._keeps and wants_more:
-            self._sample(batches)
+        self._sample(batches)
         if state.iteration % config.records.log_interval == 0:
             self._print(result, params_norm)
 
@@ -186,7 +182,7 @@ class Journal:
 
     def _sample(self, batches: list[PlannedBatch]) -> None:
         """Keeps the packs of the first steps for the report."""
-        for item in batches[: _NUM_PLAN_SAMPLES - self._num_samples]:
+        for item in batches[: self._tracker.num_wanted_plan_samples]:
             batch = item.batch
             sample = plan_sample(
                 self._state.iteration,
@@ -196,7 +192,6 @@ class Journal:
                 batch.document_kinds,
             )
             self._tracker.add_plan_sample(sample)
-            self._num_samples += 1
 
     def _speed(self, clock: Clock, counts: Counts) -> Speed:
         config = self._state.config

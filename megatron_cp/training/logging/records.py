@@ -27,6 +27,7 @@ from megatron_cp.training.logging.loggable import loggable, loggable_arguments, 
 
 SCHEMA = 1
 TEXTS = "text_samples.jsonl"
+_NUM_PLAN_SAMPLES = 4
 
 
 class RunFiles:
@@ -47,9 +48,7 @@ class RunFiles:
             description.get("command", ())
         )  # in words: `--flag=value` is one
         self._run = {"schema": SCHEMA, **told, "finished": None}
-        self._samples: list[dict[str, Any]] = (
-            _read_samples(folder / "plan.json") if description["iteration"] else []
-        )
+        self._samples = _read_samples(folder, description)
         _keep_rows_until(folder / "metrics.jsonl", description["iteration"])
         if (folder / TEXTS).exists():
             _keep_rows_until(folder / TEXTS, description["iteration"])
@@ -59,6 +58,11 @@ class RunFiles:
         """Appends one row; values that are not finite become null, as JSON has none."""
         line = json.dumps({"time": time.time(), **_finite(row)})
         append_whole(self.folder / "metrics.jsonl", f"{line}\n")
+
+    @property
+    def num_wanted_plan_samples(self) -> int:
+        """How many more packs are kept."""
+        return max(0, _NUM_PLAN_SAMPLES - len(self._samples))
 
     def add_plan_sample(self, sample: dict[str, Any]) -> None:
         """Adds one pack to `plan.json`."""
@@ -85,17 +89,17 @@ def _finite(row: dict[str, Any]) -> dict[str, Any]:
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
 
 
-def _read_samples(path: Path) -> list[dict[str, Any]]:
-    """Returns the samples that an earlier part of the run left."""
-    if not path.is_file():
-        return []
+def _read_samples(folder: Path, description: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the samples of the steps behind which the run goes on; none of another layout, whose plans it left."""
     try:
-        samples: list[dict[str, Any]] = list(
-            json.loads(path.read_text(encoding="utf-8"))["samples"]
+        told, record = (
+            json.loads((folder / name).read_text(encoding="utf-8"))
+            for name in ("run.json", "plan.json")
         )
-    except (ValueError, KeyError, TypeError, RecursionError):
+        samples = [one for one in record["samples"] if one["iteration"] <= description["iteration"]]
+        return samples if told.get("layout") == description.get("layout") else []
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return []  # pictures of an earlier part; the run goes on without them
-    return samples
 
 
 def _move_aside(folder: Path) -> None:

@@ -77,9 +77,9 @@ class Tracker:
             self._is_refused = False
 
     @property
-    def wants_plan_samples(self) -> bool:
-        """Whether somebody keeps packs for the report."""
-        return self._files is not None
+    def num_wanted_plan_samples(self) -> int:
+        """How many more packs are kept for the report."""
+        return 0 if self._files is None else self._files.num_wanted_plan_samples
 
     @property
     def offline_folder(self) -> str | None:
