@@ -14,6 +14,7 @@ from megatron_cp.report.draw.svg import aligned
 from megatron_cp.report.figures.planners import planner_table
 from megatron_cp.report.run.bought import bought_table, bought_tiles
 from megatron_cp.report.run.curves import step_time_figure
+from megatron_cp.report.run.health import verdict_of
 from megatron_cp.report.run.kept_packs import KeptPacks, plan_again
 from megatron_cp.report.run.limits import limits_figure, measured_shares
 from megatron_cp.report.run.page import run_page
@@ -209,3 +210,18 @@ def test_times_of_planners_are_aligned_and_those_of_their_outcomes(run):
         assert len({len(cell.partition(".")[2]) for cell in shown}) == 1
         values = [getattr(one, name) for one in served]
         assert np.array(shown, float) == pytest.approx(np.array(values), rel=0.01, abs=1e-4)
+
+
+def test_a_run_that_ended_between_two_rows_has_all_its_steps(tmp_path):
+    """Nine steps of two packs, the last row at step eight."""
+    write_run(tmp_path / "run", steps=9, interval=4)
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    record["arguments"] |= {"train_iters": 9, "global_batch_size": 2, "seq_length": 1000}
+    record["finished"] |= {"iteration": 9, "consumed_samples": 18}
+    (tmp_path / "run" / "run.json").write_text(json.dumps(record))
+    run = read_run(tmp_path / "run")
+    assert run.rows[-1]["iteration"] == 8
+    assert "  all 9 steps done" in verdict_of(run).lines()
+    (read,) = [tile for tile in trained_tiles(run) if tile.label == "Tokens read"]
+    assert read.value == "18,000" and read.detail.startswith("9 steps of 2,000, packs full")
+    assert "DP 1, 9 steps" in run_page(run)

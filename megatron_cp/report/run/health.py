@@ -154,7 +154,7 @@ def _skipped(run: Run) -> Reason | None:
 
 def _end(run: Run) -> Reason:
     wanted = run.argument("train_iters")
-    done = int(run.rows[-1]["iteration"]) if run.rows else 0
+    done = run.num_steps
     of = f" of {wanted}" if isinstance(wanted, int) else ""
     if not run.description.get("finished"):
         return Reason("look", f"not finished: {done}{of} steps")

@@ -158,13 +158,12 @@ def _subtitle(run: Run) -> str:
     layout = run.section("layout")
     sizes = (("CP", "context"), ("TP", "tensor"), ("PP", "pipeline"), ("DP", "data"))
     split = " × ".join(f"{name} {layout[key]}" for name, key in sizes if key in layout)
-    steps = int(run.rows[-1]["iteration"]) if run.rows else 0
     parts = [f"GPT of {short(run.description.get('num_parameters') or float('nan'))} parameters"]
     seq_length = run.argument("seq_length")
     if isinstance(seq_length, int) and seq_length:
         parts.append(f"{short_tokens(seq_length)} tokens per pack")
     state = "" if run.description.get("finished") else " (not finished)"
-    return ", ".join([*parts, split, f"{count_of(steps, 'step')}{state}"])
+    return ", ".join([*parts, split, f"{count_of(run.num_steps, 'step')}{state}"])
 
 
 def _foot(run: Run, other: Run | None, kept: KeptPacks) -> dict[str, object]:

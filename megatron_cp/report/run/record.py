@@ -61,6 +61,14 @@ class Run:
         steps = self.argument("tensorboard_log_interval")
         return steps if isinstance(steps, int) and steps > 0 else 1
 
+    @property
+    def num_steps(self) -> int:
+        """Returns the steps that the run has taken: as it said at its end, else up to the last row."""
+        end = self.section("finished").get("iteration")
+        if isinstance(end, int):
+            return end
+        return int(self.rows[-1]["iteration"]) if self.rows else 0
+
     def column(self, key: str) -> tuple[list[float], list[float]]:
         """Returns iterations and values of the rows that have a finite number under `key`."""
         pairs = [

@@ -69,9 +69,8 @@ def _amount_tiles(run: Run) -> list[Tile]:
     batch, seq_length = run.argument("global_batch_size"), run.argument("seq_length")
     if not isinstance(batch, int) or not isinstance(seq_length, int):
         return []
-    counted, samples = run.column("samples vs steps")
-    steps = int(counted[-1] if counted else run.rows[-1]["iteration"] if run.rows else 0)
-    tokens = int(samples[-1] if samples else steps * batch) * seq_length
+    steps, samples = _steps_and_samples(run)
+    tokens = (steps * batch if samples is None else samples) * seq_length
     size = f"{batch * seq_length:,}"
     if tokens != steps * batch * seq_length:  # the batch grew, or another part had another one
         size = f"{tokens / max(steps, 1):,.0f} on average"
@@ -81,6 +80,15 @@ def _amount_tiles(run: Run) -> list[Tile]:
     if isinstance(total, int) and total > 0:
         detail += f"; {tokens / total:.2f} × the training documents"
     return [Tile("Tokens read", exact(tokens), detail), *_speed_tile(run, batch * seq_length)]
+
+
+def _steps_and_samples(run: Run) -> tuple[int, int | None]:
+    """Returns how far the run came, by its end or by its last row that says so; None where none does."""
+    at_end = run.section("finished").get("consumed_samples")
+    if isinstance(at_end, int):
+        return run.num_steps, at_end
+    counted, samples = run.column("samples vs steps")
+    return (int(counted[-1]), int(samples[-1])) if counted else (run.num_steps, None)
 
 
 def _speed_tile(run: Run, per_step: int) -> list[Tile]:

@@ -321,7 +321,12 @@ class Journal:
         """Closes the trackers."""
         run_dir, make_media = self._state.config.records.run_dir, self._make_media
         self._tracker.finish(
-            {"iteration": self._state.iteration, "flops": self._state.flops, **self._last},
+            {
+                "iteration": self._state.iteration,
+                "consumed_samples": self._state.consumed_samples,
+                "flops": self._state.flops,
+                **self._last,
+            },
             None if run_dir is None or make_media is None else lambda: make_media(Path(run_dir)),
         )
 
