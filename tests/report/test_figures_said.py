@@ -225,3 +225,12 @@ def test_a_run_that_ended_between_two_rows_has_all_its_steps(tmp_path):
     (read,) = [tile for tile in trained_tiles(run) if tile.label == "Tokens read"]
     assert read.value == "18,000" and read.detail.startswith("9 steps of 2,000, packs full")
     assert "DP 1, 9 steps" in run_page(run)
+
+
+def test_a_loss_that_ends_as_no_number_is_not_said_by_an_earlier_one(run):
+    held_out = {"iteration": 20, "lm loss validation": None}
+    rows = [*run.rows[:-1], {**run.rows[-1], "lm loss": None}, held_out]
+    loss, evaluated, *_ = trained_tiles(replace(run, rows=tuple(rows)))
+    assert loss.value == evaluated.value == "nan"
+    assert loss.detail == "nats per token, from 8.90; mean of the last 2 steps"
+    assert evaluated.detail == "not finite at the last evaluation"

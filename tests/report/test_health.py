@@ -52,6 +52,8 @@ def test_the_large_gradients_of_a_beginning_are_no_spikes(tmp_path):
 
 CASES = {
     "a loss that rises": ({"lm_loss": FALLING[::-1]}, "ill", "rises"),
+    "a loss that ends as no number": ({"lm_loss": [*FALLING[:-2], None, None]}, "ill", "not finite in 2 steps logged"),
+    "a held-out loss that is no number": ({"held_out": [(20, 7.6), (40, None)]}, "ill", "not finite at step 40"),
     "a loss that stands still": ({"lm_loss": 7 + NOISE}, "look", "does not move"),
     "a held-out loss that turns": ({"held_out": [(20, 6.2), (40, 6.5)]}, "look", "rises: 6.500 after 6.200 at step 20"),
     "no held-out loss": ({"held_out": []}, "look", "no held-out loss"),
@@ -72,6 +74,11 @@ def test_one_fault_decides_the_verdict_and_is_named(tmp_path, name):
     assert verdict.state == state
     (reason,) = [one for one in verdict.reasons if one.state != "well"]
     assert words in reason.words
+
+
+def test_a_loss_that_was_no_number_once_is_judged_without_that_step(tmp_path):
+    once = {"lm_loss": [*FALLING[:9], None, *FALLING[10:]], "held_out": [(20, None), (40, 6.3)]}
+    assert verdict_of(run_with(tmp_path / "run", **(GOOD | once))).state == "well"
 
 
 def words_of(run):

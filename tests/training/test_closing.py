@@ -36,13 +36,15 @@ def test_the_box_says_means_over_all_steps_and_what_to_run_next():
     assert "wandb sync 'runs/my run/wandb/offline-run-1'" in box and "--load 'runs/my run'" in box
 
 
-def test_a_resumed_run_counts_its_own_steps_and_leaves_out_losses_that_are_no_numbers():
+def test_a_resumed_run_counts_its_own_steps_and_says_where_its_loss_ended():
     summary = Summary(started=0.0)
-    for loss in (3.0, float("nan"), 2.0):
+    for loss in (3.0, float("nan"), None, 2.0):
         summary.step(loss, 100)
     box = closing_box(summary, 10, [], now=1.0)
-    assert "done: 3 steps (the run has 10), 300 tokens, 0:00:01" in box
+    assert "done: 4 steps (the run has 10), 400 tokens, 0:00:01" in box
     assert "3.0000 -> 2.0000, mean of the first and last 1 steps" in box
+    summary.step(float("nan"), 100)
+    assert "3.0000 -> nan, mean" in closing_box(summary, 10, [], now=1.0)
 
 
 def test_a_balance_that_some_steps_did_not_count_is_left_out():

@@ -6,6 +6,7 @@ choices, not measurements: each stands beside its rule with what it separates.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -82,7 +83,14 @@ def _values(run: Run, key: str) -> FloatArray:
 
 def _loss(run: Run) -> Reason | None:
     """Falling: the last tenth's mean is lower than the first's by more than chance makes it."""
-    values = _values(run, LOSS)
+    values = np.array(run.logged(LOSS)[1])
+    broken = np.isnan(values)
+    if broken[-tenth(values) :].any():
+        steps = count_of(int(broken.sum()), "step")
+        return Reason(
+            "ill", f"the training loss was not finite in {steps} logged, the last ones among them"
+        )
+    values = values[~broken]
     if len(values) < MIN_STEPS:
         return Reason(
             "look", f"{count_of(len(values), 'step')} logged a loss; a trend needs {MIN_STEPS}"
@@ -101,10 +109,12 @@ def _loss(run: Run) -> Reason | None:
 
 def _held_out(run: Run) -> Reason | None:
     """The gap to documents that are never trained on, and whether their loss has turned."""
-    steps, losses = run.column(HELD_OUT_LOSS)
+    steps, losses = run.logged(HELD_OUT_LOSS)
     if not losses:
         return Reason("look", "no held-out loss was logged (--eval-interval)")
-    best, when = int(np.argmin(losses)), steps[-1]
+    if math.isnan(losses[-1]):
+        return Reason("ill", f"held-out loss is not finite at step {steps[-1]:.0f}")
+    best, when = int(np.nanargmin(losses)), steps[-1]
     trained, training = (np.array(one) for one in run.column(LOSS))
     gap = ""
     if len(training):  # the training loss has moved on where the evaluation is older than its end

@@ -71,12 +71,14 @@ class Run:
 
     def column(self, key: str) -> tuple[list[float], list[float]]:
         """Returns iterations and values of the rows that have a finite number under `key`."""
-        pairs = [
-            (float(row["iteration"]), float(row[key]))
-            for row in self.rows
-            if _is_finite(row.get(key)) and _is_finite(row.get("iteration"))
-        ]
+        pairs = [(x, y) for x, y in zip(*self.logged(key), strict=True) if math.isfinite(y)]
         return [x for x, _ in pairs], [y for _, y in pairs]
+
+    def logged(self, key: str) -> tuple[list[float], list[float]]:
+        """Returns iterations and values of the rows that have `key`; NaN for what was not finite, which is null."""
+        rows = [row for row in self.rows if key in row]
+        values = [float(row[key]) if _is_finite(row[key]) else math.nan for row in rows]
+        return [float(row["iteration"]) for row in rows], values
 
 
 def read_run(folder: Path) -> Run:

@@ -15,7 +15,7 @@ from megatron_cp.report.run.record import HELD_OUT_LOSS, LOSS, Run
 def trained_tiles(run: Run) -> list[Tile]:
     """Returns the tiles of the losses and of how much was read."""
     tiles = []
-    losses = np.array(run.column(LOSS)[1])
+    losses = np.array(run.logged(LOSS)[1])
     if len(losses):
         last = losses[-tenth(losses) :]
         steps = "the last step" if len(last) == 1 else f"mean of the last {len(last)} steps"
@@ -26,7 +26,7 @@ def trained_tiles(run: Run) -> list[Tile]:
                 f"nats per token, from {losses[0]:.2f}; {steps}",
             )
         )
-    _, held_out = run.column(HELD_OUT_LOSS)
+    _, held_out = run.logged(HELD_OUT_LOSS)
     if held_out:
         tiles.append(
             Tile("Held-out loss", f"{held_out[-1]:.3f}", held_out_words(run, held_out[-1]))
@@ -36,6 +36,8 @@ def trained_tiles(run: Run) -> list[Tile]:
 
 def held_out_words(run: Run, loss: float) -> str:
     """Returns a held-out loss in other units, beside that of a model that knows nothing."""
+    if math.isnan(loss):
+        return "not finite at the last evaluation"
     words = [f"perplexity {short(math.exp(min(loss, 700.0)))}"]
     per_byte = bits_per_byte(run, loss)
     if per_byte is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,6 @@ class Summary:
     """Counts along while a run goes on; means are over every row that was tracked."""
 
     losses: list[float] = field(default_factory=list)
-    """Those that are numbers."""
     held_out: list[tuple[int, float]] = field(default_factory=list)
     num_steps: int = 0
     num_tokens: int = 0
@@ -37,7 +35,7 @@ class Summary:
 
     def step(self, loss: float | None, num_tokens: int) -> None:
         """Counts one step."""
-        if loss is not None and math.isfinite(loss):
+        if loss is not None:
             self.losses.append(loss)
         self.num_steps += 1
         self.num_tokens += num_tokens
