@@ -102,6 +102,12 @@ class ModelConfig:
         window = sum(map(self.is_window_layer, softmax))
         return {"full": len(softmax) - window, "window": window}
 
+    @property
+    def shown_mask(self) -> str:
+        """Returns whose balance is logged and whose plans are kept: the full mask, unless all layers have a window."""
+        layers = self.layers_by_mask()
+        return "window" if layers["window"] and not layers["full"] else "full"
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepsConfig:

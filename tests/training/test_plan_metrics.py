@@ -28,12 +28,12 @@ BACK = {
 }
 
 
-def planned(lengths, planner):
+def planned(lengths, planner, full_layers):
     config = CPConfig(planner=planner, num_heads=HEADS, num_kv_heads=GROUPS, head_dim=DIM)
     request = PlanRequest(
         cp_size=CP,
         config=config,
-        num_full_layers=FULL_LAYERS,
+        num_full_layers=full_layers,
         num_window_layers=WINDOW_LAYERS,
         window=(100, 0),
     )
@@ -43,18 +43,20 @@ def planned(lengths, planner):
     return plan_batch(batch, request)
 
 
-def metrics_of(planner):
+def metrics_of(planner, full_layers=FULL_LAYERS):
     """The metrics, and bytes, areas per rank and times of every plan by mask name."""
+    from megatron_cp.training.config import ModelConfig
     from megatron_cp.training.logging.metrics import plan_metrics
 
+    layers = {"full": full_layers, "window": WINDOW_LAYERS}
+    model = SimpleNamespace(layers_by_mask=lambda: layers)
+    model.shown_mask = ModelConfig.shown_mask.fget(model)
     config = SimpleNamespace(
         steps=SimpleNamespace(micro_batch_size=1),
-        model=SimpleNamespace(
-            layers_by_mask=lambda: {"full": FULL_LAYERS, "window": WINDOW_LAYERS}
-        ),
+        model=model,
         parallel=SimpleNamespace(tensor_model_parallel_size=TENSOR_RANKS, spans_replicas=False),
     )
-    batches = [planned(lengths, planner) for lengths in PACKS]
+    batches = [planned(lengths, planner, full_layers) for lengths in PACKS]
     counted = [
         (name, bytes_of(plan), areas_of(plan), milliseconds(plan))
         for item in batches
@@ -85,15 +87,18 @@ def milliseconds(plan):
     return sum(plan.stats(name)["makespan_ms"] for name in ("forward", "backward"))
 
 
+@pytest.mark.parametrize("full_layers", [FULL_LAYERS, 0])
 @pytest.mark.parametrize("planner", ["zigzag", "contiguous"])
-def test_metrics_of_a_step_equal_a_count_over_all_its_plans(planner):
+def test_metrics_of_a_step_equal_a_count_over_all_its_plans(planner, full_layers):
+    """Balance is that of layers without a window; where all have one, of these."""
     assert planner in PLANNERS
-    metrics, counted = metrics_of(planner)
-    layers = {"full": FULL_LAYERS, "window": WINDOW_LAYERS}
+    metrics, counted = metrics_of(planner, full_layers)
+    layers = {"full": full_layers, "window": WINDOW_LAYERS}
+    shown, most = ("full", 1024) if full_layers else ("window", 101)
     sent = sum(layers[name] * sent for name, sent, _, _ in counted)
     assert metrics["cp/comm_bytes_sent"] == pytest.approx(TENSOR_RANKS * sent)
     assert sent > 0
-    balances = [max(areas) / np.mean(areas) for name, _, areas, _ in counted if name == "full"]
+    balances = [max(areas) / np.mean(areas) for name, _, areas, _ in counted if name == shown]
     assert metrics["cp/area_max_over_mean"] == pytest.approx(max(balances))
     assert max(balances) > balances[-1]  # the worst pack is not the last
     split = []
@@ -101,9 +106,9 @@ def test_metrics_of_a_step_equal_a_count_over_all_its_plans(planner):
         pairs = np.zeros(CP)
         for length in pack:
             size = -(-length // (2 * CP))
-            for token in range(length):  # causal: token t sees t + 1
+            for token in range(length):  # causal: token t sees t + 1, and of a window 101 at most
                 piece = token // size
-                pairs[min(piece, 2 * CP - 1 - piece)] += token + 1
+                pairs[min(piece, 2 * CP - 1 - piece)] += min(token + 1, most)
         split.append(pairs.max() / pairs.mean())
     assert metrics["cp/per_document_area_max_over_mean"] == pytest.approx(max(split))
     times = sum(layers[name] * ms for name, _, _, ms in counted)

@@ -183,11 +183,11 @@ class Journal:
     def _sample(self, batches: list[PlannedBatch]) -> None:
         """Keeps the packs of the first steps for the report."""
         for item in batches[: self._tracker.num_wanted_plan_samples]:
-            batch = item.batch
+            batch, plan = item.batch, item.plans[self._state.config.model.shown_mask]
             sample = plan_sample(
                 self._state.iteration,
-                batch.mask,
-                item.plans["full"],
+                plan.mask,
+                plan,
                 batch.document_lengths,
                 batch.document_kinds,
             )

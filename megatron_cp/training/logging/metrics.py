@@ -56,7 +56,7 @@ def plan_metrics(config: TrainConfig, batches: list[PlannedBatch]) -> dict[str, 
     p50, p99 = np.percentile(lengths, [50, 99])
     replicas = config.parallel.data_parallel_size if batches[0].spans_replicas else 1
     packs = len(batches) * config.steps.micro_batch_size * replicas
-    layers = config.model.layers_by_mask()
+    layers, shown = config.model.layers_by_mask(), config.model.shown_mask
     figures = [
         (name, layers[name], pack_figures(plan, replicas))
         for item in batches
@@ -68,12 +68,12 @@ def plan_metrics(config: TrainConfig, batches: list[PlannedBatch]) -> dict[str, 
         return float(sum(count * value(one) for _, count, one in figures))
 
     return {
-        "cp/area_max_over_mean": max(one.imbalance for name, _, one in figures if name == "full"),
+        "cp/area_max_over_mean": max(one.imbalance for name, _, one in figures if name == shown),
         "cp/zigzag_area_max_over_mean": max(
-            one.zigzag_imbalance for name, _, one in figures if name == "full"
+            one.zigzag_imbalance for name, _, one in figures if name == shown
         ),
         "cp/per_document_area_max_over_mean": max(
-            per_document_imbalance(item.plans["full"], replicas) for item in batches
+            per_document_imbalance(item.plans[shown], replicas) for item in batches
         ),
         "cp/tokens_per_rank": float(batches[0].plans["full"].tokens_per_rank),
         "cp/plan_ms": float(np.mean([item.metrics.get("plan_ms", 0.0) for item in batches])),
