@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
@@ -150,6 +151,21 @@ def test_second_run_is_compared_step_by_step(run_dir, tmp_path):
     gaps = Reader(html).table("iteration", "difference")
     assert [int(row["iteration"]) for row in gaps] == list(range(1, 13))
     assert all(float(row["difference"]) == 0 for row in gaps)
+
+
+def test_other_steps_and_losses_that_are_no_numbers_are_said_where_runs_are_compared(
+    run_dir, tmp_path
+):
+    write_run(tmp_path / "other", name="other", cp_size=1, steps=12)
+    run, other = read_run(run_dir), read_run(tmp_path / "other")
+    assert "these are other steps" not in run_page(run, run)
+    rows = [{**row, "lm loss": None} if row["iteration"] > 9 else row for row in other.rows]
+    described = json.loads(json.dumps(other.description))
+    described["arguments"] |= {"global_batch_size": 3, "seq_length": 77}
+    html = run_page(run, replace(other, description=described, rows=tuple(rows)))
+    sizes = "{global_batch_size} packs of {seq_length} tokens".format(**run.section("arguments"))
+    assert f"these are other steps: {sizes} here, 3 packs of 77 tokens there" in html
+    assert "at 9 common steps; the largest is 0; at 3 more a loss is not finite. Rounding" in html
 
 
 def test_hostile_names_stay_text(run_dir, tmp_path):

@@ -214,7 +214,14 @@ def _measured(run: Run, other: Run) -> str:
     seconds = [np.median(one.column("iteration-time")[1] or [math.nan]) for one in (run, other)]
     ranks = [one.section("layout").get("context", "?") for one in (run, other)]
     here, there = (plain(one) for one in seconds)
-    return (
+    words = (
         f"measured: a step takes {here} s here ({ranks[0]} context ranks) and {there} s in "
         f"{other.name} ({ranks[1]} context ranks), medians of what was logged"
     )
+    sizes = [
+        [one.argument(name) for name in ("global_batch_size", "seq_length")] for one in (run, other)
+    ]
+    if sizes[0] != sizes[1]:
+        here, there = (f"{packs} packs of {tokens} tokens" for packs, tokens in sizes)
+        words += f"; these are other steps: {here} here, {there} there"
+    return words

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 
 import numpy as np
 
@@ -142,7 +143,10 @@ def comparison_figures(run: Run, other: Run) -> tuple[Figure, Figure]:
         [Series(names[0], mine, 1), Series(names[1], theirs, 2)],
         Axes(x_label=_STEP, y_label="training loss"),
     )
-    rows = common_steps(mine, theirs)
+    logged = common_steps(*(tuple(zip(*one.logged(LOSS), strict=True)) for one in (run, other)))
+    rows = [(x, a, b) for x, a, b in logged if math.isfinite(a - b)]
+    broken = len(logged) - len(rows)
+    without = f"; at {broken} more a loss is not finite" if broken else ""
     gaps = tuple((x, a - b) for x, a, b in rows)
     largest = max((abs(gap) for _, gap in gaps), default=float("nan"))
     difference = line_chart(
@@ -161,7 +165,7 @@ def comparison_figures(run: Run, other: Run) -> tuple[Figure, Figure]:
         ),
         Figure(
             "Difference of the two losses",
-            f"First minus second at {len(gaps)} common steps; the largest is {largest:.2g}. Rounding "
+            f"First minus second at {len(gaps)} common steps; the largest is {largest:.2g}{without}. Rounding "
             "wanders around 0, an error drifts away from it.",
             difference,
             gap_table,
