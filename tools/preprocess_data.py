@@ -34,12 +34,10 @@ import numpy as np
 from tqdm import tqdm
 
 from megatron_cp.command_line import ToolParser, answering
-from megatron_cp.data.document_set import prefix_lengths_path, write_prefix_lengths
 from megatron_cp.data.indexed import token_dtype
 from megatron_cp.data.indexed_writer import IndexedWriter
 from megatron_cp.data.manifest import made_by
 from megatron_cp.data.package_tokenizers import TIKTOKEN_PATTERNS
-from megatron_cp.data.supervision import supervision_path
 from megatron_cp.data.text_files import JSON_SUFFIXES, TextInputs
 from megatron_cp.data.tokenizer import (
     TOKENIZER_TYPES,
@@ -231,12 +229,9 @@ def write_corpus(arguments: argparse.Namespace, inputs: TextInputs) -> dict[str,
             "eod_appended": arguments.append_eod,
             "skipped": dict(inputs.skipped),
         }
-        for prefix, writer in zip(prefixes.values(), writers.values(), strict=True):
-            writer.finish(facts)
-            for path in (prefix_lengths_path(prefix), supervision_path(prefix)):
-                path.unlink(missing_ok=True)  # those of an older corpus, which is gone now
-            if arguments.prefix_json_key:
-                write_prefix_lengths(prefix, np.array(prefix_lengths))
+        kinds = np.array(prefix_lengths, np.int64) if arguments.prefix_json_key else None
+        for writer in writers.values():
+            writer.finish(facts, prefix_lengths=kinds)
     for prefix in prefixes.values():
         lines = "".join(json.dumps(source) + "\n" for source in inputs.sources)
         Path(f"{prefix}.sources.jsonl").write_text(lines, encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 from array import array
@@ -18,6 +19,10 @@ from megatron_cp.data.indexed import HEADER, MAGIC, TOKEN_DTYPES, VERSION
 
 _CODE_OF_DTYPE = {np.dtype(kind): code for code, kind in TOKEN_DTYPES.items()}
 _MAX_SEQUENCE = 2**31 - 1
+_PREFIX_LENGTHS, _SUPERVISION = (
+    "prefix_lengths.npy",
+    "supervised.npy",
+)  # document_set.py, supervision.py
 
 
 class IndexedWriter:
@@ -38,7 +43,7 @@ class IndexedWriter:
         Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
         self._temporary = {
             suffix: Path(f"{self.prefix}.{suffix}.tmp{os.getpid()}")
-            for suffix in ("bin", "idx", "manifest.json")
+            for suffix in ("bin", "idx", "manifest.json", _PREFIX_LENGTHS)
         }
         self._bin = self._temporary["bin"].open("wb")
         self._bin_sha256 = hashlib.sha256()
@@ -80,8 +85,16 @@ class IndexedWriter:
         self._documents.append(len(self._lengths))
         self.num_tokens += len(values)
 
-    def finish(self, facts: Mapping[str, Any] | None = None) -> None:
-        """Puts the finished corpus in its place; its manifest also records `facts` (JSON values)."""
+    def finish(
+        self,
+        facts: Mapping[str, Any] | None = None,
+        *,
+        prefix_lengths: NDArray[np.int64] | None = None,
+    ) -> None:
+        """Puts the finished corpus in its place, with the kinds of its documents where they are given.
+
+        Its manifest also records `facts` (JSON values). What stood beside an older corpus of that name goes.
+        """
         _sync_and_close(self._bin)
         lengths, documents = (
             np.array(self._lengths, dtype=np.int64),
@@ -108,17 +121,20 @@ class IndexedWriter:
             },
             "idx": {"bytes": len(index), "sha256": hashlib.sha256(index).hexdigest()},
         }
-        for suffix, content in (
-            ("idx", index),
-            ("manifest.json", (json.dumps(manifest, indent=1) + "\n").encode()),
-        ):
+        contents = {} if prefix_lengths is None else {_PREFIX_LENGTHS: _as_npy(prefix_lengths)}
+        contents |= {
+            "idx": index,
+            "manifest.json": (json.dumps(manifest, indent=1) + "\n").encode(),
+        }
+        for suffix, content in contents.items():
             with self._temporary[suffix].open("wb") as stream:
                 stream.write(content)
                 _sync_and_close(stream)
-        # No moment at which a new .bin stands beside an old .idx that could be believed.
-        for suffix in ("manifest.json", "idx"):
+        # No moment at which a new .bin stands beside an old file that could be believed, or an index without what
+        # says how its documents are read.
+        for suffix in ("manifest.json", "idx", _PREFIX_LENGTHS, _SUPERVISION):
             Path(f"{self.prefix}.{suffix}").unlink(missing_ok=True)
-        for suffix in ("bin", "idx", "manifest.json"):
+        for suffix in ("bin", *contents):
             self._temporary[suffix].replace(f"{self.prefix}.{suffix}")
 
     def discard(self) -> None:
@@ -143,3 +159,9 @@ def _sync_and_close(stream: Any) -> None:
     stream.flush()
     os.fsync(stream.fileno())
     stream.close()
+
+
+def _as_npy(values: NDArray[np.int64]) -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, values, allow_pickle=False)
+    return stream.getvalue()

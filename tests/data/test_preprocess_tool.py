@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -199,7 +200,7 @@ def test_a_run_that_fails_at_its_end_leaves_an_older_corpus_whole(tmp_path, monk
     prefix = f"{tmp_path}/o_text_document"
     write_supervision(prefix, [(0, 1, 3)])
 
-    def full(writer, facts):
+    def full(writer, facts, **more):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(preprocess_data.IndexedWriter, "finish", full)
@@ -207,6 +208,41 @@ def test_a_run_that_fails_at_its_end_leaves_an_older_corpus_whole(tmp_path, monk
         run(*options)
     again = open_documents(prefix)
     assert again.is_supervised and again.prefix_lengths.tolist() == [1]
+
+
+@pytest.mark.parametrize("key", [(), ("--prefix-json-key", "n")])
+def test_no_corpus_is_readable_before_what_says_how_it_is_read(tmp_path, monkeypatch, key):
+    """As if the tool were killed after each step of its end: the older corpus, none, or the new one, each whole."""
+    first = write_jsonl(tmp_path / "in.jsonl", [{"text": "abc", "n": "x"}])
+    second = write_jsonl(tmp_path / "in2.jsonl", [{"text": "bcd", "n": "yz"}])
+    options, prefix = ["--output-prefix", tmp_path / "o", *BYTES], f"{tmp_path}/o_text_document"
+    run("--input", first, *options, "--prefix-json-key", "n")
+    write_supervision(prefix, [(0, 1, 3)])
+    seen = []
+
+    def look():
+        try:
+            found = open_documents(prefix)
+        except (ValueError, OSError):
+            return
+        text = bytes(found.read(0, 0, int(found.lengths[0])).tolist())
+        seen.append((text, *found.prefix_lengths.tolist(), found.is_supervised))
+
+    def looking(name):
+        change = getattr(Path, name)
+
+        def changed(path, *args, **more):
+            result = change(path, *args, **more)
+            look()
+            return result
+
+        monkeypatch.setattr(Path, name, changed)
+
+    looking("unlink")
+    looking("replace")
+    run("--input", second, *options, *key)
+    older, newer = (b"xabc", 1, True), (b"yzbcd" if key else b"bcd", 2 if key else 0, False)
+    assert set(seen) == {older, newer}
 
 
 def test_a_worker_that_is_killed_ends_the_tool_in_one_line(tmp_path, monkeypatch, capsys):
