@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,6 +37,7 @@ from megatron_cp.training.checkpoint.save import SaveError
 from megatron_cp.training.checkpoint.state import RunState, raise_together
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.corpora import SPLITS, RunData, open_tokenizer
+from megatron_cp.training.held_folders import hold
 from megatron_cp.training.logging.flops import ModelFlops
 from megatron_cp.training.logging.journal import Journal, keeps_records
 from megatron_cp.training.logging.lines import arguments_block, print_rank_0
@@ -112,9 +113,10 @@ def pretrain(
     with one_line_errors():
         files = datasets.recorded_files(data)
         device = initialize_distributed(config, datasets.digests(data), files)
+        held = _hold_folders(config)
     watchdog = Watchdog(config)
     try:
-        with _named_hangs(watchdog):
+        with held, _named_hangs(watchdog):
             watchdog.settle(own_place())
             _announce(config)
             if config.data.verify_token_files:
@@ -132,6 +134,33 @@ def pretrain(
     finally:
         watchdog.close()
         dist.destroy_process_group()
+
+
+def _hold_folders(config: TrainConfig) -> ExitStack:
+    """Returns what holds the folders that this run writes into, until it is closed.
+
+    Collective: every rank calls it. Raises ValueError on every rank alike where another live run holds one.
+    """
+    problem: ValueError | None = None
+    with ExitStack() as held:
+        if dist.get_rank() == 0:
+            try:
+                for flag, folder in _written_folders(config):
+                    with suppress(OSError):  # no locks there, or a file of another user's
+                        held.callback(os.close, hold(flag, Path(folder)))
+            except ValueError as refusal:
+                problem = refusal
+        raise_together(problem)
+        return held.pop_all()
+
+
+def _written_folders(config: TrainConfig) -> Iterator[tuple[str, str]]:
+    """Yields flags and folders. An evaluation beside a live training writes into none of its folders."""
+    save, run_dir = config.checkpoint.save, config.records.run_dir
+    if save is not None and not config.steps.skip_train:
+        yield "--save", save
+    if run_dir is not None and keeps_records(config):
+        yield "--run-dir", run_dir
 
 
 def _verify_token_files(data: RunData) -> None:

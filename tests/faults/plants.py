@@ -106,6 +106,15 @@ def late_rank(rank: int) -> None:
     )
 
 
+def without_locks(rank: int) -> None:
+    """The file system has no record locks."""
+
+    def refuse(*args):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    fcntl.lockf = refuse
+
+
 def slow_clock(rank: int) -> None:
     """Rank 0 is busy for a second a step, rank 1 for two; wandb's alerts are lines of standard output."""
     from megatron_cp.training.logging import stragglers
