@@ -174,6 +174,17 @@ def test_packs_whose_labels_cross_documents_are_balanced_one_by_one(capsys, tmp_
         assert "give --micro-batch-size 1" in refusal(capsys, *words, *packing)
 
 
+@pytest.mark.parametrize("other", ["aux_loss", "global_aux_loss"])
+def test_two_losses_that_balance_other_tokens_are_not_made_to_balance_the_same(capsys, other: str):
+    """Packs one by one are right for seq_aux_loss, and another loss than that of a micro-batch for these."""
+    words = [*SMALL_RUN, *EXPERTS.split(), "--calculate-per-token-loss", "--moe-aux-loss-coeff"]
+    words += ["0.1", "0.2", "--moe-router-load-balancing-type", other, "seq_aux_loss"]
+    assert f"by itself, {other} the 2 of" in refusal(capsys, *words, "--micro-batch-size", "2")
+    assert parse(*words).micro_batch_size == 1
+    alone = [*words[:-5], "0.2", "--moe-router-load-balancing-type", "seq_aux_loss"]
+    assert parse(*alone, "--micro-batch-size", "2").micro_batch_size == 1
+
+
 OF_LATENT = [word for word in SMALL_RUN if word != "--group-query-attention"]
 
 

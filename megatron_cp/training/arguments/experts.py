@@ -136,15 +136,16 @@ def check_routing(args: Namespace) -> Iterator[str]:
     if args.num_experts is None:
         return
     kinds, weights = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
-    for kind in [kinds] if isinstance(kinds, str) else kinds:
+    every = [kinds] if isinstance(kinds, str) else kinds
+    for kind in every:
         if kind not in _BALANCING:
             yield (
                 f"--moe-router-load-balancing-type {kind} is not served; choose one of "
                 f"{', '.join(_BALANCING)}"
             )
     yield from _weights_of_balancing(kinds, weights)
-    if "seq_aux_loss" in ([kinds] if isinstance(kinds, str) else kinds):
-        yield from _balance_of_samples(args)
+    if "seq_aux_loss" in every:
+        yield from _balance_of_samples(args, every)
     yield from _groups_of_experts(args)
     if args.moe_router_enable_expert_bias and args.moe_router_score_function != "sigmoid":
         yield (
@@ -209,14 +210,21 @@ def _groups_of_experts(args: Namespace) -> Iterator[str]:
         )
 
 
-def _balance_of_samples(args: Namespace) -> Iterator[str]:
+def _balance_of_samples(args: Namespace, kinds: list[str]) -> Iterator[str]:
     """Completes micro-batches of one pack: the packs of a larger one are one sequence here.
 
     seq_aux_loss balances each pack by itself. One by one gives the same step where every pack has as
-    many tokens in the loss, or each token weighs the same.
+    many tokens in the loss, or each token weighs the same, and no other loss balances a micro-batch.
     """
     size = args.micro_batch_size
     if size is None or size <= 1 or args.plan_only:
+        return
+    if joined := [kind for kind in ("aux_loss", "global_aux_loss") if kind in kinds]:
+        yield (
+            f"--moe-router-load-balancing-type {' '.join(kinds)} with --micro-batch-size {size} is not served: "
+            f"seq_aux_loss balances each pack by itself, {joined[0]} the {size} of a micro-batch together; give one of "
+            "them alone, or --micro-batch-size 1 and the same --global-batch-size, where a micro-batch is a pack"
+        )
         return
     documents = (
         "eod_mask_loss",
