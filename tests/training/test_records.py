@@ -71,6 +71,21 @@ def test_a_resumed_run_keeps_the_first_four_packs_once(tmp_path):
     assert kept_after(5, {"context": 2}, packs(6, "d")) == packs(6, "d")[:4]
 
 
+def test_a_finished_run_that_is_started_again_writes_no_row_twice(tmp_path):
+    evaluated = {"iteration": 3, "lm loss validation": 2.0}
+    written = {"iteration": 3, "document": 0, "continuation": "so"}
+    for start, row in (
+        (2, evaluated),
+        (3, evaluated),
+        (3, {**evaluated, "lm loss validation": 1.0}),
+    ):
+        files = RunFiles(tmp_path, {"iteration": start, "arguments": {}})
+        files.log(row)
+        files.add_texts([written])
+    assert [row["lm loss validation"] for row in rows_of(tmp_path)] == [2.0, 1.0]
+    assert json.loads((tmp_path / "text_samples.jsonl").read_text()) == written
+
+
 def test_a_new_run_in_an_old_folder_keeps_the_old_records_aside(tmp_path, capsys):
     for number in range(3):
         files = RunFiles(tmp_path, {"iteration": 0, "arguments": {"lr": float(number)}})

@@ -49,15 +49,18 @@ class RunFiles:
         )  # in words: `--flag=value` is one
         self._run = {"schema": SCHEMA, **told, "finished": None}
         self._samples = _read_samples(folder, description)
-        _keep_rows_until(folder / "metrics.jsonl", description["iteration"])
+        # A finished run that is started again evaluates its last iteration as before.
+        self._newest = _keep_rows_until(folder / "metrics.jsonl", description["iteration"])
         if (folder / TEXTS).exists():
-            _keep_rows_until(folder / TEXTS, description["iteration"])
+            self._newest += _keep_rows_until(folder / TEXTS, description["iteration"])
         self._write_run()
 
     def log(self, row: dict[str, Any]) -> None:
-        """Appends one row; values that are not finite become null, as JSON has none."""
-        line = json.dumps({"time": time.time(), **_finite(row)})
-        append_whole(self.folder / "metrics.jsonl", f"{line}\n")
+        """Appends one row that is not there already; values that are not finite become null, as JSON has none."""
+        row = _finite(row)
+        if row not in self._newest:
+            line = json.dumps({"time": time.time(), **row})
+            append_whole(self.folder / "metrics.jsonl", f"{line}\n")
 
     @property
     def num_wanted_plan_samples(self) -> int:
@@ -72,8 +75,9 @@ class RunFiles:
         )
 
     def add_texts(self, rows: list[dict[str, Any]]) -> None:
-        """Appends samples of text."""
-        append_whole(self.folder / TEXTS, "".join(json.dumps(row) + "\n" for row in rows))
+        """Appends samples of text that are not there already."""
+        new = [row for row in rows if row not in self._newest]
+        append_whole(self.folder / TEXTS, "".join(json.dumps(row) + "\n" for row in new))
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Writes how the run ended into `run.json`."""
@@ -115,17 +119,21 @@ def _move_aside(folder: Path) -> None:
     print_rank_last(f" note: {folder} held the records of an earlier run; they are in {aside}")
 
 
-def _keep_rows_until(path: Path, iteration: int) -> None:
-    """Removes the rows after `iteration`: a resumed run writes those again."""
-    kept = []
+def _keep_rows_until(path: Path, iteration: int) -> list[dict[str, Any]]:
+    """Removes the rows after `iteration`: a resumed run writes those again. Returns those of it, without times."""
+    kept, newest = [], []
     if iteration and path.is_file():
         for line in path.read_text(encoding="utf-8").splitlines():
             try:
-                if json.loads(line)["iteration"] <= iteration:
+                row = json.loads(line)
+                if row["iteration"] <= iteration:
                     kept.append(line + "\n")
+                if row["iteration"] == iteration:
+                    newest.append({key: row[key] for key in row if key != "time"})
             except (ValueError, KeyError, TypeError, RecursionError):
                 continue  # the last line of a run that was killed while it wrote
     write_atomically(path, "".join(kept))
+    return newest
 
 
 def plan_sample(
