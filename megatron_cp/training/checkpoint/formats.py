@@ -65,14 +65,15 @@ def check_legacy_layout(folder: Path, config: TrainConfig) -> None:
     places = [_RANK_FOLDER.fullmatch(name) for name in found]
     if any(place is not None and place[3] for place in places):
         raise ValueError(
-            f"{folder} was saved with expert parallelism ({max(found)}); experts are not served: "
-            "give another --load"
+            f"{folder} was saved with expert parallelism ({max(found)}): its experts are "
+            "served in the format torch_dist alone; let Megatron-LM save it so, or give another --load"
         )
     experts = config.parallel.expert_model_parallel_size
     if experts > 1:
         raise ValueError(
             f"{folder} is in the format torch, which has no place for experts of --expert-model-parallel-size "
-            f"{experts}; load it without that flag, save it with --ckpt-format torch_dist and go on from there"
+            f"{experts}: if it was saved with that flag it holds those of the first rank alone, the others are lost; "
+            "if not, load it without that flag, save it with --ckpt-format torch_dist and go on from there"
         )
     tensor = 1 + max(int(place[1]) for place in places if place is not None)
     pipeline = 1 + max(int(place[2] or 0) for place in places if place is not None)
