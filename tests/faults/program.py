@@ -117,6 +117,7 @@ _IMPORTED_LATE = (
     "psutil",
     "torch._dynamo",  # by the first optimizer
     "torch.utils.serialization.config",
+    "wandb.sdk.launch",  # by the first run, half a second in a process that has torch
 )
 
 
@@ -151,6 +152,7 @@ def _serve(calls: Connection) -> None:
     cpu.install()
     for name in _IMPORTED_LATE:
         importlib.import_module(name)
+    importlib.import_module("wandb").Table(data=[])  # imports pandas, where that is installed
     gc.collect()
     gc.freeze()  # a collection in a fork would copy every page
     with contextlib.suppress(EOFError):
