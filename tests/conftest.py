@@ -1,6 +1,7 @@
 """What every test gets: poisoned `torch.empty`, a hypothesis profile, and nothing left behind at the end."""
 
 import functools
+import gc
 import getpass
 import os
 import sys
@@ -114,6 +115,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if durations.name_of(item.nodeid) in known["slow"]:
             item.add_marker("slow")
     items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    """What imports made stays: a collection need not look at it, nor copy its pages in the ranks that are forks."""
+    gc.collect()
+    gc.freeze()
 
 
 # Folders of tests that start programs.
