@@ -51,6 +51,8 @@ PARAMS: dict[str, type[ctypes.Structure]] = {
 }
 COUNTED = "12.4,12.8,13.0"  # whose ordering instructions are written down; others are held to what these agree on
 JOBS = 2
+# Without the analysis of indirect branches, whose targets nobody reads here: a quarter of the time.
+NVDISASM_FLAGS = ("-c", "-ndf")
 
 
 @dataclass(frozen=True)
@@ -91,13 +93,17 @@ class Code:
 def read_variant(variant: build.Variant, compiler: compilers.Compiler, nvdisasm: str) -> Code:
     """Returns a variant's code. Raises CompileError."""
     made = compiler.compile_with_log(variant.path, variant.defines, build.INCLUDE_FOLDERS)
+    return Code(variant, compiler, made, sass.read_listing(disassembled(made.cubin, nvdisasm)))
+
+
+def disassembled(cubin: bytes, nvdisasm: str) -> str:
+    """Returns the machine code as text."""
     with tempfile.NamedTemporaryFile(prefix="mcp-gate-", suffix=".cubin") as file:
-        file.write(made.cubin)
+        file.write(cubin)
         file.flush()
-        # Without the analysis of indirect branches, whose targets nobody reads here: a quarter of the time.
-        read = compilers.run_program([nvdisasm, "-c", "-ndf", file.name])
+        read = compilers.run_program([nvdisasm, *NVDISASM_FLAGS, file.name])
     read.check_returncode()
-    return Code(variant, compiler, made, sass.read_listing(read.stdout))
+    return read.stdout
 
 
 def check_variant(variant: build.Variant, compiler: compilers.Compiler, nvdisasm: str) -> Verdict:

@@ -2,21 +2,21 @@
 
 Each kernel in bf16 by one compiler of CI (`make toolkits` fetches them) and in fp16 by one of two others, in turn; all
 variants by one that is here alone. `tools/compile_gate.py --toolkits all` checks every pair. Without a compiler and
-nvdisasm nothing can be said, and the tests say that. What a compiler made stays in the user's cache, as cubins in use
-do; it is judged anew each time.
+nvdisasm nothing can be said, and the tests say that. What a compiler and nvdisasm made stays in the user's cache, as
+cubins in use do; it is judged anew each time.
 """
 
-import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from megatron_cp.kernels import build, cache, compilers, elf
+from megatron_cp.kernels import build, compilers, elf
+from tests.kernels import kept_code
 from tools import compile_gate as gate
 from tools.gate import ordering, ptx, sass
 
@@ -59,35 +59,6 @@ def judge(text: str, log: str = LOG, shared_bytes: int = 1024) -> tuple[str, ...
     return gate.judge(variant, "nobody", log, sass.read_listing(text)).faults
 
 
-@dataclass(frozen=True)
-class Kept(compilers.Compiler):
-    """A compiler that is asked once about a variant, as long as its files, flags and the compiler are the same."""
-
-    variant: build.Variant
-
-    def compile_with_log(
-        self, source: Path, defines: Sequence[str], include_folders: Sequence[Path]
-    ) -> compilers.Compiled:
-        files = f"{build.source_key(self.variant)} {self.path} {Path(self.path).stat().st_mtime_ns}"
-        folder, stem = cache.user_folder("gate", "gate"), f"{self.variant.name}.{self.version}."
-        path = folder / f"{stem}{hashlib.sha256(files.encode()).hexdigest()[:32]}.json"
-
-        def make() -> None:
-            made = compilers.Compiler.compile_with_log(self, source, defines, include_folders)
-            for old in folder.glob(f"{stem}*.json"):
-                old.unlink(missing_ok=True)
-            told = {"cubin": made.cubin.hex(), "ptx": made.ptx, "log": made.log}
-            cache.write_whole(path, json.dumps(told).encode())
-
-        told = json.loads(cache.make_once(path, make).read_text())
-        return compilers.Compiled(bytes.fromhex(told["cubin"]), told["ptx"], told["log"])
-
-
-def check(numbers: tuple[int, int], name: str) -> gate.Verdict:
-    variant, by = VARIANTS[name], HERE[numbers]
-    return gate.check_variant(variant, Kept(by.kind, by.path, by.version, variant), NVDISASM)
-
-
 @pytest.fixture(scope="module")
 def verdicts(request: pytest.FixtureRequest) -> Iterator[dict[tuple, Future]]:
     """Checks the variants of all selected tests, two at a time."""
@@ -97,7 +68,13 @@ def verdicts(request: pytest.FixtureRequest) -> Iterator[dict[tuple, Future]]:
         if "verdicts" in getattr(item, "fixturenames", ())
     ]
     wanted = [(one["numbers"], one["name"]) for one in params if one["numbers"] in HERE]
-    with ThreadPoolExecutor(max_workers=2) as pool:
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(max_workers=2) as pool:
+        patch.setattr(gate, "disassembled", kept_code.disassembled)
+
+        def check(numbers: tuple[int, int], name: str) -> gate.Verdict:
+            kept = kept_code.Kept.of(HERE[numbers], VARIANTS[name], NVDISASM)
+            return gate.check_variant(VARIANTS[name], kept, NVDISASM)
+
         yield {one: pool.submit(check, *one) for one in wanted}
 
 
