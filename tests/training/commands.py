@@ -71,6 +71,16 @@ def train(world_size: int, *flags: str) -> str:
     return "".join(rank.stdout for rank in ranks)
 
 
+def stopped(world_size: int, *flags: str, code: int = 2) -> str:
+    """The line with which every rank of a run ends, the same and without a traceback; ranks are as those of `train`."""
+    (ranks,) = run_program([Launch(flags, world_size)])
+    said = "".join(rank.stderr for rank in ranks)
+    assert all(rank.code == code for rank in ranks), said[-6000:]
+    assert "Traceback" not in said, said[-6000:]
+    (line,) = set(error_lines(said))
+    return line
+
+
 def metrics(folder: Path, key: str = "lm loss") -> dict[int, float]:
     """One metric per iteration, as the run recorded it."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -12,7 +12,7 @@ from megatron_cp.training.checkpoint.meaning import (
     foreign_meaning,
     meaning_of,
 )
-from tests.training.commands import SMALL_RUN, error_lines, launch, train
+from tests.training.commands import SMALL_RUN, stopped, train
 
 OF_LLAMA = {
     "num_layers": 2,
@@ -32,7 +32,7 @@ def test_other_heads_are_refused_and_another_meaning_is_told(tmp_path, kind):
         manifest.unlink()
     load = ["--load", str(tmp_path / "ckpt")]
     heads = ["--num-attention-heads", "8", "--num-query-groups", "4"]
-    (line,) = error_lines(launch(1, *run, *load, *heads).stderr)
+    line = stopped(1, *run, *load, *heads)
     assert "was saved with --num-attention-heads 4, this run has 8; give the checkpoint's" in line
     output = train(1, *run, *load, "--norm-epsilon", "1e-3")
     assert "note: --norm-epsilon was 1e-05, and is 0.001 from here on: the weights of" in output

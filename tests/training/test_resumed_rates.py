@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.training.commands import SMALL_RUN, error_lines, launch, metrics, train
+from tests.training.commands import SMALL_RUN, metrics, stopped, train
 
 pytestmark = pytest.mark.timeout(400)
 RUN = [*SMALL_RUN, "--lr-decay-style", "constant"]
@@ -51,15 +51,14 @@ def test_the_rate_of_the_embedding_is_no_other_without_a_word(saved, tmp_path):
     _, changed = resumed(saved, tmp_path / "changed", *other, FLAGS_WIN)
     assert losses[0] == changed[0] and losses[1] != changed[1]
     load = ["--load", str(saved), "--run-dir", str(tmp_path / "refused"), "--train-iters", "4"]
-    done = launch(1, *RUN, "--untie-embeddings-and-output-weights", *load, *other)
-    (line,) = error_lines(done.stderr)
+    line = stopped(1, *RUN, "--untie-embeddings-and-output-weights", *load, *other)
     assert "max_lr of a group of parameters was 0.001, and is 0.1 now; give its values" in line
 
 
 def test_other_groups_of_parameters_are_no_damage(saved, tmp_path):
     load = ["--load", str(saved), "--run-dir", str(tmp_path), "--train-iters", "4"]
     one_rate = ["--untie-embeddings-and-output-weights", "--lr", "2e-2", FLAGS_WIN]
-    (line,) = error_lines(launch(1, *RUN, *load, *one_rate).stderr)
+    line = stopped(1, *RUN, *load, *one_rate)
     assert "another optimizer: it has 3 groups of parameters and this run 2" in line
 
 
