@@ -12,7 +12,8 @@ Source: multi-head latent attention, DeepSeek-V2 (arXiv 2405.04434), section 2.1
 
 # T tokens of this rank, R received rows, L width of a latent row, G key/value heads, H head dim, Hv value head dim
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,7 +118,10 @@ class _Piece:
             return (None,) * len(inputs)
         outputs, gradients = zip(*pairs, strict=True)
         # Other pieces go back through what was made outside of the function, a sum of weights say, as well.
-        return torch.autograd.grad(outputs, inputs, gradients, allow_unused=True, retain_graph=True)
+        with _hooks_off(captured):
+            return torch.autograd.grad(
+                outputs, inputs, gradients, allow_unused=True, retain_graph=True
+            )
 
 
 class ExpandedRows(SideRows):
@@ -203,6 +207,19 @@ class ExpandedResults(SideResults):
         """Returns the gradients of this rank's latent rows, from all ranks, and of what the function captures."""
         self._latent += self._rows.latent_gradient("own", super().own())
         return (self._latent, *self._rows.captured_gradients())
+
+
+@contextmanager
+def _hooks_off(leaves: Rows) -> Iterator[None]:
+    """While open, hooks of leaves do not run: autograd runs them on the whole gradient, which it gets in the end."""
+    hooked = [(leaf, leaf._backward_hooks) for leaf in leaves if leaf._backward_hooks]
+    try:
+        for leaf, _ in hooked:
+            leaf._backward_hooks = None
+        yield
+    finally:
+        for leaf, hooks in hooked:
+            leaf._backward_hooks = hooks
 
 
 def _try(function: Expand, latent: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:

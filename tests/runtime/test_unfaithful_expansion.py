@@ -99,6 +99,24 @@ def test_a_bound_variable_of_a_loop_gives_every_weight_its_gradient():
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-9)
 
 
+def test_a_hook_of_a_weight_gets_its_whole_gradient_once_in_each_backward_pass():
+    """It ran for each piece of rows, and once more on the sum: a gradient that it halves was a quarter."""
+    (found,), (expected,), seen = weights(1), weights(1), []
+
+    def halved(grad):
+        seen.append(grad)
+        return grad / 2
+
+    found.register_hook(halved)
+    out = attend(lambda x: keys_and_values(x @ found))
+    dense(ROWS @ expected).sum().backward()
+    for times in (1, 2):
+        out.sum().backward(retain_graph=True)
+        assert len(seen) == times
+        torch.testing.assert_close(seen[-1], expected.grad, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(found.grad, times * expected.grad / 2, rtol=1e-9, atol=1e-9)
+
+
 def test_numbers_that_are_none_are_the_same_numbers_in_backward():
     (weight,) = weights(1)
     rows = ROWS.index_fill(0, torch.tensor([0]), torch.nan)
