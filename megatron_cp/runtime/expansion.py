@@ -60,7 +60,7 @@ class Expansion:
                 counter = saved.detach()
                 counter.data = saved.new_empty(0)  # the counter stays, and no memory with it
                 counters.append((counter, counter._version))
-            return saved
+            return saved.detach()  # a result that its own graph holds would never be freed
 
         with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
             row, made = _try(function, latent)

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import megatron_cp as mcp
 from megatron_cp.plan import make_plan
@@ -166,6 +167,24 @@ def test_a_function_needs_no_module_and_a_recomputed_layer_gives_the_same(name, 
     found = run_on_ranks(2, on_rank, plan, given)
     expected = dense(plan.mask, *given)
     torch.testing.assert_close(sum(found), expected[3], rtol=1e-9, atol=1e-9)
+
+
+def test_latent_rows_are_freed_when_nothing_wants_a_gradient_of_them_any_more():
+    """An operation that saves its result (a norm, tanh) held them for ever, in evaluation too: call after call."""
+    plan = make_plan(mask_cases()["documents"], 1, CONFIG)
+    q, latent, dout = inputs(plan.num_tokens)
+    up = UpProjection()
+    for training in (True, False):
+        rows = latent.clone().requires_grad_(training)
+        kept = StorageWeakRef(rows.untyped_storage())
+        with torch.set_grad_enabled(training):
+            out, lse = mcp.cp_attention(q, rows, None, plan, None, expand=up)
+        if training:
+            out.backward(dout)
+        del rows, out, lse
+        assert kept.expired()
+    expected = dense(plan.mask, q, latent, dout)
+    torch.testing.assert_close(up.weight.grad, expected[3], rtol=1e-9, atol=1e-9)
 
 
 def test_plans_count_latent_rows_and_never_exchange_heads():
