@@ -80,7 +80,9 @@ class DistributedAttention(torch.autograd.Function):
             if max_logits_N is not None:
                 max_logits_N.copy_(logits[0])
         ctx.save_for_backward(q_TNH, sink_N, out, lse, *keys)
-        ctx.session, ctx.options, ctx.expansion = session, options, expansion
+        ctx.session, ctx.options = session, options
+        # A checkpoint drops what is saved, and nothing else: latent rows are among the keys.
+        ctx.expansion = expansion and replace(expansion, latent=expansion.latent.new_empty(0))
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -96,7 +98,8 @@ class DistributedAttention(torch.autograd.Function):
         delta = row_products(dout, out, lse, ctx.options)
         if dlse is not None:
             delta = delta - dlse
-        rows = (dout, q, ctx.expansion or tuple(keys), lse, delta)
+        expansion = ctx.expansion and replace(ctx.expansion, latent=keys[0].detach())
+        rows = (dout, q, expansion or tuple(keys), lse, delta)
         with torch.autocast(q.device.type, enabled=False):
             dq, *dkeys = backward_pass(*rows, ctx.session, ctx.options)
         dsink = None if sink is None else sink_gradient(lse, sink, delta, dlse).to(sink.dtype)

@@ -187,6 +187,24 @@ def test_latent_rows_are_freed_when_nothing_wants_a_gradient_of_them_any_more():
     torch.testing.assert_close(up.weight.grad, expected[3], rtol=1e-9, atol=1e-9)
 
 
+def test_latent_rows_of_a_recomputed_layer_are_not_kept_for_backward():
+    """They were: of every layer, beside what a checkpoint keeps."""
+    plan = make_plan(mask_cases()["documents"], 1, CONFIG)
+    q, latent, dout = inputs(plan.num_tokens)
+    up, kept = UpProjection(), []
+
+    def layer(x):
+        rows = x.sin()
+        kept.append(StorageWeakRef(rows.untyped_storage()))
+        return mcp.cp_attention(q, rows, None, plan, None, expand=up)[0]
+
+    out = mcp.checkpoint(layer, latent.clone().requires_grad_())
+    assert kept[0].expired()
+    out.backward(dout)
+    expected = dense(plan.mask, q, latent.sin(), dout)
+    torch.testing.assert_close(up.weight.grad, expected[3], rtol=1e-9, atol=1e-9)
+
+
 def test_plans_count_latent_rows_and_never_exchange_heads():
     mask = mcp.mask.causal(4096)
     sizes = {"num_heads": 16, "num_kv_heads": 16, "head_dim": 192, "value_head_dim": 128}
