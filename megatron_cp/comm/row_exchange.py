@@ -89,13 +89,15 @@ class Flight:
         self.exchange, self.group, self.num_rows = exchange, group, len(x)
         self.there: PendingRows | None = None
         self.back: PendingRows | None = None
-        self._ticket = _Departure.apply(x, self) if exchange.is_needed else x[:0]
+        self._ticket: Tensor | None = _Departure.apply(x, self) if exchange.is_needed else x[:0]
 
     def wait(self) -> Tensor:
         """Returns the rows that arrive."""
+        ticket, self._ticket = self._ticket, None  # its graph holds the flight
+        assert ticket is not None, "rows are waited for once"
         if not self.exchange.is_needed:
-            return self._ticket
-        received: Tensor = _Arrival.apply(self._ticket, self)
+            return ticket
+        received: Tensor = _Arrival.apply(ticket, self)
         return received
 
 

@@ -1,10 +1,12 @@
 """Linear attention on ranks against the recurrence, token by token: outputs and all gradients."""
 
 import functools
+import gc
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import megatron_cp as mcp
 from megatron_cp import mask as masks
@@ -251,6 +253,38 @@ def test_recomputed_layers_have_the_same_gradients():
     for kept, again in run_on_ranks(3, recomputed, plan_of(lengths, 3, "zigzag"), lengths, inputs):
         assert kept.abs().sum() > 0
         assert torch.equal(kept, again)
+
+
+def held_without_collections(rank, world_size, plan, lengths, inputs):
+    """Returns whether rows outlive a forward pass, and a recomputed layer's backward pass, until Python collects."""
+    q, k, v, g, beta, dout = (local_rows(x, plan, rank) for x in inputs)
+    v.requires_grad_()
+
+    def layer(rows):
+        group, more = dist.group.WORLD, {"document_lengths": lengths, "g": g, "beta": beta}
+        return mcp.cp_linear_attention(q, k, rows, plan, group, **more)
+
+    held = []
+    gc.disable()
+    for recomputes in (False, True):
+        rows = v.sin()
+        seen = StorageWeakRef(rows.untyped_storage())
+        if recomputes:
+            mcp.checkpoint(layer, rows).backward(dout)
+        else:
+            layer(rows)
+        del rows
+        held.append(not seen.expired())
+    gc.enable()
+    return held
+
+
+def test_rows_are_freed_as_soon_as_nothing_wants_them():
+    """The exchange of states and its node in the graph held each other: memory grew until Python looked for cycles."""
+    lengths = LENGTHS["odd documents"]
+    inputs = inputs_of(sum(lengths), "gated delta rule")
+    plan = plan_of(lengths, 3, "zigzag")
+    assert run_on_ranks(3, held_without_collections, plan, lengths, inputs) == [[False, False]] * 3
 
 
 def moved_numbers(rank, world_size, plan, lengths, inputs):
