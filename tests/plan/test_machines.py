@@ -197,7 +197,7 @@ def test_documents_fill_nodes_then_racks():
     kind=st.sampled_from(["causal", "full", "window", "log-normal", "one long", "equal"]),
     heads=st.sampled_from([(24, 24), (8, 8), (8, 2)]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_on_any_machine_auto_is_no_slower_than_a_scheme_and_the_same_on_every_run(
     data, machine, cp_size, kind, heads
 ):

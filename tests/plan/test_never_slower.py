@@ -93,7 +93,7 @@ def test_auto_takes_the_rings_whose_backward_moves_queries_where_they_win(topolo
     ranks=st.sampled_from([4, 8, 16]),
     heads=st.sampled_from([(32, 32), (32, 8)]),
 )
-@settings(max_examples=15)
+@settings(max_examples=8)
 def test_a_finer_chunk_is_never_slower_than_a_coarser_one(data, ranks, heads):
     mask = data.draw(training_masks(ranks))
     seconds = []
