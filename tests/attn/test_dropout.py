@@ -159,7 +159,7 @@ def test_kept_pairs_look_like_chance(rate):
     size, heads, deviation = 1024, 32, (rate * (1 - rate)) ** 0.5
     seeds = seeds_of_heads(torch.tensor([2024]), torch.arange(heads))
     rows, keys = row_words(seeds, torch.arange(size)), key_words(torch.arange(size))
-    x = keeps(rows.t().unsqueeze(-1), keys, threshold(rate)).double().sub_(1 - rate) / deviation
+    x = keeps(rows.t().unsqueeze(-1), keys, threshold(rate)).float().sub_(1 - rate) / deviation
 
     def is_unit(sums, number, what):
         """Means of `number` draws: their squares times `number` are 1 on average."""
