@@ -29,7 +29,7 @@ LAYOUTS = {  # ranks, flags
     ),
     "tensor, sequence and context": (
         4,
-        "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2 --cp-planner auto",
+        "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2",
     ),
     "tensor and recomputed": (
         2,
