@@ -71,7 +71,7 @@ PLANNERS = ("auto", "zigzag", "allgather", "magi", "ring", "contiguous", "dcp")
 
 
 def test_a_run_over_many_plans_masks_and_head_counts_compiles_at_most_four_graphs(graphs):
-    seen = set()
+    seen = {}
     for planner in PLANNERS:
         for mask in RUN.values():
             plan = make_plan(mask, 4, config(planner))
@@ -80,9 +80,11 @@ def test_a_run_over_many_plans_masks_and_head_counts_compiles_at_most_four_graph
                 works = [work for stage in stages for work in stage.work if work.num_slices]
                 for work in sorted(works, key=lambda work: -work.num_slices)[:2]:
                     for heads in ((2, 2), (4, 2)):
-                        _check(work, heads)
-                        seen.add((work.num_queries, work.num_keys, heads))
-    assert len(seen) > 30
+                        case = (work.digest(), heads)
+                        if case not in seen:  # plans share most of their work
+                            _check(work, heads)
+                        seen[case] = (work.num_queries, work.num_keys, heads)
+    assert len(set(seen.values())) > 30
     assert graphs.frame_count <= MAX_GRAPHS, graphs.frame_count
 
 
