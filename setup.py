@@ -43,9 +43,14 @@ class BuildWithCubins(build_py):
     """Copies the package and adds the kernels' cubins; where there is no compiler it adds none."""
 
     def run(self) -> None:
-        """Copies, then compiles into the copy."""
+        """Copies, then compiles into the copy, of which an earlier build may have left cubins: they name their sources."""
+        wants_cubins = os.environ.get("MEGATRON_CP_CUBINS") != "0"
+        if not self.editable_mode:
+            for left in Path(self.build_lib, "megatron_cp").rglob("*"):
+                if left.is_file() and not (wants_cubins and left.suffix == ".cubin"):
+                    left.unlink()  # a module that is gone would be packaged
         super().run()
-        if self.editable_mode or os.environ.get("MEGATRON_CP_CUBINS") == "0":
+        if self.editable_mode or not wants_cubins:
             return
         if Path("kernels", "attn", "variants.json").is_file():
             folder = Path(self.build_lib, "megatron_cp", "kernels", "cubins")

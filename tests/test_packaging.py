@@ -1,5 +1,6 @@
 """The source distribution is the repository, and every Python that it promises is tried."""
 
+import os
 import re
 import subprocess
 import sys
@@ -34,6 +35,21 @@ def test_a_source_distribution_holds_every_file_of_the_repository_and_no_other(t
         names = {one.name.partition("/")[2] for one in archive.getmembers() if not one.isdir()}
     assert tracked() - names == set()
     assert names - tracked() - tracked("--others") - GENERATED == set()
+
+
+def test_a_wheel_holds_nothing_of_an_earlier_build(tmp_path):
+    pytest.importorskip("setuptools", minversion="77", reason="reads pyproject.toml's license")
+    stale = tmp_path / "lib" / "megatron_cp" / "gone.py"
+    stale.parent.mkdir(parents=True)
+    stale.touch()
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
+    command += ["build_py", "--build-lib", str(tmp_path / "lib")]
+    environment = {**os.environ, "MEGATRON_CP_CUBINS": "0"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    built = {str(one.relative_to(stale.parent)) for one in stale.parent.rglob("*.py")}
+    assert "gone.py" not in built
+    assert {"__init__.py", "plan/schema.py", "kernels/build.py", "models/gpt.py"} <= built
 
 
 def test_every_python_of_the_classifiers_runs_tests_in_ci():
