@@ -43,7 +43,7 @@ class BuildWithCubins(build_py):
     """Copies the package and adds the kernels' cubins; where there is no compiler it adds none."""
 
     def run(self) -> None:
-        """Copies, then compiles into the copy, of which an earlier build may have left cubins: they name their sources."""
+        """Copies, then compiles into the copy. Cubins of an earlier build may stay: they name their sources."""
         wants_cubins = os.environ.get("MEGATRON_CP_CUBINS") != "0"
         if not self.editable_mode:
             for left in Path(self.build_lib, "megatron_cp").rglob("*"):
