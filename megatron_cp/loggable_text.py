@@ -30,6 +30,9 @@ _KEYS = re.compile(
 # pathlib makes one slash of two. A user and a password may hold any sign before the @.
 _URL = re.compile(r"""(?i)\b[a-z][a-z0-9+.-]+:/+(?:[^@\n]*@)?[^\s'"]*[^\s'".,:;)]""")
 
+# All but the tab and the end of a line.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
 
 def loggable_text(text: str) -> str:
     """Returns the text; without the parts that look like keys, and nothing of it where its form is not allowed."""
@@ -49,5 +52,10 @@ def is_url(text: str) -> bool:
 
 
 def without_secrets(line: str) -> str:
-    """Returns a line that is said to a person: of its URLs only those that may be written down."""
-    return _URL.sub(lambda url: loggable_text(url[0]), line)
+    """Returns a line that is said to a person: of its URLs those that may be written down, and no control signs."""
+    return without_controls(_URL.sub(lambda url: loggable_text(url[0]), line))
+
+
+def without_controls(text: str) -> str:
+    """Returns text of which a terminal does nothing but show it: a name in a file may hold what moves its cursor."""
+    return _CONTROLS.sub(lambda sign: sign[0].encode("unicode_escape").decode(), text)

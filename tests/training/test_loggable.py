@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_cp.loggable_text import REMOVED, is_url, without_secrets
 from megatron_cp.training.arguments import parse_arguments
+from megatron_cp.training.logging.lines import print_rank_0
 from megatron_cp.training.logging.loggable import (
     loggable,
     loggable_arguments,
@@ -134,6 +135,15 @@ def test_lines_without_a_url_are_said_as_they_are(line: str):
     if ":/" not in line:
         assert without_secrets(line) == line
     assert not is_url(f"/{line}") and not is_url(f"./{line}")
+
+
+def test_what_is_said_moves_no_cursor(capsys):
+    """A file of a corpus or a tokenizer says names that go to the terminal."""
+    name = "GPT\x1b[2J\x9b31m\r\x07\tü"
+    shown = r"GPT\x1b[2J\x9b31m\r\x07" + "\tü"
+    print_rank_0(f"a note on {name}\nin two lines")
+    assert capsys.readouterr().out == f"a note on {shown}\nin two lines\n"
+    assert without_secrets(f"refused: {name}") == f"refused: {shown}"
 
 
 def test_every_argument_of_a_run_is_written_down_as_it_is():

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_cp.loggable_text import without_controls
+
 _CLEAR_LINE = "\r\x1b[K"
 
 
@@ -34,6 +36,7 @@ def print_rank_last(message: str) -> None:
 def _print(message: str) -> None:
     """Prints in the place of the bar, which another rank may have drawn, where both are on a terminal."""
     is_behind_bar = ProgressBar.is_shown and sys.stdout.isatty()
+    message = without_controls(message)
     print(f"{_CLEAR_LINE}{message}" if is_behind_bar else message, flush=True)
 
 
