@@ -19,6 +19,7 @@ import torch
 from megatron_cp.training.checkpoint.files import TRACKER, iteration_folder, read_manifest
 from tests.faults.program import Kill, Launch, Outcome, run_program
 from tests.faults.test_killed_rank import tensors_of
+from tests.processes import HANG_SECONDS
 from tests.training.commands import DATA, MODEL
 
 RUN = (
@@ -108,7 +109,9 @@ def run_trials(trials: list[Trial], root: Path) -> list[Verdict]:
 def _launch(layout: str, folder: Path, kill: Kill | None = None) -> Launch:
     world_size, flags = LAYOUTS[layout]
     where = ("--save", str(folder), "--load", str(folder))
-    return Launch((*RUN, *flags, *where), world_size, kill=kill)
+    # Ranks that look for a dead one in the store, to make a group with it, wait long: here no torchrun ends them.
+    timeout = HANG_SECONDS if kill is None else HANG_SECONDS / 5
+    return Launch((*RUN, *flags, *where), world_size, kill=kill, timeout=timeout)
 
 
 def _check_ended_well(name: str, ranks: list[Outcome]) -> None:
