@@ -44,14 +44,16 @@ def record(rank: int) -> None:
         SimpleNamespace(batch=0, open=None),
     )
 
+    def write(*line):
+        file.write(json.dumps(line) + "\n")
+        file.flush()
+
     def note(group, name, peer=None):
         ranks = dist.get_process_group_ranks(group)
         batch = state.open if peer is not None else None
         other = None if peer is None else ranks[peer]
         thread = threading.current_thread().name
-        line = [name, group.group_name, ranks, other, batch, thread]
-        file.write(json.dumps(line) + "\n")
-        file.flush()
+        write(name, group.group_name, ranks, other, batch, thread)
 
     def noting(name, original):
         @functools.wraps(original)
@@ -82,9 +84,7 @@ def record(rank: int) -> None:
         group = make_group(ranks, *arguments, **options)
         everyone = list(range(dist.get_world_size()))
         callers = ranks if options.get("use_local_synchronization") else everyone
-        line = ["new_group", str(ranks or everyone), callers, None, None, "MainThread"]
-        file.write(json.dumps(line) + "\n")
-        file.flush()
+        write("new_group", str(ranks or everyone), callers, None, None, "MainThread")
         return group
 
     dist.new_group = dist.distributed_c10d.new_group = new_group

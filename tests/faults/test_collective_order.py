@@ -1,6 +1,5 @@
 """Ranks never wait for one another for ever, whatever runs side by side: judged on the strictest machine."""
 
-import json
 import shlex
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import pytest
 
 from tests.faults.collective_order import FOLDER, record, recorded, stuck
 from tests.faults.program import Launch, run_program
-from tests.training.commands import AUTO, SMALL_RUN
+from tests.training.commands import AUTO, SMALL_RUN, even_topology
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -38,22 +37,10 @@ RUNS = {  # ranks, flags
 }
 
 
-@pytest.fixture
-def even_topology(tmp_path: Path) -> str:
-    """Computing is slow and links are free, so that every uneven step joins packs."""
-    path = tmp_path / "even.json"
-    links = {"node_size": 2, "inner_gbytes_per_s": 1000, "outer_gbytes_per_s": 500}
-    kernel = [{"rows": 1, "keys": 1, "forward_tflops": 1e-4, "backward_tflops": 1e-4}]
-    path.write_text(
-        json.dumps({"name": "even", **links, "latency_us": 0, "contention": 0, "kernel": kernel})
-    )
-    return str(path)
-
-
 @pytest.mark.parametrize("name", RUNS)
-def test_no_rank_waits_for_ever(tmp_path: Path, even_topology: str, name: str):
+def test_no_rank_waits_for_ever(tmp_path: Path, name: str):
     world_size, flags = RUNS[name]
-    more = [even_topology] if flags.endswith("--cp-topology") else []
+    more = [str(even_topology(tmp_path / "even.json"))] if flags.endswith("--cp-topology") else []
     steps = ("--train-iters", "2", "--no-wandb", "--run-dir", str(tmp_path / "run"))
     launch = Launch(
         (*SMALL_RUN, *AUTO, *shlex.split(flags), *more, *steps),

@@ -81,6 +81,16 @@ def stopped(world_size: int, *flags: str, code: int = 2) -> str:
     return line
 
 
+def even_topology(path: Path) -> Path:
+    """A machine on which computing is slow and links are free, so that every uneven step joins packs."""
+    links = {"node_size": 2, "inner_gbytes_per_s": 1000, "outer_gbytes_per_s": 500}
+    kernel = [{"rows": 1, "keys": 1, "forward_tflops": 1e-4, "backward_tflops": 1e-4}]
+    path.write_text(
+        json.dumps({"name": "even", **links, "latency_us": 0, "contention": 0, "kernel": kernel})
+    )
+    return path
+
+
 def metrics(folder: Path, key: str = "lm loss") -> dict[int, float]:
     """One metric per iteration, as the run recorded it."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -1,6 +1,5 @@
 """--hybrid-context-parallel: the losses of fixed groups and of one rank, resumed exactly."""
 
-import json
 import re
 import shlex
 from pathlib import Path
@@ -11,7 +10,17 @@ import pytest
 from megatron_cp.data.indexed_writer import IndexedWriter
 from tests.faults.plants import POISON
 from tests.faults.program import Launch, run_program
-from tests.training.commands import AUTO, DATA, MODEL, SMALL_RUN, STEPS, error_lines, metrics, train
+from tests.training.commands import (
+    AUTO,
+    DATA,
+    MODEL,
+    SMALL_RUN,
+    STEPS,
+    error_lines,
+    even_topology,
+    metrics,
+    train,
+)
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -42,14 +51,7 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def topology(tmp_path_factory) -> tuple[str, str]:
-    """Computing is slow and links are free, so that every uneven step is hybrid."""
-    path = tmp_path_factory.mktemp("topology") / "even.json"
-    links = {"node_size": 2, "inner_gbytes_per_s": 1000, "outer_gbytes_per_s": 500}
-    kernel = [{"rows": 1, "keys": 1, "forward_tflops": 1e-4, "backward_tflops": 1e-4}]
-    path.write_text(
-        json.dumps({"name": "even", **links, "latency_us": 0, "contention": 0, "kernel": kernel})
-    )
-    return "--cp-topology", str(path)
+    return "--cp-topology", str(even_topology(tmp_path_factory.mktemp("topology") / "even.json"))
 
 
 @pytest.fixture(scope="module")
