@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_cp.data.indexed import IndexedDataset
+from megatron_cp.data.indexed import PREFIX_LENGTHS, IndexedDataset
 from megatron_cp.data.packing import Piece
 from megatron_cp.data.plain_array import read_plain_array
 from megatron_cp.data.supervision import Supervision, read_supervision
@@ -31,7 +31,7 @@ BIDIRECTIONAL = -1
 
 def prefix_lengths_path(prefix: str | os.PathLike[str]) -> Path:
     """Returns `<prefix>.prefix_lengths.npy`."""
-    return Path(f"{os.fspath(prefix)}.prefix_lengths.npy")
+    return Path(f"{os.fspath(prefix)}.{PREFIX_LENGTHS}")
 
 
 def write_prefix_lengths(prefix: str | os.PathLike[str], lengths: NDArray[np.int64]) -> None:

@@ -27,6 +27,8 @@ from numpy.typing import NDArray
 
 from megatron_cp.data.manifest import REBUILD, manifest_path, read_manifest
 
+# What may stand beside a corpus and says how its documents are read: document_set.py, supervision.py.
+PREFIX_LENGTHS, SUPERVISED = "prefix_lengths.npy", "supervised.npy"
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")

@@ -15,14 +15,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_cp.data.indexed import HEADER, MAGIC, TOKEN_DTYPES, VERSION
+from megatron_cp.data.indexed import (
+    HEADER,
+    MAGIC,
+    PREFIX_LENGTHS,
+    SUPERVISED,
+    TOKEN_DTYPES,
+    VERSION,
+)
 
 _CODE_OF_DTYPE = {np.dtype(kind): code for code, kind in TOKEN_DTYPES.items()}
 _MAX_SEQUENCE = 2**31 - 1
-_PREFIX_LENGTHS, _SUPERVISION = (
-    "prefix_lengths.npy",
-    "supervised.npy",
-)  # document_set.py, supervision.py
 
 
 class IndexedWriter:
@@ -43,7 +46,7 @@ class IndexedWriter:
         Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
         self._temporary = {
             suffix: Path(f"{self.prefix}.{suffix}.tmp{os.getpid()}")
-            for suffix in ("bin", "idx", "manifest.json", _PREFIX_LENGTHS)
+            for suffix in ("bin", "idx", "manifest.json", PREFIX_LENGTHS)
         }
         self._bin = self._temporary["bin"].open("wb")
         self._bin_sha256 = hashlib.sha256()
@@ -121,7 +124,7 @@ class IndexedWriter:
             },
             "idx": {"bytes": len(index), "sha256": hashlib.sha256(index).hexdigest()},
         }
-        contents = {} if prefix_lengths is None else {_PREFIX_LENGTHS: _as_npy(prefix_lengths)}
+        contents = {} if prefix_lengths is None else {PREFIX_LENGTHS: _as_npy(prefix_lengths)}
         contents |= {
             "idx": index,
             "manifest.json": (json.dumps(manifest, indent=1) + "\n").encode(),
@@ -132,7 +135,7 @@ class IndexedWriter:
                 _sync_and_close(stream)
         # No moment at which a new .bin stands beside an old file that could be believed, or an index without what
         # says how its documents are read.
-        for suffix in ("manifest.json", "idx", _PREFIX_LENGTHS, _SUPERVISION):
+        for suffix in ("manifest.json", "idx", PREFIX_LENGTHS, SUPERVISED):
             Path(f"{self.prefix}.{suffix}").unlink(missing_ok=True)
         for suffix in ("bin", *contents):
             self._temporary[suffix].replace(f"{self.prefix}.{suffix}")

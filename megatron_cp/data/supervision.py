@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_cp.data.indexed import IndexedDataset
+from megatron_cp.data.indexed import SUPERVISED, IndexedDataset
 from megatron_cp.data.plain_array import read_plain_array
 
 
@@ -39,7 +39,7 @@ class Supervision:
 
 def supervision_path(prefix: str | os.PathLike[str]) -> Path:
     """Returns `<prefix>.supervised.npy`."""
-    return Path(f"{os.fspath(prefix)}.supervised.npy")
+    return Path(f"{os.fspath(prefix)}.{SUPERVISED}")
 
 
 def write_supervision(
