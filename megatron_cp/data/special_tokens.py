@@ -23,7 +23,7 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 def read_special_tokens(folder: Path) -> dict[str, Any]:
     """Returns tokenizer_config.json of a folder; special tokens that it does not name from special_tokens_map.json.
 
-    Raises ValueError for a file that is not JSON.
+    Raises ValueError for a file that is no JSON object, or whose end or padding token is of another type.
     """
     named = _read_config(folder / "special_tokens_map.json")
     config = _read_config(folder / "tokenizer_config.json")
@@ -37,7 +37,15 @@ def _read_config(path: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}); repair or remove it") from None
-    return config if isinstance(config, dict) else {}
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is no JSON object; repair or remove it")
+    for name in ("eos_token", "pad_token"):  # another token would be taken in their place
+        value = config.get(name)
+        if value not in (None, "") and not content_of(value):
+            raise ValueError(
+                f'{path} has {name}={value!r}, it must be a string or {{"content": ...}}; repair it'
+            )
+    return config
 
 
 def special_token_id(vocabulary: Mapping[str, int], value: Any, known: Iterable[str]) -> int | None:

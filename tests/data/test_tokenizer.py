@@ -78,6 +78,26 @@ def test_the_end_token_may_stand_in_the_map_of_special_tokens(bpe_file, tmp_path
     assert HuggingFaceTokenizer(tmp_path).eod == 1
 
 
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (["<|pad|>"], "is no JSON object"),
+        (None, "is no JSON object"),
+        ({"eos_token": ["<|pad|>"]}, r"has eos_token=\['<\|pad\|>'\], it must be a string"),
+        ({"eos_token": 1}, "has eos_token=1, it must be a string"),
+        ({"eos_token": {"content": 1}}, "has eos_token={'content': 1}, it must be a string"),
+        ({"pad_token": True}, "has pad_token=True, it must be a string"),
+    ],
+)
+def test_a_configuration_of_other_types_is_refused(bpe_file, tmp_path, name, config, message):
+    """Else `<|endoftext|>` would end documents without a word."""
+    (tmp_path / "tokenizer.json").write_bytes(bpe_file.read_bytes())
+    (tmp_path / name).write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=rf"{name} {message}.*repair"):
+        HuggingFaceTokenizer(tmp_path)
+
+
 def test_tokens_that_only_the_configuration_adds_are_refused(bpe_file, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes(bpe_file.read_bytes())
     added = {"0": {"content": "<|endoftext|>"}, "900": {"content": "<|turn|>"}}
