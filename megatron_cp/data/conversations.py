@@ -21,6 +21,7 @@ from megatron_cp.data.chat import ROLES, ChatFormat, Conversation, Message
 from megatron_cp.data.indexed import token_dtype
 from megatron_cp.data.indexed_writer import IndexedWriter
 from megatron_cp.data.supervision import write_supervision
+from megatron_cp.data.text_files import with_unique_keys
 from megatron_cp.data.tokenizer import Tokenizer
 
 Span = tuple[int, int]
@@ -53,7 +54,8 @@ def read_conversations(path: str | os.PathLike[str]) -> Iterator[tuple[str, Conv
 
 def _conversations_of_line(line: bytes, where: str) -> Iterator[Conversation]:
     try:
-        record = json.loads(line)
+        # As text: from bytes json would let a lone surrogate pass.
+        record = json.loads(line.decode("utf-8-sig"), object_pairs_hook=with_unique_keys)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON ({error}); repair it") from None
     messages, tools = (
@@ -115,10 +117,13 @@ def _with_arguments_read(call: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(call.get("name"), str):
         raise ValueError("a call without a name")
     arguments = call.get("arguments", {})
-    read = json.loads(arguments) if isinstance(arguments, str) else arguments
-    if not isinstance(read, dict):
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments, object_pairs_hook=with_unique_keys)
+    if not isinstance(arguments, dict):
         raise ValueError("arguments that are no object")
-    return {**call, "arguments": read}
+    if _has_lone_surrogate(arguments):  # which their text could still hide
+        raise ValueError("arguments with a lone surrogate, which is no text")
+    return {**call, "arguments": arguments}
 
 
 def _are_objects(value: Any) -> bool:

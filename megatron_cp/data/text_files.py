@@ -1,7 +1,7 @@
 """Text documents from JSONL files, text files and folders, with a count of everything skipped.
 
 A line of a .jsonl, .ndjson or .json file is a document; so is a text file, and each file of a folder. What
-is not text (not UTF-8, NUL bytes, bad JSON, a missing field) is counted, never dropped silently.
+is not text (not UTF-8, NUL bytes, bad JSON, a missing field, one given twice) is counted, never dropped silently.
 """
 
 from __future__ import annotations
@@ -17,6 +17,19 @@ from typing import Any
 
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 _TOO_LONG = "longer than the limit"
+
+
+class RepeatedKeyError(ValueError):
+    """An object of JSON has a key twice: all but the last value would be lost."""
+
+
+def with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns the object of these pairs, for `json.loads`. Raises RepeatedKeyError."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        name, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise RepeatedKeyError(f"the key {name!r} stands twice in an object")
+    return found
 
 
 class TextInputs:
@@ -129,7 +142,10 @@ class TextInputs:
         if text is None:
             return None
         try:
-            record = json.loads(text)
+            record = json.loads(text, object_pairs_hook=with_unique_keys)
+        except RepeatedKeyError:
+            self.skipped["key given twice"] += 1
+            return None
         except (ValueError, RecursionError):
             self.skipped["not JSON"] += 1
             return None

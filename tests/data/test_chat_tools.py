@@ -103,6 +103,8 @@ def test_tools_that_are_none_are_refused(tmp_path, changes, message):
         ([{"function": {"arguments": {}}}], "a call without a name"),
         ([{"name": "add", "arguments": "[1]"}], "arguments that are no object"),
         ([{"name": "add", "arguments": "{"}], "Expecting property name"),
+        ([{"name": "add", "arguments": '{"a": 1, "a": 2}'}], "the key 'a' stands twice"),
+        ([{"name": "add", "arguments": '{"a": "\\ud800"}'}], "arguments with a lone surrogate"),
     ],
 )
 def test_calls_that_cannot_be_read_are_refused(tmp_path, calls, reason):

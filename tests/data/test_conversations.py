@@ -117,11 +117,16 @@ def test_a_line_may_hold_several_conversations(tmp_path):
         ('{"messages": [{"role": "user"}]}', "content of type NoneType"),
         ('{"messages": [{"role": "assistant", "content": " "}]}', "is an empty answer"),
         ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "lone surrogate"),
+        # As bytes, which json.loads takes for text.
+        ('{"messages": [{"role": "user", "content": "\ud800"}]}', "line 2 is not JSON ('utf-8'"),
+        ('{"messages": [], "messages": []}', "the key 'messages' stands twice"),
+        ('{"messages": [{"role": "user", "role": "tool", "content": ""}]}', "the key 'role'"),
     ],
 )
 def test_a_line_of_something_else_is_named(tmp_path, text, message):
     path = tmp_path / "c.jsonl"
-    path.write_text(json.dumps({"messages": TALK}) + "\n" + text + "\n")
+    lines = json.dumps({"messages": TALK}) + "\n" + text + "\n"
+    path.write_bytes(lines.encode(errors="surrogatepass"))
     with pytest.raises(ValueError, match=re.escape(message)):
         list(read_conversations(path))
     with pytest.raises(FileNotFoundError, match="does not exist"):

@@ -35,6 +35,7 @@ def test_lines_that_hold_no_document_are_counted(tmp_path):
         b'{"text": "a\\u0000b"}\n{"text": "a\0b"}\n'
         b'{"text": "\xff"}\n'
         b'{"text": "\\ud800"}\n'
+        b'{"text": "one", "text": "two"}\n'
         b"{broken\n" + b"[" * 100_000 + b"\n"
         b'{"text": "' + b"x" * 200_000 + b'"}\n'
         b'{"text": "last, without end of line"}'
@@ -47,6 +48,7 @@ def test_lines_that_hold_no_document_are_counted(tmp_path):
         "NUL character": 2,
         "not UTF-8": 1,
         "lone surrogate": 1,
+        "key given twice": 1,
         "not JSON": 2,
         "longer than the limit": 1,
     }
