@@ -152,6 +152,8 @@ def test_a_figure_of_the_log_is_that_of_one_rank(tmp_path: Path, what: str):
 RESUMED = {
     "rates of their own": "--decoupled-lr 1e-4",
     "rates of their own, sharded": "--decoupled-lr 1e-4 --use-distributed-optimizer",
+    "sharded, by parameter, buckets with padded ends": "--use-distributed-optimizer --overlap-grad-reduce "
+    "--ddp-bucket-size 5000 --dist-ckpt-optim-fully-reshardable",
     "momentum": "--optimizer sgd",
     "no momentum": "--optimizer sgd --sgd-momentum 0",
 }
