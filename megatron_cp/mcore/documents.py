@@ -71,6 +71,7 @@ def rule_from_arguments(args: Namespace, tokenizer: Any = None) -> DocumentRule:
         if getattr(args, name, False):
             _check_overlap(args)
             _check_stages_see_one_stream(args, name)
+            _check_samples_are_not_balanced(args, name)
             return DocumentRule("cu_seqlens", f"--{name.replace('_', '-')}")
     if not getattr(args, "reset_attention_mask", False):
         return DocumentRule("none")
@@ -100,6 +101,21 @@ def _check_stages_see_one_stream(args: Namespace, name: str) -> None:
             f"--dataloader-inter-document-masking with {stages} pipeline stages: Megatron-LM loads no batch for the "
             "stages between the first and the last, which need its lengths; where every document ends with its end "
             "token, --reset-attention-mask --reset-position-ids hides the same documents on any number of stages"
+        )
+
+
+def _check_samples_are_not_balanced(args: Namespace, name: str) -> None:
+    """Refuses experts that are balanced sample by sample where Megatron-LM joins the samples to one sequence.
+
+    Its layers part them again, which they cannot where a plan has dealt the rows: the loss would be one of all samples.
+    """
+    size = getattr(args, "micro_batch_size", None) or 1
+    kinds = getattr(args, "moe_router_load_balancing_type", None)
+    if size > 1 and getattr(args, "num_experts", None) and "seq_aux_loss" in str(kinds):
+        raise NotImplementedError(
+            f"--{name.replace('_', '-')} with --micro-batch-size {size} and --moe-router-load-balancing-type {kinds}, "
+            "which balances each sample: the samples are one sequence here; give --micro-batch-size 1 and the same "
+            "--global-batch-size"
         )
 
 

@@ -170,6 +170,22 @@ def test_samples_joined_to_one_sequence_are_refused_between_pipeline_stages(flag
     assert rule_from_arguments(args).source == "cu_seqlens"
 
 
+@pytest.mark.parametrize("name", ["sft", "dataloader_inter_document_masking"])
+@pytest.mark.parametrize("kinds", ["seq_aux_loss", ["aux_loss", "seq_aux_loss"]])
+def test_samples_joined_to_one_sequence_are_refused_where_each_is_balanced(name: str, kinds):
+    """Megatron-LM 0.20 on a CPU: seq_load_balancing_loss was 1.0014 with two samples joined, 1.0029 one by one."""
+    flags = {name: True, "num_experts": 4, "moe_router_load_balancing_type": kinds}
+    with pytest.raises(NotImplementedError, match="give --micro-batch-size 1 and the same"):
+        rule_from_arguments(Namespace(**flags, micro_batch_size=2))
+    for change in (
+        {"micro_batch_size": 1, "eval_micro_batch_size": 2},  # evaluation balances nothing
+        {"moe_router_load_balancing_type": "aux_loss"},
+        {"num_experts": None},
+    ):
+        args = Namespace(**{"micro_batch_size": 2, **flags, **change})
+        assert rule_from_arguments(args).source == "cu_seqlens"
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
