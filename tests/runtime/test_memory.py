@@ -79,9 +79,8 @@ STAND_INS = {
 }
 
 
-def measured(rank, world_size, name, planner, dtype):
+def measured(rank, world_size, plan, dtype):
     """Peak bytes of forward and of backward on this rank, outside of what a backend computes."""
-    plan = plan_of(name, planner, dtype.itemsize)
     group = torch.distributed.group.WORLD
     own, keys = plan.own_rows, (KV_HEADS, HEAD_DIM)
     shapes = [(own.q, HEADS, HEAD_DIM), (own.k, *keys), (own.k, *keys)]
@@ -110,7 +109,7 @@ def measured(rank, world_size, name, planner, dtype):
 
     try:
         for name, stand_in in STAND_INS.items():
-            setattr(dist_attn, name, quiet(kept[name] if planner == ATTENDS else stand_in))
+            setattr(dist_attn, name, quiet(kept[name] if plan.planner == ATTENDS else stand_in))
         dist_attn.dq_factor = lambda options: 0.5  # as of kernels that leave the scale to the end
         dist_attn.merging = lambda joiner: quietly(kept["merging"](joiner))
         out, lse = dist_attn.forward_pass(q, (k, v), None, session, options)
@@ -165,8 +164,8 @@ class Allocations(TorchDispatchMode):
 @pytest.mark.parametrize(("name", "planner"), CASES)
 def test_the_plan_predicts_what_the_runtime_allocates(name: str, planner: str):
     for dtype in (torch.float32, torch.bfloat16):
-        found = np.array(run_on_ranks(WORLD, measured, name, planner, dtype))
         plan = plan_of(name, planner, dtype.itemsize)
+        found = np.array(run_on_ranks(WORLD, measured, plan, dtype))
         predicted = np.stack(
             [peak_bytes(plan, p).allocated for p in ("forward", "backward")], axis=1
         )
