@@ -79,6 +79,8 @@ torch.empty_like = _poisoned(torch.empty_like)
 torch.empty_strided = _poisoned(torch.empty_strided)
 torch.Tensor.new_empty = _poisoned(torch.Tensor.new_empty)
 torch.set_num_threads(1)
+# Threads of programs that tests start wait asleep. Awake, two of them beside another worker take three times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # They put Megatron-Core's CPU stand-ins into the test process, where they stay and torch compiles nothing any more.
 _LEAVE_STAND_INS = (
