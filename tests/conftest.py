@@ -81,6 +81,7 @@ torch.Tensor.new_empty = _poisoned(torch.Tensor.new_empty)
 torch.set_num_threads(1)
 # Threads of programs that tests start wait asleep. Awake, two of them beside another worker take three times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+gc.disable()  # imports and a collection of tests make little garbage, and much to look through
 
 # They put Megatron-Core's CPU stand-ins into the test process, where they stay and torch compiles nothing any more.
 _LEAVE_STAND_INS = (
@@ -123,6 +124,7 @@ def pytest_collection_finish() -> None:
     """What imports made stays: a collection need not look at it, nor copy its pages in the ranks that are forks."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 # Folders of tests that start programs.

@@ -144,6 +144,7 @@ def _warm_process() -> Connection:
 
 def _serve(calls: Connection) -> None:
     """Answers each call from a fork of its own, so that none leaves anything to the next."""
+    gc.disable()  # what imports make stays
     sys.path.insert(0, str(ROOT))
     from megatron_cp.mcore import compat, cpu
 
@@ -155,6 +156,7 @@ def _serve(calls: Connection) -> None:
     importlib.import_module("wandb").Table(data=[])  # imports pandas, where that is installed
     gc.collect()
     gc.freeze()  # a collection in a fork would copy every page
+    gc.enable()
     with contextlib.suppress(EOFError):
         while True:
             environment, launches, at_once = calls.recv()
