@@ -35,9 +35,9 @@ from megatron_cp.mask import AttentionMask
 from megatron_cp.measure.links import fitted
 from megatron_cp.measure.rates import Heads, kernel_calls, rate_table
 from megatron_cp.plan import PLANNERS, AttentionPlan, make_plan
+from megatron_cp.plan.hardware.simulate import simulate_pass
 from megatron_cp.plan.hardware.topology import load_profile
 from megatron_cp.plan.schema import PassName
-from megatron_cp.plan.study.simulate import simulate_pass
 from megatron_cp.plan.study.workloads import document_lengths
 
 HEADS, KV_HEADS, DIM = 4, 4, 64

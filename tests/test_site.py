@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("mkdocs", reason="pip install megatron_cp[docs]")
 
 from megatron_cp.plan import make_plan
-from megatron_cp.plan.study.simulate import simulate_pass
+from megatron_cp.plan.hardware.simulate import simulate_pass
 from tests.report.screenshots import find_browser
 from tools import docs_site
 

@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 import megatron_cp as mcp  # noqa: E402
 from examples import mask_gallery  # noqa: E402
-from megatron_cp.plan.study.simulate import simulate_pass  # noqa: E402
+from megatron_cp.plan.hardware.simulate import simulate_pass  # noqa: E402
 from megatron_cp.report.draw.html import Figure  # noqa: E402
 from megatron_cp.report.draw.style import picture_style_sheet_of  # noqa: E402
 from megatron_cp.report.draw.svg import Markup, join, tag  # noqa: E402

@@ -30,9 +30,9 @@ from megatron_cp.data.packing import Pack
 from megatron_cp.mask import AttentionMask
 from megatron_cp.plan import AttentionPlan
 from megatron_cp.plan.bounds.bounds import time_bound
+from megatron_cp.plan.hardware.simulate import simulate_pass
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.schema import PASSES
-from megatron_cp.plan.study.simulate import simulate_pass
 
 _DIGITS = 15  # of a second: two processors may differ in the last bits of a sum
 

@@ -11,8 +11,8 @@ from megatron_cp import mask as masks
 from megatron_cp.config import CPConfig, Topology
 from megatron_cp.plan import PLANNERS, make_plan
 from megatron_cp.plan.bounds.bounds import mask_extent, time_bound, volume_bound
+from megatron_cp.plan.hardware.simulate import simulate_pass
 from megatron_cp.plan.schema import OwnRows
-from megatron_cp.plan.study.simulate import simulate_pass
 from tests.plan.cases import HEADS, config, packed
 from tests.runtime.handmade import random_plan
 from tests.strategies import attention_masks

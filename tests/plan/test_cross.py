@@ -9,9 +9,9 @@ from megatron_cp import mask as masks
 from megatron_cp.config import CPConfig
 from megatron_cp.plan import make_plan, make_plans
 from megatron_cp.plan.bounds.bounds import time_bound
+from megatron_cp.plan.hardware.simulate import simulate_pass
 from megatron_cp.plan.planner import forget_plans
 from megatron_cp.plan.schema import PASSES
-from megatron_cp.plan.study.simulate import simulate_pass
 from tests.oracles.plans import times_computed
 from tests.plan.machines import machines, speeds_of
 from tests.strategies import attention_masks
@@ -161,7 +161,7 @@ def test_rows_go_straight_into_a_node_twice_where_a_second_hop_would_take_longer
 
 SAID = {  # docs/plan.md: predicted time over that of both sides in order
     "video and text": (rectangle(1 << 20, 512), 64, 0.93),
-    "clips and captions": (captioned(*_lengths(1 << 17, 1 << 13, 40)), 8, 0.35),
+    "clips and captions": (captioned(*_lengths(1 << 17, 1 << 13, 40)), 8, 0.37),
     "growing": (aligned_runs(128, 64, 1024), 16, 0.14),
     "few queries": (rectangle(4096, 1 << 20), 32, 0.06),
 }

@@ -16,9 +16,9 @@ from megatron_cp.plan.compute.bisection import Weights, assign
 from megatron_cp.plan.hardware.cost import hop_movement
 from megatron_cp.plan.hardware.links import Links
 from megatron_cp.plan.hardware.makespan import makespan_seconds
+from megatron_cp.plan.hardware.simulate import simulate_pass
 from megatron_cp.plan.placement.by_documents import Ranks, group_sizes, whole_documents
 from megatron_cp.plan.schema import PASSES
-from megatron_cp.plan.study.simulate import simulate_pass
 from megatron_cp.plan.transfer.pass_builder import PlacedMask
 from tests.oracles.seconds import hop_seconds, predicted_seconds
 from tests.plan.cases import config, packed

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from megatron_cp import mask as masks
 from megatron_cp.plan import make_plan, make_plans
 from megatron_cp.plan.hardware.makespan import makespan_seconds
+from megatron_cp.plan.hardware.simulate import simulate_pass
 from megatron_cp.plan.planner import forget_plans
 from megatron_cp.plan.price.pairs_move import stay_at_home
 from megatron_cp.plan.schema import PASSES
 from megatron_cp.plan.search import strategies
 from megatron_cp.plan.search.looks import Looks
-from megatron_cp.plan.study.simulate import simulate_pass
 from megatron_cp.plan.transfer.head_split import fits_heads
 from tests.plan.cases import config, packed
 

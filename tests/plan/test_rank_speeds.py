@@ -15,11 +15,11 @@ from megatron_cp.plan.compute.bisection import Weights
 from megatron_cp.plan.compute.blocks import Problem
 from megatron_cp.plan.compute.local_search import improved
 from megatron_cp.plan.hardware.makespan import makespan_seconds, transfer_shares
+from megatron_cp.plan.hardware.simulate import simulate_pass
 from megatron_cp.plan.placement.by_documents import Ranks, whole_documents
 from megatron_cp.plan.price.head_groups import HeadGroups
 from megatron_cp.plan.price.pairs_move import move_compute, move_inside_nodes, stay_at_home
 from megatron_cp.plan.schema import PASSES
-from megatron_cp.plan.study.simulate import simulate_pass
 from megatron_cp.plan.transfer.pass_builder import PlacedMask
 from tests.plan.cases import config, packed
 from tests.plan.golden import number_of

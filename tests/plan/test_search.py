@@ -17,9 +17,9 @@ from megatron_cp.plan import AttentionPlan, forget_plans, make_plan, make_plans
 from megatron_cp.plan.compute.bisection import Assignment, Weights, assign
 from megatron_cp.plan.compute.staging import ORDERS, AssignedMask, Staging
 from megatron_cp.plan.hardware.makespan import makespan_seconds
+from megatron_cp.plan.hardware.simulate import simulate_pass
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.schema import PASSES
-from megatron_cp.plan.study.simulate import simulate_pass
 from megatron_cp.plan.transfer.pass_builder import PlacedMask
 from megatron_cp.plan.transfer.routing import ThroughNodes, direct, tree
 from tests.plan.cases import config, packed
@@ -144,18 +144,33 @@ def test_two_ranks_do_as_well_as_the_best_assignment_of_blocks(name):
     kept=st.sampled_from(["k", "q"]),
     rest=st.booleans(),
     order=st.sampled_from(ORDERS),
+    most_apart=st.sampled_from([1.0, 0.5, 0.25, 0.0]),
     route=st.sampled_from([direct, tree, ThroughNodes(2), ThroughNodes(2, tree=True)]),
 )
 @settings(max_examples=100)
 def test_an_assignment_in_any_stages_and_by_any_route_is_a_plan_of_the_mask(
-    case, cp_size, count, kept, rest, order, route
+    case, cp_size, count, kept, rest, order, most_apart, route
 ):
     mask, allowed = case
     placed = placed_in_order(mask, cp_size)
     assigned = AssignedMask(placed, assign(mask, placed.owners, (2,), SAME, np.ones(cp_size)))
-    both = assigned.in_pieces(kept).build(Staging(count, rest, kept, order), route)
+    staging = Staging(count, rest, kept, order, most_apart)
+    both = assigned.in_pieces(kept).build(staging, route)
     plan = AttentionPlan(mask, config(), "by hand", placed.placement, both, both)
     check_laws(plan, allowed)
+
+
+def test_local_pairs_fill_the_stages_of_ranks_that_have_more_of_them():
+    """Rank 0 has a short document of its own beside a share of the long one; its stages become as long as others'."""
+    mask = masks.documents([96, 416])
+    placed = placed_in_order(mask, 4)
+    assigned = AssignedMask(placed, assign(mask, placed.owners, (4,), SAME, np.ones(4)))
+    apart, filled = (
+        assigned.in_pieces("k").areas(Staging(4, True, "k", "tokens", most)) for most in (1.0, 0.25)
+    )
+    assert np.allclose(apart.sum(axis=0), filled.sum(axis=0))
+    uneven = [(np.cumsum(one, axis=0)[:-1].std(axis=1)).mean() for one in (apart, filled)]
+    assert uneven[1] < 0.7 * uneven[0]
 
 
 @pytest.mark.parametrize("kept", ["k", "q"])

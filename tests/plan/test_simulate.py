@@ -12,9 +12,9 @@ from megatron_cp import mask as masks
 from megatron_cp.config import CPConfig, Level, Topology
 from megatron_cp.plan import PLANNERS, AttentionPlan, Hop, Pass, Stage, Transfer, make_plan
 from megatron_cp.plan.bounds.best_cases import BEST_CASES, best_case_seconds, is_built
+from megatron_cp.plan.hardware.simulate import simulate_pass
 from megatron_cp.plan.hardware.topology import TOPOLOGIES
 from megatron_cp.plan.study.compare import best_other, compare, geometric_mean
-from megatron_cp.plan.study.simulate import simulate_pass
 from tests.oracles.seconds import compute_seconds, exchange_seconds, hop_seconds, row_sizes
 from tests.plan.cases import config, packed
 from tests.runtime.handmade import random_plan

@@ -14,8 +14,8 @@ from megatron_cp.commands.arguments import tokens
 from megatron_cp.config import CPConfig
 from megatron_cp.data import IndexedWriter
 from megatron_cp.plan import PLANNERS, make_plan
+from megatron_cp.plan.hardware.simulate import simulate_pass
 from megatron_cp.plan.study.compare import Outcome
-from megatron_cp.plan.study.simulate import simulate_pass
 from megatron_cp.report.figures.planners import against
 from megatron_cp.report.figures.timeline import chrome_trace, timeline_drawing, timeline_picture
 from megatron_cp.report.simulation.replicas import packs_of

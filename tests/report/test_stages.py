@@ -2,7 +2,7 @@
 
 import re
 
-from megatron_cp.plan.study.simulate import simulate_pass
+from megatron_cp.plan.hardware.simulate import simulate_pass
 from megatron_cp.report.figures.timeline import stages_figure
 from megatron_cp.report.run.page import run_page
 from megatron_cp.report.run.record import read_run

@@ -4,7 +4,9 @@
     work      local       pairs with foreign rows, equal areas           the rest of the local pairs
     moves     -           rows needed for the first time; keys stay      results go home under it
 
-Local pairs hide the first rows on their way; a part of them, left for the end, hides the last results.
+Local pairs hide the first rows on their way; a part of them, left for the end, hides the last results. Where ranks
+have unequally many, the stages of some would be longer than those of others, who wait for their rows: what a rank has
+beyond a quantile of all (`most_apart`) fills its remote stages.
 
 One side is kept: its rows arrive with the first stage that needs them and stay, and their results go home at the end.
 A foreign row of the other side is in one stage only, and its results go home under the next. Forward keeps keys
@@ -31,6 +33,7 @@ from megatron_cp.plan.transfer.pass_builder import COLUMNS, PassBuilder, PlacedM
 from megatron_cp.plan.transfer.routing import (
     DST,
     ID_START,
+    ID_STOP,
     SRC,
     Route,
     ThroughNodes,
@@ -53,11 +56,13 @@ class Staging:
 
     num_remote: int
     keeps_rest: bool
-    """Half of the local pairs come last."""
+    """Half of the local pairs outside of remote stages come last."""
     kept: Side
     """The side whose foreign rows stay over all remote stages."""
     order: Order = "tokens"
     """In which foreign rows come."""
+    most_apart: float = 1.0
+    """Of ranks by their local pairs, the quantile above which more of them fill the remote stages."""
 
     @property
     def num_stages(self) -> int:
@@ -105,14 +110,13 @@ def _first_stages(wanted: IntArray, per_stage: int) -> IntArray:
 
 
 def _rounds(sent: StagedRequests, num_ranks: int) -> list[StagedRequests]:
-    """Returns requests as rounds in which readers pass rows on, each stage by itself: it has ranks of its own."""
-    apart = sent.requests.copy()
-    apart[:, [SRC, DST]] += (sent.stage * num_ranks)[:, None]
+    """Returns requests as rounds in which readers pass rows on, each stage with ranks and rows of its own."""
+    step = np.full(4, num_ranks)
+    step[ID_START:] = sent.requests[:, ID_STOP].max(initial=0)
     rounds = []
-    for requests in tree_rounds(apart):
+    for requests in tree_rounds(sent.requests + sent.stage[:, None] * step):
         stage = requests[:, DST] // num_ranks
-        requests[:, [SRC, DST]] -= (stage * num_ranks)[:, None]
-        rounds.append(StagedRequests(requests, stage))
+        rounds.append(StagedRequests(requests - stage[:, None] * step, stage))
     return rounds
 
 
@@ -267,11 +271,23 @@ class AssignedPieces:
 
     def _stage_of_parts(self, staging: Staging) -> IntArray:
         stage = np.zeros(len(self.parts), dtype=np.int64)
+        if staging.num_remote:
+            stage[self._local] = self._stage_of_local(staging)
+            share = self._foreign_share(staging.order)
+            stage[self._remote] = 1 + _one_of(staging.num_remote, share)
+        return stage
+
+    def _stage_of_local(self, staging: Staging) -> IntArray:
+        """Returns the stage of each local part: `[local parts]`."""
+        share, areas = self._local_share, self._local_areas
+        apart = np.sort(areas)[int(staging.most_apart * (len(areas) - 1))]
+        outside = (apart / np.maximum(areas, max(apart, 1.0)))[self.ranks.take(self._local)]
+        first = outside / 2 if staging.keeps_rest else outside
+        inside = (share - first) / np.maximum(1 - outside, 1e-9)
+        stage = 1 + _one_of(staging.num_remote, inside)
+        stage[share <= first] = 0
         if staging.keeps_rest:
-            stage[self._local_share > 0.5] = staging.num_remote + 1
-        share = self._foreign_share(staging.order)
-        which = np.minimum(share * staging.num_remote, staging.num_remote - 1)
-        stage[self._remote] = 1 + which
+            stage[share > 1 - first] = 1 + staging.num_remote
         return stage
 
     @cached_property
@@ -280,10 +296,21 @@ class AssignedPieces:
         return np.flatnonzero(~self.is_local)
 
     @cached_property
+    def _local(self) -> IntArray:
+        """The parts without."""
+        return np.flatnonzero(self.is_local)
+
+    @cached_property
+    def _local_areas(self) -> FloatArray:
+        """The local pairs of each rank: `[P]`."""
+        areas = np.bincount(self.ranks, self.area * self.is_local, self.placed.num_ranks)
+        return areas.astype(np.float64)
+
+    @cached_property
     def _local_share(self) -> FloatArray:
-        """The share of a rank's local area before each part, by query rows; 0 for parts with foreign rows."""
+        """The share of a rank's local area before each local part, by query rows: `[local parts]`."""
         share = self._share_before(self.ranks, self.parts[:, Q_START], self.is_local)
-        return share * self.is_local
+        return share.compress(self.is_local)
 
     def _foreign_share(self, order: Order) -> FloatArray:
         """Returns the share of its group's area before each part with foreign rows: `[foreign parts]`; found once."""
@@ -319,6 +346,12 @@ class AssignedPieces:
         share = np.zeros(len(order))
         share[order] = (middle - before) / np.where(total > 0, total, 1.0)[which]
         return share
+
+
+def _one_of(count: int, share: FloatArray) -> IntArray:
+    """Returns which of `count` equal intervals of 0 to 1 each share is in."""
+    which: IntArray = np.clip(share * count, 0, count - 1).astype(np.int64)
+    return which
 
 
 def _differs(values: IntArray) -> BoolArray:

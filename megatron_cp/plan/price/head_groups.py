@@ -15,7 +15,6 @@ from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.compute.bisection import Weights
-from megatron_cp.plan.compute.staging import StagedRequests
 from megatron_cp.plan.hardware.cost import (
     Movement,
     PassLoads,
@@ -190,25 +189,6 @@ class HeadGroups:
             one = hop_movement(*ends, rows, self.placed.num_ranks, self.links)
             total = one.plus(total)
         return total
-
-    def staged_movement(
-        self, hops: Sequence[StagedRequests], num_stages: int
-    ) -> tuple[FloatArray, FloatArray]:
-        """Returns what serving requests costs in each stage: seconds per byte `[stages, P]`, and latency `[stages]`."""
-        num_ranks, links = self.placed.num_ranks, self.links
-        per_byte, latency = np.zeros((num_stages, num_ranks)), np.zeros(num_stages)
-        for hop in hops:
-            src, dst, start, stop = hop.requests.T
-            level, first = links.level(src, dst), hop.stage * num_ranks
-            moved = links.moved(
-                first + src, first + dst, stop - start, num_stages * num_ranks, level
-            )
-            seconds = links.seconds(moved.reshape(2, num_stages, num_ranks, -1))
-            per_byte += seconds.max(axis=(0, 3))
-            outermost = np.full(num_stages, -1)
-            np.maximum.at(outermost, hop.stage, level)
-            latency += np.where(outermost >= 0, np.array(links.latency)[outermost], 0.0)
-        return per_byte, latency
 
     def imbalance(self, areas: FloatArray) -> float:
         """Returns the largest time of the head groups over the fair one; `areas` `[P]`: their pairs."""

@@ -1,12 +1,12 @@
 """Predicted seconds of assignments: which route rows take, in how many stages, forward and backward each for itself.
 
 Areas and rows are exact. How they divide over stages is first taken to be even; an option that wins by that
-estimate is refined: its stagings are priced exactly, stage by stage.
+estimate is refined: its stagings are played, as ranks that wait for late senders are in no sum of stages.
 """
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,7 +17,8 @@ from megatron_cp.plan.compute.bisection import Assignment, assign
 from megatron_cp.plan.compute.blocks import Problem
 from megatron_cp.plan.compute.local_search import improved
 from megatron_cp.plan.compute.staging import ORDERS, AssignedMask, Staging
-from megatron_cp.plan.hardware.cost import Movement, PassLoads, SideLoads, hidden_seconds
+from megatron_cp.plan.hardware.cost import Movement, compute_seconds, hidden_seconds
+from megatron_cp.plan.hardware.play import Script, Sends, play
 from megatron_cp.plan.hardware.rows import row_size
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.price.head_groups import HeadGroups, PassOption, Strategy
@@ -41,6 +42,8 @@ class StagingLimits:
 
     counts: tuple[int, ...]
     """Numbers of stages with foreign rows."""
+    most_apart: tuple[float, ...]
+    """Quantiles of the ranks' local pairs, see `Staging`, tried beside 1 on the best order of rows."""
     few: int
     """So many stages may do without local pairs at the end: better where latency decides."""
     most_exact: int
@@ -224,17 +227,26 @@ class _RoutedAssignment:
         for index in np.argsort(estimates, kind="stable")[: self.limits.most_exact]:
             if estimates[index] >= best_price:  # even rows are the best case, nearly always
                 break
-            for order in ORDERS if stagings[index].num_remote > 1 else ORDERS[:1]:
-                staging = replace(stagings[index], order=order)
-                seconds = self.groups.seconds(self._exact_loads(staging), name)
+            tried: dict[float, Staging] = {}
+            for staging in self._variants(stagings[index], tried):
+                seconds = self._played_seconds(staging, name)
                 price = seconds * (
-                    penalties[index] + self.limits.order_penalty * ORDERS.index(order)
+                    penalties[index] + self.limits.order_penalty * ORDERS.index(staging.order)
                 )
+                tried[price] = staging
                 if price < best_price:
                     best, best_price, best_seconds = staging, price, seconds
                 if price <= self.limits.as_even * estimates[index]:
                     break
         return best, best_seconds
+
+    def _variants(self, staging: Staging, tried: Mapping[float, Staging]) -> Iterator[Staging]:
+        """Yields a staging in every order of rows, then the best of them with more local pairs in remote stages."""
+        for order in ORDERS if staging.num_remote > 1 else ORDERS[:1]:
+            yield replace(staging, order=order)
+        best = tried[min(tried)]
+        for most_apart in self.limits.most_apart if staging.num_remote else ():
+            yield replace(best, most_apart=most_apart)
 
     def build(self, staging: Staging) -> Pass:
         """Returns the pass of a staging; the same object if forward and backward take the same."""
@@ -247,31 +259,45 @@ class _RoutedAssignment:
     def _built(self) -> dict[Staging, Pass]:
         return {}
 
-    def _exact_loads(self, staging: Staging) -> PassLoads:
-        """Returns the loads of a staging; what moves is the same in both passes, and whatever comes last."""
-        pieces, moved = self.assigned.in_pieces(staging.kept), replace(staging, keeps_rest=True)
-        if moved not in self._moved:
-            self._moved[moved] = {
-                side: self.groups.staged_movement(
-                    pieces.arriving(moved, self.route, side), moved.num_stages
-                )
-                for side in SIDES
-            }
-        count = staging.num_stages
-        keys, queries = (
-            SideLoads(
-                per_byte[:count],
-                latency[:count],
-                np.array([staging.keeps(index) == side for index in range(count)]),
-            )
-            for side, (per_byte, latency) in (
-                (side, self._moved[moved][side]) for side in ("k", "q")
-            )
+    def _played_seconds(self, staging: Staging, name: PassName) -> float:
+        """Returns the time of a staging, played."""
+        groups, config = self.groups, self.groups.config
+        areas = self.assigned.in_pieces(staging.kept).areas(staging) / groups.degree
+        casts: list[list[Sends]] = [[] for _ in areas]
+        returns: list[list[Sends]] = [[] for _ in areas]
+        for side in SIDES:
+            size = row_size(config, name, side, groups.degree)
+            arriving = self._arriving(staging, side)
+            for index, hops in enumerate(arriving, start=1):
+                casts[index] += [hop.there(size.there) for hop in hops]
+            for index, hops in reversed([*enumerate(arriving, start=1)]) if size.back else ():
+                end = staging.num_remote if staging.kept == side else index
+                returns[end] += [hop.back(size.back) for hop in reversed(hops)]
+        script = Script(
+            compute_seconds(areas, config, name) / groups.speeds,
+            casts,
+            returns,
+            groups.exchange_seconds[name],
+            groups=None,
         )
-        return PassLoads(pieces.areas(staging), keys, queries)
+        return play(script, groups.links, get_topology(config.topology).contention).seconds
+
+    def _arriving(self, staging: Staging, side: Side) -> list[list[Sends]]:
+        """Returns what arrives in each remote stage, hop after hop, in rows."""
+        key = staging.num_remote, staging.kept, staging.order, side
+        if key not in self._found:
+            num_ranks, links = self.groups.placed.num_ranks, self.groups.links
+            self._found[key] = [[] for _ in range(staging.num_remote)]
+            pieces = self.assigned.in_pieces(staging.kept)
+            for hop in pieces.arriving(staging, self.route, side):
+                for index in np.unique(hop.stage).tolist():
+                    src, dst, start, stop = hop.requests[hop.stage == index].T
+                    rows = (stop - start).astype(np.float64)
+                    self._found[key][index - 1].append(Sends.of(src, dst, rows, num_ranks, links))
+        return self._found[key]
 
     @functools.cached_property
-    def _moved(self) -> dict[Staging, dict[Side, tuple[FloatArray, FloatArray]]]:
+    def _found(self) -> dict[object, list[list[Sends]]]:
         return {}
 
 

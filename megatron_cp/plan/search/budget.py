@@ -65,8 +65,9 @@ class SearchBudget:
     1.000, best .997."""
     good_imbalance: float = 1.02
     """Below, balance does not decide. 1.01: 1.000, best .997; 1.04: 1.000, worst 1.001."""
-    most_measured: int = 12
-    """Plans built to price them with measured kernel rates: a limit of time, without them nothing."""
+    most_played: int = 4
+    """Plans built and played, the fastest of which is taken: a limit of time. Only published options have prices that
+    know no late senders; 12: nothing, and three times as long to plan (causal, 1024 ranks)."""
     placements: PlacementLimits = PlacementLimits(  # noqa: RUF009  it is frozen
         imbalance=0.01,  # half: .999; double: 1.001, worst 1.017
         chunks=128,  # half: 1.000, worst 1.026; double: 1.001, worst 1.015; large: .992, worst 1.038
@@ -77,6 +78,7 @@ class SearchBudget:
     )
     stagings: StagingLimits = StagingLimits(  # noqa: RUF009  it is frozen
         counts=(1, 2, 4, 8),  # without 8: 1.000; large: 1.003, worst 1.051 (streaming, 128)
+        most_apart=(0.5, 0.25),  # none: up to 1.12 in simulation (share_question W1, 64 ranks)
         few=2,  # 1: 1.001, worst 1.015; 4: 1.000, best .984; large, 4: .999, worst 1.009
         most_exact=3,  # 1: 1.001, worst 1.026; large: 1.008, worst 1.20; 6: nothing
         uneven=1.005,  # 1.0025: 1.000, best .997; 1.01: 1.001, worst 1.008

@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from megatron_cp.config import CPConfig
-from megatron_cp.plan.hardware.makespan import makespan_seconds
 from megatron_cp.plan.hardware.memory import received_bytes
-from megatron_cp.plan.hardware.topology import get_topology
+from megatron_cp.plan.hardware.simulate import simulate_pass
 from megatron_cp.plan.placement.candidates import Family
 from megatron_cp.plan.price.head_groups import PassOption
 from megatron_cp.plan.price.linear_layers import linear_seconds
@@ -53,13 +52,14 @@ def best_of(
 
     Of options that are equally fast, as far as predictions go, a balanced one that moves few bytes is taken, for each
     pass by itself. Some prices are estimates: the winner is priced exactly, and competes again until it wins at that.
+    No price knows that ranks wait for late senders: the winner is built and played, and competes again if that takes
+    longer.
     """
-    has_rates = get_topology(config.topology).kernels is not None
     states = [0.0] * len(found)
     if config.linear_state_bytes is not None:
         every_mask = [mask for mask, _ in masks.values()]
         states = [linear_seconds(one.tokens, every_mask, config) for one in found]
-    measured: list[tuple[float, dict[str, PlanData]]] = []
+    played: list[tuple[float, dict[str, PlanData]]] = []
     while True:
         every = [
             {key: _pick(options, budget) for key, options in one.options.items()} for one in found
@@ -90,19 +90,16 @@ def best_of(
             never = {key: replace(chosen[key], seconds=math.inf) for key in too_large}
             _replace(candidate, chosen, never)
             continue
-        if not has_rates:
-            return plans
-        prices = {key: makespan_seconds(plans[key[0]], key[1]) for key in chosen}
-        measured.append(
-            (states[best] + sum(masks[key[0]][1] * prices[key] for key in prices), plans)
-        )
+        prices = {key: simulate_pass(plans[key[0]], key[1]).seconds for key in chosen}
+        seconds = sum(masks[key[0]][1] * price for key, price in prices.items())
+        played.append((states[best] + seconds, plans))
         slower = {
             key: replace(one, seconds=prices[key])
             for key, one in chosen.items()
-            if prices[key] > one.seconds
+            if prices[key] > budget.near * one.seconds
         }
-        if not slower or len(measured) == budget.most_measured:
-            return min(measured, key=lambda one: one[0])[1]
+        if not slower or len(played) == budget.most_played:
+            return min(played, key=lambda one: one[0])[1]
         _replace(candidate, chosen, slower)
 
 

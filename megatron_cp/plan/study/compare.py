@@ -11,9 +11,9 @@ from megatron_cp.mask import AttentionMask
 from megatron_cp.plan.attention_plan import AttentionPlan
 from megatron_cp.plan.bounds.best_cases import best_case_seconds, is_built
 from megatron_cp.plan.bounds.bounds import time_bound
+from megatron_cp.plan.hardware.simulate import simulate_pass
 from megatron_cp.plan.planner import forget_plans, make_plan
 from megatron_cp.plan.schema import PASSES
-from megatron_cp.plan.study.simulate import simulate_pass
 
 NONE = float("nan")
 MOST_RANKS = {

@@ -17,10 +17,10 @@ from megatron_cp.mask import AttentionMask, interval
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.hardware.makespan import layer_seconds
 from megatron_cp.plan.hardware.rows import FP32_BYTES
+from megatron_cp.plan.hardware.simulate import simulate_pass
 from megatron_cp.plan.planner import make_plan
 from megatron_cp.plan.schema import PASSES, PassName, PlanData
 from megatron_cp.plan.study.compare import Outcome
-from megatron_cp.plan.study.simulate import simulate_pass
 
 RIVALS = ("magi", "magi_hierarchical")
 GRADIENT_BYTES = 2

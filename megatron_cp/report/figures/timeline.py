@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from megatron_cp.plan.hardware.play import RESOURCES, Event, Simulation
+from megatron_cp.plan.hardware.simulate import simulate_pass
 from megatron_cp.plan.schema import PassName
-from megatron_cp.plan.study.simulate import RESOURCES, Event, Simulation, simulate_pass
 from megatron_cp.report.draw.html import Figure, Table
 from megatron_cp.report.draw.svg import (
     Markup,

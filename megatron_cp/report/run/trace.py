@@ -18,8 +18,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from megatron_cp.plan.hardware.play import COMPUTE, Event
 from megatron_cp.plan.schema import PassName
-from megatron_cp.plan.study.simulate import COMPUTE, Event
 from megatron_cp.report.figures.timeline import MAX_RANKS_DRAWN, SENDS, WAITS
 from megatron_cp.report.run.record import Run
 

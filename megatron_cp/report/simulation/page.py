@@ -5,9 +5,10 @@ from __future__ import annotations
 import platform
 
 from megatron_cp.plan import AttentionPlan
+from megatron_cp.plan.hardware.play import Simulation
+from megatron_cp.plan.hardware.simulate import simulate_pass
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.schema import PASSES
-from megatron_cp.plan.study.simulate import Simulation, simulate_pass
 from megatron_cp.report.draw.charts import Axes, Series, line_chart
 from megatron_cp.report.draw.html import Figure, Section, Table, Tile, note, page, row, strip
 from megatron_cp.report.draw.style import style_sheet

@@ -23,9 +23,9 @@ from megatron_cp.data.batch import PlanRequest
 from megatron_cp.data.hybrid import bound_seconds, is_hybrid_faster
 from megatron_cp.mask import AttentionMask, concat
 from megatron_cp.plan import make_plan
+from megatron_cp.plan.hardware.simulate import simulate_pass
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.schema import PASSES
-from megatron_cp.plan.study.simulate import simulate_pass
 from megatron_cp.report.draw.table import text_table
 from megatron_cp.report.figures.planners import four_digits, machine_words
 from megatron_cp.report.sources import MaskChoice, Source, Tell, check_ranks, quiet
