@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from megatron_cp.mask import interval
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.hardware.links import Links
 from megatron_cp.plan.schema import FloatArray
@@ -93,7 +94,7 @@ class Sends:
         latency, late = np.zeros((2, ranks)), np.array(links.latency)[level]
         for of_rank, rank in zip(latency, (src, dst), strict=True):
             np.maximum.at(of_rank, rank, late)
-        pairs = np.flatnonzero(np.bincount(src * ranks + dst))
+        pairs = interval.distinct(src * ranks + dst)
         return cls(np.stack(np.divmod(pairs, ranks)), takes, latency)
 
     def shown(self) -> FloatArray:

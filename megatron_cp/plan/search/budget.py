@@ -66,8 +66,8 @@ class SearchBudget:
     good_imbalance: float = 1.02
     """Below, balance does not decide. 1.01: 1.000, best .997; 1.04: 1.000, worst 1.001."""
     most_played: int = 4
-    """Plans built and played, the fastest of which is taken: a limit of time. Only published options have prices that
-    know no late senders; 12: nothing, and three times as long to plan (causal, 1024 ranks)."""
+    """Plans built and played, the fastest of which is taken: a limit of time. 12, on the grid of bench_plan.py:
+    nothing."""
     placements: PlacementLimits = PlacementLimits(  # noqa: RUF009  it is frozen
         imbalance=0.01,  # half: .999; double: 1.001, worst 1.017
         chunks=128,  # half: 1.000, worst 1.026; double: 1.001, worst 1.015; large: .992, worst 1.038
