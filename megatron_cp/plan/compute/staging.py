@@ -206,6 +206,7 @@ class AssignedPieces:
         self.owner = {side: owner.take(source) for side, owner in assigned.owner.items()}
         self.is_own = {side: is_own.take(source) for side, is_own in assigned.is_own.items()}
         self.is_local = assigned.is_local.take(source)
+        self.local_areas = assigned.local_areas
         self.area = rows_area(self.parts).astype(np.float64)
         self._shares: dict[Order, FloatArray] = {}
 
@@ -279,7 +280,7 @@ class AssignedPieces:
 
     def _stage_of_local(self, staging: Staging) -> IntArray:
         """Returns the stage of each local part: `[local parts]`."""
-        share, areas = self._local_share, self._local_areas
+        share, areas = self._local_share, self.local_areas
         apart = np.sort(areas)[int(staging.most_apart * (len(areas) - 1))]
         outside = (apart / np.maximum(areas, max(apart, 1.0)))[self.ranks.take(self._local)]
         first = outside / 2 if staging.keeps_rest else outside
@@ -299,12 +300,6 @@ class AssignedPieces:
     def _local(self) -> IntArray:
         """The parts without."""
         return np.flatnonzero(self.is_local)
-
-    @cached_property
-    def _local_areas(self) -> FloatArray:
-        """The local pairs of each rank: `[P]`."""
-        areas = np.bincount(self.ranks, self.area * self.is_local, self.placed.num_ranks)
-        return areas.astype(np.float64)
 
     @cached_property
     def _local_share(self) -> FloatArray:

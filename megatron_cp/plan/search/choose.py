@@ -52,8 +52,8 @@ def best_of(
 
     Of options that are equally fast, as far as predictions go, a balanced one that moves few bytes is taken, for each
     pass by itself. Some prices are estimates: the winner is priced exactly, and competes again until it wins at that.
-    No price knows that ranks wait for late senders: the winner is built and played, and competes again if that takes
-    longer.
+    Prices of published options do not know that ranks wait for late senders, and none knows measured kernel rates: the
+    winner is built and played, and competes again if that takes longer.
     """
     states = [0.0] * len(found)
     if config.linear_state_bytes is not None:
