@@ -4,6 +4,7 @@
     python tools/gpu_check.py --output results/h200 --part speed    one part per invocation
     python tools/gpu_check.py --output results/h200 --quick         a few minutes: is it right, is it fast
     python tools/gpu_check.py --output results/h200 --jobs 6        values and sanitizers in six processes
+    python tools/gpu_check.py --output results/h200 --part dims --cases "causal 32K D=64"
     python tools/gpu_check.py --output results/h200 --part training --runs "PP 2, CP 2" experts
 
 Parts, in order:
@@ -13,6 +14,7 @@ Parts, in order:
     speed      masks x lengths, GQA 64:8, D=128, bf16, interleaved with cuDNN, FlashAttention-2, FlexAttention and
                FA3, FA4 when importable; the bars for an H200 and the kernel model's prediction beside them
     dims       head dims 64, 96, 192, 256 and 192/128
+    stages     passes that add to others beside passes alone, rows joined beside a copy
     ranks      two and four ranks on this one GPU, gloo and NCCL: values, traces, every planner
     linear     linear attention in plain torch and by flash-linear-attention where that is: values, time, memory
     training   small runs with megatron-core in all layouts, side by side: losses those of one rank (the same model)
@@ -40,7 +42,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_cp.attn.hopper import self_test
 from megatron_cp.kernels import compilers
-from tools.gpu import measure, sanitizer, training, values
+from tools.gpu import cases, measure, sanitizer, training, values
 from tools.gpu.check import PARTS, SECONDS, Check, Wishes, say
 from tools.gpu.report import Report
 from tools.gpu.watchdog import StopError, Watchdog
@@ -119,6 +121,15 @@ def main() -> int:
         default=(),
         help="of training; all if none is named",
     )
+    known = [case.name for case in (*cases.grid(), *cases.dims())]
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        choices=known,
+        default=(),
+        metavar="CASE",
+        help="of speed and dims, without FlexAttention; all if none is named",
+    )
     options = parser.parse_args()
     if options.tiny:
         sanitizer.run_tiny(options.share)
@@ -135,6 +146,7 @@ def main() -> int:
         options.jobs,
         options.share,
         tuple(options.runs),
+        tuple(options.cases),
     )
     with written(report, path):
         report.facts |= require_gpu()

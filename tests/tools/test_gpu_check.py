@@ -1,5 +1,6 @@
 """The GPU check without a GPU: its cases, its arithmetic, its page, and that its checks can fail."""
 
+import dataclasses
 import subprocess
 import sys
 from itertools import pairwise
@@ -285,8 +286,21 @@ def test_values_come_first_then_speed_and_the_sanitizer_last(tmp_path, monkeypat
     monkeypatch.setattr(gpu_check, "require_gpu", dict)
     monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--output", str(tmp_path / "x")])
     assert gpu_check.main() == 0
-    expected = "build values calls speed dims ranks linear training sanitize"
+    expected = "build values calls speed dims stages ranks linear training sanitize"
     assert " ".join(done) == expected
+
+
+def test_named_cases_alone_are_timed_and_without_flex(check, monkeypatch):
+    timed = []
+    monkeypatch.setattr(Check, "_ask_model", lambda self: None)
+    monkeypatch.setattr(measure, "ceilings", dict)
+    monkeypatch.setattr(Check, "_time", lambda self, case, flex: timed.append(case.name))
+    check.wishes = dataclasses.replace(
+        check.wishes, quick=False, cases=("causal 8K D=128", "full 32K D=64")
+    )
+    check.speed()
+    check.dims()
+    assert timed == ["causal 8K D=128", "full 32K D=64"]
 
 
 # ---------------------------------------------------------------------- two ranks

@@ -2,9 +2,10 @@
 
 import concurrent.futures
 import importlib.util
+import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from tools.gpu import (
     ranks,
     sanitizer,
     shares,
+    stages,
     training,
     values,
 )
@@ -29,11 +31,22 @@ from tools.gpu.report import Report, Timed
 from tools.gpu.watchdog import StopError, Watchdog
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = ("build", "values", "calls", "speed", "dims", "ranks", "linear", "training", "sanitize")
+PARTS = (
+    "build",
+    "values",
+    "calls",
+    "speed",
+    "dims",
+    "stages",
+    "ranks",
+    "linear",
+    "training",
+    "sanitize",
+)
 SECONDS = 570.0  # an invocation ends before ten minutes
 SANITIZER_SECONDS = 150
 RANKS_SECONDS = 120
-COMPILE_JOBS = 8
+COMPILE_JOBS = min(16, os.cpu_count() or 1)
 # FlexAttention's compilations take longer than everything else.
 FLEX_LENGTHS = (32 * cases.KILO,)
 QUICK_LENGTHS = (32 * cases.KILO, 8 * cases.KILO)
@@ -55,6 +68,7 @@ class Wishes:
     jobs: int = 1  # processes that share values, and sanitizers
     share: values.Share = values.WHOLE
     runs: tuple[str, ...] = ()  # of training; none means all
+    cases: tuple[str, ...] = ()  # of speed and dims; none means all
 
 
 class Check:
@@ -102,6 +116,12 @@ class Check:
         failed = sum(self._one(name, check) for name, check in calls.checks().items())
         if failed:
             raise StopError(f"{failed} checks of calls failed")
+
+    def stages(self) -> None:
+        """Times stages beside passes; what is slow there stops nothing."""
+        failed = sum(self._one(name, check) for name, check in stages.checks().items())
+        if failed:
+            self.report.notes.append(f"stages: {failed} checks failed")
 
     def _one(self, name: str, check: Callable[[], str], seconds: float = CHECK_SECONDS) -> int:
         """Runs one check; returns 1 if it failed. Raises StopError when the device is lost or time is up."""
@@ -180,7 +200,7 @@ class Check:
         """Times the grid."""
         self._ask_model()
         self.report.facts |= {k: f"{v:.1f}" for k, v in measure.ceilings().items()}
-        for case in cases.grid():
+        for case in self._wanted(cases.grid()):
             if not self.wishes.quick or (
                 case.mask_name in QUICK_MASKS and case.num_tokens in QUICK_LENGTHS
             ):
@@ -190,11 +210,16 @@ class Check:
     def dims(self) -> None:
         """Times the other head dims."""
         self._ask_model()
-        for case in cases.dims():
+        for case in self._wanted(cases.dims()):
             if not self.wishes.quick or (
                 case.mask_name in QUICK_DIM_MASKS and case.num_tokens == 32 * cases.KILO
             ):
                 self._time(case, flex=case.mask_name == "causal" and not self.wishes.quick)
+
+    def _wanted(self, found: Iterator[cases.Case]) -> Iterator[cases.Case]:
+        """Yields the cases that were named, all if none was."""
+        names = self.wishes.cases
+        yield from (case for case in found if not names or case.name in names)
 
     def _ask_model(self) -> None:
         """Asks the kernel model once, if it is here, before anything is timed."""
@@ -215,7 +240,7 @@ class Check:
         if contenders[0].backward is not None:
             contenders.append(peers.hopper(case, mask, x, "deterministic", deterministic=True))
         for make in peers.PEERS:
-            if flex or make is not peers.flex_attention:
+            if (flex and not self.wishes.cases) or make is not peers.flex_attention:
                 contenders += self._prepared(make, case, mask, x)
         with torch.no_grad():
             for one in contenders:
