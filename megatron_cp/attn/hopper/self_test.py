@@ -2,8 +2,7 @@
 
 A kernel that is wrong there (a driver, a compiler, a board that nobody tried) must not train a model. The test
 runs once per GPU, driver and build of a variant, in a fraction of a second; its verdict is kept (verdicts.py). All
-kinds passed the cases of 2026-11-24 on an H100; on a CPU the emulated kernels pass those of today (judge.py), and
-kernels with a planted defect fail them.
+kinds pass on an H200 (2026-11-27) and, emulated, on a CPU (judge.py); kernels with a planted defect fail there.
 """
 
 # Q query rows, K key rows, N query heads, G kv heads, H head dim, Hv value head dim
