@@ -138,12 +138,13 @@ def format_identity(name: str, tokenizer_model: str | None = None) -> str:
 # Of how templates are rendered: 1 escaped JSON for HTML and gave tools that nobody had; 2 left a model's tokens out.
 _VERSION = 3
 
-_BESIDE_CONTENT = ("tool_calls", "reasoning_content")  # what a message of an assistant may hold
+# What a message of an assistant may hold beside its content that a model is to read or say.
+_BESIDE_CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 
 
 def is_learned(message: Message) -> bool:
-    """Returns whether an answer is learned: `"weight": 0` says that it is read alone."""
-    return bool(message.get("weight", 1))
+    """Returns whether an answer is learned: `"weight": 0` or `"train": false` says that it is read alone."""
+    return bool(message.get("weight", 1)) and bool(message.get("train", True))
 
 
 def _in_words(name: str, conversation: Conversation) -> list[Part]:
@@ -163,21 +164,30 @@ def _in_words(name: str, conversation: Conversation) -> list[Part]:
 def _refuse_weights(name: str, conversation: Conversation) -> None:
     if not all(map(is_learned, conversation.messages)):
         raise ValueError(
-            f'it has an answer of "weight": 0, and {name} learns everything; give --sft-tokenizer-prompt-format '
-            "chat-template, or take the weight out"
+            f'it has an answer of "weight": 0 or "train": false, and {name} learns everything; give '
+            "--sft-tokenizer-prompt-format chat-template, or take that out"
         )
 
 
 def _refuse_what_is_not_rendered(render: Render, conversation: Conversation) -> None:
-    """Raises ValueError where the text would be the same without tools, or without calls of them."""
-    messages, without = conversation.messages, {}
+    """Raises ValueError where the text would be the same without tools, or without what a message has beside content.
+
+    A message is looked at as the last one: a template may leave reasoning out of earlier turns.
+    """
+    without = {}
     if conversation.tools:
-        without["tools"] = conversation._replace(tools=None)
-    if any(m.get("tool_calls") for m in messages):
-        silent = [{**m, "tool_calls": None} for m in messages]
-        without["tool_calls"] = conversation._replace(messages=silent)
-    for name, other in without.items():
-        if render(*conversation, False) == _text_or_refusal(render, other):
+        without["tools"] = conversation, conversation._replace(tools=None)
+    for key in _BESIDE_CONTENT:
+        place = next((i for i, m in enumerate(conversation.messages) if m.get(key)), None)
+        if place is not None:
+            *before, last = conversation.messages[: place + 1]
+            said, silent = [*before, last], [*before, {**last, key: None}]
+            without[key] = (
+                conversation._replace(messages=said),
+                conversation._replace(messages=silent),
+            )
+    for name, (one, other) in without.items():
+        if _text_or_refusal(render, one) == _text_or_refusal(render, other):
             raise ValueError(
                 f"it has {name}, which the chat template leaves out: the model would never see them; give a template "
                 "that renders them"

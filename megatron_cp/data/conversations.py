@@ -92,6 +92,11 @@ def _checked(message: Any, where: str) -> Message:
         raise ValueError(f"{where} is an empty answer, from which nothing is learned; take it out")
     if message.get("weight", 1) not in (0, 1):
         raise ValueError(f"{where} has weight {message['weight']!r}, it must be 0 or 1; repair it")
+    if not isinstance(message.get("train", True), bool) or "train_detail" in message:
+        raise ValueError(
+            f'{where} must say "train": true or false, and no "train_detail": a message is learned whole or not; '
+            "repair it"
+        )
     checked = {**message, "role": role}
     return {**checked, "tool_calls": _checked_calls(calls, where)} if calls else checked
 
@@ -223,8 +228,8 @@ def write_conversations(
 
 
 # Of how chats become tokens. Of 1 one may have been cut by its tokenizer's file, of 2 there are blanks between parts,
-# and of 3 calls of tools may have been left out.
-_VERSION = 4
+# of 3 calls of tools may have been left out, and of 4 answers of "train": false are learned.
+_VERSION = 5
 
 
 def conversations_in_folder(

@@ -67,6 +67,18 @@ TOOLS_ALONE = TOOL_TEMPLATE.replace("m.tool_calls or []", "[]")
             {"messages": [{**TALK[2], "reasoning_content": "hm"}], "tools": None},
             "it has reasoning_content, which nemotron-nano-v2 leaves out",
         ),
+        (
+            "chatml",
+            "",
+            {"messages": [{**TALK[2], "thinking": "hm", "function_call": CALL}], "tools": None},
+            "it has function_call and thinking, which chatml leaves out",
+        ),
+        (
+            "chat-template",
+            SILENT,
+            {"messages": [TALK[1], {**TALK[2], "reasoning": "hm"}, *TALK[3:]], "tools": None},
+            "it has reasoning, which the chat template leaves out",
+        ),
     ],
 )
 def test_what_would_be_left_out_is_refused_with_its_line(
@@ -94,6 +106,19 @@ def test_tools_that_are_none_are_refused(tmp_path, changes, message):
         read_tool_talk(tmp_path, **changes)
 
 
+def test_reasoning_that_a_template_leaves_out_of_earlier_turns_is_rendered(tmp_path):
+    template = (
+        "{% for m in messages %}<{{ m.role }}>"
+        "{% if loop.last and m.thinking %}({{ m.thinking }}){% endif %}{{ m.content }}{% endfor %}"
+    )
+    (tmp_path / "chat_template.jinja").write_text(template)
+    first, last = ({**m, "thinking": f"of {m['content']}"} for m in (TALK[2], TALK[4]))
+    conversation = read_tool_talk(tmp_path, messages=[TALK[1], first, TALK[3], last], tools=None)
+    (part,) = chat_format("default", str(tmp_path))(conversation)
+    assert f"(of {TALK[4]['content']})" in part.text
+    assert f"(of {TALK[2]['content']})" not in part.text
+
+
 @pytest.mark.parametrize(
     ("calls", "reason"),
     [
@@ -114,12 +139,13 @@ def test_calls_that_cannot_be_read_are_refused(tmp_path, calls, reason):
         read_tool_talk(tmp_path, messages=messages)
 
 
+@pytest.mark.parametrize(("key", "no", "yes"), [("weight", 0, 1), ("train", False, True)])
 @pytest.mark.parametrize("name", PROMPT_FORMATS)
-def test_an_answer_of_weight_0_is_read_and_not_learned(tmp_path, name):
+def test_an_answer_may_be_read_and_not_learned(tmp_path, name, key, no, yes):
     render = chat_format(name, str(write_template(tmp_path)))
-    weighed = [*TALK[:2], {**TALK[2], "weight": 0}, TALK[3], {**TALK[4], "weight": 1}]
+    weighed = [*TALK[:2], {**TALK[2], key: no}, TALK[3], {**TALK[4], key: yes}]
     if name in ("identity", "default"):
-        with pytest.raises(ValueError, match=f'"weight": 0, and {name} learns everything'):
+        with pytest.raises(ValueError, match=f'"train": false, and {name} learns everything'):
             render(Conversation(weighed))
         return
     plain = render(Conversation(TALK))
@@ -132,3 +158,9 @@ def test_an_answer_of_weight_0_is_read_and_not_learned(tmp_path, name):
 def test_other_weights_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"message 0 has weight 0\.5, it must be 0 or 1"):
         read_tool_talk(tmp_path, messages=[{**TALK[2], "weight": 0.5}])
+
+
+@pytest.mark.parametrize("said", [{"train": 0}, {"train": "no"}, {"train_detail": []}])
+def test_what_says_otherwise_how_an_answer_is_learned_is_refused(tmp_path, said):
+    with pytest.raises(ValueError, match=r'line 1, message 0 must say "train": true or false, and'):
+        read_tool_talk(tmp_path, messages=[{**TALK[2], **said}])
