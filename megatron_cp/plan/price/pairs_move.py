@@ -6,8 +6,10 @@ estimate is refined: its stagings are played, as ranks that wait for late sender
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -172,6 +174,17 @@ def _routes(
     return found
 
 
+class _Priced(NamedTuple):
+    """A staging and its time, and that with what stages and orders must save."""
+
+    price: float
+    seconds: float
+    staging: Staging
+
+
+_price = operator.itemgetter(0)
+
+
 @dataclass(frozen=True)
 class _RoutedAssignment:
     """An assignment and a route."""
@@ -223,30 +236,34 @@ class _RoutedAssignment:
         """
         penalties = np.array([1 + self.limits.stage_penalty * one.num_stages for one in stagings])
         estimates = self.even_seconds(stagings, name) * penalties
-        best, best_price, best_seconds = stagings[0], math.inf, math.inf
+        best = _Priced(math.inf, math.inf, stagings[0])
         for index in np.argsort(estimates, kind="stable")[: self.limits.most_exact]:
-            if estimates[index] >= best_price:  # even rows are the best case, nearly always
+            if estimates[index] >= best.price:  # even rows are the best case, nearly always
                 break
-            tried: dict[float, Staging] = {}
-            for staging in self._variants(stagings[index], tried):
-                seconds = self._played_seconds(staging, name)
-                price = seconds * (
-                    penalties[index] + self.limits.order_penalty * ORDERS.index(staging.order)
-                )
-                tried[price] = staging
-                if price < best_price:
-                    best, best_price, best_seconds = staging, price, seconds
-                if price <= self.limits.as_even * estimates[index]:
-                    break
-        return best, best_seconds
+            best = min(best, self._refined(stagings[index], name, estimates[index]), key=_price)
+        return best.staging, best.seconds
 
-    def _variants(self, staging: Staging, tried: Mapping[float, Staging]) -> Iterator[Staging]:
-        """Yields a staging in every order of rows, then the best of them with more local pairs in remote stages."""
-        for order in ORDERS if staging.num_remote > 1 else ORDERS[:1]:
-            yield replace(staging, order=order)
-        best = tried[min(tried)]
-        for most_apart in self.limits.most_apart if staging.num_remote else ():
-            yield replace(best, most_apart=most_apart)
+    def _refined(self, staging: Staging, name: PassName, estimate: float) -> "_Priced":
+        """Returns the best of a staging's orders of rows, or that with more local pairs in remote stages."""
+        enough = self.limits.as_even * estimate
+        orders = ORDERS if staging.num_remote > 1 else ORDERS[:1]
+        best = self._cheapest([replace(staging, order=order) for order in orders], name, enough)
+        if best.price <= enough or not staging.num_remote:
+            return best
+        apart = [replace(best.staging, most_apart=share) for share in self.limits.most_apart]
+        return min(best, self._cheapest(apart, name, enough), key=_price)
+
+    def _cheapest(self, stagings: Sequence[Staging], name: PassName, enough: float) -> "_Priced":
+        """Returns the one of the lowest price; none is looked at behind one that is good enough."""
+        best = _Priced(math.inf, math.inf, stagings[0])
+        for one in stagings:
+            if best.price <= enough:
+                break
+            seconds = self._played_seconds(one, name)
+            penalty = self.limits.stage_penalty * one.num_stages
+            penalty += self.limits.order_penalty * ORDERS.index(one.order)
+            best = min(best, _Priced(seconds * (1 + penalty), seconds, one), key=_price)
+        return best
 
     def build(self, staging: Staging) -> Pass:
         """Returns the pass of a staging; the same object if forward and backward take the same."""

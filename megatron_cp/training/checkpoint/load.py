@@ -3,7 +3,7 @@
 before any process group    folder, format, manifest, model shape      choose.py
 before any tensor is read   SHA-256 of every file                      choose.py
 before anything changes     names and shapes of all tensors            dist_format, legacy_format
-last                        values must be finite
+last                        values must be finite, and the optimizer's weights the model's
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from megatron_cp.training.checkpoint import dist_format, files, formats, legacy_
 from megatron_cp.training.checkpoint.choose import choose_checkpoint
 from megatron_cp.training.checkpoint.compare import another_optimizer
 from megatron_cp.training.checkpoint.content import Content, put_into_model
+from megatron_cp.training.checkpoint.main_weights import another_weight, float_copies
 from megatron_cp.training.checkpoint.meaning import (
     another_model,
     changes_of_meaning,
@@ -118,14 +119,14 @@ def _compare_with_its_arguments(folder: Path, saved: dict[str, Any], config: Tra
 def _restore_optimizer(state: RunState, content: Content, folder: Path) -> None:
     """Puts back moments, main copies and the schedule; without them, main copies follow the weights.
 
-    Raises ValueError for the state of another optimizer or schedule.
+    Raises ValueError for the state of another optimizer, of other weights, or for another schedule.
     """
     if content.optimizer is None:
         state.optimizer.reload_model_params()
         return
     problem: Exception | None = None
     wanted = [{name: group.get(name) for name in RATES} for group in state.optimizer.param_groups]
-    flags = _settings(state.optimizer)
+    flags, before = _settings(state.optimizer), float_copies(state.optimizer)
     try:
         with groups_found_at_any_rate(state.optimizer, content.optimizer):
             state.optimizer.load_state_dict(content.optimizer)
@@ -140,6 +141,7 @@ def _restore_optimizer(state: RunState, content: Content, folder: Path) -> None:
             )
     if state.config.parallel.use_distributed_optimizer and formats.detect(folder) == "torch":
         legacy_format.restore_shards(state.optimizer, content.shards)
+    raise_together(another_weight(state.model, state.optimizer, before, folder))
     try:
         _settle_rates(state, wanted)
         state.scheduler.load_state_dict(content.entries["opt_param_scheduler"])

@@ -1,0 +1,78 @@
+"""Are the weights that a loaded optimizer goes on from those of the model?
+
+An optimizer in mixed precision has float32 copies of its own, and the first step writes them over the model; a sharded
+one in float32 writes them while it loads. Copies of other weights train another model, without a word: a checkpoint
+whose model was exchanged, or one whose optimizer was saved shifted (Megatron-Core before 0.20, mcore/optimizer.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+Copies = list[tuple[Tensor, Tensor]]
+
+# (parameters, what of them this optimizer updates, its copies of that) of Megatron's optimizers in mixed precision.
+_MIXED = (
+    ("float16_groups", "float16_groups", "fp32_from_float16_groups"),
+    ("model_float16_groups", "shard_float16_groups", "shard_fp32_from_float16_groups"),
+)
+
+
+def float_copies(optimizer: Any) -> Copies:
+    """Returns (parameter, copy of what is updated of it) where loading an optimizer would write to the model itself."""
+    found: Copies = []
+    for part in _parts(optimizer):
+        for parameter, shard in _in_order(part, "model_fp32_groups", "shard_fp32_groups"):
+            found.append((parameter, shard.detach().clone()))
+    return found
+
+
+def another_weight(
+    model: Sequence[Any], optimizer: Any, before: Copies, folder: Path
+) -> ValueError | None:
+    """Returns a refusal that names the first weight of a loaded optimizer that is not the model's; None if all are.
+
+    `before` is what `float_copies` returned before the optimizer was loaded.
+    """
+    names = {id(x): name for chunk in unwrap_model(model) for name, x in chunk.named_parameters()}
+    for parameter, own, copy in _beside_model(optimizer, before):
+        wrong = int((copy.to(own.dtype) != own).sum())
+        if wrong:
+            return ValueError(
+                f"{folder}: the optimizer goes on from other weights than the model's: {wrong:,} of {own.numel():,} "
+                f"values of {names.get(id(parameter), 'a parameter')} differ; give --no-load-optim, which takes the "
+                "model's weights and begins with new moments, or an earlier --ckpt-step"
+            )
+    return None
+
+
+def _beside_model(optimizer: Any, before: Copies) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yields (parameter, what the model holds, what the optimizer goes on from)."""
+    shards = [
+        shard
+        for part in _parts(optimizer)
+        for _, shard in _in_order(part, "model_fp32_groups", "shard_fp32_groups")
+    ]
+    for (parameter, was), shard in zip(before, shards, strict=True):
+        yield parameter, was, shard
+    for part in _parts(optimizer):
+        for names in _MIXED:
+            for parameter, own, copy in _in_order(part, *names):
+                if own is not None and copy is not None:  # elsewhere, or in eight bits
+                    yield parameter, own, copy
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def _in_order(part: Any, *names: str) -> Iterator[tuple[Any, ...]]:
+    """Yields the entries of an optimizer's groups by name, side by side; none where it has no such groups."""
+    if all(hasattr(part, name) for name in names):
+        for groups in zip(*(getattr(part, name) for name in names), strict=True):
+            yield from zip(*groups, strict=True)
