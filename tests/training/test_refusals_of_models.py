@@ -267,6 +267,12 @@ def test_a_flag_without_what_it_belongs_to_is_a_note(flags: str, needed: str):
     assert [n for n in parse(*SMALL_RUN, *flags.split()).notes if "it needs" in n] == [expected]
 
 
+def test_a_bias_that_latent_attention_has_no_place_for_is_a_note():
+    (note,) = parse(*OF_LATENT, LATENT, "--add-qkv-bias").notes
+    assert note.startswith("--add-qkv-bias changes nothing here: it needs attention without")
+    assert parse(*SMALL_RUN, "--add-qkv-bias").notes == ()
+
+
 def test_flags_with_what_they_belong_to_are_no_notes():
     belonging = (
         "--num-query-groups 2 --glu-linear-offset 1 --rotary-base 500 --num-experts 4 --moe-layer-freq 2 "

@@ -216,17 +216,24 @@ def test_an_offline_run_holds_every_argument_and_metric_and_no_secret(tmp_path, 
     assert SECRET.encode() not in bytes_of(tmp_path)
 
 
-def test_a_wandb_that_fails_is_a_warning(tmp_path, monkeypatch):
+def test_a_wandb_that_fails_is_a_warning_of_one_line(tmp_path, monkeypatch, capsys):
     def broken(**keywords):
-        raise OSError("read-only file system")
+        raise OSError("read-only\nfile system")
 
     fake = types.SimpleNamespace(init=broken, Settings=lambda **keywords: None)
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    with pytest.warns(UserWarning, match="read-only file system"):
-        assert start_wandb(parse_arguments(SMALL_RUN, {}), tmp_path, {}) is None
+    assert start_wandb(parse_arguments(SMALL_RUN, {}), tmp_path, {}) is None
+    assert capsys.readouterr().err == "WARNING: wandb is not used: read-only file system\n"
 
 
-def test_a_wandb_that_dies_in_the_middle_leaves_the_other_sinks_alone():
+def test_a_missing_wandb_is_told_with_what_to_do(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert start_wandb(parse_arguments(SMALL_RUN, {}), tmp_path, {}) is None
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("; pip install wandb, or give --no-wandb")
+
+
+def test_a_wandb_that_dies_in_the_middle_leaves_the_other_sinks_alone(capsys):
     class Dying:
         def log(self, row, step):
             raise RuntimeError("gone")
@@ -234,9 +241,10 @@ def test_a_wandb_that_dies_in_the_middle_leaves_the_other_sinks_alone():
     rows = []
     files = types.SimpleNamespace(log=rows.append, finish=rows.append)
     tracker = Tracker(wandb_run=WandbRun(Dying()), files=files)
-    with pytest.warns(UserWarning, match="gone"):
-        tracker.log(1, {"lm loss": 2.0})
+    tracker.log(1, {"lm loss": 2.0})
     tracker.log(2, {"lm loss": 1.0})
+    said = "WARNING: wandb stopped working and is left out from now on: gone\n"
+    assert capsys.readouterr().err == said
     assert rows == [{"iteration": 1, "lm loss": 2.0}, {"iteration": 2, "lm loss": 1.0}]
 
 
@@ -253,8 +261,9 @@ def test_tensorboard_gets_values_by_iteration_and_by_samples():
     assert points == [("lm loss", 2.0, 3), ("lm loss vs samples", 2.0, 12)]
 
 
-def test_a_missing_tensorboard_is_a_warning(tmp_path, monkeypatch):
+def test_a_missing_tensorboard_is_told_with_what_to_do(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     config = parse_arguments([*SMALL_RUN, "--tensorboard-dir", str(tmp_path)], {})
-    with pytest.warns(UserWarning, match="install tensorboard"):
-        assert start_tensorboard(config) is None
+    assert start_tensorboard(config) is None
+    said = "WARNING: --tensorboard-dir is not used: pip install tensorboard\n"
+    assert capsys.readouterr().err == said

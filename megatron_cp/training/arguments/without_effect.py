@@ -28,6 +28,11 @@ _NEEDS: tuple[tuple[str, Callable[[Namespace], object], str], ...] = (
         lambda a: a.swiglu or a.quick_geglu,
         "--swiglu or --quick-geglu",
     ),
+    (
+        "--add-qkv-bias",
+        lambda a: not a.multi_latent_attention,
+        "attention without --multi-latent-attention, whose projections have none",
+    ),
     ("--window-attn-skip-freq", lambda a: a.window_size, "--window-size"),
     ("--apply-wd-to-qk-layernorm", lambda a: a.qk_layernorm, "--qk-layernorm"),
     (

@@ -40,14 +40,18 @@ def _print(message: str) -> None:
     print(f"{_CLEAR_LINE}{message}" if is_behind_bar else message, flush=True)
 
 
+def warn(text: str) -> None:
+    """Writes a warning of one line: of what is only looked at, and ends no run."""
+    sys.stderr.write(f"WARNING: {' '.join(text.split())}\n")
+
+
 @contextmanager
 def told_if_refused(what: str) -> Iterator[None]:
     """Turns what a disk or a folder refuses inside into a warning: nothing that is only looked at ends a run."""
     try:
         yield
     except OSError as problem:
-        said = " ".join(str(problem).split())
-        sys.stderr.write(f"WARNING: {what} could not be written: {said}; training goes on\n")
+        warn(f"{what} could not be written: {problem}; training goes on")
 
 
 def print_datetime(event: str) -> None:

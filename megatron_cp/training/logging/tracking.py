@@ -5,13 +5,11 @@ One rank sends them: the last, which holds the loss. wandb is logged whether or 
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_cp.training.config import TrainConfig
-from megatron_cp.training.logging.lines import told_if_refused
+from megatron_cp.training.logging.lines import told_if_refused, warn
 from megatron_cp.training.logging.loggable import loggable_arguments
 from megatron_cp.training.logging.wandb_run import MakeMedia, WandbRun
 
@@ -46,7 +44,7 @@ class Tracker:
                         self._writer.add_scalar(f"{key} vs samples", value, samples)
             except OSError as problem:  # its thread's, which has ended then
                 self._writer = None
-                _tell(f"tensorboard's files could not be written: {problem}; it gets no more")
+                warn(f"tensorboard's files could not be written: {problem}; it gets no more")
 
     def alert(self, title: str, text: str) -> None:
         """Tells those who watch the run that something needs them."""
@@ -69,7 +67,7 @@ class Tracker:
             write(self._files)
         except OSError as problem:
             if not self._is_refused:
-                _tell(
+                warn(
                     f"the run's records could not be written: {problem}; training goes on without them"
                 )
             self._is_refused = True
@@ -98,10 +96,6 @@ class Tracker:
             self._wandb.finish()
 
 
-def _tell(text: str) -> None:
-    sys.stderr.write(f"WARNING: {' '.join(text.split())}\n")
-
-
 def start_tensorboard(config: TrainConfig) -> Any:
     """Returns a tensorboard writer where `--tensorboard-dir` is given; otherwise None.
 
@@ -113,7 +107,7 @@ def start_tensorboard(config: TrainConfig) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        warnings.warn("--tensorboard-dir is not used: install tensorboard", stacklevel=2)
+        warn("--tensorboard-dir is not used: pip install tensorboard")
         return None
     writer = SummaryWriter(
         log_dir=options.tensorboard_dir, max_queue=options.tensorboard_queue_size

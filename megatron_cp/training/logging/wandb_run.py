@@ -9,7 +9,6 @@ from __future__ import annotations
 import netrc
 import os
 import tempfile
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -18,6 +17,7 @@ from urllib.parse import urlparse
 from megatron_cp.loggable_text import loggable_text
 from megatron_cp.training import exit_signal
 from megatron_cp.training.config import TrainConfig
+from megatron_cp.training.logging.lines import warn
 from megatron_cp.training.logging.loggable import loggable_arguments
 from megatron_cp.training.logging.spikes import GradientSpikes
 
@@ -114,7 +114,7 @@ class WandbRun:
             try:
                 self._run.finish()
             except Exception as problem:  # a tracker never stops a run
-                warnings.warn(f"wandb did not finish: {problem}", stacklevel=2)
+                warn(f"wandb did not finish: {problem}")
 
     def _try(self, tell: Callable[[], None]) -> None:
         if self._run is None:
@@ -122,9 +122,7 @@ class WandbRun:
         try:
             tell()
         except Exception as problem:  # as above
-            warnings.warn(
-                f"wandb stopped working and is left out from now on: {problem}", stacklevel=3
-            )
+            warn(f"wandb stopped working and is left out from now on: {problem}")
             self._run = None
 
 
@@ -173,9 +171,11 @@ def start_wandb(
         for key, best in BEST.items():
             run.define_metric(key, summary=best)
         return WandbRun(run, config.steps.train_iters)
+    except ModuleNotFoundError as missing:
+        warn(f"wandb is not used: {missing}; pip install wandb, or give --no-wandb")
     except Exception as problem:  # a tracker never stops a run
-        warnings.warn(f"wandb is not used: {problem}", stacklevel=2)
-        return None
+        warn(f"wandb is not used: {problem}")
+    return None
 
 
 def tags_of(config: TrainConfig) -> list[str]:
