@@ -74,8 +74,8 @@ TOPOLOGIES = {
         ),
         Topology(
             name="h200",
-            # the same compute units as H100, more memory bandwidth: cuDNN 9.19 publishes 690 full at best;
-            # 600 and 500 leave the margin of real slices
+            # the same compute units as H100, more memory bandwidth. On one H200 our kernels reached 667-744 and
+            # 575-602 (backward); 600 and 500 leave the margin of real slices
             forward_tflops=600.0,
             backward_tflops=500.0,
             node_size=8,
