@@ -116,7 +116,7 @@ def subtract_rows(a: IntArray, b: IntArray) -> IntArray:
 def cut_rows(
     rows: IntArray, ranges: IntArray, start: int, end: int
 ) -> tuple[IntArray, IntArray, IntArray]:
-    """Returns the tight parts of `rows` inside ranges of one axis, and the row and the range of each part.
+    """Returns the tight parts of tight `rows` inside ranges of one axis, and the row and the range of each part.
 
     The ranges are disjoint and not empty.
     """
@@ -124,11 +124,15 @@ def cut_rows(
     ordered = ranges.take(ranges_in_order, axis=0)
     which, span = overlapping_pairs(rows[:, [start, end]], ordered)
     parts = rows.take(which, axis=0)
-    parts[:, start] = np.maximum(parts[:, start], ordered[:, 0].take(span))
-    parts[:, end] = np.minimum(parts[:, end], ordered[:, 1].take(span))
+    first, last = (ordered[:, side].take(span) for side in (0, 1))
+    is_cut = (parts[:, start] < first) | (parts[:, end] > last)
+    cut = parts[is_cut]  # of thousands of small slices hardly one
+    cut[:, start] = np.maximum(cut[:, start], first[is_cut])
+    cut[:, end] = np.minimum(cut[:, end], last[is_cut])
     # The other axis shrinks too, but a tight row keeps at least one pair in every row and column of
     # its box, so no part vanishes here and the indices stay aligned.
-    return tighten(parts), which, ranges_in_order.take(span)
+    parts[is_cut] = tighten(cut)
+    return parts, which, ranges_in_order.take(span)
 
 
 def transpose_rows(rows: IntArray) -> IntArray:
