@@ -1,8 +1,8 @@
 """Results for the same rows joined by our kernels: each row is read and written once, whatever comes to it.
 
 torch takes eleven passes over the rows for one merge (attn/merge.py, which is the definition), three for one sum, and
-a call for each part. On an H200 they move 2.7 to 3.6 TB/s, torch's copy 4.3
-(2026-11-27).
+a call for each part. On an H200 they moved 2.7 to 3.6 TB/s, torch's copy 4.3 (2026-11-27; merging asks for a part's
+columns earlier since, which has not run on a GPU).
 """
 
 # R rows, N query heads, Hv value head dim
