@@ -41,7 +41,7 @@ def another_weight(
     """
     names = {id(x): name for chunk in unwrap_model(model) for name, x in chunk.named_parameters()}
     for parameter, own, copy in _beside_model(optimizer, before):
-        wrong = int((copy.to(own.dtype) != own).sum())
+        wrong = int((copy.to(own) != own).sum())
         if wrong:
             return ValueError(
                 f"{folder}: the optimizer goes on from other weights than the model's: {wrong:,} of {own.numel():,} "
