@@ -64,7 +64,7 @@ class _Held:
     now: FloatArray
     peak: FloatArray
 
-    def add(self, size: FloatArray) -> None:
+    def add(self, size: FloatArray | float) -> None:
         self.now = self.now + size
         self.peak = np.maximum(self.peak, self.now)
 
@@ -84,15 +84,14 @@ class _Memory:
 
     def take(self, size: FloatArray | float, *, received: bool = False) -> None:
         """Books an allocation, or with a negative size its end."""
-        sizes = np.broadcast_to(np.asarray(size, dtype=np.float64), (self.num_ranks,))
-        self.all.add(sizes)
+        self.all.add(size)
         if received:
-            self.received.add(sizes)
+            self.received.add(size)
 
     def pass_through(self, size: FloatArray | float, *, received: bool = False) -> None:
         """Books what is allocated and given back at once."""
         self.take(size, received=received)
-        self.take(-np.asarray(size), received=received)
+        self.take(-size, received=received)
 
 
 @dataclass
