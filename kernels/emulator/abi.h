@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+// The engine hides its names (ENGINE_FLAGS of library.py), but for these.
+#pragma GCC visibility push(default)
 extern "C" {
 
 struct McpEmulatorRange {
@@ -47,3 +49,4 @@ int mcp_emulator_encode_tiled(
     char* reason,
     std::uint64_t reason_bytes);
 }
+#pragma GCC visibility pop

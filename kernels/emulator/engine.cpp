@@ -1,8 +1,10 @@
 // The whole engine in one translation unit: one compiler start instead of ten.
+#include "abi.cpp"
 #include "engine/access.cpp"
 #include "engine/collectives.cpp"
 #include "engine/context.cpp"
 #include "engine/cta.cpp"
+#include "engine/halves.cpp"
 #include "engine/launch.cpp"
 #include "engine/mbarrier.cpp"
 #include "engine/operand.cpp"

@@ -3,6 +3,7 @@
     engine.cpp  -> engine.<hash>.o                                  once per change of the engine
     entry.cpp + a kernel's source + its definitions + engine.o -> <name>.<hash>.so     once per kernel
 
+What is read once per kernel includes no large header of the standard library: those took longer than the kernel.
 A hash covers every source file that takes part, the flags and the compiler's version, so a stale file is never
 loaded and nothing is ever overwritten.
 """

@@ -11,6 +11,7 @@ import torch
 from megatron_cp import mask as masks
 from megatron_cp.attn import attend
 from megatron_cp.attn.emulated import machine as emulated_machine
+from megatron_cp.kernels import build
 from megatron_cp.kernels.emulator import library
 from tests.attn.formula import random_case
 
@@ -70,6 +71,17 @@ def test_every_wrapper_has_the_same_signature_on_both_sides():
 
 def test_both_sides_have_the_same_files():
     assert {p.name for p in DEVICE.iterdir()} == {p.name for p in EMULATED.iterdir()}
+
+
+def test_what_is_read_with_every_kernel_holds_none_of_the_large_headers_of_the_standard_library():
+    """With them each of the kernels takes more than twice as long to compile."""
+    folders = emulated_machine.source_of(build.variants()["fwd_bf16_64"]).include_folders
+    roots = [library.EMULATOR / "entry.cpp"]
+    roots += sorted({variant.path for variant in build.variants().values()})
+    files = {file for root in roots for file in build.included_files(root, folders)}
+    assert library.EMULATOR / "include" / "mcp" / "ptx" / "wgmma.cuh" in files
+    text = "".join(file.read_text() for file in files)
+    assert set(re.findall(r"#include <(\w+)>", text)) <= {"cstdint", "cstring"}
 
 
 # What a careless change of the kernel could look like: (file, text, replacement, what the emulator says).

@@ -1,18 +1,10 @@
 #include "access.h"
 
-#include <cmath>
-
 #include "cta.h"
 
 namespace mcp::emulator {
 
 namespace {
-
-std::uint32_t bits_of(float value) {
-    std::uint32_t bits;
-    std::memcpy(&bits, &value, 4);
-    return bits;
-}
 
 void require_known_memory(const void* address, std::uint32_t num_bytes) {
     Cta& cta = this_cta();
@@ -137,30 +129,6 @@ void report_poison(std::uint32_t bits) {
     cta.fail("an operand holds no value (0x%08x): %s", bits,
              (bits & 0xffff) == 0xbeef ? "it comes from an accumulator read before wgmma.wait_group"
                                        : "it comes from a register that was never written");
-}
-
-// PTX ISA, cvt.rn.bf16x2.f32: to nearest even; NaN becomes 0x7fff.
-std::uint16_t float_to_bf16(float value) {
-    const std::uint32_t bits = bits_of(value);
-    if (std::isnan(value)) return 0x7fff;
-    return static_cast<std::uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
-// PTX ISA, cvt.rn.f16x2.f32: to nearest even, overflow to infinity; NaN becomes 0x7fff.
-std::uint16_t float_to_fp16(float value) {
-    if (std::isnan(value)) return 0x7fff;
-    const auto sign = static_cast<std::uint16_t>(bits_of(value) >> 16 & 0x8000);
-    const float magnitude = std::fabs(value);
-    if (magnitude == 0.0f) return sign;
-    if (magnitude >= 65520.0f) return static_cast<std::uint16_t>(sign | 0x7c00);
-    int exponent = 0;
-    std::frexp(magnitude, &exponent);
-    exponent = exponent < -13 ? -13 : exponent;  // below: subnormal, steps of 2^-24
-    const float steps = std::nearbyint(std::ldexp(magnitude, 11 - exponent));  // 0 .. 2048
-    const auto mantissa = static_cast<std::uint32_t>(steps);
-    // 1024 steps make the implicit bit; a carry moves into the exponent by itself.
-    const std::uint32_t biased = static_cast<std::uint32_t>(exponent + 13);
-    return static_cast<std::uint16_t>(sign | ((biased << 10) + mantissa));
 }
 
 }  // namespace mcp::emulator

@@ -29,17 +29,19 @@ void fence_gpu();
 
 [[noreturn]] void report_poison(std::uint32_t bits);
 
+inline std::uint32_t bits_of(float value) {
+    std::uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    return bits;
+}
+
 // Fails if the register holds no value: an accumulator in flight or one never written. Quiet bit
 // and sign are ignored, since arithmetic changes them.
 inline float require_value(float value) {
-    std::uint32_t bits;
-    std::memcpy(&bits, &value, 4);
+    const std::uint32_t bits = bits_of(value);
     const std::uint32_t payload = bits & 0x7fbfffffu;
     if (payload == 0x7fa1beefu || payload == 0x7fa57fa5u) report_poison(bits);
     return value;
 }
-
-std::uint16_t float_to_bf16(float value);
-std::uint16_t float_to_fp16(float value);
 
 }  // namespace mcp::emulator

@@ -9,7 +9,6 @@
 //   - the bulk stores of a thread, numbered by group and known to have read after wait_group.read.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 namespace mcp::emulator {
@@ -41,10 +40,15 @@ struct alignas(64) VectorClock {
         return event.value == 0 || value[event.component] >= event.value;
     }
     void learn(Epoch event) {
-        value[event.component] = std::max(value[event.component], event.value);
+        raise(event.component, event.value);
     }
     void join(const VectorClock& other) {
-        for (int i = 0; i < kNumComponents; ++i) value[i] = std::max(value[i], other.value[i]);
+        for (int i = 0; i < kNumComponents; ++i) raise(i, other.value[i]);
+    }
+
+  private:
+    void raise(int component, std::uint32_t to) {
+        value[component] = value[component] < to ? to : value[component];
     }
 };
 

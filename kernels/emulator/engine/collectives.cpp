@@ -2,6 +2,8 @@
 
 #include <cstring>
 
+#include "warp_meeting.h"
+
 namespace mcp::emulator {
 
 namespace {
@@ -84,6 +86,16 @@ void arrive(const Warp& warp, int id, int num_threads, bool wait) {
 }
 
 }  // namespace
+
+std::uint32_t thread_index() {
+    return static_cast<std::uint32_t>(this_thread().index);
+}
+std::uint32_t block_index() {
+    return static_cast<std::uint32_t>(this_cta().block_index);
+}
+std::uint32_t num_blocks() {
+    return static_cast<std::uint32_t>(this_cta().config.num_blocks);
+}
 
 std::uint32_t shuffle(std::uint32_t value, int source_lane) {
     return exchange(value, source_lane & 31);

@@ -14,8 +14,8 @@
 #include "instructions.h"
 #include "launch.h"
 #include "mbarrier.h"
+#include "products.h"
 #include "shared_memory.h"
-#include "wgmma.h"
 
 namespace mcp::emulator {
 

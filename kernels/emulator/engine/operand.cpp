@@ -14,24 +14,6 @@ std::string hex(std::uint64_t value) {
     return text;
 }
 
-std::vector<float> fp16_table() {
-    std::vector<float> table(65536);
-    for (std::uint32_t bits = 0; bits < 65536; ++bits) {
-        const std::uint32_t exponent = bits >> 10 & 31, fraction = bits & 1023;
-        float magnitude;
-        if (exponent == 31) {
-            magnitude = fraction == 0 ? INFINITY : NAN;
-        } else if (exponent == 0) {
-            magnitude = std::ldexp(static_cast<float>(fraction), -24);
-        } else {
-            magnitude =
-                std::ldexp(static_cast<float>(fraction + 1024), static_cast<int>(exponent) - 25);
-        }
-        table[bits] = bits >> 15 ? -magnitude : magnitude;
-    }
-    return table;
-}
-
 }  // namespace
 
 // PTX ISA, Matrix Descriptor Format: bits 0-13 start address, 16-29 leading, 32-45 stride (all /
@@ -85,18 +67,6 @@ std::uint32_t mn_major_address(const MatrixDescriptor& d, int k, int chunk) {
     return swizzle_address(d.start + c / chunks_per_row * d.leading + column / 8 * d.stride +
                                column % 8 * width + c % chunks_per_row * 16,
                            d.swizzle);
-}
-
-float bf16_to_float(std::uint16_t bits) {
-    const std::uint32_t wide = static_cast<std::uint32_t>(bits) << 16;
-    float value;
-    std::memcpy(&value, &wide, 4);
-    return value;
-}
-
-float fp16_to_float(std::uint16_t bits) {
-    static const std::vector<float> table = fp16_table();
-    return table[bits];
 }
 
 #if defined(__x86_64__) && defined(__GLIBC__)

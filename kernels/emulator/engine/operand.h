@@ -32,9 +32,6 @@ std::string decode_descriptor(std::uint64_t bits, MatrixDescriptor& descriptor);
 std::uint32_t k_major_address(const MatrixDescriptor& descriptor, int mn, int chunk);
 std::uint32_t mn_major_address(const MatrixDescriptor& descriptor, int k, int chunk);
 
-float bf16_to_float(std::uint16_t bits);
-float fp16_to_float(std::uint16_t bits);
-
 constexpr int kProductRows = 64;
 constexpr int kProductDepth = 16;
 constexpr int kMaxProductColumns = 256;

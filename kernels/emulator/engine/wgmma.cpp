@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <cstring>
 
-#include "collectives.h"
+#include "cta.h"
+#include "halves.h"
+#include "warp_meeting.h"
 
 namespace mcp::emulator {
 

@@ -4,10 +4,9 @@
 #pragma once
 
 #include <engine/access.h>
-#include <engine/operand.h>
+#include <engine/halves.h>
 #include <mcp/types.h>
 
-#include <cmath>
 #include <cstring>
 #include <mcp/ptx/keywords.cuh>
 
@@ -24,30 +23,31 @@ MCP_DEVICE u32 as_bits(float x) {
     return bits;
 }
 
+// Built-in functions: <cmath> would be most of what is read with every kernel.
 MCP_DEVICE float flush_subnormal(float x) {
-    return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x;
+    return __builtin_fabsf(x) < 0x1p-126f ? __builtin_copysignf(0.0f, x) : x;
 }
 
 MCP_DEVICE float exp2_approx(float x) {
-    return flush_subnormal(std::exp2(flush_subnormal(emulator::require_value(x))));
+    return flush_subnormal(__builtin_exp2f(flush_subnormal(emulator::require_value(x))));
 }
 MCP_DEVICE float log2_approx(float x) {
-    return std::log2(flush_subnormal(emulator::require_value(x)));
+    return __builtin_log2f(flush_subnormal(emulator::require_value(x)));
 }
 MCP_DEVICE float rcp_approx(float x) {
     return flush_subnormal(1.0f / flush_subnormal(emulator::require_value(x)));
 }
 MCP_DEVICE float fma(float a, float b, float c) {
-    return std::fma(a, b, c);
+    return __builtin_fmaf(a, b, c);
 }
 MCP_DEVICE float max(float a, float b) {
-    return a > b || std::isnan(b) ? a : b;
+    return a > b || __builtin_isnan(b) ? a : b;
 }
 MCP_DEVICE float min_or_nan(float a, float b) {
-    return a < b || std::isnan(a) ? a : b;
+    return a < b || __builtin_isnan(a) ? a : b;
 }
 MCP_DEVICE float abs(float x) {
-    return std::fabs(x);
+    return __builtin_fabsf(x);
 }
 MCP_DEVICE i32 max(i32 a, i32 b) {
     return a > b ? a : b;

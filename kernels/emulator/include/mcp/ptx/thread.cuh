@@ -11,16 +11,16 @@
 namespace mcp::ptx {
 
 MCP_DEVICE u32 thread_index() {
-    return static_cast<u32>(emulator::this_thread().index);
+    return emulator::thread_index();
 }
 MCP_DEVICE u32 thread_index_anew() {
     return thread_index();
 }
 MCP_DEVICE u32 block_index() {
-    return static_cast<u32>(emulator::this_cta().block_index);
+    return emulator::block_index();
 }
 MCP_DEVICE u32 num_blocks() {
-    return static_cast<u32>(emulator::this_cta().config.num_blocks);
+    return emulator::num_blocks();
 }
 
 MCP_DEVICE void sync_threads() {
