@@ -82,7 +82,7 @@ def test_the_error_in_every_dtype_keeps_one_budget_at_every_cp_size(cp_size, dty
 )
 def test_the_kernels_of_hopper_on_ranks_equal_dense_attention(cp_size, heads, dims, deterministic):
     """In the emulator: results of other ranks join by our kernels, gradients add up in them, over relays too."""
-    plans = mixed_plans(cp_size, heads, dims)[2:5]  # one of ours, two random ones
+    plans = mixed_plans(cp_size, heads, dims)[2:4]  # one of ours, a random one
     inputs = [
         tensors(plan.num_tokens, heads=heads, dims=dims, dtype=torch.float16) for plan in plans
     ]
