@@ -211,7 +211,9 @@ def test_a_verdict_is_of_every_kernel_that_such_calls_launch(
     monkeypatch.setattr(
         machine, "source_of", lambda variant: (ran.add(variant.name), source_of(variant))[1]
     )
-    monkeypatch.setattr(judge, "small_masks", lambda: {"documents": masks.documents([40, 30])})
+    small = masks.documents([40, 30])
+    monkeypatch.setattr(judge, "small_masks", lambda: {"documents": small})
+    monkeypatch.setattr(judge, "tiles_without_keys", lambda: small)
     assert judge.judge(emulated, kind, CPU).passed
     assert ran == set(self_test.kernels_of(kind))
     first = untested_key(kind)

@@ -11,7 +11,7 @@ from megatron_cp.training import held_folders
 from tests.faults.program import Launch, run_program
 from tests.training.commands import SMALL_RUN, error_lines
 
-RUN = (*SMALL_RUN, "--no-wandb", "--context-parallel-size", "2")
+RUN = (*SMALL_RUN, "--context-parallel-size", "2")
 
 
 @contextlib.contextmanager

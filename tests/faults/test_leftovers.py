@@ -14,7 +14,7 @@ import pytest
 
 from megatron_cp.training import leftovers
 from tests.processes import HANG_SECONDS, check_nothing_stays_in, left_running, temporary_folders
-from tests.training.commands import SMALL_RUN, command_line, environment
+from tests.training.commands import RUN_WITH_WANDB, command_line, environment
 
 LONG = (
     "--train-iters", "100000", "--lr-decay-iters", "100000", "--eval-iters", "0", "--num-workers", "1",
@@ -54,7 +54,7 @@ def test_nothing_is_left_of_a_run_that_writes_checkpoints(tmp_path: Path, end: s
     temporary.mkdir()
     ranks, kill = ENDS[end]
     flags = [
-        *SMALL_RUN,
+        *RUN_WITH_WANDB,
         *LONG,
         "--save",
         str(tmp_path / "run"),

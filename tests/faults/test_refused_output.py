@@ -13,7 +13,7 @@ from megatron_cp.training import exit_signal, output
 from tests.processes import HANG_SECONDS
 from tests.training.commands import ROOT, SMALL_RUN, environment, metrics, train
 
-RUN = (*SMALL_RUN, "--no-wandb")
+RUN = tuple(SMALL_RUN)
 
 
 def open_refusing(kind: str) -> int:

@@ -150,7 +150,7 @@ def arguments(*flags: str, rank: int = 0, world_size: int = 1):
     from megatron_cp.training.arguments import parse_arguments
 
     config = parse_arguments(
-        [*SMALL_RUN, "--no-wandb", *flags], {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+        [*SMALL_RUN, *flags], {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
     )
     return config.with_arguments(padded_vocab_size=VOCABULARY)
 

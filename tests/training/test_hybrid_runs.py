@@ -31,7 +31,7 @@ RUN = [
     *SMALL_RUN,
     *FAST,
     *shlex.split(
-        "--calculate-per-token-loss --seq-length 256 --global-batch-size 4 --train-iters 5 --no-wandb "
+        "--calculate-per-token-loss --seq-length 256 --global-batch-size 4 --train-iters 5 "
         "--eval-interval 4"
     ),
 ]

@@ -17,7 +17,7 @@ MODEL = shlex.split(
     "--num-layers 4 --untie-embeddings-and-output-weights --mtp-num-layers 1 "
     "--num-experts 4 --moe-ffn-hidden-size 48 --moe-aux-loss-coeff 1e-2 --moe-layer-freq ([0]*1+[1]*3) "
     "--moe-token-dispatcher-type alltoall --moe-shared-expert-intermediate-size 32 "
-    "--calculate-per-token-loss --no-wandb"
+    "--calculate-per-token-loss"
 )
 LAYOUTS = {
     "context": "--context-parallel-size 2 --cp-planner auto",
@@ -62,7 +62,6 @@ DROPOUT = [
     "40,0",
     "--window-attn-skip-freq",
     "2",
-    "--no-wandb",
 ]
 
 
@@ -81,9 +80,7 @@ def test_attention_drops_the_same_pairs_at_every_layout(with_dropout, tmp_path: 
         assert metrics(tmp_path / "run", key) == pytest.approx(expected, rel=5e-6), key
 
 
-EXPERTS = (
-    "--num-experts 4 --moe-ffn-hidden-size 48 --untie-embeddings-and-output-weights --no-wandb"
-)
+EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 48 --untie-embeddings-and-output-weights"
 LOGGED = {  # flags, of the other layout, ranks, key
     "all parameters, not a stale part": (
         "--use-distributed-optimizer --log-params-norm",
@@ -104,7 +101,7 @@ def runs(
     folder: Path, flags: str, first: tuple[int, str], second: tuple[int, str], keys: tuple[str, ...]
 ) -> Iterator[tuple[dict[int, float], dict[int, float]]]:
     """Yields what a run goes on with at another layout (ranks, flags) from step 2, and what it had; for each key."""
-    run = [*SMALL_RUN, *shlex.split(flags), "--no-wandb"]
+    run = [*SMALL_RUN, *shlex.split(flags)]
     saves = f"--save {folder}/one --save-interval 2 --save-retain-interval 2"
     train(first[0], *run, *first[1].split(), *saves.split())
     resumes = f"--load {folder}/one --ckpt-step 2 --run-dir {folder}/on"
@@ -136,7 +133,7 @@ def test_a_model_that_has_experts_in_no_layer_is_a_dense_one(tmp_path: Path):
     """A converted DeepSeek of dense layers alone is such a model."""
     none = "--num-experts 4 --moe-layer-freq ([0]*2) --moe-aux-loss-coeff 0.01"
     for name, flags in (("none", none), ("dense", "")):
-        train(1, *SMALL_RUN, *flags.split(), "--no-wandb", "--run-dir", str(tmp_path / name))
+        train(1, *SMALL_RUN, *flags.split(), "--run-dir", str(tmp_path / name))
     for key in (*LOSSES, "lm loss validation"):
         assert metrics(tmp_path / "none", key) == metrics(tmp_path / "dense", key)
     assert len(metrics(tmp_path / "none", "lm loss validation")) == 1
@@ -204,7 +201,7 @@ ROUTING = {
 
 @pytest.mark.parametrize("routing", sorted(ROUTING))
 def test_routing_does_not_depend_on_the_dispatch_of_tokens(tmp_path: Path, routing: str):
-    experts = "--num-experts 4 --moe-ffn-hidden-size 48 --calculate-per-token-loss --no-wandb"
+    experts = "--num-experts 4 --moe-ffn-hidden-size 48 --calculate-per-token-loss"
     flags = [*SMALL_RUN, *experts.split(), *ROUTING[routing].split(), "--train-iters", "3"]
     train(1, *flags, "--run-dir", str(tmp_path / "one"))
     many = 4 if routing == "a running mean" else 2  # its order differs from 4 on

@@ -18,7 +18,7 @@ MODEL = [
     *LINEAR,
     *shlex.split(
         "--num-experts 4 --moe-ffn-hidden-size 48 --moe-layer-freq [0,1,1,0] --moe-aux-loss-coeff 1e-2 "
-        "--untie-embeddings-and-output-weights --mtp-num-layers 1 --calculate-per-token-loss --no-wandb"
+        "--untie-embeddings-and-output-weights --mtp-num-layers 1 --calculate-per-token-loss"
     ),
 ]
 LAYOUTS = {  # ranks, flags
@@ -69,7 +69,7 @@ BESIDE = {
 
 @pytest.mark.parametrize("other", BESIDE)
 def test_two_context_ranks_are_one_beside_other_layers(tmp_path: Path, other: str):
-    flags = [*SMALL_RUN, *LINEAR, *BESIDE[other].split(), "--no-wandb"]
+    flags = [*SMALL_RUN, *LINEAR, *BESIDE[other].split()]
     if other == "latent":
         place = flags.index("--group-query-attention")
         del flags[place : place + 3]

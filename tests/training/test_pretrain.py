@@ -14,7 +14,16 @@ from megatron_cp.training.arguments import parse_arguments
 from megatron_cp.training.checkpoint.files import TRACKER, iteration_folder
 from megatron_cp.training.datasets import open_data
 from tests.faults.program import Launch, run_program
-from tests.training.commands import AUTO, ROOT, SMALL_RUN, error_lines, launch, metrics, train
+from tests.training.commands import (
+    AUTO,
+    ROOT,
+    RUN_WITH_WANDB,
+    SMALL_RUN,
+    error_lines,
+    launch,
+    metrics,
+    train,
+)
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -25,7 +34,7 @@ CP2 = ["--context-parallel-size", "2", *AUTO]
 def run(tmp_path_factory) -> Path:
     """Four steps on two context ranks without interruption, with a checkpoint after steps 2 and 4."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
-    output = train(2, *SMALL_RUN, *CP2, "--save", str(folder), "--save-interval", "2")
+    output = train(2, *RUN_WITH_WANDB, *CP2, "--save", str(folder), "--save-interval", "2")
     (folder / "output.txt").write_text(output)
     return folder
 
@@ -70,7 +79,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(run: Path, tmp_path: Pat
 
 def test_a_run_goes_on_with_another_context_parallel_size(run: Path, tmp_path: Path):
     half = cut_to(run, tmp_path / "half", 2)
-    train(1, *SMALL_RUN, "--load", str(half), "--run-dir", str(tmp_path / "one"), "--no-wandb")
+    train(1, *SMALL_RUN, "--load", str(half), "--run-dir", str(tmp_path / "one"))
     losses, whole = metrics(tmp_path / "one"), metrics(run)
     assert sorted(losses) == [3, 4]
     for iteration, loss in losses.items():
@@ -92,7 +101,6 @@ def test_an_evaluation_of_an_earlier_checkpoint_leaves_the_records_of_the_run(
         "--skip-train",
         "--save",
         str(copy),
-        "--no-wandb",
     ]
     assert "validation loss at iteration 2" in train(1, *SMALL_RUN, *flags)
     assert {name: (copy / name).read_bytes() for name in records} == records
@@ -156,7 +164,7 @@ def test_what_a_run_prints_and_leaves_is_complete(run: Path):
     ],
 )
 def test_other_layouts_learn_and_print_from_the_last_rank(tmp_path: Path, layout: str):
-    output = train(2, *SMALL_RUN, *layout.split(), "--run-dir", str(tmp_path / "run"), "--no-wandb")
+    output = train(2, *SMALL_RUN, *layout.split(), "--run-dir", str(tmp_path / "run"))
     losses = metrics(tmp_path / "run")
     assert sorted(losses) == [1, 2, 3, 4]
     assert 5.5 < losses[4] < losses[1] < 7.0
@@ -165,7 +173,7 @@ def test_other_layouts_learn_and_print_from_the_last_rank(tmp_path: Path, layout
 
 def test_the_distributed_optimizer_with_dropout_resumes_bitwise(tmp_path: Path):
     dropout = ["--hidden-dropout", "0.1", "--attention-dropout", "0.2"]
-    flags = [*SMALL_RUN, "--use-distributed-optimizer", *dropout, "--no-wandb"]
+    flags = [*SMALL_RUN, "--use-distributed-optimizer", *dropout]
     whole = tmp_path / "whole"
     train(2, *flags, "--save", str(whole), "--save-interval", "2")
     half = cut_to(whole, tmp_path / "half", 2)
@@ -204,7 +212,7 @@ def test_a_bad_checkpoint_is_one_line(run: Path, tmp_path: Path, damage: str):
         poison_one_weight(folder)
     # Weights that are not finite are told also where nobody compares hashes.
     flags = ["--no-verify-checkpoint"] if damage == "nan" else []
-    ((rank,),) = run_program([Launch((*SMALL_RUN, "--load", str(half), "--no-wandb", *flags))])
+    ((rank,),) = run_program([Launch((*SMALL_RUN, "--load", str(half), *flags))])
     assert rank.code not in (0, None)
     (line,) = error_lines(rank.stderr)
     assert str(half) in line

@@ -79,7 +79,7 @@ def test_a_stage_that_works_longer_and_a_rank_without_others_are_not_slow():
 def test_a_slow_rank_is_one_line_and_an_alert():
     flags = ["--train-iters", "32", "--context-parallel-size", "2", "--cp-planner", "zigzag"]
     plant = "tests.faults.plants.slow_clock"
-    (ranks,) = run_program([Launch((*SMALL_RUN, *flags, "--no-wandb"), 2, plant=plant)])
+    (ranks,) = run_program([Launch((*SMALL_RUN, *flags), 2, plant=plant)])
     assert [rank.code for rank in ranks] == [0, 0], ranks[1].stderr[-3000:]
     said = [line for rank in ranks for line in rank.stdout.splitlines() if "is slow" in line]
     *alerts, line = sorted(said)

@@ -19,7 +19,7 @@ from megatron_cp.training.logging.spikes import GradientSpikes
 from megatron_cp.training.logging.tracking import Tracker, start_tensorboard
 from megatron_cp.training.logging.wandb_run import WandbRun, group_of, start_wandb, wandb_mode
 from tests.report.runs import write_run
-from tests.training.commands import SMALL_RUN
+from tests.training.commands import RUN_WITH_WANDB
 
 SECRET = "hunter2PLANTED"
 
@@ -87,7 +87,7 @@ def test_an_offline_run_holds_its_name_tags_minima_alerts_pictures_and_tables(
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_TAGS"):
         monkeypatch.delenv(name, raising=False)
     write_run(tmp_path / "my run", cp_size=2)
-    config = parse_arguments([*SMALL_RUN, "--run-dir", str(tmp_path / "my run")], {})
+    config = parse_arguments([*RUN_WITH_WANDB, "--run-dir", str(tmp_path / "my run")], {})
     folder = tmp_path / "my run" / "wandb"
     files = types.SimpleNamespace(log=lambda row: None, finish=lambda summary: None)
     run = start_wandb(config, folder, {"NETRC": str(tmp_path / "none")})
@@ -128,7 +128,7 @@ def test_an_offline_run_holds_its_name_tags_minima_alerts_pictures_and_tables(
      (f"hf_{SECRET}/a", None)],
 )  # fmt: skip
 def test_runs_in_folders_side_by_side_are_a_group(run_dir, group):
-    config = parse_arguments([*SMALL_RUN, *(["--run-dir", run_dir] if run_dir else [])], {})
+    config = parse_arguments([*RUN_WITH_WANDB, *(["--run-dir", run_dir] if run_dir else [])], {})
     assert group_of(config) == group
 
 
@@ -143,13 +143,13 @@ def test_runs_in_folders_side_by_side_are_a_group(run_dir, group):
 )  # fmt: skip
 def test_a_group_is_not_named_after_a_user_or_what_holds_all_users(monkeypatch, run_dir, group):
     monkeypatch.setenv("HOME", "/cluster/people/alice")
-    config = parse_arguments([*SMALL_RUN, "--run-dir", run_dir], {})
+    config = parse_arguments([*RUN_WITH_WANDB, "--run-dir", run_dir], {})
     assert group_of(config) == group
 
 
 def test_a_user_without_a_home_has_groups(monkeypatch):
     monkeypatch.setattr("os.path.expanduser", lambda path: path)
-    config = parse_arguments([*SMALL_RUN, "--run-dir", "/data/sweep/x"], {})
+    config = parse_arguments([*RUN_WITH_WANDB, "--run-dir", "/data/sweep/x"], {})
     assert group_of(config) == "sweep"
 
 
@@ -200,7 +200,7 @@ def test_an_offline_run_holds_every_argument_and_metric_and_no_secret(tmp_path, 
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--api-key", SECRET])
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
-    config = parse_arguments([*SMALL_RUN, "--wandb-exp-name", "a-run-name"], {})
+    config = parse_arguments([*RUN_WITH_WANDB, "--wandb-exp-name", "a-run-name"], {})
     config = config.with_arguments(api_key=SECRET, data_url=f"https://user:{SECRET}@host/x")
     run = start_wandb(config, tmp_path, {"NETRC": str(tmp_path / "none")})
     tracker = Tracker(wandb_run=run)
@@ -222,13 +222,13 @@ def test_a_wandb_that_fails_is_a_warning_of_one_line(tmp_path, monkeypatch, caps
 
     fake = types.SimpleNamespace(init=broken, Settings=lambda **keywords: None)
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    assert start_wandb(parse_arguments(SMALL_RUN, {}), tmp_path, {}) is None
+    assert start_wandb(parse_arguments(RUN_WITH_WANDB, {}), tmp_path, {}) is None
     assert capsys.readouterr().err == "WARNING: wandb is not used: read-only file system\n"
 
 
 def test_a_missing_wandb_is_told_with_what_to_do(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    assert start_wandb(parse_arguments(SMALL_RUN, {}), tmp_path, {}) is None
+    assert start_wandb(parse_arguments(RUN_WITH_WANDB, {}), tmp_path, {}) is None
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith("; pip install wandb, or give --no-wandb")
 
@@ -249,7 +249,7 @@ def test_a_wandb_that_dies_in_the_middle_leaves_the_other_sinks_alone(capsys):
 
 
 def test_no_wandb_means_no_wandb(tmp_path):
-    assert start_wandb(parse_arguments([*SMALL_RUN, "--no-wandb"], {}), tmp_path, {}) is None
+    assert start_wandb(parse_arguments([*RUN_WITH_WANDB, "--no-wandb"], {}), tmp_path, {}) is None
     assert list(tmp_path.iterdir()) == []
 
 
@@ -263,7 +263,7 @@ def test_tensorboard_gets_values_by_iteration_and_by_samples():
 
 def test_a_missing_tensorboard_is_told_with_what_to_do(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    config = parse_arguments([*SMALL_RUN, "--tensorboard-dir", str(tmp_path)], {})
+    config = parse_arguments([*RUN_WITH_WANDB, "--tensorboard-dir", str(tmp_path)], {})
     assert start_tensorboard(config) is None
     said = "WARNING: --tensorboard-dir is not used: pip install tensorboard\n"
     assert capsys.readouterr().err == said
