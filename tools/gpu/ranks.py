@@ -1,6 +1,6 @@
 """Ranks on one GPU: are the results right, and does communication run under attention?
 
-    python -m tools.gpu.ranks --backend gloo --rank 0 --ranks 2 --store FILE --trace rank0.json     (and rank 1)
+    python -m tools.gpu.ranks --backend gloo --rank 0 --ranks 2 --store FILE --trace rank0.json.gz     (and rank 1)
 
 Each rank runs `cp_attention` forward and backward, compares rows of the whole result with float64, and writes a
 trace of torch.profiler (open it in chrome://tracing or Perfetto). How long transfers ran, and how long of that
@@ -13,6 +13,7 @@ On a CPU it runs with `--device cpu --attention reference` and finds no transfer
 """
 
 import argparse
+import gzip
 import json
 import os
 import subprocess
@@ -89,7 +90,7 @@ def _length(intervals: Iterable[Interval]) -> float:
 def run_all(
     backend: str, traces: Path, seconds: float, more: Sequence[str] = (), num_ranks: int = 2
 ) -> tuple[str, str]:
-    """Returns (ok, FAILED or "not run", words) of ranks as processes; their traces are `<traces>_rank<r>.json`.
+    """Returns (ok, FAILED or "not run", words) of ranks as processes; their traces are `<traces>_rank<r>.json.gz`.
 
     A wrong result is FAILED; ranks that cannot start are "not run".
     """
@@ -99,7 +100,7 @@ def run_all(
         for rank in range(num_ranks):
             command = [sys.executable, "-m", "tools.gpu.ranks", "--backend", backend]
             command += ["--rank", str(rank), "--ranks", str(num_ranks), "--store", f"{room}/store"]
-            command += ["--trace", f"{traces}_rank{rank}.json", *more]
+            command += ["--trace", f"{traces}_rank{rank}.json.gz", *more]
             log = logs.enter_context(Path(room, f"log{rank}").open("w"))
             alone = {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo"}
             processes.append(
@@ -191,7 +192,8 @@ def run_rank(options: argparse.Namespace) -> dict[str, Any]:
     plans = check_plans(options, group)
     dist.barrier()
     dist.destroy_process_group()
-    found = overlap(json.loads(Path(options.trace).read_text())["traceEvents"])
+    with gzip.open(options.trace, "rt") as trace:
+        found = overlap(json.load(trace)["traceEvents"])
     return {"overlap": asdict(found), "plans": plans}
 
 
