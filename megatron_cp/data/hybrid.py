@@ -30,7 +30,7 @@ from megatron_cp.data.packing import Pack
 from megatron_cp.mask import AttentionMask
 from megatron_cp.plan import AttentionPlan
 from megatron_cp.plan.bounds.bounds import time_bound
-from megatron_cp.plan.hardware.makespan import makespan_seconds
+from megatron_cp.plan.hardware.makespan import layer_seconds
 from megatron_cp.plan.hardware.simulate import simulate_pass
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.schema import PASSES
@@ -125,7 +125,7 @@ def seconds_of(batch: PlannedBatch, request: PlanRequest) -> float:
 
 
 def _plan_seconds(plan: AttentionPlan) -> float:
-    predicted = sum(makespan_seconds(plan, name) for name in PASSES)
+    predicted = layer_seconds(plan)
     return max(predicted, sum(simulate_pass(plan, name).seconds for name in PASSES))
 
 

@@ -39,8 +39,7 @@ class ContextGatedDeltaNet(GatedDeltaNet):
     The constructor takes Megatron's arguments: `config`, `submodules` (`in_proj`, `out_norm`, `out_proj`),
     `layer_number`, and `pg_collection` with `tp` and `cp`; others that its layers pass are not needed. `thd_split` is
     that of `ContextParallelAttention`. Weights drawn on the CPU start the same at every tensor-parallel size; of those
-    drawn on a GPU `in_proj` and `out_proj` do not. It trained on one H200, two
-    context ranks on the one GPU.
+    drawn on a GPU `in_proj` and `out_proj` do not. It trained on one H200, two context ranks on the one GPU.
 
     Raises NotImplementedError or ValueError for settings that it cannot honour.
     """

@@ -98,9 +98,14 @@ def install_first_momentum(optimizer: Any) -> None:
                 if "momentum_buffer" not in sgd.state[param]:
                     sgd.state[param]["momentum_buffer"] = torch.zeros_like(param)
 
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in parts_of(optimizer):
         if part.optimizer is not None:
             part.init_state_fn = begin
+
+
+def parts_of(optimizer: Any) -> list[Any]:
+    """Returns the optimizers that Megatron's ``optimizer`` is made of: experts may have one of their own."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def fill_missing_state(optimizer: Any) -> None:
@@ -110,7 +115,7 @@ def fill_missing_state(optimizer: Any) -> None:
     first steps may all be skipped. Left alone are optimizers that make their state themselves
     (`use_precision_aware_optimizer`) or that Megatron cannot begin (those on a CPU).
     """
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in parts_of(optimizer):
         has_rule = part.optimizer is not None and part.init_state_fn is not None
         if has_rule and not part.config.use_precision_aware_optimizer:
             part.init_state_fn(part.optimizer, part.config)
@@ -126,7 +131,7 @@ def adopt_parameter_steps(optimizer: Any) -> None:
     Raises:
         ValueError: if parameters have taken different numbers of steps.
     """
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in parts_of(optimizer):
         inner = part.optimizer
         if inner is None or isinstance(inner, torch.optim.Adam):  # counts for parameters itself
             continue

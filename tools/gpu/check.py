@@ -5,7 +5,7 @@ import importlib.util
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,9 +119,13 @@ class Check:
 
     def stages(self) -> None:
         """Times stages beside passes; what is slow there stops nothing."""
-        failed = sum(self._one(name, check) for name, check in stages.checks().items())
+        self._note("stages", stages.checks(), CHECK_SECONDS)
+
+    def _note(self, what: str, checks: Mapping[str, Callable[[], str]], seconds: float) -> None:
+        """Runs checks that stop nothing where they fail; how many did is a note."""
+        failed = sum(self._one(name, check, seconds) for name, check in checks.items())
         if failed:
-            self.report.notes.append(f"stages: {failed} checks failed")
+            self.report.notes.append(f"{what}: {failed} checks failed")
 
     def _one(self, name: str, check: Callable[[], str], seconds: float = CHECK_SECONDS) -> int:
         """Runs one check; returns 1 if it failed. Raises StopError when the device is lost or time is up."""
@@ -151,10 +155,7 @@ class Check:
 
     def linear(self) -> None:
         """Checks and times linear attention; what is wrong there says nothing of the kernels, and stops nothing."""
-        tries = linear.checks().items()
-        failed = sum(self._one(name, check, linear.SECONDS) for name, check in tries)
-        if failed:
-            self.report.notes.append(f"linear attention: {failed} checks failed")
+        self._note("linear attention", linear.checks(), linear.SECONDS)
 
     def training(self) -> None:
         """Trains small models in all layouts; one that fails says nothing of the kernels, and stops nothing."""

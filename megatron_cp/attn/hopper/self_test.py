@@ -2,7 +2,8 @@
 
 A kernel that is wrong there (a driver, a compiler, a board that nobody tried) must not train a model. The test
 runs once per GPU, driver and build of a variant, in a fraction of a second; its verdict is kept (verdicts.py). All
-kinds pass on an H200 (2026-11-27) and, emulated, on a CPU (judge.py); kernels with a planted defect fail there.
+kinds passed on an H200 (2026-11-27; the kernel that merges rows was changed since) and, emulated, pass on a CPU
+(judge.py); kernels with a planted defect fail there.
 """
 
 # Q query rows, K key rows, N query heads, G kv heads, H head dim, Hv value head dim

@@ -23,7 +23,7 @@ from megatron_cp.data.batch import PlanRequest
 from megatron_cp.data.hybrid import bound_seconds, is_hybrid_faster
 from megatron_cp.mask import AttentionMask, concat
 from megatron_cp.plan import make_plan
-from megatron_cp.plan.hardware.makespan import makespan_seconds
+from megatron_cp.plan.hardware.makespan import layer_seconds
 from megatron_cp.plan.hardware.simulate import simulate_pass
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.schema import PASSES
@@ -155,7 +155,7 @@ def _dealt(costs: Sequence[float], dp_size: int) -> list[list[int]]:
 def _timed(mask: AttentionMask, num_ranks: int, config: CPConfig) -> _Timing:
     plan = make_plan(mask, num_ranks, config)
     played = [simulate_pass(plan, name) for name in PASSES]
-    predicted = sum(makespan_seconds(plan, name) for name in PASSES)
+    predicted = layer_seconds(plan)
     computing = np.sum([one.computing for one in played], axis=0)
     return _Timing(predicted, sum(one.seconds for one in played), computing)
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_cp.mcore.optimizer import parts_of
 from megatron_cp.mcore.safe_load import load_trusted_types
 from megatron_cp.training.checkpoint import content as contents
 from megatron_cp.training.checkpoint import names
@@ -111,7 +112,7 @@ def load(state: RunState, folder: Path) -> Content:
 @torch.no_grad()  # main parameters are leaves that it writes into
 def restore_shards(optimizer: Any, shards: Any) -> None:
     """Puts the distributed optimizer's tensors back. Collective: every rank calls it."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    parts = parts_of(optimizer)
     for place, part in enumerate(parts):
         own = shards if len(parts) == 1 or shards is None else shards[place]
         part.load_parameter_state_from_dp_zero(own)
@@ -219,7 +220,7 @@ def _read_shards(state: RunState, folder: Path) -> Any:
     if not path.is_file() or not _is_first_replica():
         return None
     shards = load_trusted_types(path)
-    parts = getattr(state.optimizer, "chained_optimizers", [state.optimizer])
+    parts = parts_of(state.optimizer)
     for part, own in zip(parts, shards if len(parts) > 1 else [shards], strict=True):
         for place, buffer in enumerate(part.buffers):
             for saved in own.get(place, {"": {}}).values():

@@ -14,7 +14,10 @@ from typing import Any
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-Copies = list[tuple[Tensor, Tensor]]
+from megatron_cp.mcore.optimizer import parts_of
+
+Copies = list[tuple[Tensor, Tensor, Tensor]]
+"""(parameter, what the model holds of it, what the optimizer goes on from)."""
 
 # (parameters, what of them this optimizer updates, its copies of that) of Megatron's optimizers in mixed precision.
 _MIXED = (
@@ -24,12 +27,12 @@ _MIXED = (
 
 
 def float_copies(optimizer: Any) -> Copies:
-    """Returns (parameter, copy of what is updated of it) where loading an optimizer would write to the model itself."""
-    found: Copies = []
-    for part in _parts(optimizer):
-        for parameter, shard in _in_order(part, "model_fp32_groups", "shard_fp32_groups"):
-            found.append((parameter, shard.detach().clone()))
-    return found
+    """Returns (parameter, copy of a shard, shard) where an optimizer writes into the model while it loads."""
+    return [
+        (parameter, shard.detach().clone(), shard)
+        for part in parts_of(optimizer)
+        for parameter, shard in _in_order(part, "model_fp32_groups", "shard_fp32_groups")
+    ]
 
 
 def another_weight(
@@ -40,7 +43,7 @@ def another_weight(
     `before` is what `float_copies` returned before the optimizer was loaded.
     """
     names = {id(x): name for chunk in unwrap_model(model) for name, x in chunk.named_parameters()}
-    for parameter, own, copy in _beside_model(optimizer, before):
+    for parameter, own, copy in before + _copies_beside_model(optimizer):
         wrong = int((copy.to(own) != own).sum())
         if wrong:
             return ValueError(
@@ -51,24 +54,15 @@ def another_weight(
     return None
 
 
-def _beside_model(optimizer: Any, before: Copies) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yields (parameter, what the model holds, what the optimizer goes on from)."""
-    shards = [
-        shard
-        for part in _parts(optimizer)
-        for _, shard in _in_order(part, "model_fp32_groups", "shard_fp32_groups")
+def _copies_beside_model(optimizer: Any) -> Copies:
+    """Returns (parameter, what the model holds of it, copy) where an optimizer has float32 copies."""
+    return [
+        (parameter, own, copy)
+        for part in parts_of(optimizer)
+        for names in _MIXED
+        for parameter, own, copy in _in_order(part, *names)
+        if own is not None and copy is not None  # elsewhere, or in eight bits
     ]
-    for (parameter, was), shard in zip(before, shards, strict=True):
-        yield parameter, was, shard
-    for part in _parts(optimizer):
-        for names in _MIXED:
-            for parameter, own, copy in _in_order(part, *names):
-                if own is not None and copy is not None:  # elsewhere, or in eight bits
-                    yield parameter, own, copy
-
-
-def _parts(optimizer: Any) -> list[Any]:
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def _in_order(part: Any, *names: str) -> Iterator[tuple[Any, ...]]:

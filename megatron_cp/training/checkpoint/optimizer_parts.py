@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_cp.mcore.optimizer import parts_of
 from megatron_cp.mcore.parameter_groups import is_decoupled
 from megatron_cp.training.checkpoint.compare import another_optimizer
 
@@ -24,7 +25,7 @@ _KIND = ("wd_mult", "lr_mult")
 
 def check_groups(folder: object, optimizer: Any, saved: Mapping[Any, Any]) -> None:
     """Raises ValueError where as many parts were saved with other numbers of groups, which cannot be merged."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    parts = parts_of(optimizer)
     numbers = sorted(key for key in saved if isinstance(key, int))
     before = [saved[key] for key in numbers] or [saved]
     if len(before) != len(parts):
@@ -48,7 +49,7 @@ def in_parts_of(
     `loaded` holds this rank's tensors beside `saved`, the settings that are equal on all ranks. Raises ValueError, on
     every rank alike, where no settings were saved for a group of the optimizer.
     """
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    parts = parts_of(optimizer)
     are_several, were_several = len(parts) > 1, 0 in saved
     if are_several == were_several:
         return loaded

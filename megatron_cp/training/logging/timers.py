@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_cp.mcore.optimizer import parts_of
 from megatron_cp.training.config import TrainConfig
 
 _SENDS = (
@@ -93,7 +94,7 @@ class Timers:
         """Lets Megatron-Core's schedule and optimizer start and stop timers."""
         if not self._timers:
             return
-        optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
+        optimizers = parts_of(optimizer)
         for config in [part.config for part in (*model, *optimizers)]:
             config.timers = self
             config.barrier_with_L1_time = self._options.barrier_with_L1_time
