@@ -23,7 +23,7 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megatron_cp.mcore import compat
+from megatron_cp.mcore import compat, rope_fusion
 from megatron_cp.mcore.rope import install_position_rotary
 from megatron_cp.mcore.spec import gpt_block_spec, mtp_block_spec
 
@@ -89,6 +89,8 @@ def transformer_config(
     if arguments.get("init_method_xavier_uniform"):
         fields["init_method"] = fields["output_layer_init_method"] = torch.nn.init.xavier_uniform_
     fields.update(fusions_of(arguments))
+    if fields["apply_rope_fusion"]:
+        rope_fusion.install()
     # Megatron would refuse context parallelism with linear layers (0.16), or want heads that it divides (0.20).
     variant = fields.pop("experimental_attention_variant", None)
     with warnings.catch_warnings():  # 0.16.1 warns of its own default
@@ -140,7 +142,7 @@ def fusions_of(arguments: Arguments) -> dict[str, bool]:
 
     None of them changes a result beyond rounding. Each is on only where it is wanted and what it
     needs is installed, because Megatron would stop otherwise. On a GPU this ran without Transformer
-    Engine and apex; with them it never did.
+    Engine and apex; with them it never did, nor did RoPE by `rope_fusion`.
     """
     wants, on_cuda = arguments.get, torch.cuda.is_available()
     has_engine = compat.has_transformer_engine()
@@ -164,7 +166,6 @@ def fusions_of(arguments: Arguments) -> dict[str, bool]:
         "bias_dropout_fusion": on_cuda and wants("bias_dropout_fusion", True),
         "apply_rope_fusion": on_cuda
         and has_rope
-        and has_engine
         and wants("apply_rope_fusion", True)
         and not wants("rotary_interleaved"),
         "persist_layer_norm": on_cuda

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_cp.mcore import layers
+from megatron_cp.mcore import layers, rope_fusion
 from megatron_cp.mcore.attention import ContextParallelAttention
 from megatron_cp.mcore.batch import ContextParallelParams
 from megatron_cp.mcore.cut import params_of_documents, params_on
@@ -72,10 +72,10 @@ def _check_samples(config: Any, num_samples: int) -> None:
             f"{num_samples} samples of documents in a micro-batch with moe_router_load_balancing_type={kinds!r}, which "
             "balances each sample; give --micro-batch-size 1 and the same --global-batch-size"
         )
-    if getattr(config, "apply_rope_fusion", False):
+    if getattr(config, "apply_rope_fusion", False) and not rope_fusion.is_installed():
         raise NotImplementedError(
-            f"{num_samples} samples of documents in a micro-batch with fused RoPE, which knows one table of angles for "
-            "all of them; give --no-rope-fusion (the same values, unfused)"
+            f"{num_samples} samples of documents in a micro-batch with Transformer Engine's fused RoPE, which knows "
+            "one table of angles for all of them; give --no-rope-fusion (the same values, unfused)"
         )
 
 

@@ -90,7 +90,7 @@ TABLE = """
 --no-bias-gelu-fusion off:bias_gelu_fusion - | bias and GELU in two kernels
 --no-bias-swiglu-fusion off:bias_swiglu_fusion - | bias and SwiGLU in two kernels
 --no-bias-dropout-fusion off:bias_dropout_fusion - | bias and dropout in two kernels
---no-rope-fusion off:apply_rope_fusion - | rotary embedding by torch, not Transformer Engine
+--no-rope-fusion off:apply_rope_fusion - | rotary embedding by torch, operation by operation
 --cross-entropy-loss-fusion on - | the loss in fewer kernels, its gradient rounded to bf16
 --cross-entropy-fusion-impl one-of:native,te native | whose kernels: torch's or Transformer Engine's
 --no-gradient-accumulation-fusion off:gradient_accumulation_fusion - | not apex's kernel for it
