@@ -16,6 +16,7 @@ constants stand in `topology.py`. `overlap=False` never computes while rows trav
 measurements of UltraAttn (SC'25) behave like that.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -24,7 +25,7 @@ import numpy as np
 from megatron_cp.mask import interval
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.hardware.links import Links
-from megatron_cp.plan.schema import FloatArray
+from megatron_cp.plan.schema import BoolArray, FloatArray
 
 COMPUTE, NODE_OUT, NODE_IN, LINK_OUT, LINK_IN = RESOURCES = (
     "compute",
@@ -80,22 +81,43 @@ class Sends:
     """Who sends to whom: `[2, pairs]`."""
     takes: FloatArray
     """Seconds of sending and of receiving on each level: `[2, P, levels]`."""
+    longest: FloatArray
+    """The same on the slowest level: `[2, P]`."""
     latency: FloatArray
     """Seconds until anything is there, of each sender, for the way back, and of each receiver: `[2, P]`."""
+    takes_part: BoolArray
+    """Whether a rank sends or receives: `[P]`."""
     what: str = ""
 
     @classmethod
-    def of(
-        cls, src: IntArray, dst: IntArray, size: FloatArray, ranks: int, links: Links
-    ) -> "Sends":
-        """Returns messages of `size[i]` bytes, or rows, from `src[i]` to `dst[i]`."""
-        level = links.level(src, dst)
-        takes = links.seconds(links.moved(src, dst, size, ranks, level))
-        latency, late = np.zeros((2, ranks)), np.array(links.latency)[level]
-        for of_rank, rank in zip(latency, (src, dst), strict=True):
-            np.maximum.at(of_rank, rank, late)
-        pairs = interval.distinct(src * ranks + dst)
-        return cls(np.stack(np.divmod(pairs, ranks)), takes, latency)
+    def of_stages(
+        cls, requests: IntArray, stage: IntArray, num_stages: int, num_ranks: int, links: Links
+    ) -> "list[Sends | None]":
+        """Returns what each stage sends, for rows of one byte; None where it sends nothing.
+
+        `requests[i]`, (owner, reader, ids), is for stage `stage[i]`. All stages are counted at once.
+        """
+        src, dst, start, stop = requests.T
+        rows, level = (stop - start).astype(np.float64), links.level(src, dst)
+        first = num_ranks * stage  # every stage has ranks of its own
+        moved = links.moved(first + src, first + dst, rows, num_stages * num_ranks, level)
+        takes = links.seconds(moved.reshape(2, num_stages, num_ranks, -1))
+        longest = takes.max(axis=3)
+        late = np.array(links.latency)[level]
+        latency = np.zeros((2, num_stages, num_ranks))
+        takes_part = np.zeros((num_stages, num_ranks), dtype=bool)
+        for of_end, rank in zip(latency, (src, dst), strict=True):
+            np.maximum.at(of_end, (stage, rank), late)
+            takes_part[stage, rank] = True
+        pairs = interval.distinct((first + src) * num_ranks + dst)
+        ends = np.stack([pairs // num_ranks % num_ranks, pairs % num_ranks])
+        edges = pairs.searchsorted(num_ranks**2 * np.arange(num_stages + 1)).tolist()
+        return [
+            cls(ends[:, low:high], takes[:, i], longest[:, i], latency[:, i], takes_part[i])
+            if low < high
+            else None
+            for i, (low, high) in enumerate(itertools.pairwise(edges))
+        ]
 
     def shown(self) -> FloatArray:
         """Returns the seconds inside a node, then out of it, each way: `[2, 2, P]`.
@@ -106,11 +128,13 @@ class Sends:
 
     def there(self, row_bytes: int, what: str = "") -> "Sends":
         """Returns rows of so many bytes on their way."""
-        return Sends(self.ends, self.takes * row_bytes, self.latency, what)
+        takes, longest = self.takes * row_bytes, self.longest * row_bytes
+        return Sends(self.ends, takes, longest, self.latency, self.takes_part, what)
 
     def back(self, row_bytes: int, what: str = "") -> "Sends":
         """Returns as many results on their way home."""
-        return Sends(self.ends[::-1], self.takes[::-1] * row_bytes, self.latency[::-1], what)
+        takes, longest = self.takes[::-1] * row_bytes, self.longest[::-1] * row_bytes
+        return Sends(self.ends[::-1], takes, longest, self.latency[::-1], self.takes_part, what)
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,16 +197,13 @@ class _Clock:
     def hop(self, sends: Sends, ready: FloatArray) -> FloatArray:
         """Sends messages; returns when each rank is through. One that neither sends nor receives is not held up."""
         (src, dst), (_, latency) = sends.ends, sends.latency
-        longest = sends.takes.max(axis=2)
-        self.moving = self.moving + longest.max(axis=0)
-        takes_part = np.zeros(self.num_ranks, dtype=bool)
-        takes_part[src] = takes_part[dst] = True
+        self.moving = self.moving + sends.longest.max(axis=0)
         start = np.maximum(ready, self.comm_free)
-        sent, received = start + longest
+        sent, received = start + sends.longest
         np.maximum.at(received, dst, sent[src])
         received += latency
-        through = np.where(takes_part, np.maximum(sent, received), ready)
-        self.comm_free = np.where(takes_part, through, self.comm_free)
+        through = np.where(sends.takes_part, np.maximum(sent, received), ready)
+        self.comm_free = np.where(sends.takes_part, through, self.comm_free)
         self.started.append(sends)
         if self.num_traced:
             self._note_hop(sends, start, received)
@@ -235,9 +256,25 @@ def play(
     script: Script, links: Links, contention: float, *, overlap: bool = True, num_traced: int = 0
 ) -> Simulation:
     """Returns how a pass goes; a timeline for the first `num_traced` ranks. O(messages + stages x ranks)."""
-    num_ranks, stages = script.seconds.shape[1], range(len(script.seconds))
-    zero = np.zeros(num_ranks)
+    num_ranks = script.seconds.shape[1]
     clock = _Clock(contention, links, num_ranks, min(num_traced, num_ranks))
+    now = _run(script, clock, overlap)
+    timeline = tuple(
+        tuple(sorted(events, key=lambda event: (event.start, event.end)))
+        for events in clock.timeline
+    )
+    return Simulation(float(now.max()), now, clock.computing, clock.busy(), timeline)
+
+
+def played_seconds(script: Script, links: Links, contention: float) -> float:
+    """Returns when the last rank is done, and nothing else: the search asks for it hundreds of times."""
+    clock = _Clock(contention, links, script.seconds.shape[1], num_traced=0)
+    return float(_run(script, clock, overlap=True).max())
+
+
+def _run(script: Script, clock: _Clock, overlap: bool) -> FloatArray:
+    """Returns when each rank is done: `[P]`."""
+    stages, zero = range(len(script.seconds)), np.zeros(clock.num_ranks)
     now = clock.exchange(script, zero, "heads for tokens")
     arrived = clock.transfer(script.casts[0], now)
     clock.moving = zero  # nothing is computed yet
@@ -255,9 +292,4 @@ def play(
         home = clock.transfer(script.returns[index], done)
         if not overlap:
             arrived = clock.transfer(next_cast, home)
-    now = clock.exchange(script, np.maximum(now, home), "tokens for heads")
-    timeline = tuple(
-        tuple(sorted(events, key=lambda event: (event.start, event.end)))
-        for events in clock.timeline
-    )
-    return Simulation(float(now.max()), now, clock.computing, clock.busy(), timeline)
+    return clock.exchange(script, np.maximum(now, home), "tokens for heads")

@@ -66,8 +66,8 @@ def _hops(transfer: Transfer | None, num_ranks: int, links: Links) -> dict[int, 
     """Returns the hops of a transfer in which anything moves, in rows."""
     found = {}
     for number, hop in enumerate(transfer.hops if transfer else ()):
-        src, dst, start, stop = hop.messages.T
-        if len(src):
-            rows = (stop - start).astype(np.float64)
-            found[number] = Sends.of(src, dst, rows, num_ranks, links)
+        one_stage = np.zeros(len(hop.messages), dtype=np.int64)
+        (sends,) = Sends.of_stages(hop.messages, one_stage, 1, num_ranks, links)
+        if sends is not None:
+            found[number] = sends
     return found

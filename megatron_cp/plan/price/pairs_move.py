@@ -20,7 +20,7 @@ from megatron_cp.plan.compute.blocks import Problem
 from megatron_cp.plan.compute.local_search import improved
 from megatron_cp.plan.compute.staging import ORDERS, AssignedMask, Staging
 from megatron_cp.plan.hardware.cost import Movement, compute_seconds, hidden_seconds
-from megatron_cp.plan.hardware.play import Script, Sends, play
+from megatron_cp.plan.hardware.play import Script, Sends, played_seconds
 from megatron_cp.plan.hardware.rows import row_size
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.price.head_groups import HeadGroups, PassOption, Strategy
@@ -297,20 +297,20 @@ class _RoutedAssignment:
             groups.exchange_seconds[name],
             groups=None,
         )
-        return play(script, groups.links, get_topology(config.topology).contention).seconds
+        return played_seconds(script, groups.links, get_topology(config.topology).contention)
 
     def _arriving(self, staging: Staging, side: Side) -> list[list[Sends]]:
         """Returns what arrives in each remote stage, hop after hop, in rows."""
         key = staging.num_remote, staging.kept, staging.order, side
         if key not in self._found:
             num_ranks, links = self.groups.placed.num_ranks, self.groups.links
-            self._found[key] = [[] for _ in range(staging.num_remote)]
-            pieces = self.assigned.in_pieces(staging.kept)
-            for hop in pieces.arriving(staging, self.route, side):
-                for index in np.unique(hop.stage).tolist():
-                    src, dst, start, stop = hop.requests[hop.stage == index].T
-                    rows = (stop - start).astype(np.float64)
-                    self._found[key][index - 1].append(Sends.of(src, dst, rows, num_ranks, links))
+            hops = [
+                Sends.of_stages(hop.requests, hop.stage - 1, staging.num_remote, num_ranks, links)
+                for hop in self.assigned.in_pieces(staging.kept).arriving(staging, self.route, side)
+            ]
+            self._found[key] = [
+                [sends for sends in stage if sends is not None] for stage in zip(*hops, strict=True)
+            ]
         return self._found[key]
 
     @functools.cached_property
