@@ -286,7 +286,7 @@ def test_values_come_first_then_speed_and_the_sanitizer_last(tmp_path, monkeypat
     monkeypatch.setattr(gpu_check, "require_gpu", dict)
     monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--output", str(tmp_path / "x")])
     assert gpu_check.main() == 0
-    expected = "build values calls speed dims stages ranks linear training sanitize"
+    expected = "build values calls speed dims stages ranks linear rope training sanitize"
     assert " ".join(done) == expected
 
 

@@ -40,6 +40,7 @@ PARTS = (
     "stages",
     "ranks",
     "linear",
+    "rope",
     "training",
     "sanitize",
 )
@@ -156,6 +157,15 @@ class Check:
     def linear(self) -> None:
         """Checks and times linear attention; what is wrong there says nothing of the kernels, and stops nothing."""
         self._note("linear attention", linear.checks(), linear.SECONDS)
+
+    def rope(self) -> None:
+        """Checks and times RoPE in one kernel; what is wrong there says nothing of ours, and stops nothing."""
+        if importlib.util.find_spec("megatron.core") is None:
+            self.report.checks.append(("RoPE", "not run", "megatron-core is not installed"))
+            return
+        from tools.gpu import rope
+
+        self._note("RoPE", rope.checks(), rope.SECONDS)
 
     def training(self) -> None:
         """Trains small models in all layouts; one that fails says nothing of the kernels, and stops nothing."""
