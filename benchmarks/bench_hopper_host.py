@@ -1,23 +1,29 @@
-"""Host time of one call of the Hopper backend with a cached plan, the driver's calls stubbed. No GPU needed.
+"""Host time of the Hopper backend with cached plans, the driver's calls stubbed. No GPU needed.
 
 python benchmarks/bench_hopper_host.py --output benchmarks/results/hopper_host_<hardware>_<date>
 
-CPU tensors stand for CUDA tensors, and a compiled library that only remembers its arguments for libcuda, so the
-figures hold everything that Python does per call (checks, list and map look-ups, parameters, ctypes) and none of
-what the real driver and allocator add. Measured are the raw pass that the distributed runtime calls, and the
-public `attend` with its operator. A new mask and new addresses are timed too: what a cache miss costs.
+CPU tensors of a few rows, in which torch computes next to nothing, stand for CUDA tensors; a compiled library that
+only remembers its arguments for libcuda; and torch's fake process group, whose collectives move nothing, for NCCL. So
+the figures hold everything that Python and torch's dispatcher do per call (checks, list and map look-ups, parameters,
+ctypes, autograd) and none of what the real driver, allocator, streams and collectives add. Counts beside the times say
+what a time is made of, on any processor. Measured are the raw passes that the distributed runtime calls, the public
+`attend`, and whole passes of `cp_attention`. A new mask and new addresses are timed too: what a cache miss costs.
 """
 
-import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from timing import Table, environment, interleaved, publish
+import torch.distributed as dist
+from timing import Cell, Table, argument_parser, environment, interleaved, publish
+from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import megatron_cp as mcp
 from megatron_cp import mask as masks
 from megatron_cp.attn import attend, device_arrays
 from megatron_cp.attn.hopper import backend as hopper
@@ -28,14 +34,29 @@ from megatron_cp.attn.options import AttendOptions
 from megatron_cp.device_memory import share
 from megatron_cp.kernels import build
 from megatron_cp.kernels.driver import Driver
+from megatron_cp.runtime import session
 from tests.kernels import fake_cuda
 
-CALLS = 500  # per measured round
+CALLS = 200  # per measured round
 ALLOWED_US = 15.0
+ROWS, HEADS, HEAD_DIM = 8, (8, 1, 1), 128  # of q, k and v
+NUM_RANKS = 4
+Call = Callable[[], object]
+
+
+class Counts(NamedTuple):
+    """What one call does, besides taking time."""
+
+    python_calls: int
+    """Of functions written in Python, torch's own among them."""
+    operators: int
+    """Of torch that are asked for by Python or autograd, not by other operators of torch."""
+    allocations: int
+    launches: int
 
 
 def stub_the_device() -> None:
-    """Makes CPU tensors pass for CUDA tensors, and the stand-in for the driver."""
+    """Makes CPU tensors pass for CUDA tensors, the stand-in for the driver, and this process for rank 0 of a group."""
     driver = Driver(fake_cuda.load())
     size = gpu.MAX_STREAMS * gpu.COUNTER_BYTES // 4
     counters = share(torch.zeros(size, dtype=torch.int32))
@@ -51,9 +72,107 @@ def stub_the_device() -> None:
     hopper_checks.check_capability = lambda device: None
     hopper_checks.ON_DEVICES = ("cpu", "cuda")
     build.cubin = lambda name: name.encode()
+    dist.init_process_group("fake", rank=0, world_size=NUM_RANKS, store=FakeStore())
+    session._agree = lambda *_: None  # the fake group brings no digests of others
 
 
-def repeated(call: Callable[[], object]) -> Callable[[], None]:
+def draw(num_rows: int) -> list[torch.Tensor]:
+    """Returns q, k and v."""
+    return [torch.randn(num_rows, heads, HEAD_DIM).bfloat16() for heads in HEADS]
+
+
+def raw_passes() -> dict[str, Call]:
+    """Returns the passes that the runtime calls stage by stage."""
+    q, k, v = draw(ROWS)
+    mask, options = masks.causal(ROWS), AttendOptions(0.1, backend="hopper")
+    dout, lse, delta = torch.randn_like(q), torch.zeros(ROWS, 8), torch.zeros(ROWS, 8)
+    out, out_lse = hopper.forward(q, k, v, mask, options)
+    sums = hopper.backward(dout, q, k, v, lse, delta, mask, options)
+    asked = (mask, options)
+    rows = (dout, q, k, v, lse, delta, *asked)
+    return {
+        "raw forward": lambda: hopper.forward(q, k, v, *asked),
+        "raw forward onto a result": lambda: hopper.forward_onto_(out, out_lse, q, k, v, *asked),
+        "raw forward, the last": lambda: hopper.forward_last((out, out_lse), q, k, v, *asked, None),
+        "raw backward": lambda: hopper.backward(*rows, rounded=True),
+        "raw backward onto sums": lambda: hopper.backward_onto_(sums[0], sums[1:], *rows),
+        "row products": lambda: hopper.row_products(dout, out, lse),
+        "merge of rows": lambda: hopper.merge_parts_(out, out_lse, out, out_lse),
+        "two outputs of torch.empty alone": lambda: hopper.empty_results(q, v, q.dtype),
+    }
+
+
+def misses(num_tokens: int) -> dict[str, Call]:
+    """Returns raw passes that find nothing."""
+    q, k, v = draw(ROWS)
+    many = draw(num_tokens)
+    mask, long_mask = masks.causal(ROWS), masks.causal(num_tokens)
+    options = AttendOptions(0.1, backend="hopper")
+
+    def with_new_addresses() -> None:
+        hopper_launch._tensor_maps.clear()
+        hopper.forward(q, k, v, mask, options)
+
+    def with_new_mask() -> None:
+        device_arrays._entries.clear()
+        hopper.forward(*many, long_mask, options)
+
+    return {
+        "raw forward, three new addresses": with_new_addresses,
+        f"raw forward, new causal mask of {num_tokens} tokens": with_new_mask,
+    }
+
+
+def public_calls() -> dict[str, Call]:
+    """Returns calls of `attend` on one device, and of `cp_attention` on one of several ranks."""
+    q, k, v = draw(ROWS)
+    mask, dout, sink = masks.causal(ROWS), torch.randn_like(q), torch.zeros(8)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    length = ROWS * NUM_RANKS
+    config = mcp.CPConfig(planner="ring", num_heads=8, chunk_size=ROWS)
+    plan, group = mcp.make_plan(masks.full(length), NUM_RANKS, config=config), dist.group.WORLD
+    stages = f"{len(plan.forward.stages)} stages"
+
+    def gradients(out: torch.Tensor) -> object:
+        return torch.autograd.grad(out, leaves, dout)
+
+    return {
+        "attend": lambda: attend(q, k, v, mask, backend="hopper"),
+        "attend with sink and softcap": lambda: attend(
+            q, k, v, mask, backend="hopper", sink=sink, softcap=30.0
+        ),
+        "attend, to be differentiated": lambda: attend(*leaves, mask, backend="hopper"),
+        "attend and its gradient": lambda: gradients(attend(*leaves, mask, backend="hopper")[0]),
+        f"cp_attention, {stages}": lambda: mcp.cp_attention(q, k, v, plan, group, backend="hopper"),
+        f"cp_attention, {stages}, and its gradient": lambda: gradients(
+            mcp.cp_attention(*leaves, plan, group, backend="hopper")[0]
+        ),
+    }
+
+
+def counted(call: Call) -> Counts:
+    """Returns what one call does."""
+    num_python = 0
+
+    def see(_frame: object, event: str, _argument: object) -> None:
+        nonlocal num_python
+        num_python += event == "call"
+
+    call()
+    sys.setprofile(see)
+    call()
+    sys.setprofile(None)
+    launched = fake_cuda.number("fake_num_launched")
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        call()
+    launched = fake_cuda.number("fake_num_launched") - launched
+    found = [event for event in seen.events() if event.name.startswith("aten::")]
+    asked = [x for x in found if x.cpu_parent is None or not x.cpu_parent.name.startswith("aten::")]
+    made = [x for x in found if x.name in ("aten::empty", "aten::empty_strided")]
+    return Counts(num_python - 1, len(asked), len(made), launched)
+
+
+def repeated(call: Call) -> Call:
     """Returns a function that calls `CALLS` times."""
 
     def run() -> None:
@@ -63,70 +182,35 @@ def repeated(call: Callable[[], object]) -> Callable[[], None]:
     return run
 
 
-def calls(num_tokens: int) -> dict[str, Callable[[], object]]:
-    """Returns what is timed, by name."""
-    q, k, v = (torch.randn(256, heads, 128).bfloat16() for heads in (8, 1, 1))
-    mask = masks.causal(256)
-    options = AttendOptions(0.1, backend="hopper")
-    sink = torch.zeros(8)
-    many = (torch.randn(num_tokens, heads, 128).bfloat16() for heads in (8, 1, 1))
-    long_q, long_k, long_v = many
-    long_mask = masks.causal(num_tokens)
-
-    dout, lse = torch.randn_like(q), torch.zeros(256, 8)
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-
-    def with_gradient() -> None:
-        out, _ = attend(*leaves, mask, backend="hopper")
-        torch.autograd.grad(out, leaves, dout)
-
-    def with_new_addresses() -> None:
-        hopper_launch._tensor_maps.clear()
-        hopper.forward(q, k, v, mask, options)
-
-    def with_new_mask() -> None:
-        device_arrays._entries.clear()
-        hopper.forward(long_q, long_k, long_v, long_mask, options)
-
-    return {
-        "raw pass, as the runtime calls it": lambda: hopper.forward(q, k, v, mask, options),
-        "attend": lambda: attend(q, k, v, mask, backend="hopper"),
-        "attend with sink and softcap": lambda: attend(
-            q, k, v, mask, backend="hopper", sink=sink, softcap=30.0
-        ),
-        "raw pass, three new addresses": with_new_addresses,
-        f"raw pass, new causal mask of {num_tokens} tokens": with_new_mask,
-        "two outputs of torch.empty alone": lambda: hopper.empty_results(q, v, q.dtype),
-        "raw backward pass": lambda: hopper.backward(dout, q, k, v, lse, lse, mask, options),
-        "attend and its gradient": with_gradient,
-    }
-
-
 def main() -> None:
     """Prints the table and writes it when asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argument_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--output", type=Path, help="path without suffix")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     stub_the_device()
-    named = calls(4096)
+    named = raw_passes() | misses(4096) | public_calls()
     times = interleaved({name: repeated(call) for name, call in named.items()}, arguments.rounds)
-    rows = [
-        (name, t.wall_ms * 1e3 / CALLS, t.best_ms * 1e3 / CALLS, t.cpu_ms * 1e3 / CALLS)
+    rows: list[tuple[Cell, ...]] = [
+        (name, t.cpu_ms * 1e3 / CALLS, t.best_ms * 1e3 / CALLS, *counted(named[name]))
         for name, t in times.items()
     ]
     facts = {
-        "what": "microseconds of host time per forward call, driver and GPU stubbed",
+        "what": "microseconds of host time per call on a CPU, driver, GPU and collectives stubbed",
         **environment(("numpy", "torch")),
         "protocol": f"{arguments.rounds} interleaved rounds of {CALLS} calls after two warm-up rounds",
-        "allowed": f"{ALLOWED_US:.0f} us per call with a cached plan",
+        "allowed": f"{ALLOWED_US:.0f} us per raw forward call with a cached plan",
         "command": "python benchmarks/bench_hopper_host.py",
     }
-    columns = ("call", "clock us, median", "clock us, best", "processor us, median")
-    note = "Not a GPU measurement: the real driver's launch and PyTorch's CUDA allocator are not in it."
+    columns = ("call", "processor us, median", "clock us, best")
+    columns += ("Python calls", "torch operators", "allocations", "launches")
+    note = (
+        "Not a GPU measurement: the real driver's launch, PyTorch's CUDA allocator, streams and collectives are not "
+        "in it."
+    )
     table = Table("Host time per call", columns, rows, note)
     publish("Host time of the Hopper launch", facts, [table], arguments.output)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
