@@ -18,6 +18,7 @@ from megatron_cp.attn.eager import eager
 from megatron_cp.attn.hopper.passes import Passes
 from megatron_cp.attn.logits import no_logits, raise_to_, sharp_lse
 from megatron_cp.attn.merge import PartJoiner, apply_sink, merge_span_, sink_gradient
+from megatron_cp.attn.modes import raw_mode
 from megatron_cp.attn.once import Saved, first_derivative_only
 from megatron_cp.attn.options import (
     AttendOptions,
@@ -111,7 +112,7 @@ def attend_forward(
     """
     check_mask(q, k, mask)
     _check_words(options)
-    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+    with raw_mode(q):
         forward = backend_module(options.backend).forward
         wide = (q, k, v) if options.wide_dims is None else widen(options.wide_dims, q, k, v)
         if max_logits is not None and options.backend in LSE_ONLY:
@@ -137,7 +138,7 @@ def attend_forward_onto_(
     """
     out, lse = held
     own = _own_passes(options)
-    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+    with raw_mode(q):
         if own is not None:
             check_mask(q, k, mask)
             _check_words(options)
@@ -165,7 +166,7 @@ def attend_forward_last(
     if own is not None and (held is None or max_logits is None):  # adds the sink and rounds
         check_mask(q, k, mask)
         _check_words(options)
-        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        with raw_mode(q):
             known = None if held is None else (held[0], held[1])
             return own.forward_last(known, q, k, v, mask, options, sink, max_logits)
     if held is None:
@@ -204,7 +205,7 @@ def attend_backward(  # noqa: PLR0913  what the pass needs, and how its results 
     check_mask(q, k, mask)
     _check_words(options)
     own = _own_passes(options)
-    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+    with raw_mode(q):
         if own is not None:
             return own.backward(dout, q, k, v, lse, delta, mask, options, rounded)
         backward = backend_module(options.backend).backward
@@ -248,7 +249,7 @@ def attend_backward_onto_(  # noqa: PLR0913  as attend_backward, and what to add
     holds `(dk, dv)` of other queries, so are they.
     """
     own = _own_passes(options)
-    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+    with raw_mode(q):
         if own is not None:
             check_mask(q, k, mask)
             _check_words(options)
@@ -263,7 +264,7 @@ def row_products(dout: Tensor, out: Tensor, lse: Tensor, options: AttendOptions)
     """Returns `rowsum(dout * out)` `[Q, N]` in the dtype of `lse`, by the backend's kernel if it has one."""
     own = _own_passes(options)
     if own is not None:
-        with torch.no_grad():
+        with raw_mode(out):
             return own.row_products(dout, out, lse)
     return (dout * out.to(lse.dtype)).sum(dim=-1)
 

@@ -38,6 +38,7 @@ from megatron_cp.attn.attend import (
 )
 from megatron_cp.attn.dropout import Dropout, key_words, row_words
 from megatron_cp.attn.merge import sink_gradient
+from megatron_cp.attn.modes import raw_mode
 from megatron_cp.attn.once import Saved, first_derivative_only
 from megatron_cp.attn.options import AttendOptions, accumulation_dtype
 from megatron_cp.comm import Pending
@@ -73,7 +74,7 @@ class DistributedAttention(torch.autograd.Function):
         """
         if kept is None:
             rows = (q_TNH, expansion or keys, sink_N)
-            with torch.autocast(q_TNH.device.type, enabled=False):
+            with raw_mode(q_TNH):
                 out, lse = forward_pass(*rows, session, options, max_logits_N)
         else:
             out, lse, *logits = (tensor.detach() for tensor in kept)
@@ -100,7 +101,7 @@ class DistributedAttention(torch.autograd.Function):
             delta = delta - dlse
         expansion = ctx.expansion and replace(ctx.expansion, latent=keys[0].detach())
         rows = (dout, q, expansion or tuple(keys), lse, delta)
-        with torch.autocast(q.device.type, enabled=False):
+        with raw_mode(q):
             dq, *dkeys = backward_pass(*rows, ctx.session, ctx.options)
         dsink = None if sink is None else sink_gradient(lse, sink, delta, dlse).to(sink.dtype)
         return dq, dsink, None, None, None, None, None, *dkeys
