@@ -15,6 +15,7 @@ so results repeat bit for bit.
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -66,6 +67,16 @@ class RankHop:
     """Of what comes back: what goes to rows that were received in the hop of this number."""
     is_silent: bool  # nobody sends anything: no collective takes place
 
+    @cached_property
+    def num_sent(self) -> int:
+        """Returns how many rows this rank sends."""
+        return sum(self.send_splits)
+
+    @cached_property
+    def num_received(self) -> int:
+        """Returns how many rows this rank receives."""
+        return sum(self.recv_splits)
+
 
 @dataclass(frozen=True)
 class RankTransfer:
@@ -75,17 +86,23 @@ class RankTransfer:
     home: Joins | None
     """Of all that comes back, the last hop's first: what goes to own rows. None where nothing ever comes back."""
 
-    @property
+    @cached_property
     def num_sent(self) -> int:
         """Returns how many rows this rank sends over all hops."""
-        return sum(sum(hop.send_splits) for hop in self.hops)
+        return sum(hop.num_sent for hop in self.hops)
 
-    @property
+    @cached_property
     def num_received(self) -> int:
         """Returns how many rows this rank receives over all hops."""
-        return sum(sum(hop.recv_splits) for hop in self.hops)
+        return sum(hop.num_received for hop in self.hops)
 
-    @property
+    @cached_property
+    def indices(self) -> tuple[Tensor, ...]:
+        """Returns the index tensors that a cast reads."""
+        pairs = ((hop.sources.own, hop.sources.received) for hop in self.hops)
+        return tuple(index for index in itertools.chain(*pairs) if len(index))
+
+    @cached_property
     def num_collectives(self) -> int:
         """Returns how many hops move anything on any rank: the same number on all of them."""
         return sum(not hop.is_silent for hop in self.hops)
@@ -111,11 +128,11 @@ class RankTransfer:
             sent = hop.sent_by(rank)
             back.append(_runs_back(sent, segment_ends) if comes_home else {})
             hops.append(_compile_hop(hop, sent, (rank, num_ranks), own_rows, back[-1]))
-            segment_ends.append(segment_ends[-1] + sum(hops[-1].recv_splits))
+            segment_ends.append(segment_ends[-1] + hops[-1].num_received)
         runs, begin = [], 0
         for compiled, by_segment in zip(reversed(hops), reversed(back), strict=True):
             runs += [(begin + first, rows) for first, rows in by_segment.get(0, [])]
-            begin += sum(compiled.send_splits)
+            begin += compiled.num_sent
         return cls(tuple(hops), Joins.of(runs) if comes_home else None)
 
 
@@ -159,40 +176,34 @@ def group_cast(
     group: dist.ProcessGroup,
     buffer: PackedRows | None = None,
     begin: int = 0,
-) -> Pending[Rows]:
+) -> Pending[PackedRows]:
     """Starts sending `rows` (`[own_rows, ...]` each, contiguous) along `transfer`; `wait()` on the result.
 
-    `wait()` returns the received rows of all hops, `[num_received, ...]` each, in the order of the space: views of
-    `buffer` from row `begin` on, which holds the rows received before in front of it; of a new one without it.
+    `wait()` returns `buffer`, which holds the received rows of all hops from row `begin` on, in the order of the space,
+    and in front of it those received before; without it a new one of the `num_received` rows of this transfer.
     Collective: every rank of `group` calls it with the same plan; one without rows to send or receive
     takes part too. `streams.py` says which hops run before `wait()`.
     """
     if buffer is None:
         buffer = PackedRows.empty(transfer.num_received, rows)
     chain = _cast_chain(rows, transfer, group, buffer, begin)
-    indices = tuple(
-        index
-        for hop in transfer.hops
-        for index in (hop.sources.own, hop.sources.received)
-        if len(index)
-    )
-    return start_chain(chain, transfer.num_collectives, (*rows, buffer.data, *indices))
+    return start_chain(chain, transfer.num_collectives, (*rows, buffer.data, *transfer.indices))
 
 
 def _cast_chain(
     rows: Rows, transfer: RankTransfer, group: dist.ProcessGroup, buffer: PackedRows, begin: int
-) -> Chain[Rows]:
+) -> Chain[PackedRows]:
     end = begin
     for hop in transfer.hops:
         if hop.is_silent:
             continue
         message = hop.sources.pack(rows, buffer)
-        into = buffer.data[end : end + sum(hop.recv_splits)]
+        begin, end = end, end + hop.num_received
+        into = buffer.rows(begin, end).data
         pending = start_all_to_all(message.data, hop.send_splits, hop.recv_splits, group, into)
         yield (pending.received, pending.sent)
         pending.wait()
-        end += sum(hop.recv_splits)
-    return buffer.rows(begin, end).tensors
+    return buffer
 
 
 def group_reduce(
@@ -214,13 +225,15 @@ def _reduce_chain(
     own: Rows, received: Rows, transfer: RankTransfer, group: dist.ProcessGroup, combine: Combine
 ) -> Chain[None]:
     assert transfer.home is not None, "compiled for casts alone"
-    sizes = [sum(hop.recv_splits) for hop in transfer.hops]
-    segments = list(zip(*(torch.split(tensor, sizes) for tensor in received), strict=True))
+    segments = [received]
+    if len(transfer.hops) > 1:
+        sizes = [hop.num_received for hop in transfer.hops]
+        segments = list(zip(*(torch.split(tensor, sizes) for tensor in received), strict=True))
     back, end = PackedRows.empty(transfer.num_sent, own), 0
     for hop, segment in zip(reversed(transfer.hops), reversed(segments), strict=True):
         if hop.is_silent:
             continue
-        begin, end = end, end + sum(hop.send_splits)
+        begin, end = end, end + hop.num_sent
         arrived = back.rows(begin, end)
         message = packed(segment).data
         pending = start_all_to_all(message, hop.recv_splits, hop.send_splits, group, arrived.data)

@@ -9,6 +9,8 @@ smaller parts stand behind the others. A gather writes each row once, straight i
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,39 +23,95 @@ WORD = (
 )  # a gather moves words, not elements: 3 times faster than 2-byte elements on a CPU core
 
 
+class _Part(NamedTuple):
+    """Where the rows of one tensor lie in a message."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """In elements, with that of rows in front."""
+    begin: int
+    """Bytes, as `end`."""
+    end: int
+
+    def columns(self, dtype: torch.dtype) -> slice:
+        """Returns its columns of the message as elements of a dtype."""
+        return slice(self.begin // dtype.itemsize, self.end // dtype.itemsize)
+
+
+class _Layout(NamedTuple):
+    """A row of a message."""
+
+    parts: tuple[_Part, ...]
+    width: int
+
+    def has_words(self, part: _Part) -> bool:
+        """Returns whether a part is made of whole words in every row."""
+        size = WORD.itemsize
+        return part.end > part.begin and not (
+            self.width % size or part.begin % size or part.end % size
+        )
+
+
+@lru_cache(maxsize=256)
+def _layout(kinds: tuple[tuple[tuple[int, ...], torch.dtype], ...]) -> _Layout:
+    """Returns the layout of a message of tensors whose rows have these shapes and dtypes."""
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in kinds]
+    begins, width = _places(sizes)
+    parts = []
+    for (shape, dtype), begin, size in zip(kinds, begins, sizes, strict=True):
+        inner = (math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        strides = (width // dtype.itemsize, *inner)
+        parts.append(_Part(dtype, tuple(shape), strides, begin, begin + size))
+    return _Layout(tuple(parts), width)
+
+
+def _layout_like(like: Rows) -> _Layout:
+    return _layout(tuple((x.shape[1:], x.dtype) for x in like))
+
+
 @dataclass(frozen=True)
 class PackedRows:
-    """The message `[rows, bytes per row]` and the tensors in it, which are views of its rows."""
+    """The message `[rows, bytes per row]`, and what lies in its rows."""
 
     data: Tensor
-    tensors: Rows
+    layout: _Layout
 
     @classmethod
     def empty(cls, num_rows: int, like: Rows) -> "PackedRows":
         """Returns room for rows of the shapes and dtypes that the rows of `like` have, on its device."""
-        sizes = [math.prod(x.shape[1:]) * x.element_size() for x in like]
-        begins, width = _places(sizes)
-        data = torch.empty(num_rows, width, dtype=torch.uint8, device=like[0].device)
-        tensors = []
-        for model, size, begin in zip(like, sizes, begins, strict=True):
-            part = data[:, begin : begin + size].view(model.dtype)
-            tensors.append(part.unflatten(1, model.shape[1:]) if model.dim() > 1 else part[:, 0])
-        return cls(data, tuple(tensors))
+        layout = _layout_like(like)
+        data = torch.empty(num_rows, layout.width, dtype=torch.uint8, device=like[0].device)
+        return cls(data, layout)
+
+    @cached_property
+    def tensors(self) -> Rows:
+        """The tensors in the message: views of its rows."""
+        num_rows, typed = self.data.shape[0], _Typed(self.data)
+        views = []
+        for part in self.layout.parts:
+            whole = typed[part.dtype]
+            at = whole.storage_offset() + part.begin // part.dtype.itemsize
+            views.append(whole.as_strided((num_rows, *part.shape), part.strides, at))
+        return tuple(views)
 
     def __len__(self) -> int:
-        return len(self.data)
+        return self.data.shape[0]
 
     def rows(self, begin: int, end: int) -> "PackedRows":
         """Returns a range of the rows, as a view."""
-        return PackedRows(self.data[begin:end], tuple(x[begin:end] for x in self.tensors))
+        if begin == 0 and end == self.data.shape[0]:
+            return self
+        return PackedRows(self.data[begin:end], self.layout)
 
     def gather_(self, source: Rows, index: Tensor) -> None:
         """Fills all rows with rows `index` of `source`, contiguous tensors like ours."""
-        for target, x in zip(self.tensors, source, strict=True):
-            into, rows = _words(target), _words(x)
-            if into.dtype != rows.dtype:
-                into, rows = _flat(target), _flat(x)
-            torch.index_select(rows, 0, index, out=into)
+        typed = _Typed(self.data)
+        for part, x in zip(self.layout.parts, source, strict=True):
+            dtype, rows = part.dtype, _flat(x)
+            if self.layout.has_words(part) and _begins_words(rows):
+                dtype, rows = WORD, rows.view(WORD)
+            torch.index_select(rows, 0, index, out=typed[dtype][:, part.columns(dtype)])
 
     def fill_(self, source: Rows) -> None:
         """Fills all rows with those of `source`, which may have other dtypes."""
@@ -61,9 +119,21 @@ class PackedRows:
             target.copy_(x)
 
 
+class _Typed(dict[torch.dtype, Tensor]):
+    """A message as elements of a dtype: a view, made when first asked for."""
+
+    def __init__(self, data: Tensor):
+        super().__init__()
+        self._data = data
+
+    def __missing__(self, dtype: torch.dtype) -> Tensor:
+        view = self[dtype] = self._data.view(dtype)
+        return view
+
+
 def gathered(source: Rows, index: Tensor) -> PackedRows:
     """Returns rows `index` of `source`, packed."""
-    packed = PackedRows.empty(len(index), source)
+    packed = PackedRows.empty(index.shape[0], source)
     packed.gather_(source, index)
     return packed
 
@@ -73,7 +143,7 @@ def packed(source: Sequence[Tensor]) -> PackedRows:
     source = tuple(source)
     rows = _as_they_lie(source)
     if rows is None:
-        rows = PackedRows.empty(len(source[0]), source)
+        rows = PackedRows.empty(source[0].shape[0], source)
         rows.fill_(source)
     return rows
 
@@ -95,7 +165,7 @@ def _as_they_lie(source: Rows) -> PackedRows | None:
         if not lies_there or not x[:1].is_contiguous() or (num_rows > 1 and step != width):
             return None
     words = first.as_strided((num_rows, width // size), (width // size, 1), at // size)
-    return PackedRows(words.view(torch.uint8), source)
+    return PackedRows(words.view(torch.uint8), _layout_like(source))
 
 
 def _places(sizes: Sequence[int]) -> tuple[list[int], int]:
@@ -109,12 +179,13 @@ def _places(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 def _flat(x: Tensor) -> Tensor:
-    return x.flatten(1) if x.dim() > 1 else x.unsqueeze(1)
+    num_dims = x.dim()
+    return x if num_dims == 2 else x.flatten(1) if num_dims > 1 else x.unsqueeze(1)
 
 
-def _words(x: Tensor) -> Tensor:
-    """Returns the rows as words where they are made of whole ones, else as they are."""
-    flat = _flat(x)
-    lengths = (flat.shape[1], flat.stride(0), flat.storage_offset())
-    whole = all(length * flat.element_size() % WORD.itemsize == 0 for length in lengths)
-    return flat.view(WORD) if whole and flat.shape[1] else flat
+def _begins_words(rows: Tensor) -> bool:
+    """Returns whether every row of a matrix begins with a word."""
+    size = rows.element_size()
+    return not (
+        rows.stride(0) * size % WORD.itemsize or rows.storage_offset() * size % WORD.itemsize
+    )

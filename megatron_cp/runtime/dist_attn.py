@@ -42,6 +42,7 @@ from megatron_cp.attn.modes import raw_mode
 from megatron_cp.attn.once import Saved, first_derivative_only
 from megatron_cp.attn.options import AttendOptions, accumulation_dtype
 from megatron_cp.comm import Pending
+from megatron_cp.comm.packed import PackedRows
 from megatron_cp.plan.schema import SIDES, PassName
 from megatron_cp.runtime.expansion import ExpandedResults, ExpandedRows, Expansion
 from megatron_cp.runtime.session import Quadrant, RankPass, RankStage, Rows, Session
@@ -279,7 +280,7 @@ def _run_stages(
     stages = rank_pass.stages
     travelling: list[Pending[None]] = []
 
-    def start(index: int) -> tuple[Pending[Rows] | None, Pending[Rows] | None]:
+    def start(index: int) -> tuple[Pending[PackedRows] | None, Pending[PackedRows] | None]:
         with span(pass_name, "send rows", index):
             stage = stages[index]
             return queries.start_cast(stage.query, group), keys.start_cast(stage.key, group)

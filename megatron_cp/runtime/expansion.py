@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megatron_cp.attn.options import accumulation_dtype
 from megatron_cp.comm import Pending, group_reduce
+from megatron_cp.comm.packed import PackedRows
 from megatron_cp.runtime.session import RankSide, Rows, Source
 from megatron_cp.runtime.sides import Combination, SideResults, SideRows
 
@@ -139,7 +140,7 @@ class ExpandedRows(SideRows):
             torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in expansion.captured
         )
 
-    def arrive(self, side: RankSide, pending: Pending[Rows] | None) -> None:
+    def arrive(self, side: RankSide, pending: Pending[PackedRows] | None) -> None:
         """As for rows that are used as they travel; a new chain begins without any."""
         super().arrive(side, pending)
         if not side.keeps:

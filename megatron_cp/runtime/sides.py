@@ -80,11 +80,13 @@ class SideRows:
     """What one side holds: its own rows, and those received in the chain so far."""
 
     def __init__(self, own: Rows):
-        self._own, self._empty = own, PackedRows.empty(0, own)
+        self._own = own
+        self._empty = self._arrived = PackedRows.empty(0, own)
         self._buffers: list[PackedRows] = []  # of the chain that arrived last, then of the next
-        self._num_received = 0
 
-    def start_cast(self, side: RankSide, group: dist.ProcessGroup | None) -> Pending[Rows] | None:
+    def start_cast(
+        self, side: RankSide, group: dist.ProcessGroup | None
+    ) -> Pending[PackedRows] | None:
         """Starts the cast of the next stage; None if that stage brings nothing to anybody."""
         if not side.keeps:
             rows = side.chain_rows
@@ -94,19 +96,17 @@ class SideRows:
         begin = side.num_received - side.cast.num_received
         return group_cast(self._own, side.cast, _moving(group), self._buffers[-1], begin)
 
-    def arrive(self, side: RankSide, pending: Pending[Rows] | None) -> None:
+    def arrive(self, side: RankSide, pending: Pending[PackedRows] | None) -> None:
         """Waits for the rows of a stage; from now on `rows` returns those that it holds."""
         if pending is not None:
             pending.wait()
         if not side.keeps:
             del self._buffers[:-1]
-        self._num_received = side.num_received
+        self._arrived = self._buffers[0].rows(0, side.num_received)
 
     def rows(self, source: Source) -> Rows:
         """Returns the own rows, or those received in the chain so far."""
-        if source == "own":
-            return self._own
-        return self._buffers[0].rows(0, self._num_received).tensors
+        return self._own if source == "own" else self._arrived.tensors
 
 
 class SideResults:

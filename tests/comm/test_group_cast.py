@@ -47,9 +47,8 @@ def cast_and_reduce(rank, world_size, transfer, x, y, dtype):
     compiled = RankTransfer.compile(transfer, rank, world_size, OWN_ROWS)
     original = all_to_all.start_all_to_all
     with mock.patch("megatron_cp.comm.group_cast.start_all_to_all", side_effect=original) as calls:
-        (received,) = group_cast(
-            (torch.from_numpy(x[rank]).to(dtype),), compiled, dist.group.WORLD
-        ).wait()
+        rows = (torch.from_numpy(x[rank]).to(dtype),)
+        (received,) = group_cast(rows, compiled, dist.group.WORLD).wait().tensors
         num_cast = calls.call_count
         own = torch.zeros(OWN_ROWS, WIDTH, dtype=dtype)
         parts = (torch.from_numpy(y[rank]).to(dtype),)
@@ -95,7 +94,7 @@ def cast_mixed(rank, world_size, transfer, num_calls):
     rows = mixed_rows(generator)
     original = all_to_all.start_all_to_all
     with mock.patch("megatron_cp.comm.group_cast.start_all_to_all", side_effect=original) as calls:
-        received = group_cast(rows, compiled, dist.group.WORLD).wait()
+        received = group_cast(rows, compiled, dist.group.WORLD).wait().tensors
         assert calls.call_count == num_calls
     return [tensor.double() for tensor in received], [tensor.dtype for tensor in received]
 
@@ -252,9 +251,9 @@ def cast_interleaved(rank, world_size, transfers):
     compiled = [RankTransfer.compile(t, rank, world_size, OWN_ROWS) for t in transfers]
     rows = (torch.arange(OWN_ROWS * 2.0).reshape(OWN_ROWS, 2) + 100 * rank,)
     pending = [group_cast(rows, transfer, dist.group.WORLD) for transfer in compiled]
-    early = [cast.wait()[0].numpy() for cast in pending]
-    late = [group_cast(rows, t, dist.group.WORLD).wait()[0].numpy() for t in compiled]
-    return early, late
+    early = [cast.wait().tensors[0].numpy() for cast in pending]
+    late = [group_cast(rows, t, dist.group.WORLD).wait() for t in compiled]
+    return early, [rows.tensors[0].numpy() for rows in late]
 
 
 def test_casts_under_way_together_bring_what_they_bring_one_by_one():
@@ -283,7 +282,7 @@ def merge_attention(rank, world_size, transfer):
     q, k, v = attention_inputs(world_size)
     k, v = k[rank * KEYS : (rank + 1) * KEYS], v[rank * KEYS : (rank + 1) * KEYS]
     own = (q[rank * OWN_ROWS : (rank + 1) * OWN_ROWS].contiguous(),)
-    (received,) = group_cast(own, compiled, dist.group.WORLD).wait()
+    (received,) = group_cast(own, compiled, dist.group.WORLD).wait().tensors
 
     def attend(queries):
         return dense_attention(queries, k, v, torch.ones(len(queries), KEYS, dtype=torch.bool))

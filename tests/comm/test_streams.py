@@ -33,7 +33,7 @@ def move(rank, world_size, transfer, log):
         casts.append(group_cast(rows, compiled, dist.group.WORLD))
         log("cast started")
         del rows  # the caller may forget them: the side stream still reads
-    results += [tensor.float() * 2 for cast in casts for tensor in cast.wait()]
+    results += [tensor.float() * 2 for cast in casts for tensor in cast.wait().tensors]
     log("casts ended")
     own = torch.zeros(OWN_ROWS, WIDTH)
     reduces = []
