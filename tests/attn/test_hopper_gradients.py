@@ -1,14 +1,17 @@
 """Gradients and operators of the Hopper backend without a GPU: a host 'device' follows the parameter blocks."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_cp import mask as masks
 from megatron_cp.attn import attend, merge_partials
 from megatron_cp.attn.hopper import backend as hopper
-from megatron_cp.attn.hopper import gradients
+from megatron_cp.attn.hopper import gradients, row_stats
 from megatron_cp.attn.hopper.device_lists import BackwardList, gradient_work_of, work_of
 from megatron_cp.attn.hopper.scores import Scores
 from megatron_cp.attn.options import AttendOptions
@@ -137,6 +140,40 @@ def test_gradient_that_is_expanded_or_of_another_type_is_made_right(device):
     delta = (ones * out).sum(-1)
     made = hopper.backward(ones.expand(9, 4, 64), *tensors, lse, delta, mask, OPTIONS)
     _assert_gradients(made, tensors, mask.to_dense(), ones.half(), softmax_scale=0.25)
+
+
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_row_statistics_of_rows_between_others_are_those_of_their_rows(device, is_apart):
+    """As they lie in a message: lse and dlse of 3 heads, with gaps between rows."""
+    out, dout = torch.randn(2, 5, 3, 64).half().unbind()
+    lse, dlse = torch.randn(2, 5, 7)[..., :3].unbind()
+    dlse = dlse.clone() if is_apart else dlse
+    stats = row_stats.preprocess(out, dout, lse, dlse)
+    delta = (out.double() * dout.double()).sum(-1) - dlse
+    given = row_stats.stats_of(lse, delta.float(), dout)
+    for found in (stats, given):
+        assert torch.allclose(found.delta_of_rows(5).double(), delta, atol=1e-5)
+        lse_2 = found.lse_2[0, :, :5].t()
+        assert torch.allclose(lse_2.double(), lse.double() / math.log(2), atol=1e-5)
+
+
+def test_a_stage_of_the_backward_pass_asks_torch_for_few_things(device):
+    """Each is a call of the dispatcher, and most are a launch of their own: the host's time of a short stage."""
+    tensors = draw(20, 20, dtype=torch.float16)
+    stats = torch.zeros(20, 4), torch.zeros(20, 4)
+    given = (torch.randn(20, 4, 64).half(), *tensors, *stats, masks.causal(20), OPTIONS)
+    held = hopper.backward_onto_(None, None, *given)
+    asked = []
+
+    class Listening(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            asked.append(operator)
+            return operator(*args, **(kwargs or {}))
+
+    with Listening():
+        hopper.backward_onto_(held[0], held[1:], *given)
+    asked = [one for one in asked if "fill_" not in str(one)]  # tests fill torch.empty with NaN
+    assert len(asked) <= 5, asked
 
 
 def test_nothing_is_launched_for_a_mask_without_pairs(device):

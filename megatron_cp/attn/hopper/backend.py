@@ -22,7 +22,7 @@ from megatron_cp.attn.hopper.device_lists import gradient_work_of, work_of
 from megatron_cp.attn.hopper.gradients import BackwardCall
 from megatron_cp.attn.hopper.launch import empty_results, launch_forward
 from megatron_cp.attn.hopper.operators import attend as attend
-from megatron_cp.attn.hopper.row_stats import preprocess, stats_of
+from megatron_cp.attn.hopper.row_stats import empty_stats, preprocess, stats_of
 from megatron_cp.attn.hopper.rows import add_parts_ as add_parts_
 from megatron_cp.attn.hopper.rows import merge_parts_ as merge_parts_
 from megatron_cp.attn.hopper.scores import Scores
@@ -169,7 +169,7 @@ def backward_onto_(  # noqa: PLR0913  as backward, and what to add to
 
 def row_products(dout_QNH: Tensor, out_QNH: Tensor, lse_QN: Tensor) -> Tensor:
     """Returns `rowsum(dout * out)` `[Q, N]` float32, 0 for rows without keys."""
-    stats = preprocess(out_QNH, readable(dout_QNH), lse_QN, None)
+    stats = preprocess(readable(out_QNH), readable(dout_QNH), lse_QN, None)
     return stats.delta_of_rows(len(lse_QN)).contiguous()
 
 
@@ -184,5 +184,6 @@ def _backward_call(
     options: AttendOptions,
 ) -> BackwardCall:
     lists = gradient_work_of(q_QNH, v_KGH, mask, options)
-    dout, stats = readable(dout_QNH.to(q_QNH.dtype)), stats_of(lse_QN, delta_QN)
+    dout = readable(dout_QNH.to(q_QNH.dtype))
+    stats = stats_of(lse_QN, delta_QN, dout) if lists.num_segs else empty_stats(lse_QN)
     return BackwardCall(*all_readable(q_QNH, k_KGH, v_KGH), dout, stats, lists, Scores.of(options))

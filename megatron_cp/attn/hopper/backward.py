@@ -98,7 +98,7 @@ def _launch_main(
             return Memory.of(call.read() | sums, dkeys, sums)
 
         kernel.launch(blocks, stream, params, memory)
-    return dk.to(dtype), dv.to(dtype)
+    return (dk, dv) if dk.dtype == dtype else (dk.to(dtype), dv.to(dtype))
 
 
 def _launch_dq(call: BackwardCall, dq: Tensor, sm_share: float, *, adds: bool) -> None:

@@ -216,10 +216,14 @@ def added_to(
 
 def float_gradients(k: Tensor, v: Tensor, *, zeros: bool) -> list[Tensor]:
     """Returns memory for dk and dv in float32, side by side: rows for keys of other ranks go home as they lie."""
-    widths = [x.shape[1] * x.shape[2] for x in (k, v)]
+    (num_keys, num_heads, k_dim), v_dim = k.shape, v.shape[2]
+    width = num_heads * (k_dim + v_dim)
     make = k.new_zeros if zeros else k.new_empty
-    both = make((len(k), sum(widths)), dtype=torch.float32).split(widths, dim=1)
-    return [x.unflatten(1, (k.shape[1], -1)) for x in both]
+    both = make((num_keys, width), dtype=torch.float32)
+    return [
+        both.as_strided((num_keys, num_heads, dim), (width, dim, 1), begin)
+        for dim, begin in ((k_dim, 0), (v_dim, num_heads * k_dim))
+    ]
 
 
 def empty_gradient(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -147,7 +147,7 @@ def _backward(  # noqa: PLR0913  the operator's schema
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dout = readable(dout_QNH)
-    stats = preprocess(out_QNH, dout, lse_QN, dlse_QN)
+    stats = preprocess(readable(out_QNH), dout, lse_QN, dlse_QN)
     lists = BackwardList._make((work, *counts))
     tensors = all_readable(q_QNH, k_KGH, v_KGH)
     call = BackwardCall(*tensors, dout, stats, lists, Scores(softmax_scale, softcap))

@@ -7,10 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_cp.attn.hopper.checks import find_variant, has_memory, readable
+from megatron_cp.attn.hopper.checks import find_variant, has_memory
 from megatron_cp.attn.hopper.launch import find_map, launch_rows, remember_map
 from megatron_cp.attn.hopper.machine import Kernel
-from megatron_cp.attn.hopper.scores import LOG2_E
 from megatron_cp.kernels.driver import FLOAT32
 from megatron_cp.kernels.params import BwdPreprocessParams, TensorMap
 
@@ -35,9 +34,8 @@ def preprocess(
 ) -> RowStats:
     """Returns the row statistics of a whole result; `delta = rowsum(dout * out) - dlse`.
 
-    `out` is float32 or has the dtype of `dout`; both are read 16 bytes at a time (`readable`).
+    `out` is float32 or has the dtype of `dout`; both are `readable`, or one row for all: 16 bytes are read at a time.
     """
-    out_QNH = readable(out_QNH)
     stats, num_items = empty_stats(lse_QN), lse_QN.numel()
     params, _kept = preprocess_params(out_QNH, dout_QNH, lse_QN, dlse_QN, stats)
     name = find_variant("backward_preprocess", dout_QNH.dtype, None, dout_QNH.shape[2], None).name
@@ -50,7 +48,8 @@ def preprocess_params(
 ) -> tuple[BwdPreprocessParams, Tensor | None]:
     """Returns the parameters, and `dlse` as they read it: to be kept until the launch."""
     if dlse_QN is not None and (dlse_QN.stride() != lse_QN.stride() or not has_memory(dlse_QN)):
-        dlse_QN = torch.empty_like(lse_QN).copy_(dlse_QN)
+        like_lse = torch.empty_strided(lse_QN.shape, lse_QN.stride(), device=lse_QN.device)
+        dlse_QN = like_lse.copy_(dlse_QN)
     params = BwdPreprocessParams(
         out_QNH.data_ptr(),
         dout_QNH.data_ptr(),
@@ -69,18 +68,14 @@ def preprocess_params(
     return params, dlse_QN
 
 
-def stats_of(lse_QN: Tensor, delta_QN: Tensor) -> RowStats:
-    """Returns the row statistics from a `delta` that the caller has."""
-    num_rows, num_heads = lse_QN.shape
-    empty, padded = lse_QN == -torch.inf, padded_rows(num_rows)
-    rows = lse_QN.new_zeros((2, num_heads, padded + STAT_COPIES), dtype=torch.float32)
-    rows[0, :, :num_rows] = (lse_QN * LOG2_E).masked_fill_(empty, torch.inf).t()
-    rows[1, :, :num_rows] = delta_QN.masked_fill(empty, 0.0).t()
-    # Copy c begins c rows later: one pass over the rows makes all of them.
-    head = padded + STAT_COPIES
-    shifted = rows.as_strided((2, STAT_COPIES, num_heads, padded), (num_heads * head, 1, head, 1))
-    both = shifted.contiguous()
-    return RowStats(both[0], both[1])
+def stats_of(lse_QN: Tensor, delta_QN: Tensor, dout_QNH: Tensor) -> RowStats:
+    """Returns the row statistics from a `delta` that the caller has, both float32; `dout` says for which kernels.
+
+    The kernel adds `-dlse` to a product of rows. Of a row of zeros, which all share, it is 0.
+    """
+    assert lse_QN.dtype == delta_QN.dtype == torch.float32
+    zeros = dout_QNH.new_zeros(dout_QNH.shape[2]).expand(dout_QNH.shape)
+    return preprocess(zeros, zeros, lse_QN.contiguous(), delta_QN.neg().contiguous())
 
 
 def stats_map(x_CNP: Tensor, num_rows: int, kernel: Kernel) -> TensorMap:
@@ -102,8 +97,7 @@ def empty_stats(lse_QN: Tensor) -> RowStats:
     """Returns room for the statistics of as many rows as `lse` has."""
     num_rows, num_heads = lse_QN.shape
     shape = (2, STAT_COPIES, num_heads, padded_rows(num_rows))
-    both = lse_QN.new_empty(shape, dtype=torch.float32)
-    return RowStats(both[0], both[1])
+    return RowStats(*lse_QN.new_empty(shape, dtype=torch.float32).unbind())
 
 
 def padded_rows(num_rows: int) -> int:
