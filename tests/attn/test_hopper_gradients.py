@@ -1,6 +1,7 @@
 """Gradients and operators of the Hopper backend without a GPU: a host 'device' follows the parameter blocks."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -93,14 +94,28 @@ def test_gradient_of_a_sink_and_of_rows_without_keys(device):
         assert torch.allclose(gradient.double(), getattr(exact, name), rtol=2e-2, atol=2e-2), name
 
 
+class Listening(TorchDispatchMode):
+    """Sees operators, so that `attend` shows its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.seen.append(str(operator))
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("sees", [nullcontext, Listening], ids=["plain", "operators"])
 @pytest.mark.parametrize("place", ["q", "k", "v", "sink"])
-def test_a_second_derivative_is_refused(device, place):
+def test_a_second_derivative_is_refused(device, place, sees):
     tensors = dict(zip("qkv", draw(9, 9, dtype=torch.float16), strict=True))
     tensors["sink"] = torch.randn(4)
     leaf = tensors[place].requires_grad_()
-    out, _ = attend(**tensors, mask=masks.causal(9), backend="hopper")
-    output = out.float().square().sum() + leaf.float().pow(3).sum()
-    (first,) = torch.autograd.grad(output, leaf, create_graph=True)
+    with sees():
+        out, _ = attend(**tensors, mask=masks.causal(9), backend="hopper")
+        output = out.float().square().sum() + leaf.float().pow(3).sum()
+        (first,) = torch.autograd.grad(output, leaf, create_graph=True)
     with pytest.raises(NotImplementedError, match="gradient of attend has no gradient itself"):
         torch.autograd.grad(first.float().square().sum(), leaf)
 
@@ -163,16 +178,9 @@ def test_a_stage_of_the_backward_pass_asks_torch_for_few_things(device):
     stats = torch.zeros(20, 4), torch.zeros(20, 4)
     given = (torch.randn(20, 4, 64).half(), *tensors, *stats, masks.causal(20), OPTIONS)
     held = hopper.backward_onto_(None, None, *given)
-    asked = []
-
-    class Listening(TorchDispatchMode):
-        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-            asked.append(operator)
-            return operator(*args, **(kwargs or {}))
-
-    with Listening():
+    with Listening() as listening:
         hopper.backward_onto_(held[0], held[1:], *given)
-    asked = [one for one in asked if "fill_" not in str(one)]  # tests fill torch.empty with NaN
+    asked = [one for one in listening.seen if "fill_" not in one]  # tests fill torch.empty with NaN
     assert len(asked) <= 5, asked
 
 
@@ -303,6 +311,31 @@ def test_backward_operator_keeps_the_rules_of_operators(device, mask):
     arguments = (out, torch.zeros_like(lse), q, k, v, out, lse, data, counts, 0.125, 0.0)
     operator = torch.ops.megatron_cp.attention_backward.default
     torch.library.opcheck(operator, arguments)
+
+
+@pytest.mark.parametrize("weighted", ["out", "lse", "both"])
+def test_operators_give_the_bits_of_the_plain_call(device, weighted):
+    mask, tensors, sink = masks.documents([4, 9]), draw(13, 13), torch.linspace(-1, 1, 4)
+    weights = {"out": torch.randn(13, 4, 64).bfloat16(), "lse": torch.randn(13, 4)}
+    results = []
+    for listening in (Listening(), None):
+        leaves = _leaves((*tensors, sink))
+        with listening or nullcontext():
+            made = attend(
+                *leaves[:3], mask, sink=leaves[3], backend="hopper", return_max_logits=True
+            )
+            named = dict(zip(("out", "lse"), made[:2], strict=True))
+            chosen = [name for name in named if weighted in (name, "both")]
+            of, by = ([pairs[name] for name in chosen] for pairs in (named, weights))
+            gradients = torch.autograd.grad(of, leaves, by, allow_unused=True)
+        results.append((*made, *gradients))
+        if listening is not None:
+            names = [name for name in listening.seen if "megatron_cp" in name]
+            assert names == [
+                f"megatron_cp.attention_{way}.default" for way in ("forward", "backward")
+            ]
+    assert not results[1][2].requires_grad
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks at it behind a graph break

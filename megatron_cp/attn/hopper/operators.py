@@ -27,7 +27,7 @@ from megatron_cp.attn.hopper.row_stats import preprocess
 from megatron_cp.attn.hopper.scores import Scores
 from megatron_cp.attn.logits import raise_to_
 from megatron_cp.attn.merge import sink_gradient
-from megatron_cp.attn.once import refusal_of
+from megatron_cp.attn.once import Gradients, Saved, first_derivative_only, refusal_of
 from megatron_cp.attn.options import AttendOptions, needs_grad
 from megatron_cp.mask import AttentionMask
 
@@ -61,11 +61,13 @@ def attend(
     sink = None if sink_N is None else sink_N.to(torch.float32).contiguous()
     scale, softcap = options.softmax_scale, options.softcap
     operator: Callable[..., tuple[Tensor, Tensor, Tensor]] = torch.ops.megatron_cp.attention_forward
+    is_plain = _is_plain(q_QNH, k_KGH, v_KGH)
     grad_data: Tensor | None = None
     counts: list[int] = []
     if needs_grad(q_QNH, k_KGH, v_KGH, sink):
         grad_data, *counts = gradient_work_of(q_QNH, v_KGH, mask, options)
-    elif _is_plain(q_QNH, k_KGH, v_KGH):
+        operator = _PlainAttend.apply if is_plain else operator
+    elif is_plain:
         operator = _forward
     work = (data, num_tiles, num_segs, sink, scale, softcap, grad_data, counts)
     out, lse, found = operator(q_QNH, k_KGH, v_KGH, *work, max_logits_N is not None)
@@ -135,7 +137,7 @@ def _forward_fake(  # noqa: PLR0913  the operator's schema
 
 def _backward(  # noqa: PLR0913  the operator's schema
     dout_QNH: Tensor,
-    dlse_QN: Tensor,
+    dlse_QN: Tensor | None,
     q_QNH: Tensor,
     k_KGH: Tensor,
     v_KGH: Tensor,
@@ -175,17 +177,46 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     ctx.counts, ctx.scales = grad_counts, (softmax_scale, softcap)
 
 
-def _differentiate(ctx: Any, dout: Tensor, dlse: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, sink, out, lse, grad_work = ctx.saved_tensors
+def _differentiate(ctx: Any, dout: Tensor, dlse: Tensor, _: Tensor) -> Gradients:
+    return _gradients(torch.ops.megatron_cp.attention_backward, ctx, ctx.saved_tensors, dout, dlse)
+
+
+def _gradients(
+    operator: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]],
+    ctx: Any,
+    saved: Saved,
+    dout: Tensor,
+    dlse: Tensor | None,
+) -> Gradients:
+    """Returns the gradients of all that the forward operator takes, by the backward one or what it does."""
+    q, k, v, sink, out, lse, grad_work = saved
     if grad_work is None:
         raise RuntimeError(
             "attention_forward was called without grad_work, which its gradient needs; call attend()"
         )
-    dq, dk, dv, delta = torch.ops.megatron_cp.attention_backward(
-        dout, dlse, q, k, v, out, lse, grad_work, ctx.counts, *ctx.scales
-    )
+    dq, dk, dv, delta = operator(dout, dlse, q, k, v, out, lse, grad_work, ctx.counts, *ctx.scales)
     dsink = None if sink is None else sink_gradient(lse, sink, delta, dlse)
     return dq, dk, dv, None, None, None, dsink, None, None, None, None, None
+
+
+class _PlainAttend(torch.autograd.Function):
+    """What the operators do, where nobody wants to see them: their way through the dispatcher and back costs 170 us."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        results = _forward(*inputs)
+        _keep_for_backward(ctx, inputs, results)
+        ctx.mark_non_differentiable(results[2])
+        ctx.set_materialize_grads(False)
+        return results
+
+    @staticmethod
+    @first_derivative_only("attend")
+    def backward(
+        ctx: Any, saved: Saved, dout: Tensor | None, dlse: Tensor | None, _: None
+    ) -> Gradients:
+        dout = torch.zeros_like(saved[4]) if dout is None else dout
+        return _gradients(_backward, ctx, saved, dout, dlse)
 
 
 def implement_operators(dispatch_key: str) -> None:
