@@ -55,8 +55,11 @@ def copy_to(x: Tensor, device: torch.device) -> Tensor:
 
 
 def current_stream(device: torch.device) -> int:
-    """Returns the current stream of a device as the driver knows it; 0 where devices have no streams."""
-    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
+    """Returns the current stream of a device as the driver knows it; 0 where devices have no streams.
+
+    As torch's own compiled code asks for it: every launch does, and `torch.cuda.current_stream` makes an object first.
+    """
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
 
 
 def is_capturing(device: torch.device) -> bool:

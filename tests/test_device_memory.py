@@ -40,6 +40,8 @@ def cuda(monkeypatch):
     stand_in = Cuda()
     for name in ("Event", "current_stream", "is_current_stream_capturing"):
         monkeypatch.setattr(torch.cuda, name, getattr(stand_in, name))
+    raw_stream = lambda index: stand_in.number  # noqa: E731
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", raw_stream, raising=False)
     return stand_in
 
 

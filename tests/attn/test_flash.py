@@ -271,6 +271,7 @@ def test_torch_s_own_operators_take_a_call_on_tensors_of_a_gpu_without_data(monk
     """FakeTensor runs the operators' published shape functions, and refuses mixed devices."""
     stream = SimpleNamespace(cuda_stream=7)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _=None: stream)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 7, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda _: None))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)

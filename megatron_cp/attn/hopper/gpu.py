@@ -121,7 +121,7 @@ def current_device() -> int:
 
 def raw_stream(device: int) -> int:
     """Returns the current stream of a device as the driver knows it."""
-    return torch.cuda.current_stream(device).cuda_stream
+    return torch._C._cuda_getCurrentRawStream(device)
 
 
 def is_capturing() -> bool:
