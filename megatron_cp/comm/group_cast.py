@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megatron_cp.comm.all_to_all import start_all_to_all
 from megatron_cp.comm.joins import Joins
-from megatron_cp.comm.packed import PackedRows, Rows, gathered, packed
+from megatron_cp.comm.packed import PackedRows, Rows, packed
 from megatron_cp.comm.streams import Chain, Pending, start_chain
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.schema import DST, Hop, Transfer, message_rows
@@ -44,13 +44,14 @@ class _Sources:
 
     def pack(self, own: Rows, received: PackedRows) -> PackedRows:
         """Returns the message."""
-        if not len(self.received):
-            return gathered(own, self.own)
-        message = PackedRows.empty(len(self.own) + len(self.received), own)
-        if not len(self.own):
+        num_own, num_received = self.own.shape[0], self.received.shape[0]
+        if not num_received:
+            return received.gathered(own, self.own)
+        message = received.room(num_own + num_received)
+        if not num_own:
             torch.index_select(received.data, 0, self.received, out=message.data)
             return message
-        message.data.index_copy_(0, self.own_places, gathered(own, self.own).data)
+        message.data.index_copy_(0, self.own_places, received.gathered(own, self.own).data)
         passed_on = received.data.index_select(0, self.received)
         message.data.index_copy_(0, self.received_places, passed_on)
         return message

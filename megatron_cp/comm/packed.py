@@ -84,6 +84,16 @@ class PackedRows:
         data = torch.empty(num_rows, layout.width, dtype=torch.uint8, device=like[0].device)
         return cls(data, layout)
 
+    def room(self, num_rows: int) -> "PackedRows":
+        """Returns room for so many rows like these."""
+        return PackedRows(self.data.new_empty((num_rows, self.layout.width)), self.layout)
+
+    def gathered(self, source: Rows, index: Tensor) -> "PackedRows":
+        """Returns rows `index` of `source`, contiguous tensors with rows like these, packed."""
+        made = self.room(index.shape[0])
+        made.gather_(source, index)
+        return made
+
     @cached_property
     def tensors(self) -> Rows:
         """The tensors in the message: views of its rows."""
@@ -129,13 +139,6 @@ class _Typed(dict[torch.dtype, Tensor]):
     def __missing__(self, dtype: torch.dtype) -> Tensor:
         view = self[dtype] = self._data.view(dtype)
         return view
-
-
-def gathered(source: Rows, index: Tensor) -> PackedRows:
-    """Returns rows `index` of `source`, packed."""
-    packed = PackedRows.empty(index.shape[0], source)
-    packed.gather_(source, index)
-    return packed
 
 
 def packed(source: Sequence[Tensor]) -> PackedRows:

@@ -137,7 +137,7 @@ def forward_pass(
     def compute(part: Quadrant, query: Rows, key: Rows, options: AttendOptions) -> None:
         nonlocal complete
         (q_held, *_), (k_held, v_held, *_) = query, key
-        held = results.of(part.query, len(q_held))
+        held = results.of(part.query, q_held.shape[0])
         asked = (q_held, k_held, v_held, part.work, _at(options, query, key))
         if "q" in part.completes:
             complete = attend_forward_last(held, *asked, sink, logits)
@@ -188,8 +188,8 @@ def backward_pass(
     def compute(part: Quadrant, query: Rows, key: Rows, options: AttendOptions) -> None:
         nonlocal complete
         (q_held, dout, lse, delta, *_), (k_held, v_held, *_) = query, key
-        held = query_results.of(part.query, len(q_held))
-        held_keys = key_results.of(part.key, len(k_held))
+        held = query_results.of(part.query, q_held.shape[0])
+        held_keys = key_results.of(part.key, k_held.shape[0])
         if rounds_at_once and part.completes == SIDES and held is held_keys is None:
             rows = (dout, q_held, k_held, v_held, lse, delta)
             complete = attend_backward(*rows, part.work, _at(options, query, key), rounded=True)

@@ -90,7 +90,7 @@ class SideRows:
         """Starts the cast of the next stage; None if that stage brings nothing to anybody."""
         if not side.keeps:
             rows = side.chain_rows
-            self._buffers.append(PackedRows.empty(rows, self._own) if rows else self._empty)
+            self._buffers.append(self._empty.room(rows) if rows else self._empty)
         if side.cast is None:
             return None
         begin = side.num_received - side.cast.num_received
@@ -120,7 +120,7 @@ class SideResults:
     def of(self, source: Source, num_rows: int) -> Rows | None:
         """Returns what is held for so many rows, to be combined with in place; None if there is nothing yet."""
         held = self._held.get(source)
-        return held if held is not None and len(held[0]) == num_rows else None
+        return held if held is not None and held[0].shape[0] == num_rows else None
 
     def take(self, source: Source, part: Rows) -> None:
         """Takes results, which belong to the side from now on; results held for fewer rows join them."""

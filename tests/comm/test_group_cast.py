@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_cp.attn.merge import merge_rows_
 from megatron_cp.comm import RankTransfer, add_rows_, all_to_all, group_cast, group_reduce
-from megatron_cp.comm.packed import PackedRows, gathered, packed
+from megatron_cp.comm.packed import PackedRows, packed
 from megatron_cp.plan import Hop, Transfer
 from tests.closeness import assert_within_budget
 from tests.comm.transfers import matrix_of, random_transfer
@@ -147,7 +147,7 @@ def test_gathered_rows_are_those_rows_bit_for_bit_and_aligned_for_any_dtype(data
         whole = torch.arange((num_rows + first) * math.prod(shape)).view(-1, *shape)
         rows.append(whole[first:].to(dtype))
     index = torch.tensor(data.draw(st.lists(st.integers(0, num_rows - 1), max_size=6)), dtype=int)
-    message = gathered(tuple(rows), index)
+    message = PackedRows.empty(0, tuple(rows)).gathered(tuple(rows), index)
     for part, tensor in zip(message.tensors, rows, strict=True):
         assert part.dtype == tensor.dtype
         assert torch.equal(part, tensor[index])

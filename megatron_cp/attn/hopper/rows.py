@@ -49,7 +49,7 @@ def merge_params(
         is_in_pairs = not any(size % 2 for size in (*x.stride()[:2], x.shape[2]))
         layout = "have an even width, last stride 1 and other strides of whole pairs"
         _check(name, x, is_in_pairs, layout)
-    joins = _joins(by_row, len(part_out))
+    joins = _joins(by_row, part_out.shape[0])
     num_heads, width = part_out.shape[1:]
     params = MergeRowsParams(
         joins,
@@ -72,29 +72,36 @@ def add_params(total: Tensor, part: Tensor, by_row: ByRow) -> tuple[AddRowsParam
 
     Raises ValueError for rows that are not float32 or have gaps between columns.
     """
-    if total[:1].is_contiguous() and part[:1].is_contiguous():  # all heads side by side
-        total, part = (x.flatten(1).unsqueeze(1) for x in (total, part))
+    is_dense = _has_dense_rows(total) and _has_dense_rows(part)
     for name, x in (("total", total), ("part", part)):
-        _check(name, x, x.dim() == 3, "be [rows, heads, columns] with last stride 1")
-    joins = _joins(by_row, len(part))
-    num_heads, width = total.shape[1:]
-    params = AddRowsParams(
-        joins,
-        total.data_ptr(),
-        part.data_ptr(),
-        *total.stride()[:2],
-        *part.stride()[:2],
-        num_heads,
-        width,
-    )
+        _check(name, x, is_dense or x.dim() == 3, "be [rows, heads, columns] with last stride 1")
+    strides: tuple[int, ...]
+    if is_dense:  # all heads side by side, as one
+        num_heads, width = 1, total.shape[1:].numel()
+        strides = (total.stride(0), width, part.stride(0), width)
+    else:
+        num_heads, width = total.shape[1:]
+        strides = (*total.stride()[:2], *part.stride()[:2])
+    joins = _joins(by_row, part.shape[0])
+    params = AddRowsParams(joins, total.data_ptr(), part.data_ptr(), *strides, num_heads, width)
     return params, joins.num_rows * num_heads * -(-width // _columns_of_a_warp())
+
+
+def _has_dense_rows(x: Tensor) -> bool:
+    """Returns whether the elements of each row lie side by side, in order."""
+    step = 1
+    for size, stride in zip(x.shape[:0:-1], x.stride()[:0:-1], strict=True):
+        if stride != step and size != 1:
+            return False
+        step *= size
+    return True
 
 
 def _joins(by_row: ByRow | None, num_parts: int) -> Joins:
     if by_row is None:
         return Joins(None, None, None, num_parts)
     addresses: list[ctypes.c_void_p | int] = [x.data_ptr() for x in by_row]
-    return Joins(*addresses, len(by_row[0]))
+    return Joins(*addresses, by_row[0].shape[0])
 
 
 @cache
