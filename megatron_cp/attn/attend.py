@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_cp.attn.dropout import Dropout, head_seeds, key_words, row_words
 from megatron_cp.attn.eager import eager
-from megatron_cp.attn.hopper.passes import Passes
+from megatron_cp.attn.hopper.passes import Passes, RowStats
 from megatron_cp.attn.logits import no_logits, raise_to_, sharp_lse
 from megatron_cp.attn.merge import PartJoiner, apply_sink, merge_span_, sink_gradient
 from megatron_cp.attn.modes import raw_mode
@@ -196,18 +196,20 @@ def attend_backward(  # noqa: PLR0913  what the pass needs, and how its results 
     mask: AttentionMask,
     options: AttendOptions,
     rounded: bool = False,
+    stats: RowStats | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns `(dq, dk, dv)` in the accumulation dtype, or `rounded` to that of the inputs.
 
     `lse` and `delta = rowsum(dout * out) - dlse`, both `[Q, N]`, are those of the result merged over
-    *all* keys, of which `k` and `v` may be a part. Rows with `lse = -inf` get and give exactly 0.
+    *all* keys, of which `k` and `v` may be a part. Rows with `lse = -inf` get and give exactly 0. `stats` is what
+    `row_stats` has made of these rows, for rows that several calls have.
     """
     check_mask(q, k, mask)
     _check_words(options)
     own = _own_passes(options)
     with raw_mode(q):
         if own is not None:
-            return own.backward(dout, q, k, v, lse, delta, mask, options, rounded)
+            return own.backward(dout, q, k, v, lse, delta, mask, options, rounded, stats)
         backward = backend_module(options.backend).backward
         if options.wide_dims is not None:
             wide = widen(options.wide_dims, q, k, v)
@@ -242,6 +244,7 @@ def attend_backward_onto_(  # noqa: PLR0913  as attend_backward, and what to add
     delta: Tensor,
     mask: AttentionMask,
     options: AttendOptions,
+    stats: RowStats | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns `(dq, dk, dv)` as `attend_backward`, `dq` still to be multiplied by `dq_factor(options)`.
 
@@ -253,7 +256,8 @@ def attend_backward_onto_(  # noqa: PLR0913  as attend_backward, and what to add
         if own is not None:
             check_mask(q, k, mask)
             _check_words(options)
-            return own.backward_onto_(dq, dkeys, dout, q, k, v, lse, delta, mask, options)
+            rows = (dout, q, k, v, lse, delta)
+            return own.backward_onto_(dq, dkeys, *rows, mask, options, stats)
         parts = attend_backward(dout, q, k, v, lse, delta, mask, options)
         held = (dq, *(dkeys or (None, None)))
         sums = [x if h is None else h.add_(x) for h, x in zip(held, parts, strict=True)]
@@ -267,6 +271,15 @@ def row_products(dout: Tensor, out: Tensor, lse: Tensor, options: AttendOptions)
         with raw_mode(out):
             return own.row_products(dout, out, lse)
     return (dout * out.to(lse.dtype)).sum(dim=-1)
+
+
+def row_stats(dout: Tensor, lse: Tensor, delta: Tensor, options: AttendOptions) -> RowStats | None:
+    """Returns what a backend's own kernels read of rows in the backward pass; None where there are no such kernels."""
+    own = _own_passes(options)
+    if own is None:
+        return None
+    with raw_mode(lse):
+        return own.row_stats(dout, lse, delta)
 
 
 def part_joiner(options: AttendOptions, width: int) -> PartJoiner | None:

@@ -35,6 +35,7 @@ from megatron_cp.attn.attend import (
     finished,
     part_joiner,
     row_products,
+    row_stats,
 )
 from megatron_cp.attn.dropout import Dropout, key_words, row_words
 from megatron_cp.attn.merge import sink_gradient
@@ -178,6 +179,7 @@ def backward_pass(
     queries_TNH = (q_TNH, dout, lse_TN, delta_TN)
     queries, entered = _enter(rank_pass, queries_TNH, keys, _words(session, options))
     q, key_rows = queries[0], _key_rows(keys, entered, keeps_graph=True)
+    own_stats = row_stats(queries[1], queries[2], queries[3], options)  # several stages have them
     like = q.new_empty((0, *q.shape[1:]), dtype=lse_TN.dtype)
     combination = adding(part_joiner(options, q.shape[2]))
     query_results = SideResults(len(q), (like,), combination)
@@ -188,17 +190,17 @@ def backward_pass(
     def compute(part: Quadrant, query: Rows, key: Rows, options: AttendOptions) -> None:
         nonlocal complete
         (q_held, dout, lse, delta, *_), (k_held, v_held, *_) = query, key
+        stats = own_stats if part.query == "own" else None
         held = query_results.of(part.query, q_held.shape[0])
         held_keys = key_results.of(part.key, k_held.shape[0])
+        rows = (dout, q_held, k_held, v_held, lse, delta)
+        asked = (*rows, part.work, _at(options, query, key))
         if rounds_at_once and part.completes == SIDES and held is held_keys is None:
-            rows = (dout, q_held, k_held, v_held, lse, delta)
-            complete = attend_backward(*rows, part.work, _at(options, query, key), rounded=True)
+            complete = attend_backward(*asked, rounded=True, stats=stats)
             return
-        dq, *dkeys = attend_backward_onto_(
-            held[0] if held else None, (held_keys[0], held_keys[1]) if held_keys else None,
-            dout, q_held, k_held, v_held, lse, delta, part.work,
-            _at(options, query, key),
-        )  # fmt: skip
+        held_dq = held[0] if held else None
+        held_dkeys = (held_keys[0], held_keys[1]) if held_keys else None
+        dq, *dkeys = attend_backward_onto_(held_dq, held_dkeys, *asked, stats)
         if held is None:
             query_results.take(part.query, (dq,))
         if held_keys is None:

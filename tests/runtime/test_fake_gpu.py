@@ -78,6 +78,11 @@ def _products(dout, out, lse, options):
     return lse.clone()
 
 
+def _stats(dout, lse, delta, options):
+    """Stands for the kernel that lays lse and delta out for the others, metered as what torch does in front of it."""
+    delta.neg()
+
+
 def _check_words(q, k, options):
     """As a kernel with dropout reads them."""
     words = Scores.of(options).words
@@ -87,7 +92,7 @@ def _check_words(q, k, options):
         assert words.rows.shape == (q.shape[1], len(q) + ROOM) and len(words.keys) == len(k) + ROOM
 
 
-def _gradients(dq, dkeys, dout, q, k, v, lse, delta, mask, options):
+def _gradients(dq, dkeys, dout, q, k, v, lse, delta, mask, options, stats=None):
     _check_words(q, k, options)
     assert dout.shape == (*q.shape[:2], v.shape[2]) and lse.shape == delta.shape == q.shape[:2]
     grads = [q.new_empty(q.shape, dtype=torch.float32), *float_gradients(k, v, zeros=False)]
@@ -96,7 +101,7 @@ def _gradients(dq, dkeys, dout, q, k, v, lse, delta, mask, options):
     return grads[0] if dq is None else dq, *(dkeys or grads[1:])
 
 
-def _rounded_gradients(dout, q, k, v, lse, delta, mask, options, rounded):
+def _rounded_gradients(dout, q, k, v, lse, delta, mask, options, rounded, stats):
     assert rounded
     _gradients(None, None, dout, q, k, v, lse, delta, mask, options)
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
@@ -120,6 +125,7 @@ def metered(plan, rank, num_ranks, dropout_p=0.0):
         mock.patch.object(dist_attn, "attend_backward", _rounded_gradients),
         mock.patch.object(dist_attn, "part_joiner", lambda *_: _Joiner),
         mock.patch.object(dist_attn, "row_products", _products),
+        mock.patch.object(dist_attn, "row_stats", _stats),
     ):
         q = torch.empty(q_shape, device=CUDA, dtype=torch.bfloat16)
         k = torch.empty(q_shape[0], KV_HEADS, HEAD_DIM, device=CUDA, dtype=torch.bfloat16)

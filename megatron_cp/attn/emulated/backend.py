@@ -22,6 +22,7 @@ from megatron_cp.attn.hopper.backend import (
     forward_onto_,
     merge_parts_,
     row_products,
+    row_stats,
     run_forward,
 )
 from megatron_cp.attn.hopper.operators import implement_operators
@@ -37,6 +38,7 @@ __all__ = [
     "forward_onto_",
     "merge_parts_",
     "row_products",
+    "row_stats",
     "run_forward",
     "running",
 ]

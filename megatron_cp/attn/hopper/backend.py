@@ -22,7 +22,9 @@ from megatron_cp.attn.hopper.device_lists import gradient_work_of, work_of
 from megatron_cp.attn.hopper.gradients import BackwardCall
 from megatron_cp.attn.hopper.launch import empty_results, launch_forward
 from megatron_cp.attn.hopper.operators import attend as attend
-from megatron_cp.attn.hopper.row_stats import empty_stats, preprocess, stats_of
+from megatron_cp.attn.hopper.passes import RowStats
+from megatron_cp.attn.hopper.row_stats import empty_stats, preprocess
+from megatron_cp.attn.hopper.row_stats import row_stats as row_stats
 from megatron_cp.attn.hopper.rows import add_parts_ as add_parts_
 from megatron_cp.attn.hopper.rows import merge_parts_ as merge_parts_
 from megatron_cp.attn.hopper.scores import Scores
@@ -140,12 +142,14 @@ def backward(  # noqa: PLR0913  what the pass needs, and how its results are sto
     mask: AttentionMask,
     options: AttendOptions,
     rounded: bool = False,
+    stats: RowStats | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns `(dq, dk, dv)` in float32, or `rounded` to the dtype of q.
 
-    `lse` and `delta` are those of the result merged over all keys.
+    `lse` and `delta` are those of the result merged over all keys; `stats` what `row_stats` makes of them, if known.
     """
-    call = _backward_call(dout_QNH, q_QNH, k_KGH, v_KGH, lse_QN, delta_QN, mask, options)
+    rows = (dout_QNH, lse_QN, delta_QN, stats)
+    call = _backward_call(rows, (q_QNH, k_KGH, v_KGH), mask, options)
     return launch_backward(call, float_grads=not rounded, sm_share=options.sm_share)
 
 
@@ -160,9 +164,11 @@ def backward_onto_(  # noqa: PLR0913  as backward, and what to add to
     delta_QN: Tensor,
     mask: AttentionMask,
     options: AttendOptions,
+    stats: RowStats | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns `(dq, dk, dv)` in float32, `dq` still without softmax_scale; added to those that are given."""
-    call = _backward_call(dout_QNH, q_QNH, k_KGH, v_KGH, lse_QN, delta_QN, mask, options)
+    rows = (dout_QNH, lse_QN, delta_QN, stats)
+    call = _backward_call(rows, (q_QNH, k_KGH, v_KGH), mask, options)
     dq = q_QNH.new_zeros(q_QNH.shape, dtype=torch.float32) if dq_QNH is None else dq_QNH
     return dq, *add_gradients_(call, dq, dkeys, sm_share=options.sm_share)
 
@@ -174,16 +180,15 @@ def row_products(dout_QNH: Tensor, out_QNH: Tensor, lse_QN: Tensor) -> Tensor:
 
 
 def _backward_call(
-    dout_QNH: Tensor,
-    q_QNH: Tensor,
-    k_KGH: Tensor,
-    v_KGH: Tensor,
-    lse_QN: Tensor,
-    delta_QN: Tensor,
+    rows: tuple[Tensor, Tensor, Tensor, RowStats | None],
+    tensors: tuple[Tensor, Tensor, Tensor],
     mask: AttentionMask,
     options: AttendOptions,
 ) -> BackwardCall:
-    lists = gradient_work_of(q_QNH, v_KGH, mask, options)
-    dout = readable(dout_QNH.to(q_QNH.dtype))
-    stats = stats_of(lse_QN, delta_QN, dout) if lists.num_segs else empty_stats(lse_QN)
-    return BackwardCall(*all_readable(q_QNH, k_KGH, v_KGH), dout, stats, lists, Scores.of(options))
+    """`rows`: dout, lse, delta and what is known of both; `tensors`: q, k and v."""
+    (dout, lse, delta, stats), (q, _, v) = rows, tensors
+    lists = gradient_work_of(q, v, mask, options)
+    dout = readable(dout.to(q.dtype))
+    if stats is None:
+        stats = row_stats(dout, lse, delta) if lists.num_segs else empty_stats(lse)
+    return BackwardCall(*all_readable(*tensors), dout, stats, lists, Scores.of(options))

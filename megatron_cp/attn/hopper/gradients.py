@@ -22,7 +22,8 @@ from megatron_cp.attn.hopper.launch import (
     tensor_map,
 )
 from megatron_cp.attn.hopper.machine import Kernel
-from megatron_cp.attn.hopper.row_stats import RowStats, stats_map
+from megatron_cp.attn.hopper.passes import RowStats
+from megatron_cp.attn.hopper.row_stats import stats_map
 from megatron_cp.attn.hopper.scores import Scores
 from megatron_cp.attn.hopper.worklist import TILE_COST
 from megatron_cp.kernels.params import (

@@ -135,7 +135,12 @@ def _forward_fake(  # noqa: PLR0913  the operator's schema
     return *empty_results(q_QNH, v_KGH, q_QNH.dtype), _no_logits(q_QNH, has_max_logits)
 
 
-def _backward(  # noqa: PLR0913  the operator's schema
+def _backward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dq, dk, dv, delta = _run_backward(*inputs)
+    return dq, dk, dv, delta.contiguous()
+
+
+def _run_backward(  # noqa: PLR0913  the operator's schema
     dout_QNH: Tensor,
     dlse_QN: Tensor | None,
     q_QNH: Tensor,
@@ -154,7 +159,7 @@ def _backward(  # noqa: PLR0913  the operator's schema
     tensors = all_readable(q_QNH, k_KGH, v_KGH)
     call = BackwardCall(*tensors, dout, stats, lists, Scores(softmax_scale, softcap))
     dq, dk, dv = launch_backward(call, float_grads=False)
-    return dq, dk, dv, stats.delta_of_rows(len(lse_QN)).contiguous()
+    return dq, dk, dv, stats.delta_of_rows(lse_QN.shape[0])
 
 
 def _backward_fake(
@@ -216,7 +221,7 @@ class _PlainAttend(torch.autograd.Function):
         ctx: Any, saved: Saved, dout: Tensor | None, dlse: Tensor | None, _: None
     ) -> Gradients:
         dout = torch.zeros_like(saved[4]) if dout is None else dout
-        return _gradients(_backward, ctx, saved, dout, dlse)
+        return _gradients(_run_backward, ctx, saved, dout, dlse)
 
 
 def implement_operators(dispatch_key: str) -> None:

@@ -1,14 +1,25 @@
 """The raw passes of a backend with kernels of its own, as context parallelism calls them: `hopper` and `emulated`."""
 
-# Q query rows, K key rows, N query heads, G kv heads, H head dim, Hv value head dim
+# Q query rows, K key rows, N query heads, G kv heads, H head dim, Hv value head dim, C copies, P padded rows
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from megatron_cp.attn.merge import PartJoiner
 from megatron_cp.attn.options import AttendOptions
 from megatron_cp.mask import AttentionMask
+
+
+class RowStats(NamedTuple):
+    """What the main kernel reads per row, float32 `[C, N, P]`: copy c holds row r at r - c, zeros behind row Q."""
+
+    lse_2: Tensor  # lse in base 2; +inf for rows without keys
+    delta: Tensor
+
+    def delta_of_rows(self, num_rows: int) -> Tensor:
+        """Returns delta as `[Q, N]`, a view; 0 for rows without keys."""
+        return self.delta[0, :, :num_rows].t()
 
 
 class Passes(PartJoiner, Protocol):
@@ -36,8 +47,9 @@ class Passes(PartJoiner, Protocol):
         mask: AttentionMask,
         options: AttendOptions,
         rounded: bool = False,
+        stats: RowStats | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns `(dq, dk, dv)`, or `rounded` to the dtype of q."""
+        """Returns `(dq, dk, dv)`, or `rounded` to the dtype of q; `stats`: of these rows, where they are known."""
 
     def attend(
         self,
@@ -89,8 +101,12 @@ class Passes(PartJoiner, Protocol):
         delta: Tensor,
         mask: AttentionMask,
         options: AttendOptions,
+        stats: RowStats | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns `(dq, dk, dv)`, dq without softmax_scale; added to a dq and to `dkeys` that are given."""
 
     def row_products(self, dout: Tensor, out: Tensor, lse: Tensor) -> Tensor:
         """Returns `rowsum(dout * out)`, 0 for rows without keys."""
+
+    def row_stats(self, dout: Tensor, lse: Tensor, delta: Tensor) -> RowStats:
+        """Returns what the kernels of the backward pass read of these rows."""

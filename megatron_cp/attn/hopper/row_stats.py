@@ -2,31 +2,19 @@
 
 # Q query rows, N query heads, H, Hv head dims, C copies, P padded rows
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from megatron_cp.attn.hopper.checks import find_variant, has_memory
 from megatron_cp.attn.hopper.launch import find_map, launch_rows, remember_map
 from megatron_cp.attn.hopper.machine import Kernel
+from megatron_cp.attn.hopper.passes import RowStats
 from megatron_cp.kernels.driver import FLOAT32
 from megatron_cp.kernels.params import BwdPreprocessParams, TensorMap
 
 # The copy engine wants 16 bytes of strides, and of where a box starts: rows per head are a multiple of 4, and
 # statistics are kept once for each row modulo 4 that a tile may start at.
 ROW_PADDING = STAT_COPIES = 4
-
-
-class RowStats(NamedTuple):
-    """What the main kernel reads per row, float32 `[C, N, P]`: copy c holds row r at r - c, zeros behind row Q."""
-
-    lse_2: Tensor  # lse in base 2; +inf for rows without keys
-    delta: Tensor
-
-    def delta_of_rows(self, num_rows: int) -> Tensor:
-        """Returns delta as `[Q, N]`, a view; 0 for rows without keys."""
-        return self.delta[0, :, :num_rows].t()
 
 
 def preprocess(
@@ -68,8 +56,8 @@ def preprocess_params(
     return params, dlse_QN
 
 
-def stats_of(lse_QN: Tensor, delta_QN: Tensor, dout_QNH: Tensor) -> RowStats:
-    """Returns the row statistics from a `delta` that the caller has, both float32; `dout` says for which kernels.
+def row_stats(dout_QNH: Tensor, lse_QN: Tensor, delta_QN: Tensor) -> RowStats:
+    """Returns the row statistics from a `delta` that the caller has, float32 as `lse`; `dout` says for which kernels.
 
     The kernel adds `-dlse` to a product of rows. Of a row of zeros, which all share, it is 0.
     """
