@@ -45,13 +45,6 @@ class _Layout(NamedTuple):
     parts: tuple[_Part, ...]
     width: int
 
-    def has_words(self, part: _Part) -> bool:
-        """Returns whether a part is made of whole words in every row."""
-        size = WORD.itemsize
-        return part.end > part.begin and not (
-            self.width % size or part.begin % size or part.end % size
-        )
-
 
 @lru_cache(maxsize=256)
 def _layout(kinds: tuple[tuple[tuple[int, ...], torch.dtype], ...]) -> _Layout:
@@ -115,12 +108,10 @@ class PackedRows:
         return PackedRows(self.data[begin:end], self.layout)
 
     def gather_(self, source: Rows, index: Tensor) -> None:
-        """Fills all rows with rows `index` of `source`, contiguous tensors like ours."""
+        """Fills all rows with rows `index` of `source`: contiguous tensors like ours, or the `matrices` of them."""
         typed = _Typed(self.data)
-        for part, x in zip(self.layout.parts, source, strict=True):
-            dtype, rows = part.dtype, _flat(x)
-            if self.layout.has_words(part) and _begins_words(rows):
-                dtype, rows = WORD, rows.view(WORD)
+        for part, rows in zip(self.layout.parts, matrices(source), strict=True):
+            dtype = rows.dtype
             torch.index_select(rows, 0, index, out=typed[dtype][:, part.columns(dtype)])
 
     def fill_(self, source: Rows) -> None:
@@ -141,6 +132,26 @@ class _Typed(dict[torch.dtype, Tensor]):
         return view
 
 
+def matrices(rows: Rows) -> Rows:
+    """Returns contiguous tensors as a gather reads them: a matrix each, of words where every row is of whole ones.
+
+    Such rows are of whole words in a message too. For rows that are gathered more than once.
+    """
+    return tuple(map(_matrix, rows))
+
+
+def _matrix(x: Tensor) -> Tensor:
+    num_dims = x.dim()
+    flat = x if num_dims == 2 else x.flatten(1) if num_dims > 1 else x.unsqueeze(1)
+    width, size = flat.shape[1], flat.element_size()
+    if not width or flat.dtype == WORD:
+        return flat
+    is_of_words = not any(
+        length * size % WORD.itemsize for length in (width, flat.stride(0), flat.storage_offset())
+    )
+    return flat.view(WORD) if is_of_words else flat
+
+
 def packed(source: Sequence[Tensor]) -> PackedRows:
     """Returns all rows of `source`, packed: as views, where they lie side by side in memory already."""
     source = tuple(source)
@@ -153,22 +164,22 @@ def packed(source: Sequence[Tensor]) -> PackedRows:
 
 def _as_they_lie(source: Rows) -> PackedRows | None:
     """Returns `source` as a message without moving anything; None where its rows lie otherwise."""
-    sizes = [math.prod(x.shape[1:]) * x.element_size() for x in source]
-    begins, width = _places(sizes)
-    first, size = source[0], source[0].element_size()
-    storage, num_rows = first.untyped_storage(), len(first)
-    at = first.storage_offset() * size - begins[0]
+    layout, first = _layout_like(source), source[0]
+    width, size, num_rows = layout.width, first.element_size(), first.shape[0]
+    at = first.storage_offset() * size - layout.parts[0].begin
     if num_rows == 0 or at < 0 or at % size or width % size:
         return None
+    storage = first.untyped_storage()
     if at + num_rows * width > storage.nbytes():
         return None
-    for x, begin in zip(source, begins, strict=True):
-        offset, step = x.storage_offset() * x.element_size(), x.stride(0) * x.element_size()
-        lies_there = x.untyped_storage()._cdata == storage._cdata and offset == at + begin
-        if not lies_there or not x[:1].is_contiguous() or (num_rows > 1 and step != width):
+    for x, part in zip(source, layout.parts, strict=True):
+        shape, strides, offset = x.shape, x.stride(), x.storage_offset() * part.dtype.itemsize
+        lies_there = x.untyped_storage()._cdata == storage._cdata and offset == at + part.begin
+        steps = zip(shape, strides, part.strides, strict=True)
+        if not lies_there or any(length > 1 and step != ours for length, step, ours in steps):
             return None
     words = first.as_strided((num_rows, width // size), (width // size, 1), at // size)
-    return PackedRows(words.view(torch.uint8), _layout_like(source))
+    return PackedRows(words.view(torch.uint8), layout)
 
 
 def _places(sizes: Sequence[int]) -> tuple[list[int], int]:
@@ -179,16 +190,3 @@ def _places(sizes: Sequence[int]) -> tuple[list[int], int]:
         begins[part] = end
         end += sizes[part]
     return begins, -(-end // max(wants)) * max(wants)
-
-
-def _flat(x: Tensor) -> Tensor:
-    num_dims = x.dim()
-    return x if num_dims == 2 else x.flatten(1) if num_dims > 1 else x.unsqueeze(1)
-
-
-def _begins_words(rows: Tensor) -> bool:
-    """Returns whether every row of a matrix begins with a word."""
-    size = rows.element_size()
-    return not (
-        rows.stride(0) * size % WORD.itemsize or rows.storage_offset() * size % WORD.itemsize
-    )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_cp.attn.merge import PartJoiner, merge_rows_, merge_span_
 from megatron_cp.comm import Joins, Pending, add_rows_, group_cast, group_reduce
-from megatron_cp.comm.packed import PackedRows
+from megatron_cp.comm.packed import PackedRows, matrices
 from megatron_cp.runtime.session import RankSide, Rows, Source
 
 
@@ -81,6 +81,7 @@ class SideRows:
 
     def __init__(self, own: Rows):
         self._own = own
+        self._sent: Rows = ()  # as a gather reads them, from the first cast on
         self._empty = self._arrived = PackedRows.empty(0, own)
         self._buffers: list[PackedRows] = []  # of the chain that arrived last, then of the next
 
@@ -94,7 +95,8 @@ class SideRows:
         if side.cast is None:
             return None
         begin = side.num_received - side.cast.num_received
-        return group_cast(self._own, side.cast, _moving(group), self._buffers[-1], begin)
+        self._sent = self._sent or matrices(self._own)
+        return group_cast(self._sent, side.cast, _moving(group), self._buffers[-1], begin)
 
     def arrive(self, side: RankSide, pending: Pending[PackedRows] | None) -> None:
         """Waits for the rows of a stage; from now on `rows` returns those that it holds."""
