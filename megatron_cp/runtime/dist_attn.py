@@ -280,6 +280,8 @@ def _run_stages(
     """Runs `compute` stage by stage while the next stage's rows and the last stage's results travel."""
     (rank_pass, group), (queries, keys) = where, rows
     stages = rank_pass.stages
+    shares = {stage.sm_share for stage in stages}
+    by_share = {share: replace(options, sm_share=share) for share in shares}
     travelling: list[Pending[None]] = []
 
     def start(index: int) -> tuple[Pending[PackedRows] | None, Pending[PackedRows] | None]:
@@ -303,8 +305,8 @@ def _run_stages(
         if index + 1 < len(stages):
             arriving = start(index + 1)
         with span(pass_name, "attend", index):
-            shared = replace(options, sm_share=stage.sm_share) if stage.sm_share else options
             for part in stage.quadrants:
+                shared = by_share[stage.sm_share]
                 compute(part, queries.rows(part.query), keys.rows(part.key), shared)
         returns = send_home(stage)
         come_home(index - 1)  # they had this stage to come home
