@@ -96,7 +96,7 @@ def raw_passes() -> dict[str, Call]:
         "raw forward, the last": lambda: hopper.forward_last((out, out_lse), q, k, v, *asked, None),
         "raw backward": lambda: hopper.backward(*rows, rounded=True),
         "raw backward onto sums": lambda: hopper.backward_onto_(sums[0], sums[1:], *rows),
-        "row products": lambda: hopper.row_products(dout, out, lse),
+        "row statistics of a result": lambda: hopper.stats_of_result(dout, out, lse, None),
         "merge of rows": lambda: hopper.merge_parts_(out, out_lse, out, out_lse),
         "two outputs of torch.empty alone": lambda: hopper.empty_results(q, v, q.dtype),
     }

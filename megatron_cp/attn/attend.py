@@ -264,13 +264,17 @@ def attend_backward_onto_(  # noqa: PLR0913  as attend_backward, and what to add
     return sums[0], sums[1], sums[2]
 
 
-def row_products(dout: Tensor, out: Tensor, lse: Tensor, options: AttendOptions) -> Tensor:
-    """Returns `rowsum(dout * out)` `[Q, N]` in the dtype of `lse`, by the backend's kernel if it has one."""
+def row_deltas(
+    dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, options: AttendOptions
+) -> tuple[Tensor, RowStats | None]:
+    """Returns `rowsum(dout * out) - dlse` `[Q, N]` of a whole result in the dtype of `lse`, and its `row_stats`."""
     own = _own_passes(options)
-    if own is not None:
-        with raw_mode(out):
-            return own.row_products(dout, out, lse)
-    return (dout * out.to(lse.dtype)).sum(dim=-1)
+    with raw_mode(out):
+        if own is not None:
+            stats = own.stats_of_result(dout, out, lse, dlse)
+            return stats.delta_of_rows(lse.shape[0]).contiguous(), stats
+        delta = (dout * out.to(lse.dtype)).sum(dim=-1)
+        return (delta if dlse is None else delta - dlse), None
 
 
 def row_stats(dout: Tensor, lse: Tensor, delta: Tensor, options: AttendOptions) -> RowStats | None:
@@ -338,14 +342,9 @@ class _Attend(torch.autograd.Function):
         ctx: Any, saved: Saved, dout: Tensor | None, dlse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         q, k, v, sink, out, lse = saved
-        delta = torch.zeros_like(lse)
-        if dout is None:
-            dout = torch.zeros_like(out)
-        else:
-            delta += row_products(dout, out, lse, ctx.options)
-        if dlse is not None:
-            delta -= dlse
+        dout = torch.zeros_like(out) if dout is None else dout
+        delta, stats = row_deltas(dout, out, lse, dlse, ctx.options)
         rows = (dout, q, k, v, lse, delta)
-        dq, dk, dv = attend_backward(*rows, ctx.mask, ctx.options, rounded=True)
+        dq, dk, dv = attend_backward(*rows, ctx.mask, ctx.options, rounded=True, stats=stats)
         dsink = None if sink is None else sink_gradient(lse, sink, delta, dlse).to(sink.dtype)
         return dq, dk, dv, dsink, None, None, None

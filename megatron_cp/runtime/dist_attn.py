@@ -34,10 +34,11 @@ from megatron_cp.attn.attend import (
     dq_factor,
     finished,
     part_joiner,
-    row_products,
+    row_deltas,
     row_stats,
 )
 from megatron_cp.attn.dropout import Dropout, key_words, row_words
+from megatron_cp.attn.hopper.passes import RowStats
 from megatron_cp.attn.merge import sink_gradient
 from megatron_cp.attn.modes import raw_mode
 from megatron_cp.attn.once import Saved, first_derivative_only
@@ -98,13 +99,11 @@ class DistributedAttention(torch.autograd.Function):
         q, sink, out, lse, *keys = saved
         # A rank whose out is unused must still take part: its keys serve others' queries.
         dout = torch.zeros_like(out) if dout is None else dout
-        delta = row_products(dout, out, lse, ctx.options)
-        if dlse is not None:
-            delta = delta - dlse
+        delta, stats = row_deltas(dout, out, lse, dlse, ctx.options)
         expansion = ctx.expansion and replace(ctx.expansion, latent=keys[0].detach())
         rows = (dout, q, expansion or tuple(keys), lse, delta)
         with raw_mode(q):
-            dq, *dkeys = backward_pass(*rows, ctx.session, ctx.options)
+            dq, *dkeys = backward_pass(*rows, ctx.session, ctx.options, stats)
         dsink = None if sink is None else sink_gradient(lse, sink, delta, dlse).to(sink.dtype)
         return dq, dsink, None, None, None, None, None, *dkeys
 
@@ -169,20 +168,22 @@ def backward_pass(
     delta_TN: Tensor,
     session: Session,
     options: AttendOptions,
+    stats: RowStats | None = None,
 ) -> Rows:
     """Returns the gradients of q and `keys`, in their dtypes.
 
     Those of an expansion are for its latent rows and for all that it captures (this rank's share). `lse` and
-    `delta = rowsum(dout * out) - dlse` are those of the merged result of this rank's tokens.
+    `delta = rowsum(dout * out) - dlse` are those of the merged result of this rank's tokens, `stats` their `row_stats`.
     """
     rank_pass = session.backward
     queries_TNH = (q_TNH, dout, lse_TN, delta_TN)
     queries, entered = _enter(rank_pass, queries_TNH, keys, _words(session, options))
     q, key_rows = queries[0], _key_rows(keys, entered, keeps_graph=True)
-    own_stats = row_stats(queries[1], queries[2], queries[3], options)  # several stages have them
-    like = q.new_empty((0, *q.shape[1:]), dtype=lse_TN.dtype)
+    if rank_pass.exchange is not None:
+        stats = row_stats(queries[1], queries[2], queries[3], options)
     combination = adding(part_joiner(options, q.shape[2]))
-    query_results = SideResults(len(q), (like,), combination)
+    like = (q.new_empty((0, *q.shape[1:]), dtype=lse_TN.dtype),)
+    query_results = SideResults(len(q), like, combination)
     key_results = _key_results(key_rows, lse_TN.dtype, combination)
     rounds_at_once = _rounds_at_once(rank_pass, keys)
     complete: Rows | None = None
@@ -190,17 +191,16 @@ def backward_pass(
     def compute(part: Quadrant, query: Rows, key: Rows, options: AttendOptions) -> None:
         nonlocal complete
         (q_held, dout, lse, delta, *_), (k_held, v_held, *_) = query, key
-        stats = own_stats if part.query == "own" else None
         held = query_results.of(part.query, q_held.shape[0])
         held_keys = key_results.of(part.key, k_held.shape[0])
-        rows = (dout, q_held, k_held, v_held, lse, delta)
-        asked = (*rows, part.work, _at(options, query, key))
+        known = stats if part.query == "own" else None
+        asked = (dout, q_held, k_held, v_held, lse, delta, part.work, _at(options, query, key))
         if rounds_at_once and part.completes == SIDES and held is held_keys is None:
-            complete = attend_backward(*asked, rounded=True, stats=stats)
+            complete = attend_backward(*asked, rounded=True, stats=known)
             return
         held_dq = held[0] if held else None
         held_dkeys = (held_keys[0], held_keys[1]) if held_keys else None
-        dq, *dkeys = attend_backward_onto_(held_dq, held_dkeys, *asked, stats)
+        dq, *dkeys = attend_backward_onto_(held_dq, held_dkeys, *asked, known)
         if held is None:
             query_results.take(part.query, (dq,))
         if held_keys is None:

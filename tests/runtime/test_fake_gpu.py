@@ -71,11 +71,11 @@ def _join(held, parts, by_row):
         total.new_empty(len(rows), *total.shape[1:]).clone()
 
 
-def _products(dout, out, lse, options):
+def _deltas(dout, out, lse, dlse, options):
     """Stands for the kernel of `rowsum(dout * out)`, metered as what reads both."""
     dout.sum()
     out.sum()
-    return lse.clone()
+    return lse.clone(), None
 
 
 def _stats(dout, lse, delta, options):
@@ -124,7 +124,7 @@ def metered(plan, rank, num_ranks, dropout_p=0.0):
         mock.patch.object(dist_attn, "attend_backward_onto_", _gradients),
         mock.patch.object(dist_attn, "attend_backward", _rounded_gradients),
         mock.patch.object(dist_attn, "part_joiner", lambda *_: _Joiner),
-        mock.patch.object(dist_attn, "row_products", _products),
+        mock.patch.object(dist_attn, "row_deltas", _deltas),
         mock.patch.object(dist_attn, "row_stats", _stats),
     ):
         q = torch.empty(q_shape, device=CUDA, dtype=torch.bfloat16)
@@ -138,8 +138,8 @@ def metered(plan, rank, num_ranks, dropout_p=0.0):
         with Meter() as forward:
             out, lse = dist_attn.forward_pass(q, (k, v), None, session, options)
         with Meter() as backward:
-            delta = dist_attn.row_products(out, out, lse, options)
-            dist_attn.backward_pass(out, q, (k, v), lse, delta, session, options)
+            delta, stats = dist_attn.row_deltas(out, out, lse, None, options)
+            dist_attn.backward_pass(out, q, (k, v), lse, delta, session, options, stats)
     return [(meter.waits, meter.bytes, meter.by_operator) for meter in (forward, backward)]
 
 

@@ -21,9 +21,9 @@ from megatron_cp.attn.hopper.backend import (
     forward_last,
     forward_onto_,
     merge_parts_,
-    row_products,
     row_stats,
     run_forward,
+    stats_of_result,
 )
 from megatron_cp.attn.hopper.operators import implement_operators
 
@@ -37,10 +37,10 @@ __all__ = [
     "forward_last",
     "forward_onto_",
     "merge_parts_",
-    "row_products",
     "row_stats",
     "run_forward",
     "running",
+    "stats_of_result",
 ]
 
 launch.run_on("cpu", Emulator())

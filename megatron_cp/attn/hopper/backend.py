@@ -173,10 +173,11 @@ def backward_onto_(  # noqa: PLR0913  as backward, and what to add to
     return dq, *add_gradients_(call, dq, dkeys, sm_share=options.sm_share)
 
 
-def row_products(dout_QNH: Tensor, out_QNH: Tensor, lse_QN: Tensor) -> Tensor:
-    """Returns `rowsum(dout * out)` `[Q, N]` float32, 0 for rows without keys."""
-    stats = preprocess(readable(out_QNH), readable(dout_QNH), lse_QN, None)
-    return stats.delta_of_rows(len(lse_QN)).contiguous()
+def stats_of_result(
+    dout_QNH: Tensor, out_QNH: Tensor, lse_QN: Tensor, dlse_QN: Tensor | None
+) -> RowStats:
+    """Returns the row statistics of a whole result, with `delta = rowsum(dout * out) - dlse`."""
+    return preprocess(readable(out_QNH), readable(dout_QNH), lse_QN, dlse_QN)
 
 
 def _backward_call(

@@ -105,8 +105,10 @@ class Passes(PartJoiner, Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns `(dq, dk, dv)`, dq without softmax_scale; added to a dq and to `dkeys` that are given."""
 
-    def row_products(self, dout: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-        """Returns `rowsum(dout * out)`, 0 for rows without keys."""
+    def stats_of_result(
+        self, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None
+    ) -> RowStats:
+        """Returns what the kernels of the backward pass read of these rows, `delta = rowsum(dout * out) - dlse`."""
 
     def row_stats(self, dout: Tensor, lse: Tensor, delta: Tensor) -> RowStats:
-        """Returns what the kernels of the backward pass read of these rows."""
+        """Returns what they read of rows whose delta is known."""
