@@ -128,25 +128,34 @@ def public_calls() -> dict[str, Call]:
     q, k, v = draw(ROWS)
     mask, dout, sink = masks.causal(ROWS), torch.randn_like(q), torch.zeros(8)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    length = ROWS * NUM_RANKS
-    config = mcp.CPConfig(planner="ring", num_heads=8, chunk_size=ROWS)
-    plan, group = mcp.make_plan(masks.full(length), NUM_RANKS, config=config), dist.group.WORLD
-    stages = f"{len(plan.forward.stages)} stages"
+    config = mcp.CPConfig(planner="ring", num_heads=HEADS[0], chunk_size=ROWS)
+    ring = mcp.make_plan(masks.full(ROWS * NUM_RANKS), NUM_RANKS, config=config)
+    alone = mcp.make_plan(mask, 1)
+    stages = f"{len(ring.forward.stages)} stages"
 
     def gradients(out: torch.Tensor) -> object:
         return torch.autograd.grad(out, leaves, dout)
 
+    def on_one_device(*tensors: torch.Tensor) -> torch.Tensor:
+        return attend(*tensors, mask, backend="hopper")[0]
+
+    def on_one_rank(*tensors: torch.Tensor) -> torch.Tensor:
+        return mcp.cp_attention(*tensors, alone, None, backend="hopper")[0]
+
+    def on_ranks(*tensors: torch.Tensor) -> torch.Tensor:
+        return mcp.cp_attention(*tensors, ring, dist.group.WORLD, backend="hopper")[0]
+
     return {
-        "attend": lambda: attend(q, k, v, mask, backend="hopper"),
+        "attend": lambda: on_one_device(q, k, v),
         "attend with sink and softcap": lambda: attend(
             q, k, v, mask, backend="hopper", sink=sink, softcap=30.0
         ),
-        "attend, to be differentiated": lambda: attend(*leaves, mask, backend="hopper"),
-        "attend and its gradient": lambda: gradients(attend(*leaves, mask, backend="hopper")[0]),
-        f"cp_attention, {stages}": lambda: mcp.cp_attention(q, k, v, plan, group, backend="hopper"),
-        f"cp_attention, {stages}, and its gradient": lambda: gradients(
-            mcp.cp_attention(*leaves, plan, group, backend="hopper")[0]
-        ),
+        "attend, to be differentiated": lambda: on_one_device(*leaves),
+        "attend and its gradient": lambda: gradients(on_one_device(*leaves)),
+        "cp_attention, one rank": lambda: on_one_rank(q, k, v),
+        "cp_attention, one rank, and its gradient": lambda: gradients(on_one_rank(*leaves)),
+        f"cp_attention, {stages}": lambda: on_ranks(q, k, v),
+        f"cp_attention, {stages}, and its gradient": lambda: gradients(on_ranks(*leaves)),
     }
 
 

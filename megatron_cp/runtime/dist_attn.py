@@ -280,8 +280,8 @@ def _run_stages(
     """Runs `compute` stage by stage while the next stage's rows and the last stage's results travel."""
     (rank_pass, group), (queries, keys) = where, rows
     stages = rank_pass.stages
-    shares = {stage.sm_share for stage in stages}
-    by_share = {share: replace(options, sm_share=share) for share in shares}
+    shares = {stage.sm_share for stage in stages} - {0.0}
+    by_share = {0.0: options} | {share: replace(options, sm_share=share) for share in shares}
     travelling: list[Pending[None]] = []
 
     def start(index: int) -> tuple[Pending[PackedRows] | None, Pending[PackedRows] | None]:
