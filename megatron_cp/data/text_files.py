@@ -10,6 +10,7 @@ import fnmatch
 import hashlib
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +18,9 @@ from typing import Any
 
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 _TOO_LONG = "longer than the limit"
+_EMPTY = "empty"
+# How gzip, zstd, xz and bzip2 begin.
+_COMPRESSED = re.compile(rb"\x1f\x8b|\x28\xb5\x2f\xfd|\xfd7zXZ\0|BZh[1-9]1AY&SY")
 
 
 class RepeatedKeyError(ValueError):
@@ -41,6 +45,7 @@ class TextInputs:
 
     Raises:
         FileNotFoundError: a path does not exist.
+        ValueError: a file of `paths` is compressed; while reading, one that is not blank has no document.
     """
 
     def __init__(
@@ -54,6 +59,8 @@ class TextInputs:
         for path in paths:
             if not path.exists():
                 raise FileNotFoundError(f"--input {path} does not exist; give files or folders")
+            if path.is_file() and _is_compressed(path):  # now, not when its turn comes
+                raise ValueError(f"--input {path} is compressed; unpack it, and give what is in it")
         self.paths, self.fields, self.patterns = tuple(paths), tuple(fields), tuple(patterns)
         self.max_document_bytes = max_document_bytes
         self.skipped: Counter[str] = Counter()
@@ -82,10 +89,27 @@ class TextInputs:
 
     def __iter__(self) -> Iterator[dict[str, str]]:
         for file, name in self.files():
-            if file.suffix.lower() in JSON_SUFFIXES:
-                yield from self._lines(file, name)
-            else:
-                yield from self._whole(file, name)
+            reads = self._lines if file.suffix.lower() in JSON_SUFFIXES else self._whole
+            before, records = self.skipped.copy(), reads(file, name)
+            first = next(records, None)
+            if first is not None:
+                yield first
+                yield from records
+            elif file in self.paths:
+                self._refuse_nothing(file, self.skipped - before)
+
+    def _refuse_nothing(self, file: Path, skipped: Counter[str]) -> None:
+        """Raises ValueError for a file that was asked for and is not blank: the corpus would lack all of it."""
+        del skipped[_EMPTY]
+        if not skipped:
+            return
+        wanted = f"text in UTF-8 of at most {self.max_document_bytes} bytes"
+        if file.suffix.lower() in JSON_SUFFIXES:
+            wanted = f"a JSON object with {' and '.join(self.fields)} in each line"
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
+        raise ValueError(
+            f"--input {file} has no document (skipped: {reasons}); it must hold {wanted}: make it so, or leave it out"
+        )
 
     def _whole(self, file: Path, name: str) -> Iterator[dict[str, str]]:
         if file.stat().st_size > self.max_document_bytes:
@@ -160,7 +184,7 @@ class TextInputs:
         """Returns the record; None if its texts are empty or no text (JSON may escape anything)."""
         joined = "".join(record.values())
         if not joined.strip():
-            self.skipped["empty"] += 1
+            self.skipped[_EMPTY] += 1
         elif "\0" in joined:
             self.skipped["NUL character"] += 1
         elif not joined.isascii() and any("\ud800" <= c <= "\udfff" for c in joined):
@@ -171,7 +195,9 @@ class TextInputs:
 
     def _decode(self, raw: bytes) -> str | None:
         if not raw.strip():
-            self.skipped["empty"] += 1
+            self.skipped[_EMPTY] += 1
+        elif _COMPRESSED.match(raw):
+            self.skipped["compressed"] += 1
         elif b"\0" in raw:
             self.skipped["NUL character"] += 1
         else:
@@ -183,3 +209,8 @@ class TextInputs:
 
     def _remember(self, name: str, num_bytes: int, sha256: str) -> None:
         self.sources.append({"path": name, "bytes": num_bytes, "sha256": sha256})
+
+
+def _is_compressed(path: Path) -> bool:
+    with path.open("rb") as stream:
+        return _COMPRESSED.match(stream.read(16)) is not None

@@ -150,8 +150,13 @@ def test_nothing_is_written_when_nothing_can_be_read(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         run("--input", path, "--output-prefix", tmp_path / "o", *BYTES)
     error = capsys.readouterr().err
-    assert error.startswith("preprocess_data.py: error: --input holds no document; skipped:")
+    assert error.startswith(f"preprocess_data.py: error: --input {path} has no document")
     assert error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == [path]
+    path.write_text("\n")
+    with pytest.raises(SystemExit, match="2"):
+        run("--input", path, "--output-prefix", tmp_path / "o", *BYTES)
+    assert "--input holds no document; skipped: {'empty': 1}" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == [path]
     with pytest.raises(SystemExit, match="2"):
         run("--input", tmp_path / "no", "--output-prefix", tmp_path / "o", *BYTES)

@@ -1,7 +1,10 @@
 """Reading documents: what is text comes out unchanged, what is not is counted."""
 
+import bz2
+import gzip
 import hashlib
 import json
+import lzma
 
 import pytest
 from hypothesis import given
@@ -19,7 +22,7 @@ def texts(paths, **settings):
 def test_every_text_of_a_json_file_comes_out_unchanged(tmp_path_factory, documents):
     path = tmp_path_factory.mktemp("text") / "a.jsonl"
     path.write_text("".join(json.dumps({"text": t}) + "\n" for t in documents))
-    records, skipped, _ = texts([path])
+    records, skipped, _ = texts([path.parent])
     kept = [t for t in documents if t.strip() and "\0" not in t]
     assert [r["text"] for r in records] == kept
     assert sum(skipped.values()) == len(documents) - len(kept)
@@ -63,7 +66,7 @@ def test_a_line_as_long_as_the_limit_is_still_read(tmp_path, extra):
     line = b'{"text": "abc"}\n'
     path = tmp_path / "a.jsonl"
     path.write_bytes(line * 3)
-    records, skipped, _ = texts([path], max_document_bytes=len(line) + extra)
+    records, skipped, _ = texts([tmp_path], max_document_bytes=len(line) + extra)
     assert len(records) == (0 if extra < 0 else 3)
     assert sum(skipped.values()) == (3 if extra < 0 else 0)
 
@@ -124,3 +127,52 @@ def test_a_byte_order_mark_is_no_text(tmp_path, name):
     inputs = TextInputs([tmp_path / name])
     assert [record["text"] for record in inputs] == ["first", "second"][: 1 + (name == "a.jsonl")]
     assert not inputs.skipped
+
+
+# RFC 8878, 3.1.1: a frame of one raw block.
+ZSTD = bytes.fromhex("28b52ffd2005290000") + b"text."
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [gzip.compress(b"text", mtime=0), bz2.compress(b"text"), lzma.compress(b"text"), ZSTD],
+    ids=["gzip", "bzip2", "xz", "zstd"],
+)
+def test_a_compressed_input_is_refused_and_one_of_a_folder_counted(tmp_path, packed):
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
+    for name in ("b.jsonl.gz", "c.jsonl"):
+        (tmp_path / name).write_bytes(packed)
+        with pytest.raises(ValueError, match=rf"{name} is compressed; unpack it"):
+            TextInputs([tmp_path / "a.jsonl", tmp_path / name])
+    records, skipped, _ = texts([tmp_path])
+    assert records == [{"text": "one"}]
+    assert skipped.pop("compressed") == 2
+    assert set(skipped) <= {"not UTF-8", "NUL character", "not JSON"}  # of later "lines"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reasons"),
+    [
+        ("b.jsonl", b'{"other": "x"}\n\n{\n', "1 no text in field text, 1 not JSON"),
+        ("b.json", b'[{"text": "x"},\n{"text": "y"}]\n', "2 not JSON"),
+        ("b.txt", "\u00e9".encode("latin-1"), "1 not UTF-8"),
+        ("b.txt", b"x" * 50, "1 longer than the limit"),
+    ],
+)
+def test_an_input_without_a_document_is_refused_and_one_of_a_folder_counted(
+    tmp_path, name, content, reasons
+):
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{name} has no document \(skipped: {reasons}\)"):
+        texts([tmp_path / "a.jsonl", tmp_path / name], max_document_bytes=40)
+    records, _, _ = texts([tmp_path], max_document_bytes=40)
+    assert {"text": "one"} in records
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \n"])
+def test_a_blank_input_is_no_error(tmp_path, content):
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
+    (tmp_path / "b.jsonl").write_bytes(content)
+    records, _, _ = texts([tmp_path / "b.jsonl", tmp_path / "a.jsonl"])
+    assert records == [{"text": "one"}]
