@@ -20,6 +20,7 @@ import json
 import multiprocessing
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,7 +29,8 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import numpy as np
 from tqdm import tqdm
@@ -75,7 +77,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     group.add_argument("--train-bpe", type=int, metavar="VOCAB", help="learn a BPE first")
     group.add_argument("--train-bpe-mib", type=int, default=16, help="text to learn it from")
     group = parser.add_argument_group("output")
-    group.add_argument("--output-prefix", type=Path, required=True)
+    group.add_argument("--output-prefix", required=True)
     group.add_argument("--workers", type=int, default=1, help="processes; 1 = this one")
     group.add_argument("--log-interval", type=int, default=1000, help="documents between lines")
     arguments = parser.parse_args(argv)
@@ -87,6 +89,8 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
     for key in arguments.json_keys:
         if not re.fullmatch(r"[\w-]+", key):  # becomes part of a file name
             parser.error(f"--json-keys {key!r} must consist of letters, digits, _ and -")
+        if arguments.json_keys.count(key) > 1:
+            parser.error(f"--json-keys names {key!r} twice; name it once")
     if arguments.prefix_json_key and len(arguments.json_keys) > 1:
         parser.error("--prefix-json-key goes with one --json-keys field; run once per field")
     for name in ("workers", "log_interval", "max_document_mib", "train_bpe_mib"):
@@ -97,6 +101,8 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
         parser.error("--train-bpe makes a HuggingFaceTokenizer; set --tokenizer-type")
     if arguments.train_bpe and not arguments.tokenizer_model:
         parser.error("--train-bpe needs --tokenizer-model, the file to write")
+    if arguments.train_bpe and (pipes := [p for p in arguments.input if p.is_fifo()]):
+        parser.error(f"--train-bpe reads --input {pipes[0]} twice, and it is a pipe; give a file")
 
 
 def text_inputs(arguments: argparse.Namespace) -> TextInputs:
@@ -282,5 +288,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    """Ends the tool as Ctrl-C does, so that what is half written goes."""
+    sys.stderr.write(f"preprocess_data.py: {signal.Signals(number).name}: nothing is written\n")
+    raise SystemExit(128 + number)
+
+
 if __name__ == "__main__":
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP
+            signal.signal(number, _leave)
     sys.exit(main())

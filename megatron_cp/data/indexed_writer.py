@@ -7,7 +7,8 @@ import io
 import json
 import os
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -82,7 +83,8 @@ class IndexedWriter:
                 f"[{limits.min}, {limits.max}]; choose the dtype with token_dtype(vocab_size)"
             )
         block = values.astype(self.dtype).tobytes()
-        self._bin.write(block)
+        with _naming(self.prefix):
+            self._bin.write(block)
         self._bin_sha256.update(block)
         self._lengths.extend(lengths)
         self._documents.append(len(self._lengths))
@@ -98,7 +100,8 @@ class IndexedWriter:
 
         Its manifest also records `facts` (JSON values). What stood beside an older corpus of that name goes.
         """
-        _sync_and_close(self._bin)
+        with _naming(self.prefix):
+            _sync_and_close(self._bin)
         lengths, documents = (
             np.array(self._lengths, dtype=np.int64),
             np.array(self._documents, dtype=np.int64),
@@ -130,21 +133,22 @@ class IndexedWriter:
             "manifest.json": (json.dumps(manifest, indent=1) + "\n").encode(),
         }
         for suffix, content in contents.items():
-            with self._temporary[suffix].open("wb") as stream:
+            with _naming(self.prefix), self._temporary[suffix].open("wb") as stream:
                 stream.write(content)
                 _sync_and_close(stream)
         # No moment at which a new .bin stands beside an old file that could be believed, or an index without what
         # says how its documents are read.
-        for suffix in ("manifest.json", "idx", PREFIX_LENGTHS, SUPERVISED):
+        for suffix in ("manifest.json", "sources.jsonl", "idx", PREFIX_LENGTHS, SUPERVISED):
             Path(f"{self.prefix}.{suffix}").unlink(missing_ok=True)
         for suffix in ("bin", *contents):
             self._temporary[suffix].replace(f"{self.prefix}.{suffix}")
 
     def discard(self) -> None:
         """Removes the temporary files; the corpus under `prefix`, if any, stays as it was."""
-        self._bin.close()
         for path in self._temporary.values():
             path.unlink(missing_ok=True)
+        with suppress(OSError):  # of what a full disk did not take
+            self._bin.close()
 
     def __enter__(self) -> IndexedWriter:
         return self
@@ -156,6 +160,16 @@ class IndexedWriter:
         trace: TracebackType | None,
     ) -> None:
         self.discard()  # after finish() there is nothing left to remove
+
+
+@contextmanager
+def _naming(prefix: str) -> Iterator[None]:
+    """Gives an OSError of writing a file name: that of a full disk has none."""
+    try:
+        yield
+    except OSError as problem:
+        problem.filename = problem.filename or prefix
+        raise
 
 
 def _sync_and_close(stream: Any) -> None:

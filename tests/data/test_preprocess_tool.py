@@ -132,6 +132,7 @@ def test_a_trained_vocabulary_encodes_the_corpus(tmp_path):
     ("arguments", "message"),
     [
         (["--json-keys", "../up"], "must consist of letters"),
+        (["--json-keys", "a", "b", "a"], "--json-keys names 'a' twice"),
         (["--json-keys", "a", "b", "--prefix-json-key", "q"], "run once per field"),
         (["--workers", "0"], "--workers 0 must be at least 1"),
         (["--train-bpe", "300"], "set --tokenizer-type"),
@@ -213,6 +214,60 @@ def test_a_run_that_fails_at_its_end_leaves_an_older_corpus_whole(tmp_path, monk
         run(*options)
     again = open_documents(prefix)
     assert again.is_supervised and again.prefix_lengths.tolist() == [1]
+
+
+@pytest.mark.parametrize("suffix", ["bin", "idx"])
+def test_a_full_disk_is_one_line_and_leaves_the_older_corpus_alone(tmp_path, capsys, suffix):
+    path = write_jsonl(tmp_path / "in.jsonl", [{"text": "abc"}])
+    command = ("--input", path, "--output-prefix", tmp_path / "o", *BYTES)
+    run(*command)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    # What the tool writes goes to a device that is always full.
+    (tmp_path / f"o_text_document.{suffix}.tmp{os.getpid()}").symlink_to("/dev/full")
+    write_jsonl(path, [{"text": "de"}])
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="2"):
+        run(*command)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("o_text_document: No space left on device")
+    after = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert after == before | {"in.jsonl": path.read_bytes()}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_tool_and_nothing_stays(tmp_path, number):
+    os.mkfifo(tmp_path / "in.jsonl")
+    command = ["--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / "out" / "o", *BYTES]
+    tool = subprocess.Popen(
+        [sys.executable, preprocess_data.__file__, *map(str, command)],
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    with (tmp_path / "in.jsonl").open("w") as pipe:
+        pipe.write('{"text": "abc"}\n')
+        pipe.flush()
+        wait_until(lambda: any((tmp_path / "out").glob("*")), "the tool wrote nothing")
+        tool.send_signal(number)
+        _, said = tool.communicate(timeout=HANG_SECONDS)
+    assert tool.returncode == 128 + number
+    assert said.decode() == f"preprocess_data.py: {number.name}: nothing is written\n"
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("prefix", ["out/", "out/x"])
+def test_a_prefix_is_what_names_begin_with(tmp_path, prefix):
+    path = write_jsonl(tmp_path / "in.jsonl", [{"text": "abc"}])
+    run("--input", path, "--output-prefix", f"{tmp_path}/{prefix}", *BYTES)
+    assert len(IndexedDataset(f"{tmp_path}/{prefix}_text_document")) == 1
+
+
+def test_a_vocabulary_is_not_learned_from_a_pipe(tmp_path, capsys):
+    os.mkfifo(tmp_path / "in.jsonl")
+    model = ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", tmp_path / "t.json")
+    command = ("--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / "o", *model)
+    with pytest.raises(SystemExit, match="2"):
+        run(*command, "--train-bpe", 300)
+    assert "in.jsonl twice, and it is a pipe; give a file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("key", [(), ("--prefix-json-key", "n")])
