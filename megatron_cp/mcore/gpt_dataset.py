@@ -134,18 +134,26 @@ def _open_corpora(request: GPTSamples) -> list[_Parts]:
         assert request.split is not None
         splits: list[_Parts] = [[], [], []]
         for source in _with_weight(request.blend):
-            parts = split_documents(open_documents(source.prefix), request.split)
+            parts = split_documents(_opened(source.prefix), request.split)
             for kept, part in zip(splits, parts, strict=True):
                 kept.append((source, part))
         return splits
     assert request.blend_per_split is not None
     return [
         [
-            (source, open_documents(source.prefix))
+            (source, _opened(source.prefix))
             for source in _with_weight(request.blend_per_split.get(name) or ())
         ]
         for name in _SPLITS
     ]
+
+
+def _opened(prefix: str) -> DocumentSet:
+    """Returns the documents of a corpus. Raises ValueError for one of no token: Megatron cannot map its file."""
+    documents = open_documents(prefix)
+    if not documents.num_tokens:
+        raise ValueError(f"{prefix} has no token; give it documents or leave it out")
+    return documents
 
 
 def _with_weight(sources: Sequence[BlendSource]) -> list[BlendSource]:

@@ -12,7 +12,7 @@ import numpy as np
 from megatron_cp.data.batch import BatchConfig, PlanRequest
 from megatron_cp.data.batch_schedule import BatchSchedule
 from megatron_cp.data.blend import BlendedDocuments, check_packs
-from megatron_cp.data.document_set import DocumentSet
+from megatron_cp.data.document_set import BIDIRECTIONAL, Documents, DocumentSet
 from megatron_cp.data.indexed import IndexedDataset
 from megatron_cp.data.loader import LoaderConfig, PackedLoader
 from megatron_cp.data.manifest import note_of_another_tokenizer
@@ -47,7 +47,7 @@ def open_data(config: TrainConfig) -> tuple[TrainConfig, RunData]:
     config = _with_vocabulary(config, tokenizer)
     fim = open_fill_in_the_middle(config.data, config.steps.seed)
     data = replace(open_corpora(config), fim=fim)
-    data.train()
+    _check_something_is_learned(data.train(), config)
     # Those of validation and test are drawn when ranks wait for each other.
     for split, documents in data.splits.items():
         if documents is not None and (split == "train" or config.steps.eval_iters):
@@ -60,6 +60,20 @@ def open_data(config: TrainConfig) -> tuple[TrainConfig, RunData]:
     for note in (*data.notes, *_notes_of_tokenizers(tokenizer, data)):
         config = config.with_note(note)
     return config, data
+
+
+def _check_something_is_learned(documents: Documents, config: TrainConfig) -> None:
+    """Raises ValueError where no token has a label: the run would end well, and only decay the weights."""
+    if not config.data.reset_attention_mask or config.data.packing == "megatron":
+        return  # labels cross documents
+    kinds = documents.prefix_lengths
+    has_label = (kinds != BIDIRECTIONAL) & (documents.lengths > np.maximum(kinds, 1))
+    if not has_label.any():
+        raise ValueError(
+            f"no token of the training split would be learned: its {len(documents)} documents have one token, or are "
+            "prefixes or bidirectional as a whole, and with --reset-attention-mask a token predicts the next of its "
+            "own document; give documents with a token to predict"
+        )
 
 
 def _notes_of_tokenizers(tokenizer: Tokenizer | None, data: RunData) -> list[str]:

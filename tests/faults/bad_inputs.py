@@ -125,9 +125,9 @@ def write_corpora(folder: Path) -> None:
     write_corpus(folder / "of-another-tokenizer", good, facts=made_by)
     write_corpus(folder / "large-ids", [[*tokens, 600] for tokens in good])
     write_corpus(folder / "empty", [[], [], []])
+    write_corpus(folder / "single-tokens", [[token] for token in range(300)])
     short = write_corpus(folder / "short", good)
-    raw = Path(f"{short}.bin").read_bytes()
-    Path(f"{short}.bin").write_bytes(raw[:-10])
+    Path(f"{short}.bin").write_bytes(Path(f"{short}.bin").read_bytes()[:-10])
 
 
 def _lie(offset: int, form: str, value: object) -> Callable[[Path], object]:
@@ -253,6 +253,8 @@ PROGRAM = (
     ProgramCase(DATA, "--context-parallel-size 2", ("nowhere", "does not exist"), data="nowhere"),
     ProgramCase(DATA, "--context-parallel-size 2", ("beyond the .bin",), data="short"),
     ProgramCase(DATA, "--context-parallel-size 2", ("no token",), data="empty"),
+    ProgramCase(DATA, "--packing megatron", ("empty has no token",), data="empty"),
+    ProgramCase(DATA, "--reset-attention-mask --context-parallel-size 3", ("would be learned: its 300 documents",), 3, data="single-tokens"),
     ProgramCase(DATA, "--context-parallel-size 2", ("token id 600", "[0, 512)"), data="large-ids"),
     ProgramCase(DATA, "--tokenizer-type ByteLevel", ("HuggingFaceTokenizer, the run's is ByteLevel", "end of document 0"), data="of-another-tokenizer"),
     ProgramCase(DATA, "--context-parallel-size 2", ("0 sources", "--data-path"), data=""),

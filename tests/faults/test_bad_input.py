@@ -105,7 +105,16 @@ def test_refused_runs_leave_nothing_behind(outcomes, corpora: Path):
     names = {
         path.name.split(".")[0] for path in corpora.iterdir() if not path.name.startswith("run")
     }
-    kept = {"good", "other", "of-another-tokenizer", "large-ids", "empty", "short", "checkpoints"}
+    kept = {
+        "good",
+        "other",
+        "of-another-tokenizer",
+        "large-ids",
+        "single-tokens",
+        "empty",
+        "short",
+        "checkpoints",
+    }
     assert names == kept
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from megatron_cp.data.document_set import BIDIRECTIONAL
 from tests.data.corpora import write_corpus
-from tests.training.commands import MODEL, metrics, train
+from tests.training.commands import MODEL, metrics, stopped, train
 
 RUN = (
     *MODEL, "--vocab-size", "40000", "--seq-length", "64", "--reset-attention-mask", "--reset-position-ids",
@@ -34,3 +34,19 @@ def test_a_step_without_a_learned_token_has_no_loss(tmp_path):
             assert "lm loss:" not in line
     assert "no token of the evaluation counts in the loss" in out
     assert "validation loss at" not in out
+
+
+@pytest.mark.parametrize(
+    ("lengths", "kinds"),
+    [([1] * 80, [0] * 80), ([9] * 8, [BIDIRECTIONAL] * 8), ([9, 1, 0] * 8, [9, 1, 0] * 8)],
+    ids=["of one token", "bidirectional", "prefix as a whole"],
+)
+def test_a_run_that_could_learn_no_token_is_refused(tmp_path, lengths, kinds):
+    write_corpus(tmp_path / "text", lengths, kinds)
+    run = [*RUN, "--vocab-size", "100000", "--context-parallel-size", "2"]
+    run += ["--data-path", str(tmp_path / "text")]
+    assert "no token of the training split would be learned" in stopped(2, *run)
+    kinds[3] = 0  # of the training split
+    lengths[3] = max(lengths[3], 2)
+    write_corpus(tmp_path / "text", lengths, kinds)
+    train(2, *run, "--train-iters", "1")
