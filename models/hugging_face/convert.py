@@ -249,6 +249,8 @@ def _saved_arguments(request: Request, arguments: Arguments, dtype: torch.dtype)
         add_position_embedding=True,
         use_rotary_position_embeddings=is_rope,
         rotary_interleaved=False,
+        rotary_seq_len_interpolation_factor=None,
+        no_rope_freq=None,
         squared_relu=False,
         apply_layernorm_1p=bool(arguments.get("layernorm_zero_centered_gamma")),
         apply_query_key_layer_scaling=False,

@@ -83,6 +83,38 @@ def test_what_the_tensors_of_megatron_lm_do_not_say_is_told(saved, line):
     assert changes_of_meaning(foreign_meaning(defaults), defaults) == []
 
 
+@pytest.mark.parametrize(
+    ("off", "on", "flag"),
+    [
+        (
+            {"apply_layernorm_1p": False},
+            {"layernorm_zero_centered_gamma": True},
+            "--apply-layernorm-1p",
+        ),
+        ({"window_size": None}, {"window_size": (4, 0)}, "--window-size"),
+        ({"rotary_interleaved": False}, {"rotary_interleaved": True}, "--rotary-interleaved"),
+        ({"no_rope_freq": None}, {"no_rope_freq": [0, 1]}, "--no-rope-freq"),
+        ({"use_rope_scaling": False}, {"use_rope_scaling": True}, "--use-rope-scaling"),
+        (
+            {"moe_router_pre_softmax": False},
+            {"moe_router_pre_softmax": True},
+            "--moe-router-pre-softmax",
+        ),
+        (
+            {"rotary_seq_len_interpolation_factor": None},
+            {"rotary_seq_len_interpolation_factor": 2},
+            "--rotary-seq-len-interpolation-factor",
+        ),
+    ],
+)
+def test_what_megatron_lm_had_off_and_is_on_is_told(off, on, flag):
+    defaults = vars(build_parser().parse_args([]))
+    (told,) = changes_of_meaning(foreign_meaning(off), defaults | on)
+    assert told.startswith(f"{flag} was {next(iter(off.values()))}, and is ")
+    assert changes_of_meaning(foreign_meaning(off), defaults) == []
+    assert changes_of_meaning(foreign_meaning({}), defaults | on) == []
+
+
 def test_documents_that_begin_to_see_each_other_are_told():
     """Also where Megatron-LM said that they did, and no longer do."""
     defaults = vars(build_parser().parse_args([]))

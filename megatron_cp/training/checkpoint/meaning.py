@@ -51,8 +51,19 @@ _ARGUMENTS = {
 }
 # What a manifest of ours says of the model's shape, where another value is refused.
 _OF_SHAPE = ("position_embedding_type", "softmax_type", "swiglu", "squared_relu")
-# Of these Megatron-LM's arguments say reliably that they are off.
-_SAID_WHERE_OFF = ("reset_attention_mask", "reset_position_ids", "moe_expert_capacity_factor")
+# Of these Megatron-LM's arguments say reliably that they are off, and so do those of a converted checkpoint.
+_SAID_WHERE_OFF = (
+    "layernorm_zero_centered_gamma",
+    "window_size",
+    "rotary_interleaved",
+    "no_rope_freq",
+    "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling",
+    "moe_router_pre_softmax",
+    "moe_expert_capacity_factor",
+    "reset_attention_mask",
+    "reset_position_ids",
+)
 
 
 # What no flag of this program asks for: the same tensors, and another model.
@@ -108,7 +119,8 @@ def foreign_meaning(saved: Mapping[str, Any]) -> dict[str, Any]:
         **saved,
         "layernorm_epsilon": saved.get("norm_epsilon", saved.get("layernorm_epsilon")),
     }
-    named.setdefault("layernorm_zero_centered_gamma", saved.get("apply_layernorm_1p"))
+    if "apply_layernorm_1p" in saved:
+        named.setdefault("layernorm_zero_centered_gamma", saved["apply_layernorm_1p"])
     return {
         name: json.loads(json.dumps(named[name], default=str))
         for name in (*_ARGUMENTS, *_OF_SHAPE)
