@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from megatron_cp.models.hugging_face.refusal import ConversionError, refuse
-from megatron_cp.models.hugging_face.rows import Piece
-from megatron_cp.models.hugging_face.safetensors_folder import TensorInfo
+from megatron_cp.models.hugging_face.rows import Piece, Source
+from megatron_cp.models.hugging_face.safetensors_folder import SafetensorsReader, TensorInfo
 from megatron_cp.models.hugging_face.torch_dist_folder import Stored, TorchDistReader
 
 # What a training run keeps beside the weights; it has no counterpart in a Hugging Face folder.
@@ -71,6 +71,24 @@ def check_sources(
     if reasons:
         raise ConversionError(reasons)
     return {key: _one(found) for key, found in dtypes.items()}, left
+
+
+def check_copy_of_tied(reader: SafetensorsReader, left: Sequence[str]) -> None:
+    """Refuses to leave out an output layer that is no copy of the embeddings, though config.json ties them."""
+    embedding, output = "model.embed_tokens.weight", "lm_head.weight"
+    if output not in left:
+        return
+    infos = [reader.infos[name] for name in (embedding, output)]
+    if len({(info.shape, info.dtype) for info in infos}) == 1:
+        shape = infos[0].shape
+        rows, copy = (reader.read(Source(name, shape, shape)) for name in (embedding, output))
+        if torch.equal(rows, copy):
+            return
+    raise refuse(
+        f"{output} differs from {embedding}, and config.json says tie_word_embeddings: transformers 5 computes with "
+        "both, older ones with the embeddings alone; set tie_word_embeddings to false to keep it, or remove it from "
+        "the files"
+    )
 
 
 def _one(found: set[torch.dtype | str]) -> torch.dtype:

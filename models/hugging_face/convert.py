@@ -90,6 +90,7 @@ def to_megatron(request: Request) -> Report:
     reader = hf.SafetensorsReader(request.load)
     pieces = list(pieces_of(family.weights, arguments))
     dtypes, left = checks.check_sources(reader.infos, pieces, request.leave_out)
+    checks.check_copy_of_tied(reader, left)
     name = -1 if request.transformer_engine else 0
     stored = [(piece.keys[name], piece, dtypes[piece.keys[0]]) for piece in pieces]
     with _written_aside(request.save) as root, _progress(request, stored) as progress:

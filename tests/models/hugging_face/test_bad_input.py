@@ -13,7 +13,12 @@ from transformers import AutoModelForCausalLM
 from megatron_cp.models.hugging_face import convert, torch_dist_folder
 from megatron_cp.models.hugging_face.refusal import ConversionError
 from tests.models.hugging_face import in_ranks
-from tests.models.hugging_face.tiny_models import make_tiny, save_tiny
+from tests.models.hugging_face.tiny_models import (
+    expected_logits,
+    logits_of_folder,
+    make_tiny,
+    save_tiny,
+)
 from tests.ranks import run_on_ranks
 
 
@@ -178,6 +183,28 @@ def test_every_wrong_tensor_is_listed(llama: Path):
     ):
         assert any(said in reason for reason in reasons), said
     assert len(reasons) == 5
+
+
+def test_a_copy_of_tied_embeddings_is_left_out_and_another_output_layer_is_not(tmp_path: Path):
+    source = save_tiny("llama_tied", tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    embeddings = tensors["model.embed_tokens.weight"]
+    changed = embeddings.clone()
+    changed[130, 63] += 1e-3
+    for other in (changed, embeddings.bfloat16(), embeddings[:-1].clone()):
+        save_file({**tensors, "lm_head.weight": other}, source / "model.safetensors")
+        (reason,) = reasons_of(source, leave_out=("lm_head.*",))
+        assert reason.startswith("lm_head.weight differs from model.embed_tokens.weight")
+    # transformers computes with it: what leaving it out would have changed
+    save_file(
+        {**tensors, "lm_head.weight": -embeddings}, source / "model.safetensors", {"format": "pt"}
+    )
+    assert torch.allclose(logits_of_folder(source), -expected_logits("llama_tied"))
+    save_file({**tensors, "lm_head.weight": embeddings.clone()}, source / "model.safetensors")
+    request = convert.Request(
+        load=source, save=tmp_path / "out", leave_out=("lm_head.*",), show_progress=False
+    )
+    assert convert.to_megatron(request).left == ("lm_head.weight",)
 
 
 def test_an_existing_output_is_never_touched(llama: Path, tmp_path: Path):
