@@ -97,11 +97,19 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
         if getattr(arguments, name) < 1:
             flag = "--" + name.replace("_", "-")
             parser.error(f"{flag} {getattr(arguments, name)} must be at least 1")
-    if arguments.train_bpe and arguments.tokenizer_type != "HuggingFaceTokenizer":
+    _check_learning(parser, arguments)
+
+
+def _check_learning(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    if not arguments.train_bpe:
+        if arguments.tokenizer_special_tokens and arguments.tokenizer_type != "TikTokenizer":
+            parser.error("--tokenizer-special-tokens is for TikTokenizer or --train-bpe; drop it")
+        return
+    if arguments.tokenizer_type != "HuggingFaceTokenizer":
         parser.error("--train-bpe makes a HuggingFaceTokenizer; set --tokenizer-type")
-    if arguments.train_bpe and not arguments.tokenizer_model:
+    if not arguments.tokenizer_model:
         parser.error("--train-bpe needs --tokenizer-model, the file to write")
-    if arguments.train_bpe and (pipes := [p for p in arguments.input if p.is_fifo()]):
+    if pipes := [path for path in arguments.input if path.is_fifo()]:
         parser.error(f"--train-bpe reads --input {pipes[0]} twice, and it is a pipe; give a file")
 
 

@@ -136,6 +136,7 @@ def test_a_trained_vocabulary_encodes_the_corpus(tmp_path):
         (["--json-keys", "a", "b", "--prefix-json-key", "q"], "run once per field"),
         (["--workers", "0"], "--workers 0 must be at least 1"),
         (["--train-bpe", "300"], "set --tokenizer-type"),
+        (["--tokenizer-special-tokens", "<a>"], "is for TikTokenizer or --train-bpe; drop it"),
     ],
 )
 def test_wrong_arguments_are_one_line_and_a_failure(tmp_path, capsys, arguments, message):
