@@ -142,10 +142,12 @@ class IndexedDataset:
         status = os.fstat(self._descriptor)
         expected = self._fingerprint
         if (status.st_size, status.st_mtime_ns) != (expected.bin_bytes, expected.bin_mtime_ns):
+            size = f"{expected.bin_bytes} bytes as at open, have {status.st_size}"
+            if status.st_size == expected.bin_bytes:
+                size = "its time of modification as at open, have another"
             raise ValueError(
-                f"{self.bin_path}: byte {offset}: the file changed while it was being read: want "
-                f"{expected.bin_bytes} bytes "
-                f"as at open, have {status.st_size}; stop whatever writes it and restart"
+                f"{self.bin_path}: byte {offset}: the file changed while it was being read: want {size}; stop whatever "
+                "writes or touches it and restart"
             )
         parts: list[bytes] = []
         missing = num_bytes

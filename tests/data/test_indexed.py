@@ -1,5 +1,6 @@
 """The token files, against Megatron-Core's own reader and writer, and against liars."""
 
+import os
 import struct
 from pathlib import Path
 
@@ -190,6 +191,14 @@ def test_a_file_truncated_after_opening_is_an_error_and_not_a_crash(prefix):
         stream.truncate(100)
     with pytest.raises(ValueError, match=r"corpus.bin: byte 8000: the file changed"):
         dataset.read(0, 4000)
+
+
+def test_a_file_touched_after_opening_is_told_by_its_time(prefix):
+    _, bin_ = write(prefix, [np.arange(5)])
+    dataset = IndexedDataset(prefix)
+    os.utime(bin_, ns=(0, 1))
+    with pytest.raises(ValueError, match=r"changed .* want its time of modification as at open"):
+        dataset.read(0)
 
 
 def test_a_replaced_file_goes_on_being_read_as_it_was(prefix):
