@@ -194,17 +194,19 @@ class TextInputs:
         return None
 
     def _decode(self, raw: bytes) -> str | None:
-        if not raw.strip():
-            self.skipped[_EMPTY] += 1
-        elif _COMPRESSED.match(raw):
+        if _COMPRESSED.match(raw):
             self.skipped["compressed"] += 1
         elif b"\0" in raw:
             self.skipped["NUL character"] += 1
         else:
             try:
-                return raw.decode("utf-8-sig")  # a byte order mark in front is no text
+                text = raw.decode("utf-8-sig")  # a byte order mark in front is no text
             except UnicodeDecodeError:
                 self.skipped["not UTF-8"] += 1
+            else:
+                if text.strip():
+                    return text
+                self.skipped[_EMPTY] += 1
         return None
 
     def _remember(self, name: str, num_bytes: int, sha256: str) -> None:

@@ -170,9 +170,11 @@ def test_an_input_without_a_document_is_refused_and_one_of_a_folder_counted(
     assert {"text": "one"} in records
 
 
-@pytest.mark.parametrize("content", [b"", b"\n \n"])
-def test_a_blank_input_is_no_error(tmp_path, content):
+@pytest.mark.parametrize("name", ["b.jsonl", "b.txt"])
+@pytest.mark.parametrize("content", ["", "\n \n", "\ufeff", "\ufeff\u2003\n"])
+def test_a_blank_input_is_no_error_and_no_document(tmp_path, name, content):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
-    (tmp_path / "b.jsonl").write_bytes(content)
-    records, _, _ = texts([tmp_path / "b.jsonl", tmp_path / "a.jsonl"])
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    records, skipped, _ = texts([tmp_path / name, tmp_path / "a.jsonl"])
     assert records == [{"text": "one"}]
+    assert set(skipped) <= {"empty"}
