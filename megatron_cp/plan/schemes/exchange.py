@@ -28,29 +28,27 @@ class FlowAssignment:
         num_parts: int,
     ):
         """`chunks`, `owners`, `row_costs` (there, back): of queries and of keys."""
-        self.chunks = [side.tolist() for side in chunks]
-        self.owners = [side.tolist() for side in owners]
-        self.row_costs, self.areas = row_costs, areas.tolist()
+        self.areas = areas.tolist()
         self.part: list[int] = part.tolist()
         self.num_parts = num_parts
         self.load = np.bincount(part, areas, num_parts).astype(np.int64).tolist()
-        self.uses = [[[0] * len(owner) for _ in range(num_parts)] for owner in self.owners]
         self.flow = [0] * (2 * num_parts)  # into each part, then out of each
+        # Of each block and side: how often each part uses its chunk, who owns that, what a row costs there and back.
+        self._sides: list[list[tuple[list[int], int, int, int]]] = [[] for _ in self.part]
+        for chunk_of, owner, (there, back) in zip(chunks, owners, row_costs, strict=True):
+            uses = [[0] * num_parts for _ in range(len(owner))]
+            for sides, chunk in zip(self._sides, chunk_of.tolist(), strict=True):
+                sides.append((uses[chunk], int(owner[chunk]), there, back))
         for block, target in enumerate(self.part):
             self._use(block, target, 1)
 
     def _use(self, block: int, part: int, sign: int) -> None:
         """Counts a block at a part in (1) or out (-1); flows change with the first and the last use."""
         flow, num_parts = self.flow, self.num_parts
-        for chunks, owners, uses, (there, back) in zip(
-            self.chunks, self.owners, self.uses, self.row_costs, strict=True
-        ):
-            chunk = chunks[block]
-            count = uses[part]
-            before = count[chunk]
-            count[chunk] = before + sign
-            home = owners[chunk]
-            if home != part and (before == 0 or before + sign == 0):
+        for uses, home, there, back in self._sides[block]:
+            before = uses[part]
+            uses[part] = after = before + sign
+            if home != part and not (before and after):
                 flow[part] += sign * there
                 flow[home] += sign * back
                 flow[num_parts + part] += sign * back
