@@ -54,7 +54,8 @@ def test_plans_of_masks_in_classes_compute_every_pair_once(mask, ranks):
 def test_a_dilated_window_on_as_many_ranks_as_divide_it_moves_nothing_and_is_balanced(dilation):
     mask = masks.dilated(4096, 1024, dilation=dilation)
     plan = make_plan(mask, 16, config(num_heads=32, num_kv_heads=32))
-    allowed = mask.to_dense()
+    back = np.subtract.outer(np.arange(4096), np.arange(4096))
+    allowed = (back >= 0) & (back <= 1024) & (back % dilation == 0)
     pairs = [allowed[np.ix_(ids, ids)].sum() for ids in plan.global_from_local]
     assert sum(pairs) == allowed.sum()  # every token meets tokens of its rank only
     assert max(pairs) <= 1.01 * np.mean(pairs)
