@@ -27,7 +27,6 @@ PLANNERS = (
 )
 PRICED = (
     "allgather",
-    "auto",
     "contiguous",
     "ring",
     "ulysses",
