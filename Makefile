@@ -61,6 +61,8 @@ CI_TOOLKITS := 12.4 12.8
 # Workers, each of which takes whole files in the order in which pytest has them; 0 is pytest's own process.
 JOBS ?= 2
 PYTEST_ARGS ?=
+# Hundreds of programs that tests start would each compile our files again, where the caller's environment keeps none.
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 20 $(PYTEST_ARGS)
 
 test: $(INSTALLED_DEV)
