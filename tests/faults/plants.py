@@ -79,11 +79,11 @@ def transient_nan(rank: int) -> None:
 
 
 def impatient(rank: int) -> None:
-    """Ranks wait for each other for half a minute; whole ones are what the flag takes."""
+    """Ranks wait for each other for a quarter of a minute; whole ones are what the flag takes."""
     from megatron_cp.training import arguments
 
     parse = arguments.parse_arguments
-    arguments.parse_arguments = lambda: parse().with_arguments(distributed_timeout_minutes=0.5)
+    arguments.parse_arguments = lambda: parse().with_arguments(distributed_timeout_minutes=0.25)
 
 
 def late_rank(rank: int) -> None:
