@@ -49,6 +49,7 @@ def plant_a_comparison(rank: int) -> None:
 
     from megatron_cp.training import gpt
 
+    write_few(rank)
     own = gpt.logits_step
 
     def logits_step(batch, model, device):
@@ -76,6 +77,14 @@ def plant_a_comparison(rank: int) -> None:
 
     pretrain.build_model = built
     gpt.logits_step = logits_step
+
+
+def write_few(rank: int) -> None:
+    """A quarter of the tokens: each is a forward of the whole model, and layouts are compared at every one."""
+    from megatron_cp.data import prompts
+    from megatron_cp.training import text_samples
+
+    prompts.NEW_TOKENS = text_samples.NEW_TOKENS = NEW_TOKENS // 4
 
 
 @pytest.fixture(scope="module")
@@ -109,15 +118,16 @@ def runs(corpus, tmp_path_factory) -> Path:
     # The same padded vocabulary, so the same initial weights.
     tensor = ["--tensor-model-parallel-size", "2", "--make-vocab-size-divisible-by", "64"]
     here = f"{__name__}."
+    few = f"{here}write_few"
     wanted = {
         "without": ([*two, *dropout], 2, ""),
-        "with": ([*two, *dropout, "--log-text-samples", "3"], 2, ""),
-        "two ranks": ([*two, "--log-text-samples", "3"], 2, ""),
-        "one rank": (["--log-text-samples", "3"], 1, ""),
+        "with": ([*two, *dropout, "--log-text-samples", "3"], 2, few),
+        "two ranks": ([*two, "--log-text-samples", "3"], 2, few),
+        "one rank": (["--log-text-samples", "3"], 1, few),
         "table": ([*two, "--log-text-samples", "3"], 2, f"{here}plant_a_table"),
         "compared": ([*two, "--log-text-samples", "2"], 2, f"{here}plant_a_comparison"),
-        "replicas": (["--log-text-samples", "3"], 2, ""),
-        "tensor": ([*tensor, "--log-text-samples", "3"], 2, ""),
+        "replicas": (["--log-text-samples", "3"], 2, few),
+        "tensor": ([*tensor, "--log-text-samples", "3"], 2, few),
         "stages": (["--log-text-samples", "3", "--pipeline-model-parallel-size", "2"], 2, ""),
     }
     launches = [
