@@ -34,8 +34,9 @@ FIXED = changed(
 HYBRID = replace(FIXED, spans_replicas=True)
 
 
-def request(topology, **more):
-    config = CPConfig(num_heads=2, num_kv_heads=1, head_dim=8, topology=topology)
+def request(topology, planner="auto", **more):
+    shape = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
+    config = CPConfig(planner=planner, topology=topology, **shape)
     return PlanRequest(cp_size=2, config=config, **more)
 
 
@@ -79,27 +80,33 @@ def test_a_batch_over_replicas_holds_the_tokens_and_pairs_of_theirs_in_turn(docu
 
 @pytest.mark.parametrize("topology", [EVEN, FAR], ids=["even", "far"])
 def test_resuming_after_every_step_replays_the_same_stream(documents, topology):
+    """By a planner with which even links serve one layout in some steps and the other in the next."""
+    wanted, layouts = request(topology, "per_document_zigzag"), set()
+
     def steps(loader, count):
-        return [
-            [fingerprint(next(loader)) for _ in range(loader.num_microbatches)]
-            for _ in range(count)
-        ]
+        found = []
+        for _ in range(count):
+            step = [next(loader) for _ in range(loader.num_microbatches)]
+            layouts.update(planned.spans_replicas for planned in step)
+            found.append([*map(fingerprint, step)])
+        return found
 
     states, stream = [], []
-    with PackedLoader(documents, HYBRID, request(topology), dp_rank=1, dp_size=2) as loader:
+    with PackedLoader(documents, HYBRID, wanted, dp_rank=1, dp_size=2) as loader:
         states.append(loader.state_dict())
         for _ in range(5):
             stream += steps(loader, 1)
             states.append(json.loads(json.dumps(loader.state_dict())))
     for num_workers in (0, 2):
         config = replace(HYBRID, num_workers=num_workers)
-        with PackedLoader(documents, config, request(topology), dp_rank=1, dp_size=2) as loader:
+        with PackedLoader(documents, config, wanted, dp_rank=1, dp_size=2) as loader:
             for step in (3, 0, 1):
                 loader.load_state_dict(states[step])
                 assert steps(loader, 2) == stream[step : step + 2], num_workers
                 assert loader.state_dict() == states[step + 2], num_workers
+    assert layouts == ({True, False} if topology is EVEN else {False})
     # The state is that of the fixed layout: a run may change between them.
-    with PackedLoader(documents, FIXED, request(topology), dp_rank=0, dp_size=2) as loader:
+    with PackedLoader(documents, FIXED, wanted, dp_rank=0, dp_size=2) as loader:
         steps(loader, 5)
         assert loader.state_dict() == states[5]
 
