@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-import torch.distributed as dist
-
 from megatron_cp.errors import PlanMismatchError
 from megatron_cp.training.config import TrainConfig
+from megatron_cp.training.together import gather
 
 # Of a rank or of a machine: the documents behind a path are compared by their digests.
 _PER_RANK = frozenset(
@@ -47,8 +46,7 @@ def check_agreement(config: TrainConfig, identity: dict[str, Any], files: Record
     text = json.dumps(
         {**own, **identity, "installed versions": versions()}, sort_keys=True, default=repr
     )
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (text, files))
+    told = gather((text, files))
     difference = differing_file([recorded for _, recorded in told])
     difference = difference or first_difference([json.loads(other) for other, _ in told])
     if difference is not None:

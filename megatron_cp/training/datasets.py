@@ -273,19 +273,15 @@ def _token_files(data: RunData) -> dict[str, IndexedDataset]:
     return files
 
 
-def wrong_token_file(data: RunData) -> Exception | None:
-    """Returns what is wrong with the first token file that has not the SHA-256 of its manifest, or has none.
+def verify_token_files(data: RunData) -> None:
+    """Raises ValueError or OSError for the first token file that has not the SHA-256 of its manifest, or has none.
 
-    The ranks of a node share the files: each looks at some. None where those are right.
+    The ranks of a node share the files: each looks at some.
     """
     files = _token_files(data)
     own, size = (int(os.environ.get(name, alone)) for name, alone in _PLACE_ON_NODE)
-    try:
-        for prefix in sorted(files)[own % size :: size]:
-            files[prefix].verify()
-    except (ValueError, OSError) as problem:
-        return problem
-    return None
+    for prefix in sorted(files)[own % size :: size]:
+        files[prefix].verify()
 
 
 # Of torchrun; a rank without them checks all files itself.

@@ -38,8 +38,9 @@ from megatron_cp.training.step import (
     try_next_batches,
     whole_parameters,
 )
-from megatron_cp.training.stop import ExitConditions, any_rank
+from megatron_cp.training.stop import ExitConditions
 from megatron_cp.training.text_samples import TextSampler
+from megatron_cp.training.together import any_rank
 
 ENDS_ALL = (BatchError, BatchesDifferError, BadStepError, ReplicasDifferError)
 """Errors that every rank raises at the same place: collectives still work after them."""

@@ -34,7 +34,7 @@ from megatron_cp.training.checkpoint.choose import check_checkpoint
 from megatron_cp.training.checkpoint.files import check_writable
 from megatron_cp.training.checkpoint.load import follow_release, load_checkpoint
 from megatron_cp.training.checkpoint.save import SaveError
-from megatron_cp.training.checkpoint.state import RunState, raise_together
+from megatron_cp.training.checkpoint.state import RunState
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.corpora import SPLITS, RunData, open_tokenizer
 from megatron_cp.training.held_folders import hold
@@ -59,6 +59,7 @@ from megatron_cp.training.setup import (
 )
 from megatron_cp.training.step import ForwardStep, Runner
 from megatron_cp.training.text_samples import LogitsStep, make_sampler
+from megatron_cp.training.together import refused_together
 from megatron_cp.training.watchdog import Progress, Watchdog
 
 FlopsProvider = Callable[[TrainConfig], ModelFlops]
@@ -141,16 +142,11 @@ def _hold_folders(config: TrainConfig) -> ExitStack:
 
     Collective: every rank calls it. Raises ValueError on every rank alike where another live run holds one.
     """
-    problem: ValueError | None = None
     with ExitStack() as held:
-        if dist.get_rank() == 0:
-            try:
-                for flag, folder in _written_folders(config):
-                    with suppress(OSError):  # no locks there, or a file of another user's
-                        held.callback(os.close, hold(flag, Path(folder)))
-            except ValueError as refusal:
-                problem = refusal
-        raise_together(problem)
+        with refused_together(ValueError):
+            for flag, folder in _written_folders(config) if dist.get_rank() == 0 else ():
+                with suppress(OSError):  # no locks there, or a file of another user's
+                    held.callback(os.close, hold(flag, Path(folder)))
         return held.pop_all()
 
 
@@ -164,8 +160,8 @@ def _written_folders(config: TrainConfig) -> Iterator[tuple[str, str]]:
 
 
 def _verify_token_files(data: RunData) -> None:
-    with one_line_errors():
-        raise_together(datasets.wrong_token_file(data))
+    with one_line_errors(), refused_together(ValueError, OSError):
+        datasets.verify_token_files(data)
     print_rank_0("> SHA-256 of all token files are those of their manifests")
 
 

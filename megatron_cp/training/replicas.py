@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_cp.training.together import gather
+
 
 class ReplicasDifferError(RuntimeError):
     """Ranks that share weights hold different ones; the message names them."""
@@ -37,12 +39,8 @@ def check_replicas(model: list[Any], iteration: int) -> None:
             for name, parameter in chunk.named_parameters()
             if getattr(parameter, "allreduce", True) == is_dense
         }
-        held: list[dict[str, str]] = [{}] * group.size()
-        dist.all_gather_object(held, own, group=group)
-        found += _differences(held, dist.get_process_group_ranks(group))
-    everywhere: list[list[tuple[str, list[int]]]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everywhere, found)
-    together = [difference for differences in everywhere for difference in differences]
+        found += _differences(gather(own, group), dist.get_process_group_ranks(group))
+    together = [difference for differences in gather(found) for difference in differences]
     if together:
         ranks = sorted({rank for _, odd in together for rank in odd})
         raise ReplicasDifferError(

@@ -26,6 +26,7 @@ from megatron.core import parallel_state
 from megatron_cp.comm.groups import agreement_group
 from megatron_cp.data.batch import PlannedBatch
 from megatron_cp.errors import PlanMismatchError
+from megatron_cp.training.together import gather
 
 # R replicas (data-parallel size), W ranks, K numbers of each; hashes are int64, read from 8 bytes.
 _LEAST = torch.iinfo(torch.int64).min
@@ -77,8 +78,7 @@ def check_same_batches(
         if wrong:  # on all ranks, the same
             raise BatchError(wrong)
         return [[int(x) for x in row] for row in told_WK]
-    gathered: list[tuple[int, Prints, str]] = [(replica, own, wrong)] * num_ranks
-    dist.all_gather_object(gathered, gathered[0], group=group)
+    gathered = gather((replica, own, wrong), group)
     failed = [rank for rank, (_, _, words) in enumerate(gathered) if words]
     if failed:
         raise BatchError(f"ranks {failed}: {gathered[failed[0]][2]}")

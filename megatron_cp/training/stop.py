@@ -4,19 +4,10 @@ from __future__ import annotations
 
 import time
 
-import torch
-import torch.distributed as dist
-
 from megatron_cp.training import exit_signal
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.logging.lines import print_datetime, print_rank_0
-
-
-def any_rank(*says: bool) -> list[bool]:
-    """Returns for each statement whether any rank makes it. Collective over the whole job."""
-    votes = torch.tensor(says, dtype=torch.int32).to(torch.cuda.current_device())
-    dist.all_reduce(votes, op=dist.ReduceOp.MAX)
-    return [bool(vote) for vote in votes.tolist()]
+from megatron_cp.training.together import any_rank
 
 
 class ExitConditions:

@@ -23,7 +23,7 @@ from megatron_cp.training.bad_steps.record import Finding, gathered, keep, view_
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.logging.lines import print_rank_0, told_if_refused
 from megatron_cp.training.step import Runner, forward_backward
-from megatron_cp.training.stop import any_rank
+from megatron_cp.training.together import any_rank
 
 EXIT_CODE = 17
 """Megatron-LM's for a result that was rejected."""

@@ -23,6 +23,7 @@ from megatron_cp.training.bad_steps.attempt import Attempt
 from megatron_cp.training.bad_steps.probe import Culprit
 from megatron_cp.training.checkpoint.files import write_atomically
 from megatron_cp.training.setup import own_place
+from megatron_cp.training.together import gather
 
 _MOST_NAMED = 3
 
@@ -55,10 +56,8 @@ def view_of(attempt: Attempt, **found: Any) -> RankView:
 
 def gathered(own: RankView) -> list[RankView]:
     """Returns the views of all ranks. Collective over the whole job."""
-    views = [own] * dist.get_world_size()
     assert dist.group.WORLD is not None
-    dist.all_gather_object(views, own, group=agreement_group(dist.group.WORLD))
-    return views
+    return gather(own, agreement_group(dist.group.WORLD))
 
 
 @dataclass(frozen=True)

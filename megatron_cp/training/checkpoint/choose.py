@@ -23,6 +23,7 @@ from megatron_cp.training.checkpoint.compare import leaves_out
 from megatron_cp.training.checkpoint.meaning import changes_of_meaning
 from megatron_cp.training.config import CheckpointConfig, TrainConfig
 from megatron_cp.training.logging.lines import print_rank_0
+from megatron_cp.training.together import gather
 
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 MAX_RESTARTS = "TORCHELASTIC_MAX_RESTARTS"
@@ -76,7 +77,7 @@ def choose_checkpoint(config: TrainConfig) -> tuple[Path, Manifest] | None:
     Collective: every rank calls it, and all choose the same. What is damaged on any rank is told by rank
     0 with the file and the reason. Raises ValueError on every rank alike where nothing may be loaded.
     """
-    wishes = _of_all_ranks(_falls_back(config.checkpoint))
+    wishes = gather(_falls_back(config.checkpoint))
     first: str | None = None
     for candidate in _candidates(config, falls_back=any(wishes)):
         manifest, damage = _examine(candidate, config)
@@ -171,7 +172,7 @@ def _examine(
     except OSError as failure:  # on this rank's node, say: the others must hear of it
         path = str(failure.filename or candidate)
         problem = unreadable(path, failure)
-    said = _of_all_ranks(
+    said = gather(
         None if problem is None else (isinstance(problem, DamagedCheckpointError), str(problem))
     )
     for is_damage, text in filter(None, said):
@@ -214,10 +215,3 @@ def _check_contents(folder: Path, manifest: Manifest, options: CheckpointConfig)
         assert manifest is not None
         own = integrity.share_of(manifest["files"], dist.get_rank(), dist.get_world_size())
         integrity.check_hashes(folder, hashes, own)
-
-
-def _of_all_ranks(own: Any) -> list[Any]:
-    """Returns what every rank says; collective."""
-    said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, own)
-    return said

@@ -43,12 +43,12 @@ from megatron_cp.training.checkpoint.state import (
     first_line,
     of_this_replica,
     own_random_states,
-    raise_together,
     random_states,
 )
 from megatron_cp.training.checkpoint.writer import saving_in_this_process
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.logging.lines import print_rank_0
+from megatron_cp.training.together import gather, refused_together
 
 # A checkpoint that is damaged or of something else makes Megatron and torch raise nearly anything;
 # torch's own CheckpointException is a BaseException.
@@ -153,24 +153,21 @@ def _ask(
     state: RunState, folder: Path, metadata: dict[str, Any], *, with_random: bool
 ) -> dict[str, Any]:
     """Returns what this rank wants, as Megatron-Core describes it. Collective."""
-    problem: Exception | None = None
-    wanted: dict[str, Any] = {}
-    try:
-        wanted = _sharded_state(
-            state,
-            metadata,
-            is_loading=True,
-            with_optimizer=state.config.checkpoint.wants_optimizer,
-            random=[own_random_states()] if with_random else None,  # what is there is replaced
-        )
-    except _UNREADABLE as failure:  # Megatron-Core asks for the state of Adam alone
-        problem = ValueError(
-            f"{folder} cannot give --optimizer {state.config.optimizer.optimizer} its state "
-            f"({type(failure).__name__}: {first_line(failure)}); give --no-load-optim to go on with a "
-            "fresh one, or --finetune to begin at iteration 0"
-        )
-    raise_together(problem)
-    return wanted
+    with refused_together(ValueError):
+        try:
+            return _sharded_state(
+                state,
+                metadata,
+                is_loading=True,
+                with_optimizer=state.config.checkpoint.wants_optimizer,
+                random=[own_random_states()] if with_random else None,  # what is there is replaced
+            )
+        except _UNREADABLE as failure:  # Megatron-Core asks for the state of Adam alone
+            raise ValueError(
+                f"{folder} cannot give --optimizer {state.config.optimizer.optimizer} its state "
+                f"({type(failure).__name__}: {first_line(failure)}); give --no-load-optim to go on with a "
+                "fresh one, or --finetune to begin at iteration 0"
+            ) from failure
 
 
 def _read(
@@ -180,26 +177,21 @@ def _read(
     state: RunState,
 ) -> Content:
     """Returns the wanted state, its tensors read from the files; `known` is what `_read_index` returned."""
-    problem = None
     index, entries = known
     saved = entries.get("optimizer", {})
-    loaded: dict[str, Any] = {}
-    try:
+    with refused_together(ValueError):
         _check_objects(wanted, folder, index)
         if "optimizer" in wanted:
             check_groups(folder, state.optimizer, saved)
-    except ValueError as refusal:
-        problem = refusal
-    raise_together(problem)
-    try:
-        with compat.given_common_state(entries):
-            loaded = dist_checkpointing.load(wanted, str(folder))
-    except _UNREADABLE as failure:
-        problem = ValueError(
-            f"{folder} cannot be loaded: {first_line(failure)}; a file of it is damaged, or it was saved "
-            "by another version: load another checkpoint with --ckpt-step"
-        )
-    raise_together(problem)
+    with refused_together(ValueError):
+        try:
+            with compat.given_common_state(entries):
+                loaded = dist_checkpointing.load(wanted, str(folder))
+        except _UNREADABLE as failure:
+            raise ValueError(
+                f"{folder} cannot be loaded: {first_line(failure)}; a file of it is damaged, or it was saved "
+                "by another version: load another checkpoint with --ckpt-step"
+            ) from failure
     if "optimizer" in wanted:
         loaded["optimizer"] = in_parts_of(state.optimizer, loaded["optimizer"], saved, folder)
     has_random = "rng_state" in wanted
@@ -215,16 +207,9 @@ def _read(
 
 def _read_index(folder: Path) -> tuple[Metadata, dict[str, Any]]:
     """Returns torch's index and the entries that are equal on every rank; collective."""
-    problem: Exception | None = None
-    index, entries = None, {}
-    try:
+    with refused_together(ValueError):
         index = safe_load.read_index(folder / ".metadata")
-        entries = read_common(folder, index)
-    except ValueError as refusal:
-        problem = refusal
-    raise_together(problem)
-    assert index is not None
-    return index, entries
+        return index, read_common(folder, index)
 
 
 def _saved_shapes(index: Metadata) -> dict[str, Shape]:
@@ -249,9 +234,7 @@ def _asked_of_all_ranks(wanted: dict[str, Any]) -> tuple[dict[str, Shape], set[s
         (item.key, tuple(item.global_shape), getattr(item, "allow_shape_mismatch", False))
         for item in nested_values(sharded)
     }
-    gathered: list[set[tuple[str, Shape, bool]]] = [set()] * dist.get_world_size()
-    dist.all_gather_object(gathered, own)
-    together = set().union(*gathered)
+    together = set().union(*gather(own))
     return {key: shape for key, shape, _ in together}, {key for key, _, free in together if free}
 
 
@@ -291,25 +274,29 @@ def _drop(wanted: dict[str, Any], is_dropped: Any) -> None:
 
 def _extra_states_with_fp8(folder: Path, index: Metadata) -> set[str]:
     """Returns the `_extra_state` keys that hold fp8 state, as rank 0 read them; collective."""
-    found: set[str] = set()
-    problem: Exception | None = None
-    places = places_of_objects(index) if dist.get_rank() == 0 else {}
-    try:
-        for key in places:
-            name = key.rpartition("/")[0]
-            if names.is_extra_state(name):
-                entry = safe_load.load_trusted_types(
-                    object_bytes(folder, places[key]), f"{folder}: {name}"
-                )
-                # Megatron-Core wraps every object in a list of one.
-                entries = entry if isinstance(entry, list) else [entry]
-                found |= {name} if any(map(names.holds_fp8_state, entries)) else set()
-    except ValueError as failure:
-        problem = ValueError(f"{folder} cannot be loaded: {failure}")
-    raise_together(problem)
-    told = [found]
+    told: list[set[str]] = [set()]
+    with refused_together(ValueError):
+        if dist.get_rank() == 0:
+            told = [_read_extra_states(folder, index)]
     dist.broadcast_object_list(told, src=0)
     return told[0]
+
+
+def _read_extra_states(folder: Path, index: Metadata) -> set[str]:
+    """Returns the `_extra_state` keys that hold fp8 state. Raises ValueError for one that cannot be read."""
+    found: set[str] = set()
+    for key, place in places_of_objects(index).items():
+        name = key.rpartition("/")[0]
+        if not names.is_extra_state(name):
+            continue
+        try:
+            entry = safe_load.load_trusted_types(object_bytes(folder, place), f"{folder}: {name}")
+        except ValueError as failure:
+            raise ValueError(f"{folder} cannot be loaded: {failure}") from failure
+        # Megatron-Core wraps every object in a list of one.
+        if any(map(names.holds_fp8_state, entry if isinstance(entry, list) else [entry])):
+            found.add(name)
+    return found
 
 
 def _check_objects(wanted: dict[str, Any], folder: Path, index: Metadata) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_cp.mcore.optimizer import parts_of
@@ -32,10 +31,10 @@ from megatron_cp.training.checkpoint.state import (
     chunks_by_name,
     counters,
     of_this_replica,
-    raise_together,
     random_states,
 )
 from megatron_cp.training.config import TrainConfig
+from megatron_cp.training.together import gather, refused_together
 
 
 def save(state: RunState, folder: Path) -> None:
@@ -79,24 +78,16 @@ def load(state: RunState, folder: Path) -> Content:
 
     Collective: every rank calls it. Raises ValueError on every rank alike, before anything changes.
     """
-    problem: Exception | None = None
-    found: dict[str, Any] = {}
-    try:
+    with refused_together(ValueError):
         found = _read(_own_folder(folder, state.config) / LEGACY_MODEL)
         _check_chunks(folder, found, chunks_by_name(state))
-    except ValueError as refusal:
-        problem = refusal
-    raise_together(problem)
     model, differences, extra, was_renamed = _compare_models(state, found)
     contents.judge(state, folder, differences, None)
     optimizer = shards = None
     if state.config.checkpoint.wants_optimizer:
-        try:
+        with refused_together(ValueError):
             optimizer = _optimizer_entry(found, folder, was_renamed, differences)
             shards = _read_shards(state, folder)
-        except ValueError as refusal:
-            problem = refusal
-        raise_together(problem)
     contents.note_what_stays(
         state,
         has_optimizer="optimizer" in found,
@@ -178,8 +169,7 @@ def _compare_models(
 
 def _of_all_ranks(own: Differences) -> Differences:
     """Returns the differences of all model-parallel ranks together; collective."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (own.missing, own.unexpected, own.reshaped))
+    gathered = gather((own.missing, own.unexpected, own.reshaped))
     missing, unexpected, reshaped = (
         {name: value for part in parts for name, value in part.items()}
         for parts in zip(*gathered, strict=True)

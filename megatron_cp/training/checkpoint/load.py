@@ -24,7 +24,7 @@ from megatron_cp.training.checkpoint import dist_format, files, formats, legacy_
 from megatron_cp.training.checkpoint.choose import choose_checkpoint
 from megatron_cp.training.checkpoint.compare import another_optimizer
 from megatron_cp.training.checkpoint.content import Content, put_into_model
-from megatron_cp.training.checkpoint.main_weights import another_weight, float_copies
+from megatron_cp.training.checkpoint.main_weights import check_copies, float_copies
 from megatron_cp.training.checkpoint.meaning import (
     another_model,
     changes_of_meaning,
@@ -34,12 +34,12 @@ from megatron_cp.training.checkpoint.state import (
     RunState,
     chunks_by_name,
     first_line,
-    raise_together,
     restore_counters,
     restore_random_states,
 )
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.logging.lines import print_rank_0
+from megatron_cp.training.together import gather, refused_together
 
 _LOAD = {"torch_dist": dist_format.load, "torch": legacy_format.load}
 
@@ -124,16 +124,16 @@ def _restore_optimizer(state: RunState, content: Content, folder: Path) -> None:
     if content.optimizer is None:
         state.optimizer.reload_model_params()
         return
-    problem: Exception | None = None
     wanted = [{name: group.get(name) for name in RATES} for group in state.optimizer.param_groups]
     flags, before = _settings(state.optimizer), float_copies(state.optimizer)
-    try:
-        with groups_found_at_any_rate(state.optimizer, content.optimizer):
-            state.optimizer.load_state_dict(content.optimizer)
-        adopt_parameter_steps(state.optimizer)
-    except (CheckpointException, Exception) as failure:  # a foreign state raises nearly anything
-        problem = another_optimizer(folder, first_line(failure))
-    raise_together(problem)
+    with refused_together(ValueError):
+        try:
+            with groups_found_at_any_rate(state.optimizer, content.optimizer):
+                state.optimizer.load_state_dict(content.optimizer)
+            adopt_parameter_steps(state.optimizer)
+        # A foreign state raises nearly anything.
+        except (CheckpointException, Exception) as failure:
+            raise another_optimizer(folder, first_line(failure)) from failure
     for name, value in _settings(state.optimizer).items():
         if flags.get(name) != value:
             print_rank_0(
@@ -141,7 +141,8 @@ def _restore_optimizer(state: RunState, content: Content, folder: Path) -> None:
             )
     if state.config.parallel.use_distributed_optimizer and formats.detect(folder) == "torch":
         legacy_format.restore_shards(state.optimizer, content.shards)
-    raise_together(another_weight(state.model, state.optimizer, before, folder))
+    with refused_together(ValueError):
+        check_copies(state.model, state.optimizer, before, folder)
     try:
         _settle_rates(state, wanted)
         state.scheduler.load_state_dict(content.entries["opt_param_scheduler"])
@@ -192,9 +193,7 @@ def _check_finite(model: list[Any], folder: Path) -> None:
         for name, parameter in chunk.named_parameters():
             if bad is None and not torch.isfinite(parameter).all():
                 bad = name
-    found: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, bad)
-    for rank, name in enumerate(found):
+    for rank, name in enumerate(gather(bad)):
         if name is not None:
             raise ValueError(
                 f"{folder} holds values that are not finite: {name} on rank {rank}; give an "

@@ -35,10 +35,8 @@ def float_copies(optimizer: Any) -> Copies:
     ]
 
 
-def another_weight(
-    model: Sequence[Any], optimizer: Any, before: Copies, folder: Path
-) -> ValueError | None:
-    """Returns a refusal that names the first weight of a loaded optimizer that is not the model's; None if all are.
+def check_copies(model: Sequence[Any], optimizer: Any, before: Copies, folder: Path) -> None:
+    """Raises ValueError, with its name, for the first weight of a loaded optimizer that is not the model's.
 
     `before` is what `float_copies` returned before the optimizer was loaded.
     """
@@ -46,12 +44,11 @@ def another_weight(
     for parameter, own, copy in before + _copies_beside_model(optimizer):
         wrong = int((copy.to(own) != own).sum())
         if wrong:
-            return ValueError(
+            raise ValueError(
                 f"{folder}: the optimizer goes on from other weights than the model's: {wrong:,} of {own.numel():,} "
                 f"values of {names.get(id(parameter), 'a parameter')} differ; give --no-load-optim, which takes the "
                 "model's weights and begins with new moments, or an earlier --ckpt-step"
             )
-    return None
 
 
 def _copies_beside_model(optimizer: Any) -> Copies:

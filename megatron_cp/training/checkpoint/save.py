@@ -27,6 +27,7 @@ from megatron_cp.training.checkpoint import dist_format, files, legacy_format
 from megatron_cp.training.checkpoint.background import BackgroundWrite
 from megatron_cp.training.checkpoint.state import RunState, first_line, manifest_of
 from megatron_cp.training.logging.lines import print_rank_0
+from megatron_cp.training.together import gather
 
 _SAVE = {"torch_dist": dist_format.save, "torch": legacy_format.save}
 # What a disk refuses, as Python, torch and Megatron-Core say it; torch's own is a BaseException.
@@ -217,10 +218,10 @@ class Saver:
             yield
         except told as failure:
             own, cause = _reason(failure, self._root), failure
-        said: list[tuple[int, str] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(said, own)
         # Of a failed writer only the rank that keeps the index is told why.
-        reasons = sorted((x for x in said if x is not None), key=lambda reason: not reason[1])
+        reasons = sorted(
+            (x for x in gather(own) if x is not None), key=lambda reason: not reason[1]
+        )
         if reasons:
             rank, text = reasons[0]
             raise SaveError(

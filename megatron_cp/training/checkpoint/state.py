@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
@@ -18,6 +17,7 @@ from megatron_cp.training.checkpoint import files
 from megatron_cp.training.checkpoint.meaning import meaning_of
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.logging.lines import print_rank_0
+from megatron_cp.training.together import gather
 
 _LAYOUT = (
     "tensor_model_parallel_size",
@@ -90,10 +90,7 @@ def random_states(config: TrainConfig) -> list[dict[str, Any]]:
     own = own_random_states()
     if not config.steps.data_parallel_random_init:
         return [own]
-    group = parallel_state.get_data_parallel_group()
-    gathered: list[Any] = [None] * group.size()
-    dist.all_gather_object(gathered, own, group=group)
-    return gathered
+    return gather(own, parallel_state.get_data_parallel_group())
 
 
 def of_this_replica(config: TrainConfig, saved: list[dict[str, Any]] | None) -> Any:
@@ -145,18 +142,6 @@ def manifest_of(state: RunState) -> dict[str, Any]:
         "data": state.data,
         "restarts": state.restarts,
     }
-
-
-def raise_together(problem: Exception | None) -> None:
-    """Raises ValueError on every rank with the first rank's problem, if any rank has one.
-
-    Collective: every rank calls it, with None where all went well.
-    """
-    said: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, None if problem is None else str(problem))
-    first = next((text for text in said if text is not None), None)
-    if first is not None:
-        raise ValueError(first) from problem
 
 
 def first_line(problem: BaseException) -> str:
