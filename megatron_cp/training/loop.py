@@ -8,7 +8,6 @@ comes during a save lets it end and causes no second one.
 
 from __future__ import annotations
 
-import functools
 import gc
 import sys
 import time
@@ -34,8 +33,8 @@ from megatron_cp.training.step import (
     Runner,
     evaluate,
     params_norm,
-    train_step,
     try_next_batches,
+    update,
     whole_parameters,
 )
 from megatron_cp.training.stop import ExitConditions
@@ -161,15 +160,15 @@ def _step(run: Run) -> None:
     where = f"step {state.iteration + 1}"
     run.journal.compare(check_same_batches(batches, where, busy.told(), failure))
     progress.at("forward and backward")
-    check = functools.partial(run.check, run.runner, state.optimizer, state.iteration + 1)
     try:
         with busy.computing():
-            result = train_step(run.runner, batches, state.optimizer, state.scheduler, check)
+            verdict = run.check.compute(run.runner, state.optimizer, state.iteration + 1, batches)
+            result = update(run.runner, verdict, len(batches), state.optimizer, state.scheduler)
     except BadStepError as problem:
         run.journal.alert("a bad step ended the run", str(problem))
         raise
-    if run.check.struck is not None:
-        run.journal.alert("a step stands out", run.check.struck)
+    if verdict.striking is not None:
+        run.journal.alert("a step stands out", verdict.striking)
     state.iteration += 1
     state.consumed_samples += result.num_packs
     state.data = run.loaders.train.state_dict()

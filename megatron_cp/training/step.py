@@ -17,7 +17,7 @@ from megatron_cp.data.loader import PackedLoader
 from megatron_cp.data.worker import WorkerError
 from megatron_cp.mcore.loss import LOSS_NAME
 from megatron_cp.mcore.qk_clip import clip_qk, forget_logits
-from megatron_cp.training.bad_steps.attempt import Attempt, LocalGradients
+from megatron_cp.training.bad_steps.attempt import Attempt, LocalGradients, Verdict
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.logging.auxiliary import NO_LOSSES, AuxiliaryLosses, auxiliary_losses
 from megatron_cp.training.logging.lines import print_rank_last
@@ -26,8 +26,6 @@ from megatron_cp.training.same_batches import check_same_batches
 from megatron_cp.training.watchdog import Progress
 
 ForwardStep = Callable[[TrainConfig, PlannedBatch, Any, torch.device], tuple[Any, Any]]
-Check = Callable[[list[PlannedBatch]], tuple[Attempt, bool]]
-"""Computes a step without its update, and says whether it is to be applied."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,7 @@ class Runner:
         return [iter(batches) for _ in self.model]
 
     def _forward(self, batches: Iterator[PlannedBatch], chunk: Any) -> tuple[Any, Any]:
-        """Returns Megatron's forward_step_func."""
+        """Runs one micro-batch through a chunk: the forward_step_func of Megatron's schedules."""
         self.progress.tick()
         return self.forward_step(self.config, next(batches), chunk, self.device)
 
@@ -144,23 +142,24 @@ def forward_backward(runner: Runner, batches: list[PlannedBatch], optimizer: Any
     return Attempt(loss, tokens, sums_M2, float(runner.gradients.norm))
 
 
-def train_step(
-    runner: Runner, batches: list[PlannedBatch], optimizer: Any, scheduler: Any, check: Check
+def update(
+    runner: Runner, verdict: Verdict, num_microbatches: int, optimizer: Any, scheduler: Any
 ) -> StepResult:
-    """Returns what forward, backward, clipping and update over one global batch came to.
+    """Clips and updates, and returns what the step came to; a step that is not to be applied changes nothing.
 
-    A step that `check` does not want applied changes nothing. Collective: every rank calls it.
+    Collective: every rank calls it, behind forward and backward of `num_microbatches`.
     """
-    config = runner.config
-    attempt, is_applied = check(batches)
+    config, attempt = runner.config, verdict.attempt
     updated, grad_norm, num_zeros, largest = False, attempt.grad_norm, None, None
-    if is_applied:
+    if verdict.is_applied:
         runner.progress.at("update")
         runner.timers("optimizer").start(barrier=config.records.barrier_with_L1_time)
         updated, grad_norm, num_zeros = optimizer.step()
         largest = _clip_logits(runner, clips=updated)
         runner.timers("optimizer").stop()
-    num_packs = len(batches) * config.steps.micro_batch_size * config.parallel.data_parallel_size
+    num_packs = (
+        num_microbatches * config.steps.micro_batch_size * config.parallel.data_parallel_size
+    )
     if updated:
         scheduler.step(increment=num_packs)
     return StepResult(
@@ -171,7 +170,7 @@ def train_step(
         num_zeros=None if num_zeros is None else int(num_zeros),
         updated=bool(updated),
         loss_scale=float(optimizer.get_loss_scale()),
-        auxiliary=auxiliary_losses(config, len(batches)) if is_applied else NO_LOSSES,
+        auxiliary=auxiliary_losses(config, num_microbatches) if verdict.is_applied else NO_LOSSES,
         max_attention_logit=largest,
     )
 

@@ -38,7 +38,7 @@ LAYOUTS = {
 }
 # phase -> what begins it, how often a run calls it, about how many seconds it lasts
 PHASES = {
-    "step": (("megatron_cp.training.loop", "train_step"), 5, 0.2),
+    "step": (("megatron_cp.training.bad_steps.check", "StepCheck.compute"), 5, 0.2),
     "save": (("megatron_cp.training.checkpoint.save", "Saver.save"), 3, 0.5),
     "load": (("megatron_cp.training.pretrain", "load_checkpoint"), 1, 0.5),
     "evaluation": (("megatron_cp.training.loop", "evaluate"), 2, 0.1),

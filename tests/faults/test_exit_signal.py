@@ -23,7 +23,7 @@ RUN = (
     "--lr", "1e-3", "--log-interval", "1", "--eval-iters", "3", "--eval-interval", "2", "--no-wandb",
     "--context-parallel-size", "2", "--hidden-dropout", "0.1", "--split", "2,1,1", "--num-workers", "1",
 )  # fmt: skip
-STEP, SAVE = "megatron_cp.training.loop", "megatron.core.dist_checkpointing"
+STEP, SAVE = "megatron_cp.training.bad_steps.check", "megatron.core.dist_checkpointing"
 
 
 def term(module: str, function: str, call: int = 1, times: int = 1, after: bool = False) -> Kill:
@@ -33,8 +33,8 @@ def term(module: str, function: str, call: int = 1, times: int = 1, after: bool 
 # where the signal comes -> the iteration at which the run leaves (None: nothing to save yet)
 PLACES: dict[str, tuple[Kill, int | None]] = {
     "while the model is built": (term("megatron_cp.training.pretrain", "build_model"), None),
-    "in a step": (term(STEP, "train_step", 2), 2),
-    "twice in a step": (term(STEP, "train_step", 2, times=2), 2),
+    "in a step": (term(STEP, "StepCheck.compute", 2), 2),
+    "twice in a step": (term(STEP, "StepCheck.compute", 2, times=2), 2),
     # two micro-batches of a step and one run of the schedule a batch: the second batch of the evaluation
     "in an evaluation": (term("megatron_cp.training.step", "Runner.sums", 4), 2),
     "in a save": (term(SAVE, "save", 1, after=True), 3),
@@ -54,7 +54,7 @@ def runs(tmp_path_factory) -> tuple[Path, dict[str, list[Outcome]]]:
     for name, (kill, _) in PLACES.items():
         launches[name] = launch(name, "--save-interval", "3", *HANDLER, kill=kill)
     launches["without the flag"] = launch("without the flag", kill=PLACES["in a step"][0])
-    usr1 = Kill(0, STEP, "train_step", 2, signals=(signal.SIGUSR1,))
+    usr1 = Kill(0, STEP, "StepCheck.compute", 2, signals=(signal.SIGUSR1,))
     launches["another signal"] = launch(
         "another signal", *HANDLER, "--exit-signal", "SIGUSR1", kill=usr1
     )

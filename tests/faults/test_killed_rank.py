@@ -22,7 +22,7 @@ RUN = (
 )  # fmt: skip
 IN_TRAINING = {
     "in the backward pass of step 4": Kill(0, "megatron_cp.runtime.dist_attn", "backward_pass", 14),
-    "after the update of step 4": Kill(1, "megatron_cp.training.loop", "train_step", 4, after=True),
+    "after the update of step 4": Kill(1, "megatron_cp.training.loop", "update", 4, after=True),
 }
 # The save of step 4: nothing there yet, tensors without manifest, everything but the tracker.
 IN_SAVE = {

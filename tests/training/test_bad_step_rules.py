@@ -90,17 +90,17 @@ def test_what_delayed_scaling_keeps_is_put_back_before_a_step_is_computed_again(
 def test_a_loss_that_stands_out_is_an_alert_and_its_step_is_booked(monkeypatch):
     from megatron_cp.training import loop
 
-    for name in ("check_same_batches", "train_step"):
+    for name in ("check_same_batches", "update"):
         monkeypatch.setattr(loop, name, mock.MagicMock())
     monkeypatch.setattr(loop, "try_next_batches", lambda _: ([], None))
     run = mock.MagicMock()
     run.state.iteration, run.state.consumed_samples = 6, 0
     run.state.config.records.log_params_norm = False
-    for struck, alerts in ((None, 0), ("step 8: the loss is at least 10 times", 1)):
-        run.check.struck = struck
+    for striking, alerts in ((None, 0), ("step 8: the loss is at least 10 times", 1)):
+        run.check.compute.return_value.striking = striking
         loop._step(run)
         assert run.journal.alert.call_count == alerts
-    assert run.journal.alert.call_args.args == ("a step stands out", struck)
+    assert run.journal.alert.call_args.args == ("a step stands out", striking)
     assert run.journal.step.call_count == 2
 
 
@@ -112,9 +112,8 @@ def test_a_bad_step_that_ends_the_run_is_an_alert_before_it_is_an_error(monkeypa
 
     monkeypatch.setattr(loop, "try_next_batches", lambda _: ([], None))
     monkeypatch.setattr(loop, "check_same_batches", lambda *_, **__: [])
-    monkeypatch.setattr(loop, "train_step", ends)
     run = mock.MagicMock()
-    run.state.iteration = 0
+    run.state.iteration, run.check.compute = 0, ends
     with pytest.raises(loop.BadStepError):
         loop._step(run)
     (told,) = run.journal.alert.call_args_list
@@ -141,7 +140,7 @@ def test_gradients_are_read_where_somebody_looks_at_them(monkeypatch, is_wanted,
 def test_what_probes_changed_is_put_back_behind_a_step_that_is_left_out(monkeypatch):
     """Routers count tokens in buffers, for the update that is not made."""
     from megatron_cp.training.bad_steps import check
-    from megatron_cp.training.bad_steps.attempt import Attempt
+    from megatron_cp.training.bad_steps.attempt import Attempt, Verdict
 
     order = []
     before = mock.Mock(restore=lambda *_: order.append("restore"))
@@ -157,5 +156,6 @@ def test_what_probes_changed_is_put_back_behind_a_step_that_is_left_out(monkeypa
     config = mock.MagicMock()
     config.steps.rerun_mode = "disabled"
     step_check = check.StepCheck(config, mock.Mock())
-    assert step_check(mock.Mock(), mock.Mock(), 1, [mock.Mock()]) == (bad, False)
+    verdict = step_check.compute(mock.Mock(), mock.Mock(), 1, [mock.Mock()])
+    assert verdict == Verdict(bad, is_applied=False)
     assert order == ["probe", "tell", "restore"]

@@ -95,7 +95,7 @@ from megatron_cp.mcore import compat, cpu
 compat.silence_known_warnings(); cpu.install()
 from tests.faults.program import Kill, _arm
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
-    _arm(Kill(1, "megatron_cp.training.loop", "train_step", 4))
+    _arm(Kill(1, "megatron_cp.training.bad_steps.check", "StepCheck.compute", 4))
 from pretrain_gpt import main
 main()
 """

@@ -25,7 +25,9 @@ def runs(tmp_path_factory) -> Path:
         "--profile-step-start 1 --profile-step-end 3 --profile-ranks 0 1 --no-wandb --eval-iters 0 "
         "--exit-signal-handler"
     )
-    leave = Kill(0, "megatron_cp.training.loop", "train_step", 2, signals=(signal.SIGTERM,))
+    leave = Kill(
+        0, "megatron_cp.training.bad_steps.check", "StepCheck.compute", 2, signals=(signal.SIGTERM,)
+    )
     launches = [
         Launch((*SMALL_RUN, *flags.split(), "--run-dir", str(root / name)), 2, kill=kill)
         for name, kill in {"whole": None, "cut": leave}.items()

@@ -1,9 +1,8 @@
-"""Forward and backward over one global batch, before anything is updated, and what of it is bad.
+"""What forward and backward over one global batch came to on a rank, before anything is updated.
 
-    loss not finite, gradient not finite        bad: never applied
-    10 times the largest of the first 100       striking: applied, and told
-
-Each rank looks at its own numbers; one all-reduce of four numbers makes all of them decide alike.
+LocalGradients    reads their norm when backward has ended
+Attempt           loss, tokens and that norm
+Verdict           the attempt, and what becomes of it (check.py)
 """
 
 from __future__ import annotations
@@ -41,6 +40,16 @@ class Attempt:
         sums = torch.empty(0) if self.sums is None else self.sums.flatten().cpu()
         numbers = torch.cat([sums.double(), torch.tensor([self.grad_norm], dtype=torch.float64)])
         return torch.where(numbers.isnan(), torch.nan, numbers)  # one NaN for all of them
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a step came to on this rank, and what all ranks make of it."""
+
+    attempt: Attempt
+    is_applied: bool
+    striking: str | None = None
+    """What stands out in the step, one line; None where nothing does."""
 
 
 @dataclass

@@ -2,6 +2,11 @@
 
     forward, backward ──> bad on any rank? ──> the same once more ──> which document ──> told, kept, left out or stop
 
+    loss not finite, gradient not finite        bad: never applied
+    10 times the largest of the first 100       striking: applied, and told
+
+Each rank looks at its own numbers; one all-reduce of four numbers makes all of them decide alike.
+
 Source: the modes of `--rerun-mode` are those of Megatron-Core's rerun state machine, with two differences: a bad
 result is not computed again on another GPU after a restart, and what caused it is searched for.
 """
@@ -17,7 +22,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_cp.data.batch import PlannedBatch, PlanRequest
-from megatron_cp.training.bad_steps.attempt import Attempt, Ceiling
+from megatron_cp.training.bad_steps.attempt import Attempt, Ceiling, Verdict
 from megatron_cp.training.bad_steps.probe import Before, Culprit, Probe
 from megatron_cp.training.bad_steps.record import Finding, gathered, keep, view_of
 from megatron_cp.training.config import TrainConfig
@@ -68,13 +73,11 @@ class StepCheck:
     repeats: Repeats = field(default_factory=Repeats)
     loss_ceiling: Ceiling = field(default_factory=Ceiling)
     gradient_ceiling: Ceiling = field(default_factory=Ceiling)
-    struck: str | None = None
-    """What stands out in the last step, one line; None where nothing does."""
 
-    def __call__(
+    def compute(
         self, runner: Runner, optimizer: Any, iteration: int, batches: list[PlannedBatch]
-    ) -> tuple[Attempt, bool]:
-        """Returns what step `iteration` came to, and whether it is to be applied.
+    ) -> Verdict:
+        """Returns what forward and backward of step `iteration` came to, and whether it is to be applied.
 
         Collective. Raises BadStepError on every rank where a bad step ends the run.
         """
@@ -89,10 +92,10 @@ class StepCheck:
             self.repeats.add(attempt, again)
             if iteration % self.config.records.log_interval == 0:
                 print_rank_0(self.repeats.line())
-        what = self._judge(attempt, iteration)
+        what, striking = self._judge(attempt, iteration)
         if not checks or what is None:
             self.in_a_row = 0
-            return attempt, True
+            return Verdict(attempt, True, striking)
         assert before is not None
         self.in_a_row += 1
         differs = None
@@ -104,26 +107,26 @@ class StepCheck:
         views = gathered(view_of(attempt, differs=differs, **found))
         self._tell(Finding(iteration, what, views, culprit))
         before.restore(runner, len(batches))  # routers count tokens for the update that is not made
-        return attempt, False
+        return Verdict(attempt, False, striking)
 
-    def _judge(self, attempt: Attempt, iteration: int) -> str | None:
-        """Returns what is bad on any rank, None where nothing is; tells what strikes. Collective."""
+    def _judge(self, attempt: Attempt, iteration: int) -> tuple[str | None, str | None]:
+        """Returns what is bad on any rank and what strikes, each None where nothing does. Collective."""
         steps, loss, norm = self.config.steps, attempt.loss, attempt.grad_norm
         wants = (steps.check_for_spiky_loss, steps.check_for_large_grads)
         if not (steps.check_for_nan_in_loss_and_grad or any(wants)):
-            return None
+            return None, None
         bad_loss, bad_gradient, spike, large = any_rank(
             loss is not None and not math.isfinite(loss),
             not math.isfinite(norm),
             wants[0] and loss is not None and self.loss_ceiling.is_reached_by(loss),
             wants[1] and self.gradient_ceiling.is_reached_by(norm),
         )
-        self.struck = _striking(attempt, iteration, is_loss=spike) if spike or large else None
-        if self.struck is not None:
-            print_rank_0(f"warning: {self.struck}")
+        striking = _striking(attempt, iteration, is_loss=spike) if spike or large else None
+        if striking is not None:
+            print_rank_0(f"warning: {striking}")
         if bad_loss and bad_gradient:
-            return "the loss and the gradient are"
-        return "the loss is" if bad_loss else "the gradient is" if bad_gradient else None
+            return "the loss and the gradient are", striking
+        return "the loss is" if bad_loss else "the gradient is" if bad_gradient else None, striking
 
     def _found(
         self, probe: Probe, culprit: Culprit, batches: list[PlannedBatch], iteration: int
