@@ -123,14 +123,14 @@ class PackedBatch:
 
 @dataclass(frozen=True)
 class PlannedBatch:
-    """A micro-batch and its plans by layer kind; `metrics` are numbers for the log.
+    """A micro-batch and its plans by layer kind, which took `plan_ms` to make.
 
     `spans_replicas`: it is that of all replicas, planned over their context ranks together (`hybrid.py`).
     """
 
     batch: PackedBatch
     plans: Mapping[str, AttentionPlan]
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    plan_ms: float = 0.0
     spans_replicas: bool = False
 
 
@@ -215,20 +215,10 @@ def join_batches(batches: Sequence[PackedBatch]) -> PackedBatch:
 
 
 def plan_batch(batch: PackedBatch, request: PlanRequest) -> PlannedBatch:
-    """Returns the batch with its plans, and what the log wants to know about both."""
+    """Returns the batch with its plans."""
     started = time.perf_counter()
     plans = make_batch_plans(batch.mask, request)
-    plan_ms = (time.perf_counter() - started) * 1e3
-    p50, p99 = np.percentile(batch.document_lengths, [50, 99])
-    metrics = {
-        "docs_per_pack": float(len(batch.document_lengths)),
-        "doc_len_p50": float(p50),
-        "doc_len_p99": float(p99),
-        "plan_ms": plan_ms,
-        "area": float(batch.mask.area()),
-        "padding": float(len(batch.tokens) - sum(batch.document_lengths)),
-    }
-    return PlannedBatch(batch, plans, metrics)
+    return PlannedBatch(batch, plans, plan_ms=(time.perf_counter() - started) * 1e3)
 
 
 def visible_prefix(documents: Texts, piece: Piece) -> int:

@@ -332,7 +332,7 @@ def test_the_plan_of_every_context_size_is_made_from_the_rearranged_lengths(toke
     assert list(batch.document_lengths) != [piece.length for piece in pack.pieces]
     for cp_size in (1, 2, 3):
         planned = plan_batch(batch, PlanRequest(cp_size=cp_size))
-        assert planned.metrics["area"] == expected
+        assert planned.plans["full"].mask.area() == expected
         assert planned.batch.tokens.tolist() == batch.tokens.tolist()
 
 

@@ -192,7 +192,9 @@ def test_work_is_balanced_over_ranks_by_area(tmp_path):
     areas = []
     for rank in range(4):
         with PackedLoader(documents, config, dp_rank=rank, dp_size=4) as loader:
-            areas.append(sum(next(loader).metrics["area"] for _ in range(loader.num_microbatches)))
+            areas.append(
+                sum(next(loader).batch.mask.area() for _ in range(loader.num_microbatches))
+            )
     assert len(set(areas)) == 1  # each has one long document; in order, rank 0 would have all four
 
 
@@ -308,17 +310,6 @@ def test_settings_that_cannot_work_are_refused_before_any_worker_starts(document
     mixed = write_corpus(tmp_path / "c", [5, 6], [0, -1])
     with pytest.raises(ValueError, match=r"document 1 of .*set --reset-attention-mask"):
         PackedLoader(mixed, changed(reset_attention_mask=False))
-
-
-def test_metrics_tell_the_shape_of_a_batch(documents):
-    with PackedLoader(documents, CONFIG) as loader:
-        planned = next(loader)
-    lengths = planned.batch.document_lengths
-    assert planned.metrics["docs_per_pack"] == len(lengths)
-    assert planned.metrics["doc_len_p50"] == np.median(lengths)
-    assert planned.metrics["padding"] == 16 - sum(lengths)
-    assert planned.metrics["area"] == planned.batch.mask.to_dense().sum()
-    assert planned.metrics["plan_ms"] >= 0
 
 
 def test_workers_end_when_the_trainer_is_killed(documents):

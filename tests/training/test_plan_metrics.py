@@ -1,5 +1,6 @@
 """What a step logs about its plans, counted again from messages and dense masks."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -56,7 +57,10 @@ def metrics_of(planner, full_layers=FULL_LAYERS):
         model=model,
         parallel=SimpleNamespace(tensor_model_parallel_size=TENSOR_RANKS, spans_replicas=False),
     )
-    batches = [planned(lengths, planner, full_layers) for lengths in PACKS]
+    batches = [
+        replace(planned(lengths, planner, full_layers), plan_ms=float(place))
+        for place, lengths in enumerate(PACKS)
+    ]
     counted = [
         (name, bytes_of(plan), areas_of(plan), milliseconds(plan))
         for item in batches
@@ -116,6 +120,7 @@ def test_metrics_of_a_step_equal_a_count_over_all_its_plans(planner, full_layers
     lengths = np.concatenate(PACKS)
     assert metrics["data/docs_per_pack"] == len(lengths) / len(PACKS)
     assert metrics["data/doc_len_p50"] == np.median(lengths)
+    assert metrics["cp/plan_ms"] == np.mean(range(len(PACKS)))
     assert metrics["cp/tokens_per_rank"] * CP >= 1024
 
 

@@ -76,7 +76,7 @@ def plan_metrics(config: TrainConfig, batches: list[PlannedBatch]) -> dict[str, 
             per_document_imbalance(item.plans[shown], replicas) for item in batches
         ),
         "cp/tokens_per_rank": float(batches[0].plans["full"].tokens_per_rank),
-        "cp/plan_ms": float(np.mean([item.metrics.get("plan_ms", 0.0) for item in batches])),
+        "cp/plan_ms": float(np.mean([item.plan_ms for item in batches])),
         "cp/comm_bytes_sent": tp * sum_of(lambda one: one.sent_bytes),
         "cp/ring_bytes_sent": tp * sum_of(lambda one: one.ring_bytes),
         "cp/predicted_ms": sum_of(lambda one: one.predicted_ms),
