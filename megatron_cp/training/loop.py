@@ -88,23 +88,19 @@ class Run:
         self.journal.finish()
 
 
-def go_through(run: Run) -> None:
+def run_to_end(run: Run) -> None:
     """Trains from where the state stands to the end, then evaluates for the last time."""
-    with _published_if_all_end(run):
-        _go_through(run)
-
-
-def _go_through(run: Run) -> None:
-    print_rank_0("done with setup ...")
-    if not run.state.config.steps.skip_train and not run.exits.is_signalled():
-        print_rank_0("training ...")
-        _train(run)
-        print_datetime("after training is done")
-    for split, loader in (("validation", run.loaders.valid), ("test", run.loaders.test)):
-        if loader is not None and not run.journal.knows(split) and not run.exits.is_signalled():
-            _evaluate(run, loader, split=split)
-    _write_texts(run)
-    run.journal.close_well()
+    with _published_if_all_ranks_end(run):
+        print_rank_0("done with setup ...")
+        if not run.state.config.steps.skip_train and not run.exits.is_signalled():
+            print_rank_0("training ...")
+            _train(run)
+            print_datetime("after training is done")
+        for split, loader in (("validation", run.loaders.valid), ("test", run.loaders.test)):
+            if loader is not None and not run.journal.knows(split) and not run.exits.is_signalled():
+                _evaluate(run, loader, split=split)
+        _write_texts(run)
+        run.journal.close_well()
 
 
 def _train(run: Run) -> None:
@@ -120,7 +116,7 @@ def _train(run: Run) -> None:
     ):
         while state.iteration < steps.train_iters:
             profiler.before_step(state.iteration)
-            with _kept_if_batches_end(run):
+            with _saved_if_batches_fail(run):
                 _step(run)
             profiler.after_step(state.iteration)
             bar.step(run.journal.tokens_per_s)
@@ -131,7 +127,7 @@ def _train(run: Run) -> None:
             interval = steps.check_weight_hash_across_dp_replicas_interval
             if interval and state.iteration % interval == 0:
                 _compare_replicas(run)
-            stops = run.exits.hold(state.iteration)
+            stops = run.exits.stops_after(state.iteration)
             is_due = save_interval and state.iteration % save_interval == 0
             if saver is not None and (is_due or stops):
                 _save(run, saver, is_last=stops)
@@ -158,7 +154,7 @@ def _step(run: Run) -> None:
     waited_s = time.perf_counter() - started
     progress.at("comparison of batches")
     where = f"step {state.iteration + 1}"
-    run.journal.compare(check_same_batches(batches, where, busy.told(), failure))
+    run.journal.name_slow_ranks(check_same_batches(batches, where, busy.told(), failure))
     progress.at("forward and backward")
     try:
         with busy.computing():
@@ -178,7 +174,7 @@ def _step(run: Run) -> None:
 
 
 @contextmanager
-def _kept_if_batches_end(run: Run) -> Iterator[None]:
+def _saved_if_batches_fail(run: Run) -> Iterator[None]:
     """Saves the steps before batches that cannot be read, or differ: they were right."""
     try:
         yield
@@ -192,7 +188,7 @@ def _kept_if_batches_end(run: Run) -> Iterator[None]:
 
 
 @contextmanager
-def _published_if_all_end(run: Run) -> Iterator[None]:
+def _published_if_all_ranks_end(run: Run) -> Iterator[None]:
     """Completes what is written in the background where an error ends all ranks together; it was right."""
     try:
         yield
@@ -224,7 +220,7 @@ def _evaluate(run: Run, loader: PackedLoader, *, split: str) -> None:
     num_batches = run.state.config.steps.eval_iters
     run.runner.progress.at(f"evaluation ({split})")
     with (
-        _kept_if_batches_end(run),
+        _saved_if_batches_fail(run),
         whole_parameters(run.runner),
         run.runner.timers.measure("evaluate"),
     ):

@@ -44,7 +44,7 @@ from megatron_cp.training.logging.lines import arguments_block, print_rank_0
 from megatron_cp.training.logging.loggable import loggable_arguments
 from megatron_cp.training.logging.timers import Timers
 from megatron_cp.training.logging.wandb_run import Media
-from megatron_cp.training.loop import Loaders, Run, go_through
+from megatron_cp.training.loop import Loaders, Run, run_to_end
 from megatron_cp.training.optim import build_optimizer, build_scheduler
 from megatron_cp.training.replicas import ReplicasDifferError
 from megatron_cp.training.same_batches import BatchError
@@ -86,32 +86,10 @@ def pretrain(
     gives logits instead of losses, for samples of text.
     """
     with one_line_errors():
-        config, data = datasets.open_data(config)
-        request = datasets.plan_request(config, on_cuda=torch.cuda.is_available())
-        check = datasets.build_loader(
-            config,
-            data,
-            request,
-            split="train",
-            dp_rank=0,
-            dp_size=config.parallel.data_parallel_size,
-        )
-        assert check is not None
-        datasets.check_first_batch(config, data, request)
-        check_backend(config)
-        if model_checker is not None and not config.steps.plan_only:
-            model_checker(config)
-        if config.checkpoint.load is not None:
-            config = follow_release(config)
-            check_checkpoint(config)
-        if not config.steps.plan_only:  # last, as it makes the folders
-            check_writable("--save", config.checkpoint.save)
-            check_writable("--run-dir", config.records.run_dir)
-            check_writable("--tensorboard-dir", config.records.tensorboard_dir)
-    if config.steps.plan_only:
-        show_plans(config, check)
-        return
-    with one_line_errors():
+        config, data, request = _prepare(config, model_checker)
+        if config.steps.plan_only:
+            show_plans(config, data, request)
+            return
         files = datasets.recorded_files(data)
         device = initialize_distributed(config, datasets.digests(data), files)
         held = _hold_folders(config)
@@ -131,10 +109,34 @@ def pretrain(
             texts, said = make_sampler(runner, data, request, tokenizer, logits_step)
             described = {"data": datasets.describe(data, tokenizer), "text_samples": said}
             journal = Journal(state, flops_provider(config), described, runner.timers, make_media)
-            _go_through(Run(state, runner, loaders, journal, texts))
+            _run_and_close(Run(state, runner, loaders, journal, texts))
     finally:
         watchdog.close()
         dist.destroy_process_group()
+
+
+def _prepare(
+    config: TrainConfig, model_checker: ModelChecker | None
+) -> tuple[TrainConfig, RunData, PlanRequest]:
+    """Returns the documents, the plans that their batches need, and the configuration with what files add to it.
+
+    That is the vocabulary, a release to load, and notes. Raises what `one_line_errors` takes for all that can be
+    wrong without a process group.
+    """
+    config, data = datasets.open_data(config)
+    request = datasets.plan_request(config, on_cuda=torch.cuda.is_available())
+    datasets.check_first_batch(config, data, request)
+    check_backend(config)
+    if model_checker is not None and not config.steps.plan_only:
+        model_checker(config)
+    if config.checkpoint.load is not None:
+        config = follow_release(config)
+        check_checkpoint(config)
+    if not config.steps.plan_only:  # last, as it makes the folders
+        check_writable("--save", config.checkpoint.save)
+        check_writable("--run-dir", config.records.run_dir)
+        check_writable("--tensorboard-dir", config.records.tensorboard_dir)
+    return config, data, request
 
 
 def _hold_folders(config: TrainConfig) -> ExitStack:
@@ -165,10 +167,10 @@ def _verify_token_files(data: RunData) -> None:
     print_rank_0("> SHA-256 of all token files are those of their manifests")
 
 
-def _go_through(run: Run) -> None:
-    """The loop; what ends it on all ranks alike is one line."""
+def _run_and_close(run: Run) -> None:
+    """Trains and evaluates; what ends the run on all ranks alike is one line."""
     try:
-        go_through(run)
+        run_to_end(run)
     except (ReplicasDifferError, SaveError, PlanMismatchError, BadStepError, BatchError) as problem:
         sys.stderr.write(f"pretrain_gpt.py: error: {problem}\n")
         code = BAD_STEP_CODE if isinstance(problem, BadStepError) else 1
@@ -228,10 +230,15 @@ def check_backend(config: TrainConfig) -> None:
     )
 
 
-def show_plans(config: TrainConfig, loader: PackedLoader) -> None:
+def show_plans(config: TrainConfig, data: RunData, request: PlanRequest) -> None:
     """Prints the plans of the first batches on rank 0: the dry run of `--plan-only`."""
     if config.parallel.rank != 0:
         return
+    replicas = config.parallel.data_parallel_size
+    loader = datasets.build_loader(
+        config, data, request, split="train", dp_rank=0, dp_size=replicas
+    )
+    assert loader is not None
     for number in range(config.steps.plan_batches):
         if exit_signal.arrived():
             break

@@ -24,7 +24,7 @@ class ExitConditions:
             self._agree(exit_signal.arrived(), is_late=False)
         return self._is_signalled
 
-    def hold(self, iteration: int) -> bool:
+    def stops_after(self, iteration: int) -> bool:
         """Whether the run stops after this iteration.
 
         Collective with `--exit-signal-handler` and `--exit-duration-in-mins`, one number for both.

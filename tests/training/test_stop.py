@@ -20,7 +20,7 @@ def iterations_of_exit(rank, world_size, flags, seconds, setup_s=0):
             conditions = stop.ExitConditions(parse_arguments([*SMALL_RUN, *flags], {}))
             for iteration in range(1, 6):
                 clock[0] += seconds[rank]
-                if conditions.hold(iteration):
+                if conditions.stops_after(iteration):
                     return iteration
         finally:
             stop.time.monotonic, exit_signal.STARTED = monotonic, started

@@ -124,7 +124,7 @@ class Journal:
         if state.iteration % config.records.log_interval == 0:
             self._print(result, params_norm)
 
-    def compare(self, told: list[list[int]]) -> None:
+    def name_slow_ranks(self, told: list[list[int]]) -> None:
         """Names ranks that stay behind, from what every rank told of itself; nothing where none did."""
         for slow in self.stragglers.stay_behind(told) if told[0] else ():
             where = [f"{own_place()} on {socket.gethostname()}"]
