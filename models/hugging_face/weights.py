@@ -1,7 +1,8 @@
 """Tables of weights: which tensors of Hugging Face make which of Megatron, by kind of layer.
 
 Names and shapes are those of the families' published checkpoints as `transformers` saves them;
-Megatron's are the sharded keys of megatron-core's layer specs.
+Megatron's are the sharded keys of megatron-core's layer specs. Shapes are in letters: "QH" is
+query heads x head width by hidden (the legend of all of them stands in rows.py).
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
 
-from megatron_cp.plan.study.compare import best_other
 from megatron_cp.report.draw.html import Section, Tile, page, row, strip
 from megatron_cp.report.draw.svg import Markup, plain, short_bytes, short_tokens
 from megatron_cp.report.dry_run.study import DryRun
@@ -20,10 +19,8 @@ from megatron_cp.report.figures.packs import (
     volume_words,
 )
 from megatron_cp.report.figures.planners import (
-    against,
-    headline,
+    comparison_tiles,
     machine_words,
-    named,
     planner_table,
 )
 from megatron_cp.report.figures.view import USUAL, PackView, view_of_pack
@@ -79,15 +76,15 @@ def pack_views(run: DryRun) -> list[PackView]:
 
 def _tiles(run: DryRun, packs: list[PackView]) -> list[Tile]:
     mine = run.ours
-    best, usual = best_other(run.outcomes, mine.planner), named(run.outcomes, USUAL)
     over = f"mean over {len(packs)} packs"
-    tiles = [
+    return [
         Tile(
             "Attention per layer",
             f"{plain(mine.predicted_ms)} ms",
             f"{machine_name(run)}, {over}",
             True,
         ),
+        *comparison_tiles(mine, run.outcomes),
         Tile("Over the bound", f"{mine.gap:.2f} ×", "1 = no plan can be predicted faster", True),
         Tile("Balance, max / mean area", f"{mine.imbalance:.3f}", over),
         _volume_tile(packs),
@@ -97,21 +94,6 @@ def _tiles(run: DryRun, packs: list[PackView]) -> list[Tile]:
             f"of a causal triangle; {len(packs[0].document_lengths)} documents in the first pack",
         ),
     ]
-    for label, other in (
-        ("Against the best of the others", best),
-        ("Against the usual scheme", usual),
-    ):
-        if other is not None and other is not mine:
-            tiles.insert(
-                1,
-                Tile(
-                    label,
-                    headline(mine, other),
-                    f"{mine.planner}: {against(mine, other, '×')}",
-                    True,
-                ),
-            )
-    return tiles
 
 
 def machine_name(run: DryRun) -> str:

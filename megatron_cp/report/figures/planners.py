@@ -15,7 +15,7 @@ from megatron_cp.config import CPConfig, Topology
 from megatron_cp.plan.hardware.speeds import known_speeds
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.study.compare import Outcome, best_other
-from megatron_cp.report.draw.html import PREDICTED, scrolling
+from megatron_cp.report.draw.html import PREDICTED, Tile, scrolling
 from megatron_cp.report.draw.svg import Markup, aligned, escape, tag
 from megatron_cp.report.draw.table import text_table
 from megatron_cp.report.figures.view import USUAL, USUAL_WORDS
@@ -100,11 +100,24 @@ def against(ours: Outcome, other: Outcome, times: str = "x") -> str:
     return f"{'at most ' if other.is_best_case else ''}{1 / ratio:.2f} {times} slower than {name}"
 
 
-def headline(ours: Outcome, other: Outcome) -> str:
+def _times(ours: Outcome, other: Outcome) -> str:
     """Returns the number of `against` alone, for a tile whose words say faster or slower."""
     ratio = other.predicted_ms / ours.predicted_ms if ours.predicted_ms else 1.0
     sign = ("≥ " if ratio > 1 else "≤ ") if other.is_best_case else ""
     return f"{sign}{max(ratio, 1 / ratio):.2f} ×"
+
+
+def comparison_tiles(ours: Outcome, outcomes: Sequence[Outcome]) -> list[Tile]:
+    """Returns a tile for the usual scheme and one for the best of the others, where there are such."""
+    baselines = (
+        ("Against the usual scheme", named(outcomes, USUAL)),
+        ("Against the best of the others", best_other(outcomes, ours.planner)),
+    )
+    return [
+        Tile(label, _times(ours, other), f"{ours.planner}: {against(ours, other, '×')}", True)
+        for label, other in baselines
+        if other is not None and other is not ours
+    ]
 
 
 def comparisons(ours: Outcome, outcomes: Sequence[Outcome], times: str = "x") -> list[str]:

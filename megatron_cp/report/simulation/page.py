@@ -16,8 +16,7 @@ from megatron_cp.report.draw.svg import Markup, plain, short_tokens, tag
 from megatron_cp.report.figures.packs import communication_figure
 from megatron_cp.report.figures.plan import heat_maps
 from megatron_cp.report.figures.planners import (
-    against,
-    headline,
+    comparison_tiles,
     links_words,
     planner_table,
     speed_words,
@@ -123,32 +122,18 @@ def _pictured(step: Step) -> list[AttentionPlan]:
 
 def _tiles(step: Step) -> list[Tile]:
     ours = step.ours
-    tiles = [
+    return [
         Tile(
             "Attention per layer",
             f"{plain(ours.predicted_ms, 4)} ms",
             f"{step.cp_size} ranks, forward + backward",
             True,
         ),
+        *comparison_tiles(ours, step.outcomes),
         Tile("Over the bound", f"{ours.gap:.2f} ×", "1 = no plan can be faster", True),
         Tile("Balance", f"{ours.imbalance:.3f}", "largest over mean area"),
         Tile("Volume", f"{ours.volume_mean:.2f}", "mean inbound, a rank's query rows, forward"),
     ]
-    for label, other in (
-        ("Against the best of the others", step.best_other),
-        ("Against the usual scheme", step.usual),
-    ):
-        if other is not None and other is not ours:
-            tiles.insert(
-                1,
-                Tile(
-                    label,
-                    headline(ours, other),
-                    f"{ours.planner}: {against(ours, other, '×')}",
-                    True,
-                ),
-            )
-    return tiles
 
 
 def _scaling(study: Study) -> Figure:
