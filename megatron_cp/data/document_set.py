@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from megatron_cp.data.indexed import PREFIX_LENGTHS, IndexedDataset
 from megatron_cp.data.packing import Piece
-from megatron_cp.data.plain_array import read_plain_array
+from megatron_cp.data.plain_array import read_plain_array, write_plain_array
 from megatron_cp.data.supervision import Supervision, read_supervision
 
 BIDIRECTIONAL = -1
@@ -41,11 +41,7 @@ def write_prefix_lengths(prefix: str | os.PathLike[str], lengths: NDArray[np.int
         ValueError: not one kind for every document of the corpus, or a kind that it cannot have.
     """
     _check_prefix_lengths(lengths, IndexedDataset(prefix), "lengths")
-    path = prefix_lengths_path(prefix)
-    temporary = path.with_suffix(f".tmp{os.getpid()}")
-    with temporary.open("wb") as stream:
-        np.save(stream, np.asarray(lengths, dtype=np.int64), allow_pickle=False)
-    temporary.replace(path)
+    write_plain_array(prefix_lengths_path(prefix), np.asarray(lengths, dtype=np.int64))
 
 
 def _read_prefix_lengths(dataset: IndexedDataset) -> NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""An .npy file of numbers, read without running anything that it holds.
+"""An .npy file of numbers, written whole, and read without running anything that it holds.
 
 numpy.load looks at the first bytes: of a zip it makes an archive, of objects a pickle. Here both are refused, and the
 file's size decides before memory is taken.
@@ -49,6 +49,14 @@ def read_plain_array(path: Path, *, mapped: bool = False) -> NDArray[Any]:
         if mapped and count:
             return np.memmap(stream, dtype, "r", start, shape, order)
         return np.fromfile(stream, dtype, count).reshape(shape, order=order)
+
+
+def write_plain_array(path: Path, values: NDArray[Any]) -> None:
+    """Writes an .npy file of numbers; whoever reads it meanwhile finds the old one or the new one."""
+    temporary = path.with_suffix(f".tmp{os.getpid()}")
+    with temporary.open("wb") as stream:
+        np.save(stream, values, allow_pickle=False)
+    temporary.replace(path)
 
 
 def _header(stream: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:

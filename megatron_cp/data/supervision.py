@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_cp.data.indexed import SUPERVISED, IndexedDataset
-from megatron_cp.data.plain_array import read_plain_array
+from megatron_cp.data.plain_array import read_plain_array, write_plain_array
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,7 @@ def write_supervision(
     """
     rows = np.array(spans, dtype=np.int64).reshape(-1, 3)
     _check(rows, IndexedDataset(prefix), "spans")
-    path = supervision_path(prefix)
-    temporary = path.with_suffix(f".tmp{os.getpid()}")
-    with temporary.open("wb") as stream:
-        np.save(stream, rows, allow_pickle=False)
-    temporary.replace(path)
+    write_plain_array(supervision_path(prefix), rows)
 
 
 def read_supervision(dataset: IndexedDataset) -> Supervision | None:
