@@ -1,92 +1,18 @@
-"""Adam for Megatron's distributed optimizer where neither Transformer Engine nor apex is installed.
+"""What the state of Megatron's optimizers lacks for a run that is saved, loaded and goes on.
 
-Megatron then falls back to torch's AdamW, whose step count is one tensor per parameter. On resume
-the distributed optimizer gives *all* parameters the same tensor, torch advances it once per
-parameter, and training goes on silently wrong (measured: loss 4.7571 instead of 4.7471 two steps
-later). apex's FusedAdam keeps one count per parameter group; Megatron's code paths for it are
-right. This module is that optimizer in plain torch, and the switch that makes Megatron use it.
-
-It concerns GPUs without Transformer Engine just as much as CPUs.
+before the first step    SGD's rule by which its state begins
+before a save            the state of parameters that were never updated; the padding that ends buckets
+after a load             one step count for each group, where a checkpoint counts each parameter's
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-
-from megatron_cp.mcore import compat
-
-
-class ForeachAdam(torch.optim.Optimizer):
-    """Adam or AdamW with apex's interface: the step count lives in the parameter group.
-
-    The state of a parameter is `exp_avg` and `exp_avg_sq`, in the parameter's dtype. Bias is
-    corrected as in torch.
-
-    Source: Kingma and Ba (arXiv 1412.6980), Loshchilov and Hutter (arXiv 1711.05101).
-    """
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        adam_w_mode: bool = True,
-        capturable: bool = False,
-    ) -> None:
-        if capturable:
-            raise NotImplementedError(
-                "capturable=True is not served: the step count is a Python number; switch "
-                "optimizer_cuda_graph off"
-            )
-        self.adam_w_mode = adam_w_mode
-        # A group that never stepped has its count too: a checkpoint of it is loaded like any other.
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0}
-        super().__init__(params, defaults)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Updates every parameter that has a gradient.
-
-        Raises:
-            ValueError: if a closure is given; Megatron never does.
-        """
-        if closure is not None:
-            raise ValueError(f"closure={closure!r} is not served; call step() without arguments")
-        for group in self.param_groups:
-            # Counted also for a group without parameters here: groups are compared across ranks.
-            group["step"] = int(group.get("step", 0)) + 1
-            params = [param for param in group["params"] if param.grad is not None]
-            if params:
-                self._update(group, params)
-
-    def _update(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
-        beta1, beta2 = group["betas"]
-        grads = [param.grad for param in params if param.grad is not None]
-        for param in params:
-            if not self.state[param]:
-                self.state[param]["exp_avg"] = torch.zeros_like(param)
-                self.state[param]["exp_avg_sq"] = torch.zeros_like(param)
-        means = [self.state[param]["exp_avg"] for param in params]
-        squares = [self.state[param]["exp_avg_sq"] for param in params]
-        if group["weight_decay"] and self.adam_w_mode:
-            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-        elif group["weight_decay"]:
-            grads = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
-        torch._foreach_lerp_(means, grads, 1 - beta1)
-        torch._foreach_mul_(squares, beta2)
-        torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
-        denominators = torch._foreach_sqrt(squares)
-        torch._foreach_div_(denominators, (1 - beta2 ** group["step"]) ** 0.5)
-        torch._foreach_add_(denominators, group["eps"])
-        rate = group["lr"] / (1 - beta1 ** group["step"])
-        torch._foreach_addcdiv_(params, means, denominators, -rate)
 
 
 def install_first_momentum(optimizer: Any) -> None:
@@ -186,32 +112,3 @@ def _padding_gathered(buffers: Iterable[Any]) -> Iterator[None]:
     finally:
         for part, count in plain.items():
             part.numel_unpadded = count
-
-
-def install_foreach_adam() -> bool:
-    """Returns True if Megatron now builds `ForeachAdam`, False where TE or apex serve it.
-
-    Call it before `get_megatron_optimizer`. It calls `repair_padded_buckets`. A second call changes nothing.
-    """
-    from megatron.core import optimizer
-    from megatron.core.optimizer import distrib_optimizer
-
-    repair_padded_buckets()
-    if compat.has_fused_adam() and optimizer.Adam is not ForeachAdam:
-        return False
-    if optimizer.Adam is ForeachAdam:
-        return True
-    optimizer.Adam = distrib_optimizer.Adam = ForeachAdam
-    optimizer.USING_PYTORCH_OPTIMIZER = False
-    distrib_optimizer.HAVE_APEX_OR_TE = True
-    distrib_optimizer.USING_APEX_OPTIMIZER = True
-    # In fp32 its shards are views of leaf parameters, which it then copies into: needs no_grad.
-    plain_load = distrib_optimizer.DistributedOptimizer.load_state_dict
-
-    @functools.wraps(plain_load)
-    def load_state_dict(self: Any, state_dict: Any) -> None:
-        with torch.no_grad():
-            plain_load(self, state_dict)
-
-    distrib_optimizer.DistributedOptimizer.load_state_dict = load_state_dict
-    return True

@@ -37,10 +37,10 @@ from megatron.core.transformer.transformer_layer import (
 
 from megatron_cp.mcore import compat, hooks, layers, program
 from megatron_cp.mcore.attention import ContextParallelAttention
+from megatron_cp.mcore.foreach_adam import install_foreach_adam
 from megatron_cp.mcore.gated_delta_net import ContextGatedDeltaNet, gated_delta_net_layer
 from megatron_cp.mcore.linear_layers import linear_layers
 from megatron_cp.mcore.norm import MEGATRONS_OWN, LocalNorm
-from megatron_cp.mcore.optimizer import install_foreach_adam
 from megatron_cp.mcore.router import ContextRouter, EqualWeightRouter
 from megatron_cp.mcore.validation import check_engine, check_spec
 

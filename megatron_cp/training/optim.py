@@ -9,7 +9,8 @@ import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron_cp.mcore.optimizer import install_first_momentum, install_foreach_adam
+from megatron_cp.mcore.foreach_adam import install_foreach_adam
+from megatron_cp.mcore.optimizer import install_first_momentum
 from megatron_cp.mcore.parameter_groups import name_decoupled_groups
 from megatron_cp.training.config import TrainConfig
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_cp.mcore.optimizer import ForeachAdam
+from megatron_cp.mcore.foreach_adam import ForeachAdam
 from megatron_cp.mcore.parameter_groups import groups_found_at_any_rate, name_decoupled_groups
 from megatron_cp.training.checkpoint.writer import saving_in_this_process
 from tests.mcore.tiny_gpt import Case, Trainer, parallel_state

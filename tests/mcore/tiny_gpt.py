@@ -251,7 +251,7 @@ class Trainer:
         )
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-        from megatron_cp.mcore.optimizer import install_foreach_adam
+        from megatron_cp.mcore.foreach_adam import install_foreach_adam
 
         install_foreach_adam()
         self.case, self.groups = case, groups
