@@ -2,8 +2,8 @@
 
     argv -> arguments/ (draft, completed, checked) -> TrainConfig -> everything else, which only reads
 
-Every value has Megatron-LM's name and lies in one section. Flags that only help to complete others
-(`--train-samples`, `--lr-warmup-fraction`) end in `arguments/`; the whole list stays in
+Every value that the loop reads has Megatron-LM's name and lies in one section. Flags that only help to
+complete others (`--lr-warmup-fraction`) end in `arguments/`; the whole list stays in
 `TrainConfig.arguments`, for what is logged, compared between ranks, kept in checkpoints, or handed
 to Megatron-Core under the same name.
 """
@@ -67,6 +67,9 @@ class ModelConfig:
     spec: list[str] | None
     bf16: bool
     fp16: bool
+    fp8: str | None
+    qk_clip: bool
+    log_max_attention_logit: bool
     use_cpu_initialization: bool
     calculate_per_token_loss: bool
     cp_backend: str | None
@@ -119,6 +122,7 @@ class StepsConfig:
     """(packs consumed, packs per step from there on); the last size is `global_batch_size`."""
     eval_global_batch_size: int
     train_iters: int
+    train_samples: int | None
     skip_train: bool
     eval_iters: int
     eval_interval: int | None

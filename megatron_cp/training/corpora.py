@@ -217,7 +217,7 @@ def _num_samples(config: TrainConfig) -> tuple[int, int, int]:
     size = steps.global_batch_size
     if steps.plan_only:
         return steps.plan_batches * size, 0, 0
-    train: int = config.arguments.get("train_samples") or max(steps.train_iters, 1) * size
+    train: int = steps.train_samples or max(steps.train_iters, 1) * size
     num_evaluations = 1
     if steps.eval_interval and not steps.skip_train:
         num_evaluations += steps.train_iters // steps.eval_interval

@@ -28,6 +28,7 @@ from megatron_cp.errors import PlanMismatchError
 from megatron_cp.loggable_text import without_secrets
 from megatron_cp.training import datasets, exit_signal
 from megatron_cp.training.arguments import build_parser
+from megatron_cp.training.bad_steps.attempt import LocalGradients
 from megatron_cp.training.bad_steps.check import EXIT_CODE as BAD_STEP_CODE
 from megatron_cp.training.bad_steps.check import BadStepError
 from megatron_cp.training.checkpoint.choose import check_checkpoint
@@ -60,7 +61,7 @@ from megatron_cp.training.setup import (
 from megatron_cp.training.step import ForwardStep, Runner
 from megatron_cp.training.text_samples import LogitsStep, make_sampler
 from megatron_cp.training.together import refused_together
-from megatron_cp.training.watchdog import Progress, Watchdog
+from megatron_cp.training.watchdog import Watchdog
 
 FlopsProvider = Callable[[TrainConfig], ModelFlops]
 ModelChecker = Callable[[TrainConfig], None]
@@ -102,13 +103,17 @@ def pretrain(
                 _verify_token_files(data)
             set_seeds(config)
             loaders = _build_loaders(config, data, request)
-            state, runner = _build(config, model_provider, forward_step, device, watchdog.progress)
+            state, timers, gradients = _build(config, model_provider, device)
             with one_line_errors():
                 _resume(state, loaders.train, data)
+            config = state.config  # a resumed run may have another last step
+            runner = Runner(
+                config, state.model, device, forward_step, timers, gradients, watchdog.progress
+            )
             tokenizer = open_tokenizer(config.data)
             texts, said = make_sampler(runner, data, request, tokenizer, logits_step)
             described = {"data": datasets.describe(data, tokenizer), "text_samples": said}
-            journal = Journal(state, flops_provider(config), described, runner.timers, make_media)
+            journal = Journal(state, flops_provider(config), described, timers, make_media)
             _run_and_close(Run(state, runner, loaders, journal, texts))
     finally:
         watchdog.close()
@@ -308,7 +313,7 @@ def _resume(state: RunState, loader: PackedLoader, data: RunData) -> None:
 
 def _count_steps_anew(state: RunState) -> None:
     """Takes the samples that are left of --train-samples, whatever size the steps before had."""
-    config, samples = state.config, state.config.arguments.get("train_samples")
+    config, samples = state.config, state.config.steps.train_samples
     if not samples:
         return
     schedule = BatchSchedule(config.steps.batch_schedule)
@@ -322,13 +327,9 @@ def _count_steps_anew(state: RunState) -> None:
 
 
 def _build(
-    config: TrainConfig,
-    model_provider: ModelProvider,
-    forward_step: ForwardStep,
-    device: torch.device,
-    progress: Progress,
-) -> tuple[RunState, Runner]:
-    """Returns model, optimizer and schedule, connected."""
+    config: TrainConfig, model_provider: ModelProvider, device: torch.device
+) -> tuple[RunState, Timers, LocalGradients]:
+    """Returns model, optimizer and schedule, connected with each other and with what looks at them."""
     model = build_model(config, model_provider, device)
     optimizer = build_optimizer(config, model)
     scheduler = build_scheduler(config, optimizer)
@@ -337,4 +338,4 @@ def _build(
     timers = Timers(config)
     timers.connect(model, optimizer)
     state = RunState(config, model, optimizer, scheduler, count_parameters(model))
-    return state, Runner(config, model, device, forward_step, timers, gradients, progress)
+    return state, timers, gradients

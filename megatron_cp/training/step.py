@@ -182,7 +182,7 @@ def _clip_logits(runner: Runner, *, clips: bool) -> float | None:
     """
     if not _looks_at_logits(runner.config):
         return None
-    largest = clip_qk(runner.model, clips=clips and bool(runner.config.arguments["qk_clip"]))
+    largest = clip_qk(runner.model, clips=clips and runner.config.model.qk_clip)
     over_all = torch.tensor(largest, device=runner.device)
     dist.all_reduce(over_all, op=dist.ReduceOp.MAX)
     return float(over_all)
@@ -190,7 +190,7 @@ def _clip_logits(runner: Runner, *, clips: bool) -> float | None:
 
 def _looks_at_logits(config: TrainConfig) -> bool:
     """Returns whether attention keeps its largest logits."""
-    return bool(config.arguments["qk_clip"] or config.arguments["log_max_attention_logit"])
+    return config.model.qk_clip or config.model.log_max_attention_logit
 
 
 def _mean(total: torch.Tensor) -> tuple[float | None, int]:

@@ -52,9 +52,9 @@ def why_no_samples(config: TrainConfig, documents: Documents, limit: int | None)
         return (
             f"the model lies on {stages} pipeline stages, and samples need all layers on every rank"
         )
-    if config.arguments["mtp_num_layers"]:
+    if config.model.mtp_num_layers:
         return "a model with multi-token prediction gives no logits without labels"
-    if config.arguments["fp8"]:
+    if config.model.fp8:
         return "the packs of samples have not the sizes that fp8 layers need"
     if limit is None or config.data.mock_data:
         return "the run has no tokenizer that makes text of its tokens"

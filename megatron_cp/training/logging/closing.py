@@ -104,8 +104,7 @@ def flag_of_more(config: TrainConfig, steps: int) -> str | None:
     """Returns the flag that says how long a run is; None where `steps` are not all that this one was to take."""
     if steps < config.steps.train_iters:
         return None
-    by_samples = config.arguments.get("train_samples") is not None
-    return "--train-samples" if by_samples else "--train-iters"
+    return "--train-iters" if config.steps.train_samples is None else "--train-samples"
 
 
 def closing_box(
