@@ -138,7 +138,7 @@ class IndexedWriter:
                 _sync_and_close(stream)
         # No moment at which a new .bin stands beside an old file that could be believed, or an index without what
         # says how its documents are read.
-        for suffix in ("manifest.json", "sources.jsonl", "idx", PREFIX_LENGTHS, SUPERVISED):
+        for suffix in ("manifest.json", "idx", "sources.jsonl", PREFIX_LENGTHS, SUPERVISED):
             Path(f"{self.prefix}.{suffix}").unlink(missing_ok=True)
         for suffix in ("bin", *contents):
             self._temporary[suffix].replace(f"{self.prefix}.{suffix}")

@@ -287,7 +287,9 @@ def test_no_corpus_is_readable_before_what_says_how_it_is_read(tmp_path, monkeyp
         except (ValueError, OSError):
             return
         text = bytes(found.read(0, 0, int(found.lengths[0])).tolist())
-        seen.append((text, *found.prefix_lengths.tolist(), found.is_supervised))
+        sources = Path(f"{prefix}.sources.jsonl")
+        made_of = json.loads(sources.read_text())["path"] if sources.is_file() else None
+        seen.append((text, *found.prefix_lengths.tolist(), found.is_supervised, made_of))
 
     def looking(name):
         change = getattr(Path, name)
@@ -302,7 +304,8 @@ def test_no_corpus_is_readable_before_what_says_how_it_is_read(tmp_path, monkeyp
     looking("unlink")
     looking("replace")
     run("--input", second, *options, *key)
-    older, newer = (b"xabc", 1, True), (b"yzbcd" if key else b"bcd", 2 if key else 0, False)
+    older = (b"xabc", 1, True, "in.jsonl")
+    newer = (b"yzbcd" if key else b"bcd", 2 if key else 0, False, None)
     assert set(seen) == {older, newer}
 
 
