@@ -197,7 +197,8 @@ def _run_all(launches: list[dict], at_once: int) -> list[list[dict]]:
         for place in list(running):
             if running[place].has_ended():
                 done[place] = running.pop(place).outcomes()
-        time.sleep(0.02)
+        if running:
+            time.sleep(0.005)
     return [done[place] for place in range(len(launches))]
 
 
