@@ -8,6 +8,7 @@ An import costs four to ten seconds of a core, a small run two. A job is `{"argv
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -122,8 +123,12 @@ def main() -> int:
     import torch._dynamo  # by the first optimizer, as below: the ranks inherit it
 
     torch.set_num_threads(1)
+    from megatron_cp.report.run import media  # noqa: F401
     from megatron_cp.training import gpt, pretrain  # noqa: F401
     from tools.recipes import dense  # noqa: F401
+
+    gc.collect()
+    gc.freeze()  # a collection in a rank would copy every page
 
     for line in sys.stdin:
         job = json.loads(line)
