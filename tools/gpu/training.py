@@ -237,7 +237,7 @@ def _run(name: str, folder: Path, seconds: float, small: bool) -> str:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and not all(code == 0 for code in _codes(processes)):
         if any(_codes(processes)):
-            time.sleep(SECONDS_OF_OTHERS)  # the others may say why
+            _wait_for_others(processes)  # they may say why
             break
         time.sleep(0.2)
     codes, files = _codes(processes), [logs / f"rank{rank}.log" for rank in range(job.ranks)]
@@ -256,15 +256,20 @@ def _codes(processes: Sequence["subprocess.Popen[bytes]"]) -> list[int | None]:
     return [process.poll() for process in processes]
 
 
+def _wait_for_others(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
+    """Returns once all have ended, and after `SECONDS_OF_OTHERS` at the latest."""
+    deadline = time.monotonic() + SECONDS_OF_OTHERS
+    while time.monotonic() < deadline and None in _codes(processes):
+        time.sleep(0.05)
+
+
 def _end(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
     """Ends what still runs: SIGABRT first, on which Python writes the stacks of all threads."""
     for code in (signal.SIGABRT, signal.SIGKILL):
         for process in processes:
             if process.poll() is None:
                 process.send_signal(code)
-        deadline = time.monotonic() + SECONDS_OF_OTHERS
-        while time.monotonic() < deadline and None in _codes(processes):
-            time.sleep(0.05)
+        _wait_for_others(processes)
 
 
 def _last_words(log: Path) -> str:
