@@ -36,32 +36,36 @@ class FlowAssignment:
         # Of each block and side: how often each part uses its chunk, who owns that, what a row costs there and back.
         self._sides: list[list[tuple[list[int], int, int, int]]] = [[] for _ in self.part]
         for chunk_of, owner, (there, back) in zip(chunks, owners, row_costs, strict=True):
-            uses = [[0] * num_parts for _ in range(len(owner))]
+            counts = [[0] * num_parts for _ in range(len(owner))]
             for sides, chunk in zip(self._sides, chunk_of.tolist(), strict=True):
-                sides.append((uses[chunk], int(owner[chunk]), there, back))
-        for block, target in enumerate(self.part):
-            self._use(block, target, 1)
-
-    def _use(self, block: int, part: int, sign: int) -> None:
-        """Counts a block at a part in (1) or out (-1); flows change with the first and the last use."""
-        flow, num_parts = self.flow, self.num_parts
-        for uses, home, there, back in self._sides[block]:
-            before = uses[part]
-            uses[part] = after = before + sign
-            if home != part and not (before and after):
-                flow[part] += sign * there
-                flow[home] += sign * back
-                flow[num_parts + part] += sign * back
-                flow[num_parts + home] += sign * there
+                sides.append((counts[chunk], int(owner[chunk]), there, back))
+        for sides, target in zip(self._sides, self.part, strict=True):
+            for uses, home, there, back in sides:
+                if not uses[target] and target != home:
+                    self._send(home, target, there, back)
+                uses[target] += 1
 
     def move(self, block: int, part: int) -> None:
-        """Gives a block to a part."""
+        """Gives a block to a part; flows change with the last use by the old one and the first by the new one."""
         old, area = self.part[block], self.areas[block]
-        self._use(block, old, -1)
-        self._use(block, part, 1)
+        for uses, home, there, back in self._sides[block]:
+            uses[old] -= 1
+            if not uses[old] and old != home:
+                self._send(home, old, -there, -back)
+            if not uses[part] and part != home:
+                self._send(home, part, there, back)
+            uses[part] += 1
         self.load[old] -= area
         self.load[part] += area
         self.part[block] = part
+
+    def _send(self, home: int, reader: int, there: int, back: int) -> None:
+        """Adds a row that its owner's part sends to a reader's, and what comes back."""
+        flow, num_parts = self.flow, self.num_parts
+        flow[reader] += there
+        flow[home] += back
+        flow[num_parts + reader] += back
+        flow[num_parts + home] += there
 
     def cost(self) -> int:
         """Returns the sum of the fourth powers of all flows."""
