@@ -5,8 +5,8 @@ parts       what every stage of context parallelism calls: a forward pass, one o
             added rows
 the whole   `attend` with a sink and gradients through `out` and `lse`, in 16 bits
 
-All kinds of calls passed on an H200 (2026-11-27; the kernel that merges rows was changed since), and on a CPU, in the
-emulator.
+All kinds of calls passed on an H200 (2026-11-27; the kernel that merges rows and the launches of row statistics were
+changed since), and on a CPU, in the emulator.
 """
 
 # Q query rows, K key rows, N query heads, G kv heads, H head dim, Hv value head dim

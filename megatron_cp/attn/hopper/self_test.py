@@ -2,8 +2,8 @@
 
 A kernel that is wrong there (a driver, a compiler, a board that nobody tried) must not train a model. The test
 runs once per GPU, driver and build of a variant, in a fraction of a second; its verdict is kept (verdicts.py). All
-kinds passed on an H200 (2026-11-27; the kernel that merges rows was changed since) and, emulated, pass on a CPU
-(judge.py); kernels with a planted defect fail there.
+kinds passed on an H200 (2026-11-27; the kernel that merges rows and the launches of row statistics were changed since)
+and, emulated, pass on a CPU (judge.py); kernels with a planted defect fail there.
 """
 
 # Q query rows, K key rows, N query heads, G kv heads, H head dim, Hv value head dim
@@ -28,7 +28,7 @@ from megatron_cp.attn.hopper.verdicts import Verdict, kept_verdict
 from megatron_cp.kernels import build
 from megatron_cp.kernels.driver import driver
 
-TEST_VERSION = 5  # of the cases in judge.py: verdicts of others are not asked
+TEST_VERSION = 6  # of the cases in judge.py and of the launches: verdicts of others are not asked
 
 _is_skipped: ContextVar[bool] = ContextVar("megatron_cp_self_test_is_skipped", default=False)
 _verdicts: dict[tuple[Kind, torch.device], Verdict] = {}
