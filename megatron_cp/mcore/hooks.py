@@ -142,7 +142,7 @@ def _tell_documents(plain: Callable[..., Any]) -> Callable[..., Any]:
 
     def get_batch_on_this_tp_rank(source: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         rule = current_rule()
-        if not layers.is_known() or rule.source not in ("positions", "mask", "eod"):
+        if not layers.are_ours() or rule.source not in ("positions", "mask", "eod"):
             return plain(source, *args, **kwargs)
         if source is None or isinstance(source, dict):
             whole = dict(source or {})
@@ -209,7 +209,7 @@ def _load_on_every_stage(plain: Callable[..., Any]) -> Callable[..., Any]:
         # Where middle stages get cu_seqlens by themselves, GPTModel.forward takes them from there.
         is_newer = not hasattr(utils, "get_thd_batch_on_this_cp_rank")
         is_told = rule.source == "cu_seqlens" and is_newer
-        if layers.is_known() and rule.asks_for_documents and not is_told:
+        if layers.are_ours() and rule.asks_for_documents and not is_told:
             return True
         return plain(*args, **kwargs)
 
@@ -224,7 +224,7 @@ def _cut_by_plan(plain: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(plain)
 
     def get_batch_on_this_cp_rank(batch: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if not layers.is_known():
+        if not layers.are_ours():
             return plain(batch, *args, **kwargs)
         if all(batch.get(key) is None for key in SEQUENCE_KEYS):
             return batch  # a middle stage has cu_seqlens alone: GPTModel.forward takes them
@@ -252,7 +252,7 @@ def _cut_thd_by_plan(plain: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if not layers.is_known():
+        if not layers.are_ours():
             return plain(batch, cu_seqlens, cu_seqlens_padded, *args, **kwargs)
         rule = DocumentRule("cu_seqlens", current_rule().asked_by)
         whole = {**batch, "cu_seqlens": cu_seqlens, "cu_seqlens_padded": cu_seqlens_padded}

@@ -88,7 +88,7 @@ def wish(**fields: Any) -> None:
     _wishes.update(fields)
 
 
-def is_known() -> bool:
+def are_ours() -> bool:
     """Returns whether a model with our attention was built in this process, or its stage without layers."""
     return bool(_requests or _requests_without_layers)
 

@@ -85,7 +85,7 @@ def _is_middle_stage(inputs: dict[str, Any]) -> bool:
 
 def _params_of_middle_stage(given: Any) -> ContextParallelParams | None:
     """Returns what the outer stages have made of the same cu_seqlens: plans are the same everywhere."""
-    if given is None or not layers.is_known():
+    if given is None or not layers.are_ours():
         return None
     ends = {"cu_seqlens": given.cu_seqlens_q, "cu_seqlens_padded": given.cu_seqlens_q_padded}
     lengths = find_documents(ends, current_rule())
@@ -126,7 +126,7 @@ def normalise_over_context(plain: Callable[..., Any]) -> Callable[..., Any]:
         model: Any, output: Any, loss_func: Any, config: Any, *args: Any, **kwargs: Any
     ) -> Any:
         # A schedule's configuration need not be that of a model.
-        is_ours = layers.is_known() and getattr(config, "context_parallel_size", 1) > 1
+        is_ours = layers.are_ours() and getattr(config, "context_parallel_size", 1) > 1
         if is_ours and loss_func is not None and not config.calculate_per_token_loss:
             loss_func = functools.partial(_loss_over_context, loss_func)
         return plain(model, output, loss_func, config, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""What a run is made of, and the part of it that both checkpoint formats share."""
+"""The state of a run that goes into a checkpoint, whatever the format: what it is made of, counters, random states."""
 
 from __future__ import annotations
 

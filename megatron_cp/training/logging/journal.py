@@ -73,7 +73,8 @@ class Journal:
         self._keeps = dist.get_rank() == dist.get_world_size() - 1
         self._tracker = _open_tracker(state, described) if self._keeps else Tracker()
         self._losses: dict[str, list[float]] = {LOSS_NAME: []}
-        # A line is of the steps since the last line, a row of those since the last row.
+        # A line is of the steps since the last line, a row of those since the last row. Clocks begin anew also behind
+        # what is no step, an evaluation or a save; counts, and the steps that a line's losses are of, do not.
         self._line, self._row = Clock(), Clock()
         self._line_counts, self._row_counts = Counts(), Counts()
         self._steps_since_line = 0
